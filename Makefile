@@ -1,0 +1,32 @@
+# Two commands set up everything: `make run`, then `make test`.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.gfgen-installed
+
+.PHONY: run test check install format clean
+
+run: $(READY)  ## the main job: four CPU ranks, a dozen jobs, pictures and videos in outputs/batch
+	$(BIN)/gfgen run jobs/batch.jsonl --policy srtf --trace outputs/batch/trace.json
+
+test: check  ## everything that CI runs
+	$(BIN)/pytest
+
+check: $(READY)  ## style and types
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+install: $(READY)
+
+$(READY): setup.py pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+format: $(READY)
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+clean:
+	rm -rf $(VENV) build outputs *.egg-info

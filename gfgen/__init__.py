@@ -1,0 +1,1 @@
+"""Elastic generation of pictures and videos on the GPUs of one machine."""

@@ -1,0 +1,139 @@
+"""What the control plane costs: host time per dispatched task, and bytes per message.
+
+Runs the real control loop, state and policy over simulated ranks, so that nothing but the
+control plane takes time. Each turn of the loop is timed from the moment at which its events
+are there until all its dispatches are out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gfgen.graph import Artifact, Stage, Trajectory
+from gfgen.jobspec import JobSpec
+from gfgen.policies.catalog import load_policy
+from gfgen.runtime.admission import AdmittedJob
+from gfgen.runtime.clock import Clock
+from gfgen.runtime.control import Control
+from gfgen.runtime.cost import CostModel
+from gfgen.runtime.dispatch import Dispatch
+from gfgen.runtime.events import Event
+from gfgen.runtime.messages import RunTask
+from gfgen.runtime.observer import JobInfo
+from gfgen.runtime.simulate import SimulatedBackend, SimulatedTimes
+from gfgen.runtime.state import State
+
+NUM_RANKS = 8
+_GUARD_S = 0.005
+_STEP_FLOPS = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class ControlPlaneCost:
+    """Host time of the control plane, per dispatched task."""
+
+    policy: str
+    num_open: int
+    num_tasks: int
+    median_s: float
+    p99_s: float
+    message_bytes: int
+
+
+def measure_control_plane(policy: str, *, num_open: int, num_tasks: int) -> ControlPlaneCost:
+    """Dispatch `num_tasks` tasks with `num_open` jobs open all the time, on 8 simulated ranks."""
+    jobs = [_job(idx, num_steps=20 + idx % 31) for idx in range(num_open + num_tasks // 20)]
+    clock, costs = Clock(virtual=True), CostModel()
+    backend = _TimedBackend(clock, num_tasks=num_tasks, jobs=jobs[num_open:])
+    state = State(jobs, num_ranks=NUM_RANKS, clock=clock, costs=costs, guard_s=_GUARD_S)
+    control = Control(
+        jobs[:num_open],
+        state=state,
+        backend=backend,
+        clock=clock,
+        policy=load_policy(policy),
+        guard_s=_GUARD_S,
+    )
+    backend.control = control
+    with contextlib.suppress(_Enough):
+        control.run()
+    costs_s = sorted(backend.turn_s)
+    return ControlPlaneCost(
+        policy=policy,
+        num_open=num_open,
+        num_tasks=len(costs_s),
+        median_s=statistics.median(costs_s),
+        p99_s=costs_s[int(len(costs_s) * 0.99)],
+        message_bytes=backend.largest_message_bytes,
+    )
+
+
+class _Enough(Exception):
+    """All tasks that were asked for are measured."""
+
+
+class _TimedBackend(SimulatedBackend):
+    """Notes the host time between the end of a wait and the begin of the next one."""
+
+    def __init__(self, clock: Clock, *, num_tasks: int, jobs: Sequence[AdmittedJob]) -> None:
+        super().__init__(clock, num_ranks=NUM_RANKS, times=SimulatedTimes(task_s=_duration_s))
+        self.control: Control | None = None
+        self.turn_s: list[float] = []
+        self.largest_message_bytes = 0
+        self._num_tasks = num_tasks
+        self._reserve = list(jobs)
+        self._began_s = 0.0
+        self._spent_s = 0.0
+        self._num_sent = 0
+
+    def wait(self, until: float | None) -> list[Event]:
+        """As simulated; the time since the last wait belongs to the tasks sent in it."""
+        self._spent_s += time.perf_counter() - self._began_s if self._began_s else 0.0
+        if self._num_sent:
+            self.turn_s += [self._spent_s / self._num_sent] * self._num_sent
+            self._num_sent, self._spent_s = 0, 0.0
+        if len(self.turn_s) >= self._num_tasks:
+            raise _Enough
+        events = super().wait(until)
+        self._began_s = time.perf_counter()
+        return events
+
+    def submit(self, dispatch: Dispatch) -> None:
+        super().submit(dispatch)
+        self._num_sent += 1
+        task = dispatch.task
+        message = RunTask(dispatch.number, task.job_id, task.index, dispatch.producer, dispatch.layout)
+        self.largest_message_bytes = max(self.largest_message_bytes, len(pickle.dumps(message, protocol=5)))
+
+    def release(self, job_id: str) -> None:
+        """For every job that ends another one arrives: the number of open jobs stays."""
+        if self._reserve and self.control is not None:
+            self.control.schedule(self._reserve.pop())
+
+
+def _duration_s(dispatch: Dispatch) -> float:
+    """Steps of 50 to 90 ms, so that completions do not fall together."""
+    return 0.05 + (hash(dispatch.task.job_id) % 41) / 1000
+
+
+def _job(idx: int, *, num_steps: int) -> AdmittedJob:
+    spec = JobSpec(
+        id=f"job-{idx:05d}",
+        prompt="a benchmark",
+        model="bench",
+        deadline_s=60.0 + idx,
+        priority=idx % 3,
+        tag="SML"[idx % 3],
+        steps=num_steps,
+    )
+    latents = Artifact("latents", (("latents", (1, 48, 21, 44, 80), "float32"),))
+    trajectory = Trajectory(spec.id, num_steps, (latents,))
+    info = JobInfo(spec, spec, trajectory.num_tasks, f"{spec.id}.mp4", "", "bench")
+    flops = dict.fromkeys(Stage, _STEP_FLOPS)
+    return AdmittedJob(info, trajectory, f"shape {idx % 5}", flops, Path("bench"))

@@ -1,0 +1,63 @@
+"""`gfgen bench`: measurements of gfgen on this machine."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import click
+
+from gfgen.bench.runtime import measure_control_plane
+
+_STARTUP_COMMANDS = ("--help", "policies")
+_STARTUP_RUNS = 5
+
+
+@click.group()
+def bench() -> None:
+    """Measure gfgen on this machine; tables are Markdown, ready for benchmarks/results/."""
+
+
+@bench.command()
+@click.option("--tasks", default=5000, show_default=True, help="Tasks to dispatch for each row.")
+def runtime(*, tasks: int) -> None:
+    """What the control plane costs: time per dispatched task, message size, start-up."""
+    click.echo(f"{time.strftime('%Y-%m-%d')}, {_processor()}, Python {platform.python_version()}")
+    click.echo(f"command: gfgen bench runtime --tasks {tasks}\n")
+    click.echo("| policy, 8 ranks | open jobs | median us | P99 us | message bytes |")
+    click.echo("|---|---|---|---|---|")
+    for num_open in (50, 1000):
+        for policy in ("srtf", "fcfs", "edf", "legacy"):
+            cost = measure_control_plane(policy, num_open=num_open, num_tasks=tasks)
+            click.echo(
+                f"| {policy} | {num_open} | {cost.median_s * 1e6:.0f} | {cost.p99_s * 1e6:.0f} "
+                f"| {cost.message_bytes} |"
+            )
+    click.echo("\n| command | median s |\n|---|---|")
+    for command in _STARTUP_COMMANDS:
+        click.echo(f"| gfgen {command} | {_startup_s(command):.2f} |")
+
+
+def _startup_s(command: str) -> float:
+    """Wall time of a command in a fresh process, median of several."""
+    seconds = []
+    for _ in range(_STARTUP_RUNS):
+        began_s = time.perf_counter()
+        subprocess.run([sys.executable, "-m", "gfgen", command], check=True, capture_output=True)
+        seconds.append(time.perf_counter() - began_s)
+    return statistics.median(seconds)
+
+
+def _processor() -> str:
+    """The processor's name and the number of its cores that this process may use."""
+    names = [
+        line.partition(":")[2].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    ]
+    return f"{len(os.sched_getaffinity(0))} cores of {names[0] if names else platform.machine()}"

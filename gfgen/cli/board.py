@@ -1,0 +1,160 @@
+"""The bars at the bottom of a terminal, and the lines that scroll by above them."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TextIO
+
+from tqdm import tqdm
+
+MIN_BAR, MAX_BAR = 8, 40
+"""Columns of the bar itself; a line without room for the least has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One bar: name, how far, and texts for its right, from the longest to the shortest."""
+
+    name: str
+    done: int
+    total: int
+    texts: tuple[str, ...]
+
+
+class _Bar(tqdm):  # type: ignore[misc]
+    """A bar that is drawn when told so: no monitor thread, and a lock without semaphores."""
+
+    monitor_interval = 0
+    _lock = threading.RLock()
+
+
+class Board:
+    """The bars at the bottom of a terminal; the first is the batch, the rest are slots."""
+
+    def __init__(self, stream: TextIO, *, num_slots: int) -> None:
+        self._stream = stream
+        self._num_slots = num_slots
+        self._bars: list[_Bar] = []
+        self._slots: dict[str, int] = {}
+        self._size = (0, 0)
+        encoding = getattr(stream, "encoding", None) or ""
+        self._charset: str | bool = False if encoding.lower().startswith("utf") else " #"
+
+    def write(self, text: str) -> None:
+        """A line above the bars."""
+        _Bar.write(printable(text, self._stream), file=self._stream)
+        self._stream.flush()
+
+    def draw(self, lines: Sequence[Line]) -> None:
+        """Show the batch, and as many jobs as there are slots and rows."""
+        columns, rows = terminal_size(self._stream)
+        if (columns, rows) != self._size:
+            self._resize(columns, rows)
+        head, *jobs = lines
+        self._assign([line.name for line in jobs])
+        by_slot = {1 + self._slots[line.name]: line for line in jobs if line.name in self._slots}
+        shown = [head if slot == 0 else by_slot.get(slot) for slot in range(len(self._bars))]
+        formats = bar_formats(shown, columns - 1)
+        for bar, line, text in zip(self._bars, shown, formats, strict=True):
+            bar.n, bar.total = (0, 1) if line is None else (line.done, line.total)
+            bar.bar_format = printable(text, self._stream)
+            bar.refresh()
+
+    def close(self) -> None:
+        """Take the bars away; what was written above stays."""
+        for bar in reversed(self._bars):
+            bar.close()
+        self._bars.clear()
+
+    def _resize(self, columns: int, rows: int) -> None:
+        """Begin anew: the terminal has wrapped or cut the lines that were there."""
+        self.close()
+        if self._size != (0, 0):
+            self._stream.write("\r\x1b[J")
+        self._size = (columns, rows)
+        for position in range(1 + max(0, min(self._num_slots, rows - 2))):
+            bar = _Bar(
+                total=1, position=position, file=self._stream, leave=False, ascii=self._charset,
+                ncols=columns - 1, nrows=rows, bar_format=" ", mininterval=1e9,
+            )  # fmt: skip
+            self._bars.append(bar)
+
+    def _assign(self, names: Sequence[str]) -> None:
+        """A job keeps its slot while it is shown; the rest fill what is free."""
+        wanted = names[: len(self._bars) - 1]
+        self._slots = {name: slot for name, slot in self._slots.items() if name in wanted}
+        free = sorted(set(range(len(self._bars) - 1)) - set(self._slots.values()))
+        self._slots |= dict(zip((name for name in wanted if name not in self._slots), free, strict=False))
+
+
+class AboveBars:
+    """A stream for log handlers: whole records go above the bars."""
+
+    def __init__(self, board: Board, lock: threading.RLock) -> None:
+        self._board = board
+        self._lock = lock
+
+    def write(self, text: str) -> int:
+        with self._lock:
+            for line in text.splitlines():
+                self._board.write(line)
+        return len(text)
+
+    def flush(self) -> None:
+        pass
+
+
+def bar_formats(lines: Sequence[Line | None], columns: int) -> list[str]:
+    """tqdm's format for each line: the longest texts that leave room for bars, all as wide.
+
+    The first line (the batch) and the others (jobs) each keep to one wording.
+    """
+    width = min(24, columns // 4, max(len(line.name) for line in lines if line is not None))
+    texts = [*_fitting(lines[:1], columns - width - 4), *_fitting(lines[1:], columns - width - 4)]
+    room = columns - width - 4 - max(len(text) for text in texts)
+    return [
+        _format(line, text, name_width=width, bar_width=min(room, MAX_BAR))
+        for line, text in zip(lines, texts, strict=True)
+    ]
+
+
+def _fitting(lines: Sequence[Line | None], columns: int) -> list[str]:
+    """The texts of these lines, in the longest wording that leaves room for a bar."""
+    texts = [("",) if line is None else line.texts for line in lines]
+    for level in range(max((len(wordings) for wordings in texts), default=0)):
+        chosen = [wordings[min(level, len(wordings) - 1)] for wordings in texts]
+        if max(map(len, chosen)) <= columns - MIN_BAR:
+            return chosen
+    return [wordings[-1] for wordings in texts]
+
+
+def _format(line: Line | None, text: str, *, name_width: int, bar_width: int) -> str:
+    if line is None:
+        return " "
+    name = line.name if len(line.name) <= name_width else f"{line.name[: name_width - 1]}~"
+    name = _literal(f"{name:<{name_width}}")
+    bar = f" |{{bar:{bar_width}}}|" if bar_width > 0 else ""
+    return f"{name}{bar} {_literal(text)}"
+
+
+def terminal_size(stream: TextIO) -> tuple[int, int]:
+    """Columns and rows; 80 x 24 where there is no terminal."""
+    try:
+        size = os.get_terminal_size(stream.fileno())
+    except (OSError, ValueError):
+        return 80, 24
+    return max(20, size.columns), max(3, size.lines)
+
+
+def _literal(text: str) -> str:
+    return text.replace("{", "{{").replace("}", "}}")
+
+
+def printable(text: str, stream: TextIO) -> str:
+    """The text with what the stream cannot encode replaced, and without control characters."""
+    encoding = getattr(stream, "encoding", None) or "ascii"
+    text = "".join(char if char.isprintable() else " " for char in text)
+    return text.encode(encoding, "replace").decode(encoding)

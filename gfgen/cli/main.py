@@ -1,0 +1,77 @@
+"""`gfgen`: the group of all commands. A command's module is imported when it is called."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from gfgen.errors import GfgenError
+
+_COMMANDS = {
+    "run": ("gfgen.cli.run:run", "Generate what a job file asks for."),
+    "policies": ("gfgen.cli.policies:policies", "Say what each scheduling policy is for."),
+    "models": ("gfgen.cli.models:models", "List models; make small ones for trying things out."),
+    "plot": ("gfgen.cli.plot:plot", "Draw a run's trace as a timeline."),
+    "bench": ("gfgen.cli.bench:bench", "Measure gfgen on this machine."),
+}
+
+
+class _LazyGroup(click.Group):
+    """Knows its commands by name and imports one when it is called: --help stays instant."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _COMMANDS:
+            return None
+        module_name, _, attribute = _COMMANDS[cmd_name][0].partition(":")
+        command: click.Command = getattr(importlib.import_module(module_name), attribute)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, summary) for name, (_, summary) in _COMMANDS.items()])
+
+
+@click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--debug", is_flag=True, help="Log details, and show a traceback when something fails.")
+@click.version_option(package_name="gfgen")
+@click.pass_context
+def cli(ctx: click.Context, *, debug: bool) -> None:
+    """Generate a batch of pictures and videos on all GPUs (or CPU cores) of this machine.
+
+    Start with:  gfgen run jobs/batch.jsonl
+    """
+    ctx.obj = {"debug": debug}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point: every error of ours becomes one line and an exit code."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in arguments
+    try:
+        sys.exit(_invoke(arguments))
+    except GfgenError as error:
+        if debug:
+            logging.getLogger(__name__).exception("failed")
+        click.echo(f"gfgen: {error}", err=True)
+        sys.exit(error.exit_code)
+
+
+def _invoke(arguments: list[str]) -> int:
+    try:
+        result: Any = cli.main(args=arguments, prog_name="gfgen", standalone_mode=False)
+    except click.exceptions.Exit as end:
+        return end.exit_code
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except click.Abort:
+        return 130
+    return result if isinstance(result, int) else 0

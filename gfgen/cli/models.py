@@ -1,0 +1,42 @@
+"""`gfgen models`: the models that can be named, and small ones for trying things out."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+
+from gfgen.errors import ModelError
+from gfgen.models.registry import TINY_NAMES, known_models
+
+
+@click.group(invoke_without_command=True)
+@click.pass_context
+def models(ctx: click.Context) -> None:
+    """List the models that jobs and --model can name."""
+    if ctx.invoked_subcommand is not None:
+        return
+    width = max(len(model.name) for model in known_models())
+    for model in known_models():
+        click.echo(f"{model.name:<{width}}  {model.summary}")
+    click.echo("Also: a directory in diffusers' format or a hub id of a Wan or Qwen-Image pipeline.")
+
+
+@models.command("make-tiny")
+@click.argument("directory", type=click.Path(file_okay=False, path_type=Path))
+@click.argument("names", nargs=-1)
+def make_tiny(directory: Path, names: tuple[str, ...]) -> None:
+    """Write small pipelines with random weights to DIRECTORY (all of them, or NAMES).
+
+    They are of the real classes and run anywhere in seconds; what they draw is texture.
+    """
+    unknown = [name for name in names if name not in TINY_NAMES]
+    if unknown:
+        raise ModelError(f"no tiny model {unknown[0]!r}; there are {', '.join(TINY_NAMES)}")
+    command = [sys.executable, "-m", "gfgen.models.tiny", str(directory), *names]
+    if subprocess.run(command, check=False).returncode:
+        raise ModelError(f"the tiny models could not be written to {directory}")
+    for name in names or TINY_NAMES:
+        click.echo(str(directory / name))

@@ -1,0 +1,292 @@
+"""What a run shows while it works: bars on a terminal, plain lines elsewhere, or nothing.
+
+All of it goes to standard error, so that standard output stays free for results.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+from gfgen.cli.board import AboveBars, Board, Line, printable
+from gfgen.graph import Stage, Task
+from gfgen.layout import Layout
+from gfgen.runtime.dispatch import Dispatch
+from gfgen.runtime.durations import in_words, on_clock
+from gfgen.runtime.events import Event, JobArrived
+from gfgen.runtime.forecast import Forecast, forecast
+from gfgen.runtime.observer import JobInfo, JobOutcome, Observer
+from gfgen.snapshot import Snapshot
+
+logger = logging.getLogger(__name__)
+
+REDRAW_S = 0.1
+TICK_S = 0.5
+"""The bars are redrawn so often when nothing happens, so that clocks go on."""
+FORECAST_S = 0.5
+CHEAP_FORECAST_JOBS = 64
+"""With more open jobs than this, predictions are renewed every FORECAST_S only."""
+SUMMARY_S = 30.0
+
+
+def make_progress(*, quiet: bool, log_json: bool = False, stream: TextIO | None = None) -> Observer:
+    """Bars where a person looks on, lines or log records elsewhere, nothing when told so."""
+    stream = stream or sys.stderr
+    if quiet:
+        return NoProgress()
+    if log_json:
+        return LineProgress(emit=logger.info)
+    return BarProgress(stream) if stream.isatty() else LineProgress(stream)
+
+
+class NoProgress(Observer):
+    """Shows nothing."""
+
+
+class LineProgress(Observer):
+    """A line when a job starts and when it ends, and now and then one for the batch.
+
+    Lines go to `emit` (a logger's method, say), or to the stream.
+    """
+
+    refresh_s = 1.0
+
+    def __init__(self, stream: TextIO | None = None, *, emit: Callable[[str], None] | None = None) -> None:
+        self._stream = stream or sys.stderr
+        self._emit = emit or self._print
+        self._batch = Batch()
+        self._next_summary_s = SUMMARY_S
+
+    def began(self, jobs: tuple[JobInfo, ...], *, num_ranks: int, policy: str) -> None:
+        self._batch.began(jobs, policy=policy)
+        self._emit(self._batch.headline(num_ranks))
+
+    def dispatched(self, dispatch: Dispatch) -> None:
+        if self._batch.dispatched(dispatch):
+            self._emit(f"started {dispatch.task.job_id} on {ranks_text(dispatch.layout)}")
+
+    def applied(self, event: Event) -> None:
+        self._batch.applied(event)
+
+    def ended(self, outcome: JobOutcome) -> None:
+        self._batch.ended(outcome)
+        if outcome.status != "skipped":
+            self._emit(outcome_line(outcome))
+
+    def refreshed(self, snapshot: Snapshot) -> None:
+        if snapshot.now_s < self._next_summary_s:
+            return
+        self._next_summary_s = snapshot.now_s + SUMMARY_S
+        predicted = forecast(snapshot, policy=self._batch.policy)
+        self._emit(self._batch.texts(snapshot.now_s, predicted)[0])
+
+    def _print(self, line: str) -> None:
+        print(printable(line, self._stream), file=self._stream, flush=True)
+
+
+class BarProgress(Observer):
+    """A bar for the batch and one for each running job, below the lines of those that ended.
+
+    Drawn by whoever calls, at most every REDRAW_S, and by a thread of its own when nobody
+    does. `_lock` guards everything; log records of `gfgen` to the same stream go above the
+    bars until `close`.
+    """
+
+    refresh_s = REDRAW_S
+
+    def __init__(self, stream: TextIO | None = None, *, now: Callable[[], float] = time.monotonic) -> None:
+        self._stream = stream or sys.stderr
+        self._now = now
+        self._lock = threading.RLock()
+        self._batch = Batch()
+        self._board: Board | None = None
+        self._snapshot: Snapshot | None = None
+        self._seen_at = self._drawn_at = self._predicted_at = -1e9
+        self._predicted = Forecast({}, frozenset())
+        self._closed = threading.Event()
+        self._ticker = threading.Thread(target=self._tick, name="progress", daemon=True)
+        self._redirected: list[tuple[logging.StreamHandler[Any], Any]] = []
+
+    def began(self, jobs: tuple[JobInfo, ...], *, num_ranks: int, policy: str) -> None:
+        with self._lock:
+            self._batch.began(jobs, policy=policy)
+            self._board = Board(self._stream, num_slots=num_ranks)
+            self._board.write(self._batch.headline(num_ranks))
+            self._redirect_log(self._board)
+        self._ticker.start()
+
+    def dispatched(self, dispatch: Dispatch) -> None:
+        with self._lock:
+            self._batch.dispatched(dispatch)
+
+    def applied(self, event: Event) -> None:
+        with self._lock:
+            self._batch.applied(event)
+
+    def ended(self, outcome: JobOutcome) -> None:
+        with self._lock:
+            self._batch.ended(outcome)
+            if self._board is not None and outcome.status != "skipped":
+                self._board.write(outcome_line(outcome))
+
+    def refreshed(self, snapshot: Snapshot) -> None:
+        with self._lock:
+            self._snapshot, self._seen_at = snapshot, self._now()
+            if self._seen_at - self._drawn_at >= REDRAW_S:
+                self._draw()
+
+    def close(self) -> None:
+        self._closed.set()
+        if self._ticker.is_alive():
+            self._ticker.join()
+        with self._lock:
+            for handler, stream in self._redirected:
+                handler.setStream(stream)
+            self._redirected.clear()
+            if self._board is not None:
+                self._board.close()
+                self._board = None
+
+    def _tick(self) -> None:
+        while not self._closed.wait(TICK_S):
+            with self._lock:
+                if self._now() - self._drawn_at >= TICK_S:
+                    self._draw()
+
+    def _draw(self) -> None:
+        if self._board is None or self._snapshot is None:
+            return
+        self._drawn_at = self._now()
+        is_small = len(self._snapshot.open) + len(self._snapshot.busy) <= CHEAP_FORECAST_JOBS
+        if is_small or self._drawn_at - self._predicted_at >= FORECAST_S:
+            self._predicted_at = self._drawn_at
+            self._predicted = forecast(self._snapshot, policy=self._batch.policy)
+        now_s = self._snapshot.now_s + self._drawn_at - self._seen_at
+        batch = self._batch
+        head = Line("batch", batch.num_ended, batch.num_jobs, batch.texts(now_s, self._predicted))
+        running = {running.task.job_id for running in self._snapshot.running}
+        lines = [
+            job.line(now_s, self._predicted, is_running=job.info.job_id in running)
+            for job in batch.shown(running)
+        ]
+        self._board.draw([head, *lines])
+
+    def _redirect_log(self, board: Board) -> None:
+        for handler in logging.getLogger("gfgen").handlers:
+            if isinstance(handler, logging.StreamHandler) and handler.stream is self._stream:
+                self._redirected.append((handler, handler.setStream(AboveBars(board, self._lock))))
+
+
+# --- What is shown -----------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class ShownJob:
+    """A job that has started and has not ended."""
+
+    info: JobInfo
+    task: Task
+    layout: Layout
+
+    def line(self, now_s: float, predicted: Forecast, *, is_running: bool) -> Line:
+        steps = self.info.num_tasks - 3
+        what = f"step {self.task.step + 1}/{steps}" if self.task.step is not None else str(self.task.stage)
+        short = f"{self.task.step + 1}/{steps}" if self.task.step is not None else str(self.task.stage)
+        end_s = predicted.ends_s.get(self.info.job_id)
+        is_decoded = self.task.stage is Stage.DECODE and not is_running
+        left = "writing" if is_decoded else "" if end_s is None else f"{on_clock(end_s - now_s)} left"
+        late, mark = ("  will be late", " !") if self.info.job_id in predicted.late else ("", "")
+        texts = (
+            f"{what:<12} {ranks_text(self.layout):<10} {left}{late}",
+            f"{what}  {left}{late}",
+            f"{short} {left.removesuffix(' left')}{mark}",
+            f"{short}{mark}",
+        )
+        return Line(self.info.job_id, self.task.index, self.info.num_tasks, texts)
+
+
+class Batch:
+    """What the progress displays know of the run."""
+
+    def __init__(self) -> None:
+        self.policy = ""
+        self.num_jobs = 0
+        self.num_ended = 0
+        self.num_failed = 0
+        self.num_skipped = 0
+        self.num_missed = 0
+        self._infos: dict[str, JobInfo] = {}
+        self._arrived: set[str] = set()
+        self._started: dict[str, ShownJob] = {}
+
+    def began(self, jobs: tuple[JobInfo, ...], *, policy: str) -> None:
+        self.policy, self.num_jobs = policy, len(jobs)
+        self._infos = {info.job_id: info for info in jobs}
+
+    def dispatched(self, dispatch: Dispatch) -> bool:
+        """Whether it is the job's first task."""
+        job_id = dispatch.task.job_id
+        is_first = job_id not in self._started
+        if job_id in self._infos:
+            self._started[job_id] = ShownJob(self._infos[job_id], dispatch.task, dispatch.layout)
+        return is_first
+
+    def applied(self, event: Event) -> None:
+        if isinstance(event, JobArrived):
+            self._arrived.add(event.job_id)
+
+    def ended(self, outcome: JobOutcome) -> None:
+        if outcome.status == "skipped":
+            self.num_skipped += 1
+            return
+        self._started.pop(outcome.info.job_id, None)
+        self._infos.pop(outcome.info.job_id, None)
+        self.num_ended += 1
+        self.num_failed += outcome.status == "failed"
+        self.num_missed += outcome.status == "done" and outcome.met_deadline is False
+
+    def shown(self, running: set[str]) -> list[ShownJob]:
+        """Started jobs, those that run first; in each the order of their start."""
+        return sorted(self._started.values(), key=lambda job: job.info.job_id not in running)
+
+    def headline(self, num_ranks: int) -> str:
+        text = f"{self.num_jobs} jobs on {num_ranks} ranks, policy {self.policy}"
+        return text + (f"; {self.num_skipped} done before and skipped" if self.num_skipped else "")
+
+    def texts(self, now_s: float, predicted: Forecast) -> tuple[str, ...]:
+        """How the batch stands, from the longest wording to the shortest."""
+        count = f"{self.num_ended}/{self.num_jobs}"
+        num_late = self.num_missed + len(predicted.late)
+        notes = [f"{self.num_failed} failed"] if self.num_failed else []
+        notes += [f"{num_late} late"] if num_late else []
+        yet_to_come = self.num_jobs - self.num_ended - len(self._started.keys() | predicted.ends_s.keys())
+        notes += [f"{yet_to_come} yet to come"] if yet_to_come > 0 else []
+        rest = "" if predicted.end_s is None else f"{on_clock(predicted.end_s - now_s)} left"
+        mark = f" !{num_late}" if num_late else ""
+        return (
+            "  ".join(part for part in (f"{count} jobs", on_clock(now_s), rest, ", ".join(notes)) if part),
+            f"{count} {on_clock(now_s)} {rest}{mark}",
+            f"{count}{mark}",
+        )
+
+
+def outcome_line(outcome: JobOutcome) -> str:
+    """'done fox-1: fox-1.mp4 in 12.3 s, 2.1 s before its deadline'."""
+    info = outcome.info
+    if outcome.status == "failed":
+        return f"failed {info.job_id}: {outcome.error}"
+    line = f"done {info.job_id}: {info.file} in {in_words(outcome.ended_s - outcome.arrival_s)}"
+    if outcome.deadline_s is None:
+        return line
+    margin = in_words(abs(outcome.deadline_s - outcome.ended_s))
+    return f"{line}, {margin} before its deadline" if outcome.met_deadline else f"{line}, {margin} too late"
+
+
+def ranks_text(layout: Layout) -> str:
+    """'rank 0' or 'ranks 0,2,3'."""
+    return f"rank{'s' if layout.degree > 1 else ''} {','.join(map(str, layout.ranks))}"

@@ -1,0 +1,158 @@
+"""Every exception that gfgen raises on purpose, with the exit code of the command it ends.
+
+    GfgenError                  1   something went wrong; the message says what to do
+      InputError                2   what the user gave is wrong
+        JobFileError            2   one or more lines of a job file (all of them, at once)
+        JobError                2   one field of one job
+        ModelError              2   a model that is unknown, missing, incomplete or broken
+        PolicyError             2   a policy or a policy option that does not exist
+        LayoutError             2   ranks or degrees that do not fit together
+      RunError                  1   a run that cannot go on
+        PolicyFault             1   a policy raised, or decided something illegal
+        StalledError            1   jobs are open, nothing runs and nothing was decided
+        WorkerError             1   a worker process died or could not start
+        TaskError               1   a task failed inside a worker
+        OutputError             1   a finished job could not be written
+        CollectiveError         1   an exchange between ranks failed
+          PeerTimeoutError      1   a peer did not answer in time
+          AbortedError          1   the host gave the exchange up
+          ProtocolError         1   a peer sent what this exchange did not expect
+      LockedError              75   another run holds the output folder (EX_TEMPFAIL)
+      InterruptedRunError     130   stopped by SIGINT (or 143: SIGTERM)
+
+What a user did wrong raises one of these, with a message of one line that names the field
+or path, the value, and what would be accepted. `assert` is for mistakes of our own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+class GfgenError(Exception):
+    """Base of all; a command that ends with it prints one line and exits with `exit_code`."""
+
+    exit_code = 1
+
+
+class InputError(GfgenError):
+    """What the user gave is wrong; nothing was started."""
+
+    exit_code = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong with one job, as a person would want to read it."""
+
+    line: int | None
+    field: str | None
+    value: str | None
+    accepted: str
+
+    def __str__(self) -> str:
+        place = "" if self.line is None else f"line {self.line}: "
+        subject = "" if self.field is None else self.field
+        if self.value is not None:
+            subject = f"{subject} = {self.value}" if subject else self.value
+        return f"{place}{subject}: {self.accepted}" if subject else f"{place}{self.accepted}"
+
+
+class JobFileError(InputError):
+    """One or more lines of a job file are wrong; `problems` lists every one of them."""
+
+    def __init__(self, source: str, problems: tuple[Problem, ...]) -> None:
+        self.source = source
+        self.problems = problems
+        lines = "\n".join(f"  {problem}" for problem in problems)
+        count = f"{len(problems)} problem{'s' if len(problems) != 1 else ''}"
+        super().__init__(f"{source}: {count}; nothing was started\n{lines}")
+
+
+class JobError(InputError):
+    """One field of one job is wrong.
+
+    Raised where the line is not known (admission by a model's geometry); whoever knows the
+    line turns it into a `Problem` with `at_line`.
+    """
+
+    def __init__(self, field: str | None, value: object, accepted: str) -> None:
+        self.problem = Problem(line=None, field=field, value=_shortened(value), accepted=accepted)
+        super().__init__(str(self.problem))
+
+    def at_line(self, line: int | None) -> Problem:
+        return Problem(line, self.problem.field, self.problem.value, self.problem.accepted)
+
+
+class ModelError(InputError):
+    """A model is unknown, missing, incomplete or broken."""
+
+
+class PolicyError(InputError):
+    """A policy or one of its options does not exist or has a wrong value."""
+
+
+class LayoutError(InputError):
+    """Ranks or degrees do not fit together."""
+
+
+class RunError(GfgenError):
+    """The run cannot go on."""
+
+
+class PolicyFault(RunError):
+    """A policy raised an exception or decided something illegal; the message names it."""
+
+
+class StalledError(RunError):
+    """Jobs are open, nothing is running, and the policy decided nothing; names the jobs."""
+
+
+class WorkerError(RunError):
+    """A worker process died, hung, or could not start."""
+
+
+class TaskError(RunError):
+    """A task raised inside a worker; names the job, the task and the exception."""
+
+
+class OutputError(RunError):
+    """A finished job could not be written to its file."""
+
+
+class CollectiveError(RunError):
+    """An exchange between ranks failed; names rank, peer, dispatch, expected and seen."""
+
+
+class PeerTimeoutError(CollectiveError):
+    """A peer did not answer within the time-out."""
+
+
+class AbortedError(CollectiveError):
+    """The host gave up the dispatch that this exchange belongs to."""
+
+
+class ProtocolError(CollectiveError):
+    """A peer's signal does not belong to this exchange."""
+
+
+class LockedError(GfgenError):
+    """Another run holds the output folder."""
+
+    exit_code = 75
+
+
+class InterruptedRunError(GfgenError):
+    """The run was stopped by a signal; finished jobs are safe, the rest resumes."""
+
+    def __init__(self, message: str, *, signal_number: int) -> None:
+        super().__init__(message)
+        self.exit_code = 128 + signal_number
+
+
+def _shortened(value: object, limit: int = 80) -> str | None:
+    if value is None:
+        return None
+    text = value if isinstance(value, str) else repr(value)
+    text = text.replace("\n", "\\n")
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."

@@ -1,0 +1,100 @@
+"""A job as a graph of tasks, and the artifacts that tasks hand on.
+
+    encode -> prepare -> denoise 0 .. n-1 -> decode          (then the write, host work)
+
+The trajectory is a chain: a task's inputs are outputs of earlier tasks of the same job, so
+a job has one next task at any time, and a task boundary is the only place where a job
+moves, widens, stops or fails. Tasks are values: equal when job and position are equal.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Stage(StrEnum):
+    """What a task does."""
+
+    ENCODE = "encode"
+    PREPARE = "prepare"
+    DENOISE = "denoise"
+    DECODE = "decode"
+
+
+DTYPE_BYTES = {"uint8": 1, "bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "int64": 8}
+
+INPUTS: dict[Stage, tuple[str, ...]] = {
+    Stage.ENCODE: (),
+    Stage.PREPARE: ("prompt",),
+    Stage.DENOISE: ("prompt", "condition", "latents"),
+    Stage.DECODE: ("latents",),
+}
+OUTPUTS: dict[Stage, tuple[str, ...]] = {
+    Stage.ENCODE: ("prompt",),
+    Stage.PREPARE: ("condition", "latents"),
+    Stage.DENOISE: ("latents",),
+    Stage.DECODE: ("frames",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Artifact:
+    """What tasks hand on: a meaning and an upper bound of its size, and no placement.
+
+    `fields` maps each tensor's name to (global shape, dtype name); shapes of text are upper
+    bounds, since only the tokenizer knows how long a prompt is.
+    """
+
+    name: str
+    fields: tuple[tuple[str, tuple[int, ...], str], ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(math.prod(shape) * DTYPE_BYTES[dtype] for _, shape, dtype in self.fields)
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One node of a trajectory: the unit that is placed, preempted and retried."""
+
+    job_id: str
+    index: int
+    stage: Stage
+    step: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.stage} {self.step}" if self.step is not None else str(self.stage)
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """The tasks of one job, in order, and the artifacts that pass between them."""
+
+    job_id: str
+    num_steps: int
+    artifacts: tuple[Artifact, ...] = ()
+
+    @property
+    def num_tasks(self) -> int:
+        return self.num_steps + 3
+
+    def task(self, index: int) -> Task:
+        """The task at a position; IndexError past the end."""
+        if index == 0:
+            return Task(self.job_id, 0, Stage.ENCODE)
+        if index == 1:
+            return Task(self.job_id, 1, Stage.PREPARE)
+        if 2 <= index < self.num_steps + 2:
+            return Task(self.job_id, index, Stage.DENOISE, step=index - 2)
+        if index == self.num_steps + 2:
+            return Task(self.job_id, index, Stage.DECODE)
+        raise IndexError(f"job {self.job_id} has tasks 0 to {self.num_tasks - 1}, not {index}")
+
+    def artifact(self, name: str) -> Artifact:
+        """The artifact of that name; KeyError when this job has none."""
+        for artifact in self.artifacts:
+            if artifact.name == name:
+                return artifact
+        raise KeyError(name)

@@ -1,0 +1,126 @@
+"""Who a job is: its default id, seed and file name, and the hash that says "the same job".
+
+All of it follows from the job alone, never from its place in the file, so a line that is
+inserted, moved or removed changes no other job.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import unicodedata
+from dataclasses import replace
+from pathlib import Path
+
+from gfgen.errors import JobError
+from gfgen.jobspec import JobSpec
+
+SUFFIXES = {"image": ".png", "video": ".mp4"}
+"""File name endings by the kind of thing that a model makes."""
+
+HASHED_FIELDS = (
+    "prompt",
+    "negative_prompt",
+    "model",
+    "width",
+    "height",
+    "frames",
+    "fps",
+    "steps",
+    "guidance_scale",
+    "guidance_scale_2",
+    "boundary_ratio",
+    "flow_shift",
+    "true_cfg_scale",
+    "seed",
+    "output",
+)
+"""What decides the file's content and name; with the image's bytes, the canonical spec."""
+
+SLUG_CHARS = 40
+SHORT_HASH_CHARS = 10
+"""40 bits: among 100,000 jobs with one slug, a clash has a chance of 0.5% and costs a number."""
+
+
+def spec_hash(spec: JobSpec) -> str:
+    """SHA-256 in hex of the job's canonical spec: equal when the finished file would serve.
+
+    Take it of the job as asked, with the run's default model filled in and before a model's
+    geometry rounds it. When a job runs, who waits for it and how reports call it (deadline,
+    arrival, timeout, priority, tag, line) is not in it, nor is the id, except through the
+    default seed.
+    """
+    return hashlib.sha256(canonical_spec(spec).encode()).hexdigest()
+
+
+def canonical_spec(spec: JobSpec) -> str:
+    """The text that is hashed: JSON in ASCII, sorted keys, only what the job says.
+
+    Raises: OSError when an image was not hashed at admission and cannot be read now.
+    """
+    said: dict[str, object] = {name: _canonical(getattr(spec, name)) for name in HASHED_FIELDS}
+    if spec.seed is None and spec.id:
+        said["seed"] = default_seed(spec.id)
+    if spec.image is not None:
+        said["image_sha256"] = spec.image_sha256 or hashlib.sha256(Path(spec.image).read_bytes()).hexdigest()
+    present = {name: value for name, value in said.items() if value is not None}
+    return json.dumps(present, sort_keys=True, separators=(",", ":"))
+
+
+def default_id(spec: JobSpec, *, occurrence: int = 1) -> str:
+    """slug-hash, and slug-hash-2 for the second job with that much in common, and so on."""
+    base = f"{slug(spec.prompt)}-{spec_hash(replace(spec, id=''))[:SHORT_HASH_CHARS]}"
+    return base if occurrence == 1 else f"{base}-{occurrence}"
+
+
+def default_seed(job_id: str) -> int:
+    """A seed of 32 bits that depends on the id alone, the same on every machine."""
+    return int.from_bytes(hashlib.sha256(job_id.encode()).digest()[:4], "big")
+
+
+def with_defaults(spec: JobSpec, *, model: str) -> JobSpec:
+    """The job with the run's default model, and the seed of its id, where it says neither."""
+    seed = default_seed(spec.id) if spec.seed is None else spec.seed
+    return replace(spec, model=spec.model or model, seed=seed)
+
+
+def default_output(spec: JobSpec, kind: str) -> str:
+    """The file name of a job that names none: its id and the kind's suffix."""
+    return f"{spec.id}{SUFFIXES[kind]}"
+
+
+def output_name(spec: JobSpec, kind: str) -> str:
+    """The file name inside the output folder: the job's own, or the default.
+
+    Raises: JobError when the job's own name has the suffix of another kind.
+    """
+    name = spec.output or default_output(spec, kind)
+    if Path(name).suffix.lower() != SUFFIXES[kind]:
+        raise JobError("output", name, f"a name that ends in {SUFFIXES[kind]}, since the model makes {kind}s")
+    return name
+
+
+def file_names(spec_id: str, output: str | None) -> tuple[str, ...]:
+    """Every name that a job may write before its model, and so its kind, is known."""
+    return (output,) if output is not None else tuple(spec_id + suffix for suffix in SUFFIXES.values())
+
+
+def name_key(name: str) -> str:
+    """Equal for names that are one file on some file system (case, composed characters)."""
+    return unicodedata.normalize("NFC", name).casefold()
+
+
+def slug(text: str) -> str:
+    """The first words in lower-case ASCII joined by dashes; "job" when none is left."""
+    ascii_text = unicodedata.normalize("NFKD", text[: 8 * SLUG_CHARS]).encode("ascii", "ignore").decode()
+    words = "-".join(re.findall("[a-z0-9]+", ascii_text.lower()))
+    if len(words) > SLUG_CHARS:
+        cut = words[: SLUG_CHARS + 1]
+        words = cut.rpartition("-")[0] or cut[:SLUG_CHARS]
+    return words or "job"
+
+
+def _canonical(value: object) -> object:
+    """5 and 5.0 are one value, however the spec was made."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value

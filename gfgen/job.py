@@ -1,0 +1,319 @@
+"""The job file: JSON Lines to `JobSpec`, with every problem reported at once.
+
+    bytes -> raw lines -> objects -> fields (jobfields) -> ids and file names (identity)
+
+Reading is bounded in every direction, so a file without end, or one that is no job file at
+all, ends in a report and not in a full memory.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
+
+from gfgen.errors import InputError, Problem
+from gfgen.identity import (
+    canonical_spec,
+    default_id,
+    default_output,
+    default_seed,
+    file_names,
+    name_key,
+    output_name,
+    spec_hash,
+    with_defaults,
+)
+from gfgen.jobfields import FIELDS, RepeatedKeys, parse_fields, printable, shown
+from gfgen.jobimage import ImageReader
+from gfgen.jobspec import JobSpec
+
+__all__ = [
+    "FIELDS",
+    "JobSpec",
+    "ParsedJobs",
+    "canonical_spec",
+    "default_id",
+    "default_output",
+    "default_seed",
+    "due_at",
+    "output_name",
+    "parse_job",
+    "passed_deadlines",
+    "read_job_stream",
+    "read_jobs",
+    "spec_hash",
+    "to_mapping",
+    "with_defaults",
+]
+
+MAX_LINE_BYTES = 2**20
+MAX_FILE_BYTES = 2**30
+MAX_JOBS = 100_000
+MAX_PROBLEMS = 1_000
+MAX_INT_DIGITS = 1_000
+"""Python refuses to read integers of more than 4,300 digits; no field comes near."""
+
+BYTE_ORDER_MARK = "\ufeff"
+UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
+EXAMPLE = '{"prompt": "a red fox in the snow"}'
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedJobs:
+    """What a job file holds: the jobs that are right, and all that is wrong.
+
+    A line with a problem is not among `specs`. `source` is the file's name for messages.
+    """
+
+    source: str
+    specs: tuple[JobSpec, ...]
+    problems: tuple[Problem, ...]
+
+
+def read_jobs(source: Path | Literal["-"]) -> ParsedJobs:
+    """Every job and every problem of a job file, or of standard input for "-".
+
+    Raises: InputError when the file cannot be read at all.
+    """
+    if source == "-":
+        return read_job_stream(sys.stdin.buffer, source="standard input", folder=Path())
+    path = Path(source)
+    try:
+        with path.open("rb") as stream:
+            return read_job_stream(stream, source=str(path), folder=path.parent)
+    except FileNotFoundError:
+        raise InputError(
+            f"job file {path}: no such file; name a file of JSON lines, or - for standard input"
+        ) from None
+    except IsADirectoryError:
+        raise InputError(f"job file {path}: that is a folder; name a file of JSON lines inside it") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"job file {str(path)!r}: cannot be read ({reason})") from None
+
+
+def read_job_stream(stream: BinaryIO, *, source: str, folder: Path) -> ParsedJobs:
+    """As `read_jobs`, from an open binary stream; `folder` is where relative images lie."""
+    jobs = _JobList(ImageReader(folder))
+    try:
+        for number, content in _raw_lines(stream):
+            jobs.add_line(number, content)
+    except _ReadingEnded as end:
+        jobs.problems.append(end.problem)
+    if not jobs.specs and not jobs.problems:
+        jobs.problems.append(
+            Problem(None, None, None, f"no jobs in {source}; write one on each line, as {EXAMPLE}")
+        )
+    return ParsedJobs(source, tuple(jobs.specs), tuple(jobs.problems))
+
+
+def parse_job(
+    mapping: Mapping[str, object], *, line: int | None = None, folder: Path | None = None
+) -> tuple[JobSpec | None, tuple[Problem, ...]]:
+    """One job out of a decoded JSON object, or None and all that is wrong with it.
+
+    A job without an id gets the one of a first occurrence; whoever has several makes them
+    differ with `default_id`. Relative images are looked for in `folder` (by default, here).
+    """
+    values, problems = parse_fields(mapping, line=line, images=ImageReader(folder or Path()))
+    return (None if problems else _named(_spec(values, line))), tuple(problems)
+
+
+def to_mapping(spec: JobSpec) -> dict[str, Any]:
+    """The job-file object of a job, with only what it says; `parse_job` gives the job back."""
+    deadline: float | str | None = spec.deadline_s
+    if spec.deadline_at is not None:
+        deadline = datetime.fromtimestamp(spec.deadline_at, UTC).isoformat()
+    times = {"deadline": deadline, "arrival": spec.arrival_s or None, "timeout": spec.timeout_s}
+    values = {name: times[name] if name in times else getattr(spec, name, None) for name in FIELDS}
+    values["priority"] = spec.priority or None
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def due_at(spec: JobSpec, *, arrived_at: float) -> float | None:
+    """Unix time of the deadline of a job that arrived at a Unix time; None without one."""
+    if spec.deadline_at is not None:
+        return spec.deadline_at
+    return None if spec.deadline_s is None else arrived_at + spec.deadline_s
+
+
+def passed_deadlines(
+    specs: Iterable[JobSpec], *, now: float, arrived_at: Mapping[str, float] | None = None
+) -> tuple[Problem, ...]:
+    """A warning for each job whose deadline has passed before it can start.
+
+    `now` is the Unix time of the start of the run. `arrived_at` has, by job id, the arrivals
+    that an earlier run has journaled; the other jobs arrive `arrival_s` from now.
+    """
+    journaled = arrived_at or {}
+    late = []
+    for spec in specs:
+        arrival = journaled.get(spec.id, now + spec.arrival_s)
+        due = due_at(spec, arrived_at=arrival)
+        if due is not None and due <= max(now, arrival):
+            moment = datetime.fromtimestamp(due).astimezone().isoformat(sep=" ", timespec="seconds")
+            late.append(
+                Problem(spec.line, "deadline", moment, f"has passed; {spec.id} runs and counts as late")
+            )
+    return tuple(late)
+
+
+@dataclass(slots=True)
+class _JobList:
+    """Collects jobs line by line; knows which ids and file names are taken, and by which line."""
+
+    images: ImageReader
+    specs: list[JobSpec] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+    occurrences: Counter[str] = field(default_factory=Counter)
+    id_lines: dict[str, int] = field(default_factory=dict)
+    file_lines: dict[str, int] = field(default_factory=dict)
+
+    def add_line(self, line: int, content: bytes) -> None:
+        """Take one line of the file, whatever is in it."""
+        if len(self.problems) >= MAX_PROBLEMS:
+            raise _ReadingEnded(line, f"not read, nor what follows, after {len(self.problems):,} problems")
+        decoded = _decode_line(line, content)
+        if isinstance(decoded, Problem):
+            self.problems.append(decoded)
+        elif decoded is not None:
+            self._add_object(line, decoded)
+
+    def _add_object(self, line: int, mapping: Mapping[str, object]) -> None:
+        if len(self.specs) >= MAX_JOBS:
+            raise _ReadingEnded(line, f"{MAX_JOBS:,} jobs are the most for one file; split it here")
+        values, problems = parse_fields(mapping, line=line, images=self.images)
+        spec = None
+        if not problems:
+            spec = self._numbered(_spec(values, line))
+            values["id"] = spec.id
+        # The names of a faulty line count as taken: its clashes are to be seen in this report too.
+        problems += self._take_names(line, values.get("id"), values.get("output"))
+        self.problems += problems
+        if spec is not None and not problems:
+            self.specs.append(spec)
+
+    def _numbered(self, spec: JobSpec) -> JobSpec:
+        """The job under its own id, or under a default one with the number of its occurrence."""
+        if spec.id:
+            return spec
+        base = default_id(spec)
+        self.occurrences[base] += 1
+        return _named(spec, occurrence=self.occurrences[base])
+
+    def _take_names(self, line: int, job_id: str | None, output: str | None) -> Iterator[Problem]:
+        """Note the names of a line's job, and tell which of them an earlier line has taken."""
+        if job_id is not None:
+            taken_by = self.id_lines.setdefault(name_key(job_id), line)
+            if taken_by != line:
+                yield Problem(line, "id", shown(job_id), f"{_same(taken_by)}; each job needs its own")
+                return
+        if job_id is None and output is None:
+            return
+        field_name, value = ("id", job_id) if output is None else ("output", output)
+        for name in file_names(job_id or "", output):
+            taken_by = self.file_lines.setdefault(name_key(name), line)
+            if taken_by != line:
+                yield Problem(
+                    line, field_name, shown(value), f"line {taken_by} writes {name}; rename one of them"
+                )
+
+
+def _spec(values: Mapping[str, Any], line: int | None) -> JobSpec:
+    return JobSpec(**{"id": "", **values, "line": line})
+
+
+def _named(spec: JobSpec, *, occurrence: int = 1) -> JobSpec:
+    return spec if spec.id else replace(spec, id=default_id(spec, occurrence=occurrence))
+
+
+def _same(line: int) -> str:
+    return f"line {line} has the same (upper and lower case count as equal)"
+
+
+class _ReadingEnded(Exception):
+    """Nothing further of this file is read; the problem says why."""
+
+    def __init__(self, line: int, accepted: str) -> None:
+        self.problem = Problem(line, None, None, accepted)
+        super().__init__(accepted)
+
+
+def _raw_lines(stream: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """Numbered lines; of a line that is too long, its first MAX_LINE_BYTES + 1 bytes.
+
+    Never holds more than two pieces of that size, and stops after MAX_FILE_BYTES.
+    """
+    num_read = 0
+    for number in itertools.count(1):
+        content = piece = stream.readline(MAX_LINE_BYTES + 1)
+        if not content:
+            return
+        num_read += len(content)
+        while (
+            len(content) > MAX_LINE_BYTES
+            and piece
+            and not piece.endswith(b"\n")
+            and num_read <= MAX_FILE_BYTES
+        ):
+            piece = stream.readline(MAX_LINE_BYTES)
+            num_read += len(piece)
+        yield number, content
+        if num_read > MAX_FILE_BYTES:
+            raise _ReadingEnded(
+                number, f"more than {MAX_FILE_BYTES:,} bytes; nothing was read after this line"
+            )
+
+
+def _decode_line(line: int, content: bytes) -> Mapping[str, object] | Problem | None:
+    """The line's object, or what is wrong with it, or None for a blank line or a comment."""
+    if line == 1 and content.startswith(UTF16_MARKS):
+        raise _ReadingEnded(line, "the file is UTF-16; save it as UTF-8")
+    if len(content) > MAX_LINE_BYTES:
+        return Problem(
+            line, None, None, f"a line of more than {MAX_LINE_BYTES:,} bytes; one job is one shorter line"
+        )
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        place = f"byte {error.start + 1} of the line (0x{content[error.start]:02x})"
+        return Problem(line, None, None, f"{place} is not UTF-8; save the file as UTF-8")
+    text = (text.removeprefix(BYTE_ORDER_MARK) if line == 1 else text).strip()
+    return None if not text or text.startswith("#") else _decode_object(line, text)
+
+
+def _decode_object(line: int, text: str) -> Mapping[str, object] | Problem:
+    try:
+        value = json.loads(text, parse_int=_parse_int, object_pairs_hook=_parse_object)
+    except json.JSONDecodeError as error:
+        reason = f"not JSON ({error.msg} at column {error.colno})"
+        return Problem(
+            line, None, printable(text), f"{reason}; one job is one object on one line, as {EXAMPLE}"
+        )
+    except RecursionError:
+        return Problem(
+            line, None, shown(text), "nested too deeply; the fields of a job are texts and numbers"
+        )
+    if not isinstance(value, dict):
+        return Problem(line, None, shown(value), f"not an object; write the job as {EXAMPLE}")
+    return value
+
+
+def _parse_int(digits: str) -> int | float:
+    """The number; an absurdly long one becomes an infinity, which no field accepts."""
+    return int(digits) if len(digits) <= MAX_INT_DIGITS else float(digits)
+
+
+def _parse_object(pairs: list[tuple[str, Any]]) -> RepeatedKeys:
+    decoded = RepeatedKeys(pairs)
+    if len(decoded) < len(pairs):
+        counts = Counter(name for name, _ in pairs)
+        decoded.repeated = tuple(name for name, count in counts.items() if count > 1)
+    return decoded

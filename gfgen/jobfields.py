@@ -1,0 +1,388 @@
+"""The fields of a job: one table of names, what each accepts, and how it is read.
+
+mapping -> parse_fields -> attributes of JobSpec, and every Problem of this job
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from gfgen.errors import Problem
+from gfgen.identity import SUFFIXES
+from gfgen.jobimage import IMAGE_FORMATS, ImageError, ImageReader
+
+MIN_SIDE, MAX_SIDE = 16, 8192
+MAX_FRAMES = 4097
+"""As many as Wan's rotary table holds (4 x 1024 + 1)."""
+MAX_VOLUME_PIXELS = 2**32
+"""Width x height x frames; 13 GB of RGB, about 4,000 frames of 1280x720."""
+MAX_PROMPT_CHARS = 20_000
+MAX_ID_CHARS = 120
+MAX_OUTPUT_BYTES = 200
+"""A file name may have 255 bytes on Linux; the rest is for the writer's temporary names."""
+MIN_YEAR, MAX_YEAR = 1971, 9000
+"""Years that stay years in every zone, and Unix times that are not negative."""
+MAX_DURATION_S = 365 * 86_400
+MAX_WHOLE_FLOAT = 2**53
+"""Above it a float no longer says which whole number was meant."""
+MAX_UNKNOWN_REPORTED = 10
+MAX_SHOWN_CHARS = 80
+
+NUMBER = r"([0-9]{1,9}(?:\.[0-9]{1,9})?)"
+DURATION = re.compile(rf"(?:{NUMBER}d)? *(?:{NUMBER}h)? *(?:{NUMBER}m)? *(?:{NUMBER}s)?")
+UNITS_S = (86_400, 3_600, 60, 1)
+INSTANT = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}[T ][0-9]{2}:[0-9]{2}.*")
+SIZE = re.compile(r"([0-9]{1,9}) *[xX] *([0-9]{1,9})")
+ID = re.compile(rf"[A-Za-z0-9_-][A-Za-z0-9._-]{{0,{MAX_ID_CHARS - 1}}}")
+
+OTHER_NAMES = {
+    "cfg_scale": "guidance_scale",
+    "image_path": "image",
+    "max_area": "size",
+    "name": "id",
+    "num_frames": "frames",
+    "num_inference_steps": "steps",
+    "resolution": "size",
+    "text": "prompt",
+}
+"""What other tools call a field, where the spelling alone would not lead to ours."""
+
+
+class Refused(Exception):
+    """A value that a field does not accept; the message is a hint, and may be empty."""
+
+
+Parser = Callable[[object], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One field of a job: its name, what it accepts in words, and its parser.
+
+    The parser gets any JSON value but null, and raises Refused for what it does not accept.
+    """
+
+    name: str
+    accepted: str
+    parse: Parser
+
+
+def _text(name: str, max_chars: int, *, may_be_blank: bool = False) -> Field:
+    """A text, with line breaks and any script, that can be written as UTF-8."""
+
+    def parse(value: object) -> str:
+        text = _string(value)
+        if len(text) > max_chars:
+            raise Refused(f"this one has {len(text):,}")
+        if not may_be_blank and not text.strip():
+            raise Refused("this one is empty")
+        if "\0" in text or any("\ud800" <= char <= "\udfff" for char in text):
+            raise Refused("this one has a NUL or half of a surrogate pair")
+        return text
+
+    return Field(name, f"a text of {int(not may_be_blank)} to {max_chars:,} characters", parse)
+
+
+def _label(name: str, max_chars: int, what: str) -> Field:
+    """A short text on one line."""
+
+    def parse(value: object) -> str:
+        text = _string(value)
+        if not 1 <= len(text) <= max_chars:
+            raise Refused(f"this one has {len(text):,}")
+        if not text.isprintable() or text != text.strip():
+            raise Refused("no control characters, no space at either end")
+        return text
+
+    return Field(name, f"{what} of 1 to {max_chars:,} characters in quotes", parse)
+
+
+def _whole(name: str, low: int, high: int) -> Field:
+    """A whole number; 5.0 is one, since many tools write whole numbers so."""
+
+    def parse(value: object) -> int:
+        number = _number(value)
+        if not low <= number <= high:
+            raise Refused("")
+        if isinstance(number, float) and not (number.is_integer() and abs(number) <= MAX_WHOLE_FLOAT):
+            raise Refused("")
+        return int(number)
+
+    return Field(name, f"a whole number from {low:,} to {high:,}", parse)
+
+
+def _real(name: str, low: float, high: float) -> Field:
+    def parse(value: object) -> float:
+        number = _number(value)
+        if not low <= number <= high:
+            raise Refused("")
+        return float(number)
+
+    return Field(name, f"a number from {low:g} to {high:g}", parse)
+
+
+def _duration(name: str, *, may_be_zero: bool) -> Field:
+    def parse(value: object) -> float:
+        seconds = _seconds(value)
+        if seconds == 0 and not may_be_zero:
+            raise Refused("")
+        return seconds
+
+    low = "0 or more" if may_be_zero else "more than 0"
+    return Field(name, f'seconds ({low}, at most 365 days), or a text like "90s", "1h30m" or "2d"', parse)
+
+
+def _parse_deadline(value: object) -> float | datetime:
+    """Seconds after the arrival, or a time; without a zone it is this machine's local time."""
+    if isinstance(value, str) and INSTANT.fullmatch(value):
+        try:
+            moment = datetime.fromisoformat(value)
+            moment.timestamp()
+        except (ValueError, OverflowError, OSError):
+            raise Refused("there is no such time") from None
+        if not MIN_YEAR <= moment.year <= MAX_YEAR:
+            raise Refused(f"a year from {MIN_YEAR} to {MAX_YEAR}")
+        return moment
+    seconds = _seconds(value)
+    if seconds == 0:
+        raise Refused("")
+    return seconds
+
+
+def _parse_size(value: object) -> tuple[int, int]:
+    match = SIZE.fullmatch(_string(value))
+    if not match:
+        raise Refused("")
+    width, height = int(match[1]), int(match[2])
+    if not (MIN_SIDE <= width <= MAX_SIDE and MIN_SIDE <= height <= MAX_SIDE):
+        raise Refused("")
+    return width, height
+
+
+def _parse_id(value: object) -> str:
+    text = _string(value)
+    if not ID.fullmatch(text):
+        raise Refused("")
+    return text
+
+
+def _parse_output(value: object) -> str:
+    name = _string(value)
+    if "/" in name or "\\" in name:
+        raise Refused("folders are not part of it")
+    if not name.isprintable() or name != name.strip() or name.startswith("."):
+        raise Refused("no control characters, no dot in front, no space at either end")
+    stem, dot, suffix = name.rpartition(".")
+    if not stem or f"{dot}{suffix.lower()}" not in SUFFIXES.values():
+        raise Refused("")
+    if len(name.encode()) > MAX_OUTPUT_BYTES:
+        raise Refused(f"this one has {len(name.encode())} bytes")
+    return name
+
+
+DEADLINE_ACCEPTED = (
+    'seconds after the arrival (more than 0, at most 365 days), a text like "90s", "1h30m" or "2d", '
+    'or a time like "2026-11-20T18:00" or "2026-11-20T18:00+01:00"'
+)
+
+FIELDS: dict[str, Field] = {
+    field.name: field
+    for field in (
+        Field(
+            "id",
+            f'1 to {MAX_ID_CHARS} of the characters A-Z a-z 0-9 . _ - in quotes, and no "." in front',
+            _parse_id,
+        ),
+        _text("prompt", MAX_PROMPT_CHARS),
+        _text("negative_prompt", MAX_PROMPT_CHARS, may_be_blank=True),
+        _label("model", 1024, "a name, a folder or a hub id"),
+        Field("size", f'a text like "832x480", each side from {MIN_SIDE} to {MAX_SIDE:,}', _parse_size),
+        _whole("width", MIN_SIDE, MAX_SIDE),
+        _whole("height", MIN_SIDE, MAX_SIDE),
+        _whole("frames", 1, MAX_FRAMES),
+        _whole("fps", 1, 240),
+        _whole("steps", 1, 1000),
+        _real("guidance_scale", 0, 100),
+        _real("guidance_scale_2", 0, 100),
+        _real("boundary_ratio", 0, 1),
+        _real("flow_shift", 0.01, 100),
+        _real("true_cfg_scale", 0, 100),
+        _whole("seed", 0, 2**63 - 1),
+        _label("image", 4096, f"the path of a picture ({', '.join(IMAGE_FORMATS)})"),
+        Field("deadline", DEADLINE_ACCEPTED, _parse_deadline),
+        _duration("arrival", may_be_zero=True),
+        _duration("timeout", may_be_zero=False),
+        _whole("priority", -1_000_000, 1_000_000),
+        _label("tag", 64, "a class for reports"),
+        Field(
+            "output",
+            f"a file name of at most {MAX_OUTPUT_BYTES} bytes that ends in {' or '.join(SUFFIXES.values())}",
+            _parse_output,
+        ),
+    )
+}
+"""Every field that a job may have; the order is that of docs/job-file.md."""
+
+
+class RepeatedKeys(dict[str, Any]):
+    """A decoded JSON object, and which keys it had more than once."""
+
+    repeated: tuple[str, ...] = ()
+
+
+def parse_fields(
+    mapping: Mapping[str, object], *, line: int | None, images: ImageReader
+) -> tuple[dict[str, Any], list[Problem]]:
+    """Attributes for a JobSpec (`id` only if given), and everything that is wrong with the job.
+
+    With problems, the attributes are those of the fields that were right.
+    """
+    problems = [*_repeated_keys(mapping, line), *_unknown_fields(mapping, line)]
+    values: dict[str, Any] = {}
+    for name, field in FIELDS.items():
+        value = mapping.get(name)
+        if value is None:  # null says as much as leaving the field out
+            continue
+        try:
+            values[name] = field.parse(value)
+        except Refused as refused:
+            problems.append(_refusal(field, value, str(refused), line))
+    if mapping.get("prompt") is None:
+        problems.append(Problem(line, "prompt", None, f"missing; {FIELDS['prompt'].accepted}"))
+    problems += _join_shape(values, mapping, line)
+    problems += _join_image(values, line, images)
+    _rename_times(values)
+    return values, problems
+
+
+def shown(value: object) -> str:
+    """A value as JSON, on one short line that is safe to print."""
+    try:
+        text = json.dumps(value, ensure_ascii=False, default=repr)
+    except (ValueError, RecursionError):
+        text = f"({type(value).__name__})"
+    return printable(text)
+
+
+def printable(text: str) -> str:
+    """A text cut to one short line, with control characters spelled out."""
+    if len(text) > MAX_SHOWN_CHARS:
+        text = f"{text[: MAX_SHOWN_CHARS - 3]}..."
+    return "".join(char if char.isprintable() else f"\\u{ord(char):04x}" for char in text)
+
+
+def _repeated_keys(mapping: Mapping[str, object], line: int | None) -> Iterator[Problem]:
+    repeated = mapping.repeated if isinstance(mapping, RepeatedKeys) else ()
+    for name in repeated[:MAX_UNKNOWN_REPORTED]:
+        yield Problem(line, _plain(name), None, "given more than once; give it once")
+
+
+def _unknown_fields(mapping: Mapping[str, object], line: int | None) -> Iterator[Problem]:
+    unknown = [name for name in mapping if name not in FIELDS]
+    for name in unknown[:MAX_UNKNOWN_REPORTED]:
+        yield Problem(line, _plain(name), None, f"not a field; {_suggestion(name)}")
+    if len(unknown) > MAX_UNKNOWN_REPORTED:
+        more = len(unknown) - MAX_UNKNOWN_REPORTED
+        yield Problem(line, None, None, f"{more:,} more names that are not fields")
+
+
+def _suggestion(name: str) -> str:
+    # Comparing takes quadratic time, and what is longer than this resembles no field.
+    spelled = name[:40].strip().lower().replace("-", "_")
+    if spelled == "n":
+        return "write one line per picture"
+    near = (
+        [OTHER_NAMES[spelled]] if spelled in OTHER_NAMES else difflib.get_close_matches(spelled, FIELDS, n=1)
+    )
+    return f"did you mean {near[0]}?" if near else f"the fields are {', '.join(FIELDS)}"
+
+
+def _refusal(field: Field, value: object, hint: str, line: int | None) -> Problem:
+    return Problem(line, field.name, shown(value), f"{field.accepted}; {hint}" if hint else field.accepted)
+
+
+def _plain(name: str) -> str:
+    """The name as written where that is safe to print, quoted otherwise."""
+    return name if name and name.isprintable() and len(name) <= MAX_SHOWN_CHARS else shown(name)
+
+
+def _join_shape(values: dict[str, Any], mapping: Mapping[str, object], line: int | None) -> Iterator[Problem]:
+    """`size` becomes width and height, which must agree with those that are given."""
+    size = values.pop("size", None)
+    for position, name, other in ((0, "width", "height"), (1, "height", "width")):
+        if size is not None and values.setdefault(name, size[position]) != size[position]:
+            text = f"{size[0]}x{size[1]}"
+            yield Problem(
+                line, name, shown(values[name]), f'size = "{text}" says otherwise; give one of the two'
+            )
+        elif name in values and mapping.get("size") is None and mapping.get(other) is None:
+            yield Problem(line, other, None, f"missing; {name} and {other} go together")
+    sides = values.get("width", 1) * values.get("height", 1)
+    if sides * values.get("frames", 1) > MAX_VOLUME_PIXELS:
+        # Two sides at their largest stay below it, so the job does give `frames`.
+        accepted = f"width x height x frames of at most {MAX_VOLUME_PIXELS:,}"
+        yield Problem(line, "frames", shown(values["frames"]), accepted)
+
+
+def _join_image(values: dict[str, Any], line: int | None, images: ImageReader) -> Iterator[Problem]:
+    """`image` becomes an absolute path and the hash of a file that was decoded."""
+    name = values.pop("image", None)
+    if name is None:
+        return
+    try:
+        path, sha256 = images.check(name)
+    except ImageError as error:
+        yield _refusal(FIELDS["image"], name, str(error), line)
+    else:
+        values |= {"image": str(path), "image_sha256": sha256}
+
+
+def _rename_times(values: dict[str, Any]) -> None:
+    """The file's names say what a person means, the spec's names carry the unit."""
+    for name in ("arrival", "timeout"):
+        if name in values:
+            values[f"{name}_s"] = values.pop(name)
+    deadline = values.pop("deadline", None)
+    if isinstance(deadline, datetime):
+        values["deadline_at"] = deadline.timestamp()
+    elif deadline is not None:
+        values["deadline_s"] = deadline
+
+
+def _string(value: object) -> str:
+    if not isinstance(value, str):
+        raise Refused("write it in quotes" if isinstance(value, int | float) else "")
+    return value
+
+
+def _number(value: object) -> int | float:
+    """A JSON number that is one: no bool, NaN or infinity, and no number in quotes."""
+    if isinstance(value, str) and re.fullmatch(rf" *-?{NUMBER} *", value):
+        raise Refused("write it without quotes")
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise Refused("")
+    if value != value or value in (float("inf"), float("-inf")):
+        raise Refused("")
+    return value
+
+
+def _seconds(value: object) -> float:
+    """Seconds of a number or of a text like "1h30m", from 0 to MAX_DURATION_S."""
+    if isinstance(value, str) and not re.fullmatch(rf" *-?{NUMBER} *", value):
+        match = DURATION.fullmatch(value.strip().lower())
+        if not match or not any(match.groups()):
+            raise Refused("")
+        seconds = sum(float(part or 0) * unit for part, unit in zip(match.groups(), UNITS_S, strict=True))
+    elif isinstance(value, str):
+        raise Refused('write it without quotes, or with a unit ("s", "m", "h", "d")')
+    else:
+        seconds = _number(value)
+    if not 0 <= seconds <= MAX_DURATION_S:
+        raise Refused("")
+    return float(seconds)

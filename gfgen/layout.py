@@ -1,0 +1,88 @@
+"""Execution layouts: which ranks run a task, and how they share the work.
+
+A layout is an ordered tuple of ranks with the degrees of each kind of parallelism. The order
+matters: a rank's slot (its position) decides which shard it holds. Slots count the sequence
+dimension fastest, so the ranks of one CFG half are neighbours:
+
+    slot = (cfg_idx * ring + ring_idx) * ulysses + ulysses_idx
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gfgen.errors import LayoutError
+
+MAX_RANKS = 8
+"""Ranks of one machine; the descriptor of a group has space for this many."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """An ordered set of ranks and how they are used.
+
+    `cfg` ranks groups evaluate the branches of classifier-free guidance, `ulysses` splits
+    attention by heads, `ring` by key blocks; their product is the number of ranks.
+
+    Raises: LayoutError when ranks repeat, or their number is not the product of the degrees.
+    """
+
+    ranks: tuple[int, ...]
+    cfg: int = 1
+    ulysses: int = 1
+    ring: int = 1
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.ranks) <= MAX_RANKS:
+            raise LayoutError(f"a layout has 1 to {MAX_RANKS} ranks, got {len(self.ranks)}")
+        if len(set(self.ranks)) != len(self.ranks) or min(self.ranks) < 0:
+            raise LayoutError(f"ranks must differ and not be negative, got {self.ranks}")
+        if min(self.cfg, self.ulysses, self.ring) < 1 or self.cfg > 2:
+            raise LayoutError(f"degrees start at 1 and cfg ends at 2, got {self}")
+        if self.cfg * self.ulysses * self.ring != len(self.ranks):
+            raise LayoutError(f"cfg x ulysses x ring must be the number of ranks, got {self}")
+
+    @classmethod
+    def single(cls, rank: int) -> Layout:
+        """The layout of one rank alone."""
+        return cls(ranks=(rank,))
+
+    @property
+    def degree(self) -> int:
+        """Number of ranks."""
+        return len(self.ranks)
+
+    @property
+    def sequence_degree(self) -> int:
+        """Number of shards that the token sequence is cut into."""
+        return self.ulysses * self.ring
+
+    @property
+    def degrees(self) -> tuple[int, int, int]:
+        """(cfg, ulysses, ring): what decides shard shapes, whichever ranks are used."""
+        return (self.cfg, self.ulysses, self.ring)
+
+    def slot_of(self, rank: int) -> int:
+        """Position of a rank in this layout; raises LayoutError when it is not in it."""
+        try:
+            return self.ranks.index(rank)
+        except ValueError:
+            raise LayoutError(f"rank {rank} is not in {self}") from None
+
+    def __str__(self) -> str:
+        ranks = ",".join(map(str, self.ranks))
+        kinds = [f"{name}{n}" for name, n in zip(("cfg", "u", "r"), self.degrees, strict=True) if n > 1]
+        return f"[{ranks}]" + ("x".join(kinds) and f" {'x'.join(kinds)}")
+
+
+def shard_bounds(length: int, num_shards: int, shard_idx: int) -> tuple[int, int]:
+    """First and one-past-last element of a shard; lengths differ by one at most.
+
+    Longer shards come first, as in `torch.tensor_split`, so shards depend on the global
+    length and the degree alone and no rank has to be asked for its length.
+    """
+    if not 0 <= shard_idx < num_shards:
+        raise LayoutError(f"shard {shard_idx} of {num_shards} does not exist")
+    base, longer = divmod(length, num_shards)
+    start = shard_idx * base + min(shard_idx, longer)
+    return start, start + base + (1 if shard_idx < longer else 0)

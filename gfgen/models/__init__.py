@@ -1,0 +1,1 @@
+"""Model families: torch-free geometry, and adapters over diffusers components."""

@@ -1,0 +1,55 @@
+"""What a worker needs from a model family: run one task, and nothing about placement.
+
+An adapter holds the components of one checkpoint (text encoder, transformer, VAE,
+scheduler config), loaded once and shared by all jobs. Its executors are functions of the
+artifacts they are given: nothing about a job stays on the adapter between two calls, so
+that a job's tasks may run in different processes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from gfgen.jobspec import JobSpec
+
+Scalar = int | float | bool | str | None | list[int] | list[float]
+
+
+@dataclass(slots=True)
+class Fields:
+    """The value of one artifact: named tensors, and host-only metadata."""
+
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    scalars: dict[str, Scalar] = field(default_factory=dict)
+
+
+class Adapter(Protocol):
+    """Executors of one model family. All run under `torch.no_grad()`.
+
+    `spec` is always the job as run (`Geometry.resolve`). Given artifacts are immutable:
+    an executor returns new tensors and never writes to those it was given.
+    """
+
+    def encode(self, spec: JobSpec) -> Fields:
+        """The artifact `prompt`: embeddings of the prompt and of the negative prompt."""
+        ...
+
+    def prepare(self, spec: JobSpec, prompt: Fields) -> tuple[Fields, Fields]:
+        """The artifacts `condition` (empty but for image to video) and `latents`.
+
+        `latents` holds the noise and everything that the solver carries between steps.
+        """
+        ...
+
+    def denoise(
+        self, spec: JobSpec, prompt: Fields, condition: Fields, latents: Fields, *, step: int
+    ) -> Fields:
+        """The artifact `latents` after denoising step `step` (from 0)."""
+        ...
+
+    def decode(self, spec: JobSpec, latents: Fields) -> torch.Tensor:
+        """The artifact `frames`: uint8 [F, H, W, 3], on the adapter's device."""
+        ...

@@ -1,0 +1,116 @@
+"""What a model's config files tell without torch: a job's shapes, tasks, bytes and FLOPs.
+
+The control plane, the simulator and the job file's admission use this; it imports fast. The
+families have a file each (geometry_wan.py, geometry_qwen.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from gfgen.errors import ModelError
+from gfgen.graph import Stage, Trajectory
+from gfgen.jobspec import JobSpec
+from gfgen.models.geometry_files import Checkpoint, read_checkpoint
+from gfgen.models.geometry_qwen import qwen_geometry
+from gfgen.models.geometry_wan import wan_geometry
+
+CONFIGS = Path(__file__).parent / "configs"
+"""Config files of the full-size models, in diffusers' format and without weights."""
+
+SHIPPED = ("wan2.2-ti2v-5b", "wan2.2-t2v-a14b", "wan2.2-i2v-a14b", "qwen-image")
+"""Short names of the full-size models, which are also the folders of their configs."""
+
+STORED_BYTES = 2
+"""Bytes of a parameter in the released checkpoints (bfloat16)."""
+
+
+class Geometry(Protocol):
+    """Pure functions of a job; all but `resolve` take the job as run."""
+
+    @property
+    def family(self) -> str:
+        """wan-ti2v, wan-moe-t2v, wan-moe-i2v, wan-t2v or qwen-image."""
+        ...
+
+    @property
+    def kind(self) -> str:
+        """video or image."""
+        ...
+
+    @property
+    def weights_bytes(self) -> int:
+        """Size of all weight files."""
+        ...
+
+    def resolve(self, spec: JobSpec) -> JobSpec:
+        """The job as run: defaults filled in, sizes and frames rounded as the pipeline would.
+
+        Resolving twice changes nothing. `model`, `seed` and what belongs to scheduling stay.
+
+        Raises: JobError for the first field that this family cannot do.
+        """
+        ...
+
+    def trajectory(self, spec: JobSpec) -> Trajectory:
+        """The job's tasks and artifacts; shapes of text are upper bounds."""
+        ...
+
+    def num_tokens(self, spec: JobSpec) -> int:
+        """Length of the sequence that the transformer sees of the picture or video."""
+        ...
+
+    def uses_cfg(self, spec: JobSpec) -> bool:
+        """Whether a step evaluates two branches of classifier-free guidance."""
+        ...
+
+    def flops(self, spec: JobSpec, stage: Stage) -> float:
+        """Floating-point operations of one task; for DENOISE the whole step, both branches."""
+        ...
+
+    def shape_key(self, spec: JobSpec) -> str:
+        """What tasks of equal cost share, as in "832x480x49+cfg"."""
+        ...
+
+
+BUILDERS: dict[str, Callable[..., Geometry]] = {
+    "WanPipeline": wan_geometry,
+    "WanImageToVideoPipeline": wan_geometry,
+    "QwenImagePipeline": qwen_geometry,
+}
+
+
+def load_geometry(checkpoint: Path) -> Geometry:
+    """The geometry of a diffusers-format directory.
+
+    Raises: ModelError when it is missing, incomplete, broken, or of an unknown pipeline class.
+    """
+    files = read_checkpoint(Path(checkpoint), with_weights=True)
+    return _build(files, weights_bytes=files.file_bytes)
+
+
+def shipped_geometry(name: str) -> Geometry:
+    """The geometry of a full-size model from the config files that come with gfgen.
+
+    Raises: ModelError for a name that is not one of `SHIPPED`.
+    """
+    if name not in SHIPPED:
+        raise ModelError(
+            f"model {name!r}: no config files of it come with gfgen; there are {', '.join(SHIPPED)}"
+        )
+    files = read_checkpoint(CONFIGS / name, with_weights=False)
+    num_parameters = sum(files.settings["num_parameters"].values())
+    return _build(files, weights_bytes=STORED_BYTES * num_parameters)
+
+
+def _build(files: Checkpoint, *, weights_bytes: int) -> Geometry:
+    builder = BUILDERS.get(files.pipeline_class)
+    if builder is None:
+        known = ", ".join(sorted(BUILDERS))
+        where = files.path / "model_index.json"
+        raise ModelError(
+            f"{where}: pipeline class {files.pipeline_class!r} is not supported; supported are {known}"
+        )
+    return builder(files, weights_bytes=weights_bytes)

@@ -1,0 +1,122 @@
+"""What all families share when a job is admitted: bounds, rounding and defaults.
+
+A number that a job gives is either accepted, or rounded as the family's pipeline would
+round it, or refused with a `JobError` that says what would be accepted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from gfgen.errors import JobError, ModelError
+from gfgen.jobspec import JobSpec
+
+MAX_SIDE = 8192
+"""Pixels of a side. Generous: six times what these models were trained on."""
+MAX_FRAMES = 4097
+"""Frames of a video: the 1024 latent frames that Wan's rotary table holds, rounded to 4k+1."""
+MAX_TOKENS = 1 << 20
+"""Tokens of a job: 38 times the largest default (27,280), so a slip of the pen is caught."""
+MAX_STEPS = 1000
+"""Steps: more than the training timesteps would repeat some of them."""
+MAX_SCALE = 100.0
+"""Guidance scales; 1 turns guidance off, and beyond 20 pictures burn out."""
+MAX_FPS = 240
+MAX_SHIFT = 100.0
+
+DEFAULT_KEYS = frozenset(
+    {
+        "negative_prompt",
+        "width",
+        "height",
+        "frames",
+        "fps",
+        "steps",
+        "guidance_scale",
+        "guidance_scale_2",
+        "boundary_ratio",
+        "flow_shift",
+        "true_cfg_scale",
+    }
+)
+"""Fields of a job for which a checkpoint's gfgen.json may give defaults."""
+
+Defaults = Mapping[str, Any]
+T = TypeVar("T")
+
+
+def known(value: T | None) -> T:
+    """A field that `resolve` has set."""
+    assert value is not None, "the job is not resolved"
+    return value
+
+
+def merge_defaults(family: Defaults, settings: Mapping[str, Any], *, where: str) -> dict[str, Any]:
+    """A family's defaults, overridden by those of a checkpoint's gfgen.json."""
+    given = settings.get("defaults", {})
+    for key, value in given.items():
+        if key not in DEFAULT_KEYS:
+            raise ModelError(f"{where}: unknown default {key!r}; known are {', '.join(sorted(DEFAULT_KEYS))}")
+        if key == "negative_prompt" and isinstance(value, str):
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise ModelError(f"{where}: the default of {key!r} must be a number, not {value!r}")
+    return {**family, **given}
+
+
+def fill_defaults(spec: JobSpec, defaults: Defaults) -> JobSpec:
+    """The job with every field that it does not say taken from the defaults."""
+    missing = {key: value for key, value in defaults.items() if getattr(spec, key) is None}
+    return replace(spec, **missing)
+
+
+def floor_to_multiple(value: int, multiple: int) -> int:
+    return value // multiple * multiple
+
+
+def check_size(width: int, height: int, *, multiple: tuple[int, int]) -> None:
+    """Refuse sizes that round to nothing, or that nobody can mean.
+
+    `multiple` is (width, height) of the smallest picture and of what sizes are rounded to.
+    """
+    if width < multiple[0] or height < multiple[1] or max(width, height) > MAX_SIDE:
+        smallest, largest = f"{multiple[0]}x{multiple[1]}", f"{MAX_SIDE}x{MAX_SIDE}"
+        accepted = (
+            f"from {smallest} to {largest} pixels are accepted, rounded down to multiples of {smallest}"
+        )
+        raise JobError("size", f"{width}x{height}", accepted)
+
+
+def check_tokens(num_tokens: int, *, field: str, value: object) -> None:
+    if num_tokens > MAX_TOKENS:
+        raise JobError(
+            field,
+            value,
+            f"is {num_tokens:,} tokens together with the rest; at most {MAX_TOKENS:,} are accepted",
+        )
+
+
+def check_whole(field: str, value: int | None, *, low: int, high: int) -> None:
+    """Refuse a whole number outside [low, high]; None passes."""
+    if value is not None and not low <= value <= high:
+        raise JobError(field, value, f"a whole number from {low} to {high} is accepted")
+
+
+def check_number(field: str, value: float | None, *, low: float, high: float, above: bool = False) -> None:
+    """Refuse a number outside [low, high], or (low, high] when it must be above; None passes."""
+    if value is None:
+        return
+    inside = (low < value if above else low <= value) and value <= high
+    if not math.isfinite(value) or not inside:
+        start = f"above {low:g}" if above else f"from {low:g}"
+        raise JobError(field, value, f"a number {start} to {high:g} is accepted")
+
+
+def refuse(spec: JobSpec, field: str, reason: str) -> None:
+    """Refuse a field that this family has no use for, when the job gives it."""
+    value = getattr(spec, field)
+    if value is not None:
+        raise JobError(field, value, reason)

@@ -1,0 +1,34 @@
+"""Pictures on their way into and out of a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from PIL import Image, ImageOps
+
+from gfgen.errors import JobError
+
+
+def load_image(path: str | Path) -> Image.Image:
+    """The picture at a path as RGB, upright as its EXIF data says.
+
+    Raises: JobError when it is missing or no picture.
+    Source: diffusers.utils.load_image.
+    """
+    try:
+        with Image.open(path) as image:
+            return ImageOps.exif_transpose(image).convert("RGB")
+    except OSError as error:
+        raise JobError("image", str(path), f"cannot be read as a picture ({error})") from None
+
+
+def to_uint8(pictures_FCHW: torch.Tensor) -> torch.Tensor:
+    """Pictures in [0, 1] as bytes, on their own device.
+
+    Shapes: pictures_FCHW [F, 3, H, W] float -> [F, H, W, 3] uint8, contiguous.
+    Source: diffusers 0.42 VaeImageProcessor.pt_to_numpy and numpy_to_pil, which round half to
+            even as torch does; converting before the copy to the host moves a quarter of the bytes.
+    """
+    pictures_FHWC = pictures_FCHW.permute(0, 2, 3, 1).float()
+    return (pictures_FHWC * 255).round().to(torch.uint8).contiguous()

@@ -1,0 +1,144 @@
+"""Adapter of Qwen-Image: text to image, with true classifier-free guidance.
+
+The pipeline's own methods where they are usable as pieces; the denoising loop's body and
+the end of `__call__` as functions of artifacts. In fp32 every result is bitwise the
+pipeline's own.
+
+Legend: B batch (1), S picture tokens, C channels, T H W latent frames (1), rows, columns.
+Source: diffusers 0.42 QwenImagePipeline.__call__.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from diffusers import QwenImagePipeline
+from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift
+
+from gfgen.jobspec import JobSpec
+from gfgen.models import solver
+from gfgen.models.adapter import Fields
+from gfgen.models.components import load_pipeline
+from gfgen.models.geometry import Geometry
+from gfgen.models.geometry_qwen import MAX_TEXT_TOKENS
+from gfgen.models.geometry_rules import known
+from gfgen.models.latents import denormalize_latents
+from gfgen.models.pictures import to_uint8
+
+
+class QwenImageAdapter:
+    """Executors of one Qwen-Image checkpoint; see `adapter.Adapter`."""
+
+    def __init__(self, geometry: Geometry, *, pipeline: Any, device: str) -> None:
+        self.geometry = geometry
+        self.device = torch.device(device)
+        self._pipeline = pipeline
+        self._vae = pipeline.vae
+
+    @torch.no_grad()
+    def encode(self, spec: JobSpec) -> Fields:
+        tensors = {"prompt_embeds": self._embed(spec.prompt)}
+        if self.geometry.uses_cfg(spec):
+            tensors["negative_prompt_embeds"] = self._embed(known(spec.negative_prompt))
+        return Fields(tensors)
+
+    @torch.no_grad()
+    def prepare(self, spec: JobSpec, prompt: Fields) -> tuple[Fields, Fields]:
+        noise_BSC = self._pipeline.prepare_latents(
+            1,
+            self._pipeline.transformer.config.in_channels // 4,
+            spec.height,
+            spec.width,
+            prompt.tensors["prompt_embeds"].dtype,
+            self.device,
+            torch.Generator("cpu").manual_seed(known(spec.seed)),
+        )
+        scheduler = self._scheduler(spec)
+        scheduler.set_begin_index(0)
+        return Fields(), solver.save_state(scheduler, noise_BSC)
+
+    @torch.no_grad()
+    def denoise(
+        self, spec: JobSpec, prompt: Fields, condition: Fields, latents: Fields, *, step: int
+    ) -> Fields:
+        scheduler = self._scheduler(spec)
+        sample_BSC = solver.restore_state(scheduler, latents)
+        timestep = scheduler.timesteps[step]
+        inputs = self._model_inputs(spec, sample_BSC, timestep=timestep)
+        predicted_BSC = self._predict(inputs, prompt.tensors["prompt_embeds"])
+        if self.geometry.uses_cfg(spec):
+            unguided_BSC = self._predict(inputs, prompt.tensors["negative_prompt_embeds"])
+            predicted_BSC = _guide(predicted_BSC, unguided_BSC, scale=known(spec.true_cfg_scale))
+        sample_BSC = scheduler.step(predicted_BSC, timestep, sample_BSC, return_dict=False)[0]
+        return solver.detach_from(latents, solver.save_state(scheduler, sample_BSC))
+
+    @torch.no_grad()
+    def decode(self, spec: JobSpec, latents: Fields) -> torch.Tensor:
+        sample_BSC = latents.tensors[solver.SAMPLE].to(self.device)
+        factor = self._pipeline.vae_scale_factor
+        sample_BCTHW = self._pipeline._unpack_latents(sample_BSC, spec.height, spec.width, factor)
+        scaled_BCTHW = denormalize_latents(sample_BCTHW.to(self._vae.dtype), self._vae.config)
+        picture_BCHW = self._vae.decode(scaled_BCTHW, return_dict=False)[0][:, :, 0]
+        return to_uint8(self._pipeline.image_processor.postprocess(picture_BCHW, output_type="pt"))
+
+    def _embed(self, text: str) -> torch.Tensor:
+        """Embeddings of one prompt. One prompt is never padded, so there is no mask."""
+        embeds, mask = self._pipeline.encode_prompt(
+            prompt=text, device=self.device, max_sequence_length=MAX_TEXT_TOKENS
+        )
+        assert mask is None, "a single prompt came back padded"
+        return torch.as_tensor(embeds)
+
+    def _scheduler(self, spec: JobSpec) -> Any:
+        steps = known(spec.steps)
+        config = self._pipeline.scheduler.config
+        shift = calculate_shift(
+            self.geometry.num_tokens(spec),
+            config.get("base_image_seq_len", 256),
+            config.get("max_image_seq_len", 4096),
+            config.get("base_shift", 0.5),
+            config.get("max_shift", 1.15),
+        )
+        sigmas = np.linspace(1.0, 1 / steps, steps)
+        return solver.new_scheduler(
+            self._pipeline.scheduler, set_timesteps=lambda new: new.set_timesteps(sigmas=sigmas, mu=shift)
+        )
+
+    def _model_inputs(
+        self, spec: JobSpec, sample_BSC: torch.Tensor, *, timestep: torch.Tensor
+    ) -> dict[str, Any]:
+        timestep_B = timestep.to(self.device).expand(sample_BSC.shape[0]).to(sample_BSC.dtype)
+        factor = 2 * self._pipeline.vae_scale_factor
+        grid = (1, known(spec.height) // factor, known(spec.width) // factor)
+        return {"hidden_states": sample_BSC, "timestep": timestep_B / 1000, "img_shapes": [[grid]]}
+
+    def _predict(self, inputs: dict[str, Any], embeds: torch.Tensor) -> torch.Tensor:
+        """One branch of classifier-free guidance."""
+        predicted: torch.Tensor = self._pipeline.transformer(
+            **inputs,
+            guidance=None,
+            encoder_hidden_states=embeds,
+            encoder_hidden_states_mask=None,
+            attention_kwargs={},
+            return_dict=False,
+        )[0]
+        return predicted
+
+
+def load_qwen_image(
+    checkpoint: Path, geometry: Geometry, *, device: str, dtype: torch.dtype
+) -> QwenImageAdapter:
+    """The adapter of a Qwen-Image checkpoint, its components on the device."""
+    pipeline = load_pipeline(QwenImagePipeline, checkpoint, device=device, dtype=dtype)
+    return QwenImageAdapter(geometry, pipeline=pipeline, device=device)
+
+
+def _guide(predicted_BSC: torch.Tensor, unguided_BSC: torch.Tensor, *, scale: float) -> torch.Tensor:
+    """True classifier-free guidance: each token keeps the length of its guided prediction."""
+    combined_BSC = unguided_BSC + scale * (predicted_BSC - unguided_BSC)
+    length_BS1: torch.Tensor = torch.norm(predicted_BSC, dim=-1, keepdim=True)
+    combined_length_BS1: torch.Tensor = torch.norm(combined_BSC, dim=-1, keepdim=True)
+    return combined_BSC * (length_BS1 / combined_length_BS1)

@@ -1,0 +1,169 @@
+"""Names of models to directories, and directories to adapters. Imports no torch by itself.
+
+A model is given as a directory, as a short name, as a hub id ("org/name"), or as one of the
+built-in tiny models, which are written into a cache on first use.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import logging
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gfgen.errors import ModelError
+from gfgen.models.geometry import load_geometry
+
+if TYPE_CHECKING:
+    from gfgen.models.adapter import Adapter
+
+logger = logging.getLogger(__name__)
+
+HUB_IDS = {
+    "wan2.2-ti2v-5b": "Wan-AI/Wan2.2-TI2V-5B-Diffusers",
+    "wan2.2-t2v-a14b": "Wan-AI/Wan2.2-T2V-A14B-Diffusers",
+    "wan2.2-i2v-a14b": "Wan-AI/Wan2.2-I2V-A14B-Diffusers",
+    "qwen-image": "Qwen/Qwen-Image",
+}
+
+TINY_TIMEOUT_S = 300.0
+
+PACKAGE_ROOT = Path(__file__).parents[2]
+"""Where the child that makes a tiny model finds this very gfgen, installed or not."""
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, slots=True)
+class KnownModel:
+    """A model that can be given by a short name."""
+
+    name: str
+    summary: str
+
+
+MODELS = (
+    KnownModel("tiny-wan", "built in, random weights: text or image to video, in seconds on a CPU"),
+    KnownModel("tiny-wan-moe", "built in, random weights: text to video with two experts"),
+    KnownModel("tiny-wan-moe-i2v", "built in, random weights: image to video with two experts"),
+    KnownModel("tiny-qwen-image", "built in, random weights: text to image"),
+    KnownModel("wan2.2-ti2v-5b", f"text or image to video, 5 B ({HUB_IDS['wan2.2-ti2v-5b']})"),
+    KnownModel("wan2.2-t2v-a14b", f"text to video, 2 x 14 B ({HUB_IDS['wan2.2-t2v-a14b']})"),
+    KnownModel("wan2.2-i2v-a14b", f"image to video, 2 x 14 B ({HUB_IDS['wan2.2-i2v-a14b']})"),
+    KnownModel("qwen-image", f"text to image, 20 B ({HUB_IDS['qwen-image']})"),
+)
+
+TINY_NAMES = tuple(model.name for model in MODELS if model.name.startswith("tiny-"))
+
+
+def known_models() -> tuple[KnownModel, ...]:
+    """Every model with a short name, each with a line about it."""
+    return MODELS
+
+
+def resolve_checkpoint(name_or_dir: str) -> Path:
+    """The directory of a model; downloads or makes it where that is needed.
+
+    Raises: ModelError for a name that nothing is known by, and for a download that fails.
+    """
+    path = Path(name_or_dir).expanduser()
+    if path.is_dir():
+        return path.resolve()
+    if name_or_dir in TINY_NAMES:
+        return _tiny_checkpoint(name_or_dir)
+    if name_or_dir in HUB_IDS:
+        return _downloaded(HUB_IDS[name_or_dir])
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", name_or_dir) and name_or_dir[0] not in "./":
+        return _downloaded(name_or_dir)
+    raise ModelError(_unknown(name_or_dir))
+
+
+def load_adapter(checkpoint: Path, *, device: str = "cpu", dtype: str | None = None) -> Adapter:
+    """The adapter of a checkpoint, its weights on the device. Imports torch.
+
+    dtype is float32 on a CPU and bfloat16 elsewhere unless told otherwise.
+
+    Raises: ModelError for a broken directory, an unknown family, or an unknown dtype.
+    """
+    geometry = load_geometry(checkpoint)
+    name = dtype or ("float32" if device == "cpu" else "bfloat16")
+    if name not in DTYPES:
+        raise ModelError(f"dtype {name!r} is not supported; {', '.join(DTYPES)} are")
+    import torch
+
+    torch_dtype = getattr(torch, name)
+    if geometry.family == "qwen-image":
+        from gfgen.models.qwen_image import load_qwen_image
+
+        return load_qwen_image(checkpoint, geometry, device=device, dtype=torch_dtype)
+    from gfgen.models.wan import load_wan
+
+    return load_wan(checkpoint, geometry, device=device, dtype=torch_dtype)
+
+
+def cache_dir() -> Path:
+    """Where gfgen keeps what it makes for itself."""
+    own = os.environ.get("GFGEN_CACHE")
+    if own:
+        return Path(own).expanduser()
+    shared = os.environ.get("XDG_CACHE_HOME")
+    return (Path(shared).expanduser() if shared else Path.home() / ".cache") / "gfgen"
+
+
+def tiny_dir() -> Path:
+    """Where the built-in models are kept; another place whenever the code that makes them changes."""
+    sources = sorted(Path(__file__).parent.glob("tiny*.py"))
+    version = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:12]
+    return cache_dir() / f"tiny-{version}"
+
+
+def _tiny_checkpoint(name: str) -> Path:
+    """A built-in model from the cache, made there first if need be.
+
+    Made in a child process, so that this one stays free of torch. The child renames a
+    finished directory into place: when two make the same model at once, both are right.
+    """
+    folder = tiny_dir()
+    if (folder / name).is_dir():
+        return folder / name
+    logger.info("making the built-in model %s in %s", name, folder)
+    command = [sys.executable, "-m", "gfgen.models.tiny", str(folder), name]
+    roots = [str(PACKAGE_ROOT), os.environ.get("PYTHONPATH", "")]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, roots))}
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=TINY_TIMEOUT_S, env=env)
+    except subprocess.TimeoutExpired:
+        raise ModelError(f"model {name}: making it in {folder} took over {TINY_TIMEOUT_S:.0f} s") from None
+    except subprocess.CalledProcessError as error:
+        reason = (error.stderr.strip().splitlines() or ["no reason given"])[-1]
+        raise ModelError(f"model {name}: cannot be made in {folder}: {reason}") from None
+    return folder / name
+
+
+def _downloaded(hub_id: str) -> Path:
+    """A hub repository's files in the hub's own cache; only fetches what is not there."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(hub_id))
+    except Exception as error:  # the hub raises a dozen unrelated classes
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ModelError(
+            f"model {hub_id}: not in the hub's cache, and downloading it failed ({reason}); "
+            f"run 'hf download {hub_id}' where there is a network, or give a directory"
+        ) from error
+
+
+def _unknown(name: str) -> str:
+    names = [model.name for model in MODELS]
+    nearest = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.5)
+    hint = f"did you mean {nearest[0]!r}? " if nearest else ""
+    return (
+        f"model {name!r} is unknown; {hint}Accepted: a directory, a hub id (org/name), or {', '.join(names)}"
+    )

@@ -1,0 +1,122 @@
+"""Tokenizers and text encoders of the tiny models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tokenizers import AddedToken, pre_tokenizers
+from transformers import (
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2Tokenizer,
+    T5Tokenizer,
+    UMT5Config,
+    UMT5EncoderModel,
+)
+
+TEXT_DIM = 64
+"""Length of a token's embedding in every tiny text encoder."""
+
+WORD_LIST = """
+a an the of in on at with and over under through from to by into is are red orange yellow green blue
+purple pink black white gold silver cat dog fox bird horse fish whale tree forest mountain river
+lake sea ocean beach city street house castle bridge tower train car boat ship robot astronaut girl
+boy woman man child people sun moon star stars sky cloud clouds rain snow storm fire water light
+shadow night day dawn sunset sunrise morning evening spring summer autumn winter flower flowers
+garden field desert island road running walking flying swimming dancing sleeping looking sitting
+standing slowly fast small big old new ancient modern wide close shot view portrait landscape
+cinematic photo painting watercolor oil style bright dark soft warm cold blurry quality detailed
+colourful colorful waves glass neon lantern lanterns
+"""
+"""Words that prompts often have; all others are spelt out."""
+
+QWEN_TEMPLATE = (
+    "Describe the image by detailing the color, shape, size, texture, quantity, text, "
+    "spatial relationships of the objects and background: system user assistant"
+)
+"""Words of the pipeline's template. Each must be one token, as it is in the real tokenizer:
+the pipeline cuts off the first 34 tokens without looking."""
+
+QWEN_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+
+
+def t5_tokenizer() -> Any:
+    """A unigram tokenizer of words and characters."""
+    return T5Tokenizer(vocab=_t5_vocabulary(), extra_ids=0)
+
+
+def umt5() -> Any:
+    """A UMT5 encoder with random weights."""
+    config = UMT5Config(
+        vocab_size=len(_t5_vocabulary()),
+        d_model=TEXT_DIM,
+        d_kv=16,
+        d_ff=128,
+        num_layers=2,
+        num_heads=4,
+        feed_forward_proj="gated-gelu",
+        pad_token_id=0,
+        eos_token_id=1,
+    )
+    return UMT5EncoderModel(config).eval()
+
+
+def qwen_tokenizer() -> Any:
+    """A byte-pair tokenizer whose fixed prefix of the pipeline's template has 34 tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = _qwen_merges()
+    pieces = [*alphabet, *("".join(pair) for pair in merges), *QWEN_SPECIAL]
+    vocab = {piece: idx for idx, piece in enumerate(dict.fromkeys(pieces))}
+    tokenizer: Any = Qwen2Tokenizer(vocab=vocab, merges=merges)
+    tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in QWEN_SPECIAL])
+    return tokenizer
+
+
+def qwen_encoder(*, vocab_size: int) -> Any:
+    """A Qwen2.5-VL with random weights; its vision part, which is never used, as small as can be."""
+    text = {
+        "vocab_size": vocab_size,
+        "hidden_size": TEXT_DIM,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 2048,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]},
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    vision = {
+        "depth": 1,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_heads": 2,
+        "out_hidden_size": TEXT_DIM,
+        "fullatt_block_indexes": [0],
+    }
+    return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=vision)).eval()
+
+
+def _t5_vocabulary() -> list[tuple[str, float]]:
+    """Pieces and their log probabilities; the first three are where T5 expects them."""
+    special = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0)]
+    words = [(f"\u2581{word}", -4.0) for word in WORD_LIST.split()]
+    characters = [("\u2581", -6.0)] + [(chr(code), -9.0) for code in range(33, 127)]
+    return special + words + characters
+
+
+def _qwen_merges() -> list[tuple[str, str]]:
+    """Merges that build each word from its first letter on.
+
+    The template's come first, so no other merge can split one of its words.
+    """
+    space = "\u0120"  # how byte-level tokenizers write a blank
+    template = QWEN_TEMPLATE.replace(",", "").replace(":", "").split()
+    starts = ["Describe", "system", "user", "assistant"]
+    words = (
+        starts
+        + [space + word for word in template if word not in starts]
+        + [space + word for word in WORD_LIST.split()]
+    )
+    merges = {(word[:end], word[end]): None for word in words for end in range(1, len(word))}
+    return list(merges)

@@ -1,0 +1,61 @@
+"""Earliest deadline first."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from operator import attrgetter
+
+from gfgen.policies.groups import group_layout
+from gfgen.snapshot import Decision, JobView, Snapshot
+
+_order = attrgetter("precedence", "deadline_s", "arrival_s")
+
+
+def edf(snapshot: Snapshot) -> list[Decision]:
+    """The job whose deadline is next goes first, on as few ranks as are predicted to meet it.
+
+    For jobs with deadlines. The choice is made anew at every step: a job that slips gets more
+    ranks, one that is ahead gives them back. Jobs without a deadline come last, by arrival.
+    """
+    free = set(snapshot.free_ranks)
+    decisions = []
+    for job in heapq.nsmallest(len(free), snapshot.open.values(), key=_order):
+        ranks = _ranks_for(snapshot, job, free)
+        if ranks:
+            free.difference_update(ranks)
+            decisions.append(Decision(job.next_task, group_layout(ranks)))
+    return decisions
+
+
+def _ranks_for(snapshot: Snapshot, job: JobView, free: set[int]) -> tuple[int, ...]:
+    """The fewest free ranks that meet the deadline, or as many as can be had.
+
+    Ranks that hold the job's state come first: then nothing has to move.
+    """
+    choice: tuple[int, ...] = ()
+    degree = 1
+    while degree <= snapshot.max_degree:
+        ranks = _nearest(snapshot, job, free, degree)
+        if not ranks:
+            break
+        choice = ranks
+        if job.deadline_s == math.inf:
+            break
+        layout = group_layout(ranks)
+        end_s = snapshot.now_s + snapshot.costs.remaining_s(job.next_task, layout)
+        if end_s + snapshot.costs.move_s(job.job_id, job.last_layout, layout) <= job.deadline_s:
+            break
+        degree *= 2
+    return choice
+
+
+def _nearest(snapshot: Snapshot, job: JobView, free: set[int], degree: int) -> tuple[int, ...]:
+    """`degree` free ranks of one island, the ones that the job used last first; () if too few."""
+    held = job.last_layout.ranks if job.last_layout else ()
+    for island in sorted(snapshot.islands, key=lambda island: -len(set(island) & set(held))):
+        ranks = [rank for rank in held if rank in free and rank in island]
+        ranks += [rank for rank in island if rank in free and rank not in ranks]
+        if len(ranks) >= degree:
+            return tuple(ranks[:degree])
+    return ()

@@ -1,0 +1,40 @@
+"""First come, first served."""
+
+from __future__ import annotations
+
+import heapq
+from operator import attrgetter
+
+from gfgen.policies.groups import Group, group_layout, home_group
+from gfgen.snapshot import Decision, JobView, Snapshot
+
+_turn = attrgetter("precedence", "arrival_s")
+
+
+def fcfs(snapshot: Snapshot, *, degree: int = 1) -> list[Decision]:
+    """Jobs run in order of arrival, each to its end on one group of `degree` ranks.
+
+    For batches of equal jobs, and where order matters more than latency. The group that gets
+    free first, which is the one with the least estimated work, takes the next job.
+    """
+    groups = snapshot.groups(degree)
+    free = set(snapshot.free_ranks)
+    running = {job.last_layout.ranks for job in snapshot.busy.values() if job.last_layout}
+    idle = [group for group in groups if free.issuperset(group) and group not in running]
+    if not idle:
+        return []
+    owners = _owners(snapshot, groups)
+    new = [job for job in snapshot.open.values() if not home_group(job, groups)]
+    queue = iter(heapq.nsmallest(len(idle), new, key=_turn))
+    turns = [(group, owners.get(group) or next(queue, None)) for group in idle]
+    return [Decision(job.next_task, group_layout(group)) for group, job in turns if job]
+
+
+def _owners(snapshot: Snapshot, groups: list[Group]) -> dict[Group, JobView]:
+    """For each group the job that has begun there; the first to come, should there be several."""
+    owners: dict[Group, JobView] = {}
+    for job in snapshot.open.values():
+        home = home_group(job, groups)
+        if home is not None:
+            owners[home] = min(owners.get(home, job), job, key=_turn)
+    return owners

@@ -1,0 +1,15 @@
+"""What fixed pipelines do today: the baseline of every comparison."""
+
+from __future__ import annotations
+
+from gfgen.policies.fcfs import fcfs
+from gfgen.snapshot import Decision, Snapshot
+
+
+def legacy(snapshot: Snapshot, *, degree: int = 0) -> list[Decision]:
+    """One job at a time on all ranks, first come first served, the same ranks for every stage.
+
+    The baseline: what a pipeline with a fixed process group does. `degree=1` makes every rank a
+    replica of its own, `degree=2` pairs of ranks, and so on; 0 means all ranks.
+    """
+    return fcfs(snapshot, degree=degree or len(snapshot.ranks))

@@ -1,0 +1,1 @@
+"""The control plane, its backends, and the worker process."""

@@ -1,0 +1,56 @@
+"""One end of a Unix socket pair that carries messages and file descriptors.
+
+SOCK_SEQPACKET keeps messages apart and in order, and tells the other end's death. Messages
+are frozen dataclasses of plain values, pickled; no tensor passes here.
+"""
+
+from __future__ import annotations
+
+import pickle
+import socket
+from typing import Any
+
+MAX_MESSAGE_BYTES = 1 << 18
+"""More than Linux lets one message be with its usual socket buffers (208 KiB)."""
+MAX_FDS = 4
+
+
+class Channel:
+    """Sends and receives (message, file descriptors)."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._socket = end
+        self.sent_bytes = 0
+
+    @staticmethod
+    def pair() -> tuple[socket.socket, socket.socket]:
+        """Two connected ends."""
+        return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def send(self, message: Any, fds: tuple[int, ...] = ()) -> None:
+        """Send one message; descriptors are duplicated into the receiver.
+
+        Raises: OSError when the other end is gone.
+        """
+        packed = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+        self.sent_bytes += len(packed)
+        if fds:
+            socket.send_fds(self._socket, [packed], fds)
+        else:
+            self._socket.send(packed)
+
+    def receive(self) -> tuple[Any, list[int]] | None:
+        """The next message with its descriptors (now the caller's to close); None at the end."""
+        try:
+            packed, fds, _, _ = socket.recv_fds(self._socket, MAX_MESSAGE_BYTES, MAX_FDS)
+        except ConnectionError:
+            return None
+        if not packed:
+            return None
+        return pickle.loads(packed), fds
+
+    def close(self) -> None:
+        self._socket.close()

@@ -1,0 +1,177 @@
+"""The control loop: wait for events, apply them, ask the policy, dispatch what it decides."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from gfgen.errors import PolicyFault, StalledError
+from gfgen.policies.catalog import NamedPolicy, load_policy
+from gfgen.runtime.admission import AdmittedJob
+from gfgen.runtime.clock import Clock
+from gfgen.runtime.dispatch import Dispatch
+from gfgen.runtime.events import Event, JobArrived, JobTimedOut, PolicyChanged, Wakeup
+from gfgen.runtime.journal import Journal, NoJournal
+from gfgen.runtime.metrics import Metrics, Summary
+from gfgen.runtime.observer import JobOutcome, Observer, skipped_outcome
+from gfgen.runtime.state import State
+from gfgen.snapshot import Decision, Snapshot
+
+logger = logging.getLogger(__name__)
+
+MAX_POLICY_FAULTS = 3
+"""After so many faults the run goes on under `fcfs`."""
+
+
+class Backend(Protocol):
+    """What runs dispatches: worker processes, or a simulation."""
+
+    def wait(self, until: float | None) -> Sequence[Event]:
+        """Events in their order; returns at the latest when the clock reaches `until`."""
+        ...
+
+    def submit(self, dispatch: Dispatch) -> None:
+        """Hand a task to its ranks; returns before it has run. A decoded job is written after."""
+        ...
+
+    def release(self, job_id: str) -> None:
+        """The job has ended: drop all that is kept for it."""
+        ...
+
+
+class Control:
+    """One run from the first arrival to the last file."""
+
+    def __init__(
+        self,
+        jobs: Sequence[AdmittedJob],
+        *,
+        state: State,
+        backend: Backend,
+        clock: Clock,
+        policy: NamedPolicy,
+        guard_s: float,
+        journal: Journal | NoJournal | None = None,
+        observers: Sequence[Observer] = (),
+        skipped: Sequence[AdmittedJob] = (),
+    ) -> None:
+        self.state = state
+        self.backend = backend
+        self.clock = clock
+        self.policy = policy
+        self.guard_s = guard_s
+        self.journal = journal or NoJournal()
+        self.metrics = Metrics()
+        self.observers = (self.metrics, *observers)
+        self._num_policy_faults = 0
+        self._refresh_s = min((o.refresh_s for o in self.observers if o.refresh_s is not None), default=None)
+        self._next_refresh_s = 0.0
+        self._jobs = tuple(jobs)
+        self._skipped = tuple(skipped)
+
+    def run(self) -> Summary:
+        """Run until every job has ended, or the run is asked to stop.
+
+        Raises: StalledError when jobs are open and the policy lets every rank idle for good.
+        """
+        self.begin()
+        while not self.state.finished:
+            for event in self.backend.wait(until=self.clock.next_wakeup()):
+                self.journal.append(event)
+                self.apply(event)
+            for decision in self.decide():
+                self.start(decision)
+            self.journal.flush()
+        return self.metrics.summary()
+
+    def begin(self) -> None:
+        """Schedule the arrivals, and tell everyone who watches what is to be done."""
+        infos = tuple(job.info for job in self._jobs)
+        for observer in self.observers:
+            observer.began(infos, num_ranks=self.state.num_ranks, policy=self.policy.name)
+            for job in self._skipped:
+                observer.ended(skipped_outcome(job.info))
+        for job in self._jobs:
+            self.schedule(job)
+
+    def apply(self, event: Event) -> None:
+        """Let the state change by an event, and tell everyone who watches."""
+        outcomes = self.state.apply(event)
+        for observer in self.observers:
+            observer.applied(event)
+        for outcome in outcomes:
+            self.conclude(outcome)
+
+    def decide(self) -> Iterable[Decision]:
+        """What the policy wants now; nothing while stopping, or while no rank is free."""
+        self._refresh()
+        if self.state.is_stopping or not self.state.has_choice:
+            return ()
+        decisions = self._ask_policy(self.state.snapshot())
+        if not decisions and self.state.is_stuck and self.clock.next_wakeup() is None:
+            names = ", ".join(self.state.open_jobs[:5])
+            raise StalledError(
+                f"policy {self.policy.name} starts nothing although all ranks are free; "
+                f"{len(self.state.open_jobs)} jobs wait: {names}"
+            )
+        return decisions
+
+    def start(self, decision: Decision) -> None:
+        """Dispatch a decision, unless it is illegal: then the policy is at fault."""
+        try:
+            dispatch = self.state.begin(decision)
+        except PolicyFault as fault:
+            self._blame_policy(fault)
+            return
+        self.backend.submit(dispatch)
+        if self.guard_s > 0:
+            wakeup_s = max(dispatch.predicted_end_s - self.guard_s, self.clock.now_s)
+            self.clock.at(Wakeup(wakeup_s))
+        for observer in self.observers:
+            observer.dispatched(dispatch)
+
+    def conclude(self, outcome: JobOutcome) -> None:
+        """A job has ended."""
+        self.backend.release(outcome.info.job_id)
+        for observer in self.observers:
+            observer.ended(outcome)
+
+    def _refresh(self) -> None:
+        """Show the state to those who asked for it, not more often than they asked."""
+        if self._refresh_s is None or self.clock.now_s < self._next_refresh_s:
+            return
+        self._next_refresh_s = self.clock.now_s + self._refresh_s
+        snapshot = self.state.snapshot()
+        for observer in self.observers:
+            if observer.refresh_s is not None:
+                observer.refreshed(snapshot)
+
+    def _ask_policy(self, snapshot: Snapshot) -> list[Decision]:
+        try:
+            return list(self.policy.decide(snapshot))
+        except Exception as error:  # a policy may be the user's own
+            logger.debug("policy %s raised", self.policy.name, exc_info=True)
+            self._blame_policy(error)
+            return list(load_policy("fcfs").decide(snapshot))
+
+    def _blame_policy(self, error: Exception) -> None:
+        """Count a fault; after too many, `fcfs` takes over and the log says so."""
+        self._num_policy_faults += 1
+        reason = str(error) if isinstance(error, PolicyFault) else f"{type(error).__name__}: {error}"
+        logger.warning("policy %s: %s", self.policy.name, reason)
+        if self._num_policy_faults < MAX_POLICY_FAULTS:
+            return
+        logger.error(
+            "policy %s failed %d times; going on with fcfs", self.policy.name, self._num_policy_faults
+        )
+        self.policy = load_policy("fcfs")
+        self._num_policy_faults = 0
+        self.clock.at(PolicyChanged(self.clock.now_s, self.policy.name, reason))
+
+    def schedule(self, job: AdmittedJob) -> None:
+        """Let a job arrive at its time."""
+        arrival_s = job.spec.arrival_s
+        self.clock.at(JobArrived(arrival_s, job.job_id))
+        if job.spec.timeout_s is not None:
+            self.clock.at(JobTimedOut(arrival_s + job.spec.timeout_s, job.job_id))

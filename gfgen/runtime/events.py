@@ -1,0 +1,113 @@
+"""Everything that can happen to a run. State changes on events and on nothing else.
+
+`time_s` counts from the start of the run. Events have a total order: order of receipt, and
+among those that a clock releases together (time_s, kind, number), so that a simulated run
+is the same every time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happened; `time_s` is when the control plane learned of it."""
+
+    time_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class JobArrived(Event):
+    """A job's arrival time has come."""
+
+    job_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class JobTimedOut(Event):
+    """A job's time-out has passed; it fails unless it has ended."""
+
+    job_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class RankReady(Event):
+    """A worker has loaded its models and takes tasks."""
+
+    rank: int
+    incarnation: int
+    startup_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RankLost(Event):
+    """A worker process is gone."""
+
+    rank: int
+    incarnation: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class TaskDone(Event):
+    """One rank has finished its part of a dispatch.
+
+    `started_s` to `ended_s` is the execution alone; `waited_s` is the time before it in which
+    the rank waited for the task's input, `moved_s` that in which the input was copied.
+    """
+
+    dispatch: int
+    rank: int
+    started_s: float
+    ended_s: float
+    waited_s: float = 0.0
+    moved_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class TaskFailed(Event):
+    """A task raised on one rank; `void` means that it never began, for want of its input."""
+
+    dispatch: int
+    rank: int
+    reason: str
+    void: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class OutputWritten(Event):
+    """A job's file is renamed into place: the job has ended well."""
+
+    job_id: str
+    path: str
+    size_bytes: int
+    write_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class OutputFailed(Event):
+    """A job's frames could not be encoded or written."""
+
+    job_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyChanged(Event):
+    """Decisions are made by another policy from here on."""
+
+    policy: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class StopRequested(Event):
+    """A signal asks the run to stop at the next task boundaries."""
+
+    signal_number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wakeup(Event):
+    """A task is predicted to end within the guard: the next one may be queued behind it."""

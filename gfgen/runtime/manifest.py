@@ -1,0 +1,177 @@
+"""The manifest: a line per job that has ended, in the output folder's manifest.jsonl.
+
+Lines are only ever appended, and the latest line of a job counts. A job that is skipped
+because an earlier run has finished it gets no new line: the line that says so is there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from gfgen.errors import OutputError
+from gfgen.jobspec import JobSpec
+from gfgen.runtime.observer import JobInfo, JobOutcome, Observer
+
+MANIFEST_NAME = "manifest.jsonl"
+SCHEMA_VERSION = 1
+
+Entry = dict[str, Any]
+"""One line, as JSON gives it; the keys are those of `manifest_entry`."""
+
+_SCALES = ("guidance_scale", "guidance_scale_2", "boundary_ratio", "flow_shift", "true_cfg_scale")
+
+
+class ManifestWriter(Observer):
+    """Appends a line as each job ends; a line is one write, so a crash tears the last at most.
+
+    `now` gives Unix time.
+    """
+
+    def __init__(self, path: Path, *, now: Callable[[], float] = time.time) -> None:
+        self.path = path
+        self._now = now
+        self._fd = self._open()
+
+    def ended(self, outcome: JobOutcome) -> None:
+        if outcome.status == "skipped":
+            return
+        file = self.path.parent / outcome.info.file
+        size_bytes = file.stat().st_size if outcome.status == "done" and file.exists() else None
+        entry = manifest_entry(outcome, size_bytes=size_bytes, written_at=self._now())
+        self._write(json.dumps(entry, ensure_ascii=False).encode("utf-8", "replace") + b"\n")
+
+    def close(self) -> None:
+        os.fsync(self._fd)
+        os.close(self._fd)
+
+    def _open(self) -> int:
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise OutputError(
+                f"cannot write {self.path}: {error.strerror}; choose another --output"
+            ) from error
+        size = os.fstat(fd).st_size
+        if size and os.pread(fd, 1, size - 1) != b"\n":
+            os.write(fd, b"\n")  # an earlier run was killed in the middle of its last line
+        return fd
+
+    def _write(self, line: bytes) -> None:
+        try:
+            written = os.write(self._fd, line)
+        except OSError as error:
+            raise OutputError(f"cannot write {self.path}: {error.strerror}") from error
+        if written < len(line):
+            raise OutputError(f"cannot write {self.path}: the disk is full; make room and run again")
+
+
+def manifest_entry(outcome: JobOutcome, *, size_bytes: int | None, written_at: float) -> Entry:
+    """The line of a job. Its keys are frozen: a new key raises SCHEMA_VERSION."""
+    info, spec = outcome.info, outcome.info.spec
+    return {
+        "version": SCHEMA_VERSION,
+        "id": info.job_id,
+        "status": outcome.status,
+        "file": info.file,
+        "size_bytes": size_bytes,
+        "prompt": spec.prompt,
+        "negative_prompt": spec.negative_prompt,
+        "image": spec.image,
+        "model": spec.model,
+        "family": info.family,
+        "tag": spec.tag,
+        "priority": spec.priority,
+        "seed": spec.seed,
+        "shape_asked": _shape(info.asked),
+        "shape": _shape(spec),
+        "rounded": rounding_note(info.asked, spec),
+        "steps": spec.steps,
+        "scales": {name: getattr(spec, name) for name in _SCALES if getattr(spec, name) is not None},
+        "spec_hash": info.spec_hash,
+        "timings": {
+            "arrival_s": _rounded(outcome.arrival_s),
+            "started_s": _rounded(outcome.started_s),
+            "ended_s": _rounded(outcome.ended_s),
+            "latency_s": _rounded(outcome.ended_s - outcome.arrival_s),
+            "busy_s": _rounded(outcome.busy_s),
+            "stages_s": {name: _rounded(value) for name, value in outcome.timings.items()},
+        },
+        "deadline_s": _rounded(outcome.deadline_s),
+        "met_deadline": outcome.met_deadline,
+        "layouts": list(outcome.layouts),
+        "error": outcome.error,
+        "warnings": list(outcome.warnings),
+        "written_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(written_at)),
+    }
+
+
+def rounding_note(asked: JobSpec, spec: JobSpec) -> str | None:
+    """What the model rounded, as '1280x720 -> 1280x704, 50 -> 49 frames'; None when nothing."""
+    notes = []
+    sizes = ((asked.width or spec.width, asked.height or spec.height), (spec.width, spec.height))
+    if sizes[0] != sizes[1]:
+        notes.append("{}x{} -> {}x{}".format(*sizes[0], *sizes[1]))
+    if asked.frames is not None and asked.frames != spec.frames:
+        notes.append(f"{asked.frames} -> {spec.frames} frames")
+    return ", ".join(notes) or None
+
+
+def read_manifest(path: Path) -> dict[str, Entry]:
+    """The latest line of each job; empty when there is no manifest.
+
+    Lines that are torn, or of another version, count as absent: their jobs run again.
+    """
+    entries: dict[str, Entry] = {}
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise OutputError(f"cannot read {path}: {error.strerror}") from error
+    for line in content.splitlines():
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(entry, dict) and entry.get("version") == SCHEMA_VERSION and "id" in entry:
+            entries[entry["id"]] = entry
+    return entries
+
+
+def finished_jobs(path: Path, infos: Iterable[JobInfo]) -> frozenset[str]:
+    """Ids of the jobs that need not run again.
+
+    Those whose latest line says done, under the same spec hash and file name, and whose
+    file is there with the size that was written.
+    """
+    entries = read_manifest(path)
+    return frozenset(
+        info.job_id
+        for info in infos
+        if info.job_id in entries and _is_finished(path, entries[info.job_id], info)
+    )
+
+
+def _is_finished(path: Path, entry: Entry, info: JobInfo) -> bool:
+    if entry.get("status") != "done" or entry.get("spec_hash") != info.spec_hash:
+        return False
+    if entry.get("file") != info.file:
+        return False
+    try:
+        return (path.parent / info.file).stat().st_size == entry.get("size_bytes")
+    except OSError:
+        return False
+
+
+def _shape(spec: JobSpec) -> Entry:
+    return {"width": spec.width, "height": spec.height, "frames": spec.frames, "fps": spec.fps}
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 6)

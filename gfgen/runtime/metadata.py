@@ -1,0 +1,111 @@
+"""What a file says about how it was made: prompt, seed and parameters, as text.
+
+The writers put it into the file twice: as one readable block in the form that other tools
+write and read (`parameters_text`), and as JSON, which `outputs.read_metadata` gives back.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import PurePath
+
+from gfgen.jobspec import JobSpec
+
+MAX_TEXT_CHARS = 4000
+"""Longest prompt in a file's metadata. The text encoders here read 512 to 1024 tokens, and a
+JPEG's Exif block ends at 64 KB; the manifest has the whole prompt."""
+
+_LEFT_OUT = ("arrival_s", "deadline_s", "deadline_at", "timeout_s", "priority", "output", "line")
+_TITLES = {"steps": "Steps", "guidance_scale": "CFG scale", "seed": "Seed", "model": "Model"}
+_IN_WORDS = ("prompt", "negative_prompt", "width", "height")
+
+
+def describe(spec: JobSpec) -> dict[str, str]:
+    """The metadata of a job as run: every field that decides what is in the picture."""
+    fields = {name: value for name, value in asdict(spec).items() if name not in _LEFT_OUT}
+    if spec.image is not None:
+        fields["image"] = PurePath(spec.image).name  # pictures are passed on; folders are private
+    return {name: _shortened(str(value)) for name, value in fields.items() if value is not None}
+
+
+def parameters_text(metadata: Mapping[str, str]) -> str:
+    """Prompt, negative prompt and `Name: value` pairs, as image tools show them.
+
+    Source: the "parameters" text of AUTOMATIC1111's web UI, which galleries look for.
+    """
+    lines = [metadata.get("prompt", "")]
+    if metadata.get("negative_prompt"):
+        lines.append(f"Negative prompt: {metadata['negative_prompt']}")
+    known = {_TITLES.get(name, name): value for name, value in metadata.items() if name not in _IN_WORDS}
+    pairs = {title: known.pop(title) for title in _TITLES.values() if title in known}
+    if "width" in metadata and "height" in metadata:
+        pairs["Size"] = f"{metadata['width']}x{metadata['height']}"
+    lines.append(", ".join(f"{title}: {value}" for title, value in (pairs | known).items()))
+    return "\n".join(line for line in lines if line)
+
+
+def title_of(metadata: Mapping[str, str]) -> str:
+    """One short line for players that show a title."""
+    text = " ".join((metadata.get("prompt") or metadata.get("id") or "").split())
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def to_json(metadata: Mapping[str, str]) -> str:
+    """The metadata as one line of JSON."""
+    return json.dumps(dict(metadata), ensure_ascii=False)
+
+
+def from_json(text: str) -> dict[str, str]:
+    """The reverse of `to_json`; empty for text that is not ours."""
+    try:
+        loaded = json.loads(text)
+    except ValueError:
+        return {}
+    return {str(name): str(value) for name, value in loaded.items()} if isinstance(loaded, dict) else {}
+
+
+def clean(metadata: Mapping[str, str]) -> dict[str, str]:
+    """Without what files cannot hold: NUL, and lone surrogates (JSON may contain them)."""
+    return {name: _writable(value) for name, value in metadata.items()}
+
+
+def to_ffmetadata(tags: Mapping[str, str]) -> str:
+    """ffmpeg's own text form of tags; a file, because an argument ends at 128 KB.
+
+    Source: https://ffmpeg.org/ffmpeg-formats.html#Metadata-1
+    """
+    return ";FFMETADATA1\n" + "".join(f"{name}={_escaped(value)}\n" for name, value in tags.items())
+
+
+def from_ffmetadata(text: str) -> dict[str, str]:
+    """The tags in ffmpeg's text form, the reverse of `to_ffmetadata`."""
+    tags: dict[str, str] = {}
+    name, current, is_escaped = None, "", False
+    for char in text.partition("\n")[2]:
+        if is_escaped:
+            current, is_escaped = current + char, False
+        elif char == "\\":
+            is_escaped = True
+        elif char == "=" and name is None:
+            name, current = current, ""
+        elif char == "\n":
+            if name is not None:
+                tags[name] = current
+            name, current = None, ""
+        else:
+            current += char
+    return tags
+
+
+def _escaped(value: str) -> str:
+    return "".join(f"\\{char}" if char in "=;#\\\n" else char for char in value)
+
+
+def _writable(value: str) -> str:
+    return value.encode("utf-8", "replace").decode("utf-8").replace("\0", "")
+
+
+def _shortened(value: str) -> str:
+    return value if len(value) <= MAX_TEXT_CHARS else f"{value[:MAX_TEXT_CHARS]}... (cut)"

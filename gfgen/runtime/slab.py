@@ -1,0 +1,121 @@
+"""A job's artifacts in shared memory: how its state gets from one rank to the next.
+
+One memfd per job, made by the control plane and mapped by every worker that runs a task of
+the job. After each task its rank copies what the task made into the slab, so the slab always
+holds the job's last complete state, whoever dies.
+
+    line 0..3    one 64-byte line per region: the dispatch that made what the region holds
+    regions      prompt | condition | latents, bank 0 | latents, bank 1
+
+An artifact's version is the number of tasks that led to it: `encode` makes version 1 and so
+on. Latents go to bank `version % 2`, so version n stays whole while version n + 1 is being
+written. One rank at a time writes to a slab, and only what no task reads: it stores the
+payload first and the word last; readers look at the word first, and wait until it names the
+very dispatch that they were told to expect. So nothing of an attempt that failed is ever read.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import pickle
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gfgen.graph import Trajectory
+
+_LINE_BYTES = 64
+_REGIONS = ("prompt", "condition", "latents 0", "latents 1")
+_WORD = struct.Struct("<Q")
+_LENGTHS = struct.Struct("<QQ")
+_META_BYTES = 64 * 1024
+"""Room for names, shapes and scalars beside an artifact's tensors."""
+_PAGE_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class SlabPlan:
+    """Where each region of a job's slab begins, from its trajectory alone."""
+
+    offsets: tuple[int, ...]
+    size_bytes: int
+
+    @classmethod
+    def of(cls, trajectory: Trajectory) -> SlabPlan:
+        sizes = {artifact.name: artifact.size_bytes for artifact in trajectory.artifacts}
+        offsets = []
+        end = _PAGE_BYTES
+        for region in _REGIONS:
+            offsets.append(end)
+            num_fields_padding = _LINE_BYTES * 64
+            room = sizes.get(region.split()[0], 0) + _META_BYTES + num_fields_padding
+            end += -(-room // _PAGE_BYTES) * _PAGE_BYTES
+        return cls(tuple(offsets), end)
+
+
+class Slab:
+    """One process's mapping of a job's slab."""
+
+    def __init__(self, fd: int, plan: SlabPlan) -> None:
+        self._plan = plan
+        self._map = mmap.mmap(fd, plan.size_bytes)
+
+    @staticmethod
+    def create(plan: SlabPlan, *, name: str) -> int:
+        """A file descriptor of a new slab; its pages are taken as they are written."""
+        fd = os.memfd_create(f"gfgen-{name[:100]}", os.MFD_CLOEXEC)
+        os.truncate(fd, plan.size_bytes)
+        return fd
+
+    def producer(self, name: str, version: int) -> int:
+        """The dispatch that made what is published where this version belongs; 0 for none."""
+        return int(_WORD.unpack_from(self._map, _region(name, version) * _LINE_BYTES)[0])
+
+    def publish(
+        self, name: str, version: int, meta: Any, buffers: Sequence[memoryview], *, producer: int
+    ) -> None:
+        """Store an artifact, then make it visible as made by dispatch `producer`.
+
+        Raises: ValueError when it is larger than the trajectory said.
+        """
+        region = _region(name, version)
+        start, end = self._bounds(region)
+        packed = pickle.dumps(meta)
+        position = start + _LINE_BYTES
+        needed = position + len(packed) + sum(_aligned(buffer.nbytes) for buffer in buffers) + _LINE_BYTES
+        if needed > end:
+            raise ValueError(f"artifact {name} takes {needed - start} bytes, {end - start} were planned")
+        _LENGTHS.pack_into(self._map, start, len(packed), len(buffers))
+        self._map[position : position + len(packed)] = packed
+        position = _aligned(position + len(packed))
+        for buffer in buffers:
+            self._map[position : position + buffer.nbytes] = buffer
+            position += _aligned(buffer.nbytes)
+        _WORD.pack_into(self._map, region * _LINE_BYTES, producer)
+
+    def fetch(self, name: str, version: int) -> tuple[Any, memoryview, int]:
+        """(meta, the slab's memory, offset of the first buffer) of a published version.
+
+        The buffers follow each other, each at the next multiple of 64 bytes; the memory is
+        overwritten by version + 2, so copy what is needed.
+        """
+        assert self.producer(name, version), f"{name} version {version} is not there"
+        start, _ = self._bounds(_region(name, version))
+        num_meta_bytes, _ = _LENGTHS.unpack_from(self._map, start)
+        position = start + _LINE_BYTES
+        meta = pickle.loads(self._map[position : position + num_meta_bytes])
+        return meta, memoryview(self._map), _aligned(position + num_meta_bytes)
+
+    def _bounds(self, region: int) -> tuple[int, int]:
+        offsets = (*self._plan.offsets, self._plan.size_bytes)
+        return offsets[region], offsets[region + 1]
+
+
+def _region(name: str, version: int) -> int:
+    return _REGIONS.index(f"latents {version % 2}" if name == "latents" else name)
+
+
+def _aligned(size_bytes: int) -> int:
+    return -(-size_bytes // _LINE_BYTES) * _LINE_BYTES

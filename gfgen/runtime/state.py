@@ -1,0 +1,470 @@
+"""The only mutable truth of a run: jobs, ranks, and what was dispatched.
+
+The state decides what is legal and changes on events alone. It hands policies a frozen
+snapshot, kept up incrementally: an event costs the jobs and ranks that it touches.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from gfgen.errors import InterruptedRunError, PolicyFault, WorkerError
+from gfgen.graph import Task
+from gfgen.layout import Layout
+from gfgen.runtime import events
+from gfgen.runtime.admission import AdmittedJob
+from gfgen.runtime.clock import Clock
+from gfgen.runtime.cost import CostClass, CostModel
+from gfgen.runtime.dispatch import Dispatch
+from gfgen.runtime.events import Event
+from gfgen.runtime.observer import JobOutcome
+from gfgen.snapshot import Decision, JobView, RankView, RunningTask, Snapshot
+
+logger = logging.getLogger(__name__)
+
+MAX_TASK_FAILURES = 2
+"""So many failures of the same task fail its job."""
+_RENEWAL_S = 1.0
+"""Predictions of waiting jobs are renewed this often at most: 2 us for each of them."""
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """A dispatch that has not ended on all of its ranks."""
+
+    dispatch: Dispatch
+    view: RunningTask
+    pending: set[int]
+    failure: str | None = None
+    void: bool = False
+    started_s: float = float("inf")
+    busy_s: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    job: AdmittedJob
+    cost_class: CostClass
+    arrival_s: float
+    deadline_s: float | None
+    next_index: int = 0
+    flights: list[_Flight] = field(default_factory=list)
+    """What was dispatched and has not ended: at most a running task and a queued one."""
+    holder: Layout | None = None
+    """The layout that holds the input of the next task, or will when its producer ends."""
+    producer: int | None = None
+    """The dispatch that makes that input."""
+    last_completed: int | None = None
+    failures: Counter[int] = field(default_factory=Counter)
+    doom: str | None = None
+    """Why the job fails as soon as nothing of it is in flight."""
+    started_s: float | None = None
+    busy_s: float = 0.0
+    layouts: list[str] = field(default_factory=list)
+    timings: dict[str, float] = field(default_factory=dict)
+    arrived: bool = False
+    is_writing: bool = False
+
+    @property
+    def job_id(self) -> str:
+        return self.job.job_id
+
+    @property
+    def num_tasks(self) -> int:
+        return self.job.trajectory.num_tasks
+
+
+@dataclass(slots=True, eq=False)
+class _Rank:
+    rank: int
+    is_ready: bool = False
+    flights: list[_Flight] = field(default_factory=list)
+    view: RankView | None = None
+    """What policies saw last of this rank; None when it must be made anew."""
+
+
+class State:
+    """Jobs, ranks and dispatches of one run.
+
+    `guard_s` is how long before its predicted end a running task lets its consumer be
+    queued (0: never; then a task is dispatched only when its input exists).
+    """
+
+    def __init__(
+        self,
+        jobs: Sequence[AdmittedJob],
+        *,
+        num_ranks: int,
+        clock: Clock,
+        costs: CostModel,
+        guard_s: float,
+        max_degree: int = 1,
+        started_at: float = 0.0,
+    ) -> None:
+        self._clock = clock
+        self._costs = costs
+        self._guard_s = guard_s
+        self._max_degree = max_degree
+        self._jobs = {job.job_id: self._record(job, started_at) for job in jobs}
+        self._ranks = [_Rank(rank) for rank in range(num_ranks)]
+        self._islands = (tuple(range(num_ranks)),)
+        self._models = frozenset(job.spec.model or "" for job in jobs)
+        self._open: dict[str, JobView] = {}
+        self._busy: dict[str, JobView] = {}
+        self._flights: dict[int, _Flight] = {}
+        self._num_unfinished = len(self._jobs)
+        self._num_writing = 0
+        self._num_dispatched = 0
+        self._job_costs = _JobCosts(self._jobs, costs)
+        self._costs_version = costs.version
+        self._renewed_s = 0.0
+        self.stop_signal: int | None = None
+        """The signal that asked the run to stop."""
+
+    # What the control loop asks -----------------------------------------------------------
+
+    @property
+    def finished(self) -> bool:
+        """All jobs have ended; or the run is stopping and nothing is under way any more."""
+        if self.is_stopping:
+            return not self._flights and not self._num_writing
+        return self.all_ended
+
+    @property
+    def is_stopping(self) -> bool:
+        """Nothing new is dispatched; what runs is left to end."""
+        return self.stop_signal is not None
+
+    @property
+    def all_ended(self) -> bool:
+        """Every job has ended, well or not."""
+        return self._num_unfinished == 0
+
+    @property
+    def is_stuck(self) -> bool:
+        """Jobs are open, and no event will come unless something is dispatched."""
+        return bool(self._open) and not self._flights and all(rank.is_ready for rank in self._ranks)
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of this run, living or not."""
+        return len(self._ranks)
+
+    @property
+    def open_jobs(self) -> tuple[str, ...]:
+        """Jobs whose next task could run."""
+        return tuple(self._open)
+
+    @property
+    def has_choice(self) -> bool:
+        """Some job is open and some rank can take it: a policy has something to decide."""
+        now_s = self._clock.now_s
+        return bool(self._open or self._opening(now_s)) and any(
+            rank.is_ready and self._can_take(rank, now_s) for rank in self._ranks
+        )
+
+    def snapshot(self) -> Snapshot:
+        """The frozen picture of this moment, for a policy."""
+        now_s = self._clock.now_s
+        self._renew_predictions(now_s)
+        open_jobs = dict(self._open)
+        busy = dict(self._busy)
+        for job_id in self._opening(now_s):
+            open_jobs[job_id] = busy.pop(job_id)
+        return Snapshot(
+            now_s=now_s,
+            open=open_jobs,
+            busy=busy,
+            running=tuple([flight.view for flight in self._flights.values()]),
+            ranks=tuple([self._rank_view(rank, now_s) for rank in self._ranks if rank.is_ready]),
+            islands=self._islands,
+            max_degree=self._max_degree,
+            costs=self._job_costs,
+        )
+
+    def begin(self, decision: Decision) -> Dispatch:
+        """Register a decision as the next dispatch.
+
+        Raises: PolicyFault when it is illegal; nothing has changed then.
+        """
+        now_s = self._clock.now_s
+        record = self._legal(decision, now_s)
+        task, layout = decision.task, decision.layout
+        start_s = max([now_s, *[self._free_at(self._ranks[rank], now_s) for rank in layout.ranks]])
+        move_s = self._costs.move_s(record.cost_class, record.holder, layout)
+        task_s = self._costs.task_s(record.cost_class, task.stage, layout.degrees)
+        moves = record.holder is not None and record.holder != layout
+        self._num_dispatched += 1
+        dispatch = Dispatch(
+            number=self._num_dispatched,
+            task=task,
+            layout=layout,
+            submitted_s=now_s,
+            predicted_start_s=start_s,
+            predicted_end_s=start_s + move_s + task_s,
+            producer=record.producer,
+            source=record.holder,
+            moved_bytes=record.cost_class.state_bytes if moves else 0,
+        )
+        view = RunningTask(task, layout, dispatch.predicted_end_s)
+        flight = _Flight(dispatch, view, pending=set(layout.ranks))
+        self._flights[dispatch.number] = flight
+        record.flights.append(flight)
+        for rank in layout.ranks:
+            self._ranks[rank].flights.append(flight)
+            self._ranks[rank].view = None
+        record.next_index = task.index + 1
+        record.holder = layout
+        record.producer = dispatch.number
+        self._place(record)
+        return dispatch
+
+    # What events do -----------------------------------------------------------------------
+
+    def apply(self, event: Event) -> Iterable[JobOutcome]:
+        """Change by one event; returns the jobs that have ended by it."""
+        match event:
+            case events.TaskDone():
+                return self._task_done(event)
+            case events.TaskFailed():
+                return self._task_failed(event)
+            case events.JobArrived():
+                record = self._jobs[event.job_id]
+                record.arrived = True
+                self._place(record)
+            case events.JobTimedOut():
+                return self._timed_out(self._jobs.get(event.job_id))
+            case events.OutputWritten():
+                return self._written(self._jobs[event.job_id], error=None)
+            case events.OutputFailed():
+                return self._written(self._jobs[event.job_id], error=event.reason)
+            case events.RankReady():
+                self._ranks[event.rank].is_ready = True
+            case events.RankLost():
+                raise WorkerError(f"rank {event.rank} is gone: {event.reason}; run again to go on")
+            case events.StopRequested():
+                self._stop(event.signal_number)
+            case _:
+                pass
+        return ()
+
+    def _stop(self, signal_number: int) -> None:
+        """The first signal lets running tasks end; the second one does not wait for them."""
+        if self.is_stopping:
+            raise InterruptedRunError("stopped at once; finished jobs are kept", signal_number=signal_number)
+        self.stop_signal = signal_number
+
+    def _task_done(self, event: events.TaskDone) -> Iterable[JobOutcome]:
+        flight = self._flights[event.dispatch]
+        flight.started_s = min(flight.started_s, event.started_s)
+        flight.busy_s = max(flight.busy_s, event.ended_s - event.started_s)
+        return self._rank_ended(flight, event.rank)
+
+    def _task_failed(self, event: events.TaskFailed) -> Iterable[JobOutcome]:
+        flight = self._flights[event.dispatch]
+        flight.failure = flight.failure or event.reason
+        flight.void = flight.void or event.void
+        return self._rank_ended(flight, event.rank)
+
+    def _rank_ended(self, flight: _Flight, rank: int) -> Iterable[JobOutcome]:
+        flight.pending.remove(rank)
+        self._ranks[rank].flights.remove(flight)
+        self._ranks[rank].view = None
+        if flight.pending:
+            return ()
+        del self._flights[flight.dispatch.number]
+        record = self._jobs[flight.dispatch.task.job_id]
+        record.flights.remove(flight)
+        if flight.failure is None:
+            self._completed(record, flight)
+        else:
+            self._failed(record, flight)
+        return self._settle(record)
+
+    def _completed(self, record: _Job, flight: _Flight) -> None:
+        task, layout = flight.dispatch.task, flight.dispatch.layout
+        record.last_completed = flight.dispatch.number
+        if record.started_s is None:
+            record.started_s = flight.started_s
+        record.busy_s += flight.busy_s
+        record.timings[task.stage] = record.timings.get(task.stage, 0.0) + flight.busy_s
+        if not record.layouts or record.layouts[-1] != str(layout):
+            record.layouts.append(str(layout))
+        self._costs.observe(record.cost_class, task.stage, layout.degrees, flight.busy_s)
+        if task.index + 1 == record.num_tasks:
+            record.is_writing = True
+            self._num_writing += 1
+
+    def _failed(self, record: _Job, flight: _Flight) -> None:
+        """Go back to the failed task; what was queued on its output is void and ends by itself."""
+        task = flight.dispatch.task
+        for queued in record.flights:
+            queued.failure, queued.void = "its input failed", True
+        if not flight.void:
+            record.failures[task.index] += 1
+            logger.warning("job %s: %s failed: %s", record.job_id, task, flight.failure)
+            if record.failures[task.index] >= MAX_TASK_FAILURES:
+                record.doom = record.doom or f"{task}: {flight.failure}"
+        record.next_index = min(record.next_index, task.index)
+        record.holder = None
+        record.producer = record.last_completed
+
+    def _timed_out(self, record: _Job | None) -> Iterable[JobOutcome]:
+        if record is None or record.is_writing:
+            return ()
+        record.doom = record.doom or f"timed out {record.job.spec.timeout_s:g} s after its arrival"
+        return self._settle(record)
+
+    def _settle(self, record: _Job) -> Iterable[JobOutcome]:
+        """Put the job where its state says; a doomed one ends when nothing of it is in flight."""
+        if record.doom and not record.flights and not record.is_writing:
+            return self._ended(record, error=record.doom)
+        self._place(record)
+        return ()
+
+    def _written(self, record: _Job, error: str | None) -> Iterable[JobOutcome]:
+        self._num_writing -= 1
+        return self._ended(record, error=error)
+
+    def _ended(self, record: _Job, *, error: str | None) -> Iterable[JobOutcome]:
+        del self._jobs[record.job_id]
+        self._open.pop(record.job_id, None)
+        self._busy.pop(record.job_id, None)
+        self._num_unfinished -= 1
+        outcome = JobOutcome(
+            info=record.job.info,
+            status="failed" if error else "done",
+            arrival_s=record.arrival_s,
+            started_s=record.started_s,
+            ended_s=self._clock.now_s,
+            deadline_s=record.deadline_s,
+            busy_s=record.busy_s,
+            layouts=tuple(record.layouts),
+            error=error,
+            timings=dict(record.timings),
+        )
+        return (outcome,)
+
+    # What keeps the snapshot up -----------------------------------------------------------
+
+    def _place(self, record: _Job) -> None:
+        """Move the job's view to where it belongs: open, busy, or out of the policies' sight."""
+        job_id = record.job_id
+        self._open.pop(job_id, None)
+        self._busy.pop(job_id, None)
+        if not record.arrived or record.doom or record.next_index == record.num_tasks:
+            return
+        view = self._view(record)
+        if not record.flights:
+            self._open[job_id] = view
+        else:
+            self._busy[job_id] = view
+
+    def _view(self, record: _Job) -> JobView:
+        task = record.job.trajectory.task(record.next_index)
+        spec = record.job.spec
+        return JobView(
+            job_id=record.job_id,
+            tag=spec.tag,
+            model=spec.model or "",
+            arrival_s=record.arrival_s,
+            deadline_s=math.inf if record.deadline_s is None else record.deadline_s,
+            precedence=-spec.priority,
+            next_task=task,
+            num_tasks=record.num_tasks,
+            remaining_s=self._costs.remaining_s(record.cost_class, task, record.num_tasks, (1, 1, 1)),
+            last_layout=record.holder,
+        )
+
+    def _renew_predictions(self, now_s: float) -> None:
+        """Let what was learned reach all views, now and then: it costs a view for every job."""
+        if self._costs_version == self._costs.version or now_s < self._renewed_s + _RENEWAL_S:
+            return
+        self._costs_version, self._renewed_s = self._costs.version, now_s
+        for views in (self._open, self._busy):
+            for job_id in views:
+                views[job_id] = self._view(self._jobs[job_id])
+
+    def _rank_view(self, rank: _Rank, now_s: float) -> RankView:
+        can_take = self._can_take(rank, now_s)
+        if rank.view is None or rank.view.can_take != can_take:
+            rank.view = RankView(rank.rank, self._free_at(rank, now_s), can_take, self._models)
+        return rank.view
+
+    def _free_at(self, rank: _Rank, now_s: float) -> float:
+        return rank.flights[-1].dispatch.predicted_end_s if rank.flights else now_s
+
+    def _can_take(self, rank: _Rank, now_s: float) -> bool:
+        return not rank.flights or self._ends_within_guard(rank.flights, now_s)
+
+    def _opening(self, now_s: float) -> list[str]:
+        """Jobs whose next task may be queued behind the one that runs."""
+        if self._guard_s <= 0:
+            return []
+        job_ids = [flight.dispatch.task.job_id for flight in self._flights.values()]
+        return [
+            job_id
+            for job_id in job_ids
+            if job_id in self._busy and self._ends_within_guard(self._jobs[job_id].flights, now_s)
+        ]
+
+    def _ends_within_guard(self, flights: list[_Flight], now_s: float) -> bool:
+        """One step ahead and no more: a single task, running, about to end, and not failing."""
+        if self._guard_s <= 0 or len(flights) != 1 or flights[0].failure:
+            return False
+        return flights[0].dispatch.predicted_end_s <= now_s + self._guard_s
+
+    def _legal(self, decision: Decision, now_s: float) -> _Job:
+        task, layout = decision.task, decision.layout
+        record = self._jobs.get(task.job_id)
+        if record is None or not record.arrived or record.doom:
+            raise PolicyFault(f"there is no open job {task.job_id}")
+        if task.index != record.next_index or task.index >= record.num_tasks:
+            raise PolicyFault(f"job {task.job_id}: {task} is not its next task")
+        if record.flights and not self._ends_within_guard(record.flights, now_s):
+            raise PolicyFault(f"job {task.job_id}: {task} is not open, its input does not exist yet")
+        if layout.degree > self._max_degree:
+            raise PolicyFault(f"job {task.job_id}: {layout} has more than {self._max_degree} ranks")
+        if not any(set(layout.ranks) <= set(island) for island in self._islands):
+            raise PolicyFault(f"job {task.job_id}: the ranks of {layout} do not reach each other")
+        for number in layout.ranks:
+            rank = self._ranks[number]
+            if not rank.is_ready or (rank.flights and not self._ends_within_guard(rank.flights, now_s)):
+                raise PolicyFault(f"job {task.job_id}: rank {number} is not free")
+        return record
+
+    def _record(self, job: AdmittedJob, started_at: float) -> _Job:
+        spec = job.spec
+        deadline_s = None
+        if spec.deadline_s is not None:
+            deadline_s = spec.arrival_s + spec.deadline_s
+        elif spec.deadline_at is not None:
+            deadline_s = spec.deadline_at - started_at
+        cost_class = self._costs.cost_class(
+            spec.model or "", job.shape, flops=job.flops, state_bytes=job.state_bytes
+        )
+        return _Job(job, cost_class, spec.arrival_s, deadline_s)
+
+
+class _JobCosts:
+    """The cost model, asked by job."""
+
+    __slots__ = ("_costs", "_jobs")
+
+    def __init__(self, jobs: dict[str, _Job], costs: CostModel) -> None:
+        self._jobs = jobs
+        self._costs = costs
+
+    def task_s(self, task: Task, layout: Layout) -> float:
+        return self._costs.task_s(self._jobs[task.job_id].cost_class, task.stage, layout.degrees)
+
+    def remaining_s(self, task: Task, layout: Layout) -> float:
+        record = self._jobs[task.job_id]
+        return self._costs.remaining_s(record.cost_class, task, record.num_tasks, layout.degrees)
+
+    def move_s(self, job_id: str, source: Layout | None, layout: Layout) -> float:
+        return self._costs.move_s(self._jobs[job_id].cost_class, source, layout)

@@ -1,0 +1,125 @@
+"""All that a policy sees, and what it returns.
+
+A policy is a function `policy(snapshot) -> list[Decision]`. The snapshot is a frozen picture:
+it does not change while a policy looks at it, and looking at it changes nothing. Times are
+seconds since the start of the run. Everything predicted comes from the cost model and gets
+better while the run goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from gfgen.graph import Task
+from gfgen.layout import Layout
+
+
+@dataclass(frozen=True, slots=True)
+class JobView:
+    """One unfinished job that has arrived."""
+
+    job_id: str
+    tag: str | None
+    model: str
+    arrival_s: float
+    deadline_s: float
+    """When it is due; infinity without a deadline."""
+    precedence: int
+    """Minus the job's priority: in a sort key, as everywhere in one, smaller goes first."""
+    next_task: Task
+    num_tasks: int
+    remaining_s: float
+    """Predicted work from `next_task` to the end, on one rank."""
+    last_layout: Layout | None
+    """Where its last task ran, or was queued; None until the first."""
+
+    @property
+    def remaining_tasks(self) -> int:
+        return self.num_tasks - self.next_task.index
+
+
+@dataclass(frozen=True, slots=True)
+class RunningTask:
+    """A task that was dispatched and has not ended on all of its ranks."""
+
+    task: Task
+    layout: Layout
+    predicted_end_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RankView:
+    """One living rank."""
+
+    rank: int
+    free_at_s: float
+    """When all that it was given is predicted to have ended; in the past when it is idle or late."""
+    can_take: bool
+    """Free now, or predicted free within the guard, with nothing queued."""
+    models: frozenset[str]
+    """Models whose weights are resident."""
+
+
+class Costs(Protocol):
+    """Predictions in seconds, for any task and layout of any open job."""
+
+    def task_s(self, task: Task, layout: Layout) -> float: ...
+
+    def remaining_s(self, task: Task, layout: Layout) -> float:
+        """From `task` to the end of its job, all on a layout of these degrees."""
+        ...
+
+    def move_s(self, job_id: str, source: Layout | None, layout: Layout) -> float: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The frozen picture of the cluster."""
+
+    now_s: float
+    open: Mapping[str, JobView]
+    """Jobs whose next task may be dispatched now."""
+    busy: Mapping[str, JobView]
+    """Jobs whose next task is not open: its producer still runs."""
+    running: tuple[RunningTask, ...]
+    ranks: tuple[RankView, ...]
+    """Living ranks, in order."""
+    islands: tuple[tuple[int, ...], ...]
+    """Sets of ranks that reach each other's memory; a layout stays inside one."""
+    max_degree: int
+    """The most ranks that one task can use here."""
+    costs: Costs
+
+    @property
+    def free_ranks(self) -> tuple[int, ...]:
+        """Ranks that can be given a task now."""
+        return tuple([view.rank for view in self.ranks if view.can_take])
+
+    def groups(self, degree: int) -> list[tuple[int, ...]]:
+        """The living ranks cut into fixed groups of `degree`, each inside one island.
+
+        A degree beyond `max_degree` counts as `max_degree`; ranks that do not fill a group
+        are left out, unless no group can be filled, when each island is one group.
+        """
+        degree = max(1, min(degree, self.max_degree))
+        alive = {view.rank for view in self.ranks}
+        islands = [tuple(rank for rank in island if rank in alive) for island in self.islands]
+        groups = [
+            island[start : start + degree]
+            for island in islands
+            for start in range(0, len(island) - degree + 1, degree)
+        ]
+        return groups or [island[:degree] for island in islands if island]
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Run a job's next task on this layout, now."""
+
+    task: Task
+    layout: Layout
+
+
+Policy = Callable[[Snapshot], Iterable[Decision]]

@@ -1,0 +1,97 @@
+"""Small admitted jobs and simulated runs for tests of the control plane."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from gfgen.graph import Artifact, Stage, Trajectory
+from gfgen.jobspec import JobSpec
+from gfgen.policies.catalog import load_policy
+from gfgen.runtime.admission import AdmittedJob
+from gfgen.runtime.clock import Clock
+from gfgen.runtime.control import Control
+from gfgen.runtime.cost import CostModel
+from gfgen.runtime.dispatch import Dispatch
+from gfgen.runtime.events import Event
+from gfgen.runtime.observer import JobInfo, JobOutcome, Observer
+from gfgen.runtime.simulate import SimulatedBackend, SimulatedTimes
+from gfgen.runtime.state import State
+
+STEP_S = 0.1
+
+
+def make_job(job_id: str, *, steps: int = 4, shape: str = "small", **fields: Any) -> AdmittedJob:
+    spec = JobSpec(id=job_id, prompt=f"prompt of {job_id}", model="fake", steps=steps, **fields)
+    spec = replace(spec, width=16, height=16, frames=1)
+    artifacts = (
+        Artifact("prompt", (("embeds", (1, 4, 8), "float32"),)),
+        Artifact("condition", ()),
+        Artifact("latents", (("latents", (1, 4, 1, 2, 2), "float32"),)),
+        Artifact("frames", (("frames", (1, 16, 16, 3), "uint8"),)),
+    )
+    trajectory = Trajectory(job_id, steps, artifacts)
+    info = JobInfo(spec, spec, trajectory.num_tasks, f"{job_id}.png", f"hash of {job_id}", "fake")
+    return AdmittedJob(info, trajectory, shape, dict.fromkeys(Stage, 1e9), Path("fake"))
+
+
+class Recorder(Observer):
+    """Keeps what it is told, in order."""
+
+    def __init__(self) -> None:
+        self.dispatches: list[Dispatch] = []
+        self.events: list[Event] = []
+        self.outcomes: list[JobOutcome] = []
+
+    def dispatched(self, dispatch: Dispatch) -> None:
+        self.dispatches.append(dispatch)
+
+    def applied(self, event: Event) -> None:
+        self.events.append(event)
+
+    def ended(self, outcome: JobOutcome) -> None:
+        self.outcomes.append(outcome)
+
+    @property
+    def end_order(self) -> list[str]:
+        return [outcome.info.job_id for outcome in self.outcomes]
+
+    def ranks_of(self, job_id: str) -> list[tuple[int, ...]]:
+        return [d.layout.ranks for d in self.dispatches if d.task.job_id == job_id]
+
+
+def simulated_control(
+    jobs: Sequence[AdmittedJob],
+    *,
+    policy: str = "srtf",
+    num_ranks: int = 2,
+    guard_s: float = 0.0,
+    max_degree: int = 1,
+    task_s: Callable[[Dispatch], float] = lambda _: STEP_S,
+    journal: Any = None,
+    backend: Callable[..., SimulatedBackend] = SimulatedBackend,
+) -> tuple[Control, Recorder]:
+    """A control loop over simulated ranks, not yet run, and what will watch it."""
+    clock, recorder = Clock(virtual=True), Recorder()
+    costs = CostModel()
+    state = State(jobs, num_ranks=num_ranks, clock=clock, costs=costs, guard_s=guard_s, max_degree=max_degree)
+    control = Control(
+        jobs,
+        state=state,
+        backend=backend(clock, num_ranks=num_ranks, times=SimulatedTimes(task_s=task_s)),
+        clock=clock,
+        policy=load_policy(policy),
+        guard_s=guard_s,
+        observers=[recorder],
+        journal=journal,
+    )
+    return control, recorder
+
+
+def simulate(jobs: Sequence[AdmittedJob], **options: Any) -> Recorder:
+    """Run jobs to their end on simulated ranks."""
+    control, recorder = simulated_control(jobs, **options)
+    control.run()
+    return recorder

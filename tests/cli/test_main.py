@@ -1,0 +1,95 @@
+"""The command line without workers: messages, exit codes, and how fast it starts to answer."""
+
+import subprocess
+import sys
+
+import pytest
+
+from gfgen.cli.main import main
+
+
+def gfgen(capsys, *arguments):
+    """(exit code, standard output, standard error) of a command."""
+    with pytest.raises(SystemExit) as end:
+        main(list(arguments))
+    captured = capsys.readouterr()
+    return end.value.code, captured.out, captured.err
+
+
+@pytest.fixture
+def job_file(tmp_path):
+    def write(*lines):
+        path = tmp_path / "jobs.jsonl"
+        path.write_text("\n".join(lines))
+        return str(path)
+
+    return write
+
+
+def test_all_problems_of_a_file_are_told_at_once_and_nothing_starts(capsys, job_file, tiny_models):
+    path = job_file('{"prompt": ""}', '{"promt": "a fox"}', '{"prompt": "a fox", "model": "tiny-wann"}')
+    code, out, err = gfgen(capsys, "run", path, "--output", "/nonexistent/folder")
+    assert (code, out) == (2, "")
+    assert "4 problems; nothing was started" in err
+    assert "line 2: promt: not a field; did you mean prompt?" in err
+    assert "did you mean 'tiny-wan'?" in err
+
+
+def test_what_the_model_cannot_do_is_told_with_the_rest(capsys, job_file, tiny_models):
+    path = job_file('{"prompt": "a fox", "model": "tiny-qwen-image", "frames": 5}', "{")
+    code, _, err = gfgen(capsys, "run", path)
+    assert code == 2
+    assert "line 1: frames = 5" in err
+    assert "line 2: " in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run", "missing.jsonl"], "no such file"),
+        (["run", "jobs/batch.jsonl", "--policy", "strf"], "did you mean srtf?"),
+        (["run", "jobs/batch.jsonl", "--ranks", "9"], "1<=x<=8"),
+        (["run", "jobs/batch.jsonl", "--rank", "2"], "--ranks"),
+        (["models", "make-tiny", "/tmp/x", "tiny-cat"], "no tiny model 'tiny-cat'"),
+        (["plot", "missing.json"], "missing.json"),
+        (["rnu"], "rnu"),
+    ],
+)
+def test_a_wrong_command_line_is_one_clear_message_and_exit_code_two(capsys, arguments, message):
+    code, _, err = gfgen(capsys, *arguments)
+    assert code == 2
+    assert message in err
+    assert "Traceback" not in err
+
+
+def test_an_output_folder_that_cannot_be_written_is_named(capsys, job_file, tiny_models):
+    code, _, err = gfgen(capsys, "run", job_file('{"prompt": "a fox"}'), "--output", "/proc/here")
+    assert code == 2
+    assert "--output /proc/here: cannot write there" in err
+
+
+def test_policies_says_what_each_is_for(capsys):
+    code, out, _ = gfgen(capsys, "policies")
+    assert code == 0
+    for name in ("legacy", "fcfs", "srtf", "edf"):
+        assert f"{name}" in out
+    assert "degree=1" in out
+
+
+def test_models_lists_names_that_run_accepts(capsys):
+    code, out, _ = gfgen(capsys, "models")
+    assert code == 0
+    assert "tiny-wan" in out
+    assert "wan2.2-ti2v-5b" in out
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["policies"], ["models"], ["run", "--help"]])
+def test_light_commands_import_no_heavy_package(arguments):
+    script = (
+        "import sys\nfrom gfgen.cli.main import main\n"
+        f"try:\n    main({arguments!r})\nexcept SystemExit:\n    pass\n"
+        "heavy = {'torch', 'diffusers', 'transformers', 'matplotlib', 'numpy'} & set(sys.modules)\n"
+        "sys.exit(', '.join(sorted(heavy)) or 0)"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr

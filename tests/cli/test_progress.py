@@ -1,0 +1,180 @@
+"""What a run shows while it works."""
+
+from __future__ import annotations
+
+import io
+import logging
+import re
+
+import pytest
+from acted_run import ActedRun, Part, batch, job_info
+
+from gfgen.cli import board
+from gfgen.cli.board import Line, bar_formats
+from gfgen.cli.progress import BarProgress, LineProgress, NoProgress, make_progress, outcome_line
+from gfgen.runtime.forecast import forecast
+from gfgen.runtime.observer import JobInfo, JobOutcome, skipped_outcome
+
+
+class Terminal(io.TextIOWrapper):
+    """A stream that says it is a terminal, and keeps what is written."""
+
+    def __init__(self, encoding: str = "utf-8") -> None:
+        super().__init__(io.BytesIO(), encoding=encoding, write_through=True)
+
+    def isatty(self) -> bool:
+        return True
+
+    @property
+    def text(self) -> str:
+        written: io.BytesIO = self.buffer  # type: ignore[assignment]
+        return written.getvalue().decode(self.encoding)
+
+
+def outcome(info: JobInfo, *, status: str = "done", deadline_s: float | None = None) -> JobOutcome:
+    return JobOutcome(
+        info=info,
+        status=status,  # type: ignore[arg-type]
+        arrival_s=1.0,
+        started_s=1.0,
+        ended_s=5.0,
+        deadline_s=deadline_s,
+        busy_s=1.0,
+        layouts=(),
+        error="denoise 1: out of memory" if status == "failed" else None,
+    )
+
+
+def test_bars_on_a_terminal_lines_elsewhere_and_nothing_when_quiet() -> None:
+    assert isinstance(make_progress(quiet=False, stream=Terminal()), BarProgress)
+    assert isinstance(make_progress(quiet=False, stream=io.StringIO()), LineProgress)
+    assert isinstance(make_progress(quiet=True, stream=Terminal()), NoProgress)
+    assert isinstance(make_progress(quiet=False, log_json=True, stream=Terminal()), LineProgress)
+
+
+@pytest.mark.parametrize(
+    ("status", "deadline_s", "line"),
+    [
+        ("done", None, "done a: a.mp4 in 4.0 s"),
+        ("done", 6.5, "done a: a.mp4 in 4.0 s, 1.5 s before its deadline"),
+        ("done", 4.5, "done a: a.mp4 in 4.0 s, 500 ms too late"),
+        ("failed", 6.5, "failed a: denoise 1: out of memory"),
+    ],
+)
+def test_line_of_an_ended_job_has_file_seconds_and_verdict(
+    status: str, deadline_s: float | None, line: str
+) -> None:
+    assert outcome_line(outcome(job_info("a"), status=status, deadline_s=deadline_s)) == line
+
+
+def test_lines_tell_starts_ends_and_now_and_then_the_batch() -> None:
+    stream = io.StringIO()
+    ActedRun(batch(12), num_ranks=2, observers=[LineProgress(stream)]).play()
+    lines = stream.getvalue().splitlines()
+    assert lines[0] == "12 jobs on 2 ranks, policy srtf"
+    kinds = [line.split()[0] for line in lines[1:]]
+    assert (kinds.count("started"), kinds.count("done"), kinds.count("failed")) == (12, 11, 1)
+    summaries = [line for line in lines[1:] if "jobs" in line]
+    assert 1 <= len(summaries) <= 3
+    assert re.match(r"\d+/12 jobs  0:\d\d  \d:\d\d left", summaries[0])
+
+
+def test_skipped_jobs_are_counted_and_not_listed() -> None:
+    stream = io.StringIO()
+    progress = LineProgress(stream)
+    for name in ("x", "y"):
+        progress.ended(skipped_outcome(job_info(name)))
+    progress.began((job_info("a"),), num_ranks=1, policy="fcfs")
+    assert stream.getvalue() == "1 jobs on 1 ranks, policy fcfs; 2 done before and skipped\n"
+
+
+def test_bars_show_batch_and_running_jobs_and_leave_the_lines_of_ended_ones() -> None:
+    terminal = Terminal()
+    clock = iter(range(100_000))
+    ActedRun(batch(12), num_ranks=4, observers=[BarProgress(terminal, now=lambda: next(clock))]).play()
+    assert "12 jobs on 4 ranks, policy srtf\n" in terminal.text
+    assert re.search(r"batch +\|.*\| +5/12 jobs", terminal.text)
+    assert re.search(r"step 2/\d+ +rank \d", terminal.text)
+    assert len(re.findall(r"done \S+: \S+\.mp4 in ", terminal.text)) == 11
+    assert len(re.findall(r"failed \S+: denoise 1: out of memory\n", terminal.text)) == 1
+
+
+def test_bars_are_ascii_where_the_terminal_is() -> None:
+    terminal = Terminal("ascii")
+    part = Part(job_info("\u96ea-1"))
+    clock = iter(range(100_000))
+    ActedRun([part], num_ranks=1, observers=[BarProgress(terminal, now=lambda: next(clock))]).play()
+    assert "#####" in terminal.text
+    assert "done ?-1: ?-1.mp4" in terminal.text
+
+
+def test_log_records_go_above_the_bars_and_back_to_the_stream_afterwards() -> None:
+    terminal = Terminal()
+    handler = logging.StreamHandler(terminal)
+    logger = logging.getLogger("gfgen")
+    logger.addHandler(handler)
+    try:
+        progress = BarProgress(terminal)
+        progress.began((job_info("a"),), num_ranks=1, policy="srtf")
+        logger.warning("a rank is slow")
+        assert handler.stream is not terminal
+        progress.close()
+        assert handler.stream is terminal
+    finally:
+        logger.removeHandler(handler)
+    assert "a rank is slow\n" in terminal.text
+
+
+def test_bars_that_never_began_can_be_closed() -> None:
+    BarProgress(Terminal()).close()
+
+
+def test_redraws_are_limited() -> None:
+    terminal = Terminal()
+    ActedRun(batch(12), num_ranks=4, observers=[BarProgress(terminal, now=lambda: 0.0)]).play()
+    assert len(re.findall(r"\bbatch\b", terminal.text)) <= 30  # the first, and once for each line above
+
+
+LINES = [
+    Line("batch", 3, 12, ("3/12 jobs  1:02  2:10 left  1 failed", "3/12 1:02 2:10 left", "3/12")),
+    Line(
+        "a-long-name-for-a-job-indeed",
+        5,
+        9,
+        ("step 3/6     ranks 0,1  0:12 left", "step 3/6  0:12 left", "3/6"),
+    ),
+    Line("{odd} %s", 1, 9, ("prepare      rank 2     0:12 left", "prepare  0:12 left", "prepare")),
+    None,
+]
+
+
+@pytest.mark.parametrize("columns", [20, 39, 60, 79, 199])
+def test_lines_fit_the_terminal_and_bars_are_of_one_width(columns: int) -> None:
+    formats = bar_formats(LINES, columns)
+    widths = [re.search(r"\{bar:(\d+)\}", text) for text in formats[:3]]
+    shown = [re.sub(r"\{bar:(\d+)\}", lambda m: "#" * int(m[1]), text) for text in formats]
+    shown = [text.replace("{{", "{").replace("}}", "}") for text in shown]
+    assert all(len(text) <= columns for text in shown)
+    assert len({match and match[1] for match in widths}) == 1
+    assert formats[3] == " "
+
+
+def test_wide_terminals_show_the_whole_text_and_narrow_ones_the_shortest() -> None:
+    assert "ranks 0,1  0:12 left" in bar_formats(LINES, 199)[1]
+    assert bar_formats(LINES, 30)[1].endswith("| 3/6")
+
+
+def test_control_characters_do_not_reach_the_terminal() -> None:
+    assert board.printable("a\x1b[2Jb\nc", Terminal()) == "a [2Jb c"
+
+
+def test_forecast_lets_running_jobs_go_on_and_queues_the_rest() -> None:
+    parts = [Part(job_info(name, deadline_s=deadline)) for name, deadline in (("a", 100), ("b", 8), ("c", 9))]
+    run = ActedRun(parts, num_ranks=1, observers=[])
+    snapshot = run.snapshot()
+    first = forecast(snapshot, policy="edf")
+    one = parts[0].remaining_s
+    assert first.ends_s == pytest.approx({"b": one, "c": 2 * one, "a": 3 * one})
+    assert first.late == {"c"}
+    assert first.end_s == pytest.approx(3 * one)
+    assert list(forecast(snapshot, policy="fcfs").ends_s) == ["a", "b", "c"]

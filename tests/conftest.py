@@ -1,0 +1,31 @@
+"""Fixtures for every test folder."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from gfgen.models.registry import TINY_NAMES, resolve_checkpoint
+
+
+@pytest.fixture(scope="session")
+def tiny_models(pytestconfig: pytest.Config) -> Iterator[Mapping[str, Path]]:
+    """Directories of the built-in tiny models by name, made once and kept in pytest's cache.
+
+    For the session GFGEN_CACHE points there, so their names resolve to them in child
+    processes too.
+    """
+    cache = pytestconfig.cache
+    assert cache is not None
+    before = os.environ.get("GFGEN_CACHE")
+    os.environ["GFGEN_CACHE"] = str(cache.mkdir("gfgen"))
+    try:
+        yield {name: resolve_checkpoint(name) for name in TINY_NAMES}
+    finally:
+        if before is None:
+            del os.environ["GFGEN_CACHE"]
+        else:
+            os.environ["GFGEN_CACHE"] = before

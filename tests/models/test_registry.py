@@ -1,0 +1,129 @@
+"""Names to directories; broken directories; the built-in models."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from gfgen.errors import ModelError
+from gfgen.models import registry
+from gfgen.models.geometry import load_geometry
+from gfgen.models.registry import known_models, load_adapter, resolve_checkpoint
+
+
+@pytest.fixture
+def broken_copy(tiny_models: Mapping[str, Path], tmp_path: Path) -> Path:
+    """A copy of a working model, for a test to break."""
+    return Path(shutil.copytree(tiny_models["tiny-wan"], tmp_path / "model"))
+
+
+def test_every_known_model_has_a_line() -> None:
+    names = [model.name for model in known_models()]
+    assert len(set(names)) == len(names) == 8
+    assert all(model.summary and "\n" not in model.summary for model in known_models())
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"), [("tiny-wann", "tiny-wan"), ("Qwen-Image", "qwen-image"), ("wan2.2-5b", "wan2.2")]
+)
+def test_unknown_name_suggests_the_nearest(name: str, nearest: str) -> None:
+    with pytest.raises(ModelError, match=f"did you mean '{nearest}"):
+        resolve_checkpoint(name)
+
+
+def test_a_directory_is_taken_as_it_is(tmp_path: Path) -> None:
+    assert resolve_checkpoint(str(tmp_path)) == tmp_path.resolve()
+
+
+@pytest.mark.parametrize("name", ["no-such-org/no-such-model", "qwen-image"])
+def test_missing_download_says_what_to_do(name: str, tmp_path: Path) -> None:
+    """In a child process: the hub's library reads its environment when it is imported."""
+    code = (
+        "from gfgen.errors import ModelError\n"
+        "from gfgen.models.registry import resolve_checkpoint\n"
+        f"try: resolve_checkpoint({name!r})\n"
+        "except ModelError as error: print(error)"
+    )
+    env = {
+        "PATH": "",
+        "HF_HUB_OFFLINE": "1",
+        "HF_HOME": str(tmp_path),
+        "PYTHONPATH": str(registry.PACKAGE_ROOT),
+    }
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)
+    (line,) = done.stdout.splitlines()
+    assert f"hf download {registry.HUB_IDS.get(name, name)}" in line
+    assert "give a directory" in line
+
+
+def test_missing_directory_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="does not exist"):
+        load_geometry(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("model_index.json", "model_index.json: no such file"),
+        ("transformer/config.json", "the component 'transformer' needs it"),
+        ("scheduler/scheduler_config.json", "the component 'scheduler' needs it"),
+        ("transformer/diffusion_pytorch_model.safetensors", "no weight files"),
+        ("vae", "folder 'vae' is missing"),
+    ],
+)
+def test_missing_part_is_named(broken_copy: Path, path: str, message: str) -> None:
+    part = broken_copy / path
+    shutil.rmtree(part) if part.is_dir() else part.unlink()
+    with pytest.raises(ModelError, match=message) as caught:
+        load_geometry(broken_copy)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "\udcff", '{"a": 1}'])
+def test_corrupt_model_index_is_named(broken_copy: Path, content: str) -> None:
+    (broken_copy / "model_index.json").write_bytes(content.encode("utf-8", "surrogateescape"))
+    with pytest.raises(ModelError, match="model_index"):
+        load_geometry(broken_copy)
+
+
+def test_unknown_pipeline_says_which_are_supported(broken_copy: Path) -> None:
+    _change(broken_copy / "model_index.json", _class_name="FluxPipeline")
+    with pytest.raises(
+        ModelError, match="'FluxPipeline' is not supported; supported are QwenImagePipeline, Wan"
+    ):
+        load_geometry(broken_copy)
+
+
+def test_missing_shard_is_named(broken_copy: Path) -> None:
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
+    (broken_copy / "transformer" / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelError, match="00001-of-00002"):
+        load_geometry(broken_copy)
+
+
+@pytest.mark.parametrize("defaults", [{"stepss": 3}, {"steps": "many"}, {"width": True}])
+def test_wrong_default_is_named(broken_copy: Path, defaults: dict[str, object]) -> None:
+    (broken_copy / "gfgen.json").write_text(json.dumps({"defaults": defaults}))
+    with pytest.raises(ModelError, match=next(iter(defaults))):
+        load_geometry(broken_copy)
+
+
+def test_damaged_weights_are_a_model_error(broken_copy: Path) -> None:
+    (broken_copy / "vae" / "diffusion_pytorch_model.safetensors").write_bytes(b"no weights at all")
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        load_adapter(broken_copy)
+
+
+def test_unknown_dtype_is_refused(tiny_models: Mapping[str, Path]) -> None:
+    with pytest.raises(ModelError, match="int7"):
+        load_adapter(tiny_models["tiny-wan"], dtype="int7")
+
+
+def _change(path: Path, **values: object) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))

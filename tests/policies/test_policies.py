@@ -1,0 +1,172 @@
+import math
+
+import pytest
+from builders import make_job, simulate
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gfgen.graph import Stage, Task
+from gfgen.layout import Layout
+from gfgen.policies.edf import edf
+from gfgen.policies.fcfs import fcfs
+from gfgen.policies.legacy import legacy
+from gfgen.policies.srtf import srtf
+from gfgen.snapshot import JobView, RankView, Snapshot
+
+
+class LinearCosts:
+    """A step takes a second on one rank, and speeds up with every further one."""
+
+    def task_s(self, task, layout):
+        return 1.0 / layout.degree
+
+    def remaining_s(self, task, layout):
+        return 10.0 / layout.degree
+
+    def move_s(self, job_id, source, layout):
+        return 0.0
+
+
+def view(job_id, *, remaining_s=10.0, arrival_s=0.0, deadline_s=math.inf, priority=0, ranks=None):
+    return JobView(
+        job_id=job_id,
+        tag=None,
+        model="m",
+        arrival_s=arrival_s,
+        deadline_s=deadline_s,
+        precedence=-priority,
+        next_task=Task(job_id, 2, Stage.DENOISE, 0),
+        num_tasks=10,
+        remaining_s=remaining_s,
+        last_layout=Layout(ranks, ulysses=len(ranks)) if ranks else None,
+    )
+
+
+def snapshot(*jobs, free=(0, 1), num_ranks=2, busy=(), max_degree=1, islands=None):
+    return Snapshot(
+        now_s=0.0,
+        open={job.job_id: job for job in jobs},
+        busy={job.job_id: job for job in busy},
+        running=(),
+        ranks=tuple(RankView(r, 0.0, r in free, frozenset()) for r in range(num_ranks)),
+        islands=islands or (tuple(range(num_ranks)),),
+        max_degree=max_degree,
+        costs=LinearCosts(),
+    )
+
+
+def placed(decisions):
+    return {decision.task.job_id: decision.layout.ranks for decision in decisions}
+
+
+def test_srtf_prefers_the_job_with_the_least_work_left():
+    jobs = [view("long", remaining_s=9), view("short", remaining_s=1), view("medium", remaining_s=5)]
+    assert set(placed(srtf(snapshot(*jobs)))) == {"short", "medium"}
+
+
+def test_srtf_keeps_a_job_on_its_group():
+    decisions = srtf(snapshot(view("a", ranks=(1,))))
+    assert placed(decisions) == {"a": (1,)}
+
+
+def test_srtf_gives_an_idle_group_the_job_that_waits_elsewhere():
+    decisions = srtf(snapshot(view("a", ranks=(0,)), free=(1,)))
+    assert placed(decisions) == {"a": (1,)}
+
+
+def test_srtf_places_a_new_job_on_the_least_loaded_group():
+    busy = [view("b", remaining_s=50, ranks=(0,))]
+    assert placed(srtf(snapshot(view("new"), busy=busy))) == {"new": (1,)}
+
+
+def test_srtf_heeds_priorities_before_length():
+    jobs = [view("short", remaining_s=1), view("vip", remaining_s=99, priority=1)]
+    assert set(placed(srtf(snapshot(*jobs, free=(0,))))) == {"vip"}
+
+
+def test_srtf_uses_groups_of_its_degree():
+    decisions = srtf(snapshot(view("a"), view("b"), free=range(4), num_ranks=4, max_degree=4), degree=2)
+    assert sorted(placed(decisions).values()) == [(0, 1), (2, 3)]
+
+
+def test_fcfs_takes_jobs_in_order_of_arrival():
+    jobs = [view("third", arrival_s=3), view("first", arrival_s=1), view("second", arrival_s=2)]
+    assert placed(fcfs(snapshot(*jobs))) == {"first": (0,), "second": (1,)}
+
+
+def test_fcfs_does_not_start_a_job_where_another_has_begun():
+    decisions = fcfs(snapshot(view("new"), view("begun", ranks=(0,), arrival_s=5), free=(0,)))
+    assert placed(decisions) == {"begun": (0,)}
+
+
+def test_fcfs_leaves_a_group_to_its_job_between_two_steps():
+    decisions = fcfs(snapshot(view("new"), busy=[view("begun", ranks=(0,))], free=(0,)))
+    assert placed(decisions) == {}
+
+
+def test_legacy_uses_all_ranks_for_one_job():
+    decisions = legacy(snapshot(view("a"), view("b"), free=range(4), num_ranks=4, max_degree=4))
+    assert placed(decisions) == {"a": (0, 1, 2, 3)}
+
+
+def test_legacy_at_degree_one_is_a_replica_on_every_rank():
+    jobs = [view("a"), view("b"), view("c")]
+    assert sorted(placed(legacy(snapshot(*jobs), degree=1)).values()) == [(0,), (1,)]
+
+
+def test_edf_prefers_the_next_deadline_and_puts_jobs_without_one_last():
+    jobs = [view("none"), view("late", deadline_s=50), view("soon", deadline_s=20)]
+    assert set(placed(edf(snapshot(*jobs)))) == {"soon", "late"}
+
+
+@pytest.mark.parametrize(("deadline_s", "degree"), [(20, 1), (6, 2), (3, 4), (0.1, 4), (math.inf, 1)])
+def test_edf_uses_the_fewest_ranks_that_meet_the_deadline(deadline_s, degree):
+    decisions = edf(snapshot(view("a", deadline_s=deadline_s), free=range(4), num_ranks=4, max_degree=4))
+    assert len(placed(decisions)["a"]) == degree
+
+
+def test_edf_keeps_a_job_where_its_state_is():
+    decisions = edf(snapshot(view("a", deadline_s=50, ranks=(1,))))
+    assert placed(decisions) == {"a": (1,)}
+
+
+def test_no_layout_crosses_islands():
+    islands = ((0, 1), (2, 3))
+    picture = snapshot(view("a", deadline_s=0.1), free=(1, 2), num_ranks=4, max_degree=4, islands=islands)
+    assert placed(edf(picture)) == {"a": (1,)}
+    assert picture.groups(2) == [(0, 1), (2, 3)]
+
+
+jobs_strategy = st.lists(
+    st.builds(
+        dict,
+        steps=st.integers(1, 6),
+        arrival_s=st.floats(0, 3),
+        deadline_s=st.one_of(st.none(), st.floats(0.1, 10)),
+        priority=st.integers(-2, 2),
+    ),
+    min_size=1,
+    max_size=8,
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    fields=jobs_strategy,
+    policy=st.sampled_from(
+        ["legacy", "legacy,degree=1", "fcfs", "fcfs,degree=2", "srtf", "srtf,degree=3", "edf"]
+    ),
+    num_ranks=st.integers(1, 5),
+    guard_s=st.sampled_from([0.0, 0.03]),
+)
+def test_every_policy_ends_every_batch_without_a_fault(fields, policy, num_ranks, guard_s):
+    jobs = [make_job(f"job-{i}", **values) for i, values in enumerate(fields)]
+    recorder = simulate(jobs, policy=policy, num_ranks=num_ranks, guard_s=guard_s, max_degree=num_ranks)
+    assert len(recorder.outcomes) == len(jobs)
+    assert not [e for e in recorder.events if type(e).__name__ == "PolicyChanged"]
+
+
+def test_srtf_ends_short_jobs_before_long_ones_that_came_first():
+    jobs = [make_job("long", steps=40), make_job("short", steps=2, arrival_s=0.5)]
+    assert simulate(jobs, policy="srtf", num_ranks=1).end_order == ["short", "long"]
+    assert simulate(jobs, policy="fcfs", num_ranks=1).end_order == ["long", "short"]

@@ -1,0 +1,38 @@
+import os
+
+import pytest
+
+from gfgen.runtime.channel import Channel
+from gfgen.runtime.messages import ForgetJob
+
+
+@pytest.fixture
+def ends():
+    left, right = map(Channel, Channel.pair())
+    yield left, right
+    left.close()
+    right.close()
+
+
+def test_messages_arrive_whole_and_in_order(ends):
+    left, right = ends
+    for name in ("a", "b"):
+        left.send(ForgetJob(name))
+    assert [right.receive()[0].job_id for _ in range(2)] == ["a", "b"]
+
+
+def test_a_descriptor_arrives_as_one_of_the_receivers_own(ends):
+    left, right = ends
+    fd = os.memfd_create("test")
+    os.write(fd, b"shared")
+    left.send(ForgetJob("a"), (fd,))
+    os.close(fd)
+    _, (received,) = right.receive()
+    assert os.pread(received, 6, 0) == b"shared"
+    os.close(received)
+
+
+def test_the_end_of_the_other_side_is_none(ends):
+    left, right = ends
+    left.close()
+    assert right.receive() is None

@@ -1,0 +1,63 @@
+import pytest
+
+from gfgen.graph import Stage, Trajectory
+from gfgen.layout import Layout
+from gfgen.runtime.cost import CostModel
+
+ONE = (1, 1, 1)
+
+
+def cost_class(costs: CostModel, shape: str = "small", flops: float = 1e9):
+    return costs.cost_class("model", shape, flops=dict.fromkeys(Stage, flops), state_bytes=1_000_000)
+
+
+def test_what_was_measured_replaces_the_estimate():
+    costs = CostModel()
+    small = cost_class(costs)
+    costs.observe(small, Stage.DENOISE, ONE, 0.25)
+    assert costs.task_s(small, Stage.DENOISE, ONE) == pytest.approx(0.25)
+
+
+def test_one_shape_teaches_about_another_of_the_same_model():
+    costs = CostModel()
+    small, large = cost_class(costs), cost_class(costs, "large", flops=4e9)
+    costs.observe(small, Stage.DENOISE, ONE, 0.5)
+    assert costs.task_s(large, Stage.DENOISE, ONE) == pytest.approx(2.0, rel=0.02)
+
+
+def test_more_ranks_are_predicted_to_be_faster():
+    costs = CostModel()
+    small = cost_class(costs)
+    assert costs.task_s(small, Stage.DENOISE, (1, 4, 1)) < costs.task_s(small, Stage.DENOISE, ONE)
+
+
+def test_remaining_time_adds_up_over_the_tasks_that_are_left():
+    costs = CostModel()
+    small = cost_class(costs)
+    for stage, seconds in zip(Stage, (1.0, 2.0, 4.0, 8.0), strict=True):
+        costs.observe(small, stage, ONE, seconds)
+    trajectory = Trajectory("job", num_steps=3)
+
+    def remaining(index: int) -> float:
+        return costs.remaining_s(small, trajectory.task(index), trajectory.num_tasks, ONE)
+
+    assert [remaining(index) for index in range(6)] == pytest.approx([23, 22, 20, 16, 12, 8])
+
+
+def test_a_notable_change_raises_the_version_and_a_small_one_does_not():
+    costs = CostModel()
+    small = cost_class(costs)
+    costs.observe(small, Stage.DENOISE, ONE, 1.0)
+    costs.task_s(small, Stage.DENOISE, ONE)
+    costs.observe(small, Stage.DENOISE, ONE, 1.05)
+    assert costs.version == 0
+    costs.observe(small, Stage.DENOISE, ONE, 3.0)
+    assert costs.version == 1
+
+
+def test_a_job_that_stays_moves_nothing():
+    costs = CostModel()
+    here, there = Layout.single(0), Layout.single(1)
+    assert costs.move_s(cost_class(costs), here, here) == 0.0
+    assert costs.move_s(cost_class(costs), None, here) == 0.0
+    assert costs.move_s(cost_class(costs), here, there) > 0.0

@@ -1,0 +1,160 @@
+"""The manifest: its frozen keys, its repair, and what a second run may skip."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from acted_run import ActedRun, Part, job_info
+
+from gfgen.errors import OutputError
+from gfgen.runtime.manifest import ManifestWriter, finished_jobs, read_manifest, rounding_note
+from gfgen.runtime.observer import JobInfo, JobOutcome, skipped_outcome
+
+FROZEN_KEYS = [
+    "version", "id", "status", "file", "size_bytes", "prompt", "negative_prompt", "image", "model",
+    "family", "tag", "priority", "seed", "shape_asked", "shape", "rounded", "steps", "scales",
+    "spec_hash", "timings", "deadline_s", "met_deadline", "layouts", "error", "warnings",
+    "written_at",
+]  # fmt: skip
+FROZEN_TIMINGS = ["arrival_s", "started_s", "ended_s", "latency_s", "busy_s", "stages_s"]
+
+
+def outcome(info: JobInfo, **changes: Any) -> JobOutcome:
+    plain = JobOutcome(
+        info=info,
+        status="done",
+        arrival_s=1.0,
+        started_s=2.0,
+        ended_s=5.0,
+        deadline_s=6.0,
+        busy_s=2.5,
+        layouts=("[0]", "[1,2] u2"),
+        timings={"encode": 0.5, "denoise": 2.0},
+    )
+    return replace(plain, **changes)
+
+
+def write(folder: Path, *outcomes: JobOutcome) -> Path:
+    writer = ManifestWriter(folder / "manifest.jsonl", now=lambda: 0.0)
+    for each in outcomes:
+        writer.ended(each)
+    writer.close()
+    return folder / "manifest.jsonl"
+
+
+def test_keys_of_a_line_are_frozen(tmp_path: Path) -> None:
+    path = write(tmp_path, outcome(job_info("a")))
+    entry = json.loads(path.read_text())
+    assert list(entry) == FROZEN_KEYS
+    assert list(entry["timings"]) == FROZEN_TIMINGS
+    assert entry["version"] == 1
+
+
+def test_line_says_what_was_asked_what_ran_and_how_it_went(tmp_path: Path) -> None:
+    (tmp_path / "a.mp4").write_bytes(b"12345")
+    entry = read_manifest(write(tmp_path, outcome(job_info("a", asked_height=60))))["a"]
+    assert entry["rounded"] == "96x60 -> 96x64"
+    assert entry["shape_asked"] == {"width": None, "height": 60, "frames": None, "fps": None}
+    assert entry["shape"] == {"width": 96, "height": 64, "frames": 9, "fps": 8}
+    assert entry["timings"]["latency_s"] == 4.0
+    assert entry["timings"]["stages_s"] == {"encode": 0.5, "denoise": 2.0}
+    assert (entry["deadline_s"], entry["met_deadline"], entry["size_bytes"]) == (6.0, True, 5)
+    assert entry["scales"] == {"guidance_scale": 5.0}
+    assert entry["layouts"] == ["[0]", "[1,2] u2"]
+
+
+def test_failed_job_has_its_reason_and_no_size(tmp_path: Path) -> None:
+    failed = outcome(job_info("a"), status="failed", error="denoise 1: out of memory", started_s=None)
+    entry = read_manifest(write(tmp_path, failed))["a"]
+    assert (entry["status"], entry["error"], entry["size_bytes"]) == ("failed", failed.error, None)
+    assert entry["met_deadline"] is False
+
+
+def test_rounding_note_is_absent_when_nothing_was_rounded() -> None:
+    info = job_info("a", asked_height=64)
+    assert rounding_note(info.asked, info.spec) is None
+    frames = replace(info.asked, frames=10)
+    assert rounding_note(frames, info.spec) == "10 -> 9 frames"
+
+
+def test_latest_line_of_a_job_counts(tmp_path: Path) -> None:
+    write(tmp_path, outcome(job_info("a"), status="failed", error="x"), outcome(job_info("b")))
+    path = write(tmp_path, outcome(job_info("a")))
+    assert {name: entry["status"] for name, entry in read_manifest(path).items()} == {
+        "a": "done",
+        "b": "done",
+    }
+    assert len(path.read_text().splitlines()) == 3
+
+
+def test_torn_last_line_is_passed_over_and_does_not_spoil_the_next(tmp_path: Path) -> None:
+    path = write(tmp_path, outcome(job_info("a")), outcome(job_info("b")))
+    torn = path.read_bytes()[:-40]
+    path.write_bytes(torn)
+    assert list(read_manifest(path)) == ["a"]
+    write(tmp_path, outcome(job_info("c")))
+    assert list(read_manifest(path)) == ["a", "c"]
+
+
+@pytest.mark.parametrize("line", ["[1]", "null", '{"version": 99, "id": "a"}', '{"version": 1}', "\udcff"])
+def test_lines_that_are_not_ours_count_as_absent(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "manifest.jsonl"
+    path.write_bytes(line.encode("utf-8", "surrogateescape") + b"\n")
+    assert read_manifest(path) == {}
+
+
+def test_prompt_in_any_script_stays_on_one_line(tmp_path: Path) -> None:
+    prompt = "\u96ea\n\u2028\x85\ud800 end"
+    path = write(tmp_path, outcome(job_info("a", prompt=prompt)), outcome(job_info("b")))
+    assert read_manifest(path)["a"]["prompt"] == prompt.replace("\ud800", "?")
+    assert len(path.read_bytes().split(b"\n")) == 3
+
+
+def test_skipped_job_gets_no_line(tmp_path: Path) -> None:
+    path = write(tmp_path, outcome(job_info("a")))
+    before = path.read_bytes()
+    write(tmp_path, skipped_outcome(job_info("a")))
+    assert path.read_bytes() == before
+
+
+def test_jobs_that_are_done_unchanged_and_still_there_are_finished(tmp_path: Path) -> None:
+    info = job_info("a")
+    (tmp_path / "a.mp4").write_bytes(b"12345")
+    path = write(tmp_path, outcome(info))
+    assert finished_jobs(path, [info, job_info("other")]) == {"a"}
+
+
+def test_changed_failed_moved_or_damaged_jobs_are_not_finished(tmp_path: Path) -> None:
+    info = job_info("a")
+    (tmp_path / "a.mp4").write_bytes(b"12345")
+    path = write(tmp_path, outcome(info))
+    assert not finished_jobs(path, [replace(info, spec_hash="other")])
+    assert not finished_jobs(path, [replace(info, file="elsewhere.mp4")])
+    (tmp_path / "a.mp4").write_bytes(b"123")
+    assert not finished_jobs(path, [info])
+    (tmp_path / "a.mp4").unlink()
+    assert not finished_jobs(path, [info])
+    (tmp_path / "a.mp4").write_bytes(b"12345")
+    write(tmp_path, outcome(info, status="failed", error="x"))
+    assert not finished_jobs(path, [info])
+
+
+def test_no_manifest_means_nothing_is_finished(tmp_path: Path) -> None:
+    assert finished_jobs(tmp_path / "manifest.jsonl", [job_info("a")]) == frozenset()
+
+
+def test_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutputError, match=r"cannot write .*manifest\.jsonl"):
+        ManifestWriter(tmp_path / "file" / "manifest.jsonl")
+
+
+def test_whole_run_leaves_a_line_for_each_job(tmp_path: Path) -> None:
+    parts = [Part(job_info("a")), Part(job_info("b"), fails=True)]
+    ActedRun(parts, num_ranks=1, observers=[ManifestWriter(tmp_path / "manifest.jsonl")]).play()
+    entries = read_manifest(tmp_path / "manifest.jsonl")
+    assert {name: entry["status"] for name, entry in entries.items()} == {"a": "done", "b": "failed"}

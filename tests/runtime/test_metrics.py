@@ -1,0 +1,122 @@
+"""The numbers at the end of a run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from acted_run import ActedRun, Part, batch, job_info
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gfgen.runtime.durations import in_words, on_clock
+from gfgen.runtime.events import TaskDone
+from gfgen.runtime.metrics import Attainment, Metrics, Summary, percentile
+from gfgen.runtime.observer import JobInfo, JobOutcome, skipped_outcome
+
+
+def ended(info: JobInfo, *, arrival_s: float, ended_s: float, deadline_s: float | None = None) -> JobOutcome:
+    return JobOutcome(
+        info=info,
+        status="done",
+        arrival_s=arrival_s,
+        started_s=arrival_s,
+        ended_s=ended_s,
+        deadline_s=deadline_s,
+        busy_s=1.0,
+        layouts=(),
+    )
+
+
+def metrics_of(*outcomes: JobOutcome, num_ranks: int = 2) -> Metrics:
+    metrics = Metrics()
+    jobs = tuple(outcome.info for outcome in outcomes if outcome.status != "skipped")
+    metrics.began(jobs, num_ranks=num_ranks, policy="srtf")
+    for outcome in outcomes:
+        metrics.ended(outcome)
+    return metrics
+
+
+def test_latencies_count_jobs_that_are_done() -> None:
+    good = [ended(job_info(f"j{n}"), arrival_s=1.0, ended_s=1.0 + n) for n in range(1, 6)]
+    bad = replace(ended(job_info("bad"), arrival_s=0.0, ended_s=90.0), status="failed", error="x")
+    summary = metrics_of(*good, bad).summary()
+    assert summary.latency is not None
+    assert (summary.latency.mean_s, summary.latency.p50_s) == (3.0, 3.0)
+    assert (summary.num_done, summary.num_failed, summary.makespan_s) == (5, 1, 90.0)
+
+
+def test_failed_job_has_not_met_its_deadline() -> None:
+    info = job_info("a", tag="express")
+    met = ended(info, arrival_s=0.0, ended_s=5.0, deadline_s=6.0)
+    late = ended(job_info("b", tag="bulk"), arrival_s=0.0, ended_s=7.0, deadline_s=6.0)
+    failed = replace(met, info=job_info("c", tag="bulk"), status="failed", error="x")
+    free = ended(job_info("d", tag="none"), arrival_s=0.0, ended_s=7.0)
+    summary = metrics_of(met, late, failed, free).summary()
+    assert summary.deadlines == Attainment(1, 3)
+    assert summary.deadlines_by_tag == {"express": Attainment(1, 1), "bulk": Attainment(0, 2)}
+
+
+def test_skipped_and_unfinished_jobs_are_counted_and_nothing_else() -> None:
+    metrics = Metrics()
+    metrics.ended(skipped_outcome(job_info("old")))
+    metrics.began((job_info("a"), job_info("b")), num_ranks=1, policy="srtf")
+    metrics.ended(ended(job_info("a"), arrival_s=0.0, ended_s=1.0))
+    summary = metrics.summary()
+    assert (summary.num_done, summary.num_skipped, summary.num_unfinished) == (1, 1, 1)
+    assert summary.num_jobs == 3
+
+
+def test_ranks_time_is_split_into_executing_waiting_and_moving() -> None:
+    metrics = metrics_of(ended(job_info("a"), arrival_s=0.0, ended_s=10.0))
+    metrics.applied(TaskDone(3.0, 1, 0, started_s=1.0, ended_s=3.0, waited_s=0.5, moved_s=0.25))
+    metrics.applied(TaskDone(8.0, 2, 1, started_s=2.0, ended_s=8.0))
+    summary = metrics.summary()
+    assert summary.busy_s == (2.0, 6.0)
+    assert (summary.waited_s, summary.moved_s) == ((0.5, 0.0), (0.25, 0.0))
+    assert summary.utilisation == 8.0 / 20.0
+    assert summary.num_tasks == 2
+
+
+def test_run_without_jobs_has_a_summary() -> None:
+    assert Metrics().summary() == Summary()
+    assert Summary().lines() == ["jobs       0 done"]
+
+
+def test_lines_say_what_a_person_wants_to_know() -> None:
+    metrics = Metrics()
+    ActedRun(batch(12), num_ranks=4, observers=[metrics]).play()
+    lines = metrics.summary().lines()
+    assert [line.split()[0] for line in lines] == ["jobs", "latency", "deadlines", "ranks"]
+    assert "11 done, 1 failed in" in lines[0]
+    assert all(len(line) < 110 for line in lines)
+
+
+def test_tags_are_listed_when_there_are_several() -> None:
+    parts = [Part(job_info("a", tag="x", deadline_s=99)), Part(job_info("b", tag="y", deadline_s=1))]
+    metrics = Metrics()
+    ActedRun(parts, num_ranks=1, observers=[metrics]).play()
+    assert "1 of 2 met (50%): x 1/1, y 0/1" in metrics.summary().lines()[2]
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=30), st.floats(0, 100))
+def test_percentile_is_that_of_numpy(values: list[float], percent: float) -> None:
+    assert percentile(values, percent) == pytest.approx(float(np.percentile(values, percent)), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words", "clock"),
+    [
+        (0.0, "0 ms", "0:00"),
+        (0.0124, "12 ms", "0:00"),
+        (0.9999, "1.0 s", "0:01"),
+        (59.94, "59.9 s", "1:00"),
+        (59.96, "1 min 00 s", "1:00"),
+        (134.2, "2 min 14 s", "2:14"),
+        (3725.0, "1 h 02 min", "1:02:05"),
+    ],
+)
+def test_seconds_are_readable(seconds: float, words: str, clock: str) -> None:
+    assert in_words(seconds) == words
+    assert on_clock(seconds) == clock

@@ -1,0 +1,226 @@
+"""Files of finished jobs: metadata, sizes, and what is left behind when something fails."""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from gfgen.errors import OutputError
+from gfgen.jobspec import JobSpec
+from gfgen.runtime import outputs
+from gfgen.runtime.metadata import describe, from_ffmetadata, to_ffmetadata
+from gfgen.runtime.outputs import Frames, read_metadata, remove_leftovers, temporary_name, write_output
+
+SPEC = JobSpec(
+    id="fox-1",
+    prompt="a fox; eyes = amber #1 \\ back\nin snow \u96ea",
+    negative_prompt="blur",
+    model="wan2.2-ti2v-5b",
+    width=48,
+    height=32,
+    frames=5,
+    fps=16,
+    steps=8,
+    guidance_scale=5.0,
+    seed=42,
+)
+METADATA = describe(SPEC)
+
+
+def gradient(num_frames: int = 5, height: int = 32, width: int = 48) -> Frames:
+    rows, columns = np.mgrid[0:height, 0:width]
+    frames = [np.stack([columns * 4, rows * 6, (columns + 5 * idx) % 200], -1) for idx in range(num_frames)]
+    return np.stack(frames).astype(np.uint8)
+
+
+def decoded(path: Path, *, height: int, width: int) -> Frames:
+    """All frames of a video, as ffmpeg reads them; fails unless they have this size."""
+    import imageio_ffmpeg
+
+    command = [imageio_ffmpeg.get_ffmpeg_exe(), "-loglevel", "error", "-i", str(path)]
+    raw = subprocess.run(
+        [*command, "-f", "rawvideo", "-pix_fmt", "rgb24", "-"], check=True, capture_output=True
+    )
+    assert f"{width}x{height}" in stream_line(command[0], path)
+    return np.frombuffer(raw.stdout, np.uint8).reshape(-1, height, width, 3)
+
+
+def stream_line(ffmpeg: str, path: Path) -> str:
+    shown = subprocess.run([ffmpeg, "-hide_banner", "-i", str(path)], check=False, capture_output=True)
+    return next(line for line in shown.stderr.decode().splitlines() if "Video:" in line)
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize(
+    "name", ["out.png", "out.jpg", "out.webp", "out.mp4", "with: colon.mp4", "-dash.png"]
+)
+def test_metadata_comes_back_from_the_file(tmp_path: Path, name: str) -> None:
+    frames = gradient(5 if name.endswith("mp4") else 1)
+    size = write_output(frames, tmp_path / name, fps=16, metadata=METADATA)
+    assert read_metadata(tmp_path / name) == METADATA
+    assert size == (tmp_path / name).stat().st_size
+    assert names_in(tmp_path) == [name]
+
+
+def test_png_holds_the_exact_frame_and_a_readable_parameters_chunk(tmp_path: Path) -> None:
+    write_output(gradient(1), tmp_path / "a.png", fps=None, metadata=METADATA)
+    with Image.open(tmp_path / "a.png") as image:
+        assert np.array_equal(np.asarray(image), gradient(1)[0])
+        assert image.info["parameters"].splitlines()[-1].startswith("Steps: 8, CFG scale: 5.0, Seed: 42, ")
+        assert "Negative prompt: blur" in image.info["parameters"]
+
+
+@pytest.mark.parametrize(("height", "width"), [(32, 48), (41, 63), (40, 63), (41, 62)])
+def test_odd_sizes_are_padded_by_the_edge_and_never_rescaled(tmp_path: Path, height: int, width: int) -> None:
+    frames = gradient(height=height, width=width)
+    write_output(frames, tmp_path / "a.mp4", fps=16, metadata={})
+    even = {"height": height + height % 2, "width": width + width % 2}
+    seen = decoded(tmp_path / "a.mp4", **even).astype(int)
+    assert len(seen) == 5
+    # Lossy, with half the colour resolution; a rescaled gradient would be off by far more.
+    assert np.abs(seen[:, :height, :width] - frames).mean() < 4
+
+
+def test_video_keeps_its_colours(tmp_path: Path) -> None:
+    red = np.full((3, 32, 32, 3), (200, 30, 60), np.uint8)
+    write_output(red, tmp_path / "a.mp4", fps=8, metadata={})
+    assert np.abs(decoded(tmp_path / "a.mp4", height=32, width=32).astype(int) - red).max() <= 3
+
+
+def test_video_can_start_before_it_is_loaded(tmp_path: Path) -> None:
+    write_output(gradient(), tmp_path / "a.mp4", fps=8, metadata={})
+    content = (tmp_path / "a.mp4").read_bytes()
+    assert content.index(b"moov") < content.index(b"mdat")
+
+
+def test_thousand_frames_are_streamed(tmp_path: Path) -> None:
+    one = np.zeros((1, 16, 16, 3), np.uint8)
+    write_output(np.broadcast_to(one, (1000, 16, 16, 3)), tmp_path / "a.mp4", fps=24, metadata={})
+    assert len(decoded(tmp_path / "a.mp4", height=16, width=16)) == 1000
+
+
+@pytest.mark.parametrize(
+    ("frames", "name", "fps", "accepted"),
+    [
+        (gradient(2), "a.png", None, "name it .mp4"),
+        (gradient(2), "a.mp4", None, "needs fps"),
+        (gradient(1), "a.gif", None, ".png, .jpg"),
+        (gradient(1)[0], "a.png", None, r"\[F, H, W, 3\]"),
+        (gradient(1).astype(np.float32), "a.png", None, "uint8"),
+    ],
+)
+def test_what_cannot_be_written_is_refused_with_what_can(
+    tmp_path: Path, frames: Any, name: str, fps: int | None, accepted: str
+) -> None:
+    with pytest.raises(OutputError, match=accepted):
+        write_output(frames, tmp_path / name, fps=fps, metadata={})
+    assert names_in(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", ["a.png", "a.mp4"])
+def test_full_disk_says_how_much_is_needed_and_leaves_the_old_file(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / name).write_bytes(b"old")
+
+    def full(path: Path) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(outputs, "_sync", full)
+    with pytest.raises(OutputError, match=r"No space left.*MB are needed, .* MB are free; make room"):
+        write_output(gradient(1), tmp_path / name, fps=8, metadata={})
+    assert names_in(tmp_path) == [name]
+    assert (tmp_path / name).read_bytes() == b"old"
+
+
+@pytest.mark.parametrize("name", ["a.png", "a.mp4"])
+def test_file_that_hits_a_size_limit_is_removed(tmp_path: Path, name: str) -> None:
+    noise = np.random.default_rng(0).integers(0, 255, (1, 256, 256, 3), dtype=np.uint8)
+    old_limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    old_handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, old_limits[1]))
+    try:
+        with pytest.raises(OutputError):
+            write_output(noise, tmp_path / name, fps=8, metadata={})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old_limits)
+        signal.signal(signal.SIGXFSZ, old_handler)
+    assert names_in(tmp_path) == []
+
+
+def test_folder_that_is_a_file_is_one_line_with_the_path(tmp_path: Path) -> None:
+    (tmp_path / "outputs").write_text("")
+    with pytest.raises(OutputError, match=r"cannot write .*outputs/a\.png: .+"):
+        write_output(gradient(1), tmp_path / "outputs" / "a.png", fps=None, metadata={})
+
+
+def test_missing_ffmpeg_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real_import = builtins.__import__
+
+    def without_ffmpeg(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name == "imageio_ffmpeg":
+            raise ImportError(name)
+        return real_import(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without_ffmpeg)
+    with pytest.raises(OutputError, match="pip install imageio-ffmpeg"):
+        write_output(gradient(), tmp_path / "a.mp4", fps=8, metadata={})
+    assert names_in(tmp_path) == []
+
+
+def test_process_that_dies_before_the_rename_leaves_no_file_under_the_name(tmp_path: Path) -> None:
+    script = (
+        "import os, sys, numpy as np\n"
+        "from pathlib import Path\n"
+        "from gfgen.runtime.outputs import write_output\n"
+        "os.replace = lambda *names: os._exit(9)\n"
+        "write_output(np.zeros((1, 8, 8, 3), np.uint8), Path(sys.argv[1]), fps=None, metadata={})\n"
+    )
+    died = subprocess.run([sys.executable, "-c", script, str(tmp_path / "a.png")], check=False)
+    assert died.returncode == 9
+    assert not (tmp_path / "a.png").exists()
+    assert remove_leftovers(tmp_path) == 1
+    assert names_in(tmp_path) == []
+
+
+def test_temporary_name_stays_in_the_folder_and_keeps_the_suffix() -> None:
+    name = temporary_name(Path("out") / ("\u96ea" * 80 + ".mp4"))
+    assert name.parent == Path("out")
+    assert name.suffix == ".mp4"
+    assert name.name.startswith(".")
+    assert len(name.name.encode()) < 255
+
+
+def test_ffmetadata_text_survives_every_special_character() -> None:
+    tags = {"title": "a=b;c#d\\e\nf", "comment": "", "description": "\\n == \\"}
+    assert from_ffmetadata(to_ffmetadata(tags)) == tags
+
+
+def test_metadata_without_what_files_cannot_hold(tmp_path: Path) -> None:
+    write_output(gradient(1), tmp_path / "a.png", fps=None, metadata={"prompt": "a\0b\ud800c"})
+    assert read_metadata(tmp_path / "a.png") == {"prompt": "ab?c"}
+
+
+def test_overlong_prompt_is_cut_in_the_file() -> None:
+    cut = describe(JobSpec(id="a", prompt="x" * 100_000))["prompt"]
+    assert cut.endswith("... (cut)")
+    assert len(cut) < 5000
+
+
+def test_metadata_names_the_image_without_its_folder() -> None:
+    spec = JobSpec(id="a", prompt="x", image="/home/someone/private/cat.png", image_sha256="ab12")
+    assert describe(spec)["image"] == "cat.png"

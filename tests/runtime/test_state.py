@@ -1,0 +1,233 @@
+import pytest
+from builders import make_job
+
+from gfgen.errors import InterruptedRunError, PolicyFault
+from gfgen.graph import Stage
+from gfgen.layout import Layout
+from gfgen.runtime import events
+from gfgen.runtime.clock import Clock
+from gfgen.runtime.cost import CostModel
+from gfgen.runtime.state import State
+from gfgen.snapshot import Decision
+
+
+class Cluster:
+    """A state with ready ranks and arrived jobs, and short words to drive it."""
+
+    def __init__(self, *jobs, num_ranks=2, guard_s=0.0, max_degree=1):
+        self.clock = Clock(virtual=True)
+        self.jobs = {job.job_id: job for job in jobs}
+        self.state = State(
+            jobs,
+            num_ranks=num_ranks,
+            clock=self.clock,
+            costs=CostModel(),
+            guard_s=guard_s,
+            max_degree=max_degree,
+        )
+        for rank in range(num_ranks):
+            self.state.apply(events.RankReady(0.0, rank, 1, 0.0))
+        for job in jobs:
+            self.state.apply(events.JobArrived(0.0, job.job_id))
+
+    def decision(self, job_id, index, *ranks):
+        return Decision(self.jobs[job_id].trajectory.task(index), Layout(ranks, ulysses=len(ranks)))
+
+    def begin(self, job_id, index, *ranks):
+        return self.state.begin(self.decision(job_id, index, *ranks))
+
+    def done(self, dispatch, seconds=0.1):
+        end_s = self.clock.now_s + seconds
+        self.clock.advance(end_s)
+        outcomes = []
+        for rank in dispatch.layout.ranks:
+            event = events.TaskDone(end_s, dispatch.number, rank, end_s - seconds, end_s)
+            outcomes += self.state.apply(event)
+        return outcomes
+
+    def failed(self, dispatch, reason="boom", *, void=False):
+        outcomes = []
+        for rank in dispatch.layout.ranks:
+            event = events.TaskFailed(self.clock.now_s, dispatch.number, rank, reason, void)
+            outcomes += self.state.apply(event)
+        return outcomes
+
+
+def test_a_job_is_open_from_its_arrival_on():
+    cluster = Cluster(make_job("a"))
+    assert list(cluster.state.snapshot().open) == ["a"]
+
+
+def test_a_running_job_is_busy_and_its_rank_is_taken():
+    cluster = Cluster(make_job("a"))
+    cluster.begin("a", 0, 1)
+    snapshot = cluster.state.snapshot()
+    assert (list(snapshot.open), list(snapshot.busy)) == ([], ["a"])
+    assert snapshot.free_ranks == (0,)
+
+
+def test_a_completed_task_opens_the_next_one():
+    cluster = Cluster(make_job("a"))
+    cluster.done(cluster.begin("a", 0, 0))
+    assert cluster.state.snapshot().open["a"].next_task.stage is Stage.PREPARE
+
+
+def test_a_snapshot_does_not_change_afterwards():
+    cluster = Cluster(make_job("a"))
+    before = cluster.state.snapshot()
+    cluster.begin("a", 0, 0)
+    assert list(before.open) == ["a"]
+
+
+def test_dispatch_numbers_rise_and_name_the_producer():
+    cluster = Cluster(make_job("a"), make_job("b"))
+    first, other = cluster.begin("a", 0, 0), cluster.begin("b", 0, 1)
+    cluster.done(first)
+    second = cluster.begin("a", 1, 0)
+    assert [first.number, other.number, second.number] == [1, 2, 3]
+    assert (first.producer, second.producer) == (None, 1)
+
+
+@pytest.mark.parametrize(
+    ("decision", "reason"),
+    [
+        (("a", 1, 0), "is not its next task"),
+        (("b", 0, 0), "rank 0 is not free"),
+        (("b", 0, 1, 2), "more than 1 ranks"),
+        (("a", 0, 1), "is not its next task"),
+        (("a", 2, 1), "is not its next task"),
+    ],
+)
+def test_illegal_decisions_are_refused_with_the_reason(decision, reason):
+    cluster = Cluster(make_job("a"), make_job("b"), num_ranks=3)
+    cluster.begin("a", 0, 0)
+    if decision == ("a", 1, 0):
+        decision, reason = ("a", 1, 1), "its input does not exist yet"
+    with pytest.raises(PolicyFault, match=reason):
+        cluster.begin(*decision)
+
+
+def test_a_refused_decision_changes_nothing():
+    cluster = Cluster(make_job("a"))
+    with pytest.raises(PolicyFault):
+        cluster.begin("a", 3, 0)
+    assert cluster.begin("a", 0, 0).number == 1
+
+
+def test_a_consumer_may_be_queued_when_its_producer_is_about_to_end():
+    cluster = Cluster(make_job("a"), guard_s=0.05)
+    first = cluster.begin("a", 0, 0)
+    assert not cluster.state.has_choice or first.predicted_end_s <= 0.05
+    cluster.clock.advance(first.predicted_end_s - 0.01)
+    assert cluster.state.snapshot().free_ranks == (0, 1)
+    second = cluster.begin("a", 1, 1)
+    assert second.producer == first.number
+    assert "a" in cluster.state.snapshot().busy
+
+
+def test_no_third_task_is_queued():
+    cluster = Cluster(make_job("a"), guard_s=10.0)
+    cluster.begin("a", 0, 0)
+    cluster.begin("a", 1, 0)
+    with pytest.raises(PolicyFault, match="its input does not exist yet"):
+        cluster.begin("a", 2, 1)
+    assert cluster.state.snapshot().free_ranks == (1,)
+
+
+def test_without_lookahead_only_finished_inputs_count():
+    cluster = Cluster(make_job("a"))
+    first = cluster.begin("a", 0, 0)
+    cluster.clock.advance(first.predicted_end_s)
+    assert not cluster.state.snapshot().open
+
+
+def test_a_job_ends_when_its_file_is_written():
+    cluster = Cluster(make_job("a", steps=1))
+    for index in range(4):
+        assert not cluster.done(cluster.begin("a", index, 0))
+    assert not cluster.state.finished
+    (outcome,) = cluster.state.apply(events.OutputWritten(1.0, "a", "a.png", 10, 0.1))
+    assert outcome.status == "done"
+    assert cluster.state.finished
+
+
+def test_the_outcome_tells_layouts_and_time_by_stage():
+    cluster = Cluster(make_job("a", steps=2))
+    for index, rank in enumerate((0, 0, 1, 0, 0)):
+        cluster.done(cluster.begin("a", index, rank), seconds=1.0)
+    (outcome,) = cluster.state.apply(events.OutputWritten(5.0, "a", "a.png", 10, 0.1))
+    assert outcome.layouts == ("[0]", "[1]", "[0]")
+    assert outcome.timings == {"encode": 1.0, "prepare": 1.0, "denoise": 2.0, "decode": 1.0}
+    assert outcome.busy_s == 5.0
+
+
+def test_a_task_that_fails_once_is_tried_again():
+    cluster = Cluster(make_job("a"))
+    first = cluster.done(cluster.begin("a", 0, 0)) or cluster.begin("a", 1, 0)
+    assert not cluster.failed(first)
+    again = cluster.begin("a", 1, 1)
+    assert again.producer == 1
+
+
+def test_a_task_that_fails_twice_fails_its_job():
+    cluster = Cluster(make_job("a"))
+    cluster.failed(cluster.begin("a", 0, 0))
+    (outcome,) = cluster.failed(cluster.begin("a", 0, 1), "out of luck")
+    assert outcome.status == "failed"
+    assert outcome.error == "encode: out of luck"
+    assert cluster.state.finished
+
+
+def test_what_was_queued_on_a_failed_task_is_void_and_counts_no_failure():
+    cluster = Cluster(make_job("a"), guard_s=10.0)
+    first, second = cluster.begin("a", 0, 0), cluster.begin("a", 1, 1)
+    cluster.failed(first)
+    assert "a" in cluster.state.snapshot().busy
+    cluster.failed(second, void=True)
+    assert cluster.state.snapshot().open["a"].next_task.index == 0
+    cluster.done(cluster.begin("a", 0, 0))
+    cluster.failed(cluster.begin("a", 1, 0))
+    assert cluster.state.snapshot().open["a"].next_task.index == 1
+
+
+def test_a_timed_out_job_ends_at_its_next_task_boundary():
+    cluster = Cluster(make_job("a", timeout_s=1.0))
+    running = cluster.begin("a", 0, 0)
+    assert not cluster.state.apply(events.JobTimedOut(1.0, "a"))
+    (outcome,) = cluster.done(running)
+    assert outcome.error == "timed out 1 s after its arrival"
+
+
+def test_a_waiting_job_that_times_out_ends_at_once():
+    cluster = Cluster(make_job("a", timeout_s=1.0))
+    (outcome,) = cluster.state.apply(events.JobTimedOut(1.0, "a"))
+    assert outcome.status == "failed"
+
+
+def test_stopping_waits_for_what_runs_and_no_longer():
+    cluster = Cluster(make_job("a"), make_job("b"))
+    running = cluster.begin("a", 0, 0)
+    cluster.state.apply(events.StopRequested(0.0, 2))
+    assert not cluster.state.finished
+    cluster.done(running)
+    assert cluster.state.finished
+    assert not cluster.state.all_ended
+
+
+def test_a_second_signal_does_not_wait():
+    cluster = Cluster(make_job("a"))
+    cluster.begin("a", 0, 0)
+    cluster.state.apply(events.StopRequested(0.0, 15))
+    with pytest.raises(InterruptedRunError) as stopped:
+        cluster.state.apply(events.StopRequested(0.1, 15))
+    assert stopped.value.exit_code == 143
+
+
+def test_a_task_on_several_ranks_ends_when_the_last_of_them_reports():
+    cluster = Cluster(make_job("a"), max_degree=2)
+    dispatch = cluster.begin("a", 0, 1, 0)
+    cluster.state.apply(events.TaskDone(0.1, dispatch.number, 0, 0.0, 0.1))
+    snapshot = cluster.state.snapshot()
+    assert (list(snapshot.busy), snapshot.free_ranks) == (["a"], (0,))
+    cluster.state.apply(events.TaskDone(0.1, dispatch.number, 1, 0.0, 0.1))
+    assert list(cluster.state.snapshot().open) == ["a"]

@@ -1,0 +1,194 @@
+"""Trace files: valid Chrome trace events, and the same run when read back."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from acted_run import ActedRun, Part, batch, job_info
+
+from gfgen.errors import InputError
+from gfgen.runtime import events
+from gfgen.runtime.blocks import stretches, task_blocks, tasks_of_jobs, write_blocks
+from gfgen.runtime.timeline import read_timeline, read_trace
+from gfgen.runtime.trace import TraceWriter
+
+NEEDED = {
+    "X": {"name", "cat", "pid", "tid", "ts", "dur", "args"},
+    "M": {"name", "pid", "tid", "args"},
+    "i": {"name", "pid", "tid", "ts", "s", "args"},
+    "C": {"name", "pid", "tid", "ts", "args"},
+    "b": {"name", "cat", "id", "pid", "tid", "ts", "args"},
+    "e": {"name", "cat", "id", "pid", "tid", "ts", "args"},
+    "s": {"name", "cat", "id", "pid", "tid", "ts"},
+    "t": {"name", "cat", "id", "pid", "tid", "ts"},
+    "f": {"name", "cat", "id", "pid", "tid", "ts", "bp"},
+}
+Entries = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twelve jobs on four ranks, some on two at a time; one fails."""
+    path = tmp_path_factory.mktemp("trace") / "trace.json"
+    ActedRun(batch(12, max_degree=2), num_ranks=4, observers=[TraceWriter(path)]).play()
+    return path
+
+
+@pytest.fixture(scope="module")
+def entries(trace: Path) -> Entries:
+    loaded: Entries = json.loads(trace.read_text())
+    return loaded
+
+
+def of(entries: Entries, *phases: str) -> Entries:
+    return [entry for entry in entries if entry["ph"] in phases]
+
+
+def test_every_event_has_what_its_phase_needs(entries: Entries) -> None:
+    for entry in entries:
+        missing = NEEDED[entry["ph"]] - entry.keys()
+        assert not missing, (entry, missing)
+    assert {entry["ph"] for entry in entries} == NEEDED.keys()
+
+
+def test_lanes_are_named_after_ranks_and_writers(entries: Entries) -> None:
+    names = {e["tid"]: e["args"]["name"] for e in of(entries, "M") if e["name"] == "thread_name"}
+    assert {tid: names[tid] for tid in range(4)} == {tid: f"rank {tid}" for tid in range(4)}
+    assert names[100] == "writer 0"
+    assert {(e["pid"], e["tid"]) for e in of(entries, "X")} <= {(1, tid) for tid in names}
+
+
+def test_slices_of_a_lane_do_not_overlap(entries: Entries) -> None:
+    ended_at: dict[int, float] = defaultdict(float)
+    for entry in sorted(of(entries, "X"), key=lambda entry: (entry["tid"], entry["ts"], entry["dur"])):
+        assert entry["ts"] >= ended_at[entry["tid"]] - 1e-3  # rounded to nanoseconds
+        ended_at[entry["tid"]] = entry["ts"] + entry["dur"]
+
+
+def test_task_has_a_slice_on_each_of_its_ranks(entries: Entries) -> None:
+    tasks = [entry for entry in of(entries, "X") if "dispatch" in entry["args"]]
+    lanes = defaultdict(set)
+    for entry in tasks:
+        lanes[entry["args"]["dispatch"], tuple(entry["args"]["ranks"])].add(entry["tid"])
+    assert all(seen == set(ranks) for (_, ranks), seen in lanes.items())
+    assert any(len(seen) == 2 for seen in lanes.values())
+    first = next(entry for entry in tasks if entry["args"]["stage"] == "denoise")
+    assert first["name"] == f"denoise {first['args']['step']} {first['args']['job']}"
+    assert {"job", "prompt", "stage", "step", "layout", "dispatch", "waited_ms", "moved_ms"} <= first[
+        "args"
+    ].keys()
+
+
+def test_flow_of_each_job_starts_once_and_ends_once_inside_slices(entries: Entries) -> None:
+    spans = defaultdict(list)
+    for entry in of(entries, "X"):
+        spans[entry["tid"]].append((entry["ts"], entry["ts"] + entry["dur"]))
+    flows = Counter((entry["id"], entry["ph"]) for entry in of(entries, "s", "f"))
+    assert flows == {(number, phase): 1 for number in range(1, 13) for phase in "sf"}
+    for entry in of(entries, "s", "t", "f"):
+        assert any(start <= entry["ts"] <= end for start, end in spans[entry["tid"]]), entry
+
+
+def test_open_jobs_are_counted_down_to_none(entries: Entries) -> None:
+    counts = [entry["args"]["jobs"] for entry in of(entries, "C")]
+    assert counts[-1] == 0
+    assert max(counts) > 1
+
+
+def test_arrivals_failures_and_missed_deadlines_are_marked(entries: Entries) -> None:
+    names = [entry["name"] for entry in of(entries, "i")]
+    assert sum(name.endswith(" arrives") for name in names) == 12
+    assert any(name.endswith("denoise 1 failed") for name in names)
+    assert any(name.endswith(" missed its deadline") for name in names)
+
+
+def test_other_events_are_marked(tmp_path: Path) -> None:
+    writer = TraceWriter(tmp_path / "t.json")
+    writer.began((job_info("a"),), num_ranks=1, policy="srtf")
+    for event in (
+        events.PolicyChanged(1.0, "fcfs", "it failed"),
+        events.StopRequested(2.0, 15),
+        events.RankLost(3.0, 0, 1, "killed"),
+        events.JobTimedOut(4.0, "a"),
+        events.OutputFailed(5.0, "a", "disk full"),
+    ):
+        writer.applied(event)
+    writer.close()
+    marks = of(json.loads((tmp_path / "t.json").read_text()), "i")
+    assert [mark["name"] for mark in marks[1:]] == [
+        "policy fcfs",
+        "stop requested",
+        "rank 0 lost",
+        "a timed out",
+        "a not written",
+    ]
+
+
+def test_reading_gives_the_run_back(trace: Path) -> None:
+    timeline = read_timeline(trace)
+    assert (timeline.policy, timeline.num_ranks, len(timeline.jobs)) == ("srtf", 4, 12)
+    assert Counter(job.status for job in timeline.jobs.values()) == {"done": 11, "failed": 1}
+    done = next(job for job in timeline.jobs.values() if job.met_deadline)
+    mine = [slice_ for slice_ in timeline.slices if slice_.job_id == done.job_id]
+    assert [slice_.stage for slice_ in mine][:2] == ["encode", "prepare"]
+    assert (mine[-1].stage, mine[-1].rank) == ("write", None)
+    assert read_trace(trace) == list(timeline.slices)
+
+
+def test_run_that_ends_early_leaves_valid_json_with_unfinished_jobs(tmp_path: Path) -> None:
+    writer = TraceWriter(tmp_path / "t.json")
+    writer.began((job_info("a"),), num_ranks=1, policy="srtf")
+    writer.applied(events.JobArrived(0.5, "a"))
+    writer.close()
+    json.loads((tmp_path / "t.json").read_text())
+    assert read_timeline(tmp_path / "t.json").jobs["a"].status == "unfinished"
+
+
+def test_trace_that_was_never_begun_is_valid(tmp_path: Path) -> None:
+    TraceWriter(tmp_path / "t.json").close()
+    assert json.loads((tmp_path / "t.json").read_text()) == []
+    assert read_trace(tmp_path / "t.json") == []
+
+
+def test_killed_run_leaves_a_trace_that_can_be_read(trace: Path, tmp_path: Path) -> None:
+    torn = tmp_path / "torn.json"
+    torn.write_text(trace.read_text()[: -len(trace.read_text()) // 3])
+    timeline = read_timeline(torn)
+    assert timeline.num_ranks == 4
+    assert 0 < len(timeline.slices) < len(read_trace(trace))
+
+
+@pytest.mark.parametrize(
+    "content", [b"hello", b"{}", b'{"a": 1}', b'[{"ph": "X", "args": {"stage": 1}}]', b"\xff\xfe"]
+)
+def test_file_that_is_no_trace_is_refused_by_name(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "t.json").write_bytes(content)
+    with pytest.raises(InputError, match=r"t\.json"):
+        read_trace(tmp_path / "t.json")
+
+
+def test_trace_that_cannot_be_written_does_not_end_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    writer = TraceWriter(Path("/dev/full"))
+    ActedRun(batch(12), num_ranks=4, observers=[writer]).play()
+    assert "the trace /dev/full ends early: No space left on device" in caplog.text
+
+
+def test_blocks_join_neighbouring_ranks_and_stretches_join_steps(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    ActedRun([Part(job_info("a"), degree=4)], num_ranks=4, observers=[TraceWriter(path)]).play()
+    timeline = read_timeline(path)
+    blocks = list(task_blocks(timeline))
+    assert [block.lanes for block in blocks] == [(0, 0), (0, 0), *[(0, 3)] * 4, (0, 0)]
+    assert [(s.stage, s.lanes) for s in stretches(blocks)] == [
+        ("encode", (0, 0)),
+        ("decode", (0, 0)),
+        ("denoise", (0, 3)),
+    ]
+    assert len(tasks_of_jobs(blocks)["a"]) == 7
+    assert [block.lanes for block in write_blocks(timeline)] == [(4, 4)]

@@ -1,0 +1,145 @@
+"""Runs on real worker processes, with the tiny models."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from builders import Recorder
+from PIL import Image
+
+from gfgen.job import JobSpec
+from gfgen.layout import Layout
+from gfgen.models.geometry import load_geometry
+from gfgen.models.registry import resolve_checkpoint
+from gfgen.policies.catalog import NamedPolicy, load_policy
+from gfgen.runtime.admission import Model, admit
+from gfgen.runtime.clock import Clock
+from gfgen.runtime.control import Control
+from gfgen.runtime.cost import CostModel
+from gfgen.runtime.events import TaskFailed
+from gfgen.runtime.outputs import read_metadata
+from gfgen.runtime.state import State
+from gfgen.runtime.workers import ProcessBackend
+from gfgen.snapshot import Decision
+
+PICTURE = {"model": "tiny-qwen-image", "width": 64, "height": 64, "steps": 4, "seed": 11}
+VIDEO = {"model": "tiny-wan", "width": 64, "height": 64, "frames": 5, "steps": 4, "seed": 12}
+
+
+def find_model(name):
+    checkpoint = resolve_checkpoint(name)
+    return Model(name, checkpoint, load_geometry(checkpoint))
+
+
+def admitted(*specs):
+    jobs, problems = admit(specs, default_model="tiny-wan", find_model=find_model)
+    assert not problems
+    return jobs
+
+
+def run(pool, folder, *specs, policy="srtf", guard_s=0.005):
+    """Run jobs on the pool; the recorder knows what happened."""
+    jobs, clock, costs, recorder = admitted(*specs), Clock(), CostModel(), Recorder()
+    state = State(jobs, num_ranks=pool.num_ranks, clock=clock, costs=costs, guard_s=guard_s)
+    backend = ProcessBackend(pool, jobs, clock=clock, output_dir=folder)
+    chosen = policy if isinstance(policy, NamedPolicy) else load_policy(policy)
+    control = Control(
+        jobs,
+        state=state,
+        backend=backend,
+        clock=clock,
+        policy=chosen,
+        guard_s=guard_s,
+        observers=[recorder],
+    )
+    try:
+        control.run()
+    finally:
+        backend.close()
+    return recorder
+
+
+def pixels(path):
+    with Image.open(path) as image:
+        return np.asarray(image)
+
+
+def hop(snapshot):
+    """Every step of a job on another rank than the one before."""
+    decisions = []
+    free = set(snapshot.free_ranks)
+    for job in snapshot.open.values():
+        last = job.last_layout.ranks[0] if job.last_layout else 1
+        target = (last + 1) % len(snapshot.ranks)
+        if target in free:
+            free.remove(target)
+            decisions.append(Decision(job.next_task, Layout.single(target)))
+    return decisions
+
+
+HOP = NamedPolicy("hop", hop)
+
+
+def test_pictures_and_videos_are_written_under_their_names(pool, tmp_path):
+    picture = JobSpec(id="picture", prompt="a red fox", **PICTURE)
+    video = JobSpec(id="video", prompt="a lighthouse", fps=8, **VIDEO)
+    recorder = run(pool, tmp_path, picture, video)
+    assert [o.status for o in recorder.outcomes] == ["done", "done"]
+    assert sorted(os.listdir(tmp_path)) == ["picture.png", "video.mp4"]
+    assert pixels(tmp_path / "picture.png").shape == (64, 64, 3)
+    assert read_metadata(tmp_path / "video.mp4")["prompt"] == "a lighthouse"
+
+
+@pytest.mark.parametrize("guard_s", [0.0, 0.005, 1.0])
+def test_a_job_that_moves_at_every_step_gives_the_same_picture(pool, tmp_path, guard_s):
+    spec = JobSpec(id="picture", prompt="a red fox", **PICTURE)
+    still = run(pool, tmp_path / "still", spec, policy="fcfs")
+    moving = run(pool, tmp_path / "moving", spec, policy=HOP, guard_s=guard_s)
+    assert len(set(still.ranks_of("picture"))) == 1
+    assert moving.ranks_of("picture")[:4] == [(0,), (1,), (0,), (1,)]
+    assert np.array_equal(*(pixels(tmp_path / folder / "picture.png") for folder in ("still", "moving")))
+
+
+def test_a_video_that_moves_at_every_step_is_the_same_file(pool, tmp_path):
+    spec = JobSpec(id="video", prompt="a lighthouse", **VIDEO)
+    for name, policy in (("still", "fcfs"), ("moving", HOP)):
+        run(pool, tmp_path / name, spec, policy=policy)
+    still, moving = ((tmp_path / name / "video.mp4").read_bytes() for name in ("still", "moving"))
+    assert still == moving
+
+
+def test_a_task_that_raises_fails_its_job_and_the_others_finish(pool, tmp_path):
+    image = tmp_path / "gone.png"
+    Image.new("RGB", (64, 64)).save(image)
+    bad = JobSpec(id="bad", prompt="a boat", image=str(image), **VIDEO)
+    good = JobSpec(id="good", prompt="a red fox", **PICTURE)
+    bad = replace(bad, image_sha256="as it was when the job file was read")
+    image.unlink()
+    recorder = run(pool, tmp_path, bad, good, policy="fcfs")
+    outcomes = {o.info.job_id: o for o in recorder.outcomes}
+    assert (outcomes["bad"].status, outcomes["good"].status) == ("failed", "done")
+    assert "gone.png" in (outcomes["bad"].error or "")
+    assert len([e for e in recorder.events if isinstance(e, TaskFailed) and not e.void]) == 2
+    assert sorted(os.listdir(tmp_path)) == ["good.png"]
+
+
+def test_an_ended_job_leaves_no_memory_behind(pool, tmp_path):
+    before = len(os.listdir("/proc/self/fd"))
+    run(pool, tmp_path, JobSpec(id="picture", prompt="a red fox", **PICTURE))
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_messages_for_a_task_are_small(pool, tmp_path):
+    sent = sum(worker.channel.sent_bytes for worker in pool.workers)
+    recorder = run(pool, tmp_path, JobSpec(id="picture", prompt="fox " * 500, **PICTURE | {"steps": 30}))
+    sent = sum(worker.channel.sent_bytes for worker in pool.workers) - sent
+    assert sent / len(recorder.dispatches) < 1024
+
+
+def test_the_files_path_may_lie_in_a_folder_with_spaces(pool, tmp_path):
+    folder = tmp_path / "my pictures"
+    folder.mkdir()
+    run(pool, folder, JobSpec(id="picture", prompt="a red fox", **PICTURE))
+    assert Path(folder, "picture.png").exists()

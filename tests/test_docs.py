@@ -1,0 +1,34 @@
+"""What the documents say is so."""
+
+import re
+from pathlib import Path
+
+import pytest
+from builders import make_job, simulate
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/**/*.md")]
+
+
+def test_the_example_policy_in_the_docs_is_the_one_in_the_folder():
+    code = (ROOT / "docs/examples/shortest_first.py").read_text()
+    assert f"```python\n{code}```" in (ROOT / "docs/policies.md").read_text()
+
+
+def test_the_example_policy_finishes_a_batch():
+    jobs = [make_job(f"job-{i}", steps=1 + i % 4) for i in range(6)]
+    recorder = simulate(jobs, policy=f"{ROOT / 'docs/examples/shortest_first.py'},patience=3")
+    assert len(recorder.outcomes) == 6
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_to_files_lead_somewhere(document):
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", document.read_text()):
+        if not target.startswith("http"):
+            assert (document.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_commands_in_documents_name_files_that_exist(document):
+    for target in re.findall(r"(?:jobs|docs|benchmarks)/[\w./-]+\.(?:jsonl|py|md|png)", document.read_text()):
+        assert (ROOT / target).exists(), target

@@ -1,0 +1,612 @@
+"""The job file: what is accepted, and that everything wrong is said at once, with its line."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import sys
+from datetime import UTC, datetime
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from gfgen import job as job_module
+from gfgen import jobimage
+from gfgen.errors import InputError, Problem
+from gfgen.job import (
+    FIELDS,
+    JobSpec,
+    ParsedJobs,
+    due_at,
+    parse_job,
+    passed_deadlines,
+    read_job_stream,
+    read_jobs,
+)
+
+JOBS = Path(__file__).parent.parent / "jobs"
+DOCS = Path(__file__).parent.parent / "docs" / "job-file.md"
+
+
+BAD_DEADLINES = (
+    *("", "soon", "90", "-5s", "5 parsecs", "30m1h", "1h1h", "0s", "366d", 0, -1, 1e12),
+    *(
+        "2026-11-20",
+        "20261120",
+        "2026-13-01T00:00",
+        "2026-02-30T10:00",
+        "2026-11-20T25:00",
+        "0001-01-01T00:00",
+    ),
+)
+BAD_IDS = (
+    *("", ".", "..", ".hidden", "../fox", "a/b", "/fox", "a\\b", "C:fox"),
+    *("a b", "fox\n", "a\0b", "f\u00fcchse", "x" * 121, 7, True, ["fox"]),
+)
+BAD_OUTPUTS = (
+    *("../fox.png", "/fox.png", "a/fox.png", "a\\fox.png", ".png", ".fox.png", "fox", "fox.", "fox.gif", ""),
+    *("fox.png\n", "a\0.png", "\x1bfox.png", " fox.png", "\ud83e.png", "\u72d0" * 70 + ".png", 7),
+)
+
+
+def read(content: str | bytes, folder: Path = Path()) -> ParsedJobs:
+    raw = content.encode() if isinstance(content, str) else content
+    return read_job_stream(io.BytesIO(raw), source="test.jsonl", folder=folder)
+
+
+def job(**fields: Any) -> JobSpec:
+    """The job with these fields; fails when there is a problem with it."""
+    spec, problems = parse_job({"prompt": "a fox", **fields}, line=1)
+    assert problems == ()
+    assert spec is not None
+    return spec
+
+
+def problem(**fields: Any) -> Problem:
+    """The only problem of a job with these fields."""
+    spec, problems = parse_job({"prompt": "a fox", **fields}, line=3)
+    assert spec is None
+    assert len(problems) == 1, problems
+    return problems[0]
+
+
+def picture(path: Path, *, size: tuple[int, int] = (64, 48)) -> Path:
+    Image.linear_gradient("L").resize(size).save(path)
+    return path
+
+
+class TestReadingTheFile:
+    def test_each_good_line_becomes_a_job(self) -> None:
+        parsed = read('{"prompt": "a fox"}\n{"prompt": "an owl"}')
+        assert [spec.prompt for spec in parsed.specs] == ["a fox", "an owl"]
+
+    def test_a_job_knows_its_line(self) -> None:
+        assert read('# first\n\n{"prompt": "a fox"}\n').specs[0].line == 3
+
+    def test_comments_and_blank_lines_are_skipped(self) -> None:
+        assert read('# one\n  # two\n\n \t\n{"prompt": "a fox"}').problems == ()
+
+    def test_windows_line_ends_are_accepted(self) -> None:
+        assert len(read(b'{"prompt": "a fox"}\r\n\r\n{"prompt": "an owl"}\r\n').specs) == 2
+
+    def test_a_byte_order_mark_in_front_is_accepted(self) -> None:
+        assert len(read(b'\xef\xbb\xbf{"prompt": "a fox"}').specs) == 1
+
+    def test_a_byte_order_mark_elsewhere_is_a_problem(self) -> None:
+        assert read(b'#\n\xef\xbb\xbf{"prompt": "a fox"}').problems[0].line == 2
+
+    def test_good_lines_survive_beside_faulty_ones(self) -> None:
+        assert [spec.line for spec in read('{\n{"prompt": "a fox"}\n[]').specs] == [2]
+
+    def test_every_faulty_line_is_reported(self) -> None:
+        content = '{"prompt": ""}\n{"prompt": "a fox"}\nno\n{"prompt": "a", "steps": 0}\n'
+        assert [problem.line for problem in read(content).problems] == [1, 3, 4]
+
+    def test_every_faulty_field_of_a_line_is_reported(self) -> None:
+        found = read('{"prompt": 1, "steps": 0, "frames": true, "sed": 4}').problems
+        assert {problem.field for problem in found} == {"prompt", "steps", "frames", "sed"}
+
+    def test_standard_input_is_read_for_a_dash(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b'{"prompt": "a fox"}')))
+        assert len(read_jobs("-").specs) == 1
+
+    def test_a_named_pipe_is_read_like_a_file(self, tmp_path: Path) -> None:
+        read_end, write_end = os.pipe()
+        os.write(write_end, b'{"prompt": "a fox"}\n')
+        os.close(write_end)
+        with open(read_end, "rb") as stream:
+            assert len(read_job_stream(stream, source="pipe", folder=tmp_path).specs) == 1
+
+    @pytest.mark.parametrize("content", ["", "\n\n", "# nothing yet\n", "\ufeff"])
+    def test_a_file_without_jobs_is_a_problem(self, content: str) -> None:
+        assert "no jobs in test.jsonl" in read(content).problems[0].accepted
+
+    def test_a_missing_file_is_one_line_that_names_it(self, tmp_path: Path) -> None:
+        with pytest.raises(InputError, match=r"^job file .*nope\.jsonl: no such file[^\n]*$"):
+            read_jobs(tmp_path / "nope.jsonl")
+
+    def test_a_folder_is_not_a_job_file(self, tmp_path: Path) -> None:
+        with pytest.raises(InputError, match="that is a folder"):
+            read_jobs(tmp_path)
+
+    def test_a_file_that_cannot_be_opened_says_why(self, tmp_path: Path) -> None:
+        (tmp_path / "loop.jsonl").symlink_to("loop.jsonl")
+        with pytest.raises(InputError, match="Too many levels of symbolic links"):
+            read_jobs(tmp_path / "loop.jsonl")
+
+    def test_a_path_that_no_file_can_have_is_refused(self) -> None:
+        with pytest.raises(InputError, match="cannot be read"):
+            read_jobs(Path("a\0b"))
+
+
+class TestWhatIsNoJob:
+    @pytest.mark.parametrize(
+        "line", ["{", "nonsense", "{'prompt': 'x'}", '{"prompt": "x"},', '{"prompt": "x"} {}']
+    )
+    def test_text_that_is_not_json_names_the_column(self, line: str) -> None:
+        found = read(line).problems
+        assert len(found) == 1
+        assert re.search(r"not JSON \(.* at column \d+\)", found[0].accepted)
+
+    @pytest.mark.parametrize("line", ["[]", '"a fox"', "5", "true", "null", "NaN"])
+    def test_json_that_is_no_object_is_shown(self, line: str) -> None:
+        assert read(line).problems[0] == Problem(
+            1, None, line, 'not an object; write the job as {"prompt": "a red fox in the snow"}'
+        )
+
+    def test_bytes_that_are_not_utf8_are_named_with_their_place(self) -> None:
+        found = read(b'{"prompt": "ok"}\n{"prompt": "caf\xe9"}').problems
+        assert (found[0].line, found[0].accepted[:40]) == (2, "byte 16 of the line (0xe9) is not UTF-8;")
+
+    def test_a_utf16_file_is_one_problem(self) -> None:
+        found = read('{"prompt": "a fox"}\n{"prompt": "an owl"}\n'.encode("utf-16")).problems
+        assert [problem.accepted for problem in found] == ["the file is UTF-16; save it as UTF-8"]
+
+    def test_deep_nesting_is_a_problem_and_no_crash(self) -> None:
+        assert "nested too deeply" in read("[" * 200_000).problems[0].accepted
+
+    def test_a_key_given_twice_is_a_problem(self) -> None:
+        found = read('{"prompt": "a fox", "seed": 1, "seed": 2}').problems
+        assert (found[0].field, found[0].accepted) == ("seed", "given more than once; give it once")
+
+    def test_control_characters_never_reach_the_report(self) -> None:
+        report = "".join(
+            map(str, read('{"prompt": "a", "\\u001b[31m": 1, "tag": "\\u001b[2J"}\n\x1b[2J').problems)
+        )
+        assert report.isprintable()
+
+
+class TestBounds:
+    def test_a_line_of_10_mb_is_one_problem(self) -> None:
+        found = read('{"prompt": "' + "x" * 10_000_000 + '"}\n{"prompt": "a fox"}').problems
+        assert [(problem.line, problem.accepted[:27]) for problem in found] == [
+            (1, "a line of more than 1,048,5")
+        ]
+
+    def test_the_line_after_a_long_one_is_read(self) -> None:
+        assert [spec.line for spec in read("x" * 3_000_000 + '\n{"prompt": "a fox"}').specs] == [2]
+
+    def test_a_line_of_just_the_limit_is_read(self) -> None:
+        line = '{"prompt": "a fox"}'
+        padding = " " * (job_module.MAX_LINE_BYTES - len(line) - 1)
+        assert len(read(line + padding + "\n" + line).specs) == 2
+
+    def test_a_stream_without_line_ends_is_given_up(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(job_module, "MAX_FILE_BYTES", 4 * 2**20)
+        found = read_job_stream(_Endless(b"x"), source="zero", folder=Path()).problems
+        assert "nothing was read after" in found[-1].accepted
+
+    def test_a_stream_of_faulty_lines_is_given_up(self) -> None:
+        found = read_job_stream(_Endless(b"x\n"), source="yes", folder=Path()).problems
+        assert len(found) == job_module.MAX_PROBLEMS + 1
+
+    def test_a_stream_of_jobs_is_given_up(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(job_module, "MAX_JOBS", 50)
+        parsed = read_job_stream(_Endless(b'{"prompt": "a fox"}\n'), source="yes", folder=Path())
+        assert (len(parsed.specs), parsed.problems[0].line) == (50, 51)
+
+    def test_many_unknown_fields_are_summed_up(self) -> None:
+        line = "{" + ",".join(f'"x{n}": 1' for n in range(5000)) + ', "prompt": "a"}'
+        assert read(line).problems[-1].accepted == "4,990 more names that are not fields"
+
+
+class _Endless(io.BytesIO):
+    """A stream that repeats some bytes for ever."""
+
+    def __init__(self, piece: bytes) -> None:
+        self._lines = cycle([piece])
+        self._piece = piece
+
+    def readline(self, size: int | None = -1, /) -> bytes:
+        return self._piece if self._piece.endswith(b"\n") else self._piece * (size or 1)
+
+
+class TestPrompt:
+    @pytest.mark.parametrize("value", ["", "   ", "\n\t"])
+    def test_an_empty_prompt_is_a_problem(self, value: str) -> None:
+        assert problem(prompt=value).accepted == "a text of 1 to 20,000 characters; this one is empty"
+
+    @pytest.mark.parametrize("value", [5, 1.5, True, ["a fox"], {"text": "a fox"}])
+    def test_a_prompt_that_is_no_text_is_a_problem(self, value: object) -> None:
+        assert problem(prompt=value).field == "prompt"
+
+    @pytest.mark.parametrize("line", ["{}", '{"prompt": null}', '{"steps": 4}'])
+    def test_a_missing_prompt_is_a_problem(self, line: str) -> None:
+        assert str(read(line).problems[0]) == "line 1: prompt: missing; a text of 1 to 20,000 characters"
+
+    def test_a_prompt_of_a_novel_is_a_problem(self) -> None:
+        assert problem(prompt="x" * 20_001).accepted.endswith("this one has 20,001")
+
+    def test_a_prompt_in_any_script_is_kept_as_it_is(self) -> None:
+        assert job(prompt=" \u96ea\u306e\u72d0\n\U0001f98a ").prompt == " \u96ea\u306e\u72d0\n\U0001f98a "
+
+    @pytest.mark.parametrize("value", ["a\0b", "\ud83e"])
+    def test_a_prompt_that_no_file_could_carry_is_a_problem(self, value: str) -> None:
+        assert problem(prompt=value).field == "prompt"
+
+    def test_an_empty_negative_prompt_is_kept(self) -> None:
+        assert job(negative_prompt="").negative_prompt == ""
+
+
+class TestNumbers:
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            *[(name, value) for name in ("width", "height") for value in (0, -480, 8193, 10**9)],
+            *[("frames", value) for value in (0, -1, 4098, 10**30)],
+            *[("fps", value) for value in (0, 241, 23.976)],
+            *[("steps", value) for value in (0, -4, 1001, 4.5)],
+            *[("seed", value) for value in (-1, 2**63, 1e18, 10**999)],
+            *[("priority", value) for value in (10**7, 0.5)],
+            *[("guidance_scale", value) for value in (-1, 101, 10**400)],
+            *[("guidance_scale_2", value) for value in (-0.1, 1e9)],
+            *[("true_cfg_scale", value) for value in (-1, 1e9)],
+            *[("boundary_ratio", value) for value in (-0.1, 1.1)],
+            *[("flow_shift", value) for value in (0, -3, 1000)],
+        ],
+    )
+    def test_a_number_out_of_range_is_a_problem(self, name: str, value: object) -> None:
+        pair = {"width": 64, "height": 64} if name in ("width", "height") else {}
+        assert problem(**{**pair, name: value}).field == name
+
+    @pytest.mark.parametrize(
+        "name", ["frames", "steps", "seed", "priority", "guidance_scale", "arrival", "deadline"]
+    )
+    @pytest.mark.parametrize("value", [True, False, [4], {"a": 1}])
+    def test_what_is_no_number_is_a_problem(self, name: str, value: object) -> None:
+        assert problem(**{name: value}).field == name
+
+    @pytest.mark.parametrize("name", ["frames", "steps", "seed", "priority", "guidance_scale", "timeout"])
+    def test_a_number_in_quotes_gets_a_hint(self, name: str) -> None:
+        assert "write it without quotes" in problem(**{name: "8"}).accepted
+
+    @pytest.mark.parametrize(
+        "name", ["frames", "seed", "guidance_scale", "boundary_ratio", "deadline", "arrival"]
+    )
+    @pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e999"])
+    def test_what_json_has_no_number_for_is_named(self, name: str, value: str) -> None:
+        found = read(f'{{"prompt": "a fox", "{name}": {value}}}').problems
+        assert [problem.field for problem in found] == [name]
+
+    def test_an_integer_beyond_all_reading_is_a_problem(self) -> None:
+        assert read('{"prompt": "a", "seed": ' + "9" * 10_000 + "}").problems[0].field == "seed"
+
+    def test_a_whole_float_is_a_whole_number(self) -> None:
+        assert repr(job(steps=20.0).steps) == "20"
+
+    def test_an_integer_is_a_scale(self) -> None:
+        assert repr(job(guidance_scale=5).guidance_scale) == "5.0"
+
+    def test_null_says_nothing(self) -> None:
+        assert job(steps=None, deadline=None) == job()
+
+    def test_the_problem_says_what_is_accepted(self) -> None:
+        assert str(problem(steps=0)) == "line 3: steps = 0: a whole number from 1 to 1,000"
+
+
+class TestSize:
+    @pytest.mark.parametrize("text", ["832x480", "832X480", "832 x 480"])
+    def test_size_is_width_by_height(self, text: str) -> None:
+        assert (job(size=text).width, job(size=text).height) == (832, 480)
+
+    def test_width_and_height_say_the_same(self) -> None:
+        assert job(width=832, height=480) == job(size="832x480")
+
+    def test_size_may_agree_with_width(self) -> None:
+        assert job(size="832x480", width=832).height == 480
+
+    def test_size_may_not_contradict_height(self) -> None:
+        found = problem(size="832x480", height=720)
+        assert (found.field, found.accepted) == (
+            "height",
+            'size = "832x480" says otherwise; give one of the two',
+        )
+
+    @pytest.mark.parametrize(("given", "missing"), [("width", "height"), ("height", "width")])
+    def test_one_side_alone_is_a_problem(self, given: str, missing: str) -> None:
+        found = problem(**{given: 480})
+        assert (found.field, found.accepted) == (missing, "missing; " + f"{given} and {missing} go together")
+
+    @pytest.mark.parametrize(
+        "value",
+        [
+            "",
+            "832",
+            "832x",
+            "x480",
+            "832*480",
+            "0x480",
+            "-832x480",
+            "99999x480",
+            "832x480x49",
+            [832, 480],
+            832,
+        ],
+    )
+    def test_any_other_size_is_a_problem(self, value: object) -> None:
+        assert problem(size=value).field == "size"
+
+    def test_a_size_that_is_fine_and_frames_that_are_fine_may_be_too_much_together(self) -> None:
+        assert (
+            problem(size="4096x4096", frames=1000).accepted
+            == "width x height x frames of at most 4,294,967,296"
+        )
+
+
+class TestTimes:
+    @pytest.mark.parametrize(
+        ("value", "seconds"),
+        [
+            (90, 90.0),
+            (0.5, 0.5),
+            ("90s", 90.0),
+            ("1.5m", 90.0),
+            ("1h30m", 5400.0),
+            ("1h 30m", 5400.0),
+            ("2d", 172_800.0),
+            ("1d2h3m4s", 93_784.0),
+            ("20S", 20.0),
+        ],
+    )
+    def test_a_deadline_counts_from_the_arrival(self, value: object, seconds: float) -> None:
+        assert job(deadline=value).deadline_s == seconds
+
+    @pytest.mark.parametrize(
+        "text", ["2026-11-20T18:00:00+01:00", "2026-11-20 17:00Z", "2026-11-20T12:00-05:00"]
+    )
+    def test_a_deadline_may_be_a_time_in_a_zone(self, text: str) -> None:
+        assert job(deadline=text).deadline_at == datetime(2026, 11, 20, 17, tzinfo=UTC).timestamp()
+
+    def test_a_time_without_a_zone_is_local(self) -> None:
+        assert job(deadline="2026-11-20T18:00").deadline_at == datetime(2026, 11, 20, 18).timestamp()
+
+    @pytest.mark.parametrize("value", BAD_DEADLINES)
+    def test_any_other_deadline_is_a_problem(self, value: object) -> None:
+        assert problem(deadline=value).field == "deadline"
+
+    def test_an_arrival_may_be_zero(self) -> None:
+        assert job(arrival=0).arrival_s == 0.0
+
+    @pytest.mark.parametrize("value", [-1, "later", "2026-11-20T18:00"])
+    def test_an_arrival_is_a_duration(self, value: object) -> None:
+        assert problem(arrival=value).field == "arrival"
+
+    def test_a_timeout_is_a_duration(self) -> None:
+        assert job(timeout="1h").timeout_s == 3600.0
+
+    def test_a_timeout_of_zero_is_a_problem(self) -> None:
+        assert problem(timeout=0).field == "timeout"
+
+    def test_a_deadline_is_due_after_the_arrival(self) -> None:
+        assert due_at(job(deadline=20), arrived_at=1000.0) == 1020.0
+
+    def test_a_date_is_due_whenever_the_job_arrives(self) -> None:
+        assert due_at(job(deadline="2026-11-20T18:00Z"), arrived_at=5.0) == 1_795_197_600.0
+
+    def test_a_date_that_has_passed_is_a_warning(self) -> None:
+        late = passed_deadlines([job(id="fox", deadline="2026-11-20T18:00Z")], now=1_795_197_601.0)
+        assert (late[0].line, late[0].accepted) == (1, "has passed; fox runs and counts as late")
+
+    def test_a_date_before_the_arrival_is_a_warning(self) -> None:
+        spec = job(deadline="2026-11-20T18:00Z", arrival="1h")
+        assert len(passed_deadlines([spec], now=1_795_197_000.0)) == 1
+
+    def test_a_relative_deadline_of_a_new_job_has_not_passed(self) -> None:
+        assert passed_deadlines([job(deadline=1, arrival=10)], now=5e9) == ()
+
+    def test_a_relative_deadline_counts_from_the_journaled_arrival(self) -> None:
+        assert (
+            len(passed_deadlines([job(id="fox", deadline=20)], now=1030.0, arrived_at={"fox": 1000.0})) == 1
+        )
+
+
+class TestUnknownFields:
+    @pytest.mark.parametrize(
+        ("name", "meant"),
+        [
+            ("stpes", "steps"),
+            ("Prompt", "prompt"),
+            ("negative-prompt", "negative_prompt"),
+            ("num_inference_steps", "steps"),
+            ("num_frames", "frames"),
+            ("cfg_scale", "guidance_scale"),
+        ],
+    )
+    def test_the_nearest_name_is_suggested(self, name: str, meant: str) -> None:
+        found = problem(**{name: 1})
+        assert (found.field, found.accepted) == (name, f"not a field; did you mean {meant}?")
+
+    def test_all_names_are_listed_when_none_is_near(self) -> None:
+        assert problem(qqq=1).accepted == f"not a field; the fields are {', '.join(FIELDS)}"
+
+    def test_a_number_of_pictures_is_no_field(self) -> None:
+        assert problem(n=4).accepted == "not a field; write one line per picture"
+
+    def test_a_huge_name_is_shortened(self) -> None:
+        assert len(problem(**{"x" * 100_000: 1}).field or "") <= 80
+
+
+class TestIdAndOutput:
+    @pytest.mark.parametrize("value", ["fox", "Fox_2.final-3", "7", "-", "x" * 120])
+    def test_plain_ids_are_kept(self, value: str) -> None:
+        assert job(id=value).id == value
+
+    @pytest.mark.parametrize("value", BAD_IDS)
+    def test_any_other_id_is_a_problem(self, value: object) -> None:
+        assert problem(id=value).field == "id"
+
+    @pytest.mark.parametrize("value", ["fox.png", "the fox.mp4", "fox.v2.PNG", "\u72d0.png"])
+    def test_plain_file_names_are_kept(self, value: str) -> None:
+        assert job(output=value).output == value
+
+    @pytest.mark.parametrize("value", BAD_OUTPUTS)
+    def test_any_other_output_is_a_problem(self, value: object) -> None:
+        assert problem(output=value).field == "output"
+
+    @pytest.mark.parametrize("second", ["fox", "Fox"])
+    def test_a_second_job_of_one_id_names_both_lines(self, second: str) -> None:
+        found = read(f'{{"prompt": "a", "id": "fox"}}\n#\n{{"prompt": "b", "id": "{second}"}}').problems
+        assert [(problem.line, problem.field) for problem in found] == [(3, "id")]
+        assert "line 1 " in found[0].accepted
+
+    def test_the_first_of_two_equal_ids_is_kept(self) -> None:
+        parsed = read('{"prompt": "a", "id": "fox"}\n{"prompt": "b", "id": "fox"}')
+        assert [spec.prompt for spec in parsed.specs] == ["a"]
+
+    def test_a_faulty_line_still_takes_its_id(self) -> None:
+        found = read('{"prompt": "", "id": "fox"}\n{"prompt": "b", "id": "fox"}').problems
+        assert [(problem.line, problem.field) for problem in found] == [(1, "prompt"), (2, "id")]
+
+    def test_an_id_that_another_job_has_by_default_is_a_problem(self) -> None:
+        by_default = job(prompt="a fox").id
+        found = read(f'{{"prompt": "a fox"}}\n{{"prompt": "b", "id": "{by_default}"}}').problems
+        assert [(problem.line, problem.field) for problem in found] == [(2, "id")]
+
+    @pytest.mark.parametrize("second", ["fox.png", "FOX.png"])
+    def test_a_second_job_of_one_output_names_both_lines(self, second: str) -> None:
+        found = read(
+            f'{{"prompt": "a", "output": "fox.png"}}\n{{"prompt": "b", "output": "{second}"}}'
+        ).problems
+        assert [(problem.line, problem.field) for problem in found] == [(2, "output")]
+        assert found[0].accepted == f"line 1 writes {second}; rename one of them"
+
+    def test_an_output_may_not_be_the_default_of_an_earlier_job(self) -> None:
+        found = read('{"prompt": "a", "id": "fox"}\n{"prompt": "b", "output": "fox.mp4"}').problems
+        assert [(problem.line, problem.field) for problem in found] == [(2, "output")]
+
+    def test_an_output_may_not_be_the_default_of_a_later_job(self) -> None:
+        found = read('{"prompt": "b", "output": "fox.mp4"}\n{"prompt": "a", "id": "fox"}').problems
+        assert [(problem.line, problem.field) for problem in found] == [(2, "id")]
+
+    def test_an_output_may_be_the_own_default(self) -> None:
+        assert read('{"prompt": "a", "id": "fox", "output": "fox.png"}').problems == ()
+
+    def test_a_default_that_is_not_used_is_free(self) -> None:
+        content = '{"prompt": "a", "id": "fox", "output": "x.png"}\n{"prompt": "b", "output": "fox.png"}'
+        assert read(content).problems == ()
+
+
+class TestLabels:
+    @pytest.mark.parametrize("name", ["model", "tag"])
+    @pytest.mark.parametrize("value", ["", " ", "a\nb", "a\0b", " a", "x" * 2000, 5, ["S"]])
+    def test_what_is_no_short_text_is_a_problem(self, name: str, value: object) -> None:
+        assert problem(**{name: value}).field == name
+
+    def test_a_model_is_kept_as_given(self) -> None:
+        assert job(model="Wan-AI/Wan2.2-TI2V-5B-Diffusers").model == "Wan-AI/Wan2.2-TI2V-5B-Diffusers"
+
+
+class TestImage:
+    def test_a_path_is_relative_to_the_job_file(self, tmp_path: Path) -> None:
+        picture(tmp_path / "cape.png")
+        (tmp_path / "jobs.jsonl").write_text('{"prompt": "waves", "image": "cape.png"}')
+        assert read_jobs(tmp_path / "jobs.jsonl").specs[0].image == str(tmp_path / "cape.png")
+
+    def test_an_absolute_path_is_kept(self, tmp_path: Path) -> None:
+        path = picture(tmp_path / "cape.jpg")
+        assert job(image=str(path)).image == str(path)
+
+    def test_a_missing_image_is_named_with_its_path(self, tmp_path: Path) -> None:
+        found = read('{"prompt": "waves", "image": "nope.png"}', tmp_path).problems
+        assert found[0].field == "image"
+        assert found[0].accepted.endswith(f"there is no file {tmp_path / 'nope.png'}")
+
+    def test_a_folder_is_no_image(self, tmp_path: Path) -> None:
+        assert problem(image=str(tmp_path)).accepted.endswith("is not a file")
+
+    def test_a_pipe_is_not_opened(self, tmp_path: Path) -> None:
+        os.mkfifo(tmp_path / "pipe.png")
+        assert problem(image=str(tmp_path / "pipe.png")).accepted.endswith("is not a file")
+
+    def test_a_text_is_no_picture(self, tmp_path: Path) -> None:
+        (tmp_path / "a.png").write_text("hello")
+        assert problem(image=str(tmp_path / "a.png")).accepted.endswith("the file is not a picture")
+
+    @pytest.mark.parametrize("name", ["cape.png", "cape.jpg", "cape.webp"])
+    def test_a_truncated_picture_is_broken(self, tmp_path: Path, name: str) -> None:
+        path = picture(tmp_path / name, size=(256, 256))
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+        assert re.search("picture is broken|not a picture", problem(image=str(path)).accepted)
+
+    def test_a_picture_that_unpacks_to_too_much_is_refused(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(jobimage, "MAX_IMAGE_PIXELS", 1000)
+        assert "64x48 is more than 1,000 pixels" in problem(image=str(picture(tmp_path / "a.png"))).accepted
+
+    def test_what_pillow_calls_a_bomb_is_refused(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
+        assert "the picture has more than" in problem(image=str(picture(tmp_path / "a.png"))).accepted
+
+    def test_a_file_too_large_is_refused(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(jobimage, "MAX_IMAGE_BYTES", 100)
+        assert problem(image=str(picture(tmp_path / "a.png"))).field == "image"
+
+    def test_other_formats_are_refused(self, tmp_path: Path) -> None:
+        assert problem(image=str(picture(tmp_path / "a.gif"))).accepted.endswith("the file is not a picture")
+
+    def test_a_url_gets_a_hint(self) -> None:
+        assert problem(image="https://example.org/fox.png").accepted.endswith(
+            "that is a URL; download it first"
+        )
+
+    def test_one_image_of_many_jobs_is_opened_once(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        picture(tmp_path / "a.png")
+        opened: list[bytes] = []
+        monkeypatch.setattr(jobimage, "_decode", opened.append)
+        read('{"prompt": "a", "image": "a.png"}\n' * 5, tmp_path)
+        assert len(opened) == 1
+
+
+class TestExamples:
+    @pytest.mark.parametrize("path", sorted(JOBS.glob("*.jsonl")), ids=lambda path: path.name)
+    def test_every_example_is_right(self, path: Path) -> None:
+        assert read_jobs(path).problems == ()
+
+    @pytest.mark.parametrize("path", sorted(JOBS.glob("*.jsonl")), ids=lambda path: path.name)
+    def test_every_example_says_how_to_run_it(self, path: Path) -> None:
+        assert f"gfgen run jobs/{path.name}" in path.read_text()
+
+    def test_the_demo_is_a_dozen_jobs_of_two_models(self) -> None:
+        specs = read_jobs(JOBS / "batch.jsonl").specs
+        assert (len(specs), {spec.model for spec in specs}) == (12, {"tiny-wan", "tiny-qwen-image"})
+
+
+class TestDocumentation:
+    def test_every_field_has_a_row_in_order(self) -> None:
+        rows = re.findall(r"^\| `(\w+)` \|", DOCS.read_text(), flags=re.MULTILINE)
+        assert rows == list(FIELDS)
+
+    def test_the_fields_are_frozen(self) -> None:
+        expected = """id prompt negative_prompt model size width height frames fps steps guidance_scale
+            guidance_scale_2 boundary_ratio flow_shift true_cfg_scale seed image deadline arrival timeout
+            priority tag output"""
+        assert list(FIELDS) == expected.split()

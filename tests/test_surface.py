@@ -1,0 +1,145 @@
+"""What users and scripts rely on. A change here is a change for them: say so in CHANGELOG.md."""
+
+import dataclasses
+import inspect
+
+import click
+
+from gfgen import errors
+from gfgen.cli.main import cli
+from gfgen.jobfields import FIELDS
+from gfgen.runtime import events, journal
+from gfgen.snapshot import JobView, Snapshot
+
+
+def options_of(command: click.Command) -> list[str]:
+    return sorted(option for p in command.params for option in p.opts if isinstance(p, click.Option))
+
+
+def subcommand(*names: str) -> click.Command:
+    command: click.Command = cli
+    for name in names:
+        assert isinstance(command, click.Group)
+        found = command.get_command(click.Context(command), name)
+        assert found is not None
+        command = found
+    return command
+
+
+def test_commands():
+    assert cli.list_commands(click.Context(cli)) == ["run", "policies", "models", "plot", "bench"]
+
+
+def test_options_of_run():
+    assert options_of(subcommand("run")) == [
+        "--log-json",
+        "--lookahead",
+        "--model",
+        "--output",
+        "--policy",
+        "--quiet",
+        "--ranks",
+        "--skip-invalid",
+        "--trace",
+        "-o",
+        "-q",
+    ]
+
+
+def test_options_of_the_other_commands():
+    assert options_of(subcommand("plot")) == ["--output", "--title", "-o"]
+    assert options_of(subcommand("models", "make-tiny")) == []
+    assert options_of(subcommand("bench", "runtime")) == ["--tasks"]
+
+
+def test_fields_of_a_job():
+    assert list(FIELDS) == [
+        "id",
+        "prompt",
+        "negative_prompt",
+        "model",
+        "size",
+        "width",
+        "height",
+        "frames",
+        "fps",
+        "steps",
+        "guidance_scale",
+        "guidance_scale_2",
+        "boundary_ratio",
+        "flow_shift",
+        "true_cfg_scale",
+        "seed",
+        "image",
+        "deadline",
+        "arrival",
+        "timeout",
+        "priority",
+        "tag",
+        "output",
+    ]
+
+
+def test_exit_codes():
+    codes = {
+        name: kind.exit_code
+        for name, kind in vars(errors).items()
+        if inspect.isclass(kind) and issubclass(kind, errors.GfgenError)
+    }
+    assert {name for name, code in codes.items() if code == 2} == {
+        "InputError",
+        "JobFileError",
+        "JobError",
+        "ModelError",
+        "PolicyError",
+        "LayoutError",
+    }
+    assert codes["LockedError"] == 75
+    assert errors.InterruptedRunError("", signal_number=2).exit_code == 130
+    assert errors.InterruptedRunError("", signal_number=15).exit_code == 143
+
+
+def test_events_of_the_journal():
+    assert journal.VERSION == 1
+    assert {
+        kind.__name__: [field.name for field in dataclasses.fields(kind)]
+        for kind in vars(events).values()
+        if inspect.isclass(kind) and issubclass(kind, events.Event) and kind is not events.Event
+    } == {
+        "JobArrived": ["time_s", "job_id"],
+        "JobTimedOut": ["time_s", "job_id"],
+        "RankReady": ["time_s", "rank", "incarnation", "startup_s"],
+        "RankLost": ["time_s", "rank", "incarnation", "reason"],
+        "TaskDone": ["time_s", "dispatch", "rank", "started_s", "ended_s", "waited_s", "moved_s"],
+        "TaskFailed": ["time_s", "dispatch", "rank", "reason", "void"],
+        "OutputWritten": ["time_s", "job_id", "path", "size_bytes", "write_s"],
+        "OutputFailed": ["time_s", "job_id", "reason"],
+        "PolicyChanged": ["time_s", "policy", "reason"],
+        "StopRequested": ["time_s", "signal_number"],
+        "Wakeup": ["time_s"],
+    }
+
+
+def test_what_a_policy_sees():
+    assert [field.name for field in dataclasses.fields(Snapshot)] == [
+        "now_s",
+        "open",
+        "busy",
+        "running",
+        "ranks",
+        "islands",
+        "max_degree",
+        "costs",
+    ]
+    assert [field.name for field in dataclasses.fields(JobView)] == [
+        "job_id",
+        "tag",
+        "model",
+        "arrival_s",
+        "deadline_s",
+        "precedence",
+        "next_task",
+        "num_tasks",
+        "remaining_s",
+        "last_layout",
+    ]
