@@ -27,6 +27,7 @@ FLOORS = {
     "gfgen.runtime.writer": 5,
     "gfgen.runtime.state": 6,
     "gfgen.runtime.worker": 6,
+    "gfgen.runtime.worker_jobs": 6,
     "gfgen.runtime.control": 7,
     "gfgen.runtime.workers": 7,
     "gfgen.runtime.simulate": 7,
@@ -57,11 +58,11 @@ def floor_of(module: str) -> int:
 
 
 def imports_of(path: Path) -> set[str]:
-    """Modules that a file imports when it is itself imported, not those inside functions."""
+    """Modules that a file imports when it is itself imported: not inside functions, not for types."""
     found: set[str] = set()
     tree = ast.parse(path.read_text())
-    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-    inside = {node for function in functions for node in ast.walk(function)}
+    later = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) or is_for_types(node)]
+    inside = {node for block in later for node in ast.walk(block)}
     for node in ast.walk(tree):
         if node in inside:
             continue
@@ -72,6 +73,10 @@ def imports_of(path: Path) -> set[str]:
                 is_module = module_exists(node.module, alias.name)
                 found.add(f"{node.module}.{alias.name}" if is_module else node.module)
     return found
+
+
+def is_for_types(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
 
 
 def module_exists(package: str, name: str) -> bool:

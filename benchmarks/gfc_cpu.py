@@ -1,0 +1,151 @@
+"""Times the CPU collectives between real processes and prints a Markdown table.
+
+    python benchmarks/gfc_cpu.py [--ranks 4] [--repeats 2000]
+
+Times are of a rank's own calls, tensors and Python included: median and mean over repeats, then the
+median over ranks. With more ranks than cores calls come in fast and slow ones (some ranks are not
+running), so that the median moves between runs and the mean tells the throughput. Run it on a
+quiet machine: every other process shows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable
+from datetime import date
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import mean, median
+from typing import NamedTuple
+
+import torch
+
+from gfgen.gfc.arena import Plan, create_arena
+from gfgen.gfc.descriptor import Descriptor
+from gfgen.gfc.endpoint import Endpoint
+from gfgen.gfc.group import Group
+from gfgen.layout import Layout
+
+KIB, MIB = 1 << 10, 1 << 20
+
+
+class Timing(NamedTuple):
+    """Of one call, in microseconds."""
+
+    median_us: float
+    mean_us: float
+
+
+def timing(call: Callable[[], object], repeats: int) -> Timing:
+    """Times a call, after a warm-up of a tenth of the repeats."""
+    for _ in range(repeats // 10 + 1):
+        call()
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        call()
+        times.append((time.perf_counter() - start) * 1e6)
+    return Timing(median(times), mean(times))
+
+
+def measure(endpoint: Endpoint, layout: Layout, repeats: int) -> dict[str, Timing]:
+    """All numbers of one rank, by name."""
+    descriptor = Descriptor(1, layout, (1,) * layout.degree)
+    group = endpoint.group(descriptor)
+    group.enter()
+    found = {"barrier": timing(group.barrier, repeats)}
+    for size, times in ((4 * KIB, repeats), (64 * KIB, repeats), (MIB, repeats // 10)):
+        x = torch.zeros(size // 4)
+        exchange = partial(group.all_to_all, x, split_dim=0, concat_dim=0)
+        found[f"all-to-all, {label(size)} a rank"] = timing(exchange, times)
+        found[f"all-gather, {label(size)} a rank"] = timing(partial(group.all_gather, x), times)
+    found["attention there and back, q k v of [1, 64, 8, 16]"] = attention(group, repeats)
+    if endpoint.rank < 2:
+        found["point-to-point, 1 MiB, there and back"] = ping_pong(endpoint, MIB, repeats // 10)
+    # Last, and on one rank while the others sleep: making a group is nobody else's work.
+    group.barrier()
+    if group.slot == 0:
+        found["making a group"] = timing(partial(endpoint.group, descriptor), repeats)
+        found["making a descriptor and its group"] = timing(
+            lambda: endpoint.group(Descriptor(1, layout, (1,) * layout.degree)), repeats
+        )
+    group.barrier()
+    return found
+
+
+def attention(group: Group, repeats: int) -> Timing:
+    num_tokens = 64 // group.size
+    q, k, v = torch.zeros(3, 1, num_tokens, 8, 16)
+    tokens, heads = (num_tokens,) * group.size, (8 // group.size,) * group.size
+
+    def there_and_back() -> None:
+        x, _, _ = group.heads_from_tokens(q, k, v, token_sizes=tokens, head_sizes=heads)
+        group.tokens_from_heads(x, token_sizes=tokens, head_sizes=heads)
+
+    return timing(there_and_back, repeats)
+
+
+def ping_pong(endpoint: Endpoint, size: int, repeats: int) -> Timing:
+    """Ranks 0 and 1 pass a tensor to and fro."""
+    x = torch.zeros(size // 4)
+    peer = 1 - endpoint.rank
+
+    def out_and_in() -> None:
+        if endpoint.rank == 0:
+            endpoint.send(x, to=peer, dispatch=1)
+        y = endpoint.recv(x.shape, x.dtype, source=peer, dispatch=1)
+        if endpoint.rank == 1:
+            endpoint.send(y, to=peer, dispatch=1)
+
+    return timing(out_and_in, repeats)
+
+
+def label(size: int) -> str:
+    return f"{size // MIB} MiB" if size >= MIB else f"{size // KIB} KiB"
+
+
+def serve(rank: int, num_ranks: int, fds: dict[int, int], repeats: int, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    endpoint = Endpoint(Plan(), rank=rank, fds=fds, incarnations=dict.fromkeys(fds, 1))
+    layout = Layout(tuple(range(num_ranks)), ulysses=num_ranks)
+    pipe.send(measure(endpoint, layout, repeats))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, default=4, choices=(2, 4, 8))
+    parser.add_argument("--repeats", type=int, default=2000)
+    options = parser.parse_args()
+    fork = multiprocessing.get_context("fork")
+    fds = {rank: create_arena(Plan(), rank=rank, incarnation=1) for rank in range(options.ranks)}
+    pipes = []
+    for rank in range(options.ranks):
+        ours, theirs = fork.Pipe()
+        arguments = (rank, options.ranks, fds, options.repeats, theirs)
+        fork.Process(target=serve, args=arguments, daemon=True).start()
+        pipes.append(ours)
+    results = [pipe.recv() for pipe in pipes]
+    load = os.getloadavg()[0]
+    print(f"{date.today()}, {cpu_model()}, {os.cpu_count()} cores, {options.ranks} ranks, ", end="")
+    print(f"Python {platform.python_version()}, torch {torch.__version__}, load {load:.1f} at the end")
+    print(f"`python {' '.join(sys.argv)}`\n\n| us | median | mean |\n|---|---|---|")
+    for name in results[0]:
+        medians, means = zip(*(result[name] for result in results if name in result), strict=True)
+        print(f"| {name} | {median(medians):.1f} | {median(means):.1f} |")
+
+
+def cpu_model() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+if __name__ == "__main__":
+    main()
