@@ -180,15 +180,16 @@ def _stream_length(name: str, value: torch.Tensor, spec: ContextParallelInput, r
 
 
 def _shard(x: torch.Tensor, spec: ContextParallelInput, ranks: Ranks) -> torch.Tensor:
-    """This rank's part, as a view; all of it when the tensor is not of the kind the plan means.
+    """This rank's part; all of it when the tensor is not of the kind the plan means.
 
     Text may be shorter than there are ranks. Its last shards are then empty, and flow through
-    the blocks as tensors of no rows.
+    the blocks as tensors of no rows. A copy and no view: compiled blocks depend on strides, and
+    those of a view would tell them the whole length.
     """
     if spec.expected_dims is not None and x.dim() != spec.expected_dims:
         return x
     start, stop = shard_bounds(x.shape[spec.split_dim], ranks.size, ranks.slot)
-    return x.narrow(spec.split_dim, start, stop - start)
+    return x.narrow(spec.split_dim, start, stop - start).clone(memory_format=torch.contiguous_format)
 
 
 def _wrap_globals(module: Any) -> None:

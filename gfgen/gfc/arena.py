@@ -1,0 +1,115 @@
+"""Arenas: the memory of one rank that all ranks and the host map.
+
+The host creates one memfd per rank and incarnation and hands all of them to every worker; memory
+of dead processes goes away with the last descriptor, so a crash leaves nothing in /dev/shm.
+This module does not import torch: the control plane uses it to create arenas and to abort.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+from dataclasses import dataclass
+
+from gfgen.errors import InputError, ProtocolError, RunError
+from gfgen.gfc import native
+from gfgen.gfc.failure import Failure
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The configured sizes, from which every offset in an arena follows.
+
+    data_bytes: for exchanges; what does not fit goes in several rounds.
+    post_bytes: one chunk of point-to-point; each source rank has two of them.
+    first_sequence: where counts start; tests start just before 2**32.
+    """
+
+    data_bytes: int = 64 * MIB
+    post_bytes: int = MIB
+    first_sequence: int = 0
+
+    def __post_init__(self) -> None:
+        # 64 KiB: 8 ranks x 2 banks x 5 kinds of groups keep inboxes of several lines each.
+        if self.data_bytes < 1 << 16 or self.post_bytes < 1 << 10 or self.post_bytes % 128:
+            raise InputError(
+                f"arena sizes: data_bytes starts at 65536 (got {self.data_bytes}), post_bytes is "
+                f"a multiple of 128 from 1024 on (got {self.post_bytes})"
+            )
+
+    def as_native(self) -> native.Plan:
+        return native.Plan(self.data_bytes, self.post_bytes, self.first_sequence, 0)
+
+    @property
+    def arena_bytes(self) -> int:
+        return int(native.library().gfc_arena_bytes(self.as_native()))
+
+    @property
+    def hash(self) -> int:
+        """Equal on ranks that agree on every offset."""
+        return int(native.library().gfc_plan_hash(self.as_native()))
+
+
+def create_arena(plan: Plan, *, rank: int, incarnation: int) -> int:
+    """File descriptor of a fresh arena; the caller owns it.
+
+    Pages are allocated when first written, so an unused arena costs next to nothing.
+    """
+    fd = os.memfd_create(f"gfc-{rank}.{incarnation}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, plan.arena_bytes)
+    # Shrinking would turn every rank's next access into SIGBUS.
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    address = _map(fd, plan)
+    native.library().gfc_arena_format(address, plan.as_native(), rank, incarnation)
+    native.library().gfc_arena_unmap(address, plan.arena_bytes)
+    return fd
+
+
+class Arena:
+    """One rank's arena, mapped into this process. Does not own the file descriptor."""
+
+    def __init__(self, fd: int, plan: Plan, *, rank: int, incarnation: int) -> None:
+        self.rank = rank
+        self.incarnation = incarnation
+        self._num_bytes = plan.arena_bytes
+        self.address = _map(fd, plan)
+        native_plan = plan.as_native()
+        if not native.library().gfc_arena_check(self.address, native_plan, rank, incarnation):
+            self.close()
+            raise ProtocolError(
+                f"the arena given for rank {rank}, incarnation {incarnation} was made for another "
+                f"rank, incarnation or plan (own plan: {plan}, hash {plan.hash:016x})"
+            )
+
+    def abort_through(self, dispatch: int) -> None:
+        """Ends every wait of this rank in dispatches up to this number; they raise AbortedError.
+
+        Rises only: later dispatches are not touched, so it need not be cleared and may come late.
+        """
+        native.library().gfc_arena_abort_through(self.address, dispatch)
+
+    def last_failure(self) -> Failure | None:
+        """The last failed wait of this rank; for reading after it reported, or after its death."""
+        record = native.Record()
+        native.library().gfc_arena_last_failure(self.address, record)
+        return Failure.from_record(record) if record.status != native.OK else None
+
+    def close(self) -> None:
+        """Unmaps; harmless when repeated."""
+        if self.address:
+            native.library().gfc_arena_unmap(self.address, self._num_bytes)
+            self.address = 0
+
+
+def _map(fd: int, plan: Plan) -> int:
+    num_bytes = plan.arena_bytes
+    if os.fstat(fd).st_size < num_bytes:
+        raise ProtocolError(f"an arena of {os.fstat(fd).st_size} bytes, the plan has {num_bytes}")
+    address = int(native.library().gfc_arena_map(fd, num_bytes))
+    if not address:
+        reason = os.strerror(ctypes.get_errno())
+        raise RunError(f"mapping an arena of {num_bytes} bytes failed: {reason}")
+    return address

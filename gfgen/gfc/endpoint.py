@@ -1,0 +1,138 @@
+"""A rank's end of the group-free collectives: its view of all arenas.
+
+Set up once per process; groups are then made from descriptors without touching anyone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from gfgen.errors import RunError
+from gfgen.gfc import native
+from gfgen.gfc.arena import Arena, Plan
+from gfgen.gfc.descriptor import Descriptor
+from gfgen.gfc.failure import Failure
+from gfgen.gfc.group import Group
+
+
+class Endpoint:
+    """One rank's collectives and point-to-point transfers.
+
+    fds: arena of every rank, the own one included, as `create_arena` made them; may be closed
+    afterwards. timeout_s bounds each wait inside a task.
+    One thread runs tasks. Another may send and receive, if each edge and direction is used by
+    one thread at a time. `abort_through` may be called from any thread at any time.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        rank: int,
+        fds: Mapping[int, int],
+        incarnations: Mapping[int, int],
+        timeout_s: float = 30.0,
+    ) -> None:
+        self.plan = plan
+        self.rank = rank
+        self.timeout_ns = _nanoseconds(timeout_s)
+        self.native: ctypes.CDLL = native.library()
+        self.context = int(self.native.gfc_context_create(plan.as_native(), rank))
+        if not self.context:
+            raise RunError(f"rank {rank}: no memory for the collectives' context")
+        self._arenas: dict[int, Arena] = {}
+        for peer, fd in fds.items():
+            self._map(peer, fd, incarnations[peer])
+
+    def group(self, descriptor: Descriptor) -> Group:
+        """The whole layout's group, as this rank sees it."""
+        return Group(self, descriptor)
+
+    def send(
+        self, x: Tensor, *, to: int, dispatch: int, label: int = 0, timeout_s: float | None = None
+    ) -> None:
+        """Pushes a tensor to a rank; returns when its last bytes lie in that rank's arena.
+
+        Waits for the receiver only beyond two chunks of `Plan.post_bytes`. `label` tells
+        transfers of one dispatch between the same ranks apart. Without `timeout_s` it waits
+        until the host aborts the dispatch.
+        """
+        self._transfer(self.native.gfc_send, x, to, dispatch, label, timeout_s)
+
+    def recv(
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        *,
+        source: int,
+        dispatch: int,
+        label: int = 0,
+        timeout_s: float | None = None,
+    ) -> Tensor:
+        """The tensor that `source` sends under this dispatch and label; see `send`."""
+        x = torch.empty(tuple(shape), dtype=dtype)
+        self._transfer(self.native.gfc_recv, x, source, dispatch, label, timeout_s)
+        return x
+
+    def abort_through(self, dispatch: int) -> None:
+        """Ends this rank's waits in dispatches up to this number; see `Arena.abort_through`."""
+        self._arenas[self.rank].abort_through(dispatch)
+
+    def replace_peer(self, rank: int, fd: int, incarnation: int) -> None:
+        """Maps the arena of a rank's new incarnation in place of the old one.
+
+        For when this rank runs nothing that involves that rank; its edge starts anew.
+        """
+        old = self._arenas.pop(rank, None)
+        self._map(rank, fd, incarnation)
+        if old is not None:
+            old.close()
+
+    def restart_edges(self, peers: Sequence[int]) -> None:
+        """Starts point-to-point with these ranks anew, after an aborted dispatch.
+
+        Every survivor of the layout does it after all of them have left the dispatch and before
+        any of them gets the next one. Exchanges need nothing: they start anew at each entry.
+        """
+        for peer in peers:
+            if peer != self.rank:
+                self.native.gfc_context_restart_edge(self.context, peer)
+
+    def close(self) -> None:
+        """Unmaps everything; harmless when repeated."""
+        for arena in self._arenas.values():
+            arena.close()
+        self._arenas.clear()
+        self.native.gfc_context_destroy(self.context)
+        self.context = 0
+
+    def _map(self, rank: int, fd: int, incarnation: int) -> None:
+        arena = Arena(fd, self.plan, rank=rank, incarnation=incarnation)
+        self._arenas[rank] = arena
+        self.native.gfc_context_map(self.context, rank, incarnation, arena.address)
+
+    def _transfer(
+        self,
+        function: ctypes._NamedFuncPointer,
+        x: Tensor,
+        peer: int,
+        dispatch: int,
+        label: int,
+        timeout_s: float | None,
+    ) -> None:
+        assert peer != self.rank and peer in self._arenas
+        item_bytes = x.element_size()
+        strides = [stride * item_bytes for stride in x.stride()]
+        block = native.Block(x.data_ptr(), x.dim(), item_bytes, tuple(x.shape), tuple(strides))
+        failure = native.Record()
+        status = function(self.context, peer, dispatch, label, block, _nanoseconds(timeout_s), failure)
+        if status != native.OK:
+            raise Failure.from_record(failure).as_error()
+
+
+def _nanoseconds(timeout_s: float | None) -> int:
+    return 0 if timeout_s is None else max(1, int(timeout_s * 1e9))

@@ -1,0 +1,218 @@
+"""Groups of ranks and their collectives on CPU tensors.
+
+Bytes only move, so any dtype will do. Sizes of shards are arguments, derived by the caller from
+global shapes, and are never exchanged. Results are fresh tensors; nothing that is returned lies
+in an arena. Every rank of a group makes the same calls in the same order.
+
+Legend: B batch, S tokens of the whole sequence, L tokens of this rank, H heads, h heads of this
+rank, D head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from gfgen.errors import LayoutError
+from gfgen.gfc import native
+from gfgen.gfc.descriptor import KINDS, Descriptor, Kind, member_slots
+from gfgen.gfc.failure import Failure
+from gfgen.gfc.reshard import POINTERS, Reshard, Sizes, reshard, reshard_along, shard_sizes
+
+if TYPE_CHECKING:
+    from gfgen.gfc.endpoint import Endpoint
+
+
+class Collectives(Protocol):
+    """What models use of a group; the real one and the fake of tests have it."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]: ...
+    @property
+    def slot(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    def subgroup(self, kind: Kind) -> Collectives: ...
+    def enter(self) -> None: ...
+    def barrier(self) -> None: ...
+    def all_gather(self, x: Tensor, *, dim: int = 0, sizes: Sizes | None = None) -> Tensor: ...
+    def all_to_all(
+        self,
+        x: Tensor,
+        *,
+        split_dim: int,
+        concat_dim: int,
+        split_sizes: Sizes | None = None,
+        concat_sizes: Sizes | None = None,
+    ) -> Tensor: ...
+    def heads_from_tokens(
+        self, *tensors: Tensor, token_sizes: Sizes, head_sizes: Sizes | None = None
+    ) -> tuple[Tensor, ...]: ...
+    def tokens_from_heads(self, x: Tensor, *, token_sizes: Sizes, head_sizes: Sizes) -> Tensor: ...
+    def broadcast(
+        self, x: Tensor | None, *, root: int, shape: Sequence[int], dtype: torch.dtype
+    ) -> Tensor: ...
+
+
+class Group:
+    """The ranks of a dispatch, or a subgroup of them, as one rank sees it.
+
+    Made by `Endpoint.group`. Once a wait fails, the task is poisoned: every later collective of
+    it, in any subgroup, raises the same error at once.
+    """
+
+    __slots__ = ("_endpoint", "_kind", "_task", "descriptor", "ranks", "slot")
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        descriptor: Descriptor,
+        *,
+        kind: Kind = "whole",
+        task: native.Task | None = None,
+    ) -> None:
+        layout = descriptor.layout
+        if task is None:
+            task = native.Task()
+            encoded = descriptor.encode(endpoint.rank)
+            endpoint.native.gfc_task_begin(task, encoded, endpoint.timeout_ns)
+        slots = member_slots(layout.degrees, kind, task.group.slot)
+        self._endpoint = endpoint
+        self._task = task
+        self._kind = KINDS[kind]
+        self.descriptor = descriptor
+        self.ranks = tuple(layout.ranks[slot] for slot in slots)
+        self.slot = slots.index(task.group.slot)
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def subgroup(self, kind: Kind) -> Group:
+        """The group of this kind that this rank belongs to; costs no communication."""
+        return Group(self._endpoint, self.descriptor, kind=kind, task=self._task)
+
+    def enter(self) -> None:
+        """The entry barrier of the dispatch: once, on the whole layout, before anything else.
+
+        Waits until every rank has come or the host aborts the dispatch; a peer behind a long
+        task is not dead.
+        """
+        self._check(self._endpoint.native.gfc_enter(self._endpoint.context, self._task))
+
+    def barrier(self) -> None:
+        """Returns after every rank of the group has called it."""
+        self._move((), ())
+
+    def all_gather(self, x: Tensor, *, dim: int = 0, sizes: Sizes | None = None) -> Tensor:
+        """Every rank's `x` behind each other along `dim`; `sizes` (by slot) if they differ."""
+        dim %= x.dim()
+        concat_sizes = sizes or (x.shape[dim],) * self.size
+        return self._exchange((x,), split_dim=-1, concat_dim=dim, split_sizes=(), concat_sizes=concat_sizes)[
+            0
+        ]
+
+    def all_to_all(
+        self,
+        x: Tensor,
+        *,
+        split_dim: int,
+        concat_dim: int,
+        split_sizes: Sizes | None = None,
+        concat_sizes: Sizes | None = None,
+    ) -> Tensor:
+        """From a shard of `concat_dim` with all of `split_dim` to the contrary.
+
+        Sizes are by slot. Without `split_sizes`, the dimension is cut as `shard_bounds` does;
+        without `concat_sizes`, every rank has as many as this one. With `split_dim ==
+        concat_dim` each rank gets an equal part of every rank's `x`, in the order of slots.
+        """
+        split_dim, concat_dim = split_dim % x.dim(), concat_dim % x.dim()
+        if split_dim == concat_dim:
+            shape = reshard_along(x.shape, x.stride(), x.element_size(), self.slot, split_dim, self.size)
+            return self._move((x,), (shape,))[0]
+        return self._exchange(
+            (x,),
+            split_dim=split_dim,
+            concat_dim=concat_dim,
+            split_sizes=split_sizes or shard_sizes(x.shape[split_dim], self.size),
+            concat_sizes=concat_sizes or (x.shape[concat_dim],) * self.size,
+        )[0]
+
+    def heads_from_tokens(
+        self, *tensors: Tensor, token_sizes: Sizes, head_sizes: Sizes | None = None
+    ) -> tuple[Tensor, ...]:
+        """Attention's way in: all tokens of this rank's heads, for q, k and v in one exchange.
+
+        Shapes: each [B, L, H, D] with any strides -> [B, S, h, D] contiguous.
+        Raises: LayoutError when a rank would have no head.
+        """
+        num_heads = tensors[0].shape[2]
+        head_sizes = head_sizes or shard_sizes(num_heads, self.size)
+        if min(head_sizes) < 1:
+            raise LayoutError(f"{num_heads} heads cannot be split over {self.size} ranks")
+        return self._exchange(
+            tensors, split_dim=2, concat_dim=1, split_sizes=head_sizes, concat_sizes=token_sizes
+        )
+
+    def tokens_from_heads(self, x: Tensor, *, token_sizes: Sizes, head_sizes: Sizes) -> Tensor:
+        """Attention's way out: all heads of this rank's tokens.
+
+        Shapes: [B, S, h, D] with any strides -> [B, L, H, D] contiguous.
+        """
+        return self._exchange(
+            (x,), split_dim=1, concat_dim=2, split_sizes=token_sizes, concat_sizes=head_sizes
+        )[0]
+
+    def broadcast(self, x: Tensor | None, *, root: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A copy of the root rank's `x`, which the others leave out; `root` is a global rank."""
+        if root not in self.ranks:
+            raise LayoutError(f"root rank {root} is not in the group {self.ranks}")
+        is_root = root == self.ranks[self.slot]
+        if is_root and (x is None or tuple(x.shape) != tuple(shape) or x.dtype != dtype):
+            raise ValueError(f"the root gives {shape} {dtype}, not {x if x is None else x.shape}")
+        num_items = torch.Size(shape).numel()
+        flat = x.reshape(-1) if is_root and x is not None else torch.empty(0, dtype=dtype)
+        sizes = tuple(num_items if rank == root else 0 for rank in self.ranks)
+        result = self._exchange((flat,), split_dim=-1, concat_dim=0, split_sizes=(), concat_sizes=sizes)[0]
+        return result.view(tuple(shape))
+
+    def _exchange(
+        self,
+        tensors: Sequence[Tensor],
+        *,
+        split_dim: int,
+        concat_dim: int,
+        split_sizes: Sizes,
+        concat_sizes: Sizes,
+    ) -> tuple[Tensor, ...]:
+        split, concat, slot = tuple(split_sizes), tuple(concat_sizes), self.slot
+        if len(concat) != self.size:
+            raise LayoutError(f"{self.size} ranks need as many sizes, got {concat}")
+        return self._move(
+            tensors,
+            [
+                reshard(x.shape, x.stride(), x.element_size(), slot, split_dim, concat_dim, split, concat)
+                for x in tensors
+            ],
+        )
+
+    def _move(self, tensors: Sequence[Tensor], shapes: Sequence[Reshard]) -> tuple[Tensor, ...]:
+        results = []
+        parts = b""
+        for x, shape in zip(tensors, shapes, strict=True):
+            assert x.device.type == "cpu" and not x.is_conj() and not x.is_neg()
+            result = torch.empty(shape.result_shape, dtype=x.dtype)
+            parts += POINTERS.pack(x.data_ptr(), result.data_ptr()) + shape.native_part
+            results.append(result)
+        endpoint = self._endpoint
+        status = endpoint.native.gfc_exchange(endpoint.context, self._task, self._kind, parts, len(results))
+        self._check(status)
+        return tuple(results)
+
+    def _check(self, status: int) -> None:
+        if status != native.OK:
+            raise Failure.from_record(self._task.failure).as_error()

@@ -1,0 +1,148 @@
+"""The C interface of csrc/gfc as ctypes; structures mirror the headers field by field.
+
+ctypes releases the interpreter lock during each call, so a control thread can set the abort word
+while the task thread waits for a peer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, Structure, c_char_p, c_int, c_int32, c_int64, c_uint8, c_uint32, c_uint64
+from functools import cache
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+from gfgen.errors import RunError
+
+MAX_RANKS = 8
+MAX_DIMS = 8
+NUM_KINDS = 5
+
+OK, TIMED_OUT, ABORTED, PROTOCOL, STALE_MAP = range(5)
+WHOLE, HALF, ULYSSES, RING, PAIR = range(NUM_KINDS)
+
+
+class Plan(Structure):
+    """csrc/gfc/plan.h"""
+
+    _fields_ = [
+        ("data_bytes", c_uint64),
+        ("post_bytes", c_uint64),
+        ("first_sequence", c_uint32),
+        ("unused", c_uint32),
+    ]
+
+
+class Descriptor(Structure):
+    """csrc/gfc/descriptor.h"""
+
+    _fields_ = [
+        ("dispatch", c_uint64),
+        ("incarnation", c_uint32 * MAX_RANKS),
+        ("rank", c_uint8 * MAX_RANKS),
+        ("num_ranks", c_uint8),
+        ("slot", c_uint8),
+        ("cfg", c_uint8),
+        ("ulysses", c_uint8),
+        ("ring", c_uint8),
+        ("unused", c_uint8 * 3),
+    ]
+
+
+class Record(Structure):
+    """csrc/gfc/protocol.h"""
+
+    _fields_ = [
+        ("status", c_int32),
+        ("rank", c_int32),
+        ("peer", c_int32),
+        ("line", c_uint32),
+        ("dispatch", c_uint64),
+        ("expected", c_uint64),
+        ("seen", c_uint64),
+    ]
+
+
+class Task(Structure):
+    """csrc/gfc/protocol.h"""
+
+    _fields_ = [
+        ("group", Descriptor),
+        ("seed", c_uint64),
+        ("timeout_ns", c_uint64),
+        ("exchanges", c_uint64 * MAX_RANKS),
+        ("instances", c_uint64 * NUM_KINDS),
+        ("failure", Record),
+    ]
+
+
+class Part(Structure):
+    """csrc/gfc/reshard.h"""
+
+    _fields_ = [
+        ("input", c_uint64),
+        ("output", c_uint64),
+        ("item_bytes", c_int32),
+        ("num_dims", c_int32),
+        ("split_dim", c_int32),
+        ("concat_dim", c_int32),
+        ("shape", c_int64 * MAX_DIMS),
+        ("input_stride", c_int64 * MAX_DIMS),
+        ("output_stride", c_int64 * MAX_DIMS),
+        ("split_sizes", c_int64 * MAX_RANKS),
+        ("concat_sizes", c_int64 * MAX_RANKS),
+    ]
+
+
+class Block(Structure):
+    """csrc/gfc/strided.h"""
+
+    _fields_ = [
+        ("base", c_uint64),
+        ("num_dims", c_int),
+        ("item_bytes", c_int64),
+        ("extent", c_int64 * MAX_DIMS),
+        ("stride", c_int64 * MAX_DIMS),
+    ]
+
+
+# Name -> result, arguments. Addresses are plain integers: they come from mmap and data_ptr().
+_ADDRESS = c_uint64
+_PLAN, _RECORD, _TASK, _BLOCK = POINTER(Plan), POINTER(Record), POINTER(Task), POINTER(Block)
+_SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
+    "gfc_arena_bytes": (c_uint64, (_PLAN,)),
+    "gfc_plan_hash": (c_uint64, (_PLAN,)),
+    "gfc_arena_map": (_ADDRESS, (c_int, c_uint64)),
+    "gfc_arena_unmap": (None, (_ADDRESS, c_uint64)),
+    "gfc_arena_format": (None, (_ADDRESS, _PLAN, c_int, c_uint32)),
+    "gfc_arena_check": (c_int, (_ADDRESS, _PLAN, c_int, c_uint32)),
+    "gfc_arena_abort_through": (None, (_ADDRESS, c_uint64)),
+    "gfc_arena_last_failure": (None, (_ADDRESS, _RECORD)),
+    "gfc_context_create": (_ADDRESS, (_PLAN, c_int)),
+    "gfc_context_destroy": (None, (_ADDRESS,)),
+    "gfc_context_map": (None, (_ADDRESS, c_int, c_uint32, _ADDRESS)),
+    "gfc_context_restart_edge": (None, (_ADDRESS, c_int)),
+    "gfc_task_begin": (None, (_TASK, c_char_p, c_uint64)),
+    "gfc_enter": (c_int, (_ADDRESS, _TASK)),
+    "gfc_exchange": (c_int, (_ADDRESS, _TASK, c_uint32, c_char_p, c_int)),
+    "gfc_send": (c_int, (_ADDRESS, c_int, c_uint64, c_uint32, _BLOCK, c_uint64, _RECORD)),
+    "gfc_recv": (c_int, (_ADDRESS, c_int, c_uint64, c_uint32, _BLOCK, c_uint64, _RECORD)),
+}
+
+
+@cache
+def library() -> ctypes.CDLL:
+    """The native library, loaded once; raises RunError when it was not built."""
+    candidates = [Path(__file__).with_name("_native" + suffix) for suffix in EXTENSION_SUFFIXES]
+    path = next((path for path in candidates if path.exists()), None)
+    if path is None:
+        raise RunError(
+            f"the native library is missing ({candidates[0].name}): install gfgen, or build it in "
+            "place with `python setup.py build_ext --inplace`"
+        )
+    loaded = ctypes.CDLL(str(path), use_errno=True)
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(loaded, name)
+        function.restype = result
+        function.argtypes = arguments
+    return loaded

@@ -1,0 +1,120 @@
+"""Shapes of an exchange: from a shard of one dimension to a shard of another.
+
+Pure arithmetic, remembered by its arguments: a model asks for the same few over and over, and
+working one out takes longer than the exchange of a small tensor.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from math import prod
+from typing import NamedTuple
+
+from gfgen.errors import LayoutError
+from gfgen.gfc import native
+from gfgen.layout import shard_bounds
+
+Sizes = Sequence[int]
+
+POINTERS = struct.Struct("<QQ")
+_PART = struct.Struct(f"<iiii{3 * native.MAX_DIMS}q{2 * native.MAX_RANKS}q")
+assert native.MAX_DIMS == native.MAX_RANKS  # _padded serves both
+assert POINTERS.size + _PART.size == ctypes.sizeof(native.Part)
+
+
+class Reshard(NamedTuple):
+    """What one tensor of an exchange becomes, and the native.Part behind its two pointers."""
+
+    result_shape: tuple[int, ...]
+    native_part: bytes
+
+
+@lru_cache(maxsize=1024)
+def shard_sizes(length: int, num_shards: int) -> tuple[int, ...]:
+    """Lengths of all shards of a dimension; longer ones come first."""
+    bounds = (shard_bounds(length, num_shards, idx) for idx in range(num_shards))
+    return tuple(stop - start for start, stop in bounds)
+
+
+@lru_cache(maxsize=1024)
+def reshard(
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    item_bytes: int,
+    slot: int,
+    split_dim: int,
+    concat_dim: int,
+    split_sizes: tuple[int, ...],
+    concat_sizes: tuple[int, ...],
+) -> Reshard:
+    """The exchange as one slot sees it; split_dim -1 sends the whole tensor to every slot."""
+    _check(shape, slot, split_dim, concat_dim, split_sizes, concat_sizes)
+    result = list(shape)
+    if split_dim >= 0:
+        result[split_dim] = split_sizes[slot]
+    result[concat_dim] = sum(concat_sizes)
+    part = _PART.pack(
+        item_bytes,
+        len(shape),
+        split_dim,
+        concat_dim,
+        *_padded(shape),
+        *_padded(step * item_bytes for step in stride),
+        *_padded(step * item_bytes for step in contiguous_stride(result)),
+        *_padded(split_sizes),
+        *_padded(concat_sizes),
+    )
+    return Reshard(tuple(result), part)
+
+
+@lru_cache(maxsize=1024)
+def reshard_along(
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    item_bytes: int,
+    slot: int,
+    dim: int,
+    num_slots: int,
+) -> Reshard:
+    """Equal parts of one dimension, part p to slot p; what comes is joined along it by slot."""
+    if shape[dim] % num_slots:
+        raise LayoutError(
+            f"dimension {dim} of {shape} cannot be cut in {num_slots} equal parts; give another concat_dim"
+        )
+    # [.., P * n, ..] seen as [.., P, 1, n, ..]: split the first, concatenate along the second.
+    n = shape[dim] // num_slots
+    parts = (*shape[:dim], num_slots, 1, n, *shape[dim + 1 :])
+    steps = (*stride[:dim], n * stride[dim], 0, *stride[dim:])
+    ones = (1,) * num_slots
+    inner = reshard(parts, steps, item_bytes, slot, dim, dim + 1, ones, ones)
+    return Reshard(shape, inner.native_part)
+
+
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides, in items, of a contiguous tensor."""
+    return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+def _check(
+    shape: tuple[int, ...], slot: int, split_dim: int, concat_dim: int, split: Sizes, concat: Sizes
+) -> None:
+    num_slots = len(concat)
+    if len(shape) > native.MAX_DIMS:
+        raise LayoutError(f"tensors have at most {native.MAX_DIMS} dimensions, got {shape}")
+    if not 0 <= slot < num_slots or shape[concat_dim] != concat[slot]:
+        raise LayoutError(
+            f"slot {slot} gives {shape[concat_dim]} along dimension {concat_dim} of {shape}, but "
+            f"the sizes by slot are {concat}"
+        )
+    if split_dim < 0:
+        return
+    if len(split) != num_slots or shape[split_dim] != sum(split):
+        raise LayoutError(f"dimension {split_dim} of {shape} is not the sum of {split} for {num_slots} slots")
+
+
+def _padded(values: Iterable[int]) -> tuple[int, ...]:
+    found = tuple(values)
+    return found + (0,) * (native.MAX_DIMS - len(found))
