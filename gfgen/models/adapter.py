@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 
 from gfgen.jobspec import JobSpec
+from gfgen.models.parallel import Parallel
 
 Scalar = int | float | bool | str | None | list[int] | list[float]
 
@@ -45,9 +46,23 @@ class Adapter(Protocol):
         ...
 
     def denoise(
-        self, spec: JobSpec, prompt: Fields, condition: Fields, latents: Fields, *, step: int
+        self,
+        spec: JobSpec,
+        prompt: Fields,
+        condition: Fields,
+        latents: Fields,
+        *,
+        step: int,
+        parallel: Parallel | None = None,
     ) -> Fields:
-        """The artifact `latents` after denoising step `step` (from 0)."""
+        """The artifact `latents` after denoising step `step` (from 0).
+
+        With `parallel`, all ranks of a layout make the same call together: each is given all of
+        every artifact and returns all of the result, bitwise the same on each, and the same for
+        the same degrees on any other ranks.
+
+        Raises: LayoutError for degrees that this job does not allow.
+        """
         ...
 
     def decode(self, spec: JobSpec, latents: Fields) -> torch.Tensor:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from gfgen.errors import ModelError
+from gfgen.errors import LayoutError, ModelError
 from gfgen.graph import Stage, Trajectory
 from gfgen.jobspec import JobSpec
 from gfgen.models.geometry_files import Checkpoint, read_checkpoint
@@ -62,6 +62,11 @@ class Geometry(Protocol):
         """Length of the sequence that the transformer sees of the picture or video."""
         ...
 
+    @property
+    def num_heads(self) -> int:
+        """Attention heads of the transformer: the most ranks that can share a sequence."""
+        ...
+
     def uses_cfg(self, spec: JobSpec) -> bool:
         """Whether a step evaluates two branches of classifier-free guidance."""
         ...
@@ -103,6 +108,31 @@ def shipped_geometry(name: str) -> Geometry:
     files = read_checkpoint(CONFIGS / name, with_weights=False)
     num_parameters = sum(files.settings["num_parameters"].values())
     return _build(files, weights_bytes=STORED_BYTES * num_parameters)
+
+
+def max_sequence_degree(geometry: Geometry, spec: JobSpec) -> int:
+    """The most ranks that can share the sequence of one guidance branch of a job as run."""
+    return min(geometry.num_heads, geometry.num_tokens(spec))
+
+
+def max_degree(geometry: Geometry, spec: JobSpec) -> int:
+    """The most ranks that can share a denoising step of a job as run."""
+    return max_sequence_degree(geometry, spec) * (2 if geometry.uses_cfg(spec) else 1)
+
+
+def check_degrees(geometry: Geometry, spec: JobSpec, degrees: tuple[int, int, int]) -> None:
+    """Refuse degrees (`Layout.degrees`) in which a denoising step of this job cannot run.
+
+    Raises: LayoutError that says what the job has and what the degrees would need.
+    """
+    cfg, ulysses, ring = degrees
+    if ring > 1:
+        raise LayoutError(f"ring degree {ring} is not supported yet; use cfg and ulysses degrees instead")
+    if cfg > 1 and not geometry.uses_cfg(spec):
+        raise LayoutError(f"cfg degree {cfg} needs as many guidance branches, and job {spec.id!r} has one")
+    for number, things in ((geometry.num_heads, "attention heads"), (geometry.num_tokens(spec), "tokens")):
+        if ulysses > number:
+            raise LayoutError(f"job {spec.id!r} has {number} {things}, too few for ulysses degree {ulysses}")
 
 
 def _build(files: Checkpoint, *, weights_bytes: int) -> Geometry:

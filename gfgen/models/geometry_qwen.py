@@ -44,6 +44,7 @@ class QwenGeometry:
     family: str
     defaults: Mapping[str, Any]
     num_layers: int
+    num_heads: int
     inner_dim: int
     text_dim: int
     in_channels: int
@@ -149,6 +150,7 @@ def qwen_geometry(checkpoint: Checkpoint, *, weights_bytes: int) -> QwenGeometry
         family="qwen-image",
         defaults=rules.merge_defaults(FAMILY_DEFAULTS, checkpoint.settings, where=where),
         num_layers=checkpoint.value("transformer", "num_layers"),
+        num_heads=heads,
         inner_dim=heads * checkpoint.value("transformer", "attention_head_dim"),
         text_dim=checkpoint.value("transformer", "joint_attention_dim"),
         in_channels=checkpoint.value("transformer", "in_channels"),

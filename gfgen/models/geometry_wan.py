@@ -70,6 +70,7 @@ class WanGeometry:
     family: str
     defaults: Mapping[str, Any]
     num_layers: int
+    num_heads: int
     inner_dim: int
     ffn_dim: int
     text_dim: int
@@ -223,6 +224,7 @@ def wan_geometry(checkpoint: Checkpoint, *, weights_bytes: int) -> WanGeometry:
         family=family,
         defaults=_defaults_of(checkpoint, family),
         num_layers=checkpoint.value("transformer", "num_layers"),
+        num_heads=heads,
         inner_dim=heads * checkpoint.value("transformer", "attention_head_dim"),
         ffn_dim=checkpoint.value("transformer", "ffn_dim"),
         text_dim=transformer.get("text_dim", 4096),

@@ -10,6 +10,7 @@ Source: diffusers 0.42 QwenImagePipeline.__call__.
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,11 @@ from gfgen.models.components import load_pipeline
 from gfgen.models.geometry import Geometry
 from gfgen.models.geometry_qwen import MAX_TEXT_TOKENS
 from gfgen.models.geometry_rules import known
+from gfgen.models.guidance import predict_branches
 from gfgen.models.latents import denormalize_latents
+from gfgen.models.parallel import Parallel
 from gfgen.models.pictures import to_uint8
+from gfgen.models.sequence_parallel import install
 
 
 class QwenImageAdapter:
@@ -62,15 +66,24 @@ class QwenImageAdapter:
 
     @torch.no_grad()
     def denoise(
-        self, spec: JobSpec, prompt: Fields, condition: Fields, latents: Fields, *, step: int
+        self,
+        spec: JobSpec,
+        prompt: Fields,
+        condition: Fields,
+        latents: Fields,
+        *,
+        step: int,
+        parallel: Parallel | None = None,
     ) -> Fields:
         scheduler = self._scheduler(spec)
         sample_BSC = solver.restore_state(scheduler, latents)
         timestep = scheduler.timesteps[step]
         inputs = self._model_inputs(spec, sample_BSC, timestep=timestep)
-        predicted_BSC = self._predict(inputs, prompt.tensors["prompt_embeds"])
-        if self.geometry.uses_cfg(spec):
-            unguided_BSC = self._predict(inputs, prompt.tensors["negative_prompt_embeds"])
+        predict = functools.partial(self._predict, inputs)
+        predicted_BSC, unguided_BSC = predict_branches(
+            predict, prompt, spec=spec, geometry=self.geometry, parallel=parallel
+        )
+        if unguided_BSC is not None:
             predicted_BSC = _guide(predicted_BSC, unguided_BSC, scale=known(spec.true_cfg_scale))
         sample_BSC = scheduler.step(predicted_BSC, timestep, sample_BSC, return_dict=False)[0]
         return solver.detach_from(latents, solver.save_state(scheduler, sample_BSC))
@@ -133,6 +146,7 @@ def load_qwen_image(
 ) -> QwenImageAdapter:
     """The adapter of a Qwen-Image checkpoint, its components on the device."""
     pipeline = load_pipeline(QwenImagePipeline, checkpoint, device=device, dtype=dtype)
+    install(pipeline.transformer)
     return QwenImageAdapter(geometry, pipeline=pipeline, device=device)
 
 

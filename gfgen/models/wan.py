@@ -10,6 +10,7 @@ Source: diffusers 0.42 WanPipeline.__call__ and WanImageToVideoPipeline.__call__
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,11 @@ from gfgen.models.components import load_pipeline
 from gfgen.models.geometry import Geometry
 from gfgen.models.geometry_rules import known
 from gfgen.models.geometry_wan import TEXT_TOKENS
+from gfgen.models.guidance import predict_branches
 from gfgen.models.latents import denormalize_latents
+from gfgen.models.parallel import Parallel
 from gfgen.models.pictures import load_image, to_uint8
+from gfgen.models.sequence_parallel import install
 
 SHIFT_NAMES = {"UniPCMultistepScheduler": "flow_shift", "FlowMatchEulerDiscreteScheduler": "shift"}
 """What each scheduler class calls the flow shift in its config."""
@@ -80,7 +84,14 @@ class WanAdapter:
 
     @torch.no_grad()
     def denoise(
-        self, spec: JobSpec, prompt: Fields, condition: Fields, latents: Fields, *, step: int
+        self,
+        spec: JobSpec,
+        prompt: Fields,
+        condition: Fields,
+        latents: Fields,
+        *,
+        step: int,
+        parallel: Parallel | None = None,
     ) -> Fields:
         scheduler = self._scheduler(spec)
         sample_BCTHW = solver.restore_state(scheduler, latents)
@@ -91,9 +102,11 @@ class WanAdapter:
             "hidden_states": self._model_input(sample_BCTHW, image_BCTHW),
             "timestep": self._model_timestep(timestep, sample_BCTHW, has_image=image_BCTHW is not None),
         }
-        predicted = self._predict(expert, inputs, prompt.tensors["prompt_embeds"])
-        if self.geometry.uses_cfg(spec):
-            unguided = self._predict(expert, inputs, prompt.tensors["negative_prompt_embeds"])
+        predict = functools.partial(self._predict, expert, inputs)
+        predicted, unguided = predict_branches(
+            predict, prompt, spec=spec, geometry=self.geometry, parallel=parallel
+        )
+        if unguided is not None:
             predicted = unguided + scale * (predicted - unguided)
         sample_BCTHW = scheduler.step(predicted, timestep, sample_BCTHW, return_dict=False)[0]
         if step == known(spec.steps) - 1 and image_BCTHW is not None and self._per_token:
@@ -168,6 +181,8 @@ def load_wan(checkpoint: Path, geometry: Geometry, *, device: str, dtype: torch.
     loaded = load_pipeline(pipeline_class, checkpoint, device=device, dtype=dtype, in_fp32=("vae",))
     names = ("tokenizer", "text_encoder", "vae", "scheduler", "transformer", "transformer_2")
     parts = {name: getattr(loaded, name) for name in names}
+    for transformer in filter(None, (loaded.transformer, loaded.transformer_2)):
+        install(transformer)
     flags = {name: loaded.config[name] for name in ("boundary_ratio", "expand_timesteps")}
     return WanAdapter(
         geometry,

@@ -1,0 +1,88 @@
+"""Ranks as forked processes with arenas, for tests: each runs functions on command.
+
+Forked, so that torch and the adapters are loaded once. Values travel as bytes.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import warnings
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from stepping_process import dumps, loads
+
+from gfgen.gfc.arena import Plan, create_arena
+from gfgen.gfc.descriptor import Descriptor
+from gfgen.gfc.endpoint import Endpoint
+from gfgen.layout import Layout
+from gfgen.models.parallel import Parallel, parallel_from
+
+REPLY_TIMEOUT_S = 120
+PLAN = Plan(data_bytes=1 << 20, post_bytes=1 << 12)
+_FORK = multiprocessing.get_context("fork")
+
+
+class ForkedRanks:
+    """Processes around the parent's adapters; `run` makes the ranks of a layout work together."""
+
+    def __init__(self, num_ranks: int, program: Callable[..., Any]) -> None:
+        self._program = program
+        self._dispatch = 0
+        fds = {rank: create_arena(PLAN, rank=rank, incarnation=1) for rank in range(num_ranks)}
+        self._pipes: list[Connection] = []
+        self._processes: list[Any] = []
+        for rank in range(num_ranks):
+            ours, theirs = _FORK.Pipe()
+            self._pipes.append(ours)
+            process = _FORK.Process(target=self._serve, args=(rank, fds, theirs), daemon=True)
+            with warnings.catch_warnings():
+                # Python 3.12 warns of forks beside threads; torch's are idle, and children use one.
+                warnings.simplefilter("ignore", DeprecationWarning)
+                process.start()
+            theirs.close()
+            self._processes.append(process)
+        for fd in fds.values():
+            os.close(fd)
+
+    def run(self, layout: Layout, *arguments: Any) -> list[Any]:
+        """What the program returns on each rank of the layout, by slot."""
+        self._dispatch += 1
+        for rank in layout.ranks:
+            self._pipes[rank].send((self._dispatch, layout, dumps(arguments)))
+        return [self._reply(rank) for rank in layout.ranks]
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+
+    def _reply(self, rank: int) -> Any:
+        assert self._pipes[rank].poll(REPLY_TIMEOUT_S), f"rank {rank} does not reply"
+        reply = self._pipes[rank].recv()
+        assert isinstance(reply, bytes), reply
+        return loads(reply)
+
+    def _serve(self, rank: int, fds: dict[int, int], pipe: Connection) -> None:
+        for ours in self._pipes:
+            ours.close()  # inherited; while it is open, the parent's closing goes unseen
+        torch.set_num_threads(1)
+        endpoint = Endpoint(PLAN, rank=rank, fds=fds, incarnations=dict.fromkeys(fds, 1), timeout_s=60)
+        while True:
+            try:
+                dispatch, layout, arguments = pipe.recv()
+            except EOFError:
+                return
+            try:
+                group = endpoint.group(Descriptor(dispatch, layout, (1,) * layout.degree))
+                group.enter()
+                parallel: Parallel = parallel_from(group)
+                pipe.send(dumps(self._program(parallel, *loads(arguments))))
+            except Exception as error:  # the test shows it
+                pipe.send(repr(error))

@@ -1,0 +1,169 @@
+"""Every family's steps on one to eight ranks: within rounding of one rank's, and equal on all.
+
+Ranks are threads around one adapter (`gfc.fake`); the real arenas are tested at the end.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from forked_ranks import ForkedRanks
+from shared_steps import CASES, STEPS, TOLERANCE, SharedJob, distance, equal, prepare_job
+
+from gfgen.errors import LayoutError
+from gfgen.gfc.fake import FakeCluster
+from gfgen.layout import Layout
+from gfgen.models.adapter import Fields
+from gfgen.models.parallel import Parallel, parallel_from
+
+torch.set_num_threads(1)
+
+MakeJob = Callable[..., SharedJob]
+
+DEGREES = [(1, ulysses) for ulysses in range(1, 9)] + [(2, ulysses) for ulysses in range(1, 5)]
+
+
+@pytest.fixture(scope="module")
+def make_job(tiny_models: Mapping[str, Path], picture: Path) -> MakeJob:
+    """Prepared jobs by case; the same one for the same arguments."""
+    return functools.cache(functools.partial(prepare_job, tiny_models, picture, {}))
+
+
+@pytest.fixture(scope="module")
+def alone(make_job: MakeJob) -> Callable[[str], Fields]:
+    """The final latents on one rank, by case."""
+    return functools.cache(lambda name: make_job(name).denoise())
+
+
+def on_threads(layout: Layout, program: Callable[[Parallel], Any]) -> list[Any]:
+    return FakeCluster().run(layout, lambda group: program(parallel_from(group)))
+
+
+def layout_of(cfg: int, ulysses: int) -> Layout:
+    return Layout(tuple(range(cfg * ulysses)), cfg=cfg, ulysses=ulysses)
+
+
+@pytest.mark.parametrize(("cfg", "ulysses"), DEGREES, ids=lambda degree: str(degree))
+@pytest.mark.parametrize("name", CASES)
+def test_any_degree_gives_the_result_of_one_rank(
+    name: str, cfg: int, ulysses: int, make_job: MakeJob, alone: Callable[[str], Fields]
+) -> None:
+    results = on_threads(layout_of(cfg, ulysses), make_job(name).denoise)
+    assert all(equal(result, results[0]) for result in results)
+    assert distance(results[0], alone(name)) < TOLERANCE
+    if ulysses == 1:  # whole branches: nothing is reordered
+        assert equal(results[0], alone(name))
+
+
+@pytest.mark.parametrize(("name", "scale"), [("5b-text", "guidance_scale"), ("qwen", "true_cfg_scale")])
+def test_job_without_guidance_is_shared_too(name: str, scale: str, make_job: MakeJob) -> None:
+    job = make_job(name, **{scale: 1.0})
+    results = on_threads(layout_of(1, 3), job.denoise)
+    assert all(equal(result, results[0]) for result in results)
+    assert distance(results[0], job.denoise()) < TOLERANCE
+
+
+def test_both_experts_take_part(make_job: MakeJob) -> None:
+    """Else the cases of A14B would not test what they are meant to."""
+    for name in ("a14b-text", "a14b-image"):
+        job, used = make_job(name), list[int]()
+        handles = [
+            expert.register_forward_hook(lambda *_, idx=idx: used.append(idx))  # noqa: B023
+            for idx, expert in enumerate(job.adapter._experts)
+        ]
+        job.denoise()
+        for handle in handles:
+            handle.remove()
+        assert set(used) == {0, 1}
+
+
+def test_layout_may_change_at_every_step(make_job: MakeJob, alone: Callable[[str], Fields]) -> None:
+    layouts = (layout_of(1, 5), layout_of(1, 1), layout_of(2, 3), layout_of(1, 8))
+    for name in ("5b-image", "qwen"):
+        job = make_job(name)
+        latents = job.latents
+        for step, layout in enumerate(layouts):
+            latents = on_threads(layout, lambda parallel: job.step(latents, step, parallel))[-1]  # noqa: B023
+        assert distance(latents, alone(name)) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["5b-text", "qwen"])
+def test_decoded_pictures_differ_by_one_grey_level_at_most(
+    name: str, make_job: MakeJob, alone: Callable[[str], Fields]
+) -> None:
+    job = make_job(name)
+    (shared, *_) = on_threads(layout_of(1, 7), job.denoise)
+    pictures = [job.adapter.decode(job.spec, latents).int() for latents in (shared, alone(name))]
+    assert (pictures[0] - pictures[1]).abs().max() <= 1
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        (Layout((0, 1), ring=2), "ring degree 2 is not supported yet"),
+        (Layout((0, 1), cfg=2), "cfg degree 2 needs as many guidance branches, and job '5b-text' has one"),
+        (Layout((0, 1, 2), ulysses=3), "job '5b-text' has 2 tokens, too few for ulysses degree 3"),
+    ],
+    ids=str,
+)
+def test_degrees_that_a_job_does_not_allow_are_refused(
+    layout: Layout, message: str, make_job: MakeJob
+) -> None:
+    job = make_job("5b-text", guidance_scale=1.0, width=64, height=32, frames=1)
+    with pytest.raises(LayoutError, match=message):
+        on_threads(layout, job.denoise)
+
+
+# --- the real arenas
+
+
+@pytest.fixture(scope="module")
+def forked(make_job: MakeJob) -> Iterator[ForkedRanks]:
+    jobs = {name: make_job(name) for name in ("5b-image", "qwen")}
+
+    def program(parallel: Parallel, name: str, latents: Fields | None, step: int) -> Fields:
+        return jobs[name].denoise(parallel) if latents is None else jobs[name].step(latents, step, parallel)
+
+    ranks = ForkedRanks(4, program)
+    yield ranks
+    ranks.close()
+
+
+@pytest.mark.parametrize("name", ["5b-image", "qwen"])
+def test_equal_layout_shapes_give_equal_bits_on_any_processes_in_any_order(
+    name: str, make_job: MakeJob, forked: ForkedRanks
+) -> None:
+    shapes = {
+        (1, 2): [(0, 1), (3, 1), (2, 3)],
+        (1, 3): [(0, 1, 2), (3, 0, 2)],
+        (1, 4): [(0, 1, 2, 3), (2, 0, 3, 1)],
+        (2, 1): [(0, 3), (2, 1)],
+        (2, 2): [(0, 1, 2, 3), (3, 1, 0, 2)],
+    }
+    for (cfg, ulysses), rank_sets in shapes.items():
+        wanted = on_threads(layout_of(cfg, ulysses), make_job(name).denoise)[0]
+        for ranks in rank_sets:
+            results = forked.run(Layout(ranks, cfg=cfg, ulysses=ulysses), name, None, 0)
+            assert all(equal(result, wanted) for result in results), ranks
+
+
+@pytest.mark.parametrize("name", ["5b-image", "qwen"])
+def test_steps_move_between_overlapping_processes(
+    name: str, make_job: MakeJob, alone: Callable[[str], Fields], forked: ForkedRanks
+) -> None:
+    layouts = (
+        Layout((2,)),
+        Layout((0, 1), ulysses=2),
+        Layout((3, 1, 2, 0), cfg=2, ulysses=2),
+        Layout((1, 3, 0), ulysses=3),
+    )
+    latents = make_job(name).latents
+    for step, layout in enumerate(layouts):
+        latents = forked.run(layout, name, latents, step)[-1]
+    assert len(layouts) == STEPS
+    assert distance(latents, alone(name)) < TOLERANCE
