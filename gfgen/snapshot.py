@@ -8,11 +8,11 @@ better while the run goes on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from gfgen.graph import Task
+from gfgen.graph import Stage, Task
 from gfgen.layout import Layout
 
 
@@ -33,7 +33,30 @@ class JobView:
     remaining_s: float
     """Predicted work from `next_task` to the end, on one rank."""
     last_layout: Layout | None
-    """Where its last task ran, or was queued; None until the first."""
+    """Where its last task ran, or was queued; None until the first, or when nobody holds its state."""
+    uses_cfg: bool = False
+    """Whether a step evaluates two guidance branches, which two halves of the ranks can share."""
+    max_sequence_degree: int = 1
+    """The most ranks that can share the tokens of one branch."""
+
+    @property
+    def max_degree(self) -> int:
+        """The most ranks that its next task can use: several share a denoising step only."""
+        if self.next_task.stage is not Stage.DENOISE:
+            return 1
+        return self.max_sequence_degree * (2 if self.uses_cfg else 1)
+
+    def layout(self, ranks: Sequence[int]) -> Layout:
+        """A layout of its next task on these ranks, or on the first of them when they are too many.
+
+        Guidance branches go to two halves of the ranks where that is possible: halves exchange
+        once in a step, ranks that share a sequence twice in every attention.
+        """
+        ranks = tuple(ranks[: self.max_degree])
+        if self.uses_cfg and len(ranks) % 2 == 0:
+            return Layout(ranks, cfg=2, ulysses=len(ranks) // 2)
+        ranks = ranks[: self.max_sequence_degree]
+        return Layout(ranks, ulysses=len(ranks))
 
     @property
     def remaining_tasks(self) -> int:

@@ -23,7 +23,9 @@ from gfgen.runtime.state import State
 STEP_S = 0.1
 
 
-def make_job(job_id: str, *, steps: int = 4, shape: str = "small", **fields: Any) -> AdmittedJob:
+def make_job(
+    job_id: str, *, steps: int = 4, shape: str = "small", uses_cfg: bool = False, **fields: Any
+) -> AdmittedJob:
     spec = JobSpec(id=job_id, prompt=f"prompt of {job_id}", model="fake", steps=steps, **fields)
     spec = replace(spec, width=16, height=16, frames=1)
     artifacts = (
@@ -34,7 +36,8 @@ def make_job(job_id: str, *, steps: int = 4, shape: str = "small", **fields: Any
     )
     trajectory = Trajectory(job_id, steps, artifacts)
     info = JobInfo(spec, spec, trajectory.num_tasks, f"{job_id}.png", f"hash of {job_id}", "fake")
-    return AdmittedJob(info, trajectory, shape, dict.fromkeys(Stage, 1e9), Path("fake"))
+    flops = dict.fromkeys(Stage, 1e9)
+    return AdmittedJob(info, trajectory, shape, flops, Path("fake"), uses_cfg=uses_cfg, max_sequence_degree=8)
 
 
 class Recorder(Observer):
@@ -68,7 +71,7 @@ def simulated_control(
     policy: str = "srtf",
     num_ranks: int = 2,
     guard_s: float = 0.0,
-    max_degree: int = 1,
+    max_degree: int | None = None,
     task_s: Callable[[Dispatch], float] = lambda _: STEP_S,
     journal: Any = None,
     backend: Callable[..., SimulatedBackend] = SimulatedBackend,

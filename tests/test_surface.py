@@ -142,4 +142,6 @@ def test_what_a_policy_sees():
         "num_tasks",
         "remaining_s",
         "last_layout",
+        "uses_cfg",
+        "max_sequence_degree",
     ]

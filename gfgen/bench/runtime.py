@@ -108,7 +108,7 @@ class _TimedBackend(SimulatedBackend):
         super().submit(dispatch)
         self._num_sent += 1
         task = dispatch.task
-        message = RunTask(dispatch.number, task.job_id, task.index, dispatch.producer, dispatch.layout)
+        message = RunTask(dispatch.number, task.job_id, task.index, dispatch.producer, dispatch.layout, (1,))
         self.largest_message_bytes = max(self.largest_message_bytes, len(pickle.dumps(message, protocol=5)))
 
     def release(self, job_id: str) -> None:

@@ -145,6 +145,7 @@ def run_jobs(admitted: Sequence[AdmittedJob], options: RunOptions) -> Summary:
             costs=CostModel(),
             guard_s=options.guard_s,
             started_at=started_at,
+            last_number=pool.last_number,
         )
         observers = [stack.enter_context(_closing(o)) for o in _observers(options, manifest)]
         backend = ProcessBackend(pool, todo, clock=clock, output_dir=options.output_dir)

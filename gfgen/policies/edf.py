@@ -6,7 +6,6 @@ import heapq
 import math
 from operator import attrgetter
 
-from gfgen.policies.groups import group_layout
 from gfgen.snapshot import Decision, JobView, Snapshot
 
 _order = attrgetter("precedence", "deadline_s", "arrival_s")
@@ -24,7 +23,7 @@ def edf(snapshot: Snapshot) -> list[Decision]:
         ranks = _ranks_for(snapshot, job, free)
         if ranks:
             free.difference_update(ranks)
-            decisions.append(Decision(job.next_task, group_layout(ranks)))
+            decisions.append(Decision(job.next_task, job.layout(ranks)))
     return decisions
 
 
@@ -35,14 +34,14 @@ def _ranks_for(snapshot: Snapshot, job: JobView, free: set[int]) -> tuple[int, .
     """
     choice: tuple[int, ...] = ()
     degree = 1
-    while degree <= snapshot.max_degree:
+    while degree <= min(snapshot.max_degree, job.max_degree):
         ranks = _nearest(snapshot, job, free, degree)
         if not ranks:
             break
         choice = ranks
         if job.deadline_s == math.inf:
             break
-        layout = group_layout(ranks)
+        layout = job.layout(ranks)
         end_s = snapshot.now_s + snapshot.costs.remaining_s(job.next_task, layout)
         if end_s + snapshot.costs.move_s(job.job_id, job.last_layout, layout) <= job.deadline_s:
             break

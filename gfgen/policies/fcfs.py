@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from operator import attrgetter
 
-from gfgen.policies.groups import Group, group_layout, home_group
+from gfgen.policies.groups import Group, home_group
 from gfgen.snapshot import Decision, JobView, Snapshot
 
 _turn = attrgetter("precedence", "arrival_s")
@@ -19,7 +19,7 @@ def fcfs(snapshot: Snapshot, *, degree: int = 1) -> list[Decision]:
     """
     groups = snapshot.groups(degree)
     free = set(snapshot.free_ranks)
-    running = {job.last_layout.ranks for job in snapshot.busy.values() if job.last_layout}
+    running = {home_group(job, groups) for job in snapshot.busy.values()}
     idle = [group for group in groups if free.issuperset(group) and group not in running]
     if not idle:
         return []
@@ -27,7 +27,7 @@ def fcfs(snapshot: Snapshot, *, degree: int = 1) -> list[Decision]:
     new = [job for job in snapshot.open.values() if not home_group(job, groups)]
     queue = iter(heapq.nsmallest(len(idle), new, key=_turn))
     turns = [(group, owners.get(group) or next(queue, None)) for group in idle]
-    return [Decision(job.next_task, group_layout(group)) for group, job in turns if job]
+    return [Decision(job.next_task, job.layout(group)) for group, job in turns if job]
 
 
 def _owners(snapshot: Snapshot, groups: list[Group]) -> dict[Group, JobView]:

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from gfgen.layout import Layout
 from gfgen.snapshot import JobView
 
 Group = tuple[int, ...]
 
 
-def group_layout(ranks: Group) -> Layout:
-    """The layout that a group of ranks runs a task under."""
-    return Layout(ranks=ranks, ulysses=len(ranks))
-
-
 def home_group(job: JobView, groups: list[Group]) -> Group | None:
     """The group that a job ran on last; None before its first task.
 
-    Also None when that group is not one of `groups` (any more): one of its ranks died.
+    Also None when its ranks are not in one of `groups` (any more): one of them died.
     """
     if job.last_layout is None:
         return None
     ranks = job.last_layout.ranks
-    return ranks if ranks in groups else None
+    return next((group for group in groups if set(ranks) <= set(group)), None)

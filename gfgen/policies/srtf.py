@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from operator import attrgetter
 
-from gfgen.policies.groups import Group, group_layout, home_group
+from gfgen.policies.groups import Group, home_group
 from gfgen.snapshot import Decision, JobView, Snapshot
 
 _urgency = attrgetter("precedence", "remaining_s", "arrival_s")
@@ -31,7 +31,7 @@ def srtf(snapshot: Snapshot, *, degree: int = 1) -> list[Decision]:
     chosen = {group: _take_most_urgent(queues, [group, None]) for group in idle}
     for group, taken in chosen.items():
         chosen[group] = taken or _take_most_urgent(queues, list(queues))
-    return [Decision(job.next_task, group_layout(group)) for group, job in chosen.items() if job]
+    return [Decision(job.next_task, job.layout(group)) for group, job in chosen.items() if job]
 
 
 def _take_most_urgent(queues: dict[Group | None, list[JobView]], homes: list[Group | None]) -> JobView | None:

@@ -15,7 +15,7 @@ from gfgen.errors import JobError, ModelError, Problem
 from gfgen.graph import Stage, Trajectory
 from gfgen.identity import output_name, spec_hash, with_defaults
 from gfgen.jobspec import JobSpec
-from gfgen.models.geometry import Geometry
+from gfgen.models.geometry import Geometry, max_sequence_degree
 from gfgen.runtime.observer import JobInfo
 
 
@@ -29,6 +29,9 @@ class AdmittedJob:
     """The cost model's key: jobs of one model and shape take equally long."""
     flops: Mapping[Stage, float]
     checkpoint: Path
+    uses_cfg: bool = False
+    max_sequence_degree: int = 1
+    """The most ranks that can share the tokens of one guidance branch."""
 
     @property
     def job_id(self) -> str:
@@ -98,5 +101,12 @@ def _admit_one(spec: JobSpec, model: Model) -> AdmittedJob:
         spec_hash=spec_hash(asked),
         family=model.geometry.family,
     )
-    flops = {stage: model.geometry.flops(run, stage) for stage in Stage}
-    return AdmittedJob(info, trajectory, model.geometry.shape_key(run), flops, model.checkpoint)
+    return AdmittedJob(
+        info,
+        trajectory,
+        shape=model.geometry.shape_key(run),
+        flops={stage: model.geometry.flops(run, stage) for stage in Stage},
+        checkpoint=model.checkpoint,
+        uses_cfg=model.geometry.uses_cfg(run),
+        max_sequence_degree=max_sequence_degree(model.geometry, run),
+    )

@@ -12,7 +12,7 @@ from typing import Any
 
 MAX_MESSAGE_BYTES = 1 << 18
 """More than Linux lets one message be with its usual socket buffers (208 KiB)."""
-MAX_FDS = 4
+MAX_FDS = 8
 
 
 class Channel:

@@ -16,6 +16,7 @@ from gfgen.layout import Layout
 
 Degrees = tuple[int, int, int]
 
+_ONE: Degrees = (1, 1, 1)
 DEFAULT_FLOPS_PER_S = 2e10
 """One CPU rank before anything was measured; 20 GFLOP/s is a core's order of magnitude."""
 PARALLEL_EFFICIENCY = 0.9
@@ -80,15 +81,15 @@ class CostModel:
         return published
 
     def remaining_s(self, cost_class: CostClass, task: Task, num_tasks: int, degrees: Degrees) -> float:
-        """Predicted time from `task` to the end of its job, on layouts of these degrees."""
+        """Predicted time from `task` to the end of its job, with its steps on these degrees."""
         num_left = num_tasks - task.index
         num_steps = min(num_left - 1, num_tasks - 3)
         total_s = num_steps * self.task_s(cost_class, Stage.DENOISE, degrees)
-        total_s += self.task_s(cost_class, Stage.DECODE, degrees)
+        total_s += self.task_s(cost_class, Stage.DECODE, _ONE)
         if task.index < 2:
-            total_s += self.task_s(cost_class, Stage.PREPARE, degrees)
+            total_s += self.task_s(cost_class, Stage.PREPARE, _ONE)
         if task.index < 1:
-            total_s += self.task_s(cost_class, Stage.ENCODE, degrees)
+            total_s += self.task_s(cost_class, Stage.ENCODE, _ONE)
         return total_s
 
     def move_s(self, cost_class: CostClass, source: Layout | None, layout: Layout) -> float:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from gfgen.graph import Task
 from gfgen.layout import Layout
+from gfgen.runtime.migration import Transfer
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,4 +26,24 @@ class Dispatch:
     predicted_end_s: float
     producer: int | None = None
     source: Layout | None = None
-    moved_bytes: int = 0
+    transfers: tuple[Transfer, ...] = ()
+    """What has to move from `source` to `layout` before the task can start."""
+
+    @property
+    def moved_bytes(self) -> int:
+        return sum(transfer.size_bytes for transfer in self.transfers)
+
+    @property
+    def communicates(self) -> bool:
+        """Whether ranks write into each other's memory for it."""
+        return self.layout.degree > 1 or bool(self.transfers)
+
+    @property
+    def edges(self) -> set[tuple[int, int]]:
+        """(source, destination) of its transfers."""
+        return {(transfer.source, transfer.destination) for transfer in self.transfers}
+
+    @property
+    def ranks_involved(self) -> set[int]:
+        """The ranks that run it and those that send state for it."""
+        return {*self.layout.ranks, *(transfer.source for transfer in self.transfers)}

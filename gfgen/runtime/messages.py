@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from gfgen.graph import Trajectory
 from gfgen.jobspec import JobSpec
 from gfgen.layout import Layout
+from gfgen.runtime.migration import Transfer
 
 # --- Workers: from the control plane --------------------------------------------------------
 
@@ -26,20 +27,56 @@ class StartJob:
 
 @dataclass(frozen=True, slots=True)
 class RunTask:
-    """Run a task as dispatch `number`; for a decode, the memfd for its frames comes along."""
+    """Run a task as dispatch `number`; for a decode, the memfd for its frames comes along.
+
+    The task's input is on this rank already, or comes by `transfers`, or is in the slab.
+    """
 
     number: int
     job_id: str
     index: int
     producer: int | None
     layout: Layout
+    incarnations: tuple[int, ...]
+    """Of the layout's ranks, by slot."""
+    transfers: tuple[Transfer, ...] = ()
+    """To this rank, in order."""
 
 
 @dataclass(frozen=True, slots=True)
-class VoidTask:
-    """Dispatch `producer` has failed: what waits for its output will wait in vain."""
+class SendState:
+    """Send what dispatch `producer` makes to the ranks that run dispatch `number`."""
 
+    number: int
+    job_id: str
     producer: int
+    transfers: tuple[Transfer, ...]
+    """From this rank, in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arenas:
+    """The memory for exchanges between ranks: an arena of each rank comes along as a memfd."""
+
+    data_bytes: int
+    post_bytes: int
+    incarnations: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Abandon:
+    """Leave these dispatches and do not start them; answer `Left` when none of them is running."""
+
+    numbers: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class RestartEdges:
+    """Count transfers to and from these ranks from the beginning; answer `EdgesRestarted`."""
+
+    numbers: frozenset[int]
+    """The dispatches that were abandoned before."""
+    ranks: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +88,7 @@ class ForgetJob:
 
 @dataclass(frozen=True, slots=True)
 class Reset:
-    """A new run begins on this worker: forget all jobs, count dispatches from 1 again."""
+    """A new run begins on this worker: forget all jobs. Dispatch numbers go on rising."""
 
 
 # --- Workers: to the control plane; times are readings of the machine's monotonic clock ------
@@ -86,11 +123,25 @@ class TaskReport:
 
 @dataclass(frozen=True, slots=True)
 class TaskFault:
-    """A task raised; `void` means that it never began, because its producer failed."""
+    """A task raised; `void` means that it was given up for no fault of its own."""
 
     number: int
     reason: str
     void: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """None of the abandoned dispatches is running on this rank, and none will."""
+
+    numbers: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class EdgesRestarted:
+    """Done as told by `RestartEdges`."""
+
+    numbers: frozenset[int]
 
 
 # --- Writers --------------------------------------------------------------------------------

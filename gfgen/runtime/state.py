@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from gfgen.errors import InterruptedRunError, PolicyFault, WorkerError
-from gfgen.graph import Task
+from gfgen.graph import Stage, Task
 from gfgen.layout import Layout
 from gfgen.runtime import events
 from gfgen.runtime.admission import AdmittedJob
@@ -21,6 +21,7 @@ from gfgen.runtime.clock import Clock
 from gfgen.runtime.cost import CostClass, CostModel
 from gfgen.runtime.dispatch import Dispatch
 from gfgen.runtime.events import Event
+from gfgen.runtime.migration import Transfer, plan_transfers
 from gfgen.runtime.observer import JobOutcome
 from gfgen.snapshot import Decision, JobView, RankView, RunningTask, Snapshot
 
@@ -91,7 +92,8 @@ class State:
     """Jobs, ranks and dispatches of one run.
 
     `guard_s` is how long before its predicted end a running task lets its consumer be
-    queued (0: never; then a task is dispatched only when its input exists).
+    queued (0: never; then a task is dispatched only when its input exists). `last_number` is that
+    of the last dispatch that these ranks have seen, in an earlier run.
     """
 
     def __init__(
@@ -102,13 +104,14 @@ class State:
         clock: Clock,
         costs: CostModel,
         guard_s: float,
-        max_degree: int = 1,
+        max_degree: int | None = None,
         started_at: float = 0.0,
+        last_number: int = 0,
     ) -> None:
         self._clock = clock
         self._costs = costs
         self._guard_s = guard_s
-        self._max_degree = max_degree
+        self._max_degree = max_degree or num_ranks
         self._jobs = {job.job_id: self._record(job, started_at) for job in jobs}
         self._ranks = [_Rank(rank) for rank in range(num_ranks)]
         self._islands = (tuple(range(num_ranks)),)
@@ -118,7 +121,7 @@ class State:
         self._flights: dict[int, _Flight] = {}
         self._num_unfinished = len(self._jobs)
         self._num_writing = 0
-        self._num_dispatched = 0
+        self._last_number = last_number
         self._job_costs = _JobCosts(self._jobs, costs)
         self._costs_version = costs.version
         self._renewed_s = 0.0
@@ -197,10 +200,9 @@ class State:
         start_s = max([now_s, *[self._free_at(self._ranks[rank], now_s) for rank in layout.ranks]])
         move_s = self._costs.move_s(record.cost_class, record.holder, layout)
         task_s = self._costs.task_s(record.cost_class, task.stage, layout.degrees)
-        moves = record.holder is not None and record.holder != layout
-        self._num_dispatched += 1
+        self._last_number += 1
         dispatch = Dispatch(
-            number=self._num_dispatched,
+            number=self._last_number,
             task=task,
             layout=layout,
             submitted_s=now_s,
@@ -208,7 +210,7 @@ class State:
             predicted_end_s=start_s + move_s + task_s,
             producer=record.producer,
             source=record.holder,
-            moved_bytes=record.cost_class.state_bytes if moves else 0,
+            transfers=_transfers(record, task, layout),
         )
         view = RunningTask(task, layout, dispatch.predicted_end_s)
         flight = _Flight(dispatch, view, pending=set(layout.ranks))
@@ -378,6 +380,8 @@ class State:
             num_tasks=record.num_tasks,
             remaining_s=self._costs.remaining_s(record.cost_class, task, record.num_tasks, (1, 1, 1)),
             last_layout=record.holder,
+            uses_cfg=record.job.uses_cfg,
+            max_sequence_degree=record.job.max_sequence_degree,
         )
 
     def _renew_predictions(self, now_s: float) -> None:
@@ -429,6 +433,7 @@ class State:
             raise PolicyFault(f"job {task.job_id}: {task} is not open, its input does not exist yet")
         if layout.degree > self._max_degree:
             raise PolicyFault(f"job {task.job_id}: {layout} has more than {self._max_degree} ranks")
+        self._check_degrees(record.job, task, layout)
         if not any(set(layout.ranks) <= set(island) for island in self._islands):
             raise PolicyFault(f"job {task.job_id}: the ranks of {layout} do not reach each other")
         for number in layout.ranks:
@@ -436,6 +441,18 @@ class State:
             if not rank.is_ready or (rank.flights and not self._ends_within_guard(rank.flights, now_s)):
                 raise PolicyFault(f"job {task.job_id}: rank {number} is not free")
         return record
+
+    def _check_degrees(self, job: AdmittedJob, task: Task, layout: Layout) -> None:
+        if layout.degree > 1 and task.stage is not Stage.DENOISE:
+            raise PolicyFault(f"job {task.job_id}: {task} runs on one rank, not on {layout}")
+        if layout.cfg > 1 and not job.uses_cfg:
+            raise PolicyFault(f"job {task.job_id} has one guidance branch, {layout} has ranks for two")
+        if layout.ring > 1:
+            raise PolicyFault(f"job {task.job_id}: ring degrees are not supported yet, got {layout}")
+        if layout.sequence_degree > job.max_sequence_degree:
+            raise PolicyFault(
+                f"job {task.job_id} can be split into {job.max_sequence_degree} parts at most, not {layout}"
+            )
 
     def _record(self, job: AdmittedJob, started_at: float) -> _Job:
         spec = job.spec
@@ -448,6 +465,14 @@ class State:
             spec.model or "", job.shape, flops=job.flops, state_bytes=job.state_bytes
         )
         return _Job(job, cost_class, spec.arrival_s, deadline_s)
+
+
+def _transfers(record: _Job, task: Task, layout: Layout) -> tuple[Transfer, ...]:
+    """What has to move to run a task; nothing where the latents are already, or are in the slab."""
+    if task.index < 2 or record.holder is None or record.holder == layout:
+        return ()
+    latents = record.job.trajectory.artifact("latents")
+    return plan_transfers(latents, source=record.holder, destination=layout)
 
 
 class _JobCosts:

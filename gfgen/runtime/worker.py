@@ -1,8 +1,12 @@
 """The worker process: one rank, all models, and the state of the jobs that visit it.
 
-A receiver thread takes messages off the channel; the main thread runs tasks in the order in
-which they were dispatched. A task finds its input in this process when the job's last task
-ran here, and in the job's slab otherwise; what it makes is published to the slab.
+Three threads share what the rank knows, under one lock:
+
+    receiver    takes messages off the channel; what is urgent takes effect at once
+    main        runs tasks, in the order in which they were dispatched
+    sender      sends the state of jobs on to other ranks, in the same order
+
+so a rank that computes still sends, and a rank that waits can still be told to give up.
 """
 
 from __future__ import annotations
@@ -19,38 +23,44 @@ import threading
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from gfgen.errors import AbortedError
+from gfgen.gfc.arena import Plan
+from gfgen.gfc.descriptor import Descriptor
+from gfgen.gfc.endpoint import Endpoint
 from gfgen.graph import Stage, Task
 from gfgen.models.adapter import Adapter, Fields
+from gfgen.models.parallel import Parallel, parallel_from
 from gfgen.models.registry import load_adapter
 from gfgen.runtime.channel import Channel
 from gfgen.runtime.messages import (
+    Abandon,
+    Arenas,
+    EdgesRestarted,
     ForgetJob,
+    Left,
     Reset,
+    RestartEdges,
     RunTask,
+    SendState,
     StartJob,
     TaskFault,
     TaskReport,
-    VoidTask,
     WorkerFailed,
     WorkerReady,
 )
 from gfgen.runtime.slab import Slab, SlabPlan
+from gfgen.runtime.worker_jobs import InputVoidError, RankJob, publish, receive_state, send_state
 
 logger = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1
-_POLL_S = (0.0, 0.0, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3)
-"""Pauses between looks at a producer's version word: short first, a millisecond at last."""
-
-
-class _InputVoid(Exception):
-    """The task that was to make this task's input has failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,17 +73,6 @@ class WorkerSettings:
     num_threads: int = 1
 
 
-@dataclass(slots=True, eq=False)
-class _Job:
-    """What this rank keeps of a job between its tasks."""
-
-    start: StartJob
-    slab: Slab
-    artifacts: dict[str, Fields] = field(default_factory=dict)
-    latents_producer: int | None = None
-    """The dispatch that made the latents in `artifacts`; None when they are not here."""
-
-
 def main(channel_socket: socket.socket, settings: WorkerSettings) -> None:
     """Entry of the process: load, then serve until the channel is closed."""
     _die_with_parent()
@@ -83,7 +82,7 @@ def main(channel_socket: socket.socket, settings: WorkerSettings) -> None:
     started_s = time.monotonic()
     try:
         torch.set_num_threads(settings.num_threads)
-        worker = Worker(channel, _load(settings))
+        worker = Worker(channel, settings.rank, _load(settings))
     except Exception as error:
         logger.debug("rank %d cannot start", settings.rank, exc_info=True)
         channel.send(WorkerFailed(settings.rank, _reason(error)))
@@ -95,157 +94,229 @@ def main(channel_socket: socket.socket, settings: WorkerSettings) -> None:
 class Worker:
     """Runs tasks with the adapters of one rank."""
 
-    def __init__(self, channel: Channel, adapters: dict[str, Adapter]) -> None:
+    def __init__(self, channel: Channel, rank: int, adapters: dict[str, Adapter]) -> None:
         self._channel = channel
+        self._rank = rank
         self._adapters = adapters
-        self._inbox: queue.SimpleQueue[tuple[Any, list[int]] | None] = queue.SimpleQueue()
-        self._voids: set[int] = set()
-        self._jobs: dict[str, _Job] = {}
+        self._endpoint: Endpoint | None = None
+        self._tasks: queue.SimpleQueue[tuple[RunTask, list[int]] | None] = queue.SimpleQueue()
+        self._shipments: queue.SimpleQueue[tuple[SendState, Future[Fields]]] = queue.SimpleQueue()
+        self._lock = threading.RLock()
+        self._jobs: dict[str, RankJob] = {}
+        self._abandoned: set[int] = set()
+        self._running: dict[str, int] = {}
+        """By thread, main or sender: the dispatch that it is inside of."""
+        self._leaving: list[frozenset[int]] = []
+        """Sets of dispatches that this rank has been told to leave, and is not yet out of."""
         self._last_number = 0
 
     def serve(self) -> None:
         """Take messages until the channel ends."""
-        threading.Thread(target=self._receive, name="receiver", daemon=True).start()
-        while (received := self._inbox.get()) is not None:
+        for name, loop in (("receiver", self._receive), ("sender", self._send)):
+            threading.Thread(target=loop, name=name, daemon=True).start()
+        while (received := self._tasks.get()) is not None:
             message, fds = received
-            match message:
-                case RunTask():
-                    self._run(message, fds)
-                case StartJob():
-                    slab = Slab(fds[0], SlabPlan.of(message.trajectory))
-                    os.close(fds[0])
-                    self._jobs[message.spec.id] = _Job(message, slab)
-                case ForgetJob():
-                    self._jobs.pop(message.job_id, None)
-                case Reset():
-                    self._jobs.clear()
-                    self._voids.clear()
-                    self._last_number = 0
+            try:
+                self._run(message, fds)
+            finally:
+                for fd in fds:
+                    os.close(fd)
+
+    # The receiver thread ----------------------------------------------------------------------
 
     def _receive(self) -> None:
-        """Hand messages to the main thread; a void must get past the tasks that wait in line."""
         while (received := self._channel.receive()) is not None:
-            message, _ = received
-            if isinstance(message, VoidTask):
-                self._voids.add(message.producer)
-            else:
-                self._inbox.put(received)
-        self._inbox.put(None)
+            message, fds = received
+            if isinstance(message, RunTask):
+                self._tasks.put((message, fds))
+                continue
+            with self._lock:
+                self._take(message, fds)
+            for fd in fds:
+                os.close(fd)
+        self._tasks.put(None)
 
-    def _run(self, message: RunTask, fds: list[int]) -> None:
+    def _take(self, message: Any, fds: Sequence[int]) -> None:
+        """What takes effect at once, also while a task runs."""
+        match message:
+            case SendState():
+                latents = self._jobs[message.job_id].latents_of(message.producer)
+                self._shipments.put((message, latents))
+            case StartJob():
+                slab = Slab(fds[0], SlabPlan.of(message.trajectory))
+                self._jobs[message.spec.id] = RankJob(message, slab)
+            case ForgetJob():
+                self._jobs.pop(message.job_id, None)
+            case Abandon():
+                self._abandon(message.numbers)
+            case RestartEdges():
+                if self._endpoint is not None:
+                    self._endpoint.restart_edges(sorted(message.ranks))
+                self._channel.send(EdgesRestarted(message.numbers))
+            case Arenas():
+                self._endpoint = Endpoint(
+                    Plan(message.data_bytes, message.post_bytes),
+                    rank=self._rank,
+                    fds=dict(enumerate(fds)),
+                    incarnations=dict(enumerate(message.incarnations)),
+                )
+            case Reset():
+                self._jobs.clear()
+            case _:
+                raise AssertionError(f"unknown message {message!r}")
+
+    def _abandon(self, numbers: frozenset[int]) -> None:
+        """Give dispatches up: those that run here are aborted, those that wait will not start."""
+        self._abandoned |= numbers
+        for job in self._jobs.values():
+            for number in numbers:
+                job.drop(number)
+        inside = [number for number in self._running.values() if number in numbers]
+        if inside and self._endpoint is not None:
+            self._endpoint.abort_through(max(inside))
+        self._leaving.append(numbers)
+        self._tell_what_was_left()
+
+    def _tell_what_was_left(self) -> None:
+        """Answer for the abandoned dispatches that no thread is inside of (any more)."""
+        for numbers in list(self._leaving):
+            if not numbers & set(self._running.values()):
+                self._leaving.remove(numbers)
+                self._channel.send(Left(numbers))
+
+    # Being inside a dispatch: main and sender -------------------------------------------------
+
+    def _enter(self, thread: str, number: int) -> None:
+        """From here on an abort of this dispatch reaches the thread."""
+        with self._lock:
+            if number in self._abandoned:
+                raise InputVoidError
+            self._running[thread] = number
+
+    def _leave(self, thread: str) -> None:
+        with self._lock:
+            self._running.pop(thread, None)
+            self._tell_what_was_left()
+
+    # The sender thread ------------------------------------------------------------------------
+
+    def _send(self) -> None:
+        while True:
+            message, latents = self._shipments.get()
+            try:
+                fields = latents.result()
+                self._enter("sender", message.number)
+                assert self._endpoint is not None
+                send_state(self._endpoint, fields, message.transfers, dispatch=message.number)
+            except (InputVoidError, AbortedError):
+                logger.debug("dispatch %d: its state is not sent", message.number)
+            finally:
+                self._leave("sender")
+
+    # The main thread --------------------------------------------------------------------------
+
+    def _run(self, message: RunTask, fds: Sequence[int]) -> None:
         """Run one task and report; an exception fails the task, never the worker."""
         assert message.number > self._last_number, (
             f"dispatch {message.number} came after {self._last_number}: the global order is broken"
         )
         self._last_number = message.number
-        job = self._jobs[message.job_id]
-        task = job.start.trajectory.task(message.index)
-        received_s = time.monotonic()
         try:
+            self._enter("main", message.number)
+            job = self._jobs[message.job_id]
             with torch.no_grad():
-                self._await_input(job, task, message.producer)
-                waited_until_s = time.monotonic()
-                self._bring_input(job, task, message.producer)
-                started_s = time.monotonic()
-                self._execute(job, task, message.number, fds)
-                ended_s = time.monotonic()
-        except _InputVoid:
-            self._channel.send(TaskFault(message.number, "its input failed", void=True))
+                report = self._perform(job, message, fds)
+        except InputVoidError:
+            return  # the control plane has given it up and expects no report
         except Exception as error:
             logger.debug("dispatch %d", message.number, exc_info=True)
-            job.latents_producer = None
-            self._voids.add(message.number)
-            self._channel.send(TaskFault(message.number, _reason(error)))
+            with self._lock:
+                job.drop(message.number)
+            is_void = isinstance(error, AbortedError)
+            self._channel.send(TaskFault(message.number, _reason(error), void=is_void))
         else:
-            self._channel.send(
-                TaskReport(
-                    message.number,
-                    started_s,
-                    ended_s,
-                    waited_s=waited_until_s - received_s,
-                    moved_s=started_s - waited_until_s,
-                )
-            )
+            self._channel.send(report)
         finally:
-            for fd in fds:
-                os.close(fd)
+            self._leave("main")
 
-    def _await_input(self, job: _Job, task: Task, producer: int | None) -> None:
-        """Wait until what the task needs is published, wherever it is made.
+    def _perform(self, job: RankJob, message: RunTask, fds: Sequence[int]) -> TaskReport:
+        """Bring the input, meet the other ranks, execute, publish; the times of it all."""
+        task = job.start.trajectory.task(message.index)
+        times = [time.monotonic()]
+        self._await_input(job, task, message)
+        times.append(time.monotonic())
+        self._bring_input(job, task, message)
+        times.append(time.monotonic())
+        parallel = self._meet(message)
+        times.append(time.monotonic())
+        made = self._execute(job, task, fds, parallel)
+        if message.layout.slot_of(self._rank) == 0:
+            for name, fields in made.items():
+                publish(job.slab, name, task.index + 1, fields, producer=message.number)
+        with self._lock:
+            job.keep(made, dispatch=message.number)
+        times.append(time.monotonic())
+        return TaskReport(
+            message.number,
+            started_s=times[3],
+            ended_s=times[4],
+            waited_s=times[1] - times[0] + times[3] - times[2],
+            moved_s=times[2] - times[1],
+        )
 
-        The wait ends with the producer's output or its failure: the control plane sends
-        VoidTask when it fails or its rank dies.
-        """
-        if producer is None or job.latents_producer == producer:
+    def _await_input(self, job: RankJob, task: Task, message: RunTask) -> None:
+        """Wait for input that comes through the slab; transfers wait by themselves."""
+        if message.producer is None or job.producer == message.producer or message.transfers:
             return
-        name = "prompt" if task.index == 1 else "latents"
-        looks = 0
-        while job.slab.producer(name, task.index) != producer:
-            if producer in self._voids:
-                raise _InputVoid
-            time.sleep(_POLL_S[min(looks, len(_POLL_S) - 1)])
-            looks += 1
+        is_void = self._abandoned.__contains__
+        job.await_published(task, message.producer, is_void=lambda: is_void(message.number))
 
-    def _bring_input(self, job: _Job, task: Task, producer: int | None) -> None:
-        """Copy what is not here yet out of the slab."""
-        constants = {"prompt": 1, "condition": 2} if task.index > 1 else {"prompt": 1}
-        for name, version in constants.items() if task.index else ():
-            if name not in job.artifacts:
-                job.artifacts[name] = _fetch(job.slab, name, version)
-        if task.index > 1 and job.latents_producer != producer:
-            job.artifacts["latents"] = _fetch(job.slab, "latents", task.index)
-            job.latents_producer = producer
+    def _bring_input(self, job: RankJob, task: Task, message: RunTask) -> None:
+        """Bring what the task needs and this rank does not have.
 
-    def _execute(self, job: _Job, task: Task, number: int, fds: Sequence[int]) -> None:
-        """Run the task and publish what it makes."""
+        The constants last: a rank publishes them before it sends the latents that go with them.
+        """
+        if message.transfers:
+            assert self._endpoint is not None
+            fields = receive_state(self._endpoint, message.transfers, dispatch=message.number)
+            job.artifacts["latents"], job.producer = fields, message.producer
+        elif task.index > 1 and job.producer != message.producer:
+            assert message.producer is not None
+            job.fetch_latents(task, message.producer)
+        job.fetch_constants(task)
+
+    def _meet(self, message: RunTask) -> Parallel | None:
+        """The group of a task on several ranks, once all of them have come; None for one rank."""
+        if message.layout.degree == 1:
+            return None
+        assert self._endpoint is not None
+        group = self._endpoint.group(Descriptor(message.number, message.layout, message.incarnations))
+        group.enter()
+        return parallel_from(group)
+
+    def _execute(
+        self, job: RankJob, task: Task, fds: Sequence[int], parallel: Parallel | None
+    ) -> dict[str, Fields]:
+        """Run the task; the artifacts that it makes, but for frames, which go where they belong."""
         adapter = self._adapters[job.start.checkpoint]
         spec, artifacts = job.start.spec, job.artifacts
-        made: dict[str, Fields] = {}
         match task.stage:
             case Stage.ENCODE:
-                made["prompt"] = adapter.encode(spec)
+                return {"prompt": adapter.encode(spec)}
             case Stage.PREPARE:
-                made["condition"], made["latents"] = adapter.prepare(spec, artifacts["prompt"])
+                condition, latents = adapter.prepare(spec, artifacts["prompt"])
+                return {"condition": condition, "latents": latents}
             case Stage.DENOISE:
                 assert task.step is not None
-                made["latents"] = adapter.denoise(
-                    spec, artifacts["prompt"], artifacts["condition"], artifacts["latents"], step=task.step
-                )
+                inputs = (artifacts[name] for name in ("prompt", "condition", "latents"))
+                return {"latents": adapter.denoise(spec, *inputs, step=task.step, parallel=parallel)}
             case Stage.DECODE:
                 _store_frames(adapter.decode(spec, artifacts["latents"]), fds[0])
-        for name, fields in made.items():
-            _publish(job.slab, name, task.index + 1, fields, producer=number)
-        artifacts.update(made)
-        if "latents" in made:
-            job.latents_producer = number
+                return {}
 
 
 def _load(settings: WorkerSettings) -> dict[str, Adapter]:
     return {path: load_adapter(Path(path), device=settings.device) for path in settings.checkpoints}
-
-
-def _publish(slab: Slab, name: str, version: int, fields: Fields, *, producer: int) -> None:
-    tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in fields.tensors.items()}
-    meta = ([(key, tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()], fields.scalars)
-    buffers = [tensor.view(-1).view(torch.uint8).numpy().data for tensor in tensors.values()]
-    slab.publish(name, version, meta, buffers, producer=producer)
-
-
-def _fetch(slab: Slab, name: str, version: int) -> Fields:
-    (layout, scalars), memory, position = slab.fetch(name, version)
-    fields = Fields(scalars=scalars)
-    for key, dtype, shape in layout:
-        count = 1
-        for length in shape:
-            count *= length
-        num_bytes = count * dtype.itemsize
-        if num_bytes:
-            shared = torch.frombuffer(memory, dtype=dtype, count=count, offset=position)
-            fields.tensors[key] = shared.clone().view(shape)
-        else:
-            fields.tensors[key] = torch.empty(shape, dtype=dtype)
-        position += -(-num_bytes // 64) * 64
-    return fields
 
 
 def _store_frames(frames: torch.Tensor, fd: int) -> None:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from gfgen.errors import WorkerError
+from gfgen.gfc.arena import Plan, create_arena
 from gfgen.graph import Stage
 from gfgen.runtime.admission import AdmittedJob
 from gfgen.runtime.channel import Channel
@@ -37,13 +38,18 @@ from gfgen.runtime.events import (
     TaskFailed,
 )
 from gfgen.runtime.messages import (
+    Abandon,
+    Arenas,
+    EdgesRestarted,
     ForgetJob,
+    Left,
     Reset,
+    RestartEdges,
     RunTask,
+    SendState,
     StartJob,
     TaskFault,
     TaskReport,
-    VoidTask,
     WorkerFailed,
     WorkerReady,
     WriteDone,
@@ -51,6 +57,7 @@ from gfgen.runtime.messages import (
     WriteRequest,
 )
 from gfgen.runtime.metadata import describe
+from gfgen.runtime.recovery import Recovery, given_up
 from gfgen.runtime.slab import Slab, SlabPlan
 
 logger = logging.getLogger(__name__)
@@ -87,9 +94,13 @@ class WorkerPool:
         worker_main: str = "gfgen.runtime.worker:main",
         device: str = "cpu",
         num_writers: int = 1,
+        plan: Plan | None = None,
     ) -> None:
         self.num_ranks = num_ranks
-        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # what it warns of is not the user's to mend
+        self.last_number = 0
+        """Of the last dispatch that these workers were given, in any run."""
+        self.incarnations = [1] * num_ranks
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its warnings are not the user's to mend
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(_PRELOAD)
         settings = [
@@ -101,6 +112,7 @@ class WorkerPool:
             worker.rank = rank
         writer_main = "gfgen.runtime.writer:main"
         self.writers = [self._start(f"writer {idx}", writer_main, None) for idx in range(num_writers)]
+        self._share_arenas(plan or Plan())
 
     @property
     def children(self) -> list[_Child]:
@@ -114,6 +126,18 @@ class WorkerPool:
         process.start()
         theirs.close()
         return _Child(name, process, Channel(ours))
+
+    def _share_arenas(self, plan: Plan) -> None:
+        """Make an arena for every rank, and let every rank map all of them."""
+        fds = [
+            create_arena(plan, rank=rank, incarnation=incarnation)
+            for rank, incarnation in enumerate(self.incarnations)
+        ]
+        message = Arenas(plan.data_bytes, plan.post_bytes, tuple(self.incarnations))
+        for worker in self.workers:
+            worker.channel.send(message, tuple(fds))
+        for fd in fds:
+            os.close(fd)
 
     def wait_ready(self) -> None:
         """Wait until every worker has loaded its models.
@@ -173,6 +197,10 @@ class ProcessBackend:
         self._slabs: dict[str, int] = {}
         self._frames: dict[str, int] = {}
         self._dispatches: dict[int, Dispatch] = {}
+        """Those that have not ended on all of their ranks."""
+        self._unreported: dict[int, set[int]] = {}
+        """By dispatch: the ranks that have not reported."""
+        self._recovery: Recovery | None = None
         self._num_writing = dict.fromkeys(range(len(pool.writers)), 0)
         self._selector = selectors.DefaultSelector()
         for child in pool.children:
@@ -199,15 +227,29 @@ class ProcessBackend:
 
     def submit(self, dispatch: Dispatch) -> None:
         """Send a task to its ranks, and before it what they do not know yet of the job."""
-        task = dispatch.task
+        task, ranks = dispatch.task, dispatch.layout.ranks
         self._dispatches[dispatch.number] = dispatch
-        message = RunTask(dispatch.number, task.job_id, task.index, dispatch.producer, dispatch.layout)
+        self._unreported[dispatch.number] = set(ranks)
+        self._pool.last_number = dispatch.number
+        incarnations = tuple([self._pool.incarnations[rank] for rank in ranks])
         fds = (self._new_frames(task.job_id),) if task.stage is Stage.DECODE else ()
-        for rank in dispatch.layout.ranks:
+        self._ask_for_state(dispatch)
+        for rank in ranks:
             worker = self._pool.workers[rank]
             if task.job_id not in worker.jobs:
                 self._introduce(worker, task.job_id)
+            message = RunTask(
+                number=dispatch.number,
+                job_id=task.job_id,
+                index=task.index,
+                producer=dispatch.producer,
+                layout=dispatch.layout,
+                incarnations=incarnations,
+                transfers=tuple([t for t in dispatch.transfers if t.destination == rank]),
+            )
             worker.channel.send(message, fds)
+        if self._recovery and given_up(self._recovery.numbers, self._dispatches) - self._recovery.numbers:
+            self._give_up({})
 
     def release(self, job_id: str) -> None:
         """Close the job's memory and let workers forget it."""
@@ -226,11 +268,6 @@ class ProcessBackend:
         for job_id in {*self._slabs, *self._frames}:
             self.release(job_id)
 
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes of all messages to workers so far."""
-        return sum(worker.channel.sent_bytes for worker in self._pool.workers)
-
     # What children say ------------------------------------------------------------------------
 
     def _greet(self) -> Iterator[Event]:
@@ -246,34 +283,39 @@ class ProcessBackend:
         if received is None:
             yield self._lost(child)
             return
-        message, _ = received
-        match message:
-            case TaskReport():
-                yield self._task_done(child, message, now_s)
-            case TaskFault():
-                yield self._task_failed(child, message, now_s)
-            case WriteDone():
+        match received[0]:
+            case TaskReport() as report:
+                yield from self._task_done(child, report, now_s)
+            case TaskFault() as fault:
+                self._task_failed(child, fault)
+            case Left() | EdgesRestarted() as answer:
+                yield from self._answered(child, answer, now_s)
+            case WriteDone() as done:
                 self._num_writing[self._pool.writers.index(child)] -= 1
-                yield OutputWritten(now_s, message.job_id, message.path, message.size_bytes, message.write_s)
-            case WriteFailed():
+                yield OutputWritten(now_s, done.job_id, done.path, done.size_bytes, done.write_s)
+            case WriteFailed() as failed:
                 self._num_writing[self._pool.writers.index(child)] -= 1
-                yield OutputFailed(now_s, message.job_id, message.reason)
-            case WorkerReady():
+                yield OutputFailed(now_s, failed.job_id, failed.reason)
+            case WorkerReady() as ready:
                 child.is_ready = True
-                yield RankReady(now_s, message.rank, 1, message.startup_s)
-            case WorkerFailed():
-                raise WorkerError(f"rank {message.rank} cannot start: {message.reason}")
-            case _:
+                yield RankReady(now_s, ready.rank, 1, ready.startup_s)
+            case WorkerFailed() as failure:
+                raise WorkerError(f"rank {failure.rank} cannot start: {failure.reason}")
+            case message:
                 raise AssertionError(f"{child.name} sent {message!r}")
 
-    def _task_done(self, worker: _Child, report: TaskReport, now_s: float) -> Event:
-        dispatch = self._dispatches[report.number]
+    def _task_done(self, worker: _Child, report: TaskReport, now_s: float) -> Iterator[Event]:
+        """A rank has done its part; what is being given up counts no more."""
+        if self._recovery and report.number in self._recovery.numbers:
+            return
         assert worker.rank is not None
-        if dispatch.task.stage is Stage.DECODE and worker.rank == dispatch.layout.ranks[0]:
-            self._write(dispatch.task.job_id)
-        if worker.rank == dispatch.layout.ranks[-1]:
-            del self._dispatches[report.number]
-        return TaskDone(
+        dispatch = self._dispatches[report.number]
+        self._unreported[report.number].remove(worker.rank)
+        if not self._unreported[report.number]:
+            del self._dispatches[report.number], self._unreported[report.number]
+            if dispatch.task.stage is Stage.DECODE:
+                self._write(dispatch.task.job_id)
+        yield TaskDone(
             now_s,
             report.number,
             worker.rank,
@@ -283,16 +325,6 @@ class ProcessBackend:
             moved_s=report.moved_s,
         )
 
-    def _task_failed(self, worker: _Child, fault: TaskFault, now_s: float) -> Event:
-        """Tell whoever waits for the output of a failed task that it will not come."""
-        assert worker.rank is not None
-        self._dispatches.pop(fault.number, None)
-        for other in self._dispatches.values():
-            if other.producer == fault.number:
-                for rank in other.layout.ranks:
-                    self._pool.workers[rank].channel.send(VoidTask(fault.number))
-        return TaskFailed(now_s, fault.number, worker.rank, fault.reason, fault.void)
-
     def _lost(self, child: _Child) -> Event:
         self._selector.unregister(child.channel)
         child.process.join(_EXIT_S)
@@ -301,7 +333,61 @@ class ProcessBackend:
             raise WorkerError(f"{child.name}: {reason}; run again to go on")
         return RankLost(self._clock.now_s, child.rank, 1, reason)
 
+    # Failures: see recovery.py for the rounds -----------------------------------------------------
+
+    def _task_failed(self, worker: _Child, fault: TaskFault) -> None:
+        """A task raised on one rank: its other ranks, and what depends on it, have to stop."""
+        if self._recovery and fault.number in self._recovery.numbers:
+            if not fault.void:
+                self._recovery.reasons.setdefault(fault.number, fault.reason)
+            return
+        if fault.void:
+            logger.info("%s: dispatch %d was given up: %s", worker.name, fault.number, fault.reason)
+        self._give_up({fault.number: None if fault.void else fault.reason})
+
+    def _give_up(self, reasons: Mapping[int, str | None]) -> None:
+        """Ask every rank concerned to leave the failed dispatches, and all that goes with them."""
+        self._recovery = self._recovery or Recovery()
+        self._recovery.extend(reasons, self._dispatches)
+        self._tell_ranks(Abandon(self._recovery.numbers))
+
+    def _answered(self, worker: _Child, answer: Left | EdgesRestarted, now_s: float) -> Iterator[Event]:
+        """Ranks have left, or counted anew; answers to an earlier, smaller question do not count."""
+        recovery = self._recovery
+        if recovery is None or answer.numbers != recovery.numbers:
+            return
+        assert worker.rank is not None
+        if isinstance(answer, EdgesRestarted) is not recovery.all_have_left:
+            return
+        if not recovery.answered(worker.rank):
+            return
+        if not recovery.all_have_left:
+            recovery.all_have_left = True
+            recovery.waiting_for = set(recovery.ranks)
+            self._tell_ranks(RestartEdges(recovery.numbers, recovery.ranks))
+            return
+        self._recovery = None
+        for number in sorted(recovery.numbers):
+            del self._dispatches[number]
+            reason = recovery.reasons.get(number)
+            for rank in sorted(self._unreported.pop(number)):
+                text = reason or "given up with another task"
+                yield TaskFailed(now_s, number, rank, text, void=reason is None)
+
+    def _tell_ranks(self, message: Abandon | RestartEdges) -> None:
+        assert self._recovery is not None
+        for rank in sorted(self._recovery.ranks):
+            self._pool.workers[rank].channel.send(message)
+
     # Memory and files ---------------------------------------------------------------------------
+
+    def _ask_for_state(self, dispatch: Dispatch) -> None:
+        """Tell the ranks that hold a job's state which parts of it to send where."""
+        for source in sorted({transfer.source for transfer in dispatch.transfers}):
+            assert dispatch.producer is not None
+            mine = tuple([transfer for transfer in dispatch.transfers if transfer.source == source])
+            message = SendState(dispatch.number, dispatch.task.job_id, dispatch.producer, mine)
+            self._pool.workers[source].channel.send(message)
 
     def _introduce(self, worker: _Child, job_id: str) -> None:
         job = self._jobs[job_id]

@@ -39,6 +39,7 @@ def view(job_id, *, remaining_s=10.0, arrival_s=0.0, deadline_s=math.inf, priori
         num_tasks=10,
         remaining_s=remaining_s,
         last_layout=Layout(ranks, ulysses=len(ranks)) if ranks else None,
+        max_sequence_degree=8,
     )
 
 

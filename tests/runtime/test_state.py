@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 from builders import make_job
 
@@ -14,7 +16,7 @@ from gfgen.snapshot import Decision
 class Cluster:
     """A state with ready ranks and arrived jobs, and short words to drive it."""
 
-    def __init__(self, *jobs, num_ranks=2, guard_s=0.0, max_degree=1):
+    def __init__(self, *jobs, num_ranks=2, guard_s=0.0, max_degree=None):
         self.clock = Clock(virtual=True)
         self.jobs = {job.job_id: job for job in jobs}
         self.state = State(
@@ -93,7 +95,7 @@ def test_dispatch_numbers_rise_and_name_the_producer():
     [
         (("a", 1, 0), "is not its next task"),
         (("b", 0, 0), "rank 0 is not free"),
-        (("b", 0, 1, 2), "more than 1 ranks"),
+        (("b", 0, 1, 2), "runs on one rank"),
         (("a", 0, 1), "is not its next task"),
         (("a", 2, 1), "is not its next task"),
     ],
@@ -225,9 +227,56 @@ def test_a_second_signal_does_not_wait():
 
 def test_a_task_on_several_ranks_ends_when_the_last_of_them_reports():
     cluster = Cluster(make_job("a"), max_degree=2)
-    dispatch = cluster.begin("a", 0, 1, 0)
+    cluster.done(cluster.begin("a", 0, 0))
+    cluster.done(cluster.begin("a", 1, 0))
+    dispatch = cluster.begin("a", 2, 1, 0)
     cluster.state.apply(events.TaskDone(0.1, dispatch.number, 0, 0.0, 0.1))
     snapshot = cluster.state.snapshot()
     assert (list(snapshot.busy), snapshot.free_ranks) == (["a"], (0,))
     cluster.state.apply(events.TaskDone(0.1, dispatch.number, 1, 0.0, 0.1))
     assert list(cluster.state.snapshot().open) == ["a"]
+
+
+def test_a_task_that_moves_says_what_has_to_come_from_where():
+    cluster = Cluster(make_job("a"), num_ranks=3)
+    for index, rank in enumerate((0, 0, 1)):
+        dispatch = cluster.begin("a", index, rank)
+        cluster.done(dispatch)
+    (transfer,) = dispatch.transfers
+    assert (transfer.source, transfer.destination, transfer.field) == (0, 1, "latents")
+    wider = cluster.begin("a", 3, 1, 2)
+    assert {(t.source, t.destination) for t in wider.transfers} == {(1, 2)}
+    cluster.done(wider)
+    assert not cluster.begin("a", 4, 1, 2).transfers
+
+
+def test_after_a_failure_the_state_comes_from_the_slab():
+    cluster = Cluster(make_job("a"), num_ranks=2)
+    for index in range(3):
+        cluster.done(cluster.begin("a", index, 0))
+    cluster.failed(cluster.begin("a", 3, 1))
+    again = cluster.begin("a", 3, 1)
+    assert (again.transfers, again.producer) == ((), 3)
+
+
+@pytest.mark.parametrize(
+    ("fields", "layout", "reason"),
+    [
+        ({}, Layout((0, 1), cfg=2), "one guidance branch"),
+        ({}, Layout((0, 1), ring=2), "ring degrees are not supported"),
+        ({"uses_cfg": True}, Layout(tuple(range(8)), ulysses=8), "7 parts at most"),
+    ],
+)
+def test_degrees_that_a_job_cannot_use_are_refused(fields, layout, reason):
+    job = replace(make_job("a", **fields), max_sequence_degree=7)
+    cluster = Cluster(job, num_ranks=8)
+    cluster.done(cluster.begin("a", 0, 0))
+    cluster.done(cluster.begin("a", 1, 0))
+    with pytest.raises(PolicyFault, match=reason):
+        cluster.state.begin(Decision(job.trajectory.task(2), layout))
+
+
+def test_only_steps_are_shared():
+    cluster = Cluster(make_job("a"))
+    with pytest.raises(PolicyFault, match="encode runs on one rank"):
+        cluster.begin("a", 0, 0, 1)

@@ -1,0 +1,170 @@
+"""What one rank keeps of a job, and how the job's state comes to the rank and leaves it.
+
+State reaches a rank from the ranks that ran the last task (`receive_state`, by transfers that
+the control plane planned), or from the job's slab in host memory: the prompt's embeddings and
+the condition always, the latents when nobody holds them any more.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from gfgen.gfc.endpoint import Endpoint
+from gfgen.graph import Task
+from gfgen.models.adapter import Fields
+from gfgen.runtime.messages import StartJob
+from gfgen.runtime.migration import Transfer
+from gfgen.runtime.slab import Slab
+
+_POLL_S = (0.0, 0.0, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3)
+"""Pauses between looks at a producer's word: short first, a millisecond at last."""
+_HEADER_BYTES = 4096
+"""Names, shapes and scalars of a job's state, pickled; UniPC's take about 500 bytes."""
+
+
+class InputVoidError(Exception):
+    """The dispatch that was to make this task's input has failed, or this one was given up."""
+
+
+@dataclass(slots=True, eq=False)
+class RankJob:
+    """A job as one rank knows it."""
+
+    start: StartJob
+    slab: Slab
+    artifacts: dict[str, Fields] = field(default_factory=dict)
+    producer: int | None = None
+    """The dispatch that made the latents in `artifacts`; None when they are not here."""
+    wanted: dict[int, list[Future[Fields]]] = field(default_factory=dict)
+    """Who waits for latents of a dispatch, to send them on."""
+
+    def keep(self, made: Mapping[str, Fields], *, dispatch: int) -> None:
+        """Take over what a task has made, and hand it to those who wait to send it on."""
+        self.artifacts.update(made)
+        if "latents" in made:
+            self.producer = dispatch
+            for future in self.wanted.pop(dispatch, ()):
+                future.set_result(made["latents"])
+
+    def latents_of(self, dispatch: int) -> Future[Fields]:
+        """The latents that a dispatch made here, or will make here."""
+        future: Future[Fields] = Future()
+        if self.producer == dispatch:
+            future.set_result(self.artifacts["latents"])
+        else:
+            self.wanted.setdefault(dispatch, []).append(future)
+        return future
+
+    def drop(self, dispatch: int) -> None:
+        """A dispatch has failed: nobody will get what it was to make."""
+        if self.producer == dispatch:
+            self.producer = None
+        for future in self.wanted.pop(dispatch, ()):
+            future.set_exception(InputVoidError())
+
+    def fetch_constants(self, task: Task) -> None:
+        """Copy prompt and condition out of the slab when they are not here yet."""
+        versions = {"prompt": 1, "condition": 2} if task.index > 1 else {"prompt": 1} if task.index else {}
+        for name, version in versions.items():
+            if name not in self.artifacts:
+                self.artifacts[name] = fetch(self.slab, name, version)
+
+    def fetch_latents(self, task: Task, producer: int) -> None:
+        """Copy the latents that `producer` published out of the slab."""
+        self.artifacts["latents"] = fetch(self.slab, "latents", task.index)
+        self.producer = producer
+
+    def await_published(self, task: Task, producer: int, *, is_void: Callable[[], bool]) -> None:
+        """Wait until the slab has what the task needs, made by that very dispatch.
+
+        Raises: InputVoidError as soon as `is_void` says that it will not come.
+        """
+        name = "prompt" if task.index == 1 else "latents"
+        looks = 0
+        while self.slab.producer(name, task.index) != producer:
+            if is_void():
+                raise InputVoidError
+            time.sleep(_POLL_S[min(looks, len(_POLL_S) - 1)])
+            looks += 1
+
+
+def publish(slab: Slab, name: str, version: int, fields: Fields, *, producer: int) -> None:
+    """Copy an artifact into the slab and make it visible as made by this dispatch."""
+    tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in fields.tensors.items()}
+    meta = ([(key, tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()], fields.scalars)
+    buffers = [tensor.view(-1).view(torch.uint8).numpy().data for tensor in tensors.values()]
+    slab.publish(name, version, meta, buffers, producer=producer)
+
+
+def fetch(slab: Slab, name: str, version: int) -> Fields:
+    """A copy of an artifact in the slab."""
+    (layout, scalars), memory, position = slab.fetch(name, version)
+    fields = Fields(scalars=scalars)
+    for key, dtype, shape in layout:
+        count = math.prod(shape)
+        if count:
+            shared = torch.frombuffer(memory, dtype=dtype, count=count, offset=position)
+            fields.tensors[key] = shared.clone().view(shape)
+        else:
+            fields.tensors[key] = torch.empty(shape, dtype=dtype)
+        position += -(-count * dtype.itemsize // 64) * 64
+    return fields
+
+
+def send_state(endpoint: Endpoint, fields: Fields, transfers: Sequence[Transfer], *, dispatch: int) -> None:
+    """Send ranges of a job's latents: to each destination a header, then its ranges in order.
+
+    Fields that the solver does not have yet are passed over; the header says which there are.
+    """
+    for destination in dict.fromkeys(transfer.destination for transfer in transfers):
+        mine = [transfer for transfer in transfers if transfer.destination == destination]
+        endpoint.send(_header(fields), to=destination, dispatch=dispatch, label=0)
+        for label, transfer in enumerate(mine, start=1):
+            if transfer.field in fields.tensors:
+                part = _part(fields.tensors[transfer.field], transfer)
+                endpoint.send(part, to=destination, dispatch=dispatch, label=label)
+
+
+def receive_state(endpoint: Endpoint, transfers: Sequence[Transfer], *, dispatch: int) -> Fields:
+    """Put a job's latents together from what the sources send; the counterpart of `send_state`."""
+    fields = Fields()
+    for source in dict.fromkeys(transfer.source for transfer in transfers):
+        theirs = [transfer for transfer in transfers if transfer.source == source]
+        header = endpoint.recv((_HEADER_BYTES,), torch.uint8, source=source, dispatch=dispatch, label=0)
+        layout, fields.scalars = pickle.loads(header.numpy().data)
+        for label, transfer in enumerate(theirs, start=1):
+            if transfer.field not in layout:
+                continue
+            dtype, shape = layout[transfer.field]
+            part_shape = [*shape]
+            part_shape[transfer.axis] = transfer.stop - transfer.start
+            part = endpoint.recv(part_shape, dtype, source=source, dispatch=dispatch, label=label)
+            if part_shape == list(shape):
+                fields.tensors[transfer.field] = part
+            else:
+                whole = fields.tensors.setdefault(transfer.field, torch.empty(shape, dtype=dtype))
+                _part(whole, transfer).copy_(part)
+    return fields
+
+
+def _part(tensor: torch.Tensor, transfer: Transfer) -> torch.Tensor:
+    return tensor.narrow(transfer.axis, transfer.start, transfer.stop - transfer.start)
+
+
+def _header(fields: Fields) -> torch.Tensor:
+    layout: dict[str, Any] = {
+        name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in fields.tensors.items()
+    }
+    packed = pickle.dumps((layout, fields.scalars))
+    assert len(packed) <= _HEADER_BYTES, f"the header of a job's state takes {len(packed)} bytes"
+    header = torch.zeros(_HEADER_BYTES, dtype=torch.uint8)
+    header[: len(packed)] = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+    return header

@@ -1,0 +1,131 @@
+"""Jobs whose layout changes at every step, on real workers."""
+
+from dataclasses import replace
+from random import Random
+
+import numpy as np
+import pytest
+from test_workers import PICTURE, VIDEO, pixels, run
+
+from gfgen.job import JobSpec
+from gfgen.policies.catalog import NamedPolicy
+from gfgen.runtime.events import TaskFailed
+from gfgen.snapshot import Decision
+
+WANDER = [(0,), (2, 3), (1, 3, 0, 2), (2, 0, 1), (3,), (1, 0)]
+"""Degrees 1, 2, 4, 3 and back, on other ranks each time."""
+
+
+def following(*layouts):
+    """A policy that gives the n-th step of every job the n-th of these sets of ranks."""
+
+    def decide(snapshot):
+        free = set(snapshot.free_ranks)
+        decisions = []
+        for job in snapshot.open.values():
+            step = job.next_task.step or 0
+            layout = job.layout(layouts[step % len(layouts)])
+            if free.issuperset(layout.ranks):
+                free -= set(layout.ranks)
+                decisions.append(Decision(job.next_task, layout))
+        return decisions
+
+    return NamedPolicy("following", decide)
+
+
+def assert_nothing_failed(recorder):
+    assert [e for e in recorder.events if isinstance(e, TaskFailed)] == []
+    assert {o.status for o in recorder.outcomes} == {"done"}
+
+
+@pytest.mark.parametrize("fields", [PICTURE, PICTURE | {"negative_prompt": "blurry"}], ids=["plain", "cfg"])
+@pytest.mark.parametrize("guard_s", [0.0, 1.0])
+def test_a_picture_survives_any_change_of_layout(pool, tmp_path, fields, guard_s):
+    spec = JobSpec(id="picture", prompt="a red fox", **fields | {"steps": 6})
+    assert_nothing_failed(run(pool, tmp_path / "one", spec, policy="fcfs"))
+    recorder = run(pool, tmp_path / "many", spec, policy=following(*WANDER), guard_s=guard_s)
+    assert_nothing_failed(recorder)
+    assert [len(ranks) for ranks in recorder.ranks_of("picture")[2:-1]] == [1, 2, 4, 3, 1, 2]
+    one, many = (pixels(tmp_path / folder / "picture.png").astype(int) for folder in ("one", "many"))
+    assert np.abs(one - many).max() <= 1
+
+
+def test_equal_layout_shapes_on_other_ranks_give_the_same_file(pool, tmp_path):
+    spec = JobSpec(id="video", prompt="a lighthouse", **VIDEO)
+    layouts = {"low": [(0, 1), (0, 1, 2)], "high": [(3, 2), (1, 3, 0)]}
+    for name, ranks in layouts.items():
+        assert_nothing_failed(run(pool, tmp_path / name, spec, policy=following(*ranks)))
+    low, high = ((tmp_path / name / "video.mp4").read_bytes() for name in layouts)
+    assert low == high
+
+
+def test_many_jobs_share_the_ranks_in_changing_groups(pool, tmp_path):
+    specs = [
+        JobSpec(id=f"job-{i}", prompt=f"a fox, {i}", **(PICTURE if i % 2 else VIDEO) | {"seed": i})
+        for i in range(6)
+    ]
+
+    def mixed(snapshot):
+        """Wide and narrow layouts by turns, from whatever is free."""
+        free = list(snapshot.free_ranks)
+        decisions = []
+        for job in snapshot.open.values():
+            degree = 1 + (job.next_task.index + int(job.job_id[-1])) % 3
+            if len(free) >= degree:
+                layout = job.layout(free[:degree])
+                free = [rank for rank in free if rank not in layout.ranks]
+                decisions.append(Decision(job.next_task, layout))
+        return decisions
+
+    assert_nothing_failed(run(pool, tmp_path / "mixed", *specs, policy=NamedPolicy("mixed", mixed)))
+    assert_nothing_failed(run(pool, tmp_path / "single", *specs, policy="fcfs"))
+    for spec in specs[1::2]:
+        one, other = (pixels(tmp_path / folder / f"{spec.id}.png") for folder in ("mixed", "single"))
+        assert np.abs(one.astype(int) - other).max() <= 1
+
+
+@pytest.mark.parametrize("policy", ["legacy", "srtf,degree=2", "fcfs,degree=2", "edf"])
+def test_built_in_policies_run_on_groups(pool, tmp_path, policy):
+    specs = [JobSpec(id=f"job-{i}", prompt=f"a fox, {i}", deadline_s=0.01, **PICTURE) for i in range(3)]
+    recorder = run(pool, tmp_path, *specs, policy=policy)
+    assert_nothing_failed(recorder)
+    widest = max(len(ranks) for spec in specs for ranks in recorder.ranks_of(spec.id))
+    assert widest >= {"legacy": 4}.get(policy, 2)
+
+
+def failing(job_id, *, rank, step, times):
+    return JobSpec(id=job_id, prompt=f"a fox | fail rank={rank} step={step} times={times}", **PICTURE)
+
+
+@pytest.mark.parametrize("guard_s", [0.0, 1.0])
+def test_a_failure_on_one_rank_of_a_group_costs_one_attempt(faulty_pool, tmp_path, guard_s):
+    spec = failing(f"picture-{guard_s}", rank=1, step=2, times=1)
+    calm = replace(spec, id="calm", prompt="calm")
+    recorder = run(faulty_pool, tmp_path, spec, calm, policy=following((0, 1, 2)), guard_s=guard_s)
+    failures = [e for e in recorder.events if isinstance(e, TaskFailed) and not e.void]
+    assert {e.reason.split(" (")[0] for e in failures} == {"RuntimeError: as told by the prompt"}
+    assert len({e.dispatch for e in failures}) == 1
+    assert {o.status for o in recorder.outcomes} == {"done"}
+
+
+def test_a_step_that_fails_twice_fails_its_job_and_no_other(faulty_pool, tmp_path):
+    bad = failing("bad", rank=2, step=1, times=2)
+    good = [replace(bad, id=f"good-{i}", prompt=f"fox {i}") for i in range(3)]
+    recorder = run(faulty_pool, tmp_path, bad, *good, policy=following((0, 1), (2, 1), (1, 0, 2)))
+    outcomes = {o.info.job_id: o for o in recorder.outcomes}
+    assert outcomes.pop("bad").error.startswith("denoise 1: RuntimeError: as told by the prompt")
+    assert {o.status for o in outcomes.values()} == {"done"}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_failures_among_overlapping_groups_lose_nothing(faulty_pool, tmp_path, seed):
+    random = Random(seed)
+    specs = [
+        failing(f"job-{seed}-{i}", rank=random.randrange(3), step=random.randrange(4), times=1)
+        for i in range(6)
+    ]
+    layouts = [tuple(random.sample(range(3), random.randint(1, 3))) for _ in range(5)]
+    guard_s = random.choice([0, 0.05, 1])
+    recorder = run(faulty_pool, tmp_path, *specs, policy=following(*layouts), guard_s=guard_s)
+    done = [o.info.job_id for o in recorder.outcomes if o.status == "done"]
+    assert sorted(done) == sorted(spec.id for spec in specs)

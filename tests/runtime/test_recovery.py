@@ -1,0 +1,69 @@
+from builders import make_job
+
+from gfgen.layout import Layout
+from gfgen.runtime.dispatch import Dispatch
+from gfgen.runtime.migration import Transfer
+from gfgen.runtime.recovery import Recovery, given_up
+
+
+def dispatches(*entries):
+    """(number, ranks, producer, source ranks of transfers) by number."""
+    table = {}
+    for number, ranks, producer, sources in entries:
+        layout = Layout(tuple(ranks), ulysses=len(ranks))
+        transfers = tuple(Transfer(s, r, "sample", 0, 0, 1, 4) for s in sources for r in ranks)
+        task = make_job(f"job-{number}").trajectory.task(3)
+        table[number] = Dispatch(number, task, layout, 0, 0, 0, producer=producer, transfers=transfers)
+    return table
+
+
+def test_a_task_on_one_rank_takes_its_consumer_along_and_nothing_else():
+    table = dispatches((1, [0], None, []), (2, [0], 1, []), (3, [1], None, []), (4, [2], None, []))
+    assert given_up([1], table) == {1, 2}
+
+
+def test_a_consumer_elsewhere_takes_along_what_is_queued_behind_its_transfer():
+    table = dispatches((1, [0], None, []), (2, [1], 1, [0]), (3, [1], None, []), (4, [2], None, []))
+    assert given_up([1], table) == {1, 2, 3}
+
+
+def test_what_is_queued_on_the_ranks_of_a_failed_group_is_void():
+    table = dispatches((1, [0, 1], None, []), (2, [1], None, []), (3, [2, 3], None, []))
+    assert given_up([1], table) == {1, 2}
+
+
+def test_what_came_before_on_those_ranks_goes_on():
+    table = dispatches((1, [1], None, []), (2, [0, 1], None, []))
+    assert given_up([2], table) == {2}
+
+
+def test_transfers_on_the_same_edge_are_given_up_with_each_other():
+    table = dispatches((1, [1], None, [0]), (2, [1], None, [0]), (3, [0], None, [1]))
+    assert given_up([2], table) == {1, 2, 3}
+    table = dispatches((1, [1], None, [0]), (2, [3], None, [2]))
+    assert given_up([2], table) == {2}
+
+
+def test_the_loss_spreads_over_groups_that_overlap():
+    table = dispatches((1, [0, 1], None, []), (2, [1, 2], None, []), (3, [2, 3], None, []))
+    assert given_up([1], table) == {1, 2, 3}
+    assert given_up([3], table) == {3}
+
+
+def test_every_rank_concerned_has_to_answer():
+    table = dispatches((1, [0, 1], None, []), (2, [3], 1, [1]))
+    recovery = Recovery()
+    recovery.extend({1: "boom"}, table)
+    assert recovery.ranks == {0, 1, 3}
+    assert [recovery.answered(rank) for rank in (0, 1, 3)] == [False, False, True]
+
+
+def test_another_failure_begins_the_round_anew():
+    table = dispatches((1, [0, 1], None, []), (2, [3], None, []))
+    recovery = Recovery()
+    recovery.extend({1: "boom"}, table)
+    recovery.answered(0)
+    recovery.extend({2: "bang"}, table)
+    assert recovery.waiting_for == {0, 1, 3}
+    assert recovery.numbers == {1, 2}
+    assert recovery.reasons == {1: "boom", 2: "bang"}
