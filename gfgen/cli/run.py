@@ -27,9 +27,10 @@ from gfgen.runtime.journal import Journal
 from gfgen.runtime.manifest import ManifestWriter, finished_jobs
 from gfgen.runtime.metrics import Summary
 from gfgen.runtime.observer import Observer
+from gfgen.runtime.pool import WorkerPool
 from gfgen.runtime.state import State
 from gfgen.runtime.trace import TraceWriter
-from gfgen.runtime.workers import ProcessBackend, WorkerPool
+from gfgen.runtime.workers import ProcessBackend
 
 logger = logging.getLogger(__name__)
 

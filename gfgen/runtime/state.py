@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 MAX_TASK_FAILURES = 2
 """So many failures of the same task fail its job."""
+MAX_LOST_WORKERS = 3
+"""So many deaths of workers while they ran a task of a job fail the job."""
 _RENEWAL_S = 1.0
 """Predictions of waiting jobs are renewed this often at most: 2 us for each of them."""
 
@@ -42,6 +44,7 @@ class _Flight:
     pending: set[int]
     failure: str | None = None
     void: bool = False
+    lost: bool = False
     started_s: float = float("inf")
     busy_s: float = 0.0
 
@@ -57,10 +60,13 @@ class _Job:
     """What was dispatched and has not ended: at most a running task and a queued one."""
     holder: Layout | None = None
     """The layout that holds the input of the next task, or will when its producer ends."""
+    holder_lives: tuple[int, ...] = ()
+    """Which lives of the holder's ranks hold it: what a rank held dies with its process."""
     producer: int | None = None
     """The dispatch that makes that input."""
     last_completed: int | None = None
     failures: Counter[int] = field(default_factory=Counter)
+    num_lost_workers: int = 0
     doom: str | None = None
     """Why the job fails as soon as nothing of it is in flight."""
     started_s: float | None = None
@@ -83,6 +89,8 @@ class _Job:
 class _Rank:
     rank: int
     is_ready: bool = False
+    is_retired: bool = False
+    num_lives: int = 1
     flights: list[_Flight] = field(default_factory=list)
     view: RankView | None = None
     """What policies saw last of this rank; None when it must be made anew."""
@@ -150,7 +158,8 @@ class State:
     @property
     def is_stuck(self) -> bool:
         """Jobs are open, and no event will come unless something is dispatched."""
-        return bool(self._open) and not self._flights and all(rank.is_ready for rank in self._ranks)
+        settled = all(rank.is_ready or rank.is_retired for rank in self._ranks)
+        return bool(self._open) and not self._flights and settled
 
     @property
     def num_ranks(self) -> int:
@@ -198,7 +207,8 @@ class State:
         record = self._legal(decision, now_s)
         task, layout = decision.task, decision.layout
         start_s = max([now_s, *[self._free_at(self._ranks[rank], now_s) for rank in layout.ranks]])
-        move_s = self._costs.move_s(record.cost_class, record.holder, layout)
+        source = self._living_holder(record)
+        move_s = self._costs.move_s(record.cost_class, source, layout)
         task_s = self._costs.task_s(record.cost_class, task.stage, layout.degrees)
         self._last_number += 1
         dispatch = Dispatch(
@@ -209,8 +219,8 @@ class State:
             predicted_start_s=start_s,
             predicted_end_s=start_s + move_s + task_s,
             producer=record.producer,
-            source=record.holder,
-            transfers=_transfers(record, task, layout),
+            source=source,
+            transfers=_transfers(record, task, source=source, destination=layout),
         )
         view = RunningTask(task, layout, dispatch.predicted_end_s)
         flight = _Flight(dispatch, view, pending=set(layout.ranks))
@@ -221,6 +231,7 @@ class State:
             self._ranks[rank].view = None
         record.next_index = task.index + 1
         record.holder = layout
+        record.holder_lives = self._lives(layout)
         record.producer = dispatch.number
         self._place(record)
         return dispatch
@@ -247,7 +258,7 @@ class State:
             case events.RankReady():
                 self._ranks[event.rank].is_ready = True
             case events.RankLost():
-                raise WorkerError(f"rank {event.rank} is gone: {event.reason}; run again to go on")
+                self._rank_lost(event)
             case events.StopRequested():
                 self._stop(event.signal_number)
             case _:
@@ -270,6 +281,7 @@ class State:
         flight = self._flights[event.dispatch]
         flight.failure = flight.failure or event.reason
         flight.void = flight.void or event.void
+        flight.lost = flight.lost or event.lost
         return self._rank_ended(flight, event.rank)
 
     def _rank_ended(self, flight: _Flight, rank: int) -> Iterable[JobOutcome]:
@@ -306,7 +318,14 @@ class State:
         task = flight.dispatch.task
         for queued in record.flights:
             queued.failure, queued.void = "its input failed", True
-        if not flight.void:
+        if flight.lost:
+            record.num_lost_workers += 1
+            logger.warning("job %s: %s lost its worker: %s", record.job_id, task, flight.failure)
+            if record.num_lost_workers >= MAX_LOST_WORKERS:
+                record.doom = (
+                    record.doom or f"{record.num_lost_workers} workers died under it: {flight.failure}"
+                )
+        elif not flight.void:
             record.failures[task.index] += 1
             logger.warning("job %s: %s failed: %s", record.job_id, task, flight.failure)
             if record.failures[task.index] >= MAX_TASK_FAILURES:
@@ -314,6 +333,16 @@ class State:
         record.next_index = min(record.next_index, task.index)
         record.holder = None
         record.producer = record.last_completed
+
+    def _rank_lost(self, event: events.RankLost) -> None:
+        """The rank takes nothing until its successor is ready; what it held is in the slabs."""
+        rank = self._ranks[event.rank]
+        rank.is_ready, rank.is_retired, rank.view = False, event.is_retired, None
+        rank.num_lives += 1
+        again = "it died too often and stays away" if event.is_retired else "a new worker is started"
+        logger.warning("rank %d is gone (%s); %s", event.rank, event.reason, again)
+        if all(rank.is_retired for rank in self._ranks):
+            raise WorkerError("every rank has died too often; see the log for the reasons, then run again")
 
     def _timed_out(self, record: _Job | None) -> Iterable[JobOutcome]:
         if record is None or record.is_writing:
@@ -399,6 +428,15 @@ class State:
             rank.view = RankView(rank.rank, self._free_at(rank, now_s), can_take, self._models)
         return rank.view
 
+    def _lives(self, layout: Layout) -> tuple[int, ...]:
+        return tuple([self._ranks[rank].num_lives for rank in layout.ranks])
+
+    def _living_holder(self, record: _Job) -> Layout | None:
+        """The layout that holds the job's latents; None when one of its ranks has died since."""
+        if record.holder is None or self._lives(record.holder) != record.holder_lives:
+            return None
+        return record.holder
+
     def _free_at(self, rank: _Rank, now_s: float) -> float:
         return rank.flights[-1].dispatch.predicted_end_s if rank.flights else now_s
 
@@ -467,12 +505,14 @@ class State:
         return _Job(job, cost_class, spec.arrival_s, deadline_s)
 
 
-def _transfers(record: _Job, task: Task, layout: Layout) -> tuple[Transfer, ...]:
+def _transfers(
+    record: _Job, task: Task, *, source: Layout | None, destination: Layout
+) -> tuple[Transfer, ...]:
     """What has to move to run a task; nothing where the latents are already, or are in the slab."""
-    if task.index < 2 or record.holder is None or record.holder == layout:
+    if task.index < 2 or source is None or source == destination:
         return ()
     latents = record.job.trajectory.artifact("latents")
-    return plan_transfers(latents, source=record.holder, destination=layout)
+    return plan_transfers(latents, source=source, destination=destination)
 
 
 class _JobCosts:

@@ -40,7 +40,7 @@ def admitted(*specs):
     return jobs
 
 
-def run(pool, folder, *specs, policy="srtf", guard_s=0.005):
+def run(pool, folder, *specs, policy="srtf", guard_s=0.005, patience=None):
     """Run jobs on the pool; the recorder knows what happened."""
     jobs, clock, costs, recorder = admitted(*specs), Clock(), CostModel(), Recorder()
     state = State(
@@ -51,7 +51,7 @@ def run(pool, folder, *specs, policy="srtf", guard_s=0.005):
         guard_s=guard_s,
         last_number=pool.last_number,
     )
-    backend = ProcessBackend(pool, jobs, clock=clock, output_dir=folder)
+    backend = ProcessBackend(pool, jobs, clock=clock, output_dir=folder, patience=patience)
     chosen = policy if isinstance(policy, NamedPolicy) else load_policy(policy)
     control = Control(
         jobs,
