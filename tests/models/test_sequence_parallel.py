@@ -16,7 +16,7 @@ from gfgen.errors import LayoutError, ModelError
 from gfgen.gfc.fake import FakeCluster
 from gfgen.layout import Layout
 from gfgen.models.parallel import Ranks, parallel_from
-from gfgen.models.sequence_parallel import active, install, shard_sizes, sharded_attention
+from gfgen.models.sequence_parallel import active, install, sharded_attention
 
 torch.set_num_threads(1)
 
@@ -224,8 +224,3 @@ def test_block_compiles_to_one_graph_that_knows_no_group(wan: Any) -> None:
         torch._dynamo.reset()
     assert all(map(torch.equal, found, wanted))
     assert [targets.count("gfgen.sharded_attention.default") for targets in graphs] == [1]
-
-
-def test_shards_are_those_of_the_layout() -> None:
-    assert shard_sizes(18, 5) == [4, 4, 4, 3, 3]
-    assert shard_sizes(2, 4) == [1, 1, 0, 0]
