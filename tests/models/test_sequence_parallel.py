@@ -12,7 +12,7 @@ import torch
 from diffusers import QwenImagePipeline, WanPipeline
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from gfgen.errors import LayoutError, ModelError
+from gfgen.errors import LayoutError, ModelError, PeerTimeoutError
 from gfgen.gfc.fake import FakeCluster
 from gfgen.layout import Layout
 from gfgen.models.parallel import Ranks, parallel_from
@@ -135,8 +135,15 @@ def test_ranks_of_one_thread_are_not_active_on_another(wan: Any) -> None:
     assert torch.equal(found[0], wanted)
 
 
+def test_forward_alone_is_unharmed_by_one_that_lost_its_peer(wan: Any) -> None:
+    wanted = forward(wan, wan_inputs())
+    with pytest.raises(PeerTimeoutError), active(unanswered(num_ranks=2)):
+        forward(wan, wan_inputs())
+    assert torch.equal(forward(wan, wan_inputs()), wanted)
+
+
 def unanswered(num_ranks: int) -> Ranks:
-    """Slot 0 of a group whose other ranks never come: an exchange would raise at once."""
+    """Slot 0 of a group whose other ranks never come: an exchange raises at once."""
     results: list[Any] = []
     cluster = FakeCluster(timeout_s=0.0)
     cluster.run(Layout(tuple(range(num_ranks)), ulysses=num_ranks), results.append)
