@@ -152,9 +152,7 @@ def main() -> None:
         ours, theirs = fork.Pipe()
         fork.Process(target=serve, args=(rank, fds, job, theirs), daemon=True).start()
         pipes.append(ours)
-    print(
-        f"{options.threads} threads a rank; {date.today()}, {cpu_model()}, {os.cpu_count()} cores, ", end=""
-    )
+    print(f"one thread a rank; {date.today()}, {cpu_model()}, {os.cpu_count()} cores, ", end="")
     print(f"Python {platform.python_version()}, torch {torch.__version__}, load {os.getloadavg()[0]:.1f}")
     print(f"`python {' '.join(sys.argv)}`\n")
     print("| cfg x ulysses | ms a step | in exchanges | without waiting | KB sent a rank |\n|" + "---|" * 5)
