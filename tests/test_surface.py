@@ -106,7 +106,7 @@ def test_events_of_the_journal():
         for kind in vars(events).values()
         if inspect.isclass(kind) and issubclass(kind, events.Event) and kind is not events.Event
     } == {
-        "JobArrived": ["time_s", "job_id"],
+        "JobArrived": ["time_s", "job_id", "spec_hash"],
         "JobTimedOut": ["time_s", "job_id"],
         "RankReady": ["time_s", "rank", "incarnation", "startup_s"],
         "RankLost": ["time_s", "rank", "incarnation", "reason", "is_retired"],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,15 +19,17 @@ from gfgen.layout import MAX_RANKS
 from gfgen.models.geometry import load_geometry
 from gfgen.models.registry import resolve_checkpoint
 from gfgen.policies.catalog import NamedPolicy, load_policy
+from gfgen.runtime import resume
 from gfgen.runtime.admission import AdmittedJob, Model, admit
 from gfgen.runtime.clock import Clock
 from gfgen.runtime.control import Control
 from gfgen.runtime.cost import CostModel
-from gfgen.runtime.journal import Journal
+from gfgen.runtime.journal import Journal, first_arrivals
 from gfgen.runtime.manifest import ManifestWriter, finished_jobs
 from gfgen.runtime.metrics import Summary
 from gfgen.runtime.observer import Observer
 from gfgen.runtime.pool import WorkerPool
+from gfgen.runtime.signals import SignalPipe
 from gfgen.runtime.state import State
 from gfgen.runtime.trace import TraceWriter
 from gfgen.runtime.workers import ProcessBackend
@@ -134,11 +136,13 @@ def run_jobs(admitted: Sequence[AdmittedJob], options: RunOptions) -> Summary:
     todo = [job for job in admitted if job.job_id not in done]
     if not todo:
         return Summary(num_skipped=len(done))
+    arrived_at = first_arrivals(options.output_dir / "journal.jsonl")
+    resume_points = resume.find(options.output_dir, todo)
     with contextlib.ExitStack() as stack:
-        pool = stack.enter_context(_ready_pool(todo, options))
+        signals = stack.enter_context(contextlib.closing(SignalPipe()))
+        pool = stack.enter_context(_ready_pool(todo, options, signals))
         started_at, clock = time.time(), Clock()
-        for warning in passed_deadlines([job.spec for job in todo], now=started_at):
-            logger.warning("%s", warning)
+        _warn_of_passed_deadlines(todo, started_at, arrived_at)
         state = State(
             todo,
             num_ranks=options.num_ranks,
@@ -147,9 +151,18 @@ def run_jobs(admitted: Sequence[AdmittedJob], options: RunOptions) -> Summary:
             guard_s=options.guard_s,
             started_at=started_at,
             last_number=pool.last_number,
+            arrived_at=arrived_at,
+            resume=resume_points,
         )
         observers = [stack.enter_context(_closing(o)) for o in _observers(options, manifest)]
-        backend = ProcessBackend(pool, todo, clock=clock, output_dir=options.output_dir)
+        backend = ProcessBackend(
+            pool,
+            todo,
+            clock=clock,
+            output_dir=options.output_dir,
+            resume_points=resume_points,
+            signals=signals,
+        )
         stack.callback(backend.close)
         journal = Journal(
             options.output_dir / "journal.jsonl",
@@ -168,6 +181,8 @@ def run_jobs(admitted: Sequence[AdmittedJob], options: RunOptions) -> Summary:
             skipped=[job for job in admitted if job.job_id in done],
         )
         summary = control.run()
+        for job_id, (next_index, producer) in state.stopped_at.items():
+            backend.save(job_id, next_index=next_index, producer=producer)
     if state.stop_signal is not None and not state.all_ended:
         raise InterruptedRunError(
             f"stopped; {summary.num_done} jobs are done, {summary.num_unfinished} are left: "
@@ -178,16 +193,29 @@ def run_jobs(admitted: Sequence[AdmittedJob], options: RunOptions) -> Summary:
 
 
 @contextlib.contextmanager
-def _ready_pool(jobs: Sequence[AdmittedJob], options: RunOptions) -> Iterator[WorkerPool]:
+def _ready_pool(
+    jobs: Sequence[AdmittedJob], options: RunOptions, signals: SignalPipe
+) -> Iterator[WorkerPool]:
     """Workers with the models that these jobs need; the run's clock starts after this."""
     models = sorted({job.spec.model or "" for job in jobs})
     logger.info("starting %d ranks with %s", options.num_ranks, ", ".join(models))
     began_s = time.monotonic()
     checkpoints = sorted({job.checkpoint for job in jobs})
     with WorkerPool(num_ranks=options.num_ranks, checkpoints=checkpoints) as pool:
-        pool.wait_ready()
+        pool.wait_ready(signals)
         logger.info("ready after %.1f s", time.monotonic() - began_s)
         yield pool
+
+
+def _warn_of_passed_deadlines(
+    jobs: Sequence[AdmittedJob], now: float, arrived_at: Mapping[tuple[str, str], float]
+) -> None:
+    hashes = {job.job_id: job.info.spec_hash for job in jobs}
+    arrivals = {
+        job_id: at for (job_id, spec_hash), at in arrived_at.items() if hashes.get(job_id) == spec_hash
+    }
+    for warning in passed_deadlines([job.spec for job in jobs], now=now, arrived_at=arrivals):
+        logger.warning("%s", warning)
 
 
 def _admitted(

@@ -172,6 +172,6 @@ class Control:
     def schedule(self, job: AdmittedJob) -> None:
         """Let a job arrive at its time."""
         arrival_s = job.spec.arrival_s
-        self.clock.at(JobArrived(arrival_s, job.job_id))
+        self.clock.at(JobArrived(arrival_s, job.job_id, job.info.spec_hash))
         if job.spec.timeout_s is not None:
             self.clock.at(JobTimedOut(arrival_s + job.spec.timeout_s, job.job_id))

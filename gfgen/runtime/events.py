@@ -22,6 +22,7 @@ class JobArrived(Event):
     """A job's arrival time has come."""
 
     job_id: str
+    spec_hash: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,19 +10,23 @@ from __future__ import annotations
 import contextlib
 import logging
 import multiprocessing
+import multiprocessing.forkserver
 import os
+import selectors
+import signal
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from gfgen.errors import WorkerError
+from gfgen.errors import InterruptedRunError, WorkerError
 from gfgen.gfc.arena import Plan, create_arena
 from gfgen.runtime.channel import Channel
 from gfgen.runtime.messages import Arenas, ReplacePeer, WorkerFailed
+from gfgen.runtime.signals import SignalPipe
 
 logger = logging.getLogger(__name__)
 
@@ -51,9 +55,18 @@ class Child:
     """Jobs that this worker knows."""
 
     def tell(self, message: Any, fds: tuple[int, ...] = ()) -> None:
-        """Send a message; to a process that is gone, nothing: the end of its channel tells later."""
-        with contextlib.suppress(OSError):
-            self.channel.send(message, fds)
+        """Send a message, without ever waiting for the process.
+
+        To one that is gone, nothing: the end of its channel tells later. One that has hundreds
+        of messages unread is stopped or stuck, and is killed.
+        """
+        try:
+            self.channel.send(message, fds, wait=False)
+        except BlockingIOError:
+            logger.warning("%s takes no messages and is killed", self.name)
+            self.process.kill()
+        except OSError:
+            logger.debug("%s is gone", self.name)
 
     def reap(self, *, patience_s: float) -> str:
         """Wait for the process's end, kill it if it does not come; returns how it ended."""
@@ -83,6 +96,8 @@ class WorkerPool:
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its warnings are not the user's to mend
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(_PRELOAD)
+        with _interrupts_ignored():
+            multiprocessing.forkserver.ensure_running()
         self._worker_main = worker_main
         self._settings = {"checkpoints": tuple(map(str, checkpoints)), "device": device}
         self._plan = plan or Plan()
@@ -109,18 +124,34 @@ class WorkerPool:
         """By rank."""
         return tuple([worker.incarnation for worker in self.workers])
 
-    def wait_ready(self) -> None:
+    def wait_ready(self, signals: SignalPipe | None = None) -> None:
         """Wait until every worker has loaded its models.
 
-        Raises: WorkerError when one cannot start, with its reason.
+        Raises: WorkerError when one cannot start, with its reason; InterruptedRunError when a
+        signal comes first.
         """
-        for worker in self.workers:
-            received = None if worker.is_ready else worker.channel.receive()
-            if received is None and not worker.is_ready:
-                raise WorkerError(f"{worker.name} died while it started: {worker.reap(patience_s=_EXIT_S)}")
-            if received is not None and isinstance(received[0], WorkerFailed):
-                raise WorkerError(f"{worker.name} cannot start: {received[0].reason}")
-            worker.is_ready = True
+        with selectors.DefaultSelector() as selector:
+            if signals is not None:
+                selector.register(signals, selectors.EVENT_READ)
+            for worker in self.workers:
+                selector.register(worker.channel, selectors.EVENT_READ, worker)
+            while not all(worker.is_ready for worker in self.workers):
+                for key, _ in selector.select():
+                    if key.data is None and signals is not None:
+                        raise InterruptedRunError(
+                            "stopped while the models were loading; nothing was started",
+                            signal_number=signals.take()[0],
+                        )
+                    self._note_start(key.data)
+
+    def _note_start(self, worker: Child) -> None:
+        """A starting worker has said something, or has died."""
+        received = worker.channel.receive()
+        if received is None:
+            raise WorkerError(f"{worker.name} died while it started: {worker.reap(patience_s=_EXIT_S)}")
+        if isinstance(received[0], WorkerFailed):
+            raise WorkerError(f"{worker.name} cannot start: {received[0].reason}")
+        worker.is_ready = True
 
     def replace_worker(self, rank: int, *, now_s: float) -> Child | None:
         """A new process for a rank whose old one is reaped; None when the rank is retired.
@@ -152,10 +183,12 @@ class WorkerPool:
         self.writers[idx] = self._start_writer(idx)
         return self.writers[idx]
 
-    def close(self) -> None:
+    def close(self, *, at_once: bool = False) -> None:
         """End all processes: they leave when their channel closes, and are killed if not."""
         for child in self.children:
             child.channel.close()
+            if at_once:
+                child.process.kill()
         for child in self.children:
             child.reap(patience_s=_EXIT_S)
         for fd in self._arenas:
@@ -165,8 +198,8 @@ class WorkerPool:
     def __enter__(self) -> WorkerPool:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(at_once=kind is not None)
 
     def _start_worker(self, rank: int, *, incarnation: int) -> Child:
         child = self._start(f"rank {rank}", self._worker_main, {"rank": rank, **self._settings})
@@ -192,6 +225,16 @@ class WorkerPool:
     def _send_arenas(self, worker: Child) -> None:
         message = Arenas(self._plan.data_bytes, self._plan.post_bytes, self.incarnations)
         worker.tell(message, tuple(self._arenas))
+
+
+@contextlib.contextmanager
+def _interrupts_ignored() -> Iterator[None]:
+    """Let a process that is started here ignore Ctrl-C from its first instruction on."""
+    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
 
 
 def _enter(target: str, end: socket.socket, settings: Mapping[str, Any] | None) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gfgen.errors import InterruptedRunError, PolicyFault, WorkerError
@@ -23,6 +23,7 @@ from gfgen.runtime.dispatch import Dispatch
 from gfgen.runtime.events import Event
 from gfgen.runtime.migration import Transfer, plan_transfers
 from gfgen.runtime.observer import JobOutcome
+from gfgen.runtime.resume import ResumePoint
 from gfgen.snapshot import Decision, JobView, RankView, RunningTask, Snapshot
 
 logger = logging.getLogger(__name__)
@@ -72,6 +73,7 @@ class _Job:
     started_s: float | None = None
     busy_s: float = 0.0
     layouts: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
     timings: dict[str, float] = field(default_factory=dict)
     arrived: bool = False
     is_writing: bool = False
@@ -101,7 +103,8 @@ class State:
 
     `guard_s` is how long before its predicted end a running task lets its consumer be
     queued (0: never; then a task is dispatched only when its input exists). `last_number` is that
-    of the last dispatch that these ranks have seen, in an earlier run.
+    of the last dispatch that these ranks have seen, in an earlier run. `arrived_at` has the Unix
+    time at which jobs, by (id, spec hash), arrived first; `resume` where stopped jobs go on.
     """
 
     def __init__(
@@ -115,12 +118,17 @@ class State:
         max_degree: int | None = None,
         started_at: float = 0.0,
         last_number: int = 0,
+        arrived_at: Mapping[tuple[str, str], float] | None = None,
+        resume: Mapping[str, ResumePoint] | None = None,
     ) -> None:
         self._clock = clock
         self._costs = costs
         self._guard_s = guard_s
         self._max_degree = max_degree or num_ranks
-        self._jobs = {job.job_id: self._record(job, started_at) for job in jobs}
+        self._started_at = started_at
+        self._arrived_at = arrived_at or {}
+        self._resume = resume or {}
+        self._jobs = {job.job_id: self._record(job) for job in jobs}
         self._ranks = [_Rank(rank) for rank in range(num_ranks)]
         self._islands = (tuple(range(num_ranks)),)
         self._models = frozenset(job.spec.model or "" for job in jobs)
@@ -129,7 +137,7 @@ class State:
         self._flights: dict[int, _Flight] = {}
         self._num_unfinished = len(self._jobs)
         self._num_writing = 0
-        self._last_number = last_number
+        self._last_number = max([last_number, *[point.producer for point in self._resume.values()]])
         self._job_costs = _JobCosts(self._jobs, costs)
         self._costs_version = costs.version
         self._renewed_s = 0.0
@@ -154,6 +162,15 @@ class State:
     def all_ended(self) -> bool:
         """Every job has ended, well or not."""
         return self._num_unfinished == 0
+
+    @property
+    def stopped_at(self) -> dict[str, tuple[int, int]]:
+        """(next task, dispatch that made its input) of jobs that have begun and not ended."""
+        return {
+            job_id: (record.next_index, record.last_completed)
+            for job_id, record in self._jobs.items()
+            if record.last_completed is not None and not record.flights and not record.is_writing
+        }
 
     @property
     def is_stuck(self) -> bool:
@@ -376,6 +393,7 @@ class State:
             busy_s=record.busy_s,
             layouts=tuple(record.layouts),
             error=error,
+            warnings=tuple(record.warnings),
             timings=dict(record.timings),
         )
         return (outcome,)
@@ -492,17 +510,25 @@ class State:
                 f"job {task.job_id} can be split into {job.max_sequence_degree} parts at most, not {layout}"
             )
 
-    def _record(self, job: AdmittedJob, started_at: float) -> _Job:
+    def _record(self, job: AdmittedJob) -> _Job:
         spec = job.spec
         deadline_s = None
         if spec.deadline_s is not None:
-            deadline_s = spec.arrival_s + spec.deadline_s
+            now = self._started_at + spec.arrival_s
+            arrived_at = self._arrived_at.get((job.job_id, job.info.spec_hash), now)
+            deadline_s = arrived_at + spec.deadline_s - self._started_at
         elif spec.deadline_at is not None:
-            deadline_s = spec.deadline_at - started_at
+            deadline_s = spec.deadline_at - self._started_at
         cost_class = self._costs.cost_class(
             spec.model or "", job.shape, flops=job.flops, state_bytes=job.state_bytes
         )
-        return _Job(job, cost_class, spec.arrival_s, deadline_s)
+        record = _Job(job, cost_class, spec.arrival_s, deadline_s)
+        point = self._resume.get(job.job_id)
+        if point is not None:
+            record.next_index = point.next_index
+            record.producer = record.last_completed = point.producer
+            record.warnings.append(f"resumed at {job.trajectory.task(point.next_index)}")
+        return record
 
 
 def _transfers(

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from gfgen.graph import Stage
+from gfgen.runtime import resume
 from gfgen.runtime.admission import AdmittedJob
 from gfgen.runtime.clock import Clock
 from gfgen.runtime.dispatch import Dispatch
@@ -47,6 +48,7 @@ from gfgen.runtime.messages import (
 )
 from gfgen.runtime.pool import Child, WorkerPool
 from gfgen.runtime.recovery import Cause, Recovery, given_up
+from gfgen.runtime.resume import ResumePoint
 from gfgen.runtime.signals import SignalPipe
 from gfgen.runtime.slab import Slab, SlabPlan
 from gfgen.runtime.watchdog import Patience, Watchdog
@@ -71,10 +73,14 @@ class ProcessBackend:
         clock: Clock,
         output_dir: Path,
         patience: Patience | None = None,
+        resume_points: Mapping[str, ResumePoint] | None = None,
+        signals: SignalPipe | None = None,
     ) -> None:
         self._pool = pool
         self._jobs = {job.job_id: job for job in jobs}
         self._clock = clock
+        self._resume_points = resume_points or {}
+        self._output_dir = output_dir
         self._slabs: dict[str, int] = {}
         self._writes = Writes(pool, output_dir)
         self._dispatches: dict[int, Dispatch] = {}
@@ -88,7 +94,9 @@ class ProcessBackend:
         self._held_back: list[RankReady] = []
         """New workers that wait until the others have left what their predecessors died in."""
         self._selector = selectors.DefaultSelector()
-        self._signals = SignalPipe()
+        self._own_signals = SignalPipe() if signals is None else None
+        self._signals = signals or self._own_signals
+        assert self._signals is not None
         self._selector.register(self._signals, selectors.EVENT_READ, self._signals)
         for child in pool.children:
             self._selector.register(child.channel, selectors.EVENT_READ, child)
@@ -107,7 +115,7 @@ class ProcessBackend:
             if isinstance(key.data, Child):
                 events.extend(self._receive(key.data))
             else:
-                events.extend(StopRequested(self._clock.now_s, n) for n in self._signals.take())
+                events.extend(StopRequested(self._clock.now_s, n) for n in key.data.take())
         self._look_for_hung_processes()
         return events + self._clock.due()
 
@@ -146,13 +154,25 @@ class ProcessBackend:
         if job_id in self._slabs:
             os.close(self._slabs.pop(job_id))
         self._writes.release(job_id)
+        resume.forget(self._output_dir, job_id)
+
+    def save(self, job_id: str, *, next_index: int, producer: int) -> None:
+        """Keep a stopped job's state for the next run; a job that cannot be kept starts anew then."""
+        path = resume.resume_path(self._output_dir, job_id)
+        slab = self._slab(job_id)
+        try:
+            resume.save(path, self._jobs[job_id], slab, next_index=next_index, producer=producer)
+        except OSError as error:
+            logger.warning("job %s will start at the beginning: its state is not kept (%s)", job_id, error)
 
     def close(self) -> None:
         """Let go of the pool, which stays usable, and of all memory."""
-        self._signals.close()
+        if self._own_signals:
+            self._own_signals.close()
         self._selector.close()
-        for job_id in list(self._slabs):
-            self.release(job_id)
+        for fd in self._slabs.values():
+            os.close(fd)
+        self._slabs.clear()
         self._writes.close()
 
     # What children say ------------------------------------------------------------------------
@@ -329,6 +349,8 @@ class ProcessBackend:
                     worker.tell(Ping())
         for child, why in list(self._watchdog.silent(now_s)):
             self._kill(child, why)
+        for writer in list(self._writes.overdue()):
+            self._kill(writer, "it does not finish a file")
         known = self._recovery.numbers if self._recovery else frozenset()
         overdue = {
             n for n, dispatch in self._dispatches.items() if self._watchdog.is_overdue(dispatch, now_s)
@@ -363,7 +385,13 @@ class ProcessBackend:
 
     def _introduce_job(self, worker: Child, job_id: str) -> None:
         job = self._jobs[job_id]
-        if job_id not in self._slabs:
-            self._slabs[job_id] = Slab.create(SlabPlan.of(job.trajectory), name=job_id)
-        worker.tell(StartJob(job.spec, job.trajectory, str(job.checkpoint)), (self._slabs[job_id],))
+        worker.tell(StartJob(job.spec, job.trajectory, str(job.checkpoint)), (self._slab(job_id),))
         worker.jobs.add(job_id)
+
+    def _slab(self, job_id: str) -> int:
+        """The job's slab; made at its first task, with what an earlier run has left of it."""
+        if job_id not in self._slabs:
+            job, point = self._jobs[job_id], self._resume_points.get(job_id)
+            plan = SlabPlan.of(job.trajectory)
+            self._slabs[job_id] = resume.restore(point, job) if point else Slab.create(plan, name=job_id)
+        return self._slabs[job_id]

@@ -1,8 +1,13 @@
-"""Frames on their way from a worker to a file: their memory, and the writer that encodes them."""
+"""Frames on their way from a worker to a file: their memory, and the writer that encodes them.
+
+A writer is given one file at a time; the others wait here, where they can go to another one.
+"""
 
 from __future__ import annotations
 
+import math
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +19,9 @@ from gfgen.runtime.pool import Child, WorkerPool
 
 MAX_WRITES = 2
 """A file whose writer died so often is given up."""
+MIN_WRITE_S = 60.0
+SLOWEST_BYTES_PER_S = 1e6
+"""A writer that is slower than this is stuck: encoding takes about 1 s for 50 MB on one core."""
 
 
 @dataclass(slots=True, eq=False)
@@ -22,8 +30,9 @@ class _Write:
 
     request: WriteRequest
     frames: int
-    writer: Child
-    num_tries: int = 1
+    writer: Child | None = None
+    begun_s: float = 0.0
+    num_tries: int = 0
 
 
 class Writes:
@@ -54,28 +63,31 @@ class Writes:
             fps=job.spec.fps,
             metadata=describe(job.spec),
         )
-        busy = [write.writer for write in self._writes.values()]
-        writer = min(self._pool.writers, key=busy.count)
-        self._writes[job.job_id] = _Write(request, self._frames.pop(job.job_id), writer)
-        self._send(self._writes[job.job_id])
+        self._writes[job.job_id] = _Write(request, self._frames.pop(job.job_id))
+        self._give_out()
 
     def ended(self, job_id: str) -> None:
         """The writer has answered, well or not."""
         write = self._writes.pop(job_id, None)
         if write is not None:
             os.close(write.frames)
+            self._give_out()
+
+    def overdue(self) -> Iterator[Child]:
+        """Writers that have been at one file for far too long."""
+        for write in self._writes.values():
+            allowed_s = MIN_WRITE_S + math.prod(write.request.shape) / SLOWEST_BYTES_PER_S
+            if write.writer is not None and time.monotonic() > write.begun_s + allowed_s:
+                yield write.writer
 
     def writer_lost(self, lost: Child) -> Iterator[str]:
         """Give what a dead writer had to its successor; yields the jobs that are given up."""
-        successor = self._pool.replace_writer(lost)
-        for write in list(self._writes.values()):
-            if write.writer is not lost:
-                continue
+        self._pool.replace_writer(lost)
+        for write in [write for write in self._writes.values() if write.writer is lost]:
+            write.writer = None
             if write.num_tries >= MAX_WRITES:
                 yield write.request.job_id
-            else:
-                write.writer, write.num_tries = successor, write.num_tries + 1
-                self._send(write)
+        self._give_out()
 
     def release(self, job_id: str) -> None:
         """The job has ended: nothing of it is kept."""
@@ -86,8 +98,14 @@ class Writes:
         for job_id in {*self._frames, *self._writes}:
             self.release(job_id)
 
-    def _send(self, write: _Write) -> None:
-        write.writer.tell(write.request, (write.frames,))
+    def _give_out(self) -> None:
+        """Give every idle writer a file that waits."""
+        busy = [write.writer for write in self._writes.values()]
+        idle = [writer for writer in self._pool.writers if writer not in busy]
+        waiting = [w for w in self._writes.values() if w.writer is None and w.num_tries < MAX_WRITES]
+        for writer, write in zip(idle, waiting, strict=False):
+            write.writer, write.begun_s, write.num_tries = writer, time.monotonic(), write.num_tries + 1
+            writer.tell(write.request, (write.frames,))
 
     def _close_frames(self, job_id: str) -> None:
         if job_id in self._frames:
