@@ -261,6 +261,10 @@ class ProcessBackend:
             if job_id in memory:
                 os.close(memory.pop(job_id))
 
+    def add(self, jobs: Sequence[AdmittedJob]) -> None:
+        """Know these jobs too; workers are told of one before its first task."""
+        self._jobs |= {job.job_id: job for job in jobs}
+
     def close(self) -> None:
         """Let go of the pool, which stays usable, and of all memory."""
         self._signals.close()
