@@ -1,10 +1,11 @@
-"""What a run shows while it works: bars on a terminal, plain lines elsewhere, or nothing.
+"""What a run shows while it works: bars on a terminal, log lines elsewhere, or nothing.
 
 All of it goes to standard error, so that standard output stays free for results.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 import threading
@@ -16,6 +17,7 @@ from typing import Any, TextIO
 from gfgen.cli.board import AboveBars, Board, Line, printable
 from gfgen.graph import Stage, Task
 from gfgen.layout import Layout
+from gfgen.log import FILE_ONLY
 from gfgen.runtime.dispatch import Dispatch
 from gfgen.runtime.durations import in_words, on_clock
 from gfgen.runtime.events import Event, JobArrived
@@ -35,13 +37,20 @@ SUMMARY_S = 30.0
 
 
 def make_progress(*, quiet: bool, log_json: bool = False, stream: TextIO | None = None) -> Observer:
-    """Bars where a person looks on, lines or log records elsewhere, nothing when told so."""
+    """Bars where a person looks on, log records elsewhere, nothing when told so."""
     stream = stream or sys.stderr
     if quiet:
         return NoProgress()
-    if log_json:
+    if log_json or not stream.isatty():
         return LineProgress(emit=logger.info)
-    return BarProgress(stream) if stream.isatty() else LineProgress(stream)
+    return BarProgress(stream)
+
+
+def make_file_progress(*, quiet: bool, log_json: bool = False, stream: TextIO | None = None) -> Observer:
+    """Lines for the log file, where what is shown does not go there anyway."""
+    if log_json or not (quiet or (stream or sys.stderr).isatty()):
+        return NoProgress()
+    return LineProgress(emit=functools.partial(logger.info, extra=FILE_ONLY))
 
 
 class NoProgress(Observer):
@@ -65,6 +74,9 @@ class LineProgress(Observer):
     def began(self, jobs: tuple[JobInfo, ...], *, num_ranks: int, policy: str) -> None:
         self._batch.began(jobs, policy=policy)
         self._emit(self._batch.headline(num_ranks))
+
+    def added(self, jobs: tuple[JobInfo, ...]) -> None:
+        self._batch.added(jobs)
 
     def dispatched(self, dispatch: Dispatch) -> None:
         if self._batch.dispatched(dispatch):
@@ -119,6 +131,10 @@ class BarProgress(Observer):
             self._board.write(self._batch.headline(num_ranks))
             self._redirect_log(self._board)
         self._ticker.start()
+
+    def added(self, jobs: tuple[JobInfo, ...]) -> None:
+        with self._lock:
+            self._batch.added(jobs)
 
     def dispatched(self, dispatch: Dispatch) -> None:
         with self._lock:
@@ -227,6 +243,10 @@ class Batch:
     def began(self, jobs: tuple[JobInfo, ...], *, policy: str) -> None:
         self.policy, self.num_jobs = policy, len(jobs)
         self._infos = {info.job_id: info for info in jobs}
+
+    def added(self, jobs: tuple[JobInfo, ...]) -> None:
+        self.num_jobs += len(jobs)
+        self._infos |= {info.job_id: info for info in jobs}
 
     def dispatched(self, dispatch: Dispatch) -> bool:
         """Whether it is the job's first task."""
