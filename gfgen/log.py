@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import logging.handlers
@@ -84,6 +85,8 @@ class _LogFile(logging.handlers.WatchedFileHandler):
             return super().handleError(record)
         logger = logging.getLogger("gfgen")
         logger.removeHandler(self)
+        with contextlib.suppress(OSError):  # what it could not write it cannot write now
+            self.close()
         reason = error.strerror or error
         logger.error("cannot write --log-file %s (%s); the run goes on without it", self.baseFilename, reason)
         return None

@@ -1,6 +1,7 @@
 """A worker whose adapters fail where a job's prompt tells them to.
 
 "a fox | fail rank=1 step=2 times=1"    raises on that rank at that step, so many times
+"a fox | short rank=1 step=2 times=1"   asks there for more memory than any machine has
 """
 
 from __future__ import annotations
@@ -8,6 +9,8 @@ from __future__ import annotations
 import re
 import socket
 from typing import Any
+
+import torch
 
 from gfgen.runtime import worker
 from gfgen.runtime.worker import WorkerSettings
@@ -27,11 +30,13 @@ class FaultyAdapter:
         return getattr(self._adapter, name)
 
     def denoise(self, spec: Any, *artifacts: Any, step: int, **options: Any) -> Any:
-        order = re.search(r"fail rank=(\d+) step=(\d+) times=(\d+)", spec.prompt)
+        order = re.search(r"(fail|short) rank=(\d+) step=(\d+) times=(\d+)", spec.prompt)
         if order:
-            rank, at_step, times = map(int, order.groups())
+            rank, at_step, times = map(int, order.groups()[1:])
             if (rank, at_step) == (self._rank, step) and self._num_failures.get(spec.id, 0) < times:
                 self._num_failures[spec.id] = self._num_failures.get(spec.id, 0) + 1
+                if order[1] == "short":
+                    torch.empty(2**60, dtype=torch.uint8)
                 raise RuntimeError("as told by the prompt")
         return self._adapter.denoise(spec, *artifacts, step=step, **options)
 

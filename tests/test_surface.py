@@ -32,6 +32,7 @@ def test_commands():
 
 def test_options_of_run():
     assert options_of(subcommand("run")) == [
+        "--log-file",
         "--log-json",
         "--lookahead",
         "--model",
@@ -41,6 +42,8 @@ def test_options_of_run():
         "--ranks",
         "--skip-invalid",
         "--trace",
+        "--until",
+        "--watch",
         "-o",
         "-q",
     ]

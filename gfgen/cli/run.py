@@ -326,8 +326,7 @@ def _report(summary: Summary, options: RunOptions) -> None:
             click.echo(line)
     click.echo(f"files and manifest.jsonl are in {options.output_dir}/")
     if options.closes_at is not None:
-        left = "no job is left"
-        if summary.num_unfinished:
-            left = f"{summary.num_unfinished} jobs are left: run the same command again to go on"
+        jobs = "1 job is" if summary.num_unfinished == 1 else f"{summary.num_unfinished or 'no'} jobs are"
+        left = f"{jobs} left" + (": run the same command again to go on" if summary.num_unfinished else "")
         logger.info("%s", left, extra=log.FILE_ONLY)
         click.echo(left)

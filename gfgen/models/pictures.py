@@ -13,14 +13,17 @@ from gfgen.errors import JobError
 def load_image(path: str | Path) -> Image.Image:
     """The picture at a path as RGB, upright as its EXIF data says.
 
-    Raises: JobError when it is missing or no picture.
+    Raises: JobError when it is missing or no picture (any more: admission has seen it).
     Source: diffusers.utils.load_image.
     """
     try:
         with Image.open(path) as image:
             return ImageOps.exif_transpose(image).convert("RGB")
     except OSError as error:
-        raise JobError("image", str(path), f"cannot be read as a picture ({error})") from None
+        reason = error.strerror or error
+        raise JobError(
+            "image", str(path), f"cannot be read as a picture ({reason}); put it back and run again"
+        ) from None
 
 
 def to_uint8(pictures_FCHW: torch.Tensor) -> torch.Tensor:
