@@ -42,32 +42,45 @@ def make_progress(*, quiet: bool, log_json: bool = False, stream: TextIO | None 
     if quiet:
         return NoProgress()
     if log_json or not stream.isatty():
-        return LineProgress(emit=logger.info)
+        return LineProgress(emit=logger.info, emit_failure=logger.error)
     return BarProgress(stream)
 
 
 def make_file_progress(*, quiet: bool, log_json: bool = False, stream: TextIO | None = None) -> Observer:
     """Lines for the log file, where what is shown does not go there anyway."""
     if log_json or not (quiet or (stream or sys.stderr).isatty()):
-        return NoProgress()
-    return LineProgress(emit=functools.partial(logger.info, extra=FILE_ONLY))
+        return Observer()
+    info, error = (functools.partial(write, extra=FILE_ONLY) for write in (logger.info, logger.error))
+    return LineProgress(emit=info, emit_failure=_drop if quiet else error)
 
 
 class NoProgress(Observer):
-    """Shows nothing."""
+    """Shows nothing but failures, in the log."""
+
+    def ended(self, outcome: JobOutcome) -> None:
+        if outcome.status == "failed":
+            logger.error("%s", outcome_line(outcome))
 
 
 class LineProgress(Observer):
     """A line when a job starts and when it ends, and now and then one for the batch.
 
-    Lines go to `emit` (a logger's method, say), or to the stream.
+    Lines go to `emit` (a logger's method, say), or to the stream; those of failed jobs to
+    `emit_failure`.
     """
 
     refresh_s = 1.0
 
-    def __init__(self, stream: TextIO | None = None, *, emit: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self,
+        stream: TextIO | None = None,
+        *,
+        emit: Callable[[str], None] | None = None,
+        emit_failure: Callable[[str], None] | None = None,
+    ) -> None:
         self._stream = stream or sys.stderr
         self._emit = emit or self._print
+        self._emit_failure = emit_failure or self._emit
         self._batch = Batch()
         self._next_summary_s = SUMMARY_S
 
@@ -88,7 +101,8 @@ class LineProgress(Observer):
     def ended(self, outcome: JobOutcome) -> None:
         self._batch.ended(outcome)
         if outcome.status != "skipped":
-            self._emit(outcome_line(outcome))
+            emit = self._emit_failure if outcome.status == "failed" else self._emit
+            emit(outcome_line(outcome))
 
     def refreshed(self, snapshot: Snapshot) -> None:
         if snapshot.now_s < self._next_summary_s:
@@ -293,6 +307,10 @@ class Batch:
             f"{count} {on_clock(now_s)} {rest}{mark}",
             f"{count}{mark}",
         )
+
+
+def _drop(_: str) -> None:
+    """Somebody else says it."""
 
 
 def outcome_line(outcome: JobOutcome) -> str:

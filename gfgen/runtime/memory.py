@@ -42,8 +42,8 @@ def check_models(checkpoints: Collection[Path], *, num_ranks: int, available: in
     help_ = f"--ranks {fitting[-1]} would fit" if fitting else "free memory, or run smaller models"
     names = ", ".join(sorted(checkpoint.name for checkpoint in checkpoints))
     raise InputError(
-        f"{names} on {num_ranks} ranks: at least {_gb(need)} of memory needed, "
-        f"{_gb(available)} available; {help_}"
+        f"{names} on {num_ranks} ranks: at least {_size(need)} of memory needed, "
+        f"{_size(available)} available; {help_}"
     )
 
 
@@ -70,7 +70,7 @@ def _problem(job: AdmittedJob, need: int, available: int) -> Problem:
     spec = job.spec
     size = f"{spec.width}x{spec.height}" + (f", {spec.frames} frames" if (spec.frames or 1) > 1 else "")
     less = "a smaller size, fewer frames or fewer --ranks" if (spec.frames or 1) > 1 else "a smaller size"
-    accepted = f"at least {_gb(need)} of memory needed, {_gb(available)} available; {less} would help"
+    accepted = f"at least {_size(need)} of memory needed, {_size(available)} available; {less} would help"
     return Problem(spec.line, "size", size, accepted)
 
 
@@ -123,5 +123,5 @@ def _text(path: Path) -> str:
         return ""
 
 
-def _gb(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:,.1f} GB"
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:,.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:,.1f} MB"

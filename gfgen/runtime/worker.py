@@ -11,6 +11,7 @@ so a rank that computes still sends, and a rank that waits can still be told to 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import logging
@@ -89,7 +90,8 @@ def main(channel_socket: socket.socket, settings: WorkerSettings) -> None:
         channel.send(WorkerFailed(settings.rank, _reason(error)))
         return
     channel.send(WorkerReady(settings.rank, time.monotonic() - started_s))
-    worker.serve()
+    with contextlib.suppress(ConnectionError):  # the control plane is gone, and nobody waits for a report
+        worker.serve()
 
 
 class Worker:
