@@ -116,6 +116,7 @@ def test_events_of_the_journal():
         "OutputFailed": ["time_s", "job_id", "reason"],
         "PolicyChanged": ["time_s", "policy", "reason"],
         "StopRequested": ["time_s", "signal_number"],
+        "ClosingTime": ["time_s"],
         "Wakeup": ["time_s"],
     }
 

@@ -8,7 +8,7 @@ once.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gfgen.errors import JobError, ModelError, Problem
@@ -45,6 +45,12 @@ class AdmittedJob:
     def state_bytes(self) -> int:
         """What moves when the job moves between two steps."""
         return self.trajectory.artifact("latents").size_bytes
+
+
+def arriving_after(job: AdmittedJob, offset_s: float) -> AdmittedJob:
+    """The same job, arriving so much later; its relative deadline counts from then."""
+    spec = replace(job.spec, arrival_s=job.spec.arrival_s + offset_s)
+    return replace(job, info=replace(job.info, spec=spec))
 
 
 @dataclass(frozen=True, slots=True)

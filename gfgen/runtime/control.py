@@ -8,10 +8,10 @@ from typing import Protocol
 
 from gfgen.errors import PolicyFault, StalledError
 from gfgen.policies.catalog import NamedPolicy, load_policy
-from gfgen.runtime.admission import AdmittedJob
+from gfgen.runtime.admission import AdmittedJob, arriving_after
 from gfgen.runtime.clock import Clock
 from gfgen.runtime.dispatch import Dispatch
-from gfgen.runtime.events import Event, JobArrived, JobTimedOut, PolicyChanged, Wakeup
+from gfgen.runtime.events import ClosingTime, Event, JobArrived, JobTimedOut, PolicyChanged, Wakeup
 from gfgen.runtime.journal import Journal, NoJournal
 from gfgen.runtime.metrics import Metrics, Summary
 from gfgen.runtime.observer import JobOutcome, Observer, skipped_outcome
@@ -39,9 +39,24 @@ class Backend(Protocol):
         """The job has ended: drop all that is kept for it."""
         ...
 
+    def add(self, jobs: Sequence[AdmittedJob]) -> None:
+        """Tasks of these jobs may be submitted from now on."""
+        ...
+
+
+class Intake(Protocol):
+    """Where jobs come from while a run is going on."""
+
+    def take(self) -> Sequence[AdmittedJob]:
+        """The jobs that have come since it was asked last; returns at once."""
+        ...
+
 
 class Control:
-    """One run from the first arrival to the last file."""
+    """One run from the first arrival to the last file.
+
+    With an `intake` it goes on, and takes what comes in, until it is asked to stop.
+    """
 
     def __init__(
         self,
@@ -55,6 +70,7 @@ class Control:
         journal: Journal | NoJournal | None = None,
         observers: Sequence[Observer] = (),
         skipped: Sequence[AdmittedJob] = (),
+        intake: Intake | None = None,
     ) -> None:
         self.state = state
         self.backend = backend
@@ -69,6 +85,7 @@ class Control:
         self._next_refresh_s = 0.0
         self._jobs = tuple(jobs)
         self._skipped = tuple(skipped)
+        self._intake = intake
 
     def run(self) -> Summary:
         """Run until every job has ended, or the run is asked to stop.
@@ -80,6 +97,7 @@ class Control:
             for event in self.backend.wait(until=self.clock.next_wakeup()):
                 self.journal.append(event)
                 self.apply(event)
+            self.take_in()
             for decision in self.decide():
                 self.start(decision)
             self.journal.flush()
@@ -93,6 +111,24 @@ class Control:
             for job in self._skipped:
                 observer.ended(skipped_outcome(job.info))
         for job in self._jobs:
+            self.schedule(job)
+        if self.state.closes_s is not None:
+            self.clock.at(ClosingTime(self.state.closes_s))
+        self.state.expects_more = self._intake is not None
+
+    def take_in(self) -> None:
+        """Let jobs that have come meanwhile join the run; they arrive now, or so long after now."""
+        if self._intake is None or self.state.is_stopping:
+            return
+        now_s = self.clock.now_s
+        jobs = [arriving_after(job, now_s) for job in self._intake.take()]
+        if not jobs:
+            return
+        self.backend.add(jobs)
+        for observer in self.observers:
+            observer.added(tuple(job.info for job in jobs))
+        for job in jobs:
+            self.state.add(job)
             self.schedule(job)
 
     def apply(self, event: Event) -> None:
@@ -108,14 +144,25 @@ class Control:
         self._refresh()
         if self.state.is_stopping or not self.state.has_choice:
             return ()
-        decisions = self._ask_policy(self.state.snapshot())
-        if not decisions and self.state.is_stuck and self.clock.next_wakeup() is None:
+        snapshot = self.state.snapshot()
+        decisions = self._ask_policy(snapshot)
+        if not decisions and self.state.is_stuck:
+            self._explain_standstill(snapshot)
+        return decisions
+
+    def _explain_standstill(self, snapshot: Snapshot) -> None:
+        """All ranks are free, jobs are open and none was started: too late, or the policy's fault."""
+        if self.clock.next_wakeup() not in (None, self.state.closes_s):
+            return
+        if snapshot.open:
             names = ", ".join(self.state.open_jobs[:5])
             raise StalledError(
                 f"policy {self.policy.name} starts nothing although all ranks are free; "
                 f"{len(self.state.open_jobs)} jobs wait: {names}"
             )
-        return decisions
+        if not self.state.expects_more:
+            logger.info("no job that is left can be done by closing time: the run ends now")
+            self.clock.at(ClosingTime(self.clock.now_s))
 
     def start(self, decision: Decision) -> None:
         """Dispatch a decision, unless it is illegal: then the policy is at fault."""

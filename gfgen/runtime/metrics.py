@@ -127,6 +127,9 @@ class Metrics(Observer):
     def began(self, jobs: tuple[JobInfo, ...], *, num_ranks: int, policy: str) -> None:
         self._num_jobs, self._num_ranks = len(jobs), num_ranks
 
+    def added(self, jobs: tuple[JobInfo, ...]) -> None:
+        self._num_jobs += len(jobs)
+
     def applied(self, event: Event) -> None:
         if isinstance(event, TaskDone):
             self._dispatches.add(event.dispatch)

@@ -18,6 +18,7 @@ from gfgen.layout import Layout
 from gfgen.runtime import events
 from gfgen.runtime.admission import AdmittedJob
 from gfgen.runtime.clock import Clock
+from gfgen.runtime.closing import Closing
 from gfgen.runtime.cost import CostClass, CostModel
 from gfgen.runtime.dispatch import Dispatch
 from gfgen.runtime.events import Event
@@ -104,7 +105,8 @@ class State:
     `guard_s` is how long before its predicted end a running task lets its consumer be
     queued (0: never; then a task is dispatched only when its input exists). `last_number` is that
     of the last dispatch that these ranks have seen, in an earlier run. `arrived_at` has the Unix
-    time at which jobs, by (id, spec hash), arrived first; `resume` where stopped jobs go on.
+    time at which jobs, by (id, spec hash), arrived first; `resume` where stopped jobs go on. No
+    job begins that is predicted not to end by `closes_s`.
     """
 
     def __init__(
@@ -120,6 +122,7 @@ class State:
         last_number: int = 0,
         arrived_at: Mapping[tuple[str, str], float] | None = None,
         resume: Mapping[str, ResumePoint] | None = None,
+        closes_s: float | None = None,
     ) -> None:
         self._clock = clock
         self._costs = costs
@@ -141,6 +144,11 @@ class State:
         self._job_costs = _JobCosts(self._jobs, costs)
         self._costs_version = costs.version
         self._renewed_s = 0.0
+        self._closing = None if closes_s is None else Closing(closes_s, costs)
+        self.is_closed = False
+        """The closing time has come."""
+        self.expects_more = False
+        """Jobs may still be added: that all have ended does not finish the run."""
         self.stop_signal: int | None = None
         """The signal that asked the run to stop."""
 
@@ -151,12 +159,17 @@ class State:
         """All jobs have ended; or the run is stopping and nothing is under way any more."""
         if self.is_stopping:
             return not self._flights and not self._num_writing
-        return self.all_ended
+        return self.all_ended and not self.expects_more
 
     @property
     def is_stopping(self) -> bool:
         """Nothing new is dispatched; what runs is left to end."""
-        return self.stop_signal is not None
+        return self.stop_signal is not None or self.is_closed
+
+    @property
+    def closes_s(self) -> float | None:
+        """When the run is to stop by itself."""
+        return None if self._closing is None else self._closing.closes_s
 
     @property
     def all_ended(self) -> bool:
@@ -200,7 +213,7 @@ class State:
         """The frozen picture of this moment, for a policy."""
         now_s = self._clock.now_s
         self._renew_predictions(now_s)
-        open_jobs = dict(self._open)
+        open_jobs = self._open_in_time(now_s)
         busy = dict(self._busy)
         for job_id in self._opening(now_s):
             open_jobs[job_id] = busy.pop(job_id)
@@ -246,12 +259,20 @@ class State:
         for rank in layout.ranks:
             self._ranks[rank].flights.append(flight)
             self._ranks[rank].view = None
+        if self._closing is not None and task.stage is Stage.DENOISE:
+            self._closing.note(record.cost_class, layout)
         record.next_index = task.index + 1
         record.holder = layout
         record.holder_lives = self._lives(layout)
         record.producer = dispatch.number
         self._place(record)
         return dispatch
+
+    def add(self, job: AdmittedJob) -> None:
+        """One more job, of a model that the ranks have loaded; it arrives by its event."""
+        assert job.job_id not in self._jobs, f"job {job.job_id} is at work"
+        self._jobs[job.job_id] = self._record(job)
+        self._num_unfinished += 1
 
     # What events do -----------------------------------------------------------------------
 
@@ -278,13 +299,15 @@ class State:
                 self._rank_lost(event)
             case events.StopRequested():
                 self._stop(event.signal_number)
+            case events.ClosingTime():
+                self.is_closed = True
             case _:
                 pass
         return ()
 
     def _stop(self, signal_number: int) -> None:
         """The first signal lets running tasks end; the second one does not wait for them."""
-        if self.is_stopping:
+        if self.stop_signal is not None:
             raise InterruptedRunError("stopped at once; finished jobs are kept", signal_number=signal_number)
         self.stop_signal = signal_number
 
@@ -412,6 +435,23 @@ class State:
             self._open[job_id] = view
         else:
             self._busy[job_id] = view
+
+    def _open_in_time(self, now_s: float) -> dict[str, JobView]:
+        """The open jobs, without those that would begin now and not end by the closing time."""
+        if self._closing is None:
+            return dict(self._open)
+        verdicts: dict[tuple[str, str, int], bool] = {}
+        in_time = {}
+        for job_id, view in self._open.items():
+            cost_class = self._jobs[job_id].cost_class
+            key = (cost_class.model, cost_class.shape, view.num_tasks)
+            if view.next_task.index == 0 and key not in verdicts:
+                verdicts[key] = self._closing.holds_back(
+                    cost_class, view.next_task, view.num_tasks, now_s=now_s
+                )
+            if view.next_task.index > 0 or not verdicts[key]:
+                in_time[job_id] = view
+        return in_time
 
     def _view(self, record: _Job) -> JobView:
         task = record.job.trajectory.task(record.next_index)
