@@ -33,6 +33,8 @@ MAX_TASK_FAILURES = 2
 """So many failures of the same task fail its job."""
 MAX_LOST_WORKERS = 3
 """So many deaths of workers while they ran a task of a job fail the job."""
+_ROUNDING_S = 1e-9
+"""A wake-up comes at the predicted end less the guard, and sums of floats are not exact."""
 _RENEWAL_S = 1.0
 """Predictions of waiting jobs are renewed this often at most: 2 us for each of them."""
 
@@ -44,6 +46,8 @@ class _Flight:
     dispatch: Dispatch
     view: RunningTask
     pending: set[int]
+    is_foreseeable: bool
+    """Its predicted end rests on a measurement, so that the next task may be queued by it."""
     failure: str | None = None
     void: bool = False
     lost: bool = False
@@ -253,7 +257,8 @@ class State:
             transfers=_transfers(record, task, source=source, destination=layout),
         )
         view = RunningTask(task, layout, dispatch.predicted_end_s)
-        flight = _Flight(dispatch, view, pending=set(layout.ranks))
+        is_measured = self._costs.is_measured(record.cost_class, task.stage, layout.degrees)
+        flight = _Flight(dispatch, view, pending=set(layout.ranks), is_foreseeable=is_measured)
         self._flights[dispatch.number] = flight
         record.flights.append(flight)
         for rank in layout.ranks:
@@ -513,10 +518,15 @@ class State:
         ]
 
     def _ends_within_guard(self, flights: list[_Flight], now_s: float) -> bool:
-        """One step ahead and no more: a single task, running, about to end, and not failing."""
-        if self._guard_s <= 0 or len(flights) != 1 or flights[0].failure:
+        """One step ahead and no more: a single task, running, about to end, and not failing.
+
+        A task that is later than it should be may end at any time, or not for long: what is
+        queued behind it would wait on a rank that others do not need.
+        """
+        if self._guard_s <= 0 or len(flights) != 1 or flights[0].failure or not flights[0].is_foreseeable:
             return False
-        return flights[0].dispatch.predicted_end_s <= now_s + self._guard_s
+        left_s = flights[0].dispatch.predicted_end_s - now_s
+        return -self._guard_s <= left_s <= self._guard_s + _ROUNDING_S
 
     def _legal(self, decision: Decision, now_s: float) -> _Job:
         task, layout = decision.task, decision.layout

@@ -19,11 +19,14 @@ class Cluster:
     def __init__(self, *jobs, num_ranks=2, guard_s=0.0, max_degree=None):
         self.clock = Clock(virtual=True)
         self.jobs = {job.job_id: job for job in jobs}
+        costs = CostModel()
+        if guard_s:
+            self.warm_up(costs, jobs[0])
         self.state = State(
             jobs,
             num_ranks=num_ranks,
             clock=self.clock,
-            costs=CostModel(),
+            costs=costs,
             guard_s=guard_s,
             max_degree=max_degree,
         )
@@ -31,6 +34,12 @@ class Cluster:
             self.state.apply(events.RankReady(0.0, rank, 1, 0.0))
         for job in jobs:
             self.state.apply(events.JobArrived(0.0, job.job_id))
+
+    def warm_up(self, costs, job):
+        """Tasks like these have run before, and took 0.1 s."""
+        known = costs.cost_class("fake", job.shape, flops=job.flops, state_bytes=job.state_bytes)
+        for stage in Stage:
+            costs.observe(known, stage, (1, 1, 1), 0.1)
 
     def decision(self, job_id, index, *ranks):
         return Decision(self.jobs[job_id].trajectory.task(index), Layout(ranks, ulysses=len(ranks)))
@@ -125,6 +134,23 @@ def test_a_consumer_may_be_queued_when_its_producer_is_about_to_end():
     second = cluster.begin("a", 1, 1)
     assert second.producer == first.number
     assert "a" in cluster.state.snapshot().busy
+
+
+def test_nothing_is_queued_by_a_guess():
+    cluster = Cluster(make_job("a"), make_job("b", shape="never seen"), guard_s=10.0)
+    cluster.begin("b", 0, 0)
+    assert cluster.state.snapshot().free_ranks == (1,)
+    cluster.begin("a", 0, 1)
+    assert cluster.state.snapshot().free_ranks == (1,)
+
+
+def test_nothing_is_queued_behind_a_task_that_is_late():
+    cluster = Cluster(make_job("a"), guard_s=0.05)
+    running = cluster.begin("a", 0, 0)
+    cluster.clock.advance(running.predicted_end_s + 0.04)
+    assert cluster.state.snapshot().free_ranks == (0, 1)
+    cluster.clock.advance(running.predicted_end_s + 0.06)
+    assert cluster.state.snapshot().free_ranks == (1,)
 
 
 def test_no_third_task_is_queued():
