@@ -85,7 +85,7 @@ class CostModel:
         denoise = (cost_class.model, Stage.DENOISE)
         return denoise in self._rates or any(stage is Stage.DENOISE for stage, _ in cost_class.measured)
 
-    def is_measured(self, cost_class: CostClass, stage: Stage, degrees: Degrees) -> bool:
+    def has_seen(self, cost_class: CostClass, stage: Stage, degrees: Degrees) -> bool:
         """Whether a task like this has run: its prediction is more than a guess."""
         return (stage, degrees) in cost_class.measured
 

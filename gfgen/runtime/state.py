@@ -257,7 +257,7 @@ class State:
             transfers=_transfers(record, task, source=source, destination=layout),
         )
         view = RunningTask(task, layout, dispatch.predicted_end_s)
-        is_measured = self._costs.is_measured(record.cost_class, task.stage, layout.degrees)
+        is_measured = self._costs.has_seen(record.cost_class, task.stage, layout.degrees)
         flight = _Flight(dispatch, view, pending=set(layout.ranks), is_foreseeable=is_measured)
         self._flights[dispatch.number] = flight
         record.flights.append(flight)
