@@ -150,6 +150,16 @@ class InterruptedRunError(GfgenError):
         self.exit_code = 128 + signal_number
 
 
+def in_one_line(error: BaseException, *, limit: int = 300) -> str:
+    """'ZeroDivisionError: division by zero', whatever the message looks like."""
+    try:
+        text = " ".join(str(error).split())
+    except Exception:  # the message of a user's own exception may be broken too
+        text = "its message cannot be shown"
+    line = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return line if len(line) <= limit else f"{line[: limit - 3]}..."
+
+
 def _shortened(value: object, limit: int = 80) -> str | None:
     if value is None:
         return None
