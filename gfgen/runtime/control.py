@@ -108,6 +108,7 @@ class Control:
 
     def begin(self) -> None:
         """Schedule the arrivals, and tell everyone who watches what is to be done."""
+        self._note_degree(self.policy.options.get("degree"))
         infos = tuple(job.info for job in self._jobs)
         for observer in self.observers:
             observer.began(infos, num_ranks=self.state.num_ranks, policy=self.policy.name)
@@ -198,6 +199,17 @@ class Control:
         for observer in self.observers:
             if observer.refresh_s is not None:
                 observer.refreshed(snapshot)
+
+    def _note_degree(self, degree: object) -> None:
+        """Tell that more ranks are asked for each task than there are: it has less effect than that."""
+        most = self.state.max_degree
+        if isinstance(degree, int) and degree > most:
+            logger.warning(
+                "policy %s: a task has %d ranks here at most, so degree counts as %d",
+                self.policy.name,
+                most,
+                most,
+            )
 
     def _ask_policy(self, snapshot: Snapshot) -> list[Decision]:
         """Its decisions; those of `fcfs` for this once when it raises."""

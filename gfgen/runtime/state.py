@@ -201,6 +201,11 @@ class State:
         return len(self._ranks)
 
     @property
+    def max_degree(self) -> int:
+        """The most ranks that one task can use."""
+        return self._max_degree
+
+    @property
     def open_jobs(self) -> tuple[str, ...]:
         """Jobs whose next task could run."""
         return tuple(self._open)

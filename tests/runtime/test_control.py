@@ -192,6 +192,12 @@ def test_fcfs_is_not_replaced_by_itself():
         control.run()
 
 
+@pytest.mark.parametrize(("policy", "is_noted"), [("srtf,degree=8", True), ("srtf,degree=2", False)])
+def test_more_ranks_than_there_are_is_noted_once(policy, is_noted, caplog):
+    simulate([make_job("a")], policy=policy, num_ranks=2)
+    assert caplog.text.count("a task has 2 ranks here at most, so degree counts as 2") == is_noted
+
+
 def test_a_stop_lets_running_tasks_end_and_starts_nothing_new():
     control, recorder = simulated_control([make_job("a", steps=50)], num_ranks=1)
     control.clock.at(StopRequested(1.05, 2))
