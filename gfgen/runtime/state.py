@@ -201,6 +201,11 @@ class State:
         return len(self._ranks)
 
     @property
+    def max_degree(self) -> int:
+        """The most ranks that one task can use."""
+        return self._max_degree
+
+    @property
     def open_jobs(self) -> tuple[str, ...]:
         """Jobs whose next task could run."""
         return tuple(self._open)
@@ -529,12 +534,14 @@ class State:
         return -self._guard_s <= left_s <= self._guard_s + _ROUNDING_S
 
     def _legal(self, decision: Decision, now_s: float) -> _Job:
+        _check_types(decision)
         task, layout = decision.task, decision.layout
         record = self._jobs.get(task.job_id)
         if record is None or not record.arrived or record.doom:
             raise PolicyFault(f"there is no open job {task.job_id}")
-        if task.index != record.next_index or task.index >= record.num_tasks:
-            raise PolicyFault(f"job {task.job_id}: {task} is not its next task")
+        is_over = record.next_index == record.num_tasks
+        if is_over or task != record.job.trajectory.task(record.next_index):
+            raise PolicyFault(f"job {task.job_id}: {task} (number {task.index}) is not its next task")
         if record.flights and not self._ends_within_guard(record.flights, now_s):
             raise PolicyFault(f"job {task.job_id}: {task} is not open, its input does not exist yet")
         if layout.degree > self._max_degree:
@@ -579,6 +586,26 @@ class State:
             record.producer = record.last_completed = point.producer
             record.warnings.append(f"resumed at {job.trajectory.task(point.next_index)}")
         return record
+
+
+def _check_types(decision: object) -> None:
+    """Refuse what is no decision at all: a policy may be the user's own, and untyped."""
+    if not isinstance(decision, Decision):
+        raise PolicyFault(
+            f"it decided a value of type {type(decision).__name__}; a Decision(task, layout) is accepted"
+        )
+    task, layout = decision.task, decision.layout
+    if not isinstance(task, Task) or not isinstance(task.job_id, str):
+        raise PolicyFault(f"it decided a task of type {type(task).__name__}; the job's next_task is accepted")
+    if not isinstance(layout, Layout):
+        raise PolicyFault(
+            f"job {task.job_id}: it decided a layout of type {type(layout).__name__}; a Layout is accepted"
+        )
+    numbers = (*layout.ranks, *layout.degrees)
+    if not isinstance(layout.ranks, tuple) or any(type(number) is not int for number in numbers):
+        raise PolicyFault(
+            f"job {task.job_id}: {layout} is made of other things than a tuple of whole numbers"
+        )
 
 
 def _transfers(

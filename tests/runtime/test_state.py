@@ -1,10 +1,11 @@
+import re
 from dataclasses import replace
 
 import pytest
 from builders import make_job
 
 from gfgen.errors import InterruptedRunError, PolicyFault
-from gfgen.graph import Stage
+from gfgen.graph import Stage, Task
 from gfgen.layout import Layout
 from gfgen.runtime import events
 from gfgen.runtime.clock import Clock
@@ -116,6 +117,45 @@ def test_illegal_decisions_are_refused_with_the_reason(decision, reason):
         decision, reason = ("a", 1, 1), "its input does not exist yet"
     with pytest.raises(PolicyFault, match=reason):
         cluster.begin(*decision)
+
+
+NEXT = Task("a", 0, Stage.ENCODE)
+HERE = Layout.single(0)
+
+
+@pytest.mark.parametrize(
+    ("decision", "reason"),
+    [
+        (None, "type NoneType; a Decision"),
+        ("a", "type str; a Decision"),
+        ((NEXT, HERE), "type tuple; a Decision"),
+        (Decision(None, HERE), "task of type NoneType"),
+        (Decision(Task(["a"], 0, Stage.ENCODE), HERE), "the job's next_task is accepted"),
+        (Decision(NEXT, 0), "layout of type int"),
+        (Decision(NEXT, Layout([0])), "a tuple of whole numbers"),
+        (Decision(NEXT, Layout((0.0,))), "a tuple of whole numbers"),
+        (Decision(NEXT, Layout((0, 1), ulysses=2.0)), "a tuple of whole numbers"),
+        (Decision(Task("a", 0, Stage.DECODE), HERE), "decode (number 0) is not its next task"),
+        (Decision(Task("a", "x", Stage.ENCODE), HERE), "is not its next task"),
+        (Decision(Task("a", 0, Stage.ENCODE, step=0), HERE), "is not its next task"),
+        (Decision(NEXT, Layout.single(99)), "the ranks of [99] do not reach each other"),
+    ],
+)
+def test_what_is_no_decision_at_all_is_a_named_fault(decision, reason):
+    cluster = Cluster(make_job("a"))
+    with pytest.raises(PolicyFault, match=re.escape(reason)):
+        cluster.state.begin(decision)
+    assert cluster.begin("a", 0, 0).number == 1
+
+
+def test_ranks_that_do_not_reach_each_other_share_no_task():
+    cluster = Cluster(make_job("a"), num_ranks=4)
+    cluster.state._islands = ((0, 1), (2, 3))
+    for index in (0, 1):
+        cluster.done(cluster.begin("a", index, 0))
+    with pytest.raises(PolicyFault, match="do not reach each other"):
+        cluster.begin("a", 2, 1, 2)
+    assert cluster.begin("a", 2, 2, 3).layout.ranks == (2, 3)
 
 
 def test_a_refused_decision_changes_nothing():
