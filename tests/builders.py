@@ -47,6 +47,7 @@ class Recorder(Observer):
         self.dispatches: list[Dispatch] = []
         self.events: list[Event] = []
         self.outcomes: list[JobOutcome] = []
+        self.latents: dict[str, Any] = {}
 
     def dispatched(self, dispatch: Dispatch) -> None:
         self.dispatches.append(dispatch)

@@ -109,12 +109,12 @@ def test_events_of_the_journal():
         for kind in vars(events).values()
         if inspect.isclass(kind) and issubclass(kind, events.Event) and kind is not events.Event
     } == {
-        "JobArrived": ["time_s", "job_id"],
+        "JobArrived": ["time_s", "job_id", "spec_hash"],
         "JobTimedOut": ["time_s", "job_id"],
         "RankReady": ["time_s", "rank", "incarnation", "startup_s"],
-        "RankLost": ["time_s", "rank", "incarnation", "reason"],
+        "RankLost": ["time_s", "rank", "incarnation", "reason", "is_retired"],
         "TaskDone": ["time_s", "dispatch", "rank", "started_s", "ended_s", "waited_s", "moved_s"],
-        "TaskFailed": ["time_s", "dispatch", "rank", "reason", "void"],
+        "TaskFailed": ["time_s", "dispatch", "rank", "reason", "void", "lost"],
         "OutputWritten": ["time_s", "job_id", "path", "size_bytes", "write_s"],
         "OutputFailed": ["time_s", "job_id", "reason"],
         "PolicyChanged": ["time_s", "policy", "reason"],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,24 +18,28 @@ from gfgen.errors import InputError, InterruptedRunError, Problem
 from gfgen.job import passed_deadlines
 from gfgen.layout import MAX_RANKS
 from gfgen.policies.catalog import NamedPolicy, load_policy
+from gfgen.runtime import resume
 from gfgen.runtime.admission import AdmittedJob
 from gfgen.runtime.clock import Clock
 from gfgen.runtime.closing import closing_at
 from gfgen.runtime.control import Control
 from gfgen.runtime.cost import CostModel
 from gfgen.runtime.inbox import Inbox
-from gfgen.runtime.journal import Journal
+from gfgen.runtime.journal import Journal, first_arrivals
 from gfgen.runtime.lock import hold_folder
 from gfgen.runtime.manifest import MANIFEST_NAME, ManifestWriter, finished_jobs
 from gfgen.runtime.memory import available_bytes, check_models
 from gfgen.runtime.metrics import Summary
 from gfgen.runtime.observer import Observer
+from gfgen.runtime.pool import WorkerPool
+from gfgen.runtime.signals import SignalPipe
 from gfgen.runtime.state import State
 from gfgen.runtime.trace import TraceWriter
-from gfgen.runtime.workers import ProcessBackend, WorkerPool
+from gfgen.runtime.workers import ProcessBackend
 
 logger = logging.getLogger(__name__)
 
+JOURNAL_NAME = "journal.jsonl"
 DEFAULT_MODEL = "tiny-wan"
 DEFAULT_RANKS = 4
 
@@ -174,8 +178,8 @@ def run_jobs(admitted: Sequence[AdmittedJob], options: RunOptions) -> Summary:
             return Summary(num_skipped=len(done))
         skipped = [job for job in admitted if job.job_id in done]
         checkpoints = {job.checkpoint for job in todo}
-        with _ready_pool(checkpoints, options) as pool:
-            return _run_on(pool, todo, options, skipped=skipped)
+        with contextlib.closing(SignalPipe()) as signals, _ready_pool(checkpoints, options, signals) as pool:
+            return _run_on(pool, todo, options, signals=signals, skipped=skipped)
 
 
 def watch_folder(folder: Path, options: RunOptions) -> Summary:
@@ -195,9 +199,10 @@ def watch_folder(folder: Path, options: RunOptions) -> Summary:
         first = inbox.look()
         checkpoints = {admit.find_model(options.model).checkpoint, *(job.checkpoint for job in first)}
         check_models(checkpoints, num_ranks=options.num_ranks, available=available_bytes())
-        pool = stack.enter_context(_ready_pool(checkpoints, options))
+        signals = stack.enter_context(contextlib.closing(SignalPipe()))
+        pool = stack.enter_context(_ready_pool(checkpoints, options, signals))
         inbox.start(admit=admit.of_loaded(checkpoints))
-        return _run_on(pool, first, options, inbox=inbox)
+        return _run_on(pool, first, options, signals=signals, inbox=inbox)
 
 
 def _run_on(
@@ -205,13 +210,15 @@ def _run_on(
     todo: Sequence[AdmittedJob],
     options: RunOptions,
     *,
+    signals: SignalPipe,
     skipped: Sequence[AdmittedJob] = (),
     inbox: Inbox | None = None,
 ) -> Summary:
     """One run of the control loop on workers that are ready."""
+    arrived_at = first_arrivals(options.output_dir / JOURNAL_NAME)
+    resume_points = resume.find(options.output_dir, todo)
     started_at, clock = time.time(), Clock()
-    for warning in passed_deadlines([job.spec for job in todo], now=started_at):
-        logger.warning("%s", warning)
+    _warn_of_passed_deadlines(todo, started_at, arrived_at)
     with contextlib.ExitStack() as stack:
         state = State(
             todo,
@@ -221,13 +228,22 @@ def _run_on(
             guard_s=options.guard_s,
             started_at=started_at,
             last_number=pool.last_number,
+            arrived_at=arrived_at,
+            resume=resume_points,
             closes_s=None if options.closes_at is None else options.closes_at - started_at,
         )
         observers = [stack.enter_context(contextlib.closing(o)) for o in _observers(options)]
-        backend = ProcessBackend(pool, todo, clock=clock, output_dir=options.output_dir)
+        backend = ProcessBackend(
+            pool,
+            todo,
+            clock=clock,
+            output_dir=options.output_dir,
+            resume_points=resume_points,
+            signals=signals,
+        )
         stack.callback(backend.close)
         journal = Journal(
-            options.output_dir / "journal.jsonl",
+            options.output_dir / JOURNAL_NAME,
             header={"policy": options.policy.name, "ranks": options.num_ranks, "started_at": started_at},
         )
         stack.callback(journal.close)
@@ -244,6 +260,8 @@ def _run_on(
             intake=inbox,
         )
         summary = control.run()
+        for job_id, (next_index, producer) in state.stopped_at.items():
+            backend.save(job_id, next_index=next_index, producer=producer)
     if state.stop_signal is not None and not state.all_ended:
         raise InterruptedRunError(
             f"stopped; {summary.num_done} jobs are done, {summary.num_unfinished} are left: "
@@ -266,16 +284,29 @@ def _held_folder(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _ready_pool(checkpoints: Collection[Path], options: RunOptions) -> Iterator[WorkerPool]:
+def _ready_pool(
+    checkpoints: Collection[Path], options: RunOptions, signals: SignalPipe
+) -> Iterator[WorkerPool]:
     """Workers with these models; the run's clock starts after this."""
     logger.info(
         "starting %d ranks with %s", options.num_ranks, ", ".join(sorted(path.name for path in checkpoints))
     )
     began_s = time.monotonic()
     with WorkerPool(num_ranks=options.num_ranks, checkpoints=sorted(checkpoints)) as pool:
-        pool.wait_ready()
+        pool.wait_ready(signals)
         logger.info("ready after %.1f s", time.monotonic() - began_s)
         yield pool
+
+
+def _warn_of_passed_deadlines(
+    jobs: Sequence[AdmittedJob], now: float, arrived_at: Mapping[tuple[str, str], float]
+) -> None:
+    hashes = {job.job_id: job.info.spec_hash for job in jobs}
+    arrivals = {
+        job_id: at for (job_id, spec_hash), at in arrived_at.items() if hashes.get(job_id) == spec_hash
+    }
+    for warning in passed_deadlines([job.spec for job in jobs], now=now, arrived_at=arrivals):
+        logger.warning("%s", warning)
 
 
 def _name_of(jobs: str | None, watch: Path | None) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from PIL import Image, ImageOps
 
-from gfgen.errors import JobError
+from gfgen.errors import JobError, Problem
 
 
 def load_image(path: str | Path) -> Image.Image:
@@ -20,10 +20,8 @@ def load_image(path: str | Path) -> Image.Image:
         with Image.open(path) as image:
             return ImageOps.exif_transpose(image).convert("RGB")
     except OSError as error:
-        reason = error.strerror or error
-        raise JobError(
-            "image", str(path), f"cannot be read as a picture ({reason}); put it back and run again"
-        ) from None
+        reason = f"cannot be read as a picture ({error.strerror or error}); put it back and run again"
+        raise JobError(Problem.of("image", str(path), reason)) from None
 
 
 def to_uint8(pictures_FCHW: torch.Tensor) -> torch.Tensor:

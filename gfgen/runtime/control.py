@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from gfgen.errors import PolicyFault, StalledError
+from gfgen.errors import PolicyFault, StalledError, in_one_line
 from gfgen.policies.catalog import NamedPolicy, load_policy
 from gfgen.runtime.admission import AdmittedJob, arriving_after
 from gfgen.runtime.clock import Clock
@@ -21,7 +22,8 @@ from gfgen.snapshot import Decision, Snapshot
 logger = logging.getLogger(__name__)
 
 MAX_POLICY_FAULTS = 3
-"""After so many faults the run goes on under `fcfs`."""
+"""After so many calls in which the policy was at fault the run goes on under FALLBACK."""
+FALLBACK = "fcfs"
 
 
 class Backend(Protocol):
@@ -99,12 +101,14 @@ class Control:
                 self.apply(event)
             self.take_in()
             for decision in self.decide():
-                self.start(decision)
+                if not self.start(decision):
+                    break  # what follows was decided for a state that did not come about
             self.journal.flush()
         return self.metrics.summary()
 
     def begin(self) -> None:
         """Schedule the arrivals, and tell everyone who watches what is to be done."""
+        self._note_degree(self.policy.options.get("degree"))
         infos = tuple(job.info for job in self._jobs)
         for observer in self.observers:
             observer.began(infos, num_ranks=self.state.num_ranks, policy=self.policy.name)
@@ -164,19 +168,21 @@ class Control:
             logger.info("no job that is left can be done by closing time: the run ends now")
             self.clock.at(ClosingTime(self.clock.now_s))
 
-    def start(self, decision: Decision) -> None:
-        """Dispatch a decision, unless it is illegal: then the policy is at fault."""
+    def start(self, decision: Decision) -> bool:
+        """Dispatch a decision; False when it is illegal, which is the policy's fault."""
         try:
             dispatch = self.state.begin(decision)
         except PolicyFault as fault:
             self._blame_policy(fault)
-            return
+            self.clock.at(Wakeup(self.clock.now_s))  # it is asked again, for the ranks that are left
+            return False
         self.backend.submit(dispatch)
         if self.guard_s > 0:
             wakeup_s = max(dispatch.predicted_end_s - self.guard_s, self.clock.now_s)
             self.clock.at(Wakeup(wakeup_s))
         for observer in self.observers:
             observer.dispatched(dispatch)
+        return True
 
     def conclude(self, outcome: JobOutcome) -> None:
         """A job has ended."""
@@ -194,31 +200,59 @@ class Control:
             if observer.refresh_s is not None:
                 observer.refreshed(snapshot)
 
+    def _note_degree(self, degree: object) -> None:
+        """Tell that more ranks are asked for each task than there are: it has less effect than that."""
+        most = self.state.max_degree
+        if isinstance(degree, int) and degree > most:
+            logger.warning(
+                "policy %s: a task has %d ranks here at most, so degree counts as %d",
+                self.policy.name,
+                most,
+                most,
+            )
+
     def _ask_policy(self, snapshot: Snapshot) -> list[Decision]:
+        """Its decisions; those of `fcfs` for this once when it raises."""
         try:
-            return list(self.policy.decide(snapshot))
-        except Exception as error:  # a policy may be the user's own
+            decided = self.policy.decide(snapshot)
+            if not isinstance(decided, Iterable):
+                raise PolicyFault(
+                    f"it returned a value of type {type(decided).__name__}; a list of Decision is accepted"
+                )
+            # Each rank takes one task, so one more than ranks is a fault; a generator may be endless.
+            return list(itertools.islice(decided, self.state.num_ranks + 1))
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a policy may be the user's own, and call sys.exit()
             logger.debug("policy %s raised", self.policy.name, exc_info=True)
             self._blame_policy(error)
-            return list(load_policy("fcfs").decide(snapshot))
+            return list(load_policy(FALLBACK).decide(snapshot))
 
-    def _blame_policy(self, error: Exception) -> None:
-        """Count a fault; after too many, `fcfs` takes over and the log says so."""
+    def _blame_policy(self, error: BaseException) -> None:
+        """Count a fault; after too many, `fcfs` takes over and the log says so.
+
+        Raises: PolicyFault when it is `fcfs` itself that failed too often.
+        """
         self._num_policy_faults += 1
-        reason = str(error) if isinstance(error, PolicyFault) else f"{type(error).__name__}: {error}"
+        reason = " ".join(str(error).split()) if isinstance(error, PolicyFault) else in_one_line(error)
         logger.warning("policy %s: %s", self.policy.name, reason)
         if self._num_policy_faults < MAX_POLICY_FAULTS:
             return
+        if self.policy.name == FALLBACK:
+            raise PolicyFault(f"policy {FALLBACK} failed {self._num_policy_faults} times: {reason}")
         logger.error(
-            "policy %s failed %d times; going on with fcfs", self.policy.name, self._num_policy_faults
+            "policy %s failed %d times; going on with %s",
+            self.policy.name,
+            self._num_policy_faults,
+            FALLBACK,
         )
-        self.policy = load_policy("fcfs")
+        self.policy = load_policy(FALLBACK)
         self._num_policy_faults = 0
         self.clock.at(PolicyChanged(self.clock.now_s, self.policy.name, reason))
 
     def schedule(self, job: AdmittedJob) -> None:
         """Let a job arrive at its time."""
         arrival_s = job.spec.arrival_s
-        self.clock.at(JobArrived(arrival_s, job.job_id))
+        self.clock.at(JobArrived(arrival_s, job.job_id, job.info.spec_hash))
         if job.spec.timeout_s is not None:
             self.clock.at(JobTimedOut(arrival_s + job.spec.timeout_s, job.job_id))

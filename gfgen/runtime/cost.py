@@ -85,6 +85,10 @@ class CostModel:
         denoise = (cost_class.model, Stage.DENOISE)
         return denoise in self._rates or any(stage is Stage.DENOISE for stage, _ in cost_class.measured)
 
+    def has_seen(self, cost_class: CostClass, stage: Stage, degrees: Degrees) -> bool:
+        """Whether a task like this has run: its prediction is more than a guess."""
+        return (stage, degrees) in cost_class.measured
+
     def remaining_s(self, cost_class: CostClass, task: Task, num_tasks: int, degrees: Degrees) -> float:
         """Predicted time from `task` to the end of its job, with its steps on these degrees."""
         num_left = num_tasks - task.index

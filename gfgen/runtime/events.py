@@ -22,6 +22,7 @@ class JobArrived(Event):
     """A job's arrival time has come."""
 
     job_id: str
+    spec_hash: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +43,12 @@ class RankReady(Event):
 
 @dataclass(frozen=True, slots=True)
 class RankLost(Event):
-    """A worker process is gone."""
+    """A worker process is gone; unless the rank is retired, a new one is being started."""
 
     rank: int
     incarnation: int
     reason: str
+    is_retired: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +69,17 @@ class TaskDone(Event):
 
 @dataclass(frozen=True, slots=True)
 class TaskFailed(Event):
-    """A task raised on one rank; `void` means that it never began, for want of its input."""
+    """A task has failed on one rank.
+
+    It raised there; or its worker died (`lost`); or it was given up for no fault of its own,
+    because something that it depends on failed (`void`).
+    """
 
     dispatch: int
     rank: int
     reason: str
     void: bool = False
+    lost: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ all that its decisions depended on, so replaying it gives the same decisions.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import logging
@@ -80,6 +81,31 @@ class NoJournal:
 
     def close(self) -> None:
         pass
+
+
+def first_arrivals(path: Path) -> dict[tuple[str, str], float]:
+    """Unix time at which each job, by (id, spec hash), arrived first, in any run of this journal.
+
+    Looks at headers and arrivals only, and passes over what it cannot read: a journal that
+    does not serve costs nothing but the memory of when a job was first asked for.
+    """
+    arrivals: dict[tuple[str, str], float] = {}
+    started_at = 0.0
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except FileNotFoundError:
+        return arrivals
+    for line in lines:
+        if "gfgen_journal" not in line and "JobArrived" not in line:
+            continue
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            entry = json.loads(line)
+            if "gfgen_journal" in entry:
+                started_at = float(entry["started_at"])
+            else:
+                key = (entry["job_id"], entry["spec_hash"])
+                arrivals.setdefault(key, started_at + entry["time_s"])
+    return arrivals
 
 
 def read_journal(path: Path) -> Iterator[dict[str, Any] | Event]:

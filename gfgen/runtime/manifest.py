@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from gfgen.errors import OutputError
-from gfgen.jobspec import JobSpec
+from gfgen.jobspec import SCALE_FIELDS, JobSpec
 from gfgen.runtime.linefile import LineFile
 from gfgen.runtime.observer import JobInfo, JobOutcome, Observer
 
@@ -25,8 +25,6 @@ SCHEMA_VERSION = 1
 
 Entry = dict[str, Any]
 """One line, as JSON gives it; the keys are those of `manifest_entry`."""
-
-_SCALES = ("guidance_scale", "guidance_scale_2", "boundary_ratio", "flow_shift", "true_cfg_scale")
 
 
 class ManifestWriter(Observer):
@@ -71,7 +69,7 @@ def manifest_entry(outcome: JobOutcome, *, size_bytes: int | None, written_at: f
         "shape": _shape(spec),
         "rounded": rounding_note(info.asked, spec),
         "steps": spec.steps,
-        "scales": {name: getattr(spec, name) for name in _SCALES if getattr(spec, name) is not None},
+        "scales": {name: getattr(spec, name) for name in SCALE_FIELDS if getattr(spec, name) is not None},
         "spec_hash": info.spec_hash,
         "timings": {
             "arrival_s": _rounded(outcome.arrival_s),

@@ -47,6 +47,9 @@ from gfgen.runtime.messages import (
     EdgesRestarted,
     ForgetJob,
     Left,
+    Ping,
+    Pong,
+    ReplacePeer,
     Reset,
     RestartEdges,
     RunTask,
@@ -152,6 +155,11 @@ class Worker:
                 self._jobs.pop(message.job_id, None)
             case Abandon():
                 self._abandon(message.numbers)
+            case Ping():
+                self._channel.send(Pong())
+            case ReplacePeer():
+                assert self._endpoint is not None
+                self._endpoint.replace_peer(message.rank, fds[0], message.incarnation)
             case RestartEdges():
                 if self._endpoint is not None:
                     self._endpoint.restart_edges(sorted(message.ranks))
