@@ -4,6 +4,7 @@
     "a fox | die rank=1 step=2 times=1"      kills its own process, as the kernel would
     "a fox | stop rank=1 step=2 times=1"     stops its own process: alive, and silent
     "a fox | loop rank=1 step=2 times=1"     computes for ever
+    "a fox | short rank=1 step=2 times=1"    asks for more memory than any machine has
 
 How often it was done is counted in files, since a process that dies forgets; their folder is
 named by the environment variable GFGEN_TEST_FAULTS.
@@ -19,12 +20,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from gfgen.runtime import worker
 from gfgen.runtime.worker import WorkerSettings
 
 __all__ = ["WorkerSettings", "main"]
 
-ORDER = re.compile(r"(fail|die|stop|loop) rank=(\d+) step=(\d+) times=(\d+)")
+ORDER = re.compile(r"(fail|die|stop|loop|short) rank=(\d+) step=(\d+) times=(\d+)")
 
 
 class FaultyAdapter:
@@ -68,7 +71,11 @@ def _loop() -> None:
         time.sleep(0.01)
 
 
-FAULTS = {"fail": _fail, "die": _die, "stop": _stop, "loop": _loop}
+def _run_short() -> None:
+    torch.empty(2**60, dtype=torch.uint8)
+
+
+FAULTS = {"fail": _fail, "die": _die, "stop": _stop, "loop": _loop, "short": _run_short}
 
 
 def main(channel_socket: socket.socket, settings: WorkerSettings) -> None:

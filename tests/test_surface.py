@@ -32,6 +32,7 @@ def test_commands():
 
 def test_options_of_run():
     assert options_of(subcommand("run")) == [
+        "--log-file",
         "--log-json",
         "--lookahead",
         "--model",
@@ -41,6 +42,8 @@ def test_options_of_run():
         "--ranks",
         "--skip-invalid",
         "--trace",
+        "--until",
+        "--watch",
         "-o",
         "-q",
     ]
@@ -116,6 +119,7 @@ def test_events_of_the_journal():
         "OutputFailed": ["time_s", "job_id", "reason"],
         "PolicyChanged": ["time_s", "policy", "reason"],
         "StopRequested": ["time_s", "signal_number"],
+        "ClosingTime": ["time_s"],
         "Wakeup": ["time_s"],
     }
 

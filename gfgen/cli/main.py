@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from gfgen.errors import GfgenError
+from gfgen.log import FILE_ONLY
 
 _COMMANDS = {
     "run": ("gfgen.cli.run:run", "Generate what a job file asks for."),
@@ -60,6 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except GfgenError as error:
         if debug:
             logging.getLogger(__name__).exception("failed")
+        if logging.getLogger("gfgen").handlers:  # whoever reads the log file only is to know, too
+            logging.getLogger(__name__).error("%s", error, extra=FILE_ONLY)
         click.echo(f"gfgen: {error}", err=True)
         sys.exit(error.exit_code)
 

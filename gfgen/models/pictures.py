@@ -7,20 +7,21 @@ from pathlib import Path
 import torch
 from PIL import Image, ImageOps
 
-from gfgen.errors import JobError
+from gfgen.errors import JobError, Problem
 
 
 def load_image(path: str | Path) -> Image.Image:
     """The picture at a path as RGB, upright as its EXIF data says.
 
-    Raises: JobError when it is missing or no picture.
+    Raises: JobError when it is missing or no picture (any more: admission has seen it).
     Source: diffusers.utils.load_image.
     """
     try:
         with Image.open(path) as image:
             return ImageOps.exif_transpose(image).convert("RGB")
     except OSError as error:
-        raise JobError("image", str(path), f"cannot be read as a picture ({error})") from None
+        reason = f"cannot be read as a picture ({error.strerror or error}); put it back and run again"
+        raise JobError(Problem.of("image", str(path), reason)) from None
 
 
 def to_uint8(pictures_FCHW: torch.Tensor) -> torch.Tensor:

@@ -164,6 +164,4 @@ def _unknown(name: str) -> str:
     names = [model.name for model in MODELS]
     nearest = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.5)
     hint = f"did you mean {nearest[0]!r}? " if nearest else ""
-    return (
-        f"model {name!r} is unknown; {hint}Accepted: a directory, a hub id (org/name), or {', '.join(names)}"
-    )
+    return f"model {name}: unknown; {hint}accepted: a directory, a hub id (org/name), or {', '.join(names)}"

@@ -5,13 +5,13 @@ from __future__ import annotations
 import heapq
 from operator import attrgetter
 
-from gfgen.policies.groups import Group, home_group
+from gfgen.policies.groups import Degree, Group, home_group
 from gfgen.snapshot import Decision, JobView, Snapshot
 
 _turn = attrgetter("precedence", "arrival_s")
 
 
-def fcfs(snapshot: Snapshot, *, degree: int = 1) -> list[Decision]:
+def fcfs(snapshot: Snapshot, *, degree: Degree = 1) -> list[Decision]:
     """Jobs run in order of arrival, each to its end on one group of `degree` ranks.
 
     For batches of equal jobs, and where order matters more than latency. The group that gets

@@ -116,5 +116,10 @@ class StopRequested(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class ClosingTime(Event):
+    """The time until which the run may work has come, or nothing that is left fits before it."""
+
+
+@dataclass(frozen=True, slots=True)
 class Wakeup(Event):
     """A task is predicted to end within the guard: the next one may be queued behind it."""

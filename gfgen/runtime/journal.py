@@ -7,17 +7,23 @@ all that its decisions depended on, so replaying it gives the same decisions.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
+import logging
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-from gfgen.errors import InputError
+from gfgen.errors import InputError, OutputError
 from gfgen.runtime import events
 from gfgen.runtime.events import Event
+from gfgen.runtime.linefile import LineFile
+
+logger = logging.getLogger(__name__)
 
 VERSION = 1
+_MAX_HEADER_BYTES = 65536
 
 _TYPES = {
     kind.__name__: kind
@@ -29,10 +35,16 @@ _FIELDS = {kind: tuple(field.name for field in fields(kind)) for kind in _TYPES.
 
 
 class Journal:
-    """Appends events to a file; each line reaches the operating system at the end of a turn."""
+    """Appends events to a file; what a turn of the loop brought is written at its end, as a whole.
+
+    Raises, when it opens and at every flush: OutputError on a full disk, or when the file is
+    gone; the run has to stop then.
+    """
 
     def __init__(self, path: Path, *, header: dict[str, Any]) -> None:
-        self._file: TextIO = path.open("a", encoding="utf-8")
+        _move_away_foreign(path)
+        self._lines = LineFile(path)
+        self._pending: list[str] = []
         self._write({"gfgen_journal": VERSION, **header})
         self.flush()
 
@@ -42,13 +54,20 @@ class Journal:
 
     def flush(self) -> None:
         """Hand what was appended to the operating system: it survives the death of this process."""
-        self._file.flush()
+        if self._pending:
+            content, self._pending = "\n".join([*self._pending, ""]), []
+            self._lines.append(content.encode("utf-8", "replace"))
 
     def close(self) -> None:
-        self._file.close()
+        """Keep also what a turn that was broken off had brought."""
+        try:
+            self.flush()
+        except OutputError as error:
+            logger.error("the end of the journal is lost: %s", error)
+        self._lines.close()
 
     def _write(self, entry: dict[str, Any]) -> None:
-        self._file.write(_ENCODER.encode(entry) + "\n")
+        self._pending.append(_ENCODER.encode(entry))
 
 
 class NoJournal:
@@ -92,23 +111,53 @@ def first_arrivals(path: Path) -> dict[tuple[str, str], float]:
 def read_journal(path: Path) -> Iterator[dict[str, Any] | Event]:
     """The entries of a journal: a header (a dict) for each run that wrote to it, and events.
 
-    A torn last line, left by a killed run, is passed over.
+    The last line of a run may be torn, since a run can be killed: it is passed over.
     Raises: InputError for a file that is no journal, or of another version.
     """
-    lines = path.read_text(encoding="utf-8").split("\n")
-    for number, line in enumerate(lines, start=1):
+    torn: int | None = None
+    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
         if not line:
             continue
         try:
             entry = json.loads(line)
         except ValueError:
-            if number == len(lines):
-                return
-            raise InputError(f"{path}: line {number} is not JSON: this is no journal of gfgen") from None
-        if "event" in entry:
-            kind = _TYPES[entry.pop("event")]
-            yield kind(**entry)
-        elif entry.get("gfgen_journal") == VERSION:
-            yield entry
-        else:
+            entry = None
+        is_header = isinstance(entry, dict) and "gfgen_journal" in entry
+        if not is_header and (number == 1 or torn is not None):
+            raise InputError(f"{path}: line {torn or number} is not of a journal of gfgen")
+        torn = None
+        if is_header and entry["gfgen_journal"] != VERSION:
             raise InputError(f"{path}: line {number} is of another version of gfgen; move the file away")
+        if is_header:
+            yield entry
+        elif (event := _event(entry)) is not None:
+            yield event
+        else:
+            torn = number
+
+
+def _event(entry: object) -> Event | None:
+    """The event of a line; None for one that is torn or spoilt."""
+    if not isinstance(entry, dict) or entry.get("event") not in _TYPES:
+        return None
+    try:
+        return _TYPES[entry.pop("event")](**entry)
+    except TypeError:
+        return None
+
+
+def _move_away_foreign(path: Path) -> None:
+    """Let a journal of another version, or what is none, lie beside the one that begins."""
+    try:
+        with path.open("rb") as file:
+            header = json.loads(file.readline(_MAX_HEADER_BYTES))
+        if header["gfgen_journal"] == VERSION:
+            return
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    if path.is_file() and path.stat().st_size:
+        aside = next(name for n in itertools.count(1) if not (name := path.with_suffix(f".{n}.old")).exists())
+        logger.warning("%s is of another version of gfgen, or no journal: it is now %s", path, aside.name)
+        path.rename(aside)

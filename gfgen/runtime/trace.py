@@ -96,6 +96,10 @@ class TraceWriter(Observer):
         args = {"policy": policy, "num_ranks": num_ranks, "num_jobs": len(jobs)}
         self._instant("run", 0.0, scope="g", args=args)
 
+    def added(self, jobs: tuple[JobInfo, ...]) -> None:
+        first = len(self._jobs) + 1
+        self._jobs |= {info.job_id: _JobLane(number, info) for number, info in enumerate(jobs, start=first)}
+
     def dispatched(self, dispatch: Dispatch) -> None:
         self._dispatches[dispatch.number] = (dispatch, set(dispatch.layout.ranks))
 

@@ -11,7 +11,9 @@ so a rank that computes still sends, and a rank that waits can still be told to 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import gc
 import logging
 import mmap
 import os
@@ -91,7 +93,8 @@ def main(channel_socket: socket.socket, settings: WorkerSettings) -> None:
         channel.send(WorkerFailed(settings.rank, _reason(error)))
         return
     channel.send(WorkerReady(settings.rank, time.monotonic() - started_s))
-    worker.serve()
+    with contextlib.suppress(ConnectionError):  # the control plane is gone, and nobody waits for a report
+        worker.serve()
 
 
 class Worker:
@@ -240,8 +243,13 @@ class Worker:
             logger.debug("dispatch %d", message.number, exc_info=True)
             with self._lock:
                 job.drop(message.number)
-            is_void = isinstance(error, AbortedError)
-            self._channel.send(TaskFault(message.number, _reason(error), void=is_void))
+            is_void, is_short = isinstance(error, AbortedError), _is_out_of_memory(error)
+            reason = _reason(error)
+            if is_short:
+                traceback.clear_frames(error.__traceback__)  # they hold the tensors of the attempt
+                gc.collect()
+                reason = f"out of memory; fewer --ranks or a smaller size may help: {reason}"
+            self._channel.send(TaskFault(message.number, reason, void=is_void))
         else:
             self._channel.send(report)
         finally:
@@ -342,6 +350,14 @@ def _reason(error: BaseException) -> str:
     place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
     text = " ".join(str(error).split()) or "no message"
     return f"{type(error).__name__}: {text[:500]}{place}"
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed, in Python or in torch, whose CPU allocator has no class for it."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    texts = ("not enough memory", "can't allocate memory", "out of memory")
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
 
 
 def _die_with_parent() -> None:

@@ -167,6 +167,10 @@ class ProcessBackend:
         except OSError as error:
             logger.warning("job %s will start at the beginning: its state is not kept (%s)", job_id, error)
 
+    def add(self, jobs: Sequence[AdmittedJob]) -> None:
+        """Know these jobs too; workers are told of one before its first task."""
+        self._jobs |= {job.job_id: job for job in jobs}
+
     def close(self) -> None:
         """Let go of the pool, which stays usable, and of all memory."""
         if self._own_signals:

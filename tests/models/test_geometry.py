@@ -144,7 +144,7 @@ def test_what_a_family_cannot_do_names_the_field(
 ) -> None:
     with pytest.raises(JobError) as caught:
         geometry.resolve(job(**values))
-    assert caught.value.problem.field == field
+    assert [problem.field for problem in caught.value.problems] == [field]
     assert "\n" not in str(caught.value)
 
 

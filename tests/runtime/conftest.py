@@ -11,29 +11,31 @@ import pytest
 from gfgen.runtime.pool import WorkerPool
 
 
+@pytest.fixture(scope="session", autouse=True)
+def faults_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Where faulty workers count; set before the fork server starts, whose children inherit it."""
+    os.environ["GFGEN_TEST_FAULTS"] = str(tmp_path_factory.mktemp("faults"))
+
+
 @pytest.fixture(scope="session")
 def pool(tiny_models: Mapping[str, Path]) -> Iterator[WorkerPool]:
-    """Four CPU ranks that know the tiny Wan and Qwen-Image models."""
-    checkpoints = [tiny_models["tiny-wan"], tiny_models["tiny-qwen-image"]]
-    with WorkerPool(num_ranks=4, checkpoints=checkpoints) as pool:
+    """Four CPU ranks that know all tiny models."""
+    with WorkerPool(num_ranks=4, checkpoints=list(tiny_models.values())) as pool:
         yield pool
 
 
 @pytest.fixture(scope="session")
-def faulty_pool(
-    tiny_models: Mapping[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[WorkerPool]:
+def faulty_pool(tiny_models: Mapping[str, Path]) -> Iterator[WorkerPool]:
     """Three CPU ranks that fail where a prompt tells them to (tests/faulty_worker.py)."""
-    os.environ["GFGEN_TEST_FAULTS"] = str(tmp_path_factory.mktemp("faults"))
     checkpoints = [tiny_models["tiny-qwen-image"]]
     with WorkerPool(num_ranks=3, checkpoints=checkpoints, worker_main="faulty_worker:main") as pool:
         yield pool
-    del os.environ["GFGEN_TEST_FAULTS"]
 
 
 @pytest.fixture
 def mortal_pool(faulty_pool: WorkerPool) -> Iterator[WorkerPool]:
-    """The same pool, whose ranks have not died yet as far as it remembers."""
+    """The same pool with all its ranks, who have not died yet as far as it remembers."""
+    faulty_pool.wait_ready()
     for deaths in faulty_pool._deaths.values():
         deaths.clear()
     yield faulty_pool

@@ -39,10 +39,51 @@ def test_a_torn_last_line_is_passed_over(tmp_path):
     assert len(list(read_journal(path))) == 2
 
 
+def test_a_line_that_a_killed_run_tore_does_not_spoil_the_next_run(tmp_path):
+    path = tmp_path / "journal.jsonl"
+    journal = Journal(path, header=HEADER)
+    journal.append(Wakeup(1.0))
+    journal.close()
+    path.write_bytes(path.read_bytes()[:-5])
+    journal = Journal(path, header=HEADER | {"policy": "edf"})
+    journal.append(Wakeup(2.0))
+    journal.close()
+    first, second, event = read_journal(path)
+    assert (first["policy"], second["policy"]) == ("srtf", "edf")
+    assert event == Wakeup(2.0)
+
+
+def test_a_spoilt_line_in_the_middle_is_named(tmp_path):
+    path = tmp_path / "journal.jsonl"
+    path.write_text('{"gfgen_journal":1}\n{"event":"Wakeup"}\n{"event":"Wakeup","time_s":1.0}\n')
+    with pytest.raises(InputError, match="line 2 is not of a journal"):
+        list(read_journal(path))
+
+
+@pytest.mark.parametrize("content", ['{"gfgen_journal":99}\n{"event":"Dream"}\n', "my notes\n", "\0" * 9])
+def test_a_foreign_journal_is_moved_aside_and_a_new_one_begins(tmp_path, caplog, content):
+    path = tmp_path / "journal.jsonl"
+    for number in (1, 2):
+        path.write_text(content)
+        Journal(path, header=HEADER).close()
+        assert (tmp_path / f"journal.{number}.old").read_text() == content
+        assert [entry["policy"] for entry in read_journal(path)] == ["srtf"]
+    assert "it is now journal.1.old" in caplog.text
+
+
+def test_an_unfinished_turn_is_kept_when_the_run_breaks_off(tmp_path):
+    path = tmp_path / "journal.jsonl"
+    journal = Journal(path, header=HEADER)
+    journal.append(Wakeup(1.0))
+    assert len(list(read_journal(path))) == 1
+    journal.close()
+    assert len(list(read_journal(path))) == 2
+
+
 def test_a_file_that_is_no_journal_is_named(tmp_path):
     path = tmp_path / "notes.txt"
     path.write_text("hello\nworld\n")
-    with pytest.raises(InputError, match="line 1 is not JSON"):
+    with pytest.raises(InputError, match="line 1 is not of a journal"):
         list(read_journal(path))
 
 

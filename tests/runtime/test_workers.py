@@ -21,7 +21,9 @@ from gfgen.runtime.control import Control
 from gfgen.runtime.cost import CostModel
 from gfgen.runtime.events import TaskFailed
 from gfgen.runtime.outputs import read_metadata
+from gfgen.runtime.slab import Slab, SlabPlan
 from gfgen.runtime.state import State
+from gfgen.runtime.worker_jobs import fetch
 from gfgen.runtime.workers import ProcessBackend
 from gfgen.snapshot import Decision
 
@@ -51,7 +53,7 @@ def run(pool, folder, *specs, policy="srtf", guard_s=0.005, patience=None):
         guard_s=guard_s,
         last_number=pool.last_number,
     )
-    backend = ProcessBackend(pool, jobs, clock=clock, output_dir=folder, patience=patience)
+    backend = ObservedBackend(pool, jobs, clock=clock, output_dir=folder, patience=patience)
     chosen = policy if isinstance(policy, NamedPolicy) else load_policy(policy)
     control = Control(
         jobs,
@@ -66,7 +68,23 @@ def run(pool, folder, *specs, policy="srtf", guard_s=0.005, patience=None):
         control.run()
     finally:
         backend.close()
+    recorder.latents = backend.latents
     return recorder
+
+
+class ObservedBackend(ProcessBackend):
+    """Keeps the last latents of every job that ends well."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.latents = {}
+
+    def release(self, job_id):
+        trajectory = self._jobs[job_id].trajectory
+        slab, version = Slab(self._slab(job_id), SlabPlan.of(trajectory)), trajectory.num_tasks - 1
+        if slab.producer("latents", version):
+            self.latents[job_id] = fetch(slab, "latents", version).tensors
+        super().release(job_id)
 
 
 def pixels(path):
