@@ -278,8 +278,6 @@ class FakeWorker:
         except VoidError:
             return
         except ScriptedError as error:
-            with self._lock:
-                job.drop(message.number)
             self._channel.send(TaskFault(message.number, f"ScriptedError: {error}"))
         else:
             if report is not None:

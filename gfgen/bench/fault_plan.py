@@ -30,6 +30,8 @@ class Kind(StrEnum):
     """The thread never goes on; the others do, pings are answered."""
     MUTE = "mute"
     """The task ends and its report is forgotten."""
+    DELAY = "delay"
+    """No fault: lets others overtake."""
 
 
 class Point(StrEnum):
@@ -50,17 +52,19 @@ class Point(StrEnum):
 
 KINDS = {
     Point.LOADING: (Kind.KILL, Kind.EXIT, Kind.RAISE, Kind.STOP),
-    Point.RECEIVING: (Kind.KILL, Kind.HANG),
-    Point.BEFORE: (Kind.KILL, Kind.EXIT, Kind.RAISE, Kind.STOP, Kind.HANG),
-    Point.WAITING: (Kind.KILL, Kind.EXIT, Kind.RAISE, Kind.STOP, Kind.HANG),
-    Point.MEETING: (Kind.KILL, Kind.EXIT, Kind.RAISE, Kind.STOP, Kind.HANG),
-    Point.SENDING: (Kind.KILL, Kind.EXIT, Kind.STOP, Kind.HANG),
-    Point.PUBLISHED: (Kind.KILL, Kind.EXIT, Kind.RAISE, Kind.STOP, Kind.HANG, Kind.MUTE),
-    Point.BETWEEN: (Kind.KILL, Kind.EXIT, Kind.STOP),
-    Point.WRITING: (Kind.KILL, Kind.EXIT, Kind.RAISE, Kind.STOP),
-    Point.WRITTEN: (Kind.KILL, Kind.EXIT, Kind.STOP),
+    Point.RECEIVING: (Kind.KILL, Kind.HANG, Kind.DELAY),
+    Point.BEFORE: (Kind.KILL, Kind.EXIT, Kind.RAISE, Kind.STOP, Kind.HANG, Kind.DELAY),
+    Point.WAITING: (Kind.KILL, Kind.EXIT, Kind.RAISE, Kind.STOP, Kind.HANG, Kind.DELAY),
+    Point.MEETING: (Kind.KILL, Kind.EXIT, Kind.RAISE, Kind.STOP, Kind.HANG, Kind.DELAY),
+    Point.SENDING: (Kind.KILL, Kind.EXIT, Kind.STOP, Kind.HANG, Kind.DELAY),
+    Point.PUBLISHED: (Kind.KILL, Kind.EXIT, Kind.RAISE, Kind.STOP, Kind.HANG, Kind.MUTE, Kind.DELAY),
+    Point.BETWEEN: (Kind.KILL, Kind.EXIT, Kind.STOP, Kind.DELAY),
+    Point.WRITING: (Kind.KILL, Kind.EXIT, Kind.RAISE, Kind.STOP, Kind.DELAY),
+    Point.WRITTEN: (Kind.KILL, Kind.EXIT, Kind.STOP, Kind.DELAY),
 }
 """What can go wrong where."""
+_DELAY_S = 0.03
+"""Several tasks of others."""
 SLOW_KINDS = (Kind.STOP, Kind.HANG, Kind.MUTE)
 """Noticed by silence or slowness alone, and so the dear ones in a test."""
 
@@ -193,6 +197,8 @@ def _do(kind: Kind) -> Kind:
         case Kind.HANG:
             while True:
                 time.sleep(60)
+        case Kind.DELAY:
+            time.sleep(_DELAY_S)
         case Kind.MUTE:
             pass
     return kind

@@ -55,6 +55,7 @@ HASTY = Patience(
     task_factor=1.0,
     leaving_s=0.6,
     write_s=0.6,
+    starting_s=1.0,
     asleep_s=0.4,
 )
 _SIDE = 16
@@ -91,11 +92,11 @@ class Result:
 # Making a schedule ----------------------------------------------------------------------------
 
 
-def make_schedule(seed: int, checkpoint: Path = Path("fake")) -> Schedule:
+def make_schedule(seed: int) -> Schedule:
     """The schedule of a seed: always the same one."""
     random = Random(seed)
     num_ranks = random.randint(1, MAX_RANKS)
-    jobs = tuple([_job(random, seed, idx, checkpoint) for idx in range(random.randint(1, 8))])
+    jobs = tuple([make_job(random, f"job-{seed}-{idx}") for idx in range(random.randint(1, 8))])
     return Schedule(
         seed=seed,
         num_ranks=num_ranks,
@@ -106,8 +107,8 @@ def make_schedule(seed: int, checkpoint: Path = Path("fake")) -> Schedule:
     )
 
 
-def _job(random: Random, seed: int, idx: int, checkpoint: Path) -> AdmittedJob:
-    job_id = f"job-{seed}-{idx}"
+def make_job(random: Random, job_id: str) -> AdmittedJob:
+    """A job of any length for the fake worker."""
     spec = JobSpec(
         id=job_id,
         prompt=f"prompt of {job_id}",
@@ -134,7 +135,7 @@ def _job(random: Random, seed: int, idx: int, checkpoint: Path) -> AdmittedJob:
         trajectory,
         "small",
         flops,
-        checkpoint,
+        Path("fake"),
         uses_cfg=random.random() < 0.5,
         max_sequence_degree=random.choice([1, 2, MAX_RANKS]),
     )
@@ -159,6 +160,9 @@ def _faults(random: Random, jobs: Sequence[AdmittedJob], *, num_ranks: int) -> I
             yield Fault(kind, point, rank=random.randrange(num_ranks), after=random.randrange(12))
             if point is Point.LOADING:  # which comes after something else
                 yield Fault(Kind.KILL, Point.BEFORE, rank=random.randrange(num_ranks))
+    for _ in range(random.choice([0, 1, 3])):
+        point = random.choice([Point.BEFORE, Point.MEETING, Point.SENDING, Point.PUBLISHED])
+        yield Fault(Kind.DELAY, point, rank=random.randrange(num_ranks), after=random.randrange(20))
 
 
 def wandering(random: Random) -> NamedPolicy:
@@ -252,12 +256,11 @@ class _Witness(Observer):
         self.outcomes.append(outcome)
 
 
-def run_schedule(seed: int, fleet: Fleet) -> Result:
-    """Run the schedule of a seed and check everything; in the main thread."""
-    schedule = make_schedule(seed, fleet.folder / "faults")
+def run_schedule(schedule: Schedule, fleet: Fleet) -> Result:
+    """Run a schedule and check everything; in the main thread."""
     output_dir = fleet.folder / "outputs"
     output_dir.mkdir()
-    witness, result = _Witness(), Result(seed)
+    witness, result = _Witness(), Result(schedule.seed)
     fleet.faults.begin(())
     pool = fleet.pool(schedule.num_ranks)
     processes_before = set(multiprocessing.active_children()) - {c.process for c in pool.children}
@@ -402,6 +405,7 @@ def _unexplained(outcome: JobOutcome, done: Sequence[Done], witness: _Witness) -
         r"\d+ workers died under it: .*": len(deaths) >= MAX_LOST_WORKERS,
         r"its writer died twice: .*": len(at_file) >= MAX_WRITES,
         r"ScriptedError\('as the plan says'\)": any(fault.kind is Kind.RAISE for fault in at_file),
+        r"[a-z]+( \d+)?: it did not end in time.*": any(fault.kind in SLOW_KINDS for fault in done),
         r"timed out .*": outcome.info.spec.timeout_s is not None,
     }
     if not any(re.fullmatch(pattern, error) and holds for pattern, holds in reasons.items()):
@@ -455,4 +459,4 @@ def soak(seeds: Iterator[int], *, until_s: float) -> Iterator[Result]:
         for seed in seeds:
             if time.monotonic() > until_s:
                 return
-            yield run_schedule(seed, fleet)
+            yield run_schedule(make_schedule(seed), fleet)

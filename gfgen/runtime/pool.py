@@ -54,6 +54,11 @@ class Child:
     jobs: set[str] = field(default_factory=set)
     """Jobs that this worker knows."""
 
+    @property
+    def is_starting_for_s(self) -> float:
+        """How long it has been getting ready; 0 when it is."""
+        return 0.0 if self.is_ready else time.monotonic() - self.started_s
+
     def tell(self, message: Any, fds: tuple[int, ...] = ()) -> None:
         """Send a message, without ever waiting for the process.
 

@@ -63,6 +63,8 @@ class Recovery:
     """By dispatch that failed; None where it was given up for no fault of its own."""
     numbers: frozenset[int] = frozenset()
     ranks: frozenset[int] = frozenset()
+    overdue: set[int] = field(default_factory=set)
+    """Dispatches that did not end in time. Somebody hangs; or all wait for what never comes."""
     dead: set[int] = field(default_factory=set)
     """Ranks that died since it began; their successors know nothing of it."""
     waiting_for: set[int] = field(default_factory=set)
@@ -79,6 +81,12 @@ class Recovery:
         self.ranks |= {rank for number in self.numbers for rank in dispatches[number].ranks_involved}
         self.all_have_left = False
         self.ask()
+
+    def blame(self) -> None:
+        """All have left, nobody hangs: then the first overdue task is at fault, lest it be tried for ever."""
+        if self.overdue and not self.dead:
+            first = min(self.overdue)
+            self.causes[first] = self.causes.get(first) or Cause("it did not end in time and was given up")
 
     def ask(self) -> None:
         """Wait for an answer from every rank concerned that lives."""

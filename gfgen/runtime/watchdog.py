@@ -19,6 +19,8 @@ Process = TypeVar("Process", bound=Hashable)
 class Patience:
     """How long to wait before a process is taken for hung, and killed."""
 
+    starting_s: float = 1800.0
+    """For loading the models; from a slow disk that takes minutes."""
     ping_s: float = 1.0
     silence_s: float = 10.0
     """Without any word, pings included; a Python that computes outside the interpreter's lock answers."""

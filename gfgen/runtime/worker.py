@@ -241,8 +241,8 @@ class Worker:
             return  # the control plane has given it up and expects no report
         except Exception as error:
             logger.debug("dispatch %d", message.number, exc_info=True)
-            with self._lock:
-                job.drop(message.number)
+            # Who waits to send its output goes on waiting, until the control plane gives that up too:
+            # what comes next on the same edge must not take its place.
             is_void, is_short = isinstance(error, AbortedError), _is_out_of_memory(error)
             reason = _reason(error)
             if is_short:

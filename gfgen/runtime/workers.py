@@ -343,6 +343,7 @@ class ProcessBackend:
         if recovery.waiting_for:
             return
         self._recovery = None
+        recovery.blame()
         now_s = self._clock.now_s
         for number in sorted(recovery.numbers):
             del self._dispatches[number]
@@ -365,9 +366,13 @@ class ProcessBackend:
     def _look_for_hung_processes(self) -> None:
         """Kill what is hung; its end is then noticed like any other."""
         now_s = self._clock.now_s
+        living = [worker for worker in self._pool.workers if worker.rank not in self._pool.retired]
+        for worker in living:
+            if worker.is_starting_for_s > self._watchdog.patience.starting_s:
+                self._kill(worker, "it does not get ready")
         if self._watchdog.wants_ping(now_s):
-            for worker in self._pool.workers:
-                if worker.is_ready and worker.rank not in self._pool.retired:
+            for worker in living:
+                if worker.is_ready:
                     worker.tell(Ping())
         for child, why in list(self._watchdog.silent(now_s)):
             self._kill(child, why)
@@ -380,6 +385,7 @@ class ProcessBackend:
         if overdue - known:
             # Those who wait for the hung rank will leave; it will not, and is known by that.
             self._give_up(dict.fromkeys(overdue - known))
+            self._recovery.overdue |= overdue
         if self._recovery and now_s > self._recovery.deadline_s:
             for rank in self._recovery.waiting_for:
                 self._kill(self._pool.workers[rank], "it hangs in a task that was given up")
