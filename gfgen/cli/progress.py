@@ -35,30 +35,42 @@ SUMMARY_S = 30.0
 
 
 def make_progress(*, quiet: bool, log_json: bool = False, stream: TextIO | None = None) -> Observer:
-    """Bars where a person looks on, lines or log records elsewhere, nothing when told so."""
+    """Bars where a person looks on, lines or log records elsewhere, only failures when told so."""
     stream = stream or sys.stderr
     if quiet:
         return NoProgress()
     if log_json:
-        return LineProgress(emit=logger.info)
+        return LineProgress(emit=logger.info, emit_failure=logger.warning)
     return BarProgress(stream) if stream.isatty() else LineProgress(stream)
 
 
 class NoProgress(Observer):
-    """Shows nothing."""
+    """Shows nothing but what has failed, as warnings in the log."""
+
+    def ended(self, outcome: JobOutcome) -> None:
+        if outcome.status == "failed":
+            logger.warning("%s", outcome_line(outcome))
 
 
 class LineProgress(Observer):
     """A line when a job starts and when it ends, and now and then one for the batch.
 
-    Lines go to `emit` (a logger's method, say), or to the stream.
+    Lines go to `emit` (a logger's method, say), those of failed jobs to `emit_failure`; or all
+    of them to the stream.
     """
 
     refresh_s = 1.0
 
-    def __init__(self, stream: TextIO | None = None, *, emit: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self,
+        stream: TextIO | None = None,
+        *,
+        emit: Callable[[str], None] | None = None,
+        emit_failure: Callable[[str], None] | None = None,
+    ) -> None:
         self._stream = stream or sys.stderr
         self._emit = emit or self._print
+        self._emit_failure = emit_failure or self._emit
         self._batch = Batch()
         self._next_summary_s = SUMMARY_S
 
@@ -76,7 +88,8 @@ class LineProgress(Observer):
     def ended(self, outcome: JobOutcome) -> None:
         self._batch.ended(outcome)
         if outcome.status != "skipped":
-            self._emit(outcome_line(outcome))
+            emit = self._emit_failure if outcome.status == "failed" else self._emit
+            emit(outcome_line(outcome))
 
     def refreshed(self, snapshot: Snapshot) -> None:
         if snapshot.now_s < self._next_summary_s:

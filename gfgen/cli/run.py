@@ -24,7 +24,7 @@ from gfgen.runtime.admission import AdmittedJob, Model, admit
 from gfgen.runtime.clock import Clock
 from gfgen.runtime.control import Control
 from gfgen.runtime.cost import CostModel
-from gfgen.runtime.journal import Journal, first_arrivals
+from gfgen.runtime.journal import Journal, first_arrivals, journal_header
 from gfgen.runtime.manifest import ManifestWriter, finished_jobs
 from gfgen.runtime.metrics import Summary
 from gfgen.runtime.observer import Observer
@@ -87,7 +87,7 @@ class RunOptions:
 @click.option(
     "--trace", type=click.Path(path_type=Path), help="Write a timeline, for Perfetto or gfgen plot."
 )
-@click.option("--quiet", "-q", is_flag=True, help="No progress: only problems and the last line.")
+@click.option("--quiet", "-q", is_flag=True, help="No progress: only problems, failures and the last line.")
 @click.option("--log-json", is_flag=True, help="Log one JSON object per line in place of bars.")
 @click.pass_context
 def run(
@@ -166,7 +166,13 @@ def run_jobs(admitted: Sequence[AdmittedJob], options: RunOptions) -> Summary:
         stack.callback(backend.close)
         journal = Journal(
             options.output_dir / "journal.jsonl",
-            header={"policy": options.policy.name, "ranks": options.num_ranks, "started_at": started_at},
+            header=journal_header(
+                [job.info for job in todo],
+                policy=options.policy.name,
+                num_ranks=options.num_ranks,
+                guard_s=options.guard_s,
+                started_at=started_at,
+            ),
         )
         stack.callback(journal.close)
         control = Control(
@@ -268,8 +274,10 @@ def _closing(observer: Observer) -> Iterator[Observer]:
 
 
 def _report(summary: Summary, options: RunOptions, problems: tuple[Problem, ...]) -> None:
-    """The end-of-run block; its last line says where the files are."""
+    """The end-of-run block; its last line says where the files are, and whether some are missing."""
     if not options.quiet:
         for line in summary.lines():
             click.echo(line)
-    click.echo(f"files and manifest.jsonl are in {options.output_dir}/")
+    num_failed = summary.num_failed
+    failed = f"; {num_failed} job{'s' if num_failed > 1 else ''} failed" if num_failed else ""
+    click.echo(f"files and manifest.jsonl are in {options.output_dir}/{failed}")

@@ -79,6 +79,22 @@ def test_lines_tell_starts_ends_and_now_and_then_the_batch() -> None:
     assert re.match(r"\d+/12 jobs  0:\d\d  \d:\d\d left", summaries[0])
 
 
+def test_a_quiet_run_still_tells_what_failed(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    ActedRun(batch(12), num_ranks=2, observers=[make_progress(quiet=True)]).play()
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert re.fullmatch(r"failed \S+: denoise 1: out of memory", record.getMessage())
+
+
+def test_log_records_of_failures_are_warnings(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    ActedRun(batch(12), num_ranks=2, observers=[make_progress(quiet=False, log_json=True)]).play()
+    levels = {record.levelno for record in caplog.records if record.getMessage().startswith("failed")}
+    assert levels == {logging.WARNING}
+    assert {r.levelno for r in caplog.records if r.getMessage().startswith("done")} == {logging.INFO}
+
+
 def test_skipped_jobs_are_counted_and_not_listed() -> None:
     stream = io.StringIO()
     progress = LineProgress(stream)
