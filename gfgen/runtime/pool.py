@@ -91,6 +91,7 @@ class WorkerPool:
         num_ranks: int,
         checkpoints: Sequence[Path],
         worker_main: str = "gfgen.runtime.worker:main",
+        writer_main: str = "gfgen.runtime.writer:main",
         device: str = "cpu",
         num_writers: int = 1,
         plan: Plan | None = None,
@@ -101,6 +102,7 @@ class WorkerPool:
         with _interrupts_ignored():
             multiprocessing.forkserver.ensure_running()
         self._worker_main = worker_main
+        self._writer_main = writer_main
         self._settings = {"checkpoints": tuple(map(str, checkpoints)), "device": device}
         self._plan = plan or Plan()
         self._deaths: dict[int, list[float]] = {rank: [] for rank in range(num_ranks)}
@@ -172,6 +174,11 @@ class WorkerPool:
         self._send_arenas(self.workers[rank])
         return self.workers[rank]
 
+    def forgive(self) -> None:
+        """Count deaths from here on: another run begins, which has not seen them."""
+        for deaths in self._deaths.values():
+            deaths.clear()
+
     def introduce(self, rank: int) -> None:
         """Let all other workers map the arena of a rank's new incarnation."""
         message = ReplacePeer(rank, self.workers[rank].incarnation)
@@ -209,7 +216,7 @@ class WorkerPool:
         return child
 
     def _start_writer(self, idx: int) -> Child:
-        return self._start(f"writer {idx}", "gfgen.runtime.writer:main", None)
+        return self._start(f"writer {idx}", self._writer_main, None)
 
     def _start(self, name: str, target: str, settings: Mapping[str, Any] | None) -> Child:
         ours, theirs = Channel.pair()

@@ -87,6 +87,8 @@ class ProcessBackend:
         """Those that have not ended on all of their ranks."""
         self._unreported: dict[int, set[int]] = {}
         """By dispatch: the ranks that have not reported."""
+        self._untold: dict[int, list[TaskDone]] = {}
+        """By dispatch: reports that came before those of the dispatch that made its input."""
         self._recovery: Recovery | None = None
         self._watchdog: Watchdog[Child] = Watchdog(patience or Patience(), looked_s=clock.now_s)
         self._verdicts: dict[Child, str] = {}
@@ -234,13 +236,7 @@ class ProcessBackend:
         if self._recovery and report.number in self._recovery.numbers:
             return
         assert worker.rank is not None
-        dispatch = self._dispatches[report.number]
-        self._unreported[report.number].remove(worker.rank)
-        if not self._unreported[report.number]:
-            del self._dispatches[report.number], self._unreported[report.number]
-            if dispatch.task.stage is Stage.DECODE:
-                self._writes.begin(self._jobs[dispatch.task.job_id])
-        yield TaskDone(
+        event = TaskDone(
             now_s,
             report.number,
             worker.rank,
@@ -249,6 +245,27 @@ class ProcessBackend:
             waited_s=report.waited_s,
             moved_s=report.moved_s,
         )
+        self._unreported[report.number].remove(worker.rank)
+        self._untold.setdefault(report.number, []).append(event)
+        yield from self._tell_what_is_done(report.number)
+
+    def _tell_what_is_done(self, number: int) -> Iterator[TaskDone]:
+        """Reports of a dispatch, unless its producer is still under way: causes come before effects.
+
+        A task can overtake its producer, whose output is there before all of its ranks have
+        reported; should one of them fail, both are given up.
+        """
+        dispatch = self._dispatches[number]
+        if dispatch.producer in self._dispatches:
+            return
+        yield from self._untold.pop(number, ())
+        if self._unreported[number]:
+            return
+        del self._dispatches[number], self._unreported[number]
+        if dispatch.task.stage is Stage.DECODE:
+            self._writes.begin(self._jobs[dispatch.task.job_id])
+        for consumer in [n for n, other in self._dispatches.items() if other.producer == number]:
+            yield from self._tell_what_is_done(consumer)
 
     # Failures: recovery.py has the rounds ---------------------------------------------------------
 
@@ -333,7 +350,8 @@ class ProcessBackend:
             del self._dispatches[number]
             cause = recovery.causes.get(number)
             text = cause.reason if cause else "given up with another task"
-            for rank in sorted(self._unreported.pop(number)):
+            untold = [event.rank for event in self._untold.pop(number, ())]
+            for rank in sorted([*self._unreported.pop(number), *untold]):
                 is_lost = bool(cause and cause.lost)
                 yield TaskFailed(now_s, number, rank, text, void=cause is None, lost=is_lost)
         yield from self._held_back
@@ -355,7 +373,7 @@ class ProcessBackend:
                     worker.tell(Ping())
         for child, why in list(self._watchdog.silent(now_s)):
             self._kill(child, why)
-        for writer in list(self._writes.overdue()):
+        for writer in list(self._writes.overdue(patience_s=self._watchdog.patience.write_s)):
             self._kill(writer, "it does not finish a file")
         known = self._recovery.numbers if self._recovery else frozenset()
         overdue = {
