@@ -12,7 +12,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
@@ -111,6 +111,13 @@ class FaultFolder:
         """Put a plan in force; nothing of it is done yet."""
         for path in self._folder.iterdir():
             path.unlink()
+        self._put(plan)
+
+    def disarm(self, point: Point) -> None:
+        """Nothing more happens at this point."""
+        self._put([replace(fault, times=0) if fault.point is point else fault for fault in self.plan()])
+
+    def _put(self, plan: Sequence[Fault]) -> None:
         partial = self._folder / "plan.partial"
         partial.write_bytes(pickle.dumps(tuple(plan)))
         partial.rename(self._folder / "plan")

@@ -37,7 +37,8 @@ from gfgen.runtime.cost import CostModel
 from gfgen.runtime.dispatch import Dispatch
 from gfgen.runtime.events import Event, RankLost, TaskDone, TaskFailed
 from gfgen.runtime.observer import JobInfo, JobOutcome, Observer
-from gfgen.runtime.pool import MAX_DEATHS, WorkerPool
+from gfgen.runtime.outputs import remove_leftovers
+from gfgen.runtime.pool import WorkerPool
 from gfgen.runtime.state import MAX_LOST_WORKERS, MAX_TASK_FAILURES, State
 from gfgen.runtime.watchdog import Patience
 from gfgen.runtime.workers import ProcessBackend
@@ -222,18 +223,30 @@ class HungError(Exception):
 
 
 class _Witness(Observer):
-    """Keeps what it is told."""
+    """Keeps what it is told, over all runs of a schedule."""
 
     def __init__(self) -> None:
         self.dispatches: dict[int, Dispatch] = {}
         self.events: list[Event] = []
         self.outcomes: list[JobOutcome] = []
+        self.completed: dict[str, list[int]] = {}
+        """By job: its tasks that have ended well, in order, since the job began last."""
+        self._pending: Counter[int] = Counter()
+
+    def began(self, jobs: tuple[JobInfo, ...], *, num_ranks: int, policy: str) -> None:
+        self.completed |= {job.job_id: [] for job in jobs}
 
     def dispatched(self, dispatch: Dispatch) -> None:
         self.dispatches[dispatch.number] = dispatch
+        self._pending[dispatch.number] = dispatch.layout.degree
 
     def applied(self, event: Event) -> None:
         self.events.append(event)
+        if isinstance(event, TaskDone):
+            self._pending[event.dispatch] -= 1
+            if not self._pending[event.dispatch]:
+                task = self.dispatches[event.dispatch].task
+                self.completed[task.job_id].append(task.index)
 
     def ended(self, outcome: JobOutcome) -> None:
         self.outcomes.append(outcome)
@@ -244,44 +257,64 @@ def run_schedule(seed: int, fleet: Fleet) -> Result:
     schedule = make_schedule(seed, fleet.folder / "faults")
     output_dir = fleet.folder / "outputs"
     output_dir.mkdir()
+    witness, result = _Witness(), Result(seed)
     fleet.faults.begin(())
     pool = fleet.pool(schedule.num_ranks)
     processes_before = set(multiprocessing.active_children()) - {c.process for c in pool.children}
     fds_before = _open_fds()
-    witness, result = _Witness(), Result(seed)
     fleet.faults.begin(schedule.faults)
     try:
         with _bounded(lambda: _stand(schedule, fleet, witness)):
-            _run(schedule, pool, output_dir, witness)
-    except (HungError, AssertionError, KeyError, ValueError) as error:
+            _run_until_all_ended(schedule, fleet, output_dir, witness)
+    except Exception as error:
         result.problems.append(f"{type(error).__name__}: {error}")
-    except WorkerError as error:
-        if len(pool.retired) < pool.num_ranks:
-            result.problems.append(f"WorkerError: {error}")
     _settle(schedule, result, fleet, witness, output_dir)
-    if pool.retired or result.problems:
+    if fleet.pool(schedule.num_ranks).retired or result.problems:
         fleet.drop(schedule.num_ranks)
-    else:
+    elif fleet.pool(schedule.num_ranks) is pool:
         result.problems += _left_behind(pool, fds_before, processes_before)
     shutil.rmtree(output_dir)
     return result
 
 
-def _run(schedule: Schedule, pool: WorkerPool, output_dir: Path, witness: _Witness) -> None:
+def _run_until_all_ended(schedule: Schedule, fleet: Fleet, output_dir: Path, witness: _Witness) -> None:
+    """Run, and run again what is left when every rank has died too often, as a user would."""
+    jobs: Sequence[AdmittedJob] = schedule.jobs
+    while jobs:
+        remove_leftovers(output_dir)
+        pool = fleet.pool(schedule.num_ranks)
+        try:
+            _run(schedule, jobs, pool, output_dir, witness)
+        except WorkerError:
+            if len(pool.retired) < pool.num_ranks:
+                raise
+            fleet.drop(schedule.num_ranks)
+            fleet.faults.disarm(Point.LOADING)  # a worker that cannot start at all ends a run at once
+        ended = {outcome.info.job_id for outcome in witness.outcomes}
+        jobs = [job for job in schedule.jobs if job.job_id not in ended]
+
+
+def _run(
+    schedule: Schedule,
+    jobs: Sequence[AdmittedJob],
+    pool: WorkerPool,
+    output_dir: Path,
+    witness: _Witness,
+) -> None:
     """One run, as `gfgen run` does it."""
     clock, costs, guard_s = Clock(), CostModel(), schedule.guard_s
     policy = wandering(Random(schedule.seed)) if schedule.policy == "wander" else load_policy(schedule.policy)
     state = State(
-        schedule.jobs,
+        jobs,
         num_ranks=pool.num_ranks,
         clock=clock,
         costs=costs,
         guard_s=guard_s,
-        last_number=pool.last_number,
+        last_number=max([pool.last_number, *witness.dispatches]),
     )
-    backend = ProcessBackend(pool, schedule.jobs, clock=clock, output_dir=output_dir, patience=HASTY)
+    backend = ProcessBackend(pool, jobs, clock=clock, output_dir=output_dir, patience=HASTY)
     control = Control(
-        schedule.jobs,
+        jobs,
         state=state,
         backend=backend,
         clock=clock,
@@ -335,9 +368,8 @@ def _settle(schedule: Schedule, result: Result, fleet: Fleet, witness: _Witness,
     result.problems += [f"complaint: {text}" for text in fleet.faults.complaints()]
     ends = Counter(outcome.info.job_id for outcome in witness.outcomes)
     result.num_doubled = sum(count > 1 for count in ends.values())
-    is_over = result.problems or not fleet_has_ranks(schedule, witness)
     missing = [job.job_id for job in schedule.jobs if not ends[job.job_id]]
-    result.num_lost = 0 if is_over else len(missing)
+    result.num_lost = len(missing)
     if result.num_lost or result.num_doubled:
         result.problems.append(f"never ended: {missing}; ended: {dict(ends)}")
     for outcome in witness.outcomes:
@@ -347,12 +379,6 @@ def _settle(schedule: Schedule, result: Result, fleet: Fleet, witness: _Witness,
             result.problems += _unexplained(outcome, done, witness)
     result.problems += _wrong_steps(schedule, witness)
     result.problems += _wrong_files(schedule, witness, output_dir)
-
-
-def fleet_has_ranks(schedule: Schedule, witness: _Witness) -> bool:
-    """Some rank has not died too often: the run may not give up."""
-    deaths = Counter(event.rank for event in witness.events if isinstance(event, RankLost))
-    return any(deaths[rank] < MAX_DEATHS for rank in range(schedule.num_ranks))
 
 
 def _unexplained(outcome: JobOutcome, done: Sequence[Done], witness: _Witness) -> Iterator[str]:
@@ -382,17 +408,9 @@ def _unexplained(outcome: JobOutcome, done: Sequence[Done], witness: _Witness) -
 
 def _wrong_steps(schedule: Schedule, witness: _Witness) -> Iterator[str]:
     """A fault costs the step it was in: what was complete is never run again, nothing is left out."""
-    waiting = {number: dispatch.layout.degree for number, dispatch in witness.dispatches.items()}
-    completed: dict[str, list[int]] = {job.job_id: [] for job in schedule.jobs}
-    for event in witness.events:
-        if isinstance(event, TaskDone):
-            waiting[event.dispatch] -= 1
-            if not waiting[event.dispatch]:
-                task = witness.dispatches[event.dispatch].task
-                completed[task.job_id].append(task.index)
     finished = {outcome.info.job_id for outcome in witness.outcomes if outcome.status == "done"}
     for job in schedule.jobs:
-        indices = completed[job.job_id]
+        indices = witness.completed[job.job_id]
         if indices != list(range(len(indices))):
             yield f"{job.job_id}: tasks were completed in the order {indices}"
         if job.job_id in finished and len(indices) != job.trajectory.num_tasks:

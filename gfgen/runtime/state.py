@@ -298,8 +298,8 @@ class State:
 
     def _failed(self, record: JobRecord, flight: Flight) -> None:
         """Go back to the failed task; what was queued on its output is void and ends by itself."""
-        task = flight.dispatch.task
-        for queued in record.flights:
+        task, number = flight.dispatch.task, flight.dispatch.number
+        for queued in [other for other in record.flights if other.dispatch.number > number]:
             queued.failure, queued.void = "its input failed", True
         if flight.lost:
             record.num_lost_workers += 1
@@ -315,7 +315,9 @@ class State:
                 record.doom = record.doom or f"{task}: {flight.failure}"
         record.next_index = min(record.next_index, task.index)
         record.holder = None
-        record.producer = record.last_completed
+        # A task that fails early may do so before its producer has reported.
+        under_way = [other.dispatch.number for other in record.flights if other.dispatch.number < number]
+        record.producer = under_way[0] if under_way else record.last_completed
 
     def _rank_lost(self, event: events.RankLost) -> None:
         """The rank takes nothing until its successor is ready; what it held is in the slabs."""
