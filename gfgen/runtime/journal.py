@@ -91,13 +91,7 @@ def first_arrivals(path: Path) -> dict[tuple[str, str], float]:
     """
     arrivals: dict[tuple[str, str], float] = {}
     started_at = 0.0
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except FileNotFoundError:
-        return arrivals
-    for line in lines:
-        if "gfgen_journal" not in line and "JobArrived" not in line:
-            continue
+    for line in _lines_with(path, b"gfgen_journal", b"JobArrived"):
         with contextlib.suppress(ValueError, KeyError, TypeError):
             entry = json.loads(line)
             if "gfgen_journal" in entry:
@@ -106,6 +100,17 @@ def first_arrivals(path: Path) -> dict[tuple[str, str], float]:
                 key = (entry["job_id"], entry["spec_hash"])
                 arrivals.setdefault(key, started_at + entry["time_s"])
     return arrivals
+
+
+def _lines_with(path: Path, *words: bytes) -> Iterator[bytes]:
+    """Lines of a file that have one of the words; one line in memory, however long the file is."""
+    if not path.is_file():  # a device might never end
+        return
+    try:
+        with path.open("rb") as file:
+            yield from (line for line in file if any(word in line for word in words))
+    except OSError as error:
+        logger.warning("cannot read %s (%s): when its jobs arrived first is not known", path, error.strerror)
 
 
 def read_journal(path: Path) -> Iterator[dict[str, Any] | Event]:
