@@ -50,6 +50,8 @@ class Child:
     """None for a writer."""
     incarnation: int = 1
     is_ready: bool = False
+    startup_s: float = 0.0
+    """How long it took to load its models."""
     started_s: float = field(default_factory=time.monotonic)
     jobs: set[str] = field(default_factory=set)
     """Jobs that this worker knows."""
@@ -89,6 +91,7 @@ class WorkerPool:
         num_ranks: int,
         checkpoints: Sequence[Path],
         worker_main: str = "gfgen.runtime.worker:main",
+        writer_main: str = "gfgen.runtime.writer:main",
         device: str = "cpu",
         num_writers: int = 1,
         plan: Plan | None = None,
@@ -99,6 +102,7 @@ class WorkerPool:
         with _interrupts_ignored():
             multiprocessing.forkserver.ensure_running()
         self._worker_main = worker_main
+        self._writer_main = writer_main
         self._settings = {"checkpoints": tuple(map(str, checkpoints)), "device": device}
         self._plan = plan or Plan()
         self._deaths: dict[int, list[float]] = {rank: [] for rank in range(num_ranks)}
@@ -151,7 +155,7 @@ class WorkerPool:
             raise WorkerError(f"{worker.name} died while it started: {worker.reap(patience_s=_EXIT_S)}")
         if isinstance(received[0], WorkerFailed):
             raise WorkerError(f"{worker.name} cannot start: {received[0].reason}")
-        worker.is_ready = True
+        worker.is_ready, worker.startup_s = True, received[0].startup_s
 
     def replace_worker(self, rank: int, *, now_s: float) -> Child | None:
         """A new process for a rank whose old one is reaped; None when the rank is retired.
@@ -169,6 +173,11 @@ class WorkerPool:
         self.workers[rank] = self._start_worker(rank, incarnation=incarnation)
         self._send_arenas(self.workers[rank])
         return self.workers[rank]
+
+    def forgive(self) -> None:
+        """Count deaths from here on: another run begins, which has not seen them."""
+        for deaths in self._deaths.values():
+            deaths.clear()
 
     def introduce(self, rank: int) -> None:
         """Let all other workers map the arena of a rank's new incarnation."""
@@ -207,7 +216,7 @@ class WorkerPool:
         return child
 
     def _start_writer(self, idx: int) -> Child:
-        return self._start(f"writer {idx}", "gfgen.runtime.writer:main", None)
+        return self._start(f"writer {idx}", self._writer_main, None)
 
     def _start(self, name: str, target: str, settings: Mapping[str, Any] | None) -> Child:
         ours, theirs = Channel.pair()

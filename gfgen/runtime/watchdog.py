@@ -27,6 +27,8 @@ class Patience:
     task_factor: float = 20.0
     leaving_s: float = 15.0
     """For leaving a task that is given up, beyond the time that it was predicted to take."""
+    write_s: float = 60.0
+    """For writing a file, beyond what the slowest writer would take."""
     asleep_s: float = 3.0
     """If this process has not looked for so long, it was stopped itself: all get a new chance."""
 

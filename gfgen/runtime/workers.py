@@ -87,6 +87,8 @@ class ProcessBackend:
         """Those that have not ended on all of their ranks."""
         self._unreported: dict[int, set[int]] = {}
         """By dispatch: the ranks that have not reported."""
+        self._untold: dict[int, list[TaskDone]] = {}
+        """By dispatch: reports that came before those of the dispatch that made its input."""
         self._recovery: Recovery | None = None
         self._watchdog: Watchdog[Child] = Watchdog(patience or Patience(), looked_s=clock.now_s)
         self._verdicts: dict[Child, str] = {}
@@ -184,14 +186,14 @@ class ProcessBackend:
     def _greet(self) -> Iterator[Event]:
         """Workers that were ready before this run began."""
         for worker in self._unannounced:
-            yield self._ready(worker, startup_s=0.0)
+            yield self._ready(worker)
         self._unannounced = []
 
-    def _ready(self, worker: Child, *, startup_s: float) -> RankReady:
+    def _ready(self, worker: Child) -> RankReady:
         assert worker.rank is not None
         worker.is_ready = True
         self._watchdog.heard(worker, self._clock.now_s)
-        return RankReady(self._clock.now_s, worker.rank, worker.incarnation, startup_s)
+        return RankReady(self._clock.now_s, worker.rank, worker.incarnation, worker.startup_s)
 
     def _receive(self, child: Child) -> Iterator[Event]:
         received = child.channel.receive()
@@ -210,12 +212,14 @@ class ProcessBackend:
                 yield from self._answered(child, answer)
             case WriteDone() as done:
                 self._writes.ended(done.job_id)
-                yield OutputWritten(now_s, done.job_id, done.path, done.size_bytes, done.write_s)
+                writer = self._pool.writers.index(child)
+                yield OutputWritten(now_s, done.job_id, done.path, done.size_bytes, done.write_s, writer)
             case WriteFailed() as failed:
                 self._writes.ended(failed.job_id)
                 yield OutputFailed(now_s, failed.job_id, failed.reason)
             case WorkerReady() as ready:
-                event = self._ready(child, startup_s=ready.startup_s)
+                child.startup_s = ready.startup_s
+                event = self._ready(child)
                 if self._recovery and child.rank in self._recovery.dead:
                     self._held_back.append(event)
                 else:
@@ -232,13 +236,7 @@ class ProcessBackend:
         if self._recovery and report.number in self._recovery.numbers:
             return
         assert worker.rank is not None
-        dispatch = self._dispatches[report.number]
-        self._unreported[report.number].remove(worker.rank)
-        if not self._unreported[report.number]:
-            del self._dispatches[report.number], self._unreported[report.number]
-            if dispatch.task.stage is Stage.DECODE:
-                self._writes.begin(self._jobs[dispatch.task.job_id])
-        yield TaskDone(
+        event = TaskDone(
             now_s,
             report.number,
             worker.rank,
@@ -247,6 +245,27 @@ class ProcessBackend:
             waited_s=report.waited_s,
             moved_s=report.moved_s,
         )
+        self._unreported[report.number].remove(worker.rank)
+        self._untold.setdefault(report.number, []).append(event)
+        yield from self._tell_what_is_done(report.number)
+
+    def _tell_what_is_done(self, number: int) -> Iterator[TaskDone]:
+        """Reports of a dispatch, unless its producer is still under way: causes come before effects.
+
+        A task can overtake its producer, whose output is there before all of its ranks have
+        reported; should one of them fail, both are given up.
+        """
+        dispatch = self._dispatches[number]
+        if dispatch.producer in self._dispatches:
+            return
+        yield from self._untold.pop(number, ())
+        if self._unreported[number]:
+            return
+        del self._dispatches[number], self._unreported[number]
+        if dispatch.task.stage is Stage.DECODE:
+            self._writes.begin(self._jobs[dispatch.task.job_id])
+        for consumer in [n for n, other in self._dispatches.items() if other.producer == number]:
+            yield from self._tell_what_is_done(consumer)
 
     # Failures: recovery.py has the rounds ---------------------------------------------------------
 
@@ -331,7 +350,8 @@ class ProcessBackend:
             del self._dispatches[number]
             cause = recovery.causes.get(number)
             text = cause.reason if cause else "given up with another task"
-            for rank in sorted(self._unreported.pop(number)):
+            untold = [event.rank for event in self._untold.pop(number, ())]
+            for rank in sorted([*self._unreported.pop(number), *untold]):
                 is_lost = bool(cause and cause.lost)
                 yield TaskFailed(now_s, number, rank, text, void=cause is None, lost=is_lost)
         yield from self._held_back
@@ -353,7 +373,7 @@ class ProcessBackend:
                     worker.tell(Ping())
         for child, why in list(self._watchdog.silent(now_s)):
             self._kill(child, why)
-        for writer in list(self._writes.overdue()):
+        for writer in list(self._writes.overdue(patience_s=self._watchdog.patience.write_s)):
             self._kill(writer, "it does not finish a file")
         known = self._recovery.numbers if self._recovery else frozenset()
         overdue = {

@@ -19,7 +19,6 @@ from gfgen.runtime.pool import Child, WorkerPool
 
 MAX_WRITES = 2
 """A file whose writer died so often is given up."""
-MIN_WRITE_S = 60.0
 SLOWEST_BYTES_PER_S = 1e6
 """A writer that is slower than this is stuck: encoding takes about 1 s for 50 MB on one core."""
 
@@ -73,10 +72,10 @@ class Writes:
             os.close(write.frames)
             self._give_out()
 
-    def overdue(self) -> Iterator[Child]:
-        """Writers that have been at one file for far too long."""
+    def overdue(self, *, patience_s: float) -> Iterator[Child]:
+        """Writers that have been at one file for so long beyond what the slowest would take."""
         for write in self._writes.values():
-            allowed_s = MIN_WRITE_S + math.prod(write.request.shape) / SLOWEST_BYTES_PER_S
+            allowed_s = patience_s + math.prod(write.request.shape) / SLOWEST_BYTES_PER_S
             if write.writer is not None and time.monotonic() > write.begun_s + allowed_s:
                 yield write.writer
 
