@@ -171,14 +171,14 @@ def run_jobs(admitted: Sequence[AdmittedJob], options: RunOptions) -> Summary:
     Raises: InterruptedRunError when a signal ended the run before all jobs had;
             LockedError when another run is at work in the output folder.
     """
-    with _held_folder(options.output_dir):
+    with contextlib.closing(SignalPipe()) as signals, _held_folder(options.output_dir):
         done = finished_jobs(options.output_dir / MANIFEST_NAME, [job.info for job in admitted])
         todo = [job for job in admitted if job.job_id not in done]
         if not todo:
             return Summary(num_skipped=len(done))
         skipped = [job for job in admitted if job.job_id in done]
         checkpoints = {job.checkpoint for job in todo}
-        with contextlib.closing(SignalPipe()) as signals, _ready_pool(checkpoints, options, signals) as pool:
+        with _ready_pool(checkpoints, options, signals) as pool:
             return _run_on(pool, todo, options, signals=signals, skipped=skipped)
 
 
@@ -190,6 +190,7 @@ def watch_folder(folder: Path, options: RunOptions) -> Summary:
     _check_watched(folder, options.output_dir)
     admit = Admission(default_model=options.model)
     with contextlib.ExitStack() as stack:
+        signals = stack.enter_context(contextlib.closing(SignalPipe()))
         stack.enter_context(_held_folder(options.output_dir))
         inbox = stack.enter_context(
             contextlib.closing(
@@ -199,7 +200,6 @@ def watch_folder(folder: Path, options: RunOptions) -> Summary:
         first = inbox.look()
         checkpoints = {admit.find_model(options.model).checkpoint, *(job.checkpoint for job in first)}
         check_models(checkpoints, num_ranks=options.num_ranks, available=available_bytes())
-        signals = stack.enter_context(contextlib.closing(SignalPipe()))
         pool = stack.enter_context(_ready_pool(checkpoints, options, signals))
         inbox.start(admit=admit.of_loaded(checkpoints))
         return _run_on(pool, first, options, signals=signals, inbox=inbox)
