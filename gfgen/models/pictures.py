@@ -7,7 +7,7 @@ import io
 from pathlib import Path
 
 import torch
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from gfgen.errors import JobError, Problem
 
@@ -17,7 +17,7 @@ def load_image(path: str | Path, *, sha256: str | None = None) -> Image.Image:
 
     `sha256` is that of the file when its job was admitted; None accepts any file.
 
-    Raises: JobError when it is missing, no picture, or another file than it was.
+    Raises: JobError when it is missing, no picture, or another file than admission has seen.
     Source: diffusers.utils.load_image.
     """
     try:
@@ -28,7 +28,8 @@ def load_image(path: str | Path, *, sha256: str | None = None) -> Image.Image:
         with Image.open(io.BytesIO(content)) as image:
             return ImageOps.exif_transpose(image).convert("RGB")
     except OSError as error:
-        reason = f"cannot be read as a picture ({error.strerror or error}); put it back and run again"
+        why = "it is none" if isinstance(error, UnidentifiedImageError) else error.strerror or error
+        reason = f"cannot be read as a picture ({why}); put it back and run again"
         raise JobError(Problem.of("image", str(path), reason)) from None
 
 

@@ -99,9 +99,9 @@ def test_picture_is_turned_upright_and_made_rgb(picture: Path) -> None:
 
 def test_broken_picture_is_a_job_error(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_text("no picture")
-    for path in (tmp_path / "a.png", tmp_path / "missing.png"):
-        with pytest.raises(JobError, match="cannot be read as a picture"):
-            load_image(path)
+    for name, why in (("a.png", "it is none"), ("missing.png", "No such file or directory")):
+        with pytest.raises(JobError, match=rf"cannot be read as a picture \({why}\)"):
+            load_image(tmp_path / name)
     Image.new("RGB", (8, 8)).save(tmp_path / "b.png")
     assert load_image(tmp_path / "b.png").size == (8, 8)
 
