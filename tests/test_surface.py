@@ -115,7 +115,7 @@ def test_events_of_the_journal():
         "RankLost": ["time_s", "rank", "incarnation", "reason", "is_retired"],
         "TaskDone": ["time_s", "dispatch", "rank", "started_s", "ended_s", "waited_s", "moved_s"],
         "TaskFailed": ["time_s", "dispatch", "rank", "reason", "void", "lost"],
-        "OutputWritten": ["time_s", "job_id", "path", "size_bytes", "write_s"],
+        "OutputWritten": ["time_s", "job_id", "path", "size_bytes", "write_s", "writer"],
         "OutputFailed": ["time_s", "job_id", "reason"],
         "PolicyChanged": ["time_s", "policy", "reason"],
         "StopRequested": ["time_s", "signal_number"],

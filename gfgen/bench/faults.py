@@ -363,9 +363,7 @@ def _stand(schedule: Schedule, fleet: Fleet, witness: _Witness) -> str:
 # Checking it ------------------------------------------------------------------------------------
 
 
-def _settle(
-    schedule: Schedule, result: Result, fleet: Fleet, witness: _Witness, output_dir: Path
-) -> None:
+def _settle(schedule: Schedule, result: Result, fleet: Fleet, witness: _Witness, output_dir: Path) -> None:
     """Count, and compare with what was promised."""
     done = fleet.faults.done()
     result.faults = Counter(fault.kind for fault in done)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib
 import logging
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 import click
 
-from gfgen.errors import GfgenError
+from gfgen.errors import GfgenError, InterruptedRunError
 from gfgen.log import FILE_ONLY
 
 _COMMANDS = {
@@ -59,6 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         sys.exit(_invoke(arguments))
     except GfgenError as error:
+        if isinstance(error, InterruptedRunError):  # a signal more finds a run that has ended already
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.SIG_IGN)
         if debug:
             logging.getLogger(__name__).exception("failed")
         if logging.getLogger("gfgen").handlers:  # whoever reads the log file only is to know, too

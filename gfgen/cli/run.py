@@ -25,7 +25,7 @@ from gfgen.runtime.closing import closing_at
 from gfgen.runtime.control import Control
 from gfgen.runtime.cost import CostModel
 from gfgen.runtime.inbox import Inbox
-from gfgen.runtime.journal import Journal, first_arrivals
+from gfgen.runtime.journal import Journal, first_arrivals, journal_header
 from gfgen.runtime.lock import hold_folder
 from gfgen.runtime.manifest import MANIFEST_NAME, ManifestWriter, finished_jobs
 from gfgen.runtime.memory import available_bytes, check_models
@@ -113,7 +113,7 @@ class RunOptions:
     type=click.Path(dir_okay=False, path_type=Path),
     help="Append log lines to this file too; it may be rotated away.",
 )
-@click.option("--quiet", "-q", is_flag=True, help="No progress: only problems and the last line.")
+@click.option("--quiet", "-q", is_flag=True, help="No progress: only problems, failures and the last line.")
 @click.option("--log-json", is_flag=True, help="Log one JSON object per line in place of bars.")
 @click.pass_context
 def run(
@@ -171,14 +171,14 @@ def run_jobs(admitted: Sequence[AdmittedJob], options: RunOptions) -> Summary:
     Raises: InterruptedRunError when a signal ended the run before all jobs had;
             LockedError when another run is at work in the output folder.
     """
-    with _held_folder(options.output_dir):
+    with contextlib.closing(SignalPipe()) as signals, _held_folder(options.output_dir):
         done = finished_jobs(options.output_dir / MANIFEST_NAME, [job.info for job in admitted])
         todo = [job for job in admitted if job.job_id not in done]
         if not todo:
             return Summary(num_skipped=len(done))
         skipped = [job for job in admitted if job.job_id in done]
         checkpoints = {job.checkpoint for job in todo}
-        with contextlib.closing(SignalPipe()) as signals, _ready_pool(checkpoints, options, signals) as pool:
+        with _ready_pool(checkpoints, options, signals) as pool:
             return _run_on(pool, todo, options, signals=signals, skipped=skipped)
 
 
@@ -190,6 +190,7 @@ def watch_folder(folder: Path, options: RunOptions) -> Summary:
     _check_watched(folder, options.output_dir)
     admit = Admission(default_model=options.model)
     with contextlib.ExitStack() as stack:
+        signals = stack.enter_context(contextlib.closing(SignalPipe()))
         stack.enter_context(_held_folder(options.output_dir))
         inbox = stack.enter_context(
             contextlib.closing(
@@ -199,7 +200,6 @@ def watch_folder(folder: Path, options: RunOptions) -> Summary:
         first = inbox.look()
         checkpoints = {admit.find_model(options.model).checkpoint, *(job.checkpoint for job in first)}
         check_models(checkpoints, num_ranks=options.num_ranks, available=available_bytes())
-        signals = stack.enter_context(contextlib.closing(SignalPipe()))
         pool = stack.enter_context(_ready_pool(checkpoints, options, signals))
         inbox.start(admit=admit.of_loaded(checkpoints))
         return _run_on(pool, first, options, signals=signals, inbox=inbox)
@@ -244,7 +244,13 @@ def _run_on(
         stack.callback(backend.close)
         journal = Journal(
             options.output_dir / JOURNAL_NAME,
-            header={"policy": options.policy.name, "ranks": options.num_ranks, "started_at": started_at},
+            header=journal_header(
+                [job.info for job in todo],
+                policy=options.policy.name,
+                num_ranks=options.num_ranks,
+                guard_s=options.guard_s,
+                started_at=started_at,
+            ),
         )
         stack.callback(journal.close)
         control = Control(
@@ -355,7 +361,9 @@ def _report(summary: Summary, options: RunOptions) -> None:
         logger.info("%s", line, extra=log.FILE_ONLY)
         if not options.quiet:
             click.echo(line)
-    click.echo(f"files and manifest.jsonl are in {options.output_dir}/")
+    num_failed = summary.num_failed
+    failed = f"; {num_failed} job{'s' if num_failed > 1 else ''} failed" if num_failed else ""
+    click.echo(f"files and manifest.jsonl are in {options.output_dir}/{failed}")
     if options.closes_at is not None:
         jobs = "1 job is" if summary.num_unfinished == 1 else f"{summary.num_unfinished or 'no'} jobs are"
         left = f"{jobs} left" + (": run the same command again to go on" if summary.num_unfinished else "")

@@ -90,6 +90,8 @@ class OutputWritten(Event):
     path: str
     size_bytes: int
     write_s: float
+    writer: int = 0
+    """Which of the writer processes wrote it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,17 +1,21 @@
 """The journal of a run: every event in the order in which it was applied, one JSON per line.
 
-Its first line names the format's version, the policy and the jobs. A run's journal holds
-all that its decisions depended on, so replaying it gives the same decisions.
+Its first line names the format's version, the policy with its options, ranks and guard, and
+the jobs by number and hash. Each event has the number of the turn of the loop that brought it:
+events of one turn were applied together, before the policy was asked once. With the job file
+that is all that a run's decisions depended on.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +23,7 @@ from gfgen.errors import InputError, OutputError
 from gfgen.runtime import events
 from gfgen.runtime.events import Event
 from gfgen.runtime.linefile import LineFile
+from gfgen.runtime.observer import JobInfo
 
 logger = logging.getLogger(__name__)
 
@@ -45,16 +50,19 @@ class Journal:
         _move_away_foreign(path)
         self._lines = LineFile(path)
         self._pending: list[str] = []
+        self._turn = 1
         self._write({"gfgen_journal": VERSION, **header})
         self.flush()
 
     def append(self, event: Event) -> None:
         kind = type(event)
-        self._write({"event": kind.__name__, **{name: getattr(event, name) for name in _FIELDS[kind]}})
+        values = {name: getattr(event, name) for name in _FIELDS[kind]}
+        self._write({"turn": self._turn, "event": kind.__name__, **values})
 
     def flush(self) -> None:
-        """Hand what was appended to the operating system: it survives the death of this process."""
+        """End the turn: hand what it brought to the operating system, where it survives this process."""
         if self._pending:
+            self._turn += 1
             content, self._pending = "\n".join([*self._pending, ""]), []
             self._lines.append(content.encode("utf-8", "replace"))
 
@@ -83,6 +91,21 @@ class NoJournal:
         pass
 
 
+def journal_header(
+    jobs: Sequence[JobInfo], *, policy: str, num_ranks: int, guard_s: float, started_at: float
+) -> dict[str, Any]:
+    """What a run starts from; `jobs_hash` is of the ids and spec hashes, in their order."""
+    lines = "".join(f"{info.job_id} {info.spec_hash}\n" for info in jobs)
+    return {
+        "policy": policy,
+        "ranks": num_ranks,
+        "guard_s": guard_s,
+        "started_at": started_at,
+        "jobs": len(jobs),
+        "jobs_hash": hashlib.sha256(lines.encode()).hexdigest(),
+    }
+
+
 def first_arrivals(path: Path) -> dict[tuple[str, str], float]:
     """Unix time at which each job, by (id, spec hash), arrived first, in any run of this journal.
 
@@ -91,20 +114,19 @@ def first_arrivals(path: Path) -> dict[tuple[str, str], float]:
     """
     arrivals: dict[tuple[str, str], float] = {}
     started_at = 0.0
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except FileNotFoundError:
+    if not path.is_file():
         return arrivals
-    for line in lines:
-        if "gfgen_journal" not in line and "JobArrived" not in line:
-            continue
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            entry = json.loads(line)
-            if "gfgen_journal" in entry:
-                started_at = float(entry["started_at"])
-            else:
-                key = (entry["job_id"], entry["spec_hash"])
-                arrivals.setdefault(key, started_at + entry["time_s"])
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            if "gfgen_journal" not in line and "JobArrived" not in line:
+                continue
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                entry = json.loads(line)
+                if "gfgen_journal" in entry:
+                    started_at = float(entry["started_at"])
+                else:
+                    key = (entry["job_id"], entry["spec_hash"])
+                    arrivals.setdefault(key, started_at + entry["time_s"])
     return arrivals
 
 
@@ -114,6 +136,20 @@ def read_journal(path: Path) -> Iterator[dict[str, Any] | Event]:
     The last line of a run may be torn, since a run can be killed: it is passed over.
     Raises: InputError for a file that is no journal, or of another version.
     """
+    for _, entry in _entries(path):
+        yield entry
+
+
+def read_turns(path: Path) -> Iterator[list[Event]]:
+    """The events of each turn of the loop in which there were any; otherwise as `read_journal`."""
+    for _, entries in itertools.groupby(_entries(path), key=itemgetter(0)):
+        turn = [entry for _, entry in entries if isinstance(entry, Event)]
+        if turn:
+            yield turn
+
+
+def _entries(path: Path) -> Iterator[tuple[int, dict[str, Any] | Event]]:
+    """Each entry with the number of its turn; a header comes before the first, as 0."""
     torn: int | None = None
     for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
         if not line:
@@ -129,20 +165,21 @@ def read_journal(path: Path) -> Iterator[dict[str, Any] | Event]:
         if is_header and entry["gfgen_journal"] != VERSION:
             raise InputError(f"{path}: line {number} is of another version of gfgen; move the file away")
         if is_header:
-            yield entry
-        elif (event := _event(entry)) is not None:
-            yield event
+            yield 0, entry
+        elif (found := _event(entry)) is not None:
+            yield found
         else:
             torn = number
 
 
-def _event(entry: object) -> Event | None:
-    """The event of a line; None for one that is torn or spoilt."""
+def _event(entry: object) -> tuple[int, Event] | None:
+    """Turn and event of a line; None for one that is torn or spoilt."""
     if not isinstance(entry, dict) or entry.get("event") not in _TYPES:
         return None
     try:
-        return _TYPES[entry.pop("event")](**entry)
-    except TypeError:
+        turn = int(entry.pop("turn"))
+        return turn, _TYPES[entry.pop("event")](**entry)
+    except (KeyError, TypeError, ValueError):
         return None
 
 

@@ -50,6 +50,8 @@ class Child:
     """None for a writer."""
     incarnation: int = 1
     is_ready: bool = False
+    startup_s: float = 0.0
+    """How long it took to load its models."""
     started_s: float = field(default_factory=time.monotonic)
     jobs: set[str] = field(default_factory=set)
     """Jobs that this worker knows."""
@@ -158,7 +160,7 @@ class WorkerPool:
             raise WorkerError(f"{worker.name} died while it started: {worker.reap(patience_s=_EXIT_S)}")
         if isinstance(received[0], WorkerFailed):
             raise WorkerError(f"{worker.name} cannot start: {received[0].reason}")
-        worker.is_ready = True
+        worker.is_ready, worker.startup_s = True, received[0].startup_s
 
     def replace_worker(self, rank: int, *, now_s: float) -> Child | None:
         """A new process for a rank whose old one is reaped; None when the rank is retired.

@@ -252,6 +252,7 @@ class State:
         if self.stop_signal is not None:
             raise InterruptedRunError("stopped at once; finished jobs are kept", signal_number=signal_number)
         self.stop_signal = signal_number
+        logger.warning("stopping after the running tasks; press again to stop at once")
 
     def _task_done(self, event: events.TaskDone) -> Iterable[JobOutcome]:
         flight = self._flights[event.dispatch]

@@ -186,14 +186,14 @@ class ProcessBackend:
     def _greet(self) -> Iterator[Event]:
         """Workers that were ready before this run began."""
         for worker in self._unannounced:
-            yield self._ready(worker, startup_s=0.0)
+            yield self._ready(worker)
         self._unannounced = []
 
-    def _ready(self, worker: Child, *, startup_s: float) -> RankReady:
+    def _ready(self, worker: Child) -> RankReady:
         assert worker.rank is not None
         worker.is_ready = True
         self._watchdog.heard(worker, self._clock.now_s)
-        return RankReady(self._clock.now_s, worker.rank, worker.incarnation, startup_s)
+        return RankReady(self._clock.now_s, worker.rank, worker.incarnation, worker.startup_s)
 
     def _receive(self, child: Child) -> Iterator[Event]:
         received = child.channel.receive()
@@ -212,12 +212,14 @@ class ProcessBackend:
                 yield from self._answered(child, answer)
             case WriteDone() as done:
                 self._writes.ended(done.job_id)
-                yield OutputWritten(now_s, done.job_id, done.path, done.size_bytes, done.write_s)
+                writer = self._pool.writers.index(child)
+                yield OutputWritten(now_s, done.job_id, done.path, done.size_bytes, done.write_s, writer)
             case WriteFailed() as failed:
                 self._writes.ended(failed.job_id)
                 yield OutputFailed(now_s, failed.job_id, failed.reason)
             case WorkerReady() as ready:
-                event = self._ready(child, startup_s=ready.startup_s)
+                child.startup_s = ready.startup_s
+                event = self._ready(child)
                 if self._recovery and child.rank in self._recovery.dead:
                     self._held_back.append(event)
                 else:

@@ -1,5 +1,5 @@
 import pytest
-from builders import make_job, simulate, simulated_control
+from builders import STEP_S, make_job, simulate, simulated_control
 
 from gfgen.errors import PolicyFault, StalledError
 from gfgen.layout import Layout
@@ -196,6 +196,21 @@ def test_fcfs_is_not_replaced_by_itself():
 def test_more_ranks_than_there_are_is_noted_once(policy, is_noted, caplog):
     simulate([make_job("a")], policy=policy, num_ranks=2)
     assert caplog.text.count("a task has 2 ranks here at most, so degree counts as 2") == is_noted
+
+
+def test_a_job_that_takes_longer_than_its_timeout_fails_and_the_others_go_on():
+    jobs = [make_job("slow", steps=50, timeout_s=1.0, arrival_s=0.5), make_job("other", steps=30)]
+    recorder = simulate(jobs, num_ranks=2)
+    slow, other = recorder.outcomes
+    assert (slow.info.job_id, slow.status) == ("slow", "failed")
+    assert slow.error == "timed out 1 s after its arrival"
+    assert slow.ended_s == pytest.approx(1.5, abs=STEP_S)
+    assert other.status == "done"
+
+
+def test_a_job_that_ends_within_its_timeout_is_done():
+    (outcome,) = simulate([make_job("a", timeout_s=60.0)]).outcomes
+    assert outcome.status == "done"
 
 
 def test_a_stop_lets_running_tasks_end_and_starts_nothing_new():

@@ -3,7 +3,7 @@ from builders import make_job, simulated_control
 
 from gfgen.errors import InputError
 from gfgen.runtime.events import Event, TaskDone, Wakeup
-from gfgen.runtime.journal import Journal, read_journal
+from gfgen.runtime.journal import Journal, journal_header, read_journal, read_turns
 
 HEADER = {"policy": "srtf", "ranks": 2}
 
@@ -17,6 +17,48 @@ def test_events_come_back_as_they_were_applied(tmp_path):
     header, *events = read_journal(path)
     assert header == {"gfgen_journal": 1, **HEADER}
     assert events == recorder.events
+
+
+def test_events_that_were_applied_together_are_one_turn(tmp_path):
+    path = tmp_path / "journal.jsonl"
+    journal = Journal(path, header=HEADER)
+    control, _ = simulated_control([make_job("a"), make_job("b")], guard_s=0.01, journal=journal)
+    batches, wait = [], control.backend.wait
+
+    def noted(until):
+        batches.append(wait(until))
+        return batches[-1]
+
+    control.backend.wait = noted
+    control.run()
+    journal.close()
+    assert list(read_turns(path)) == [batch for batch in batches if batch]
+    assert max(map(len, batches)) > 1
+
+
+def test_turns_of_two_runs_are_not_joined(tmp_path):
+    path = tmp_path / "journal.jsonl"
+    for _ in range(2):
+        journal = Journal(path, header=HEADER)
+        journal.append(Wakeup(1.0))
+        journal.close()
+    assert list(read_turns(path)) == [[Wakeup(1.0)], [Wakeup(1.0)]]
+
+
+def test_the_header_tells_other_jobs_apart():
+    def header(*jobs):
+        infos = [job.info for job in jobs]
+        return journal_header(infos, policy="srtf", num_ranks=2, guard_s=0.005, started_at=1.5)
+
+    one, two = make_job("a"), make_job("b")
+    assert header(one, two) == header(one, two) | {
+        "policy": "srtf",
+        "ranks": 2,
+        "guard_s": 0.005,
+        "started_at": 1.5,
+        "jobs": 2,
+    }
+    assert header(one, two)["jobs_hash"] not in (header(two, one)["jobs_hash"], header(one)["jobs_hash"])
 
 
 def test_a_second_run_appends_a_header_of_its_own(tmp_path):
@@ -55,7 +97,9 @@ def test_a_line_that_a_killed_run_tore_does_not_spoil_the_next_run(tmp_path):
 
 def test_a_spoilt_line_in_the_middle_is_named(tmp_path):
     path = tmp_path / "journal.jsonl"
-    path.write_text('{"gfgen_journal":1}\n{"event":"Wakeup"}\n{"event":"Wakeup","time_s":1.0}\n')
+    path.write_text(
+        '{"gfgen_journal":1}\n{"turn":1,"event":"Wakeup"}\n{"turn":1,"event":"Wakeup","time_s":1.0}\n'
+    )
     with pytest.raises(InputError, match="line 2 is not of a journal"):
         list(read_journal(path))
 

@@ -19,7 +19,7 @@ from gfgen.runtime.admission import Model, admit
 from gfgen.runtime.clock import Clock
 from gfgen.runtime.control import Control
 from gfgen.runtime.cost import CostModel
-from gfgen.runtime.events import TaskFailed
+from gfgen.runtime.events import RankReady, TaskFailed
 from gfgen.runtime.outputs import read_metadata
 from gfgen.runtime.slab import Slab, SlabPlan
 from gfgen.runtime.state import State
@@ -156,6 +156,14 @@ def test_an_ended_job_leaves_no_memory_behind(pool, tmp_path):
     before = len(os.listdir("/proc/self/fd"))
     run(pool, tmp_path, JobSpec(id="picture", prompt="a red fox", **PICTURE))
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_ranks_say_how_long_they_took_to_start_also_when_they_were_ready_before(pool, tmp_path):
+    pool.wait_ready()
+    recorder = run(pool, tmp_path, JobSpec(id="picture", prompt="a red fox", **PICTURE))
+    ready = [event for event in recorder.events if isinstance(event, RankReady)]
+    assert [event.startup_s for event in ready] == [worker.startup_s for worker in pool.workers]
+    assert all(event.startup_s > 0 for event in ready)
 
 
 def test_messages_for_a_task_are_small(pool, tmp_path):
