@@ -15,7 +15,7 @@ import signal
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -38,7 +38,7 @@ from gfgen.runtime.dispatch import Dispatch
 from gfgen.runtime.events import Event, RankLost, TaskDone, TaskFailed
 from gfgen.runtime.observer import JobInfo, JobOutcome, Observer
 from gfgen.runtime.outputs import remove_leftovers
-from gfgen.runtime.pool import WorkerPool
+from gfgen.runtime.pool import PRELOAD, WorkerPool
 from gfgen.runtime.state import MAX_LOST_WORKERS, MAX_TASK_FAILURES, State
 from gfgen.runtime.watchdog import Patience
 from gfgen.runtime.workers import ProcessBackend
@@ -185,9 +185,13 @@ def wandering(random: Random) -> NamedPolicy:
 
 
 class Fleet:
-    """Pools of fake workers, by number of ranks; a run leaves its pool warm for the next one."""
+    """Pools of fake workers, by number of ranks; a run leaves its pool warm for the next one.
 
-    def __init__(self) -> None:
+    One fork server serves all pools of a process, so `preload` counts for the first of them.
+    """
+
+    def __init__(self, *, preload: Sequence[str] = PRELOAD) -> None:
+        self._preload = preload
         self.folder = Path(tempfile.mkdtemp(prefix="gfgen-faults-"))
         self.faults = FaultFolder(self.folder / "faults")
         (self.folder / "faults").mkdir()
@@ -202,6 +206,7 @@ class Fleet:
                 checkpoints=[self.folder / "faults"],
                 worker_main="gfgen.bench.fake_worker:main",
                 writer_main="gfgen.bench.fake_worker:write",
+                preload=self._preload,
                 plan=Plan(data_bytes=1 << 16, post_bytes=1 << 10),
             )
             self._pools[num_ranks] = pool
@@ -451,10 +456,35 @@ def _open_fds() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def soak(seeds: Iterator[int], *, until_s: float) -> Iterator[Result]:
-    """Results of these seeds, as far as the time goes."""
-    with Fleet() as fleet:
+# Many of them ------------------------------------------------------------------------------------
+
+
+def soak(seeds: Iterable[int], *, until_s: float) -> Iterator[Result]:
+    """Results of the schedules of these seeds; none is begun after `until_s`."""
+    with Fleet(preload=["gfgen.bench.fake_worker"]) as fleet:  # no torch: a fork takes 3 ms, not 20
         for seed in seeds:
-            if time.monotonic() > until_s:
+            if time.monotonic() >= until_s:
                 return
             yield run_schedule(make_schedule(seed), fleet)
+
+
+def table_of(results: Sequence[Result], *, wall_s: float) -> Iterator[str]:
+    """The lines of a Markdown table."""
+    faults = sum((result.faults for result in results), Counter[str]())
+    num_delays = faults.pop(Kind.DELAY, 0)
+    rows = {
+        "schedules": len(results),
+        "wall time, s": round(wall_s),
+        "faults injected": faults.total(),
+        **{f"- {kind}": faults[kind] for kind in sorted(faults)},
+        "delays injected": num_delays,
+        "workers lost and replaced, or retired": sum(result.num_deaths for result in results),
+        "jobs done, with the right file": sum(result.num_done for result in results),
+        "jobs failed, as they should": sum(result.num_failed for result in results),
+        "jobs lost": sum(result.num_lost for result in results),
+        "jobs doubled": sum(result.num_doubled for result in results),
+        "schedules with anything wrong": sum(bool(result.problems) for result in results),
+    }
+    yield "| | count |"
+    yield "|---|---|"
+    yield from (f"| {name} | {count} |" for name, count in rows.items())

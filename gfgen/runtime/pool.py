@@ -33,8 +33,10 @@ logger = logging.getLogger(__name__)
 MAX_DEATHS = 3
 DEATHS_WINDOW_S = 600.0
 """A rank that dies so often within this time is retired: something is wrong with its device."""
-_PRELOAD = ["gfgen.runtime.worker", "gfgen.runtime.writer"]
+PRELOAD = ("gfgen.runtime.worker", "gfgen.runtime.writer")
 """What the fork server imports, once, before it forks the first process."""
+START_S = 1800.0
+"""For loading the models; from a slow disk that takes minutes."""
 _EXIT_S = 5.0
 """How long a process may take to end after its channel is closed, before it is killed."""
 
@@ -99,11 +101,12 @@ class WorkerPool:
         writer_main: str = "gfgen.runtime.writer:main",
         device: str = "cpu",
         num_writers: int = 1,
+        preload: Sequence[str] = PRELOAD,
         plan: Plan | None = None,
     ) -> None:
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its warnings are not the user's to mend
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(_PRELOAD)
+        self._context.set_forkserver_preload(list(preload))
         with _interrupts_ignored():
             multiprocessing.forkserver.ensure_running()
         self._worker_main = worker_main
@@ -133,19 +136,24 @@ class WorkerPool:
         """By rank."""
         return tuple([worker.incarnation for worker in self.workers])
 
-    def wait_ready(self, signals: SignalPipe | None = None) -> None:
+    def wait_ready(self, signals: SignalPipe | None = None, *, patience_s: float = START_S) -> None:
         """Wait until every worker has loaded its models.
 
-        Raises: WorkerError when one cannot start, with its reason; InterruptedRunError when a
-        signal comes first.
+        Raises: WorkerError when one cannot start, or does not in time, with the reason;
+        InterruptedRunError when a signal comes first.
         """
+        deadline_s = time.monotonic() + patience_s
         with selectors.DefaultSelector() as selector:
             if signals is not None:
                 selector.register(signals, selectors.EVENT_READ)
             for worker in self.workers:
                 selector.register(worker.channel, selectors.EVENT_READ, worker)
             while not all(worker.is_ready for worker in self.workers):
-                for key, _ in selector.select():
+                ready = selector.select(max(0.0, deadline_s - time.monotonic()))
+                if not ready:
+                    late = ", ".join(worker.name for worker in self.workers if not worker.is_ready)
+                    raise WorkerError(f"{late}: the models are not loaded after {patience_s:g} s")
+                for key, _ in ready:
                     if key.data is None and signals is not None:
                         raise InterruptedRunError(
                             "stopped while the models were loading; nothing was started",

@@ -386,8 +386,9 @@ class ProcessBackend:
         }
         if overdue - known:
             # Those who wait for the hung rank will leave; it will not, and is known by that.
-            self._give_up(dict.fromkeys(overdue - known))
+            self._recovery = self._recovery or Recovery()
             self._recovery.overdue |= overdue
+            self._give_up(dict.fromkeys(overdue - known))
         if self._recovery and now_s > self._recovery.deadline_s:
             for rank in self._recovery.waiting_for:
                 self._kill(self._pool.workers[rank], "it hangs in a task that was given up")
