@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from random import Random
 from types import FrameType
@@ -442,7 +443,7 @@ def _wrong_files(schedule: Schedule, witness: _Witness, output_dir: Path) -> Ite
                 yield f"{name} does not show what an undisturbed run makes"
 
 
-def _left_behind(pool: WorkerPool, fds_before: int, processes_before: set[object]) -> Iterator[str]:
+def _left_behind(pool: WorkerPool, fds_before: int, processes_before: set[BaseProcess]) -> Iterator[str]:
     """Descriptors (memory, sockets) and processes that a run has left."""
     fds = _open_fds()
     if fds != fds_before:

@@ -7,16 +7,13 @@ nothing yet. A pool outlives a run: the next one starts on warm workers.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import multiprocessing
-import multiprocessing.forkserver
 import os
 import selectors
-import signal
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -24,6 +21,7 @@ from typing import Any
 
 from gfgen.errors import InterruptedRunError, WorkerError
 from gfgen.gfc.arena import Plan, create_arena
+from gfgen.runtime import forkserver
 from gfgen.runtime.channel import Channel
 from gfgen.runtime.messages import Arenas, ReplacePeer, WorkerFailed
 from gfgen.runtime.signals import SignalPipe
@@ -107,8 +105,7 @@ class WorkerPool:
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its warnings are not the user's to mend
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(list(preload))
-        with _interrupts_ignored():
-            multiprocessing.forkserver.ensure_running()
+        forkserver.ensure_running()
         self._worker_main = worker_main
         self._writer_main = writer_main
         self._settings = {"checkpoints": tuple(map(str, checkpoints)), "device": device}
@@ -232,6 +229,7 @@ class WorkerPool:
         return self._start(f"writer {idx}", self._writer_main, None)
 
     def _start(self, name: str, target: str, settings: Mapping[str, Any] | None) -> Child:
+        forkserver.ensure_running()  # anew, should it have died
         ours, theirs = Channel.pair()
         process = self._context.Process(
             target=_enter, args=(target, theirs, settings), name=f"gfgen {name}", daemon=True
@@ -247,16 +245,6 @@ class WorkerPool:
     def _send_arenas(self, worker: Child) -> None:
         message = Arenas(self._plan.data_bytes, self._plan.post_bytes, self.incarnations)
         worker.tell(message, tuple(self._arenas))
-
-
-@contextlib.contextmanager
-def _interrupts_ignored() -> Iterator[None]:
-    """Let a process that is started here ignore Ctrl-C from its first instruction on."""
-    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, previous)
 
 
 def _enter(target: str, end: socket.socket, settings: Mapping[str, Any] | None) -> None:

@@ -18,9 +18,12 @@ from PIL import Image
 
 NUM_KILLS = 12
 BOUND_S = 120.0
-PICTURE = {"model": "tiny-qwen-image", "size": "64x64", "steps": 8}
-VIDEO = {"model": "tiny-wan", "size": "64x64", "frames": 9, "steps": 8}
-JOBS = [{"id": f"job-{idx}", "prompt": f"a fox, {idx}", **(VIDEO if idx % 2 else PICTURE)} for idx in range(6)]
+PICTURE = {"model": "tiny-qwen-image", "size": "64x64"}
+VIDEO = {"model": "tiny-wan", "size": "64x64", "frames": 9}
+JOBS = [
+    {"id": f"job-{idx}", "prompt": "a fox", "steps": 6 + 4 * idx, **(VIDEO if idx % 2 else PICTURE)}
+    for idx in range(6)
+]
 FILES = [f"{job['id']}.{'png' if job['model'] == PICTURE['model'] else 'mp4'}" for job in JOBS]
 
 
@@ -106,7 +109,8 @@ def folder(tmp_path: Path, tiny_models: object) -> Iterator[Path]:
     shared = sorted(os.listdir("/dev/shm"))
     yield tmp_path
     assert sorted(os.listdir("/dev/shm")) == shared
-    assert os.listdir(tmp_path / "tmp") == []
+    left = [path.name for path in (tmp_path / "tmp").iterdir() if not path.name.startswith("torch")]
+    assert left == []  # but for torch's cache
 
 
 def finished(output: Path) -> dict[str, int]:
@@ -121,8 +125,8 @@ def finished(output: Path) -> dict[str, int]:
 def moment_of(run: Run, random: Random) -> Callable[[], bool]:
     """When to strike: while it loads, after so many events, or while a file is being written."""
     began_s, begin = time.monotonic(), run.journal_lines()
-    delay_s, num_lines = random.uniform(0.2, 6.0), random.randint(1, 60)
-    kind = random.choice(["time", "events", "events", "events", "write"])
+    delay_s, num_lines = random.uniform(0.2, 6.0), random.randint(1, 30)
+    kind = random.choice(["time", "events", "events", "events", "events", "write"])
     if kind == "time":
         return lambda: time.monotonic() > began_s + delay_s
     if kind == "write":
