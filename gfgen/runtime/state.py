@@ -31,8 +31,9 @@ MAX_TASK_FAILURES = 2
 """So many failures of the same task fail its job."""
 MAX_LOST_WORKERS = 3
 """So many deaths of workers while they ran a task of a job fail the job."""
-_RENEWAL_S = 1.0
-"""Predictions of waiting jobs are renewed this often at most: 2 us for each of them."""
+_RENEWALS_S = (0.25, 10.0)
+"""Predictions of waiting jobs are renewed about twice in the time that a run has lasted, within
+these bounds: early measurements change much, later ones little, and each renewal takes 3 us a job."""
 
 
 class State:
@@ -387,7 +388,9 @@ class State:
 
     def _renew_predictions(self, now_s: float) -> None:
         """Let what was learned reach all views, now and then: it costs a view for every job."""
-        if self._costs_version == self._costs.version or now_s < self._renewed_s + _RENEWAL_S:
+        soonest, latest = _RENEWALS_S
+        pause_s = min(latest, max(soonest, self._renewed_s / 2))
+        if self._costs_version == self._costs.version or now_s < self._renewed_s + pause_s:
             return
         self._costs_version, self._renewed_s = self._costs.version, now_s
         for views in (self._open, self._busy):
