@@ -36,7 +36,7 @@ class BrokenPromiseError(Exception):
 
 
 class Mail:
-    """One rank's view of all arenas."""
+    """One rank's view of all arenas; its own is fresh, and others may have written to it already."""
 
     def __init__(self, rank: int, fds: Sequence[int], incarnations: Sequence[int]) -> None:
         self.incarnations = dict(enumerate(incarnations))
@@ -44,7 +44,6 @@ class Mail:
         self._maps = {peer: _map(fd) for peer, fd in enumerate(fds)}
         self._sent: Counter[int] = Counter()
         self._received: Counter[int] = Counter()
-        self.restart(self._maps)
 
     def replace(self, peer: int, fd: int, incarnation: int) -> None:
         """A peer has a new arena."""

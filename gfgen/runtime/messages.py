@@ -85,7 +85,7 @@ class Abandon:
 
 @dataclass(frozen=True, slots=True)
 class RestartEdges:
-    """Count transfers to and from these ranks from the beginning; answer `EdgesRestarted`."""
+    """Count transfers to and from these ranks, if any, from the beginning; answer `EdgesRestarted`."""
 
     numbers: frozenset[int]
     """The dispatches that were abandoned before."""

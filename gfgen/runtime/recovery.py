@@ -6,7 +6,7 @@ them have left, and the counts of the transfers between them start anew:
 
     Abandon         to every rank concerned: leave these dispatches, do not start those that wait
     Left            from every one of them that lives
-    RestartEdges    to every one: count transfers between you from the beginning
+    RestartEdges    to every one: count transfers with these ranks from the beginning
     EdgesRestarted  from every one; then the failures become events, and the ranks are free
 
 A rank that died is reaped before any of this, so it writes nowhere any more; its successor is
@@ -25,8 +25,8 @@ from gfgen.runtime.dispatch import Dispatch
 def given_up(failed: Iterable[int], dispatches: Mapping[int, Dispatch]) -> frozenset[int]:
     """The dispatches that cannot go on when `failed` do not; `dispatches` are the unfinished ones.
 
-    Those are: what consumes their output; what transfers state over an edge on which they
-    do; and what comes after them on ranks that exchange data in them.
+    Those are: what consumes their output; what transfers state between two ranks between which
+    they do; and what comes after them on ranks that exchange data in them.
     """
     lost = {number for number in failed if number in dispatches}
     while True:
@@ -41,7 +41,7 @@ def given_up(failed: Iterable[int], dispatches: Mapping[int, Dispatch]) -> froze
 
 
 def _drags_along(lost: Dispatch, other: Dispatch) -> bool:
-    if other.producer == lost.number or other.edges & lost.edges:
+    if other.producer == lost.number or other.pairs & lost.pairs:
         return True
     comes_later = other.number > lost.number
     return comes_later and lost.communicates and bool(lost.ranks_involved & other.ranks_involved)
@@ -81,6 +81,14 @@ class Recovery:
         self.ranks |= {rank for number in self.numbers for rank in dispatches[number].ranks_involved}
         self.all_have_left = False
         self.ask()
+
+    def peers_of(self, rank: int, dispatches: Mapping[int, Dispatch]) -> frozenset[int]:
+        """The living ranks with which it has to count anew: those with which it exchanged lost state.
+
+        Not all of `ranks`: between others of them a transfer may be under way that goes on.
+        """
+        pairs = [pair for number in self.numbers for pair in dispatches[number].pairs if rank in pair]
+        return frozenset().union(*pairs) - self.dead - {rank}
 
     def blame(self) -> None:
         """All have left, nobody hangs: then the first overdue task is at fault, lest it be tried for ever."""

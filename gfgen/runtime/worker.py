@@ -219,8 +219,12 @@ class Worker:
                 self._enter("sender", message.number)
                 assert self._endpoint is not None
                 send_state(self._endpoint, fields, message.transfers, dispatch=message.number)
-            except (InputVoidError, AbortedError):
+            except InputVoidError:
                 logger.debug("dispatch %d: its state is not sent", message.number)
+            except Exception as error:
+                # An abort ends all waits up to its number, and so may hit a transfer that nobody gave up.
+                is_void = isinstance(error, AbortedError)
+                self._channel.send(TaskFault(message.number, _reason(error), void=is_void))
             finally:
                 self._leave("sender")
 

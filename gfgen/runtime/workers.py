@@ -270,7 +270,9 @@ class ProcessBackend:
     # Failures: recovery.py has the rounds ---------------------------------------------------------
 
     def _task_failed(self, worker: Child, fault: TaskFault) -> None:
-        """A task raised on one rank: its other ranks, and what depends on it, have to stop."""
+        """A task, or its transfer, failed on one rank: all that take part, and what needs it, stop."""
+        if fault.number not in self._dispatches:
+            return
         cause = None if fault.void else Cause(fault.reason)
         if self._recovery and fault.number in self._recovery.numbers:
             if cause and self._recovery.causes.get(fault.number) is None:
@@ -321,7 +323,8 @@ class ProcessBackend:
         recovery.extend(causes, self._dispatches)
         lost = [self._dispatches[number] for number in recovery.numbers]
         recovery.deadline_s = self._clock.now_s + self._watchdog.time_to_leave_s(lost)
-        self._tell_ranks(Abandon(recovery.numbers))
+        for rank in sorted(recovery.waiting_for):
+            self._pool.workers[rank].tell(Abandon(recovery.numbers))
 
     def _answered(self, worker: Child, answer: Left | EdgesRestarted) -> Iterator[Event]:
         """A rank has left, or counts anew; answers to an earlier, smaller question do not count."""
@@ -341,7 +344,9 @@ class ProcessBackend:
             recovery.ask()
             for rank in sorted(recovery.dead - self._pool.retired):
                 self._pool.introduce(rank)
-            self._tell_ranks(RestartEdges(recovery.numbers, recovery.ranks - recovery.dead))
+            for rank in sorted(recovery.waiting_for):
+                peers = recovery.peers_of(rank, self._dispatches)
+                self._pool.workers[rank].tell(RestartEdges(recovery.numbers, peers))
         if recovery.waiting_for:
             return
         self._recovery = None
@@ -357,11 +362,6 @@ class ProcessBackend:
                 yield TaskFailed(now_s, number, rank, text, void=cause is None, lost=is_lost)
         yield from self._held_back
         self._held_back = []
-
-    def _tell_ranks(self, message: Abandon | RestartEdges) -> None:
-        assert self._recovery is not None
-        for rank in sorted(self._recovery.waiting_for):
-            self._pool.workers[rank].tell(message)
 
     # Processes that live and yet do nothing ---------------------------------------------------------
 

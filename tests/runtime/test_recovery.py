@@ -42,6 +42,18 @@ def test_transfers_on_the_same_edge_are_given_up_with_each_other():
     assert given_up([2], table) == {1, 2, 3}
     table = dispatches((1, [1], None, [0]), (2, [3], None, [2]))
     assert given_up([2], table) == {2}
+    table = dispatches((1, [0], None, [1]), (2, [1], None, [0]))
+    assert given_up([2], table) == {1, 2}, "the two ends of a pair count anew together"
+
+
+def test_ranks_count_anew_only_with_those_with_which_they_exchanged_lost_state():
+    table = dispatches((1, [1], None, [0]), (2, [0, 1, 2], None, []), (3, [2], 2, [1]))
+    recovery = Recovery()
+    recovery.extend({2: Cause("boom")}, table)
+    assert recovery.numbers == {2, 3}, "the transfer of 1 goes on"
+    assert [recovery.peers_of(rank, table) for rank in range(3)] == [set(), {2}, {1}]
+    recovery.dead.add(2)
+    assert recovery.peers_of(1, table) == set(), "its successor's arena is new"
 
 
 def test_the_loss_spreads_over_groups_that_overlap():

@@ -15,13 +15,24 @@ import pytest
 import torch
 from builders import make_job
 
+from gfgen.errors import AbortedError
 from gfgen.jobspec import JobSpec
 from gfgen.layout import Layout
 from gfgen.models.adapter import Fields
 from gfgen.runtime import worker as worker_module
 from gfgen.runtime import worker_jobs
 from gfgen.runtime.channel import Channel
-from gfgen.runtime.messages import Abandon, Left, RunTask, SendState, StartJob, TaskFault, TaskReport
+from gfgen.runtime.messages import (
+    Abandon,
+    Left,
+    Ping,
+    Pong,
+    RunTask,
+    SendState,
+    StartJob,
+    TaskFault,
+    TaskReport,
+)
 from gfgen.runtime.slab import Slab, SlabPlan
 from gfgen.runtime.worker import Worker
 
@@ -257,8 +268,30 @@ def test_who_waits_to_send_what_a_failed_task_was_to_make_goes_on(
     rank.run(3, 2)
     assert isinstance(rank.answer(), TaskFault)
     rank.channel.send(SendState(6, "a", 2, ()))
+    rank.channel.send(Ping())
+    assert rank.answer() == Pong()
+    assert not sent, "a later transfer takes the place of one that has not been given up yet"
+    rank.channel.send(Abandon(frozenset({3, 5})))
     assert both.wait(ANSWER_S)
     assert sent == [6]
+
+
+def test_a_transfer_that_is_aborted_without_having_been_given_up_is_told(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An abort of a later dispatch ends it too; whoever waits for it would wait for ever."""
+    rank.worker._endpoint = SimpleNamespace()  # type: ignore[assignment]
+
+    def send(endpoint: Any, fields: Fields, transfers: Any, *, dispatch: int) -> None:
+        raise AbortedError("by the host")
+
+    monkeypatch.setattr(worker_module, "send_state", send)
+    rank.run_to_end(1, 0)
+    rank.run_to_end(2, 1)
+    rank.channel.send(SendState(3, "a", 2, ()))
+    fault = rank.answer()
+    assert isinstance(fault, TaskFault)
+    assert (fault.number, fault.void) == (3, True)
 
 
 def test_latents_of_a_dispatch_that_was_given_up_are_not_used(rank: Rank) -> None:
