@@ -137,6 +137,7 @@ class FakeWorker:
         self._tasks: queue.SimpleQueue[tuple[RunTask, list[int]]] = queue.SimpleQueue()
         self._shipments: queue.SimpleQueue[tuple[SendState, Future[bytes]]] = queue.SimpleQueue()
         self._lock = threading.RLock()
+        self._told = threading.Condition(self._lock)
         self._jobs: dict[str, _Job] = {}
         self._abandoned: set[int] = set()
         self._running: dict[str, int] = {}
@@ -207,6 +208,7 @@ class FakeWorker:
 
     def _abandon(self, numbers: frozenset[int]) -> None:
         self._abandoned |= numbers
+        self._told.notify_all()
         for job in self._jobs.values():
             for number in numbers:
                 job.drop(number)
@@ -279,6 +281,9 @@ class FakeWorker:
             return
         except ScriptedError as error:
             self._channel.send(TaskFault(message.number, f"ScriptedError: {error}"))
+            self._leave("main")
+            with self._told:  # start nothing before this is given up, with what goes with it
+                self._told.wait_for(lambda: message.number in self._abandoned)
         else:
             if report is not None:
                 self._channel.send(report)

@@ -113,9 +113,10 @@ class FaultFolder:
 
     def begin(self, plan: Sequence[Fault]) -> None:
         """Put a plan in force; nothing of it is done yet."""
-        for path in self._folder.iterdir():
-            path.unlink()
         self._put(plan)
+        for path in self._folder.iterdir():
+            if path.name != "plan":
+                path.unlink()
 
     def disarm(self, point: Point) -> None:
         """Nothing more happens at this point."""

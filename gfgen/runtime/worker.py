@@ -108,6 +108,10 @@ class Worker:
         self._tasks: queue.SimpleQueue[tuple[RunTask, list[int]] | None] = queue.SimpleQueue()
         self._shipments: queue.SimpleQueue[tuple[SendState, Future[Fields]]] = queue.SimpleQueue()
         self._lock = threading.RLock()
+        self._told = threading.Condition(self._lock)
+        """Notified when `_failed` has lost a member."""
+        self._failed: set[int] = set()
+        """Dispatches that failed here and that the control plane has not given up yet."""
         self._jobs: dict[str, RankJob] = {}
         self._abandoned: set[int] = set()
         self._running: dict[str, int] = {}
@@ -141,6 +145,7 @@ class Worker:
             for fd in fds:
                 os.close(fd)
         self._tasks.put(None)
+        self._forgive()
 
     def _take(self, message: Any, fds: Sequence[int]) -> None:
         """What takes effect at once, also while a task runs."""
@@ -173,12 +178,21 @@ class Worker:
                 )
             case Reset():
                 self._jobs.clear()
+                self._forgive()
             case _:
                 raise AssertionError(f"unknown message {message!r}")
+
+    def _forgive(self) -> None:
+        """No control plane is left that would give up what has failed here."""
+        with self._told:
+            self._failed.clear()
+            self._told.notify_all()
 
     def _abandon(self, numbers: frozenset[int]) -> None:
         """Give dispatches up: those that run here are aborted, those that wait will not start."""
         self._abandoned |= numbers
+        self._failed -= numbers
+        self._told.notify_all()
         for job in self._jobs.values():
             for number in numbers:
                 job.drop(number)
@@ -209,6 +223,19 @@ class Worker:
             self._running.pop(thread, None)
             self._tell_what_was_left()
 
+    def _fail(self, thread: str, fault: TaskFault) -> None:
+        """Report, and start nothing else before the control plane has given up what goes with it.
+
+        What comes next may use the same edges, and would take for its own what was sent for this
+        dispatch. Whoever waits to send its output goes on waiting, for the same reason.
+        """
+        with self._told:
+            if fault.number not in self._abandoned:
+                self._failed.add(fault.number)
+            self._channel.send(fault)
+            self._leave(thread)
+            self._told.wait_for(lambda: fault.number not in self._failed)
+
     # The sender thread ------------------------------------------------------------------------
 
     def _send(self) -> None:
@@ -224,7 +251,7 @@ class Worker:
             except Exception as error:
                 # An abort ends all waits up to its number, and so may hit a transfer that nobody gave up.
                 is_void = isinstance(error, AbortedError)
-                self._channel.send(TaskFault(message.number, _reason(error), void=is_void))
+                self._fail("sender", TaskFault(message.number, _reason(error), void=is_void))
             finally:
                 self._leave("sender")
 
@@ -245,15 +272,13 @@ class Worker:
             return  # the control plane has given it up and expects no report
         except Exception as error:
             logger.debug("dispatch %d", message.number, exc_info=True)
-            # Who waits to send its output goes on waiting, until the control plane gives that up too:
-            # what comes next on the same edge must not take its place.
             is_void, is_short = isinstance(error, AbortedError), _is_out_of_memory(error)
             reason = _reason(error)
             if is_short:
                 traceback.clear_frames(error.__traceback__)  # they hold the tensors of the attempt
                 gc.collect()
                 reason = f"out of memory; fewer --ranks or a smaller size may help: {reason}"
-            self._channel.send(TaskFault(message.number, reason, void=is_void))
+            self._fail("main", TaskFault(message.number, reason, void=is_void))
         else:
             self._channel.send(report)
         finally:

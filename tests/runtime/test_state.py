@@ -258,6 +258,17 @@ def test_what_was_queued_on_a_failed_task_is_void_and_counts_no_failure():
     assert cluster.state.snapshot().open["a"].next_task.index == 1
 
 
+def test_a_queued_task_that_fails_before_its_producer_reports_costs_that_one_nothing():
+    cluster = Cluster(make_job("a"), guard_s=10.0)
+    producer = cluster.begin("a", 0, 0)
+    queued = cluster.begin("a", 1, 1)
+    cluster.failed(queued)
+    cluster.done(producer)
+    again = cluster.begin("a", 1, 1)
+    assert again.producer == producer.number
+    cluster.done(again)
+
+
 def test_a_timed_out_job_ends_at_its_next_task_boundary():
     cluster = Cluster(make_job("a", timeout_s=1.0))
     running = cluster.begin("a", 0, 0)

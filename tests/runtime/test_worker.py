@@ -101,6 +101,10 @@ class Rank:
         assert report.number == number
         return report
 
+    def give_up(self, *numbers: int) -> None:
+        self.channel.send(Abandon(frozenset(numbers)))
+        assert self.answer() == Left(frozenset(numbers))
+
     def publish(self, name: str, version: int, fields: Fields, *, producer: int) -> None:
         """As another rank would have done."""
         worker_jobs.publish(self.slab, name, version, fields, producer=producer)
@@ -246,7 +250,25 @@ def test_a_task_that_raises_is_a_fault_with_its_reason_and_the_worker_goes_on(ra
     assert (fault.number, fault.void) == (3, False)
     assert fault.reason.startswith("RuntimeError: out of luck (test_worker.py:")
     rank.adapter.fails_at = None
+    rank.give_up(3)
     rank.run_to_end(4, 2, producer=2)
+
+
+def test_after_a_failure_nothing_starts_before_it_is_given_up(rank: Rank) -> None:
+    """What comes next could take for its own what other ranks have sent for the failed task."""
+    rank.run_to_end(1, 0)
+    rank.run_to_end(2, 1)
+    rank.adapter.fails_at = 0
+    rank.run(3, 2)
+    assert isinstance(rank.answer(), TaskFault)
+    rank.adapter.fails_at = None
+    rank.run(4, 2, producer=2)
+    rank.channel.send(Ping())
+    assert rank.answer() == Pong()
+    rank.give_up(3)
+    report = rank.answer()
+    assert isinstance(report, TaskReport)
+    assert report.number == 4
 
 
 def test_who_waits_to_send_what_a_failed_task_was_to_make_goes_on(
