@@ -77,12 +77,20 @@ def exchange(
         parts.append([part for part in found if part is not None])
     offsets, num_bytes = offsets_of(parts[0])
     banks = [torch.full((num_bytes,), 0xEE, dtype=torch.uint8) for _ in range(size)]
+    staging = torch.empty(num_bytes, dtype=torch.uint8)
+    outputs = [torch.full_like(bank, 0xDD) for bank in banks]
     for source in range(size):
         for x, part, offset in zip(inputs[source], parts[source], offsets, strict=True):
             move = part.native(offset)
             for target in range(size):
                 pointers = ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(banks[target].data_ptr())
                 boxes.move_box(ctypes.byref(move), size, source, target, *pointers)
+                packed = ctypes.c_void_p(staging.data_ptr()), ctypes.c_void_p(outputs[target].data_ptr())
+                boxes.move_box_packed(ctypes.byref(move), size, source, target, pointers[0], *packed)
+    for slot in range(size):
+        for part, offset in zip(parts[slot], offsets, strict=True):
+            span = slice(offset[slot], offset[slot] + part.result_bytes[slot])
+            assert torch.equal(banks[slot][span], outputs[slot][span])
     return [
         [
             banks[slot][offset[slot] : offset[slot] + part.result_bytes[slot]]

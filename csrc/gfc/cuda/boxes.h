@@ -85,6 +85,35 @@ GFC_FN Place locate(const Box& box, uint32_t row) {
   return place;
 }
 
+// Messages to results that leave the arena lie there packed, one source's behind the other's: it
+// is then the receiver, in its own memory, that scatters short rows, and not a link.
+GFC_FN uint64_t packed_offset(const Move& move, int source, int target) {
+  const int64_t split = move.split_sizes[target];
+  return sum_of(move.concat_sizes, source) * split * move.outer * move.middle * move.inner_bytes;
+}
+
+GFC_FN Box as_packed(Box box, uint64_t offset) {
+  box.target = offset;
+  int64_t step = box.row_bytes;
+#pragma unroll
+  for (int dim = 0; dim < kBoxDims; ++dim) {
+    if (dim >= box.num_dims) break;
+    box.target_stride[dim] = step;
+    step *= box.extent[dim];
+  }
+  return box;
+}
+
+// From the packed form to the result.
+GFC_FN Box as_unpacked(const Box& box, uint64_t offset) {
+  const Box packed = as_packed(box, offset);
+  Box out = box;
+  out.source = packed.target;
+#pragma unroll
+  for (int dim = 0; dim < kBoxDims; ++dim) out.source_stride[dim] = packed.target_stride[dim];
+  return out;
+}
+
 GFC_FN uint64_t bytes_of(const Box& box) {
   return static_cast<uint64_t>(box.row_bytes) * box.num_rows;
 }

@@ -12,7 +12,7 @@ namespace gfc {
 
 // For messages that carry their flags with the data: inboxes behind the plan's arena, one per
 // source rank and bank (bank: parity of the edge's count). Nothing else ever writes there.
-constexpr uint64_t kFlaggedBytes = 512 << 10;  // 256 KiB of data in 8-byte words {data, flag}
+constexpr uint64_t kFlaggedBytes = 1 << 20;  // 512 KiB of data in 8-byte words {flag, data}
 GFC_FN uint64_t flagged_offset(const Plan& plan, int source_rank, uint64_t count) {
   return arena_bytes(plan) + (source_rank * kNumBanks + count % kNumBanks) * kFlaggedBytes;
 }
@@ -20,14 +20,18 @@ GFC_FN uint64_t cuda_arena_bytes(const Plan& plan) {
   return arena_bytes(plan) + kMaxRanks * kNumBanks * kFlaggedBytes;
 }
 
-// One kind of group of the present task, worked out once by `gfc_enter`.
+// One kind of group of the present task, worked out once by `gfc_enter` so that a collective finds
+// all it needs with loads that do not depend on each other. Arrays are by member.
 struct View {
   int32_t size, own;
-  uint32_t kind;         // canonical
-  uint32_t unused;
-  uint64_t bank_bytes;
+  uint32_t kind;  // canonical
+  uint32_t first_sequence;
+  int32_t own_rank, unused;
+  uint64_t own_base;
+  uint64_t flagged;  // offset of the inboxes of messages with flags
   uint64_t bank_offset[kNumBanks];
-  int32_t slot[kMaxRanks], rank[kMaxRanks];  // by member
+  int32_t slot[kMaxRanks], rank[kMaxRanks];
+  uint64_t base[kMaxRanks];
 };
 
 struct Context {
@@ -68,10 +72,11 @@ struct Exchange {
   uint64_t context;
   uint32_t kind;
   int32_t num_moves;
-  uint32_t num_slices;   // blocks that share one message of one tensor
+  uint32_t num_slices;   // blocks (with flags: warps) that share one message of one tensor
+  uint32_t num_keepers;  // blocks that copy what stays on this rank
   uint32_t unit_bytes;   // 16, 8, 4, 2 or 1: divides every address and length
   uint32_t tile_bytes;   // of bulk copies
-  uint32_t unused;
+  uint64_t dense_bytes;  // gfc_flagged_dense: the length of every message
   Move moves[kMaxMoves];
 };
 

@@ -147,6 +147,9 @@ class BulkCopier {
     __syncwarp();
   }
 
+  // Between an acquire and bulk copies of what it has made visible.
+  __device__ void before_reading() { asm volatile("fence.proxy.async;" ::: "memory"); }
+
  private:
   __device__ uint32_t rows_in(const Box& box, const Tiles& tiles, uint32_t tile) const {
     const uint32_t begin = tile / tiles.parts_per_row * tiles.rows_per_tile;

@@ -12,78 +12,151 @@
 
 namespace gfc {
 
-// One instance of a collective, as every block finds it at its start.
+// One instance of a collective, as a block finds it at its start, in shared memory.
 struct Present {
-  int size, own;
-  uint64_t number;
-  uint32_t tag;
-  uint64_t bank;  // offset in every member's arena
+  Task task;
+  View view;
+
+  __device__ uint64_t number() const { return task.instances[view.kind]; }
+  __device__ uint32_t tag() const { return make_tag(task.seed, view.kind, number()); }
+  __device__ uint64_t bank() const { return view.bank_offset[number() % kNumBanks]; }
+  __device__ char* own_base() const { return reinterpret_cast<char*>(view.own_base); }
+  // Exchanges on the edge to a member before this one: picks line, inbox and sequence.
+  __device__ uint64_t count(int member) const { return task.exchanges[view.slot[member]]; }
+  __device__ Word word(int member) const {
+    return Word{tag(), view.first_sequence + static_cast<uint32_t>(count(member)) + 1};
+  }
+  __device__ Wait wait(int member, Word expected) const {
+    return Wait{view.own_rank, view.rank[member], kExchangeLine + expected.sequence % 2, expected,
+                task.group.dispatch, task.timeout_ns};
+  }
+  __device__ char* result(const Move& move, int member) const {
+    return reinterpret_cast<char*>(view.base[member]) + bank() + move.result_offset[member];
+  }
+  // Where this rank's result is to be: the caller's tensor, or the arena.
+  __device__ char* own_result(const Move& move) const {
+    return move.output != 0 ? reinterpret_cast<char*>(move.output) : result(move, view.own);
+  }
 };
 
-__device__ inline Present present_instance(const Context& context, uint32_t kind) {
-  const View& view = context.views[kind];
-  const uint64_t number = context.task.instances[kind];
-  return {view.size, view.own, number, make_tag(context.task.seed, kind, number),
-          view.bank_offset[number % kNumBanks]};
-}
+constexpr int kTaskWords = sizeof(Task) / sizeof(uint64_t), kViewWords = sizeof(View) / sizeof(uint64_t);
+static_assert(kTaskWords <= 32 && kViewWords <= 32);
 
-// Whether a collective may start. Uniform over a block.
-__device__ inline bool may_start(Context& context) {
-  if (is_poisoned(context)) return false;
-  if (context.task.has_entered != 0) return true;
-  const int own = context.rank;
-  if (threadIdx.x == 0) {
-    leave(context, Record{kNotEntered, own, own, kExchangeLine, context.task.group.dispatch, 0, 0});
+// Reads the state with one load per thread, all at once; at least a warp. False: do nothing.
+__device__ inline bool start(Context& context, uint32_t kind, Present& present) {
+  const uint64_t* task = reinterpret_cast<const uint64_t*>(&context.task);
+  const uint64_t* view = reinterpret_cast<const uint64_t*>(&context.views[kind]);
+  const uint32_t lane = threadIdx.x;
+  if (lane < 32) {
+    uint64_t task_word = 0, view_word = 0;
+    if (lane < kTaskWords) task_word = __ldcg(task + lane);
+    if (lane < kViewWords) view_word = __ldcg(view + lane);
+    if (lane < kTaskWords) reinterpret_cast<uint64_t*>(&present.task)[lane] = task_word;
+    if (lane < kViewWords) reinterpret_cast<uint64_t*>(&present.view)[lane] = view_word;
+  }
+  __syncthreads();
+  if (present.task.failure.status != kOk) return false;
+  if (present.task.has_entered != 0) return true;
+  const int own = present.view.own_rank;
+  if (lane == 0) {
+    leave(context, Record{kNotEntered, own, own, kExchangeLine, present.task.group.dispatch, 0, 0});
   }
   return false;
 }
 
-// The next exchange on the edge to a member: its sequence picks line and inbox.
-__device__ inline uint64_t edge_count(const Context& context, const View& view, int member) {
-  return context.task.exchanges[view.slot[member]];
-}
-
-__device__ inline Word exchange_word(const Context& context, uint64_t count, uint32_t tag) {
-  return Word{tag, context.plan.first_sequence + static_cast<uint32_t>(count) + 1};
-}
-
-__device__ inline bool await_member(Context& context, const View& view, const Present& present,
-                                    int member) {
-  const Word word = exchange_word(context, edge_count(context, view, member), present.tag);
-  const Wait wait{context.rank, view.rank[member], kExchangeLine + word.sequence % 2, word,
-                  context.task.group.dispatch, context.task.timeout_ns};
+__device__ inline bool await_member(Context& context, const Present& present, int member) {
   CudaMemory mem(context);
   Record failure;
-  if (await_word(mem, wait, failure) == kOk) return true;
+  if (await_word(mem, present.wait(member, present.word(member)), failure) == kOk) return true;
   leave(context, failure);
   return false;
 }
 
-// Counts this block as done with a message; the last one of them signals the member.
-__device__ inline void publish_part(Context& context, const View& view, const Present& present,
-                                    int member, uint32_t num_blocks) {
-  uint32_t& arrived = context.arrived[member];
-  if (add_acq_rel_gpu(&arrived, 1) + 1 != num_blocks) return;
-  arrived = 0;
-  const Word word = exchange_word(context, edge_count(context, view, member), present.tag);
-  CudaMemory(context).publish(view.rank[member], kExchangeLine + word.sequence % 2, word);
+// Counts this block as done with a message; the last one of them signals the member. One thread,
+// after a barrier of the block.
+__device__ inline void publish_part(Context& context, const Present& present, int member,
+                                    uint32_t num_blocks) {
+  if (num_blocks > 1) {
+    uint32_t& arrived = context.arrived[member];
+    if (add_acq_rel_gpu(&arrived, 1) + 1 != num_blocks) return;
+    arrived = 0;
+  }
+  const Word word = present.word(member);
+  char* base = reinterpret_cast<char*>(present.view.base[member]);
+  store_release_sys(base + line_offset(present.view.own_rank, kExchangeLine + word.sequence % 2),
+                    pack(word));
 }
 
-// The last block to come here advances the counts that all blocks have read at their start.
-__device__ inline void finish(Context& context, uint32_t kind) {
+// The last block to come here advances the counts. Relaxed: every block has read them into its
+// shared memory before, and the next kernel is ordered by the end of this one.
+__device__ inline void finish(Context& context, const Present& present, uint32_t num_instances) {
+  __shared__ bool is_last;
   __syncthreads();
-  if (threadIdx.x != 0 || add_acq_rel_gpu(&context.finished, 1) + 1 != gridDim.x) return;
-  context.finished = 0;
-  const View& view = context.views[kind];
-  ++context.task.instances[kind];
-  for (int member = 0; member < view.size; ++member) {
-    if (member != view.own) ++context.task.exchanges[view.slot[member]];
+  if (threadIdx.x == 0) {
+    is_last = gridDim.x == 1 || add_relaxed_gpu(&context.finished, 1) + 1 == gridDim.x;
+    if (is_last) {
+      context.finished = 0;
+      context.task.instances[present.view.kind] = present.number() + num_instances;
+    }
+  }
+  __syncthreads();
+  const int member = threadIdx.x;
+  if (is_last && member < present.view.size && member != present.view.own) {
+    context.task.exchanges[present.view.slot[member]] = present.count(member) + num_instances;
   }
 }
 
-__device__ inline char* result_of(const Context& context, const Present& present, const Move& move,
-                                  int rank, int member) {
-  return reinterpret_cast<char*>(context.base[rank]) + present.bank + move.result_offset[member];
+// One 8-byte unit of a message with flags, as two words {flag, data}.
+__device__ inline void send_flagged(char* address, uint64_t flag, uint2 data) {
+  asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(address), "l"(flag | data.x),
+               "l"(flag | data.y) : "memory");
+}
+
+// Waits for one unit, and clears it: see gfc_flagged. False: the task is poisoned.
+__device__ inline bool take_flagged(Context& context, const Present& present, int member, char* address,
+                                    uint64_t flag, uint2& data) {
+  uint64_t low, high, started_ns = 0;
+  for (uint32_t polls = 1;; ++polls) {
+    asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];"
+                 : "=l"(low), "=l"(high) : "l"(address) : "memory");
+    if (((low ^ flag) >> 32) == 0 && ((high ^ flag) >> 32) == 0) break;
+    const bool is_strange = low >> 32 != 0 && ((low ^ flag) >> 32) != 0;
+    if (!is_strange && polls % kPollsPerLook != 0) continue;
+    CudaMemory mem(context);
+    const Wait wait = present.wait(member, unpack(flag));
+    const Status status = is_strange             ? kProtocol
+                          : is_poisoned(context) ? kAborted
+                                                 : give_up(mem, wait, started_ns);
+    if (status == kOk) continue;
+    leave(context, Record{status, wait.rank, wait.peer, wait.line, wait.dispatch, flag, low});
+    return false;
+  }
+  asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %1};" ::"l"(address), "l"(0ull) : "memory");
+  data = make_uint2(static_cast<uint32_t>(low), static_cast<uint32_t>(high));
+  return true;
+}
+
+__device__ inline uint64_t flag_of(uint32_t tag) { return static_cast<uint64_t>(tag | 1) << 32; }
+
+// Inboxes for messages with flags: this rank's at a member, and a member's here. `later` counts
+// exchanges of the same kernel.
+__device__ inline char* flagged_outbox(const Present& present, int member, uint32_t later) {
+  const uint64_t idx = present.view.own_rank * kNumBanks + (present.count(member) + later) % kNumBanks;
+  return reinterpret_cast<char*>(present.view.base[member]) + present.view.flagged + idx * kFlaggedBytes;
+}
+__device__ inline char* flagged_inbox(const Present& present, int member, uint32_t later) {
+  const uint64_t idx = present.view.rank[member] * kNumBanks + (present.count(member) + later) % kNumBanks;
+  return present.own_base() + present.view.flagged + idx * kFlaggedBytes;
+}
+
+// Where an 8-byte unit of a box lies on both sides.
+__device__ inline Place unit_place(const Box& box, uint32_t unit) {
+  const uint32_t row_units = static_cast<uint32_t>(box.row_bytes / 8);
+  const uint32_t row = box.num_dims == 0 ? 0 : unit / row_units;
+  Place place = locate(box, row);
+  place.source += static_cast<uint64_t>(unit - row * row_units) * 8;
+  place.target += static_cast<uint64_t>(unit - row * row_units) * 8;
+  return place;
 }
 
 __device__ inline void build_view(Context& context, uint32_t kind) {
@@ -94,13 +167,17 @@ __device__ inline void build_view(Context& context, uint32_t kind) {
   const Region region = region_of(group, view.kind);
   view.size = members.size;
   view.own = members.own;
-  for (int bank = 0; bank < kNumBanks; ++bank) {
-    view.bank_offset[bank] = region.count == 0 ? 0 : exchange_inbox(context.plan, region, 1, bank, 0).offset;
+  view.first_sequence = context.plan.first_sequence;
+  view.own_rank = context.rank;
+  view.own_base = context.base[context.rank];
+  view.flagged = flagged_offset(context.plan, 0, 0);
+  for (int bank = 0; bank < kNumBanks && region.count != 0; ++bank) {
+    view.bank_offset[bank] = exchange_inbox(context.plan, region, 1, bank, 0).offset;
   }
-  view.bank_bytes = region.count == 0 ? 0 : exchange_inbox(context.plan, region, 1, 0, 0).bytes;
   for (int member = 0; member < members.size; ++member) {
     view.slot[member] = members.slot(member);
     view.rank[member] = group.rank[members.slot(member)];
+    view.base[member] = context.base[view.rank[member]];
   }
   context.views[kind] = view;
 }
@@ -147,8 +224,8 @@ gfc_enter(uint64_t address, const __grid_constant__ Descriptor group, uint64_t t
 }
 
 // An exchange whose data carry their flags: each 64-bit word is {flag, data}. No fence, no signal.
-// Grid: size * max(moves, 1) * num_slices, any block. Needs units of 8 bytes (or no moves: a
-// barrier), and messages of at most kFlaggedBytes / 2.
+// Block 512; num_slices warps for each of size * max(moves, 1) messages, and a grid that holds
+// them. Needs units of 8 bytes (or no moves: a barrier), and messages of at most kFlaggedBytes / 2.
 //
 // The receiver clears each word that it has read, so an inbox holds nothing but zeros and words of
 // the exchange that is under way; after a fault the host clears it. Bank = parity of the edge's
@@ -156,153 +233,218 @@ gfc_enter(uint64_t address, const __grid_constant__ Descriptor group, uint64_t t
 // our next kernel sends, when this one is over.
 extern "C" __global__ void __launch_bounds__(512) gfc_flagged(const __grid_constant__ Exchange exchange) {
   Context& context = *reinterpret_cast<Context*>(exchange.context);
-  const View& view = context.views[exchange.kind];
-  __shared__ Box outgoing[kMaxMoves], incoming[kMaxMoves];
-  const Present present = present_instance(context, exchange.kind);
-  if (!may_start(context)) return;
-  const int num_moves = exchange.num_moves, num_items = max(num_moves, 1);
-  const int item = blockIdx.x / exchange.num_slices, slice = blockIdx.x % exchange.num_slices;
-  const int step = item / num_items, idx = item % num_items;
-  const int target = (present.own + step) % present.size;
-  const int source = (present.own + present.size - step) % present.size;
-  if (threadIdx.x < num_moves) {
-    outgoing[threadIdx.x] = box_of(exchange.moves[threadIdx.x], present.size, present.own, target);
-  } else if (threadIdx.x >= 32 && threadIdx.x < 32 + num_moves) {
-    incoming[threadIdx.x - 32] =
-        as_result(box_of(exchange.moves[threadIdx.x - 32], present.size, source, present.own));
+  __shared__ Present present;
+  __shared__ Box outgoing[kMaxRanks * kMaxMoves], incoming[kMaxRanks * kMaxMoves];
+  if (!start(context, exchange.kind, present)) return;
+  const int size = present.view.size, own = present.view.own;
+  const int num_moves = exchange.num_moves, num_columns = max(num_moves, 1);
+  const int thread = threadIdx.x;
+  if (thread < 2 * size * num_moves) {
+    const bool is_incoming = thread >= size * num_moves;
+    const int item = is_incoming ? thread - size * num_moves : thread;
+    const int step = item / num_moves;
+    const Move& move = exchange.moves[item % num_moves];
+    if (is_incoming) {
+      incoming[item] = as_result(box_of(move, size, (own + size - step) % size, own));
+    } else {
+      outgoing[item] = box_of(move, size, own, (own + step) % size);
+    }
   }
   __syncthreads();
-  const Move& move = exchange.moves[idx];
-  char* result = nullptr;
-  if (num_moves != 0) {
-    result = move.output != 0 ? reinterpret_cast<char*>(move.output)
-                              : result_of(context, present, move, context.rank, present.own);
-  }
-  const uint32_t first = slice * blockDim.x + threadIdx.x, stride = exchange.num_slices * blockDim.x;
-  if (step == 0) {
-    if (num_moves != 0) {
-      copy_box(reinterpret_cast<const char*>(move.input), result, outgoing[idx], 8, first, stride);
-    }
-    finish(context, exchange.kind);
-    return;
-  }
-  const uint64_t flag = static_cast<uint64_t>(present.tag | 1) << 32;
-  uint64_t sent_before = 0, sent = 0, due_before = 0, due = 0;
-  for (int i = 0; i < num_moves; ++i) {
-    if (i < idx) sent_before += bytes_of(outgoing[i]) / 8;
-    if (i < idx) due_before += bytes_of(incoming[i]) / 8;
-    sent += bytes_of(outgoing[i]) / 8;
-    due += bytes_of(incoming[i]) / 8;
-  }
-  const uint64_t count = edge_count(context, view, target);
-  const uint64_t due_count = edge_count(context, view, source);
-  char* outbox = reinterpret_cast<char*>(context.base[view.rank[target]]) +
-                 flagged_offset(context.plan, context.rank, count) + 16 * sent_before;
-  char* inbox = reinterpret_cast<char*>(context.base[context.rank]) +
-                flagged_offset(context.plan, view.rank[source], due_count) + 16 * due_before;
-  if (num_moves != 0) {
-    const Box& box = outgoing[idx];
-    const uint32_t row_units = static_cast<uint32_t>(box.row_bytes / 8);
-    const uint32_t num_units = row_units * box.num_rows;
-    for (uint32_t unit = first; unit < num_units; unit += stride) {
-      const uint32_t row = box.num_dims == 0 ? 0 : unit / row_units;
-      const uint64_t at = locate(box, row).source + static_cast<uint64_t>(unit - row * row_units) * 8;
-      const uint2 data = *reinterpret_cast<const uint2*>(move.input + at);
-      asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(outbox + 16ull * unit),
-                   "l"(flag | data.x), "l"(flag | data.y) : "memory");
-    }
-  }
-  // A message without bytes is one word: the receiver still waits for it.
-  if (sent == 0 && idx == 0 && first == 0) {
-    asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %1};" ::"l"(outbox), "l"(flag) : "memory");
-  }
-  const uint32_t num_words = num_moves == 0 ? 0 : static_cast<uint32_t>(bytes_of(incoming[idx]) / 8);
-  const uint32_t num_due = due == 0 && idx == 0 ? 1 : num_words;
-  const uint32_t row_units = num_words == 0 ? 1 : static_cast<uint32_t>(incoming[idx].row_bytes / 8);
-  CudaMemory mem(context);
-  for (uint32_t unit = first; unit < num_due; unit += stride) {
-    char* address = inbox + 16ull * unit;
-    uint64_t low, high, started_ns = 0;
-    for (uint32_t polls = 1;; ++polls) {
-      asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];"
-                   : "=l"(low), "=l"(high) : "l"(address) : "memory");
-      if (((low ^ flag) >> 32) == 0 && ((high ^ flag) >> 32) == 0) break;
-      const uint64_t strange = low >> 32 != 0 && ((low ^ flag) >> 32) != 0 ? low : 0;
-      const Wait wait{context.rank, view.rank[source], kExchangeLine, unpack(flag),
-                      context.task.group.dispatch, context.task.timeout_ns};
-      Status status = strange != 0 ? kProtocol : kOk;
-      if (status == kOk && polls % kPollsPerLook == 0) {
-        status = is_poisoned(context) ? kAborted : give_up(mem, wait, started_ns);
+  const uint32_t warp = (blockIdx.x * blockDim.x + thread) / 32;
+  const int item = warp / exchange.num_slices;
+  if (item < size * num_columns) {
+    const uint32_t first = warp % exchange.num_slices * 32 + thread % 32, stride = exchange.num_slices * 32;
+    const int step = item / num_columns, idx = item % num_columns;
+    const int target = (own + step) % size, source = (own + size - step) % size;
+    const Move& move = exchange.moves[idx];
+    const char* input = reinterpret_cast<const char*>(move.input);
+    char* result = num_moves == 0 ? nullptr : present.own_result(move);
+    const Box* out = outgoing + step * num_moves;
+    const Box* in = incoming + step * num_moves;
+    if (step == 0) {
+      if (num_moves != 0) copy_box(input, result, out[idx], 8, first, stride);
+    } else {
+      uint64_t sent_before = 0, sent = 0, due_before = 0, due = 0;
+      for (int i = 0; i < num_moves; ++i) {
+        if (i == idx) sent_before = sent, due_before = due;
+        sent += bytes_of(out[i]) / 8;
+        due += bytes_of(in[i]) / 8;
       }
-      if (status != kOk) {
-        leave(context, Record{status, wait.rank, wait.peer, wait.line, wait.dispatch, flag, low});
-        return;
+      const uint64_t flag = flag_of(present.tag());
+      char* outbox = flagged_outbox(present, target, 0) + 16 * sent_before;
+      char* inbox = flagged_inbox(present, source, 0) + 16 * due_before;
+      const uint32_t num_sent = num_moves == 0 ? 0 : static_cast<uint32_t>(bytes_of(out[idx]) / 8);
+      for (uint32_t unit = first; unit < num_sent; unit += stride) {
+        const char* address = input + unit_place(out[idx], unit).source;
+        send_flagged(outbox + 16ull * unit, flag, *reinterpret_cast<const uint2*>(address));
+      }
+      // A message without bytes is one unit: the receiver still waits for it.
+      if (sent == 0 && idx == 0 && first == 0) send_flagged(outbox, flag, make_uint2(0, 0));
+      const uint32_t num_units = num_moves == 0 ? 0 : static_cast<uint32_t>(bytes_of(in[idx]) / 8);
+      const uint32_t num_due = due == 0 && idx == 0 ? 1 : num_units;
+      for (uint32_t unit = first; unit < num_due; unit += stride) {
+        uint2 data;
+        if (!take_flagged(context, present, source, inbox + 16ull * unit, flag, data)) break;
+        if (unit < num_units) {
+          *reinterpret_cast<uint2*>(result + unit_place(in[idx], unit).target) = data;
+        }
       }
     }
-    asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %1};" ::"l"(address), "l"(0ull) : "memory");
-    if (unit < num_words) {
-      const Box& box = incoming[idx];
-      const uint32_t row = box.num_dims == 0 ? 0 : unit / row_units;
-      const uint64_t at = locate(box, row).target + static_cast<uint64_t>(unit - row * row_units) * 8;
-      *reinterpret_cast<uint2*>(result + at) =
-          make_uint2(static_cast<uint32_t>(low), static_cast<uint32_t>(high));
-    }
   }
-  finish(context, exchange.kind);
+  finish(context, present, 1);
 }
 
-// An exchange by threads, straight into the result's place in each member's arena.
-// Grid (size - 1) * moves * num_slices, block of at most 512. A result without an output of its
-// own stays in the arena until this rank's next exchange of the kind.
-extern "C" __global__ void __launch_bounds__(512) gfc_exchange(const __grid_constant__ Exchange exchange) {
+// The same for one tensor whose every message is `dense_bytes` long and dense on both sides (the
+// first dimension of contiguous tensors), or for none: a barrier. What small messages cost is
+// latency, and working out boxes is a fifth of it.
+extern "C" __global__ void __launch_bounds__(512)
+gfc_flagged_dense(const __grid_constant__ Exchange exchange) {
   Context& context = *reinterpret_cast<Context*>(exchange.context);
-  const View& view = context.views[exchange.kind];
-  __shared__ Box boxes[1 + kMaxMoves];
-  __shared__ bool has_arrived;
-  const Present present = present_instance(context, exchange.kind);
-  if (!may_start(context)) return;
-  const int num_moves = exchange.num_moves;
-  const int item = blockIdx.x / exchange.num_slices, slice = blockIdx.x % exchange.num_slices;
-  const int step = item / num_moves + 1, idx = item % num_moves;
-  const int target = (present.own + step) % present.size;
-  const Move& move = exchange.moves[idx];
-  if (threadIdx.x == 0) boxes[0] = box_of(move, present.size, present.own, target);
-  if (threadIdx.x >= 32 && threadIdx.x < 32 + num_moves) {
-    boxes[threadIdx.x - 31] =
-        box_of(exchange.moves[threadIdx.x - 32], present.size, present.own, present.own);
-  }
-  __syncthreads();
-  const uint32_t first = slice * blockDim.x + threadIdx.x, stride = exchange.num_slices * blockDim.x;
-  copy_box(reinterpret_cast<const char*>(move.input),
-           result_of(context, present, move, view.rank[target], target), boxes[0],
-           exchange.unit_bytes, first, stride);
-  __syncthreads();
-  if (threadIdx.x == 0) publish_part(context, view, present, target, num_moves * exchange.num_slices);
-  for (int i = 0; i < num_moves; ++i) {
-    const Move& kept = exchange.moves[i];
-    char* to = kept.output != 0 ? reinterpret_cast<char*>(kept.output)
-                                : result_of(context, present, kept, context.rank, present.own);
-    copy_box(reinterpret_cast<const char*>(kept.input), to, boxes[1 + i], exchange.unit_bytes,
-             blockIdx.x * blockDim.x + threadIdx.x, gridDim.x * blockDim.x);
-  }
-  if (move.output == 0) {
-    // One block waits, a thread for each peer; the end of the kernel passes it on.
-    if (blockIdx.x == 0 && threadIdx.x < present.size && static_cast<int>(threadIdx.x) != present.own) {
-      await_member(context, view, present, threadIdx.x);
+  __shared__ Present present;
+  if (!start(context, exchange.kind, present)) return;
+  const int size = present.view.size, own = present.view.own;
+  const uint32_t warp = (blockIdx.x * blockDim.x + threadIdx.x) / 32;
+  const int step = warp / exchange.num_slices;
+  if (step < size) {
+    const uint32_t first = warp % exchange.num_slices * 32 + threadIdx.x % 32;
+    const uint32_t stride = exchange.num_slices * 32;
+    const Move& move = exchange.moves[0];
+    const uint32_t num_units = static_cast<uint32_t>(exchange.dense_bytes / 8);
+    const int target = (own + step) % size, source = (own + size - step) % size;
+    const uint2* input = reinterpret_cast<const uint2*>(move.input) + (move.is_split ? target * num_units : 0);
+    uint2* result = num_units == 0 ? nullptr
+                                   : reinterpret_cast<uint2*>(present.own_result(move)) + source * num_units;
+    if (step == 0) {
+      for (uint32_t unit = first; unit < num_units; unit += stride) result[unit] = input[unit];
+    } else {
+      const uint64_t flag = flag_of(present.tag());
+      char* outbox = flagged_outbox(present, target, 0);
+      char* inbox = flagged_inbox(present, source, 0);
+      for (uint32_t unit = first; unit < num_units; unit += stride) {
+        send_flagged(outbox + 16ull * unit, flag, input[unit]);
+      }
+      if (num_units == 0 && first == 0) send_flagged(outbox, flag, make_uint2(0, 0));
+      for (uint32_t unit = first; unit < max(num_units, 1u); unit += stride) {
+        uint2 data;
+        if (!take_flagged(context, present, source, inbox + 16ull * unit, flag, data)) break;
+        if (num_units != 0) result[unit] = data;
+      }
     }
-    finish(context, exchange.kind);
+  }
+  finish(context, present, 1);
+}
+
+namespace gfc {
+
+// Copies by all threads of a block; the interface of BulkCopier.
+struct ThreadCopier {
+  uint32_t unit_bytes;
+  __device__ void copy(const char* from, char* to, const Box& box, uint32_t slice, uint32_t num_slices) {
+    copy_box(from, to, box, unit_bytes, slice * blockDim.x + threadIdx.x, num_slices * blockDim.x);
+  }
+  __device__ void before_reading() {}
+};
+
+struct Boxes {
+  Box push, take;
+  bool has_arrived;
+};
+
+// Copies what an earlier item has brought from the arena to the caller's tensor. Whole block.
+template <class Copier>
+__device__ inline bool take_item(const Exchange& exchange, Context& context, const Present& present,
+                                 Copier& copier, Boxes& boxes, int item, uint32_t slice) {
+  const View& view = present.view;
+  const Move& move = exchange.moves[item % exchange.num_moves];
+  const int source = (view.own + view.size - (item / exchange.num_moves + 1)) % view.size;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    boxes.has_arrived = await_member(context, present, source);
+    boxes.take = as_unpacked(box_of(move, view.size, source, view.own),
+                             packed_offset(move, source, view.own));
+  }
+  __syncthreads();
+  if (!boxes.has_arrived) return false;
+  copier.before_reading();
+  copier.copy(present.result(move, view.own), reinterpret_cast<char*>(move.output), boxes.take, slice,
+              exchange.num_slices);
+  return true;
+}
+
+// A share of what stays on this rank. Whole block.
+template <class Copier>
+__device__ inline void keep(const Exchange& exchange, const Present& present, Copier& copier, Box& box,
+                            uint32_t slice) {
+  const View& view = present.view;
+  for (int i = 0; i < exchange.num_moves; ++i) {
+    const Move& move = exchange.moves[i];
+    __syncthreads();
+    if (threadIdx.x == 0) box = box_of(move, view.size, view.own, view.own);
+    __syncthreads();
+    copier.copy(reinterpret_cast<const char*>(move.input), present.own_result(move), box, slice,
+                exchange.num_keepers);
+  }
+}
+
+// The body of gfc_exchange and gfc_bulk. An item is the message of one tensor to one member, and
+// num_slices blocks share it. The blocks in front of the keepers take all items at once, or, where
+// num_slices is larger, some at a time, in turn from each rank's successor on.
+template <class Copier>
+__device__ inline void exchange_through_arena(const Exchange& exchange, Context& context,
+                                              const Present& present, Copier& copier, Boxes& boxes) {
+  const View& view = present.view;
+  const uint32_t num_pushers = gridDim.x - exchange.num_keepers;
+  if (blockIdx.x >= num_pushers) {
+    keep(exchange, present, copier, boxes.push, blockIdx.x - num_pushers);
+    finish(context, present, 1);
     return;
   }
-  const int source = (present.own + present.size - step) % present.size;
-  if (threadIdx.x == 0) {
-    has_arrived = await_member(context, view, present, source);
-    boxes[0] = as_result(box_of(move, present.size, source, present.own));
+  const int num_moves = exchange.num_moves, num_items = (view.size - 1) * num_moves;
+  const int begin = blockIdx.x / exchange.num_slices, stride = num_pushers / exchange.num_slices;
+  const uint32_t slice = blockIdx.x % exchange.num_slices;
+  const bool is_taken = exchange.moves[0].output != 0;
+  for (int item = begin; item < num_items; item += stride) {
+    const Move& move = exchange.moves[item % num_moves];
+    const int target = (view.own + item / num_moves + 1) % view.size;
+    if (threadIdx.x == 0) {
+      const Box box = box_of(move, view.size, view.own, target);
+      boxes.push = is_taken ? as_packed(box, packed_offset(move, view.own, target)) : box;
+    }
+    __syncthreads();
+    copier.copy(reinterpret_cast<const char*>(move.input), present.result(move, target), boxes.push, slice,
+                exchange.num_slices);
+    __syncthreads();
+    if (threadIdx.x == 0) publish_part(context, present, target, num_moves * exchange.num_slices);
+    // The item before this one has most likely come by now: other blocks keep the links busy.
+    if (is_taken && item != begin &&
+        !take_item(exchange, context, present, copier, boxes, item - stride, slice)) {
+      return;
+    }
   }
-  __syncthreads();
-  if (!has_arrived) return;
-  copy_box(result_of(context, present, move, context.rank, present.own),
-           reinterpret_cast<char*>(move.output), boxes[0], exchange.unit_bytes, first, stride);
-  finish(context, exchange.kind);
+  if (is_taken) {
+    const int last = begin + (num_items - 1 - begin) / stride * stride;
+    if (begin < num_items && !take_item(exchange, context, present, copier, boxes, last, slice)) return;
+  } else if (blockIdx.x == 0) {
+    // One block waits, a thread for each peer; the end of the kernel passes it on.
+    const int member = threadIdx.x;
+    if (member < view.size && member != view.own) await_member(context, present, member);
+  }
+  finish(context, present, 1);
+}
+
+}  // namespace gfc
+
+// An exchange by threads, straight into the result's place in each member's arena.
+// Grid num_slices * (1 to (size - 1) * moves) + num_keepers, block of 32 to 512. A result without an
+// output of its own stays in the arena until this rank's next exchange of the kind.
+extern "C" __global__ void __launch_bounds__(512) gfc_exchange(const __grid_constant__ Exchange exchange) {
+  Context& context = *reinterpret_cast<Context*>(exchange.context);
+  __shared__ Present present;
+  __shared__ Boxes boxes;
+  if (!start(context, exchange.kind, present)) return;
+  ThreadCopier copier{exchange.unit_bytes};
+  exchange_through_arena(exchange, context, present, copier, boxes);
 }
 
 #if __CUDA_ARCH__ >= 900
@@ -310,50 +452,13 @@ extern "C" __global__ void __launch_bounds__(512) gfc_exchange(const __grid_cons
 // kStages * tile_bytes. Needs units of 16 bytes.
 extern "C" __global__ void __launch_bounds__(32) gfc_bulk(const __grid_constant__ Exchange exchange) {
   extern __shared__ __align__(128) char tiles[];
-  __shared__ uint64_t barriers[kStages];
-  __shared__ Box box;
   Context& context = *reinterpret_cast<Context*>(exchange.context);
-  const View& view = context.views[exchange.kind];
-  const Present present = present_instance(context, exchange.kind);
-  if (!may_start(context)) return;
+  __shared__ Present present;
+  __shared__ Boxes boxes;
+  __shared__ uint64_t barriers[kStages];
+  if (!start(context, exchange.kind, present)) return;
   BulkCopier copier(tiles, barriers, exchange.tile_bytes);
-  const int num_moves = exchange.num_moves;
-  const int item = blockIdx.x / exchange.num_slices, slice = blockIdx.x % exchange.num_slices;
-  const int step = item / num_moves + 1, idx = item % num_moves;
-  const int target = (present.own + step) % present.size;
-  const Move& move = exchange.moves[idx];
-  if (threadIdx.x == 0) box = box_of(move, present.size, present.own, target);
-  __syncwarp();
-  copier.copy(reinterpret_cast<const char*>(move.input),
-              result_of(context, present, move, view.rank[target], target), box, slice,
-              exchange.num_slices);
-  if (threadIdx.x == 0) publish_part(context, view, present, target, num_moves * exchange.num_slices);
-  for (int i = 0; i < num_moves; ++i) {
-    const Move& kept = exchange.moves[i];
-    if (threadIdx.x == 0) box = box_of(kept, present.size, present.own, present.own);
-    __syncwarp();
-    char* to = kept.output != 0 ? reinterpret_cast<char*>(kept.output)
-                                : result_of(context, present, kept, context.rank, present.own);
-    copier.copy(reinterpret_cast<const char*>(kept.input), to, box, blockIdx.x, gridDim.x);
-  }
-  if (move.output == 0) {
-    if (blockIdx.x == 0 && threadIdx.x < present.size && static_cast<int>(threadIdx.x) != present.own) {
-      await_member(context, view, present, threadIdx.x);
-    }
-    finish(context, exchange.kind);
-    return;
-  }
-  const int source = (present.own + present.size - step) % present.size;
-  bool has_arrived = true;
-  if (threadIdx.x == 0) {
-    has_arrived = await_member(context, view, present, source);
-    box = as_result(box_of(move, present.size, source, present.own));
-  }
-  if (__any_sync(0xffffffffu, !has_arrived)) return;
-  asm volatile("fence.proxy.async;" ::: "memory");  // peers' bytes, before bulk copies read them
-  copier.copy(result_of(context, present, move, context.rank, present.own),
-              reinterpret_cast<char*>(move.output), box, slice, exchange.num_slices);
-  finish(context, exchange.kind);
+  exchange_through_arena(exchange, context, present, copier, boxes);
 }
 #endif
 
@@ -382,72 +487,118 @@ __device__ inline void store_float(uint32_t item_type, void* items, uint64_t idx
   static_cast<uint16_t*>(items)[idx] = bits;
 }
 
-constexpr int kMaxItemsPerWord = 4;
+constexpr int kMaxItemsPerUnit = 4;
+
+// Sums of the items in 8-byte units.
+struct UnitSum {
+  uint32_t item_type;
+  float sum[kMaxItemsPerUnit] = {};
+
+  __device__ explicit UnitSum(uint32_t type) : item_type(type) {}
+  __device__ void add(uint2 unit) {
+#pragma unroll
+    for (int i = 0; i < kMaxItemsPerUnit; ++i) {
+      if (i < 2 || item_type != 0) sum[i] += as_float(item_type, &unit, i);
+    }
+  }
+  __device__ uint2 rounded() const {
+    uint2 unit = make_uint2(0, 0);
+#pragma unroll
+    for (int i = 0; i < kMaxItemsPerUnit; ++i) {
+      if (i < 2 || item_type != 0) store_float(item_type, &unit, i, sum[i]);
+    }
+    return unit;
+  }
+};
+
+// The sum over all members of one unit, the own one given, in the order of the slots.
+__device__ inline bool sum_flagged(Context& context, const Present& present, uint64_t flag, uint64_t offset,
+                                   uint2 own, UnitSum& sum) {
+  for (int member = 0; member < present.view.size; ++member) {
+    uint2 data = own;
+    if (member != present.view.own) {
+      char* address = flagged_inbox(present, member, 0) + offset;
+      if (!take_flagged(context, present, member, address, flag, data)) return false;
+    }
+    sum.add(data);
+  }
+  return true;
+}
 
 }  // namespace gfc
 
 // All-reduce in one shot, for small tensors: everyone sends everything with flags, and adds the
-// contributions in the order of the slots, in fp32. Any grid, any block. num_items * item bytes is
-// a multiple of 8 and at most kFlaggedBytes / 2. Flags and banks as in gfc_flagged.
+// contributions in the order of the slots, in fp32. Any grid, any block. The input is a multiple
+// of 8 bytes and at most kFlaggedBytes / 2. Flags and banks as in gfc_flagged.
 extern "C" __global__ void __launch_bounds__(512)
 gfc_all_reduce(const __grid_constant__ Reduction reduction) {
   Context& context = *reinterpret_cast<Context*>(reduction.context);
-  const View& view = context.views[reduction.kind];
-  const Present present = present_instance(context, reduction.kind);
-  if (!may_start(context)) return;
-  const int items_per_word = reduction.item_type == 0 ? 2 : 4;
-  const uint32_t num_words = static_cast<uint32_t>(reduction.num_items / items_per_word);
-  const uint64_t flag = static_cast<uint64_t>(present.tag | 1) << 32;
-  const uint32_t stride = gridDim.x * blockDim.x;
-  CudaMemory mem(context);
-  for (uint32_t word = blockIdx.x * blockDim.x + threadIdx.x; word < num_words; word += stride) {
-    const uint2 data = reinterpret_cast<const uint2*>(reduction.input)[word];
-    for (int step = 1; step < present.size; ++step) {
-      const int target = (present.own + step) % present.size;
-      char* outbox = reinterpret_cast<char*>(context.base[view.rank[target]]) +
-                     flagged_offset(context.plan, context.rank, edge_count(context, view, target));
-      asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(outbox + 16ull * word),
-                   "l"(flag | data.x), "l"(flag | data.y) : "memory");
+  __shared__ Present present;
+  if (!start(context, reduction.kind, present)) return;
+  const int size = present.view.size, own = present.view.own;
+  const uint32_t num_units = static_cast<uint32_t>(reduction.num_items / (reduction.item_type == 0 ? 2 : 4));
+  const uint64_t flag = flag_of(present.tag());
+  const uint32_t first = blockIdx.x * blockDim.x + threadIdx.x, stride = gridDim.x * blockDim.x;
+  const uint2* input = reinterpret_cast<const uint2*>(reduction.input);
+  for (uint32_t unit = first; unit < num_units; unit += stride) {
+    const uint2 data = input[unit];
+    for (int step = 1; step < size; ++step) {
+      send_flagged(flagged_outbox(present, (own + step) % size, 0) + 16ull * unit, flag, data);
     }
   }
-  for (uint32_t word = blockIdx.x * blockDim.x + threadIdx.x; word < num_words; word += stride) {
-    float sum[kMaxItemsPerWord] = {};
-    for (int member = 0; member < present.size; ++member) {
-      uint2 data = reinterpret_cast<const uint2*>(reduction.input)[word];
-      if (member != present.own) {
-        char* address = reinterpret_cast<char*>(context.base[context.rank]) +
-                        flagged_offset(context.plan, view.rank[member], edge_count(context, view, member)) +
-                        16ull * word;
-        uint64_t low, high, started_ns = 0;
-        for (uint32_t polls = 1;; ++polls) {
-          asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];"
-                       : "=l"(low), "=l"(high) : "l"(address) : "memory");
-          if (((low ^ flag) >> 32) == 0 && ((high ^ flag) >> 32) == 0) break;
-          if (polls % kPollsPerLook != 0) continue;
-          const Wait wait{context.rank, view.rank[member], kExchangeLine, unpack(flag),
-                          context.task.group.dispatch, context.task.timeout_ns};
-          const Status status = is_poisoned(context) ? kAborted : give_up(mem, wait, started_ns);
-          if (status == kOk) continue;
-          leave(context, Record{status, wait.rank, wait.peer, wait.line, wait.dispatch, flag, low});
-          return;
-        }
-        asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %1};" ::"l"(address), "l"(0ull) : "memory");
-        data = make_uint2(static_cast<uint32_t>(low), static_cast<uint32_t>(high));
-      }
-#pragma unroll
-      for (int i = 0; i < kMaxItemsPerWord; ++i) {
-        if (i < items_per_word) sum[i] += as_float(reduction.item_type, &data, i);
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < kMaxItemsPerWord; ++i) {
-      if (i < items_per_word) {
-        store_float(reduction.item_type, reinterpret_cast<void*>(reduction.output),
-                    static_cast<uint64_t>(word) * items_per_word + i, sum[i]);
-      }
+  for (uint32_t unit = first; unit < num_units; unit += stride) {
+    UnitSum sum(reduction.item_type);
+    if (!sum_flagged(context, present, flag, 16ull * unit, input[unit], sum)) break;
+    reinterpret_cast<uint2*>(reduction.output)[unit] = sum.rounded();
+  }
+  finish(context, present, 1);
+}
+
+// All-reduce in two shots in one launch, for middling tensors: each member adds up its part of
+// them, and sends the sum to all. Counts as two exchanges. The input is a multiple of 8 * size
+// bytes, and a member's part at most kFlaggedBytes / 2. Grid of resident blocks, any block.
+extern "C" __global__ void __launch_bounds__(512)
+gfc_all_reduce_parts(const __grid_constant__ Reduction reduction) {
+  Context& context = *reinterpret_cast<Context*>(reduction.context);
+  __shared__ Present present;
+  if (!start(context, reduction.kind, present)) return;
+  const int size = present.view.size, own = present.view.own;
+  const uint32_t num_all = static_cast<uint32_t>(reduction.num_items / (reduction.item_type == 0 ? 2 : 4));
+  const uint32_t num_units = num_all / size;  // of each part
+  const uint64_t flag = flag_of(present.tag());
+  const uint64_t sum_flag = flag_of(make_tag(present.task.seed, present.view.kind, present.number() + 1));
+  const uint32_t first = blockIdx.x * blockDim.x + threadIdx.x, stride = gridDim.x * blockDim.x;
+  const uint2* input = reinterpret_cast<const uint2*>(reduction.input);
+  uint2* output = reinterpret_cast<uint2*>(reduction.output);
+  for (int step = 1; step < size; ++step) {
+    const int target = (own + step) % size;
+    char* outbox = flagged_outbox(present, target, 0);
+    for (uint32_t unit = first; unit < num_units; unit += stride) {
+      send_flagged(outbox + 16ull * unit, flag, input[target * num_units + unit]);
     }
   }
-  finish(context, reduction.kind);
+  for (uint32_t unit = first; unit < num_units; unit += stride) {
+    UnitSum sum(reduction.item_type);
+    if (!sum_flagged(context, present, flag, 16ull * unit, input[own * num_units + unit], sum)) break;
+    const uint2 data = sum.rounded();
+    output[own * num_units + unit] = data;
+    // Our clearing of what we have read comes before a peer can write there again: it may do so
+    // in its next kernel, once it has our sums, while this kernel still runs.
+    __threadfence();
+    for (int step = 1; step < size; ++step) {
+      send_flagged(flagged_outbox(present, (own + step) % size, 1) + 16ull * unit, sum_flag, data);
+    }
+  }
+  for (int step = 1; step < size; ++step) {
+    const int source = (own + size - step) % size;
+    char* inbox = flagged_inbox(present, source, 1);
+    for (uint32_t unit = first; unit < num_units; unit += stride) {
+      uint2 data;
+      if (!take_flagged(context, present, source, inbox + 16ull * unit, sum_flag, data)) break;
+      output[source * num_units + unit] = data;
+    }
+  }
+  finish(context, present, 2);
 }
 
 // Adds `num_terms` arrays that lie `stride` items apart, in order, in fp32. Any grid, any block.

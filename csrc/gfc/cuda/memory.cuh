@@ -44,21 +44,29 @@ __device__ inline uint64_t timer_ns() {
 // over PCIe: 157 ns a poll (FACTS), so a stop is noticed within about 0.3 ms.
 constexpr uint32_t kPollsPerLook = 2048;
 
+__device__ inline uint32_t add_relaxed_gpu(uint32_t* address, uint32_t value) {
+  uint32_t old;
+  asm volatile("atom.add.relaxed.gpu.global.u32 %0, [%1], %2;"
+               : "=r"(old) : "l"(address), "r"(value) : "memory");
+  return old;
+}
+
 class CudaMemory {
  public:
-  __device__ explicit CudaMemory(const Context& context) : context_(context) {}
+  __device__ explicit CudaMemory(const Context& context)
+      : context_(context), rank_(context.rank), own_(base(context.rank)) {}
 
   __device__ const Plan& plan() const { return context_.plan; }
   __device__ char* base(int rank) const { return reinterpret_cast<char*>(context_.base[rank]); }
 
   __device__ Word load_acquire(int source, uint32_t line) const {
-    return unpack(load_acquire_sys(base(context_.rank) + line_offset(source, line)));
+    return unpack(load_acquire_sys(own_ + line_offset(source, line)));
   }
   __device__ void restart_line(int source, uint32_t line, Word value) {
-    store_relaxed_sys(base(context_.rank) + line_offset(source, line), pack(value));
+    store_relaxed_sys(own_ + line_offset(source, line), pack(value));
   }
   __device__ void publish(int rank, uint32_t line, Word value) {
-    store_release_sys(base(rank) + line_offset(context_.rank, line), pack(value));
+    store_release_sys(base(rank) + line_offset(rank_, line), pack(value));
   }
   __device__ uint64_t aborted_through() const {
     return load_relaxed_sys(reinterpret_cast<const void*>(context_.aborted_through));
@@ -75,6 +83,8 @@ class CudaMemory {
 
  private:
   const Context& context_;
+  int rank_;
+  char* own_;
 };
 
 __device__ inline void tell_host(const Context& context, const Record& failure) {

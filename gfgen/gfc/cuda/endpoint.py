@@ -58,6 +58,7 @@ class CudaEndpoint:
         selector: Selector | None = None,
     ) -> None:
         self.plan, self.rank, self.device = plan, rank, device
+        self.torch_device = torch.device("cuda", device)
         self.timeout_ns = max(1, int(timeout_s * 1e9))
         self.driver = driver()
         self.kernels = Kernels(device)

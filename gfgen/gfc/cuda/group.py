@@ -20,6 +20,7 @@ from torch import Tensor
 
 from gfgen.errors import LayoutError
 from gfgen.gfc import native
+from gfgen.gfc.arena import Plan
 from gfgen.gfc.cuda.launch import PAIR, Launch
 from gfgen.gfc.cuda.moves import Reshaped, offsets_of, reshaped
 from gfgen.gfc.cuda.selector import FLAGGED_LIMIT, Choice
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
     from gfgen.gfc.cuda.endpoint import CudaEndpoint
 
 _ITEM_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+ONE_SHOT_BYTES = 128 << 10
+"""All-reduces up to here send everything to everyone; a guess until measured."""
+
 _THREADS = 512
 _IN_FLIGHT = 8  # units that a thread of gfc_exchange has under way
 
@@ -68,21 +72,20 @@ class Prepared(NamedTuple):
 class CudaGroup:
     """The ranks of a dispatch, or a subgroup of them, as one rank sees it."""
 
-    __slots__ = ("_endpoint", "_kind", "_run", "bank", "descriptor", "ranks", "size", "slot")
+    __slots__ = ("_endpoint", "_kind", "_place", "_run", "bank", "descriptor", "ranks", "size", "slot")
 
     def __init__(
         self, endpoint: CudaEndpoint, descriptor: Descriptor, run: Run, *, kind: Kind = "whole"
     ) -> None:
         layout = descriptor.layout
         layout_slot = layout.slot_of(endpoint.rank)
-        slots = member_slots(layout.degrees, kind, layout_slot)
         self._endpoint, self._run = endpoint, run
-        self._kind = canonical(layout.degrees, KINDS[kind])
         self.descriptor = descriptor
-        self.ranks = tuple(layout.ranks[slot] for slot in slots)
-        self.slot = slots.index(layout_slot)
+        slots, self.slot, self._kind, self.bank, self._place = _seat(
+            endpoint.plan, layout.degrees, kind, layout_slot
+        )
+        self.ranks = tuple([layout.ranks[slot] for slot in slots])
         self.size = len(slots)
-        self.bank = bank_of(endpoint.plan.data_bytes, endpoint.plan.post_bytes, layout.degrees, self._kind)
 
     def subgroup(self, kind: Kind) -> CudaGroup:
         """The group of this kind that this rank belongs to; costs no communication."""
@@ -179,8 +182,11 @@ class CudaGroup:
         num_bytes = x.numel() * x.element_size()
         if self.size == 1:
             return x.clone()
-        if num_bytes % 8 == 0 and 0 < num_bytes <= FLAGGED_LIMIT and x.data_ptr() % 8 == 0:
-            return self._all_reduce_at_once(x)
+        is_aligned = x.data_ptr() % 8 == 0 and num_bytes > 0
+        if is_aligned and num_bytes % 8 == 0 and num_bytes <= ONE_SHOT_BYTES:
+            return self._all_reduce_flagged(x, num_shots=1)
+        if is_aligned and num_bytes % (8 * self.size) == 0 and num_bytes <= FLAGGED_LIMIT * self.size:
+            return self._all_reduce_flagged(x, num_shots=2)
         if x.numel() % self.size == 0:
             part = self.reduce_scatter(x.view(-1))
             return self.all_gather(part).view(x.shape)
@@ -207,13 +213,7 @@ class CudaGroup:
                 f"dimension {dim} of {tuple(x.shape)} cannot be cut in {self.size} equal parts; "
                 "give another concat_dim"
             )
-        # [.., P * n, ..] seen as [.., P, 1, n, ..]: split the first, concatenate along the second.
-        step = x.stride(dim)
-        length = x.shape[dim] // self.size
-        shape = (*x.shape[:dim], self.size, 1, length, *x.shape[dim + 1 :])
-        parts = x.as_strided(shape, (*x.stride()[:dim], length * step, length * step, *x.stride()[dim:]))
-        ones = (1,) * self.size
-        return self._move((parts,), (dim, dim + 1, ones, ones), in_arena=in_arena)[0].view(x.shape)
+        return self._move((x,), (dim, dim, (), ()), in_arena=in_arena)[0]
 
     def _move(
         self, tensors: Sequence[Tensor], how: tuple[int, int, Sizes, Sizes] | tuple[()], *, in_arena: bool
@@ -224,14 +224,18 @@ class CudaGroup:
         if endpoint.failed.value:
             endpoint.check(run.dispatch)
         assert run.has_entered, "a collective before the entry barrier"
-        key: list[object] = [self._kind, self.descriptor.layout.degrees, self.slot, how, in_arena]
-        key += [(x.shape, x.stride(), x.dtype, x.data_ptr() & 15) for x in tensors]
-        fingerprint = tuple(key)
-        prepared = endpoint.prepared.get(fingerprint)
+        pointers = [x.data_ptr() for x in tensors]
+        key = (
+            self._place,
+            how,
+            in_arena,
+            *[(x.shape, x.stride(), x.dtype, at & 15) for x, at in zip(tensors, pointers, strict=True)],
+        )
+        prepared = endpoint.prepared.get(key)
         if prepared is None:
-            prepared = endpoint.prepared[fingerprint] = self._prepare(tensors, how, in_arena=in_arena)
+            prepared = endpoint.prepared[key] = self._prepare(tensors, how, in_arena=in_arena)
         if isinstance(prepared, Prepared):
-            return self._launch(prepared, tensors, in_arena=in_arena)
+            return self._launch(prepared, pointers, in_arena=in_arena)
         assert how
         # Strides that no kernel takes, or more than a bank holds.
         if prepared == "strides":
@@ -240,21 +244,26 @@ class CudaGroup:
             raise LayoutError(f"the results do not fit in a bank of {self.bank.num_bytes} bytes")
         return tuple(self._in_rounds(x, how) for x in tensors)
 
-    def _launch(self, prepared: Prepared, tensors: Sequence[Tensor], *, in_arena: bool) -> tuple[Tensor, ...]:
-        endpoint, run = self._endpoint, self._run
+    def _launch(self, prepared: Prepared, pointers: list[int], *, in_arena: bool) -> tuple[Tensor, ...]:
+        endpoint, counts, kind = self._endpoint, self._run.counts, self._kind
         launch, buffer = prepared.launch, prepared.launch.buffer
-        bank = self.bank.offsets[run.counts[self._kind] % NUM_BANKS]
         results = []
-        for x, (shape, dtype, offset), at in zip(tensors, prepared.results, prepared.pointers, strict=True):
-            if in_arena:
+        if in_arena:
+            bank = self.bank.offsets[counts[kind] % NUM_BANKS]
+            for (shape, dtype, offset), at, pointer in zip(
+                prepared.results, prepared.pointers, pointers, strict=True
+            ):
                 results.append(endpoint.view(bank + offset, shape, dtype))
-                PAIR.pack_into(buffer, at, x.data_ptr(), 0)
-            else:
-                result = torch.empty(shape, dtype=dtype, device=x.device)
-                PAIR.pack_into(buffer, at, x.data_ptr(), result.data_ptr())
+                PAIR.pack_into(buffer, at, pointer, 0)
+        else:
+            for (shape, dtype, _), at, pointer in zip(
+                prepared.results, prepared.pointers, pointers, strict=True
+            ):
+                result = torch.empty(shape, dtype=dtype, device=endpoint.torch_device)
+                PAIR.pack_into(buffer, at, pointer, result.data_ptr())
                 results.append(result)
         launch.run(endpoint.stream())
-        run.counts[self._kind] += 1
+        counts[kind] += 1
         return tuple(results)
 
     def _prepare(
@@ -262,10 +271,18 @@ class CudaGroup:
     ) -> Prepared | str:
         """The launch for such tensors, or why there is none: "strides" or "space"."""
         if not how:
-            return self._prepare_launch((), [], Choice("flagged", self.size), unit_bytes=8, tensors=())
+            return self._prepare_launch((), [], Choice("flagged", 1), unit_bytes=8, tensors=())
         if len(tensors) > MAX_MOVES:
             return "space"
         split_dim, concat_dim, splits, concats = how
+        if split_dim == concat_dim:
+            # [.., P * n, ..] seen as [.., P, 1, n, ..]: split the first, concatenate along the second.
+            (x,), ones = tensors, (1,) * self.size
+            unfolded = _unfolded(x, split_dim, self.size)
+            prepared = self._prepare((unfolded,), (split_dim, split_dim + 1, ones, ones), in_arena=in_arena)
+            if isinstance(prepared, str):
+                return prepared
+            return prepared._replace(results=((x.shape, x.dtype, prepared.results[0][2]),))
         if len(concats) != self.size:
             raise LayoutError(f"{self.size} ranks need as many sizes, got {concats}")
         parts = []
@@ -319,23 +336,39 @@ class CudaGroup:
             exchange.moves[idx] = part.native(offset)
             results.append((part.result_shape, x.dtype, offset[self.slot]))
         longest = max((part.pair_bytes for part in parts), default=0)
-        num_peers = self.size if choice.path == "flagged" else self.size - 1
-        items = num_peers * max(1, len(parts))
-        per_block = {
-            "flagged": 8 * _THREADS,
-            "threads": unit_bytes * _THREADS * _IN_FLIGHT // 2,
-            "bulk": max(1, choice.tile_bytes),
-        }[choice.path]
-        most = max(1, min(choice.blocks, endpoint.kernels.num_multiprocessors) // items)
-        exchange.num_slices = min(most, max(1, -(-longest // per_block)))
-        name = {"flagged": "flagged", "threads": "exchange", "bulk": "bulk"}[choice.path]
+        num_parts = max(1, len(parts))
+        limit = min(choice.blocks, endpoint.kernels.num_multiprocessors)
+        block, shared_bytes = _THREADS, 0
+        if choice.path == "flagged":
+            name, items = "flagged", self.size * num_parts
+            dense_bytes = parts[0].dense_bytes if len(parts) == 1 else 0
+            if dense_bytes or not parts:
+                name, exchange.dense_bytes = "flagged_dense", dense_bytes
+            warps_per_block = _THREADS // 32
+            most = max(1, limit * warps_per_block // items)
+            exchange.num_slices = min(most, max(1, -(-longest // (8 * 32))))
+            grid = -(-items * exchange.num_slices // warps_per_block)
+        else:
+            items = (self.size - 1) * num_parts
+            per_block = unit_bytes * _THREADS * _IN_FLIGHT // 2
+            name = "exchange"
+            if choice.path == "bulk":
+                name, block, per_block = "bulk", 32, choice.tile_bytes
+                shared_bytes = 4 * choice.tile_bytes
+            wanted = max(1, -(-longest // per_block))
+            # What stays is copied at the speed of the own memory, many times that of a link.
+            exchange.num_keepers = min(wanted * num_parts, max(1, limit // 12))
+            at_once = 1 if choice.in_turn else items
+            most = max(1, (limit - exchange.num_keepers) // at_once)
+            exchange.num_slices = min(most, wanted)
+            grid = at_once * exchange.num_slices + exchange.num_keepers
         launch = Launch(
             endpoint.driver,
             endpoint.kernels[name],
             exchange,
-            grid=items * exchange.num_slices,
-            block=32 if choice.path == "bulk" else _THREADS,
-            shared_bytes=4 * choice.tile_bytes if choice.path == "bulk" else 0,
+            grid=grid,
+            block=block,
+            shared_bytes=shared_bytes,
         )
         first = Exchange.moves.offset
         size_of_move = Exchange.moves.size // MAX_MOVES
@@ -345,6 +378,8 @@ class CudaGroup:
     def _in_rounds(self, x: Tensor, how: tuple[int, int, Sizes, Sizes]) -> Tensor:
         """An exchange that does not fit in a bank: so many parts of each shard at a time."""
         split_dim, concat_dim, splits, concats = how
+        if split_dim == concat_dim:
+            return self._rounds_along(x, split_dim)
         shape = list(x.shape)
         shape[concat_dim] = sum(concats)
         if split_dim >= 0:
@@ -369,25 +404,38 @@ class CudaGroup:
                 result.narrow(concat_dim, at, lengths[member]).copy_(part)
         return result
 
-    def _all_reduce_at_once(self, x: Tensor) -> Tensor:
+    def _rounds_along(self, x: Tensor, dim: int) -> Tensor:
+        """The same for equal parts of one dimension: so much of every part at a time."""
+        size = self.size
+        parts = x.contiguous().view(*x.shape[:dim], size, 1, -1)
+        num_rounds = min(parts.shape[-1], x.numel() * x.element_size() // max(1, self.bank.num_bytes) + 2)
+        ones = (1,) * size
+        how = (dim, dim + 1, ones, ones)
+        pieces = torch.tensor_split(parts, num_rounds, -1)
+        arrived = [self._move((piece.contiguous(),), how, in_arena=False)[0] for piece in pieces]
+        return torch.cat([piece.transpose(dim, dim + 1) for piece in arrived], -1).view(x.shape)
+
+    def _all_reduce_flagged(self, x: Tensor, *, num_shots: int) -> Tensor:
+        """In one launch: everyone sends all to all, or the parts and then their sums."""
         endpoint, run = self._endpoint, self._run
         if endpoint.failed.value:
             endpoint.check(run.dispatch)
         assert run.has_entered, "a collective before the entry barrier"
         result = torch.empty_like(x)
-        key = ("all_reduce", self._kind, x.dtype, x.numel())
+        name = "all_reduce" if num_shots == 1 else "all_reduce_parts"
+        key = (name, self._kind, x.dtype, x.numel())
         launch = endpoint.prepared.get(key)
         if not isinstance(launch, Launch):
-            num_words = x.numel() * x.element_size() // 8
+            num_units = x.numel() * x.element_size() // 8 // (1 if num_shots == 1 else self.size)
             reduction = Reduction(
                 context=endpoint.context, num_items=x.numel(), kind=self._kind, item_type=_ITEM_TYPES[x.dtype]
             )
-            grid = max(1, min(endpoint.kernels.num_multiprocessors, -(-num_words // 256)))
-            launch = Launch(endpoint.driver, endpoint.kernels["all_reduce"], reduction, grid=grid, block=256)
+            grid = max(1, min(endpoint.kernels.num_multiprocessors, -(-num_units // _THREADS)))
+            launch = Launch(endpoint.driver, endpoint.kernels[name], reduction, grid=grid, block=_THREADS)
             endpoint.prepared[key] = launch
         PAIR.pack_into(launch.buffer, Reduction.input.offset, x.data_ptr(), result.data_ptr())
         launch.run(endpoint.stream())
-        run.counts[self._kind] += 1
+        run.counts[self._kind] += num_shots
         return result
 
     def _reduce(self, terms: Tensor, num_items: int, stride: int) -> Tensor:
@@ -408,6 +456,32 @@ class CudaGroup:
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=f"cuda:{self._endpoint.device}")
+
+
+def _unfolded(x: Tensor, dim: int, size: int) -> Tensor:
+    """[.., P * n, ..] as [.., P, 1, n, ..]."""
+    length, step = x.shape[dim] // size, x.stride(dim)
+    shape = (*x.shape[:dim], size, 1, length, *x.shape[dim + 1 :])
+    return x.as_strided(shape, (*x.stride()[:dim], length * step, length * step, *x.stride()[dim:]))
+
+
+class Seat(NamedTuple):
+    """A rank's place in a group, whichever ranks it is made of."""
+
+    slots: tuple[int, ...]
+    slot: int
+    kind: int
+    bank: Bank
+    key: tuple[tuple[int, int, int], int, int]
+
+
+@cache
+def _seat(plan: Plan, degrees: tuple[int, int, int], kind: Kind, layout_slot: int) -> Seat:
+    slots = member_slots(degrees, kind, layout_slot)
+    number = canonical(degrees, KINDS[kind])
+    slot = slots.index(layout_slot)
+    bank = bank_of(plan.data_bytes, plan.post_bytes, degrees, number)
+    return Seat(slots, slot, number, bank, (degrees, number, slot))
 
 
 @cache

@@ -7,7 +7,18 @@ from gfgen.gfc.cuda.compiler import compiled
 from gfgen.gfc.cuda.driver import MULTIPROCESSORS, Driver, driver
 from gfgen.gfc.cuda.structs import SIZES
 
-NAMES = ("enter", "flagged", "exchange", "all_reduce", "reduce", "send", "recv", "restart_edge")
+NAMES = (
+    "enter",
+    "flagged",
+    "flagged_dense",
+    "exchange",
+    "all_reduce",
+    "all_reduce_parts",
+    "reduce",
+    "send",
+    "recv",
+    "restart_edge",
+)
 MAX_SHARED_BYTES = 200 << 10
 """Of one block on sm_90, less some; four stages of tiles."""
 

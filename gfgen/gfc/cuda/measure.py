@@ -34,7 +34,11 @@ def device_name(endpoint: CudaEndpoint) -> str:
 
 def versions(endpoint: CudaEndpoint) -> dict[str, str]:
     nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-    return {"torch": torch.__version__, "nccl": nccl, "driver_cuda": ".".join(map(str, endpoint.driver.version))}
+    return {
+        "torch": torch.__version__,
+        "nccl": nccl,
+        "driver_cuda": ".".join(map(str, endpoint.driver.version)),
+    }
 
 
 def init_nccl(endpoint: CudaEndpoint, num_ranks: int, store: str) -> None:
@@ -307,13 +311,14 @@ def _event_us(run: Callable[[], object], *, warmups: int, repeats: int) -> float
     torch.cuda.synchronize()
     times = []
     for _ in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         start.record()
         run()
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end) * 1e3)
-    return statistics.median(times)
+    return float(statistics.median(times))
 
 
 def _host_us(call: Callable[[], object]) -> float:

@@ -32,6 +32,7 @@ class Reshaped:
     unit_bytes: int
     row_bytes: int
     num_members: int
+    dense_bytes: int  # of every message, if all are as long and dense on both sides; else 0
     fields: tuple[int, ...]
     split_sizes: Sizes
     concat_sizes: Sizes
@@ -109,6 +110,16 @@ def reshaped(
         unit_bytes=min(16, _low_bit(lengths)),
         row_bytes=inner_bytes * (second_most if second_stride == inner_bytes and split_dim >= 0 else 1),
         num_members=size,
+        dense_bytes=_dense_bytes(
+            outer=outer[0],
+            middle=middle[0],
+            inner_bytes=inner_bytes,
+            strides=(first_stride, second_stride),
+            is_split=split_dim >= 0,
+            is_concat_first=is_concat_first,
+            splits=splits,
+            concats=concats,
+        ),
         fields=(
             inner_bytes,
             outer[1],
@@ -123,6 +134,25 @@ def reshaped(
         split_sizes=splits,
         concat_sizes=concats,
     )
+
+
+def _dense_bytes(
+    *,
+    outer: int,
+    middle: int,
+    inner_bytes: int,
+    strides: tuple[int, int],
+    is_split: bool,
+    is_concat_first: bool,
+    splits: Sizes,
+    concats: Sizes,
+) -> int:
+    """Of gathers along the first dimension, and of equal parts of it to everyone."""
+    if outer != 1 or middle != 1 or set(splits) != {1} or set(concats) != {1}:
+        return 0
+    if not is_split:
+        return inner_bytes
+    return inner_bytes if not is_concat_first and strides[0] == inner_bytes else 0
 
 
 def offsets_of(parts: Sequence[Reshaped]) -> tuple[list[list[int]], int]:

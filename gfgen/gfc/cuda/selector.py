@@ -21,11 +21,15 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A kernel and its launch: blocks is the most of the whole grid; tile_bytes for bulk copies."""
+    """A kernel and its launch: blocks is the most of the whole grid; tile_bytes for bulk copies.
+
+    in_turn: all blocks push to one member after the other, not to all at once.
+    """
 
     path: Path_
     blocks: int
     tile_bytes: int = 0
+    in_turn: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +42,14 @@ class Rule:
 
 # 4 H200, measured 2026-11-20 with `gfgen bench gfc --tune`.
 DEFAULT_RULES = (
-    Rule(64 * KIB, Choice("flagged", 128)),
-    Rule(2 * MIB, Choice("threads", 128)),
-    Rule(1 << 62, Choice("bulk", 128, 16 * KIB)),
+    Rule(128 * KIB, Choice("flagged", 128)),
+    Rule(8 * MIB, Choice("threads", 132)),
+    Rule(1 << 62, Choice("bulk", 132, 32 * KIB)),
 )
 FALLBACK = Choice("threads", 128)
 """For what the choice cannot take: bulk copies need units of 16 bytes, flags units of 8."""
 
-FLAGGED_LIMIT = 256 * KIB
+FLAGGED_LIMIT = 512 * KIB
 MIN_BULK_ROW = 256
 """Bytes; shorter rows make bulk copies too small to be worth their setting up."""
 

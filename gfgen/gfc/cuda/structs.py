@@ -9,7 +9,7 @@ from gfgen.gfc.native import MAX_RANKS, NUM_KINDS, Plan, Task
 
 NUM_BANKS = 2
 MAX_MOVES = 4
-FLAGGED_BYTES = 512 << 10
+FLAGGED_BYTES = 1 << 20
 AWAIT, COPY, PUBLISH = 1, 2, 4
 
 
@@ -18,11 +18,15 @@ class View(Structure):
         ("size", c_int32),
         ("own", c_int32),
         ("kind", c_uint32),
-        ("unused", c_uint32),
-        ("bank_bytes", c_uint64),
+        ("first_sequence", c_uint32),
+        ("own_rank", c_int32),
+        ("unused", c_int32),
+        ("own_base", c_uint64),
+        ("flagged", c_uint64),
         ("bank_offset", c_uint64 * NUM_BANKS),
         ("slot", c_int32 * MAX_RANKS),
         ("rank", c_int32 * MAX_RANKS),
+        ("base", c_uint64 * MAX_RANKS),
     ]
 
 
@@ -81,9 +85,10 @@ class Exchange(Structure):
         ("kind", c_uint32),
         ("num_moves", c_int32),
         ("num_slices", c_uint32),
+        ("num_keepers", c_uint32),
         ("unit_bytes", c_uint32),
         ("tile_bytes", c_uint32),
-        ("unused", c_uint32),
+        ("dense_bytes", c_uint64),
         ("moves", Move * MAX_MOVES),
     ]
 

@@ -3,8 +3,8 @@
 
 #include "cuda/boxes.h"
 
-static_assert(sizeof(gfc::Context) == 1280 && sizeof(gfc::Move) == 200 &&
-                  sizeof(gfc::Exchange) == 832 && sizeof(gfc::Reduction) == 56 &&
+static_assert(sizeof(gfc::Context) == 1680 && sizeof(gfc::Move) == 200 &&
+                  sizeof(gfc::Exchange) == 840 && sizeof(gfc::Reduction) == 56 &&
                   sizeof(gfc::Chunk) == 64,
               "gfgen/gfc/cuda/structs.py mirrors these");
 
@@ -22,6 +22,24 @@ extern "C" void move_box(const gfc::Move* move, int num_members, int source, int
   for (uint32_t row = 0; row < box.num_rows; ++row) {
     const gfc::Place place = gfc::locate(box, row);
     std::memcpy(result + place.target, input + place.source, static_cast<size_t>(box.row_bytes));
+  }
+}
+
+// The same by way of the packed form in the arena, as for results that leave it.
+extern "C" void move_box_packed(const gfc::Move* move, int num_members, int source, int target,
+                                const char* input, char* bank, char* output) {
+  const gfc::Box box = gfc::box_of(*move, num_members, source, target);
+  const gfc::Box there = gfc::as_packed(box, gfc::packed_offset(*move, source, target));
+  const gfc::Box out = gfc::as_unpacked(box, gfc::packed_offset(*move, source, target));
+  char* staging = bank + move->result_offset[target];
+  for (uint32_t row = 0; row < box.num_rows; ++row) {
+    const gfc::Place place = gfc::locate(there, row);
+    std::memcpy(staging + place.target, input + place.source, static_cast<size_t>(box.row_bytes));
+  }
+  for (uint32_t row = 0; row < box.num_rows; ++row) {
+    const gfc::Place place = gfc::locate(out, row);
+    std::memcpy(output + move->result_offset[target] + place.target, staging + place.source,
+                static_cast<size_t>(box.row_bytes));
   }
 }
 
