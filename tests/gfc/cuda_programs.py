@@ -30,6 +30,11 @@ MIXED_RULES = (
 """Every path at sizes small enough for many instances."""
 
 
+def mixed_selector(endpoint: CudaEndpoint) -> Selector:
+    keys = [(size, in_arena) for size in range(2, 9) for in_arena in (False, True)]
+    return Selector(dict.fromkeys(keys, MIXED_RULES), endpoint.kernels.has_bulk)
+
+
 class Expected(Structure):
     _fields_ = [
         ("result", c_uint64),
@@ -186,7 +191,7 @@ def stress(
     endpoint: CudaEndpoint, num_ranks: int, seed: int, num_dispatches: int, first: int
 ) -> dict[str, Any]:
     """Random dispatches over overlapping groups, with random delays; what went wrong."""
-    endpoint.selector = Selector(dict.fromkeys(range(2, 9), MIXED_RULES), endpoint.kernels.has_bulk)
+    endpoint.selector = mixed_selector(endpoint)
     endpoint.prepared.clear()
     checker = Checker(endpoint)
     rng, own = random.Random(seed), random.Random(seed * 1000 + endpoint.rank)
@@ -287,3 +292,54 @@ def transfers(endpoint: CudaEndpoint, peer: int, is_sender: bool, dispatch: int,
 
 def sizes_match() -> bool:
     return ctypes.sizeof(Expected) == 16 + 32 + 32 + 32
+
+
+def gather_once(
+    endpoint: CudaEndpoint,
+    layout: Layout,
+    incarnations: tuple[int, ...],
+    dispatch: int,
+    num_items: int,
+    pause_s: float,
+) -> tuple[str, str, int]:
+    """One task of two gathers, with a pause before the second: (error's name, its text, wrong items)."""
+    from gfgen.errors import CollectiveError
+
+    device = f"cuda:{endpoint.device}"
+    try:
+        group = endpoint.group(Descriptor(dispatch, layout, incarnations))
+        group.enter()
+        x = torch.full((num_items,), dispatch * 10 + endpoint.rank, dtype=torch.int32, device=device)
+        first = group.all_gather(x)
+        if pause_s:
+            torch.cuda.synchronize()
+            time.sleep(pause_s)
+        second = group.all_gather(x)
+        group.finish()
+    except CollectiveError as error:
+        # The context lives: it still computes.
+        alive = int(torch.ones(1000, device=device).sum())
+        return type(error).__name__, str(error), 1000 - alive
+    expected = torch.cat([torch.full_like(x, dispatch * 10 + rank) for rank in layout.ranks])
+    return "", "", int((first != expected).sum() + (second != expected).sum())
+
+
+def push_for_ever(endpoint: CudaEndpoint, layout: Layout, dispatch: int, num_bytes: int) -> str:
+    """Large gathers one after the other, until one fails."""
+    from gfgen.errors import CollectiveError
+
+    group = endpoint.group(Descriptor(dispatch, layout, (1,) * layout.degree))
+    group.enter()
+    x = torch.zeros(num_bytes, dtype=torch.uint8, device=f"cuda:{endpoint.device}")
+    try:
+        for _ in range(4000):
+            for _ in range(16):
+                group.all_gather(x, in_arena=True)
+            group.finish()
+    except CollectiveError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing failed"
+
+
+def restart(endpoint: CudaEndpoint, peers: list[int]) -> None:
+    endpoint.restart_edges(peers)

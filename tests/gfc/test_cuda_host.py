@@ -249,11 +249,11 @@ def test_banks_are_where_kernels_find_them(boxes: ctypes.CDLL, degrees: tuple[in
 
 def test_selector_falls_back_where_a_kernel_cannot_serve() -> None:
     rules = (Rule(1 << 10, Choice("flagged", 8)), Rule(1 << 62, Choice("bulk", 64, 1 << 14)))
-    selector = Selector({2: rules}, has_bulk=True)
+    selector = Selector({(2, True): rules}, has_bulk=True)
 
     def path(pair_bytes: int, unit_bytes: int = 16, row_bytes: int = 4096) -> str:
         choice = selector.choose(
-            num_members=2, pair_bytes=pair_bytes, unit_bytes=unit_bytes, row_bytes=row_bytes
+            num_members=2, in_arena=True, pair_bytes=pair_bytes, unit_bytes=unit_bytes, row_bytes=row_bytes
         )
         return choice.path
 

@@ -26,7 +26,7 @@ from gfgen.errors import RunError
 _PINNED, _DEVICE, _POSIX_FD, _READ_WRITE = 1, 1, 1, 3
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 MULTIPROCESSORS, MAJOR, MINOR, PCI_BUS, PCI_DEVICE = 16, 75, 76, 33, 34
-_P2P_RANK, _P2P_ACCESS, _P2P_ATOMICS = 1, 2, 3
+_P2P_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
 
 
 class _Location(Structure):
@@ -151,10 +151,9 @@ class Driver:
     def can_access(self, device: int, peer: int) -> bool:
         return self.integer("cuDeviceCanAccessPeer", device, peer) != 0
 
-    def link(self, device: int, peer: int) -> tuple[int, bool]:
-        """(relative performance of the link, 0 being the best; whether it carries atomics)."""
-        rank = self.integer("cuDeviceGetP2PAttribute", _P2P_RANK, device, peer)
-        return rank, self.integer("cuDeviceGetP2PAttribute", _P2P_ATOMICS, device, peer) != 0
+    def has_nvlink(self, device: int, peer: int) -> bool:
+        """Whether the link between them carries atomics, which NVLink does and PCIe does not."""
+        return self.integer("cuDeviceGetP2PAttribute", _P2P_ATOMICS, device, peer) != 0
 
     def use(self, device: int) -> None:
         """Makes the device's primary context, the one that torch uses, current on this thread."""

@@ -96,12 +96,12 @@ class CudaEndpoint:
 
     def bind(self, descriptor: Descriptor) -> None:
         """Writes the descriptor into the context and runs the entry barrier, on the current stream."""
-        for rank, incarnation in zip(descriptor.layout.ranks, descriptor.incarnations, strict=True):
-            if self.incarnations.get(rank) != incarnation:
-                raise ProtocolError(
-                    f"rank {self.rank}, dispatch {descriptor.dispatch}: the descriptor names incarnation "
-                    f"{incarnation} of rank {rank}, mapped here is {self.incarnations.get(rank)}"
-                )
+        mapped = tuple(map(self.incarnations.get, descriptor.layout.ranks))
+        if mapped != descriptor.incarnations:
+            raise ProtocolError(
+                f"rank {self.rank}, dispatch {descriptor.dispatch}: the descriptor names incarnations "
+                f"{descriptor.incarnations} of ranks {descriptor.layout.ranks}, mapped here are {mapped}"
+            )
         if descriptor.dispatch <= self.last_dispatch:
             raise ProtocolError(
                 f"rank {self.rank}: dispatch numbers must rise, {descriptor.dispatch} came after "

@@ -26,6 +26,7 @@ from gfgen.layout import Layout
 
 Times = dict[str, float]
 MIB = 1 << 20
+PATTERNS = ("all_to_all", "all_gather")
 
 
 def device_name(endpoint: CudaEndpoint) -> str:
@@ -78,9 +79,10 @@ def group_cost(endpoint: CudaEndpoint, dispatches: Sequence[tuple[tuple[int, ...
     for ranks, dispatch in dispatches:
         if endpoint.rank not in ranks:
             continue
+        layout = Layout(ranks, ulysses=len(ranks))
         torch.cuda.synchronize()
         began = time.perf_counter()
-        group = endpoint.group(Descriptor(dispatch, Layout(ranks, ulysses=len(ranks)), (1,) * len(ranks)))
+        group = endpoint.group(Descriptor(dispatch, layout, (1,) * len(ranks)))
         group.enter()
         host.append(time.perf_counter() - began)
         group.finish()
@@ -116,9 +118,8 @@ def cell(
 ) -> Times:
     """One pattern at one size, all variants. `num_bytes` is each rank's whole input."""
     group = entered(endpoint, ranks, dispatch)
-    x = _random_bytes(
-        endpoint, num_bytes // len(ranks) * len(ranks) if pattern == "all_to_all" else num_bytes
-    )
+    unit = 16 * len(ranks) if pattern == "all_to_all" else 16
+    x = _random_bytes(endpoint, num_bytes // unit * unit)
     out = torch.empty(
         x.numel() * (len(ranks) if pattern == "all_gather" else 1), dtype=x.dtype, device=x.device
     )
@@ -214,21 +215,19 @@ def fused_cell(
 
 def tune_cell(
     endpoint: CudaEndpoint, ranks: tuple[int, ...], dispatch: int, pair_bytes: int, choices: Sequence[Choice]
-) -> list[tuple[float, float]]:
-    """For each choice: graph times of all-to-all and all-gather, in the arena, at this message size."""
+) -> list[list[float]]:
+    """For each choice, graph times at this message size: all-to-all and all-gather, in the arena; fresh."""
     group = entered(endpoint, ranks, dispatch)
     usual = endpoint.selector
+    inputs = [_random_bytes(endpoint, pair_bytes * factor) for factor in (len(ranks), 1)]
+    copies = 10 if pair_bytes <= MIB else 4
     found = []
     for choice in choices:
         endpoint.selector = Selector({}, usual.has_bulk, forced=choice)
         endpoint.prepared.clear()
-        times = []
-        for pattern in ("all_to_all", "all_gather"):
-            x = _random_bytes(endpoint, pair_bytes * (len(ranks) if pattern == "all_to_all" else 1))
-            in_arena, _, _ = _calls(pattern, x, x, None)
-            copies = 10 if pair_bytes <= MIB else 4
-            times.append(_ours_graph_us(group, in_arena, copies, 5))
-        found.append((times[0], times[1]))
+        calls = [_calls(pattern, x, x, None) for pattern, x in zip(PATTERNS, inputs, strict=True)]
+        order = [calls[0][0], calls[1][0], calls[0][1], calls[1][1]]
+        found.append([_ours_graph_us(group, call, copies, 5) for call in order])
     endpoint.selector = usual
     endpoint.prepared.clear()
     group.finish()

@@ -117,7 +117,8 @@ class CudaRanks:
         for rank, process in self.processes.items():
             if process.is_alive():
                 self.pipes[rank].send(None)
-            process.join(20)
+        for rank, process in self.processes.items():
+            process.join(5)
             if process.is_alive():
                 self.kill(rank)
         for fd in (*self.control_fds.values(), *self.arena_fds.values()):
@@ -174,6 +175,8 @@ def _serve(pipe: Connection, plan: Plan, rank: int, device: int, incarnation: in
         except Exception:
             pipe.send((False, traceback.format_exc()))
     endpoint.close()
+    # At once: NCCL's teardown waits for its peers and for graphs that captured it, here for ever.
+    os._exit(0)
 
 
 def _set_up(

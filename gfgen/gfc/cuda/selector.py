@@ -40,12 +40,14 @@ class Rule:
     choice: Choice
 
 
-# 4 H200, measured 2026-11-20 with `gfgen bench gfc --tune`.
+# Measured on 4 H200, 2026-11-20, with `gfgen bench gfc --tune`.
 DEFAULT_RULES = (
-    Rule(128 * KIB, Choice("flagged", 128)),
-    Rule(8 * MIB, Choice("threads", 132)),
-    Rule(1 << 62, Choice("bulk", 132, 32 * KIB)),
+    Rule(362 * KIB, Choice("flagged", 132)),
+    Rule(32 * MIB, Choice("bulk", 132, 16 * KIB)),
+    Rule(1 << 62, Choice("bulk", 132, 48 * KIB, in_turn=True)),
 )
+Key = tuple[int, bool]
+"""Number of members, and whether the result stays in the arena."""
 FALLBACK = Choice("threads", 128)
 """For what the choice cannot take: bulk copies need units of 16 bytes, flags units of 8."""
 
@@ -56,22 +58,24 @@ MIN_BULK_ROW = 256
 
 @dataclass(frozen=True, slots=True)
 class Selector:
-    """Rules by number of members; `forced` overrides them, for measurements."""
+    """Rules by number of members and kind of result; `forced` overrides them, for measurements."""
 
-    rules: Mapping[int, tuple[Rule, ...]]
+    rules: Mapping[Key, tuple[Rule, ...]]
     has_bulk: bool
     forced: Choice | None = None
 
-    def choose(self, *, num_members: int, pair_bytes: int, unit_bytes: int, row_bytes: int) -> Choice:
-        choice = self.forced or self._by_size(num_members, pair_bytes)
+    def choose(
+        self, *, num_members: int, in_arena: bool, pair_bytes: int, unit_bytes: int, row_bytes: int
+    ) -> Choice:
+        choice = self.forced or self._by_size((num_members, in_arena), pair_bytes)
         if choice.path == "flagged" and (unit_bytes < 8 or pair_bytes > FLAGGED_LIMIT):
             return FALLBACK
         if choice.path == "bulk" and (unit_bytes < 16 or row_bytes < MIN_BULK_ROW or not self.has_bulk):
             return FALLBACK
         return choice
 
-    def _by_size(self, num_members: int, pair_bytes: int) -> Choice:
-        for rule in self.rules.get(num_members, DEFAULT_RULES):
+    def _by_size(self, key: Key, pair_bytes: int) -> Choice:
+        for rule in self.rules.get(key, DEFAULT_RULES):
             if pair_bytes <= rule.up_to_bytes:
                 return rule.choice
         return FALLBACK
@@ -85,25 +89,24 @@ def table_path(device_name: str) -> Path:
 def load_selector(device_name: str, *, has_bulk: bool) -> Selector:
     """The device's tuned table, or the shipped one."""
     path = table_path(device_name)
-    rules: dict[int, tuple[Rule, ...]] = {}
+    rules: dict[Key, tuple[Rule, ...]] = {}
     if path.is_file():
         try:
-            stored = json.loads(path.read_text())
-            rules = {
-                int(size): tuple(Rule(row["up_to_bytes"], Choice(**row["choice"])) for row in rows)
-                for size, rows in stored["rules"].items()
-            }
+            for table in json.loads(path.read_text())["tables"]:
+                rows = tuple(Rule(row["up_to_bytes"], Choice(**row["choice"])) for row in table["rules"])
+                rules[table["num_members"], table["in_arena"]] = rows
         except (ValueError, KeyError, TypeError) as error:
             _log.warning("%s is not a table of rules (%s): using the shipped one", path, error)
+            rules = {}
     return Selector(rules, has_bulk)
 
 
-def store_rules(device_name: str, rules: Mapping[int, tuple[Rule, ...]]) -> Path:
+def store_rules(device_name: str, rules: Mapping[Key, tuple[Rule, ...]]) -> Path:
     path = table_path(device_name)
     path.parent.mkdir(parents=True, exist_ok=True)
-    content = {
-        "device": device_name,
-        "rules": {str(n): [asdict(rule) for rule in rows] for n, rows in rules.items()},
-    }
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    tables = [
+        {"num_members": size, "in_arena": in_arena, "rules": [asdict(rule) for rule in rows]}
+        for (size, in_arena), rows in rules.items()
+    ]
+    path.write_text(json.dumps({"device": device_name, "tables": tables}, indent=1) + "\n")
     return path
