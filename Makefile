@@ -20,6 +20,7 @@ check: $(READY)  ## style and types
 install: $(READY)
 
 $(READY): setup.py pyproject.toml constraints.txt
+	@echo "installing gfgen and PyTorch into $(VENV): some minutes, once"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	touch $@

@@ -31,5 +31,5 @@ setup(
             extra_compile_args=["-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror"],
             language="c++",
         )
-    ]
+    ],
 )

@@ -30,7 +30,11 @@ from gfgen.gfc.arena import Plan, create_arena
 from gfgen.gfc.descriptor import Descriptor
 from gfgen.gfc.endpoint import Endpoint
 from gfgen.gfc.group import Group
+from gfgen.graph import Artifact
 from gfgen.layout import Layout
+from gfgen.models.adapter import Fields
+from gfgen.runtime.migration import Codec, plan_transfers
+from gfgen.runtime.worker_jobs import receive_state, send_state
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -68,6 +72,9 @@ def measure(endpoint: Endpoint, layout: Layout, repeats: int) -> dict[str, Timin
     found["attention there and back, q k v of [1, 64, 8, 16]"] = attention(group, repeats)
     if endpoint.rank < 2:
         found["point-to-point, 1 MiB, there and back"] = ping_pong(endpoint, MIB, repeats // 10)
+    if layout.degree >= 4:
+        for name, source, destination, codec in MIGRATIONS:
+            found[name] = migration(endpoint, group, source, destination, codec, repeats // 10)
     # Last, and on one rank while the others sleep: making a group is nobody else's work.
     group.barrier()
     if group.slot == 0:
@@ -104,6 +111,48 @@ def ping_pong(endpoint: Endpoint, size: int, repeats: int) -> Timing:
             endpoint.send(y, to=peer, dispatch=1)
 
     return timing(out_and_in, repeats)
+
+
+STATE = Artifact("latents", tuple((f"tensor {i}", (1, 64, 1024), "float32") for i in range(4)))
+"""1 MiB of a job's state, as four tensors of a solver."""
+
+MIGRATIONS = (
+    ("migration of 1 MiB, 1 rank to 1", Layout((0,)), Layout((1,)), Codec.REPLICATED),
+    ("migration of 1 MiB, 1 rank to 2", Layout((0,)), Layout((1, 2), ulysses=2), Codec.REPLICATED),
+    (
+        "migration of 1 MiB, 2 ranks to 2 others",
+        Layout((0, 1), ulysses=2),
+        Layout((2, 3), ulysses=2),
+        Codec.REPLICATED,
+    ),
+    (
+        "the same, sharded: half of it to each",
+        Layout((0, 1), ulysses=2),
+        Layout((2, 3), ulysses=2),
+        Codec.SHARDED,
+    ),
+)
+
+
+def migration(
+    endpoint: Endpoint, group: Group, source: Layout, destination: Layout, codec: Codec, repeats: int
+) -> Timing:
+    """From the moment at which all ranks are ready until this one has sent or received its part."""
+    transfers = plan_transfers(
+        STATE, source=source, destination=destination, source_codec=codec, destination_codec=codec
+    )
+    sent = [transfer for transfer in transfers if transfer.source == endpoint.rank]
+    received = [transfer for transfer in transfers if transfer.destination == endpoint.rank]
+    fields = Fields({name: torch.rand(shape) for name, shape, _ in STATE.fields})
+    times = []
+    for _ in range(repeats):
+        group.barrier()
+        start = time.perf_counter()
+        send_state(endpoint, fields, sent, dispatch=1)
+        receive_state(endpoint, received, dispatch=1)
+        group.barrier()
+        times.append((time.perf_counter() - start) * 1e6)
+    return Timing(median(times), mean(times))
 
 
 def label(size: int) -> str:

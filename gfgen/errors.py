@@ -3,7 +3,7 @@
     GfgenError                  1   something went wrong; the message says what to do
       InputError                2   what the user gave is wrong
         JobFileError            2   one or more lines of a job file (all of them, at once)
-        JobError                2   one field of one job
+        JobError                2   one or more fields of one job (all of them, at once)
         ModelError              2   a model that is unknown, missing, incomplete or broken
         PolicyError             2   a policy or a policy option that does not exist
         LayoutError             2   ranks or degrees that do not fit together
@@ -26,7 +26,7 @@ or path, the value, and what would be accepted. `assert` is for mistakes of our 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 class GfgenError(Exception):
@@ -57,6 +57,11 @@ class Problem:
             subject = f"{subject} = {self.value}" if subject else self.value
         return f"{place}{subject}: {self.accepted}" if subject else f"{place}{self.accepted}"
 
+    @classmethod
+    def of(cls, field: str | None, value: object, accepted: str) -> Problem:
+        """A problem whose line is not known, with any value as a person can read it."""
+        return cls(line=None, field=field, value=_shortened(value), accepted=accepted)
+
 
 class JobFileError(InputError):
     """One or more lines of a job file are wrong; `problems` lists every one of them."""
@@ -70,18 +75,18 @@ class JobFileError(InputError):
 
 
 class JobError(InputError):
-    """One field of one job is wrong.
+    """Fields of one job are wrong; `problems` lists every one of them.
 
     Raised where the line is not known (admission by a model's geometry); whoever knows the
-    line turns it into a `Problem` with `at_line`.
+    line gets the problems at it from `at_line`.
     """
 
-    def __init__(self, field: str | None, value: object, accepted: str) -> None:
-        self.problem = Problem(line=None, field=field, value=_shortened(value), accepted=accepted)
-        super().__init__(str(self.problem))
+    def __init__(self, *problems: Problem) -> None:
+        self.problems = problems
+        super().__init__("; ".join(map(str, problems)))
 
-    def at_line(self, line: int | None) -> Problem:
-        return Problem(line, self.problem.field, self.problem.value, self.problem.accepted)
+    def at_line(self, line: int | None) -> tuple[Problem, ...]:
+        return tuple([replace(problem, line=line) for problem in self.problems])
 
 
 class ModelError(InputError):
@@ -148,6 +153,16 @@ class InterruptedRunError(GfgenError):
     def __init__(self, message: str, *, signal_number: int) -> None:
         super().__init__(message)
         self.exit_code = 128 + signal_number
+
+
+def in_one_line(error: BaseException, *, limit: int = 300) -> str:
+    """'ZeroDivisionError: division by zero', whatever the message looks like."""
+    try:
+        text = " ".join(str(error).split())
+    except Exception:  # the message of a user's own exception may be broken too
+        text = "its message cannot be shown"
+    line = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return line if len(line) <= limit else f"{line[: limit - 3]}..."
 
 
 def _shortened(value: object, limit: int = 80) -> str | None:

@@ -13,29 +13,13 @@ import unicodedata
 from dataclasses import replace
 from pathlib import Path
 
-from gfgen.errors import JobError
-from gfgen.jobspec import JobSpec
+from gfgen.errors import JobError, Problem
+from gfgen.jobspec import SCALE_FIELDS, SHAPE_FIELDS, JobSpec
 
 SUFFIXES = {"image": ".png", "video": ".mp4"}
 """File name endings by the kind of thing that a model makes."""
 
-HASHED_FIELDS = (
-    "prompt",
-    "negative_prompt",
-    "model",
-    "width",
-    "height",
-    "frames",
-    "fps",
-    "steps",
-    "guidance_scale",
-    "guidance_scale_2",
-    "boundary_ratio",
-    "flow_shift",
-    "true_cfg_scale",
-    "seed",
-    "output",
-)
+HASHED_FIELDS = ("prompt", "negative_prompt", "model", *SHAPE_FIELDS, *SCALE_FIELDS, "seed", "output")
 """What decides the file's content and name; with the image's bytes, the canonical spec."""
 
 SLUG_CHARS = 40
@@ -97,7 +81,8 @@ def output_name(spec: JobSpec, kind: str) -> str:
     """
     name = spec.output or default_output(spec, kind)
     if Path(name).suffix.lower() != SUFFIXES[kind]:
-        raise JobError("output", name, f"a name that ends in {SUFFIXES[kind]}, since the model makes {kind}s")
+        accepted = f"a name that ends in {SUFFIXES[kind]}, since the model makes {kind}s"
+        raise JobError(Problem.of("output", name, accepted))
     return name
 
 

@@ -261,6 +261,14 @@ def parse_fields(
     return values, problems
 
 
+def parse_duration(text: str) -> float | None:
+    """Seconds of a text like "90s" or "1h30m"; None for what is no duration."""
+    try:
+        return _seconds(text)
+    except Refused:
+        return None
+
+
 def shown(value: object) -> str:
     """A value as JSON, on one short line that is safe to print."""
     try:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+SHAPE_FIELDS = ("width", "height", "frames", "fps", "steps")
+SCALE_FIELDS = ("guidance_scale", "guidance_scale_2", "boundary_ratio", "flow_shift", "true_cfg_scale")
+"""The numbers that a job may leave to its model."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSpec:

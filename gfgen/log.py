@@ -1,14 +1,24 @@
-"""Logging for the command line: readable lines, or one JSON object per line."""
+"""Logging for the command line: readable lines, or one JSON object per line; to a file as well."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import logging.handlers
 import sys
 import time
+from pathlib import Path
 from typing import TextIO
 
+from gfgen.errors import InputError
+
 _UTC = "%Y-%m-%dT%H:%M:%S"
+_READABLE = "%(asctime)s %(levelname)-7s %(message)s"
+_DATE = "%Y-%m-%d %H:%M:%S"
+
+FILE_ONLY = {"file_only": True}
+"""As `extra` of a record: the log file gets it, the stream, which shows it otherwise, does not."""
 
 
 class JsonFormatter(logging.Formatter):
@@ -27,17 +37,74 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(entry)
 
 
-def configure(*, level: str = "info", as_json: bool = False, stream: TextIO | None = None) -> None:
-    """Send records of `gfgen` to a stream (standard error by default).
+def configure(
+    *,
+    level: str = "info",
+    as_json: bool = False,
+    stream: TextIO | None = None,
+    file: Path | None = None,
+    file_level: str = "info",
+) -> None:
+    """Send records of `gfgen` to a stream (standard error by default), and append them to a file.
 
     Replaces what an earlier call installed, so it can be called again.
+
+    Raises: InputError when the file cannot be written.
     """
-    handler = logging.StreamHandler(stream or sys.stderr)
-    readable = logging.Formatter("%(asctime)s %(levelname)-7s %(message)s", "%H:%M:%S")
-    handler.setFormatter(JsonFormatter() if as_json else readable)
     logger = logging.getLogger("gfgen")
     for old in list(logger.handlers):
         logger.removeHandler(old)
-    logger.addHandler(handler)
-    logger.setLevel(level.upper())
+        if isinstance(old, _LogFile):
+            old.close()
+    shown = stream or sys.stderr
+    handler = logging.StreamHandler(shown)
+    handler.addFilter(lambda record: not getattr(record, "file_only", False))
+    time_format = "%H:%M:%S" if shown.isatty() else _DATE
+    _install(handler, level=level, formatter=_formatter(as_json, time_format))
+    if file is not None:
+        _install(_open(file), level=file_level, formatter=_formatter(as_json, _DATE))
+    logger.setLevel(min(handler.level for handler in logger.handlers))
     logger.propagate = False
+
+
+class _LogFile(logging.handlers.WatchedFileHandler):
+    """A log file that may be moved away: it is begun anew then, so logrotate needs no signal.
+
+    One that cannot be written any more is given up, and standard error says so.
+    """
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            super().emit(record)
+        except OSError:  # from opening it anew
+            self.handleError(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            return super().handleError(record)
+        logger = logging.getLogger("gfgen")
+        logger.removeHandler(self)
+        with contextlib.suppress(OSError):  # what it could not write it cannot write now
+            self.close()
+        reason = error.strerror or error
+        logger.error("cannot write --log-file %s (%s); the run goes on without it", self.baseFilename, reason)
+        return None
+
+
+def _open(file: Path) -> _LogFile:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        return _LogFile(file, encoding="utf-8", errors="backslashreplace")
+    except OSError as error:
+        raise InputError(f"--log-file {file}: cannot write there ({error.strerror}); name another") from None
+
+
+def _formatter(as_json: bool, time_format: str) -> logging.Formatter:
+    return JsonFormatter() if as_json else logging.Formatter(_READABLE, time_format)
+
+
+def _install(handler: logging.Handler, *, level: str, formatter: logging.Formatter) -> None:
+    handler.setLevel(level.upper())
+    handler.setFormatter(formatter)
+    logging.getLogger("gfgen").addHandler(handler)

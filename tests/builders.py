@@ -47,6 +47,7 @@ class Recorder(Observer):
         self.dispatches: list[Dispatch] = []
         self.events: list[Event] = []
         self.outcomes: list[JobOutcome] = []
+        self.latents: dict[str, Any] = {}
 
     def dispatched(self, dispatch: Dispatch) -> None:
         self.dispatches.append(dispatch)
@@ -75,11 +76,21 @@ def simulated_control(
     task_s: Callable[[Dispatch], float] = lambda _: STEP_S,
     journal: Any = None,
     backend: Callable[..., SimulatedBackend] = SimulatedBackend,
+    closes_s: float | None = None,
+    intake: Callable[[Clock], Any] = lambda _: None,
 ) -> tuple[Control, Recorder]:
     """A control loop over simulated ranks, not yet run, and what will watch it."""
     clock, recorder = Clock(virtual=True), Recorder()
     costs = CostModel()
-    state = State(jobs, num_ranks=num_ranks, clock=clock, costs=costs, guard_s=guard_s, max_degree=max_degree)
+    state = State(
+        jobs,
+        num_ranks=num_ranks,
+        clock=clock,
+        costs=costs,
+        guard_s=guard_s,
+        max_degree=max_degree,
+        closes_s=closes_s,
+    )
     control = Control(
         jobs,
         state=state,
@@ -89,6 +100,7 @@ def simulated_control(
         guard_s=guard_s,
         observers=[recorder],
         journal=journal,
+        intake=intake(clock),
     )
     return control, recorder
 

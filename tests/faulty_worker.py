@@ -1,18 +1,33 @@
-"""A worker whose adapters fail where a job's prompt tells them to.
+"""A worker that fails where a job's prompt tells it to.
 
-"a fox | fail rank=1 step=2 times=1"    raises on that rank at that step, so many times
+    "a fox | fail rank=1 step=2 times=1"     raises on that rank at that step, so many times
+    "a fox | die rank=1 step=2 times=1"      kills its own process, as the kernel would
+    "a fox | stop rank=1 step=2 times=1"     stops its own process: alive, and silent
+    "a fox | loop rank=1 step=2 times=1"     computes for ever
+    "a fox | short rank=1 step=2 times=1"    asks for more memory than any machine has
+
+How often it was done is counted in files, since a process that dies forgets; their folder is
+named by the environment variable GFGEN_TEST_FAULTS.
 """
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import socket
+import time
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from gfgen.runtime import worker
 from gfgen.runtime.worker import WorkerSettings
 
 __all__ = ["WorkerSettings", "main"]
+
+ORDER = re.compile(r"(fail|die|stop|loop|short) rank=(\d+) step=(\d+) times=(\d+)")
 
 
 class FaultyAdapter:
@@ -21,19 +36,46 @@ class FaultyAdapter:
     def __init__(self, adapter: Any, rank: int) -> None:
         self._adapter = adapter
         self._rank = rank
-        self._num_failures: dict[str, int] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._adapter, name)
 
     def denoise(self, spec: Any, *artifacts: Any, step: int, **options: Any) -> Any:
-        order = re.search(r"fail rank=(\d+) step=(\d+) times=(\d+)", spec.prompt)
-        if order:
-            rank, at_step, times = map(int, order.groups())
-            if (rank, at_step) == (self._rank, step) and self._num_failures.get(spec.id, 0) < times:
-                self._num_failures[spec.id] = self._num_failures.get(spec.id, 0) + 1
-                raise RuntimeError("as told by the prompt")
+        for kind, rank, at_step, times in ORDER.findall(spec.prompt):
+            if (int(rank), int(at_step)) == (self._rank, step) and self._is_due(spec.id, kind, int(times)):
+                FAULTS[kind]()
         return self._adapter.denoise(spec, *artifacts, step=step, **options)
+
+    def _is_due(self, job_id: str, kind: str, times: int) -> bool:
+        count = Path(os.environ["GFGEN_TEST_FAULTS"]) / f"{job_id}.{kind}.{self._rank}"
+        done = int(count.read_text()) if count.exists() else 0
+        if done < times:
+            count.write_text(str(done + 1))
+        return done < times
+
+
+def _fail() -> None:
+    raise RuntimeError("as told by the prompt")
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _loop() -> None:
+    while True:
+        time.sleep(0.01)
+
+
+def _run_short() -> None:
+    torch.empty(2**60, dtype=torch.uint8)
+
+
+FAULTS = {"fail": _fail, "die": _die, "stop": _stop, "loop": _loop, "short": _run_short}
 
 
 def main(channel_socket: socket.socket, settings: WorkerSettings) -> None:

@@ -15,6 +15,11 @@ def test_the_example_policy_in_the_docs_is_the_one_in_the_folder():
     assert f"```python\n{code}```" in (ROOT / "docs/policies.md").read_text()
 
 
+@pytest.mark.parametrize("unit", ["gfgen-night.service", "gfgen-night.timer", "gfgen-inbox.service"])
+def test_the_systemd_units_in_the_docs_are_those_in_the_folder(unit):
+    assert f"```ini\n{(ROOT / 'docs/examples' / unit).read_text()}```" in (ROOT / "docs/cron.md").read_text()
+
+
 def test_the_example_policy_finishes_a_batch():
     jobs = [make_job(f"job-{i}", steps=1 + i % 4) for i in range(6)]
     recorder = simulate(jobs, policy=f"{ROOT / 'docs/examples/shortest_first.py'},patience=3")

@@ -31,6 +31,8 @@ FLOORS = {
     "gfgen.runtime.worker_jobs": 6,
     "gfgen.runtime.control": 7,
     "gfgen.runtime.workers": 7,
+    "gfgen.runtime.pool": 6,
+    "gfgen.runtime.writes": 7,
     "gfgen.runtime.simulate": 7,
     "gfgen.server": 8,
     "gfgen.bench": 8,

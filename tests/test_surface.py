@@ -32,6 +32,7 @@ def test_commands():
 
 def test_options_of_run():
     assert options_of(subcommand("run")) == [
+        "--log-file",
         "--log-json",
         "--lookahead",
         "--model",
@@ -41,6 +42,8 @@ def test_options_of_run():
         "--ranks",
         "--skip-invalid",
         "--trace",
+        "--until",
+        "--watch",
         "-o",
         "-q",
     ]
@@ -50,6 +53,7 @@ def test_options_of_the_other_commands():
     assert options_of(subcommand("plot")) == ["--output", "--title", "-o"]
     assert options_of(subcommand("models", "make-tiny")) == []
     assert options_of(subcommand("bench", "runtime")) == ["--tasks"]
+    assert options_of(subcommand("bench", "faults")) == ["--schedules", "--seconds", "--seed"]
 
 
 def test_fields_of_a_job():
@@ -106,16 +110,17 @@ def test_events_of_the_journal():
         for kind in vars(events).values()
         if inspect.isclass(kind) and issubclass(kind, events.Event) and kind is not events.Event
     } == {
-        "JobArrived": ["time_s", "job_id"],
+        "JobArrived": ["time_s", "job_id", "spec_hash"],
         "JobTimedOut": ["time_s", "job_id"],
         "RankReady": ["time_s", "rank", "incarnation", "startup_s"],
-        "RankLost": ["time_s", "rank", "incarnation", "reason"],
+        "RankLost": ["time_s", "rank", "incarnation", "reason", "is_retired"],
         "TaskDone": ["time_s", "dispatch", "rank", "started_s", "ended_s", "waited_s", "moved_s"],
-        "TaskFailed": ["time_s", "dispatch", "rank", "reason", "void"],
-        "OutputWritten": ["time_s", "job_id", "path", "size_bytes", "write_s"],
+        "TaskFailed": ["time_s", "dispatch", "rank", "reason", "void", "lost"],
+        "OutputWritten": ["time_s", "job_id", "path", "size_bytes", "write_s", "writer"],
         "OutputFailed": ["time_s", "job_id", "reason"],
         "PolicyChanged": ["time_s", "policy", "reason"],
         "StopRequested": ["time_s", "signal_number"],
+        "ClosingTime": ["time_s"],
         "Wakeup": ["time_s"],
     }
 

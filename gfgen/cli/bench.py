@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import statistics
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import click
 
+from gfgen import log
 from gfgen.bench.runtime import measure_control_plane
 
 _STARTUP_COMMANDS = ("--help", "policies")
@@ -69,6 +71,37 @@ def gfc(*, gpus: int | None, tune: bool, output: Path | None) -> None:
             collectives.chart(json.loads(report.as_json()), output / f"{stem}.png")
         except ImportError:
             click.echo("no chart: matplotlib is missing (pip install 'gfgen[plot]')", err=True)
+
+
+@bench.command()
+@click.option("--schedules", type=click.IntRange(1), default=200, show_default=True, help="Runs at most.")
+@click.option("--seed", default=0, show_default=True, help="Of the first run; the next ones follow.")
+@click.option("--seconds", type=click.FloatRange(0), help="Begin no run after so long.")
+def faults(*, schedules: int, seed: int, seconds: float | None) -> int:
+    """Runs with random jobs and random faults: workers and writers that die, hang and raise.
+
+    Everything is real but the models. Afterwards each run is checked: no job is lost or doubled,
+    every file is right, nothing is left behind. Exits with 1 and the seeds when anything is wrong.
+    """
+    from gfgen.bench.faults import soak, table_of  # imports numpy, which --help can do without
+
+    log.configure(level="critical")  # a thousand deaths are announced, one by one
+    began_s = time.monotonic()
+    until_s = math.inf if seconds is None else began_s + seconds
+    results = []
+    for result in soak(range(seed, seed + schedules), until_s=until_s):
+        results.append(result)
+        for problem in result.problems:
+            click.echo(f"seed {result.seed}: {problem}", err=True)
+    limit = "" if seconds is None else f" --seconds {seconds:g}"
+    click.echo(f"{time.strftime('%Y-%m-%d')}, {_processor()}, Python {platform.python_version()}")
+    click.echo(f"command: gfgen bench faults --schedules {schedules} --seed {seed}{limit}\n")
+    for line in table_of(results, wall_s=time.monotonic() - began_s):
+        click.echo(line)
+    wrong = [result.seed for result in results if result.problems]
+    if wrong:
+        click.echo(f"\nwrong: seeds {', '.join(map(str, wrong))}")
+    return 1 if wrong else 0
 
 
 def _startup_s(command: str) -> float:

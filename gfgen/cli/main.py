@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import importlib
 import logging
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 import click
 
-from gfgen.errors import GfgenError
+from gfgen.errors import GfgenError, InterruptedRunError
+from gfgen.log import FILE_ONLY
 
 _COMMANDS = {
     "run": ("gfgen.cli.run:run", "Generate what a job file asks for."),
@@ -59,8 +61,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         sys.exit(_invoke(arguments))
     except GfgenError as error:
+        if isinstance(error, InterruptedRunError):  # a signal more finds a run that has ended already
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.SIG_IGN)
         if debug:
             logging.getLogger(__name__).exception("failed")
+        if logging.getLogger("gfgen").handlers:  # whoever reads the log file only is to know, too
+            logging.getLogger(__name__).error("%s", error, extra=FILE_ONLY)
         click.echo(f"gfgen: {error}", err=True)
         sys.exit(error.exit_code)
 

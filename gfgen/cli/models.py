@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import click
 
 from gfgen.errors import ModelError
-from gfgen.models.registry import TINY_NAMES, known_models
+from gfgen.models.registry import TINY_NAMES, known_models, make_tiny_models
 
 
 @click.group(invoke_without_command=True)
@@ -35,8 +33,6 @@ def make_tiny(directory: Path, names: tuple[str, ...]) -> None:
     unknown = [name for name in names if name not in TINY_NAMES]
     if unknown:
         raise ModelError(f"no tiny model {unknown[0]!r}; there are {', '.join(TINY_NAMES)}")
-    command = [sys.executable, "-m", "gfgen.models.tiny", str(directory), *names]
-    if subprocess.run(command, check=False).returncode:
-        raise ModelError(f"the tiny models could not be written to {directory}")
+    make_tiny_models(directory, names or TINY_NAMES)
     for name in names or TINY_NAMES:
         click.echo(str(directory / name))

@@ -1,10 +1,11 @@
-"""What a run shows while it works: bars on a terminal, plain lines elsewhere, or nothing.
+"""What a run shows while it works: bars on a terminal, log lines elsewhere, or nothing.
 
 All of it goes to standard error, so that standard output stays free for results.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 import threading
@@ -16,6 +17,7 @@ from typing import Any, TextIO
 from gfgen.cli.board import AboveBars, Board, Line, printable
 from gfgen.graph import Stage, Task
 from gfgen.layout import Layout
+from gfgen.log import FILE_ONLY
 from gfgen.runtime.dispatch import Dispatch
 from gfgen.runtime.durations import in_words, on_clock
 from gfgen.runtime.events import Event, JobArrived
@@ -35,36 +37,59 @@ SUMMARY_S = 30.0
 
 
 def make_progress(*, quiet: bool, log_json: bool = False, stream: TextIO | None = None) -> Observer:
-    """Bars where a person looks on, lines or log records elsewhere, nothing when told so."""
+    """Bars where a person looks on, log records elsewhere, nothing when told so."""
     stream = stream or sys.stderr
     if quiet:
         return NoProgress()
-    if log_json:
-        return LineProgress(emit=logger.info)
-    return BarProgress(stream) if stream.isatty() else LineProgress(stream)
+    if log_json or not stream.isatty():
+        return LineProgress(emit=logger.info, emit_failure=logger.error)
+    return BarProgress(stream)
+
+
+def make_file_progress(*, quiet: bool, log_json: bool = False, stream: TextIO | None = None) -> Observer:
+    """Lines for the log file, where what is shown does not go there anyway."""
+    if log_json or not (quiet or (stream or sys.stderr).isatty()):
+        return Observer()
+    info, error = (functools.partial(write, extra=FILE_ONLY) for write in (logger.info, logger.error))
+    return LineProgress(emit=info, emit_failure=_drop if quiet else error)
 
 
 class NoProgress(Observer):
-    """Shows nothing."""
+    """Shows nothing but failures, in the log."""
+
+    def ended(self, outcome: JobOutcome) -> None:
+        if outcome.status == "failed":
+            logger.error("%s", outcome_line(outcome))
 
 
 class LineProgress(Observer):
     """A line when a job starts and when it ends, and now and then one for the batch.
 
-    Lines go to `emit` (a logger's method, say), or to the stream.
+    Lines go to `emit` (a logger's method, say), or to the stream; those of failed jobs to
+    `emit_failure`.
     """
 
     refresh_s = 1.0
 
-    def __init__(self, stream: TextIO | None = None, *, emit: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self,
+        stream: TextIO | None = None,
+        *,
+        emit: Callable[[str], None] | None = None,
+        emit_failure: Callable[[str], None] | None = None,
+    ) -> None:
         self._stream = stream or sys.stderr
         self._emit = emit or self._print
+        self._emit_failure = emit_failure or self._emit
         self._batch = Batch()
         self._next_summary_s = SUMMARY_S
 
     def began(self, jobs: tuple[JobInfo, ...], *, num_ranks: int, policy: str) -> None:
         self._batch.began(jobs, policy=policy)
         self._emit(self._batch.headline(num_ranks))
+
+    def added(self, jobs: tuple[JobInfo, ...]) -> None:
+        self._batch.added(jobs)
 
     def dispatched(self, dispatch: Dispatch) -> None:
         if self._batch.dispatched(dispatch):
@@ -76,7 +101,8 @@ class LineProgress(Observer):
     def ended(self, outcome: JobOutcome) -> None:
         self._batch.ended(outcome)
         if outcome.status != "skipped":
-            self._emit(outcome_line(outcome))
+            emit = self._emit_failure if outcome.status == "failed" else self._emit
+            emit(outcome_line(outcome))
 
     def refreshed(self, snapshot: Snapshot) -> None:
         if snapshot.now_s < self._next_summary_s:
@@ -119,6 +145,10 @@ class BarProgress(Observer):
             self._board.write(self._batch.headline(num_ranks))
             self._redirect_log(self._board)
         self._ticker.start()
+
+    def added(self, jobs: tuple[JobInfo, ...]) -> None:
+        with self._lock:
+            self._batch.added(jobs)
 
     def dispatched(self, dispatch: Dispatch) -> None:
         with self._lock:
@@ -228,6 +258,10 @@ class Batch:
         self.policy, self.num_jobs = policy, len(jobs)
         self._infos = {info.job_id: info for info in jobs}
 
+    def added(self, jobs: tuple[JobInfo, ...]) -> None:
+        self.num_jobs += len(jobs)
+        self._infos |= {info.job_id: info for info in jobs}
+
     def dispatched(self, dispatch: Dispatch) -> bool:
         """Whether it is the job's first task."""
         job_id = dispatch.task.job_id
@@ -273,6 +307,10 @@ class Batch:
             f"{count} {on_clock(now_s)} {rest}{mark}",
             f"{count}{mark}",
         )
+
+
+def _drop(_: str) -> None:
+    """Somebody else says it."""
 
 
 def outcome_line(outcome: JobOutcome) -> str:

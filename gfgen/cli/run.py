@@ -5,34 +5,41 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import click
 
 from gfgen import log
-from gfgen.cli.progress import make_progress
-from gfgen.errors import InputError, InterruptedRunError, JobFileError, Problem
-from gfgen.job import passed_deadlines, read_jobs
+from gfgen.cli.admission import Admission, admit_file
+from gfgen.cli.progress import make_file_progress, make_progress
+from gfgen.errors import InputError, InterruptedRunError, Problem
+from gfgen.job import passed_deadlines
 from gfgen.layout import MAX_RANKS
-from gfgen.models.geometry import load_geometry
-from gfgen.models.registry import resolve_checkpoint
 from gfgen.policies.catalog import NamedPolicy, load_policy
-from gfgen.runtime.admission import AdmittedJob, Model, admit
+from gfgen.runtime import resume
+from gfgen.runtime.admission import AdmittedJob
 from gfgen.runtime.clock import Clock
+from gfgen.runtime.closing import closing_at
 from gfgen.runtime.control import Control
 from gfgen.runtime.cost import CostModel
-from gfgen.runtime.journal import Journal
-from gfgen.runtime.manifest import ManifestWriter, finished_jobs
+from gfgen.runtime.inbox import Inbox
+from gfgen.runtime.journal import Journal, first_arrivals, journal_header
+from gfgen.runtime.lock import hold_folder
+from gfgen.runtime.manifest import MANIFEST_NAME, ManifestWriter, finished_jobs
+from gfgen.runtime.memory import available_bytes, check_models
 from gfgen.runtime.metrics import Summary
 from gfgen.runtime.observer import Observer
+from gfgen.runtime.pool import WorkerPool
+from gfgen.runtime.signals import SignalPipe
 from gfgen.runtime.state import State
 from gfgen.runtime.trace import TraceWriter
-from gfgen.runtime.workers import ProcessBackend, WorkerPool
+from gfgen.runtime.workers import ProcessBackend
 
 logger = logging.getLogger(__name__)
 
+JOURNAL_NAME = "journal.jsonl"
 DEFAULT_MODEL = "tiny-wan"
 DEFAULT_RANKS = 4
 
@@ -48,15 +55,21 @@ class RunOptions:
     trace: Path | None
     quiet: bool
     log_json: bool
+    model: str = DEFAULT_MODEL
+    """For jobs that name none."""
+    skip_invalid: bool = False
+    closes_at: float | None = None
+    """Unix time at which the run is to end by itself."""
+    log_file: Path | None = None
 
 
 @click.command()
-@click.argument("jobs", metavar="JOBS")
+@click.argument("jobs", metavar="[JOBS]", required=False)
 @click.option(
     "--output",
     "-o",
     type=click.Path(path_type=Path),
-    help="Folder for files and manifest. [outputs/ and the job file's name]",
+    help="Folder for files and manifest. [outputs/ and the name of JOBS or DIR]",
 )
 @click.option(
     "--ranks",
@@ -84,13 +97,29 @@ class RunOptions:
 @click.option(
     "--trace", type=click.Path(path_type=Path), help="Write a timeline, for Perfetto or gfgen plot."
 )
-@click.option("--quiet", "-q", is_flag=True, help="No progress: only problems and the last line.")
+@click.option(
+    "--watch",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="In place of JOBS: take the job files that come to DIR, each once, until stopped.",
+)
+@click.option(
+    "--until",
+    metavar="TIME",
+    help='Start no job that would not be done by then, and stop then: "06:00", "8h" or an ISO time.',
+)
+@click.option(
+    "--log-file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Append log lines to this file too; it may be rotated away.",
+)
+@click.option("--quiet", "-q", is_flag=True, help="No progress: only problems, failures and the last line.")
 @click.option("--log-json", is_flag=True, help="Log one JSON object per line in place of bars.")
 @click.pass_context
 def run(
     ctx: click.Context,
     *,
-    jobs: str,
+    jobs: str | None,
     output: Path | None,
     ranks: int,
     policy: str,
@@ -98,6 +127,9 @@ def run(
     skip_invalid: bool,
     lookahead: float,
     trace: Path | None,
+    watch: Path | None,
+    until: str | None,
+    log_file: Path | None,
     quiet: bool,
     log_json: bool,
 ) -> int:
@@ -106,38 +138,88 @@ def run(
     Run it again to go on: jobs that are done are skipped, failed ones are tried again.
     """
     level = "debug" if ctx.obj["debug"] else "warning" if quiet else "info"
-    log.configure(level=level, as_json=log_json)
+    file_level = "debug" if ctx.obj["debug"] else "info"
+    log.configure(level=level, as_json=log_json, file=log_file, file_level=file_level)
     options = RunOptions(
-        output_dir=output or Path("outputs") / (Path(jobs).stem if jobs != "-" else "stdin"),
+        output_dir=output or Path("outputs") / _name_of(jobs, watch),
         num_ranks=ranks,
         policy=load_policy(policy),
+        model=model,
+        skip_invalid=skip_invalid,
         guard_s=lookahead / 1000,
         trace=trace,
+        closes_at=None if until is None else closing_at(until, now=time.time()),
+        log_file=log_file,
         quiet=quiet,
         log_json=log_json,
     )
-    admitted, problems = _admitted(jobs, default_model=model, skip_invalid=skip_invalid)
-    summary = run_jobs(admitted, options)
-    _report(summary, options, problems)
+    problems: Sequence[Problem] = ()
+    if watch is not None:
+        summary = watch_folder(watch, options)
+    else:
+        admitted, problems = admit_file(
+            jobs or "-", default_model=model, num_ranks=ranks, skip_invalid=skip_invalid
+        )
+        summary = run_jobs(admitted, options)
+    _report(summary, options)
     return 1 if summary.num_failed or problems else 0
 
 
 def run_jobs(admitted: Sequence[AdmittedJob], options: RunOptions) -> Summary:
     """Run jobs that were admitted, except those that an earlier run has finished.
 
-    Raises: InterruptedRunError when a signal ended the run before all jobs had.
+    Raises: InterruptedRunError when a signal ended the run before all jobs had;
+            LockedError when another run is at work in the output folder.
     """
-    _make_folder(options.output_dir)
-    manifest = options.output_dir / "manifest.jsonl"
-    done = finished_jobs(manifest, [job.info for job in admitted])
-    todo = [job for job in admitted if job.job_id not in done]
-    if not todo:
-        return Summary(num_skipped=len(done))
+    with contextlib.closing(SignalPipe()) as signals, _held_folder(options.output_dir):
+        done = finished_jobs(options.output_dir / MANIFEST_NAME, [job.info for job in admitted])
+        todo = [job for job in admitted if job.job_id not in done]
+        if not todo:
+            return Summary(num_skipped=len(done))
+        skipped = [job for job in admitted if job.job_id in done]
+        checkpoints = {job.checkpoint for job in todo}
+        with _ready_pool(checkpoints, options, signals) as pool:
+            return _run_on(pool, todo, options, signals=signals, skipped=skipped)
+
+
+def watch_folder(folder: Path, options: RunOptions) -> Summary:
+    """Run the jobs of files that come to a folder, until a signal or the closing time.
+
+    The models are those of the files that are there at the start, and the default one.
+    """
+    _check_watched(folder, options.output_dir)
+    admit = Admission(default_model=options.model)
     with contextlib.ExitStack() as stack:
-        pool = stack.enter_context(_ready_pool(todo, options))
-        started_at, clock = time.time(), Clock()
-        for warning in passed_deadlines([job.spec for job in todo], now=started_at):
-            logger.warning("%s", warning)
+        signals = stack.enter_context(contextlib.closing(SignalPipe()))
+        stack.enter_context(_held_folder(options.output_dir))
+        inbox = stack.enter_context(
+            contextlib.closing(
+                Inbox(folder, output_dir=options.output_dir, admit=admit, skip_invalid=options.skip_invalid)
+            )
+        )
+        first = inbox.look()
+        checkpoints = {admit.find_model(options.model).checkpoint, *(job.checkpoint for job in first)}
+        check_models(checkpoints, num_ranks=options.num_ranks, available=available_bytes())
+        pool = stack.enter_context(_ready_pool(checkpoints, options, signals))
+        inbox.start(admit=admit.of_loaded(checkpoints))
+        return _run_on(pool, first, options, signals=signals, inbox=inbox)
+
+
+def _run_on(
+    pool: WorkerPool,
+    todo: Sequence[AdmittedJob],
+    options: RunOptions,
+    *,
+    signals: SignalPipe,
+    skipped: Sequence[AdmittedJob] = (),
+    inbox: Inbox | None = None,
+) -> Summary:
+    """One run of the control loop on workers that are ready."""
+    arrived_at = first_arrivals(options.output_dir / JOURNAL_NAME)
+    resume_points = resume.find(options.output_dir, todo)
+    started_at, clock = time.time(), Clock()
+    _warn_of_passed_deadlines(todo, started_at, arrived_at)
+    with contextlib.ExitStack() as stack:
         state = State(
             todo,
             num_ranks=options.num_ranks,
@@ -146,13 +228,29 @@ def run_jobs(admitted: Sequence[AdmittedJob], options: RunOptions) -> Summary:
             guard_s=options.guard_s,
             started_at=started_at,
             last_number=pool.last_number,
+            arrived_at=arrived_at,
+            resume=resume_points,
+            closes_s=None if options.closes_at is None else options.closes_at - started_at,
         )
-        observers = [stack.enter_context(_closing(o)) for o in _observers(options, manifest)]
-        backend = ProcessBackend(pool, todo, clock=clock, output_dir=options.output_dir)
+        observers = [stack.enter_context(contextlib.closing(o)) for o in _observers(options)]
+        backend = ProcessBackend(
+            pool,
+            todo,
+            clock=clock,
+            output_dir=options.output_dir,
+            resume_points=resume_points,
+            signals=signals,
+        )
         stack.callback(backend.close)
         journal = Journal(
-            options.output_dir / "journal.jsonl",
-            header={"policy": options.policy.name, "ranks": options.num_ranks, "started_at": started_at},
+            options.output_dir / JOURNAL_NAME,
+            header=journal_header(
+                [job.info for job in todo],
+                policy=options.policy.name,
+                num_ranks=options.num_ranks,
+                guard_s=options.guard_s,
+                started_at=started_at,
+            ),
         )
         stack.callback(journal.close)
         control = Control(
@@ -163,10 +261,13 @@ def run_jobs(admitted: Sequence[AdmittedJob], options: RunOptions) -> Summary:
             policy=options.policy,
             guard_s=options.guard_s,
             journal=journal,
-            observers=observers,
-            skipped=[job for job in admitted if job.job_id in done],
+            observers=[*observers, *([] if inbox is None else [inbox])],
+            skipped=skipped,
+            intake=inbox,
         )
         summary = control.run()
+        for job_id, (next_index, producer) in state.stopped_at.items():
+            backend.save(job_id, next_index=next_index, producer=producer)
     if state.stop_signal is not None and not state.all_ended:
         raise InterruptedRunError(
             f"stopped; {summary.num_done} jobs are done, {summary.num_unfinished} are left: "
@@ -177,35 +278,57 @@ def run_jobs(admitted: Sequence[AdmittedJob], options: RunOptions) -> Summary:
 
 
 @contextlib.contextmanager
-def _ready_pool(jobs: Sequence[AdmittedJob], options: RunOptions) -> Iterator[WorkerPool]:
-    """Workers with the models that these jobs need; the run's clock starts after this."""
-    models = sorted({job.spec.model or "" for job in jobs})
-    logger.info("starting %d ranks with %s", options.num_ranks, ", ".join(models))
+def _held_folder(folder: Path) -> Iterator[None]:
+    """The output folder, made if need be, held for this run and cleared of what killed runs left."""
+    from gfgen.runtime.outputs import remove_leftovers  # imports numpy, which --help can do without
+
+    _make_folder(folder)
+    with hold_folder(folder):
+        if num_leftovers := remove_leftovers(folder):
+            logger.info("removed %d unfinished files of an earlier run", num_leftovers)
+        yield
+
+
+@contextlib.contextmanager
+def _ready_pool(
+    checkpoints: Collection[Path], options: RunOptions, signals: SignalPipe
+) -> Iterator[WorkerPool]:
+    """Workers with these models; the run's clock starts after this."""
+    logger.info(
+        "starting %d ranks with %s", options.num_ranks, ", ".join(sorted(path.name for path in checkpoints))
+    )
     began_s = time.monotonic()
-    checkpoints = sorted({job.checkpoint for job in jobs})
-    with WorkerPool(num_ranks=options.num_ranks, checkpoints=checkpoints) as pool:
-        pool.wait_ready()
+    with WorkerPool(num_ranks=options.num_ranks, checkpoints=sorted(checkpoints)) as pool:
+        pool.wait_ready(signals)
         logger.info("ready after %.1f s", time.monotonic() - began_s)
         yield pool
 
 
-def _admitted(
-    source: str, *, default_model: str, skip_invalid: bool
-) -> tuple[tuple[AdmittedJob, ...], tuple[Problem, ...]]:
-    """The jobs to run, and what was wrong with others if those may be skipped."""
-    parsed = read_jobs("-" if source == "-" else Path(source))
-    admitted, refused = admit(parsed.specs, default_model=default_model, find_model=_find_model)
-    problems = tuple(sorted((*parsed.problems, *refused), key=lambda problem: problem.line or 0))
-    if problems and not (skip_invalid and admitted):
-        raise JobFileError(parsed.source, problems)
-    for problem in problems:
-        logger.warning("skipped: %s", problem)
-    return admitted, problems
+def _warn_of_passed_deadlines(
+    jobs: Sequence[AdmittedJob], now: float, arrived_at: Mapping[tuple[str, str], float]
+) -> None:
+    hashes = {job.job_id: job.info.spec_hash for job in jobs}
+    arrivals = {
+        job_id: at for (job_id, spec_hash), at in arrived_at.items() if hashes.get(job_id) == spec_hash
+    }
+    for warning in passed_deadlines([job.spec for job in jobs], now=now, arrived_at=arrivals):
+        logger.warning("%s", warning)
 
 
-def _find_model(name: str) -> Model:
-    checkpoint = resolve_checkpoint(name)
-    return Model(name, checkpoint, load_geometry(checkpoint))
+def _name_of(jobs: str | None, watch: Path | None) -> str:
+    """What the output folder is called after; tells a command line without a source of jobs."""
+    if (jobs is None) == (watch is None):
+        raise click.UsageError("give either JOBS, a job file, or --watch DIR, a folder of job files")
+    if watch is not None:
+        return watch.resolve().name
+    return "stdin" if jobs == "-" else Path(jobs or "").stem
+
+
+def _check_watched(folder: Path, output_dir: Path) -> None:
+    if not folder.is_dir():
+        raise InputError(f"--watch {folder}: there is no such folder; make it, then put job files into it")
+    if folder.resolve() == output_dir.resolve():
+        raise InputError(f"--watch {folder}: is the output folder too; name another with --output")
 
 
 def _make_folder(folder: Path) -> None:
@@ -219,28 +342,30 @@ def _make_folder(folder: Path) -> None:
         ) from None
 
 
-def _observers(options: RunOptions, manifest: Path) -> list[Observer]:
+def _observers(options: RunOptions) -> list[Observer]:
     observers: list[Observer] = [
-        ManifestWriter(manifest),
+        ManifestWriter(options.output_dir / MANIFEST_NAME),
         make_progress(quiet=options.quiet, log_json=options.log_json),
     ]
+    if options.log_file:
+        observers.append(make_file_progress(quiet=options.quiet, log_json=options.log_json))
     if options.trace:
         options.trace.parent.mkdir(parents=True, exist_ok=True)
         observers.append(TraceWriter(options.trace))
     return observers
 
 
-@contextlib.contextmanager
-def _closing(observer: Observer) -> Iterator[Observer]:
-    try:
-        yield observer
-    finally:
-        observer.close()
-
-
-def _report(summary: Summary, options: RunOptions, problems: tuple[Problem, ...]) -> None:
-    """The end-of-run block; its last line says where the files are."""
-    if not options.quiet:
-        for line in summary.lines():
+def _report(summary: Summary, options: RunOptions) -> None:
+    """The end-of-run block; its last lines say where the files are, and what is left."""
+    for line in summary.lines():
+        logger.info("%s", line, extra=log.FILE_ONLY)
+        if not options.quiet:
             click.echo(line)
-    click.echo(f"files and manifest.jsonl are in {options.output_dir}/")
+    num_failed = summary.num_failed
+    failed = f"; {num_failed} job{'s' if num_failed > 1 else ''} failed" if num_failed else ""
+    click.echo(f"files and manifest.jsonl are in {options.output_dir}/{failed}")
+    if options.closes_at is not None:
+        jobs = "1 job is" if summary.num_unfinished == 1 else f"{summary.num_unfinished or 'no'} jobs are"
+        left = f"{jobs} left" + (": run the same command again to go on" if summary.num_unfinished else "")
+        logger.info("%s", left, extra=log.FILE_ONLY)
+        click.echo(left)

@@ -28,7 +28,7 @@ STORED_BYTES = 2
 
 
 class Geometry(Protocol):
-    """Pure functions of a job; all but `resolve` take the job as run."""
+    """Pure functions of a job; all but `resolve` and `output_kind` take the job as run."""
 
     @property
     def family(self) -> str:
@@ -50,8 +50,12 @@ class Geometry(Protocol):
 
         Resolving twice changes nothing. `model`, `seed` and what belongs to scheduling stay.
 
-        Raises: JobError for the first field that this family cannot do.
+        Raises: JobError with every field that this family cannot do.
         """
+        ...
+
+    def output_kind(self, spec: JobSpec) -> str:
+        """video or image: the kind of the job's file, as asked or as run, also where it is refused."""
         ...
 
     def trajectory(self, spec: JobSpec) -> Trajectory:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gfgen.errors import ModelError
+from gfgen.models.geometry_weights import check_weights
 
 CONFIG_NAMES = {
     "scheduler": "scheduler_config.json",
@@ -118,7 +119,7 @@ def _read_settings(path: Path) -> Mapping[str, Any]:
 
 
 def _weight_bytes(folder: Path) -> int:
-    """Size of a component's weight files; ModelError when one that its index names is missing."""
+    """Size of a component's weight files; ModelError when one is missing, or is not whole."""
     for index in sorted(folder.glob("*.index.json")):
         shards = _read_object(index, purpose="the index of the weight files").get("weight_map", {})
         for shard in sorted(set(shards.values())):
@@ -129,4 +130,5 @@ def _weight_bytes(folder: Path) -> int:
     files = [file for file in folder.iterdir() if file.suffix in WEIGHT_SUFFIXES and file.is_file()]
     if not files:
         raise ModelError(f"{folder}: no weight files (*.safetensors) in it; download the model again")
+    check_weights(folder)
     return sum(file.stat().st_size for file in files)

@@ -6,11 +6,11 @@ Source: diffusers 0.42 QwenImagePipeline; FACTS.md for the constants.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gfgen.errors import JobError, ModelError
+from gfgen.errors import JobError, ModelError, Problem
 from gfgen.graph import Artifact, Stage, Trajectory
 from gfgen.jobspec import JobSpec
 from gfgen.models import geometry_rules as rules
@@ -64,18 +64,25 @@ class QwenGeometry:
         return 2 << len(self.vae.temporal_downsample)
 
     def resolve(self, spec: JobSpec) -> JobSpec:
-        self._check_fields(spec)
-        spec = rules.fill_defaults(spec, self.defaults)
-        width, height = rules.known(spec.width), rules.known(spec.height)
-        rules.check_size(width, height, multiple=(self.multiple, self.multiple))
+        filled = rules.fill_defaults(spec, self.defaults)
+        width, height = rules.known(filled.width), rules.known(filled.height)
         rounded = replace(
-            spec,
+            filled,
             width=rules.floor_to_multiple(width, self.multiple),
             height=rules.floor_to_multiple(height, self.multiple),
             frames=1,
         )
-        rules.check_tokens(self.num_tokens(rounded), field="size", value=f"{width}x{height}")
+        multiple = (self.multiple, self.multiple)
+        problems = [*self._field_problems(spec), *rules.size_problems(width, height, multiple=multiple)]
+        if not any(problem.field == "size" for problem in problems):
+            size = f"{width}x{height}"
+            problems += rules.token_problems(self.num_tokens(rounded), field="size", value=size)
+        if problems:
+            raise JobError(*problems)
         return rounded
+
+    def output_kind(self, spec: JobSpec) -> str:
+        return "image"
 
     def uses_cfg(self, spec: JobSpec) -> bool:
         return rules.known(spec.true_cfg_scale) > 1.0
@@ -124,18 +131,22 @@ class QwenGeometry:
         ends = 2.0 * dim * (tokens * 2 * self.in_channels + TYPICAL_TEXT_TOKENS * self.text_dim)
         return self.num_layers * (per_layer + modulation) + ends
 
-    def _check_fields(self, spec: JobSpec) -> None:
+    def _field_problems(self, spec: JobSpec) -> Iterator[Problem]:
         unused = "has no effect on Qwen-Image, which takes true_cfg_scale"
-        rules.refuse(spec, "guidance_scale", unused)
-        rules.refuse(spec, "guidance_scale_2", unused)
-        rules.refuse(spec, "boundary_ratio", "needs a model with two experts (Wan2.2-A14B)")
-        rules.refuse(spec, "flow_shift", "has no effect on Qwen-Image, whose shift follows from the size")
-        rules.refuse(spec, "image", "this model makes pictures from text only; leave it out")
-        rules.refuse(spec, "fps", "this model makes single pictures; leave it out")
+        yield from rules.useless(spec, "guidance_scale", unused)
+        yield from rules.useless(spec, "guidance_scale_2", unused)
+        yield from rules.useless(spec, "boundary_ratio", "needs a model with two experts (Wan2.2-A14B)")
+        yield from rules.useless(
+            spec, "flow_shift", "has no effect on Qwen-Image, whose shift follows from the size"
+        )
+        yield from rules.useless(spec, "image", "this model makes pictures from text only; leave it out")
+        yield from rules.useless(spec, "fps", "this model makes single pictures; leave it out")
         if spec.frames not in (None, 1):
-            raise JobError("frames", spec.frames, "this model makes single pictures; leave it out or give 1")
-        rules.check_whole("steps", spec.steps, low=self.min_steps, high=rules.MAX_STEPS)
-        rules.check_number("true_cfg_scale", spec.true_cfg_scale, low=0, high=rules.MAX_SCALE)
+            yield Problem.of(
+                "frames", spec.frames, "this model makes single pictures; leave it out or give 1"
+            )
+        yield from rules.whole_problems(spec, "steps", low=self.min_steps, high=rules.MAX_STEPS)
+        yield from rules.number_problems(spec, "true_cfg_scale", low=0, high=rules.MAX_SCALE)
 
 
 def qwen_geometry(checkpoint: Checkpoint, *, weights_bytes: int) -> QwenGeometry:

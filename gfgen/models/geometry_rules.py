@@ -1,18 +1,18 @@
 """What all families share when a job is admitted: bounds, rounding and defaults.
 
 A number that a job gives is either accepted, or rounded as the family's pipeline would
-round it, or refused with a `JobError` that says what would be accepted.
+round it, or is a `Problem` that says what would be accepted.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from gfgen.errors import JobError, ModelError
-from gfgen.jobspec import JobSpec
+from gfgen.errors import ModelError, Problem
+from gfgen.jobspec import SCALE_FIELDS, SHAPE_FIELDS, JobSpec
 
 MAX_SIDE = 8192
 """Pixels of a side. Generous: six times what these models were trained on."""
@@ -27,21 +27,7 @@ MAX_SCALE = 100.0
 MAX_FPS = 240
 MAX_SHIFT = 100.0
 
-DEFAULT_KEYS = frozenset(
-    {
-        "negative_prompt",
-        "width",
-        "height",
-        "frames",
-        "fps",
-        "steps",
-        "guidance_scale",
-        "guidance_scale_2",
-        "boundary_ratio",
-        "flow_shift",
-        "true_cfg_scale",
-    }
-)
+DEFAULT_KEYS = frozenset({"negative_prompt", *SHAPE_FIELDS, *SCALE_FIELDS})
 """Fields of a job for which a checkpoint's gfgen.json may give defaults."""
 
 Defaults = Mapping[str, Any]
@@ -77,8 +63,8 @@ def floor_to_multiple(value: int, multiple: int) -> int:
     return value // multiple * multiple
 
 
-def check_size(width: int, height: int, *, multiple: tuple[int, int]) -> None:
-    """Refuse sizes that round to nothing, or that nobody can mean.
+def size_problems(width: int, height: int, *, multiple: tuple[int, int]) -> Iterator[Problem]:
+    """Sizes that round to nothing, or that nobody can mean.
 
     `multiple` is (width, height) of the smallest picture and of what sizes are rounded to.
     """
@@ -87,36 +73,38 @@ def check_size(width: int, height: int, *, multiple: tuple[int, int]) -> None:
         accepted = (
             f"from {smallest} to {largest} pixels are accepted, rounded down to multiples of {smallest}"
         )
-        raise JobError("size", f"{width}x{height}", accepted)
+        yield Problem.of("size", f"{width}x{height}", accepted)
 
 
-def check_tokens(num_tokens: int, *, field: str, value: object) -> None:
+def token_problems(num_tokens: int, *, field: str, value: object) -> Iterator[Problem]:
+    """More tokens than anybody can mean."""
     if num_tokens > MAX_TOKENS:
-        raise JobError(
-            field,
-            value,
-            f"is {num_tokens:,} tokens together with the rest; at most {MAX_TOKENS:,} are accepted",
-        )
+        accepted = f"is {num_tokens:,} tokens together with the rest; at most {MAX_TOKENS:,} are accepted"
+        yield Problem.of(field, value, accepted)
 
 
-def check_whole(field: str, value: int | None, *, low: int, high: int) -> None:
-    """Refuse a whole number outside [low, high]; None passes."""
+def whole_problems(spec: JobSpec, field: str, *, low: int, high: int) -> Iterator[Problem]:
+    """A whole number outside [low, high]; None passes."""
+    value = getattr(spec, field)
     if value is not None and not low <= value <= high:
-        raise JobError(field, value, f"a whole number from {low} to {high} is accepted")
+        yield Problem.of(field, value, f"a whole number from {low} to {high} is accepted")
 
 
-def check_number(field: str, value: float | None, *, low: float, high: float, above: bool = False) -> None:
-    """Refuse a number outside [low, high], or (low, high] when it must be above; None passes."""
+def number_problems(
+    spec: JobSpec, field: str, *, low: float, high: float, above: bool = False
+) -> Iterator[Problem]:
+    """A number outside [low, high], or (low, high] when it must be above; None passes."""
+    value = getattr(spec, field)
     if value is None:
         return
     inside = (low < value if above else low <= value) and value <= high
     if not math.isfinite(value) or not inside:
         start = f"above {low:g}" if above else f"from {low:g}"
-        raise JobError(field, value, f"a number {start} to {high:g} is accepted")
+        yield Problem.of(field, value, f"a number {start} to {high:g} is accepted")
 
 
-def refuse(spec: JobSpec, field: str, reason: str) -> None:
-    """Refuse a field that this family has no use for, when the job gives it."""
+def useless(spec: JobSpec, field: str, reason: str) -> Iterator[Problem]:
+    """A field that this family has no use for, when the job gives it."""
     value = getattr(spec, field)
     if value is not None:
-        raise JobError(field, value, reason)
+        yield Problem.of(field, value, reason)

@@ -7,11 +7,11 @@ Source: diffusers 0.42 WanPipeline and WanImageToVideoPipeline; FACTS.md for the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gfgen.errors import JobError, ModelError
+from gfgen.errors import JobError, ModelError, Problem
 from gfgen.graph import Artifact, Stage, Trajectory
 from gfgen.jobspec import JobSpec
 from gfgen.models import geometry_rules as rules
@@ -93,19 +93,26 @@ class WanGeometry:
         return self.family.startswith("wan-moe")
 
     def resolve(self, spec: JobSpec) -> JobSpec:
-        self._check_fields(spec)
-        spec = self._fill_scales(spec)
-        width, height, frames = rules.known(spec.width), rules.known(spec.height), rules.known(spec.frames)
+        filled = self._fill_scales(spec)
+        width, height = rules.known(filled.width), rules.known(filled.height)
+        frames = rules.known(filled.frames)
         multiple = (self.spatial_factor * self.patch[2], self.spatial_factor * self.patch[1])
-        rules.check_size(width, height, multiple=multiple)
         rounded = replace(
-            spec,
+            filled,
             width=rules.floor_to_multiple(width, multiple[0]),
             height=rules.floor_to_multiple(height, multiple[1]),
             frames=self._rounded_frames(frames),
         )
-        rules.check_tokens(self.num_tokens(rounded), field="frames", value=frames)
+        problems = [*self._field_problems(spec), *rules.size_problems(width, height, multiple=multiple)]
+        if not any(problem.field in ("size", "frames") for problem in problems):
+            problems += rules.token_problems(self.num_tokens(rounded), field="frames", value=frames)
+        if problems:
+            raise JobError(*problems)
         return rounded
+
+    def output_kind(self, spec: JobSpec) -> str:
+        frames = self.defaults["frames"] if spec.frames is None else spec.frames
+        return "image" if self._rounded_frames(frames) == 1 else "video"
 
     def uses_cfg(self, spec: JobSpec) -> bool:
         return rules.known(spec.guidance_scale) > 1.0
@@ -181,27 +188,27 @@ class WanGeometry:
             return frames
         return max(frames // self.temporal_factor * self.temporal_factor + 1, 1)
 
-    def _check_fields(self, spec: JobSpec) -> None:
-        rules.refuse(spec, "true_cfg_scale", "belongs to Qwen-Image; Wan takes guidance_scale")
+    def _field_problems(self, spec: JobSpec) -> Iterator[Problem]:
+        yield from rules.useless(spec, "true_cfg_scale", "belongs to Qwen-Image; Wan takes guidance_scale")
         if not self.has_two_experts:
             reason = "needs a model with two experts (Wan2.2-A14B); this one has a single transformer"
-            rules.refuse(spec, "guidance_scale_2", reason)
-            rules.refuse(spec, "boundary_ratio", reason)
+            yield from rules.useless(spec, "guidance_scale_2", reason)
+            yield from rules.useless(spec, "boundary_ratio", reason)
         if self.family in ("wan-moe-t2v", "wan-t2v"):
-            rules.refuse(
+            yield from rules.useless(
                 spec,
                 "image",
                 "this model makes videos from text only; Wan2.2-TI2V-5B and Wan2.2-I2V-A14B take an image",
             )
         if self.family == "wan-moe-i2v" and spec.image is None:
-            raise JobError("image", None, "this model animates a picture: give the path of one")
-        rules.check_whole("frames", spec.frames, low=1, high=rules.MAX_FRAMES)
-        rules.check_whole("steps", spec.steps, low=1, high=rules.MAX_STEPS)
-        rules.check_whole("fps", spec.fps, low=1, high=rules.MAX_FPS)
-        rules.check_number("guidance_scale", spec.guidance_scale, low=0, high=rules.MAX_SCALE)
-        rules.check_number("guidance_scale_2", spec.guidance_scale_2, low=0, high=rules.MAX_SCALE)
-        rules.check_number("boundary_ratio", spec.boundary_ratio, low=0, high=1)
-        rules.check_number("flow_shift", spec.flow_shift, low=0, high=rules.MAX_SHIFT, above=True)
+            yield Problem.of("image", None, "this model animates a picture: give the path of one")
+        yield from rules.whole_problems(spec, "frames", low=1, high=rules.MAX_FRAMES)
+        yield from rules.whole_problems(spec, "steps", low=1, high=rules.MAX_STEPS)
+        yield from rules.whole_problems(spec, "fps", low=1, high=rules.MAX_FPS)
+        yield from rules.number_problems(spec, "guidance_scale", low=0, high=rules.MAX_SCALE)
+        yield from rules.number_problems(spec, "guidance_scale_2", low=0, high=rules.MAX_SCALE)
+        yield from rules.number_problems(spec, "boundary_ratio", low=0, high=1)
+        yield from rules.number_problems(spec, "flow_shift", low=0, high=rules.MAX_SHIFT, above=True)
 
     def _fill_scales(self, spec: JobSpec) -> JobSpec:
         """Defaults; a job that gives one guidance scale means it for both experts, as in the pipeline."""

@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
 from pathlib import Path
 
 import torch
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
-from gfgen.errors import JobError
+from gfgen.errors import JobError, Problem
 
 
-def load_image(path: str | Path) -> Image.Image:
+def load_image(path: str | Path, *, sha256: str | None = None) -> Image.Image:
     """The picture at a path as RGB, upright as its EXIF data says.
 
-    Raises: JobError when it is missing or no picture.
+    `sha256` is that of the file when its job was admitted; None accepts any file.
+
+    Raises: JobError when it is missing, no picture, or another file than admission has seen.
     Source: diffusers.utils.load_image.
     """
     try:
-        with Image.open(path) as image:
+        content = Path(path).read_bytes()
+        if sha256 is not None and hashlib.sha256(content).hexdigest() != sha256:
+            changed = "has changed since the job file was read; run the command again to take it as it is now"
+            raise JobError(Problem.of("image", str(path), changed))
+        with Image.open(io.BytesIO(content)) as image:
             return ImageOps.exif_transpose(image).convert("RGB")
     except OSError as error:
-        raise JobError("image", str(path), f"cannot be read as a picture ({error})") from None
+        why = "it is none" if isinstance(error, UnidentifiedImageError) else error.strerror or error
+        reason = f"cannot be read as a picture ({why}); put it back and run again"
+        raise JobError(Problem.of("image", str(path), reason)) from None
 
 
 def to_uint8(pictures_FCHW: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -123,26 +124,33 @@ def tiny_dir() -> Path:
     return cache_dir() / f"tiny-{version}"
 
 
-def _tiny_checkpoint(name: str) -> Path:
-    """A built-in model from the cache, made there first if need be.
+def make_tiny_models(folder: Path, names: Sequence[str]) -> None:
+    """Write the built-in models of these names into a folder, where they are not there yet.
 
     Made in a child process, so that this one stays free of torch. The child renames a
     finished directory into place: when two make the same model at once, both are right.
+
+    Raises: ModelError with the child's reason.
     """
-    folder = tiny_dir()
-    if (folder / name).is_dir():
-        return folder / name
-    logger.info("making the built-in model %s in %s", name, folder)
-    command = [sys.executable, "-m", "gfgen.models.tiny", str(folder), name]
+    what = f"model{'s' if len(names) > 1 else ''} {', '.join(names)}"
+    command = [sys.executable, "-m", "gfgen.models.tiny", str(folder), *names]
     roots = [str(PACKAGE_ROOT), os.environ.get("PYTHONPATH", "")]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, roots))}
     try:
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=TINY_TIMEOUT_S, env=env)
     except subprocess.TimeoutExpired:
-        raise ModelError(f"model {name}: making it in {folder} took over {TINY_TIMEOUT_S:.0f} s") from None
+        raise ModelError(f"{what}: took over {TINY_TIMEOUT_S:.0f} s to make in {folder}") from None
     except subprocess.CalledProcessError as error:
         reason = (error.stderr.strip().splitlines() or ["no reason given"])[-1]
-        raise ModelError(f"model {name}: cannot be made in {folder}: {reason}") from None
+        raise ModelError(f"{what}: cannot be made in {folder}: {reason}") from None
+
+
+def _tiny_checkpoint(name: str) -> Path:
+    """A built-in model from the cache, made there first if need be."""
+    folder = tiny_dir()
+    if not (folder / name).is_dir():
+        logger.info("making the built-in model %s in %s", name, folder)
+        make_tiny_models(folder, [name])
     return folder / name
 
 
@@ -164,6 +172,4 @@ def _unknown(name: str) -> str:
     names = [model.name for model in MODELS]
     nearest = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.5)
     hint = f"did you mean {nearest[0]!r}? " if nearest else ""
-    return (
-        f"model {name!r} is unknown; {hint}Accepted: a directory, a hub id (org/name), or {', '.join(names)}"
-    )
+    return f"model {name}: unknown; {hint}accepted: a directory, a hub id (org/name), or {', '.join(names)}"

@@ -30,6 +30,7 @@ from diffusers.models._modeling_parallel import ContextParallelInput, ContextPar
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 
 from gfgen.errors import LayoutError, ModelError
+from gfgen.gfc.reshard import Sizes, shard_sizes
 from gfgen.layout import shard_bounds
 from gfgen.models.parallel import Ranks
 
@@ -95,12 +96,6 @@ def install(transformer: torch.nn.Module) -> None:
             # shared, and `_attend` takes it away again.
             processor._parallel_config = SHARED
     _wrap_globals(sys.modules[type(transformer).__module__])
-
-
-def shard_sizes(length: int, num_shards: int) -> list[int]:
-    """Lengths of all shards, by slot."""
-    bounds = (shard_bounds(length, num_shards, idx) for idx in range(num_shards))
-    return [stop - start for start, stop in bounds]
 
 
 def _modules(transformer: torch.nn.Module, pattern: str) -> list[torch.nn.Module]:
@@ -303,7 +298,7 @@ def _(
     return query.new_empty((*query.shape[:3], value.shape[3]))
 
 
-def _token_sizes(sharing: _Sharing, query: torch.Tensor, key: torch.Tensor) -> list[int]:
+def _token_sizes(sharing: _Sharing, query: torch.Tensor, key: torch.Tensor) -> Sizes:
     """By slot, the tokens of a shared attention: all streams that are cut, one behind the other.
 
     Wan cuts the video alone, and attends to it alone; joint attentions (Qwen-Image) attend to
@@ -320,7 +315,7 @@ def _token_sizes(sharing: _Sharing, query: torch.Tensor, key: torch.Tensor) -> l
     return sizes
 
 
-def _head_sizes(sharing: _Sharing, query: torch.Tensor, key: torch.Tensor) -> list[int]:
+def _head_sizes(sharing: _Sharing, query: torch.Tensor, key: torch.Tensor) -> Sizes:
     num_heads, degree = query.shape[2], sharing.ranks.size
     assert key.shape[2] == num_heads, "a shared attention whose queries and keys differ in heads"
     if num_heads < degree:

@@ -1,9 +1,9 @@
 """Finding a policy by the text of `--policy`: NAME[,option=value...].
 
 NAME is a built-in, `package.module:attribute`, or `path/to/file.py[:attribute]` (the
-attribute is `policy` unless named). A policy is a function whose first parameter is the
-snapshot and whose keyword-only parameters are its options, with a default and an annotation
-of int, float, bool or str.
+attribute is `policy` unless named). A policy is a function whose one positional parameter is
+the snapshot and whose keyword-only parameters are its options, with a default and an
+annotation of int, float, bool or str; `Annotated[int, range(1, 9)]` says which are accepted.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import functools
 import importlib
 import importlib.util
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, get_origin
 
-from gfgen.errors import PolicyError
+from gfgen.errors import PolicyError, in_one_line
 from gfgen.snapshot import Policy
 
 BUILT_IN = {
@@ -37,17 +37,20 @@ class NamedPolicy:
 
     name: str
     decide: Policy
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 def load_policy(text: str) -> NamedPolicy:
     """The policy that `text` names, options bound.
 
-    Raises: PolicyError when there is none, or an option is unknown or has a wrong value.
+    Raises: PolicyError when there is none, when it cannot be called as a policy, or when an
+            option is unknown or has a wrong value.
     """
     name, *assignments = (part.strip() for part in text.split(","))
     function = _find(name)
+    _check_signature(name, function)
     options = _options(name, function, assignments)
-    return NamedPolicy(text, functools.partial(function, **options) if options else function)
+    return NamedPolicy(text, functools.partial(function, **options) if options else function, options)
 
 
 def describe(name: str) -> tuple[str, str]:
@@ -80,8 +83,10 @@ def _find(name: str) -> Callable[..., Any]:
 def _import_module(name: str) -> Any:
     try:
         return importlib.import_module(name)
-    except Exception as error:  # a user's module may raise anything while it is imported
-        raise PolicyError(f"--policy: cannot import {name}: {type(error).__name__}: {error}") from error
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a user's module may raise anything while it is imported
+        raise PolicyError(f"--policy: cannot import {name}: {in_one_line(error)}") from error
 
 
 def _import_file(path: Path) -> Any:
@@ -93,13 +98,46 @@ def _import_file(path: Path) -> Any:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # a user's file may raise anything while it is imported
-        raise PolicyError(f"--policy {path}: {type(error).__name__}: {error}") from error
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a user's file may raise anything while it is imported
+        raise PolicyError(f"--policy {path}: {in_one_line(error)}") from error
     return module
 
 
+def _check_signature(name: str, function: Callable[..., Any]) -> None:
+    """Refuse what cannot be called with a snapshot alone, and options that nobody could set."""
+    accepted = "a function policy(snapshot, *, option: int = 1) is accepted"
+    if inspect.isclass(function) or inspect.iscoroutinefunction(function):
+        kind = "a class" if inspect.isclass(function) else "asynchronous"
+        raise PolicyError(f"--policy {name}: it is {kind}; {accepted}")
+    try:
+        parameters = _signature(function).parameters.values()
+    except (TypeError, ValueError):
+        raise PolicyError(f"--policy {name}: nothing tells what it takes; {accepted}") from None
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if not positional and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        raise PolicyError(f"--policy {name}: it takes no snapshot; {accepted}")
+    if len(positional) > 1:
+        raise PolicyError(
+            f"--policy {name}: {positional[1].name!r} is a second positional parameter; {accepted}, "
+            "with the options behind the *"
+        )
+    for parameter in parameters:
+        if parameter.kind is parameter.KEYWORD_ONLY and parameter.default is parameter.empty:
+            raise PolicyError(f"--policy {name}: its option {parameter.name!r} has no default; {accepted}")
+
+
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    """With annotations as types where they can be found out, as text otherwise."""
+    try:
+        return inspect.signature(function, eval_str=True)
+    except Exception:  # an annotation may name what exists for type checkers alone
+        return inspect.signature(function)
+
+
 def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    parameters = inspect.signature(function).parameters
+    parameters = _signature(function).parameters
     return {key: p for key, p in parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY}
 
 
@@ -116,13 +154,20 @@ def _options(name: str, function: Callable[..., Any], assignments: list[str]) ->
 
 
 def _converted(name: str, key: str, value: str, parameter: inspect.Parameter) -> Any:
-    annotation = parameter.annotation
+    annotation, accepted = parameter.annotation, None
+    if get_origin(annotation) is Annotated:
+        accepted = next((note for note in annotation.__metadata__ if isinstance(note, range)), None)
+        annotation = annotation.__origin__
     kind = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "str")
     if kind == "bool":
         if value.lower() in ("true", "false", "1", "0", "yes", "no"):
             return value.lower() in ("true", "1", "yes")
         raise PolicyError(f"--policy {name}: {key} = {value}: true or false is accepted")
     try:
-        return _TYPES.get(kind, str)(value)
+        converted = _TYPES.get(kind, str)(value)
     except ValueError:
         raise PolicyError(f"--policy {name}: {key} = {value}: a value of type {kind} is accepted") from None
+    if accepted is not None and converted not in accepted:
+        bounds = f"{accepted.start} to {accepted.stop - 1}"
+        raise PolicyError(f"--policy {name}: {key} = {value}: a whole number from {bounds} is accepted")
+    return converted

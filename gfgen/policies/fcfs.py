@@ -5,13 +5,13 @@ from __future__ import annotations
 import heapq
 from operator import attrgetter
 
-from gfgen.policies.groups import Group, home_group
+from gfgen.policies.groups import Degree, Group, home_group
 from gfgen.snapshot import Decision, JobView, Snapshot
 
 _turn = attrgetter("precedence", "arrival_s")
 
 
-def fcfs(snapshot: Snapshot, *, degree: int = 1) -> list[Decision]:
+def fcfs(snapshot: Snapshot, *, degree: Degree = 1) -> list[Decision]:
     """Jobs run in order of arrival, each to its end on one group of `degree` ranks.
 
     For batches of equal jobs, and where order matters more than latency. The group that gets
@@ -23,18 +23,24 @@ def fcfs(snapshot: Snapshot, *, degree: int = 1) -> list[Decision]:
     idle = [group for group in groups if free.issuperset(group) and group not in running]
     if not idle:
         return []
-    owners = _owners(snapshot, groups)
-    new = [job for job in snapshot.open.values() if not home_group(job, groups)]
-    queue = iter(heapq.nsmallest(len(idle), new, key=_turn))
+    owners, waiting = _owners_and_waiting(snapshot, groups)
+    queue = iter(heapq.nsmallest(len(idle), waiting, key=_turn))
     turns = [(group, owners.get(group) or next(queue, None)) for group in idle]
     return [Decision(job.next_task, job.layout(group)) for group, job in turns if job]
 
 
-def _owners(snapshot: Snapshot, groups: list[Group]) -> dict[Group, JobView]:
-    """For each group the job that has begun there; the first to come, should there be several."""
+def _owners_and_waiting(
+    snapshot: Snapshot, groups: list[Group]
+) -> tuple[dict[Group, JobView], list[JobView]]:
+    """For each group the job that has begun there (the first to come of several), and the others."""
+    waiting = [job for job in snapshot.open.values() if job.last_layout is None]
     owners: dict[Group, JobView] = {}
     for job in snapshot.open.values():
+        if job.last_layout is None:
+            continue
         home = home_group(job, groups)
-        if home is not None:
+        if home is None:
+            waiting.append(job)
+        else:
             owners[home] = min(owners.get(home, job), job, key=_turn)
-    return owners
+    return owners, waiting

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+from gfgen.layout import MAX_RANKS
 from gfgen.snapshot import JobView
+
+Degree = Annotated[int, range(1, MAX_RANKS + 1)]
+"""Option of a policy: how many ranks run a task together. The range is what `--policy` accepts."""
+DegreeOrAll = Annotated[int, range(MAX_RANKS + 1)]
+"""The same, where 0 means all ranks."""
 
 Group = tuple[int, ...]
 

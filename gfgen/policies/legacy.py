@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from gfgen.policies.fcfs import fcfs
+from gfgen.policies.groups import DegreeOrAll
 from gfgen.snapshot import Decision, Snapshot
 
 
-def legacy(snapshot: Snapshot, *, degree: int = 0) -> list[Decision]:
+def legacy(snapshot: Snapshot, *, degree: DegreeOrAll = 0) -> list[Decision]:
     """One job at a time on all ranks, first come first served, the same ranks for every stage.
 
     The baseline: what a pipeline with a fixed process group does. `degree=1` makes every rank a

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from operator import attrgetter
 
-from gfgen.policies.groups import Group, home_group
+from gfgen.policies.groups import Degree, Group, home_group
 from gfgen.snapshot import Decision, JobView, Snapshot
 
 _urgency = attrgetter("precedence", "remaining_s", "arrival_s")
 
 
-def srtf(snapshot: Snapshot, *, degree: int = 1) -> list[Decision]:
+def srtf(snapshot: Snapshot, *, degree: Degree = 1) -> list[Decision]:
     """Jobs with the least work left go first; each stays with its group of `degree` ranks.
 
     For mixed batches where the mean wait matters: a short job never waits for more than one

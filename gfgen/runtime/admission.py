@@ -7,8 +7,9 @@ once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gfgen.errors import JobError, ModelError, Problem
@@ -17,6 +18,9 @@ from gfgen.identity import output_name, spec_hash, with_defaults
 from gfgen.jobspec import JobSpec
 from gfgen.models.geometry import Geometry, max_sequence_degree
 from gfgen.runtime.observer import JobInfo
+
+MAX_LINES_NAMED = 10
+"""Of jobs whose model is missing; the first line is in the problem's own place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +51,12 @@ class AdmittedJob:
         return self.trajectory.artifact("latents").size_bytes
 
 
+def arriving_after(job: AdmittedJob, offset_s: float) -> AdmittedJob:
+    """The same job, arriving so much later; its relative deadline counts from then."""
+    spec = replace(job.spec, arrival_s=job.spec.arrival_s + offset_s)
+    return replace(job, info=replace(job.info, spec=spec))
+
+
 @dataclass(frozen=True, slots=True)
 class Model:
     """A model that jobs of this run use."""
@@ -62,9 +72,10 @@ def admit(
     """The jobs that can run, and everything that is wrong with the others.
 
     `find_model` raises ModelError for a name without a usable checkpoint; each name is
-    looked up once.
+    looked up once, and is one problem, at its first line, however many jobs want it.
     """
     models: dict[str, Model | ModelError] = {}
+    lines_without: dict[str, list[int | None]] = defaultdict(list)
     jobs: list[AdmittedJob] = []
     problems: list[Problem] = []
     for spec in specs:
@@ -73,13 +84,25 @@ def admit(
             models[name] = _find(find_model, name)
         model = models[name]
         if isinstance(model, ModelError):
-            problems.append(Problem(spec.line, "model", None, str(model)))
+            lines_without[name].append(spec.line)
             continue
         try:
             jobs.append(_admit_one(spec, model))
         except JobError as error:
-            problems.append(error.at_line(spec.line))
-    return tuple(jobs), tuple(problems)
+            problems += error.at_line(spec.line)
+    missing = [_missing_model(name, models[name], lines) for name, lines in lines_without.items()]
+    return tuple(jobs), (*problems, *missing)
+
+
+def _missing_model(name: str, error: object, lines: Sequence[int | None]) -> Problem:
+    """One problem for all jobs of a model, at the first of their lines."""
+    reason = str(error).removeprefix(f"model {name}: ")
+    others = [str(line) for line in lines[1:]]
+    if others:
+        shown = ", ".join(others[:MAX_LINES_NAMED])
+        rest = f" and {len(others) - MAX_LINES_NAMED} more" if len(others) > MAX_LINES_NAMED else ""
+        reason += f" (the same model: line{'s' if len(others) > 1 else ''} {shown}{rest})"
+    return replace(Problem.of("model", name, reason), line=lines[0])
 
 
 def _find(find_model: Callable[[str], Model], name: str) -> Model | ModelError:
@@ -89,15 +112,35 @@ def _find(find_model: Callable[[str], Model], name: str) -> Model | ModelError:
         return error
 
 
+def _resolve(asked: JobSpec, geometry: Geometry) -> tuple[JobSpec, str]:
+    """The job as run and the name of its file.
+
+    Raises: JobError with all that is wrong with either.
+    """
+    problems: list[Problem] = []
+    run, file = asked, ""
+    try:
+        run = geometry.resolve(asked)
+    except JobError as error:
+        problems += error.problems
+    try:
+        file = output_name(asked, geometry.output_kind(asked))
+    except JobError as error:
+        problems += error.problems
+    if problems:
+        raise JobError(*problems)
+    return run, file
+
+
 def _admit_one(spec: JobSpec, model: Model) -> AdmittedJob:
     asked = with_defaults(spec, model=model.name)
-    run = model.geometry.resolve(asked)
+    run, file = _resolve(asked, model.geometry)
     trajectory = model.geometry.trajectory(run)
     info = JobInfo(
         asked=asked,
         spec=run,
         num_tasks=trajectory.num_tasks,
-        file=output_name(run, "image" if run.frames == 1 else "video"),
+        file=file,
         spec_hash=spec_hash(asked),
         family=model.geometry.family,
     )

@@ -59,15 +59,11 @@ def task_blocks(timeline: Timeline) -> Iterator[Block]:
 
 
 def write_blocks(timeline: Timeline) -> Iterator[Block]:
-    """Each write as one rectangle, on lanes below the ranks, as many as are needed."""
-    free_at: list[float] = []
+    """Each write as one rectangle, on the lane of its writer below the ranks."""
     for slice_ in timeline.slices:
-        if slice_.rank is not None:
+        if slice_.writer is None:
             continue
-        free = (idx for idx, free_s in enumerate(free_at) if free_s <= slice_.start_s)
-        writer = next(free, len(free_at))
-        free_at[writer : writer + 1] = [slice_.end_s]
-        lane = timeline.num_ranks + writer
+        lane = timeline.num_ranks + slice_.writer
         yield Block(slice_.job_id, WRITE, lane, lane, slice_.start_s, slice_.end_s, None)
 
 

@@ -30,17 +30,19 @@ class Channel:
     def fileno(self) -> int:
         return self._socket.fileno()
 
-    def send(self, message: Any, fds: tuple[int, ...] = ()) -> None:
+    def send(self, message: Any, fds: tuple[int, ...] = (), *, wait: bool = True) -> None:
         """Send one message; descriptors are duplicated into the receiver.
 
-        Raises: OSError when the other end is gone.
+        Raises: OSError when the other end is gone; BlockingIOError when it takes no more
+        messages for now and `wait` is false.
         """
         packed = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
         self.sent_bytes += len(packed)
+        flags = 0 if wait else socket.MSG_DONTWAIT
         if fds:
-            socket.send_fds(self._socket, [packed], fds)
+            socket.send_fds(self._socket, [packed], fds, flags)
         else:
-            self._socket.send(packed)
+            self._socket.send(packed, flags)
 
     def receive(self) -> tuple[Any, list[int]] | None:
         """The next message with its descriptors (now the caller's to close); None at the end."""

@@ -24,6 +24,7 @@ _KIND_ORDER = (
     events.JobArrived,
     events.PolicyChanged,
     events.StopRequested,
+    events.ClosingTime,
     events.Wakeup,
 )
 """Ties in time: what ends comes before what begins, so that a rank that gets free at the very

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from gfgen.errors import PolicyFault, StalledError
+from gfgen.errors import PolicyFault, StalledError, in_one_line
 from gfgen.policies.catalog import NamedPolicy, load_policy
-from gfgen.runtime.admission import AdmittedJob
+from gfgen.runtime.admission import AdmittedJob, arriving_after
 from gfgen.runtime.clock import Clock
 from gfgen.runtime.dispatch import Dispatch
-from gfgen.runtime.events import Event, JobArrived, JobTimedOut, PolicyChanged, Wakeup
+from gfgen.runtime.events import ClosingTime, Event, JobArrived, JobTimedOut, PolicyChanged, Wakeup
 from gfgen.runtime.journal import Journal, NoJournal
 from gfgen.runtime.metrics import Metrics, Summary
 from gfgen.runtime.observer import JobOutcome, Observer, skipped_outcome
@@ -21,7 +22,8 @@ from gfgen.snapshot import Decision, Snapshot
 logger = logging.getLogger(__name__)
 
 MAX_POLICY_FAULTS = 3
-"""After so many faults the run goes on under `fcfs`."""
+"""After so many calls in which the policy was at fault the run goes on under FALLBACK."""
+FALLBACK = "fcfs"
 
 
 class Backend(Protocol):
@@ -39,9 +41,24 @@ class Backend(Protocol):
         """The job has ended: drop all that is kept for it."""
         ...
 
+    def add(self, jobs: Sequence[AdmittedJob]) -> None:
+        """Tasks of these jobs may be submitted from now on."""
+        ...
+
+
+class Intake(Protocol):
+    """Where jobs come from while a run is going on."""
+
+    def take(self) -> Sequence[AdmittedJob]:
+        """The jobs that have come since it was asked last; returns at once."""
+        ...
+
 
 class Control:
-    """One run from the first arrival to the last file."""
+    """One run from the first arrival to the last file.
+
+    With an `intake` it goes on, and takes what comes in, until it is asked to stop.
+    """
 
     def __init__(
         self,
@@ -55,6 +72,7 @@ class Control:
         journal: Journal | NoJournal | None = None,
         observers: Sequence[Observer] = (),
         skipped: Sequence[AdmittedJob] = (),
+        intake: Intake | None = None,
     ) -> None:
         self.state = state
         self.backend = backend
@@ -69,6 +87,7 @@ class Control:
         self._next_refresh_s = 0.0
         self._jobs = tuple(jobs)
         self._skipped = tuple(skipped)
+        self._intake = intake
 
     def run(self) -> Summary:
         """Run until every job has ended, or the run is asked to stop.
@@ -80,19 +99,40 @@ class Control:
             for event in self.backend.wait(until=self.clock.next_wakeup()):
                 self.journal.append(event)
                 self.apply(event)
+            self.take_in()
             for decision in self.decide():
-                self.start(decision)
+                if not self.start(decision):
+                    break  # what follows was decided for a state that did not come about
             self.journal.flush()
         return self.metrics.summary()
 
     def begin(self) -> None:
         """Schedule the arrivals, and tell everyone who watches what is to be done."""
+        self._note_degree(self.policy.options.get("degree"))
         infos = tuple(job.info for job in self._jobs)
         for observer in self.observers:
             observer.began(infos, num_ranks=self.state.num_ranks, policy=self.policy.name)
             for job in self._skipped:
                 observer.ended(skipped_outcome(job.info))
         for job in self._jobs:
+            self.schedule(job)
+        if self.state.closes_s is not None:
+            self.clock.at(ClosingTime(self.state.closes_s))
+        self.state.expects_more = self._intake is not None
+
+    def take_in(self) -> None:
+        """Let jobs that have come meanwhile join the run; they arrive now, or so long after now."""
+        if self._intake is None or self.state.is_stopping:
+            return
+        now_s = self.clock.now_s
+        jobs = [arriving_after(job, now_s) for job in self._intake.take()]
+        if not jobs:
+            return
+        self.backend.add(jobs)
+        for observer in self.observers:
+            observer.added(tuple(job.info for job in jobs))
+        for job in jobs:
+            self.state.add(job)
             self.schedule(job)
 
     def apply(self, event: Event) -> None:
@@ -108,28 +148,41 @@ class Control:
         self._refresh()
         if self.state.is_stopping or not self.state.has_choice:
             return ()
-        decisions = self._ask_policy(self.state.snapshot())
-        if not decisions and self.state.is_stuck and self.clock.next_wakeup() is None:
+        snapshot = self.state.snapshot()
+        decisions = self._ask_policy(snapshot)
+        if not decisions and self.state.is_stuck:
+            self._explain_standstill(snapshot)
+        return decisions
+
+    def _explain_standstill(self, snapshot: Snapshot) -> None:
+        """All ranks are free, jobs are open and none was started: too late, or the policy's fault."""
+        if self.clock.next_wakeup() not in (None, self.state.closes_s):
+            return
+        if snapshot.open:
             names = ", ".join(self.state.open_jobs[:5])
             raise StalledError(
                 f"policy {self.policy.name} starts nothing although all ranks are free; "
                 f"{len(self.state.open_jobs)} jobs wait: {names}"
             )
-        return decisions
+        if not self.state.expects_more:
+            logger.info("no job that is left can be done by closing time: the run ends now")
+            self.clock.at(ClosingTime(self.clock.now_s))
 
-    def start(self, decision: Decision) -> None:
-        """Dispatch a decision, unless it is illegal: then the policy is at fault."""
+    def start(self, decision: Decision) -> bool:
+        """Dispatch a decision; False when it is illegal, which is the policy's fault."""
         try:
             dispatch = self.state.begin(decision)
         except PolicyFault as fault:
             self._blame_policy(fault)
-            return
+            self.clock.at(Wakeup(self.clock.now_s))  # it is asked again, for the ranks that are left
+            return False
         self.backend.submit(dispatch)
         if self.guard_s > 0:
             wakeup_s = max(dispatch.predicted_end_s - self.guard_s, self.clock.now_s)
             self.clock.at(Wakeup(wakeup_s))
         for observer in self.observers:
             observer.dispatched(dispatch)
+        return True
 
     def conclude(self, outcome: JobOutcome) -> None:
         """A job has ended."""
@@ -147,31 +200,59 @@ class Control:
             if observer.refresh_s is not None:
                 observer.refreshed(snapshot)
 
+    def _note_degree(self, degree: object) -> None:
+        """Tell that more ranks are asked for each task than there are: it has less effect than that."""
+        most = self.state.max_degree
+        if isinstance(degree, int) and degree > most:
+            logger.warning(
+                "policy %s: a task has %d ranks here at most, so degree counts as %d",
+                self.policy.name,
+                most,
+                most,
+            )
+
     def _ask_policy(self, snapshot: Snapshot) -> list[Decision]:
+        """Its decisions; those of `fcfs` for this once when it raises."""
         try:
-            return list(self.policy.decide(snapshot))
-        except Exception as error:  # a policy may be the user's own
+            decided = self.policy.decide(snapshot)
+            if not isinstance(decided, Iterable):
+                raise PolicyFault(
+                    f"it returned a value of type {type(decided).__name__}; a list of Decision is accepted"
+                )
+            # Each rank takes one task, so one more than ranks is a fault; a generator may be endless.
+            return list(itertools.islice(decided, self.state.num_ranks + 1))
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a policy may be the user's own, and call sys.exit()
             logger.debug("policy %s raised", self.policy.name, exc_info=True)
             self._blame_policy(error)
-            return list(load_policy("fcfs").decide(snapshot))
+            return list(load_policy(FALLBACK).decide(snapshot))
 
-    def _blame_policy(self, error: Exception) -> None:
-        """Count a fault; after too many, `fcfs` takes over and the log says so."""
+    def _blame_policy(self, error: BaseException) -> None:
+        """Count a fault; after too many, `fcfs` takes over and the log says so.
+
+        Raises: PolicyFault when it is `fcfs` itself that failed too often.
+        """
         self._num_policy_faults += 1
-        reason = str(error) if isinstance(error, PolicyFault) else f"{type(error).__name__}: {error}"
+        reason = " ".join(str(error).split()) if isinstance(error, PolicyFault) else in_one_line(error)
         logger.warning("policy %s: %s", self.policy.name, reason)
         if self._num_policy_faults < MAX_POLICY_FAULTS:
             return
+        if self.policy.name == FALLBACK:
+            raise PolicyFault(f"policy {FALLBACK} failed {self._num_policy_faults} times: {reason}")
         logger.error(
-            "policy %s failed %d times; going on with fcfs", self.policy.name, self._num_policy_faults
+            "policy %s failed %d times; going on with %s",
+            self.policy.name,
+            self._num_policy_faults,
+            FALLBACK,
         )
-        self.policy = load_policy("fcfs")
+        self.policy = load_policy(FALLBACK)
         self._num_policy_faults = 0
         self.clock.at(PolicyChanged(self.clock.now_s, self.policy.name, reason))
 
     def schedule(self, job: AdmittedJob) -> None:
         """Let a job arrive at its time."""
         arrival_s = job.spec.arrival_s
-        self.clock.at(JobArrived(arrival_s, job.job_id))
+        self.clock.at(JobArrived(arrival_s, job.job_id, job.info.spec_hash))
         if job.spec.timeout_s is not None:
             self.clock.at(JobTimedOut(arrival_s + job.spec.timeout_s, job.job_id))

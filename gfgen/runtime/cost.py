@@ -2,8 +2,8 @@
 
 Jobs of one model and shape share a `CostClass`. For each (stage, degrees) of a class the
 estimate is, in this order: the measured mean; the class's floating-point operations over the
-rate that the same model has reached in the same stage with other shapes; or over a default
-rate. Waiting and moving are no part of a duration (DESIGN section 4).
+rate that the same model has reached in the same stage with other shapes; or over the rate of its
+denoising steps; or over a default rate. Waiting and moving are no part of a duration (DESIGN section 4).
 """
 
 from __future__ import annotations
@@ -80,6 +80,15 @@ class CostModel:
             published = cost_class.published[key] = self._estimate(cost_class, stage, degrees)
         return published
 
+    def is_measured(self, cost_class: CostClass) -> bool:
+        """Whether estimates rest on a measurement of this model, be it with another shape."""
+        denoise = (cost_class.model, Stage.DENOISE)
+        return denoise in self._rates or any(stage is Stage.DENOISE for stage, _ in cost_class.measured)
+
+    def has_seen(self, cost_class: CostClass, stage: Stage, degrees: Degrees) -> bool:
+        """Whether a task like this has run: its prediction is more than a guess."""
+        return (stage, degrees) in cost_class.measured
+
     def remaining_s(self, cost_class: CostClass, task: Task, num_tasks: int, degrees: Degrees) -> float:
         """Predicted time from `task` to the end of its job, with its steps on these degrees."""
         num_left = num_tasks - task.index
@@ -119,7 +128,9 @@ class CostModel:
         measured = cost_class.measured.get((stage, degrees))
         if measured is not None:
             return measured.value
-        rate = self._rates.get((cost_class.model, stage))
+        rate = self._rates.get((cost_class.model, stage)) or self._rates.get(
+            (cost_class.model, Stage.DENOISE)
+        )
         degree = degrees[0] * degrees[1] * degrees[2]
         flops_per_s = (rate.value if rate else DEFAULT_FLOPS_PER_S) * _speedup(degree)
         return cost_class.flops[stage] / flops_per_s + OVERHEAD_S

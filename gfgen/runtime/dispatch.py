@@ -39,9 +39,9 @@ class Dispatch:
         return self.layout.degree > 1 or bool(self.transfers)
 
     @property
-    def edges(self) -> set[tuple[int, int]]:
-        """(source, destination) of its transfers."""
-        return {(transfer.source, transfer.destination) for transfer in self.transfers}
+    def pairs(self) -> set[frozenset[int]]:
+        """Pairs of ranks of which one sends state to the other for it."""
+        return {frozenset((transfer.source, transfer.destination)) for transfer in self.transfers}
 
     @property
     def ranks_involved(self) -> set[int]:

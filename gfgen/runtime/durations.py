@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def in_words(seconds: float) -> str:
-    """'850 ms', '12.3 s', '2 min 14 s', '1 h 02 min'."""
+    """'850 ms', '12.3 s', '2 min 14 s', '1 h 02 min', '2 days 3 h'."""
     if seconds < 0:
         return f"-{in_words(-seconds)}"
     if seconds < 0.9995:
@@ -14,7 +14,10 @@ def in_words(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:
         return f"{minutes} min {rest:02d} s"
-    return f"{minutes // 60} h {minutes % 60:02d} min"
+    if minutes < 24 * 60:
+        return f"{minutes // 60} h {minutes % 60:02d} min"
+    days, hours = divmod(minutes // 60, 24)
+    return f"{days} day{'s' if days > 1 else ''} {hours} h"
 
 
 def on_clock(seconds: float) -> str:

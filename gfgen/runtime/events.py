@@ -22,6 +22,7 @@ class JobArrived(Event):
     """A job's arrival time has come."""
 
     job_id: str
+    spec_hash: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +43,12 @@ class RankReady(Event):
 
 @dataclass(frozen=True, slots=True)
 class RankLost(Event):
-    """A worker process is gone."""
+    """A worker process is gone; unless the rank is retired, a new one is being started."""
 
     rank: int
     incarnation: int
     reason: str
+    is_retired: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +69,17 @@ class TaskDone(Event):
 
 @dataclass(frozen=True, slots=True)
 class TaskFailed(Event):
-    """A task raised on one rank; `void` means that it never began, for want of its input."""
+    """A task has failed on one rank.
+
+    It raised there; or its worker died (`lost`); or it was given up for no fault of its own,
+    because something that it depends on failed (`void`).
+    """
 
     dispatch: int
     rank: int
     reason: str
     void: bool = False
+    lost: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +90,8 @@ class OutputWritten(Event):
     path: str
     size_bytes: int
     write_s: float
+    writer: int = 0
+    """Which of the writer processes wrote it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +115,11 @@ class StopRequested(Event):
     """A signal asks the run to stop at the next task boundaries."""
 
     signal_number: int
+
+
+@dataclass(frozen=True, slots=True)
+class ClosingTime(Event):
+    """The time until which the run may work has come, or nothing that is left fits before it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,22 +1,34 @@
 """The journal of a run: every event in the order in which it was applied, one JSON per line.
 
-Its first line names the format's version, the policy and the jobs. A run's journal holds
-all that its decisions depended on, so replaying it gives the same decisions.
+Its first line names the format's version, the policy with its options, ranks and guard, and
+the jobs by number and hash. Each event has the number of the turn of the loop that brought it:
+events of one turn were applied together, before the policy was asked once. With the job file
+that is all that a run's decisions depended on.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import itertools
 import json
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-from gfgen.errors import InputError
+from gfgen.errors import InputError, OutputError
 from gfgen.runtime import events
 from gfgen.runtime.events import Event
+from gfgen.runtime.linefile import LineFile
+from gfgen.runtime.observer import JobInfo
+
+logger = logging.getLogger(__name__)
 
 VERSION = 1
+_MAX_HEADER_BYTES = 65536
 
 _TYPES = {
     kind.__name__: kind
@@ -28,26 +40,42 @@ _FIELDS = {kind: tuple(field.name for field in fields(kind)) for kind in _TYPES.
 
 
 class Journal:
-    """Appends events to a file; each line reaches the operating system at the end of a turn."""
+    """Appends events to a file; what a turn of the loop brought is written at its end, as a whole.
+
+    Raises, when it opens and at every flush: OutputError on a full disk, or when the file is
+    gone; the run has to stop then.
+    """
 
     def __init__(self, path: Path, *, header: dict[str, Any]) -> None:
-        self._file: TextIO = path.open("a", encoding="utf-8")
+        _move_away_foreign(path)
+        self._lines = LineFile(path)
+        self._pending: list[str] = []
+        self._turn = 1
         self._write({"gfgen_journal": VERSION, **header})
         self.flush()
 
     def append(self, event: Event) -> None:
         kind = type(event)
-        self._write({"event": kind.__name__, **{name: getattr(event, name) for name in _FIELDS[kind]}})
+        values = {name: getattr(event, name) for name in _FIELDS[kind]}
+        self._write({"turn": self._turn, "event": kind.__name__, **values})
 
     def flush(self) -> None:
-        """Hand what was appended to the operating system: it survives the death of this process."""
-        self._file.flush()
+        """End the turn: hand what it brought to the operating system, where it survives this process."""
+        if self._pending:
+            self._turn += 1
+            content, self._pending = "\n".join([*self._pending, ""]), []
+            self._lines.append(content.encode("utf-8", "replace"))
 
     def close(self) -> None:
-        self._file.close()
+        """Keep also what a turn that was broken off had brought."""
+        try:
+            self.flush()
+        except OutputError as error:
+            logger.error("the end of the journal is lost: %s", error)
+        self._lines.close()
 
     def _write(self, entry: dict[str, Any]) -> None:
-        self._file.write(_ENCODER.encode(entry) + "\n")
+        self._pending.append(_ENCODER.encode(entry))
 
 
 class NoJournal:
@@ -63,26 +91,110 @@ class NoJournal:
         pass
 
 
+def journal_header(
+    jobs: Sequence[JobInfo], *, policy: str, num_ranks: int, guard_s: float, started_at: float
+) -> dict[str, Any]:
+    """What a run starts from; `jobs_hash` is of the ids and spec hashes, in their order."""
+    lines = "".join(f"{info.job_id} {info.spec_hash}\n" for info in jobs)
+    return {
+        "policy": policy,
+        "ranks": num_ranks,
+        "guard_s": guard_s,
+        "started_at": started_at,
+        "jobs": len(jobs),
+        "jobs_hash": hashlib.sha256(lines.encode()).hexdigest(),
+    }
+
+
+def first_arrivals(path: Path) -> dict[tuple[str, str], float]:
+    """Unix time at which each job, by (id, spec hash), arrived first, in any run of this journal.
+
+    Looks at headers and arrivals only, and passes over what it cannot read: a journal that
+    does not serve costs nothing but the memory of when a job was first asked for.
+    """
+    arrivals: dict[tuple[str, str], float] = {}
+    started_at = 0.0
+    if not path.is_file():
+        return arrivals
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            if "gfgen_journal" not in line and "JobArrived" not in line:
+                continue
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                entry = json.loads(line)
+                if "gfgen_journal" in entry:
+                    started_at = float(entry["started_at"])
+                else:
+                    key = (entry["job_id"], entry["spec_hash"])
+                    arrivals.setdefault(key, started_at + entry["time_s"])
+    return arrivals
+
+
 def read_journal(path: Path) -> Iterator[dict[str, Any] | Event]:
     """The entries of a journal: a header (a dict) for each run that wrote to it, and events.
 
-    A torn last line, left by a killed run, is passed over.
+    The last line of a run may be torn, since a run can be killed: it is passed over.
     Raises: InputError for a file that is no journal, or of another version.
     """
-    lines = path.read_text(encoding="utf-8").split("\n")
-    for number, line in enumerate(lines, start=1):
+    for _, entry in _entries(path):
+        yield entry
+
+
+def read_turns(path: Path) -> Iterator[list[Event]]:
+    """The events of each turn of the loop in which there were any; otherwise as `read_journal`."""
+    for _, entries in itertools.groupby(_entries(path), key=itemgetter(0)):
+        turn = [entry for _, entry in entries if isinstance(entry, Event)]
+        if turn:
+            yield turn
+
+
+def _entries(path: Path) -> Iterator[tuple[int, dict[str, Any] | Event]]:
+    """Each entry with the number of its turn; a header comes before the first, as 0."""
+    torn: int | None = None
+    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
         if not line:
             continue
         try:
             entry = json.loads(line)
         except ValueError:
-            if number == len(lines):
-                return
-            raise InputError(f"{path}: line {number} is not JSON: this is no journal of gfgen") from None
-        if "event" in entry:
-            kind = _TYPES[entry.pop("event")]
-            yield kind(**entry)
-        elif entry.get("gfgen_journal") == VERSION:
-            yield entry
-        else:
+            entry = None
+        is_header = isinstance(entry, dict) and "gfgen_journal" in entry
+        if not is_header and (number == 1 or torn is not None):
+            raise InputError(f"{path}: line {torn or number} is not of a journal of gfgen")
+        torn = None
+        if is_header and entry["gfgen_journal"] != VERSION:
             raise InputError(f"{path}: line {number} is of another version of gfgen; move the file away")
+        if is_header:
+            yield 0, entry
+        elif (found := _event(entry)) is not None:
+            yield found
+        else:
+            torn = number
+
+
+def _event(entry: object) -> tuple[int, Event] | None:
+    """Turn and event of a line; None for one that is torn or spoilt."""
+    if not isinstance(entry, dict) or entry.get("event") not in _TYPES:
+        return None
+    try:
+        turn = int(entry.pop("turn"))
+        return turn, _TYPES[entry.pop("event")](**entry)
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def _move_away_foreign(path: Path) -> None:
+    """Let a journal of another version, or what is none, lie beside the one that begins."""
+    try:
+        with path.open("rb") as file:
+            header = json.loads(file.readline(_MAX_HEADER_BYTES))
+        if header["gfgen_journal"] == VERSION:
+            return
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    if path.is_file() and path.stat().st_size:
+        aside = next(name for n in itertools.count(1) if not (name := path.with_suffix(f".{n}.old")).exists())
+        logger.warning("%s is of another version of gfgen, or no journal: it is now %s", path, aside.name)
+        path.rename(aside)

@@ -7,15 +7,18 @@ because an earlier run has finished it gets no new line: the line that says so i
 from __future__ import annotations
 
 import json
-import os
+import logging
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from gfgen.errors import OutputError
-from gfgen.jobspec import JobSpec
+from gfgen.jobspec import SCALE_FIELDS, JobSpec
+from gfgen.runtime.linefile import LineFile
 from gfgen.runtime.observer import JobInfo, JobOutcome, Observer
+
+logger = logging.getLogger(__name__)
 
 MANIFEST_NAME = "manifest.jsonl"
 SCHEMA_VERSION = 1
@@ -23,19 +26,15 @@ SCHEMA_VERSION = 1
 Entry = dict[str, Any]
 """One line, as JSON gives it; the keys are those of `manifest_entry`."""
 
-_SCALES = ("guidance_scale", "guidance_scale_2", "boundary_ratio", "flow_shift", "true_cfg_scale")
-
 
 class ManifestWriter(Observer):
-    """Appends a line as each job ends; a line is one write, so a crash tears the last at most.
-
-    `now` gives Unix time.
-    """
+    """Appends a line as each job ends; `now` gives Unix time."""
 
     def __init__(self, path: Path, *, now: Callable[[], float] = time.time) -> None:
         self.path = path
         self._now = now
-        self._fd = self._open()
+        _make_parent(path)
+        self._lines = LineFile(path)
 
     def ended(self, outcome: JobOutcome) -> None:
         if outcome.status == "skipped":
@@ -43,32 +42,10 @@ class ManifestWriter(Observer):
         file = self.path.parent / outcome.info.file
         size_bytes = file.stat().st_size if outcome.status == "done" and file.exists() else None
         entry = manifest_entry(outcome, size_bytes=size_bytes, written_at=self._now())
-        self._write(json.dumps(entry, ensure_ascii=False).encode("utf-8", "replace") + b"\n")
+        self._lines.append(json.dumps(entry, ensure_ascii=False).encode("utf-8", "replace") + b"\n")
 
     def close(self) -> None:
-        os.fsync(self._fd)
-        os.close(self._fd)
-
-    def _open(self) -> int:
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-        except OSError as error:
-            raise OutputError(
-                f"cannot write {self.path}: {error.strerror}; choose another --output"
-            ) from error
-        size = os.fstat(fd).st_size
-        if size and os.pread(fd, 1, size - 1) != b"\n":
-            os.write(fd, b"\n")  # an earlier run was killed in the middle of its last line
-        return fd
-
-    def _write(self, line: bytes) -> None:
-        try:
-            written = os.write(self._fd, line)
-        except OSError as error:
-            raise OutputError(f"cannot write {self.path}: {error.strerror}") from error
-        if written < len(line):
-            raise OutputError(f"cannot write {self.path}: the disk is full; make room and run again")
+        self._lines.close()
 
 
 def manifest_entry(outcome: JobOutcome, *, size_bytes: int | None, written_at: float) -> Entry:
@@ -92,7 +69,7 @@ def manifest_entry(outcome: JobOutcome, *, size_bytes: int | None, written_at: f
         "shape": _shape(spec),
         "rounded": rounding_note(info.asked, spec),
         "steps": spec.steps,
-        "scales": {name: getattr(spec, name) for name in _SCALES if getattr(spec, name) is not None},
+        "scales": {name: getattr(spec, name) for name in SCALE_FIELDS if getattr(spec, name) is not None},
         "spec_hash": info.spec_hash,
         "timings": {
             "arrival_s": _rounded(outcome.arrival_s),
@@ -125,7 +102,8 @@ def rounding_note(asked: JobSpec, spec: JobSpec) -> str | None:
 def read_manifest(path: Path) -> dict[str, Entry]:
     """The latest line of each job; empty when there is no manifest.
 
-    Lines that are torn, or of another version, count as absent: their jobs run again.
+    Lines that are torn, spoilt, or of another version count as absent, with a warning: their
+    jobs run again.
     """
     entries: dict[str, Entry] = {}
     try:
@@ -134,14 +112,30 @@ def read_manifest(path: Path) -> dict[str, Entry]:
         return {}
     except OSError as error:
         raise OutputError(f"cannot read {path}: {error.strerror}") from error
-    for line in content.splitlines():
-        try:
-            entry = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(entry, dict) and entry.get("version") == SCHEMA_VERSION and "id" in entry:
+    for number, line in enumerate(content.split(b"\n"), start=1):
+        entry = _entry(line)
+        if entry is not None:
             entries[entry["id"]] = entry
+        elif line.strip():
+            logger.warning("%s: line %d is no line of a manifest and counts for nothing", path, number)
     return entries
+
+
+def _entry(line: bytes) -> Entry | None:
+    """A line that can be used; it may have been edited by hand since it was written."""
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        return None
+    is_ours = isinstance(entry, dict) and entry.get("version") == SCHEMA_VERSION
+    return entry if is_ours and isinstance(entry.get("id"), str) else None
+
+
+def _make_parent(path: Path) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(f"cannot write {path}: {error.strerror}; choose another --output") from error
 
 
 def finished_jobs(path: Path, infos: Iterable[JobInfo]) -> frozenset[str]:

@@ -64,6 +64,19 @@ class Arenas:
 
 
 @dataclass(frozen=True, slots=True)
+class ReplacePeer:
+    """A rank has died and a new process has its number: its new arena comes along as a memfd."""
+
+    rank: int
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ping:
+    """Answer `Pong`, whatever the rank is doing."""
+
+
+@dataclass(frozen=True, slots=True)
 class Abandon:
     """Leave these dispatches and do not start them; answer `Left` when none of them is running."""
 
@@ -72,7 +85,7 @@ class Abandon:
 
 @dataclass(frozen=True, slots=True)
 class RestartEdges:
-    """Count transfers to and from these ranks from the beginning; answer `EdgesRestarted`."""
+    """Count transfers to and from these ranks, if any, from the beginning; answer `EdgesRestarted`."""
 
     numbers: frozenset[int]
     """The dispatches that were abandoned before."""
@@ -128,6 +141,11 @@ class TaskFault:
     number: int
     reason: str
     void: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Pong:
+    """This process is alive."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,7 @@ class Summary:
     num_unfinished: int = 0
     num_tasks: int = 0
     makespan_s: float = 0.0
-    """From the first arrival to the last end."""
+    """From the first arrival to the last end of a job, or of a task where jobs are unfinished."""
     latency: Latency | None = None
     deadlines: Attainment | None = None
     deadlines_by_tag: Mapping[str, Attainment] = field(default_factory=dict)
@@ -123,13 +123,18 @@ class Metrics(Observer):
         self._busy_s: dict[int, float] = defaultdict(float)
         self._waited_s: dict[int, float] = defaultdict(float)
         self._moved_s: dict[int, float] = defaultdict(float)
+        self._last_s = 0.0
 
     def began(self, jobs: tuple[JobInfo, ...], *, num_ranks: int, policy: str) -> None:
         self._num_jobs, self._num_ranks = len(jobs), num_ranks
 
+    def added(self, jobs: tuple[JobInfo, ...]) -> None:
+        self._num_jobs += len(jobs)
+
     def applied(self, event: Event) -> None:
         if isinstance(event, TaskDone):
             self._dispatches.add(event.dispatch)
+            self._last_s = max(self._last_s, event.ended_s)
             self._busy_s[event.rank] += event.ended_s - event.started_s
             self._waited_s[event.rank] += event.waited_s
             self._moved_s[event.rank] += event.moved_s
@@ -150,7 +155,7 @@ class Metrics(Observer):
             num_skipped=self._num_skipped,
             num_unfinished=max(0, self._num_jobs - len(self._outcomes)),
             num_tasks=len(self._dispatches),
-            makespan_s=_makespan_s(self._outcomes),
+            makespan_s=_makespan_s(self._outcomes, self._last_s),
             latency=_latency(self._outcomes),
             deadlines=_attainment(self._outcomes),
             deadlines_by_tag=_attainment_by_tag(self._outcomes),
@@ -169,10 +174,11 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
 
 
-def _makespan_s(outcomes: Sequence[JobOutcome]) -> float:
+def _makespan_s(outcomes: Sequence[JobOutcome], last_task_s: float) -> float:
     if not outcomes:
         return 0.0
-    return max(outcome.ended_s for outcome in outcomes) - min(outcome.arrival_s for outcome in outcomes)
+    end_s = max(last_task_s, *(outcome.ended_s for outcome in outcomes))
+    return end_s - min(outcome.arrival_s for outcome in outcomes)
 
 
 def _latency(outcomes: Sequence[JobOutcome]) -> Latency | None:

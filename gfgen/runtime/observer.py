@@ -80,6 +80,9 @@ class Observer:
     def began(self, jobs: tuple[JobInfo, ...], *, num_ranks: int, policy: str) -> None:
         """The run starts with these jobs (those to run; skipped ones have ended)."""
 
+    def added(self, jobs: tuple[JobInfo, ...]) -> None:
+        """These jobs have joined the run after its start."""
+
     def dispatched(self, dispatch: Dispatch) -> None:
         """A task was given to ranks."""
 

@@ -224,20 +224,21 @@ def _draw_moves(axes: Axes, tasks: Sequence[Sequence[Block]], scene: Scene, *, c
 
 
 def _draw_label(axes: Axes, stretch: Block, scene: Scene) -> None:
-    """The job's id inside, cut to what fits."""
+    """The job's id inside, shortened to what fits, on a plain ground: hatching would run through it."""
     size = 6 if stretch.stage == WRITE else 7.5
     fits = int(scene.inches(stretch.duration_s) / (size * CHAR_INCHES))
     if fits < min(4, len(stretch.job_id)):
         return
-    label = stretch.job_id if len(stretch.job_id) <= fits else f"{stretch.job_id[: fits - 1]}~"
-    background = shaded(scene.colours[stretch.job_id], STAGES.get(stretch.stage, (1.0, ""))[0])
+    lightness, _ = STAGES.get(stretch.stage, (1.0, ""))
+    background = shaded(scene.colours[stretch.job_id], lightness)
     axes.text(
         (stretch.start_s + stretch.end_s) / 2,
         stretch.middle,
-        label,
+        _cut_inside(stretch.job_id, fits),
         ha="center",
         va="center",
         fontsize=size,
+        bbox={"facecolor": background, "edgecolor": "none", "pad": 1.0},
         color="black" if luminance(background) > 0.3 else "white",
         parse_math=False,
         zorder=4,
@@ -255,7 +256,7 @@ def _draw_rows(axes: Axes, scene: Scene) -> None:
         _draw_row(axes, row, job, scene, thickness=min(6.0, 0.5 * row_points))
         if len(scene.jobs) > MAX_ROWS_WITH_NAME:
             continue
-        label = _shortened(job.job_id, 30)
+        label = _cut_inside(job.job_id, 30)
         if len(scene.jobs) <= MAX_ROWS_WITH_PROMPT and job.prompt:
             label += f"  {_shortened(job.prompt, 46 - min(len(label), 30))}"
         verdict, colour = _verdict(job)
@@ -408,6 +409,14 @@ def _beside(
 def _shortened(text: str, limit: int) -> str:
     text = " ".join(text.split())
     return text if len(text) <= limit else f"{text[: limit - 3].rstrip()}..."
+
+
+def _cut_inside(text: str, limit: int) -> str:
+    """A text of `limit` characters that keeps both ends: ids that differ often do so at the last."""
+    if len(text) <= limit:
+        return text
+    tail = min(max(limit // 3, 2), limit - 2)
+    return f"{text[: limit - tail - 1]}~{text[len(text) - tail :]}"
 
 
 def _count(number: int, noun: str) -> str:

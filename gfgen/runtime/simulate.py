@@ -6,10 +6,11 @@ policies are the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from gfgen.graph import Stage
+from gfgen.runtime.admission import AdmittedJob
 from gfgen.runtime.clock import Clock
 from gfgen.runtime.dispatch import Dispatch
 from gfgen.runtime.events import Event, OutputWritten, RankReady, TaskDone
@@ -57,3 +58,6 @@ class SimulatedBackend:
 
     def release(self, job_id: str) -> None:
         """Nothing is kept for a job."""
+
+    def add(self, jobs: Sequence[AdmittedJob]) -> None:
+        """Nothing has to be known of a job."""

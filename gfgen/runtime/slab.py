@@ -4,14 +4,24 @@ One memfd per job, made by the control plane and mapped by every worker that run
 the job. After each task its rank copies what the task made into the slab, so the slab always
 holds the job's last complete state, whoever dies.
 
-    line 0..3    one 64-byte line per region: the dispatch that made what the region holds
-    regions      prompt | condition | latents, bank 0 | latents, bank 1
+    line 0..4    one 64-byte line per region: the dispatch that made what the region holds
+    regions      prompt | condition | latents, bank 0 | bank 1 | bank 2
 
 An artifact's version is the number of tasks that led to it: `encode` makes version 1 and so
-on. Latents go to bank `version % 2`, so version n stays whole while version n + 1 is being
-written. One rank at a time writes to a slab, and only what no task reads: it stores the
-payload first and the word last; readers look at the word first, and wait until it names the
-very dispatch that they were told to expect. So nothing of an attempt that failed is ever read.
+on. Latents go to bank `version % 3`: a task reads version n and publishes n + 1, and the one
+that is queued on it may publish n + 2 before all ranks of the first have ended. Should one of
+those fail, version n is needed again; two banks would have lost it. One rank at a time writes
+to a slab, and only what no task reads: it stores the payload first and the word last; readers
+look at the word first, and wait until it names the very dispatch that they were told to expect.
+So nothing of an attempt that failed is ever read.
+
+Why that is safe. The word lies at the start of a 64-byte line, and a native "Q" is packed and
+unpacked by one copy of 8 bytes, which is one move: it is seen whole or not at all. Payload and
+word are plain stores; x86-64 makes one core's stores visible in their order and does not
+reorder loads (total store order), so who sees the word sees the payload. A machine with a
+weaker order (AArch64, POWER) may show the word first. There this is not right: the word would
+have to be stored with release and loaded with acquire order, as signals in csrc/gfc are, and
+Python has no word for either.
 """
 
 from __future__ import annotations
@@ -27,8 +37,10 @@ from typing import Any
 from gfgen.graph import Trajectory
 
 _LINE_BYTES = 64
-_REGIONS = ("prompt", "condition", "latents 0", "latents 1")
-_WORD = struct.Struct("<Q")
+_NUM_BANKS = 3
+_REGIONS = ("prompt", "condition", *[f"latents {bank}" for bank in range(_NUM_BANKS)])
+_WORD = struct.Struct("Q")
+"""Native, since a format with a byte order of its own may be stored byte by byte."""
 _LENGTHS = struct.Struct("<QQ")
 _META_BYTES = 64 * 1024
 """Room for names, shapes and scalars beside an artifact's tensors."""
@@ -99,7 +111,7 @@ class Slab:
         """(meta, the slab's memory, offset of the first buffer) of a published version.
 
         The buffers follow each other, each at the next multiple of 64 bytes; the memory is
-        overwritten by version + 2, so copy what is needed.
+        overwritten by version + 3, so copy what is needed.
         """
         assert self.producer(name, version), f"{name} version {version} is not there"
         start, _ = self._bounds(_region(name, version))
@@ -114,7 +126,7 @@ class Slab:
 
 
 def _region(name: str, version: int) -> int:
-    return _REGIONS.index(f"latents {version % 2}" if name == "latents" else name)
+    return _REGIONS.index(f"latents {version % _NUM_BANKS}" if name == "latents" else name)
 
 
 def _aligned(size_bytes: int) -> int:

@@ -7,10 +7,7 @@ snapshot, kept up incrementally: an event costs the jobs and ranks that it touch
 from __future__ import annotations
 
 import logging
-import math
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
 
 from gfgen.errors import InterruptedRunError, PolicyFault, WorkerError
 from gfgen.graph import Stage, Task
@@ -18,74 +15,25 @@ from gfgen.layout import Layout
 from gfgen.runtime import events
 from gfgen.runtime.admission import AdmittedJob
 from gfgen.runtime.clock import Clock
-from gfgen.runtime.cost import CostClass, CostModel
+from gfgen.runtime.closing import Closing
+from gfgen.runtime.cost import CostModel
 from gfgen.runtime.dispatch import Dispatch
 from gfgen.runtime.events import Event
-from gfgen.runtime.migration import Transfer, plan_transfers
+from gfgen.runtime.legality import check_degrees, check_types
 from gfgen.runtime.observer import JobOutcome
+from gfgen.runtime.records import Flight, JobRecord, RankRecord, ends_within_guard
+from gfgen.runtime.resume import ResumePoint
 from gfgen.snapshot import Decision, JobView, RankView, RunningTask, Snapshot
 
 logger = logging.getLogger(__name__)
 
 MAX_TASK_FAILURES = 2
 """So many failures of the same task fail its job."""
-_RENEWAL_S = 1.0
-"""Predictions of waiting jobs are renewed this often at most: 2 us for each of them."""
-
-
-@dataclass(slots=True, eq=False)
-class _Flight:
-    """A dispatch that has not ended on all of its ranks."""
-
-    dispatch: Dispatch
-    view: RunningTask
-    pending: set[int]
-    failure: str | None = None
-    void: bool = False
-    started_s: float = float("inf")
-    busy_s: float = 0.0
-
-
-@dataclass(slots=True, eq=False)
-class _Job:
-    job: AdmittedJob
-    cost_class: CostClass
-    arrival_s: float
-    deadline_s: float | None
-    next_index: int = 0
-    flights: list[_Flight] = field(default_factory=list)
-    """What was dispatched and has not ended: at most a running task and a queued one."""
-    holder: Layout | None = None
-    """The layout that holds the input of the next task, or will when its producer ends."""
-    producer: int | None = None
-    """The dispatch that makes that input."""
-    last_completed: int | None = None
-    failures: Counter[int] = field(default_factory=Counter)
-    doom: str | None = None
-    """Why the job fails as soon as nothing of it is in flight."""
-    started_s: float | None = None
-    busy_s: float = 0.0
-    layouts: list[str] = field(default_factory=list)
-    timings: dict[str, float] = field(default_factory=dict)
-    arrived: bool = False
-    is_writing: bool = False
-
-    @property
-    def job_id(self) -> str:
-        return self.job.job_id
-
-    @property
-    def num_tasks(self) -> int:
-        return self.job.trajectory.num_tasks
-
-
-@dataclass(slots=True, eq=False)
-class _Rank:
-    rank: int
-    is_ready: bool = False
-    flights: list[_Flight] = field(default_factory=list)
-    view: RankView | None = None
-    """What policies saw last of this rank; None when it must be made anew."""
+MAX_LOST_WORKERS = 3
+"""So many deaths of workers while they ran a task of a job fail the job."""
+_RENEWALS_S = (0.25, 10.0)
+"""Predictions of waiting jobs are renewed about twice in the time that a run has lasted, within
+these bounds: early measurements change much, later ones little, and each renewal takes 3 us a job."""
 
 
 class State:
@@ -93,7 +41,9 @@ class State:
 
     `guard_s` is how long before its predicted end a running task lets its consumer be
     queued (0: never; then a task is dispatched only when its input exists). `last_number` is that
-    of the last dispatch that these ranks have seen, in an earlier run.
+    of the last dispatch that these ranks have seen, in an earlier run. `arrived_at` has the Unix
+    time at which jobs, by (id, spec hash), arrived first; `resume` where stopped jobs go on. No
+    job begins that is predicted not to end by `closes_s`.
     """
 
     def __init__(
@@ -107,24 +57,35 @@ class State:
         max_degree: int | None = None,
         started_at: float = 0.0,
         last_number: int = 0,
+        arrived_at: Mapping[tuple[str, str], float] | None = None,
+        resume: Mapping[str, ResumePoint] | None = None,
+        closes_s: float | None = None,
     ) -> None:
         self._clock = clock
         self._costs = costs
         self._guard_s = guard_s
         self._max_degree = max_degree or num_ranks
-        self._jobs = {job.job_id: self._record(job, started_at) for job in jobs}
-        self._ranks = [_Rank(rank) for rank in range(num_ranks)]
+        self._started_at = started_at
+        self._arrived_at = arrived_at or {}
+        self._resume = resume or {}
+        self._jobs = {job.job_id: self._record(job) for job in jobs}
+        self._ranks = [RankRecord(rank) for rank in range(num_ranks)]
         self._islands = (tuple(range(num_ranks)),)
         self._models = frozenset(job.spec.model or "" for job in jobs)
         self._open: dict[str, JobView] = {}
         self._busy: dict[str, JobView] = {}
-        self._flights: dict[int, _Flight] = {}
+        self._flights: dict[int, Flight] = {}
         self._num_unfinished = len(self._jobs)
         self._num_writing = 0
-        self._last_number = last_number
+        self._last_number = max([last_number, *[point.producer for point in self._resume.values()]])
         self._job_costs = _JobCosts(self._jobs, costs)
         self._costs_version = costs.version
         self._renewed_s = 0.0
+        self._closing = None if closes_s is None else Closing(closes_s, costs)
+        self.is_closed = False
+        """The closing time has come."""
+        self.expects_more = False
+        """Jobs may still be added: that all have ended does not finish the run."""
         self.stop_signal: int | None = None
         """The signal that asked the run to stop."""
 
@@ -135,12 +96,17 @@ class State:
         """All jobs have ended; or the run is stopping and nothing is under way any more."""
         if self.is_stopping:
             return not self._flights and not self._num_writing
-        return self.all_ended
+        return self.all_ended and not self.expects_more
 
     @property
     def is_stopping(self) -> bool:
         """Nothing new is dispatched; what runs is left to end."""
-        return self.stop_signal is not None
+        return self.stop_signal is not None or self.is_closed
+
+    @property
+    def closes_s(self) -> float | None:
+        """When the run is to stop by itself."""
+        return None if self._closing is None else self._closing.closes_s
 
     @property
     def all_ended(self) -> bool:
@@ -148,14 +114,29 @@ class State:
         return self._num_unfinished == 0
 
     @property
+    def stopped_at(self) -> dict[str, tuple[int, int]]:
+        """(next task, dispatch that made its input) of jobs that have begun and not ended."""
+        return {
+            job_id: (record.next_index, record.last_completed)
+            for job_id, record in self._jobs.items()
+            if record.last_completed is not None and not record.flights and not record.is_writing
+        }
+
+    @property
     def is_stuck(self) -> bool:
         """Jobs are open, and no event will come unless something is dispatched."""
-        return bool(self._open) and not self._flights and all(rank.is_ready for rank in self._ranks)
+        settled = all(rank.is_ready or rank.is_retired for rank in self._ranks)
+        return bool(self._open) and not self._flights and settled
 
     @property
     def num_ranks(self) -> int:
         """Ranks of this run, living or not."""
         return len(self._ranks)
+
+    @property
+    def max_degree(self) -> int:
+        """The most ranks that one task can use."""
+        return self._max_degree
 
     @property
     def open_jobs(self) -> tuple[str, ...]:
@@ -174,7 +155,7 @@ class State:
         """The frozen picture of this moment, for a policy."""
         now_s = self._clock.now_s
         self._renew_predictions(now_s)
-        open_jobs = dict(self._open)
+        open_jobs = self._open_in_time(now_s)
         busy = dict(self._busy)
         for job_id in self._opening(now_s):
             open_jobs[job_id] = busy.pop(job_id)
@@ -198,7 +179,8 @@ class State:
         record = self._legal(decision, now_s)
         task, layout = decision.task, decision.layout
         start_s = max([now_s, *[self._free_at(self._ranks[rank], now_s) for rank in layout.ranks]])
-        move_s = self._costs.move_s(record.cost_class, record.holder, layout)
+        source = self._living_holder(record)
+        move_s = self._costs.move_s(record.cost_class, source, layout)
         task_s = self._costs.task_s(record.cost_class, task.stage, layout.degrees)
         self._last_number += 1
         dispatch = Dispatch(
@@ -209,21 +191,31 @@ class State:
             predicted_start_s=start_s,
             predicted_end_s=start_s + move_s + task_s,
             producer=record.producer,
-            source=record.holder,
-            transfers=_transfers(record, task, layout),
+            source=source,
+            transfers=record.transfers(task, source=source, destination=layout),
         )
         view = RunningTask(task, layout, dispatch.predicted_end_s)
-        flight = _Flight(dispatch, view, pending=set(layout.ranks))
+        is_measured = self._costs.has_seen(record.cost_class, task.stage, layout.degrees)
+        flight = Flight(dispatch, view, pending=set(layout.ranks), is_foreseeable=is_measured)
         self._flights[dispatch.number] = flight
         record.flights.append(flight)
         for rank in layout.ranks:
             self._ranks[rank].flights.append(flight)
             self._ranks[rank].view = None
+        if self._closing is not None and task.stage is Stage.DENOISE:
+            self._closing.note(record.cost_class, layout)
         record.next_index = task.index + 1
         record.holder = layout
+        record.holder_lives = self._lives(layout)
         record.producer = dispatch.number
         self._place(record)
         return dispatch
+
+    def add(self, job: AdmittedJob) -> None:
+        """One more job, of a model that the ranks have loaded; it arrives by its event."""
+        assert job.job_id not in self._jobs, f"job {job.job_id} is at work"
+        self._jobs[job.job_id] = self._record(job)
+        self._num_unfinished += 1
 
     # What events do -----------------------------------------------------------------------
 
@@ -247,18 +239,21 @@ class State:
             case events.RankReady():
                 self._ranks[event.rank].is_ready = True
             case events.RankLost():
-                raise WorkerError(f"rank {event.rank} is gone: {event.reason}; run again to go on")
+                self._rank_lost(event)
             case events.StopRequested():
                 self._stop(event.signal_number)
+            case events.ClosingTime():
+                self.is_closed = True
             case _:
                 pass
         return ()
 
     def _stop(self, signal_number: int) -> None:
         """The first signal lets running tasks end; the second one does not wait for them."""
-        if self.is_stopping:
+        if self.stop_signal is not None:
             raise InterruptedRunError("stopped at once; finished jobs are kept", signal_number=signal_number)
         self.stop_signal = signal_number
+        logger.warning("stopping after the running tasks; press again to stop at once")
 
     def _task_done(self, event: events.TaskDone) -> Iterable[JobOutcome]:
         flight = self._flights[event.dispatch]
@@ -270,9 +265,10 @@ class State:
         flight = self._flights[event.dispatch]
         flight.failure = flight.failure or event.reason
         flight.void = flight.void or event.void
+        flight.lost = flight.lost or event.lost
         return self._rank_ended(flight, event.rank)
 
-    def _rank_ended(self, flight: _Flight, rank: int) -> Iterable[JobOutcome]:
+    def _rank_ended(self, flight: Flight, rank: int) -> Iterable[JobOutcome]:
         flight.pending.remove(rank)
         self._ranks[rank].flights.remove(flight)
         self._ranks[rank].view = None
@@ -287,7 +283,7 @@ class State:
             self._failed(record, flight)
         return self._settle(record)
 
-    def _completed(self, record: _Job, flight: _Flight) -> None:
+    def _completed(self, record: JobRecord, flight: Flight) -> None:
         task, layout = flight.dispatch.task, flight.dispatch.layout
         record.last_completed = flight.dispatch.number
         if record.started_s is None:
@@ -301,108 +297,125 @@ class State:
             record.is_writing = True
             self._num_writing += 1
 
-    def _failed(self, record: _Job, flight: _Flight) -> None:
+    def _failed(self, record: JobRecord, flight: Flight) -> None:
         """Go back to the failed task; what was queued on its output is void and ends by itself."""
-        task = flight.dispatch.task
-        for queued in record.flights:
+        task, number = flight.dispatch.task, flight.dispatch.number
+        for queued in [other for other in record.flights if other.dispatch.number > number]:
             queued.failure, queued.void = "its input failed", True
-        if not flight.void:
+        if flight.lost:
+            record.num_lost_workers += 1
+            logger.warning("job %s: %s lost its worker: %s", record.job_id, task, flight.failure)
+            if record.num_lost_workers >= MAX_LOST_WORKERS:
+                record.doom = (
+                    record.doom or f"{record.num_lost_workers} workers died under it: {flight.failure}"
+                )
+        elif not flight.void:
             record.failures[task.index] += 1
             logger.warning("job %s: %s failed: %s", record.job_id, task, flight.failure)
             if record.failures[task.index] >= MAX_TASK_FAILURES:
                 record.doom = record.doom or f"{task}: {flight.failure}"
         record.next_index = min(record.next_index, task.index)
         record.holder = None
-        record.producer = record.last_completed
+        # A task that fails early may do so before its producer has reported.
+        under_way = [other.dispatch.number for other in record.flights if other.dispatch.number < number]
+        record.producer = under_way[0] if under_way else record.last_completed
 
-    def _timed_out(self, record: _Job | None) -> Iterable[JobOutcome]:
+    def _rank_lost(self, event: events.RankLost) -> None:
+        """The rank takes nothing until its successor is ready; what it held is in the slabs."""
+        rank = self._ranks[event.rank]
+        rank.is_ready, rank.is_retired, rank.view = False, event.is_retired, None
+        rank.num_lives += 1
+        again = "it died too often and stays away" if event.is_retired else "a new worker is started"
+        logger.warning("rank %d is gone (%s); %s", event.rank, event.reason, again)
+        if all(rank.is_retired for rank in self._ranks):
+            raise WorkerError("every rank has died too often; see the log for the reasons, then run again")
+
+    def _timed_out(self, record: JobRecord | None) -> Iterable[JobOutcome]:
         if record is None or record.is_writing:
             return ()
         record.doom = record.doom or f"timed out {record.job.spec.timeout_s:g} s after its arrival"
         return self._settle(record)
 
-    def _settle(self, record: _Job) -> Iterable[JobOutcome]:
+    def _settle(self, record: JobRecord) -> Iterable[JobOutcome]:
         """Put the job where its state says; a doomed one ends when nothing of it is in flight."""
         if record.doom and not record.flights and not record.is_writing:
             return self._ended(record, error=record.doom)
         self._place(record)
         return ()
 
-    def _written(self, record: _Job, error: str | None) -> Iterable[JobOutcome]:
+    def _written(self, record: JobRecord, error: str | None) -> Iterable[JobOutcome]:
         self._num_writing -= 1
         return self._ended(record, error=error)
 
-    def _ended(self, record: _Job, *, error: str | None) -> Iterable[JobOutcome]:
+    def _ended(self, record: JobRecord, *, error: str | None) -> Iterable[JobOutcome]:
         del self._jobs[record.job_id]
         self._open.pop(record.job_id, None)
         self._busy.pop(record.job_id, None)
         self._num_unfinished -= 1
-        outcome = JobOutcome(
-            info=record.job.info,
-            status="failed" if error else "done",
-            arrival_s=record.arrival_s,
-            started_s=record.started_s,
-            ended_s=self._clock.now_s,
-            deadline_s=record.deadline_s,
-            busy_s=record.busy_s,
-            layouts=tuple(record.layouts),
-            error=error,
-            timings=dict(record.timings),
-        )
-        return (outcome,)
+        return (record.outcome(ended_s=self._clock.now_s, error=error),)
 
     # What keeps the snapshot up -----------------------------------------------------------
 
-    def _place(self, record: _Job) -> None:
+    def _place(self, record: JobRecord) -> None:
         """Move the job's view to where it belongs: open, busy, or out of the policies' sight."""
         job_id = record.job_id
         self._open.pop(job_id, None)
         self._busy.pop(job_id, None)
         if not record.arrived or record.doom or record.next_index == record.num_tasks:
             return
-        view = self._view(record)
+        view = record.view(self._costs)
         if not record.flights:
             self._open[job_id] = view
         else:
             self._busy[job_id] = view
 
-    def _view(self, record: _Job) -> JobView:
-        task = record.job.trajectory.task(record.next_index)
-        spec = record.job.spec
-        return JobView(
-            job_id=record.job_id,
-            tag=spec.tag,
-            model=spec.model or "",
-            arrival_s=record.arrival_s,
-            deadline_s=math.inf if record.deadline_s is None else record.deadline_s,
-            precedence=-spec.priority,
-            next_task=task,
-            num_tasks=record.num_tasks,
-            remaining_s=self._costs.remaining_s(record.cost_class, task, record.num_tasks, (1, 1, 1)),
-            last_layout=record.holder,
-            uses_cfg=record.job.uses_cfg,
-            max_sequence_degree=record.job.max_sequence_degree,
-        )
+    def _open_in_time(self, now_s: float) -> dict[str, JobView]:
+        """The open jobs, without those that would begin now and not end by the closing time."""
+        if self._closing is None:
+            return dict(self._open)
+        verdicts: dict[tuple[str, str, int], bool] = {}
+        in_time = {}
+        for job_id, view in self._open.items():
+            cost_class = self._jobs[job_id].cost_class
+            key = (cost_class.model, cost_class.shape, view.num_tasks)
+            if view.next_task.index == 0 and key not in verdicts:
+                verdicts[key] = self._closing.holds_back(
+                    cost_class, view.next_task, view.num_tasks, now_s=now_s
+                )
+            if view.next_task.index > 0 or not verdicts[key]:
+                in_time[job_id] = view
+        return in_time
 
     def _renew_predictions(self, now_s: float) -> None:
         """Let what was learned reach all views, now and then: it costs a view for every job."""
-        if self._costs_version == self._costs.version or now_s < self._renewed_s + _RENEWAL_S:
+        soonest, latest = _RENEWALS_S
+        pause_s = min(latest, max(soonest, self._renewed_s / 2))
+        if self._costs_version == self._costs.version or now_s < self._renewed_s + pause_s:
             return
         self._costs_version, self._renewed_s = self._costs.version, now_s
         for views in (self._open, self._busy):
             for job_id in views:
-                views[job_id] = self._view(self._jobs[job_id])
+                views[job_id] = self._jobs[job_id].view(self._costs)
 
-    def _rank_view(self, rank: _Rank, now_s: float) -> RankView:
+    def _rank_view(self, rank: RankRecord, now_s: float) -> RankView:
         can_take = self._can_take(rank, now_s)
         if rank.view is None or rank.view.can_take != can_take:
             rank.view = RankView(rank.rank, self._free_at(rank, now_s), can_take, self._models)
         return rank.view
 
-    def _free_at(self, rank: _Rank, now_s: float) -> float:
+    def _lives(self, layout: Layout) -> tuple[int, ...]:
+        return tuple([self._ranks[rank].num_lives for rank in layout.ranks])
+
+    def _living_holder(self, record: JobRecord) -> Layout | None:
+        """The layout that holds the job's latents; None when one of its ranks has died since."""
+        if record.holder is None or self._lives(record.holder) != record.holder_lives:
+            return None
+        return record.holder
+
+    def _free_at(self, rank: RankRecord, now_s: float) -> float:
         return rank.flights[-1].dispatch.predicted_end_s if rank.flights else now_s
 
-    def _can_take(self, rank: _Rank, now_s: float) -> bool:
+    def _can_take(self, rank: RankRecord, now_s: float) -> bool:
         return not rank.flights or self._ends_within_guard(rank.flights, now_s)
 
     def _opening(self, now_s: float) -> list[str]:
@@ -416,24 +429,23 @@ class State:
             if job_id in self._busy and self._ends_within_guard(self._jobs[job_id].flights, now_s)
         ]
 
-    def _ends_within_guard(self, flights: list[_Flight], now_s: float) -> bool:
-        """One step ahead and no more: a single task, running, about to end, and not failing."""
-        if self._guard_s <= 0 or len(flights) != 1 or flights[0].failure:
-            return False
-        return flights[0].dispatch.predicted_end_s <= now_s + self._guard_s
+    def _ends_within_guard(self, flights: list[Flight], now_s: float) -> bool:
+        return ends_within_guard(flights, now_s, self._guard_s)
 
-    def _legal(self, decision: Decision, now_s: float) -> _Job:
+    def _legal(self, decision: Decision, now_s: float) -> JobRecord:
+        check_types(decision)
         task, layout = decision.task, decision.layout
         record = self._jobs.get(task.job_id)
         if record is None or not record.arrived or record.doom:
             raise PolicyFault(f"there is no open job {task.job_id}")
-        if task.index != record.next_index or task.index >= record.num_tasks:
-            raise PolicyFault(f"job {task.job_id}: {task} is not its next task")
+        is_over = record.next_index == record.num_tasks
+        if is_over or task != record.job.trajectory.task(record.next_index):
+            raise PolicyFault(f"job {task.job_id}: {task} (number {task.index}) is not its next task")
         if record.flights and not self._ends_within_guard(record.flights, now_s):
             raise PolicyFault(f"job {task.job_id}: {task} is not open, its input does not exist yet")
         if layout.degree > self._max_degree:
             raise PolicyFault(f"job {task.job_id}: {layout} has more than {self._max_degree} ranks")
-        self._check_degrees(record.job, task, layout)
+        check_degrees(record.job, task, layout)
         if not any(set(layout.ranks) <= set(island) for island in self._islands):
             raise PolicyFault(f"job {task.job_id}: the ranks of {layout} do not reach each other")
         for number in layout.ranks:
@@ -442,37 +454,25 @@ class State:
                 raise PolicyFault(f"job {task.job_id}: rank {number} is not free")
         return record
 
-    def _check_degrees(self, job: AdmittedJob, task: Task, layout: Layout) -> None:
-        if layout.degree > 1 and task.stage is not Stage.DENOISE:
-            raise PolicyFault(f"job {task.job_id}: {task} runs on one rank, not on {layout}")
-        if layout.cfg > 1 and not job.uses_cfg:
-            raise PolicyFault(f"job {task.job_id} has one guidance branch, {layout} has ranks for two")
-        if layout.ring > 1:
-            raise PolicyFault(f"job {task.job_id}: ring degrees are not supported yet, got {layout}")
-        if layout.sequence_degree > job.max_sequence_degree:
-            raise PolicyFault(
-                f"job {task.job_id} can be split into {job.max_sequence_degree} parts at most, not {layout}"
-            )
-
-    def _record(self, job: AdmittedJob, started_at: float) -> _Job:
+    def _record(self, job: AdmittedJob) -> JobRecord:
         spec = job.spec
         deadline_s = None
         if spec.deadline_s is not None:
-            deadline_s = spec.arrival_s + spec.deadline_s
+            now = self._started_at + spec.arrival_s
+            arrived_at = self._arrived_at.get((job.job_id, job.info.spec_hash), now)
+            deadline_s = arrived_at + spec.deadline_s - self._started_at
         elif spec.deadline_at is not None:
-            deadline_s = spec.deadline_at - started_at
+            deadline_s = spec.deadline_at - self._started_at
         cost_class = self._costs.cost_class(
             spec.model or "", job.shape, flops=job.flops, state_bytes=job.state_bytes
         )
-        return _Job(job, cost_class, spec.arrival_s, deadline_s)
-
-
-def _transfers(record: _Job, task: Task, layout: Layout) -> tuple[Transfer, ...]:
-    """What has to move to run a task; nothing where the latents are already, or are in the slab."""
-    if task.index < 2 or record.holder is None or record.holder == layout:
-        return ()
-    latents = record.job.trajectory.artifact("latents")
-    return plan_transfers(latents, source=record.holder, destination=layout)
+        record = JobRecord(job, cost_class, spec.arrival_s, deadline_s)
+        point = self._resume.get(job.job_id)
+        if point is not None:
+            record.next_index = point.next_index
+            record.producer = record.last_completed = point.producer
+            record.warnings.append(f"resumed at {job.trajectory.task(point.next_index)}")
+        return record
 
 
 class _JobCosts:
@@ -480,7 +480,7 @@ class _JobCosts:
 
     __slots__ = ("_costs", "_jobs")
 
-    def __init__(self, jobs: dict[str, _Job], costs: CostModel) -> None:
+    def __init__(self, jobs: dict[str, JobRecord], costs: CostModel) -> None:
         self._jobs = jobs
         self._costs = costs
 

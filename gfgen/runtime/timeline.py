@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from gfgen.errors import InputError
+from gfgen.runtime.trace import FIRST_WRITER_TID
 
 Entry = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """One task on one rank, or one file's write (stage "write", rank None)."""
+    """One task on one rank, or one file's write (stage "write", a writer and no rank)."""
 
     job_id: str
     stage: str
@@ -28,6 +29,7 @@ class Slice:
     ranks: tuple[int, ...] = ()
     waited_s: float = 0.0
     moved_s: float = 0.0
+    writer: int | None = None
 
     @property
     def duration_s(self) -> float:
@@ -135,6 +137,7 @@ def _slice(entry: Entry) -> Slice:
         ranks=tuple(args.get("ranks", ())),
         waited_s=args.get("waited_ms", 0.0) / 1e3,
         moved_s=args.get("moved_ms", 0.0) / 1e3,
+        writer=entry["tid"] - FIRST_WRITER_TID if is_write else None,
     )
 
 

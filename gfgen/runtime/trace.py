@@ -81,7 +81,6 @@ class TraceWriter(Observer):
         self._dispatches: dict[int, tuple[Dispatch, set[int]]] = {}
         self._ended_at: dict[int, float] = {}
         """By lane: end of the latest slice. Slices of a lane must not overlap."""
-        self._num_writers = 0
         self._num_open = 0
         self._last_s = 0.0
 
@@ -95,6 +94,10 @@ class TraceWriter(Observer):
             self._name_lane(rank, f"rank {rank}")
         args = {"policy": policy, "num_ranks": num_ranks, "num_jobs": len(jobs)}
         self._instant("run", 0.0, scope="g", args=args)
+
+    def added(self, jobs: tuple[JobInfo, ...]) -> None:
+        first = len(self._jobs) + 1
+        self._jobs |= {info.job_id: _JobLane(number, info) for number, info in enumerate(jobs, start=first)}
 
     def dispatched(self, dispatch: Dispatch) -> None:
         self._dispatches[dispatch.number] = (dispatch, set(dispatch.layout.ranks))
@@ -175,21 +178,18 @@ class TraceWriter(Observer):
 
     def _output_written(self, event: events.OutputWritten) -> None:
         start_s = event.time_s - event.write_s
-        lane = self._writer_lane(start_s)
+        lane = self._writer_lane(event.writer)
         job = self._jobs.get(event.job_id)
         args = {"job": event.job_id, "stage": "write", "file": event.path, "size_bytes": event.size_bytes}
         self._slice(f"write {event.job_id}", lane, start_s, event.time_s, job=job, args=args)
         if job is not None:
             self._flow(job, lane, (start_s + event.time_s) / 2)
 
-    def _writer_lane(self, start_s: float) -> int:
-        """The first writer lane that is free from then on; the run does not say who wrote."""
-        for lane in range(FIRST_WRITER_TID, FIRST_WRITER_TID + self._num_writers):
-            if self._ended_at[lane] <= start_s:
-                return lane
-        lane = FIRST_WRITER_TID + self._num_writers
-        self._name_lane(lane, f"writer {self._num_writers}")
-        self._num_writers += 1
+    def _writer_lane(self, writer: int) -> int:
+        """The lane of a writer, which gets its name when it is first used."""
+        lane = FIRST_WRITER_TID + writer
+        if lane not in self._ended_at:
+            self._name_lane(lane, f"writer {writer}")
         return lane
 
     def _gap(self, name: str, lane: int, *, start_s: float, end_s: float) -> None:

@@ -11,7 +11,9 @@ so a rank that computes still sends, and a rank that waits can still be told to 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import gc
 import logging
 import mmap
 import os
@@ -45,6 +47,9 @@ from gfgen.runtime.messages import (
     EdgesRestarted,
     ForgetJob,
     Left,
+    Ping,
+    Pong,
+    ReplacePeer,
     Reset,
     RestartEdges,
     RunTask,
@@ -88,7 +93,8 @@ def main(channel_socket: socket.socket, settings: WorkerSettings) -> None:
         channel.send(WorkerFailed(settings.rank, _reason(error)))
         return
     channel.send(WorkerReady(settings.rank, time.monotonic() - started_s))
-    worker.serve()
+    with contextlib.suppress(ConnectionError):  # the control plane is gone, and nobody waits for a report
+        worker.serve()
 
 
 class Worker:
@@ -149,6 +155,11 @@ class Worker:
                 self._jobs.pop(message.job_id, None)
             case Abandon():
                 self._abandon(message.numbers)
+            case Ping():
+                self._channel.send(Pong())
+            case ReplacePeer():
+                assert self._endpoint is not None
+                self._endpoint.replace_peer(message.rank, fds[0], message.incarnation)
             case RestartEdges():
                 if self._endpoint is not None:
                     self._endpoint.restart_edges(sorted(message.ranks))
@@ -208,8 +219,12 @@ class Worker:
                 self._enter("sender", message.number)
                 assert self._endpoint is not None
                 send_state(self._endpoint, fields, message.transfers, dispatch=message.number)
-            except (InputVoidError, AbortedError):
+            except InputVoidError:
                 logger.debug("dispatch %d: its state is not sent", message.number)
+            except Exception as error:
+                # An abort ends all waits up to its number, and so may hit a transfer that nobody gave up.
+                is_void = isinstance(error, AbortedError)
+                self._channel.send(TaskFault(message.number, _reason(error), void=is_void))
             finally:
                 self._leave("sender")
 
@@ -230,10 +245,15 @@ class Worker:
             return  # the control plane has given it up and expects no report
         except Exception as error:
             logger.debug("dispatch %d", message.number, exc_info=True)
-            with self._lock:
-                job.drop(message.number)
-            is_void = isinstance(error, AbortedError)
-            self._channel.send(TaskFault(message.number, _reason(error), void=is_void))
+            # Who waits to send its output goes on waiting, until the control plane gives that up too:
+            # what comes next on the same edge must not take its place.
+            is_void, is_short = isinstance(error, AbortedError), _is_out_of_memory(error)
+            reason = _reason(error)
+            if is_short:
+                traceback.clear_frames(error.__traceback__)  # they hold the tensors of the attempt
+                gc.collect()
+                reason = f"out of memory; fewer --ranks or a smaller size may help: {reason}"
+            self._channel.send(TaskFault(message.number, reason, void=is_void))
         else:
             self._channel.send(report)
         finally:
@@ -334,6 +354,14 @@ def _reason(error: BaseException) -> str:
     place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
     text = " ".join(str(error).split()) or "no message"
     return f"{type(error).__name__}: {text[:500]}{place}"
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed, in Python or in torch, whose CPU allocator has no class for it."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    texts = ("not enough memory", "can't allocate memory", "out of memory")
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
 
 
 def _die_with_parent() -> None:

@@ -1,30 +1,20 @@
-"""The process backend: a worker process per rank, writer processes, and their channels.
+"""The process backend: dispatches become messages to workers, and what they answer, events.
 
-CUDA and its like must not be initialised before a process starts, and importing torch takes
-seconds: so processes are forked from a fork server that has the imports done and has run
-nothing yet.
+What goes wrong with a task or a process is settled here (recovery.py has the rounds) before
+it becomes an event: when the control plane learns of a failure, its ranks are free again.
 """
 
 from __future__ import annotations
 
 import logging
-import multiprocessing
-import multiprocessing.connection
 import os
 import selectors
-import signal
-import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from multiprocessing.process import BaseProcess
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from gfgen.errors import WorkerError
-from gfgen.gfc.arena import Plan, create_arena
 from gfgen.graph import Stage
+from gfgen.runtime import resume
 from gfgen.runtime.admission import AdmittedJob
-from gfgen.runtime.channel import Channel
 from gfgen.runtime.clock import Clock
 from gfgen.runtime.dispatch import Dispatch
 from gfgen.runtime.events import (
@@ -39,10 +29,11 @@ from gfgen.runtime.events import (
 )
 from gfgen.runtime.messages import (
     Abandon,
-    Arenas,
     EdgesRestarted,
     ForgetJob,
     Left,
+    Ping,
+    Pong,
     Reset,
     RestartEdges,
     RunTask,
@@ -54,162 +45,66 @@ from gfgen.runtime.messages import (
     WorkerReady,
     WriteDone,
     WriteFailed,
-    WriteRequest,
 )
-from gfgen.runtime.metadata import describe
-from gfgen.runtime.recovery import Recovery, given_up
+from gfgen.runtime.pool import Child, WorkerPool
+from gfgen.runtime.recovery import Cause, Recovery, given_up
+from gfgen.runtime.resume import ResumePoint
+from gfgen.runtime.signals import SignalPipe
 from gfgen.runtime.slab import Slab, SlabPlan
+from gfgen.runtime.watchdog import Patience, Watchdog
+from gfgen.runtime.writes import Writes
 
 logger = logging.getLogger(__name__)
 
-_PRELOAD = ["gfgen.runtime.worker", "gfgen.runtime.writer"]
-"""What the fork server imports, once, before it forks the first process."""
 _TICK_S = 0.25
-"""The control loop turns at least this often, so that progress can be shown."""
-_EXIT_S = 5.0
-"""How long a process may take to end after its channel is closed, before it is killed."""
-
-
-@dataclass(slots=True, eq=False)
-class _Child:
-    """A process and the channel to it."""
-
-    name: str
-    process: BaseProcess
-    channel: Channel
-    rank: int | None = None
-    is_ready: bool = False
-    jobs: set[str] = field(default_factory=set)
-    """Jobs that this worker knows."""
-
-
-class WorkerPool:
-    """Worker and writer processes. Outlives a run: the next one starts on warm workers."""
-
-    def __init__(
-        self,
-        *,
-        num_ranks: int,
-        checkpoints: Sequence[Path],
-        worker_main: str = "gfgen.runtime.worker:main",
-        device: str = "cpu",
-        num_writers: int = 1,
-        plan: Plan | None = None,
-    ) -> None:
-        self.num_ranks = num_ranks
-        self.last_number = 0
-        """Of the last dispatch that these workers were given, in any run."""
-        self.incarnations = [1] * num_ranks
-        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its warnings are not the user's to mend
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(_PRELOAD)
-        settings = [
-            {"rank": rank, "checkpoints": tuple(map(str, checkpoints)), "device": device}
-            for rank in range(num_ranks)
-        ]
-        self.workers = [self._start(f"rank {s['rank']}", worker_main, s) for s in settings]
-        for rank, worker in enumerate(self.workers):
-            worker.rank = rank
-        writer_main = "gfgen.runtime.writer:main"
-        self.writers = [self._start(f"writer {idx}", writer_main, None) for idx in range(num_writers)]
-        self._share_arenas(plan or Plan())
-
-    @property
-    def children(self) -> list[_Child]:
-        return [*self.workers, *self.writers]
-
-    def _start(self, name: str, target: str, settings: Mapping[str, Any] | None) -> _Child:
-        ours, theirs = Channel.pair()
-        process = self._context.Process(
-            target=_enter, args=(target, theirs, settings), name=f"gfgen {name}", daemon=True
-        )
-        process.start()
-        theirs.close()
-        return _Child(name, process, Channel(ours))
-
-    def _share_arenas(self, plan: Plan) -> None:
-        """Make an arena for every rank, and let every rank map all of them."""
-        fds = [
-            create_arena(plan, rank=rank, incarnation=incarnation)
-            for rank, incarnation in enumerate(self.incarnations)
-        ]
-        message = Arenas(plan.data_bytes, plan.post_bytes, tuple(self.incarnations))
-        for worker in self.workers:
-            worker.channel.send(message, tuple(fds))
-        for fd in fds:
-            os.close(fd)
-
-    def wait_ready(self) -> None:
-        """Wait until every worker has loaded its models.
-
-        Raises: WorkerError when one cannot start, with its reason.
-        """
-        for worker in self.workers:
-            received = None if worker.is_ready else worker.channel.receive()
-            if received is None and not worker.is_ready:
-                worker.process.join(_EXIT_S)
-                raise WorkerError(
-                    f"{worker.name} died while it started (exit code {worker.process.exitcode})"
-                )
-            if received is not None and isinstance(received[0], WorkerFailed):
-                raise WorkerError(f"{worker.name} cannot start: {received[0].reason}")
-            worker.is_ready = True
-
-    def close(self) -> None:
-        """End all processes: they leave when their channel closes, and are killed if not."""
-        for child in self.children:
-            child.channel.close()
-        for child in self.children:
-            child.process.join(_EXIT_S)
-            if child.process.is_alive():
-                logger.warning("%s did not end within %g s and is killed", child.name, _EXIT_S)
-                child.process.kill()
-                child.process.join()
-
-    def __enter__(self) -> WorkerPool:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-def _enter(target: str, end: socket.socket, settings: Mapping[str, Any] | None) -> None:
-    """First function of a child process: import its main and go there."""
-    module_name, _, attribute = target.partition(":")
-    module = __import__(module_name, fromlist=[attribute])
-    main: Callable[..., None] = getattr(module, attribute)
-    if settings is None:
-        main(end)
-    else:
-        main(end, module.WorkerSettings(**settings))
+"""The control loop turns at least this often: progress is shown, and silence noticed."""
+_REAP_S = 1.0
+"""How long a process whose channel has ended may take to end itself."""
 
 
 class ProcessBackend:
     """Runs dispatches on a pool of processes."""
 
     def __init__(
-        self, pool: WorkerPool, jobs: Sequence[AdmittedJob], *, clock: Clock, output_dir: Path
+        self,
+        pool: WorkerPool,
+        jobs: Sequence[AdmittedJob],
+        *,
+        clock: Clock,
+        output_dir: Path,
+        patience: Patience | None = None,
+        resume_points: Mapping[str, ResumePoint] | None = None,
+        signals: SignalPipe | None = None,
     ) -> None:
         self._pool = pool
         self._jobs = {job.job_id: job for job in jobs}
         self._clock = clock
+        self._resume_points = resume_points or {}
         self._output_dir = output_dir
         self._slabs: dict[str, int] = {}
-        self._frames: dict[str, int] = {}
+        self._writes = Writes(pool, output_dir)
         self._dispatches: dict[int, Dispatch] = {}
         """Those that have not ended on all of their ranks."""
         self._unreported: dict[int, set[int]] = {}
         """By dispatch: the ranks that have not reported."""
+        self._untold: dict[int, list[TaskDone]] = {}
+        """By dispatch: reports that came before those of the dispatch that made its input."""
         self._recovery: Recovery | None = None
-        self._num_writing = dict.fromkeys(range(len(pool.writers)), 0)
+        self._watchdog: Watchdog[Child] = Watchdog(patience or Patience(), looked_s=clock.now_s)
+        self._verdicts: dict[Child, str] = {}
+        """Why a process was killed, until its end is noticed."""
+        self._held_back: list[RankReady] = []
+        """New workers that wait until the others have left what their predecessors died in."""
         self._selector = selectors.DefaultSelector()
+        self._own_signals = SignalPipe() if signals is None else None
+        self._signals = signals or self._own_signals
+        assert self._signals is not None
+        self._selector.register(self._signals, selectors.EVENT_READ, self._signals)
         for child in pool.children:
             self._selector.register(child.channel, selectors.EVENT_READ, child)
-        for worker in pool.workers:
-            worker.jobs.clear()
-            worker.channel.send(Reset())
-        self._signals = _SignalPipe()
-        self._selector.register(self._signals, selectors.EVENT_READ, self._signals)
+            if child.rank is not None:
+                child.jobs.clear()
+                child.tell(Reset())
         self._unannounced = [worker for worker in pool.workers if worker.is_ready]
 
     # What the control loop calls ------------------------------------------------------------
@@ -219,10 +114,11 @@ class ProcessBackend:
         events = list(self._greet())
         timeout_s = _TICK_S if until is None else min(_TICK_S, max(0.0, until - self._clock.now_s))
         for key, _ in self._selector.select(0 if events else timeout_s):
-            if isinstance(key.data, _Child):
+            if isinstance(key.data, Child):
                 events.extend(self._receive(key.data))
             else:
-                events.extend(StopRequested(self._clock.now_s, n) for n in self._signals.take())
+                events.extend(StopRequested(self._clock.now_s, n) for n in key.data.take())
+        self._look_for_hung_processes()
         return events + self._clock.due()
 
     def submit(self, dispatch: Dispatch) -> None:
@@ -231,13 +127,13 @@ class ProcessBackend:
         self._dispatches[dispatch.number] = dispatch
         self._unreported[dispatch.number] = set(ranks)
         self._pool.last_number = dispatch.number
-        incarnations = tuple([self._pool.incarnations[rank] for rank in ranks])
-        fds = (self._new_frames(task.job_id),) if task.stage is Stage.DECODE else ()
+        incarnations = tuple([self._pool.workers[rank].incarnation for rank in ranks])
+        fds = (self._writes.new_frames(self._jobs[task.job_id]),) if task.stage is Stage.DECODE else ()
         self._ask_for_state(dispatch)
         for rank in ranks:
             worker = self._pool.workers[rank]
             if task.job_id not in worker.jobs:
-                self._introduce(worker, task.job_id)
+                self._introduce_job(worker, task.job_id)
             message = RunTask(
                 number=dispatch.number,
                 job_id=task.job_id,
@@ -247,7 +143,7 @@ class ProcessBackend:
                 incarnations=incarnations,
                 transfers=tuple([t for t in dispatch.transfers if t.destination == rank]),
             )
-            worker.channel.send(message, fds)
+            worker.tell(message, fds)
         if self._recovery and given_up(self._recovery.numbers, self._dispatches) - self._recovery.numbers:
             self._give_up({})
 
@@ -256,66 +152,91 @@ class ProcessBackend:
         for worker in self._pool.workers:
             if job_id in worker.jobs:
                 worker.jobs.discard(job_id)
-                worker.channel.send(ForgetJob(job_id))
-        for memory in (self._slabs, self._frames):
-            if job_id in memory:
-                os.close(memory.pop(job_id))
+                worker.tell(ForgetJob(job_id))
+        if job_id in self._slabs:
+            os.close(self._slabs.pop(job_id))
+        self._writes.release(job_id)
+        resume.forget(self._output_dir, job_id)
+
+    def save(self, job_id: str, *, next_index: int, producer: int) -> None:
+        """Keep a stopped job's state for the next run; a job that cannot be kept starts anew then."""
+        path = resume.resume_path(self._output_dir, job_id)
+        slab = self._slab(job_id)
+        try:
+            resume.save(path, self._jobs[job_id], slab, next_index=next_index, producer=producer)
+        except OSError as error:
+            logger.warning("job %s will start at the beginning: its state is not kept (%s)", job_id, error)
+
+    def add(self, jobs: Sequence[AdmittedJob]) -> None:
+        """Know these jobs too; workers are told of one before its first task."""
+        self._jobs |= {job.job_id: job for job in jobs}
 
     def close(self) -> None:
         """Let go of the pool, which stays usable, and of all memory."""
-        self._signals.close()
+        if self._own_signals:
+            self._own_signals.close()
         self._selector.close()
-        for job_id in {*self._slabs, *self._frames}:
-            self.release(job_id)
+        for fd in self._slabs.values():
+            os.close(fd)
+        self._slabs.clear()
+        self._writes.close()
 
     # What children say ------------------------------------------------------------------------
 
     def _greet(self) -> Iterator[Event]:
         """Workers that were ready before this run began."""
         for worker in self._unannounced:
-            assert worker.rank is not None
-            yield RankReady(self._clock.now_s, worker.rank, 1, 0.0)
+            yield self._ready(worker)
         self._unannounced = []
 
-    def _receive(self, child: _Child) -> Iterator[Event]:
+    def _ready(self, worker: Child) -> RankReady:
+        assert worker.rank is not None
+        worker.is_ready = True
+        self._watchdog.heard(worker, self._clock.now_s)
+        return RankReady(self._clock.now_s, worker.rank, worker.incarnation, worker.startup_s)
+
+    def _receive(self, child: Child) -> Iterator[Event]:
         received = child.channel.receive()
-        now_s = self._clock.now_s
         if received is None:
-            yield self._lost(child)
+            yield from self._lost(child)
             return
+        now_s = self._clock.now_s
+        if child.is_ready:
+            self._watchdog.heard(child, now_s)
         match received[0]:
             case TaskReport() as report:
                 yield from self._task_done(child, report, now_s)
             case TaskFault() as fault:
                 self._task_failed(child, fault)
             case Left() | EdgesRestarted() as answer:
-                yield from self._answered(child, answer, now_s)
+                yield from self._answered(child, answer)
             case WriteDone() as done:
-                self._num_writing[self._pool.writers.index(child)] -= 1
-                yield OutputWritten(now_s, done.job_id, done.path, done.size_bytes, done.write_s)
+                self._writes.ended(done.job_id)
+                writer = self._pool.writers.index(child)
+                yield OutputWritten(now_s, done.job_id, done.path, done.size_bytes, done.write_s, writer)
             case WriteFailed() as failed:
-                self._num_writing[self._pool.writers.index(child)] -= 1
+                self._writes.ended(failed.job_id)
                 yield OutputFailed(now_s, failed.job_id, failed.reason)
             case WorkerReady() as ready:
-                child.is_ready = True
-                yield RankReady(now_s, ready.rank, 1, ready.startup_s)
+                child.startup_s = ready.startup_s
+                event = self._ready(child)
+                if self._recovery and child.rank in self._recovery.dead:
+                    self._held_back.append(event)
+                else:
+                    yield event
             case WorkerFailed() as failure:
-                raise WorkerError(f"rank {failure.rank} cannot start: {failure.reason}")
+                self._verdicts[child] = f"it cannot start: {failure.reason}"
+            case Pong():
+                pass
             case message:
                 raise AssertionError(f"{child.name} sent {message!r}")
 
-    def _task_done(self, worker: _Child, report: TaskReport, now_s: float) -> Iterator[Event]:
+    def _task_done(self, worker: Child, report: TaskReport, now_s: float) -> Iterator[Event]:
         """A rank has done its part; what is being given up counts no more."""
         if self._recovery and report.number in self._recovery.numbers:
             return
         assert worker.rank is not None
-        dispatch = self._dispatches[report.number]
-        self._unreported[report.number].remove(worker.rank)
-        if not self._unreported[report.number]:
-            del self._dispatches[report.number], self._unreported[report.number]
-            if dispatch.task.stage is Stage.DECODE:
-                self._write(dispatch.task.job_id)
-        yield TaskDone(
+        event = TaskDone(
             now_s,
             report.number,
             worker.rank,
@@ -324,62 +245,166 @@ class ProcessBackend:
             waited_s=report.waited_s,
             moved_s=report.moved_s,
         )
+        self._unreported[report.number].remove(worker.rank)
+        self._untold.setdefault(report.number, []).append(event)
+        yield from self._tell_what_is_done(report.number)
 
-    def _lost(self, child: _Child) -> Event:
-        self._selector.unregister(child.channel)
-        child.process.join(_EXIT_S)
-        reason = f"the process ended with exit code {child.process.exitcode}"
-        if child.rank is None:
-            raise WorkerError(f"{child.name}: {reason}; run again to go on")
-        return RankLost(self._clock.now_s, child.rank, 1, reason)
+    def _tell_what_is_done(self, number: int) -> Iterator[TaskDone]:
+        """Reports of a dispatch, unless its producer is still under way: causes come before effects.
 
-    # Failures: see recovery.py for the rounds -----------------------------------------------------
+        A task can overtake its producer, whose output is there before all of its ranks have
+        reported; should one of them fail, both are given up.
+        """
+        dispatch = self._dispatches[number]
+        if dispatch.producer in self._dispatches:
+            return
+        yield from self._untold.pop(number, ())
+        if self._unreported[number]:
+            return
+        del self._dispatches[number], self._unreported[number]
+        if dispatch.task.stage is Stage.DECODE:
+            self._writes.begin(self._jobs[dispatch.task.job_id])
+        for consumer in [n for n, other in self._dispatches.items() if other.producer == number]:
+            yield from self._tell_what_is_done(consumer)
 
-    def _task_failed(self, worker: _Child, fault: TaskFault) -> None:
-        """A task raised on one rank: its other ranks, and what depends on it, have to stop."""
+    # Failures: recovery.py has the rounds ---------------------------------------------------------
+
+    def _task_failed(self, worker: Child, fault: TaskFault) -> None:
+        """A task, or its transfer, failed on one rank: all that take part, and what needs it, stop."""
+        if fault.number not in self._dispatches:
+            return
+        cause = None if fault.void else Cause(fault.reason)
         if self._recovery and fault.number in self._recovery.numbers:
-            if not fault.void:
-                self._recovery.reasons.setdefault(fault.number, fault.reason)
+            if cause and self._recovery.causes.get(fault.number) is None:
+                self._recovery.causes[fault.number] = cause
             return
         if fault.void:
             logger.info("%s: dispatch %d was given up: %s", worker.name, fault.number, fault.reason)
-        self._give_up({fault.number: None if fault.void else fault.reason})
+        self._give_up({fault.number: cause})
 
-    def _give_up(self, reasons: Mapping[int, str | None]) -> None:
-        """Ask every rank concerned to leave the failed dispatches, and all that goes with them."""
+    def _lost(self, child: Child) -> Iterator[Event]:
+        """A process is gone: reap it, start another, and give up what it was part of."""
+        self._selector.unregister(child.channel)
+        self._watchdog.forget(child)
+        ending = child.reap(patience_s=_REAP_S)
+        reason = self._verdicts.pop(child, None) or ending
+        now_s = self._clock.now_s
+        if child.rank is None:
+            logger.warning("%s is gone (%s); a new one is started", child.name, reason)
+            for job_id in self._writes.writer_lost(child):
+                yield OutputFailed(now_s, job_id, f"its writer died twice: {reason}")
+            self._register_new_children()
+            return
+        successor = self._pool.replace_worker(child.rank, now_s=now_s)
+        self._register_new_children()
+        yield RankLost(now_s, child.rank, child.incarnation, reason, is_retired=successor is None)
         self._recovery = self._recovery or Recovery()
-        self._recovery.extend(reasons, self._dispatches)
-        self._tell_ranks(Abandon(self._recovery.numbers))
+        self._recovery.dead.add(child.rank)
+        self._held_back = [event for event in self._held_back if event.rank != child.rank]
+        self._give_up(self._died_with(child.rank, reason))
+        yield from self._advance_recovery()
 
-    def _answered(self, worker: _Child, answer: Left | EdgesRestarted, now_s: float) -> Iterator[Event]:
-        """Ranks have left, or counted anew; answers to an earlier, smaller question do not count."""
+    def _died_with(self, rank: int, reason: str) -> dict[int, Cause | None]:
+        """The dispatches that a dead rank was still needed for; it was running the first of them."""
+        running = sorted(number for number, ranks in self._unreported.items() if rank in ranks)
+        sending = [
+            number
+            for number, dispatch in self._dispatches.items()
+            if any(transfer.source == rank for transfer in dispatch.transfers)
+        ]
+        causes: dict[int, Cause | None] = dict.fromkeys([*sending, *running])
+        if running:
+            causes[running[0]] = Cause(f"rank {rank}: {reason}", lost=True)
+        return causes
+
+    def _give_up(self, causes: Mapping[int, Cause | None]) -> None:
+        """Ask every rank concerned to leave the failed dispatches, and all that goes with them."""
+        recovery = self._recovery = self._recovery or Recovery()
+        recovery.extend(causes, self._dispatches)
+        lost = [self._dispatches[number] for number in recovery.numbers]
+        recovery.deadline_s = self._clock.now_s + self._watchdog.time_to_leave_s(lost)
+        for rank in sorted(recovery.waiting_for):
+            self._pool.workers[rank].tell(Abandon(recovery.numbers))
+
+    def _answered(self, worker: Child, answer: Left | EdgesRestarted) -> Iterator[Event]:
+        """A rank has left, or counts anew; answers to an earlier, smaller question do not count."""
         recovery = self._recovery
-        if recovery is None or answer.numbers != recovery.numbers:
+        if recovery is None or answer.numbers != recovery.numbers or worker.rank is None:
             return
-        assert worker.rank is not None
-        if isinstance(answer, EdgesRestarted) is not recovery.all_have_left:
-            return
-        if not recovery.answered(worker.rank):
-            return
-        if not recovery.all_have_left:
+        if isinstance(answer, EdgesRestarted) is recovery.all_have_left:
+            recovery.waiting_for.discard(worker.rank)
+            yield from self._advance_recovery()
+
+    def _advance_recovery(self) -> Iterator[Event]:
+        """When all have left, restart the edges between them; when that is done, tell what failed."""
+        recovery = self._recovery
+        assert recovery is not None
+        if not recovery.waiting_for and not recovery.all_have_left:
             recovery.all_have_left = True
-            recovery.waiting_for = set(recovery.ranks)
-            self._tell_ranks(RestartEdges(recovery.numbers, recovery.ranks))
+            recovery.ask()
+            for rank in sorted(recovery.dead - self._pool.retired):
+                self._pool.introduce(rank)
+            for rank in sorted(recovery.waiting_for):
+                peers = recovery.peers_of(rank, self._dispatches)
+                self._pool.workers[rank].tell(RestartEdges(recovery.numbers, peers))
+        if recovery.waiting_for:
             return
         self._recovery = None
+        recovery.blame()
+        now_s = self._clock.now_s
         for number in sorted(recovery.numbers):
             del self._dispatches[number]
-            reason = recovery.reasons.get(number)
-            for rank in sorted(self._unreported.pop(number)):
-                text = reason or "given up with another task"
-                yield TaskFailed(now_s, number, rank, text, void=reason is None)
+            cause = recovery.causes.get(number)
+            text = cause.reason if cause else "given up with another task"
+            untold = [event.rank for event in self._untold.pop(number, ())]
+            for rank in sorted([*self._unreported.pop(number), *untold]):
+                is_lost = bool(cause and cause.lost)
+                yield TaskFailed(now_s, number, rank, text, void=cause is None, lost=is_lost)
+        yield from self._held_back
+        self._held_back = []
 
-    def _tell_ranks(self, message: Abandon | RestartEdges) -> None:
-        assert self._recovery is not None
-        for rank in sorted(self._recovery.ranks):
-            self._pool.workers[rank].channel.send(message)
+    # Processes that live and yet do nothing ---------------------------------------------------------
 
-    # Memory and files ---------------------------------------------------------------------------
+    def _look_for_hung_processes(self) -> None:
+        """Kill what is hung; its end is then noticed like any other."""
+        now_s = self._clock.now_s
+        living = [worker for worker in self._pool.workers if worker.rank not in self._pool.retired]
+        for worker in living:
+            if worker.is_starting_for_s > self._watchdog.patience.starting_s:
+                self._kill(worker, "it does not get ready")
+        if self._watchdog.wants_ping(now_s):
+            for worker in living:
+                if worker.is_ready:
+                    worker.tell(Ping())
+        for child, why in list(self._watchdog.silent(now_s)):
+            self._kill(child, why)
+        for writer in list(self._writes.overdue(patience_s=self._watchdog.patience.write_s)):
+            self._kill(writer, "it does not finish a file")
+        known = self._recovery.numbers if self._recovery else frozenset()
+        overdue = {
+            n for n, dispatch in self._dispatches.items() if self._watchdog.is_overdue(dispatch, now_s)
+        }
+        if overdue - known:
+            # Those who wait for the hung rank will leave; it will not, and is known by that.
+            self._recovery = self._recovery or Recovery()
+            self._recovery.overdue |= overdue
+            self._give_up(dict.fromkeys(overdue - known))
+        if self._recovery and now_s > self._recovery.deadline_s:
+            for rank in self._recovery.waiting_for:
+                self._kill(self._pool.workers[rank], "it hangs in a task that was given up")
+
+    def _kill(self, child: Child, why: str) -> None:
+        if child not in self._verdicts:
+            self._verdicts[child] = why
+            child.process.kill()
+
+    def _register_new_children(self) -> None:
+        known = {key.data for key in self._selector.get_map().values()}
+        for child in self._pool.children:
+            if child not in known:
+                self._selector.register(child.channel, selectors.EVENT_READ, child)
+
+    # What workers need to know -----------------------------------------------------------------------
 
     def _ask_for_state(self, dispatch: Dispatch) -> None:
         """Tell the ranks that hold a job's state which parts of it to send where."""
@@ -387,66 +412,17 @@ class ProcessBackend:
             assert dispatch.producer is not None
             mine = tuple([transfer for transfer in dispatch.transfers if transfer.source == source])
             message = SendState(dispatch.number, dispatch.task.job_id, dispatch.producer, mine)
-            self._pool.workers[source].channel.send(message)
+            self._pool.workers[source].tell(message)
 
-    def _introduce(self, worker: _Child, job_id: str) -> None:
+    def _introduce_job(self, worker: Child, job_id: str) -> None:
         job = self._jobs[job_id]
-        if job_id not in self._slabs:
-            self._slabs[job_id] = Slab.create(SlabPlan.of(job.trajectory), name=job_id)
-        message = StartJob(job.spec, job.trajectory, str(job.checkpoint))
-        worker.channel.send(message, (self._slabs[job_id],))
+        worker.tell(StartJob(job.spec, job.trajectory, str(job.checkpoint)), (self._slab(job_id),))
         worker.jobs.add(job_id)
 
-    def _new_frames(self, job_id: str) -> int:
-        """Memory for the frames of a job, uint8 [F, H, W, 3]; replaces that of a failed attempt."""
-        if job_id in self._frames:
-            os.close(self._frames.pop(job_id))
-        fd = os.memfd_create("gfgen-frames", os.MFD_CLOEXEC)
-        os.truncate(fd, self._jobs[job_id].trajectory.artifact("frames").size_bytes)
-        self._frames[job_id] = fd
-        return fd
-
-    def _write(self, job_id: str) -> None:
-        """Give the frames to the writer with the least to do."""
-        job = self._jobs[job_id]
-        ((_, shape, _),) = job.trajectory.artifact("frames").fields
-        frames, height, width, channels = shape
-        request = WriteRequest(
-            job_id=job_id,
-            shape=(frames, height, width, channels),
-            path=str(self._output_dir / job.info.file),
-            fps=job.spec.fps,
-            metadata=describe(job.spec),
-        )
-        idx = min(self._num_writing, key=lambda i: self._num_writing[i])
-        self._num_writing[idx] += 1
-        fd = self._frames.pop(job_id)
-        self._pool.writers[idx].channel.send(request, (fd,))
-        os.close(fd)
-
-
-class _SignalPipe:
-    """SIGINT and SIGTERM as something to select on, in place of an exception anywhere."""
-
-    def __init__(self) -> None:
-        self._reader, self._writer = socket.socketpair()
-        for end in (self._reader, self._writer):
-            end.setblocking(False)
-        self._previous_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        self._previous = {
-            number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)
-        }
-
-    def fileno(self) -> int:
-        return self._reader.fileno()
-
-    def take(self) -> list[int]:
-        """Numbers of the signals that came."""
-        return list(self._reader.recv(64))
-
-    def close(self) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-        signal.set_wakeup_fd(self._previous_fd)
-        self._reader.close()
-        self._writer.close()
+    def _slab(self, job_id: str) -> int:
+        """The job's slab; made at its first task, with what an earlier run has left of it."""
+        if job_id not in self._slabs:
+            job, point = self._jobs[job_id], self._resume_points.get(job_id)
+            plan = SlabPlan.of(job.trajectory)
+            self._slabs[job_id] = resume.restore(point, job) if point else Slab.create(plan, name=job_id)
+        return self._slabs[job_id]

@@ -62,6 +62,15 @@ def test_a_wrong_command_line_is_one_clear_message_and_exit_code_two(capsys, arg
     assert "Traceback" not in err
 
 
+def test_tiny_models_that_cannot_be_written_say_why(capsys, tmp_path):
+    (tmp_path / "afile").touch()
+    code, _, err = gfgen(capsys, "models", "make-tiny", str(tmp_path / "afile" / "x"), "tiny-wan")
+    assert code == 2
+    assert err.startswith("gfgen: model tiny-wan: cannot be made in ")
+    assert "Not a directory" in err
+    assert err.count("\n") == 1
+
+
 def test_an_output_folder_that_cannot_be_written_is_named(capsys, job_file, tiny_models):
     code, _, err = gfgen(capsys, "run", job_file('{"prompt": "a fox"}'), "--output", "/proc/here")
     assert code == 2

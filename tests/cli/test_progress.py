@@ -11,7 +11,14 @@ from acted_run import ActedRun, Part, batch, job_info
 
 from gfgen.cli import board
 from gfgen.cli.board import Line, bar_formats
-from gfgen.cli.progress import BarProgress, LineProgress, NoProgress, make_progress, outcome_line
+from gfgen.cli.progress import (
+    BarProgress,
+    LineProgress,
+    NoProgress,
+    make_file_progress,
+    make_progress,
+    outcome_line,
+)
 from gfgen.runtime.forecast import forecast
 from gfgen.runtime.observer import JobInfo, JobOutcome, skipped_outcome
 
@@ -77,6 +84,21 @@ def test_lines_tell_starts_ends_and_now_and_then_the_batch() -> None:
     summaries = [line for line in lines[1:] if "jobs" in line]
     assert 1 <= len(summaries) <= 3
     assert re.match(r"\d+/12 jobs  0:\d\d  \d:\d\d left", summaries[0])
+
+
+@pytest.mark.parametrize("quiet", [True, False])
+@pytest.mark.parametrize("has_terminal", [True, False])
+def test_a_failure_is_logged_once_whatever_is_shown(
+    caplog: pytest.LogCaptureFixture, quiet: bool, has_terminal: bool
+) -> None:
+    stream = Terminal() if has_terminal else io.StringIO()
+    with caplog.at_level(logging.INFO, "gfgen"):
+        for make in (make_progress, make_file_progress):
+            progress = make(quiet=quiet, stream=stream)
+            progress.ended(outcome(job_info("a"), status="failed"))
+            progress.close()
+    failures = [record for record in caplog.records if record.message.startswith("failed a: denoise 1")]
+    assert [record.levelname for record in failures] == ["ERROR"]
 
 
 def test_skipped_jobs_are_counted_and_not_listed() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -56,22 +57,68 @@ def test_a_job_file_becomes_files_and_a_second_run_skips_them(folder):
     assert before == after
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_stops_the_run_and_the_next_one_finishes_it(folder, number, code):
-    long = JOBS[1] | {"id": "long", "steps": 400}
-    (folder / "night.jsonl").write_text(f"{json.dumps(JOBS[0])}\n{json.dumps(long)}\n")
+LONG = JOBS[1] | {"id": "long", "steps": 200}
+
+
+def interrupt(folder, *numbers):
+    """Start the run, and send signals as soon as the first file is there."""
     process = start(folder)
     deadline = time.monotonic() + 60
     while not (folder / "outputs/night/fox.png").exists():
         assert time.monotonic() < deadline
         assert process.poll() is None, process.communicate()
         time.sleep(0.05)
-    process.send_signal(number)
+    for number in numbers:
+        process.send_signal(number)
+        time.sleep(0.1)
     _, err = process.communicate(timeout=60)
-    assert process.returncode == code, err
-    assert "run the same command again to go on" in err
     assert "Traceback" not in err
-    assert sorted(os.listdir(folder / "outputs/night")) == ["fox.png", "journal.jsonl", "manifest.jsonl"]
+    return process.returncode, err
+
+
+def test_a_stopped_run_goes_on_at_the_step_where_it_stopped(folder):
+    (folder / "night.jsonl").write_text(f"{json.dumps(JOBS[0])}\n{json.dumps(LONG)}\n")
+    code, err = interrupt(folder, signal.SIGINT)
+    assert code == 130
+    assert "run the same command again to go on" in err
+    assert os.listdir(folder / "outputs/night/.resume") == ["long.state"]
+    again = start(folder)
+    _, err = again.communicate(timeout=120)
+    assert again.returncode == 0, err
+    (warning,) = manifest(folder)["long"]["warnings"]
+    assert re.fullmatch(r"resumed at denoise [1-9]\d*", warning)
+    assert sorted(os.listdir(folder / "outputs/night")) == [
+        "fox.png",
+        "journal.jsonl",
+        "long.mp4",
+        "manifest.jsonl",
+    ]
+    stopped = (folder / "outputs/night/long.mp4").read_bytes()
+    undisturbed = start(folder, "--output", "undisturbed")
+    undisturbed.communicate(timeout=120)
+    assert (folder / "undisturbed/long.mp4").read_bytes() == stopped
+
+
+@pytest.mark.parametrize(
+    ("numbers", "code"),
+    [((signal.SIGTERM,), 143), ((signal.SIGINT, signal.SIGINT), 130)],
+    ids=["term", "twice"],
+)
+def test_signals_stop_the_run_with_one_line(folder, numbers, code):
+    (folder / "night.jsonl").write_text(f"{json.dumps(JOBS[0])}\n{json.dumps(LONG)}\n")
+    returned, err = interrupt(folder, *numbers)
+    assert returned == code
+    assert err.splitlines()[-1].startswith("gfgen: stopped")
+
+
+def test_a_signal_while_the_models_load_stops_the_run_with_one_line(folder):
+    process = start(folder)
+    time.sleep(1.5)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert err.splitlines()[-1].startswith("gfgen: stopped while the models were loading")
+    assert "Traceback" not in err
 
 
 def test_valid_jobs_of_a_faulty_file_run_when_asked_to(folder):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -98,11 +99,31 @@ def test_picture_is_turned_upright_and_made_rgb(picture: Path) -> None:
 
 def test_broken_picture_is_a_job_error(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_text("no picture")
-    for path in (tmp_path / "a.png", tmp_path / "missing.png"):
-        with pytest.raises(JobError, match="cannot be read as a picture"):
-            load_image(path)
+    for name, why in (("a.png", "it is none"), ("missing.png", "No such file or directory")):
+        with pytest.raises(JobError, match=rf"cannot be read as a picture \({why}\)"):
+            load_image(tmp_path / name)
     Image.new("RGB", (8, 8)).save(tmp_path / "b.png")
     assert load_image(tmp_path / "b.png").size == (8, 8)
+
+
+def test_a_picture_that_was_edited_after_admission_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.png"
+    Image.new("RGB", (8, 8), "red").save(path)
+    admitted = hashlib.sha256(path.read_bytes()).hexdigest()
+    assert load_image(path, sha256=admitted).getpixel((0, 0)) == (255, 0, 0)
+    Image.new("RGB", (8, 8), "blue").save(path)
+    with pytest.raises(JobError, match=r"image = .*a\.png: has changed since the job file was read"):
+        load_image(path, sha256=admitted)
+
+
+def test_preparing_a_job_checks_that_its_picture_is_the_one_that_was_admitted(
+    tiny_models: Mapping[str, Path], picture: Path
+) -> None:
+    adapter = load_adapter(tiny_models["tiny-wan"])
+    job, _ = _two_jobs(tiny_models["tiny-wan"], picture)
+    edited = replace(job, image=str(picture), image_sha256="0" * 64)
+    with pytest.raises(JobError, match="has changed"):
+        adapter.prepare(edited, adapter.encode(edited))
 
 
 def _two_jobs(checkpoint: Path, picture: Path) -> tuple[JobSpec, JobSpec]:

@@ -11,11 +11,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gfgen.errors import JobError, ModelError
+from gfgen.errors import JobError, LayoutError, ModelError
 from gfgen.graph import INPUTS, OUTPUTS, Stage
 from gfgen.jobspec import JobSpec
+from gfgen.layout import Layout
 from gfgen.models import geometry_rules as rules
-from gfgen.models.geometry import SHIPPED, Geometry, shipped_geometry
+from gfgen.models.geometry import (
+    SHIPPED,
+    Geometry,
+    check_degrees,
+    max_degree,
+    max_sequence_degree,
+    shipped_geometry,
+)
 
 GEOMETRIES = {name: shipped_geometry(name) for name in SHIPPED}
 WAN_5B = GEOMETRIES["wan2.2-ti2v-5b"]
@@ -136,7 +144,7 @@ def test_what_a_family_cannot_do_names_the_field(
 ) -> None:
     with pytest.raises(JobError) as caught:
         geometry.resolve(job(**values))
-    assert caught.value.problem.field == field
+    assert [problem.field for problem in caught.value.problems] == [field]
     assert "\n" not in str(caught.value)
 
 
@@ -226,3 +234,40 @@ def test_latents_carry_the_solvers_state() -> None:
 def test_unknown_shipped_model_says_which_exist() -> None:
     with pytest.raises(ModelError, match=r"wan2\.2-ti2v-5b"):
         shipped_geometry("wan3")
+
+
+@pytest.mark.parametrize(
+    ("geometry", "spec", "degrees"),
+    [
+        (WAN_5B, job(), (24, 48)),
+        (WAN_5B, job(guidance_scale=1.0), (24, 24)),
+        (WAN_T2V, job(), (40, 80)),
+        (QWEN, job(width=32, height=16), (2, 4)),
+    ],
+)
+def test_degrees_end_at_the_heads_or_the_tokens_of_a_branch(
+    geometry: Geometry, spec: JobSpec, degrees: tuple[int, int]
+) -> None:
+    spec = geometry.resolve(spec)
+    assert (max_sequence_degree(geometry, spec), max_degree(geometry, spec)) == degrees
+
+
+def test_degrees_that_a_job_allows_pass() -> None:
+    spec = QWEN.resolve(job(width=32, height=16))
+    for layout in (Layout.single(3), Layout((0, 1), ulysses=2), Layout((0, 1, 2, 3), cfg=2, ulysses=2)):
+        check_degrees(QWEN, spec, layout.degrees)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "message"),
+    [
+        ((1, 25, 1), "job 'j' has 24 attention heads, too few for ulysses degree 25"),
+        ((1, 3, 1), "job 'j' has 2 tokens, too few for ulysses degree 3"),
+        ((2, 1, 1), "cfg degree 2 needs as many guidance branches, and job 'j' has one"),
+        ((1, 1, 2), "ring degree 2 is not supported yet"),
+    ],
+)
+def test_degrees_that_a_job_does_not_allow_are_refused(degrees: tuple[int, int, int], message: str) -> None:
+    spec = QWEN.resolve(job(width=32, height=16, true_cfg_scale=1.0))
+    with pytest.raises(LayoutError, match=message):
+        check_degrees(QWEN, spec, degrees)

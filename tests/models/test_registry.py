@@ -116,7 +116,7 @@ def test_wrong_default_is_named(broken_copy: Path, defaults: dict[str, object]) 
 
 def test_damaged_weights_are_a_model_error(broken_copy: Path) -> None:
     (broken_copy / "vae" / "diffusion_pytorch_model.safetensors").write_bytes(b"no weights at all")
-    with pytest.raises(ModelError, match="cannot be loaded"):
+    with pytest.raises(ModelError, match="its header is broken"):
         load_adapter(broken_copy)
 
 

@@ -1,3 +1,5 @@
+import re
+
 import pytest
 
 from gfgen.errors import PolicyError
@@ -23,6 +25,10 @@ def test_options_are_bound_with_their_type():
         ("srtf,degre=2", "no option 'degre=2'; options: degree"),
         ("srtf,degree", "no option 'degree'"),
         ("srtf,degree=two", "degree = two: a value of type int"),
+        ("srtf,degree=0", "degree = 0: a whole number from 1 to 8 is accepted"),
+        ("fcfs,degree=-2", "degree = -2: a whole number from 1 to 8"),
+        ("legacy,degree=-1", "degree = -1: a whole number from 0 to 8"),
+        ("legacy,degree=9", "degree = 9: a whole number from 0 to 8"),
         ("edf,degree=2", "options: none"),
         ("missing.py", "no such file"),
         ("no_such_module:policy", "cannot import no_such_module"),
@@ -38,6 +44,54 @@ def test_a_policy_comes_from_a_file(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text("def policy(snapshot, *, greedy: bool = False):\n    return []\n")
     assert load_policy(f"{path},greedy=yes").decide.keywords == {"greedy": True}
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("def policy(): return []", "it takes no snapshot; a function policy(snapshot, *, option: int = 1)"),
+        ("def policy(*, degree=1): return []", "it takes no snapshot"),
+        ("def policy(snapshot, jobs): return []", "'jobs' is a second positional parameter"),
+        ("def policy(snapshot, degree=1): return []", "with the options behind the *"),
+        ("def policy(snapshot, *, degree): return []", "its option 'degree' has no default"),
+        ("class policy:\n    def __init__(self, snapshot): pass", "it is a class"),
+        ("async def policy(snapshot): return []", "it is asynchronous"),
+        ("policy = max", "nothing tells what it takes"),
+        ("policy = 7", "has no function policy"),
+        ("import sys\nsys.exit(3)", "SystemExit: 3"),
+        ("raise ValueError('one\\ntwo')", "ValueError: one two"),
+    ],
+)
+def test_what_cannot_be_called_as_a_policy_is_refused_before_anything_starts(tmp_path, source, message):
+    path = tmp_path / "mine.py"
+    path.write_text(source + "\n")
+    with pytest.raises(PolicyError, match=re.escape(message)):
+        load_policy(str(path))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def policy(*arguments, **options): return []",
+        "class Mine:\n    def __call__(self, snapshot): return []\npolicy = Mine()",
+        "def policy(snapshot: 'Unknown', *, degree: 'Unknown' = 1): return []",
+    ],
+)
+def test_whatever_can_be_called_with_a_snapshot_is_a_policy(tmp_path, source):
+    path = tmp_path / "mine.py"
+    path.write_text(source + "\n")
+    assert load_policy(str(path)).decide(None) == []
+
+
+def test_a_file_may_say_which_numbers_an_option_accepts(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from typing import Annotated\n"
+        "def policy(snapshot, *, width: Annotated[int, range(2, 5)] = 2):\n    return []\n"
+    )
+    assert load_policy(f"{path},width=4").options == {"width": 4}
+    with pytest.raises(PolicyError, match="width = 5: a whole number from 2 to 4 is accepted"):
+        load_policy(f"{path},width=5")
 
 
 def test_a_file_may_hold_several_policies(tmp_path):

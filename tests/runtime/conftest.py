@@ -1,20 +1,26 @@
-"""A pool of real workers that all tests of this folder share: starting one takes seconds."""
+"""Pools of real workers that all tests of this folder share: starting one takes seconds."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
-from gfgen.runtime.workers import WorkerPool
+from gfgen.runtime.pool import WorkerPool
+
+
+@pytest.fixture(scope="session", autouse=True)
+def faults_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Where faulty workers count; set before the fork server starts, whose children inherit it."""
+    os.environ["GFGEN_TEST_FAULTS"] = str(tmp_path_factory.mktemp("faults"))
 
 
 @pytest.fixture(scope="session")
 def pool(tiny_models: Mapping[str, Path]) -> Iterator[WorkerPool]:
-    """Four CPU ranks that know the tiny Wan and Qwen-Image models."""
-    checkpoints = [tiny_models["tiny-wan"], tiny_models["tiny-qwen-image"]]
-    with WorkerPool(num_ranks=4, checkpoints=checkpoints) as pool:
+    """Four CPU ranks that know all tiny models."""
+    with WorkerPool(num_ranks=4, checkpoints=list(tiny_models.values())) as pool:
         yield pool
 
 
@@ -24,3 +30,16 @@ def faulty_pool(tiny_models: Mapping[str, Path]) -> Iterator[WorkerPool]:
     checkpoints = [tiny_models["tiny-qwen-image"]]
     with WorkerPool(num_ranks=3, checkpoints=checkpoints, worker_main="faulty_worker:main") as pool:
         yield pool
+
+
+@pytest.fixture
+def mortal_pool(faulty_pool: WorkerPool) -> Iterator[WorkerPool]:
+    """The same pool with all its ranks, who have not died yet as far as it remembers."""
+    faulty_pool.wait_ready()
+    for deaths in faulty_pool._deaths.values():
+        deaths.clear()
+    yield faulty_pool
+    for rank in list(faulty_pool.retired):
+        faulty_pool.retired.discard(rank)
+        faulty_pool.replace_worker(rank, now_s=1e9)
+        faulty_pool.introduce(rank)

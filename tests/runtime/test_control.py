@@ -1,7 +1,7 @@
 import pytest
-from builders import make_job, simulate, simulated_control
+from builders import STEP_S, make_job, simulate, simulated_control
 
-from gfgen.errors import StalledError
+from gfgen.errors import PolicyFault, StalledError
 from gfgen.layout import Layout
 from gfgen.policies.catalog import NamedPolicy
 from gfgen.runtime.events import OutputWritten, PolicyChanged, StopRequested
@@ -87,6 +87,130 @@ def test_a_policy_that_decides_the_impossible_is_replaced(caplog):
     control.run()
     assert sorted(recorder.end_order) == ["a", "b", "c"]
     assert "rank 0 is not free" in caplog.text
+
+
+def always(value):
+    return NamedPolicy("mine.py", lambda snapshot: value)
+
+
+def endless(snapshot):
+    while True:
+        yield "nothing"
+
+
+def leave(snapshot):
+    raise SystemExit(0)
+
+
+def babble(snapshot):
+    raise ValueError("first line\nsecond line\n" + "and so on " * 100)
+
+
+class Mute(Exception):
+    def __str__(self):
+        raise TypeError
+
+
+def mute(snapshot):
+    raise Mute
+
+
+@pytest.mark.parametrize(
+    ("policy", "reason"),
+    [
+        (always(None), "it returned a value of type NoneType; a list of Decision is accepted"),
+        (always(7), "it returned a value of type int; a list of Decision is accepted"),
+        (always("abc"), "it decided a value of type str; a Decision"),
+        (always([None]), "it decided a value of type NoneType; a Decision"),
+        (always([Decision("task", Layout.single(0))]), "a task of type str"),
+        (NamedPolicy("mine.py", endless), "it decided a value of type str"),
+        (NamedPolicy("mine.py", leave), "SystemExit: 0"),
+        (NamedPolicy("mine.py", babble), "ValueError: first line second line and so on"),
+        (NamedPolicy("mine.py", mute), "Mute: its message cannot be shown"),
+    ],
+)
+def test_whatever_a_policy_returns_or_raises_is_a_named_fault_and_the_run_goes_on(policy, reason, caplog):
+    control, recorder = simulated_control([make_job("a")])
+    control.policy = policy
+    control.run()
+    assert recorder.end_order == ["a"]
+    faults = [record.getMessage() for record in caplog.records if reason in record.getMessage()]
+    assert faults[0].startswith("policy mine.py: ")
+    assert all(len(text) < 400 and "\n" not in text for text in faults)
+
+
+def test_ctrl_c_in_a_policy_ends_the_run():
+    def interrupted(snapshot):
+        raise KeyboardInterrupt
+
+    control, _ = simulated_control([make_job("a")])
+    control.policy = NamedPolicy("mine.py", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        control.run()
+
+
+def first_is_legal(snapshot):
+    """One decision that is right, and five for the same rank."""
+    job = next(iter(snapshot.open.values()))
+    return [Decision(job.next_task, Layout.single(snapshot.free_ranks[0]))] * 6
+
+
+def test_a_call_of_a_policy_counts_one_fault_however_much_is_wrong(caplog):
+    control, _ = simulated_control([make_job("a"), make_job("b"), make_job("c")], num_ranks=8)
+    control.policy = NamedPolicy("mine.py", first_is_legal)
+    control.begin()
+    for event in control.backend.wait(until=0.0):
+        control.apply(event)
+    decisions = control.decide()
+    assert [control.start(decision) for decision in decisions[:2]] == [True, False]
+    assert control._num_policy_faults == 1
+    control.run()
+    messages = [record.getMessage() for record in caplog.records]
+    assert sum("policy mine.py: " in message for message in messages) == 3
+    assert not any(message.startswith("policy fcfs") for message in messages)
+
+
+def test_the_rest_of_a_batch_with_an_illegal_decision_is_dropped():
+    def confused(snapshot):
+        jobs = list(snapshot.open.values())
+        return [Decision(jobs[0].next_task, Layout.single(99)), *well_meant(jobs[1:])]
+
+    def well_meant(jobs):
+        return [Decision(job.next_task, Layout.single(rank)) for rank, job in enumerate(jobs)]
+
+    control, recorder = simulated_control([make_job("a"), make_job("b")])
+    control.policy = NamedPolicy("mine.py", confused)
+    control.run()
+    assert [d.task.job_id for d in recorder.dispatches[:2]] == ["a", "b"]  # what fcfs decides
+    assert sorted(recorder.end_order) == ["a", "b"]
+
+
+def test_fcfs_is_not_replaced_by_itself():
+    control, _ = simulated_control([make_job("a")], policy="fcfs")
+    control.policy = NamedPolicy("fcfs", lambda snapshot: "x")
+    with pytest.raises(PolicyFault, match="policy fcfs failed 3 times"):
+        control.run()
+
+
+@pytest.mark.parametrize(("policy", "is_noted"), [("srtf,degree=8", True), ("srtf,degree=2", False)])
+def test_more_ranks_than_there_are_is_noted_once(policy, is_noted, caplog):
+    simulate([make_job("a")], policy=policy, num_ranks=2)
+    assert caplog.text.count("a task has 2 ranks here at most, so degree counts as 2") == is_noted
+
+
+def test_a_job_that_takes_longer_than_its_timeout_fails_and_the_others_go_on():
+    jobs = [make_job("slow", steps=50, timeout_s=1.0, arrival_s=0.5), make_job("other", steps=30)]
+    recorder = simulate(jobs, num_ranks=2)
+    slow, other = recorder.outcomes
+    assert (slow.info.job_id, slow.status) == ("slow", "failed")
+    assert slow.error == "timed out 1 s after its arrival"
+    assert slow.ended_s == pytest.approx(1.5, abs=STEP_S)
+    assert other.status == "done"
+
+
+def test_a_job_that_ends_within_its_timeout_is_done():
+    (outcome,) = simulate([make_job("a", timeout_s=60.0)]).outcomes
+    assert outcome.status == "done"
 
 
 def test_a_stop_lets_running_tasks_end_and_starts_nothing_new():

@@ -5,6 +5,8 @@ from random import Random
 
 import numpy as np
 import pytest
+import torch
+from PIL import Image
 from test_workers import PICTURE, VIDEO, pixels, run
 
 from gfgen.job import JobSpec
@@ -14,6 +16,15 @@ from gfgen.snapshot import Decision
 
 WANDER = [(0,), (2, 3), (1, 3, 0, 2), (2, 0, 1), (3,), (1, 0)]
 """Degrees 1, 2, 4, 3 and back, on other ranks each time."""
+
+
+FAMILIES = {
+    "wan": {"model": "tiny-wan"},
+    "wan image to video": {"model": "tiny-wan", "image": True},
+    "wan moe": {"model": "tiny-wan-moe"},
+    "wan moe image to video": {"model": "tiny-wan-moe-i2v", "image": True},
+    "qwen-image": {"model": "tiny-qwen-image", "frames": None, "negative_prompt": "blurry"},
+}
 
 
 def following(*layouts):
@@ -48,6 +59,24 @@ def test_a_picture_survives_any_change_of_layout(pool, tmp_path, fields, guard_s
     assert [len(ranks) for ranks in recorder.ranks_of("picture")[2:-1]] == [1, 2, 4, 3, 1, 2]
     one, many = (pixels(tmp_path / folder / "picture.png").astype(int) for folder in ("one", "many"))
     assert np.abs(one - many).max() <= 1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_migration_in_mid_trajectory_keeps_the_latents(pool, tmp_path, family):
+    image = tmp_path / "boat.png"
+    Image.new("RGB", (64, 64), "teal").save(image)
+    fields = dict(FAMILIES[family], image=str(image)) if FAMILIES[family].get("image") else FAMILIES[family]
+    spec = JobSpec(id="job", prompt="a boat", **VIDEO | fields | {"steps": 7})
+    shifted = [tuple((rank + 1) % 4 for rank in ranks) for ranks in WANDER]
+    results = {}
+    for name, layouts in {"one": [(0,)], "wander": WANDER, "shifted": shifted}.items():
+        recorder = run(pool, tmp_path / name, spec, policy=following(*layouts))
+        assert_nothing_failed(recorder)
+        results[name] = recorder.latents["job"]
+    for field, alone in results["one"].items():
+        distance = (results["wander"][field] - alone).abs().max() / alone.abs().max()
+        assert distance <= 1e-5, field
+        assert torch.equal(results["wander"][field], results["shifted"][field])
 
 
 def test_equal_layout_shapes_on_other_ranks_give_the_same_file(pool, tmp_path):

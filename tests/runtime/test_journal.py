@@ -3,7 +3,7 @@ from builders import make_job, simulated_control
 
 from gfgen.errors import InputError
 from gfgen.runtime.events import Event, TaskDone, Wakeup
-from gfgen.runtime.journal import Journal, read_journal
+from gfgen.runtime.journal import Journal, journal_header, read_journal, read_turns
 
 HEADER = {"policy": "srtf", "ranks": 2}
 
@@ -17,6 +17,48 @@ def test_events_come_back_as_they_were_applied(tmp_path):
     header, *events = read_journal(path)
     assert header == {"gfgen_journal": 1, **HEADER}
     assert events == recorder.events
+
+
+def test_events_that_were_applied_together_are_one_turn(tmp_path):
+    path = tmp_path / "journal.jsonl"
+    journal = Journal(path, header=HEADER)
+    control, _ = simulated_control([make_job("a"), make_job("b")], guard_s=0.01, journal=journal)
+    batches, wait = [], control.backend.wait
+
+    def noted(until):
+        batches.append(wait(until))
+        return batches[-1]
+
+    control.backend.wait = noted
+    control.run()
+    journal.close()
+    assert list(read_turns(path)) == [batch for batch in batches if batch]
+    assert max(map(len, batches)) > 1
+
+
+def test_turns_of_two_runs_are_not_joined(tmp_path):
+    path = tmp_path / "journal.jsonl"
+    for _ in range(2):
+        journal = Journal(path, header=HEADER)
+        journal.append(Wakeup(1.0))
+        journal.close()
+    assert list(read_turns(path)) == [[Wakeup(1.0)], [Wakeup(1.0)]]
+
+
+def test_the_header_tells_other_jobs_apart():
+    def header(*jobs):
+        infos = [job.info for job in jobs]
+        return journal_header(infos, policy="srtf", num_ranks=2, guard_s=0.005, started_at=1.5)
+
+    one, two = make_job("a"), make_job("b")
+    assert header(one, two) == header(one, two) | {
+        "policy": "srtf",
+        "ranks": 2,
+        "guard_s": 0.005,
+        "started_at": 1.5,
+        "jobs": 2,
+    }
+    assert header(one, two)["jobs_hash"] not in (header(two, one)["jobs_hash"], header(one)["jobs_hash"])
 
 
 def test_a_second_run_appends_a_header_of_its_own(tmp_path):
@@ -39,10 +81,53 @@ def test_a_torn_last_line_is_passed_over(tmp_path):
     assert len(list(read_journal(path))) == 2
 
 
+def test_a_line_that_a_killed_run_tore_does_not_spoil_the_next_run(tmp_path):
+    path = tmp_path / "journal.jsonl"
+    journal = Journal(path, header=HEADER)
+    journal.append(Wakeup(1.0))
+    journal.close()
+    path.write_bytes(path.read_bytes()[:-5])
+    journal = Journal(path, header=HEADER | {"policy": "edf"})
+    journal.append(Wakeup(2.0))
+    journal.close()
+    first, second, event = read_journal(path)
+    assert (first["policy"], second["policy"]) == ("srtf", "edf")
+    assert event == Wakeup(2.0)
+
+
+def test_a_spoilt_line_in_the_middle_is_named(tmp_path):
+    path = tmp_path / "journal.jsonl"
+    path.write_text(
+        '{"gfgen_journal":1}\n{"turn":1,"event":"Wakeup"}\n{"turn":1,"event":"Wakeup","time_s":1.0}\n'
+    )
+    with pytest.raises(InputError, match="line 2 is not of a journal"):
+        list(read_journal(path))
+
+
+@pytest.mark.parametrize("content", ['{"gfgen_journal":99}\n{"event":"Dream"}\n', "my notes\n", "\0" * 9])
+def test_a_foreign_journal_is_moved_aside_and_a_new_one_begins(tmp_path, caplog, content):
+    path = tmp_path / "journal.jsonl"
+    for number in (1, 2):
+        path.write_text(content)
+        Journal(path, header=HEADER).close()
+        assert (tmp_path / f"journal.{number}.old").read_text() == content
+        assert [entry["policy"] for entry in read_journal(path)] == ["srtf"]
+    assert "it is now journal.1.old" in caplog.text
+
+
+def test_an_unfinished_turn_is_kept_when_the_run_breaks_off(tmp_path):
+    path = tmp_path / "journal.jsonl"
+    journal = Journal(path, header=HEADER)
+    journal.append(Wakeup(1.0))
+    assert len(list(read_journal(path))) == 1
+    journal.close()
+    assert len(list(read_journal(path))) == 2
+
+
 def test_a_file_that_is_no_journal_is_named(tmp_path):
     path = tmp_path / "notes.txt"
     path.write_text("hello\nworld\n")
-    with pytest.raises(InputError, match="line 1 is not JSON"):
+    with pytest.raises(InputError, match="line 1 is not of a journal"):
         list(read_journal(path))
 
 

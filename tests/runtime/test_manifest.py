@@ -100,11 +100,43 @@ def test_torn_last_line_is_passed_over_and_does_not_spoil_the_next(tmp_path: Pat
     assert list(read_manifest(path)) == ["a", "c"]
 
 
-@pytest.mark.parametrize("line", ["[1]", "null", '{"version": 99, "id": "a"}', '{"version": 1}', "\udcff"])
-def test_lines_that_are_not_ours_count_as_absent(tmp_path: Path, line: str) -> None:
-    path = tmp_path / "manifest.jsonl"
-    path.write_bytes(line.encode("utf-8", "surrogateescape") + b"\n")
-    assert read_manifest(path) == {}
+SPOILT_LINES = (
+    "[1]",
+    "null",
+    '{"version": 99, "id": "a"}',
+    '{"version": 1}',
+    '{"version": 1, "id": ["a"]}',
+    '{"version": 1, "id": "a", "status"',
+    "\udcff",
+)
+
+
+@pytest.mark.parametrize("line", SPOILT_LINES)
+def test_lines_that_are_not_ours_count_as_absent_and_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, line: str
+) -> None:
+    path = write(tmp_path, outcome(job_info("b")))
+    path.write_bytes(line.encode("utf-8", "surrogateescape") + b"\n" + path.read_bytes())
+    assert list(read_manifest(path)) == ["b"]
+    assert "manifest.jsonl: line 1 is no line of a manifest and counts for nothing" in caplog.text
+
+
+def test_a_job_whose_line_lost_its_keys_runs_again(tmp_path: Path) -> None:
+    info = job_info("a")
+    (tmp_path / "a.mp4").write_bytes(b"12345")
+    path = write(tmp_path, outcome(info))
+    assert finished_jobs(path, [info])
+    whole = json.loads(path.read_text())
+    for key in ("status", "file", "size_bytes", "spec_hash"):
+        path.write_text(json.dumps({name: value for name, value in whole.items() if name != key}))
+        assert not finished_jobs(path, [info])
+
+
+def test_a_line_whose_end_an_editor_took_away_still_counts(tmp_path: Path) -> None:
+    path = write(tmp_path, outcome(job_info("a")))
+    path.write_bytes(path.read_bytes().rstrip(b"\n"))
+    write(tmp_path, outcome(job_info("b")))
+    assert list(read_manifest(path)) == ["a", "b"]
 
 
 def test_prompt_in_any_script_stays_on_one_line(tmp_path: Path) -> None:

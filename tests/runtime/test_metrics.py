@@ -115,6 +115,10 @@ def test_percentile_is_that_of_numpy(values: list[float], percent: float) -> Non
         (59.96, "1 min 00 s", "1:00"),
         (134.2, "2 min 14 s", "2:14"),
         (3725.0, "1 h 02 min", "1:02:05"),
+        (86_399.0, "23 h 59 min", "23:59:59"),
+        (86_400.0, "1 day 0 h", "24:00:00"),
+        (183_600.0, "2 days 3 h", "51:00:00"),
+        (365 * 86_400.0, "365 days 0 h", "8760:00:00"),
     ],
 )
 def test_seconds_are_readable(seconds: float, words: str, clock: str) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from acted_run import ActedRun, Part, batch, job_info
+from matplotlib.colors import to_hex
 from matplotlib.patches import Rectangle
 
 from gfgen.errors import InputError
@@ -118,3 +119,20 @@ def test_first_colours_differ_and_later_ones_are_shades_of_them() -> None:
     assert luminance(job_colour(12)) > luminance(job_colour(0)) > luminance(job_colour(24))
     assert shaded("#102030", 2.0) == "#FFFFFF"
     assert shaded("#102030", 0.0) == "#000000"
+
+
+def test_a_long_id_is_shortened_in_the_middle(tmp_path: Path) -> None:
+    twins = [Part(job_info(f"a-red-fox-in-the-snow-e6905673b9-{n}"), step_s=0.3) for n in (2, 3)]
+    trace = traced(tmp_path, [*twins, Part(job_info("koi"), step_s=3.0)], num_ranks=1)
+    cut = [text for text in texts(trace) if "~" in text]
+    assert {text.partition("  ")[0][-2:] for text in cut} == {"-2", "-3"}
+    assert len(cut) >= 4
+
+
+def test_a_label_has_a_plain_ground_that_it_stands_out_from(tmp_path: Path) -> None:
+    lanes = draw(read_timeline(traced(tmp_path, batch(12), num_ranks=4))).axes[0]
+    labels = [text for text in lanes.texts if text.get_bbox_patch() is not None]
+    assert len(labels) >= 10
+    for label in labels:
+        ground = luminance(to_hex(label.get_bbox_patch().get_facecolor()))
+        assert abs(ground - luminance(to_hex(label.get_color()))) > 0.25

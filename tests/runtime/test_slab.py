@@ -3,6 +3,7 @@ import os
 import pytest
 from builders import make_job
 
+from gfgen.runtime import slab as slab_module
 from gfgen.runtime.slab import Slab, SlabPlan
 
 
@@ -26,6 +27,32 @@ def test_the_word_names_the_dispatch_that_made_it(slab):
     assert slab.producer("latents", 2) == 0
     slab.publish("latents", 2, None, [], producer=7)
     assert slab.producer("latents", 2) == 7
+
+
+def test_the_word_is_stored_after_all_of_the_payload(slab):
+    seen = []
+
+    class Watched(list):
+        """Looks at the word whenever a buffer is about to be stored, and after the last."""
+
+        def __iter__(self):
+            for buffer in super().__iter__():
+                seen.append(slab.producer("latents", 2))
+                yield buffer
+            seen.append(slab.producer("latents", 2))
+
+    slab.publish("latents", 2, None, [memoryview(b"old")], producer=7)
+    slab.publish("latents", 2, None, Watched([memoryview(b"abc"), memoryview(b"def")]), producer=8)
+    assert len(seen) >= 3
+    assert set(seen) == {7}
+    assert slab.producer("latents", 2) == 8
+
+
+def test_the_word_is_eight_aligned_bytes_in_a_line_of_its_own(slab):
+    lines = [slab_module._region(name, 2) * slab_module._LINE_BYTES for name in ("prompt", "latents")]
+    assert all(line % 64 == 0 for line in lines)
+    assert slab_module._WORD.size == 8
+    assert slab_module._WORD.format == "Q"  # native: with "<" it may be stored byte by byte
 
 
 def test_a_version_stays_whole_while_the_next_one_is_written(slab):

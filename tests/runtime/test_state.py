@@ -1,10 +1,11 @@
+import re
 from dataclasses import replace
 
 import pytest
 from builders import make_job
 
 from gfgen.errors import InterruptedRunError, PolicyFault
-from gfgen.graph import Stage
+from gfgen.graph import Stage, Task
 from gfgen.layout import Layout
 from gfgen.runtime import events
 from gfgen.runtime.clock import Clock
@@ -19,11 +20,14 @@ class Cluster:
     def __init__(self, *jobs, num_ranks=2, guard_s=0.0, max_degree=None):
         self.clock = Clock(virtual=True)
         self.jobs = {job.job_id: job for job in jobs}
+        costs = CostModel()
+        if guard_s:
+            self.warm_up(costs, jobs[0])
         self.state = State(
             jobs,
             num_ranks=num_ranks,
             clock=self.clock,
-            costs=CostModel(),
+            costs=costs,
             guard_s=guard_s,
             max_degree=max_degree,
         )
@@ -31,6 +35,12 @@ class Cluster:
             self.state.apply(events.RankReady(0.0, rank, 1, 0.0))
         for job in jobs:
             self.state.apply(events.JobArrived(0.0, job.job_id))
+
+    def warm_up(self, costs, job):
+        """Tasks like these have run before, and took 0.1 s."""
+        known = costs.cost_class("fake", job.shape, flops=job.flops, state_bytes=job.state_bytes)
+        for stage in Stage:
+            costs.observe(known, stage, (1, 1, 1), 0.1)
 
     def decision(self, job_id, index, *ranks):
         return Decision(self.jobs[job_id].trajectory.task(index), Layout(ranks, ulysses=len(ranks)))
@@ -109,6 +119,45 @@ def test_illegal_decisions_are_refused_with_the_reason(decision, reason):
         cluster.begin(*decision)
 
 
+NEXT = Task("a", 0, Stage.ENCODE)
+HERE = Layout.single(0)
+
+
+@pytest.mark.parametrize(
+    ("decision", "reason"),
+    [
+        (None, "type NoneType; a Decision"),
+        ("a", "type str; a Decision"),
+        ((NEXT, HERE), "type tuple; a Decision"),
+        (Decision(None, HERE), "task of type NoneType"),
+        (Decision(Task(["a"], 0, Stage.ENCODE), HERE), "the job's next_task is accepted"),
+        (Decision(NEXT, 0), "layout of type int"),
+        (Decision(NEXT, Layout([0])), "a tuple of whole numbers"),
+        (Decision(NEXT, Layout((0.0,))), "a tuple of whole numbers"),
+        (Decision(NEXT, Layout((0, 1), ulysses=2.0)), "a tuple of whole numbers"),
+        (Decision(Task("a", 0, Stage.DECODE), HERE), "decode (number 0) is not its next task"),
+        (Decision(Task("a", "x", Stage.ENCODE), HERE), "is not its next task"),
+        (Decision(Task("a", 0, Stage.ENCODE, step=0), HERE), "is not its next task"),
+        (Decision(NEXT, Layout.single(99)), "the ranks of [99] do not reach each other"),
+    ],
+)
+def test_what_is_no_decision_at_all_is_a_named_fault(decision, reason):
+    cluster = Cluster(make_job("a"))
+    with pytest.raises(PolicyFault, match=re.escape(reason)):
+        cluster.state.begin(decision)
+    assert cluster.begin("a", 0, 0).number == 1
+
+
+def test_ranks_that_do_not_reach_each_other_share_no_task():
+    cluster = Cluster(make_job("a"), num_ranks=4)
+    cluster.state._islands = ((0, 1), (2, 3))
+    for index in (0, 1):
+        cluster.done(cluster.begin("a", index, 0))
+    with pytest.raises(PolicyFault, match="do not reach each other"):
+        cluster.begin("a", 2, 1, 2)
+    assert cluster.begin("a", 2, 2, 3).layout.ranks == (2, 3)
+
+
 def test_a_refused_decision_changes_nothing():
     cluster = Cluster(make_job("a"))
     with pytest.raises(PolicyFault):
@@ -125,6 +174,23 @@ def test_a_consumer_may_be_queued_when_its_producer_is_about_to_end():
     second = cluster.begin("a", 1, 1)
     assert second.producer == first.number
     assert "a" in cluster.state.snapshot().busy
+
+
+def test_nothing_is_queued_by_a_guess():
+    cluster = Cluster(make_job("a"), make_job("b", shape="never seen"), guard_s=10.0)
+    cluster.begin("b", 0, 0)
+    assert cluster.state.snapshot().free_ranks == (1,)
+    cluster.begin("a", 0, 1)
+    assert cluster.state.snapshot().free_ranks == (1,)
+
+
+def test_nothing_is_queued_behind_a_task_that_is_late():
+    cluster = Cluster(make_job("a"), guard_s=0.05)
+    running = cluster.begin("a", 0, 0)
+    cluster.clock.advance(running.predicted_end_s + 0.04)
+    assert cluster.state.snapshot().free_ranks == (0, 1)
+    cluster.clock.advance(running.predicted_end_s + 0.06)
+    assert cluster.state.snapshot().free_ranks == (1,)
 
 
 def test_no_third_task_is_queued():
@@ -214,6 +280,12 @@ def test_stopping_waits_for_what_runs_and_no_longer():
     cluster.done(running)
     assert cluster.state.finished
     assert not cluster.state.all_ended
+
+
+def test_the_first_signal_tells_what_happens_now_and_what_a_second_one_does(caplog):
+    cluster = Cluster(make_job("a"))
+    cluster.state.apply(events.StopRequested(0.0, 2))
+    assert "stopping after the running tasks; press again to stop at once" in caplog.text
 
 
 def test_a_second_signal_does_not_wait():

@@ -128,6 +128,22 @@ def test_other_events_are_marked(tmp_path: Path) -> None:
     ]
 
 
+def test_a_file_is_on_the_lane_of_the_writer_that_wrote_it(tmp_path: Path) -> None:
+    writer = TraceWriter(tmp_path / "t.json")
+    writer.began((job_info("a"), job_info("b"), job_info("c")), num_ranks=1, policy="srtf")
+    for time_s, job_id, idx in ((1.0, "a", 1), (2.0, "b", 0), (3.0, "c", 1)):
+        writer.applied(events.OutputWritten(time_s, job_id, f"{job_id}.png", 1, 0.5, writer=idx))
+    writer.close()
+    written = json.loads((tmp_path / "t.json").read_text())
+    assert [(e["name"], e["tid"]) for e in of(written, "X")] == [
+        ("write a", 101),
+        ("write b", 100),
+        ("write c", 101),
+    ]
+    names = [e["args"]["name"] for e in of(written, "M") if e["name"] == "thread_name"]
+    assert names == ["rank 0", "writer 1", "writer 0"]
+
+
 def test_reading_gives_the_run_back(trace: Path) -> None:
     timeline = read_timeline(trace)
     assert (timeline.policy, timeline.num_ranks, len(timeline.jobs)) == ("srtf", 4, 12)

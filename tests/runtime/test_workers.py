@@ -19,9 +19,11 @@ from gfgen.runtime.admission import Model, admit
 from gfgen.runtime.clock import Clock
 from gfgen.runtime.control import Control
 from gfgen.runtime.cost import CostModel
-from gfgen.runtime.events import TaskFailed
+from gfgen.runtime.events import RankReady, TaskFailed
 from gfgen.runtime.outputs import read_metadata
+from gfgen.runtime.slab import Slab, SlabPlan
 from gfgen.runtime.state import State
+from gfgen.runtime.worker_jobs import fetch
 from gfgen.runtime.workers import ProcessBackend
 from gfgen.snapshot import Decision
 
@@ -40,7 +42,7 @@ def admitted(*specs):
     return jobs
 
 
-def run(pool, folder, *specs, policy="srtf", guard_s=0.005):
+def run(pool, folder, *specs, policy="srtf", guard_s=0.005, patience=None):
     """Run jobs on the pool; the recorder knows what happened."""
     jobs, clock, costs, recorder = admitted(*specs), Clock(), CostModel(), Recorder()
     state = State(
@@ -51,7 +53,7 @@ def run(pool, folder, *specs, policy="srtf", guard_s=0.005):
         guard_s=guard_s,
         last_number=pool.last_number,
     )
-    backend = ProcessBackend(pool, jobs, clock=clock, output_dir=folder)
+    backend = ObservedBackend(pool, jobs, clock=clock, output_dir=folder, patience=patience)
     chosen = policy if isinstance(policy, NamedPolicy) else load_policy(policy)
     control = Control(
         jobs,
@@ -66,7 +68,23 @@ def run(pool, folder, *specs, policy="srtf", guard_s=0.005):
         control.run()
     finally:
         backend.close()
+    recorder.latents = backend.latents
     return recorder
+
+
+class ObservedBackend(ProcessBackend):
+    """Keeps the last latents of every job that ends well."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.latents = {}
+
+    def release(self, job_id):
+        trajectory = self._jobs[job_id].trajectory
+        slab, version = Slab(self._slab(job_id), SlabPlan.of(trajectory)), trajectory.num_tasks - 1
+        if slab.producer("latents", version):
+            self.latents[job_id] = fetch(slab, "latents", version).tensors
+        super().release(job_id)
 
 
 def pixels(path):
@@ -138,6 +156,14 @@ def test_an_ended_job_leaves_no_memory_behind(pool, tmp_path):
     before = len(os.listdir("/proc/self/fd"))
     run(pool, tmp_path, JobSpec(id="picture", prompt="a red fox", **PICTURE))
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_ranks_say_how_long_they_took_to_start_also_when_they_were_ready_before(pool, tmp_path):
+    pool.wait_ready()
+    recorder = run(pool, tmp_path, JobSpec(id="picture", prompt="a red fox", **PICTURE))
+    ready = [event for event in recorder.events if isinstance(event, RankReady)]
+    assert [event.startup_s for event in ready] == [worker.startup_s for worker in pool.workers]
+    assert all(event.startup_s > 0 for event in ready)
 
 
 def test_messages_for_a_task_are_small(pool, tmp_path):

@@ -1,0 +1,337 @@
+"""A watched folder: job files become jobs as they arrive, each file once.
+
+A file is known by its name and its content. Files that were taken are remembered in the
+output folder; after a restart the jobs of such a file that have not ended go on, the others are
+left alone, and that also when their outputs were moved away.
+
+The folder is looked at by a thread, so that reading a long file delays no running job. The
+control loop takes over what that thread has found (`take`), and tells which jobs have ended.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from gfgen.errors import OutputError, Problem
+from gfgen.identity import name_key
+from gfgen.job import read_job_stream
+from gfgen.jobspec import JobSpec
+from gfgen.runtime.admission import AdmittedJob
+from gfgen.runtime.linefile import LineFile
+from gfgen.runtime.manifest import MANIFEST_NAME, finished_jobs, read_manifest
+from gfgen.runtime.observer import JobOutcome, Observer
+
+logger = logging.getLogger(__name__)
+
+WATCHED_NAME = "watched.jsonl"
+SCHEMA_VERSION = 1
+JOB_FILE_SUFFIX = ".jsonl"
+REPORT_SUFFIX = ".errors.txt"
+SETTLED_S = 1.0
+"""A file that has not changed for so long is complete."""
+LOOK_S = 0.5
+MAX_FILE_BYTES = 2**28
+"""A watched file is held in memory while it is read; 256 MiB are a million jobs."""
+
+Admit = Callable[[Sequence[JobSpec]], tuple[Sequence[AdmittedJob], Sequence[Problem]]]
+
+
+@dataclass(slots=True)
+class _Sight:
+    """A file as it was when it was seen last."""
+
+    mark: tuple[int, int, int]
+    since: float
+    is_dealt_with: bool = False
+
+
+@dataclass(slots=True)
+class _Known:
+    """A job that came from a watched file."""
+
+    source: str
+    spec_hash: str
+    file: str
+    status: Literal["at work", "done", "failed"] = "at work"
+
+
+class Inbox(Observer):
+    """The job files of a folder, and what became of their jobs.
+
+    `admit` turns specs into jobs that can run, and problems; `now` gives Unix time.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        output_dir: Path,
+        admit: Admit,
+        skip_invalid: bool = False,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self._folder = folder
+        self._manifest = output_dir / MANIFEST_NAME
+        self._admit = admit
+        self._skip_invalid = skip_invalid
+        self._now = now
+        self._sights: dict[str, _Sight] = {}
+        self._known: dict[str, _Known] = {}
+        self._owners: dict[str, str] = {}
+        """By key of an output's name: the key of the job that writes it."""
+        self._taken: set[tuple[str, str]] = set()
+        """Name and content of the files that this process has taken."""
+        self._before = _read_taken(output_dir / WATCHED_NAME)
+        self._record = LineFile(output_dir / WATCHED_NAME)
+        self._is_missing = False
+        self._found: queue.SimpleQueue[list[AdmittedJob] | Exception] = queue.SimpleQueue()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="inbox", daemon=True)
+
+    # The control loop's side ----------------------------------------------------------------
+
+    def start(self, *, admit: Admit) -> None:
+        """Watch from now on; `admit` knows which models the ranks have loaded."""
+        self._admit = admit
+        self._thread.start()
+
+    def take(self) -> list[AdmittedJob]:
+        """The jobs that have come since the last call.
+
+        Raises: whatever ended the watching, OutputError on a full disk above all.
+        """
+        jobs: list[AdmittedJob] = []
+        while not self._found.empty():
+            found = self._found.get()
+            if isinstance(found, Exception):
+                raise found
+            jobs += found
+        return jobs
+
+    def ended(self, outcome: JobOutcome) -> None:
+        known = self._known.get(name_key(outcome.info.job_id))
+        if known is not None:
+            known.status = "done" if outcome.status == "done" else "failed"
+
+    def close(self) -> None:
+        self._closed.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._record.close()
+
+    # The thread's side ----------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        try:
+            while not self._closed.wait(LOOK_S):
+                if jobs := self.look():
+                    self._found.put(jobs)
+        except Exception as error:
+            self._found.put(error)
+
+    def look(self) -> list[AdmittedJob]:
+        """The jobs of the files that are complete and were not taken yet."""
+        jobs: list[AdmittedJob] = []
+        for path in self._complete_files():
+            with suppress(FileNotFoundError):  # taken away again since we saw it
+                jobs += self._take_file(path)
+        return jobs
+
+    def _complete_files(self) -> Iterator[Path]:
+        """Files to read now: those taken before in their old order, then by age."""
+        found = self._list_folder()
+        self._sights = {name: sight for name, sight in self._sights.items() if name in found}
+        order = {name: number for number, (name, _) in enumerate(self._before)}
+        for name in sorted(found, key=lambda n: (order.get(n, len(order)), found[n].st_mtime_ns, n)):
+            if self._is_complete(name, found[name]):
+                yield self._folder / name
+
+    def _list_folder(self) -> dict[str, os.stat_result]:
+        try:
+            with os.scandir(self._folder) as entries:
+                files = [entry for entry in entries if _is_job_file(entry.name)]
+                found = {entry.name: entry.stat() for entry in files if entry.is_file()}
+            self._is_missing = False
+            return found
+        except OSError as error:
+            if not self._is_missing:
+                logger.warning("--watch %s: %s; looking on until it is back", self._folder, error.strerror)
+            self._is_missing = True
+            return {}
+
+    def _is_complete(self, name: str, stat: os.stat_result) -> bool:
+        """Whether to read the file now: it has settled, and is not dealt with as it is."""
+        now = self._now()
+        mark = (stat.st_size, stat.st_mtime_ns, stat.st_ino)
+        sight = self._sights.get(name)
+        if sight is None and stat.st_mtime <= now - SETTLED_S:
+            sight = _Sight(mark, since=stat.st_mtime)  # it was complete before we saw it
+        elif sight is None or sight.mark != mark:
+            sight = _Sight(mark, since=now)
+        self._sights[name] = sight
+        if sight.is_dealt_with or now < sight.since + SETTLED_S:
+            return False
+        sight.is_dealt_with = True
+        return True
+
+    def _take_file(self, path: Path) -> list[AdmittedJob]:
+        """The jobs of one file that are to run; none when it is refused, or known."""
+        content = _read(path)
+        if content is None:
+            return []
+        key = (path.name, hashlib.sha256(content).hexdigest())
+        if key in self._taken:
+            return []
+        jobs, problems = self._judge(path, content)
+        is_refused = bool(problems) and not (self._skip_invalid and jobs)
+        _report(path, problems, is_refused=is_refused)
+        if is_refused:
+            return []
+        todo = self._unfinished(jobs, key)
+        self._remember(key, num_jobs=len(jobs))
+        logger.info("took %s: %d jobs, %d of them to do", path.name, len(jobs), len(todo))
+        return todo
+
+    def _judge(self, path: Path, content: bytes) -> tuple[list[AdmittedJob], list[Problem]]:
+        """The file's jobs that can run here, and all that is wrong with the others."""
+        parsed = read_job_stream(io.BytesIO(content), source=path.name, folder=self._folder)
+        admitted, refused = self._admit(parsed.specs)
+        problems = [*parsed.problems, *refused]
+        jobs = []
+        for job in admitted:
+            problem = self._clash(job, path.name)
+            if problem is None:
+                jobs.append(job)
+            else:
+                problems.append(problem)
+        return jobs, sorted(problems, key=lambda problem: problem.line or 0)
+
+    def _clash(self, job: AdmittedJob, source: str) -> Problem | None:
+        """An id or a file name that another job has.
+
+        The same file under the same name may give a job that has ended another spec.
+        """
+        job_key = name_key(job.job_id)
+        line, known = job.spec.line, self._known.get(job_key)
+        owner = self._owners.get(name_key(job.info.file), job_key)
+        if owner != job_key:
+            taken = f"{self._known[owner].source} writes it; name another"
+            return Problem(line, "output", job.info.file, taken)
+        if known is None or known.spec_hash == job.info.spec_hash:
+            return None
+        if known.source != source:
+            taken = f"{known.source} has another job of this id; each job needs its own"
+            return Problem(line, "id", job.job_id, taken)
+        if known.status == "at work":
+            later = "is at work as it was before this change; save the file again when it has ended"
+            return Problem(line, "id", job.job_id, later)
+        return None
+
+    def _unfinished(self, jobs: Sequence[AdmittedJob], key: tuple[str, str]) -> list[AdmittedJob]:
+        """The jobs that are to run, which are noted as at work."""
+        infos = [job.info for job in jobs]
+        if key in self._before:  # each once: what has a line in the manifest has ended
+            lines = read_manifest(self._manifest)
+            finished = {
+                info.job_id
+                for info in infos
+                if info.job_id in lines and lines[info.job_id].get("spec_hash") == info.spec_hash
+            }
+        else:
+            finished = set(finished_jobs(self._manifest, infos))
+        todo = []
+        for job in jobs:
+            known = self._known.get(name_key(job.job_id))
+            is_same = known is not None and known.spec_hash == job.info.spec_hash
+            if is_same and known is not None and known.status != "failed":
+                continue
+            known = _Known(key[0], job.info.spec_hash, job.info.file)
+            known.status = "done" if job.job_id in finished else "at work"
+            self._known[name_key(job.job_id)] = known
+            self._owners[name_key(job.info.file)] = name_key(job.job_id)
+            if known.status == "at work":
+                todo.append(job)
+        return todo
+
+    def _remember(self, key: tuple[str, str], *, num_jobs: int) -> None:
+        self._taken.add(key)
+        if key in self._before:
+            return
+        entry = {
+            "version": SCHEMA_VERSION,
+            "file": key[0],
+            "sha256": key[1],
+            "jobs": num_jobs,
+            "taken_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._now())),
+        }
+        self._record.append(json.dumps(entry).encode() + b"\n")
+
+
+def _is_job_file(name: str) -> bool:
+    return name.endswith(JOB_FILE_SUFFIX) and not name.startswith(".")
+
+
+def _read(path: Path) -> bytes | None:
+    """The file's content; None, with a report, when it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_FILE_BYTES + 1)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        logger.error("%s cannot be read (%s)", path, error.strerror)
+        return None
+    if len(content) <= MAX_FILE_BYTES:
+        return content
+    accepted = f"more than {MAX_FILE_BYTES // 2**20} MiB; split the file"
+    _report(path, [Problem(None, None, None, accepted)], is_refused=True)
+    return None
+
+
+def _report(path: Path, problems: Sequence[Problem], *, is_refused: bool) -> None:
+    """Log what is wrong with a file and write it beside the file; take an older report away."""
+    report = path.with_name(path.name + REPORT_SUFFIX)
+    outcome = "nothing of it was started" if is_refused else "the other jobs were started"
+    headline = f"{path.name}: {len(problems)} problem{'s' if len(problems) != 1 else ''}; {outcome}"
+    try:
+        if not problems:
+            report.unlink(missing_ok=True)
+            return
+        report.write_text("".join(f"{line}\n" for line in (headline, *problems)), encoding="utf-8")
+    except OSError as error:
+        logger.warning("cannot write %s (%s)", report, error.strerror)
+    if problems:
+        logger.error("%s", headline)
+    for problem in problems:
+        logger.error("%s: %s", path.name, problem)
+
+
+def _read_taken(path: Path) -> dict[tuple[str, str], None]:
+    """Name and content of the files that earlier runs took, in that order."""
+    taken: dict[tuple[str, str], None] = {}
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return taken
+    except OSError as error:
+        raise OutputError(f"cannot read {path}: {error.strerror}") from error
+    for number, line in enumerate(content.split(b"\n"), start=1):
+        with suppress(ValueError, KeyError, TypeError):
+            entry: dict[str, Any] = json.loads(line)
+            taken[str(entry["file"]), str(entry["sha256"])] = None
+            continue
+        if line.strip():
+            logger.warning("%s: line %d is torn or spoilt: its file counts as new", path, number)
+    return taken

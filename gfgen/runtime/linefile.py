@@ -1,0 +1,74 @@
+"""A file of lines that is only appended to: the journal, the manifest, the list of taken files.
+
+What is appended is there as a whole or not at all, also on a full disk. A killed run can tear
+its last line; the next run ends that line, and whoever reads the file passes over it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from gfgen.errors import OutputError
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
+
+
+class LineFile:
+    """Appends to a file that this process alone writes.
+
+    Raises, at every call: OutputError, which says what to do; the run has to stop then, since
+    what it does could not be recorded.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise OutputError(_explain(path, error)) from error
+        self._size = os.fstat(self._fd).st_size
+        if self._size and os.pread(self._fd, 1, self._size - 1) != b"\n":
+            self.append(b"\n")
+
+    def append(self, content: bytes) -> None:
+        """Hand the content to the operating system, all of it: it survives the death of this process."""
+        self._check_place()
+        try:
+            written = 0
+            while written < len(content):
+                written += os.write(self._fd, content[written:])
+        except OSError as error:
+            with suppress(OSError):
+                os.ftruncate(self._fd, self._size)
+            raise OutputError(_explain(self.path, error)) from error
+        self._size += len(content)
+
+    def close(self) -> None:
+        """Bring everything to the disk; what cannot be is no reason to fail at the very end."""
+        with suppress(OSError):
+            os.fsync(self._fd)
+        os.close(self._fd)
+
+    def _check_place(self) -> None:
+        """What is appended to a file without a name is lost; a stat costs two microseconds."""
+        try:
+            is_there = os.path.samestat(os.stat(self.path), os.fstat(self._fd))
+        except OSError:
+            is_there = False
+        if not is_there:
+            raise OutputError(
+                f"{self.path} was removed or replaced during the run; run again to begin it anew"
+            )
+
+
+def _explain(path: Path, error: OSError) -> str:
+    reason = f"cannot write {path}: {error.strerror}"
+    if error.errno in _FULL:
+        return f"{reason}; make room, then run the same command again to go on"
+    if error.errno in _READ_ONLY:
+        return f"{reason}; make it writable and run again, or choose another --output"
+    return f"{reason}; choose another --output"

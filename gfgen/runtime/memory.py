@@ -1,0 +1,127 @@
+"""Is there enough main memory? Asked at admission, of what can be known before a model is loaded.
+
+The least that CPU ranks need: weights (what is mapped counts once for all ranks), the job's
+state in its slab, and its frames while they are decoded. Activations come on top and are not
+known; so what is refused here could not have run, and what passes may still fail at a task.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+
+from gfgen.errors import InputError, Problem
+from gfgen.models.geometry_weights import Footprint, footprint
+from gfgen.runtime.admission import AdmittedJob
+from gfgen.runtime.slab import SlabPlan
+
+_FRAME_COPIES = 5
+"""Frames as fp32 on their rank (4 bytes for each of uint8's one) and in the writer's memory."""
+_MAX_CGROUP_DEPTH = 32
+
+
+def available_bytes(root: Path = Path("/")) -> int | None:
+    """Memory that this process could still get: the machine's, or what its cgroups leave of it.
+
+    None where the system does not say. Page cache that can be dropped counts as available.
+    """
+    rooms = [_machine_room(root / "proc/meminfo"), *_cgroup_rooms(root)]
+    return min((room for room in rooms if room is not None), default=None)
+
+
+def check_models(checkpoints: Collection[Path], *, num_ranks: int, available: int | None) -> int:
+    """Bytes that these models take on all ranks.
+
+    Raises: InputError when that is more than is available; it says how many ranks would fit.
+    """
+    prints = [footprint(checkpoint) for checkpoint in checkpoints]
+    need = _on(prints, num_ranks)
+    if available is None or need <= available:
+        return need
+    fitting = [ranks for ranks in range(1, num_ranks) if _on(prints, ranks) <= available]
+    help_ = f"--ranks {fitting[-1]} would fit" if fitting else "free memory, or run smaller models"
+    names = ", ".join(sorted(checkpoint.name for checkpoint in checkpoints))
+    raise InputError(
+        f"{names} on {num_ranks} ranks: at least {_size(need)} of memory needed, "
+        f"{_size(available)} available; {help_}"
+    )
+
+
+def refuse_large(
+    jobs: Sequence[AdmittedJob], *, models_bytes: int, available: int | None
+) -> tuple[tuple[AdmittedJob, ...], tuple[Problem, ...]]:
+    """The jobs that fit beside the models, and a problem for each of the others."""
+    if available is None:
+        return tuple(jobs), ()
+    needs = {job.job_id: models_bytes + job_bytes(job) for job in jobs}
+    problems = tuple(
+        _problem(job, needs[job.job_id], available) for job in jobs if needs[job.job_id] > available
+    )
+    return tuple(job for job in jobs if needs[job.job_id] <= available), problems
+
+
+def job_bytes(job: AdmittedJob) -> int:
+    """State and frames of one job."""
+    frames = job.trajectory.artifact("frames")
+    return SlabPlan.of(job.trajectory).size_bytes + _FRAME_COPIES * frames.size_bytes
+
+
+def _problem(job: AdmittedJob, need: int, available: int) -> Problem:
+    spec = job.spec
+    size = f"{spec.width}x{spec.height}" + (f", {spec.frames} frames" if (spec.frames or 1) > 1 else "")
+    less = "a smaller size, fewer frames or fewer --ranks" if (spec.frames or 1) > 1 else "a smaller size"
+    accepted = f"at least {_size(need)} of memory needed, {_size(available)} available; {less} would help"
+    return Problem(spec.line, "size", size, accepted)
+
+
+def _on(prints: Sequence[Footprint], num_ranks: int) -> int:
+    return sum(each.on(num_ranks) for each in prints)
+
+
+def _machine_room(meminfo: Path) -> int | None:
+    fields = _numbers(meminfo)
+    return fields["MemAvailable:"] * 1024 if "MemAvailable:" in fields else None
+
+
+def _cgroup_rooms(root: Path) -> list[int | None]:
+    """What is left of the limit of each memory cgroup that this process is in (versions 1 and 2)."""
+    rooms: list[int | None] = []
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        names = (
+            ("memory.limit_in_bytes", "memory.usage_in_bytes")
+            if controllers
+            else ("memory.max", "memory.current")
+        )
+        base = root / "sys/fs/cgroup" / ("memory" if controllers else "")
+        parts = Path(path.lstrip("/")).parts[:_MAX_CGROUP_DEPTH]
+        rooms += [_room(base.joinpath(*parts[:depth]), *names) for depth in range(len(parts) + 1)]
+    return rooms
+
+
+def _room(folder: Path, limit_name: str, used_name: str) -> int | None:
+    limit, used = _text(folder / limit_name).strip(), _text(folder / used_name).strip()
+    if not limit.isdigit() or not used.isdigit():
+        return None
+    stat = _numbers(folder / "memory.stat")
+    cache = stat.get("inactive_file", 0) + stat.get("active_file", 0)
+    return max(0, int(limit) - int(used) + cache)
+
+
+def _numbers(path: Path) -> Mapping[str, int]:
+    """Lines of a name and a number."""
+    pairs = (line.split() for line in _text(path).splitlines())
+    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) >= 2 and pair[1].isdigit()}
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:,.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:,.1f} MB"

@@ -1,0 +1,258 @@
+"""Worker and writer processes: starting, replacing and ending them.
+
+CUDA and its like must not be initialised before a process starts, and importing torch takes
+seconds: so processes are forked from a fork server that has the imports done and has run
+nothing yet. A pool outlives a run: the next one starts on warm workers.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import selectors
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from gfgen.errors import InterruptedRunError, WorkerError
+from gfgen.gfc.arena import Plan, create_arena
+from gfgen.runtime import forkserver
+from gfgen.runtime.channel import Channel
+from gfgen.runtime.messages import Arenas, ReplacePeer, WorkerFailed
+from gfgen.runtime.signals import SignalPipe
+
+logger = logging.getLogger(__name__)
+
+MAX_DEATHS = 3
+DEATHS_WINDOW_S = 600.0
+"""A rank that dies so often within this time is retired: something is wrong with its device."""
+PRELOAD = ("gfgen.runtime.worker", "gfgen.runtime.writer")
+"""What the fork server imports, once, before it forks the first process."""
+START_S = 1800.0
+"""For loading the models; from a slow disk that takes minutes."""
+_EXIT_S = 5.0
+"""How long a process may take to end after its channel is closed, before it is killed."""
+
+
+@dataclass(slots=True, eq=False)
+class Child:
+    """A process and the channel to it."""
+
+    name: str
+    process: BaseProcess
+    channel: Channel
+    rank: int | None = None
+    """None for a writer."""
+    incarnation: int = 1
+    is_ready: bool = False
+    startup_s: float = 0.0
+    """How long it took to load its models."""
+    started_s: float = field(default_factory=time.monotonic)
+    jobs: set[str] = field(default_factory=set)
+    """Jobs that this worker knows."""
+
+    @property
+    def is_starting_for_s(self) -> float:
+        """How long it has been getting ready; 0 when it is."""
+        return 0.0 if self.is_ready else time.monotonic() - self.started_s
+
+    def tell(self, message: Any, fds: tuple[int, ...] = ()) -> None:
+        """Send a message, without ever waiting for the process.
+
+        To one that is gone, nothing: the end of its channel tells later. One that has hundreds
+        of messages unread is stopped or stuck, and is killed.
+        """
+        try:
+            self.channel.send(message, fds, wait=False)
+        except BlockingIOError:
+            logger.warning("%s takes no messages and is killed", self.name)
+            self.process.kill()
+        except OSError:
+            logger.debug("%s is gone", self.name)
+
+    def reap(self, *, patience_s: float) -> str:
+        """Wait for the process's end, kill it if it does not come; returns how it ended."""
+        self.channel.close()
+        self.process.join(patience_s)
+        if self.process.is_alive():
+            logger.warning("%s did not end within %g s and is killed", self.name, patience_s)
+            self.process.kill()
+            self.process.join()
+        code = self.process.exitcode
+        return f"killed by signal {-code}" if code is not None and code < 0 else f"exit code {code}"
+
+
+class WorkerPool:
+    """One worker per rank, and writers; each rank's arena for exchanges with the others."""
+
+    def __init__(
+        self,
+        *,
+        num_ranks: int,
+        checkpoints: Sequence[Path],
+        worker_main: str = "gfgen.runtime.worker:main",
+        writer_main: str = "gfgen.runtime.writer:main",
+        device: str = "cpu",
+        num_writers: int = 1,
+        preload: Sequence[str] = PRELOAD,
+        plan: Plan | None = None,
+    ) -> None:
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its warnings are not the user's to mend
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(list(preload))
+        forkserver.ensure_running()
+        self._worker_main = worker_main
+        self._writer_main = writer_main
+        self._settings = {"checkpoints": tuple(map(str, checkpoints)), "device": device}
+        self._plan = plan or Plan()
+        self._deaths: dict[int, list[float]] = {rank: [] for rank in range(num_ranks)}
+        self.num_ranks = num_ranks
+        self.last_number = 0
+        """Of the last dispatch that these workers were given, in any run."""
+        self.retired: set[int] = set()
+        """Ranks that died too often, and stay away."""
+        self._arenas = [create_arena(self._plan, rank=rank, incarnation=1) for rank in range(num_ranks)]
+        self.workers = [self._start_worker(rank, incarnation=1) for rank in range(num_ranks)]
+        self.writers = [self._start_writer(idx) for idx in range(num_writers)]
+        for worker in self.workers:
+            self._send_arenas(worker)
+
+    @property
+    def children(self) -> list[Child]:
+        """All processes that are meant to live."""
+        workers = [worker for rank, worker in enumerate(self.workers) if rank not in self.retired]
+        return [*workers, *self.writers]
+
+    @property
+    def incarnations(self) -> tuple[int, ...]:
+        """By rank."""
+        return tuple([worker.incarnation for worker in self.workers])
+
+    def wait_ready(self, signals: SignalPipe | None = None, *, patience_s: float = START_S) -> None:
+        """Wait until every worker has loaded its models.
+
+        Raises: WorkerError when one cannot start, or does not in time, with the reason;
+        InterruptedRunError when a signal comes first.
+        """
+        deadline_s = time.monotonic() + patience_s
+        with selectors.DefaultSelector() as selector:
+            if signals is not None:
+                selector.register(signals, selectors.EVENT_READ)
+            for worker in self.workers:
+                selector.register(worker.channel, selectors.EVENT_READ, worker)
+            while not all(worker.is_ready for worker in self.workers):
+                ready = selector.select(max(0.0, deadline_s - time.monotonic()))
+                if not ready:
+                    late = ", ".join(worker.name for worker in self.workers if not worker.is_ready)
+                    raise WorkerError(f"{late}: the models are not loaded after {patience_s:g} s")
+                for key, _ in ready:
+                    if key.data is None and signals is not None:
+                        raise InterruptedRunError(
+                            "stopped while the models were loading; nothing was started",
+                            signal_number=signals.take()[0],
+                        )
+                    self._note_start(key.data)
+
+    def _note_start(self, worker: Child) -> None:
+        """A starting worker has said something, or has died."""
+        received = worker.channel.receive()
+        if received is None:
+            raise WorkerError(f"{worker.name} died while it started: {worker.reap(patience_s=_EXIT_S)}")
+        if isinstance(received[0], WorkerFailed):
+            raise WorkerError(f"{worker.name} cannot start: {received[0].reason}")
+        worker.is_ready, worker.startup_s = True, received[0].startup_s
+
+    def replace_worker(self, rank: int, *, now_s: float) -> Child | None:
+        """A new process for a rank whose old one is reaped; None when the rank is retired.
+
+        The others learn of its arena by `introduce`, when nobody is inside the old one any more.
+        """
+        deaths = self._deaths[rank]
+        deaths.append(now_s)
+        if len([death for death in deaths if death > now_s - DEATHS_WINDOW_S]) >= MAX_DEATHS:
+            self.retired.add(rank)
+            return None
+        incarnation = self.workers[rank].incarnation + 1
+        os.close(self._arenas[rank])
+        self._arenas[rank] = create_arena(self._plan, rank=rank, incarnation=incarnation)
+        self.workers[rank] = self._start_worker(rank, incarnation=incarnation)
+        self._send_arenas(self.workers[rank])
+        return self.workers[rank]
+
+    def forgive(self) -> None:
+        """Count deaths from here on: another run begins, which has not seen them."""
+        for deaths in self._deaths.values():
+            deaths.clear()
+
+    def introduce(self, rank: int) -> None:
+        """Let all other workers map the arena of a rank's new incarnation."""
+        message = ReplacePeer(rank, self.workers[rank].incarnation)
+        for other, worker in enumerate(self.workers):
+            if other != rank and other not in self.retired:
+                worker.tell(message, (self._arenas[rank],))
+
+    def replace_writer(self, writer: Child) -> Child:
+        """A new process in place of a writer whose old one is reaped."""
+        idx = self.writers.index(writer)
+        self.writers[idx] = self._start_writer(idx)
+        return self.writers[idx]
+
+    def close(self, *, at_once: bool = False) -> None:
+        """End all processes: they leave when their channel closes, and are killed if not."""
+        for child in self.children:
+            child.channel.close()
+            if at_once:
+                child.process.kill()
+        for child in self.children:
+            child.reap(patience_s=_EXIT_S)
+        for fd in self._arenas:
+            os.close(fd)
+        self._arenas.clear()
+
+    def __enter__(self) -> WorkerPool:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(at_once=kind is not None)
+
+    def _start_worker(self, rank: int, *, incarnation: int) -> Child:
+        child = self._start(f"rank {rank}", self._worker_main, {"rank": rank, **self._settings})
+        child.rank, child.incarnation = rank, incarnation
+        return child
+
+    def _start_writer(self, idx: int) -> Child:
+        return self._start(f"writer {idx}", self._writer_main, None)
+
+    def _start(self, name: str, target: str, settings: Mapping[str, Any] | None) -> Child:
+        forkserver.ensure_running()  # anew, should it have died
+        ours, theirs = Channel.pair()
+        process = self._context.Process(
+            target=_enter, args=(target, theirs, settings), name=f"gfgen {name}", daemon=True
+        )
+        try:
+            process.start()
+        except (OSError, EOFError) as error:
+            raise WorkerError(f"{name} cannot be started: {error}; run again to go on") from error
+        finally:
+            theirs.close()
+        return Child(name, process, Channel(ours))
+
+    def _send_arenas(self, worker: Child) -> None:
+        message = Arenas(self._plan.data_bytes, self._plan.post_bytes, self.incarnations)
+        worker.tell(message, tuple(self._arenas))
+
+
+def _enter(target: str, end: socket.socket, settings: Mapping[str, Any] | None) -> None:
+    """First function of a child process: import its main and go there."""
+    module_name, _, attribute = target.partition(":")
+    module = __import__(module_name, fromlist=[attribute])
+    main: Callable[..., None] = getattr(module, attribute)
+    if settings is None:
+        main(end)
+    else:
+        main(end, module.WorkerSettings(**settings))

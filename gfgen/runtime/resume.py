@@ -1,0 +1,139 @@
+"""Resume files: the state of jobs that a stopped run leaves, for the next run to go on with.
+
+One file per job in the output folder's `.resume/`: a line of JSON, then the parts of the
+job's slab that hold something. A file counts only for the very job and slab layout that it was
+made for; any other, and a damaged one, means that the job starts at the beginning.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gfgen.runtime.admission import AdmittedJob
+from gfgen.runtime.slab import Slab, SlabPlan
+
+logger = logging.getLogger(__name__)
+
+FOLDER = ".resume"
+VERSION = 1
+_CHUNK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ResumePoint:
+    """Where a job goes on: at task `next_index`, whose input dispatch `producer` made."""
+
+    next_index: int
+    producer: int
+    path: Path
+
+
+def resume_path(output_dir: Path, job_id: str) -> Path:
+    return output_dir / FOLDER / f"{job_id}.state"
+
+
+def save(path: Path, job: AdmittedJob, slab_fd: int, *, next_index: int, producer: int) -> None:
+    """Write a job's resume file, whole or not at all.
+
+    Raises: OSError when the file system does not take it.
+    """
+    path.parent.mkdir(exist_ok=True)
+    extents = list(_extents(slab_fd, SlabPlan.of(job.trajectory).size_bytes))
+    header = {**_identity(job), "next_index": next_index, "producer": producer, "extents": extents}
+    partial = path.with_suffix(".partial")
+    try:
+        with partial.open("wb") as file:
+            file.write(json.dumps(header).encode() + b"\n")
+            for offset, length in extents:
+                for start in range(offset, offset + length, _CHUNK_BYTES):
+                    file.write(os.pread(slab_fd, min(_CHUNK_BYTES, offset + length - start), start))
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            partial.unlink()
+
+
+def find(output_dir: Path, jobs: Sequence[AdmittedJob]) -> dict[str, ResumePoint]:
+    """The jobs that can go on where an earlier run stopped."""
+    points = {}
+    for job in jobs:
+        path = resume_path(output_dir, job.job_id)
+        header = _header(path)
+        if header is None:
+            continue
+        if any(header.get(key) != value for key, value in _identity(job).items()):
+            logger.info("job %s starts at the beginning: it has changed since it was stopped", job.job_id)
+            continue
+        points[job.job_id] = ResumePoint(header["next_index"], header["producer"], path)
+    return points
+
+
+def restore(point: ResumePoint, job: AdmittedJob) -> int:
+    """A slab with the state of a resume file; the caller owns the descriptor."""
+    fd = Slab.create(SlabPlan.of(job.trajectory), name=job.job_id)
+    with point.path.open("rb") as file:
+        header = json.loads(file.readline())
+        for offset, length in header["extents"]:
+            for start in range(offset, offset + length, _CHUNK_BYTES):
+                os.pwrite(fd, file.read(min(_CHUNK_BYTES, offset + length - start)), start)
+    return fd
+
+
+def forget(output_dir: Path, job_id: str) -> None:
+    """The job has ended: its resume file, if any, has served."""
+    path = resume_path(output_dir, job_id)
+    with contextlib.suppress(FileNotFoundError):
+        path.unlink()
+    with contextlib.suppress(OSError):
+        path.parent.rmdir()
+
+
+def _identity(job: AdmittedJob) -> dict[str, Any]:
+    """What a file and a job must agree on."""
+    plan = SlabPlan.of(job.trajectory)
+    return {
+        "gfgen_resume": VERSION,
+        "job_id": job.job_id,
+        "spec_hash": job.info.spec_hash,
+        "num_tasks": job.trajectory.num_tasks,
+        "offsets": list(plan.offsets),
+        "size_bytes": plan.size_bytes,
+    }
+
+
+def _header(path: Path) -> dict[str, Any] | None:
+    """The first line of a resume file that is whole; None for any other."""
+    try:
+        with path.open("rb") as file:
+            line = file.readline()
+            header = json.loads(line)
+            needed = len(line) + sum(length for _, length in header["extents"])
+            if needed == path.stat().st_size and isinstance(header["next_index"], int):
+                return dict(header)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    logger.warning("%s is damaged: its job starts at the beginning", path)
+    return None
+
+
+def _extents(fd: int, size_bytes: int) -> Iterator[tuple[int, int]]:
+    """(offset, length) of the parts of a sparse file that hold something."""
+    position = 0
+    while position < size_bytes:
+        try:
+            start = os.lseek(fd, position, os.SEEK_DATA)
+        except OSError:  # ENXIO: only a hole is left
+            return
+        position = os.lseek(fd, start, os.SEEK_HOLE)
+        yield start, position - start

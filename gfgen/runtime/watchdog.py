@@ -1,0 +1,80 @@
+"""Which processes are hung: silent, far too long in one task, or unable to leave one. Pure.
+
+A process that has died is noticed at once, by the end of its channel. These are the others:
+stopped, swapped out, caught in a loop or in a driver.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from gfgen.runtime.dispatch import Dispatch
+
+Process = TypeVar("Process", bound=Hashable)
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long to wait before a process is taken for hung, and killed."""
+
+    starting_s: float = 1800.0
+    """For loading the models; from a slow disk that takes minutes."""
+    ping_s: float = 1.0
+    silence_s: float = 10.0
+    """Without any word, pings included; a Python that computes outside the interpreter's lock answers."""
+    task_s: float = 300.0
+    """A task may run so much longer than predicted; or `task_factor` times as long."""
+    task_factor: float = 20.0
+    leaving_s: float = 15.0
+    """For leaving a task that is given up, beyond the time that it was predicted to take."""
+    write_s: float = 60.0
+    """For writing a file, beyond what the slowest writer would take."""
+    asleep_s: float = 3.0
+    """If this process has not looked for so long, it was stopped itself: all get a new chance."""
+
+
+@dataclass(slots=True)
+class Watchdog(Generic[Process]):
+    """Remembers when it heard of whom. Times are seconds of one clock, given by the caller."""
+
+    patience: Patience
+    heard_s: dict[Process, float] = field(default_factory=dict)
+    pinged_s: float = 0.0
+    looked_s: float = 0.0
+
+    def heard(self, process: Process, now_s: float) -> None:
+        """It has sent something, or has just become ready."""
+        self.heard_s[process] = now_s
+
+    def forget(self, process: Process) -> None:
+        """It is gone, or not ready yet: its silence says nothing."""
+        self.heard_s.pop(process, None)
+
+    def wants_ping(self, now_s: float) -> bool:
+        """Whether it is time to ask everyone for a sign of life."""
+        if now_s < self.pinged_s + self.patience.ping_s:
+            return False
+        self.pinged_s = now_s
+        return True
+
+    def silent(self, now_s: float) -> Iterator[tuple[Process, str]]:
+        """Processes that have said nothing for too long, and why they are suspect."""
+        if now_s > self.looked_s + self.patience.asleep_s:
+            self.heard_s = dict.fromkeys(self.heard_s, now_s)
+        self.looked_s = now_s
+        for process, heard_s in self.heard_s.items():
+            if now_s > heard_s + self.patience.silence_s:
+                yield process, f"no sign of life for {now_s - heard_s:.0f} s"
+
+    def is_overdue(self, dispatch: Dispatch, now_s: float) -> bool:
+        """Whether a running task takes so long that it must be hung."""
+        predicted_s = dispatch.predicted_end_s - dispatch.predicted_start_s
+        allowed_s = max(self.patience.task_s, self.patience.task_factor * predicted_s)
+        return now_s > dispatch.predicted_end_s + allowed_s
+
+    def time_to_leave_s(self, dispatches: Iterable[Dispatch]) -> float:
+        """How long ranks may take to leave these tasks, which they cannot interrupt as they like."""
+        predicted_s = max((d.predicted_end_s - d.predicted_start_s for d in dispatches), default=0.0)
+        return self.patience.leaving_s + 3 * predicted_s

@@ -1,0 +1,173 @@
+"""`gfgen run` without anyone looking on: locks, log files, closing time, watched folders."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from gfgen.cli import admission
+from gfgen.cli.main import main
+from gfgen.runtime.lock import hold_folder
+
+ROOT = Path(__file__).parents[2]
+FOX = {"id": "fox", "prompt": "a red fox", "size": "64x64", "frames": 5, "steps": 3}
+OWL = FOX | {"id": "owl", "prompt": "an owl"}
+
+
+@pytest.fixture
+def night(tmp_path, tiny_models):
+    """A folder with a job file; what is started there runs in it."""
+    put(tmp_path / "night.jsonl", FOX)
+    return tmp_path
+
+
+def put(path, *jobs):
+    """A job file that appears complete."""
+    hidden = path.with_name(f".{path.name}.part")
+    hidden.write_text("".join(json.dumps(job) + "\n" for job in jobs))
+    hidden.rename(path)
+
+
+def start(folder, *arguments, **options):
+    command = [sys.executable, "-m", "gfgen", "run", "--ranks", "1", *map(str, arguments)]
+    return subprocess.Popen(
+        command, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True, **options,
+    )  # fmt: skip
+
+
+def run(folder, *arguments, **options):
+    """(exit code, lines of standard output, standard error)."""
+    process = start(folder, *arguments, **options)
+    out, err = process.communicate(timeout=120)
+    assert "Traceback" not in err
+    return process.returncode, out.splitlines(), err
+
+
+def wait_for(path, process):
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def refusal(capsys, *arguments):
+    """(exit code, standard error) of a command that starts nothing."""
+    with pytest.raises(SystemExit) as end:
+        main(["run", *map(str, arguments)])
+    return end.value.code, capsys.readouterr().err
+
+
+def test_a_held_output_folder_is_exit_code_75_and_one_line(capsys, night):
+    (night / "out").mkdir()
+    with hold_folder(night / "out"):
+        code, err = refusal(capsys, night / "night.jsonl", "--output", night / "out")
+    assert code == 75
+    assert f"out is in use by another run (process {os.getpid()}, since 20" in err
+    assert len(err.splitlines()) == 1
+
+
+def test_a_run_without_terminal_home_or_path_tells_everything_in_its_log(night):
+    env = {"PATH": "/usr/bin:/bin", "GFGEN_CACHE": os.environ["GFGEN_CACHE"], "PYTHONPATH": str(ROOT)}
+    (night / "out").mkdir()
+    (night / "out" / ".old.tmp-17.mp4").write_text("of a killed run")
+    jobs, log, out = night / "night.jsonl", night / "logs" / "night.log", night / "out"
+    code, lines, err = run("/", jobs, "--quiet", "--log-file", log, "-o", out, env=env)
+    assert (code, err) == (0, "")
+    assert lines == [f"files and manifest.jsonl are in {out}/"]
+    assert sorted(os.listdir(out)) == ["fox.mp4", "journal.jsonl", "manifest.jsonl"]
+    text = log.read_text()
+    for part in (
+        "removed 1 unfinished files of an earlier run",
+        "started fox on rank 0",
+        "done fox: fox.mp4",
+    ):
+        assert part in text
+    assert all(line[:2] == "20" and line.split()[2] == "INFO" for line in text.splitlines())
+
+
+def test_what_ends_a_run_is_in_its_log_too(capsys, night):
+    code, err = refusal(capsys, night / "none.jsonl", "--log-file", night / "run.log")
+    assert code == 2
+    assert "no such file" in err
+    assert "ERROR   job file" in (night / "run.log").read_text()
+
+
+def test_closing_time_is_no_failure_and_the_last_line_says_what_is_left(night):
+    put(night / "night.jsonl", FOX | {"steps": 1000})
+    code, lines, err = run(night, "night.jsonl", "--until", "1s")
+    assert code == 0, err
+    assert lines[-1] == "1 job is left: run the same command again to go on"
+    assert (night / "outputs/night/manifest.jsonl").read_text() == ""
+
+
+def test_a_watched_folder_is_served_until_a_signal_and_each_file_once(night):
+    folder, outputs = night / "inbox", night / "outputs" / "inbox"
+    folder.mkdir()
+    process = start(night, "--watch", "inbox")
+    wait_for(outputs / "journal.jsonl", process)
+    put(folder / "a.jsonl", FOX)
+    wait_for(outputs / "fox.mp4", process)
+    put(folder / "b.jsonl", FOX, OWL)
+    put(folder / "c.jsonl", FOX | {"id": "cat", "model": "tiny-qwen-image"})
+    wait_for(outputs / "owl.mp4", process)
+    wait_for(folder / "c.jsonl.errors.txt", process)
+    while len((outputs / "manifest.jsonl").read_text().splitlines()) < 2:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert out.startswith("jobs       2 done in")
+    assert "model 'tiny-qwen-image' is not loaded; stop the run and start it again" in err
+    assert err.count("started ") == 2
+    taken = [json.loads(line)["file"] for line in (outputs / "watched.jsonl").read_text().splitlines()]
+    assert taken == ["a.jsonl", "b.jsonl"]
+
+
+def test_a_journal_on_a_full_disk_ends_the_run_with_one_line(night):
+    (night / "out").mkdir()
+    (night / "out" / "journal.jsonl").symlink_to("/dev/full")
+    code, _, err = run(night, "night.jsonl", "--quiet", "-o", "out")
+    assert code == 1
+    expected = "gfgen: cannot write out/journal.jsonl: No space left on device; make room, then run the same"
+    assert err.startswith(expected)
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "give either JOBS, a job file, or --watch DIR"),
+        (["night.jsonl", "--watch", "."], "give either JOBS, a job file, or --watch DIR"),
+        (["--watch", "nowhere"], "--watch nowhere: there is no such folder"),
+        (["--watch", ".", "--output", "."], "is the output folder too"),
+        (["night.jsonl", "--until", "25:00"], "--until '25:00': a time of day like \"06:00\""),
+        (["night.jsonl", "--log-file", "/proc/x.log"], "--log-file /proc/x.log: cannot write there"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(capsys, monkeypatch, night, arguments, message):
+    monkeypatch.chdir(night)
+    code, err = refusal(capsys, *arguments)
+    assert code == 2
+    assert message in err
+
+
+@pytest.mark.parametrize(
+    ("available", "message"),
+    [
+        (10**6, "tiny-wan on 4 ranks: at least 6.9 MB of memory needed, 1.0 MB available"),
+        (10**7, "line 1: size = 2048x2048, 401 frames: at least"),
+    ],
+)
+def test_memory_that_is_short_is_told_before_anything_starts(capsys, monkeypatch, night, available, message):
+    monkeypatch.setattr(admission, "available_bytes", lambda: available)
+    put(night / "night.jsonl", FOX | {"size": "2048x2048", "frames": 401})
+    code, err = refusal(capsys, night / "night.jsonl", "--model", "tiny-wan")
+    assert code == 2
+    assert message in err

@@ -1,0 +1,174 @@
+"""`gfgen run`, killed again and again at random moments, ends as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+from PIL import Image
+
+NUM_KILLS = 12
+BOUND_S = 120.0
+PICTURE = {"model": "tiny-qwen-image", "size": "64x64"}
+VIDEO = {"model": "tiny-wan", "size": "64x64", "frames": 9}
+JOBS = [
+    {"id": f"job-{idx}", "prompt": "a fox", "steps": 6 + 4 * idx, **(VIDEO if idx % 2 else PICTURE)}
+    for idx in range(6)
+]
+FILES = [f"{job['id']}.{'png' if job['model'] == PICTURE['model'] else 'mp4'}" for job in JOBS]
+
+
+class Run:
+    """A `gfgen run` of its own, and all the processes that it has started."""
+
+    def __init__(self, folder: Path, output: str) -> None:
+        self.output = folder / output
+        command = [sys.executable, "-m", "gfgen", "run", "jobs.jsonl", "--ranks", "2", "--output", output]
+        self._log = (folder / f"{output}.log").open("a")
+        environment = os.environ | {"TMPDIR": str(folder / "tmp")}
+        self.process = subprocess.Popen(
+            command, cwd=folder, env=environment, stdout=self._log, stderr=self._log, text=True
+        )
+        self._known: set[int] = set()
+
+    def family(self) -> dict[str, list[int]]:
+        """Processes by what they are; the writer is the last one that was started."""
+        helpers = children_of(self.process.pid)
+        servers = [pid for pid in helpers if b"forkserver" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        forked = sorted(pid for server in servers for pid in children_of(server))
+        encoders = [pid for parent in forked for pid in children_of(parent)]
+        self._known |= {*helpers, *forked, *encoders}
+        return {"server": servers, "worker": forked[:2], "writer": forked[2:]}
+
+    def journal_lines(self) -> int:
+        path = self.output / "journal.jsonl"
+        return path.read_bytes().count(b"\n") if path.exists() else 0
+
+    def wait_for(self, moment: Callable[[], bool]) -> bool:
+        """Whether the moment came before the run ended."""
+        deadline_s = time.monotonic() + BOUND_S
+        while not moment():
+            if self.process.poll() is not None:
+                return False
+            assert time.monotonic() < deadline_s, "the run stands still"
+            time.sleep(0.002)
+        return True
+
+    def kill(self, first: str | None) -> None:
+        """SIGKILL, to one of its children first."""
+        victims = self.family().get(first or "", [])
+        if victims:
+            os.kill(victims[0], signal.SIGKILL)
+            time.sleep(0.05)
+            self.family()
+        self.process.kill()
+        self.end()
+
+    def end(self) -> int:
+        code = self.process.wait(BOUND_S)
+        self._log.close()
+        return code
+
+    def assert_alone(self) -> None:
+        """All that it had started ends with it."""
+        deadline_s = time.monotonic() + 30
+        while left := [pid for pid in self._known if is_running(pid)]:
+            assert time.monotonic() < deadline_s, f"processes {left} are left"
+            time.sleep(0.02)
+
+
+def children_of(pid: int) -> list[int]:
+    try:
+        tasks = list(Path(f"/proc/{pid}/task").iterdir())
+        return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+
+
+def is_running(pid: int) -> bool:
+    """Not ended, and not a zombie that its new parent has yet to collect."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@pytest.fixture
+def folder(tmp_path: Path, tiny_models: object) -> Iterator[Path]:
+    (tmp_path / "jobs.jsonl").write_text("".join(json.dumps(job) + "\n" for job in JOBS))
+    (tmp_path / "tmp").mkdir()
+    shared = sorted(os.listdir("/dev/shm"))
+    yield tmp_path
+    assert sorted(os.listdir("/dev/shm")) == shared
+    left = [path.name for path in (tmp_path / "tmp").iterdir() if not path.name.startswith("torch")]
+    assert left == []  # but for torch's cache
+
+
+def finished(output: Path) -> dict[str, int]:
+    """Files of jobs that the manifest calls done, with the time at which they were written."""
+    path = output / "manifest.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    entries = [json.loads(line) for line in lines if line.endswith(b"\n")]
+    names = [entry["file"] for entry in entries if entry.get("status") == "done"]
+    return {name: (output / name).stat().st_mtime_ns for name in names}
+
+
+def moment_of(run: Run, random: Random) -> Callable[[], bool]:
+    """When to strike: while it loads, after so many events, or while a file is being written."""
+    began_s, begin = time.monotonic(), run.journal_lines()
+    delay_s, num_lines = random.uniform(0.2, 6.0), random.randint(1, 30)
+    kind = random.choice(["time", "events", "events", "events", "events", "write"])
+    if kind == "time":
+        return lambda: time.monotonic() > began_s + delay_s
+    if kind == "write":
+        return lambda: any(run.output.glob(".*.tmp-*"))
+    return lambda: run.journal_lines() >= begin + num_lines
+
+
+def test_a_run_that_is_killed_a_dozen_times_ends_like_an_undisturbed_one(folder: Path) -> None:
+    calm = Run(folder, "calm")
+    assert calm.end() == 0
+    random, num_kills, before, runs = Random(4), 0, {}, [calm]
+    while num_kills < NUM_KILLS:
+        run = Run(folder, "killed")
+        runs.append(run)
+        if run.wait_for(moment_of(run, random)):
+            run.kill(random.choice([None, None, "worker", "writer", "server"]))
+            num_kills += 1
+        else:
+            assert run.end() == 0, "a killed run keeps the next one from its work"
+            break
+        if random.random() < 0.5:  # otherwise the next one starts while its orphans end
+            run.assert_alone()
+        now = finished(run.output)
+        assert now | before == now, "a finished job was made again"
+        before = now
+    last = Run(folder, "killed")
+    assert last.end() == 0
+    assert num_kills >= 10
+    for run in [*runs, last]:
+        run.assert_alone()
+    assert_same_outputs(folder / "killed", folder / "calm", untouched=before)
+
+
+def assert_same_outputs(killed: Path, calm: Path, *, untouched: dict[str, int]) -> None:
+    """One good file for each job, and nothing beside journal and manifest."""
+    assert sorted(os.listdir(killed)) == sorted([*FILES, "journal.jsonl", "manifest.jsonl"])
+    now = finished(killed)
+    assert sorted(now) == sorted(FILES)
+    assert now | untouched == now, "a finished job was made again"
+    for name in FILES:
+        if name.endswith(".mp4"):
+            assert (killed / name).read_bytes() == (calm / name).read_bytes(), name
+        else:
+            with Image.open(killed / name) as one, Image.open(calm / name) as other:
+                assert np.array_equal(np.asarray(one), np.asarray(other)), name

@@ -1,0 +1,92 @@
+"""Jobs as asked become jobs as run, or problems: all of them at once."""
+
+from __future__ import annotations
+
+import pytest
+
+from gfgen.errors import ModelError
+from gfgen.jobspec import JobSpec
+from gfgen.models.geometry import CONFIGS, shipped_geometry
+from gfgen.runtime.admission import Model, admit
+
+
+def find_model(name: str) -> Model:
+    if name.startswith("gone"):
+        raise ModelError(f"model {name}: unknown; accepted: a directory")
+    return Model(name, CONFIGS / name, shipped_geometry(name))
+
+
+def job(line: int, **fields: object) -> JobSpec:
+    return JobSpec(id=f"job-{line}", prompt="a fox", line=line, **fields)  # type: ignore[arg-type]
+
+
+def problems_of(*specs: JobSpec) -> list[str]:
+    _, problems = admit(specs, default_model="wan2.2-ti2v-5b", find_model=find_model)
+    return [str(problem) for problem in problems]
+
+
+def test_all_problems_of_a_job_are_reported_at_once() -> None:
+    wrong = job(
+        3,
+        width=16,
+        height=64,
+        frames=0,
+        steps=5000,
+        guidance_scale=-1.0,
+        true_cfg_scale=4.0,
+        boundary_ratio=0.5,
+        output="fox.mp4",
+    )
+    fields = [text.split()[2].rstrip(":") for text in problems_of(wrong)]
+    assert sorted(fields) == [
+        "boundary_ratio",
+        "frames",
+        "guidance_scale",
+        "output",
+        "size",
+        "steps",
+        "true_cfg_scale",
+    ]
+
+
+def test_a_wrong_file_name_is_reported_beside_the_models_own_problems() -> None:
+    texts = problems_of(job(1, model="qwen-image", fps=8, output="fox.mp4"), job(2, output="fox.png"))
+    assert [text.partition(":")[0] for text in texts] == ["line 1", "line 1", "line 2"]
+    assert "output = fox.mp4: a name that ends in .png" in texts[1]
+    assert "output = fox.png: a name that ends in .mp4" in texts[2]
+
+
+def test_a_video_of_one_frame_is_a_picture() -> None:
+    (admitted,), problems = admit(
+        [job(1, frames=2, output="fox.png")], default_model="wan2.2-ti2v-5b", find_model=find_model
+    )
+    assert (admitted.spec.frames, admitted.info.file, problems) == (1, "fox.png", ())
+
+
+def test_too_many_tokens_are_reported_where_size_and_frames_are_right_by_themselves() -> None:
+    (text,) = problems_of(job(1, width=8192, height=8192))
+    assert text.startswith("line 1: frames = 121: is 2,031,616 tokens")
+    assert len(problems_of(job(1, width=8192, height=8192, steps=0))) == 2
+
+
+@pytest.mark.parametrize(
+    ("num_jobs", "ending"),
+    [
+        (1, "accepted: a directory"),
+        (2, "accepted: a directory (the same model: line 2)"),
+        (3, "accepted: a directory (the same model: lines 2, 3)"),
+        (20, "(the same model: lines 2, 3, 4, 5, 6, 7, 8, 9, 10, 11 and 9 more)"),
+    ],
+)
+def test_a_missing_model_is_one_problem_however_many_jobs_want_it(num_jobs: int, ending: str) -> None:
+    (text,) = problems_of(*(job(line, model="gone-a") for line in range(1, num_jobs + 1)))
+    assert text.startswith("line 1: model = gone-a: unknown; ")
+    assert text.endswith(ending)
+
+
+def test_each_missing_model_is_a_problem_of_its_own() -> None:
+    texts = problems_of(job(1, model="gone-a"), job(2), job(4, model="gone-b"), job(5, model="gone-a"))
+    assert [text.partition(": unknown")[0] for text in texts] == [
+        "line 1: model = gone-a",
+        "line 4: model = gone-b",
+    ]

@@ -1,0 +1,137 @@
+"""Workers that die, stop or hang, and a run that goes on."""
+
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_elastic import following
+from test_workers import PICTURE, pixels, run
+
+from gfgen.job import JobSpec
+from gfgen.layout import Layout
+from gfgen.policies.catalog import NamedPolicy
+from gfgen.runtime.events import RankLost, RankReady, TaskFailed
+from gfgen.runtime.watchdog import Patience
+from gfgen.snapshot import Decision
+
+HASTY = Patience(ping_s=0.2, silence_s=2.0, task_s=3.0, task_factor=1.0, leaving_s=2.0)
+
+
+def job(job_id, order="", **fields):
+    return JobSpec(id=job_id, prompt=f"a fox | {order}", **PICTURE | fields)
+
+
+def lost(recorder):
+    return [(event.rank, event.reason) for event in recorder.events if isinstance(event, RankLost)]
+
+
+def statuses(recorder):
+    return {outcome.info.job_id: outcome.status for outcome in recorder.outcomes}
+
+
+@pytest.mark.parametrize("guard_s", [0.0, 1.0])
+def test_a_worker_that_dies_alone_costs_its_step(mortal_pool, tmp_path, guard_s):
+    name = f"alone-{guard_s}"
+    recorder = run(
+        mortal_pool, tmp_path, job(name, "die rank=0 step=2 times=1"), policy=following((0,)), guard_s=guard_s
+    )
+    assert lost(recorder) == [(0, "killed by signal 9")]
+    assert statuses(recorder) == {name: "done"}
+    steps = [d.task.step for d in recorder.dispatches if d.task.step is not None]
+    assert steps.count(2) == 2
+    assert steps.count(0) == steps.count(1) == 1
+
+
+def test_a_job_that_lost_its_worker_gives_the_same_picture(mortal_pool, tmp_path):
+    calm = run(mortal_pool, tmp_path / "calm", job("calm", seed=5), policy=following((1,)))
+    assert statuses(calm) == {"calm": "done"}
+    troubled = job("troubled", "die rank=1 step=1 times=1", seed=5)
+    run(mortal_pool, tmp_path / "troubled", troubled, policy=following((1,)))
+    # The prompts differ, so this compares a job with itself on a pool where it died.
+    again = run(mortal_pool, tmp_path / "again", troubled, policy=following((1,)))
+    assert not lost(again)
+    pictures = [pixels(tmp_path / folder / "troubled.png") for folder in ("troubled", "again")]
+    assert np.array_equal(*pictures)
+
+
+def test_a_death_in_a_group_stops_that_group_and_no_other(mortal_pool, tmp_path):
+    grouped = job("grouped", "die rank=1 step=1 times=1")
+    alone = job("single", steps=20)
+
+    def decide(snapshot):
+        layouts = {"grouped": (0, 1), "single": (2,)}
+        for view in snapshot.open.values():
+            layout = view.layout(layouts[view.job_id])
+            if set(layout.ranks) <= set(snapshot.free_ranks):
+                yield Decision(view.next_task, layout)
+
+    recorder = run(mortal_pool, tmp_path, grouped, alone, policy=NamedPolicy("apart", decide))
+    assert lost(recorder) == [(1, "killed by signal 9")]
+    assert statuses(recorder) == {"grouped": "done", "single": "done"}
+    failed = {e.dispatch for e in recorder.events if isinstance(e, TaskFailed)}
+    assert {d.task.job_id for d in recorder.dispatches if d.number in failed} == {"grouped"}
+
+
+@pytest.mark.parametrize("order", ["stop", "loop"])
+def test_a_worker_that_hangs_is_killed_and_replaced(mortal_pool, tmp_path, order):
+    spec = job(f"hung-{order}", f"{order} rank=2 step=1 times=1")
+    recorder = run(mortal_pool, tmp_path, spec, policy=following((2, 0)), patience=HASTY)
+    ((rank, reason),) = lost(recorder)
+    assert rank == 2
+    assert reason.startswith("no sign of life" if order == "stop" else "it hangs in a task")
+    assert statuses(recorder) == {spec.id: "done"}
+    assert [e.incarnation for e in recorder.events if isinstance(e, RankReady) and e.rank == 2][-1] > 1
+
+
+def test_a_job_under_which_three_workers_die_fails_and_the_others_finish(mortal_pool, tmp_path):
+    deadly = job("deadly", " ".join(f"die rank={rank} step=1 times=1" for rank in range(3)))
+
+    def decide(snapshot):
+        """Ranks in turn, so that each of them dies under the job once."""
+        free = list(snapshot.free_ranks)
+        for view in snapshot.open.values():
+            deaths = len(list(Path(os.environ["GFGEN_TEST_FAULTS"]).glob("deadly.die.*")))
+            wanted = deaths % 3 if view.job_id == "deadly" else free[-1] if free else None
+            if wanted in free:
+                free.remove(wanted)
+                yield Decision(view.next_task, Layout.single(wanted))
+
+    recorder = run(mortal_pool, tmp_path, deadly, job("other"), policy=NamedPolicy("turns", decide))
+    assert statuses(recorder) == {"deadly": "failed", "other": "done"}
+    assert sorted(rank for rank, _ in lost(recorder)) == [0, 1, 2]
+    errors = {o.info.job_id: o.error for o in recorder.outcomes}
+    assert errors["deadly"] == "3 workers died under it: rank 2: killed by signal 9"
+
+
+def test_a_rank_that_dies_too_often_is_retired_and_the_rest_go_on(mortal_pool, tmp_path):
+    long_ago = -10_000.0
+    mortal_pool._deaths[0] += [long_ago, 0.0, 0.0]
+    cursed = job("cursed", "die rank=0 step=1 times=1")
+
+    def lowest(snapshot):
+        first = snapshot.ranks[0].rank
+        for view in snapshot.open.values():
+            if first in snapshot.free_ranks:
+                yield Decision(view.next_task, Layout.single(first))
+
+    recorder = run(mortal_pool, tmp_path, cursed, policy=NamedPolicy("lowest", lowest))
+    (event,) = [event for event in recorder.events if isinstance(event, RankLost)]
+    assert (event.rank, event.is_retired) == (0, True)
+    assert statuses(recorder) == {"cursed": "done"}
+    assert recorder.ranks_of("cursed")[-1] == (1,)
+
+
+def test_a_writer_that_dies_is_replaced_and_the_file_is_there(mortal_pool, tmp_path):
+    for writer in mortal_pool.writers:
+        os.kill(writer.process.pid, signal.SIGKILL)
+    recorder = run(mortal_pool, tmp_path, job("written"))
+    assert statuses(recorder) == {"written": "done"}
+    assert os.listdir(tmp_path) == ["written.png"]
+
+
+def test_killing_random_workers_at_random_moments_loses_nothing(mortal_pool, tmp_path):
+    specs = [job(f"random-{i}", f"die rank={i % 3} step={i % 4} times=1") for i in range(3)]
+    recorder = run(mortal_pool, tmp_path, *specs, policy=following((0, 1, 2), (2, 0), (1,)), guard_s=0.05)
+    assert set(statuses(recorder).values()) == {"done"}

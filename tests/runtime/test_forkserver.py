@@ -1,0 +1,45 @@
+"""The fork server leaves no file, and comes back when it has died; in a process of its own."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+START = """
+    import multiprocessing, os, signal, time
+    from gfgen.runtime import forkserver
+
+    def start_one():
+        forkserver.ensure_running()
+        process = multiprocessing.get_context("forkserver").Process(target=time.time)
+        process.start()
+        process.join()
+        assert process.exitcode == 0
+"""
+
+
+def run(tmp_path, script):
+    """Run a script of which `START` is the head; its temporary files go to tmp_path."""
+    text = textwrap.dedent(START) + "if __name__ == '__main__':\n" + textwrap.indent(script, "    ")
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", text], env=environment, timeout=60, check=False)
+
+
+def test_a_process_that_is_killed_leaves_no_socket_behind(tmp_path):
+    run(tmp_path, "start_one()\nopen(os.environ['TMPDIR'] + '/worked', 'w')\nos.kill(os.getpid(), 9)")
+    assert os.listdir(tmp_path) == ["worked"]
+
+
+def test_a_server_that_was_killed_is_started_anew_and_no_descriptor_is_lost(tmp_path):
+    script = textwrap.dedent("""\
+        start_one()
+        server = multiprocessing.forkserver._forkserver
+        fds = len(os.listdir("/proc/self/fd"))
+        os.kill(server._forkserver_pid, signal.SIGKILL)
+        os.waitid(os.P_PID, server._forkserver_pid, os.WEXITED | os.WNOWAIT)
+        start_one()
+        assert len(os.listdir("/proc/self/fd")) == fds
+        open(os.environ['TMPDIR'] + '/worked', 'w')
+    """)
+    run(tmp_path, script)
+    assert os.listdir(tmp_path) == ["worked"]

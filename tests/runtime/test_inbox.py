@@ -1,0 +1,298 @@
+"""A watched folder: what is taken, when, and what is refused."""
+
+import json
+import os
+import time
+from dataclasses import replace
+
+import pytest
+from builders import make_job
+
+from gfgen.errors import OutputError, Problem
+from gfgen.identity import output_name, spec_hash
+from gfgen.runtime import inbox as inbox_module
+from gfgen.runtime.inbox import Inbox
+from gfgen.runtime.manifest import ManifestWriter
+from gfgen.runtime.observer import JobOutcome
+
+
+def admit(specs):
+    """Every job as a picture; one that asks for a tag "no" is refused."""
+    jobs, problems = [], []
+    for spec in specs:
+        if spec.tag == "no":
+            problems.append(Problem(spec.line, "tag", "no", "is not for this machine"))
+            continue
+        job = make_job(spec.id)
+        info = replace(job.info, spec=spec, file=output_name(spec, "image"), spec_hash=spec_hash(spec))
+        jobs.append(replace(job, info=info))
+    return jobs, problems
+
+
+class Desk:
+    """A watched folder, an output folder, a clock, and the inbox between them."""
+
+    def __init__(self, tmp_path):
+        self.folder, self.output_dir = tmp_path / "in", tmp_path / "out"
+        self.folder.mkdir()
+        self.output_dir.mkdir()
+        self.now = time.time() + 10
+        self.boxes = []
+        self.restart()
+
+    def restart(self, **options):
+        for box in self.boxes:
+            box.close()
+        self.inbox = Inbox(
+            self.folder, output_dir=self.output_dir, admit=admit, now=lambda: self.now, **options
+        )
+        self.boxes = [self.inbox]
+
+    def put(self, name, *jobs):
+        path = self.folder / name
+        path.write_text("".join(json.dumps(job) + "\n" for job in jobs))
+        os.utime(path, (self.now, self.now))
+        return path
+
+    def look(self):
+        """Ids of the jobs that come in once everything has settled."""
+        self.now += 2
+        jobs = self.inbox.look()
+        self.now += 2
+        return [job.job_id for job in (*jobs, *self.inbox.look())]
+
+    def end(self, job_id, prompt, *, status="done", writes_file=True, **fields):
+        """A job of that prompt has ended, and the manifest says so."""
+        specs = inbox_module.read_job_stream(
+            stream({"id": job_id, "prompt": prompt, **fields}), source="x", folder=self.folder
+        ).specs
+        ((job,), _) = admit(specs)
+        if writes_file and status == "done":
+            (self.output_dir / job.info.file).write_bytes(b"12345")
+        outcome = JobOutcome(job.info, status, 0.0, 0.0, 1.0, None, 1.0, ())
+        manifest = ManifestWriter(self.output_dir / "manifest.jsonl")
+        manifest.ended(outcome)
+        manifest.close()
+        self.inbox.ended(outcome)
+        return job.info.file
+
+
+def stream(job):
+    return inbox_module.io.BytesIO(json.dumps(job).encode())
+
+
+@pytest.fixture
+def desk(tmp_path):
+    desk = Desk(tmp_path)
+    yield desk
+    desk.inbox.close()
+
+
+FOX = {"id": "fox", "prompt": "a fox"}
+OWL = {"id": "owl", "prompt": "an owl"}
+
+
+def test_a_file_is_taken_once(desk):
+    desk.put("a.jsonl", FOX, OWL)
+    assert desk.look() == ["fox", "owl"]
+    os.utime(desk.folder / "a.jsonl")
+    assert desk.look() == []
+
+
+def test_only_job_files_are_looked_at(desk):
+    for name in ("a.txt", ".a.jsonl", "a.jsonl.tmp", "a.jsonl.errors.txt"):
+        desk.put(name, FOX)
+    (desk.folder / "folder.jsonl").mkdir()
+    assert desk.look() == []
+
+
+def test_a_file_that_is_being_written_is_left_until_it_rests_for_a_second(desk):
+    path = desk.put("a.jsonl", FOX)
+    assert desk.inbox.look() == []
+    desk.now += 0.9
+    assert desk.inbox.look() == []
+    with path.open("a") as file:
+        file.write(json.dumps(OWL))
+    desk.now += 0.9
+    assert desk.inbox.look() == []
+    desk.now += 1.0
+    assert [job.job_id for job in desk.inbox.look()] == ["fox", "owl"]
+
+
+def test_an_old_file_that_is_moved_in_is_taken_at_once(desk):
+    desk.put("a.jsonl", FOX)
+    desk.now += 5
+    assert [job.job_id for job in desk.inbox.look()] == ["fox"]
+
+
+def test_files_are_taken_in_the_order_of_their_age(desk):
+    desk.put("b.jsonl", FOX)
+    desk.now += 1
+    desk.put("a.jsonl", OWL)
+    assert desk.look() == ["fox", "owl"]
+
+
+def test_all_problems_of_a_file_are_reported_beside_it_and_nothing_of_it_runs(desk, caplog):
+    desk.put("a.jsonl", {"id": "fox", "promt": "a fox"}, OWL, {"id": "cat", "prompt": "a cat", "tag": "no"})
+    assert desk.look() == []
+    report = (desk.folder / "a.jsonl.errors.txt").read_text().splitlines()
+    assert report[0] == "a.jsonl: 3 problems; nothing of it was started"
+    assert "line 1: promt: not a field; did you mean prompt?" in report
+    assert report[-1] == "line 3: tag = no: is not for this machine"
+    assert all(line in caplog.text for line in report)
+
+
+def test_a_mended_file_is_taken_and_its_report_goes_away(desk):
+    desk.put("a.jsonl", {"id": "fox"})
+    assert desk.look() == []
+    desk.put("a.jsonl", FOX)
+    assert desk.look() == ["fox"]
+    assert os.listdir(desk.folder) == ["a.jsonl"]
+
+
+def test_a_refused_file_that_is_touched_is_judged_again(desk):
+    desk.put("a.jsonl", FOX | {"image": "later.png"})
+    assert desk.look() == []
+    from PIL import Image
+
+    Image.new("RGB", (8, 8)).save(desk.folder / "later.png")
+    os.utime(desk.folder / "a.jsonl", (desk.now, desk.now))
+    assert desk.look() == ["fox"]
+
+
+def test_valid_jobs_of_a_faulty_file_run_when_asked_to(desk):
+    desk.restart(skip_invalid=True)
+    desk.put("a.jsonl", {"id": "fox"}, OWL)
+    assert desk.look() == ["owl"]
+    assert "the other jobs were started" in (desk.folder / "a.jsonl.errors.txt").read_text()
+
+
+def test_the_same_job_in_another_file_is_not_run_again(desk):
+    desk.put("a.jsonl", FOX)
+    assert desk.look() == ["fox"]
+    desk.put("b.jsonl", FOX, OWL)
+    assert desk.look() == ["owl"]
+    desk.end("fox", "a fox")
+    desk.put("c.jsonl", FOX)
+    assert desk.look() == []
+
+
+def test_a_failed_job_is_tried_again_when_it_comes_again(desk):
+    desk.put("a.jsonl", FOX)
+    desk.look()
+    desk.end("fox", "a fox", status="failed")
+    desk.put("b.jsonl", FOX)
+    assert desk.look() == ["fox"]
+
+
+def test_another_job_under_the_id_of_another_file_is_refused(desk):
+    desk.put("a.jsonl", FOX)
+    desk.look()
+    desk.end("fox", "a fox")
+    desk.put("b.jsonl", {"id": "FOX", "prompt": "a red fox"}, OWL)
+    assert desk.look() == []
+    assert "a.jsonl has another job of this id" in (desk.folder / "b.jsonl.errors.txt").read_text()
+
+
+def test_two_files_cannot_write_the_same_output(desk):
+    desk.put("a.jsonl", FOX | {"output": "cover.png"})
+    desk.look()
+    desk.put("b.jsonl", OWL | {"output": "Cover.png"})
+    assert desk.look() == []
+    assert "a.jsonl writes it" in (desk.folder / "b.jsonl.errors.txt").read_text()
+
+
+def test_an_edited_file_runs_what_changed_once_the_old_job_has_ended(desk):
+    desk.put("a.jsonl", FOX, OWL)
+    desk.look()
+    desk.put("a.jsonl", FOX | {"prompt": "a red fox"}, OWL)
+    assert desk.look() == []
+    assert "is at work as it was before this change" in (desk.folder / "a.jsonl.errors.txt").read_text()
+    desk.end("fox", "a fox")
+    os.utime(desk.folder / "a.jsonl", (desk.now, desk.now))
+    assert desk.look() == ["fox"]
+
+
+def test_after_a_restart_only_unfinished_jobs_go_on(desk):
+    desk.put("a.jsonl", FOX, OWL, {"id": "cat", "prompt": "a cat"})
+    desk.look()
+    desk.end("fox", "a fox")
+    desk.end("cat", "a cat", status="failed")
+    desk.restart()
+    assert desk.look() == ["owl"]
+    assert len((desk.output_dir / "watched.jsonl").read_text().splitlines()) == 1
+
+
+def test_after_a_restart_outputs_that_were_moved_away_are_not_made_again(desk):
+    desk.put("a.jsonl", FOX)
+    desk.look()
+    (desk.output_dir / desk.end("fox", "a fox")).unlink()
+    desk.restart()
+    assert desk.look() == []
+
+
+def test_a_new_file_makes_a_lost_output_again(desk):
+    desk.put("a.jsonl", FOX)
+    desk.look()
+    (desk.output_dir / desk.end("fox", "a fox")).unlink()
+    (desk.folder / "a.jsonl").unlink()
+    desk.restart()
+    desk.put("again.jsonl", FOX)
+    assert desk.look() == ["fox"]
+
+
+def test_after_a_restart_the_first_file_still_owns_its_ids(desk):
+    desk.put("b.jsonl", FOX)
+    desk.look()
+    desk.put("a.jsonl", FOX | {"prompt": "a red fox"})
+    os.utime(desk.folder / "a.jsonl", (1, 1))
+    desk.restart()
+    assert desk.look() == ["fox"]
+    assert "b.jsonl has another job of this id" in (desk.folder / "a.jsonl.errors.txt").read_text()
+
+
+def test_a_torn_record_counts_its_file_as_new(desk, caplog):
+    desk.put("a.jsonl", FOX)
+    desk.look()
+    record = desk.output_dir / "watched.jsonl"
+    desk.inbox.close()
+    record.write_bytes(record.read_bytes()[:-20])
+    desk.boxes = []
+    desk.restart()
+    assert "line 1 is torn or spoilt: its file counts as new" in caplog.text
+    assert desk.look() == ["fox"]
+
+
+def test_a_folder_that_goes_away_is_told_once_and_looked_for(desk, caplog):
+    desk.folder.rename(desk.folder.with_name("away"))
+    assert desk.look() == []
+    assert caplog.text.count("looking on until it is back") == 1
+    desk.folder.with_name("away").rename(desk.folder)
+    desk.put("a.jsonl", FOX)
+    assert desk.look() == ["fox"]
+
+
+def test_what_the_thread_finds_reaches_the_control_loop(desk, monkeypatch):
+    monkeypatch.setattr(inbox_module, "LOOK_S", 0.001)
+    desk.put("a.jsonl", FOX)
+    desk.now += 2
+    desk.inbox.start(admit=admit)
+    assert wait_for(desk.inbox.take)[0].job_id == "fox"
+
+
+def test_a_full_disk_under_the_record_ends_the_run(desk, monkeypatch):
+    monkeypatch.setattr(inbox_module, "LOOK_S", 0.001)
+    (desk.output_dir / "watched.jsonl").unlink()
+    desk.put("a.jsonl", FOX)
+    desk.now += 2
+    desk.inbox.start(admit=admit)
+    with pytest.raises(OutputError, match=r"watched\.jsonl was removed"):
+        wait_for(desk.inbox.take)
+
+
+def wait_for(take):
+    deadline = time.monotonic() + 30
+    while not (jobs := take()):
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    return jobs

@@ -1,0 +1,71 @@
+"""One run at a time in an output folder."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from gfgen.errors import LockedError, OutputError
+from gfgen.runtime.lock import LOCK_NAME, hold_folder
+
+HOLDER = (
+    "import sys, time\nfrom pathlib import Path\nfrom gfgen.runtime.lock import hold_folder\n"
+    "with hold_folder(Path(sys.argv[1])):\n    print('held', flush=True)\n    time.sleep(600)"
+)
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """Another process that holds the folder."""
+    process = subprocess.Popen([sys.executable, "-c", HOLDER, tmp_path], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "held\n"
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def test_a_held_folder_names_its_holder_and_since_when(holder, tmp_path):
+    with pytest.raises(LockedError, match=rf"process {holder.pid}, since 20\d\d-.*; wait for it") as refusal:
+        hold_folder(tmp_path).__enter__()
+    assert refusal.value.exit_code == 75
+    assert "\n" not in str(refusal.value)
+
+
+def test_the_death_of_its_holder_releases_the_folder(holder, tmp_path):
+    holder.send_signal(signal.SIGKILL)
+    holder.wait()
+    assert (tmp_path / LOCK_NAME).exists()
+    with hold_folder(tmp_path):
+        pass
+
+
+def test_nothing_is_left_in_the_folder_afterwards(tmp_path):
+    with hold_folder(tmp_path):
+        assert os.listdir(tmp_path) == [LOCK_NAME]
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_second_try_in_the_same_process_is_refused_too(tmp_path):
+    with hold_folder(tmp_path), pytest.raises(LockedError, match="in use by another run"):
+        hold_folder(tmp_path).__enter__()
+
+
+def test_a_holder_that_has_not_said_who_it_is_is_refused_without_a_name(tmp_path):
+    with hold_folder(tmp_path):
+        (tmp_path / LOCK_NAME).write_text("{")
+        with pytest.raises(LockedError, match="another run; wait"):
+            hold_folder(tmp_path).__enter__()
+
+
+def test_a_file_that_was_removed_under_its_holder_can_be_locked_anew(tmp_path):
+    with hold_folder(tmp_path):
+        (tmp_path / LOCK_NAME).unlink()
+        with hold_folder(tmp_path):
+            pass
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
+    with pytest.raises(OutputError, match=r"cannot write .*choose another --output"):
+        hold_folder(tmp_path / "nowhere").__enter__()

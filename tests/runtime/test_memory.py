@@ -1,0 +1,96 @@
+"""Memory that is short is told before anything starts, with numbers and what would help."""
+
+from pathlib import Path
+
+import pytest
+from builders import make_job
+
+from gfgen.errors import InputError
+from gfgen.models.geometry_weights import Footprint
+from gfgen.runtime import memory
+from gfgen.runtime.memory import available_bytes, check_models, job_bytes, refuse_large
+
+GB = 10**9
+MEMINFO = "MemTotal:       1000 kB\nMemFree:        100 kB\nMemAvailable:   800 kB\n"
+
+
+@pytest.fixture
+def machine(tmp_path):
+    """Writes files of a machine: path -> content."""
+
+    def write(**files):
+        for name, content in {"proc/meminfo": MEMINFO, **files}.items():
+            path = tmp_path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(content)
+        return tmp_path
+
+    return write
+
+
+def test_a_machine_without_limits_has_what_it_says(machine):
+    assert available_bytes(machine()) == 800 * 1024
+
+
+def test_a_system_that_does_not_say_counts_as_unknown(tmp_path):
+    assert available_bytes(tmp_path) is None
+
+
+def test_the_tightest_cgroup_counts_and_its_page_cache_is_room(machine):
+    root = machine(
+        **{
+            "proc/self/cgroup": "0::/user/gfgen\n",
+            "sys/fs/cgroup/user/memory.max": "500000\n",
+            "sys/fs/cgroup/user/memory.current": "300000\n",
+            "sys/fs/cgroup/user/memory.stat": "anon 1\ninactive_file 50000\nactive_file 10000\n",
+            "sys/fs/cgroup/user/gfgen/memory.max": "max\n",
+            "sys/fs/cgroup/user/gfgen/memory.current": "100\n",
+        }
+    )
+    assert available_bytes(root) == 260000
+
+
+def test_limits_of_the_older_cgroups_count_too(machine):
+    root = machine(
+        **{
+            "proc/self/cgroup": "4:memory:/job\n1:cpu:/\n",
+            "sys/fs/cgroup/memory/job/memory.limit_in_bytes": "400000\n",
+            "sys/fs/cgroup/memory/job/memory.usage_in_bytes": "100000\n",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+            "sys/fs/cgroup/memory/memory.usage_in_bytes": "1\n",
+        }
+    )
+    assert available_bytes(root) == 300000
+
+
+@pytest.fixture
+def bf16_model(monkeypatch):
+    monkeypatch.setattr(memory, "footprint", lambda _: Footprint(shared_bytes=2 * GB, private_bytes=5 * GB))
+    return [Path("wan")]
+
+
+def test_models_that_fit_tell_what_they_take(bf16_model):
+    assert check_models(bf16_model, num_ranks=4, available=22 * GB) == 22 * GB
+    assert check_models(bf16_model, num_ranks=4, available=None) == 22 * GB
+
+
+def test_models_that_do_not_fit_say_how_many_ranks_would(bf16_model):
+    message = r"wan on 4 ranks: at least 22.0 GB of memory needed, 14.0 GB available; --ranks 2 would fit"
+    with pytest.raises(InputError, match=message):
+        check_models(bf16_model, num_ranks=4, available=14 * GB)
+    with pytest.raises(InputError, match="free memory, or run smaller models"):
+        check_models(bf16_model, num_ranks=4, available=1 * GB)
+
+
+def test_only_jobs_that_cannot_fit_are_refused():
+    jobs = [make_job("a", line=3), make_job("b", line=4)]
+    need = job_bytes(jobs[0])
+    assert refuse_large(jobs, models_bytes=GB, available=GB + need) == (tuple(jobs), ())
+    kept, problems = refuse_large(jobs, models_bytes=GB, available=GB + need - 1)
+    assert kept == ()
+    assert [problem.line for problem in problems] == [3, 4]
+    expected = (
+        "line 3: size = 16x16: at least 1.0 GB of memory needed, 1.0 GB available; a smaller size would help"
+    )
+    assert str(problems[0]) == expected
+    assert refuse_large(jobs, models_bytes=GB, available=None) == (tuple(jobs), ())

@@ -1,0 +1,315 @@
+"""What one rank does with its messages: a worker on a thread, with an adapter that only counts."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from builders import make_job
+
+from gfgen.errors import AbortedError
+from gfgen.jobspec import JobSpec
+from gfgen.layout import Layout
+from gfgen.models.adapter import Fields
+from gfgen.runtime import worker as worker_module
+from gfgen.runtime import worker_jobs
+from gfgen.runtime.channel import Channel
+from gfgen.runtime.messages import (
+    Abandon,
+    Left,
+    Ping,
+    Pong,
+    RunTask,
+    SendState,
+    StartJob,
+    TaskFault,
+    TaskReport,
+)
+from gfgen.runtime.slab import Slab, SlabPlan
+from gfgen.runtime.worker import Worker
+
+JOB = make_job("a", steps=4)
+PLAN = SlabPlan.of(JOB.trajectory)
+HERE = Layout.single(0)
+ANSWER_S = 10.0
+"""How long an answer may take before the test fails; it takes milliseconds."""
+
+
+class CountingAdapter:
+    """Latents hold how often they were denoised; a step may be told to fail."""
+
+    def __init__(self) -> None:
+        self.fails_at: int | None = None
+
+    def encode(self, spec: JobSpec) -> Fields:
+        return Fields({"embeds": torch.ones(1, 4, 8)})
+
+    def prepare(self, spec: JobSpec, prompt: Fields) -> tuple[Fields, Fields]:
+        return Fields(), Fields({"latents": torch.zeros(1, 4, 1, 2, 2)})
+
+    def denoise(
+        self, spec: JobSpec, prompt: Fields, condition: Fields, latents: Fields, *, step: int, parallel: Any
+    ) -> Fields:
+        if step == self.fails_at:
+            raise RuntimeError("out of luck")
+        assert float(latents.tensors["latents"].sum()) == step * 16
+        return Fields({"latents": latents.tensors["latents"] + 1})
+
+    def decode(self, spec: JobSpec, latents: Fields) -> torch.Tensor:
+        return torch.full((1, 16, 16, 3), 9, dtype=torch.uint8)
+
+
+@dataclass
+class Rank:
+    """The control plane's end of a worker."""
+
+    worker: Worker
+    adapter: CountingAdapter
+    channel: Channel
+    slab_fd: int
+    slab: Slab
+    errors: list[BaseException] = field(default_factory=list)
+
+    def serve(self) -> None:
+        try:
+            self.worker.serve()
+        except BaseException as error:
+            self.errors.append(error)
+            self.worker._channel._socket.shutdown(socket.SHUT_RDWR)  # as the end of its process would
+
+    def run(self, number: int, index: int, *, layout: Layout = HERE, producer: int | None = None) -> None:
+        if producer is None and index > 0:
+            producer = number - 1
+        self.channel.send(RunTask(number, "a", index, producer, layout, (1,) * layout.degree))
+
+    def answer(self) -> Any:
+        received = self.channel.receive()
+        return received and received[0]
+
+    def run_to_end(self, number: int, index: int, **options: Any) -> TaskReport:
+        self.run(number, index, **options)
+        report = self.answer()
+        assert isinstance(report, TaskReport), report
+        assert report.number == number
+        return report
+
+    def publish(self, name: str, version: int, fields: Fields, *, producer: int) -> None:
+        """As another rank would have done."""
+        worker_jobs.publish(self.slab, name, version, fields, producer=producer)
+
+
+@pytest.fixture
+def rank() -> Iterator[Rank]:
+    """A worker that knows one job, and has been given nothing to do."""
+    ours, theirs = Channel.pair()
+    ours.settimeout(ANSWER_S)
+    adapter = CountingAdapter()
+    worker = Worker(Channel(theirs), 0, {"fake": adapter})  # type: ignore[dict-item]
+    fd = Slab.create(PLAN, name="a")
+    rank = Rank(worker, adapter, Channel(ours), fd, Slab(fd, PLAN))
+    thread = threading.Thread(target=rank.serve, daemon=True)
+    thread.start()
+    rank.channel.send(StartJob(JOB.spec, JOB.trajectory, "fake"), (fd,))
+    yield rank
+    ours.close()
+    thread.join(ANSWER_S)
+    assert not thread.is_alive()
+    os.close(fd)
+
+
+def test_a_job_runs_from_its_prompt_to_its_frames(rank: Rank) -> None:
+    for index in range(JOB.trajectory.num_tasks - 1):
+        rank.run_to_end(index + 1, index)
+    frames = os.memfd_create("frames")
+    os.truncate(frames, 16 * 16 * 3)
+    rank.channel.send(RunTask(7, "a", 6, 6, HERE, (1,)), (frames,))
+    assert isinstance(rank.answer(), TaskReport)
+    assert os.pread(frames, 1000, 0) == bytes([9]) * 768
+    os.close(frames)
+
+
+@pytest.mark.parametrize("number", [2, 1])
+def test_a_dispatch_number_that_does_not_rise_ends_the_worker(rank: Rank, number: int) -> None:
+    rank.run_to_end(1, 0)
+    rank.run_to_end(2, 1)
+    rank.run(number, 2, producer=2)
+    assert rank.answer() is None
+    (error,) = rank.errors
+    assert isinstance(error, AssertionError)
+    assert "the global order is broken" in str(error)
+
+
+def test_a_report_comes_after_the_result_is_in_the_slab(rank: Rank) -> None:
+    for index, (name, version) in enumerate([("prompt", 1), ("latents", 2), ("latents", 3)]):
+        report = rank.run_to_end(index + 1, index)
+        assert rank.slab.producer(name, version) == report.number
+    assert float(worker_jobs.fetch(rank.slab, "latents", 3).tensors["latents"].sum()) == 16
+
+
+def test_a_rank_that_is_not_the_first_of_its_layout_publishes_nothing(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meet(rank, monkeypatch)
+    rank.run_to_end(1, 0)
+    rank.run_to_end(2, 1)
+    rank.run_to_end(3, 2, layout=Layout((1, 0), ulysses=2))
+    assert rank.slab.producer("latents", 3) == 0
+
+
+def test_waiting_for_input_is_no_part_of_a_tasks_duration(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank.publish("prompt", 1, rank.adapter.encode(JOB.spec), producer=1)
+    condition, latents = rank.adapter.prepare(JOB.spec, Fields())
+    rank.publish("condition", 2, condition, producer=2)
+    looks_s: list[float] = []
+    look = Slab.producer
+
+    def noted(slab: Slab, name: str, version: int) -> int:
+        looks_s.append(time.monotonic())
+        return look(slab, name, version)
+
+    monkeypatch.setattr(Slab, "producer", noted)
+    rank.run(3, 2, producer=2)
+    while len(looks_s) < 5:
+        time.sleep(1e-4)
+    published_s = time.monotonic()
+    rank.publish("latents", 2, latents, producer=2)
+    report = rank.answer()
+    assert report.started_s >= published_s
+    assert report.waited_s >= published_s - looks_s[0]
+
+
+def test_bringing_input_is_no_part_of_a_tasks_duration(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    fetched_s: list[float] = []
+
+    def slowly(*arguments: Any) -> Fields:
+        began_s = time.monotonic()
+        time.sleep(0.02)
+        fields = worker_jobs_fetch(*arguments)
+        fetched_s.extend((began_s, time.monotonic()))
+        return fields
+
+    rank.publish("prompt", 1, rank.adapter.encode(JOB.spec), producer=1)
+    condition, latents = rank.adapter.prepare(JOB.spec, Fields())
+    rank.publish("condition", 2, condition, producer=2)
+    rank.publish("latents", 2, latents, producer=2)
+    worker_jobs_fetch = worker_jobs.fetch
+    monkeypatch.setattr(worker_jobs, "fetch", slowly)
+    report = rank.run_to_end(3, 2)
+    assert len(fetched_s) == 6  # latents, prompt, condition
+    assert report.started_s >= fetched_s[-1]
+    assert report.moved_s >= fetched_s[-1] - fetched_s[0]
+    assert report.waited_s <= report.started_s - report.moved_s
+
+
+def meet(rank: Rank, monkeypatch: pytest.MonkeyPatch, *, late_s: float = 0.0) -> list[float]:
+    """Let groups be entered alone, after a while; returns when that happened."""
+    entered_s: list[float] = []
+
+    def enter() -> None:
+        began_s = time.monotonic()
+        time.sleep(late_s)
+        entered_s.extend((began_s, time.monotonic()))
+
+    rank.worker._endpoint = SimpleNamespace(group=lambda _: SimpleNamespace(enter=enter))  # type: ignore[assignment]
+    monkeypatch.setattr(worker_module, "parallel_from", lambda group: None)
+    return entered_s
+
+
+def test_waiting_for_the_other_ranks_is_no_part_of_a_tasks_duration(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered_s = meet(rank, monkeypatch, late_s=0.02)
+    rank.run_to_end(1, 0)
+    rank.run_to_end(2, 1)
+    report = rank.run_to_end(3, 2, layout=Layout((0, 1), ulysses=2))
+    assert report.started_s >= entered_s[1]
+    assert report.waited_s >= entered_s[1] - entered_s[0]
+
+
+def test_a_task_that_raises_is_a_fault_with_its_reason_and_the_worker_goes_on(rank: Rank) -> None:
+    rank.run_to_end(1, 0)
+    rank.run_to_end(2, 1)
+    rank.adapter.fails_at = 0
+    rank.run(3, 2)
+    fault = rank.answer()
+    assert isinstance(fault, TaskFault)
+    assert (fault.number, fault.void) == (3, False)
+    assert fault.reason.startswith("RuntimeError: out of luck (test_worker.py:")
+    rank.adapter.fails_at = None
+    rank.run_to_end(4, 2, producer=2)
+
+
+def test_who_waits_to_send_what_a_failed_task_was_to_make_goes_on(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[int] = []
+    both = threading.Event()
+    rank.worker._endpoint = SimpleNamespace()  # type: ignore[assignment]
+
+    def send(endpoint: Any, fields: Fields, transfers: Any, *, dispatch: int) -> None:
+        sent.append(dispatch)
+        both.set()
+
+    monkeypatch.setattr(worker_module, "send_state", send)
+    rank.run_to_end(1, 0)
+    rank.run_to_end(2, 1)
+    rank.adapter.fails_at = 0
+    rank.channel.send(SendState(5, "a", 3, ()))
+    rank.run(3, 2)
+    assert isinstance(rank.answer(), TaskFault)
+    rank.channel.send(SendState(6, "a", 2, ()))
+    rank.channel.send(Ping())
+    assert rank.answer() == Pong()
+    assert not sent, "a later transfer takes the place of one that has not been given up yet"
+    rank.channel.send(Abandon(frozenset({3, 5})))
+    assert both.wait(ANSWER_S)
+    assert sent == [6]
+
+
+def test_a_transfer_that_is_aborted_without_having_been_given_up_is_told(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An abort of a later dispatch ends it too; whoever waits for it would wait for ever."""
+    rank.worker._endpoint = SimpleNamespace()  # type: ignore[assignment]
+
+    def send(endpoint: Any, fields: Fields, transfers: Any, *, dispatch: int) -> None:
+        raise AbortedError("by the host")
+
+    monkeypatch.setattr(worker_module, "send_state", send)
+    rank.run_to_end(1, 0)
+    rank.run_to_end(2, 1)
+    rank.channel.send(SendState(3, "a", 2, ()))
+    fault = rank.answer()
+    assert isinstance(fault, TaskFault)
+    assert (fault.number, fault.void) == (3, True)
+
+
+def test_latents_of_a_dispatch_that_was_given_up_are_not_used(rank: Rank) -> None:
+    """Its other rank failed: the next attempt starts from what the slab has."""
+    rank.run_to_end(1, 0)
+    rank.run_to_end(2, 1)
+    rank.run_to_end(3, 2)
+    rank.channel.send(Abandon(frozenset({3})))
+    assert rank.answer() == Left(frozenset({3}))
+    assert rank.worker._jobs["a"].producer is None
+    rank.run_to_end(4, 2, producer=2)
+    assert float(worker_jobs.fetch(rank.slab, "latents", 3).tensors["latents"].sum()) == 16
+
+
+def test_a_dispatch_that_waits_for_lost_input_is_left_without_a_report(rank: Rank) -> None:
+    rank.run(3, 2, producer=2)
+    while "main" not in rank.worker._running:
+        time.sleep(1e-4)
+    rank.channel.send(Abandon(frozenset({3})))
+    assert rank.answer() == Left(frozenset({3}))
+    rank.run_to_end(4, 0)
