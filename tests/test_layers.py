@@ -21,6 +21,7 @@ FLOORS = {
     "gfgen.models.geometry": 3,
     "gfgen.policies": 4,
     "gfgen.gfc": 4,
+    "gfgen.gfc.cuda": 5,
     "gfgen.runtime": 4,
     "gfgen.models": 5,
     "gfgen.runtime.outputs": 5,

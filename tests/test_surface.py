@@ -27,7 +27,7 @@ def subcommand(*names: str) -> click.Command:
 
 
 def test_commands():
-    assert cli.list_commands(click.Context(cli)) == ["run", "policies", "models", "plot", "bench"]
+    assert cli.list_commands(click.Context(cli)) == ["run", "policies", "models", "plot", "doctor", "bench"]
 
 
 def test_options_of_run():

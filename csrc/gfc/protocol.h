@@ -308,12 +308,13 @@ GFC_FN Status recv_chunk(Memory& mem, Edges& edges, const Transfer& transfer, ui
   return kOk;
 }
 
-// Starts an edge anew after a fault: own counts, and the lines that the peer writes here. Both
-// ends do it after both have left the aborted task and before either is dispatched again.
+// Starts point-to-point on an edge anew after a fault: own counts, and the lines that the peer
+// writes here. Both ends do it after both have left the aborted task and before either is
+// dispatched again. Lines of exchanges start anew at every entry, and may be in use now.
 template <class Memory>
 GFC_FN void restart_edge(Memory& mem, Edges& edges, int peer) {
   const Word start{0, mem.plan().first_sequence};
-  for (uint32_t line = kExchangeLine; line < kNumLines; ++line) mem.restart_line(peer, line, start);
+  for (uint32_t line = kPostLine; line < kNumLines; ++line) mem.restart_line(peer, line, start);
   edges.sent[peer] = edges.received[peer] = 0;
   edges.broken[peer] = 0;
 }

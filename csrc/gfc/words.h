@@ -4,7 +4,16 @@
 // it belongs to this very exchange. Host and device code share this file.
 #pragma once
 
-#if !defined(__CUDACC_RTC__)
+#if defined(__CUDACC_RTC__)
+// NVRTC has no standard headers.
+using int8_t = signed char;
+using uint8_t = unsigned char;
+using uint16_t = unsigned short;
+using int32_t = int;
+using uint32_t = unsigned int;
+using int64_t = long long;
+using uint64_t = unsigned long long;
+#else
 #include <cstdint>
 #endif
 

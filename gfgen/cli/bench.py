@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import platform
@@ -43,6 +44,33 @@ def runtime(*, tasks: int) -> None:
     click.echo("\n| command | median s |\n|---|---|")
     for command in _STARTUP_COMMANDS:
         click.echo(f"| gfgen {command} | {_startup_s(command):.2f} |")
+
+
+@bench.command()
+@click.option("--gpus", type=int, help="GPUs to use [default: all].")
+@click.option(
+    "--tune", is_flag=True, help="First find the fastest kernel by size, and keep it for this device."
+)
+@click.option("--output", type=click.Path(path_type=Path), help="Folder for .json, .md and .png.")
+def gfc(*, gpus: int | None, tune: bool, output: Path | None) -> None:
+    """Group-free collectives beside NCCL, on the GPUs of this machine."""
+    from gfgen.bench import gfc as collectives
+    from gfgen.gfc.cuda.driver import driver
+
+    num_gpus = driver().num_devices if gpus is None else gpus
+    report = collectives.measure_collectives(num_gpus=num_gpus, tune=tune)
+    command = f"gfgen bench gfc --gpus {num_gpus}" + (" --tune" if tune else "")
+    text = collectives.markdown(report, command)
+    click.echo(text)
+    if output is not None:
+        output.mkdir(parents=True, exist_ok=True)
+        stem = f"{report.facts['date']}-gfc"
+        (output / f"{stem}.json").write_text(report.as_json())
+        (output / f"{stem}.md").write_text(text)
+        try:
+            collectives.chart(json.loads(report.as_json()), output / f"{stem}.png")
+        except ImportError:
+            click.echo("no chart: matplotlib is missing (pip install 'gfgen[plot]')", err=True)
 
 
 @bench.command()

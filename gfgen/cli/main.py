@@ -19,6 +19,7 @@ _COMMANDS = {
     "policies": ("gfgen.cli.policies:policies", "Say what each scheduling policy is for."),
     "models": ("gfgen.cli.models:models", "List models; make small ones for trying things out."),
     "plot": ("gfgen.cli.plot:plot", "Draw a run's trace as a timeline."),
+    "doctor": ("gfgen.cli.doctor:doctor", "Say what this machine offers, and what is missing."),
     "bench": ("gfgen.cli.bench:bench", "Measure gfgen on this machine."),
 }
 

@@ -85,6 +85,8 @@ class Control:
         self._num_policy_faults = 0
         self._refresh_s = min((o.refresh_s for o in self.observers if o.refresh_s is not None), default=None)
         self._next_refresh_s = 0.0
+        self._seen_s: float | None = None
+        """The time of the snapshot that the policy looked at last."""
         self._jobs = tuple(jobs)
         self._skipped = tuple(skipped)
         self._intake = intake
@@ -149,6 +151,7 @@ class Control:
         if self.state.is_stopping or not self.state.has_choice:
             return ()
         snapshot = self.state.snapshot()
+        self._seen_s = snapshot.now_s
         decisions = self._ask_policy(snapshot)
         if not decisions and self.state.is_stuck:
             self._explain_standstill(snapshot)
@@ -171,7 +174,7 @@ class Control:
     def start(self, decision: Decision) -> bool:
         """Dispatch a decision; False when it is illegal, which is the policy's fault."""
         try:
-            dispatch = self.state.begin(decision)
+            dispatch = self.state.begin(decision, seen_s=self._seen_s)
         except PolicyFault as fault:
             self._blame_policy(fault)
             self.clock.at(Wakeup(self.clock.now_s))  # it is asked again, for the ranks that are left

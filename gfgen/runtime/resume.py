@@ -28,10 +28,15 @@ _CHUNK_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """Where a job goes on: at task `next_index`, whose input dispatch `producer` made."""
+    """Where a job goes on: at task `next_index`, whose input dispatch `producer` made.
+
+    `last_number` is that of the last dispatch of the run that stopped: the slab may name any
+    number up to it, so the next run counts from there.
+    """
 
     next_index: int
     producer: int
+    last_number: int
     path: Path
 
 
@@ -39,14 +44,17 @@ def resume_path(output_dir: Path, job_id: str) -> Path:
     return output_dir / FOLDER / f"{job_id}.state"
 
 
-def save(path: Path, job: AdmittedJob, slab_fd: int, *, next_index: int, producer: int) -> None:
+def save(
+    path: Path, job: AdmittedJob, slab_fd: int, *, next_index: int, producer: int, last_number: int
+) -> None:
     """Write a job's resume file, whole or not at all.
 
     Raises: OSError when the file system does not take it.
     """
     path.parent.mkdir(exist_ok=True)
     extents = list(_extents(slab_fd, SlabPlan.of(job.trajectory).size_bytes))
-    header = {**_identity(job), "next_index": next_index, "producer": producer, "extents": extents}
+    header = {**_identity(job), "next_index": next_index, "producer": producer}
+    header |= {"last_number": last_number, "extents": extents}
     partial = path.with_suffix(".partial")
     try:
         with partial.open("wb") as file:
@@ -73,7 +81,8 @@ def find(output_dir: Path, jobs: Sequence[AdmittedJob]) -> dict[str, ResumePoint
         if any(header.get(key) != value for key, value in _identity(job).items()):
             logger.info("job %s starts at the beginning: it has changed since it was stopped", job.job_id)
             continue
-        points[job.job_id] = ResumePoint(header["next_index"], header["producer"], path)
+        numbers = (header["next_index"], header["producer"], header["last_number"])
+        points[job.job_id] = ResumePoint(*numbers, path)
     return points
 
 
@@ -117,7 +126,10 @@ def _header(path: Path) -> dict[str, Any] | None:
             line = file.readline()
             header = json.loads(line)
             needed = len(line) + sum(length for _, length in header["extents"])
-            if needed == path.stat().st_size and isinstance(header["next_index"], int):
+            is_whole = needed == path.stat().st_size
+            is_within = all(0 <= start <= start + n <= header["size_bytes"] for start, n in header["extents"])
+            is_sound = 0 < header["next_index"] < header["num_tasks"]
+            if is_whole and is_within and is_sound and 0 < header["producer"] <= header["last_number"]:
                 return dict(header)
     except FileNotFoundError:
         return None

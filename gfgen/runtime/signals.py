@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM as something to select on, in place of an exception anywhere."""
+"""SIGINT, SIGTERM and SIGHUP as something to select on, in place of an exception anywhere."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ class SignalPipe:
             end.setblocking(False)
         self._previous_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         self._previous = {
-            number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)
+            number: signal.signal(number, lambda *_: None)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         }
 
     def fileno(self) -> int:

@@ -31,6 +31,7 @@ MAX_TASK_FAILURES = 2
 """So many failures of the same task fail its job."""
 MAX_LOST_WORKERS = 3
 """So many deaths of workers while they ran a task of a job fail the job."""
+_SAME_TIME_S = 1e-6
 _RENEWALS_S = (0.25, 10.0)
 """Predictions of waiting jobs are renewed about twice in the time that a run has lasted, within
 these bounds: early measurements change much, later ones little, and each renewal takes 3 us a job."""
@@ -67,7 +68,8 @@ class State:
         self._max_degree = max_degree or num_ranks
         self._started_at = started_at
         self._arrived_at = arrived_at or {}
-        self._resume = resume or {}
+        self._resume = dict(resume or {})
+        last_numbers = [point.last_number for point in self._resume.values()]
         self._jobs = {job.job_id: self._record(job) for job in jobs}
         self._ranks = [RankRecord(rank) for rank in range(num_ranks)]
         self._islands = (tuple(range(num_ranks)),)
@@ -77,7 +79,7 @@ class State:
         self._flights: dict[int, Flight] = {}
         self._num_unfinished = len(self._jobs)
         self._num_writing = 0
-        self._last_number = max([last_number, *[point.producer for point in self._resume.values()]])
+        self._last_number = max([last_number, *last_numbers])
         self._job_costs = _JobCosts(self._jobs, costs)
         self._costs_version = costs.version
         self._renewed_s = 0.0
@@ -121,6 +123,11 @@ class State:
             for job_id, record in self._jobs.items()
             if record.last_completed is not None and not record.flights and not record.is_writing
         }
+
+    @property
+    def last_number(self) -> int:
+        """Of the last dispatch."""
+        return self._last_number
 
     @property
     def is_stuck(self) -> bool:
@@ -170,13 +177,16 @@ class State:
             costs=self._job_costs,
         )
 
-    def begin(self, decision: Decision) -> Dispatch:
+    def begin(self, decision: Decision, *, seen_s: float | None = None) -> Dispatch:
         """Register a decision as the next dispatch.
+
+        `seen_s` is the time of the snapshot that it was made from: what was about to end then
+        may be late by now, which is no fault of the policy.
 
         Raises: PolicyFault when it is illegal; nothing has changed then.
         """
         now_s = self._clock.now_s
-        record = self._legal(decision, now_s)
+        record = self._legal(decision, now_s if seen_s is None else seen_s)
         task, layout = decision.task, decision.layout
         start_s = max([now_s, *[self._free_at(self._ranks[rank], now_s) for rank in layout.ranks]])
         source = self._living_holder(record)
@@ -231,7 +241,7 @@ class State:
                 record.arrived = True
                 self._place(record)
             case events.JobTimedOut():
-                return self._timed_out(self._jobs.get(event.job_id))
+                return self._timed_out(self._jobs.get(event.job_id), event.time_s)
             case events.OutputWritten():
                 return self._written(self._jobs[event.job_id], error=None)
             case events.OutputFailed():
@@ -305,6 +315,7 @@ class State:
         if flight.lost:
             record.num_lost_workers += 1
             logger.warning("job %s: %s lost its worker: %s", record.job_id, task, flight.failure)
+            record.warnings.append(f"{task} lost its worker ({flight.failure})")
             if record.num_lost_workers >= MAX_LOST_WORKERS:
                 record.doom = (
                     record.doom or f"{record.num_lost_workers} workers died under it: {flight.failure}"
@@ -312,6 +323,7 @@ class State:
         elif not flight.void:
             record.failures[task.index] += 1
             logger.warning("job %s: %s failed: %s", record.job_id, task, flight.failure)
+            record.warnings.append(f"{task} failed ({flight.failure})")
             if record.failures[task.index] >= MAX_TASK_FAILURES:
                 record.doom = record.doom or f"{task}: {flight.failure}"
         record.next_index = min(record.next_index, task.index)
@@ -330,8 +342,11 @@ class State:
         if all(rank.is_retired for rank in self._ranks):
             raise WorkerError("every rank has died too often; see the log for the reasons, then run again")
 
-    def _timed_out(self, record: JobRecord | None) -> Iterable[JobOutcome]:
-        if record is None or record.is_writing:
+    def _timed_out(self, record: JobRecord | None, at_s: float) -> Iterable[JobOutcome]:
+        """The job's time is up; unless this is the time-out of an earlier job of the same id."""
+        if record is None or record.is_writing or record.job.spec.timeout_s is None:
+            return ()
+        if abs(record.arrival_s + record.job.spec.timeout_s - at_s) > _SAME_TIME_S:
             return ()
         record.doom = record.doom or f"timed out {record.job.spec.timeout_s:g} s after its arrival"
         return self._settle(record)
@@ -467,7 +482,7 @@ class State:
             spec.model or "", job.shape, flops=job.flops, state_bytes=job.state_bytes
         )
         record = JobRecord(job, cost_class, spec.arrival_s, deadline_s)
-        point = self._resume.get(job.job_id)
+        point = self._resume.pop(job.job_id, None)
         if point is not None:
             record.next_index = point.next_index
             record.producer = record.last_completed = point.producer

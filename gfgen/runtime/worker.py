@@ -81,7 +81,7 @@ class WorkerSettings:
 def main(channel_socket: socket.socket, settings: WorkerSettings) -> None:
     """Entry of the process: load, then serve until the channel is closed."""
     _die_with_parent()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the control plane decides; it closes the channel
     channel = Channel(channel_socket)
     started_s = time.monotonic()
@@ -90,10 +90,11 @@ def main(channel_socket: socket.socket, settings: WorkerSettings) -> None:
         worker = Worker(channel, settings.rank, _load(settings))
     except Exception as error:
         logger.debug("rank %d cannot start", settings.rank, exc_info=True)
-        channel.send(WorkerFailed(settings.rank, _reason(error)))
+        with contextlib.suppress(ConnectionError):
+            channel.send(WorkerFailed(settings.rank, _reason(error)))
         return
-    channel.send(WorkerReady(settings.rank, time.monotonic() - started_s))
     with contextlib.suppress(ConnectionError):  # the control plane is gone, and nobody waits for a report
+        channel.send(WorkerReady(settings.rank, time.monotonic() - started_s))
         worker.serve()
 
 

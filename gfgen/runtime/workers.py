@@ -79,7 +79,7 @@ class ProcessBackend:
         self._pool = pool
         self._jobs = {job.job_id: job for job in jobs}
         self._clock = clock
-        self._resume_points = resume_points or {}
+        self._resume_points = dict(resume_points or {})
         self._output_dir = output_dir
         self._slabs: dict[str, int] = {}
         self._writes = Writes(pool, output_dir)
@@ -156,6 +156,7 @@ class ProcessBackend:
         if job_id in self._slabs:
             os.close(self._slabs.pop(job_id))
         self._writes.release(job_id)
+        self._resume_points.pop(job_id, None)
         resume.forget(self._output_dir, job_id)
 
     def save(self, job_id: str, *, next_index: int, producer: int) -> None:
@@ -163,7 +164,14 @@ class ProcessBackend:
         path = resume.resume_path(self._output_dir, job_id)
         slab = self._slab(job_id)
         try:
-            resume.save(path, self._jobs[job_id], slab, next_index=next_index, producer=producer)
+            resume.save(
+                path,
+                self._jobs[job_id],
+                slab,
+                next_index=next_index,
+                producer=producer,
+                last_number=self._pool.last_number,
+            )
         except OSError as error:
             logger.warning("job %s will start at the beginning: its state is not kept (%s)", job_id, error)
 
@@ -342,6 +350,7 @@ class ProcessBackend:
         if not recovery.waiting_for and not recovery.all_have_left:
             recovery.all_have_left = True
             recovery.ask()
+            recovery.deadline_s = self._clock.now_s + self._watchdog.patience.leaving_s
             for rank in sorted(recovery.dead - self._pool.retired):
                 self._pool.introduce(rank)
             for rank in sorted(recovery.waiting_for):
@@ -422,7 +431,7 @@ class ProcessBackend:
     def _slab(self, job_id: str) -> int:
         """The job's slab; made at its first task, with what an earlier run has left of it."""
         if job_id not in self._slabs:
-            job, point = self._jobs[job_id], self._resume_points.get(job_id)
+            job, point = self._jobs[job_id], self._resume_points.pop(job_id, None)
             plan = SlabPlan.of(job.trajectory)
             self._slabs[job_id] = resume.restore(point, job) if point else Slab.create(plan, name=job_id)
         return self._slabs[job_id]

@@ -363,3 +363,19 @@ def test_only_steps_are_shared():
     cluster = Cluster(make_job("a"))
     with pytest.raises(PolicyFault, match="encode runs on one rank"):
         cluster.begin("a", 0, 0, 1)
+
+
+def test_what_was_about_to_end_in_the_snapshot_may_be_late_by_now():
+    cluster = Cluster(make_job("a"), guard_s=0.05)
+    running = cluster.begin("a", 0, 0)
+    seen_s = running.predicted_end_s
+    cluster.clock.advance(seen_s + 1.0)
+    with pytest.raises(PolicyFault, match="its input does not exist yet"):
+        cluster.begin("a", 1, 0)
+    assert cluster.state.begin(cluster.decision("a", 1, 0), seen_s=seen_s).producer == running.number
+
+
+def test_the_time_out_of_an_earlier_job_of_the_same_id_is_not_its_own():
+    cluster = Cluster(make_job("a", timeout_s=5.0))
+    assert not cluster.state.apply(events.JobTimedOut(3.0, "a"))
+    assert "a" in cluster.state.snapshot().open

@@ -1,0 +1,727 @@
+// The group-free collectives as kernels.
+//
+// All run on the rank's task stream, but for the transfers. A block of any of them may wait for
+// peers, after it has done all that peers wait for; so all blocks of a launch must be resident at
+// once, which the launcher keeps (grids of at most one block per SM and kernel).
+//
+// Order of the bytes: threads write to a peer's arena (weak, or bulk copies that have completed);
+// block barrier; thread 0 adds to the message's count of blocks (acquire-release, device scope);
+// the last one stores the signal (release, system scope). The receiver's thread reads the signal
+// (acquire, system scope); a block barrier or the end of the kernel passes it on.
+#include "copy.cuh"
+
+namespace gfc {
+
+// One instance of a collective, as a block finds it at its start, in shared memory.
+struct Present {
+  Task task;
+  View view;
+
+  __device__ uint64_t number() const { return task.instances[view.kind]; }
+  __device__ uint32_t tag() const { return make_tag(task.seed, view.kind, number()); }
+  __device__ uint64_t bank() const { return view.bank_offset[number() % kNumBanks]; }
+  __device__ char* own_base() const { return reinterpret_cast<char*>(view.own_base); }
+  // Exchanges on the edge to a member before this one: picks line, inbox and sequence.
+  __device__ uint64_t count(int member) const { return task.exchanges[view.slot[member]]; }
+  __device__ Word word(int member) const {
+    return Word{tag(), view.first_sequence + static_cast<uint32_t>(count(member)) + 1};
+  }
+  __device__ Wait wait(int member, Word expected) const {
+    return Wait{view.own_rank, view.rank[member], kExchangeLine + expected.sequence % 2, expected,
+                task.group.dispatch, task.timeout_ns};
+  }
+  __device__ char* result(const Move& move, int member) const {
+    return reinterpret_cast<char*>(view.base[member]) + bank() + move.result_offset[member];
+  }
+  // Where this rank's result is to be: the caller's tensor, or the arena.
+  __device__ char* own_result(const Move& move) const {
+    return move.output != 0 ? reinterpret_cast<char*>(move.output) : result(move, view.own);
+  }
+};
+
+constexpr int kTaskWords = sizeof(Task) / sizeof(uint64_t), kViewWords = sizeof(View) / sizeof(uint64_t);
+static_assert(kTaskWords <= 32 && kViewWords <= 32);
+
+// Reads the state with one load per thread, all at once; at least a warp. False: do nothing.
+__device__ inline bool start(Context& context, uint32_t kind, Present& present) {
+  const uint64_t* task = reinterpret_cast<const uint64_t*>(&context.task);
+  const uint64_t* view = reinterpret_cast<const uint64_t*>(&context.views[kind]);
+  const uint32_t lane = threadIdx.x;
+  if (lane < 32) {
+    uint64_t task_word = 0, view_word = 0;
+    if (lane < kTaskWords) task_word = __ldcg(task + lane);
+    if (lane < kViewWords) view_word = __ldcg(view + lane);
+    if (lane < kTaskWords) reinterpret_cast<uint64_t*>(&present.task)[lane] = task_word;
+    if (lane < kViewWords) reinterpret_cast<uint64_t*>(&present.view)[lane] = view_word;
+  }
+  __syncthreads();
+  if (present.task.failure.status != kOk) return false;
+  if (present.task.has_entered != 0) return true;
+  const int own = present.view.own_rank;
+  if (lane == 0) {
+    leave(context, Record{kNotEntered, own, own, kExchangeLine, present.task.group.dispatch, 0, 0});
+  }
+  return false;
+}
+
+__device__ inline bool await_member(Context& context, const Present& present, int member) {
+  CudaMemory mem(context);
+  Record failure;
+  if (await_word(mem, present.wait(member, present.word(member)), failure) == kOk) return true;
+  leave(context, failure);
+  return false;
+}
+
+// Counts this block as done with a message; the last one of them signals the member. One thread,
+// after a barrier of the block.
+__device__ inline void publish_part(Context& context, const Present& present, int member,
+                                    uint32_t num_blocks) {
+  if (num_blocks > 1) {
+    uint32_t& arrived = context.arrived[member];
+    if (add_acq_rel_gpu(&arrived, 1) + 1 != num_blocks) return;
+    arrived = 0;
+  }
+  const Word word = present.word(member);
+  char* base = reinterpret_cast<char*>(present.view.base[member]);
+  store_release_sys(base + line_offset(present.view.own_rank, kExchangeLine + word.sequence % 2),
+                    pack(word));
+}
+
+// The last block to come here advances the counts. Relaxed: every block has read them into its
+// shared memory before, and the next kernel is ordered by the end of this one.
+__device__ inline void finish(Context& context, const Present& present, uint32_t num_instances) {
+  __shared__ bool is_last;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    is_last = gridDim.x == 1 || add_relaxed_gpu(&context.finished, 1) + 1 == gridDim.x;
+    if (is_last) {
+      context.finished = 0;
+      context.task.instances[present.view.kind] = present.number() + num_instances;
+    }
+  }
+  __syncthreads();
+  const int member = threadIdx.x;
+  if (is_last && member < present.view.size && member != present.view.own) {
+    context.task.exchanges[present.view.slot[member]] = present.count(member) + num_instances;
+  }
+}
+
+// One 8-byte unit of a message with flags, as two words {flag, data}.
+__device__ inline void send_flagged(char* address, uint64_t flag, uint2 data) {
+  asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(address), "l"(flag | data.x),
+               "l"(flag | data.y) : "memory");
+}
+
+// Waits for one unit, and clears it: see gfc_flagged. False: the task is poisoned.
+__device__ inline bool take_flagged(Context& context, const Present& present, int member, char* address,
+                                    uint64_t flag, uint2& data) {
+  uint64_t low, high, started_ns = 0;
+  for (uint32_t polls = 1;; ++polls) {
+    asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];"
+                 : "=l"(low), "=l"(high) : "l"(address) : "memory");
+    if (((low ^ flag) >> 32) == 0 && ((high ^ flag) >> 32) == 0) break;
+    const bool is_strange = low >> 32 != 0 && ((low ^ flag) >> 32) != 0;
+    if (!is_strange && polls % kPollsPerLook != 0) continue;
+    CudaMemory mem(context);
+    const Wait wait = present.wait(member, unpack(flag));
+    const Status status = is_strange             ? kProtocol
+                          : is_poisoned(context) ? kAborted
+                                                 : give_up(mem, wait, started_ns);
+    if (status == kOk) continue;
+    leave(context, Record{status, wait.rank, wait.peer, wait.line, wait.dispatch, flag, low});
+    return false;
+  }
+  asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %1};" ::"l"(address), "l"(0ull) : "memory");
+  data = make_uint2(static_cast<uint32_t>(low), static_cast<uint32_t>(high));
+  return true;
+}
+
+__device__ inline uint64_t flag_of(uint32_t tag) { return static_cast<uint64_t>(tag | 1) << 32; }
+
+// Inboxes for messages with flags: this rank's at a member, and a member's here. `later` counts
+// exchanges of the same kernel.
+__device__ inline char* flagged_outbox(const Present& present, int member, uint32_t later) {
+  const uint64_t idx = present.view.own_rank * kNumBanks + (present.count(member) + later) % kNumBanks;
+  return reinterpret_cast<char*>(present.view.base[member]) + present.view.flagged + idx * kFlaggedBytes;
+}
+__device__ inline char* flagged_inbox(const Present& present, int member, uint32_t later) {
+  const uint64_t idx = present.view.rank[member] * kNumBanks + (present.count(member) + later) % kNumBanks;
+  return present.own_base() + present.view.flagged + idx * kFlaggedBytes;
+}
+
+// Where an 8-byte unit of a box lies on both sides.
+__device__ inline Place unit_place(const Box& box, uint32_t unit) {
+  const uint32_t row_units = static_cast<uint32_t>(box.row_bytes / 8);
+  const uint32_t row = box.num_dims == 0 ? 0 : unit / row_units;
+  Place place = locate(box, row);
+  place.source += static_cast<uint64_t>(unit - row * row_units) * 8;
+  place.target += static_cast<uint64_t>(unit - row * row_units) * 8;
+  return place;
+}
+
+__device__ inline void build_view(Context& context, uint32_t kind) {
+  const Descriptor& group = context.task.group;
+  View view{};
+  view.kind = canonical(group, kind);
+  const Members members = members_of(group, view.kind);
+  const Region region = region_of(group, view.kind);
+  view.size = members.size;
+  view.own = members.own;
+  view.first_sequence = context.plan.first_sequence;
+  view.own_rank = context.rank;
+  view.own_base = context.base[context.rank];
+  view.flagged = flagged_offset(context.plan, 0, 0);
+  for (int bank = 0; bank < kNumBanks && region.count != 0; ++bank) {
+    view.bank_offset[bank] = exchange_inbox(context.plan, region, 1, bank, 0).offset;
+  }
+  for (int member = 0; member < members.size; ++member) {
+    view.slot[member] = members.slot(member);
+    view.rank[member] = group.rank[members.slot(member)];
+    view.base[member] = context.base[view.rank[member]];
+  }
+  context.views[kind] = view;
+}
+
+// The parallel form of protocol.h's `enter`: a thread for each peer.
+__device__ inline void enter_with(Context& context, int slot) {
+  const Descriptor& group = context.task.group;
+  CudaMemory mem(context);
+  const int rank = group.rank[slot];
+  const Word fresh{0, context.plan.first_sequence};
+  mem.restart_line(rank, kExchangeLine, fresh);
+  mem.restart_line(rank, kExchangeLine + 1, fresh);
+  const Word entry{make_tag(context.task.seed, kEntryPurpose, 0), static_cast<uint32_t>(group.dispatch)};
+  mem.publish(rank, static_cast<uint32_t>(kEntryLine + context.edges.entries[rank]++ % 2), entry);
+  const Wait wait{context.rank, rank, kEntryLine, entry, group.dispatch, 0};
+  Record failure;
+  if (await_entry(mem, wait, failure) != kOk) leave(context, failure);
+}
+
+}  // namespace gfc
+
+using namespace gfc;
+
+// Sizes that the host mirrors: Context, Move, Exchange, Reduction, Chunk.
+extern "C" __device__ uint32_t gfc_sizes[5] = {sizeof(Context), sizeof(Move), sizeof(Exchange),
+                                               sizeof(Reduction), sizeof(Chunk)};
+
+// Binds the context to a group and runs the dispatch's entry barrier. Grid 1, block 32.
+// On return the task has begun, or is poisoned.
+extern "C" __global__ void __launch_bounds__(32)
+gfc_enter(uint64_t address, const __grid_constant__ Descriptor group, uint64_t timeout_ns) {
+  Context& context = *reinterpret_cast<Context*>(address);
+  const int thread = threadIdx.x;
+  if (thread == 0) {
+    context.task = begin_task(group, timeout_ns);
+    context.finished = context.poison_lock = 0;
+  }
+  if (thread < kMaxRanks) context.arrived[thread] = 0;
+  __syncwarp();
+  if (thread < kNumKinds) build_view(context, thread);
+  if (thread < group.num_ranks && thread != group.slot) enter_with(context, thread);
+  __syncwarp();
+  if (thread == 0 && !is_poisoned(context)) context.task.has_entered = 1;
+}
+
+// An exchange whose data carry their flags: each 64-bit word is {flag, data}. No fence, no signal.
+// Block 512; num_slices warps for each of size * max(moves, 1) messages, and a grid that holds
+// them. Needs units of 8 bytes (or no moves: a barrier), and messages of at most kFlaggedBytes / 2.
+//
+// The receiver clears each word that it has read, so an inbox holds nothing but zeros and words of
+// the exchange that is under way; after a fault the host clears it. Bank = parity of the edge's
+// count: a peer writes here again two exchanges later, after it has read our next message, which
+// our next kernel sends, when this one is over.
+extern "C" __global__ void __launch_bounds__(512) gfc_flagged(const __grid_constant__ Exchange exchange) {
+  Context& context = *reinterpret_cast<Context*>(exchange.context);
+  __shared__ Present present;
+  __shared__ Box outgoing[kMaxRanks * kMaxMoves], incoming[kMaxRanks * kMaxMoves];
+  if (!start(context, exchange.kind, present)) return;
+  const int size = present.view.size, own = present.view.own;
+  const int num_moves = exchange.num_moves, num_columns = max(num_moves, 1);
+  const int thread = threadIdx.x;
+  if (thread < 2 * size * num_moves) {
+    const bool is_incoming = thread >= size * num_moves;
+    const int item = is_incoming ? thread - size * num_moves : thread;
+    const int step = item / num_moves;
+    const Move& move = exchange.moves[item % num_moves];
+    if (is_incoming) {
+      incoming[item] = as_result(box_of(move, size, (own + size - step) % size, own));
+    } else {
+      outgoing[item] = box_of(move, size, own, (own + step) % size);
+    }
+  }
+  __syncthreads();
+  const uint32_t warp = (blockIdx.x * blockDim.x + thread) / 32;
+  const int item = warp / exchange.num_slices;
+  if (item < size * num_columns) {
+    const uint32_t first = warp % exchange.num_slices * 32 + thread % 32, stride = exchange.num_slices * 32;
+    const int step = item / num_columns, idx = item % num_columns;
+    const int target = (own + step) % size, source = (own + size - step) % size;
+    const Move& move = exchange.moves[idx];
+    const char* input = reinterpret_cast<const char*>(move.input);
+    char* result = num_moves == 0 ? nullptr : present.own_result(move);
+    const Box* out = outgoing + step * num_moves;
+    const Box* in = incoming + step * num_moves;
+    if (step == 0) {
+      if (num_moves != 0) copy_box(input, result, out[idx], 8, first, stride);
+    } else {
+      uint64_t sent_before = 0, sent = 0, due_before = 0, due = 0;
+      for (int i = 0; i < num_moves; ++i) {
+        if (i == idx) sent_before = sent, due_before = due;
+        sent += bytes_of(out[i]) / 8;
+        due += bytes_of(in[i]) / 8;
+      }
+      const uint64_t flag = flag_of(present.tag());
+      char* outbox = flagged_outbox(present, target, 0) + 16 * sent_before;
+      char* inbox = flagged_inbox(present, source, 0) + 16 * due_before;
+      const uint32_t num_sent = num_moves == 0 ? 0 : static_cast<uint32_t>(bytes_of(out[idx]) / 8);
+      for (uint32_t unit = first; unit < num_sent; unit += stride) {
+        const char* address = input + unit_place(out[idx], unit).source;
+        send_flagged(outbox + 16ull * unit, flag, *reinterpret_cast<const uint2*>(address));
+      }
+      // A message without bytes is one unit: the receiver still waits for it.
+      if (sent == 0 && idx == 0 && first == 0) send_flagged(outbox, flag, make_uint2(0, 0));
+      const uint32_t num_units = num_moves == 0 ? 0 : static_cast<uint32_t>(bytes_of(in[idx]) / 8);
+      const uint32_t num_due = due == 0 && idx == 0 ? 1 : num_units;
+      for (uint32_t unit = first; unit < num_due; unit += stride) {
+        uint2 data;
+        if (!take_flagged(context, present, source, inbox + 16ull * unit, flag, data)) break;
+        if (unit < num_units) {
+          *reinterpret_cast<uint2*>(result + unit_place(in[idx], unit).target) = data;
+        }
+      }
+    }
+  }
+  finish(context, present, 1);
+}
+
+// The same for one tensor whose every message is `dense_bytes` long and dense on both sides (the
+// first dimension of contiguous tensors), or for none: a barrier. What small messages cost is
+// latency, and working out boxes is a fifth of it.
+extern "C" __global__ void __launch_bounds__(512)
+gfc_flagged_dense(const __grid_constant__ Exchange exchange) {
+  Context& context = *reinterpret_cast<Context*>(exchange.context);
+  __shared__ Present present;
+  if (!start(context, exchange.kind, present)) return;
+  const int size = present.view.size, own = present.view.own;
+  const uint32_t warp = (blockIdx.x * blockDim.x + threadIdx.x) / 32;
+  const int step = warp / exchange.num_slices;
+  if (step < size) {
+    const uint32_t first = warp % exchange.num_slices * 32 + threadIdx.x % 32;
+    const uint32_t stride = exchange.num_slices * 32;
+    const Move& move = exchange.moves[0];
+    const uint32_t num_units = static_cast<uint32_t>(exchange.dense_bytes / 8);
+    const int target = (own + step) % size, source = (own + size - step) % size;
+    const uint2* input = reinterpret_cast<const uint2*>(move.input) + (move.is_split ? target * num_units : 0);
+    uint2* result = num_units == 0 ? nullptr
+                                   : reinterpret_cast<uint2*>(present.own_result(move)) + source * num_units;
+    if (step == 0) {
+      for (uint32_t unit = first; unit < num_units; unit += stride) result[unit] = input[unit];
+    } else {
+      const uint64_t flag = flag_of(present.tag());
+      char* outbox = flagged_outbox(present, target, 0);
+      char* inbox = flagged_inbox(present, source, 0);
+      for (uint32_t unit = first; unit < num_units; unit += stride) {
+        send_flagged(outbox + 16ull * unit, flag, input[unit]);
+      }
+      if (num_units == 0 && first == 0) send_flagged(outbox, flag, make_uint2(0, 0));
+      for (uint32_t unit = first; unit < max(num_units, 1u); unit += stride) {
+        uint2 data;
+        if (!take_flagged(context, present, source, inbox + 16ull * unit, flag, data)) break;
+        if (num_units != 0) result[unit] = data;
+      }
+    }
+  }
+  finish(context, present, 1);
+}
+
+namespace gfc {
+
+// Copies by all threads of a block; the interface of BulkCopier.
+struct ThreadCopier {
+  uint32_t unit_bytes;
+  __device__ void copy(const char* from, char* to, const Box& box, uint32_t slice, uint32_t num_slices) {
+    copy_box(from, to, box, unit_bytes, slice * blockDim.x + threadIdx.x, num_slices * blockDim.x);
+  }
+  __device__ void before_reading() {}
+};
+
+struct Boxes {
+  Box push, take;
+  bool has_arrived;
+};
+
+// Copies what an earlier item has brought from the arena to the caller's tensor. Whole block.
+template <class Copier>
+__device__ inline bool take_item(const Exchange& exchange, Context& context, const Present& present,
+                                 Copier& copier, Boxes& boxes, int item, uint32_t slice) {
+  const View& view = present.view;
+  const Move& move = exchange.moves[item % exchange.num_moves];
+  const int source = (view.own + view.size - (item / exchange.num_moves + 1)) % view.size;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    boxes.has_arrived = await_member(context, present, source);
+    boxes.take = as_unpacked(box_of(move, view.size, source, view.own),
+                             packed_offset(move, source, view.own));
+  }
+  __syncthreads();
+  if (!boxes.has_arrived) return false;
+  copier.before_reading();
+  copier.copy(present.result(move, view.own), reinterpret_cast<char*>(move.output), boxes.take, slice,
+              exchange.num_slices);
+  return true;
+}
+
+// A share of what stays on this rank. Whole block.
+template <class Copier>
+__device__ inline void keep(const Exchange& exchange, const Present& present, Copier& copier, Box& box,
+                            uint32_t slice) {
+  const View& view = present.view;
+  for (int i = 0; i < exchange.num_moves; ++i) {
+    const Move& move = exchange.moves[i];
+    __syncthreads();
+    if (threadIdx.x == 0) box = box_of(move, view.size, view.own, view.own);
+    __syncthreads();
+    copier.copy(reinterpret_cast<const char*>(move.input), present.own_result(move), box, slice,
+                exchange.num_keepers);
+  }
+}
+
+// The body of gfc_exchange and gfc_bulk. An item is the message of one tensor to one member, and
+// num_slices blocks share it. The blocks in front of the keepers take all items at once, or, where
+// num_slices is larger, some at a time, in turn from each rank's successor on.
+template <class Copier>
+__device__ inline void exchange_through_arena(const Exchange& exchange, Context& context,
+                                              const Present& present, Copier& copier, Boxes& boxes) {
+  const View& view = present.view;
+  const uint32_t num_pushers = gridDim.x - exchange.num_keepers;
+  if (blockIdx.x >= num_pushers) {
+    keep(exchange, present, copier, boxes.push, blockIdx.x - num_pushers);
+    finish(context, present, 1);
+    return;
+  }
+  const int num_moves = exchange.num_moves, num_items = (view.size - 1) * num_moves;
+  const int begin = blockIdx.x / exchange.num_slices, stride = num_pushers / exchange.num_slices;
+  const uint32_t slice = blockIdx.x % exchange.num_slices;
+  const bool is_taken = exchange.moves[0].output != 0;
+  for (int item = begin; item < num_items; item += stride) {
+    const Move& move = exchange.moves[item % num_moves];
+    const int target = (view.own + item / num_moves + 1) % view.size;
+    if (threadIdx.x == 0) {
+      const Box box = box_of(move, view.size, view.own, target);
+      boxes.push = is_taken ? as_packed(box, packed_offset(move, view.own, target)) : box;
+    }
+    __syncthreads();
+    copier.copy(reinterpret_cast<const char*>(move.input), present.result(move, target), boxes.push, slice,
+                exchange.num_slices);
+    __syncthreads();
+    if (threadIdx.x == 0) publish_part(context, present, target, num_moves * exchange.num_slices);
+    // The item before this one has most likely come by now: other blocks keep the links busy.
+    if (is_taken && item != begin &&
+        !take_item(exchange, context, present, copier, boxes, item - stride, slice)) {
+      return;
+    }
+  }
+  if (is_taken) {
+    const int last = begin + (num_items - 1 - begin) / stride * stride;
+    if (begin < num_items && !take_item(exchange, context, present, copier, boxes, last, slice)) return;
+  } else if (blockIdx.x == 0) {
+    // One block waits, a thread for each peer; the end of the kernel passes it on.
+    const int member = threadIdx.x;
+    if (member < view.size && member != view.own) await_member(context, present, member);
+  }
+  finish(context, present, 1);
+}
+
+}  // namespace gfc
+
+// An exchange by threads, straight into the result's place in each member's arena.
+// Grid num_slices * (1 to (size - 1) * moves) + num_keepers, block of 32 to 512. A result without an
+// output of its own stays in the arena until this rank's next exchange of the kind.
+extern "C" __global__ void __launch_bounds__(512) gfc_exchange(const __grid_constant__ Exchange exchange) {
+  Context& context = *reinterpret_cast<Context*>(exchange.context);
+  __shared__ Present present;
+  __shared__ Boxes boxes;
+  if (!start(context, exchange.kind, present)) return;
+  ThreadCopier copier{exchange.unit_bytes};
+  exchange_through_arena(exchange, context, present, copier, boxes);
+}
+
+#if __CUDA_ARCH__ >= 900
+// The same by bulk copies through shared memory. Grid as above, block 32; shared memory of
+// kStages * tile_bytes. Needs units of 16 bytes.
+extern "C" __global__ void __launch_bounds__(32) gfc_bulk(const __grid_constant__ Exchange exchange) {
+  extern __shared__ __align__(128) char tiles[];
+  Context& context = *reinterpret_cast<Context*>(exchange.context);
+  __shared__ Present present;
+  __shared__ Boxes boxes;
+  __shared__ uint64_t barriers[kStages];
+  if (!start(context, exchange.kind, present)) return;
+  BulkCopier copier(tiles, barriers, exchange.tile_bytes);
+  exchange_through_arena(exchange, context, present, copier, boxes);
+}
+#endif
+
+namespace gfc {
+
+__device__ inline float as_float(uint32_t item_type, const void* items, uint64_t idx) {
+  if (item_type == 0) return static_cast<const float*>(items)[idx];
+  const uint32_t bits = static_cast<const uint16_t*>(items)[idx];
+  float value;
+  if (item_type == 1) return __uint_as_float(bits << 16);
+  asm("{ .reg .b16 h; cvt.u16.u32 h, %1; cvt.f32.f16 %0, h; }" : "=f"(value) : "r"(bits));
+  return value;
+}
+
+__device__ inline void store_float(uint32_t item_type, void* items, uint64_t idx, float value) {
+  if (item_type == 0) {
+    static_cast<float*>(items)[idx] = value;
+    return;
+  }
+  uint16_t bits;
+  if (item_type == 1) {
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+  } else {
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+  }
+  static_cast<uint16_t*>(items)[idx] = bits;
+}
+
+constexpr int kMaxItemsPerUnit = 4;
+
+// Sums of the items in 8-byte units.
+struct UnitSum {
+  uint32_t item_type;
+  float sum[kMaxItemsPerUnit] = {};
+
+  __device__ explicit UnitSum(uint32_t type) : item_type(type) {}
+  __device__ void add(uint2 unit) {
+#pragma unroll
+    for (int i = 0; i < kMaxItemsPerUnit; ++i) {
+      if (i < 2 || item_type != 0) sum[i] += as_float(item_type, &unit, i);
+    }
+  }
+  __device__ uint2 rounded() const {
+    uint2 unit = make_uint2(0, 0);
+#pragma unroll
+    for (int i = 0; i < kMaxItemsPerUnit; ++i) {
+      if (i < 2 || item_type != 0) store_float(item_type, &unit, i, sum[i]);
+    }
+    return unit;
+  }
+};
+
+// The sum over all members of one unit, the own one given, in the order of the slots.
+__device__ inline bool sum_flagged(Context& context, const Present& present, uint64_t flag, uint64_t offset,
+                                   uint2 own, UnitSum& sum) {
+  for (int member = 0; member < present.view.size; ++member) {
+    uint2 data = own;
+    if (member != present.view.own) {
+      char* address = flagged_inbox(present, member, 0) + offset;
+      if (!take_flagged(context, present, member, address, flag, data)) return false;
+    }
+    sum.add(data);
+  }
+  return true;
+}
+
+}  // namespace gfc
+
+// All-reduce in one shot, for small tensors: everyone sends everything with flags, and adds the
+// contributions in the order of the slots, in fp32. Any grid, any block. The input is a multiple
+// of 8 bytes and at most kFlaggedBytes / 2. Flags and banks as in gfc_flagged.
+extern "C" __global__ void __launch_bounds__(512)
+gfc_all_reduce(const __grid_constant__ Reduction reduction) {
+  Context& context = *reinterpret_cast<Context*>(reduction.context);
+  __shared__ Present present;
+  if (!start(context, reduction.kind, present)) return;
+  const int size = present.view.size, own = present.view.own;
+  const uint32_t num_units = static_cast<uint32_t>(reduction.num_items / (reduction.item_type == 0 ? 2 : 4));
+  const uint64_t flag = flag_of(present.tag());
+  const uint32_t first = blockIdx.x * blockDim.x + threadIdx.x, stride = gridDim.x * blockDim.x;
+  const uint2* input = reinterpret_cast<const uint2*>(reduction.input);
+  for (uint32_t unit = first; unit < num_units; unit += stride) {
+    const uint2 data = input[unit];
+    for (int step = 1; step < size; ++step) {
+      send_flagged(flagged_outbox(present, (own + step) % size, 0) + 16ull * unit, flag, data);
+    }
+  }
+  for (uint32_t unit = first; unit < num_units; unit += stride) {
+    UnitSum sum(reduction.item_type);
+    if (!sum_flagged(context, present, flag, 16ull * unit, input[unit], sum)) break;
+    reinterpret_cast<uint2*>(reduction.output)[unit] = sum.rounded();
+  }
+  finish(context, present, 1);
+}
+
+// All-reduce in two shots in one launch, for middling tensors: each member adds up its part of
+// them, and sends the sum to all. Counts as two exchanges. The input is a multiple of 8 * size
+// bytes, and a member's part at most kFlaggedBytes / 2. Grid of resident blocks, any block.
+extern "C" __global__ void __launch_bounds__(512)
+gfc_all_reduce_parts(const __grid_constant__ Reduction reduction) {
+  Context& context = *reinterpret_cast<Context*>(reduction.context);
+  __shared__ Present present;
+  if (!start(context, reduction.kind, present)) return;
+  const int size = present.view.size, own = present.view.own;
+  const uint32_t num_all = static_cast<uint32_t>(reduction.num_items / (reduction.item_type == 0 ? 2 : 4));
+  const uint32_t num_units = num_all / size;  // of each part
+  const uint64_t flag = flag_of(present.tag());
+  const uint64_t sum_flag = flag_of(make_tag(present.task.seed, present.view.kind, present.number() + 1));
+  const uint32_t first = blockIdx.x * blockDim.x + threadIdx.x, stride = gridDim.x * blockDim.x;
+  const uint2* input = reinterpret_cast<const uint2*>(reduction.input);
+  uint2* output = reinterpret_cast<uint2*>(reduction.output);
+  for (int step = 1; step < size; ++step) {
+    const int target = (own + step) % size;
+    char* outbox = flagged_outbox(present, target, 0);
+    for (uint32_t unit = first; unit < num_units; unit += stride) {
+      send_flagged(outbox + 16ull * unit, flag, input[target * num_units + unit]);
+    }
+  }
+  for (uint32_t unit = first; unit < num_units; unit += stride) {
+    UnitSum sum(reduction.item_type);
+    if (!sum_flagged(context, present, flag, 16ull * unit, input[own * num_units + unit], sum)) break;
+    const uint2 data = sum.rounded();
+    output[own * num_units + unit] = data;
+    // Our clearing of what we have read comes before a peer can write there again: it may do so
+    // in its next kernel, once it has our sums, while this kernel still runs.
+    __threadfence();
+    for (int step = 1; step < size; ++step) {
+      send_flagged(flagged_outbox(present, (own + step) % size, 1) + 16ull * unit, sum_flag, data);
+    }
+  }
+  for (int step = 1; step < size; ++step) {
+    const int source = (own + size - step) % size;
+    char* inbox = flagged_inbox(present, source, 1);
+    for (uint32_t unit = first; unit < num_units; unit += stride) {
+      uint2 data;
+      if (!take_flagged(context, present, source, inbox + 16ull * unit, sum_flag, data)) break;
+      output[source * num_units + unit] = data;
+    }
+  }
+  finish(context, present, 2);
+}
+
+// Adds `num_terms` arrays that lie `stride` items apart, in order, in fp32. Any grid, any block.
+extern "C" __global__ void __launch_bounds__(512) gfc_reduce(const __grid_constant__ Reduction reduction) {
+  const void* input = reinterpret_cast<const void*>(reduction.input);
+  const uint64_t step = static_cast<uint64_t>(gridDim.x) * blockDim.x;
+  uint64_t idx = static_cast<uint64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  for (; idx < reduction.num_items; idx += step) {
+    float sum = 0;
+    for (uint32_t term = 0; term < reduction.num_terms; ++term) {
+      sum += as_float(reduction.item_type, input, term * reduction.stride + idx);
+    }
+    store_float(reduction.item_type, reinterpret_cast<void*>(reduction.output), idx, sum);
+  }
+}
+
+namespace gfc {
+
+__device__ inline uint32_t transfer_tag(const Context& context, const Chunk& chunk, int source,
+                                        int target, uint32_t purpose) {
+  uint64_t seed = mix(mix(mix(0, chunk.dispatch), chunk.label), source * 256 + target);
+  seed = mix(mix(seed, context.incarnation[source]), context.incarnation[target]);
+  return make_tag(seed, purpose, chunk.chunk);
+}
+
+// Waits on a line of a transfer with the first thread; the block learns how it went.
+__device__ inline bool await_transfer(Context& context, const Chunk& chunk, uint32_t line, Word word) {
+  __shared__ bool has_come;
+  if (threadIdx.x == 0) {
+    CudaMemory mem(context);
+    Record failure;
+    has_come = await_word(mem, Wait{context.rank, chunk.peer, line, word, chunk.dispatch, chunk.timeout_ns},
+                          failure) == kOk;
+    if (!has_come && atomicExch(&context.edges.broken[chunk.peer], failure.status) == 0) {
+      tell_host(context, failure);
+    }
+  }
+  __syncthreads();
+  return has_come;
+}
+
+__device__ inline void copy_dense(const char* from, char* to, uint64_t bytes) {
+  const uint64_t low_bits = reinterpret_cast<uint64_t>(from) | reinterpret_cast<uint64_t>(to) | bytes;
+  Box box{};
+  box.row_bytes = static_cast<int64_t>(bytes);
+  box.num_rows = 1;
+  const uint32_t unit = low_bits % 16 == 0 ? 16 : low_bits % 4 == 0 ? 4 : 1;
+  copy_box(from, to, box, unit, blockIdx.x * blockDim.x + threadIdx.x, gridDim.x * blockDim.x);
+}
+
+// One direction of an edge, as its context counts it.
+__device__ inline bool is_broken(const Context& context, int peer) {
+  return *reinterpret_cast<const volatile int32_t*>(&context.edges.broken[peer]) != 0;
+}
+
+}  // namespace gfc
+
+// Sends one chunk: waits until its bank is free, pushes, signals; `steps` picks which of these,
+// for chunks that the copy engine moves in between. Any grid, any block; bytes at most post_bytes.
+extern "C" __global__ void __launch_bounds__(512) gfc_send(const __grid_constant__ Chunk chunk) {
+  Context& context = *reinterpret_cast<Context*>(chunk.context);
+  const int peer = chunk.peer;
+  const uint64_t count = context.edges.sent[peer];
+  const uint32_t bank = static_cast<uint32_t>(count % kNumBanks);
+  const uint32_t sequence = context.plan.first_sequence + static_cast<uint32_t>(count) + 1;
+  if (is_broken(context, peer)) return;
+  if ((chunk.steps & kAwait) != 0 && count >= kNumBanks) {
+    const Word credit{context.edges.credit_tag[peer][bank], sequence - kNumBanks};
+    if (!await_transfer(context, chunk, kCreditLine + bank, credit)) return;
+  }
+  if ((chunk.steps & kCopy) != 0) {
+    copy_dense(reinterpret_cast<const char*>(chunk.address),
+               reinterpret_cast<char*>(context.base[peer]) +
+                   post_inbox(context.plan, context.rank, count).offset,
+               chunk.bytes);
+  }
+  __syncthreads();
+  if ((chunk.steps & kPublish) == 0 || threadIdx.x != 0) return;
+  if (add_acq_rel_gpu(&context.sent_blocks[peer], 1) + 1 != gridDim.x) return;
+  context.sent_blocks[peer] = 0;
+  const uint32_t tag = transfer_tag(context, chunk, context.rank, peer, kPostPurpose);
+  CudaMemory(context).publish(peer, kPostLine + bank, Word{tag, sequence});
+  context.edges.credit_tag[peer][bank] = transfer_tag(context, chunk, context.rank, peer, kCreditPurpose);
+  context.edges.sent[peer] = count + 1;
+}
+
+// Receives one chunk and gives its bank back. Any grid, any block.
+extern "C" __global__ void __launch_bounds__(512) gfc_recv(const __grid_constant__ Chunk chunk) {
+  Context& context = *reinterpret_cast<Context*>(chunk.context);
+  const int peer = chunk.peer;
+  const uint64_t count = context.edges.received[peer];
+  const uint32_t bank = static_cast<uint32_t>(count % kNumBanks);
+  const uint32_t sequence = context.plan.first_sequence + static_cast<uint32_t>(count) + 1;
+  if (is_broken(context, peer)) return;
+  const Word post{transfer_tag(context, chunk, peer, context.rank, kPostPurpose), sequence};
+  if (!await_transfer(context, chunk, kPostLine + bank, post)) return;
+  copy_dense(reinterpret_cast<const char*>(context.base[context.rank]) +
+                 post_inbox(context.plan, peer, count).offset,
+             reinterpret_cast<char*>(chunk.address), chunk.bytes);
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  if (add_acq_rel_gpu(&context.received_blocks[peer], 1) + 1 != gridDim.x) return;
+  context.received_blocks[peer] = 0;
+  // Release: all blocks' reads are over before the sender sees the credit and writes again.
+  const uint32_t tag = transfer_tag(context, chunk, peer, context.rank, kCreditPurpose);
+  CudaMemory(context).publish(peer, kCreditLine + bank, Word{tag, sequence});
+  context.edges.received[peer] = count + 1;
+}
+
+// Starts transfers with a peer anew after a fault, and clears what a message with flags may have
+// left half-read. Any grid, any block; nothing else runs on this edge, on either side.
+extern "C" __global__ void __launch_bounds__(512) gfc_restart_edge(uint64_t address, int peer, uint32_t incarnation) {
+  Context& context = *reinterpret_cast<Context*>(address);
+  char* own = reinterpret_cast<char*>(context.base[context.rank]);
+  if (blockIdx.x == 0 && threadIdx.x == 0) {
+    CudaMemory mem(context);
+    restart_edge(mem, context.edges, peer);
+    context.incarnation[peer] = incarnation;
+    context.sent_blocks[peer] = context.received_blocks[peer] = 0;
+  }
+  uint4* words = reinterpret_cast<uint4*>(own + flagged_offset(context.plan, peer, 0));
+  const uint32_t num_words = static_cast<uint32_t>(kNumBanks * kFlaggedBytes / sizeof(uint4));
+  for (uint32_t i = blockIdx.x * blockDim.x + threadIdx.x; i < num_words; i += gridDim.x * blockDim.x) {
+    words[i] = make_uint4(0, 0, 0, 0);
+  }
+}

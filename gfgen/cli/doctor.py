@@ -1,0 +1,126 @@
+"""`gfgen doctor`: what this machine offers, what is missing, and how to get it.
+
+Imports no torch, so that it answers in a moment: versions come from the packages' metadata.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import click
+
+from gfgen.errors import RunError
+from gfgen.gfc import native
+from gfgen.gfc.cuda.compiler import cache_dir, find_nvrtc
+from gfgen.gfc.cuda.driver import Driver, driver
+from gfgen.gfc.cuda.selector import table_path
+
+_PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "safetensors", "huggingface_hub")
+_MIN_CUDA = (12, 4)
+"""The driver calls that the collectives make are all there from here on."""
+_GIB = 1 << 30
+
+
+@click.command()
+def doctor() -> int:
+    """Say what this machine offers, what is missing, and how to get it.
+
+    Exits with 1 if something that gfgen needs to run at all is missing.
+    """
+    missing: list[str] = []
+    for section, lines in (
+        ("machine", _machine()),
+        ("packages", _packages(missing)),
+        ("GPUs", _gpus(missing)),
+        ("caches", _caches()),
+    ):
+        click.echo(f"{section}")
+        for line in lines:
+            click.echo(f"  {line}")
+    for line in missing:
+        click.echo(f"missing: {line}")
+    if not missing:
+        click.echo("nothing is missing")
+    return int(any(line.startswith("! ") for line in missing))
+
+
+def _machine() -> Iterator[str]:
+    yield f"Python {platform.python_version()}, {platform.system()} {platform.release()}"
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    yield f"{len(os.sched_getaffinity(0))} CPU cores, {pages / _GIB:.0f} GiB of memory"
+
+
+def _packages(missing: list[str]) -> Iterator[str]:
+    for name in _PACKAGES:
+        try:
+            yield f"{name} {version(name)}"
+        except PackageNotFoundError:
+            missing.append(f"! {name} (pip install gfgen brings it)")
+    try:
+        native.library()
+        yield "native CPU collectives: ready"
+    except RunError as error:
+        missing.append(f"! native CPU collectives ({error})")
+
+
+def _gpus(missing: list[str]) -> Iterator[str]:
+    try:
+        cuda = driver()
+    except RunError as error:
+        yield f"none ({error}): jobs run on CPU ranks"
+        return
+    number = ".".join(map(str, cuda.version))
+    yield f"driver for CUDA {number}"
+    if cuda.version < _MIN_CUDA:
+        missing.append("an NVIDIA driver for CUDA 12.4 or newer, for collectives between GPUs")
+    for device in range(cuda.num_devices):
+        memory = cuda.memory_bytes(device) / _GIB
+        yield f"{device}: {cuda.name(device)}, {memory:.0f} GiB, {cuda.architecture(device)}"
+    yield from _links(cuda, missing)
+    nvrtc = find_nvrtc()
+    if nvrtc is None:
+        missing.append("NVRTC, which compiles the collectives (a CUDA build of PyTorch brings it)")
+    else:
+        yield f"kernel compiler: {nvrtc.name}"
+    try:
+        if "+cpu" in version("torch"):
+            missing.append("a CUDA build of PyTorch: this one is for CPUs (https://pytorch.org)")
+    except PackageNotFoundError:
+        pass
+
+
+def _links(cuda: Driver, missing: list[str]) -> Iterator[str]:
+    devices = range(cuda.num_devices)
+    for device in devices:
+        peers = [peer for peer in devices if peer != device]
+        reached = [peer for peer in peers if cuda.can_access(device, peer)]
+        apart = [str(peer) for peer in peers if peer not in reached]
+        if apart:
+            missing.append(f"peer access from GPU {device} to {', '.join(apart)}: they cannot share a layout")
+        fast = [str(peer) for peer in reached if cuda.has_nvlink(device, peer)]
+        slow = [str(peer) for peer in reached if str(peer) not in fast]
+        if fast:
+            yield f"{device} reaches {', '.join(fast)} over NVLink"
+        if slow:
+            yield f"{device} reaches {', '.join(slow)} over PCIe"
+
+
+def _caches() -> Iterator[str]:
+    kernels = cache_dir() / "kernels"
+    found = list(kernels.glob("*.cubin")) if kernels.is_dir() else []
+    yield f"compiled kernels: {len(found)} in {_short(kernels)} (made at first use)"
+    tables = [path.name for path in cache_dir().glob("gfc-*.json")]
+    example = _short(table_path("name"))
+    yield f"tuned tables: {', '.join(tables) or f'none ({example} after `gfgen bench gfc --tune`)'}"
+    hub = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+    free = shutil.disk_usage(hub if hub.is_dir() else Path.home()).free / _GIB
+    yield f"models: {_short(hub)}{'' if hub.is_dir() else ' (not there yet)'}, {free:.0f} GiB free"
+
+
+def _short(path: Path) -> str:
+    return str(path).replace(str(Path.home()), "~", 1)

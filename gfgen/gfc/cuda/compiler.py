@@ -1,0 +1,118 @@
+"""Kernels compiled at first use by NVRTC, which PyTorch's CUDA wheels bring, and kept on disk.
+
+The cache is keyed by the sources, the options and the compiler's version, so it never has to be
+cleared by hand. No toolkit, no torch, no GPU is needed to compile.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib.util
+import logging
+import os
+import tempfile
+from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_void_p
+from pathlib import Path
+
+from gfgen.errors import RunError
+
+OPTIONS = ("--std=c++17",)
+_log = logging.getLogger(__name__)
+
+
+def source_dir() -> Path:
+    """csrc/gfc: beside this module in an installed package, at the root in a checkout."""
+    installed = Path(__file__).parent.parent / "csrc"
+    return installed if installed.is_dir() else Path(__file__).parents[3] / "csrc" / "gfc"
+
+
+def cache_dir() -> Path:
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "gfgen"
+
+
+def compiled(architecture: str, *, name: str = "cuda/kernels.cu", sources: Path | None = None) -> bytes:
+    """The machine code of the kernels for `sm_90` and the like; from the cache if it is there."""
+    sources = sources or source_dir()
+    library = load_nvrtc()
+    key = _key(sources, sources / name, architecture, _version(library))
+    path = cache_dir() / "kernels" / f"{Path(name).stem}-{key}-{architecture}.cubin"
+    if path.is_file():
+        return path.read_bytes()
+    _log.info("compiling %s for %s", name, architecture)
+    cubin = _compile(library, sources / name, (source_dir() / "cuda", sources), architecture)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Renamed into place: eight workers may compile at once, and none reads half a file.
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        file.write(cubin)
+    os.replace(file.name, path)
+    return cubin
+
+
+def find_nvrtc() -> Path | None:
+    """NVRTC's library: in the wheels of Python's environment, or of a toolkit."""
+    folders: list[Path] = []
+    spec = importlib.util.find_spec("nvidia")
+    for root in (spec.submodule_search_locations or ()) if spec else ():
+        folders += [Path(root) / "cu13" / "lib", Path(root) / "cuda_nvrtc" / "lib"]
+    folders += sorted(Path("/usr/local").glob("cuda*/lib64"), reverse=True)
+    for folder in folders:
+        for path in sorted(folder.glob("libnvrtc.so.*"), key=lambda found: len(found.name)):
+            return path
+    return None
+
+
+def load_nvrtc() -> ctypes.CDLL:
+    path = find_nvrtc()
+    if path is None:
+        raise RunError(
+            "NVRTC is missing: install a CUDA build of PyTorch, or `pip install nvidia-cuda-nvrtc`"
+        )
+    # The compiler opens this by name only, which finds it if it is loaded already.
+    for builtins in path.parent.glob("libnvrtc-builtins.so.*"):
+        ctypes.CDLL(str(builtins))
+    library = ctypes.CDLL(str(path))
+    library.nvrtcCreateProgram.argtypes = (POINTER(c_void_p), c_char_p, c_char_p, c_int, c_void_p, c_void_p)
+    library.nvrtcCompileProgram.argtypes = (c_void_p, c_int, POINTER(c_char_p))
+    for name in ("CUBIN", "ProgramLog"):
+        getattr(library, f"nvrtcGet{name}Size").argtypes = (c_void_p, POINTER(c_size_t))
+        getattr(library, f"nvrtcGet{name}").argtypes = (c_void_p, c_char_p)
+    library.nvrtcVersion.argtypes = (POINTER(c_int), POINTER(c_int))
+    return library
+
+
+def _version(library: ctypes.CDLL) -> str:
+    major, minor = c_int(), c_int()
+    library.nvrtcVersion(byref(major), byref(minor))
+    return f"{major.value}.{minor.value}"
+
+
+def _key(sources: Path, main: Path, architecture: str, version: str) -> str:
+    digest = hashlib.sha256("\n".join((architecture, version, *OPTIONS)).encode())
+    files = {main, *source_dir().glob("*.h"), *source_dir().glob("cuda/*"), *sources.glob("*.h")}
+    for path in sorted(files):
+        if path.is_file():
+            digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _compile(library: ctypes.CDLL, source: Path, includes: tuple[Path, ...], architecture: str) -> bytes:
+    program = c_void_p()
+    text = source.read_bytes()
+    if library.nvrtcCreateProgram(byref(program), text, str(source).encode(), 0, None, None) != 0:
+        raise RunError(f"NVRTC did not take {source.name}")
+    options = [f"--gpu-architecture={architecture}", *OPTIONS, *(f"-I{path}" for path in includes)]
+    encoded = (c_char_p * len(options))(*(option.encode() for option in options))
+    if library.nvrtcCompileProgram(program, len(options), encoded) != 0:
+        log = _text_of(library, program, "ProgramLog").rstrip(b"\0").decode(errors="replace")
+        raise RunError(f"NVRTC could not compile {source.name} for {architecture}:\n{log}")
+    return _text_of(library, program, "CUBIN")
+
+
+def _text_of(library: ctypes.CDLL, program: c_void_p, what: str) -> bytes:
+    size = c_size_t()
+    getattr(library, f"nvrtcGet{what}Size")(program, byref(size))
+    content = ctypes.create_string_buffer(size.value)
+    getattr(library, f"nvrtcGet{what}")(program, content)
+    return content.raw

@@ -1,0 +1,295 @@
+"""A rank's end of the group-free collectives on a GPU.
+
+Set up once per process; groups are then made from descriptors without touching anyone: a group
+is one launch of the entry kernel, which writes the descriptor into the rank's context.
+
+Failures arrive later than calls: kernels leave them in a page of host memory, every call looks
+there first, and `Group.finish` looks after the device has come so far.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from ctypes import c_int, c_uint32, c_uint64
+
+import torch
+from torch import Tensor
+
+from gfgen.errors import LayoutError, ProtocolError
+from gfgen.gfc import native
+from gfgen.gfc.arena import Plan
+from gfgen.gfc.cuda.driver import driver
+from gfgen.gfc.cuda.group import CudaGroup, Run
+from gfgen.gfc.cuda.kernels import Kernels
+from gfgen.gfc.cuda.launch import Launch
+from gfgen.gfc.cuda.memory import ControlPage, DeviceArena
+from gfgen.gfc.cuda.selector import Selector, load_selector
+from gfgen.gfc.cuda.structs import AWAIT, COPY, PUBLISH, Chunk, Context
+from gfgen.gfc.descriptor import Descriptor
+from gfgen.gfc.failure import Failure
+
+COPY_ENGINE_BYTES = 1 << 20
+"""Chunks from this size on go by the copy engine, which leaves the multiprocessors to others."""
+
+_TRANSFER_BLOCKS, _BLOCK = 16, 512
+
+
+class CudaEndpoint:
+    """One rank's collectives and transfers on one device.
+
+    control_fd: the rank's page in host memory (`memory.CONTROL_PLAN`). own: its arena.
+    peer_fds: the other ranks' arenas, by rank; may be closed afterwards.
+    Tasks run on torch's current stream, always the same one; transfers on the stream given to
+    them. All launches come from one thread; `abort_through` may come from any.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        rank: int,
+        device: int,
+        own: DeviceArena,
+        peer_fds: Mapping[int, int],
+        incarnations: Mapping[int, int],
+        control_fd: int,
+        timeout_s: float = 30.0,
+        selector: Selector | None = None,
+    ) -> None:
+        self.plan, self.rank, self.device = plan, rank, device
+        self.torch_device = torch.device("cuda", device)
+        self.timeout_ns = max(1, int(timeout_s * 1e9))
+        self.driver = driver()
+        self.kernels = Kernels(device)
+        self.selector = selector or load_selector(self.driver.name(device), has_bulk=self.kernels.has_bulk)
+        self.control = ControlPage(control_fd, rank=rank, incarnation=incarnations[rank])
+        self.incarnations = dict(incarnations)
+        self.arenas = {rank: own}
+        for peer, fd in peer_fds.items():
+            self.arenas[peer] = DeviceArena.open(fd, plan, device=device)
+        self.context = self.driver.allocate(ctypes.sizeof(Context))
+        self._write_context()
+        self.arena_bytes_1d = _as_tensor(own.address, own.num_bytes, device)
+        self.failed = c_uint32.from_address(self.control.failure_address)
+        self._native_descriptor = native.Descriptor()
+        self._enter = Launch(
+            self.driver,
+            self.kernels["enter"],
+            c_uint64(self.context),
+            self._native_descriptor,
+            c_uint64(self.timeout_ns),
+            grid=1,
+            block=32,
+        )
+        self.last_dispatch = 0
+        self.prepared: dict[object, object] = {}
+        self._views: dict[object, Tensor] = {}
+
+    def group(self, descriptor: Descriptor) -> CudaGroup:
+        """The whole layout's group, as this rank sees it."""
+        return CudaGroup(self, descriptor, Run(descriptor))
+
+    def stream(self) -> int:
+        """torch's current stream on this device."""
+        return int(torch._C._cuda_getCurrentRawStream(self.device))
+
+    def bind(self, descriptor: Descriptor) -> None:
+        """Writes the descriptor into the context and runs the entry barrier, on the current stream."""
+        mapped = tuple(map(self.incarnations.get, descriptor.layout.ranks))
+        if mapped != descriptor.incarnations:
+            raise ProtocolError(
+                f"rank {self.rank}, dispatch {descriptor.dispatch}: the descriptor names incarnations "
+                f"{descriptor.incarnations} of ranks {descriptor.layout.ranks}, mapped here are {mapped}"
+            )
+        if descriptor.dispatch <= self.last_dispatch:
+            raise ProtocolError(
+                f"rank {self.rank}: dispatch numbers must rise, {descriptor.dispatch} came after "
+                f"{self.last_dispatch}"
+            )
+        self.last_dispatch = descriptor.dispatch
+        encoded = descriptor.encode(self.rank)
+        ctypes.memmove(ctypes.addressof(self._native_descriptor), encoded, len(encoded))
+        self._enter.run(self.stream())
+
+    def check(self, dispatch: int) -> None:
+        """Raises the failure of this dispatch, if its kernels have left one."""
+        if self.failed.value:
+            failure = self.control.arena.last_failure()
+            if failure is not None and failure.dispatch == dispatch:
+                raise failure.as_error()
+
+    def last_failure(self) -> Failure | None:
+        return self.control.arena.last_failure()
+
+    def abort_through(self, dispatch: int) -> None:
+        """Ends this rank's waits in dispatches up to this number; see `Arena.abort_through`."""
+        self.control.arena.abort_through(dispatch)
+
+    def view(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A tensor over the own arena's memory; remembered, because making one costs microseconds."""
+        key = (offset, shape, dtype)
+        found = self._views.get(key)
+        if found is None:
+            num_bytes = torch.Size(shape).numel() * dtype.itemsize
+            found = self.arena_bytes_1d[offset : offset + num_bytes].view(dtype).view(shape)
+            self._views[key] = found
+        return found
+
+    def send(
+        self,
+        x: Tensor,
+        *,
+        to: int,
+        dispatch: int,
+        label: int = 0,
+        timeout_s: float | None = None,
+        stream: int | None = None,
+    ) -> None:
+        """Enqueues the push of a contiguous tensor to a rank, by chunks of `Plan.post_bytes`.
+
+        On the device it waits for the receiver only beyond two chunks. Failures show in `check`.
+        """
+        assert x.is_contiguous()
+        assert to != self.rank
+        stream = self.stream() if stream is None else stream
+        for chunk in self._chunks(x, to, dispatch, label, timeout_s):
+            if chunk.bytes < COPY_ENGINE_BYTES:
+                self._run_chunk("send", chunk, AWAIT | COPY | PUBLISH, stream)
+                continue
+            # The bank is known here as on the device: both count the chunks of the edge.
+            self._run_chunk("send", chunk, AWAIT, stream)
+            inbox = self.arenas[to].address + self._inbox_offset(self._sent[to])
+            self.driver.call("cuMemcpyDtoDAsync_v2", inbox, chunk.address, chunk.bytes, stream)
+            self._run_chunk("send", chunk, PUBLISH, stream)
+            self._sent[to] += 1
+
+    def recv(
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        *,
+        source: int,
+        dispatch: int,
+        label: int = 0,
+        timeout_s: float | None = None,
+        stream: int | None = None,
+    ) -> Tensor:
+        """Enqueues the arrival of the tensor that `source` sends under this dispatch and label."""
+        x = torch.empty(tuple(shape), dtype=dtype, device=f"cuda:{self.device}")
+        stream = self.stream() if stream is None else stream
+        for chunk in self._chunks(x, source, dispatch, label, timeout_s):
+            self._run_chunk("recv", chunk, AWAIT | COPY | PUBLISH, stream)
+        return x
+
+    def replace_peer(self, rank: int, fd: int, incarnation: int) -> None:
+        """Maps the arena of a rank's new incarnation in place of the old one.
+
+        For when nothing that involves that rank runs or is queued here; its edge starts anew.
+        """
+        torch.cuda.synchronize(self.device)
+        old = self.arenas.pop(rank, None)
+        self.arenas[rank] = DeviceArena.open(fd, self.plan, device=self.device)
+        self.incarnations[rank] = incarnation
+        address = self.context + Context.base.offset + 8 * rank
+        self.driver.write(address, self.arenas[rank].address.to_bytes(8, "little"))
+        self._restart(rank)
+        if old is not None:
+            old.close()
+
+    def restart_edges(self, peers: Sequence[int]) -> None:
+        """Starts the edges to these ranks anew, after an aborted dispatch or a failed transfer.
+
+        Every survivor of the layout does it after all of them have left the dispatch and before
+        any of them gets the next one.
+        """
+        torch.cuda.synchronize(self.device)
+        for peer in peers:
+            if peer != self.rank:
+                self._restart(peer)
+
+    def close(self) -> None:
+        """Unmaps everything, after the device has finished; harmless when repeated."""
+        if not self.context:
+            return
+        torch.cuda.synchronize(self.device)
+        self.prepared.clear()
+        self._views.clear()
+        for arena in self.arenas.values():
+            arena.close()
+        self.control.close()
+        self.driver.call("cuMemFree_v2", self.context)
+        self.context = 0
+
+    def _write_context(self) -> None:
+        context = Context(plan=self.plan.as_native(), rank=self.rank)
+        for rank, arena in self.arenas.items():
+            context.base[rank] = arena.address
+            context.incarnation[rank] = self.incarnations[rank]
+        context.aborted_through = self.control.aborted_through
+        context.record = self.control.record
+        self.driver.write(self.context, bytes(context))
+        self._sent = [0] * native.MAX_RANKS
+
+    def _restart(self, peer: int) -> None:
+        launch = Launch(
+            self.driver,
+            self.kernels["restart_edge"],
+            c_uint64(self.context),
+            c_int(peer),
+            c_uint32(self.incarnations[peer]),
+            grid=16,
+            block=_BLOCK,
+        )
+        launch.run(self.stream())
+        self._sent[peer] = 0
+        torch.cuda.synchronize(self.device)
+
+    def _chunks(
+        self, x: Tensor, peer: int, dispatch: int, label: int, timeout_s: float | None
+    ) -> list[Chunk]:
+        if peer not in self.arenas:
+            raise LayoutError(f"rank {peer} has no arena here")
+        total, limit = x.numel() * x.element_size(), self.plan.post_bytes
+        timeout_ns = 0 if timeout_s is None else max(1, int(timeout_s * 1e9))
+        return [
+            Chunk(
+                context=self.context,
+                address=x.data_ptr() + begin,
+                bytes=min(limit, total - begin),
+                dispatch=dispatch,
+                timeout_ns=timeout_ns,
+                chunk=begin // limit,
+                peer=peer,
+                label=label,
+            )
+            for begin in range(0, max(total, 1), limit)
+        ]
+
+    def _run_chunk(self, name: str, chunk: Chunk, steps: int, stream: int) -> None:
+        chunk.steps = steps
+        grid = _TRANSFER_BLOCKS if steps & COPY and chunk.bytes > 1 << 14 else 1
+        Launch(self.driver, self.kernels[name], chunk, grid=grid, block=_BLOCK).run(stream)
+        if name == "send" and steps == AWAIT | COPY | PUBLISH:
+            self._sent[chunk.peer] += 1
+
+    def _inbox_offset(self, count: int) -> int:
+        """csrc/gfc/plan.h, post_inbox: where this rank's chunk lies in a peer's arena."""
+        posts = 4096 + native.MAX_RANKS * 8 * 128
+        return posts + (self.rank * 2 + count % 2) * self.plan.post_bytes
+
+
+class _Memory:
+    """Device memory as torch takes it."""
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
+
+
+def _as_tensor(address: int, num_bytes: int, device: int) -> Tensor:
+    return torch.as_tensor(_Memory(address, num_bytes), device=f"cuda:{device}")

@@ -1,0 +1,516 @@
+"""Groups of ranks and their collectives on GPU tensors.
+
+The interface is that of the CPU's `gfgen.gfc.group.Group`; calls enqueue kernels on torch's current
+stream and return. Results are fresh tensors, but for those asked for `in_arena`: they lie in
+this rank's arena, are overwritten after its next exchange of the same kind begins, and must never
+leave an operator that is opaque to compilers.
+
+Legend: B batch, S tokens of the whole sequence, L tokens of this rank, H heads, h heads of this
+rank, D head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gfgen.errors import LayoutError
+from gfgen.gfc import native
+from gfgen.gfc.arena import Plan
+from gfgen.gfc.cuda.launch import PAIR, Launch
+from gfgen.gfc.cuda.moves import Reshaped, offsets_of, reshaped
+from gfgen.gfc.cuda.selector import FLAGGED_LIMIT, Choice
+from gfgen.gfc.cuda.structs import MAX_MOVES, NUM_BANKS, Exchange, Move, Reduction
+from gfgen.gfc.descriptor import KINDS, Descriptor, Kind, member_slots
+from gfgen.gfc.reshard import Sizes, shard_sizes
+from gfgen.layout import shard_bounds
+
+if TYPE_CHECKING:
+    from gfgen.gfc.cuda.endpoint import CudaEndpoint
+
+_ITEM_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+ONE_SHOT_BYTES = 128 << 10
+"""All-reduces up to here send everything to everyone. On 4 H200 at this size: 7.6 us, NCCL 14.7."""
+
+_THREADS = 512
+_IN_FLIGHT = 8  # units that a thread of gfc_exchange has under way
+
+
+class Run:
+    """What this process knows of a dispatch: how many exchanges of each kind it has enqueued.
+
+    The device counts the same; the parity of a count says which bank the next one uses.
+    """
+
+    __slots__ = ("counts", "dispatch", "has_entered")
+
+    def __init__(self, descriptor: Descriptor) -> None:
+        self.dispatch = descriptor.dispatch
+        self.counts = [0] * native.NUM_KINDS
+        self.has_entered = False
+
+
+class Bank(NamedTuple):
+    """Which halves of the arena serve a kind of group."""
+
+    offsets: tuple[int, ...]
+    num_bytes: int
+
+
+class Prepared(NamedTuple):
+    """A launch and what it makes, for one shape of call."""
+
+    launch: Launch
+    results: tuple[tuple[tuple[int, ...], torch.dtype, int], ...]  # shape, dtype, offset in the bank
+    pointers: tuple[int, ...]  # offsets of each tensor's pair of addresses in the arguments
+
+
+class CudaGroup:
+    """The ranks of a dispatch, or a subgroup of them, as one rank sees it."""
+
+    __slots__ = ("_endpoint", "_kind", "_place", "_run", "bank", "descriptor", "ranks", "size", "slot")
+
+    def __init__(
+        self, endpoint: CudaEndpoint, descriptor: Descriptor, run: Run, *, kind: Kind = "whole"
+    ) -> None:
+        layout = descriptor.layout
+        layout_slot = layout.slot_of(endpoint.rank)
+        self._endpoint, self._run = endpoint, run
+        self.descriptor = descriptor
+        slots, self.slot, self._kind, self.bank, self._place = _seat(
+            endpoint.plan, layout.degrees, kind, layout_slot
+        )
+        self.ranks = tuple([layout.ranks[slot] for slot in slots])
+        self.size = len(slots)
+
+    def subgroup(self, kind: Kind) -> CudaGroup:
+        """The group of this kind that this rank belongs to; costs no communication."""
+        return CudaGroup(self._endpoint, self.descriptor, self._run, kind=kind)
+
+    def of_kind(self, kind: int) -> CudaGroup:
+        """The same, by the kind's native number."""
+        return self.subgroup(next(name for name, number in KINDS.items() if number == kind))
+
+    def enter(self) -> None:
+        """Enqueues the entry barrier of the dispatch: once, on the whole layout, before anything else."""
+        self._endpoint.bind(self.descriptor)
+        self._run.has_entered = True
+
+    def finish(self) -> None:
+        """Waits for the current stream, and raises what went wrong in this dispatch."""
+        torch.cuda.current_stream(self._endpoint.device).synchronize()
+        self._endpoint.check(self._run.dispatch)
+
+    def barrier(self) -> None:
+        """What is enqueued after it runs after every rank of the group has come here."""
+        if self.size > 1:
+            self._move((), (), in_arena=False)
+
+    def all_gather(
+        self, x: Tensor, *, dim: int = 0, sizes: Sizes | None = None, in_arena: bool = False
+    ) -> Tensor:
+        """Every rank's `x` behind each other along `dim`; `sizes` (by slot) if they differ."""
+        dim %= x.dim()
+        concat_sizes = tuple(sizes) if sizes else (x.shape[dim],) * self.size
+        return self._move((x,), (-1, dim, (), concat_sizes), in_arena=in_arena)[0]
+
+    def all_to_all(
+        self,
+        x: Tensor,
+        *,
+        split_dim: int,
+        concat_dim: int,
+        split_sizes: Sizes | None = None,
+        concat_sizes: Sizes | None = None,
+        in_arena: bool = False,
+    ) -> Tensor:
+        """From a shard of `concat_dim` with all of `split_dim` to the contrary; see the CPU's."""
+        split_dim, concat_dim = split_dim % x.dim(), concat_dim % x.dim()
+        if split_dim == concat_dim:
+            return self._all_to_all_along(x, split_dim, in_arena=in_arena)
+        splits = tuple(split_sizes) if split_sizes else shard_sizes(x.shape[split_dim], self.size)
+        concats = tuple(concat_sizes) if concat_sizes else (x.shape[concat_dim],) * self.size
+        return self._move((x,), (split_dim, concat_dim, splits, concats), in_arena=in_arena)[0]
+
+    def heads_from_tokens(
+        self,
+        *tensors: Tensor,
+        token_sizes: Sizes,
+        head_sizes: Sizes | None = None,
+        in_arena: bool = False,
+    ) -> tuple[Tensor, ...]:
+        """Attention's way in: all tokens of this rank's heads, for q, k and v in one exchange.
+
+        Shapes: each [B, L, H, D] with any strides -> [B, S, h, D] contiguous.
+        Raises: LayoutError when a rank would have no head.
+        """
+        num_heads = tensors[0].shape[2]
+        heads = tuple(head_sizes) if head_sizes else shard_sizes(num_heads, self.size)
+        if min(heads) < 1:
+            raise LayoutError(f"{num_heads} heads cannot be split over {self.size} ranks")
+        return self._move(tensors, (2, 1, heads, tuple(token_sizes)), in_arena=in_arena)
+
+    def tokens_from_heads(
+        self, x: Tensor, *, token_sizes: Sizes, head_sizes: Sizes, in_arena: bool = False
+    ) -> Tensor:
+        """Attention's way out: all heads of this rank's tokens.
+
+        Shapes: [B, S, h, D] with any strides -> [B, L, H, D] contiguous.
+        """
+        how = (1, 2, tuple(token_sizes), tuple(head_sizes))
+        return self._move((x,), how, in_arena=in_arena)[0]
+
+    def broadcast(self, x: Tensor | None, *, root: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A copy of the root rank's `x`, which the others leave out; `root` is a global rank."""
+        if root not in self.ranks:
+            raise LayoutError(f"root rank {root} is not in the group {self.ranks}")
+        is_root = root == self.ranks[self.slot]
+        if is_root and (x is None or tuple(x.shape) != tuple(shape) or x.dtype != dtype):
+            raise ValueError(f"the root gives {shape} {dtype}, not {x if x is None else x.shape}")
+        num_items = torch.Size(shape).numel()
+        flat = x.reshape(-1) if is_root and x is not None else self._empty((0,), dtype)
+        sizes = tuple(num_items if rank == root else 0 for rank in self.ranks)
+        return self._move((flat,), (-1, 0, (), sizes), in_arena=False)[0].view(tuple(shape))
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum over the ranks, in the order of slots and in fp32: the same bits on every rank."""
+        x = x.contiguous()
+        num_bytes = x.numel() * x.element_size()
+        if self.size == 1:
+            return x.clone()
+        is_aligned = x.data_ptr() % 8 == 0 and num_bytes > 0
+        if is_aligned and num_bytes % 8 == 0 and num_bytes <= ONE_SHOT_BYTES:
+            return self._all_reduce_flagged(x, num_shots=1)
+        if is_aligned and num_bytes % (8 * self.size) == 0 and num_bytes <= FLAGGED_LIMIT * self.size:
+            return self._all_reduce_flagged(x, num_shots=2)
+        if x.numel() % self.size == 0:
+            part = self.reduce_scatter(x.view(-1))
+            return self.all_gather(part).view(x.shape)
+        every = self.all_gather(x.view(1, -1))
+        return self._reduce(every, x.numel(), x.numel()).view(x.shape)
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """This rank's equal part, along the first dimension, of the sum over the ranks."""
+        if x.shape[0] % self.size:
+            raise LayoutError(f"{x.shape[0]} rows cannot be cut in {self.size} equal parts")
+        shape = (x.shape[0] // self.size, *x.shape[1:])
+        num_items = torch.Size(shape).numel()
+        if self.size == 1:
+            return x.clone()
+        parts = x.contiguous().view(self.size, 1, num_items)
+        ones = (1,) * self.size
+        fits = parts.numel() * parts.element_size() <= self.bank.num_bytes
+        arrived = self._move((parts,), (0, 1, ones, ones), in_arena=fits)[0]
+        return self._reduce(arrived, num_items, num_items).view(shape)
+
+    def _all_to_all_along(self, x: Tensor, dim: int, *, in_arena: bool) -> Tensor:
+        if x.shape[dim] % self.size:
+            raise LayoutError(
+                f"dimension {dim} of {tuple(x.shape)} cannot be cut in {self.size} equal parts; "
+                "give another concat_dim"
+            )
+        return self._move((x,), (dim, dim, (), ()), in_arena=in_arena)[0]
+
+    def _move(
+        self, tensors: Sequence[Tensor], how: tuple[int, int, Sizes, Sizes] | tuple[()], *, in_arena: bool
+    ) -> tuple[Tensor, ...]:
+        endpoint, run = self._endpoint, self._run
+        if self.size == 1:
+            return tuple(x.clone(memory_format=torch.contiguous_format) for x in tensors)
+        if endpoint.failed.value:
+            endpoint.check(run.dispatch)
+        assert run.has_entered, "a collective before the entry barrier"
+        pointers = [x.data_ptr() for x in tensors]
+        key = (
+            self._place,
+            how,
+            in_arena,
+            *[(x.shape, x.stride(), x.dtype, at & 15) for x, at in zip(tensors, pointers, strict=True)],
+        )
+        prepared = endpoint.prepared.get(key)
+        if prepared is None:
+            prepared = endpoint.prepared[key] = self._prepare(tensors, how, in_arena=in_arena)
+        if isinstance(prepared, Prepared):
+            return self._launch(prepared, pointers, in_arena=in_arena)
+        assert how
+        # Strides that no kernel takes, or more than a bank holds.
+        if prepared == "strides":
+            return self._move([x.contiguous() for x in tensors], how, in_arena=in_arena)
+        if in_arena:
+            raise LayoutError(f"the results do not fit in a bank of {self.bank.num_bytes} bytes")
+        return tuple(self._in_rounds(x, how) for x in tensors)
+
+    def _launch(self, prepared: Prepared, pointers: list[int], *, in_arena: bool) -> tuple[Tensor, ...]:
+        endpoint, counts, kind = self._endpoint, self._run.counts, self._kind
+        launch, buffer = prepared.launch, prepared.launch.buffer
+        results = []
+        if in_arena:
+            bank = self.bank.offsets[counts[kind] % NUM_BANKS]
+            for (shape, dtype, offset), at, pointer in zip(
+                prepared.results, prepared.pointers, pointers, strict=True
+            ):
+                results.append(endpoint.view(bank + offset, shape, dtype))
+                PAIR.pack_into(buffer, at, pointer, 0)
+        else:
+            for (shape, dtype, _), at, pointer in zip(
+                prepared.results, prepared.pointers, pointers, strict=True
+            ):
+                result = torch.empty(shape, dtype=dtype, device=endpoint.torch_device)
+                PAIR.pack_into(buffer, at, pointer, result.data_ptr())
+                results.append(result)
+        launch.run(endpoint.stream())
+        counts[kind] += 1
+        return tuple(results)
+
+    def _prepare(
+        self, tensors: Sequence[Tensor], how: tuple[int, int, Sizes, Sizes] | tuple[()], *, in_arena: bool
+    ) -> Prepared | str:
+        """The launch for such tensors, or why there is none: "strides" or "space"."""
+        if not how:
+            return self._prepare_launch((), [], Choice("flagged", 1), unit_bytes=8, tensors=())
+        if len(tensors) > MAX_MOVES:
+            return "space"
+        split_dim, concat_dim, splits, concats = how
+        if split_dim == concat_dim:
+            # [.., P * n, ..] seen as [.., P, 1, n, ..]: split the first, concatenate along the second.
+            (x,), ones = tensors, (1,) * self.size
+            unfolded = _unfolded(x, split_dim, self.size)
+            prepared = self._prepare((unfolded,), (split_dim, split_dim + 1, ones, ones), in_arena=in_arena)
+            if isinstance(prepared, str):
+                return prepared
+            return prepared._replace(results=((x.shape, x.dtype, prepared.results[0][2]),))
+        if len(concats) != self.size:
+            raise LayoutError(f"{self.size} ranks need as many sizes, got {concats}")
+        parts = []
+        unit_bytes = 16
+        for x in tensors:
+            part = reshaped(
+                tuple(x.shape),
+                x.stride(),
+                x.element_size(),
+                slot=self.slot,
+                split_dim=split_dim,
+                concat_dim=concat_dim,
+                split_sizes=tuple(splits),
+                concat_sizes=tuple(concats),
+            )
+            if part is None:
+                return "strides"
+            parts.append(part)
+            pointer = x.data_ptr() & 15
+            unit_bytes = min(unit_bytes, part.unit_bytes, pointer & -pointer or 16)
+        offsets, num_bytes = offsets_of(parts)
+        choice = self._endpoint.selector.choose(
+            num_members=self.size,
+            in_arena=in_arena,
+            pair_bytes=sum(part.pair_bytes for part in parts),
+            unit_bytes=unit_bytes,
+            row_bytes=min(part.row_bytes for part in parts),
+        )
+        if num_bytes > self.bank.num_bytes and (choice.path != "flagged" or in_arena):
+            return "space"
+        return self._prepare_launch(parts, offsets, choice, unit_bytes=unit_bytes, tensors=tensors)
+
+    def _prepare_launch(
+        self,
+        parts: Sequence[Reshaped],
+        offsets: Sequence[Sequence[int]],
+        choice: Choice,
+        *,
+        unit_bytes: int,
+        tensors: Sequence[Tensor],
+    ) -> Prepared:
+        endpoint = self._endpoint
+        exchange = Exchange(
+            context=endpoint.context,
+            kind=self._kind,
+            num_moves=len(parts),
+            unit_bytes=unit_bytes,
+            tile_bytes=choice.tile_bytes,
+        )
+        results = []
+        for idx, (part, offset, x) in enumerate(zip(parts, offsets, tensors, strict=True)):
+            exchange.moves[idx] = part.native(offset)
+            results.append((part.result_shape, x.dtype, offset[self.slot]))
+        longest = max((part.pair_bytes for part in parts), default=0)
+        num_parts = max(1, len(parts))
+        limit = min(choice.blocks, endpoint.kernels.num_multiprocessors)
+        block, shared_bytes = _THREADS, 0
+        if choice.path == "flagged":
+            name, items = "flagged", self.size * num_parts
+            dense_bytes = parts[0].dense_bytes if len(parts) == 1 else 0
+            if dense_bytes or not parts:
+                name, exchange.dense_bytes = "flagged_dense", dense_bytes
+            warps_per_block = _THREADS // 32
+            most = max(1, limit * warps_per_block // items)
+            exchange.num_slices = min(most, max(1, -(-longest // (8 * 32))))
+            grid = -(-items * exchange.num_slices // warps_per_block)
+        else:
+            items = (self.size - 1) * num_parts
+            per_block = unit_bytes * _THREADS * _IN_FLIGHT // 2
+            name = "exchange"
+            if choice.path == "bulk":
+                name, block, per_block = "bulk", 32, choice.tile_bytes
+                shared_bytes = 4 * choice.tile_bytes
+            wanted = max(1, -(-longest // per_block))
+            # What stays is copied at the speed of the own memory, many times that of a link.
+            exchange.num_keepers = min(wanted * num_parts, max(1, limit // 12))
+            at_once = 1 if choice.in_turn else items
+            most = max(1, (limit - exchange.num_keepers) // at_once)
+            exchange.num_slices = min(most, wanted)
+            grid = at_once * exchange.num_slices + exchange.num_keepers
+        launch = Launch(
+            endpoint.driver,
+            endpoint.kernels[name],
+            exchange,
+            grid=grid,
+            block=block,
+            shared_bytes=shared_bytes,
+        )
+        first = Exchange.moves.offset
+        size_of_move = Exchange.moves.size // MAX_MOVES
+        pointers = tuple(first + idx * size_of_move + Move.input.offset for idx in range(len(parts)))
+        return Prepared(launch, tuple(results), pointers)
+
+    def _in_rounds(self, x: Tensor, how: tuple[int, int, Sizes, Sizes]) -> Tensor:
+        """An exchange that does not fit in a bank: so many parts of each shard at a time."""
+        split_dim, concat_dim, splits, concats = how
+        if split_dim == concat_dim:
+            return self._rounds_along(x, split_dim)
+        shape = list(x.shape)
+        shape[concat_dim] = sum(concats)
+        if split_dim >= 0:
+            shape[split_dim] = splits[self.slot]
+        share = max(splits) / max(1, shape[split_dim]) if split_dim >= 0 else 1.0
+        needed = torch.Size(shape).numel() * x.element_size() * share
+        num_rounds = min(max(concats), int(needed * 1.1 // max(1, self.bank.num_bytes)) + 2)
+        if num_rounds < 2:
+            raise LayoutError(
+                f"{tuple(x.shape)} does not fit in a bank of {self.bank.num_bytes} bytes, at all"
+            )
+        result = self._empty(tuple(shape), x.dtype)
+        starts = [sum(concats[:member]) for member in range(self.size)]
+        for idx in range(num_rounds):
+            bounds = [shard_bounds(length, num_rounds, idx) for length in concats]
+            begin, end = bounds[self.slot]
+            lengths = tuple(stop - start for start, stop in bounds)
+            piece = x.narrow(concat_dim, begin, end - begin)
+            got = self._move((piece,), (split_dim, concat_dim, splits, lengths), in_arena=False)[0]
+            for member, part in enumerate(torch.split(got, list(lengths), concat_dim)):
+                at = starts[member] + bounds[member][0]
+                result.narrow(concat_dim, at, lengths[member]).copy_(part)
+        return result
+
+    def _rounds_along(self, x: Tensor, dim: int) -> Tensor:
+        """The same for equal parts of one dimension: so much of every part at a time."""
+        size = self.size
+        parts = x.contiguous().view(*x.shape[:dim], size, 1, -1)
+        num_rounds = min(parts.shape[-1], x.numel() * x.element_size() // max(1, self.bank.num_bytes) + 2)
+        ones = (1,) * size
+        how = (dim, dim + 1, ones, ones)
+        pieces = torch.tensor_split(parts, num_rounds, -1)
+        arrived = [self._move((piece.contiguous(),), how, in_arena=False)[0] for piece in pieces]
+        return torch.cat([piece.transpose(dim, dim + 1) for piece in arrived], -1).view(x.shape)
+
+    def _all_reduce_flagged(self, x: Tensor, *, num_shots: int) -> Tensor:
+        """In one launch: everyone sends all to all, or the parts and then their sums."""
+        endpoint, run = self._endpoint, self._run
+        if endpoint.failed.value:
+            endpoint.check(run.dispatch)
+        assert run.has_entered, "a collective before the entry barrier"
+        result = torch.empty_like(x)
+        name = "all_reduce" if num_shots == 1 else "all_reduce_parts"
+        key = (name, self._kind, x.dtype, x.numel())
+        launch = endpoint.prepared.get(key)
+        if not isinstance(launch, Launch):
+            num_units = x.numel() * x.element_size() // 8 // (1 if num_shots == 1 else self.size)
+            reduction = Reduction(
+                context=endpoint.context, num_items=x.numel(), kind=self._kind, item_type=_ITEM_TYPES[x.dtype]
+            )
+            grid = max(1, min(endpoint.kernels.num_multiprocessors, -(-num_units // _THREADS)))
+            launch = Launch(endpoint.driver, endpoint.kernels[name], reduction, grid=grid, block=_THREADS)
+            endpoint.prepared[key] = launch
+        PAIR.pack_into(launch.buffer, Reduction.input.offset, x.data_ptr(), result.data_ptr())
+        launch.run(endpoint.stream())
+        run.counts[self._kind] += num_shots
+        return result
+
+    def _reduce(self, terms: Tensor, num_items: int, stride: int) -> Tensor:
+        endpoint = self._endpoint
+        result = self._empty((num_items,), terms.dtype)
+        reduction = Reduction(
+            input=terms.data_ptr(),
+            output=result.data_ptr(),
+            num_items=num_items,
+            stride=stride,
+            item_type=_ITEM_TYPES[terms.dtype],
+            num_terms=self.size,
+        )
+        grid = max(1, min(4 * endpoint.kernels.num_multiprocessors, -(-num_items // _THREADS)))
+        launch = Launch(endpoint.driver, endpoint.kernels["reduce"], reduction, grid=grid, block=_THREADS)
+        launch.run(endpoint.stream())
+        return result
+
+    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=f"cuda:{self._endpoint.device}")
+
+
+def _unfolded(x: Tensor, dim: int, size: int) -> Tensor:
+    """[.., P * n, ..] as [.., P, 1, n, ..]."""
+    length, step = x.shape[dim] // size, x.stride(dim)
+    shape = (*x.shape[:dim], size, 1, length, *x.shape[dim + 1 :])
+    return x.as_strided(shape, (*x.stride()[:dim], length * step, length * step, *x.stride()[dim:]))
+
+
+class Seat(NamedTuple):
+    """A rank's place in a group, whichever ranks it is made of."""
+
+    slots: tuple[int, ...]
+    slot: int
+    kind: int
+    bank: Bank
+    key: tuple[tuple[int, int, int], int, int]
+
+
+@cache
+def _seat(plan: Plan, degrees: tuple[int, int, int], kind: Kind, layout_slot: int) -> Seat:
+    slots = member_slots(degrees, kind, layout_slot)
+    number = canonical(degrees, KINDS[kind])
+    slot = slots.index(layout_slot)
+    bank = bank_of(plan.data_bytes, plan.post_bytes, degrees, number)
+    return Seat(slots, slot, number, bank, (degrees, number, slot))
+
+
+@cache
+def canonical(degrees: tuple[int, int, int], kind: int) -> int:
+    """csrc/gfc/descriptor.h: kinds with the same members are one."""
+    cfg, ulysses, ring = degrees
+    if kind == native.RING and ulysses == 1:
+        kind = native.HALF
+    if kind == native.ULYSSES and ring == 1:
+        kind = native.HALF
+    if kind == native.PAIR and ulysses * ring == 1:
+        kind = native.WHOLE
+    if kind == native.HALF and cfg == 1:
+        kind = native.WHOLE
+    return kind
+
+
+@cache
+def bank_of(data_bytes: int, post_bytes: int, degrees: tuple[int, int, int], kind: int) -> Bank:
+    """csrc/gfc/plan.h: exchange_inbox with one member, for the bank as a whole."""
+    cfg, ulysses, ring = degrees
+    sizes = (cfg * ulysses * ring, ulysses * ring, ulysses, ring, cfg)
+    kinds = [k for k in range(native.NUM_KINDS) if canonical(degrees, k) == k and sizes[k] > 1]
+    if kind not in kinds:
+        return Bank((0, 0), 0)
+    posts = 4096 + native.MAX_RANKS * 8 * 128
+    data = -(-(posts + native.MAX_RANKS * NUM_BANKS * post_bytes) // 4096) * 4096
+    bank = data_bytes // len(kinds) // NUM_BANKS
+    first = kinds.index(kind) * NUM_BANKS
+    offsets = tuple(data + (first + idx) * bank // 128 * 128 for idx in range(NUM_BANKS))
+    return Bank(offsets, bank // 128 * 128)

@@ -1,0 +1,106 @@
+"""Arenas on GPUs: memory of one rank's device that the processes of all ranks map.
+
+Each rank makes its own and hands the file descriptor to the others, through whatever passes
+descriptors between the processes (SCM_RIGHTS). Plain VMM allocations: a peer that is killed while
+it writes leaves the survivors' contexts whole, which cudaIpc mappings do not (measured).
+
+Beside it, each rank has a page in host memory that the host maps too: the word that aborts, and
+the record of the last failure. It is the header of a small CPU arena, so the host needs no GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gfgen.gfc.arena import Arena, Plan
+from gfgen.gfc.cuda.driver import Driver, driver
+from gfgen.gfc.cuda.structs import FLAGGED_BYTES, NUM_BANKS
+from gfgen.gfc.native import MAX_RANKS
+
+MIB = 1 << 20
+CONTROL_PLAN = Plan(data_bytes=1 << 16, post_bytes=1 << 10)
+"""Of the CPU arena that serves as a rank's page in host memory; see `arena.create_arena`."""
+
+# csrc/gfc/cpu_memory.h, struct ArenaHeader.
+ABORTED_THROUGH_OFFSET, FAILURE_OFFSET, HEADER_BYTES = 128, 384, 4096
+# csrc/gfc/plan.h.
+SIGNALS_OFFSET, LINE_BYTES = 4096, 128
+
+
+def arena_bytes(plan: Plan) -> int:
+    """csrc/gfc/cuda/context.h: the plan's arena, and the inboxes of messages with flags."""
+    return plan.arena_bytes + MAX_RANKS * NUM_BANKS * FLAGGED_BYTES
+
+
+@dataclass(slots=True)
+class DeviceArena:
+    """One rank's arena as this process maps it."""
+
+    address: int
+    num_bytes: int
+    driver: Driver
+
+    @classmethod
+    def create(cls, plan: Plan, *, device: int) -> tuple[DeviceArena, int]:
+        """A fresh arena on this device, and the file descriptor to hand to the other ranks."""
+        cuda = driver()
+        cuda.use(device)
+        handle, num_bytes, fd = cuda.shareable(device, arena_bytes(plan))
+        address = cuda.map(handle, num_bytes, device)
+        cuda.call("cuMemRelease", handle)  # the mapping and the descriptor keep the memory
+        # Inboxes with flags start from zeros; what else there is is written before it is read.
+        cuda.write(address + SIGNALS_OFFSET, _fresh_lines(plan))
+        flagged = address + plan.arena_bytes
+        cuda.call("cuMemsetD8_v2", flagged, 0, MAX_RANKS * NUM_BANKS * FLAGGED_BYTES)
+        cuda.call("cuCtxSynchronize")
+        return cls(address, num_bytes, cuda), fd
+
+    @classmethod
+    def open(cls, fd: int, plan: Plan, *, device: int) -> DeviceArena:
+        """Another rank's arena, for use by kernels of this device. The descriptor may be closed."""
+        cuda = driver()
+        cuda.use(device)
+        handle = cuda.import_shared(fd)
+        unit = 2 * MIB  # the granularity of device memory, which `create` rounded up to
+        num_bytes = -(-arena_bytes(plan) // unit) * unit
+        address = cuda.map(handle, num_bytes, device)
+        cuda.call("cuMemRelease", handle)
+        return cls(address, num_bytes, cuda)
+
+    def close(self) -> None:
+        """Unmaps; harmless when repeated."""
+        if self.address:
+            self.driver.unmap(self.address, self.num_bytes)
+            self.address = 0
+
+
+def _fresh_lines(plan: Plan) -> bytes:
+    """Signal lines before anything was signalled: counts stand at their start, entries at nothing."""
+    entry = bytes(LINE_BYTES)
+    other = plan.first_sequence.to_bytes(8, "little").ljust(LINE_BYTES, b"\0")
+    return (entry * 2 + other * 6) * MAX_RANKS
+
+
+class ControlPage:
+    """The own rank's page in host memory, pinned for its kernels."""
+
+    def __init__(self, fd: int, *, rank: int, incarnation: int) -> None:
+        self.arena = Arena(fd, CONTROL_PLAN, rank=rank, incarnation=incarnation)
+        self._driver = driver()
+        self._device_address = self._driver.register_host(self.arena.address, HEADER_BYTES)
+        self.failure_address = self.arena.address + FAILURE_OFFSET
+
+    @property
+    def aborted_through(self) -> int:
+        """Of the word, as kernels see it."""
+        return self._device_address + ABORTED_THROUGH_OFFSET
+
+    @property
+    def record(self) -> int:
+        """Of the record, as kernels see it."""
+        return self._device_address + FAILURE_OFFSET
+
+    def close(self) -> None:
+        if self.arena.address:
+            self._driver.call("cuMemHostUnregister", self.arena.address)
+            self.arena.close()

@@ -1,0 +1,211 @@
+"""Ranks as processes with a GPU each, for measurements and tests: start, command, kill, restart.
+
+The parent imports no torch and touches no GPU. Descriptors of arenas pass through the parent's
+Unix sockets (SCM_RIGHTS), as they do through a control plane.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import traceback
+from collections.abc import Callable, Iterable
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import recv_handle, send_handle
+from typing import TYPE_CHECKING, Any
+
+from gfgen.errors import WorkerError
+from gfgen.gfc.arena import Arena, Plan, create_arena
+
+if TYPE_CHECKING:
+    from gfgen.gfc.cuda.endpoint import CudaEndpoint
+
+# A program's first argument is the rank's endpoint; it is sent by name.
+Program = Callable[..., Any]
+
+REPLY_TIMEOUT_S = 300.0
+_SPAWN = multiprocessing.get_context("spawn")
+
+
+class CudaRanks:
+    """`num_ranks` processes; rank r uses device r, or the only one there is."""
+
+    def __init__(self, num_ranks: int, plan: Plan, *, timeout_s: float = 30.0, num_devices: int = 0) -> None:
+        self.plan, self.timeout_s = plan, timeout_s
+        self.num_devices = num_devices or num_ranks
+        self.incarnations = dict.fromkeys(range(num_ranks), 1)
+        self.control_fds: dict[int, int] = {}
+        self.arena_fds: dict[int, int] = {}
+        self.pipes: dict[int, Connection] = {}
+        self.processes: dict[int, BaseProcess] = {}
+        self._dispatch = 0
+        for rank in self.incarnations:
+            self._start(rank)
+        for rank in self.incarnations:
+            self._take_arena(rank)
+        for rank in self.incarnations:
+            self._introduce(rank)
+        for rank in self.incarnations:
+            self.result(rank)
+
+    def next_dispatch(self, count: int = 1) -> int:
+        """The first of so many dispatch numbers that nobody had."""
+        first = self._dispatch + 1
+        self._dispatch += count
+        return first
+
+    def submit(self, rank: int, program: Program, *arguments: Any) -> None:
+        self.pipes[rank].send((program, arguments))
+
+    def result(self, rank: int, timeout_s: float = REPLY_TIMEOUT_S) -> Any:
+        """What the rank's oldest open program returned; raises WorkerError with its traceback."""
+        if not self.pipes[rank].poll(timeout_s):
+            raise WorkerError(f"rank {rank} did not answer within {timeout_s:.0f} s")
+        is_ok, value = self.pipes[rank].recv()
+        if not is_ok:
+            raise WorkerError(f"rank {rank}: {value}")
+        return value
+
+    def run(self, ranks: Iterable[int], program: Program, *arguments: Any) -> list[Any]:
+        """The results of a program on several ranks at once, in their order."""
+        ranks = list(ranks)
+        for rank in ranks:
+            self.submit(rank, program, *arguments)
+        results, errors = [], []
+        for rank in ranks:  # all of them, so that none is taken for the next program's
+            try:
+                results.append(self.result(rank))
+            except WorkerError as error:
+                errors.append(str(error))
+        if errors:
+            raise WorkerError("\n".join(errors))
+        return results
+
+    def abort(self, rank: int, dispatch: int) -> None:
+        from gfgen.gfc.cuda.memory import CONTROL_PLAN
+
+        page = Arena(self.control_fds[rank], CONTROL_PLAN, rank=rank, incarnation=self.incarnations[rank])
+        page.abort_through(dispatch)
+        page.close()
+
+    def kill(self, rank: int) -> None:
+        """SIGKILL, and the reaping that has to come before anyone goes on."""
+        process = self.processes[rank]
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+
+    def revive(self, rank: int) -> None:
+        """A new incarnation, whose arena the survivors map in place of the old one."""
+        self.incarnations[rank] += 1
+        os.close(self.arena_fds[rank])
+        os.close(self.control_fds[rank])
+        self._start(rank)
+        self._take_arena(rank)
+        self._introduce(rank)
+        self.result(rank)
+        for peer, process in self.processes.items():
+            if peer != rank:
+                self.pipes[peer].send(("map", (rank, self.incarnations[rank])))
+                assert process.pid is not None
+                send_handle(self.pipes[peer], self.arena_fds[rank], process.pid)
+                self.result(peer)
+
+    def close(self) -> None:
+        for rank, process in self.processes.items():
+            if process.is_alive():
+                self.pipes[rank].send(None)
+        for rank, process in self.processes.items():
+            process.join(5)
+            if process.is_alive():
+                self.kill(rank)
+        for fd in (*self.control_fds.values(), *self.arena_fds.values()):
+            os.close(fd)
+
+    def _start(self, rank: int) -> None:
+        from gfgen.gfc.cuda.memory import CONTROL_PLAN
+
+        ours, theirs = _SPAWN.Pipe()
+        device = rank % self.num_devices
+        process = _SPAWN.Process(
+            target=_serve,
+            args=(theirs, self.plan, rank, device, self.incarnations[rank], self.timeout_s),
+            daemon=True,
+        )
+        process.start()
+        theirs.close()
+        self.pipes[rank], self.processes[rank] = ours, process
+        fd = create_arena(CONTROL_PLAN, rank=rank, incarnation=self.incarnations[rank])
+        self.control_fds[rank] = fd
+        assert process.pid is not None
+        send_handle(ours, fd, process.pid)
+
+    def _take_arena(self, rank: int) -> None:
+        if not self.pipes[rank].poll(REPLY_TIMEOUT_S):
+            raise WorkerError(f"rank {rank} made no arena")
+        self.arena_fds[rank] = recv_handle(self.pipes[rank])
+
+    def _introduce(self, rank: int) -> None:
+        """Hands the rank the others' arenas."""
+        peers = {peer: number for peer, number in self.incarnations.items() if peer != rank}
+        self.pipes[rank].send(peers)
+        pid = self.processes[rank].pid
+        assert pid is not None
+        for peer in peers:
+            send_handle(self.pipes[rank], self.arena_fds[peer], pid)
+
+
+def _serve(pipe: Connection, plan: Plan, rank: int, device: int, incarnation: int, timeout_s: float) -> None:
+    """A rank's process: sets itself up, then runs programs until it gets None."""
+    endpoint = _set_up(pipe, plan, rank, device, incarnation, timeout_s)
+    pipe.send((True, None))
+    while (command := pipe.recv()) is not None:
+        program, arguments = command
+        try:
+            if program == "map":
+                peer, number = arguments
+                fd = recv_handle(pipe)
+                endpoint.replace_peer(peer, fd, number)
+                os.close(fd)
+                pipe.send((True, None))
+            else:
+                pipe.send((True, program(endpoint, *arguments)))
+        except Exception:
+            pipe.send((False, traceback.format_exc()))
+    endpoint.close()
+    # At once: NCCL's teardown waits for its peers and for graphs that captured it, here for ever.
+    os._exit(0)
+
+
+def _set_up(
+    pipe: Connection, plan: Plan, rank: int, device: int, incarnation: int, timeout_s: float
+) -> CudaEndpoint:
+    import torch
+
+    from gfgen.gfc.cuda.endpoint import CudaEndpoint
+    from gfgen.gfc.cuda.memory import DeviceArena
+
+    torch.set_num_threads(1)
+    torch.cuda.set_device(device)
+    torch.zeros(1, device="cuda")
+    control_fd = recv_handle(pipe)
+    own, fd = DeviceArena.create(plan, device=device)
+    send_handle(pipe, fd, os.getppid())
+    os.close(fd)
+    incarnations: dict[int, int] = pipe.recv()
+    peer_fds = {peer: recv_handle(pipe) for peer in incarnations}
+    endpoint = CudaEndpoint(
+        plan,
+        rank=rank,
+        device=device,
+        own=own,
+        peer_fds=peer_fds,
+        incarnations={**incarnations, rank: incarnation},
+        control_fd=control_fd,
+        timeout_s=timeout_s,
+    )
+    for passed in peer_fds.values():
+        os.close(passed)
+    return endpoint

@@ -1,0 +1,112 @@
+"""Which kernel moves an exchange, and with how many blocks, by size.
+
+Filled by `gfgen bench gfc --tune` and stored per device; without that, the shipped table.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from gfgen.gfc.cuda.compiler import cache_dir
+
+Path_ = Literal["flagged", "threads", "bulk"]
+KIB, MIB = 1 << 10, 1 << 20
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A kernel and its launch: blocks is the most of the whole grid; tile_bytes for bulk copies.
+
+    in_turn: all blocks push to one member after the other, not to all at once.
+    """
+
+    path: Path_
+    blocks: int
+    tile_bytes: int = 0
+    in_turn: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """The choice for messages (of one pair of members) of up to so many bytes."""
+
+    up_to_bytes: int
+    choice: Choice
+
+
+# Measured on 4 H200, 2026-11-20, with `gfgen bench gfc --tune`.
+DEFAULT_RULES = (
+    Rule(362 * KIB, Choice("flagged", 132)),
+    Rule(32 * MIB, Choice("bulk", 132, 16 * KIB)),
+    Rule(1 << 62, Choice("bulk", 132, 48 * KIB, in_turn=True)),
+)
+Key = tuple[int, bool]
+"""Number of members, and whether the result stays in the arena."""
+FALLBACK = Choice("threads", 128)
+"""For what the choice cannot take: bulk copies need units of 16 bytes, flags units of 8."""
+
+FLAGGED_LIMIT = 512 * KIB
+MIN_BULK_ROW = 256
+"""Bytes; shorter rows make bulk copies too small to be worth their setting up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Selector:
+    """Rules by number of members and kind of result; `forced` overrides them, for measurements."""
+
+    rules: Mapping[Key, tuple[Rule, ...]]
+    has_bulk: bool
+    forced: Choice | None = None
+
+    def choose(
+        self, *, num_members: int, in_arena: bool, pair_bytes: int, unit_bytes: int, row_bytes: int
+    ) -> Choice:
+        choice = self.forced or self._by_size((num_members, in_arena), pair_bytes)
+        if choice.path == "flagged" and (unit_bytes < 8 or pair_bytes > FLAGGED_LIMIT):
+            return FALLBACK
+        if choice.path == "bulk" and (unit_bytes < 16 or row_bytes < MIN_BULK_ROW or not self.has_bulk):
+            return FALLBACK
+        return choice
+
+    def _by_size(self, key: Key, pair_bytes: int) -> Choice:
+        for rule in self.rules.get(key, DEFAULT_RULES):
+            if pair_bytes <= rule.up_to_bytes:
+                return rule.choice
+        return FALLBACK
+
+
+def table_path(device_name: str) -> Path:
+    slug = "".join(c if c.isalnum() else "-" for c in device_name.lower())
+    return cache_dir() / f"gfc-{slug}.json"
+
+
+def load_selector(device_name: str, *, has_bulk: bool) -> Selector:
+    """The device's tuned table, or the shipped one."""
+    path = table_path(device_name)
+    rules: dict[Key, tuple[Rule, ...]] = {}
+    if path.is_file():
+        try:
+            for table in json.loads(path.read_text())["tables"]:
+                rows = tuple(Rule(row["up_to_bytes"], Choice(**row["choice"])) for row in table["rules"])
+                rules[table["num_members"], table["in_arena"]] = rows
+        except (ValueError, KeyError, TypeError) as error:
+            _log.warning("%s is not a table of rules (%s): using the shipped one", path, error)
+            rules = {}
+    return Selector(rules, has_bulk)
+
+
+def store_rules(device_name: str, rules: Mapping[Key, tuple[Rule, ...]]) -> Path:
+    path = table_path(device_name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tables = [
+        {"num_members": size, "in_arena": in_arena, "rules": [asdict(rule) for rule in rows]}
+        for (size, in_arena), rows in rules.items()
+    ]
+    path.write_text(json.dumps({"device": device_name, "tables": tables}, indent=1) + "\n")
+    return path

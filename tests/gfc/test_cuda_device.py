@@ -1,0 +1,164 @@
+"""The collectives on real GPUs: exactness under random groups, graphs, transfers, faults.
+
+pytest tests/gfc/test_cuda_device.py            # needs two GPUs, better four
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import cuda_programs as programs
+import pytest
+import torch
+
+from gfgen.gfc.arena import Plan
+from gfgen.gfc.cuda.ranks import CudaRanks
+from gfgen.layout import Layout
+
+NUM_RANKS = min(4, torch.cuda.device_count())
+TIMEOUT_S = 2.0
+PLAN = Plan(data_bytes=64 << 20, post_bytes=4 << 20, first_sequence=2**32 - 500)
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(NUM_RANKS < 2, reason="needs two NVIDIA GPUs of one machine"),
+]
+
+
+@pytest.fixture
+def ranks() -> Iterator[CudaRanks]:
+    started = CudaRanks(NUM_RANKS, PLAN, timeout_s=TIMEOUT_S)
+    yield started
+    started.close()
+
+
+def gather(ranks: CudaRanks, members: tuple[int, ...], num_items: int = 5000) -> list[tuple[str, str, int]]:
+    incarnations = tuple(ranks.incarnations[rank] for rank in members)
+    layout = Layout(members, ulysses=len(members))
+    return ranks.run(
+        members, programs.gather_once, layout, incarnations, ranks.next_dispatch(), num_items, 0.0
+    )
+
+
+def all_work(ranks: CudaRanks, members: tuple[int, ...]) -> bool:
+    return gather(ranks, members) == [("", "", 0)] * len(members)
+
+
+def test_random_overlapping_groups_give_exact_bytes(ranks: CudaRanks) -> None:
+    first = ranks.next_dispatch(2000)
+    found = ranks.run(range(NUM_RANKS), programs.stress, NUM_RANKS, 7, 2000, first)
+    assert [result["errors"] for result in found] == [0] * NUM_RANKS
+
+
+def test_one_capture_replays_on_every_ordered_subset(ranks: CudaRanks) -> None:
+    prepared = [(0, 1), (2, 3), (0, 1, 2), (3, 0, 1), (0, 1, 2, 3)]
+    members = [group for group in prepared if max(group) < NUM_RANKS]
+    num_prepared = len(members)
+    for size in range(2, NUM_RANKS + 1):
+        members += itertools.permutations(range(NUM_RANKS), size)
+    layouts = [(Layout(group, ulysses=len(group)), ranks.next_dispatch()) for group in members]
+    found = ranks.run(range(NUM_RANKS), programs.replay_everywhere, layouts, 40, num_prepared)
+    assert [wrong for _, wrong in found] == [0] * NUM_RANKS
+    assert sum(num_replays for num_replays, _ in found) == sum(len(m) for m in members[num_prepared:])
+
+
+def test_transfers_of_any_size_arrive(ranks: CudaRanks) -> None:
+    dispatch, sizes = ranks.next_dispatch(), [1, 100, 16384, (3 << 20) + 1, 40 << 20, 8 << 20]
+    ranks.submit(0, programs.transfers, 1, True, dispatch, sizes)
+    ranks.submit(1, programs.transfers, 0, False, dispatch, sizes)
+    assert [ranks.result(0), ranks.result(1)] == [0, 0]
+
+
+def survives(ranks: CudaRanks, failed: list[tuple[str, str, int]], dead: int) -> None:
+    """Survivors named the edge, and work on: without the dead rank, then with its successor."""
+    for name, text, wrong in failed:
+        assert (name, wrong) == ("PeerTimeoutError", 0), text
+        assert f"of rank {dead}" in text
+    others = tuple(rank for rank in range(NUM_RANKS) if rank != dead)
+    ranks.run(others, programs.restart, list(others))
+    if len(others) > 1:
+        assert all_work(ranks, others)
+    ranks.revive(dead)
+    assert all_work(ranks, tuple(range(NUM_RANKS)))
+
+
+def test_rank_killed_while_others_wait_for_it(ranks: CudaRanks) -> None:
+    layout, dispatch = Layout((0, 1), ulysses=2), ranks.next_dispatch()
+    ranks.submit(0, programs.gather_once, layout, (1, 1), dispatch, 5000, 0.0)
+    ranks.submit(1, programs.gather_once, layout, (1, 1), dispatch, 5000, 60.0)
+    time.sleep(1)  # rank 1 is between its gathers, rank 0 waits in the second
+    ranks.kill(1)
+    began = time.monotonic()
+    survives(ranks, [ranks.result(0)], dead=1)
+    assert time.monotonic() - began < 60
+
+
+def test_rank_killed_while_it_waits(ranks: CudaRanks) -> None:
+    layout, dispatch = Layout((0, 1), ulysses=2), ranks.next_dispatch()
+    ranks.submit(0, programs.gather_once, layout, (1, 1), dispatch, 500_000, 1.0)
+    ranks.submit(1, programs.gather_once, layout, (1, 1), dispatch, 500_000, 0.0)
+    time.sleep(0.7)
+    ranks.kill(1)
+    # It had sent all it owed before it waited: nothing is missing here, and nothing is wrong.
+    assert ranks.result(0) == ("", "", 0)
+    survives(ranks, [], dead=1)
+
+
+def test_rank_killed_while_it_pushes(ranks: CudaRanks) -> None:
+    layout, dispatch = Layout((0, 1), ulysses=2), ranks.next_dispatch()
+    for rank in (0, 1):
+        ranks.submit(rank, programs.push_for_ever, layout, dispatch, 8 << 20)
+    time.sleep(1)
+    ranks.kill(1)
+    name, _, text = ranks.result(0).partition(": ")
+    survives(ranks, [(name, text, 0)], dead=1)
+
+
+def test_rank_that_stands_still_for_five_seconds(ranks: CudaRanks) -> None:
+    layout, dispatch = Layout((0, 1), ulysses=2), ranks.next_dispatch()
+    pid = ranks.processes[1].pid
+    assert pid is not None
+    ranks.submit(1, programs.gather_once, layout, (1, 1), dispatch, 5000, 0.5)
+    ranks.submit(0, programs.gather_once, layout, (1, 1), dispatch, 5000, 0.0)
+    time.sleep(0.3)
+    os.kill(pid, signal.SIGSTOP)
+    failed = ranks.result(0)
+    time.sleep(5)
+    os.kill(pid, signal.SIGCONT)
+    ranks.kill(1)  # the rule for suspects: reaped before anyone goes on
+    survives(ranks, [failed], dead=1)
+
+
+def test_wrong_tag_is_a_protocol_error(ranks: CudaRanks) -> None:
+    dispatch = ranks.next_dispatch()
+    ranks.submit(0, programs.gather_once, Layout((0, 1), ulysses=2), (1, 1), dispatch, 100, 0.0)
+    ranks.submit(1, programs.gather_once, Layout((0, 1), cfg=2), (1, 1), dispatch, 100, 0.0)
+    for rank in (0, 1):
+        name, text, wrong = ranks.result(rank)
+        assert (name, wrong) == ("ProtocolError", 0), text
+        assert f"the entry of rank {1 - rank}" in text
+    ranks.run((0, 1), programs.restart, [0, 1])
+    assert all_work(ranks, (0, 1))
+
+
+def test_dispatch_that_a_peer_left_out_is_a_protocol_error(ranks: CudaRanks) -> None:
+    layout, first = Layout((0, 1), ulysses=2), ranks.next_dispatch(2)
+    ranks.submit(1, programs.gather_once, layout, (1, 1), first + 1, 100, 0.0)
+    time.sleep(0.3)
+    name, text, _ = ranks.run((0,), programs.gather_once, layout, (1, 1), first, 100, 0.0)[0]
+    assert name == "ProtocolError", text
+    ranks.abort(1, first + 1)
+    assert ranks.result(1)[0] == "AbortedError"
+    ranks.run((0, 1), programs.restart, [0, 1])
+    assert all_work(ranks, (0, 1))
+
+
+def test_dispatch_numbers_must_rise(ranks: CudaRanks) -> None:
+    layout, dispatch = Layout((0, 1), ulysses=2), ranks.next_dispatch()
+    assert all_work(ranks, (0, 1))
+    name, text, _ = ranks.run((0,), programs.gather_once, layout, (1, 1), dispatch, 100, 0.0)[0]
+    assert name == "ProtocolError"
+    assert "must rise" in text

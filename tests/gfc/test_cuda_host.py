@@ -1,0 +1,288 @@
+"""What of the CUDA collectives needs no GPU: index arithmetic, mirrored structures, compiling."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gfgen.errors import LayoutError
+from gfgen.gfc import native, oracle
+from gfgen.gfc.arena import Plan
+from gfgen.gfc.cuda import compiler, structs
+from gfgen.gfc.cuda.group import bank_of, canonical
+from gfgen.gfc.cuda.moves import Reshaped, offsets_of, reshaped
+from gfgen.gfc.cuda.selector import Choice, Rule, Selector
+from gfgen.gfc.descriptor import Descriptor
+from gfgen.gfc.reshard import shard_sizes
+from gfgen.layout import Layout
+
+ROOT = Path(__file__).resolve().parents[2]
+KERNELS = ROOT / "csrc" / "gfc" / "cuda" / "kernels.cu"
+
+
+@pytest.fixture(scope="module")
+def boxes(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    target = tmp_path_factory.mktemp("boxes") / "boxes.so"
+    compiler_path = shutil.which("g++") or shutil.which("clang++")
+    if compiler_path is None:
+        pytest.skip("no C++ compiler")
+    flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-shared", "-fPIC"]
+    source = ROOT / "tests" / "gfc" / "native" / "boxes.cpp"
+    command = [compiler_path, *flags, f"-I{ROOT / 'csrc' / 'gfc'}", str(source), "-o", str(target)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return ctypes.CDLL(str(target))
+
+
+def test_structures_are_mirrored(boxes: ctypes.CDLL) -> None:
+    found = (ctypes.c_uint32 * len(structs.SIZES))()
+    boxes.sizes(found)
+    assert tuple(found) == structs.SIZES
+
+
+def exchange(
+    boxes: ctypes.CDLL,
+    inputs: list[list[torch.Tensor]],
+    *,
+    split_dim: int,
+    concat_dim: int,
+    split: tuple[int, ...],
+    concat: tuple[int, ...],
+) -> list[list[torch.Tensor]]:
+    """By slot, then tensor: the results that the kernels' arithmetic gives."""
+    size = len(inputs)
+    parts: list[list[Reshaped]] = []
+    for slot, tensors in enumerate(inputs):
+        found = [
+            reshaped(
+                tuple(x.shape),
+                x.stride(),
+                x.element_size(),
+                slot=slot,
+                split_dim=split_dim,
+                concat_dim=concat_dim,
+                split_sizes=split,
+                concat_sizes=concat,
+            )
+            for x in tensors
+        ]
+        assert all(found)
+        parts.append([part for part in found if part is not None])
+    offsets, num_bytes = offsets_of(parts[0])
+    banks = [torch.full((num_bytes,), 0xEE, dtype=torch.uint8) for _ in range(size)]
+    staging = torch.empty(num_bytes, dtype=torch.uint8)
+    outputs = [torch.full_like(bank, 0xDD) for bank in banks]
+    for source in range(size):
+        for x, part, offset in zip(inputs[source], parts[source], offsets, strict=True):
+            move = part.native(offset)
+            for target in range(size):
+                pointers = ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(banks[target].data_ptr())
+                boxes.move_box(ctypes.byref(move), size, source, target, *pointers)
+                packed = ctypes.c_void_p(staging.data_ptr()), ctypes.c_void_p(outputs[target].data_ptr())
+                boxes.move_box_packed(ctypes.byref(move), size, source, target, pointers[0], *packed)
+    for slot in range(size):
+        for part, offset in zip(parts[slot], offsets, strict=True):
+            span = slice(offset[slot], offset[slot] + part.result_bytes[slot])
+            assert torch.equal(banks[slot][span], outputs[slot][span])
+    return [
+        [
+            banks[slot][offset[slot] : offset[slot] + part.result_bytes[slot]]
+            .view(x.dtype)
+            .view(part.result_shape)
+            for x, part, offset in zip(inputs[slot], parts[slot], offsets, strict=True)
+        ]
+        for slot in range(size)
+    ]
+
+
+def random(shape: tuple[int, ...], dtype: torch.dtype = torch.int16) -> torch.Tensor:
+    return torch.randint(-30000, 30000, shape, dtype=dtype)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    size=st.integers(2, 8),
+    tokens=st.integers(0, 40),
+    heads=st.integers(2, 24),
+    head_dim=st.sampled_from([1, 8, 16]),
+    is_transposed=st.booleans(),
+    num_batches=st.integers(1, 2),
+)
+def test_attention_exchanges_there_and_back(
+    boxes: ctypes.CDLL,
+    size: int,
+    tokens: int,
+    heads: int,
+    head_dim: int,
+    is_transposed: bool,
+    num_batches: int,
+) -> None:
+    token_sizes, head_sizes = shard_sizes(tokens, size), shard_sizes(max(heads, size), size)
+    num_heads = sum(head_sizes)
+    inputs = []
+    for length in token_sizes:
+        tensors = [random((num_batches, length, num_heads, head_dim)) for _ in range(3)]
+        if is_transposed and length:  # as [B, H, L, D] in memory
+            tensors = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors]
+        inputs.append(tensors)
+    got = exchange(boxes, inputs, split_dim=2, concat_dim=1, split=head_sizes, concat=token_sizes)
+    for idx in range(3):
+        expected = oracle.heads_from_tokens([tensors[idx] for tensors in inputs], head_sizes=head_sizes)
+        for slot in range(size):
+            assert torch.equal(got[slot][idx], expected[slot])
+    back = exchange(
+        boxes, [[x[0]] for x in got], split_dim=1, concat_dim=2, split=token_sizes, concat=head_sizes
+    )
+    for slot in range(size):
+        assert torch.equal(back[slot][0], inputs[slot][0])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    shape=st.lists(st.integers(1, 5), min_size=1, max_size=5),
+    dim=st.integers(0, 4),
+    size=st.integers(2, 5),
+    data=st.data(),
+)
+def test_all_gather_of_uneven_shards(
+    boxes: ctypes.CDLL, shape: list[int], dim: int, size: int, data: st.DataObject
+) -> None:
+    dim %= len(shape)
+    sizes = tuple(data.draw(st.lists(st.integers(0, 6), min_size=size, max_size=size)))
+    inputs = [random((*shape[:dim], length, *shape[dim + 1 :])) for length in sizes]
+    got = exchange(boxes, [[x] for x in inputs], split_dim=-1, concat_dim=dim, split=(), concat=sizes)
+    for slot, expected in enumerate(oracle.all_gather(inputs, dim=dim)):
+        assert torch.equal(got[slot][0], expected)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    shape=st.lists(st.integers(1, 6), min_size=3, max_size=5),
+    dims=st.permutations(range(3)),
+    size=st.integers(2, 4),
+)
+def test_all_to_all_of_any_two_dimensions(
+    boxes: ctypes.CDLL, shape: list[int], dims: list[int], size: int
+) -> None:
+    split_dim, concat_dim = dims[0], dims[1]
+    shape[split_dim] += size
+    split = shard_sizes(shape[split_dim], size)
+    concat = tuple(range(1, size + 1))
+    inputs = []
+    for length in concat:
+        mine = list(shape)
+        mine[concat_dim] = length
+        inputs.append(random(tuple(mine), torch.int64))
+    got = exchange(
+        boxes, [[x] for x in inputs], split_dim=split_dim, concat_dim=concat_dim, split=split, concat=concat
+    )
+    expected = oracle.all_to_all(inputs, split_dim=split_dim, concat_dim=concat_dim, split_sizes=split)
+    for slot in range(size):
+        assert torch.equal(got[slot][0], expected[slot])
+
+
+def test_units_are_as_wide_as_lengths_allow() -> None:
+    def unit(length: int, item_bytes: int) -> int:
+        part = reshaped(
+            (length,),
+            (1,),
+            item_bytes,
+            slot=0,
+            split_dim=-1,
+            concat_dim=0,
+            split_sizes=(),
+            concat_sizes=(length, length),
+        )
+        assert part is not None
+        return part.unit_bytes
+
+    assert [unit(64, 2), unit(4, 2), unit(5, 2), unit(3, 4), unit(3, 1)] == [16, 8, 2, 4, 1]
+
+
+def test_strides_that_no_kernel_takes_are_reported() -> None:
+    x = random((2, 3, 4, 8)).transpose(2, 3)  # the innermost dimension is not dense
+    found = reshaped(
+        tuple(x.shape),
+        x.stride(),
+        2,
+        slot=0,
+        split_dim=2,
+        concat_dim=1,
+        split_sizes=(4, 4),
+        concat_sizes=(3, 3),
+    )
+    assert found is None
+
+
+def test_sizes_that_do_not_fit_are_named() -> None:
+    with pytest.raises(LayoutError, match="slot 1 gives 3"):
+        reshaped(
+            (3, 4), (4, 1), 2, slot=1, split_dim=1, concat_dim=0, split_sizes=(2, 2), concat_sizes=(3, 2)
+        )
+
+
+@pytest.mark.parametrize(
+    "degrees", [(1, 2, 1), (2, 1, 1), (2, 2, 1), (1, 2, 2), (2, 2, 2), (1, 1, 3), (2, 1, 3)]
+)
+def test_banks_are_where_kernels_find_them(boxes: ctypes.CDLL, degrees: tuple[int, int, int]) -> None:
+    cfg, ulysses, ring = degrees
+    plan = Plan(data_bytes=(1 << 20) + 4096 * 3, post_bytes=1 << 12)
+    layout = Layout(tuple(range(cfg * ulysses * ring)), cfg=cfg, ulysses=ulysses, ring=ring)
+    encoded = Descriptor(1, layout, (1,) * layout.degree).encode(0)
+    group = native.Descriptor.from_buffer_copy(encoded)
+    for kind in range(native.NUM_KINDS):
+        bank = bank_of(plan.data_bytes, plan.post_bytes, degrees, canonical(degrees, kind))
+        if bank.num_bytes == 0:
+            continue
+        found = (ctypes.c_uint64 * 3)()
+        boxes.bank(ctypes.byref(plan.as_native()), ctypes.byref(group), kind, found)
+        assert (*bank.offsets, bank.num_bytes) == tuple(found)
+        assert bank.offsets[1] + bank.num_bytes <= plan.arena_bytes
+
+
+def test_selector_falls_back_where_a_kernel_cannot_serve() -> None:
+    rules = (Rule(1 << 10, Choice("flagged", 8)), Rule(1 << 62, Choice("bulk", 64, 1 << 14)))
+    selector = Selector({(2, True): rules}, has_bulk=True)
+
+    def path(pair_bytes: int, unit_bytes: int = 16, row_bytes: int = 4096) -> str:
+        choice = selector.choose(
+            num_members=2, in_arena=True, pair_bytes=pair_bytes, unit_bytes=unit_bytes, row_bytes=row_bytes
+        )
+        return choice.path
+
+    assert [path(512), path(512, 4), path(4096), path(4096, 8), path(4096, 16, 64)] == [
+        "flagged",
+        "threads",
+        "bulk",
+        "threads",
+        "threads",
+    ]
+
+
+def test_kernels_compile_with_nvcc(tmp_path: Path) -> None:
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        pytest.skip("nvcc is not installed")
+    command = [nvcc, "-arch=sm_90", "-std=c++17", "-cubin", "-Werror", "all-warnings"]
+    done = subprocess.run(
+        [*command, "-o", str(tmp_path / "kernels.cubin"), str(KERNELS)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_kernels_compile_with_nvrtc_and_are_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if compiler.find_nvrtc() is None:
+        pytest.skip("NVRTC is not installed (it comes with CUDA builds of PyTorch)")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    first = compiler.compiled("sm_90")
+    (cached,) = (tmp_path / "gfgen" / "kernels").iterdir()
+    cached.write_bytes(b"from the cache")
+    assert first[:4] == b"\x7fELF"
+    assert compiler.compiled("sm_90") == b"from the cache"

@@ -1,0 +1,87 @@
+import json
+import os
+from dataclasses import replace
+
+import pytest
+from builders import make_job
+
+from gfgen.runtime import resume
+from gfgen.runtime.clock import Clock
+from gfgen.runtime.cost import CostModel
+from gfgen.runtime.slab import Slab, SlabPlan
+from gfgen.runtime.state import State
+
+JOB = make_job("a")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """An output folder in which job a was stopped before task 3, whose input dispatch 7 made."""
+    plan = SlabPlan.of(JOB.trajectory)
+    fd = Slab.create(plan, name="a")
+    Slab(fd, plan).publish("latents", 3, "meta", [memoryview(b"latents")], producer=7)
+    path = resume.resume_path(tmp_path, "a")
+    resume.save(path, JOB, fd, next_index=3, producer=7, last_number=9)
+    os.close(fd)
+    return tmp_path
+
+
+def rewrite(folder, **changes):
+    path = resume.resume_path(folder, "a")
+    line, _, rest = path.read_bytes().partition(b"\n")
+    path.write_bytes(json.dumps(json.loads(line) | changes).encode() + b"\n" + rest)
+
+
+def test_a_stopped_job_is_found_and_its_slab_is_whole(folder):
+    point = resume.find(folder, [JOB])["a"]
+    assert (point.next_index, point.producer, point.last_number) == (3, 7, 9)
+    fd = resume.restore(point, JOB)
+    slab = Slab(fd, SlabPlan.of(JOB.trajectory))
+    os.close(fd)
+    meta, memory, offset = slab.fetch("latents", 3)
+    assert (slab.producer("latents", 3), meta) == (7, "meta")
+    assert bytes(memory[offset : offset + 7]) == b"latents"
+
+
+def test_a_truncated_file_is_passed_over(folder, caplog):
+    path = resume.resume_path(folder, "a")
+    path.write_bytes(path.read_bytes()[:-1])
+    assert resume.find(folder, [JOB]) == {}
+    assert "is damaged" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"producer": None},
+        {"producer": 10},
+        {"next_index": 0},
+        {"next_index": 99},
+        {"last_number": "nine"},
+        {"extents": [[1 << 40, 0]]},
+        {"extents": "all"},
+    ],
+    ids=str,
+)
+def test_an_edited_header_is_passed_over(folder, caplog, changes):
+    rewrite(folder, **changes)
+    assert resume.find(folder, [JOB]) == {}
+    assert "is damaged" in caplog.text
+
+
+def test_a_job_that_has_changed_begins_anew(folder):
+    changed = replace(JOB, info=replace(JOB.info, spec_hash="another"))
+    assert resume.find(folder, [changed]) == {}
+
+
+def test_a_file_that_has_served_is_removed_with_its_folder(folder):
+    resume.forget(folder, "a")
+    assert os.listdir(folder) == []
+
+
+def test_dispatch_numbers_go_on_above_all_that_the_slab_may_name(folder):
+    points = resume.find(folder, [JOB])
+    state = State(
+        [JOB], num_ranks=1, clock=Clock(virtual=True), costs=CostModel(), guard_s=0.0, resume=points
+    )
+    assert state.last_number == 9
