@@ -51,7 +51,8 @@ def test_a_worker_that_stops_while_it_loads_is_replaced(fleet: Fleet) -> None:
     result = run_schedule(schedule_of(*faults), fleet)
     assert_as_promised(result)
     assert result.faults == {Kind.KILL: 1, Kind.STOP: 1}
-    assert (result.num_done, result.num_deaths) == (2, 2)
+    assert result.num_done == 2
+    assert result.num_deaths in (1, 2), "the others may be done before the successor is found out"
 
 
 def test_a_task_that_never_reports_fails_its_job_and_no_other(fleet: Fleet) -> None:
