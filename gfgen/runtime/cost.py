@@ -1,7 +1,7 @@
 """Predicted durations: an analytic estimate at first, what was measured as soon as it was.
 
 Jobs of one model and shape share a `CostClass`. For each (stage, degrees) of a class the
-estimate is, in this order: the measured mean; the class's floating-point operations over the
+estimate is, in this order: the measured mean; the profile's row; the class's floating-point operations over the
 rate that the same model has reached in the same stage with other shapes; or over the rate of its
 denoising steps; or over a default rate. Waiting and moving are no part of a duration (DESIGN section 4).
 """
@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 
 from gfgen.graph import Stage, Task
 from gfgen.layout import Layout
-
-Degrees = tuple[int, int, int]
+from gfgen.runtime.profile import Degrees, Profile
 
 _ONE: Degrees = (1, 1, 1)
 DEFAULT_FLOPS_PER_S = 2e10
@@ -57,9 +56,14 @@ class CostClass:
 class CostModel:
     """Durations of tasks and moves, refined by every completed task."""
 
-    def __init__(self) -> None:
+    def __init__(self, profile: Profile | None = None) -> None:
         self.version = 0
         """Rises when an estimate that was handed out has changed notably."""
+        self._profiled = (
+            {(row.model, row.shape, row.stage, row.degrees): row.seconds for row in profile.rows}
+            if profile
+            else {}
+        )
         self._classes: dict[tuple[str, str], CostClass] = {}
         self._rates: dict[tuple[str, Stage], _Mean] = {}
 
@@ -128,6 +132,9 @@ class CostModel:
         measured = cost_class.measured.get((stage, degrees))
         if measured is not None:
             return measured.value
+        profiled = self._profiled.get((cost_class.model, cost_class.shape, stage, degrees))
+        if profiled is not None:
+            return profiled
         rate = self._rates.get((cost_class.model, stage)) or self._rates.get(
             (cost_class.model, Stage.DENOISE)
         )
