@@ -1,9 +1,10 @@
 """Predicted durations: an analytic estimate at first, what was measured as soon as it was.
 
 Jobs of one model and shape share a `CostClass`. For each (stage, degrees) of a class the
-estimate is, in this order: the measured mean; the profile's row; the class's floating-point operations over the
-rate that the same model has reached in the same stage with other shapes; or over the rate of its
-denoising steps; or over a default rate. Waiting and moving are no part of a duration (DESIGN section 4).
+estimate is, in this order: the measured mean; the profile's row; the class's floating-point
+operations over the rate that the same model has reached in the same stage with other shapes; or over
+the rate of its denoising steps; or over a default rate. Waiting and moving are no part of a duration
+(DESIGN section 4).
 """
 
 from __future__ import annotations
