@@ -56,9 +56,7 @@ def simulate(
     backend = SimulatedBackend(
         clock, num_ranks=num_ranks, times=SimulatedTimes(task_s=task_s, write_s=profile.write_s)
     )
-    state = State(
-        jobs, num_ranks=num_ranks, clock=clock, costs=costs, guard_s=guard_s, started_at=started_at
-    )
+    state = State(jobs, num_ranks=num_ranks, clock=clock, costs=costs, guard_s=guard_s, started_at=started_at)
     control = Control(
         jobs,
         state=state,
