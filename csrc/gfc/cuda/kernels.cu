@@ -651,28 +651,31 @@ gfc_reduce_gather(const __grid_constant__ Reduction reduction) {
   const uint32_t first = blockIdx.x * blockDim.x + threadIdx.x, stride = gridDim.x * blockDim.x;
   const uint4* terms = reinterpret_cast<const uint4*>(reduction.input);
   uint4* output = reinterpret_cast<uint4*>(reduction.output);
+  uint4* sums = output + shares.begin(own);
   for (uint32_t unit = first; unit < shares.count(own); unit += stride) {
     WideSum sum(reduction.item_type);
     for (int member = 0; member < size; ++member) sum.add(terms[member * row_units + unit]);
-    const uint4 data = sum.rounded();
-    output[shares.begin(own) + unit] = data;
-    for (int step = 1; step < size; ++step) {
+    sums[unit] = sum.rounded();
+  }
+  // In turn from each rank's successor on; by the time of the last one the first sums have come.
+  for (int step = 1; step <= size; ++step) {
+    if (step < size) {
       const int target = (own + step) % size;
       char* bank = reinterpret_cast<char*>(present.view.base[target]) + present.bank();
-      reinterpret_cast<uint4*>(bank)[shares.begin(own) + unit] = data;
+      uint4* to = reinterpret_cast<uint4*>(bank) + shares.begin(own);
+      for (uint32_t unit = first; unit < shares.count(own); unit += stride) to[unit] = sums[unit];
+      __syncthreads();
+      if (threadIdx.x == 0) publish_part(context, present, target, gridDim.x);
     }
-  }
-  __syncthreads();
-  if (threadIdx.x < size && threadIdx.x != own) publish_part(context, present, threadIdx.x, gridDim.x);
-  const uint4* bank = reinterpret_cast<const uint4*>(present.own_base() + present.bank());
-  for (int step = 1; step < size; ++step) {
-    const int source = (own + size - step) % size;
+    if (step == 1) continue;
+    const int source = (own + size - (step - 1)) % size;
     __syncthreads();
     if (threadIdx.x == 0) has_arrived = await_member(context, present, source);
     __syncthreads();
     if (!has_arrived) return;
+    const uint4* from = reinterpret_cast<const uint4*>(present.own_base() + present.bank());
     for (uint32_t unit = first; unit < shares.count(source); unit += stride) {
-      output[shares.begin(source) + unit] = __ldcg(bank + shares.begin(source) + unit);
+      output[shares.begin(source) + unit] = __ldcg(from + shares.begin(source) + unit);
     }
   }
   finish(context, present, 1);

@@ -98,11 +98,12 @@ class CudaEndpoint:
 
     def bind(self, descriptor: Descriptor) -> None:
         """Writes the descriptor into the context and runs the entry barrier, on the current stream."""
-        mapped = tuple(map(self.incarnations.get, descriptor.layout.ranks))
-        if mapped != descriptor.incarnations:
+        ranks = descriptor.layout.ranks
+        if tuple(map(self.incarnations.get, ranks)) != descriptor.incarnations:
+            mapped = tuple(map(self.incarnations.get, ranks))
             raise ProtocolError(
                 f"rank {self.rank}, dispatch {descriptor.dispatch}: the descriptor names incarnations "
-                f"{descriptor.incarnations} of ranks {descriptor.layout.ranks}, mapped here are {mapped}"
+                f"{descriptor.incarnations} of ranks {ranks}, mapped here are {mapped}"
             )
         if descriptor.dispatch <= self.last_dispatch:
             raise ProtocolError(
@@ -110,7 +111,7 @@ class CudaEndpoint:
                 f"{self.last_dispatch}"
             )
         self.last_dispatch = descriptor.dispatch
-        descriptor.encode_into(self._native_descriptor, self.rank)
+        descriptor.encode_into(self._native_descriptor, ranks.index(self.rank))
         self._enter.run(self.stream())
 
     def check(self, dispatch: int) -> None:

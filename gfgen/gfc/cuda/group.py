@@ -197,17 +197,21 @@ class CudaGroup:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over the ranks, in the order of slots and in fp32: the same bits on every rank."""
-        x = x.contiguous()
-        num_bytes = x.numel() * x.element_size()
         if self.size == 1:
             return x.clone()
-        is_aligned = x.data_ptr() % 8 == 0 and num_bytes > 0
-        if is_aligned and num_bytes % 8 == 0 and num_bytes <= ONE_SHOT_BYTES:
-            return self._all_reduce_flagged(x, num_shots=1)
-        if is_aligned and num_bytes % 8 == 0 and num_bytes <= FLAGGED_LIMIT * self.size:
-            return self._all_reduce_flagged(x, num_shots=2)
-        if x.data_ptr() % WIDE_BYTES == 0 and num_bytes % WIDE_BYTES == 0:
+        x = x.contiguous()
+        if x.data_ptr() % WIDE_BYTES:
+            x = x.clone()
+        num_bytes = x.numel() * x.element_size()
+        if num_bytes % 8 == 0 and 0 < num_bytes <= FLAGGED_LIMIT * self.size:
+            return self._all_reduce_flagged(x, num_shots=1 if num_bytes <= ONE_SHOT_BYTES else 2)
+        num_last = x.numel() % (WIDE_BYTES // x.element_size())
+        if num_last == 0 and num_bytes:
             return self._all_reduce_wide(x)
+        if num_bytes > FLAGGED_LIMIT:
+            flat = x.view(-1)
+            pieces = (flat[:-num_last], flat[-num_last:])
+            return torch.cat([self.all_reduce(piece) for piece in pieces]).view(x.shape)
         every = self.all_gather(x.view(1, -1))
         return self._reduce(every, x.numel(), x.numel()).view(x.shape)
 

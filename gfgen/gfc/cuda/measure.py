@@ -26,6 +26,8 @@ from gfgen.layout import Layout
 
 Times = dict[str, float]
 MIB = 1 << 20
+_HEAD_START_CYCLES = 400_000
+"""0.2 ms: what a process may be late by when it launches a graph."""
 PATTERNS = ("all_to_all", "all_gather")
 
 
@@ -284,7 +286,7 @@ def _ours_graph_us(group: CudaGroup, call: _Call, copies: int, repeats: int) -> 
     captured = capture(group, call, copies=copies)
 
     def align() -> None:
-        group.barrier()
+        _start_late(group)
         captured.match_banks(group)
 
     return _event_us(lambda: captured.replay(group), align, warmups=2, repeats=repeats) / copies
@@ -297,7 +299,13 @@ def _nccl_graph_us(group: CudaGroup, call: Callable[[], object], copies: int, re
     with torch.cuda.graph(graph):
         for _ in range(copies):
             call()
-    return _event_us(graph.replay, group.barrier, warmups=2, repeats=repeats) / copies
+    return _event_us(graph.replay, lambda: _start_late(group), warmups=2, repeats=repeats) / copies
+
+
+def _start_late(group: CudaGroup) -> None:
+    """Lets all ranks begin at once, and so late that the graph's launch is in the queue by then."""
+    torch.cuda._sleep(_HEAD_START_CYCLES)  # type: ignore[no-untyped-call]
+    group.barrier()
 
 
 def _batch_us(group: CudaGroup, call: Callable[[], object], copies: int, repeats: int) -> float:
@@ -311,8 +319,8 @@ def _batch_us(group: CudaGroup, call: Callable[[], object], copies: int, repeats
 def _event_us(run: Callable[[], object], align: Callable[[], object], *, warmups: int, repeats: int) -> float:
     """The device's time from the first of its work to the last, median of several runs.
 
-    `align` is enqueued before the first: a barrier, so that no rank's clock runs while it waits
-    for processes that are a few dozen microseconds behind.
+    `align` is enqueued before the first, and ends with a barrier, so that no rank's clock runs
+    while it waits for processes that are a few dozen microseconds behind.
     """
     for _ in range(warmups):
         run()
@@ -333,7 +341,7 @@ def _event_us(run: Callable[[], object], align: Callable[[], object], *, warmups
 def _host_us(call: Callable[[], object]) -> float:
     """The host's time for a call, while the device's queue has room."""
     times = []
-    for _ in range(5):
+    for _ in range(15):
         torch.cuda.synchronize()
         began = time.perf_counter()
         for _ in range(20):
