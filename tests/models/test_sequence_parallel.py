@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from gfgen.errors import LayoutError, ModelError, PeerTimeoutError
 from gfgen.gfc.fake import FakeCluster
 from gfgen.layout import Layout
-from gfgen.models.parallel import Ranks, parallel_from
+from gfgen.models.parallel import Parallel, Ranks, parallel_from
 from gfgen.models.sequence_parallel import active, install, sharded_attention
 
 torch.set_num_threads(1)
@@ -75,14 +77,21 @@ def forward(transformer: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
 
 
 def shared_forward(
-    transformer: Any, inputs: Mapping[str, Any], degree: int, watch: Callable[[Ranks], Ranks] = lambda r: r
+    transformer: Any,
+    inputs: Mapping[str, Any],
+    degree: int,
+    *,
+    ring: int = 1,
+    watch: Callable[[Parallel], Parallel] = lambda parallel: parallel,
 ) -> list[torch.Tensor]:
-    def program(ranks: Ranks) -> torch.Tensor:
-        with active(watch(ranks)):
+    """On `degree` ranks, in rings of `ring`."""
+
+    def program(parallel: Parallel) -> torch.Tensor:
+        with active(watch(parallel)):
             return forward(transformer, inputs)
 
-    layout = Layout(tuple(range(degree)), ulysses=degree)
-    return FakeCluster().run(layout, lambda group: program(parallel_from(group).sequence))
+    layout = Layout(tuple(range(degree)), ulysses=degree // ring, ring=ring)
+    return FakeCluster().run(layout, lambda group: program(parallel_from(group)))
 
 
 def largest_difference(results: list[torch.Tensor], wanted: torch.Tensor) -> float:
@@ -95,7 +104,10 @@ class Watched:
     def __init__(self, ranks: Ranks, log: list[tuple[str, tuple[int, ...]]]) -> None:
         self._ranks = ranks
         self._log = log
-        self.size, self.slot = ranks.size, ranks.slot
+        self.size, self.slot, self.room_bytes = ranks.size, ranks.slot, ranks.room_bytes
+
+    def beside(self) -> Ranks:
+        return self
 
     def __getattr__(self, name: str) -> Any:
         def exchange(*tensors: torch.Tensor, **sizes: Any) -> Any:
@@ -104,6 +116,11 @@ class Watched:
             return getattr(self._ranks, name)(*tensors, **sizes)
 
         return exchange
+
+
+def watched(parallel: Parallel, *, log: list[tuple[str, tuple[int, ...]]]) -> Parallel:
+    names = ("sequence", "ulysses", "ring")
+    return replace(parallel, **{name: Watched(getattr(parallel, name), log) for name in names})
 
 
 @pytest.mark.parametrize(
@@ -142,17 +159,17 @@ def test_forward_alone_is_unharmed_by_one_that_lost_its_peer(wan: Any) -> None:
     assert torch.equal(forward(wan, wan_inputs()), wanted)
 
 
-def unanswered(num_ranks: int) -> Ranks:
+def unanswered(num_ranks: int) -> Parallel:
     """Slot 0 of a group whose other ranks never come: an exchange raises at once."""
     results: list[Any] = []
     cluster = FakeCluster(timeout_s=0.0)
     cluster.run(Layout(tuple(range(num_ranks)), ulysses=num_ranks), results.append)
-    return parallel_from(results[0]).sequence
+    return parallel_from(results[0])
 
 
 def test_a_forward_exchanges_twice_for_each_shared_attention_and_once_at_the_end(wan: Any) -> None:
     log: list[tuple[str, tuple[int, ...]]] = []
-    shared_forward(wan, wan_inputs(), 4, watch=lambda ranks: Watched(ranks, log))
+    shared_forward(wan, wan_inputs(), 4, watch=functools.partial(watched, log=log))
     # 18 tokens over 4 ranks are 5 on the first; 24 heads of 8 are 6. The cross-attentions to the
     # prompt are nobody else's business.
     attention = [("heads_from_tokens", (1, 5, 24, 8)), ("tokens_from_heads", (1, 18, 6, 8))]

@@ -1,9 +1,9 @@
 """Groups of ranks and their collectives on GPU tensors.
 
 The interface is that of the CPU's `gfgen.gfc.group.Group`; calls enqueue kernels on torch's current
-stream and return. Results are fresh tensors, but for those asked for `in_arena`: they lie in
-this rank's arena, are overwritten after its next exchange of the same kind begins, and must never
-leave an operator that is opaque to compilers.
+stream and return. Results are fresh tensors, but for those asked for `in_arena`: if they fit in a
+bank, they lie in this rank's arena, are overwritten after its next exchange of the same kind
+begins, and must never leave an operator that is opaque to compilers.
 
 Legend: B batch, S tokens of the whole sequence, L tokens of this rank, H heads, h heads of this
 rank, D head dimension.
@@ -12,6 +12,7 @@ rank, D head dimension.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -72,7 +73,18 @@ class Prepared(NamedTuple):
 class CudaGroup:
     """The ranks of a dispatch, or a subgroup of them, as one rank sees it."""
 
-    __slots__ = ("_endpoint", "_kind", "_place", "_run", "bank", "descriptor", "ranks", "size", "slot")
+    __slots__ = (
+        "_endpoint",
+        "_kind",
+        "_most_blocks",
+        "_place",
+        "_run",
+        "bank",
+        "descriptor",
+        "ranks",
+        "size",
+        "slot",
+    )
 
     def __init__(
         self, endpoint: CudaEndpoint, descriptor: Descriptor, run: Run, *, kind: Kind = "whole"
@@ -80,12 +92,28 @@ class CudaGroup:
         layout = descriptor.layout
         layout_slot = layout.slot_of(endpoint.rank)
         self._endpoint, self._run = endpoint, run
+        self._most_blocks = endpoint.kernels.num_multiprocessors
         self.descriptor = descriptor
         slots, self.slot, self._kind, self.bank, self._place = _seat(
             endpoint.plan, layout.degrees, kind, layout_slot
         )
         self.ranks = tuple([layout.ranks[slot] for slot in slots])
         self.size = len(slots)
+
+    @property
+    def room_bytes(self) -> int | None:
+        """The largest results that one exchange brings at once; what is larger goes in slow rounds."""
+        return None if self.size == 1 else self.bank.num_bytes
+
+    def beside(self) -> CudaGroup:
+        """The same ranks, whose exchanges use few blocks: the rest of the device computes meanwhile.
+
+        For calls on a stream of their own that follow all earlier exchanges of this rank, and come
+        before all later ones: two at a time would share the context's counters.
+        """
+        sparing = copy(self)
+        sparing._most_blocks = min(self._most_blocks, self._endpoint.beside_blocks)
+        return sparing
 
     def subgroup(self, kind: Kind) -> CudaGroup:
         """The group of this kind that this rank belongs to; costs no communication."""
@@ -153,6 +181,15 @@ class CudaGroup:
         if min(heads) < 1:
             raise LayoutError(f"{num_heads} heads cannot be split over {self.size} ranks")
         return self._move(tensors, (2, 1, heads, tuple(token_sizes)), in_arena=in_arena)
+
+    def gather_tokens(
+        self, *tensors: Tensor, token_sizes: Sizes, in_arena: bool = False
+    ) -> tuple[Tensor, ...]:
+        """All tokens of the same heads, for keys and values in one exchange.
+
+        Shapes: each [B, L, H, D] with any strides -> [B, S, H, D] contiguous.
+        """
+        return self._move(tensors, (-1, 1, (), tuple(token_sizes)), in_arena=in_arena)
 
     def tokens_from_heads(
         self, x: Tensor, *, token_sizes: Sizes, head_sizes: Sizes, in_arena: bool = False
@@ -227,6 +264,7 @@ class CudaGroup:
         pointers = [x.data_ptr() for x in tensors]
         key = (
             self._place,
+            self._most_blocks,
             how,
             in_arena,
             *[(x.shape, x.stride(), x.dtype, at & 15) for x, at in zip(tensors, pointers, strict=True)],
@@ -240,8 +278,6 @@ class CudaGroup:
         # Strides that no kernel takes, or more than a bank holds.
         if prepared == "strides":
             return self._move([x.contiguous() for x in tensors], how, in_arena=in_arena)
-        if in_arena:
-            raise LayoutError(f"the results do not fit in a bank of {self.bank.num_bytes} bytes")
         return tuple(self._in_rounds(x, how) for x in tensors)
 
     def _launch(self, prepared: Prepared, pointers: list[int], *, in_arena: bool) -> tuple[Tensor, ...]:
@@ -338,7 +374,7 @@ class CudaGroup:
             results.append((part.result_shape, x.dtype, offset[self.slot]))
         longest = max((part.pair_bytes for part in parts), default=0)
         num_parts = max(1, len(parts))
-        limit = min(choice.blocks, endpoint.kernels.num_multiprocessors)
+        limit = min(choice.blocks, self._most_blocks)
         block, shared_bytes = _THREADS, 0
         if choice.path == "flagged":
             name, items = "flagged", self.size * num_parts
