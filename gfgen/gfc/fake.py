@@ -135,7 +135,13 @@ class FakeGroup:
     def gather_tokens(
         self, *tensors: Tensor, token_sizes: Sizes, in_arena: bool = False
     ) -> tuple[Tensor, ...]:
-        return tuple(self.all_gather(x, dim=1, sizes=token_sizes) for x in tensors)
+        found = []
+        for x in tensors:
+            inputs = self._share(x)
+            if [y.shape[1] for y in inputs] != list(token_sizes):
+                raise LayoutError(f"sizes are {token_sizes}, shards {[tuple(y.shape) for y in inputs]}")
+            found.append(oracle.gather_tokens(inputs)[self.slot])
+        return tuple(found)
 
     def tokens_from_heads(self, x: Tensor, *, token_sizes: Sizes, head_sizes: Sizes) -> Tensor:
         return self.all_to_all(x, split_dim=1, concat_dim=2, split_sizes=token_sizes, concat_sizes=head_sizes)

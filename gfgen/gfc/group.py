@@ -187,9 +187,14 @@ class Group:
     ) -> tuple[Tensor, ...]:
         """All tokens of the same heads, for keys and values in one exchange.
 
+        The own tokens come first, then those of the next ranks in turn.
         Shapes: each [B, L, H, D] with any strides -> [B, S, H, D] contiguous.
         """
-        return self._exchange(tensors, split_dim=-1, concat_dim=1, split_sizes=(), concat_sizes=token_sizes)
+        gathered = self._exchange(
+            tensors, split_dim=-1, concat_dim=1, split_sizes=(), concat_sizes=token_sizes
+        )
+        start = sum(token_sizes[: self.slot])
+        return tuple(x if start == 0 else torch.cat((x[:, start:], x[:, :start]), 1) for x in gathered)
 
     def tokens_from_heads(self, x: Tensor, *, token_sizes: Sizes, head_sizes: Sizes) -> Tensor:
         """Attention's way out: all heads of this rank's tokens.

@@ -48,11 +48,6 @@ class TokenSizes:
         start = ring_idx * self.ulysses_degree
         return self.by_slot[start : start + self.ulysses_degree]
 
-    def bounds(self, ring_idx: int) -> tuple[int, int]:
-        """Where a group's tokens lie among all keys."""
-        start = sum(self.blocks[:ring_idx])
-        return start, start + self.blocks[ring_idx]
-
 
 CHUNK_RULES: tuple[tuple[int, int], ...] = ()
 """(tokens of the whole sequence from which on, chunks) on GPUs, the longest first. Empty: everything at
@@ -160,7 +155,6 @@ class ChunkedAttention:
             (chunk.key, chunk.value),
             chunk.arriving,
             self._mask,
-            bounds=self._sizes.bounds(self._parallel.ring.slot),
             lane=self._lane,
             scale=self._scale,
         )

@@ -64,7 +64,10 @@ class Ranks(Protocol):
     def gather_tokens(
         self, *tensors: Tensor, token_sizes: Sequence[int], in_arena: bool = False
     ) -> tuple[Tensor, ...]:
-        """Each [B, L, H, D] with any strides -> [B, S, H, D] contiguous, in one exchange."""
+        """Each [B, L, H, D] with any strides -> [B, S, H, D] contiguous, in one exchange.
+
+        The own tokens come first, then those of the next ranks in turn.
+        """
         ...
 
     def tokens_from_heads(

@@ -1,10 +1,11 @@
 """Attention to keys that other ranks hold, in parts that are merged by their log-sum-exp.
 
 Each rank keeps its queries. The keys and values of the other members of its ring are pushed into
-its arena by one exchange, which runs beside the attention to its own keys; then it attends to those
-before and those behind its own. All links carry all blocks at once that way, where passing blocks
-from neighbour to neighbour would use one link at a time and wait at every step; the volume is the
-same. The order of parts follows from the slot alone, so equal layouts give equal bits.
+its arena by one exchange, which runs beside the attention to its own keys; then it attends to the
+others. All links carry all blocks at once that way, where passing blocks from neighbour to neighbour
+would wait at every step; the volume is the same. The own keys come first and the others in turn: so
+the order follows from the slot alone (equal layouts give equal bits), and a captured graph, which
+knows no slot, finds them at the same places in all slots.
 
 Legend: B batch, L tokens of the queries here, S tokens of the whole sequence, H heads, D head
 dimension.
@@ -29,7 +30,7 @@ _BIAS_ALIGNMENT = 16
 
 
 class Arriving(NamedTuple):
-    """Keys and values of a whole ring [B, S, H, D], of which the own are there; `mark`: all are."""
+    """Keys and values of a whole ring [B, S, H, D], the own ones first; they are there at the mark."""
 
     key: Tensor
     value: Tensor
@@ -62,24 +63,19 @@ def ring_attention(
     arriving: Arriving,
     mask: Tensor | None,
     *,
-    bounds: tuple[int, int],
     lane: Lane,
     scale: float | None,
 ) -> Tensor:
-    """Attention to all keys of the ring, of which the tokens in `bounds` are this rank's `own`.
+    """Attention to all keys of the ring; the mask is in the order in which they arrive.
 
     Shapes: query [B, L, H, D], mask bool [B, 1, 1, S] or None -> [B, L, H, D], fresh memory.
     """
-    start, stop = bounds
-    length = arriving.key.shape[1]
-    parts = [attend_with_lse(query, *own, _columns(mask, start, stop), scale=scale)]
+    length = own[0].shape[1]
+    own_mask, other_mask = (None, None) if mask is None else (mask[..., :length], mask[..., length:])
+    first = attend_with_lse(query, *own, own_mask, scale=scale)
     lane.join(arriving.mark)
-    for begin, end in ((0, start), (stop, length)):
-        if begin == end:
-            continue
-        keys, values = arriving.key[:, begin:end], arriving.value[:, begin:end]
-        parts.append(attend_with_lse(query, keys, values, _columns(mask, begin, end), scale=scale))
-    return merged(parts)
+    others = arriving.key[:, length:], arriving.value[:, length:]
+    return merged((first, attend_with_lse(query, *others, other_mask, scale=scale)))
 
 
 def merged(parts: Sequence[Partial]) -> Tensor:
@@ -166,7 +162,3 @@ def _bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
     padded = -(-length // _BIAS_ALIGNMENT) * _BIAS_ALIGNMENT
     bias = torch.zeros(*mask.shape[:-1], padded, dtype=dtype, device=mask.device)[..., :length]
     return bias.masked_fill_(~mask, -math.inf)
-
-
-def _columns(mask: Tensor | None, start: int, stop: int) -> Tensor | None:
-    return None if mask is None else mask[..., start:stop]

@@ -5,8 +5,9 @@ groups, and ranks at the same position of each group form a ring. Inside a group
 tokens for heads; then members of a ring hold the same heads of different tokens, and each attends
 from its group's queries to the keys of all groups (ring_attention.py). Either degree may be 1.
 
-The order of keys is by slot, in a joint attention (text 0, picture 0, text 1, ...): attention does
-not depend on it, the mask is put together the same way, and the way back restores it.
+The order of keys is by slot within a group, in a joint attention (text 0, picture 0, text 1, ...),
+and in a ring by group, from the own one on: attention does not depend on it, the mask is put together
+the same way, and the way back restores it.
 
 Legend: B batch, S tokens of the whole sequence, L tokens of this rank, H heads, D head dimension.
 Source: USP (arXiv 2405.07719).
@@ -58,8 +59,8 @@ def shared_attention(
         raise LayoutError(f"{num_heads} heads cannot be shared among {degree} ranks")
     sizes = TokenSizes(tuple(token_sizes), degree)
     if mask is not None:
-        # First: where there is no ring, or nothing else, it is of the same kind as what follows.
-        mask = parallel.sequence.all_gather(mask.contiguous(), dim=3, sizes=token_sizes)
+        # First: its exchanges are of the same kinds as those whose results stay in the arena.
+        mask = _gathered_mask(mask, parallel, sizes)
     chunks = head_chunks(num_heads, degree, _num_chunks(query, parallel, sizes))
     if len(chunks) > 1:
         chunked = ChunkedAttention(
@@ -67,6 +68,17 @@ def shared_attention(
         )
         return chunked.run(chunks)
     return _at_once(query, key, value, mask, parallel=parallel, sizes=sizes, attend=attend, scale=scale)
+
+
+def _gathered_mask(mask: Tensor, parallel: Parallel, sizes: TokenSizes) -> Tensor:
+    """[B, 1, 1, L] -> [B, 1, 1, S], in the order of the keys."""
+    ulysses, ring = parallel.ulysses, parallel.ring
+    if ulysses.size > 1:
+        mask = ulysses.all_gather(mask.contiguous(), dim=3, sizes=sizes.in_group(ring.slot))
+    if ring.size > 1:
+        (mask_BS11,) = ring.gather_tokens(mask.permute(0, 3, 1, 2), token_sizes=sizes.blocks)
+        mask = mask_BS11.permute(0, 2, 3, 1)
+    return mask
 
 
 def _at_once(
@@ -91,8 +103,7 @@ def _at_once(
     if ring.size > 1:
         lane = Lane(query.device)
         arriving = start_ring(k, v, ring=ring, block_sizes=sizes.blocks, lane=lane, in_arena=True)
-        bounds = sizes.bounds(ring.slot)
-        result = ring_attention(q, (k, v), arriving, mask, bounds=bounds, lane=lane, scale=scale)
+        result = ring_attention(q, (k, v), arriving, mask, lane=lane, scale=scale)
     else:
         result = attend(q, k, v, mask)
     result = result.type_as(query)

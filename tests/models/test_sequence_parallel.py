@@ -177,23 +177,23 @@ def test_a_forward_exchanges_twice_for_each_shared_attention_and_once_at_the_end
 
 
 @pytest.mark.parametrize("text_tokens", [1, 2, 3, 9])
-@pytest.mark.parametrize("degree", [2, 5])
-def test_text_may_have_any_length(qwen: Any, text_tokens: int, degree: int) -> None:
+@pytest.mark.parametrize(("degree", "ring"), [(2, 1), (5, 1), (3, 3), (4, 2), (6, 2)])
+def test_text_may_have_any_length(qwen: Any, text_tokens: int, degree: int, ring: int) -> None:
     inputs = qwen_inputs(text_tokens)
-    results = shared_forward(qwen, inputs, degree)
+    results = shared_forward(qwen, inputs, degree, ring=ring)
     assert largest_difference(results, forward(qwen, inputs)) < 1e-5
     assert all(torch.equal(result, results[0]) for result in results)
 
 
-@pytest.mark.parametrize("degree", [2, 3, 7])
-def test_padding_of_a_prompt_stays_masked(qwen: Any, degree: int) -> None:
+@pytest.mark.parametrize(("degree", "ring"), [(2, 1), (3, 1), (7, 1), (2, 2), (4, 2), (6, 3), (4, 4)])
+def test_padding_of_a_prompt_stays_masked(qwen: Any, degree: int, ring: int) -> None:
     """The mask is cut with the text, and whole again where the attention is."""
     inputs = qwen_inputs(5)
     mask = torch.tensor([[True, True, True, False, False]])
     masked = inputs | {"encoder_hidden_states_mask": mask}
     wanted = forward(qwen, masked)
     assert largest_difference([forward(qwen, inputs)], wanted) > 1e-3  # or the mask does nothing here
-    assert largest_difference(shared_forward(qwen, masked, degree), wanted) < 1e-5
+    assert largest_difference(shared_forward(qwen, masked, degree, ring=ring), wanted) < 1e-5
 
 
 def test_fewer_tokens_or_heads_than_ranks_are_refused_with_both_numbers(wan: Any) -> None:
@@ -206,6 +206,17 @@ def test_fewer_tokens_or_heads_than_ranks_are_refused_with_both_numbers(wan: Any
     inputs["encoder_hidden_states"] = torch.zeros(1, 4, 4096)
     with pytest.raises(LayoutError, match="2 heads cannot be shared among 3 ranks"):
         shared_forward(small, inputs, 3)
+    found = shared_forward(small, inputs, 4, ring=2)
+    assert largest_difference(found, forward(small, inputs)) < 1e-5
+
+
+def test_a_ring_refuses_a_backend_that_it_cannot_use(wan: Any) -> None:
+    wan.set_attention_backend("native")
+    try:
+        with pytest.raises(ModelError, match="attention backend 'native' does not work in a ring"):
+            shared_forward(wan, wan_inputs(), 2, ring=2)
+    finally:
+        wan.reset_attention_backend()
 
 
 def test_class_without_a_plan_is_refused() -> None:

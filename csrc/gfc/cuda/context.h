@@ -63,6 +63,8 @@ struct Move {
   int32_t outer, middle;
   int32_t is_concat_first;
   int32_t is_split;  // 0: each member gets the whole input
+  int32_t is_rotated;  // the concatenation begins with the receiver's own part, and goes on in turn
+  int32_t unused;
   int32_t split_sizes[kMaxRanks];
   int32_t concat_sizes[kMaxRanks];
   uint64_t result_offset[kMaxRanks];  // in the bank of each member

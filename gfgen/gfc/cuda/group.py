@@ -62,6 +62,19 @@ class Bank(NamedTuple):
     num_bytes: int
 
 
+class How(NamedTuple):
+    """What an exchange does with each of its tensors; sizes are by slot.
+
+    split_dim -1: everyone gets all. is_rotated: the own part comes first, then the next ranks' in turn.
+    """
+
+    split_dim: int
+    concat_dim: int
+    split_sizes: Sizes
+    concat_sizes: Sizes
+    is_rotated: bool = False
+
+
 class Prepared(NamedTuple):
     """A launch and what it makes, for one shape of call."""
 
@@ -136,7 +149,7 @@ class CudaGroup:
     def barrier(self) -> None:
         """What is enqueued after it runs after every rank of the group has come here."""
         if self.size > 1:
-            self._move((), (), in_arena=False)
+            self._move((), None, in_arena=False)
 
     def all_gather(
         self, x: Tensor, *, dim: int = 0, sizes: Sizes | None = None, in_arena: bool = False
@@ -144,7 +157,7 @@ class CudaGroup:
         """Every rank's `x` behind each other along `dim`; `sizes` (by slot) if they differ."""
         dim %= x.dim()
         concat_sizes = tuple(sizes) if sizes else (x.shape[dim],) * self.size
-        return self._move((x,), (-1, dim, (), concat_sizes), in_arena=in_arena)[0]
+        return self._move((x,), How(-1, dim, (), concat_sizes), in_arena=in_arena)[0]
 
     def all_to_all(
         self,
@@ -162,7 +175,7 @@ class CudaGroup:
             return self._all_to_all_along(x, split_dim, in_arena=in_arena)
         splits = tuple(split_sizes) if split_sizes else shard_sizes(x.shape[split_dim], self.size)
         concats = tuple(concat_sizes) if concat_sizes else (x.shape[concat_dim],) * self.size
-        return self._move((x,), (split_dim, concat_dim, splits, concats), in_arena=in_arena)[0]
+        return self._move((x,), How(split_dim, concat_dim, splits, concats), in_arena=in_arena)[0]
 
     def heads_from_tokens(
         self,
@@ -180,16 +193,19 @@ class CudaGroup:
         heads = tuple(head_sizes) if head_sizes else shard_sizes(num_heads, self.size)
         if min(heads) < 1:
             raise LayoutError(f"{num_heads} heads cannot be split over {self.size} ranks")
-        return self._move(tensors, (2, 1, heads, tuple(token_sizes)), in_arena=in_arena)
+        return self._move(tensors, How(2, 1, heads, tuple(token_sizes)), in_arena=in_arena)
 
     def gather_tokens(
         self, *tensors: Tensor, token_sizes: Sizes, in_arena: bool = False
     ) -> tuple[Tensor, ...]:
         """All tokens of the same heads, for keys and values in one exchange.
 
+        The own tokens come first, then those of the next ranks in turn: places that do not depend
+        on the slot, so a captured graph serves all slots.
         Shapes: each [B, L, H, D] with any strides -> [B, S, H, D] contiguous.
         """
-        return self._move(tensors, (-1, 1, (), tuple(token_sizes)), in_arena=in_arena)
+        how = How(-1, 1, (), tuple(token_sizes), is_rotated=True)
+        return self._move(tensors, how, in_arena=in_arena)
 
     def tokens_from_heads(
         self, x: Tensor, *, token_sizes: Sizes, head_sizes: Sizes, in_arena: bool = False
@@ -198,7 +214,7 @@ class CudaGroup:
 
         Shapes: [B, S, h, D] with any strides -> [B, L, H, D] contiguous.
         """
-        how = (1, 2, tuple(token_sizes), tuple(head_sizes))
+        how = How(1, 2, tuple(token_sizes), tuple(head_sizes))
         return self._move((x,), how, in_arena=in_arena)[0]
 
     def broadcast(self, x: Tensor | None, *, root: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -211,7 +227,7 @@ class CudaGroup:
         num_items = torch.Size(shape).numel()
         flat = x.reshape(-1) if is_root and x is not None else self._empty((0,), dtype)
         sizes = tuple(num_items if rank == root else 0 for rank in self.ranks)
-        return self._move((flat,), (-1, 0, (), sizes), in_arena=False)[0].view(tuple(shape))
+        return self._move((flat,), How(-1, 0, (), sizes), in_arena=False)[0].view(tuple(shape))
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over the ranks, in the order of slots and in fp32: the same bits on every rank."""
@@ -241,7 +257,7 @@ class CudaGroup:
         parts = x.contiguous().view(self.size, 1, num_items)
         ones = (1,) * self.size
         fits = parts.numel() * parts.element_size() <= self.bank.num_bytes
-        arrived = self._move((parts,), (0, 1, ones, ones), in_arena=fits)[0]
+        arrived = self._move((parts,), How(0, 1, ones, ones), in_arena=fits)[0]
         return self._reduce(arrived, num_items, num_items).view(shape)
 
     def _all_to_all_along(self, x: Tensor, dim: int, *, in_arena: bool) -> Tensor:
@@ -250,11 +266,9 @@ class CudaGroup:
                 f"dimension {dim} of {tuple(x.shape)} cannot be cut in {self.size} equal parts; "
                 "give another concat_dim"
             )
-        return self._move((x,), (dim, dim, (), ()), in_arena=in_arena)[0]
+        return self._move((x,), How(dim, dim, (), ()), in_arena=in_arena)[0]
 
-    def _move(
-        self, tensors: Sequence[Tensor], how: tuple[int, int, Sizes, Sizes] | tuple[()], *, in_arena: bool
-    ) -> tuple[Tensor, ...]:
+    def _move(self, tensors: Sequence[Tensor], how: How | None, *, in_arena: bool) -> tuple[Tensor, ...]:
         endpoint, run = self._endpoint, self._run
         if self.size == 1:
             return tuple(x.clone(memory_format=torch.contiguous_format) for x in tensors)
@@ -274,7 +288,7 @@ class CudaGroup:
             prepared = endpoint.prepared[key] = self._prepare(tensors, how, in_arena=in_arena)
         if isinstance(prepared, Prepared):
             return self._launch(prepared, pointers, in_arena=in_arena)
-        assert how
+        assert how is not None
         # Strides that no kernel takes, or more than a bank holds.
         if prepared == "strides":
             return self._move([x.contiguous() for x in tensors], how, in_arena=in_arena)
@@ -302,20 +316,20 @@ class CudaGroup:
         counts[kind] += 1
         return tuple(results)
 
-    def _prepare(
-        self, tensors: Sequence[Tensor], how: tuple[int, int, Sizes, Sizes] | tuple[()], *, in_arena: bool
-    ) -> Prepared | str:
+    def _prepare(self, tensors: Sequence[Tensor], how: How | None, *, in_arena: bool) -> Prepared | str:
         """The launch for such tensors, or why there is none: "strides" or "space"."""
-        if not how:
+        if how is None:
             return self._prepare_launch((), [], Choice("flagged", 1), unit_bytes=8, tensors=())
         if len(tensors) > MAX_MOVES:
             return "space"
-        split_dim, concat_dim, splits, concats = how
+        split_dim, concat_dim, splits, concats, is_rotated = how
         if split_dim == concat_dim:
             # [.., P * n, ..] seen as [.., P, 1, n, ..]: split the first, concatenate along the second.
             (x,), ones = tensors, (1,) * self.size
             unfolded = _unfolded(x, split_dim, self.size)
-            prepared = self._prepare((unfolded,), (split_dim, split_dim + 1, ones, ones), in_arena=in_arena)
+            prepared = self._prepare(
+                (unfolded,), How(split_dim, split_dim + 1, ones, ones), in_arena=in_arena
+            )
             if isinstance(prepared, str):
                 return prepared
             return prepared._replace(results=((x.shape, x.dtype, prepared.results[0][2]),))
@@ -333,6 +347,7 @@ class CudaGroup:
                 concat_dim=concat_dim,
                 split_sizes=tuple(splits),
                 concat_sizes=tuple(concats),
+                is_rotated=is_rotated,
             )
             if part is None:
                 return "strides"
@@ -412,9 +427,9 @@ class CudaGroup:
         pointers = tuple(first + idx * size_of_move + Move.input.offset for idx in range(len(parts)))
         return Prepared(launch, tuple(results), pointers)
 
-    def _in_rounds(self, x: Tensor, how: tuple[int, int, Sizes, Sizes]) -> Tensor:
+    def _in_rounds(self, x: Tensor, how: How) -> Tensor:
         """An exchange that does not fit in a bank: so many parts of each shard at a time."""
-        split_dim, concat_dim, splits, concats = how
+        split_dim, concat_dim, splits, concats, is_rotated = how
         if split_dim == concat_dim:
             return self._rounds_along(x, split_dim)
         shape = list(x.shape)
@@ -429,16 +444,20 @@ class CudaGroup:
                 f"{tuple(x.shape)} does not fit in a bank of {self.bank.num_bytes} bytes, at all"
             )
         result = self._empty(tuple(shape), x.dtype)
-        starts = [sum(concats[:member]) for member in range(self.size)]
+        order = [(self.slot * is_rotated + idx) % self.size for idx in range(self.size)]
         for idx in range(num_rounds):
             bounds = [shard_bounds(length, num_rounds, idx) for length in concats]
             begin, end = bounds[self.slot]
             lengths = tuple(stop - start for start, stop in bounds)
             piece = x.narrow(concat_dim, begin, end - begin)
-            got = self._move((piece,), (split_dim, concat_dim, splits, lengths), in_arena=False)[0]
-            for member, part in enumerate(torch.split(got, list(lengths), concat_dim)):
-                at = starts[member] + bounds[member][0]
-                result.narrow(concat_dim, at, lengths[member]).copy_(part)
+            part_of = how._replace(concat_sizes=lengths)
+            got = self._move((piece,), part_of, in_arena=False)[0]
+            at = 0
+            for member, part in zip(
+                order, torch.split(got, [lengths[member] for member in order], concat_dim), strict=True
+            ):
+                result.narrow(concat_dim, at + bounds[member][0], lengths[member]).copy_(part)
+                at += concats[member]
         return result
 
     def _rounds_along(self, x: Tensor, dim: int) -> Tensor:
@@ -447,7 +466,7 @@ class CudaGroup:
         parts = x.contiguous().view(*x.shape[:dim], size, 1, -1)
         num_rounds = min(parts.shape[-1], x.numel() * x.element_size() // max(1, self.bank.num_bytes) + 2)
         ones = (1,) * size
-        how = (dim, dim + 1, ones, ones)
+        how = How(dim, dim + 1, ones, ones)
         pieces = torch.tensor_split(parts, num_rounds, -1)
         arrived = [self._move((piece.contiguous(),), how, in_arena=False)[0] for piece in pieces]
         return torch.cat([piece.transpose(dim, dim + 1) for piece in arrived], -1).view(x.shape)
