@@ -90,6 +90,7 @@ class JobRecord:
             last_layout=self.holder,
             uses_cfg=self.job.uses_cfg,
             max_sequence_degree=self.job.max_sequence_degree,
+            max_ulysses_degree=self.job.max_ulysses_degree,
         )
 
     def outcome(self, *, ended_s: float, error: str | None) -> JobOutcome:

@@ -32,6 +32,10 @@ from gfgen.gfc.failure import Failure
 COPY_ENGINE_BYTES = 1 << 20
 """Chunks from this size on go by the copy engine, which leaves the multiprocessors to others."""
 
+BESIDE_BLOCKS = 32
+"""A quarter of an H200's multiprocessors; a link needs about 3 bytes/ns from each of 132 of them
+(csrc/gfc/cuda/copy.cuh), and bulk copies of few blocks have more in flight."""
+
 _TRANSFER_BLOCKS, _BLOCK = 16, 512
 
 
@@ -40,8 +44,10 @@ class CudaEndpoint:
 
     control_fd: the rank's page in host memory (`memory.CONTROL_PLAN`). own: its arena.
     peer_fds: the other ranks' arenas, by rank; may be closed afterwards.
-    Tasks run on torch's current stream, always the same one; transfers on the stream given to
-    them. All launches come from one thread; `abort_through` may come from any.
+    Tasks run on torch's current stream: always the same one, or another one that events order after
+    all earlier exchanges and before all later ones. Transfers run on the stream given to them. All
+    launches come from one thread; `abort_through` may come from any.
+    beside_blocks: of exchanges beside computation, at most.
     """
 
     def __init__(
@@ -56,10 +62,12 @@ class CudaEndpoint:
         control_fd: int,
         timeout_s: float = 30.0,
         selector: Selector | None = None,
+        beside_blocks: int = BESIDE_BLOCKS,
     ) -> None:
         self.plan, self.rank, self.device = plan, rank, device
         self.torch_device = torch.device("cuda", device)
         self.timeout_ns = max(1, int(timeout_s * 1e9))
+        self.beside_blocks = beside_blocks
         self.driver = driver()
         self.kernels = Kernels(device)
         self.selector = selector or load_selector(self.driver.name(device), has_bulk=self.kernels.has_bulk)
