@@ -104,7 +104,7 @@ _DIMS = (1, 3, 8, 16, 64, 128)
 
 
 def random_case(rng: random.Random) -> Case:
-    what = rng.choice(("gather", "exchange", "along", "heads", "tokens", "barrier", "reduce"))
+    what = rng.choice(("gather", "turn", "exchange", "along", "heads", "tokens", "barrier", "reduce"))
     tokens, dim = rng.choice(_TOKENS), rng.choice(_DIMS)
     return Case(what, rng.choice(_KINDS), tokens, dim, rng.getrandbits(32), rng.random() < 0.5)
 
@@ -150,6 +150,14 @@ def run_case(group: CudaGroup, checker: Checker, case: Case) -> torch.Tensor | N
         checker.verify(
             y, seeds=seeds, sizes=sizes, is_back=0, first=0, tokens=case.tokens, heads=1,
             source_heads=1, dim=case.dim,
+        )  # fmt: skip
+        return y
+    if case.what == "turn":
+        x = checker.filled((1, sizes[slot], 1, case.dim), seeds[slot])
+        (y,) = group.gather_tokens(x, token_sizes=sizes, in_arena=case.in_arena)
+        checker.verify(
+            y, seeds=[*seeds[slot:], *seeds[:slot]], sizes=[*sizes[slot:], *sizes[:slot]], is_back=0,
+            first=0, tokens=case.tokens, heads=1, source_heads=1, dim=case.dim,
         )  # fmt: skip
         return y
     if case.what == "tokens":
