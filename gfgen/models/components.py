@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from diffusers.utils import logging as diffusers_logging
@@ -15,6 +15,22 @@ from transformers.utils import logging as transformers_logging
 from gfgen.errors import ModelError
 
 logger = logging.getLogger(__name__)
+
+
+class LoadPipeline(Protocol):
+    """`load_pipeline`, or what takes its place."""
+
+    def __call__(
+        self,
+        pipeline_class: Any,
+        checkpoint: Path,
+        *,
+        device: str,
+        dtype: torch.dtype,
+        in_fp32: Sequence[str] = (),
+    ) -> Any:
+        """A pipeline of this class with its weights on the device, ready for inference."""
+        ...
 
 
 def load_pipeline(

@@ -109,8 +109,18 @@ def shipped_geometry(name: str) -> Geometry:
         raise ModelError(
             f"model {name!r}: no config files of it come with gfgen; there are {', '.join(SHIPPED)}"
         )
-    files = read_checkpoint(CONFIGS / name, with_weights=False)
-    num_parameters = sum(files.settings["num_parameters"].values())
+    return weightless_geometry(CONFIGS / name)
+
+
+def weightless_geometry(checkpoint: Path) -> Geometry:
+    """The geometry of a directory of which only the config files count, as for random weights.
+
+    Its size is known if gfgen.json says how many parameters it has.
+
+    Raises: ModelError as `load_geometry`.
+    """
+    files = read_checkpoint(Path(checkpoint), with_weights=False)
+    num_parameters = sum(files.settings.get("num_parameters", {}).values())
     return _build(files, weights_bytes=STORED_BYTES * num_parameters)
 
 

@@ -22,7 +22,7 @@ from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift
 from gfgen.jobspec import JobSpec
 from gfgen.models import solver
 from gfgen.models.adapter import Fields
-from gfgen.models.components import load_pipeline
+from gfgen.models.components import LoadPipeline, load_pipeline
 from gfgen.models.geometry import Geometry
 from gfgen.models.geometry_qwen import MAX_TEXT_TOKENS
 from gfgen.models.geometry_rules import known
@@ -142,10 +142,15 @@ class QwenImageAdapter:
 
 
 def load_qwen_image(
-    checkpoint: Path, geometry: Geometry, *, device: str, dtype: torch.dtype
+    checkpoint: Path,
+    geometry: Geometry,
+    *,
+    device: str,
+    dtype: torch.dtype,
+    load: LoadPipeline = load_pipeline,
 ) -> QwenImageAdapter:
     """The adapter of a Qwen-Image checkpoint, its components on the device."""
-    pipeline = load_pipeline(QwenImagePipeline, checkpoint, device=device, dtype=dtype)
+    pipeline = load(QwenImagePipeline, checkpoint, device=device, dtype=dtype)
     install(pipeline.transformer)
     return QwenImageAdapter(geometry, pipeline=pipeline, device=device)
 

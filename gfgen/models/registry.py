@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gfgen.errors import ModelError
-from gfgen.models.geometry import load_geometry
+from gfgen.models.geometry import CONFIGS, SHIPPED, load_geometry, weightless_geometry
 
 if TYPE_CHECKING:
     from gfgen.models.adapter import Adapter
@@ -85,27 +85,53 @@ def resolve_checkpoint(name_or_dir: str) -> Path:
     raise ModelError(_unknown(name_or_dir))
 
 
-def load_adapter(checkpoint: Path, *, device: str = "cpu", dtype: str | None = None) -> Adapter:
+def resolve_configs(name_or_dir: str) -> Path:
+    """A directory with the model's config files, for random weights; nothing is downloaded.
+
+    Raises: ModelError for a name whose config files do not come with gfgen.
+    """
+    path = Path(name_or_dir).expanduser()
+    if path.is_dir():
+        return path.resolve()
+    if name_or_dir in TINY_NAMES:
+        return _tiny_checkpoint(name_or_dir)
+    if name_or_dir in SHIPPED:
+        return CONFIGS / name_or_dir
+    accepted = ", ".join((*SHIPPED, *TINY_NAMES))
+    raise ModelError(
+        f"model {name_or_dir}: no config files of it come with gfgen; with --random-weights give a "
+        f"directory of config files, or {accepted}"
+    )
+
+
+def load_adapter(
+    checkpoint: Path, *, device: str = "cpu", dtype: str | None = None, has_random_weights: bool = False
+) -> Adapter:
     """The adapter of a checkpoint, its weights on the device. Imports torch.
 
-    dtype is float32 on a CPU and bfloat16 elsewhere unless told otherwise.
+    dtype is float32 on a CPU and bfloat16 elsewhere unless told otherwise. With random weights
+    the directory need hold config files only.
 
     Raises: ModelError for a broken directory, an unknown family, or an unknown dtype.
     """
-    geometry = load_geometry(checkpoint)
+    geometry = weightless_geometry(checkpoint) if has_random_weights else load_geometry(checkpoint)
     name = dtype or ("float32" if device == "cpu" else "bfloat16")
     if name not in DTYPES:
         raise ModelError(f"dtype {name!r} is not supported; {', '.join(DTYPES)} are")
     import torch
 
+    from gfgen.models.components import load_pipeline
+    from gfgen.models.random_weights import random_pipeline
+
+    load = random_pipeline if has_random_weights else load_pipeline
     torch_dtype = getattr(torch, name)
     if geometry.family == "qwen-image":
         from gfgen.models.qwen_image import load_qwen_image
 
-        return load_qwen_image(checkpoint, geometry, device=device, dtype=torch_dtype)
+        return load_qwen_image(checkpoint, geometry, device=device, dtype=torch_dtype, load=load)
     from gfgen.models.wan import load_wan
 
-    return load_wan(checkpoint, geometry, device=device, dtype=torch_dtype)
+    return load_wan(checkpoint, geometry, device=device, dtype=torch_dtype, load=load)
 
 
 def cache_dir() -> Path:

@@ -20,7 +20,7 @@ from diffusers import WanImageToVideoPipeline, WanPipeline
 from gfgen.jobspec import JobSpec
 from gfgen.models import solver
 from gfgen.models.adapter import Fields
-from gfgen.models.components import load_pipeline
+from gfgen.models.components import LoadPipeline, load_pipeline
 from gfgen.models.geometry import Geometry
 from gfgen.models.geometry_rules import known
 from gfgen.models.geometry_wan import TEXT_TOKENS
@@ -172,13 +172,20 @@ class WanAdapter:
         return predicted
 
 
-def load_wan(checkpoint: Path, geometry: Geometry, *, device: str, dtype: torch.dtype) -> WanAdapter:
+def load_wan(
+    checkpoint: Path,
+    geometry: Geometry,
+    *,
+    device: str,
+    dtype: torch.dtype,
+    load: LoadPipeline = load_pipeline,
+) -> WanAdapter:
     """The adapter of a Wan checkpoint, its components on the device.
 
     The VAE stays in fp32, as the model cards load it.
     """
     pipeline_class = WanImageToVideoPipeline if geometry.family == "wan-moe-i2v" else WanPipeline
-    loaded = load_pipeline(pipeline_class, checkpoint, device=device, dtype=dtype, in_fp32=("vae",))
+    loaded = load(pipeline_class, checkpoint, device=device, dtype=dtype, in_fp32=("vae",))
     names = ("tokenizer", "text_encoder", "vae", "scheduler", "transformer", "transformer_2")
     parts = {name: getattr(loaded, name) for name in names}
     for transformer in filter(None, (loaded.transformer, loaded.transformer_2)):
