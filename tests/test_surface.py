@@ -32,6 +32,7 @@ def test_commands():
 
 def test_options_of_run():
     assert options_of(subcommand("run")) == [
+        "--device",
         "--log-file",
         "--log-json",
         "--lookahead",
@@ -39,6 +40,7 @@ def test_options_of_run():
         "--output",
         "--policy",
         "--quiet",
+        "--random-weights",
         "--ranks",
         "--skip-invalid",
         "--trace",

@@ -63,6 +63,8 @@ class WorkerSettings:
     rank: int
     checkpoints: tuple[str, ...]
     device: str = "cpu"
+    has_random_weights: bool = False
+    arena_bytes: tuple[int, int] = (0, 0)
 
 
 def main(end: socket.socket, settings: WorkerSettings) -> None:

@@ -7,35 +7,48 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from gfgen.errors import JobFileError, ModelError, Problem
+from gfgen.gfc.cuda.memory import arena_bytes
 from gfgen.job import read_jobs
 from gfgen.jobspec import JobSpec
-from gfgen.models.geometry import load_geometry
-from gfgen.models.registry import resolve_checkpoint
+from gfgen.models.geometry import load_geometry, weightless_geometry
+from gfgen.models.registry import resolve_checkpoint, resolve_configs
 from gfgen.runtime.admission import AdmittedJob, Model, admit
-from gfgen.runtime.memory import available_bytes, check_models, refuse_large
+from gfgen.runtime.arenas import GPU_PLAN
+from gfgen.runtime.devices import CUDA, Devices
+from gfgen.runtime.memory import (
+    available_bytes,
+    check_models,
+    check_models_on_gpu,
+    refuse_large,
+    refuse_large_on_gpu,
+)
 
 logger = logging.getLogger(__name__)
 
 
 def admit_file(
-    source: str, *, default_model: str, num_ranks: int, skip_invalid: bool
+    source: str,
+    *,
+    default_model: str,
+    devices: Devices,
+    skip_invalid: bool,
+    has_random_weights: bool = False,
 ) -> tuple[Sequence[AdmittedJob], Sequence[Problem]]:
     """The jobs to run, and what was wrong with others if those may be skipped.
 
     Raises: JobFileError with every problem; InputError when the models do not fit into memory.
     """
     parsed = read_jobs("-" if source == "-" else Path(source))
-    admitted, refused = admit(parsed.specs, default_model=default_model, find_model=_find_model)
-    available = available_bytes()
-    checkpoints = {job.checkpoint for job in admitted}
-    models_bytes = check_models(checkpoints, num_ranks=num_ranks, available=available)
-    admitted, too_large = refuse_large(admitted, models_bytes=models_bytes, available=available)
+    admission = Admission(default_model=default_model, devices=devices, has_random_weights=has_random_weights)
+    admitted, refused = admit(parsed.specs, default_model=default_model, find_model=admission.find_model)
+    models_bytes = admission.check({job.checkpoint for job in admitted})
+    fitting, too_large = admission.refuse_large(admitted, models_bytes=models_bytes)
     problems = sorted((*parsed.problems, *refused, *too_large), key=lambda problem: problem.line or 0)
-    if problems and not (skip_invalid and admitted):
+    if problems and not (skip_invalid and fitting):
         raise JobFileError(parsed.source, tuple(problems))
     for problem in problems:
         logger.warning("skipped: %s", problem)
-    return admitted, problems
+    return fitting, problems
 
 
 class Admission:
@@ -48,21 +61,62 @@ class Admission:
         self,
         *,
         default_model: str,
+        devices: Devices,
+        has_random_weights: bool = False,
         known: dict[str, Model] | None = None,
         loaded: frozenset[Path] | None = None,
     ) -> None:
         self._default_model = default_model
+        self._devices = devices
+        self._has_random_weights = has_random_weights
         self._known = {} if known is None else known
         self._loaded = loaded
 
     def __call__(self, specs: Sequence[JobSpec]) -> tuple[Sequence[AdmittedJob], Sequence[Problem]]:
         admitted, refused = admit(specs, default_model=self._default_model, find_model=self.find_model)
-        fitting, too_large = refuse_large(admitted, models_bytes=0, available=available_bytes())
+        fitting, too_large = self.refuse_large(admitted, models_bytes=self._loaded_bytes)
         return fitting, (*refused, *too_large)
+
+    def check(self, checkpoints: Collection[Path]) -> int:
+        """Bytes that these models take: of main memory in all, or of each GPU.
+
+        Raises: InputError when there is less.
+        """
+        if self._devices.kind != CUDA:
+            return check_models(checkpoints, num_ranks=self._devices.num_ranks, available=available_bytes())
+        return check_models_on_gpu(
+            checkpoints,
+            memory_bytes=self._devices.memory_bytes,
+            arena_bytes=arena_bytes(GPU_PLAN) if self._devices.num_ranks > 1 else 0,
+            has_random_weights=self._has_random_weights,
+        )
+
+    def refuse_large(
+        self, jobs: Sequence[AdmittedJob], *, models_bytes: int
+    ) -> tuple[Sequence[AdmittedJob], Sequence[Problem]]:
+        """The jobs that fit beside models of that size, and a problem for each of the others."""
+        if self._devices.kind != CUDA:
+            return refuse_large(jobs, models_bytes=models_bytes, available=available_bytes())
+        fitting, too_large = refuse_large_on_gpu(
+            jobs, models_bytes=models_bytes, memory_bytes=self._devices.memory_bytes
+        )
+        kept, too_much = refuse_large(fitting, models_bytes=0, available=available_bytes())
+        return kept, (*too_large, *too_much)
+
+    @property
+    def _loaded_bytes(self) -> int:
+        """What loaded models take of each GPU; of main memory they have it already."""
+        return self.check(self._loaded) if self._loaded and self._devices.kind == CUDA else 0
 
     def of_loaded(self, checkpoints: Collection[Path]) -> Admission:
         """The same, once the workers have loaded these models and load no others."""
-        return Admission(default_model=self._default_model, known=self._known, loaded=frozenset(checkpoints))
+        return Admission(
+            default_model=self._default_model,
+            devices=self._devices,
+            has_random_weights=self._has_random_weights,
+            known=self._known,
+            loaded=frozenset(checkpoints),
+        )
 
     def find_model(self, name: str) -> Model:
         """The model of that name.
@@ -70,7 +124,7 @@ class Admission:
         Raises: ModelError when there is none, or when it is not loaded.
         """
         if name not in self._known and (self._loaded is None or Path(name).is_dir()):
-            self._known[name] = _find_model(name)
+            self._known[name] = self._look_up(name)
         model = self._known.get(name)
         if model is None or (self._loaded is not None and model.checkpoint not in self._loaded):
             raise ModelError(
@@ -79,7 +133,9 @@ class Admission:
             )
         return model
 
-
-def _find_model(name: str) -> Model:
-    checkpoint = resolve_checkpoint(name)
-    return Model(name, checkpoint, load_geometry(checkpoint))
+    def _look_up(self, name: str) -> Model:
+        if self._has_random_weights:
+            checkpoint = resolve_configs(name)
+            return Model(name, checkpoint, weightless_geometry(checkpoint))
+        checkpoint = resolve_checkpoint(name)
+        return Model(name, checkpoint, load_geometry(checkpoint))

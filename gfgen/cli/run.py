@@ -24,11 +24,11 @@ from gfgen.runtime.clock import Clock
 from gfgen.runtime.closing import closing_at
 from gfgen.runtime.control import Control
 from gfgen.runtime.cost import CostModel
+from gfgen.runtime.devices import DEVICES, Devices, choose_devices
 from gfgen.runtime.inbox import Inbox
 from gfgen.runtime.journal import Journal, first_arrivals, journal_header
 from gfgen.runtime.lock import hold_folder
 from gfgen.runtime.manifest import MANIFEST_NAME, ManifestWriter, finished_jobs
-from gfgen.runtime.memory import available_bytes, check_models
 from gfgen.runtime.metrics import Summary
 from gfgen.runtime.observer import Observer
 from gfgen.runtime.pool import WorkerPool
@@ -41,7 +41,6 @@ logger = logging.getLogger(__name__)
 
 JOURNAL_NAME = "journal.jsonl"
 DEFAULT_MODEL = "tiny-wan"
-DEFAULT_RANKS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +48,7 @@ class RunOptions:
     """The options of `gfgen run`, after click has read them."""
 
     output_dir: Path
-    num_ranks: int
+    devices: Devices
     policy: NamedPolicy
     guard_s: float
     trace: Path | None
@@ -61,6 +60,11 @@ class RunOptions:
     closes_at: float | None = None
     """Unix time at which the run is to end by itself."""
     log_file: Path | None = None
+    has_random_weights: bool = False
+
+    @property
+    def num_ranks(self) -> int:
+        return self.devices.num_ranks
 
 
 @click.command()
@@ -74,9 +78,14 @@ class RunOptions:
 @click.option(
     "--ranks",
     type=click.IntRange(1, MAX_RANKS),
-    default=DEFAULT_RANKS,
+    help="Workers to use, one process each. [all GPUs, or 4 on a CPU]",
+)
+@click.option(
+    "--device",
+    type=click.Choice(DEVICES),
+    default="auto",
     show_default=True,
-    help="Workers to use, one process each.",
+    help="What the workers compute on; auto: GPUs if there are any.",
 )
 @click.option("--policy", default="srtf", show_default=True, help="NAME[,option=value...]: 'gfgen policies'.")
 @click.option(
@@ -84,6 +93,11 @@ class RunOptions:
     default=DEFAULT_MODEL,
     show_default=True,
     help="For jobs that name none: a name ('gfgen models'), a directory or a hub id.",
+)
+@click.option(
+    "--random-weights",
+    is_flag=True,
+    help="Make the models up, at full size, from config files: for measuring without checkpoints.",
 )
 @click.option("--skip-invalid", is_flag=True, help="Run the valid jobs of a file with mistakes; exit with 1.")
 @click.option(
@@ -121,9 +135,11 @@ def run(
     *,
     jobs: str | None,
     output: Path | None,
-    ranks: int,
+    ranks: int | None,
+    device: str,
     policy: str,
     model: str,
+    random_weights: bool,
     skip_invalid: bool,
     lookahead: float,
     trace: Path | None,
@@ -142,9 +158,10 @@ def run(
     log.configure(level=level, as_json=log_json, file=log_file, file_level=file_level)
     options = RunOptions(
         output_dir=output or Path("outputs") / _name_of(jobs, watch),
-        num_ranks=ranks,
+        devices=choose_devices(device, ranks),
         policy=load_policy(policy),
         model=model,
+        has_random_weights=random_weights,
         skip_invalid=skip_invalid,
         guard_s=lookahead / 1000,
         trace=trace,
@@ -158,7 +175,11 @@ def run(
         summary = watch_folder(watch, options)
     else:
         admitted, problems = admit_file(
-            jobs or "-", default_model=model, num_ranks=ranks, skip_invalid=skip_invalid
+            jobs or "-",
+            default_model=model,
+            devices=options.devices,
+            skip_invalid=skip_invalid,
+            has_random_weights=random_weights,
         )
         summary = run_jobs(admitted, options)
     _report(summary, options)
@@ -188,7 +209,9 @@ def watch_folder(folder: Path, options: RunOptions) -> Summary:
     The models are those of the files that are there at the start, and the default one.
     """
     _check_watched(folder, options.output_dir)
-    admit = Admission(default_model=options.model)
+    admit = Admission(
+        default_model=options.model, devices=options.devices, has_random_weights=options.has_random_weights
+    )
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(contextlib.closing(SignalPipe()))
         stack.enter_context(_held_folder(options.output_dir))
@@ -199,7 +222,7 @@ def watch_folder(folder: Path, options: RunOptions) -> Summary:
         )
         first = inbox.look()
         checkpoints = {admit.find_model(options.model).checkpoint, *(job.checkpoint for job in first)}
-        check_models(checkpoints, num_ranks=options.num_ranks, available=available_bytes())
+        admit.check(checkpoints)
         pool = stack.enter_context(_ready_pool(checkpoints, options, signals))
         inbox.start(admit=admit.of_loaded(checkpoints))
         return _run_on(pool, first, options, signals=signals, inbox=inbox)
@@ -295,10 +318,18 @@ def _ready_pool(
 ) -> Iterator[WorkerPool]:
     """Workers with these models; the run's clock starts after this."""
     logger.info(
-        "starting %d ranks with %s", options.num_ranks, ", ".join(sorted(path.name for path in checkpoints))
+        "starting %d ranks (%s) with %s",
+        options.num_ranks,
+        options.devices.kind,
+        ", ".join(sorted(path.name for path in checkpoints)),
     )
     began_s = time.monotonic()
-    with WorkerPool(num_ranks=options.num_ranks, checkpoints=sorted(checkpoints)) as pool:
+    with WorkerPool(
+        num_ranks=options.num_ranks,
+        checkpoints=sorted(checkpoints),
+        device=options.devices.kind,
+        has_random_weights=options.has_random_weights,
+    ) as pool:
         pool.wait_ready(signals)
         logger.info("ready after %.1f s", time.monotonic() - began_s)
         yield pool

@@ -22,8 +22,14 @@ from gfgen.errors import ModelError
 _LENGTH = struct.Struct("<Q")
 _MAX_HEADER_BYTES = 100_000_000
 """The format's own bound."""
-_FP32_BYTES = 4
+_FP32_BYTES, _BF16_BYTES = 4, 2
 _AGAIN = "download the model again"
+
+FP32_ON_DEVICE: Mapping[str, tuple[str, ...]] = {
+    "WanPipeline": ("vae",),
+    "WanImageToVideoPipeline": ("vae",),
+}
+"""By pipeline class, the components that adapters load in fp32 on every device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +71,30 @@ def footprint(checkpoint: Path) -> Footprint:
     for path in checkpoint.glob("*/*.bin"):
         private += 0 if any(path.parent.glob("*.safetensors")) else path.stat().st_size
     return Footprint(shared, private)
+
+
+def device_bytes(checkpoint: Path, *, num_parameters: Mapping[str, int] | None = None) -> int:
+    """Bytes that a checkpoint's weights take on a GPU: bf16, and fp32 for those in FP32_ON_DEVICE.
+
+    num_parameters: by component, where there are no weight files; 0 bytes for what is not known.
+    """
+    counts = dict(num_parameters or {}) or {
+        folder.name: _count(folder) for folder in checkpoint.iterdir() if folder.is_dir()
+    }
+    wide = FP32_ON_DEVICE.get(_pipeline_class(checkpoint), ())
+    return sum(count * (_FP32_BYTES if name in wide else _BF16_BYTES) for name, count in counts.items())
+
+
+def _count(folder: Path) -> int:
+    """Parameters in a component's folder."""
+    headers = [read_header(path) for path in folder.glob("*.safetensors")]
+    if headers:
+        return sum(math.prod(entry["shape"]) for header in headers for entry in header.values())
+    return sum(path.stat().st_size // _BF16_BYTES for path in folder.glob("*.bin"))
+
+
+def _pipeline_class(checkpoint: Path) -> str:
+    return str(json.loads((checkpoint / "model_index.json").read_text(encoding="utf-8"))["_class_name"])
 
 
 def read_header(path: Path) -> Mapping[str, Any]:

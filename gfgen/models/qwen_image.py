@@ -123,7 +123,9 @@ class QwenImageAdapter:
     def _model_inputs(
         self, spec: JobSpec, sample_BSC: torch.Tensor, *, timestep: torch.Tensor
     ) -> dict[str, Any]:
-        timestep_B = timestep.to(self.device).expand(sample_BSC.shape[0]).to(sample_BSC.dtype)
+        timestep_B = (
+            timestep.to(self.device, non_blocking=True).expand(sample_BSC.shape[0]).to(sample_BSC.dtype)
+        )
         factor = 2 * self._pipeline.vae_scale_factor
         grid = (1, known(spec.height) // factor, known(spec.width) // factor)
         return {"hidden_states": sample_BSC, "timestep": timestep_B / 1000, "img_shapes": [[grid]]}

@@ -24,6 +24,7 @@ from gfgen.models.components import LoadPipeline, load_pipeline
 from gfgen.models.geometry import Geometry
 from gfgen.models.geometry_rules import known
 from gfgen.models.geometry_wan import TEXT_TOKENS
+from gfgen.models.geometry_weights import FP32_ON_DEVICE
 from gfgen.models.guidance import predict_branches
 from gfgen.models.latents import denormalize_latents
 from gfgen.models.parallel import Parallel
@@ -155,7 +156,7 @@ class WanAdapter:
         the same, as the pipeline does; in bf16 once, which is equal (FACTS.md: no difference)
         and spares gigabytes of modulation in every block.
         """
-        timestep = timestep.to(self.device)
+        timestep = timestep.to(self.device, non_blocking=True)
         if not self._per_token or (self._dtype != torch.float32 and not has_image):
             return timestep.expand(sample_BCTHW.shape[0])
         mask_BCTHW = _first_frame_mask(sample_BCTHW) if has_image else torch.ones_like(sample_BCTHW[:, :1])
@@ -185,7 +186,8 @@ def load_wan(
     The VAE stays in fp32, as the model cards load it.
     """
     pipeline_class = WanImageToVideoPipeline if geometry.family == "wan-moe-i2v" else WanPipeline
-    loaded = load(pipeline_class, checkpoint, device=device, dtype=dtype, in_fp32=("vae",))
+    in_fp32 = FP32_ON_DEVICE[pipeline_class.__name__]
+    loaded = load(pipeline_class, checkpoint, device=device, dtype=dtype, in_fp32=in_fp32)
     names = ("tokenizer", "text_encoder", "vae", "scheduler", "transformer", "transformer_2")
     parts = {name: getattr(loaded, name) for name in names}
     for transformer in filter(None, (loaded.transformer, loaded.transformer_2)):

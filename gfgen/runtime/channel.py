@@ -12,7 +12,8 @@ from typing import Any
 
 MAX_MESSAGE_BYTES = 1 << 18
 """More than Linux lets one message be with its usual socket buffers (208 KiB)."""
-MAX_FDS = 8
+MAX_FDS = 9
+"""The arenas of 8 ranks, and a page of the own one."""
 
 
 class Channel:

@@ -1,8 +1,10 @@
-"""Is there enough main memory? Asked at admission, of what can be known before a model is loaded.
+"""Is there enough memory? Asked at admission, of what can be known before a model is loaded.
 
 The least that CPU ranks need: weights (what is mapped counts once for all ranks), the job's
-state in its slab, and its frames while they are decoded. Activations come on top and are not
-known; so what is refused here could not have run, and what passes may still fail at a task.
+state in its slab, and its frames while they are decoded. GPUs hold the weights, each of them all,
+and the frames while they are decoded; then main memory holds what is in slabs and in writers.
+Activations come on top and are not known; so what is refused here could not have run, and what
+passes may still fail at a task.
 """
 
 from __future__ import annotations
@@ -11,13 +13,16 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from gfgen.errors import InputError, Problem
-from gfgen.models.geometry_weights import Footprint, footprint
+from gfgen.models.geometry_files import read_checkpoint
+from gfgen.models.geometry_weights import Footprint, device_bytes, footprint
 from gfgen.runtime.admission import AdmittedJob
 from gfgen.runtime.slab import SlabPlan
 
 _FRAME_COPIES = 5
 """Frames as fp32 on their rank (4 bytes for each of uint8's one) and in the writer's memory."""
 _MAX_CGROUP_DEPTH = 32
+_CONTEXT_BYTES = 600_000_000
+"""What CUDA and its libraries take of a GPU; an estimate on the low side, as all of this is."""
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:
@@ -60,17 +65,67 @@ def refuse_large(
     return tuple(job for job in jobs if needs[job.job_id] <= available), problems
 
 
+def check_models_on_gpu(
+    checkpoints: Collection[Path],
+    *,
+    memory_bytes: int | None,
+    arena_bytes: int,
+    has_random_weights: bool = False,
+) -> int:
+    """Bytes that these models take on each GPU, with all that is there before the first job.
+
+    Raises: InputError when that is more than the smallest GPU has.
+    """
+    sizes = {path: _gpu_bytes(path, has_random_weights=has_random_weights) for path in checkpoints}
+    need = sum(sizes.values()) + arena_bytes + _CONTEXT_BYTES
+    if memory_bytes is None or need <= memory_bytes:
+        return need
+    names = ", ".join(f"{path.name} ({_size(size)})" for path, size in sorted(sizes.items()))
+    help_ = "run them one after the other" if len(sizes) > 1 else "run a smaller model"
+    raise InputError(
+        f"{names}: at least {_size(need)} needed on each GPU, {_size(memory_bytes)} there; {help_}"
+    )
+
+
+def refuse_large_on_gpu(
+    jobs: Sequence[AdmittedJob], *, models_bytes: int, memory_bytes: int | None
+) -> tuple[tuple[AdmittedJob, ...], tuple[Problem, ...]]:
+    """The jobs that fit on a GPU beside the models, and a problem for each of the others."""
+    if memory_bytes is None:
+        return tuple(jobs), ()
+    needs = {job.job_id: models_bytes + gpu_job_bytes(job) for job in jobs}
+    problems = tuple(
+        _problem(job, needs[job.job_id], memory_bytes, where="on each GPU")
+        for job in jobs
+        if needs[job.job_id] > memory_bytes
+    )
+    return tuple(job for job in jobs if needs[job.job_id] <= memory_bytes), problems
+
+
+def gpu_job_bytes(job: AdmittedJob) -> int:
+    """State before and after a step, or frames while they are decoded."""
+    frames = job.trajectory.artifact("frames")
+    return max(2 * job.state_bytes, job.state_bytes + _FRAME_COPIES * frames.size_bytes)
+
+
 def job_bytes(job: AdmittedJob) -> int:
     """State and frames of one job."""
     frames = job.trajectory.artifact("frames")
     return SlabPlan.of(job.trajectory).size_bytes + _FRAME_COPIES * frames.size_bytes
 
 
-def _problem(job: AdmittedJob, need: int, available: int) -> Problem:
+def _gpu_bytes(checkpoint: Path, *, has_random_weights: bool) -> int:
+    if not has_random_weights:
+        return device_bytes(checkpoint)
+    settings = read_checkpoint(checkpoint, with_weights=False).settings
+    return device_bytes(checkpoint, num_parameters=settings.get("num_parameters"))
+
+
+def _problem(job: AdmittedJob, need: int, available: int, *, where: str = "of memory") -> Problem:
     spec = job.spec
     size = f"{spec.width}x{spec.height}" + (f", {spec.frames} frames" if (spec.frames or 1) > 1 else "")
     less = "a smaller size, fewer frames or fewer --ranks" if (spec.frames or 1) > 1 else "a smaller size"
-    accepted = f"at least {_size(need)} of memory needed, {_size(available)} available; {less} would help"
+    accepted = f"at least {_size(need)} {where} needed, {_size(available)} available; {less} would help"
     return Problem(spec.line, "size", size, accepted)
 
 

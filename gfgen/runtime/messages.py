@@ -56,16 +56,22 @@ class SendState:
 
 @dataclass(frozen=True, slots=True)
 class Arenas:
-    """The memory for exchanges between ranks: an arena of each rank comes along as a memfd."""
+    """The memory for exchanges between ranks: arenas come along as file descriptors.
+
+    For a rank on a GPU, its own page in host memory comes behind them.
+    """
 
     data_bytes: int
     post_bytes: int
     incarnations: tuple[int, ...]
+    """Of all ranks, by rank."""
+    ranks: tuple[int, ...]
+    """Whose arenas these are, in the order of the descriptors."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplacePeer:
-    """A rank has died and a new process has its number: its new arena comes along as a memfd."""
+    """A rank has died and a new process has its number: its new arena comes along."""
 
     rank: int
     incarnation: int
@@ -109,7 +115,7 @@ class Reset:
 
 @dataclass(frozen=True, slots=True)
 class WorkerReady:
-    """The models are loaded."""
+    """The models are loaded. The arena of a rank on a GPU comes along."""
 
     rank: int
     startup_s: float

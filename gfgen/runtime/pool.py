@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from gfgen.errors import InterruptedRunError, WorkerError
-from gfgen.gfc.arena import Plan, create_arena
+from gfgen.gfc.arena import Plan
 from gfgen.runtime import forkserver
+from gfgen.runtime.arenas import GPU_PLAN, RankArenas
 from gfgen.runtime.channel import Channel
-from gfgen.runtime.messages import Arenas, ReplacePeer, WorkerFailed
+from gfgen.runtime.messages import Arenas, ReplacePeer, WorkerFailed, WorkerReady
 from gfgen.runtime.signals import SignalPipe
 
 logger = logging.getLogger(__name__)
@@ -31,6 +32,8 @@ logger = logging.getLogger(__name__)
 MAX_DEATHS = 3
 DEATHS_WINDOW_S = 600.0
 """A rank that dies so often within this time is retired: something is wrong with its device."""
+WORKER_MAINS = {"cpu": "gfgen.runtime.worker:main", "cuda": "gfgen.runtime.worker_gpu:main"}
+"""By what a rank computes on: where its process begins."""
 PRELOAD = ("gfgen.runtime.worker", "gfgen.runtime.writer")
 """What the fork server imports, once, before it forks the first process."""
 START_S = 1800.0
@@ -50,6 +53,8 @@ class Child:
     """None for a writer."""
     incarnation: int = 1
     is_ready: bool = False
+    has_arenas: bool = False
+    """A worker that knows the others' arenas, and whose own the others know or will be told of."""
     startup_s: float = 0.0
     """How long it took to load its models."""
     started_s: float = field(default_factory=time.monotonic)
@@ -95,32 +100,42 @@ class WorkerPool:
         *,
         num_ranks: int,
         checkpoints: Sequence[Path],
-        worker_main: str = "gfgen.runtime.worker:main",
+        worker_main: str | None = None,
         writer_main: str = "gfgen.runtime.writer:main",
         device: str = "cpu",
+        has_random_weights: bool = False,
         num_writers: int = 1,
         preload: Sequence[str] = PRELOAD,
         plan: Plan | None = None,
     ) -> None:
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its warnings are not the user's to mend
+        # So that nothing that the fork server imports can initialise CUDA by asking whether it is there.
+        os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(list(preload))
         forkserver.ensure_running()
-        self._worker_main = worker_main
+        self._worker_main = worker_main or WORKER_MAINS[device]
         self._writer_main = writer_main
-        self._settings = {"checkpoints": tuple(map(str, checkpoints)), "device": device}
-        self._plan = plan or Plan()
+        are_on_gpus = device != "cpu"
+        # A rank alone exchanges nothing.
+        self._plan = plan or (GPU_PLAN if are_on_gpus and num_ranks > 1 else Plan())
+        self._settings = {
+            "checkpoints": tuple(map(str, checkpoints)),
+            "device": device,
+            "has_random_weights": has_random_weights,
+            "arena_bytes": (self._plan.data_bytes, self._plan.post_bytes),
+        }
         self._deaths: dict[int, list[float]] = {rank: [] for rank in range(num_ranks)}
         self.num_ranks = num_ranks
         self.last_number = 0
         """Of the last dispatch that these workers were given, in any run."""
         self.retired: set[int] = set()
         """Ranks that died too often, and stay away."""
-        self._arenas = [create_arena(self._plan, rank=rank, incarnation=1) for rank in range(num_ranks)]
+        self._arenas = RankArenas(self._plan, num_ranks=num_ranks, are_on_gpus=are_on_gpus)
         self.workers = [self._start_worker(rank, incarnation=1) for rank in range(num_ranks)]
         self.writers = [self._start_writer(idx) for idx in range(num_writers)]
-        for worker in self.workers:
-            self._send_arenas(worker)
+        if not are_on_gpus:
+            self._send_arenas(self.workers)
 
     @property
     def children(self) -> list[Child]:
@@ -145,11 +160,12 @@ class WorkerPool:
                 selector.register(signals, selectors.EVENT_READ)
             for worker in self.workers:
                 selector.register(worker.channel, selectors.EVENT_READ, worker)
+            late = [worker for worker in self.workers if not worker.is_ready]
             while not all(worker.is_ready for worker in self.workers):
                 ready = selector.select(max(0.0, deadline_s - time.monotonic()))
                 if not ready:
-                    late = ", ".join(worker.name for worker in self.workers if not worker.is_ready)
-                    raise WorkerError(f"{late}: the models are not loaded after {patience_s:g} s")
+                    names = ", ".join(worker.name for worker in late if not worker.is_ready)
+                    raise WorkerError(f"{names}: the models are not loaded after {patience_s:g} s")
                 for key, _ in ready:
                     if key.data is None and signals is not None:
                         raise InterruptedRunError(
@@ -157,6 +173,11 @@ class WorkerPool:
                             signal_number=signals.take()[0],
                         )
                     self._note_start(key.data)
+        if self._arenas.are_on_gpus:
+            self._send_arenas([worker for worker in late if worker.incarnation == 1])
+        for worker in late:
+            if not worker.has_arenas:
+                self.welcome(worker)
 
     def _note_start(self, worker: Child) -> None:
         """A starting worker has said something, or has died."""
@@ -165,12 +186,19 @@ class WorkerPool:
             raise WorkerError(f"{worker.name} died while it started: {worker.reap(patience_s=_EXIT_S)}")
         if isinstance(received[0], WorkerFailed):
             raise WorkerError(f"{worker.name} cannot start: {received[0].reason}")
-        worker.is_ready, worker.startup_s = True, received[0].startup_s
+        self.take_ready(worker, received[0], received[1])
+
+    def take_ready(self, worker: Child, ready: WorkerReady, fds: Sequence[int]) -> None:
+        """A worker has loaded its models and brings its arena, if it makes that itself."""
+        assert worker.rank is not None
+        self._arenas.take(worker.rank, fds)
+        worker.is_ready, worker.startup_s = True, ready.startup_s
 
     def replace_worker(self, rank: int, *, now_s: float) -> Child | None:
         """A new process for a rank whose old one is reaped; None when the rank is retired.
 
-        The others learn of its arena by `introduce`, when nobody is inside the old one any more.
+        It is to be told of the others, and they of it, by `welcome`: when it is ready, and nobody is
+        inside its predecessor's arena any more.
         """
         deaths = self._deaths[rank]
         deaths.append(now_s)
@@ -178,10 +206,8 @@ class WorkerPool:
             self.retired.add(rank)
             return None
         incarnation = self.workers[rank].incarnation + 1
-        os.close(self._arenas[rank])
-        self._arenas[rank] = create_arena(self._plan, rank=rank, incarnation=incarnation)
+        self._arenas.renew(rank, incarnation=incarnation)
         self.workers[rank] = self._start_worker(rank, incarnation=incarnation)
-        self._send_arenas(self.workers[rank])
         return self.workers[rank]
 
     def forgive(self) -> None:
@@ -189,12 +215,17 @@ class WorkerPool:
         for deaths in self._deaths.values():
             deaths.clear()
 
-    def introduce(self, rank: int) -> None:
-        """Let all other workers map the arena of a rank's new incarnation."""
-        message = ReplacePeer(rank, self.workers[rank].incarnation)
-        for other, worker in enumerate(self.workers):
-            if other != rank and other not in self.retired:
-                worker.tell(message, (self._arenas[rank],))
+    def welcome(self, worker: Child) -> None:
+        """Let a new incarnation that is ready map all arenas, and all others map its own."""
+        assert worker.rank is not None
+        arena = self._arenas.arena(worker.rank)
+        assert arena is not None, f"{worker.name} is not ready"
+        self._send_arenas([worker])
+        message = ReplacePeer(worker.rank, worker.incarnation)
+        for other, peer in enumerate(self.workers):
+            # One that has none yet will be given all of them when it is welcome itself.
+            if other != worker.rank and other not in self.retired and peer.has_arenas:
+                peer.tell(message, (arena,))
 
     def replace_writer(self, writer: Child) -> Child:
         """A new process in place of a writer whose old one is reaped."""
@@ -210,9 +241,7 @@ class WorkerPool:
                 child.process.kill()
         for child in self.children:
             child.reap(patience_s=_EXIT_S)
-        for fd in self._arenas:
-            os.close(fd)
-        self._arenas.clear()
+        self._arenas.close()
 
     def __enter__(self) -> WorkerPool:
         return self
@@ -242,9 +271,13 @@ class WorkerPool:
             theirs.close()
         return Child(name, process, Channel(ours))
 
-    def _send_arenas(self, worker: Child) -> None:
-        message = Arenas(self._plan.data_bytes, self._plan.post_bytes, self.incarnations)
-        worker.tell(message, tuple(self._arenas))
+    def _send_arenas(self, workers: Sequence[Child]) -> None:
+        for worker in workers:
+            assert worker.rank is not None
+            ranks, fds = self._arenas.known_to(worker.rank)
+            message = Arenas(self._plan.data_bytes, self._plan.post_bytes, self.incarnations, ranks)
+            worker.tell(message, fds)
+            worker.has_arenas = True
 
 
 def _enter(target: str, end: socket.socket, settings: Mapping[str, Any] | None) -> None:

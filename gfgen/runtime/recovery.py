@@ -10,7 +10,7 @@ them have left, and the counts of the transfers between them start anew:
     EdgesRestarted  from every one; then the failures become events, and the ranks are free
 
 A rank that died is reaped before any of this, so it writes nowhere any more; its successor is
-introduced to the others after they have left.
+made known to the others after they have left, when it is ready.
 """
 
 from __future__ import annotations

@@ -24,7 +24,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,7 @@ from gfgen.errors import AbortedError
 from gfgen.gfc.arena import Plan
 from gfgen.gfc.descriptor import Descriptor
 from gfgen.gfc.endpoint import Endpoint
+from gfgen.gfc.group import Collectives
 from gfgen.graph import Stage, Task
 from gfgen.models.adapter import Adapter, Fields
 from gfgen.models.parallel import Parallel, parallel_from
@@ -75,11 +77,21 @@ class WorkerSettings:
     rank: int
     checkpoints: tuple[str, ...]
     device: str = "cpu"
+    has_random_weights: bool = False
+    arena_bytes: tuple[int, int] = (0, 0)
+    """For exchanges and for a chunk of a transfer, where the rank makes its own arena (`Plan`)."""
     num_threads: int = 1
 
 
 def main(channel_socket: socket.socket, settings: WorkerSettings) -> None:
-    """Entry of the process: load, then serve until the channel is closed."""
+    """Entry of a CPU rank's process: load, then serve until the channel is closed."""
+    run_worker(channel_socket, settings, lambda channel: Worker(channel, settings.rank, load(settings)))
+
+
+def run_worker(
+    channel_socket: socket.socket, settings: WorkerSettings, make: Callable[[Channel], Worker]
+) -> None:
+    """The life of a worker that `make` sets up."""
     _die_with_parent()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the control plane decides; it closes the channel
@@ -87,26 +99,31 @@ def main(channel_socket: socket.socket, settings: WorkerSettings) -> None:
     started_s = time.monotonic()
     try:
         torch.set_num_threads(settings.num_threads)
-        worker = Worker(channel, settings.rank, _load(settings))
+        worker = make(channel)
     except Exception as error:
         logger.debug("rank %d cannot start", settings.rank, exc_info=True)
         with contextlib.suppress(ConnectionError):
-            channel.send(WorkerFailed(settings.rank, _reason(error)))
+            channel.send(WorkerFailed(settings.rank, reason_of(error)))
         return
     with contextlib.suppress(ConnectionError):  # the control plane is gone, and nobody waits for a report
-        channel.send(WorkerReady(settings.rank, time.monotonic() - started_s))
+        channel.send(WorkerReady(settings.rank, time.monotonic() - started_s), worker.arena_fds)
         worker.serve()
 
 
 class Worker:
-    """Runs tasks with the adapters of one rank."""
+    """Runs tasks with the adapters of one rank. What a GPU does otherwise is in worker_gpu.py."""
+
+    device = torch.device("cpu")
+    arena_fds: tuple[int, ...] = ()
+    """What the control plane is to hand to the other ranks."""
 
     def __init__(self, channel: Channel, rank: int, adapters: dict[str, Adapter]) -> None:
         self._channel = channel
         self._rank = rank
         self._adapters = adapters
-        self._endpoint: Endpoint | None = None
-        self._tasks: queue.SimpleQueue[tuple[RunTask, list[int]] | None] = queue.SimpleQueue()
+        self._endpoint: Any = None
+        """None before the arenas have come."""
+        self._tasks: queue.SimpleQueue[tuple[Any, list[int]] | None] = queue.SimpleQueue()
         self._shipments: queue.SimpleQueue[tuple[SendState, Future[Fields]]] = queue.SimpleQueue()
         self._lock = threading.RLock()
         self._told = threading.Condition(self._lock)
@@ -115,16 +132,16 @@ class Worker:
         """Dispatches that failed here and that the control plane has not given up yet."""
         self._jobs: dict[str, RankJob] = {}
         self._abandoned: set[int] = set()
-        self._running: dict[str, int] = {}
-        """By thread, main or sender: the dispatch that it is inside of."""
+        self._inside: Counter[int] = Counter()
+        """Dispatches that run here, or send: once for each thread that is inside."""
         self._leaving: list[frozenset[int]] = []
         """Sets of dispatches that this rank has been told to leave, and is not yet out of."""
         self._last_number = 0
 
     def serve(self) -> None:
         """Take messages until the channel ends."""
-        for name, loop in (("receiver", self._receive), ("sender", self._send)):
-            threading.Thread(target=loop, name=name, daemon=True).start()
+        for loop in self._loops():
+            threading.Thread(target=loop, name=loop.__name__, daemon=True).start()
         while (received := self._tasks.get()) is not None:
             message, fds = received
             try:
@@ -132,6 +149,10 @@ class Worker:
             finally:
                 for fd in fds:
                     os.close(fd)
+
+    def _loops(self) -> list[Callable[[], None]]:
+        """What the threads beside the main one do."""
+        return [self._receive, self._send]
 
     # The receiver thread ----------------------------------------------------------------------
 
@@ -156,7 +177,7 @@ class Worker:
                 self._shipments.put((message, latents))
             case StartJob():
                 slab = Slab(fds[0], SlabPlan.of(message.trajectory))
-                self._jobs[message.spec.id] = RankJob(message, slab)
+                self._jobs[message.spec.id] = RankJob(message, slab, self.device)
             case ForgetJob():
                 self._jobs.pop(message.job_id, None)
             case Abandon():
@@ -164,24 +185,31 @@ class Worker:
             case Ping():
                 self._channel.send(Pong())
             case ReplacePeer():
-                assert self._endpoint is not None
-                self._endpoint.replace_peer(message.rank, fds[0], message.incarnation)
+                self._replace_peer(message, fds[0])
             case RestartEdges():
                 if self._endpoint is not None:
                     self._endpoint.restart_edges(sorted(message.ranks))
                 self._channel.send(EdgesRestarted(message.numbers))
             case Arenas():
-                self._endpoint = Endpoint(
-                    Plan(message.data_bytes, message.post_bytes),
-                    rank=self._rank,
-                    fds=dict(enumerate(fds)),
-                    incarnations=dict(enumerate(message.incarnations)),
-                )
+                self._connect(message, fds)
             case Reset():
                 self._jobs.clear()
                 self._forgive()
             case _:
                 raise AssertionError(f"unknown message {message!r}")
+
+    def _connect(self, message: Arenas, fds: Sequence[int]) -> None:
+        """Map everyone's arena."""
+        self._endpoint = Endpoint(
+            Plan(message.data_bytes, message.post_bytes),
+            rank=self._rank,
+            fds=dict(zip(message.ranks, fds, strict=True)),
+            incarnations=dict(enumerate(message.incarnations)),
+        )
+
+    def _replace_peer(self, message: ReplacePeer, fd: int) -> None:
+        """Map a new incarnation's arena; nothing runs here that involves the old one."""
+        self._endpoint.replace_peer(message.rank, fd, message.incarnation)
 
     def _forgive(self) -> None:
         """No control plane is left that would give up what has failed here."""
@@ -197,7 +225,7 @@ class Worker:
         for job in self._jobs.values():
             for number in numbers:
                 job.drop(number)
-        inside = [number for number in self._running.values() if number in numbers]
+        inside = [number for number in self._inside if number in numbers]
         if inside and self._endpoint is not None:
             self._endpoint.abort_through(max(inside))
         self._leaving.append(numbers)
@@ -206,25 +234,27 @@ class Worker:
     def _tell_what_was_left(self) -> None:
         """Answer for the abandoned dispatches that no thread is inside of (any more)."""
         for numbers in list(self._leaving):
-            if not numbers & set(self._running.values()):
+            if not numbers & self._inside.keys():
                 self._leaving.remove(numbers)
                 self._channel.send(Left(numbers))
 
     # Being inside a dispatch: main and sender -------------------------------------------------
 
-    def _enter(self, thread: str, number: int) -> None:
-        """From here on an abort of this dispatch reaches the thread."""
+    def _enter(self, number: int) -> bool:
+        """From here on an abort of this dispatch reaches the thread; False when it was given up."""
         with self._lock:
             if number in self._abandoned:
-                raise InputVoidError
-            self._running[thread] = number
+                return False
+            self._inside[number] += 1
+            return True
 
-    def _leave(self, thread: str) -> None:
+    def _leave(self, number: int) -> None:
         with self._lock:
-            self._running.pop(thread, None)
+            self._inside[number] -= 1
+            self._inside += Counter()  # forgets those that nobody is inside of
             self._tell_what_was_left()
 
-    def _fail(self, thread: str, fault: TaskFault) -> None:
+    def _fail(self, fault: TaskFault) -> None:
         """Report, and start nothing else before the control plane has given up what goes with it.
 
         What comes next may use the same edges, and would take for its own what was sent for this
@@ -234,8 +264,13 @@ class Worker:
             if fault.number not in self._abandoned:
                 self._failed.add(fault.number)
             self._channel.send(fault)
-            self._leave(thread)
+        self._drain()
+        self._leave(fault.number)
+        with self._told:
             self._told.wait_for(lambda: fault.number not in self._failed)
+
+    def _drain(self) -> None:
+        """Wait until nothing is under way that this thread has begun."""
 
     # The sender thread ------------------------------------------------------------------------
 
@@ -244,17 +279,24 @@ class Worker:
             message, latents = self._shipments.get()
             try:
                 fields = latents.result()
-                self._enter("sender", message.number)
-                assert self._endpoint is not None
-                send_state(self._endpoint, fields, message.transfers, dispatch=message.number)
             except InputVoidError:
-                logger.debug("dispatch %d: its state is not sent", message.number)
+                continue
+            if not self._enter(message.number):
+                continue
+            try:
+                self._ship(message, fields)
+            except InputVoidError:
+                self._leave(message.number)
             except Exception as error:
                 # An abort ends all waits up to its number, and so may hit a transfer that nobody gave up.
                 is_void = isinstance(error, AbortedError)
-                self._fail("sender", TaskFault(message.number, _reason(error), void=is_void))
-            finally:
-                self._leave("sender")
+                self._fail(TaskFault(message.number, reason_of(error), void=is_void))
+            else:
+                self._leave(message.number)
+
+    def _ship(self, message: SendState, fields: Fields) -> None:
+        """Send what a job's next task needs elsewhere; it has arrived, or will, when this returns."""
+        send_state(self._endpoint, fields, message.transfers, dispatch=message.number)
 
     # The main thread --------------------------------------------------------------------------
 
@@ -264,51 +306,66 @@ class Worker:
             f"dispatch {message.number} came after {self._last_number}: the global order is broken"
         )
         self._last_number = message.number
-        try:
-            self._enter("main", message.number)
-            job = self._jobs[message.job_id]
-            with torch.no_grad():
-                report = self._perform(job, message, fds)
-        except InputVoidError:
+        if not self._enter(message.number):
             return  # the control plane has given it up and expects no report
+        try:
+            with torch.no_grad():
+                self._perform(self._jobs[message.job_id], message, fds)
+        except InputVoidError:
+            self._leave(message.number)
         except Exception as error:
-            logger.debug("dispatch %d", message.number, exc_info=True)
-            is_void, is_short = isinstance(error, AbortedError), _is_out_of_memory(error)
-            reason = _reason(error)
-            if is_short:
-                traceback.clear_frames(error.__traceback__)  # they hold the tensors of the attempt
-                gc.collect()
-                reason = f"out of memory; fewer --ranks or a smaller size may help: {reason}"
-            self._fail("main", TaskFault(message.number, reason, void=is_void))
-        else:
-            self._channel.send(report)
-        finally:
-            self._leave("main")
+            self._give_reason(message.number, error)
 
-    def _perform(self, job: RankJob, message: RunTask, fds: Sequence[int]) -> TaskReport:
-        """Bring the input, meet the other ranks, execute, publish; the times of it all."""
+    def _give_reason(self, number: int, error: Exception) -> None:
+        """Report a task that raised."""
+        logger.debug("dispatch %d", number, exc_info=True)
+        is_void, is_short = isinstance(error, AbortedError), _is_out_of_memory(error)
+        reason = reason_of(error)
+        if is_short:
+            traceback.clear_frames(error.__traceback__)  # they hold the tensors of the attempt
+            gc.collect()
+            self._release_memory()
+            reason = f"out of memory; fewer --ranks or a smaller size may help: {reason}"
+        self._fail(TaskFault(number, reason, void=is_void))
+
+    def _release_memory(self) -> None:
+        """Give back what is kept for later, after an attempt that ran out of memory."""
+
+    def _perform(self, job: RankJob, message: RunTask, fds: Sequence[int]) -> None:
+        """Bring the input, meet the other ranks, execute, publish; report the times of it all."""
         task = job.start.trajectory.task(message.index)
         times = [time.monotonic()]
         self._await_input(job, task, message)
         times.append(time.monotonic())
         self._bring_input(job, task, message)
         times.append(time.monotonic())
-        parallel = self._meet(message)
+        group = self._meet(message)
         times.append(time.monotonic())
-        made = self._execute(job, task, fds, parallel)
-        if message.layout.slot_of(self._rank) == 0:
-            for name, fields in made.items():
-                publish(job.slab, name, task.index + 1, fields, producer=message.number)
+        made = self._execute(job, task, None if group is None else parallel_from(group))
+        self._hand_out(job, task, message, made, fds)
         with self._lock:
             job.keep(made, dispatch=message.number)
         times.append(time.monotonic())
-        return TaskReport(
+        report = TaskReport(
             message.number,
             started_s=times[3],
             ended_s=times[4],
             waited_s=times[1] - times[0] + times[3] - times[2],
             moved_s=times[2] - times[1],
         )
+        self._channel.send(report)
+        self._leave(message.number)
+
+    def _hand_out(
+        self, job: RankJob, task: Task, message: RunTask, made: dict[str, Fields], fds: Sequence[int]
+    ) -> None:
+        """Frames to the writer's memory; everything else, by one rank, to the slab."""
+        frames = made.pop("frames", None)
+        if frames is not None:
+            store_frames(frames.tensors["frames"], fds[0])
+        if message.layout.slot_of(self._rank) == 0:
+            for name, fields in made.items():
+                publish(job.slab, name, task.index + 1, fields, producer=message.number)
 
     def _await_input(self, job: RankJob, task: Task, message: RunTask) -> None:
         """Wait for input that comes through the slab; transfers wait by themselves."""
@@ -323,27 +380,29 @@ class Worker:
         The constants last: a rank publishes them before it sends the latents that go with them.
         """
         if message.transfers:
-            assert self._endpoint is not None
-            fields = receive_state(self._endpoint, message.transfers, dispatch=message.number)
+            fields = self._receive_state(message)
             job.artifacts["latents"], job.producer = fields, message.producer
         elif task.index > 1 and job.producer != message.producer:
             assert message.producer is not None
             job.fetch_latents(task, message.producer)
         job.fetch_constants(task)
 
-    def _meet(self, message: RunTask) -> Parallel | None:
+    def _receive_state(self, message: RunTask) -> Fields:
+        """What other ranks send of the job's latents."""
+        return receive_state(self._endpoint, message.transfers, dispatch=message.number)
+
+    def _meet(self, message: RunTask) -> Collectives | None:
         """The group of a task on several ranks, once all of them have come; None for one rank."""
         if message.layout.degree == 1:
             return None
-        assert self._endpoint is not None
-        group = self._endpoint.group(Descriptor(message.number, message.layout, message.incarnations))
+        group: Collectives = self._endpoint.group(
+            Descriptor(message.number, message.layout, message.incarnations)
+        )
         group.enter()
-        return parallel_from(group)
+        return group
 
-    def _execute(
-        self, job: RankJob, task: Task, fds: Sequence[int], parallel: Parallel | None
-    ) -> dict[str, Fields]:
-        """Run the task; the artifacts that it makes, but for frames, which go where they belong."""
+    def _execute(self, job: RankJob, task: Task, parallel: Parallel | None) -> dict[str, Fields]:
+        """Run the task; the artifacts that it makes."""
         adapter = self._adapters[job.start.checkpoint]
         spec, artifacts = job.start.spec, job.artifacts
         match task.stage:
@@ -357,15 +416,18 @@ class Worker:
                 inputs = (artifacts[name] for name in ("prompt", "condition", "latents"))
                 return {"latents": adapter.denoise(spec, *inputs, step=task.step, parallel=parallel)}
             case Stage.DECODE:
-                _store_frames(adapter.decode(spec, artifacts["latents"]), fds[0])
-                return {}
+                return {"frames": Fields({"frames": adapter.decode(spec, artifacts["latents"])})}
 
 
-def _load(settings: WorkerSettings) -> dict[str, Adapter]:
-    return {path: load_adapter(Path(path), device=settings.device) for path in settings.checkpoints}
+def load(settings: WorkerSettings, *, device: str = "cpu") -> dict[str, Adapter]:
+    """The adapters of all models, by checkpoint."""
+    return {
+        path: load_adapter(Path(path), device=device, has_random_weights=settings.has_random_weights)
+        for path in settings.checkpoints
+    }
 
 
-def _store_frames(frames: torch.Tensor, fd: int) -> None:
+def store_frames(frames: torch.Tensor, fd: int) -> None:
     """Put uint8 [F, H, W, 3] into the memory that the writer will read."""
     assert frames.dtype == torch.uint8
     with mmap.mmap(fd, frames.numel()) as memory:
@@ -374,7 +436,7 @@ def _store_frames(frames: torch.Tensor, fd: int) -> None:
         del target
 
 
-def _reason(error: BaseException) -> str:
+def reason_of(error: BaseException) -> str:
     """One line that names the exception and where it was raised."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""

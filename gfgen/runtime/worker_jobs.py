@@ -13,11 +13,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from gfgen.gfc.endpoint import Endpoint
 from gfgen.graph import Task
 from gfgen.models.adapter import Fields
 from gfgen.runtime.messages import StartJob
@@ -26,8 +25,23 @@ from gfgen.runtime.slab import Slab
 
 _POLL_S = (0.0, 0.0, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3)
 """Pauses between looks at a producer's word: short first, a millisecond at last."""
+CPU = torch.device("cpu")
 _HEADER_BYTES = 4096
 """Names, shapes and scalars of a job's state, pickled; UniPC's take about 500 bytes."""
+
+
+class Transfers(Protocol):
+    """What an endpoint does between two ranks."""
+
+    def send(self, x: torch.Tensor, *, to: int, dispatch: int, label: int = 0) -> None:
+        """Push a tensor to a rank."""
+        ...
+
+    def recv(
+        self, shape: Sequence[int], dtype: torch.dtype, *, source: int, dispatch: int, label: int = 0
+    ) -> torch.Tensor:
+        """The tensor that a rank sends under this dispatch and label."""
+        ...
 
 
 class InputVoidError(Exception):
@@ -40,24 +54,36 @@ class RankJob:
 
     start: StartJob
     slab: Slab
+    device: torch.device = CPU
+    """Where its artifacts are kept."""
     artifacts: dict[str, Fields] = field(default_factory=dict)
     producer: int | None = None
     """The dispatch that made the latents in `artifacts`; None when they are not here."""
+    unfinished: dict[int, Fields] = field(default_factory=dict)
+    """Latents by dispatch that a device has yet to make: for its own next task, not for sending on."""
     wanted: dict[int, list[Future[Fields]]] = field(default_factory=dict)
     """Who waits for latents of a dispatch, to send them on."""
 
-    def keep(self, made: Mapping[str, Fields], *, dispatch: int) -> None:
+    def keep(self, made: Mapping[str, Fields], *, dispatch: int, is_finished: bool = True) -> None:
         """Take over what a task has made, and hand it to those who wait to send it on."""
         self.artifacts.update(made)
         if "latents" in made:
             self.producer = dispatch
-            for future in self.wanted.pop(dispatch, ()):
-                future.set_result(made["latents"])
+            self.unfinished[dispatch] = made["latents"]
+            if is_finished:
+                self.finish(dispatch)
+
+    def finish(self, dispatch: int) -> None:
+        """What a dispatch makes is there: those who wait to send it on may do so."""
+        latents = self.unfinished.pop(dispatch, None)
+        for future in self.wanted.pop(dispatch, ()) if latents else ():
+            assert latents is not None
+            future.set_result(latents)
 
     def latents_of(self, dispatch: int) -> Future[Fields]:
         """The latents that a dispatch made here, or will make here."""
         future: Future[Fields] = Future()
-        if self.producer == dispatch:
+        if self.producer == dispatch and dispatch not in self.unfinished:
             future.set_result(self.artifacts["latents"])
         else:
             self.wanted.setdefault(dispatch, []).append(future)
@@ -67,6 +93,7 @@ class RankJob:
         """A dispatch has failed: nobody will get what it was to make."""
         if self.producer == dispatch:
             self.producer = None
+        self.unfinished.pop(dispatch, None)
         for future in self.wanted.pop(dispatch, ()):
             future.set_exception(InputVoidError())
 
@@ -75,11 +102,11 @@ class RankJob:
         versions = {"prompt": 1, "condition": 2} if task.index > 1 else {"prompt": 1} if task.index else {}
         for name, version in versions.items():
             if name not in self.artifacts:
-                self.artifacts[name] = fetch(self.slab, name, version)
+                self.artifacts[name] = on_device(fetch(self.slab, name, version), self.device)
 
     def fetch_latents(self, task: Task, producer: int) -> None:
         """Copy the latents that `producer` published out of the slab."""
-        self.artifacts["latents"] = fetch(self.slab, "latents", task.index)
+        self.artifacts["latents"] = on_device(fetch(self.slab, "latents", task.index), self.device)
         self.producer = producer
 
     def await_published(self, task: Task, producer: int, *, is_void: Callable[[], bool]) -> None:
@@ -96,9 +123,14 @@ class RankJob:
             looks += 1
 
 
+def on_device(fields: Fields, device: torch.device) -> Fields:
+    """The same fields there."""
+    return Fields({name: tensor.to(device) for name, tensor in fields.tensors.items()}, fields.scalars)
+
+
 def publish(slab: Slab, name: str, version: int, fields: Fields, *, producer: int) -> None:
-    """Copy an artifact into the slab and make it visible as made by this dispatch."""
-    tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in fields.tensors.items()}
+    """Copy an artifact, on the CPU, into the slab and make it visible as made by this dispatch."""
+    tensors = {key: tensor.detach().contiguous() for key, tensor in fields.tensors.items()}
     meta = ([(key, tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()], fields.scalars)
     buffers = [tensor.view(-1).view(torch.uint8).numpy().data for tensor in tensors.values()]
     slab.publish(name, version, meta, buffers, producer=producer)
@@ -119,27 +151,40 @@ def fetch(slab: Slab, name: str, version: int) -> Fields:
     return fields
 
 
-def send_state(endpoint: Endpoint, fields: Fields, transfers: Sequence[Transfer], *, dispatch: int) -> None:
+def send_state(endpoint: Transfers, fields: Fields, transfers: Sequence[Transfer], *, dispatch: int) -> None:
     """Send ranges of a job's latents: to each destination a header, then its ranges in order.
 
     Fields that the solver does not have yet are passed over; the header says which there are.
     """
+    device = next(iter(fields.tensors.values())).device
+    header = _header(fields).to(device)
     for destination in dict.fromkeys(transfer.destination for transfer in transfers):
         mine = [transfer for transfer in transfers if transfer.destination == destination]
-        endpoint.send(_header(fields), to=destination, dispatch=dispatch, label=0)
+        endpoint.send(header, to=destination, dispatch=dispatch, label=0)
         for label, transfer in enumerate(mine, start=1):
             if transfer.field in fields.tensors:
                 part = _part(fields.tensors[transfer.field], transfer)
-                endpoint.send(part, to=destination, dispatch=dispatch, label=label)
+                endpoint.send(part.contiguous(), to=destination, dispatch=dispatch, label=label)
 
 
-def receive_state(endpoint: Endpoint, transfers: Sequence[Transfer], *, dispatch: int) -> Fields:
-    """Put a job's latents together from what the sources send; the counterpart of `send_state`."""
+def receive_state(
+    endpoint: Transfers,
+    transfers: Sequence[Transfer],
+    *,
+    dispatch: int,
+    require: Callable[[int], None] = lambda source: None,
+) -> Fields:
+    """Put a job's latents together from what the sources send; the counterpart of `send_state`.
+
+    require: raises when what a rank was to send has not come; called when it is about to be read.
+    """
     fields = Fields()
     for source in dict.fromkeys(transfer.source for transfer in transfers):
         theirs = [transfer for transfer in transfers if transfer.source == source]
         header = endpoint.recv((_HEADER_BYTES,), torch.uint8, source=source, dispatch=dispatch, label=0)
-        layout, fields.scalars = pickle.loads(header.numpy().data)
+        on_host = header.cpu()
+        require(source)
+        layout, fields.scalars = pickle.loads(on_host.numpy().data)
         for label, transfer in enumerate(theirs, start=1):
             if transfer.field not in layout:
                 continue
@@ -150,7 +195,9 @@ def receive_state(endpoint: Endpoint, transfers: Sequence[Transfer], *, dispatch
             if part_shape == list(shape):
                 fields.tensors[transfer.field] = part
             else:
-                whole = fields.tensors.setdefault(transfer.field, torch.empty(shape, dtype=dtype))
+                if transfer.field not in fields.tensors:
+                    fields.tensors[transfer.field] = torch.empty(shape, dtype=dtype, device=part.device)
+                whole = fields.tensors[transfer.field]
                 _part(whole, transfer).copy_(part)
     return fields
 

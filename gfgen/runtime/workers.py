@@ -194,6 +194,8 @@ class ProcessBackend:
     def _greet(self) -> Iterator[Event]:
         """Workers that were ready before this run began."""
         for worker in self._unannounced:
+            if not worker.has_arenas:  # the last run ended before it could be told
+                self._pool.welcome(worker)
             yield self._ready(worker)
         self._unannounced = []
 
@@ -226,11 +228,12 @@ class ProcessBackend:
                 self._writes.ended(failed.job_id)
                 yield OutputFailed(now_s, failed.job_id, failed.reason)
             case WorkerReady() as ready:
-                child.startup_s = ready.startup_s
+                self._pool.take_ready(child, ready, received[1])
                 event = self._ready(child)
                 if self._recovery and child.rank in self._recovery.dead:
                     self._held_back.append(event)
                 else:
+                    self._pool.welcome(child)
                     yield event
             case WorkerFailed() as failure:
                 self._verdicts[child] = f"it cannot start: {failure.reason}"
@@ -351,8 +354,6 @@ class ProcessBackend:
             recovery.all_have_left = True
             recovery.ask()
             recovery.deadline_s = self._clock.now_s + self._watchdog.patience.leaving_s
-            for rank in sorted(recovery.dead - self._pool.retired):
-                self._pool.introduce(rank)
             for rank in sorted(recovery.waiting_for):
                 peers = recovery.peers_of(rank, self._dispatches)
                 self._pool.workers[rank].tell(RestartEdges(recovery.numbers, peers))
@@ -369,7 +370,9 @@ class ProcessBackend:
             for rank in sorted([*self._unreported.pop(number), *untold]):
                 is_lost = bool(cause and cause.lost)
                 yield TaskFailed(now_s, number, rank, text, void=cause is None, lost=is_lost)
-        yield from self._held_back
+        for event in self._held_back:
+            self._pool.welcome(self._pool.workers[event.rank])
+            yield event
         self._held_back = []
 
     # Processes that live and yet do nothing ---------------------------------------------------------

@@ -42,4 +42,3 @@ def mortal_pool(faulty_pool: WorkerPool) -> Iterator[WorkerPool]:
     for rank in list(faulty_pool.retired):
         faulty_pool.retired.discard(rank)
         faulty_pool.replace_worker(rank, now_s=1e9)
-        faulty_pool.introduce(rank)

@@ -1,14 +1,24 @@
 """Memory that is short is told before anything starts, with numbers and what would help."""
 
+import math
 from pathlib import Path
 
 import pytest
 from builders import make_job
 
 from gfgen.errors import InputError
-from gfgen.models.geometry_weights import Footprint
+from gfgen.models.geometry import CONFIGS
+from gfgen.models.geometry_weights import Footprint, device_bytes, read_header
 from gfgen.runtime import memory
-from gfgen.runtime.memory import available_bytes, check_models, job_bytes, refuse_large
+from gfgen.runtime.memory import (
+    available_bytes,
+    check_models,
+    check_models_on_gpu,
+    gpu_job_bytes,
+    job_bytes,
+    refuse_large,
+    refuse_large_on_gpu,
+)
 
 GB = 10**9
 MEMINFO = "MemTotal:       1000 kB\nMemFree:        100 kB\nMemAvailable:   800 kB\n"
@@ -94,3 +104,42 @@ def test_only_jobs_that_cannot_fit_are_refused():
     )
     assert str(problems[0]) == expected
     assert refuse_large(jobs, models_bytes=GB, available=None) == (tuple(jobs), ())
+
+
+def test_shipped_models_have_the_weights_on_a_gpu_that_were_measured():
+    # FACTS: Wan2.2-5B 24 GB with UMT5 and VAE, Qwen-Image 58 GB.
+    arena, context = 2 * GB, 600_000_000
+    for name, expected in (("wan2.2-ti2v-5b", 24.2), ("qwen-image", 57.7)):
+        found = check_models_on_gpu(
+            [CONFIGS / name], memory_bytes=None, arena_bytes=arena, has_random_weights=True
+        )
+        assert (found - arena - context) / 1e9 == pytest.approx(expected, abs=0.1)
+
+
+def test_a_model_too_large_for_a_gpu_is_refused_with_the_numbers():
+    with pytest.raises(
+        InputError, match=r"qwen-image \(57\.7 GB\): at least 58\.3 GB needed on each GPU, 40"
+    ):
+        check_models_on_gpu(
+            [CONFIGS / "qwen-image"], memory_bytes=40 * GB, arena_bytes=0, has_random_weights=True
+        )
+
+
+def test_weights_of_a_checkpoint_on_a_gpu_are_counted_from_its_files(tiny_models):
+    folder = tiny_models["tiny-wan"]
+    counts = {
+        path.parent.name: sum(math.prod(entry["shape"]) for entry in read_header(path).values())
+        for path in folder.glob("*/*.safetensors")
+    }
+    wide = counts.pop("vae")
+    assert device_bytes(folder) == 4 * wide + 2 * sum(counts.values())
+
+
+def test_a_job_too_large_for_a_gpu_is_refused_with_the_numbers():
+    job = make_job("a")
+    models_bytes = 10 * GB
+    need = models_bytes + gpu_job_bytes(job)
+    assert refuse_large_on_gpu([job], models_bytes=models_bytes, memory_bytes=need) == ((job,), ())
+    kept, problems = refuse_large_on_gpu([job], models_bytes=models_bytes, memory_bytes=need - 1)
+    assert kept == ()
+    assert "on each GPU needed, 10.0 GB available" in str(problems[0])

@@ -330,7 +330,7 @@ def test_latents_of_a_dispatch_that_was_given_up_are_not_used(rank: Rank) -> Non
 
 def test_a_dispatch_that_waits_for_lost_input_is_left_without_a_report(rank: Rank) -> None:
     rank.run(3, 2, producer=2)
-    while "main" not in rank.worker._running:
+    while 3 not in rank.worker._inside:
         time.sleep(1e-4)
     rank.channel.send(Abandon(frozenset({3})))
     assert rank.answer() == Left(frozenset({3}))

@@ -10,7 +10,7 @@ there first, and `Group.finish` looks after the device has come so far.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from ctypes import c_int, c_uint32, c_uint64
 
 import torch
@@ -25,7 +25,7 @@ from gfgen.gfc.cuda.kernels import Kernels
 from gfgen.gfc.cuda.launch import Launch
 from gfgen.gfc.cuda.memory import ControlPage, DeviceArena
 from gfgen.gfc.cuda.selector import Selector, load_selector
-from gfgen.gfc.cuda.structs import AWAIT, COPY, PUBLISH, Chunk, Context
+from gfgen.gfc.cuda.structs import AWAIT, COPY, PUBLISH, Chunk, Context, Edges
 from gfgen.gfc.descriptor import Descriptor
 from gfgen.gfc.failure import Failure
 
@@ -76,9 +76,11 @@ class CudaEndpoint:
         self.arenas = {rank: own}
         for peer, fd in peer_fds.items():
             self.arenas[peer] = DeviceArena.open(fd, plan, device=device)
+        self._own_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.context = self.driver.allocate(ctypes.sizeof(Context))
         self._write_context()
         self.arena_bytes_1d = _as_tensor(own.address, own.num_bytes, device)
+        self.context_bytes_1d = _as_tensor(self.context, ctypes.sizeof(Context), device)
         self.failed = c_uint32.from_address(self.control.failure_address)
         self._native_descriptor = native.Descriptor()
         self._enter = Launch(
@@ -128,6 +130,28 @@ class CudaEndpoint:
             failure = self.control.arena.last_failure()
             if failure is not None and failure.dispatch == dispatch:
                 raise failure.as_error()
+
+    def outcome(self, dispatch: int, *, sources: Collection[int] = ()) -> Outcome:
+        """Enqueues, on the current stream, a note of how this dispatch and its transfers here went.
+
+        For when the next dispatch is enqueued before anyone looks: that starts the context's task anew,
+        and the host's record is of the last failure only.
+        """
+        return Outcome(self, dispatch, sources)
+
+    def require(self, peer: int, *, dispatch: int) -> None:
+        """Raises if a transfer with this rank has failed; its stream has been waited for."""
+        address = self.context + _BROKEN_OFFSET + 4 * peer
+        status = int.from_bytes(self.driver.read(address, 4), "little")
+        if status:
+            raise self._transfer_failure(peer, status, dispatch).as_error()
+
+    def _transfer_failure(self, peer: int, status: int, dispatch: int) -> Failure:
+        """The host's record if it is still that of this transfer, or what is known without it."""
+        failure = self.last_failure()
+        if failure is not None and (failure.peer, failure.dispatch) == (peer, dispatch):
+            return failure
+        return Failure(status, self.rank, peer, "chunk", dispatch, (0, 0), (0, 0))
 
     def last_failure(self) -> Failure | None:
         return self.control.arena.last_failure()
@@ -195,7 +219,8 @@ class CudaEndpoint:
     def replace_peer(self, rank: int, fd: int, incarnation: int) -> None:
         """Maps the arena of a rank's new incarnation in place of the old one.
 
-        For when nothing that involves that rank runs or is queued here; its edge starts anew.
+        For when nothing that involves that rank runs or is queued here; its edge starts anew. Waits
+        for the device, since memory is unmapped.
         """
         torch.cuda.synchronize(self.device)
         old = self.arenas.pop(rank, None)
@@ -210,10 +235,10 @@ class CudaEndpoint:
     def restart_edges(self, peers: Sequence[int]) -> None:
         """Starts the edges to these ranks anew, after an aborted dispatch or a failed transfer.
 
-        Every survivor of the layout does it after all of them have left the dispatch and before
-        any of them gets the next one.
+        Every survivor of the layout does it after all of them have left the dispatch, on the device
+        too, and before any of them gets the next one. Other dispatches may run meanwhile, and any
+        thread may call.
         """
-        torch.cuda.synchronize(self.device)
         for peer in peers:
             if peer != self.rank:
                 self._restart(peer)
@@ -251,9 +276,9 @@ class CudaEndpoint:
             grid=16,
             block=_BLOCK,
         )
-        launch.run(self.stream())
+        launch.run(self._own_stream.cuda_stream)
         self._sent[peer] = 0
-        torch.cuda.synchronize(self.device)
+        self._own_stream.synchronize()
 
     def _chunks(
         self, x: Tensor, peer: int, dispatch: int, label: int, timeout_s: float | None
@@ -287,6 +312,36 @@ class CudaEndpoint:
         """csrc/gfc/plan.h, post_inbox: where this rank's chunk lies in a peer's arena."""
         posts = 4096 + native.MAX_RANKS * 8 * 128
         return posts + (self.rank * 2 + count % 2) * self.plan.post_bytes
+
+
+class Outcome:
+    """How a dispatch went on this rank; to be read when the device has come so far."""
+
+    def __init__(self, endpoint: CudaEndpoint, dispatch: int, sources: Collection[int]) -> None:
+        self._endpoint, self._dispatch, self._sources = endpoint, dispatch, sources
+        self._note = torch.empty(_NOTE_BYTES, dtype=torch.uint8, pin_memory=True)
+        source = endpoint.context_bytes_1d
+        for at, offset, num_bytes in _NOTES:
+            self._note[at : at + num_bytes].copy_(source[offset : offset + num_bytes], non_blocking=True)
+
+    def require(self) -> None:
+        """Raises what went wrong, as the CPU's collectives and transfers do."""
+        content = self._note.numpy().tobytes()
+        record = native.Record.from_buffer_copy(content)
+        if record.status != native.OK and record.dispatch == self._dispatch:
+            raise Failure.from_record(record).as_error()
+        broken = (c_int * native.MAX_RANKS).from_buffer_copy(content, ctypes.sizeof(native.Record))
+        for source in self._sources:
+            if broken[source]:
+                raise self._endpoint._transfer_failure(source, broken[source], self._dispatch).as_error()
+
+
+_RECORD_OFFSET = Context.task.offset + native.Task.failure.offset
+_BROKEN_OFFSET = Context.edges.offset + Edges.broken.offset
+_RECORD_BYTES = ctypes.sizeof(native.Record)
+_NOTE_BYTES = _RECORD_BYTES + 4 * native.MAX_RANKS
+_NOTES = ((0, _RECORD_OFFSET, _RECORD_BYTES), (_RECORD_BYTES, _BROKEN_OFFSET, 4 * native.MAX_RANKS))
+"""What is noted of a context: (place in the note, offset, bytes)."""
 
 
 class _Memory:

@@ -1,0 +1,60 @@
+"""Descriptors of every rank's arena: made here for CPU ranks, by the ranks themselves on GPUs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from gfgen.gfc.arena import MIB, Plan, create_arena
+from gfgen.gfc.cuda.memory import CONTROL_PLAN
+
+GPU_PLAN = Plan(data_bytes=2048 * MIB, post_bytes=16 * MIB)
+"""2.3 GB on each GPU. The largest exchange at once: q, k and v of half of the heads of 27,280 tokens
+(Wan2.2-5B at 704x1280x121 on 2 x 2 ranks), 251 MB, beside two other kinds of groups with two banks each."""
+
+
+class RankArenas:
+    """The arenas of all ranks, as descriptors to hand to them; owns the descriptors.
+
+    A GPU's rank makes its arena and sends it along when it is ready. What the control plane makes
+    for it is a page in host memory, through which the rank's kernels can be told to stop.
+    """
+
+    def __init__(self, plan: Plan, *, num_ranks: int, are_on_gpus: bool) -> None:
+        self.plan, self.are_on_gpus = plan, are_on_gpus
+        self._arenas: dict[int, int] = {}
+        self._pages: dict[int, int] = {}
+        for rank in range(num_ranks):
+            self.renew(rank, incarnation=1)
+
+    def renew(self, rank: int, *, incarnation: int) -> None:
+        """For a new process; the old one's memory goes when nobody maps it any more."""
+        for fds in (self._arenas, self._pages):
+            if rank in fds:
+                os.close(fds.pop(rank))
+        if self.are_on_gpus:
+            self._pages[rank] = create_arena(CONTROL_PLAN, rank=rank, incarnation=incarnation)
+        else:
+            self._arenas[rank] = create_arena(self.plan, rank=rank, incarnation=incarnation)
+
+    def take(self, rank: int, fds: Sequence[int]) -> None:
+        """What a rank has sent along when it got ready: its arena, if it is on a GPU."""
+        assert len(fds) == int(self.are_on_gpus), f"rank {rank} brought {len(fds)} arenas"
+        if fds:
+            self._arenas[rank] = fds[0]
+
+    def arena(self, rank: int) -> int | None:
+        """None while a rank on a GPU is not ready."""
+        return self._arenas.get(rank)
+
+    def known_to(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """What a rank is given: whose arenas, and their descriptors; on a GPU its page comes last."""
+        ranks = tuple(sorted(self._arenas))
+        page = (self._pages[rank],) if self.are_on_gpus else ()
+        return ranks, (*(self._arenas[other] for other in ranks), *page)
+
+    def close(self) -> None:
+        for fd in (*self._arenas.values(), *self._pages.values()):
+            os.close(fd)
+        self._arenas.clear()
+        self._pages.clear()

@@ -1,0 +1,103 @@
+"""Which devices a run uses: all GPUs where there are any, else CPU ranks.
+
+The parent of all ranks never touches CUDA. Where the system shows signs of a GPU, a short child
+process asks the driver.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from gfgen.errors import InputError
+
+logger = logging.getLogger(__name__)
+
+CPU, CUDA = "cpu", "cuda"
+DEVICES = ("auto", CPU, CUDA)
+DEFAULT_CPU_RANKS = 4
+
+_SIGNS = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/proc/driver/nvidia/version")
+"""One of these is there wherever the driver can find a GPU; /dev/dxg on Windows' Linux."""
+_PROBE_TIMEOUT_S = 60.0
+_PACKAGE_ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU that ranks may use."""
+
+    name: str
+    memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """What the ranks of a run compute on; rank r on GPU r."""
+
+    kind: str
+    num_ranks: int
+    gpus: tuple[Gpu, ...] = ()
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """Of the smallest GPU in use; None on CPU ranks."""
+        return min((gpu.memory_bytes for gpu in self.gpus), default=None)
+
+
+def choose_devices(
+    kind: str = "auto", num_ranks: int | None = None, *, find: Callable[[], Sequence[Gpu]] | None = None
+) -> Devices:
+    """The devices for --device and --ranks, either of which may be left open.
+
+    Raises: InputError when there are fewer GPUs than asked for.
+    """
+    gpus: Sequence[Gpu] = () if kind == CPU else (find or find_gpus)()
+    if not gpus:
+        if kind == CUDA:
+            raise InputError("--device cuda: no GPU that can be used ('gfgen doctor' says why); use cpu")
+        return Devices(CPU, num_ranks or DEFAULT_CPU_RANKS)
+    count = num_ranks or len(gpus)
+    if count > len(gpus):
+        raise InputError(f"--ranks {count}: there are {len(gpus)} GPUs; as many at most, or --device cpu")
+    return Devices(CUDA, count, tuple(gpus[:count]))
+
+
+def find_gpus() -> tuple[Gpu, ...]:
+    """The GPUs that the driver gives this process; none where torch could not use them."""
+    if not any(os.path.exists(sign) for sign in _SIGNS):
+        return ()
+    if _is_torch_for_cpus():
+        logger.warning("there is a GPU, but this PyTorch is built for CPUs only: see 'gfgen doctor'")
+        return ()
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(_PACKAGE_ROOT), *_own_path())))}
+    command = [sys.executable, "-m", "gfgen.gfc.cuda.probe"]
+    try:
+        done = subprocess.run(
+            command, check=True, capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S, env=env
+        )
+        return tuple(Gpu(name, memory_bytes) for name, memory_bytes in json.loads(done.stdout))
+    except subprocess.CalledProcessError as error:
+        reason = (error.stderr.strip().splitlines() or ["no reason given"])[-1]
+    except subprocess.TimeoutExpired:
+        reason = f"the driver did not answer within {_PROBE_TIMEOUT_S:g} s"
+    logger.warning("GPUs cannot be used: %s", reason)
+    return ()
+
+
+def _own_path() -> tuple[str, ...]:
+    return tuple(filter(None, (os.environ.get("PYTHONPATH"),)))
+
+
+def _is_torch_for_cpus() -> bool:
+    try:
+        return version("torch").endswith("+cpu")
+    except PackageNotFoundError:
+        return True

@@ -1,0 +1,367 @@
+"""The worker process of a rank on a GPU.
+
+It differs from a CPU rank in that a task's launch is not its end. The main thread enqueues a task on
+its stream and goes on to the next one; a fourth thread, the watcher, waits for the device, looks how
+the task went, copies what it made to host memory and reports. A task's own rank may use its latents as
+soon as they are enqueued, other ranks are sent them when they are there.
+
+    main stream    tasks, in the order of dispatch; collectives too
+    arrivals       state that other ranks send, so that a task's header is not behind the task before
+    departures     state that goes to other ranks
+    copies         what goes to host memory
+
+Every dispatch is `inside` from its start until the device is done with it: so when a rank says that
+it has left, none of its kernels can touch another rank's arena any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import mmap
+import os
+import queue
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from gfgen.errors import WorkerError
+from gfgen.gfc.arena import Plan
+from gfgen.gfc.cuda.driver import driver
+from gfgen.gfc.cuda.endpoint import CudaEndpoint, Outcome
+from gfgen.gfc.cuda.kernels import Kernels
+from gfgen.gfc.cuda.memory import DeviceArena
+from gfgen.graph import Task
+from gfgen.models.adapter import Adapter, Fields
+from gfgen.models.parallel import parallel_from
+from gfgen.runtime.channel import Channel
+from gfgen.runtime.messages import Arenas, ReplacePeer, RunTask, SendState, TaskReport
+from gfgen.runtime.worker import Worker, WorkerSettings, load, run_worker
+from gfgen.runtime.worker_jobs import InputVoidError, RankJob, publish, receive_state, send_state
+
+logger = logging.getLogger(__name__)
+
+__all__ = ["WorkerSettings", "main"]
+
+STAGING_BYTES = 64 << 20
+"""Of pinned host memory: more than a job's latents with the solver's state, but for the largest shapes."""
+
+
+def main(channel_socket: socket.socket, settings: WorkerSettings) -> None:
+    """Entry of a GPU rank's process."""
+
+    def make(channel: Channel) -> Worker:
+        _refuse_inherited_cuda()
+        device = torch.device("cuda", settings.rank)
+        torch.cuda.set_device(device)
+        Kernels(settings.rank)  # compiled and kept on disk before anyone waits for this rank
+        adapters = load(settings, device=str(device))
+        torch.cuda.synchronize(device)
+        return GpuWorker(channel, settings.rank, adapters, Plan(*settings.arena_bytes))
+
+    run_worker(channel_socket, settings, make)
+
+
+@dataclass(slots=True)
+class Launched:
+    """A task whose work is enqueued, and what is to be done when it has run."""
+
+    message: RunTask
+    job: RankJob
+    task: Task
+    made: dict[str, Fields]
+    begun: torch.cuda.Event
+    entered: torch.cuda.Event
+    ended: torch.cuda.Event
+    outcome: Outcome | None
+    waited_s: float
+    """On the host, for its input."""
+    moved_s: float
+    frames_fd: int | None = None
+
+
+class GpuWorker(Worker):
+    """Runs tasks with the adapters of one rank, on the GPU of its number."""
+
+    def __init__(self, channel: Channel, rank: int, adapters: dict[str, Adapter], plan: Plan) -> None:
+        super().__init__(channel, rank, adapters)
+        self.device = torch.device("cuda", rank)
+        self._plan = plan
+        self._own_arena, arena_fd = DeviceArena.create(plan, device=rank)
+        self.arena_fds = (arena_fd,)
+        self._main_stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        self._arrivals = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        self._departures = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        self._host = HostCopies(self.device)
+        self._launched: queue.SimpleQueue[Launched] = queue.SimpleQueue()
+        self._newcomers: set[int] = set()
+        """Ranks whose new arena the main thread has yet to map."""
+
+    def serve(self) -> None:
+        self._use_device(self._main_stream)
+        super().serve()
+        # At once: teardown would wait for kernels that wait for other ranks.
+        sys.stderr.flush()
+        os._exit(0)
+
+    def _loops(self) -> list[Callable[[], None]]:
+        return [*super()._loops(), self._watch]
+
+    def _use_device(self, stream: torch.cuda.Stream) -> None:
+        """For the calling thread: torch's device and stream, and the context that our launches need.
+
+        torch leaves the context alone where the device is 0, which every thread begins with.
+        """
+        driver().use(self._rank)
+        torch.cuda.set_device(self.device)
+        torch.cuda.set_stream(stream)
+
+    # The receiver thread ----------------------------------------------------------------------
+
+    def _receive(self) -> None:
+        self._use_device(self._arrivals)
+        super()._receive()
+
+    def _connect(self, message: Arenas, fds: Sequence[int]) -> None:
+        arenas = dict(zip(message.ranks, fds[:-1], strict=True))
+        self._endpoint = CudaEndpoint(
+            self._plan,
+            rank=self._rank,
+            device=self._rank,
+            own=self._own_arena,
+            peer_fds={peer: fd for peer, fd in arenas.items() if peer != self._rank},
+            incarnations=dict(enumerate(message.incarnations)),
+            control_fd=fds[-1],
+        )
+
+    def _replace_peer(self, message: ReplacePeer, fd: int) -> None:
+        """Leaves it to the main thread, between two tasks: mapping waits for the device.
+
+        This thread must stay free to abort a task that hangs.
+        """
+        self._newcomers.add(message.rank)
+        self._tasks.put((message, [os.dup(fd)]))
+
+    # The sender thread ------------------------------------------------------------------------
+
+    def _send(self) -> None:
+        self._use_device(self._departures)
+        super()._send()
+
+    def _ship(self, message: SendState, fields: Fields) -> None:
+        destinations = {transfer.destination for transfer in message.transfers}
+        with self._told:
+            self._told.wait_for(
+                lambda: not destinations & self._newcomers or message.number in self._abandoned
+            )
+            if message.number in self._abandoned:
+                raise InputVoidError
+        send_state(self._endpoint, fields, message.transfers, dispatch=message.number)
+        self._departures.synchronize()
+        for destination in destinations:
+            self._endpoint.require(destination, dispatch=message.number)
+
+    # The main thread --------------------------------------------------------------------------
+
+    def _run(self, message: RunTask | ReplacePeer, fds: Sequence[int]) -> None:
+        if isinstance(message, ReplacePeer):
+            self._endpoint.replace_peer(message.rank, fds[0], message.incarnation)
+            with self._told:
+                self._newcomers.discard(message.rank)
+                self._told.notify_all()
+            return
+        with self._told:  # the watcher may have found a failure meanwhile
+            self._told.wait_for(lambda: not self._failed)
+        super()._run(message, fds)
+
+    def _perform(self, job: RankJob, message: RunTask, fds: Sequence[int]) -> None:
+        """Enqueue a task; the watcher does the rest."""
+        task = job.start.trajectory.task(message.index)
+        times = [time.monotonic()]
+        self._await_input(job, task, message)
+        times.append(time.monotonic())
+        self._bring_input(job, task, message)
+        times.append(time.monotonic())
+        begun = self._event()
+        group = self._meet(message)
+        entered = self._event()
+        made = self._execute(job, task, None if group is None else parallel_from(group))
+        outcome = None
+        if group is not None or message.transfers:
+            sources = {transfer.source for transfer in message.transfers}
+            outcome = self._endpoint.outcome(message.number, sources=sources)
+        launched = Launched(
+            message,
+            job,
+            task,
+            made,
+            begun=begun,
+            entered=entered,
+            ended=self._event(),
+            outcome=outcome,
+            waited_s=times[1] - times[0],
+            moved_s=times[2] - times[1],
+            frames_fd=os.dup(fds[0]) if fds else None,
+        )
+        kept = {name: fields for name, fields in made.items() if name != "frames"}
+        with self._lock:
+            job.keep(kept, dispatch=message.number, is_finished=False)
+            if message.number in self._abandoned:
+                job.drop(message.number)
+        self._launched.put(launched)
+
+    def _receive_state(self, message: RunTask) -> Fields:
+        def require(source: int) -> None:
+            self._endpoint.require(source, dispatch=message.number)
+
+        with torch.cuda.stream(self._arrivals):
+            fields = receive_state(
+                self._endpoint, message.transfers, dispatch=message.number, require=require
+            )
+        self._main_stream.wait_stream(self._arrivals)
+        for tensor in fields.tensors.values():
+            tensor.record_stream(self._main_stream)
+        return fields
+
+    def _give_reason(self, number: int, error: Exception) -> None:
+        _exit_if_lost(error)
+        super()._give_reason(number, error)
+
+    def _release_memory(self) -> None:
+        self._drain()
+        torch.cuda.empty_cache()
+
+    def _drain(self) -> None:
+        stream = torch.cuda.current_stream(self.device)
+        if stream == self._main_stream:
+            self._arrivals.synchronize()
+        stream.synchronize()
+
+    def _event(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
+        event.record(self._main_stream)
+        return event
+
+    # The watcher thread -----------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        self._use_device(self._host.stream)
+        while True:
+            launched = self._launched.get()
+            try:
+                self._settle(launched)
+            except InputVoidError:
+                self._leave(launched.message.number)
+            except Exception as error:
+                with self._lock:
+                    launched.job.drop(launched.message.number)
+                self._give_reason(launched.message.number, error)
+            finally:
+                if launched.frames_fd is not None:
+                    os.close(launched.frames_fd)
+            del launched
+
+    def _settle(self, launched: Launched) -> None:
+        """Wait until the device has run a task, publish what it made, report."""
+        message, job = launched.message, launched.job
+        launched.ended.synchronize()
+        ended_s = time.monotonic()
+        if message.number in self._abandoned:
+            raise InputVoidError
+        if launched.outcome is not None:
+            launched.outcome.require()
+        frames = launched.made.pop("frames", None)
+        if frames is not None:
+            assert launched.frames_fd is not None
+            self._host.store(frames.tensors["frames"], launched.frames_fd)
+        if message.layout.slot_of(self._rank) == 0:
+            for name, fields in launched.made.items():
+                with self._host.copied(fields) as on_host:
+                    publish(job.slab, name, launched.task.index + 1, on_host, producer=message.number)
+        with self._lock:
+            job.finish(message.number)
+        report = TaskReport(
+            message.number,
+            started_s=ended_s - launched.entered.elapsed_time(launched.ended) / 1e3,
+            ended_s=ended_s,
+            waited_s=launched.waited_s + launched.begun.elapsed_time(launched.entered) / 1e3,
+            moved_s=launched.moved_s,
+        )
+        self._channel.send(report)
+        self._leave(message.number)
+
+
+class HostCopies:
+    """From the device to host memory, through a pinned buffer, on a stream of its own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._staging = torch.empty(STAGING_BYTES, dtype=torch.uint8, pin_memory=True)
+
+    @contextlib.contextmanager
+    def copied(self, fields: Fields) -> Iterator[Fields]:
+        """The fields on the host, until the end of the block; what they hold has been computed."""
+        parts = {name: tensor.contiguous() for name, tensor in fields.tensors.items()}
+        needed = sum(_aligned(part.numel() * part.element_size()) for part in parts.values())
+        if needed > self._staging.numel():
+            self._staging = torch.empty(needed, dtype=torch.uint8, pin_memory=True)
+        on_host, position = Fields(scalars=fields.scalars), 0
+        for name, part in parts.items():
+            num_bytes = part.numel() * part.element_size()
+            place = self._staging[position : position + num_bytes].view(part.dtype).view(part.shape)
+            on_host.tensors[name] = place.copy_(part, non_blocking=True)
+            position += _aligned(num_bytes)
+        self.stream.synchronize()
+        yield on_host
+
+    def store(self, frames: torch.Tensor, fd: int) -> None:
+        """Put uint8 [F, H, W, 3] into the memory that the writer will read.
+
+        In halves of the buffer: one is filled by the device while the other one is emptied.
+        """
+        source = frames.reshape(-1)
+        half = self._staging.numel() // 2
+        with mmap.mmap(fd, source.numel()) as memory:
+            target = torch.frombuffer(memory, dtype=torch.uint8)
+            arriving: list[tuple[torch.Tensor, torch.Tensor, torch.cuda.Event]] = []
+            for idx, begin in enumerate(range(0, source.numel(), half)):
+                piece = source[begin : begin + half]
+                place = self._staging[idx % 2 * half :][: piece.numel()]
+                if len(arriving) == 2:
+                    _empty(*arriving.pop(0))
+                place.copy_(piece, non_blocking=True)
+                there = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+                there.record(self.stream)
+                arriving.append((place, target[begin : begin + half], there))
+            for each in arriving:
+                _empty(*each)
+            del target, arriving, each
+
+
+def _empty(place: torch.Tensor, target: torch.Tensor, there: torch.cuda.Event) -> None:
+    there.synchronize()
+    target.copy_(place)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // 64) * 64
+
+
+def _exit_if_lost(error: BaseException) -> None:
+    """End the process when its CUDA context is broken for good: a new one takes its place."""
+    if isinstance(error, getattr(torch, "AcceleratorError", ())) or "CUDA error" in str(error):
+        logger.error("the GPU is lost to this process: %s", error)
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _refuse_inherited_cuda() -> None:
+    """CUDA does not survive a fork: no descriptor of a GPU may come from the fork server."""
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{name}").startswith("/dev/nvidia"):
+                raise WorkerError("CUDA was initialised before this process was forked")

@@ -1,0 +1,74 @@
+"""`gfgen run` on GPUs: the same jobs on one rank, on several, and after a worker's death."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from gfgen.runtime.devices import find_gpus
+
+NUM_GPUS = len(find_gpus())
+TIMEOUT_S = 180.0
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(NUM_GPUS < 2, reason="needs two NVIDIA GPUs of one machine"),
+]
+
+
+@pytest.fixture(scope="module")
+def job_file(tmp_path_factory: pytest.TempPathFactory, tiny_models: Mapping[str, Path]) -> Path:
+    """Pictures and short videos of the tiny models."""
+    jobs = [
+        {"id": f"{model}-{idx}", "prompt": "a red fox", "model": model, "size": "64x64", "steps": 4}
+        | ({} if "image" in model else {"frames": 5})
+        for model in ("tiny-wan", "tiny-wan-moe", "tiny-qwen-image")
+        for idx in range(2)
+    ]
+    path = tmp_path_factory.mktemp("jobs") / "jobs.jsonl"
+    path.write_text("".join(f"{json.dumps(job)}\n" for job in jobs))
+    return path
+
+
+def command(job_file: Path, output: Path, *options: str) -> list[str]:
+    return [
+        *(sys.executable, "-m", "gfgen", "run", str(job_file), "--output", str(output)),
+        *("--device", "cuda", "--ranks", "2", *options),
+    ]
+
+
+def layouts_of(output: Path) -> Mapping[str, list[str]]:
+    """By job that is done, the layouts of its manifest line."""
+    lines = [json.loads(line) for line in (output / "manifest.jsonl").read_text().splitlines()]
+    return {line["id"]: line["layouts"] for line in lines if line["status"] == "done"}
+
+
+@pytest.mark.parametrize(("policy", "size"), [("srtf", 1), ("srtf,degree=2", 2), ("legacy", 2)])
+def test_all_jobs_are_done_under_every_degree(job_file: Path, tmp_path: Path, policy: str, size: int):
+    subprocess.run(command(job_file, tmp_path, "--policy", policy), check=True, timeout=TIMEOUT_S)
+    layouts = layouts_of(tmp_path)
+    assert len(layouts) == 6
+    assert max(name.count(",") + 1 for names in layouts.values() for name in names) == size
+
+
+def test_a_worker_that_is_killed_costs_no_job(job_file: Path, tmp_path: Path):
+    run = subprocess.Popen(command(job_file, tmp_path, "--policy", "srtf,degree=2"))
+    journal = tmp_path / "journal.jsonl"
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while not (journal.exists() and "TaskDone" in journal.read_text()):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.001)
+    children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
+    server = next(pid for pid in children if Path(f"/proc/{pid}/task/{pid}/children").read_text().strip())
+    first_worker = Path(f"/proc/{server}/task/{server}/children").read_text().split()[0]
+    os.kill(int(first_worker), signal.SIGKILL)
+    assert run.wait(TIMEOUT_S) == 0
+    assert len(layouts_of(tmp_path)) == 6

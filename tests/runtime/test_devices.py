@@ -1,0 +1,95 @@
+"""Which devices a run uses."""
+
+from __future__ import annotations
+
+import subprocess
+from types import SimpleNamespace
+
+import pytest
+
+from gfgen.errors import InputError
+from gfgen.runtime import devices
+from gfgen.runtime.devices import Gpu, choose_devices, find_gpus
+
+FOUR = tuple(Gpu("NVIDIA H200", 150_000_000_000 - idx) for idx in range(4))
+
+
+@pytest.fixture
+def machine_with_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path):
+    """A machine whose system shows a GPU; the test says what the child process answers."""
+    sign = tmp_path / "nvidiactl"
+    sign.touch()
+    monkeypatch.setattr(devices, "_SIGNS", (str(sign),))
+    monkeypatch.setattr(devices, "_is_torch_for_cpus", lambda: False)
+
+    def answers(stdout: str = "", error: Exception | None = None) -> None:
+        def run(*_: object, **__: object) -> SimpleNamespace:
+            if error:
+                raise error
+            return SimpleNamespace(stdout=stdout)
+
+        monkeypatch.setattr(subprocess, "run", run)
+
+    return answers
+
+
+def test_all_gpus_are_used_unless_told_otherwise():
+    chosen = choose_devices(find=lambda: FOUR)
+    assert (chosen.kind, chosen.num_ranks) == ("cuda", 4)
+    assert chosen.memory_bytes == 150_000_000_000 - 3
+
+
+def test_ranks_limits_the_gpus():
+    assert choose_devices(num_ranks=2, find=lambda: FOUR).gpus == FOUR[:2]
+
+
+def test_without_gpus_there_are_four_cpu_ranks():
+    chosen = choose_devices(find=tuple)
+    assert (chosen.kind, chosen.num_ranks, chosen.memory_bytes) == ("cpu", 4, None)
+    assert choose_devices(num_ranks=7, find=tuple).num_ranks == 7
+
+
+def test_cpu_ranks_can_be_forced_and_nobody_looks_for_gpus():
+    def find() -> tuple[Gpu, ...]:
+        raise AssertionError("nobody should look")
+
+    assert choose_devices("cpu", find=find).kind == "cpu"
+
+
+def test_gpus_that_are_not_there_are_refused():
+    with pytest.raises(InputError, match="no GPU that can be used"):
+        choose_devices("cuda", find=tuple)
+    with pytest.raises(InputError, match="--ranks 5: there are 4 GPUs"):
+        choose_devices(num_ranks=5, find=lambda: FOUR)
+
+
+def test_a_machine_without_signs_of_a_gpu_starts_no_process(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(devices, "_SIGNS", ())
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("a process was started"))
+    assert find_gpus() == ()
+
+
+def test_gpus_are_those_that_the_child_process_names(machine_with_gpus):
+    machine_with_gpus('[["NVIDIA H200", 150], ["NVIDIA H200", 151]]')
+    assert find_gpus() == (Gpu("NVIDIA H200", 150), Gpu("NVIDIA H200", 151))
+
+
+def test_a_driver_that_fails_means_no_gpus_and_a_warning(machine_with_gpus, caplog):
+    machine_with_gpus(error=subprocess.CalledProcessError(1, "probe", stderr="CUDA: cuInit failed\n"))
+    assert find_gpus() == ()
+    assert "CUDA: cuInit failed" in caplog.text
+
+
+def test_a_torch_for_cpus_means_no_gpus_and_a_warning(machine_with_gpus, monkeypatch, caplog):
+    machine_with_gpus('[["NVIDIA H200", 150]]')
+    monkeypatch.setattr(devices, "_is_torch_for_cpus", lambda: True)
+    assert find_gpus() == ()
+    assert "built for CPUs only" in caplog.text
+
+
+def test_the_probe_lists_names_and_memory_in_the_order_of_the_driver(monkeypatch: pytest.MonkeyPatch):
+    from gfgen.gfc.cuda import probe
+
+    names = SimpleNamespace(num_devices=2, name=lambda idx: f"GPU {idx}", memory_bytes=lambda idx: 7 + idx)
+    monkeypatch.setattr(probe, "driver", lambda: names)
+    assert probe.probe() == '[["GPU 0", 7], ["GPU 1", 8]]'
