@@ -29,7 +29,7 @@ from dataclasses import dataclass
 
 import torch
 
-from gfgen.errors import WorkerError
+from gfgen.errors import RunError, WorkerError
 from gfgen.gfc.arena import Plan
 from gfgen.gfc.cuda.driver import driver
 from gfgen.gfc.cuda.endpoint import CudaEndpoint, Outcome
@@ -353,7 +353,8 @@ def _aligned(num_bytes: int) -> int:
 
 def _exit_if_lost(error: BaseException) -> None:
     """End the process when its CUDA context is broken for good: a new one takes its place."""
-    if isinstance(error, getattr(torch, "AcceleratorError", ())) or "CUDA error" in str(error):
+    is_ours = isinstance(error, RunError) and str(error).startswith("CUDA:")
+    if is_ours or isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error):
         logger.error("the GPU is lost to this process: %s", error)
         sys.stderr.flush()
         os._exit(1)
