@@ -82,7 +82,7 @@ class FakeGroup:
     def room_bytes(self) -> int | None:
         return None
 
-    def beside(self) -> FakeGroup:
+    def beside(self, num_tokens: int) -> FakeGroup:
         return self
 
     def subgroup(self, kind: Kind) -> FakeGroup:

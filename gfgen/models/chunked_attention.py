@@ -23,7 +23,7 @@ from torch import Tensor
 from gfgen.gfc.reshard import shard_sizes
 from gfgen.layout import shard_bounds
 from gfgen.models.lanes import Lane, Mark
-from gfgen.models.parallel import Parallel
+from gfgen.models.parallel import Parallel, Ranks
 from gfgen.models.ring_attention import Arriving, ring_attention, start_ring
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
@@ -131,7 +131,7 @@ class ChunkedAttention:
         mark: Mark = None
         if ulysses.size > 1:
             with self._lane.beside():
-                tensors = (ulysses if is_alone else ulysses.beside()).heads_from_tokens(
+                tensors = (ulysses if is_alone else self._sparing()).heads_from_tokens(
                     *tensors,
                     token_sizes=self._tokens,
                     head_sizes=shard_sizes(stop - start, ulysses.size),
@@ -159,10 +159,14 @@ class ChunkedAttention:
             scale=self._scale,
         )
 
+    def _sparing(self) -> Ranks:
+        """The Ulysses group, for exchanges beside attention."""
+        return self._parallel.ulysses.beside(sum(self._sizes.by_slot))
+
     def _returned(self, part: Tensor, num_heads: int, *, is_alone: bool) -> Tensor:
         ulysses = self._parallel.ulysses
         if ulysses.size == 1:
             return part
-        return (ulysses if is_alone else ulysses.beside()).tokens_from_heads(
+        return (ulysses if is_alone else self._sparing()).tokens_from_heads(
             part, token_sizes=self._tokens, head_sizes=shard_sizes(num_heads, ulysses.size)
         )

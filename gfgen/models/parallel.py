@@ -43,8 +43,8 @@ class Ranks(Protocol):
         """The largest results that one exchange brings at once; None: of any size."""
         ...
 
-    def beside(self) -> Ranks:
-        """The same ranks, whose exchanges leave room for what the device computes meanwhile."""
+    def beside(self, num_tokens: int) -> Ranks:
+        """The same ranks, whose exchanges leave room for the attention to so many tokens meanwhile."""
         ...
 
     def all_gather(self, x: Tensor, *, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:

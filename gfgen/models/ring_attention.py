@@ -53,7 +53,8 @@ def start_ring(
     Shapes: key, value [B, L, H, D] with any strides.
     """
     with lane.beside():
-        keys, values = ring.beside().gather_tokens(key, value, token_sizes=block_sizes, in_arena=in_arena)
+        sparing = ring.beside(sum(block_sizes))
+        keys, values = sparing.gather_tokens(key, value, token_sizes=block_sizes, in_arena=in_arena)
     return Arriving(keys, values, lane.mark())
 
 

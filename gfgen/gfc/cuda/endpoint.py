@@ -32,9 +32,10 @@ from gfgen.gfc.failure import Failure
 COPY_ENGINE_BYTES = 1 << 20
 """Chunks from this size on go by the copy engine, which leaves the multiprocessors to others."""
 
-BESIDE_BLOCKS = 32
-"""A quarter of an H200's multiprocessors; a link needs about 3 bytes/ns from each of 132 of them
-(csrc/gfc/cuda/copy.cuh), and bulk copies of few blocks have more in flight."""
+BESIDE_RULES = ((14_000, 32), (0, 64))
+"""(tokens from which on, blocks) of an exchange beside attention, whose work grows faster than the
+exchange's. On 4 H200 in rings of 4: 9,216 tokens 952 us with 32 blocks, 713 with 64, 768 with all;
+18,480 tokens 2323, 2355 and 2533 (benchmarks/results/2026-11-20-attention.md)."""
 
 _TRANSFER_BLOCKS, _BLOCK = 16, 512
 
@@ -47,7 +48,7 @@ class CudaEndpoint:
     Tasks run on torch's current stream: always the same one, or another one that events order after
     all earlier exchanges and before all later ones. Transfers run on the stream given to them. All
     launches come from one thread; `abort_through` may come from any.
-    beside_blocks: of exchanges beside computation, at most.
+    beside_blocks: of exchanges beside computation, at most; None: as BESIDE_RULES say.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class CudaEndpoint:
         control_fd: int,
         timeout_s: float = 30.0,
         selector: Selector | None = None,
-        beside_blocks: int = BESIDE_BLOCKS,
+        beside_blocks: int | None = None,
     ) -> None:
         self.plan, self.rank, self.device = plan, rank, device
         self.torch_device = torch.device("cuda", device)
@@ -95,10 +96,18 @@ class CudaEndpoint:
         self.seats: dict[object, Seat] = {}
         """Places in groups that this rank has had; like `prepared`, so that each is worked out once."""
         self._views: dict[object, Tensor] = {}
+        self._mapped: dict[tuple[int, ...], tuple[int | None, ...]] = {}
+        """Incarnations by ranks, in their order, as `incarnations` has them."""
 
     def group(self, descriptor: Descriptor) -> CudaGroup:
         """The whole layout's group, as this rank sees it."""
         return CudaGroup(self, descriptor, Run(descriptor))
+
+    def blocks_beside(self, num_tokens: int) -> int:
+        """The most blocks of an exchange that runs beside attention to so many tokens."""
+        if self.beside_blocks is not None:
+            return self.beside_blocks
+        return next(blocks for from_tokens, blocks in BESIDE_RULES if num_tokens >= from_tokens)
 
     def stream(self) -> int:
         """torch's current stream on this device."""
@@ -107,8 +116,10 @@ class CudaEndpoint:
     def bind(self, descriptor: Descriptor) -> None:
         """Writes the descriptor into the context and runs the entry barrier, on the current stream."""
         ranks = descriptor.layout.ranks
-        if tuple(map(self.incarnations.get, ranks)) != descriptor.incarnations:
-            mapped = tuple(map(self.incarnations.get, ranks))
+        mapped = self._mapped.get(ranks)
+        if mapped is None:
+            mapped = self._mapped[ranks] = tuple(map(self.incarnations.get, ranks))
+        if mapped != descriptor.incarnations:
             raise ProtocolError(
                 f"rank {self.rank}, dispatch {descriptor.dispatch}: the descriptor names incarnations "
                 f"{descriptor.incarnations} of ranks {ranks}, mapped here are {mapped}"
@@ -201,6 +212,7 @@ class CudaEndpoint:
         old = self.arenas.pop(rank, None)
         self.arenas[rank] = DeviceArena.open(fd, self.plan, device=self.device)
         self.incarnations[rank] = incarnation
+        self._mapped.clear()
         address = self.context + Context.base.offset + 8 * rank
         self.driver.write(address, self.arenas[rank].address.to_bytes(8, "little"))
         self._restart(rank)
