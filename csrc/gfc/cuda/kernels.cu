@@ -657,18 +657,20 @@ gfc_reduce_gather(const __grid_constant__ Reduction reduction) {
   const uint4* terms = reinterpret_cast<const uint4*>(reduction.input);
   uint4* output = reinterpret_cast<uint4*>(reduction.output);
   uint4* sums = output + shares.begin(own);
-  for (uint32_t unit = first; unit < shares.count(own); unit += stride) {
-    WideSum sum(reduction.item_type);
-    for (int member = 0; member < size; ++member) sum.add(terms[member * row_units + unit]);
-    sums[unit] = sum.rounded();
-  }
   // In turn from each rank's successor on; by the time of the last one the first sums have come.
   for (int step = 1; step <= size; ++step) {
     if (step < size) {
       const int target = (own + step) % size;
       char* bank = reinterpret_cast<char*>(present.view.base[target]) + present.bank();
       uint4* to = reinterpret_cast<uint4*>(bank) + shares.begin(own);
-      for (uint32_t unit = first; unit < shares.count(own); unit += stride) to[unit] = sums[unit];
+      for (uint32_t unit = first; unit < shares.count(own); unit += stride) {
+        if (step == 1) {
+          WideSum sum(reduction.item_type);
+          for (int member = 0; member < size; ++member) sum.add(terms[member * row_units + unit]);
+          sums[unit] = sum.rounded();
+        }
+        to[unit] = sums[unit];
+      }
       __syncthreads();
       if (threadIdx.x == 0) publish_part(context, present, target, gridDim.x);
     }

@@ -32,11 +32,6 @@ from gfgen.gfc.failure import Failure
 COPY_ENGINE_BYTES = 1 << 20
 """Chunks from this size on go by the copy engine, which leaves the multiprocessors to others."""
 
-BESIDE_RULES = ((14_000, 32), (0, 64))
-"""(tokens from which on, blocks) of an exchange beside attention, whose work grows faster than the
-exchange's. On 4 H200 in rings of 4: 9,216 tokens 952 us with 32 blocks, 713 with 64, 768 with all;
-18,480 tokens 2323, 2355 and 2533 (benchmarks/results/2026-11-20-attention.md)."""
-
 _TRANSFER_BLOCKS, _BLOCK = 16, 512
 
 
@@ -48,7 +43,7 @@ class CudaEndpoint:
     Tasks run on torch's current stream: always the same one, or another one that events order after
     all earlier exchanges and before all later ones. Transfers run on the stream given to them. All
     launches come from one thread; `abort_through` may come from any.
-    beside_blocks: of exchanges beside computation, at most; None: as BESIDE_RULES say.
+    beside_blocks: of exchanges beside computation, for measurements; None: as they ask for.
     """
 
     def __init__(
@@ -102,12 +97,6 @@ class CudaEndpoint:
     def group(self, descriptor: Descriptor) -> CudaGroup:
         """The whole layout's group, as this rank sees it."""
         return CudaGroup(self, descriptor, Run(descriptor))
-
-    def blocks_beside(self, num_tokens: int) -> int:
-        """The most blocks of an exchange that runs beside attention to so many tokens."""
-        if self.beside_blocks is not None:
-            return self.beside_blocks
-        return next(blocks for from_tokens, blocks in BESIDE_RULES if num_tokens >= from_tokens)
 
     def stream(self) -> int:
         """torch's current stream on this device."""

@@ -138,14 +138,14 @@ class CudaGroup:
         """The largest results that one exchange brings at once; what is larger goes in slow rounds."""
         return None if self.size == 1 else self.bank.num_bytes
 
-    def beside(self, num_tokens: int) -> CudaGroup:
-        """The same ranks, whose exchanges use few blocks: the rest attends to so many tokens meanwhile.
+    def beside(self, max_blocks: int) -> CudaGroup:
+        """The same ranks, whose exchanges use few blocks: the rest of the device computes meanwhile.
 
         For calls on a stream of their own that follow all earlier exchanges of this rank, and come
         before all later ones: two at a time would share the context's counters.
         """
         sparing = copy(self)
-        sparing._most_blocks = min(self._most_blocks, self._endpoint.blocks_beside(num_tokens))
+        sparing._most_blocks = min(self._most_blocks, self._endpoint.beside_blocks or max_blocks)
         return sparing
 
     def subgroup(self, kind: Kind) -> CudaGroup:

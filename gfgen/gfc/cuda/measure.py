@@ -75,9 +75,10 @@ def _groups() -> dict[tuple[int, ...], Any]:
 
 
 def group_cost(endpoint: CudaEndpoint, dispatches: Sequence[tuple[tuple[int, ...], int]]) -> Times:
-    """What a new group of ours costs: the host's time, and until it is entered."""
+    """What a new group of ours costs: the host's time until it is made, until its entry barrier is
+    enqueued too, and until all have entered."""
     free_before = torch.cuda.mem_get_info()[0]
-    host, whole = [], []
+    made, host, whole = [], [], []
     for ranks, dispatch in dispatches:
         if endpoint.rank not in ranks:
             continue
@@ -85,6 +86,7 @@ def group_cost(endpoint: CudaEndpoint, dispatches: Sequence[tuple[tuple[int, ...
         torch.cuda.synchronize()
         began = time.perf_counter()
         group = endpoint.group(Descriptor(dispatch, layout, (1,) * len(ranks)))
+        made.append(time.perf_counter() - began)
         group.enter()
         host.append(time.perf_counter() - began)
         group.finish()
@@ -92,6 +94,7 @@ def group_cost(endpoint: CudaEndpoint, dispatches: Sequence[tuple[tuple[int, ...
     if not host:
         return {}
     return {
+        "made_us": statistics.median(made) * 1e6,
         "host_us": statistics.median(host) * 1e6,
         "entered_us": statistics.median(whole) * 1e6,
         "memory_mb": (free_before - torch.cuda.mem_get_info()[0]) / 1e6,
