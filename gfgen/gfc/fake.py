@@ -82,7 +82,7 @@ class FakeGroup:
     def room_bytes(self) -> int | None:
         return None
 
-    def beside(self) -> FakeGroup:
+    def beside(self, max_blocks: int) -> FakeGroup:
         return self
 
     def subgroup(self, kind: Kind) -> FakeGroup:

@@ -23,7 +23,7 @@ from torch import Tensor
 from gfgen.gfc.reshard import shard_sizes
 from gfgen.layout import shard_bounds
 from gfgen.models.lanes import Lane, Mark
-from gfgen.models.parallel import Parallel
+from gfgen.models.parallel import Parallel, Ranks
 from gfgen.models.ring_attention import Arriving, ring_attention, start_ring
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
@@ -49,15 +49,31 @@ class TokenSizes:
         return self.by_slot[start : start + self.ulysses_degree]
 
 
-CHUNK_RULES: tuple[tuple[int, int], ...] = ()
-"""(tokens of the whole sequence from which on, chunks) on GPUs, the longest first. Empty: everything at
-once, until a measurement shows where chunks win."""
+class ChunkRule(NamedTuple):
+    """Where chunks win: groups of so many ranks, sequences of `from_tokens` up to less than `to_tokens`."""
+
+    ulysses_degree: int
+    from_tokens: int
+    to_tokens: int
+    num_chunks: int
 
 
-def best_num_chunks(device: torch.device, num_tokens: int) -> int:
+CHUNK_RULES = (ChunkRule(4, 9_000, 10_000, num_chunks=2),)
+"""On GPUs; elsewhere everything goes at once. On 4 H200, 9,216 tokens: 568 us in place of 611. For 1,024
+to 27,280 tokens on 2, 3 and 4 ranks nothing else won: attention to half of the heads leaves more of the
+device idle than the exchange does (benchmarks/results/2026-11-20-attention.md)."""
+
+
+CHUNK_BLOCKS = 32
+"""Of an exchange beside attention: a quarter of an H200's multiprocessors."""
+
+
+def best_num_chunks(device: torch.device, ulysses_degree: int, num_tokens: int) -> int:
     """How many chunks are fastest, where they are not needed for their memory."""
-    rules = CHUNK_RULES if device.type == "cuda" else ()
-    return next((count for from_tokens, count in rules if num_tokens >= from_tokens), 1)
+    for rule in CHUNK_RULES if device.type == "cuda" else ():
+        if rule.ulysses_degree == ulysses_degree and rule.from_tokens <= num_tokens < rule.to_tokens:
+            return rule.num_chunks
+    return 1
 
 
 class _Chunk(NamedTuple):
@@ -131,7 +147,7 @@ class ChunkedAttention:
         mark: Mark = None
         if ulysses.size > 1:
             with self._lane.beside():
-                tensors = (ulysses if is_alone else ulysses.beside()).heads_from_tokens(
+                tensors = (ulysses if is_alone else self._sparing()).heads_from_tokens(
                     *tensors,
                     token_sizes=self._tokens,
                     head_sizes=shard_sizes(stop - start, ulysses.size),
@@ -159,10 +175,14 @@ class ChunkedAttention:
             scale=self._scale,
         )
 
+    def _sparing(self) -> Ranks:
+        """The Ulysses group, for exchanges beside attention."""
+        return self._parallel.ulysses.beside(CHUNK_BLOCKS)
+
     def _returned(self, part: Tensor, num_heads: int, *, is_alone: bool) -> Tensor:
         ulysses = self._parallel.ulysses
         if ulysses.size == 1:
             return part
-        return (ulysses if is_alone else ulysses.beside()).tokens_from_heads(
+        return (ulysses if is_alone else self._sparing()).tokens_from_heads(
             part, token_sizes=self._tokens, head_sizes=shard_sizes(num_heads, ulysses.size)
         )

@@ -43,8 +43,8 @@ class Ranks(Protocol):
         """The largest results that one exchange brings at once; None: of any size."""
         ...
 
-    def beside(self) -> Ranks:
-        """The same ranks, whose exchanges leave room for what the device computes meanwhile."""
+    def beside(self, max_blocks: int) -> Ranks:
+        """The same ranks, whose exchanges take so many of a GPU's multiprocessors and leave the others."""
         ...
 
     def all_gather(self, x: Tensor, *, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:

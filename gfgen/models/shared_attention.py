@@ -114,7 +114,7 @@ def _at_once(
 
 def _num_chunks(query: Tensor, parallel: Parallel, sizes: TokenSizes) -> int:
     """As many as asked for or as pay, and at least so many that each fits in a bank."""
-    wanted = parallel.num_chunks or best_num_chunks(query.device, sum(sizes.by_slot))
+    wanted = parallel.num_chunks or best_num_chunks(query.device, parallel.ulysses.size, sum(sizes.by_slot))
     num_heads, degree = query.shape[2], parallel.ulysses.size
     for count in range(wanted, num_heads // degree + 1):
         longest = max(stop - start for start, stop in head_chunks(num_heads, degree, count))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import random
 import time
+from collections.abc import Callable, Sequence
 from ctypes import Structure, c_int, c_uint32, c_uint64
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +26,8 @@ NATIVE = Path(__file__).parent / "native"
 MIXED_RULES = (
     Rule(2 << 10, Choice("flagged", 16)),
     Rule(24 << 10, Choice("threads", 16)),
-    Rule(1 << 62, Choice("bulk", 16, 4 << 10)),
+    Rule(40 << 10, Choice("bulk", 16, 4 << 10)),
+    Rule(1 << 62, Choice("bulk", 16, 4 << 10, in_turn=True)),
 )
 """Every path at sizes small enough for many instances."""
 
@@ -185,17 +187,30 @@ def run_case(group: CudaGroup, checker: Checker, case: Case) -> torch.Tensor | N
 
 def _run_reduce(group: CudaGroup, checker: Checker, case: Case) -> None:
     """Whole numbers, so that the sum is exact; everyone can work out everybody's."""
-    device = f"cuda:{checker.endpoint.device}"
     num_items = max(1, case.tokens) * case.dim
-    steps = torch.arange(num_items, device=device, dtype=torch.float32)
-    x = (steps * (group.ranks[group.slot] + 1)) % 61
-    expected = torch.zeros_like(steps)
-    for rank in group.ranks:
-        expected += (steps * (rank + 1)) % 61
     # Sums of large tensors go another way; here they do with small ones, too.
     is_wide = case.in_arena and num_items % 4 == 0 and group.size > 1
-    found = group._all_reduce_wide(x) if is_wide else group.all_reduce(x)
-    checker.errors[0] += (found != expected).sum().to(torch.int32)
+    reduce = group._all_reduce_wide if is_wide else group.all_reduce
+    _check_sum(checker, reduce, group.ranks, group.slot, num_items)
+
+
+def _check_sum(
+    checker: Checker, reduce: Callable[[torch.Tensor], torch.Tensor], ranks: Sequence[int], slot: int, n: int
+) -> None:
+    device = f"cuda:{checker.endpoint.device}"
+    steps = torch.arange(n, device=device, dtype=torch.float32)
+    x = (steps * (ranks[slot] + 1)) % 61
+    expected = torch.zeros_like(steps)
+    for rank in ranks:
+        expected += (steps * (rank + 1)) % 61
+    checker.errors[0] += (reduce(x) != expected).sum().to(torch.int32)
+
+
+def warm_up(checker: Checker) -> None:
+    """Loads torch's kernels and takes memory: either waits for kernels that run, and they for a peer."""
+    torch.empty(1 << 28, dtype=torch.uint8, device=f"cuda:{checker.endpoint.device}")
+    _check_sum(checker, torch.clone, (0,), 0, 64)
+    torch.cuda.synchronize()
 
 
 def stress(

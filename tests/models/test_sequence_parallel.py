@@ -106,7 +106,7 @@ class Watched:
         self._log = log
         self.size, self.slot, self.room_bytes = ranks.size, ranks.slot, ranks.room_bytes
 
-    def beside(self) -> Ranks:
+    def beside(self, max_blocks: int) -> Ranks:
         return self
 
     def __getattr__(self, name: str) -> Any:

@@ -17,7 +17,7 @@ from gfgen.errors import LayoutError
 from gfgen.gfc.fake import FakeCluster
 from gfgen.gfc.reshard import shard_sizes
 from gfgen.layout import Layout
-from gfgen.models.chunked_attention import TokenSizes, head_chunks
+from gfgen.models.chunked_attention import TokenSizes, best_num_chunks, head_chunks
 from gfgen.models.parallel import Parallel, Ranks, parallel_from
 from gfgen.models.ring_attention import attend_with_lse, merged
 from gfgen.models.shared_attention import shared_attention
@@ -170,7 +170,7 @@ class Logged:
         self.size, self.slot = ranks.size, ranks.slot
         self.room_bytes = room_bytes if ranks.size > 1 else None
 
-    def beside(self) -> Logged:
+    def beside(self, max_blocks: int) -> Logged:
         return self
 
     def __getattr__(self, name: str) -> Any:
@@ -264,3 +264,10 @@ def test_queries_without_any_key_get_zeros() -> None:
     parts = [attend_with_lse(query, key, value, mask), attend_with_lse(query, key[:, :0], value[:, :0], None)]
     assert all((part.lse == -math.inf).all() for part in parts)
     assert torch.equal(merged(parts), torch.zeros_like(query))
+
+
+def test_chunks_are_taken_where_they_were_measured_to_win() -> None:
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    assert best_num_chunks(gpu, 4, 9216) == 2
+    assert [best_num_chunks(gpu, degree, tokens) for degree, tokens in ((2, 9216), (4, 18480))] == [1, 1]
+    assert best_num_chunks(cpu, 4, 9216) == 1

@@ -32,10 +32,6 @@ from gfgen.gfc.failure import Failure
 COPY_ENGINE_BYTES = 1 << 20
 """Chunks from this size on go by the copy engine, which leaves the multiprocessors to others."""
 
-BESIDE_BLOCKS = 32
-"""A quarter of an H200's multiprocessors; a link needs about 3 bytes/ns from each of 132 of them
-(csrc/gfc/cuda/copy.cuh), and bulk copies of few blocks have more in flight."""
-
 _TRANSFER_BLOCKS, _BLOCK = 16, 512
 
 
@@ -47,7 +43,7 @@ class CudaEndpoint:
     Tasks run on torch's current stream: always the same one, or another one that events order after
     all earlier exchanges and before all later ones. Transfers run on the stream given to them. All
     launches come from one thread; `abort_through` may come from any.
-    beside_blocks: of exchanges beside computation, at most.
+    beside_blocks: of exchanges beside computation, for measurements; None: as they ask for.
     """
 
     def __init__(
@@ -62,7 +58,7 @@ class CudaEndpoint:
         control_fd: int,
         timeout_s: float = 30.0,
         selector: Selector | None = None,
-        beside_blocks: int = BESIDE_BLOCKS,
+        beside_blocks: int | None = None,
     ) -> None:
         self.plan, self.rank, self.device = plan, rank, device
         self.torch_device = torch.device("cuda", device)
@@ -97,6 +93,8 @@ class CudaEndpoint:
         self.seats: dict[object, Seat] = {}
         """Places in groups that this rank has had; like `prepared`, so that each is worked out once."""
         self._views: dict[object, Tensor] = {}
+        self._mapped: dict[tuple[int, ...], tuple[int | None, ...]] = {}
+        """Incarnations by ranks, in their order, as `incarnations` has them."""
 
     def group(self, descriptor: Descriptor) -> CudaGroup:
         """The whole layout's group, as this rank sees it."""
@@ -109,8 +107,10 @@ class CudaEndpoint:
     def bind(self, descriptor: Descriptor) -> None:
         """Writes the descriptor into the context and runs the entry barrier, on the current stream."""
         ranks = descriptor.layout.ranks
-        if tuple(map(self.incarnations.get, ranks)) != descriptor.incarnations:
-            mapped = tuple(map(self.incarnations.get, ranks))
+        mapped = self._mapped.get(ranks)
+        if mapped is None:
+            mapped = self._mapped[ranks] = tuple(map(self.incarnations.get, ranks))
+        if mapped != descriptor.incarnations:
             raise ProtocolError(
                 f"rank {self.rank}, dispatch {descriptor.dispatch}: the descriptor names incarnations "
                 f"{descriptor.incarnations} of ranks {ranks}, mapped here are {mapped}"
@@ -226,6 +226,7 @@ class CudaEndpoint:
         old = self.arenas.pop(rank, None)
         self.arenas[rank] = DeviceArena.open(fd, self.plan, device=self.device)
         self.incarnations[rank] = incarnation
+        self._mapped.clear()
         address = self.context + Context.base.offset + 8 * rank
         self.driver.write(address, self.arenas[rank].address.to_bytes(8, "little"))
         self._restart(rank)

@@ -129,22 +129,23 @@ class CudaGroup:
         self._endpoint, self._run = endpoint, run
         self._most_blocks = endpoint.kernels.num_multiprocessors
         self.descriptor = descriptor
-        self.ranks = tuple([layout.ranks[slot] for slot in slots])
         self.size = len(slots)
+        is_whole = self.size == len(layout.ranks)
+        self.ranks = layout.ranks if is_whole else tuple([layout.ranks[slot] for slot in slots])
 
     @property
     def room_bytes(self) -> int | None:
         """The largest results that one exchange brings at once; what is larger goes in slow rounds."""
         return None if self.size == 1 else self.bank.num_bytes
 
-    def beside(self) -> CudaGroup:
+    def beside(self, max_blocks: int) -> CudaGroup:
         """The same ranks, whose exchanges use few blocks: the rest of the device computes meanwhile.
 
         For calls on a stream of their own that follow all earlier exchanges of this rank, and come
         before all later ones: two at a time would share the context's counters.
         """
         sparing = copy(self)
-        sparing._most_blocks = min(self._most_blocks, self._endpoint.beside_blocks)
+        sparing._most_blocks = min(self._most_blocks, self._endpoint.beside_blocks or max_blocks)
         return sparing
 
     def subgroup(self, kind: Kind) -> CudaGroup:
