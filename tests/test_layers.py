@@ -37,6 +37,7 @@ FLOORS = {
     "gfgen.runtime.writes": 7,
     "gfgen.runtime.simulate": 7,
     "gfgen.models.measure": 6,
+    "gfgen.models.measure_forward": 6,
     "gfgen.runtime.simulation": 7,
     "gfgen.server": 8,
     "gfgen.bench": 8,

@@ -94,6 +94,39 @@ def attention(*, gpus: int | None, output: Path | None) -> None:
 
 
 @bench.command()
+@click.option("--gpus", type=int, help="GPUs to use [default: all, 4 at most].")
+@click.option("--only", multiple=True, metavar="PATTERN", help='Cells, as in "qwen-*/2/ours*"; repeatable.')
+@click.option("--seconds", type=click.FloatRange(0), help="Begin no cell after so long.")
+@click.option("--output", type=click.Path(path_type=Path), help="Folder for .json and .md.")
+def forward(*, gpus: int | None, only: tuple[str, ...], seconds: float | None, output: Path | None) -> None:
+    """One forward of Wan2.2-5B and Qwen-Image at full size, beside diffusers' own, on 1, 2 and 4 GPUs.
+
+    A cell is SHAPE/GPUS/WAY, as in wan-832x480x49/4/ours-graph; the ways are diffusers,
+    diffusers-compiled, diffusers-uneven, diffusers-uneven-compiled, ours, ours-compiled, ours-graph.
+    """
+    from gfgen.bench.forward import Measured, measure_forwards, store, table_of
+    from gfgen.gfc.cuda.driver import driver
+
+    num_gpus = min(4, driver().num_devices) if gpus is None else gpus
+    began_s = time.monotonic()
+
+    def tell(measured: Measured) -> None:
+        result = measured.error or f"{measured.ms:.1f} ms (first {measured.first_s:.1f} s)"
+        click.echo(f"{time.monotonic() - began_s:5.0f} s  {measured.cell.name}: {result}", err=True)
+
+    results = measure_forwards(num_gpus=num_gpus, only=only, seconds=seconds, tell=tell)
+    patterns = "".join(f" --only '{pattern}'" for pattern in only)
+    device = f"{num_gpus} x {driver().name(0)}"
+    text = "\n".join(
+        table_of(results, device=device, command=f"gfgen bench forward --gpus {num_gpus}{patterns}")
+    )
+    click.echo(text)
+    if output is not None:
+        output.mkdir(parents=True, exist_ok=True)
+        store(results, output / f"{time.strftime('%Y-%m-%d')}-forward", text)
+
+
+@bench.command()
 @click.option("--schedules", type=click.IntRange(1), default=200, show_default=True, help="Runs at most.")
 @click.option("--seed", default=0, show_default=True, help="Of the first run; the next ones follow.")
 @click.option("--seconds", type=click.FloatRange(0), help="Begin no run after so long.")

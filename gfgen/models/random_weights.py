@@ -54,9 +54,7 @@ def random_pipeline(
     try:
         with without_progress_bars():
             parts = {
-                name: _component(
-                    files, name, device=device, dtype=torch.float32 if name in in_fp32 else dtype
-                )
+                name: _made(files, name, device=device, dtype=torch.float32 if name in in_fp32 else dtype)
                 for name, entry in files.index.items()
                 if isinstance(entry, list)
             }
@@ -75,6 +73,11 @@ def random_pipeline(
         "made %s of %s on %s in %s: random weights", pipeline_class.__name__, checkpoint, device, dtype
     )
     return pipeline
+
+
+def random_component(checkpoint: Path, name: str, *, device: str, dtype: torch.dtype) -> Any:
+    """One component of such a pipeline alone, with the same weights."""
+    return _made(read_checkpoint(checkpoint, with_weights=False), name, device=device, dtype=dtype)
 
 
 def draw_weights(model: torch.nn.Module, *, name: str) -> None:
@@ -110,7 +113,7 @@ def _seed(name: str) -> int:
     return int.from_bytes(digest[:7], "little")
 
 
-def _component(files: Checkpoint, name: str, *, device: str, dtype: torch.dtype) -> Any:
+def _made(files: Checkpoint, name: str, *, device: str, dtype: torch.dtype) -> Any:
     library, class_name = files.index[name]
     if class_name is None:
         return None

@@ -1,0 +1,209 @@
+"""`gfgen bench forward`: a transformer's forward, ours and diffusers' own, on 1, 2 and 4 GPUs in one run.
+
+This process touches no GPU; the ranks do (gfgen/models/measure_forward.py).
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import itertools
+import json
+import logging
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gfgen.errors import InputError
+from gfgen.gfc.cuda.driver import driver
+from gfgen.gfc.cuda.ranks import CudaRanks
+from gfgen.layout import Layout
+from gfgen.models import measure_forward
+from gfgen.models.measure_forward import Kind, Shape
+from gfgen.runtime.arenas import GPU_PLAN
+
+logger = logging.getLogger(__name__)
+
+WAN, QWEN = "wan2.2-ti2v-5b", "qwen-image"
+SHAPES = (
+    Shape(WAN, 832, 480, 49),
+    Shape(WAN, 832, 480, 81),
+    Shape(WAN, 1280, 704, 81),
+    Shape(WAN, 1280, 704, 121),
+    Shape(QWEN, 512, 512, 1),
+    Shape(QWEN, 1024, 1024, 1),
+    Shape(QWEN, 1536, 1536, 1),
+)
+DEGREES = (1, 2, 4)
+THEIRS = {
+    "diffusers": Kind(is_ours=False),
+    "diffusers-compiled": Kind(is_ours=False, is_compiled=True),
+}
+UNEVEN = {
+    "diffusers-uneven": Kind(is_ours=False, takes_anything=True),
+    "diffusers-uneven-compiled": Kind(is_ours=False, is_compiled=True, takes_anything=True),
+}
+"""Context parallelism only: what it refuses otherwise."""
+OURS = {
+    "ours": Kind(is_ours=True),
+    "ours-compiled": Kind(is_ours=True, is_compiled=True),
+    "ours-graph": Kind(is_ours=True, is_compiled=True, in_graph=True),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One shape on so many GPUs in one way."""
+
+    shape: Shape
+    degree: int
+    way: str
+    kind: Kind
+
+    @property
+    def name(self) -> str:
+        return f"{self.shape.name}/{self.degree}/{self.way}"
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A cell's result: the slowest rank's median, or why there is none."""
+
+    cell: Cell
+    ms: float | None = None
+    first_s: float | None = None
+    peak_gb: float | None = None
+    error: str | None = None
+
+
+def cells_of(*, num_gpus: int, only: Sequence[str] = ()) -> list[Cell]:
+    """All cells whose name fits one of the patterns, in an order that makes each transformer once.
+
+    diffusers' own come first: what ours leaves in the process would change them.
+    """
+    degrees = [degree for degree in DEGREES if degree <= num_gpus]
+    found = []
+    for degree, model in itertools.product(degrees, (WAN, QWEN)):
+        for way, kind in {**THEIRS, **(UNEVEN if degree > 1 else {})}.items():
+            found += [Cell(shape, degree, way, kind) for shape in SHAPES if shape.model == model]
+    for degree, model in itertools.product(degrees, (WAN, QWEN)):
+        for way, kind in OURS.items():
+            found += [Cell(shape, degree, way, kind) for shape in SHAPES if shape.model == model]
+    chosen = [cell for cell in found if not only or any(fnmatch.fnmatch(cell.name, each) for each in only)]
+    return sorted(chosen, key=lambda cell: (cell.degree, cell.kind.is_ours))
+
+
+def measure_forwards(
+    *,
+    num_gpus: int,
+    only: Sequence[str] = (),
+    seconds: float | None = None,
+    tell: Callable[[Measured], None] = lambda measured: None,
+) -> list[Measured]:
+    """Measures what is asked for, and begins no cell after so many seconds.
+
+    Raises: InputError for more GPUs than there are, or patterns that fit nothing.
+    """
+    found = driver().num_devices
+    if not 1 <= num_gpus <= found:
+        raise InputError(f"--gpus {num_gpus}: there are {found}")
+    cells = cells_of(num_gpus=num_gpus, only=only)
+    if not cells:
+        raise InputError(f"--only {' '.join(only)}: fits no name such as {cells_of(num_gpus=1)[0].name}")
+    os.environ["NCCL_NVLS_ENABLE"] = "0"  # multicast: see DESIGN.md on killed peers
+    deadline_s = time.monotonic() + (seconds or float("inf"))
+    results: list[Measured] = []
+    for degree, group in itertools.groupby(cells, key=lambda cell: cell.degree):
+        for measured in _measured(degree, list(group), deadline_s):
+            results.append(measured)
+            tell(measured)
+    return results
+
+
+def _measured(degree: int, cells: Sequence[Cell], deadline_s: float) -> Iterator[Measured]:
+    """The cells of one degree, on processes of their own: NCCL's world has its size."""
+    if time.monotonic() > deadline_s:
+        return
+    ranks = CudaRanks(degree, GPU_PLAN)
+    members = tuple(range(degree))
+    layout = Layout(members, ulysses=degree)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            for cell in cells:
+                if time.monotonic() > deadline_s:
+                    logger.warning("no time is left for %s and what follows", cell.name)
+                    return
+                number = ranks.next_dispatch(measure_forward.NUM_DISPATCHES)
+                arguments = (cell.shape, cell.kind, layout, number, f"{folder}/store")
+                yield _summary(cell, ranks.run(members, measure_forward.measure, *arguments))
+    finally:
+        ranks.close()
+
+
+def _summary(cell: Cell, ranks: Sequence[dict[str, Any]]) -> Measured:
+    errors = [rank["error"] for rank in ranks if "error" in rank]
+    if errors:
+        return Measured(cell, error=errors[0])
+    return Measured(
+        cell,
+        ms=max(statistics.median(rank["times_ms"]) for rank in ranks),
+        first_s=max(rank["first_s"] for rank in ranks),
+        peak_gb=max(rank["peak_gb"] for rank in ranks),
+    )
+
+
+def table_of(results: Sequence[Measured], *, device: str, command: str) -> Iterator[str]:
+    """Markdown: a table for each number of GPUs, then why cells are empty."""
+    yield f"# Forwards of transformers, {time.strftime('%Y-%m-%d')}\n"
+    yield f"{device}; command: `{command}`\n"
+    yield (
+        "Milliseconds per forward: one branch of guidance, batch 1, bf16, random weights; the slowest rank's "
+        f"median of {measure_forward.REPEATS}. diffusers: as it comes, on several GPUs its context "
+        "parallelism (Ulysses over NCCL; uneven: with `ulysses_anything`); compiled: "
+        "`compile_repeated_blocks(dynamic=False)`. ours-graph: compiled, in a CUDA graph. One timestep for "
+        "all tokens, for diffusers too. x: best of diffusers over best of ours.\n"
+    )
+    for degree in sorted({each.cell.degree for each in results}):
+        rows = [each for each in results if each.cell.degree == degree]
+        ways = list(dict.fromkeys(each.cell.way for each in rows))
+        yield f"| {degree} GPU{'s' if degree > 1 else ''} | {' | '.join(ways)} | x |"
+        yield "|---" * (len(ways) + 2) + "|"
+        for shape in dict.fromkeys(each.cell.shape for each in rows):
+            found = {each.cell.way: each for each in rows if each.cell.shape == shape}
+            numbers = " | ".join(_number(found.get(way)) for way in ways)
+            yield f"| {shape.name} | {numbers} | {_gain(list(found.values()))} |"
+        yield ""
+    for each in results:
+        if each.error:
+            yield f"- {each.cell.name}: {each.error}"
+
+
+def _number(measured: Measured | None) -> str:
+    if measured is None:
+        return ""
+    return "-" if measured.ms is None else f"{measured.ms:.1f}"
+
+
+def _gain(found: Sequence[Measured]) -> str:
+    theirs = [each.ms for each in found if each.ms is not None and not each.cell.kind.is_ours]
+    ours = [each.ms for each in found if each.ms is not None and each.cell.kind.is_ours]
+    return f"{min(theirs) / min(ours):.2f}" if theirs and ours else ""
+
+
+def store(results: Sequence[Measured], stem: Path, text: str) -> None:
+    """As .json and .md; what an earlier run has measured of other cells stays in the .json."""
+    path = stem.with_suffix(".json")
+    known = json.loads(path.read_text()) if path.exists() else {}
+    for each in results:
+        known[each.cell.name] = {
+            "ms": each.ms,
+            "first_s": each.first_s,
+            "peak_gb": each.peak_gb,
+            "error": each.error,
+        }
+    path.write_text(json.dumps(known, indent=1) + "\n")
+    stem.with_suffix(".md").write_text(text + "\n")

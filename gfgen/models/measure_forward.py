@@ -1,0 +1,228 @@
+"""What `gfgen bench forward` runs on each GPU: one forward of a transformer, ours or diffusers' own.
+
+Random weights, one branch of guidance, batch 1. Times are milliseconds on the rank's device.
+
+Legend: B batch, C channels, T H W latent frames, rows, columns; S tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import math
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from diffusers import ContextParallelConfig
+from torch import Tensor
+
+from gfgen.gfc.cuda.endpoint import CudaEndpoint
+from gfgen.gfc.cuda.graph import capture
+from gfgen.gfc.cuda.group import CudaGroup
+from gfgen.gfc.cuda.measure import init_nccl
+from gfgen.gfc.descriptor import Descriptor
+from gfgen.layout import Layout
+from gfgen.models.geometry import CONFIGS
+from gfgen.models.parallel import parallel_from
+from gfgen.models.random_weights import random_component
+from gfgen.models.sequence_parallel import active, install
+
+WARM_UPS, REPEATS = 3, 7
+NUM_DISPATCHES = 2 * (WARM_UPS + REPEATS)
+"""Numbers that one call of `measure` uses up."""
+TEXT_TOKENS = {"wan2.2-ti2v-5b": 512, "qwen-image": 64}
+"""Wan pads to as many; a picture's prompt has about as many."""
+RECOMPILE_LIMIT = 64
+"""Beyond torch's 8, after which a block would run eagerly without a word."""
+
+Result = dict[str, Any]
+Forward = Callable[[CudaGroup | None], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a transformer is given."""
+
+    model: str
+    width: int
+    height: int
+    frames: int
+
+    @property
+    def name(self) -> str:
+        """As in wan-832x480x49 or qwen-512x512."""
+        frames = f"x{self.frames}" if self.frames > 1 else ""
+        return f"{self.model.split('2')[0].split('-')[0]}-{self.width}x{self.height}{frames}"
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """How a forward runs."""
+
+    is_ours: bool
+    is_compiled: bool = False
+    in_graph: bool = False
+    takes_anything: bool = False
+    """diffusers' context parallelism with uneven shards (`ulysses_anything`)."""
+
+
+@torch.no_grad()
+def measure(
+    endpoint: CudaEndpoint, shape: Shape, kind: Kind, layout: Layout, dispatch: int, store: str
+) -> Result:
+    """Times of a forward, how long the first one took, memory; or why there are none.
+
+    store: a file through which NCCL's ranks find each other.
+    """
+    try:
+        return _measure(endpoint, shape, kind, layout, dispatch, store)
+    except Exception as error:  # what diffusers refuses is a result, too
+        text = " ".join(str(error).split())
+        return {"error": f"{type(error).__name__}: {text[:300]}"}
+    finally:
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def _measure(
+    endpoint: CudaEndpoint, shape: Shape, kind: Kind, layout: Layout, dispatch: int, store: str
+) -> Result:
+    if not kind.is_ours and layout.degree > 1 and not torch.distributed.is_initialized():
+        init_nccl(endpoint, layout.degree, store)
+    torch.cuda.set_device(endpoint.device)
+    transformer = _transformer(shape.model, kind, layout.degree, str(endpoint.torch_device))
+    inputs = inputs_of(shape, endpoint.torch_device)
+    run: Forward = functools.partial(_forward, transformer, inputs)
+    groups = _groups(endpoint, layout, dispatch) if kind.is_ours else None
+    torch.cuda.reset_peak_memory_stats()
+    began = time.perf_counter()
+    first = groups() if groups else None
+    result = run(first)
+    torch.cuda.synchronize()
+    first_s = time.perf_counter() - began
+    assert torch.isfinite(result).all(), "a forward whose result is not finite"
+    if kind.in_graph:
+        run(groups() if groups else None)  # once more, with all that the first one has compiled
+        run = _captured(run, groups() if groups else None)
+    times_ms = [_timed_ms(run, groups) for _ in range(WARM_UPS + REPEATS)][WARM_UPS:]
+    if first is not None:
+        endpoint.check(endpoint.last_dispatch)
+    peak_gb = torch.cuda.max_memory_allocated() / 1e9
+    return {"times_ms": times_ms, "first_s": first_s, "peak_gb": peak_gb}
+
+
+def _forward(transformer: Any, inputs: dict[str, Any], group: CudaGroup | None) -> Tensor:
+    sharing = nullcontext() if group is None else active(parallel_from(group))
+    with sharing:
+        result: Tensor = transformer(**inputs)[0]
+    return result
+
+
+def _timed_ms(run: Forward, groups: Callable[[], CudaGroup | None] | None) -> float:
+    """From when all ranks have come together, if they do, until this rank's device is done."""
+    group = groups() if groups else None
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    begin.record()
+    run(group)
+    end.record()
+    torch.cuda.synchronize()
+    return float(begin.elapsed_time(end))
+
+
+def _groups(endpoint: CudaEndpoint, layout: Layout, dispatch: int) -> Callable[[], CudaGroup | None]:
+    """Makes a group for one forward after the other; None for a rank alone."""
+    numbers = iter(range(dispatch, dispatch + NUM_DISPATCHES))
+
+    def entered() -> CudaGroup | None:
+        if layout.degree == 1:
+            return None
+        group = endpoint.group(Descriptor(next(numbers), layout, (1,) * layout.degree))
+        group.enter()
+        return group
+
+    return entered
+
+
+def _captured(run: Forward, group: CudaGroup | None) -> Forward:
+    if group is not None:
+        captured = capture(group, run)
+
+        def replay(group: CudaGroup | None) -> Tensor:
+            assert group is not None
+            return captured.replay(group)
+
+        return replay
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = run(None)
+
+    def replay_alone(_: CudaGroup | None) -> Tensor:
+        graph.replay()
+        return result
+
+    return replay_alone
+
+
+_KEPT: dict[object, Any] = {}
+"""The transformer of the last call: shapes follow each other, and it takes a second to make."""
+
+
+def _transformer(model: str, kind: Kind, degree: int, device: str) -> Any:
+    key = (model, kind.is_ours, kind.is_compiled, kind.takes_anything, degree)
+    if key not in _KEPT:
+        _KEPT.clear()
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch._dynamo.reset()
+        _KEPT[key] = _made(model, kind, degree, device)
+    return _KEPT[key]
+
+
+def _made(model: str, kind: Kind, degree: int, device: str) -> Any:
+    torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
+    transformer = random_component(CONFIGS / model, "transformer", device=device, dtype=torch.bfloat16)
+    if kind.is_ours:
+        install(transformer)
+        blocks = [m for m in transformer.modules() if type(m).__name__ in transformer._repeated_blocks]
+        for block in blocks if kind.is_compiled else ():
+            block.forward = torch.compile(block.forward, fullgraph=True, dynamic=False)
+        return transformer
+    if degree > 1:
+        config = ContextParallelConfig(ulysses_degree=degree, ulysses_anything=kind.takes_anything)
+        transformer.enable_parallelism(config=config)
+    if kind.is_compiled:
+        transformer.compile_repeated_blocks(dynamic=False)
+    return transformer
+
+
+def inputs_of(shape: Shape, device: torch.device) -> dict[str, Any]:
+    """Random inputs, the same on every rank."""
+    generator = torch.Generator("cpu").manual_seed(1)
+
+    def random(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator).to(device, torch.bfloat16)
+
+    rows, columns = shape.height // 16, shape.width // 16
+    text_tokens = TEXT_TOKENS[shape.model]
+    if shape.model == "qwen-image":
+        return {
+            "hidden_states": random(1, rows * columns, 64),
+            "timestep": torch.full((1,), 0.5, device=device, dtype=torch.bfloat16),
+            "encoder_hidden_states": random(1, text_tokens, 3584),
+            "encoder_hidden_states_mask": None,
+            "guidance": None,
+            "img_shapes": [[(1, rows, columns)]],
+            "attention_kwargs": {},
+            "return_dict": False,
+        }
+    return {
+        "hidden_states": random(1, 48, math.ceil(shape.frames / 4), rows, columns),
+        "timestep": torch.full((1,), 500.0, device=device),
+        "encoder_hidden_states": random(1, text_tokens, 4096),
+        "return_dict": False,
+    }

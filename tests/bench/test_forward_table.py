@@ -1,0 +1,74 @@
+"""The cells of `gfgen bench forward`, and what becomes of their results."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from gfgen.bench import forward
+from gfgen.bench.forward import SHAPES, Measured, cells_of, store, table_of
+from gfgen.errors import InputError
+
+
+def test_every_shape_is_measured_in_every_way_on_every_number_of_gpus():
+    cells = cells_of(num_gpus=4)
+    assert len({cell.name for cell in cells}) == len(cells) == 7 * (2 + 3) + 2 * 7 * (4 + 3)
+    assert {cell.degree for cell in cells_of(num_gpus=3)} == {1, 2}
+
+
+def test_diffusers_own_come_before_ours_in_each_process():
+    for degree in (1, 2, 4):
+        ours = [cell.kind.is_ours for cell in cells_of(num_gpus=4) if cell.degree == degree]
+        assert ours == sorted(ours)
+
+
+def test_each_transformer_is_made_once_in_a_process():
+    cells = cells_of(num_gpus=4)
+    keys = [(cell.degree, cell.way, cell.shape.model) for cell in cells]
+    changes = [key for idx, key in enumerate(keys) if idx == 0 or keys[idx - 1] != key]
+    assert len(changes) == len(set(changes))
+
+
+def test_patterns_choose_cells():
+    names = [cell.name for cell in cells_of(num_gpus=4, only=["qwen-512*/2/ours*", "*/4/diffusers"])]
+    assert names[:3] == ["qwen-512x512/2/ours", "qwen-512x512/2/ours-compiled", "qwen-512x512/2/ours-graph"]
+    assert names[3:] == [f"{shape.name}/4/diffusers" for shape in SHAPES]
+
+
+def test_patterns_that_fit_nothing_are_refused(monkeypatch: pytest.MonkeyPatch):
+    class Machine:
+        num_devices = 4
+
+    monkeypatch.setattr(forward, "driver", Machine)
+    with pytest.raises(InputError, match="fits no name such as wan-832x480x49/1/diffusers"):
+        forward.measure_forwards(num_gpus=4, only=["nothing"])
+    with pytest.raises(InputError, match="there are 4"):
+        forward.measure_forwards(num_gpus=5)
+
+
+def test_a_cell_has_the_time_of_its_slowest_rank_or_the_reason_of_the_first():
+    cell = cells_of(num_gpus=2)[-1]
+    ranks = [
+        {"times_ms": [3.0, 1.0, 2.0], "first_s": 4.0, "peak_gb": 5.0},
+        {"times_ms": [2.5, 2.5, 9.0], "first_s": 3.0, "peak_gb": 6.0},
+    ]
+    assert forward._summary(cell, ranks) == Measured(cell, ms=2.5, first_s=4.0, peak_gb=6.0)
+    assert forward._summary(cell, [ranks[0], {"error": "ValueError: no"}]).error == "ValueError: no"
+
+
+def test_tables_say_what_is_gained_and_why_cells_are_empty():
+    theirs, other, ours = cells_of(num_gpus=2, only=["qwen-512x512/2/diff*", "qwen-512x512/2/ours"])[::2]
+    results = [Measured(theirs, ms=60.0), Measured(other, error="ValueError: no"), Measured(ours, ms=20.0)]
+    text = "\n".join(table_of(results, device="2 x GPU", command="gfgen bench forward"))
+    assert "| qwen-512x512 | 60.0 | - | 20.0 | 3.00 |" in text
+    assert f"- {other.name}: ValueError: no" in text
+
+
+def test_results_of_several_runs_come_together_in_one_file(tmp_path: Path):
+    first, second = cells_of(num_gpus=1)[:2]
+    store([Measured(first, ms=1.0)], tmp_path / "x", "text")
+    store([Measured(second, ms=2.0)], tmp_path / "x", "more text")
+    found = json.loads((tmp_path / "x.json").read_text())
+    assert {name: entry["ms"] for name, entry in found.items()} == {first.name: 1.0, second.name: 2.0}
