@@ -93,6 +93,9 @@ class GpuWorker(Worker):
         self._plan = plan
         self._own_arena, arena_fd = DeviceArena.create(plan, device=rank)
         self.arena_fds = (arena_fd,)
+        self._set_up_streams()
+
+    def _set_up_streams(self) -> None:
         self._main_stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._arrivals = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._departures = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]

@@ -1,0 +1,141 @@
+"""A GPU rank's worker on a CPU: everything of worker_gpu.py but the device.
+
+Streams and events do nothing, since what a CPU is told to do is done when the call returns; arenas
+are memfds that the worker makes itself, as a GPU's rank does. So its threads, what it answers to the
+control plane and how it recovers are tested on any machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from faulty_worker import FaultyAdapter
+
+from gfgen.errors import ProtocolError
+from gfgen.gfc import native
+from gfgen.gfc.arena import Plan
+from gfgen.gfc.endpoint import Endpoint
+from gfgen.runtime import worker_gpu
+from gfgen.runtime.channel import Channel
+from gfgen.runtime.messages import Arenas
+from gfgen.runtime.worker import Worker, WorkerSettings, load, run_worker
+
+__all__ = ["WorkerSettings", "main"]
+
+MAPPING_S = 20.0
+STAGING_BYTES = 1 << 16
+"""So little that frames go through it in many pieces."""
+
+
+class Stream:
+    """A stream of a device that is always done."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        self.cuda_stream = 0
+
+    def synchronize(self) -> None: ...
+    def wait_stream(self, _: Stream) -> None: ...
+
+
+class Event:
+    """When it was recorded, which is when all before it was done."""
+
+    def __init__(self, **_: object) -> None:
+        self.at_s = 0.0
+
+    def record(self, _: object = None) -> None:
+        self.at_s = time.monotonic()
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, end: Event) -> float:
+        return (end.at_s - self.at_s) * 1e3
+
+
+class Outcome:
+    """Nothing goes wrong that was not raised at once."""
+
+    def require(self) -> None: ...
+
+
+class ImitationEndpoint(Endpoint):
+    """A CPU's endpoint with what a GPU's has beside it."""
+
+    def outcome(self, dispatch: int, *, sources: Sequence[int] = ()) -> Outcome:
+        return Outcome()
+
+    def require(self, peer: int, *, dispatch: int) -> None: ...
+
+    def replace_peer(self, rank: int, fd: int, incarnation: int) -> None:
+        when_formatted(lambda: super(ImitationEndpoint, self).replace_peer(rank, fd, incarnation))
+
+
+class ImitationWorker(worker_gpu.GpuWorker):
+    def __init__(self, channel: Channel, rank: int, adapters: Any, plan: Plan) -> None:
+        Worker.__init__(self, channel, rank, adapters)
+        self._plan = plan
+        # Its header needs the incarnation, which comes with the others' arenas.
+        self._fd = os.memfd_create(f"imitation {rank}")
+        os.ftruncate(self._fd, plan.arena_bytes)
+        self.arena_fds = (self._fd,)
+        self._set_up_streams()
+
+    def _use_device(self, stream: Any) -> None:
+        STREAMS.append(stream)
+
+    def _connect(self, message: Arenas, fds: Sequence[int]) -> None:
+        library, plan = native.library(), self._plan.as_native()
+        address = library.gfc_arena_map(self._fd, self._plan.arena_bytes)
+        library.gfc_arena_format(address, plan, self._rank, message.incarnations[self._rank])
+        library.gfc_arena_unmap(address, self._plan.arena_bytes)
+        self._endpoint = when_formatted(
+            lambda: ImitationEndpoint(
+                self._plan,
+                rank=self._rank,
+                fds=dict(zip(message.ranks, fds[:-1], strict=True)),
+                incarnations=dict(enumerate(message.incarnations)),
+            )
+        )
+
+
+STREAMS: list[Any] = []
+
+
+def when_formatted(map_arenas: Any) -> Any:
+    """What `map_arenas` returns, once the other ranks have written their headers."""
+    deadline_s = time.monotonic() + MAPPING_S
+    while True:
+        try:
+            return map_arenas()
+        except ProtocolError:
+            if time.monotonic() > deadline_s:
+                raise
+            time.sleep(0.01)
+
+
+def imitate_cuda() -> None:
+    """In this process, which is a worker's, torch.cuda does nothing."""
+    torch.cuda.Stream = Stream  # type: ignore[assignment, misc]
+    torch.cuda.Event = Event  # type: ignore[assignment, misc]
+    torch.cuda.stream = lambda _: contextlib.nullcontext()  # type: ignore[assignment]
+    torch.cuda.current_stream = lambda _=None: Stream()  # type: ignore[assignment]
+    torch.cuda.empty_cache = lambda: None
+    torch.Tensor.record_stream = lambda *_: None  # type: ignore[assignment]
+    real_empty = torch.empty
+    torch.empty = lambda *size, pin_memory=False, **options: real_empty(*size, **options)
+    worker_gpu.STAGING_BYTES = STAGING_BYTES
+
+
+def main(channel_socket: socket.socket, settings: WorkerSettings) -> None:
+    def make(channel: Channel) -> Worker:
+        imitate_cuda()
+        adapters = {path: FaultyAdapter(adapter, settings.rank) for path, adapter in load(settings).items()}
+        return ImitationWorker(channel, settings.rank, adapters, Plan(*settings.arena_bytes))
+
+    run_worker(channel_socket, settings, make)

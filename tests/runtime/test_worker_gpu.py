@@ -1,0 +1,113 @@
+"""Workers of GPU ranks, on a CPU: tasks that end after their launch, and what comes between.
+
+The device is imitated (tests/gpu_worker_imitation.py); on real ones see tests/cli/test_run_on_gpus.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+import test_deaths
+import test_elastic
+from test_workers import PICTURE, pixels, run
+
+from gfgen.gfc.arena import Plan
+from gfgen.job import JobSpec
+from gfgen.runtime.pool import WorkerPool
+
+PLAN = Plan(data_bytes=1 << 20, post_bytes=1 << 12)
+
+
+@pytest.fixture(scope="module")
+def started_pool(tiny_models: Mapping[str, Path]) -> Iterator[WorkerPool]:
+    checkpoints = [tiny_models["tiny-qwen-image"], tiny_models["tiny-wan"]]
+    with WorkerPool(
+        num_ranks=3,
+        checkpoints=checkpoints,
+        worker_main="gpu_worker_imitation:main",
+        device="cuda",
+        plan=PLAN,
+    ) as pool:
+        yield pool
+
+
+@pytest.fixture
+def gpu_pool(started_pool: WorkerPool) -> WorkerPool:
+    """All ranks ready, and no death remembered."""
+    started_pool.wait_ready()
+    started_pool.forgive()
+    return started_pool
+
+
+def test_every_rank_brings_its_arena_and_is_given_those_of_the_others(gpu_pool):
+    for rank in range(3):
+        ranks, fds = gpu_pool._arenas.known_to(rank)
+        assert ranks == (0, 1, 2)
+        assert len(set(fds)) == 4
+
+
+@pytest.mark.parametrize("guard_s", [0.0, 1.0])
+def test_a_picture_is_the_same_on_one_rank_on_several_and_on_changing_ones(gpu_pool, tmp_path, guard_s):
+    spec = JobSpec(id="picture", prompt="a fox", **PICTURE | {"seed": 3})
+    shown = []
+    for name, layouts in (
+        ("alone", ((0,),)),
+        ("together", ((0, 1),)),
+        ("moving", ((2,), (0, 1), (1, 2, 0), (1,))),
+    ):
+        folder = tmp_path / name
+        recorder = run(gpu_pool, folder, spec, policy=test_elastic.following(*layouts), guard_s=guard_s)
+        assert test_deaths.statuses(recorder) == {"picture": "done"}
+        shown.append(pixels(folder / "picture.png").astype(int))
+    assert max(np.abs(other - shown[0]).max() for other in shown) <= 1
+
+
+def test_frames_that_go_through_the_buffer_in_pieces_are_whole(gpu_pool, pool, tmp_path):
+    video = JobSpec(
+        id="video", prompt="a fox", model="tiny-wan", width=128, height=128, frames=9, steps=2, seed=1
+    )
+    for each, folder in ((gpu_pool, "gpu"), (pool, "cpu")):
+        run(each, tmp_path / folder, video, policy=test_elastic.following((0,)))
+    files = [(tmp_path / folder / "video.mp4").read_bytes() for folder in ("gpu", "cpu")]
+    assert files[0] == files[1]
+
+
+@pytest.mark.parametrize("guard_s", [0.0, 1.0])
+def test_a_rank_that_dies_alone_costs_its_step(gpu_pool, tmp_path, guard_s):
+    name = f"gpu-alone-{guard_s}"
+    spec = test_deaths.job(name, "die rank=0 step=2 times=1")
+    recorder = run(gpu_pool, tmp_path, spec, policy=test_elastic.following((0,)), guard_s=guard_s)
+    assert test_deaths.lost(recorder) == [(0, "killed by signal 9")]
+    assert test_deaths.statuses(recorder) == {name: "done"}
+
+
+@pytest.mark.parametrize("guard_s", [0.0, 1.0])
+def test_a_death_in_a_group_is_left_by_the_others_who_go_on_with_its_successor(gpu_pool, tmp_path, guard_s):
+    name = f"gpu-group-{guard_s}"
+    spec = test_deaths.job(name, "die rank=1 step=1 times=1", steps=6)
+    recorder = run(
+        gpu_pool, tmp_path, spec, policy=test_elastic.following((0, 1, 2), (1, 2)), guard_s=guard_s
+    )
+    assert test_deaths.lost(recorder) == [(1, "killed by signal 9")]
+    assert test_deaths.statuses(recorder) == {name: "done"}
+    assert gpu_pool.workers[1].has_arenas
+
+
+def test_a_failure_on_one_rank_of_a_group_costs_one_attempt(gpu_pool, tmp_path):
+    spec = test_deaths.job("gpu-fails", "fail rank=1 step=1 times=1")
+    recorder = run(gpu_pool, tmp_path, spec, policy=test_elastic.following((0, 1)))
+    assert test_deaths.statuses(recorder) == {"gpu-fails": "done"}
+
+
+def test_a_task_that_runs_out_of_memory_once_is_tried_again(gpu_pool, tmp_path):
+    spec = test_deaths.job("gpu-short", "short rank=0 step=1 times=1")
+    recorder = run(gpu_pool, tmp_path, spec, policy=test_elastic.following((0,)))
+    assert test_deaths.statuses(recorder) == {"gpu-short": "done"}
+
+
+@pytest.mark.parametrize("seed", [11, 12, 13])
+def test_failures_among_overlapping_groups_lose_nothing(gpu_pool, tmp_path, seed):
+    test_elastic.test_failures_among_overlapping_groups_lose_nothing(gpu_pool, tmp_path, seed)
