@@ -55,6 +55,7 @@ def test_options_of_the_other_commands():
     assert options_of(subcommand("plot")) == ["--output", "--title", "-o"]
     assert options_of(subcommand("models", "make-tiny")) == []
     assert options_of(subcommand("bench", "runtime")) == ["--tasks"]
+    assert options_of(subcommand("bench", "forward")) == ["--gpus", "--only", "--output", "--seconds"]
     assert options_of(subcommand("bench", "attention")) == ["--gpus", "--output"]
     assert options_of(subcommand("bench", "faults")) == ["--schedules", "--seconds", "--seed"]
 
