@@ -9,7 +9,7 @@ from gfgen.gfc.arena import MIB, Plan, create_arena
 from gfgen.gfc.cuda.memory import CONTROL_PLAN
 
 GPU_PLAN = Plan(data_bytes=2048 * MIB, post_bytes=16 * MIB)
-"""2.3 GB on each GPU. The largest exchange at once: q, k and v of half of the heads of 27,280 tokens
+"""2.4 GB on each GPU. The largest exchange at once: q, k and v of half of the heads of 27,280 tokens
 (Wan2.2-5B at 704x1280x121 on 2 x 2 ranks), 251 MB, beside two other kinds of groups with two banks each."""
 
 

@@ -59,7 +59,8 @@ def choose_devices(
 
     Raises: InputError when there are fewer GPUs than asked for.
     """
-    gpus: Sequence[Gpu] = () if kind == CPU else (find or find_gpus)()
+    find = find or (lambda: find_gpus(must_ask=kind == CUDA))
+    gpus: Sequence[Gpu] = () if kind == CPU else find()
     if not gpus:
         if kind == CUDA:
             raise InputError("--device cuda: no GPU that can be used ('gfgen doctor' says why); use cpu")
@@ -70,9 +71,12 @@ def choose_devices(
     return Devices(CUDA, count, tuple(gpus[:count]))
 
 
-def find_gpus() -> tuple[Gpu, ...]:
-    """The GPUs that the driver gives this process; none where torch could not use them."""
-    if not any(os.path.exists(sign) for sign in _SIGNS):
+def find_gpus(*, must_ask: bool = False) -> tuple[Gpu, ...]:
+    """The GPUs that the driver gives this process; none where torch could not use them.
+
+    must_ask: the driver, even if the system shows no sign of a GPU.
+    """
+    if not must_ask and not any(os.path.exists(sign) for sign in _SIGNS):
         return ()
     if _is_torch_for_cpus():
         logger.warning("there is a GPU, but this PyTorch is built for CPUs only: see 'gfgen doctor'")
