@@ -125,9 +125,11 @@ class Worker:
         """None before the arenas have come."""
         self._tasks: queue.SimpleQueue[tuple[Any, list[int]] | None] = queue.SimpleQueue()
         self._shipments: queue.SimpleQueue[tuple[SendState, Future[Fields]]] = queue.SimpleQueue()
+        self._unsent: set[int] = set()
+        """Dispatches that wait for state which this rank has yet to send."""
         self._lock = threading.RLock()
         self._told = threading.Condition(self._lock)
-        """Notified when `_failed` has lost a member."""
+        """Notified when `_failed` or `_unsent` has lost a member, and when dispatches are given up."""
         self._failed: set[int] = set()
         """Dispatches that failed here and that the control plane has not given up yet."""
         self._jobs: dict[str, RankJob] = {}
@@ -174,6 +176,7 @@ class Worker:
         match message:
             case SendState():
                 latents = self._jobs[message.job_id].latents_of(message.producer)
+                self._unsent.add(message.number)
                 self._shipments.put((message, latents))
             case StartJob():
                 slab = Slab(fds[0], SlabPlan.of(message.trajectory))
@@ -277,22 +280,28 @@ class Worker:
     def _send(self) -> None:
         while True:
             message, latents = self._shipments.get()
-            try:
-                fields = latents.result()
-            except InputVoidError:
-                continue
-            if not self._enter(message.number):
-                continue
-            try:
-                self._ship(message, fields)
-            except InputVoidError:
-                self._leave(message.number)
-            except Exception as error:
-                # An abort ends all waits up to its number, and so may hit a transfer that nobody gave up.
-                is_void = isinstance(error, AbortedError)
-                self._fail(TaskFault(message.number, reason_of(error), void=is_void))
-            else:
-                self._leave(message.number)
+            self._send_one(message, latents)
+            with self._told:
+                self._unsent.discard(message.number)
+                self._told.notify_all()
+
+    def _send_one(self, message: SendState, latents: Future[Fields]) -> None:
+        try:
+            fields = latents.result()
+        except InputVoidError:
+            return
+        if not self._enter(message.number):
+            return
+        try:
+            self._ship(message, fields)
+        except InputVoidError:
+            self._leave(message.number)
+        except Exception as error:
+            # An abort ends all waits up to its number, and so may hit a transfer that nobody gave up.
+            is_void = isinstance(error, AbortedError)
+            self._fail(TaskFault(message.number, reason_of(error), void=is_void))
+        else:
+            self._leave(message.number)
 
     def _ship(self, message: SendState, fields: Fields) -> None:
         """Send what a job's next task needs elsewhere; it has arrived, or will, when this returns."""

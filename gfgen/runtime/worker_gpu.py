@@ -103,6 +103,10 @@ class GpuWorker(Worker):
         self._launched: queue.SimpleQueue[Launched] = queue.SimpleQueue()
         self._newcomers: set[int] = set()
         """Ranks whose new arena the main thread has yet to map."""
+        self._num_unsettled = 0
+        """Tasks that are launched, and that the watcher has yet to see to their end."""
+        self._seen: set[object] = set()
+        """Kinds of tasks that this process has launched before."""
 
     def serve(self) -> None:
         self._use_device(self._main_stream)
@@ -188,6 +192,7 @@ class GpuWorker(Worker):
         self._await_input(job, task, message)
         times.append(time.monotonic())
         self._bring_input(job, task, message)
+        self._clear_the_way(job, task, message)
         times.append(time.monotonic())
         begun = self._event()
         group = self._meet(message)
@@ -215,7 +220,33 @@ class GpuWorker(Worker):
             job.keep(kept, dispatch=message.number, is_finished=False)
             if message.number in self._abandoned:
                 job.drop(message.number)
+            self._num_unsettled += 1
         self._launched.put(launched)
+
+    def _clear_the_way(self, job: RankJob, task: Task, message: RunTask) -> None:
+        """Let all go out that other ranks may wait for, before kernels here wait for those ranks.
+
+        CUDA loads a kernel's code when it is first launched; for that it waits for the device, with the
+        context locked, so that no other thread can send or publish meanwhile. Where the device
+        waits in an entry barrier for a rank that waits for this one's state, nothing would ever move
+        again (seen: a job that went from one rank to four, in its first shared step). So state that
+        goes out for this dispatch or an earlier one is sent before it is entered; and before the first
+        task of a kind, all that was launched here is seen to its end.
+        """
+        kind = (job.start.checkpoint, task.stage, message.layout.degrees, job.start.trajectory.artifacts)
+        is_new = kind not in self._seen
+        self._seen.add(kind)
+        with self._told:
+            self._told.wait_for(lambda: self._is_clear(message.number, is_new=is_new))
+            if message.number in self._abandoned:
+                raise InputVoidError
+
+    def _is_clear(self, number: int, *, is_new: bool) -> bool:
+        if number in self._abandoned:
+            return True
+        if is_new and self._num_unsettled:
+            return False
+        return all(unsent > number for unsent in self._unsent)
 
     def _receive_state(self, message: RunTask) -> Fields:
         def require(source: int) -> None:
@@ -266,6 +297,9 @@ class GpuWorker(Worker):
             finally:
                 if launched.frames_fd is not None:
                     os.close(launched.frames_fd)
+                with self._told:
+                    self._num_unsettled -= 1
+                    self._told.notify_all()
             del launched
 
     def _settle(self, launched: Launched) -> None:
