@@ -15,8 +15,10 @@ def fcfs(snapshot: Snapshot, *, degree: Degree = 1) -> list[Decision]:
     groups = snapshot.groups(degree)
     by_rank = groups_by_rank(groups)
     free = set(snapshot.free_ranks)
-    running = {home_group(job, by_rank) for job in snapshot.busy.values()}
-    idle = [group for group in groups if free.issuperset(group) and group not in running]
+    idle = [group for group in groups if free.issuperset(group)]
+    if idle:
+        running = {home_group(job, by_rank) for job in snapshot.busy.values()}
+        idle = [group for group in idle if group not in running]
     if not idle:
         return []
     owners, waiting = _owners_and_waiting(snapshot, by_rank, num_wanted=len(idle))

@@ -148,13 +148,6 @@ class RankRecord:
     view: RankView | None = None
     """What policies saw last of this rank; None when it must be made anew."""
 
-    def can_take(self, about_to_end: Sequence[Flight]) -> bool:
-        """It is ready, and free now or when one of the tasks that are about to end does."""
-        flights = self.flights
-        if not flights or not self.is_ready:
-            return self.is_ready
-        return len(flights) == 1 and flights[0] in about_to_end
-
     def free_at(self, now_s: float) -> float:
         """When all that it was given is predicted to have ended."""
         return self.flights[-1].dispatch.predicted_end_s if self.flights else now_s

@@ -7,7 +7,7 @@ snapshot, kept up incrementally: an event costs the jobs and ranks that it touch
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 
 from gfgen.errors import InterruptedRunError, PolicyFault, WorkerError
 from gfgen.graph import Stage, Task
@@ -73,6 +73,8 @@ class State:
         last_numbers = [point.last_number for point in self._resume.values()]
         self._jobs = {job.job_id: self._record(job) for job in jobs}
         self._ranks = [RankRecord(rank) for rank in range(num_ranks)]
+        self._idle: set[int] = set()
+        """Ranks that are ready and have nothing to do."""
         self._islands = (tuple(range(num_ranks)),)
         self._models = frozenset(job.spec.model or "" for job in jobs)
         self._open = OpenJobs()
@@ -155,9 +157,8 @@ class State:
     def has_choice(self) -> bool:
         """Some job is open and some rank can take it: a policy has something to decide."""
         about_to_end = self._ending(self._clock.now_s)
-        if not len(self._open) and not self._opening(about_to_end):
-            return False
-        return any([rank.can_take(about_to_end) for rank in self._ranks])
+        is_open = len(self._open) > 0 or bool(self._opening(about_to_end))
+        return is_open and bool(self._free_ranks(about_to_end))
 
     def snapshot(self) -> Snapshot:
         """The frozen picture of this moment, for a policy."""
@@ -169,12 +170,13 @@ class State:
         joining = [busy.pop(job_id) for job_id in self._opening(about_to_end)]
         for view in joining:
             open_jobs[view.job_id] = view
+        free = self._free_ranks(about_to_end)
         return Snapshot(
             now_s=now_s,
             open=open_jobs,
             busy=busy,
             running=tuple([flight.view for flight in self._flights.values()]),
-            ranks=tuple([self._rank_view(rank, about_to_end, now_s) for rank in self._ranks if rank.is_ready]),
+            ranks=tuple([self._rank_view(rank, free, now_s) for rank in self._ranks if rank.is_ready]),
             islands=self._islands,
             max_degree=self._max_degree,
             costs=self._job_costs,
@@ -216,6 +218,7 @@ class State:
         for rank in layout.ranks:
             self._ranks[rank].flights.append(flight)
             self._ranks[rank].view = None
+            self._idle.discard(rank)
         if self._closing is not None and task.stage is Stage.DENOISE:
             self._closing.note(record.cost_class, layout)
         record.next_index = task.index + 1
@@ -252,6 +255,7 @@ class State:
                 return self._written(self._jobs[event.job_id], error=event.reason)
             case events.RankReady():
                 self._ranks[event.rank].is_ready = True
+                self._note_idle(event.rank)
             case events.RankLost():
                 self._rank_lost(event)
             case events.StopRequested():
@@ -286,6 +290,7 @@ class State:
         flight.pending.remove(rank)
         self._ranks[rank].flights.remove(flight)
         self._ranks[rank].view = None
+        self._note_idle(rank)
         if flight.pending:
             return ()
         del self._flights[flight.dispatch.number]
@@ -341,6 +346,7 @@ class State:
         """The rank takes nothing until its successor is ready; what it held is in the slabs."""
         rank = self._ranks[event.rank]
         rank.is_ready, rank.is_retired, rank.view = False, event.is_retired, None
+        self._idle.discard(event.rank)
         rank.num_lives += 1
         again = "it died too often and stays away" if event.is_retired else "a new worker is started"
         logger.warning("rank %d is gone (%s); %s", event.rank, event.reason, again)
@@ -417,11 +423,25 @@ class State:
         for job_id in self._busy:
             self._busy[job_id] = self._jobs[job_id].view(self._costs)
 
-    def _rank_view(self, rank: RankRecord, about_to_end: Sequence[Flight], now_s: float) -> RankView:
-        can_take = rank.can_take(about_to_end)
-        if rank.view is None or rank.view.can_take != can_take:
-            rank.view = RankView(rank.rank, rank.free_at(now_s), can_take, self._models)
-        return rank.view
+    def _rank_view(self, rank: RankRecord, free: Set[int], now_s: float) -> RankView:
+        view, can_take = rank.view, rank.rank in free
+        if view is None or view.can_take is not can_take:
+            view = rank.view = RankView(rank.rank, rank.free_at(now_s), can_take, self._models)
+        return view
+
+    def _note_idle(self, rank: int) -> None:
+        if self._ranks[rank].is_ready and not self._ranks[rank].flights:
+            self._idle.add(rank)
+
+    def _free_ranks(self, about_to_end: Sequence[Flight]) -> Set[int]:
+        """Ranks that can take a task: idle ones, and those whose only one is about to end."""
+        behind = [
+            rank
+            for flight in about_to_end
+            for rank in flight.pending
+            if len(self._ranks[rank].flights) == 1 and self._ranks[rank].is_ready
+        ]
+        return self._idle.union(behind) if behind else self._idle
 
     def _lives(self, layout: Layout) -> tuple[int, ...]:
         return tuple([self._ranks[rank].num_lives for rank in layout.ranks])
