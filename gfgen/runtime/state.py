@@ -459,9 +459,7 @@ class State:
     def _opening(self, about_to_end: Sequence[Flight]) -> list[str]:
         """Jobs whose next task may be queued behind the one that runs: one step ahead, and no more."""
         job_ids = [flight.dispatch.task.job_id for flight in about_to_end]
-        return [
-            job_id for job_id in job_ids if job_id in self._busy and len(self._jobs[job_id].flights) == 1
-        ]
+        return [job_id for job_id in job_ids if job_id in self._busy and len(self._jobs[job_id].flights) == 1]
 
     def _legal(self, decision: Decision, now_s: float) -> JobRecord:
         check_types(decision)
@@ -477,7 +475,7 @@ class State:
         if layout.degree > self._max_degree:
             raise PolicyFault(f"job {task.job_id}: {layout} has more than {self._max_degree} ranks")
         check_degrees(record.job, task, layout)
-        if not any([set(island).issuperset(layout.ranks) for island in self._islands]):
+        if not any(set(island).issuperset(layout.ranks) for island in self._islands):
             raise PolicyFault(f"job {task.job_id}: the ranks of {layout} do not reach each other")
         for number in layout.ranks:
             rank = self._ranks[number]
