@@ -162,10 +162,11 @@ class Control:
         if self.clock.next_wakeup() not in (None, self.state.closes_s):
             return
         if snapshot.open:
-            names = ", ".join(self.state.open_jobs[:5])
+            waiting = self.state.open_jobs
+            names = ", ".join(waiting[:5]) + (f" and {len(waiting) - 5} more" if len(waiting) > 5 else "")
             raise StalledError(
                 f"policy {self.policy.name} starts nothing although all ranks are free; "
-                f"{len(self.state.open_jobs)} jobs wait: {names}"
+                f"{len(waiting)} {'job waits' if len(waiting) == 1 else 'jobs wait'}: {names}"
             )
         if not self.state.expects_more:
             logger.info("no job that is left can be done by closing time: the run ends now")
@@ -255,7 +256,6 @@ class Control:
 
     def schedule(self, job: AdmittedJob) -> None:
         """Let a job arrive at its time."""
-        arrival_s = job.spec.arrival_s
-        self.clock.at(JobArrived(arrival_s, job.job_id, job.info.spec_hash))
+        self.clock.at(JobArrived(self.state.appears_s(job.job_id), job.job_id, job.info.spec_hash))
         if job.spec.timeout_s is not None:
-            self.clock.at(JobTimedOut(arrival_s + job.spec.timeout_s, job.job_id))
+            self.clock.at(JobTimedOut(job.spec.arrival_s + job.spec.timeout_s, job.job_id))

@@ -36,6 +36,17 @@ class Flight:
     busy_s: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Where a job stands when a simulation begins in the middle of a run."""
+
+    next_index: int
+    holder: Layout | None
+    """The layout that holds the input of its next task, or will."""
+    open_s: float
+    """When that input exists: the predicted end of the task that runs, or the past."""
+
+
 @dataclass(slots=True, eq=False)
 class JobRecord:
     """A job that has not ended."""

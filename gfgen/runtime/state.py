@@ -7,6 +7,7 @@ snapshot, kept up incrementally: an event costs the jobs and ranks that it touch
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Mapping, Sequence, Set
 
 from gfgen.errors import InterruptedRunError, PolicyFault, WorkerError
@@ -22,7 +23,7 @@ from gfgen.runtime.events import Event
 from gfgen.runtime.legality import check_degrees, check_types
 from gfgen.runtime.observer import JobOutcome
 from gfgen.runtime.openjobs import OpenJobs, Orders
-from gfgen.runtime.records import Flight, JobRecord, RankRecord, ending, is_ending
+from gfgen.runtime.records import Flight, JobRecord, RankRecord, Standing, ending, is_ending
 from gfgen.runtime.resume import ResumePoint
 from gfgen.snapshot import Decision, JobView, RankView, RunningTask, Snapshot
 
@@ -45,7 +46,8 @@ class State:
     queued (0: never; then a task is dispatched only when its input exists). `last_number` is that
     of the last dispatch that these ranks have seen, in an earlier run. `arrived_at` has the Unix
     time at which jobs, by (id, spec hash), arrived first; `resume` where stopped jobs go on. No
-    job begins that is predicted not to end by `closes_s`.
+    job begins that is predicted not to end by `closes_s`. `standings` has the jobs that are under
+    way already, for simulations of the rest of a run.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class State:
         arrived_at: Mapping[tuple[str, str], float] | None = None,
         resume: Mapping[str, ResumePoint] | None = None,
         closes_s: float | None = None,
+        standings: Mapping[str, Standing] | None = None,
     ) -> None:
         self._clock = clock
         self._costs = costs
@@ -70,9 +73,10 @@ class State:
         self._started_at = started_at
         self._arrived_at = arrived_at or {}
         self._resume = dict(resume or {})
+        self._standings = standings or {}
         last_numbers = [point.last_number for point in self._resume.values()]
-        self._jobs = {job.job_id: self._record(job) for job in jobs}
         self._ranks = [RankRecord(rank) for rank in range(num_ranks)]
+        self._jobs = {job.job_id: self._record(job) for job in jobs}
         self._idle: set[int] = set()
         """Ranks that are ready and have nothing to do."""
         self._islands = (tuple(range(num_ranks)),)
@@ -126,6 +130,29 @@ class State:
             for job_id, record in self._jobs.items()
             if record.last_completed is not None and not record.flights and not record.is_writing
         }
+
+    def standings(self) -> dict[str, Standing]:
+        """Where every job stands that has tasks left: what a simulation of the rest starts from."""
+        return {
+            job_id: Standing(
+                record.next_index,
+                self._living_holder(record),
+                max([flight.view.predicted_end_s for flight in record.flights], default=record.arrival_s),
+            )
+            for job_id, record in self._jobs.items()
+            if record.next_index < record.num_tasks and not record.doom
+        }
+
+    def free_times(self) -> tuple[float, ...]:
+        """When each rank is predicted to have done all that it was given; infinity for one that is gone."""
+        now_s = self._clock.now_s
+        return tuple([rank.free_at(now_s) if rank.is_ready else math.inf for rank in self._ranks])
+
+    def appears_s(self, job_id: str) -> float:
+        """When policies see a job first: its arrival, or the end of what it runs when this begins."""
+        record = self._jobs[job_id]
+        standing = self._standings.get(job_id)
+        return record.arrival_s if standing is None else max(record.arrival_s, standing.open_s)
 
     @property
     def last_number(self) -> int:
@@ -502,6 +529,10 @@ class State:
             record.next_index = point.next_index
             record.producer = record.last_completed = point.producer
             record.warnings.append(f"resumed at {job.trajectory.task(point.next_index)}")
+        standing = self._standings.get(job.job_id)
+        if standing is not None:
+            record.next_index, record.holder = standing.next_index, standing.holder
+            record.holder_lives = self._lives(standing.holder) if standing.holder else ()
         return record
 
 
