@@ -9,8 +9,8 @@ from pathlib import Path
 from gfgen.errors import JobFileError, ModelError, Problem
 from gfgen.job import read_jobs
 from gfgen.jobspec import JobSpec
-from gfgen.models.geometry import load_geometry
-from gfgen.models.registry import resolve_checkpoint
+from gfgen.models.geometry import load_geometry, weightless_geometry
+from gfgen.models.registry import find_configs, resolve_checkpoint
 from gfgen.runtime.admission import AdmittedJob, Model, admit
 from gfgen.runtime.memory import available_bytes, check_models, refuse_large
 
@@ -36,6 +36,19 @@ def admit_file(
     for problem in problems:
         logger.warning("skipped: %s", problem)
     return admitted, problems
+
+
+def admit_weightless(source: str, *, default_model: str) -> Sequence[AdmittedJob]:
+    """The jobs of a file as they would run, for simulations: no weights are needed, nothing is loaded.
+
+    Raises: JobFileError with every problem, as `admit_file`.
+    """
+    parsed = read_jobs("-" if source == "-" else Path(source))
+    admitted, refused = admit(parsed.specs, default_model=default_model, find_model=_find_weightless)
+    problems = sorted((*parsed.problems, *refused), key=lambda problem: problem.line or 0)
+    if problems:
+        raise JobFileError(parsed.source, tuple(problems))
+    return admitted
 
 
 class Admission:
@@ -78,6 +91,11 @@ class Admission:
                 "in its folder name"
             )
         return model
+
+
+def _find_weightless(name: str) -> Model:
+    configs = find_configs(name)
+    return Model(name, configs, weightless_geometry(configs))
 
 
 def _find_model(name: str) -> Model:
