@@ -32,6 +32,7 @@ FLOORS = {
     "gfgen.runtime.control": 7,
     "gfgen.runtime.workers": 7,
     "gfgen.runtime.pool": 6,
+    "gfgen.runtime.profiles": 6,
     "gfgen.runtime.writes": 7,
     "gfgen.runtime.simulate": 7,
     "gfgen.runtime.profiled": 7,

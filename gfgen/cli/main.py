@@ -16,6 +16,7 @@ from gfgen.log import FILE_ONLY
 
 _COMMANDS = {
     "run": ("gfgen.cli.run:run", "Generate what a job file asks for."),
+    "profile": ("gfgen.cli.profile:profile", "Measure how long tasks take on this machine."),
     "policies": ("gfgen.cli.policies:policies", "Say what each scheduling policy is for."),
     "models": ("gfgen.cli.models:models", "List models; make small ones for trying things out."),
     "plot": ("gfgen.cli.plot:plot", "Draw a run's trace as a timeline."),

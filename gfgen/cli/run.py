@@ -32,6 +32,7 @@ from gfgen.runtime.memory import available_bytes, check_models
 from gfgen.runtime.metrics import Summary
 from gfgen.runtime.observer import Observer
 from gfgen.runtime.pool import WorkerPool
+from gfgen.runtime.profiles import find_profile
 from gfgen.runtime.signals import SignalPipe
 from gfgen.runtime.state import State
 from gfgen.runtime.trace import TraceWriter
@@ -224,7 +225,7 @@ def _run_on(
             todo,
             num_ranks=options.num_ranks,
             clock=clock,
-            costs=CostModel(),
+            costs=_first_predictions(),
             guard_s=options.guard_s,
             started_at=started_at,
             last_number=pool.last_number,
@@ -275,6 +276,16 @@ def _run_on(
             signal_number=state.stop_signal,
         )
     return summary
+
+
+def _first_predictions() -> CostModel:
+    """What tasks are predicted to take before any has run: by this machine's profile, where there is one."""
+    found = find_profile()
+    if found is None:
+        return CostModel()
+    path, profile = found
+    logger.info("predictions start from the profile of %s: %s", profile.date, path)
+    return CostModel(profile)
 
 
 @contextlib.contextmanager
