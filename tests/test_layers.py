@@ -34,6 +34,7 @@ FLOORS = {
     "gfgen.runtime.pool": 6,
     "gfgen.runtime.writes": 7,
     "gfgen.runtime.simulate": 7,
+    "gfgen.runtime.profiled": 7,
     "gfgen.runtime.simulation": 7,
     "gfgen.server": 8,
     "gfgen.bench": 8,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import math
 from operator import attrgetter
 
@@ -19,7 +18,7 @@ def edf(snapshot: Snapshot) -> list[Decision]:
     """
     free = set(snapshot.free_ranks)
     decisions = []
-    for job in heapq.nsmallest(len(free), snapshot.open.values(), key=_order):
+    for job in snapshot.in_order(_order)[: len(free)]:
         ranks = _ranks_for(snapshot, job, free)
         if ranks:
             free.difference_update(ranks)

@@ -29,6 +29,7 @@ _KIND_ORDER = (
 )
 """Ties in time: what ends comes before what begins, so that a rank that gets free at the very
 moment of an arrival can take it."""
+_KINDS = {kind: number for number, kind in enumerate(_KIND_ORDER)}
 
 
 class Clock:
@@ -51,8 +52,7 @@ class Clock:
 
     def at(self, event: Event) -> None:
         """Let an event fall due at its own `time_s`."""
-        kind = _KIND_ORDER.index(type(event))
-        heapq.heappush(self._due, (event.time_s, kind, next(self._numbers), event))
+        heapq.heappush(self._due, (event.time_s, _KINDS[type(event)], next(self._numbers), event))
 
     def next_wakeup(self) -> float | None:
         """When the next event falls due; None when nothing is scheduled."""
@@ -60,10 +60,9 @@ class Clock:
 
     def due(self) -> list[Event]:
         """Take the events that are due by now, in their total order."""
-        now_s = self.now_s
-        released = []
-        while self._due and self._due[0][0] <= now_s:
-            released.append(heapq.heappop(self._due)[3])
+        now_s, due, released = self.now_s, self._due, []
+        while due and due[0][0] <= now_s:
+            released.append(heapq.heappop(due)[3])
         return released
 
     def advance(self, to_s: float) -> None:

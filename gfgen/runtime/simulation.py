@@ -9,12 +9,12 @@ from gfgen.policies.catalog import NamedPolicy
 from gfgen.runtime.admission import AdmittedJob
 from gfgen.runtime.clock import Clock
 from gfgen.runtime.control import Control
-from gfgen.runtime.cost import CostModel
-from gfgen.runtime.dispatch import Dispatch
+from gfgen.runtime.cost import CostModel, Doubt
 from gfgen.runtime.metrics import Summary
 from gfgen.runtime.observer import Observer
 from gfgen.runtime.profile import Profile
-from gfgen.runtime.simulate import SimulatedBackend, SimulatedTimes
+from gfgen.runtime.profiled import profiled_times
+from gfgen.runtime.simulate import SimulatedBackend
 from gfgen.runtime.state import State
 
 
@@ -24,6 +24,8 @@ class Simulated:
 
     summary: Summary
     policy: str
+    doubts: Sequence[Doubt] = ()
+    """Predictions that no measurement of the like stands behind (`cost.in_one_line` tells them)."""
 
 
 def simulate(
@@ -41,24 +43,8 @@ def simulate(
     The policy sees the same predictions as in a real run that starts from this profile.
     """
     clock, costs = Clock(virtual=True), CostModel(profile)
-    classes = {
-        job.job_id: costs.cost_class(
-            job.spec.model or "", job.shape, flops=job.flops, state_bytes=job.state_bytes
-        )
-        for job in jobs
-    }
-
-    def task_s(dispatch: Dispatch) -> float:
-        cost_class = classes[dispatch.task.job_id]
-        moving_s = costs.move_s(cost_class, dispatch.source, dispatch.layout)
-        return moving_s + costs.task_s(cost_class, dispatch.task.stage, dispatch.layout.degrees)
-
-    backend = SimulatedBackend(
-        clock, num_ranks=num_ranks, times=SimulatedTimes(task_s=task_s, write_s=profile.write_s)
-    )
-    state = State(
-        jobs, num_ranks=num_ranks, clock=clock, costs=costs, guard_s=guard_s, started_at=started_at
-    )
+    backend = SimulatedBackend(clock, num_ranks=num_ranks, times=profiled_times(profile, jobs))
+    state = State(jobs, num_ranks=num_ranks, clock=clock, costs=costs, guard_s=guard_s, started_at=started_at)
     control = Control(
         jobs,
         state=state,
@@ -68,4 +54,4 @@ def simulate(
         guard_s=guard_s,
         observers=observers,
     )
-    return Simulated(summary=control.run(), policy=policy.name)
+    return Simulated(summary=control.run(), policy=policy.name, doubts=costs.doubts)
