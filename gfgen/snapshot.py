@@ -40,19 +40,26 @@ class JobView:
     """The most ranks that can share the tokens of one branch."""
 
     @property
-    def max_degree(self) -> int:
-        """The most ranks that its next task can use: several share a denoising step only."""
-        if self.next_task.stage is not Stage.DENOISE:
-            return 1
+    def step_degree(self) -> int:
+        """The most ranks that one of its denoising steps can use."""
         return self.max_sequence_degree * (2 if self.uses_cfg else 1)
 
+    @property
+    def max_degree(self) -> int:
+        """The most ranks that its next task can use: several share a denoising step only."""
+        return self.step_degree if self.next_task.stage is Stage.DENOISE else 1
+
     def layout(self, ranks: Sequence[int]) -> Layout:
-        """A layout of its next task on these ranks, or on the first of them when they are too many.
+        """A layout of its next task on these ranks, or on the first of them when they are too many."""
+        return self.step_layout(ranks[: self.max_degree])
+
+    def step_layout(self, ranks: Sequence[int]) -> Layout:
+        """A layout of its denoising steps on these ranks, whatever its next task is.
 
         Guidance branches go to two halves of the ranks where that is possible: halves exchange
         once in a step, ranks that share a sequence twice in every attention.
         """
-        ranks = tuple(ranks[: self.max_degree])
+        ranks = tuple(ranks[: self.step_degree])
         if self.uses_cfg and len(ranks) % 2 == 0:
             return Layout(ranks, cfg=2, ulysses=len(ranks) // 2)
         ranks = ranks[: self.max_sequence_degree]
