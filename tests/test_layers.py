@@ -36,6 +36,7 @@ FLOORS = {
     "gfgen.runtime.writes": 7,
     "gfgen.runtime.simulate": 7,
     "gfgen.runtime.profiled": 7,
+    "gfgen.runtime.replay": 7,
     "gfgen.runtime.simulation": 7,
     "gfgen.runtime.plan": 7,
     "gfgen.runtime.plan_words": 7,

@@ -31,6 +31,7 @@ from gfgen.runtime.memory import available_bytes, check_models
 from gfgen.runtime.metrics import Summary
 from gfgen.runtime.observer import Observer
 from gfgen.runtime.pool import WorkerPool
+from gfgen.runtime.profile import Profile
 from gfgen.runtime.profiles import find_profile
 from gfgen.runtime.signals import SignalPipe
 from gfgen.runtime.state import State
@@ -217,19 +218,21 @@ def _run_on(
     arrived_at = first_arrivals(options.output_dir / JOURNAL_NAME)
     resume_points = resume.find(options.output_dir, todo)
     started_at, clock = time.time(), Clock()
+    profile = _default_profile()
+    closes_s = None if options.closes_at is None else options.closes_at - started_at
     _warn_of_passed_deadlines(todo, started_at, arrived_at)
     with contextlib.ExitStack() as stack:
         state = State(
             todo,
             num_ranks=options.num_ranks,
             clock=clock,
-            costs=_first_predictions(),
+            costs=CostModel(profile),
             guard_s=options.guard_s,
             started_at=started_at,
             last_number=pool.last_number,
             arrived_at=arrived_at,
             resume=resume_points,
-            closes_s=None if options.closes_at is None else options.closes_at - started_at,
+            closes_s=closes_s,
         )
         observers = [stack.enter_context(contextlib.closing(o)) for o in _observers(options)]
         backend = ProcessBackend(
@@ -249,6 +252,13 @@ def _run_on(
                 num_ranks=options.num_ranks,
                 guard_s=options.guard_s,
                 started_at=started_at,
+                last_number=pool.last_number,
+                resumed={
+                    job_id: (point.next_index, point.producer, point.last_number)
+                    for job_id, point in resume_points.items()
+                },
+                closes_s=closes_s,
+                profile=None if profile is None else profile.hash,
             ),
         )
         stack.callback(journal.close)
@@ -276,14 +286,14 @@ def _run_on(
     return summary
 
 
-def _first_predictions() -> CostModel:
-    """What tasks are predicted to take before any has run: by this machine's profile, where there is one."""
+def _default_profile() -> Profile | None:
+    """What this machine's tasks took when they were measured, if they were: predictions start from it."""
     found = find_profile()
     if found is None:
-        return CostModel()
+        return None
     path, profile = found
     logger.info("predictions start from the profile of %s: %s", profile.date, path)
-    return CostModel(profile)
+    return profile
 
 
 @contextlib.contextmanager

@@ -85,8 +85,6 @@ class Control:
         self._num_policy_faults = 0
         self._refresh_s = min((o.refresh_s for o in self.observers if o.refresh_s is not None), default=None)
         self._next_refresh_s = 0.0
-        self._seen_s: float | None = None
-        """The time of the snapshot that the policy looked at last."""
         self._jobs = tuple(jobs)
         self._skipped = tuple(skipped)
         self._intake = intake
@@ -98,14 +96,16 @@ class Control:
         """
         self.begin()
         while not self.state.finished:
-            for event in self.backend.wait(until=self.clock.next_wakeup()):
+            events = self.backend.wait(until=self.clock.next_wakeup())
+            self.clock.begin_turn()
+            for event in events:
                 self.journal.append(event)
                 self.apply(event)
             self.take_in()
             for decision in self.decide():
                 if not self.start(decision):
                     break  # what follows was decided for a state that did not come about
-            self.journal.flush()
+            self.journal.end_turn(self.clock.turn_s)
         return self.metrics.summary()
 
     def begin(self) -> None:
@@ -150,8 +150,9 @@ class Control:
         self._refresh()
         if self.state.is_stopping or not self.state.has_choice:
             return ()
+        self.state.renew_predictions()
         snapshot = self.state.snapshot()
-        self._seen_s = snapshot.now_s
+        self.journal.asked()
         decisions = self._ask_policy(snapshot)
         if not decisions and self.state.is_stuck:
             self._explain_standstill(snapshot)
@@ -175,12 +176,13 @@ class Control:
     def start(self, decision: Decision) -> bool:
         """Dispatch a decision; False when it is illegal, which is the policy's fault."""
         try:
-            dispatch = self.state.begin(decision, seen_s=self._seen_s)
+            dispatch = self.state.begin(decision)
         except PolicyFault as fault:
             self._blame_policy(fault)
             self.clock.at(Wakeup(self.clock.now_s))  # it is asked again, for the ranks that are left
             return False
         self.backend.submit(dispatch)
+        self.journal.dispatched(dispatch)
         if self.guard_s > 0:
             wakeup_s = max(dispatch.predicted_end_s - self.guard_s, self.clock.now_s)
             self.clock.at(Wakeup(wakeup_s))

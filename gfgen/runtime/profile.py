@@ -13,6 +13,7 @@ says so in `source`. Cost models start from it; simulations and plans rest on it
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections import Counter
@@ -78,6 +79,11 @@ class Profile:
     @property
     def models(self) -> frozenset[str]:
         return frozenset(row.model for row in self.rows)
+
+    @property
+    def hash(self) -> str:
+        """What tells it apart from another one."""
+        return hashlib.sha256(self.as_json().encode()).hexdigest()
 
     def as_json(self) -> str:
         """The content of its file: a line per row, without what is unknown."""
