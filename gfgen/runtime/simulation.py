@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from gfgen.policies.catalog import NamedPolicy
 from gfgen.runtime.admission import AdmittedJob
+from gfgen.runtime.choosing import ChooserInTurn
 from gfgen.runtime.clock import Clock
 from gfgen.runtime.control import Control
 from gfgen.runtime.cost import CostModel, Doubt
@@ -53,5 +54,6 @@ def simulate(
         policy=policy,
         guard_s=guard_s,
         observers=observers,
+        chooser=None if policy.choose is None else ChooserInTurn(policy.choose),
     )
     return Simulated(summary=control.run(), policy=policy.name, doubts=costs.doubts)
