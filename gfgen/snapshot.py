@@ -9,7 +9,7 @@ better while the run goes on.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from gfgen.graph import Stage, Task
@@ -38,6 +38,8 @@ class JobView:
     """Whether a step evaluates two guidance branches, which two halves of the ranks can share."""
     max_sequence_degree: int = 1
     """The most ranks that can share the tokens of one branch."""
+    shape: str = ""
+    """Jobs of one model and shape take equally long for a task."""
 
     @property
     def step_degree(self) -> int:
@@ -132,6 +134,11 @@ class Snapshot:
     orders: Orders | None = None
     """What keeps sorted lists of `open`; asked through `in_order`."""
 
+    recent: tuple[JobView, ...] = ()
+    """The jobs that arrived last, as they were then: what may be expected to come."""
+    foresee: Callable[[Policy], Outlook] | None = None
+    """Simulates ahead from here under a policy; None where nobody chooses between policies."""
+
     def in_order(self, key: Callable[[JobView], Any]) -> Sequence[JobView]:
         """The open jobs, smallest key first, ties in the order in which they opened.
 
@@ -165,6 +172,28 @@ class Snapshot:
 
 
 @dataclass(frozen=True, slots=True)
+class Outlook:
+    """How the present jobs would fare under a policy, and others like those that came last."""
+
+    num_jobs: int
+    num_late: int
+    """Of those with a deadline."""
+    mean_latency_s: float
+    makespan_s: float
+    """Until the last of the jobs that are here now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The policy that is to decide from now on, as `--policy` would name it, and why."""
+
+    policy: str
+    reason: str
+    losses: Mapping[str, float] = field(default_factory=dict)
+    """How badly each policy did that was compared, in whatever terms: for who chooses the next time."""
+
+
+@dataclass(frozen=True, slots=True)
 class Decision:
     """Run a job's next task on this layout, now."""
 
@@ -173,3 +202,5 @@ class Decision:
 
 
 Policy = Callable[[Snapshot], Iterable[Decision]]
+Choose = Callable[[Snapshot, Choice | None], Choice | None]
+"""From a snapshot that can foresee, and the last choice, to the next one; None to leave it as it is."""

@@ -19,6 +19,7 @@ from gfgen.errors import InputError, RunError
 from gfgen.policies.catalog import NamedPolicy, load_policy
 from gfgen.runtime.admission import AdmittedJob
 from gfgen.runtime.comparison import Compared, table
+from gfgen.runtime.control import FALLBACK
 from gfgen.runtime.cost import in_one_line
 from gfgen.runtime.manifest import MANIFEST_NAME, SIMULATED, ManifestWriter, read_manifest
 from gfgen.runtime.observer import Observer
@@ -152,8 +153,8 @@ def _report(
     if compared:
         click.echo("\n".join(table(compared)) + "\n")
     for name, run in runs:
-        if run.fallback is not None:
-            click.echo(f"{name} failed too often ({run.fallback.reason}): {run.fallback.policy} took over\n")
+        if run.fault is not None:
+            click.echo(f"{name} failed too often ({run.fault}): {FALLBACK} took over\n")
     if doubts:
         click.echo(f"Uncertain: {doubts}")
 
@@ -166,10 +167,7 @@ def _as_json(
     failures: Sequence[str],
 ) -> dict[str, Any]:
     about = {"device": profile.device, "date": profile.date, "source": profile.source}
-    extra = [
-        {"policy": run.policy, "num_ranks": run.num_ranks, "fallback": run.fallback and run.fallback.policy}
-        for _, run in runs
-    ]
+    extra = [{"policy": run.policy, "num_ranks": run.num_ranks, "fault": run.fault} for _, run in runs]
     return {
         "profile": about,
         "runs": [more | each.as_json() for each, more in zip(compared, extra, strict=True)],

@@ -157,8 +157,8 @@ def _simulated(
     run = simulate(
         jobs, policy=load_policy(policy), num_ranks=num_ranks, profile=profile, started_at=started_at
     )
-    if run.fallback is not None:
-        raise RunError(f"policy {policy} failed: {run.fallback.reason}")
+    if run.fault is not None:
+        raise RunError(f"policy {policy} failed too often: {run.fault}")
     late = [found for outcome in run.outcomes if (found := _late(outcome, by_s))]
     deadlines = run.summary.deadlines
     latency = run.summary.latency

@@ -38,14 +38,12 @@ def answer(plan: Plan) -> str:
     """The first line: which policy, done when, and whether that is in time."""
     best, by_s = plan.best, plan.by_s
     done = sum(end_s <= (math.inf if by_s is None else by_s) for end_s in best.ends_s)
+    text = f"With {best.policy} on {num_ranks_in_words(best.num_ranks)} "
     if done == plan.num_jobs:
-        text = (
-            f"With {best.policy} on {num_ranks_in_words(best.num_ranks)} {_all_jobs(plan.num_jobs)} done by "
-        )
-        text += clock_time(plan, best.end_s)
+        text += f"{_all_jobs(plan.num_jobs)} done by {clock_time(plan, best.end_s)}"
         text += f", in {in_words(best.end_s)}" if by_s is None else f", {_before(plan, by_s - best.end_s)}"
     else:
-        text = f"With {best.policy} on {num_ranks_in_words(best.num_ranks)} {done} of {plan.num_jobs} jobs are done"
+        text += f"{done} of {plan.num_jobs} jobs are done"
         if by_s is not None:
             text += f" by {clock_time(plan, by_s)}; the last one ends at {clock_time(plan, best.end_s)}"
             text += f", {in_words(best.end_s - by_s)} later" if best.end_s > by_s else ""
@@ -158,8 +156,8 @@ def _enough(plan: Plan) -> str:
         return (
             f"No number of ranks up to {most.num_ranks} meets everything: {most.num_ranks} leave {jobs} late."
         )
-    verb = "is" if fewest.num_ranks == 1 else "are"
-    return f"{num_ranks_in_words(fewest.num_ranks)} {verb} enough for everything to be in time, with {fewest.policy}."
+    enough = f"{num_ranks_in_words(fewest.num_ranks)} {'is' if fewest.num_ranks == 1 else 'are'} enough"
+    return f"{enough} for everything to be in time, with {fewest.policy}."
 
 
 def _before(plan: Plan, margin_s: float) -> str:

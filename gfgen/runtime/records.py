@@ -36,17 +36,6 @@ class Flight:
     busy_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Standing:
-    """Where a job stands when a simulation begins in the middle of a run."""
-
-    next_index: int
-    holder: Layout | None
-    """The layout that holds the input of its next task, or will."""
-    open_s: float
-    """When that input exists: the predicted end of the task that runs, or the past."""
-
-
 @dataclass(slots=True, eq=False)
 class JobRecord:
     """A job that has not ended."""
@@ -121,6 +110,7 @@ class JobRecord:
             last_layout=self.holder,
             uses_cfg=self.job.uses_cfg,
             max_sequence_degree=self.job.max_sequence_degree,
+            shape=self.cost_class.shape,
         )
 
     def outcome(self, *, ended_s: float, error: str | None) -> JobOutcome:

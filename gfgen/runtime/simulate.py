@@ -6,7 +6,6 @@ policies are the same.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -38,25 +37,16 @@ class SimulatedTimes:
 class SimulatedBackend:
     """Ranks that work through what they are given, in order, in virtual time."""
 
-    def __init__(
-        self,
-        clock: Clock,
-        *,
-        num_ranks: int,
-        times: SimulatedTimes,
-        free_s: Sequence[float] | None = None,
-    ) -> None:
-        """`free_s` has the times from which the ranks can be used, where that is not now; infinity: never."""
+    def __init__(self, clock: Clock, *, num_ranks: int, times: SimulatedTimes) -> None:
         self._clock = clock
         self._times = times
-        self._free_s = [clock.now_s] * num_ranks if free_s is None else list(free_s)
+        self._free_s = [0.0] * num_ranks
         self._made_s: dict[int, float] = {}
         self._submitted: list[Dispatch] = []
         """In this turn of the loop: what they take depends on each other."""
         self._writer_free_s = 0.0
-        for rank, ready_s in enumerate(self._free_s):
-            if ready_s < math.inf:
-                clock.at(RankReady(max(clock.now_s, ready_s), rank, 1, 0.0))
+        for rank in range(num_ranks):
+            clock.at(RankReady(clock.now_s, rank, 1, 0.0))
 
     def wait(self, until: float | None) -> list[Event]:
         """Let time pass until the next event falls due."""

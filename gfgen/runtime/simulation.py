@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from gfgen.policies.catalog import NamedPolicy
 from gfgen.runtime.admission import AdmittedJob
+from gfgen.runtime.choosing import ChooserInTurn
 from gfgen.runtime.clock import Clock
 from gfgen.runtime.control import Control
 from gfgen.runtime.cost import CostModel, Doubt
-from gfgen.runtime.events import Event, PolicyChanged
 from gfgen.runtime.metrics import Summary
 from gfgen.runtime.observer import JobOutcome, Observer
 from gfgen.runtime.profile import Profile
@@ -30,8 +30,8 @@ class Simulated:
     outcomes: Sequence[JobOutcome] = ()
     """The jobs in the order in which they end."""
     num_ranks: int = 1
-    fallback: PolicyChanged | None = None
-    """When the policy failed too often, and which one finished the run in its place."""
+    fault: str | None = None
+    """Why the policy was given up in the middle, and `fcfs` finished the run, if it was."""
 
 
 def simulate(
@@ -61,6 +61,7 @@ def simulate(
         policy=policy,
         guard_s=guard_s,
         observers=[kept, *observers],
+        chooser=None if policy.choose is None else ChooserInTurn(policy.choose),
     )
     summary = control.run()
     return Simulated(
@@ -69,20 +70,15 @@ def simulate(
         doubts=costs.doubts,
         outcomes=kept.outcomes,
         num_ranks=num_ranks,
-        fallback=kept.fallback,
+        fault=control.given_up,
     )
 
 
 class _Kept(Observer):
-    """What becomes of the jobs and of the policy."""
+    """What becomes of the jobs."""
 
     def __init__(self) -> None:
         self.outcomes: list[JobOutcome] = []
-        self.fallback: PolicyChanged | None = None
 
     def ended(self, outcome: JobOutcome) -> None:
         self.outcomes.append(outcome)
-
-    def applied(self, event: Event) -> None:
-        if isinstance(event, PolicyChanged):
-            self.fallback = event

@@ -7,8 +7,9 @@ snapshot, kept up incrementally: an event costs the jobs and ranks that it touch
 from __future__ import annotations
 
 import logging
-import math
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import replace
 
 from gfgen.errors import InterruptedRunError, PolicyFault, WorkerError
 from gfgen.graph import Stage, Task
@@ -23,7 +24,7 @@ from gfgen.runtime.events import Event
 from gfgen.runtime.legality import check_degrees, check_types
 from gfgen.runtime.observer import JobOutcome
 from gfgen.runtime.openjobs import OpenJobs, Orders
-from gfgen.runtime.records import Flight, JobRecord, RankRecord, Standing, ending, is_ending
+from gfgen.runtime.records import Flight, JobRecord, RankRecord, ending, is_ending
 from gfgen.runtime.resume import ResumePoint
 from gfgen.snapshot import Decision, JobView, RankView, RunningTask, Snapshot
 
@@ -34,6 +35,8 @@ MAX_TASK_FAILURES = 2
 MAX_LOST_WORKERS = 3
 """So many deaths of workers while they ran a task of a job fail the job."""
 _SAME_TIME_S = 1e-6
+NUM_RECENT = 24
+"""Arrivals that are remembered, as a sample of what may be expected."""
 _RENEWALS_S = (0.25, 10.0)
 """Predictions of waiting jobs are renewed about twice in the time that a run has lasted, within
 these bounds: early measurements change much, later ones little, and each renewal takes 3 us a job."""
@@ -46,8 +49,7 @@ class State:
     queued (0: never; then a task is dispatched only when its input exists). `last_number` is that
     of the last dispatch that these ranks have seen, in an earlier run. `arrived_at` has the Unix
     time at which jobs, by (id, spec hash), arrived first; `resume` where stopped jobs go on. No
-    job begins that is predicted not to end by `closes_s`. `standings` has the jobs that are under
-    way already, for simulations of the rest of a run.
+    job begins that is predicted not to end by `closes_s`.
     """
 
     def __init__(
@@ -64,7 +66,6 @@ class State:
         arrived_at: Mapping[tuple[str, str], float] | None = None,
         resume: Mapping[str, ResumePoint] | None = None,
         closes_s: float | None = None,
-        standings: Mapping[str, Standing] | None = None,
     ) -> None:
         self._clock = clock
         self._costs = costs
@@ -73,7 +74,6 @@ class State:
         self._started_at = started_at
         self._arrived_at = arrived_at or {}
         self._resume = dict(resume or {})
-        self._standings = standings or {}
         last_numbers = [point.last_number for point in self._resume.values()]
         self._ranks = [RankRecord(rank) for rank in range(num_ranks)]
         self._jobs = {job.job_id: self._record(job) for job in jobs}
@@ -82,6 +82,8 @@ class State:
         self._islands = (tuple(range(num_ranks)),)
         self._models = frozenset(job.spec.model or "" for job in jobs)
         self._open = OpenJobs()
+        self._recent: deque[tuple[JobRecord, JobView]] = deque(maxlen=NUM_RECENT)
+        """The last arrivals, as they were then."""
         self._busy: dict[str, JobView] = {}
         self._flights: dict[int, Flight] = {}
         self._num_unfinished = len(self._jobs)
@@ -130,29 +132,6 @@ class State:
             for job_id, record in self._jobs.items()
             if record.last_completed is not None and not record.flights and not record.is_writing
         }
-
-    def standings(self) -> dict[str, Standing]:
-        """Where every job stands that has tasks left: what a simulation of the rest starts from."""
-        return {
-            job_id: Standing(
-                record.next_index,
-                self._living_holder(record),
-                max([flight.view.predicted_end_s for flight in record.flights], default=record.arrival_s),
-            )
-            for job_id, record in self._jobs.items()
-            if record.next_index < record.num_tasks and not record.doom
-        }
-
-    def free_times(self) -> tuple[float, ...]:
-        """When each rank is predicted to have done all that it was given; infinity for one that is gone."""
-        now_s = self._clock.now_s
-        return tuple([rank.free_at(now_s) if rank.is_ready else math.inf for rank in self._ranks])
-
-    def appears_s(self, job_id: str) -> float:
-        """When policies see a job first: its arrival, or the end of what it runs when this begins."""
-        record = self._jobs[job_id]
-        standing = self._standings.get(job_id)
-        return record.arrival_s if standing is None else max(record.arrival_s, standing.open_s)
 
     @property
     def last_number(self) -> int:
@@ -207,6 +186,15 @@ class State:
             max_degree=self._max_degree,
             costs=self._job_costs,
             orders=Orders(self._open, open_jobs, joining=joining),
+        )
+
+    def snapshot_of_traffic(self) -> Snapshot:
+        """The same, with the last arrivals and what their tasks cost: to look ahead from."""
+        records = self._jobs | {record.job_id: record for record, _ in self._recent}
+        return replace(
+            self.snapshot(),
+            costs=_JobCosts(records, self._costs),
+            recent=tuple([view for _, view in self._recent]),
         )
 
     def begin(self, decision: Decision) -> Dispatch:
@@ -269,6 +257,7 @@ class State:
             case events.JobArrived():
                 record = self._jobs[event.job_id]
                 record.arrived = True
+                self._recent.append((record, record.view(self._costs)))
                 self._place(record)
             case events.JobTimedOut():
                 return self._timed_out(self._jobs.get(event.job_id), event.time_s)
@@ -531,10 +520,6 @@ class State:
             record.next_index = point.next_index
             record.producer = record.last_completed = point.producer
             record.warnings.append(f"resumed at {job.trajectory.task(point.next_index)}")
-        standing = self._standings.get(job.job_id)
-        if standing is not None:
-            record.next_index, record.holder = standing.next_index, standing.holder
-            record.holder_lives = self._lives(standing.holder) if standing.holder else ()
         return record
 
 
