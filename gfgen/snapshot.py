@@ -8,6 +8,7 @@ better while the run goes on.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -160,15 +161,8 @@ class Snapshot:
         A degree beyond `max_degree` counts as `max_degree`; ranks that do not fill a group
         are left out, unless no group can be filled, when each island is one group.
         """
-        degree = max(1, min(degree, self.max_degree))
-        alive = {view.rank for view in self.ranks}
-        islands = [tuple(rank for rank in island if rank in alive) for island in self.islands]
-        groups = [
-            island[start : start + degree]
-            for island in islands
-            for start in range(0, len(island) - degree + 1, degree)
-        ]
-        return groups or [island[:degree] for island in islands if island]
+        alive = tuple([view.rank for view in self.ranks])
+        return list(_groups(alive, self.islands, max(1, min(degree, self.max_degree))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,3 +198,17 @@ class Decision:
 Policy = Callable[[Snapshot], Iterable[Decision]]
 Choose = Callable[[Snapshot, Choice | None], Choice | None]
 """From a snapshot that can foresee, and the last choice, to the next one; None to leave it as it is."""
+
+
+@functools.lru_cache(maxsize=256)
+def _groups(
+    alive: tuple[int, ...], islands: tuple[tuple[int, ...], ...], degree: int
+) -> tuple[tuple[int, ...], ...]:
+    """`Snapshot.groups`; kept, since the same ranks are cut into the same groups at every step."""
+    whole = [tuple(rank for rank in island if rank in alive) for island in islands]
+    groups = [
+        island[start : start + degree]
+        for island in whole
+        for start in range(0, len(island) - degree + 1, degree)
+    ]
+    return tuple(groups or [island[:degree] for island in whole if island])

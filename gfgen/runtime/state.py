@@ -162,7 +162,11 @@ class State:
     @property
     def has_choice(self) -> bool:
         """Some job is open and some rank can take it: a policy has something to decide."""
+        if self._idle and len(self._open):
+            return True
         about_to_end = self._ending(self._clock.turn_s)
+        if not about_to_end and not self._idle:
+            return False
         is_open = len(self._open) > 0 or bool(self._opening(about_to_end))
         return is_open and bool(self._free_ranks(about_to_end))
 
