@@ -4,8 +4,8 @@
 
 For each workload: measure a profile of its shapes, run its jobs on real workers, and simulate the same
 jobs by that profile, under the same policy; and once more by what the run's own tasks took ("in hindsight"),
-which tells a machine that has changed from a simulator that is wrong. Bars: attainment within 5 percentage points, makespan
-within 10%.
+which tells a machine that has changed from a simulator that is wrong. Bars: attainment within 5 percentage
+points, makespan within 10%.
 """
 
 from __future__ import annotations
