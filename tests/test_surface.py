@@ -8,7 +8,7 @@ import click
 from gfgen import errors
 from gfgen.cli.main import cli
 from gfgen.jobfields import FIELDS
-from gfgen.runtime import events, journal
+from gfgen.runtime import events, journal, profile
 from gfgen.snapshot import JobView, Snapshot
 
 
@@ -27,7 +27,15 @@ def subcommand(*names: str) -> click.Command:
 
 
 def test_commands():
-    assert cli.list_commands(click.Context(cli)) == ["run", "policies", "models", "plot", "doctor", "bench"]
+    assert cli.list_commands(click.Context(cli)) == [
+        "run",
+        "profile",
+        "policies",
+        "models",
+        "plot",
+        "doctor",
+        "bench",
+    ]
 
 
 def test_options_of_run():
@@ -50,6 +58,14 @@ def test_options_of_run():
 
 
 def test_options_of_the_other_commands():
+    assert options_of(subcommand("profile")) == [
+        "--dry-run",
+        "--model",
+        "--output",
+        "--ranks",
+        "--size",
+        "-o",
+    ]
     assert options_of(subcommand("plot")) == ["--output", "--title", "-o"]
     assert options_of(subcommand("models", "make-tiny")) == []
     assert options_of(subcommand("bench", "runtime")) == ["--tasks"]
@@ -123,6 +139,35 @@ def test_events_of_the_journal():
         "ClosingTime": ["time_s"],
         "Wakeup": ["time_s"],
     }
+
+
+def test_fields_of_a_profile():
+    assert profile.FORMAT == 1
+    assert [field.name for field in dataclasses.fields(profile.Profile)] == [
+        "device",
+        "date",
+        "source",
+        "num_ranks",
+        "rows",
+        "move_s",
+        "move_bytes_per_s",
+        "write_s",
+        "dispatch_s",
+        "versions",
+    ]
+    assert [field.name for field in dataclasses.fields(profile.ProfileRow)] == [
+        "model",
+        "shape",
+        "stage",
+        "degrees",
+        "seconds",
+        "spread_s",
+        "num_samples",
+        "loaded_s",
+        "flops",
+        "state_bytes",
+        "write_s",
+    ]
 
 
 def test_what_a_policy_sees():

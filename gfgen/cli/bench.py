@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import platform
 import statistics
 import subprocess
@@ -16,6 +15,7 @@ import click
 
 from gfgen import log
 from gfgen.bench.runtime import measure_control_plane
+from gfgen.runtime.machine import cpu_name
 
 _STARTUP_COMMANDS = ("--help", "policies")
 _STARTUP_RUNS = 5
@@ -30,7 +30,7 @@ def bench() -> None:
 @click.option("--tasks", default=5000, show_default=True, help="Tasks to dispatch for each row.")
 def runtime(*, tasks: int) -> None:
     """What the control plane costs: time per dispatched task, message size, start-up."""
-    click.echo(f"{time.strftime('%Y-%m-%d')}, {_processor()}, Python {platform.python_version()}")
+    click.echo(f"{time.strftime('%Y-%m-%d')}, {cpu_name()}, Python {platform.python_version()}")
     click.echo(f"command: gfgen bench runtime --tasks {tasks}\n")
     click.echo("| policy, 8 ranks | open jobs | median us | P99 us | message bytes |")
     click.echo("|---|---|---|---|---|")
@@ -94,7 +94,7 @@ def faults(*, schedules: int, seed: int, seconds: float | None) -> int:
         for problem in result.problems:
             click.echo(f"seed {result.seed}: {problem}", err=True)
     limit = "" if seconds is None else f" --seconds {seconds:g}"
-    click.echo(f"{time.strftime('%Y-%m-%d')}, {_processor()}, Python {platform.python_version()}")
+    click.echo(f"{time.strftime('%Y-%m-%d')}, {cpu_name()}, Python {platform.python_version()}")
     click.echo(f"command: gfgen bench faults --schedules {schedules} --seed {seed}{limit}\n")
     for line in table_of(results, wall_s=time.monotonic() - began_s):
         click.echo(line)
@@ -112,13 +112,3 @@ def _startup_s(command: str) -> float:
         subprocess.run([sys.executable, "-m", "gfgen", command], check=True, capture_output=True)
         seconds.append(time.perf_counter() - began_s)
     return statistics.median(seconds)
-
-
-def _processor() -> str:
-    """The processor's name and the number of its cores that this process may use."""
-    names = [
-        line.partition(":")[2].strip()
-        for line in Path("/proc/cpuinfo").read_text().splitlines()
-        if line.startswith("model name")
-    ]
-    return f"{len(os.sched_getaffinity(0))} cores of {names[0] if names else platform.machine()}"

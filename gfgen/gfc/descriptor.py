@@ -48,10 +48,17 @@ class Descriptor:
 
     def encode(self, rank: int) -> bytes:
         """The native descriptor as one rank of the layout sees it."""
+        return _STRUCT.pack(*self._fields(rank))
+
+    def encode_into(self, buffer: native.Descriptor, rank: int) -> None:
+        """The same, into memory that a launch reads."""
+        _STRUCT.pack_into(buffer, 0, *self._fields(rank))
+
+    def _fields(self, rank: int) -> tuple[int, ...]:
         layout = self.layout
         num_ranks = len(layout.ranks)
         padding = _PADDING[native.MAX_RANKS - num_ranks]
-        return _STRUCT.pack(
+        return (
             self.dispatch,
             *self.incarnations,
             *padding,

@@ -18,7 +18,7 @@ from gfgen.models.geometry_qwen import qwen_geometry
 from gfgen.models.geometry_wan import wan_geometry
 
 CONFIGS = Path(__file__).parent / "configs"
-"""Config files of the full-size models, in diffusers' format and without weights."""
+"""Config files of the models with a short name, in diffusers' format and without weights."""
 
 SHIPPED = ("wan2.2-ti2v-5b", "wan2.2-t2v-a14b", "wan2.2-i2v-a14b", "qwen-image")
 """Short names of the full-size models, which are also the folders of their configs."""
@@ -112,6 +112,14 @@ def shipped_geometry(name: str) -> Geometry:
     files = read_checkpoint(CONFIGS / name, with_weights=False)
     num_parameters = sum(files.settings["num_parameters"].values())
     return _build(files, weights_bytes=STORED_BYTES * num_parameters)
+
+
+def weightless_geometry(checkpoint: Path) -> Geometry:
+    """As `load_geometry`, from the config files alone; `weights_bytes` is 0.
+
+    Raises: ModelError when the directory is missing, broken, or of an unknown pipeline class.
+    """
+    return _build(read_checkpoint(Path(checkpoint), with_weights=False), weights_bytes=0)
 
 
 def max_sequence_degree(geometry: Geometry, spec: JobSpec) -> int:

@@ -30,6 +30,6 @@ def home_group(job: JobView, by_rank: Mapping[int, Group]) -> Group | None:
         return None
     ranks = job.last_layout.ranks
     home = by_rank.get(ranks[0])
-    if len(ranks) > 1 and any([by_rank.get(rank) is not home for rank in ranks]):
+    if len(ranks) > 1 and any(by_rank.get(rank) is not home for rank in ranks):
         return None
     return home

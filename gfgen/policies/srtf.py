@@ -33,7 +33,9 @@ def srtf(snapshot: Snapshot, *, degree: Degree = 1) -> list[Decision]:
             if group not in chosen and (job := _first(jobs, group, by_rank, taken, may_move=may_move)):
                 chosen[group] = job
                 taken.add(job.job_id)
-    return [Decision(chosen[group].next_task, chosen[group].layout(group)) for group in idle if group in chosen]
+    return [
+        Decision(chosen[group].next_task, chosen[group].layout(group)) for group in idle if group in chosen
+    ]
 
 
 def _first(

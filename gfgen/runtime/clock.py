@@ -38,12 +38,26 @@ class Clock:
     def __init__(self, *, virtual: bool = False) -> None:
         self._epoch_s: float | None = None if virtual else time.monotonic()
         self._virtual_s = 0.0
+        self._turn_s: float | None = None
         self._due: list[tuple[float, int, int, Event]] = []
         self._numbers = itertools.count()
 
     @property
     def now_s(self) -> float:
         return self._virtual_s if self._epoch_s is None else time.monotonic() - self._epoch_s
+
+    @property
+    def turn_s(self) -> float:
+        """The moment for which everything is decided in this turn of the loop.
+
+        It stands still while a policy thinks, so that a decision is judged by the picture that it
+        was made from, and a journal that has this number tells all that there was to see.
+        """
+        return self.now_s if self._turn_s is None else self._turn_s
+
+    def begin_turn(self) -> None:
+        """From now on it is now."""
+        self._turn_s = self.now_s
 
     def from_monotonic(self, monotonic_s: float) -> float:
         """A reading of the machine's monotonic clock, in another process too, on this clock."""

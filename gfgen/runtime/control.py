@@ -98,11 +98,11 @@ class Control:
         self.journal = journal or NoJournal()
         self.metrics = Metrics()
         self.observers = (self.metrics, *observers)
+        self.given_up: str | None = None
+        """Why FALLBACK has taken the place of the policy, if it has."""
         self._num_policy_faults = 0
         self._refresh_s = min((o.refresh_s for o in self.observers if o.refresh_s is not None), default=None)
         self._next_refresh_s = 0.0
-        self._seen_s: float | None = None
-        """The time of the snapshot that the policy looked at last."""
         self._jobs = tuple(jobs)
         self._skipped = tuple(skipped)
         self._intake = intake
@@ -118,7 +118,9 @@ class Control:
         """
         self.begin()
         while not self.state.finished:
-            for event in self.backend.wait(until=self.clock.next_wakeup()):
+            events = self.backend.wait(until=self.clock.next_wakeup())
+            self.clock.begin_turn()
+            for event in events:
                 self.journal.append(event)
                 self.apply(event)
             self.take_in()
@@ -126,7 +128,7 @@ class Control:
             for decision in self.decide():
                 if not self.start(decision):
                     break  # what follows was decided for a state that did not come about
-            self.journal.flush()
+            self.journal.end_turn(self.clock.turn_s)
         return self.metrics.summary()
 
     def begin(self) -> None:
@@ -190,8 +192,9 @@ class Control:
         self._refresh()
         if self.state.is_stopping or not self.state.has_choice:
             return ()
+        self.state.renew_predictions()
         snapshot = self.state.snapshot()
-        self._seen_s = snapshot.now_s
+        self.journal.asked()
         decisions = self._ask_policy(snapshot)
         if not decisions and self.state.is_stuck:
             self._explain_standstill(snapshot)
@@ -202,10 +205,11 @@ class Control:
         if self.clock.next_wakeup() not in (None, self.state.closes_s):
             return
         if snapshot.open:
-            names = ", ".join(self.state.open_jobs[:5])
+            waiting = self.state.open_jobs
+            names = ", ".join(waiting[:5]) + (f" and {len(waiting) - 5} more" if len(waiting) > 5 else "")
             raise StalledError(
                 f"policy {self.policy.name} starts nothing although all ranks are free; "
-                f"{len(self.state.open_jobs)} jobs wait: {names}"
+                f"{len(waiting)} {'job waits' if len(waiting) == 1 else 'jobs wait'}: {names}"
             )
         if not self.state.expects_more:
             logger.info("no job that is left can be done by closing time: the run ends now")
@@ -214,12 +218,13 @@ class Control:
     def start(self, decision: Decision) -> bool:
         """Dispatch a decision; False when it is illegal, which is the policy's fault."""
         try:
-            dispatch = self.state.begin(decision, seen_s=self._seen_s)
+            dispatch = self.state.begin(decision)
         except PolicyFault as fault:
             self._blame_policy(fault)
             self.clock.at(Wakeup(self.clock.now_s))  # it is asked again, for the ranks that are left
             return False
         self.backend.submit(dispatch)
+        self.journal.dispatched(dispatch)
         if self.guard_s > 0:
             wakeup_s = max(dispatch.predicted_end_s - self.guard_s, self.clock.now_s)
             self.clock.at(Wakeup(wakeup_s))
@@ -293,11 +298,11 @@ class Control:
         self.policy = load_policy(FALLBACK)
         self._num_policy_faults = 0
         self._chooser = None
+        self.given_up = reason
         self.clock.at(PolicyChanged(self.clock.now_s, self.policy.name, reason))
 
     def schedule(self, job: AdmittedJob) -> None:
         """Let a job arrive at its time."""
-        arrival_s = job.spec.arrival_s
-        self.clock.at(JobArrived(arrival_s, job.job_id, job.info.spec_hash))
+        self.clock.at(JobArrived(job.spec.arrival_s, job.job_id, job.info.spec_hash))
         if job.spec.timeout_s is not None:
-            self.clock.at(JobTimedOut(arrival_s + job.spec.timeout_s, job.job_id))
+            self.clock.at(JobTimedOut(job.spec.arrival_s + job.spec.timeout_s, job.job_id))

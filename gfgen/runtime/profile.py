@@ -13,11 +13,12 @@ says so in `source`. Cost models start from it; simulations and plans rest on it
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +80,18 @@ class Profile:
     def models(self) -> frozenset[str]:
         return frozenset(row.model for row in self.rows)
 
+    @property
+    def hash(self) -> str:
+        """What tells it apart from another one."""
+        return hashlib.sha256(self.as_json().encode()).hexdigest()
+
     def as_json(self) -> str:
-        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n"
+        """The content of its file: a line per row, without what is unknown."""
+        head = {"format": FORMAT, **asdict(replace(self, rows=()))}
+        del head["rows"]
+        rows = [{key: value for key, value in asdict(row).items() if value is not None} for row in self.rows]
+        lines = ",\n  ".join(json.dumps(row) for row in rows)
+        return json.dumps(head, indent=1)[:-2] + f',\n "rows": [\n  {lines}\n ]\n}}\n'
 
 
 def load_profile(path: Path) -> Profile:

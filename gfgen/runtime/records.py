@@ -146,12 +146,14 @@ class RankRecord:
     is_retired: bool = False
     num_lives: int = 1
     flights: list[Flight] = field(default_factory=list)
+    idle_since_s: float = 0.0
     view: RankView | None = None
     """What policies saw last of this rank; None when it must be made anew."""
 
-    def free_at(self, now_s: float) -> float:
-        """When all that it was given is predicted to have ended."""
-        return self.flights[-1].dispatch.predicted_end_s if self.flights else now_s
+    @property
+    def free_at_s(self) -> float:
+        """When all that it was given is predicted to have ended, or has ended."""
+        return self.flights[-1].dispatch.predicted_end_s if self.flights else self.idle_since_s
 
 
 def ending(flights: Iterable[Flight], *, guard_s: float, now_s: float) -> list[Flight]:

@@ -75,8 +75,8 @@ class State:
         self._arrived_at = arrived_at or {}
         self._resume = dict(resume or {})
         last_numbers = [point.last_number for point in self._resume.values()]
-        self._jobs = {job.job_id: self._record(job) for job in jobs}
         self._ranks = [RankRecord(rank) for rank in range(num_ranks)]
+        self._jobs = {job.job_id: self._record(job) for job in jobs}
         self._idle: set[int] = set()
         """Ranks that are ready and have nothing to do."""
         self._islands = (tuple(range(num_ranks)),)
@@ -162,14 +162,13 @@ class State:
     @property
     def has_choice(self) -> bool:
         """Some job is open and some rank can take it: a policy has something to decide."""
-        about_to_end = self._ending(self._clock.now_s)
+        about_to_end = self._ending(self._clock.turn_s)
         is_open = len(self._open) > 0 or bool(self._opening(about_to_end))
         return is_open and bool(self._free_ranks(about_to_end))
 
     def snapshot(self) -> Snapshot:
         """The frozen picture of this moment, for a policy."""
-        now_s = self._clock.now_s
-        self._renew_predictions(now_s)
+        now_s = self._clock.turn_s
         about_to_end = self._ending(now_s)
         open_jobs = self._open_in_time(now_s)
         busy = self._busy.copy()
@@ -182,7 +181,7 @@ class State:
             open=open_jobs,
             busy=busy,
             running=tuple([flight.view for flight in self._flights.values()]),
-            ranks=tuple([self._rank_view(rank, free, now_s) for rank in self._ranks if rank.is_ready]),
+            ranks=tuple([self._rank_view(rank, free) for rank in self._ranks if rank.is_ready]),
             islands=self._islands,
             max_degree=self._max_degree,
             costs=self._job_costs,
@@ -198,18 +197,15 @@ class State:
             recent=tuple([view for _, view in self._recent]),
         )
 
-    def begin(self, decision: Decision, *, seen_s: float | None = None) -> Dispatch:
-        """Register a decision as the next dispatch.
-
-        `seen_s` is the time of the snapshot that it was made from: what was about to end then
-        may be late by now, which is no fault of the policy.
+    def begin(self, decision: Decision) -> Dispatch:
+        """Register a decision as the next dispatch; it is judged at the moment of this turn's snapshot.
 
         Raises: PolicyFault when it is illegal; nothing has changed then.
         """
-        now_s = self._clock.now_s
-        record = self._legal(decision, now_s if seen_s is None else seen_s)
+        now_s = self._clock.turn_s
+        record = self._legal(decision, now_s)
         task, layout = decision.task, decision.layout
-        start_s = max([now_s, *[self._ranks[rank].free_at(now_s) for rank in layout.ranks]])
+        start_s = max([now_s, *[self._ranks[rank].free_at_s for rank in layout.ranks]])
         source = self._living_holder(record)
         move_s = self._costs.move_s(record.cost_class, source, layout)
         task_s = self._costs.task_s(record.cost_class, task.stage, layout.degrees)
@@ -271,7 +267,7 @@ class State:
                 return self._written(self._jobs[event.job_id], error=event.reason)
             case events.RankReady():
                 self._ranks[event.rank].is_ready = True
-                self._note_idle(event.rank)
+                self._note_idle(event.rank, since_s=event.time_s)
             case events.RankLost():
                 self._rank_lost(event)
             case events.StopRequested():
@@ -293,20 +289,20 @@ class State:
         flight = self._flights[event.dispatch]
         flight.started_s = min(flight.started_s, event.started_s)
         flight.busy_s = max(flight.busy_s, event.ended_s - event.started_s)
-        return self._rank_ended(flight, event.rank)
+        return self._rank_ended(flight, event.rank, at_s=event.time_s)
 
     def _task_failed(self, event: events.TaskFailed) -> Iterable[JobOutcome]:
         flight = self._flights[event.dispatch]
         flight.failure = flight.failure or event.reason
         flight.void = flight.void or event.void
         flight.lost = flight.lost or event.lost
-        return self._rank_ended(flight, event.rank)
+        return self._rank_ended(flight, event.rank, at_s=event.time_s)
 
-    def _rank_ended(self, flight: Flight, rank: int) -> Iterable[JobOutcome]:
+    def _rank_ended(self, flight: Flight, rank: int, *, at_s: float) -> Iterable[JobOutcome]:
         flight.pending.remove(rank)
         self._ranks[rank].flights.remove(flight)
         self._ranks[rank].view = None
-        self._note_idle(rank)
+        self._note_idle(rank, since_s=at_s)
         if flight.pending:
             return ()
         del self._flights[flight.dispatch.number]
@@ -428,8 +424,13 @@ class State:
                 in_time[job_id] = view
         return in_time
 
-    def _renew_predictions(self, now_s: float) -> None:
-        """Let what was learned reach all views, now and then: it costs a view for every job."""
+    def renew_predictions(self) -> None:
+        """Let what was learned reach all views, now and then: it costs a view for every job.
+
+        Before a policy is asked, and never for those who watch: what a policy sees does not
+        depend on whether somebody looks on.
+        """
+        now_s = self._clock.turn_s
         soonest, latest = _RENEWALS_S
         pause_s = min(latest, max(soonest, self._renewed_s / 2))
         if self._costs_version == self._costs.version or now_s < self._renewed_s + pause_s:
@@ -439,14 +440,15 @@ class State:
         for job_id in self._busy:
             self._busy[job_id] = self._jobs[job_id].view(self._costs)
 
-    def _rank_view(self, rank: RankRecord, free: Set[int], now_s: float) -> RankView:
+    def _rank_view(self, rank: RankRecord, free: Set[int]) -> RankView:
         view, can_take = rank.view, rank.rank in free
         if view is None or view.can_take is not can_take:
-            view = rank.view = RankView(rank.rank, rank.free_at(now_s), can_take, self._models)
+            view = rank.view = RankView(rank.rank, rank.free_at_s, can_take, self._models)
         return view
 
-    def _note_idle(self, rank: int) -> None:
+    def _note_idle(self, rank: int, *, since_s: float) -> None:
         if self._ranks[rank].is_ready and not self._ranks[rank].flights:
+            self._ranks[rank].idle_since_s = since_s
             self._idle.add(rank)
 
     def _free_ranks(self, about_to_end: Sequence[Flight]) -> Set[int]:
@@ -475,9 +477,7 @@ class State:
     def _opening(self, about_to_end: Sequence[Flight]) -> list[str]:
         """Jobs whose next task may be queued behind the one that runs: one step ahead, and no more."""
         job_ids = [flight.dispatch.task.job_id for flight in about_to_end]
-        return [
-            job_id for job_id in job_ids if job_id in self._busy and len(self._jobs[job_id].flights) == 1
-        ]
+        return [job_id for job_id in job_ids if job_id in self._busy and len(self._jobs[job_id].flights) == 1]
 
     def _legal(self, decision: Decision, now_s: float) -> JobRecord:
         check_types(decision)
@@ -493,7 +493,7 @@ class State:
         if layout.degree > self._max_degree:
             raise PolicyFault(f"job {task.job_id}: {layout} has more than {self._max_degree} ranks")
         check_degrees(record.job, task, layout)
-        if not any([set(island).issuperset(layout.ranks) for island in self._islands]):
+        if not any(set(island).issuperset(layout.ranks) for island in self._islands):
             raise PolicyFault(f"job {task.job_id}: the ranks of {layout} do not reach each other")
         for number in layout.ranks:
             rank = self._ranks[number]

@@ -72,6 +72,14 @@ def test_transfers_of_any_size_arrive(ranks: CudaRanks) -> None:
     assert [ranks.result(0), ranks.result(1)] == [0, 0]
 
 
+@pytest.mark.parametrize("num_items", [20_000_000, 9_999_991])
+def test_exchanges_larger_than_a_bank_go_in_rounds(ranks: CudaRanks, num_items: int) -> None:
+    members = tuple(reversed(range(NUM_RANKS)))
+    layout = Layout(members, ulysses=NUM_RANKS)
+    for result in ranks.run(members, programs.larger_than_a_bank, layout, ranks.next_dispatch(), num_items):
+        assert set(result.values()) == {0}, result
+
+
 def survives(ranks: CudaRanks, failed: list[tuple[str, str, int]], dead: int) -> None:
     """Survivors named the edge, and work on: without the dead rank, then with its successor."""
     for name, text, wrong in failed:

@@ -79,20 +79,26 @@ __device__ inline void await_barrier(uint32_t barrier, uint32_t parity) {
       " @done bra over; bra again; over: }" ::"r"(barrier), "r"(parity) : "memory");
 }
 
-// A box in tiles: whole rows where they fit, or parts of one row.
+// A box in tiles: whole rows where they fit, or parts of one row. The first part of a row is so much
+// shorter that the next ones begin at whole lines of the target: a link carries a write that
+// straddles lines in two packets (measured: 222 GB/s in place of 310).
 struct Tiles {
-  uint32_t count, rows_per_tile, parts_per_row, part_bytes;
+  uint32_t count, rows_per_tile, parts_per_row, part_bytes, first_part_bytes;
   bool is_source_dense, is_target_dense;  // rows of a tile lie behind each other
 };
 
-__device__ inline Tiles tiles_of(const Box& box, uint32_t tile_bytes) {
+constexpr uint32_t kLinkLineBytes = 128;
+
+__device__ inline Tiles tiles_of(const Box& box, const char* to, uint32_t tile_bytes) {
   Tiles tiles{};
   const uint64_t row = box.row_bytes;
   if (row == 0 || box.num_rows == 0) return tiles;
   if (row > tile_bytes) {
+    const uint32_t skew = (reinterpret_cast<uint64_t>(to) + box.target) % kLinkLineBytes;
     tiles.rows_per_tile = 1;
     tiles.part_bytes = tile_bytes;
-    tiles.parts_per_row = static_cast<uint32_t>((row + tile_bytes - 1) / tile_bytes);
+    tiles.first_part_bytes = tile_bytes - skew;
+    tiles.parts_per_row = static_cast<uint32_t>((row + skew + tile_bytes - 1) / tile_bytes);
     tiles.count = box.num_rows * tiles.parts_per_row;
     return tiles;
   }
@@ -125,7 +131,7 @@ class BulkCopier {
   // Copies the tiles first, first + step, ... When it returns, this warp's writes are complete
   // and visible to the lane that issued them.
   __device__ void copy(const char* from, char* to, const Box& box, uint32_t first, uint32_t step) {
-    const Tiles tiles = tiles_of(box, tile_bytes_);
+    const Tiles tiles = tiles_of(box, to, tile_bytes_);
     if (first >= tiles.count) return;
     const uint32_t count = (tiles.count - first + step - 1) / step;
     for (uint32_t n = 0; n < kAhead && n < count; ++n) load(from, box, tiles, first + n * step, n);
@@ -157,8 +163,15 @@ class BulkCopier {
   }
   __device__ uint32_t bytes_in(const Box& box, const Tiles& tiles, uint32_t tile) const {
     if (tiles.parts_per_row == 1) return tiles.part_bytes;
-    const uint64_t begin = static_cast<uint64_t>(tile % tiles.parts_per_row) * tiles.part_bytes;
-    return static_cast<uint32_t>(min(static_cast<uint64_t>(tiles.part_bytes), box.row_bytes - begin));
+    const uint32_t part = tile % tiles.parts_per_row;
+    const uint64_t end = tiles.first_part_bytes + static_cast<uint64_t>(part) * tiles.part_bytes;
+    return static_cast<uint32_t>(min(end, static_cast<uint64_t>(box.row_bytes)) - column_of(tiles, tile));
+  }
+  // Where in its row a tile begins.
+  __device__ uint64_t column_of(const Tiles& tiles, uint32_t tile) const {
+    const uint32_t part = tile % tiles.parts_per_row;
+    if (part == 0) return 0;
+    return tiles.first_part_bytes + static_cast<uint64_t>(part - 1) * tiles.part_bytes;
   }
   __device__ void load(const char* from, const Box& box, const Tiles& tiles, uint32_t tile, uint32_t n) {
     const uint32_t stage = (used_ + n) % kStages, barrier = barriers_ + 8 * stage;
@@ -169,7 +182,7 @@ class BulkCopier {
                    "r"(rows * bytes) : "memory");
     }
     __syncwarp();
-    const uint64_t column = static_cast<uint64_t>(tile % tiles.parts_per_row) * tiles.part_bytes;
+    const uint64_t column = column_of(tiles, tile);
     const uint32_t row = tile / tiles.parts_per_row * tiles.rows_per_tile;
     if (tiles.is_source_dense) {
       if (threadIdx.x == 0) load_bulk(buffer, from + locate(box, row).source, rows * bytes, barrier);
@@ -182,7 +195,7 @@ class BulkCopier {
   __device__ void store(char* to, const Box& box, const Tiles& tiles, uint32_t tile, uint32_t stage) {
     const uint32_t rows = rows_in(box, tiles, tile), bytes = bytes_in(box, tiles, tile);
     const uint32_t buffer = shared_ + stage * tile_bytes_;
-    const uint64_t column = static_cast<uint64_t>(tile % tiles.parts_per_row) * tiles.part_bytes;
+    const uint64_t column = column_of(tiles, tile);
     const uint32_t row = tile / tiles.parts_per_row * tiles.rows_per_tile;
     if (tiles.is_target_dense) {
       if (threadIdx.x == 0) store_bulk(to + locate(box, row).target, buffer, rows * bytes);

@@ -511,6 +511,16 @@ struct UnitSum {
   }
 };
 
+// Units of a tensor by member, as even as they can be; longer parts come first.
+struct Shares {
+  uint32_t base, longer;
+
+  __device__ uint32_t begin(int member) const {
+    return member * base + min(static_cast<uint32_t>(member), longer);
+  }
+  __device__ uint32_t count(int member) const { return base + (member < static_cast<int>(longer) ? 1 : 0); }
+};
+
 // The sum over all members of one unit, the own one given, in the order of the slots.
 __device__ inline bool sum_flagged(Context& context, const Present& present, uint64_t flag, uint64_t offset,
                                    uint2 own, UnitSum& sum) {
@@ -555,16 +565,16 @@ gfc_all_reduce(const __grid_constant__ Reduction reduction) {
 }
 
 // All-reduce in two shots in one launch, for middling tensors: each member adds up its part of
-// them, and sends the sum to all. Counts as two exchanges. The input is a multiple of 8 * size
-// bytes, and a member's part at most kFlaggedBytes / 2. Grid of resident blocks, any block.
+// them, and sends the sum to all. Counts as two exchanges. The input is a multiple of 8 bytes, and
+// a member's part at most kFlaggedBytes / 2. Grid of resident blocks, any block.
 extern "C" __global__ void __launch_bounds__(512)
 gfc_all_reduce_parts(const __grid_constant__ Reduction reduction) {
   Context& context = *reinterpret_cast<Context*>(reduction.context);
   __shared__ Present present;
   if (!start(context, reduction.kind, present)) return;
   const int size = present.view.size, own = present.view.own;
-  const uint32_t num_all = static_cast<uint32_t>(reduction.num_items / (reduction.item_type == 0 ? 2 : 4));
-  const uint32_t num_units = num_all / size;  // of each part
+  const uint32_t num_units = static_cast<uint32_t>(reduction.num_items / (reduction.item_type == 0 ? 2 : 4));
+  const Shares shares{num_units / size, num_units % size};
   const uint64_t flag = flag_of(present.tag());
   const uint64_t sum_flag = flag_of(make_tag(present.task.seed, present.view.kind, present.number() + 1));
   const uint32_t first = blockIdx.x * blockDim.x + threadIdx.x, stride = gridDim.x * blockDim.x;
@@ -573,15 +583,15 @@ gfc_all_reduce_parts(const __grid_constant__ Reduction reduction) {
   for (int step = 1; step < size; ++step) {
     const int target = (own + step) % size;
     char* outbox = flagged_outbox(present, target, 0);
-    for (uint32_t unit = first; unit < num_units; unit += stride) {
-      send_flagged(outbox + 16ull * unit, flag, input[target * num_units + unit]);
+    for (uint32_t unit = first; unit < shares.count(target); unit += stride) {
+      send_flagged(outbox + 16ull * unit, flag, input[shares.begin(target) + unit]);
     }
   }
-  for (uint32_t unit = first; unit < num_units; unit += stride) {
+  for (uint32_t unit = first; unit < shares.count(own); unit += stride) {
     UnitSum sum(reduction.item_type);
-    if (!sum_flagged(context, present, flag, 16ull * unit, input[own * num_units + unit], sum)) break;
+    if (!sum_flagged(context, present, flag, 16ull * unit, input[shares.begin(own) + unit], sum)) break;
     const uint2 data = sum.rounded();
-    output[own * num_units + unit] = data;
+    output[shares.begin(own) + unit] = data;
     // Our clearing of what we have read comes before a peer can write there again: it may do so
     // in its next kernel, once it has our sums, while this kernel still runs.
     __threadfence();
@@ -592,13 +602,80 @@ gfc_all_reduce_parts(const __grid_constant__ Reduction reduction) {
   for (int step = 1; step < size; ++step) {
     const int source = (own + size - step) % size;
     char* inbox = flagged_inbox(present, source, 1);
-    for (uint32_t unit = first; unit < num_units; unit += stride) {
+    for (uint32_t unit = first; unit < shares.count(source); unit += stride) {
       uint2 data;
       if (!take_flagged(context, present, source, inbox + 16ull * unit, sum_flag, data)) break;
-      output[source * num_units + unit] = data;
+      output[shares.begin(source) + unit] = data;
     }
   }
   finish(context, present, 2);
+}
+
+namespace gfc {
+
+// Sums of the items in a 16-byte unit.
+struct WideSum {
+  UnitSum low, high;
+
+  __device__ explicit WideSum(uint32_t type) : low(type), high(type) {}
+  __device__ void add(uint4 unit) {
+    low.add(make_uint2(unit.x, unit.y));
+    high.add(make_uint2(unit.z, unit.w));
+  }
+  __device__ uint4 rounded() const {
+    const uint2 a = low.rounded(), b = high.rounded();
+    return make_uint4(a.x, a.y, b.x, b.y);
+  }
+};
+
+}  // namespace gfc
+
+// The second half of a large all-reduce: adds up this rank's part of every member's tensor, which
+// an exchange has brought to `input` in this rank's arena, and pushes the sums to everyone. The
+// result stays in no arena: `output` is whole when the kernel ends. Units of 16 bytes; members'
+// parts are as even as whole units allow, `stride` items apart in `input`. `num_items` of the whole
+// tensor, which has to fit in a bank. Grid of resident blocks, any block. One exchange.
+//
+// A peer writes to the bank that is read here two exchanges later, after our signal of this one,
+// which follows the last read of every block.
+extern "C" __global__ void __launch_bounds__(512)
+gfc_reduce_gather(const __grid_constant__ Reduction reduction) {
+  Context& context = *reinterpret_cast<Context*>(reduction.context);
+  __shared__ Present present;
+  __shared__ bool has_arrived;
+  if (!start(context, reduction.kind, present)) return;
+  const int size = present.view.size, own = present.view.own;
+  const uint32_t num_units = static_cast<uint32_t>(reduction.num_items / (reduction.item_type == 0 ? 4 : 8));
+  const uint64_t row_units = reduction.stride / (reduction.item_type == 0 ? 4 : 8);
+  const Shares shares{num_units / size, num_units % size};
+  const uint32_t first = blockIdx.x * blockDim.x + threadIdx.x, stride = gridDim.x * blockDim.x;
+  const uint4* terms = reinterpret_cast<const uint4*>(reduction.input);
+  uint4* output = reinterpret_cast<uint4*>(reduction.output);
+  for (uint32_t unit = first; unit < shares.count(own); unit += stride) {
+    WideSum sum(reduction.item_type);
+    for (int member = 0; member < size; ++member) sum.add(terms[member * row_units + unit]);
+    const uint4 data = sum.rounded();
+    output[shares.begin(own) + unit] = data;
+    for (int step = 1; step < size; ++step) {
+      const int target = (own + step) % size;
+      char* bank = reinterpret_cast<char*>(present.view.base[target]) + present.bank();
+      reinterpret_cast<uint4*>(bank)[shares.begin(own) + unit] = data;
+    }
+  }
+  __syncthreads();
+  if (threadIdx.x < size && threadIdx.x != own) publish_part(context, present, threadIdx.x, gridDim.x);
+  const uint4* bank = reinterpret_cast<const uint4*>(present.own_base() + present.bank());
+  for (int step = 1; step < size; ++step) {
+    const int source = (own + size - step) % size;
+    __syncthreads();
+    if (threadIdx.x == 0) has_arrived = await_member(context, present, source);
+    __syncthreads();
+    if (!has_arrived) return;
+    for (uint32_t unit = first; unit < shares.count(source); unit += stride) {
+      output[shares.begin(source) + unit] = __ldcg(bank + shares.begin(source) + unit);
+    }
+  }
+  finish(context, present, 1);
 }
 
 // Adds `num_terms` arrays that lie `stride` items apart, in order, in fp32. Any grid, any block.

@@ -51,6 +51,23 @@ class _AccessDesc(Structure):
     _fields_ = [("location", _Location), ("flags", c_int)]
 
 
+class LaunchConfig(Structure):
+    """CUlaunchConfig: grid and block by dimension, and where it runs."""
+
+    _fields_ = [
+        ("grid_x", c_uint),
+        ("grid_y", c_uint),
+        ("grid_z", c_uint),
+        ("block_x", c_uint),
+        ("block_y", c_uint),
+        ("block_z", c_uint),
+        ("shared_bytes", c_uint),
+        ("stream", c_void_p),
+        ("attributes", c_void_p),
+        ("num_attributes", c_uint),
+    ]
+
+
 _U64 = POINTER(c_uint64)
 _SIGNATURES: dict[str, tuple[object, ...]] = {
     "cuInit": (c_uint,),
@@ -90,7 +107,7 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "cuModuleGetGlobal_v2": (_U64, POINTER(c_size_t), c_void_p, c_char_p),
     "cuFuncSetAttribute": (c_void_p, c_int, c_int),
     "cuFuncLoad": (c_void_p,),
-    "cuLaunchKernel": (c_void_p, *(c_uint,) * 7, c_void_p, c_void_p, c_void_p),
+    "cuLaunchKernelEx": (c_void_p, c_void_p, c_void_p, c_void_p),
     "cuStreamSynchronize": (c_void_p,),
     "cuGetErrorName": (c_int, POINTER(c_char_p)),
 }

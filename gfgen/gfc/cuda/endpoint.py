@@ -20,7 +20,7 @@ from gfgen.errors import LayoutError, ProtocolError
 from gfgen.gfc import native
 from gfgen.gfc.arena import Plan
 from gfgen.gfc.cuda.driver import driver
-from gfgen.gfc.cuda.group import CudaGroup, Run
+from gfgen.gfc.cuda.group import CudaGroup, Run, Seat
 from gfgen.gfc.cuda.kernels import Kernels
 from gfgen.gfc.cuda.launch import Launch
 from gfgen.gfc.cuda.memory import ControlPage, DeviceArena
@@ -84,6 +84,8 @@ class CudaEndpoint:
         )
         self.last_dispatch = 0
         self.prepared: dict[object, object] = {}
+        self.seats: dict[object, Seat] = {}
+        """Places in groups that this rank has had; like `prepared`, so that each is worked out once."""
         self._views: dict[object, Tensor] = {}
 
     def group(self, descriptor: Descriptor) -> CudaGroup:
@@ -108,8 +110,7 @@ class CudaEndpoint:
                 f"{self.last_dispatch}"
             )
         self.last_dispatch = descriptor.dispatch
-        encoded = descriptor.encode(self.rank)
-        ctypes.memmove(ctypes.addressof(self._native_descriptor), encoded, len(encoded))
+        descriptor.encode_into(self._native_descriptor, self.rank)
         self._enter.run(self.stream())
 
     def check(self, dispatch: int) -> None:

@@ -41,16 +41,22 @@ class Captured(Generic[T]):
     def replay(self, group: CudaGroup) -> T:
         """Runs the sequence on the current stream among the ranks of an entered group."""
         run = group._run
-        if group.descriptor.layout.degrees != self._degrees:
-            raise LayoutError(f"captured for degrees {self._degrees}, replayed on {group.descriptor.layout}")
-        for kind, counted in enumerate(self._counted):
-            if counted and run.counts[kind] % 2 != self._parities[kind]:
-                # Addresses in the graph fix the bank of each exchange: one more sets it right.
-                group.of_kind(kind).barrier()
+        self.match_banks(group)
         self._graph.replay()
         for kind, counted in enumerate(self._counted):
             run.counts[kind] += counted
         return self.result
+
+    def match_banks(self, group: CudaGroup) -> None:
+        """What `replay` does first: brings the group's counts to where those of the capture began.
+
+        Addresses in the graph fix the bank of each exchange; a barrier more sets it right.
+        """
+        if group.descriptor.layout.degrees != self._degrees:
+            raise LayoutError(f"captured for degrees {self._degrees}, replayed on {group.descriptor.layout}")
+        for kind, counted in enumerate(self._counted):
+            if counted and group._run.counts[kind] % 2 != self._parities[kind]:
+                group.of_kind(kind).barrier()
 
 
 def capture(group: CudaGroup, function: Callable[[CudaGroup], T], *, copies: int = 1) -> Captured[T]:

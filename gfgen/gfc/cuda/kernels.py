@@ -15,6 +15,7 @@ NAMES = (
     "all_reduce",
     "all_reduce_parts",
     "reduce",
+    "reduce_gather",
     "send",
     "recv",
     "restart_edge",

@@ -104,7 +104,7 @@ def copy_engine(endpoint: CudaEndpoint, peer: int, num_bytes: int) -> float:
     def copy() -> None:
         endpoint.driver.call("cuMemcpyDtoDAsync_v2", target, x.data_ptr(), num_bytes, endpoint.stream())
 
-    return num_bytes / (_event_us(copy, warmups=2, repeats=7) * 1e-6) / 1e9
+    return num_bytes / (_event_us(copy, lambda: None, warmups=2, repeats=7) * 1e-6) / 1e9
 
 
 def entered(endpoint: CudaEndpoint, ranks: tuple[int, ...], dispatch: int) -> CudaGroup:
@@ -127,11 +127,11 @@ def cell(
     in_arena, fresh, theirs = _calls(pattern, x, out, nccl)
     copies, repeats = (20, 15) if num_bytes <= 4 * MIB else (5, 7)
     times = {
-        "nccl_eager": _batch_us(lambda: theirs(group), copies, repeats),
-        "nccl_graph": _nccl_graph_us(lambda: theirs(group), copies, repeats),
-        "ours_eager": _batch_us(lambda: fresh(group), copies, repeats),
+        "nccl_eager": _batch_us(group, lambda: theirs(group), copies, repeats),
+        "nccl_graph": _nccl_graph_us(group, lambda: theirs(group), copies, repeats),
+        "ours_eager": _batch_us(group, lambda: fresh(group), copies, repeats),
         "ours_graph": _ours_graph_us(group, fresh, copies, repeats),
-        "ours_arena_eager": _batch_us(lambda: in_arena(group), copies, repeats),
+        "ours_arena_eager": _batch_us(group, lambda: in_arena(group), copies, repeats),
         "ours_arena_graph": _ours_graph_us(group, in_arena, copies, repeats),
         "ours_host": _host_us(lambda: fresh(group)),
         "nccl_host": _host_us(lambda: theirs(group)),
@@ -160,9 +160,9 @@ def reduce_cell(endpoint: CudaEndpoint, ranks: tuple[int, ...], dispatch: int, n
         dist.all_reduce(theirs, group=nccl)
 
     times = {
-        "nccl_eager": _batch_us(reduce_theirs, 20, 15),
-        "nccl_graph": _nccl_graph_us(reduce_theirs, 20, 15),
-        "ours_eager": _batch_us(lambda: group.all_reduce(x), 20, 15),
+        "nccl_eager": _batch_us(group, reduce_theirs, 20, 15),
+        "nccl_graph": _nccl_graph_us(group, reduce_theirs, 20, 15),
+        "ours_eager": _batch_us(group, lambda: group.all_reduce(x), 20, 15),
         "ours_graph": _ours_graph_us(group, lambda group: group.all_reduce(x), 20, 15),
     }
     group.finish()
@@ -200,9 +200,9 @@ def fused_cell(
     times = {
         "ours_graph": _ours_graph_us(group, ours, 10, 15),
         "ours_there_graph": _ours_graph_us(group, there, 10, 15),
-        "ours_eager": _batch_us(lambda: ours(group), 10, 15),
-        "nccl_graph": _nccl_graph_us(lambda: theirs(), 10, 15),
-        "nccl_eager": _batch_us(lambda: theirs(), 10, 15),
+        "ours_eager": _batch_us(group, lambda: ours(group), 10, 15),
+        "nccl_graph": _nccl_graph_us(group, lambda: theirs(), 10, 15),
+        "nccl_eager": _batch_us(group, lambda: theirs(), 10, 15),
     }
     expected, expected_back = theirs()
     got = group.heads_from_tokens(q, k, v, token_sizes=tokens, head_sizes=heads, in_arena=True)
@@ -282,29 +282,38 @@ def _ours_graph_us(group: CudaGroup, call: _Call, copies: int, repeats: int) -> 
     call(group)
     call(group)
     captured = capture(group, call, copies=copies)
-    return _event_us(lambda: captured.replay(group), warmups=2, repeats=repeats) / copies
+
+    def align() -> None:
+        group.barrier()
+        captured.match_banks(group)
+
+    return _event_us(lambda: captured.replay(group), align, warmups=2, repeats=repeats) / copies
 
 
-def _nccl_graph_us(call: Callable[[], object], copies: int, repeats: int) -> float:
+def _nccl_graph_us(group: CudaGroup, call: Callable[[], object], copies: int, repeats: int) -> float:
     call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(copies):
             call()
-    return _event_us(graph.replay, warmups=2, repeats=repeats) / copies
+    return _event_us(graph.replay, group.barrier, warmups=2, repeats=repeats) / copies
 
 
-def _batch_us(call: Callable[[], object], copies: int, repeats: int) -> float:
+def _batch_us(group: CudaGroup, call: Callable[[], object], copies: int, repeats: int) -> float:
     def batch() -> None:
         for _ in range(copies):
             call()
 
-    return _event_us(batch, warmups=1, repeats=repeats) / copies
+    return _event_us(batch, group.barrier, warmups=1, repeats=repeats) / copies
 
 
-def _event_us(run: Callable[[], object], *, warmups: int, repeats: int) -> float:
-    """The device's time from the first of its work to the last, median of several runs."""
+def _event_us(run: Callable[[], object], align: Callable[[], object], *, warmups: int, repeats: int) -> float:
+    """The device's time from the first of its work to the last, median of several runs.
+
+    `align` is enqueued before the first: a barrier, so that no rank's clock runs while it waits
+    for processes that are a few dozen microseconds behind.
+    """
     for _ in range(warmups):
         run()
     torch.cuda.synchronize()
@@ -312,6 +321,7 @@ def _event_us(run: Callable[[], object], *, warmups: int, repeats: int) -> float
     for _ in range(repeats):
         start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        align()
         start.record()
         run()
         end.record()
