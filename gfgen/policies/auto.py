@@ -65,19 +65,19 @@ def _saves_work(snapshot: Snapshot, degree: int) -> bool:
 
 
 def _losses(outlooks: Mapping[str, Outlook]) -> dict[str, float]:
-    """For each outlook the share of late jobs, and a tenth of how much longer jobs take than at best."""
+    """For each outlook its late jobs, and for each job a tenth of how much longer it takes than at best."""
     quickest_s = min(outlook.mean_latency_s for outlook in outlooks.values())
     return {
-        policy: outlook.num_late / max(1, outlook.num_jobs)
-        + LATENCY_WEIGHT * (outlook.mean_latency_s / quickest_s - 1 if quickest_s > 0 else 0.0)
+        policy: outlook.num_late
+        + outlook.num_jobs
+        * LATENCY_WEIGHT
+        * (outlook.mean_latency_s / quickest_s - 1 if quickest_s > 0 else 0.0)
         for policy, outlook in outlooks.items()
     }
 
 
 def _smoothed(losses: Mapping[str, float], last: Choice | None) -> dict[str, float]:
-    """Averaged with those of earlier looks: one look is at a few dozen jobs, and chance is large."""
+    """Added to what is left of those of earlier looks: one look is at a few dozen jobs, and chance is large."""
     if last is None:
         return dict(losses)
-    return {
-        policy: loss + MEMORY * (last.losses.get(policy, loss) - loss) for policy, loss in losses.items()
-    }
+    return {policy: loss + MEMORY * last.losses.get(policy, loss) for policy, loss in losses.items()}

@@ -15,6 +15,9 @@ from gfgen.snapshot import Decision, JobView, Snapshot
 NUM_CONSIDERED = 64
 """Jobs among which the choice is made, the next deadlines first: what is due later can wait, and a
 decision stays cheap with a thousand open jobs."""
+MARGIN = 1.25
+"""A job runs on few ranks if that leaves a fifth of the time to its deadline unused: every boundary at
+which it has to wait for others costs part of a step, and what is left at the end cannot be made up."""
 
 _due = attrgetter("precedence", "deadline_s", "arrival_s")
 _short = attrgetter("precedence", "remaining_s", "arrival_s")
@@ -104,8 +107,8 @@ def _machine_s(snapshot: Snapshot, job: JobView, degree: int) -> float:
 
 
 def _degree_in_time(snapshot: Snapshot, job: JobView, degree: int) -> int:
-    """The fewest ranks, from `degree` on, with which the job is predicted to meet its deadline."""
+    """The fewest ranks, from `degree` on, with which the job is predicted to meet its deadline with ease."""
     most = widest(snapshot, job)
-    while degree < most and snapshot.now_s + rest_s(snapshot, job, degree) > job.deadline_s:
+    while degree < most and snapshot.now_s + MARGIN * rest_s(snapshot, job, degree) > job.deadline_s:
         degree *= 2
     return min(degree, most)
