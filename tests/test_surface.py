@@ -219,4 +219,5 @@ def test_what_a_policy_sees():
         "last_layout",
         "uses_cfg",
         "max_sequence_degree",
+        "shape",
     ]

@@ -1,6 +1,7 @@
 """`gfgen simulate` and `gfgen plan`: without torch, without weights, without waiting."""
 
 import json
+import logging
 import subprocess
 import sys
 
@@ -37,7 +38,7 @@ JOBS = [
 
 @pytest.fixture
 def gfgen(capsys):
-    """(exit code, standard output, standard error) of a command."""
+    """(exit code, standard output, standard error) of a command; logging is put back behind it."""
 
     def run(*arguments):
         with pytest.raises(SystemExit) as end:
@@ -45,7 +46,11 @@ def gfgen(capsys):
         captured = capsys.readouterr()
         return end.value.code, captured.out, captured.err
 
-    return run
+    logger = logging.getLogger("gfgen")
+    before = logger.level, logger.propagate, list(logger.handlers)
+    yield run
+    logger.setLevel(before[0])
+    logger.propagate, logger.handlers = before[1:]
 
 
 @pytest.fixture
