@@ -436,10 +436,11 @@ class State:
         Before a policy is asked, and never for those who watch: what a policy sees does not
         depend on whether somebody looks on.
         """
+        if self._costs_version == self._costs.version:
+            return
         now_s = self._clock.turn_s
         soonest, latest = _RENEWALS_S
-        pause_s = min(latest, max(soonest, self._renewed_s / 2))
-        if self._costs_version == self._costs.version or now_s < self._renewed_s + pause_s:
+        if now_s < self._renewed_s + min(latest, max(soonest, self._renewed_s / 2)):
             return
         self._costs_version, self._renewed_s = self._costs.version, now_s
         self._open.renew(lambda job_id: self._jobs[job_id].view(self._costs))
