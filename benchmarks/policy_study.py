@@ -40,7 +40,7 @@ from gfgen.runtime.simulation import simulate
 
 MODELS = ("wan2.2-ti2v-5b", "qwen-image")
 WORKLOADS = ("short", "foreground-burst", "steady")
-LOADS = (0.3, 0.45, 0.6, 0.75, 0.95, 1.1, 1.3, 1.5)
+LOADS = (0.3, 0.6, 0.8, 0.95, 1.1, 1.3, 1.5)
 NUM_RANKS, NUM_JOBS, NUM_SEEDS = 4, 80, 20
 BLIND = ("legacy", "fcfs", "srtf", "srtf,degree=4")
 """Policies that look at no deadline: one run serves both ways of setting them."""

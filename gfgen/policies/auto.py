@@ -11,10 +11,13 @@ from gfgen.policies.srtf import srtf
 from gfgen.policies.triage import triage
 from gfgen.snapshot import Choice, Decision, Outlook, Policy, Snapshot
 
-LATENCY_WEIGHT = 0.1
-"""A policy whose mean latency is half as long again may miss five more deadlines in a hundred less."""
+LATENCY_WEIGHT = 0.03
+"""A mean latency that is a third longer counts as one deadline in a hundred that is missed."""
 MEMORY = 0.7
 """Weight of what earlier looks ahead have found."""
+NOTABLE = 3.0
+"""So many late jobs, summed over looks ahead, another policy must have less than the present one: changing
+to and fro costs more than either."""
 THRIFT = 1.02
 """A degree is compared if it saves more than so much of the work of the next larger one."""
 DEGREES = (2, 1, 4, 8)
@@ -40,6 +43,9 @@ def choose_auto(snapshot: Snapshot, last: Choice | None = None) -> Choice | None
     outlooks = {name: foresee(policy) for name, policy in candidates.items()}
     losses = _smoothed(_losses(outlooks), last)
     best = min(losses, key=losses.__getitem__)
+    present = last.policy if last is not None and last.policy in losses else next(iter(losses))
+    if losses[best] > losses[present] - NOTABLE:
+        best = present
     found = outlooks[best]
     reason = f"{found.num_late} of {found.num_jobs} late, mean latency {found.mean_latency_s:.1f} s ahead"
     return Choice(best, reason, losses)
@@ -73,7 +79,7 @@ def _saves_work(snapshot: Snapshot, degree: int) -> bool:
 
 
 def _losses(outlooks: Mapping[str, Outlook]) -> dict[str, float]:
-    """For each outlook its late jobs, and for each job a tenth of how much longer it takes than at best."""
+    """For each outlook its late jobs, and a little for how much longer jobs take than at best."""
     quickest_s = min(outlook.mean_latency_s for outlook in outlooks.values())
     return {
         policy: outlook.num_late
