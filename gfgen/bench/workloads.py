@@ -17,6 +17,8 @@ from typing import Literal
 
 from gfgen.errors import InputError
 from gfgen.jobspec import JobSpec
+from gfgen.models.geometry import weightless_geometry
+from gfgen.models.registry import find_configs
 from gfgen.runtime.admission import AdmittedJob, Model, admit
 from gfgen.runtime.cost import CostModel
 
@@ -125,6 +127,13 @@ def alone_s(job: AdmittedJob, costs: CostModel, *, degree: int) -> float:
     return costs.remaining_s(
         cost_class, trajectory.task(0), trajectory.num_tasks, (halves, degree // halves, 1)
     )
+
+
+def weightless_model(name: str) -> Model:
+    """A model by its config files alone: for workloads and simulations."""
+    mix_of(name)
+    configs = find_configs(name)
+    return Model(name, configs, weightless_geometry(configs))
 
 
 def admitted(specs: Sequence[JobSpec], model: Model) -> tuple[AdmittedJob, ...]:

@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from gfgen.graph import Stage
-from gfgen.policies.speed import power_of_two, widest
+from gfgen.policies.speed import power_of_two, step_s, widest
 from gfgen.snapshot import Decision, JobView, Snapshot
 
+WAIT_SHARE = 0.25
+"""A job waits for the ranks that it wants for so much of a step at most: they idle meanwhile."""
 OVERRUN_S = 0.01
 """A task that ends so much later than a held rank is wanted is in time all the same."""
 
@@ -29,7 +31,7 @@ def allot(
         if job.job_id in snapshot.busy:
             ranks.hold_for_busy(job, wanted(job))
         elif ranks.unheld:
-            decisions.append(ranks.start(job, wanted(job)))
+            decisions += ranks.start(job, wanted(job))
         elif (decision := ranks.fill_gap(job)) is not None:
             decisions.append(decision)
     return decisions
@@ -54,6 +56,8 @@ class _Ranks:
         self._num_left = len(snapshot.ranks)
         """Ranks, free or not, that no job of the queue has claimed yet."""
         self._held_until_s: dict[int, float] = {}
+        self._kept: set[int] = set()
+        """Ranks that run a job which goes on there."""
         self.free = list(snapshot.free_ranks)
 
     @property
@@ -61,21 +65,28 @@ class _Ranks:
         """Free ranks that anyone may have."""
         return [rank for rank in self.free if rank not in self._held_until_s]
 
-    def start(self, job: JobView, wanted: int) -> Decision:
-        """The job's next task now, on what is free of what it wants; the rest is held for it."""
+    def start(self, job: JobView, wanted: int) -> list[Decision]:
+        """The job's next task now, on what is free of what it wants; the rest is held for it.
+
+        Nothing now if all that it wants is about to be free, and its step would end sooner then.
+        """
         wanted = self._claim(job, wanted)
+        if (ready_s := self._better_later(job, wanted)) is not None:
+            self._hold(wanted, ready_s)
+            return []
         ranks = self._choose(job, power_of_two(min(wanted, job.max_degree)))
         layout = job.layout(ranks)
         self.free = [rank for rank in self.free if rank not in layout.ranks]
         if wanted > layout.degree:
             end_s = self._snapshot.now_s + self._snapshot.costs.task_s(job.next_task, layout)
             self._hold(wanted - layout.degree, end_s)
-        return Decision(job.next_task, layout)
+        return [Decision(job.next_task, layout)]
 
     def hold_for_busy(self, job: JobView, wanted: int) -> None:
         """Keep free ranks with which a running job can go on wider at its next boundary."""
         running = self._running.get(job.job_id)
         if running is not None and self._num_left > 0:
+            self._kept.update(running.layout.ranks)
             wanted = self._claim(job, wanted)
             self._hold(wanted - running.layout.degree, running.predicted_end_s)
 
@@ -88,6 +99,25 @@ class _Ranks:
                 self.free.remove(rank)
                 return Decision(job.next_task, layout)
         return None
+
+    def _better_later(self, job: JobView, wanted: int) -> float | None:
+        """When all ranks are free that a step wants, if it had better wait for that; else None."""
+        num_missing = wanted - len(self.unheld)
+        if num_missing <= 0 or job.next_task.stage is not Stage.DENOISE:
+            return None
+        now_s = self._snapshot.now_s
+        ends_s = [
+            max(now_s, view.free_at_s)
+            for view in self._snapshot.ranks
+            if not view.can_take and view.rank not in self._kept
+        ]
+        if len(ends_s) < num_missing:
+            return None
+        ready_s = sorted(ends_s)[num_missing - 1]
+        wide_s = step_s(self._snapshot, job, wanted)
+        narrow_s = step_s(self._snapshot, job, power_of_two(len(self.unheld)))
+        is_soon = ready_s - now_s <= WAIT_SHARE * wide_s and ready_s + wide_s < now_s + narrow_s
+        return ready_s if is_soon else None
 
     def _claim(self, job: JobView, wanted: int) -> int:
         """How many ranks it shall have: of those that the jobs before it left."""

@@ -15,6 +15,11 @@ def rest_s(snapshot: Snapshot, job: JobView, degree: int) -> float:
     return snapshot.costs.remaining_s(job.next_task, _some_layout(job.uses_cfg, min(degree, job.step_degree)))
 
 
+def step_s(snapshot: Snapshot, job: JobView, degree: int) -> float:
+    """Predicted seconds of the job's next task, a step, on `degree` ranks."""
+    return snapshot.costs.task_s(job.next_task, _some_layout(job.uses_cfg, min(degree, job.step_degree)))
+
+
 def widest(snapshot: Snapshot, job: JobView) -> int:
     """The most ranks that a step of the job can have here, as a power of two.
 

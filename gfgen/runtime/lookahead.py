@@ -131,12 +131,12 @@ def with_foresight(snapshot: Snapshot, *, pause: Callable[[], None] | None = Non
 
 def _start_of(snapshot: Snapshot, pause: Callable[[], None] | None) -> Start:
     present = [*snapshot.open.values(), *snapshot.busy.values()]
+    table = Table(snapshot, [*present, *snapshot.recent])
     if len(present) > MAX_JOBS:
         running = {running.task.job_id for running in snapshot.running}
         present = heapq.nsmallest(
             MAX_JOBS, present, key=lambda job: (job.job_id not in running, job.deadline_s, job.remaining_s)
         )
-    table = Table(snapshot, [*present, *snapshot.recent])
     kept = {job.job_id for job in present}
     arrivals = _expected(snapshot, table)
     return Start(
