@@ -8,8 +8,9 @@ better while the run goes on.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from gfgen.graph import Stage, Task
@@ -38,21 +39,30 @@ class JobView:
     """Whether a step evaluates two guidance branches, which two halves of the ranks can share."""
     max_sequence_degree: int = 1
     """The most ranks that can share the tokens of one branch."""
+    shape: str = ""
+    """Jobs of one model and shape take equally long for a task."""
+
+    @property
+    def step_degree(self) -> int:
+        """The most ranks that one of its denoising steps can use."""
+        return self.max_sequence_degree * (2 if self.uses_cfg else 1)
 
     @property
     def max_degree(self) -> int:
         """The most ranks that its next task can use: several share a denoising step only."""
-        if self.next_task.stage is not Stage.DENOISE:
-            return 1
-        return self.max_sequence_degree * (2 if self.uses_cfg else 1)
+        return self.step_degree if self.next_task.stage is Stage.DENOISE else 1
 
     def layout(self, ranks: Sequence[int]) -> Layout:
-        """A layout of its next task on these ranks, or on the first of them when they are too many.
+        """A layout of its next task on these ranks, or on the first of them when they are too many."""
+        return self.step_layout(ranks[: self.max_degree])
+
+    def step_layout(self, ranks: Sequence[int]) -> Layout:
+        """A layout of its denoising steps on these ranks, whatever its next task is.
 
         Guidance branches go to two halves of the ranks where that is possible: halves exchange
         once in a step, ranks that share a sequence twice in every attention.
         """
-        ranks = tuple(ranks[: self.max_degree])
+        ranks = tuple(ranks[: self.step_degree])
         if self.uses_cfg and len(ranks) % 2 == 0:
             return Layout(ranks, cfg=2, ulysses=len(ranks) // 2)
         ranks = ranks[: self.max_sequence_degree]
@@ -125,6 +135,11 @@ class Snapshot:
     orders: Orders | None = None
     """What keeps sorted lists of `open`; asked through `in_order`."""
 
+    recent: tuple[JobView, ...] = ()
+    """The jobs that arrived last, as they were then: what may be expected to come."""
+    foresee: Callable[[Policy], Outlook] | None = None
+    """Simulates ahead from here under a policy; None where nobody chooses between policies."""
+
     def in_order(self, key: Callable[[JobView], Any]) -> Sequence[JobView]:
         """The open jobs, smallest key first, ties in the order in which they opened.
 
@@ -146,15 +161,30 @@ class Snapshot:
         A degree beyond `max_degree` counts as `max_degree`; ranks that do not fill a group
         are left out, unless no group can be filled, when each island is one group.
         """
-        degree = max(1, min(degree, self.max_degree))
-        alive = {view.rank for view in self.ranks}
-        islands = [tuple(rank for rank in island if rank in alive) for island in self.islands]
-        groups = [
-            island[start : start + degree]
-            for island in islands
-            for start in range(0, len(island) - degree + 1, degree)
-        ]
-        return groups or [island[:degree] for island in islands if island]
+        alive = tuple([view.rank for view in self.ranks])
+        return list(_groups(alive, self.islands, max(1, min(degree, self.max_degree))))
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """How the present jobs would fare under a policy, and others like those that came last."""
+
+    num_jobs: int
+    num_late: int
+    """Of those with a deadline."""
+    mean_latency_s: float
+    makespan_s: float
+    """Until the last of the jobs that are here now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The policy that is to decide from now on, as `--policy` would name it, and why."""
+
+    policy: str
+    reason: str
+    losses: Mapping[str, float] = field(default_factory=dict)
+    """How badly each policy did that was compared, in whatever terms: for who chooses the next time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,3 +196,19 @@ class Decision:
 
 
 Policy = Callable[[Snapshot], Iterable[Decision]]
+Choose = Callable[[Snapshot, Choice | None], Choice | None]
+"""From a snapshot that can foresee, and the last choice, to the next one; None to leave it as it is."""
+
+
+@functools.lru_cache(maxsize=256)
+def _groups(
+    alive: tuple[int, ...], islands: tuple[tuple[int, ...], ...], degree: int
+) -> tuple[tuple[int, ...], ...]:
+    """`Snapshot.groups`; kept, since the same ranks are cut into the same groups at every step."""
+    whole = [tuple(rank for rank in island if rank in alive) for island in islands]
+    groups = [
+        island[start : start + degree]
+        for island in whole
+        for start in range(0, len(island) - degree + 1, degree)
+    ]
+    return tuple(groups or [island[:degree] for island in whole if island])

@@ -30,6 +30,8 @@ def test_commands():
     assert cli.list_commands(click.Context(cli)) == [
         "run",
         "profile",
+        "simulate",
+        "plan",
         "policies",
         "models",
         "plot",
@@ -66,9 +68,29 @@ def test_options_of_the_other_commands():
         "--size",
         "-o",
     ]
+    assert options_of(subcommand("simulate")) == [
+        "--json",
+        "--model",
+        "--output",
+        "--policy",
+        "--profile",
+        "--ranks",
+        "-o",
+    ]
+    assert options_of(subcommand("plan")) == [
+        "--at",
+        "--by",
+        "--chart",
+        "--json",
+        "--model",
+        "--policy",
+        "--profile",
+        "--ranks",
+    ]
     assert options_of(subcommand("plot")) == ["--output", "--title", "-o"]
     assert options_of(subcommand("models", "make-tiny")) == []
     assert options_of(subcommand("bench", "runtime")) == ["--tasks"]
+    assert options_of(subcommand("bench", "simulator")) == ["--runs", "--tasks"]
     assert options_of(subcommand("bench", "faults")) == ["--schedules", "--seconds", "--seed"]
 
 
@@ -180,6 +202,9 @@ def test_what_a_policy_sees():
         "islands",
         "max_degree",
         "costs",
+        "orders",
+        "recent",
+        "foresee",
     ]
     assert [field.name for field in dataclasses.fields(JobView)] == [
         "job_id",

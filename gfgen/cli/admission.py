@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from gfgen.errors import JobFileError, ModelError, Problem
-from gfgen.job import read_jobs
+from gfgen.job import passed_deadlines, read_jobs
 from gfgen.jobspec import JobSpec
 from gfgen.models.geometry import load_geometry, weightless_geometry
 from gfgen.models.registry import find_configs, resolve_checkpoint
@@ -15,6 +15,9 @@ from gfgen.runtime.admission import AdmittedJob, Model, admit
 from gfgen.runtime.memory import available_bytes, check_models, refuse_large
 
 logger = logging.getLogger(__name__)
+
+DEFAULT_MODEL = "tiny-wan"
+"""For jobs that name none, where --model names none either."""
 
 
 def admit_file(
@@ -49,6 +52,14 @@ def admit_weightless(source: str, *, default_model: str) -> Sequence[AdmittedJob
     if problems:
         raise JobFileError(parsed.source, tuple(problems))
     return admitted
+
+
+def warn_of_passed_deadlines(
+    jobs: Sequence[AdmittedJob], *, now: float, arrived_at: Mapping[str, float] | None = None
+) -> None:
+    """A log line for each job that cannot meet its deadline whatever is done."""
+    for warning in passed_deadlines([job.spec for job in jobs], now=now, arrived_at=arrived_at):
+        logger.warning("%s", warning)
 
 
 class Admission:

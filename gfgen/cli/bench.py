@@ -15,8 +15,10 @@ import click
 
 from gfgen import log
 from gfgen.bench.runtime import measure_control_plane
+from gfgen.bench.simulator import measure_simulator
 from gfgen.runtime.machine import cpu_name
 
+POLICIES = ("srtf", "fcfs", "edf", "legacy")
 _STARTUP_COMMANDS = ("--help", "policies")
 _STARTUP_RUNS = 5
 
@@ -35,7 +37,7 @@ def runtime(*, tasks: int) -> None:
     click.echo("| policy, 8 ranks | open jobs | median us | P99 us | message bytes |")
     click.echo("|---|---|---|---|---|")
     for num_open in (50, 1000):
-        for policy in ("srtf", "fcfs", "edf", "legacy"):
+        for policy in POLICIES:
             cost = measure_control_plane(policy, num_open=num_open, num_tasks=tasks)
             click.echo(
                 f"| {policy} | {num_open} | {cost.median_s * 1e6:.0f} | {cost.p99_s * 1e6:.0f} "
@@ -44,6 +46,21 @@ def runtime(*, tasks: int) -> None:
     click.echo("\n| command | median s |\n|---|---|")
     for command in _STARTUP_COMMANDS:
         click.echo(f"| gfgen {command} | {_startup_s(command):.2f} |")
+
+
+@bench.command()
+@click.option("--tasks", type=click.IntRange(1), default=10_000, show_default=True, help="Tasks of each run.")
+@click.option("--runs", type=click.IntRange(1), default=5, show_default=True, help="The fastest counts.")
+def simulator(*, tasks: int, runs: int) -> None:
+    """How many tasks a second 'gfgen simulate' gets through on one core."""
+    click.echo(f"{time.strftime('%Y-%m-%d')}, {cpu_name()}, Python {platform.python_version()}")
+    click.echo(f"command: gfgen bench simulator --tasks {tasks} --runs {runs}")
+    click.echo("(processor time of one process; the fastest run)\n")
+    click.echo("| policy, 8 ranks | open jobs | tasks a second |\n|---|---|---|")
+    for num_open in (50, 1000):
+        for policy in POLICIES:
+            speed = measure_simulator(policy, num_open=num_open, num_tasks=tasks, num_runs=runs)
+            click.echo(f"| {policy} | {num_open} | {speed.tasks_per_s:,.0f} |")
 
 
 @bench.command()

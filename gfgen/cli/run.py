@@ -12,10 +12,9 @@ from pathlib import Path
 import click
 
 from gfgen import log
-from gfgen.cli.admission import Admission, admit_file
+from gfgen.cli.admission import DEFAULT_MODEL, Admission, admit_file, warn_of_passed_deadlines
 from gfgen.cli.progress import make_file_progress, make_progress
 from gfgen.errors import InputError, InterruptedRunError, Problem
-from gfgen.job import passed_deadlines
 from gfgen.layout import MAX_RANKS
 from gfgen.policies.catalog import NamedPolicy, load_policy
 from gfgen.runtime import resume
@@ -42,7 +41,6 @@ from gfgen.runtime.workers import ProcessBackend
 logger = logging.getLogger(__name__)
 
 JOURNAL_NAME = "journal.jsonl"
-DEFAULT_MODEL = "tiny-wan"
 DEFAULT_RANKS = 4
 
 
@@ -332,8 +330,7 @@ def _warn_of_passed_deadlines(
     arrivals = {
         job_id: at for (job_id, spec_hash), at in arrived_at.items() if hashes.get(job_id) == spec_hash
     }
-    for warning in passed_deadlines([job.spec for job in jobs], now=now, arrived_at=arrivals):
-        logger.warning("%s", warning)
+    warn_of_passed_deadlines(jobs, now=now, arrived_at=arrivals)
 
 
 def _name_of(jobs: str | None, watch: Path | None) -> str:

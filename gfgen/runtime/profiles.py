@@ -43,6 +43,11 @@ def find_profile(device: str | None = None) -> tuple[Path, Profile] | None:
     return None
 
 
+def shipped_profiles() -> list[Profile]:
+    """Those that come with gfgen; they are of other machines, as a rule."""
+    return [load_profile(path) for path in sorted(SHIPPED.glob("*.json"))]
+
+
 def open_profile(path: Path | None) -> Profile:
     """The profile in a file, or this machine's when none is named.
 

@@ -110,6 +110,7 @@ class JobRecord:
             last_layout=self.holder,
             uses_cfg=self.job.uses_cfg,
             max_sequence_degree=self.job.max_sequence_degree,
+            shape=self.cost_class.shape,
         )
 
     def outcome(self, *, ended_s: float, error: str | None) -> JobOutcome:

@@ -7,7 +7,9 @@ snapshot, kept up incrementally: an event costs the jobs and ranks that it touch
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import replace
 
 from gfgen.errors import InterruptedRunError, PolicyFault, WorkerError
 from gfgen.graph import Stage, Task
@@ -33,6 +35,8 @@ MAX_TASK_FAILURES = 2
 MAX_LOST_WORKERS = 3
 """So many deaths of workers while they ran a task of a job fail the job."""
 _SAME_TIME_S = 1e-6
+NUM_RECENT = 24
+"""Arrivals that are remembered, as a sample of what may be expected."""
 _RENEWALS_S = (0.25, 10.0)
 """Predictions of waiting jobs are renewed about twice in the time that a run has lasted, within
 these bounds: early measurements change much, later ones little, and each renewal takes 3 us a job."""
@@ -71,13 +75,15 @@ class State:
         self._arrived_at = arrived_at or {}
         self._resume = dict(resume or {})
         last_numbers = [point.last_number for point in self._resume.values()]
-        self._jobs = {job.job_id: self._record(job) for job in jobs}
         self._ranks = [RankRecord(rank) for rank in range(num_ranks)]
+        self._jobs = {job.job_id: self._record(job) for job in jobs}
         self._idle: set[int] = set()
         """Ranks that are ready and have nothing to do."""
         self._islands = (tuple(range(num_ranks)),)
         self._models = frozenset(job.spec.model or "" for job in jobs)
         self._open = OpenJobs()
+        self._recent: deque[tuple[JobRecord, JobView]] = deque(maxlen=NUM_RECENT)
+        """The last arrivals, as they were then."""
         self._busy: dict[str, JobView] = {}
         self._flights: dict[int, Flight] = {}
         self._num_unfinished = len(self._jobs)
@@ -156,7 +162,11 @@ class State:
     @property
     def has_choice(self) -> bool:
         """Some job is open and some rank can take it: a policy has something to decide."""
+        if self._idle and len(self._open):
+            return True
         about_to_end = self._ending(self._clock.turn_s)
+        if not about_to_end and not self._idle:
+            return False
         is_open = len(self._open) > 0 or bool(self._opening(about_to_end))
         return is_open and bool(self._free_ranks(about_to_end))
 
@@ -180,6 +190,15 @@ class State:
             max_degree=self._max_degree,
             costs=self._job_costs,
             orders=Orders(self._open, open_jobs, joining=joining),
+        )
+
+    def snapshot_of_traffic(self) -> Snapshot:
+        """The same, with the last arrivals and what their tasks cost: to look ahead from."""
+        records = self._jobs | {record.job_id: record for record, _ in self._recent}
+        return replace(
+            self.snapshot(),
+            costs=_JobCosts(records, self._costs),
+            recent=tuple([view for _, view in self._recent]),
         )
 
     def begin(self, decision: Decision) -> Dispatch:
@@ -242,6 +261,7 @@ class State:
             case events.JobArrived():
                 record = self._jobs[event.job_id]
                 record.arrived = True
+                self._recent.append((record, record.view(self._costs)))
                 self._place(record)
             case events.JobTimedOut():
                 return self._timed_out(self._jobs.get(event.job_id), event.time_s)
