@@ -1,3 +1,5 @@
+import logging
+
 import pytest
 from click.testing import CliRunner
 
@@ -128,6 +130,7 @@ def test_a_run_starts_its_predictions_from_the_default_profile_and_says_so(
     monkeypatch.setattr(profiles.registry, "cache_dir", lambda: tmp_path / "cache")
     assert run_command._default_profile() is None
     assert profile("--model", "tiny-qwen-image", "--size", "64x64", "--ranks", 1).exit_code == 0
+    monkeypatch.setattr(logging.getLogger("gfgen"), "propagate", True)  # the command has set up its own
     with caplog.at_level("INFO"):
         found = run_command._default_profile()
     assert found.models == {"tiny-qwen-image"}
