@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from gfgen.graph import Stage, Task
-from gfgen.layout import Layout
+from gfgen.layout import MAX_RANKS, Layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,8 @@ class JobView:
     """Whether a step evaluates two guidance branches, which two halves of the ranks can share."""
     max_sequence_degree: int = 1
     """The most ranks that can share the tokens of one branch."""
+    max_ulysses_degree: int = MAX_RANKS
+    """The most of them that can share the heads; beyond that they share keys, in rings."""
     shape: str = ""
     """Jobs of one model and shape take equally long for a task."""
 
@@ -60,13 +62,14 @@ class JobView:
         """A layout of its denoising steps on these ranks, whatever its next task is.
 
         Guidance branches go to two halves of the ranks where that is possible: halves exchange
-        once in a step, ranks that share a sequence twice in every attention.
+        once in a step, ranks that share a sequence twice in every attention. Of the ranks of a
+        branch as many share heads as can.
         """
         ranks = tuple(ranks[: self.step_degree])
         if self.uses_cfg and len(ranks) % 2 == 0:
-            return Layout(ranks, cfg=2, ulysses=len(ranks) // 2)
+            return Layout.sharing(ranks, cfg=2, most_ulysses=self.max_ulysses_degree)
         ranks = ranks[: self.max_sequence_degree]
-        return Layout(ranks, ulysses=len(ranks))
+        return Layout.sharing(ranks, cfg=1, most_ulysses=self.max_ulysses_degree)
 
     @property
     def remaining_tasks(self) -> int:

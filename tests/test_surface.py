@@ -91,6 +91,7 @@ def test_options_of_the_other_commands():
     assert options_of(subcommand("models", "make-tiny")) == []
     assert options_of(subcommand("bench", "runtime")) == ["--tasks"]
     assert options_of(subcommand("bench", "simulator")) == ["--runs", "--tasks"]
+    assert options_of(subcommand("bench", "attention")) == ["--gpus", "--output"]
     assert options_of(subcommand("bench", "faults")) == ["--schedules", "--seconds", "--seed"]
 
 
@@ -219,4 +220,6 @@ def test_what_a_policy_sees():
         "last_layout",
         "uses_cfg",
         "max_sequence_degree",
+        "max_ulysses_degree",
+        "shape",
     ]

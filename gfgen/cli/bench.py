@@ -91,6 +91,26 @@ def gfc(*, gpus: int | None, tune: bool, output: Path | None) -> None:
 
 
 @bench.command()
+@click.option("--gpus", type=int, help="GPUs to use [default: all].")
+@click.option("--output", type=click.Path(path_type=Path), help="Folder for .json and .md.")
+def attention(*, gpus: int | None, output: Path | None) -> None:
+    """Attention shared by the GPUs of this machine: Ulysses, rings, both, and in chunks of heads."""
+    from gfgen.bench.attention import as_content, measure_attention, table_of
+    from gfgen.gfc.cuda.driver import driver
+
+    num_gpus = driver().num_devices if gpus is None else gpus
+    rows = measure_attention(num_gpus=num_gpus)
+    device = f"{num_gpus} x {driver().name(0)}"
+    text = "\n".join(table_of(rows, device=device, command=f"gfgen bench attention --gpus {num_gpus}"))
+    click.echo(text)
+    if output is not None:
+        output.mkdir(parents=True, exist_ok=True)
+        stem = f"{time.strftime('%Y-%m-%d')}-attention"
+        (output / f"{stem}.json").write_text(json.dumps(as_content(rows), indent=1) + "\n")
+        (output / f"{stem}.md").write_text(text + "\n")
+
+
+@bench.command()
 @click.option("--schedules", type=click.IntRange(1), default=200, show_default=True, help="Runs at most.")
 @click.option("--seed", default=0, show_default=True, help="Of the first run; the next ones follow.")
 @click.option("--seconds", type=click.FloatRange(0), help="Begin no run after so long.")

@@ -35,8 +35,10 @@ def check_degrees(job: AdmittedJob, task: Task, layout: Layout) -> None:
         raise PolicyFault(f"job {task.job_id}: {task} runs on one rank, not on {layout}")
     if layout.cfg > 1 and not job.uses_cfg:
         raise PolicyFault(f"job {task.job_id} has one guidance branch, {layout} has ranks for two")
-    if layout.ring > 1:
-        raise PolicyFault(f"job {task.job_id}: ring degrees are not supported yet, got {layout}")
+    if layout.ulysses > job.max_ulysses_degree:
+        raise PolicyFault(
+            f"job {task.job_id} has {job.max_ulysses_degree} attention heads, too few for {layout}"
+        )
     if layout.sequence_degree > job.max_sequence_degree:
         raise PolicyFault(
             f"job {task.job_id} can be split into {job.max_sequence_degree} parts at most, not {layout}"
