@@ -81,9 +81,7 @@ MIXES = {
     "tiny-wan": Mix(
         _classes("video", (64, 64, 9), (128, 96, 17), (192, 128, 33)), 8, 3600, 5, _VIDEO_GUIDANCE
     ),
-    "tiny-qwen-image": Mix(
-        _classes("image", (64, 64), (128, 128), (192, 192)), 8, 1500, 1, _IMAGE_GUIDANCE
-    ),
+    "tiny-qwen-image": Mix(_classes("image", (64, 64), (128, 128), (192, 192)), 8, 1500, 1, _IMAGE_GUIDANCE),
 }
 """By model. The tiny ones have classes that CPU ranks run in seconds."""
 
@@ -156,9 +154,7 @@ class WorkloadOptions:
     """Deadlines are multiples of what a job takes alone on so many ranks."""
 
 
-def make_workload(
-    name: Name, model: str, times: StandAlone, options: WorkloadOptions
-) -> tuple[JobSpec, ...]:
+def make_workload(name: Name, model: str, times: StandAlone, options: WorkloadOptions) -> tuple[JobSpec, ...]:
     """The jobs, by arrival. The same arguments give the same jobs, on any machine."""
     mix = mix_of(model)
     rng = random.Random(f"{name} {model} {options.seed}")
