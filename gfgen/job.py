@@ -159,9 +159,8 @@ def passed_deadlines(
         due = due_at(spec, arrived_at=arrival)
         if due is not None and due <= max(now, arrival):
             moment = datetime.fromtimestamp(due).astimezone().isoformat(sep=" ", timespec="seconds")
-            late.append(
-                Problem(spec.line, "deadline", moment, f"has passed; {spec.id} runs and counts as late")
-            )
+            what = "has passed" if due <= now else "lies before the job's arrival"
+            late.append(Problem(spec.line, "deadline", moment, f"{what}; {spec.id} runs and counts as late"))
     return tuple(late)
 
 

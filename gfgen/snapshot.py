@@ -8,9 +8,11 @@ better while the run goes on.
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from gfgen.graph import Stage, Task
 from gfgen.layout import MAX_RANKS, Layout
@@ -40,26 +42,35 @@ class JobView:
     """The most ranks that can share the tokens of one branch."""
     max_ulysses_degree: int = MAX_RANKS
     """The most of them that can share the heads; beyond that they share keys, in rings."""
+    shape: str = ""
+    """Jobs of one model and shape take equally long for a task."""
+
+    @property
+    def step_degree(self) -> int:
+        """The most ranks that one of its denoising steps can use."""
+        return self.max_sequence_degree * (2 if self.uses_cfg else 1)
 
     @property
     def max_degree(self) -> int:
         """The most ranks that its next task can use: several share a denoising step only."""
-        if self.next_task.stage is not Stage.DENOISE:
-            return 1
-        return self.max_sequence_degree * (2 if self.uses_cfg else 1)
+        return self.step_degree if self.next_task.stage is Stage.DENOISE else 1
 
     def layout(self, ranks: Sequence[int]) -> Layout:
-        """A layout of its next task on these ranks, or on the first of them when they are too many.
+        """A layout of its next task on these ranks, or on the first of them when they are too many."""
+        return self.step_layout(ranks[: self.max_degree])
+
+    def step_layout(self, ranks: Sequence[int]) -> Layout:
+        """A layout of its denoising steps on these ranks, whatever its next task is.
 
         Guidance branches go to two halves of the ranks where that is possible: halves exchange
         once in a step, ranks that share a sequence twice in every attention. Of the ranks of a
         branch as many share heads as can.
         """
-        ranks = tuple(ranks[: self.max_degree])
+        most_ulysses = self.max_ulysses_degree
+        ranks = tuple(map(operator.index, ranks[: self.step_degree]))  # plain ints: layouts are kept by them
         if self.uses_cfg and len(ranks) % 2 == 0:
-            return Layout.sharing(ranks, cfg=2, most_ulysses=self.max_ulysses_degree)
-        ranks = ranks[: self.max_sequence_degree]
-        return Layout.sharing(ranks, cfg=1, most_ulysses=self.max_ulysses_degree)
+            return _sharing(ranks, 2, most_ulysses)
+        return _sharing(ranks[: self.max_sequence_degree], 1, most_ulysses)
 
     @property
     def remaining_tasks(self) -> int:
@@ -100,6 +111,14 @@ class Costs(Protocol):
     def move_s(self, job_id: str, source: Layout | None, layout: Layout) -> float: ...
 
 
+class Orders(Protocol):
+    """Sorted lists of a snapshot's open jobs that are kept up between snapshots."""
+
+    def sorted(self, views: Mapping[str, JobView], key: Callable[[JobView], Any]) -> list[JobView] | None:
+        """The views by key; None when nothing is kept of them: they are of the past, or others."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """The frozen picture of the cluster."""
@@ -117,6 +136,23 @@ class Snapshot:
     max_degree: int
     """The most ranks that one task can use here."""
     costs: Costs
+    orders: Orders | None = None
+    """What keeps sorted lists of `open`; asked through `in_order`."""
+
+    recent: tuple[JobView, ...] = ()
+    """The jobs that arrived last, as they were then: what may be expected to come."""
+    foresee: Callable[[Policy], Outlook] | None = None
+    """Simulates ahead from here under a policy; None where nobody chooses between policies."""
+
+    def in_order(self, key: Callable[[JobView], Any]) -> Sequence[JobView]:
+        """The open jobs, smallest key first, ties in the order in which they opened.
+
+        With one and the same function as key at every call the order is kept up from snapshot to
+        snapshot, and this costs less than looking at each job once. The key must depend on the
+        view alone.
+        """
+        kept = self.orders.sorted(self.open, key) if self.orders else None
+        return sorted(self.open.values(), key=key) if kept is None else kept
 
     @property
     def free_ranks(self) -> tuple[int, ...]:
@@ -129,15 +165,30 @@ class Snapshot:
         A degree beyond `max_degree` counts as `max_degree`; ranks that do not fill a group
         are left out, unless no group can be filled, when each island is one group.
         """
-        degree = max(1, min(degree, self.max_degree))
-        alive = {view.rank for view in self.ranks}
-        islands = [tuple(rank for rank in island if rank in alive) for island in self.islands]
-        groups = [
-            island[start : start + degree]
-            for island in islands
-            for start in range(0, len(island) - degree + 1, degree)
-        ]
-        return groups or [island[:degree] for island in islands if island]
+        alive = tuple([view.rank for view in self.ranks])
+        return list(_groups(alive, self.islands, max(1, min(degree, self.max_degree))))
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """How the present jobs would fare under a policy, and others like those that came last."""
+
+    num_jobs: int
+    num_late: int
+    """Of those with a deadline."""
+    mean_latency_s: float
+    makespan_s: float
+    """Until the last of the jobs that are here now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The policy that is to decide from now on, as `--policy` would name it, and why."""
+
+    policy: str
+    reason: str
+    losses: Mapping[str, float] = field(default_factory=dict)
+    """How badly each policy did that was compared, in whatever terms: for who chooses the next time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,3 +200,25 @@ class Decision:
 
 
 Policy = Callable[[Snapshot], Iterable[Decision]]
+Choose = Callable[[Snapshot, Choice | None], Choice | None]
+"""From a snapshot that can foresee, and the last choice, to the next one; None to leave it as it is."""
+
+
+@functools.lru_cache(maxsize=4096)
+def _sharing(ranks: tuple[int, ...], cfg: int, most_ulysses: int) -> Layout:
+    """`Layout.sharing`; kept, since layouts are values and the same few come again at every step."""
+    return Layout.sharing(ranks, cfg=cfg, most_ulysses=most_ulysses)
+
+
+@functools.lru_cache(maxsize=256)
+def _groups(
+    alive: tuple[int, ...], islands: tuple[tuple[int, ...], ...], degree: int
+) -> tuple[tuple[int, ...], ...]:
+    """`Snapshot.groups`; kept, since the same ranks are cut into the same groups at every step."""
+    whole = [tuple(rank for rank in island if rank in alive) for island in islands]
+    groups = [
+        island[start : start + degree]
+        for island in whole
+        for start in range(0, len(island) - degree + 1, degree)
+    ]
+    return tuple(groups or [island[:degree] for island in whole if island])

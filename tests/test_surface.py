@@ -8,7 +8,7 @@ import click
 from gfgen import errors
 from gfgen.cli.main import cli
 from gfgen.jobfields import FIELDS
-from gfgen.runtime import events, journal
+from gfgen.runtime import events, journal, profile
 from gfgen.snapshot import JobView, Snapshot
 
 
@@ -27,7 +27,17 @@ def subcommand(*names: str) -> click.Command:
 
 
 def test_commands():
-    assert cli.list_commands(click.Context(cli)) == ["run", "policies", "models", "plot", "doctor", "bench"]
+    assert cli.list_commands(click.Context(cli)) == [
+        "run",
+        "profile",
+        "simulate",
+        "plan",
+        "policies",
+        "models",
+        "plot",
+        "doctor",
+        "bench",
+    ]
 
 
 def test_options_of_run():
@@ -52,10 +62,38 @@ def test_options_of_run():
 
 
 def test_options_of_the_other_commands():
+    assert options_of(subcommand("profile")) == [
+        "--dry-run",
+        "--model",
+        "--output",
+        "--ranks",
+        "--size",
+        "-o",
+    ]
+    assert options_of(subcommand("simulate")) == [
+        "--json",
+        "--model",
+        "--output",
+        "--policy",
+        "--profile",
+        "--ranks",
+        "-o",
+    ]
+    assert options_of(subcommand("plan")) == [
+        "--at",
+        "--by",
+        "--chart",
+        "--json",
+        "--model",
+        "--policy",
+        "--profile",
+        "--ranks",
+    ]
     assert options_of(subcommand("plot")) == ["--output", "--title", "-o"]
     assert options_of(subcommand("models", "make-tiny")) == []
     assert options_of(subcommand("bench", "runtime")) == ["--tasks"]
     assert options_of(subcommand("bench", "forward")) == ["--gpus", "--only", "--output", "--seconds"]
+    assert options_of(subcommand("bench", "simulator")) == ["--runs", "--tasks"]
     assert options_of(subcommand("bench", "attention")) == ["--gpus", "--output"]
     assert options_of(subcommand("bench", "faults")) == ["--schedules", "--seconds", "--seed"]
 
@@ -129,6 +167,35 @@ def test_events_of_the_journal():
     }
 
 
+def test_fields_of_a_profile():
+    assert profile.FORMAT == 1
+    assert [field.name for field in dataclasses.fields(profile.Profile)] == [
+        "device",
+        "date",
+        "source",
+        "num_ranks",
+        "rows",
+        "move_s",
+        "move_bytes_per_s",
+        "write_s",
+        "dispatch_s",
+        "versions",
+    ]
+    assert [field.name for field in dataclasses.fields(profile.ProfileRow)] == [
+        "model",
+        "shape",
+        "stage",
+        "degrees",
+        "seconds",
+        "spread_s",
+        "num_samples",
+        "loaded_s",
+        "flops",
+        "state_bytes",
+        "write_s",
+    ]
+
+
 def test_what_a_policy_sees():
     assert [field.name for field in dataclasses.fields(Snapshot)] == [
         "now_s",
@@ -139,6 +206,9 @@ def test_what_a_policy_sees():
         "islands",
         "max_degree",
         "costs",
+        "orders",
+        "recent",
+        "foresee",
     ]
     assert [field.name for field in dataclasses.fields(JobView)] == [
         "job_id",
@@ -154,4 +224,5 @@ def test_what_a_policy_sees():
         "uses_cfg",
         "max_sequence_degree",
         "max_ulysses_degree",
+        "shape",
     ]

@@ -37,9 +37,11 @@ from gfgen.runtime.control import Control
 from gfgen.runtime.cost import CostModel
 from gfgen.runtime.dispatch import Dispatch
 from gfgen.runtime.events import Event, RankLost, TaskDone, TaskFailed
+from gfgen.runtime.journal import Journal, journal_header, read_runs
 from gfgen.runtime.observer import JobInfo, JobOutcome, Observer
 from gfgen.runtime.outputs import remove_leftovers
 from gfgen.runtime.pool import PRELOAD, WorkerPool
+from gfgen.runtime.replay import replay
 from gfgen.runtime.state import MAX_LOST_WORKERS, MAX_TASK_FAILURES, State
 from gfgen.runtime.watchdog import Patience
 from gfgen.runtime.workers import ProcessBackend
@@ -241,6 +243,8 @@ class _Witness(Observer):
         self.outcomes: list[JobOutcome] = []
         self.completed: dict[str, list[int]] = {}
         """By job: its tasks that have ended well, in order, since the job began last."""
+        self.runs: list[Sequence[AdmittedJob]] = []
+        """What each run had to do."""
         self._pending: Counter[int] = Counter()
 
     def began(self, jobs: tuple[JobInfo, ...], *, num_ranks: int, policy: str) -> None:
@@ -312,29 +316,43 @@ def _run(
 ) -> None:
     """One run, as `gfgen run` does it."""
     clock, costs, guard_s = Clock(), CostModel(), schedule.guard_s
-    policy = wandering(Random(schedule.seed)) if schedule.policy == "wander" else load_policy(schedule.policy)
+    last_number = max([pool.last_number, *witness.dispatches])
     state = State(
-        jobs,
-        num_ranks=pool.num_ranks,
-        clock=clock,
-        costs=costs,
-        guard_s=guard_s,
-        last_number=max([pool.last_number, *witness.dispatches]),
+        jobs, num_ranks=pool.num_ranks, clock=clock, costs=costs, guard_s=guard_s, last_number=last_number
     )
     backend = ProcessBackend(pool, jobs, clock=clock, output_dir=output_dir, patience=HASTY)
+    witness.runs.append(jobs)
+    journal = Journal(
+        output_dir.with_name("journal.jsonl"),
+        header=journal_header(
+            [job.info for job in jobs],
+            policy=schedule.policy,
+            num_ranks=pool.num_ranks,
+            guard_s=guard_s,
+            started_at=0.0,
+            last_number=last_number,
+        ),
+    )
     control = Control(
         jobs,
         state=state,
         backend=backend,
         clock=clock,
-        policy=policy,
+        policy=_policy_of(schedule),
         guard_s=guard_s,
         observers=[witness],
+        journal=journal,
     )
     try:
         control.run()
     finally:
         backend.close()
+        journal.close()
+
+
+def _policy_of(schedule: Schedule) -> NamedPolicy:
+    """Anew for each run: a wandering one begins at the beginning."""
+    return wandering(Random(schedule.seed)) if schedule.policy == "wander" else load_policy(schedule.policy)
 
 
 @contextlib.contextmanager
@@ -387,6 +405,7 @@ def _settle(schedule: Schedule, result: Result, fleet: Fleet, witness: _Witness,
         if outcome.status == "failed":
             result.problems += _unexplained(outcome, done, witness)
     result.problems += _wrong_steps(schedule, witness)
+    result.problems += _decided_otherwise(schedule, witness, output_dir.with_name("journal.jsonl"))
     result.problems += _wrong_files(schedule, witness, output_dir)
 
 
@@ -425,6 +444,15 @@ def _wrong_steps(schedule: Schedule, witness: _Witness) -> Iterator[str]:
             yield f"{job.job_id}: tasks were completed in the order {indices}"
         if job.job_id in finished and len(indices) != job.trajectory.num_tasks:
             yield f"{job.job_id} is done after {len(indices)} of {job.trajectory.num_tasks} tasks"
+
+
+def _decided_otherwise(schedule: Schedule, witness: _Witness, path: Path) -> Iterator[str]:
+    """What was decided is decided again when the journal is replayed; the journal is removed."""
+    for run, jobs in zip(read_runs(path), witness.runs, strict=True):
+        outcome = replay(run, jobs, policy=_policy_of(schedule))
+        if outcome.difference:
+            yield f"replayed: {outcome.difference}"
+    path.unlink()
 
 
 def _wrong_files(schedule: Schedule, witness: _Witness, output_dir: Path) -> Iterator[str]:

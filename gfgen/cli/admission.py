@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from gfgen.errors import JobFileError, ModelError, Problem
 from gfgen.gfc.cuda.memory import arena_bytes
-from gfgen.job import read_jobs
+from gfgen.job import passed_deadlines, read_jobs
 from gfgen.jobspec import JobSpec
 from gfgen.models.geometry import load_geometry, weightless_geometry
-from gfgen.models.registry import resolve_checkpoint, resolve_configs
+from gfgen.models.registry import find_configs, resolve_checkpoint, resolve_configs
 from gfgen.runtime.admission import AdmittedJob, Model, admit
 from gfgen.runtime.arenas import GPU_PLAN
 from gfgen.runtime.devices import CUDA, Devices
@@ -24,6 +24,9 @@ from gfgen.runtime.memory import (
 )
 
 logger = logging.getLogger(__name__)
+
+DEFAULT_MODEL = "tiny-wan"
+"""For jobs that name none, where --model names none either."""
 
 
 def admit_file(
@@ -49,6 +52,27 @@ def admit_file(
     for problem in problems:
         logger.warning("skipped: %s", problem)
     return fitting, problems
+
+
+def admit_weightless(source: str, *, default_model: str) -> Sequence[AdmittedJob]:
+    """The jobs of a file as they would run, for simulations: no weights are needed, nothing is loaded.
+
+    Raises: JobFileError with every problem, as `admit_file`.
+    """
+    parsed = read_jobs("-" if source == "-" else Path(source))
+    admitted, refused = admit(parsed.specs, default_model=default_model, find_model=_find_weightless)
+    problems = sorted((*parsed.problems, *refused), key=lambda problem: problem.line or 0)
+    if problems:
+        raise JobFileError(parsed.source, tuple(problems))
+    return admitted
+
+
+def warn_of_passed_deadlines(
+    jobs: Sequence[AdmittedJob], *, now: float, arrived_at: Mapping[str, float] | None = None
+) -> None:
+    """A log line for each job that cannot meet its deadline whatever is done."""
+    for warning in passed_deadlines([job.spec for job in jobs], now=now, arrived_at=arrived_at):
+        logger.warning("%s", warning)
 
 
 class Admission:
@@ -139,3 +163,8 @@ class Admission:
             return Model(name, checkpoint, weightless_geometry(checkpoint))
         checkpoint = resolve_checkpoint(name)
         return Model(name, checkpoint, load_geometry(checkpoint))
+
+
+def _find_weightless(name: str) -> Model:
+    configs = find_configs(name)
+    return Model(name, configs, weightless_geometry(configs))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import platform
 import statistics
 import subprocess
@@ -16,7 +15,10 @@ import click
 
 from gfgen import log
 from gfgen.bench.runtime import measure_control_plane
+from gfgen.bench.simulator import measure_simulator
+from gfgen.runtime.machine import cpu_name
 
+POLICIES = ("srtf", "fcfs", "edf", "legacy")
 _STARTUP_COMMANDS = ("--help", "policies")
 _STARTUP_RUNS = 5
 
@@ -30,12 +32,12 @@ def bench() -> None:
 @click.option("--tasks", default=5000, show_default=True, help="Tasks to dispatch for each row.")
 def runtime(*, tasks: int) -> None:
     """What the control plane costs: time per dispatched task, message size, start-up."""
-    click.echo(f"{time.strftime('%Y-%m-%d')}, {_processor()}, Python {platform.python_version()}")
+    click.echo(f"{time.strftime('%Y-%m-%d')}, {cpu_name()}, Python {platform.python_version()}")
     click.echo(f"command: gfgen bench runtime --tasks {tasks}\n")
     click.echo("| policy, 8 ranks | open jobs | median us | P99 us | message bytes |")
     click.echo("|---|---|---|---|---|")
     for num_open in (50, 1000):
-        for policy in ("srtf", "fcfs", "edf", "legacy"):
+        for policy in POLICIES:
             cost = measure_control_plane(policy, num_open=num_open, num_tasks=tasks)
             click.echo(
                 f"| {policy} | {num_open} | {cost.median_s * 1e6:.0f} | {cost.p99_s * 1e6:.0f} "
@@ -44,6 +46,21 @@ def runtime(*, tasks: int) -> None:
     click.echo("\n| command | median s |\n|---|---|")
     for command in _STARTUP_COMMANDS:
         click.echo(f"| gfgen {command} | {_startup_s(command):.2f} |")
+
+
+@bench.command()
+@click.option("--tasks", type=click.IntRange(1), default=10_000, show_default=True, help="Tasks of each run.")
+@click.option("--runs", type=click.IntRange(1), default=5, show_default=True, help="The fastest counts.")
+def simulator(*, tasks: int, runs: int) -> None:
+    """How many tasks a second 'gfgen simulate' gets through on one core."""
+    click.echo(f"{time.strftime('%Y-%m-%d')}, {cpu_name()}, Python {platform.python_version()}")
+    click.echo(f"command: gfgen bench simulator --tasks {tasks} --runs {runs}")
+    click.echo("(processor time of one process; the fastest run)\n")
+    click.echo("| policy, 8 ranks | open jobs | tasks a second |\n|---|---|---|")
+    for num_open in (50, 1000):
+        for policy in POLICIES:
+            speed = measure_simulator(policy, num_open=num_open, num_tasks=tasks, num_runs=runs)
+            click.echo(f"| {policy} | {num_open} | {speed.tasks_per_s:,.0f} |")
 
 
 @bench.command()
@@ -147,7 +164,7 @@ def faults(*, schedules: int, seed: int, seconds: float | None) -> int:
         for problem in result.problems:
             click.echo(f"seed {result.seed}: {problem}", err=True)
     limit = "" if seconds is None else f" --seconds {seconds:g}"
-    click.echo(f"{time.strftime('%Y-%m-%d')}, {_processor()}, Python {platform.python_version()}")
+    click.echo(f"{time.strftime('%Y-%m-%d')}, {cpu_name()}, Python {platform.python_version()}")
     click.echo(f"command: gfgen bench faults --schedules {schedules} --seed {seed}{limit}\n")
     for line in table_of(results, wall_s=time.monotonic() - began_s):
         click.echo(line)
@@ -165,13 +182,3 @@ def _startup_s(command: str) -> float:
         subprocess.run([sys.executable, "-m", "gfgen", command], check=True, capture_output=True)
         seconds.append(time.perf_counter() - began_s)
     return statistics.median(seconds)
-
-
-def _processor() -> str:
-    """The processor's name and the number of its cores that this process may use."""
-    names = [
-        line.partition(":")[2].strip()
-        for line in Path("/proc/cpuinfo").read_text().splitlines()
-        if line.startswith("model name")
-    ]
-    return f"{len(os.sched_getaffinity(0))} cores of {names[0] if names else platform.machine()}"

@@ -16,6 +16,12 @@ from gfgen.log import FILE_ONLY
 
 _COMMANDS = {
     "run": ("gfgen.cli.run:run", "Generate what a job file asks for."),
+    "profile": ("gfgen.cli.profile:profile", "Measure how long tasks take on this machine."),
+    "simulate": ("gfgen.cli.simulate:simulate", "Run a job file in virtual time: which policy does best?"),
+    "plan": (
+        "gfgen.cli.plan:plan",
+        "Say when a job file would be done, and which deadlines would be missed.",
+    ),
     "policies": ("gfgen.cli.policies:policies", "Say what each scheduling policy is for."),
     "models": ("gfgen.cli.models:models", "List models; make small ones for trying things out."),
     "plot": ("gfgen.cli.plot:plot", "Draw a run's trace as a timeline."),

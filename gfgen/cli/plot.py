@@ -1,4 +1,4 @@
-"""`gfgen plot`: a trace as a picture."""
+"""`gfgen plot`: traces as pictures."""
 
 from __future__ import annotations
 
@@ -7,20 +7,27 @@ from pathlib import Path
 import click
 
 from gfgen.runtime.plot import plot_timeline
+from gfgen.runtime.plot_runs import find_traces, plot_runs
 
 
 @click.command()
-@click.argument("trace", type=click.Path(path_type=Path))
+@click.argument("traces", metavar="TRACE...", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option(
     "--output",
     "-o",
     type=click.Path(path_type=Path),
-    default=Path("timeline.png"),
-    show_default=True,
-    help="The picture; .png, .svg or .pdf.",
+    help="The picture; .png, .svg or .pdf. [timeline.png, or comparison.png]",
 )
-@click.option("--title", help="In place of what the trace says of itself.")
-def plot(*, trace: Path, output: Path, title: str | None) -> None:
-    """Draw TRACE, which 'gfgen run --trace' wrote, as a timeline: a lane per rank, a colour per job."""
-    plot_timeline(trace, output, title=title)
+@click.option("--title", help="In place of what the traces say of themselves.")
+def plot(*, traces: tuple[Path, ...], output: Path | None, title: str | None) -> None:
+    """Draw TRACE, of a run or a simulation, as a timeline: a lane per rank, a colour per job.
+
+    Several traces, or a folder with several, are compared: deadlines met, latencies, throughput.
+    """
+    found = find_traces(traces)
+    output = output or Path("timeline.png" if len(found) == 1 else "comparison.png")
+    if len(found) == 1:
+        plot_timeline(found[0], output, title=title)
+    else:
+        plot_runs(found, output, title=title)
     click.echo(str(output))

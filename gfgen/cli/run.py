@@ -12,10 +12,9 @@ from pathlib import Path
 import click
 
 from gfgen import log
-from gfgen.cli.admission import Admission, admit_file
+from gfgen.cli.admission import DEFAULT_MODEL, Admission, admit_file, warn_of_passed_deadlines
 from gfgen.cli.progress import make_file_progress, make_progress
 from gfgen.errors import InputError, InterruptedRunError, Problem
-from gfgen.job import passed_deadlines
 from gfgen.layout import MAX_RANKS
 from gfgen.policies.catalog import NamedPolicy, load_policy
 from gfgen.runtime import resume
@@ -32,6 +31,8 @@ from gfgen.runtime.manifest import MANIFEST_NAME, ManifestWriter, finished_jobs
 from gfgen.runtime.metrics import Summary
 from gfgen.runtime.observer import Observer
 from gfgen.runtime.pool import WorkerPool
+from gfgen.runtime.profile import Profile
+from gfgen.runtime.profiles import find_profile
 from gfgen.runtime.signals import SignalPipe
 from gfgen.runtime.state import State
 from gfgen.runtime.trace import TraceWriter
@@ -40,7 +41,6 @@ from gfgen.runtime.workers import ProcessBackend
 logger = logging.getLogger(__name__)
 
 JOURNAL_NAME = "journal.jsonl"
-DEFAULT_MODEL = "tiny-wan"
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,19 +241,21 @@ def _run_on(
     arrived_at = first_arrivals(options.output_dir / JOURNAL_NAME)
     resume_points = resume.find(options.output_dir, todo)
     started_at, clock = time.time(), Clock()
+    profile = _default_profile()
+    closes_s = None if options.closes_at is None else options.closes_at - started_at
     _warn_of_passed_deadlines(todo, started_at, arrived_at)
     with contextlib.ExitStack() as stack:
         state = State(
             todo,
             num_ranks=options.num_ranks,
             clock=clock,
-            costs=CostModel(),
+            costs=CostModel(profile),
             guard_s=options.guard_s,
             started_at=started_at,
             last_number=pool.last_number,
             arrived_at=arrived_at,
             resume=resume_points,
-            closes_s=None if options.closes_at is None else options.closes_at - started_at,
+            closes_s=closes_s,
         )
         observers = [stack.enter_context(contextlib.closing(o)) for o in _observers(options)]
         backend = ProcessBackend(
@@ -273,6 +275,13 @@ def _run_on(
                 num_ranks=options.num_ranks,
                 guard_s=options.guard_s,
                 started_at=started_at,
+                last_number=pool.last_number,
+                resumed={
+                    job_id: (point.next_index, point.producer, point.last_number)
+                    for job_id, point in resume_points.items()
+                },
+                closes_s=closes_s,
+                profile=None if profile is None else profile.hash,
             ),
         )
         stack.callback(journal.close)
@@ -298,6 +307,16 @@ def _run_on(
             signal_number=state.stop_signal,
         )
     return summary
+
+
+def _default_profile() -> Profile | None:
+    """What this machine's tasks took when they were measured, if they were: predictions start from it."""
+    found = find_profile()
+    if found is None:
+        return None
+    path, profile = found
+    logger.info("predictions start from the profile of %s: %s", profile.date, path)
+    return profile
 
 
 @contextlib.contextmanager
@@ -342,8 +361,7 @@ def _warn_of_passed_deadlines(
     arrivals = {
         job_id: at for (job_id, spec_hash), at in arrived_at.items() if hashes.get(job_id) == spec_hash
     }
-    for warning in passed_deadlines([job.spec for job in jobs], now=now, arrived_at=arrivals):
-        logger.warning("%s", warning)
+    warn_of_passed_deadlines(jobs, now=now, arrived_at=arrivals)
 
 
 def _name_of(jobs: str | None, watch: Path | None) -> str:

@@ -18,7 +18,7 @@ from gfgen.models.geometry_qwen import qwen_geometry
 from gfgen.models.geometry_wan import wan_geometry
 
 CONFIGS = Path(__file__).parent / "configs"
-"""Config files of the full-size models, in diffusers' format and without weights."""
+"""Config files of the models with a short name, in diffusers' format and without weights."""
 
 SHIPPED = ("wan2.2-ti2v-5b", "wan2.2-t2v-a14b", "wan2.2-i2v-a14b", "qwen-image")
 """Short names of the full-size models, which are also the folders of their configs."""
@@ -113,7 +113,7 @@ def shipped_geometry(name: str) -> Geometry:
 
 
 def weightless_geometry(checkpoint: Path) -> Geometry:
-    """The geometry of a directory of which only the config files count, as for random weights.
+    """The geometry of a directory of which only the config files count: for simulations, random weights.
 
     Its size is known if gfgen.json says how many parameters it has.
 

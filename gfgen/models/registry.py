@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gfgen.errors import ModelError
-from gfgen.models.geometry import CONFIGS, SHIPPED, load_geometry, weightless_geometry
+from gfgen.models.geometry import CONFIGS, load_geometry, weightless_geometry
 
 if TYPE_CHECKING:
     from gfgen.models.adapter import Adapter
@@ -80,7 +80,7 @@ def resolve_checkpoint(name_or_dir: str) -> Path:
         return _tiny_checkpoint(name_or_dir)
     if name_or_dir in HUB_IDS:
         return _downloaded(HUB_IDS[name_or_dir])
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", name_or_dir) and name_or_dir[0] not in "./":
+    if _is_hub_id(name_or_dir):
         return _downloaded(name_or_dir)
     raise ModelError(_unknown(name_or_dir))
 
@@ -88,20 +88,31 @@ def resolve_checkpoint(name_or_dir: str) -> Path:
 def resolve_configs(name_or_dir: str) -> Path:
     """A directory with the model's config files, for random weights; nothing is downloaded.
 
-    Raises: ModelError for a name whose config files do not come with gfgen.
+    Raises: ModelError for a name that no config files are here for.
+    """
+    if name_or_dir in TINY_NAMES:
+        return _tiny_checkpoint(name_or_dir)
+    return find_configs(name_or_dir)
+
+
+def find_configs(name_or_dir: str) -> Path:
+    """The directory with a model's config files, for what needs no weights; downloads and makes nothing.
+
+    Raises: ModelError for a name that no config files are here for.
     """
     path = Path(name_or_dir).expanduser()
     if path.is_dir():
         return path.resolve()
-    if name_or_dir in TINY_NAMES:
-        return _tiny_checkpoint(name_or_dir)
-    if name_or_dir in SHIPPED:
-        return CONFIGS / name_or_dir
-    accepted = ", ".join((*SHIPPED, *TINY_NAMES))
-    raise ModelError(
-        f"model {name_or_dir}: no config files of it come with gfgen; with --random-weights give a "
-        f"directory of config files, or {accepted}"
-    )
+    names = {hub_id: name for name, hub_id in HUB_IDS.items()}
+    name = names.get(name_or_dir, name_or_dir)
+    if name in HUB_IDS or name in TINY_NAMES:
+        return CONFIGS / name
+    if _is_hub_id(name):
+        raise ModelError(
+            f"model {name}: its config files are not here and nothing is downloaded for this; "
+            "give its directory"
+        )
+    raise ModelError(_unknown(name))
 
 
 def load_adapter(
@@ -169,6 +180,10 @@ def make_tiny_models(folder: Path, names: Sequence[str]) -> None:
     except subprocess.CalledProcessError as error:
         reason = (error.stderr.strip().splitlines() or ["no reason given"])[-1]
         raise ModelError(f"{what}: cannot be made in {folder}: {reason}") from None
+
+
+def _is_hub_id(name: str) -> bool:
+    return re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None and name[0] not in "./"
 
 
 def _tiny_checkpoint(name: str) -> Path:

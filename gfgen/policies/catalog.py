@@ -13,19 +13,23 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, get_origin
 
 from gfgen.errors import PolicyError, in_one_line
-from gfgen.snapshot import Policy
+from gfgen.snapshot import Choose, Policy
 
 BUILT_IN = {
     "legacy": "gfgen.policies.legacy:legacy",
     "fcfs": "gfgen.policies.fcfs:fcfs",
     "srtf": "gfgen.policies.srtf:srtf",
     "edf": "gfgen.policies.edf:edf",
+    "triage": "gfgen.policies.triage:triage",
+    "makespan": "gfgen.policies.makespan:makespan",
+    "auto": "gfgen.policies.auto:auto",
 }
 
 _TYPES: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "str": str}
@@ -38,6 +42,8 @@ class NamedPolicy:
     name: str
     decide: Policy
     options: Mapping[str, Any] = field(default_factory=dict)
+    choose: Choose | None = None
+    """Says from time to time which policy is to decide instead; None for one that decides itself."""
 
 
 def load_policy(text: str) -> NamedPolicy:
@@ -50,7 +56,8 @@ def load_policy(text: str) -> NamedPolicy:
     function = _find(name)
     _check_signature(name, function)
     options = _options(name, function, assignments)
-    return NamedPolicy(text, functools.partial(function, **options) if options else function, options)
+    decide = functools.partial(function, **options) if options else function
+    return NamedPolicy(text, decide, options, choose=_chooser_beside(function))
 
 
 def describe(name: str) -> tuple[str, str]:
@@ -78,6 +85,12 @@ def _find(name: str) -> Callable[..., Any]:
     if not callable(function):
         raise PolicyError(f"--policy {name}: {module_name} has no function {attribute}")
     return function  # type: ignore[no-any-return]
+
+
+def _chooser_beside(function: Callable[..., Any]) -> Choose | None:
+    """The function `choose_NAME` of the module in which the policy NAME is defined."""
+    module = sys.modules.get(getattr(function, "__module__", ""))
+    return getattr(module, f"choose_{getattr(function, '__name__', '')}", None)
 
 
 def _import_module(name: str) -> Any:

@@ -6,25 +6,44 @@ import heapq
 import math
 from operator import attrgetter
 
+from gfgen.policies.speed import is_past_rescue
 from gfgen.snapshot import Decision, JobView, Snapshot
 
 _order = attrgetter("precedence", "deadline_s", "arrival_s")
+_rest = attrgetter("precedence", "remaining_s", "arrival_s")
 
 
-def edf(snapshot: Snapshot) -> list[Decision]:
+def edf(snapshot: Snapshot, *, rescue: bool = True) -> list[Decision]:
     """The job whose deadline is next goes first, on as few ranks as are predicted to meet it.
 
     For jobs with deadlines. The choice is made anew at every step: a job that slips gets more
-    ranks, one that is ahead gives them back. Jobs without a deadline come last, by arrival.
+    ranks, one that is ahead gives them back. Jobs without a deadline come late, by arrival; last, on one
+    rank and the shortest first, those that no number of ranks could save: under overload they would
+    make everyone late. `rescue=false` treats them as all others, which is the form of the paper.
     """
     free = set(snapshot.free_ranks)
     decisions = []
-    for job in heapq.nsmallest(len(free), snapshot.open.values(), key=_order):
-        ranks = _ranks_for(snapshot, job, free)
+    for job, is_lost in _queue(snapshot, len(free), rescue=rescue):
+        ranks = _nearest(snapshot, job, free, 1) if is_lost else _ranks_for(snapshot, job, free)
         if ranks:
             free.difference_update(ranks)
             decisions.append(Decision(job.next_task, job.layout(ranks)))
     return decisions
+
+
+def _queue(snapshot: Snapshot, number: int, *, rescue: bool) -> list[tuple[JobView, bool]]:
+    """The next jobs, each with whether it is past rescue."""
+    queue: list[tuple[JobView, bool]] = []
+    lost = []
+    for job in snapshot.in_order(_order):
+        if len(queue) == number:
+            break
+        if rescue and is_past_rescue(snapshot, job):
+            lost.append(job)
+        else:
+            queue.append((job, False))
+    queue += [(job, True) for job in heapq.nsmallest(number - len(queue), lost, key=_rest)]
+    return sorted(queue, key=lambda entry: entry[0].precedence)
 
 
 def _ranks_for(snapshot: Snapshot, job: JobView, free: set[int]) -> tuple[int, ...]:

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import heapq
-from operator import attrgetter
-
-from gfgen.policies.groups import Degree, Group, home_group
+from gfgen.policies.groups import Degree, Group, groups_by_rank, home_group
 from gfgen.snapshot import Decision, JobView, Snapshot
-
-_turn = attrgetter("precedence", "arrival_s")
 
 
 def fcfs(snapshot: Snapshot, *, degree: Degree = 1) -> list[Decision]:
@@ -19,28 +14,41 @@ def fcfs(snapshot: Snapshot, *, degree: Degree = 1) -> list[Decision]:
     """
     groups = snapshot.groups(degree)
     free = set(snapshot.free_ranks)
-    running = {home_group(job, groups) for job in snapshot.busy.values()}
-    idle = [group for group in groups if free.issuperset(group) and group not in running]
+    idle = [group for group in groups if free.issuperset(group)]
+    by_rank = groups_by_rank(groups) if idle else {}
+    if idle and snapshot.busy:
+        running = {home_group(job, by_rank) for job in snapshot.busy.values()}
+        idle = [group for group in idle if group not in running]
     if not idle:
         return []
-    owners, waiting = _owners_and_waiting(snapshot, groups)
-    queue = iter(heapq.nsmallest(len(idle), waiting, key=_turn))
+    owners, waiting = _owners_and_waiting(snapshot, by_rank, num_wanted=len(idle))
+    queue = iter(waiting)
     turns = [(group, owners.get(group) or next(queue, None)) for group in idle]
     return [Decision(job.next_task, job.layout(group)) for group, job in turns if job]
 
 
+def _begun_then_turn(job: JobView) -> tuple[bool, int, float]:
+    return job.last_layout is None, job.precedence, job.arrival_s
+
+
 def _owners_and_waiting(
-    snapshot: Snapshot, groups: list[Group]
+    snapshot: Snapshot, by_rank: dict[int, Group], *, num_wanted: int
 ) -> tuple[dict[Group, JobView], list[JobView]]:
-    """For each group the job that has begun there (the first to come of several), and the others."""
-    waiting = [job for job in snapshot.open.values() if job.last_layout is None]
+    """For each group the job that has begun there (the first to come of several), and the next others.
+
+    A job that has begun on ranks that are no group (any more) waits as the others do.
+    """
     owners: dict[Group, JobView] = {}
-    for job in snapshot.open.values():
+    homeless, fresh = [], []
+    for job in snapshot.in_order(_begun_then_turn):
         if job.last_layout is None:
-            continue
-        home = home_group(job, groups)
-        if home is None:
-            waiting.append(job)
+            fresh.append(job)
+            if len(fresh) == num_wanted:
+                break
+        elif (home := home_group(job, by_rank)) is not None:
+            owners.setdefault(home, job)
         else:
-            owners[home] = min(owners.get(home, job), job, key=_turn)
-    return owners, waiting
+            homeless.append(job)
+    if not homeless:
+        return owners, fresh
+    return owners, sorted([*homeless, *fresh], key=lambda job: (job.precedence, job.arrival_s))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Annotated
 
 from gfgen.layout import MAX_RANKS
@@ -15,12 +16,20 @@ DegreeOrAll = Annotated[int, range(MAX_RANKS + 1)]
 Group = tuple[int, ...]
 
 
-def home_group(job: JobView, groups: list[Group]) -> Group | None:
+def groups_by_rank(groups: Iterable[Group]) -> dict[int, Group]:
+    """The group that each rank is in; ranks that are in none are missing."""
+    return {rank: group for group in groups for rank in group}
+
+
+def home_group(job: JobView, by_rank: Mapping[int, Group]) -> Group | None:
     """The group that a job ran on last; None before its first task.
 
-    Also None when its ranks are not in one of `groups` (any more): one of them died.
+    Also None when its ranks are not in one of the groups (any more): one of them died.
     """
     if job.last_layout is None:
         return None
     ranks = job.last_layout.ranks
-    return next((group for group in groups if set(ranks) <= set(group)), None)
+    home = by_rank.get(ranks[0])
+    if len(ranks) > 1 and any(by_rank.get(rank) is not home for rank in ranks):
+        return None
+    return home

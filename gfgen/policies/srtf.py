@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
 
-from gfgen.policies.groups import Degree, Group, home_group
+from gfgen.policies.groups import Degree, Group, groups_by_rank, home_group
 from gfgen.snapshot import Decision, JobView, Snapshot
 
 _urgency = attrgetter("precedence", "remaining_s", "arrival_s")
@@ -20,31 +21,36 @@ def srtf(snapshot: Snapshot, *, degree: Degree = 1) -> list[Decision]:
     waits for another group.
     """
     groups = snapshot.groups(degree)
-    idle = _idle_groups(snapshot, groups)
+    by_rank = groups_by_rank(groups)
+    idle = _idle_groups(snapshot, groups, by_rank)
     if not idle:
         return []
-    placed = [job for job in snapshot.open.values() if job.last_layout]
-    queues: dict[Group | None, list[JobView]] = defaultdict(list)
-    queues[None] = [job for job in snapshot.open.values() if not job.last_layout]
-    for job in placed:
-        queues[home_group(job, groups)].append(job)
-    chosen = {group: _take_most_urgent(queues, [group, None]) for group in idle}
-    for group, taken in chosen.items():
-        chosen[group] = taken or _take_most_urgent(queues, list(queues))
-    return [Decision(job.next_task, job.layout(group)) for group, job in chosen.items() if job]
+    jobs = snapshot.in_order(_urgency)
+    chosen: dict[Group, JobView] = {}
+    taken: set[str] = set()
+    for may_move in (False, True):
+        for group in idle:
+            if group not in chosen and (job := _first(jobs, group, by_rank, taken, may_move=may_move)):
+                chosen[group] = job
+                taken.add(job.job_id)
+    return [
+        Decision(chosen[group].next_task, chosen[group].layout(group)) for group in idle if group in chosen
+    ]
 
 
-def _take_most_urgent(queues: dict[Group | None, list[JobView]], homes: list[Group | None]) -> JobView | None:
-    """The most urgent job that waits at one of these homes; it leaves its queue."""
-    firsts = [(home, min(queues[home], key=_urgency)) for home in homes if queues[home]]
-    if not firsts:
-        return None
-    home, job = min(firsts, key=lambda first: _urgency(first[1]))
-    queues[home].remove(job)
-    return job
+def _first(
+    jobs: Sequence[JobView], group: Group, by_rank: Mapping[int, Group], taken: set[str], *, may_move: bool
+) -> JobView | None:
+    """The most urgent job that is not taken, and is at home here or nowhere unless it may move."""
+    for job in jobs:
+        if job.job_id in taken:
+            continue
+        if may_move or job.last_layout is None or home_group(job, by_rank) in (group, None):
+            return job
+    return None
 
 
-def _idle_groups(snapshot: Snapshot, groups: list[Group]) -> list[Group]:
+def _idle_groups(snapshot: Snapshot, groups: list[Group], by_rank: Mapping[int, Group]) -> list[Group]:
     """Groups whose ranks can all take a task, the one with the least work placed on it first."""
     free = set(snapshot.free_ranks)
     idle = [group for group in groups if free.issuperset(group)]
@@ -53,5 +59,5 @@ def _idle_groups(snapshot: Snapshot, groups: list[Group]) -> list[Group]:
     load: dict[Group | None, float] = defaultdict(float)
     for job in (*snapshot.open.values(), *snapshot.busy.values()):
         if job.last_layout:
-            load[home_group(job, groups)] += job.remaining_s
+            load[home_group(job, by_rank)] += job.remaining_s
     return sorted(idle, key=lambda group: (load[group], group))

@@ -29,6 +29,7 @@ _KIND_ORDER = (
 )
 """Ties in time: what ends comes before what begins, so that a rank that gets free at the very
 moment of an arrival can take it."""
+_KINDS = {kind: number for number, kind in enumerate(_KIND_ORDER)}
 
 
 class Clock:
@@ -37,12 +38,26 @@ class Clock:
     def __init__(self, *, virtual: bool = False) -> None:
         self._epoch_s: float | None = None if virtual else time.monotonic()
         self._virtual_s = 0.0
+        self._turn_s: float | None = None
         self._due: list[tuple[float, int, int, Event]] = []
         self._numbers = itertools.count()
 
     @property
     def now_s(self) -> float:
         return self._virtual_s if self._epoch_s is None else time.monotonic() - self._epoch_s
+
+    @property
+    def turn_s(self) -> float:
+        """The moment for which everything is decided in this turn of the loop.
+
+        It stands still while a policy thinks, so that a decision is judged by the picture that it
+        was made from, and a journal that has this number tells all that there was to see.
+        """
+        return self.now_s if self._turn_s is None else self._turn_s
+
+    def begin_turn(self) -> None:
+        """From now on it is now."""
+        self._turn_s = self.now_s
 
     def from_monotonic(self, monotonic_s: float) -> float:
         """A reading of the machine's monotonic clock, in another process too, on this clock."""
@@ -51,8 +66,7 @@ class Clock:
 
     def at(self, event: Event) -> None:
         """Let an event fall due at its own `time_s`."""
-        kind = _KIND_ORDER.index(type(event))
-        heapq.heappush(self._due, (event.time_s, kind, next(self._numbers), event))
+        heapq.heappush(self._due, (event.time_s, _KINDS[type(event)], next(self._numbers), event))
 
     def next_wakeup(self) -> float | None:
         """When the next event falls due; None when nothing is scheduled."""
@@ -60,10 +74,9 @@ class Clock:
 
     def due(self) -> list[Event]:
         """Take the events that are due by now, in their total order."""
-        now_s = self.now_s
-        released = []
-        while self._due and self._due[0][0] <= now_s:
-            released.append(heapq.heappop(self._due)[3])
+        now_s, due, released = self.now_s, self._due, []
+        while due and due[0][0] <= now_s:
+            released.append(heapq.heappop(due)[3])
         return released
 
     def advance(self, to_s: float) -> None:

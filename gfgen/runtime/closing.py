@@ -17,8 +17,8 @@ _CLOCK_FORMATS = ("%H:%M", "%H:%M:%S")
 _ACCEPTED = 'a time of day like "06:00", a time like "2026-11-21T06:00", or a duration like "8h" is accepted'
 
 
-def closing_at(text: str, *, now: float) -> float:
-    """Unix time of what `--until` says; a time of day is the next one on this machine's clock.
+def closing_at(text: str, *, now: float, option: str = "--until") -> float:
+    """Unix time of what an option says; a time of day is the next one on this machine's clock.
 
     Raises: InputError for what is no time, and for a time that has passed.
     """
@@ -26,10 +26,10 @@ def closing_at(text: str, *, now: float) -> float:
     if moment is None:
         duration_s = parse_duration(text)
         if not duration_s:
-            raise InputError(f"--until {text!r}: {_ACCEPTED}")
+            raise InputError(f"{option} {text!r}: {_ACCEPTED}")
         return now + duration_s
     if moment.timestamp() <= now:
-        raise InputError(f"--until {text!r}: has passed; {_ACCEPTED}")
+        raise InputError(f"{option} {text!r}: has passed; {_ACCEPTED}")
     return moment.timestamp()
 
 

@@ -17,13 +17,16 @@ from gfgen.runtime.journal import Journal, NoJournal
 from gfgen.runtime.metrics import Metrics, Summary
 from gfgen.runtime.observer import JobOutcome, Observer, skipped_outcome
 from gfgen.runtime.state import State
-from gfgen.snapshot import Decision, Snapshot
+from gfgen.snapshot import Choice, Decision, Snapshot
 
 logger = logging.getLogger(__name__)
 
 MAX_POLICY_FAULTS = 3
 """After so many calls in which the policy was at fault the run goes on under FALLBACK."""
 FALLBACK = "fcfs"
+CHANGES_PER_CHOICE = 24
+"""A policy is chosen anew when so many jobs have come or gone; at the start of a run sooner, when each
+of them changes the picture. More often gained nothing in the study of policies."""
 
 
 class Backend(Protocol):
@@ -43,6 +46,18 @@ class Backend(Protocol):
 
     def add(self, jobs: Sequence[AdmittedJob]) -> None:
         """Tasks of these jobs may be submitted from now on."""
+        ...
+
+
+class Chooser(Protocol):
+    """Who thinks about which policy is to decide, in its own time."""
+
+    def consider(self, snapshot: Snapshot) -> None:
+        """Begin to think about this, unless it is still busy."""
+        ...
+
+    def take(self) -> Choice | None:
+        """What it has come to since it was asked last; returns at once."""
         ...
 
 
@@ -73,6 +88,7 @@ class Control:
         observers: Sequence[Observer] = (),
         skipped: Sequence[AdmittedJob] = (),
         intake: Intake | None = None,
+        chooser: Chooser | None = None,
     ) -> None:
         self.state = state
         self.backend = backend
@@ -82,14 +98,18 @@ class Control:
         self.journal = journal or NoJournal()
         self.metrics = Metrics()
         self.observers = (self.metrics, *observers)
+        self.given_up: str | None = None
+        """Why FALLBACK has taken the place of the policy, if it has."""
         self._num_policy_faults = 0
         self._refresh_s = min((o.refresh_s for o in self.observers if o.refresh_s is not None), default=None)
         self._next_refresh_s = 0.0
-        self._seen_s: float | None = None
-        """The time of the snapshot that the policy looked at last."""
         self._jobs = tuple(jobs)
         self._skipped = tuple(skipped)
         self._intake = intake
+        self._chooser = chooser
+        self._num_changes = 0
+        """Arrivals and ends of jobs so far."""
+        self._next_choice = 1
 
     def run(self) -> Summary:
         """Run until every job has ended, or the run is asked to stop.
@@ -98,14 +118,17 @@ class Control:
         """
         self.begin()
         while not self.state.finished:
-            for event in self.backend.wait(until=self.clock.next_wakeup()):
+            events = self.backend.wait(until=self.clock.next_wakeup())
+            self.clock.begin_turn()
+            for event in events:
                 self.journal.append(event)
                 self.apply(event)
             self.take_in()
+            self.reconsider()
             for decision in self.decide():
                 if not self.start(decision):
                     break  # what follows was decided for a state that did not come about
-            self.journal.flush()
+            self.journal.end_turn(self.clock.turn_s)
         return self.metrics.summary()
 
     def begin(self) -> None:
@@ -137,8 +160,27 @@ class Control:
             self.state.add(job)
             self.schedule(job)
 
+    def reconsider(self) -> None:
+        """Follow what was chosen, and have it thought about anew when enough jobs have come or gone.
+
+        What was chosen takes effect by an event, so that a replay of the journal needs no chooser.
+        """
+        if self._chooser is None or self.state.is_stopping:
+            return
+        choice = self._chooser.take()
+        if choice is not None and choice.policy != self.policy.name:
+            event = PolicyChanged(self.clock.now_s, choice.policy, choice.reason)
+            self.journal.append(event)
+            self.apply(event)
+        if self._num_changes >= self._next_choice and not self.state.all_ended:
+            self._next_choice = self._num_changes + min(self._num_changes, CHANGES_PER_CHOICE)
+            self._chooser.consider(self.state.snapshot_of_traffic())
+
     def apply(self, event: Event) -> None:
         """Let the state change by an event, and tell everyone who watches."""
+        if isinstance(event, PolicyChanged) and event.policy != self.policy.name:
+            self.policy = load_policy(event.policy)
+        self._num_changes += isinstance(event, JobArrived)
         outcomes = self.state.apply(event)
         for observer in self.observers:
             observer.applied(event)
@@ -150,8 +192,9 @@ class Control:
         self._refresh()
         if self.state.is_stopping or not self.state.has_choice:
             return ()
+        self.state.renew_predictions()
         snapshot = self.state.snapshot()
-        self._seen_s = snapshot.now_s
+        self.journal.asked()
         decisions = self._ask_policy(snapshot)
         if not decisions and self.state.is_stuck:
             self._explain_standstill(snapshot)
@@ -162,10 +205,11 @@ class Control:
         if self.clock.next_wakeup() not in (None, self.state.closes_s):
             return
         if snapshot.open:
-            names = ", ".join(self.state.open_jobs[:5])
+            waiting = self.state.open_jobs
+            names = ", ".join(waiting[:5]) + (f" and {len(waiting) - 5} more" if len(waiting) > 5 else "")
             raise StalledError(
                 f"policy {self.policy.name} starts nothing although all ranks are free; "
-                f"{len(self.state.open_jobs)} jobs wait: {names}"
+                f"{len(waiting)} {'job waits' if len(waiting) == 1 else 'jobs wait'}: {names}"
             )
         if not self.state.expects_more:
             logger.info("no job that is left can be done by closing time: the run ends now")
@@ -174,12 +218,13 @@ class Control:
     def start(self, decision: Decision) -> bool:
         """Dispatch a decision; False when it is illegal, which is the policy's fault."""
         try:
-            dispatch = self.state.begin(decision, seen_s=self._seen_s)
+            dispatch = self.state.begin(decision)
         except PolicyFault as fault:
             self._blame_policy(fault)
             self.clock.at(Wakeup(self.clock.now_s))  # it is asked again, for the ranks that are left
             return False
         self.backend.submit(dispatch)
+        self.journal.dispatched(dispatch)
         if self.guard_s > 0:
             wakeup_s = max(dispatch.predicted_end_s - self.guard_s, self.clock.now_s)
             self.clock.at(Wakeup(wakeup_s))
@@ -189,6 +234,7 @@ class Control:
 
     def conclude(self, outcome: JobOutcome) -> None:
         """A job has ended."""
+        self._num_changes += 1
         self.backend.release(outcome.info.job_id)
         for observer in self.observers:
             observer.ended(outcome)
@@ -251,11 +297,12 @@ class Control:
         )
         self.policy = load_policy(FALLBACK)
         self._num_policy_faults = 0
+        self._chooser = None
+        self.given_up = reason
         self.clock.at(PolicyChanged(self.clock.now_s, self.policy.name, reason))
 
     def schedule(self, job: AdmittedJob) -> None:
         """Let a job arrive at its time."""
-        arrival_s = job.spec.arrival_s
-        self.clock.at(JobArrived(arrival_s, job.job_id, job.info.spec_hash))
+        self.clock.at(JobArrived(job.spec.arrival_s, job.job_id, job.info.spec_hash))
         if job.spec.timeout_s is not None:
-            self.clock.at(JobTimedOut(arrival_s + job.spec.timeout_s, job.job_id))
+            self.clock.at(JobTimedOut(job.spec.arrival_s + job.spec.timeout_s, job.job_id))

@@ -1,26 +1,27 @@
-"""Predicted durations: an analytic estimate at first, what was measured as soon as it was.
+"""Predicted durations: from a profile or by arithmetic at first, measured as soon as they were.
 
-Jobs of one model and shape share a `CostClass`. For each (stage, degrees) of a class the
-estimate is, in this order: the measured mean; the profile's row; the class's floating-point
-operations over the rate that the same model has reached in the same stage with other shapes; or over
-the rate of its denoising steps; or over a default rate. Waiting and moving are no part of a duration
-(DESIGN section 4).
+Jobs of one model and shape share a `CostClass`. For each (stage, degrees) of a class the estimate
+is, in this order: what this run has measured; what the profile says of exactly this, of shapes
+around it, or of other degrees (cost_table.py), times what this run has shown the profile to be off
+by; the class's floating-point operations over the rate that the same model has reached in the same
+stage with other shapes, or in its denoising steps; or over a default rate. Every estimate knows its
+`Provenance`. Waiting and moving are no part of a duration (DESIGN section 4).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gfgen.graph import Stage, Task
 from gfgen.layout import Layout
+from gfgen.runtime.cost_table import CostTable, Estimate, Provenance, Work, speed_up
 from gfgen.runtime.profile import Degrees, Profile
 
 _ONE: Degrees = (1, 1, 1)
 DEFAULT_FLOPS_PER_S = 2e10
 """One CPU rank before anything was measured; 20 GFLOP/s is a core's order of magnitude."""
-PARALLEL_EFFICIENCY = 0.9
-"""Share of the ideal speed-up that is assumed until a degree was measured."""
 OVERHEAD_S = 2e-3
 """Per task: launching from Python, publishing the state."""
 MOVE_BYTES_PER_S = 2e9
@@ -29,6 +30,8 @@ _RECENT = 0.2
 """Weight of a new measurement once five were seen; follows drift, damps noise."""
 _NOTABLE = 0.1
 """A change of an estimate below this share does not reorder jobs."""
+_MAX_NAMED = 3
+"""Doubtful estimates of one kind that are named in a line."""
 
 
 @dataclass(slots=True)
@@ -52,6 +55,22 @@ class CostClass:
     measured: dict[tuple[Stage, Degrees], _Mean] = field(default_factory=dict)
     published: dict[tuple[Stage, Degrees], float] = field(default_factory=dict)
     """Estimates handed out since the last notable change."""
+    profiled: dict[tuple[Stage, Degrees], Estimate | None] = field(default_factory=dict)
+    """What the profile says, looked up once."""
+
+    def work(self, stage: Stage) -> Work:
+        return Work(self.flops[stage], self.state_bytes)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Doubt:
+    """An estimate that was handed out and that no measurement of the like stands behind."""
+
+    provenance: Provenance
+    model: str
+    shape: str
+    stage: Stage
+    degrees: Degrees
 
 
 class CostModel:
@@ -60,13 +79,14 @@ class CostModel:
     def __init__(self, profile: Profile | None = None) -> None:
         self.version = 0
         """Rises when an estimate that was handed out has changed notably."""
-        self._profiled = (
-            {(row.model, row.shape, row.stage, row.degrees): row.seconds for row in profile.rows}
-            if profile
-            else {}
-        )
+        self._table = None if profile is None else CostTable(profile)
+        self._move_s = 0.0 if profile is None else profile.move_s
+        self._move_bytes_per_s = MOVE_BYTES_PER_S if profile is None else profile.move_bytes_per_s
         self._classes: dict[tuple[str, str], CostClass] = {}
         self._rates: dict[tuple[str, Stage], _Mean] = {}
+        self._drifts: dict[tuple[str, Stage], _Mean] = {}
+        """Measured durations over what the profile says of them."""
+        self._doubts: set[Doubt] = set()
 
     def cost_class(
         self, model: str, shape: str, *, flops: Mapping[Stage, float], state_bytes: int
@@ -78,21 +98,45 @@ class CostModel:
         return self._classes[key]
 
     def task_s(self, cost_class: CostClass, stage: Stage, degrees: Degrees) -> float:
-        """Predicted execution time of one task."""
+        """Predicted execution time of one task, as long as the other ranks are busy."""
         key = (stage, degrees)
         published = cost_class.published.get(key)
         if published is None:
-            published = cost_class.published[key] = self._estimate(cost_class, stage, degrees)
+            estimate = self.estimate(cost_class, stage, degrees)
+            published = cost_class.published[key] = estimate.loaded_s
+            if estimate.provenance >= Provenance.EXTRAPOLATED:
+                self._doubts.add(
+                    Doubt(estimate.provenance, cost_class.model, cost_class.shape, stage, degrees)
+                )
         return published
+
+    def estimate(self, cost_class: CostClass, stage: Stage, degrees: Degrees) -> Estimate:
+        """The same as of this moment, with its provenance."""
+        measured = cost_class.measured.get((stage, degrees))
+        if measured is not None:
+            return Estimate(measured.value, measured.value, Provenance.MEASURED)
+        profiled = self._profiled(cost_class, stage, degrees)
+        if profiled is not None:
+            return profiled.scaled(self._drift(cost_class.model, stage), profiled.provenance)
+        return self._by_rate(cost_class, stage, degrees)
+
+    @property
+    def doubts(self) -> Sequence[Doubt]:
+        """Estimates that were extrapolated or guessed when they were handed out, the worst last."""
+        return sorted(self._doubts)
 
     def is_measured(self, cost_class: CostClass) -> bool:
         """Whether estimates rest on a measurement of this model, be it with another shape."""
+        if self._table is not None and cost_class.model in self._table.models:
+            return True
         denoise = (cost_class.model, Stage.DENOISE)
         return denoise in self._rates or any(stage is Stage.DENOISE for stage, _ in cost_class.measured)
 
     def has_seen(self, cost_class: CostClass, stage: Stage, degrees: Degrees) -> bool:
-        """Whether a task like this has run: its prediction is more than a guess."""
-        return (stage, degrees) in cost_class.measured
+        """Whether a task like this has run, here or for the profile: its prediction is more than a guess."""
+        if (stage, degrees) in cost_class.measured:
+            return True
+        return self._table is not None and self._table.has(cost_class.model, cost_class.shape, stage, degrees)
 
     def remaining_s(self, cost_class: CostClass, task: Task, num_tasks: int, degrees: Degrees) -> float:
         """Predicted time from `task` to the end of its job, with its steps on these degrees."""
@@ -110,15 +154,22 @@ class CostModel:
         """Predicted time to bring a job's state to a layout; 0 where it is already."""
         if source is None or source == layout:
             return 0.0
-        return cost_class.state_bytes / MOVE_BYTES_PER_S
+        return self._move_s + cost_class.state_bytes / self._move_bytes_per_s
 
     def observe(self, cost_class: CostClass, stage: Stage, degrees: Degrees, duration_s: float) -> None:
         """Learn from a completed task."""
         key = (stage, degrees)
-        cost_class.measured.setdefault(key, _Mean()).add(duration_s)
-        degree = degrees[0] * degrees[1] * degrees[2]
+        profiled = self._profiled(cost_class, stage, degrees)
+        if key not in cost_class.measured:
+            is_prior = profiled is not None and profiled.provenance is Provenance.PROFILED
+            prior = _Mean(profiled.loaded_s, count=1) if profiled and is_prior else _Mean()
+            cost_class.measured[key] = prior
+        cost_class.measured[key].add(duration_s)
+        if profiled is not None and profiled.loaded_s > 0:
+            drift = self._drifts.setdefault((cost_class.model, stage), _Mean())
+            drift.add(duration_s / profiled.loaded_s)
         if duration_s > OVERHEAD_S and cost_class.flops[stage] > 0:
-            rate = cost_class.flops[stage] / (duration_s - OVERHEAD_S) / _speedup(degree)
+            rate = cost_class.flops[stage] / (duration_s - OVERHEAD_S) / speed_up(math.prod(degrees))
             self._rates.setdefault((cost_class.model, stage), _Mean()).add(rate)
         published = cost_class.published.get(key)
         if published is None:
@@ -129,20 +180,47 @@ class CostModel:
                     other.published.clear()
             self.version += 1
 
-    def _estimate(self, cost_class: CostClass, stage: Stage, degrees: Degrees) -> float:
-        measured = cost_class.measured.get((stage, degrees))
-        if measured is not None:
-            return measured.value
-        profiled = self._profiled.get((cost_class.model, cost_class.shape, stage, degrees))
-        if profiled is not None:
-            return profiled
+    def _profiled(self, cost_class: CostClass, stage: Stage, degrees: Degrees) -> Estimate | None:
+        if self._table is None:
+            return None
+        key = (stage, degrees)
+        if key not in cost_class.profiled:
+            cost_class.profiled[key] = self._table.task(
+                cost_class.model, cost_class.shape, stage, degrees, cost_class.work(stage)
+            )
+        return cost_class.profiled[key]
+
+    def _drift(self, model: str, stage: Stage) -> float:
+        """What the profile is off by here; 1 until something was measured."""
+        drift = self._drifts.get((model, stage)) or self._drifts.get((model, Stage.DENOISE))
+        return drift.value if drift else 1.0
+
+    def _by_rate(self, cost_class: CostClass, stage: Stage, degrees: Degrees) -> Estimate:
         rate = self._rates.get((cost_class.model, stage)) or self._rates.get(
             (cost_class.model, Stage.DENOISE)
         )
-        degree = degrees[0] * degrees[1] * degrees[2]
-        flops_per_s = (rate.value if rate else DEFAULT_FLOPS_PER_S) * _speedup(degree)
-        return cost_class.flops[stage] / flops_per_s + OVERHEAD_S
+        flops_per_s = (rate.value if rate else DEFAULT_FLOPS_PER_S) * speed_up(math.prod(degrees))
+        seconds = cost_class.flops[stage] / flops_per_s + OVERHEAD_S
+        return Estimate(seconds, seconds, Provenance.EXTRAPOLATED if rate else Provenance.GUESSED)
 
 
-def _speedup(degree: int) -> float:
-    return 1.0 if degree == 1 else degree * PARALLEL_EFFICIENCY
+def in_one_line(doubts: Sequence[Doubt]) -> str | None:
+    """What a person should know of the estimates that a prediction rests on; None when all are sound."""
+    by_kind: dict[Provenance, list[str]] = {}
+    for doubt in doubts:
+        names = by_kind.setdefault(doubt.provenance, [])
+        name = f"{doubt.model} {doubt.shape}" + _words(doubt.degrees)
+        if name not in names:
+            names.append(name)
+    parts = []
+    for kind, names in sorted(by_kind.items()):
+        rest = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+        parts.append(f"{kind.name.lower()}, not measured: {', '.join(names[:_MAX_NAMED])}{rest}")
+    return "; ".join(parts) or None
+
+
+def _words(degrees: Degrees) -> str:
+    """' on cfg 2 x ulysses 2'; nothing for one rank."""
+    named = zip(("cfg", "ulysses", "ring"), degrees, strict=True)
+    kinds = [f"{name} {degree}" for name, degree in named if degree > 1]
+    return f" on {' x '.join(kinds)}" if kinds else ""

@@ -23,7 +23,7 @@ def check_types(decision: object) -> None:
             f"job {task.job_id}: it decided a layout of type {type(layout).__name__}; a Layout is accepted"
         )
     numbers = (*layout.ranks, *layout.degrees)
-    if not isinstance(layout.ranks, tuple) or any(type(number) is not int for number in numbers):
+    if not isinstance(layout.ranks, tuple) or set(map(type, numbers)) != {int}:
         raise PolicyFault(
             f"job {task.job_id}: {layout} is made of other things than a tuple of whole numbers"
         )

@@ -22,17 +22,22 @@ logger = logging.getLogger(__name__)
 
 MANIFEST_NAME = "manifest.jsonl"
 SCHEMA_VERSION = 1
+SIMULATED = "simulated"
+"""Key, with the value true, of lines whose job was simulated: there is no file."""
 
 Entry = dict[str, Any]
 """One line, as JSON gives it; the keys are those of `manifest_entry`."""
 
 
 class ManifestWriter(Observer):
-    """Appends a line as each job ends; `now` gives Unix time."""
+    """Appends a line as each job ends; `now` gives Unix time. Lines of a simulation say so."""
 
-    def __init__(self, path: Path, *, now: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, path: Path, *, now: Callable[[], float] = time.time, is_simulated: bool = False
+    ) -> None:
         self.path = path
         self._now = now
+        self._is_simulated = is_simulated
         _make_parent(path)
         self._lines = LineFile(path)
 
@@ -42,6 +47,8 @@ class ManifestWriter(Observer):
         file = self.path.parent / outcome.info.file
         size_bytes = file.stat().st_size if outcome.status == "done" and file.exists() else None
         entry = manifest_entry(outcome, size_bytes=size_bytes, written_at=self._now())
+        if self._is_simulated:
+            entry[SIMULATED] = True
         self._lines.append(json.dumps(entry, ensure_ascii=False).encode("utf-8", "replace") + b"\n")
 
     def close(self) -> None:
@@ -153,7 +160,7 @@ def finished_jobs(path: Path, infos: Iterable[JobInfo]) -> frozenset[str]:
 
 
 def _is_finished(path: Path, entry: Entry, info: JobInfo) -> bool:
-    if entry.get("status") != "done" or entry.get("spec_hash") != info.spec_hash:
+    if entry.get("status") != "done" or entry.get(SIMULATED) or entry.get("spec_hash") != info.spec_hash:
         return False
     if entry.get("file") != info.file:
         return False

@@ -64,6 +64,11 @@ class Summary:
         return self._share(self.busy_s)
 
     @property
+    def moved_share(self) -> float:
+        """Fraction of all ranks' time in which a task's input was being moved."""
+        return self._share(self.moved_s)
+
+    @property
     def jobs_per_min(self) -> float:
         """Throughput of jobs that are done."""
         return 60 * self.num_done / self.makespan_s if self.makespan_s > 0 else 0.0

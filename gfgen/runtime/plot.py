@@ -11,16 +11,16 @@ drawn and not before.
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from gfgen.errors import InputError, OutputError
+from gfgen.errors import InputError
 from gfgen.runtime.blocks import WRITE, Block, lanes_of, stretches, task_blocks, tasks_of_jobs, write_blocks
 from gfgen.runtime.colours import hatching, job_colour, luminance, shaded
 from gfgen.runtime.durations import in_words
+from gfgen.runtime.picture import GREY, check_suffix, save_figure
 from gfgen.runtime.timeline import Timeline, TracedJob, read_timeline
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-SUFFIXES = (".png", ".svg", ".pdf")
 STAGES = {  # lightness relative to the job's colour, hatching
     "encode": (1.5, "...."),
     "prepare": (1.5, "xxxx"),
@@ -36,12 +35,9 @@ STAGES = {  # lightness relative to the job's colour, hatching
     "decode": (0.78, "////"),
     "write": (1.6, ""),
 }
-GREY = "#777777"
 IDLE = "#ECECEC"
 LATE = "#D00000"
 LANE_HEIGHT = 0.78
-FONTS = ("Noto Sans CJK SC", "Noto Sans CJK JP", "Source Han Sans SC", "WenQuanYi Zen Hei", "Noto Emoji")
-"""Used where installed, for prompts that the usual font cannot show."""
 
 MAX_ROWS_WITH_PROMPT = 30
 MAX_ROWS_WITH_NAME = 120
@@ -91,24 +87,11 @@ def plot_timeline(trace_path: Path, output_path: Path, *, title: str | None = No
     Raises: InputError when the trace cannot be read, holds no task, the suffix is another
     one, or matplotlib is missing; OutputError when the picture cannot be written.
     """
-    if output_path.suffix.lower() not in SUFFIXES:
-        raise InputError(f"{output_path}: a picture's name ends in {', '.join(SUFFIXES)}")
+    check_suffix(output_path)
     timeline = read_timeline(trace_path)
     if not any(slice_.rank is not None for slice_ in timeline.slices):
         raise InputError(f"{trace_path}: no task has ended in this trace; nothing to draw")
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise InputError("drawing needs matplotlib; pip install 'gfgen[plot]'") from error
-    settings = {"font.family": _fonts(), "svg.fonttype": "none", "hatch.linewidth": 0.5}
-    with matplotlib.rc_context(settings), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph .* missing")  # shown as boxes
-        figure = draw(timeline, title=title)
-        try:
-            output_path.parent.mkdir(parents=True, exist_ok=True)
-            figure.savefig(output_path, dpi=150)
-        except OSError as error:
-            raise OutputError(f"cannot write {output_path}: {error.strerror}") from error
+    save_figure(lambda: draw(timeline, title=title), output_path)
 
 
 def draw(timeline: Timeline, *, title: str | None = None) -> Figure:
@@ -357,6 +340,7 @@ def _title(timeline: Timeline, span: tuple[float, float]) -> str:
     jobs = timeline.jobs.values()
     text = f"{_count(len(jobs), 'job')} on {_count(timeline.num_ranks, 'rank')}"
     text = (f"{timeline.policy}: " if timeline.policy else "") + text
+    text = ("simulated, " if timeline.is_simulated else "") + text
     text += f" in {in_words(makespan_s)}, ranks {busy:.0%} busy"
     verdicts = [job.met_deadline for job in jobs if job.met_deadline is not None]
     if verdicts:
@@ -421,10 +405,3 @@ def _cut_inside(text: str, limit: int) -> str:
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def _fonts() -> list[str]:
-    from matplotlib import font_manager
-
-    installed = set(font_manager.get_font_names())
-    return ["DejaVu Sans", *(name for name in FONTS if name in installed)]

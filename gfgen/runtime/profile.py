@@ -3,27 +3,35 @@
 A profile is what `gfgen profile` measures, or what a person puts together from measurements and
 says so in `source`. Cost models start from it; simulations and plans rest on it.
 
-    {"format": 1, "device": "2 CPU cores", "date": "2026-11-20", "source": "gfgen profile ...",
-     "versions": {"torch": "2.13.0"}, "num_ranks": 2, "move_s": 0.001, "move_bytes_per_s": 2e9,
+    {"format": 1, "device": "2 cores of AMD EPYC", "date": "2026-11-20", "source": "gfgen profile ...",
+     "versions": {"torch": "2.13.0"}, "num_ranks": 2, "dispatch_s": 0.001,
+     "move_s": 0.001, "move_bytes_per_s": 2e9,
      "rows": [{"model": "tiny-wan", "shape": "64x64x5+cfg", "stage": "denoise", "degrees": [1, 1, 1],
-               "seconds": 0.021, "spread_s": 0.001, "num_samples": 20}]}
+               "seconds": 0.021, "loaded_s": 0.023, "spread_s": 0.001, "num_samples": 20,
+               "flops": 2.1e8, "state_bytes": 98304}]}
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from gfgen.errors import InputError
 from gfgen.graph import Stage
+from gfgen.runtime.admission import AdmittedJob
 
 Degrees = tuple[int, int, int]
 """(cfg, ulysses, ring), as `Layout.degrees`."""
 
 FORMAT = 1
+_MAX_NAMED = 3
+"""Of models or shapes in one line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +44,17 @@ class ProfileRow:
     stage: Stage
     degrees: Degrees
     seconds: float
+    """While the other ranks idle."""
     spread_s: float = 0.0
     num_samples: int = 1
+    loaded_s: float | None = None
+    """While all other ranks are busy, where that makes a difference (CPU ranks share memory)."""
+    flops: float = 0.0
+    """`AdmittedJob.flops` of the task; 0 when it is not known, and for stages without arithmetic."""
+    state_bytes: int = 0
+    """`AdmittedJob.state_bytes`; what stages without arithmetic take is told by it."""
+    write_s: float | None = None
+    """Of a decode: from its end to the renamed file, when the writer has nothing else to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +71,27 @@ class Profile:
     """What any move of a job's state takes, beside its bytes."""
     move_bytes_per_s: float = 2e9
     write_s: float = 0.0
-    """From the end of a decode to the renamed file."""
+    """From the end of a decode to the renamed file, for rows that do not say it themselves."""
+    dispatch_s: float = 0.0
+    """From the end of a task to the start of one that is decided then, on the same rank."""
     versions: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def models(self) -> frozenset[str]:
         return frozenset(row.model for row in self.rows)
 
+    @property
+    def hash(self) -> str:
+        """What tells it apart from another one."""
+        return hashlib.sha256(self.as_json().encode()).hexdigest()
+
     def as_json(self) -> str:
-        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n"
+        """The content of its file: a line per row, without what is unknown."""
+        head = {"format": FORMAT, **asdict(replace(self, rows=()))}
+        del head["rows"]
+        rows = [{key: value for key, value in asdict(row).items() if value is not None} for row in self.rows]
+        lines = ",\n  ".join(json.dumps(row) for row in rows)
+        return json.dumps(head, indent=1)[:-2] + f',\n "rows": [\n  {lines}\n ]\n}}\n'
 
 
 def load_profile(path: Path) -> Profile:
@@ -77,12 +106,90 @@ def load_profile(path: Path) -> Profile:
     except ValueError as error:
         raise InputError(f"--profile {path}: not JSON ({error})") from None
     try:
-        if content.pop("format") != FORMAT:
-            raise ValueError(f"another format than {FORMAT}")
-        rows = tuple(
-            ProfileRow(**{**row, "stage": Stage(row["stage"]), "degrees": tuple(row["degrees"])})
-            for row in content.pop("rows")
-        )
-        return Profile(rows=rows, **content)
+        return _profile_of(content)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise InputError(f"--profile {path}: not a profile ({error}); 'gfgen profile' makes one") from None
+
+
+def check_profile(profile: Profile, jobs: Sequence[AdmittedJob], *, num_ranks: int) -> None:
+    """Refuse a profile that cannot tell how long these jobs take on so many ranks.
+
+    Other shapes than the profiled ones are no mistake, nor are other degrees on ranks that it
+    knows: those are extrapolated, and the cost model says so (`CostModel.doubts`).
+
+    Raises: InputError that says what the profile has, what is missing, and what to do.
+    """
+    wanted = Counter(job.spec.model or "" for job in jobs)
+    missing = [model for model in wanted if model not in profile.models]
+    if missing:
+        num_jobs = sum(wanted[model] for model in missing)
+        raise InputError(
+            f"the profile of {profile.device!r} has no {_some(missing)}, which {num_jobs} of {len(jobs)} "
+            f"jobs use; it has {_some(sorted(profile.models))}: measure with 'gfgen profile JOBS', or choose "
+            "another with --profile"
+        )
+    for model in wanted:
+        stages = {row.stage for row in profile.rows if row.model == model}
+        lacking = [str(stage) for stage in Stage if stage not in stages]
+        if lacking:
+            raise InputError(
+                f"the profile of {profile.device!r} has no row of {model} for {_some(lacking)} in any "
+                "layout: measure it anew with 'gfgen profile JOBS'"
+            )
+    if num_ranks > profile.num_ranks:
+        raise InputError(
+            f"--ranks {num_ranks}: the profile of {profile.device!r} knows 1 to {profile.num_ranks} ranks; "
+            f"take so many, or measure with 'gfgen profile --ranks {num_ranks}'"
+        )
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:_MAX_NAMED])
+    return shown if len(names) <= _MAX_NAMED else f"{shown} and {len(names) - _MAX_NAMED} more"
+
+
+def _profile_of(content: dict[str, Any]) -> Profile:
+    if content.pop("format") != FORMAT:
+        raise ValueError(f"another format than {FORMAT}")
+    rows = content.pop("rows")
+    _check_keys(Profile, content)
+    for name in ("move_s", "write_s", "dispatch_s"):
+        _check_number(content, name, least=0.0)
+    _check_number(content, "num_ranks", least=1)
+    _check_number(content, "move_bytes_per_s", least=1.0)
+    parsed = []
+    for number, row in enumerate(rows, start=1):
+        try:
+            parsed.append(_row_of(row))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ValueError(f"row {number}: {error}") from None
+    if not parsed:
+        raise ValueError("it has no rows")
+    return Profile(rows=tuple(parsed), **content)
+
+
+def _row_of(row: dict[str, Any]) -> ProfileRow:
+    _check_keys(ProfileRow, row)
+    for name in ("seconds", "spread_s", "loaded_s", "flops", "state_bytes", "write_s"):
+        _check_number(row, name, least=0.0)
+    degrees = tuple(row["degrees"])
+    if len(degrees) != 3 or any(type(degree) is not int or degree < 1 for degree in degrees):
+        raise ValueError(f"degrees {row['degrees']!r}: three whole numbers are accepted, as in [1, 2, 1]")
+    return ProfileRow(**{**row, "stage": Stage(row["stage"]), "degrees": degrees})
+
+
+def _check_keys(kind: type, content: Mapping[str, Any]) -> None:
+    known = [entry.name for entry in fields(kind)]
+    for key in content:
+        if key not in known:
+            raise ValueError(f"{key!r} is not a field; {', '.join(known)} are")
+
+
+def _check_number(content: Mapping[str, Any], name: str, *, least: float) -> None:
+    value = content.get(name)
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{name} = {value!r} is no number")
+    if value < least:
+        raise ValueError(f"{name} = {value!r} is below {least:g}")

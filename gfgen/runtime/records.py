@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from gfgen.graph import Task
@@ -60,22 +61,41 @@ class JobRecord:
     started_s: float | None = None
     busy_s: float = 0.0
     layouts: list[str] = field(default_factory=list)
+    """As text, in the order of use; `last_layout` is the last of them."""
+    last_layout: Layout | None = None
     warnings: list[str] = field(default_factory=list)
     timings: dict[str, float] = field(default_factory=dict)
     arrived: bool = False
     is_writing: bool = False
+    num_tasks: int = field(init=False)
+    _next_task: Task | None = None
+    _view: JobView | None = None
+    _view_version: int = 0
+
+    def __post_init__(self) -> None:
+        self.num_tasks = self.job.trajectory.num_tasks
 
     @property
     def job_id(self) -> str:
         return self.job.job_id
 
     @property
-    def num_tasks(self) -> int:
-        return self.job.trajectory.num_tasks
+    def next_task(self) -> Task:
+        """The task at `next_index`, which is not past the last one."""
+        if self._next_task is None or self._next_task.index != self.next_index:
+            self._next_task = self.job.trajectory.task(self.next_index)
+        return self._next_task
 
     def view(self, costs: CostModel) -> JobView:
-        """What policies see of it."""
-        task = self.job.trajectory.task(self.next_index)
+        """What policies see of it; made anew when that, or the predictions, have changed."""
+        task, view = self.next_task, self._view
+        is_new = view is None or view.next_task is not task or view.last_layout is not self.holder
+        if view is None or is_new or self._view_version != costs.version:
+            view = self._view = self._new_view(task, costs)
+            self._view_version = costs.version
+        return view
+
+    def _new_view(self, task: Task, costs: CostModel) -> JobView:
         spec = self.job.spec
         return JobView(
             job_id=self.job_id,
@@ -90,6 +110,7 @@ class JobRecord:
             last_layout=self.holder,
             uses_cfg=self.job.uses_cfg,
             max_sequence_degree=self.job.max_sequence_degree,
+            shape=self.cost_class.shape,
             max_ulysses_degree=self.job.max_ulysses_degree,
         )
 
@@ -126,17 +147,32 @@ class RankRecord:
     is_retired: bool = False
     num_lives: int = 1
     flights: list[Flight] = field(default_factory=list)
+    idle_since_s: float = 0.0
     view: RankView | None = None
     """What policies saw last of this rank; None when it must be made anew."""
 
+    @property
+    def free_at_s(self) -> float:
+        """When all that it was given is predicted to have ended, or has ended."""
+        return self.flights[-1].dispatch.predicted_end_s if self.flights else self.idle_since_s
 
-def ends_within_guard(flights: list[Flight], now_s: float, guard_s: float) -> bool:
-    """One step ahead and no more: a single task, running, about to end, and not failing.
+
+def ending(flights: Iterable[Flight], *, guard_s: float, now_s: float) -> list[Flight]:
+    """Those that are predicted to end within the guard, and do not fail.
 
     A task that is later than it should be may end at any time, or not for long: what is
     queued behind it would wait on a rank that others do not need.
     """
-    if guard_s <= 0 or len(flights) != 1 or flights[0].failure or not flights[0].is_foreseeable:
-        return False
-    left_s = flights[0].dispatch.predicted_end_s - now_s
-    return -guard_s <= left_s <= guard_s + _ROUNDING_S
+    if guard_s <= 0:
+        return []
+    first_s, last_s = now_s - guard_s, now_s + guard_s + _ROUNDING_S
+    return [
+        flight
+        for flight in flights
+        if first_s <= flight.view.predicted_end_s <= last_s and flight.is_foreseeable and not flight.failure
+    ]
+
+
+def is_ending(flights: Sequence[Flight], *, guard_s: float, now_s: float) -> bool:
+    """One step ahead and no more: a single task, running, about to end, and not failing."""
+    return len(flights) == 1 and bool(ending(flights, guard_s=guard_s, now_s=now_s))

@@ -15,13 +15,23 @@ from gfgen.runtime.clock import Clock
 from gfgen.runtime.dispatch import Dispatch
 from gfgen.runtime.events import Event, OutputWritten, RankReady, TaskDone
 
+Duration = Callable[[Dispatch], float]
+
 
 @dataclass(frozen=True, slots=True)
 class SimulatedTimes:
     """Durations in seconds."""
 
-    task_s: Callable[[Dispatch], float]
-    write_s: float = 0.0
+    task_s: Duration
+    """Of a task while the other ranks idle."""
+    loaded_s: Duration | None = None
+    """While all of them are busy; None when that makes no difference."""
+    move_s: Duration | None = None
+    """Of bringing the task's input to its ranks, once it is made; None for no time."""
+    write_s: float | Duration = 0.0
+    """Of writing the file of a decode; one file is written after the other."""
+    dispatch_s: float = 0.0
+    """From a decision to the task's start on a rank that is free."""
 
 
 class SimulatedBackend:
@@ -32,32 +42,69 @@ class SimulatedBackend:
         self._times = times
         self._free_s = [0.0] * num_ranks
         self._made_s: dict[int, float] = {}
+        self._submitted: list[Dispatch] = []
+        """In this turn of the loop: what they take depends on each other."""
+        self._writer_free_s = 0.0
         for rank in range(num_ranks):
             clock.at(RankReady(clock.now_s, rank, 1, 0.0))
 
     def wait(self, until: float | None) -> list[Event]:
         """Let time pass until the next event falls due."""
+        if self._submitted:
+            self._start_submitted()
+            until = self._clock.next_wakeup()
         assert until is not None, "nothing is scheduled: the run would wait for ever"
         self._clock.advance(until)
         return self._clock.due()
 
     def submit(self, dispatch: Dispatch) -> None:
-        """A task starts when its ranks are free and its input is made."""
-        ranks = dispatch.layout.ranks
-        queued_s = max(self._clock.now_s, *(self._free_s[rank] for rank in ranks))
-        started_s = max(queued_s, self._made_s.pop(dispatch.producer or 0, 0.0))
-        ended_s = started_s + self._times.task_s(dispatch)
-        self._made_s[dispatch.number] = ended_s
-        for rank in ranks:
-            self._free_s[rank] = ended_s
-            waited_s = started_s - queued_s
-            self._clock.at(TaskDone(ended_s, dispatch.number, rank, started_s, ended_s, waited_s))
-        if dispatch.task.stage is Stage.DECODE:
-            written_s = ended_s + self._times.write_s
-            self._clock.at(OutputWritten(written_s, dispatch.task.job_id, "", 0, self._times.write_s))
+        """A task starts when its ranks are free and its input is there."""
+        self._submitted.append(dispatch)
 
     def release(self, job_id: str) -> None:
         """Nothing is kept for a job."""
 
     def add(self, jobs: Sequence[AdmittedJob]) -> None:
         """Nothing has to be known of a job."""
+
+    def _start_submitted(self) -> None:
+        submitted, self._submitted = self._submitted, []
+        busy_s = self._free_s
+        if self._times.loaded_s:
+            busy_s = list(self._free_s)
+            for dispatch in submitted:
+                for rank in dispatch.layout.ranks:
+                    busy_s[rank] = max(busy_s[rank], self._clock.now_s) + self._times.task_s(dispatch)
+        for dispatch in submitted:
+            self._start(dispatch, busy_s)
+
+    def _start(self, dispatch: Dispatch, busy_s: Sequence[float]) -> None:
+        times, ranks = self._times, dispatch.layout.ranks
+        free_s = max([self._free_s[rank] for rank in ranks])
+        queued_s = max(self._clock.now_s + times.dispatch_s, free_s)
+        input_s = max(queued_s, self._made_s.pop(dispatch.producer or 0, 0.0))
+        moved_s = times.move_s(dispatch) if times.move_s else 0.0
+        started_s = input_s + moved_s
+        ended_s = started_s + self._duration(dispatch, started_s, busy_s)
+        self._made_s[dispatch.number] = ended_s
+        waited_s = input_s - queued_s
+        for rank in ranks:
+            self._free_s[rank] = ended_s
+            done = TaskDone(ended_s, dispatch.number, rank, started_s, ended_s, waited_s, moved_s)
+            self._clock.at(done)
+        if dispatch.task.stage is Stage.DECODE:
+            self._write(dispatch, ended_s)
+
+    def _duration(self, dispatch: Dispatch, started_s: float, busy_s: Sequence[float]) -> float:
+        """Between that alone and that under load, by the share of the other ranks that are busy."""
+        alone_s, ranks = self._times.task_s(dispatch), dispatch.layout.ranks
+        if self._times.loaded_s is None or len(ranks) == len(busy_s):
+            return alone_s
+        others = [until_s > started_s for rank, until_s in enumerate(busy_s) if rank not in ranks]
+        return alone_s + (self._times.loaded_s(dispatch) - alone_s) * sum(others) / len(others)
+
+    def _write(self, dispatch: Dispatch, ended_s: float) -> None:
+        write_s = self._times.write_s
+        lasts_s = write_s(dispatch) if callable(write_s) else write_s
+        self._writer_free_s = max(ended_s, self._writer_free_s) + lasts_s
+        self._clock.at(OutputWritten(self._writer_free_s, dispatch.task.job_id, "", 0, lasts_s))

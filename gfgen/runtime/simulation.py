@@ -7,14 +7,15 @@ from dataclasses import dataclass
 
 from gfgen.policies.catalog import NamedPolicy
 from gfgen.runtime.admission import AdmittedJob
+from gfgen.runtime.choosing import ChooserInTurn
 from gfgen.runtime.clock import Clock
 from gfgen.runtime.control import Control
-from gfgen.runtime.cost import CostModel
-from gfgen.runtime.dispatch import Dispatch
+from gfgen.runtime.cost import CostModel, Doubt
 from gfgen.runtime.metrics import Summary
-from gfgen.runtime.observer import Observer
+from gfgen.runtime.observer import JobOutcome, Observer
 from gfgen.runtime.profile import Profile
-from gfgen.runtime.simulate import SimulatedBackend, SimulatedTimes
+from gfgen.runtime.profiled import profiled_times
+from gfgen.runtime.simulate import SimulatedBackend
 from gfgen.runtime.state import State
 
 
@@ -24,6 +25,13 @@ class Simulated:
 
     summary: Summary
     policy: str
+    doubts: Sequence[Doubt] = ()
+    """Predictions that no measurement of the like stands behind (`cost.in_one_line` tells them)."""
+    outcomes: Sequence[JobOutcome] = ()
+    """The jobs in the order in which they end."""
+    num_ranks: int = 1
+    fault: str | None = None
+    """Why the policy was given up in the middle, and `fcfs` finished the run, if it was."""
 
 
 def simulate(
@@ -39,23 +47,11 @@ def simulate(
     """Run these jobs in virtual time; tasks take what the profile says.
 
     The policy sees the same predictions as in a real run that starts from this profile.
+
+    Raises: StalledError when the policy lets jobs wait for ever; it names them.
     """
-    clock, costs = Clock(virtual=True), CostModel(profile)
-    classes = {
-        job.job_id: costs.cost_class(
-            job.spec.model or "", job.shape, flops=job.flops, state_bytes=job.state_bytes
-        )
-        for job in jobs
-    }
-
-    def task_s(dispatch: Dispatch) -> float:
-        cost_class = classes[dispatch.task.job_id]
-        moving_s = costs.move_s(cost_class, dispatch.source, dispatch.layout)
-        return moving_s + costs.task_s(cost_class, dispatch.task.stage, dispatch.layout.degrees)
-
-    backend = SimulatedBackend(
-        clock, num_ranks=num_ranks, times=SimulatedTimes(task_s=task_s, write_s=profile.write_s)
-    )
+    clock, costs, kept = Clock(virtual=True), CostModel(profile), _Kept()
+    backend = SimulatedBackend(clock, num_ranks=num_ranks, times=profiled_times(profile, jobs))
     state = State(jobs, num_ranks=num_ranks, clock=clock, costs=costs, guard_s=guard_s, started_at=started_at)
     control = Control(
         jobs,
@@ -64,6 +60,25 @@ def simulate(
         clock=clock,
         policy=policy,
         guard_s=guard_s,
-        observers=observers,
+        observers=[kept, *observers],
+        chooser=None if policy.choose is None else ChooserInTurn(policy.choose),
     )
-    return Simulated(summary=control.run(), policy=policy.name)
+    summary = control.run()
+    return Simulated(
+        summary=summary,
+        policy=policy.name,
+        doubts=costs.doubts,
+        outcomes=kept.outcomes,
+        num_ranks=num_ranks,
+        fault=control.given_up,
+    )
+
+
+class _Kept(Observer):
+    """What becomes of the jobs."""
+
+    def __init__(self) -> None:
+        self.outcomes: list[JobOutcome] = []
+
+    def ended(self, outcome: JobOutcome) -> None:
+        self.outcomes.append(outcome)

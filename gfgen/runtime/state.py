@@ -6,8 +6,11 @@ snapshot, kept up incrementally: an event costs the jobs and ranks that it touch
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import replace
 
 from gfgen.errors import InterruptedRunError, PolicyFault, WorkerError
 from gfgen.graph import Stage, Task
@@ -21,7 +24,8 @@ from gfgen.runtime.dispatch import Dispatch
 from gfgen.runtime.events import Event
 from gfgen.runtime.legality import check_degrees, check_types
 from gfgen.runtime.observer import JobOutcome
-from gfgen.runtime.records import Flight, JobRecord, RankRecord, ends_within_guard
+from gfgen.runtime.openjobs import OpenJobs, Orders
+from gfgen.runtime.records import Flight, JobRecord, RankRecord, ending, is_ending
 from gfgen.runtime.resume import ResumePoint
 from gfgen.snapshot import Decision, JobView, RankView, RunningTask, Snapshot
 
@@ -32,6 +36,8 @@ MAX_TASK_FAILURES = 2
 MAX_LOST_WORKERS = 3
 """So many deaths of workers while they ran a task of a job fail the job."""
 _SAME_TIME_S = 1e-6
+NUM_RECENT = 24
+"""Arrivals that are remembered, as a sample of what may be expected."""
 _RENEWALS_S = (0.25, 10.0)
 """Predictions of waiting jobs are renewed about twice in the time that a run has lasted, within
 these bounds: early measurements change much, later ones little, and each renewal takes 3 us a job."""
@@ -70,11 +76,15 @@ class State:
         self._arrived_at = arrived_at or {}
         self._resume = dict(resume or {})
         last_numbers = [point.last_number for point in self._resume.values()]
-        self._jobs = {job.job_id: self._record(job) for job in jobs}
         self._ranks = [RankRecord(rank) for rank in range(num_ranks)]
+        self._jobs = {job.job_id: self._record(job) for job in jobs}
+        self._idle: set[int] = set()
+        """Ranks that are ready and have nothing to do."""
         self._islands = (tuple(range(num_ranks)),)
         self._models = frozenset(job.spec.model or "" for job in jobs)
-        self._open: dict[str, JobView] = {}
+        self._open = OpenJobs()
+        self._recent: deque[tuple[JobRecord, JobView]] = deque(maxlen=NUM_RECENT)
+        """The last arrivals, as they were then."""
         self._busy: dict[str, JobView] = {}
         self._flights: dict[int, Flight] = {}
         self._num_unfinished = len(self._jobs)
@@ -133,7 +143,7 @@ class State:
     def is_stuck(self) -> bool:
         """Jobs are open, and no event will come unless something is dispatched."""
         settled = all(rank.is_ready or rank.is_retired for rank in self._ranks)
-        return bool(self._open) and not self._flights and settled
+        return len(self._open) > 0 and not self._flights and settled
 
     @property
     def num_ranks(self) -> int:
@@ -148,47 +158,58 @@ class State:
     @property
     def open_jobs(self) -> tuple[str, ...]:
         """Jobs whose next task could run."""
-        return tuple(self._open)
+        return self._open.ids
 
     @property
     def has_choice(self) -> bool:
         """Some job is open and some rank can take it: a policy has something to decide."""
-        now_s = self._clock.now_s
-        return bool(self._open or self._opening(now_s)) and any(
-            rank.is_ready and self._can_take(rank, now_s) for rank in self._ranks
-        )
+        if self._idle and len(self._open):
+            return True
+        about_to_end = self._ending(self._clock.turn_s)
+        if not about_to_end and not self._idle:
+            return False
+        is_open = len(self._open) > 0 or bool(self._opening(about_to_end))
+        return is_open and bool(self._free_ranks(about_to_end))
 
     def snapshot(self) -> Snapshot:
         """The frozen picture of this moment, for a policy."""
-        now_s = self._clock.now_s
-        self._renew_predictions(now_s)
+        now_s = self._clock.turn_s
+        about_to_end = self._ending(now_s)
         open_jobs = self._open_in_time(now_s)
-        busy = dict(self._busy)
-        for job_id in self._opening(now_s):
-            open_jobs[job_id] = busy.pop(job_id)
+        busy = self._busy.copy()
+        joining = [busy.pop(job_id) for job_id in self._opening(about_to_end)]
+        for view in joining:
+            open_jobs[view.job_id] = view
         return Snapshot(
             now_s=now_s,
             open=open_jobs,
             busy=busy,
             running=tuple([flight.view for flight in self._flights.values()]),
-            ranks=tuple([self._rank_view(rank, now_s) for rank in self._ranks if rank.is_ready]),
+            ranks=self._rank_views(self._free_ranks(about_to_end)),
             islands=self._islands,
             max_degree=self._max_degree,
             costs=self._job_costs,
+            orders=Orders(self._open, open_jobs, joining=joining),
         )
 
-    def begin(self, decision: Decision, *, seen_s: float | None = None) -> Dispatch:
-        """Register a decision as the next dispatch.
+    def snapshot_of_traffic(self) -> Snapshot:
+        """The same, with the last arrivals and what their tasks cost: to look ahead from."""
+        records = self._jobs | {record.job_id: record for record, _ in self._recent}
+        return replace(
+            self.snapshot(),
+            costs=_JobCosts(records, self._costs),
+            recent=tuple([view for _, view in self._recent]),
+        )
 
-        `seen_s` is the time of the snapshot that it was made from: what was about to end then
-        may be late by now, which is no fault of the policy.
+    def begin(self, decision: Decision) -> Dispatch:
+        """Register a decision as the next dispatch; it is judged at the moment of this turn's snapshot.
 
         Raises: PolicyFault when it is illegal; nothing has changed then.
         """
-        now_s = self._clock.now_s
-        record = self._legal(decision, now_s if seen_s is None else seen_s)
+        now_s = self._clock.turn_s
+        record = self._legal(decision, now_s)
         task, layout = decision.task, decision.layout
-        start_s = max([now_s, *[self._free_at(self._ranks[rank], now_s) for rank in layout.ranks]])
+        start_s = max([now_s, *[self._ranks[rank].free_at_s for rank in layout.ranks]])
         source = self._living_holder(record)
         move_s = self._costs.move_s(record.cost_class, source, layout)
         task_s = self._costs.task_s(record.cost_class, task.stage, layout.degrees)
@@ -212,6 +233,7 @@ class State:
         for rank in layout.ranks:
             self._ranks[rank].flights.append(flight)
             self._ranks[rank].view = None
+            self._idle.discard(rank)
         if self._closing is not None and task.stage is Stage.DENOISE:
             self._closing.note(record.cost_class, layout)
         record.next_index = task.index + 1
@@ -234,11 +256,14 @@ class State:
         match event:
             case events.TaskDone():
                 return self._task_done(event)
+            case events.Wakeup():
+                return ()
             case events.TaskFailed():
                 return self._task_failed(event)
             case events.JobArrived():
                 record = self._jobs[event.job_id]
                 record.arrived = True
+                self._recent.append((record, record.view(self._costs)))
                 self._place(record)
             case events.JobTimedOut():
                 return self._timed_out(self._jobs.get(event.job_id), event.time_s)
@@ -248,6 +273,7 @@ class State:
                 return self._written(self._jobs[event.job_id], error=event.reason)
             case events.RankReady():
                 self._ranks[event.rank].is_ready = True
+                self._note_idle(event.rank, since_s=event.time_s)
             case events.RankLost():
                 self._rank_lost(event)
             case events.StopRequested():
@@ -269,19 +295,20 @@ class State:
         flight = self._flights[event.dispatch]
         flight.started_s = min(flight.started_s, event.started_s)
         flight.busy_s = max(flight.busy_s, event.ended_s - event.started_s)
-        return self._rank_ended(flight, event.rank)
+        return self._rank_ended(flight, event.rank, at_s=event.time_s)
 
     def _task_failed(self, event: events.TaskFailed) -> Iterable[JobOutcome]:
         flight = self._flights[event.dispatch]
         flight.failure = flight.failure or event.reason
         flight.void = flight.void or event.void
         flight.lost = flight.lost or event.lost
-        return self._rank_ended(flight, event.rank)
+        return self._rank_ended(flight, event.rank, at_s=event.time_s)
 
-    def _rank_ended(self, flight: Flight, rank: int) -> Iterable[JobOutcome]:
+    def _rank_ended(self, flight: Flight, rank: int, *, at_s: float) -> Iterable[JobOutcome]:
         flight.pending.remove(rank)
         self._ranks[rank].flights.remove(flight)
         self._ranks[rank].view = None
+        self._note_idle(rank, since_s=at_s)
         if flight.pending:
             return ()
         del self._flights[flight.dispatch.number]
@@ -300,7 +327,8 @@ class State:
             record.started_s = flight.started_s
         record.busy_s += flight.busy_s
         record.timings[task.stage] = record.timings.get(task.stage, 0.0) + flight.busy_s
-        if not record.layouts or record.layouts[-1] != str(layout):
+        if record.last_layout != layout:
+            record.last_layout = layout
             record.layouts.append(str(layout))
         self._costs.observe(record.cost_class, task.stage, layout.degrees, flight.busy_s)
         if task.index + 1 == record.num_tasks:
@@ -336,6 +364,7 @@ class State:
         """The rank takes nothing until its successor is ready; what it held is in the slabs."""
         rank = self._ranks[event.rank]
         rank.is_ready, rank.is_retired, rank.view = False, event.is_retired, None
+        self._idle.discard(event.rank)
         rank.num_lives += 1
         again = "it died too often and stays away" if event.is_retired else "a new worker is started"
         logger.warning("rank %d is gone (%s); %s", event.rank, event.reason, again)
@@ -364,7 +393,7 @@ class State:
 
     def _ended(self, record: JobRecord, *, error: str | None) -> Iterable[JobOutcome]:
         del self._jobs[record.job_id]
-        self._open.pop(record.job_id, None)
+        self._open.discard(record.job_id)
         self._busy.pop(record.job_id, None)
         self._num_unfinished -= 1
         return (record.outcome(ended_s=self._clock.now_s, error=error),)
@@ -374,23 +403,23 @@ class State:
     def _place(self, record: JobRecord) -> None:
         """Move the job's view to where it belongs: open, busy, or out of the policies' sight."""
         job_id = record.job_id
-        self._open.pop(job_id, None)
         self._busy.pop(job_id, None)
-        if not record.arrived or record.doom or record.next_index == record.num_tasks:
+        is_visible = record.arrived and not record.doom and record.next_index < record.num_tasks
+        if is_visible and not record.flights:
+            self._open.put(record.view(self._costs))
             return
-        view = record.view(self._costs)
-        if not record.flights:
-            self._open[job_id] = view
-        else:
-            self._busy[job_id] = view
+        self._open.discard(job_id)
+        if is_visible:
+            self._busy[job_id] = record.view(self._costs)
 
     def _open_in_time(self, now_s: float) -> dict[str, JobView]:
         """The open jobs, without those that would begin now and not end by the closing time."""
+        views = self._open.frozen()
         if self._closing is None:
-            return dict(self._open)
+            return views
         verdicts: dict[tuple[str, str, int], bool] = {}
         in_time = {}
-        for job_id, view in self._open.items():
+        for job_id, view in views.items():
             cost_class = self._jobs[job_id].cost_class
             key = (cost_class.model, cost_class.shape, view.num_tasks)
             if view.next_task.index == 0 and key not in verdicts:
@@ -401,22 +430,47 @@ class State:
                 in_time[job_id] = view
         return in_time
 
-    def _renew_predictions(self, now_s: float) -> None:
-        """Let what was learned reach all views, now and then: it costs a view for every job."""
+    def renew_predictions(self) -> None:
+        """Let what was learned reach all views, now and then: it costs a view for every job.
+
+        Before a policy is asked, and never for those who watch: what a policy sees does not
+        depend on whether somebody looks on.
+        """
+        if self._costs_version == self._costs.version:
+            return
+        now_s = self._clock.turn_s
         soonest, latest = _RENEWALS_S
-        pause_s = min(latest, max(soonest, self._renewed_s / 2))
-        if self._costs_version == self._costs.version or now_s < self._renewed_s + pause_s:
+        if now_s < self._renewed_s + min(latest, max(soonest, self._renewed_s / 2)):
             return
         self._costs_version, self._renewed_s = self._costs.version, now_s
-        for views in (self._open, self._busy):
-            for job_id in views:
-                views[job_id] = self._jobs[job_id].view(self._costs)
+        self._open.renew(lambda job_id: self._jobs[job_id].view(self._costs))
+        for job_id in self._busy:
+            self._busy[job_id] = self._jobs[job_id].view(self._costs)
 
-    def _rank_view(self, rank: RankRecord, now_s: float) -> RankView:
-        can_take = self._can_take(rank, now_s)
-        if rank.view is None or rank.view.can_take != can_take:
-            rank.view = RankView(rank.rank, self._free_at(rank, now_s), can_take, self._models)
-        return rank.view
+    def _rank_views(self, free: Set[int]) -> tuple[RankView, ...]:
+        views = []
+        for rank in self._ranks:
+            view, can_take = rank.view, rank.rank in free
+            if view is None or view.can_take is not can_take:
+                view = rank.view = RankView(rank.rank, rank.free_at_s, can_take, self._models)
+            if rank.is_ready:
+                views.append(view)
+        return tuple(views)
+
+    def _note_idle(self, rank: int, *, since_s: float) -> None:
+        if self._ranks[rank].is_ready and not self._ranks[rank].flights:
+            self._ranks[rank].idle_since_s = since_s
+            self._idle.add(rank)
+
+    def _free_ranks(self, about_to_end: Sequence[Flight]) -> Set[int]:
+        """Ranks that can take a task: idle ones, and those whose only one is about to end."""
+        behind = [
+            rank
+            for flight in about_to_end
+            for rank in flight.pending
+            if len(self._ranks[rank].flights) == 1 and self._ranks[rank].is_ready
+        ]
+        return self._idle.union(behind) if behind else self._idle
 
     def _lives(self, layout: Layout) -> tuple[int, ...]:
         return tuple([self._ranks[rank].num_lives for rank in layout.ranks])
@@ -427,25 +481,14 @@ class State:
             return None
         return record.holder
 
-    def _free_at(self, rank: RankRecord, now_s: float) -> float:
-        return rank.flights[-1].dispatch.predicted_end_s if rank.flights else now_s
+    def _ending(self, now_s: float) -> list[Flight]:
+        """Running tasks behind which the next ones may be queued."""
+        return ending(self._flights.values(), guard_s=self._guard_s, now_s=now_s)
 
-    def _can_take(self, rank: RankRecord, now_s: float) -> bool:
-        return not rank.flights or self._ends_within_guard(rank.flights, now_s)
-
-    def _opening(self, now_s: float) -> list[str]:
-        """Jobs whose next task may be queued behind the one that runs."""
-        if self._guard_s <= 0:
-            return []
-        job_ids = [flight.dispatch.task.job_id for flight in self._flights.values()]
-        return [
-            job_id
-            for job_id in job_ids
-            if job_id in self._busy and self._ends_within_guard(self._jobs[job_id].flights, now_s)
-        ]
-
-    def _ends_within_guard(self, flights: list[Flight], now_s: float) -> bool:
-        return ends_within_guard(flights, now_s, self._guard_s)
+    def _opening(self, about_to_end: Sequence[Flight]) -> list[str]:
+        """Jobs whose next task may be queued behind the one that runs: one step ahead, and no more."""
+        job_ids = [flight.dispatch.task.job_id for flight in about_to_end]
+        return [job_id for job_id in job_ids if job_id in self._busy and len(self._jobs[job_id].flights) == 1]
 
     def _legal(self, decision: Decision, now_s: float) -> JobRecord:
         check_types(decision)
@@ -454,18 +497,19 @@ class State:
         if record is None or not record.arrived or record.doom:
             raise PolicyFault(f"there is no open job {task.job_id}")
         is_over = record.next_index == record.num_tasks
-        if is_over or task != record.job.trajectory.task(record.next_index):
+        if is_over or task != record.next_task:
             raise PolicyFault(f"job {task.job_id}: {task} (number {task.index}) is not its next task")
-        if record.flights and not self._ends_within_guard(record.flights, now_s):
+        if record.flights and not is_ending(record.flights, guard_s=self._guard_s, now_s=now_s):
             raise PolicyFault(f"job {task.job_id}: {task} is not open, its input does not exist yet")
         if layout.degree > self._max_degree:
             raise PolicyFault(f"job {task.job_id}: {layout} has more than {self._max_degree} ranks")
         check_degrees(record.job, task, layout)
-        if not any(set(layout.ranks) <= set(island) for island in self._islands):
+        if not _share_island(layout.ranks, self._islands):
             raise PolicyFault(f"job {task.job_id}: the ranks of {layout} do not reach each other")
         for number in layout.ranks:
             rank = self._ranks[number]
-            if not rank.is_ready or (rank.flights and not self._ends_within_guard(rank.flights, now_s)):
+            is_free = not rank.flights or is_ending(rank.flights, guard_s=self._guard_s, now_s=now_s)
+            if not rank.is_ready or not is_free:
                 raise PolicyFault(f"job {task.job_id}: rank {number} is not free")
         return record
 
@@ -488,6 +532,12 @@ class State:
             record.producer = record.last_completed = point.producer
             record.warnings.append(f"resumed at {job.trajectory.task(point.next_index)}")
         return record
+
+
+@functools.lru_cache(maxsize=1024)
+def _share_island(ranks: tuple[int, ...], islands: tuple[tuple[int, ...], ...]) -> bool:
+    """Whether these ranks all reach each other's memory; the same few are asked about at every step."""
+    return any(set(island).issuperset(ranks) for island in islands)
 
 
 class _JobCosts:

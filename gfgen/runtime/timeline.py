@@ -57,6 +57,7 @@ class Timeline:
     jobs: dict[str, TracedJob] = field(default_factory=dict)
     policy: str = ""
     num_ranks: int = 0
+    is_simulated: bool = False
 
 
 def read_timeline(path: Path) -> Timeline:
@@ -66,7 +67,7 @@ def read_timeline(path: Path) -> Timeline:
     """
     slices: list[Slice] = []
     jobs: dict[str, TracedJob] = {}
-    policy, num_ranks = "", 0
+    policy, num_ranks, is_simulated = "", 0, False
     try:
         for entry in _entries(path):
             phase = entry.get("ph")
@@ -77,13 +78,14 @@ def read_timeline(path: Path) -> Timeline:
                 jobs[job_id] = _job(jobs.get(job_id, TracedJob(job_id)), entry)
             elif phase == "i" and entry.get("name") == "run":
                 policy, num_ranks = entry["args"]["policy"], entry["args"]["num_ranks"]
+                is_simulated = entry["args"].get("simulated", False)
     except (KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{path}: not a trace that gfgen run --trace wrote ({error!r})") from error
     slices.sort(key=lambda slice_: (slice_.start_s, -1 if slice_.rank is None else slice_.rank))
     num_ranks = max([num_ranks, *(slice_.rank + 1 for slice_ in slices if slice_.rank is not None)])
     for slice_ in slices:
         jobs.setdefault(slice_.job_id, TracedJob(slice_.job_id, arrival_s=slice_.start_s))
-    return Timeline(tuple(slices), jobs, policy, num_ranks)
+    return Timeline(tuple(slices), jobs, policy, num_ranks, is_simulated)
 
 
 def read_trace(path: Path) -> list[Slice]:

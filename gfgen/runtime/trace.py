@@ -69,13 +69,14 @@ class _JobLane:
 class TraceWriter(Observer):
     """Writes the trace while the run goes on."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, is_simulated: bool = False) -> None:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._stream: TextIO | None = path.open("w", encoding="ascii")
         except OSError as error:
             raise OutputError(f"cannot write the trace {path}: {error.strerror}") from error
         self._path = path
+        self._is_simulated = is_simulated
         self._separator = "[\n"
         self._jobs: dict[str, _JobLane] = {}
         self._dispatches: dict[int, tuple[Dispatch, set[int]]] = {}
@@ -93,6 +94,8 @@ class TraceWriter(Observer):
         for rank in range(num_ranks):
             self._name_lane(rank, f"rank {rank}")
         args = {"policy": policy, "num_ranks": num_ranks, "num_jobs": len(jobs)}
+        if self._is_simulated:
+            args["simulated"] = True
         self._instant("run", 0.0, scope="g", args=args)
 
     def added(self, jobs: tuple[JobInfo, ...]) -> None:

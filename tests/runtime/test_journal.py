@@ -57,6 +57,10 @@ def test_the_header_tells_other_jobs_apart():
         "guard_s": 0.005,
         "started_at": 1.5,
         "jobs": 2,
+        "last_number": 0,
+        "resumed": {},
+        "closes_s": None,
+        "profile": None,
     }
     assert header(one, two)["jobs_hash"] not in (header(two, one)["jobs_hash"], header(one)["jobs_hash"])
 

@@ -369,11 +369,29 @@ def test_only_steps_are_shared():
 def test_what_was_about_to_end_in_the_snapshot_may_be_late_by_now():
     cluster = Cluster(make_job("a"), guard_s=0.05)
     running = cluster.begin("a", 0, 0)
-    seen_s = running.predicted_end_s
-    cluster.clock.advance(seen_s + 1.0)
+    cluster.clock.advance(running.predicted_end_s)
+    cluster.clock.begin_turn()
+    cluster.clock.advance(running.predicted_end_s + 1.0)  # so long does the policy think
+    dispatch = cluster.begin("a", 1, 0)
+    assert (dispatch.producer, dispatch.submitted_s) == (running.number, running.predicted_end_s)
+
+
+def test_what_is_late_in_the_snapshot_has_no_successor():
+    cluster = Cluster(make_job("a"), guard_s=0.05)
+    running = cluster.begin("a", 0, 0)
+    cluster.clock.advance(running.predicted_end_s + 1.0)
+    cluster.clock.begin_turn()
     with pytest.raises(PolicyFault, match="its input does not exist yet"):
         cluster.begin("a", 1, 0)
-    assert cluster.state.begin(cluster.decision("a", 1, 0), seen_s=seen_s).producer == running.number
+
+
+def test_a_rank_is_free_since_it_became_idle_whoever_looks_on():
+    cluster = Cluster(make_job("a"))
+    cluster.clock.advance(3.0)
+    cluster.state.snapshot()
+    cluster.done(cluster.begin("a", 0, 0))
+    cluster.clock.advance(5.0)
+    assert [rank.free_at_s for rank in cluster.state.snapshot().ranks] == pytest.approx([3.1, 0.0])
 
 
 def test_the_time_out_of_an_earlier_job_of_the_same_id_is_not_its_own():

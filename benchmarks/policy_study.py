@@ -1,0 +1,317 @@
+"""Which policy meets the deadlines: `auto` beside fixed ones, simulated on 4 GPUs.
+
+    python benchmarks/policy_study.py --processes 2 --output benchmarks/results/2026-11-20-policies
+
+Every point is 20 workloads of 80 jobs; all policies get the same ones, so that differences are paired by
+seed. Durations come from the profile of goals that is shipped (h200-goals.json): nothing here was measured
+on a GPU. Writes OUTPUT.json (every run), OUTPUT.md (tables and bars); `--charts DIR` draws the curves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import json
+import time
+from collections import defaultdict
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import numpy as np
+
+from gfgen.bench.scores import Outcomes, Score, makespan_bound_s, score
+from gfgen.bench.workloads import (
+    MIXES,
+    WorkloadOptions,
+    admitted,
+    make_workload,
+    stand_alone,
+    weightless_model,
+)
+from gfgen.policies.catalog import load_policy
+from gfgen.runtime.cost import CostModel
+from gfgen.runtime.profile import load_profile
+from gfgen.runtime.profiles import SHIPPED
+from gfgen.runtime.simulation import simulate
+
+MODELS = ("wan2.2-ti2v-5b", "qwen-image")
+WORKLOADS = ("short", "foreground-burst", "steady")
+LOADS = (0.3, 0.6, 0.8, 0.95, 1.1, 1.3, 1.5)
+NUM_RANKS, NUM_JOBS, NUM_SEEDS = 4, 80, 20
+BLIND = ("legacy", "fcfs", "srtf", "srtf,degree=4")
+"""Policies that look at no deadline: one run serves both ways of setting them."""
+PAPER = "edf,rescue=false"
+BASELINES = (*BLIND, PAPER)
+POLICIES = (*BASELINES, "auto")
+OVERNIGHT_JOBS, OVERNIGHT_SEEDS = 300, 5
+OVERNIGHT_POLICIES = ("legacy", "fcfs", "srtf", PAPER, "makespan", "auto")
+RESAMPLES = 2000
+Point = tuple[str, str, float, int]
+
+
+def profile():
+    return load_profile(SHIPPED / "h200-goals.json")
+
+
+def jobs_of(model: str, workload: str, *, load: float, seed: int, deadlines_from: int, num_jobs: int):
+    found = weightless_model(model)
+    times = stand_alone(found, CostModel(profile()))
+    options = WorkloadOptions(
+        load=load, seed=seed, num_jobs=num_jobs, num_ranks=NUM_RANKS, deadlines_from=deadlines_from
+    )
+    return admitted(make_workload(workload, model, times, options), found)
+
+
+def outcomes_of(jobs, policy: str):
+    watch = Outcomes()
+    simulate(jobs, policy=load_policy(policy), num_ranks=NUM_RANKS, profile=profile(), observers=[watch])
+    return watch.ended_jobs
+
+
+def run_point(point: Point) -> list[dict[str, Any]]:
+    """All policies on one workload, with deadlines of both kinds."""
+    workload, model, load, seed = point
+    slack_s = MIXES[model].slack_s
+    by_kind = {
+        n: jobs_of(model, workload, load=load, seed=seed, deadlines_from=n, num_jobs=NUM_JOBS) for n in (1, 4)
+    }
+    rows = []
+
+    def note(found: Score, deadlines_from: int) -> None:
+        keys = {"workload": workload, "model": model, "load": load, "seed": seed, "from": deadlines_from}
+        rows.append({**keys, **asdict(found)})
+
+    for policy in BLIND:
+        outcomes = outcomes_of(by_kind[1], policy)
+        for n, jobs in by_kind.items():
+            deadlines_s = {job.job_id: job.spec.deadline_s for job in jobs}
+            note(score(policy, outcomes, slack_s=slack_s, deadlines_s=deadlines_s), n)
+    for policy, n in itertools.product((PAPER, "auto"), by_kind):
+        note(score(policy, outcomes_of(by_kind[n], policy), slack_s=slack_s), n)
+    gc.collect()
+    return rows
+
+
+def run_overnight(point: tuple[str, int]) -> list[dict[str, Any]]:
+    model, seed = point
+    jobs = jobs_of(model, "overnight", load=1.0, seed=seed, deadlines_from=1, num_jobs=OVERNIGHT_JOBS)
+    bound_s = makespan_bound_s(jobs, CostModel(profile()), num_ranks=NUM_RANKS)
+    return [
+        {"model": model, "seed": seed, "bound_s": bound_s}
+        | asdict(score(policy, outcomes_of(jobs, policy), slack_s=0.0))
+        for policy in OVERNIGHT_POLICIES
+    ]
+
+
+# Tables -----------------------------------------------------------------------------------
+
+
+def by_cell(rows, field: str) -> dict[tuple[str, str, int, float], dict[str, list[float]]]:
+    """Values by seed, of each policy at each point."""
+    cells: dict[Any, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for row in sorted(rows, key=lambda row: row["seed"]):
+        cells[row["model"], row["workload"], row["from"], row["load"]][row["policy"]].append(row[field])
+    return cells
+
+
+def interval(values) -> tuple[float, float]:
+    """95% bootstrap interval of the mean over seeds."""
+    values = np.asarray(values)
+    picks = np.random.default_rng(0).integers(0, len(values), (RESAMPLES, len(values)))
+    low, high = np.percentile(values[picks].mean(axis=1), (2.5, 97.5))
+    return float(low), float(high)
+
+
+def bars(rows, overnight) -> list[str]:
+    """What issue 6 asks of `auto`, and what was found."""
+    lines = []
+    for field, words in (
+        ("attainment", "the jobs' deadlines"),
+        ("attainment_client", "with the client's slack"),
+    ):
+        cells = by_cell(rows, field)
+        worst, worst_cell = min(
+            (min(mean(of["auto"]) - mean(of[name]) for name in BASELINES), cell) for cell, of in cells.items()
+        )
+        bursts = [
+            np.subtract(of["auto"], of[max(BASELINES, key=lambda name: mean(of[name]))])
+            for cell, of in cells.items()
+            if cell[1] == "foreground-burst" and 0.6 <= cell[3] <= 1.1
+        ]
+        gains = np.mean(bursts, axis=0)
+        low, high = interval(gains)
+        lines += [
+            f"| {words}: `auto` less the best of the others, worst of {len(cells)} points "
+            f"| at least -2 points | {100 * worst:+.1f} ({_name(worst_cell)}) |",
+            f"| {words}: the same, mean over foreground-burst at loads 0.6 to 1.1 | at least +5 points "
+            f"| {100 * gains.mean():+.1f} [{100 * low:+.1f}, {100 * high:+.1f}] |",
+        ]
+        lines += [
+            f"| ... {model}, deadlines from {n} GPU{'s' if n > 1 else ''} | |"
+            f" {100 * np.mean([g for g, c in _burst_gains(cells) if (c[0], c[2]) == (model, n)]):+.1f} |"
+            for model in MODELS
+            for n in (1, 4)
+        ]
+    cells = by_cell(rows, "mean_s")
+    low_load = [(mean(of["auto"]), mean(of["srtf"]), cell) for cell, of in cells.items() if cell[3] <= 0.6]
+    ratio = sum(auto for auto, _, _ in low_load) / sum(srtf for _, srtf, _ in low_load)
+    worst_ratio, cell = max((auto / srtf, cell) for auto, srtf, cell in low_load)
+    lines.append(
+        f"| mean latency at loads 0.3 to 0.6, over that of srtf at degree 1 | at most 0.7 "
+        f"| {ratio:.2f}; worst point {worst_ratio:.2f} ({_name(cell)}) |"
+    )
+    excess = [row["makespan_s"] / row["bound_s"] - 1 for row in overnight if row["policy"] == "auto"]
+    lines.append(f"| overnight: makespan over the lower bound | at most 5% | {max(excess):.1%} at most |")
+    return ["| | asked | found |", "|---|---|---|", *lines]
+
+
+def _burst_gains(cells):
+    for cell, of in cells.items():
+        if cell[1] == "foreground-burst" and 0.6 <= cell[3] <= 1.1:
+            yield mean(of["auto"]) - max(mean(of[name]) for name in BASELINES), cell
+
+
+def _name(cell) -> str:
+    model, workload, n, load = cell
+    return f"{model}, {workload}, deadlines from {n}, load {load:g}"
+
+
+def table(rows, model: str, workload: str, n: int) -> list[str]:
+    """Attainment with its interval and mean latency, a line per load."""
+    met, taken = by_cell(rows, "attainment"), by_cell(rows, "mean_s")
+    client = by_cell(rows, "attainment_client")
+    lines = [f"| load | {' | '.join(POLICIES)} |", "|---|" + "---|" * len(POLICIES)]
+    for load in LOADS:
+        cell, texts = (model, workload, n, load), []
+        for policy in POLICIES:
+            low, high = interval(met[cell][policy])
+            texts.append(
+                f"{100 * mean(met[cell][policy]):.0f} [{100 * low:.0f}, {100 * high:.0f}] "
+                f"({100 * mean(client[cell][policy]):.0f}), {mean(taken[cell][policy]):.1f} s"
+            )
+        lines.append(f"| {load:g} | {' | '.join(texts)} |")
+    return lines
+
+
+def report(rows, overnight, *, wall_s: float, processes: int) -> str:
+    lines = [
+        "# Policies under load, simulated",
+        "",
+        f"{profile().date}; command: `python benchmarks/policy_study.py --processes {processes}`, "
+        f"{wall_s / 60:.1f} minutes on a shared machine with two cores.",
+        "",
+        f"{NUM_RANKS} ranks of the profile h200-goals.json (goal step times put together, not measured), "
+        f"{NUM_JOBS} jobs a workload, {NUM_SEEDS} seeds, every policy on the same workloads. "
+        "`legacy,degree=1` (single-rank replicas) decides as `fcfs` does. In the tables: percentage of jobs that "
+        "met their deadline, its 95% bootstrap interval over seeds, in parentheses with the client's slack (5 s for "
+        "videos, 1 s for images) that no policy sees, and the mean latency of completed jobs.",
+        "",
+        *bars(rows, overnight),
+    ]
+    for model, workload, n in itertools.product(MODELS, WORKLOADS, (1, 4)):
+        title = f"## {model}, {workload}, deadlines from the {n}-GPU time"
+        lines += ["", title, "", *table(rows, model, workload, n)]
+    lines += ["", f"## overnight: {OVERNIGHT_JOBS} jobs at time 0, a fifth with deadlines", ""]
+    lines += [
+        "| model | policy | makespan over the lower bound | deadlines met | mean latency |",
+        "|---|---|---|---|---|",
+    ]
+    for model, policy in itertools.product(MODELS, OVERNIGHT_POLICIES):
+        found = [row for row in overnight if (row["model"], row["policy"]) == (model, policy)]
+        excess = mean(row["makespan_s"] / row["bound_s"] - 1 for row in found)
+        met, taken_s = mean(row["attainment"] for row in found), mean(row["mean_s"] for row in found)
+        lines.append(f"| {model} | {policy} | {excess:+.1%} | {met:.0%} | {taken_s:.0f} s |")
+    return "\n".join(lines) + "\n"
+
+
+def charts(rows, folder: Path) -> None:
+    """For each way of setting deadlines: attainment and mean latency against load (the paper's Figure 10)."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    colours = dict(
+        zip(POLICIES, ("#999999", "#56B4E9", "#0072B2", "#009E73", "#E69F00", "#D55E00"), strict=True)
+    )
+    met, taken = by_cell(rows, "attainment"), by_cell(rows, "mean_s")
+    for n in (1, 4):
+        figure, axes = plt.subplots(4, 3, figsize=(12, 12), sharex=True)
+        for (m, model), (w, workload) in itertools.product(enumerate(MODELS), enumerate(WORKLOADS)):
+            for policy in POLICIES:
+                look = {"color": colours[policy], "label": policy, "lw": 2.5 if policy == "auto" else 1.4}
+                values = [met[model, workload, n, load][policy] for load in LOADS]
+                ends = np.array([interval(v) for v in values])
+                axes[2 * m][w].plot(LOADS, [100 * mean(v) for v in values], **look)
+                axes[2 * m][w].fill_between(LOADS, *(100 * ends.T), color=colours[policy], alpha=0.15, lw=0)
+                means = [mean(taken[model, workload, n, load][policy]) for load in LOADS]
+                axes[2 * m + 1][w].plot(LOADS, means, **look)
+            axes[2 * m][w].set_title(f"{model}, {workload}", fontsize=10)
+            axes[2 * m][w].set_ylim(0, 102)
+            axes[2 * m + 1][w].set_yscale("log")
+            axes[2 * m][0].set_ylabel("deadlines met, %")
+            axes[2 * m + 1][0].set_ylabel("mean latency, s")
+            axes[3][w].set_xlabel("load")
+        figure.suptitle(f"Simulated on 4 ranks (h200-goals), deadlines from the {n}-GPU time", fontsize=11)
+        figure.legend(
+            *axes[0][0].get_legend_handles_labels(), ncols=6, loc="upper center", bbox_to_anchor=(0.5, 0.98)
+        )
+        for axis in axes.flat:
+            axis.grid(alpha=0.25)
+        figure.tight_layout(rect=(0, 0, 1, 0.965))
+        figure.savefig(folder / f"policies-deadlines-{n}.png", dpi=90)
+        plt.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--seeds", type=int, default=NUM_SEEDS)
+    parser.add_argument("--output", type=Path, required=True, help="path without suffix")
+    parser.add_argument("--charts", type=Path, help="folder for the pictures")
+    parser.add_argument("--from-json", action="store_true", help="only draw and write what OUTPUT.json holds")
+    options = parser.parse_args()
+    path = options.output.with_suffix(".json")
+    if options.from_json:
+        found = json.loads(path.read_text())
+    else:
+        began_s = time.monotonic()
+        points = list(itertools.product(WORKLOADS, MODELS, LOADS, range(options.seeds)))
+        nights = list(itertools.product(MODELS, range(min(options.seeds, OVERNIGHT_SEEDS))))
+        with ProcessPoolExecutor(options.processes, initializer=gc.disable) as pool:
+            overnight = [row for rows in pool.map(run_overnight, nights) for row in rows]
+            rows = [row for rows in pool.map(run_point, points, chunksize=8) for row in rows]
+        found = {
+            "wall_s": round(time.monotonic() - began_s, 1),
+            "processes": options.processes,
+            "rows": [_rounded(row) for row in rows],
+            "overnight": [_rounded(row) for row in overnight],
+        }
+        header = {key: found[key] for key in ("wall_s", "processes")}
+        path.write_text(_as_lines(header, rows=found["rows"], overnight=found["overnight"]))
+    text = report(found["rows"], found["overnight"], wall_s=found["wall_s"], processes=found["processes"])
+    options.output.with_suffix(".md").write_text(text)
+    print("\n".join(bars(found["rows"], found["overnight"])))
+    if options.charts:
+        charts(found["rows"], options.charts)
+
+
+def _rounded(row: dict[str, Any]) -> dict[str, Any]:
+    return {key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()}
+
+
+def _as_lines(header: dict[str, Any], **tables: list[dict[str, Any]]) -> str:
+    """JSON with a line per row."""
+    parts = [json.dumps(header)[1:-1]]
+    for name, rows in tables.items():
+        lines = ",\n  ".join(json.dumps(row) for row in rows)
+        parts.append(f'"{name}": [\n  {lines}\n ]')
+    return "{" + ",\n ".join(parts) + "}\n"
+
+
+if __name__ == "__main__":
+    main()

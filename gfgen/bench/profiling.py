@@ -1,0 +1,428 @@
+"""Measuring a profile: every stage and degree of some shapes, on real workers.
+
+A measurement is a small run of the real control plane under a scripted policy. While one group of
+ranks is measured, the others idle, or all of them work (on CPU ranks that makes a difference). What a
+task took counts by what the other ranks really did meanwhile. A third kind lets a job change ranks at each
+step, for the cost of moving.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+from gfgen.errors import InterruptedRunError, WorkerError
+from gfgen.graph import Stage, Trajectory
+from gfgen.layout import Layout
+from gfgen.policies.catalog import NamedPolicy
+from gfgen.runtime.admission import AdmittedJob
+from gfgen.runtime.clock import Clock
+from gfgen.runtime.control import Control
+from gfgen.runtime.cost import CostClass, CostModel
+from gfgen.runtime.dispatch import Dispatch
+from gfgen.runtime.events import Event, OutputWritten, TaskDone
+from gfgen.runtime.observer import JobOutcome, Observer
+from gfgen.runtime.pool import WorkerPool
+from gfgen.runtime.profile import Degrees, Profile, ProfileRow
+from gfgen.runtime.signals import SignalPipe
+from gfgen.runtime.state import State
+from gfgen.runtime.workers import ProcessBackend
+from gfgen.snapshot import Decision, JobView, Snapshot
+
+ONE: Degrees = (1, 1, 1)
+WARM_UP_STEPS = 2
+"""Of a first job that does not count: the first task of a shape allocates."""
+STEPS, JOBS = 6, 3
+"""Of each group on one rank: 18 steps, and 3 samples of the stages that a job has one of."""
+SHARED_STEPS = 10
+"""Of the one job that is measured on several ranks: only its steps count."""
+MOVING_STEPS = 8
+_IDLE, _BUSY = 0.1, 0.75
+"""Shares of a task's time in which the other ranks worked: below, it was alone; above, under load.
+Steps of some milliseconds have gaps between them."""
+
+Kind = Literal["alone", "loaded", "moving"]
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """One model and shape on one layout."""
+
+    job: AdmittedJob
+    degrees: Degrees
+    kind: Kind
+
+    @property
+    def num_ranks(self) -> int:
+        return math.prod(self.degrees)
+
+    @property
+    def model(self) -> str:
+        return self.job.spec.model or ""
+
+    @property
+    def key(self) -> str:
+        """What tells it apart, in a file of unfinished measurements."""
+        return f"{self.model} {self.job.shape} {'x'.join(map(str, self.degrees))} {self.kind}"
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """What a measurement gave, in seconds."""
+
+    tasks: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """By stage."""
+    writes: Sequence[float] = ()
+    gaps: Sequence[float] = ()
+    """Between two steps of a job on the same ranks."""
+    moves: Sequence[tuple[int, float]] = ()
+    """(bytes, seconds)"""
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+# What to measure ------------------------------------------------------------------------------
+
+
+def plan_measurements(jobs: Iterable[AdmittedJob], *, num_ranks: int) -> list[Measurement]:
+    """One job of each model and shape, on all degrees that it can use on so many ranks."""
+    shapes = {(job.spec.model, job.shape): job for job in jobs}
+    plan = []
+    for job in shapes.values():
+        for degrees in _degrees_of(job, num_ranks):
+            plan.append(Measurement(job, degrees, "alone"))
+            if math.prod(degrees) < num_ranks:
+                plan.append(Measurement(job, degrees, "loaded"))
+        if num_ranks > 1:
+            plan.append(Measurement(job, ONE, "moving"))
+    return plan
+
+
+def predicted_s(measurement: Measurement, costs: CostModel, *, num_ranks: int) -> float:
+    """How long a measurement will take."""
+    cost_class = _class_of(measurement.job, costs)
+    return max(
+        sum(
+            costs.remaining_s(cost_class, job.trajectory.task(0), job.trajectory.num_tasks, degrees)
+            for job in group.jobs
+        )
+        for group in _groups(measurement, num_ranks)
+        for degrees in [group.layout.degrees]
+    )
+
+
+def learn(measurement: Measurement, samples: Samples, costs: CostModel) -> None:
+    """Let predictions of what is left follow from what was measured."""
+    cost_class = _class_of(measurement.job, costs)
+    for stage, durations in samples.tasks.items():
+        if durations:
+            degrees = measurement.degrees if stage == Stage.DENOISE else ONE
+            costs.observe(cost_class, Stage(stage), degrees, statistics.median(durations))
+
+
+def _class_of(job: AdmittedJob, costs: CostModel) -> CostClass:
+    return costs.cost_class(job.spec.model or "", job.shape, flops=job.flops, state_bytes=job.state_bytes)
+
+
+def _degrees_of(job: AdmittedJob, num_ranks: int) -> Iterator[Degrees]:
+    for cfg in (1, 2) if job.uses_cfg else (1,):
+        for ulysses in range(1, num_ranks // cfg + 1):
+            if ulysses <= job.max_sequence_degree:
+                yield (cfg, ulysses, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Jobs that run one after the other on the same ranks; the first of them does not count."""
+
+    layout: Layout
+    jobs: tuple[AdmittedJob, ...]
+
+
+def _groups(measurement: Measurement, num_ranks: int) -> list[_Group]:
+    """The groups that work beside each other; the ranks that are left over are kept busy too."""
+    cfg, ulysses, _ = measurement.degrees
+    size = measurement.num_ranks
+    lengths = [WARM_UP_STEPS, *([STEPS] * JOBS if size == 1 else [SHARED_STEPS])]
+    if measurement.kind == "moving":
+        lengths = [WARM_UP_STEPS, MOVING_STEPS]
+    num_groups = num_ranks // size if measurement.kind == "loaded" else 1
+    layouts = [
+        Layout(tuple(range(start, start + size)), cfg=cfg, ulysses=ulysses)
+        for start in range(0, num_groups * size, size)
+    ]
+    if measurement.kind == "loaded":
+        layouts += [Layout.single(rank) for rank in range(num_groups * size, num_ranks)]
+    return [
+        _Group(
+            layout,
+            tuple(
+                _copy(measurement.job, f"rank-{layout.ranks[0]}-{n}", steps)
+                for n, steps in enumerate(lengths)
+            ),
+        )
+        for layout in layouts
+    ]
+
+
+def _copy(job: AdmittedJob, job_id: str, steps: int) -> AdmittedJob:
+    """The same work under another name, with so many steps, at once and without end."""
+    spec = replace(
+        job.spec, id=job_id, steps=steps, arrival_s=0.0, deadline_s=None, deadline_at=None, timeout_s=None
+    )
+    trajectory = Trajectory(job_id, steps, job.trajectory.artifacts)
+    suffix = Path(job.info.file).suffix
+    info = replace(
+        job.info,
+        asked=spec,
+        spec=spec,
+        num_tasks=trajectory.num_tasks,
+        file=job_id + suffix,
+        spec_hash=job_id,
+    )
+    return replace(job, info=info, trajectory=trajectory)
+
+
+# Measuring ------------------------------------------------------------------------------------
+
+
+def measure(
+    measurement: Measurement, pool: WorkerPool, *, folder: Path, signals: SignalPipe | None = None
+) -> Samples:
+    """Run a measurement on a pool that is ready.
+
+    Raises: WorkerError when a job fails; InterruptedRunError when a signal comes first.
+    """
+    groups = _groups(measurement, pool.num_ranks)
+    jobs = [job for group in groups for job in group.jobs]
+    clock, costs, record = Clock(), CostModel(), _Record()
+    state = State(
+        jobs, num_ranks=pool.num_ranks, clock=clock, costs=costs, guard_s=0.0, last_number=pool.last_number
+    )
+    backend = ProcessBackend(pool, jobs, clock=clock, output_dir=folder, signals=signals)
+    control = Control(
+        jobs,
+        state=state,
+        backend=backend,
+        clock=clock,
+        policy=NamedPolicy("measuring", _script(measurement, groups)),
+        guard_s=0.0,
+        observers=[record],
+    )
+    try:
+        control.run()
+    finally:
+        backend.close()
+    if state.stop_signal is not None:
+        raise InterruptedRunError(f"{measurement.key}: stopped", signal_number=state.stop_signal)
+    if record.errors:
+        raise WorkerError(f"{measurement.key}: {record.errors[0]}")
+    return record.samples(measurement, warm_ups={group.jobs[0].job_id for group in groups})
+
+
+def _script(measurement: Measurement, groups: Sequence[_Group]) -> Any:
+    """Each group's jobs in turn, each task on the group's ranks; a moving job's steps by turns on two."""
+    layouts = {job.job_id: group.layout for group in groups for job in group.jobs}
+
+    def decide(snapshot: Snapshot) -> list[Decision]:
+        free, decisions = set(snapshot.free_ranks), []
+        for view in sorted(snapshot.open.values(), key=lambda view: (-view.next_task.index, view.job_id)):
+            layout = _layout_of(view, layouts[view.job_id], snapshot)
+            if free.issuperset(layout.ranks):
+                free -= set(layout.ranks)
+                decisions.append(Decision(view.next_task, layout))
+        return decisions
+
+    def _layout_of(view: JobView, layout: Layout, snapshot: Snapshot) -> Layout:
+        if view.next_task.stage is not Stage.DENOISE:
+            return Layout.single(layout.ranks[0])
+        if measurement.kind == "moving":
+            return Layout.single(view.next_task.index % min(2, len(snapshot.ranks)))
+        return layout
+
+    return decide
+
+
+class _Record(Observer):
+    """Keeps when which rank did what."""
+
+    def __init__(self) -> None:
+        self._dispatches: dict[int, Dispatch] = {}
+        self._done: dict[int, list[TaskDone]] = defaultdict(list)
+        self._written: dict[str, float] = {}
+        self.errors: list[str] = []
+
+    def dispatched(self, dispatch: Dispatch) -> None:
+        self._dispatches[dispatch.number] = dispatch
+
+    def applied(self, event: Event) -> None:
+        match event:
+            case TaskDone():
+                self._done[event.dispatch].append(event)
+            case OutputWritten():
+                self._written[event.job_id] = event.time_s
+
+    def ended(self, outcome: JobOutcome) -> None:
+        if outcome.error:
+            self.errors.append(outcome.error)
+
+    def samples(self, measurement: Measurement, *, warm_ups: set[str]) -> Samples:
+        """What counts: tasks on the measured degrees, with the other ranks as busy as they should be."""
+        tasks: dict[str, list[float]] = defaultdict(list)
+        moves = []
+        for number, done in self._done.items():
+            dispatch = self._dispatches[number]
+            if dispatch.task.job_id in warm_ups or not self._counts(measurement, dispatch, done):
+                continue
+            tasks[str(dispatch.task.stage)].append(_lasted(done))
+            if dispatch.transfers:
+                moves.append((dispatch.moved_bytes, max(event.moved_s for event in done)))
+        if measurement.kind == "moving":
+            tasks.clear()
+        return Samples(dict(tasks), self._writes(warm_ups), self._gaps(warm_ups), moves)
+
+    def _counts(self, measurement: Measurement, dispatch: Dispatch, done: Sequence[TaskDone]) -> bool:
+        stage, degrees = dispatch.task.stage, dispatch.layout.degrees
+        if degrees != measurement.degrees or (measurement.num_ranks > 1 and stage is not Stage.DENOISE):
+            return False
+        load = self._load(dispatch, done)
+        return load is None or (load >= _BUSY if measurement.kind == "loaded" else load <= _IDLE)
+
+    def _load(self, dispatch: Dispatch, done: Sequence[TaskDone]) -> float | None:
+        """The share of the other ranks' time that they worked during a task; None without others."""
+        began_s, ended_s = min(event.started_s for event in done), max(event.ended_s for event in done)
+        busy_s: dict[int, float] = {}
+        for events in self._done.values():
+            for event in events:
+                overlap_s = min(ended_s, event.ended_s) - max(began_s, event.started_s)
+                busy_s[event.rank] = busy_s.get(event.rank, 0.0) + max(0.0, overlap_s)
+        others = [seconds for rank, seconds in busy_s.items() if rank not in dispatch.layout.ranks]
+        return sum(others) / len(others) / (ended_s - began_s) if others else None
+
+    def _writes(self, warm_ups: set[str]) -> list[float]:
+        """From the end of a decode to its file, where no other file was being written."""
+        decoded = {
+            self._dispatches[number].task.job_id: done[0].ended_s
+            for number, done in self._done.items()
+            if self._dispatches[number].task.stage is Stage.DECODE
+        }
+        spans = {job_id: (decoded[job_id], end_s) for job_id, end_s in self._written.items()}
+        return [
+            end_s - began_s
+            for job_id, (began_s, end_s) in spans.items()
+            if job_id not in warm_ups
+            and not any(b < began_s < e for other, (b, e) in spans.items() if other != job_id)
+        ]
+
+    def _gaps(self, warm_ups: set[str]) -> list[float]:
+        """From the end of a step to the start of the next one of the same job in the same place."""
+        by_job: dict[str, list[tuple[Dispatch, TaskDone]]] = defaultdict(list)
+        for number in sorted(self._done):
+            dispatch = self._dispatches[number]
+            if dispatch.task.stage is Stage.DENOISE and dispatch.task.job_id not in warm_ups:
+                by_job[dispatch.task.job_id].append((dispatch, self._done[number][0]))
+        return [
+            later.started_s - later.moved_s - later.waited_s - earlier.ended_s
+            for steps in by_job.values()
+            for (before, earlier), (after, later) in pairwise(steps)
+            if before.layout == after.layout
+        ]
+
+
+def _lasted(done: Sequence[TaskDone]) -> float:
+    return max(event.ended_s - event.started_s for event in done)
+
+
+# From samples to a profile --------------------------------------------------------------------
+
+
+def assemble(
+    measured: Mapping[str, Samples],
+    plan: Sequence[Measurement],
+    *,
+    device: str,
+    source: str,
+    num_ranks: int,
+    versions: Mapping[str, str],
+) -> Profile:
+    """The profile of a plan whose measurements are all there."""
+    rows = [
+        row
+        for measurement in plan
+        if measurement.kind == "alone"
+        for row in _rows(measurement, measured[measurement.key], _loaded_beside(measurement, measured))
+    ]
+    gaps = [gap for samples in measured.values() for gap in samples.gaps]
+    move_s, bytes_per_s = _fit_moves([move for samples in measured.values() for move in samples.moves])
+    return Profile(
+        device=device,
+        date=time.strftime("%Y-%m-%d"),
+        source=source,
+        num_ranks=num_ranks,
+        rows=tuple(rows),
+        move_s=move_s,
+        move_bytes_per_s=bytes_per_s,
+        dispatch_s=_rounded(max(0.0, statistics.median(gaps))) if gaps else 0.0,
+        versions=versions,
+    )
+
+
+def _loaded_beside(measurement: Measurement, measured: Mapping[str, Samples]) -> Samples:
+    return measured.get(replace(measurement, kind="loaded").key, Samples())
+
+
+def _rows(measurement: Measurement, alone: Samples, loaded: Samples) -> Iterator[ProfileRow]:
+    job = measurement.job
+    for stage, durations in alone.tasks.items():
+        under_load = loaded.tasks.get(stage)
+        writes = [*loaded.writes] or [*alone.writes]
+        yield ProfileRow(
+            model=measurement.model,
+            shape=job.shape,
+            stage=Stage(stage),
+            degrees=measurement.degrees,
+            seconds=_rounded(statistics.median(durations)),
+            spread_s=_rounded(_interquartile_range(durations)),
+            num_samples=len(durations),
+            loaded_s=_rounded(statistics.median(under_load)) if under_load else None,
+            flops=job.flops[Stage(stage)],
+            state_bytes=job.state_bytes,
+            write_s=_rounded(statistics.median(writes)) if stage == Stage.DECODE and writes else None,
+        )
+
+
+def _fit_moves(moves: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """(seconds of any move, bytes per second beyond) through the medians by size."""
+    by_size: dict[int, list[float]] = defaultdict(list)
+    for size_bytes, seconds in moves:
+        by_size[size_bytes].append(seconds)
+    medians = {size: statistics.median(values) for size, values in by_size.items()}
+    default = Profile(device="", date="", source="", num_ranks=1, rows=()).move_bytes_per_s
+    if not medians:
+        return 0.0, default
+    if len(medians) > 1:
+        slope, fixed_s = statistics.linear_regression(list(medians), list(medians.values()))
+        if slope > 0 and fixed_s >= 0:
+            return _rounded(fixed_s), round(1 / slope)
+    size, seconds = max(medians.items())
+    return _rounded(max(0.0, seconds - size / default)), default
+
+
+def _interquartile_range(values: Sequence[float]) -> float:
+    if len(values) < 2:
+        return 0.0
+    first, _, third = statistics.quantiles(values, n=4, method="inclusive")
+    return third - first
+
+
+def _rounded(seconds: float) -> float:
+    """Microseconds: a profile is read by people too."""
+    return round(seconds, 6)

@@ -1,0 +1,103 @@
+"""What a run was worth on a workload, counted as in the paper.
+
+A failed request (a time-out, say) counts as a missed deadline; latencies are of completed requests
+alone. The client allows a fixed slack beyond the deadline that nobody tells the policies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from gfgen.runtime.admission import AdmittedJob
+from gfgen.runtime.cost import CostModel
+from gfgen.runtime.metrics import percentile
+from gfgen.runtime.observer import JobOutcome, Observer
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """One run in numbers."""
+
+    policy: str
+    num_jobs: int
+    num_failed: int
+    attainment: float
+    """Share of the jobs with a deadline that were done in time."""
+    attainment_client: float
+    """The same, by the client's clock: with its slack."""
+    mean_s: float
+    """Latency, as the next two."""
+    p50_s: float
+    p95_s: float
+    jobs_per_min: float
+    makespan_s: float
+
+
+class Outcomes(Observer):
+    """Keeps how each job ended."""
+
+    def __init__(self) -> None:
+        self.ended_jobs: list[JobOutcome] = []
+
+    def ended(self, outcome: JobOutcome) -> None:
+        self.ended_jobs.append(outcome)
+
+
+def score(
+    policy: str,
+    outcomes: Sequence[JobOutcome],
+    *,
+    slack_s: float,
+    deadlines_s: Mapping[str, float] | None = None,
+) -> Score:
+    """The numbers of a run; `deadlines_s` (after arrival, by job) replaces the jobs' own deadlines."""
+    done = [outcome for outcome in outcomes if outcome.status == "done"]
+    latencies_s = [outcome.ended_s - outcome.arrival_s for outcome in done] or [0.0]
+    end_s = max((outcome.ended_s for outcome in outcomes), default=0.0)
+    makespan_s = end_s - min((outcome.arrival_s for outcome in outcomes), default=0.0)
+    return Score(
+        policy=policy,
+        num_jobs=len(outcomes),
+        num_failed=len(outcomes) - len(done),
+        attainment=_attainment(outcomes, 0.0, deadlines_s),
+        attainment_client=_attainment(outcomes, slack_s, deadlines_s),
+        mean_s=sum(latencies_s) / len(latencies_s),
+        p50_s=percentile(latencies_s, 50),
+        p95_s=percentile(latencies_s, 95),
+        jobs_per_min=60 * len(done) / makespan_s if makespan_s > 0 else 0.0,
+        makespan_s=makespan_s,
+    )
+
+
+def _attainment(
+    outcomes: Sequence[JobOutcome], slack_s: float, deadlines_s: Mapping[str, float] | None
+) -> float:
+    verdicts = []
+    for outcome in outcomes:
+        due_s = outcome.deadline_s
+        if deadlines_s is not None:
+            due_s = outcome.arrival_s + deadlines_s[outcome.info.job_id]
+        if due_s is not None:
+            verdicts.append(outcome.status == "done" and outcome.ended_s <= due_s + slack_s)
+    return sum(verdicts) / len(verdicts) if verdicts else 1.0
+
+
+def makespan_bound_s(jobs: Sequence[AdmittedJob], costs: CostModel, *, num_ranks: int) -> float:
+    """No schedule ends sooner: all work at its most thrifty, spread evenly, or the longest job at its fastest."""
+    degrees = [degree for degree in (1, 2, 4, 8) if degree <= num_ranks]
+    work_s, longest_s = 0.0, 0.0
+    for job in jobs:
+        cost_class = costs.cost_class(
+            job.spec.model or "", job.shape, flops=job.flops, state_bytes=job.state_bytes
+        )
+        trajectory = job.trajectory
+        step, rest = trajectory.task(2), costs.remaining_s(cost_class, trajectory.task(0), 3, (1, 1, 1))
+        steps_s = {}
+        for degree in degrees:
+            halves = 2 if job.uses_cfg and degree % 2 == 0 else 1
+            layout = (halves, degree // halves, 1)
+            steps_s[degree] = trajectory.num_steps * costs.task_s(cost_class, step.stage, layout)
+        work_s += rest + min(degree * seconds for degree, seconds in steps_s.items())
+        longest_s = max(longest_s, rest + min(steps_s.values()))
+    return max(work_s / num_ranks, longest_s)

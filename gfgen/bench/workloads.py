@@ -1,0 +1,263 @@
+"""Job files with arrivals, made from a seed: what policies are compared on.
+
+Every workload is a mix of three classes of a model (S, M and L: 60, 25 and 15 of a hundred jobs),
+with deadlines and time-outs. Arrivals come so fast that the ranks would be loaded to `load` if each
+were a replica that runs whole jobs alone.
+
+Source: GF-DiT, section 6 (classes, alpha, time-outs, the client's allowance), as in docs/workloads.md.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from gfgen.errors import InputError
+from gfgen.jobspec import JobSpec
+from gfgen.models.geometry import weightless_geometry
+from gfgen.models.registry import find_configs
+from gfgen.runtime.admission import AdmittedJob, Model, admit
+from gfgen.runtime.cost import CostModel
+
+Name = Literal["short", "foreground-burst", "steady", "overnight"]
+WORKLOADS: tuple[Name, ...] = ("short", "foreground-burst", "steady", "overnight")
+BURST_SIZES = (4, 12)
+"""Fewest and most short jobs of a burst."""
+BURST_GAP_S = 0.1
+"""Between two jobs of a burst, on average."""
+BLOCK = 20
+"""`steady` has every class in its exact share in each block of so many jobs."""
+OVERNIGHT_WITH_DEADLINE = 0.2
+SUBJECTS = ("a harbour", "a paper kite", "an old tram", "a glass city", "two herons", "a night market")
+SETTINGS = ("at dawn", "in heavy rain", "seen from above", "in thick fog", "under lanterns", "in winter")
+
+
+@dataclass(frozen=True, slots=True)
+class JobClass:
+    """Jobs of one size."""
+
+    tag: str
+    share: float
+    alpha: float
+    """A deadline is so many times what the job takes when it has its ranks to itself."""
+    width: int
+    height: int
+    frames: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """The classes of one model, and what its clients expect."""
+
+    classes: tuple[JobClass, ...]
+    steps: int
+    timeout_s: float
+    slack_s: float
+    """How much later than the deadline a result still counts for the client; no policy sees it."""
+    guidance: Mapping[str, float | str]
+
+
+_VIDEO_GUIDANCE = {"guidance_scale": 5.0}
+_IMAGE_GUIDANCE = {"negative_prompt": " ", "true_cfg_scale": 4.0}
+_SHARES = (0.60, 0.25, 0.15)
+_ALPHAS = {"video": (2.0, 2.5, 3.5), "image": (1.5, 2.0, 6.0)}
+
+
+def _classes(kind: str, *sizes: tuple[int, ...]) -> tuple[JobClass, ...]:
+    rows = zip("SML", _SHARES, _ALPHAS[kind], sizes, strict=True)
+    return tuple(JobClass(tag, share, alpha, *size) for tag, share, alpha, size in rows)
+
+
+MIXES = {
+    "wan2.2-ti2v-5b": Mix(
+        _classes("video", (832, 480, 49), (832, 480, 81), (1280, 704, 81)), 25, 3600, 5, _VIDEO_GUIDANCE
+    ),
+    "qwen-image": Mix(
+        _classes("image", (512, 512), (1024, 1024), (1536, 1536)), 25, 1500, 1, _IMAGE_GUIDANCE
+    ),
+    "tiny-wan": Mix(
+        _classes("video", (64, 64, 9), (128, 96, 17), (192, 128, 33)), 8, 3600, 5, _VIDEO_GUIDANCE
+    ),
+    "tiny-qwen-image": Mix(_classes("image", (64, 64), (128, 128), (192, 192)), 8, 1500, 1, _IMAGE_GUIDANCE),
+}
+"""By model. The tiny ones have classes that CPU ranks run in seconds."""
+
+
+def mix_of(model: str) -> Mix:
+    """The mix of a model; InputError for a model that has none."""
+    if model not in MIXES:
+        raise InputError(f"--model {model}: no workload is defined for it; there are {', '.join(MIXES)}")
+    return MIXES[model]
+
+
+@dataclass(frozen=True, slots=True)
+class StandAlone:
+    """Predicted seconds of one job of each class that has ranks to itself."""
+
+    by_degree: Mapping[int, Mapping[str, float]]
+
+    def of(self, tag: str, *, degree: int = 1) -> float:
+        return self.by_degree[degree][tag]
+
+    def mean_s(self, mix: Mix) -> float:
+        """Of the mix, on one rank."""
+        return sum(cls.share * self.of(cls.tag) for cls in mix.classes)
+
+
+def stand_alone(model: Model, costs: CostModel, *, degrees: Sequence[int] = (1, 4)) -> StandAlone:
+    """What the cost model predicts for the classes of a model's mix."""
+    mix = mix_of(model.name)
+    specs = [_spec(cls.tag, cls, mix, model.name, random.Random(0)) for cls in mix.classes]
+    jobs = admitted(specs, model)
+    return StandAlone({n: {job.job_id: alone_s(job, costs, degree=n) for job in jobs} for n in degrees})
+
+
+def alone_s(job: AdmittedJob, costs: CostModel, *, degree: int) -> float:
+    """Predicted seconds of a job from first to last task, its steps on `degree` ranks."""
+    cost_class = costs.cost_class(
+        job.spec.model or "", job.shape, flops=job.flops, state_bytes=job.state_bytes
+    )
+    halves = 2 if job.uses_cfg and degree % 2 == 0 else 1
+    trajectory = job.trajectory
+    return costs.remaining_s(
+        cost_class, trajectory.task(0), trajectory.num_tasks, (halves, degree // halves, 1)
+    )
+
+
+def weightless_model(name: str) -> Model:
+    """A model by its config files alone: for workloads and simulations."""
+    mix_of(name)
+    configs = find_configs(name)
+    return Model(name, configs, weightless_geometry(configs))
+
+
+def admitted(specs: Sequence[JobSpec], model: Model) -> tuple[AdmittedJob, ...]:
+    """The jobs of a workload as they would run; they are made so that each of them can."""
+    jobs, problems = admit(specs, default_model=model.name, find_model=lambda _: model)
+    assert not problems, problems
+    return jobs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkloadOptions:
+    """What distinguishes two workloads of one name."""
+
+    load: float = 0.8
+    """Fraction of what static single-rank replicas sustain on the mix."""
+    seed: int = 1
+    num_jobs: int = 100
+    num_ranks: int = 4
+    deadlines_from: int = 1
+    """Deadlines are multiples of what a job takes alone on so many ranks."""
+
+
+def make_workload(name: Name, model: str, times: StandAlone, options: WorkloadOptions) -> tuple[JobSpec, ...]:
+    """The jobs, by arrival. The same arguments give the same jobs, on any machine."""
+    mix = mix_of(model)
+    rng = random.Random(f"{name} {model} {options.seed}")
+    # Ranks that serve one job at a time each are busy for load of the time at this rate.
+    rate = options.load * options.num_ranks / times.mean_s(mix)
+    arrivals = itertools.islice(_ARRIVALS[name](rng, mix, rate), options.num_jobs)
+    jobs = []
+    for number, (arrival_s, cls) in enumerate(sorted(arrivals, key=lambda arrival: arrival[0]), start=1):
+        spec = _spec(f"{cls.tag}-{number:04d}", cls, mix, model, rng)
+        deadline_s = cls.alpha * times.of(cls.tag, degree=options.deadlines_from)
+        jobs.append(
+            replace(
+                spec,
+                arrival_s=round(arrival_s, 3),
+                deadline_s=round(deadline_s, 3),
+                timeout_s=mix.timeout_s,
+                seed=number,
+            )
+        )
+    if name == "overnight":
+        return _with_some_deadlines(jobs, rng, times, options)
+    return tuple(jobs)
+
+
+def _with_some_deadlines(
+    jobs: Sequence[JobSpec], rng: random.Random, times: StandAlone, options: WorkloadOptions
+) -> tuple[JobSpec, ...]:
+    """A fifth of the jobs have to be done at some time of the night; nobody waits for the others."""
+    night_s = sum(times.of(job.tag or "") for job in jobs) / options.num_ranks
+    chosen = [rng.random() < OVERNIGHT_WITH_DEADLINE for _ in jobs]
+    due_s = [(job.deadline_s or 0.0) + rng.random() * night_s for job in jobs]
+    return tuple(
+        replace(job, deadline_s=round(due, 3) if is_chosen else None, timeout_s=None)
+        for job, due, is_chosen in zip(jobs, due_s, chosen, strict=True)
+    )
+
+
+def _spec(job_id: str, cls: JobClass, mix: Mix, model: str, rng: random.Random) -> JobSpec:
+    return JobSpec(
+        id=job_id,
+        prompt=f"{rng.choice(SUBJECTS)} {rng.choice(SETTINGS)}",
+        model=model,
+        width=cls.width,
+        height=cls.height,
+        frames=cls.frames,
+        steps=mix.steps,
+        tag=cls.tag,
+        **mix.guidance,  # type: ignore[arg-type]
+    )
+
+
+# When jobs of which class arrive: endless -------------------------------------------------
+
+Arrivals = Iterator[tuple[float, JobClass]]
+
+
+def _short(rng: random.Random, mix: Mix, rate: float) -> Arrivals:
+    """Mixed arrivals without memory."""
+    now_s = 0.0
+    weights = [cls.share for cls in mix.classes]
+    while True:
+        now_s += rng.expovariate(rate)
+        yield now_s, rng.choices(mix.classes, weights)[0]
+
+
+def _steady(rng: random.Random, mix: Mix, rate: float) -> Arrivals:
+    """One job in every interval, at some moment of it; the classes in turns."""
+    block = [cls for cls in mix.classes for _ in range(round(BLOCK * cls.share))]
+    for number in itertools.count():
+        if number % BLOCK == 0:
+            rng.shuffle(block)
+        yield (number + rng.random()) / rate, block[number % BLOCK]
+
+
+def _foreground_burst(rng: random.Random, mix: Mix, rate: float) -> Arrivals:
+    """Long jobs arrive without memory, and short ones in bursts in between."""
+    foreground, *background = mix.classes
+    burst_rate = rate * foreground.share / (sum(BURST_SIZES) / 2)
+    weights = [cls.share for cls in background]
+    long_s = rng.expovariate(rate * sum(weights))
+    burst_s = rng.expovariate(burst_rate)
+    while True:
+        if long_s < burst_s:
+            yield long_s, rng.choices(background, weights)[0]
+            long_s += rng.expovariate(rate * sum(weights))
+            continue
+        begin_s = burst_s
+        for _ in range(rng.randint(*BURST_SIZES)):
+            yield begin_s, foreground
+            begin_s += rng.expovariate(1 / BURST_GAP_S)
+        burst_s += rng.expovariate(burst_rate)
+
+
+def _overnight(rng: random.Random, mix: Mix, rate: float) -> Arrivals:
+    """Everything at once."""
+    weights = [cls.share for cls in mix.classes]
+    while True:
+        yield 0.0, rng.choices(mix.classes, weights)[0]
+
+
+_ARRIVALS: Mapping[Name, Callable[[random.Random, Mix, float], Arrivals]] = {
+    "short": _short,
+    "foreground-burst": _foreground_burst,
+    "steady": _steady,
+    "overnight": _overnight,
+}

@@ -1,0 +1,110 @@
+"""`gfgen plan`: before a nightly batch, which policy, done when, and what would be late."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import click
+
+from gfgen import log
+from gfgen.cli.admission import DEFAULT_MODEL, admit_weightless
+from gfgen.cli.prediction import DEFAULT_RANKS, RankCounts, choose_profile, describe
+from gfgen.policies.catalog import BUILT_IN, load_policy
+from gfgen.runtime.closing import closing_at
+from gfgen.runtime.picture import check_suffix
+from gfgen.runtime.plan import make_plan
+from gfgen.runtime.plan_words import as_json as plan_as_json
+from gfgen.runtime.plan_words import in_plain_words
+from gfgen.runtime.plot_plan import plot_plan
+
+NO_CHOICE = ("legacy",)
+"""What nobody would choose for a batch: the baseline of comparisons."""
+
+
+@click.command()
+@click.argument("jobs")
+@click.option(
+    "--policy",
+    "policies",
+    multiple=True,
+    help="Consider these only: NAME[,option=value...], may be repeated. [all built-in ones]",
+)
+@click.option(
+    "--ranks",
+    type=RankCounts(),
+    metavar="N",
+    help="Of 4, 1,2,4 or 1..8 the most are there, the others are alternatives. [4, and all of the profile]",
+)
+@click.option("--by", metavar="TIME", help='When all is to be done: "06:00", "8h" or an ISO time.')
+@click.option("--at", metavar="TIME", help="When the batch is to start, said in the same ways. [now]")
+@click.option(
+    "--profile",
+    "profile_path",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="How long everything takes. [this machine's, as 'gfgen profile' has measured it]",
+)
+@click.option("--model", default=DEFAULT_MODEL, show_default=True, help="For jobs that name none.")
+@click.option("--chart", type=click.Path(path_type=Path), help="Draw it, too: a .png, .svg or .pdf file.")
+@click.option("--json", "as_json", is_flag=True, help="Print numbers for programs in place of words.")
+@click.pass_context
+def plan(
+    ctx: click.Context,
+    *,
+    jobs: str,
+    policies: tuple[str, ...],
+    ranks: tuple[int, ...] | None,
+    by: str | None,
+    at: str | None,
+    profile_path: Path | None,
+    model: str,
+    chart: Path | None,
+    as_json: bool,
+) -> None:
+    """Say when JOBS would be done and what would be late: under which policy, on how many ranks.
+
+    Everything is simulated with the profile of this machine; nothing is run.
+    """
+    log.configure(level="debug" if ctx.obj["debug"] else "error")
+    if chart is not None:
+        check_suffix(chart)
+    now = time.time()
+    started_at = now if at is None else closing_at(at, now=now, option="--at")
+    by_s = None if by is None else closing_at(by, now=started_at, option="--by") - started_at
+    admitted = admit_weightless(jobs, default_model=model)
+    profile = choose_profile(profile_path, admitted, num_ranks=max(ranks) if ranks else 1)
+    num_ranks = max(ranks) if ranks else min(DEFAULT_RANKS, profile.num_ranks)
+    made = make_plan(
+        admitted,
+        policies=[load_policy(text).name for text in policies] or _usual_policies(num_ranks),
+        num_ranks=num_ranks,
+        rank_counts=ranks or range(1, profile.num_ranks + 1),
+        profile=profile,
+        started_at=started_at,
+        by_s=by_s,
+        note=_noter(),
+    )
+    if as_json:
+        click.echo(json.dumps(plan_as_json(made), indent=1))
+    else:
+        click.echo("\n".join(in_plain_words(made, device=describe(profile))))
+    if chart is not None:
+        plot_plan(made, chart)
+        if not as_json:
+            click.echo(f"The chart is {chart}.")
+
+
+def _usual_policies(num_ranks: int) -> Sequence[str]:
+    """The built-in ones; those with fixed groups also with groups of all ranks."""
+    usual = [name for name in BUILT_IN if name not in NO_CHOICE]
+    return usual if num_ranks == 1 else [*usual, f"srtf,degree={num_ranks}"]
+
+
+def _noter() -> Callable[[str], None]:
+    """Shows on a terminal what is being simulated, on a line that gives way to the next."""
+    if not sys.stderr.isatty():
+        return lambda _: None
+    return lambda what: click.echo(f"\r\033[Ksimulating {what}\r", nl=False, err=True)

@@ -1,0 +1,67 @@
+"""What the commands that predict have in common: profiles and numbers of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from gfgen.layout import MAX_RANKS
+from gfgen.runtime.admission import AdmittedJob
+from gfgen.runtime.profile import Profile, check_profile
+from gfgen.runtime.profiles import find_profile, open_profile, shipped_profiles
+
+DEFAULT_RANKS = 4
+
+
+class RankCounts(click.ParamType[tuple[int, ...]]):
+    """Numbers of ranks, as 4, 1,2,4 or 1..8."""
+
+    name = "ranks"
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, ...]:
+        counts: list[int] = []
+        try:
+            for part in str(value).split(","):
+                first, dots, last = part.partition("..")
+                counts += range(int(first), int(last or first if dots else first) + 1)
+        except ValueError:
+            counts = []
+        if not counts or min(counts) < 1 or max(counts) > MAX_RANKS:
+            self.fail(
+                f"{value!r}: 1 to {MAX_RANKS} ranks are accepted, as 4, 1,2,4 or 1..{MAX_RANKS}", param, ctx
+            )
+        return tuple(sorted(set(counts)))
+
+
+def choose_profile(path: Path | None, jobs: Sequence[AdmittedJob], *, num_ranks: int) -> Profile:
+    """The profile in the file; or this machine's; or one that comes with gfgen and has the jobs' models.
+
+    Raises: InputError when there is none, or when it cannot tell how long the jobs take.
+    """
+    profile = _fitting(jobs, num_ranks=num_ranks) if path is None else None
+    profile = profile or open_profile(path)
+    check_profile(profile, jobs, num_ranks=num_ranks)
+    return profile
+
+
+def default_ranks(path: Path | None, jobs: Sequence[AdmittedJob]) -> tuple[int, ...]:
+    """As many as `gfgen run` takes, or as the profile knows."""
+    return (min(DEFAULT_RANKS, choose_profile(path, jobs, num_ranks=1).num_ranks),)
+
+
+def describe(profile: Profile) -> str:
+    """What predictions rest on."""
+    return f"the profile of {profile.device} ({profile.date})"
+
+
+def _fitting(jobs: Sequence[AdmittedJob], *, num_ranks: int) -> Profile | None:
+    own = find_profile()
+    models = {job.spec.model for job in jobs}
+    for profile in [*([own[1]] if own else []), *shipped_profiles()]:
+        if models <= profile.models and num_ranks <= profile.num_ranks:
+            return profile
+    return None

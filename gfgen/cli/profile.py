@@ -1,0 +1,289 @@
+"""`gfgen profile`: measure how long tasks take on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import math
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from gfgen import log
+from gfgen.bench import profiling
+from gfgen.bench.profiling import Measurement, Samples
+from gfgen.cli.admission import Admission, admit_file
+from gfgen.cli.board import Board, Line
+from gfgen.errors import InputError, InterruptedRunError, JobFileError
+from gfgen.jobspec import JobSpec
+from gfgen.layout import MAX_RANKS
+from gfgen.runtime.admission import AdmittedJob
+from gfgen.runtime.cost import CostModel
+from gfgen.runtime.durations import in_words, on_clock
+from gfgen.runtime.linefile import LineFile
+from gfgen.runtime.machine import cpu_name, versions
+from gfgen.runtime.pool import WorkerPool
+from gfgen.runtime.profiles import default_path, find_profile, save_profile
+from gfgen.runtime.signals import SignalPipe
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_MODELS = ("tiny-wan", "tiny-qwen-image")
+TINY_SIZES = {"video": ("64x64x9", "128x128x17", "192x128x33"), "image": ("128x128", "256x256", "384x384")}
+SIZES = {
+    "video": ("832x480x49", "832x480x81", "1280x704x81", "1280x704x121"),
+    "image": ("512x512", "1024x1024", "1536x1536"),
+}
+"""Shapes that are measured unless others are named; those between them are interpolated."""
+_LOADING_S = 15.0
+"""Starting workers with small models on two cores; large ones are read from disk first."""
+
+
+@click.command()
+@click.argument("jobs", metavar="[JOBS]", required=False)
+@click.option(
+    "--model", "models", multiple=True, help="In place of JOBS; may be repeated. [tiny-wan, tiny-qwen-image]"
+)
+@click.option(
+    "--size",
+    "sizes",
+    multiple=True,
+    metavar="WxH[xF]",
+    help="Of those models; may be repeated. [three or four]",
+)
+@click.option(
+    "--ranks",
+    type=click.IntRange(1, MAX_RANKS),
+    default=2,
+    show_default=True,
+    help="Measure 1 to so many ranks.",
+)
+@click.option(
+    "--output",
+    "-o",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="The profile. [where run finds it]",
+)
+@click.option("--dry-run", is_flag=True, help="Only say what would be measured, and how long it would take.")
+@click.pass_context
+def profile(
+    ctx: click.Context,
+    *,
+    jobs: str | None,
+    models: tuple[str, ...],
+    sizes: tuple[str, ...],
+    ranks: int,
+    output: Path | None,
+    dry_run: bool,
+) -> None:
+    """Measure how long each task takes on this machine, for simulations, plans and first predictions.
+
+    Measures the models and shapes of JOBS, each stage on every number of ranks. Let nothing else
+    run meanwhile. Stopped in between, the same command goes on where it was.
+    """
+    log.configure(level="debug" if ctx.obj["debug"] else "info")
+    if jobs is not None and (models or sizes):
+        raise click.UsageError("give either JOBS, or --model and --size")
+    if jobs is not None:
+        admitted, _ = admit_file(jobs, default_model=DEFAULT_MODELS[0], num_ranks=ranks, skip_invalid=False)
+    else:
+        admitted = _default_jobs(models or DEFAULT_MODELS, sizes)
+    path = output or default_path()
+    plan = profiling.plan_measurements(admitted, num_ranks=ranks)
+    with contextlib.closing(_Unfinished(path, plan, num_ranks=ranks)) as unfinished:
+        todo = [measurement for measurement in plan if measurement.key not in unfinished.measured]
+        found = find_profile()
+        costs = CostModel(None if found is None else found[1])
+        _announce(plan, todo, costs, num_ranks=ranks)
+        if dry_run:
+            return
+        _measure(todo, unfinished, costs, num_ranks=ranks)
+        made = profiling.assemble(
+            unfinished.measured,
+            plan,
+            device=cpu_name(),
+            source=" ".join(["gfgen", "profile", *_given(jobs, models, sizes), "--ranks", str(ranks)]),
+            num_ranks=ranks,
+            versions=versions(),
+        )
+        save_profile(made, path)
+        unfinished.remove()
+    for line in _table(made.rows):
+        click.echo(line)
+    click.echo(f"{len(made.rows)} rows are in {path}")
+
+
+# What to measure ------------------------------------------------------------------------------
+
+
+def _default_jobs(models: Sequence[str], sizes: Sequence[str]) -> Sequence[AdmittedJob]:
+    """A job of each model and size; those that a model cannot do are errors."""
+    admission = Admission(default_model=models[0])
+    specs = []
+    for model in models:
+        kind = admission.find_model(model).geometry.kind
+        usual = (TINY_SIZES if model.startswith("tiny-") else SIZES)[kind]
+        for size in sizes or usual:
+            width, height, frames = _size(size)
+            specs.append(
+                JobSpec(
+                    id=f"{model}-{size}",
+                    prompt="a red fox trots through fresh snow at dawn",
+                    model=model,
+                    width=width,
+                    height=height,
+                    frames=frames,
+                    seed=0,
+                )
+            )
+    admitted, problems = admission(specs)
+    if problems:
+        raise JobFileError("--model and --size", tuple(problems))
+    return admitted
+
+
+def _size(text: str) -> tuple[int, int, int | None]:
+    parts = text.lower().split("x")
+    if len(parts) not in (2, 3) or not all(part.isascii() and part.isdigit() for part in parts):
+        raise InputError(f"--size {text}: a size like 832x480, or 832x480x81 with frames, is accepted")
+    width, height, *frames = map(int, parts)
+    return width, height, frames[0] if frames else None
+
+
+def _given(jobs: str | None, models: Sequence[str], sizes: Sequence[str]) -> Iterator[str]:
+    """The command line again, without the names of folders."""
+    if jobs is not None:
+        yield Path(jobs).name
+    for option, values in (("--model", models), ("--size", sizes)):
+        for value in values:
+            yield from (option, Path(value).name)
+
+
+def _announce(
+    plan: Sequence[Measurement], todo: Sequence[Measurement], costs: CostModel, *, num_ranks: int
+) -> None:
+    shapes = list(dict.fromkeys(f"{entry.model} {entry.job.shape}" for entry in plan))
+    click.echo(f"shapes: {', '.join(shapes)}")
+    seconds = _predicted_s(todo, costs, num_ranks=num_ranks)
+    done = len(plan) - len(todo)
+    kept = f", {done} of them done before" if done else ""
+    guessed = " (a guess: better after the first of them)" if costs.doubts else ""
+    click.echo(
+        f"{len(plan)} measurements on 1 to {num_ranks} ranks{kept}: about {in_words(seconds)}{guessed}, and "
+        f"{in_words(_LOADING_S)} or more to load the models"
+    )
+
+
+def _predicted_s(todo: Sequence[Measurement], costs: CostModel, *, num_ranks: int) -> float:
+    return math.fsum(profiling.predicted_s(entry, costs, num_ranks=num_ranks) for entry in todo)
+
+
+# Measuring ------------------------------------------------------------------------------------
+
+
+def _measure(
+    todo: Sequence[Measurement], unfinished: _Unfinished, costs: CostModel, *, num_ranks: int
+) -> None:
+    """All of it, each kept as soon as it is measured.
+
+    Raises: InterruptedRunError when a signal comes first.
+    """
+    if not todo:
+        return
+    checkpoints = sorted({entry.job.checkpoint for entry in todo})
+    with contextlib.ExitStack() as stack:
+        signals = stack.enter_context(contextlib.closing(SignalPipe()))
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gfgen-profile-")))
+        pool = stack.enter_context(WorkerPool(num_ranks=num_ranks, checkpoints=checkpoints))
+        pool.wait_ready(signals)
+        progress = stack.enter_context(contextlib.closing(_Progress(len(todo))))
+        for number, entry in enumerate(todo):
+            left_s = _predicted_s(todo[number:], costs, num_ranks=num_ranks)
+            progress.begin(number, entry, left_s)
+            try:
+                samples = profiling.measure(entry, pool, folder=folder, signals=signals)
+            except InterruptedRunError as error:
+                raise InterruptedRunError(
+                    f"stopped; {number} of {len(todo)} are measured: run the same command again to go on",
+                    signal_number=error.signal_number,
+                ) from None
+            unfinished.add(entry, samples)
+            profiling.learn(entry, samples, costs)
+
+
+class _Progress:
+    """A bar on a terminal, a line for each measurement elsewhere."""
+
+    def __init__(self, total: int) -> None:
+        self._total = total
+        self._board = Board(sys.stderr, num_slots=0) if sys.stderr.isatty() else None
+
+    def begin(self, number: int, entry: Measurement, left_s: float) -> None:
+        if self._board is None:
+            logger.info("%d of %d: %s, %s left", number + 1, self._total, entry.key, in_words(left_s))
+            return
+        text = f"{number}/{self._total}, {on_clock(left_s)} left"
+        self._board.draw([Line("profile", number, self._total, (f"{text}: {entry.key}", text))])
+
+    def close(self) -> None:
+        if self._board is not None:
+            self._board.close()
+
+
+class _Unfinished:
+    """What is measured already of a profile that is not complete: a line each, in a file beside it.
+
+    Counts only on the same device, with the same ranks and versions.
+    """
+
+    def __init__(self, path: Path, plan: Sequence[Measurement], *, num_ranks: int) -> None:
+        self._path = path.with_name(f".{path.name}.unfinished")
+        content = json.dumps([cpu_name(), versions(), num_ranks])
+        self._stamp = hashlib.sha256(content.encode()).hexdigest()
+        keys = {entry.key for entry in plan}
+        self.measured: dict[str, Samples] = {}
+        for line in self._path.read_bytes().splitlines() if self._path.is_file() else ():
+            with contextlib.suppress(ValueError, KeyError, TypeError):  # a torn line is measured anew
+                entry = json.loads(line)
+                if entry["stamp"] == self._stamp and entry["key"] in keys:
+                    self.measured[entry["key"]] = _samples_of(entry["samples"])
+        self._lines: LineFile | None = None
+
+    def add(self, entry: Measurement, samples: Samples) -> None:
+        self.measured[entry.key] = samples
+        if self._lines is None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._lines = LineFile(self._path)
+        line = {"stamp": self._stamp, "key": entry.key, "at": time.time(), "samples": samples.as_json()}
+        self._lines.append(json.dumps(line).encode() + b"\n")
+
+    def remove(self) -> None:
+        """The profile is complete."""
+        self._path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        if self._lines is not None:
+            self._lines.close()
+
+
+def _samples_of(content: Mapping[str, Any]) -> Samples:
+    moves = [(int(size), float(seconds)) for size, seconds in content["moves"]]
+    return Samples(content["tasks"], content["writes"], content["gaps"], moves)
+
+
+def _table(rows: Sequence[Any]) -> Iterator[str]:
+    """What was measured, for a person to look over."""
+    yield f"{'model and shape':<34}{'stage':<9}{'cfg x u':<9}{'alone':>9}{'spread':>9}{'loaded':>9}  samples"
+    for row in rows:
+        loaded = "" if row.loaded_s is None else in_words(row.loaded_s)
+        yield (
+            f"{row.model + ' ' + row.shape:<34}{row.stage!s:<9}{row.degrees[0]} x {row.degrees[1]:<5}"
+            f"{in_words(row.seconds):>9}{in_words(row.spread_s):>9}{loaded:>9}  {row.num_samples}"
+        )

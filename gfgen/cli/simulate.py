@@ -1,0 +1,180 @@
+"""`gfgen simulate`: a job file in virtual time, under one policy or several."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from gfgen import log
+from gfgen.cli.admission import DEFAULT_MODEL, admit_weightless, warn_of_passed_deadlines
+from gfgen.cli.prediction import RankCounts, choose_profile, default_ranks, describe
+from gfgen.errors import InputError, RunError
+from gfgen.policies.catalog import NamedPolicy, load_policy
+from gfgen.runtime.admission import AdmittedJob
+from gfgen.runtime.comparison import Compared, table
+from gfgen.runtime.control import FALLBACK
+from gfgen.runtime.cost import in_one_line
+from gfgen.runtime.manifest import MANIFEST_NAME, SIMULATED, ManifestWriter, read_manifest
+from gfgen.runtime.observer import Observer
+from gfgen.runtime.profile import Profile
+from gfgen.runtime.simulation import Simulated
+from gfgen.runtime.simulation import simulate as run_simulation
+from gfgen.runtime.trace import TraceWriter
+
+TRACE_NAME = "trace.json"
+
+
+@click.command()
+@click.argument("jobs")
+@click.option(
+    "--policy",
+    "policies",
+    multiple=True,
+    default=("srtf",),
+    show_default=True,
+    help="NAME[,option=value...]: 'gfgen policies'. May be repeated: they are compared.",
+)
+@click.option("--ranks", type=RankCounts(), metavar="N", help="How many: 4, 1,2,4 or 1..8. [4, as run does]")
+@click.option(
+    "--profile",
+    "profile_path",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="How long everything takes. [this machine's, as 'gfgen profile' has measured it]",
+)
+@click.option("--model", default=DEFAULT_MODEL, show_default=True, help="For jobs that name none.")
+@click.option(
+    "--output",
+    "-o",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Folder for the manifest and the trace that a run would write.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print numbers for programs in place of the table.")
+@click.pass_context
+def simulate(
+    ctx: click.Context,
+    *,
+    jobs: str,
+    policies: tuple[str, ...],
+    ranks: tuple[int, ...] | None,
+    profile_path: Path | None,
+    model: str,
+    output: Path | None,
+    as_json: bool,
+) -> int:
+    """Run JOBS in virtual time, and say what each policy would be worth. No weights, no waiting.
+
+    The control plane, the policies and the state are those of a run; only time is predicted.
+    """
+    log.configure(level="debug" if ctx.obj["debug"] else "warning")
+    named = [load_policy(text) for text in dict.fromkeys(policies)]
+    admitted = admit_weightless(jobs, default_model=model)
+    counts = ranks or default_ranks(profile_path, admitted)
+    profile = choose_profile(profile_path, admitted, num_ranks=max(counts))
+    warn_of_passed_deadlines(admitted, now=time.time())
+    runs, failures = [], []
+    for policy, num_ranks in ((policy, num_ranks) for policy in named for num_ranks in counts):
+        name = policy.name + (f" on {num_ranks}" if len(counts) > 1 else "")
+        folder = _folder(output, name, is_only=len(named) * len(counts) == 1)
+        try:
+            runs.append((name, _simulate(admitted, policy, num_ranks, profile, folder)))
+        except RunError as error:
+            failures.append(f"{name}: {error}")
+    _report(runs, profile, counts, num_jobs=len(admitted), as_json=as_json, failures=failures)
+    for failure in failures:
+        click.echo(f"gfgen: {failure}", err=True)
+    if output is not None and not as_json:
+        click.echo(f"manifests and traces are in {output}/: 'gfgen plot {output}' draws them")
+    return 1 if failures else 0
+
+
+def _simulate(
+    jobs: Sequence[AdmittedJob], policy: NamedPolicy, num_ranks: int, profile: Profile, folder: Path | None
+) -> Simulated:
+    with contextlib.ExitStack() as stack:
+        observers = [stack.enter_context(contextlib.closing(each)) for each in _observers(folder)]
+        return run_simulation(
+            jobs,
+            policy=policy,
+            num_ranks=num_ranks,
+            profile=profile,
+            started_at=time.time(),
+            observers=observers,
+        )
+
+
+def _observers(folder: Path | None) -> Iterator[Observer]:
+    """What writes the files of a run; those of an earlier simulation give way.
+
+    Raises: InputError for a folder that a real run has written to.
+    """
+    if folder is None:
+        return
+    manifest = folder / MANIFEST_NAME
+    if any(not entry.get(SIMULATED) for entry in read_manifest(manifest).values()):
+        raise InputError(f"--output {folder}: holds the manifest of a run; name another folder")
+    manifest.unlink(missing_ok=True)
+    yield ManifestWriter(manifest, is_simulated=True)
+    yield TraceWriter(folder / TRACE_NAME, is_simulated=True)
+
+
+def _folder(output: Path | None, name: str, *, is_only: bool) -> Path | None:
+    """Where a run's files go: into a folder of its own when there are several runs."""
+    if output is None or is_only:
+        return output
+    return output / re.sub(r"[^\w.=]+", "-", name).strip("-.")
+
+
+def _report(
+    runs: Sequence[tuple[str, Simulated]],
+    profile: Profile,
+    counts: Sequence[int],
+    *,
+    num_jobs: int,
+    as_json: bool,
+    failures: Sequence[str],
+) -> None:
+    compared = [Compared(name, run.summary) for name, run in runs]
+    doubts = in_one_line(sorted({doubt for _, run in runs for doubt in run.doubts}))
+    if as_json:
+        click.echo(json.dumps(_as_json(runs, compared, profile, doubts, failures), indent=1))
+        return
+    on = (
+        f"{counts[0]} rank{'' if counts[0] == 1 else 's'}" if len(counts) == 1 else f"{_listed(counts)} ranks"
+    )
+    job = "1 job" if num_jobs == 1 else f"{num_jobs} jobs"
+    click.echo(f"{job} on {on}, simulated with {describe(profile)}\n")
+    if compared:
+        click.echo("\n".join(table(compared)) + "\n")
+    for name, run in runs:
+        if run.fault is not None:
+            click.echo(f"{name} failed too often ({run.fault}): {FALLBACK} took over\n")
+    if doubts:
+        click.echo(f"Uncertain: {doubts}")
+
+
+def _as_json(
+    runs: Sequence[tuple[str, Simulated]],
+    compared: Sequence[Compared],
+    profile: Profile,
+    doubts: str | None,
+    failures: Sequence[str],
+) -> dict[str, Any]:
+    about = {"device": profile.device, "date": profile.date, "source": profile.source}
+    extra = [{"policy": run.policy, "num_ranks": run.num_ranks, "fault": run.fault} for _, run in runs]
+    return {
+        "profile": about,
+        "runs": [more | each.as_json() for each, more in zip(compared, extra, strict=True)],
+        "doubts": doubts,
+        "failures": list(failures),
+    }
+
+
+def _listed(counts: Sequence[int]) -> str:
+    return ", ".join(map(str, counts[:-1])) + f" and {counts[-1]}"

@@ -1,0 +1,155 @@
+"""Giving ranks to a queue of jobs: the part that `triage` and `makespan` share.
+
+The first jobs of the queue divide all ranks among themselves, each as many as it wants. What one of
+them cannot have at once, because it is busy or ranks are, is held for it until its next boundary.
+Meanwhile a held rank may run a task of a job behind them, if that is predicted to end in time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from gfgen.graph import Stage
+from gfgen.policies.speed import power_of_two, step_s, widest
+from gfgen.snapshot import Decision, JobView, Snapshot
+
+WAIT_SHARE = 0.25
+"""A job waits for the ranks that it wants for so much of a step at most: they idle meanwhile."""
+OVERRUN_S = 0.01
+"""A task that ends so much later than a held rank is wanted is in time all the same."""
+
+
+def allot(
+    snapshot: Snapshot, queue: Iterable[JobView], *, wanted: Callable[[JobView], int]
+) -> list[Decision]:
+    """Start as many jobs of the queue as there are free ranks for, on as many as each wants."""
+    ranks = _Ranks(snapshot)
+    decisions = []
+    for job in queue:
+        if not ranks.free:
+            break
+        if job.job_id in snapshot.busy:
+            ranks.hold_for_busy(job, wanted(job))
+        elif ranks.unheld:
+            decisions += ranks.start(job, wanted(job))
+        elif (decision := ranks.fill_gap(job)) is not None:
+            decisions.append(decision)
+    return decisions
+
+
+def shared_out(snapshot: Snapshot, *, degree: int) -> int:
+    """`degree`, or more when there are fewer jobs than groups of that size: no rank is to idle."""
+    num_jobs = len(snapshot.open) + len(snapshot.busy)
+    most = min(snapshot.max_degree, len(snapshot.ranks))
+    degree = power_of_two(min(degree, most))
+    while degree * 2 <= most and degree * 2 * num_jobs <= len(snapshot.ranks):
+        degree *= 2
+    return degree
+
+
+class _Ranks:
+    """What is left of the ranks while the queue is gone through."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self._snapshot = snapshot
+        self._running = {running.task.job_id: running for running in snapshot.running}
+        self._num_left = len(snapshot.ranks)
+        """Ranks, free or not, that no job of the queue has claimed yet."""
+        self._held_until_s: dict[int, float] = {}
+        self._kept: set[int] = set()
+        """Ranks that run a job which goes on there."""
+        self.free = list(snapshot.free_ranks)
+
+    @property
+    def unheld(self) -> list[int]:
+        """Free ranks that anyone may have."""
+        return [rank for rank in self.free if rank not in self._held_until_s]
+
+    def start(self, job: JobView, wanted: int) -> list[Decision]:
+        """The job's next task now, on what is free of what it wants; the rest is held for it.
+
+        Nothing now if all that it wants is about to be free, and its step would end sooner then.
+        """
+        wanted = self._claim(job, wanted)
+        if (ready_s := self._better_later(job, wanted)) is not None:
+            self._hold(wanted, ready_s)
+            return []
+        ranks = self._choose(job, power_of_two(min(wanted, job.max_degree)))
+        layout = job.layout(ranks)
+        self.free = [rank for rank in self.free if rank not in layout.ranks]
+        if wanted > layout.degree:
+            end_s = self._snapshot.now_s + self._snapshot.costs.task_s(job.next_task, layout)
+            self._hold(wanted - layout.degree, end_s)
+        return [Decision(job.next_task, layout)]
+
+    def hold_for_busy(self, job: JobView, wanted: int) -> None:
+        """Keep free ranks with which a running job can go on wider at its next boundary."""
+        running = self._running.get(job.job_id)
+        if running is not None and self._num_left > 0:
+            self._kept.update(running.layout.ranks)
+            wanted = self._claim(job, wanted)
+            self._hold(wanted - running.layout.degree, running.predicted_end_s)
+
+    def fill_gap(self, job: JobView) -> Decision | None:
+        """One task on a held rank, if it ends before the rank is wanted."""
+        for rank in self.free:
+            layout = job.layout((rank,))
+            end_s = self._snapshot.now_s + self._snapshot.costs.task_s(job.next_task, layout)
+            if end_s <= self._held_until_s[rank] + OVERRUN_S:
+                self.free.remove(rank)
+                return Decision(job.next_task, layout)
+        return None
+
+    def _better_later(self, job: JobView, wanted: int) -> float | None:
+        """When all ranks are free that a step wants, if it had better wait for that; else None."""
+        num_missing = wanted - len(self.unheld)
+        if num_missing <= 0 or job.next_task.stage is not Stage.DENOISE:
+            return None
+        now_s = self._snapshot.now_s
+        ends_s = [
+            max(now_s, view.free_at_s)
+            for view in self._snapshot.ranks
+            if not view.can_take and view.rank not in self._kept
+        ]
+        if len(ends_s) < num_missing:
+            return None
+        ready_s = sorted(ends_s)[num_missing - 1]
+        wide_s = step_s(self._snapshot, job, wanted)
+        narrow_s = step_s(self._snapshot, job, power_of_two(len(self.unheld)))
+        is_soon = ready_s - now_s <= WAIT_SHARE * wide_s and ready_s + wide_s < now_s + narrow_s
+        return ready_s if is_soon else None
+
+    def _claim(self, job: JobView, wanted: int) -> int:
+        """How many ranks it shall have: of those that the jobs before it left."""
+        wanted = min(wanted, widest(self._snapshot, job), max(1, self._num_left))
+        claimed = 1 if _is_decoding_next(job) else power_of_two(wanted)
+        self._num_left -= claimed
+        return claimed
+
+    def _hold(self, number: int, until_s: float) -> None:
+        for rank in self.unheld[: max(0, number)]:
+            self._held_until_s[rank] = until_s
+
+    def _choose(self, job: JobView, number: int) -> tuple[int, ...]:
+        """As many free ranks of one island as there are up to `number`, a power of two of them.
+
+        Those that hold the job's state come first; a new group begins at a multiple of its size
+        where that is possible, so that two of them make a larger one later.
+        """
+        own = job.last_layout.ranks if job.last_layout else ()
+        unheld = self.unheld
+        islands = [[rank for rank in unheld if rank in island] for island in self._snapshot.islands]
+        island = max(islands, key=lambda ranks: (min(len(ranks), number), len(set(ranks) & set(own))))
+        number = power_of_two(min(number, len(island)))
+        if len(own) == number and set(own) <= set(island):
+            return own
+        for start in island:
+            aligned = range(start, start + number)
+            if number > 1 and start % number == 0 and set(aligned) <= set(island):
+                return tuple(aligned)
+        return tuple(sorted(sorted(island, key=lambda rank: rank not in own)[:number]))
+
+
+def _is_decoding_next(job: JobView) -> bool:
+    """No step is left: its last task, which one rank does alone, is running or comes now."""
+    return job.next_task.stage is Stage.DECODE

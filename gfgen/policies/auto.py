@@ -1,0 +1,97 @@
+"""The policy that serves best here and now, found by simulating ahead."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+
+from gfgen.graph import Stage, Task
+from gfgen.policies.speed import power_of_two
+from gfgen.policies.srtf import srtf
+from gfgen.policies.triage import triage
+from gfgen.snapshot import Choice, Decision, Outlook, Policy, Snapshot
+
+LATENCY_WEIGHT = 0.03
+"""A mean latency that is a third longer counts as one deadline in a hundred that is missed."""
+MEMORY = 0.7
+"""Weight of what earlier looks ahead have found."""
+NOTABLE = 3.0
+"""So many late jobs, summed over looks ahead, another policy must have less than the present one: changing
+to and fro costs more than either."""
+THRIFT = 1.02
+"""A degree is compared if it saves more than so much of the work of the next larger one."""
+DEGREES = (2, 1, 4, 8)
+"""In case of a tie the first one: pairs share a step with guidance almost without loss."""
+
+
+def auto(snapshot: Snapshot) -> list[Decision]:
+    """Chooses by itself: simulates ahead when jobs come and go, and decides as what did best there.
+
+    For everything, above all for loads and deadlines that change. The choice is between the forms of
+    `triage`, which meets as many deadlines as possible, with small, middle and large groups of ranks;
+    what counts is deadlines met, then the mean latency. It sees what any other policy sees. The log and
+    the journal name each change.
+    """
+    return triage(snapshot)
+
+
+def choose_auto(snapshot: Snapshot, last: Choice | None = None) -> Choice | None:
+    """The candidate with the best outlook; None when there is nothing to choose."""
+    foresee, candidates = snapshot.foresee, _candidates(snapshot)
+    if foresee is None or len(candidates) < 2:
+        return None
+    outlooks = {name: foresee(policy) for name, policy in candidates.items()}
+    losses = _smoothed(_losses(outlooks), last)
+    best = min(losses, key=losses.__getitem__)
+    present = last.policy if last is not None and last.policy in losses else next(iter(losses))
+    if losses[best] > losses[present] - NOTABLE:
+        best = present
+    found = outlooks[best]
+    reason = f"{found.num_late} of {found.num_jobs} late, mean latency {found.mean_latency_s:.1f} s ahead"
+    return Choice(best, reason, losses)
+
+
+def _candidates(snapshot: Snapshot) -> dict[str, Policy]:
+    """By name; the first one wins a tie.
+
+    Triage with groups of a degree that is more thrifty than the next larger one; and the shortest
+    job first on all ranks, whose steps are the shortest of all: nobody waits long for a boundary.
+    """
+    most = power_of_two(min(snapshot.max_degree, len(snapshot.ranks)))
+    degrees = [n for n in DEGREES if n < most and _saves_work(snapshot, n)] or [1]
+    found: dict[str, Policy] = {f"triage,degree={n}": functools.partial(triage, degree=n) for n in degrees}
+    if most > 1:
+        found[f"srtf,degree={most}"] = functools.partial(srtf, degree=most)
+    return found
+
+
+def _saves_work(snapshot: Snapshot, degree: int) -> bool:
+    """Whether some job at hand takes notably less of all ranks' time than with twice as many ranks."""
+    for job in (*snapshot.open.values(), *snapshot.busy.values(), *snapshot.recent):
+        if job.next_task.index >= job.num_tasks - 1 or job.step_degree < 2 * degree:
+            continue
+        step = Task(job.job_id, 2, Stage.DENOISE, 0)
+        narrow, wide = (job.step_layout(tuple(range(n))) for n in (degree, 2 * degree))
+        costs = snapshot.costs
+        if costs.task_s(step, narrow) * THRIFT < 2 * costs.task_s(step, wide):
+            return True
+    return False
+
+
+def _losses(outlooks: Mapping[str, Outlook]) -> dict[str, float]:
+    """For each outlook its late jobs, and a little for how much longer jobs take than at best."""
+    quickest_s = min(outlook.mean_latency_s for outlook in outlooks.values())
+    return {
+        policy: outlook.num_late
+        + outlook.num_jobs
+        * LATENCY_WEIGHT
+        * (outlook.mean_latency_s / quickest_s - 1 if quickest_s > 0 else 0.0)
+        for policy, outlook in outlooks.items()
+    }
+
+
+def _smoothed(losses: Mapping[str, float], last: Choice | None) -> dict[str, float]:
+    """Added to what is left of those of earlier looks: one look is at a few dozen jobs, and chance is large."""
+    if last is None:
+        return dict(losses)
+    return {policy: loss + MEMORY * last.losses.get(policy, loss) for policy, loss in losses.items()}

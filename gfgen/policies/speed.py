@@ -1,0 +1,48 @@
+"""How long the rest of a job would take on more or fewer ranks."""
+
+from __future__ import annotations
+
+import functools
+
+from gfgen.layout import Layout
+from gfgen.snapshot import JobView, Snapshot
+
+
+def rest_s(snapshot: Snapshot, job: JobView, degree: int) -> float:
+    """Predicted seconds from the job's next task to its end, with its steps on `degree` ranks."""
+    if degree == 1:
+        return job.remaining_s
+    return snapshot.costs.remaining_s(job.next_task, _some_layout(job.uses_cfg, min(degree, job.step_degree)))
+
+
+def step_s(snapshot: Snapshot, job: JobView, degree: int) -> float:
+    """Predicted seconds of the job's next task, a step, on `degree` ranks."""
+    return snapshot.costs.task_s(job.next_task, _some_layout(job.uses_cfg, min(degree, job.step_degree)))
+
+
+def widest(snapshot: Snapshot, job: JobView) -> int:
+    """The most ranks that a step of the job can have here, as a power of two.
+
+    Halves of a power of two are equal again, so that groups of these sizes fit into each other.
+    """
+    return power_of_two(min(job.step_degree, snapshot.max_degree, len(snapshot.ranks)))
+
+
+def is_past_rescue(snapshot: Snapshot, job: JobView) -> bool:
+    """Even with every rank to itself, and no loss by sharing, it could not meet its deadline.
+
+    A quick look, which errs on the side of hope: no cost is asked for.
+    """
+    return snapshot.now_s + job.remaining_s / widest(snapshot, job) > job.deadline_s
+
+
+def power_of_two(number: int) -> int:
+    """The largest power of two that is not above a number of at least 1."""
+    return 1 << (number.bit_length() - 1)
+
+
+@functools.lru_cache(maxsize=64)
+def _some_layout(uses_cfg: bool, degree: int) -> Layout:
+    """Any layout of that many ranks: predictions depend on degrees alone."""
+    halves = 2 if uses_cfg and degree % 2 == 0 else 1
+    return Layout(tuple(range(degree)), cfg=halves, ulysses=degree // halves)

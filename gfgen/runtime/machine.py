@@ -1,0 +1,37 @@
+"""What a measurement was made on: the device's name and the versions of what runs there."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+_PACKAGES = ("gfgen", "torch", "diffusers", "transformers")
+
+
+def cpu_name() -> str:
+    """The processor's name and the number of its cores that this process may use."""
+    names = [
+        line.partition(":")[2].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    ]
+    return f"{len(os.sched_getaffinity(0))} cores of {names[0] if names else platform.machine()}"
+
+
+def versions() -> dict[str, str]:
+    """Of Python and of the packages that a task's duration depends on."""
+    found = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def file_stem(device: str) -> str:
+    """A device's name as part of a file's name."""
+    return re.sub(r"[^a-z0-9.]+", "-", device.lower()).strip("-")

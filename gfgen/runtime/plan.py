@@ -1,0 +1,186 @@
+"""What a person wants to know before a night: which policy, done when, what is late, on how many ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from gfgen.errors import RunError
+from gfgen.policies.catalog import load_policy
+from gfgen.runtime.admission import AdmittedJob
+from gfgen.runtime.cost import Doubt
+from gfgen.runtime.observer import JobOutcome
+from gfgen.runtime.profile import Profile
+from gfgen.runtime.simulation import simulate
+
+SAME_END = 1.01
+"""Batches whose ends differ by less are equally long: what comes sooner on average decides."""
+
+
+@dataclass(frozen=True, slots=True)
+class Late:
+    """A job that is not done when it is due, or fails."""
+
+    job_id: str
+    due_s: float
+    """Its deadline, or the end that was asked for where that comes first; infinity without either."""
+    ended_s: float
+    error: str | None = None
+
+    @property
+    def late_s(self) -> float:
+        """How late; a job that fails is later than any other."""
+        return math.inf if self.error else self.ended_s - self.due_s
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One policy on so many ranks, in seconds since the start."""
+
+    policy: str
+    num_ranks: int
+    end_s: float
+    mean_latency_s: float
+    late: tuple[Late, ...]
+    """The latest first."""
+    ends_s: tuple[float, ...]
+    """Of the jobs that are done, in order."""
+    num_deadlines: int
+    num_deadlines_missed: int
+    doubts: Sequence[Doubt] = ()
+
+    @property
+    def meets_all(self) -> bool:
+        return not self.late
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All that was looked at."""
+
+    started_at: float
+    by_s: float | None
+    """When everything is to be done, in seconds since the start."""
+    num_jobs: int
+    by_policy: tuple[Option, ...]
+    """Every policy on the ranks that are there, the best first."""
+    by_ranks: tuple[Option, ...]
+    """The best on each number of ranks, the smallest number first."""
+    refused: tuple[str, ...] = ()
+    """Policies that cannot run these jobs, with the reason."""
+
+    @property
+    def best(self) -> Option:
+        return self.by_policy[0]
+
+    @property
+    def fewest(self) -> Option | None:
+        """The smallest number of ranks on which nothing is late."""
+        return next((option for option in self.by_ranks if option.meets_all), None)
+
+    @property
+    def doubts(self) -> Sequence[Doubt]:
+        """Predictions behind what is shown that no measurement of the like stands behind."""
+        return sorted({doubt for option in (*self.by_policy, *self.by_ranks) for doubt in option.doubts})
+
+
+def make_plan(
+    jobs: Sequence[AdmittedJob],
+    *,
+    policies: Sequence[str],
+    num_ranks: int,
+    rank_counts: Sequence[int],
+    profile: Profile,
+    started_at: float,
+    by_s: float | None = None,
+    note: Callable[[str], None] = lambda _: None,
+) -> Plan:
+    """Simulate every policy on `num_ranks`, and the best one on each of `rank_counts`.
+
+    Where the best one leaves something late on another number, the next ones are tried there, until
+    one does not.
+    `note` is told what is being simulated.
+
+    Raises: RunError when no policy can run the jobs.
+    """
+    refused: list[str] = []
+
+    def option(policy: str, count: int) -> Option | None:
+        note(f"{policy} on {count}")
+        try:
+            return _simulated(
+                jobs, policy=policy, num_ranks=count, profile=profile, started_at=started_at, by_s=by_s
+            )
+        except RunError as error:
+            refused.append(str(error))
+            return None
+
+    here = best_first([found for policy in policies if (found := option(policy, num_ranks))])
+    if not here:
+        raise RunError(refused[0])
+    by_ranks: list[Option] = []
+    for count in rank_counts:
+        tried = [here[0]] if count == num_ranks else []
+        for other in here if count != num_ranks else ():
+            tried += [found] if (found := option(other.policy, count)) else []
+            if tried and tried[-1].meets_all:
+                break
+        by_ranks += best_first(tried)[:1]
+    return Plan(started_at, by_s, len(jobs), here, tuple(by_ranks), tuple(dict.fromkeys(refused)))
+
+
+def best_first(options: Sequence[Option]) -> tuple[Option, ...]:
+    """Fewest late jobs first; then the earlier end; of ends about the same, the lower mean latency."""
+    left, ordered = list(options), []
+    while left:
+        fewest = min(len(option.late) for option in left)
+        candidates = [option for option in left if len(option.late) == fewest]
+        soonest_s = min(option.end_s for option in candidates)
+        as_soon = [option for option in candidates if option.end_s <= SAME_END * soonest_s]
+        best = min(as_soon, key=lambda option: option.mean_latency_s)
+        ordered.append(best)
+        left.remove(best)
+    return tuple(ordered)
+
+
+def _simulated(
+    jobs: Sequence[AdmittedJob],
+    *,
+    policy: str,
+    num_ranks: int,
+    profile: Profile,
+    started_at: float,
+    by_s: float | None,
+) -> Option:
+    """A policy that fails, and is replaced in the middle, is no option.
+
+    Raises: RunError when the policy lets jobs wait for ever, or fails.
+    """
+    run = simulate(
+        jobs, policy=load_policy(policy), num_ranks=num_ranks, profile=profile, started_at=started_at
+    )
+    if run.fault is not None:
+        raise RunError(f"policy {policy} failed too often: {run.fault}")
+    late = [found for outcome in run.outcomes if (found := _late(outcome, by_s))]
+    deadlines = run.summary.deadlines
+    latency = run.summary.latency
+    return Option(
+        policy=policy,
+        num_ranks=num_ranks,
+        end_s=max(outcome.ended_s for outcome in run.outcomes),
+        mean_latency_s=latency.mean_s if latency else math.inf,
+        late=tuple(sorted(late, key=lambda job: (-job.late_s, job.job_id))),
+        ends_s=tuple(sorted(outcome.ended_s for outcome in run.outcomes if outcome.status == "done")),
+        num_deadlines=deadlines.num_jobs if deadlines else 0,
+        num_deadlines_missed=deadlines.num_jobs - deadlines.num_met if deadlines else 0,
+        doubts=run.doubts,
+    )
+
+
+def _late(outcome: JobOutcome, by_s: float | None) -> Late | None:
+    dues_s = [due_s for due_s in (outcome.deadline_s, by_s) if due_s is not None]
+    due_s = min(dues_s, default=math.inf)
+    if outcome.status == "failed":
+        return Late(outcome.info.job_id, due_s, outcome.ended_s, outcome.error)
+    return Late(outcome.info.job_id, due_s, outcome.ended_s) if outcome.ended_s > due_s else None

@@ -1,0 +1,73 @@
+"""How long everything takes in a simulated run, by a profile.
+
+Apart from the cost model that the policies see: what is true of a run does not change because a policy's
+predictions do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gfgen.runtime.admission import AdmittedJob
+from gfgen.runtime.cost import CostModel
+from gfgen.runtime.cost_table import CostTable, Estimate
+from gfgen.runtime.dispatch import Dispatch
+from gfgen.runtime.profile import Profile
+from gfgen.runtime.simulate import SimulatedTimes
+
+
+def profiled_times(profile: Profile, jobs: Sequence[AdmittedJob]) -> SimulatedTimes:
+    """The durations of these jobs' tasks, moves and files."""
+    truth = _Truth(profile, jobs)
+    has_load = any(row.loaded_s is not None for row in profile.rows)
+    return SimulatedTimes(
+        task_s=lambda dispatch: truth.estimate(dispatch).seconds,
+        loaded_s=(lambda dispatch: truth.estimate(dispatch).loaded_s) if has_load else None,
+        move_s=truth.move_s,
+        write_s=truth.write_s,
+        dispatch_s=profile.dispatch_s,
+    )
+
+
+class _Truth:
+    """A cost model that never learns, asked by dispatch."""
+
+    def __init__(self, profile: Profile, jobs: Sequence[AdmittedJob]) -> None:
+        self._profile = profile
+        self._table = CostTable(profile)
+        self._costs = CostModel(profile)
+        self._classes = {
+            job.job_id: self._costs.cost_class(
+                job.spec.model or "", job.shape, flops=job.flops, state_bytes=job.state_bytes
+            )
+            for job in jobs
+        }
+        self._writes: dict[tuple[str, str], float] = {}
+        self._estimates: dict[object, Estimate] = {}
+
+    def estimate(self, dispatch: Dispatch) -> Estimate:
+        """Of a task, without its moves."""
+        cost_class = self._classes[dispatch.task.job_id]
+        key = (cost_class, dispatch.task.stage, dispatch.layout.degrees)
+        if key not in self._estimates:
+            self._estimates[key] = self._costs.estimate(*key)
+        return self._estimates[key]
+
+    def move_s(self, dispatch: Dispatch) -> float:
+        """Of a task's input: ranks receive beside each other, each its transfers in order."""
+        if not dispatch.transfers:
+            return 0.0
+        received: dict[int, int] = {}
+        for transfer in dispatch.transfers:
+            received[transfer.destination] = received.get(transfer.destination, 0) + transfer.size_bytes
+        return self._profile.move_s + max(received.values()) / self._profile.move_bytes_per_s
+
+    def write_s(self, dispatch: Dispatch) -> float:
+        """Of a job's file."""
+        cost_class = self._classes[dispatch.task.job_id]
+        key = (cost_class.model, cost_class.shape)
+        if key not in self._writes:
+            work = cost_class.work(dispatch.task.stage)
+            written_s = self._table.write_s(*key, work)
+            self._writes[key] = self._profile.write_s if written_s is None else written_s
+        return self._writes[key]

@@ -1,0 +1,95 @@
+"""Where profiles are kept, and which one is this machine's.
+
+<cache>/profiles/<device>-gfgen-<version>.json     what `gfgen profile` wrote here
+gfgen/models/profiles/*.json                       what comes with gfgen, by the device's name
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+from gfgen.errors import InputError
+from gfgen.models import registry
+from gfgen.runtime.machine import cpu_name, file_stem, versions
+from gfgen.runtime.profile import Profile, load_profile
+
+logger = logging.getLogger(__name__)
+
+SHIPPED = Path(registry.__file__).parent / "profiles"
+
+
+def default_path(device: str | None = None) -> Path:
+    """Where a profile of this device (of this machine's CPU ranks) lies, if there is one."""
+    name = file_stem(device or cpu_name())
+    return registry.cache_dir() / "profiles" / f"{name}-gfgen-{versions().get('gfgen', 'unknown')}.json"
+
+
+def find_profile(device: str | None = None) -> tuple[Path, Profile] | None:
+    """The profile of this device: measured here, or shipped; None when there is none that can be read."""
+    device = device or cpu_name()
+    own = default_path(device)
+    for path in [own, *sorted(SHIPPED.glob("*.json"))]:
+        if not path.is_file():
+            continue
+        try:
+            profile = load_profile(path)
+        except InputError as error:
+            logger.warning("%s", error)
+            continue
+        if path == own or profile.device == device:
+            return path, profile
+    return None
+
+
+def shipped_profiles() -> list[Profile]:
+    """Those that come with gfgen; they are of other machines, as a rule."""
+    return [load_profile(path) for path in sorted(SHIPPED.glob("*.json"))]
+
+
+def open_profile(path: Path | None) -> Profile:
+    """The profile in a file, or this machine's when none is named.
+
+    Raises: InputError when there is none, or it cannot be read.
+    """
+    if path is not None:
+        return load_profile(path)
+    found = find_profile()
+    if found is None:
+        raise InputError(
+            f"there is no profile of this machine ({cpu_name()}): measure one with 'gfgen profile', or name "
+            "one with --profile FILE"
+        )
+    return found[1]
+
+
+def save_profile(profile: Profile, path: Path) -> Profile:
+    """Write a profile, with the other shapes of one that is there of the same device, ranks and versions.
+
+    Raises: InputError when the file cannot be written.
+    """
+    if path.is_file():
+        profile = _with_rows_of(profile, path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f".{path.name}.part")
+        partial.write_text(profile.as_json())
+        partial.rename(path)
+    except OSError as error:
+        raise InputError(f"--output {path}: cannot be written ({error.strerror})") from None
+    return profile
+
+
+def _with_rows_of(profile: Profile, path: Path) -> Profile:
+    try:
+        before = load_profile(path)
+    except InputError:
+        return profile
+    same = (before.device, before.num_ranks, before.versions)
+    if same != (profile.device, profile.num_ranks, profile.versions):
+        logger.info("%s was of another device, version or number of ranks: it is replaced", path)
+        return profile
+    measured = {(row.model, row.shape) for row in profile.rows}
+    kept = [row for row in before.rows if (row.model, row.shape) not in measured]
+    return replace(profile, rows=(*kept, *profile.rows))

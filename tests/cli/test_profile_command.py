@@ -1,0 +1,137 @@
+import logging
+
+import pytest
+from click.testing import CliRunner
+
+from gfgen.bench.profiling import Samples
+from gfgen.cli import profile as command
+from gfgen.cli import run as run_command
+from gfgen.cli.main import cli
+from gfgen.errors import InputError, InterruptedRunError, JobFileError
+from gfgen.graph import Stage
+from gfgen.runtime import profiles
+from gfgen.runtime.profile import load_profile
+
+SAMPLES = Samples({str(stage): [0.5] for stage in Stage}, writes=[0.1], gaps=[0.001], moves=[(64, 0.01)])
+
+
+class NoPool:
+    """Stands in for worker processes, which nothing here needs."""
+
+    def __init__(self, **_):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def wait_ready(self, signals):
+        pass
+
+
+@pytest.fixture
+def measured(monkeypatch, tiny_models, tmp_path):
+    """The measurements that were made, in order; none takes any time."""
+    keys = []
+
+    def measure(entry, pool, *, folder, signals):
+        if len(keys) == measured_until:
+            raise InterruptedRunError("stopped", signal_number=15)
+        keys.append(entry.key)
+        return SAMPLES
+
+    measured_until = 3
+    monkeypatch.setattr(command, "WorkerPool", NoPool)
+    monkeypatch.setattr(command.profiling, "measure", measure)
+    return keys
+
+
+def profile(*arguments):
+    return CliRunner().invoke(cli, ["profile", *map(str, arguments)], obj={})
+
+
+def test_the_plan_and_its_duration_are_told_before_anything_starts(measured, tmp_path):
+    result = profile("--model", "tiny-wan", "--size", "64x64x5", "--dry-run", "-o", tmp_path / "p.json")
+    lines = result.output.splitlines()
+    assert lines[0] == "shapes: tiny-wan 64x64x5+cfg"
+    assert lines[1].startswith("5 measurements on 1 to 2 ranks: about ")
+    assert not measured
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_stopped_profile_goes_on_where_it_was(measured, tmp_path):
+    arguments = ("--model", "tiny-wan", "--size", "64x64x5", "-o", tmp_path / "p.json")
+    result = profile(*arguments)
+    assert isinstance(result.exception, InterruptedRunError)
+    assert str(result.exception) == "stopped; 3 of 5 are measured: run the same command again to go on"
+    assert result.exception.exit_code == 143
+    first, measured[:] = list(measured), []
+    result = profile(*arguments)
+    assert result.exit_code == 0, result.output
+    assert "5 measurements on 1 to 2 ranks, 3 of them done before" in result.output
+    assert len(measured) == 2
+    assert not set(first) & set(measured)
+    made = load_profile(tmp_path / "p.json")
+    assert len(made.rows) == 4 + 4 + 4
+    assert made.source == "gfgen profile --model tiny-wan --size 64x64x5 --ranks 2"
+    assert [path.name for path in tmp_path.iterdir()] == ["p.json"]
+
+
+def test_other_shapes_are_added_to_a_profile_that_is_there(measured, tmp_path):
+    for size in ("64x64", "128x128"):
+        arguments = ("--model", "tiny-qwen-image", "--size", size, "--ranks", 1, "-o", tmp_path / "p.json")
+        assert profile(*arguments).exit_code == 0
+    assert {row.shape for row in load_profile(tmp_path / "p.json").rows} == {"64x64+cfg", "128x128+cfg"}
+
+
+def test_the_default_profile_is_where_everyone_looks(measured, monkeypatch, tmp_path):
+    made = profile("--model", "tiny-qwen-image", "--size", "64x64", "--ranks", 1, "-o", tmp_path / "p.json")
+    assert made.exit_code == 0
+    monkeypatch.setattr(profiles.registry, "cache_dir", lambda: tmp_path)
+    assert profiles.find_profile() is None
+    with pytest.raises(InputError, match=r"no profile of this machine .*measure one with 'gfgen profile'"):
+        profiles.open_profile(None)
+    default = profiles.default_path()
+    default.parent.mkdir()
+    (tmp_path / "p.json").rename(default)
+    path, found = profiles.find_profile()
+    assert path == default
+    assert profiles.open_profile(None) == found
+    default.write_text("{")
+    assert profiles.find_profile() is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "what"),
+    [
+        (("--size", "big"), InputError, "--size big: a size like 832x480"),
+        (("--model", "tiny-qwen-image", "--size", "8x8"), JobFileError, "size = 8x8"),
+        (("--model", "tiny-wan-moe-i2v"), JobFileError, "image"),
+    ],
+)
+def test_what_cannot_be_measured_is_told(measured, arguments, kind, what):
+    result = profile(*arguments)
+    assert isinstance(result.exception, kind)
+    assert what in str(result.exception)
+    assert not measured
+
+
+def test_jobs_and_models_exclude_each_other(measured, tmp_path):
+    result = profile(tmp_path / "jobs.jsonl", "--model", "tiny-wan")
+    assert result.exit_code == 2
+    assert "give either JOBS, or --model and --size" in result.output
+
+
+def test_a_run_starts_its_predictions_from_the_default_profile_and_says_so(
+    measured, tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr(profiles.registry, "cache_dir", lambda: tmp_path / "cache")
+    assert run_command._default_profile() is None
+    assert profile("--model", "tiny-qwen-image", "--size", "64x64", "--ranks", 1).exit_code == 0
+    monkeypatch.setattr(logging.getLogger("gfgen"), "propagate", True)  # the command has set up its own
+    with caplog.at_level("INFO"):
+        found = run_command._default_profile()
+    assert found.models == {"tiny-qwen-image"}
+    assert f"predictions start from the profile of {found.date}: {profiles.default_path()}" in caplog.text

@@ -1,0 +1,81 @@
+import json
+
+import pytest
+from builders import make_job
+
+from gfgen.errors import InputError
+from gfgen.graph import Stage
+from gfgen.runtime.profile import Profile, ProfileRow, check_profile, load_profile
+
+
+def profile(*, model="fake", stages=tuple(Stage), num_ranks=2):
+    rows = tuple(ProfileRow(model, "small", stage, (1, 1, 1), 0.1, flops=1e9) for stage in stages)
+    return Profile("2 cores", "2026-11-20", "a test", num_ranks=num_ranks, rows=rows)
+
+
+def test_a_profile_comes_back_from_its_file(tmp_path):
+    written = profile()
+    (tmp_path / "p.json").write_text(written.as_json())
+    assert load_profile(tmp_path / "p.json") == written
+
+
+def spoilt(change):
+    content = json.loads(profile().as_json())
+    change(content)
+    return json.dumps(content)
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        ("{", "not JSON"),
+        ("[]", "not a profile"),
+        (spoilt(lambda c: c.update(format=9)), "another format than 1"),
+        (spoilt(lambda c: c.update(rows=[])), "it has no rows"),
+        (spoilt(lambda c: c.update(speed=1)), "'speed' is not a field; device, date"),
+        (spoilt(lambda c: c.update(num_ranks=0)), "num_ranks = 0 is below 1"),
+        (spoilt(lambda c: c.update(move_bytes_per_s=0)), "move_bytes_per_s = 0 is below 1"),
+        (spoilt(lambda c: c["rows"][1].update(second=1)), "row 2: 'second' is not a field"),
+        (spoilt(lambda c: c["rows"][2].update(stage="dream")), "row 3: 'dream' is not a valid Stage"),
+        (spoilt(lambda c: c["rows"][0].update(seconds="1 s")), "row 1: seconds = '1 s' is no number"),
+        (spoilt(lambda c: c["rows"][0].update(seconds=-1)), "row 1: seconds = -1 is below 0"),
+        (spoilt(lambda c: c["rows"][0].update(seconds=float("nan"))), "row 1: seconds = nan is no number"),
+        (spoilt(lambda c: c["rows"][0].update(degrees=[1, 2])), r"row 1: degrees \[1, 2\]: three whole"),
+        (spoilt(lambda c: c["rows"][0].pop("seconds")), "row 1: .*seconds"),
+    ],
+)
+def test_a_file_that_is_no_profile_is_named_with_what_is_wrong(tmp_path, content, what):
+    (tmp_path / "p.json").write_text(content)
+    with pytest.raises(InputError, match=what) as caught:
+        load_profile(tmp_path / "p.json")
+    assert str(caught.value).startswith(f"--profile {tmp_path / 'p.json'}: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(InputError, match="No such file"):
+        load_profile(tmp_path / "p.json")
+
+
+JOBS = [make_job("a"), make_job("b", shape="other")]
+
+
+def test_other_shapes_and_degrees_of_a_profiled_model_are_no_mistake():
+    check_profile(profile(), JOBS, num_ranks=2)
+
+
+@pytest.mark.parametrize(
+    ("given", "num_ranks", "what"),
+    [
+        (profile(model="wan"), 2, "has no fake, which 2 of 2 jobs use; it has wan: measure with 'gfgen"),
+        (
+            profile(stages=(Stage.ENCODE, Stage.DENOISE)),
+            2,
+            "no row of fake for prepare, decode in any layout",
+        ),
+        (profile(), 4, "--ranks 4: the profile of '2 cores' knows 1 to 2 ranks; take so many, or measure"),
+    ],
+)
+def test_a_profile_that_cannot_tell_is_refused_with_what_to_do(given, num_ranks, what):
+    with pytest.raises(InputError, match=what):
+        check_profile(given, JOBS, num_ranks=num_ranks)

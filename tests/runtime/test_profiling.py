@@ -1,0 +1,107 @@
+"""Measuring a profile on real workers, and putting it together."""
+
+from dataclasses import replace
+
+import pytest
+from builders import make_job
+from test_workers import PICTURE, admitted
+
+from gfgen.bench import profiling
+from gfgen.bench.profiling import Samples
+from gfgen.graph import Stage
+from gfgen.job import JobSpec
+from gfgen.runtime.cost import CostModel
+from gfgen.runtime.profile import check_profile, load_profile
+
+
+def planned(*jobs, num_ranks):
+    plan = profiling.plan_measurements(jobs, num_ranks=num_ranks)
+    return [(entry.job.shape, entry.degrees, entry.kind) for entry in plan]
+
+
+def test_every_shape_is_measured_once_on_all_degrees_alone_and_beside_others():
+    jobs = [make_job("a", uses_cfg=True), make_job("b", uses_cfg=True)]
+    assert planned(*jobs, num_ranks=3) == [
+        ("small", (1, 1, 1), "alone"),
+        ("small", (1, 1, 1), "loaded"),
+        ("small", (1, 2, 1), "alone"),
+        ("small", (1, 2, 1), "loaded"),
+        ("small", (1, 3, 1), "alone"),
+        ("small", (2, 1, 1), "alone"),
+        ("small", (2, 1, 1), "loaded"),
+        ("small", (1, 1, 1), "moving"),
+    ]
+
+
+def test_only_degrees_that_a_job_can_use_are_measured():
+    job = replace(make_job("a"), max_sequence_degree=2)
+    assert [degrees for _, degrees, kind in planned(job, num_ranks=4) if kind == "alone"] == [
+        (1, 1, 1),
+        (1, 2, 1),
+    ]
+    assert planned(job, num_ranks=1) == [("small", (1, 1, 1), "alone")]
+
+
+def test_what_is_measured_makes_the_prediction_of_the_rest_better():
+    plan = profiling.plan_measurements([make_job("a")], num_ranks=2)
+    costs = CostModel()
+    before_s = profiling.predicted_s(plan[1], costs, num_ranks=2)
+    samples = Samples({str(stage): [2.0] for stage in Stage})
+    profiling.learn(plan[0], samples, costs)
+    num_tasks = 3 * 9 + profiling.WARM_UP_STEPS + 3
+    assert before_s != profiling.predicted_s(plan[1], costs, num_ranks=2) == pytest.approx(2.0 * num_tasks)
+
+
+def test_a_profile_has_medians_spread_moves_and_files():
+    plan = profiling.plan_measurements([make_job("a")], num_ranks=2)
+    one_by_one = {str(stage): [1.0, 2.0, 4.0] for stage in Stage}
+    measured = {
+        "fake small 1x1x1 alone": Samples(one_by_one, writes=[9.0], gaps=[0.5]),
+        "fake small 1x1x1 loaded": Samples({"denoise": [3.0]}, writes=[7.0], gaps=[0.7]),
+        "fake small 1x2x1 alone": Samples({"denoise": [0.6, 0.8]}),
+        "fake small 1x1x1 moving": Samples(moves=[(1000, 2.0), (3000, 4.0), (1000, 2.0)]),
+    }
+    assert {entry.key for entry in plan} == set(measured)
+    made = profiling.assemble(measured, plan, device="d", source="s", num_ranks=2, versions={})
+    denoise, shared = (row for row in made.rows if row.stage is Stage.DENOISE)
+    assert (denoise.seconds, denoise.spread_s, denoise.num_samples, denoise.loaded_s) == (2.0, 1.5, 3, 3.0)
+    assert (denoise.flops, denoise.state_bytes, denoise.write_s) == (1e9, 64, None)
+    assert (shared.degrees, shared.seconds, shared.loaded_s) == ((1, 2, 1), pytest.approx(0.7), None)
+    decode = next(row for row in made.rows if row.stage is Stage.DECODE)
+    assert (decode.seconds, decode.loaded_s, decode.write_s) == (2.0, None, 7.0)
+    assert made.dispatch_s == pytest.approx(0.6)
+    assert (made.move_s, made.move_bytes_per_s) == (1.0, 1000)
+
+
+def test_real_workers_are_measured_in_every_way(pool, tmp_path):
+    """On four ranks; a few of the measurements, since all of them take a minute."""
+    (job,) = admitted(JobSpec(id="a", prompt="a fox", **PICTURE | {"negative_prompt": "blurry"}))
+    plan = profiling.plan_measurements([job], num_ranks=pool.num_ranks)
+    assert {entry.num_ranks for entry in plan} == {1, 2, 3, 4}
+    chosen = [
+        entry
+        for entry in plan
+        if (entry.degrees, entry.kind)
+        in {((1, 1, 1), "alone"), ((1, 1, 1), "moving"), ((2, 2, 1), "alone"), ((1, 3, 1), "loaded")}
+    ]
+    measured = {entry.key: profiling.measure(entry, pool, folder=tmp_path) for entry in chosen}
+    alone, moving, wide = (
+        measured[f"tiny-qwen-image {job.shape} {key}"]
+        for key in ("1x1x1 alone", "1x1x1 moving", "2x2x1 alone")
+    )
+    assert {stage: len(durations) for stage, durations in alone.tasks.items()} == {
+        "encode": 3,
+        "prepare": 3,
+        "denoise": 18,
+        "decode": 3,
+    }
+    assert len(alone.gaps) == 15
+    assert len(alone.writes) >= 1
+    assert list(map(len, wide.tasks.values())) == [profiling.SHARED_STEPS]
+    assert len(moving.moves) >= profiling.MOVING_STEPS - 1
+    assert {size for size, _ in moving.moves} == {job.state_bytes}
+    plan = [entry for entry in chosen if entry.kind != "loaded"]
+    made = profiling.assemble(measured, plan, device="d", source="s", num_ranks=4, versions={})
+    (tmp_path / "p.json").write_text(made.as_json())
+    assert load_profile(tmp_path / "p.json") == made
+    check_profile(made, [job], num_ranks=4)

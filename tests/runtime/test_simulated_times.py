@@ -1,0 +1,107 @@
+"""What takes how long in a simulated run."""
+
+from dataclasses import replace
+
+import pytest
+from builders import Recorder, make_job
+
+from gfgen.graph import Stage
+from gfgen.policies.catalog import NamedPolicy, load_policy
+from gfgen.runtime.events import OutputWritten, TaskDone
+from gfgen.runtime.profile import Profile, ProfileRow
+from gfgen.runtime.simulation import simulate
+from gfgen.snapshot import Decision
+
+ONE = (1, 1, 1)
+SECONDS = {Stage.ENCODE: 1.0, Stage.PREPARE: 1.0, Stage.DENOISE: 10.0, Stage.DECODE: 5.0}
+
+
+def profile(*, loaded=1.0, write_s=None, shared_s=6.0, **fields):
+    rows = [
+        ProfileRow("fake", "small", stage, ONE, seconds, loaded_s=seconds * loaded, flops=1e9)
+        for stage, seconds in SECONDS.items()
+    ]
+    rows[-1] = replace(rows[-1], write_s=write_s)
+    rows.append(ProfileRow("fake", "small", Stage.DENOISE, (1, 2, 1), shared_s, flops=1e9))
+    return Profile("a machine", "2026-11-20", "a test", num_ranks=2, rows=tuple(rows), **fields)
+
+
+def run(*jobs, policy="fcfs", num_ranks=2, guard_s=0.0, **fields):
+    recorder = Recorder()
+    chosen = policy if isinstance(policy, NamedPolicy) else load_policy(policy)
+    simulated = simulate(
+        jobs,
+        policy=chosen,
+        num_ranks=num_ranks,
+        profile=profile(**fields),
+        guard_s=guard_s,
+        observers=[recorder],
+    )
+    return simulated, recorder
+
+
+def ended(recorder):
+    return {outcome.info.job_id: outcome.ended_s for outcome in recorder.outcomes}
+
+
+def test_a_job_takes_the_sum_of_its_tasks():
+    simulated, recorder = run(make_job("a", steps=2))
+    assert ended(recorder) == {"a": pytest.approx(27.0)}
+    assert not simulated.doubts
+
+
+def test_ranks_that_work_beside_each_other_slow_each_other_down():
+    _, alone = run(make_job("a", steps=2), loaded=1.5)
+    assert ended(alone) == {"a": pytest.approx(27.0)}
+    _, both = run(make_job("a", steps=2), make_job("b", steps=2), loaded=1.5)
+    assert ended(both) == {"a": pytest.approx(1.5 * 27), "b": pytest.approx(1.5 * 27)}
+
+
+def test_only_the_share_of_the_ranks_that_are_busy_counts():
+    _, recorder = run(make_job("a", steps=2), make_job("b", steps=2), num_ranks=3, loaded=1.5)
+    assert ended(recorder)["a"] == pytest.approx(1.25 * 27)
+
+
+def test_files_are_written_one_after_the_other():
+    _, recorder = run(make_job("a", steps=2), make_job("b", steps=2), write_s=4.0)
+    assert sorted(ended(recorder).values()) == pytest.approx([31.0, 35.0])
+    assert [e.write_s for e in recorder.events if isinstance(e, OutputWritten)] == [4.0, 4.0]
+
+
+def test_a_decision_takes_its_time_unless_it_was_made_ahead():
+    _, late = run(make_job("a", steps=2), dispatch_s=0.1)
+    assert ended(late)["a"] == pytest.approx(27.5)
+    _, ahead = run(make_job("a", steps=2), dispatch_s=0.1, guard_s=0.5)
+    assert ended(ahead)["a"] == pytest.approx(27.1)
+
+
+def wandering(snapshot):
+    """Each step of a job on the other rank."""
+    job = next(iter(snapshot.open.values()), None)
+    rank = job.next_task.index % 2 if job else 0
+    return [Decision(job.next_task, job.layout([rank]))] if job and rank in snapshot.free_ranks else []
+
+
+def test_moves_are_no_part_of_a_task():
+    policy = NamedPolicy("wandering", wandering)
+    _, recorder = run(make_job("a", steps=2), policy=policy, move_s=0.5, move_bytes_per_s=64.0)
+    done = [e for e in recorder.events if isinstance(e, TaskDone)]
+    assert [e.moved_s for e in done] == [0.0, 0.0, 1.5, 1.5, 1.5]
+    assert [e.ended_s - e.started_s for e in done] == pytest.approx([*list(SECONDS.values())[:3], 10.0, 5.0])
+    assert ended(recorder)["a"] == pytest.approx(27 + 3 * 1.5)
+
+
+def test_what_a_policy_expects_does_not_change_what_is_true():
+    """The cost model learns from the run; the durations stay those of the profile."""
+    jobs = [make_job(f"job-{i}", steps=4) for i in range(4)]
+    _, recorder = run(*jobs, policy="edf", loaded=1.5)
+    steps = [e.ended_s - e.started_s for e in recorder.events if isinstance(e, TaskDone)]
+    allowed = {value * factor for value in SECONDS.values() for factor in (1.0, 1.5)}
+    assert {round(step, 6) for step in steps} <= allowed
+
+
+def test_shapes_that_the_profile_does_not_have_are_told():
+    simulated, _ = run(make_job("a"), make_job("b", shape="large"))
+    assert not simulated.doubts  # as many operations as a profiled shape
+    simulated, _ = run(replace(make_job("c", shape="large"), flops=dict.fromkeys(Stage, 9e9)))
+    assert {doubt.shape for doubt in simulated.doubts} == {"large"}
