@@ -10,6 +10,7 @@ Source: GF-DiT, section 6 (classes, alpha, time-outs, the client's allowance), a
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -109,12 +110,22 @@ class StandAlone:
         return sum(cls.share * self.of(cls.tag) for cls in mix.classes)
 
 
+def calibration_jobs(model: str, *, copies: int = 1) -> tuple[JobSpec, ...]:
+    """One job of each class, or several, to find out how long they take."""
+    mix, rng = mix_of(model), random.Random(0)
+    return tuple(
+        replace(_spec(f"{cls.tag}-{number}", cls, mix, model, rng), seed=number)
+        for cls in mix.classes
+        for number in range(copies)
+    )
+
+
 def stand_alone(model: Model, costs: CostModel, *, degrees: Sequence[int] = (1, 4)) -> StandAlone:
     """What the cost model predicts for the classes of a model's mix."""
-    mix = mix_of(model.name)
-    specs = [_spec(cls.tag, cls, mix, model.name, random.Random(0)) for cls in mix.classes]
-    jobs = admitted(specs, model)
-    return StandAlone({n: {job.job_id: alone_s(job, costs, degree=n) for job in jobs} for n in degrees})
+    jobs = admitted(calibration_jobs(model.name), model)
+    return StandAlone(
+        {n: {job.spec.tag or "": alone_s(job, costs, degree=n) for job in jobs} for n in degrees}
+    )
 
 
 def alone_s(job: AdmittedJob, costs: CostModel, *, degree: int) -> float:
@@ -154,6 +165,10 @@ class WorkloadOptions:
     num_ranks: int = 4
     deadlines_from: int = 1
     """Deadlines are multiples of what a job takes alone on so many ranks."""
+    timeout_s: float | None = None
+    """In place of the mix's own."""
+    minutes: float | None = None
+    """No job arrives later than this."""
 
 
 def make_workload(
@@ -164,7 +179,9 @@ def make_workload(
     rng = random.Random(f"{name} {model} {options.seed}")
     # Ranks that serve one job at a time each are busy for load of the time at this rate.
     rate = options.load * options.num_ranks / times.mean_s(mix)
-    arrivals = itertools.islice(_ARRIVALS[name](rng, mix, rate), options.num_jobs)
+    until_s = math.inf if options.minutes is None else 60 * options.minutes
+    endless = itertools.takewhile(lambda arrival: arrival[0] <= until_s, _ARRIVALS[name](rng, mix, rate))
+    arrivals = itertools.islice(endless, options.num_jobs)
     jobs = []
     for number, (arrival_s, cls) in enumerate(sorted(arrivals, key=lambda arrival: arrival[0]), start=1):
         spec = _spec(f"{cls.tag}-{number:04d}", cls, mix, model, rng)
@@ -174,7 +191,7 @@ def make_workload(
                 spec,
                 arrival_s=round(arrival_s, 3),
                 deadline_s=round(deadline_s, 3),
-                timeout_s=mix.timeout_s,
+                timeout_s=options.timeout_s or mix.timeout_s,
                 seed=number,
             )
         )

@@ -28,7 +28,7 @@ def admit_file(
     Raises: JobFileError with every problem; InputError when the models do not fit into memory.
     """
     parsed = read_jobs("-" if source == "-" else Path(source))
-    admitted, refused = admit(parsed.specs, default_model=default_model, find_model=_find_model)
+    admitted, refused = admit(parsed.specs, default_model=default_model, find_model=find_model)
     available = available_bytes()
     checkpoints = {job.checkpoint for job in admitted}
     models_bytes = check_models(checkpoints, num_ranks=num_ranks, available=available)
@@ -94,7 +94,7 @@ class Admission:
         Raises: ModelError when there is none, or when it is not loaded.
         """
         if name not in self._known and (self._loaded is None or Path(name).is_dir()):
-            self._known[name] = _find_model(name)
+            self._known[name] = find_model(name)
         model = self._known.get(name)
         if model is None or (self._loaded is not None and model.checkpoint not in self._loaded):
             raise ModelError(
@@ -109,6 +109,6 @@ def _find_weightless(name: str) -> Model:
     return Model(name, configs, weightless_geometry(configs))
 
 
-def _find_model(name: str) -> Model:
+def find_model(name: str) -> Model:
     checkpoint = resolve_checkpoint(name)
     return Model(name, checkpoint, load_geometry(checkpoint))
