@@ -68,9 +68,7 @@ def jobs_of(model: str, workload: str, *, load: float, seed: int, deadlines_from
 
 def outcomes_of(jobs, policy: str):
     watch = Outcomes()
-    simulate(
-        jobs, policy=load_policy(policy), num_ranks=NUM_RANKS, profile=profile(), observers=[watch]
-    )
+    simulate(jobs, policy=load_policy(policy), num_ranks=NUM_RANKS, profile=profile(), observers=[watch])
     return watch.ended_jobs
 
 
@@ -131,7 +129,10 @@ def interval(values) -> tuple[float, float]:
 def bars(rows, overnight) -> list[str]:
     """What issue 6 asks of `auto`, and what was found."""
     lines = []
-    for field, words in (("attainment", "the jobs' deadlines"), ("attainment_client", "with the client's slack")):
+    for field, words in (
+        ("attainment", "the jobs' deadlines"),
+        ("attainment_client", "with the client's slack"),
+    ):
         cells = by_cell(rows, field)
         worst, worst_cell = min(
             (min(mean(of["auto"]) - mean(of[name]) for name in BASELINES), cell) for cell, of in cells.items()
@@ -201,13 +202,14 @@ def report(rows, overnight, *, wall_s: float, processes: int) -> str:
         "# Policies under load, simulated",
         "",
         f"{profile().date}; command: `python benchmarks/policy_study.py --processes {processes}`, "
-        f"{wall_s / 60:.1f} minutes on a shared machine with two cores.",
+        f"{wall_s / 60:.1f} minutes on two cores that others used too.",
         "",
         f"{NUM_RANKS} ranks of the profile h200-goals.json (goal step times put together, not measured), "
         f"{NUM_JOBS} jobs a workload, {NUM_SEEDS} seeds, every policy on the same workloads. "
-        "`legacy,degree=1` (single-rank replicas) decides as `fcfs` does. In the tables: percentage of jobs that "
-        "met their deadline, its 95% bootstrap interval over seeds, in parentheses with the client's slack (5 s for "
-        "videos, 1 s for images) that no policy sees, and the mean latency of completed jobs.",
+        "`legacy,degree=1` (single-rank replicas) decides as `fcfs` does. In the tables: percentage of "
+        "jobs that met their deadline, its 95% bootstrap interval over seeds, in parentheses with the "
+        "client's slack (5 s for videos, 1 s for images) that no policy sees, and the mean latency of "
+        "completed jobs.",
         "",
         *bars(rows, overnight),
     ]
@@ -215,7 +217,10 @@ def report(rows, overnight, *, wall_s: float, processes: int) -> str:
         title = f"## {model}, {workload}, deadlines from the {n}-GPU time"
         lines += ["", title, "", *table(rows, model, workload, n)]
     lines += ["", f"## overnight: {OVERNIGHT_JOBS} jobs at time 0, a fifth with deadlines", ""]
-    lines += ["| model | policy | makespan over the lower bound | deadlines met | mean latency |", "|---|---|---|---|---|"]
+    lines += [
+        "| model | policy | makespan over the lower bound | deadlines met | mean latency |",
+        "|---|---|---|---|---|",
+    ]
     for model, policy in itertools.product(MODELS, OVERNIGHT_POLICIES):
         found = [row for row in overnight if (row["model"], row["policy"]) == (model, policy)]
         excess = mean(row["makespan_s"] / row["bound_s"] - 1 for row in found)
@@ -231,7 +236,9 @@ def charts(rows, folder: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    colours = dict(zip(POLICIES, ("#999999", "#56B4E9", "#0072B2", "#009E73", "#E69F00", "#D55E00"), strict=True))
+    colours = dict(
+        zip(POLICIES, ("#999999", "#56B4E9", "#0072B2", "#009E73", "#E69F00", "#D55E00"), strict=True)
+    )
     met, taken = by_cell(rows, "attainment"), by_cell(rows, "mean_s")
     for n in (1, 4):
         figure, axes = plt.subplots(4, 3, figsize=(12, 12), sharex=True)
@@ -251,7 +258,9 @@ def charts(rows, folder: Path) -> None:
             axes[2 * m + 1][0].set_ylabel("mean latency, s")
             axes[3][w].set_xlabel("load")
         figure.suptitle(f"Simulated on 4 ranks (h200-goals), deadlines from the {n}-GPU time", fontsize=11)
-        figure.legend(*axes[0][0].get_legend_handles_labels(), ncols=6, loc="upper center", bbox_to_anchor=(0.5, 0.98))
+        figure.legend(
+            *axes[0][0].get_legend_handles_labels(), ncols=6, loc="upper center", bbox_to_anchor=(0.5, 0.98)
+        )
         for axis in axes.flat:
             axis.grid(alpha=0.25)
         figure.tight_layout(rect=(0, 0, 1, 0.965))

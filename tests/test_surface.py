@@ -69,6 +69,36 @@ def test_options_of_the_other_commands():
     assert options_of(subcommand("plot")) == ["--output", "--title", "-o"]
     assert options_of(subcommand("models", "make-tiny")) == []
     assert options_of(subcommand("bench", "runtime")) == ["--tasks"]
+    assert options_of(subcommand("bench", "workload")) == [
+        "--deadlines-from",
+        "--jobs",
+        "--load",
+        "--minutes",
+        "--model",
+        "--output",
+        "--profile",
+        "--ranks",
+        "--seed",
+        "--timeout",
+        "-o",
+    ]
+    assert options_of(subcommand("bench", "compare")) == [
+        "--against",
+        "--deadlines-from",
+        "--jobs",
+        "--load",
+        "--model",
+        "--output",
+        "--policy",
+        "--profile",
+        "--ranks",
+        "--seed",
+        "--simulate",
+        "--slack",
+        "--timeout",
+        "--workload",
+        "-o",
+    ]
     assert options_of(subcommand("bench", "faults")) == ["--schedules", "--seconds", "--seed"]
 
 
@@ -180,6 +210,9 @@ def test_what_a_policy_sees():
         "islands",
         "max_degree",
         "costs",
+        "orders",
+        "recent",
+        "foresee",
     ]
     assert [field.name for field in dataclasses.fields(JobView)] == [
         "job_id",
@@ -194,4 +227,5 @@ def test_what_a_policy_sees():
         "last_layout",
         "uses_cfg",
         "max_sequence_degree",
+        "shape",
     ]

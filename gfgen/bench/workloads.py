@@ -4,7 +4,7 @@ Every workload is a mix of three classes of a model (S, M and L: 60, 25 and 15 o
 with deadlines and time-outs. Arrivals come so fast that the ranks would be loaded to `load` if each
 were a replica that runs whole jobs alone.
 
-Source: GF-DiT, section 6 (classes, alpha, time-outs, the client's allowance), as in docs/workloads.md.
+Source: GF-DiT (arXiv 2606.13501), evaluation: classes, alpha, time-outs, the client's allowance.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class Mix:
     guidance: Mapping[str, float | str]
 
 
-_VIDEO_GUIDANCE = {"guidance_scale": 5.0}
-_IMAGE_GUIDANCE = {"negative_prompt": " ", "true_cfg_scale": 4.0}
+_VIDEO_GUIDANCE: Mapping[str, float | str] = {"guidance_scale": 5.0}
+_IMAGE_GUIDANCE: Mapping[str, float | str] = {"negative_prompt": " ", "true_cfg_scale": 4.0}
 _SHARES = (0.60, 0.25, 0.15)
 _ALPHAS = {"video": (2.0, 2.5, 3.5), "image": (1.5, 2.0, 6.0)}
 
@@ -79,12 +79,8 @@ MIXES = {
     "qwen-image": Mix(
         _classes("image", (512, 512), (1024, 1024), (1536, 1536)), 25, 1500, 1, _IMAGE_GUIDANCE
     ),
-    "tiny-wan": Mix(
-        _classes("video", (64, 64, 9), (128, 96, 17), (192, 128, 33)), 8, 3600, 5, _VIDEO_GUIDANCE
-    ),
-    "tiny-qwen-image": Mix(
-        _classes("image", (64, 64), (128, 128), (192, 192)), 8, 1500, 1, _IMAGE_GUIDANCE
-    ),
+    "tiny-wan": Mix(_classes("video", (64, 64, 5), (96, 64, 9), (128, 96, 17)), 6, 3600, 5, _VIDEO_GUIDANCE),
+    "tiny-qwen-image": Mix(_classes("image", (64, 64), (96, 96), (160, 160)), 6, 1500, 1, _IMAGE_GUIDANCE),
 }
 """By model. The tiny ones have classes that CPU ranks run in seconds."""
 
@@ -171,9 +167,7 @@ class WorkloadOptions:
     """No job arrives later than this."""
 
 
-def make_workload(
-    name: Name, model: str, times: StandAlone, options: WorkloadOptions
-) -> tuple[JobSpec, ...]:
+def make_workload(name: Name, model: str, times: StandAlone, options: WorkloadOptions) -> tuple[JobSpec, ...]:
     """The jobs, by arrival. The same arguments give the same jobs, on any machine."""
     mix = mix_of(model)
     rng = random.Random(f"{name} {model} {options.seed}")

@@ -27,7 +27,7 @@ class _BenchGroup(click.Group):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if args and args[0].partition("=")[0] == "--compare":
-            first, equals, policy = args[0].partition("=")
+            _, equals, policy = args[0].partition("=")
             args = ["compare", "--against", *([policy] if equals else []), *args[1:]]
         return super().parse_args(ctx, args)
 

@@ -108,7 +108,7 @@ def workload(
     timeout: float | None,
     profile_path: Path | None,
 ) -> None:
-    """Write a job file with arrivals and deadlines: mixed jobs, bursts, an even stream, or a night's batch."""
+    """Write a job file with arrivals and deadlines: mixed jobs, bursts, an even stream, a night's batch."""
     if minutes is not None and (num_jobs is not None or name == "overnight"):
         raise InputError("--minutes: give it without --jobs, and for workloads that arrive over time")
     times = _predicted_times(model, profile_path, num_ranks=max(ranks, deadlines_from))[0]
@@ -149,7 +149,7 @@ def workload(
 @click.option("--simulate", "is_simulated", is_flag=True, help="In virtual time, with a profile.")
 @click.option(
     "--slack", type=click.FloatRange(0), metavar="SECONDS",
-    help="So much after the deadline still counts for the client. [as in the paper: 5 for videos, 1 for images]",
+    help="So long after its deadline a job is in time for the client. [as in the paper: videos 5, images 1]",
 )  # fmt: skip
 @click.option(
     "--output", "-o", type=click.Path(file_okay=False, path_type=Path), default=Path("outputs/compare"),
@@ -200,7 +200,9 @@ def compare(
             raise InputError("--profile: has no effect without --simulate; ranks are measured first then")
         runs = _on_workers(texts, name, model, options, output)
     scores: list[Score] = []
-    about = f"{name}, {model}, load {load:g} of {options.num_ranks} ranks, {options.num_jobs} jobs, seed {seed}"
+    about = (
+        f"{name}, {model}, load {load:g} of {options.num_ranks} ranks, {options.num_jobs} jobs, seed {seed}"
+    )
     click.echo(about + (", simulated" if is_simulated else ", on CPU ranks of this machine"))
     for text, outcomes in runs:
         scores.append(score(text, outcomes, slack_s=slack_s))
@@ -294,7 +296,7 @@ def _on_workers(
 def _measured_times(
     run: Callable[[str, Sequence[JobSpec]], Sequence[JobOutcome]], model: str, options: WorkloadOptions
 ) -> StandAlone:
-    """Each class on one rank while the others work, as replicas do; and alone on more where deadlines say so."""
+    """Each class on one rank while the others work, as replicas do; alone on more if deadlines need it."""
     by_degree = {}
     for degree in sorted({1, options.deadlines_from}):
         copies = options.num_ranks if degree == 1 else 1

@@ -46,7 +46,8 @@ def triage(snapshot: Snapshot, *, degree: Degree = 2) -> list[Decision]:
 
 def _sorted_out(snapshot: Snapshot, degree: int) -> tuple[list[JobView], list[JobView]]:
     """The jobs that are to meet their deadlines, in their order, and the first of the others in theirs."""
-    hopeful, others = [], []
+    hopeful: list[JobView] = []
+    others: list[JobView] = []
     for job in (*snapshot.open.values(), *snapshot.busy.values()):
         is_lost = job.deadline_s == math.inf or is_past_rescue(snapshot, job)
         (others if is_lost else hopeful).append(job)
@@ -71,7 +72,9 @@ def _most_in_time(
 
     Source: Moore 1968, "An n job, one machine sequencing algorithm for minimizing the number of late jobs".
     """
-    end_s, taken, given_up = snapshot.now_s, [], []
+    end_s = snapshot.now_s
+    taken: list[tuple[float, str]] = []
+    given_up = []
     by_id = {job.job_id: job for job in by_deadline}
     for job in by_deadline:
         if snapshot.now_s + rest_s(snapshot, job, widest(snapshot, job)) > job.deadline_s:
