@@ -16,7 +16,7 @@ import os
 import platform
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import date
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -32,7 +32,7 @@ from gfgen.gfc.group import Group
 from gfgen.jobspec import JobSpec
 from gfgen.layout import Layout
 from gfgen.models.adapter import Fields
-from gfgen.models.parallel import Parallel
+from gfgen.models.parallel import parallel_from
 from gfgen.models.registry import load_adapter, resolve_checkpoint
 
 SHAPES = ((1, 1), (1, 2), (2, 1), (1, 3), (1, 4), (2, 2))
@@ -60,9 +60,13 @@ class Timed:
     sent_bytes: int = 0
     size: int = field(init=False)
     slot: int = field(init=False)
+    room_bytes: None = None
 
     def __post_init__(self) -> None:
         self.size, self.slot = self.group.size, self.group.slot
+
+    def beside(self) -> Timed:
+        return self
 
     def __getattr__(self, name: str) -> Any:
         def exchange(*tensors: torch.Tensor, **sizes: Any) -> Any:
@@ -72,11 +76,14 @@ class Timed:
             result = getattr(self.group, name)(*tensors, **sizes)
             self.moving_s += time.perf_counter() - start
             # An all-gather sends everything to each peer, the others each peer its part.
-            copies = self.size - 1 if name == "all_gather" else (self.size - 1) / self.size
+            copies = self.size - 1 if "gather" in name else (self.size - 1) / self.size
             self.sent_bytes += int(copies * sum(x.numel() * x.element_size() for x in tensors))
             return result
 
         return exchange
+
+
+COUNTED = ("moving_s", "sent_bytes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,15 +101,17 @@ def measure(endpoint: Endpoint, job: Job, layout: Layout, dispatch: int, *, apar
     group.enter()
     steps, latents = [], job.latents
     for idx in range(job.spec.steps or 0):
-        pair = Timed(group.subgroup("cfg_pair"), apart)
-        sequence = Timed(group.subgroup("ulysses"), apart)
+        parallel = parallel_from(group)
+        names = ("cfg", "sequence", "ulysses", "ring")
+        timed = {name: Timed(getattr(parallel, name), apart) for name in names}
         group.barrier()
         start = time.perf_counter()
         latents = job.adapter.denoise(
-            job.spec, job.prompt, job.condition, latents, step=idx, parallel=Parallel(pair, sequence)
+            job.spec, job.prompt, job.condition, latents, step=idx, parallel=replace(parallel, **timed)
         )
         step_s = time.perf_counter() - start
-        steps.append(Step(step_s, pair.moving_s + sequence.moving_s, pair.sent_bytes + sequence.sent_bytes))
+        moving_s, sent_bytes = (sum(getattr(ranks, name) for ranks in timed.values()) for name in COUNTED)
+        steps.append(Step(step_s, moving_s, sent_bytes))
     return steps[1:]
 
 

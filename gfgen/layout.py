@@ -47,6 +47,18 @@ class Layout:
         """The layout of one rank alone."""
         return cls(ranks=(rank,))
 
+    @classmethod
+    def sharing(cls, ranks: tuple[int, ...], *, cfg: int, most_ulysses: int) -> Layout:
+        """As many Ulysses ranks as there are heads for, and rings of the rest.
+
+        Ulysses first: its exchanges shrink with the degree, while in a ring every rank takes the
+        keys of all others.
+        """
+        num_shards = len(ranks) // cfg
+        degrees = range(1, min(num_shards, most_ulysses) + 1)
+        ulysses = max(degree for degree in degrees if num_shards % degree == 0)
+        return cls(ranks, cfg=cfg, ulysses=ulysses, ring=num_shards // ulysses)
+
     @property
     def degree(self) -> int:
         """Number of ranks."""

@@ -8,12 +8,14 @@ better while the run goes on.
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from gfgen.graph import Stage, Task
-from gfgen.layout import Layout
+from gfgen.layout import MAX_RANKS, Layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,8 @@ class JobView:
     """Whether a step evaluates two guidance branches, which two halves of the ranks can share."""
     max_sequence_degree: int = 1
     """The most ranks that can share the tokens of one branch."""
+    max_ulysses_degree: int = MAX_RANKS
+    """The most of them that can share the heads; beyond that they share keys, in rings."""
     shape: str = ""
     """Jobs of one model and shape take equally long for a task."""
 
@@ -59,13 +63,14 @@ class JobView:
         """A layout of its denoising steps on these ranks, whatever its next task is.
 
         Guidance branches go to two halves of the ranks where that is possible: halves exchange
-        once in a step, ranks that share a sequence twice in every attention.
+        once in a step, ranks that share a sequence twice in every attention. Of the ranks of a
+        branch as many share heads as can.
         """
-        ranks = tuple(ranks[: self.step_degree])
+        most_ulysses = self.max_ulysses_degree
+        ranks = tuple(map(operator.index, ranks[: self.step_degree]))  # plain ints: layouts are kept by them
         if self.uses_cfg and len(ranks) % 2 == 0:
-            return Layout(ranks, cfg=2, ulysses=len(ranks) // 2)
-        ranks = ranks[: self.max_sequence_degree]
-        return Layout(ranks, ulysses=len(ranks))
+            return _sharing(ranks, 2, most_ulysses)
+        return _sharing(ranks[: self.max_sequence_degree], 1, most_ulysses)
 
     @property
     def remaining_tasks(self) -> int:
@@ -160,15 +165,8 @@ class Snapshot:
         A degree beyond `max_degree` counts as `max_degree`; ranks that do not fill a group
         are left out, unless no group can be filled, when each island is one group.
         """
-        degree = max(1, min(degree, self.max_degree))
-        alive = {view.rank for view in self.ranks}
-        islands = [tuple(rank for rank in island if rank in alive) for island in self.islands]
-        groups = [
-            island[start : start + degree]
-            for island in islands
-            for start in range(0, len(island) - degree + 1, degree)
-        ]
-        return groups or [island[:degree] for island in islands if island]
+        alive = tuple([view.rank for view in self.ranks])
+        return list(_groups(alive, self.islands, max(1, min(degree, self.max_degree))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,3 +202,23 @@ class Decision:
 Policy = Callable[[Snapshot], Iterable[Decision]]
 Choose = Callable[[Snapshot, Choice | None], Choice | None]
 """From a snapshot that can foresee, and the last choice, to the next one; None to leave it as it is."""
+
+
+@functools.lru_cache(maxsize=4096)
+def _sharing(ranks: tuple[int, ...], cfg: int, most_ulysses: int) -> Layout:
+    """`Layout.sharing`; kept, since layouts are values and the same few come again at every step."""
+    return Layout.sharing(ranks, cfg=cfg, most_ulysses=most_ulysses)
+
+
+@functools.lru_cache(maxsize=256)
+def _groups(
+    alive: tuple[int, ...], islands: tuple[tuple[int, ...], ...], degree: int
+) -> tuple[tuple[int, ...], ...]:
+    """`Snapshot.groups`; kept, since the same ranks are cut into the same groups at every step."""
+    whole = [tuple(rank for rank in island if rank in alive) for island in islands]
+    groups = [
+        island[start : start + degree]
+        for island in whole
+        for start in range(0, len(island) - degree + 1, degree)
+    ]
+    return tuple(groups or [island[:degree] for island in whole if island])

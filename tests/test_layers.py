@@ -37,6 +37,7 @@ FLOORS = {
     "gfgen.runtime.simulate": 7,
     "gfgen.runtime.profiled": 7,
     "gfgen.runtime.replay": 7,
+    "gfgen.models.measure": 6,
     "gfgen.runtime.simulation": 7,
     "gfgen.runtime.plan": 7,
     "gfgen.runtime.plan_words": 7,

@@ -30,6 +30,8 @@ def test_commands():
     assert cli.list_commands(click.Context(cli)) == [
         "run",
         "profile",
+        "simulate",
+        "plan",
         "policies",
         "models",
         "plot",
@@ -66,6 +68,25 @@ def test_options_of_the_other_commands():
         "--size",
         "-o",
     ]
+    assert options_of(subcommand("simulate")) == [
+        "--json",
+        "--model",
+        "--output",
+        "--policy",
+        "--profile",
+        "--ranks",
+        "-o",
+    ]
+    assert options_of(subcommand("plan")) == [
+        "--at",
+        "--by",
+        "--chart",
+        "--json",
+        "--model",
+        "--policy",
+        "--profile",
+        "--ranks",
+    ]
     assert options_of(subcommand("plot")) == ["--output", "--title", "-o"]
     assert options_of(subcommand("models", "make-tiny")) == []
     assert options_of(subcommand("bench", "runtime")) == ["--tasks"]
@@ -99,6 +120,8 @@ def test_options_of_the_other_commands():
         "--workload",
         "-o",
     ]
+    assert options_of(subcommand("bench", "simulator")) == ["--runs", "--tasks"]
+    assert options_of(subcommand("bench", "attention")) == ["--gpus", "--output"]
     assert options_of(subcommand("bench", "faults")) == ["--schedules", "--seconds", "--seed"]
 
 
@@ -227,5 +250,6 @@ def test_what_a_policy_sees():
         "last_layout",
         "uses_cfg",
         "max_sequence_degree",
+        "max_ulysses_degree",
         "shape",
     ]

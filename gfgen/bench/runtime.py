@@ -49,7 +49,7 @@ class ControlPlaneCost:
 
 def measure_control_plane(policy: str, *, num_open: int, num_tasks: int) -> ControlPlaneCost:
     """Dispatch `num_tasks` tasks with `num_open` jobs open all the time, on 8 simulated ranks."""
-    jobs = [_job(idx, num_steps=20 + idx % 31) for idx in range(num_open + num_tasks // 20)]
+    jobs = [make_job(idx, num_steps=20 + idx % 31) for idx in range(num_open + num_tasks // 20)]
     clock, costs = Clock(virtual=True), CostModel()
     backend = _TimedBackend(clock, num_tasks=num_tasks, jobs=jobs[num_open:])
     state = State(jobs, num_ranks=NUM_RANKS, clock=clock, costs=costs, guard_s=_GUARD_S)
@@ -123,7 +123,8 @@ def _duration_s(dispatch: Dispatch) -> float:
     return 0.05 + (zlib.crc32(dispatch.task.job_id.encode()) % 41) / 1000
 
 
-def _job(idx: int, *, num_steps: int) -> AdmittedJob:
+def make_job(idx: int, *, num_steps: int) -> AdmittedJob:
+    """One of five shapes and three priorities, with a deadline."""
     spec = JobSpec(
         id=f"job-{idx:05d}",
         prompt="a benchmark",

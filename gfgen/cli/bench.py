@@ -15,9 +15,11 @@ import click
 
 from gfgen import log
 from gfgen.bench.runtime import measure_control_plane
+from gfgen.bench.simulator import measure_simulator
 from gfgen.cli.compare import compare, workload
 from gfgen.runtime.machine import cpu_name
 
+POLICIES = ("srtf", "fcfs", "edf", "legacy")
 _STARTUP_COMMANDS = ("--help", "policies")
 _STARTUP_RUNS = 5
 
@@ -53,7 +55,7 @@ def runtime(*, tasks: int) -> None:
     click.echo("| policy, 8 ranks | open jobs | median us | P99 us | message bytes |")
     click.echo("|---|---|---|---|---|")
     for num_open in (50, 1000):
-        for policy in ("srtf", "fcfs", "edf", "legacy"):
+        for policy in POLICIES:
             cost = measure_control_plane(policy, num_open=num_open, num_tasks=tasks)
             click.echo(
                 f"| {policy} | {num_open} | {cost.median_s * 1e6:.0f} | {cost.p99_s * 1e6:.0f} "
@@ -62,6 +64,21 @@ def runtime(*, tasks: int) -> None:
     click.echo("\n| command | median s |\n|---|---|")
     for command in _STARTUP_COMMANDS:
         click.echo(f"| gfgen {command} | {_startup_s(command):.2f} |")
+
+
+@bench.command()
+@click.option("--tasks", type=click.IntRange(1), default=10_000, show_default=True, help="Tasks of each run.")
+@click.option("--runs", type=click.IntRange(1), default=5, show_default=True, help="The fastest counts.")
+def simulator(*, tasks: int, runs: int) -> None:
+    """How many tasks a second 'gfgen simulate' gets through on one core."""
+    click.echo(f"{time.strftime('%Y-%m-%d')}, {cpu_name()}, Python {platform.python_version()}")
+    click.echo(f"command: gfgen bench simulator --tasks {tasks} --runs {runs}")
+    click.echo("(processor time of one process; the fastest run)\n")
+    click.echo("| policy, 8 ranks | open jobs | tasks a second |\n|---|---|---|")
+    for num_open in (50, 1000):
+        for policy in POLICIES:
+            speed = measure_simulator(policy, num_open=num_open, num_tasks=tasks, num_runs=runs)
+            click.echo(f"| {policy} | {num_open} | {speed.tasks_per_s:,.0f} |")
 
 
 @bench.command()
@@ -89,6 +106,26 @@ def gfc(*, gpus: int | None, tune: bool, output: Path | None) -> None:
             collectives.chart(json.loads(report.as_json()), output / f"{stem}.png")
         except ImportError:
             click.echo("no chart: matplotlib is missing (pip install 'gfgen[plot]')", err=True)
+
+
+@bench.command()
+@click.option("--gpus", type=int, help="GPUs to use [default: all].")
+@click.option("--output", type=click.Path(path_type=Path), help="Folder for .json and .md.")
+def attention(*, gpus: int | None, output: Path | None) -> None:
+    """Attention shared by the GPUs of this machine: Ulysses, rings, both, and in chunks of heads."""
+    from gfgen.bench.attention import as_content, measure_attention, table_of
+    from gfgen.gfc.cuda.driver import driver
+
+    num_gpus = driver().num_devices if gpus is None else gpus
+    rows = measure_attention(num_gpus=num_gpus)
+    device = f"{num_gpus} x {driver().name(0)}"
+    text = "\n".join(table_of(rows, device=device, command=f"gfgen bench attention --gpus {num_gpus}"))
+    click.echo(text)
+    if output is not None:
+        output.mkdir(parents=True, exist_ok=True)
+        stem = f"{time.strftime('%Y-%m-%d')}-attention"
+        (output / f"{stem}.json").write_text(json.dumps(as_content(rows), indent=1) + "\n")
+        (output / f"{stem}.md").write_text(text + "\n")
 
 
 @bench.command()

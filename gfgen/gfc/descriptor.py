@@ -26,8 +26,11 @@ KINDS: dict[Kind, int] = {
     "cfg_pair": native.PAIR,
 }
 
-_STRUCT = struct.Struct("<Q8I8B5B3x")
-_PADDING = tuple((0,) * n for n in range(native.MAX_RANKS + 1))
+_STRUCTS = tuple(
+    struct.Struct(f"<Q{n}I{4 * (native.MAX_RANKS - n)}x{n}B{native.MAX_RANKS - n}x5B3x")
+    for n in range(native.MAX_RANKS + 1)
+)
+"""By number of ranks; what is left out is zero."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,24 +51,23 @@ class Descriptor:
 
     def encode(self, rank: int) -> bytes:
         """The native descriptor as one rank of the layout sees it."""
-        return _STRUCT.pack(*self._fields(rank))
+        encoded = bytearray(_STRUCTS[0].size)
+        self.encode_into(encoded, self.layout.slot_of(rank))
+        return bytes(encoded)
 
-    def encode_into(self, buffer: native.Descriptor, rank: int) -> None:
-        """The same, into memory that a launch reads."""
-        _STRUCT.pack_into(buffer, 0, *self._fields(rank))
-
-    def _fields(self, rank: int) -> tuple[int, ...]:
+    def encode_into(self, buffer: bytearray | native.Descriptor, slot: int) -> None:
+        """The same for the rank in a slot, into memory that a launch reads."""
         layout = self.layout
-        num_ranks = len(layout.ranks)
-        padding = _PADDING[native.MAX_RANKS - num_ranks]
-        return (
+        ranks = layout.ranks
+        num_ranks = len(ranks)
+        _STRUCTS[num_ranks].pack_into(
+            buffer,
+            0,
             self.dispatch,
             *self.incarnations,
-            *padding,
-            *layout.ranks,
-            *padding,
+            *ranks,
             num_ranks,
-            layout.slot_of(rank),
+            slot,
             layout.cfg,
             layout.ulysses,
             layout.ring,

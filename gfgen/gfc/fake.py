@@ -78,6 +78,13 @@ class FakeGroup:
     def size(self) -> int:
         return len(self.ranks)
 
+    @property
+    def room_bytes(self) -> int | None:
+        return None
+
+    def beside(self, max_blocks: int) -> FakeGroup:
+        return self
+
     def subgroup(self, kind: Kind) -> FakeGroup:
         return FakeGroup(self._cluster, self.descriptor, self._layout_slot, kind=kind, counts=self._counts)
 
@@ -111,7 +118,11 @@ class FakeGroup:
         ]
 
     def heads_from_tokens(
-        self, *tensors: Tensor, token_sizes: Sizes, head_sizes: Sizes | None = None
+        self,
+        *tensors: Tensor,
+        token_sizes: Sizes,
+        head_sizes: Sizes | None = None,
+        in_arena: bool = False,
     ) -> tuple[Tensor, ...]:
         head_sizes = head_sizes or shard_sizes(tensors[0].shape[2], self.size)
         if min(head_sizes) < 1:
@@ -120,6 +131,17 @@ class FakeGroup:
             self.all_to_all(x, split_dim=2, concat_dim=1, split_sizes=head_sizes, concat_sizes=token_sizes)
             for x in tensors
         )
+
+    def gather_tokens(
+        self, *tensors: Tensor, token_sizes: Sizes, in_arena: bool = False
+    ) -> tuple[Tensor, ...]:
+        found = []
+        for x in tensors:
+            inputs = self._share(x)
+            if [y.shape[1] for y in inputs] != list(token_sizes):
+                raise LayoutError(f"sizes are {token_sizes}, shards {[tuple(y.shape) for y in inputs]}")
+            found.append(oracle.gather_tokens(inputs)[self.slot])
+        return tuple(found)
 
     def tokens_from_heads(self, x: Tensor, *, token_sizes: Sizes, head_sizes: Sizes) -> Tensor:
         return self.all_to_all(x, split_dim=1, concat_dim=2, split_sizes=token_sizes, concat_sizes=head_sizes)

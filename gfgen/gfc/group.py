@@ -35,7 +35,10 @@ class Collectives(Protocol):
     def slot(self) -> int: ...
     @property
     def size(self) -> int: ...
+    @property
+    def room_bytes(self) -> int | None: ...
     def subgroup(self, kind: Kind) -> Collectives: ...
+    def beside(self, max_blocks: int) -> Collectives: ...
     def enter(self) -> None: ...
     def barrier(self) -> None: ...
     def all_gather(self, x: Tensor, *, dim: int = 0, sizes: Sizes | None = None) -> Tensor: ...
@@ -49,7 +52,14 @@ class Collectives(Protocol):
         concat_sizes: Sizes | None = None,
     ) -> Tensor: ...
     def heads_from_tokens(
-        self, *tensors: Tensor, token_sizes: Sizes, head_sizes: Sizes | None = None
+        self,
+        *tensors: Tensor,
+        token_sizes: Sizes,
+        head_sizes: Sizes | None = None,
+        in_arena: bool = False,
+    ) -> tuple[Tensor, ...]: ...
+    def gather_tokens(
+        self, *tensors: Tensor, token_sizes: Sizes, in_arena: bool = False
     ) -> tuple[Tensor, ...]: ...
     def tokens_from_heads(self, x: Tensor, *, token_sizes: Sizes, head_sizes: Sizes) -> Tensor: ...
     def broadcast(
@@ -90,6 +100,15 @@ class Group:
     @property
     def size(self) -> int:
         return len(self.ranks)
+
+    @property
+    def room_bytes(self) -> int | None:
+        """None: what does not fit in an arena goes in rounds."""
+        return None
+
+    def beside(self, max_blocks: int) -> Group:
+        """The same: calls are over when they return, so nothing is computed meanwhile."""
+        return self
 
     def subgroup(self, kind: Kind) -> Group:
         """The group of this kind that this rank belongs to; costs no communication."""
@@ -143,10 +162,15 @@ class Group:
         )[0]
 
     def heads_from_tokens(
-        self, *tensors: Tensor, token_sizes: Sizes, head_sizes: Sizes | None = None
+        self,
+        *tensors: Tensor,
+        token_sizes: Sizes,
+        head_sizes: Sizes | None = None,
+        in_arena: bool = False,
     ) -> tuple[Tensor, ...]:
         """Attention's way in: all tokens of this rank's heads, for q, k and v in one exchange.
 
+        in_arena is a leave that is not made use of: results are fresh here.
         Shapes: each [B, L, H, D] with any strides -> [B, S, h, D] contiguous.
         Raises: LayoutError when a rank would have no head.
         """
@@ -157,6 +181,20 @@ class Group:
         return self._exchange(
             tensors, split_dim=2, concat_dim=1, split_sizes=head_sizes, concat_sizes=token_sizes
         )
+
+    def gather_tokens(
+        self, *tensors: Tensor, token_sizes: Sizes, in_arena: bool = False
+    ) -> tuple[Tensor, ...]:
+        """All tokens of the same heads, for keys and values in one exchange.
+
+        The own tokens come first, then those of the next ranks in turn.
+        Shapes: each [B, L, H, D] with any strides -> [B, S, H, D] contiguous.
+        """
+        gathered = self._exchange(
+            tensors, split_dim=-1, concat_dim=1, split_sizes=(), concat_sizes=token_sizes
+        )
+        start = sum(token_sizes[: self.slot])
+        return tuple(x if start == 0 else torch.cat((x[:, start:], x[:, :start]), 1) for x in gathered)
 
     def tokens_from_heads(self, x: Tensor, *, token_sizes: Sizes, head_sizes: Sizes) -> Tensor:
         """Attention's way out: all heads of this rank's tokens.

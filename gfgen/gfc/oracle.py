@@ -18,6 +18,11 @@ def all_gather(inputs: Sequence[Tensor], *, dim: int = 0) -> list[Tensor]:
     return [torch.cat(list(inputs), dim) for _ in inputs]
 
 
+def gather_tokens(inputs: Sequence[Tensor]) -> list[Tensor]:
+    """[B, L, H, D] of each slot -> [B, S, H, D]: the own tokens, then those of the next slots in turn."""
+    return [torch.cat([*inputs[slot:], *inputs[:slot]], 1) for slot in range(len(inputs))]
+
+
 def all_to_all(
     inputs: Sequence[Tensor], *, split_dim: int, concat_dim: int, split_sizes: Sizes
 ) -> list[Tensor]:

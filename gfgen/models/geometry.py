@@ -68,7 +68,7 @@ class Geometry(Protocol):
 
     @property
     def num_heads(self) -> int:
-        """Attention heads of the transformer: the most ranks that can share a sequence."""
+        """Attention heads of the transformer: the highest ulysses degree."""
         ...
 
     def uses_cfg(self, spec: JobSpec) -> bool:
@@ -124,7 +124,7 @@ def weightless_geometry(checkpoint: Path) -> Geometry:
 
 def max_sequence_degree(geometry: Geometry, spec: JobSpec) -> int:
     """The most ranks that can share the sequence of one guidance branch of a job as run."""
-    return min(geometry.num_heads, geometry.num_tokens(spec))
+    return geometry.num_tokens(spec)
 
 
 def max_degree(geometry: Geometry, spec: JobSpec) -> int:
@@ -138,13 +138,17 @@ def check_degrees(geometry: Geometry, spec: JobSpec, degrees: tuple[int, int, in
     Raises: LayoutError that says what the job has and what the degrees would need.
     """
     cfg, ulysses, ring = degrees
-    if ring > 1:
-        raise LayoutError(f"ring degree {ring} is not supported yet; use cfg and ulysses degrees instead")
+    heads, tokens = geometry.num_heads, geometry.num_tokens(spec)
     if cfg > 1 and not geometry.uses_cfg(spec):
         raise LayoutError(f"cfg degree {cfg} needs as many guidance branches, and job {spec.id!r} has one")
-    for number, things in ((geometry.num_heads, "attention heads"), (geometry.num_tokens(spec), "tokens")):
-        if ulysses > number:
-            raise LayoutError(f"job {spec.id!r} has {number} {things}, too few for ulysses degree {ulysses}")
+    if ulysses > heads:
+        raise LayoutError(
+            f"job {spec.id!r} has {heads} attention heads, too few for ulysses degree {ulysses}; use a ring"
+        )
+    if ulysses * ring > tokens:
+        raise LayoutError(
+            f"job {spec.id!r} has {tokens} tokens, too few for ulysses degree {ulysses} x ring degree {ring}"
+        )
 
 
 def _build(files: Checkpoint, *, weights_bytes: int) -> Geometry:

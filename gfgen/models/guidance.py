@@ -34,7 +34,7 @@ def predict_branches(
     if parallel is None:
         return _pair([predict(branch) for branch in embeds])
     check_degrees(geometry, spec, parallel.degrees)
-    with active(parallel.sequence):
+    with active(parallel):
         if parallel.cfg.size == 1:
             return _pair([predict(branch) for branch in embeds])
         own = predict(embeds[parallel.cfg.slot])

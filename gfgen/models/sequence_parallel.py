@@ -1,15 +1,14 @@
 """Sequence parallelism over unmodified diffusers transformers, without a process group.
 
 `install` reads a transformer's own `_cp_plan` once and leaves hooks that cut tokens where the
-plan says so, and put them together again. Inside `with active(ranks)` they cut for this rank's
+plan says so, and put them together again. Inside `with active(parallel)` they cut for this rank's
 slot; outside, and on other threads, they do nothing. Attentions that diffusers' own context
-parallelism would share exchange tokens for heads, attend, and exchange back.
+parallelism would share go through one operator (shared_attention.py).
 
 Every cut follows from global shapes (`layout.shard_bounds`): uneven shards are as good as even
 ones, nothing is padded, and no rank is asked for its sizes.
 
-Legend: B batch, S tokens of the whole sequence, L tokens of this rank, H heads, h heads of this
-rank, D head dimension.
+Legend: B batch, L tokens of this rank, H heads, D head dimension.
 Source: diffusers 0.42 hooks/context_parallel.py and ModelMixin.enable_parallelism.
 """
 
@@ -32,7 +31,8 @@ from diffusers.models.attention_dispatch import dispatch_attention_fn
 from gfgen.errors import LayoutError, ModelError
 from gfgen.gfc.reshard import Sizes, shard_sizes
 from gfgen.layout import shard_bounds
-from gfgen.models.parallel import Ranks
+from gfgen.models.parallel import Parallel, Ranks
+from gfgen.models.shared_attention import shared_attention
 
 PICTURE, TEXT = "hidden_states", "encoder_hidden_states"
 """What diffusers calls the streams of tokens: the one that is denoised, whose shards the output is
@@ -47,9 +47,14 @@ SHARED = object()
 class _Sharing:
     """Who shares the forwards of a `with active(...)`, and what the present one has cut."""
 
-    ranks: Ranks
+    parallel: Parallel
     stream_lengths: dict[str, int] = field(default_factory=dict)
     """Whole length of each stream; each forward writes them before its first attention."""
+
+    @property
+    def ranks(self) -> Ranks:
+        """All who share the tokens."""
+        return self.parallel.sequence
 
 
 # Per context and so per thread: ranks may be threads around one model. It is not an argument
@@ -58,13 +63,13 @@ _SHARING: ContextVar[_Sharing | None] = ContextVar("sharing", default=None)
 
 
 @contextmanager
-def active(ranks: Ranks) -> Iterator[None]:
-    """Inside, forwards of transformers with hooks are shared among these ranks.
+def active(parallel: Parallel) -> Iterator[None]:
+    """Inside, forwards of transformers with hooks are shared among the ranks of one branch.
 
     All of the ranks must make the same forwards with the same inputs, whole on each; outputs
     are whole on each, too, and bitwise the same. One rank alone is as if nothing were active.
     """
-    token = _SHARING.set(_Sharing(ranks) if ranks.size > 1 else None)
+    token = _SHARING.set(_Sharing(parallel) if parallel.sequence.size > 1 else None)
     try:
         yield
     finally:
@@ -252,38 +257,36 @@ def sharded_attention(
     scale: float | None,
     backend: str | None,
 ) -> torch.Tensor:
-    """Exchange tokens for heads, attend with diffusers' own dispatch, exchange back.
+    """Attend with diffusers' own dispatch, shared as what is active says.
 
     One operator, opaque to compilers: what lies in an arena never crosses its boundary. Its
     arguments know nothing of degrees, slots or ranks, which it finds in what is active when it
     runs; for a captured graph that is when it is captured, by ranks whose launches read a
     descriptor at a fixed address.
 
-    The order of the tokens between the exchanges is by slot, in a joint attention (text 0,
-    picture 0, text 1, ...): attention does not depend on it, and the way back restores it.
-
     Shapes: query, key, value [B, L, H, D], attn_mask bool [B, 1, 1, L] or None -> [B, L, H, D],
             fresh memory.
     Raises: LayoutError when a rank would have no head; ModelError for an attention that is not
-            over all streams that were cut.
+            over all streams that were cut, or whose backend cannot be had.
     """
+    attend = functools.partial(dispatch_attention_fn, scale=scale, backend=backend)
     sharing = _SHARING.get()
     if sharing is None:
-        alone: torch.Tensor = dispatch_attention_fn(
-            query, key, value, attn_mask, scale=scale, backend=backend
-        )
+        alone: torch.Tensor = attend(query, key, value, attn_mask)
         return alone.contiguous()
-    ranks = sharing.ranks
-    tokens, heads = _token_sizes(sharing, query, key), _head_sizes(sharing, query, key)
-    query_BShD, key_BShD, value_BShD = ranks.heads_from_tokens(
-        query, key, value, token_sizes=tokens, head_sizes=heads
+    if backend is not None and sharing.parallel.ring.size > 1:
+        raise ModelError(f"attention backend {backend!r} does not work in a ring, which needs log-sum-exps")
+    assert key.shape[2] == query.shape[2], "a shared attention whose queries and keys differ in heads"
+    return shared_attention(
+        query,
+        key,
+        value,
+        attn_mask,
+        parallel=sharing.parallel,
+        token_sizes=_token_sizes(sharing, query, key),
+        attend=attend,
+        scale=scale,
     )
-    if attn_mask is not None:
-        attn_mask = ranks.all_gather(attn_mask.contiguous(), dim=3, sizes=tokens)
-    result_BShD = dispatch_attention_fn(
-        query_BShD, key_BShD, value_BShD, attn_mask, scale=scale, backend=backend
-    )
-    return ranks.tokens_from_heads(result_BShD.type_as(query), token_sizes=tokens, head_sizes=heads)
 
 
 @sharded_attention.register_fake
@@ -313,11 +316,3 @@ def _token_sizes(sharing: _Sharing, query: torch.Tensor, key: torch.Tensor) -> S
             f"the {ranks.slot + 1}. of {ranks.size} shards of {sharing.stream_lengths}"
         )
     return sizes
-
-
-def _head_sizes(sharing: _Sharing, query: torch.Tensor, key: torch.Tensor) -> Sizes:
-    num_heads, degree = query.shape[2], sharing.ranks.size
-    assert key.shape[2] == num_heads, "a shared attention whose queries and keys differ in heads"
-    if num_heads < degree:
-        raise LayoutError(f"{num_heads} heads cannot be shared among {degree} ranks")
-    return shard_sizes(num_heads, degree)

@@ -13,10 +13,10 @@ def fcfs(snapshot: Snapshot, *, degree: Degree = 1) -> list[Decision]:
     free first, which is the one with the least estimated work, takes the next job.
     """
     groups = snapshot.groups(degree)
-    by_rank = groups_by_rank(groups)
     free = set(snapshot.free_ranks)
     idle = [group for group in groups if free.issuperset(group)]
-    if idle:
+    by_rank = groups_by_rank(groups) if idle else {}
+    if idle and snapshot.busy:
         running = {home_group(job, by_rank) for job in snapshot.busy.values()}
         idle = [group for group in idle if group not in running]
     if not idle:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated
 
 from gfgen.layout import MAX_RANKS
@@ -16,7 +16,7 @@ DegreeOrAll = Annotated[int, range(MAX_RANKS + 1)]
 Group = tuple[int, ...]
 
 
-def groups_by_rank(groups: list[Group]) -> dict[int, Group]:
+def groups_by_rank(groups: Iterable[Group]) -> dict[int, Group]:
     """The group that each rank is in; ranks that are in none are missing."""
     return {rank: group for group in groups for rank in group}
 

@@ -16,6 +16,7 @@ from gfgen.errors import JobError, ModelError, Problem
 from gfgen.graph import Stage, Trajectory
 from gfgen.identity import output_name, spec_hash, with_defaults
 from gfgen.jobspec import JobSpec
+from gfgen.layout import MAX_RANKS
 from gfgen.models.geometry import Geometry, max_sequence_degree
 from gfgen.runtime.observer import JobInfo
 
@@ -36,6 +37,8 @@ class AdmittedJob:
     uses_cfg: bool = False
     max_sequence_degree: int = 1
     """The most ranks that can share the tokens of one guidance branch."""
+    max_ulysses_degree: int = MAX_RANKS
+    """The most of them that can share the heads."""
 
     @property
     def job_id(self) -> str:
@@ -152,4 +155,5 @@ def _admit_one(spec: JobSpec, model: Model) -> AdmittedJob:
         checkpoint=model.checkpoint,
         uses_cfg=model.geometry.uses_cfg(run),
         max_sequence_degree=max_sequence_degree(model.geometry, run),
+        max_ulysses_degree=model.geometry.num_heads,
     )

@@ -23,7 +23,7 @@ def check_types(decision: object) -> None:
             f"job {task.job_id}: it decided a layout of type {type(layout).__name__}; a Layout is accepted"
         )
     numbers = (*layout.ranks, *layout.degrees)
-    if not isinstance(layout.ranks, tuple) or any(type(number) is not int for number in numbers):
+    if not isinstance(layout.ranks, tuple) or set(map(type, numbers)) != {int}:
         raise PolicyFault(
             f"job {task.job_id}: {layout} is made of other things than a tuple of whole numbers"
         )
@@ -35,8 +35,10 @@ def check_degrees(job: AdmittedJob, task: Task, layout: Layout) -> None:
         raise PolicyFault(f"job {task.job_id}: {task} runs on one rank, not on {layout}")
     if layout.cfg > 1 and not job.uses_cfg:
         raise PolicyFault(f"job {task.job_id} has one guidance branch, {layout} has ranks for two")
-    if layout.ring > 1:
-        raise PolicyFault(f"job {task.job_id}: ring degrees are not supported yet, got {layout}")
+    if layout.ulysses > job.max_ulysses_degree:
+        raise PolicyFault(
+            f"job {task.job_id} has {job.max_ulysses_degree} attention heads, too few for {layout}"
+        )
     if layout.sequence_degree > job.max_sequence_degree:
         raise PolicyFault(
             f"job {task.job_id} can be split into {job.max_sequence_degree} parts at most, not {layout}"

@@ -98,7 +98,8 @@ def make_plan(
 ) -> Plan:
     """Simulate every policy on `num_ranks`, and the best one on each of `rank_counts`.
 
-    Where the best one leaves something late on another number, the others are tried there too.
+    Where the best one leaves something late on another number, the next ones are tried there, until
+    one does not.
     `note` is told what is being simulated.
 
     Raises: RunError when no policy can run the jobs.
@@ -120,10 +121,12 @@ def make_plan(
         raise RunError(refused[0])
     by_ranks: list[Option] = []
     for count in rank_counts:
-        tried = [here[0]] if count == num_ranks else [option(here[0].policy, count)]
-        if count != num_ranks and not (tried[0] and tried[0].meets_all):
-            tried += [option(other.policy, count) for other in here[1:]]
-        by_ranks += best_first([found for found in tried if found])[:1]
+        tried = [here[0]] if count == num_ranks else []
+        for other in here if count != num_ranks else ():
+            tried += [found] if (found := option(other.policy, count)) else []
+            if tried and tried[-1].meets_all:
+                break
+        by_ranks += best_first(tried)[:1]
     return Plan(started_at, by_s, len(jobs), here, tuple(by_ranks), tuple(dict.fromkeys(refused)))
 
 

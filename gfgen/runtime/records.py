@@ -111,6 +111,7 @@ class JobRecord:
             uses_cfg=self.job.uses_cfg,
             max_sequence_degree=self.job.max_sequence_degree,
             shape=self.cost_class.shape,
+            max_ulysses_degree=self.job.max_ulysses_degree,
         )
 
     def outcome(self, *, ended_s: float, error: str | None) -> JobOutcome:

@@ -6,6 +6,7 @@ snapshot, kept up incrementally: an event costs the jobs and ranks that it touch
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -162,7 +163,11 @@ class State:
     @property
     def has_choice(self) -> bool:
         """Some job is open and some rank can take it: a policy has something to decide."""
+        if self._idle and len(self._open):
+            return True
         about_to_end = self._ending(self._clock.turn_s)
+        if not about_to_end and not self._idle:
+            return False
         is_open = len(self._open) > 0 or bool(self._opening(about_to_end))
         return is_open and bool(self._free_ranks(about_to_end))
 
@@ -175,13 +180,12 @@ class State:
         joining = [busy.pop(job_id) for job_id in self._opening(about_to_end)]
         for view in joining:
             open_jobs[view.job_id] = view
-        free = self._free_ranks(about_to_end)
         return Snapshot(
             now_s=now_s,
             open=open_jobs,
             busy=busy,
             running=tuple([flight.view for flight in self._flights.values()]),
-            ranks=tuple([self._rank_view(rank, free) for rank in self._ranks if rank.is_ready]),
+            ranks=self._rank_views(self._free_ranks(about_to_end)),
             islands=self._islands,
             max_degree=self._max_degree,
             costs=self._job_costs,
@@ -252,6 +256,8 @@ class State:
         match event:
             case events.TaskDone():
                 return self._task_done(event)
+            case events.Wakeup():
+                return ()
             case events.TaskFailed():
                 return self._task_failed(event)
             case events.JobArrived():
@@ -430,21 +436,26 @@ class State:
         Before a policy is asked, and never for those who watch: what a policy sees does not
         depend on whether somebody looks on.
         """
+        if self._costs_version == self._costs.version:
+            return
         now_s = self._clock.turn_s
         soonest, latest = _RENEWALS_S
-        pause_s = min(latest, max(soonest, self._renewed_s / 2))
-        if self._costs_version == self._costs.version or now_s < self._renewed_s + pause_s:
+        if now_s < self._renewed_s + min(latest, max(soonest, self._renewed_s / 2)):
             return
         self._costs_version, self._renewed_s = self._costs.version, now_s
         self._open.renew(lambda job_id: self._jobs[job_id].view(self._costs))
         for job_id in self._busy:
             self._busy[job_id] = self._jobs[job_id].view(self._costs)
 
-    def _rank_view(self, rank: RankRecord, free: Set[int]) -> RankView:
-        view, can_take = rank.view, rank.rank in free
-        if view is None or view.can_take is not can_take:
-            view = rank.view = RankView(rank.rank, rank.free_at_s, can_take, self._models)
-        return view
+    def _rank_views(self, free: Set[int]) -> tuple[RankView, ...]:
+        views = []
+        for rank in self._ranks:
+            view, can_take = rank.view, rank.rank in free
+            if view is None or view.can_take is not can_take:
+                view = rank.view = RankView(rank.rank, rank.free_at_s, can_take, self._models)
+            if rank.is_ready:
+                views.append(view)
+        return tuple(views)
 
     def _note_idle(self, rank: int, *, since_s: float) -> None:
         if self._ranks[rank].is_ready and not self._ranks[rank].flights:
@@ -493,7 +504,7 @@ class State:
         if layout.degree > self._max_degree:
             raise PolicyFault(f"job {task.job_id}: {layout} has more than {self._max_degree} ranks")
         check_degrees(record.job, task, layout)
-        if not any(set(island).issuperset(layout.ranks) for island in self._islands):
+        if not _share_island(layout.ranks, self._islands):
             raise PolicyFault(f"job {task.job_id}: the ranks of {layout} do not reach each other")
         for number in layout.ranks:
             rank = self._ranks[number]
@@ -521,6 +532,12 @@ class State:
             record.producer = record.last_completed = point.producer
             record.warnings.append(f"resumed at {job.trajectory.task(point.next_index)}")
         return record
+
+
+@functools.lru_cache(maxsize=1024)
+def _share_island(ranks: tuple[int, ...], islands: tuple[tuple[int, ...], ...]) -> bool:
+    """Whether these ranks all reach each other's memory; the same few are asked about at every step."""
+    return any(set(island).issuperset(ranks) for island in islands)
 
 
 class _JobCosts:

@@ -1,8 +1,11 @@
+import logging
+
 import pytest
 from click.testing import CliRunner
 
 from gfgen.bench.profiling import Samples
 from gfgen.cli import profile as command
+from gfgen.cli import run as run_command
 from gfgen.cli.main import cli
 from gfgen.errors import InputError, InterruptedRunError, JobFileError
 from gfgen.graph import Stage
@@ -119,3 +122,16 @@ def test_jobs_and_models_exclude_each_other(measured, tmp_path):
     result = profile(tmp_path / "jobs.jsonl", "--model", "tiny-wan")
     assert result.exit_code == 2
     assert "give either JOBS, or --model and --size" in result.output
+
+
+def test_a_run_starts_its_predictions_from_the_default_profile_and_says_so(
+    measured, tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr(profiles.registry, "cache_dir", lambda: tmp_path / "cache")
+    assert run_command._default_profile() is None
+    assert profile("--model", "tiny-qwen-image", "--size", "64x64", "--ranks", 1).exit_code == 0
+    monkeypatch.setattr(logging.getLogger("gfgen"), "propagate", True)  # the command has set up its own
+    with caplog.at_level("INFO"):
+        found = run_command._default_profile()
+    assert found.models == {"tiny-qwen-image"}
+    assert f"predictions start from the profile of {found.date}: {profiles.default_path()}" in caplog.text

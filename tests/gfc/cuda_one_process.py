@@ -38,6 +38,9 @@ def main() -> None:
     streams = [torch.cuda.Stream() for _ in range(NUM_RANKS)]
     checkers = [programs.Checker(endpoint) for endpoint in endpoints]
     torch.cuda.synchronize()
+    for checker, stream in zip(checkers, streams, strict=True):
+        with torch.cuda.stream(stream):
+            programs.warm_up(checker)
     rng = random.Random(3)
     num_cases = 0
     for number in range(NUM_DISPATCHES):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import random
 import time
+from collections.abc import Callable, Sequence
 from ctypes import Structure, c_int, c_uint32, c_uint64
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +26,8 @@ NATIVE = Path(__file__).parent / "native"
 MIXED_RULES = (
     Rule(2 << 10, Choice("flagged", 16)),
     Rule(24 << 10, Choice("threads", 16)),
-    Rule(1 << 62, Choice("bulk", 16, 4 << 10)),
+    Rule(40 << 10, Choice("bulk", 16, 4 << 10)),
+    Rule(1 << 62, Choice("bulk", 16, 4 << 10, in_turn=True)),
 )
 """Every path at sizes small enough for many instances."""
 
@@ -104,7 +106,7 @@ _DIMS = (1, 3, 8, 16, 64, 128)
 
 
 def random_case(rng: random.Random) -> Case:
-    what = rng.choice(("gather", "exchange", "along", "heads", "tokens", "barrier", "reduce"))
+    what = rng.choice(("gather", "turn", "exchange", "along", "heads", "tokens", "barrier", "reduce"))
     tokens, dim = rng.choice(_TOKENS), rng.choice(_DIMS)
     return Case(what, rng.choice(_KINDS), tokens, dim, rng.getrandbits(32), rng.random() < 0.5)
 
@@ -152,6 +154,14 @@ def run_case(group: CudaGroup, checker: Checker, case: Case) -> torch.Tensor | N
             source_heads=1, dim=case.dim,
         )  # fmt: skip
         return y
+    if case.what == "turn":
+        x = checker.filled((1, sizes[slot], 1, case.dim), seeds[slot])
+        (y,) = group.gather_tokens(x, token_sizes=sizes, in_arena=case.in_arena)
+        checker.verify(
+            y, seeds=[*seeds[slot:], *seeds[:slot]], sizes=[*sizes[slot:], *sizes[:slot]], is_back=0,
+            first=0, tokens=case.tokens, heads=1, source_heads=1, dim=case.dim,
+        )  # fmt: skip
+        return y
     if case.what == "tokens":
         x = checker.filled((1, case.tokens, heads[slot], case.dim), seeds[slot])
         y = group.tokens_from_heads(x, token_sizes=sizes, head_sizes=heads, in_arena=case.in_arena)
@@ -177,17 +187,30 @@ def run_case(group: CudaGroup, checker: Checker, case: Case) -> torch.Tensor | N
 
 def _run_reduce(group: CudaGroup, checker: Checker, case: Case) -> None:
     """Whole numbers, so that the sum is exact; everyone can work out everybody's."""
-    device = f"cuda:{checker.endpoint.device}"
     num_items = max(1, case.tokens) * case.dim
-    steps = torch.arange(num_items, device=device, dtype=torch.float32)
-    x = (steps * (group.ranks[group.slot] + 1)) % 61
-    expected = torch.zeros_like(steps)
-    for rank in group.ranks:
-        expected += (steps * (rank + 1)) % 61
     # Sums of large tensors go another way; here they do with small ones, too.
     is_wide = case.in_arena and num_items % 4 == 0 and group.size > 1
-    found = group._all_reduce_wide(x) if is_wide else group.all_reduce(x)
-    checker.errors[0] += (found != expected).sum().to(torch.int32)
+    reduce = group._all_reduce_wide if is_wide else group.all_reduce
+    _check_sum(checker, reduce, group.ranks, group.slot, num_items)
+
+
+def _check_sum(
+    checker: Checker, reduce: Callable[[torch.Tensor], torch.Tensor], ranks: Sequence[int], slot: int, n: int
+) -> None:
+    device = f"cuda:{checker.endpoint.device}"
+    steps = torch.arange(n, device=device, dtype=torch.float32)
+    x = (steps * (ranks[slot] + 1)) % 61
+    expected = torch.zeros_like(steps)
+    for rank in ranks:
+        expected += (steps * (rank + 1)) % 61
+    checker.errors[0] += (reduce(x) != expected).sum().to(torch.int32)
+
+
+def warm_up(checker: Checker) -> None:
+    """Loads torch's kernels and takes memory: either waits for kernels that run, and they for a peer."""
+    torch.empty(1 << 28, dtype=torch.uint8, device=f"cuda:{checker.endpoint.device}")
+    _check_sum(checker, torch.clone, (0,), 0, 64)
+    torch.cuda.synchronize()
 
 
 def stress(

@@ -123,6 +123,9 @@ def gather_and_broadcast(endpoint: Endpoint, descriptor: Descriptor, sizes: list
     gathered = group.all_gather(own, dim=1, sizes=sizes)
     if not equal(gathered, oracle.all_gather(shards, dim=1)[group.slot]):
         return "all_gather differs"
+    (turned,) = group.gather_tokens(own, token_sizes=sizes)
+    if not equal(turned, oracle.gather_tokens(shards)[group.slot]):
+        return "gather_tokens differs"
     root_slot = seed % group.size
     root = group.ranks[root_slot]
     given = own if group.slot == root_slot else None

@@ -55,6 +55,7 @@ def exchange(
     concat_dim: int,
     split: tuple[int, ...],
     concat: tuple[int, ...],
+    is_rotated: bool = False,
 ) -> list[list[torch.Tensor]]:
     """By slot, then tensor: the results that the kernels' arithmetic gives."""
     size = len(inputs)
@@ -70,6 +71,7 @@ def exchange(
                 concat_dim=concat_dim,
                 split_sizes=split,
                 concat_sizes=concat,
+                is_rotated=is_rotated,
             )
             for x in tensors
         ]
@@ -160,6 +162,26 @@ def test_all_gather_of_uneven_shards(
     got = exchange(boxes, [[x] for x in inputs], split_dim=-1, concat_dim=dim, split=(), concat=sizes)
     for slot, expected in enumerate(oracle.all_gather(inputs, dim=dim)):
         assert torch.equal(got[slot][0], expected)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.lists(st.integers(0, 9), min_size=2, max_size=8),
+    heads=st.integers(1, 6),
+    first=st.integers(0, 3),
+    num_batches=st.integers(1, 2),
+)
+def test_gathered_tokens_begin_with_the_own_ones(
+    boxes: ctypes.CDLL, sizes: list[int], heads: int, first: int, num_batches: int
+) -> None:
+    inputs = []
+    for length in sizes:
+        wide = [random((num_batches, length, first + heads, 8)) for _ in range(2)]
+        inputs.append([x[:, :, first:] for x in wide])
+    got = exchange(boxes, inputs, split_dim=-1, concat_dim=1, split=(), concat=tuple(sizes), is_rotated=True)
+    for idx in range(2):
+        for slot, expected in enumerate(oracle.gather_tokens([tensors[idx] for tensors in inputs])):
+            assert torch.equal(got[slot][idx], expected)
 
 
 @settings(max_examples=60, deadline=None)

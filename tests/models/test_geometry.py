@@ -239,13 +239,13 @@ def test_unknown_shipped_model_says_which_exist() -> None:
 @pytest.mark.parametrize(
     ("geometry", "spec", "degrees"),
     [
-        (WAN_5B, job(), (24, 48)),
-        (WAN_5B, job(guidance_scale=1.0), (24, 24)),
-        (WAN_T2V, job(), (40, 80)),
+        (WAN_5B, job(width=64, height=32, frames=5), (4, 8)),
+        (WAN_5B, job(width=64, height=32, frames=5, guidance_scale=1.0), (4, 4)),
+        (WAN_T2V, job(width=32, height=16, frames=5), (4, 8)),
         (QWEN, job(width=32, height=16), (2, 4)),
     ],
 )
-def test_degrees_end_at_the_heads_or_the_tokens_of_a_branch(
+def test_degrees_end_at_the_tokens_of_a_branch(
     geometry: Geometry, spec: JobSpec, degrees: tuple[int, int]
 ) -> None:
     spec = geometry.resolve(spec)
@@ -254,7 +254,12 @@ def test_degrees_end_at_the_heads_or_the_tokens_of_a_branch(
 
 def test_degrees_that_a_job_allows_pass() -> None:
     spec = QWEN.resolve(job(width=32, height=16))
-    for layout in (Layout.single(3), Layout((0, 1), ulysses=2), Layout((0, 1, 2, 3), cfg=2, ulysses=2)):
+    for layout in (
+        Layout.single(3),
+        Layout((0, 1), ulysses=2),
+        Layout((0, 1), ring=2),
+        Layout((0, 1, 2, 3), cfg=2, ulysses=2),
+    ):
         check_degrees(QWEN, spec, layout.degrees)
 
 
@@ -262,9 +267,9 @@ def test_degrees_that_a_job_allows_pass() -> None:
     ("degrees", "message"),
     [
         ((1, 25, 1), "job 'j' has 24 attention heads, too few for ulysses degree 25"),
-        ((1, 3, 1), "job 'j' has 2 tokens, too few for ulysses degree 3"),
+        ((1, 3, 1), "job 'j' has 2 tokens, too few for ulysses degree 3 x ring degree 1"),
+        ((1, 1, 3), "job 'j' has 2 tokens, too few for ulysses degree 1 x ring degree 3"),
         ((2, 1, 1), "cfg degree 2 needs as many guidance branches, and job 'j' has one"),
-        ((1, 1, 2), "ring degree 2 is not supported yet"),
     ],
 )
 def test_degrees_that_a_job_does_not_allow_are_refused(degrees: tuple[int, int, int], message: str) -> None:

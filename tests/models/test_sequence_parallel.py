@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from gfgen.errors import LayoutError, ModelError, PeerTimeoutError
 from gfgen.gfc.fake import FakeCluster
 from gfgen.layout import Layout
-from gfgen.models.parallel import Ranks, parallel_from
+from gfgen.models.parallel import Parallel, Ranks, parallel_from
 from gfgen.models.sequence_parallel import active, install, sharded_attention
 
 torch.set_num_threads(1)
@@ -75,14 +77,21 @@ def forward(transformer: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
 
 
 def shared_forward(
-    transformer: Any, inputs: Mapping[str, Any], degree: int, watch: Callable[[Ranks], Ranks] = lambda r: r
+    transformer: Any,
+    inputs: Mapping[str, Any],
+    degree: int,
+    *,
+    ring: int = 1,
+    watch: Callable[[Parallel], Parallel] = lambda parallel: parallel,
 ) -> list[torch.Tensor]:
-    def program(ranks: Ranks) -> torch.Tensor:
-        with active(watch(ranks)):
+    """On `degree` ranks, in rings of `ring`."""
+
+    def program(parallel: Parallel) -> torch.Tensor:
+        with active(watch(parallel)):
             return forward(transformer, inputs)
 
-    layout = Layout(tuple(range(degree)), ulysses=degree)
-    return FakeCluster().run(layout, lambda group: program(parallel_from(group).sequence))
+    layout = Layout(tuple(range(degree)), ulysses=degree // ring, ring=ring)
+    return FakeCluster().run(layout, lambda group: program(parallel_from(group)))
 
 
 def largest_difference(results: list[torch.Tensor], wanted: torch.Tensor) -> float:
@@ -95,7 +104,10 @@ class Watched:
     def __init__(self, ranks: Ranks, log: list[tuple[str, tuple[int, ...]]]) -> None:
         self._ranks = ranks
         self._log = log
-        self.size, self.slot = ranks.size, ranks.slot
+        self.size, self.slot, self.room_bytes = ranks.size, ranks.slot, ranks.room_bytes
+
+    def beside(self, max_blocks: int) -> Ranks:
+        return self
 
     def __getattr__(self, name: str) -> Any:
         def exchange(*tensors: torch.Tensor, **sizes: Any) -> Any:
@@ -104,6 +116,11 @@ class Watched:
             return getattr(self._ranks, name)(*tensors, **sizes)
 
         return exchange
+
+
+def watched(parallel: Parallel, *, log: list[tuple[str, tuple[int, ...]]]) -> Parallel:
+    names = ("sequence", "ulysses", "ring")
+    return replace(parallel, **{name: Watched(getattr(parallel, name), log) for name in names})
 
 
 @pytest.mark.parametrize(
@@ -142,17 +159,17 @@ def test_forward_alone_is_unharmed_by_one_that_lost_its_peer(wan: Any) -> None:
     assert torch.equal(forward(wan, wan_inputs()), wanted)
 
 
-def unanswered(num_ranks: int) -> Ranks:
+def unanswered(num_ranks: int) -> Parallel:
     """Slot 0 of a group whose other ranks never come: an exchange raises at once."""
     results: list[Any] = []
     cluster = FakeCluster(timeout_s=0.0)
     cluster.run(Layout(tuple(range(num_ranks)), ulysses=num_ranks), results.append)
-    return parallel_from(results[0]).sequence
+    return parallel_from(results[0])
 
 
 def test_a_forward_exchanges_twice_for_each_shared_attention_and_once_at_the_end(wan: Any) -> None:
     log: list[tuple[str, tuple[int, ...]]] = []
-    shared_forward(wan, wan_inputs(), 4, watch=lambda ranks: Watched(ranks, log))
+    shared_forward(wan, wan_inputs(), 4, watch=functools.partial(watched, log=log))
     # 18 tokens over 4 ranks are 5 on the first; 24 heads of 8 are 6. The cross-attentions to the
     # prompt are nobody else's business.
     attention = [("heads_from_tokens", (1, 5, 24, 8)), ("tokens_from_heads", (1, 18, 6, 8))]
@@ -160,23 +177,23 @@ def test_a_forward_exchanges_twice_for_each_shared_attention_and_once_at_the_end
 
 
 @pytest.mark.parametrize("text_tokens", [1, 2, 3, 9])
-@pytest.mark.parametrize("degree", [2, 5])
-def test_text_may_have_any_length(qwen: Any, text_tokens: int, degree: int) -> None:
+@pytest.mark.parametrize(("degree", "ring"), [(2, 1), (5, 1), (3, 3), (4, 2), (6, 2)])
+def test_text_may_have_any_length(qwen: Any, text_tokens: int, degree: int, ring: int) -> None:
     inputs = qwen_inputs(text_tokens)
-    results = shared_forward(qwen, inputs, degree)
+    results = shared_forward(qwen, inputs, degree, ring=ring)
     assert largest_difference(results, forward(qwen, inputs)) < 1e-5
     assert all(torch.equal(result, results[0]) for result in results)
 
 
-@pytest.mark.parametrize("degree", [2, 3, 7])
-def test_padding_of_a_prompt_stays_masked(qwen: Any, degree: int) -> None:
+@pytest.mark.parametrize(("degree", "ring"), [(2, 1), (3, 1), (7, 1), (2, 2), (4, 2), (6, 3), (4, 4)])
+def test_padding_of_a_prompt_stays_masked(qwen: Any, degree: int, ring: int) -> None:
     """The mask is cut with the text, and whole again where the attention is."""
     inputs = qwen_inputs(5)
     mask = torch.tensor([[True, True, True, False, False]])
     masked = inputs | {"encoder_hidden_states_mask": mask}
     wanted = forward(qwen, masked)
     assert largest_difference([forward(qwen, inputs)], wanted) > 1e-3  # or the mask does nothing here
-    assert largest_difference(shared_forward(qwen, masked, degree), wanted) < 1e-5
+    assert largest_difference(shared_forward(qwen, masked, degree, ring=ring), wanted) < 1e-5
 
 
 def test_fewer_tokens_or_heads_than_ranks_are_refused_with_both_numbers(wan: Any) -> None:
@@ -189,6 +206,17 @@ def test_fewer_tokens_or_heads_than_ranks_are_refused_with_both_numbers(wan: Any
     inputs["encoder_hidden_states"] = torch.zeros(1, 4, 4096)
     with pytest.raises(LayoutError, match="2 heads cannot be shared among 3 ranks"):
         shared_forward(small, inputs, 3)
+    found = shared_forward(small, inputs, 4, ring=2)
+    assert largest_difference(found, forward(small, inputs)) < 1e-5
+
+
+def test_a_ring_refuses_a_backend_that_it_cannot_use(wan: Any) -> None:
+    wan.set_attention_backend("native")
+    try:
+        with pytest.raises(ModelError, match="attention backend 'native' does not work in a ring"):
+            shared_forward(wan, wan_inputs(), 2, ring=2)
+    finally:
+        wan.reset_attention_backend()
 
 
 def test_class_without_a_plan_is_refused() -> None:

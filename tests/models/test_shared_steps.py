@@ -1,6 +1,7 @@
 """Every family's steps on one to eight ranks: within rounding of one rank's, and equal on all.
 
-Ranks are threads around one adapter (`gfc.fake`); the real arenas are tested at the end.
+They share heads, keys or both. Ranks are threads around one adapter (`gfc.fake`); the real arenas are
+tested at the end.
 """
 
 from __future__ import annotations
@@ -25,7 +26,12 @@ torch.set_num_threads(1)
 
 MakeJob = Callable[..., SharedJob]
 
-DEGREES = [(1, ulysses) for ulysses in range(1, 9)] + [(2, ulysses) for ulysses in range(1, 5)]
+DEGREES = [
+    *[(1, ulysses, 1) for ulysses in range(1, 9)],
+    *[(2, ulysses, 1) for ulysses in range(1, 5)],
+    *[(1, 1, 2), (1, 1, 3), (1, 1, 4), (1, 2, 2), (1, 2, 3), (1, 3, 2), (1, 2, 4), (2, 1, 3), (2, 2, 2)],
+]
+"""cfg, ulysses, ring"""
 
 
 @pytest.fixture(scope="module")
@@ -44,19 +50,19 @@ def on_threads(layout: Layout, program: Callable[[Parallel], Any]) -> list[Any]:
     return FakeCluster().run(layout, lambda group: program(parallel_from(group)))
 
 
-def layout_of(cfg: int, ulysses: int) -> Layout:
-    return Layout(tuple(range(cfg * ulysses)), cfg=cfg, ulysses=ulysses)
+def layout_of(cfg: int, ulysses: int, ring: int = 1) -> Layout:
+    return Layout(tuple(range(cfg * ulysses * ring)), cfg=cfg, ulysses=ulysses, ring=ring)
 
 
-@pytest.mark.parametrize(("cfg", "ulysses"), DEGREES, ids=lambda degree: str(degree))
+@pytest.mark.parametrize("degrees", DEGREES, ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_any_degree_gives_the_result_of_one_rank(
-    name: str, cfg: int, ulysses: int, make_job: MakeJob, alone: Callable[[str], Fields]
+    name: str, degrees: tuple[int, int, int], make_job: MakeJob, alone: Callable[[str], Fields]
 ) -> None:
-    results = on_threads(layout_of(cfg, ulysses), make_job(name).denoise)
+    results = on_threads(layout_of(*degrees), make_job(name).denoise)
     assert all(equal(result, results[0]) for result in results)
     assert distance(results[0], alone(name)) < TOLERANCE
-    if ulysses == 1:  # whole branches: nothing is reordered
+    if degrees[1:] == (1, 1):  # whole branches: nothing is reordered
         assert equal(results[0], alone(name))
 
 
@@ -83,7 +89,7 @@ def test_both_experts_take_part(make_job: MakeJob) -> None:
 
 
 def test_layout_may_change_at_every_step(make_job: MakeJob, alone: Callable[[str], Fields]) -> None:
-    layouts = (layout_of(1, 5), layout_of(1, 1), layout_of(2, 3), layout_of(1, 8))
+    layouts = (layout_of(1, 5), layout_of(1, 2, 3), layout_of(2, 3), layout_of(1, 1, 2))
     for name in ("5b-image", "qwen"):
         job = make_job(name)
         latents = job.latents
@@ -105,9 +111,9 @@ def test_decoded_pictures_differ_by_one_grey_level_at_most(
 @pytest.mark.parametrize(
     ("layout", "message"),
     [
-        (Layout((0, 1), ring=2), "ring degree 2 is not supported yet"),
         (Layout((0, 1), cfg=2), "cfg degree 2 needs as many guidance branches, and job '5b-text' has one"),
         (Layout((0, 1, 2), ulysses=3), "job '5b-text' has 2 tokens, too few for ulysses degree 3"),
+        (Layout((0, 1, 2), ring=3), "too few for ulysses degree 1 x ring degree 3"),
     ],
     ids=str,
 )
@@ -139,16 +145,20 @@ def test_equal_layout_shapes_give_equal_bits_on_any_processes_in_any_order(
     name: str, make_job: MakeJob, forked: ForkedRanks
 ) -> None:
     shapes = {
-        (1, 2): [(0, 1), (3, 1), (2, 3)],
-        (1, 3): [(0, 1, 2), (3, 0, 2)],
-        (1, 4): [(0, 1, 2, 3), (2, 0, 3, 1)],
-        (2, 1): [(0, 3), (2, 1)],
-        (2, 2): [(0, 1, 2, 3), (3, 1, 0, 2)],
+        (1, 2, 1): [(0, 1), (3, 1), (2, 3)],
+        (1, 3, 1): [(0, 1, 2), (3, 0, 2)],
+        (1, 4, 1): [(0, 1, 2, 3), (2, 0, 3, 1)],
+        (2, 1, 1): [(0, 3), (2, 1)],
+        (2, 2, 1): [(0, 1, 2, 3), (3, 1, 0, 2)],
+        (1, 1, 3): [(0, 1, 2), (2, 3, 1)],
+        (1, 2, 2): [(0, 1, 2, 3), (3, 1, 0, 2)],
+        (2, 1, 2): [(0, 1, 2, 3), (1, 3, 2, 0)],
     }
-    for (cfg, ulysses), rank_sets in shapes.items():
-        wanted = on_threads(layout_of(cfg, ulysses), make_job(name).denoise)[0]
+    for (cfg, ulysses, ring), rank_sets in shapes.items():
+        wanted = on_threads(layout_of(cfg, ulysses, ring), make_job(name).denoise)[0]
         for ranks in rank_sets:
-            results = forked.run(Layout(ranks, cfg=cfg, ulysses=ulysses), name, None, 0)
+            layout = Layout(ranks, cfg=cfg, ulysses=ulysses, ring=ring)
+            results = forked.run(layout, name, None, 0)
             assert all(equal(result, wanted) for result in results), ranks
 
 
@@ -158,8 +168,8 @@ def test_steps_move_between_overlapping_processes(
 ) -> None:
     layouts = (
         Layout((2,)),
-        Layout((0, 1), ulysses=2),
-        Layout((3, 1, 2, 0), cfg=2, ulysses=2),
+        Layout((0, 1), ring=2),
+        Layout((3, 1, 2, 0), ulysses=2, ring=2),
         Layout((1, 3, 0), ulysses=3),
     )
     latents = make_job(name).latents

@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 from builders import make_job, simulate
@@ -54,6 +55,15 @@ def snapshot(*jobs, free=(0, 1), num_ranks=2, busy=(), max_degree=1, islands=Non
         max_degree=max_degree,
         costs=LinearCosts(),
     )
+
+
+@pytest.mark.parametrize(
+    ("uses_cfg", "num_ranks", "degrees"),
+    [(False, 4, (1, 2, 2)), (False, 3, (1, 1, 3)), (True, 4, (2, 2, 1)), (True, 8, (2, 2, 2))],
+)
+def test_a_job_with_few_heads_gets_rings(uses_cfg, num_ranks, degrees):
+    job = replace(view("a"), uses_cfg=uses_cfg, max_ulysses_degree=2)
+    assert job.layout(range(num_ranks)).degrees == degrees
 
 
 def placed(decisions):

@@ -10,6 +10,7 @@ from PIL import Image
 from test_workers import PICTURE, VIDEO, pixels, run
 
 from gfgen.job import JobSpec
+from gfgen.layout import Layout
 from gfgen.policies.catalog import NamedPolicy
 from gfgen.runtime.events import TaskFailed
 from gfgen.snapshot import Decision
@@ -28,14 +29,18 @@ FAMILIES = {
 
 
 def following(*layouts):
-    """A policy that gives the n-th step of every job the n-th of these sets of ranks."""
+    """A policy that gives the n-th step of every job the n-th of these layouts, or sets of ranks."""
 
     def decide(snapshot):
         free = set(snapshot.free_ranks)
         decisions = []
         for job in snapshot.open.values():
             step = job.next_task.step or 0
-            layout = job.layout(layouts[step % len(layouts)])
+            layout = layouts[step % len(layouts)]
+            if job.max_degree == 1:
+                layout = Layout.single(layout.ranks[0] if isinstance(layout, Layout) else layout[0])
+            elif not isinstance(layout, Layout):
+                layout = job.layout(layout)
             if free.issuperset(layout.ranks):
                 free -= set(layout.ranks)
                 decisions.append(Decision(job.next_task, layout))
@@ -77,6 +82,31 @@ def test_migration_in_mid_trajectory_keeps_the_latents(pool, tmp_path, family):
         distance = (results["wander"][field] - alone).abs().max() / alone.abs().max()
         assert distance <= 1e-5, field
         assert torch.equal(results["wander"][field], results["shifted"][field])
+
+
+RINGS = [
+    Layout((3,)),
+    Layout((2, 0), ring=2),
+    Layout((1, 3, 0, 2), ulysses=2, ring=2),
+    Layout((2, 0, 1), ring=3),
+    Layout((0, 1), ulysses=2),
+    Layout((3, 1, 2, 0), ring=4),
+]
+
+
+@pytest.mark.parametrize("family", ["wan", "qwen-image"])
+def test_heads_and_keys_may_be_shared_by_turns(pool, tmp_path, family):
+    spec = JobSpec(id="job", prompt="a boat", **VIDEO | FAMILIES[family] | {"steps": 7})
+    shifted = [replace(layout, ranks=tuple((rank + 1) % 4 for rank in layout.ranks)) for layout in RINGS]
+    results = {}
+    for name, layouts in {"one": [(0,)], "rings": RINGS, "shifted": shifted}.items():
+        recorder = run(pool, tmp_path / name, spec, policy=following(*layouts))
+        assert_nothing_failed(recorder)
+        results[name] = recorder.latents["job"]
+    for field, alone in results["one"].items():
+        distance = (results["rings"][field] - alone).abs().max() / alone.abs().max()
+        assert distance <= 1e-5, field
+        assert torch.equal(results["rings"][field], results["shifted"][field])
 
 
 def test_equal_layout_shapes_on_other_ranks_give_the_same_file(pool, tmp_path):

@@ -11,6 +11,7 @@ from gfgen.errors import InputError
 from gfgen.graph import Stage
 from gfgen.jobspec import JobSpec
 from gfgen.policies.catalog import load_policy
+from gfgen.runtime.choosing import ChooserInTurn
 from gfgen.runtime.clock import Clock
 from gfgen.runtime.control import Control
 from gfgen.runtime.cost import CostModel
@@ -24,7 +25,7 @@ from gfgen.runtime.simulate import SimulatedBackend, SimulatedTimes
 from gfgen.runtime.state import State
 from gfgen.runtime.workers import ProcessBackend
 
-POLICIES = ["legacy", "fcfs", "fcfs,degree=2", "srtf", "srtf,degree=2", "edf"]
+POLICIES = ["legacy", "fcfs", "fcfs,degree=2", "srtf", "srtf,degree=2", "edf", "makespan", "auto"]
 
 
 class Watching(Recorder):
@@ -65,6 +66,7 @@ def run(
         resumed={job_id: (p.next_index, p.producer, p.last_number) for job_id, p in resume.items()},
     )
     journal = Journal(path, header=header)
+    chosen = load_policy(policy)
     state = State(
         jobs,
         num_ranks=num_ranks,
@@ -80,9 +82,10 @@ def run(
         state=state,
         backend=backend,
         clock=clock,
-        policy=load_policy(policy),
+        policy=chosen,
         guard_s=guard_s,
         journal=journal,
+        chooser=None if chosen.choose is None else ChooserInTurn(chosen.choose),
         observers=[observer or Watching()],
         intake=intake,
     )
@@ -180,7 +183,7 @@ def test_random_runs_decide_the_same_again(tmp_path, seed):
     assert outcome.num_dispatches == control.state.last_number
 
 
-@pytest.mark.parametrize("policy", [*POLICIES, "edf"])
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("guard_s", [0.005, 1.0])
 def test_a_run_on_real_workers_decides_the_same_again(pool, tmp_path, policy, guard_s):
     specs = [

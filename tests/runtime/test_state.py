@@ -346,12 +346,13 @@ def test_after_a_failure_the_state_comes_from_the_slab():
     ("fields", "layout", "reason"),
     [
         ({}, Layout((0, 1), cfg=2), "one guidance branch"),
-        ({}, Layout((0, 1), ring=2), "ring degrees are not supported"),
-        ({"uses_cfg": True}, Layout(tuple(range(8)), ulysses=8), "7 parts at most"),
+        ({}, Layout((0, 1, 2, 3), ulysses=4), "3 attention heads, too few"),
+        ({}, Layout(tuple(range(8)), ulysses=2, ring=4), "7 parts at most"),
+        ({"uses_cfg": True}, Layout(tuple(range(8)), ring=8), "7 parts at most"),
     ],
 )
 def test_degrees_that_a_job_cannot_use_are_refused(fields, layout, reason):
-    job = replace(make_job("a", **fields), max_sequence_degree=7)
+    job = replace(make_job("a", **fields), max_sequence_degree=7, max_ulysses_degree=3)
     cluster = Cluster(job, num_ranks=8)
     cluster.done(cluster.begin("a", 0, 0))
     cluster.done(cluster.begin("a", 1, 0))

@@ -25,10 +25,21 @@ GFC_FN int64_t sum_of(const int32_t* sizes, int count) {
   return sum;
 }
 
+// Where a source's part begins in the concatenation of a target. One that begins with the target's
+// own part has the same places on every rank, so that what is captured with it knows no slot.
+GFC_FN int64_t concat_begin_of(const Move& move, int num_members, int source, int target) {
+  if (move.is_rotated == 0) return sum_of(move.concat_sizes, source);
+  int64_t sum = 0;
+  for (int member = target; member != source; member = (member + 1) % num_members) {
+    sum += move.concat_sizes[member];
+  }
+  return sum;
+}
+
 GFC_FN Box box_of(const Move& move, int num_members, int source, int target) {
   const int64_t split_begin = move.is_split ? sum_of(move.split_sizes, target) : 0;
   const int64_t split = move.split_sizes[target], concat = move.concat_sizes[source];
-  const int64_t concat_begin = sum_of(move.concat_sizes, source);
+  const int64_t concat_begin = concat_begin_of(move, num_members, source, target);
   const int64_t concat_all = sum_of(move.concat_sizes, num_members);
   const bool is_concat_first = move.is_concat_first != 0;
   // The result of the target is dense: [outer, first, middle, second, inner].

@@ -1,9 +1,11 @@
 // What host and kernels share on CUDA: a rank's context in its device memory, and the parameters
 // of launches. Plain structs; gfgen/gfc/cuda/structs.py mirrors them field by field.
 //
-// A context belongs to one rank of one process. Kernels of one stream, the task stream, read and
-// write `task`, `views` and `arrived`; those of the transfer streams the rest. So a captured graph
-// holds no group: it finds the group in the context, where `gfc_enter` has put it.
+// A context belongs to one rank of one process. Kernels of a task, one after the other, read and
+// write `task`, `views` and `arrived`: those of the task stream, and exchanges beside computation on
+// another stream, which events order after all earlier exchanges and before all later ones. Kernels of
+// the transfer streams use the rest. So a captured graph holds no group: it finds the group in the
+// context, where `gfc_enter` has put it.
 #pragma once
 
 #include "../protocol.h"
@@ -61,6 +63,8 @@ struct Move {
   int32_t outer, middle;
   int32_t is_concat_first;
   int32_t is_split;  // 0: each member gets the whole input
+  int32_t is_rotated;  // the concatenation begins with the receiver's own part, and goes on in turn
+  int32_t unused;
   int32_t split_sizes[kMaxRanks];
   int32_t concat_sizes[kMaxRanks];
   uint64_t result_offset[kMaxRanks];  // in the bank of each member

@@ -390,6 +390,10 @@ __device__ inline void keep(const Exchange& exchange, const Present& present, Co
 // The body of gfc_exchange and gfc_bulk. An item is the message of one tensor to one member, and
 // num_slices blocks share it. The blocks in front of the keepers take all items at once, or, where
 // num_slices is larger, some at a time, in turn from each rank's successor on.
+//
+// A member is signalled when all of its items are pushed. So a block waits for a member's items
+// only after it has pushed all that its own rank sends in that turn: each turn's waits depend on
+// pushes that depend on waits of earlier turns only, and no ring of ranks waits for itself.
 template <class Copier>
 __device__ inline void exchange_through_arena(const Exchange& exchange, Context& context,
                                               const Present& present, Copier& copier, Boxes& boxes) {
@@ -404,6 +408,7 @@ __device__ inline void exchange_through_arena(const Exchange& exchange, Context&
   const int begin = blockIdx.x / exchange.num_slices, stride = num_pushers / exchange.num_slices;
   const uint32_t slice = blockIdx.x % exchange.num_slices;
   const bool is_taken = exchange.moves[0].output != 0;
+  int next = begin;  // the first item that is not taken yet
   for (int item = begin; item < num_items; item += stride) {
     const Move& move = exchange.moves[item % num_moves];
     const int target = (view.own + item / num_moves + 1) % view.size;
@@ -416,15 +421,15 @@ __device__ inline void exchange_through_arena(const Exchange& exchange, Context&
                 exchange.num_slices);
     __syncthreads();
     if (threadIdx.x == 0) publish_part(context, present, target, num_moves * exchange.num_slices);
-    // The item before this one has most likely come by now: other blocks keep the links busy.
-    if (is_taken && item != begin &&
-        !take_item(exchange, context, present, copier, boxes, item - stride, slice)) {
-      return;
+    // Items of earlier turns have most likely come by now: other blocks keep the links busy.
+    for (; is_taken && next / num_moves < item / num_moves; next += stride) {
+      if (!take_item(exchange, context, present, copier, boxes, next, slice)) return;
     }
   }
   if (is_taken) {
-    const int last = begin + (num_items - 1 - begin) / stride * stride;
-    if (begin < num_items && !take_item(exchange, context, present, copier, boxes, last, slice)) return;
+    for (; next < num_items; next += stride) {
+      if (!take_item(exchange, context, present, copier, boxes, next, slice)) return;
+    }
   } else if (blockIdx.x == 0) {
     // One block waits, a thread for each peer; the end of the kernel passes it on.
     const int member = threadIdx.x;
@@ -651,28 +656,33 @@ gfc_reduce_gather(const __grid_constant__ Reduction reduction) {
   const uint32_t first = blockIdx.x * blockDim.x + threadIdx.x, stride = gridDim.x * blockDim.x;
   const uint4* terms = reinterpret_cast<const uint4*>(reduction.input);
   uint4* output = reinterpret_cast<uint4*>(reduction.output);
-  for (uint32_t unit = first; unit < shares.count(own); unit += stride) {
-    WideSum sum(reduction.item_type);
-    for (int member = 0; member < size; ++member) sum.add(terms[member * row_units + unit]);
-    const uint4 data = sum.rounded();
-    output[shares.begin(own) + unit] = data;
-    for (int step = 1; step < size; ++step) {
+  uint4* sums = output + shares.begin(own);
+  // In turn from each rank's successor on; by the time of the last one the first sums have come.
+  for (int step = 1; step <= size; ++step) {
+    if (step < size) {
       const int target = (own + step) % size;
       char* bank = reinterpret_cast<char*>(present.view.base[target]) + present.bank();
-      reinterpret_cast<uint4*>(bank)[shares.begin(own) + unit] = data;
+      uint4* to = reinterpret_cast<uint4*>(bank) + shares.begin(own);
+      for (uint32_t unit = first; unit < shares.count(own); unit += stride) {
+        if (step == 1) {
+          WideSum sum(reduction.item_type);
+          for (int member = 0; member < size; ++member) sum.add(terms[member * row_units + unit]);
+          sums[unit] = sum.rounded();
+        }
+        to[unit] = sums[unit];
+      }
+      __syncthreads();
+      if (threadIdx.x == 0) publish_part(context, present, target, gridDim.x);
     }
-  }
-  __syncthreads();
-  if (threadIdx.x < size && threadIdx.x != own) publish_part(context, present, threadIdx.x, gridDim.x);
-  const uint4* bank = reinterpret_cast<const uint4*>(present.own_base() + present.bank());
-  for (int step = 1; step < size; ++step) {
-    const int source = (own + size - step) % size;
+    if (step == 1) continue;
+    const int source = (own + size - (step - 1)) % size;
     __syncthreads();
     if (threadIdx.x == 0) has_arrived = await_member(context, present, source);
     __syncthreads();
     if (!has_arrived) return;
+    const uint4* from = reinterpret_cast<const uint4*>(present.own_base() + present.bank());
     for (uint32_t unit = first; unit < shares.count(source); unit += stride) {
-      output[shares.begin(source) + unit] = __ldcg(bank + shares.begin(source) + unit);
+      output[shares.begin(source) + unit] = __ldcg(from + shares.begin(source) + unit);
     }
   }
   finish(context, present, 1);

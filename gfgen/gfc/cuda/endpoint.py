@@ -40,8 +40,10 @@ class CudaEndpoint:
 
     control_fd: the rank's page in host memory (`memory.CONTROL_PLAN`). own: its arena.
     peer_fds: the other ranks' arenas, by rank; may be closed afterwards.
-    Tasks run on torch's current stream, always the same one; transfers on the stream given to
-    them. All launches come from one thread; `abort_through` may come from any.
+    Tasks run on torch's current stream: always the same one, or another one that events order after
+    all earlier exchanges and before all later ones. Transfers run on the stream given to them. All
+    launches come from one thread; `abort_through` may come from any.
+    beside_blocks: of exchanges beside computation, for measurements; None: as they ask for.
     """
 
     def __init__(
@@ -56,10 +58,12 @@ class CudaEndpoint:
         control_fd: int,
         timeout_s: float = 30.0,
         selector: Selector | None = None,
+        beside_blocks: int | None = None,
     ) -> None:
         self.plan, self.rank, self.device = plan, rank, device
         self.torch_device = torch.device("cuda", device)
         self.timeout_ns = max(1, int(timeout_s * 1e9))
+        self.beside_blocks = beside_blocks
         self.driver = driver()
         self.kernels = Kernels(device)
         self.selector = selector or load_selector(self.driver.name(device), has_bulk=self.kernels.has_bulk)
@@ -87,6 +91,8 @@ class CudaEndpoint:
         self.seats: dict[object, Seat] = {}
         """Places in groups that this rank has had; like `prepared`, so that each is worked out once."""
         self._views: dict[object, Tensor] = {}
+        self._mapped: dict[tuple[int, ...], tuple[int | None, ...]] = {}
+        """Incarnations by ranks, in their order, as `incarnations` has them."""
 
     def group(self, descriptor: Descriptor) -> CudaGroup:
         """The whole layout's group, as this rank sees it."""
@@ -98,11 +104,14 @@ class CudaEndpoint:
 
     def bind(self, descriptor: Descriptor) -> None:
         """Writes the descriptor into the context and runs the entry barrier, on the current stream."""
-        mapped = tuple(map(self.incarnations.get, descriptor.layout.ranks))
+        ranks = descriptor.layout.ranks
+        mapped = self._mapped.get(ranks)
+        if mapped is None:
+            mapped = self._mapped[ranks] = tuple(map(self.incarnations.get, ranks))
         if mapped != descriptor.incarnations:
             raise ProtocolError(
                 f"rank {self.rank}, dispatch {descriptor.dispatch}: the descriptor names incarnations "
-                f"{descriptor.incarnations} of ranks {descriptor.layout.ranks}, mapped here are {mapped}"
+                f"{descriptor.incarnations} of ranks {ranks}, mapped here are {mapped}"
             )
         if descriptor.dispatch <= self.last_dispatch:
             raise ProtocolError(
@@ -110,7 +119,7 @@ class CudaEndpoint:
                 f"{self.last_dispatch}"
             )
         self.last_dispatch = descriptor.dispatch
-        descriptor.encode_into(self._native_descriptor, self.rank)
+        descriptor.encode_into(self._native_descriptor, ranks.index(self.rank))
         self._enter.run(self.stream())
 
     def check(self, dispatch: int) -> None:
@@ -192,6 +201,7 @@ class CudaEndpoint:
         old = self.arenas.pop(rank, None)
         self.arenas[rank] = DeviceArena.open(fd, self.plan, device=self.device)
         self.incarnations[rank] = incarnation
+        self._mapped.clear()
         address = self.context + Context.base.offset + 8 * rank
         self.driver.write(address, self.arenas[rank].address.to_bytes(8, "little"))
         self._restart(rank)

@@ -1,9 +1,9 @@
 """Groups of ranks and their collectives on GPU tensors.
 
 The interface is that of the CPU's `gfgen.gfc.group.Group`; calls enqueue kernels on torch's current
-stream and return. Results are fresh tensors, but for those asked for `in_arena`: they lie in
-this rank's arena, are overwritten after its next exchange of the same kind begins, and must never
-leave an operator that is opaque to compilers.
+stream and return. Results are fresh tensors, but for those asked for `in_arena`: if they fit in a
+bank, they lie in this rank's arena, are overwritten after its next exchange of the same kind
+begins, and must never leave an operator that is opaque to compilers.
 
 Legend: B batch, S tokens of the whole sequence, L tokens of this rank, H heads, h heads of this
 rank, D head dimension.
@@ -12,6 +12,7 @@ rank, D head dimension.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from functools import cache
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
@@ -79,6 +80,19 @@ class Result(NamedTuple):
         return cls(tuple(shape), strides, dtype, offset)
 
 
+class How(NamedTuple):
+    """What an exchange does with each of its tensors; sizes are by slot.
+
+    split_dim -1: everyone gets all. is_rotated: the own part comes first, then the next ranks' in turn.
+    """
+
+    split_dim: int
+    concat_dim: int
+    split_sizes: Sizes
+    concat_sizes: Sizes
+    is_rotated: bool = False
+
+
 class Prepared(NamedTuple):
     """A launch and what it makes, for one shape of call."""
 
@@ -90,7 +104,18 @@ class Prepared(NamedTuple):
 class CudaGroup:
     """The ranks of a dispatch, or a subgroup of them, as one rank sees it."""
 
-    __slots__ = ("_endpoint", "_kind", "_place", "_run", "bank", "descriptor", "ranks", "size", "slot")
+    __slots__ = (
+        "_endpoint",
+        "_kind",
+        "_most_blocks",
+        "_place",
+        "_run",
+        "bank",
+        "descriptor",
+        "ranks",
+        "size",
+        "slot",
+    )
 
     def __init__(
         self, endpoint: CudaEndpoint, descriptor: Descriptor, run: Run, *, kind: Kind = "whole"
@@ -102,9 +127,26 @@ class CudaGroup:
             seat = endpoint.seats[key] = _seat(endpoint.plan, *key, number=len(endpoint.seats))
         slots, self.slot, self._kind, self.bank, self._place = seat
         self._endpoint, self._run = endpoint, run
+        self._most_blocks = endpoint.kernels.num_multiprocessors
         self.descriptor = descriptor
-        self.ranks = tuple([layout.ranks[slot] for slot in slots])
         self.size = len(slots)
+        is_whole = self.size == len(layout.ranks)
+        self.ranks = layout.ranks if is_whole else tuple([layout.ranks[slot] for slot in slots])
+
+    @property
+    def room_bytes(self) -> int | None:
+        """The largest results that one exchange brings at once; what is larger goes in slow rounds."""
+        return None if self.size == 1 else self.bank.num_bytes
+
+    def beside(self, max_blocks: int) -> CudaGroup:
+        """The same ranks, whose exchanges use few blocks: the rest of the device computes meanwhile.
+
+        For calls on a stream of their own that follow all earlier exchanges of this rank, and come
+        before all later ones: two at a time would share the context's counters.
+        """
+        sparing = copy(self)
+        sparing._most_blocks = min(self._most_blocks, self._endpoint.beside_blocks or max_blocks)
+        return sparing
 
     def subgroup(self, kind: Kind) -> CudaGroup:
         """The group of this kind that this rank belongs to; costs no communication."""
@@ -127,7 +169,7 @@ class CudaGroup:
     def barrier(self) -> None:
         """What is enqueued after it runs after every rank of the group has come here."""
         if self.size > 1:
-            self._move((), (), in_arena=False)
+            self._move((), None, in_arena=False)
 
     def all_gather(
         self, x: Tensor, *, dim: int = 0, sizes: Sizes | None = None, in_arena: bool = False
@@ -135,7 +177,7 @@ class CudaGroup:
         """Every rank's `x` behind each other along `dim`; `sizes` (by slot) if they differ."""
         dim %= x.dim()
         concat_sizes = tuple(sizes) if sizes else (x.shape[dim],) * self.size
-        return self._move((x,), (-1, dim, (), concat_sizes), in_arena=in_arena)[0]
+        return self._move((x,), How(-1, dim, (), concat_sizes), in_arena=in_arena)[0]
 
     def all_to_all(
         self,
@@ -153,7 +195,7 @@ class CudaGroup:
             return self._all_to_all_along(x, split_dim, in_arena=in_arena)
         splits = tuple(split_sizes) if split_sizes else shard_sizes(x.shape[split_dim], self.size)
         concats = tuple(concat_sizes) if concat_sizes else (x.shape[concat_dim],) * self.size
-        return self._move((x,), (split_dim, concat_dim, splits, concats), in_arena=in_arena)[0]
+        return self._move((x,), How(split_dim, concat_dim, splits, concats), in_arena=in_arena)[0]
 
     def heads_from_tokens(
         self,
@@ -171,7 +213,19 @@ class CudaGroup:
         heads = tuple(head_sizes) if head_sizes else shard_sizes(num_heads, self.size)
         if min(heads) < 1:
             raise LayoutError(f"{num_heads} heads cannot be split over {self.size} ranks")
-        return self._move(tensors, (2, 1, heads, tuple(token_sizes)), in_arena=in_arena)
+        return self._move(tensors, How(2, 1, heads, tuple(token_sizes)), in_arena=in_arena)
+
+    def gather_tokens(
+        self, *tensors: Tensor, token_sizes: Sizes, in_arena: bool = False
+    ) -> tuple[Tensor, ...]:
+        """All tokens of the same heads, for keys and values in one exchange.
+
+        The own tokens come first, then those of the next ranks in turn: places that do not depend
+        on the slot, so a captured graph serves all slots.
+        Shapes: each [B, L, H, D] with any strides -> [B, S, H, D] contiguous.
+        """
+        how = How(-1, 1, (), tuple(token_sizes), is_rotated=True)
+        return self._move(tensors, how, in_arena=in_arena)
 
     def tokens_from_heads(
         self, x: Tensor, *, token_sizes: Sizes, head_sizes: Sizes, in_arena: bool = False
@@ -180,7 +234,7 @@ class CudaGroup:
 
         Shapes: [B, S, h, D] with any strides -> [B, L, H, D] contiguous.
         """
-        how = (1, 2, tuple(token_sizes), tuple(head_sizes))
+        how = How(1, 2, tuple(token_sizes), tuple(head_sizes))
         return self._move((x,), how, in_arena=in_arena)[0]
 
     def broadcast(self, x: Tensor | None, *, root: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -193,21 +247,25 @@ class CudaGroup:
         num_items = torch.Size(shape).numel()
         flat = x.reshape(-1) if is_root and x is not None else self._empty((0,), dtype)
         sizes = tuple(num_items if rank == root else 0 for rank in self.ranks)
-        return self._move((flat,), (-1, 0, (), sizes), in_arena=False)[0].view(tuple(shape))
+        return self._move((flat,), How(-1, 0, (), sizes), in_arena=False)[0].view(tuple(shape))
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over the ranks, in the order of slots and in fp32: the same bits on every rank."""
-        x = x.contiguous()
-        num_bytes = x.numel() * x.element_size()
         if self.size == 1:
             return x.clone()
-        is_aligned = x.data_ptr() % 8 == 0 and num_bytes > 0
-        if is_aligned and num_bytes % 8 == 0 and num_bytes <= ONE_SHOT_BYTES:
-            return self._all_reduce_flagged(x, num_shots=1)
-        if is_aligned and num_bytes % 8 == 0 and num_bytes <= FLAGGED_LIMIT * self.size:
-            return self._all_reduce_flagged(x, num_shots=2)
-        if x.data_ptr() % WIDE_BYTES == 0 and num_bytes % WIDE_BYTES == 0:
+        x = x.contiguous()
+        if x.data_ptr() % WIDE_BYTES:
+            x = x.clone()
+        num_bytes = x.numel() * x.element_size()
+        if num_bytes % 8 == 0 and 0 < num_bytes <= FLAGGED_LIMIT * self.size:
+            return self._all_reduce_flagged(x, num_shots=1 if num_bytes <= ONE_SHOT_BYTES else 2)
+        num_last = x.numel() % (WIDE_BYTES // x.element_size())
+        if num_last == 0 and num_bytes:
             return self._all_reduce_wide(x)
+        if num_bytes > FLAGGED_LIMIT:
+            flat = x.view(-1)
+            pieces = (flat[:-num_last], flat[-num_last:])
+            return torch.cat([self.all_reduce(piece) for piece in pieces]).view(x.shape)
         every = self.all_gather(x.view(1, -1))
         return self._reduce(every, x.numel(), x.numel()).view(x.shape)
 
@@ -222,7 +280,7 @@ class CudaGroup:
         parts = x.contiguous().view(self.size, 1, num_items)
         ones = (1,) * self.size
         fits = parts.numel() * parts.element_size() <= self.bank.num_bytes
-        arrived = self._move((parts,), (0, 1, ones, ones), in_arena=fits)[0]
+        arrived = self._move((parts,), How(0, 1, ones, ones), in_arena=fits)[0]
         return self._reduce(arrived, num_items, num_items).view(shape)
 
     def _all_to_all_along(self, x: Tensor, dim: int, *, in_arena: bool) -> Tensor:
@@ -231,18 +289,16 @@ class CudaGroup:
                 f"dimension {dim} of {tuple(x.shape)} cannot be cut in {self.size} equal parts; "
                 "give another concat_dim"
             )
-        return self._move((x,), (dim, dim, (), ()), in_arena=in_arena)[0]
+        return self._move((x,), How(dim, dim, (), ()), in_arena=in_arena)[0]
 
-    def _move(
-        self, tensors: Sequence[Tensor], how: tuple[int, int, Sizes, Sizes] | tuple[()], *, in_arena: bool
-    ) -> tuple[Tensor, ...]:
+    def _move(self, tensors: Sequence[Tensor], how: How | None, *, in_arena: bool) -> tuple[Tensor, ...]:
         endpoint, run = self._endpoint, self._run
         if self.size == 1:
             return tuple(x.clone(memory_format=torch.contiguous_format) for x in tensors)
         if endpoint.failed.value:
             endpoint.check(run.dispatch)
         assert run.has_entered, "a collective before the entry barrier"
-        call: list[object] = [self._place, how, in_arena]
+        call: list[object] = [self._place, self._most_blocks, how, in_arena]
         pointers = []
         for x in tensors:
             at = x.data_ptr()
@@ -254,12 +310,10 @@ class CudaGroup:
             prepared = endpoint.prepared[key] = self._prepare(tensors, how, in_arena=in_arena)
         if isinstance(prepared, Prepared):
             return self._launch(prepared, pointers, in_arena=in_arena)
-        assert how
+        assert how is not None
         # Strides that no kernel takes, or more than a bank holds.
         if prepared == "strides":
             return self._move([x.contiguous() for x in tensors], how, in_arena=in_arena)
-        if in_arena:
-            raise LayoutError(f"the results do not fit in a bank of {self.bank.num_bytes} bytes")
         return tuple(self._in_rounds(x, how) for x in tensors)
 
     def _launch(self, prepared: Prepared, pointers: list[int], *, in_arena: bool) -> tuple[Tensor, ...]:
@@ -281,20 +335,20 @@ class CudaGroup:
         counts[kind] += 1
         return tuple(results)
 
-    def _prepare(
-        self, tensors: Sequence[Tensor], how: tuple[int, int, Sizes, Sizes] | tuple[()], *, in_arena: bool
-    ) -> Prepared | str:
+    def _prepare(self, tensors: Sequence[Tensor], how: How | None, *, in_arena: bool) -> Prepared | str:
         """The launch for such tensors, or why there is none: "strides" or "space"."""
-        if not how:
+        if how is None:
             return self._prepare_launch((), [], Choice("flagged", 1), unit_bytes=8, tensors=())
         if len(tensors) > MAX_MOVES:
             return "space"
-        split_dim, concat_dim, splits, concats = how
+        split_dim, concat_dim, splits, concats, is_rotated = how
         if split_dim == concat_dim:
             # [.., P * n, ..] seen as [.., P, 1, n, ..]: split the first, concatenate along the second.
             (x,), ones = tensors, (1,) * self.size
             unfolded = _unfolded(x, split_dim, self.size)
-            prepared = self._prepare((unfolded,), (split_dim, split_dim + 1, ones, ones), in_arena=in_arena)
+            prepared = self._prepare(
+                (unfolded,), How(split_dim, split_dim + 1, ones, ones), in_arena=in_arena
+            )
             if isinstance(prepared, str):
                 return prepared
             result = Result.contiguous(x.shape, x.dtype, prepared.results[0].offset)
@@ -313,6 +367,7 @@ class CudaGroup:
                 concat_dim=concat_dim,
                 split_sizes=tuple(splits),
                 concat_sizes=tuple(concats),
+                is_rotated=is_rotated,
             )
             if part is None:
                 return "strides"
@@ -354,7 +409,7 @@ class CudaGroup:
             results.append(Result.contiguous(part.result_shape, x.dtype, offset[self.slot]))
         longest = max((part.pair_bytes for part in parts), default=0)
         num_parts = max(1, len(parts))
-        limit = min(choice.blocks, endpoint.kernels.num_multiprocessors)
+        limit = min(choice.blocks, self._most_blocks)
         block, shared_bytes = _THREADS, 0
         if choice.path == "flagged":
             name, items = "flagged", self.size * num_parts
@@ -392,9 +447,9 @@ class CudaGroup:
         pointers = tuple(first + idx * size_of_move + Move.input.offset for idx in range(len(parts)))
         return Prepared(launch, tuple(results), pointers)
 
-    def _in_rounds(self, x: Tensor, how: tuple[int, int, Sizes, Sizes]) -> Tensor:
+    def _in_rounds(self, x: Tensor, how: How) -> Tensor:
         """An exchange that does not fit in a bank: so many parts of each shard at a time."""
-        split_dim, concat_dim, splits, concats = how
+        split_dim, concat_dim, splits, concats, is_rotated = how
         if split_dim == concat_dim:
             return self._rounds_along(x, split_dim)
         shape = list(x.shape)
@@ -409,16 +464,20 @@ class CudaGroup:
                 f"{tuple(x.shape)} does not fit in a bank of {self.bank.num_bytes} bytes, at all"
             )
         result = self._empty(tuple(shape), x.dtype)
-        starts = [sum(concats[:member]) for member in range(self.size)]
+        order = [(self.slot * is_rotated + idx) % self.size for idx in range(self.size)]
         for idx in range(num_rounds):
             bounds = [shard_bounds(length, num_rounds, idx) for length in concats]
             begin, end = bounds[self.slot]
             lengths = tuple(stop - start for start, stop in bounds)
             piece = x.narrow(concat_dim, begin, end - begin)
-            got = self._move((piece,), (split_dim, concat_dim, splits, lengths), in_arena=False)[0]
-            for member, part in enumerate(torch.split(got, list(lengths), concat_dim)):
-                at = starts[member] + bounds[member][0]
-                result.narrow(concat_dim, at, lengths[member]).copy_(part)
+            part_of = how._replace(concat_sizes=lengths)
+            got = self._move((piece,), part_of, in_arena=False)[0]
+            at = 0
+            for member, part in zip(
+                order, torch.split(got, [lengths[member] for member in order], concat_dim), strict=True
+            ):
+                result.narrow(concat_dim, at + bounds[member][0], lengths[member]).copy_(part)
+                at += concats[member]
         return result
 
     def _rounds_along(self, x: Tensor, dim: int) -> Tensor:
@@ -427,7 +486,7 @@ class CudaGroup:
         parts = x.contiguous().view(*x.shape[:dim], size, 1, -1)
         num_rounds = min(parts.shape[-1], x.numel() * x.element_size() // max(1, self.bank.num_bytes) + 2)
         ones = (1,) * size
-        how = (dim, dim + 1, ones, ones)
+        how = How(dim, dim + 1, ones, ones)
         pieces = torch.tensor_split(parts, num_rounds, -1)
         arrived = [self._move((piece.contiguous(),), how, in_arena=False)[0] for piece in pieces]
         return torch.cat([piece.transpose(dim, dim + 1) for piece in arrived], -1).view(x.shape)
@@ -466,7 +525,7 @@ class CudaGroup:
             pieces = [self.all_reduce(piece) for piece in torch.split(flat, limit * unit)]
             return torch.cat(pieces).view(x.shape)
         sizes = tuple([share * unit for share in shard_sizes(flat.numel() // unit, self.size)])
-        terms = self._move((flat.view(1, -1),), (1, 0, sizes, (1,) * self.size), in_arena=True)[0]
+        terms = self._move((flat.view(1, -1),), How(1, 0, sizes, (1,) * self.size), in_arena=True)[0]
         result = torch.empty_like(x)
         key = ("reduce_gather", self._place, x.dtype, x.numel())
         launch = endpoint.prepared.get(key)

@@ -26,6 +26,8 @@ from gfgen.layout import Layout
 
 Times = dict[str, float]
 MIB = 1 << 20
+_HEAD_START_CYCLES = 400_000
+"""0.2 ms: what a process may be late by when it launches a graph."""
 PATTERNS = ("all_to_all", "all_gather")
 
 
@@ -73,9 +75,10 @@ def _groups() -> dict[tuple[int, ...], Any]:
 
 
 def group_cost(endpoint: CudaEndpoint, dispatches: Sequence[tuple[tuple[int, ...], int]]) -> Times:
-    """What a new group of ours costs: the host's time, and until it is entered."""
+    """What a new group of ours costs: the host's time until it is made, until its entry barrier is
+    enqueued too, and until all have entered."""
     free_before = torch.cuda.mem_get_info()[0]
-    host, whole = [], []
+    made, host, whole = [], [], []
     for ranks, dispatch in dispatches:
         if endpoint.rank not in ranks:
             continue
@@ -83,6 +86,7 @@ def group_cost(endpoint: CudaEndpoint, dispatches: Sequence[tuple[tuple[int, ...
         torch.cuda.synchronize()
         began = time.perf_counter()
         group = endpoint.group(Descriptor(dispatch, layout, (1,) * len(ranks)))
+        made.append(time.perf_counter() - began)
         group.enter()
         host.append(time.perf_counter() - began)
         group.finish()
@@ -90,6 +94,7 @@ def group_cost(endpoint: CudaEndpoint, dispatches: Sequence[tuple[tuple[int, ...
     if not host:
         return {}
     return {
+        "made_us": statistics.median(made) * 1e6,
         "host_us": statistics.median(host) * 1e6,
         "entered_us": statistics.median(whole) * 1e6,
         "memory_mb": (free_before - torch.cuda.mem_get_info()[0]) / 1e6,
@@ -127,12 +132,12 @@ def cell(
     in_arena, fresh, theirs = _calls(pattern, x, out, nccl)
     copies, repeats = (20, 15) if num_bytes <= 4 * MIB else (5, 7)
     times = {
-        "nccl_eager": _batch_us(group, lambda: theirs(group), copies, repeats),
+        "nccl_eager": eager_us(group, lambda: theirs(group), copies, repeats),
         "nccl_graph": _nccl_graph_us(group, lambda: theirs(group), copies, repeats),
-        "ours_eager": _batch_us(group, lambda: fresh(group), copies, repeats),
-        "ours_graph": _ours_graph_us(group, fresh, copies, repeats),
-        "ours_arena_eager": _batch_us(group, lambda: in_arena(group), copies, repeats),
-        "ours_arena_graph": _ours_graph_us(group, in_arena, copies, repeats),
+        "ours_eager": eager_us(group, lambda: fresh(group), copies, repeats),
+        "ours_graph": graph_us(group, fresh, copies, repeats),
+        "ours_arena_eager": eager_us(group, lambda: in_arena(group), copies, repeats),
+        "ours_arena_graph": graph_us(group, in_arena, copies, repeats),
         "ours_host": _host_us(lambda: fresh(group)),
         "nccl_host": _host_us(lambda: theirs(group)),
     }
@@ -144,7 +149,7 @@ def cell(
 
 def barrier_cell(endpoint: CudaEndpoint, ranks: tuple[int, ...], dispatch: int) -> Times:
     group = entered(endpoint, ranks, dispatch)
-    times = {"ours_graph": _ours_graph_us(group, lambda group: group.barrier(), 20, 15)}
+    times = {"ours_graph": graph_us(group, lambda group: group.barrier(), 20, 15)}
     group.finish()
     return times
 
@@ -160,10 +165,10 @@ def reduce_cell(endpoint: CudaEndpoint, ranks: tuple[int, ...], dispatch: int, n
         dist.all_reduce(theirs, group=nccl)
 
     times = {
-        "nccl_eager": _batch_us(group, reduce_theirs, 20, 15),
+        "nccl_eager": eager_us(group, reduce_theirs, 20, 15),
         "nccl_graph": _nccl_graph_us(group, reduce_theirs, 20, 15),
-        "ours_eager": _batch_us(group, lambda: group.all_reduce(x), 20, 15),
-        "ours_graph": _ours_graph_us(group, lambda group: group.all_reduce(x), 20, 15),
+        "ours_eager": eager_us(group, lambda: group.all_reduce(x), 20, 15),
+        "ours_graph": graph_us(group, lambda group: group.all_reduce(x), 20, 15),
     }
     group.finish()
     return times
@@ -198,11 +203,11 @@ def fused_cell(
         return [_there(x, size, nccl) for x in (q, k, v)], _back(attended, size, nccl)
 
     times = {
-        "ours_graph": _ours_graph_us(group, ours, 10, 15),
-        "ours_there_graph": _ours_graph_us(group, there, 10, 15),
-        "ours_eager": _batch_us(group, lambda: ours(group), 10, 15),
+        "ours_graph": graph_us(group, ours, 10, 15),
+        "ours_there_graph": graph_us(group, there, 10, 15),
+        "ours_eager": eager_us(group, lambda: ours(group), 10, 15),
         "nccl_graph": _nccl_graph_us(group, lambda: theirs(), 10, 15),
-        "nccl_eager": _batch_us(group, lambda: theirs(), 10, 15),
+        "nccl_eager": eager_us(group, lambda: theirs(), 10, 15),
     }
     expected, expected_back = theirs()
     got = group.heads_from_tokens(q, k, v, token_sizes=tokens, head_sizes=heads, in_arena=True)
@@ -227,7 +232,7 @@ def tune_cell(
         endpoint.prepared.clear()
         calls = [_calls(pattern, x, x, None) for pattern, x in zip(PATTERNS, inputs, strict=True)]
         order = [calls[0][0], calls[1][0], calls[0][1], calls[1][1]]
-        found.append([_ours_graph_us(group, call, copies, 5) for call in order])
+        found.append([graph_us(group, call, copies, 5) for call in order])
     endpoint.selector = usual
     endpoint.prepared.clear()
     group.finish()
@@ -278,13 +283,13 @@ def _random_bytes(endpoint: CudaEndpoint, num_bytes: int) -> Tensor:
     return x.view(torch.int16).random_(-30000, 30000).view(torch.bfloat16).nan_to_num_()
 
 
-def _ours_graph_us(group: CudaGroup, call: _Call, copies: int, repeats: int) -> float:
+def graph_us(group: CudaGroup, call: _Call, copies: int, repeats: int) -> float:
     call(group)
     call(group)
     captured = capture(group, call, copies=copies)
 
     def align() -> None:
-        group.barrier()
+        _start_late(group)
         captured.match_banks(group)
 
     return _event_us(lambda: captured.replay(group), align, warmups=2, repeats=repeats) / copies
@@ -297,10 +302,16 @@ def _nccl_graph_us(group: CudaGroup, call: Callable[[], object], copies: int, re
     with torch.cuda.graph(graph):
         for _ in range(copies):
             call()
-    return _event_us(graph.replay, group.barrier, warmups=2, repeats=repeats) / copies
+    return _event_us(graph.replay, lambda: _start_late(group), warmups=2, repeats=repeats) / copies
 
 
-def _batch_us(group: CudaGroup, call: Callable[[], object], copies: int, repeats: int) -> float:
+def _start_late(group: CudaGroup) -> None:
+    """Lets all ranks begin at once, and so late that the graph's launch is in the queue by then."""
+    torch.cuda._sleep(_HEAD_START_CYCLES)  # type: ignore[no-untyped-call]
+    group.barrier()
+
+
+def eager_us(group: CudaGroup, call: Callable[[], object], copies: int, repeats: int) -> float:
     def batch() -> None:
         for _ in range(copies):
             call()
@@ -311,8 +322,8 @@ def _batch_us(group: CudaGroup, call: Callable[[], object], copies: int, repeats
 def _event_us(run: Callable[[], object], align: Callable[[], object], *, warmups: int, repeats: int) -> float:
     """The device's time from the first of its work to the last, median of several runs.
 
-    `align` is enqueued before the first: a barrier, so that no rank's clock runs while it waits
-    for processes that are a few dozen microseconds behind.
+    `align` is enqueued before the first, and ends with a barrier, so that no rank's clock runs
+    while it waits for processes that are a few dozen microseconds behind.
     """
     for _ in range(warmups):
         run()
@@ -333,7 +344,7 @@ def _event_us(run: Callable[[], object], align: Callable[[], object], *, warmups
 def _host_us(call: Callable[[], object]) -> float:
     """The host's time for a call, while the device's queue has room."""
     times = []
-    for _ in range(5):
+    for _ in range(15):
         torch.cuda.synchronize()
         began = time.perf_counter()
         for _ in range(20):

@@ -33,17 +33,12 @@ class Reshaped:
     row_bytes: int
     num_members: int
     dense_bytes: int  # of every message, if all are as long and dense on both sides; else 0
-    fields: tuple[int, ...]
+    fields: tuple[int, ...]  # of `Move`, from inner_bytes to is_rotated
     split_sizes: Sizes
     concat_sizes: Sizes
 
     def native(self, result_offsets: Sequence[int]) -> Move:
-        inner, outer_stride, first_stride, middle_stride, second_stride, outer, middle, first, split = (
-            self.fields
-        )
-        move = Move(
-            0, 0, inner, outer_stride, first_stride, middle_stride, second_stride, outer, middle, first, split
-        )
+        move = Move(0, 0, *self.fields)
         for member in range(self.num_members):
             move.split_sizes[member] = self.split_sizes[member]
             move.concat_sizes[member] = self.concat_sizes[member]
@@ -61,10 +56,12 @@ def reshaped(
     concat_dim: int,
     split_sizes: Sizes,
     concat_sizes: Sizes,
+    is_rotated: bool = False,
 ) -> Reshaped | None:
     """The exchange of one tensor; None where its strides do not fit the form.
 
-    Strides are in items. split_dim -1: every member gets all.
+    Strides are in items. split_dim -1: every member gets all. is_rotated: each member's own part
+    comes first, then those of the next ones in turn.
     Raises: LayoutError when the sizes are not those of the shape.
     """
     size = len(concat_sizes)
@@ -110,7 +107,9 @@ def reshaped(
         unit_bytes=min(16, _low_bit(lengths)),
         row_bytes=inner_bytes * (second_most if second_stride == inner_bytes and split_dim >= 0 else 1),
         num_members=size,
-        dense_bytes=_dense_bytes(
+        dense_bytes=0
+        if is_rotated
+        else _dense_bytes(
             outer=outer[0],
             middle=middle[0],
             inner_bytes=inner_bytes,
@@ -130,6 +129,7 @@ def reshaped(
             middle[0],
             int(is_concat_first),
             int(split_dim >= 0),
+            int(is_rotated),
         ),
         split_sizes=splits,
         concat_sizes=concats,

@@ -43,8 +43,8 @@ class Rule:
 # Measured on 4 H200, 2026-11-20, with `gfgen bench gfc --tune`.
 DEFAULT_RULES = (
     Rule(362 * KIB, Choice("flagged", 132)),
-    Rule(32 * MIB, Choice("bulk", 132, 16 * KIB)),
-    Rule(1 << 62, Choice("bulk", 132, 48 * KIB, in_turn=True)),
+    Rule(12 * MIB, Choice("bulk", 132, 24 * KIB)),
+    Rule(1 << 62, Choice("bulk", 132, 24 * KIB, in_turn=True)),
 )
 Key = tuple[int, bool]
 """Number of members, and whether the result stays in the arena."""

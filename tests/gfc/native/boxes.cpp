@@ -3,8 +3,8 @@
 
 #include "cuda/boxes.h"
 
-static_assert(sizeof(gfc::Context) == 1680 && sizeof(gfc::Move) == 200 &&
-                  sizeof(gfc::Exchange) == 840 && sizeof(gfc::Reduction) == 56 &&
+static_assert(sizeof(gfc::Context) == 1680 && sizeof(gfc::Move) == 208 &&
+                  sizeof(gfc::Exchange) == 872 && sizeof(gfc::Reduction) == 56 &&
                   sizeof(gfc::Chunk) == 64,
               "gfgen/gfc/cuda/structs.py mirrors these");
 

@@ -1,0 +1,143 @@
+"""`gfgen bench attention`: attention shared by GPUs beside attention on one, in one run.
+
+This process touches no GPU; the ranks do (gfgen/models/measure.py).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gfgen.errors import InputError
+from gfgen.gfc.arena import Plan
+from gfgen.gfc.cuda.driver import driver
+from gfgen.gfc.cuda.ranks import CudaRanks
+from gfgen.layout import Layout
+from gfgen.models import measure
+
+SHAPES = {
+    "Qwen-Image 512": 1024,
+    "Wan2.2-5B 480x832x49": 5070,
+    "Wan2.2-5B 480x832x81": 8190,
+    "Qwen-Image 1536": 9216,
+    "Wan2.2-5B 704x1280x81": 18480,
+    "Wan2.2-5B 704x1280x121": 27280,
+}
+"""Tokens of the whole sequence."""
+NUM_HEADS, HEAD_DIM = 24, 128
+CHUNKED = tuple((chunks, blocks) for chunks in (2, 3) for blocks in (16, 24, 32, 48, 64))
+RINGS = tuple((1, blocks) for blocks in (16, 32, 64, 132))
+"""Variants: chunks of heads, blocks of an exchange beside attention."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionRow:
+    """One shape on one layout; microseconds, the slowest rank."""
+
+    shape: str
+    num_tokens: int
+    degrees: tuple[int, int]
+    """Ulysses, ring."""
+    alone_us: float
+    """On one GPU."""
+    local_us: float
+    """What each rank computes, without an exchange."""
+    times_us: dict[str, float]
+    """Exchanges alone, eager, as shipped, and by variant."""
+
+    @property
+    def best(self) -> tuple[str, float]:
+        """The fastest of the variants."""
+        variants = {name: us for name, us in self.times_us.items() if " x " in name}
+        name = min(variants, key=variants.__getitem__)
+        return name, variants[name]
+
+
+def measure_attention(*, num_gpus: int) -> list[AttentionRow]:
+    """Every shape on 2 to `num_gpus` GPUs; about a minute on four.
+
+    Raises: InputError where there are fewer than two GPUs.
+    """
+    found = driver().num_devices
+    if not 2 <= num_gpus <= found:
+        raise InputError(f"--gpus = {num_gpus}: this needs 2 to {found} NVIDIA GPUs of one machine")
+    ranks = CudaRanks(num_gpus, Plan(data_bytes=1 << 31, post_bytes=4 << 20))
+    try:
+        return [row for shape in SHAPES for row in _rows(ranks, shape, num_gpus)]
+    finally:
+        ranks.close()
+
+
+def _rows(ranks: CudaRanks, shape: str, num_gpus: int) -> Iterator[AttentionRow]:
+    num_tokens = SHAPES[shape]
+
+    def local_us(num_heads: int, num_parts: int) -> float:
+        (time_us,) = ranks.run(
+            [0], measure.alone, ranks.next_dispatch(), num_tokens, num_heads, HEAD_DIM, num_parts
+        )
+        return float(time_us)
+
+    alone_us = local_us(NUM_HEADS, 1)
+    for degree in range(2, num_gpus + 1):
+        for ulysses, ring in _degrees(degree):
+            members = tuple(range(degree))
+            times = ranks.run(
+                members,
+                measure.shared,
+                Layout(members, ulysses=ulysses, ring=ring),
+                ranks.next_dispatch(),
+                num_tokens,
+                NUM_HEADS,
+                HEAD_DIM,
+                CHUNKED if ring == 1 else RINGS,
+            )
+            slowest = {name: max(rank[name] for rank in times) for name in times[0]}
+            local = local_us(NUM_HEADS // ulysses, ring)
+            yield AttentionRow(shape, num_tokens, (ulysses, ring), alone_us, local, slowest)
+
+
+def _degrees(degree: int) -> list[tuple[int, int]]:
+    """(Ulysses, ring): one of both, and half of each."""
+    return [(degree, 1), (1, degree), *([(degree // 2, 2)] if degree == 4 else [])]
+
+
+def table_of(rows: Sequence[AttentionRow], *, device: str, command: str) -> Iterator[str]:
+    """Markdown."""
+    yield f"# Attention under sequence parallelism, {time.strftime('%Y-%m-%d')}\n"
+    yield f"{device}; command: `{command}`\n"
+    yield (
+        f"Microseconds per call in a CUDA graph, medians, the slowest rank; bf16, {NUM_HEADS} heads of "
+        f"{HEAD_DIM}. u x r: Ulysses and ring degree. local: what each rank computes (in a ring: two parts "
+        "and their merging). moved: the exchanges alone. shipped: as the models run it; x: one GPU's time "
+        "over it. hidden: how much of the exchange runs beside attention. best: of the variants tried "
+        "(chunks of heads x blocks beside attention).\n"
+    )
+    yield "| shape | tokens | u x r | one GPU | local | moved | shipped | x | hidden | eager | best |"
+    yield "|---" * 11 + "|"
+    for row in rows:
+        times, (name, best_us) = row.times_us, row.best
+        hidden = (row.local_us + times["exchange"] - times["shipped"]) / times["exchange"]
+        yield (
+            f"| {row.shape} | {row.num_tokens} | {row.degrees[0]} x {row.degrees[1]} | {row.alone_us:.0f} | "
+            f"{row.local_us:.0f} | {times['exchange']:.0f} | {times['shipped']:.0f} | "
+            f"{row.alone_us / times['shipped']:.2f} | {hidden:.0%} | {times['eager']:.0f} | "
+            f"{best_us:.0f} ({name}) |"
+        )
+
+
+def as_content(rows: Sequence[AttentionRow]) -> list[dict[str, Any]]:
+    """For JSON."""
+    return [
+        {
+            "shape": row.shape,
+            "tokens": row.num_tokens,
+            "ulysses": row.degrees[0],
+            "ring": row.degrees[1],
+            "alone_us": row.alone_us,
+            "local_us": row.local_us,
+            "times_us": row.times_us,
+        }
+        for row in rows
+    ]

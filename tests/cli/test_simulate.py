@@ -1,0 +1,264 @@
+"""`gfgen simulate` and `gfgen plan`: without torch, without weights, without waiting."""
+
+import json
+import logging
+import subprocess
+import sys
+
+import pytest
+
+from gfgen.cli.main import main
+from gfgen.graph import Stage
+from gfgen.runtime.profile import Profile, ProfileRow
+
+JOBS = [
+    {"id": "fox", "prompt": "a red fox", "model": "tiny-qwen-image", "size": "64x64", "steps": 3, "tag": "S"},
+    {
+        "id": "sea",
+        "prompt": "the sea",
+        "model": "tiny-wan",
+        "size": "70x64",
+        "frames": 6,
+        "deadline": "1s",
+        "tag": "L",
+    },
+    {
+        "id": "late",
+        "prompt": "the dunes",
+        "model": "tiny-qwen-image",
+        "size": "64x64",
+        "steps": 3,
+        "arrival": "10s",
+        "deadline": "20s",
+        "priority": 2,
+    },
+    {"id": "gone", "prompt": "the tide", "model": "tiny-wan", "steps": 100, "timeout": "2s"},
+]
+
+
+@pytest.fixture
+def gfgen(capsys):
+    """(exit code, standard output, standard error) of a command; logging is put back behind it."""
+
+    def run(*arguments):
+        with pytest.raises(SystemExit) as end:
+            main([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        return end.value.code, captured.out, captured.err
+
+    logger = logging.getLogger("gfgen")
+    before = logger.level, logger.propagate, list(logger.handlers)
+    yield run
+    logger.setLevel(before[0])
+    logger.propagate, logger.handlers = before[1:]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("GFGEN_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "night.jsonl").write_text("".join(json.dumps(job) + "\n" for job in JOBS))
+    write_profile(tmp_path / "profile.json", models=("tiny-wan", "tiny-qwen-image"))
+    return tmp_path
+
+
+def write_profile(path, *, models, stages=tuple(Stage), num_ranks=4):
+    rows = [
+        ProfileRow(model, "1x1", stage, (1, n, 1), 0.1 / n, flops=1e9, state_bytes=1000)
+        for model in models
+        for stage in stages
+        for n in ((1, 2, 4) if stage is Stage.DENOISE else (1,))
+    ]
+    profile = Profile("a test", "2026-11-20", "made up", num_ranks, tuple(rows), write_s=0.01)
+    path.write_text(profile.as_json())
+    return path
+
+
+@pytest.mark.parametrize("command", ["simulate", "plan"])
+def test_the_command_imports_no_heavy_package_and_makes_no_model(folder, command):
+    script = (
+        "import sys\nfrom gfgen.cli.main import main\n"
+        f"try:\n    main(['{command}', 'night.jsonl', '--profile', 'profile.json'])\n"
+        "except SystemExit as end:\n    assert not end.code, end.code\n"
+        "heavy = {'torch', 'diffusers', 'transformers', 'matplotlib', 'numpy'} & set(sys.modules)\n"
+        "sys.exit(', '.join(sorted(heavy)) or 0)"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", script], cwd=folder, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert not (folder / "cache").exists()
+
+
+def test_policies_stand_side_by_side(gfgen, folder):
+    profile = folder / "profile.json"
+    code, out, err = gfgen(
+        "simulate",
+        folder / "night.jsonl",
+        "--policy",
+        "srtf",
+        "--policy",
+        "edf",
+        "--ranks",
+        2,
+        "--profile",
+        profile,
+    )
+    assert (code, err) == (0, "")
+    assert out.startswith("4 jobs on 2 ranks, simulated with the profile of a test (2026-11-20)\n")
+    rows = {line[:14].strip(): line[14:].split() for line in out.splitlines()}
+    assert ["srtf", "edf"] in [line.split() for line in out.splitlines()]
+    assert rows["jobs failed"] == ["1", "1"]
+    assert rows["deadlines met"][0] == "1/2"
+    assert rows["L"][:2] == ["0/1", "0%"]
+    assert "Uncertain: " in out
+
+
+def test_a_simulation_leaves_what_a_run_would_and_it_can_be_drawn(gfgen, folder):
+    arguments = ["simulate", folder / "night.jsonl", "--ranks", 2, "--profile", folder / "profile.json"]
+    for _ in range(2):  # the second one takes the place of the first
+        code, _, err = gfgen(
+            *arguments, "--policy", "srtf", "--policy", "fcfs,degree=2", "-o", folder / "sim"
+        )
+        assert (code, err) == (0, "")
+    entries = [json.loads(line) for line in (folder / "sim/srtf/manifest.jsonl").read_text().splitlines()]
+    assert {entry["id"]: entry["status"] for entry in entries} == {
+        "fox": "done",
+        "sea": "done",
+        "late": "done",
+        "gone": "failed",
+    }
+    assert all(entry["simulated"] for entry in entries)
+    assert {entry["id"]: entry["timings"]["arrival_s"] for entry in entries}["late"] == 10.0
+    assert (folder / "sim/fcfs-degree=2/trace.json").exists()
+    code, out, _ = gfgen("plot", folder / "sim", "-o", folder / "both.png")
+    assert (code, out) == (0, f"{folder / 'both.png'}\n")
+    code, _, _ = gfgen("plot", folder / "sim/srtf", "-o", folder / "one.svg")
+    assert "simulated, srtf: 4 jobs on 2 ranks" in (folder / "one.svg").read_text()
+
+
+def test_the_folder_of_a_real_run_is_left_alone(gfgen, folder):
+    (folder / "real").mkdir()
+    line = '{"version": 1, "id": "fox", "status": "done"}\n'
+    (folder / "real/manifest.jsonl").write_text(line)
+    code, _, err = gfgen(
+        "simulate", folder / "night.jsonl", "--profile", folder / "profile.json", "-o", folder / "real"
+    )
+    assert code == 2
+    assert "holds the manifest of a run" in err
+    assert (folder / "real/manifest.jsonl").read_text() == line
+
+
+def test_programs_get_numbers_for_every_policy_and_number_of_ranks(gfgen, folder):
+    profile = folder / "profile.json"
+    code, out, _ = gfgen(
+        "simulate", folder / "night.jsonl", "--ranks", "1..2", "--profile", profile, "--json"
+    )
+    found = json.loads(out)
+    assert code == 0
+    assert [(run["policy"], run["num_ranks"]) for run in found["runs"]] == [("srtf", 1), ("srtf", 2)]
+    assert all(run["makespan_s"] > 10.0 for run in found["runs"])
+    assert found["profile"]["device"] == "a test"
+    code, out, _ = gfgen("plan", folder / "night.jsonl", "--by", "1h", "--profile", profile, "--json")
+    assert code == 0
+    assert json.loads(out)["answer"].startswith("With ")
+
+
+def test_the_same_simulation_twice_is_the_same(gfgen, folder):
+    arguments = ("simulate", folder / "night.jsonl", "--profile", folder / "profile.json", "--json")
+    assert gfgen(*arguments) == gfgen(*arguments)
+
+
+def test_a_policy_that_starves_a_job_is_named_beside_the_others(gfgen, folder):
+    (folder / "unfair.py").write_text(
+        "from dataclasses import replace\nfrom gfgen.policies.fcfs import fcfs\n"
+        "def policy(snapshot):\n"
+        "    return fcfs(replace(snapshot, open={i: j for i, j in snapshot.open.items() if i != 'fox'}))\n"
+    )
+    profile, unfair = folder / "profile.json", folder / "unfair.py"
+    code, out, err = gfgen(
+        "simulate", folder / "night.jsonl", "--policy", "fcfs", "--policy", unfair, "--profile", profile
+    )
+    assert code == 1
+    assert "makespan" in out
+    assert "unfair.py starts nothing although all ranks are free; 1 job waits: fox" in err
+
+
+@pytest.mark.parametrize("command", ["simulate", "plan"])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--ranks", "0"], "'0': 1 to 8 ranks are accepted, as 4, 1,2,4 or 1..8"),
+        (["--ranks", "4..2"], "1 to 8 ranks are accepted"),
+        (["--ranks", "9"], "1 to 8 ranks are accepted"),
+        (["--ranks", "5"], "knows 1 to 4 ranks"),
+        (["--profile", "other.json"], "has no tiny-qwen-image, tiny-wan"),
+        (["--profile", "partial.json"], "for decode"),
+        (["--profile", "missing.json"], "No such file"),
+        (["--policy", "strf"], "did you mean srtf?"),
+    ],
+)
+def test_bad_input_is_one_clear_line(gfgen, folder, monkeypatch, command, arguments, message):
+    monkeypatch.chdir(folder)
+    write_profile(folder / "other.json", models=("qwen-image",))
+    lacking = tuple(stage for stage in Stage if stage is not Stage.DECODE)
+    write_profile(folder / "partial.json", models=("tiny-wan", "tiny-qwen-image"), stages=lacking)
+    profile = [] if "--profile" in arguments else ["--profile", "profile.json"]
+    code, out, err = gfgen(command, "night.jsonl", *profile, *arguments)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert "Traceback" not in err
+
+
+def test_mistakes_in_the_file_are_those_that_run_tells(gfgen, folder):
+    (folder / "wrong.jsonl").write_text('{"promt": "a fox"}\n{"prompt": "b", "model": "tiny-wann"}\n')
+    code, _, err = gfgen("simulate", folder / "wrong.jsonl", "--profile", folder / "profile.json")
+    assert code == 2
+    assert "3 problems; nothing was started" in err
+    assert "line 1: promt: not a field; did you mean prompt?" in err
+    assert "did you mean 'tiny-wan'?" in err
+
+
+def test_nothing_is_downloaded_for_a_simulation(gfgen, folder):
+    (folder / "hub.jsonl").write_text('{"prompt": "a fox", "model": "someone/some-wan"}\n')
+    code, _, err = gfgen("simulate", folder / "hub.jsonl", "--profile", folder / "profile.json")
+    assert code == 2
+    assert "someone/some-wan" in err
+    assert "nothing is downloaded" in err
+
+
+def test_a_deadline_before_the_arrival_is_pointed_out(gfgen, folder):
+    (folder / "early.jsonl").write_text(
+        '{"id": "a", "prompt": "a fox", "arrival": "2h", "deadline": "2020-01-01T00:00:00Z"}\n'
+    )
+    code, _, err = gfgen("simulate", folder / "early.jsonl", "--profile", folder / "profile.json")
+    assert code == 0
+    assert "line 1: deadline = 2020-01-01" in err
+    assert "a runs and counts as late" in err
+
+
+def test_without_any_profile_it_is_said_what_makes_one(gfgen, folder):
+    code, _, err = gfgen("simulate", folder / "night.jsonl")
+    assert code == 2
+    assert "gfgen profile" in err
+    assert err.count("\n") == 1
+
+
+def test_a_shipped_profile_serves_the_models_it_has(gfgen, folder):
+    (folder / "big.jsonl").write_text('{"prompt": "a fox", "model": "qwen-image", "size": "1024x1024"}\n')
+    code, out, _ = gfgen("simulate", folder / "big.jsonl")
+    assert code == 0
+    assert "H200" in out
+
+
+def test_the_plan_begins_with_the_answer_and_can_be_drawn(gfgen, folder):
+    profile = folder / "profile.json"
+    code, out, _ = gfgen(
+        "plan", folder / "night.jsonl", "--by", "1h", "--profile", profile, "--chart", folder / "plan.png"
+    )
+    assert code == 0
+    assert out.startswith("With ")
+    assert "Policies on 4 ranks" in out
+    assert (folder / "plan.png").read_bytes().startswith(b"\x89PNG")
+    code, _, err = gfgen("plan", folder / "night.jsonl", "--by", "yesterday", "--profile", profile)
+    assert code == 2
+    assert "--by 'yesterday'" in err

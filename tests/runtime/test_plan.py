@@ -1,0 +1,118 @@
+"""Plans: the best choice comes first, and the words say what the numbers do."""
+
+from dataclasses import replace
+
+import pytest
+from builders import make_job
+
+from gfgen.errors import RunError
+from gfgen.graph import Stage
+from gfgen.runtime import plan_words
+from gfgen.runtime.plan import Option, best_first, make_plan
+from gfgen.runtime.plot_plan import draw_plan
+from gfgen.runtime.profile import Profile, ProfileRow
+
+STEPS = {(1, 1, 1): 10.0, (1, 2, 1): 6.0}
+PROFILE = Profile(
+    device="a test",
+    date="2026-11-20",
+    source="made up",
+    num_ranks=2,
+    rows=tuple(
+        ProfileRow("fake", "small", stage, degrees, seconds if stage is Stage.DENOISE else 0.1, flops=1e9)
+        for stage in Stage
+        for degrees, seconds in STEPS.items()
+        if stage is Stage.DENOISE or degrees == (1, 1, 1)
+    ),
+)
+
+
+def plan_of(jobs, *, policies=("srtf", "fcfs"), num_ranks=2, rank_counts=(1, 2), by_s=None):
+    return make_plan(
+        jobs,
+        policies=policies,
+        num_ranks=num_ranks,
+        rank_counts=rank_counts,
+        profile=PROFILE,
+        started_at=1_800_000_000.0,
+        by_s=by_s,
+    )
+
+
+def words(plan):
+    return plan_words.in_plain_words(plan, device="a test")
+
+
+def option(name, *, num_late=0, end_s=100.0, mean_s=10.0):
+    return Option(name, 1, end_s, mean_s, ("late",) * num_late, (), 0, 0)
+
+
+def test_what_is_in_time_goes_before_what_is_early_and_ties_go_to_the_shorter_wait():
+    options = [
+        option("early", num_late=1, end_s=50.0),
+        option("slow", end_s=120.0, mean_s=1.0),
+        option("patient", end_s=100.0, mean_s=20.0),
+        option("quick", end_s=100.5, mean_s=10.0),
+    ]
+    assert [each.policy for each in best_first(options)] == ["quick", "patient", "slow", "early"]
+
+
+def test_the_first_line_answers_and_the_fewest_ranks_are_named():
+    plan = plan_of([make_job(f"job-{i}", steps=10) for i in range(4)], by_s=300.0)
+    first, *rest = words(plan)
+    assert first.startswith("With srtf on 2 ranks all 4 jobs are done by ")
+    assert " before " in first
+    assert any(line.startswith("2 ranks are enough for everything to be in time") for line in rest)
+    assert plan.fewest is not None
+    assert plan.fewest.num_ranks == 2
+    assert len(rest) < 24
+
+
+def test_what_is_late_is_named_with_how_much():
+    jobs = [make_job("hopeless", steps=10, deadline_s=60.0), make_job("easy", steps=10, deadline_s=500.0)]
+    plan = plan_of(jobs)
+    lines = words(plan)
+    assert lines[0].endswith("; 1 of 2 deadlines is missed.")
+    assert any(line.startswith("  hopeless: due ") and line.endswith(" late") for line in lines)
+    assert any(line.startswith("No number of ranks up to 2 meets everything") for line in lines)
+    assert plan_words.as_json(plan)["fewest_ranks"] is None
+
+
+def test_a_job_that_times_out_counts_as_late_and_says_so():
+    plan = plan_of([make_job("slow", steps=10, timeout_s=5.0), make_job("quick", steps=1)])
+    assert "1 of 2 jobs are done" in words(plan)[0]
+    assert any("slow: fails at" in line and "timed out 5 s" in line for line in words(plan))
+
+
+def test_a_deadline_before_the_arrival_is_late_whatever_is_done():
+    job = make_job("late", steps=1, arrival_s=100.0)
+    spec = replace(job.spec, deadline_at=1_800_000_050.0)
+    job = replace(job, info=replace(job.info, spec=spec))
+    assert [each.job_id for each in plan_of([job]).best.late] == ["late"]
+
+
+def test_a_policy_that_starves_a_job_is_left_out_by_name(tmp_path):
+    (tmp_path / "unfair.py").write_text(
+        "from gfgen.policies.fcfs import fcfs\nfrom dataclasses import replace\n"
+        "def policy(snapshot):\n"
+        "    rest = {i: job for i, job in snapshot.open.items() if i != 'poor'}\n"
+        "    return fcfs(replace(snapshot, open=rest))\n"
+    )
+    jobs = [make_job("poor", steps=1), make_job("rich", steps=1)]
+    plan = plan_of(jobs, policies=["fcfs", str(tmp_path / "unfair.py")])
+    assert [each.policy for each in plan.by_policy] == ["fcfs"]
+    assert any("1 job waits: poor" in line for line in words(plan))
+    with pytest.raises(RunError, match="1 job waits: poor"):
+        plan_of(jobs, policies=[str(tmp_path / "unfair.py")])
+
+
+def test_what_was_extrapolated_is_said():
+    assert not any(line.startswith("Uncertain") for line in words(plan_of([make_job("a", steps=1)])))
+    huge = replace(make_job("a", steps=1, shape="huge"), flops=dict.fromkeys(Stage, 1e12))
+    unknown = words(plan_of([huge]))
+    assert any(line.startswith("Uncertain: ") and "huge" in line for line in unknown)
+
+
+def test_the_chart_has_a_bar_for_each_policy_and_number_of_ranks():
+    figure = draw_plan(plan_of([make_job("a", steps=3)], by_s=20.0))
+    assert [len(axes.patches) for axes in figure.axes] == [2, 2]

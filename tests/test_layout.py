@@ -1,0 +1,28 @@
+"""Layouts that choose their own degrees."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gfgen.layout import Layout
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "heads", "degrees"),
+    [(4, 24, (4, 1)), (4, 2, (2, 2)), (3, 2, (1, 3)), (6, 4, (3, 2)), (8, 5, (4, 2)), (7, 6, (1, 7))],
+)
+def test_as_many_ranks_as_can_share_heads_and_rings_share_keys(
+    num_ranks: int, heads: int, degrees: tuple[int, int]
+) -> None:
+    layout = Layout.sharing(tuple(range(num_ranks)), cfg=1, most_ulysses=heads)
+    assert (layout.ulysses, layout.ring) == degrees
+
+
+@given(num_shards=st.integers(1, 4), cfg=st.integers(1, 2), heads=st.integers(1, 40))
+def test_every_rank_is_used_whatever_the_heads(num_shards: int, cfg: int, heads: int) -> None:
+    layout = Layout.sharing(tuple(range(cfg * num_shards)), cfg=cfg, most_ulysses=heads)
+    assert layout.cfg == cfg
+    assert layout.sequence_degree == num_shards
+    assert layout.ulysses <= heads
