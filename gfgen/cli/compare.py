@@ -149,7 +149,7 @@ def workload(
 @click.option("--simulate", "is_simulated", is_flag=True, help="In virtual time, with a profile.")
 @click.option(
     "--slack", type=click.FloatRange(0), metavar="SECONDS",
-    help="So long after its deadline a job is in time for the client. [as in the paper: videos 5, images 1; tiny models less]",
+    help="A job is in time for the client until so long after its deadline. [by model, as in the paper]",
 )  # fmt: skip
 @click.option(
     "--output", "-o", type=click.Path(file_okay=False, path_type=Path), default=Path("outputs/compare"),
