@@ -4,7 +4,7 @@
 
 Every point is 20 workloads of 80 jobs; all policies get the same ones, so that differences are paired by
 seed. Durations come from the profile of goals that is shipped (h200-goals.json): nothing here was measured
-on a GPU. Writes OUTPUT.json (every run), OUTPUT.md (tables and bars); `--charts DIR` draws the curves.
+on a GPU. Writes OUTPUT.json (by seed), OUTPUT.md (tables and bars); `--charts DIR` draws the curves.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import argparse
 import gc
 import itertools
 import json
+import subprocess
 import time
 from collections import defaultdict
 from concurrent.futures import ProcessPoolExecutor
@@ -50,6 +51,9 @@ POLICIES = (*BASELINES, "auto")
 OVERNIGHT_JOBS, OVERNIGHT_SEEDS = 300, 5
 OVERNIGHT_POLICIES = ("legacy", "fcfs", "srtf", PAPER, "makespan", "auto")
 RESAMPLES = 2000
+RUN_FIELDS = ("attainment", "attainment_client", "mean_s", "p95_s", "jobs_per_min", "num_failed")
+NIGHT_FIELDS = ("makespan_s", "bound_s", "excess", "attainment", "mean_s")
+"""What is kept of every run."""
 Point = tuple[str, str, float, int]
 
 
@@ -101,20 +105,34 @@ def run_overnight(point: tuple[str, int]) -> list[dict[str, Any]]:
     jobs = jobs_of(model, "overnight", load=1.0, seed=seed, deadlines_from=1, num_jobs=OVERNIGHT_JOBS)
     bound_s = makespan_bound_s(jobs, CostModel(profile()), num_ranks=NUM_RANKS)
     return [
-        {"model": model, "seed": seed, "bound_s": bound_s}
-        | asdict(score(policy, outcomes_of(jobs, policy), slack_s=0.0))
-        for policy in OVERNIGHT_POLICIES
+        asdict(found)
+        | {"model": model, "seed": seed, "bound_s": bound_s, "excess": found.makespan_s / bound_s - 1}
+        for found in (score(name, outcomes_of(jobs, name), slack_s=0.0) for name in OVERNIGHT_POLICIES)
     ]
 
 
 # Tables -----------------------------------------------------------------------------------
 
 
+def gathered(
+    rows: list[dict[str, Any]], keys: tuple[str, ...], fields: tuple[str, ...]
+) -> list[dict[str, Any]]:
+    """A row for each point and policy, with lists of values by seed."""
+    found: dict[Any, dict[str, Any]] = {}
+    for row in sorted(rows, key=lambda row: row["seed"]):
+        key = tuple(row[name] for name in keys)
+        into = found.setdefault(key, dict(zip(keys, key, strict=True)) | {field: [] for field in fields})
+        for field in fields:
+            value = row[field]
+            into[field].append(round(value, 4) if isinstance(value, float) else value)
+    return list(found.values())
+
+
 def by_cell(rows, field: str) -> dict[tuple[str, str, int, float], dict[str, list[float]]]:
     """Values by seed, of each policy at each point."""
-    cells: dict[Any, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for row in sorted(rows, key=lambda row: row["seed"]):
-        cells[row["model"], row["workload"], row["from"], row["load"]][row["policy"]].append(row[field])
+    cells: dict[Any, dict[str, list[float]]] = defaultdict(dict)
+    for row in rows:
+        cells[row["model"], row["workload"], row["from"], row["load"]][row["policy"]] = row[field]
     return cells
 
 
@@ -164,7 +182,7 @@ def bars(rows, overnight) -> list[str]:
         f"| mean latency at loads 0.3 to 0.6, over that of srtf at degree 1 | at most 0.7 "
         f"| {ratio:.2f}; worst point {worst_ratio:.2f} ({_name(cell)}) |"
     )
-    excess = [row["makespan_s"] / row["bound_s"] - 1 for row in overnight if row["policy"] == "auto"]
+    excess = [value for row in overnight if row["policy"] == "auto" for value in row["excess"]]
     lines.append(f"| overnight: makespan over the lower bound | at most 5% | {max(excess):.1%} at most |")
     return ["| | asked | found |", "|---|---|---|", *lines]
 
@@ -197,18 +215,19 @@ def table(rows, model: str, workload: str, n: int) -> list[str]:
     return lines
 
 
-def report(rows, overnight, *, wall_s: float, processes: int) -> str:
+def report(rows, overnight, *, wall_s: float, processes: int, commit: str) -> str:
     lines = [
         "# Policies under load, simulated",
         "",
         f"{profile().date}; command: `python benchmarks/policy_study.py --processes {processes}`, "
-        f"{wall_s / 60:.1f} minutes on a shared machine with two cores.",
+        f"{wall_s / 60:.1f} minutes on two cores that others used too; commit {commit}.",
         "",
         f"{NUM_RANKS} ranks of the profile h200-goals.json (goal step times put together, not measured), "
         f"{NUM_JOBS} jobs a workload, {NUM_SEEDS} seeds, every policy on the same workloads. "
-        "`legacy,degree=1` (single-rank replicas) decides as `fcfs` does. In the tables: percentage of jobs that "
-        "met their deadline, its 95% bootstrap interval over seeds, in parentheses with the client's slack (5 s for "
-        "videos, 1 s for images) that no policy sees, and the mean latency of completed jobs.",
+        "`legacy,degree=1` (single-rank replicas) decides as `fcfs` does. In the tables: percentage of "
+        "jobs that met their deadline, its 95% bootstrap interval over seeds, in parentheses with the "
+        "client's slack (5 s for videos, 1 s for images) that no policy sees, and the mean latency of "
+        "completed jobs.",
         "",
         *bars(rows, overnight),
     ]
@@ -221,9 +240,8 @@ def report(rows, overnight, *, wall_s: float, processes: int) -> str:
         "|---|---|---|---|---|",
     ]
     for model, policy in itertools.product(MODELS, OVERNIGHT_POLICIES):
-        found = [row for row in overnight if (row["model"], row["policy"]) == (model, policy)]
-        excess = mean(row["makespan_s"] / row["bound_s"] - 1 for row in found)
-        met, taken_s = mean(row["attainment"] for row in found), mean(row["mean_s"] for row in found)
+        found = next(row for row in overnight if (row["model"], row["policy"]) == (model, policy))
+        excess, met, taken_s = (mean(found[name]) for name in ("excess", "attainment", "mean_s"))
         lines.append(f"| {model} | {policy} | {excess:+.1%} | {met:.0%} | {taken_s:.0f} s |")
     return "\n".join(lines) + "\n"
 
@@ -256,13 +274,15 @@ def charts(rows, folder: Path) -> None:
             axes[2 * m][0].set_ylabel("deadlines met, %")
             axes[2 * m + 1][0].set_ylabel("mean latency, s")
             axes[3][w].set_xlabel("load")
-        figure.suptitle(f"Simulated on 4 ranks (h200-goals), deadlines from the {n}-GPU time", fontsize=11)
+        figure.suptitle(
+            f"Simulated on 4 ranks (h200-goals), deadlines from the {n}-GPU time", fontsize=11, y=0.995
+        )
         figure.legend(
-            *axes[0][0].get_legend_handles_labels(), ncols=6, loc="upper center", bbox_to_anchor=(0.5, 0.98)
+            *axes[0][0].get_legend_handles_labels(), ncols=6, loc="upper center", bbox_to_anchor=(0.5, 0.978)
         )
         for axis in axes.flat:
             axis.grid(alpha=0.25)
-        figure.tight_layout(rect=(0, 0, 1, 0.965))
+        figure.tight_layout(rect=(0, 0, 1, 0.945))
         figure.savefig(folder / f"policies-deadlines-{n}.png", dpi=90)
         plt.close(figure)
 
@@ -288,20 +308,25 @@ def main() -> None:
         found = {
             "wall_s": round(time.monotonic() - began_s, 1),
             "processes": options.processes,
-            "rows": [_rounded(row) for row in rows],
-            "overnight": [_rounded(row) for row in overnight],
+            "commit": _commit(),
+            "rows": gathered(rows, ("workload", "model", "from", "load", "policy"), RUN_FIELDS),
+            "overnight": gathered(overnight, ("model", "policy"), NIGHT_FIELDS),
         }
-        header = {key: found[key] for key in ("wall_s", "processes")}
+        header = {key: found[key] for key in ("wall_s", "processes", "commit")}
         path.write_text(_as_lines(header, rows=found["rows"], overnight=found["overnight"]))
-    text = report(found["rows"], found["overnight"], wall_s=found["wall_s"], processes=found["processes"])
+    header = {key: found[key] for key in ("wall_s", "processes", "commit")}
+    text = report(found["rows"], found["overnight"], **header)
     options.output.with_suffix(".md").write_text(text)
     print("\n".join(bars(found["rows"], found["overnight"])))
     if options.charts:
         charts(found["rows"], options.charts)
 
 
-def _rounded(row: dict[str, Any]) -> dict[str, Any]:
-    return {key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()}
+def _commit() -> str:
+    """What the numbers were made with."""
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    asked = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
+    return asked.stdout.strip() or "unknown"
 
 
 def _as_lines(header: dict[str, Any], **tables: list[dict[str, Any]]) -> str:

@@ -78,6 +78,7 @@ def simulated_control(
     backend: Callable[..., SimulatedBackend] = SimulatedBackend,
     closes_s: float | None = None,
     intake: Callable[[Clock], Any] = lambda _: None,
+    chooser: Any = None,
 ) -> tuple[Control, Recorder]:
     """A control loop over simulated ranks, not yet run, and what will watch it."""
     clock, recorder = Clock(virtual=True), Recorder()
@@ -101,6 +102,7 @@ def simulated_control(
         observers=[recorder],
         journal=journal,
         intake=intake(clock),
+        chooser=chooser,
     )
     return control, recorder
 

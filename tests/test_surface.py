@@ -93,6 +93,36 @@ def test_options_of_the_other_commands():
     assert options_of(subcommand("models", "make-tiny")) == []
     assert options_of(subcommand("bench", "runtime")) == ["--tasks"]
     assert options_of(subcommand("bench", "forward")) == ["--gpus", "--only", "--output", "--seconds"]
+    assert options_of(subcommand("bench", "workload")) == [
+        "--deadlines-from",
+        "--jobs",
+        "--load",
+        "--minutes",
+        "--model",
+        "--output",
+        "--profile",
+        "--ranks",
+        "--seed",
+        "--timeout",
+        "-o",
+    ]
+    assert options_of(subcommand("bench", "compare")) == [
+        "--against",
+        "--deadlines-from",
+        "--jobs",
+        "--load",
+        "--model",
+        "--output",
+        "--policy",
+        "--profile",
+        "--ranks",
+        "--seed",
+        "--simulate",
+        "--slack",
+        "--timeout",
+        "--workload",
+        "-o",
+    ]
     assert options_of(subcommand("bench", "simulator")) == ["--runs", "--tasks"]
     assert options_of(subcommand("bench", "attention")) == ["--gpus", "--output"]
     assert options_of(subcommand("bench", "faults")) == ["--schedules", "--seconds", "--seed"]

@@ -84,7 +84,7 @@ def _attainment(
 
 
 def makespan_bound_s(jobs: Sequence[AdmittedJob], costs: CostModel, *, num_ranks: int) -> float:
-    """No schedule ends sooner: all work at its most thrifty, spread evenly, or the longest job at its fastest."""
+    """No schedule ends sooner: all work at its most thrifty, evenly spread, or the longest job alone."""
     degrees = [degree for degree in (1, 2, 4, 8) if degree <= num_ranks]
     work_s, longest_s = 0.0, 0.0
     for job in jobs:

@@ -4,12 +4,13 @@ Every workload is a mix of three classes of a model (S, M and L: 60, 25 and 15 o
 with deadlines and time-outs. Arrivals come so fast that the ranks would be loaded to `load` if each
 were a replica that runs whole jobs alone.
 
-Source: GF-DiT, section 6 (classes, alpha, time-outs, the client's allowance), as in docs/workloads.md.
+Source: GF-DiT (arXiv 2606.13501), evaluation: classes, alpha, time-outs, the client's allowance.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -60,8 +61,8 @@ class Mix:
     guidance: Mapping[str, float | str]
 
 
-_VIDEO_GUIDANCE = {"guidance_scale": 5.0}
-_IMAGE_GUIDANCE = {"negative_prompt": " ", "true_cfg_scale": 4.0}
+_VIDEO_GUIDANCE: Mapping[str, float | str] = {"guidance_scale": 5.0}
+_IMAGE_GUIDANCE: Mapping[str, float | str] = {"negative_prompt": " ", "true_cfg_scale": 4.0}
 _SHARES = (0.60, 0.25, 0.15)
 _ALPHAS = {"video": (2.0, 2.5, 3.5), "image": (1.5, 2.0, 6.0)}
 
@@ -79,11 +80,11 @@ MIXES = {
         _classes("image", (512, 512), (1024, 1024), (1536, 1536)), 25, 1500, 1, _IMAGE_GUIDANCE
     ),
     "tiny-wan": Mix(
-        _classes("video", (64, 64, 9), (128, 96, 17), (192, 128, 33)), 8, 3600, 5, _VIDEO_GUIDANCE
+        _classes("video", (64, 64, 5), (96, 64, 9), (128, 96, 17)), 6, 3600, 0.25, _VIDEO_GUIDANCE
     ),
-    "tiny-qwen-image": Mix(_classes("image", (64, 64), (128, 128), (192, 192)), 8, 1500, 1, _IMAGE_GUIDANCE),
+    "tiny-qwen-image": Mix(_classes("image", (64, 64), (96, 96), (160, 160)), 6, 1500, 0.1, _IMAGE_GUIDANCE),
 }
-"""By model. The tiny ones have classes that CPU ranks run in seconds."""
+"""By model. The tiny ones have classes that CPU ranks run in a second or so, and a slack to match."""
 
 
 def mix_of(model: str) -> Mix:
@@ -107,12 +108,22 @@ class StandAlone:
         return sum(cls.share * self.of(cls.tag) for cls in mix.classes)
 
 
+def calibration_jobs(model: str, *, copies: int = 1) -> tuple[JobSpec, ...]:
+    """One job of each class, or several, to find out how long they take."""
+    mix, rng = mix_of(model), random.Random(0)
+    return tuple(
+        replace(_spec(f"{cls.tag}-{number}", cls, mix, model, rng), seed=number)
+        for cls in mix.classes
+        for number in range(copies)
+    )
+
+
 def stand_alone(model: Model, costs: CostModel, *, degrees: Sequence[int] = (1, 4)) -> StandAlone:
     """What the cost model predicts for the classes of a model's mix."""
-    mix = mix_of(model.name)
-    specs = [_spec(cls.tag, cls, mix, model.name, random.Random(0)) for cls in mix.classes]
-    jobs = admitted(specs, model)
-    return StandAlone({n: {job.job_id: alone_s(job, costs, degree=n) for job in jobs} for n in degrees})
+    jobs = admitted(calibration_jobs(model.name), model)
+    return StandAlone(
+        {n: {job.spec.tag or "": alone_s(job, costs, degree=n) for job in jobs} for n in degrees}
+    )
 
 
 def alone_s(job: AdmittedJob, costs: CostModel, *, degree: int) -> float:
@@ -152,6 +163,10 @@ class WorkloadOptions:
     num_ranks: int = 4
     deadlines_from: int = 1
     """Deadlines are multiples of what a job takes alone on so many ranks."""
+    timeout_s: float | None = None
+    """In place of the mix's own."""
+    minutes: float | None = None
+    """No job arrives later than this."""
 
 
 def make_workload(name: Name, model: str, times: StandAlone, options: WorkloadOptions) -> tuple[JobSpec, ...]:
@@ -160,7 +175,9 @@ def make_workload(name: Name, model: str, times: StandAlone, options: WorkloadOp
     rng = random.Random(f"{name} {model} {options.seed}")
     # Ranks that serve one job at a time each are busy for load of the time at this rate.
     rate = options.load * options.num_ranks / times.mean_s(mix)
-    arrivals = itertools.islice(_ARRIVALS[name](rng, mix, rate), options.num_jobs)
+    until_s = math.inf if options.minutes is None else 60 * options.minutes
+    endless = itertools.takewhile(lambda arrival: arrival[0] <= until_s, _ARRIVALS[name](rng, mix, rate))
+    arrivals = itertools.islice(endless, options.num_jobs)
     jobs = []
     for number, (arrival_s, cls) in enumerate(sorted(arrivals, key=lambda arrival: arrival[0]), start=1):
         spec = _spec(f"{cls.tag}-{number:04d}", cls, mix, model, rng)
@@ -170,7 +187,7 @@ def make_workload(name: Name, model: str, times: StandAlone, options: WorkloadOp
                 spec,
                 arrival_s=round(arrival_s, 3),
                 deadline_s=round(deadline_s, 3),
-                timeout_s=mix.timeout_s,
+                timeout_s=options.timeout_s or mix.timeout_s,
                 seed=number,
             )
         )

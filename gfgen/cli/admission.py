@@ -168,3 +168,8 @@ class Admission:
 def _find_weightless(name: str) -> Model:
     configs = find_configs(name)
     return Model(name, configs, weightless_geometry(configs))
+
+
+def find_model(name: str) -> Model:
+    checkpoint = resolve_checkpoint(name)
+    return Model(name, checkpoint, load_geometry(checkpoint))

@@ -16,6 +16,7 @@ import click
 from gfgen import log
 from gfgen.bench.runtime import measure_control_plane
 from gfgen.bench.simulator import measure_simulator
+from gfgen.cli.compare import compare, workload
 from gfgen.runtime.machine import cpu_name
 
 POLICIES = ("srtf", "fcfs", "edf", "legacy")
@@ -23,9 +24,26 @@ _STARTUP_COMMANDS = ("--help", "policies")
 _STARTUP_RUNS = 5
 
 
-@click.group()
+class _BenchGroup(click.Group):
+    """Reads `bench --compare POLICY ...` as `bench compare --against POLICY ...`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if args and args[0].partition("=")[0] == "--compare":
+            _, equals, policy = args[0].partition("=")
+            args = ["compare", "--against", *([policy] if equals else []), *args[1:]]
+        return super().parse_args(ctx, args)
+
+
+@click.group(cls=_BenchGroup)
 def bench() -> None:
-    """Measure gfgen on this machine; tables are Markdown, ready for benchmarks/results/."""
+    """Measure gfgen on this machine; tables are Markdown, ready for benchmarks/results/.
+
+    `gfgen bench --compare legacy` shows what policies are worth here: `gfgen bench compare --help`.
+    """
+
+
+bench.add_command(compare)
+bench.add_command(workload)
 
 
 @bench.command()

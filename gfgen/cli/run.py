@@ -19,6 +19,7 @@ from gfgen.layout import MAX_RANKS
 from gfgen.policies.catalog import NamedPolicy, load_policy
 from gfgen.runtime import resume
 from gfgen.runtime.admission import AdmittedJob
+from gfgen.runtime.choosing import ChooserBeside
 from gfgen.runtime.clock import Clock
 from gfgen.runtime.closing import closing_at
 from gfgen.runtime.control import Control
@@ -87,7 +88,7 @@ class RunOptions:
     show_default=True,
     help="What the workers compute on; auto: GPUs if there are any.",
 )
-@click.option("--policy", default="srtf", show_default=True, help="NAME[,option=value...]: 'gfgen policies'.")
+@click.option("--policy", default="auto", show_default=True, help="NAME[,option=value...]: 'gfgen policies'.")
 @click.option(
     "--model",
     default=DEFAULT_MODEL,
@@ -199,8 +200,8 @@ def run_jobs(admitted: Sequence[AdmittedJob], options: RunOptions) -> Summary:
             return Summary(num_skipped=len(done))
         skipped = [job for job in admitted if job.job_id in done]
         checkpoints = {job.checkpoint for job in todo}
-        with _ready_pool(checkpoints, options, signals) as pool:
-            return _run_on(pool, todo, options, signals=signals, skipped=skipped)
+        with ready_pool(checkpoints, options, signals) as pool:
+            return run_on(pool, todo, options, signals=signals, skipped=skipped)
 
 
 def watch_folder(folder: Path, options: RunOptions) -> Summary:
@@ -223,12 +224,12 @@ def watch_folder(folder: Path, options: RunOptions) -> Summary:
         first = inbox.look()
         checkpoints = {admit.find_model(options.model).checkpoint, *(job.checkpoint for job in first)}
         admit.check(checkpoints)
-        pool = stack.enter_context(_ready_pool(checkpoints, options, signals))
+        pool = stack.enter_context(ready_pool(checkpoints, options, signals))
         inbox.start(admit=admit.of_loaded(checkpoints))
-        return _run_on(pool, first, options, signals=signals, inbox=inbox)
+        return run_on(pool, first, options, signals=signals, inbox=inbox)
 
 
-def _run_on(
+def run_on(
     pool: WorkerPool,
     todo: Sequence[AdmittedJob],
     options: RunOptions,
@@ -236,6 +237,7 @@ def _run_on(
     signals: SignalPipe,
     skipped: Sequence[AdmittedJob] = (),
     inbox: Inbox | None = None,
+    watchers: Sequence[Observer] = (),
 ) -> Summary:
     """One run of the control loop on workers that are ready."""
     arrived_at = first_arrivals(options.output_dir / JOURNAL_NAME)
@@ -285,6 +287,9 @@ def _run_on(
             ),
         )
         stack.callback(journal.close)
+        chooser = None if options.policy.choose is None else ChooserBeside(options.policy.choose)
+        if chooser is not None:
+            stack.callback(chooser.close)
         control = Control(
             todo,
             state=state,
@@ -293,9 +298,10 @@ def _run_on(
             policy=options.policy,
             guard_s=options.guard_s,
             journal=journal,
-            observers=[*observers, *([] if inbox is None else [inbox])],
+            observers=[*observers, *watchers, *([] if inbox is None else [inbox])],
             skipped=skipped,
             intake=inbox,
+            chooser=chooser,
         )
         summary = control.run()
         for job_id, (next_index, producer) in state.stopped_at.items():
@@ -332,7 +338,7 @@ def _held_folder(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _ready_pool(
+def ready_pool(
     checkpoints: Collection[Path], options: RunOptions, signals: SignalPipe
 ) -> Iterator[WorkerPool]:
     """Workers with these models; the run's clock starts after this."""

@@ -106,10 +106,10 @@ class _Ranks:
         if num_missing <= 0 or job.next_task.stage is not Stage.DENOISE:
             return None
         now_s = self._snapshot.now_s
-        ends_s = [
-            max(now_s, view.free_at_s)
+        ends_s = [  # a task that is later than predicted may end at any time, or not for long
+            view.free_at_s
             for view in self._snapshot.ranks
-            if not view.can_take and view.rank not in self._kept
+            if not view.can_take and view.rank not in self._kept and view.free_at_s > now_s
         ]
         if len(ends_s) < num_missing:
             return None

@@ -27,10 +27,9 @@ DEGREES = (2, 1, 4, 8)
 def auto(snapshot: Snapshot) -> list[Decision]:
     """Chooses by itself: simulates ahead when jobs come and go, and decides as what did best there.
 
-    For everything, above all for loads and deadlines that change. The choice is between the forms of
-    `triage`, which meets as many deadlines as possible, with small, middle and large groups of ranks;
-    what counts is deadlines met, then the mean latency. It sees what any other policy sees. The log and
-    the journal name each change.
+    For everything, above all for loads and deadlines that change. The choice is between `triage` with
+    groups of thrifty degrees, and `srtf` on all ranks; what counts is deadlines met, then the mean
+    latency. It sees what any other policy sees. The log and the journal name each change.
     """
     return triage(snapshot)
 
@@ -91,7 +90,7 @@ def _losses(outlooks: Mapping[str, Outlook]) -> dict[str, float]:
 
 
 def _smoothed(losses: Mapping[str, float], last: Choice | None) -> dict[str, float]:
-    """Added to what is left of those of earlier looks: one look is at a few dozen jobs, and chance is large."""
+    """Added to what is left of those of earlier looks: one look is at few jobs, and chance is large."""
     if last is None:
         return dict(losses)
     return {policy: loss + MEMORY * last.losses.get(policy, loss) for policy, loss in losses.items()}

@@ -13,7 +13,6 @@ import functools
 import importlib
 import importlib.util
 import inspect
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -89,8 +88,8 @@ def _find(name: str) -> Callable[..., Any]:
 
 def _chooser_beside(function: Callable[..., Any]) -> Choose | None:
     """The function `choose_NAME` of the module in which the policy NAME is defined."""
-    module = sys.modules.get(getattr(function, "__module__", ""))
-    return getattr(module, f"choose_{getattr(function, '__name__', '')}", None)
+    module: Mapping[str, Any] = getattr(function, "__globals__", {})
+    return module.get(f"choose_{getattr(function, '__name__', '')}")
 
 
 def _import_module(name: str) -> Any:

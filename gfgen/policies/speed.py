@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import functools
-
-from gfgen.layout import Layout
+from gfgen.layout import MAX_RANKS
 from gfgen.snapshot import JobView, Snapshot
+
+_SOME = tuple(range(MAX_RANKS))
+"""Any ranks: predictions depend on degrees alone."""
 
 
 def rest_s(snapshot: Snapshot, job: JobView, degree: int) -> float:
     """Predicted seconds from the job's next task to its end, with its steps on `degree` ranks."""
     if degree == 1:
         return job.remaining_s
-    return snapshot.costs.remaining_s(job.next_task, _some_layout(job.uses_cfg, min(degree, job.step_degree)))
+    return snapshot.costs.remaining_s(job.next_task, job.step_layout(_SOME[:degree]))
 
 
 def step_s(snapshot: Snapshot, job: JobView, degree: int) -> float:
     """Predicted seconds of the job's next task, a step, on `degree` ranks."""
-    return snapshot.costs.task_s(job.next_task, _some_layout(job.uses_cfg, min(degree, job.step_degree)))
+    return snapshot.costs.task_s(job.next_task, job.step_layout(_SOME[:degree]))
 
 
 def widest(snapshot: Snapshot, job: JobView) -> int:
@@ -39,10 +40,3 @@ def is_past_rescue(snapshot: Snapshot, job: JobView) -> bool:
 def power_of_two(number: int) -> int:
     """The largest power of two that is not above a number of at least 1."""
     return 1 << (number.bit_length() - 1)
-
-
-@functools.lru_cache(maxsize=64)
-def _some_layout(uses_cfg: bool, degree: int) -> Layout:
-    """Any layout of that many ranks: predictions depend on degrees alone."""
-    halves = 2 if uses_cfg and degree % 2 == 0 else 1
-    return Layout(tuple(range(degree)), cfg=halves, ulysses=degree // halves)

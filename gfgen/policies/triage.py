@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
+from typing import Any
 
 from gfgen.policies.allotment import allot, shared_out
 from gfgen.policies.groups import Degree
@@ -21,6 +23,9 @@ others will come, and a long job without room keeps everyone from the ranks when
 MARGIN = 1.25
 """A job runs on few ranks if that leaves a fifth of the time to its deadline unused: every boundary at
 which it has to wait for others costs part of a step, and what is left at the end cannot be made up."""
+
+NUM_OTHERS = 16
+"""Of the other jobs so many: twice as many as there can be ranks."""
 
 _due = attrgetter("precedence", "deadline_s", "arrival_s")
 _short = attrgetter("precedence", "remaining_s", "arrival_s")
@@ -46,18 +51,28 @@ def triage(snapshot: Snapshot, *, degree: Degree = 2) -> list[Decision]:
 
 def _sorted_out(snapshot: Snapshot, degree: int) -> tuple[list[JobView], list[JobView]]:
     """The jobs that are to meet their deadlines, in their order, and the first of the others in theirs."""
-    hopeful, others = [], []
-    for job in (*snapshot.open.values(), *snapshot.busy.values()):
-        is_lost = job.deadline_s == math.inf or is_past_rescue(snapshot, job)
-        (others if is_lost else hopeful).append(job)
-    candidates = heapq.nsmallest(NUM_CONSIDERED, hopeful, key=_due)
-    saved, given_up = _most_in_time(snapshot, candidates, degree)
-    rest = sorted([*given_up, *heapq.nsmallest(NUM_CONSIDERED, others, key=_short)], key=_standing)
-    return _shortest_first(snapshot, saved, degree), rest
+    hopeful = _first(snapshot, _due, NUM_CONSIDERED, lambda job: not _is_lost(snapshot, job))
+    saved, given_up = _most_in_time(snapshot, hopeful, degree)
+    known = {job.job_id for job in hopeful}
+    others = _first(snapshot, _standing, NUM_OTHERS, lambda job: job.job_id not in known)
+    return _shortest_first(snapshot, saved, degree), sorted([*given_up, *others], key=_standing)
+
+
+def _first(
+    snapshot: Snapshot, key: Callable[[JobView], Any], number: int, is_meant: Callable[[JobView], bool]
+) -> list[JobView]:
+    """The first open jobs that are meant, and all busy ones that are, in order."""
+    found = list(itertools.islice(filter(is_meant, snapshot.in_order(key)), number))
+    return sorted([*found, *filter(is_meant, snapshot.busy.values())], key=key)
+
+
+def _is_lost(snapshot: Snapshot, job: JobView) -> bool:
+    """No deadline can be met: there is none, or it is too late for it."""
+    return job.deadline_s == math.inf or is_past_rescue(snapshot, job)
 
 
 def _standing(job: JobView) -> tuple[float, ...]:
-    """Of jobs that meet no deadline: those that have none before those that miss one."""
+    """Of jobs that meet no deadline: those that have none before those that miss one; short ones first."""
     return (job.precedence, job.deadline_s < math.inf, job.remaining_s, job.arrival_s)
 
 
@@ -71,7 +86,9 @@ def _most_in_time(
 
     Source: Moore 1968, "An n job, one machine sequencing algorithm for minimizing the number of late jobs".
     """
-    end_s, taken, given_up = snapshot.now_s, [], []
+    end_s = snapshot.now_s
+    taken: list[tuple[float, str]] = []
+    given_up = []
     by_id = {job.job_id: job for job in by_deadline}
     for job in by_deadline:
         if snapshot.now_s + rest_s(snapshot, job, widest(snapshot, job)) > job.deadline_s:

@@ -66,11 +66,15 @@ class ChooserBeside:
         self._last = choice or self._last
         return choice
 
+    def wait(self) -> None:
+        """Until the thought that is under way has ended."""
+        if self._thread is not None:
+            self._thread.join()
+
     def close(self) -> None:
         """Let a thought that is under way break off."""
         self._is_closed = True
-        if self._thread is not None:
-            self._thread.join(timeout=1.0)
+        self.wait()
 
     def _think(self, snapshot: Snapshot) -> None:
         self._choice = _asked(self._choose, snapshot, self._last)

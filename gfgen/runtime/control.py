@@ -180,6 +180,7 @@ class Control:
         """Let the state change by an event, and tell everyone who watches."""
         if isinstance(event, PolicyChanged) and event.policy != self.policy.name:
             self.policy = load_policy(event.policy)
+            logger.info("from now on %s decides: %s", event.policy, event.reason)
         self._num_changes += isinstance(event, JobArrived)
         outcomes = self.state.apply(event)
         for observer in self.observers:

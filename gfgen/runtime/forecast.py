@@ -52,4 +52,6 @@ def _order(policy: str) -> Callable[[JobView], float]:
     name = policy.partition(",")[0]
     if name == "srtf":
         return lambda view: view.remaining_s
-    return lambda view: view.deadline_s if name == "edf" else view.arrival_s
+    if name == "makespan":
+        return lambda view: -view.remaining_s
+    return lambda view: view.deadline_s if name in ("edf", "triage", "auto") else view.arrival_s

@@ -13,6 +13,16 @@ def test_every_built_in_policy_loads_and_says_what_it_is_for(name):
     assert len(text.split("\n\n")) >= 2
 
 
+def test_a_policy_may_bring_a_function_that_chooses_another(tmp_path):
+    assert load_policy("srtf").choose is None
+    assert load_policy("auto").choose is not None
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "def policy(snapshot):\n    return []\ndef choose_policy(snapshot, last):\n    return None\n"
+    )
+    assert load_policy(str(path)).choose(None, None) is None
+
+
 def test_options_are_bound_with_their_type():
     assert load_policy("srtf, degree=2").decide.keywords == {"degree": 2}
 
@@ -21,7 +31,7 @@ def test_options_are_bound_with_their_type():
     ("text", "message"),
     [
         ("strf", "did you mean srtf"),
-        ("nonsense", "built in: legacy, fcfs, srtf, edf"),
+        ("nonsense", "built in: legacy, fcfs, srtf, edf, triage, makespan, auto"),
         ("srtf,degre=2", "no option 'degre=2'; options: degree"),
         ("srtf,degree", "no option 'degree'"),
         ("srtf,degree=two", "degree = two: a value of type int"),
@@ -29,7 +39,7 @@ def test_options_are_bound_with_their_type():
         ("fcfs,degree=-2", "degree = -2: a whole number from 1 to 8"),
         ("legacy,degree=-1", "degree = -1: a whole number from 0 to 8"),
         ("legacy,degree=9", "degree = 9: a whole number from 0 to 8"),
-        ("edf,degree=2", "options: none"),
+        ("edf,degree=2", "options: rescue"),
         ("missing.py", "no such file"),
         ("no_such_module:policy", "cannot import no_such_module"),
         ("gfgen.layout:nothing", "has no function nothing"),

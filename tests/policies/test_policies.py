@@ -130,10 +130,15 @@ def test_edf_prefers_the_next_deadline_and_puts_jobs_without_one_last():
     assert set(placed(edf(snapshot(*jobs)))) == {"soon", "late"}
 
 
-@pytest.mark.parametrize(("deadline_s", "degree"), [(20, 1), (6, 2), (3, 4), (0.1, 4), (math.inf, 1)])
+@pytest.mark.parametrize(("deadline_s", "degree"), [(20, 1), (6, 2), (3, 4), (0.1, 1), (math.inf, 1)])
 def test_edf_uses_the_fewest_ranks_that_meet_the_deadline(deadline_s, degree):
     decisions = edf(snapshot(view("a", deadline_s=deadline_s), free=range(4), num_ranks=4, max_degree=4))
     assert len(placed(decisions)["a"]) == degree
+
+
+def test_edf_as_in_the_paper_gives_all_ranks_to_a_job_past_rescue():
+    picture = snapshot(view("a", deadline_s=0.1), free=range(4), num_ranks=4, max_degree=4)
+    assert len(placed(edf(picture, rescue=False))["a"]) == 4
 
 
 def test_edf_keeps_a_job_where_its_state_is():
@@ -165,7 +170,20 @@ jobs_strategy = st.lists(
 @given(
     fields=jobs_strategy,
     policy=st.sampled_from(
-        ["legacy", "legacy,degree=1", "fcfs", "fcfs,degree=2", "srtf", "srtf,degree=3", "edf"]
+        [
+            "legacy",
+            "legacy,degree=1",
+            "fcfs",
+            "fcfs,degree=2",
+            "srtf",
+            "srtf,degree=3",
+            "edf",
+            "edf,rescue=false",
+            "triage",
+            "triage,degree=4",
+            "makespan",
+            "auto",
+        ]
     ),
     num_ranks=st.integers(1, 5),
     guard_s=st.sampled_from([0.0, 0.03]),

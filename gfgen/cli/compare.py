@@ -1,0 +1,309 @@
+"""`gfgen bench workload` and `gfgen bench compare`: job files with arrivals, and policies on them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import shutil
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from gfgen import log
+from gfgen.bench.compare import COMPARED, as_json, figures, table
+from gfgen.bench.scores import Outcomes, Score, score
+from gfgen.bench.workloads import (
+    WORKLOADS,
+    Name,
+    StandAlone,
+    WorkloadOptions,
+    admitted,
+    calibration_jobs,
+    make_workload,
+    mix_of,
+    stand_alone,
+    weightless_model,
+)
+from gfgen.cli.admission import find_model
+from gfgen.cli.prediction import choose_profile
+from gfgen.cli.run import RunOptions, ready_pool, run_on
+from gfgen.errors import InputError
+from gfgen.job import to_mapping
+from gfgen.jobspec import JobSpec
+from gfgen.layout import MAX_RANKS
+from gfgen.policies.catalog import load_policy
+from gfgen.runtime.admission import AdmittedJob
+from gfgen.runtime.cost import CostModel
+from gfgen.runtime.observer import JobOutcome
+from gfgen.runtime.picture import save_figure
+from gfgen.runtime.plot_runs import draw_runs
+from gfgen.runtime.profile import Profile
+from gfgen.runtime.signals import SignalPipe
+from gfgen.runtime.simulation import simulate
+
+logger = logging.getLogger(__name__)
+
+SIMULATED_RANKS, REAL_RANKS = 4, 2
+SIMULATED_JOBS, REAL_JOBS = 100, 40
+SIMULATED_MODEL, REAL_MODEL = "wan2.2-ti2v-5b", "tiny-wan"
+DEGREES = (1, 2, 4, 8)
+
+Option = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def _workload_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """What the two commands have in common."""
+    options: tuple[Option, ...] = (
+        click.option(
+            "--load", type=click.FloatRange(0.01, 100), default=0.9, show_default=True,
+            help="Of what single-rank replicas sustain.",
+        ),
+        click.option("--seed", type=int, default=1, show_default=True, help="Of arrivals and prompts."),
+        click.option("--jobs", "num_jobs", type=click.IntRange(1, 100_000), help="How many."),
+        click.option(
+            "--deadlines-from", type=click.IntRange(1, MAX_RANKS), default=1, show_default=True, metavar="N",
+            help="Deadlines are multiples of what a job takes alone on so many ranks.",
+        ),
+        click.option(
+            "--timeout", type=click.FloatRange(0.1), metavar="SECONDS",
+            help="After it a job fails. [as in the paper: 3600 for videos, 1500 for images]",
+        ),
+        click.option(
+            "--profile", "profile_path", type=click.Path(dir_okay=False, path_type=Path),
+            help="How long everything takes. [this machine's, or one that comes with gfgen]",
+        ),
+    )  # fmt: skip
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+@click.command()
+@click.argument("name", type=click.Choice(WORKLOADS))
+@click.option("--model", default=SIMULATED_MODEL, show_default=True, help="Its classes S, M and L.")
+@click.option(
+    "--ranks", type=click.IntRange(1, MAX_RANKS), default=SIMULATED_RANKS, show_default=True, help="To load."
+)
+@click.option("--minutes", type=click.FloatRange(0.01), help="In place of --jobs: arrivals for so long.")
+@click.option("--output", "-o", type=click.Path(dir_okay=False, path_type=Path), help="[standard output]")
+@_workload_options
+def workload(
+    *,
+    name: Name,
+    model: str,
+    ranks: int,
+    minutes: float | None,
+    output: Path | None,
+    load: float,
+    seed: int,
+    num_jobs: int | None,
+    deadlines_from: int,
+    timeout: float | None,
+    profile_path: Path | None,
+) -> None:
+    """Write a job file with arrivals and deadlines: mixed jobs, bursts, an even stream, a night's batch."""
+    if minutes is not None and (num_jobs is not None or name == "overnight"):
+        raise InputError("--minutes: give it without --jobs, and for workloads that arrive over time")
+    times = _predicted_times(model, profile_path, num_ranks=max(ranks, deadlines_from))[0]
+    options = WorkloadOptions(
+        load=load,
+        seed=seed,
+        num_jobs=num_jobs or (SIMULATED_JOBS if minutes is None else 100_000),
+        num_ranks=ranks,
+        deadlines_from=deadlines_from,
+        timeout_s=timeout,
+        minutes=minutes,
+    )
+    jobs = make_workload(name, model, times, options)
+    text = "".join(json.dumps(to_mapping(job)) + "\n" for job in jobs)
+    about = f"# {name}, {model}, load {load:g} of {ranks} ranks, seed {seed}, gfgen bench workload\n"
+    if output is None:
+        click.echo(about + text, nl=False)
+        return
+    try:
+        output.write_text(about + text)
+    except OSError as error:
+        raise InputError(f"--output {output}: cannot be written ({error.strerror})") from None
+    click.echo(f"{len(jobs)} jobs are in {output}: gfgen run {output}")
+
+
+@click.command()
+@click.option("--against", default="legacy", show_default=True, help="The baseline of the ratios.")
+@click.option(
+    "--policy", "policies", multiple=True, help="May be repeated. [single-rank replicas and every policy]"
+)
+@click.option("--workload", "name", type=click.Choice(WORKLOADS), default="short", show_default=True)
+@click.option(
+    "--model", help=f"Whose classes. [{REAL_MODEL}; simulated {SIMULATED_MODEL}]",
+)  # fmt: skip
+@click.option(
+    "--ranks", type=click.IntRange(1, MAX_RANKS), help=f"[{REAL_RANKS}; simulated {SIMULATED_RANKS}]"
+)
+@click.option("--simulate", "is_simulated", is_flag=True, help="In virtual time, with a profile.")
+@click.option(
+    "--slack", type=click.FloatRange(0), metavar="SECONDS",
+    help="A job is in time for the client until so long after its deadline. [by model, as in the paper]",
+)  # fmt: skip
+@click.option(
+    "--output", "-o", type=click.Path(file_okay=False, path_type=Path), default=Path("outputs/compare"),
+    show_default=True, help="Folder for compare.json, .md and .png.",
+)  # fmt: skip
+@_workload_options
+def compare(
+    *,
+    against: str,
+    policies: tuple[str, ...],
+    name: Name,
+    model: str | None,
+    ranks: int | None,
+    is_simulated: bool,
+    slack: float | None,
+    output: Path,
+    load: float,
+    seed: int,
+    num_jobs: int | None,
+    deadlines_from: int,
+    timeout: float | None,
+    profile_path: Path | None,
+) -> None:
+    """One workload under a baseline and other policies: a table with ratios, a chart, raw numbers.
+
+    Runs on CPU ranks of this machine, or with --simulate in virtual time. A failed job counts as a
+    missed deadline; latencies are of completed jobs.
+    """
+    log.configure(level="warning")
+    model = model or (SIMULATED_MODEL if is_simulated else REAL_MODEL)
+    mix = mix_of(model)
+    texts = list(dict.fromkeys([against, *(policies or COMPARED)]))
+    for text in texts:
+        load_policy(text)
+    options = WorkloadOptions(
+        load=load,
+        seed=seed,
+        num_jobs=num_jobs or (SIMULATED_JOBS if is_simulated else REAL_JOBS),
+        num_ranks=ranks or (SIMULATED_RANKS if is_simulated else REAL_RANKS),
+        deadlines_from=deadlines_from,
+        timeout_s=timeout,
+    )
+    slack_s = mix.slack_s if slack is None else slack
+    if is_simulated:
+        runs = _simulated(texts, name, model, options, profile_path)
+    else:
+        if profile_path is not None:
+            raise InputError("--profile: has no effect without --simulate; ranks are measured first then")
+        runs = _on_workers(texts, name, model, options, output)
+    scores: list[Score] = []
+    about = (
+        f"{name}, {model}, load {load:g} of {options.num_ranks} ranks, {options.num_jobs} jobs, seed {seed}"
+    )
+    click.echo(about + (", simulated" if is_simulated else ", on CPU ranks of this machine"))
+    for text, outcomes in runs:
+        scores.append(score(text, outcomes, slack_s=slack_s))
+        click.echo(f"{text}: done")
+    _report(scores, about, options, output, is_simulated=is_simulated, slack_s=slack_s)
+
+
+def _report(
+    scores: Sequence[Score],
+    about: str,
+    options: WorkloadOptions,
+    output: Path,
+    *,
+    is_simulated: bool,
+    slack_s: float,
+) -> None:
+    lines = table(scores)
+    click.echo("\n" + "\n".join(lines) + "\n")
+    output.mkdir(parents=True, exist_ok=True)
+    conditions = {
+        "workload": about,
+        "simulated": is_simulated,
+        "date": time.strftime("%Y-%m-%d"),
+        "slack_s": slack_s,
+        "deadlines_from": options.deadlines_from,
+    }
+    (output / "compare.json").write_text(as_json(scores, conditions))
+    (output / "compare.md").write_text("\n".join([about, "", *lines]) + "\n")
+    files = "compare.json and compare.md"
+    try:
+        title = about + (", simulated" if is_simulated else "")
+        save_figure(lambda: draw_runs(figures(scores), title=title), output / "compare.png")
+        files = "compare.json, compare.md and compare.png"
+    except InputError as error:  # matplotlib is an extra
+        click.echo(f"no chart: {error}", err=True)
+    click.echo(f"{files} are in {output}/")
+
+
+def _predicted_times(model: str, path: Path | None, *, num_ranks: int) -> tuple[StandAlone, Profile]:
+    """Of the model's classes, alone on 1 rank and on more, and the profile that says so."""
+    found = weightless_model(model)
+    profile = choose_profile(path, admitted(calibration_jobs(model), found), num_ranks=num_ranks)
+    return stand_alone(found, CostModel(profile), degrees=range(1, num_ranks + 1)), profile
+
+
+def _simulated(
+    texts: Sequence[str], name: Name, model: str, options: WorkloadOptions, path: Path | None
+) -> Iterator[tuple[str, Sequence[JobOutcome]]]:
+    most = max(options.num_ranks, options.deadlines_from)
+    times, profile = _predicted_times(model, path, num_ranks=most)
+    jobs = admitted(make_workload(name, model, times, options), weightless_model(model))
+    for text in texts:
+        found = simulate(jobs, policy=load_policy(text), num_ranks=options.num_ranks, profile=profile)
+        yield text, found.outcomes
+
+
+def _on_workers(
+    texts: Sequence[str], name: Name, model: str, options: WorkloadOptions, output: Path
+) -> Iterator[tuple[str, Sequence[JobOutcome]]]:
+    """One pool of workers for all policies, so that they start once; classes are timed on it first."""
+    found = find_model(model)
+    run_options = RunOptions(
+        output_dir=output,
+        num_ranks=options.num_ranks,
+        policy=load_policy("fcfs"),
+        guard_s=0.005,
+        trace=None,
+        quiet=True,
+        log_json=False,
+    )
+    with contextlib.ExitStack() as stack:
+        signals = stack.enter_context(contextlib.closing(SignalPipe()))
+        pool = stack.enter_context(ready_pool({found.checkpoint}, run_options, signals))
+
+        def run(text: str, specs: Sequence[JobSpec]) -> Sequence[JobOutcome]:
+            folder = output / "files"
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+            watch = Outcomes()
+            jobs: Sequence[AdmittedJob] = admitted(specs, found)
+            under = replace(run_options, output_dir=folder, policy=load_policy(text))
+            run_on(pool, jobs, under, signals=signals, watchers=[watch])
+            return watch.ended_jobs
+
+        times = _measured_times(run, model, options)
+        specs = make_workload(name, model, times, options)
+        for text in texts:
+            yield text, run(text, specs)
+
+
+def _measured_times(
+    run: Callable[[str, Sequence[JobSpec]], Sequence[JobOutcome]], model: str, options: WorkloadOptions
+) -> StandAlone:
+    """Each class on one rank while the others work, as replicas do; alone on more if deadlines need it."""
+    by_degree = {}
+    for degree in sorted({1, options.deadlines_from}):
+        copies = options.num_ranks if degree == 1 else 1
+        taken_s: dict[str, list[float]] = defaultdict(list)
+        for repeat in range(2):  # the first time warms up
+            outcomes = run(f"legacy,degree={degree}", calibration_jobs(model, copies=copies))
+            for outcome in outcomes if repeat else ():
+                taken_s[outcome.info.spec.tag or ""].append(outcome.busy_s)
+        by_degree[degree] = {tag: statistics.median(values) for tag, values in taken_s.items()}
+    return StandAlone(by_degree)

@@ -1,0 +1,142 @@
+"""triage, makespan, edf's rescue, and auto's choice, as functions of a snapshot."""
+
+import math
+from dataclasses import replace
+
+import pytest
+from test_policies import placed, snapshot, view
+
+from gfgen.graph import Stage, Task
+from gfgen.layout import Layout
+from gfgen.policies.auto import auto, choose_auto
+from gfgen.policies.edf import edf
+from gfgen.policies.makespan import makespan
+from gfgen.policies.triage import triage
+from gfgen.snapshot import Choice, Outlook, RunningTask
+
+
+class WorkCosts:
+    """A job of so many seconds takes as long on one rank, and speeds up with every further one."""
+
+    def __init__(self, *jobs):
+        self.work_s = {job.job_id: job.remaining_s for job in jobs}
+
+    def task_s(self, task, layout):
+        return self.work_s[task.job_id] / 10 / layout.degree
+
+    def remaining_s(self, task, layout):
+        return self.work_s[task.job_id] / layout.degree
+
+    def move_s(self, job_id, source, layout):
+        return 0.0
+
+
+def four_ranks(*jobs, free=(0, 1, 2, 3), busy=(), running=()):
+    picture = snapshot(*jobs, free=free, num_ranks=4, max_degree=4, busy=busy)
+    return replace(picture, costs=WorkCosts(*jobs, *busy), running=running)
+
+
+def test_triage_gives_up_the_job_that_makes_room_for_the_most_others():
+    large = view("large", remaining_s=40, deadline_s=11)
+    small = [view(f"small-{n}", remaining_s=8, deadline_s=12) for n in range(5)]
+    assert "large" not in placed(triage(four_ranks(large, *small), degree=1))
+
+
+def test_triage_runs_a_job_that_cannot_meet_its_deadline_after_all_others():
+    lost = view("lost", remaining_s=40, deadline_s=1)
+    jobs = [lost, view("due", deadline_s=90), view("free", deadline_s=math.inf), view("due-2", deadline_s=80)]
+    assert "lost" not in placed(triage(four_ranks(*jobs, free=(0, 1, 2)), degree=1))
+
+
+def test_triage_lets_short_jobs_overtake_while_long_ones_keep_room():
+    long = view("long", remaining_s=40, deadline_s=100)
+    short = view("short", remaining_s=4, deadline_s=200)
+    assert placed(triage(four_ranks(long, short, free=(0,)), degree=1)) == {"short": (0,)}
+    hurried = replace(long, deadline_s=14)
+    assert placed(triage(four_ranks(hurried, short, free=(0,)), degree=1)) == {"long": (0,)}
+
+
+@pytest.mark.parametrize(("deadline_s", "degree"), [(100, 1), (11, 2), (4, 4)])
+def test_triage_uses_the_fewest_ranks_that_meet_a_deadline_with_ease(deadline_s, degree):
+    others = [view(f"other-{n}", remaining_s=1, deadline_s=900) for n in range(4)]
+    job = view("a", remaining_s=10, deadline_s=deadline_s, priority=1)
+    assert len(placed(triage(four_ranks(job, *others), degree=1))["a"]) == degree
+
+
+def test_ranks_that_nobody_waits_for_widen_what_runs():
+    assert sorted(placed(triage(four_ranks(view("a"), view("b")), degree=1)).values()) == [(0, 1), (2, 3)]
+    assert placed(triage(four_ranks(view("a")), degree=1)) == {"a": (0, 1, 2, 3)}
+
+
+def test_a_free_rank_is_held_for_a_job_that_goes_on_wider_soon():
+    first = view("first", remaining_s=10, deadline_s=4, ranks=(0,))
+    running = RunningTask(Task("first", 1, Stage.DENOISE, 0), Layout.single(0), 0.5)
+    long = view("long", remaining_s=40, deadline_s=100)
+    held = four_ranks(long, free=(1, 2, 3), busy=(first,), running=(running,))
+    assert placed(triage(held, degree=1)) == {}
+    short = view("short", remaining_s=4, deadline_s=100)
+    assert len(placed(triage(replace(held, open={"short": short}, costs=WorkCosts(first, short))))) == 1
+
+
+def test_a_step_waits_for_ranks_that_are_about_to_be_free():
+    job = view("a", remaining_s=40, deadline_s=100)
+    running = RunningTask(Task("b", 9, Stage.DECODE), Layout.single(3), 0.1)
+    picture = four_ranks(job, free=(0, 1, 2), running=(running,))
+    ranks = tuple(replace(rank, free_at_s=0.1) if rank.rank == 3 else rank for rank in picture.ranks)
+    assert placed(triage(replace(picture, ranks=ranks), degree=4)) == {}
+    late = tuple(replace(rank, free_at_s=9.0) if rank.rank == 3 else rank for rank in picture.ranks)
+    assert placed(triage(replace(picture, ranks=late), degree=4)) == {"a": (0, 1)}
+
+
+def test_makespan_takes_the_longest_jobs_narrow_while_many_wait_and_wide_at_the_tail():
+    jobs = [view(f"job-{n}", remaining_s=n + 1) for n in range(6)]
+    assert set(placed(makespan(four_ranks(*jobs)))) == {"job-5", "job-4", "job-3", "job-2"}
+    assert placed(makespan(four_ranks(jobs[0]))) == {"job-0": (0, 1, 2, 3)}
+
+
+def test_makespan_heeds_priorities_before_length():
+    jobs = [view("long", remaining_s=99), view("vip", remaining_s=1, priority=1)]
+    assert placed(makespan(four_ranks(*jobs, free=(2,)))) == {"vip": (2,)}
+
+
+def test_edf_leaves_jobs_past_rescue_for_last_on_one_rank():
+    lost = view("lost", remaining_s=40, deadline_s=1)
+    saved = [view(f"saved-{n}", deadline_s=50 + n) for n in range(2)]
+    assert placed(edf(four_ranks(lost, *saved, free=(0, 1)))) == {"saved-0": (0,), "saved-1": (1,)}
+    assert placed(edf(four_ranks(lost, *saved)))["lost"] == (2,)
+    assert len(placed(edf(four_ranks(lost, *saved), rescue=False))["lost"]) == 4
+
+
+def foreseeing(outlooks, **options):
+    """A snapshot whose looks ahead find these outlooks, by the policy's name and degree."""
+
+    def foresee(policy):
+        return outlooks[f"{policy.func.__name__} {policy.keywords['degree']}"]
+
+    return replace(four_ranks(view("a", deadline_s=50), view("b", deadline_s=60)), foresee=foresee, **options)
+
+
+def outlook(*, late, latency_s=5.0):
+    return Outlook(num_jobs=30, num_late=late, mean_latency_s=latency_s, makespan_s=60.0)
+
+
+def test_auto_decides_as_triage_until_it_has_chosen():
+    picture = four_ranks(view("a", deadline_s=50), view("b", deadline_s=60))
+    assert auto(picture) == triage(picture)
+    assert choose_auto(picture) is None
+
+
+def test_auto_chooses_what_misses_fewest_deadlines():
+    ahead = {"triage 1": outlook(late=9), "srtf 4": outlook(late=3)}
+    assert choose_auto(foreseeing(ahead)).policy == "srtf,degree=4"
+
+
+def test_auto_does_not_change_for_little():
+    ahead = {"triage 1": outlook(late=4), "srtf 4": outlook(late=3)}
+    assert choose_auto(foreseeing(ahead)).policy == "triage,degree=1"
+
+
+def test_what_auto_has_seen_before_counts():
+    before = Choice("triage,degree=1", "", {"triage,degree=1": 9.0, "srtf,degree=4": 0.0})
+    ahead = {"triage 1": outlook(late=4), "srtf 4": outlook(late=4)}
+    assert choose_auto(foreseeing(ahead), before).policy == "srtf,degree=4"

@@ -1,0 +1,77 @@
+import functools
+from dataclasses import replace
+
+import pytest
+from builders import make_job, simulated_control
+
+from gfgen.policies.srtf import srtf
+from gfgen.policies.triage import triage
+from gfgen.runtime import lookahead
+from gfgen.runtime.events import JobArrived, RankReady
+from gfgen.runtime.lookahead import with_foresight
+
+
+def traffic(*jobs, num_ranks=2):
+    """What a chooser is given at time 0, when these jobs have arrived."""
+    control, _ = simulated_control(jobs, num_ranks=num_ranks, max_degree=num_ranks)
+    for rank in range(num_ranks):
+        control.apply(RankReady(0.0, rank, 1, 0.0))
+    for job in jobs:
+        control.apply(JobArrived(0.0, job.job_id))
+    return control.state.snapshot_of_traffic()
+
+
+def test_a_look_ahead_ends_all_present_jobs_and_changes_nothing():
+    snapshot = traffic(*[make_job(f"job-{n}", steps=3 + n) for n in range(5)])
+    ahead = with_foresight(snapshot)
+    first = ahead.foresee(srtf)
+    assert first == ahead.foresee(srtf)
+    assert first.num_jobs == 5
+    assert first.makespan_s == pytest.approx(
+        sum(job.remaining_s for job in snapshot.open.values()) / 2, rel=0.3
+    )
+    assert set(ahead.open) == set(snapshot.open)
+
+
+def test_a_look_ahead_counts_the_jobs_that_would_be_late():
+    jobs = [make_job("late", steps=9, deadline_s=0.01), make_job("in-time", steps=9, deadline_s=900.0)]
+    assert with_foresight(traffic(*jobs)).foresee(srtf).num_late == 1
+
+
+def test_more_ranks_for_a_job_end_it_sooner():
+    ahead = with_foresight(traffic(make_job("a", steps=20), num_ranks=4))
+    wide = ahead.foresee(functools.partial(srtf, degree=4))
+    narrow = ahead.foresee(functools.partial(srtf, degree=1))
+    assert wide.mean_latency_s < 0.5 * narrow.mean_latency_s
+
+
+def test_recent_arrivals_are_expected_again_at_their_pace():
+    snapshot = traffic(make_job("a"), make_job("b"))
+    recent = tuple(
+        replace(view, arrival_s=-10.0 * n) for n, view in zip((1, 0), snapshot.recent, strict=True)
+    )
+    outlook = with_foresight(replace(snapshot, recent=recent)).foresee(srtf)
+    assert outlook.num_jobs == 4
+    assert with_foresight(snapshot).foresee(srtf).num_jobs == 2, "a batch is no traffic that goes on"
+
+
+def test_a_look_ahead_is_bounded(monkeypatch):
+    monkeypatch.setattr(lookahead, "MAX_TURNS", 5)
+    calls = []
+
+    def counted(snapshot):
+        calls.append(snapshot)
+        return triage(snapshot)
+
+    outlook = with_foresight(traffic(*[make_job(f"job-{n}") for n in range(9)])).foresee(counted)
+    assert len(calls) <= 5
+    assert outlook.num_jobs == 9, "jobs that it did not see the end of count too"
+
+
+def test_a_policy_that_starts_nothing_has_an_outlook_all_the_same():
+    assert with_foresight(traffic(make_job("a", deadline_s=1e-9))).foresee(lambda _: []).num_late == 1
+
+
+def test_many_jobs_are_looked_at_by_the_next_deadlines():
+    jobs = [make_job(f"job-{n}", deadline_s=1000.0 - n) for n in range(lookahead.MAX_JOBS + 20)]
+    assert with_foresight(traffic(*jobs)).foresee(srtf).num_jobs == lookahead.MAX_JOBS
