@@ -2,10 +2,10 @@
 
     python benchmarks/simulator_fidelity.py [--repeat 3] [--workload mixed ...] [--json FILE]
 
-For each workload: measure a profile of its shapes, run its jobs on real workers, and simulate the same
-jobs by that profile, under the same policy; and once more by what the run's own tasks took ("in hindsight"),
-which tells a machine that has changed from a simulator that is wrong. Bars: attainment within 5 percentage
-points, makespan within 10%.
+In each repetition: measure a profile of all shapes; then, for each workload, run its jobs on real
+workers, and simulate the same jobs under the same policy by that profile. Twice more, to tell a machine that
+has changed from a simulator that is wrong: by the profile with the run's own means, and with every task as
+long as it was in the run. Bars: attainment within 5 percentage points, makespan within 10%.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from hashlib import sha256
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 
 from gfgen.bench import profiling
 from gfgen.cli.admission import Admission
-from gfgen.graph import Stage
 from gfgen.jobspec import JobSpec
 from gfgen.policies.catalog import load_policy
 from gfgen.runtime.admission import AdmittedJob
@@ -39,6 +41,8 @@ from gfgen.runtime.metrics import Summary
 from gfgen.runtime.observer import JobInfo, Observer
 from gfgen.runtime.pool import WorkerPool
 from gfgen.runtime.profile import Profile
+from gfgen.runtime.profiled import profiled_times
+from gfgen.runtime.simulate import SimulatedTimes
 from gfgen.runtime.simulation import simulate
 from gfgen.runtime.state import State
 from gfgen.runtime.workers import ProcessBackend
@@ -51,12 +55,14 @@ SHAPES = {
     "picture": {"model": "tiny-qwen-image", "width": 256, "height": 256},
     "large picture": {"model": "tiny-qwen-image", "width": 384, "height": 384},
 }
-"""Steps of about 40 to 150 ms on one core."""
+"""Steps of about 20 to 100 ms on one core."""
+ALPHAS = {"video": 2.0, "long video": 3.5, "picture": 1.5, "large picture": 6.0}
+"""A deadline is so many stand-alone times after the arrival. Source: the paper's classes S and L (FACTS)."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Jobs of some shapes as they arrive; deadlines in stand-alone times of each job."""
+    """Jobs of some shapes as they arrive."""
 
     name: str
     policy: str
@@ -66,15 +72,16 @@ class Workload:
     num_jobs: int
     load: float | None
     """Work over what the ranks can do, with Poisson arrivals; None: all at the start."""
-    slack: tuple[float, float]
+    slack: tuple[float, float] | None = None
+    """Deadlines in stand-alone times, drawn between these; None: ALPHAS, which suit no batch."""
     steps: tuple[int, int] = (4, 12)
 
 
 WORKLOADS = (
-    Workload("mixed", "srtf", 1, {"video": 2, "picture": 2, "long video": 1}, 40, 0.8, (1.5, 4.0)),
-    Workload("urgent", "edf", 2, {"picture": 3, "large picture": 0.5, "video": 1.5}, 40, 0.7, (0.8, 2.5)),
+    Workload("mixed", "srtf", 1, {"video": 2, "picture": 2, "long video": 1}, 40, 0.8),
+    Workload("urgent", "edf", 2, {"picture": 3, "large picture": 0.5, "video": 1.5}, 40, 0.7),
     Workload(
-        "batch", "fcfs,degree=2", 3, {"video": 1, "large picture": 1, "long video": 1}, 12, None, (2.0, 20.0)
+        "batch", "fcfs,degree=2", 3, {"video": 1, "large picture": 1, "long video": 1}, 24, None, (2.0, 40.0)
     ),
 )
 
@@ -95,14 +102,12 @@ def make_jobs(workload: Workload, profile: Profile) -> Sequence[AdmittedJob]:
             **SHAPES[kind],
         )
         ((job,), _) = admit([spec])
-        rows = {stage: alone[job.spec.model, job.shape, stage] for stage in Stage}
-        job_s = sum(rows[stage].seconds * (spec.steps if stage is Stage.DENOISE else 1) for stage in Stage)
-        loaded_s = sum(
-            (rows[stage].loaded_s or rows[stage].seconds) * (spec.steps if stage is Stage.DENOISE else 1)
-            for stage in Stage
-        )
-        deadline_s = job_s * random.uniform(*workload.slack)
-        specs.append(replace(spec, arrival_s=now_s, deadline_s=deadline_s))
+        tasks = [job.trajectory.task(idx) for idx in range(job.trajectory.num_tasks)]
+        rows = [alone[job.spec.model, job.shape, task.stage] for task in tasks]
+        job_s = sum(row.seconds for row in rows)
+        loaded_s = sum(row.loaded_s or row.seconds for row in rows)
+        alpha = random.uniform(*workload.slack) if workload.slack else ALPHAS[kind]
+        specs.append(replace(spec, arrival_s=now_s, deadline_s=alpha * job_s))
         if workload.load:
             now_s += random.expovariate(workload.load * NUM_RANKS / loaded_s)
     admitted, problems = admit(specs)
@@ -139,6 +144,9 @@ def run_for_real(
             backend.close()
 
 
+# What a run shows afterwards --------------------------------------------------------------------
+
+
 class Durations(Observer):
     """What the tasks and files of a run took."""
 
@@ -147,7 +155,10 @@ class Durations(Observer):
         self._dispatches: dict[int, Dispatch] = {}
         self._seconds: dict[int, float] = {}
         self._decoded_s: dict[str, float] = {}
-        self._writes: list[float] = []
+        self._writes: dict[str, float] = {}
+
+    def began(self, jobs: tuple[JobInfo, ...], *, num_ranks: int, policy: str) -> None:
+        self._jobs = {info.job_id: info for info in jobs}
 
     def dispatched(self, dispatch: Dispatch) -> None:
         self._dispatches[dispatch.number] = dispatch
@@ -158,12 +169,9 @@ class Durations(Observer):
             self._seconds[event.dispatch] = max(lasted_s, self._seconds.get(event.dispatch, 0.0))
             self._decoded_s[self._dispatches[event.dispatch].task.job_id] = event.ended_s
         elif isinstance(event, OutputWritten):
-            self._writes.append(event.time_s - self._decoded_s[event.job_id])
+            self._writes[event.job_id] = event.time_s - self._decoded_s[event.job_id]
 
-    def began(self, jobs: tuple[JobInfo, ...], *, num_ranks: int, policy: str) -> None:
-        self._jobs = {info.job_id: info for info in jobs}
-
-    def profile(self, before: Profile) -> Profile:
+    def means(self, before: Profile) -> Profile:
         """The same table with the run's own means, where the run has any."""
         samples: dict[object, list[float]] = defaultdict(list)
         for number, seconds in self._seconds.items():
@@ -171,19 +179,97 @@ class Durations(Observer):
             spec = self._jobs[dispatch.task.job_id].spec
             size = (spec.model, spec.width, spec.height, spec.frames)
             samples[(*size, dispatch.task.stage, dispatch.layout.degrees)].append(seconds)
+        write_s = statistics.fmean(self._writes.values())
         rows = []
         for row in before.rows:
             width, height, *frames = map(int, row.shape.partition("+")[0].split("x"))
             key = (row.model, width, height, frames[0] if frames else 1, row.stage, row.degrees)
             mean_s = statistics.fmean(samples[key]) if key in samples else row.seconds
-            write_s = statistics.fmean(self._writes) if row.write_s is not None else None
-            rows.append(replace(row, seconds=mean_s, loaded_s=mean_s, write_s=write_s))
+            written_s = None if row.write_s is None else write_s
+            rows.append(replace(row, seconds=mean_s, loaded_s=mean_s, write_s=written_s))
         return replace(before, rows=tuple(rows))
 
+    def times(self, jobs: Sequence[AdmittedJob], before: Profile) -> SimulatedTimes:
+        """Each task and file as long as in the run; on other degrees by the ratio of the profile."""
+        told = profiled_times(self.means(before), jobs)
+        lasted = {d.task: (d, self._seconds[number]) for number, d in self._dispatches.items()}
 
-def met(summary: Summary) -> float:
-    assert summary.deadlines is not None
-    return summary.deadlines.fraction
+        def task_s(dispatch: Dispatch) -> float:
+            real, seconds = lasted[dispatch.task]
+            same = real.layout.degrees == dispatch.layout.degrees
+            return seconds if same else seconds * told.task_s(dispatch) / told.task_s(real)
+
+        return replace(
+            told, task_s=task_s, loaded_s=None, write_s=lambda dispatch: self._writes[dispatch.task.job_id]
+        )
+
+
+# How steady the machine is ----------------------------------------------------------------------
+
+
+class Elsewhere:
+    """The share of the processors' time that others took since the last look, hypervisor included."""
+
+    def __init__(self, pool: WorkerPool) -> None:
+        self._pids = [os.getpid(), *[child.process.pid for child in pool.children]]
+        self._last = self._ticks()
+
+    def look(self) -> float:
+        before, self._last = self._last, self._ticks()
+        busy, own, total = (now - then for now, then in zip(self._last, before, strict=True))
+        return max(0.0, busy - own) / total
+
+    def _ticks(self) -> tuple[int, int, int]:
+        """(busy, of these our own, all) since the machine began."""
+        first = Path("/proc/stat").read_text().partition("\n")[0]
+        user, nice, system, idle, iowait, *others = map(int, first.split()[1:9])
+        own = 0
+        for pid in self._pids:
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            own += int(fields[11]) + int(fields[12])
+        busy = user + nice + system + sum(others)
+        return busy, own, busy + idle + iowait
+
+
+def spin_ms() -> float:
+    """What a fixed piece of work takes on all cores at once: the median over two seconds."""
+    block, end_s = bytes(4_000_000), time.monotonic() + 2.0
+
+    def spin(_: int) -> list[float]:
+        times = [time.monotonic()]
+        while times[-1] < end_s:
+            sha256(block)  # lets other threads run
+            times.append(time.monotonic())
+        return [1000 * (b - a) for a, b in pairwise(times)]
+
+    with ThreadPoolExecutor(NUM_RANKS) as threads:
+        return statistics.median(ms for durations in threads.map(spin, range(NUM_RANKS)) for ms in durations)
+
+
+# Comparing --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A run in the two numbers that count."""
+
+    met: float
+    makespan_s: float
+
+    @classmethod
+    def of(cls, summary: Summary) -> Outcome:
+        assert summary.deadlines is not None
+        return cls(summary.deadlines.fraction, summary.makespan_s)
+
+    def against(self, real: Outcome) -> str:
+        points, error = self.points(real), self.error(real)
+        return f"{self.met:.0%} ({points:+.1f}), {self.makespan_s:.1f} s ({error:+.1%})"
+
+    def points(self, real: Outcome) -> float:
+        return 100 * (self.met - real.met)
+
+    def error(self, real: Outcome) -> float:
+        return self.makespan_s / real.makespan_s - 1
 
 
 @dataclass(frozen=True)
@@ -192,65 +278,80 @@ class Result:
 
     workload: str
     policy: str
-    real_met: float
-    simulated_met: float
-    hindsight_met: float
-    """Simulated by what the run's own tasks took on average: what is left is the simulator's."""
-    real_s: float
-    simulated_s: float
-    hindsight_s: float
-    load_average: float
-    """Of the machine, in the minute that ended with the real run: 2 ranks alone make about 2."""
-
-    @property
-    def points(self) -> float:
-        return 100 * (self.simulated_met - self.real_met)
-
-    @property
-    def makespan_error(self) -> float:
-        return self.simulated_s / self.real_s - 1
+    real: Outcome
+    simulated: Outcome
+    by_means: Outcome
+    """Simulated by what the run's own tasks took on average: the profile's error is left out."""
+    by_tasks: Outcome
+    """Simulated with every task as long as it was: what is left is the simulator's own error."""
+    elsewhere: float
+    """The share of the processors' time that other processes took during the run."""
+    profile_elsewhere: float
+    """And while the profile was measured."""
+    spin_ms: float
+    """A fixed piece of work, before the run."""
+    profile_spin_ms: float
 
 
-def measure_profile(jobs: Sequence[AdmittedJob], pool: WorkerPool, folder: Path) -> Profile:
+@dataclass(frozen=True)
+class Measured:
+    """A profile, and the machine meanwhile."""
+
+    profile: Profile
+    elsewhere: float
+    spin_ms: float
+
+
+def measure_profile(pool: WorkerPool, folder: Path) -> Measured:
+    jobs, _ = Admission(default_model="tiny-wan")(
+        [JobSpec(id=kind, prompt="a fox", steps=4, seed=0, **shape) for kind, shape in SHAPES.items()]
+    )
     plan = profiling.plan_measurements(jobs, num_ranks=NUM_RANKS)
+    spun_ms, elsewhere = spin_ms(), Elsewhere(pool)
     measured = {entry.key: profiling.measure(entry, pool, folder=folder) for entry in plan}
-    return profiling.assemble(
+    profile = profiling.assemble(
         measured, plan, device=cpu_name(), source="fidelity", num_ranks=NUM_RANKS, versions=versions()
     )
+    return Measured(profile, elsewhere.look(), spun_ms)
 
 
-def compare(workload: Workload, pool: WorkerPool, folder: Path) -> Result:
-    """Profile, run, simulate: close together, since the machine may change."""
-    admit = Admission(default_model="tiny-wan")
-    shapes = [JobSpec(id=kind, prompt="a fox", steps=4, seed=0, **SHAPES[kind]) for kind in workload.shapes]
-    profile = measure_profile(admit(shapes)[0], pool, folder)
-    jobs = make_jobs(workload, profile)
-    watch = Durations()
+def compare(workload: Workload, measured: Measured, pool: WorkerPool) -> Result:
+    """Run and simulate."""
+    profile, watch = measured.profile, Durations()
+    jobs, policy = make_jobs(workload, profile), load_policy(workload.policy)
+    spun_ms, elsewhere = spin_ms(), Elsewhere(pool)
     real = run_for_real(jobs, workload.policy, profile, pool, watch)
-    load_average = os.getloadavg()[0]
-    policy = load_policy(workload.policy)
-    simulated = simulate(jobs, policy=policy, num_ranks=NUM_RANKS, profile=profile, guard_s=GUARD_S).summary
-    again = simulate(
-        jobs, policy=policy, num_ranks=NUM_RANKS, profile=watch.profile(profile), guard_s=GUARD_S
-    ).summary
+    share = elsewhere.look()
+
+    def again(truth: Profile, times: SimulatedTimes | None = None) -> Outcome:
+        simulated = simulate(
+            jobs, policy=policy, num_ranks=NUM_RANKS, profile=truth, guard_s=GUARD_S, times=times
+        )
+        return Outcome.of(simulated.summary)
+
     return Result(
         workload.name,
         workload.policy,
-        *(met(summary) for summary in (real, simulated, again)),
-        *(summary.makespan_s for summary in (real, simulated, again)),
-        load_average,
+        real=Outcome.of(real),
+        simulated=again(profile),
+        by_means=again(watch.means(profile)),
+        by_tasks=again(profile, watch.times(jobs, profile)),
+        elsewhere=share,
+        profile_elsewhere=measured.elsewhere,
+        spin_ms=spun_ms,
+        profile_spin_ms=measured.spin_ms,
     )
 
 
 def table(results: Sequence[Result]) -> Iterator[str]:
-    heads = ("met: real", "simulated", "in hindsight", "makespan: real", "simulated", "in hindsight", "load")
-    yield f"| workload, policy | {' | '.join(heads)} |"
-    yield "|---|---|---|---|---|---|---|---|"
+    yield "| workload, policy | real | simulated | by its own means | task by task | elsewhere | spin |"
+    yield "|---|---|---|---|---|---|---|"
     for r in results:
+        simulated = [outcome.against(r.real) for outcome in (r.simulated, r.by_means, r.by_tasks)]
         yield (
-            f"| {r.workload}, {r.policy} | {r.real_met:.0%} | {r.simulated_met:.0%} ({r.points:+.1f}) "
-            f"| {r.hindsight_met:.0%} | {r.real_s:.1f} s | {r.simulated_s:.1f} s ({r.makespan_error:+.1%}) "
-            f"| {r.hindsight_s:.1f} s | {r.load_average:.1f} |"
+            f"| {r.workload}, {r.policy} | {r.real.met:.0%}, {r.real.makespan_s:.1f} s | "
+            f"{' | '.join(simulated)} | {r.profile_elsewhere:.0%}, {r.elsewhere:.0%} "
+            f"| {r.profile_spin_ms:.1f}, {r.spin_ms:.1f} ms |"
         )
 
 
@@ -258,8 +359,8 @@ def verdicts(results: Sequence[Result]) -> Iterator[str]:
     """By workload: the median difference over the repetitions."""
     for name in dict.fromkeys(result.workload for result in results):
         mine = [result for result in results if result.workload == name]
-        points = statistics.median(result.points for result in mine)
-        error = statistics.median(result.makespan_error for result in mine)
+        points = statistics.median(result.simulated.points(result.real) for result in mine)
+        error = statistics.median(result.simulated.error(result.real) for result in mine)
         holds = abs(points) <= 5 and abs(error) <= 0.1
         verdict = "within" if holds else "NOT within"
         yield f"{name}: median {points:+.1f} points, makespan {error:+.1%}: {verdict} the bars"
@@ -286,13 +387,14 @@ def main() -> None:
         WorkerPool(num_ranks=NUM_RANKS, checkpoints=checkpoints) as pool,
     ):
         pool.wait_ready()
-        for _ in range(arguments.repeat):
+        for number in range(1, arguments.repeat + 1):
+            began_s = time.monotonic()
+            measured = measure_profile(pool, Path(folder))
+            print(f"repetition {number}: profile in {time.monotonic() - began_s:.0f} s", flush=True)
             for workload in chosen:
-                began_s = time.monotonic()
-                results.append(compare(workload, pool, Path(folder)))
-                print(f"{workload.name}: {time.monotonic() - began_s:.0f} s", flush=True)
-                print(*table(results[-1:]), sep="\n", flush=True)
-    print(f"\n{time.strftime('%Y-%m-%d')}, {cpu_name()}, {versions()}\n")
+                results.append(compare(workload, measured, pool))
+                print(*list(table(results[-1:]))[2:], sep="\n", flush=True)
+    print(f"\n{time.strftime('%Y-%m-%d %H:%M')}, {cpu_name()}, {versions()}\n")
     print(*table(results), sep="\n")
     print()
     print(*verdicts(results), sep="\n")

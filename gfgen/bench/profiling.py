@@ -370,7 +370,7 @@ def assemble(
         rows=tuple(rows),
         move_s=move_s,
         move_bytes_per_s=bytes_per_s,
-        dispatch_s=_rounded(max(0.0, statistics.median(gaps))) if gaps else 0.0,
+        dispatch_s=_rounded(max(0.0, statistics.fmean(gaps))) if gaps else 0.0,
         versions=versions,
     )
 
@@ -389,13 +389,13 @@ def _rows(measurement: Measurement, alone: Samples, loaded: Samples) -> Iterator
             shape=job.shape,
             stage=Stage(stage),
             degrees=measurement.degrees,
-            seconds=_rounded(statistics.median(durations)),
+            seconds=_rounded(statistics.fmean(durations)),
             spread_s=_rounded(_interquartile_range(durations)),
             num_samples=len(durations),
-            loaded_s=_rounded(statistics.median(under_load)) if under_load else None,
+            loaded_s=_rounded(statistics.fmean(under_load)) if under_load else None,
             flops=job.flops[Stage(stage)],
             state_bytes=job.state_bytes,
-            write_s=_rounded(statistics.median(writes)) if stage == Stage.DECODE and writes else None,
+            write_s=_rounded(statistics.fmean(writes)) if stage == Stage.DECODE and writes else None,
         )
 
 

@@ -47,9 +47,12 @@ class Estimate:
     seconds: float
     loaded_s: float
     provenance: Provenance
+    spread_s: float = 0.0
+    """Interquartile range around `seconds`."""
 
     def scaled(self, factor: float, provenance: Provenance) -> Estimate:
-        return Estimate(self.seconds * factor, self.loaded_s * factor, max(provenance, self.provenance))
+        seconds, loaded_s, spread_s = self.seconds * factor, self.loaded_s * factor, self.spread_s * factor
+        return Estimate(seconds, loaded_s, max(provenance, self.provenance), spread_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +147,8 @@ def _distance(other: Degrees, degrees: Degrees) -> tuple[float, float, Degrees]:
 def _over_shapes(rows: Sequence[ProfileRow], shape: str, work: Work) -> Estimate:
     seconds, provenance = _value_over_shapes(rows, shape, work, value=lambda row: row.seconds)
     loaded_s, _ = _value_over_shapes(rows, shape, work, value=_loaded_s)
-    return Estimate(seconds, loaded_s, provenance)
+    spread_s, _ = _value_over_shapes(rows, shape, work, value=lambda row: row.spread_s)
+    return Estimate(seconds, loaded_s, provenance, spread_s)
 
 
 def _loaded_s(row: ProfileRow) -> float:

@@ -6,7 +6,10 @@ predictions do.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from hashlib import blake2b
+from statistics import NormalDist
 
 from gfgen.runtime.admission import AdmittedJob
 from gfgen.runtime.cost import CostModel
@@ -15,14 +18,22 @@ from gfgen.runtime.dispatch import Dispatch
 from gfgen.runtime.profile import Profile
 from gfgen.runtime.simulate import SimulatedTimes
 
+_NORMAL = NormalDist()
+_QUARTILE = _NORMAL.inv_cdf(0.75)
+
 
 def profiled_times(profile: Profile, jobs: Sequence[AdmittedJob]) -> SimulatedTimes:
-    """The durations of these jobs' tasks, moves and files."""
+    """The durations of these jobs' tasks, moves and files.
+
+    Tasks vary around their means as widely as they did in the measurement, since a prediction that always
+    holds would flatter everything that rests on it. A task of a job varies alike in every simulation, so
+    that policies are compared on the same luck.
+    """
     truth = _Truth(profile, jobs)
     has_load = any(row.loaded_s is not None for row in profile.rows)
     return SimulatedTimes(
-        task_s=lambda dispatch: truth.estimate(dispatch).seconds,
-        loaded_s=(lambda dispatch: truth.estimate(dispatch).loaded_s) if has_load else None,
+        task_s=truth.task_s,
+        loaded_s=truth.loaded_s if has_load else None,
         move_s=truth.move_s,
         write_s=truth.write_s,
         dispatch_s=profile.dispatch_s,
@@ -53,6 +64,16 @@ class _Truth:
             self._estimates[key] = self._costs.estimate(*key)
         return self._estimates[key]
 
+    def task_s(self, dispatch: Dispatch) -> float:
+        """Of a task while the other ranks idle."""
+        estimate = self.estimate(dispatch)
+        return estimate.seconds * _luck(dispatch, estimate)
+
+    def loaded_s(self, dispatch: Dispatch) -> float:
+        """Of a task while the other ranks are busy."""
+        estimate = self.estimate(dispatch)
+        return estimate.loaded_s * _luck(dispatch, estimate)
+
     def move_s(self, dispatch: Dispatch) -> float:
         """Of a task's input: ranks receive beside each other, each its transfers in order."""
         if not dispatch.transfers:
@@ -71,3 +92,16 @@ class _Truth:
             written_s = self._table.write_s(*key, work)
             self._writes[key] = self._profile.write_s if written_s is None else written_s
         return self._writes[key]
+
+
+def _luck(dispatch: Dispatch, estimate: Estimate) -> float:
+    """A task's duration over its mean: log-normal with the measured interquartile range, and mean 1.
+
+    The quartiles of such a distribution are exp(+-_QUARTILE * sigma) times its median apart.
+    """
+    if not estimate.spread_s or not estimate.seconds:
+        return 1.0
+    sigma = math.asinh(estimate.spread_s / (2 * estimate.seconds)) / _QUARTILE
+    name = f"{dispatch.task.job_id} {dispatch.task.index}".encode()
+    drawn = int.from_bytes(blake2b(name, digest_size=6).digest(), "big")
+    return math.exp(sigma * _NORMAL.inv_cdf((drawn + 0.5) / 2**48) - sigma**2 / 2)

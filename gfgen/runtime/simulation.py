@@ -15,7 +15,7 @@ from gfgen.runtime.metrics import Summary
 from gfgen.runtime.observer import JobOutcome, Observer
 from gfgen.runtime.profile import Profile
 from gfgen.runtime.profiled import profiled_times
-from gfgen.runtime.simulate import SimulatedBackend
+from gfgen.runtime.simulate import SimulatedBackend, SimulatedTimes
 from gfgen.runtime.state import State
 
 
@@ -43,15 +43,17 @@ def simulate(
     guard_s: float = 0.005,
     started_at: float = 0.0,
     observers: Sequence[Observer] = (),
+    times: SimulatedTimes | None = None,
 ) -> Simulated:
     """Run these jobs in virtual time; tasks take what the profile says.
 
-    The policy sees the same predictions as in a real run that starts from this profile.
+    The policy sees the same predictions as in a real run that starts from this profile. `times` take the
+    place of what the profile says is true.
 
     Raises: StalledError when the policy lets jobs wait for ever; it names them.
     """
     clock, costs, kept = Clock(virtual=True), CostModel(profile), _Kept()
-    backend = SimulatedBackend(clock, num_ranks=num_ranks, times=profiled_times(profile, jobs))
+    backend = SimulatedBackend(clock, num_ranks=num_ranks, times=times or profiled_times(profile, jobs))
     state = State(jobs, num_ranks=num_ranks, clock=clock, costs=costs, guard_s=guard_s, started_at=started_at)
     control = Control(
         jobs,

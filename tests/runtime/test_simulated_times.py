@@ -1,5 +1,6 @@
 """What takes how long in a simulated run."""
 
+import statistics
 from dataclasses import replace
 
 import pytest
@@ -16,9 +17,9 @@ ONE = (1, 1, 1)
 SECONDS = {Stage.ENCODE: 1.0, Stage.PREPARE: 1.0, Stage.DENOISE: 10.0, Stage.DECODE: 5.0}
 
 
-def profile(*, loaded=1.0, write_s=None, shared_s=6.0, **fields):
+def profile(*, loaded=1.0, write_s=None, shared_s=6.0, spread_s=0.0, **fields):
     rows = [
-        ProfileRow("fake", "small", stage, ONE, seconds, loaded_s=seconds * loaded, flops=1e9)
+        ProfileRow("fake", "small", stage, ONE, seconds, spread_s, loaded_s=seconds * loaded, flops=1e9)
         for stage, seconds in SECONDS.items()
     ]
     rows[-1] = replace(rows[-1], write_s=write_s)
@@ -89,6 +90,27 @@ def test_moves_are_no_part_of_a_task():
     assert [e.moved_s for e in done] == [0.0, 0.0, 1.5, 1.5, 1.5]
     assert [e.ended_s - e.started_s for e in done] == pytest.approx([*list(SECONDS.values())[:3], 10.0, 5.0])
     assert ended(recorder)["a"] == pytest.approx(27 + 3 * 1.5)
+
+
+def steps_of(recorder):
+    done = [e for e in recorder.events if isinstance(e, TaskDone)]
+    by_number = {e.dispatch: e.ended_s - e.started_s for e in done}
+    dispatches = [d for d in recorder.dispatches if d.task.stage is Stage.DENOISE]
+    return {(d.task.job_id, d.task.index): by_number[d.number] for d in dispatches}
+
+
+def test_tasks_vary_around_their_mean_as_widely_as_they_were_measured_to():
+    _, recorder = run(make_job("a", steps=2000), spread_s=3.0)
+    steps = list(steps_of(recorder).values())
+    assert statistics.fmean(steps) == pytest.approx(10.0, rel=0.01)
+    first, _, third = statistics.quantiles(steps)
+    assert third - first == pytest.approx(3.0, rel=0.05)
+
+
+def test_a_task_takes_as_long_whatever_the_policy():
+    jobs = [make_job(f"job-{i}", steps=4) for i in range(4)]
+    (_, fcfs), (_, srtf) = (run(*jobs, policy=policy, spread_s=3.0) for policy in ("fcfs", "srtf"))
+    assert steps_of(fcfs) == pytest.approx(steps_of(srtf))
 
 
 def test_what_a_policy_expects_does_not_change_what_is_true():
