@@ -41,6 +41,7 @@ from gfgen.layout import MAX_RANKS
 from gfgen.policies.catalog import load_policy
 from gfgen.runtime.admission import AdmittedJob
 from gfgen.runtime.cost import CostModel
+from gfgen.runtime.devices import CPU, Devices
 from gfgen.runtime.observer import JobOutcome
 from gfgen.runtime.picture import save_figure
 from gfgen.runtime.plot_runs import draw_runs
@@ -266,7 +267,7 @@ def _on_workers(
     found = find_model(model)
     run_options = RunOptions(
         output_dir=output,
-        num_ranks=options.num_ranks,
+        devices=Devices(CPU, options.num_ranks),
         policy=load_policy("fcfs"),
         guard_s=0.005,
         trace=None,

@@ -26,6 +26,7 @@ from gfgen.jobspec import JobSpec
 from gfgen.layout import MAX_RANKS
 from gfgen.runtime.admission import AdmittedJob
 from gfgen.runtime.cost import CostModel
+from gfgen.runtime.devices import CPU, Devices
 from gfgen.runtime.durations import in_words, on_clock
 from gfgen.runtime.linefile import LineFile
 from gfgen.runtime.machine import cpu_name, versions
@@ -92,9 +93,11 @@ def profile(
     if jobs is not None and (models or sizes):
         raise click.UsageError("give either JOBS, or --model and --size")
     if jobs is not None:
-        admitted, _ = admit_file(jobs, default_model=DEFAULT_MODELS[0], num_ranks=ranks, skip_invalid=False)
+        admitted, _ = admit_file(
+            jobs, default_model=DEFAULT_MODELS[0], devices=Devices(CPU, ranks), skip_invalid=False
+        )
     else:
-        admitted = _default_jobs(models or DEFAULT_MODELS, sizes)
+        admitted = _default_jobs(models or DEFAULT_MODELS, sizes, Devices(CPU, ranks))
     path = output or default_path()
     plan = profiling.plan_measurements(admitted, num_ranks=ranks)
     with contextlib.closing(_Unfinished(path, plan, num_ranks=ranks)) as unfinished:
@@ -123,9 +126,9 @@ def profile(
 # What to measure ------------------------------------------------------------------------------
 
 
-def _default_jobs(models: Sequence[str], sizes: Sequence[str]) -> Sequence[AdmittedJob]:
+def _default_jobs(models: Sequence[str], sizes: Sequence[str], devices: Devices) -> Sequence[AdmittedJob]:
     """A job of each model and size; those that a model cannot do are errors."""
-    admission = Admission(default_model=models[0])
+    admission = Admission(default_model=models[0], devices=devices)
     specs = []
     for model in models:
         kind = admission.find_model(model).geometry.kind

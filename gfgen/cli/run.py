@@ -243,7 +243,7 @@ def run_on(
     arrived_at = first_arrivals(options.output_dir / JOURNAL_NAME)
     resume_points = resume.find(options.output_dir, todo)
     started_at, clock = time.time(), Clock()
-    profile = _default_profile()
+    profile = _default_profile(options.devices)
     closes_s = None if options.closes_at is None else options.closes_at - started_at
     _warn_of_passed_deadlines(todo, started_at, arrived_at)
     with contextlib.ExitStack() as stack:
@@ -315,9 +315,9 @@ def run_on(
     return summary
 
 
-def _default_profile() -> Profile | None:
+def _default_profile(devices: Devices) -> Profile | None:
     """What this machine's tasks took when they were measured, if they were: predictions start from it."""
-    found = find_profile()
+    found = find_profile(devices.gpus[0].name if devices.gpus else None)
     if found is None:
         return None
     path, profile = found
