@@ -10,6 +10,7 @@ from gfgen.cli.main import cli
 from gfgen.errors import InputError, InterruptedRunError, JobFileError
 from gfgen.graph import Stage
 from gfgen.runtime import profiles
+from gfgen.runtime.devices import CPU, Devices
 from gfgen.runtime.profile import load_profile
 
 SAMPLES = Samples({str(stage): [0.5] for stage in Stage}, writes=[0.1], gaps=[0.001], moves=[(64, 0.01)])
@@ -128,10 +129,10 @@ def test_a_run_starts_its_predictions_from_the_default_profile_and_says_so(
     measured, tmp_path, monkeypatch, caplog
 ):
     monkeypatch.setattr(profiles.registry, "cache_dir", lambda: tmp_path / "cache")
-    assert run_command._default_profile() is None
+    assert run_command._default_profile(Devices(CPU, 2)) is None
     assert profile("--model", "tiny-qwen-image", "--size", "64x64", "--ranks", 1).exit_code == 0
     monkeypatch.setattr(logging.getLogger("gfgen"), "propagate", True)  # the command has set up its own
     with caplog.at_level("INFO"):
-        found = run_command._default_profile()
+        found = run_command._default_profile(Devices(CPU, 2))
     assert found.models == {"tiny-qwen-image"}
     assert f"predictions start from the profile of {found.date}: {profiles.default_path()}" in caplog.text
