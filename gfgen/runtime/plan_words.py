@@ -142,9 +142,9 @@ def _chart(plan: Plan, options: Sequence[Option], names: Sequence[str], title: s
 
 
 def _bar(end_s: float, *, by_s: float | None, scale_s: float) -> str:
-    length = max(1, round(BAR_CHARS * end_s / scale_s))
+    length = max(1, round(BAR_CHARS * end_s / scale_s)) if scale_s > 0 else 1
     chars = list(("#" * length).ljust(BAR_CHARS + 1))
-    if by_s is not None and by_s <= scale_s:
+    if by_s is not None and 0 < by_s <= scale_s:
         chars[round(BAR_CHARS * by_s / scale_s)] = "|"
     return "".join(chars)
 

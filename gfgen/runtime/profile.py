@@ -18,18 +18,21 @@ import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from gfgen.errors import InputError
 from gfgen.graph import Stage
+from gfgen.layout import MAX_RANKS
 from gfgen.runtime.admission import AdmittedJob
 
 Degrees = tuple[int, int, int]
 """(cfg, ulysses, ring), as `Layout.degrees`."""
 
 FORMAT = 1
+MAX_SECONDS = 1e6
+"""Of one task: more than a week is no measurement."""
 _MAX_NAMED = 3
 """Of models or shapes in one line."""
 
@@ -103,11 +106,11 @@ def load_profile(path: Path) -> Profile:
         content: Any = json.loads(path.read_text())
     except OSError as error:
         raise InputError(f"--profile {path}: {error.strerror or error}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"--profile {path}: not JSON ({error})") from None
     try:
         return _profile_of(content)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except ValueError as error:
         raise InputError(f"--profile {path}: not a profile ({error}); 'gfgen profile' makes one") from None
 
 
@@ -148,48 +151,84 @@ def _some(names: Sequence[str]) -> str:
     return shown if len(names) <= _MAX_NAMED else f"{shown} and {len(names) - _MAX_NAMED} more"
 
 
-def _profile_of(content: dict[str, Any]) -> Profile:
-    if content.pop("format") != FORMAT:
+def _profile_of(content: object) -> Profile:
+    head = dict(_fields_of(Profile, content, also=("format",)))
+    if head.pop("format") != FORMAT:
         raise ValueError(f"another format than {FORMAT}")
-    rows = content.pop("rows")
-    _check_keys(Profile, content)
+    for name in ("device", "date", "source"):
+        _check_text(head, name)
     for name in ("move_s", "write_s", "dispatch_s"):
-        _check_number(content, name, least=0.0)
-    _check_number(content, "num_ranks", least=1)
-    _check_number(content, "move_bytes_per_s", least=1.0)
+        _check_number(head, name, least=0.0)
+    _check_number(head, "num_ranks", least=1, most=MAX_RANKS, kind=int)
+    _check_number(head, "move_bytes_per_s", least=1.0)
+    if not isinstance(head.get("versions", {}), dict):
+        raise ValueError(f"versions = {head['versions']!r} are no names with their versions")
+    rows = head.pop("rows")
+    if not isinstance(rows, list) or not rows:
+        raise ValueError("it has no rows")
     parsed = []
     for number, row in enumerate(rows, start=1):
         try:
             parsed.append(_row_of(row))
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except ValueError as error:
             raise ValueError(f"row {number}: {error}") from None
-    if not parsed:
-        raise ValueError("it has no rows")
-    return Profile(rows=tuple(parsed), **content)
+    return Profile(rows=tuple(parsed), **head)
 
 
-def _row_of(row: dict[str, Any]) -> ProfileRow:
-    _check_keys(ProfileRow, row)
-    for name in ("seconds", "spread_s", "loaded_s", "flops", "state_bytes", "write_s"):
-        _check_number(row, name, least=0.0)
-    degrees = tuple(row["degrees"])
-    if len(degrees) != 3 or any(type(degree) is not int or degree < 1 for degree in degrees):
-        raise ValueError(f"degrees {row['degrees']!r}: three whole numbers are accepted, as in [1, 2, 1]")
-    return ProfileRow(**{**row, "stage": Stage(row["stage"]), "degrees": degrees})
+def _row_of(content: object) -> ProfileRow:
+    row = _fields_of(ProfileRow, content)
+    for name in ("model", "shape"):
+        _check_text(row, name)
+    for name in ("seconds", "spread_s", "loaded_s", "write_s"):
+        _check_number(row, name, least=0.0, most=MAX_SECONDS, is_optional=name in ("loaded_s", "write_s"))
+    for name, kind, least in (("flops", float, 0), ("state_bytes", int, 0), ("num_samples", int, 1)):
+        _check_number(row, name, least=least, kind=kind)
+    degrees = row["degrees"]
+    is_triple = isinstance(degrees, list) and len(degrees) == 3
+    if not is_triple or any(type(degree) is not int or degree < 1 for degree in degrees):
+        raise ValueError(f"degrees {degrees!r}: three whole numbers are accepted, as in [1, 2, 1]")
+    return ProfileRow(**{**row, "stage": Stage(row["stage"]), "degrees": tuple(degrees)})
 
 
-def _check_keys(kind: type, content: Mapping[str, Any]) -> None:
-    known = [entry.name for entry in fields(kind)]
-    for key in content:
-        if key not in known:
-            raise ValueError(f"{key!r} is not a field; {', '.join(known)} are")
+def _fields_of(kind: type, content: object, *, also: Sequence[str] = ()) -> Mapping[str, Any]:
+    """What a JSON object says, which has all fields that it must have and no other ones."""
+    if not isinstance(content, dict):
+        raise ValueError(f"{type(content).__name__} in place of an object with fields")
+    known = [*also, *(entry.name for entry in fields(kind))]
+    for name in content:
+        if name not in known:
+            raise ValueError(f"{name!r} is not a field; {', '.join(known)} are")
+    needed = [
+        entry.name for entry in fields(kind) if entry.default is MISSING and entry.default_factory is MISSING
+    ]
+    for name in (*also, *needed):
+        if name not in content:
+            raise ValueError(f"{name} is missing")
+    return content
 
 
-def _check_number(content: Mapping[str, Any], name: str, *, least: float) -> None:
+def _check_text(content: Mapping[str, Any], name: str) -> None:
+    if not isinstance(content[name], str):
+        raise ValueError(f"{name} = {content[name]!r} is no text")
+
+
+def _check_number(
+    content: Mapping[str, Any],
+    name: str,
+    *,
+    least: float,
+    most: float = math.inf,
+    kind: type = float,
+    is_optional: bool = False,
+) -> None:
+    """A number within these bounds, where there is one."""
     value = content.get(name)
-    if value is None:
+    if name not in content or (value is None and is_optional):
         return
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{name} = {value!r} is no number")
+    accepted = int if kind is int else int | float
+    if isinstance(value, bool) or not isinstance(value, accepted) or not math.isfinite(value):
+        raise ValueError(f"{name} = {value!r} is no {'whole ' if kind is int else ''}number")
     if value < least:
         raise ValueError(f"{name} = {value!r} is below {least:g}")
+    if value > most:
+        raise ValueError(f"{name} = {value!r} is above {most:g}")

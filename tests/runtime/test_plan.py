@@ -27,13 +27,13 @@ PROFILE = Profile(
 )
 
 
-def plan_of(jobs, *, policies=("srtf", "fcfs"), num_ranks=2, rank_counts=(1, 2), by_s=None):
+def plan_of(jobs, *, policies=("srtf", "fcfs"), num_ranks=2, rank_counts=(1, 2), by_s=None, profile=PROFILE):
     return make_plan(
         jobs,
         policies=policies,
         num_ranks=num_ranks,
         rank_counts=rank_counts,
-        profile=PROFILE,
+        profile=profile,
         started_at=1_800_000_000.0,
         by_s=by_s,
     )
@@ -89,6 +89,13 @@ def test_a_deadline_before_the_arrival_is_late_whatever_is_done():
     spec = replace(job.spec, deadline_at=1_800_000_050.0)
     job = replace(job, info=replace(job.info, spec=spec))
     assert [each.job_id for each in plan_of([job]).best.late] == ["late"]
+
+
+def test_a_batch_that_takes_no_time_has_a_plan():
+    rows = tuple([replace(row, seconds=0.0) for row in PROFILE.rows])
+    plan = plan_of([make_job("a", steps=1)], policies=("fcfs", "edf"), profile=replace(PROFILE, rows=rows))
+    assert plan.best.end_s == 0
+    assert "nothing late" in "\n".join(words(plan))
 
 
 def test_a_policy_that_starves_a_job_is_left_out_by_name(tmp_path):
