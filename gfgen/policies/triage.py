@@ -27,6 +27,7 @@ which it has to wait for others costs part of a step, and what is left at the en
 NUM_OTHERS = 16
 """Of the other jobs so many: twice as many as there can be ranks."""
 
+_precedence = attrgetter("precedence")
 _due = attrgetter("precedence", "deadline_s", "arrival_s")
 _short = attrgetter("precedence", "remaining_s", "arrival_s")
 
@@ -36,6 +37,7 @@ def triage(snapshot: Snapshot, *, degree: Degree = 2) -> list[Decision]:
 
     For jobs with deadlines, under any load. Jobs get groups of `degree` ranks, more where a deadline
     needs it or ranks would idle. Jobs without a deadline follow those that have one and can meet it.
+    All this among jobs of one priority: those of a higher one go before.
     """
     if not snapshot.open or not snapshot.free_ranks:
         return []
@@ -46,7 +48,8 @@ def triage(snapshot: Snapshot, *, degree: Degree = 2) -> list[Decision]:
     def wanted(job: JobView) -> int:
         return _degree_in_time(snapshot, job, base) if job.job_id in saved_ids else base
 
-    return allot(snapshot, [*saved, *others], wanted=wanted)
+    queue = sorted([*saved, *others], key=_precedence)
+    return allot(snapshot, queue, wanted=wanted)
 
 
 def _sorted_out(snapshot: Snapshot, degree: int) -> tuple[list[JobView], list[JobView]]:
@@ -82,12 +85,12 @@ def _most_in_time(
     """The most jobs that can meet their deadlines one after the other, and those given up for them.
 
     All ranks count as one fast machine. Whenever a job would be late, the one with the most work so
-    far is given up, which makes the most room for the others.
+    far is given up, which makes the most room for the others; but none of higher priority than others.
 
     Source: Moore 1968, "An n job, one machine sequencing algorithm for minimizing the number of late jobs".
     """
     end_s = snapshot.now_s
-    taken: list[tuple[float, str]] = []
+    taken: list[tuple[int, float, str]] = []
     given_up = []
     by_id = {job.job_id: job for job in by_deadline}
     for job in by_deadline:
@@ -95,13 +98,13 @@ def _most_in_time(
             given_up.append(job)
             continue
         work_s = _machine_s(snapshot, job, degree)
-        heapq.heappush(taken, (-work_s, job.job_id))
+        heapq.heappush(taken, (-job.precedence, -work_s, job.job_id))
         end_s += work_s
         if end_s > job.deadline_s:
-            most_s, job_id = heapq.heappop(taken)
-            end_s += most_s
+            _, minus_work_s, job_id = heapq.heappop(taken)
+            end_s += minus_work_s
             given_up.append(by_id[job_id])
-    kept = {job_id for _, job_id in taken}
+    kept = {job_id for _, _, job_id in taken}
     return [job for job in by_deadline if job.job_id in kept], given_up
 
 

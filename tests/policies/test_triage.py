@@ -48,6 +48,18 @@ def test_triage_runs_a_job_that_cannot_meet_its_deadline_after_all_others():
     assert "lost" not in placed(triage(four_ranks(*jobs, free=(0, 1, 2)), degree=1))
 
 
+def test_triage_heeds_priorities_before_deadlines():
+    vip = view("vip", remaining_s=40, priority=1)
+    due = view("due", remaining_s=4, deadline_s=30)
+    assert placed(triage(four_ranks(due, vip, free=(0,)), degree=1)) == {"vip": (0,)}
+
+
+def test_triage_gives_up_no_job_for_one_of_lower_priority():
+    vip = view("vip", remaining_s=40, deadline_s=11, priority=1)
+    small = [view(f"small-{n}", remaining_s=8, deadline_s=12) for n in range(5)]
+    assert "vip" in placed(triage(four_ranks(vip, *small), degree=1))
+
+
 def test_triage_lets_short_jobs_overtake_while_long_ones_keep_room():
     long = view("long", remaining_s=40, deadline_s=100)
     short = view("short", remaining_s=4, deadline_s=200)
