@@ -14,6 +14,8 @@ Key = Callable[[JobView], Any]
 
 MAX_ORDERS = 4
 """Sort keys that are kept up; a policy has one or two. A key made anew at each call evicts others."""
+MAX_CHANGED = 10_000
+"""After so many changes nobody asks for an order any more (another policy decides): it is not kept up."""
 
 
 class OpenJobs:
@@ -44,6 +46,7 @@ class OpenJobs:
     def discard(self, job_id: str) -> None:
         """The job is not open any more, if it was."""
         if self._views.pop(job_id, None) is not None:
+            del self._numbers[job_id]
             self._note(job_id)
 
     def renew(self, view_of: Callable[[str], JobView]) -> None:
@@ -79,6 +82,9 @@ class OpenJobs:
         self.generation += 1
         for order in self._orders.values():
             order.changed.add(job_id)
+            if len(order.changed) > MAX_CHANGED:
+                self._orders.clear()
+                break
 
 
 @dataclass(slots=True)

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gfgen.policies.catalog import NamedPolicy, load_policy
+from gfgen.runtime import openjobs
 from gfgen.runtime.cost import CostModel
 from gfgen.runtime.openjobs import MAX_ORDERS, OpenJobs, Orders
 from gfgen.runtime.records import JobRecord
@@ -91,6 +92,27 @@ def test_a_snapshot_with_other_jobs_in_it_is_sorted_by_those():
     control.policy = NamedPolicy("choosy", choosy)
     control.run()
     assert all(some == sorted_ for some, sorted_ in seen)
+
+
+def test_nothing_is_kept_of_jobs_that_are_gone():
+    jobs = OpenJobs()
+    for number in range(100):
+        jobs.put(view(number))
+        jobs.sorted(by_precedence)
+        jobs.discard(view(number).job_id)
+    jobs.sorted(by_precedence)
+    assert "job-" not in repr(vars(jobs))
+
+
+def test_an_order_that_nobody_asks_for_does_not_grow(monkeypatch):
+    monkeypatch.setattr(openjobs, "MAX_CHANGED", 50)
+    jobs = OpenJobs()
+    jobs.sorted(by_precedence)
+    for number in range(200):
+        jobs.put(view(number))
+        jobs.discard(view(number).job_id)
+    assert repr(vars(jobs)).count("job-") <= 50
+    assert jobs.sorted(by_precedence) == []
 
 
 def test_a_key_that_raises_is_forgotten_and_the_others_go_on():
