@@ -15,6 +15,9 @@ logger = logging.getLogger(__name__)
 PAUSE_S = 5e-5
 """In each turn of a look ahead that a thread makes: so long the interpreter is everyone else's. A turn
 takes about 0.1 ms, which is then the longest that the control loop waits for it."""
+CLOSE_TIMEOUT_S = 5.0
+"""A thought that is under way when the run ends breaks off within a turn; one that never looks ahead is
+left behind after so long, and ends with the process."""
 
 
 class ChooserInTurn:
@@ -74,7 +77,10 @@ class ChooserBeside:
     def close(self) -> None:
         """Let a thought that is under way break off."""
         self._is_closed = True
-        self.wait()
+        if self._thread is not None:
+            self._thread.join(CLOSE_TIMEOUT_S)
+            if self._thread.is_alive():
+                logger.warning("choosing a policy has not ended %g s after the run", CLOSE_TIMEOUT_S)
 
     def _think(self, snapshot: Snapshot) -> None:
         self._choice = _asked(self._choose, snapshot, self._last)
@@ -92,7 +98,12 @@ class _Closed(Exception):
 def _asked(choose: Choose, snapshot: Snapshot, last: Choice | None) -> Choice | None:
     """Its choice; None when it raises, which the log tells: the present policy goes on."""
     try:
-        return choose(snapshot, last)
+        choice = choose(snapshot, last)
+        if choice is not None and not isinstance(choice, Choice):
+            raise TypeError(
+                f"it returned a value of type {type(choice).__name__}; a Choice or None is accepted"
+            )
+        return choice
     except _Closed:
         return None
     except Exception as error:  # who chooses may be the user's own

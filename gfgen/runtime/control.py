@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from gfgen.errors import PolicyFault, StalledError, in_one_line
+from gfgen.errors import PolicyError, PolicyFault, StalledError, in_one_line
 from gfgen.policies.catalog import NamedPolicy, load_policy
 from gfgen.runtime.admission import AdmittedJob, arriving_after
 from gfgen.runtime.clock import Clock
@@ -168,7 +168,7 @@ class Control:
         if self._chooser is None or self.state.is_stopping:
             return
         choice = self._chooser.take()
-        if choice is not None and choice.policy != self.policy.name:
+        if choice is not None and choice.policy != self.policy.name and _exists(choice.policy):
             event = PolicyChanged(self.clock.now_s, choice.policy, choice.reason)
             self.journal.append(event)
             self.apply(event)
@@ -307,3 +307,13 @@ class Control:
         self.clock.at(JobArrived(job.spec.arrival_s, job.job_id, job.info.spec_hash))
         if job.spec.timeout_s is not None:
             self.clock.at(JobTimedOut(job.spec.arrival_s + job.spec.timeout_s, job.job_id))
+
+
+def _exists(policy: str) -> bool:
+    """Whether there is such a policy; the log says so when what was chosen is none."""
+    try:
+        load_policy(policy)
+    except PolicyError as error:
+        logger.warning("choosing a policy failed: %s", error)
+        return False
+    return True

@@ -4,6 +4,7 @@ from builders import make_job, simulate, simulated_control
 
 from gfgen.policies.auto import choose_auto
 from gfgen.policies.catalog import load_policy
+from gfgen.runtime import choosing
 from gfgen.runtime.choosing import ChooserBeside, ChooserInTurn
 from gfgen.runtime.events import PolicyChanged
 from gfgen.runtime.lookahead import with_foresight
@@ -69,6 +70,27 @@ def test_a_chooser_that_raises_leaves_the_policy_as_it_is(caplog):
     assert control.policy.name == "auto"
     assert len(recorder.outcomes) == len(JOBS)
     assert "choosing a policy failed: ValueError: no idea" in caplog.text
+
+
+def test_what_is_no_choice_or_no_policy_leaves_the_policy_as_it_is(caplog):
+    left = ["srtf", Choice("srfft", "a typing error"), Choice("srtf,degree=0", "none that can be")]
+    control, recorder = run(lambda snapshot, last: left.pop(0) if left else None)
+    assert control.policy.name == "auto"
+    assert len(recorder.outcomes) == len(JOBS)
+    assert "type str; a Choice or None is accepted" in caplog.text
+    assert "--policy srfft: unknown" in caplog.text
+    assert "degree = 0" in caplog.text
+
+
+def test_a_thought_that_never_ends_is_left_behind(monkeypatch, caplog):
+    monkeypatch.setattr(choosing, "CLOSE_TIMEOUT_S", 0.01)
+    is_let_go = threading.Event()
+    chooser = ChooserBeside(lambda snapshot, last: is_let_go.wait())
+    control, _ = simulated_control(JOBS, policy="auto", num_ranks=4, max_degree=4)
+    chooser.consider(control.state.snapshot())
+    chooser.close()
+    is_let_go.set()
+    assert "choosing a policy has not ended" in caplog.text
 
 
 def test_nothing_is_chosen_any_more_after_the_fallback(tmp_path):
