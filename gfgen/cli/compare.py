@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import shutil
 import statistics
 import time
@@ -56,6 +57,17 @@ SIMULATED_JOBS, REAL_JOBS = 100, 40
 SIMULATED_MODEL, REAL_MODEL = "wan2.2-ti2v-5b", "tiny-wan"
 DEGREES = (1, 2, 4, 8)
 
+
+class FiniteRange(click.FloatRange):
+    """Numbers within bounds, and no others: neither `nan` nor `inf`."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number = float(super().convert(value, param, ctx))
+        if not math.isfinite(number):
+            self.fail(f"{value} is no finite number.", param, ctx)
+        return number
+
+
 Option = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
@@ -63,7 +75,7 @@ def _workload_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """What the two commands have in common."""
     options: tuple[Option, ...] = (
         click.option(
-            "--load", type=click.FloatRange(0.01, 100), default=0.9, show_default=True,
+            "--load", type=FiniteRange(0.01, 100), default=0.9, show_default=True,
             help="Of what single-rank replicas sustain.",
         ),
         click.option("--seed", type=int, default=1, show_default=True, help="Of arrivals and prompts."),
@@ -73,7 +85,7 @@ def _workload_options(command: Callable[..., Any]) -> Callable[..., Any]:
             help="Deadlines are multiples of what a job takes alone on so many ranks.",
         ),
         click.option(
-            "--timeout", type=click.FloatRange(0.1), metavar="SECONDS",
+            "--timeout", type=FiniteRange(0.1), metavar="SECONDS",
             help="After it a job fails. [as in the paper: 3600 for videos, 1500 for images]",
         ),
         click.option(
@@ -92,7 +104,7 @@ def _workload_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option(
     "--ranks", type=click.IntRange(1, MAX_RANKS), default=SIMULATED_RANKS, show_default=True, help="To load."
 )
-@click.option("--minutes", type=click.FloatRange(0.01), help="In place of --jobs: arrivals for so long.")
+@click.option("--minutes", type=FiniteRange(0.01), help="In place of --jobs: arrivals for so long.")
 @click.option("--output", "-o", type=click.Path(dir_okay=False, path_type=Path), help="[standard output]")
 @_workload_options
 def workload(
@@ -149,7 +161,7 @@ def workload(
 )
 @click.option("--simulate", "is_simulated", is_flag=True, help="In virtual time, with a profile.")
 @click.option(
-    "--slack", type=click.FloatRange(0), metavar="SECONDS",
+    "--slack", type=FiniteRange(0), metavar="SECONDS",
     help="A job is in time for the client until so long after its deadline. [by model, as in the paper]",
 )  # fmt: skip
 @click.option(
@@ -194,6 +206,10 @@ def compare(
         timeout_s=timeout,
     )
     slack_s = mix.slack_s if slack is None else slack
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--output {output}: cannot be made ({error.strerror})") from None
     if is_simulated:
         runs = _simulated(texts, name, model, options, profile_path)
     else:
@@ -222,7 +238,6 @@ def _report(
 ) -> None:
     lines = table(scores)
     click.echo("\n" + "\n".join(lines) + "\n")
-    output.mkdir(parents=True, exist_ok=True)
     conditions = {
         "workload": about,
         "simulated": is_simulated,
@@ -234,7 +249,7 @@ def _report(
     (output / "compare.md").write_text("\n".join([about, "", *lines]) + "\n")
     files = "compare.json and compare.md"
     try:
-        title = about + (", simulated" if is_simulated else "")
+        title = about + (", simulated" if is_simulated else "") + f"; deadlines with {slack_s:g} s of slack"
         save_figure(lambda: draw_runs(figures(scores), title=title), output / "compare.png")
         files = "compare.json, compare.md and compare.png"
     except InputError as error:  # matplotlib is an extra

@@ -45,7 +45,7 @@ NO_CHOICE = ("legacy",)
     "--profile",
     "profile_path",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="How long everything takes. [this machine's, as 'gfgen profile' has measured it]",
+    help="How long everything takes. [this machine's, or one that comes with gfgen]",
 )
 @click.option("--model", default=DEFAULT_MODEL, show_default=True, help="For jobs that name none.")
 @click.option("--chart", type=click.Path(path_type=Path), help="Draw it, too: a .png, .svg or .pdf file.")

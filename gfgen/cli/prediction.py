@@ -42,8 +42,7 @@ def choose_profile(path: Path | None, jobs: Sequence[AdmittedJob], *, num_ranks:
 
     Raises: InputError when there is none, or when it cannot tell how long the jobs take.
     """
-    profile = _fitting(jobs, num_ranks=num_ranks) if path is None else None
-    profile = profile or open_profile(path)
+    profile = (_fitting(jobs, num_ranks=num_ranks) if path is None else None) or open_profile(path)
     check_profile(profile, jobs, num_ranks=num_ranks)
     return profile
 
@@ -59,9 +58,8 @@ def describe(profile: Profile) -> str:
 
 
 def _fitting(jobs: Sequence[AdmittedJob], *, num_ranks: int) -> Profile | None:
+    """One that has the models; of several the first with enough ranks, or else the first."""
     own = find_profile()
     models = {job.spec.model for job in jobs}
-    for profile in [*([own[1]] if own else []), *shipped_profiles()]:
-        if models <= profile.models and num_ranks <= profile.num_ranks:
-            return profile
-    return None
+    fitting = [each for each in [*([own[1]] if own else []), *shipped_profiles()] if models <= each.models]
+    return next((each for each in fitting if num_ranks <= each.num_ranks), next(iter(fitting), None))

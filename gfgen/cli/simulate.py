@@ -15,7 +15,7 @@ import click
 from gfgen import log
 from gfgen.cli.admission import DEFAULT_MODEL, admit_weightless, warn_of_passed_deadlines
 from gfgen.cli.prediction import RankCounts, choose_profile, default_ranks, describe
-from gfgen.errors import InputError, RunError
+from gfgen.errors import InputError, OutputError, RunError
 from gfgen.policies.catalog import NamedPolicy, load_policy
 from gfgen.runtime.admission import AdmittedJob
 from gfgen.runtime.comparison import Compared, table
@@ -46,7 +46,7 @@ TRACE_NAME = "trace.json"
     "--profile",
     "profile_path",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="How long everything takes. [this machine's, as 'gfgen profile' has measured it]",
+    help="How long everything takes. [this machine's, or one that comes with gfgen]",
 )
 @click.option("--model", default=DEFAULT_MODEL, show_default=True, help="For jobs that name none.")
 @click.option(
@@ -84,12 +84,14 @@ def simulate(
         folder = _folder(output, name, is_only=len(named) * len(counts) == 1)
         try:
             runs.append((name, _simulate(admitted, policy, num_ranks, profile, folder)))
+        except OutputError:
+            raise
         except RunError as error:
             failures.append(f"{name}: {error}")
     _report(runs, profile, counts, num_jobs=len(admitted), as_json=as_json, failures=failures)
     for failure in failures:
         click.echo(f"gfgen: {failure}", err=True)
-    if output is not None and not as_json:
+    if output is not None and runs and not as_json:
         click.echo(f"manifests and traces are in {output}/: 'gfgen plot {output}' draws them")
     return 1 if failures else 0
 

@@ -57,10 +57,10 @@ def answer(plan: Plan) -> str:
 
 
 def clock_time(plan: Plan, seconds: float) -> str:
-    """'03:12' on this machine's clock; with the day when it is more than a day away."""
+    """'03:12' on this machine's clock; with the day when it is more than a day away, or the date."""
     form = "%H:%M:%S" if max(plan.best.end_s, 60.0) < _SHORT_S else "%H:%M"
-    if seconds >= _DAY_S:
-        form = f"%a {form}"
+    if abs(seconds) >= _DAY_S:
+        form = f"%a {form}" if 0 < seconds < 6 * _DAY_S else f"%Y-%m-%d {form}"
     return datetime.fromtimestamp(plan.started_at + seconds).strftime(form)
 
 

@@ -99,7 +99,7 @@ def test_a_workload_is_written_as_a_job_file(tmp_path, capsys):
         (["compare", "--simulate", "--model", "wan2.2-t2v-a14b"], "no workload is defined for it"),
         (["compare", "--simulate", "--policy", "atuo"], "did you mean auto"),
         (["workload", "overnight", "--minutes", "3"], "--minutes"),
-        (["workload", "short", "--ranks", "8"], "there is no profile of this machine"),
+        (["workload", "short", "--ranks", "8"], "knows 1 to 4 ranks"),
     ],
 )
 def test_what_cannot_be_compared_is_one_line(arguments, message, capsys):

@@ -250,6 +250,40 @@ def test_a_shipped_profile_serves_the_models_it_has(gfgen, folder):
     assert "H200" in out
 
 
+@pytest.mark.parametrize("command", ["simulate", "plan"])
+def test_more_ranks_than_a_shipped_profile_knows_are_refused_with_what_it_knows(gfgen, folder, command):
+    (folder / "big.jsonl").write_text('{"prompt": "a fox", "model": "qwen-image", "size": "1024x1024"}\n')
+    code, _, err = gfgen(command, folder / "big.jsonl", "--ranks", "8")
+    assert code == 2
+    assert "--ranks 8: the profile of '4x NVIDIA H200 (goals)' knows 1 to 4 ranks" in err
+
+
+def test_a_folder_that_cannot_be_written_ends_the_simulation_with_one_line(gfgen, folder):
+    (folder / "file").write_text("")
+    profile = folder / "profile.json"
+    code, out, err = gfgen(
+        "simulate", folder / "night.jsonl", "--profile", profile, "-o", folder / "file" / "sub"
+    )
+    assert code != 0
+    assert out == ""
+    assert err.count("\n") == 1
+    assert str(folder / "file" / "sub") in err
+
+
+@pytest.mark.parametrize("option", [("--load", "nan"), ("--minutes", "inf"), ("--timeout", "1e400")])
+def test_a_workload_has_finite_numbers(gfgen, option):
+    code, _, err = gfgen("bench", "workload", "short", *option)
+    assert code == 2
+    assert "is no finite number" in err
+
+
+def test_a_comparison_says_beforehand_that_its_folder_cannot_be_made(gfgen, folder):
+    (folder / "file").write_text("")
+    code, out, err = gfgen("bench", "compare", "--simulate", "-o", folder / "file" / "sub")
+    assert (code, out) == (2, "")
+    assert "cannot be made" in err
+
+
 def test_the_plan_begins_with_the_answer_and_can_be_drawn(gfgen, folder):
     profile = folder / "profile.json"
     code, out, _ = gfgen(

@@ -98,6 +98,15 @@ def test_a_batch_that_takes_no_time_has_a_plan():
     assert "nothing late" in "\n".join(words(plan))
 
 
+def test_times_that_are_far_away_have_their_day_or_date():
+    plan = plan_of([make_job("a", steps=1)])
+    day_s = 86400.0
+    assert plan_words.clock_time(plan, 3600.0).count(" ") == 0
+    assert plan_words.clock_time(plan, 2 * day_s).split()[0].isalpha()
+    assert plan_words.clock_time(plan, -400 * day_s).startswith("2025-")
+    assert plan_words.clock_time(plan, 400 * day_s).startswith("2028-")
+
+
 def test_a_policy_that_starves_a_job_is_left_out_by_name(tmp_path):
     (tmp_path / "unfair.py").write_text(
         "from gfgen.policies.fcfs import fcfs\nfrom dataclasses import replace\n"
