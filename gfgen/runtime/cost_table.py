@@ -164,7 +164,7 @@ def _value_over_shapes(
             return value(row), Provenance.PROFILED
     points, x = _points(rows, work, value)
     if not points:
-        return statistics.median(map(value, rows)), Provenance.EXTRAPOLATED
+        return statistics.median(map(value, rows)), Provenance.GUESSED
     if points[0][0] <= x <= points[-1][0]:
         return _between(points, x), Provenance.INTERPOLATED
     return _beyond(points, x), Provenance.EXTRAPOLATED

@@ -125,7 +125,7 @@ def draw_runs(runs: Sequence[RunFigures], *, title: str) -> Figure:
     FigureCanvasAgg(figure)
     slot = (1 - NAME_WIDTH) / len(panels)
     for place, panel in enumerate(panels):
-        left, width = NAME_WIDTH + place * slot, 0.72 * slot
+        left, width = NAME_WIDTH + place * slot, 0.64 * slot
         axes = figure.add_axes((left, BOTTOM / height, width, 1 - (TOP + BOTTOM) / height))
         _draw_panel(axes, panel, runs, has_names=place == 0)
     figure.text(0.01, 1 - 0.3 / height, title, fontsize=13, weight="bold", va="center", parse_math=False)

@@ -17,10 +17,11 @@ from gfgen.bench.workloads import (
     weightless_model,
 )
 from gfgen.errors import InputError
+from gfgen.graph import Stage
 from gfgen.job import parse_job, to_mapping
 from gfgen.runtime.cost import CostModel
 from gfgen.runtime.profile import load_profile
-from gfgen.runtime.profiles import SHIPPED
+from gfgen.runtime.profiles import SHIPPED, shipped_profiles
 
 WAN = "wan2.2-ti2v-5b"
 TIMES = StandAlone({1: {"S": 6.0, "M": 10.0, "L": 28.0}, 4: {"S": 2.4, "M": 4.0, "L": 10.0}})
@@ -28,6 +29,14 @@ TIMES = StandAlone({1: {"S": 6.0, "M": 10.0, "L": 28.0}, 4: {"S": 2.4, "M": 4.0,
 
 def goals():
     return load_profile(SHIPPED / "h200-goals.json")
+
+
+def test_rows_of_shipped_profiles_say_what_shapes_are_interpolated_over():
+    """Without it a shape that is not in the table would be taken for one of average size."""
+    rows = [row for each in shipped_profiles() for row in each.rows]
+    assert rows
+    assert all(row.state_bytes > 0 for row in rows)
+    assert all(row.flops > 0 for row in rows if row.stage is not Stage.PREPARE)
 
 
 def make(name="short", **options):
