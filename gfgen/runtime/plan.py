@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -122,8 +123,9 @@ def make_plan(
     by_ranks: list[Option] = []
     for count in rank_counts:
         tried = [here[0]] if count == num_ranks else []
-        for other in here if count != num_ranks else ():
-            tried += [found] if (found := option(other.policy, count)) else []
+        others = dict.fromkeys(_on(each.policy, count) for each in here) if count != num_ranks else ()
+        for policy in others:
+            tried += [found] if (found := option(policy, count)) else []
             if tried and tried[-1].meets_all:
                 break
         by_ranks += best_first(tried)[:1]
@@ -142,6 +144,11 @@ def best_first(options: Sequence[Option]) -> tuple[Option, ...]:
         ordered.append(best)
         left.remove(best)
     return tuple(ordered)
+
+
+def _on(policy: str, num_ranks: int) -> str:
+    """The policy as it is called on so many ranks: a larger degree counts as this."""
+    return re.sub(r"\bdegree=(\d+)", lambda found: f"degree={min(int(found[1]), num_ranks)}", policy)
 
 
 def _simulated(
