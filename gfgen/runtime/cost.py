@@ -155,17 +155,14 @@ class CostModel:
         is_handed_out: bool = True,
     ) -> float:
         """Predicted time from `task` to the end of its job, with its steps on these degrees."""
-
-        def task_s(stage: Stage, degrees: Degrees = _ONE) -> float:
-            return self.task_s(cost_class, stage, degrees, is_handed_out=is_handed_out)
-
         num_left = num_tasks - task.index
         num_steps = min(num_left - 1, num_tasks - 3)
-        total_s = num_steps * task_s(Stage.DENOISE, degrees) + task_s(Stage.DECODE)
+        total_s = num_steps * self.task_s(cost_class, Stage.DENOISE, degrees, is_handed_out=is_handed_out)
+        total_s += self.task_s(cost_class, Stage.DECODE, _ONE, is_handed_out=is_handed_out)
         if task.index < 2:
-            total_s += task_s(Stage.PREPARE)
+            total_s += self.task_s(cost_class, Stage.PREPARE, _ONE, is_handed_out=is_handed_out)
         if task.index < 1:
-            total_s += task_s(Stage.ENCODE)
+            total_s += self.task_s(cost_class, Stage.ENCODE, _ONE, is_handed_out=is_handed_out)
         return total_s
 
     def move_s(self, cost_class: CostClass, source: Layout | None, layout: Layout) -> float:
