@@ -36,6 +36,7 @@ from gfgen.gfc.cuda.endpoint import CudaEndpoint, Outcome
 from gfgen.gfc.cuda.kernels import Kernels
 from gfgen.gfc.cuda.memory import DeviceArena
 from gfgen.graph import Task
+from gfgen.models import lanes
 from gfgen.models.adapter import Adapter, Fields
 from gfgen.models.parallel import parallel_from
 from gfgen.runtime.channel import Channel
@@ -238,8 +239,10 @@ class GpuWorker(Worker):
         self._seen.add(kind)
         with self._told:
             self._told.wait_for(lambda: self._is_clear(message.number, is_new=is_new))
-            if message.number in self._abandoned:
-                raise InputVoidError
+            is_void = message.number in self._abandoned
+        if is_void:
+            self._arrivals.synchronize()  # what was to arrive for it has been aborted with it
+            raise InputVoidError
 
     def _is_clear(self, number: int, *, is_new: bool) -> bool:
         if number in self._abandoned:
@@ -273,6 +276,7 @@ class GpuWorker(Worker):
         stream = torch.cuda.current_stream(self.device)
         if stream == self._main_stream:
             self._arrivals.synchronize()
+            lanes.synchronize(self.device)
         stream.synchronize()
 
     def _event(self) -> torch.cuda.Event:
