@@ -24,6 +24,7 @@ import queue
 import socket
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -102,8 +103,8 @@ class GpuWorker(Worker):
         self._departures = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._host = HostCopies(self.device)
         self._launched: queue.SimpleQueue[Launched] = queue.SimpleQueue()
-        self._newcomers: set[int] = set()
-        """Ranks whose new arena the main thread has yet to map."""
+        self._newcomers: Counter[int] = Counter()
+        """Ranks whose new arena the main thread has yet to map; one may have died again meanwhile."""
         self._num_unsettled = 0
         """Tasks that are launched, and that the watcher has yet to see to their end."""
         self._seen: set[object] = set()
@@ -151,7 +152,7 @@ class GpuWorker(Worker):
 
         This thread must stay free to abort a task that hangs.
         """
-        self._newcomers.add(message.rank)
+        self._newcomers[message.rank] += 1
         self._tasks.put((message, [os.dup(fd)]))
 
     # The sender thread ------------------------------------------------------------------------
@@ -164,9 +165,9 @@ class GpuWorker(Worker):
         destinations = {transfer.destination for transfer in message.transfers}
         with self._told:
             self._told.wait_for(
-                lambda: not destinations & self._newcomers or message.number in self._abandoned
+                lambda: not destinations & self._newcomers.keys() or self._is_void(message.number)
             )
-            if message.number in self._abandoned:
+            if self._is_void(message.number):
                 raise InputVoidError
         send_state(self._endpoint, fields, message.transfers, dispatch=message.number)
         self._departures.synchronize()
@@ -179,7 +180,8 @@ class GpuWorker(Worker):
         if isinstance(message, ReplacePeer):
             self._endpoint.replace_peer(message.rank, fds[0], message.incarnation)
             with self._told:
-                self._newcomers.discard(message.rank)
+                self._newcomers[message.rank] -= 1
+                self._newcomers += Counter()  # forgets those that are mapped
                 self._told.notify_all()
             return
         with self._told:  # the watcher may have found a failure meanwhile
@@ -239,13 +241,13 @@ class GpuWorker(Worker):
         self._seen.add(kind)
         with self._told:
             self._told.wait_for(lambda: self._is_clear(message.number, is_new=is_new))
-            is_void = message.number in self._abandoned
+            is_void = self._is_void(message.number)
         if is_void:
             self._arrivals.synchronize()  # what was to arrive for it has been aborted with it
             raise InputVoidError
 
     def _is_clear(self, number: int, *, is_new: bool) -> bool:
-        if number in self._abandoned:
+        if self._is_void(number):
             return True
         if is_new and self._num_unsettled:
             return False
@@ -311,7 +313,7 @@ class GpuWorker(Worker):
         message, job = launched.message, launched.job
         launched.ended.synchronize()
         ended_s = time.monotonic()
-        if message.number in self._abandoned:
+        if self._is_void(message.number):
             raise InputVoidError
         if launched.outcome is not None:
             launched.outcome.require()

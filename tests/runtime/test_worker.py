@@ -335,3 +335,17 @@ def test_a_dispatch_that_waits_for_lost_input_is_left_without_a_report(rank: Ran
     rank.channel.send(Abandon(frozenset({3})))
     assert rank.answer() == Left(frozenset({3}))
     rank.run_to_end(4, 0)
+
+
+def test_a_worker_whose_control_plane_is_gone_leaves_what_would_never_end(rank: Rank) -> None:
+    """Nobody would abort it any more, and it would keep its GPU and its memory for ever."""
+    aborted: list[int] = []
+    rank.worker._endpoint = SimpleNamespace(abort_through=aborted.append)
+    rank.run(3, 2, producer=2)  # its input never comes
+    rank.run(4, 2, producer=2)
+    while 3 not in rank.worker._inside:
+        time.sleep(1e-4)
+    rank.channel.close()
+    while not (rank.worker._is_over and not rank.worker._inside):
+        time.sleep(1e-4)
+    assert aborted == [3]
