@@ -52,6 +52,10 @@ __all__ = ["WorkerSettings", "main"]
 STAGING_BYTES = 64 << 20
 """Of pinned host memory: more than a job's latents with the solver's state, but for the largest shapes."""
 
+_FIRST_STEPS = 2
+"""So many steps differ from all later ones: UniPC of order 2 corrects from the second one on, and solves a
+system of equations from the third."""
+
 
 def main(channel_socket: socket.socket, settings: WorkerSettings) -> None:
     """Entry of a GPU rank's process."""
@@ -195,12 +199,14 @@ class GpuWorker(Worker):
         self._await_input(job, task, message)
         times.append(time.monotonic())
         self._bring_input(job, task, message)
-        self._clear_the_way(job, task, message)
+        kind = self._kind(job, task, message)
+        self._clear_the_way(message.number, is_new=kind not in self._seen)
         times.append(time.monotonic())
         begun = self._event()
         group = self._meet(message)
         entered = self._event()
         made = self._execute(job, task, None if group is None else parallel_from(group))
+        self._seen.add(kind)  # now, since one that is given up or fails first has loaded nothing
         outcome = None
         if group is not None or message.transfers:
             sources = {transfer.source for transfer in message.transfers}
@@ -226,7 +232,13 @@ class GpuWorker(Worker):
             self._num_unsettled += 1
         self._launched.put(launched)
 
-    def _clear_the_way(self, job: RankJob, task: Task, message: RunTask) -> None:
+    def _kind(self, job: RankJob, task: Task, message: RunTask) -> object:
+        """What decides which kernels a task launches: shapes, the place in the layout, the solver's order."""
+        layout, step = message.layout, min(task.step or 0, _FIRST_STEPS)
+        where = (layout.degrees, layout.slot_of(self._rank))
+        return (job.start.checkpoint, task.stage, step, where, job.start.trajectory.artifacts)
+
+    def _clear_the_way(self, number: int, *, is_new: bool) -> None:
         """Let all go out that other ranks may wait for, before kernels here wait for those ranks.
 
         CUDA loads a kernel's code when it is first launched; for that it waits for the device, with the
@@ -236,12 +248,9 @@ class GpuWorker(Worker):
         goes out for this dispatch or an earlier one is sent before it is entered; and before the first
         task of a kind, all that was launched here is seen to its end.
         """
-        kind = (job.start.checkpoint, task.stage, message.layout.degrees, job.start.trajectory.artifacts)
-        is_new = kind not in self._seen
-        self._seen.add(kind)
         with self._told:
-            self._told.wait_for(lambda: self._is_clear(message.number, is_new=is_new))
-            is_void = self._is_void(message.number)
+            self._told.wait_for(lambda: self._is_clear(number, is_new=is_new))
+            is_void = self._is_void(number)
         if is_void:
             self._arrivals.synchronize()  # what was to arrive for it has been aborted with it
             raise InputVoidError

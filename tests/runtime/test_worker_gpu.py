@@ -19,7 +19,7 @@ import torch
 from test_workers import PICTURE, pixels, run
 
 from gfgen.gfc.arena import Plan
-from gfgen.graph import Stage
+from gfgen.graph import Stage, Task
 from gfgen.job import JobSpec
 from gfgen.layout import Layout
 from gfgen.models import lanes
@@ -152,12 +152,26 @@ def test_a_dispatch_given_up_after_its_input_was_asked_for_is_left_when_none_arr
     waited: list[str] = []
     worker: Any = GpuWorker.__new__(GpuWorker)
     worker._arrivals = SimpleNamespace(synchronize=lambda: waited.append("arrivals"))
-    worker._told, worker._seen, worker._num_unsettled = threading.Condition(), set(), 0
-    worker._unsent, worker._abandoned, worker._is_over = {7}, {8}, False
+    worker._told, worker._num_unsettled, worker._unsent = threading.Condition(), 0, {7}
+    worker._abandoned, worker._is_over = {8}, False
+    with pytest.raises(InputVoidError):
+        worker._clear_the_way(8, is_new=True)
+    assert waited == ["arrivals"]
+
+
+def test_kinds_of_tasks_differ_where_their_kernels_may():
+    """Kernels are loaded when they are first launched, which must not be behind a barrier."""
+    worker: Any = GpuWorker.__new__(GpuWorker)
+    worker._rank = 1
     job: Any = SimpleNamespace(
         start=SimpleNamespace(checkpoint="c", trajectory=SimpleNamespace(artifacts=()))
     )
-    message: Any = SimpleNamespace(number=8, layout=Layout.single(0))
-    with pytest.raises(InputVoidError):
-        worker._clear_the_way(job, SimpleNamespace(stage=Stage.DENOISE), message)
-    assert waited == ["arrivals"]
+    layouts = Layout((0, 1), ulysses=2), Layout((1, 0), ulysses=2), Layout((0, 1), cfg=2), Layout.single(1)
+    kinds = [
+        worker._kind(job, Task("a", 2 + step, Stage.DENOISE, step), SimpleNamespace(layout=layout))
+        for layout in layouts
+        for step in (0, 1, 2)
+    ]
+    assert len(set(kinds)) == len(kinds)
+    later = worker._kind(job, Task("a", 9, Stage.DENOISE, 7), SimpleNamespace(layout=layouts[-1]))
+    assert later == kinds[-1]
