@@ -188,7 +188,8 @@ class Worker:
                 slab = Slab(fds[0], SlabPlan.of(message.trajectory))
                 self._jobs[message.spec.id] = RankJob(message, slab, self.device)
             case ForgetJob():
-                self._jobs.pop(message.job_id, None)
+                if message.job_id in self._jobs:
+                    self._jobs.pop(message.job_id).drop_all()
             case Abandon():
                 self._abandon(message.numbers)
             case Ping():
@@ -202,6 +203,8 @@ class Worker:
             case Arenas():
                 self._connect(message, fds)
             case Reset():
+                for job in self._jobs.values():
+                    job.drop_all()
                 self._jobs.clear()
                 self._forgive()
             case _:

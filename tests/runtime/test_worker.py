@@ -24,9 +24,11 @@ from gfgen.runtime import worker_jobs
 from gfgen.runtime.channel import Channel
 from gfgen.runtime.messages import (
     Abandon,
+    ForgetJob,
     Left,
     Ping,
     Pong,
+    Reset,
     RunTask,
     SendState,
     StartJob,
@@ -296,6 +298,20 @@ def test_who_waits_to_send_what_a_failed_task_was_to_make_goes_on(
     rank.channel.send(Abandon(frozenset({3, 5})))
     assert both.wait(ANSWER_S)
     assert sent == [6]
+
+
+@pytest.mark.parametrize("message", [ForgetJob("a"), Reset()])
+def test_who_waits_to_send_what_will_not_be_made_goes_on_when_the_job_is_forgotten(
+    rank: Rank, message: Any
+) -> None:
+    """Later tasks of a GPU's rank wait until all that is due before them has been sent."""
+    rank.channel.send(SendState(5, "a", 3, ()))
+    rank.channel.send(Ping())
+    assert rank.answer() == Pong()
+    assert rank.worker._unsent == {5}
+    rank.channel.send(message)
+    with rank.worker._told:
+        assert rank.worker._told.wait_for(lambda: not rank.worker._unsent, ANSWER_S)
 
 
 def test_a_transfer_that_is_aborted_without_having_been_given_up_is_told(
