@@ -1,8 +1,8 @@
 // The group-free collectives as kernels.
 //
-// All run on the rank's task stream, but for the transfers. A block of any of them may wait for
-// peers, after it has done all that peers wait for; so all blocks of a launch must be resident at
-// once, which the launcher keeps (grids of at most one block per SM and kernel).
+// All but the transfers run on the rank's task stream, or in its order (context.h). A block of any
+// of them may wait for peers, after it has done all that peers wait for; so all blocks of a launch
+// must be resident at once, which the launcher keeps (at most one block per SM and kernel).
 //
 // Order of the bytes: threads write to a peer's arena (weak, or bulk copies that have completed);
 // block barrier; thread 0 adds to the message's count of blocks (acquire-release, device scope);

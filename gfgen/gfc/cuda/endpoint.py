@@ -41,8 +41,9 @@ class CudaEndpoint:
     control_fd: the rank's page in host memory (`memory.CONTROL_PLAN`). own: its arena.
     peer_fds: the other ranks' arenas, by rank; may be closed afterwards.
     Tasks run on torch's current stream: always the same one, or another one that events order after
-    all earlier exchanges and before all later ones. Transfers run on the stream given to them. All
-    launches come from one thread; `abort_through` may come from any.
+    all earlier exchanges and before all later ones. Transfers run on the stream given to them. One thread
+    launches groups and arrivals, another one may send; `restart_edges` and `abort_through` may come from
+    any.
     beside_blocks: of exchanges beside computation, for measurements; None: as they ask for.
     """
 
