@@ -6,8 +6,8 @@ import contextlib
 import json
 import logging
 import math
-import shutil
 import statistics
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -278,7 +278,10 @@ def _simulated(
 def _on_workers(
     texts: Sequence[str], name: Name, model: str, options: WorkloadOptions, output: Path
 ) -> Iterator[tuple[str, Sequence[JobOutcome]]]:
-    """One pool of workers for all policies, so that they start once; classes are timed on it first."""
+    """One pool of workers for all policies, so that they start once; classes are timed on it first.
+
+    Files are made as in any run, and not kept.
+    """
     found = find_model(model)
     run_options = RunOptions(
         output_dir=output,
@@ -294,13 +297,11 @@ def _on_workers(
         pool = stack.enter_context(ready_pool({found.checkpoint}, run_options, signals))
 
         def run(text: str, specs: Sequence[JobSpec]) -> Sequence[JobOutcome]:
-            folder = output / "files"
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir(parents=True)
             watch = Outcomes()
             jobs: Sequence[AdmittedJob] = admitted(specs, found)
-            under = replace(run_options, output_dir=folder, policy=load_policy(text))
-            run_on(pool, jobs, under, signals=signals, watchers=[watch])
+            with tempfile.TemporaryDirectory(prefix="files-", dir=output) as folder:
+                under = replace(run_options, output_dir=Path(folder), policy=load_policy(text))
+                run_on(pool, jobs, under, signals=signals, watchers=[watch])
             return watch.ended_jobs
 
         times = _measured_times(run, model, options)

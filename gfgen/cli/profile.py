@@ -107,6 +107,7 @@ def profile(
         _announce(plan, todo, costs, num_ranks=ranks)
         if dry_run:
             return
+        unfinished.open()
         _measure(todo, unfinished, costs, num_ranks=ranks)
         made = profiling.assemble(
             unfinished.measured,
@@ -259,11 +260,21 @@ class _Unfinished:
                     self.measured[entry["key"]] = _samples_of(entry["samples"])
         self._lines: LineFile | None = None
 
-    def add(self, entry: Measurement, samples: Samples) -> None:
-        self.measured[entry.key] = samples
-        if self._lines is None:
+    def open(self) -> None:
+        """Make the file, so that a place that cannot be written is told before anything is measured.
+
+        Raises: InputError when its folder cannot be made; OutputError when the file cannot.
+        """
+        try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._lines = LineFile(self._path)
+        except OSError as error:
+            raise InputError(f"--output {self._path.parent}: cannot be made ({error.strerror})") from None
+        self._lines = LineFile(self._path)
+
+    def add(self, entry: Measurement, samples: Samples) -> None:
+        """Keep what was measured."""
+        assert self._lines is not None, "it was not opened"
+        self.measured[entry.key] = samples
         line = {"stamp": self._stamp, "key": entry.key, "at": time.time(), "samples": samples.as_json()}
         self._lines.append(json.dumps(line).encode() + b"\n")
 

@@ -78,6 +78,8 @@ def simulate(
     counts = ranks or default_ranks(profile_path, admitted)
     profile = choose_profile(profile_path, admitted, num_ranks=max(counts))
     warn_of_passed_deadlines(admitted, now=time.time())
+    if output is not None:
+        _clear(output)
     runs, failures = [], []
     for policy, num_ranks in ((policy, num_ranks) for policy in named for num_ranks in counts):
         name = policy.name + (f" on {num_ranks}" if len(counts) > 1 else "")
@@ -109,6 +111,18 @@ def _simulate(
             started_at=time.time(),
             observers=observers,
         )
+
+
+def _clear(output: Path) -> None:
+    """Remove what an earlier simulation left: it is not to be compared with this one."""
+    for manifest in (output / MANIFEST_NAME, *output.glob(f"*/{MANIFEST_NAME}")):
+        entries = read_manifest(manifest).values()
+        if entries and all(entry.get(SIMULATED) for entry in entries):
+            manifest.unlink()
+            (manifest.parent / TRACE_NAME).unlink(missing_ok=True)
+            if manifest.parent != output:
+                with contextlib.suppress(OSError):  # something else is in it, too
+                    manifest.parent.rmdir()
 
 
 def _observers(folder: Path | None) -> Iterator[Observer]:

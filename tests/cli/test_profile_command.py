@@ -119,6 +119,14 @@ def test_what_cannot_be_measured_is_told(measured, arguments, kind, what):
     assert not measured
 
 
+def test_a_place_that_cannot_be_written_is_told_before_anything_is_measured(measured, tmp_path):
+    (tmp_path / "file").write_text("")
+    result = profile("--model", "tiny-wan", "--size", "64x64x5", "-o", tmp_path / "file" / "p.json")
+    assert isinstance(result.exception, InputError)
+    assert "cannot be made" in str(result.exception)
+    assert not measured
+
+
 def test_jobs_and_models_exclude_each_other(measured, tmp_path):
     result = profile(tmp_path / "jobs.jsonl", "--model", "tiny-wan")
     assert result.exit_code == 2

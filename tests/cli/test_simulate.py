@@ -136,6 +136,19 @@ def test_a_simulation_leaves_what_a_run_would_and_it_can_be_drawn(gfgen, folder)
     assert "simulated, srtf: 4 jobs on 2 ranks" in (folder / "one.svg").read_text()
 
 
+def test_earlier_simulations_give_way_to_the_next_one(gfgen, folder):
+    profile, output = folder / "profile.json", folder / "out"
+    arguments = ["simulate", folder / "night.jsonl", "--profile", profile, "-o", output]
+    gfgen(*arguments, "--policy", "srtf", "--policy", "fcfs", "--policy", "edf")
+    (output / "edf" / "notes.txt").write_text("mine")
+    gfgen(*arguments, "--policy", "fcfs", "--policy", "legacy")
+    assert sorted(path.parent.name for path in output.glob("*/trace.json")) == ["fcfs", "legacy"]
+    assert [path.name for path in (output / "edf").iterdir()] == ["notes.txt"]
+    assert not (output / "srtf").exists()
+    gfgen(*arguments, "--policy", "fcfs")
+    assert sorted(path.name for path in output.rglob("trace.json")) == ["trace.json"]
+
+
 def test_the_folder_of_a_real_run_is_left_alone(gfgen, folder):
     (folder / "real").mkdir()
     line = '{"version": 1, "id": "fox", "status": "done"}\n'
