@@ -31,7 +31,7 @@ NO_CHOICE = ("legacy",)
     "--policy",
     "policies",
     multiple=True,
-    help="Consider these only: NAME[,option=value...], may be repeated. [all built-in ones]",
+    help="Consider these only: NAME[,option=value...], may be repeated. [all built-in ones but legacy]",
 )
 @click.option(
     "--ranks",

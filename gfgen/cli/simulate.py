@@ -37,7 +37,7 @@ TRACE_NAME = "trace.json"
     "--policy",
     "policies",
     multiple=True,
-    default=("srtf",),
+    default=("auto",),
     show_default=True,
     help="NAME[,option=value...]: 'gfgen policies'. May be repeated: they are compared.",
 )

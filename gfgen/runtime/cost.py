@@ -97,12 +97,19 @@ class CostModel:
             self._classes[key] = CostClass(model, shape, flops, state_bytes)
         return self._classes[key]
 
-    def task_s(self, cost_class: CostClass, stage: Stage, degrees: Degrees) -> float:
-        """Predicted execution time of one task, as long as the other ranks are busy."""
+    def task_s(
+        self, cost_class: CostClass, stage: Stage, degrees: Degrees, *, is_handed_out: bool = True
+    ) -> float:
+        """Predicted execution time of one task, as long as the other ranks are busy.
+
+        What is handed out stays as it is until a notable change; who asks only to look ahead leaves no trace.
+        """
         key = (stage, degrees)
         published = cost_class.published.get(key)
         if published is None:
             estimate = self.estimate(cost_class, stage, degrees)
+            if not is_handed_out:
+                return estimate.loaded_s
             published = cost_class.published[key] = estimate.loaded_s
             if estimate.provenance >= Provenance.EXTRAPOLATED:
                 self._doubts.add(
@@ -138,16 +145,24 @@ class CostModel:
             return True
         return self._table is not None and self._table.has(cost_class.model, cost_class.shape, stage, degrees)
 
-    def remaining_s(self, cost_class: CostClass, task: Task, num_tasks: int, degrees: Degrees) -> float:
+    def remaining_s(
+        self,
+        cost_class: CostClass,
+        task: Task,
+        num_tasks: int,
+        degrees: Degrees,
+        *,
+        is_handed_out: bool = True,
+    ) -> float:
         """Predicted time from `task` to the end of its job, with its steps on these degrees."""
         num_left = num_tasks - task.index
         num_steps = min(num_left - 1, num_tasks - 3)
-        total_s = num_steps * self.task_s(cost_class, Stage.DENOISE, degrees)
-        total_s += self.task_s(cost_class, Stage.DECODE, _ONE)
+        total_s = num_steps * self.task_s(cost_class, Stage.DENOISE, degrees, is_handed_out=is_handed_out)
+        total_s += self.task_s(cost_class, Stage.DECODE, _ONE, is_handed_out=is_handed_out)
         if task.index < 2:
-            total_s += self.task_s(cost_class, Stage.PREPARE, _ONE)
+            total_s += self.task_s(cost_class, Stage.PREPARE, _ONE, is_handed_out=is_handed_out)
         if task.index < 1:
-            total_s += self.task_s(cost_class, Stage.ENCODE, _ONE)
+            total_s += self.task_s(cost_class, Stage.ENCODE, _ONE, is_handed_out=is_handed_out)
         return total_s
 
     def move_s(self, cost_class: CostClass, source: Layout | None, layout: Layout) -> float:

@@ -193,11 +193,14 @@ class State:
         )
 
     def snapshot_of_traffic(self) -> Snapshot:
-        """The same, with the last arrivals and what their tasks cost: to look ahead from."""
-        records = self._jobs | {record.job_id: record for record, _ in self._recent}
+        """The same, with the last arrivals and what their tasks cost: to look ahead from.
+
+        What a policy sees later does not depend on whether somebody looked ahead: a replay does not.
+        """
+        records = {record.job_id: record for record, _ in self._recent} | self._jobs
         return replace(
             self.snapshot(),
-            costs=_JobCosts(records, self._costs),
+            costs=_JobCosts(records, self._costs, are_handed_out=False),
             recent=tuple([view for _, view in self._recent]),
         )
 
@@ -543,18 +546,22 @@ def _share_island(ranks: tuple[int, ...], islands: tuple[tuple[int, ...], ...]) 
 class _JobCosts:
     """The cost model, asked by job."""
 
-    __slots__ = ("_costs", "_jobs")
+    __slots__ = ("_are_handed_out", "_costs", "_jobs")
 
-    def __init__(self, jobs: dict[str, JobRecord], costs: CostModel) -> None:
+    def __init__(self, jobs: dict[str, JobRecord], costs: CostModel, *, are_handed_out: bool = True) -> None:
         self._jobs = jobs
         self._costs = costs
+        self._are_handed_out = are_handed_out
 
     def task_s(self, task: Task, layout: Layout) -> float:
-        return self._costs.task_s(self._jobs[task.job_id].cost_class, task.stage, layout.degrees)
+        cost_class = self._jobs[task.job_id].cost_class
+        return self._costs.task_s(cost_class, task.stage, layout.degrees, is_handed_out=self._are_handed_out)
 
     def remaining_s(self, task: Task, layout: Layout) -> float:
         record = self._jobs[task.job_id]
-        return self._costs.remaining_s(record.cost_class, task, record.num_tasks, layout.degrees)
+        return self._costs.remaining_s(
+            record.cost_class, task, record.num_tasks, layout.degrees, is_handed_out=self._are_handed_out
+        )
 
     def move_s(self, job_id: str, source: Layout | None, layout: Layout) -> float:
         return self._costs.move_s(self._jobs[job_id].cost_class, source, layout)

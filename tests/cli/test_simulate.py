@@ -168,7 +168,7 @@ def test_programs_get_numbers_for_every_policy_and_number_of_ranks(gfgen, folder
     )
     found = json.loads(out)
     assert code == 0
-    assert [(run["policy"], run["num_ranks"]) for run in found["runs"]] == [("srtf", 1), ("srtf", 2)]
+    assert [(run["policy"], run["num_ranks"]) for run in found["runs"]] == [("auto", 1), ("srtf", 2)]
     assert all(run["makespan_s"] > 10.0 for run in found["runs"])
     assert found["profile"]["device"] == "a test"
     code, out, _ = gfgen("plan", folder / "night.jsonl", "--by", "1h", "--profile", profile, "--json")

@@ -183,6 +183,36 @@ def test_random_runs_decide_the_same_again(tmp_path, seed):
     assert outcome.num_dispatches == control.state.last_number
 
 
+@pytest.mark.parametrize("seed", [11, 16, 30, 42])
+def test_looking_ahead_leaves_no_trace_in_what_is_decided(tmp_path, seed):
+    """Nobody looks ahead in a replay; these seeds differed when what a look asked for was handed out."""
+    random = Random(seed)
+    jobs = [
+        make_job(
+            f"job-{idx}",
+            steps=random.choice([2, 4, 9]),
+            shape=random.choice(["small", "large", "mid"]),
+            arrival_s=random.random() * 6,
+            deadline_s=random.choice([None, random.random() * 3]),
+            uses_cfg=random.random() < 0.5,
+        )
+        for idx in range(random.randint(8, 60))
+    ]
+    num_ranks, clock, profile = random.choice([4, 4, 8]), Clock(virtual=True), random.choice([None, PROFILE])
+    run(
+        tmp_path / "journal.jsonl",
+        jobs,
+        policy="auto",
+        clock=clock,
+        backend=Unsteady(clock, num_ranks=num_ranks, random=random),
+        num_ranks=num_ranks,
+        guard_s=random.choice([0.0, 0.01, 0.2]),
+        profile=profile,
+    )
+    (journaled,) = read_runs(tmp_path / "journal.jsonl")
+    assert replay(journaled, jobs, profile=profile).difference is None
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("guard_s", [0.005, 1.0])
 def test_a_run_on_real_workers_decides_the_same_again(pool, tmp_path, policy, guard_s):
