@@ -40,6 +40,7 @@ from gfgen.graph import Stage, Task
 from gfgen.models.adapter import Adapter, Fields
 from gfgen.models.parallel import Parallel, parallel_from
 from gfgen.models.registry import load_adapter
+from gfgen.runtime.allocator import keep_freed_memory
 from gfgen.runtime.channel import Channel
 from gfgen.runtime.messages import (
     Abandon,
@@ -87,6 +88,7 @@ def main(channel_socket: socket.socket, settings: WorkerSettings) -> None:
     started_s = time.monotonic()
     try:
         torch.set_num_threads(settings.num_threads)
+        keep_freed_memory()
         worker = Worker(channel, settings.rank, _load(settings))
     except Exception as error:
         logger.debug("rank %d cannot start", settings.rank, exc_info=True)
