@@ -42,6 +42,7 @@ from gfgen.graph import Stage, Task
 from gfgen.models.adapter import Adapter, Fields
 from gfgen.models.parallel import Parallel, parallel_from
 from gfgen.models.registry import load_adapter
+from gfgen.runtime.allocator import keep_freed_memory
 from gfgen.runtime.channel import Channel
 from gfgen.runtime.messages import (
     Abandon,
@@ -99,6 +100,7 @@ def run_worker(
     started_s = time.monotonic()
     try:
         torch.set_num_threads(settings.num_threads)
+        keep_freed_memory()
         worker = make(channel)
     except Exception as error:
         logger.debug("rank %d cannot start", settings.rank, exc_info=True)
