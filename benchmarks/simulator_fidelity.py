@@ -78,10 +78,10 @@ class Workload:
 
 
 WORKLOADS = (
-    Workload("mixed", "srtf", 1, {"video": 2, "picture": 2, "long video": 1}, 40, 0.8),
-    Workload("urgent", "edf", 2, {"picture": 3, "large picture": 0.5, "video": 1.5}, 40, 0.7),
+    Workload("mixed", "srtf", 1, {"video": 2, "picture": 2, "long video": 1}, 100, 0.8),
+    Workload("urgent", "edf", 2, {"picture": 3, "large picture": 0.5, "video": 1.5}, 100, 0.7),
     Workload(
-        "batch", "fcfs,degree=2", 3, {"video": 1, "large picture": 1, "long video": 1}, 24, None, (2.0, 40.0)
+        "batch", "fcfs,degree=2", 3, {"video": 1, "large picture": 1, "long video": 1}, 40, None, (2.0, 60.0)
     ),
 )
 
@@ -154,7 +154,6 @@ class Durations(Observer):
         self._jobs: dict[str, JobInfo] = {}
         self._dispatches: dict[int, Dispatch] = {}
         self._seconds: dict[int, float] = {}
-        self._decoded_s: dict[str, float] = {}
         self._writes: dict[str, float] = {}
 
     def began(self, jobs: tuple[JobInfo, ...], *, num_ranks: int, policy: str) -> None:
@@ -167,9 +166,8 @@ class Durations(Observer):
         if isinstance(event, TaskDone):
             lasted_s = event.ended_s - event.started_s
             self._seconds[event.dispatch] = max(lasted_s, self._seconds.get(event.dispatch, 0.0))
-            self._decoded_s[self._dispatches[event.dispatch].task.job_id] = event.ended_s
         elif isinstance(event, OutputWritten):
-            self._writes[event.job_id] = event.time_s - self._decoded_s[event.job_id]
+            self._writes[event.job_id] = event.write_s
 
     def means(self, before: Profile) -> Profile:
         """The same table with the run's own means, where the run has any."""

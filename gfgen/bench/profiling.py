@@ -3,7 +3,8 @@
 A measurement is a small run of the real control plane under a scripted policy. While one group of
 ranks is measured, the others idle, or all of them work (on CPU ranks that makes a difference). What a
 task took counts by what the other ranks really did meanwhile. A third kind lets a job change ranks at each
-step, for the cost of moving.
+step, for the cost of moving. All of it is done in several rounds: what disturbs the machine for some seconds
+touches some of the samples of many rows, where the median leaves it aside, and not all of one.
 """
 
 from __future__ import annotations
@@ -39,11 +40,13 @@ from gfgen.snapshot import Decision, JobView, Snapshot
 ONE: Degrees = (1, 1, 1)
 WARM_UP_STEPS = 2
 """Of a first job that does not count: the first task of a shape allocates."""
-STEPS, JOBS = 6, 3
-"""Of each group on one rank: 18 steps, and 3 samples of the stages that a job has one of."""
-SHARED_STEPS = 10
-"""Of the one job that is measured on several ranks: only its steps count."""
+ROUNDS = 3
+STEPS = 6
+"""Of a job on one rank, in each round: 18 steps in all, and 3 samples of the stages that a job has one of."""
+SHARED_STEPS = 4
+"""Of a job on several ranks, of which only the steps count."""
 MOVING_STEPS = 8
+"""In the first round only: a move is a copy, and hardly varies."""
 _IDLE, _BUSY = 0.1, 0.75
 """Shares of a task's time in which the other ranks worked: below, it was alone; above, under load.
 Steps of some milliseconds have gaps between them."""
@@ -58,6 +61,7 @@ class Measurement:
     job: AdmittedJob
     degrees: Degrees
     kind: Kind
+    round: int = 1
 
     @property
     def num_ranks(self) -> int:
@@ -70,7 +74,8 @@ class Measurement:
     @property
     def key(self) -> str:
         """What tells it apart, in a file of unfinished measurements."""
-        return f"{self.model} {self.job.shape} {'x'.join(map(str, self.degrees))} {self.kind}"
+        degrees = "x".join(map(str, self.degrees))
+        return f"{self.model} {self.job.shape} {degrees} {self.kind} round {self.round}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +108,8 @@ def plan_measurements(jobs: Iterable[AdmittedJob], *, num_ranks: int) -> list[Me
                 plan.append(Measurement(job, degrees, "loaded"))
         if num_ranks > 1:
             plan.append(Measurement(job, ONE, "moving"))
-    return plan
+    again = [entry for entry in plan if entry.kind != "moving"]
+    return plan + [replace(entry, round=number) for number in range(2, ROUNDS + 1) for entry in again]
 
 
 def predicted_s(measurement: Measurement, costs: CostModel, *, num_ranks: int) -> float:
@@ -151,7 +157,7 @@ def _groups(measurement: Measurement, num_ranks: int) -> list[_Group]:
     """The groups that work beside each other; the ranks that are left over are kept busy too."""
     cfg, ulysses, _ = measurement.degrees
     size = measurement.num_ranks
-    lengths = [WARM_UP_STEPS, *([STEPS] * JOBS if size == 1 else [SHARED_STEPS])]
+    lengths = [WARM_UP_STEPS, STEPS if size == 1 else SHARED_STEPS]
     if measurement.kind == "moving":
         lengths = [WARM_UP_STEPS, MOVING_STEPS]
     num_groups = num_ranks // size if measurement.kind == "loaded" else 1
@@ -357,8 +363,12 @@ def assemble(
     rows = [
         row
         for measurement in plan
-        if measurement.kind == "alone"
-        for row in _rows(measurement, measured[measurement.key], _loaded_beside(measurement, measured))
+        if (measurement.kind, measurement.round) == ("alone", 1)
+        for row in _rows(
+            measurement,
+            _of_all_rounds(measurement, measured),
+            _of_all_rounds(replace(measurement, kind="loaded"), measured),
+        )
     ]
     gaps = [gap for samples in measured.values() for gap in samples.gaps]
     move_s, bytes_per_s = _fit_moves([move for samples in measured.values() for move in samples.moves])
@@ -370,13 +380,20 @@ def assemble(
         rows=tuple(rows),
         move_s=move_s,
         move_bytes_per_s=bytes_per_s,
-        dispatch_s=_rounded(max(0.0, statistics.fmean(gaps))) if gaps else 0.0,
+        dispatch_s=_rounded(max(0.0, statistics.median(gaps))) if gaps else 0.0,
         versions=versions,
     )
 
 
-def _loaded_beside(measurement: Measurement, measured: Mapping[str, Samples]) -> Samples:
-    return measured.get(replace(measurement, kind="loaded").key, Samples())
+def _of_all_rounds(measurement: Measurement, measured: Mapping[str, Samples]) -> Samples:
+    """The samples of tasks and files; none of a measurement that is in no plan."""
+    keys = [replace(measurement, round=number).key for number in range(1, ROUNDS + 1)]
+    rounds = [measured[key] for key in keys if key in measured]
+    tasks: dict[str, list[float]] = defaultdict(list)
+    for samples in rounds:
+        for stage, durations in samples.tasks.items():
+            tasks[stage] += durations
+    return Samples(tasks, writes=[write for samples in rounds for write in samples.writes])
 
 
 def _rows(measurement: Measurement, alone: Samples, loaded: Samples) -> Iterator[ProfileRow]:
@@ -389,13 +406,13 @@ def _rows(measurement: Measurement, alone: Samples, loaded: Samples) -> Iterator
             shape=job.shape,
             stage=Stage(stage),
             degrees=measurement.degrees,
-            seconds=_rounded(statistics.fmean(durations)),
+            seconds=_rounded(statistics.median(durations)),
             spread_s=_rounded(_interquartile_range(durations)),
             num_samples=len(durations),
-            loaded_s=_rounded(statistics.fmean(under_load)) if under_load else None,
+            loaded_s=_rounded(statistics.median(under_load)) if under_load else None,
             flops=job.flops[Stage(stage)],
             state_bytes=job.state_bytes,
-            write_s=_rounded(statistics.fmean(writes)) if stage == Stage.DECODE and writes else None,
+            write_s=_rounded(statistics.median(writes)) if stage == Stage.DECODE and writes else None,
         )
 
 

@@ -48,6 +48,12 @@ class Lane:
             torch.cuda.current_stream(self._stream.device).wait_event(mark)
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait for all that was called beside, also where an exception came before the join."""
+    if device.type == "cuda":
+        _exchange_stream(device).synchronize()
+
+
 @cache
 def _exchange_stream(device: torch.device) -> torch.cuda.Stream:
     """One for each device. Of high priority: its few blocks go first when a multiprocessor is free."""

@@ -39,7 +39,7 @@ _MAX_NAMED = 3
 
 @dataclass(frozen=True, slots=True)
 class ProfileRow:
-    """One task on one layout: the mean of its measurements, and their interquartile range."""
+    """One task on one layout: the median of its measurements, and their interquartile range."""
 
     model: str
     shape: str

@@ -25,7 +25,7 @@ _QUARTILE = _NORMAL.inv_cdf(0.75)
 def profiled_times(profile: Profile, jobs: Sequence[AdmittedJob]) -> SimulatedTimes:
     """The durations of these jobs' tasks, moves and files.
 
-    Tasks vary around their means as widely as they did in the measurement, since a prediction that always
+    Tasks vary around their medians as widely as they did in the measurement, since a prediction that always
     holds would flatter everything that rests on it. A task of a job varies alike in every simulation, so
     that policies are compared on the same luck.
     """
@@ -95,13 +95,13 @@ class _Truth:
 
 
 def _luck(dispatch: Dispatch, estimate: Estimate) -> float:
-    """A task's duration over its mean: log-normal with the measured interquartile range, and mean 1.
+    """A task's duration over the median: log-normal, with the measured interquartile range.
 
-    The quartiles of such a distribution are exp(+-_QUARTILE * sigma) times its median apart.
+    The quartiles of such a distribution are exp(-_QUARTILE * sigma) and exp(_QUARTILE * sigma).
     """
     if not estimate.spread_s or not estimate.seconds:
         return 1.0
     sigma = math.asinh(estimate.spread_s / (2 * estimate.seconds)) / _QUARTILE
     name = f"{dispatch.task.job_id} {dispatch.task.index}".encode()
     drawn = int.from_bytes(blake2b(name, digest_size=6).digest(), "big")
-    return math.exp(sigma * _NORMAL.inv_cdf((drawn + 0.5) / 2**48) - sigma**2 / 2)
+    return math.exp(sigma * _NORMAL.inv_cdf((drawn + 0.5) / 2**48))

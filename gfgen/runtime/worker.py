@@ -42,6 +42,7 @@ from gfgen.graph import Stage, Task
 from gfgen.models.adapter import Adapter, Fields
 from gfgen.models.parallel import Parallel, parallel_from
 from gfgen.models.registry import load_adapter
+from gfgen.runtime.allocator import keep_freed_memory
 from gfgen.runtime.channel import Channel
 from gfgen.runtime.messages import (
     Abandon,
@@ -99,6 +100,7 @@ def run_worker(
     started_s = time.monotonic()
     try:
         torch.set_num_threads(settings.num_threads)
+        keep_freed_memory()
         worker = make(channel)
     except Exception as error:
         logger.debug("rank %d cannot start", settings.rank, exc_info=True)
@@ -134,6 +136,8 @@ class Worker:
         """Dispatches that failed here and that the control plane has not given up yet."""
         self._jobs: dict[str, RankJob] = {}
         self._abandoned: set[int] = set()
+        self._is_over = False
+        """The channel has ended: nobody wants anything of this rank any more."""
         self._inside: Counter[int] = Counter()
         """Dispatches that run here, or send: once for each thread that is inside."""
         self._leaving: list[frozenset[int]] = []
@@ -169,7 +173,11 @@ class Worker:
             for fd in fds:
                 os.close(fd)
         self._tasks.put(None)
-        self._forgive()
+        with self._told:
+            self._is_over = True
+            self._forgive()
+            if self._inside and self._endpoint is not None:
+                self._endpoint.abort_through(max(self._inside))
 
     def _take(self, message: Any, fds: Sequence[int]) -> None:
         """What takes effect at once, also while a task runs."""
@@ -182,7 +190,8 @@ class Worker:
                 slab = Slab(fds[0], SlabPlan.of(message.trajectory))
                 self._jobs[message.spec.id] = RankJob(message, slab, self.device)
             case ForgetJob():
-                self._jobs.pop(message.job_id, None)
+                if message.job_id in self._jobs:
+                    self._jobs.pop(message.job_id).drop_all()
             case Abandon():
                 self._abandon(message.numbers)
             case Ping():
@@ -196,6 +205,8 @@ class Worker:
             case Arenas():
                 self._connect(message, fds)
             case Reset():
+                for job in self._jobs.values():
+                    job.drop_all()
                 self._jobs.clear()
                 self._forgive()
             case _:
@@ -213,6 +224,10 @@ class Worker:
     def _replace_peer(self, message: ReplacePeer, fd: int) -> None:
         """Map a new incarnation's arena; nothing runs here that involves the old one."""
         self._endpoint.replace_peer(message.rank, fd, message.incarnation)
+
+    def _is_void(self, number: int) -> bool:
+        """Whether a dispatch was given up, by itself or with everything."""
+        return self._is_over or number in self._abandoned
 
     def _forgive(self) -> None:
         """No control plane is left that would give up what has failed here."""
@@ -246,7 +261,7 @@ class Worker:
     def _enter(self, number: int) -> bool:
         """From here on an abort of this dispatch reaches the thread; False when it was given up."""
         with self._lock:
-            if number in self._abandoned:
+            if self._is_void(number):
                 return False
             self._inside[number] += 1
             return True
@@ -264,7 +279,7 @@ class Worker:
         dispatch. Whoever waits to send its output goes on waiting, for the same reason.
         """
         with self._told:
-            if fault.number not in self._abandoned:
+            if not self._is_void(fault.number):
                 self._failed.add(fault.number)
             self._channel.send(fault)
         self._drain()
@@ -380,8 +395,7 @@ class Worker:
         """Wait for input that comes through the slab; transfers wait by themselves."""
         if message.producer is None or job.producer == message.producer or message.transfers:
             return
-        is_void = self._abandoned.__contains__
-        job.await_published(task, message.producer, is_void=lambda: is_void(message.number))
+        job.await_published(task, message.producer, is_void=lambda: self._is_void(message.number))
 
     def _bring_input(self, job: RankJob, task: Task, message: RunTask) -> None:
         """Bring what the task needs and this rank does not have.

@@ -24,6 +24,7 @@ import queue
 import socket
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -36,6 +37,7 @@ from gfgen.gfc.cuda.endpoint import CudaEndpoint, Outcome
 from gfgen.gfc.cuda.kernels import Kernels
 from gfgen.gfc.cuda.memory import DeviceArena
 from gfgen.graph import Task
+from gfgen.models import lanes
 from gfgen.models.adapter import Adapter, Fields
 from gfgen.models.parallel import parallel_from
 from gfgen.runtime.channel import Channel
@@ -49,6 +51,10 @@ __all__ = ["WorkerSettings", "main"]
 
 STAGING_BYTES = 64 << 20
 """Of pinned host memory: more than a job's latents with the solver's state, but for the largest shapes."""
+
+_FIRST_STEPS = 2
+"""So many steps differ from all later ones: UniPC of order 2 corrects from the second one on, and solves a
+system of equations from the third."""
 
 
 def main(channel_socket: socket.socket, settings: WorkerSettings) -> None:
@@ -101,8 +107,8 @@ class GpuWorker(Worker):
         self._departures = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._host = HostCopies(self.device)
         self._launched: queue.SimpleQueue[Launched] = queue.SimpleQueue()
-        self._newcomers: set[int] = set()
-        """Ranks whose new arena the main thread has yet to map."""
+        self._newcomers: Counter[int] = Counter()
+        """Ranks whose new arena the main thread has yet to map; one may have died again meanwhile."""
         self._num_unsettled = 0
         """Tasks that are launched, and that the watcher has yet to see to their end."""
         self._seen: set[object] = set()
@@ -150,7 +156,7 @@ class GpuWorker(Worker):
 
         This thread must stay free to abort a task that hangs.
         """
-        self._newcomers.add(message.rank)
+        self._newcomers[message.rank] += 1
         self._tasks.put((message, [os.dup(fd)]))
 
     # The sender thread ------------------------------------------------------------------------
@@ -163,9 +169,9 @@ class GpuWorker(Worker):
         destinations = {transfer.destination for transfer in message.transfers}
         with self._told:
             self._told.wait_for(
-                lambda: not destinations & self._newcomers or message.number in self._abandoned
+                lambda: not destinations & self._newcomers.keys() or self._is_void(message.number)
             )
-            if message.number in self._abandoned:
+            if self._is_void(message.number):
                 raise InputVoidError
         send_state(self._endpoint, fields, message.transfers, dispatch=message.number)
         self._departures.synchronize()
@@ -178,7 +184,8 @@ class GpuWorker(Worker):
         if isinstance(message, ReplacePeer):
             self._endpoint.replace_peer(message.rank, fds[0], message.incarnation)
             with self._told:
-                self._newcomers.discard(message.rank)
+                self._newcomers[message.rank] -= 1
+                self._newcomers += Counter()  # forgets those that are mapped
                 self._told.notify_all()
             return
         with self._told:  # the watcher may have found a failure meanwhile
@@ -192,12 +199,14 @@ class GpuWorker(Worker):
         self._await_input(job, task, message)
         times.append(time.monotonic())
         self._bring_input(job, task, message)
-        self._clear_the_way(job, task, message)
+        kind = self._kind(job, task, message)
+        self._clear_the_way(message.number, is_new=kind not in self._seen)
         times.append(time.monotonic())
         begun = self._event()
         group = self._meet(message)
         entered = self._event()
         made = self._execute(job, task, None if group is None else parallel_from(group))
+        self._seen.add(kind)  # now, since one that is given up or fails first has loaded nothing
         outcome = None
         if group is not None or message.transfers:
             sources = {transfer.source for transfer in message.transfers}
@@ -223,7 +232,13 @@ class GpuWorker(Worker):
             self._num_unsettled += 1
         self._launched.put(launched)
 
-    def _clear_the_way(self, job: RankJob, task: Task, message: RunTask) -> None:
+    def _kind(self, job: RankJob, task: Task, message: RunTask) -> object:
+        """What decides which kernels a task launches: shapes, the place in the layout, the solver's order."""
+        layout, step = message.layout, min(task.step or 0, _FIRST_STEPS)
+        where = (layout.degrees, layout.slot_of(self._rank))
+        return (job.start.checkpoint, task.stage, step, where, job.start.trajectory.artifacts)
+
+    def _clear_the_way(self, number: int, *, is_new: bool) -> None:
         """Let all go out that other ranks may wait for, before kernels here wait for those ranks.
 
         CUDA loads a kernel's code when it is first launched; for that it waits for the device, with the
@@ -233,16 +248,15 @@ class GpuWorker(Worker):
         goes out for this dispatch or an earlier one is sent before it is entered; and before the first
         task of a kind, all that was launched here is seen to its end.
         """
-        kind = (job.start.checkpoint, task.stage, message.layout.degrees, job.start.trajectory.artifacts)
-        is_new = kind not in self._seen
-        self._seen.add(kind)
         with self._told:
-            self._told.wait_for(lambda: self._is_clear(message.number, is_new=is_new))
-            if message.number in self._abandoned:
-                raise InputVoidError
+            self._told.wait_for(lambda: self._is_clear(number, is_new=is_new))
+            is_void = self._is_void(number)
+        if is_void:
+            self._arrivals.synchronize()  # what was to arrive for it has been aborted with it
+            raise InputVoidError
 
     def _is_clear(self, number: int, *, is_new: bool) -> bool:
-        if number in self._abandoned:
+        if self._is_void(number):
             return True
         if is_new and self._num_unsettled:
             return False
@@ -273,6 +287,7 @@ class GpuWorker(Worker):
         stream = torch.cuda.current_stream(self.device)
         if stream == self._main_stream:
             self._arrivals.synchronize()
+            lanes.synchronize(self.device)
         stream.synchronize()
 
     def _event(self) -> torch.cuda.Event:
@@ -307,7 +322,7 @@ class GpuWorker(Worker):
         message, job = launched.message, launched.job
         launched.ended.synchronize()
         ended_s = time.monotonic()
-        if message.number in self._abandoned:
+        if self._is_void(message.number):
             raise InputVoidError
         if launched.outcome is not None:
             launched.outcome.require()

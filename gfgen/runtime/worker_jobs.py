@@ -97,6 +97,11 @@ class RankJob:
         for future in self.wanted.pop(dispatch, ()):
             future.set_exception(InputVoidError())
 
+    def drop_all(self) -> None:
+        """The job is forgotten: nobody gets what was not made, nor waits for it."""
+        for dispatch in list(self.wanted):
+            self.drop(dispatch)
+
     def fetch_constants(self, task: Task) -> None:
         """Copy prompt and condition out of the slab when they are not here yet."""
         versions = {"prompt": 1, "condition": 2} if task.index > 1 else {"prompt": 1} if task.index else {}

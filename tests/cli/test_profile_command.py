@@ -43,7 +43,7 @@ def measured(monkeypatch, tiny_models, tmp_path):
         keys.append(entry.key)
         return SAMPLES
 
-    measured_until = 3
+    measured_until = 7
     monkeypatch.setattr(command, "WorkerPool", NoPool)
     monkeypatch.setattr(command.profiling, "measure", measure)
     return keys
@@ -57,7 +57,7 @@ def test_the_plan_and_its_duration_are_told_before_anything_starts(measured, tmp
     result = profile("--model", "tiny-wan", "--size", "64x64x5", "--dry-run", "-o", tmp_path / "p.json")
     lines = result.output.splitlines()
     assert lines[0] == "shapes: tiny-wan 64x64x5+cfg"
-    assert lines[1].startswith("5 measurements on 1 to 2 ranks: about ")
+    assert lines[1].startswith("13 measurements on 1 to 2 ranks: about ")
     assert not measured
     assert not list(tmp_path.iterdir())
 
@@ -66,13 +66,13 @@ def test_a_stopped_profile_goes_on_where_it_was(measured, tmp_path):
     arguments = ("--model", "tiny-wan", "--size", "64x64x5", "-o", tmp_path / "p.json")
     result = profile(*arguments)
     assert isinstance(result.exception, InterruptedRunError)
-    assert str(result.exception) == "stopped; 3 of 5 are measured: run the same command again to go on"
+    assert str(result.exception) == "stopped; 7 of 13 are measured: run the same command again to go on"
     assert result.exception.exit_code == 143
     first, measured[:] = list(measured), []
     result = profile(*arguments)
     assert result.exit_code == 0, result.output
-    assert "5 measurements on 1 to 2 ranks, 3 of them done before" in result.output
-    assert len(measured) == 2
+    assert "13 measurements on 1 to 2 ranks, 7 of them done before" in result.output
+    assert len(measured) == 6
     assert not set(first) & set(measured)
     made = load_profile(tmp_path / "p.json")
     assert len(made.rows) == 4 + 4 + 4

@@ -403,5 +403,12 @@ def push_for_ever(endpoint: CudaEndpoint, layout: Layout, dispatch: int, num_byt
     return "nothing failed"
 
 
+def enter_only(endpoint: CudaEndpoint, layout: Layout, dispatch: int) -> None:
+    """As a task that raises on the host before its first collective."""
+    group = endpoint.group(Descriptor(dispatch, layout, (1,) * layout.degree))
+    group.enter()
+    group.finish()
+
+
 def restart(endpoint: CudaEndpoint, peers: list[int]) -> None:
     endpoint.restart_edges(peers)

@@ -164,6 +164,15 @@ def test_dispatch_that_a_peer_left_out_is_a_protocol_error(ranks: CudaRanks) -> 
     assert all_work(ranks, (0, 1))
 
 
+def test_group_works_again_after_a_task_that_one_of_them_left_with_words_unread(ranks: CudaRanks) -> None:
+    layout, dispatch = Layout((0, 1), ulysses=2), ranks.next_dispatch()
+    ranks.submit(0, programs.gather_once, layout, (1, 1), dispatch, 5000, 0.0)
+    ranks.run((1,), programs.enter_only, layout, dispatch)
+    assert ranks.result(0)[0] == "PeerTimeoutError"
+    ranks.run((0, 1), programs.restart, [])  # as the control plane does where no state was under way
+    assert all_work(ranks, (0, 1))
+
+
 def test_dispatch_numbers_must_rise(ranks: CudaRanks) -> None:
     layout, dispatch = Layout((0, 1), ulysses=2), ranks.next_dispatch()
     assert all_work(ranks, (0, 1))

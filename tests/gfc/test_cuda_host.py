@@ -6,6 +6,8 @@ import ctypes
 import shutil
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from gfgen.errors import LayoutError
 from gfgen.gfc import native, oracle
 from gfgen.gfc.arena import Plan
 from gfgen.gfc.cuda import compiler, structs
+from gfgen.gfc.cuda.endpoint import CudaEndpoint
 from gfgen.gfc.cuda.group import bank_of, canonical
 from gfgen.gfc.cuda.moves import Reshaped, offsets_of, reshaped
 from gfgen.gfc.cuda.selector import Choice, Rule, Selector
@@ -286,6 +289,35 @@ def test_selector_falls_back_where_a_kernel_cannot_serve() -> None:
         "threads",
         "threads",
     ]
+
+
+def test_after_a_fault_messages_with_flags_are_cleared_before_the_next_entry_with_their_rank() -> None:
+    """What an aborted task has left there would be a protocol error in the next one."""
+    plan = Plan(data_bytes=1 << 20, post_bytes=1 << 12)
+    enqueued: list[tuple[object, ...]] = []
+    endpoint: Any = CudaEndpoint.__new__(CudaEndpoint)
+    endpoint.rank, endpoint.plan, endpoint.last_dispatch = 1, plan, 0
+    endpoint.incarnations, endpoint._mapped, endpoint._unclean = dict.fromkeys(range(3), 1), {}, set()
+    endpoint._native_descriptor = native.Descriptor()
+    endpoint.arenas = {1: SimpleNamespace(address=1 << 40)}
+    endpoint.driver = SimpleNamespace(call=lambda *arguments: enqueued.append(arguments))
+    endpoint._enter = SimpleNamespace(run=lambda stream: enqueued.append(("enter", stream)))
+    endpoint.stream = lambda: 77
+    num_bytes = structs.NUM_BANKS * structs.FLAGGED_BYTES
+
+    def enter(dispatch: int, *ranks: int) -> list[tuple[object, ...]]:
+        enqueued.clear()
+        endpoint.bind(Descriptor(dispatch, Layout(ranks, ulysses=len(ranks)), (1,) * len(ranks)))
+        return list(enqueued)
+
+    def cleared(rank: int) -> tuple[object, ...]:
+        return ("cuMemsetD8Async", (1 << 40) + plan.arena_bytes + rank * num_bytes, 0, num_bytes, 77)
+
+    assert enter(1, 0, 1) == [("enter", 77)]
+    endpoint.restart_edges([])  # no state was under way between them
+    assert enter(2, 0, 1) == [cleared(0), ("enter", 77)]
+    assert enter(3, 2, 1, 0) == [cleared(2), ("enter", 77)]
+    assert enter(4, 2, 1, 0) == [("enter", 77)]
 
 
 def test_kernels_compile_with_nvcc(tmp_path: Path) -> None:

@@ -24,9 +24,11 @@ from gfgen.runtime import worker_jobs
 from gfgen.runtime.channel import Channel
 from gfgen.runtime.messages import (
     Abandon,
+    ForgetJob,
     Left,
     Ping,
     Pong,
+    Reset,
     RunTask,
     SendState,
     StartJob,
@@ -298,6 +300,20 @@ def test_who_waits_to_send_what_a_failed_task_was_to_make_goes_on(
     assert sent == [6]
 
 
+@pytest.mark.parametrize("message", [ForgetJob("a"), Reset()])
+def test_who_waits_to_send_what_will_not_be_made_goes_on_when_the_job_is_forgotten(
+    rank: Rank, message: Any
+) -> None:
+    """Later tasks of a GPU's rank wait until all that is due before them has been sent."""
+    rank.channel.send(SendState(5, "a", 3, ()))
+    rank.channel.send(Ping())
+    assert rank.answer() == Pong()
+    assert rank.worker._unsent == {5}
+    rank.channel.send(message)
+    with rank.worker._told:
+        assert rank.worker._told.wait_for(lambda: not rank.worker._unsent, ANSWER_S)
+
+
 def test_a_transfer_that_is_aborted_without_having_been_given_up_is_told(
     rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -335,3 +351,17 @@ def test_a_dispatch_that_waits_for_lost_input_is_left_without_a_report(rank: Ran
     rank.channel.send(Abandon(frozenset({3})))
     assert rank.answer() == Left(frozenset({3}))
     rank.run_to_end(4, 0)
+
+
+def test_a_worker_whose_control_plane_is_gone_leaves_what_would_never_end(rank: Rank) -> None:
+    """Nobody would abort it any more, and it would keep its GPU and its memory for ever."""
+    aborted: list[int] = []
+    rank.worker._endpoint = SimpleNamespace(abort_through=aborted.append)
+    rank.run(3, 2, producer=2)  # its input never comes
+    rank.run(4, 2, producer=2)
+    while 3 not in rank.worker._inside:
+        time.sleep(1e-4)
+    rank.channel.close()
+    while not (rank.worker._is_over and not rank.worker._inside):
+        time.sleep(1e-4)
+    assert aborted == [3]

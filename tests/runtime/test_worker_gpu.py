@@ -5,18 +5,27 @@ The device is imitated (tests/gpu_worker_imitation.py); on real ones see tests/c
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import test_deaths
 import test_elastic
+import torch
 from test_workers import PICTURE, pixels, run
 
 from gfgen.gfc.arena import Plan
+from gfgen.graph import Stage, Task
 from gfgen.job import JobSpec
+from gfgen.layout import Layout
+from gfgen.models import lanes
 from gfgen.runtime.pool import WorkerPool
+from gfgen.runtime.worker_gpu import GpuWorker
+from gfgen.runtime.worker_jobs import InputVoidError
 
 PLAN = Plan(data_bytes=1 << 20, post_bytes=1 << 12)
 
@@ -111,3 +120,58 @@ def test_a_task_that_runs_out_of_memory_once_is_tried_again(gpu_pool, tmp_path):
 @pytest.mark.parametrize("seed", [11, 12, 13])
 def test_failures_among_overlapping_groups_lose_nothing(gpu_pool, tmp_path, seed):
     test_elastic.test_failures_among_overlapping_groups_lose_nothing(gpu_pool, tmp_path, seed)
+
+
+def test_a_rank_leaves_a_task_when_nothing_of_it_is_under_way_on_any_stream(monkeypatch):
+    """An exchange beside attention may be, where the attention raised."""
+    waited: list[str] = []
+
+    class Stream:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def synchronize(self) -> None:
+            waited.append(self.name)
+
+    worker: Any = GpuWorker.__new__(GpuWorker)
+    worker.device = torch.device("cuda", 0)
+    worker._main_stream, worker._arrivals, worker._departures = map(
+        Stream, ("main", "arrivals", "departures")
+    )
+    monkeypatch.setattr(lanes, "_exchange_stream", lambda device: Stream("lane"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: worker._main_stream)
+    worker._drain()
+    assert sorted(waited) == ["arrivals", "lane", "main"]
+    waited.clear()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: worker._departures)
+    worker._drain()
+    assert waited == ["departures"]
+
+
+def test_a_dispatch_given_up_after_its_input_was_asked_for_is_left_when_none_arrives_any_more():
+    waited: list[str] = []
+    worker: Any = GpuWorker.__new__(GpuWorker)
+    worker._arrivals = SimpleNamespace(synchronize=lambda: waited.append("arrivals"))
+    worker._told, worker._num_unsettled, worker._unsent = threading.Condition(), 0, {7}
+    worker._abandoned, worker._is_over = {8}, False
+    with pytest.raises(InputVoidError):
+        worker._clear_the_way(8, is_new=True)
+    assert waited == ["arrivals"]
+
+
+def test_kinds_of_tasks_differ_where_their_kernels_may():
+    """Kernels are loaded when they are first launched, which must not be behind a barrier."""
+    worker: Any = GpuWorker.__new__(GpuWorker)
+    worker._rank = 1
+    job: Any = SimpleNamespace(
+        start=SimpleNamespace(checkpoint="c", trajectory=SimpleNamespace(artifacts=()))
+    )
+    layouts = Layout((0, 1), ulysses=2), Layout((1, 0), ulysses=2), Layout((0, 1), cfg=2), Layout.single(1)
+    kinds = [
+        worker._kind(job, Task("a", 2 + step, Stage.DENOISE, step), SimpleNamespace(layout=layout))
+        for layout in layouts
+        for step in (0, 1, 2)
+    ]
+    assert len(set(kinds)) == len(kinds)
+    later = worker._kind(job, Task("a", 9, Stage.DENOISE, 7), SimpleNamespace(layout=layouts[-1]))
+    assert later == kinds[-1]

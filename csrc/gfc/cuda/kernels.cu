@@ -1,8 +1,8 @@
 // The group-free collectives as kernels.
 //
-// All run on the rank's task stream, but for the transfers. A block of any of them may wait for
-// peers, after it has done all that peers wait for; so all blocks of a launch must be resident at
-// once, which the launcher keeps (grids of at most one block per SM and kernel).
+// All but the transfers run on the rank's task stream, or in its order (context.h). A block of any
+// of them may wait for peers, after it has done all that peers wait for; so all blocks of a launch
+// must be resident at once, which the launcher keeps (at most one block per SM and kernel).
 //
 // Order of the bytes: threads write to a peer's arena (weak, or bulk copies that have completed);
 // block barrier; thread 0 adds to the message's count of blocks (acquire-release, device scope);
@@ -228,7 +228,8 @@ gfc_enter(uint64_t address, const __grid_constant__ Descriptor group, uint64_t t
 // them. Needs units of 8 bytes (or no moves: a barrier), and messages of at most kFlaggedBytes / 2.
 //
 // The receiver clears each word that it has read, so an inbox holds nothing but zeros and words of
-// the exchange that is under way; after a fault the host clears it. Bank = parity of the edge's
+// the exchange that is under way; after a fault the host clears it before the next entry with that
+// peer, which comes before the peer's next word. Bank = parity of the edge's
 // count: a peer writes here again two exchanges later, after it has read our next message, which
 // our next kernel sends, when this one is over.
 extern "C" __global__ void __launch_bounds__(512) gfc_flagged(const __grid_constant__ Exchange exchange) {
@@ -795,20 +796,12 @@ extern "C" __global__ void __launch_bounds__(512) gfc_recv(const __grid_constant
   context.edges.received[peer] = count + 1;
 }
 
-// Starts transfers with a peer anew after a fault, and clears what a message with flags may have
-// left half-read. Any grid, any block; nothing else runs on this edge, on either side.
-extern "C" __global__ void __launch_bounds__(512) gfc_restart_edge(uint64_t address, int peer, uint32_t incarnation) {
+// Starts transfers with a peer anew after a fault. One thread; no transfer with this peer is under
+// way, on either side. Exchanges with it may be: they start anew at each entry.
+extern "C" __global__ void gfc_restart_edge(uint64_t address, int peer, uint32_t incarnation) {
   Context& context = *reinterpret_cast<Context*>(address);
-  char* own = reinterpret_cast<char*>(context.base[context.rank]);
-  if (blockIdx.x == 0 && threadIdx.x == 0) {
-    CudaMemory mem(context);
-    restart_edge(mem, context.edges, peer);
-    context.incarnation[peer] = incarnation;
-    context.sent_blocks[peer] = context.received_blocks[peer] = 0;
-  }
-  uint4* words = reinterpret_cast<uint4*>(own + flagged_offset(context.plan, peer, 0));
-  const uint32_t num_words = static_cast<uint32_t>(kNumBanks * kFlaggedBytes / sizeof(uint4));
-  for (uint32_t i = blockIdx.x * blockDim.x + threadIdx.x; i < num_words; i += gridDim.x * blockDim.x) {
-    words[i] = make_uint4(0, 0, 0, 0);
-  }
+  CudaMemory mem(context);
+  restart_edge(mem, context.edges, peer);
+  context.incarnation[peer] = incarnation;
+  context.sent_blocks[peer] = context.received_blocks[peer] = 0;
 }

@@ -95,6 +95,7 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "cuMemAlloc_v2": (_U64, c_size_t),
     "cuMemFree_v2": (c_uint64,),
     "cuMemsetD8_v2": (c_uint64, c_ubyte, c_size_t),
+    "cuMemsetD8Async": (c_uint64, c_ubyte, c_size_t, c_void_p),
     "cuMemcpyHtoD_v2": (c_uint64, c_void_p, c_size_t),
     "cuMemcpyDtoH_v2": (c_void_p, c_uint64, c_size_t),
     "cuMemcpyDtoDAsync_v2": (c_uint64, c_uint64, c_size_t, c_void_p),

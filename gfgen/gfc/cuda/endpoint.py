@@ -25,7 +25,7 @@ from gfgen.gfc.cuda.kernels import Kernels
 from gfgen.gfc.cuda.launch import Launch
 from gfgen.gfc.cuda.memory import ControlPage, DeviceArena
 from gfgen.gfc.cuda.selector import Selector, load_selector
-from gfgen.gfc.cuda.structs import AWAIT, COPY, PUBLISH, Chunk, Context, Edges
+from gfgen.gfc.cuda.structs import AWAIT, COPY, FLAGGED_BYTES, NUM_BANKS, PUBLISH, Chunk, Context, Edges
 from gfgen.gfc.descriptor import Descriptor
 from gfgen.gfc.failure import Failure
 
@@ -41,8 +41,9 @@ class CudaEndpoint:
     control_fd: the rank's page in host memory (`memory.CONTROL_PLAN`). own: its arena.
     peer_fds: the other ranks' arenas, by rank; may be closed afterwards.
     Tasks run on torch's current stream: always the same one, or another one that events order after
-    all earlier exchanges and before all later ones. Transfers run on the stream given to them. All
-    launches come from one thread; `abort_through` may come from any.
+    all earlier exchanges and before all later ones. Transfers run on the stream given to them. One thread
+    launches groups and arrivals, another one may send; `restart_edges` and `abort_through` may come from
+    any.
     beside_blocks: of exchanges beside computation, for measurements; None: as they ask for.
     """
 
@@ -92,6 +93,8 @@ class CudaEndpoint:
         self.prepared: dict[object, object] = {}
         self.seats: dict[object, Seat] = {}
         """Places in groups that this rank has had; like `prepared`, so that each is worked out once."""
+        self._unclean: set[int] = set()
+        """Ranks of which messages with flags may lie here half-read, since a fault."""
         self._views: dict[object, Tensor] = {}
         self._mapped: dict[tuple[int, ...], tuple[int | None, ...]] = {}
         """Incarnations by ranks, in their order, as `incarnations` has them."""
@@ -122,7 +125,17 @@ class CudaEndpoint:
             )
         self.last_dispatch = descriptor.dispatch
         descriptor.encode_into(self._native_descriptor, ranks.index(self.rank))
+        if self._unclean:
+            self._clear_flags(self._unclean.intersection(ranks))
         self._enter.run(self.stream())
+
+    def _clear_flags(self, peers: Collection[int]) -> None:
+        """Enqueues the clearing of inboxes for messages with flags; nothing comes before the next entry."""
+        self._unclean.difference_update(peers)  # first: what another fault leaves meanwhile is for later
+        num_bytes = NUM_BANKS * FLAGGED_BYTES
+        for peer in sorted(peers):
+            address = self.arenas[self.rank].address + self.plan.arena_bytes + peer * num_bytes
+            self.driver.call("cuMemsetD8Async", address, 0, num_bytes, self.stream())
 
     def check(self, dispatch: int) -> None:
         """Raises the failure of this dispatch, if its kernels have left one."""
@@ -229,6 +242,7 @@ class CudaEndpoint:
         self._mapped.clear()
         address = self.context + Context.base.offset + 8 * rank
         self.driver.write(address, self.arenas[rank].address.to_bytes(8, "little"))
+        self._unclean.add(rank)
         self._restart(rank)
         if old is not None:
             old.close()
@@ -237,9 +251,11 @@ class CudaEndpoint:
         """Starts the edges to these ranks anew, after an aborted dispatch or a failed transfer.
 
         Every survivor of the layout does it after all of them have left the dispatch, on the device
-        too, and before any of them gets the next one. Other dispatches may run meanwhile, and any
-        thread may call.
+        too, and before any of them gets the next one; those without such an edge with no peers, since
+        exchanges leave something behind, too. Other dispatches may run meanwhile, and any thread may
+        call.
         """
+        self._unclean.update(self.incarnations.keys() - {self.rank})
         for peer in peers:
             if peer != self.rank:
                 self._restart(peer)
@@ -274,8 +290,8 @@ class CudaEndpoint:
             c_uint64(self.context),
             c_int(peer),
             c_uint32(self.incarnations[peer]),
-            grid=16,
-            block=_BLOCK,
+            grid=1,
+            block=1,
         )
         launch.run(self._own_stream.cuda_stream)
         self._sent[peer] = 0
