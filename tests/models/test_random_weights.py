@@ -98,7 +98,7 @@ def test_short_names_stand_for_the_configs_that_come_with_gfgen():
 
 
 def test_a_model_whose_configs_do_not_come_with_gfgen_is_refused():
-    with pytest.raises(ModelError, match="no config files of it come with gfgen"):
+    with pytest.raises(ModelError, match="its config files are not here"):
         resolve_configs("some/model")
 
 

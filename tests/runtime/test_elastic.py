@@ -143,7 +143,7 @@ def test_many_jobs_share_the_ranks_in_changing_groups(pool, tmp_path):
         assert np.abs(one.astype(int) - other).max() <= 1
 
 
-@pytest.mark.parametrize("policy", ["legacy", "srtf,degree=2", "fcfs,degree=2", "edf"])
+@pytest.mark.parametrize("policy", ["legacy", "srtf,degree=2", "fcfs,degree=2", "edf,rescue=false"])
 def test_built_in_policies_run_on_groups(pool, tmp_path, policy):
     specs = [JobSpec(id=f"job-{i}", prompt=f"a fox, {i}", deadline_s=0.01, **PICTURE) for i in range(3)]
     recorder = run(pool, tmp_path, *specs, policy=policy)
