@@ -21,6 +21,7 @@ def faults_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
 def pool(tiny_models: Mapping[str, Path]) -> Iterator[WorkerPool]:
     """Four CPU ranks that know all tiny models."""
     with WorkerPool(num_ranks=4, checkpoints=list(tiny_models.values())) as pool:
+        pool.wait_ready()  # as `gfgen run` does: policies see all ranks from the start
         yield pool
 
 
@@ -29,6 +30,7 @@ def faulty_pool(tiny_models: Mapping[str, Path]) -> Iterator[WorkerPool]:
     """Three CPU ranks that fail where a prompt tells them to (tests/faulty_worker.py)."""
     checkpoints = [tiny_models["tiny-qwen-image"]]
     with WorkerPool(num_ranks=3, checkpoints=checkpoints, worker_main="faulty_worker:main") as pool:
+        pool.wait_ready()
         yield pool
 
 
