@@ -34,6 +34,7 @@ from gfgen.runtime.admission import AdmittedJob
 from gfgen.runtime.clock import Clock
 from gfgen.runtime.control import Control
 from gfgen.runtime.cost import CostModel
+from gfgen.runtime.devices import CPU, Devices
 from gfgen.runtime.dispatch import Dispatch
 from gfgen.runtime.events import Event, OutputWritten, TaskDone
 from gfgen.runtime.machine import cpu_name, versions
@@ -48,6 +49,7 @@ from gfgen.runtime.state import State
 from gfgen.runtime.workers import ProcessBackend
 
 NUM_RANKS = 2
+DEVICES = Devices(CPU, NUM_RANKS)
 GUARD_S = 0.005
 SHAPES = {
     "video": {"model": "tiny-wan", "width": 128, "height": 128, "frames": 17},
@@ -90,7 +92,7 @@ def make_jobs(workload: Workload, profile: Profile) -> Sequence[AdmittedJob]:
     """The jobs of a workload; arrivals and deadlines follow from what the profile says of their work."""
     random, now_s, specs = Random(workload.seed), 0.0, []
     alone = {(row.model, row.shape, row.stage): row for row in profile.rows if row.degrees == (1, 1, 1)}
-    admit = Admission(default_model="tiny-wan")
+    admit = Admission(default_model="tiny-wan", devices=DEVICES)
     for number in range(workload.num_jobs):
         (kind,) = random.choices(list(workload.shapes), list(workload.shapes.values()))
         spec = JobSpec(
@@ -301,7 +303,7 @@ class Measured:
 
 
 def measure_profile(pool: WorkerPool, folder: Path) -> Measured:
-    jobs, _ = Admission(default_model="tiny-wan")(
+    jobs, _ = Admission(default_model="tiny-wan", devices=DEVICES)(
         [JobSpec(id=kind, prompt="a fox", steps=4, seed=0, **shape) for kind, shape in SHAPES.items()]
     )
     plan = profiling.plan_measurements(jobs, num_ranks=NUM_RANKS)
@@ -377,7 +379,7 @@ def main() -> None:
         for workload in WORKLOADS
         if not arguments.workload or workload.name in arguments.workload
     ]
-    admission = Admission(default_model="tiny-wan")
+    admission = Admission(default_model="tiny-wan", devices=DEVICES)
     checkpoints = [admission.find_model(name).checkpoint for name in ("tiny-wan", "tiny-qwen-image")]
     results = []
     with (
