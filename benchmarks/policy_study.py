@@ -1,6 +1,6 @@
 """Which policy meets the deadlines: `auto` beside fixed ones, simulated on 4 GPUs.
 
-    python benchmarks/policy_study.py --processes 2 --output benchmarks/results/2026-11-20-policies
+    python benchmarks/policy_study.py --processes 2 --output benchmarks/results/2026-11-21-policies
 
 Every point is 20 workloads of 80 jobs; all policies get the same ones, so that differences are paired by
 seed. Durations come from the profile of goals that is shipped (h200-goals.json): nothing here was measured
@@ -219,8 +219,8 @@ def report(rows, overnight, *, wall_s: float, processes: int, commit: str) -> st
     lines = [
         "# Policies under load, simulated",
         "",
-        f"{profile().date}; command: `python benchmarks/policy_study.py --processes {processes}`, "
-        f"{wall_s / 60:.1f} minutes on two cores that others used too; commit {commit}.",
+        f"{time.strftime('%Y-%m-%d')}; command: `python benchmarks/policy_study.py --processes {processes}`, "
+        f"{wall_s / 60:.1f} minutes on {processes} processes; commit {commit}.",
         "",
         f"{NUM_RANKS} ranks of the profile h200-goals.json (goal step times put together, not measured), "
         f"{NUM_JOBS} jobs a workload, {NUM_SEEDS} seeds, every policy on the same workloads. "
