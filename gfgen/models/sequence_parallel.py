@@ -76,6 +76,12 @@ def active(parallel: Parallel) -> Iterator[None]:
         _SHARING.reset(token)
 
 
+def sharing_ranks() -> Ranks | None:
+    """Who shares the forward that this thread is in; None when it is alone."""
+    sharing = _SHARING.get()
+    return None if sharing is None else sharing.ranks
+
+
 def install(transformer: torch.nn.Module) -> None:
     """Put hooks on a diffusers transformer, for good; once for each instance.
 
@@ -98,7 +104,7 @@ def install(transformer: torch.nn.Module) -> None:
         processor: Any = getattr(module, "processor", None)
         if hasattr(processor, "_parallel_config"):
             # A mark, not a configuration: processors hand it to those attentions that are to be
-            # shared, and `_attend` takes it away again.
+            # shared, and `attend` takes it away again.
             processor._parallel_config = SHARED
     _wrap_globals(sys.modules[type(transformer).__module__])
 
@@ -194,10 +200,10 @@ def _shard(x: torch.Tensor, spec: ContextParallelInput, ranks: Ranks) -> torch.T
 
 def _wrap_globals(module: Any) -> None:
     """Wrap what the model's module calls by its global names, unless that was done before."""
-    if module.dispatch_attention_fn is _attend:
+    if module.dispatch_attention_fn is attend:
         return
     assert module.dispatch_attention_fn is dispatch_attention_fn, f"{module.__name__} is wrapped already"
-    module.dispatch_attention_fn = _attend
+    module.dispatch_attention_fn = attend
     for name, function in list(vars(module).items()):
         if name.startswith("apply_rotary_emb"):
             setattr(module, name, _passing_empty(function))
@@ -218,7 +224,7 @@ def _passing_empty(function: Callable[..., Any]) -> Callable[..., Any]:
     return rotate
 
 
-def _attend(
+def attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -269,10 +275,10 @@ def sharded_attention(
     Raises: LayoutError when a rank would have no head; ModelError for an attention that is not
             over all streams that were cut, or whose backend cannot be had.
     """
-    attend = functools.partial(dispatch_attention_fn, scale=scale, backend=backend)
+    own = functools.partial(dispatch_attention_fn, scale=scale, backend=backend)
     sharing = _SHARING.get()
     if sharing is None:
-        alone: torch.Tensor = attend(query, key, value, attn_mask)
+        alone: torch.Tensor = own(query, key, value, attn_mask)
         return alone.contiguous()
     if backend is not None and sharing.parallel.ring.size > 1:
         raise ModelError(f"attention backend {backend!r} does not work in a ring, which needs log-sum-exps")
@@ -284,7 +290,7 @@ def sharded_attention(
         attn_mask,
         parallel=sharing.parallel,
         token_sizes=_token_sizes(sharing, query, key),
-        attend=attend,
+        attend=own,
         scale=scale,
     )
 
