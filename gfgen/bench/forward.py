@@ -47,11 +47,10 @@ UNEVEN = {
     "diffusers-uneven": Kind(is_ours=False, takes_anything=True),
     "diffusers-uneven-compiled": Kind(is_ours=False, is_compiled=True, takes_anything=True),
 }
-"""Context parallelism only: what it refuses otherwise."""
+"""Context parallelism only, for shapes whose tokens do not divide by the ranks: it refuses them otherwise."""
 OURS = {
     "ours": Kind(is_ours=True),
-    "ours-compiled": Kind(is_ours=True, is_compiled=True),
-    "ours-graph": Kind(is_ours=True, is_compiled=True, in_graph=True),
+    "ours-graph": Kind(is_ours=True, in_graph=True),
 }
 
 
@@ -88,8 +87,11 @@ def cells_of(*, num_gpus: int, only: Sequence[str] = ()) -> list[Cell]:
     degrees = [degree for degree in DEGREES if degree <= num_gpus]
     found = []
     for degree, model in itertools.product(degrees, (WAN, QWEN)):
-        for way, kind in {**THEIRS, **(UNEVEN if degree > 1 else {})}.items():
-            found += [Cell(shape, degree, way, kind) for shape in SHAPES if shape.model == model]
+        shapes = [shape for shape in SHAPES if shape.model == model]
+        for way, kind in THEIRS.items():
+            found += [Cell(shape, degree, way, kind) for shape in shapes]
+        for way, kind in UNEVEN.items():
+            found += [Cell(shape, degree, way, kind) for shape in shapes if shape.num_tokens % degree]
     for degree, model in itertools.product(degrees, (WAN, QWEN)):
         for way, kind in OURS.items():
             found += [Cell(shape, degree, way, kind) for shape in SHAPES if shape.model == model]
@@ -164,8 +166,9 @@ def table_of(results: Sequence[Measured], *, device: str, command: str) -> Itera
         "Milliseconds per forward: one branch of guidance, batch 1, bf16, random weights; the slowest rank's "
         f"median of {measure_forward.REPEATS}. diffusers: as it comes, on several GPUs its context "
         "parallelism (Ulysses over NCCL; uneven: with `ulysses_anything`); compiled: "
-        "`compile_repeated_blocks(dynamic=False)`. ours-graph: compiled, in a CUDA graph. One timestep for "
-        "all tokens, for diffusers too. x: best of diffusers over best of ours.\n"
+        "`compile_repeated_blocks(dynamic=False)`. ours: fused blocks, nothing compiled; ours-graph: in a "
+        "CUDA graph. One timestep for all tokens, for diffusers too. x: best of diffusers over best of "
+        "ours.\n"
     )
     for degree in sorted({each.cell.degree for each in results}):
         rows = [each for each in results if each.cell.degree == degree]

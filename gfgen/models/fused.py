@@ -1,16 +1,18 @@
-"""Parts of diffusers' transformers in fewer and larger operations: equal up to rounding, for bf16 on a GPU.
+"""Blocks of diffusers' transformers in fewer and larger operations: equal up to rounding, for bf16 on a GPU.
 
-`fuse` changes a transformer in place, after `install` has put its hooks there:
+`fuse` changes a transformer in place, after `install` has put its hooks there. Its modules keep their
+weights; what changes is how a block goes through them:
 
     projections   query, key and value of an attention in one product
+    rows          norms, modulations, gates and rotations in one pass over each row (rows.py)
     activations   the GELU of a feed-forward in the epilogue of its product
-    rotation      Qwen-Image's, in real numbers, which compilers fuse; they leave complex ones alone
     modulation    Qwen-Image's, of all blocks at once, each rank its part of the blocks: a third of the
-                  transformer's weights serve nothing else, and are read once and not on every rank
+                  transformer's weights serve nothing else, and are read once in place of on every rank
 
-The weights stay as they are, and where they are (no copies are left).
+Nothing is compiled or tuned at run time: there is no first call to wait for, and every rank adds up in
+the same order.
 
-Legend: B batch, L tokens of this rank, H heads, D head dimension, C channels.
+Legend: B batch (1), L tokens of this rank, H heads, D head dimension, C channels (H D).
 Source: diffusers 0.42 transformer_wan.py, transformer_qwenimage.py, attention.py.
 """
 
@@ -23,179 +25,217 @@ from typing import Any
 
 import torch
 from diffusers.models.activations import GELU
-from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformer2DModel
-from diffusers.models.transformers.transformer_wan import WanAttention
+from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformerBlock
+from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from torch import Tensor, nn
 
 from gfgen.gfc.reshard import shard_sizes
 from gfgen.layout import shard_bounds
+from gfgen.models.rows import add_gated, add_norm, heads, norm
 from gfgen.models.sequence_parallel import attend, sharing_ranks
 
 
 @torch.no_grad()
 def fuse(transformer: nn.Module) -> None:
-    """Fuse what is known of this class; once for each instance, on the device where it stays."""
+    """Fuse the blocks that are known; once for each instance, on the device where it stays."""
     for module in list(transformer.modules()):
-        if isinstance(module, WanAttention):
-            _fuse_wan_attention(module)
-    fuse_activations(transformer)
-    if isinstance(transformer, QwenImageTransformer2DModel):
-        fuse_joint_attentions(transformer)
-        fuse_modulation(transformer)
-
-
-# Projections ------------------------------------------------------------------------------------
-
-
-def _fuse_wan_attention(attention: WanAttention) -> None:
-    attention.fuse_projections()
-    for name in ("to_k", "to_v") if attention.is_cross_attention else ("to_q", "to_k", "to_v"):
-        delattr(attention, name)
+        if isinstance(module, WanTransformerBlock) and _is_usual(module):
+            _fuse_wan_block(module)
+        elif isinstance(module, QwenImageTransformerBlock):
+            _fuse_qwen_block(module)
+    _fuse_activations(transformer)
+    if any(isinstance(module, QwenImageTransformerBlock) for module in transformer.modules()):
+        _fuse_modulation(transformer)
 
 
 def _concatenated(linears: Sequence[nn.Linear]) -> nn.Linear:
     """One layer whose outputs are those of several, one behind the other."""
     first = linears[0]
     with torch.device("meta"):
-        fused = nn.Linear(
-            first.in_features, sum(each.out_features for each in linears), bias=first.bias is not None
-        )
-    parts = {
-        name: torch.cat([getattr(each, name).data for each in linears])
-        for name, _ in fused.named_parameters()
-    }
+        width = sum(each.out_features for each in linears)
+        fused = nn.Linear(first.in_features, width, bias=first.bias is not None)
+    names = [name for name, _ in fused.named_parameters()]
+    parts = {name: torch.cat([getattr(each, name).data for each in linears]) for name in names}
     fused.load_state_dict(parts, assign=True)
     return fused.requires_grad_(False)
 
 
-# Activations ------------------------------------------------------------------------------------
+# Wan --------------------------------------------------------------------------------------------
 
 
-def fuse_activations(transformer: nn.Module) -> None:
-    """Every `Linear` with a tanh GELU behind it becomes one operation."""
-    for module in list(transformer.modules()):
-        for name, child in list(module.named_children()):
-            if isinstance(child, GELU) and child.approximate == "tanh" and child.proj.bias is not None:
-                setattr(module, name, LinearGelu(child.proj))
+def _is_usual(block: WanTransformerBlock) -> bool:
+    """Whether a block is as in Wan2.2; Wan 2.1 attends to an image's embeddings, too."""
+    return isinstance(block.norm2, nn.LayerNorm) and block.attn2.add_k_proj is None
 
 
-class LinearGelu(nn.Module):
-    """[..., C] -> [..., features]: gelu(x W' + b), tanh approximation."""
-
-    def __init__(self, proj: nn.Linear) -> None:
-        super().__init__()
-        self.proj = proj
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = linear_gelu(x, self.proj.weight, self.proj.bias)
-        return result
-
-
-@torch.library.custom_op("gfgen::linear_gelu", mutates_args=())
-def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """[..., C], [features, C], [features] -> [..., features]. Opaque, since compilers take it apart again."""
-    if not x.is_cuda:  # where that epilogue is the exact GELU
-        return nn.functional.gelu(nn.functional.linear(x, weight, bias), approximate="tanh")
-    flat = torch._addmm_activation(bias, x.reshape(-1, x.shape[-1]), weight.t(), use_gelu=True)
-    return flat.view(*x.shape[:-1], weight.shape[0])
-
-
-@linear_gelu.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return x.new_empty((*x.shape[:-1], weight.shape[0]))
-
-
-# Qwen-Image: joint attention --------------------------------------------------------------------
-
-
-def fuse_joint_attentions(transformer: QwenImageTransformer2DModel) -> None:
-    """Projections in one product for each stream, rotation in real numbers."""
-    for block in transformer.transformer_blocks:
-        attention = block.attn
-        attention.to_qkv = _concatenated([attention.to_q, attention.to_k, attention.to_v])
-        attention.to_added_qkv = _concatenated(
-            [attention.add_q_proj, attention.add_k_proj, attention.add_v_proj]
-        )
-        for name in ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj"):
+def _fuse_wan_block(block: WanTransformerBlock) -> None:
+    block.attn1.fuse_projections()
+    block.attn2.fuse_projections()
+    for attention, names in ((block.attn1, ("to_q", "to_k", "to_v")), (block.attn2, ("to_k", "to_v"))):
+        for name in names:
             delattr(attention, name)
-        attention.set_processor(JointAttention(attention.processor))
-    transformer.pos_embed.register_forward_hook(_as_real)
+    block.forward = functools.partial(_wan_block, block)
 
 
-def _as_real(module: nn.Module, args: Any, output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """A forward hook, behind the one that cuts: complex [L, D/2] -> [L, D/2, 2]."""
-    return tuple(torch.view_as_real(frequencies) for frequencies in output)
-
-
-class JointAttention:
-    """Processor of an attention over text and picture, with fused projections.
-
-    Shapes: hidden_states [B, L picture, C], encoder_hidden_states [B, L text, C],
-            image_rotary_emb (picture, text) [L, D/2, 2] -> picture, text as given.
-    """
-
-    def __init__(self, replaced: Any) -> None:
-        self._attention_backend = replaced._attention_backend
-        self._parallel_config = replaced._parallel_config
-
-    def __call__(
-        self,
-        attn: Any,
-        hidden_states: Tensor,
-        encoder_hidden_states: Tensor,
-        encoder_hidden_states_mask: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        image_rotary_emb: tuple[Tensor, Tensor] | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        assert encoder_hidden_states_mask is None, "one prompt per task is never padded"
-        assert attention_mask is None
-        assert image_rotary_emb is not None
-        picture_turns, text_turns = image_rotary_emb
-        text = _projected(
-            attn.to_added_qkv(encoder_hidden_states),
-            attn.heads,
-            (attn.norm_added_q, attn.norm_added_k),
-            text_turns,
-        )
-        picture = _projected(
-            attn.to_qkv(hidden_states), attn.heads, (attn.norm_q, attn.norm_k), picture_turns
-        )
-        query, key, value = (torch.cat(pair, dim=1) for pair in zip(text, picture, strict=True))
-        joint = attend(
-            query, key, value, backend=self._attention_backend, parallel_config=self._parallel_config
-        ).flatten(2, 3)
-        text_length = encoder_hidden_states.shape[1]
-        to_out, _dropout = attn.to_out
-        return to_out(joint[:, text_length:]), attn.to_add_out(joint[:, :text_length])
-
-
-def _projected(
-    fused: Tensor, num_heads: int, norms: tuple[nn.Module, nn.Module], turns: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """[B, L, 3 H D] -> query, key, value [B, L, H, D]; query and key normalised and turned."""
-    head_dim = fused.shape[-1] // (3 * num_heads)
-    query, key, value = fused.reshape(*fused.shape[:-1], 3, num_heads, head_dim).unbind(2)
-    query, key = (_turned(norm(x), turns) for norm, x in zip(norms, (query, key), strict=True))
-    return query, key, value
-
-
-def _turned(x: Tensor, turns: Tensor) -> Tensor:
-    """Rotate pairs of channels: [B, L, H, D] by cosines and sines [L, D/2, 2]."""
-    even, odd = x.float().reshape(*x.shape[:-1], x.shape[-1] // 2, 2).unbind(-1)
-    cos, sin = turns[:, None].unbind(-1)
-    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(3).type_as(x)
-
-
-# Qwen-Image: modulation -------------------------------------------------------------------------
-
-
-def fuse_modulation(transformer: QwenImageTransformer2DModel) -> None:
-    """The modulation of all blocks at the start of a forward, in place of each block's own."""
-    transformer.modulation = Modulation(
-        [layers[1] for block in transformer.transformer_blocks for layers in (block.img_mod, block.txt_mod)]
+def _wan_block(
+    block: WanTransformerBlock,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor,
+    temb: Tensor,
+    rotary_emb: tuple[Tensor, Tensor],
+) -> Tensor:
+    """In place of a block's forward. Shapes: hidden_states [1, L, C], encoder_hidden_states [1, text, C],
+    temb [1, 6, C], rotary_emb cosines and sines [1, L, 1, D], each value twice -> [1, L, C]."""
+    if temb.ndim == 4:  # a timestep for each token, so that all rows differ
+        whole: Tensor = type(block).forward(block, hidden_states, encoder_hidden_states, temb, rotary_emb)
+        return whole
+    shift, scale, gate, ff_shift, ff_scale, ff_gate = (block.scale_shift_table + temb.float())[0]
+    x = norm(hidden_states, weight=scale, bias=shift, eps=block.norm1.eps, plus_one=True)
+    update = _wan_attention(block.attn1, x, rotary_emb)
+    weights: dict[str, Any] = {"weight": block.norm2.weight, "bias": block.norm2.bias}
+    hidden_states, x = add_norm(hidden_states, update, gate, **weights, eps=block.norm2.eps, plus_one=False)
+    update = _wan_cross_attention(block.attn2, x, encoder_hidden_states)
+    hidden_states, x = add_norm(
+        hidden_states, update, None, weight=ff_scale, bias=ff_shift, eps=block.norm3.eps, plus_one=True
     )
-    for idx, block in enumerate(transformer.transformer_blocks):
-        block.img_mod, block.txt_mod = _Part(0), _Part(1)
+    return add_gated(hidden_states, block.ffn(x), ff_gate)
+
+
+def _wan_attention(attention: Any, x: Tensor, rotary_emb: tuple[Tensor, Tensor]) -> Tensor:
+    """Among the tokens of the video, shared among ranks."""
+    cos, sin = (table[0, :, 0] for table in rotary_emb)
+    projected = attention.to_qkv(x)
+    query, key = heads(
+        projected,
+        num_heads=attention.heads,
+        head_dim=cos.shape[-1],
+        weights=(attention.norm_q.weight, attention.norm_k.weight),
+        eps=attention.norm_q.eps,
+        turns=(cos[:, 0::2], sin[:, 1::2]),
+    )
+    value = _last(projected, like=key)
+    return _attended(attention, query, key, value, is_shared=True)
+
+
+def _wan_cross_attention(attention: Any, x: Tensor, text: Tensor) -> Tensor:
+    """To the prompt's tokens, which every rank has."""
+    shape = {"num_heads": attention.heads, "head_dim": x.shape[-1] // attention.heads}
+    projected = attention.to_kv(text)
+    (query,) = heads(attention.to_q(x), **shape, weights=(attention.norm_q.weight,), eps=attention.norm_q.eps)
+    (key,) = heads(projected, **shape, weights=(attention.norm_k.weight,), eps=attention.norm_k.eps)
+    return _attended(attention, query, key, _last(projected, like=key), is_shared=False)
+
+
+def _last(projected: Tensor, *, like: Tensor) -> Tensor:
+    """The values at the end of a projection, as they lie: [1, L, .. C] -> [1, L, H, D]."""
+    return projected[..., -like.shape[-2] * like.shape[-1] :].view(like.shape)
+
+
+def _attended(attention: Any, query: Tensor, key: Tensor, value: Tensor, *, is_shared: bool) -> Tensor:
+    processor = attention.processor
+    result = attend(
+        query,
+        key,
+        value,
+        backend=processor._attention_backend,
+        parallel_config=processor._parallel_config if is_shared else None,
+    )
+    projected: Tensor = attention.to_out[0](result.flatten(2, 3))
+    return projected
+
+
+# Qwen-Image -------------------------------------------------------------------------------------
+
+
+def _fuse_qwen_block(block: QwenImageTransformerBlock) -> None:
+    attention = block.attn
+    attention.to_qkv = _concatenated([attention.to_q, attention.to_k, attention.to_v])
+    attention.to_added_qkv = _concatenated([attention.add_q_proj, attention.add_k_proj, attention.add_v_proj])
+    for name in ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj"):
+        delattr(attention, name)
+    block.forward = functools.partial(_qwen_block, block)
+
+
+def _qwen_block(
+    block: QwenImageTransformerBlock,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor,
+    encoder_hidden_states_mask: Tensor | None,
+    temb: Tensor,
+    image_rotary_emb: tuple[Tensor, Tensor],
+    joint_attention_kwargs: dict[str, Any] | None = None,
+    modulate_index: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """In place of a block's forward. Shapes: hidden_states [1, L, C] of the picture, encoder_hidden_states
+    [1, text, C], temb [2, 6 C] (this block's modulation of picture and text), image_rotary_emb complex
+    [L, D/2] and [text, D/2] -> text, picture."""
+    assert encoder_hidden_states_mask is None, "one prompt per task is never padded"
+    assert modulate_index is None
+    assert not joint_attention_kwargs
+    streams = (encoder_hidden_states, hidden_states)
+    modulations = [rows.view(6, -1).unbind(0) for rows in (temb[1], temb[0])]
+    eps = block.img_norm1.eps
+    text, picture = (
+        norm(x, weight=scale, bias=shift, eps=eps, plus_one=True)
+        for x, (shift, scale, *_) in zip(streams, modulations, strict=True)
+    )
+    updates = _joint_attention(block.attn, text, picture, image_rotary_emb)
+    results = []
+    feed_forwards = (block.txt_mlp, block.img_mlp)
+    for x, update, modulation, feed_forward in zip(streams, updates, modulations, feed_forwards, strict=True):
+        _, _, gate, shift, scale, ff_gate = modulation
+        x, inner = add_norm(x, update, gate, weight=scale, bias=shift, eps=eps, plus_one=True)
+        results.append(add_gated(x, feed_forward(inner), ff_gate))
+    return results[0], results[1]
+
+
+def _joint_attention(
+    attention: Any, text: Tensor, picture: Tensor, rotary_emb: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Among the tokens of text and picture, in this order, shared among ranks; what each stream gets."""
+    head_dim = attention.inner_dim // attention.heads
+    length, num_text = text.shape[1] + picture.shape[1], text.shape[1]
+    joint = picture.new_empty((3, 1, length, attention.heads, head_dim))
+    picture_turns, text_turns = rotary_emb
+    for projected, norms, turns, tokens in (
+        (
+            attention.to_added_qkv(text),
+            (attention.norm_added_q, attention.norm_added_k),
+            text_turns,
+            slice(0, num_text),
+        ),
+        (
+            attention.to_qkv(picture),
+            (attention.norm_q, attention.norm_k),
+            picture_turns,
+            slice(num_text, None),
+        ),
+    ):
+        heads(
+            projected,
+            num_heads=attention.heads,
+            head_dim=head_dim,
+            weights=tuple(each.weight for each in norms),
+            eps=norms[0].eps,
+            turns=(turns.real, turns.imag),
+            into=joint[:, :, tokens],
+        )
+    processor = attention.processor
+    result = attend(
+        *joint, backend=processor._attention_backend, parallel_config=processor._parallel_config
+    ).flatten(2, 3)
+    return attention.to_add_out(result[:, :num_text]), attention.to_out[0](result[:, num_text:])
+
+
+def _fuse_modulation(transformer: Any) -> None:
+    """The modulation of all blocks at the start of a forward, in place of each block's own."""
+    blocks = transformer.transformer_blocks
+    assert not transformer.zero_cond_t
+    transformer.modulation = Modulation(
+        [part[1] for block in blocks for part in (block.img_mod, block.txt_mod)]
+    )
+    for idx, block in enumerate(blocks):
+        del block.img_mod, block.txt_mod
         hook = functools.partial(_hand_over, modulation=transformer.modulation, idx=idx)
         block.register_forward_pre_hook(hook, with_kwargs=True)
     transformer.time_text_embed.register_forward_hook(
@@ -204,7 +244,7 @@ def fuse_modulation(transformer: QwenImageTransformer2DModel) -> None:
 
 
 class Modulation(nn.Module):
-    """Scales, shifts and gates of all blocks: those of picture and text take turns among the layers."""
+    """Shifts, scales and gates of all blocks: those of picture and text take turns among the layers."""
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
         super().__init__()
@@ -237,12 +277,27 @@ def _hand_over(
     return args, {**kwargs, "temb": modulation.current.rows[2 * idx : 2 * idx + 2]}
 
 
-class _Part(nn.Module):
-    """[2, 6 C] -> [1, 6 C]: the picture's modulation, or the text's."""
+# Both -------------------------------------------------------------------------------------------
 
-    def __init__(self, idx: int) -> None:
+
+def _fuse_activations(transformer: nn.Module) -> None:
+    """Every `Linear` with a tanh GELU behind it becomes one operation."""
+    for module in list(transformer.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, GELU) and child.approximate == "tanh" and child.proj.bias is not None:
+                setattr(module, name, LinearGelu(child.proj))
+
+
+class LinearGelu(nn.Module):
+    """[..., C] -> [..., features]: gelu(x W' + b), tanh approximation."""
+
+    def __init__(self, proj: nn.Linear) -> None:
         super().__init__()
-        self.idx = idx
+        self.proj = proj
 
-    def forward(self, rows: Tensor) -> Tensor:
-        return rows[self.idx : self.idx + 1]
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias = self.proj.weight, self.proj.bias
+        if not x.is_cuda or not x.numel():  # on a CPU the epilogue is the exact GELU
+            return nn.functional.gelu(nn.functional.linear(x, weight, bias), approximate="tanh")
+        flat = torch._addmm_activation(bias, x.reshape(-1, x.shape[-1]), weight.t(), use_gelu=True)
+        return flat.view(*x.shape[:-1], weight.shape[0])

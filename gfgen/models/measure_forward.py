@@ -26,6 +26,7 @@ from gfgen.gfc.cuda.group import CudaGroup
 from gfgen.gfc.cuda.measure import init_nccl
 from gfgen.gfc.descriptor import Descriptor
 from gfgen.layout import Layout
+from gfgen.models.fused import fuse
 from gfgen.models.geometry import CONFIGS
 from gfgen.models.parallel import parallel_from
 from gfgen.models.random_weights import random_component
@@ -51,6 +52,12 @@ class Shape:
     width: int
     height: int
     frames: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the picture or video: 2 x 2 latents each, which are 1/16 (Wan) or 1/8 in space, 1/4 in time."""
+        size = 32 if self.frames > 1 else 16
+        return math.ceil(self.frames / 4) * (self.height // size) * (self.width // size)
 
     @property
     def name(self) -> str:
@@ -188,9 +195,7 @@ def _made(model: str, kind: Kind, degree: int, device: str) -> Any:
     transformer = random_component(CONFIGS / model, "transformer", device=device, dtype=torch.bfloat16)
     if kind.is_ours:
         install(transformer)
-        blocks = [m for m in transformer.modules() if type(m).__name__ in transformer._repeated_blocks]
-        for block in blocks if kind.is_compiled else ():
-            block.forward = torch.compile(block.forward, fullgraph=True, dynamic=False)
+        fuse(transformer)
         return transformer
     if degree > 1:
         config = ContextParallelConfig(ulysses_degree=degree, ulysses_anything=kind.takes_anything)

@@ -23,6 +23,7 @@ from gfgen.jobspec import JobSpec
 from gfgen.models import solver
 from gfgen.models.adapter import Fields
 from gfgen.models.components import LoadPipeline, load_pipeline
+from gfgen.models.fused import fuse
 from gfgen.models.geometry import Geometry
 from gfgen.models.geometry_qwen import MAX_TEXT_TOKENS
 from gfgen.models.geometry_rules import known
@@ -154,6 +155,8 @@ def load_qwen_image(
     """The adapter of a Qwen-Image checkpoint, its components on the device."""
     pipeline = load(QwenImagePipeline, checkpoint, device=device, dtype=dtype)
     install(pipeline.transformer)
+    if dtype != torch.float32:
+        fuse(pipeline.transformer)
     return QwenImageAdapter(geometry, pipeline=pipeline, device=device)
 
 

@@ -21,6 +21,7 @@ from gfgen.jobspec import JobSpec
 from gfgen.models import solver
 from gfgen.models.adapter import Fields
 from gfgen.models.components import LoadPipeline, load_pipeline
+from gfgen.models.fused import fuse
 from gfgen.models.geometry import Geometry
 from gfgen.models.geometry_rules import known
 from gfgen.models.geometry_wan import TEXT_TOKENS
@@ -192,6 +193,8 @@ def load_wan(
     parts = {name: getattr(loaded, name) for name in names}
     for transformer in filter(None, (loaded.transformer, loaded.transformer_2)):
         install(transformer)
+        if dtype != torch.float32:
+            fuse(transformer)
     flags = {name: loaded.config[name] for name in ("boundary_ratio", "expand_timesteps")}
     return WanAdapter(
         geometry,

@@ -1,0 +1,144 @@
+"""Triton kernels of rows.py. Each program has whole rows of channels in registers: one pass over memory.
+
+Nothing is tuned when it runs, so every rank adds in the same order and gets the same bits.
+"""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+NUM_WARPS = 8
+MANY_ROWS = 2048
+"""From so many on, a program takes several rows with the same weights, which it loads once."""
+ROWS_EACH = 4
+
+
+def add_norm(
+    x: Tensor, update: Tensor | None, gate: Tensor | None, weight: Tensor, bias: Tensor, total: Tensor,
+    normed: Tensor, *, eps: float, plus_one: bool,
+) -> None:  # fmt: skip
+    """x, update, total, normed [N, C] contiguous; gate, weight, bias [C].
+
+    Without an update nothing is totalled.
+    """
+    assert all(each is None or each.is_contiguous() for each in (x, update, gate, weight, bias, total))
+    num_rows, channels = x.shape
+    rows_each = ROWS_EACH if num_rows >= MANY_ROWS else 1
+    _add_norm[(triton.cdiv(num_rows, rows_each),)](
+        x, x if update is None else update, weight if gate is None else gate, weight, bias, total, normed,
+        num_rows, eps,
+        CHANNELS=channels, BLOCK=triton.next_power_of_2(channels), ROWS=rows_each,
+        HAS_UPDATE=update is not None, HAS_GATE=gate is not None, PLUS_ONE=plus_one, HAS_NORM=True,
+        num_warps=NUM_WARPS,
+    )  # fmt: skip
+
+
+def add_gated(x: Tensor, update: Tensor, gate: Tensor, total: Tensor) -> None:
+    """x, update, total [N, C] contiguous; gate [C]."""
+    assert all(each.is_contiguous() for each in (x, update, gate, total))
+    num_rows, channels = x.shape
+    rows_each = ROWS_EACH if num_rows >= MANY_ROWS else 1
+    _add_norm[(triton.cdiv(num_rows, rows_each),)](
+        x, update, gate, gate, gate, total, total, num_rows, 0.0,
+        CHANNELS=channels, BLOCK=triton.next_power_of_2(channels), ROWS=rows_each,
+        HAS_UPDATE=True, HAS_GATE=True, PLUS_ONE=False, HAS_NORM=False, num_warps=NUM_WARPS,
+    )  # fmt: skip
+
+
+def heads(
+    x: Tensor, weights: tuple[Tensor, ...], cos: Tensor | None, sin: Tensor | None, out: Tensor, *,
+    head_dim: int, eps: float,
+) -> None:  # fmt: skip
+    """x [N, >= parts C], out [parts, N, C]: rows of any stride; cos, sin [N, D/2] of any strides, or None.
+
+    The first parts, one for each weight, are normalised over as many channels as it has, and turned.
+    """
+    num_parts, num_rows, channels = out.shape
+    width = weights[0].shape[0]
+    has_turns = cos is not None
+    cos, sin = (cos, sin) if has_turns else (x, x)
+    assert cos.stride() == sin.stride()
+    _heads[(num_rows, num_parts)](
+        x, weights[0], weights[-1], cos, sin, out,
+        x.stride(0), out.stride(0), out.stride(1), cos.stride(0), cos.stride(1), eps,
+        CHANNELS=channels, WIDTH=width, PAIRS=head_dim // 2,
+        GROUPS_BLOCK=triton.next_power_of_2(channels // width), WIDTH_BLOCK=triton.next_power_of_2(width),
+        NUM_NORMED=len(weights), HAS_TURNS=has_turns, num_warps=NUM_WARPS,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _add_norm(
+    x, update, gate, weight, bias, total, normed, num_rows, eps,
+    CHANNELS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    HAS_UPDATE: tl.constexpr, HAS_GATE: tl.constexpr, PLUS_ONE: tl.constexpr, HAS_NORM: tl.constexpr,
+):  # fmt: skip
+    columns = tl.arange(0, BLOCK)
+    inside = columns < CHANNELS
+    if HAS_GATE:
+        gates = tl.load(gate + columns, mask=inside, other=0.0).to(tl.float32)
+    if HAS_NORM:
+        weights = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+        biases = tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
+        if PLUS_ONE:
+            weights += 1.0
+    first = tl.program_id(0) * ROWS
+    for idx in tl.static_range(ROWS):
+        row = first + idx
+        here = columns < tl.where(row < num_rows, CHANNELS, 0)
+        place = row.to(tl.int64) * CHANNELS + columns
+        value = tl.load(x + place, mask=here, other=0.0).to(tl.float32)
+        if HAS_UPDATE:
+            change = tl.load(update + place, mask=here, other=0.0).to(tl.float32)
+            if HAS_GATE:
+                change *= gates
+            rounded = (value + change).to(total.dtype.element_ty)
+            tl.store(total + place, rounded, mask=here)
+            value = rounded.to(tl.float32)
+        if HAS_NORM:
+            mean = tl.sum(value, axis=0) / CHANNELS
+            centred = tl.where(here, value - mean, 0.0)
+            variance = tl.sum(centred * centred, axis=0) / CHANNELS
+            result = centred * tl.rsqrt(variance + eps) * weights + biases
+            tl.store(normed + place, result.to(normed.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def _heads(
+    x, weight_0, weight_1, cos, sin, out,
+    x_stride, part_stride, out_stride, turn_stride, pair_stride, eps,
+    CHANNELS: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr,
+    GROUPS_BLOCK: tl.constexpr, WIDTH_BLOCK: tl.constexpr, NUM_NORMED: tl.constexpr, HAS_TURNS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    groups = tl.arange(0, GROUPS_BLOCK)[:, None]
+    within = tl.arange(0, WIDTH_BLOCK)[None, :]
+    inside = (groups * WIDTH + within < CHANNELS) & (within < WIDTH)
+    columns = groups * WIDTH + within
+    source = x + row * x_stride + part * CHANNELS
+    target = out + part.to(tl.int64) * part_stride + row * out_stride
+    given = tl.load(source + columns, mask=inside, other=0.0)
+    if part < NUM_NORMED:
+        weight = weight_0
+        if part == 1:
+            weight = weight_1
+        value = given.to(tl.float32)
+        mean_square = tl.sum(value * value, axis=1) / WIDTH
+        scale = tl.load(weight + within, mask=within < WIDTH, other=0.0).to(tl.float32)
+        value = value * tl.rsqrt(mean_square + eps)[:, None] * scale
+        if HAS_TURNS:
+            even, odd = tl.split(tl.reshape(value, (GROUPS_BLOCK, WIDTH_BLOCK // 2, 2)))
+            pair = tl.arange(0, WIDTH_BLOCK // 2)[None, :] % PAIRS
+            turn = row * turn_stride + pair * pair_stride
+            c = tl.load(cos + turn)
+            s = tl.load(sin + turn)
+            turned = tl.join(even * c - odd * s, even * s + odd * c)
+            value = tl.reshape(turned, (GROUPS_BLOCK, WIDTH_BLOCK))
+        tl.store(target + columns, value.to(out.dtype.element_ty), mask=inside)
+    else:
+        tl.store(target + columns, given.to(out.dtype.element_ty), mask=inside)
