@@ -14,7 +14,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -178,7 +178,7 @@ def table_of(results: Sequence[Measured], *, device: str, command: str) -> Itera
         for shape in dict.fromkeys(each.cell.shape for each in rows):
             found = {each.cell.way: each for each in rows if each.cell.shape == shape}
             numbers = " | ".join(_number(found.get(way)) for way in ways)
-            yield f"| {shape.name} | {numbers} | {_gain(list(found.values()))} |"
+            yield f"| {shape.name} | {numbers} | {_gain(rows, shape, degree)} |"
         yield ""
     for each in results:
         if each.error:
@@ -191,22 +191,82 @@ def _number(measured: Measured | None) -> str:
     return "-" if measured.ms is None else f"{measured.ms:.1f}"
 
 
-def _gain(found: Sequence[Measured]) -> str:
-    theirs = [each.ms for each in found if each.ms is not None and not each.cell.kind.is_ours]
-    ours = [each.ms for each in found if each.ms is not None and each.cell.kind.is_ours]
-    return f"{min(theirs) / min(ours):.2f}" if theirs and ours else ""
+def _gain(found: Sequence[Measured], shape: Shape, degree: int) -> str:
+    theirs, ours = (_best(found, shape, degree, is_ours=is_ours) for is_ours in (False, True))
+    return f"{theirs / ours:.2f}" if theirs and ours else ""
 
 
-def store(results: Sequence[Measured], stem: Path, text: str) -> None:
-    """As .json and .md; what an earlier run has measured of other cells stays in the .json."""
+def store(results: Sequence[Measured], stem: Path, *, device: str, command: str) -> None:
+    """As .json, and as table and chart of all that the .json then holds: earlier runs' cells stay in it."""
     path = stem.with_suffix(".json")
-    known = json.loads(path.read_text()) if path.exists() else {}
+    content: dict[str, Any] = {"device": "", "commands": [], "cells": {}}
+    if path.exists():
+        content = json.loads(path.read_text())
+    content["device"] = max(content["device"], device, key=len)
+    content["commands"] = [*dict.fromkeys([*content["commands"], command])]
     for each in results:
-        known[each.cell.name] = {
-            "ms": each.ms,
-            "first_s": each.first_s,
-            "peak_gb": each.peak_gb,
-            "error": each.error,
-        }
-    path.write_text(json.dumps(known, indent=1) + "\n")
-    stem.with_suffix(".md").write_text(text + "\n")
+        values = asdict(each)
+        del values["cell"]
+        content["cells"][each.cell.name] = values
+    path.write_text(json.dumps(content, indent=1) + "\n")
+    by_name = {cell.name: cell for cell in cells_of(num_gpus=max(DEGREES))}
+    known = [
+        Measured(by_name[name], **values) for name, values in content["cells"].items() if name in by_name
+    ]
+    lines = table_of(known, device=content["device"], command="`, `".join(content["commands"]))
+    stem.with_suffix(".md").write_text("\n".join(lines) + "\n")
+    try:
+        chart(known, stem.with_suffix(".png"), device=content["device"])
+    except ImportError:
+        logger.warning("no chart: matplotlib is missing (pip install 'gfgen[plot]')")
+
+
+def chart(results: Sequence[Measured], path: Path, *, device: str) -> None:
+    """The best of diffusers beside the best of ours, by shape and number of GPUs. Needs matplotlib."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    degrees = sorted({each.cell.degree for each in results})
+    shapes = [shape for shape in SHAPES if any(each.cell.shape == shape for each in results)]
+    figure, axes = pyplot.subplots(1, len(shapes), figsize=(1.9 * len(shapes), 3.6), squeeze=False)
+    for axis, shape in zip(axes[0], shapes, strict=True):
+        for idx, (is_ours, colour) in enumerate(((False, "#b0b0b0"), (True, "#1f6fbf"))):
+            for position, degree in enumerate(degrees):
+                ms = _best(results, shape, degree, is_ours=is_ours)
+                place = position + 0.38 * (idx - 0.5)
+                axis.bar(place, ms or 0.0, 0.36, color=colour)
+                text = "-" if ms is None else f"{ms:.0f}"
+                axis.annotate(text, (place, ms or 0.0), ha="center", va="bottom", fontsize=7)
+        axis.set_title(shape.name.replace("-", " ", 1), fontsize=9)
+        axis.set_xticks(range(len(degrees)), [str(degree) for degree in degrees])
+        axis.set_xlabel("GPUs", fontsize=8)
+        axis.tick_params(labelsize=8)
+        axis.margins(y=0.12)
+        for side in ("top", "right"):
+            axis.spines[side].set_visible(False)
+    axes[0][0].set_ylabel("ms a forward", fontsize=8)
+    handles = [pyplot.Rectangle((0, 0), 1, 1, color=colour) for colour in ("#b0b0b0", "#1f6fbf")]
+    figure.legend(
+        handles,
+        ["diffusers, the best of its ways", "gfgen"],
+        loc="lower center",
+        ncols=2,
+        frameon=False,
+        fontsize=9,
+    )
+    figure.suptitle(f"One forward in bf16, {device.partition(',')[0]}", fontsize=10)
+    figure.tight_layout(rect=(0, 0.07, 1, 1))
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def _best(results: Sequence[Measured], shape: Shape, degree: int, *, is_ours: bool) -> float | None:
+    found = [
+        each.ms
+        for each in results
+        if each.ms is not None
+        and (each.cell.shape, each.cell.degree, each.cell.kind.is_ours) == (shape, degree, is_ours)
+    ]
+    return min(found, default=None)

@@ -132,7 +132,7 @@ def attention(*, gpus: int | None, output: Path | None) -> None:
 @click.option("--gpus", type=int, help="GPUs to use [default: all, 4 at most].")
 @click.option("--only", multiple=True, metavar="PATTERN", help='Cells, as in "qwen-*/2/ours*"; repeatable.')
 @click.option("--seconds", type=click.FloatRange(0), help="Begin no cell after so long.")
-@click.option("--output", type=click.Path(path_type=Path), help="Folder for .json and .md.")
+@click.option("--output", type=click.Path(path_type=Path), help="Folder for .json, .md and .png.")
 def forward(*, gpus: int | None, only: tuple[str, ...], seconds: float | None, output: Path | None) -> None:
     """One forward of Wan2.2-5B and Qwen-Image at full size, beside diffusers' own, on 1, 2 and 4 GPUs.
 
@@ -152,13 +152,13 @@ def forward(*, gpus: int | None, only: tuple[str, ...], seconds: float | None, o
     results = measure_forwards(num_gpus=num_gpus, only=only, seconds=seconds, tell=tell)
     patterns = "".join(f" --only '{pattern}'" for pattern in only)
     device = f"{num_gpus} x {driver().name(0)}"
-    text = "\n".join(
-        table_of(results, device=device, command=f"gfgen bench forward --gpus {num_gpus}{patterns}")
-    )
-    click.echo(text)
+    command = f"gfgen bench forward --gpus {num_gpus}{patterns}"
+    for line in table_of(results, device=device, command=command):
+        click.echo(line)
     if output is not None:
         output.mkdir(parents=True, exist_ok=True)
-        store(results, output / f"{time.strftime('%Y-%m-%d')}-forward", text)
+        stem = output / f"{time.strftime('%Y-%m-%d')}-forward"
+        store(results, stem, device=device, command=command)
 
 
 @bench.command()

@@ -71,9 +71,14 @@ def test_tables_say_what_is_gained_and_why_cells_are_empty():
     assert f"- {other.name}: ValueError: no" in text
 
 
-def test_results_of_several_runs_come_together_in_one_file(tmp_path: Path):
-    first, second = cells_of(num_gpus=1)[:2]
-    store([Measured(first, ms=1.0)], tmp_path / "x", "text")
-    store([Measured(second, ms=2.0)], tmp_path / "x", "more text")
-    found = json.loads((tmp_path / "x.json").read_text())
-    assert {name: entry["ms"] for name, entry in found.items()} == {first.name: 1.0, second.name: 2.0}
+def test_results_of_several_runs_come_together_in_one_table_and_one_chart(tmp_path: Path):
+    first, second = (cells_of(num_gpus=2, only=[name])[0] for name in ("*49/1/ours", "*49/2/diffusers"))
+    store([Measured(first, ms=1.5)], tmp_path / "x", device="1 x GPU", command="one")
+    store([Measured(second, ms=2.5)], tmp_path / "x", device="2 x GPU, more", command="two")
+    found = json.loads((tmp_path / "x.json").read_text())["cells"]
+    assert {name: entry["ms"] for name, entry in found.items()} == {first.name: 1.5, second.name: 2.5}
+    text = (tmp_path / "x.md").read_text()
+    assert "2 x GPU, more; command: `one`, `two`" in text
+    assert "| wan-832x480x49 | 1.5 |" in text
+    assert "| wan-832x480x49 | 2.5 |" in text
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
