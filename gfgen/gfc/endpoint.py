@@ -23,7 +23,7 @@ class Endpoint:
     """One rank's collectives and point-to-point transfers.
 
     fds: arena of every rank, the own one included, as `create_arena` made them; may be closed
-    afterwards. timeout_s bounds each wait inside a task.
+    afterwards. timeout_s bounds each wait inside a task that does not say otherwise.
     One thread runs tasks. Another may send and receive, if each edge and direction is used by
     one thread at a time. `abort_through` may be called from any thread at any time.
     """
@@ -48,9 +48,12 @@ class Endpoint:
         for peer, fd in fds.items():
             self._map(peer, fd, incarnations[peer])
 
-    def group(self, descriptor: Descriptor) -> Group:
-        """The whole layout's group, as this rank sees it."""
-        return Group(self, descriptor)
+    def group(self, descriptor: Descriptor, *, timeout_s: float | None = None) -> Group:
+        """The whole layout's group, as this rank sees it; `timeout_s` in place of the endpoint's own."""
+        timeout_ns = self.timeout_ns if timeout_s is None else _nanoseconds(timeout_s)
+        task = native.Task()
+        self.native.gfc_task_begin(task, descriptor.encode(self.rank), timeout_ns)
+        return Group(self, descriptor, task)
 
     def send(
         self, x: Tensor, *, to: int, dispatch: int, label: int = 0, timeout_s: float | None = None

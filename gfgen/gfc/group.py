@@ -80,15 +80,11 @@ class Group:
         self,
         endpoint: Endpoint,
         descriptor: Descriptor,
+        task: native.Task,
         *,
         kind: Kind = "whole",
-        task: native.Task | None = None,
     ) -> None:
         layout = descriptor.layout
-        if task is None:
-            task = native.Task()
-            encoded = descriptor.encode(endpoint.rank)
-            endpoint.native.gfc_task_begin(task, encoded, endpoint.timeout_ns)
         slots = member_slots(layout.degrees, kind, task.group.slot)
         self._endpoint = endpoint
         self._task = task
@@ -112,7 +108,7 @@ class Group:
 
     def subgroup(self, kind: Kind) -> Group:
         """The group of this kind that this rank belongs to; costs no communication."""
-        return Group(self._endpoint, self.descriptor, kind=kind, task=self._task)
+        return Group(self._endpoint, self.descriptor, self._task, kind=kind)
 
     def enter(self) -> None:
         """The entry barrier of the dispatch: once, on the whole layout, before anything else.

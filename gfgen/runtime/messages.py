@@ -41,6 +41,8 @@ class RunTask:
     """Of the layout's ranks, by slot."""
     transfers: tuple[Transfer, ...] = ()
     """To this rank, in order."""
+    wait_s: float | None = None
+    """Bounds each wait for another rank in the middle of the task; None: as the collectives do."""
 
 
 @dataclass(frozen=True, slots=True)

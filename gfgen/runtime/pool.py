@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import multiprocessing.process
 import os
 import selectors
 import socket
@@ -40,6 +41,9 @@ START_S = 1800.0
 """For loading the models; from a slow disk that takes minutes."""
 _EXIT_S = 5.0
 """How long a process may take to end after its channel is closed, before it is killed."""
+KILLED_S = 10.0
+"""How long one that is killed may take. Freeing a GPU takes it a second or two; one that hangs in a driver,
+or on a disk that is gone, does not end before that does."""
 
 
 @dataclass(slots=True, eq=False)
@@ -60,6 +64,10 @@ class Child:
     started_s: float = field(default_factory=time.monotonic)
     jobs: set[str] = field(default_factory=set)
     """Jobs that this worker knows."""
+    killed_s: float | None = None
+    """When it was killed, by the machine's monotonic clock."""
+    is_stuck: bool = False
+    """It was killed and does not end. It runs nothing of ours any more, but its device is not free."""
 
     @property
     def is_starting_for_s(self) -> float:
@@ -76,18 +84,40 @@ class Child:
             self.channel.send(message, fds, wait=False)
         except BlockingIOError:
             logger.warning("%s takes no messages and is killed", self.name)
-            self.process.kill()
+            self.kill()
         except OSError:
             logger.debug("%s is gone", self.name)
 
+    def kill(self) -> None:
+        """Kill the process; does not wait for its end."""
+        self.killed_s = self.killed_s or time.monotonic()
+        self.process.kill()
+
+    @property
+    def should_have_ended(self) -> bool:
+        """It was killed so long ago that its end will not come, nor the end of its channel."""
+        return self.killed_s is not None and time.monotonic() > self.killed_s + KILLED_S
+
     def reap(self, *, patience_s: float) -> str:
-        """Wait for the process's end, kill it if it does not come; returns how it ended."""
+        """Wait for the process's end, kill it if it does not come; returns how it ended.
+
+        One that does not end then either is left to itself (`is_stuck`). A killed process returns from
+        the kernel no more. What it launched on a GPU before waits for signals that will not come, so
+        it writes to nobody's arena.
+        """
         self.channel.close()
         self.process.join(patience_s)
-        if self.process.is_alive():
+        if self.process.is_alive() and not self.killed_s:
             logger.warning("%s did not end within %g s and is killed", self.name, patience_s)
-            self.process.kill()
-            self.process.join()
+            self.kill()
+        if self.killed_s:
+            self.process.join(max(0.0, self.killed_s + KILLED_S - time.monotonic()))
+        if self.process.is_alive():
+            self.is_stuck = True
+            _forget(self.process)
+            ending = f"killed, and has not ended {KILLED_S:g} s later: a driver or a disk holds it"
+            logger.error("%s (process %s): %s", self.name, self.process.pid, ending)
+            return ending
         code = self.process.exitcode
         return f"killed by signal {-code}" if code is not None and code < 0 else f"exit code {code}"
 
@@ -130,7 +160,7 @@ class WorkerPool:
         self.last_number = 0
         """Of the last dispatch that these workers were given, in any run."""
         self.retired: set[int] = set()
-        """Ranks that died too often, and stay away."""
+        """Ranks that died too often, or whose process does not end; they stay away."""
         self._arenas = RankArenas(self._plan, num_ranks=num_ranks, are_on_gpus=are_on_gpus)
         self.workers = [self._start_worker(rank, incarnation=1) for rank in range(num_ranks)]
         self.writers = [self._start_writer(idx) for idx in range(num_writers)]
@@ -197,12 +227,16 @@ class WorkerPool:
     def replace_worker(self, rank: int, *, now_s: float) -> Child | None:
         """A new process for a rank whose old one is reaped; None when the rank is retired.
 
-        It is to be told of the others, and they of it, by `welcome`: when it is ready, and nobody is
+        It is when it died too often, or when the old process does not end and so holds its device.
+        The new one is to be told of the others, and they of it, by `welcome`: when it is ready, and nobody is
         inside its predecessor's arena any more.
         """
         deaths = self._deaths[rank]
         deaths.append(now_s)
-        if len([death for death in deaths if death > now_s - DEATHS_WINDOW_S]) >= MAX_DEATHS:
+        num_deaths = len([death for death in deaths if death > now_s - DEATHS_WINDOW_S])
+        if num_deaths >= MAX_DEATHS:
+            logger.error("rank %d died %d times in %g min", rank, num_deaths, DEATHS_WINDOW_S / 60)
+        if num_deaths >= MAX_DEATHS or self.workers[rank].is_stuck:
             self.retired.add(rank)
             return None
         incarnation = self.workers[rank].incarnation + 1
@@ -238,7 +272,7 @@ class WorkerPool:
         for child in self.children:
             child.channel.close()
             if at_once:
-                child.process.kill()
+                child.kill()
         for child in self.children:
             child.reap(patience_s=_EXIT_S)
         self._arenas.close()
@@ -278,6 +312,12 @@ class WorkerPool:
             message = Arenas(self._plan.data_bytes, self._plan.post_bytes, self.incarnations, ranks)
             worker.tell(message, fds)
             worker.has_arenas = True
+
+
+def _forget(process: BaseProcess) -> None:
+    """Let this process end without it: `multiprocessing` waits for all its children at the exit."""
+    children: set[BaseProcess] = multiprocessing.process._children  # type: ignore[attr-defined]
+    children.discard(process)
 
 
 def _enter(target: str, end: socket.socket, settings: Mapping[str, Any] | None) -> None:

@@ -369,10 +369,10 @@ class State:
         rank.is_ready, rank.is_retired, rank.view = False, event.is_retired, None
         self._idle.discard(event.rank)
         rank.num_lives += 1
-        again = "it died too often and stays away" if event.is_retired else "a new worker is started"
+        again = "it stays away" if event.is_retired else "a new worker is started"
         logger.warning("rank %d is gone (%s); %s", event.rank, event.reason, again)
         if all(rank.is_retired for rank in self._ranks):
-            raise WorkerError("every rank has died too often; see the log for the reasons, then run again")
+            raise WorkerError("no rank is left; see the log for the reasons, then run again")
 
     def _timed_out(self, record: JobRecord | None, at_s: float) -> Iterable[JobOutcome]:
         """The job's time is up; unless this is the time-out of an earlier job of the same id."""

@@ -6,6 +6,7 @@ stopped, swapped out, caught in a loop or in a driver.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -13,6 +14,9 @@ from typing import Generic, TypeVar
 from gfgen.runtime.dispatch import Dispatch
 
 Process = TypeVar("Process", bound=Hashable)
+
+MAX_PAUSES = 32
+"""So many pauses of this process are made good; one that is for ever slow must not forgive for ever."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +31,18 @@ class Patience:
     task_s: float = 300.0
     """A task may run so much longer than predicted; or `task_factor` times as long."""
     task_factor: float = 20.0
+    wait_s: float = 30.0
+    """For one wait of a rank for another, in the middle of a task; or `wait_factor` times what the whole
+    task was predicted to take, since what the other one does meanwhile is a part of it."""
+    wait_factor: float = 3.0
+    longest_wait_s: float = 3600.0
+    """Whatever was predicted. A rank that dies, or is given up, ends the waits for it long before."""
     leaving_s: float = 15.0
     """For leaving a task that is given up, beyond the time that it was predicted to take."""
     write_s: float = 60.0
     """For writing a file, beyond what the slowest writer would take."""
     asleep_s: float = 3.0
-    """If this process has not looked for so long, it was stopped itself: all get a new chance."""
+    """If this process has not looked for so long, it was stopped itself: that time counts for nobody."""
 
 
 @dataclass(slots=True)
@@ -43,6 +53,17 @@ class Watchdog(Generic[Process]):
     heard_s: dict[Process, float] = field(default_factory=dict)
     pinged_s: float = 0.0
     looked_s: float = 0.0
+    pauses: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=MAX_PAUSES))
+    """When this process went on after it had been stopped, and how long it had been."""
+
+    def look(self, now_s: float) -> float:
+        """Note that somebody looks; for how long nobody did, where this process was stopped meanwhile."""
+        paused_s, self.looked_s = now_s - self.looked_s, now_s
+        if paused_s <= self.patience.asleep_s:
+            return 0.0
+        self.pauses.append((now_s, paused_s))
+        self.heard_s = {process: min(now_s, at_s + paused_s) for process, at_s in self.heard_s.items()}
+        return paused_s
 
     def heard(self, process: Process, now_s: float) -> None:
         """It has sent something, or has just become ready."""
@@ -61,20 +82,27 @@ class Watchdog(Generic[Process]):
 
     def silent(self, now_s: float) -> Iterator[tuple[Process, str]]:
         """Processes that have said nothing for too long, and why they are suspect."""
-        if now_s > self.looked_s + self.patience.asleep_s:
-            self.heard_s = dict.fromkeys(self.heard_s, now_s)
-        self.looked_s = now_s
         for process, heard_s in self.heard_s.items():
             if now_s > heard_s + self.patience.silence_s:
                 yield process, f"no sign of life for {now_s - heard_s:.0f} s"
 
     def is_overdue(self, dispatch: Dispatch, now_s: float) -> bool:
         """Whether a running task takes so long that it must be hung."""
-        predicted_s = dispatch.predicted_end_s - dispatch.predicted_start_s
-        allowed_s = max(self.patience.task_s, self.patience.task_factor * predicted_s)
+        allowed_s = max(self.patience.task_s, self.patience.task_factor * _predicted_s(dispatch))
+        allowed_s += sum(paused_s for at_s, paused_s in self.pauses if at_s > dispatch.submitted_s)
         return now_s > dispatch.predicted_end_s + allowed_s
+
+    def time_to_wait_s(self, dispatch: Dispatch) -> float:
+        """How long a rank may wait for another one in the middle of this task, before both give it up."""
+        patience = self.patience
+        return min(
+            max(patience.wait_s, patience.wait_factor * _predicted_s(dispatch)), patience.longest_wait_s
+        )
 
     def time_to_leave_s(self, dispatches: Iterable[Dispatch]) -> float:
         """How long ranks may take to leave these tasks, which they cannot interrupt as they like."""
-        predicted_s = max((d.predicted_end_s - d.predicted_start_s for d in dispatches), default=0.0)
-        return self.patience.leaving_s + 3 * predicted_s
+        return self.patience.leaving_s + 3 * max(map(_predicted_s, dispatches), default=0.0)
+
+
+def _predicted_s(dispatch: Dispatch) -> float:
+    return dispatch.predicted_end_s - dispatch.predicted_start_s

@@ -419,7 +419,7 @@ class Worker:
         if message.layout.degree == 1:
             return None
         group: Collectives = self._endpoint.group(
-            Descriptor(message.number, message.layout, message.incarnations)
+            Descriptor(message.number, message.layout, message.incarnations), timeout_s=message.wait_s
         )
         group.enter()
         return group

@@ -119,6 +119,7 @@ class ProcessBackend:
             else:
                 events.extend(StopRequested(self._clock.now_s, n) for n in key.data.take())
         self._look_for_hung_processes()
+        events.extend(self._leave_stuck_processes())
         return events + self._clock.due()
 
     def submit(self, dispatch: Dispatch) -> None:
@@ -142,6 +143,7 @@ class ProcessBackend:
                 layout=dispatch.layout,
                 incarnations=incarnations,
                 transfers=tuple([t for t in dispatch.transfers if t.destination == rank]),
+                wait_s=self._watchdog.time_to_wait_s(dispatch),
             )
             worker.tell(message, fds)
         if self._recovery and given_up(self._recovery.numbers, self._dispatches) - self._recovery.numbers:
@@ -297,8 +299,10 @@ class ProcessBackend:
         """A process is gone: reap it, start another, and give up what it was part of."""
         self._selector.unregister(child.channel)
         self._watchdog.forget(child)
-        ending = child.reap(patience_s=_REAP_S)
-        reason = self._verdicts.pop(child, None) or ending
+        ending, verdict = child.reap(patience_s=_REAP_S), self._verdicts.pop(child, None)
+        reason = verdict or ending
+        if verdict and child.is_stuck:
+            reason = f"{verdict}; {ending}"
         now_s = self._clock.now_s
         if child.rank is None:
             logger.warning("%s is gone (%s); a new one is started", child.name, reason)
@@ -381,6 +385,8 @@ class ProcessBackend:
         """Kill what is hung; its end is then noticed like any other."""
         now_s = self._clock.now_s
         living = [worker for worker in self._pool.workers if worker.rank not in self._pool.retired]
+        if paused_s := self._watchdog.look(now_s):
+            self._forgive(paused_s, living)
         for worker in living:
             if worker.is_starting_for_s > self._watchdog.patience.starting_s:
                 self._kill(worker, "it does not get ready")
@@ -405,10 +411,25 @@ class ProcessBackend:
             for rank in self._recovery.waiting_for:
                 self._kill(self._pool.workers[rank], "it hangs in a task that was given up")
 
+    def _leave_stuck_processes(self) -> Iterator[Event]:
+        """Go on without those that were killed and do not end: their channels stay open, too."""
+        for child in self._pool.children:
+            if child.should_have_ended:
+                yield from self._lost(child)
+
+    def _forgive(self, paused_s: float, workers: Sequence[Child]) -> None:
+        """This process was stopped itself for so long: nobody could be heard, whatever they did."""
+        logger.info("not at work for %.0f s: that counts for nobody", paused_s)
+        for worker in workers:
+            worker.started_s += paused_s
+        self._writes.forgive(paused_s)
+        if self._recovery:
+            self._recovery.deadline_s += paused_s
+
     def _kill(self, child: Child, why: str) -> None:
         if child not in self._verdicts:
             self._verdicts[child] = why
-            child.process.kill()
+            child.kill()
 
     def _register_new_children(self) -> None:
         known = {key.data for key in self._selector.get_map().values()}

@@ -298,7 +298,7 @@ def test_after_a_fault_messages_with_flags_are_cleared_before_the_next_entry_wit
     endpoint: Any = CudaEndpoint.__new__(CudaEndpoint)
     endpoint.rank, endpoint.plan, endpoint.last_dispatch = 1, plan, 0
     endpoint.incarnations, endpoint._mapped, endpoint._unclean = dict.fromkeys(range(3), 1), {}, set()
-    endpoint._native_descriptor = native.Descriptor()
+    endpoint._native_descriptor, endpoint._bound_ns = native.Descriptor(), ctypes.c_uint64()
     endpoint.arenas = {1: SimpleNamespace(address=1 << 40)}
     endpoint.driver = SimpleNamespace(call=lambda *arguments: enqueued.append(arguments))
     endpoint._enter = SimpleNamespace(run=lambda stream: enqueued.append(("enter", stream)))
@@ -307,7 +307,8 @@ def test_after_a_fault_messages_with_flags_are_cleared_before_the_next_entry_wit
 
     def enter(dispatch: int, *ranks: int) -> list[tuple[object, ...]]:
         enqueued.clear()
-        endpoint.bind(Descriptor(dispatch, Layout(ranks, ulysses=len(ranks)), (1,) * len(ranks)))
+        descriptor = Descriptor(dispatch, Layout(ranks, ulysses=len(ranks)), (1,) * len(ranks))
+        endpoint.bind(descriptor, timeout_ns=1000 * dispatch)
         return list(enqueued)
 
     def cleared(rank: int) -> tuple[object, ...]:
@@ -318,6 +319,7 @@ def test_after_a_fault_messages_with_flags_are_cleared_before_the_next_entry_wit
     assert enter(2, 0, 1) == [cleared(0), ("enter", 77)]
     assert enter(3, 2, 1, 0) == [cleared(2), ("enter", 77)]
     assert enter(4, 2, 1, 0) == [("enter", 77)]
+    assert endpoint._bound_ns.value == 4000, "what the launch passes on to the kernel"
 
 
 def test_kernels_compile_with_nvcc(tmp_path: Path) -> None:

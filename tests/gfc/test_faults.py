@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
 
 import pytest
@@ -107,6 +108,30 @@ def test_entry_waits_for_a_late_peer_until_the_host_aborts(make_ranks: MakeRanks
     assert "entry of rank 1" in str(error)
     later = descriptor(ranks, (0, 1))  # the abort does not reach the next dispatch
     assert ranks.run((0, 1), gather, later) == [[0, 1]] * 2
+
+
+def wait_for_ever(endpoint: Endpoint, group: Descriptor, timeout_s: float) -> float:
+    """How long a barrier has waited for a rank that does not come."""
+    whole = endpoint.group(group, timeout_s=timeout_s)
+    whole.enter()
+    began_s = time.monotonic()
+    try:
+        whole.subgroup("ulysses").barrier()
+    except PeerTimeoutError:
+        return time.monotonic() - began_s
+    raise AssertionError("nobody else called it")
+
+
+@pytest.mark.parametrize(("endpoints_s", "dispatchs_s"), [(60.0, 0.05), (0.05, 0.8)])
+def test_a_dispatch_may_say_how_long_its_waits_may_take(
+    make_ranks: MakeRanks, endpoints_s: float, dispatchs_s: float
+) -> None:
+    ranks = make_ranks(2, timeout_s=endpoints_s)
+    group = descriptor(ranks, (0, 1))
+    ranks.submit(0, wait_for_ever, group, dispatchs_s)
+    ranks.submit(1, only_enter, group)
+    assert dispatchs_s <= ranks.result(0) < 50.0
+    assert ranks.result(1) is None
 
 
 def fail_twice(endpoint: Endpoint, group: Descriptor) -> tuple[str, str]:

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from random import Random
 
 import pytest
 
 from gfgen.bench.fault_plan import Fault, Kind, Point
-from gfgen.bench.faults import Fleet, Result, Schedule, make_job, make_schedule, run_schedule
+from gfgen.bench.faults import HASTY, Fleet, Result, Schedule, make_job, make_schedule, run_schedule
+from gfgen.runtime.clock import Clock
+from gfgen.runtime.messages import WriteRequest
+from gfgen.runtime.recovery import Recovery
+from gfgen.runtime.workers import ProcessBackend
+from gfgen.runtime.writes import _Write
 
 NUM_SCHEDULES = 200
 PER_TEST = 20
@@ -73,6 +81,45 @@ def test_a_run_whose_ranks_have_all_died_too_often_ends_and_the_next_one_goes_on
     result = run_schedule(schedule_of(*faults), fleet)
     assert_as_promised(result)
     assert result.num_done == 2
+
+
+@pytest.mark.parametrize("kind", [Kind.STOP, Kind.KILL])
+def test_a_worker_that_no_signal_ends_is_left_behind_and_the_others_go_on(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: Kind
+) -> None:
+    """As a process that hangs in a driver: it stays alive, and its channel open or not."""
+    monkeypatch.setattr("gfgen.runtime.pool.KILLED_S", 0.3)
+    pool = fleet.pool(2)
+    stuck = pool.workers[0]
+    kill = stuck.process.kill
+    monkeypatch.setattr(stuck.process, "kill", lambda: None)
+    monkeypatch.setattr(stuck.process, "is_alive", lambda: True)
+    result = run_schedule(schedule_of(Fault(kind, Point.BEFORE, rank=0, after=3), num_ranks=2), fleet)
+    kill()
+    assert_as_promised(result)
+    assert (result.num_deaths, result.num_done) == (1, 2)
+    assert pool.retired == {0}
+    assert stuck.process not in multiprocessing.active_children(), "our exit would wait for it"
+    assert "has not ended 0.3 s later: a driver or a disk holds it" in caplog.text
+    assert "it stays away" in caplog.text
+
+
+def test_a_pause_of_the_control_plane_counts_for_nobody_who_is_waited_for(
+    fleet: Fleet, tmp_path: Path
+) -> None:
+    pool, clock = fleet.pool(1), Clock()
+    backend = ProcessBackend(pool, [], clock=clock, output_dir=tmp_path, patience=HASTY)
+    write = _Write(WriteRequest("a", (1, 1, 1, 3), "a.png", None, {}), frames=-1, writer=pool.writers[0])
+    write.begun_s = started_s = time.monotonic() - 60.0
+    pool.workers[0].is_ready, pool.workers[0].started_s = False, started_s
+    backend._writes._writes["a"] = write
+    backend._recovery = Recovery(deadline_s=clock.now_s - 59.0, waiting_for={0})
+    backend._watchdog.looked_s = clock.now_s - 60.0
+    backend._look_for_hung_processes()
+    pool.workers[0].is_ready = True
+    del backend._writes._writes["a"]
+    backend.close()
+    assert not backend._verdicts
 
 
 @pytest.mark.parametrize("times", range(5))

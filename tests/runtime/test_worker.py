@@ -16,6 +16,7 @@ import torch
 from builders import make_job
 
 from gfgen.errors import AbortedError
+from gfgen.gfc.descriptor import Descriptor
 from gfgen.jobspec import JobSpec
 from gfgen.layout import Layout
 from gfgen.models.adapter import Fields
@@ -41,6 +42,8 @@ from gfgen.runtime.worker import Worker
 JOB = make_job("a", steps=4)
 PLAN = SlabPlan.of(JOB.trajectory)
 HERE = Layout.single(0)
+WAIT_S = 45.0
+"""What a dispatch says of waits inside of it; here nobody waits so long."""
 ANSWER_S = 10.0
 """How long an answer may take before the test fails; it takes milliseconds."""
 
@@ -90,7 +93,8 @@ class Rank:
     def run(self, number: int, index: int, *, layout: Layout = HERE, producer: int | None = None) -> None:
         if producer is None and index > 0:
             producer = number - 1
-        self.channel.send(RunTask(number, "a", index, producer, layout, (1,) * layout.degree))
+        incarnations = (1,) * layout.degree
+        self.channel.send(RunTask(number, "a", index, producer, layout, incarnations, wait_s=WAIT_S))
 
     def answer(self) -> Any:
         received = self.channel.receive()
@@ -226,7 +230,11 @@ def meet(rank: Rank, monkeypatch: pytest.MonkeyPatch, *, late_s: float = 0.0) ->
         time.sleep(late_s)
         entered_s.extend((began_s, time.monotonic()))
 
-    rank.worker._endpoint = SimpleNamespace(group=lambda _: SimpleNamespace(enter=enter))  # type: ignore[assignment]
+    def group(_: Descriptor, *, timeout_s: float | None) -> SimpleNamespace:
+        assert timeout_s == WAIT_S
+        return SimpleNamespace(enter=enter)
+
+    rank.worker._endpoint = SimpleNamespace(group=group)
     monkeypatch.setattr(worker_module, "parallel_from", lambda group: None)
     return entered_s
 

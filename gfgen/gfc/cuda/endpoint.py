@@ -63,7 +63,7 @@ class CudaEndpoint:
     ) -> None:
         self.plan, self.rank, self.device = plan, rank, device
         self.torch_device = torch.device("cuda", device)
-        self.timeout_ns = max(1, int(timeout_s * 1e9))
+        self.timeout_ns = _nanoseconds(timeout_s)
         self.beside_blocks = beside_blocks
         self.driver = driver()
         self.kernels = Kernels(device)
@@ -79,13 +79,13 @@ class CudaEndpoint:
         self.arena_bytes_1d = _as_tensor(own.address, own.num_bytes, device)
         self.context_bytes_1d = _as_tensor(self.context, ctypes.sizeof(Context), device)
         self.failed = c_uint32.from_address(self.control.failure_address)
-        self._native_descriptor = native.Descriptor()
+        self._native_descriptor, self._bound_ns = native.Descriptor(), c_uint64()
         self._enter = Launch(
             self.driver,
             self.kernels["enter"],
             c_uint64(self.context),
             self._native_descriptor,
-            c_uint64(self.timeout_ns),
+            self._bound_ns,
             grid=1,
             block=32,
         )
@@ -99,16 +99,20 @@ class CudaEndpoint:
         self._mapped: dict[tuple[int, ...], tuple[int | None, ...]] = {}
         """Incarnations by ranks, in their order, as `incarnations` has them."""
 
-    def group(self, descriptor: Descriptor) -> CudaGroup:
-        """The whole layout's group, as this rank sees it."""
-        return CudaGroup(self, descriptor, Run(descriptor))
+    def group(self, descriptor: Descriptor, *, timeout_s: float | None = None) -> CudaGroup:
+        """The whole layout's group, as this rank sees it; `timeout_s` in place of the endpoint's own."""
+        timeout_ns = self.timeout_ns if timeout_s is None else _nanoseconds(timeout_s)
+        return CudaGroup(self, descriptor, Run(descriptor, timeout_ns))
 
     def stream(self) -> int:
         """torch's current stream on this device."""
         return int(torch._C._cuda_getCurrentRawStream(self.device))
 
-    def bind(self, descriptor: Descriptor) -> None:
-        """Writes the descriptor into the context and runs the entry barrier, on the current stream."""
+    def bind(self, descriptor: Descriptor, *, timeout_ns: int) -> None:
+        """Writes the descriptor into the context and runs the entry barrier, on the current stream.
+
+        Each wait behind that barrier is bounded by `timeout_ns`, also those of a captured graph.
+        """
         ranks = descriptor.layout.ranks
         mapped = self._mapped.get(ranks)
         if mapped is None:
@@ -127,6 +131,7 @@ class CudaEndpoint:
         descriptor.encode_into(self._native_descriptor, ranks.index(self.rank))
         if self._unclean:
             self._clear_flags(self._unclean.intersection(ranks))
+        self._bound_ns.value = timeout_ns
         self._enter.run(self.stream())
 
     def _clear_flags(self, peers: Collection[int]) -> None:
@@ -303,7 +308,7 @@ class CudaEndpoint:
         if peer not in self.arenas:
             raise LayoutError(f"rank {peer} has no arena here")
         total, limit = x.numel() * x.element_size(), self.plan.post_bytes
-        timeout_ns = 0 if timeout_s is None else max(1, int(timeout_s * 1e9))
+        timeout_ns = 0 if timeout_s is None else _nanoseconds(timeout_s)
         return [
             Chunk(
                 context=self.context,
@@ -371,6 +376,10 @@ class _Memory:
             "data": (address, False),
             "version": 3,
         }
+
+
+def _nanoseconds(timeout_s: float) -> int:
+    return max(1, int(timeout_s * 1e9))
 
 
 def _as_tensor(address: int, num_bytes: int, device: int) -> Tensor:

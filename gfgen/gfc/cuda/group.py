@@ -51,10 +51,11 @@ class Run:
     The device counts the same; the parity of a count says which bank the next one uses.
     """
 
-    __slots__ = ("counts", "dispatch", "has_entered")
+    __slots__ = ("counts", "dispatch", "has_entered", "timeout_ns")
 
-    def __init__(self, descriptor: Descriptor) -> None:
+    def __init__(self, descriptor: Descriptor, timeout_ns: int) -> None:
         self.dispatch = descriptor.dispatch
+        self.timeout_ns = timeout_ns  # of each wait behind the entry barrier
         self.counts = [0] * native.NUM_KINDS
         self.has_entered = False
 
@@ -158,7 +159,7 @@ class CudaGroup:
 
     def enter(self) -> None:
         """Enqueues the entry barrier of the dispatch: once, on the whole layout, before anything else."""
-        self._endpoint.bind(self.descriptor)
+        self._endpoint.bind(self.descriptor, timeout_ns=self._run.timeout_ns)
         self._run.has_entered = True
 
     def finish(self) -> None:

@@ -1,0 +1,76 @@
+"""Who is taken for hung, and when."""
+
+from __future__ import annotations
+
+import pytest
+from builders import make_job
+
+from gfgen.layout import Layout
+from gfgen.runtime.dispatch import Dispatch
+from gfgen.runtime.watchdog import MAX_PAUSES, Patience, Watchdog
+
+PATIENCE = Patience(silence_s=10.0, task_s=300.0, task_factor=20.0, asleep_s=3.0)
+
+
+def dispatch(*, submitted_s: float = 0.0, predicted_s: float = 1.0) -> Dispatch:
+    task = make_job("a").trajectory.task(3)
+    layout = Layout((0, 1), ulysses=2)
+    return Dispatch(1, task, layout, submitted_s, submitted_s, submitted_s + predicted_s)
+
+
+def looked_every(step_s: float, *, until_s: float, watchdog: Watchdog[str]) -> None:
+    now_s = watchdog.looked_s
+    while now_s < until_s:
+        now_s += step_s
+        watchdog.look(now_s)
+
+
+def test_silence_is_noticed() -> None:
+    watchdog: Watchdog[str] = Watchdog(PATIENCE)
+    watchdog.heard("rank 0", 0.0)
+    looked_every(0.25, until_s=9.0, watchdog=watchdog)
+    assert not list(watchdog.silent(9.0))
+    looked_every(0.25, until_s=11.0, watchdog=watchdog)
+    assert list(watchdog.silent(11.0)) == [("rank 0", "no sign of life for 11 s")]
+
+
+def test_time_in_which_the_control_plane_was_stopped_counts_for_no_silence_and_no_task() -> None:
+    watchdog: Watchdog[str] = Watchdog(PATIENCE)
+    watchdog.heard("rank 0", 0.0)
+    looked_every(0.25, until_s=2.0, watchdog=watchdog)
+    assert watchdog.look(1002.0) == 1000.0
+    running = dispatch()
+    assert not list(watchdog.silent(1002.0))
+    assert not watchdog.is_overdue(running, 1002.0)
+    assert not watchdog.is_overdue(running, 1300.0)
+    assert watchdog.is_overdue(running, 1302.0)
+    assert watchdog.is_overdue(dispatch(submitted_s=1002.0), 1304.0), "it began when that was over"
+    looked_every(0.25, until_s=1012.0, watchdog=watchdog)
+    assert list(watchdog.silent(1011.0)) == [("rank 0", "no sign of life for 11 s")]
+
+
+def test_a_control_plane_that_is_always_slow_does_not_forgive_for_ever() -> None:
+    watchdog: Watchdog[str] = Watchdog(PATIENCE)
+    watchdog.heard("rank 0", 0.0)
+    running = dispatch()
+    looked_every(4.0, until_s=301.0 + 4.0 * MAX_PAUSES + 8.0, watchdog=watchdog)
+    assert len(watchdog.pauses) == MAX_PAUSES
+    assert watchdog.is_overdue(running, watchdog.looked_s)
+
+
+@pytest.mark.parametrize(
+    ("predicted_s", "wait_s"),
+    [(0.1, 30.0), (10.0, 30.0), (60.0, 180.0), (1e9, 3600.0), (float("inf"), 3600.0)],
+)
+def test_a_wait_inside_a_task_may_take_the_longer_the_longer_the_task(
+    predicted_s: float, wait_s: float
+) -> None:
+    watchdog: Watchdog[str] = Watchdog(Patience())
+    assert watchdog.time_to_wait_s(dispatch(predicted_s=predicted_s)) == wait_s
+
+
+def test_ranks_give_up_a_wait_before_the_task_is_given_up() -> None:
+    watchdog: Watchdog[str] = Watchdog(Patience())
+    for predicted_s in (0.01, 10.0, 100.0, 10_000.0):
+        running = dispatch(predicted_s=predicted_s)
+        assert not watchdog.is_overdue(running, predicted_s + watchdog.time_to_wait_s(running))
