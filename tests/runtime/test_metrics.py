@@ -10,9 +10,12 @@ from acted_run import ActedRun, Part, batch, job_info
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gfgen.graph import Trajectory
+from gfgen.layout import Layout
+from gfgen.runtime.dispatch import Dispatch
 from gfgen.runtime.durations import in_words, on_clock
-from gfgen.runtime.events import TaskDone
-from gfgen.runtime.metrics import Attainment, Metrics, Summary, percentile
+from gfgen.runtime.events import TaskDone, TaskFailed
+from gfgen.runtime.metrics import Attainment, Latency, Metrics, Summary, percentile
 from gfgen.runtime.observer import JobInfo, JobOutcome, skipped_outcome
 
 
@@ -76,7 +79,48 @@ def test_ranks_time_is_split_into_executing_waiting_and_moving() -> None:
     assert summary.busy_s == (2.0, 6.0)
     assert (summary.waited_s, summary.moved_s) == ((0.5, 0.0), (0.25, 0.0))
     assert summary.utilisation == 8.0 / 20.0
-    assert summary.num_tasks == 2
+
+
+def dispatch(number: int, *ranks: int) -> Dispatch:
+    task = Trajectory("a", 4).task(2)
+    return Dispatch(number, task, Layout(ranks, ulysses=len(ranks)), 0.0, 0.0, 1.0)
+
+
+def test_a_task_counts_once_however_many_ranks_ran_it_and_not_when_it_failed() -> None:
+    metrics = Metrics()
+    for number in (1, 2, 3):
+        metrics.dispatched(dispatch(number, 0, 1))
+    metrics.applied(TaskDone(3.0, 1, 0, started_s=1.0, ended_s=3.0))
+    metrics.applied(TaskFailed(3.5, 2, 0, "boom"))
+    metrics.applied(TaskDone(4.0, 1, 1, started_s=1.0, ended_s=4.0))
+    assert metrics.summary().num_tasks == 1
+    assert metrics._running == {3}
+
+
+def test_what_is_kept_does_not_grow_with_the_jobs_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gfgen.runtime.metrics.MAX_LATENCIES", 50)
+    metrics = Metrics()
+    for number in range(50):
+        metrics.ended(ended(job_info("a"), arrival_s=0.0, ended_s=float(number), deadline_s=10.0))
+    size, exact = sizes_of(metrics), metrics.summary().latency
+    assert exact == Latency(24.5, 24.5, pytest.approx(46.55), pytest.approx(48.51))
+    for number in range(2000):
+        metrics.dispatched(dispatch(number, 0))
+        metrics.applied(TaskDone(9.0, number, 0, started_s=1.0, ended_s=2.0))
+        metrics.ended(ended(job_info("a"), arrival_s=0.0, ended_s=float(number % 100), deadline_s=10.0))
+    assert sizes_of(metrics) == size
+    summary = metrics.summary()
+    assert (summary.num_done, summary.num_tasks) == (2050, 2000)
+    assert summary.deadlines == Attainment(11 + 20 * 11, 2050)
+    assert summary.latency is not None
+    assert summary.latency.is_sampled
+    assert summary.latency.mean_s == pytest.approx((50 * 24.5 + 2000 * 49.5) / 2050)
+    assert summary.latency.p50_s == pytest.approx(49.5, abs=15)
+    assert "median about " in summary.lines()[1]
+
+
+def sizes_of(metrics: Metrics) -> list[int]:
+    return [len(metrics._running), len(metrics._latencies._kept_s), len(metrics._deadlines)]
 
 
 def test_run_without_jobs_has_a_summary() -> None:
