@@ -3,64 +3,152 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from gfgen.bench.scores import Score
+from gfgen.bench.scores import Score, score
+from gfgen.errors import PolicyFault, StalledError
+from gfgen.runtime.control import FALLBACK
 from gfgen.runtime.durations import in_words
+from gfgen.runtime.metrics import Summary
+from gfgen.runtime.observer import JobOutcome
 from gfgen.runtime.plot_runs import RunFigures
 
 REPLICAS = "legacy,degree=1"
 COMPARED = (REPLICAS, "fcfs", "srtf", "edf,rescue=false", "edf", "triage", "makespan", "auto")
 """Compared with the baseline unless told otherwise: single-rank replicas, then every policy."""
+MAX_NAMED = 5
+NONE = "-"
 _HEAD = (
     "| policy | deadlines met | with slack | mean latency | P95 | jobs a minute | failed "
     "| mean latency, x | P95, x | throughput, x | missed with slack, x |"
 )
 
 
-def table(scores: Sequence[Score]) -> list[str]:
-    """Markdown, a line per policy; the last columns are ratios to the first one, the baseline."""
-    baseline = scores[0]
-    lines = [_HEAD, "|---" * _HEAD.count(" |") + "|"]
-    for found in scores:
-        cells = [
-            found.policy,
-            f"{found.attainment:.0%}",
-            f"{found.attainment_client:.0%}",
-            in_words(found.mean_s),
-            in_words(found.p95_s),
-            f"{found.jobs_per_min:.1f}",
-            str(found.num_failed),
-            _ratio(found.mean_s, baseline.mean_s),
-            _ratio(found.p95_s, baseline.p95_s),
-            _ratio(found.jobs_per_min, baseline.jobs_per_min),
-            _ratio(1 - found.attainment_client, 1 - baseline.attainment_client),
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One policy on the workload: how its jobs ended, or why there are no numbers."""
+
+    policy: str
+    outcomes: Sequence[JobOutcome] = ()
+    fault: str | None = None
+    """Why the policy was replaced in the middle, if it was."""
+    error: str | None = None
+    """Why it cannot run this workload: it lets jobs wait for ever, say."""
+
+
+def attempt(policy: str, run: Callable[[], tuple[Sequence[JobOutcome], Summary]]) -> Run:
+    """Run the workload; what is the policy's own fault ends its run, and not the comparison."""
+    try:
+        outcomes, summary = run()
+    except (StalledError, PolicyFault) as error:
+        return Run(policy, error=str(error))
+    return Run(policy, outcomes, summary.policy_fault)
+
+
+@dataclass(slots=True)
+class Comparison:
+    """What has come of the policies so far, in the order in which they were asked for."""
+
+    policies: tuple[str, ...]
+    baseline: str
+    slack_s: float
+    scores: list[Score] = field(default_factory=list)
+    failures: dict[str, str] = field(default_factory=dict)
+    """Policies without numbers, with the reason."""
+    notes: list[str] = field(default_factory=list)
+    """What the numbers alone do not tell."""
+
+    @property
+    def not_run(self) -> tuple[str, ...]:
+        """Policies that have not had their turn: the comparison was interrupted."""
+        have_run = {*self.failures, *(found.policy for found in self.scores)}
+        return tuple(policy for policy in self.policies if policy not in have_run)
+
+    def add(self, run: Run) -> None:
+        """Take the next run in."""
+        if run.error is not None:
+            self.failures[run.policy] = run.error
+            return
+        replaced_by = None if run.fault is None else FALLBACK
+        self.scores.append(score(run.policy, run.outcomes, slack_s=self.slack_s, replaced_by=replaced_by))
+        if run.fault is not None:
+            self.notes.append(f"{run.policy} failed too often ({run.fault}): {FALLBACK} took over")
+        self.notes += _starved(run)
+
+    def table(self) -> list[str]:
+        """Markdown, a line per policy; the last columns are ratios to the baseline."""
+        baseline = next((found for found in self.scores if found.policy == self.baseline), None)
+        rows = [f"| {' | '.join(_cells(found, baseline))} |" for found in self.scores]
+        return [_HEAD, "|---" * _HEAD.count(" |") + "|", *rows] if rows else []
+
+    def remarks(self) -> list[str]:
+        """A line for each thing that belongs beside the table."""
+        lines = [*self.notes, *(f"{policy}: {error}" for policy, error in self.failures.items())]
+        if self.not_run:
+            lines.append(f"interrupted; not run: {', '.join(self.not_run)}")
+        return lines
+
+    def figures(self) -> list[RunFigures]:
+        """What the chart shows: the client's deadlines, latencies, throughput."""
+        return [
+            RunFigures(
+                name="\n".join([found.policy, *([f"(replaced by {FALLBACK})"] if found.replaced_by else [])]),
+                attainment=found.attainment_client,
+                mean_s=found.mean_s,
+                p95_s=found.p95_s,
+                jobs_per_min=found.jobs_per_min,
+                makespan_s=found.makespan_s,
+            )
+            for found in self.scores
         ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+
+    def as_json(self, conditions: dict[str, Any]) -> str:
+        """The raw numbers, with what they were found under; null for latencies where no job is done."""
+        content = {
+            **conditions,
+            "baseline": self.baseline,
+            "slack_s": self.slack_s,
+            "runs": [asdict(found) for found in self.scores],
+            "failures": self.failures,
+            "notes": self.notes,
+            "not_run": self.not_run,
+        }
+        return json.dumps(content, indent=1) + "\n"
 
 
-def _ratio(value: float, baseline: float) -> str:
-    return f"{value / baseline:.2f}" if baseline > 0 else "-"
-
-
-def figures(scores: Sequence[Score]) -> list[RunFigures]:
-    """What the chart shows: the client's deadlines, latencies, throughput."""
+def _cells(found: Score, baseline: Score | None) -> list[str]:
     return [
-        RunFigures(
-            name=found.policy,
-            attainment=found.attainment_client,
-            mean_s=found.mean_s,
-            p95_s=found.p95_s,
-            jobs_per_min=found.jobs_per_min,
-            makespan_s=found.makespan_s,
-        )
-        for found in scores
+        found.name,
+        f"{found.attainment:.0%}",
+        f"{found.attainment_client:.0%}",
+        NONE if found.mean_s is None else in_words(found.mean_s),
+        NONE if found.p95_s is None else in_words(found.p95_s),
+        f"{found.jobs_per_min:.1f}",
+        str(found.num_failed),
+        *(_ratio(value(found), None if baseline is None else value(baseline)) for value in _RATIOS),
     ]
 
 
-def as_json(scores: Sequence[Score], conditions: dict[str, Any]) -> str:
-    """The raw numbers, with what they were found under."""
-    return json.dumps({**conditions, "runs": [asdict(found) for found in scores]}, indent=1) + "\n"
+_RATIOS: tuple[Callable[[Score], float | None], ...] = (
+    lambda found: found.mean_s,
+    lambda found: found.p95_s,
+    lambda found: found.jobs_per_min,
+    lambda found: 1 - found.attainment_client,
+)
+
+
+def _ratio(value: float | None, baseline: float | None) -> str:
+    return NONE if value is None or not baseline else f"{value / baseline:.2f}"
+
+
+def _starved(run: Run) -> list[str]:
+    """Jobs that failed without ever having had a rank: they timed out while they waited."""
+    never = [outcome for outcome in run.outcomes if outcome.status == "failed" and outcome.started_s is None]
+    if not never:
+        return []
+    names = ", ".join(outcome.info.job_id for outcome in never[:MAX_NAMED])
+    more = f" and {len(never) - MAX_NAMED} more" if len(never) > MAX_NAMED else ""
+    jobs = "1 job" if len(never) == 1 else f"{len(never)} jobs"
+    return [f"{run.policy} gave {jobs} no rank until it was too late ({never[0].error}): {names}{more}"]

@@ -26,12 +26,19 @@ class Score:
     """Share of the jobs with a deadline that were done in time."""
     attainment_client: float
     """The same, by the client's clock: with its slack."""
-    mean_s: float
-    """Latency, as the next two."""
-    p50_s: float
-    p95_s: float
+    mean_s: float | None
+    """Latency, as the next two; None where no job is done."""
+    p50_s: float | None
+    p95_s: float | None
     jobs_per_min: float
     makespan_s: float
+    replaced_by: str | None = None
+    """What finished the run in place of the policy, which had failed too often."""
+
+    @property
+    def name(self) -> str:
+        """The policy, marked where these are not its own numbers alone."""
+        return self.policy if self.replaced_by is None else f"{self.policy} (replaced by {self.replaced_by})"
 
 
 class Outcomes(Observer):
@@ -50,10 +57,11 @@ def score(
     *,
     slack_s: float,
     deadlines_s: Mapping[str, float] | None = None,
+    replaced_by: str | None = None,
 ) -> Score:
     """The numbers of a run; `deadlines_s` (after arrival, by job) replaces the jobs' own deadlines."""
     done = [outcome for outcome in outcomes if outcome.status == "done"]
-    latencies_s = [outcome.ended_s - outcome.arrival_s for outcome in done] or [0.0]
+    latencies_s = [outcome.ended_s - outcome.arrival_s for outcome in done]
     end_s = max((outcome.ended_s for outcome in outcomes), default=0.0)
     makespan_s = end_s - min((outcome.arrival_s for outcome in outcomes), default=0.0)
     return Score(
@@ -62,11 +70,12 @@ def score(
         num_failed=len(outcomes) - len(done),
         attainment=_attainment(outcomes, 0.0, deadlines_s),
         attainment_client=_attainment(outcomes, slack_s, deadlines_s),
-        mean_s=sum(latencies_s) / len(latencies_s),
-        p50_s=percentile(latencies_s, 50),
-        p95_s=percentile(latencies_s, 95),
+        mean_s=sum(latencies_s) / len(latencies_s) if latencies_s else None,
+        p50_s=percentile(latencies_s, 50) if latencies_s else None,
+        p95_s=percentile(latencies_s, 95) if latencies_s else None,
         jobs_per_min=60 * len(done) / makespan_s if makespan_s > 0 else 0.0,
         makespan_s=makespan_s,
+        replaced_by=replaced_by,
     )
 
 

@@ -6,20 +6,22 @@ import contextlib
 import json
 import logging
 import math
+import signal
 import statistics
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 
 from gfgen import log
-from gfgen.bench.compare import COMPARED, as_json, figures, table
-from gfgen.bench.scores import Outcomes, Score, score
+from gfgen.bench.compare import COMPARED, Comparison, Run, attempt
+from gfgen.bench.scores import Outcomes
 from gfgen.bench.workloads import (
     WORKLOADS,
     Name,
@@ -35,7 +37,7 @@ from gfgen.bench.workloads import (
 from gfgen.cli.admission import find_model
 from gfgen.cli.prediction import choose_profile
 from gfgen.cli.run import RunOptions, ready_pool, run_on
-from gfgen.errors import InputError
+from gfgen.errors import InputError, InterruptedRunError
 from gfgen.job import to_mapping
 from gfgen.jobspec import JobSpec
 from gfgen.layout import MAX_RANKS
@@ -43,6 +45,7 @@ from gfgen.policies.catalog import load_policy
 from gfgen.runtime.admission import AdmittedJob
 from gfgen.runtime.cost import CostModel
 from gfgen.runtime.devices import CPU, Devices
+from gfgen.runtime.metrics import Summary
 from gfgen.runtime.observer import JobOutcome
 from gfgen.runtime.picture import save_figure
 from gfgen.runtime.plot_runs import draw_runs
@@ -185,11 +188,12 @@ def compare(
     deadlines_from: int,
     timeout: float | None,
     profile_path: Path | None,
-) -> None:
+) -> int:
     """One workload under a baseline and other policies: a table with ratios, a chart, raw numbers.
 
     Runs on CPU ranks of this machine, or with --simulate in virtual time. A failed job counts as a
-    missed deadline; latencies are of completed jobs.
+    missed deadline; latencies are of completed jobs. A policy that cannot run the workload is named
+    beside the others; then the exit code is 1. Ctrl-C keeps what is done.
     """
     log.configure(level="warning")
     model = model or (SIMULATED_MODEL if is_simulated else REAL_MODEL)
@@ -216,45 +220,66 @@ def compare(
         if profile_path is not None:
             raise InputError("--profile: has no effect without --simulate; ranks are measured first then")
         runs = _on_workers(texts, name, model, options, output)
-    scores: list[Score] = []
-    about = (
-        f"{name}, {model}, load {load:g} of {options.num_ranks} ranks, {options.num_jobs} jobs, seed {seed}"
-    )
-    click.echo(about + (", simulated" if is_simulated else ", on CPU ranks of this machine"))
-    for text, outcomes in runs:
-        scores.append(score(text, outcomes, slack_s=slack_s))
-        click.echo(f"{text}: done")
-    _report(scores, about, options, output, is_simulated=is_simulated, slack_s=slack_s)
-
-
-def _report(
-    scores: Sequence[Score],
-    about: str,
-    options: WorkloadOptions,
-    output: Path,
-    *,
-    is_simulated: bool,
-    slack_s: float,
-) -> None:
-    lines = table(scores)
-    click.echo("\n" + "\n".join(lines) + "\n")
     conditions = {
-        "workload": about,
+        "workload": f"{name}, {model}, load {load:g} of {options.num_ranks} ranks, {options.num_jobs} jobs, "
+        f"seed {seed}",
         "simulated": is_simulated,
         "date": time.strftime("%Y-%m-%d"),
-        "slack_s": slack_s,
-        "deadlines_from": options.deadlines_from,
+        "deadlines_from": deadlines_from,
     }
-    (output / "compare.json").write_text(as_json(scores, conditions))
-    (output / "compare.md").write_text("\n".join([about, "", *lines]) + "\n")
-    files = "compare.json and compare.md"
+    click.echo(f"{conditions['workload']}, {'simulated' if is_simulated else 'on CPU ranks of this machine'}")
+    comparison = Comparison(tuple(texts), baseline=against, slack_s=slack_s)
     try:
-        title = about + (", simulated" if is_simulated else "") + f"; deadlines with {slack_s:g} s of slack"
-        save_figure(lambda: draw_runs(figures(scores), title=title), output / "compare.png")
+        for run in runs:
+            comparison.add(run)
+            click.echo(f"{run.policy}: {'done' if run.error is None else 'failed'}")
+    except (KeyboardInterrupt, InterruptedRunError) as stop:
+        raise _interrupted(stop, comparison, conditions, output) from None
+    _report(comparison, conditions, output)
+    return 1 if comparison.failures else 0
+
+
+def _interrupted(
+    stop: BaseException, comparison: Comparison, conditions: dict[str, Any], output: Path
+) -> InterruptedRunError:
+    """Keep what is done; the error that tells what is, and what is not."""
+    number = stop.signal_number if isinstance(stop, InterruptedRunError) else signal.SIGINT
+    num_asked, num_left = len(comparison.policies), len(comparison.not_run)
+    if num_left == num_asked:
+        return InterruptedRunError("stopped; no policy was done, nothing is kept", signal_number=number)
+    _report(comparison, conditions, output)
+    return InterruptedRunError(
+        f"stopped; {num_asked - num_left} of {num_asked} policies are done and kept in {output}/; "
+        "the one that was running is lost",
+        signal_number=number,
+    )
+
+
+def _report(comparison: Comparison, conditions: dict[str, Any], output: Path) -> None:
+    """Show the table, and write the files, with whatever there is."""
+    lines, remarks = comparison.table(), comparison.remarks()
+    click.echo("\n" + "\n".join([*lines, "", *remarks]).strip("\n") + "\n")
+    (output / "compare.json").write_text(comparison.as_json(conditions))
+    paragraphs = [conditions["workload"], *(["\n".join(lines)] if lines else []), *remarks]
+    (output / "compare.md").write_text("\n\n".join(paragraphs) + "\n")
+    chart = output / "compare.png"
+    chart.unlink(missing_ok=True)  # that of an earlier comparison
+    files = "compare.json and compare.md"
+    if comparison.scores and _draw(comparison, conditions, chart):
         files = "compare.json, compare.md and compare.png"
+    click.echo(f"{files} are in {output}/")
+
+
+def _draw(comparison: Comparison, conditions: dict[str, Any], chart: Path) -> bool:
+    """Whether there is a chart now; why not is told."""
+    simulated = ", simulated" if conditions["simulated"] else ""
+    title = f"{conditions['workload']}{simulated}; deadlines with {comparison.slack_s:g} s of slack"
+    try:
+        save_figure(lambda: draw_runs(comparison.figures(), title=title), chart)
     except InputError as error:  # matplotlib is an extra
         click.echo(f"no chart: {error}", err=True)
-    click.echo(f"{files} are in {output}/")
+        return False
+    return True
 
 
 def _predicted_times(model: str, path: Path | None, *, num_ranks: int) -> tuple[StandAlone, Profile]:
@@ -266,18 +291,22 @@ def _predicted_times(model: str, path: Path | None, *, num_ranks: int) -> tuple[
 
 def _simulated(
     texts: Sequence[str], name: Name, model: str, options: WorkloadOptions, path: Path | None
-) -> Iterator[tuple[str, Sequence[JobOutcome]]]:
+) -> Iterator[Run]:
     most = max(options.num_ranks, options.deadlines_from)
     times, profile = _predicted_times(model, path, num_ranks=most)
     jobs = admitted(make_workload(name, model, times, options), weightless_model(model))
-    for text in texts:
+
+    def run(text: str) -> tuple[Sequence[JobOutcome], Summary]:
         found = simulate(jobs, policy=load_policy(text), num_ranks=options.num_ranks, profile=profile)
-        yield text, found.outcomes
+        return found.outcomes, found.summary
+
+    for text in texts:
+        yield attempt(text, partial(run, text))
 
 
 def _on_workers(
     texts: Sequence[str], name: Name, model: str, options: WorkloadOptions, output: Path
-) -> Iterator[tuple[str, Sequence[JobOutcome]]]:
+) -> Iterator[Run]:
     """One pool of workers for all policies, so that they start once; classes are timed on it first.
 
     Files are made as in any run, and not kept.
@@ -296,22 +325,24 @@ def _on_workers(
         signals = stack.enter_context(contextlib.closing(SignalPipe()))
         pool = stack.enter_context(ready_pool({found.checkpoint}, run_options, signals))
 
-        def run(text: str, specs: Sequence[JobSpec]) -> Sequence[JobOutcome]:
+        def run(text: str, specs: Sequence[JobSpec]) -> tuple[Sequence[JobOutcome], Summary]:
             watch = Outcomes()
             jobs: Sequence[AdmittedJob] = admitted(specs, found)
             with tempfile.TemporaryDirectory(prefix="files-", dir=output) as folder:
                 under = replace(run_options, output_dir=Path(folder), policy=load_policy(text))
-                run_on(pool, jobs, under, signals=signals, watchers=[watch])
-            return watch.ended_jobs
+                summary = run_on(pool, jobs, under, signals=signals, watchers=[watch])
+            return watch.ended_jobs, summary
 
         times = _measured_times(run, model, options)
         specs = make_workload(name, model, times, options)
         for text in texts:
-            yield text, run(text, specs)
+            yield attempt(text, partial(run, text, specs))
 
 
 def _measured_times(
-    run: Callable[[str, Sequence[JobSpec]], Sequence[JobOutcome]], model: str, options: WorkloadOptions
+    run: Callable[[str, Sequence[JobSpec]], tuple[Sequence[JobOutcome], Summary]],
+    model: str,
+    options: WorkloadOptions,
 ) -> StandAlone:
     """Each class on one rank while the others work, as replicas do; alone on more if deadlines need it."""
     by_degree = {}
@@ -319,7 +350,7 @@ def _measured_times(
         copies = options.num_ranks if degree == 1 else 1
         taken_s: dict[str, list[float]] = defaultdict(list)
         for repeat in range(2):  # the first time warms up
-            outcomes = run(f"legacy,degree={degree}", calibration_jobs(model, copies=copies))
+            outcomes, _ = run(f"legacy,degree={degree}", calibration_jobs(model, copies=copies))
             for outcome in outcomes if repeat else ():
                 taken_s[outcome.info.spec.tag or ""].append(outcome.busy_s)
         by_degree[degree] = {tag: statistics.median(values) for tag, values in taken_s.items()}

@@ -169,8 +169,8 @@ def _report(
     if compared:
         click.echo("\n".join(table(compared)) + "\n")
     for name, run in runs:
-        if run.fault is not None:
-            click.echo(f"{name} failed too often ({run.fault}): {FALLBACK} took over\n")
+        if run.summary.policy_fault is not None:
+            click.echo(f"{name} failed too often ({run.summary.policy_fault}): {FALLBACK} took over\n")
     if doubts:
         click.echo(f"Uncertain: {doubts}")
 
@@ -183,7 +183,10 @@ def _as_json(
     failures: Sequence[str],
 ) -> dict[str, Any]:
     about = {"device": profile.device, "date": profile.date, "source": profile.source}
-    extra = [{"policy": run.policy, "num_ranks": run.num_ranks, "fault": run.fault} for _, run in runs]
+    extra = [
+        {"policy": run.policy, "num_ranks": run.num_ranks, "fault": run.summary.policy_fault}
+        for _, run in runs
+    ]
     return {
         "profile": about,
         "runs": [more | each.as_json() for each, more in zip(compared, extra, strict=True)],

@@ -72,6 +72,10 @@ class Clock:
         """When the next event falls due; None when nothing is scheduled."""
         return self._due[0][0] if self._due else None
 
+    def brings_more(self, *, before_s: float, than: tuple[type[Event], ...]) -> bool:
+        """Whether anything but events of these kinds is scheduled before that."""
+        return any(time_s < before_s and not isinstance(event, than) for time_s, _, _, event in self._due)
+
     def due(self) -> list[Event]:
         """Take the events that are due by now, in their total order."""
         now_s, due, released = self.now_s, self._due, []

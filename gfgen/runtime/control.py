@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from gfgen.errors import PolicyError, PolicyFault, StalledError, in_one_line
@@ -129,7 +131,7 @@ class Control:
                 if not self.start(decision):
                     break  # what follows was decided for a state that did not come about
             self.journal.end_turn(self.clock.turn_s)
-        return self.metrics.summary()
+        return replace(self.metrics.summary(), policy_fault=self.given_up)
 
     def begin(self) -> None:
         """Schedule the arrivals, and tell everyone who watches what is to be done."""
@@ -202,8 +204,12 @@ class Control:
         return decisions
 
     def _explain_standstill(self, snapshot: Snapshot) -> None:
-        """All ranks are free, jobs are open and none was started: too late, or the policy's fault."""
-        if self.clock.next_wakeup() not in (None, self.state.closes_s):
+        """All ranks are free, jobs are open and none was started: too late, or the policy's fault.
+
+        Not while something may come that changes it; that jobs will time out one day changes nothing.
+        """
+        closes_s = math.inf if self.state.closes_s is None else self.state.closes_s
+        if self.clock.brings_more(before_s=closes_s, than=(JobTimedOut,) if snapshot.open else ()):
             return
         if snapshot.open:
             waiting = self.state.open_jobs

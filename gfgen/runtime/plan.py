@@ -167,8 +167,8 @@ def _simulated(
     run = simulate(
         jobs, policy=load_policy(policy), num_ranks=num_ranks, profile=profile, started_at=started_at
     )
-    if run.fault is not None:
-        raise RunError(f"policy {policy} failed too often: {run.fault}")
+    if run.summary.policy_fault is not None:
+        raise RunError(f"policy {policy} failed too often: {run.summary.policy_fault}")
     late = [found for outcome in run.outcomes if (found := _late(outcome, by_s))]
     deadlines = run.summary.deadlines
     latency = run.summary.latency

@@ -30,8 +30,6 @@ class Simulated:
     outcomes: Sequence[JobOutcome] = ()
     """The jobs in the order in which they end."""
     num_ranks: int = 1
-    fault: str | None = None
-    """Why the policy was given up in the middle, and `fcfs` finished the run, if it was."""
 
 
 def simulate(
@@ -72,7 +70,6 @@ def simulate(
         doubts=costs.doubts,
         outcomes=kept.outcomes,
         num_ranks=num_ranks,
-        fault=control.given_up,
     )
 
 

@@ -143,7 +143,7 @@ class State:
     def is_stuck(self) -> bool:
         """Jobs are open, and no event will come unless something is dispatched."""
         settled = all(rank.is_ready or rank.is_retired for rank in self._ranks)
-        return len(self._open) > 0 and not self._flights and settled
+        return len(self._open) > 0 and not self._flights and not self._num_writing and settled
 
     @property
     def num_ranks(self) -> int:

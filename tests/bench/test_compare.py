@@ -1,15 +1,17 @@
 import json
+import signal
 
 import pytest
 from builders import make_job
 
-from gfgen.bench.compare import table
+from gfgen.bench.compare import Comparison, Run
 from gfgen.bench.scores import makespan_bound_s, score
 from gfgen.bench.workloads import WorkloadOptions, admitted, make_workload, stand_alone, weightless_model
 from gfgen.cli.main import main
 from gfgen.policies.catalog import load_policy
 from gfgen.runtime.cost import CostModel
 from gfgen.runtime.observer import JobOutcome
+from gfgen.runtime.plot_runs import draw_runs
 from gfgen.runtime.profile import load_profile
 from gfgen.runtime.profiles import SHIPPED
 from gfgen.runtime.simulation import simulate
@@ -44,11 +46,42 @@ def test_deadlines_can_be_replaced_by_others():
 
 
 def test_ratios_are_to_the_first_policy():
-    slow = score("legacy", [outcome("a", ended_s=8.0), outcome("b", ended_s=40.0)], slack_s=0)
-    fast = score("auto", [outcome("a", ended_s=4.0), outcome("b", ended_s=8.0)], slack_s=0)
-    line = table([slow, fast])[-1]
+    slow = Run("legacy", [outcome("a", ended_s=8.0), outcome("b", ended_s=40.0)])
+    fast = Run("auto", [outcome("a", ended_s=4.0), outcome("b", ended_s=8.0)])
+    line = comparison_of(slow, fast).table()[-1]
     assert line.startswith("| auto | 100% |")
     assert line.endswith("| 0.25 | 0.20 | 5.00 | 0.00 |")
+
+
+def comparison_of(*runs, baseline="legacy"):
+    comparison = Comparison(tuple(run.policy for run in runs), baseline=baseline, slack_s=0.0)
+    for run in runs:
+        comparison.add(run)
+    return comparison
+
+
+def test_without_the_baseline_there_are_no_ratios():
+    comparison = comparison_of(Run("legacy", error="it starves"), Run("auto", [outcome("a", ended_s=4.0)]))
+    assert comparison.table()[-1].endswith("| 0 | - | - | - | - |")
+    assert comparison.remarks() == ["legacy: it starves"]
+
+
+def test_where_no_job_is_done_there_is_no_latency():
+    comparison = comparison_of(Run("legacy", [outcome("a", ended_s=4.0, status="failed")]))
+    assert comparison.table()[-1] == "| legacy | 0% | 0% | - | - | 0.0 | 1 | - | - | - | 1.00 |"
+    (run,) = json.loads(comparison.as_json({}))["runs"]
+    assert (run["mean_s"], run["p50_s"], run["p95_s"], run["num_failed"]) == (None, None, None, 1)
+    panels = draw_runs(comparison.figures(), title="").axes
+    texts = [text.get_text() for panel in panels for text in panel.texts]
+    assert texts == ["0%", "-", "-", "0.00"]
+
+
+def test_a_policy_that_was_replaced_is_marked_wherever_it_is_shown():
+    comparison = comparison_of(Run("mine", [outcome("a", ended_s=4.0)], fault="boom"), baseline="mine")
+    assert comparison.table()[-1].startswith("| mine (replaced by fcfs) | 100% |")
+    assert comparison.figures()[0].name == "mine\n(replaced by fcfs)"
+    assert json.loads(comparison.as_json({}))["runs"][0]["replaced_by"] == "fcfs"
+    assert comparison.remarks() == ["mine failed too often (boom): fcfs took over"]
 
 
 def test_no_policy_ends_a_night_before_the_bound():
@@ -77,6 +110,94 @@ def test_bench_compares_policies_in_virtual_time(words, tmp_path, capsys):
     assert [run["policy"] for run in found["runs"]] == ["legacy", "auto", "srtf"]
     assert found["simulated"] is True
     assert (tmp_path / "compare.md").read_text().count("| auto |") == 1
+
+
+UNFAIR = """
+from dataclasses import replace
+from gfgen.policies.fcfs import fcfs
+
+def starving(snapshot):
+    return fcfs(replace(snapshot, open={i: job for i, job in snapshot.open.items() if not i.startswith("L")}))
+
+def raising(snapshot):
+    raise ValueError("no")
+"""
+
+
+def compare_simulated(folder, *arguments, code=0):
+    """What `compare.json` has, and the options of the comparison."""
+    (folder / "unfair.py").write_text(UNFAIR)
+    with pytest.raises(SystemExit) as end:
+        main(["bench", "compare", "--simulate", *arguments, "--jobs", "30", "-o", str(folder)])
+    assert end.value.code == code
+    return json.loads((folder / "compare.json").read_text())
+
+
+@pytest.mark.parametrize("workload", ["overnight", "short"])
+def test_a_policy_that_starves_jobs_is_named_beside_the_others(tmp_path, capsys, workload):
+    """Those of `short` would time out one day, those of `overnight` never."""
+    starving = f"{tmp_path}/unfair.py:starving"
+    arguments = ["--workload", workload, "--policy", starving, "--policy", "srtf"]
+    found = compare_simulated(tmp_path, *arguments, code=1)
+    assert [run["policy"] for run in found["runs"]] == ["legacy", "srtf"]
+    assert list(found["failures"]) == [starving]
+    assert "starts nothing although all ranks are free" in found["failures"][starving]
+    assert f"{starving}: policy {starving} starts nothing" in capsys.readouterr().out
+
+
+def test_jobs_that_time_out_while_others_still_arrive_are_named(tmp_path):
+    starving = f"{tmp_path}/unfair.py:starving"
+    found = compare_simulated(tmp_path, "--policy", starving, "--timeout", "20")
+    assert [run["policy"] for run in found["runs"]] == ["legacy", starving]
+    (note,) = found["notes"]
+    assert note.startswith(f"{starving} gave ")
+    assert "no rank until it was too late (timed out 20 s after its arrival): L-0" in note
+
+
+def test_a_policy_that_fails_too_often_does_not_pass_for_what_replaced_it(tmp_path, capsys):
+    raising = f"{tmp_path}/unfair.py:raising"
+    found = compare_simulated(tmp_path, "--policy", raising)
+    assert [run["replaced_by"] for run in found["runs"]] == [None, "fcfs"]
+    out = capsys.readouterr().out
+    assert f"| {raising} (replaced by fcfs) |" in out
+    assert f"{raising} failed too often (ValueError: no): fcfs took over" in out
+
+
+@pytest.fixture
+def own_handlers():
+    """Signal handlers are put back: a command that was interrupted ignores further signals."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("own_handlers")
+@pytest.mark.parametrize(("last", "num_done"), [("legacy", 0), ("srtf", 2)])
+def test_an_interrupted_comparison_keeps_what_is_done_and_says_so(
+    tmp_path, capsys, monkeypatch, last, num_done
+):
+    def simulate_until(jobs, *, policy, **options):
+        if policy.name == last:
+            raise KeyboardInterrupt
+        return simulate(jobs, policy=policy, **options)
+
+    monkeypatch.setattr("gfgen.cli.compare.simulate", simulate_until)
+    arguments = ["--simulate", "--policy", "fcfs", "--policy", "srtf", "--jobs", "9", "-o", str(tmp_path)]
+    with pytest.raises(SystemExit) as end:
+        main(["bench", "compare", *arguments])
+    assert end.value.code == 130
+    _, err = capsys.readouterr()
+    assert err.count("\n") == 1
+    if num_done == 0:
+        assert err == "gfgen: stopped; no policy was done, nothing is kept\n"
+        assert not list(tmp_path.iterdir())
+        return
+    assert f"stopped; 2 of 3 policies are done and kept in {tmp_path}/" in err
+    found = json.loads((tmp_path / "compare.json").read_text())
+    assert [run["policy"] for run in found["runs"]] == ["legacy", "fcfs"]
+    assert found["not_run"] == ["srtf"]
+    assert "interrupted; not run: srtf" in (tmp_path / "compare.md").read_text()
 
 
 def test_a_workload_is_written_as_a_job_file(tmp_path, capsys):

@@ -65,6 +65,14 @@ def test_a_policy_that_starts_nothing_is_named_with_the_jobs_that_wait():
         control.run()
 
 
+def test_jobs_that_would_time_out_one_day_are_no_reason_to_wait():
+    control, _ = simulated_control([make_job("a", timeout_s=3600.0), make_job("b", arrival_s=5.0)])
+    control.policy = NamedPolicy("lazy", lambda snapshot: [])
+    with pytest.raises(StalledError, match=r"2 jobs wait: a, b"):
+        control.run()
+    assert control.clock.now_s == 5.0, "an arrival may change what a policy does"
+
+
 def test_a_policy_that_raises_is_replaced_after_three_faults(caplog):
     def broken(snapshot):
         raise ZeroDivisionError("division by zero")

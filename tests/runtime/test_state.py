@@ -78,6 +78,19 @@ def test_a_running_job_is_busy_and_its_rank_is_taken():
     assert snapshot.free_ranks == (0,)
 
 
+def test_a_run_is_not_stuck_while_a_file_is_being_written():
+    """Its writer would answer a run that is over, or the next one on the same pool."""
+    cluster = Cluster(make_job("a", steps=1), make_job("poor"))
+    assert cluster.state.is_stuck
+    for index in range(4):
+        dispatch = cluster.begin("a", index, 0)
+        assert not cluster.state.is_stuck
+        cluster.done(dispatch)
+    assert not cluster.state.is_stuck
+    cluster.state.apply(events.OutputWritten(cluster.clock.now_s, "a", "a.png", 1, 0.1))
+    assert cluster.state.is_stuck
+
+
 def test_a_completed_task_opens_the_next_one():
     cluster = Cluster(make_job("a"))
     cluster.done(cluster.begin("a", 0, 0))
