@@ -37,10 +37,20 @@ NO_CHOICE = ("legacy",)
     "--ranks",
     type=RankCounts(),
     metavar="N",
-    help="Of 4, 1,2,4 or 1..8 the most are there, the others are alternatives. [4, and all of the profile]",
+    help="How many there are: 4. Of 1,2,4 or 1..8 the largest, and the others are alternatives. "
+    "[4, and all that the profile knows]",
 )
-@click.option("--by", metavar="TIME", help='When all is to be done: "06:00", "8h" or an ISO time.')
-@click.option("--at", metavar="TIME", help="When the batch is to start, said in the same ways. [now]")
+@click.option(
+    "--at",
+    metavar="TIME",
+    help="Start then: at a time of day (22:00), after a while (90m), on a day (2026-11-21T22:00). [now]",
+)
+@click.option(
+    "--by",
+    metavar="TIME",
+    help="Everything is to be done then: at the next such time of day after the start (06:00), so long after "
+    "the start (8h), or on a day (2026-11-22T06:00).",
+)
 @click.option(
     "--profile",
     "profile_path",

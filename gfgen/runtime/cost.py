@@ -31,7 +31,7 @@ _RECENT = 0.2
 _NOTABLE = 0.1
 """A change of an estimate below this share does not reorder jobs."""
 _MAX_NAMED = 3
-"""Doubtful estimates of one kind that are named in a line."""
+"""Shapes with doubtful estimates of one kind that are named in a line, and layouts of one of them."""
 
 
 @dataclass(slots=True)
@@ -221,21 +221,33 @@ class CostModel:
 
 def in_one_line(doubts: Sequence[Doubt]) -> str | None:
     """What a person should know of the estimates that a prediction rests on; None when all are sound."""
-    by_kind: dict[Provenance, list[str]] = {}
+    by_kind: dict[Provenance, dict[tuple[str, str], list[Doubt]]] = {}
     for doubt in doubts:
-        names = by_kind.setdefault(doubt.provenance, [])
-        name = f"{doubt.model} {doubt.shape}" + _words(doubt.degrees)
-        if name not in names:
-            names.append(name)
+        shapes = by_kind.setdefault(doubt.provenance, {})
+        shapes.setdefault((doubt.model, doubt.shape), []).append(doubt)
     parts = []
-    for kind, names in sorted(by_kind.items()):
-        rest = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+    for kind, shapes in sorted(by_kind.items()):
+        names = [f"{model} {shape} ({_tasks(found)})" for (model, shape), found in shapes.items()]
+        others = list(shapes)[_MAX_NAMED:]
+        models = " and ".join(dict.fromkeys(model for model, _ in others))
+        noun = "shape" if len(others) == 1 else "shapes"
+        rest = f" and {len(others)} more {noun} of {models}" if others else ""
         parts.append(f"{kind.name.lower()}, not measured: {', '.join(names[:_MAX_NAMED])}{rest}")
     return "; ".join(parts) or None
 
 
+def _tasks(doubts: Sequence[Doubt]) -> str:
+    """'encode, decode, denoise on 1 rank and cfg 2': the stages, and the layouts of the steps."""
+    stages = {doubt.stage for doubt in doubts}
+    named = [str(stage) for stage in Stage if stage in stages and stage is not Stage.DENOISE]
+    layouts = [_words(doubt.degrees) for doubt in doubts if doubt.stage is Stage.DENOISE]
+    if len(layouts) > _MAX_NAMED:
+        layouts = [f"{len(layouts)} layouts"]
+    steps = " and ".join(filter(None, [", ".join(layouts[:-1]), *layouts[-1:]]))
+    return ", ".join([*named, *([f"{Stage.DENOISE} on {steps}"] if steps else [])])
+
+
 def _words(degrees: Degrees) -> str:
-    """' on cfg 2 x ulysses 2'; nothing for one rank."""
+    """'cfg 2 x ulysses 2', or '1 rank'."""
     named = zip(("cfg", "ulysses", "ring"), degrees, strict=True)
-    kinds = [f"{name} {degree}" for name, degree in named if degree > 1]
-    return f" on {' x '.join(kinds)}" if kinds else ""
+    return " x ".join(f"{name} {degree}" for name, degree in named if degree > 1) or "1 rank"

@@ -21,18 +21,26 @@ SAME_END = 1.01
 
 @dataclass(frozen=True, slots=True)
 class Late:
-    """A job that is not done when it is due, or fails."""
+    """A job that is done, and later than it is due."""
 
     job_id: str
     due_s: float
-    """Its deadline, or the end that was asked for where that comes first; infinity without either."""
+    """Its deadline, or the end that was asked for where that comes first."""
     ended_s: float
-    error: str | None = None
 
     @property
     def late_s(self) -> float:
-        """How late; a job that fails is later than any other."""
-        return math.inf if self.error else self.ended_s - self.due_s
+        """How late."""
+        return self.ended_s - self.due_s
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A job that is never done: its time-out comes first, say."""
+
+    job_id: str
+    ended_s: float
+    error: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +53,8 @@ class Option:
     mean_latency_s: float
     late: tuple[Late, ...]
     """The latest first."""
+    failed: tuple[Failed, ...]
+    """The first to fail first."""
     ends_s: tuple[float, ...]
     """Of the jobs that are done, in order."""
     num_deadlines: int
@@ -53,7 +63,12 @@ class Option:
 
     @property
     def meets_all(self) -> bool:
-        return not self.late
+        return not self.num_missed
+
+    @property
+    def num_missed(self) -> int:
+        """Jobs that are late or fail."""
+        return len(self.late) + len(self.failed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +92,7 @@ class Plan:
 
     @property
     def fewest(self) -> Option | None:
-        """The smallest number of ranks on which nothing is late."""
+        """The smallest number of ranks on which nothing is late, and nothing fails."""
         return next((option for option in self.by_ranks if option.meets_all), None)
 
     @property
@@ -99,8 +114,8 @@ def make_plan(
 ) -> Plan:
     """Simulate every policy on `num_ranks`, and the best one on each of `rank_counts`.
 
-    Where the best one leaves something late on another number, the next ones are tried there, until
-    one does not.
+    Where the best one misses something on another number, the next ones are tried there, until one
+    does not.
     `note` is told what is being simulated.
 
     Raises: RunError when no policy can run the jobs.
@@ -133,11 +148,11 @@ def make_plan(
 
 
 def best_first(options: Sequence[Option]) -> tuple[Option, ...]:
-    """Fewest late jobs first; then the earlier end; of ends about the same, the lower mean latency."""
+    """Fewest jobs late or failed first; then the earlier end; of about the same, the lower mean latency."""
     left, ordered = list(options), []
     while left:
-        fewest = min(len(option.late) for option in left)
-        candidates = [option for option in left if len(option.late) == fewest]
+        fewest = min(option.num_missed for option in left)
+        candidates = [option for option in left if option.num_missed == fewest]
         soonest_s = min(option.end_s for option in candidates)
         as_soon = [option for option in candidates if option.end_s <= SAME_END * soonest_s]
         best = min(as_soon, key=lambda option: option.mean_latency_s)
@@ -170,6 +185,11 @@ def _simulated(
     if run.summary.policy_fault is not None:
         raise RunError(f"policy {policy} failed too often: {run.summary.policy_fault}")
     late = [found for outcome in run.outcomes if (found := _late(outcome, by_s))]
+    failed = [
+        Failed(outcome.info.job_id, outcome.ended_s, outcome.error or "")
+        for outcome in run.outcomes
+        if outcome.status == "failed"
+    ]
     deadlines = run.summary.deadlines
     latency = run.summary.latency
     return Option(
@@ -178,6 +198,7 @@ def _simulated(
         end_s=max(outcome.ended_s for outcome in run.outcomes),
         mean_latency_s=latency.mean_s if latency else math.inf,
         late=tuple(sorted(late, key=lambda job: (-job.late_s, job.job_id))),
+        failed=tuple(failed),
         ends_s=tuple(sorted(outcome.ended_s for outcome in run.outcomes if outcome.status == "done")),
         num_deadlines=deadlines.num_jobs if deadlines else 0,
         num_deadlines_missed=deadlines.num_jobs - deadlines.num_met if deadlines else 0,
@@ -186,8 +207,7 @@ def _simulated(
 
 
 def _late(outcome: JobOutcome, by_s: float | None) -> Late | None:
-    dues_s = [due_s for due_s in (outcome.deadline_s, by_s) if due_s is not None]
-    due_s = min(dues_s, default=math.inf)
-    if outcome.status == "failed":
-        return Late(outcome.info.job_id, due_s, outcome.ended_s, outcome.error)
-    return Late(outcome.info.job_id, due_s, outcome.ended_s) if outcome.ended_s > due_s else None
+    due_s = min([due_s for due_s in (outcome.deadline_s, by_s) if due_s is not None], default=math.inf)
+    if outcome.status == "failed" or outcome.ended_s <= due_s:
+        return None
+    return Late(outcome.info.job_id, due_s, outcome.ended_s)

@@ -1,4 +1,4 @@
-"""A plan in plain language: the answer first, then what is late, then the alternatives."""
+"""A plan in plain language: the answer first, then what is late or fails, then the alternatives."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import Any
 
 from gfgen.runtime.cost import in_one_line
 from gfgen.runtime.durations import in_words
-from gfgen.runtime.plan import Late, Option, Plan
+from gfgen.runtime.plan import Failed, Late, Option, Plan
 
-MAX_LATE_NAMED = 5
+MAX_LINES, MAX_NAMED = 5, 5
+"""Late jobs with a line each; and of the others, and of those that fail."""
 BAR_CHARS = 30
 _DAY_S = 86400.0
 _SHORT_S = 600.0
@@ -20,7 +21,7 @@ _SHORT_S = 600.0
 
 def in_plain_words(plan: Plan, *, device: str) -> list[str]:
     """One screen of lines; `device` says whose profile the predictions are from."""
-    lines = [answer(plan), *_late_lines(plan)]
+    lines = [answer(plan), *_late_lines(plan), *_failed_lines(plan)]
     if len(plan.by_policy) > 1:
         title = f"Policies on {num_ranks_in_words(plan.best.num_ranks)}"
         lines += ["", *_chart(plan, plan.by_policy, [option.policy for option in plan.by_policy], title)]
@@ -69,6 +70,13 @@ def num_ranks_in_words(number: int) -> str:
     return f"{number} rank{'' if number == 1 else 's'}"
 
 
+def missed(option: Option) -> str:
+    """'2 late, 1 fails'; nothing where all is well."""
+    late = [f"{len(option.late)} late"] if option.late else []
+    number = len(option.failed)
+    return ", ".join([*late, *([f"{number} fail{'s' if number == 1 else ''}"] if number else [])])
+
+
 def as_json(plan: Plan) -> dict[str, Any]:
     """The same for programs; times in seconds since the start, which is in Unix time."""
     fewest = plan.fewest
@@ -94,15 +102,8 @@ def _option_as_json(option: Option) -> dict[str, Any]:
         "mean_latency_s": None if math.isinf(option.mean_latency_s) else option.mean_latency_s,
         "deadlines": option.num_deadlines,
         "deadlines_missed": option.num_deadlines_missed,
-        "late": [
-            {
-                "job": job.job_id,
-                "due_s": None if math.isinf(job.due_s) else job.due_s,
-                "ended_s": job.ended_s,
-                "error": job.error,
-            }
-            for job in option.late
-        ],
+        "late": [{"job": job.job_id, "due_s": job.due_s, "ended_s": job.ended_s} for job in option.late],
+        "failed": [{"job": job.job_id, "ended_s": job.ended_s, "error": job.error} for job in option.failed],
     }
 
 
@@ -114,17 +115,34 @@ def _late_lines(plan: Plan) -> list[str]:
     if not late:
         return []
     head = "One job is late" if len(late) == 1 else f"{len(late)} jobs are late, the latest first"
-    lines = ["", f"{head}:", *(f"  {_late_line(plan, job)}" for job in late[:MAX_LATE_NAMED])]
-    if len(late) > MAX_LATE_NAMED:
-        lines.append(f"  and {len(late) - MAX_LATE_NAMED} more")
+    lines = ["", f"{head}:", *(f"  {_late_line(plan, job)}" for job in late[:MAX_LINES])]
+    if others := late[MAX_LINES:]:
+        least, most = in_words(others[-1].late_s), in_words(others[0].late_s)
+        margin = most if least == most else f"{least} to {most}"
+        lines.append(f"  and {len(others)} more, {margin} late: {_named(others)}")
     return lines
 
 
 def _late_line(plan: Plan, job: Late) -> str:
-    if job.error:
-        return f"{job.job_id}: fails at {clock_time(plan, job.ended_s)}, {job.error}"
     due, ended = clock_time(plan, job.due_s), clock_time(plan, job.ended_s)
     return f"{job.job_id}: due {due}, done {ended}, {in_words(job.late_s)} late"
+
+
+def _failed_lines(plan: Plan) -> list[str]:
+    failed = plan.best.failed
+    if not failed:
+        return []
+    lines = ["", "One job fails:" if len(failed) == 1 else f"{len(failed)} jobs fail:"]
+    lines += [
+        f"  {job.job_id}: at {clock_time(plan, job.ended_s)}, {job.error}" for job in failed[:MAX_LINES]
+    ]
+    if others := failed[MAX_LINES:]:
+        lines.append(f"  and {len(others)} more: {_named(others)}")
+    return lines
+
+
+def _named(jobs: Sequence[Late | Failed]) -> str:
+    return ", ".join(job.job_id for job in jobs[:MAX_NAMED]) + (", ..." if len(jobs) > MAX_NAMED else "")
 
 
 def _chart(plan: Plan, options: Sequence[Option], names: Sequence[str], title: str) -> list[str]:
@@ -136,8 +154,7 @@ def _chart(plan: Plan, options: Sequence[Option], names: Sequence[str], title: s
     lines = [f"{title:<{name_width}}  {'done by':<{end_width}}"]
     for option, name, end in zip(options, names, ends, strict=True):
         bar = _bar(option.end_s, by_s=plan.by_s, scale_s=scale_s)
-        note = f"{len(option.late)} late" if option.late else "nothing late"
-        lines.append(f"{name:<{name_width}}  {end:<{end_width}}  {bar}  {note}")
+        lines.append(f"{name:<{name_width}}  {end:<{end_width}}  {bar}  {missed(option) or 'nothing late'}")
     return lines
 
 
@@ -152,10 +169,8 @@ def _bar(end_s: float, *, by_s: float | None, scale_s: float) -> str:
 def _enough(plan: Plan) -> str:
     fewest, most = plan.fewest, plan.by_ranks[-1]
     if fewest is None:
-        jobs = "1 job" if len(most.late) == 1 else f"{len(most.late)} jobs"
-        return (
-            f"No number of ranks up to {most.num_ranks} meets everything: {most.num_ranks} leave {jobs} late."
-        )
+        ranks = num_ranks_in_words(most.num_ranks)
+        return f"No number of ranks up to {most.num_ranks} meets everything: on {ranks}, {missed(most)}."
     enough = f"{num_ranks_in_words(fewest.num_ranks)} {'is' if fewest.num_ranks == 1 else 'are'} enough"
     return f"{enough} for everything to be in time, with {fewest.policy}."
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from gfgen.runtime.durations import in_words
 from gfgen.runtime.picture import GREY, save_figure
 from gfgen.runtime.plan import Option, Plan
-from gfgen.runtime.plan_words import answer, clock_time, num_ranks_in_words
+from gfgen.runtime.plan_words import answer, clock_time, missed, num_ranks_in_words
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -60,10 +60,10 @@ def _draw_bars(
     axes: Axes, plan: Plan, options: Sequence[Option], names: Sequence[str], *, longest_s: float
 ) -> None:
     for row, option in enumerate(options):
-        colour = LATE if option.late else BEST if option == plan.best else IN_TIME
+        colour = LATE if option.num_missed else BEST if option == plan.best else IN_TIME
         axes.barh(row, option.end_s, 0.66, color=colour)
-        late = f", {len(option.late)} late" if option.late else ""
-        text = f"{clock_time(plan, option.end_s)} ({in_words(option.end_s)}){late}"
+        note = f", {missed(option)}" if option.num_missed else ""
+        text = f"{clock_time(plan, option.end_s)} ({in_words(option.end_s)}){note}"
         axes.text(option.end_s + 0.02 * longest_s, row, text, va="center", fontsize=9, bbox=PLAIN, zorder=3)
     if plan.by_s is not None and plan.by_s < 1.2 * longest_s:
         axes.axvline(plan.by_s, color="black", linewidth=1.2, linestyle="--")

@@ -8,6 +8,8 @@ from builders import make_job
 from gfgen.errors import RunError
 from gfgen.graph import Stage
 from gfgen.runtime import plan_words
+from gfgen.runtime.cost import Doubt, in_one_line
+from gfgen.runtime.cost_table import Provenance
 from gfgen.runtime.plan import Option, best_first, make_plan
 from gfgen.runtime.plot_plan import draw_plan
 from gfgen.runtime.profile import Profile, ProfileRow
@@ -44,7 +46,7 @@ def words(plan):
 
 
 def option(name, *, num_late=0, end_s=100.0, mean_s=10.0):
-    return Option(name, 1, end_s, mean_s, ("late",) * num_late, (), 0, 0)
+    return Option(name, 1, end_s, mean_s, ("late",) * num_late, (), (), 0, 0)
 
 
 def test_what_is_in_time_goes_before_what_is_early_and_ties_go_to_the_shorter_wait():
@@ -78,10 +80,27 @@ def test_what_is_late_is_named_with_how_much():
     assert plan_words.as_json(plan)["fewest_ranks"] is None
 
 
-def test_a_job_that_times_out_counts_as_late_and_says_so():
-    plan = plan_of([make_job("slow", steps=10, timeout_s=5.0), make_job("quick", steps=1)])
-    assert "1 of 2 jobs are done" in words(plan)[0]
-    assert any("slow: fails at" in line and "timed out 5 s" in line for line in words(plan))
+def test_a_job_that_times_out_fails_and_is_not_late():
+    late = make_job("late", steps=1, deadline_s=1.0)
+    plan = plan_of([make_job("slow", steps=10, timeout_s=5.0), late])
+    lines = words(plan)
+    assert "1 of 2 jobs are done" in lines[0]
+    assert [line for line in lines if line.startswith("One job")] == ["One job is late:", "One job fails:"]
+    assert any(line.startswith("  slow: at ") and "timed out 5 s" in line for line in lines)
+    assert sum(line.endswith("  1 late, 1 fails") for line in lines) == 4
+    assert any(line.endswith("meets everything: on 2 ranks, 1 late, 1 fails.") for line in lines)
+    best = plan_words.as_json(plan)["best"]
+    assert [job["job"] for job in best["late"]] == ["late"]
+    assert [job["job"] for job in best["failed"]] == ["slow"]
+
+
+def test_of_many_late_jobs_the_rest_is_named_with_how_late_it_is():
+    lines = words(plan_of([make_job(f"job-{i}", steps=1, deadline_s=1.0) for i in range(12)]))
+    (rest,) = [line for line in lines if line.startswith("  and ")]
+    assert rest.startswith("  and 7 more, ")
+    assert rest.count("job-") == 5
+    assert rest.endswith(", ...")
+    assert " s late: job-" in rest
 
 
 def test_a_deadline_before_the_arrival_is_late_whatever_is_done():
@@ -133,8 +152,24 @@ def test_a_policy_that_starves_a_job_is_left_out_by_name(tmp_path):
 def test_what_was_extrapolated_is_said():
     assert not any(line.startswith("Uncertain") for line in words(plan_of([make_job("a", steps=1)])))
     huge = replace(make_job("a", steps=1, shape="huge"), flops=dict.fromkeys(Stage, 1e12))
-    unknown = words(plan_of([huge]))
-    assert any(line.startswith("Uncertain: ") and "huge" in line for line in unknown)
+    (unknown,) = [line for line in words(plan_of([huge])) if line.startswith("Uncertain: ")]
+    assert "extrapolated, not measured: fake huge (encode, prepare, decode, denoise on 1 rank" in unknown
+
+
+def test_doubts_say_which_tasks_and_of_which_models_the_rest_is():
+    def doubt(shape, stage, *degrees):
+        return Doubt(Provenance.EXTRAPOLATED, "wan", shape, stage, degrees)
+
+    steps = [doubt("s1", Stage.DENOISE, 1, 1, 1), doubt("s1", Stage.DENOISE, 2, 2, 1)]
+    assert in_one_line([*steps, doubt("s1", Stage.DECODE, 1, 1, 1)]) == (
+        "extrapolated, not measured: wan s1 (decode, denoise on 1 rank and cfg 2 x ulysses 2)"
+    )
+    many = [doubt("s1", Stage.DENOISE, 1, n, 1) for n in range(1, 6)]
+    many += [doubt(f"s{n}", Stage.ENCODE, 1, 1, 1) for n in range(2, 6)]
+    assert in_one_line(many) == (
+        "extrapolated, not measured: wan s1 (denoise on 5 layouts), wan s2 (encode), wan s3 (encode) "
+        "and 2 more shapes of wan"
+    )
 
 
 def test_the_chart_has_a_bar_for_each_policy_and_number_of_ranks():
