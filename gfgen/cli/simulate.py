@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import re
 import time
@@ -81,11 +82,11 @@ def simulate(
     if output is not None:
         _clear(output)
     runs, failures = [], []
-    for policy, num_ranks in ((policy, num_ranks) for policy in named for num_ranks in counts):
+    for place, (policy, num_ranks) in enumerate(itertools.product(named, counts)):
         name = policy.name + (f" on {num_ranks}" if len(counts) > 1 else "")
         folder = _folder(output, name, is_only=len(named) * len(counts) == 1)
         try:
-            runs.append((name, _simulate(admitted, policy, num_ranks, profile, folder)))
+            runs.append((name, _simulate(admitted, policy, num_ranks, profile, folder, place=place)))
         except OutputError:
             raise
         except RunError as error:
@@ -99,10 +100,17 @@ def simulate(
 
 
 def _simulate(
-    jobs: Sequence[AdmittedJob], policy: NamedPolicy, num_ranks: int, profile: Profile, folder: Path | None
+    jobs: Sequence[AdmittedJob],
+    policy: NamedPolicy,
+    num_ranks: int,
+    profile: Profile,
+    folder: Path | None,
+    *,
+    place: int,
 ) -> Simulated:
     with contextlib.ExitStack() as stack:
-        observers = [stack.enter_context(contextlib.closing(each)) for each in _observers(folder)]
+        writers = _observers(folder, place=place)
+        observers = [stack.enter_context(contextlib.closing(each)) for each in writers]
         return run_simulation(
             jobs,
             policy=policy,
@@ -125,7 +133,7 @@ def _clear(output: Path) -> None:
                     manifest.parent.rmdir()
 
 
-def _observers(folder: Path | None) -> Iterator[Observer]:
+def _observers(folder: Path | None, *, place: int) -> Iterator[Observer]:
     """What writes the files of a run; those of an earlier simulation give way.
 
     Raises: InputError for a folder that a real run has written to.
@@ -137,7 +145,7 @@ def _observers(folder: Path | None) -> Iterator[Observer]:
         raise InputError(f"--output {folder}: holds the manifest of a run; name another folder")
     manifest.unlink(missing_ok=True)
     yield ManifestWriter(manifest, is_simulated=True)
-    yield TraceWriter(folder / TRACE_NAME, is_simulated=True)
+    yield TraceWriter(folder / TRACE_NAME, is_simulated=True, place=place)
 
 
 def _folder(output: Path | None, name: str, *, is_only: bool) -> Path | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from gfgen.runtime.colours import job_colour
 from gfgen.runtime.durations import in_words
 from gfgen.runtime.metrics import percentile
 from gfgen.runtime.picture import GREY, save_figure
-from gfgen.runtime.timeline import Timeline, read_timeline
+from gfgen.runtime.timeline import Timeline, place_of, read_timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -58,7 +59,8 @@ OTHERS = (
 
 
 def find_traces(paths: Sequence[Path]) -> list[Path]:
-    """Traces as named, and in place of a folder those in it and one level below.
+    """Traces as named, and in place of a folder those in it and one level below: in the order in which
+    they were asked for, where they tell it, and by name.
 
     Raises: InputError for a folder without any.
     """
@@ -67,13 +69,18 @@ def find_traces(paths: Sequence[Path]) -> list[Path]:
         if not path.is_dir():
             found.append(path)
             continue
-        inside = [trace for pattern in TRACE_NAMES for trace in sorted(path.glob(pattern))]
+        inside = [trace for pattern in TRACE_NAMES for trace in sorted(path.glob(pattern), key=_place)]
         if not inside:
             raise InputError(
                 f"{path}: no trace.json in it; 'gfgen simulate --output' and 'run --trace' write them"
             )
         found += inside
     return found
+
+
+def _place(trace: Path) -> tuple[float, Path]:
+    place = place_of(trace)
+    return math.inf if place is None else place, trace
 
 
 def plot_runs(traces: Sequence[Path], output: Path, *, title: str | None = None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -12,6 +13,8 @@ from gfgen.errors import InputError
 from gfgen.runtime.trace import FIRST_WRITER_TID
 
 Entry = dict[str, Any]
+MAX_LINES_BEFORE_RUN = 64
+"""A trace begins with the names of processes and ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +89,21 @@ def read_timeline(path: Path) -> Timeline:
     for slice_ in slices:
         jobs.setdefault(slice_.job_id, TracedJob(slice_.job_id, arrival_s=slice_.start_s))
     return Timeline(tuple(slices), jobs, policy, num_ranks, is_simulated)
+
+
+def place_of(path: Path) -> int | None:
+    """The place of a trace's run among those that were asked for together; None where none is told.
+
+    Reads no further than what the run says of itself, near the begin of the file.
+    """
+    try:
+        with path.open(encoding="utf-8") as stream:
+            entries = _complete_lines("".join(itertools.islice(stream, MAX_LINES_BEFORE_RUN)))
+    except (OSError, UnicodeDecodeError):
+        return None  # whoever reads the whole file says what is wrong with it
+    told = next((entry.get("args") for entry in entries if entry.get("name") == "run"), None)
+    place = told.get("place") if isinstance(told, dict) else None
+    return place if isinstance(place, int) else None
 
 
 def read_trace(path: Path) -> list[Slice]:

@@ -67,9 +67,12 @@ class _JobLane:
 
 
 class TraceWriter(Observer):
-    """Writes the trace while the run goes on."""
+    """Writes the trace while the run goes on.
 
-    def __init__(self, path: Path, *, is_simulated: bool = False) -> None:
+    place: of this run among several that were asked for together, from 0.
+    """
+
+    def __init__(self, path: Path, *, is_simulated: bool = False, place: int | None = None) -> None:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._stream: TextIO | None = path.open("w", encoding="ascii")
@@ -77,6 +80,7 @@ class TraceWriter(Observer):
             raise OutputError(f"cannot write the trace {path}: {error.strerror}") from error
         self._path = path
         self._is_simulated = is_simulated
+        self._place = place
         self._separator = "[\n"
         self._jobs: dict[str, _JobLane] = {}
         self._dispatches: dict[int, tuple[Dispatch, set[int]]] = {}
@@ -93,9 +97,11 @@ class TraceWriter(Observer):
         self._name_process(JOBS_PID, "jobs", sort_index=1)
         for rank in range(num_ranks):
             self._name_lane(rank, f"rank {rank}")
-        args = {"policy": policy, "num_ranks": num_ranks, "num_jobs": len(jobs)}
+        args: dict[str, Any] = {"policy": policy, "num_ranks": num_ranks, "num_jobs": len(jobs)}
         if self._is_simulated:
             args["simulated"] = True
+        if self._place is not None:
+            args["place"] = self._place
         self._instant("run", 0.0, scope="g", args=args)
 
     def added(self, jobs: tuple[JobInfo, ...]) -> None:

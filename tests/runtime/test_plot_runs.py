@@ -14,8 +14,15 @@ from gfgen.runtime.timeline import read_timeline
 from gfgen.runtime.trace import TraceWriter
 
 
-def traced(path: Path, parts: list[Part], *, num_ranks: int = 2, is_simulated: bool = False) -> Path:
-    writer = TraceWriter(path, is_simulated=is_simulated)
+def traced(
+    path: Path,
+    parts: list[Part],
+    *,
+    num_ranks: int = 2,
+    is_simulated: bool = False,
+    place: int | None = None,
+) -> Path:
+    writer = TraceWriter(path, is_simulated=is_simulated, place=place)
     ActedRun(parts, num_ranks=num_ranks, observers=[writer]).play()
     return path
 
@@ -58,6 +65,18 @@ def test_a_folder_stands_for_the_traces_in_it(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(InputError, match=r"no trace\.json in it"):
         find_traces([tmp_path / "empty"])
+
+
+def test_traces_of_a_folder_come_as_they_were_asked_for(tmp_path: Path) -> None:
+    for place, name in ((2, "auto"), (None, "aged"), (0, "legacy"), (1, "edf")):
+        (tmp_path / name).mkdir()
+        traced(tmp_path / name / "trace.json", batch(3), num_ranks=8, place=place)
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "trace.json").write_bytes(b"\xff\n")
+    names = [trace.parent.name for trace in find_traces([tmp_path])]
+    assert names == ["legacy", "edf", "auto", "aged", "broken"]
+    given = [tmp_path / "edf" / "trace.json", tmp_path / "legacy" / "trace.json"]
+    assert find_traces(given) == given
 
 
 def test_a_trace_without_ended_jobs_is_refused_by_name(tmp_path: Path) -> None:
