@@ -37,7 +37,7 @@ from gfgen.runtime.arenas import GPU_PLAN
 from gfgen.runtime.devices import CUDA, Devices, Gpu
 
 TEXT = {"wan2.2-ti2v-5b": (512, 4096), "qwen-image": (64, 3584)}
-SIZES = {
+SIZES: dict[str, dict[str, Any]] = {
     "wan2.2-ti2v-5b": {"width": 832, "height": 480, "frames": 17},
     "qwen-image": {"width": 512, "height": 512, "negative_prompt": "blurred"},
 }
@@ -118,7 +118,11 @@ def reference(endpoint: CudaEndpoint, model: str, spec: JobSpec, latents: Fields
     for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
         pipeline = diffusers_pipeline(model, str(device))
         pipeline.set_progress_bar_config(disable=True)
-        settings = {"width": spec.width, "height": spec.height, "num_inference_steps": spec.steps}
+        settings: dict[str, Any] = {
+            "width": spec.width,
+            "height": spec.height,
+            "num_inference_steps": spec.steps,
+        }
         sample = latents.tensors[SAMPLE].to(device)
         if dtype == torch.float32:
             pipeline.transformer.float()

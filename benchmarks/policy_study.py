@@ -13,13 +13,15 @@ import argparse
 import gc
 import itertools
 import json
+import math
+import statistics
 import subprocess
 import time
 from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 import numpy as np
@@ -27,6 +29,7 @@ import numpy as np
 from gfgen.bench.scores import Outcomes, Score, makespan_bound_s, score
 from gfgen.bench.workloads import (
     MIXES,
+    Name,
     WorkloadOptions,
     admitted,
     make_workload,
@@ -34,13 +37,15 @@ from gfgen.bench.workloads import (
     weightless_model,
 )
 from gfgen.policies.catalog import load_policy
+from gfgen.runtime.admission import AdmittedJob
 from gfgen.runtime.cost import CostModel
-from gfgen.runtime.profile import load_profile
+from gfgen.runtime.observer import JobOutcome
+from gfgen.runtime.profile import Profile, load_profile
 from gfgen.runtime.profiles import SHIPPED
 from gfgen.runtime.simulation import simulate
 
 MODELS = ("wan2.2-ti2v-5b", "qwen-image")
-WORKLOADS = ("short", "foreground-burst", "steady")
+WORKLOADS: tuple[Name, ...] = ("short", "foreground-burst", "steady")
 LOADS = (0.3, 0.6, 0.8, 0.95, 1.1, 1.3, 1.5)
 NUM_RANKS, NUM_JOBS, NUM_SEEDS = 4, 80, 20
 BLIND = ("legacy", "fcfs", "srtf", "srtf,degree=4")
@@ -54,14 +59,24 @@ RESAMPLES = 2000
 RUN_FIELDS = ("attainment", "attainment_client", "mean_s", "p95_s", "jobs_per_min", "num_failed")
 NIGHT_FIELDS = ("makespan_s", "bound_s", "excess", "attainment", "mean_s")
 """What is kept of every run."""
-Point = tuple[str, str, float, int]
+Point = tuple[Name, str, float, int]
+"""Workload, model, load, seed."""
+Rows = list[dict[str, Any]]
+Cell = tuple[str, str, int, float]
+"""Model, workload, GPUs that deadlines are set from, load."""
+Cells = dict[Cell, dict[str, list[float | None]]]
+"""By policy: values by seed; no latency where no job was done."""
+TICKS = (1, 2, 5)
+"""On each decade of an axis of seconds."""
 
 
-def profile():
+def profile() -> Profile:
     return load_profile(SHIPPED / "h200-goals.json")
 
 
-def jobs_of(model: str, workload: str, *, load: float, seed: int, deadlines_from: int, num_jobs: int):
+def jobs_of(
+    model: str, workload: Name, *, load: float, seed: int, deadlines_from: int, num_jobs: int
+) -> tuple[AdmittedJob, ...]:
     found = weightless_model(model)
     times = stand_alone(found, CostModel(profile()))
     options = WorkloadOptions(
@@ -70,20 +85,20 @@ def jobs_of(model: str, workload: str, *, load: float, seed: int, deadlines_from
     return admitted(make_workload(workload, model, times, options), found)
 
 
-def outcomes_of(jobs, policy: str):
+def outcomes_of(jobs: Sequence[AdmittedJob], policy: str) -> list[JobOutcome]:
     watch = Outcomes()
     simulate(jobs, policy=load_policy(policy), num_ranks=NUM_RANKS, profile=profile(), observers=[watch])
     return watch.ended_jobs
 
 
-def run_point(point: Point) -> list[dict[str, Any]]:
+def run_point(point: Point) -> Rows:
     """All policies on one workload, with deadlines of both kinds."""
     workload, model, load, seed = point
     slack_s = MIXES[model].slack_s
     by_kind = {
         n: jobs_of(model, workload, load=load, seed=seed, deadlines_from=n, num_jobs=NUM_JOBS) for n in (1, 4)
     }
-    rows = []
+    rows: Rows = []
 
     def note(found: Score, deadlines_from: int) -> None:
         keys = {"workload": workload, "model": model, "load": load, "seed": seed, "from": deadlines_from}
@@ -92,7 +107,7 @@ def run_point(point: Point) -> list[dict[str, Any]]:
     for policy in BLIND:
         outcomes = outcomes_of(by_kind[1], policy)
         for n, jobs in by_kind.items():
-            deadlines_s = {job.job_id: job.spec.deadline_s for job in jobs}
+            deadlines_s = {job.job_id: job.spec.deadline_s for job in jobs if job.spec.deadline_s is not None}
             note(score(policy, outcomes, slack_s=slack_s, deadlines_s=deadlines_s), n)
     for policy, n in itertools.product((PAPER, "auto"), by_kind):
         note(score(policy, outcomes_of(by_kind[n], policy), slack_s=slack_s), n)
@@ -100,7 +115,7 @@ def run_point(point: Point) -> list[dict[str, Any]]:
     return rows
 
 
-def run_overnight(point: tuple[str, int]) -> list[dict[str, Any]]:
+def run_overnight(point: tuple[str, int]) -> Rows:
     model, seed = point
     jobs = jobs_of(model, "overnight", load=1.0, seed=seed, deadlines_from=1, num_jobs=OVERNIGHT_JOBS)
     bound_s = makespan_bound_s(jobs, CostModel(profile()), num_ranks=NUM_RANKS)
@@ -114,9 +129,7 @@ def run_overnight(point: tuple[str, int]) -> list[dict[str, Any]]:
 # Tables -----------------------------------------------------------------------------------
 
 
-def gathered(
-    rows: list[dict[str, Any]], keys: tuple[str, ...], fields: tuple[str, ...]
-) -> list[dict[str, Any]]:
+def gathered(rows: Rows, keys: tuple[str, ...], fields: tuple[str, ...]) -> Rows:
     """A row for each point and policy, with lists of values by seed."""
     found: dict[Any, dict[str, Any]] = {}
     for row in sorted(rows, key=lambda row: row["seed"]):
@@ -128,23 +141,33 @@ def gathered(
     return list(found.values())
 
 
-def by_cell(rows, field: str) -> dict[tuple[str, str, int, float], dict[str, list[float]]]:
+def by_cell(rows: Rows, field: str) -> Cells:
     """Values by seed, of each policy at each point."""
-    cells: dict[Any, dict[str, list[float]]] = defaultdict(dict)
+    cells: Cells = defaultdict(dict)
     for row in rows:
         cells[row["model"], row["workload"], row["from"], row["load"]][row["policy"]] = row[field]
     return cells
 
 
-def interval(values) -> tuple[float, float]:
+def mean(values: Sequence[float | None]) -> float:
+    """Over the seeds that have a value."""
+    known = _known(values)
+    return statistics.mean(known) if known else math.nan
+
+
+def _known(values: Sequence[float | None]) -> list[float]:
+    return [value for value in values if value is not None]
+
+
+def interval(values: Sequence[float | None]) -> tuple[float, float]:
     """95% bootstrap interval of the mean over seeds."""
-    values = np.asarray(values)
-    picks = np.random.default_rng(0).integers(0, len(values), (RESAMPLES, len(values)))
-    low, high = np.percentile(values[picks].mean(axis=1), (2.5, 97.5))
+    known = np.array(_known(values))
+    picks = np.random.default_rng(0).integers(0, len(known), (RESAMPLES, len(known)))
+    low, high = np.percentile(known[picks].mean(axis=1), (2.5, 97.5))
     return float(low), float(high)
 
 
-def bars(rows, overnight) -> list[str]:
+def bars(rows: Rows, overnight: Rows) -> list[str]:
     """What issue 6 asks of `auto`, and what was found."""
     lines = []
     for field, words in (
@@ -156,12 +179,12 @@ def bars(rows, overnight) -> list[str]:
             (min(mean(of["auto"]) - mean(of[name]) for name in BASELINES), cell) for cell, of in cells.items()
         )
         bursts = [
-            np.subtract(of["auto"], of[max(BASELINES, key=lambda name: mean(of[name]))])
+            np.subtract(_known(of["auto"]), _known(of[_best(of)]))
             for cell, of in cells.items()
             if cell[1] == "foreground-burst" and 0.6 <= cell[3] <= 1.1
         ]
         gains = np.mean(bursts, axis=0)
-        low, high = interval(gains)
+        low, high = interval(gains.tolist())
         lines += [
             f"| {words}: `auto` less the best of the others, worst of {len(cells)} points "
             f"| at least -2 points | {100 * worst:+.1f} ({_name(worst_cell)}) |",
@@ -174,8 +197,10 @@ def bars(rows, overnight) -> list[str]:
             for model in MODELS
             for n in (1, 4)
         ]
-    cells = by_cell(rows, "mean_s")
-    low_load = [(mean(of["auto"]), mean(of["srtf"]), cell) for cell, of in cells.items() if cell[3] <= 0.6]
+    latencies = by_cell(rows, "mean_s")
+    low_load = [
+        (mean(of["auto"]), mean(of["srtf"]), cell) for cell, of in latencies.items() if cell[3] <= 0.6
+    ]
     ratio = sum(auto for auto, _, _ in low_load) / sum(srtf for _, srtf, _ in low_load)
     worst_ratio, cell = max((auto / srtf, cell) for auto, srtf, cell in low_load)
     lines.append(
@@ -187,18 +212,23 @@ def bars(rows, overnight) -> list[str]:
     return ["| | asked | found |", "|---|---|---|", *lines]
 
 
-def _burst_gains(cells):
+def _best(of: dict[str, list[float | None]]) -> str:
+    """The policy that is best at a point, apart from `auto`."""
+    return max(BASELINES, key=lambda name: mean(of[name]))
+
+
+def _burst_gains(cells: Cells) -> Iterator[tuple[float, Cell]]:
     for cell, of in cells.items():
         if cell[1] == "foreground-burst" and 0.6 <= cell[3] <= 1.1:
-            yield mean(of["auto"]) - max(mean(of[name]) for name in BASELINES), cell
+            yield mean(of["auto"]) - mean(of[_best(of)]), cell
 
 
-def _name(cell) -> str:
+def _name(cell: Cell) -> str:
     model, workload, n, load = cell
     return f"{model}, {workload}, deadlines from {n}, load {load:g}"
 
 
-def table(rows, model: str, workload: str, n: int) -> list[str]:
+def table(rows: Rows, model: str, workload: str, n: int) -> list[str]:
     """Attainment with its interval and mean latency, a line per load."""
     met, taken = by_cell(rows, "attainment"), by_cell(rows, "mean_s")
     client = by_cell(rows, "attainment_client")
@@ -215,7 +245,7 @@ def table(rows, model: str, workload: str, n: int) -> list[str]:
     return lines
 
 
-def report(rows, overnight, *, wall_s: float, processes: int, commit: str) -> str:
+def report(rows: Rows, overnight: Rows, *, wall_s: float, processes: int, commit: str) -> str:
     lines = [
         "# Policies under load, simulated",
         "",
@@ -246,19 +276,20 @@ def report(rows, overnight, *, wall_s: float, processes: int, commit: str) -> st
     return "\n".join(lines) + "\n"
 
 
-def charts(rows, folder: Path) -> None:
+def charts(rows: Rows, folder: Path) -> None:
     """For each way of setting deadlines: attainment and mean latency against load (the paper's Figure 10)."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
     colours = dict(
         zip(POLICIES, ("#999999", "#56B4E9", "#0072B2", "#009E73", "#E69F00", "#D55E00"), strict=True)
     )
     met, taken = by_cell(rows, "attainment"), by_cell(rows, "mean_s")
     for n in (1, 4):
-        figure, axes = plt.subplots(4, 3, figsize=(12, 12), sharex=True)
+        figure, axes = plt.subplots(4, 3, figsize=(12, 12), sharex=True, sharey="row")
         for (m, model), (w, workload) in itertools.product(enumerate(MODELS), enumerate(WORKLOADS)):
             for policy in POLICIES:
                 look = {"color": colours[policy], "label": policy, "lw": 2.5 if policy == "auto" else 1.4}
@@ -270,7 +301,11 @@ def charts(rows, folder: Path) -> None:
                 axes[2 * m + 1][w].plot(LOADS, means, **look)
             axes[2 * m][w].set_title(f"{model}, {workload}", fontsize=10)
             axes[2 * m][w].set_ylim(0, 102)
-            axes[2 * m + 1][w].set_yscale("log")
+            seconds = axes[2 * m + 1][w]
+            seconds.set_yscale("log")
+            seconds.yaxis.set_major_locator(LogLocator(subs=TICKS))
+            seconds.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+            seconds.yaxis.set_minor_formatter(NullFormatter())
             axes[2 * m][0].set_ylabel("deadlines met, %")
             axes[2 * m + 1][0].set_ylabel("mean latency, s")
             axes[3][w].set_xlabel("load")
@@ -288,7 +323,7 @@ def charts(rows, folder: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--seeds", type=int, default=NUM_SEEDS)
     parser.add_argument("--output", type=Path, required=True, help="path without suffix")
@@ -329,7 +364,7 @@ def _commit() -> str:
     return asked.stdout.strip() or "unknown"
 
 
-def _as_lines(header: dict[str, Any], **tables: list[dict[str, Any]]) -> str:
+def _as_lines(header: dict[str, Any], **tables: Rows) -> str:
     """JSON with a line per row."""
     parts = [json.dumps(header)[1:-1]]
     for name, rows in tables.items():

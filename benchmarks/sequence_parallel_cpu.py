@@ -11,12 +11,14 @@ is mostly waiting for a core. Run it on a quiet machine: every other process sho
 from __future__ import annotations
 
 import argparse
+import contextlib
 import multiprocessing
 import os
 import platform
 import sys
 import time
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from datetime import date
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -24,15 +26,16 @@ from statistics import median
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gfgen.gfc.arena import Plan, create_arena
-from gfgen.gfc.descriptor import Descriptor
+from gfgen.gfc.descriptor import Descriptor, Kind
 from gfgen.gfc.endpoint import Endpoint
 from gfgen.gfc.group import Group
 from gfgen.jobspec import JobSpec
 from gfgen.layout import Layout
 from gfgen.models.adapter import Fields
-from gfgen.models.parallel import parallel_from
+from gfgen.models.parallel import Parallel
 from gfgen.models.registry import load_adapter, resolve_checkpoint
 
 SHAPES = ((1, 1), (1, 2), (2, 1), (1, 3), (1, 4), (2, 2))
@@ -58,29 +61,44 @@ class Timed:
     apart: bool
     moving_s: float = 0.0
     sent_bytes: int = 0
-    size: int = field(init=False)
-    slot: int = field(init=False)
-    room_bytes: None = None
+    room_bytes: int | None = None
 
-    def __post_init__(self) -> None:
-        self.size, self.slot = self.group.size, self.group.slot
+    @property
+    def size(self) -> int:
+        return self.group.size
 
-    def beside(self) -> Timed:
+    @property
+    def slot(self) -> int:
+        return self.group.slot
+
+    def beside(self, max_blocks: int) -> Timed:
         return self
 
-    def __getattr__(self, name: str) -> Any:
-        def exchange(*tensors: torch.Tensor, **sizes: Any) -> Any:
-            if self.apart:
-                self.group.barrier()
-            start = time.perf_counter()
-            result = getattr(self.group, name)(*tensors, **sizes)
-            self.moving_s += time.perf_counter() - start
-            # An all-gather sends everything to each peer, the others each peer its part.
-            copies = self.size - 1 if "gather" in name else (self.size - 1) / self.size
-            self.sent_bytes += int(copies * sum(x.numel() * x.element_size() for x in tensors))
-            return result
+    def all_gather(self, x: Tensor, *, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
+        with self._timed(x, copies=self.size - 1):
+            return self.group.all_gather(x, dim=dim, sizes=sizes)
 
-        return exchange
+    def heads_from_tokens(self, *tensors: Tensor, **sizes: Any) -> tuple[Tensor, ...]:
+        with self._timed(*tensors, copies=1 - 1 / self.size):
+            return self.group.heads_from_tokens(*tensors, **sizes)
+
+    def gather_tokens(self, *tensors: Tensor, **sizes: Any) -> tuple[Tensor, ...]:
+        with self._timed(*tensors, copies=self.size - 1):
+            return self.group.gather_tokens(*tensors, **sizes)
+
+    def tokens_from_heads(self, x: Tensor, **sizes: Any) -> Tensor:
+        with self._timed(x, copies=1 - 1 / self.size):
+            return self.group.tokens_from_heads(x, **sizes)
+
+    @contextlib.contextmanager
+    def _timed(self, *tensors: Tensor, copies: float) -> Iterator[None]:
+        """Adds up an exchange; `copies`: how often a rank sends its tensors, on the whole."""
+        if self.apart:
+            self.group.barrier()
+        start = time.perf_counter()
+        yield
+        self.moving_s += time.perf_counter() - start
+        self.sent_bytes += int(copies * sum(x.numel() * x.element_size() for x in tensors))
 
 
 COUNTED = ("moving_s", "sent_bytes")
@@ -101,16 +119,20 @@ def measure(endpoint: Endpoint, job: Job, layout: Layout, dispatch: int, *, apar
     group.enter()
     steps, latents = [], job.latents
     for idx in range(job.spec.steps or 0):
-        parallel = parallel_from(group)
-        names = ("cfg", "sequence", "ulysses", "ring")
-        timed = {name: Timed(getattr(parallel, name), apart) for name in names}
+        kinds: tuple[Kind, ...] = ("cfg_pair", "cfg", "ulysses", "ring")
+        cfg, sequence, ulysses, ring = timed = [Timed(group.subgroup(kind), apart) for kind in kinds]
         group.barrier()
         start = time.perf_counter()
         latents = job.adapter.denoise(
-            job.spec, job.prompt, job.condition, latents, step=idx, parallel=replace(parallel, **timed)
+            job.spec,
+            job.prompt,
+            job.condition,
+            latents,
+            step=idx,
+            parallel=Parallel(cfg, sequence, ulysses, ring),
         )
         step_s = time.perf_counter() - start
-        moving_s, sent_bytes = (sum(getattr(ranks, name) for ranks in timed.values()) for name in COUNTED)
+        moving_s, sent_bytes = (sum(getattr(ranks, name) for ranks in timed) for name in COUNTED)
         steps.append(Step(step_s, moving_s, sent_bytes))
     return steps[1:]
 

@@ -25,6 +25,7 @@ from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
 from random import Random
+from typing import Any
 
 from gfgen.bench import profiling
 from gfgen.cli.admission import Admission
@@ -51,7 +52,7 @@ from gfgen.runtime.workers import ProcessBackend
 NUM_RANKS = 2
 DEVICES = Devices(CPU, NUM_RANKS)
 GUARD_S = 0.005
-SHAPES = {
+SHAPES: dict[str, dict[str, Any]] = {
     "video": {"model": "tiny-wan", "width": 128, "height": 128, "frames": 17},
     "long video": {"model": "tiny-wan", "width": 192, "height": 128, "frames": 33},
     "picture": {"model": "tiny-qwen-image", "width": 256, "height": 256},
@@ -105,7 +106,7 @@ def make_jobs(workload: Workload, profile: Profile) -> Sequence[AdmittedJob]:
         )
         ((job,), _) = admit([spec])
         tasks = [job.trajectory.task(idx) for idx in range(job.trajectory.num_tasks)]
-        rows = [alone[job.spec.model, job.shape, task.stage] for task in tasks]
+        rows = [alone[job.spec.model or "", job.shape, task.stage] for task in tasks]
         job_s = sum(row.seconds for row in rows)
         loaded_s = sum(row.loaded_s or row.seconds for row in rows)
         alpha = random.uniform(*workload.slack) if workload.slack else ALPHAS[kind]
