@@ -59,6 +59,8 @@ RESAMPLES = 2000
 RUN_FIELDS = ("attainment", "attainment_client", "mean_s", "p95_s", "jobs_per_min", "num_failed")
 NIGHT_FIELDS = ("makespan_s", "bound_s", "excess", "attainment", "mean_s")
 """What is kept of every run."""
+CONDITIONS = ("wall_s", "processes", "commit", "date", "machine")
+"""And of all of them."""
 Point = tuple[Name, str, float, int]
 """Workload, model, load, seed."""
 Rows = list[dict[str, Any]]
@@ -245,12 +247,22 @@ def table(rows: Rows, model: str, workload: str, n: int) -> list[str]:
     return lines
 
 
-def report(rows: Rows, overnight: Rows, *, wall_s: float, processes: int, commit: str) -> str:
+def report(
+    rows: Rows,
+    overnight: Rows,
+    *,
+    output: Path,
+    wall_s: float,
+    processes: int,
+    commit: str,
+    date: str,
+    machine: str,
+) -> str:
     lines = [
         "# Policies under load, simulated",
         "",
-        f"{time.strftime('%Y-%m-%d')}; command: `python benchmarks/policy_study.py --processes {processes}`, "
-        f"{wall_s / 60:.1f} minutes on {processes} processes; commit {commit}.",
+        f"{date}; command: `python benchmarks/policy_study.py --processes {processes} --output {output}`, "
+        f"{wall_s / 60:.1f} minutes on {machine}; commit {commit}.",
         "",
         f"{NUM_RANKS} ranks of the profile h200-goals.json (goal step times put together, not measured), "
         f"{NUM_JOBS} jobs a workload, {NUM_SEEDS} seeds, every policy on the same workloads. "
@@ -325,6 +337,7 @@ def charts(rows: Rows, folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--machine", default="this machine", help="what it ran on, for the report")
     parser.add_argument("--seeds", type=int, default=NUM_SEEDS)
     parser.add_argument("--output", type=Path, required=True, help="path without suffix")
     parser.add_argument("--charts", type=Path, help="folder for the pictures")
@@ -344,13 +357,16 @@ def main() -> None:
             "wall_s": round(time.monotonic() - began_s, 1),
             "processes": options.processes,
             "commit": _commit(),
+            "date": time.strftime("%Y-%m-%d"),
+            "machine": options.machine,
             "rows": gathered(rows, ("workload", "model", "from", "load", "policy"), RUN_FIELDS),
             "overnight": gathered(overnight, ("model", "policy"), NIGHT_FIELDS),
         }
-        header = {key: found[key] for key in ("wall_s", "processes", "commit")}
+        header = {key: found[key] for key in CONDITIONS}
         path.write_text(_as_lines(header, rows=found["rows"], overnight=found["overnight"]))
-    header = {key: found[key] for key in ("wall_s", "processes", "commit")}
-    text = report(found["rows"], found["overnight"], **header)
+    text = report(
+        found["rows"], found["overnight"], output=options.output, **{key: found[key] for key in CONDITIONS}
+    )
     options.output.with_suffix(".md").write_text(text)
     print("\n".join(bars(found["rows"], found["overnight"])))
     if options.charts:
