@@ -172,7 +172,7 @@ def table_of(results: Sequence[Measured], *, device: str, command: str) -> Itera
     )
     for degree in sorted({each.cell.degree for each in results}):
         rows = [each for each in results if each.cell.degree == degree]
-        ways = list(dict.fromkeys(each.cell.way for each in rows))
+        ways = [way for way in (*THEIRS, *UNEVEN, *OURS) if any(each.cell.way == way for each in rows)]
         yield f"| {degree} GPU{'s' if degree > 1 else ''} | {' | '.join(ways)} | x |"
         yield "|---" * (len(ways) + 2) + "|"
         for shape in dict.fromkeys(each.cell.shape for each in rows):
@@ -209,10 +209,8 @@ def store(results: Sequence[Measured], stem: Path, *, device: str, command: str)
         del values["cell"]
         content["cells"][each.cell.name] = values
     path.write_text(json.dumps(content, indent=1) + "\n")
-    by_name = {cell.name: cell for cell in cells_of(num_gpus=max(DEGREES))}
-    known = [
-        Measured(by_name[name], **values) for name, values in content["cells"].items() if name in by_name
-    ]
+    cells = sorted(cells_of(num_gpus=max(DEGREES)), key=lambda cell: (cell.degree, SHAPES.index(cell.shape)))
+    known = [Measured(cell, **content["cells"][cell.name]) for cell in cells if cell.name in content["cells"]]
     lines = table_of(known, device=content["device"], command="`, `".join(content["commands"]))
     stem.with_suffix(".md").write_text("\n".join(lines) + "\n")
     try:
