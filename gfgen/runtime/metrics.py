@@ -1,6 +1,6 @@
 """What a run was worth: latencies, deadlines, and what the ranks did with their time.
 
-Counts, sums and ends are kept, not jobs and tasks: a run that watches a folder goes on for months.
+Counts, sums and ends are kept, not jobs and tasks: a run that watches a folder has any number of them.
 """
 
 from __future__ import annotations

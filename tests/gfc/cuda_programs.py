@@ -410,5 +410,21 @@ def enter_only(endpoint: CudaEndpoint, layout: Layout, dispatch: int) -> None:
     group.finish()
 
 
+def wait_alone(endpoint: CudaEndpoint, layout: Layout, dispatch: int, timeout_s: float) -> float:
+    """How long a barrier waits for a rank that only enters, in a dispatch that says how long it may."""
+    from gfgen.errors import PeerTimeoutError
+
+    group = endpoint.group(Descriptor(dispatch, layout, (1,) * layout.degree), timeout_s=timeout_s)
+    group.enter()
+    group.finish()
+    began_s = time.monotonic()
+    try:
+        group.barrier()
+        group.finish()
+    except PeerTimeoutError:
+        return time.monotonic() - began_s
+    raise AssertionError("nobody else called it")
+
+
 def restart(endpoint: CudaEndpoint, peers: list[int]) -> None:
     endpoint.restart_edges(peers)

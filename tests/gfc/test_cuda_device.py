@@ -164,6 +164,16 @@ def test_dispatch_that_a_peer_left_out_is_a_protocol_error(ranks: CudaRanks) -> 
     assert all_work(ranks, (0, 1))
 
 
+@pytest.mark.parametrize("timeout_s", [0.2, 2 * TIMEOUT_S])
+def test_a_dispatch_may_say_how_long_its_waits_may_take(ranks: CudaRanks, timeout_s: float) -> None:
+    layout, dispatch = Layout((0, 1), ulysses=2), ranks.next_dispatch()
+    ranks.submit(0, programs.wait_alone, layout, dispatch, timeout_s)
+    ranks.run((1,), programs.enter_only, layout, dispatch)
+    assert timeout_s <= ranks.result(0) < timeout_s + 0.5 * TIMEOUT_S
+    ranks.run((0, 1), programs.restart, [])
+    assert all_work(ranks, (0, 1))
+
+
 def test_group_works_again_after_a_task_that_one_of_them_left_with_words_unread(ranks: CudaRanks) -> None:
     layout, dispatch = Layout((0, 1), ulysses=2), ranks.next_dispatch()
     ranks.submit(0, programs.gather_once, layout, (1, 1), dispatch, 5000, 0.0)
