@@ -255,4 +255,6 @@ def test_what_a_policy_sees():
         "max_sequence_degree",
         "max_ulysses_degree",
         "shape",
+        "max_decode_degree",
+        "arrangement",
     ]

@@ -18,7 +18,7 @@ import torch
 from diffusers import WanImageToVideoPipeline, WanPipeline
 
 from gfgen.jobspec import JobSpec
-from gfgen.models import solver
+from gfgen.models import shared_decode, solver
 from gfgen.models.adapter import Fields
 from gfgen.models.components import LoadPipeline, load_pipeline
 from gfgen.models.fused import fuse
@@ -116,11 +116,12 @@ class WanAdapter:
         return solver.detach_from(latents, solver.save_state(scheduler, sample_BCTHW))
 
     @torch.no_grad()
-    def decode(self, spec: JobSpec, latents: Fields) -> torch.Tensor:
+    def decode(self, spec: JobSpec, latents: Fields, *, parallel: Parallel | None = None) -> Fields:
         sample_BCTHW = latents.tensors[solver.SAMPLE].to(self.device, dtype=self._vae.dtype)
         scaled = denormalize_latents(sample_BCTHW, self._vae.config)
-        video = self._vae.decode(scaled, return_dict=False)[0]
-        return to_uint8(self._text.video_processor.postprocess_video(video, output_type="pt")[0])
+        video, first_row = shared_decode.decode_rows(self._vae, scaled, parallel)
+        pictures = self._text.video_processor.postprocess_video(video.float(), output_type="pt")[0]
+        return Fields({"frames": to_uint8(pictures)}, {"first_row": first_row})
 
     @property
     def _per_token(self) -> bool:
@@ -195,6 +196,7 @@ def load_wan(
         install(transformer)
         if dtype != torch.float32:
             fuse(transformer)
+    shared_decode.install(loaded.vae)
     flags = {name: loaded.config[name] for name in ("boundary_ratio", "expand_timesteps")}
     return WanAdapter(
         geometry,
