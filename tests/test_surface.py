@@ -55,6 +55,7 @@ def test_options_of_run():
         "--skip-invalid",
         "--trace",
         "--until",
+        "--vae-dtype",
         "--watch",
         "-o",
         "-q",

@@ -65,6 +65,7 @@ class WorkerSettings:
     checkpoints: tuple[str, ...]
     device: str = "cpu"
     has_random_weights: bool = False
+    vae_dtype: str = "auto"
     arena_bytes: tuple[int, int] = (0, 0)
 
 

@@ -27,6 +27,7 @@ from gfgen.models.fused import fuse
 from gfgen.models.geometry import Geometry
 from gfgen.models.geometry_qwen import MAX_TEXT_TOKENS
 from gfgen.models.geometry_rules import known
+from gfgen.models.geometry_weights import component_dtypes
 from gfgen.models.guidance import predict_branches
 from gfgen.models.latents import denormalize_latents
 from gfgen.models.parallel import Parallel
@@ -152,10 +153,12 @@ def load_qwen_image(
     *,
     device: str,
     dtype: torch.dtype,
+    vae_dtype: str = "auto",
     load: LoadPipeline = load_pipeline,
 ) -> QwenImageAdapter:
     """The adapter of a Qwen-Image checkpoint, its components on the device."""
-    pipeline = load(QwenImagePipeline, checkpoint, device=device, dtype=dtype)
+    dtypes = component_dtypes(QwenImagePipeline.__name__, vae_dtype)
+    pipeline = load(QwenImagePipeline, checkpoint, device=device, dtype=dtype, dtypes=dtypes)
     install(pipeline.transformer)
     if dtype != torch.float32:
         fuse(pipeline.transformer)

@@ -25,7 +25,7 @@ from gfgen.models.fused import fuse
 from gfgen.models.geometry import Geometry
 from gfgen.models.geometry_rules import known
 from gfgen.models.geometry_wan import TEXT_TOKENS
-from gfgen.models.geometry_weights import FP32_ON_DEVICE
+from gfgen.models.geometry_weights import component_dtypes
 from gfgen.models.guidance import predict_branches
 from gfgen.models.latents import denormalize_latents
 from gfgen.models.parallel import Parallel
@@ -181,15 +181,16 @@ def load_wan(
     *,
     device: str,
     dtype: torch.dtype,
+    vae_dtype: str = "auto",
     load: LoadPipeline = load_pipeline,
 ) -> WanAdapter:
     """The adapter of a Wan checkpoint, its components on the device.
 
-    The VAE stays in fp32, as the model cards load it.
+    The VAE stays in fp32 unless told otherwise, as the model cards load it.
     """
     pipeline_class = WanImageToVideoPipeline if geometry.family == "wan-moe-i2v" else WanPipeline
-    in_fp32 = FP32_ON_DEVICE[pipeline_class.__name__]
-    loaded = load(pipeline_class, checkpoint, device=device, dtype=dtype, in_fp32=in_fp32)
+    dtypes = component_dtypes(pipeline_class.__name__, vae_dtype)
+    loaded = load(pipeline_class, checkpoint, device=device, dtype=dtype, dtypes=dtypes)
     names = ("tokenizer", "text_encoder", "vae", "scheduler", "transformer", "transformer_2")
     parts = {name: getattr(loaded, name) for name in names}
     for transformer in filter(None, (loaded.transformer, loaded.transformer_2)):

@@ -88,6 +88,7 @@ class WorkerSettings:
     checkpoints: tuple[str, ...]
     device: str = "cpu"
     has_random_weights: bool = False
+    vae_dtype: str = "auto"
     arena_bytes: tuple[int, int] = (0, 0)
     """For exchanges and for a chunk of a transfer, where the rank makes its own arena (`Plan`)."""
     num_threads: int = 1
@@ -454,7 +455,12 @@ class Worker:
 def load(settings: WorkerSettings, *, device: str = "cpu") -> dict[str, Adapter]:
     """The adapters of all models, by checkpoint."""
     return {
-        path: load_adapter(Path(path), device=device, has_random_weights=settings.has_random_weights)
+        path: load_adapter(
+            Path(path),
+            device=device,
+            vae_dtype=settings.vae_dtype,
+            has_random_weights=settings.has_random_weights,
+        )
         for path in settings.checkpoints
     }
 

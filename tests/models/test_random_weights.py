@@ -31,13 +31,17 @@ def configs_of(model: Path, folder: Path, **transformer: object) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("kind", "name", "in_fp32"),
-    [(WanPipeline, "tiny-wan", ("vae",)), (QwenImagePipeline, "tiny-qwen-image", ())],
+    ("kind", "name", "dtypes"),
+    [
+        (WanPipeline, "tiny-wan", {"vae": "float32"}),
+        (WanPipeline, "tiny-wan", {"vae": "bfloat16"}),
+        (QwenImagePipeline, "tiny-qwen-image", {}),
+    ],
 )
 def test_parameters_and_buffers_have_the_dtypes_of_a_loaded_pipeline(
-    tiny_models: Mapping[str, Path], kind, name, in_fp32
+    tiny_models: Mapping[str, Path], kind, name, dtypes
 ):
-    options = {"device": "cpu", "dtype": torch.bfloat16, "in_fp32": in_fp32}
+    options = {"device": "cpu", "dtype": torch.bfloat16, "dtypes": dtypes}
     loaded = load_pipeline(kind, tiny_models[name], **options)
     made = random_pipeline(kind, tiny_models[name], **options)
     for part in COMPONENTS[kind]:
