@@ -163,8 +163,9 @@ def forward(*, gpus: int | None, only: tuple[str, ...], seconds: float | None, o
 
 @bench.command()
 @click.option("--gpus", type=int, help="GPUs to use [default: all].")
+@click.option("--seconds", type=click.FloatRange(0), help="Begin no measurement after so long.")
 @click.option("--output", type=click.Path(path_type=Path), help="Folder for .json and .md.")
-def decode(*, gpus: int | None, output: Path | None) -> None:
+def decode(*, gpus: int | None, seconds: float | None, output: Path | None) -> None:
     """Decodes of Wan2.2-5B and Qwen-Image at full size, in fp32 and bf16, on 1, 2, 4 and 8 GPUs.
 
     What several GPUs make together, each a band of rows, is compared with what one makes alone.
@@ -181,7 +182,7 @@ def decode(*, gpus: int | None, output: Path | None) -> None:
             err=True,
         )
 
-    rows = measure_decodes(num_gpus=num_gpus, tell=tell)
+    rows = measure_decodes(num_gpus=num_gpus, seconds=seconds, tell=tell)
     device = f"{num_gpus} x {driver().name(0)}"
     text = "\n".join(table_of(rows, device=device, command=f"gfgen bench decode --gpus {num_gpus}"))
     click.echo(text)

@@ -53,11 +53,13 @@ def test_groups_work_side_by_side_and_the_slowest_rank_counts(monkeypatch: pytes
     monkeypatch.setattr(decode, "CudaRanks", FakeRanks)
     told: list[Row] = []
     rows = measure_decodes(num_gpus=4, tell=told.append)
-    assert told == rows
+    assert {row.shape for row in told} == {shape.name for shape in SHAPES}
+    assert sorted(told, key=repr) == sorted(rows, key=repr)
     assert [row.degree for row in rows] == [1, 2, 4] * 5
     assert [row.seconds for row in rows[:3]] == pytest.approx([8.0, 4.3, 2.3])
     text = "\n".join(table_of(rows, device="4 x GPU", command="gfgen bench decode"))
     assert "| wan-1280x704x81 | bfloat16 | 4 | 2.300 | 3.48 | 9.0 | 1.0 | 1.0e-04 | 1 | 50.0 |" in text
+    assert len(measure_decodes(num_gpus=4, seconds=0)) == 1
     with pytest.raises(InputError, match="there are 4"):
         measure_decodes(num_gpus=5)
 
