@@ -16,13 +16,17 @@ from gfgen.errors import LayoutError
 MAX_RANKS = 8
 """Ranks of one machine; the descriptor of a group has space for this many."""
 
+Degrees = tuple[int, int, int]
+"""(cfg, ulysses, ring), as `Layout.degrees`."""
+
 
 @dataclass(frozen=True, slots=True)
 class Layout:
     """An ordered set of ranks and how they are used.
 
     `cfg` ranks groups evaluate the branches of classifier-free guidance, `ulysses` splits
-    attention by heads, `ring` by key blocks; their product is the number of ranks.
+    attention by heads, `ring` by key blocks; their product is the number of ranks. A decode has
+    a layout of its own (`bands`), in which the shards of the sequence are bands of rows.
 
     Raises: LayoutError when ranks repeat, or their number is not the product of the degrees.
     """
@@ -59,6 +63,11 @@ class Layout:
         ulysses = max(degree for degree in degrees if num_shards % degree == 0)
         return cls(ranks, cfg=cfg, ulysses=ulysses, ring=num_shards // ulysses)
 
+    @classmethod
+    def bands(cls, ranks: tuple[int, ...]) -> Layout:
+        """The layout of a decode: each rank has a band of the picture's rows, from top to bottom."""
+        return cls(ranks, ulysses=len(ranks))
+
     @property
     def degree(self) -> int:
         """Number of ranks."""
@@ -70,7 +79,7 @@ class Layout:
         return self.ulysses * self.ring
 
     @property
-    def degrees(self) -> tuple[int, int, int]:
+    def degrees(self) -> Degrees:
         """(cfg, ulysses, ring): what decides shard shapes, whichever ranks are used."""
         return (self.cfg, self.ulysses, self.ring)
 
@@ -85,6 +94,41 @@ class Layout:
         ranks = ",".join(map(str, self.ranks))
         kinds = [f"{name}{n}" for name, n in zip(("cfg", "u", "r"), self.degrees, strict=True) if n > 1]
         return f"[{ranks}]" + ("x".join(kinds) and f" {'x'.join(kinds)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How many ranks can share the tasks of a job."""
+
+    uses_cfg: bool = False
+    """Whether a step evaluates two guidance branches, which two halves of the ranks can share."""
+    max_sequence_degree: int = 1
+    """The most ranks that can share the tokens of one branch."""
+    max_ulysses_degree: int = MAX_RANKS
+    """The most of them that can share the heads; beyond that they share keys, in rings."""
+    max_decode_degree: int = 1
+    """The most ranks that can share the rows of a decode."""
+
+    @property
+    def step_degree(self) -> int:
+        """The most ranks that one denoising step can use."""
+        return self.max_sequence_degree * (2 if self.uses_cfg else 1)
+
+    def ways(self, num_ranks: int) -> tuple[Degrees, ...]:
+        """The degrees in which a step can use so many ranks, or the most that it can use.
+
+        Guidance branches on two halves come first: halves exchange once in a step, ranks that share a
+        sequence twice in every attention.
+        """
+        num_ranks = min(num_ranks, self.step_degree)
+        branches = (2, 1) if self.uses_cfg and num_ranks % 2 == 0 else (1,)
+        shared = [(cfg, min(num_ranks // cfg, self.max_sequence_degree)) for cfg in branches]
+        most = max(cfg * sequence for cfg, sequence in shared)
+        return tuple(
+            Layout.sharing(tuple(range(most)), cfg=cfg, most_ulysses=self.max_ulysses_degree).degrees
+            for cfg, sequence in shared
+            if cfg * sequence == most
+        )
 
 
 def shard_bounds(length: int, num_shards: int, shard_idx: int) -> tuple[int, int]:

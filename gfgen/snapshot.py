@@ -15,7 +15,20 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from gfgen.graph import Stage, Task
-from gfgen.layout import MAX_RANKS, Layout
+from gfgen.layout import MAX_RANKS, Degrees, Layout, Limits
+
+
+@dataclass(frozen=True, slots=True)
+class Arrangement:
+    """How tasks of one model and shape use a number of ranks best, by what is predicted of them.
+
+    Entry n is for n + 1 ranks, up to MAX_RANKS.
+    """
+
+    steps: tuple[Degrees, ...]
+    """The degrees of a step, whose product is as many ranks as it can use."""
+    decodes: tuple[int, ...]
+    """How many ranks a decode takes of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +57,10 @@ class JobView:
     """The most of them that can share the heads; beyond that they share keys, in rings."""
     shape: str = ""
     """Jobs of one model and shape take equally long for a task."""
+    max_decode_degree: int = 1
+    """The most ranks that can share the rows of its decode."""
+    arrangement: Arrangement | None = None
+    """How it uses its ranks; None where nothing is predicted."""
 
     @property
     def step_degree(self) -> int:
@@ -52,25 +69,40 @@ class JobView:
 
     @property
     def max_degree(self) -> int:
-        """The most ranks that its next task can use: several share a denoising step only."""
-        return self.step_degree if self.next_task.stage is Stage.DENOISE else 1
+        """The most ranks that its next task can use: several share a denoising step, or a decode."""
+        match self.next_task.stage:
+            case Stage.DENOISE:
+                return self.step_degree
+            case Stage.DECODE:
+                return self.max_decode_degree
+            case _:
+                return 1
 
     def layout(self, ranks: Sequence[int]) -> Layout:
         """A layout of its next task on these ranks, or on the first of them when they are too many."""
+        if self.next_task.stage is Stage.DECODE:
+            return self.decode_layout(ranks)
         return self.step_layout(ranks[: self.max_degree])
 
     def step_layout(self, ranks: Sequence[int]) -> Layout:
         """A layout of its denoising steps on these ranks, whatever its next task is.
 
-        Guidance branches go to two halves of the ranks where that is possible: halves exchange
-        once in a step, ranks that share a sequence twice in every attention. Of the ranks of a
+        Guidance branches go to two halves of the ranks, or one after the other to all of them,
+        whichever is predicted to be quicker; to two halves where nothing is. Of the ranks of a
         branch as many share heads as can.
         """
-        most_ulysses = self.max_ulysses_degree
         ranks = tuple(map(operator.index, ranks[: self.step_degree]))  # plain ints: layouts are kept by them
-        if self.uses_cfg and len(ranks) % 2 == 0:
-            return _sharing(ranks, 2, most_ulysses)
-        return _sharing(ranks[: self.max_sequence_degree], 1, most_ulysses)
+        if self.arrangement is not None:
+            return _layout(ranks, self.arrangement.steps[len(ranks) - 1])
+        limits = (self.uses_cfg, self.max_sequence_degree, self.max_ulysses_degree)
+        return _layout(ranks, _usual_degrees(limits, len(ranks)))
+
+    def decode_layout(self, ranks: Sequence[int]) -> Layout:
+        """A layout of its decode: on as many of these ranks as make it quickest, or as it can use."""
+        degree = min(len(ranks), self.max_decode_degree)
+        if self.arrangement is not None:
+            degree = self.arrangement.decodes[degree - 1]
+        return _layout(tuple(map(operator.index, ranks[:degree])), (1, degree, 1))
 
     @property
     def remaining_tasks(self) -> int:
@@ -205,9 +237,16 @@ Choose = Callable[[Snapshot, Choice | None], Choice | None]
 
 
 @functools.lru_cache(maxsize=4096)
-def _sharing(ranks: tuple[int, ...], cfg: int, most_ulysses: int) -> Layout:
-    """`Layout.sharing`; kept, since layouts are values and the same few come again at every step."""
-    return Layout.sharing(ranks, cfg=cfg, most_ulysses=most_ulysses)
+def _layout(ranks: tuple[int, ...], degrees: Degrees) -> Layout:
+    """The first of these ranks; kept, since layouts are values and the same few come again at every step."""
+    cfg, ulysses, ring = degrees
+    return Layout(ranks[: cfg * ulysses * ring], cfg=cfg, ulysses=ulysses, ring=ring)
+
+
+@functools.lru_cache(maxsize=256)
+def _usual_degrees(limits: tuple[bool, int, int], num_ranks: int) -> Degrees:
+    """What a step uses of so many ranks where nothing is predicted."""
+    return Limits(*limits).ways(num_ranks)[0]
 
 
 @functools.lru_cache(maxsize=256)

@@ -41,6 +41,7 @@ FLOORS = {
     "gfgen.runtime.replay": 7,
     "gfgen.models.measure": 6,
     "gfgen.models.measure_forward": 6,
+    "gfgen.models.measure_decode": 6,
     "gfgen.runtime.simulation": 7,
     "gfgen.runtime.plan": 7,
     "gfgen.runtime.plan_words": 7,

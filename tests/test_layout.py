@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gfgen.layout import Layout
+from gfgen.layout import Layout, Limits
 
 
 @pytest.mark.parametrize(
@@ -26,3 +26,21 @@ def test_every_rank_is_used_whatever_the_heads(num_shards: int, cfg: int, heads:
     assert layout.cfg == cfg
     assert layout.sequence_degree == num_shards
     assert layout.ulysses <= heads
+
+
+@pytest.mark.parametrize(
+    ("limits", "num_ranks", "ways"),
+    [
+        (Limits(True, 99), 4, ((2, 2, 1), (1, 4, 1))),
+        (Limits(True, 99), 3, ((1, 3, 1),)),
+        (Limits(False, 99), 4, ((1, 4, 1),)),
+        (Limits(True, 99, 2), 8, ((2, 2, 2), (1, 2, 4))),
+        (Limits(True, 3), 4, ((2, 2, 1),)),  # all in turn could use three of them only
+        (Limits(True, 3), 8, ((2, 3, 1),)),
+    ],
+    ids=str,
+)
+def test_guidance_branches_have_halves_or_all_ranks_in_turn(
+    limits: Limits, num_ranks: int, ways: tuple[tuple[int, int, int], ...]
+) -> None:
+    assert limits.ways(num_ranks) == ways

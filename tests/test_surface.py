@@ -55,6 +55,7 @@ def test_options_of_run():
         "--skip-invalid",
         "--trace",
         "--until",
+        "--vae-dtype",
         "--watch",
         "-o",
         "-q",
@@ -255,4 +256,6 @@ def test_what_a_policy_sees():
         "max_sequence_degree",
         "max_ulysses_degree",
         "shape",
+        "max_decode_degree",
+        "arrangement",
     ]

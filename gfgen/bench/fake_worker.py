@@ -25,6 +25,7 @@ from typing import Any
 from gfgen.bench.fake_mail import BrokenPromiseError, Mail, VoidError
 from gfgen.bench.fault_plan import FaultFolder, Faults, Kind, Point, ScriptedError
 from gfgen.graph import Stage, Task
+from gfgen.layout import Layout, shard_bounds
 from gfgen.runtime import messages, writer
 from gfgen.runtime.channel import Channel
 from gfgen.runtime.messages import RunTask, SendState, StartJob, TaskFault, TaskReport
@@ -64,6 +65,7 @@ class WorkerSettings:
     checkpoints: tuple[str, ...]
     device: str = "cpu"
     has_random_weights: bool = False
+    vae_dtype: str = "auto"
     arena_bytes: tuple[int, int] = (0, 0)
 
 
@@ -303,7 +305,7 @@ class FakeWorker:
         if len(peers) > 1:
             self.mail.enter(peers, dispatch=message.number, is_void=is_void)
             self._visit(Point.MEETING, message)
-        made = self._compute(job, task, fds)
+        made = self._compute(job, task, message.layout, fds)
         if len(peers) > 1:
             self.mail.compare(made, peers, dispatch=message.number, is_void=is_void)
         if message.layout.slot_of(self._rank) == 0:
@@ -362,7 +364,7 @@ class FakeWorker:
             raise BrokenPromiseError(f"the slab has {meta}, not {name} {version} of {job.start.spec.id}")
         return state
 
-    def _compute(self, job: _Job, task: Task, fds: Sequence[int]) -> bytes:
+    def _compute(self, job: _Job, task: Task, layout: Layout, fds: Sequence[int]) -> bytes:
         if task.stage is Stage.ENCODE:
             return prompt_of(task.job_id)
         assert job.prompt is not None
@@ -370,7 +372,9 @@ class FakeWorker:
             return latents_after(b"", job.prompt, None)
         if task.stage is Stage.DENOISE:
             return latents_after(job.latents, job.prompt, task.step)
-        os.pwrite(fds[0], frames_of(job.latents, os.fstat(fds[0]).st_size), 0)
+        frames = frames_of(job.latents, os.fstat(fds[0]).st_size)
+        start, stop = shard_bounds(len(frames), layout.degree, layout.slot_of(self._rank))
+        os.pwrite(fds[0], frames[start:stop], start)
         return job.latents
 
     def _publish(self, job: _Job, task: Task, made: bytes, number: int) -> None:

@@ -141,6 +141,7 @@ def make_job(random: Random, job_id: str) -> AdmittedJob:
         Path("fake"),
         uses_cfg=random.random() < 0.5,
         max_sequence_degree=random.choice([1, 2, MAX_RANKS]),
+        max_decode_degree=random.choice([1, 2, MAX_RANKS]),
     )
 
 

@@ -21,17 +21,17 @@ from typing import Any, Literal
 
 from gfgen.errors import InterruptedRunError, WorkerError
 from gfgen.graph import Stage, Trajectory
-from gfgen.layout import Layout
+from gfgen.layout import Degrees, Layout
 from gfgen.policies.catalog import NamedPolicy
 from gfgen.runtime.admission import AdmittedJob
 from gfgen.runtime.clock import Clock
 from gfgen.runtime.control import Control
-from gfgen.runtime.cost import CostClass, CostModel
+from gfgen.runtime.cost import CostModel
 from gfgen.runtime.dispatch import Dispatch
 from gfgen.runtime.events import Event, OutputWritten, TaskDone
 from gfgen.runtime.observer import JobOutcome, Observer
 from gfgen.runtime.pool import WorkerPool
-from gfgen.runtime.profile import Degrees, Profile, ProfileRow
+from gfgen.runtime.profile import Profile, ProfileRow
 from gfgen.runtime.signals import SignalPipe
 from gfgen.runtime.state import State
 from gfgen.runtime.workers import ProcessBackend
@@ -44,7 +44,7 @@ ROUNDS = 3
 STEPS = 6
 """Of a job on one rank, in each round: 18 steps in all, and 3 samples of the stages that a job has one of."""
 SHARED_STEPS = 4
-"""Of a job on several ranks, of which only the steps count."""
+"""Of a job on several ranks, of which the steps count, and the decode if there are no halves."""
 MOVING_STEPS = 8
 """In the first round only: a move is a copy, and hardly varies."""
 _IDLE, _BUSY = 0.1, 0.75
@@ -114,7 +114,7 @@ def plan_measurements(jobs: Iterable[AdmittedJob], *, num_ranks: int) -> list[Me
 
 def predicted_s(measurement: Measurement, costs: CostModel, *, num_ranks: int) -> float:
     """How long a measurement will take."""
-    cost_class = _class_of(measurement.job, costs)
+    cost_class = costs.class_of(measurement.job)
     return max(
         sum(
             costs.remaining_s(cost_class, job.trajectory.task(0), job.trajectory.num_tasks, degrees)
@@ -127,15 +127,10 @@ def predicted_s(measurement: Measurement, costs: CostModel, *, num_ranks: int) -
 
 def learn(measurement: Measurement, samples: Samples, costs: CostModel) -> None:
     """Let predictions of what is left follow from what was measured."""
-    cost_class = _class_of(measurement.job, costs)
+    cost_class = costs.class_of(measurement.job)
     for stage, durations in samples.tasks.items():
         if durations:
-            degrees = measurement.degrees if stage == Stage.DENOISE else ONE
-            costs.observe(cost_class, Stage(stage), degrees, statistics.median(durations))
-
-
-def _class_of(job: AdmittedJob, costs: CostModel) -> CostClass:
-    return costs.cost_class(job.spec.model or "", job.shape, flops=job.flops, state_bytes=job.state_bytes)
+            costs.observe(cost_class, Stage(stage), measurement.degrees, statistics.median(durations))
 
 
 def _degrees_of(job: AdmittedJob, num_ranks: int) -> Iterator[Degrees]:
@@ -248,13 +243,20 @@ def _script(measurement: Measurement, groups: Sequence[_Group]) -> Any:
         return decisions
 
     def _layout_of(view: JobView, layout: Layout, snapshot: Snapshot) -> Layout:
-        if view.next_task.stage is not Stage.DENOISE:
+        if not _is_shared(measurement, view.next_task.stage):
             return Layout.single(layout.ranks[0])
-        if measurement.kind == "moving":
+        if measurement.kind == "moving" and view.next_task.stage is Stage.DENOISE:
             return Layout.single(view.next_task.index % min(2, len(snapshot.ranks)))
         return layout
 
     return decide
+
+
+def _is_shared(measurement: Measurement, stage: Stage) -> bool:
+    """Whether a measurement's ranks run a task together: steps always, a decode where they are bands."""
+    in_bands = measurement.degrees == (1, measurement.num_ranks, 1)
+    can_decode = in_bands and measurement.num_ranks <= measurement.job.max_decode_degree
+    return stage is Stage.DENOISE or (stage is Stage.DECODE and can_decode)
 
 
 class _Record(Observer):
@@ -297,7 +299,9 @@ class _Record(Observer):
 
     def _counts(self, measurement: Measurement, dispatch: Dispatch, done: Sequence[TaskDone]) -> bool:
         stage, degrees = dispatch.task.stage, dispatch.layout.degrees
-        if degrees != measurement.degrees or (measurement.num_ranks > 1 and stage is not Stage.DENOISE):
+        if degrees != measurement.degrees or (
+            measurement.num_ranks > 1 and not _is_shared(measurement, stage)
+        ):
             return False
         load = self._load(dispatch, done)
         return load is None or (load >= _BUSY if measurement.kind == "loaded" else load <= _IDLE)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from gfgen.graph import Stage
 from gfgen.runtime.admission import AdmittedJob
 from gfgen.runtime.cost import CostModel
 from gfgen.runtime.metrics import percentile
@@ -97,16 +98,12 @@ def makespan_bound_s(jobs: Sequence[AdmittedJob], costs: CostModel, *, num_ranks
     degrees = [degree for degree in (1, 2, 4, 8) if degree <= num_ranks]
     work_s, longest_s = 0.0, 0.0
     for job in jobs:
-        cost_class = costs.cost_class(
-            job.spec.model or "", job.shape, flops=job.flops, state_bytes=job.state_bytes
-        )
-        trajectory = job.trajectory
-        step, rest = trajectory.task(2), costs.remaining_s(cost_class, trajectory.task(0), 3, (1, 1, 1))
-        steps_s = {}
-        for degree in degrees:
-            halves = 2 if job.uses_cfg and degree % 2 == 0 else 1
-            layout = (halves, degree // halves, 1)
-            steps_s[degree] = trajectory.num_steps * costs.task_s(cost_class, step.stage, layout)
-        work_s += rest + min(degree * seconds for degree, seconds in steps_s.items())
-        longest_s = max(longest_s, rest + min(steps_s.values()))
+        cost_class, trajectory = costs.class_of(job), job.trajectory
+        layouts = {degree: costs.arrangement(cost_class).steps[degree - 1] for degree in degrees}
+        rests_s, steps_s = {}, {}
+        for degree, layout in layouts.items():
+            rests_s[degree] = costs.remaining_s(cost_class, trajectory.task(0), 3, layout)
+            steps_s[degree] = trajectory.num_steps * costs.task_s(cost_class, Stage.DENOISE, layout)
+        work_s += rests_s[1] + min(degree * seconds for degree, seconds in steps_s.items())
+        longest_s = max(longest_s, min(rests_s.values()) + min(steps_s.values()))
     return max(work_s / num_ranks, longest_s)

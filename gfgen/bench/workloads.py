@@ -128,14 +128,9 @@ def stand_alone(model: Model, costs: CostModel, *, degrees: Sequence[int] = (1, 
 
 def alone_s(job: AdmittedJob, costs: CostModel, *, degree: int) -> float:
     """Predicted seconds of a job from first to last task, its steps on `degree` ranks."""
-    cost_class = costs.cost_class(
-        job.spec.model or "", job.shape, flops=job.flops, state_bytes=job.state_bytes
-    )
-    halves = 2 if job.uses_cfg and degree % 2 == 0 else 1
-    trajectory = job.trajectory
-    return costs.remaining_s(
-        cost_class, trajectory.task(0), trajectory.num_tasks, (halves, degree // halves, 1)
-    )
+    cost_class, trajectory = costs.class_of(job), job.trajectory
+    degrees = costs.arrangement(cost_class).steps[degree - 1]
+    return costs.remaining_s(cost_class, trajectory.task(0), trajectory.num_tasks, degrees)
 
 
 def weightless_model(name: str) -> Model:

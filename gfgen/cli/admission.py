@@ -36,13 +36,19 @@ def admit_file(
     devices: Devices,
     skip_invalid: bool,
     has_random_weights: bool = False,
+    vae_dtype: str = "auto",
 ) -> tuple[Sequence[AdmittedJob], Sequence[Problem]]:
     """The jobs to run, and what was wrong with others if those may be skipped.
 
     Raises: JobFileError with every problem; InputError when the models do not fit into memory.
     """
     parsed = read_jobs("-" if source == "-" else Path(source))
-    admission = Admission(default_model=default_model, devices=devices, has_random_weights=has_random_weights)
+    admission = Admission(
+        default_model=default_model,
+        devices=devices,
+        has_random_weights=has_random_weights,
+        vae_dtype=vae_dtype,
+    )
     admitted, refused = admit(parsed.specs, default_model=default_model, find_model=admission.find_model)
     models_bytes = admission.check({job.checkpoint for job in admitted})
     fitting, too_large = admission.refuse_large(admitted, models_bytes=models_bytes)
@@ -87,12 +93,14 @@ class Admission:
         default_model: str,
         devices: Devices,
         has_random_weights: bool = False,
+        vae_dtype: str = "auto",
         known: dict[str, Model] | None = None,
         loaded: frozenset[Path] | None = None,
     ) -> None:
         self._default_model = default_model
         self._devices = devices
         self._has_random_weights = has_random_weights
+        self._vae_dtype = vae_dtype
         self._known = {} if known is None else known
         self._loaded = loaded
 
@@ -113,6 +121,7 @@ class Admission:
             memory_bytes=self._devices.memory_bytes,
             arena_bytes=arena_bytes(GPU_PLAN) if self._devices.num_ranks > 1 else 0,
             has_random_weights=self._has_random_weights,
+            vae_dtype=self._vae_dtype,
         )
 
     def refuse_large(
@@ -138,6 +147,7 @@ class Admission:
             default_model=self._default_model,
             devices=self._devices,
             has_random_weights=self._has_random_weights,
+            vae_dtype=self._vae_dtype,
             known=self._known,
             loaded=frozenset(checkpoints),
         )

@@ -162,6 +162,36 @@ def forward(*, gpus: int | None, only: tuple[str, ...], seconds: float | None, o
 
 
 @bench.command()
+@click.option("--gpus", type=int, help="GPUs to use [default: all].")
+@click.option("--seconds", type=click.FloatRange(0), help="Begin no measurement after so long.")
+@click.option("--output", type=click.Path(path_type=Path), help="Folder for .json and .md.")
+def decode(*, gpus: int | None, seconds: float | None, output: Path | None) -> None:
+    """Decodes of Wan2.2-5B and Qwen-Image at full size, in fp32 and bf16, on 1, 2, 4 and 8 GPUs.
+
+    What several GPUs make together, each a band of rows, is compared with what one makes alone.
+    """
+    from gfgen.bench.decode import Row, measure_decodes, store, table_of
+    from gfgen.gfc.cuda.driver import driver
+
+    num_gpus = driver().num_devices if gpus is None else gpus
+    began_s = time.monotonic()
+
+    def tell(row: Row) -> None:
+        click.echo(
+            f"{time.monotonic() - began_s:5.0f} s  {row.shape}/{row.dtype}/{row.degree}: {row.seconds:.3f} s",
+            err=True,
+        )
+
+    rows = measure_decodes(num_gpus=num_gpus, seconds=seconds, tell=tell)
+    device = f"{num_gpus} x {driver().name(0)}"
+    text = "\n".join(table_of(rows, device=device, command=f"gfgen bench decode --gpus {num_gpus}"))
+    click.echo(text)
+    if output is not None:
+        output.mkdir(parents=True, exist_ok=True)
+        store(rows, output / f"{time.strftime('%Y-%m-%d')}-decode", text)
+
+
+@bench.command()
 @click.option("--schedules", type=click.IntRange(1), default=200, show_default=True, help="Runs at most.")
 @click.option("--seed", default=0, show_default=True, help="Of the first run; the next ones follow.")
 @click.option("--seconds", type=click.FloatRange(0), help="Begin no run after so long.")

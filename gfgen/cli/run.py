@@ -16,6 +16,7 @@ from gfgen.cli.admission import DEFAULT_MODEL, Admission, admit_file, warn_of_pa
 from gfgen.cli.progress import make_file_progress, make_progress
 from gfgen.errors import InputError, InterruptedRunError, Problem
 from gfgen.layout import MAX_RANKS
+from gfgen.models.geometry_weights import VAE_DTYPES
 from gfgen.policies.catalog import NamedPolicy, load_policy
 from gfgen.runtime import resume
 from gfgen.runtime.admission import AdmittedJob
@@ -62,6 +63,7 @@ class RunOptions:
     """Unix time at which the run is to end by itself."""
     log_file: Path | None = None
     has_random_weights: bool = False
+    vae_dtype: str = "auto"
 
     @property
     def num_ranks(self) -> int:
@@ -99,6 +101,13 @@ class RunOptions:
     "--random-weights",
     is_flag=True,
     help="Make the models up, at full size, from config files: for measuring without checkpoints.",
+)
+@click.option(
+    "--vae-dtype",
+    type=click.Choice(VAE_DTYPES),
+    default="auto",
+    show_default=True,
+    help="What VAEs compute in; auto: as the model cards load them (Wan in float32).",
 )
 @click.option("--skip-invalid", is_flag=True, help="Run the valid jobs of a file with mistakes; exit with 1.")
 @click.option(
@@ -141,6 +150,7 @@ def run(
     policy: str,
     model: str,
     random_weights: bool,
+    vae_dtype: str,
     skip_invalid: bool,
     lookahead: float,
     trace: Path | None,
@@ -163,6 +173,7 @@ def run(
         policy=load_policy(policy),
         model=model,
         has_random_weights=random_weights,
+        vae_dtype=vae_dtype,
         skip_invalid=skip_invalid,
         guard_s=lookahead / 1000,
         trace=trace,
@@ -181,6 +192,7 @@ def run(
             devices=options.devices,
             skip_invalid=skip_invalid,
             has_random_weights=random_weights,
+            vae_dtype=vae_dtype,
         )
         summary = run_jobs(admitted, options)
     _report(summary, options)
@@ -211,7 +223,10 @@ def watch_folder(folder: Path, options: RunOptions) -> Summary:
     """
     _check_watched(folder, options.output_dir)
     admit = Admission(
-        default_model=options.model, devices=options.devices, has_random_weights=options.has_random_weights
+        default_model=options.model,
+        devices=options.devices,
+        has_random_weights=options.has_random_weights,
+        vae_dtype=options.vae_dtype,
     )
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(contextlib.closing(SignalPipe()))
@@ -354,6 +369,7 @@ def ready_pool(
         checkpoints=sorted(checkpoints),
         device=options.devices.kind,
         has_random_weights=options.has_random_weights,
+        vae_dtype=options.vae_dtype,
     ) as pool:
         pool.wait_ready(signals)
         logger.info("ready after %.1f s", time.monotonic() - began_s)

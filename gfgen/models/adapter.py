@@ -65,6 +65,13 @@ class Adapter(Protocol):
         """
         ...
 
-    def decode(self, spec: JobSpec, latents: Fields) -> torch.Tensor:
-        """The artifact `frames`: uint8 [F, H, W, 3], on the adapter's device."""
+    def decode(self, spec: JobSpec, latents: Fields, *, parallel: Parallel | None = None) -> Fields:
+        """The artifact `frames`: uint8 [F, H, W, 3], on the adapter's device.
+
+        With `parallel`, all ranks of a layout make the same call together, and each returns its own
+        rows of all frames: [F, h, W, 3] from row `first_row` on. Bitwise the same for the same
+        degrees on any other ranks.
+
+        Raises: LayoutError for degrees that this job does not allow.
+        """
         ...

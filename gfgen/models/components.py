@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,26 +27,31 @@ class LoadPipeline(Protocol):
         *,
         device: str,
         dtype: torch.dtype,
-        in_fp32: Sequence[str] = (),
+        dtypes: Mapping[str, str] | None = None,
     ) -> Any:
         """A pipeline of this class with its weights on the device, ready for inference."""
         ...
 
 
 def load_pipeline(
-    pipeline_class: Any, checkpoint: Path, *, device: str, dtype: torch.dtype, in_fp32: Sequence[str] = ()
+    pipeline_class: Any,
+    checkpoint: Path,
+    *,
+    device: str,
+    dtype: torch.dtype,
+    dtypes: Mapping[str, str] | None = None,
 ) -> Any:
     """A pipeline of this class with its weights on the device, ready for inference.
 
-    Components named in `in_fp32`, and the modules that diffusers keeps so, stay in fp32.
+    Components named in `dtypes` have a dtype of their own; modules that diffusers keeps in fp32 stay so.
     Weights of the dtype in which they are stored are mapped and not copied.
 
     Raises: ModelError when the directory does not hold what the class needs.
     """
-    dtypes = {"default": dtype, **dict.fromkeys(in_fp32, torch.float32)}
+    wanted = {"default": dtype} | {name: getattr(torch, each) for name, each in (dtypes or {}).items()}
     try:
         with without_progress_bars():
-            pipeline = pipeline_class.from_pretrained(str(checkpoint), dtype=dtypes, local_files_only=True)
+            pipeline = pipeline_class.from_pretrained(str(checkpoint), dtype=wanted, local_files_only=True)
             pipeline.to(device)
     except (OSError, ValueError, KeyError, RuntimeError, TypeError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

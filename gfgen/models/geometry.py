@@ -71,6 +71,10 @@ class Geometry(Protocol):
         """Attention heads of the transformer: the highest ulysses degree."""
         ...
 
+    def num_latent_rows(self, spec: JobSpec) -> int:
+        """Rows of the latents that the VAE decodes: the most bands that a decode can be cut into."""
+        ...
+
     def uses_cfg(self, spec: JobSpec) -> bool:
         """Whether a step evaluates two branches of classifier-free guidance."""
         ...
@@ -132,6 +136,11 @@ def max_sequence_degree(geometry: Geometry, spec: JobSpec) -> int:
 def max_degree(geometry: Geometry, spec: JobSpec) -> int:
     """The most ranks that can share a denoising step of a job as run."""
     return max_sequence_degree(geometry, spec) * (2 if geometry.uses_cfg(spec) else 1)
+
+
+def max_decode_degree(geometry: Geometry, spec: JobSpec) -> int:
+    """The most ranks that can share the rows of a decode."""
+    return geometry.num_latent_rows(spec)
 
 
 def check_degrees(geometry: Geometry, spec: JobSpec, degrees: tuple[int, int, int]) -> None:

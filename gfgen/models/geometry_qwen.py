@@ -90,6 +90,9 @@ class QwenGeometry:
     def num_tokens(self, spec: JobSpec) -> int:
         return (rules.known(spec.height) // self.multiple) * (rules.known(spec.width) // self.multiple)
 
+    def num_latent_rows(self, spec: JobSpec) -> int:
+        return rules.known(spec.height) // (self.multiple // 2)
+
     def shape_key(self, spec: JobSpec) -> str:
         return f"{spec.width}x{spec.height}" + ("+cfg" if self.uses_cfg(spec) else "")
 

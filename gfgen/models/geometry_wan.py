@@ -121,6 +121,9 @@ class WanGeometry:
         _, frames, height, width = self._latent_shape(spec)
         return (frames // self.patch[0]) * (height // self.patch[1]) * (width // self.patch[2])
 
+    def num_latent_rows(self, spec: JobSpec) -> int:
+        return self._latent_shape(spec)[2]
+
     def shape_key(self, spec: JobSpec) -> str:
         key = f"{spec.width}x{spec.height}x{spec.frames}"
         return key + ("+cfg" if self.uses_cfg(spec) else "") + ("+image" if spec.image else "")

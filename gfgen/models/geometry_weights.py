@@ -29,7 +29,16 @@ FP32_ON_DEVICE: Mapping[str, tuple[str, ...]] = {
     "WanPipeline": ("vae",),
     "WanImageToVideoPipeline": ("vae",),
 }
-"""By pipeline class, the components that adapters load in fp32 on every device."""
+"""By pipeline class, the components that adapters load in fp32 on every device, unless told otherwise."""
+
+VAE_DTYPES = ("auto", "float32", "bfloat16")
+"""What a VAE may compute in; auto: as FP32_ON_DEVICE says, else as everything does."""
+
+
+def component_dtypes(pipeline_class: str, vae_dtype: str) -> Mapping[str, str]:
+    """The components that have a dtype of their own, and which."""
+    dtypes = dict.fromkeys(FP32_ON_DEVICE.get(pipeline_class, ()), "float32")
+    return dtypes if vae_dtype == "auto" else {**dtypes, "vae": vae_dtype}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,15 +82,18 @@ def footprint(checkpoint: Path) -> Footprint:
     return Footprint(shared, private)
 
 
-def device_bytes(checkpoint: Path, *, num_parameters: Mapping[str, int] | None = None) -> int:
-    """Bytes that a checkpoint's weights take on a GPU: bf16, and fp32 for those in FP32_ON_DEVICE.
+def device_bytes(
+    checkpoint: Path, *, num_parameters: Mapping[str, int] | None = None, vae_dtype: str = "auto"
+) -> int:
+    """Bytes that a checkpoint's weights take on a GPU: bf16, and fp32 where `component_dtypes` says so.
 
     num_parameters: by component, where there are no weight files; 0 bytes for what is not known.
     """
     counts = dict(num_parameters or {}) or {
         folder.name: _count(folder) for folder in checkpoint.iterdir() if folder.is_dir()
     }
-    wide = FP32_ON_DEVICE.get(_pipeline_class(checkpoint), ())
+    dtypes = component_dtypes(_pipeline_class(checkpoint), vae_dtype)
+    wide = {name for name, dtype in dtypes.items() if dtype == "float32"}
     return sum(count * (_FP32_BYTES if name in wide else _BF16_BYTES) for name, count in counts.items())
 
 

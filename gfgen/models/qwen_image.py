@@ -20,13 +20,14 @@ from diffusers import QwenImagePipeline
 from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift
 
 from gfgen.jobspec import JobSpec
-from gfgen.models import solver
+from gfgen.models import shared_decode, solver
 from gfgen.models.adapter import Fields
 from gfgen.models.components import LoadPipeline, load_pipeline
 from gfgen.models.fused import fuse
 from gfgen.models.geometry import Geometry
 from gfgen.models.geometry_qwen import MAX_TEXT_TOKENS
 from gfgen.models.geometry_rules import known
+from gfgen.models.geometry_weights import component_dtypes
 from gfgen.models.guidance import predict_branches
 from gfgen.models.latents import denormalize_latents
 from gfgen.models.parallel import Parallel
@@ -90,13 +91,15 @@ class QwenImageAdapter:
         return solver.detach_from(latents, solver.save_state(scheduler, sample_BSC))
 
     @torch.no_grad()
-    def decode(self, spec: JobSpec, latents: Fields) -> torch.Tensor:
+    def decode(self, spec: JobSpec, latents: Fields, *, parallel: Parallel | None = None) -> Fields:
         sample_BSC = latents.tensors[solver.SAMPLE].to(self.device)
         factor = self._pipeline.vae_scale_factor
         sample_BCTHW = self._pipeline._unpack_latents(sample_BSC, spec.height, spec.width, factor)
         scaled_BCTHW = denormalize_latents(sample_BCTHW.to(self._vae.dtype), self._vae.config)
-        picture_BCHW = self._vae.decode(scaled_BCTHW, return_dict=False)[0][:, :, 0]
-        return to_uint8(self._pipeline.image_processor.postprocess(picture_BCHW, output_type="pt"))
+        pixels_BCTHW, first_row = shared_decode.decode_rows(self._vae, scaled_BCTHW, parallel)
+        picture_BCHW = pixels_BCTHW[:, :, 0].float()
+        picture_BCHW = self._pipeline.image_processor.postprocess(picture_BCHW, output_type="pt")
+        return Fields({"frames": to_uint8(picture_BCHW)}, {"first_row": first_row})
 
     def _embed(self, text: str) -> torch.Tensor:
         """Embeddings of one prompt. One prompt is never padded, so there is no mask."""
@@ -150,13 +153,16 @@ def load_qwen_image(
     *,
     device: str,
     dtype: torch.dtype,
+    vae_dtype: str = "auto",
     load: LoadPipeline = load_pipeline,
 ) -> QwenImageAdapter:
     """The adapter of a Qwen-Image checkpoint, its components on the device."""
-    pipeline = load(QwenImagePipeline, checkpoint, device=device, dtype=dtype)
+    dtypes = component_dtypes(QwenImagePipeline.__name__, vae_dtype)
+    pipeline = load(QwenImagePipeline, checkpoint, device=device, dtype=dtype, dtypes=dtypes)
     install(pipeline.transformer)
     if dtype != torch.float32:
         fuse(pipeline.transformer)
+    shared_decode.install(pipeline.vae)
     return QwenImageAdapter(geometry, pipeline=pipeline, device=device)
 
 

@@ -14,7 +14,7 @@ import hashlib
 import importlib
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,12 @@ _VOCABULARIES = ("tokenizer.json", "spiece.model", "vocab.json")
 
 
 def random_pipeline(
-    pipeline_class: Any, checkpoint: Path, *, device: str, dtype: torch.dtype, in_fp32: Sequence[str] = ()
+    pipeline_class: Any,
+    checkpoint: Path,
+    *,
+    device: str,
+    dtype: torch.dtype,
+    dtypes: Mapping[str, str] | None = None,
 ) -> Any:
     """A pipeline of this class with random weights; needs no file but a directory's configs.
 
@@ -51,10 +56,11 @@ def random_pipeline(
     Raises: ModelError for configs that the pipeline's classes do not take.
     """
     files = read_checkpoint(checkpoint, with_weights=False)
+    own = {name: getattr(torch, each) for name, each in (dtypes or {}).items()}
     try:
         with without_progress_bars():
             parts = {
-                name: _made(files, name, device=device, dtype=torch.float32 if name in in_fp32 else dtype)
+                name: _made(files, name, device=device, dtype=own.get(name, dtype))
                 for name, entry in files.index.items()
                 if isinstance(entry, list)
             }

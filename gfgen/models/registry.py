@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from gfgen.errors import ModelError
 from gfgen.models.geometry import CONFIGS, load_geometry, weightless_geometry
+from gfgen.models.geometry_weights import VAE_DTYPES
 
 if TYPE_CHECKING:
     from gfgen.models.adapter import Adapter
@@ -116,12 +117,17 @@ def find_configs(name_or_dir: str) -> Path:
 
 
 def load_adapter(
-    checkpoint: Path, *, device: str = "cpu", dtype: str | None = None, has_random_weights: bool = False
+    checkpoint: Path,
+    *,
+    device: str = "cpu",
+    dtype: str | None = None,
+    vae_dtype: str = "auto",
+    has_random_weights: bool = False,
 ) -> Adapter:
     """The adapter of a checkpoint, its weights on the device. Imports torch.
 
-    dtype is float32 on a CPU and bfloat16 elsewhere unless told otherwise. With random weights
-    the directory need hold config files only.
+    dtype is float32 on a CPU and bfloat16 elsewhere unless told otherwise; vae_dtype is one of
+    VAE_DTYPES. With random weights the directory need hold config files only.
 
     Raises: ModelError for a broken directory, an unknown family, or an unknown dtype.
     """
@@ -129,20 +135,22 @@ def load_adapter(
     name = dtype or ("float32" if device == "cpu" else "bfloat16")
     if name not in DTYPES:
         raise ModelError(f"dtype {name!r} is not supported; {', '.join(DTYPES)} are")
+    if vae_dtype not in VAE_DTYPES:
+        raise ModelError(f"dtype {vae_dtype!r} of a VAE is not supported; {', '.join(VAE_DTYPES)} are")
     import torch
 
     from gfgen.models.components import load_pipeline
     from gfgen.models.random_weights import random_pipeline
 
     load = random_pipeline if has_random_weights else load_pipeline
-    torch_dtype = getattr(torch, name)
+    options = {"device": device, "dtype": getattr(torch, name), "vae_dtype": vae_dtype, "load": load}
     if geometry.family == "qwen-image":
         from gfgen.models.qwen_image import load_qwen_image
 
-        return load_qwen_image(checkpoint, geometry, device=device, dtype=torch_dtype, load=load)
+        return load_qwen_image(checkpoint, geometry, **options)
     from gfgen.models.wan import load_wan
 
-    return load_wan(checkpoint, geometry, device=device, dtype=torch_dtype, load=load)
+    return load_wan(checkpoint, geometry, **options)
 
 
 def cache_dir() -> Path:

@@ -18,14 +18,14 @@ import torch
 from diffusers import WanImageToVideoPipeline, WanPipeline
 
 from gfgen.jobspec import JobSpec
-from gfgen.models import solver
+from gfgen.models import shared_decode, solver
 from gfgen.models.adapter import Fields
 from gfgen.models.components import LoadPipeline, load_pipeline
 from gfgen.models.fused import fuse
 from gfgen.models.geometry import Geometry
 from gfgen.models.geometry_rules import known
 from gfgen.models.geometry_wan import TEXT_TOKENS
-from gfgen.models.geometry_weights import FP32_ON_DEVICE
+from gfgen.models.geometry_weights import component_dtypes
 from gfgen.models.guidance import predict_branches
 from gfgen.models.latents import denormalize_latents
 from gfgen.models.parallel import Parallel
@@ -116,11 +116,12 @@ class WanAdapter:
         return solver.detach_from(latents, solver.save_state(scheduler, sample_BCTHW))
 
     @torch.no_grad()
-    def decode(self, spec: JobSpec, latents: Fields) -> torch.Tensor:
+    def decode(self, spec: JobSpec, latents: Fields, *, parallel: Parallel | None = None) -> Fields:
         sample_BCTHW = latents.tensors[solver.SAMPLE].to(self.device, dtype=self._vae.dtype)
         scaled = denormalize_latents(sample_BCTHW, self._vae.config)
-        video = self._vae.decode(scaled, return_dict=False)[0]
-        return to_uint8(self._text.video_processor.postprocess_video(video, output_type="pt")[0])
+        video, first_row = shared_decode.decode_rows(self._vae, scaled, parallel)
+        pictures = self._text.video_processor.postprocess_video(video.float(), output_type="pt")[0]
+        return Fields({"frames": to_uint8(pictures)}, {"first_row": first_row})
 
     @property
     def _per_token(self) -> bool:
@@ -180,21 +181,23 @@ def load_wan(
     *,
     device: str,
     dtype: torch.dtype,
+    vae_dtype: str = "auto",
     load: LoadPipeline = load_pipeline,
 ) -> WanAdapter:
     """The adapter of a Wan checkpoint, its components on the device.
 
-    The VAE stays in fp32, as the model cards load it.
+    The VAE stays in fp32 unless told otherwise, as the model cards load it.
     """
     pipeline_class = WanImageToVideoPipeline if geometry.family == "wan-moe-i2v" else WanPipeline
-    in_fp32 = FP32_ON_DEVICE[pipeline_class.__name__]
-    loaded = load(pipeline_class, checkpoint, device=device, dtype=dtype, in_fp32=in_fp32)
+    dtypes = component_dtypes(pipeline_class.__name__, vae_dtype)
+    loaded = load(pipeline_class, checkpoint, device=device, dtype=dtype, dtypes=dtypes)
     names = ("tokenizer", "text_encoder", "vae", "scheduler", "transformer", "transformer_2")
     parts = {name: getattr(loaded, name) for name in names}
     for transformer in filter(None, (loaded.transformer, loaded.transformer_2)):
         install(transformer)
         if dtype != torch.float32:
             fuse(transformer)
+    shared_decode.install(loaded.vae)
     flags = {name: loaded.config[name] for name in ("boundary_ratio", "expand_timesteps")}
     return WanAdapter(
         geometry,

@@ -77,7 +77,7 @@ class _Ranks:
         ranks = self._choose(job, power_of_two(min(wanted, job.max_degree)))
         layout = job.layout(ranks)
         self.free = [rank for rank in self.free if rank not in layout.ranks]
-        if wanted > layout.degree:
+        if wanted > layout.degree and job.next_task.stage is not Stage.DECODE:
             end_s = self._snapshot.now_s + self._snapshot.costs.task_s(job.next_task, layout)
             self._hold(wanted - layout.degree, end_s)
         return [Decision(job.next_task, layout)]
@@ -122,7 +122,7 @@ class _Ranks:
     def _claim(self, job: JobView, wanted: int) -> int:
         """How many ranks it shall have: of those that the jobs before it left."""
         wanted = min(wanted, widest(self._snapshot, job), max(1, self._num_left))
-        claimed = 1 if _is_decoding_next(job) else power_of_two(wanted)
+        claimed = power_of_two(wanted)
         self._num_left -= claimed
         return claimed
 
@@ -148,8 +148,3 @@ class _Ranks:
             if number > 1 and start % number == 0 and set(aligned) <= set(island):
                 return tuple(aligned)
         return tuple(sorted(sorted(island, key=lambda rank: rank not in own)[:number]))
-
-
-def _is_decoding_next(job: JobView) -> bool:
-    """No step is left: its last task, which one rank does alone, is running or comes now."""
-    return job.next_task.stage is Stage.DECODE

@@ -26,8 +26,9 @@ def edf(snapshot: Snapshot, *, rescue: bool = True) -> list[Decision]:
     for job, is_lost in _queue(snapshot, len(free), rescue=rescue):
         ranks = _nearest(snapshot, job, free, 1) if is_lost else _ranks_for(snapshot, job, free)
         if ranks:
-            free.difference_update(ranks)
-            decisions.append(Decision(job.next_task, job.layout(ranks)))
+            layout = job.layout(ranks)
+            free.difference_update(layout.ranks)
+            decisions.append(Decision(job.next_task, layout))
     return decisions
 
 

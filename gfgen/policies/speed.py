@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from gfgen.graph import Stage
 from gfgen.layout import MAX_RANKS
 from gfgen.snapshot import JobView, Snapshot
 
@@ -22,11 +23,14 @@ def step_s(snapshot: Snapshot, job: JobView, degree: int) -> float:
 
 
 def widest(snapshot: Snapshot, job: JobView) -> int:
-    """The most ranks that a step of the job can have here, as a power of two.
+    """The most ranks that a step of the job, or its decode if none is left, can have here, as a power of two.
 
     Halves of a power of two are equal again, so that groups of these sizes fit into each other.
     """
-    return power_of_two(min(job.step_degree, snapshot.max_degree, len(snapshot.ranks)))
+    most = min(snapshot.max_degree, len(snapshot.ranks))
+    if job.next_task.stage is Stage.DECODE:
+        return power_of_two(job.decode_layout(_SOME[:most]).degree)
+    return power_of_two(min(job.step_degree, most))
 
 
 def is_past_rescue(snapshot: Snapshot, job: JobView) -> bool:

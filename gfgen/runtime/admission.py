@@ -16,8 +16,8 @@ from gfgen.errors import JobError, ModelError, Problem
 from gfgen.graph import Stage, Trajectory
 from gfgen.identity import output_name, spec_hash, with_defaults
 from gfgen.jobspec import JobSpec
-from gfgen.layout import MAX_RANKS
-from gfgen.models.geometry import Geometry, max_sequence_degree
+from gfgen.layout import MAX_RANKS, Limits
+from gfgen.models.geometry import Geometry, max_decode_degree, max_sequence_degree
 from gfgen.runtime.observer import JobInfo
 
 MAX_LINES_NAMED = 10
@@ -39,6 +39,8 @@ class AdmittedJob:
     """The most ranks that can share the tokens of one guidance branch."""
     max_ulysses_degree: int = MAX_RANKS
     """The most of them that can share the heads."""
+    max_decode_degree: int = 1
+    """The most ranks that can share the rows of its decode."""
 
     @property
     def job_id(self) -> str:
@@ -47,6 +49,13 @@ class AdmittedJob:
     @property
     def spec(self) -> JobSpec:
         return self.info.spec
+
+    @property
+    def limits(self) -> Limits:
+        """How many ranks can share its tasks."""
+        return Limits(
+            self.uses_cfg, self.max_sequence_degree, self.max_ulysses_degree, self.max_decode_degree
+        )
 
     @property
     def state_bytes(self) -> int:
@@ -156,4 +165,5 @@ def _admit_one(spec: JobSpec, model: Model) -> AdmittedJob:
         uses_cfg=model.geometry.uses_cfg(run),
         max_sequence_degree=max_sequence_degree(model.geometry, run),
         max_ulysses_degree=model.geometry.num_heads,
+        max_decode_degree=max_decode_degree(model.geometry, run),
     )

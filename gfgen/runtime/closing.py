@@ -7,9 +7,8 @@ from datetime import datetime, timedelta
 from gfgen.errors import InputError
 from gfgen.graph import Task
 from gfgen.jobfields import parse_duration
-from gfgen.layout import Layout
+from gfgen.layout import Degrees, Layout
 from gfgen.runtime.cost import CostClass, CostModel
-from gfgen.runtime.profile import Degrees
 
 CAUTION = 1.1
 """Predictions leave out waiting, moves and the writing of the file: a tenth more is allowed for."""

@@ -11,13 +11,15 @@ stage with other shapes, or in its denoising steps; or over a default rate. Ever
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gfgen.graph import Stage, Task
-from gfgen.layout import Layout
+from gfgen.layout import MAX_RANKS, Degrees, Layout, Limits
+from gfgen.runtime.admission import AdmittedJob
 from gfgen.runtime.cost_table import CostTable, Estimate, Provenance, Work, speed_up
-from gfgen.runtime.profile import Degrees, Profile
+from gfgen.runtime.profile import Profile
+from gfgen.snapshot import Arrangement
 
 _ONE: Degrees = (1, 1, 1)
 DEFAULT_FLOPS_PER_S = 2e10
@@ -32,6 +34,8 @@ _NOTABLE = 0.1
 """A change of an estimate below this share does not reorder jobs."""
 _MAX_NAMED = 3
 """Shapes with doubtful estimates of one kind that are named in a line, and layouts of one of them."""
+_CLEAR_GAIN = 0.98
+"""Other degrees than the usual ones are chosen for a step that takes less than this share of its time."""
 
 
 @dataclass(slots=True)
@@ -57,6 +61,9 @@ class CostClass:
     """Estimates handed out since the last notable change."""
     profiled: dict[tuple[Stage, Degrees], Estimate | None] = field(default_factory=dict)
     """What the profile says, looked up once."""
+    limits: Limits = field(default_factory=Limits)
+    arrangement: tuple[int, Arrangement] | None = None
+    """As chosen at this version of the model."""
 
     def work(self, stage: Stage) -> Work:
         return Work(self.flops[stage], self.state_bytes)
@@ -88,13 +95,29 @@ class CostModel:
         """Measured durations over what the profile says of them."""
         self._doubts: set[Doubt] = set()
 
+    def class_of(self, job: AdmittedJob) -> CostClass:
+        """The class of jobs of this one's model and shape."""
+        return self.cost_class(
+            job.spec.model or "",
+            job.shape,
+            flops=job.flops,
+            state_bytes=job.state_bytes,
+            limits=job.limits,
+        )
+
     def cost_class(
-        self, model: str, shape: str, *, flops: Mapping[Stage, float], state_bytes: int
+        self,
+        model: str,
+        shape: str,
+        *,
+        flops: Mapping[Stage, float],
+        state_bytes: int,
+        limits: Limits | None = None,
     ) -> CostClass:
         """The class of jobs of this model and shape; made when it is new."""
         key = (model, shape)
         if key not in self._classes:
-            self._classes[key] = CostClass(model, shape, flops, state_bytes)
+            self._classes[key] = CostClass(model, shape, flops, state_bytes, limits=limits or Limits())
         return self._classes[key]
 
     def task_s(
@@ -154,20 +177,64 @@ class CostModel:
         *,
         is_handed_out: bool = True,
     ) -> float:
-        """Predicted time from `task` to the end of its job, with its steps on these degrees."""
+        """Predicted time from `task` to the end of its job, with its steps on these degrees.
+
+        The decode is on the same ranks, or on as many of them as make it quickest.
+        """
         num_left = num_tasks - task.index
         num_steps = min(num_left - 1, num_tasks - 3)
         total_s = num_steps * self.task_s(cost_class, Stage.DENOISE, degrees, is_handed_out=is_handed_out)
-        total_s += self.task_s(cost_class, Stage.DECODE, _ONE, is_handed_out=is_handed_out)
+        in_bands = self._decode_degrees(cost_class, math.prod(degrees))
+        total_s += self.task_s(cost_class, Stage.DECODE, in_bands, is_handed_out=is_handed_out)
         if task.index < 2:
             total_s += self.task_s(cost_class, Stage.PREPARE, _ONE, is_handed_out=is_handed_out)
         if task.index < 1:
             total_s += self.task_s(cost_class, Stage.ENCODE, _ONE, is_handed_out=is_handed_out)
         return total_s
 
+    def arrangement(self, cost_class: CostClass) -> Arrangement:
+        """How tasks of this class use ranks best, as far as is predicted; changes with `version` only."""
+        if cost_class.arrangement is None or cost_class.arrangement[0] != self.version:
+            steps = [self._best_way(cost_class, number) for number in range(1, MAX_RANKS + 1)]
+            chosen = Arrangement(steps=tuple(steps), decodes=tuple(self._best_numbers(cost_class)))
+            cost_class.arrangement = (self.version, chosen)
+        return cost_class.arrangement[1]
+
+    def _best_way(self, cost_class: CostClass, num_ranks: int) -> Degrees:
+        """Of the degrees in which a step can use so many ranks: the usual ones, or clearly quicker ones."""
+        usual, *others = cost_class.limits.ways(num_ranks)
+        best, best_s = usual, _CLEAR_GAIN * self._known_s(cost_class, Stage.DENOISE, usual)
+        for degrees in others:
+            seconds = self._known_s(cost_class, Stage.DENOISE, degrees)
+            if seconds < best_s < math.inf:
+                best, best_s = degrees, seconds
+        return best
+
+    def _best_numbers(self, cost_class: CostClass) -> Iterator[int]:
+        """Of 1 rank, of 2 and so on: all of them for a decode, or fewer that are known to be as quick."""
+        chosen, best, best_s = 1, 1, math.inf
+        for number in range(1, MAX_RANKS + 1):
+            if number <= cost_class.limits.max_decode_degree:
+                seconds = self._known_s(cost_class, Stage.DECODE, (1, number, 1))
+                if seconds < best_s:
+                    best, best_s = number, seconds
+                chosen = best if seconds < math.inf else number
+            yield chosen
+
+    def _known_s(self, cost_class: CostClass, stage: Stage, degrees: Degrees) -> float:
+        """An estimate that rests on tasks of the same degrees; infinite where there were none."""
+        if (stage, degrees) in cost_class.measured or self._has_degrees(cost_class, stage, degrees):
+            return self.estimate(cost_class, stage, degrees).loaded_s
+        return math.inf
+
+    def _decode_degrees(self, cost_class: CostClass, num_ranks: int) -> Degrees:
+        if num_ranks == 1:
+            return _ONE
+        return (1, self.arrangement(cost_class).decodes[num_ranks - 1], 1)
+
     def move_s(self, cost_class: CostClass, source: Layout | None, layout: Layout) -> float:
         """Predicted time to bring a job's state to a layout; 0 where it is already."""
-        if source is None or source == layout:
+        if source is None or source == layout or set(layout.ranks).issubset(source.ranks):
             return 0.0
         return self._move_s + cost_class.state_bytes / self._move_bytes_per_s
 
@@ -180,7 +247,7 @@ class CostModel:
             prior = _Mean(profiled.loaded_s, count=1) if profiled and is_prior else _Mean()
             cost_class.measured[key] = prior
         cost_class.measured[key].add(duration_s)
-        if profiled is not None and profiled.loaded_s > 0:
+        if profiled is not None and profiled.loaded_s > 0 and self._has_degrees(cost_class, stage, degrees):
             drift = self._drifts.setdefault((cost_class.model, stage), _Mean())
             drift.add(duration_s / profiled.loaded_s)
         if duration_s > OVERHEAD_S and cost_class.flops[stage] > 0:
@@ -204,6 +271,10 @@ class CostModel:
                 cost_class.model, cost_class.shape, stage, degrees, cost_class.work(stage)
             )
         return cost_class.profiled[key]
+
+    def _has_degrees(self, cost_class: CostClass, stage: Stage, degrees: Degrees) -> bool:
+        """Whether the profile has them; else it may be off because of them and not of the machine."""
+        return self._table is not None and self._table.has_degrees(cost_class.model, stage, degrees)
 
     def _drift(self, model: str, stage: Stage) -> float:
         """What the profile is off by here; 1 until something was measured."""

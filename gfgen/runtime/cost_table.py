@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from gfgen.graph import Stage
-from gfgen.runtime.profile import Degrees, Profile, ProfileRow
+from gfgen.layout import Degrees
+from gfgen.runtime.profile import Profile, ProfileRow
 
 _ONE: Degrees = (1, 1, 1)
 PARALLEL_EFFICIENCY = 0.9
@@ -79,6 +80,10 @@ class CostTable:
     def has(self, model: str, shape: str, stage: Stage, degrees: Degrees) -> bool:
         """Whether exactly this was measured."""
         return (model, shape, stage, degrees) in self._exact
+
+    def has_degrees(self, model: str, stage: Stage, degrees: Degrees) -> bool:
+        """Whether some shape was measured so."""
+        return degrees in self._rows.get((model, stage), {})
 
     def task(self, model: str, shape: str, stage: Stage, degrees: Degrees, work: Work) -> Estimate | None:
         """The duration of a task; None when nothing like it was measured."""

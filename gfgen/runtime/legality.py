@@ -31,6 +31,9 @@ def check_types(decision: object) -> None:
 
 def check_degrees(job: AdmittedJob, task: Task, layout: Layout) -> None:
     """Refuse degrees that the task cannot use."""
+    if task.stage is Stage.DECODE:
+        _check_decode(job, task, layout)
+        return
     if layout.degree > 1 and task.stage is not Stage.DENOISE:
         raise PolicyFault(f"job {task.job_id}: {task} runs on one rank, not on {layout}")
     if layout.cfg > 1 and not job.uses_cfg:
@@ -42,4 +45,13 @@ def check_degrees(job: AdmittedJob, task: Task, layout: Layout) -> None:
     if layout.sequence_degree > job.max_sequence_degree:
         raise PolicyFault(
             f"job {task.job_id} can be split into {job.max_sequence_degree} parts at most, not {layout}"
+        )
+
+
+def _check_decode(job: AdmittedJob, task: Task, layout: Layout) -> None:
+    if layout != Layout.bands(layout.ranks):
+        raise PolicyFault(f"job {task.job_id}: ranks share a {task} in bands of rows, not as {layout}")
+    if layout.degree > job.max_decode_degree:
+        raise PolicyFault(
+            f"job {task.job_id}: a {task} has {job.max_decode_degree} bands of rows at most, not {layout}"
         )

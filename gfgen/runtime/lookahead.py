@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from gfgen.graph import Stage, Task
-from gfgen.layout import Layout
+from gfgen.layout import Degrees, Layout
 from gfgen.snapshot import Decision, JobView, Outlook, Policy, RankView, RunningTask, Snapshot
 
 MAX_JOBS = 48
@@ -36,9 +36,11 @@ class KindCosts:
     """Seconds of the tasks of one kind of job."""
 
     stages_s: dict[Stage, float]
-    """Of tasks on one rank."""
-    steps_s: dict[tuple[int, int, int], float]
+    """Of encoding and preparing."""
+    steps_s: dict[Degrees, float]
     """Of a step, by degrees."""
+    decodes_s: dict[int, float]
+    """Of a decode, by the number of ranks that it may use."""
 
 
 class Table:
@@ -61,15 +63,19 @@ class Table:
 
     def task_s(self, task: Task, layout: Layout) -> float:
         costs = self._costs[self._kinds[task.job_id]]
-        if task.stage is not Stage.DENOISE:
-            return costs.stages_s[task.stage]
-        return self._step_s(costs, layout.degrees)
+        match task.stage:
+            case Stage.DENOISE:
+                return self._step_s(costs, layout.degrees)
+            case Stage.DECODE:
+                return self._decode_s(costs, layout.degree)
+            case stage:
+                return costs.stages_s[stage]
 
     def remaining_s(self, task: Task, layout: Layout) -> float:
         kind = self._kinds[task.job_id]
         costs, num_tasks = self._costs[kind], kind[2]
         num_steps = min(num_tasks - task.index - 1, num_tasks - 3)
-        total_s = costs.stages_s[Stage.DECODE]
+        total_s = self._decode_s(costs, layout.degree)
         if num_steps > 0:
             total_s += num_steps * self._step_s(costs, layout.degrees)
         for stage in (Stage.ENCODE, Stage.PREPARE)[task.index :]:
@@ -81,7 +87,7 @@ class Table:
         return 0.0
 
     @staticmethod
-    def _step_s(costs: KindCosts, degrees: tuple[int, int, int]) -> float:
+    def _step_s(costs: KindCosts, degrees: Degrees) -> float:
         """Degrees that were not asked for cost what the next lower ones do."""
         found = costs.steps_s.get(degrees)
         if found is None:
@@ -90,18 +96,31 @@ class Table:
             costs.steps_s[degrees] = found
         return found
 
+    @staticmethod
+    def _decode_s(costs: KindCosts, degree: int) -> float:
+        """The same for numbers of ranks."""
+        if degree not in costs.decodes_s:
+            lower = max(number for number in costs.decodes_s if number <= degree)
+            costs.decodes_s[degree] = costs.decodes_s[lower]
+        return costs.decodes_s[degree]
+
 
 def _kind_costs(snapshot: Snapshot, job: JobView) -> KindCosts:
-    def stage_s(stage: Stage) -> float:
-        index = {Stage.ENCODE: 0, Stage.PREPARE: 1, Stage.DENOISE: 2}.get(stage, job.num_tasks - 1)
-        return snapshot.costs.task_s(Task(job.job_id, index, stage), Layout.single(0))
+    def task_s(index: int, layout: Layout) -> float:
+        return snapshot.costs.task_s(_task(job, index), layout)
 
-    degrees = itertools.takewhile(lambda n: n <= min(snapshot.max_degree, job.step_degree), (1, 2, 4, 8))
-    layouts = [job.step_layout(tuple(range(degree))) for degree in degrees]
-    step = Task(job.job_id, 2, Stage.DENOISE, 0)
+    def rank_sets(most: int) -> list[tuple[int, ...]]:
+        numbers = itertools.takewhile(lambda n: n <= min(snapshot.max_degree, most), (1, 2, 4, 8))
+        return [tuple(range(number)) for number in numbers]
+
+    steps = [job.step_layout(ranks) for ranks in rank_sets(job.step_degree)]
     return KindCosts(
-        {stage: stage_s(stage) for stage in Stage},
-        {layout.degrees: snapshot.costs.task_s(step, layout) for layout in layouts},
+        {stage: task_s(index, Layout.single(0)) for index, stage in enumerate((Stage.ENCODE, Stage.PREPARE))},
+        {layout.degrees: task_s(2, layout) for layout in steps},
+        {
+            len(ranks): task_s(job.num_tasks - 1, job.decode_layout(ranks))
+            for ranks in rank_sets(job.max_decode_degree)
+        },
     )
 
 

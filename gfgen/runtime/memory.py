@@ -71,12 +71,16 @@ def check_models_on_gpu(
     memory_bytes: int | None,
     arena_bytes: int,
     has_random_weights: bool = False,
+    vae_dtype: str = "auto",
 ) -> int:
     """Bytes that these models take on each GPU, with all that is there before the first job.
 
     Raises: InputError when that is more than the smallest GPU has.
     """
-    sizes = {path: _gpu_bytes(path, has_random_weights=has_random_weights) for path in checkpoints}
+    sizes = {
+        path: _gpu_bytes(path, has_random_weights=has_random_weights, vae_dtype=vae_dtype)
+        for path in checkpoints
+    }
     need = sum(sizes.values()) + arena_bytes + _CONTEXT_BYTES
     if memory_bytes is None or need <= memory_bytes:
         return need
@@ -114,11 +118,11 @@ def job_bytes(job: AdmittedJob) -> int:
     return SlabPlan.of(job.trajectory).size_bytes + _FRAME_COPIES * frames.size_bytes
 
 
-def _gpu_bytes(checkpoint: Path, *, has_random_weights: bool) -> int:
+def _gpu_bytes(checkpoint: Path, *, has_random_weights: bool, vae_dtype: str) -> int:
     if not has_random_weights:
-        return device_bytes(checkpoint)
+        return device_bytes(checkpoint, vae_dtype=vae_dtype)
     settings = read_checkpoint(checkpoint, with_weights=False).settings
-    return device_bytes(checkpoint, num_parameters=settings.get("num_parameters"))
+    return device_bytes(checkpoint, num_parameters=settings.get("num_parameters"), vae_dtype=vae_dtype)
 
 
 def _problem(job: AdmittedJob, need: int, available: int, *, where: str = "of memory") -> Problem:

@@ -134,6 +134,7 @@ class WorkerPool:
         writer_main: str = "gfgen.runtime.writer:main",
         device: str = "cpu",
         has_random_weights: bool = False,
+        vae_dtype: str = "auto",
         num_writers: int = 1,
         preload: Sequence[str] = PRELOAD,
         plan: Plan | None = None,
@@ -153,6 +154,7 @@ class WorkerPool:
             "checkpoints": tuple(map(str, checkpoints)),
             "device": device,
             "has_random_weights": has_random_weights,
+            "vae_dtype": vae_dtype,
             "arena_bytes": (self._plan.data_bytes, self._plan.post_bytes),
         }
         self._deaths: dict[int, list[float]] = {rank: [] for rank in range(num_ranks)}

@@ -24,11 +24,8 @@ from typing import Any
 
 from gfgen.errors import InputError
 from gfgen.graph import Stage
-from gfgen.layout import MAX_RANKS
+from gfgen.layout import MAX_RANKS, Degrees
 from gfgen.runtime.admission import AdmittedJob
-
-Degrees = tuple[int, int, int]
-"""(cfg, ulysses, ring), as `Layout.degrees`."""
 
 FORMAT = 1
 MAX_SECONDS = 1e6

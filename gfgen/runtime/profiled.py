@@ -47,12 +47,7 @@ class _Truth:
         self._profile = profile
         self._table = CostTable(profile)
         self._costs = CostModel(profile)
-        self._classes = {
-            job.job_id: self._costs.cost_class(
-                job.spec.model or "", job.shape, flops=job.flops, state_bytes=job.state_bytes
-            )
-            for job in jobs
-        }
+        self._classes = {job.job_id: self._costs.class_of(job) for job in jobs}
         self._writes: dict[tuple[str, str], float] = {}
         self._estimates: dict[object, Estimate] = {}
 

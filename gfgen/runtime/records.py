@@ -112,6 +112,8 @@ class JobRecord:
             max_sequence_degree=self.job.max_sequence_degree,
             shape=self.cost_class.shape,
             max_ulysses_degree=self.job.max_ulysses_degree,
+            max_decode_degree=self.job.max_decode_degree,
+            arrangement=costs.arrangement(self.cost_class),
         )
 
     def outcome(self, *, ended_s: float, error: str | None) -> JobOutcome:

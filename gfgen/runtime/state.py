@@ -525,10 +525,7 @@ class State:
             deadline_s = arrived_at + spec.deadline_s - self._started_at
         elif spec.deadline_at is not None:
             deadline_s = spec.deadline_at - self._started_at
-        cost_class = self._costs.cost_class(
-            spec.model or "", job.shape, flops=job.flops, state_bytes=job.state_bytes
-        )
-        record = JobRecord(job, cost_class, spec.arrival_s, deadline_s)
+        record = JobRecord(job, self._costs.class_of(job), spec.arrival_s, deadline_s)
         point = self._resume.pop(job.job_id, None)
         if point is not None:
             record.next_index = point.next_index

@@ -15,6 +15,7 @@ import contextlib
 import ctypes
 import gc
 import logging
+import math
 import mmap
 import os
 import queue
@@ -64,7 +65,15 @@ from gfgen.runtime.messages import (
     WorkerReady,
 )
 from gfgen.runtime.slab import Slab, SlabPlan
-from gfgen.runtime.worker_jobs import InputVoidError, RankJob, publish, receive_state, send_state
+from gfgen.runtime.worker_jobs import (
+    InputVoidError,
+    RankJob,
+    frames_shape,
+    place_of,
+    publish,
+    receive_state,
+    send_state,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +88,7 @@ class WorkerSettings:
     checkpoints: tuple[str, ...]
     device: str = "cpu"
     has_random_weights: bool = False
+    vae_dtype: str = "auto"
     arena_bytes: tuple[int, int] = (0, 0)
     """For exchanges and for a chunk of a transfer, where the rank makes its own arena (`Plan`)."""
     num_threads: int = 1
@@ -386,7 +396,7 @@ class Worker:
         """Frames to the writer's memory; everything else, by one rank, to the slab."""
         frames = made.pop("frames", None)
         if frames is not None:
-            store_frames(frames.tensors["frames"], fds[0])
+            store_frames(frames, fds[0], shape=frames_shape(job))
         if message.layout.slot_of(self._rank) == 0:
             for name, fields in made.items():
                 publish(job.slab, name, task.index + 1, fields, producer=message.number)
@@ -439,23 +449,30 @@ class Worker:
                 inputs = (artifacts[name] for name in ("prompt", "condition", "latents"))
                 return {"latents": adapter.denoise(spec, *inputs, step=task.step, parallel=parallel)}
             case Stage.DECODE:
-                return {"frames": Fields({"frames": adapter.decode(spec, artifacts["latents"])})}
+                return {"frames": adapter.decode(spec, artifacts["latents"], parallel=parallel)}
 
 
 def load(settings: WorkerSettings, *, device: str = "cpu") -> dict[str, Adapter]:
     """The adapters of all models, by checkpoint."""
     return {
-        path: load_adapter(Path(path), device=device, has_random_weights=settings.has_random_weights)
+        path: load_adapter(
+            Path(path),
+            device=device,
+            vae_dtype=settings.vae_dtype,
+            has_random_weights=settings.has_random_weights,
+        )
         for path in settings.checkpoints
     }
 
 
-def store_frames(frames: torch.Tensor, fd: int) -> None:
-    """Put uint8 [F, H, W, 3] into the memory that the writer will read."""
-    assert frames.dtype == torch.uint8
-    with mmap.mmap(fd, frames.numel()) as memory:
-        target = torch.frombuffer(memory, dtype=torch.uint8).view(frames.shape)
-        target.copy_(frames)
+def store_frames(frames: Fields, fd: int, *, shape: Sequence[int]) -> None:
+    """Put this rank's rows of all frames into the memory that the writer will read.
+
+    shape: of that memory, uint8 [F, H, W, 3].
+    """
+    with mmap.mmap(fd, math.prod(shape)) as memory:
+        target = place_of(frames, memory, shape)
+        target.copy_(frames.tensors["frames"])
         del target
 
 

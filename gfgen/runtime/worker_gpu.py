@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import mmap
 import os
 import queue
@@ -43,7 +44,15 @@ from gfgen.models.parallel import parallel_from
 from gfgen.runtime.channel import Channel
 from gfgen.runtime.messages import Arenas, ReplacePeer, RunTask, SendState, TaskReport
 from gfgen.runtime.worker import Worker, WorkerSettings, load, run_worker
-from gfgen.runtime.worker_jobs import InputVoidError, RankJob, publish, receive_state, send_state
+from gfgen.runtime.worker_jobs import (
+    InputVoidError,
+    RankJob,
+    frames_shape,
+    place_of,
+    publish,
+    receive_state,
+    send_state,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -329,7 +338,7 @@ class GpuWorker(Worker):
         frames = launched.made.pop("frames", None)
         if frames is not None:
             assert launched.frames_fd is not None
-            self._host.store(frames.tensors["frames"], launched.frames_fd)
+            self._host.store(frames, launched.frames_fd, shape=frames_shape(job))
         if message.layout.slot_of(self._rank) == 0:
             for name, fields in launched.made.items():
                 with self._host.copied(fields) as on_host:
@@ -370,28 +379,39 @@ class HostCopies:
         self.stream.synchronize()
         yield on_host
 
-    def store(self, frames: torch.Tensor, fd: int) -> None:
-        """Put uint8 [F, H, W, 3] into the memory that the writer will read.
+    def store(self, frames: Fields, fd: int, *, shape: Sequence[int]) -> None:
+        """Put this rank's rows of all frames into the memory that the writer will read.
 
         In halves of the buffer: one is filled by the device while the other one is emptied.
+        shape: of that memory, uint8 [F, H, W, 3].
         """
-        source = frames.reshape(-1)
+        rows = frames.tensors["frames"]
         half = self._staging.numel() // 2
-        with mmap.mmap(fd, source.numel()) as memory:
-            target = torch.frombuffer(memory, dtype=torch.uint8)
+        with mmap.mmap(fd, math.prod(shape)) as memory:
+            target = place_of(frames, memory, shape)
             arriving: list[tuple[torch.Tensor, torch.Tensor, torch.cuda.Event]] = []
-            for idx, begin in enumerate(range(0, source.numel(), half)):
-                piece = source[begin : begin + half]
-                place = self._staging[idx % 2 * half :][: piece.numel()]
+            for idx, at in enumerate(_pieces(rows.shape, half)):
+                piece = rows[at]
+                place = self._staging[idx % 2 * half :][: piece.numel()].view(piece.shape)
                 if len(arriving) == 2:
                     _empty(*arriving.pop(0))
                 place.copy_(piece, non_blocking=True)
                 there = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
                 there.record(self.stream)
-                arriving.append((place, target[begin : begin + half], there))
+                arriving.append((place, target[at], there))
             for each in arriving:
                 _empty(*each)
             del target, arriving, each
+
+
+def _pieces(shape: Sequence[int], room_bytes: int) -> Iterator[tuple[slice, slice]]:
+    """Frames, or rows of a frame, of uint8 [F, H, W, 3] that fit into so much room, one after the other."""
+    num_frames, num_rows, row_bytes = shape[0], shape[1], math.prod(shape[2:])
+    rows = min(num_rows, room_bytes // row_bytes)
+    frames = max(1, room_bytes // (num_rows * row_bytes))
+    for frame in range(0, num_frames, frames):
+        for row in range(0, num_rows, rows):
+            yield slice(frame, frame + frames), slice(row, row + rows)
 
 
 def _empty(place: torch.Tensor, target: torch.Tensor, there: torch.cuda.Event) -> None:

@@ -8,6 +8,7 @@ the condition always, the latents when nobody holds them any more.
 from __future__ import annotations
 
 import math
+import mmap
 import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -131,6 +132,21 @@ class RankJob:
 def on_device(fields: Fields, device: torch.device) -> Fields:
     """The same fields there."""
     return Fields({name: tensor.to(device) for name, tensor in fields.tensors.items()}, fields.scalars)
+
+
+def frames_shape(job: RankJob) -> tuple[int, ...]:
+    """Of a job's frames as the writer sees them: [F, H, W, 3]."""
+    ((_, shape, _),) = job.start.trajectory.artifact("frames").fields
+    return shape
+
+
+def place_of(frames: Fields, memory: mmap.mmap, shape: Sequence[int]) -> torch.Tensor:
+    """Where a rank's rows of all frames belong in memory of this shape, uint8 [F, H, W, 3]."""
+    rows, first_row = frames.tensors["frames"], frames.scalars["first_row"]
+    assert rows.dtype == torch.uint8
+    assert isinstance(first_row, int)
+    whole = torch.frombuffer(memory, dtype=torch.uint8, count=math.prod(shape)).view(*shape)
+    return whole[:, first_row : first_row + rows.shape[1]]
 
 
 def publish(slab: Slab, name: str, version: int, fields: Fields, *, producer: int) -> None:

@@ -50,10 +50,15 @@ class ForkedRanks:
 
     def run(self, layout: Layout, *arguments: Any) -> list[Any]:
         """What the program returns on each rank of the layout, by slot."""
-        self._dispatch += 1
-        for rank in layout.ranks:
-            self._pipes[rank].send((self._dispatch, layout, dumps(arguments)))
+        self._submit(layout, arguments)
         return [self._reply(rank) for rank in layout.ranks]
+
+    def run_refused(self, layout: Layout, *arguments: Any) -> str:
+        """The error that the program raises on each rank of the layout: the same one."""
+        self._submit(layout, arguments)
+        errors = {str(self._said(rank)) for rank in layout.ranks}
+        assert len(errors) == 1, errors
+        return errors.pop()
 
     def close(self) -> None:
         for pipe in self._pipes:
@@ -63,11 +68,19 @@ class ForkedRanks:
             if process.is_alive():
                 process.kill()
 
+    def _submit(self, layout: Layout, arguments: tuple[Any, ...]) -> None:
+        self._dispatch += 1
+        for rank in layout.ranks:
+            self._pipes[rank].send((self._dispatch, layout, dumps(arguments)))
+
     def _reply(self, rank: int) -> Any:
-        assert self._pipes[rank].poll(REPLY_TIMEOUT_S), f"rank {rank} does not reply"
-        reply = self._pipes[rank].recv()
+        reply = self._said(rank)
         assert isinstance(reply, bytes), reply
         return loads(reply)
+
+    def _said(self, rank: int) -> Any:
+        assert self._pipes[rank].poll(REPLY_TIMEOUT_S), f"rank {rank} does not reply"
+        return self._pipes[rank].recv()
 
     def _serve(self, rank: int, fds: dict[int, int], pipe: Connection) -> None:
         for ours in self._pipes:

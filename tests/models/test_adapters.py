@@ -74,7 +74,7 @@ def test_artifacts_are_as_the_geometry_says(
             shape, dtype = declared[key]
             assert str(tensor.dtype) == f"torch.{dtype}"
             assert tensor.shape == shape or (artifact == "prompt" and tensor.shape[1] <= shape[1])
-    frames = adapter.decode(job, state["latents"])
+    frames = adapter.decode(job, state["latents"]).tensors["frames"]
     assert frames.dtype == torch.uint8
     assert tuple(frames.shape) == trajectory.artifact("frames").fields[0][1]
 

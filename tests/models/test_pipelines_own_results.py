@@ -93,8 +93,8 @@ def _run_in(
     for step in range(spec.steps):
         process = processes[step % 2]
         latents = process.call(checkpoint, "denoise", spec, prompt, condition, latents, step=step)
-    frames = loads(processes[spec.steps % 2].call(checkpoint, "decode", spec, latents))
-    return loads(latents).tensors["sample"], frames
+    made = loads(processes[spec.steps % 2].call(checkpoint, "decode", spec, latents))
+    return loads(latents).tensors["sample"], made.tensors["frames"]
 
 
 def _dumps(value: Any) -> bytes:

@@ -104,7 +104,9 @@ def test_decoded_pictures_differ_by_one_grey_level_at_most(
 ) -> None:
     job = make_job(name)
     (shared, *_) = on_threads(layout_of(1, 7), job.denoise)
-    pictures = [job.adapter.decode(job.spec, latents).int() for latents in (shared, alone(name))]
+    pictures = [
+        job.adapter.decode(job.spec, latents).tensors["frames"].int() for latents in (shared, alone(name))
+    ]
     assert (pictures[0] - pictures[1]).abs().max() <= 1
 
 

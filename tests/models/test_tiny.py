@@ -95,7 +95,7 @@ def test_pictures_have_colours_and_depend_on_the_prompt(tiny_models: Mapping[str
         condition, latents = adapter.prepare(spec, text)
         for step in range(spec.steps or 0):
             latents = adapter.denoise(spec, text, condition, latents, step=step)
-        frames.append(adapter.decode(spec, latents).float())
+        frames.append(adapter.decode(spec, latents).tensors["frames"].float())
     first, second = frames
     assert first.std() > 25, "grey mush"
     assert (first - second).abs().mean() > 10, "the prompt makes no difference"

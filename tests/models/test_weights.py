@@ -11,8 +11,14 @@ from pathlib import Path
 import pytest
 
 from gfgen.errors import ModelError
-from gfgen.models.geometry import load_geometry
-from gfgen.models.geometry_weights import Footprint, check_weights, footprint, read_header
+from gfgen.models.geometry import CONFIGS, load_geometry
+from gfgen.models.geometry_weights import (
+    Footprint,
+    check_weights,
+    device_bytes,
+    footprint,
+    read_header,
+)
 
 
 def write(path: Path, tensors: Mapping[str, tuple[str, list[int], int]], *, cut: int = 0) -> Path:
@@ -74,3 +80,17 @@ def test_fp32_weights_are_shared_and_others_are_converted_on_each_rank(tmp_path:
     (tmp_path / "text_encoder" / "b.bin").write_bytes(b"the same in another format")
     assert footprint(tmp_path) == Footprint(shared_bytes=400, private_bytes=400)
     assert footprint(tmp_path).on(4) == 400 + 4 * 400
+
+
+@pytest.mark.parametrize(
+    ("name", "vae_dtype", "bytes_of_a_parameter"),
+    [
+        ("wan2.2-ti2v-5b", "auto", 4),
+        ("wan2.2-ti2v-5b", "bfloat16", 2),
+        ("qwen-image", "auto", 2),
+        ("qwen-image", "float32", 4),
+    ],
+)
+def test_a_vae_takes_what_its_dtype_takes(name, vae_dtype, bytes_of_a_parameter):
+    found = device_bytes(CONFIGS / name, num_parameters={"vae": 1000}, vae_dtype=vae_dtype)
+    assert found == 1000 * bytes_of_a_parameter

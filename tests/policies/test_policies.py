@@ -1,5 +1,6 @@
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from builders import make_job, simulate
@@ -12,7 +13,7 @@ from gfgen.policies.edf import edf
 from gfgen.policies.fcfs import fcfs
 from gfgen.policies.legacy import legacy
 from gfgen.policies.srtf import srtf
-from gfgen.snapshot import JobView, RankView, Snapshot
+from gfgen.snapshot import Arrangement, JobView, RankView, Snapshot
 
 
 class LinearCosts:
@@ -151,6 +152,31 @@ def test_no_layout_crosses_islands():
     picture = snapshot(view("a", deadline_s=0.1), free=(1, 2), num_ranks=4, max_degree=4, islands=islands)
     assert placed(edf(picture)) == {"a": (1,)}
     assert picture.groups(2) == [(0, 1), (2, 3)]
+
+
+def decoding(job_id, **fields):
+    return replace(view(job_id, **fields), next_task=Task(job_id, 9, Stage.DECODE), max_decode_degree=8)
+
+
+@pytest.mark.parametrize("policy", [legacy, partial(fcfs, degree=4), partial(srtf, degree=4)])
+def test_the_group_that_denoised_decodes(policy):
+    job = decoding("a", ranks=(0, 1, 2, 3))
+    (decision,) = policy(snapshot(job, free=range(4), num_ranks=4, max_degree=4))
+    assert decision.layout == Layout.bands((0, 1, 2, 3))
+
+
+@pytest.mark.parametrize(("deadline_s", "degree"), [(20, 1), (6, 2), (3, 4)])
+def test_edf_decodes_on_the_fewest_ranks_that_meet_the_deadline(deadline_s, degree):
+    job = decoding("a", deadline_s=deadline_s)
+    (decision,) = edf(snapshot(job, free=range(4), num_ranks=4, max_degree=4))
+    assert decision.layout.degree == degree
+
+
+def test_a_decode_leaves_ranks_to_others_that_would_not_make_it_quicker():
+    arrangement = Arrangement(steps=((1, 1, 1),) * 8, decodes=(1, 2, 2, 2, 2, 2, 2, 2))
+    job = replace(decoding("a", deadline_s=0.1), arrangement=arrangement)
+    decisions = edf(snapshot(job, view("b"), free=range(4), num_ranks=4, max_degree=4), rescue=False)
+    assert [decision.layout.degree for decision in decisions] == [2, 1]
 
 
 jobs_strategy = st.lists(

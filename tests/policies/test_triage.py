@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from test_policies import placed, snapshot, view
+from test_policies import decoding, placed, snapshot, view
 
 from gfgen.graph import Stage, Task
 from gfgen.layout import Layout
@@ -12,7 +12,7 @@ from gfgen.policies.auto import auto, choose_auto
 from gfgen.policies.edf import edf
 from gfgen.policies.makespan import makespan
 from gfgen.policies.triage import triage
-from gfgen.snapshot import Choice, Outlook, RunningTask
+from gfgen.snapshot import Arrangement, Choice, Outlook, RunningTask
 
 
 class WorkCosts:
@@ -98,6 +98,14 @@ def test_a_step_waits_for_ranks_that_are_about_to_be_free():
     assert placed(triage(replace(picture, ranks=ranks), degree=4)) == {}
     late = tuple(replace(rank, free_at_s=9.0) if rank.rank == 3 else rank for rank in picture.ranks)
     assert placed(triage(replace(picture, ranks=late), degree=4)) == {"a": (0, 1)}
+
+
+def test_a_decode_is_as_wide_as_a_step_and_no_wider_than_is_quick():
+    job = decoding("a")
+    assert placed(triage(four_ranks(job), degree=1)) == {"a": (0, 1, 2, 3)}
+    arrangement = Arrangement(steps=((1, 1, 1),) * 8, decodes=(1, 2, 2, 2, 2, 2, 2, 2))
+    narrow, other = replace(job, arrangement=arrangement), view("b", remaining_s=40)
+    assert placed(triage(four_ranks(narrow, other), degree=4)) == {"a": (0, 1), "b": (2, 3)}
 
 
 def test_makespan_takes_the_longest_jobs_narrow_while_many_wait_and_wide_at_the_tail():

@@ -1,7 +1,7 @@
 import pytest
 
 from gfgen.graph import Stage, Trajectory
-from gfgen.layout import Layout
+from gfgen.layout import Layout, Limits
 from gfgen.runtime.cost import CostModel
 
 ONE = (1, 1, 1)
@@ -61,3 +61,51 @@ def test_a_job_that_stays_moves_nothing():
     assert costs.move_s(cost_class(costs), here, here) == 0.0
     assert costs.move_s(cost_class(costs), None, here) == 0.0
     assert costs.move_s(cost_class(costs), here, there) > 0.0
+    assert costs.move_s(cost_class(costs), Layout((0, 1), cfg=2), Layout.bands((1, 0))) == 0.0
+
+
+def classes_of_limits(costs: CostModel, **limits):
+    return costs.cost_class(
+        "model", "small", flops=dict.fromkeys(Stage, 1e9), state_bytes=1, limits=Limits(**limits)
+    )
+
+
+def test_guidance_branches_go_to_halves_unless_all_ranks_in_turn_are_known_to_be_quicker():
+    costs = CostModel()
+    small = classes_of_limits(costs, uses_cfg=True, max_sequence_degree=8)
+    assert costs.arrangement(small).steps[:4] == ((1, 1, 1), (2, 1, 1), (1, 3, 1), (2, 2, 1))
+    costs.observe(small, Stage.DENOISE, (2, 2, 1), 0.50)
+    assert costs.arrangement(small).steps[3] == (2, 2, 1), "nothing is known of the other degrees"
+    costs.observe(small, Stage.DENOISE, (1, 4, 1), 0.45)
+    costs.version += 1
+    assert costs.arrangement(small).steps[3] == (1, 4, 1)
+
+
+def test_an_arrangement_stays_until_predictions_change_notably():
+    costs = CostModel()
+    small = classes_of_limits(costs, uses_cfg=True, max_sequence_degree=8)
+    before = costs.arrangement(small)
+    costs.observe(small, Stage.DENOISE, (2, 2, 1), 0.50)
+    costs.observe(small, Stage.DENOISE, (1, 4, 1), 0.45)
+    assert costs.arrangement(small) is before
+
+
+def test_a_decode_takes_all_ranks_that_it_can_use_unless_fewer_are_known_to_be_as_quick():
+    costs = CostModel()
+    small = classes_of_limits(costs, max_decode_degree=5)
+    assert costs.arrangement(small).decodes == (1, 2, 3, 4, 5, 5, 5, 5)
+    for degree, seconds in ((1, 1.0), (2, 0.7), (4, 0.9)):
+        costs.observe(small, Stage.DECODE, (1, degree, 1), seconds)
+    costs.version += 1
+    assert costs.arrangement(small).decodes == (1, 2, 3, 2, 5, 5, 5, 5)
+
+
+def test_the_decode_of_a_job_on_several_ranks_is_predicted_on_them():
+    costs = CostModel()
+    small = classes_of_limits(costs, max_sequence_degree=8, max_decode_degree=8)
+    for degrees, seconds in (((1, 1, 1), 3.0), ((1, 4, 1), 1.0)):
+        costs.observe(small, Stage.DECODE, degrees, seconds)
+    trajectory = Trajectory("job", num_steps=3)
+    last = trajectory.task(5)
+    assert costs.remaining_s(small, last, trajectory.num_tasks, ONE) == 3.0
+    assert costs.remaining_s(small, last, trajectory.num_tasks, (2, 2, 1)) == 1.0

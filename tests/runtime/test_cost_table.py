@@ -153,3 +153,11 @@ def test_moves_take_what_the_profile_says():
 
     small = cost_class(costs, "S", 10.0)
     assert costs.move_s(small, Layout.single(0), Layout.single(1)) == pytest.approx(1.5)
+
+
+def test_what_degrees_do_that_the_profile_lacks_is_not_taken_for_drift():
+    costs = CostModel(profile(*SHAPES))
+    small = cost_class(costs, "S", 10.0)
+    before = costs.task_s(small, Stage.DENOISE, ONE)
+    costs.observe(small, Stage.DENOISE, (1, 4, 1), 9.0)
+    assert costs.task_s(small, Stage.DENOISE, ONE) == before

@@ -45,6 +45,17 @@ def test_more_ranks_for_a_job_end_it_sooner():
     assert wide.mean_latency_s < 0.5 * narrow.mean_latency_s
 
 
+def test_a_look_ahead_counts_with_decodes_on_several_ranks():
+    job = make_job("a", steps=1)
+    latencies = [
+        with_foresight(traffic(replace(job, max_decode_degree=degree), num_ranks=4)).foresee(
+            functools.partial(srtf, degree=4)
+        )
+        for degree in (1, 4)
+    ]
+    assert latencies[1].mean_latency_s < latencies[0].mean_latency_s
+
+
 def test_recent_arrivals_are_expected_again_at_their_pace():
     snapshot = traffic(make_job("a"), make_job("b"))
     recent = tuple(

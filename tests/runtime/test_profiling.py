@@ -101,7 +101,13 @@ def test_real_workers_are_measured_in_every_way(pool, tmp_path):
         entry
         for entry in plan
         if (entry.degrees, entry.kind)
-        in {((1, 1, 1), "alone"), ((1, 1, 1), "moving"), ((2, 2, 1), "alone"), ((1, 3, 1), "loaded")}
+        in {
+            ((1, 1, 1), "alone"),
+            ((1, 1, 1), "moving"),
+            ((1, 2, 1), "alone"),
+            ((2, 2, 1), "alone"),
+            ((1, 3, 1), "loaded"),
+        }
         and (entry.round == 1 or (entry.degrees, entry.kind) == ((1, 1, 1), "alone"))
     ]
     measured = {entry.key: profiling.measure(entry, pool, folder=tmp_path) for entry in chosen}
@@ -119,6 +125,11 @@ def test_real_workers_are_measured_in_every_way(pool, tmp_path):
     # The first file may still be under way, by a writer that is just starting, when the second one comes.
     assert any(samples.writes for key, samples in measured.items() if "1x1x1 alone" in key)
     assert list(map(len, wide.tasks.values())) == [profiling.SHARED_STEPS]
+    in_bands = measured[f"tiny-qwen-image {job.shape} 1x2x1 alone round 1"]
+    assert {stage: len(durations) for stage, durations in in_bands.tasks.items()} == {
+        "denoise": profiling.SHARED_STEPS,
+        "decode": 1,
+    }
     assert len(moving.moves) >= profiling.MOVING_STEPS - 1
     assert {size for size, _ in moving.moves} == {job.state_bytes}
     plan = [entry for entry in chosen if entry.kind != "loaded"]

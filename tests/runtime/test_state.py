@@ -373,10 +373,41 @@ def test_degrees_that_a_job_cannot_use_are_refused(fields, layout, reason):
         cluster.state.begin(Decision(job.trajectory.task(2), layout))
 
 
-def test_only_steps_are_shared():
+def test_only_steps_and_decodes_are_shared():
     cluster = Cluster(make_job("a"))
     with pytest.raises(PolicyFault, match="encode runs on one rank"):
         cluster.begin("a", 0, 0, 1)
+
+
+def at_its_decode(**fields):
+    """A cluster whose one job has nothing left to do but its decode."""
+    cluster = Cluster(replace(make_job("a", steps=1, uses_cfg=True), **fields), num_ranks=4)
+    for index in range(3):
+        cluster.done(cluster.begin("a", index, 0))
+    return cluster
+
+
+def test_a_decode_is_shared_by_the_ranks_that_hold_the_latents_and_others_are_sent_them():
+    cluster = at_its_decode(max_decode_degree=3)
+    job = cluster.state.snapshot().open["a"]
+    assert (job.max_degree, job.layout((0, 2, 3, 1))) == (3, Layout.bands((0, 2, 3)))
+    dispatch = cluster.state.begin(Decision(job.next_task, job.layout((0, 2, 3))))
+    assert {(t.source, t.destination) for t in dispatch.transfers} == {(0, 2), (0, 3)}
+
+
+@pytest.mark.parametrize(
+    ("layout", "reason"),
+    [
+        (Layout((0, 1), cfg=2), "in bands of rows"),
+        (Layout((0, 1), ring=2), "in bands of rows"),
+        (Layout.bands((0, 1, 2, 3)), "3 bands of rows at most"),
+    ],
+)
+def test_layouts_that_a_decode_cannot_use_are_refused(layout, reason):
+    cluster = at_its_decode(max_decode_degree=3)
+    task = cluster.state.snapshot().open["a"].next_task
+    with pytest.raises(PolicyFault, match=reason):
+        cluster.state.begin(Decision(task, layout))
 
 
 def test_what_was_about_to_end_in_the_snapshot_may_be_late_by_now():

@@ -68,8 +68,8 @@ class CountingAdapter:
         assert float(latents.tensors["latents"].sum()) == step * 16
         return Fields({"latents": latents.tensors["latents"] + 1})
 
-    def decode(self, spec: JobSpec, latents: Fields) -> torch.Tensor:
-        return torch.full((1, 16, 16, 3), 9, dtype=torch.uint8)
+    def decode(self, spec: JobSpec, latents: Fields, *, parallel: Any) -> Fields:
+        return Fields({"frames": torch.full((1, 16, 16, 3), 9, dtype=torch.uint8)}, {"first_row": 0})
 
 
 @dataclass

@@ -74,12 +74,15 @@ def test_a_picture_is_the_same_on_one_rank_on_several_and_on_changing_ones(gpu_p
     assert max(np.abs(other - shown[0]).max() for other in shown) <= 1
 
 
-def test_frames_that_go_through_the_buffer_in_pieces_are_whole(gpu_pool, pool, tmp_path):
+@pytest.mark.parametrize("ranks", [(0,), (2, 0, 1)], ids=str)
+def test_frames_that_go_through_the_buffer_in_pieces_are_whole(gpu_pool, pool, tmp_path, ranks):
+    """From one rank, or from several, each with a band of rows."""
     video = JobSpec(
         id="video", prompt="a fox", model="tiny-wan", width=128, height=128, frames=9, steps=2, seed=1
     )
     for each, folder in ((gpu_pool, "gpu"), (pool, "cpu")):
-        run(each, tmp_path / folder, video, policy=test_elastic.following((0,)))
+        recorder = run(each, tmp_path / folder, video, policy=test_elastic.following(ranks))
+        assert recorder.ranks_of("video")[-1] == ranks
     files = [(tmp_path / folder / "video.mp4").read_bytes() for folder in ("gpu", "cpu")]
     assert files[0] == files[1]
 

@@ -1,0 +1,169 @@
+"""`gfgen bench decode`: a VAE's decode on 1, 2 and 4 GPUs in one run, in fp32 and bf16.
+
+This process touches no GPU; the ranks do (gfgen/models/measure_decode.py).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from gfgen.errors import InputError
+from gfgen.gfc.cuda.driver import driver
+from gfgen.gfc.cuda.ranks import CudaRanks
+from gfgen.layout import Layout
+from gfgen.models import measure_decode
+from gfgen.models.measure_decode import REPEATS, REPEATS_ALONE, Shape
+from gfgen.runtime.arenas import GPU_PLAN
+
+logger = logging.getLogger(__name__)
+
+WAN, QWEN = "wan2.2-ti2v-5b", "qwen-image"
+SHAPES = (
+    Shape(WAN, 256, 256, 9, is_exact=True),
+    Shape(WAN, 1280, 704, 81),
+    Shape(QWEN, 1024, 1024, 1),
+)
+DTYPES = ("float32", "bfloat16")
+"""In this order: bf16 is compared with fp32."""
+DEGREES = (8, 4, 2)
+"""The most first: should time run out, those say most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One shape in one dtype on so many GPUs; of several ranks the slowest, or the farthest."""
+
+    shape: str
+    dtype: str
+    degree: int
+    seconds: float
+    """The median."""
+    first_s: float
+    peak_gb: float
+    distance: float | None = None
+    """From the decode of one GPU, in units of the largest magnitude."""
+    max_levels: int | None = None
+    """The same of bytes."""
+    psnr_db: float | None = None
+    """On one GPU: of bf16 to fp32; on several: to one GPU in the same dtype."""
+    is_plain: bool | None = None
+    """One GPU: bitwise what diffusers makes without hooks."""
+    spread: float | None = None
+    """Standard deviation of the bytes: how much there is to differ."""
+
+
+def measure_decodes(
+    *, num_gpus: int, seconds: float | None = None, tell: Callable[[Row], None] = lambda row: None
+) -> list[Row]:
+    """All shapes in all dtypes, on one GPU and on each power of two of them; no row begins after `seconds`.
+
+    Raises: InputError for more GPUs than there are.
+    """
+    found = driver().num_devices
+    if not 1 <= num_gpus <= found:
+        raise InputError(f"--gpus {num_gpus}: there are {found}")
+    deadline_s = time.monotonic() + (math.inf if seconds is None else seconds)
+    rows: list[Row] = []
+    ranks = CudaRanks(num_gpus, GPU_PLAN)
+    try:
+        for row in _measured(ranks, num_gpus):
+            rows.append(row)
+            tell(row)
+            if time.monotonic() > deadline_s:
+                logger.warning("no time is left for what follows %s in %s", row.shape, row.dtype)
+                break
+    finally:
+        ranks.close()
+    order = [(shape.name, dtype) for shape in SHAPES for dtype in DTYPES]
+    return sorted(rows, key=lambda row: (order.index((row.shape, row.dtype)), row.degree))
+
+
+def _measured(ranks: CudaRanks, num_gpus: int) -> Iterator[Row]:
+    """A row when it is asked for."""
+    for shape in SHAPES:
+        for dtype in DTYPES[:1] if shape.is_exact else DTYPES:
+            results = ranks.run(range(num_gpus), measure_decode.alone, shape, dtype)
+            yield _row(shape, dtype, 1, results)
+            for degree in DEGREES:
+                if degree <= num_gpus:
+                    yield _row(shape, dtype, degree, _side_by_side(ranks, num_gpus, shape, degree))
+
+
+def _side_by_side(ranks: CudaRanks, num_gpus: int, shape: Shape, degree: int) -> list[dict[str, Any]]:
+    """Groups of so many ranks, all at the same time."""
+    starts = range(0, num_gpus - degree + 1, degree)
+    layouts = [Layout.bands(tuple(range(start, start + degree))) for start in starts]
+    number = ranks.next_dispatch(REPEATS + 1)
+    for layout in layouts:
+        for rank in layout.ranks:
+            ranks.submit(rank, measure_decode.shared, shape, layout, number)
+    return [ranks.result(rank) for layout in layouts for rank in layout.ranks]
+
+
+def _row(shape: Shape, dtype: str, degree: int, results: Sequence[dict[str, Any]]) -> Row:
+    def most(name: str) -> Any:
+        values = [result[name] for result in results if result.get(name) is not None]
+        return max(values) if values else None
+
+    psnrs = [result["psnr_db"] for result in results if result["psnr_db"] is not None]
+    # On several GPUs a decode has ended when the last of them has.
+    medians = [statistics.median(result["times_s"]) for result in results]
+    return Row(
+        shape.name,
+        dtype,
+        degree,
+        seconds=statistics.median(medians) if degree == 1 else max(medians),
+        first_s=most("first_s"),
+        peak_gb=most("peak_gb"),
+        distance=most("distance"),
+        max_levels=most("max_levels"),
+        psnr_db=min(psnrs) if psnrs else None,
+        is_plain=all(result["is_plain"] for result in results) if degree == 1 else None,
+        spread=most("spread"),
+    )
+
+
+def table_of(rows: Sequence[Row], *, device: str, command: str) -> Iterator[str]:
+    """Markdown: a line for each row."""
+    yield f"# Decodes of VAEs, {time.strftime('%Y-%m-%d')}\n"
+    yield f"{device}; command: `{command}`\n"
+    yield (
+        "Seconds per decode, random weights and latents. On one GPU the median over all GPUs, which decode "
+        f"at the same time, each {REPEATS_ALONE + 1} times, the first uncounted; on several the slowest "
+        f"rank's median of {REPEATS}. fp32 convolutions in TF32, torch's default, but for shapes called "
+        "exact. apart: the largest difference of pixels from one GPU's decode in the same dtype, over the "
+        "largest magnitude; levels: of bytes. PSNR: of bytes, on one GPU of bf16 to fp32, on several to one "
+        "GPU in the same dtype; what random weights draw tells little about pictures.\n"
+    )
+    yield "| shape | dtype | GPUs | s | x | first s | peak GB | apart | levels | PSNR dB |"
+    yield "|---" * 10 + "|"
+    alone = {(row.shape, row.dtype): row.seconds for row in rows if row.degree == 1}
+    for row in rows:
+        gain = alone[row.shape, row.dtype] / row.seconds
+        numbers = (
+            f"{row.seconds:.3f} | {gain:.2f} | {row.first_s:.1f} | {row.peak_gb:.1f} | "
+            f"{_text(row.distance, '.1e')} | {_text(row.max_levels, 'd')} | {_text(row.psnr_db, '.1f')}"
+        )
+        yield f"| {row.shape} | {row.dtype} | {row.degree} | {numbers} |"
+    yield ""
+    for row in rows:
+        if row.is_plain is False:
+            yield f"- {row.shape}, {row.dtype}: one GPU with hooks is not bitwise what diffusers makes"
+
+
+def _text(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def store(rows: Sequence[Row], stem: Path, text: str) -> None:
+    """As .json and .md."""
+    stem.with_suffix(".json").write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    stem.with_suffix(".md").write_text(text + "\n")

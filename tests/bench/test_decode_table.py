@@ -1,0 +1,73 @@
+"""The rows of `gfgen bench decode`, and what becomes of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gfgen.bench import decode
+from gfgen.bench.decode import SHAPES, Row, measure_decodes, store, table_of
+from gfgen.errors import InputError
+from gfgen.layout import Layout
+from gfgen.models.geometry import shipped_geometry
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+def test_shapes_are_those_of_the_models(shape: Any) -> None:
+    vae: Any = shipped_geometry(shape.model).vae  # type: ignore[attr-defined]
+    assert shape.latents[1] == vae.z_dim
+
+
+def test_groups_work_side_by_side_and_the_slowest_rank_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    class FourGpus:
+        num_devices = 4
+
+    class FakeRanks:
+        def __init__(self, num_ranks: int, plan: object) -> None:
+            self.layouts: dict[int, Layout] = {}
+
+        def next_dispatch(self, count: int) -> int:
+            return 1
+
+        def run(self, ranks: Any, program: object, shape: object, dtype: str) -> list[Any]:
+            psnr_db = None if dtype == "float32" else 40.0
+            return [result(8.0, psnr_db=psnr_db, is_plain=True, spread=9.0) for _ in ranks]
+
+        def submit(self, rank: int, program: object, shape: object, layout: Layout, number: int) -> None:
+            self.layouts[rank] = layout
+
+        def result(self, rank: int) -> Any:
+            layout = self.layouts[rank]
+            assert layout.slot_of(rank) == rank % layout.degree
+            return result(8.0 / layout.degree + 0.1 * rank, distance=1e-4, max_levels=1)
+
+        def close(self) -> None: ...
+
+    def result(seconds: float, *, psnr_db: float | None = 50.0, **fields: Any) -> dict[str, Any]:
+        return {"times_s": [seconds], "first_s": 9.0, "peak_gb": 1.0, "psnr_db": psnr_db, **fields}
+
+    monkeypatch.setattr(decode, "driver", FourGpus)
+    monkeypatch.setattr(decode, "CudaRanks", FakeRanks)
+    told: list[Row] = []
+    rows = measure_decodes(num_gpus=4, tell=told.append)
+    assert {row.shape for row in told} == {shape.name for shape in SHAPES}
+    assert sorted(told, key=repr) == sorted(rows, key=repr)
+    assert [row.degree for row in rows] == [1, 2, 4] * 5
+    assert [row.seconds for row in rows[:3]] == pytest.approx([8.0, 4.3, 2.3])
+    text = "\n".join(table_of(rows, device="4 x GPU", command="gfgen bench decode"))
+    assert "| wan-1280x704x81 | bfloat16 | 4 | 2.300 | 3.48 | 9.0 | 1.0 | 1.0e-04 | 1 | 50.0 |" in text
+    assert len(measure_decodes(num_gpus=4, seconds=0)) == 1
+    with pytest.raises(InputError, match="there are 4"):
+        measure_decodes(num_gpus=5)
+
+
+def test_rows_are_stored_beside_their_table(tmp_path: Path) -> None:
+    row = Row("wan", "float32", 1, seconds=1.0, first_s=2.0, peak_gb=3.0, is_plain=False)
+    text = "\n".join(table_of([row], device="GPU", command="gfgen bench decode"))
+    assert "not bitwise" in text
+    store([row], tmp_path / "decode", text)
+    assert json.loads((tmp_path / "decode.json").read_text())[0]["seconds"] == 1.0
+    assert (tmp_path / "decode.md").read_text().startswith("# Decodes")
