@@ -143,7 +143,8 @@ def test_only_what_was_handed_out_and_is_not_measured_is_doubtful():
     costs.task_s(cost_class(costs, "XL", 80.0), Stage.DENOISE, ONE)
     costs.task_s(cost_class(costs, "S", 10.0, model="qwen"), Stage.DENOISE, ONE)
     assert in_one_line(costs.doubts) == (
-        "extrapolated, not measured: wan S on cfg 2 x ulysses 2, wan XL; guessed, not measured: qwen S"
+        "extrapolated, not measured: wan S (denoise on cfg 2 x ulysses 2), wan XL (denoise on 1 rank); "
+        "guessed, not measured: qwen S (denoise on 1 rank)"
     )
 
 
