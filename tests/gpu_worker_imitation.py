@@ -12,6 +12,7 @@ import os
 import socket
 import time
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,8 +21,11 @@ from faulty_worker import FaultyAdapter
 from gfgen.errors import ProtocolError
 from gfgen.gfc import native
 from gfgen.gfc.arena import Plan
+from gfgen.gfc.descriptor import Descriptor
 from gfgen.gfc.endpoint import Endpoint
-from gfgen.runtime import worker_gpu
+from gfgen.gfc.group import Group
+from gfgen.layout import Layout
+from gfgen.runtime import worker_forwards, worker_gpu
 from gfgen.runtime.channel import Channel
 from gfgen.runtime.messages import Arenas
 from gfgen.runtime.worker import Worker, WorkerSettings, load, run_worker
@@ -64,8 +68,33 @@ class Outcome:
     def require(self) -> None: ...
 
 
+class ImitationRecorder:
+    """Records by keeping the function, which reads where a record would and is told a replay's ranks."""
+
+    def __init__(self) -> None:
+        self.num_records = self.num_replays = 0
+
+    def record(self, function: Any, parallel: Any) -> Any:
+        self.num_records += 1
+
+        def replay(parallel: Any) -> torch.Tensor:
+            self.num_replays += 1
+            result: torch.Tensor = function(parallel)
+            return result
+
+        return SimpleNamespace(replay=replay)
+
+    def has_room(self) -> bool:
+        return True
+
+    def synchronize(self) -> None: ...
+
+
 class ImitationEndpoint(Endpoint):
     """A CPU's endpoint with what a GPU's has beside it."""
+
+    def unentered(self, layout: Layout) -> Group:
+        return self.group(Descriptor(1, layout, (1,) * layout.degree))
 
     def outcome(self, dispatch: int, *, sources: Sequence[int] = ()) -> Outcome:
         return Outcome()
@@ -130,12 +159,15 @@ def imitate_cuda() -> None:
     real_empty = torch.empty
     torch.empty = lambda *size, pin_memory=False, **options: real_empty(*size, **options)
     worker_gpu.STAGING_BYTES = STAGING_BYTES
+    worker_forwards.MIN_REPLAYS = 1
 
 
 def main(channel_socket: socket.socket, settings: WorkerSettings) -> None:
     def make(channel: Channel) -> Worker:
         imitate_cuda()
         adapters = {path: FaultyAdapter(adapter, settings.rank) for path, adapter in load(settings).items()}
-        return ImitationWorker(channel, settings.rank, adapters, Plan(*settings.arena_bytes))
+        worker = ImitationWorker(channel, settings.rank, adapters, Plan(*settings.arena_bytes))
+        worker.set_up_forwards(ImitationRecorder(), may_record=True)
+        return worker
 
     run_worker(channel_socket, settings, make)

@@ -47,6 +47,7 @@ def test_options_of_run():
         "--log-json",
         "--lookahead",
         "--model",
+        "--no-graphs",
         "--output",
         "--policy",
         "--quiet",

@@ -14,6 +14,7 @@ import click
 from gfgen import log
 from gfgen.cli.admission import DEFAULT_MODEL, Admission, admit_file, warn_of_passed_deadlines
 from gfgen.cli.progress import make_file_progress, make_progress
+from gfgen.cli.warming import warm_up
 from gfgen.errors import InputError, InterruptedRunError, Problem
 from gfgen.layout import MAX_RANKS
 from gfgen.models.geometry_weights import VAE_DTYPES
@@ -25,7 +26,7 @@ from gfgen.runtime.clock import Clock
 from gfgen.runtime.closing import closing_at
 from gfgen.runtime.control import Control
 from gfgen.runtime.cost import CostModel
-from gfgen.runtime.devices import DEVICES, Devices, choose_devices
+from gfgen.runtime.devices import CPU, DEVICES, Devices, choose_devices
 from gfgen.runtime.inbox import Inbox
 from gfgen.runtime.journal import Journal, first_arrivals, journal_header
 from gfgen.runtime.lock import hold_folder
@@ -64,6 +65,7 @@ class RunOptions:
     log_file: Path | None = None
     has_random_weights: bool = False
     vae_dtype: str = "auto"
+    has_graphs: bool = True
 
     @property
     def num_ranks(self) -> int:
@@ -109,6 +111,11 @@ class RunOptions:
     show_default=True,
     help="What VAEs compute in; auto: as the model cards load them (Wan in float32).",
 )
+@click.option(
+    "--no-graphs",
+    is_flag=True,
+    help="On GPUs: launch kernels one by one, where CUDA graphs would be faster.",
+)
 @click.option("--skip-invalid", is_flag=True, help="Run the valid jobs of a file with mistakes; exit with 1.")
 @click.option(
     "--lookahead",
@@ -151,6 +158,7 @@ def run(
     model: str,
     random_weights: bool,
     vae_dtype: str,
+    no_graphs: bool,
     skip_invalid: bool,
     lookahead: float,
     trace: Path | None,
@@ -174,6 +182,7 @@ def run(
         model=model,
         has_random_weights=random_weights,
         vae_dtype=vae_dtype,
+        has_graphs=not no_graphs,
         skip_invalid=skip_invalid,
         guard_s=lookahead / 1000,
         trace=trace,
@@ -183,6 +192,8 @@ def run(
         log_json=log_json,
     )
     problems: Sequence[Problem] = ()
+    if no_graphs and options.devices.kind == CPU:
+        logger.info("--no-graphs has no effect on CPU ranks, which launch no kernels")
     if watch is not None:
         summary = watch_folder(watch, options)
     else:
@@ -213,6 +224,7 @@ def run_jobs(admitted: Sequence[AdmittedJob], options: RunOptions) -> Summary:
         skipped = [job for job in admitted if job.job_id in done]
         checkpoints = {job.checkpoint for job in todo}
         with ready_pool(checkpoints, options, signals) as pool:
+            warm_up(pool, todo, devices=options.devices, policy=options.policy, signals=signals)
             return run_on(pool, todo, options, signals=signals, skipped=skipped)
 
 
@@ -240,6 +252,7 @@ def watch_folder(folder: Path, options: RunOptions) -> Summary:
         checkpoints = {admit.find_model(options.model).checkpoint, *(job.checkpoint for job in first)}
         admit.check(checkpoints)
         pool = stack.enter_context(ready_pool(checkpoints, options, signals))
+        warm_up(pool, first, devices=options.devices, policy=options.policy, signals=signals)
         inbox.start(admit=admit.of_loaded(checkpoints))
         return run_on(pool, first, options, signals=signals, inbox=inbox)
 
@@ -370,6 +383,7 @@ def ready_pool(
         device=options.devices.kind,
         has_random_weights=options.has_random_weights,
         vae_dtype=options.vae_dtype,
+        has_graphs=options.has_graphs,
     ) as pool:
         pool.wait_ready(signals)
         logger.info("ready after %.1f s", time.monotonic() - began_s)

@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 
 from gfgen.jobspec import JobSpec
+from gfgen.models.forwards import Forward
 from gfgen.models.parallel import Parallel
 
 Scalar = int | float | bool | str | None | list[int] | list[float]
@@ -74,4 +75,8 @@ class Adapter(Protocol):
 
         Raises: LayoutError for degrees that this job does not allow.
         """
+        ...
+
+    def evaluate_by(self, forward: Forward) -> None:
+        """Evaluate transformers by this from now on."""
         ...

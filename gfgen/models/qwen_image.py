@@ -23,6 +23,7 @@ from gfgen.jobspec import JobSpec
 from gfgen.models import shared_decode, solver
 from gfgen.models.adapter import Fields
 from gfgen.models.components import LoadPipeline, load_pipeline
+from gfgen.models.forwards import Forward, evaluate
 from gfgen.models.fused import fuse
 from gfgen.models.geometry import Geometry
 from gfgen.models.geometry_qwen import MAX_TEXT_TOKENS
@@ -43,6 +44,7 @@ class QwenImageAdapter:
         self.device = torch.device(device)
         self._pipeline = pipeline
         self._vae = pipeline.vae
+        self._forward: Forward = evaluate
 
     @torch.no_grad()
     def encode(self, spec: JobSpec) -> Fields:
@@ -101,6 +103,9 @@ class QwenImageAdapter:
         picture_BCHW = self._pipeline.image_processor.postprocess(picture_BCHW, output_type="pt")
         return Fields({"frames": to_uint8(picture_BCHW)}, {"first_row": first_row})
 
+    def evaluate_by(self, forward: Forward) -> None:
+        self._forward = forward
+
     def _embed(self, text: str) -> torch.Tensor:
         """Embeddings of one prompt. One prompt is never padded, so there is no mask."""
         embeds, mask = self._pipeline.encode_prompt(
@@ -136,15 +141,9 @@ class QwenImageAdapter:
 
     def _predict(self, inputs: dict[str, Any], embeds: torch.Tensor) -> torch.Tensor:
         """One branch of classifier-free guidance."""
-        predicted: torch.Tensor = self._pipeline.transformer(
-            **inputs,
-            guidance=None,
-            encoder_hidden_states=embeds,
-            encoder_hidden_states_mask=None,
-            attention_kwargs={},
-            return_dict=False,
-        )[0]
-        return predicted
+        texts = {"encoder_hidden_states": embeds, "encoder_hidden_states_mask": None}
+        others = {"guidance": None, "attention_kwargs": dict[str, Any]()}
+        return self._forward(self._pipeline.transformer, {**inputs, **texts, **others})
 
 
 def load_qwen_image(

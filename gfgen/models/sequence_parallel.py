@@ -44,32 +44,50 @@ SHARED = object()
 
 
 @dataclass(slots=True)
-class _Sharing:
+class Sharing:
     """Who shares the forwards of a `with active(...)`, and what the present one has cut."""
 
     parallel: Parallel
+    slot_1: torch.Tensor | None = None
+    """Where a recorded forward finds the slot of this rank when it is replayed; else it is in `parallel`."""
     stream_lengths: dict[str, int] = field(default_factory=dict)
     """Whole length of each stream; each forward writes them before its first attention."""
+    _positions: dict[int, torch.Tensor] = field(default_factory=dict)
 
     @property
     def ranks(self) -> Ranks:
         """All who share the tokens."""
         return self.parallel.sequence
 
+    def positions_L(self, length: int) -> torch.Tensor:
+        """Of this rank's tokens among so many, worked out on the device from the slot that is there.
+
+        As `shard_bounds`, for all slots that have equally many.
+        """
+        assert self.slot_1 is not None
+        if length not in self._positions:
+            base, num_longer = divmod(length, self.ranks.size)
+            start, stop = shard_bounds(length, self.ranks.size, self.ranks.slot)
+            first_1 = self.slot_1 * base + self.slot_1.clamp(max=num_longer)
+            self._positions[length] = torch.arange(stop - start, device=self.slot_1.device) + first_1
+        return self._positions[length]
+
 
 # Per context and so per thread: ranks may be threads around one model. It is not an argument
 # because it must pass through forwards that are not ours.
-_SHARING: ContextVar[_Sharing | None] = ContextVar("sharing", default=None)
+_SHARING: ContextVar[Sharing | None] = ContextVar("sharing", default=None)
 
 
 @contextmanager
-def active(parallel: Parallel) -> Iterator[None]:
+def active(parallel: Parallel, *, slot_1: torch.Tensor | None = None) -> Iterator[None]:
     """Inside, forwards of transformers with hooks are shared among the ranks of one branch.
 
     All of the ranks must make the same forwards with the same inputs, whole on each; outputs
     are whole on each, too, and bitwise the same. One rank alone is as if nothing were active.
+    slot_1: an int64 tensor that is to hold this rank's slot among those who share the tokens, for
+    forwards that are recorded in one slot and replayed in another one.
     """
-    token = _SHARING.set(_Sharing(parallel) if parallel.sequence.size > 1 else None)
+    token = _SHARING.set(Sharing(parallel, slot_1) if parallel.sequence.size > 1 else None)
     try:
         yield
     finally:
@@ -80,6 +98,11 @@ def sharing_ranks() -> Ranks | None:
     """Who shares the forward that this thread is in; None when it is alone."""
     sharing = _SHARING.get()
     return None if sharing is None else sharing.ranks
+
+
+def present_sharing() -> Sharing | None:
+    """Of the `with active(...)` around the caller; None where a rank works alone."""
+    return _SHARING.get()
 
 
 def install(transformer: torch.nn.Module) -> None:
@@ -149,7 +172,7 @@ def _split_inputs(
             continue
         if name in (PICTURE, TEXT):
             sharing.stream_lengths[name] = _stream_length(name, value, spec, sharing.ranks)
-        by_name[name] = _shard(value, spec, sharing.ranks)
+        by_name[name] = _shard(value, spec, sharing)
     given = names[: len(args)]
     return tuple(by_name.pop(name) for name in given), by_name
 
@@ -163,7 +186,7 @@ def _split_outputs(
         return None
     values = [output] if isinstance(output, torch.Tensor) else list(output)
     for idx, spec in specs.items():
-        values[idx] = _shard(values[idx], spec, sharing.ranks)
+        values[idx] = _shard(values[idx], spec, sharing)
     return values[0] if isinstance(output, torch.Tensor) else tuple(values)
 
 
@@ -185,7 +208,7 @@ def _stream_length(name: str, value: torch.Tensor, spec: ContextParallelInput, r
     return length
 
 
-def _shard(x: torch.Tensor, spec: ContextParallelInput, ranks: Ranks) -> torch.Tensor:
+def _shard(x: torch.Tensor, spec: ContextParallelInput, sharing: Sharing) -> torch.Tensor:
     """This rank's part; all of it when the tensor is not of the kind the plan means.
 
     Text may be shorter than there are ranks. Its last shards are then empty, and flow through
@@ -194,7 +217,9 @@ def _shard(x: torch.Tensor, spec: ContextParallelInput, ranks: Ranks) -> torch.T
     """
     if spec.expected_dims is not None and x.dim() != spec.expected_dims:
         return x
-    start, stop = shard_bounds(x.shape[spec.split_dim], ranks.size, ranks.slot)
+    if sharing.slot_1 is not None:
+        return x.index_select(spec.split_dim, sharing.positions_L(x.shape[spec.split_dim]))
+    start, stop = shard_bounds(x.shape[spec.split_dim], sharing.ranks.size, sharing.ranks.slot)
     return x.narrow(spec.split_dim, start, stop - start).clone(memory_format=torch.contiguous_format)
 
 
@@ -307,7 +332,7 @@ def _(
     return query.new_empty((*query.shape[:3], value.shape[3]))
 
 
-def _token_sizes(sharing: _Sharing, query: torch.Tensor, key: torch.Tensor) -> Sizes:
+def _token_sizes(sharing: Sharing, query: torch.Tensor, key: torch.Tensor) -> Sizes:
     """By slot, the tokens of a shared attention: all streams that are cut, one behind the other.
 
     Wan cuts the video alone, and attends to it alone; joint attentions (Qwen-Image) attend to

@@ -14,6 +14,7 @@ from typing import Any
 from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
 
 from gfgen.models.adapter import Fields, Scalar
+from gfgen.models.unipc import HostUniPC
 
 SAMPLE = "sample"
 """Name of the latents themselves among the tensors of the artifact `latents`."""
@@ -31,13 +32,15 @@ class State:
 # Source: diffusers 0.42, every attribute that `step` assigns and a later `step` reads.
 # UniPC's `timestep_list` is written only; `this_order` does not exist before the first step.
 STATES: dict[type, State] = {
-    UniPCMultistepScheduler: State(
+    HostUniPC: State(
         scalars=("_step_index", "_begin_index", "lower_order_nums", "this_order"),
         tensors=("last_sample",),
         tensor_lists=("model_outputs",),
     ),
     FlowMatchEulerDiscreteScheduler: State(scalars=("_step_index", "_begin_index")),
 }
+IN_PLACE_OF: dict[type, type] = {UniPCMultistepScheduler: HostUniPC}
+"""Schedulers that make the host wait for the device, and the same without that."""
 
 
 def new_scheduler(template: Any, *, set_timesteps: Callable[[Any], None], **overrides: Any) -> Any:
@@ -45,8 +48,9 @@ def new_scheduler(template: Any, *, set_timesteps: Callable[[Any], None], **over
 
     The template, which all jobs share, stays as it is.
     """
-    assert type(template) in STATES, f"no state is known for {type(template).__name__}"
-    scheduler = type(template).from_config(template.config, **overrides)
+    kind: Any = IN_PLACE_OF.get(type(template), type(template))
+    assert kind in STATES, f"no state is known for {kind.__name__}"
+    scheduler = kind.from_config(template.config, **overrides)
     set_timesteps(scheduler)
     return scheduler
 

@@ -21,6 +21,7 @@ from gfgen.jobspec import JobSpec
 from gfgen.models import shared_decode, solver
 from gfgen.models.adapter import Fields
 from gfgen.models.components import LoadPipeline, load_pipeline
+from gfgen.models.forwards import Forward, evaluate
 from gfgen.models.fused import fuse
 from gfgen.models.geometry import Geometry
 from gfgen.models.geometry_rules import known
@@ -51,6 +52,7 @@ class WanAdapter:
         self._vae = text_pipeline.vae
         self._experts = (text_pipeline.transformer, text_pipeline.transformer_2)
         self._dtype: torch.dtype = text_pipeline.transformer.dtype
+        self._forward: Forward = evaluate
 
     @torch.no_grad()
     def encode(self, spec: JobSpec) -> Fields:
@@ -123,6 +125,9 @@ class WanAdapter:
         pictures = self._text.video_processor.postprocess_video(video.float(), output_type="pt")[0]
         return Fields({"frames": to_uint8(pictures)}, {"first_row": first_row})
 
+    def evaluate_by(self, forward: Forward) -> None:
+        self._forward = forward
+
     @property
     def _per_token(self) -> bool:
         """Whether the transformer takes a timestep per token (Wan2.2-TI2V-5B)."""
@@ -171,8 +176,7 @@ class WanAdapter:
 
     def _predict(self, expert: Any, inputs: dict[str, torch.Tensor], embeds: torch.Tensor) -> torch.Tensor:
         """One branch of classifier-free guidance."""
-        predicted: torch.Tensor = expert(**inputs, encoder_hidden_states=embeds, return_dict=False)[0]
-        return predicted
+        return self._forward(expert, {**inputs, "encoder_hidden_states": embeds})
 
 
 def load_wan(

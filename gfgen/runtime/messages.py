@@ -80,6 +80,17 @@ class ReplacePeer:
 
 
 @dataclass(frozen=True, slots=True)
+class WarmUp:
+    """Get steps of jobs like this one ready, before any job runs; answer `WarmedUp`."""
+
+    number: int
+    spec: JobSpec
+    checkpoint: str
+    degrees: tuple[tuple[int, int, int], ...]
+    """(cfg, ulysses, ring) of the layouts that are to be ready, in any slot."""
+
+
+@dataclass(frozen=True, slots=True)
 class Ping:
     """Answer `Pong`, whatever the rank is doing."""
 
@@ -129,6 +140,15 @@ class WorkerFailed:
 
     rank: int
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class WarmedUp:
+    """What `WarmUp` asked for is ready here, or why it is not."""
+
+    number: int
+    seconds: float
+    reason: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

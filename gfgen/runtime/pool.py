@@ -7,6 +7,7 @@ nothing yet. A pool outlives a run: the next one starts on warm workers.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import multiprocessing
 import multiprocessing.process
@@ -14,7 +15,7 @@ import os
 import selectors
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -25,7 +26,7 @@ from gfgen.gfc.arena import Plan
 from gfgen.runtime import forkserver
 from gfgen.runtime.arenas import GPU_PLAN, RankArenas
 from gfgen.runtime.channel import Channel
-from gfgen.runtime.messages import Arenas, ReplacePeer, WorkerFailed, WorkerReady
+from gfgen.runtime.messages import Arenas, ReplacePeer, WarmedUp, WarmUp, WorkerFailed, WorkerReady
 from gfgen.runtime.signals import SignalPipe
 
 logger = logging.getLogger(__name__)
@@ -39,6 +40,8 @@ PRELOAD = ("gfgen.runtime.worker", "gfgen.runtime.writer")
 """What the fork server imports, once, before it forks the first process."""
 START_S = 1800.0
 """For loading the models; from a slow disk that takes minutes."""
+WARM_UP_S = 600.0
+"""Between two answers."""
 _EXIT_S = 5.0
 """How long a process may take to end after its channel is closed, before it is killed."""
 KILLED_S = 10.0
@@ -135,6 +138,7 @@ class WorkerPool:
         device: str = "cpu",
         has_random_weights: bool = False,
         vae_dtype: str = "auto",
+        has_graphs: bool = True,
         num_writers: int = 1,
         preload: Sequence[str] = PRELOAD,
         plan: Plan | None = None,
@@ -156,6 +160,7 @@ class WorkerPool:
             "has_random_weights": has_random_weights,
             "vae_dtype": vae_dtype,
             "arena_bytes": (self._plan.data_bytes, self._plan.post_bytes),
+            "has_graphs": has_graphs,
         }
         self._deaths: dict[int, list[float]] = {rank: [] for rank in range(num_ranks)}
         self.num_ranks = num_ranks
@@ -210,6 +215,49 @@ class WorkerPool:
         for worker in late:
             if not worker.has_arenas:
                 self.welcome(worker)
+
+    def warm_up(
+        self, items: Sequence[WarmUp], signals: SignalPipe | None = None, *, patience_s: float = WARM_UP_S
+    ) -> Iterator[tuple[WarmUp, WarmedUp]]:
+        """Get steps ready on every worker; tells of each item when all have it, or one cannot.
+
+        Raises: WorkerError when a worker dies or does not answer; InterruptedRunError at a signal.
+        """
+        open_items = {item.number: (item, {worker.rank for worker in self.workers}) for item in items}
+        for item, worker in itertools.product(items, self.workers):
+            worker.tell(item)
+        for worker, answer in self._answers(open_items, signals, patience_s):
+            item, ranks = open_items[answer.number]
+            ranks.discard(worker.rank)
+            if answer.reason is not None or not ranks:
+                del open_items[answer.number]
+                yield item, answer
+
+    def _answers(
+        self, open_items: Mapping[int, object], signals: SignalPipe | None, patience_s: float
+    ) -> Iterator[tuple[Child, WarmedUp]]:
+        """What workers say of open items, until there are none."""
+        with selectors.DefaultSelector() as selector:
+            if signals is not None:
+                selector.register(signals, selectors.EVENT_READ)
+            for worker in self.workers:
+                selector.register(worker.channel, selectors.EVENT_READ, worker)
+            while open_items:
+                ready = selector.select(patience_s)
+                if not ready:
+                    raise WorkerError(f"no rank has run a step within {patience_s:g} s of the last one")
+                for key, _ in ready:
+                    if key.data is None and signals is not None:
+                        raise InterruptedRunError(
+                            "stopped while ranks were warmed up; nothing was started",
+                            signal_number=signals.take()[0],
+                        )
+                    received = key.data.channel.receive()
+                    if received is None:
+                        ending = key.data.reap(patience_s=_EXIT_S)
+                        raise WorkerError(f"{key.data.name} died while it was warmed up: {ending}")
+                    if isinstance(received[0], WarmedUp) and received[0].number in open_items:
+                        yield key.data, received[0]
 
     def _note_start(self, worker: Child) -> None:
         """A starting worker has said something, or has died."""

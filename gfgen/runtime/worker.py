@@ -61,6 +61,8 @@ from gfgen.runtime.messages import (
     StartJob,
     TaskFault,
     TaskReport,
+    WarmedUp,
+    WarmUp,
     WorkerFailed,
     WorkerReady,
 )
@@ -92,6 +94,8 @@ class WorkerSettings:
     arena_bytes: tuple[int, int] = (0, 0)
     """For exchanges and for a chunk of a transfer, where the rank makes its own arena (`Plan`)."""
     num_threads: int = 1
+    has_graphs: bool = True
+    """On a GPU: whether forwards may be recorded, to be launched at once."""
 
 
 def main(channel_socket: socket.socket, settings: WorkerSettings) -> None:
@@ -161,7 +165,10 @@ class Worker:
         while (received := self._tasks.get()) is not None:
             message, fds = received
             try:
-                self._run(message, fds)
+                if isinstance(message, WarmUp):
+                    self._channel.send(self._warm_up(message))
+                else:
+                    self._run(message, fds)
             finally:
                 for fd in fds:
                     os.close(fd)
@@ -175,7 +182,7 @@ class Worker:
     def _receive(self) -> None:
         while (received := self._channel.receive()) is not None:
             message, fds = received
-            if isinstance(message, RunTask):
+            if isinstance(message, RunTask | WarmUp):
                 self._tasks.put((message, fds))
                 continue
             with self._lock:
@@ -333,6 +340,10 @@ class Worker:
         send_state(self._endpoint, fields, message.transfers, dispatch=message.number)
 
     # The main thread --------------------------------------------------------------------------
+
+    def _warm_up(self, message: WarmUp) -> WarmedUp:
+        """On a CPU there is nothing to load."""
+        return WarmedUp(message.number, 0.0)
 
     def _run(self, message: RunTask, fds: Sequence[int]) -> None:
         """Run one task and report; an exception fails the task, never the worker."""

@@ -37,13 +37,25 @@ from gfgen.gfc.cuda.driver import driver
 from gfgen.gfc.cuda.endpoint import CudaEndpoint, Outcome
 from gfgen.gfc.cuda.kernels import Kernels
 from gfgen.gfc.cuda.memory import DeviceArena
-from gfgen.graph import Task
+from gfgen.graph import Stage, Task
+from gfgen.layout import Layout
 from gfgen.models import lanes
 from gfgen.models.adapter import Adapter, Fields
-from gfgen.models.parallel import parallel_from
+from gfgen.models.graphs import Graphs, Recorder
+from gfgen.models.parallel import Parallel, parallel_from
 from gfgen.runtime.channel import Channel
-from gfgen.runtime.messages import Arenas, ReplacePeer, RunTask, SendState, TaskReport
-from gfgen.runtime.worker import Worker, WorkerSettings, load, run_worker
+from gfgen.runtime.messages import (
+    Arenas,
+    ReplacePeer,
+    RunTask,
+    SendState,
+    TaskReport,
+    WarmedUp,
+    WarmUp,
+)
+from gfgen.runtime.worker import Worker, WorkerSettings, load, reason_of, run_worker
+from gfgen.runtime.worker_forwards import Forwards, Kind
+from gfgen.runtime.worker_graphs import CudaRecorder
 from gfgen.runtime.worker_jobs import (
     InputVoidError,
     RankJob,
@@ -76,7 +88,9 @@ def main(channel_socket: socket.socket, settings: WorkerSettings) -> None:
         Kernels(settings.rank)  # compiled and kept on disk before anyone waits for this rank
         adapters = load(settings, device=str(device))
         torch.cuda.synchronize(device)
-        return GpuWorker(channel, settings.rank, adapters, Plan(*settings.arena_bytes))
+        worker = GpuWorker(channel, settings.rank, adapters, Plan(*settings.arena_bytes))
+        worker.set_up_forwards(CudaRecorder(device), may_record=settings.has_graphs)
+        return worker
 
     run_worker(channel_socket, settings, make)
 
@@ -94,9 +108,12 @@ class Launched:
     ended: torch.cuda.Event
     outcome: Outcome | None
     waited_s: float
-    """On the host, for its input."""
+    """On the host: for its input, for others, for what had to be ready."""
     moved_s: float
     frames_fd: int | None = None
+    forward: Kind | None = None
+    """Of a step whose launches are all timed: nothing was loaded between them."""
+    launch_s: float = 0.0
 
 
 class GpuWorker(Worker):
@@ -122,6 +139,13 @@ class GpuWorker(Worker):
         """Tasks that are launched, and that the watcher has yet to see to their end."""
         self._seen: set[object] = set()
         """Kinds of tasks that this process has launched before."""
+        self._is_short = False
+        """A task has run out of memory: the main thread is to give back what it keeps."""
+
+    def set_up_forwards(self, recorder: Recorder, *, may_record: bool) -> None:
+        """To be called once, before tasks come."""
+        graphs = Graphs(recorder, self.device, may_record=may_record)
+        self._forwards = Forwards(self._adapters, graphs, rank=self._rank, unentered=self._unentered)
 
     def serve(self) -> None:
         self._use_device(self._main_stream)
@@ -201,6 +225,21 @@ class GpuWorker(Worker):
             self._told.wait_for(lambda: not self._failed)
         super()._run(message, fds)
 
+    def _warm_up(self, message: WarmUp) -> WarmedUp:
+        """Run steps alone, before a run; what cannot be is told, and left as it is."""
+        began_s = time.monotonic()
+        reason = None
+        try:
+            with torch.no_grad():
+                self._forwards.warm_up(message)
+        except Exception as error:
+            _exit_if_lost(error)
+            logger.debug("warming up", exc_info=True)
+            reason = reason_of(error)
+            torch.cuda.empty_cache()
+        self._drain()
+        return WarmedUp(message.number, time.monotonic() - began_s, reason)
+
     def _perform(self, job: RankJob, message: RunTask, fds: Sequence[int]) -> None:
         """Enqueue a task; the watcher does the rest."""
         task = job.start.trajectory.task(message.index)
@@ -208,14 +247,17 @@ class GpuWorker(Worker):
         self._await_input(job, task, message)
         times.append(time.monotonic())
         self._bring_input(job, task, message)
-        kind = self._kind(job, task, message)
-        self._clear_the_way(message.number, is_new=kind not in self._seen)
+        times.append(time.monotonic())
+        kinds = self._kinds(job, task, message)
+        is_new = not kinds <= self._seen
+        forward = self._get_ready(job, task, message, is_new=is_new)
         times.append(time.monotonic())
         begun = self._event()
         group = self._meet(message)
         entered = self._event()
         made = self._execute(job, task, None if group is None else parallel_from(group))
-        self._seen.add(kind)  # now, since one that is given up or fails first has loaded nothing
+        times.append(time.monotonic())
+        self._seen |= kinds  # now, since one that is given up or fails first has loaded nothing
         outcome = None
         if group is not None or message.transfers:
             sources = {transfer.source for transfer in message.transfers}
@@ -229,9 +271,11 @@ class GpuWorker(Worker):
             entered=entered,
             ended=self._event(),
             outcome=outcome,
-            waited_s=times[1] - times[0],
+            waited_s=times[1] - times[0] + times[3] - times[2],
             moved_s=times[2] - times[1],
             frames_fd=os.dup(fds[0]) if fds else None,
+            forward=None if is_new else forward,
+            launch_s=times[4] - times[3],
         )
         kept = {name: fields for name, fields in made.items() if name != "frames"}
         with self._lock:
@@ -241,11 +285,45 @@ class GpuWorker(Worker):
             self._num_unsettled += 1
         self._launched.put(launched)
 
-    def _kind(self, job: RankJob, task: Task, message: RunTask) -> object:
-        """What decides which kernels a task launches: shapes, the place in the layout, the solver's order."""
-        layout, step = message.layout, min(task.step or 0, _FIRST_STEPS)
-        where = (layout.degrees, layout.slot_of(self._rank))
-        return (job.start.checkpoint, task.stage, step, where, job.start.trajectory.artifacts)
+    def _kinds(self, job: RankJob, task: Task, message: RunTask) -> frozenset[object]:
+        """What decides which kernels a task launches, for its own part and for the transformer's.
+
+        Shapes; the solver's order; the place in the layout; and how long prompts are, for those whose texts
+        are not padded.
+        """
+        start, layout = job.start, message.layout
+        what = (start.checkpoint, task.stage, start.trajectory.artifacts)
+        place = (layout.degrees, layout.slot_of(self._rank))
+        own = (*what, place, min(task.step or 0, _FIRST_STEPS))
+        if task.stage is not Stage.DENOISE:
+            return frozenset({own})
+        texts = tuple(x.shape[1] for x in job.artifacts["prompt"].tensors.values())
+        return frozenset({own, (*what, place, texts)})
+
+    def _get_ready(self, job: RankJob, task: Task, message: RunTask, *, is_new: bool) -> Kind | None:
+        """See to it that nobody will wait for this rank inside the task; the kind of a step's forwards.
+
+        Forwards are recorded while nothing runs here, nor is about to be sent: that may wait for the device.
+        """
+        if task.stage is not Stage.DENOISE:
+            self._clear_the_way(message.number, is_new=is_new)
+            return None
+        forwards, layout = self._forwards, message.layout
+        kind = forwards.kind_of(job, layout)
+        is_to_record = forwards.is_to_record(job, task, kind) and not self._unsent
+        self._clear_the_way(message.number, is_new=is_new or is_to_record or self._is_short)
+        if self._is_short:
+            self._is_short = False
+            forwards.clear()
+            torch.cuda.empty_cache()
+        if is_to_record and not self._unsent:
+            forwards.record(job, task, kind, layout)
+        forwards.attach(job.start.checkpoint)
+        return kind
+
+    def _unentered(self, layout: Layout) -> Parallel | None:
+        """The ranks of a step, of whom none has come, for rehearsals and records."""
+        return None if layout.degree == 1 else parallel_from(self._endpoint.unentered(layout))
 
     def _clear_the_way(self, number: int, *, is_new: bool) -> None:
         """Let all go out that other ranks may wait for, before kernels here wait for those ranks.
@@ -289,6 +367,7 @@ class GpuWorker(Worker):
         super()._give_reason(number, error)
 
     def _release_memory(self) -> None:
+        self._is_short = True  # records are the main thread's; it gives them back before its next step
         self._drain()
         torch.cuda.empty_cache()
 
@@ -335,6 +414,9 @@ class GpuWorker(Worker):
             raise InputVoidError
         if launched.outcome is not None:
             launched.outcome.require()
+        if launched.forward is not None:
+            device_s = launched.entered.elapsed_time(launched.ended) / 1e3
+            self._forwards.observe(launched.forward, launch_s=launched.launch_s, device_s=device_s)
         frames = launched.made.pop("frames", None)
         if frames is not None:
             assert launched.frames_fd is not None

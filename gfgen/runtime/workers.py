@@ -41,6 +41,7 @@ from gfgen.runtime.messages import (
     StartJob,
     TaskFault,
     TaskReport,
+    WarmedUp,
     WorkerFailed,
     WorkerReady,
     WriteDone,
@@ -239,7 +240,7 @@ class ProcessBackend:
                     yield event
             case WorkerFailed() as failure:
                 self._verdicts[child] = f"it cannot start: {failure.reason}"
-            case Pong():
+            case Pong() | WarmedUp():
                 pass
             case message:
                 raise AssertionError(f"{child.name} sent {message!r}")

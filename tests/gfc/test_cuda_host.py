@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import shutil
 import subprocess
@@ -19,6 +20,7 @@ from gfgen.gfc import native, oracle
 from gfgen.gfc.arena import Plan
 from gfgen.gfc.cuda import compiler, structs
 from gfgen.gfc.cuda.endpoint import CudaEndpoint
+from gfgen.gfc.cuda.graph import SharedPool
 from gfgen.gfc.cuda.group import bank_of, canonical
 from gfgen.gfc.cuda.moves import Reshaped, offsets_of, reshaped
 from gfgen.gfc.cuda.selector import Choice, Rule, Selector
@@ -342,3 +344,33 @@ def test_kernels_compile_with_nvrtc_and_are_cached(tmp_path: Path, monkeypatch: 
     cached.write_bytes(b"from the cache")
     assert first[:4] == b"\x7fELF"
     assert compiler.compiled("sm_90") == b"from the cache"
+
+
+@pytest.mark.parametrize("has_failed", [False, True])
+def test_capture_that_has_failed_is_ended_for_the_allocator_too(
+    monkeypatch: pytest.MonkeyPatch, has_failed: bool
+) -> None:
+    calls: list[object] = []
+
+    class Graph:
+        def capture_begin(self, *, pool: object, capture_error_mode: str) -> None:
+            calls.append(capture_error_mode)
+
+        def capture_end(self) -> None:
+            calls.append("end")
+            if has_failed:
+                raise RuntimeError("invalid capture")
+
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(
+        torch._C, "_cuda_endAllocateToPool", lambda *where: calls.append(where), raising=False
+    )
+    pool: Any = SharedPool.__new__(SharedPool)
+    pool._pool, pool._stream = (0, 1), SimpleNamespace(device_index=3)
+    with pytest.raises(ValueError, match="first"), pool.capturing(Graph()):
+        raise ValueError("first")
+    assert calls == ["thread_local", "end", *([(3, (0, 1))] if has_failed else [])]
+    calls.clear()
+    with pytest.raises(RuntimeError) if has_failed else contextlib.nullcontext(), pool.capturing(Graph()):
+        pass
+    assert calls == ["thread_local", "end", *([(3, (0, 1))] if has_failed else [])]

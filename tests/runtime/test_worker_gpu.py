@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,14 +17,16 @@ import pytest
 import test_deaths
 import test_elastic
 import torch
-from test_workers import PICTURE, pixels, run
+from test_workers import PICTURE, admitted, pixels, run
 
 from gfgen.gfc.arena import Plan
 from gfgen.graph import Stage, Task
 from gfgen.job import JobSpec
 from gfgen.layout import Layout
 from gfgen.models import lanes
+from gfgen.models.adapter import Fields
 from gfgen.runtime.pool import WorkerPool
+from gfgen.runtime.warming import warm_ups
 from gfgen.runtime.worker_gpu import GpuWorker
 from gfgen.runtime.worker_jobs import InputVoidError
 
@@ -72,6 +75,28 @@ def test_a_picture_is_the_same_on_one_rank_on_several_and_on_changing_ones(gpu_p
         assert test_deaths.statuses(recorder) == {"picture": "done"}
         shown.append(pixels(folder / "picture.png").astype(int))
     assert max(np.abs(other - shown[0]).max() for other in shown) <= 1
+
+
+def test_ranks_that_were_warmed_up_run_their_steps_as_records(gpu_pool, tmp_path):
+    """On a CPU launches take as long as all, so that every forward of the warm-up is recorded."""
+    spec = JobSpec(id="warm", prompt="a fox", **PICTURE | {"seed": 4})
+    layouts = ((2,), (0, 1), (1, 2, 0), (1,))
+    run(gpu_pool, tmp_path / "cold", spec, policy=test_elastic.following(*layouts))
+    items = warm_ups(admitted(spec), (1, 2, 3))
+    assert [answer.reason for _, answer in gpu_pool.warm_up(items)] == [None]
+    run(gpu_pool, tmp_path / "warm", spec, policy=test_elastic.following(*layouts))
+    shown = [pixels(tmp_path / folder / "warm.png") for folder in ("cold", "warm")]
+    assert np.array_equal(*shown)
+
+
+def test_warm_up_that_fails_is_told_and_costs_nothing_else(gpu_pool, tmp_path):
+    spec = JobSpec(id="odd", prompt="a fox", **PICTURE)
+    (item,) = warm_ups(admitted(spec), (1,))
+    broken = replace(item, checkpoint="of no model")
+    ((_, answer),) = gpu_pool.warm_up([broken])
+    assert "KeyError" in answer.reason
+    recorder = run(gpu_pool, tmp_path, spec, policy=test_elastic.following((0,)))
+    assert test_deaths.statuses(recorder) == {"odd": "done"}
 
 
 @pytest.mark.parametrize("ranks", [(0,), (2, 0, 1)], ids=str)
@@ -166,15 +191,20 @@ def test_kinds_of_tasks_differ_where_their_kernels_may():
     """Kernels are loaded when they are first launched, which must not be behind a barrier."""
     worker: Any = GpuWorker.__new__(GpuWorker)
     worker._rank = 1
-    job: Any = SimpleNamespace(
-        start=SimpleNamespace(checkpoint="c", trajectory=SimpleNamespace(artifacts=()))
-    )
+
+    def kinds(layout: Layout, step: int, text_tokens: int = 7) -> frozenset[object]:
+        prompt = Fields({"prompt_embeds": torch.empty(1, text_tokens, 4)})
+        job: Any = SimpleNamespace(
+            start=SimpleNamespace(checkpoint="c", trajectory=SimpleNamespace(artifacts=())),
+            artifacts={"prompt": prompt},
+        )
+        found: frozenset[object] = worker._kinds(
+            job, Task("a", 2 + step, Stage.DENOISE, step), SimpleNamespace(layout=layout)
+        )
+        return found
+
     layouts = Layout((0, 1), ulysses=2), Layout((1, 0), ulysses=2), Layout((0, 1), cfg=2), Layout.single(1)
-    kinds = [
-        worker._kind(job, Task("a", 2 + step, Stage.DENOISE, step), SimpleNamespace(layout=layout))
-        for layout in layouts
-        for step in (0, 1, 2)
-    ]
-    assert len(set(kinds)) == len(kinds)
-    later = worker._kind(job, Task("a", 9, Stage.DENOISE, 7), SimpleNamespace(layout=layouts[-1]))
-    assert later == kinds[-1]
+    found = [kinds(layout, step) for layout in layouts for step in (0, 1, 2)]
+    assert len(set(found)) == len(found)
+    assert kinds(layouts[-1], 7) == found[-1]
+    assert kinds(layouts[-1], 7, text_tokens=8) != found[-1]

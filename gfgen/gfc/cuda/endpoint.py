@@ -28,11 +28,14 @@ from gfgen.gfc.cuda.selector import Selector, load_selector
 from gfgen.gfc.cuda.structs import AWAIT, COPY, FLAGGED_BYTES, NUM_BANKS, PUBLISH, Chunk, Context, Edges
 from gfgen.gfc.descriptor import Descriptor
 from gfgen.gfc.failure import Failure
+from gfgen.layout import Layout
 
 COPY_ENGINE_BYTES = 1 << 20
 """Chunks from this size on go by the copy engine, which leaves the multiprocessors to others."""
 
 _TRANSFER_BLOCKS, _BLOCK = 16, 512
+_NO_DISPATCH = 2**63
+"""A number that no dispatch has."""
 
 
 class CudaEndpoint:
@@ -103,6 +106,13 @@ class CudaEndpoint:
         """The whole layout's group, as this rank sees it; `timeout_s` in place of the endpoint's own."""
         timeout_ns = self.timeout_ns if timeout_s is None else _nanoseconds(timeout_s)
         return CudaGroup(self, descriptor, Run(descriptor, timeout_ns))
+
+    def unentered(self, layout: Layout) -> CudaGroup:
+        """A group that meets nobody: for what is captured, which no rank takes part in."""
+        descriptor = Descriptor(_NO_DISPATCH, layout, (0,) * layout.degree)
+        run = Run(descriptor, self.timeout_ns)
+        run.has_entered = True
+        return CudaGroup(self, descriptor, run)
 
     def stream(self) -> int:
         """torch's current stream on this device."""

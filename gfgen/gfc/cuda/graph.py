@@ -11,8 +11,10 @@ what was captured, so a capture serves all slots that have the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Generic, TypeVar
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -20,27 +22,44 @@ from gfgen.errors import LayoutError
 from gfgen.gfc.cuda.group import CudaGroup
 
 T = TypeVar("T")
+Capturing = Callable[[Any], AbstractContextManager[Any]]
+"""From a graph to what captures in it all that is launched inside."""
 
 
 class Captured(Generic[T]):
     """A CUDA graph of collectives and computation; `result` is what its function returned."""
 
-    def __init__(self, group: CudaGroup, function: Callable[[CudaGroup], T], *, copies: int = 1) -> None:
+    def __init__(
+        self,
+        group: CudaGroup,
+        function: Callable[[CudaGroup], T],
+        *,
+        copies: int = 1,
+        capturing: Capturing = torch.cuda.graph,
+    ) -> None:
         self._degrees = group.descriptor.layout.degrees
         run = group._run
         before = list(run.counts)
         self._parities = [count % 2 for count in before]
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
-            for _ in range(copies):
-                self.result = function(group)
-        # Capturing runs nothing: the device has not counted these.
-        self._counted = [after - count for after, count in zip(run.counts, before, strict=True)]
-        run.counts[:] = before
+        try:
+            with capturing(self._graph):
+                for _ in range(copies):
+                    self.result = function(group)
+            # Capturing runs nothing: the device has not counted these.
+            self._counted = [after - count for after, count in zip(run.counts, before, strict=True)]
+        finally:
+            run.counts[:] = before
 
     def replay(self, group: CudaGroup) -> T:
-        """Runs the sequence on the current stream among the ranks of an entered group."""
-        run = group._run
+        """Runs the sequence on the current stream among the ranks of an entered group.
+
+        Raises: what has gone wrong in the group's dispatch, as far as it is known.
+        """
+        run, endpoint = group._run, group._endpoint
+        if endpoint.failed.value:
+            endpoint.check(run.dispatch)
+        assert run.has_entered, "a replay before the entry barrier"
         self.match_banks(group)
         self._graph.replay()
         for kind, counted in enumerate(self._counted):
@@ -59,9 +78,65 @@ class Captured(Generic[T]):
                 group.of_kind(kind).barrier()
 
 
+class CapturedAlone(Generic[T]):
+    """A CUDA graph of one rank's computation."""
+
+    def __init__(self, function: Callable[[], T], *, capturing: Capturing = torch.cuda.graph) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        with capturing(self._graph):
+            self.result = function()
+
+    def replay(self) -> T:
+        """Runs it on the current stream."""
+        self._graph.replay()
+        return self.result
+
+
 def capture(group: CudaGroup, function: Callable[[CudaGroup], T], *, copies: int = 1) -> Captured[T]:
     """Captures what a function does on a group that has been entered.
 
     The function has run once before, so that everything is loaded and prepared.
     """
     return Captured(group, function, copies=copies)
+
+
+class SharedPool:
+    """Memory that many graphs share, and the stream on which they are captured.
+
+    What one graph computes with, another one does, too: their replays follow each other on one stream,
+    and a result is used up before the next replay. The pool's memory is given back when its last graph
+    is gone.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        # Its own: the allocator notes the streams that use a block when that is freed, which must
+        # not be one that is being captured (pytorch issue 193982).
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._stream):
+            for dtype in (torch.float32, torch.bfloat16):  # so that cuBLAS' workspace is not the pool's
+                x = torch.ones(16, 16, device=device, dtype=dtype)
+                torch.nn.functional.linear(x, x, x[0])
+
+    @contextlib.contextmanager
+    def capturing(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+        """For `Captured`. Waits for nothing; other threads may do what they like on streams of theirs."""
+        with torch.cuda.stream(self._stream):
+            # "global" would let another thread's allocation of pinned memory, say, end the capture.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                yield
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # that it has failed, which is being told
+                    self._end(graph)
+                raise
+            self._end(graph)
+
+    def _end(self, graph: torch.cuda.CUDAGraph) -> None:
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            # CUDA has ended a capture that became invalid; torch's allocator still waits for the end.
+            with contextlib.suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(self._stream.device_index, self._pool)
+            raise

@@ -1,0 +1,47 @@
+"""Before a run on GPUs: getting the steps of the jobs at hand ready, and saying so."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from gfgen.policies.catalog import NamedPolicy
+from gfgen.runtime.admission import AdmittedJob
+from gfgen.runtime.devices import CPU, Devices
+from gfgen.runtime.messages import WarmUp
+from gfgen.runtime.pool import WorkerPool
+from gfgen.runtime.signals import SignalPipe
+from gfgen.runtime.warming import degrees_at_hand, warm_ups
+
+logger = logging.getLogger(__name__)
+
+
+def warm_up(
+    pool: WorkerPool,
+    jobs: Sequence[AdmittedJob],
+    *,
+    devices: Devices,
+    policy: NamedPolicy,
+    signals: SignalPipe | None = None,
+) -> None:
+    """Returns when all ranks have run steps like those of the jobs; at once on CPU ranks."""
+    if devices.kind == CPU or not jobs:
+        return
+    items = warm_ups(jobs, degrees_at_hand(policy.name, policy.options, devices.num_ranks))
+    began_s = time.monotonic()
+    logger.info("warming up: %d kinds of steps", len(items))
+    for number, (item, answer) in enumerate(pool.warm_up(items, signals), start=1):
+        if answer.reason is None:
+            logger.info("warming up: %d of %d, %s", number, len(items), _name_of(item))
+        else:
+            logger.warning("warming up: %s: %s; jobs are tried all the same", _name_of(item), answer.reason)
+    logger.info("warm after %.1f s", time.monotonic() - began_s)
+
+
+def _name_of(item: WarmUp) -> str:
+    """wan2.2-ti2v-5b 832x480x49, say."""
+    spec = item.spec
+    frames = f"x{spec.frames}" if spec.frames and spec.frames > 1 else ""
+    return f"{spec.model or Path(item.checkpoint).name} {spec.width}x{spec.height}{frames}"

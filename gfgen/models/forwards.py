@@ -1,0 +1,22 @@
+"""How an adapter evaluates its transformers: as they are, or by what takes its place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from torch import Tensor
+
+
+class Forward(Protocol):
+    """`evaluate`, or what takes its place (graphs.py)."""
+
+    def __call__(self, transformer: Any, inputs: Mapping[str, Any]) -> Tensor:
+        """A transformer's prediction, in fresh memory; the inputs are those of its `forward`."""
+        ...
+
+
+def evaluate(transformer: Any, inputs: Mapping[str, Any]) -> Tensor:
+    """The transformer's own forward."""
+    predicted: Tensor = transformer(**inputs, return_dict=False)[0]
+    return predicted

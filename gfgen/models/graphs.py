@@ -1,0 +1,280 @@
+"""Forwards of transformers recorded once, and replayed with other inputs, on any ranks.
+
+Where launching kernels one by one takes longer than computing, a forward is recorded: all of its
+launches become one (on GPUs a CUDA graph). A record is for one transformer, the shapes of its inputs,
+degrees and local shard lengths. Which ranks share a replay, and in which slot this one is, it finds where
+that was put before (gfc/cuda/graph.py, `Sharing.positions_L`):
+
+    inputs -> copied to where the record reads them -> replayed -> result copied out
+
+Recording runs nothing and meets nobody. It is done while no kernel waits for another rank, on ranks
+that have not been entered: who calls `rehearsing` or `recording` sees to that.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from gfgen.errors import in_one_line
+from gfgen.gfc.reshard import shard_sizes
+from gfgen.models.forwards import evaluate
+from gfgen.models.fused import Modulation
+from gfgen.models.parallel import Parallel
+from gfgen.models.sequence_parallel import Sharing, active, present_sharing
+
+logger = logging.getLogger(__name__)
+
+MAX_RECORDS = 64
+"""The least recently used goes first. Where prompts are not padded, one of another length is another
+record, so jobs make new ones all the time."""
+LAUNCH_BOUND = 0.8
+"""Launches that take so much of the time until all is done, or more: the device waits for the host."""
+
+
+Mode = Callable[[object, Any, Mapping[str, Any]], Any]
+
+
+class Recorded(Protocol):
+    """A function's launches."""
+
+    def replay(self, parallel: Parallel | None) -> Tensor:
+        """Launches them among these ranks; the result lies where the next replay puts its own."""
+        ...
+
+
+class Recorder(Protocol):
+    """Records what functions launch."""
+
+    def record(self, function: Callable[[Parallel | None], Tensor], parallel: Parallel | None) -> Recorded:
+        """What the function launches on these ranks, which have not been entered. Runs nothing."""
+        ...
+
+    def has_room(self) -> bool:
+        """Whether enough memory is left for another record."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait for all that was launched."""
+        ...
+
+
+class _Known(NamedTuple):
+    """What an evaluation has shown of all that are called like it."""
+
+    stream_lengths: Mapping[str, int]
+    result: Tensor
+    """On the device `meta`."""
+
+
+@dataclass(slots=True)
+class _Record:
+    """A recorded forward and the memory that it reads."""
+
+    recorded: Recorded
+    inputs: Mapping[str, Any]
+    slot_1: Tensor
+    transformer: weakref.ref[Any]
+    addresses: tuple[tuple[Tensor, int], ...]
+    """Two of its weights, and where they lay."""
+    tables: object
+    """What it reads beside them, kept alive."""
+    slot: int | None = None
+    """What `slot_1` holds."""
+
+    def is_of(self, transformer: Any) -> bool:
+        """Whether it reads this transformer's weights, where they lie now."""
+        has_moved = any(weight.data_ptr() != address for weight, address in self.addresses)
+        return self.transformer() is transformer and not has_moved
+
+    def replay(self, inputs: Mapping[str, Any], sharing: Sharing | None) -> Tensor:
+        for name, value in inputs.items():
+            if isinstance(value, Tensor):
+                self.inputs[name].copy_(value)
+        if sharing is not None and sharing.ranks.slot != self.slot:
+            self.slot = sharing.ranks.slot
+            self.slot_1.fill_(self.slot)
+        return self.recorded.replay(None if sharing is None else sharing.parallel).clone()
+
+
+class Graphs:
+    """Evaluates transformers (a `forwards.Forward`), by a record where there is one.
+
+    For one thread. Records of a transformer go with it; whoever moves its weights calls `clear` before.
+    """
+
+    def __init__(self, recorder: Recorder, device: torch.device, *, may_record: bool = True) -> None:
+        self._recorder, self._device = recorder, device
+        self.may_record = may_record
+        self._records: OrderedDict[object, _Record] = OrderedDict()
+        self._known: dict[object, _Known] = {}
+        """By call."""
+        self._rehearsed: set[object] = set()
+        self._refused: set[object] = set()
+        """What could not be recorded."""
+        self._mode: Mode | None = None
+        self._unentered: Parallel | None = None
+
+    def __call__(self, transformer: Any, inputs: Mapping[str, Any]) -> Tensor:
+        """The transformer's prediction."""
+        sharing = present_sharing()
+        call = _call_of(transformer, inputs, sharing)
+        if self._mode is not None:
+            self._mode(call, transformer, inputs)
+            return torch.zeros_like(self._known[call].result, device=self._device)
+        record = self._record_of(call, transformer, sharing)
+        if record is None:
+            return self._evaluate(call, transformer, inputs)
+        return record.replay(inputs, sharing)
+
+    @contextmanager
+    def rehearsing(self, unentered: Parallel | None) -> Iterator[None]:
+        """Inside, each forward is evaluated by this rank alone, once, and recorded if it is launch-bound.
+
+        What they return is of no use. `unentered` are the ranks of a record; the forwards themselves are
+        made on `rehearsal(unentered)`.
+        """
+        with self._in_mode(self._rehearse, unentered):
+            yield
+
+    @contextmanager
+    def recording(self, unentered: Parallel | None) -> Iterator[None]:
+        """The same for forwards that have been evaluated before, and are to be recorded in any case."""
+        with self._in_mode(self._evaluate_or_record, unentered):
+            yield
+
+    @property
+    def num_records(self) -> int:
+        return len(self._records)
+
+    def clear(self) -> None:
+        """Give the memory of all records back."""
+        self._records.clear()
+
+    @contextmanager
+    def _in_mode(self, mode: Mode, unentered: Parallel | None) -> Iterator[None]:
+        self._mode, self._unentered = mode, unentered
+        try:
+            yield
+        finally:
+            self._mode = self._unentered = None
+
+    def _rehearse(self, call: object, transformer: Any, inputs: Mapping[str, Any]) -> None:
+        sharing = present_sharing()
+        if call in self._known and self._key(call, transformer, sharing) in self._rehearsed:
+            return
+        self._evaluate(call, transformer, inputs)  # which loads what is launched
+        self._rehearsed.add(self._key(call, transformer, sharing))
+        self._recorder.synchronize()
+        began_s = time.monotonic()
+        self._evaluate(call, transformer, inputs)
+        launch_s = time.monotonic() - began_s
+        self._recorder.synchronize()
+        if launch_s >= LAUNCH_BOUND * (time.monotonic() - began_s):
+            self._record(call, transformer, inputs)
+
+    def _evaluate_or_record(self, call: object, transformer: Any, inputs: Mapping[str, Any]) -> None:
+        if call in self._known:
+            self._record(call, transformer, inputs)
+        else:
+            self._evaluate(call, transformer, inputs)
+
+    def _evaluate(self, call: object, transformer: Any, inputs: Mapping[str, Any]) -> Tensor:
+        result = evaluate(transformer, inputs)
+        sharing = present_sharing()
+        lengths = {} if sharing is None else dict(sharing.stream_lengths)
+        self._known[call] = _Known(lengths, torch.empty_like(result, device="meta"))
+        return result
+
+    def _record(self, call: object, transformer: Any, inputs: Mapping[str, Any]) -> None:
+        sharing = present_sharing()
+        key = self._key(call, transformer, sharing)
+        if key in self._records or key in self._refused:
+            return
+        if not self.may_record or not self._recorder.has_room():
+            return
+        kept = {name: x.clone() if isinstance(x, Tensor) else x for name, x in inputs.items()}
+        slot_1 = torch.zeros(1, dtype=torch.int64, device=self._device)
+
+        def function(parallel: Parallel | None) -> Tensor:
+            with nullcontext() if parallel is None else active(parallel, slot_1=slot_1):
+                return evaluate(transformer, kept)
+
+        kept_tables: list[object] = []
+        try:
+            if sharing is not None:  # once more, since a record finds its tokens in another way
+                function(sharing.parallel)
+            with _noting(transformer, kept_tables):
+                recorded = self._recorder.record(function, None if sharing is None else self._unentered)
+        except Exception as error:
+            self._refused.add(key)
+            logger.warning(
+                "a forward cannot be recorded, and is launched kernel by kernel: %s", in_one_line(error)
+            )
+            return
+        weights = tuple(transformer.parameters())
+        addresses = tuple((weight, weight.data_ptr()) for weight in (weights[0], weights[-1]))
+        of = weakref.ref(transformer, lambda _: self._records.pop(key, None))
+        self._records[key] = _Record(recorded, kept, slot_1, of, addresses, kept_tables)
+        while len(self._records) > MAX_RECORDS:
+            self._records.popitem(last=False)
+
+    def _record_of(self, call: object, transformer: Any, sharing: Sharing | None) -> _Record | None:
+        if call not in self._known:
+            return None
+        key = self._key(call, transformer, sharing)
+        record = self._records.get(key)
+        if record is None:
+            return None
+        if not record.is_of(transformer):
+            del self._records[key]
+            return None
+        self._records.move_to_end(key)
+        return record
+
+    def _key(self, call: object, transformer: Any, sharing: Sharing | None) -> object:
+        """What decides the launches of a forward, whichever ranks share it."""
+        if sharing is None:
+            return call
+        parallel, sequence = sharing.parallel, sharing.ranks
+        shards = [shard_sizes(length, sequence.size) for length in self._known[call].stream_lengths.values()]
+        first = parallel.ring.slot * parallel.ulysses.size
+        together = [sum(lengths) for lengths in zip(*shards, strict=True)]
+        group = tuple(together[first : first + parallel.ulysses.size])
+        heads = shard_sizes(transformer.config.num_attention_heads, parallel.ulysses.size)
+        own = tuple(sizes[sequence.slot] for sizes in shards)
+        # A rank's part of the modulation is that of its slot: it goes through other weights.
+        is_modulated = isinstance(getattr(transformer, "modulation", None), Modulation)
+        return call, own, group, heads[parallel.ulysses.slot], sequence.slot if is_modulated else None
+
+
+@contextmanager
+def _noting(transformer: Any, tables: list[object]) -> Iterator[None]:
+    """Inside, the tables of positions that forwards use are noted; Qwen-Image keeps the last ones only."""
+    embedding = getattr(transformer, "pos_embed", None)
+    if embedding is None:
+        yield
+        return
+    handle = embedding.register_forward_hook(lambda *call: tables.append(call[2]), prepend=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _call_of(transformer: Any, inputs: Mapping[str, Any], sharing: Sharing | None) -> object:
+    """What is called with what, all but the values of tensors."""
+    kinds = tuple(
+        (name, x.shape, x.dtype) if isinstance(x, Tensor) else (name, repr(x)) for name, x in inputs.items()
+    )
+    degrees = None if sharing is None else sharing.parallel.degrees
+    return id(transformer), kinds, degrees

@@ -1,0 +1,47 @@
+"""What is got ready before a run on GPUs: steps of the shapes at hand, in the layouts that they may get.
+
+The first step of a kind loads kernels, or compiles them, and is launched slowly. Nothing that is scheduled
+depends on whether it was done before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from gfgen.graph import Stage
+from gfgen.runtime.admission import AdmittedJob
+from gfgen.runtime.messages import WarmUp
+
+MAX_WARM_UPS = 16
+"""Kinds of jobs: each takes up to some seconds. Those with less work find out in the run."""
+ONE_DEGREE: Mapping[str, int] = {"fcfs": 1, "srtf": 1, "legacy": 0}
+"""Policies whose steps all have one degree, their option `degree`, and its default; 0 means all ranks."""
+
+
+def degrees_at_hand(policy: str, options: Mapping[str, Any], num_ranks: int) -> tuple[int, ...]:
+    """On how many ranks a step may run: what the policy says, or powers of two and all ranks."""
+    name = policy.partition(",")[0]
+    if name in ONE_DEGREE:
+        degree = int(options.get("degree", ONE_DEGREE[name])) or num_ranks
+        return (min(degree, num_ranks),)
+    powers = {1 << exponent for exponent in range(num_ranks.bit_length())}
+    return tuple(sorted({*powers, num_ranks}))
+
+
+def warm_ups(jobs: Iterable[AdmittedJob], degrees: Sequence[int]) -> tuple[WarmUp, ...]:
+    """One for each model and shape, those with the most work first."""
+    examples: dict[tuple[Path, str], AdmittedJob] = {}
+    work: dict[tuple[Path, str], float] = {}
+    for job in jobs:
+        key = (job.checkpoint, job.shape)
+        examples.setdefault(key, job)
+        work[key] = work.get(key, 0.0) + job.flops[Stage.DENOISE] * job.trajectory.num_steps
+    chosen = sorted(examples, key=lambda key: -work[key])[:MAX_WARM_UPS]
+    return tuple(_warm_up(number, examples[key], degrees) for number, key in enumerate(chosen))
+
+
+def _warm_up(number: int, job: AdmittedJob, degrees: Sequence[int]) -> WarmUp:
+    ways = [way for degree in degrees for way in job.limits.ways(degree)]
+    return WarmUp(number, job.spec, str(job.checkpoint), tuple(dict.fromkeys(ways)))

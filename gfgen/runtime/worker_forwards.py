@@ -1,0 +1,120 @@
+"""What makes the steps of one GPU's rank fast, and when: loading what they launch, recording forwards.
+
+Either takes a while, in which other ranks must not wait for this one inside a task. So it comes before the
+rank enters a task: by a *rehearsal*, in which the rank runs a step alone, with zeros for what others would
+send (models/rehearsal.py). `warm_up` does so for what is at hand before a run begins. Later on, a forward
+whose launches turn out to take as long as its computing is recorded before the next step of its kind
+(models/graphs.py).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import NamedTuple
+
+from gfgen.graph import Task
+from gfgen.layout import MAX_RANKS, Layout
+from gfgen.models.adapter import Adapter
+from gfgen.models.graphs import LAUNCH_BOUND, Graphs
+from gfgen.models.parallel import Parallel
+from gfgen.models.rehearsal import rehearsal
+from gfgen.runtime.messages import WarmUp
+from gfgen.runtime.worker_jobs import RankJob
+
+MIN_REPLAYS = 8
+"""Recording launches a forward once more, so it pays if a few steps follow."""
+MAX_ATTEMPTS = 4
+"""At recording one kind of steps: two experts are two forwards; one that cannot be recorded is given up."""
+
+Unentered = Callable[[Layout], Parallel | None]
+"""The ranks of a step on this layout, of whom none has come; None for a rank alone."""
+Mode = Callable[[Parallel | None], AbstractContextManager[None]]
+
+
+class Kind(NamedTuple):
+    """Steps that launch the same forwards: of jobs of equal shapes, in the same place of a layout."""
+
+    checkpoint: str
+    artifacts: object
+    texts: tuple[int, ...]
+    """Tokens of each prompt."""
+    degrees: tuple[int, int, int]
+    slot: int
+
+
+class Forwards:
+    """The forwards of one rank's steps. For its main thread, but for `observe`."""
+
+    def __init__(
+        self, adapters: Mapping[str, Adapter], graphs: Graphs, *, rank: int, unentered: Unentered
+    ) -> None:
+        self._adapters, self._graphs = adapters, graphs
+        self._rank, self._unentered = rank, unentered
+        self._is_slow: set[Kind] = set()
+        """Steps that are to be recorded."""
+        self._num_attempts: Counter[Kind] = Counter()
+
+    def kind_of(self, job: RankJob, layout: Layout) -> Kind:
+        """Of a job's next step on this layout."""
+        texts = tuple(int(x.shape[1]) for x in job.artifacts["prompt"].tensors.values())
+        artifacts = job.start.trajectory.artifacts
+        return Kind(job.start.checkpoint, artifacts, texts, layout.degrees, layout.slot_of(self._rank))
+
+    def attach(self, checkpoint: str) -> None:
+        """Before a step of this model: its forwards go through records."""
+        self._adapters[checkpoint].evaluate_by(self._graphs)
+
+    def is_to_record(self, job: RankJob, task: Task, kind: Kind) -> bool:
+        """Whether the forwards of such steps had better be recorded before this one."""
+        return kind in self._is_slow and job.start.trajectory.num_steps - (task.step or 0) >= MIN_REPLAYS
+
+    def record(self, job: RankJob, task: Task, kind: Kind, layout: Layout) -> None:
+        """Record the forwards of a job's next step, while nothing that this rank has launched runs."""
+        self._is_slow.discard(kind)
+        self._num_attempts[kind] += 1
+        self.attach(job.start.checkpoint)
+        unentered = self._unentered(layout)
+        with self._graphs.recording(unentered):
+            self._adapters[job.start.checkpoint].denoise(
+                job.start.spec,
+                *(job.artifacts[name] for name in ("prompt", "condition", "latents")),
+                step=task.step or 0,
+                parallel=None if unentered is None else rehearsal(unentered),
+            )
+
+    def observe(self, kind: Kind, *, launch_s: float, device_s: float) -> None:
+        """A step took so long to launch, and so long from its first launch until it had run."""
+        is_tried = self._num_attempts[kind] >= MAX_ATTEMPTS
+        if self._graphs.may_record and launch_s >= LAUNCH_BOUND * device_s and not is_tried:
+            self._is_slow.add(kind)
+
+    def warm_up(self, message: WarmUp) -> None:
+        """Run steps like the message's, in every slot of its layouts.
+
+        Raises: what the model raises.
+        """
+        adapter, spec = self._adapters[message.checkpoint], message.spec
+        self.attach(message.checkpoint)
+        prompt = adapter.encode(spec)
+        condition, latents = adapter.prepare(spec, prompt)
+        last = (spec.steps or 1) - 1 if spec.boundary_ratio is not None else 0
+        for layout in (each for degrees in message.degrees for each in self._layouts(degrees)):
+            unentered = self._unentered(layout)
+            alone = None if unentered is None else rehearsal(unentered)
+            for step in sorted({0, last}):  # both experts
+                with self._graphs.rehearsing(unentered):
+                    adapter.denoise(spec, prompt, condition, latents, step=step, parallel=alone)
+
+    def clear(self) -> None:
+        """Give the memory of records back."""
+        self._graphs.clear()
+
+    def _layouts(self, degrees: tuple[int, int, int]) -> Iterator[Layout]:
+        """With this rank in each slot in turn; who the others are does not matter."""
+        cfg, ulysses, ring = degrees
+        others = [rank for rank in range(MAX_RANKS) if rank != self._rank]
+        for slot in range(number := cfg * ulysses * ring):
+            ranks = (*others[:slot], self._rank, *others[slot : number - 1])
+            yield Layout(ranks, cfg=cfg, ulysses=ulysses, ring=ring)

@@ -1,0 +1,118 @@
+"""Programs that CUDA ranks run in tests: steps launch by launch and as records, on all kinds of layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from gfgen.gfc.cuda.endpoint import CudaEndpoint
+from gfgen.gfc.descriptor import Descriptor
+from gfgen.jobspec import JobSpec
+from gfgen.layout import Layout
+from gfgen.models.adapter import Fields
+from gfgen.models.forwards import evaluate
+from gfgen.models.geometry import CONFIGS
+from gfgen.models.graphs import Graphs
+from gfgen.models.parallel import Parallel, parallel_from
+from gfgen.models.registry import load_adapter
+from gfgen.runtime.messages import WarmUp
+from gfgen.runtime.worker_forwards import Forwards
+from gfgen.runtime.worker_graphs import CudaRecorder
+
+JOBS: dict[str, dict[str, Any]] = {
+    "tiny-wan": {"width": 96, "height": 64, "frames": 9},  # 18 tokens: 5, 5, 4, 4 on four ranks
+    "tiny-qwen-image": {"width": 96, "height": 96, "true_cfg_scale": 4.0},  # 36 tokens
+}
+STEPS = 4
+
+
+class CountingRecorder(CudaRecorder):
+    """How often what was recorded is replayed."""
+
+    num_replays = 0
+
+    def record(self, function: Any, parallel: Any) -> Any:
+        recorded = super().record(function, parallel)
+        recorder = self
+
+        class Counting:
+            def replay(self, parallel: Any) -> torch.Tensor:
+                recorder.num_replays += 1
+                return recorded.replay(parallel)
+
+        return Counting()
+
+
+@torch.no_grad()
+def compare(endpoint: CudaEndpoint, model: str, layouts: Sequence[Layout], first: int) -> dict[str, int]:
+    """Each step twice on each layout, launch by launch and as records: (results that differ, replays)."""
+    device = endpoint.torch_device
+    torch.cuda.set_device(device)
+    torch.cuda.set_stream(torch.cuda.Stream(device))
+    adapter: Any = load_adapter(CONFIGS / model, device=str(device), has_random_weights=True)
+    spec = adapter.geometry.resolve(JobSpec(id="job", prompt="a fox", seed=1, steps=STEPS, **JOBS[model]))
+    recorder = CountingRecorder(device)
+    graphs = Graphs(recorder, device)
+
+    def unentered(layout: Layout) -> Parallel | None:
+        return None if layout.degree == 1 else parallel_from(endpoint.unentered(layout))
+
+    forwards = Forwards({model: adapter}, graphs, rank=endpoint.rank, unentered=unentered)
+    forwards.warm_up(WarmUp(0, spec, model, tuple({layout.degrees: None for layout in layouts})))
+    torch.cuda.synchronize()
+    prompt = adapter.encode(spec)
+    condition, start = adapter.prepare(spec, prompt)
+    num_different = num_replays = num_steps = 0
+    for idx, layout in enumerate(layouts):
+        if endpoint.rank not in layout.ranks:
+            continue
+        latents = start
+        for step in range(STEPS):
+            results = []
+            for offset, forward in enumerate((evaluate, graphs)):
+                adapter.evaluate_by(forward)
+                number = first + 2 * (idx * STEPS + step) + offset
+                before = recorder.num_replays
+                results.append(
+                    one_step(endpoint, adapter, spec, prompt, condition, latents, step, layout, number)
+                )
+                num_replays += recorder.num_replays - before
+            num_steps += 1
+            names = results[0].tensors
+            num_different += sum(not torch.equal(results[0].tensors[x], results[1].tensors[x]) for x in names)
+            latents = results[1]
+    return {
+        "different": num_different,
+        "replays": num_replays,
+        "steps": num_steps,
+        "records": graphs.num_records,
+    }
+
+
+def one_step(
+    endpoint: CudaEndpoint,
+    adapter: Any,
+    spec: JobSpec,
+    prompt: Fields,
+    condition: Fields,
+    latents: Fields,
+    step: int,
+    layout: Layout,
+    number: int,
+) -> Fields:
+    """Launched without waiting for the device at any point."""
+    parallel = None
+    if layout.degree > 1:
+        group = endpoint.group(Descriptor(number, layout, (1,) * layout.degree))
+        group.enter()
+        parallel = parallel_from(group)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        result: Fields = adapter.denoise(spec, prompt, condition, latents, step=step, parallel=parallel)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    endpoint.check(number)
+    return result

@@ -1,0 +1,55 @@
+"""Recorded forwards on real GPUs: the bits of those that are launched one by one, on any ranks, in any slot.
+
+pytest tests/models/test_forwards_on_gpus.py            # needs two GPUs, better four
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import cuda_forwards
+import pytest
+import torch
+
+from gfgen.gfc.arena import Plan
+from gfgen.gfc.cuda.ranks import CudaRanks
+from gfgen.layout import Layout
+
+NUM_RANKS = min(4, torch.cuda.device_count())
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(NUM_RANKS < 2, reason="needs two NVIDIA GPUs of one machine"),
+]
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[CudaRanks]:
+    started = CudaRanks(NUM_RANKS, Plan(data_bytes=96 << 20, post_bytes=1 << 20), timeout_s=20)
+    yield started
+    started.close()
+
+
+def layouts() -> list[Layout]:
+    """Every rank in every slot; even and uneven shards, heads and keys shared, halves."""
+    found = [Layout((rank,)) for rank in range(NUM_RANKS)]
+    for pair in itertools.permutations(range(NUM_RANKS), 2):
+        found += [Layout(pair, ulysses=2), Layout(pair, cfg=2)]
+    for size in range(3, NUM_RANKS + 1):
+        orders = [tuple((first + idx) % NUM_RANKS for idx in range(size)) for first in range(NUM_RANKS)]
+        found += [Layout(order, ulysses=size) for order in orders]
+        if size == 4:
+            found += [Layout(order, cfg=2, ulysses=2) for order in orders]
+            found += [Layout(order, ulysses=2, ring=2) for order in orders]
+    return found
+
+
+@pytest.mark.parametrize("model", cuda_forwards.JOBS)
+def test_records_give_the_bits_of_launches_and_nothing_waits(ranks: CudaRanks, model: str) -> None:
+    cases = layouts()
+    first = ranks.next_dispatch(2 * len(cases) * cuda_forwards.STEPS)
+    for found in ranks.run(range(NUM_RANKS), cuda_forwards.compare, model, cases, first):
+        assert found["different"] == 0, found
+        assert found["replays"] >= found["steps"], found
+        assert found["records"] > 0

@@ -1,0 +1,258 @@
+"""Recorded forwards: what a record is of, and that nothing of one rank's place is left in it.
+
+What is recorded on a GPU is imitated (`ImitationRecorder`), and looked at as a trace of operators.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import QwenImagePipeline, WanPipeline
+from gpu_worker_imitation import ImitationRecorder
+from test_sequence_parallel import hooked, qwen_inputs, wan_inputs
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from gfgen.gfc.fake import FakeCluster
+from gfgen.layout import Layout
+from gfgen.models import graphs
+from gfgen.models.fused import fuse
+from gfgen.models.graphs import Graphs
+from gfgen.models.parallel import Parallel, parallel_from
+from gfgen.models.rehearsal import RehearsalRanks, rehearsal
+from gfgen.models.sequence_parallel import active
+
+torch.set_num_threads(1)
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def wan(tiny_models: Mapping[str, Path]) -> Any:
+    return hooked(WanPipeline, tiny_models["tiny-wan"]).transformer
+
+
+@pytest.fixture(scope="module")
+def qwen(tiny_models: Mapping[str, Path]) -> Any:
+    return hooked(QwenImagePipeline, tiny_models["tiny-qwen-image"]).transformer
+
+
+@pytest.fixture(scope="module")
+def fused_wan(tiny_models: Mapping[str, Path]) -> Any:
+    transformer = hooked(WanPipeline, tiny_models["tiny-wan"]).transformer
+    fuse(transformer)
+    return transformer
+
+
+@pytest.fixture(scope="module")
+def fused_qwen(tiny_models: Mapping[str, Path]) -> Any:
+    transformer = hooked(QwenImagePipeline, tiny_models["tiny-qwen-image"]).transformer
+    fuse(transformer)
+    return transformer
+
+
+@pytest.fixture(autouse=True)
+def without_gradients() -> Any:
+    with torch.no_grad():
+        yield
+
+
+def place(ulysses: int, slot: int, *, ring: int = 1) -> Parallel:
+    """One rank's view of a step of which nobody else has come."""
+    size = ulysses * ring
+    return Parallel(
+        cfg=RehearsalRanks(1, 0, None),
+        sequence=RehearsalRanks(size, slot, None),
+        ulysses=RehearsalRanks(ulysses, slot % ulysses, None),
+        ring=RehearsalRanks(ring, slot // ulysses, None),
+    )
+
+
+def recorded(of: Graphs, transformer: Any, inputs: Mapping[str, Any], parallel: Parallel) -> None:
+    """Evaluate once alone, as a rehearsal does, and record."""
+    with active(rehearsal(parallel)):
+        of(transformer, inputs)
+    with active(rehearsal(parallel)), of.recording(parallel):
+        of(transformer, inputs)
+
+
+def record_alone(of: Graphs, transformer: Any, inputs: Mapping[str, Any]) -> None:
+    of(transformer, inputs)
+    with of.recording(None):
+        of(transformer, inputs)
+
+
+def other(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the same shapes."""
+    return {name: x.flip(-1) if torch.is_tensor(x) and x.dim() > 1 else x for name, x in inputs.items()}
+
+
+def on_ranks(size: int, program: Callable[[Parallel], torch.Tensor], *, ring: int = 1) -> list[torch.Tensor]:
+    layout = Layout(tuple(range(size)), ulysses=size // ring, ring=ring)
+
+    @torch.no_grad()
+    def on_one(group: Any) -> torch.Tensor:
+        torch.set_num_threads(1)
+        return program(parallel_from(group))
+
+    return FakeCluster().run(layout, on_one)
+
+
+def evaluated(transformer: Any, inputs: Mapping[str, Any]) -> Callable[[Parallel], torch.Tensor]:
+    def program(parallel: Parallel) -> torch.Tensor:
+        with active(parallel):
+            return graphs.evaluate(transformer, inputs)
+
+    return program
+
+
+@pytest.mark.parametrize(("size", "ring"), [(2, 1), (3, 1), (3, 3)])
+@pytest.mark.parametrize("model", ["wan", "qwen"])
+def test_record_made_in_one_slot_is_replayed_in_another(
+    model: str, size: int, ring: int, request: pytest.FixtureRequest
+) -> None:
+    transformer = request.getfixturevalue(model)
+    inputs = wan_inputs() if model == "wan" else qwen_inputs(6)
+    recorders = [ImitationRecorder() for _ in range(size)]
+
+    def program(parallel: Parallel) -> torch.Tensor:
+        slot = parallel.sequence.slot
+        of = Graphs(recorders[slot], CPU)
+        recorded(of, transformer, inputs, place(size // ring, (slot + 1) % size, ring=ring))
+        with active(parallel):
+            of(transformer, other(inputs))
+            return of(transformer, inputs)
+
+    wanted = on_ranks(size, evaluated(transformer, inputs), ring=ring)
+    found = on_ranks(size, program, ring=ring)
+    assert all(map(torch.equal, found, wanted))
+    assert [(each.num_records, each.num_replays) for each in recorders] == [(1, 2)] * size
+
+
+def test_rank_alone_has_records_too(wan: Any) -> None:
+    of = Graphs(recorder := ImitationRecorder(), CPU)
+    record_alone(of, wan, wan_inputs())
+    assert torch.equal(of(wan, other(wan_inputs())), graphs.evaluate(wan, other(wan_inputs())))
+    assert (recorder.num_records, recorder.num_replays) == (1, 1)
+
+
+def traced(
+    transformer: Any, inputs: Mapping[str, Any], parallel: Parallel, *, is_placed: bool
+) -> tuple[str, tuple[int, ...]]:
+    """The operators of a forward with all their numbers, and where the weights lie that they read."""
+    slot_1 = torch.full((1,), parallel.sequence.slot) if is_placed else None
+
+    def function(slot_1: torch.Tensor | None) -> torch.Tensor:
+        with active(parallel, slot_1=slot_1):
+            return graphs.evaluate(transformer, inputs)
+
+    graph = make_fx(function)(slot_1)
+    reads = [getattr(graph, str(node.target)) for node in graph.graph.nodes if node.op == "get_attr"]
+    return str(graph.code), tuple(x.data_ptr() for x in reads if isinstance(x, torch.nn.Parameter))
+
+
+@pytest.mark.parametrize(("degrees", "slots"), [((2, 1), (0, 1)), ((4, 1), (2, 3)), ((1, 2), (0, 1))])
+@pytest.mark.parametrize("model", ["wan", "qwen", "fused_wan"])
+def test_launches_are_the_same_in_every_slot_with_equally_many_tokens(
+    model: str, degrees: tuple[int, int], slots: tuple[int, int], request: pytest.FixtureRequest
+) -> None:
+    transformer = request.getfixturevalue(model)
+    # 18 and 12 tokens, on four ranks 4 for the last two slots and 3 for all.
+    inputs = qwen_inputs(8) if model == "qwen" else wan_inputs() | {"timestep": torch.tensor([500.0])}
+    places = [place(degrees[0], slot, ring=degrees[1]) for slot in slots]
+    with_slot = {traced(transformer, inputs, each, is_placed=True) for each in places}
+    without = {traced(transformer, inputs, each, is_placed=False) for each in places}
+    assert len(with_slot) == 1
+    assert len(without) == 2  # else this would prove nothing
+
+
+def test_modulation_of_other_blocks_is_another_record(fused_qwen: Any) -> None:
+    """Each rank computes that of its own blocks, from weights that no other rank reads."""
+    inputs, places = qwen_inputs(8), [place(2, slot) for slot in (0, 1)]
+    launches = {traced(fused_qwen, inputs, each, is_placed=True) for each in places}
+    assert len(launches) == 2
+    of = Graphs(ImitationRecorder(), CPU)
+    for each in places:
+        recorded(of, fused_qwen, inputs, each)
+    assert of.num_records == 2
+
+
+def test_slots_of_other_lengths_are_other_records(wan: Any) -> None:
+    """18 tokens on 4 ranks: 5, 5, 4, 4."""
+    of = Graphs(recorder := ImitationRecorder(), CPU)
+    for slot, num_records in ((0, 1), (1, 1), (2, 2), (3, 2)):
+        recorded(of, wan, wan_inputs(), place(4, slot))
+        assert (of.num_records, recorder.num_records) == (num_records, num_records)
+    recorded(of, wan, wan_inputs(), place(2, 0))
+    assert of.num_records == 3
+
+
+def test_launch_bound_forward_is_recorded_when_it_is_rehearsed(
+    wan: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU every forward is over when it is launched."""
+    for bound, num_records in ((0.5, 1), (1.1, 0)):
+        monkeypatch.setattr(graphs, "LAUNCH_BOUND", bound)
+        of = Graphs(ImitationRecorder(), CPU)
+        for _ in range(2):
+            with of.rehearsing(None):
+                result = of(wan, wan_inputs())
+            assert result.shape == wan_inputs()["hidden_states"].shape
+        assert of.num_records == num_records
+
+
+def test_record_is_of_no_use_when_weights_have_moved(wan: Any) -> None:
+    of = Graphs(recorder := ImitationRecorder(), CPU)
+    record_alone(of, wan, wan_inputs())
+    weight = next(wan.parameters())
+    weight.data = weight.data.clone()
+    assert torch.equal(of(wan, wan_inputs()), graphs.evaluate(wan, wan_inputs()))
+    assert (recorder.num_replays, of.num_records) == (0, 0)
+
+
+def test_what_cannot_be_recorded_is_evaluated(wan: Any, caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(ImitationRecorder):
+        def record(self, function: Any, parallel: Any) -> Any:
+            self.num_records += 1
+            raise torch.OutOfMemoryError("no memory for a graph")
+
+    of = Graphs(broken := Broken(), CPU)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            recorded(of, wan, wan_inputs(), place(2, 0))
+    assert (of.num_records, broken.num_records) == (0, 1)
+    assert "no memory for a graph" in caplog.text
+    assert torch.equal(of(wan, wan_inputs()), graphs.evaluate(wan, wan_inputs()))
+
+
+def test_nothing_is_recorded_where_memory_is_short(wan: Any) -> None:
+    class Short(ImitationRecorder):
+        def has_room(self) -> bool:
+            return False
+
+    of = Graphs(Short(), CPU)
+    recorded(of, wan, wan_inputs(), place(2, 0))
+    assert of.num_records == 0
+
+
+def test_least_recently_used_record_goes_first(qwen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "MAX_RECORDS", 2)
+    of = Graphs(recorder := ImitationRecorder(), CPU)
+
+    def record(text_tokens: int) -> None:
+        record_alone(of, qwen, qwen_inputs(text_tokens))
+
+    record(5)
+    record(6)
+    of(qwen, qwen_inputs(5))
+    record(7)
+    before = recorder.num_replays
+    for text_tokens in (5, 6, 7):
+        of(qwen, qwen_inputs(text_tokens))
+    assert (of.num_records, recorder.num_replays - before) == (2, 2)
+    of.clear()
+    assert of.num_records == 0

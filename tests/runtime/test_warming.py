@@ -1,0 +1,133 @@
+"""What is got ready before a run, and by whom."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from builders import make_job
+
+from gfgen.errors import InterruptedRunError, WorkerError
+from gfgen.runtime import warming
+from gfgen.runtime.channel import Channel
+from gfgen.runtime.messages import WarmedUp, WarmUp
+from gfgen.runtime.pool import WorkerPool
+from gfgen.runtime.warming import degrees_at_hand, warm_ups
+
+
+def test_steps_may_run_on_as_many_ranks_as_the_policy_gives() -> None:
+    assert degrees_at_hand("srtf", {}, 4) == (1,)
+    assert degrees_at_hand("srtf,degree=2", {"degree": 2}, 4) == (2,)
+    assert degrees_at_hand("legacy", {}, 4) == (4,)
+    assert degrees_at_hand("auto", {}, 4) == (1, 2, 4)
+    assert degrees_at_hand("edf", {}, 3) == (1, 2, 3)
+    assert degrees_at_hand("mine.py", {}, 8) == (1, 2, 4, 8)
+
+
+def test_there_is_one_for_each_shape_and_the_most_work_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = [
+        make_job("small", shape="small"),
+        make_job("large", shape="large", steps=9),
+        make_job("another small", shape="small"),
+        make_job("tiny", shape="tiny", steps=1),
+    ]
+    items = warm_ups(jobs, (1,))
+    assert [(item.number, item.spec.id) for item in items] == [(0, "large"), (1, "small"), (2, "tiny")]
+    monkeypatch.setattr(warming, "MAX_WARM_UPS", 2)
+    assert [item.spec.id for item in warm_ups(jobs, (1,))] == ["large", "small"]
+
+
+def test_layouts_are_all_that_a_step_may_get() -> None:
+    (item,) = warm_ups([make_job("guided", uses_cfg=True)], (1, 2, 4))
+    assert item.degrees == ((1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1), (1, 4, 1))
+    (item,) = warm_ups([make_job("plain")], (1, 2, 4))
+    assert item.degrees == ((1, 1, 1), (1, 2, 1), (1, 4, 1))
+
+
+# --- warming workers up
+
+ENDS: list[Channel] = []
+ITEMS = warm_ups([make_job(f"job {idx}", shape=f"{idx}") for idx in range(3)], (1,))
+
+
+@pytest.fixture(autouse=True)
+def closed_ends() -> Iterator[None]:
+    yield
+    while ENDS:
+        ENDS.pop().close()
+
+
+def channel_pair() -> tuple[Channel, Channel]:
+    ours, theirs = map(Channel, Channel.pair())
+    ENDS.extend((ours, theirs))
+    return ours, theirs
+
+
+class Rank:
+    """A worker that answers at once."""
+
+    def __init__(self, rank: int, *, fails: bool = False) -> None:
+        self.rank, self.name, self._fails = rank, f"rank {rank}", fails
+        self.channel, self._theirs = channel_pair()
+
+    def tell(self, message: WarmUp) -> None:
+        self._theirs.send(WarmedUp(message.number, 0.1, "no memory" if self._fails else None))
+
+    def die(self) -> None:
+        self._theirs.close()
+
+    def reap(self, *, patience_s: float) -> str:
+        return "killed by signal 9"
+
+
+class Silent(Rank):
+    def tell(self, message: WarmUp) -> None: ...
+
+
+def pool_of(*ranks: Rank) -> WorkerPool:
+    pool: Any = WorkerPool.__new__(WorkerPool)
+    pool.workers, pool.num_ranks = list(ranks), len(ranks)
+    made: WorkerPool = pool
+    return made
+
+
+def test_item_is_ready_when_all_ranks_have_answered() -> None:
+    found = list(pool_of(Rank(0), Rank(1)).warm_up(ITEMS))
+    assert sorted(item.number for item, _ in found) == [0, 1, 2]
+    assert all(answer.reason is None for _, answer in found)
+    with pytest.raises(WorkerError, match=r"within 0\.01 s"):
+        list(pool_of(Rank(0), Silent(1)).warm_up(ITEMS, patience_s=0.01))
+
+
+def test_what_one_rank_cannot_run_is_told_once() -> None:
+    found = [answer.reason for _, answer in pool_of(Rank(0, fails=True), Rank(1)).warm_up(ITEMS)]
+    assert found == ["no memory"] * 3
+
+
+def test_death_of_a_rank_ends_the_warm_up() -> None:
+    dead = Silent(0)
+    dead.die()
+    with pytest.raises(WorkerError, match="rank 0 died while it was warmed up: killed by signal 9"):
+        list(pool_of(dead).warm_up(ITEMS))
+
+
+def test_signal_ends_the_warm_up() -> None:
+    class Signals:
+        def __init__(self) -> None:
+            self._ours, theirs = channel_pair()
+            theirs.send("a signal")
+
+        def fileno(self) -> int:
+            return self._ours.fileno()
+
+        def take(self) -> list[int]:
+            return [2]
+
+    signals: Any = Signals()
+    with pytest.raises(InterruptedRunError, match="nothing was started"):
+        list(pool_of(Silent(0)).warm_up(ITEMS, signals))
+
+
+def test_nothing_to_warm_up_takes_no_time() -> None:
+    assert list(pool_of(Rank(0)).warm_up(())) == []

@@ -1,0 +1,159 @@
+"""What a rank on a GPU runs before anyone waits for it: rehearsals of steps, records of forwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from gpu_worker_imitation import ImitationRecorder
+
+from gfgen.graph import Task
+from gfgen.jobspec import JobSpec
+from gfgen.layout import Layout
+from gfgen.models import graphs
+from gfgen.models.forwards import evaluate
+from gfgen.models.graphs import Graphs
+from gfgen.models.parallel import Parallel
+from gfgen.models.registry import load_adapter
+from gfgen.models.rehearsal import RehearsalRanks
+from gfgen.runtime import worker_forwards
+from gfgen.runtime.messages import WarmUp
+from gfgen.runtime.worker_forwards import Forwards
+
+torch.set_num_threads(1)
+
+RANK = 1
+ALONE, PAIR, HALVES = Layout((1,)), Layout((0, 1), ulysses=2), Layout((1, 0), cfg=2)
+JOB = {"prompt": "a fox", "width": 80, "height": 64, "steps": 20, "seed": 1}
+
+
+@pytest.fixture(autouse=True)
+def without_gradients() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture(scope="module")
+def adapters(tiny_models: Mapping[str, Path]) -> Iterator[dict[str, Any]]:
+    names = ("tiny-qwen-image", "tiny-wan-moe")
+    found: dict[str, Any] = {name: load_adapter(tiny_models[name]) for name in names}
+    yield found
+    for adapter in found.values():
+        adapter.evaluate_by(evaluate)
+
+
+def unentered(layout: Layout) -> Parallel | None:
+    if layout.degree == 1:
+        return None
+    slot, shards = layout.slot_of(RANK), layout.sequence_degree
+    sequence = RehearsalRanks(shards, slot % shards, None)
+    return Parallel(
+        cfg=RehearsalRanks(layout.cfg, slot // shards, None),
+        sequence=sequence,
+        ulysses=sequence,
+        ring=RehearsalRanks(1, 0, None),
+    )
+
+
+def forwards_of(adapters: dict[str, Any], *, may_record: bool = True) -> tuple[Forwards, Graphs]:
+    of = Graphs(ImitationRecorder(), torch.device("cpu"), may_record=may_record)
+    return Forwards(adapters, of, rank=RANK, unentered=unentered), of
+
+
+def rank_job(adapters: dict[str, Any], model: str, **changes: Any) -> Any:
+    """A job as a rank knows it after its second task."""
+    adapter = adapters[model]
+    spec = adapter.geometry.resolve(JobSpec(id="job", **{**JOB, **changes}))
+    prompt = adapter.encode(spec)
+    condition, latents = adapter.prepare(spec, prompt)
+    start = SimpleNamespace(spec=spec, checkpoint=model, trajectory=adapter.geometry.trajectory(spec))
+    artifacts = {"prompt": prompt, "condition": condition, "latents": latents}
+    return SimpleNamespace(start=start, artifacts=artifacts)
+
+
+def warm_up(job: Any, *degrees: tuple[int, int, int]) -> WarmUp:
+    return WarmUp(1, job.start.spec, job.start.checkpoint, degrees)
+
+
+def step(job: Any, number: int = 0) -> Task:
+    task: Task = job.start.trajectory.task(number + 2)
+    return task
+
+
+def test_warm_up_rehearses_and_records_every_slot_of_its_layouts(adapters: dict[str, Any]) -> None:
+    """A CPU's forwards are launch-bound, so that each of them is recorded."""
+    job = rank_job(adapters, "tiny-qwen-image")
+    forwards, of = forwards_of(adapters)
+    forwards.warm_up(warm_up(job, (1, 1, 1), (2, 1, 1)))
+    assert of.num_records == 2  # the prompt and the negative prompt: halves have the same forwards
+    forwards.warm_up(warm_up(job, (1, 3, 1)))
+    # 20 tokens on 3 ranks are 7, 7 and 6; of 7 and 6 of the prompts', slots 0 and 1 differ in the first.
+    assert of.num_records == 7
+    forwards.warm_up(warm_up(job, (1, 1, 1), (1, 3, 1)))
+    assert of.num_records == 7
+
+
+def test_both_experts_are_warmed_up(adapters: dict[str, Any]) -> None:
+    job = rank_job(adapters, "tiny-wan-moe", frames=5, boundary_ratio=0.6)
+    forwards, of = forwards_of(adapters)
+    forwards.warm_up(warm_up(job, (1, 1, 1)))
+    assert of.num_records == 2
+    forwards.clear()
+    assert of.num_records == 0
+
+
+def test_step_that_is_launched_as_long_as_it_computes_is_recorded(adapters: dict[str, Any]) -> None:
+    job = rank_job(adapters, "tiny-qwen-image")
+    forwards, of = forwards_of(adapters)
+    kind = forwards.kind_of(job, ALONE)
+    forwards.attach(job.start.checkpoint)
+    adapters["tiny-qwen-image"].denoise(job.start.spec, *job.artifacts.values(), step=0)
+    forwards.observe(kind, launch_s=0.01, device_s=0.1)
+    assert not forwards.is_to_record(job, step(job, 1), kind)
+    forwards.observe(kind, launch_s=0.09, device_s=0.1)
+    assert forwards.is_to_record(job, step(job, 20 - worker_forwards.MIN_REPLAYS), kind)
+    assert not forwards.is_to_record(job, step(job, 21 - worker_forwards.MIN_REPLAYS), kind)
+    forwards.record(job, step(job, 1), kind, ALONE)
+    assert of.num_records == 2
+    assert not forwards.is_to_record(job, step(job, 2), kind)
+
+
+@pytest.mark.parametrize("layout", [ALONE, PAIR, HALVES], ids=str)
+def test_rehearsal_changes_no_result(adapters: dict[str, Any], layout: Layout) -> None:
+    job = rank_job(adapters, "tiny-qwen-image")
+    adapter = adapters["tiny-qwen-image"]
+    adapter.evaluate_by(evaluate)
+    wanted = adapter.denoise(job.start.spec, *job.artifacts.values(), step=0)
+    forwards, _ = forwards_of(adapters)
+    forwards.warm_up(warm_up(job, layout.degrees))
+    forwards.record(job, step(job), forwards.kind_of(job, layout), layout)
+    found = adapter.denoise(job.start.spec, *job.artifacts.values(), step=0)
+    assert all(torch.equal(found.tensors[name], wanted.tensors[name]) for name in wanted.tensors)
+
+
+def test_recording_is_given_up_after_some_attempts(adapters: dict[str, Any]) -> None:
+    job = rank_job(adapters, "tiny-qwen-image")
+    forwards, _ = forwards_of(adapters)
+    kind = forwards.kind_of(job, ALONE)
+    num_attempts = 0
+    while True:
+        forwards.observe(kind, launch_s=1.0, device_s=1.0)
+        if not forwards.is_to_record(job, step(job), kind):
+            break
+        forwards.record(job, step(job), kind, ALONE)
+        num_attempts += 1
+    assert num_attempts == worker_forwards.MAX_ATTEMPTS
+
+
+def test_nothing_is_recorded_where_that_is_not_wanted(adapters: dict[str, Any]) -> None:
+    job = rank_job(adapters, "tiny-qwen-image")
+    forwards, of = forwards_of(adapters, may_record=False)
+    forwards.warm_up(warm_up(job, (1, 1, 1)))
+    kind = forwards.kind_of(job, ALONE)
+    forwards.observe(kind, launch_s=graphs.LAUNCH_BOUND, device_s=1.0)
+    assert not forwards.is_to_record(job, step(job), kind)
+    assert of.num_records == 0
