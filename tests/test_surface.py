@@ -43,11 +43,11 @@ def test_commands():
 def test_options_of_run():
     assert options_of(subcommand("run")) == [
         "--device",
+        "--graphs",
         "--log-file",
         "--log-json",
         "--lookahead",
         "--model",
-        "--no-graphs",
         "--output",
         "--policy",
         "--quiet",

@@ -67,7 +67,7 @@ class WorkerSettings:
     has_random_weights: bool = False
     vae_dtype: str = "auto"
     arena_bytes: tuple[int, int] = (0, 0)
-    has_graphs: bool = True
+    has_graphs: bool = False
 
 
 def main(end: socket.socket, settings: WorkerSettings) -> None:

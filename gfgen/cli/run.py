@@ -65,7 +65,7 @@ class RunOptions:
     log_file: Path | None = None
     has_random_weights: bool = False
     vae_dtype: str = "auto"
-    has_graphs: bool = True
+    has_graphs: bool = False
 
     @property
     def num_ranks(self) -> int:
@@ -112,9 +112,9 @@ class RunOptions:
     help="What VAEs compute in; auto: as the model cards load them (Wan in float32).",
 )
 @click.option(
-    "--no-graphs",
+    "--graphs",
     is_flag=True,
-    help="On GPUs: launch kernels one by one, where CUDA graphs would be faster.",
+    help="On GPUs: warm up, and launch steps as CUDA graphs where that is faster (new; docs/models.md).",
 )
 @click.option("--skip-invalid", is_flag=True, help="Run the valid jobs of a file with mistakes; exit with 1.")
 @click.option(
@@ -158,7 +158,7 @@ def run(
     model: str,
     random_weights: bool,
     vae_dtype: str,
-    no_graphs: bool,
+    graphs: bool,
     skip_invalid: bool,
     lookahead: float,
     trace: Path | None,
@@ -182,7 +182,7 @@ def run(
         model=model,
         has_random_weights=random_weights,
         vae_dtype=vae_dtype,
-        has_graphs=not no_graphs,
+        has_graphs=graphs,
         skip_invalid=skip_invalid,
         guard_s=lookahead / 1000,
         trace=trace,
@@ -192,8 +192,8 @@ def run(
         log_json=log_json,
     )
     problems: Sequence[Problem] = ()
-    if no_graphs and options.devices.kind == CPU:
-        logger.info("--no-graphs has no effect on CPU ranks, which launch no kernels")
+    if graphs and options.devices.kind == CPU:
+        logger.info("--graphs has no effect on CPU ranks, which launch no kernels")
     if watch is not None:
         summary = watch_folder(watch, options)
     else:
@@ -224,7 +224,8 @@ def run_jobs(admitted: Sequence[AdmittedJob], options: RunOptions) -> Summary:
         skipped = [job for job in admitted if job.job_id in done]
         checkpoints = {job.checkpoint for job in todo}
         with ready_pool(checkpoints, options, signals) as pool:
-            warm_up(pool, todo, devices=options.devices, policy=options.policy, signals=signals)
+            if options.has_graphs:
+                warm_up(pool, todo, devices=options.devices, policy=options.policy, signals=signals)
             return run_on(pool, todo, options, signals=signals, skipped=skipped)
 
 
@@ -252,7 +253,8 @@ def watch_folder(folder: Path, options: RunOptions) -> Summary:
         checkpoints = {admit.find_model(options.model).checkpoint, *(job.checkpoint for job in first)}
         admit.check(checkpoints)
         pool = stack.enter_context(ready_pool(checkpoints, options, signals))
-        warm_up(pool, first, devices=options.devices, policy=options.policy, signals=signals)
+        if options.has_graphs:
+            warm_up(pool, first, devices=options.devices, policy=options.policy, signals=signals)
         inbox.start(admit=admit.of_loaded(checkpoints))
         return run_on(pool, first, options, signals=signals, inbox=inbox)
 

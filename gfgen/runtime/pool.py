@@ -138,7 +138,7 @@ class WorkerPool:
         device: str = "cpu",
         has_random_weights: bool = False,
         vae_dtype: str = "auto",
-        has_graphs: bool = True,
+        has_graphs: bool = False,
         num_writers: int = 1,
         preload: Sequence[str] = PRELOAD,
         plan: Plan | None = None,

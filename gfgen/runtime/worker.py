@@ -94,7 +94,7 @@ class WorkerSettings:
     arena_bytes: tuple[int, int] = (0, 0)
     """For exchanges and for a chunk of a transfer, where the rank makes its own arena (`Plan`)."""
     num_threads: int = 1
-    has_graphs: bool = True
+    has_graphs: bool = False
     """On a GPU: whether forwards may be recorded, to be launched at once."""
 
 
