@@ -27,18 +27,19 @@ SHORT_HASH_CHARS = 10
 """40 bits: among 100,000 jobs with one slug, a clash has a chance of 0.5% and costs a number."""
 
 
-def spec_hash(spec: JobSpec) -> str:
+def spec_hash(spec: JobSpec, *, has_random_weights: bool = False) -> str:
     """SHA-256 in hex of the job's canonical spec: equal when the finished file would serve.
 
     Take it of the job as asked, with the run's default model filled in and before a model's
-    geometry rounds it. When a job runs, who waits for it and how reports call it (deadline,
-    arrival, timeout, priority, tag, line) is not in it, nor is the id, except through the
-    default seed.
+    geometry rounds it. With random weights the same job is another one: its file shows noise.
+    When a job runs, who waits for it and how reports call it (deadline, arrival, timeout,
+    priority, tag, line) is not in it, nor is the id, except through the default seed.
     """
-    return hashlib.sha256(canonical_spec(spec).encode()).hexdigest()
+    text = canonical_spec(spec, has_random_weights=has_random_weights)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
-def canonical_spec(spec: JobSpec) -> str:
+def canonical_spec(spec: JobSpec, *, has_random_weights: bool = False) -> str:
     """The text that is hashed: JSON in ASCII, sorted keys, only what the job says.
 
     Raises: OSError when an image was not hashed at admission and cannot be read now.
@@ -48,6 +49,8 @@ def canonical_spec(spec: JobSpec) -> str:
         said["seed"] = default_seed(spec.id)
     if spec.image is not None:
         said["image_sha256"] = spec.image_sha256 or hashlib.sha256(Path(spec.image).read_bytes()).hexdigest()
+    if has_random_weights:
+        said["weights"] = "random"
     present = {name: value for name, value in said.items() if value is not None}
     return json.dumps(present, sort_keys=True, separators=(",", ":"))
 

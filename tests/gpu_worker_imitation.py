@@ -108,6 +108,7 @@ class ImitationEndpoint(Endpoint):
 class ImitationWorker(worker_gpu.GpuWorker):
     def __init__(self, channel: Channel, rank: int, adapters: Any, plan: Plan) -> None:
         Worker.__init__(self, channel, rank, adapters)
+        self.device = torch.device("cpu")
         self._plan = plan
         # Its header needs the incarnation, which comes with the others' arenas.
         self._fd = os.memfd_create(f"imitation {rank}")
@@ -154,7 +155,6 @@ def imitate_cuda() -> None:
     torch.cuda.Event = Event  # type: ignore[assignment, misc]
     torch.cuda.stream = lambda _: contextlib.nullcontext()  # type: ignore[assignment]
     torch.cuda.current_stream = lambda _=None: Stream()  # type: ignore[assignment]
-    torch.cuda.empty_cache = lambda: None
     torch.Tensor.record_stream = lambda *_: None  # type: ignore[assignment]
     real_empty = torch.empty
     torch.empty = lambda *size, pin_memory=False, **options: real_empty(*size, **options)

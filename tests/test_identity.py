@@ -83,6 +83,9 @@ class TestHash:
         unseeded = replace(FULL, seed=None, model="m")
         assert spec_hash(with_defaults(unseeded, model="x")) == spec_hash(unseeded)
 
+    def test_random_weights_make_another_job(self) -> None:
+        assert spec_hash(FULL, has_random_weights=True) != spec_hash(FULL)
+
     def test_whole_floats_and_integers_are_equal(self) -> None:
         assert spec_hash(replace(FULL, guidance_scale=5)) == spec_hash(FULL)
 

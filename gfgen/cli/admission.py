@@ -13,7 +13,7 @@ from gfgen.jobspec import JobSpec
 from gfgen.models.geometry import load_geometry, weightless_geometry
 from gfgen.models.registry import find_configs, resolve_checkpoint, resolve_configs
 from gfgen.runtime.admission import AdmittedJob, Model, admit
-from gfgen.runtime.arenas import GPU_PLAN
+from gfgen.runtime.arenas import SIDE_BYTES, default_plan
 from gfgen.runtime.devices import CUDA, Devices
 from gfgen.runtime.memory import (
     available_bytes,
@@ -119,7 +119,8 @@ class Admission:
         return check_models_on_gpu(
             checkpoints,
             memory_bytes=self._devices.memory_bytes,
-            arena_bytes=arena_bytes(GPU_PLAN) if self._devices.num_ranks > 1 else 0,
+            arena_bytes=SIDE_BYTES
+            + arena_bytes(default_plan(num_ranks=self._devices.num_ranks, are_on_gpus=True)),
             has_random_weights=self._has_random_weights,
             vae_dtype=self._vae_dtype,
         )
@@ -170,7 +171,7 @@ class Admission:
     def _look_up(self, name: str) -> Model:
         if self._has_random_weights:
             checkpoint = resolve_configs(name)
-            return Model(name, checkpoint, weightless_geometry(checkpoint))
+            return Model(name, checkpoint, weightless_geometry(checkpoint), has_random_weights=True)
         checkpoint = resolve_checkpoint(name)
         return Model(name, checkpoint, load_geometry(checkpoint))
 

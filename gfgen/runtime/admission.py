@@ -76,6 +76,7 @@ class Model:
     name: str
     checkpoint: Path
     geometry: Geometry
+    has_random_weights: bool = False
 
 
 def admit(
@@ -153,7 +154,7 @@ def _admit_one(spec: JobSpec, model: Model) -> AdmittedJob:
         spec=run,
         num_tasks=trajectory.num_tasks,
         file=file,
-        spec_hash=spec_hash(asked),
+        spec_hash=spec_hash(asked, has_random_weights=model.has_random_weights),
         family=model.geometry.family,
     )
     return AdmittedJob(

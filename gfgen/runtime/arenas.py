@@ -12,6 +12,15 @@ GPU_PLAN = Plan(data_bytes=2048 * MIB, post_bytes=16 * MIB)
 """2.4 GB on each GPU. The largest exchange at once: q, k and v of half of the heads of 27,280 tokens
 (Wan2.2-5B at 704x1280x121 on 2 x 2 ranks), 251 MB, beside two other kinds of groups with two banks each."""
 
+SIDE_BYTES = 256 * MIB
+"""Of each GPU, beside its arena: kept for state that arrives and departs, half for each. Twice the state of a
+job of 704x1280x81, which is put together from parts."""
+
+
+def default_plan(*, num_ranks: int, are_on_gpus: bool) -> Plan:
+    """The arenas of a run's ranks; a rank alone exchanges nothing, and gets the smallest that serves."""
+    return GPU_PLAN if are_on_gpus and num_ranks > 1 else Plan()
+
 
 class RankArenas:
     """The arenas of all ranks, as descriptors to hand to them; owns the descriptors.

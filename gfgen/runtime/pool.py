@@ -24,7 +24,7 @@ from typing import Any
 from gfgen.errors import InterruptedRunError, WorkerError
 from gfgen.gfc.arena import Plan
 from gfgen.runtime import forkserver
-from gfgen.runtime.arenas import GPU_PLAN, RankArenas
+from gfgen.runtime.arenas import RankArenas, default_plan
 from gfgen.runtime.channel import Channel
 from gfgen.runtime.messages import Arenas, ReplacePeer, WarmedUp, WarmUp, WorkerFailed, WorkerReady
 from gfgen.runtime.signals import SignalPipe
@@ -152,8 +152,7 @@ class WorkerPool:
         self._worker_main = worker_main or WORKER_MAINS[device]
         self._writer_main = writer_main
         are_on_gpus = device != "cpu"
-        # A rank alone exchanges nothing.
-        self._plan = plan or (GPU_PLAN if are_on_gpus and num_ranks > 1 else Plan())
+        self._plan = plan or default_plan(num_ranks=num_ranks, are_on_gpus=are_on_gpus)
         self._settings = {
             "checkpoints": tuple(map(str, checkpoints)),
             "device": device,

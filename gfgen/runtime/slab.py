@@ -92,20 +92,35 @@ class Slab:
 
         Raises: ValueError when it is larger than the trajectory said.
         """
+        places = self.places(name, version, meta, [buffer.nbytes for buffer in buffers])
+        for place, buffer in zip(places, buffers, strict=True):
+            place[:] = buffer
+        self.show(name, version, producer=producer)
+
+    def places(self, name: str, version: int, meta: Any, sizes: Sequence[int]) -> list[memoryview]:
+        """Memory for an artifact's buffers of so many bytes; nobody reads it before `show`.
+
+        Raises: ValueError when they are larger than the trajectory said.
+        """
         region = _region(name, version)
         start, end = self._bounds(region)
         packed = pickle.dumps(meta)
         position = start + _LINE_BYTES
-        needed = position + len(packed) + sum(_aligned(buffer.nbytes) for buffer in buffers) + _LINE_BYTES
+        needed = position + len(packed) + sum(map(_aligned, sizes)) + _LINE_BYTES
         if needed > end:
             raise ValueError(f"artifact {name} takes {needed - start} bytes, {end - start} were planned")
-        _LENGTHS.pack_into(self._map, start, len(packed), len(buffers))
+        _LENGTHS.pack_into(self._map, start, len(packed), len(sizes))
         self._map[position : position + len(packed)] = packed
         position = _aligned(position + len(packed))
-        for buffer in buffers:
-            self._map[position : position + buffer.nbytes] = buffer
-            position += _aligned(buffer.nbytes)
-        _WORD.pack_into(self._map, region * _LINE_BYTES, producer)
+        memory, places = memoryview(self._map), []
+        for size_bytes in sizes:
+            places.append(memory[position : position + size_bytes])
+            position += _aligned(size_bytes)
+        return places
+
+    def show(self, name: str, version: int, *, producer: int) -> None:
+        """Make what was stored visible, as made by dispatch `producer`."""
+        _WORD.pack_into(self._map, _region(name, version) * _LINE_BYTES, producer)
 
     def fetch(self, name: str, version: int) -> tuple[Any, memoryview, int]:
         """(meta, the slab's memory, offset of the first buffer) of a published version.

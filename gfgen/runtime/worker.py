@@ -70,6 +70,7 @@ from gfgen.runtime.slab import Slab, SlabPlan
 from gfgen.runtime.worker_jobs import (
     InputVoidError,
     RankJob,
+    copied,
     frames_shape,
     place_of,
     publish,
@@ -129,7 +130,6 @@ def run_worker(
 class Worker:
     """Runs tasks with the adapters of one rank. What a GPU does otherwise is in worker_gpu.py."""
 
-    device = torch.device("cpu")
     arena_fds: tuple[int, ...] = ()
     """What the control plane is to hand to the other ranks."""
 
@@ -205,7 +205,7 @@ class Worker:
                 self._shipments.put((message, latents))
             case StartJob():
                 slab = Slab(fds[0], SlabPlan.of(message.trajectory))
-                self._jobs[message.spec.id] = RankJob(message, slab, self.device)
+                self._jobs[message.spec.id] = RankJob(message, slab, self._take_in)
             case ForgetJob():
                 if message.job_id in self._jobs:
                     self._jobs.pop(message.job_id).drop_all()
@@ -241,6 +241,10 @@ class Worker:
     def _replace_peer(self, message: ReplacePeer, fd: int) -> None:
         """Map a new incarnation's arena; nothing runs here that involves the old one."""
         self._endpoint.replace_peer(message.rank, fd, message.incarnation)
+
+    def _take_in(self, fields: Fields) -> Fields:
+        """Copies of what lies in a slab, where this rank computes."""
+        return copied(fields)
 
     def _is_void(self, number: int) -> bool:
         """Whether a dispatch was given up, by itself or with everything."""

@@ -26,8 +26,9 @@ import socket
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -43,6 +44,7 @@ from gfgen.models import lanes
 from gfgen.models.adapter import Adapter, Fields
 from gfgen.models.graphs import Graphs, Recorder
 from gfgen.models.parallel import Parallel, parallel_from
+from gfgen.runtime.arenas import SIDE_BYTES
 from gfgen.runtime.channel import Channel
 from gfgen.runtime.messages import (
     Arenas,
@@ -59,19 +61,21 @@ from gfgen.runtime.worker_graphs import CudaRecorder
 from gfgen.runtime.worker_jobs import (
     InputVoidError,
     RankJob,
+    as_bytes,
     frames_shape,
     place_of,
     publish,
     receive_state,
     send_state,
 )
+from gfgen.runtime.worker_memory import DeviceMemory
 
 logger = logging.getLogger(__name__)
 
 __all__ = ["WorkerSettings", "main"]
 
 STAGING_BYTES = 64 << 20
-"""Of pinned host memory: more than a job's latents with the solver's state, but for the largest shapes."""
+"""Of pinned host memory, for each direction. More is never pinned later, since that waits for the device."""
 
 _FIRST_STEPS = 2
 """So many steps differ from all later ones: UniPC of order 2 corrects from the second one on, and solves a
@@ -126,19 +130,21 @@ class GpuWorker(Worker):
         self._own_arena, arena_fd = DeviceArena.create(plan, device=rank)
         self.arena_fds = (arena_fd,)
         self._set_up_streams()
+        self._load_transfers()
 
     def _set_up_streams(self) -> None:
         self._main_stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._arrivals = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._departures = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        self._host = HostCopies(self.device)
+        self._host = Staging(self.device, torch.cuda.Stream(self.device))  # type: ignore[no-untyped-call]
+        self._incoming = Staging(self.device, self._arrivals)
+        self._memory = DeviceMemory(self.device)
         self._launched: queue.SimpleQueue[Launched] = queue.SimpleQueue()
         self._newcomers: Counter[int] = Counter()
         """Ranks whose new arena the main thread has yet to map; one may have died again meanwhile."""
         self._num_unsettled = 0
         """Tasks that are launched, and that the watcher has yet to see to their end."""
-        self._seen: set[object] = set()
-        """Kinds of tasks that this process has launched before."""
+        self._has_peers = True
         self._is_short = False
         """A task has run out of memory: the main thread is to give back what it keeps."""
 
@@ -146,6 +152,17 @@ class GpuWorker(Worker):
         """To be called once, before tasks come."""
         graphs = Graphs(recorder, self.device, may_record=may_record)
         self._forwards = Forwards(self._adapters, graphs, rank=self._rank, unentered=self._unentered)
+
+    def _load_transfers(self) -> None:
+        """Load what moves state, and take memory for it: either would wait for the device later on."""
+        for stream in (self._arrivals, self._departures):
+            with torch.cuda.stream(stream):
+                for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.uint8):
+                    whole = torch.zeros((2, 4, 6), dtype=dtype, device=self.device)
+                    part = whole[:, 1:3]
+                    part.copy_(part.contiguous())
+                torch.empty(SIDE_BYTES // 2, dtype=torch.uint8, device=self.device)
+        torch.cuda.synchronize(self.device)
 
     def serve(self) -> None:
         self._use_device(self._main_stream)
@@ -173,6 +190,7 @@ class GpuWorker(Worker):
         super()._receive()
 
     def _connect(self, message: Arenas, fds: Sequence[int]) -> None:
+        self._has_peers = len(message.incarnations) > 1
         arenas = dict(zip(message.ranks, fds[:-1], strict=True))
         self._endpoint = CudaEndpoint(
             self._plan,
@@ -246,18 +264,24 @@ class GpuWorker(Worker):
         times = [time.monotonic()]
         self._await_input(job, task, message)
         times.append(time.monotonic())
-        self._bring_input(job, task, message)
+        if message.transfers or job.producer != message.producer:
+            arrival = self._arrival_kind(job, task, message)
+            if self._has_peers and not self._memory.is_familiar({arrival}):
+                self._see_to_the_end(message.number)
+            with self._memory.launching({arrival}):
+                self._bring_input(job, task, message)
         times.append(time.monotonic())
         kinds = self._kinds(job, task, message)
-        is_new = not kinds <= self._seen
-        forward = self._get_ready(job, task, message, is_new=is_new)
+        is_familiar = self._memory.is_familiar(kinds)
+        forward = self._get_ready(job, task, message, is_new=self._has_peers and not is_familiar)
         times.append(time.monotonic())
-        begun = self._event()
-        group = self._meet(message)
-        entered = self._event()
-        made = self._execute(job, task, None if group is None else parallel_from(group))
+        with self._memory.launching(kinds, model=job.start.spec.model or ""):
+            begun = self._event()
+            group = self._meet(message)
+            entered = self._event()
+            made = self._execute(job, task, None if group is None else parallel_from(group))
+            made = {name: _dense(fields) for name, fields in made.items()}
         times.append(time.monotonic())
-        self._seen |= kinds  # now, since one that is given up or fails first has loaded nothing
         outcome = None
         if group is not None or message.transfers:
             sources = {transfer.source for transfer in message.transfers}
@@ -274,7 +298,7 @@ class GpuWorker(Worker):
             waited_s=times[1] - times[0] + times[3] - times[2],
             moved_s=times[2] - times[1],
             frames_fd=os.dup(fds[0]) if fds else None,
-            forward=None if is_new else forward,
+            forward=forward if is_familiar else None,
             launch_s=times[4] - times[3],
         )
         kept = {name: fields for name, fields in made.items() if name != "frames"}
@@ -325,15 +349,36 @@ class GpuWorker(Worker):
         """The ranks of a step, of whom none has come, for rehearsals and records."""
         return None if layout.degree == 1 else parallel_from(self._endpoint.unentered(layout))
 
+    def _arrival_kind(self, job: RankJob, task: Task, message: RunTask) -> object:
+        """What decides which memory a task's input takes when it arrives."""
+        parts = tuple([(part.field, part.axis, part.start, part.stop) for part in message.transfers])
+        return ("arrival", job.start.trajectory.artifacts, task.stage, parts)
+
+    def _see_to_the_end(self, number: int) -> None:
+        """Before input arrives for which torch may have to take memory: nothing that others wait for is left.
+
+        What was launched here has ended, and what goes out for earlier dispatches is sent; see
+        `_clear_the_way`. What goes out for this one may wait for what arrives for it.
+        """
+        with self._told:
+            self._told.wait_for(
+                lambda: (
+                    self._is_void(number)
+                    or (not self._num_unsettled and all(unsent >= number for unsent in self._unsent))
+                )
+            )
+            if self._is_void(number):
+                raise InputVoidError
+
     def _clear_the_way(self, number: int, *, is_new: bool) -> None:
         """Let all go out that other ranks may wait for, before kernels here wait for those ranks.
 
-        CUDA loads a kernel's code when it is first launched; for that it waits for the device, with the
-        context locked, so that no other thread can send or publish meanwhile. Where the device
-        waits in an entry barrier for a rank that waits for this one's state, nothing would ever move
-        again (seen: a job that went from one rank to four, in its first shared step). So state that
-        goes out for this dispatch or an earlier one is sent before it is entered; and before the first
-        task of a kind, all that was launched here is seen to its end.
+        CUDA loads a kernel's code when it is first launched, and torch may have to take memory; for
+        either, the thread waits for the device with the context locked, so that no other thread can send
+        or publish meanwhile. Where the device waits in an entry barrier for a rank that waits for this
+        one's state, nothing would ever move again (seen: a job that went from one rank to four, in its
+        first shared step). So state that goes out for this dispatch or an earlier one is sent before it
+        is entered; and before a task whose launch may wait, all that was launched here is seen to its end.
         """
         with self._told:
             self._told.wait_for(lambda: self._is_clear(number, is_new=is_new))
@@ -357,6 +402,16 @@ class GpuWorker(Worker):
             fields = receive_state(
                 self._endpoint, message.transfers, dispatch=message.number, require=require
             )
+        return self._arrived(fields)
+
+    def _take_in(self, fields: Fields) -> Fields:
+        """Not behind the task before, and not from memory that a copy would have to be made of first."""
+        with torch.cuda.stream(self._arrivals):
+            found = {name: self._incoming.brought(tensor) for name, tensor in fields.tensors.items()}
+        return self._arrived(Fields(found, fields.scalars))
+
+    def _arrived(self, fields: Fields) -> Fields:
+        """Fields of the stream of arrivals, for tasks."""
         self._main_stream.wait_stream(self._arrivals)
         for tensor in fields.tensors.values():
             tensor.record_stream(self._main_stream)
@@ -367,9 +422,7 @@ class GpuWorker(Worker):
         super()._give_reason(number, error)
 
     def _release_memory(self) -> None:
-        self._is_short = True  # records are the main thread's; it gives them back before its next step
-        self._drain()
-        torch.cuda.empty_cache()
+        self._is_short = True  # what is kept is the main thread's; it gives it back before its next step
 
     def _drain(self) -> None:
         stream = torch.cuda.current_stream(self.device)
@@ -420,11 +473,11 @@ class GpuWorker(Worker):
         frames = launched.made.pop("frames", None)
         if frames is not None:
             assert launched.frames_fd is not None
-            self._host.store(frames, launched.frames_fd, shape=frames_shape(job))
+            self._store_frames(frames, launched.frames_fd, shape=frames_shape(job))
         if message.layout.slot_of(self._rank) == 0:
+            version, store = launched.task.index + 1, self._host.store
             for name, fields in launched.made.items():
-                with self._host.copied(fields) as on_host:
-                    publish(job.slab, name, launched.task.index + 1, on_host, producer=message.number)
+                publish(job.slab, name, version, fields, producer=message.number, store=store)
         with self._lock:
             job.finish(message.number)
         report = TaskReport(
@@ -437,53 +490,77 @@ class GpuWorker(Worker):
         self._channel.send(report)
         self._leave(message.number)
 
-
-class HostCopies:
-    """From the device to host memory, through a pinned buffer, on a stream of its own."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._staging = torch.empty(STAGING_BYTES, dtype=torch.uint8, pin_memory=True)
-
-    @contextlib.contextmanager
-    def copied(self, fields: Fields) -> Iterator[Fields]:
-        """The fields on the host, until the end of the block; what they hold has been computed."""
-        parts = {name: tensor.contiguous() for name, tensor in fields.tensors.items()}
-        needed = sum(_aligned(part.numel() * part.element_size()) for part in parts.values())
-        if needed > self._staging.numel():
-            self._staging = torch.empty(needed, dtype=torch.uint8, pin_memory=True)
-        on_host, position = Fields(scalars=fields.scalars), 0
-        for name, part in parts.items():
-            num_bytes = part.numel() * part.element_size()
-            place = self._staging[position : position + num_bytes].view(part.dtype).view(part.shape)
-            on_host.tensors[name] = place.copy_(part, non_blocking=True)
-            position += _aligned(num_bytes)
-        self.stream.synchronize()
-        yield on_host
-
-    def store(self, frames: Fields, fd: int, *, shape: Sequence[int]) -> None:
+    def _store_frames(self, frames: Fields, fd: int, *, shape: Sequence[int]) -> None:
         """Put this rank's rows of all frames into the memory that the writer will read.
 
-        In halves of the buffer: one is filled by the device while the other one is emptied.
         shape: of that memory, uint8 [F, H, W, 3].
         """
-        rows = frames.tensors["frames"]
-        half = self._staging.numel() // 2
         with mmap.mmap(fd, math.prod(shape)) as memory:
-            target = place_of(frames, memory, shape)
-            arriving: list[tuple[torch.Tensor, torch.Tensor, torch.cuda.Event]] = []
-            for idx, at in enumerate(_pieces(rows.shape, half)):
-                piece = rows[at]
-                place = self._staging[idx % 2 * half :][: piece.numel()].view(piece.shape)
-                if len(arriving) == 2:
-                    _empty(*arriving.pop(0))
-                place.copy_(piece, non_blocking=True)
-                there = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-                there.record(self.stream)
-                arriving.append((place, target[at], there))
-            for each in arriving:
-                _empty(*each)
-            del target, arriving, each
+            self._host.store_rows(frames.tensors["frames"], place_of(frames, memory, shape))
+
+
+class Staging:
+    """Between a device and host memory, through a pinned buffer, on one stream; for one thread.
+
+    In halves of the buffer: the device copies to or from one of them, the host from or to the other.
+    """
+
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
+        self.stream = stream
+        self._device = device
+        self._halves = torch.empty((2, STAGING_BYTES // 2), dtype=torch.uint8, pin_memory=True).unbind()
+        self._used: list[torch.cuda.Event | None] = [None, None]
+        """By half: when the device is done with it."""
+        self._turn = 0
+
+    def store(self, tensor: torch.Tensor, place: memoryview) -> None:
+        """Copy a dense tensor, which has been computed, into host memory; it is there on return."""
+        source, target = as_bytes(tensor), torch.frombuffer(place, dtype=torch.uint8)
+        self._store(source, target, self._spans(source))
+
+    def store_rows(self, rows: torch.Tensor, target: torch.Tensor) -> None:
+        """The same for frames, uint8 [F, H, W, 3], which in host memory are rows of taller ones."""
+        self._store(rows, target, _pieces(rows.shape, self._halves[0].numel()))
+
+    def brought(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of a dense tensor on the device, enqueued; the host memory may change on return."""
+        found = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
+        source, target = as_bytes(tensor), as_bytes(found)
+        for at in self._spans(source):
+            half = self._next_half(source[at])
+            half.copy_(source[at])
+            target[at].copy_(half, non_blocking=True)
+            self._note_use()
+        return found
+
+    def _store(self, source: torch.Tensor, target: torch.Tensor, pieces: Iterable[Any]) -> None:
+        arriving: list[tuple[torch.Tensor, torch.Tensor, torch.cuda.Event]] = []
+        for at in pieces:
+            if len(arriving) == 2:
+                _empty(*arriving.pop(0))
+            half = self._next_half(source[at])
+            half.copy_(source[at], non_blocking=True)
+            arriving.append((half, target[at], self._note_use()))
+        for each in arriving:
+            _empty(*each)
+
+    def _spans(self, source: torch.Tensor) -> Iterator[slice]:
+        """Of so many bytes as a half takes."""
+        size = self._halves[0].numel()
+        return (slice(begin, begin + size) for begin in range(0, source.numel(), size))
+
+    def _next_half(self, piece: torch.Tensor) -> torch.Tensor:
+        """As much of the half that is free as a piece takes, in its shape."""
+        self._turn = 1 - self._turn
+        if (used := self._used[self._turn]) is not None:
+            used.synchronize()
+        return self._halves[self._turn][: piece.numel()].view(piece.shape)
+
+    def _note_use(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record(self.stream)
+        self._used[self._turn] = event
+        return event
 
 
 def _pieces(shape: Sequence[int], room_bytes: int) -> Iterator[tuple[slice, slice]]:
@@ -501,8 +578,9 @@ def _empty(place: torch.Tensor, target: torch.Tensor, there: torch.cuda.Event) -
     target.copy_(place)
 
 
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // 64) * 64
+def _dense(fields: Fields) -> Fields:
+    """So that nothing has to be launched on them when they go to the host or to other ranks."""
+    return Fields({name: tensor.contiguous() for name, tensor in fields.tensors.items()}, fields.scalars)
 
 
 def _exit_if_lost(error: BaseException) -> None:

@@ -24,9 +24,13 @@ from gfgen.runtime.messages import StartJob
 from gfgen.runtime.migration import Transfer
 from gfgen.runtime.slab import Slab
 
+Store = Callable[[torch.Tensor, memoryview], None]
+"""Copies a dense tensor into host memory; it is there when this returns."""
+TakeIn = Callable[[Fields], Fields]
+"""Copies of fields that lie in a slab, where the rank computes; the slab may change when this returns."""
+
 _POLL_S = (0.0, 0.0, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3)
 """Pauses between looks at a producer's word: short first, a millisecond at last."""
-CPU = torch.device("cpu")
 _HEADER_BYTES = 4096
 """Names, shapes and scalars of a job's state, pickled; UniPC's take about 500 bytes."""
 
@@ -49,14 +53,28 @@ class InputVoidError(Exception):
     """The dispatch that was to make this task's input has failed, or this one was given up."""
 
 
+def copied(fields: Fields) -> Fields:
+    """The same fields in memory of their own."""
+    return Fields({name: tensor.clone() for name, tensor in fields.tensors.items()}, fields.scalars)
+
+
+def store_bytes(tensor: torch.Tensor, place: memoryview) -> None:
+    """Copy a tensor on the CPU into host memory."""
+    torch.frombuffer(place, dtype=torch.uint8).copy_(as_bytes(tensor))
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """What a dense tensor holds, as bytes."""
+    return tensor.detach().view(-1).view(torch.uint8)
+
+
 @dataclass(slots=True, eq=False)
 class RankJob:
     """A job as one rank knows it."""
 
     start: StartJob
     slab: Slab
-    device: torch.device = CPU
-    """Where its artifacts are kept."""
+    take_in: TakeIn = copied
     artifacts: dict[str, Fields] = field(default_factory=dict)
     producer: int | None = None
     """The dispatch that made the latents in `artifacts`; None when they are not here."""
@@ -108,11 +126,11 @@ class RankJob:
         versions = {"prompt": 1, "condition": 2} if task.index > 1 else {"prompt": 1} if task.index else {}
         for name, version in versions.items():
             if name not in self.artifacts:
-                self.artifacts[name] = on_device(fetch(self.slab, name, version), self.device)
+                self.artifacts[name] = fetch(self.slab, name, version, self.take_in)
 
     def fetch_latents(self, task: Task, producer: int) -> None:
         """Copy the latents that `producer` published out of the slab."""
-        self.artifacts["latents"] = on_device(fetch(self.slab, "latents", task.index), self.device)
+        self.artifacts["latents"] = fetch(self.slab, "latents", task.index, self.take_in)
         self.producer = producer
 
     def await_published(self, task: Task, producer: int, *, is_void: Callable[[], bool]) -> None:
@@ -127,11 +145,6 @@ class RankJob:
                 raise InputVoidError
             time.sleep(_POLL_S[min(looks, len(_POLL_S) - 1)])
             looks += 1
-
-
-def on_device(fields: Fields, device: torch.device) -> Fields:
-    """The same fields there."""
-    return Fields({name: tensor.to(device) for name, tensor in fields.tensors.items()}, fields.scalars)
 
 
 def frames_shape(job: RankJob) -> tuple[int, ...]:
@@ -149,27 +162,33 @@ def place_of(frames: Fields, memory: mmap.mmap, shape: Sequence[int]) -> torch.T
     return whole[:, first_row : first_row + rows.shape[1]]
 
 
-def publish(slab: Slab, name: str, version: int, fields: Fields, *, producer: int) -> None:
-    """Copy an artifact, on the CPU, into the slab and make it visible as made by this dispatch."""
-    tensors = {key: tensor.detach().contiguous() for key, tensor in fields.tensors.items()}
+def publish(
+    slab: Slab, name: str, version: int, fields: Fields, *, producer: int, store: Store = store_bytes
+) -> None:
+    """Copy an artifact into the slab and make it visible as made by this dispatch."""
+    tensors = {key: tensor.contiguous() for key, tensor in fields.tensors.items()}
     meta = ([(key, tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()], fields.scalars)
-    buffers = [tensor.view(-1).view(torch.uint8).numpy().data for tensor in tensors.values()]
-    slab.publish(name, version, meta, buffers, producer=producer)
+    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors.values()]
+    places = slab.places(name, version, meta, sizes)
+    for tensor, place in zip(tensors.values(), places, strict=True):
+        if place.nbytes:
+            store(tensor, place)
+    slab.show(name, version, producer=producer)
 
 
-def fetch(slab: Slab, name: str, version: int) -> Fields:
-    """A copy of an artifact in the slab."""
+def fetch(slab: Slab, name: str, version: int, take_in: TakeIn = copied) -> Fields:
+    """An artifact of the slab, copied by `take_in`."""
     (layout, scalars), memory, position = slab.fetch(name, version)
-    fields = Fields(scalars=scalars)
+    shared = Fields(scalars=scalars)
     for key, dtype, shape in layout:
         count = math.prod(shape)
         if count:
-            shared = torch.frombuffer(memory, dtype=dtype, count=count, offset=position)
-            fields.tensors[key] = shared.clone().view(shape)
+            found = torch.frombuffer(memory, dtype=dtype, count=count, offset=position)
+            shared.tensors[key] = found.view(shape)
         else:
-            fields.tensors[key] = torch.empty(shape, dtype=dtype)
+            shared.tensors[key] = torch.empty(shape, dtype=dtype)
         position += -(-count * dtype.itemsize // 64) * 64
-    return fields
+    return take_in(shared)
 
 
 def send_state(endpoint: Transfers, fields: Fields, transfers: Sequence[Transfer], *, dispatch: int) -> None:

@@ -21,7 +21,7 @@ from gfgen.gfc.arena import Plan
 from gfgen.gfc.cuda import compiler, structs
 from gfgen.gfc.cuda.endpoint import CudaEndpoint
 from gfgen.gfc.cuda.graph import SharedPool
-from gfgen.gfc.cuda.group import bank_of, canonical
+from gfgen.gfc.cuda.group import Bank, CudaGroup, How, bank_of, canonical
 from gfgen.gfc.cuda.moves import Reshaped, offsets_of, reshaped
 from gfgen.gfc.cuda.selector import Choice, Rule, Selector
 from gfgen.gfc.descriptor import Descriptor
@@ -233,6 +233,66 @@ def test_units_are_as_wide_as_lengths_allow() -> None:
     assert [unit(64, 2), unit(4, 2), unit(5, 2), unit(3, 4), unit(3, 1)] == [16, 8, 2, 4, 1]
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.lists(st.integers(0, 6), min_size=2, max_size=4),
+    shape=st.lists(st.integers(1, 4), min_size=3, max_size=4),
+    dims=st.permutations(range(3)),
+    is_split=st.booleans(),
+    item_bytes=st.sampled_from([1, 2, 4]),
+)
+def test_members_with_dense_tensors_find_the_same_unit(
+    sizes: list[int], shape: list[int], dims: list[int], is_split: bool, item_bytes: int
+) -> None:
+    """It decides whether their messages carry flags: members that differ would wait for ever."""
+    size, concat_dim, split_dim = len(sizes), dims[0], dims[1] if is_split else -1
+    if is_split:
+        shape[split_dim] += size
+    split = shard_sizes(shape[split_dim], size) if is_split else ()
+    units = set()
+    for slot, length in enumerate(sizes):
+        mine = [length if dim == concat_dim else extent for dim, extent in enumerate(shape)]
+        part = reshaped(
+            tuple(mine),
+            torch.empty(mine, device="meta").stride(),
+            item_bytes,
+            slot=slot,
+            split_dim=split_dim,
+            concat_dim=concat_dim,
+            split_sizes=split,
+            concat_sizes=tuple(sizes),
+        )
+        assert part is not None
+        assert part.unit_bytes == part.dense_unit_bytes
+        units.add(part.unit_bytes)
+    assert len(units) == 1
+
+
+@pytest.mark.parametrize("offset", [0, 1, 2])
+def test_what_lies_at_odd_addresses_is_copied_before_it_is_sent_with_flags(offset: int) -> None:
+    """A broadcast's root may give such a tensor, and the others, who give nothing, cannot know."""
+    asked: list[dict[str, object]] = []
+
+    def choose(**sizes: object) -> Choice:
+        asked.append(sizes)
+        return Choice("flagged", 4)
+
+    class Group(CudaGroup):
+        """With a dictionary, for what the test puts in the place of methods."""
+
+    group: Any = Group.__new__(Group)
+    group.size, group.slot, group.bank = 2, 0, Bank((0, 0), 1 << 20)
+    group._endpoint = SimpleNamespace(selector=SimpleNamespace(choose=choose))
+    group._prepare_launch = lambda *_, **__: "a launch"
+    x = torch.zeros(68, dtype=torch.int16)[offset : offset + 64]
+    assert x.storage_offset() == offset
+    how = How(-1, 0, (), (64, 0))
+    assert group._prepare((x,), how, in_arena=False) == ("strides" if offset else "a launch")
+    group.slot = 1
+    assert group._prepare((x[:0],), how, in_arena=False) == "a launch"
+    assert asked[0]["dense_unit_bytes"] == asked[1]["dense_unit_bytes"] == 16
+
+
 def test_strides_that_no_kernel_takes_are_reported() -> None:
     x = random((2, 3, 4, 8)).transpose(2, 3)  # the innermost dimension is not dense
     found = reshaped(
@@ -280,7 +340,12 @@ def test_selector_falls_back_where_a_kernel_cannot_serve() -> None:
 
     def path(pair_bytes: int, unit_bytes: int = 16, row_bytes: int = 4096) -> str:
         choice = selector.choose(
-            num_members=2, in_arena=True, pair_bytes=pair_bytes, unit_bytes=unit_bytes, row_bytes=row_bytes
+            num_members=2,
+            in_arena=True,
+            pair_bytes=pair_bytes,
+            unit_bytes=unit_bytes,
+            dense_unit_bytes=unit_bytes,
+            row_bytes=row_bytes,
         )
         return choice.path
 
@@ -322,6 +387,25 @@ def test_after_a_fault_messages_with_flags_are_cleared_before_the_next_entry_wit
     assert enter(3, 2, 1, 0) == [cleared(2), ("enter", 77)]
     assert enter(4, 2, 1, 0) == [("enter", 77)]
     assert endpoint._bound_ns.value == 4000, "what the launch passes on to the kernel"
+
+
+@pytest.mark.parametrize(("status", "num_copied"), [(native.OK, 4), (native.ABORTED, 2)])
+def test_after_a_failed_wait_the_copy_engine_writes_nothing(status: int, num_copied: int) -> None:
+    """The peer may not have read what lies in the bank; a kernel would have looked, an engine does not."""
+    plan = Plan(data_bytes=1 << 20, post_bytes=1 << 20)
+    called: list[str] = []
+    steps: list[int] = []
+    endpoint: Any = CudaEndpoint.__new__(CudaEndpoint)
+    endpoint.rank, endpoint.plan, endpoint.context, endpoint._sent = 0, plan, 1 << 30, [0, 0]
+    endpoint.arenas = {1: SimpleNamespace(address=1 << 40)}
+    endpoint.driver = SimpleNamespace(
+        call=lambda name, *_: called.append(name), read=lambda *_: status.to_bytes(4, "little")
+    )
+    endpoint._run_chunk = lambda name, chunk, what, stream: steps.append(what)
+    x = torch.empty(4 << 20, dtype=torch.uint8)
+    endpoint.send(x, to=1, dispatch=7, stream=5)
+    assert called.count("cuMemcpyDtoDAsync_v2") == steps.count(structs.PUBLISH) == num_copied
+    assert called.count("cuStreamSynchronize") == (2 if status == native.OK else 1)
 
 
 def test_kernels_compile_with_nvcc(tmp_path: Path) -> None:

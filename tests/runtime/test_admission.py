@@ -90,3 +90,14 @@ def test_each_missing_model_is_a_problem_of_its_own() -> None:
         "line 1: model = gone-a",
         "line 4: model = gone-b",
     ]
+
+
+def test_a_job_of_a_model_with_random_weights_is_not_the_same_as_that_of_the_real_one() -> None:
+    """Else what it draws, noise, would count as done when the real weights are there."""
+    hashes = set()
+    for is_random in (False, True):
+        name = "qwen-image"
+        model = Model(name, CONFIGS / name, shipped_geometry(name), has_random_weights=is_random)
+        (admitted,), _ = admit([job(1)], default_model=name, find_model=lambda _, model=model: model)
+        hashes.add(admitted.info.spec_hash)
+    assert len(hashes) == 2

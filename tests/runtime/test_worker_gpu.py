@@ -25,6 +25,8 @@ from gfgen.job import JobSpec
 from gfgen.layout import Layout
 from gfgen.models import lanes
 from gfgen.models.adapter import Fields
+from gfgen.runtime.messages import RunTask
+from gfgen.runtime.migration import Transfer
 from gfgen.runtime.pool import WorkerPool
 from gfgen.runtime.warming import warm_ups
 from gfgen.runtime.worker_gpu import GpuWorker
@@ -208,3 +210,28 @@ def test_kinds_of_tasks_differ_where_their_kernels_may():
     assert len(set(found)) == len(found)
     assert kinds(layouts[-1], 7) == found[-1]
     assert kinds(layouts[-1], 7, text_tokens=8) != found[-1]
+    near, far = (
+        worker._arrival_kind(
+            SimpleNamespace(start=SimpleNamespace(trajectory=SimpleNamespace(artifacts=()))),
+            Task("a", 9, Stage.DENOISE, 7),
+            RunTask(1, "a", 9, 0, layouts[-1], (), (Transfer(0, 1, "sample", 4, 0, stop, 64),)),
+        )
+        for stop in (8, 9)
+    )
+    assert near != far
+
+
+@pytest.mark.parametrize(
+    ("num_unsettled", "unsent", "waits"), [(0, {8}, False), (1, set(), True), (0, {7}, True)]
+)
+def test_what_may_wait_for_the_device_is_launched_when_nobody_waits_for_this_rank(
+    num_unsettled, unsent, waits
+):
+    """What is sent for the task itself may wait for what arrives for it."""
+    worker: Any = GpuWorker.__new__(GpuWorker)
+    worker._told, worker._is_over = threading.Condition(), False
+    worker._num_unsettled, worker._unsent, worker._abandoned = num_unsettled, unsent, set()
+    asked = []
+    worker._told.wait_for = lambda is_done: asked.append(is_done())
+    worker._see_to_the_end(8)
+    assert asked == [not waits]

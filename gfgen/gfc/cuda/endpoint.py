@@ -10,6 +10,7 @@ there first, and `Group.finish` looks after the device has come so far.
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 from ctypes import c_int, c_uint32, c_uint64
 
@@ -70,7 +71,8 @@ class CudaEndpoint:
         self.beside_blocks = beside_blocks
         self.driver = driver()
         self.kernels = Kernels(device)
-        self.selector = selector or load_selector(self.driver.name(device), has_bulk=self.kernels.has_bulk)
+        # By the first device's table on every rank: all members of a group must choose alike.
+        self.selector = selector or load_selector(self.driver.name(0), has_bulk=self.kernels.has_bulk)
         self.control = ControlPage(control_fd, rank=rank, incarnation=incarnations[rank])
         self.incarnations = dict(incarnations)
         self.arenas = {rank: own}
@@ -99,6 +101,9 @@ class CudaEndpoint:
         self._unclean: set[int] = set()
         """Ranks of which messages with flags may lie here half-read, since a fault."""
         self._views: dict[object, Tensor] = {}
+        notes = torch.empty((_NUM_NOTES, _NOTE_BYTES), dtype=torch.uint8, pin_memory=True)
+        self._notes = itertools.cycle(notes.unbind())
+        """Host memory for outcomes, in turn; made now, since pinning memory waits for the device."""
         self._mapped: dict[tuple[int, ...], tuple[int | None, ...]] = {}
         """Incarnations by ranks, in their order, as `incarnations` has them."""
 
@@ -163,16 +168,21 @@ class CudaEndpoint:
         """Enqueues, on the current stream, a note of how this dispatch and its transfers here went.
 
         For when the next dispatch is enqueued before anyone looks: that starts the context's task anew,
-        and the host's record is of the last failure only.
+        and the host's record is of the last failure only. Looked at before so many more are noted as
+        there are notes: a rank has at most two dispatches under way.
         """
-        return Outcome(self, dispatch, sources)
+        return Outcome(self, dispatch, sources, note=next(self._notes))
 
     def require(self, peer: int, *, dispatch: int) -> None:
         """Raises if a transfer with this rank has failed; its stream has been waited for."""
-        address = self.context + _BROKEN_OFFSET + 4 * peer
-        status = int.from_bytes(self.driver.read(address, 4), "little")
-        if status:
+        status = self._status_of(peer)
+        if status != native.OK:
             raise self._transfer_failure(peer, status, dispatch).as_error()
+
+    def _status_of(self, peer: int) -> int:
+        """Of the transfers with this rank, as the device has left it."""
+        address = self.context + _BROKEN_OFFSET + 4 * peer
+        return int.from_bytes(self.driver.read(address, 4), "little")
 
     def _transfer_failure(self, peer: int, status: int, dispatch: int) -> Failure:
         """The host's record if it is still that of this transfer, or what is known without it."""
@@ -210,7 +220,8 @@ class CudaEndpoint:
     ) -> None:
         """Enqueues the push of a contiguous tensor to a rank, by chunks of `Plan.post_bytes`.
 
-        On the device it waits for the receiver only beyond two chunks. Failures show in `check`.
+        It waits for the receiver where a bank still holds one of the last two chunks: on the device, and
+        on the host before the copy engine takes over. Failures show in `check` and `require`.
         """
         assert x.is_contiguous()
         assert to != self.rank
@@ -221,10 +232,21 @@ class CudaEndpoint:
                 continue
             # The bank is known here as on the device: both count the chunks of the edge.
             self._run_chunk("send", chunk, AWAIT, stream)
+            if self._sent[to] >= NUM_BANKS and not self._has_room(to, stream):
+                return
             inbox = self.arenas[to].address + self._inbox_offset(self._sent[to])
             self.driver.call("cuMemcpyDtoDAsync_v2", inbox, chunk.address, chunk.bytes, stream)
             self._run_chunk("send", chunk, PUBLISH, stream)
             self._sent[to] += 1
+
+    def _has_room(self, peer: int, stream: int) -> bool:
+        """Whether the bank of the next chunk is free, after waiting for that.
+
+        On the host, since a copy engine copies whatever a kernel before it has found: into a bank that
+        the peer may still read, where the wait has failed.
+        """
+        self.driver.call("cuStreamSynchronize", stream)
+        return self._status_of(peer) == native.OK
 
     def recv(
         self,
@@ -349,9 +371,10 @@ class CudaEndpoint:
 class Outcome:
     """How a dispatch went on this rank; to be read when the device has come so far."""
 
-    def __init__(self, endpoint: CudaEndpoint, dispatch: int, sources: Collection[int]) -> None:
-        self._endpoint, self._dispatch, self._sources = endpoint, dispatch, sources
-        self._note = torch.empty(_NOTE_BYTES, dtype=torch.uint8, pin_memory=True)
+    def __init__(
+        self, endpoint: CudaEndpoint, dispatch: int, sources: Collection[int], *, note: Tensor
+    ) -> None:
+        self._endpoint, self._dispatch, self._sources, self._note = endpoint, dispatch, sources, note
         source = endpoint.context_bytes_1d
         for at, offset, num_bytes in _NOTES:
             self._note[at : at + num_bytes].copy_(source[offset : offset + num_bytes], non_blocking=True)
@@ -372,6 +395,7 @@ _RECORD_OFFSET = Context.task.offset + native.Task.failure.offset
 _BROKEN_OFFSET = Context.edges.offset + Edges.broken.offset
 _RECORD_BYTES = ctypes.sizeof(native.Record)
 _NOTE_BYTES = _RECORD_BYTES + 4 * native.MAX_RANKS
+_NUM_NOTES = 16
 _NOTES = ((0, _RECORD_OFFSET, _RECORD_BYTES), (_RECORD_BYTES, _BROKEN_OFFSET, 4 * native.MAX_RANKS))
 """What is noted of a context: (place in the note, offset, bytes)."""
 

@@ -25,7 +25,7 @@ from gfgen.gfc import native
 from gfgen.gfc.arena import Plan
 from gfgen.gfc.cuda.launch import PAIR, Launch
 from gfgen.gfc.cuda.moves import Reshaped, offsets_of, reshaped
-from gfgen.gfc.cuda.selector import FLAGGED_LIMIT, Choice
+from gfgen.gfc.cuda.selector import FLAGGED_LIMIT, MIN_FLAGGED_UNIT, Choice
 from gfgen.gfc.cuda.structs import MAX_MOVES, NUM_BANKS, Exchange, Move, Reduction
 from gfgen.gfc.descriptor import KINDS, Descriptor, Kind, member_slots
 from gfgen.gfc.reshard import Sizes, shard_sizes
@@ -312,9 +312,10 @@ class CudaGroup:
         if isinstance(prepared, Prepared):
             return self._launch(prepared, pointers, in_arena=in_arena)
         assert how is not None
-        # Strides that no kernel takes, or more than a bank holds.
+        # Strides or addresses that do not serve, or more than a bank holds.
         if prepared == "strides":
-            return self._move([x.contiguous() for x in tensors], how, in_arena=in_arena)
+            dense = [x.clone(memory_format=torch.contiguous_format) for x in tensors]
+            return self._move(dense, how, in_arena=in_arena)
         return tuple(self._in_rounds(x, how) for x in tensors)
 
     def _launch(self, prepared: Prepared, pointers: list[int], *, in_arena: bool) -> tuple[Tensor, ...]:
@@ -337,7 +338,11 @@ class CudaGroup:
         return tuple(results)
 
     def _prepare(self, tensors: Sequence[Tensor], how: How | None, *, in_arena: bool) -> Prepared | str:
-        """The launch for such tensors, or why there is none: "strides" or "space"."""
+        """The launch for such tensors, or why there is none: "strides" or "space".
+
+        Whether messages carry flags is decided by what all members know: a rank's own strides and
+        addresses, of a broadcast's root for one, would have members wait in different places.
+        """
         if how is None:
             return self._prepare_launch((), [], Choice("flagged", 1), unit_bytes=8, tensors=())
         if len(tensors) > MAX_MOVES:
@@ -357,7 +362,7 @@ class CudaGroup:
         if len(concats) != self.size:
             raise LayoutError(f"{self.size} ranks need as many sizes, got {concats}")
         parts = []
-        unit_bytes = 16
+        unit_bytes = dense_unit_bytes = 16
         for x in tensors:
             part = reshaped(
                 tuple(x.shape),
@@ -373,7 +378,8 @@ class CudaGroup:
             if part is None:
                 return "strides"
             parts.append(part)
-            pointer = x.data_ptr() & 15
+            dense_unit_bytes = min(dense_unit_bytes, part.dense_unit_bytes)
+            pointer = x.data_ptr() & 15 if x.numel() else 0
             unit_bytes = min(unit_bytes, part.unit_bytes, pointer & -pointer or 16)
         offsets, num_bytes = offsets_of(parts)
         choice = self._endpoint.selector.choose(
@@ -381,8 +387,11 @@ class CudaGroup:
             in_arena=in_arena,
             pair_bytes=sum(part.pair_bytes for part in parts),
             unit_bytes=unit_bytes,
+            dense_unit_bytes=dense_unit_bytes,
             row_bytes=min(part.row_bytes for part in parts),
         )
+        if choice.path == "flagged" and unit_bytes < MIN_FLAGGED_UNIT:
+            return "strides"
         if num_bytes > self.bank.num_bytes and (choice.path != "flagged" or in_arena):
             return "space"
         return self._prepare_launch(parts, offsets, choice, unit_bytes=unit_bytes, tensors=tensors)

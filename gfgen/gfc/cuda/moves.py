@@ -23,6 +23,7 @@ class Reshaped:
     """One tensor of an exchange; sizes and offsets are by member.
 
     unit_bytes: the largest power of two up to 16 that divides every length, stride and offset.
+    dense_unit_bytes: the same if the tensor were dense, which is equal for all members.
     row_bytes: what is dense in both the input and the result.
     """
 
@@ -30,6 +31,7 @@ class Reshaped:
     result_bytes: tuple[int, ...]
     pair_bytes: int
     unit_bytes: int
+    dense_unit_bytes: int
     row_bytes: int
     num_members: int
     dense_bytes: int  # of every message, if all are as long and dense on both sides; else 0
@@ -80,6 +82,7 @@ def reshaped(
     first_stride = steps[low]
     second_stride = steps[high] if split_dim >= 0 else inner_bytes
     concats = concat_sizes
+    second_sizes = split_sizes if split_dim >= 0 and is_concat_first else concat_sizes
     # Fold the common divisor of an innermost dense dimension into the inner part.
     if split_dim < 0 and first_stride == inner_bytes:
         inner_bytes, concats = _folded(inner_bytes, concats)
@@ -96,15 +99,18 @@ def reshaped(
     shares = split_sizes if split_dim >= 0 else (1,) * size
     if split_dim >= 0:
         result[split_dim] = split_sizes[slot]
-    lengths = [inner_bytes, first_stride, second_stride]
-    lengths += [outer[1]] if outer[0] > 1 else []
-    lengths += [middle[1]] if middle[0] > 1 else []
+    lengths = [inner_bytes]
+    if prod(shape):  # strides of nothing say nothing
+        lengths += [first_stride, second_stride]
+        lengths += [outer[1]] if outer[0] > 1 else []
+        lengths += [middle[1]] if middle[0] > 1 else []
     second_most = max(splits) if is_concat_first else max(concats)
     return Reshaped(
         result_shape=tuple(result),
         result_bytes=tuple(fixed * share * sum(concat_sizes) for share in shares),
         pair_bytes=fixed * max(shares) * max(concat_sizes),
         unit_bytes=min(16, _low_bit(lengths)),
+        dense_unit_bytes=min(16, _low_bit([inner[0] * item_bytes * _common(second_sizes)])),
         row_bytes=inner_bytes * (second_most if second_stride == inner_bytes and split_dim >= 0 else 1),
         num_members=size,
         dense_bytes=0
@@ -182,8 +188,12 @@ def _joined(extents: Sequence[int], steps: Sequence[int]) -> tuple[int, int] | N
 
 
 def _folded(inner_bytes: int, sizes: Sizes) -> tuple[int, Sizes]:
-    common = gcd(*sizes) or 1
+    common = _common(sizes)
     return inner_bytes * common, tuple(size // common for size in sizes)
+
+
+def _common(sizes: Sizes) -> int:
+    return gcd(*sizes) or 1
 
 
 def _low_bit(lengths: Sequence[int]) -> int:

@@ -52,6 +52,7 @@ FALLBACK = Choice("threads", 128)
 """For what the choice cannot take: bulk copies need units of 16 bytes, flags units of 8."""
 
 FLAGGED_LIMIT = 512 * KIB
+MIN_FLAGGED_UNIT, MIN_BULK_UNIT = 8, 16
 MIN_BULK_ROW = 256
 """Bytes; shorter rows make bulk copies too small to be worth their setting up."""
 
@@ -65,12 +66,25 @@ class Selector:
     forced: Choice | None = None
 
     def choose(
-        self, *, num_members: int, in_arena: bool, pair_bytes: int, unit_bytes: int, row_bytes: int
+        self,
+        *,
+        num_members: int,
+        in_arena: bool,
+        pair_bytes: int,
+        unit_bytes: int,
+        dense_unit_bytes: int,
+        row_bytes: int,
     ) -> Choice:
+        """All members choose flags or none does: by sizes, and by the unit of dense tensors.
+
+        Threads and bulk copies do the same in two ways: each rank may choose by its own unit and rows.
+        """
         choice = self.forced or self._by_size((num_members, in_arena), pair_bytes)
-        if choice.path == "flagged" and (unit_bytes < 8 or pair_bytes > FLAGGED_LIMIT):
+        if choice.path == "flagged" and (dense_unit_bytes < MIN_FLAGGED_UNIT or pair_bytes > FLAGGED_LIMIT):
             return FALLBACK
-        if choice.path == "bulk" and (unit_bytes < 16 or row_bytes < MIN_BULK_ROW or not self.has_bulk):
+        if choice.path == "bulk" and not (
+            self.has_bulk and unit_bytes >= MIN_BULK_UNIT and row_bytes >= MIN_BULK_ROW
+        ):
             return FALLBACK
         return choice
 
