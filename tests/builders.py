@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from gfgen.runtime.control import Control
 from gfgen.runtime.cost import CostModel
 from gfgen.runtime.dispatch import Dispatch
 from gfgen.runtime.events import Event
+from gfgen.runtime.messages import MemoryUse
 from gfgen.runtime.observer import JobInfo, JobOutcome, Observer
 from gfgen.runtime.simulate import SimulatedBackend, SimulatedTimes
 from gfgen.runtime.state import State
@@ -48,6 +49,10 @@ class Recorder(Observer):
         self.events: list[Event] = []
         self.outcomes: list[JobOutcome] = []
         self.latents: dict[str, Any] = {}
+        self.memory: Mapping[int, MemoryUse] = {}
+
+    def measured(self, use: Mapping[int, MemoryUse]) -> None:
+        self.memory = use
 
     def dispatched(self, dispatch: Dispatch) -> None:
         self.dispatches.append(dispatch)

@@ -192,6 +192,8 @@ class FakeWorker:
                 self._abandon(message.numbers)
             case messages.Ping():
                 self._channel.send(messages.Pong())
+            case messages.TellMemory():
+                self._channel.send(messages.MemoryUse(0))
             case messages.ReplacePeer():
                 self.mail.replace(message.rank, fds[0], message.incarnation)
             case messages.RestartEdges():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -16,6 +16,7 @@ from gfgen.runtime.clock import Clock
 from gfgen.runtime.dispatch import Dispatch
 from gfgen.runtime.events import ClosingTime, Event, JobArrived, JobTimedOut, PolicyChanged, Wakeup
 from gfgen.runtime.journal import Journal, NoJournal
+from gfgen.runtime.messages import MemoryUse
 from gfgen.runtime.metrics import Metrics, Summary
 from gfgen.runtime.observer import JobOutcome, Observer, skipped_outcome
 from gfgen.runtime.state import State
@@ -48,6 +49,10 @@ class Backend(Protocol):
 
     def add(self, jobs: Sequence[AdmittedJob]) -> None:
         """Tasks of these jobs may be submitted from now on."""
+        ...
+
+    def memory_use(self) -> Mapping[int, MemoryUse]:
+        """What ranks have taken of memory, at the end of a run; none where nobody can tell."""
         ...
 
 
@@ -131,6 +136,9 @@ class Control:
                 if not self.start(decision):
                     break  # what follows was decided for a state that did not come about
             self.journal.end_turn(self.clock.turn_s)
+        use = self.backend.memory_use()
+        for observer in self.observers:
+            observer.measured(use)
         return replace(self.metrics.summary(), policy_fault=self.given_up)
 
     def begin(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gfgen.graph import Trajectory
 from gfgen.jobspec import JobSpec
@@ -96,6 +96,11 @@ class Ping:
 
 
 @dataclass(frozen=True, slots=True)
+class TellMemory:
+    """Answer `MemoryUse`."""
+
+
+@dataclass(frozen=True, slots=True)
 class Abandon:
     """Leave these dispatches and do not start them; answer `Left` when none of them is running."""
 
@@ -174,6 +179,20 @@ class TaskFault:
 @dataclass(frozen=True, slots=True)
 class Pong:
     """This process is alive."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """What a rank has taken since its run began, or since it started, in bytes."""
+
+    host_bytes: int
+    """Of main memory at most; mapped weights, which ranks share, are in it as far as they were read."""
+    device_peaks: Mapping[str, int] = field(default_factory=dict)
+    """By model: what was in use on its GPU at most while one of its tasks was launched, weights included."""
+    reserved_bytes: int = 0
+    """What torch has taken from the GPU by now."""
+    arena_bytes: int = 0
+    """Of the GPU, for exchanges with other ranks."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ Counts, sums and ends are kept, not jobs and tasks: a run that watches a folder 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
@@ -14,6 +14,7 @@ from random import Random
 from gfgen.runtime.dispatch import Dispatch
 from gfgen.runtime.durations import in_words
 from gfgen.runtime.events import Event, TaskDone, TaskFailed
+from gfgen.runtime.messages import MemoryUse
 from gfgen.runtime.observer import JobInfo, JobOutcome, Observer
 
 MAX_LATENCIES = 10_000
@@ -65,6 +66,8 @@ class Summary:
     """By rank: holding a task whose input was not there yet."""
     moved_s: tuple[float, ...] = ()
     """By rank: copying a task's input."""
+    memory: Mapping[int, MemoryUse] = field(default_factory=dict)
+    """By rank; empty where nobody could tell."""
     policy_fault: str | None = None
     """Why the policy was given up in the middle, and `fcfs` finished the run, if it was."""
 
@@ -107,7 +110,17 @@ class Summary:
                 f"ranks      {len(self.busy_s)}, {self.utilisation:.0%} busy, "
                 f"{waited:.1%} waiting for input, {moved:.1%} moving it"
             )
+        if self.memory:
+            lines.append(f"memory     {self._memory_taken()}")
         return lines
+
+    @property
+    def device_peaks(self) -> Mapping[str, int]:
+        """By model: the most that its tasks had in use on a GPU, of all ranks."""
+        peaks: Counter[str] = Counter()
+        for use in self.memory.values():
+            peaks |= Counter(use.device_peaks)
+        return dict(sorted(peaks.items()))
 
     def _share(self, by_rank: Sequence[float]) -> float:
         total_s = len(by_rank) * self.makespan_s
@@ -121,6 +134,17 @@ class Summary:
         }
         others = [f"{count} {name}" for name, count in counts.items() if count]
         return ", ".join([f"{self.num_done} done", *others])
+
+    def _memory_taken(self) -> str:
+        """At most, on any rank."""
+        host = f"{_gigabytes(max(use.host_bytes for use in self.memory.values()))} of main memory a rank"
+        peaks = self.device_peaks
+        if not peaks:
+            return host
+        by_model = ", ".join(f"{model} {_gigabytes(num_bytes)}" for model, num_bytes in peaks.items())
+        reserved = _gigabytes(max(use.reserved_bytes for use in self.memory.values()))
+        arena = _gigabytes(max(use.arena_bytes for use in self.memory.values()))
+        return f"{by_model} of a GPU ({reserved} reserved, {arena} arena), {host}"
 
     def _deadlines_met(self) -> str:
         assert self.deadlines is not None
@@ -151,6 +175,7 @@ class Metrics(Observer):
         self._first_s = math.inf
         """The first arrival of a job that has ended."""
         self._last_s = 0.0
+        self._memory: Mapping[int, MemoryUse] = {}
 
     def began(self, jobs: tuple[JobInfo, ...], *, num_ranks: int, policy: str) -> None:
         self._num_jobs, self._num_ranks = len(jobs), num_ranks
@@ -186,6 +211,9 @@ class Metrics(Observer):
         if outcome.met_deadline is not None:
             self._deadlines[outcome.info.spec.tag or ""].add(is_met=outcome.met_deadline)
 
+    def measured(self, use: Mapping[int, MemoryUse]) -> None:
+        self._memory = use
+
     def summary(self) -> Summary:
         """The numbers so far."""
         num_done = self._latencies.num_jobs
@@ -208,6 +236,7 @@ class Metrics(Observer):
             busy_s=tuple(self._busy_s[rank] for rank in ranks),
             waited_s=tuple(self._waited_s[rank] for rank in ranks),
             moved_s=tuple(self._moved_s[rank] for rank in ranks),
+            memory=self._memory,
         )
 
 
@@ -254,6 +283,10 @@ class _Latencies:
             p99_s=percentile(self._kept_s, 99),
             is_sampled=self.num_jobs > len(self._kept_s),
         )
+
+
+def _gigabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:,.1f} GB"
 
 
 def percentile(values: Sequence[float], percent: float) -> float:

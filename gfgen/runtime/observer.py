@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from gfgen.jobspec import JobSpec
 from gfgen.runtime.dispatch import Dispatch
 from gfgen.runtime.events import Event
+from gfgen.runtime.messages import MemoryUse
 from gfgen.snapshot import Snapshot
 
 Status = Literal["done", "failed", "skipped"]
@@ -94,6 +96,9 @@ class Observer:
 
     def refreshed(self, snapshot: Snapshot) -> None:
         """A look at the state, about every `refresh_s`."""
+
+    def measured(self, use: Mapping[int, MemoryUse]) -> None:
+        """All jobs have ended, or are left: what the ranks that tell it have taken of memory."""
 
     def close(self) -> None:
         """The run is over; called once, also after an error."""

@@ -6,7 +6,7 @@ policies are the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from gfgen.graph import Stage
@@ -14,6 +14,7 @@ from gfgen.runtime.admission import AdmittedJob
 from gfgen.runtime.clock import Clock
 from gfgen.runtime.dispatch import Dispatch
 from gfgen.runtime.events import Event, OutputWritten, RankReady, TaskDone
+from gfgen.runtime.messages import MemoryUse
 
 Duration = Callable[[Dispatch], float]
 
@@ -66,6 +67,10 @@ class SimulatedBackend:
 
     def add(self, jobs: Sequence[AdmittedJob]) -> None:
         """Nothing has to be known of a job."""
+
+    def memory_use(self) -> Mapping[int, MemoryUse]:
+        """Nothing is taken."""
+        return {}
 
     def _start_submitted(self) -> None:
         submitted, self._submitted = self._submitted, []

@@ -15,7 +15,7 @@ import json
 import logging
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -23,6 +23,7 @@ from gfgen.errors import OutputError
 from gfgen.runtime import events
 from gfgen.runtime.dispatch import Dispatch
 from gfgen.runtime.events import Event
+from gfgen.runtime.messages import MemoryUse
 from gfgen.runtime.observer import JobInfo, JobOutcome, Observer
 
 logger = logging.getLogger(__name__)
@@ -148,6 +149,11 @@ class TraceWriter(Observer):
             args = {"job": outcome.info.job_id, "late_s": round(outcome.ended_s - deadline_s, 6)}
             self._instant(f"{outcome.info.job_id} missed its deadline", max(0.0, deadline_s), args=args)
         self._end_job(job, outcome.ended_s, status=outcome.status, outcome=outcome)
+
+    def measured(self, use: Mapping[int, MemoryUse]) -> None:
+        for rank, taken in sorted(use.items()):
+            args = {**asdict(taken), "device_peaks": dict(taken.device_peaks)}
+            self._instant("memory", self._last_s, lane=rank, args=args)
 
     def close(self) -> None:
         """Complete the file; jobs that are still open are marked unfinished."""

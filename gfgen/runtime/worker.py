@@ -51,6 +51,7 @@ from gfgen.runtime.messages import (
     EdgesRestarted,
     ForgetJob,
     Left,
+    MemoryUse,
     Ping,
     Pong,
     ReplacePeer,
@@ -61,6 +62,7 @@ from gfgen.runtime.messages import (
     StartJob,
     TaskFault,
     TaskReport,
+    TellMemory,
     WarmedUp,
     WarmUp,
     WorkerFailed,
@@ -221,7 +223,10 @@ class Worker:
                 self._channel.send(EdgesRestarted(message.numbers))
             case Arenas():
                 self._connect(message, fds)
+            case TellMemory():
+                self._channel.send(self._memory_use())
             case Reset():
+                self._forget_peaks()
                 for job in self._jobs.values():
                     job.drop_all()
                 self._jobs.clear()
@@ -237,6 +242,14 @@ class Worker:
             fds=dict(zip(message.ranks, fds, strict=True)),
             incarnations=dict(enumerate(message.incarnations)),
         )
+
+    def _memory_use(self) -> MemoryUse:
+        """What this rank has taken of memory."""
+        return MemoryUse(peak_host_bytes())
+
+    def _forget_peaks(self) -> None:
+        """Count memory anew: another run begins."""
+        reset_host_peak()
 
     def _replace_peer(self, message: ReplacePeer, fd: int) -> None:
         """Map a new incarnation's arena; nothing runs here that involves the old one."""
@@ -489,6 +502,21 @@ def store_frames(frames: Fields, fd: int, *, shape: Sequence[int]) -> None:
         target = place_of(frames, memory, shape)
         target.copy_(frames.tensors["frames"])
         del target
+
+
+def peak_host_bytes(status: Path = Path("/proc/self/status")) -> int:
+    """The most main memory that this process has held; 0 where the system does not say."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in status.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
+def reset_host_peak() -> None:
+    """Let `peak_host_bytes` count from now on, where the kernel allows it."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
 
 
 def reason_of(error: BaseException) -> str:

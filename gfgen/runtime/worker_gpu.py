@@ -27,7 +27,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ from gfgen.gfc.arena import Plan
 from gfgen.gfc.cuda.driver import driver
 from gfgen.gfc.cuda.endpoint import CudaEndpoint, Outcome
 from gfgen.gfc.cuda.kernels import Kernels
-from gfgen.gfc.cuda.memory import DeviceArena
+from gfgen.gfc.cuda.memory import DeviceArena, arena_bytes
 from gfgen.graph import Stage, Task
 from gfgen.layout import Layout
 from gfgen.models import lanes
@@ -48,6 +48,7 @@ from gfgen.runtime.arenas import SIDE_BYTES
 from gfgen.runtime.channel import Channel
 from gfgen.runtime.messages import (
     Arenas,
+    MemoryUse,
     ReplacePeer,
     RunTask,
     SendState,
@@ -201,6 +202,19 @@ class GpuWorker(Worker):
             incarnations=dict(enumerate(message.incarnations)),
             control_fd=fds[-1],
         )
+
+    def _memory_use(self) -> MemoryUse:
+        use = super()._memory_use()
+        return replace(
+            use,
+            device_peaks=self._memory.peaks,
+            reserved_bytes=self._memory.reserved_bytes,
+            arena_bytes=arena_bytes(self._plan),
+        )
+
+    def _forget_peaks(self) -> None:
+        super()._forget_peaks()
+        self._memory.forget()
 
     def _replace_peer(self, message: ReplacePeer, fd: int) -> None:
         """Leaves it to the main thread, between two tasks: mapping waits for the device.

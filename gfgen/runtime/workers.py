@@ -32,6 +32,7 @@ from gfgen.runtime.messages import (
     EdgesRestarted,
     ForgetJob,
     Left,
+    MemoryUse,
     Ping,
     Pong,
     Reset,
@@ -41,6 +42,7 @@ from gfgen.runtime.messages import (
     StartJob,
     TaskFault,
     TaskReport,
+    TellMemory,
     WarmedUp,
     WorkerFailed,
     WorkerReady,
@@ -59,6 +61,8 @@ logger = logging.getLogger(__name__)
 
 _TICK_S = 0.25
 """The control loop turns at least this often: progress is shown, and silence noticed."""
+_ANSWER_S = 1.0
+"""How long is waited, at the end of a run, for what ranks tell of themselves."""
 _REAP_S = 1.0
 """How long a process whose channel has ended may take to end itself."""
 
@@ -96,6 +100,7 @@ class ProcessBackend:
         """Why a process was killed, until its end is noticed."""
         self._held_back: list[RankReady] = []
         """New workers that wait until the others have left what their predecessors died in."""
+        self._memory_use: dict[int, MemoryUse] = {}
         self._selector = selectors.DefaultSelector()
         self._own_signals = SignalPipe() if signals is None else None
         self._signals = signals or self._own_signals
@@ -182,6 +187,20 @@ class ProcessBackend:
         """Know these jobs too; workers are told of one before its first task."""
         self._jobs |= {job.job_id: job for job in jobs}
 
+    def memory_use(self) -> dict[int, MemoryUse]:
+        """What the ranks have taken in this run, as far as they answer in time."""
+        asked = [worker for worker in self._pool.workers if worker.is_ready]
+        for worker in asked:
+            worker.tell(TellMemory())
+        deadline_s = self._clock.now_s + _ANSWER_S
+        while len(self._memory_use) < len(asked) and (left_s := deadline_s - self._clock.now_s) > 0:
+            ready = [key.data for key, _ in self._selector.select(left_s)]
+            for child in ready:
+                if not isinstance(child, Child):  # a signal: nobody is to wait any more
+                    return self._memory_use
+                list(self._receive(child))
+        return self._memory_use
+
     def close(self) -> None:
         """Let go of the pool, which stays usable, and of all memory."""
         if self._own_signals:
@@ -240,6 +259,9 @@ class ProcessBackend:
                     yield event
             case WorkerFailed() as failure:
                 self._verdicts[child] = f"it cannot start: {failure.reason}"
+            case MemoryUse() as use:
+                assert child.rank is not None
+                self._memory_use[child.rank] = use
             case Pong() | WarmedUp():
                 pass
             case message:

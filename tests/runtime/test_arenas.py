@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
+from gfgen.bench.forward import SHAPES
 from gfgen.gfc.arena import Arena, Plan
-from gfgen.gfc.cuda.memory import CONTROL_PLAN
-from gfgen.runtime.arenas import RankArenas
+from gfgen.gfc.cuda.group import bank_of, canonical
+from gfgen.gfc.cuda.memory import CONTROL_PLAN, arena_bytes
+from gfgen.gfc.descriptor import KINDS
+from gfgen.gfc.reshard import shard_sizes
+from gfgen.jobspec import JobSpec
+from gfgen.models.chunked_attention import TokenSizes
+from gfgen.models.geometry import shipped_geometry
+from gfgen.models.measure_forward import Shape
+from gfgen.models.shared_attention import _num_chunks
+from gfgen.runtime.arenas import GPU_PLAN, RankArenas
 
 PLAN = Plan(data_bytes=1 << 16, post_bytes=1 << 10)
+MAX_OUTPUT_CHANNELS = 192
+"""Of a token, as it is gathered at the end of a forward: Wan2.2-5B's patches of 2 x 2 x 48."""
 
 
 @pytest.fixture
@@ -64,7 +79,46 @@ def test_a_new_process_has_a_new_page_and_no_arena_until_it_is_ready(on_gpus: Ra
 
 
 def test_the_arena_of_a_gpu_stays_within_two_and_a_half_gibibytes():
-    from gfgen.gfc.cuda.memory import arena_bytes
-    from gfgen.runtime.arenas import GPU_PLAN
-
     assert arena_bytes(GPU_PLAN) < 2.5 * 2**30
+
+
+def layouts(num_ranks: int) -> Iterator[tuple[int, int, int]]:
+    """All degrees of so many ranks: (cfg, ulysses, ring)."""
+    for cfg, ulysses in itertools.product((1, 2), range(1, num_ranks + 1)):
+        if num_ranks % (cfg * ulysses) == 0:
+            yield cfg, ulysses, num_ranks // (cfg * ulysses)
+
+
+@pytest.mark.parametrize("num_ranks", range(2, 9))
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+def test_a_gpus_arena_holds_every_exchange_of_an_attention_at_once(shape: Shape, num_ranks: int):
+    """Of all shapes that are measured, on all degrees: none has to go in several chunks of heads."""
+    geometry = shipped_geometry(shape.model)
+    spec = JobSpec(id="a", prompt="a", width=shape.width, height=shape.height, frames=shape.frames, steps=2)
+    num_tokens = geometry.num_tokens(geometry.resolve(spec))
+    num_text = 1024 if shape.model == "qwen-image" else 0  # attended to jointly; its tokenizer's bound
+    query = torch.empty((1, 1, geometry.num_heads, 128), dtype=torch.bfloat16)
+    for cfg, ulysses, ring in layouts(num_ranks):
+        rooms = {
+            kind: bank_of(
+                GPU_PLAN.data_bytes,
+                GPU_PLAN.post_bytes,
+                (cfg, ulysses, ring),
+                canonical((cfg, ulysses, ring), KINDS[kind]),
+            ).num_bytes
+            for kind in KINDS
+        }
+        parallel: Any = SimpleNamespace(
+            ulysses=SimpleNamespace(size=ulysses, room_bytes=rooms["ulysses"] if ulysses > 1 else None),
+            ring=SimpleNamespace(size=ring, room_bytes=rooms["ring"] if ring > 1 else None),
+            num_chunks=None,
+        )
+        shards = [
+            sum(parts)
+            for parts in zip(
+                *(shard_sizes(length, ulysses * ring) for length in (num_text, num_tokens)), strict=True
+            )
+        ]
+        assert _num_chunks(query, parallel, TokenSizes(tuple(shards), ulysses)) == 1
+        gathered_bytes = 2 * num_tokens * MAX_OUTPUT_CHANNELS
+        assert gathered_bytes <= min(room for room in rooms.values() if room)

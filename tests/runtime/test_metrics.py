@@ -15,6 +15,7 @@ from gfgen.layout import Layout
 from gfgen.runtime.dispatch import Dispatch
 from gfgen.runtime.durations import in_words, on_clock
 from gfgen.runtime.events import TaskDone, TaskFailed
+from gfgen.runtime.messages import MemoryUse
 from gfgen.runtime.metrics import Attainment, Latency, Metrics, Summary, percentile
 from gfgen.runtime.observer import JobInfo, JobOutcome, skipped_outcome
 
@@ -135,6 +136,24 @@ def test_lines_say_what_a_person_wants_to_know() -> None:
     assert [line.split()[0] for line in lines] == ["jobs", "latency", "deadlines", "ranks"]
     assert "11 done, 1 failed in" in lines[0]
     assert all(len(line) < 110 for line in lines)
+
+
+def test_memory_is_told_by_model_where_ranks_are_on_gpus() -> None:
+    metrics = Metrics()
+    metrics.measured(
+        {
+            0: MemoryUse(int(2e9), {"wan": int(24e9), "qwen": int(5e9)}, int(40e9), int(2.4e9)),
+            1: MemoryUse(int(3e9), {"wan": int(25e9)}, int(30e9), int(2.4e9)),
+        }
+    )
+    summary = metrics.summary()
+    assert summary.device_peaks == {"qwen": int(5e9), "wan": int(25e9)}
+    assert summary.lines()[-1] == (
+        "memory     qwen 5.0 GB, wan 25.0 GB of a GPU (40.0 GB reserved, 2.4 GB arena), "
+        "3.0 GB of main memory a rank"
+    )
+    metrics.measured({0: MemoryUse(int(2e9))})
+    assert metrics.summary().lines()[-1] == "memory     2.0 GB of main memory a rank"
 
 
 def test_tags_are_listed_when_there_are_several() -> None:

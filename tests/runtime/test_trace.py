@@ -13,6 +13,7 @@ from acted_run import ActedRun, Part, batch, job_info
 from gfgen.errors import InputError
 from gfgen.runtime import events
 from gfgen.runtime.blocks import stretches, task_blocks, tasks_of_jobs, write_blocks
+from gfgen.runtime.messages import MemoryUse
 from gfgen.runtime.timeline import read_timeline, read_trace
 from gfgen.runtime.trace import TraceWriter
 
@@ -126,6 +127,21 @@ def test_other_events_are_marked(tmp_path: Path) -> None:
         "a timed out",
         "a not written",
     ]
+
+
+def test_what_ranks_took_of_memory_is_in_the_trace(tmp_path: Path) -> None:
+    writer = TraceWriter(tmp_path / "trace.json")
+    writer.began((), num_ranks=2, policy="srtf")
+    writer.measured({1: MemoryUse(7, {"wan": 5}, 6, 2)})
+    writer.close()
+    (found,) = [e for e in json.loads((tmp_path / "trace.json").read_text()) if e["name"] == "memory"]
+    assert found["tid"] == 1
+    assert found["args"] == {
+        "host_bytes": 7,
+        "device_peaks": {"wan": 5},
+        "reserved_bytes": 6,
+        "arena_bytes": 2,
+    }
 
 
 def test_a_file_is_on_the_lane_of_the_writer_that_wrote_it(tmp_path: Path) -> None:

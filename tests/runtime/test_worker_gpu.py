@@ -145,6 +145,8 @@ def test_a_task_that_runs_out_of_memory_once_is_tried_again(gpu_pool, tmp_path):
     spec = test_deaths.job("gpu-short", "short rank=0 step=1 times=1")
     recorder = run(gpu_pool, tmp_path, spec, policy=test_elastic.following((0,)))
     assert test_deaths.statuses(recorder) == {"gpu-short": "done"}
+    assert recorder.memory[0].device_peaks.keys() == {"tiny-qwen-image"}
+    assert recorder.memory[0].arena_bytes > PLAN.data_bytes
 
 
 @pytest.mark.parametrize("seed", [11, 12, 13])

@@ -166,6 +166,13 @@ def test_ranks_say_how_long_they_took_to_start_also_when_they_were_ready_before(
     assert all(event.startup_s > 0 for event in ready)
 
 
+def test_ranks_tell_what_they_have_taken_of_memory(pool, tmp_path):
+    recorder = run(pool, tmp_path, JobSpec(id="picture", prompt="a red fox", **PICTURE))
+    assert sorted(recorder.memory) == [0, 1, 2, 3]
+    # More than torch alone, less than a machine has.
+    assert all(1e8 < use.host_bytes < 1e11 for use in recorder.memory.values())
+
+
 def test_messages_for_a_task_are_small(pool, tmp_path):
     sent = sum(worker.channel.sent_bytes for worker in pool.workers)
     recorder = run(pool, tmp_path, JobSpec(id="picture", prompt="fox " * 500, **PICTURE | {"steps": 30}))
