@@ -12,6 +12,7 @@ import os
 import socket
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,7 +29,7 @@ from gfgen.layout import Layout
 from gfgen.runtime import worker_forwards, worker_gpu
 from gfgen.runtime.channel import Channel
 from gfgen.runtime.messages import Arenas
-from gfgen.runtime.worker import Worker, WorkerSettings, load, run_worker
+from gfgen.runtime.worker import Worker, WorkerSettings, load_model, run_worker
 
 __all__ = ["WorkerSettings", "main"]
 
@@ -106,8 +107,8 @@ class ImitationEndpoint(Endpoint):
 
 
 class ImitationWorker(worker_gpu.GpuWorker):
-    def __init__(self, channel: Channel, rank: int, adapters: Any, plan: Plan) -> None:
-        Worker.__init__(self, channel, rank, adapters)
+    def __init__(self, channel: Channel, rank: int, adapters: Any, plan: Plan, load_model: Any) -> None:
+        Worker.__init__(self, channel, rank, adapters, load_model=load_model)
         self.device = torch.device("cpu")
         self._plan = plan
         # Its header needs the incarnation, which comes with the others' arenas.
@@ -155,6 +156,7 @@ def imitate_cuda() -> None:
     torch.cuda.Event = Event  # type: ignore[assignment, misc]
     torch.cuda.stream = lambda _: contextlib.nullcontext()  # type: ignore[assignment]
     torch.cuda.current_stream = lambda _=None: Stream()  # type: ignore[assignment]
+    torch.cuda.empty_cache = lambda: None
     torch.Tensor.record_stream = lambda *_: None  # type: ignore[assignment]
     real_empty = torch.empty
     torch.empty = lambda *size, pin_memory=False, **options: real_empty(*size, **options)
@@ -165,8 +167,16 @@ def imitate_cuda() -> None:
 def main(channel_socket: socket.socket, settings: WorkerSettings) -> None:
     def make(channel: Channel) -> Worker:
         imitate_cuda()
-        adapters = {path: FaultyAdapter(adapter, settings.rank) for path, adapter in load(settings).items()}
-        worker = ImitationWorker(channel, settings.rank, adapters, Plan(*settings.arena_bytes))
+
+        def load(path: str) -> FaultyAdapter:
+            fault = Path(os.environ["GFGEN_TEST_FAULTS"]) / "load"
+            with contextlib.suppress(FileNotFoundError):
+                fault.unlink()
+                raise RuntimeError("as told by a file")
+            return FaultyAdapter(load_model(settings, path), settings.rank)
+
+        adapters = {path: load(path) for path in settings.checkpoints}
+        worker = ImitationWorker(channel, settings.rank, adapters, Plan(*settings.arena_bytes), load)
         worker.set_up_forwards(ImitationRecorder(), may_record=True)
         return worker
 

@@ -68,6 +68,7 @@ class WorkerSettings:
     vae_dtype: str = "auto"
     arena_bytes: tuple[int, int] = (0, 0)
     has_graphs: bool = False
+    memory_limit: int | None = None
 
 
 def main(end: socket.socket, settings: WorkerSettings) -> None:

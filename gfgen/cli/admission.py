@@ -16,12 +16,17 @@ from gfgen.runtime.admission import AdmittedJob, Model, admit
 from gfgen.runtime.arenas import SIDE_BYTES, default_plan
 from gfgen.runtime.devices import CUDA, Devices
 from gfgen.runtime.memory import (
+    CONTEXT_BYTES,
     available_bytes,
     check_models,
     check_models_on_gpu,
+    check_together,
+    gpu_work_bytes,
+    job_bytes,
     refuse_large,
     refuse_large_on_gpu,
 )
+from gfgen.runtime.residency import Residency
 
 logger = logging.getLogger(__name__)
 
@@ -37,10 +42,12 @@ def admit_file(
     skip_invalid: bool,
     has_random_weights: bool = False,
     vae_dtype: str = "auto",
+    are_models_together: bool = False,
 ) -> tuple[Sequence[AdmittedJob], Sequence[Problem]]:
     """The jobs to run, and what was wrong with others if those may be skipped.
 
-    Raises: JobFileError with every problem; InputError when the models do not fit into memory.
+    Raises: JobFileError with every problem; InputError when a model does not fit into memory, or
+            when all of them are to be there together and do not.
     """
     parsed = read_jobs("-" if source == "-" else Path(source))
     admission = Admission(
@@ -51,6 +58,8 @@ def admit_file(
     )
     admitted, refused = admit(parsed.specs, default_model=default_model, find_model=admission.find_model)
     models_bytes = admission.check({job.checkpoint for job in admitted})
+    if are_models_together:
+        check_together(models_bytes, available=admission.room_bytes)
     fitting, too_large = admission.refuse_large(admitted, models_bytes=models_bytes)
     problems = sorted((*parsed.problems, *refused, *too_large), key=lambda problem: problem.line or 0)
     if problems and not (skip_invalid and fitting):
@@ -109,38 +118,79 @@ class Admission:
         fitting, too_large = self.refuse_large(admitted, models_bytes=self._loaded_bytes)
         return fitting, (*refused, *too_large)
 
-    def check(self, checkpoints: Collection[Path]) -> int:
-        """Bytes that these models take: of main memory in all, or of each GPU.
+    def check(self, checkpoints: Collection[Path]) -> Mapping[Path, int]:
+        """Bytes that the weights of each of these models take: of main memory on all ranks, or of each GPU.
 
         Raises: InputError when there is less.
         """
         if self._devices.kind != CUDA:
-            return check_models(checkpoints, num_ranks=self._devices.num_ranks, available=available_bytes())
+            return check_models(checkpoints, num_ranks=self._devices.num_ranks, available=self.room_bytes)
         return check_models_on_gpu(
             checkpoints,
             memory_bytes=self._devices.memory_bytes,
-            arena_bytes=SIDE_BYTES
-            + arena_bytes(default_plan(num_ranks=self._devices.num_ranks, are_on_gpus=True)),
+            beside_bytes=self._beside_bytes,
             has_random_weights=self._has_random_weights,
             vae_dtype=self._vae_dtype,
         )
 
     def refuse_large(
-        self, jobs: Sequence[AdmittedJob], *, models_bytes: int
+        self, jobs: Sequence[AdmittedJob], *, models_bytes: Mapping[Path, int]
     ) -> tuple[Sequence[AdmittedJob], Sequence[Problem]]:
-        """The jobs that fit beside models of that size, and a problem for each of the others."""
+        """The jobs that fit beside their models, and a problem for each of the others."""
         if self._devices.kind != CUDA:
-            return refuse_large(jobs, models_bytes=models_bytes, available=available_bytes())
+            return refuse_large(jobs, models_bytes=models_bytes, available=self.room_bytes)
         fitting, too_large = refuse_large_on_gpu(
-            jobs, models_bytes=models_bytes, memory_bytes=self._devices.memory_bytes
+            jobs,
+            models_bytes=models_bytes,
+            beside_bytes=self._beside_bytes,
+            memory_bytes=self._devices.memory_bytes,
         )
-        kept, too_much = refuse_large(fitting, models_bytes=0, available=available_bytes())
+        kept, too_much = refuse_large(fitting, models_bytes={}, available=available_bytes())
         return kept, (*too_large, *too_much)
 
+    def residency(
+        self, jobs: Sequence[AdmittedJob], *, names: Mapping[str, Path] | None = None
+    ) -> Residency | None:
+        """Who lets the models of these jobs take turns; None where all of them fit together.
+
+        `names` are models that are to be there although no job wants them yet.
+        """
+        room_bytes = self.room_bytes
+        if room_bytes is None:
+            return None
+        checkpoints = {job.checkpoint for job in jobs} | set((names or {}).values())
+        found = Residency(
+            jobs,
+            weights=self.check(checkpoints),
+            work_bytes=gpu_work_bytes if self._devices.kind == CUDA else job_bytes,
+            room_bytes=room_bytes,
+            names=names,
+        )
+        if not found.is_needed:
+            return None
+        logger.info(
+            "not all models fit together: they take turns, %s first", ", ".join(sorted(found.resident))
+        )
+        return found
+
     @property
-    def _loaded_bytes(self) -> int:
+    def room_bytes(self) -> int | None:
+        """What there is for models and jobs: of each GPU, or of main memory; None where nobody knows."""
+        limit = self._devices.memory_bytes
+        if self._devices.kind == CUDA:
+            return None if limit is None else limit - self._beside_bytes
+        return min((room for room in (limit, available_bytes()) if room is not None), default=None)
+
+    @property
+    def _beside_bytes(self) -> int:
+        """What is taken of each GPU before any model."""
+        plan = default_plan(num_ranks=self._devices.num_ranks, are_on_gpus=True)
+        return arena_bytes(plan) + SIDE_BYTES + CONTEXT_BYTES
+
+    @property
+    def _loaded_bytes(self) -> Mapping[Path, int]:
         """What loaded models take of each GPU; of main memory they have it already."""
-        return self.check(self._loaded) if self._loaded and self._devices.kind == CUDA else 0
+        return self.check(self._loaded) if self._loaded and self._devices.kind == CUDA else {}
 
     def of_loaded(self, checkpoints: Collection[Path]) -> Admission:
         """The same, once the workers have loaded these models and load no others."""

@@ -94,7 +94,11 @@ def profile(
         raise click.UsageError("give either JOBS, or --model and --size")
     if jobs is not None:
         admitted, _ = admit_file(
-            jobs, default_model=DEFAULT_MODELS[0], devices=Devices(CPU, ranks), skip_invalid=False
+            jobs,
+            default_model=DEFAULT_MODELS[0],
+            devices=Devices(CPU, ranks),
+            skip_invalid=False,
+            are_models_together=True,
         )
     else:
         admitted = _default_jobs(models or DEFAULT_MODELS, sizes, Devices(CPU, ranks))

@@ -26,7 +26,7 @@ from gfgen.runtime.clock import Clock
 from gfgen.runtime.closing import closing_at
 from gfgen.runtime.control import Control
 from gfgen.runtime.cost import CostModel
-from gfgen.runtime.devices import CPU, DEVICES, Devices, choose_devices
+from gfgen.runtime.devices import CPU, DEVICES, Devices, choose_devices, parse_memory
 from gfgen.runtime.inbox import Inbox
 from gfgen.runtime.journal import Journal, first_arrivals, journal_header
 from gfgen.runtime.lock import hold_folder
@@ -36,6 +36,7 @@ from gfgen.runtime.observer import Observer
 from gfgen.runtime.pool import WorkerPool
 from gfgen.runtime.profile import Profile
 from gfgen.runtime.profiles import find_profile
+from gfgen.runtime.residency import Residency
 from gfgen.runtime.signals import SignalPipe
 from gfgen.runtime.state import State
 from gfgen.runtime.trace import TraceWriter
@@ -91,6 +92,11 @@ class RunOptions:
     default="auto",
     show_default=True,
     help="What the workers compute on; auto: GPUs if there are any.",
+)
+@click.option(
+    "--memory",
+    metavar="SIZE",
+    help='Use so much memory at most, like "40GB": of each GPU, or of main memory. [all that there is]',
 )
 @click.option("--policy", default="auto", show_default=True, help="NAME[,option=value...]: 'gfgen policies'.")
 @click.option(
@@ -154,6 +160,7 @@ def run(
     output: Path | None,
     ranks: int | None,
     device: str,
+    memory: str | None,
     policy: str,
     model: str,
     random_weights: bool,
@@ -177,7 +184,7 @@ def run(
     log.configure(level=level, as_json=log_json, file=log_file, file_level=file_level)
     options = RunOptions(
         output_dir=output or Path("outputs") / _name_of(jobs, watch),
-        devices=choose_devices(device, ranks),
+        devices=choose_devices(device, ranks, memory_limit=None if memory is None else parse_memory(memory)),
         policy=load_policy(policy),
         model=model,
         has_random_weights=random_weights,
@@ -222,11 +229,13 @@ def run_jobs(admitted: Sequence[AdmittedJob], options: RunOptions) -> Summary:
         if not todo:
             return Summary(num_skipped=len(done))
         skipped = [job for job in admitted if job.job_id in done]
-        checkpoints = {job.checkpoint for job in todo}
+        residency = _admission(options).residency(todo)
+        checkpoints = residency.checkpoints if residency else {job.checkpoint for job in todo}
         with ready_pool(checkpoints, options, signals) as pool:
             if options.has_graphs:
-                warm_up(pool, todo, devices=options.devices, policy=options.policy, signals=signals)
-            return run_on(pool, todo, options, signals=signals, skipped=skipped)
+                held = _held(todo, residency)
+                warm_up(pool, held, devices=options.devices, policy=options.policy, signals=signals)
+            return run_on(pool, todo, options, signals=signals, skipped=skipped, residency=residency)
 
 
 def watch_folder(folder: Path, options: RunOptions) -> Summary:
@@ -235,12 +244,7 @@ def watch_folder(folder: Path, options: RunOptions) -> Summary:
     The models are those of the files that are there at the start, and the default one.
     """
     _check_watched(folder, options.output_dir)
-    admit = Admission(
-        default_model=options.model,
-        devices=options.devices,
-        has_random_weights=options.has_random_weights,
-        vae_dtype=options.vae_dtype,
-    )
+    admit = _admission(options)
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(contextlib.closing(SignalPipe()))
         stack.enter_context(_held_folder(options.output_dir))
@@ -252,11 +256,28 @@ def watch_folder(folder: Path, options: RunOptions) -> Summary:
         first = inbox.look()
         checkpoints = {admit.find_model(options.model).checkpoint, *(job.checkpoint for job in first)}
         admit.check(checkpoints)
-        pool = stack.enter_context(ready_pool(checkpoints, options, signals))
+        residency = admit.residency(first, names={options.model: admit.find_model(options.model).checkpoint})
+        loaded = residency.checkpoints if residency else checkpoints
+        pool = stack.enter_context(ready_pool(loaded, options, signals))
         if options.has_graphs:
-            warm_up(pool, first, devices=options.devices, policy=options.policy, signals=signals)
+            held = _held(first, residency)
+            warm_up(pool, held, devices=options.devices, policy=options.policy, signals=signals)
         inbox.start(admit=admit.of_loaded(checkpoints))
-        return run_on(pool, first, options, signals=signals, inbox=inbox)
+        return run_on(pool, first, options, signals=signals, inbox=inbox, residency=residency)
+
+
+def _held(jobs: Sequence[AdmittedJob], residency: Residency | None) -> Sequence[AdmittedJob]:
+    """Those whose models ranks hold at first."""
+    return [job for job in jobs if residency is None or job.spec.model in residency.resident]
+
+
+def _admission(options: RunOptions) -> Admission:
+    return Admission(
+        default_model=options.model,
+        devices=options.devices,
+        has_random_weights=options.has_random_weights,
+        vae_dtype=options.vae_dtype,
+    )
 
 
 def run_on(
@@ -268,8 +289,9 @@ def run_on(
     skipped: Sequence[AdmittedJob] = (),
     inbox: Inbox | None = None,
     watchers: Sequence[Observer] = (),
+    residency: Residency | None = None,
 ) -> Summary:
-    """One run of the control loop on workers that are ready."""
+    """One run of the control loop on workers that are ready; `residency` says which models they hold."""
     arrived_at = first_arrivals(options.output_dir / JOURNAL_NAME)
     resume_points = resume.find(options.output_dir, todo)
     started_at, clock = time.time(), Clock()
@@ -288,6 +310,7 @@ def run_on(
             arrived_at=arrived_at,
             resume=resume_points,
             closes_s=closes_s,
+            resident=residency.resident if residency else None,
         )
         observers = [stack.enter_context(contextlib.closing(o)) for o in _observers(options)]
         backend = ProcessBackend(
@@ -314,6 +337,7 @@ def run_on(
                 },
                 closes_s=closes_s,
                 profile=None if profile is None else profile.hash,
+                resident=residency.resident if residency else None,
             ),
         )
         stack.callback(journal.close)
@@ -332,6 +356,7 @@ def run_on(
             skipped=skipped,
             intake=inbox,
             chooser=chooser,
+            residency=residency,
         )
         summary = control.run()
         for job_id, (next_index, producer) in state.stopped_at.items():
@@ -386,6 +411,7 @@ def ready_pool(
         has_random_weights=options.has_random_weights,
         vae_dtype=options.vae_dtype,
         has_graphs=options.has_graphs,
+        memory_limit=options.devices.memory_limit,
     ) as pool:
         pool.wait_ready(signals)
         logger.info("ready after %.1f s", time.monotonic() - began_s)

@@ -16,6 +16,7 @@ from gfgen.runtime.events import Event
 _KIND_ORDER = (
     events.RankLost,
     events.RankReady,
+    events.RankLoaded,
     events.TaskFailed,
     events.TaskDone,
     events.OutputFailed,
@@ -23,6 +24,7 @@ _KIND_ORDER = (
     events.JobTimedOut,
     events.JobArrived,
     events.PolicyChanged,
+    events.ModelsChanged,
     events.StopRequested,
     events.ClosingTime,
     events.Wakeup,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -19,6 +19,7 @@ from gfgen.runtime.journal import Journal, NoJournal
 from gfgen.runtime.messages import MemoryUse
 from gfgen.runtime.metrics import Metrics, Summary
 from gfgen.runtime.observer import JobOutcome, Observer, skipped_outcome
+from gfgen.runtime.residency import Residency
 from gfgen.runtime.state import State
 from gfgen.snapshot import Choice, Decision, Snapshot
 
@@ -49,6 +50,10 @@ class Backend(Protocol):
 
     def add(self, jobs: Sequence[AdmittedJob]) -> None:
         """Tasks of these jobs may be submitted from now on."""
+        ...
+
+    def load(self, models: Collection[str], *, load_s: float) -> None:
+        """Let all ranks hold these models and no others; each tells when it does, in about so long."""
         ...
 
     def memory_use(self) -> Mapping[int, MemoryUse]:
@@ -96,6 +101,7 @@ class Control:
         skipped: Sequence[AdmittedJob] = (),
         intake: Intake | None = None,
         chooser: Chooser | None = None,
+        residency: Residency | None = None,
     ) -> None:
         self.state = state
         self.backend = backend
@@ -104,7 +110,7 @@ class Control:
         self.guard_s = guard_s
         self.journal = journal or NoJournal()
         self.metrics = Metrics()
-        self.observers = (self.metrics, *observers)
+        self.observers = (self.metrics, *observers, *([] if residency is None else [residency]))
         self.given_up: str | None = None
         """Why FALLBACK has taken the place of the policy, if it has."""
         self._num_policy_faults = 0
@@ -114,6 +120,7 @@ class Control:
         self._skipped = tuple(skipped)
         self._intake = intake
         self._chooser = chooser
+        self._residency = residency
         self._num_changes = 0
         """Arrivals and ends of jobs so far."""
         self._next_choice = 1
@@ -132,6 +139,7 @@ class Control:
                 self.apply(event)
             self.take_in()
             self.reconsider()
+            self.change_models()
             for decision in self.decide():
                 if not self.start(decision):
                     break  # what follows was decided for a state that did not come about
@@ -164,6 +172,8 @@ class Control:
         if not jobs:
             return
         self.backend.add(jobs)
+        if self._residency is not None:
+            self._residency.note(jobs)
         for observer in self.observers:
             observer.added(tuple(job.info for job in jobs))
         for job in jobs:
@@ -185,6 +195,20 @@ class Control:
         if self._num_changes >= self._next_choice and not self.state.all_ended:
             self._next_choice = self._num_changes + min(self._num_changes, CHANGES_PER_CHOICE)
             self._chooser.consider(self.state.snapshot_of_traffic())
+
+    def change_models(self) -> None:
+        """Let ranks hold other models, where not all fit and the turn of others has come."""
+        if self._residency is None or self.state.is_stopping:
+            return
+        event = self._residency.change(self.state, now_s=self.clock.now_s)
+        if event is None:
+            return
+        closes_s = self.state.closes_s
+        if closes_s is not None and event.time_s + event.load_s >= closes_s:
+            return
+        self.journal.append(event)
+        self.apply(event)
+        self.backend.load(event.models, load_s=event.load_s)
 
     def apply(self, event: Event) -> None:
         """Let the state change by an event, and tell everyone who watches."""

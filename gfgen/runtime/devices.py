@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -27,6 +28,7 @@ DEFAULT_CPU_RANKS = 4
 _SIGNS = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/proc/driver/nvidia/version")
 """One of these is there wherever the driver can find a GPU; /dev/dxg on Windows' Linux."""
 _PROBE_TIMEOUT_S = 60.0
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _PACKAGE_ROOT = Path(__file__).parents[2]
 
 
@@ -45,17 +47,24 @@ class Devices:
     kind: str
     num_ranks: int
     gpus: tuple[Gpu, ...] = ()
+    memory_limit: int | None = None
+    """Bytes that may be used at most: of each GPU, or of main memory for CPU ranks."""
 
     @property
     def memory_bytes(self) -> int | None:
-        """Of the smallest GPU in use; None on CPU ranks."""
-        return min((gpu.memory_bytes for gpu in self.gpus), default=None)
+        """What may be used of the smallest GPU in use, or of main memory; None where nothing limits that."""
+        limits = [] if self.memory_limit is None else [self.memory_limit]
+        return min([*limits, *(gpu.memory_bytes for gpu in self.gpus)], default=None)
 
 
 def choose_devices(
-    kind: str = "auto", num_ranks: int | None = None, *, find: Callable[[], Sequence[Gpu]] | None = None
+    kind: str = "auto",
+    num_ranks: int | None = None,
+    *,
+    memory_limit: int | None = None,
+    find: Callable[[], Sequence[Gpu]] | None = None,
 ) -> Devices:
-    """The devices for --device and --ranks, either of which may be left open.
+    """The devices for --device, --ranks and --memory, any of which may be left open.
 
     Raises: InputError when there are fewer GPUs than asked for.
     """
@@ -64,11 +73,22 @@ def choose_devices(
     if not gpus:
         if kind == CUDA:
             raise InputError("--device cuda: no GPU that can be used ('gfgen doctor' says why); use cpu")
-        return Devices(CPU, num_ranks or DEFAULT_CPU_RANKS)
+        return Devices(CPU, num_ranks or DEFAULT_CPU_RANKS, memory_limit=memory_limit)
     count = num_ranks or len(gpus)
     if count > len(gpus):
         raise InputError(f"--ranks {count}: there are {len(gpus)} GPUs; as many at most, or --device cpu")
-    return Devices(CUDA, count, tuple(gpus[:count]))
+    return Devices(CUDA, count, tuple(gpus[:count]), memory_limit)
+
+
+def parse_memory(text: str, *, option: str = "--memory") -> int:
+    """Bytes of a size like "40GB" or "500 MB".
+
+    Raises: InputError for what is none.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKmMgGtT]?)B?", text.strip())
+    if found is None or not float(found[1]):
+        raise InputError(f"{option} {text!r}: a size like 40GB or 500MB is accepted")
+    return int(float(found[1]) * _UNITS[found[2].upper()])
 
 
 def find_gpus(*, must_ask: bool = False) -> tuple[Gpu, ...]:

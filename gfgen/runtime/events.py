@@ -7,6 +7,7 @@ is the same every time.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -108,6 +109,24 @@ class PolicyChanged(Event):
 
     policy: str
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ModelsChanged(Event):
+    """From here on ranks hold these models, and load after their present task what they lack."""
+
+    models: Sequence[str]
+    load_s: float
+    """Predicted."""
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RankLoaded(Event):
+    """A rank holds the models of the last change, and takes tasks again."""
+
+    rank: int
+    load_s: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import hashlib
 import itertools
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from operator import itemgetter
 from pathlib import Path
@@ -153,11 +153,13 @@ def journal_header(
     resumed: Mapping[str, tuple[int, int, int]] | None = None,
     closes_s: float | None = None,
     profile: str | None = None,
+    resident: Collection[str] | None = None,
 ) -> dict[str, Any]:
     """What a run starts from; `jobs_hash` is of the ids and spec hashes, in their order.
 
     `resumed` has, by job, the next task, the dispatch that made its input, and the last one
-    of the run that left it; `profile` is `Profile.hash`.
+    of the run that left it; `profile` is `Profile.hash`; `resident` are the models that ranks hold
+    at first, where not all fit.
     """
     return {
         "policy": policy,
@@ -170,6 +172,7 @@ def journal_header(
         "resumed": dict(resumed or {}),
         "closes_s": closes_s,
         "profile": profile,
+        "resident": None if resident is None else sorted(resident),
     }
 
 

@@ -4,7 +4,7 @@ The least that CPU ranks need: weights (what is mapped counts once for all ranks
 state in its slab, and its frames while they are decoded. GPUs hold the weights, each of them all,
 and the frames while they are decoded; then main memory holds what is in slabs and in writers.
 Activations come on top and are not known; so what is refused here could not have run, and what
-passes may still fail at a task.
+passes may still fail at a task. Models that do not fit together take turns (residency.py).
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ from pathlib import Path
 
 from gfgen.errors import InputError, Problem
 from gfgen.models.geometry_files import read_checkpoint
-from gfgen.models.geometry_weights import Footprint, device_bytes, footprint
+from gfgen.models.geometry_weights import device_bytes, footprint
 from gfgen.runtime.admission import AdmittedJob
 from gfgen.runtime.slab import SlabPlan
 
 _FRAME_COPIES = 5
 """Frames as fp32 on their rank (4 bytes for each of uint8's one) and in the writer's memory."""
+_DECODE_BYTES = 100
+"""Of a decode in fp32 at its peak, for each byte of its frames: 704x1280x81, 219 MB, took 23 GB on H200."""
 _MAX_CGROUP_DEPTH = 32
-_CONTEXT_BYTES = 600_000_000
+CONTEXT_BYTES = 600_000_000
 """What CUDA and its libraries take of a GPU; an estimate on the low side, as all of this is."""
 
 
@@ -34,31 +36,46 @@ def available_bytes(root: Path = Path("/")) -> int | None:
     return min((room for room in rooms if room is not None), default=None)
 
 
-def check_models(checkpoints: Collection[Path], *, num_ranks: int, available: int | None) -> int:
-    """Bytes that these models take on all ranks.
+def check_models(checkpoints: Collection[Path], *, num_ranks: int, available: int | None) -> dict[Path, int]:
+    """Bytes that each of these models takes on all ranks.
 
-    Raises: InputError when that is more than is available; it says how many ranks would fit.
+    Raises: InputError when one takes more than is available; it says how many ranks would fit.
     """
-    prints = [footprint(checkpoint) for checkpoint in checkpoints]
-    need = _on(prints, num_ranks)
-    if available is None or need <= available:
-        return need
-    fitting = [ranks for ranks in range(1, num_ranks) if _on(prints, ranks) <= available]
-    help_ = f"--ranks {fitting[-1]} would fit" if fitting else "free memory, or run smaller models"
-    names = ", ".join(sorted(checkpoint.name for checkpoint in checkpoints))
-    raise InputError(
-        f"{names} on {num_ranks} ranks: at least {_size(need)} of memory needed, "
-        f"{_size(available)} available; {help_}"
-    )
+    prints = {checkpoint: footprint(checkpoint) for checkpoint in sorted(checkpoints)}
+    needs = {checkpoint: found.on(num_ranks) for checkpoint, found in prints.items()}
+    for checkpoint, need in needs.items():
+        if available is None or need <= available:
+            continue
+        fitting = [ranks for ranks in range(1, num_ranks) if prints[checkpoint].on(ranks) <= available]
+        help_ = f"--ranks {fitting[-1]} would fit" if fitting else "free memory, or run smaller models"
+        raise InputError(
+            f"{checkpoint.name} on {num_ranks} ranks: at least {_size(need)} of memory needed, "
+            f"{_size(available)} available; {help_}"
+        )
+    return needs
+
+
+def check_together(needs: Mapping[Path, int], *, available: int | None) -> None:
+    """For what holds all models at once.
+
+    Raises: InputError when that is more than is available.
+    """
+    need = sum(needs.values())
+    if available is not None and need > available:
+        names = ", ".join(checkpoint.name for checkpoint in sorted(needs))
+        raise InputError(
+            f"{names}: at least {_size(need)} of memory needed for all of them at once, "
+            f"{_size(available)} available; take one after the other"
+        )
 
 
 def refuse_large(
-    jobs: Sequence[AdmittedJob], *, models_bytes: int, available: int | None
+    jobs: Sequence[AdmittedJob], *, models_bytes: Mapping[Path, int], available: int | None
 ) -> tuple[tuple[AdmittedJob, ...], tuple[Problem, ...]]:
-    """The jobs that fit beside the models, and a problem for each of the others."""
+    """The jobs that fit beside their models, and a problem for each of the others."""
     if available is None:
         return tuple(jobs), ()
-    needs = {job.job_id: models_bytes + job_bytes(job) for job in jobs}
+    needs = {job.job_id: models_bytes.get(job.checkpoint, 0) + job_bytes(job) for job in jobs}
     problems = tuple(
         _problem(job, needs[job.job_id], available) for job in jobs if needs[job.job_id] > available
     )
@@ -69,41 +86,54 @@ def check_models_on_gpu(
     checkpoints: Collection[Path],
     *,
     memory_bytes: int | None,
-    arena_bytes: int,
+    beside_bytes: int,
     has_random_weights: bool = False,
     vae_dtype: str = "auto",
-) -> int:
-    """Bytes that these models take on each GPU, with all that is there before the first job.
+) -> dict[Path, int]:
+    """Bytes that the weights of each of these models take on each GPU; `beside_bytes` are there before.
 
-    Raises: InputError when that is more than the smallest GPU has.
+    Raises: InputError when one takes more than the smallest GPU has.
     """
     sizes = {
         path: _gpu_bytes(path, has_random_weights=has_random_weights, vae_dtype=vae_dtype)
-        for path in checkpoints
+        for path in sorted(checkpoints)
     }
-    need = sum(sizes.values()) + arena_bytes + _CONTEXT_BYTES
-    if memory_bytes is None or need <= memory_bytes:
-        return need
-    names = ", ".join(f"{path.name} ({_size(size)})" for path, size in sorted(sizes.items()))
-    help_ = "run them one after the other" if len(sizes) > 1 else "run a smaller model"
-    raise InputError(
-        f"{names}: at least {_size(need)} needed on each GPU, {_size(memory_bytes)} there; {help_}"
-    )
+    for path, size in sizes.items():
+        need = size + beside_bytes
+        if memory_bytes is not None and need > memory_bytes:
+            raise InputError(
+                f"{path.name} ({_size(size)}): at least {_size(need)} needed on each GPU, "
+                f"{_size(memory_bytes)} there; run a smaller model"
+            )
+    return sizes
 
 
 def refuse_large_on_gpu(
-    jobs: Sequence[AdmittedJob], *, models_bytes: int, memory_bytes: int | None
+    jobs: Sequence[AdmittedJob],
+    *,
+    models_bytes: Mapping[Path, int],
+    beside_bytes: int,
+    memory_bytes: int | None,
 ) -> tuple[tuple[AdmittedJob, ...], tuple[Problem, ...]]:
-    """The jobs that fit on a GPU beside the models, and a problem for each of the others."""
+    """The jobs that fit on a GPU beside their models, and a problem for each of the others.
+
+    Whatever the layout: each of its GPUs holds all weights and all of the job's state.
+    """
     if memory_bytes is None:
         return tuple(jobs), ()
-    needs = {job.job_id: models_bytes + gpu_job_bytes(job) for job in jobs}
+    needs = {job.job_id: beside_bytes + models_bytes[job.checkpoint] + gpu_job_bytes(job) for job in jobs}
     problems = tuple(
         _problem(job, needs[job.job_id], memory_bytes, where="on each GPU")
         for job in jobs
         if needs[job.job_id] > memory_bytes
     )
     return tuple(job for job in jobs if needs[job.job_id] <= memory_bytes), problems
+
+
+def gpu_work_bytes(job: AdmittedJob) -> int:
+    """What a job may take at its peak, for choosing the models that are to be resident beside it."""
+    frames = job.trajectory.artifact("frames")
+    return max(gpu_job_bytes(job), job.state_bytes + _DECODE_BYTES * frames.size_bytes)
 
 
 def gpu_job_bytes(job: AdmittedJob) -> int:
@@ -131,10 +161,6 @@ def _problem(job: AdmittedJob, need: int, available: int, *, where: str = "of me
     less = "a smaller size, fewer frames or fewer --ranks" if (spec.frames or 1) > 1 else "a smaller size"
     accepted = f"at least {_size(need)} {where} needed, {_size(available)} available; {less} would help"
     return Problem(spec.line, "size", size, accepted)
-
-
-def _on(prints: Sequence[Footprint], num_ranks: int) -> int:
-    return sum(each.on(num_ranks) for each in prints)
 
 
 def _machine_room(meminfo: Path) -> int | None:

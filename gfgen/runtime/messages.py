@@ -57,6 +57,13 @@ class SendState:
 
 
 @dataclass(frozen=True, slots=True)
+class SetModels:
+    """Hold the models of these checkpoints and no others, after the tasks before; answer `ModelsSet`."""
+
+    checkpoints: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Arenas:
     """The memory for exchanges between ranks: arenas come along as file descriptors.
 
@@ -141,7 +148,7 @@ class WorkerReady:
 
 @dataclass(frozen=True, slots=True)
 class WorkerFailed:
-    """The worker cannot start, and ends."""
+    """The worker cannot load its models, and ends."""
 
     rank: int
     reason: str
@@ -154,6 +161,13 @@ class WarmedUp:
     number: int
     seconds: float
     reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelsSet:
+    """Done as told by `SetModels`; a rank that cannot sends `WorkerFailed`, and ends."""
+
+    load_s: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from random import Random
 
 from gfgen.runtime.dispatch import Dispatch
 from gfgen.runtime.durations import in_words
-from gfgen.runtime.events import Event, TaskDone, TaskFailed
+from gfgen.runtime.events import Event, ModelsChanged, RankLoaded, TaskDone, TaskFailed
 from gfgen.runtime.messages import MemoryUse
 from gfgen.runtime.observer import JobInfo, JobOutcome, Observer
 
@@ -66,6 +66,9 @@ class Summary:
     """By rank: holding a task whose input was not there yet."""
     moved_s: tuple[float, ...] = ()
     """By rank: copying a task's input."""
+    num_model_changes: int = 0
+    load_s: float = 0.0
+    """Of a rank's time, on average: loading models at these changes."""
     memory: Mapping[int, MemoryUse] = field(default_factory=dict)
     """By rank; empty where nobody could tell."""
     policy_fault: str | None = None
@@ -110,6 +113,9 @@ class Summary:
                 f"ranks      {len(self.busy_s)}, {self.utilisation:.0%} busy, "
                 f"{waited:.1%} waiting for input, {moved:.1%} moving it"
             )
+        if self.num_model_changes:
+            times = "once" if self.num_model_changes == 1 else f"{self.num_model_changes} times"
+            lines.append(f"models     changed {times}, {in_words(self.load_s)} of each rank's time")
         if self.memory:
             lines.append(f"memory     {self._memory_taken()}")
         return lines
@@ -175,6 +181,8 @@ class Metrics(Observer):
         self._first_s = math.inf
         """The first arrival of a job that has ended."""
         self._last_s = 0.0
+        self._num_model_changes = 0
+        self._load_s = 0.0
         self._memory: Mapping[int, MemoryUse] = {}
 
     def began(self, jobs: tuple[JobInfo, ...], *, num_ranks: int, policy: str) -> None:
@@ -197,6 +205,9 @@ class Metrics(Observer):
             self._busy_s[event.rank] += event.ended_s - event.started_s
             self._waited_s[event.rank] += event.waited_s
             self._moved_s[event.rank] += event.moved_s
+        self._num_model_changes += isinstance(event, ModelsChanged)
+        if isinstance(event, RankLoaded):
+            self._load_s += event.load_s
 
     def ended(self, outcome: JobOutcome) -> None:
         if outcome.status == "skipped":
@@ -236,6 +247,8 @@ class Metrics(Observer):
             busy_s=tuple(self._busy_s[rank] for rank in ranks),
             waited_s=tuple(self._waited_s[rank] for rank in ranks),
             moved_s=tuple(self._moved_s[rank] for rank in ranks),
+            num_model_changes=self._num_model_changes,
+            load_s=self._load_s / max(1, self._num_ranks),
             memory=self._memory,
         )
 

@@ -15,7 +15,7 @@ import os
 import selectors
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -26,7 +26,15 @@ from gfgen.gfc.arena import Plan
 from gfgen.runtime import forkserver
 from gfgen.runtime.arenas import RankArenas, default_plan
 from gfgen.runtime.channel import Channel
-from gfgen.runtime.messages import Arenas, ReplacePeer, WarmedUp, WarmUp, WorkerFailed, WorkerReady
+from gfgen.runtime.messages import (
+    Arenas,
+    ReplacePeer,
+    SetModels,
+    WarmedUp,
+    WarmUp,
+    WorkerFailed,
+    WorkerReady,
+)
 from gfgen.runtime.signals import SignalPipe
 
 logger = logging.getLogger(__name__)
@@ -65,6 +73,8 @@ class Child:
     startup_s: float = 0.0
     """How long it took to load its models."""
     started_s: float = field(default_factory=time.monotonic)
+    asked_to_load_s: float | None = None
+    """Since when it has had other models to load; None when it has none."""
     jobs: set[str] = field(default_factory=set)
     """Jobs that this worker knows."""
     killed_s: float | None = None
@@ -76,6 +86,11 @@ class Child:
     def is_starting_for_s(self) -> float:
         """How long it has been getting ready; 0 when it is."""
         return 0.0 if self.is_ready else time.monotonic() - self.started_s
+
+    @property
+    def is_loading_for_s(self) -> float:
+        """How long it has been about to hold other models; 0 when it is not."""
+        return 0.0 if self.asked_to_load_s is None else time.monotonic() - self.asked_to_load_s
 
     def tell(self, message: Any, fds: tuple[int, ...] = ()) -> None:
         """Send a message, without ever waiting for the process.
@@ -139,6 +154,7 @@ class WorkerPool:
         has_random_weights: bool = False,
         vae_dtype: str = "auto",
         has_graphs: bool = False,
+        memory_limit: int | None = None,
         num_writers: int = 1,
         preload: Sequence[str] = PRELOAD,
         plan: Plan | None = None,
@@ -153,13 +169,14 @@ class WorkerPool:
         self._writer_main = writer_main
         are_on_gpus = device != "cpu"
         self._plan = plan or default_plan(num_ranks=num_ranks, are_on_gpus=are_on_gpus)
-        self._settings = {
+        self._settings: dict[str, Any] = {
             "checkpoints": tuple(map(str, checkpoints)),
             "device": device,
             "has_random_weights": has_random_weights,
             "vae_dtype": vae_dtype,
             "arena_bytes": (self._plan.data_bytes, self._plan.post_bytes),
             "has_graphs": has_graphs,
+            "memory_limit": memory_limit,
         }
         self._deaths: dict[int, list[float]] = {rank: [] for rank in range(num_ranks)}
         self.num_ranks = num_ranks
@@ -292,6 +309,15 @@ class WorkerPool:
         self._arenas.renew(rank, incarnation=incarnation)
         self.workers[rank] = self._start_worker(rank, incarnation=incarnation)
         return self.workers[rank]
+
+    def set_models(self, checkpoints: Collection[Path]) -> None:
+        """Let all workers hold these models and no others, each after what it was given before."""
+        message = SetModels(tuple(sorted(map(str, checkpoints))))
+        self._settings["checkpoints"] = message.checkpoints
+        for rank, worker in enumerate(self.workers):
+            if rank not in self.retired:
+                worker.asked_to_load_s = time.monotonic()
+                worker.tell(message)
 
     def forgive(self) -> None:
         """Count deaths from here on: another run begins, which has not seen them."""

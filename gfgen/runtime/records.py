@@ -80,6 +80,10 @@ class JobRecord:
         return self.job.job_id
 
     @property
+    def model(self) -> str:
+        return self.job.spec.model or ""
+
+    @property
     def next_task(self) -> Task:
         """The task at `next_index`, which is not past the last one."""
         if self._next_task is None or self._next_task.index != self.next_index:
@@ -147,6 +151,10 @@ class RankRecord:
     rank: int
     is_ready: bool = False
     is_retired: bool = False
+    is_loading: bool = False
+    """It has yet to load the models of the last change."""
+    load_s: float = 0.0
+    """Predicted, of that."""
     num_lives: int = 1
     flights: list[Flight] = field(default_factory=list)
     idle_since_s: float = 0.0
@@ -156,7 +164,8 @@ class RankRecord:
     @property
     def free_at_s(self) -> float:
         """When all that it was given is predicted to have ended, or has ended."""
-        return self.flights[-1].dispatch.predicted_end_s if self.flights else self.idle_since_s
+        free_s = self.flights[-1].dispatch.predicted_end_s if self.flights else self.idle_since_s
+        return free_s + self.load_s if self.is_loading else free_s
 
 
 def ending(flights: Iterable[Flight], *, guard_s: float, now_s: float) -> list[Flight]:

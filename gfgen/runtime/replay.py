@@ -68,6 +68,7 @@ def replay(
         arrived_at=run.arrived_at,
         resume=_resume_points(header),
         closes_s=header["closes_s"],
+        resident=header.get("resident"),
     )
     control = Control(
         first,

@@ -6,14 +6,14 @@ policies are the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from gfgen.graph import Stage
 from gfgen.runtime.admission import AdmittedJob
 from gfgen.runtime.clock import Clock
 from gfgen.runtime.dispatch import Dispatch
-from gfgen.runtime.events import Event, OutputWritten, RankReady, TaskDone
+from gfgen.runtime.events import Event, OutputWritten, RankLoaded, RankReady, TaskDone
 from gfgen.runtime.messages import MemoryUse
 
 Duration = Callable[[Dispatch], float]
@@ -67,6 +67,14 @@ class SimulatedBackend:
 
     def add(self, jobs: Sequence[AdmittedJob]) -> None:
         """Nothing has to be known of a job."""
+
+    def load(self, models: Collection[str], *, load_s: float) -> None:
+        """Each rank takes as long as predicted, after what it was given."""
+        if self._submitted:
+            self._start_submitted()
+        for rank, free_s in enumerate(self._free_s):
+            self._free_s[rank] = max(self._clock.now_s, free_s) + load_s
+            self._clock.at(RankLoaded(self._free_s[rank], rank, load_s))
 
     def memory_use(self) -> Mapping[int, MemoryUse]:
         """Nothing is taken."""

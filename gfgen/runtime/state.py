@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
@@ -50,7 +51,8 @@ class State:
     queued (0: never; then a task is dispatched only when its input exists). `last_number` is that
     of the last dispatch that these ranks have seen, in an earlier run. `arrived_at` has the Unix
     time at which jobs, by (id, spec hash), arrived first; `resume` where stopped jobs go on. No
-    job begins that is predicted not to end by `closes_s`.
+    job begins that is predicted not to end by `closes_s`. Ranks hold the models `resident` (None:
+    all of them); jobs of others are parked until their models' turn comes.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class State:
         arrived_at: Mapping[tuple[str, str], float] | None = None,
         resume: Mapping[str, ResumePoint] | None = None,
         closes_s: float | None = None,
+        resident: Iterable[str] | None = None,
     ) -> None:
         self._clock = clock
         self._costs = costs
@@ -81,7 +84,14 @@ class State:
         self._idle: set[int] = set()
         """Ranks that are ready and have nothing to do."""
         self._islands = (tuple(range(num_ranks)),)
-        self._models = frozenset(job.spec.model or "" for job in jobs)
+        self._models = (
+            frozenset(job.spec.model or "" for job in jobs) if resident is None else frozenset(resident)
+        )
+        self._is_limited = resident is not None
+        self._parked: dict[str, JobRecord] = {}
+        """Jobs that wait for their models, the longest first."""
+        self._urgent: set[str] = set()
+        """Those of them that have a deadline or a raised priority."""
         self._open = OpenJobs()
         self._recent: deque[tuple[JobRecord, JobView]] = deque(maxlen=NUM_RECENT)
         """The last arrivals, as they were then."""
@@ -142,7 +152,7 @@ class State:
     @property
     def is_stuck(self) -> bool:
         """Jobs are open, and no event will come unless something is dispatched."""
-        settled = all(rank.is_ready or rank.is_retired for rank in self._ranks)
+        settled = all((rank.is_ready and not rank.is_loading) or rank.is_retired for rank in self._ranks)
         return len(self._open) > 0 and not self._flights and not self._num_writing and settled
 
     @property
@@ -154,6 +164,35 @@ class State:
     def max_degree(self) -> int:
         """The most ranks that one task can use."""
         return self._max_degree
+
+    @property
+    def num_parked(self) -> int:
+        """Jobs that wait for their models."""
+        return len(self._parked)
+
+    @property
+    def has_urgent_parked(self) -> bool:
+        """Whether one of them has a deadline or a raised priority."""
+        return bool(self._urgent)
+
+    @property
+    def is_loading(self) -> bool:
+        """Some rank has yet to load the models of the last change."""
+        return any(rank.is_loading for rank in self._ranks)
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Nothing runs, and nothing of the resident models can be started."""
+        return not self._flights and not self._open_in_time(self._clock.turn_s)
+
+    def parked_models(self) -> list[str]:
+        """Models that jobs wait for, the most urgent first."""
+        by_urgency = sorted(self._parked.values(), key=_urgency)
+        return list(dict.fromkeys([record.model for record in by_urgency]))
+
+    def resident_models_at_work(self) -> set[str]:
+        """Resident models with jobs that have arrived and not ended."""
+        return {record.model for record in self._jobs.values() if record.arrived} & self._models
 
     @property
     def open_jobs(self) -> tuple[str, ...]:
@@ -279,6 +318,12 @@ class State:
                 self._note_idle(event.rank, since_s=event.time_s)
             case events.RankLost():
                 self._rank_lost(event)
+            case events.ModelsChanged():
+                self._models_changed(event)
+            case events.RankLoaded():
+                rank = self._ranks[event.rank]
+                rank.is_loading, rank.view = False, None
+                self._note_idle(event.rank, since_s=event.time_s)
             case events.StopRequested():
                 self._stop(event.signal_number)
             case events.ClosingTime():
@@ -366,13 +411,24 @@ class State:
     def _rank_lost(self, event: events.RankLost) -> None:
         """The rank takes nothing until its successor is ready; what it held is in the slabs."""
         rank = self._ranks[event.rank]
-        rank.is_ready, rank.is_retired, rank.view = False, event.is_retired, None
+        rank.is_ready, rank.is_retired, rank.is_loading, rank.view = False, event.is_retired, False, None
         self._idle.discard(event.rank)
         rank.num_lives += 1
         again = "it stays away" if event.is_retired else "a new worker is started"
         logger.warning("rank %d is gone (%s); %s", event.rank, event.reason, again)
         if all(rank.is_retired for rank in self._ranks):
             raise WorkerError("no rank is left; see the log for the reasons, then run again")
+
+    def _models_changed(self, event: events.ModelsChanged) -> None:
+        """Every rank loads what it lacks; jobs become visible or are parked."""
+        logger.info("from now on ranks hold %s: %s", ", ".join(event.models), event.reason)
+        self._models = frozenset(event.models)
+        for rank in self._ranks:
+            rank.is_loading, rank.load_s, rank.view = not rank.is_retired, event.load_s, None
+            rank.idle_since_s = max(rank.idle_since_s, event.time_s)
+        self._idle.clear()
+        for record in self._jobs.values():
+            self._place(record)
 
     def _timed_out(self, record: JobRecord | None, at_s: float) -> Iterable[JobOutcome]:
         """The job's time is up; unless this is the time-out of an earlier job of the same id."""
@@ -398,6 +454,7 @@ class State:
         del self._jobs[record.job_id]
         self._open.discard(record.job_id)
         self._busy.pop(record.job_id, None)
+        self._unpark(record.job_id)
         self._num_unfinished -= 1
         return (record.outcome(ended_s=self._clock.now_s, error=error),)
 
@@ -408,12 +465,28 @@ class State:
         job_id = record.job_id
         self._busy.pop(job_id, None)
         is_visible = record.arrived and not record.doom and record.next_index < record.num_tasks
+        if self._is_limited:
+            is_visible = self._is_resident(record, is_visible=is_visible)
         if is_visible and not record.flights:
             self._open.put(record.view(self._costs))
             return
         self._open.discard(job_id)
         if is_visible:
             self._busy[job_id] = record.view(self._costs)
+
+    def _is_resident(self, record: JobRecord, *, is_visible: bool) -> bool:
+        """Whether a job is visible, and its model resident; if only the latter is wanting, it is parked."""
+        if not is_visible or record.model in self._models:
+            self._unpark(record.job_id)
+            return is_visible
+        self._parked.setdefault(record.job_id, record)
+        if record.deadline_s is not None or record.job.spec.priority > 0:
+            self._urgent.add(record.job_id)
+        return False
+
+    def _unpark(self, job_id: str) -> None:
+        self._parked.pop(job_id, None)
+        self._urgent.discard(job_id)
 
     def _open_in_time(self, now_s: float) -> dict[str, JobView]:
         """The open jobs, without those that would begin now and not end by the closing time."""
@@ -455,15 +528,18 @@ class State:
         for rank in self._ranks:
             view, can_take = rank.view, rank.rank in free
             if view is None or view.can_take is not can_take:
-                view = rank.view = RankView(rank.rank, rank.free_at_s, can_take, self._models)
+                models = frozenset[str]() if rank.is_loading else self._models
+                view = rank.view = RankView(rank.rank, rank.free_at_s, can_take, models)
             if rank.is_ready:
                 views.append(view)
         return tuple(views)
 
     def _note_idle(self, rank: int, *, since_s: float) -> None:
-        if self._ranks[rank].is_ready and not self._ranks[rank].flights:
-            self._ranks[rank].idle_since_s = since_s
-            self._idle.add(rank)
+        record = self._ranks[rank]
+        if record.is_ready and not record.flights:
+            record.idle_since_s = since_s
+            if not record.is_loading:
+                self._idle.add(rank)
 
     def _free_ranks(self, about_to_end: Sequence[Flight]) -> Set[int]:
         """Ranks that can take a task: idle ones, and those whose only one is about to end."""
@@ -471,7 +547,9 @@ class State:
             rank
             for flight in about_to_end
             for rank in flight.pending
-            if len(self._ranks[rank].flights) == 1 and self._ranks[rank].is_ready
+            if len(self._ranks[rank].flights) == 1
+            and self._ranks[rank].is_ready
+            and not self._ranks[rank].is_loading
         ]
         return self._idle.union(behind) if behind else self._idle
 
@@ -499,6 +577,8 @@ class State:
         record = self._jobs.get(task.job_id)
         if record is None or not record.arrived or record.doom:
             raise PolicyFault(f"there is no open job {task.job_id}")
+        if record.model not in self._models and self._is_limited:
+            raise PolicyFault(f"job {task.job_id}: ranks do not hold {record.model} now")
         is_over = record.next_index == record.num_tasks
         if is_over or task != record.next_task:
             raise PolicyFault(f"job {task.job_id}: {task} (number {task.index}) is not its next task")
@@ -512,7 +592,7 @@ class State:
         for number in layout.ranks:
             rank = self._ranks[number]
             is_free = not rank.flights or is_ending(rank.flights, guard_s=self._guard_s, now_s=now_s)
-            if not rank.is_ready or not is_free:
+            if not rank.is_ready or rank.is_loading or not is_free:
                 raise PolicyFault(f"job {task.job_id}: rank {number} is not free")
         return record
 
@@ -532,6 +612,11 @@ class State:
             record.producer = record.last_completed = point.producer
             record.warnings.append(f"resumed at {job.trajectory.task(point.next_index)}")
         return record
+
+
+def _urgency(record: JobRecord) -> tuple[float, float]:
+    """Of jobs that are parked, in the order in which they were."""
+    return -record.job.spec.priority, math.inf if record.deadline_s is None else record.deadline_s
 
 
 @functools.lru_cache(maxsize=1024)

@@ -134,6 +134,12 @@ class TraceWriter(Observer):
             case events.PolicyChanged():
                 args = {"policy": event.policy, "reason": event.reason}
                 self._instant(f"policy {event.policy}", event.time_s, scope="g", args=args)
+            case events.ModelsChanged():
+                change = {"models": list(event.models), "reason": event.reason}
+                self._instant(f"models {', '.join(event.models)}", event.time_s, scope="g", args=change)
+            case events.RankLoaded():
+                start_s = event.time_s - event.load_s
+                self._slice("load models", event.rank, start_s, event.time_s, job=None, args={})
             case events.StopRequested():
                 signal = {"signal": event.signal_number}
                 self._instant("stop requested", event.time_s, scope="g", args=signal)

@@ -29,6 +29,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,7 @@ from gfgen.runtime.messages import (
     ForgetJob,
     Left,
     MemoryUse,
+    ModelsSet,
     Ping,
     Pong,
     ReplacePeer,
@@ -59,6 +61,7 @@ from gfgen.runtime.messages import (
     RestartEdges,
     RunTask,
     SendState,
+    SetModels,
     StartJob,
     TaskFault,
     TaskReport,
@@ -83,6 +86,8 @@ from gfgen.runtime.worker_jobs import (
 logger = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1
+LoadModel = Callable[[str], Adapter]
+"""From a checkpoint to its adapter, where the rank computes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +104,17 @@ class WorkerSettings:
     num_threads: int = 1
     has_graphs: bool = False
     """On a GPU: whether forwards may be recorded, to be launched at once."""
+    memory_limit: int | None = None
+    """Bytes of its GPU that a rank may use; None for all."""
 
 
 def main(channel_socket: socket.socket, settings: WorkerSettings) -> None:
     """Entry of a CPU rank's process: load, then serve until the channel is closed."""
-    run_worker(channel_socket, settings, lambda channel: Worker(channel, settings.rank, load(settings)))
+
+    def make(channel: Channel) -> Worker:
+        return Worker(channel, settings.rank, load(settings), load_model=partial(load_model, settings))
+
+    run_worker(channel_socket, settings, make)
 
 
 def run_worker(
@@ -135,10 +146,19 @@ class Worker:
     arena_fds: tuple[int, ...] = ()
     """What the control plane is to hand to the other ranks."""
 
-    def __init__(self, channel: Channel, rank: int, adapters: dict[str, Adapter]) -> None:
+    def __init__(
+        self,
+        channel: Channel,
+        rank: int,
+        adapters: dict[str, Adapter],
+        *,
+        load_model: LoadModel | None = None,
+    ) -> None:
         self._channel = channel
         self._rank = rank
         self._adapters = adapters
+        self._load_model = load_model
+        """None where models never change."""
         self._endpoint: Any = None
         """None before the arenas have come."""
         self._tasks: queue.SimpleQueue[tuple[Any, list[int]] | None] = queue.SimpleQueue()
@@ -169,6 +189,8 @@ class Worker:
             try:
                 if isinstance(message, WarmUp):
                     self._channel.send(self._warm_up(message))
+                elif isinstance(message, SetModels):
+                    self._set_models(message)
                 else:
                     self._run(message, fds)
             finally:
@@ -184,7 +206,7 @@ class Worker:
     def _receive(self) -> None:
         while (received := self._channel.receive()) is not None:
             message, fds = received
-            if isinstance(message, RunTask | WarmUp):
+            if isinstance(message, RunTask | WarmUp | SetModels):
                 self._tasks.put((message, fds))
                 continue
             with self._lock:
@@ -362,6 +384,29 @@ class Worker:
         """On a CPU there is nothing to load."""
         return WarmedUp(message.number, 0.0)
 
+    def _set_models(self, message: SetModels) -> None:
+        """Hold other models; a process that cannot is of no use, and ends with its reason."""
+        started_s = time.monotonic()
+        try:
+            self._drop_models([path for path in self._adapters if path not in message.checkpoints])
+            for path in message.checkpoints:
+                if path not in self._adapters:
+                    assert self._load_model is not None
+                    self._adapters[path] = self._load_model(path)
+            self._drain()
+        except Exception as error:
+            logger.debug("rank %d cannot load", self._rank, exc_info=True)
+            self._channel.send(WorkerFailed(self._rank, reason_of(error)))
+            sys.stderr.flush()
+            os._exit(1)
+        self._channel.send(ModelsSet(time.monotonic() - started_s))
+
+    def _drop_models(self, paths: Sequence[str]) -> None:
+        """Let go of models, and of the memory that they had."""
+        for path in paths:
+            del self._adapters[path]
+        gc.collect()
+
     def _run(self, message: RunTask, fds: Sequence[int]) -> None:
         """Run one task and report; an exception fails the task, never the worker."""
         assert message.number > self._last_number, (
@@ -481,16 +526,18 @@ class Worker:
 
 
 def load(settings: WorkerSettings, *, device: str = "cpu") -> dict[str, Adapter]:
-    """The adapters of all models, by checkpoint."""
-    return {
-        path: load_adapter(
-            Path(path),
-            device=device,
-            vae_dtype=settings.vae_dtype,
-            has_random_weights=settings.has_random_weights,
-        )
-        for path in settings.checkpoints
-    }
+    """The adapters of the models that a rank holds at first, by checkpoint."""
+    return {path: load_model(settings, path, device=device) for path in settings.checkpoints}
+
+
+def load_model(settings: WorkerSettings, path: str, *, device: str = "cpu") -> Adapter:
+    """The adapter of one model."""
+    return load_adapter(
+        Path(path),
+        device=device,
+        vae_dtype=settings.vae_dtype,
+        has_random_weights=settings.has_random_weights,
+    )
 
 
 def store_frames(frames: Fields, fd: int, *, shape: Sequence[int]) -> None:

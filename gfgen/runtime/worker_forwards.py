@@ -111,6 +111,11 @@ class Forwards:
         """Give the memory of records back."""
         self._graphs.clear()
 
+    def forget(self) -> None:
+        """Models are about to go: no record is kept, and all may be tried again."""
+        self.clear()
+        self._num_attempts.clear()
+
     def _layouts(self, degrees: tuple[int, int, int]) -> Iterator[Layout]:
         """With this rank in each slot in turn; who the others are does not matter."""
         cfg, ulysses, ring = degrees

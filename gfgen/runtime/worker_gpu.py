@@ -28,6 +28,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,17 +47,27 @@ from gfgen.models.graphs import Graphs, Recorder
 from gfgen.models.parallel import Parallel, parallel_from
 from gfgen.runtime.arenas import SIDE_BYTES
 from gfgen.runtime.channel import Channel
+from gfgen.runtime.memory import CONTEXT_BYTES
 from gfgen.runtime.messages import (
     Arenas,
     MemoryUse,
     ReplacePeer,
     RunTask,
     SendState,
+    SetModels,
     TaskReport,
     WarmedUp,
     WarmUp,
 )
-from gfgen.runtime.worker import Worker, WorkerSettings, load, reason_of, run_worker
+from gfgen.runtime.worker import (
+    LoadModel,
+    Worker,
+    WorkerSettings,
+    load,
+    load_model,
+    reason_of,
+    run_worker,
+)
 from gfgen.runtime.worker_forwards import Forwards, Kind
 from gfgen.runtime.worker_graphs import CudaRecorder
 from gfgen.runtime.worker_jobs import (
@@ -91,9 +102,17 @@ def main(channel_socket: socket.socket, settings: WorkerSettings) -> None:
         device = torch.device("cuda", settings.rank)
         torch.cuda.set_device(device)
         Kernels(settings.rank)  # compiled and kept on disk before anyone waits for this rank
+        if settings.memory_limit is not None:
+            _limit_memory(settings, device)
         adapters = load(settings, device=str(device))
         torch.cuda.synchronize(device)
-        worker = GpuWorker(channel, settings.rank, adapters, Plan(*settings.arena_bytes))
+        worker = GpuWorker(
+            channel,
+            settings.rank,
+            adapters,
+            Plan(*settings.arena_bytes),
+            load_model=partial(load_model, settings, device=str(device)),
+        )
         worker.set_up_forwards(CudaRecorder(device), may_record=settings.has_graphs)
         return worker
 
@@ -124,8 +143,16 @@ class Launched:
 class GpuWorker(Worker):
     """Runs tasks with the adapters of one rank, on the GPU of its number."""
 
-    def __init__(self, channel: Channel, rank: int, adapters: dict[str, Adapter], plan: Plan) -> None:
-        super().__init__(channel, rank, adapters)
+    def __init__(
+        self,
+        channel: Channel,
+        rank: int,
+        adapters: dict[str, Adapter],
+        plan: Plan,
+        *,
+        load_model: LoadModel | None = None,
+    ) -> None:
+        super().__init__(channel, rank, adapters, load_model=load_model)
         self.device = torch.device("cuda", rank)
         self._plan = plan
         self._own_arena, arena_fd = DeviceArena.create(plan, device=rank)
@@ -271,6 +298,16 @@ class GpuWorker(Worker):
             torch.cuda.empty_cache()
         self._drain()
         return WarmedUp(message.number, time.monotonic() - began_s, reason)
+
+    def _set_models(self, message: SetModels) -> None:
+        with contextlib.suppress(InputVoidError):  # nobody is left who wants them
+            self._see_to_the_end(self._last_number + 1)
+            super()._set_models(message)
+
+    def _drop_models(self, paths: Sequence[str]) -> None:
+        self._forwards.forget()
+        super()._drop_models(paths)
+        torch.cuda.empty_cache()  # so that other models do not have to fit into the gaps
 
     def _perform(self, job: RankJob, message: RunTask, fds: Sequence[int]) -> None:
         """Enqueue a task; the watcher does the rest."""
@@ -595,6 +632,14 @@ def _empty(place: torch.Tensor, target: torch.Tensor, there: torch.cuda.Event) -
 def _dense(fields: Fields) -> Fields:
     """So that nothing has to be launched on them when they go to the host or to other ranks."""
     return Fields({name: tensor.contiguous() for name, tensor in fields.tensors.items()}, fields.scalars)
+
+
+def _limit_memory(settings: WorkerSettings, device: torch.device) -> None:
+    """Let torch take no more of the device than what is left of the limit beside the rest."""
+    assert settings.memory_limit is not None
+    total = torch.cuda.get_device_properties(device).total_memory
+    left = settings.memory_limit - arena_bytes(Plan(*settings.arena_bytes)) - CONTEXT_BYTES
+    torch.cuda.set_per_process_memory_fraction(min(1.0, max(0.0, left / total)), device)
 
 
 def _exit_if_lost(error: BaseException) -> None:

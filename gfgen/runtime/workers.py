@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import selectors
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from gfgen.graph import Stage
@@ -21,6 +21,7 @@ from gfgen.runtime.events import (
     Event,
     OutputFailed,
     OutputWritten,
+    RankLoaded,
     RankLost,
     RankReady,
     StopRequested,
@@ -33,6 +34,7 @@ from gfgen.runtime.messages import (
     ForgetJob,
     Left,
     MemoryUse,
+    ModelsSet,
     Ping,
     Pong,
     Reset,
@@ -183,6 +185,11 @@ class ProcessBackend:
         except OSError as error:
             logger.warning("job %s will start at the beginning: its state is not kept (%s)", job_id, error)
 
+    def load(self, models: Collection[str], *, load_s: float) -> None:
+        """Let all ranks hold these models, of which jobs are known, and no others."""
+        checkpoints = {job.spec.model: job.checkpoint for job in self._jobs.values()}
+        self._pool.set_models({checkpoints[model] for model in models if model in checkpoints})
+
     def add(self, jobs: Sequence[AdmittedJob]) -> None:
         """Know these jobs too; workers are told of one before its first task."""
         self._jobs |= {job.job_id: job for job in jobs}
@@ -240,6 +247,10 @@ class ProcessBackend:
                 yield from self._task_done(child, report, now_s)
             case TaskFault() as fault:
                 self._task_failed(child, fault)
+            case ModelsSet() as answer:
+                assert child.rank is not None
+                child.asked_to_load_s = None
+                yield RankLoaded(now_s, child.rank, answer.load_s)
             case Left() | EdgesRestarted() as answer:
                 yield from self._answered(child, answer)
             case WriteDone() as done:
@@ -258,7 +269,7 @@ class ProcessBackend:
                     self._pool.welcome(child)
                     yield event
             case WorkerFailed() as failure:
-                self._verdicts[child] = f"it cannot start: {failure.reason}"
+                self._verdicts[child] = f"it cannot load its models: {failure.reason}"
             case MemoryUse() as use:
                 assert child.rank is not None
                 self._memory_use[child.rank] = use
@@ -413,6 +424,8 @@ class ProcessBackend:
         for worker in living:
             if worker.is_starting_for_s > self._watchdog.patience.starting_s:
                 self._kill(worker, "it does not get ready")
+            if worker.is_loading_for_s > self._watchdog.patience.starting_s:
+                self._kill(worker, "it does not load its models")
         if self._watchdog.wants_ping(now_s):
             for worker in living:
                 if worker.is_ready:

@@ -57,6 +57,25 @@ def test_a_job_file_becomes_files_and_a_second_run_skips_them(folder):
     assert before == after
 
 
+def test_models_that_do_not_fit_into_memory_together_take_turns(folder):
+    """Their weights are 13.0 and 6.9 MB."""
+    process = start(folder, "--memory", "18MB", "--log-json")
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert "not all models fit together: they take turns, tiny-qwen-image first" in err
+    assert {entry["status"] for entry in manifest(folder).values()} == {"done"}
+    events = (folder / "outputs/night/journal.jsonl").read_text()
+    assert events.count('"ModelsChanged"') == 1
+    assert events.count('"RankLoaded"') == 2
+
+
+def test_a_model_that_does_not_fit_at_all_is_refused_with_the_numbers(folder):
+    process = start(folder, "--memory", "12MB")
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 2
+    assert "tiny-qwen-image on 2 ranks: at least 13.0 MB of memory needed, 12.0 MB available" in err
+
+
 LONG = JOBS[1] | {"id": "long", "steps": 200}
 
 

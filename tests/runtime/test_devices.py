@@ -9,7 +9,7 @@ import pytest
 
 from gfgen.errors import InputError
 from gfgen.runtime import devices
-from gfgen.runtime.devices import Gpu, choose_devices, find_gpus
+from gfgen.runtime.devices import Gpu, choose_devices, find_gpus, parse_memory
 
 FOUR = tuple(Gpu("NVIDIA H200", 150_000_000_000 - idx) for idx in range(4))
 
@@ -47,6 +47,25 @@ def test_without_gpus_there_are_four_cpu_ranks():
     chosen = choose_devices(find=tuple)
     assert (chosen.kind, chosen.num_ranks, chosen.memory_bytes) == ("cpu", 4, None)
     assert choose_devices(num_ranks=7, find=tuple).num_ranks == 7
+
+
+def test_memory_can_be_limited_on_gpus_and_on_cpu_ranks():
+    assert choose_devices(memory_limit=40, find=lambda: FOUR).memory_bytes == 40
+    assert choose_devices(memory_limit=10**12, find=lambda: FOUR).memory_bytes == 150_000_000_000 - 3
+    assert choose_devices(memory_limit=40, find=tuple).memory_bytes == 40
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"), [("40GB", 40 * 10**9), ("1.5 g", 1_500_000_000), ("500MB", 5 * 10**8), ("7", 7)]
+)
+def test_sizes_of_memory_are_understood(text: str, num_bytes: int):
+    assert parse_memory(text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["", "0GB", "40 GiB", "much", "-1GB", "1e9"])
+def test_what_is_no_size_of_memory_is_refused(text: str):
+    with pytest.raises(InputError, match="a size like 40GB or 500MB is accepted"):
+        parse_memory(text)
 
 
 def test_cpu_ranks_can_be_forced_and_nobody_looks_for_gpus():

@@ -14,6 +14,7 @@ from gfgen.runtime.memory import (
     available_bytes,
     check_models,
     check_models_on_gpu,
+    check_together,
     gpu_job_bytes,
     job_bytes,
     refuse_large,
@@ -80,8 +81,8 @@ def bf16_model(monkeypatch):
 
 
 def test_models_that_fit_tell_what_they_take(bf16_model):
-    assert check_models(bf16_model, num_ranks=4, available=22 * GB) == 22 * GB
-    assert check_models(bf16_model, num_ranks=4, available=None) == 22 * GB
+    assert check_models(bf16_model, num_ranks=4, available=22 * GB) == {Path("wan"): 22 * GB}
+    assert check_models(bf16_model, num_ranks=4, available=None) == {Path("wan"): 22 * GB}
 
 
 def test_models_that_do_not_fit_say_how_many_ranks_would(bf16_model):
@@ -92,28 +93,32 @@ def test_models_that_do_not_fit_say_how_many_ranks_would(bf16_model):
         check_models(bf16_model, num_ranks=4, available=1 * GB)
 
 
+def test_models_need_fit_together_only_where_all_are_to_be_there_at_once(bf16_model):
+    needs = check_models([*bf16_model, Path("qwen")], num_ranks=1, available=7 * GB)
+    check_together(needs, available=14 * GB)
+    with pytest.raises(InputError, match=r"qwen, wan: at least 14\.0 GB of memory needed for all"):
+        check_together(needs, available=13 * GB)
+
+
 def test_only_jobs_that_cannot_fit_are_refused():
     jobs = [make_job("a", line=3), make_job("b", line=4)]
-    need = job_bytes(jobs[0])
-    assert refuse_large(jobs, models_bytes=GB, available=GB + need) == (tuple(jobs), ())
-    kept, problems = refuse_large(jobs, models_bytes=GB, available=GB + need - 1)
+    need, models_bytes = job_bytes(jobs[0]), {Path("fake"): GB, Path("another"): 9 * GB}
+    assert refuse_large(jobs, models_bytes=models_bytes, available=GB + need) == (tuple(jobs), ())
+    kept, problems = refuse_large(jobs, models_bytes=models_bytes, available=GB + need - 1)
     assert kept == ()
     assert [problem.line for problem in problems] == [3, 4]
     expected = (
         "line 3: size = 16x16: at least 1.0 GB of memory needed, 1.0 GB available; a smaller size would help"
     )
     assert str(problems[0]) == expected
-    assert refuse_large(jobs, models_bytes=GB, available=None) == (tuple(jobs), ())
+    assert refuse_large(jobs, models_bytes=models_bytes, available=None) == (tuple(jobs), ())
 
 
 def test_shipped_models_have_the_weights_on_a_gpu_that_were_measured():
     # FACTS: Wan2.2-5B 24 GB with UMT5 and VAE, Qwen-Image 58 GB.
-    arena, context = 2 * GB, 600_000_000
-    for name, expected in (("wan2.2-ti2v-5b", 24.2), ("qwen-image", 57.7)):
-        found = check_models_on_gpu(
-            [CONFIGS / name], memory_bytes=None, arena_bytes=arena, has_random_weights=True
-        )
-        assert (found - arena - context) / 1e9 == pytest.approx(expected, abs=0.1)
+    expected = {CONFIGS / "wan2.2-ti2v-5b": 24.2, CONFIGS / "qwen-image": 57.7}
+    found = check_models_on_gpu(expected, memory_bytes=None, beside_bytes=3 * GB, has_random_weights=True)
+    assert {path: size / 1e9 for path, size in found.items()} == pytest.approx(expected, abs=0.1)
 
 
 def test_a_model_too_large_for_a_gpu_is_refused_with_the_numbers():
@@ -121,7 +126,10 @@ def test_a_model_too_large_for_a_gpu_is_refused_with_the_numbers():
         InputError, match=r"qwen-image \(57\.7 GB\): at least 58\.3 GB needed on each GPU, 40"
     ):
         check_models_on_gpu(
-            [CONFIGS / "qwen-image"], memory_bytes=40 * GB, arena_bytes=0, has_random_weights=True
+            [CONFIGS / "qwen-image", CONFIGS / "wan2.2-ti2v-5b"],
+            memory_bytes=40 * GB,
+            beside_bytes=600_000_000,
+            has_random_weights=True,
         )
 
 
@@ -137,9 +145,10 @@ def test_weights_of_a_checkpoint_on_a_gpu_are_counted_from_its_files(tiny_models
 
 def test_a_job_too_large_for_a_gpu_is_refused_with_the_numbers():
     job = make_job("a")
-    models_bytes = 10 * GB
-    need = models_bytes + gpu_job_bytes(job)
-    assert refuse_large_on_gpu([job], models_bytes=models_bytes, memory_bytes=need) == ((job,), ())
-    kept, problems = refuse_large_on_gpu([job], models_bytes=models_bytes, memory_bytes=need - 1)
+    models_bytes = {job.checkpoint: 7 * GB, Path("another"): 90 * GB}
+    need = 10 * GB + gpu_job_bytes(job)
+    options = {"models_bytes": models_bytes, "beside_bytes": 3 * GB}
+    assert refuse_large_on_gpu([job], **options, memory_bytes=need) == ((job,), ())
+    kept, problems = refuse_large_on_gpu([job], **options, memory_bytes=need - 1)
     assert kept == ()
     assert "on each GPU needed, 10.0 GB available" in str(problems[0])

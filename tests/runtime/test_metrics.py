@@ -14,7 +14,7 @@ from gfgen.graph import Trajectory
 from gfgen.layout import Layout
 from gfgen.runtime.dispatch import Dispatch
 from gfgen.runtime.durations import in_words, on_clock
-from gfgen.runtime.events import TaskDone, TaskFailed
+from gfgen.runtime.events import ModelsChanged, RankLoaded, TaskDone, TaskFailed
 from gfgen.runtime.messages import MemoryUse
 from gfgen.runtime.metrics import Attainment, Latency, Metrics, Summary, percentile
 from gfgen.runtime.observer import JobInfo, JobOutcome, skipped_outcome
@@ -136,6 +136,14 @@ def test_lines_say_what_a_person_wants_to_know() -> None:
     assert [line.split()[0] for line in lines] == ["jobs", "latency", "deadlines", "ranks"]
     assert "11 done, 1 failed in" in lines[0]
     assert all(len(line) < 110 for line in lines)
+
+
+def test_changes_of_models_are_told_with_what_they_took() -> None:
+    metrics = metrics_of(ended(job_info("a"), arrival_s=0.0, ended_s=10.0), num_ranks=2)
+    metrics.applied(ModelsChanged(1.0, ("wan",), 3.0, "a reason"))
+    for rank in range(2):
+        metrics.applied(RankLoaded(5.0, rank, 4.0))
+    assert metrics.summary().lines()[-1] == "models     changed once, 4.0 s of each rank's time"
 
 
 def test_memory_is_told_by_model_where_ranks_are_on_gpus() -> None:

@@ -5,6 +5,7 @@ The device is imitated (tests/gpu_worker_imitation.py); on real ones see tests/c
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -17,6 +18,7 @@ import pytest
 import test_deaths
 import test_elastic
 import torch
+from builders import Recorder
 from test_workers import PICTURE, admitted, pixels, run
 
 from gfgen.gfc.arena import Plan
@@ -25,9 +27,12 @@ from gfgen.job import JobSpec
 from gfgen.layout import Layout
 from gfgen.models import lanes
 from gfgen.models.adapter import Fields
+from gfgen.policies.catalog import NamedPolicy
+from gfgen.runtime.events import ModelsChanged, RankLoaded
 from gfgen.runtime.messages import RunTask
 from gfgen.runtime.migration import Transfer
 from gfgen.runtime.pool import WorkerPool
+from gfgen.runtime.residency import Residency
 from gfgen.runtime.warming import warm_ups
 from gfgen.runtime.worker_gpu import GpuWorker
 from gfgen.runtime.worker_jobs import InputVoidError
@@ -147,6 +152,68 @@ def test_a_task_that_runs_out_of_memory_once_is_tried_again(gpu_pool, tmp_path):
     assert test_deaths.statuses(recorder) == {"gpu-short": "done"}
     assert recorder.memory[0].device_peaks.keys() == {"tiny-qwen-image"}
     assert recorder.memory[0].arena_bytes > PLAN.data_bytes
+
+
+@pytest.fixture
+def swapping_pool(gpu_pool: WorkerPool, tiny_models: Mapping[str, Path]) -> Iterator[WorkerPool]:
+    """The same ranks, which hold all models again afterwards."""
+    yield gpu_pool
+    gpu_pool.set_models([tiny_models["tiny-qwen-image"], tiny_models["tiny-wan"]])
+
+
+def swapped_run(pool: WorkerPool, folder: Path, *specs: JobSpec, policy: NamedPolicy) -> Recorder:
+    """A run with room for one model at a time."""
+    jobs = admitted(*specs)
+    residency = Residency(
+        jobs,
+        weights={job.checkpoint: 10 for job in jobs},
+        work_bytes=lambda _: 0,
+        room_bytes=19,
+    )
+    pool.set_models(residency.checkpoints)
+    return run(pool, folder, *specs, policy=policy, residency=residency)
+
+
+VIDEO = JobSpec(id="video", prompt="a fox", model="tiny-wan", width=64, height=64, frames=5, steps=3, seed=1)
+
+
+def test_models_that_do_not_fit_together_are_swapped_and_change_nothing(swapping_pool, tmp_path):
+    picture = JobSpec(id="picture", prompt="a fox", **PICTURE | {"seed": 3})
+    layouts = test_elastic.following((0, 1), (2,))
+    run(swapping_pool, tmp_path / "all", picture, VIDEO, policy=layouts)
+    recorder = swapped_run(swapping_pool, tmp_path / "turns", picture, VIDEO, policy=layouts)
+    (change,) = [event for event in recorder.events if isinstance(event, ModelsChanged)]
+    assert list(change.models) == ["tiny-wan"]
+    loaded = [event.rank for event in recorder.events if isinstance(event, RankLoaded)]
+    assert sorted(loaded[-3:]) == [0, 1, 2]
+    for name in ("picture.png", "video.mp4"):
+        files = [(tmp_path / folder / name).read_bytes() for folder in ("all", "turns")]
+        assert files[0] == files[1]
+
+
+def test_a_rank_that_dies_after_a_change_comes_back_with_the_models_of_now(swapping_pool, tmp_path):
+    first = JobSpec(id="first", prompt="a fox", model="tiny-wan", width=64, height=64, frames=5, steps=2)
+    second = test_deaths.job("gpu-swapped", "die rank=0 step=2 times=1")
+    recorder = swapped_run(swapping_pool, tmp_path, first, second, policy=test_elastic.following((0,)))
+    assert test_deaths.lost(recorder) == [(0, "killed by signal 9")]
+    assert test_deaths.statuses(recorder) == {"first": "done", "gpu-swapped": "done"}
+
+
+def test_a_rank_that_cannot_load_is_replaced_and_says_why(swapping_pool, tmp_path):
+    picture = JobSpec(id="picture", prompt="a fox", **PICTURE | {"steps": 2})
+
+    def decide(snapshot):
+        """The next model that some rank is to load is not loaded."""
+        view = snapshot.open.get("picture")
+        if view is not None and view.next_task.stage is Stage.DECODE:
+            (Path(os.environ["GFGEN_TEST_FAULTS"]) / "load").touch()
+        return test_elastic.following((0,)).decide(snapshot)
+
+    policy = NamedPolicy("breaking", decide)
+    recorder = swapped_run(swapping_pool, tmp_path, picture, VIDEO, policy=policy)
+    ((_, reason),) = test_deaths.lost(recorder)
+    assert reason.startswith("it cannot load its models: RuntimeError: as told by a file")
+    assert test_deaths.statuses(recorder) == {"picture": "done", "video": "done"}
 
 
 @pytest.mark.parametrize("seed", [11, 12, 13])

@@ -42,7 +42,7 @@ def admitted(*specs):
     return jobs
 
 
-def run(pool, folder, *specs, policy="srtf", guard_s=0.005, patience=None):
+def run(pool, folder, *specs, policy="srtf", guard_s=0.005, patience=None, residency=None):
     """Run jobs on the pool; the recorder knows what happened."""
     jobs, clock, costs, recorder = admitted(*specs), Clock(), CostModel(), Recorder()
     state = State(
@@ -52,6 +52,7 @@ def run(pool, folder, *specs, policy="srtf", guard_s=0.005, patience=None):
         costs=costs,
         guard_s=guard_s,
         last_number=pool.last_number,
+        resident=residency.resident if residency else None,
     )
     backend = ObservedBackend(pool, jobs, clock=clock, output_dir=folder, patience=patience)
     chosen = policy if isinstance(policy, NamedPolicy) else load_policy(policy)
@@ -63,6 +64,7 @@ def run(pool, folder, *specs, policy="srtf", guard_s=0.005, patience=None):
         policy=chosen,
         guard_s=guard_s,
         observers=[recorder],
+        residency=residency,
     )
     try:
         control.run()

@@ -1,0 +1,175 @@
+"""Which models are resident where not all of them fit, and when others' turn comes.
+
+Jobs of models that are not resident are out of the policies' sight (state.py). The resident ones are
+changed, on all ranks, each after its present task,
+
+- when nothing of them can run any more, and jobs of others wait;
+- when jobs of others wait, and the last change was so long ago that changes take a hundredth of the time
+  at most; a tenth for a job with a deadline or a raised priority.
+
+So there are never more changes than jobs, and one for each hundred, or ten, times what a change takes.
+A change is an event in the journal, so that a replay needs none of this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from gfgen.runtime.admission import AdmittedJob
+from gfgen.runtime.events import Event, ModelsChanged, RankLoaded, RankReady
+from gfgen.runtime.observer import Observer
+
+SHARE, URGENT_SHARE = 0.01, 0.1
+"""Of the time: what changes may take that are made for the sake of jobs that wait."""
+LOAD_BYTES_PER_S = 1e9
+"""Until ranks have loaded something: a disk that is neither slow nor fast."""
+
+
+class Demand(Protocol):
+    """What there is to do, as the state knows it."""
+
+    @property
+    def num_parked(self) -> int:
+        """Jobs that wait for their models."""
+        ...
+
+    @property
+    def has_urgent_parked(self) -> bool:
+        """Whether one of them has a deadline or a raised priority."""
+        ...
+
+    @property
+    def is_loading(self) -> bool:
+        """Some rank has yet to load the models of the last change."""
+        ...
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Nothing runs, and nothing of the resident models can be started."""
+        ...
+
+    def parked_models(self) -> Sequence[str]:
+        """Models that jobs wait for, the most urgent first."""
+        ...
+
+    def resident_models_at_work(self) -> Collection[str]:
+        """Resident models with jobs that have not ended."""
+        ...
+
+
+@dataclass(slots=True)
+class _Need:
+    """What a model takes."""
+
+    checkpoint: Path
+    work_bytes: int = 0
+    """Of the largest of its jobs, beside the weights."""
+
+
+class Residency(Observer):
+    """Watches a run whose models do not fit together, and says when to change the resident ones.
+
+    `weights` are bytes by checkpoint, `work_bytes` is what a job takes beside them, `room_bytes` what
+    there is for both: of each rank, or of all ranks together. `names` has the checkpoints of models that
+    may have no jobs yet. The models of the most urgent jobs come first.
+    """
+
+    def __init__(
+        self,
+        jobs: Sequence[AdmittedJob],
+        *,
+        weights: Mapping[Path, int],
+        work_bytes: Callable[[AdmittedJob], int],
+        room_bytes: int,
+        names: Mapping[str, Path] | None = None,
+    ) -> None:
+        self._weights = weights
+        self._work_bytes = work_bytes
+        self._room_bytes = room_bytes
+        self._needs = {model: _Need(checkpoint) for model, checkpoint in (names or {}).items()}
+        self.note(jobs)
+        self._bytes_per_s: float | None = None
+        self._changed_s = 0.0
+        """When the last change was over."""
+        by_urgency = sorted(jobs, key=lambda job: (job.spec.arrival_s, -job.spec.priority))
+        self.resident = self.choose([*(job.spec.model or "" for job in by_urgency), *self._needs])
+        self._lacked_bytes = 0
+        """What ranks had to load by the last change."""
+
+    @property
+    def is_needed(self) -> bool:
+        """Not all models fit together."""
+        return self.resident != self._needs.keys()
+
+    @property
+    def checkpoints(self) -> list[Path]:
+        """Of the resident models."""
+        return sorted({self._needs[model].checkpoint for model in self.resident})
+
+    def choose(self, wanted: Sequence[str], *, kept: Collection[str] = ()) -> frozenset[str]:
+        """The first wanted model, and of the others, in order, those that fit beside; kept ones last."""
+        chosen = {wanted[0]}
+        for model in (*wanted, *sorted(kept)):
+            if self._fits({*chosen, model}):
+                chosen.add(model)
+        return frozenset(chosen)
+
+    def note(self, jobs: Iterable[AdmittedJob]) -> None:
+        """There are these jobs, too; they may be larger than those before."""
+        for job in jobs:
+            need = self._needs.setdefault(job.spec.model or "", _Need(job.checkpoint))
+            need.work_bytes = max(need.work_bytes, self._work_bytes(job))
+
+    def change(self, demand: Demand, *, now_s: float) -> ModelsChanged | None:
+        """The change that is due now, if any."""
+        if not demand.num_parked or demand.is_loading:
+            return None
+        reason = self._reason(demand, now_s)
+        if reason is None:
+            return None
+        wanted = demand.parked_models()
+        at_work = demand.resident_models_at_work()
+        models = self.choose([wanted[0], *sorted(at_work), *wanted[1:]], kept=self.resident)
+        if models == self.resident:
+            return None
+        return ModelsChanged(now_s, tuple(sorted(models)), self._load_s(models), reason)
+
+    def applied(self, event: Event) -> None:
+        match event:
+            case ModelsChanged():
+                self._lacked_bytes = self._bytes_of(set(event.models) - self.resident)
+                self.resident = frozenset(event.models)
+                self._changed_s = event.time_s
+            case RankLoaded():
+                self._changed_s = event.time_s
+                self._observe(self._lacked_bytes, event.load_s)
+            case RankReady():
+                self._observe(self._bytes_of(self.resident), event.startup_s)
+            case _:
+                pass
+
+    def _reason(self, demand: Demand, now_s: float) -> str | None:
+        if demand.is_at_rest:
+            return "nothing is left to do with the others"
+        share = URGENT_SHARE if demand.has_urgent_parked else SHARE
+        longest_s = max(self._load_s([model]) for model in self._needs)
+        return "its jobs have waited long" if now_s >= self._changed_s + longest_s / share else None
+
+    def _load_s(self, models: Collection[str]) -> float:
+        """How long ranks take to load what they lack of these."""
+        return self._bytes_of(set(models) - self.resident) / (self._bytes_per_s or LOAD_BYTES_PER_S)
+
+    def _observe(self, num_bytes: int, load_s: float) -> None:
+        if load_s > 0 and num_bytes:
+            self._bytes_per_s = num_bytes / load_s
+
+    def _fits(self, models: Collection[str]) -> bool:
+        work_bytes = max(self._needs[model].work_bytes for model in models)
+        return self._bytes_of(models) + work_bytes <= self._room_bytes
+
+    def _bytes_of(self, models: Collection[str]) -> int:
+        """Of their weights; models that are one under two names count once."""
+        return sum(self._weights[checkpoint] for checkpoint in {self._needs[m].checkpoint for m in models})

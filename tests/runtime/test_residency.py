@@ -1,0 +1,300 @@
+"""Models that do not fit together take turns: whose it is, and when, in virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from builders import STEP_S, Recorder, make_job
+
+from gfgen.graph import Stage
+from gfgen.policies.catalog import NamedPolicy, load_policy
+from gfgen.runtime.admission import AdmittedJob
+from gfgen.runtime.clock import Clock
+from gfgen.runtime.control import Control
+from gfgen.runtime.cost import CostModel
+from gfgen.runtime.events import ModelsChanged, RankLoaded, RankLost, RankReady, StopRequested
+from gfgen.runtime.journal import Journal, journal_header, read_runs
+from gfgen.runtime.replay import replay
+from gfgen.runtime.residency import LOAD_BYTES_PER_S, Residency
+from gfgen.runtime.simulate import SimulatedBackend, SimulatedTimes
+from gfgen.runtime.state import State
+from gfgen.snapshot import Decision
+
+GB = 10**9
+WEIGHTS = {Path("wan"): 24 * GB, Path("qwen"): 58 * GB, Path("moe"): 69 * GB}
+LOAD_S = {str(path): size / LOAD_BYTES_PER_S for path, size in WEIGHTS.items()}
+
+
+def job_of(model: str, job_id: str, **fields: Any) -> AdmittedJob:
+    job = make_job(job_id, **fields)
+    spec = replace(job.spec, model=model)
+    return replace(job, info=replace(job.info, spec=spec, asked=spec), checkpoint=Path(model))
+
+
+def residency_of(jobs: Sequence[AdmittedJob], *, room: int, work: int = 0) -> Residency:
+    return Residency(jobs, weights=WEIGHTS, work_bytes=lambda _: work, room_bytes=room)
+
+
+def controlled(
+    jobs: Sequence[AdmittedJob],
+    *,
+    room: int = 60 * GB,
+    policy: str = "srtf",
+    num_ranks: int = 2,
+    guard_s: float = 0.0,
+    step_s: float = STEP_S,
+    path: Path | None = None,
+    closes_s: float | None = None,
+) -> tuple[Control, Recorder]:
+    """A control loop over simulated ranks with so much room for models."""
+    clock, recorder, residency = Clock(virtual=True), Recorder(), residency_of(jobs, room=room)
+    state = State(
+        jobs,
+        num_ranks=num_ranks,
+        clock=clock,
+        costs=CostModel(),
+        guard_s=guard_s,
+        closes_s=closes_s,
+        resident=residency.resident,
+    )
+    journal = None
+    if path is not None:
+        header = journal_header(
+            [job.info for job in jobs],
+            policy=policy,
+            num_ranks=num_ranks,
+            guard_s=guard_s,
+            started_at=0.0,
+            closes_s=closes_s,
+            resident=residency.resident,
+        )
+        journal = Journal(path, header=header)
+    control = Control(
+        jobs,
+        state=state,
+        backend=SimulatedBackend(
+            clock, num_ranks=num_ranks, times=SimulatedTimes(task_s=lambda _: step_s, write_s=0.01)
+        ),
+        clock=clock,
+        policy=load_policy(policy),
+        guard_s=guard_s,
+        observers=[recorder],
+        journal=journal,
+        residency=residency,
+    )
+    return control, recorder
+
+
+def changes(recorder: Recorder) -> list[tuple[str, ...]]:
+    return [tuple(event.models) for event in recorder.events if isinstance(event, ModelsChanged)]
+
+
+# Which models ----------------------------------------------------------------------------------
+
+
+def test_models_that_fit_together_are_all_resident():
+    jobs = [job_of("wan", "a"), job_of("qwen", "b")]
+    assert not residency_of(jobs, room=82 * GB).is_needed
+    assert residency_of(jobs, room=82 * GB - 1).is_needed
+
+
+def test_the_largest_job_needs_room_beside_the_weights():
+    jobs = [job_of("wan", "a"), job_of("qwen", "b")]
+    assert not residency_of(jobs, room=90 * GB, work=8 * GB).is_needed
+    assert residency_of(jobs, room=90 * GB, work=9 * GB).is_needed
+
+
+def test_the_first_to_be_resident_is_the_model_of_the_most_urgent_job():
+    jobs = [job_of("wan", "late", arrival_s=1.0), job_of("qwen", "a"), job_of("moe", "b", priority=1)]
+    assert residency_of(jobs, room=70 * GB).resident == {"moe"}
+    assert residency_of(jobs, room=94 * GB).resident == {"moe", "wan"}
+    assert residency_of(jobs[:2], room=60 * GB).resident == {"qwen"}
+
+
+def test_one_model_under_two_names_counts_once():
+    jobs = [job_of("qwen", "a"), replace(job_of("./qwen", "b"), checkpoint=Path("qwen"))]
+    assert not residency_of(jobs, room=58 * GB).is_needed
+
+
+def test_a_model_without_jobs_comes_last():
+    jobs = [job_of("qwen", "a")]
+    found = Residency(
+        jobs, weights=WEIGHTS, work_bytes=lambda _: 0, room_bytes=60 * GB, names={"wan": Path("wan")}
+    )
+    assert found.resident == {"qwen"}
+    assert found.checkpoints == [Path("qwen")]
+    assert found.is_needed
+
+
+# Whose turn, and when --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["legacy", "fcfs", "srtf", "edf", "triage", "makespan", "auto"])
+@pytest.mark.parametrize("guard_s", [0.0, 0.05])
+def test_a_batch_of_two_models_changes_them_once(policy: str, guard_s: float):
+    jobs = [job_of(model, f"{model}-{n}", steps=3 + n) for n in range(4) for model in ("wan", "qwen")]
+    control, recorder = controlled(jobs, policy=policy, guard_s=guard_s)
+    summary = control.run()
+    assert summary.num_done == 8
+    assert changes(recorder) == [("qwen",)]
+    models = [job_id.split("-")[0] for job_id in recorder.end_order]
+    assert models == ["wan"] * 4 + ["qwen"] * 4
+
+
+def test_a_change_keeps_what_has_room():
+    jobs = [job_of(model, model) for model in ("wan", "qwen", "moe")]
+    control, recorder = controlled(jobs, room=95 * GB)
+    control.run()
+    assert changes(recorder) == [("moe", "wan")]
+
+
+def test_nothing_is_begun_on_a_rank_before_it_has_loaded():
+    jobs = [job_of("wan", "a"), job_of("qwen", "b")]
+    control, recorder = controlled(jobs)
+    control.run()
+    (change,) = [event for event in recorder.events if isinstance(event, ModelsChanged)]
+    loaded = [event for event in recorder.events if isinstance(event, RankLoaded)]
+    assert [event.rank for event in loaded] == [0, 1]
+    assert change.load_s == LOAD_S["qwen"]
+    first = next(dispatch for dispatch in recorder.dispatches if dispatch.task.job_id == "b")
+    assert first.submitted_s == pytest.approx(change.time_s + change.load_s)
+
+
+def test_ranks_that_load_are_predicted_free_when_they_have_loaded():
+    jobs = [job_of("wan", "a"), job_of("qwen", "b")]
+    control, _ = controlled(jobs, num_ranks=1)
+    seen = []
+
+    def look(snapshot: Any) -> list[Decision]:
+        seen.append(snapshot)
+        return list(load_policy("srtf").decide(snapshot))
+
+    control.policy = NamedPolicy("looking", look)
+    change = ModelsChanged(0.0, ("qwen",), 5.0, "as told")
+    control.state.apply(RankReady(0.0, 0, 1, 0.0))
+    control.state.apply(change)
+    (view,) = control.state.snapshot().ranks
+    assert (view.free_at_s, view.can_take, view.models) == (5.0, False, frozenset())
+    control.state.apply(RankLoaded(4.0, 0, 4.0))
+    (view,) = control.state.snapshot().ranks
+    assert (view.free_at_s, view.can_take, view.models) == (4.0, True, {"qwen"})
+
+
+def test_a_rank_that_dies_while_it_loads_comes_back_with_the_new_models():
+    jobs = [job_of("wan", "a"), job_of("qwen", "b")]
+    control, _ = controlled(jobs, num_ranks=2)
+    state = control.state
+    for event in (
+        RankReady(0.0, 0, 1, 0.0),
+        RankReady(0.0, 1, 1, 0.0),
+        ModelsChanged(0.0, ("qwen",), 5.0, "as told"),
+        RankLost(1.0, 0, 1, "killed"),
+        RankLoaded(5.0, 1, 5.0),
+        RankReady(6.0, 0, 2, 5.0),
+    ):
+        state.apply(event)
+    assert not state.is_loading
+    assert state.snapshot().free_ranks == (0, 1)
+
+
+def test_jobs_that_wait_get_their_turn_after_a_hundred_times_the_change():
+    long = job_of("wan", "long", steps=100_000)
+    control, recorder = controlled([long, job_of("qwen", "short")], num_ranks=1, step_s=10.0)
+    control.clock.at(StopRequested(20_000.0, 2))
+    control.run()
+    first, second = [event for event in recorder.events if isinstance(event, ModelsChanged)]
+    longest_s = max(LOAD_S["wan"], LOAD_S["qwen"])
+    assert first.models == ("qwen",)
+    assert first.time_s == pytest.approx(100 * longest_s, abs=20)
+    assert second.models == ("wan",)  # nothing is left of the other one
+    assert recorder.end_order == ["short"]
+    assert second.time_s - first.time_s < 200
+
+
+@pytest.mark.parametrize("fields", [{"deadline_s": 1e6}, {"priority": 1, "arrival_s": 1.0}])
+def test_jobs_with_a_deadline_or_a_raised_priority_get_it_after_ten_times_the_change(fields):
+    long = job_of("wan", "long", steps=100_000)
+    control, recorder = controlled([long, job_of("qwen", "short", **fields)], num_ranks=1, step_s=10.0)
+    control.clock.at(StopRequested(2_000.0, 2))
+    control.run()
+    (first, _) = [event for event in recorder.events if isinstance(event, ModelsChanged)]
+    assert first.time_s == pytest.approx(10 * LOAD_S["qwen"], abs=20)
+
+
+def test_there_are_no_more_changes_than_jobs():
+    """Each arrives when the ranks hold the other model, and have nothing to do."""
+    jobs = [job_of(("wan", "qwen")[n % 2], f"job-{n}", arrival_s=200.0 * n) for n in range(10)]
+    control, recorder = controlled(jobs)
+    assert control.run().num_done == 10
+    assert len(changes(recorder)) == 9
+
+
+def test_a_measured_change_makes_the_next_one_predictable():
+    jobs = [job_of("wan", "a"), job_of("qwen", "b")]
+    found = residency_of(jobs, room=60 * GB)
+    found.applied(RankReady(0.0, 0, 1, startup_s=2.0))  # 24 GB in 2 s
+    assert found._load_s({"qwen"}) == pytest.approx(58 / 12)
+    found.applied(ModelsChanged(1.0, ("qwen",), 58 / 12, ""))
+    found.applied(RankLoaded(11.0, 0, 10.0))
+    assert found._load_s({"wan"}) == pytest.approx(24 / 5.8)
+
+
+def test_a_job_that_times_out_while_it_waits_for_its_model_fails():
+    jobs = [job_of("wan", "long", steps=500), job_of("qwen", "parked", timeout_s=1.0)]
+    control, recorder = controlled(jobs)
+    control.run()
+    assert [(o.info.job_id, o.status) for o in recorder.outcomes] == [("parked", "failed"), ("long", "done")]
+    assert changes(recorder) == []
+
+
+def test_models_are_not_changed_for_what_could_not_begin_before_closing_time():
+    jobs = [job_of("wan", "a"), job_of("qwen", "b")]
+    control, recorder = controlled(jobs, closes_s=LOAD_S["qwen"])
+    summary = control.run()
+    assert (summary.num_done, summary.num_unfinished) == (1, 1)
+    assert changes(recorder) == []
+
+
+def test_a_policy_that_decides_for_a_parked_job_is_told_so():
+    control, _ = controlled([job_of("wan", "a"), job_of("qwen", "b")], num_ranks=1)
+    parked = control._jobs[1]
+
+    def stubborn(snapshot: Any) -> list[Decision]:
+        view = next(iter(snapshot.open.values()))
+        return [Decision(parked.trajectory.task(0), view.layout(snapshot.free_ranks))]
+
+    control.policy = NamedPolicy("stubborn", stubborn)
+    control.run()
+    assert control.given_up == "job b: ranks do not hold qwen now"
+
+
+@pytest.mark.parametrize("policy", ["srtf", "edf", "auto"])
+@pytest.mark.parametrize("guard_s", [0.0, 0.2])
+def test_a_run_with_changes_decides_the_same_again(tmp_path: Path, policy: str, guard_s: float):
+    jobs = [
+        job_of(("wan", "qwen", "moe")[n % 3], f"job-{n}", steps=2 + n % 4, arrival_s=0.7 * n, deadline_s=50.0)
+        for n in range(12)
+    ]
+    path = tmp_path / "journal.jsonl"
+    control, recorder = controlled(jobs, room=85 * GB, policy=policy, guard_s=guard_s, path=path)
+    control.run()
+    control.journal.close()
+    assert changes(recorder)
+    (journaled,) = read_runs(path)
+    outcome = replay(journaled, jobs)
+    assert outcome.difference is None
+    assert outcome.num_dispatches == len(recorder.dispatches)
+
+
+def test_a_job_that_was_parked_in_the_middle_goes_on_where_it_was():
+    jobs = [job_of("wan", "long", steps=300, priority=0), job_of("qwen", "short", deadline_s=1e5)]
+    control, recorder = controlled(jobs, num_ranks=1, step_s=10.0)
+    control.run()
+    assert recorder.end_order == ["short", "long"]
+    steps = [d.task.step for d in recorder.dispatches if d.task.job_id == "long"]
+    assert [step for step in steps if step is not None] == list(range(300))
+    assert {d.task.stage for d in recorder.dispatches} == set(Stage)
