@@ -82,6 +82,7 @@ def simulated_control(
     journal: Any = None,
     backend: Callable[..., SimulatedBackend] = SimulatedBackend,
     closes_s: float | None = None,
+    islands: Sequence[Sequence[int]] | None = None,
     intake: Callable[[Clock], Any] = lambda _: None,
     chooser: Any = None,
 ) -> tuple[Control, Recorder]:
@@ -96,6 +97,7 @@ def simulated_control(
         guard_s=guard_s,
         max_degree=max_degree,
         closes_s=closes_s,
+        islands=islands,
     )
     control = Control(
         jobs,

@@ -311,6 +311,7 @@ def run_on(
             resume=resume_points,
             closes_s=closes_s,
             resident=residency.resident if residency else None,
+            islands=options.devices.islands,
         )
         observers = [stack.enter_context(contextlib.closing(o)) for o in _observers(options)]
         backend = ProcessBackend(
@@ -338,6 +339,7 @@ def run_on(
                 closes_s=closes_s,
                 profile=None if profile is None else profile.hash,
                 resident=residency.resident if residency else None,
+                islands=options.devices.islands,
             ),
         )
         stack.callback(journal.close)
@@ -403,6 +405,9 @@ def ready_pool(
         options.devices.kind,
         ", ".join(sorted(path.name for path in checkpoints)),
     )
+    islands = options.devices.islands
+    if len(islands) > 1:
+        logger.info("GPUs without peer access share no layout: %s", "; ".join(str(list(i)) for i in islands))
     began_s = time.monotonic()
     with WorkerPool(
         num_ranks=options.num_ranks,
@@ -412,6 +417,7 @@ def ready_pool(
         vae_dtype=options.vae_dtype,
         has_graphs=options.has_graphs,
         memory_limit=options.devices.memory_limit,
+        islands=islands,
     ) as pool:
         pool.wait_ready(signals)
         logger.info("ready after %.1f s", time.monotonic() - began_s)

@@ -29,7 +29,8 @@ def warm_up(
     """Returns when all ranks have run steps like those of the jobs; at once on CPU ranks."""
     if devices.kind == CPU or not jobs:
         return
-    items = warm_ups(jobs, degrees_at_hand(policy.name, policy.options, devices.num_ranks))
+    widest = max(map(len, devices.islands))
+    items = warm_ups(jobs, degrees_at_hand(policy.name, policy.options, widest))
     began_s = time.monotonic()
     logger.info("warming up: %d kinds of steps", len(items))
     for number, (item, answer) in enumerate(pool.warm_up(items, signals), start=1):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from gfgen.gfc.arena import MIB, Plan, create_arena
 from gfgen.gfc.cuda.memory import CONTROL_PLAN
@@ -56,9 +56,9 @@ class RankArenas:
         """None while a rank on a GPU is not ready."""
         return self._arenas.get(rank)
 
-    def known_to(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """What a rank is given: whose arenas, and their descriptors; on a GPU its page comes last."""
-        ranks = tuple(sorted(self._arenas))
+    def known_to(self, rank: int, *, among: Collection[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """What a rank is given: who of these has an arena, and their descriptors; a GPU's own page last."""
+        ranks = tuple(sorted(self._arenas.keys() & among))
         page = (self._pages[rank],) if self.are_on_gpus else ()
         return ranks, (*(self._arenas[other] for other in ranks), *page)
 

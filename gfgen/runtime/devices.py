@@ -38,6 +38,8 @@ class Gpu:
 
     name: str
     memory_bytes: int
+    peers: frozenset[int] | None = None
+    """GPUs whose memory it reaches, as the driver numbers them; None for all of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,27 @@ class Devices:
         """What may be used of the smallest GPU in use, or of main memory; None where nothing limits that."""
         limits = [] if self.memory_limit is None else [self.memory_limit]
         return min([*limits, *(gpu.memory_bytes for gpu in self.gpus)], default=None)
+
+    @property
+    def islands(self) -> tuple[tuple[int, ...], ...]:
+        """Sets of ranks that reach each other's memory, each rank in one of them.
+
+        Only they share layouts; a job goes from one set to another by way of main memory.
+        """
+        islands: list[list[int]] = []
+        for rank in range(self.num_ranks):
+            reached = (island for island in islands if all(self._reach(rank, other) for other in island))
+            island = next(reached, None)
+            if island is None:
+                islands.append([rank])
+            else:
+                island.append(rank)
+        return tuple(map(tuple, islands))
+
+    def _reach(self, rank: int, other: int) -> bool:
+        """Whether two GPUs reach each other; CPU ranks do."""
+        pairs = ((rank, other), (other, rank)) if self.gpus else ()
+        return all(self.gpus[a].peers is None or b in (self.gpus[a].peers or ()) for a, b in pairs)
 
 
 def choose_devices(
@@ -107,7 +130,7 @@ def find_gpus(*, must_ask: bool = False) -> tuple[Gpu, ...]:
         done = subprocess.run(
             command, check=True, capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S, env=env
         )
-        return tuple(Gpu(name, memory_bytes) for name, memory_bytes in json.loads(done.stdout))
+        return tuple(Gpu(name, size, frozenset(peers)) for name, size, peers in json.loads(done.stdout))
     except subprocess.CalledProcessError as error:
         reason = (error.stderr.strip().splitlines() or ["no reason given"])[-1]
     except subprocess.TimeoutExpired:

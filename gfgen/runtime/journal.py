@@ -154,12 +154,13 @@ def journal_header(
     closes_s: float | None = None,
     profile: str | None = None,
     resident: Collection[str] | None = None,
+    islands: Sequence[Sequence[int]] | None = None,
 ) -> dict[str, Any]:
     """What a run starts from; `jobs_hash` is of the ids and spec hashes, in their order.
 
     `resumed` has, by job, the next task, the dispatch that made its input, and the last one
     of the run that left it; `profile` is `Profile.hash`; `resident` are the models that ranks hold
-    at first, where not all fit.
+    at first, where not all fit; `islands` as the state takes them.
     """
     return {
         "policy": policy,
@@ -173,6 +174,7 @@ def journal_header(
         "closes_s": closes_s,
         "profile": profile,
         "resident": None if resident is None else sorted(resident),
+        "islands": islands,
     }
 
 

@@ -15,7 +15,7 @@ import os
 import selectors
 import socket
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -155,6 +155,7 @@ class WorkerPool:
         vae_dtype: str = "auto",
         has_graphs: bool = False,
         memory_limit: int | None = None,
+        islands: Sequence[Sequence[int]] | None = None,
         num_writers: int = 1,
         preload: Sequence[str] = PRELOAD,
         plan: Plan | None = None,
@@ -178,6 +179,8 @@ class WorkerPool:
             "has_graphs": has_graphs,
             "memory_limit": memory_limit,
         }
+        self._islands = [frozenset(island) for island in islands or [range(num_ranks)]]
+        """Sets of ranks that map each other's arenas."""
         self._deaths: dict[int, list[float]] = {rank: [] for rank in range(num_ranks)}
         self.num_ranks = num_ranks
         self.last_number = 0
@@ -333,7 +336,7 @@ class WorkerPool:
         message = ReplacePeer(worker.rank, worker.incarnation)
         for other, peer in enumerate(self.workers):
             # One that has none yet will be given all of them when it is welcome itself.
-            if other != worker.rank and other not in self.retired and peer.has_arenas:
+            if other in self._others(worker.rank) and other not in self.retired and peer.has_arenas:
                 peer.tell(message, (arena,))
 
     def replace_writer(self, writer: Child) -> Child:
@@ -383,10 +386,15 @@ class WorkerPool:
     def _send_arenas(self, workers: Sequence[Child]) -> None:
         for worker in workers:
             assert worker.rank is not None
-            ranks, fds = self._arenas.known_to(worker.rank)
+            island = {worker.rank, *self._others(worker.rank)}
+            ranks, fds = self._arenas.known_to(worker.rank, among=island)
             message = Arenas(self._plan.data_bytes, self._plan.post_bytes, self.incarnations, ranks)
             worker.tell(message, fds)
             worker.has_arenas = True
+
+    def _others(self, rank: int) -> Set[int]:
+        """The ranks with which this one exchanges."""
+        return next(island for island in self._islands if rank in island) - {rank}
 
 
 def _forget(process: BaseProcess) -> None:

@@ -69,6 +69,7 @@ def replay(
         resume=_resume_points(header),
         closes_s=header["closes_s"],
         resident=header.get("resident"),
+        islands=header.get("islands"),
     )
     control = Control(
         first,

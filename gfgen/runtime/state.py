@@ -52,7 +52,8 @@ class State:
     of the last dispatch that these ranks have seen, in an earlier run. `arrived_at` has the Unix
     time at which jobs, by (id, spec hash), arrived first; `resume` where stopped jobs go on. No
     job begins that is predicted not to end by `closes_s`. Ranks hold the models `resident` (None:
-    all of them); jobs of others are parked until their models' turn comes.
+    all of them); jobs of others are parked until their models' turn comes. `islands` are sets of
+    ranks that reach each other's memory (None: all do).
     """
 
     def __init__(
@@ -70,11 +71,13 @@ class State:
         resume: Mapping[str, ResumePoint] | None = None,
         closes_s: float | None = None,
         resident: Iterable[str] | None = None,
+        islands: Sequence[Sequence[int]] | None = None,
     ) -> None:
         self._clock = clock
         self._costs = costs
         self._guard_s = guard_s
-        self._max_degree = max_degree or num_ranks
+        self._islands = tuple(map(tuple, islands or [range(num_ranks)]))
+        self._max_degree = max_degree or max(map(len, self._islands))
         self._started_at = started_at
         self._arrived_at = arrived_at or {}
         self._resume = dict(resume or {})
@@ -83,7 +86,6 @@ class State:
         self._jobs = {job.job_id: self._record(job) for job in jobs}
         self._idle: set[int] = set()
         """Ranks that are ready and have nothing to do."""
-        self._islands = (tuple(range(num_ranks)),)
         self._models = (
             frozenset(job.spec.model or "" for job in jobs) if resident is None else frozenset(resident)
         )
@@ -253,6 +255,7 @@ class State:
         task, layout = decision.task, decision.layout
         start_s = max([now_s, *[self._ranks[rank].free_at_s for rank in layout.ranks]])
         source = self._living_holder(record)
+        is_reached = source is not None and _share_island((*source.ranks, *layout.ranks), self._islands)
         move_s = self._costs.move_s(record.cost_class, source, layout)
         task_s = self._costs.task_s(record.cost_class, task.stage, layout.degrees)
         self._last_number += 1
@@ -265,7 +268,8 @@ class State:
             predicted_end_s=start_s + move_s + task_s,
             producer=record.producer,
             source=source,
-            transfers=record.transfers(task, source=source, destination=layout),
+            # Elsewhere ranks take the state from the slab, where its last holders publish it.
+            transfers=record.transfers(task, source=source if is_reached else None, destination=layout),
         )
         view = RunningTask(task, layout, dispatch.predicted_end_s)
         is_measured = self._costs.has_seen(record.cost_class, task.stage, layout.degrees)

@@ -3,7 +3,7 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-from builders import make_job, simulate
+from builders import make_job, simulate, simulated_control
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -219,6 +219,25 @@ def test_every_policy_ends_every_batch_without_a_fault(fields, policy, num_ranks
     recorder = simulate(jobs, policy=policy, num_ranks=num_ranks, guard_s=guard_s, max_degree=num_ranks)
     assert len(recorder.outcomes) == len(jobs)
     assert not [e for e in recorder.events if type(e).__name__ == "PolicyChanged"]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    fields=jobs_strategy,
+    policy=st.sampled_from(["legacy", "fcfs,degree=4", "srtf,degree=2", "edf", "triage", "makespan", "auto"]),
+    islands=st.sampled_from(
+        [((0, 1), (2, 3)), ((0, 2), (1, 3)), ((0, 1, 2), (3,)), ((0,), (1,), (2,), (3,))]
+    ),
+    guard_s=st.sampled_from([0.0, 0.03]),
+)
+def test_every_policy_keeps_to_islands(fields, policy, islands, guard_s):
+    jobs = [make_job(f"job-{i}", uses_cfg=i % 2 == 0, **values) for i, values in enumerate(fields)]
+    control, recorder = simulated_control(jobs, policy=policy, num_ranks=4, guard_s=guard_s, islands=islands)
+    control.run()
+    assert len(recorder.outcomes) == len(jobs)
+    assert control._num_policy_faults == 0
+    assert control.given_up is None
+    assert control.state.max_degree == max(map(len, islands))
 
 
 def test_srtf_ends_short_jobs_before_long_ones_that_came_first():

@@ -42,7 +42,7 @@ def a_descriptor() -> int:
 
 def test_arenas_of_cpu_ranks_are_there_from_the_start():
     arenas = RankArenas(PLAN, num_ranks=2, are_on_gpus=False)
-    ranks, fds = arenas.known_to(0)
+    ranks, fds = arenas.known_to(0, among=range(3))
     assert ranks == (0, 1)
     for rank, fd in enumerate(fds):
         Arena(fd, PLAN, rank=rank, incarnation=1).close()
@@ -62,9 +62,17 @@ def test_a_rank_on_a_gpu_is_given_those_that_are_ready_and_its_own_page_last(on_
     first, last = a_descriptor(), a_descriptor()
     on_gpus.take(0, [first])
     on_gpus.take(2, [last])
-    ranks, fds = on_gpus.known_to(2)
+    ranks, fds = on_gpus.known_to(2, among=range(3))
     assert (ranks, fds[:2]) == ((0, 2), (first, last))
     Arena(fds[2], CONTROL_PLAN, rank=2, incarnation=1).close()
+
+
+def test_a_rank_is_given_the_arenas_of_those_that_it_reaches(on_gpus: RankArenas):
+    own, near, far = (a_descriptor() for _ in range(3))
+    for rank, fd in enumerate((own, near, far)):
+        on_gpus.take(rank, [fd])
+    ranks, fds = on_gpus.known_to(0, among={0, 1})
+    assert (ranks, fds[:-1]) == ((0, 1), (own, near))
 
 
 def test_a_new_process_has_a_new_page_and_no_arena_until_it_is_ready(on_gpus: RankArenas):
@@ -74,7 +82,7 @@ def test_a_new_process_has_a_new_page_and_no_arena_until_it_is_ready(on_gpus: Ra
     assert on_gpus.arena(0) is None
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(old)
-    _, fds = on_gpus.known_to(0)
+    _, fds = on_gpus.known_to(0, among=range(3))
     Arena(fds[-1], CONTROL_PLAN, rank=0, incarnation=2).close()
 
 

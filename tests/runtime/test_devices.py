@@ -9,7 +9,7 @@ import pytest
 
 from gfgen.errors import InputError
 from gfgen.runtime import devices
-from gfgen.runtime.devices import Gpu, choose_devices, find_gpus, parse_memory
+from gfgen.runtime.devices import Devices, Gpu, choose_devices, find_gpus, parse_memory
 
 FOUR = tuple(Gpu("NVIDIA H200", 150_000_000_000 - idx) for idx in range(4))
 
@@ -89,8 +89,11 @@ def test_a_machine_without_signs_of_a_gpu_starts_no_process(monkeypatch: pytest.
 
 
 def test_gpus_are_those_that_the_child_process_names(machine_with_gpus):
-    machine_with_gpus('[["NVIDIA H200", 150], ["NVIDIA H200", 151]]')
-    assert find_gpus() == (Gpu("NVIDIA H200", 150), Gpu("NVIDIA H200", 151))
+    machine_with_gpus('[["NVIDIA H200", 150, [1]], ["NVIDIA H200", 151, []]]')
+    assert find_gpus() == (
+        Gpu("NVIDIA H200", 150, frozenset({1})),
+        Gpu("NVIDIA H200", 151, frozenset()),
+    )
 
 
 def test_a_driver_that_fails_means_no_gpus_and_a_warning(machine_with_gpus, caplog):
@@ -100,15 +103,37 @@ def test_a_driver_that_fails_means_no_gpus_and_a_warning(machine_with_gpus, capl
 
 
 def test_a_torch_for_cpus_means_no_gpus_and_a_warning(machine_with_gpus, monkeypatch, caplog):
-    machine_with_gpus('[["NVIDIA H200", 150]]')
+    machine_with_gpus('[["NVIDIA H200", 150, []]]')
     monkeypatch.setattr(devices, "_is_torch_for_cpus", lambda: True)
     assert find_gpus() == ()
     assert "built for CPUs only" in caplog.text
 
 
-def test_the_probe_lists_names_and_memory_in_the_order_of_the_driver(monkeypatch: pytest.MonkeyPatch):
+def test_the_probe_lists_names_memory_and_who_reaches_whom(monkeypatch: pytest.MonkeyPatch):
     from gfgen.gfc.cuda import probe
 
-    names = SimpleNamespace(num_devices=2, name=lambda idx: f"GPU {idx}", memory_bytes=lambda idx: 7 + idx)
+    names = SimpleNamespace(
+        num_devices=2,
+        name=lambda idx: f"GPU {idx}",
+        memory_bytes=lambda idx: 7 + idx,
+        can_access=lambda device, peer: device < peer,
+    )
     monkeypatch.setattr(probe, "driver", lambda: names)
-    assert probe.probe() == '[["GPU 0", 7], ["GPU 1", 8]]'
+    assert probe.probe() == '[["GPU 0", 7, [1]], ["GPU 1", 8, []]]'
+
+
+def reaching(*peers: set[int]) -> Devices:
+    gpus = tuple(Gpu("a GPU", 100, frozenset(reached)) for reached in peers)
+    return choose_devices(find=lambda: gpus)
+
+
+def test_gpus_that_reach_each_other_are_one_island():
+    assert reaching({1, 2}, {0, 2}, {0, 1}).islands == ((0, 1, 2),)
+    assert choose_devices(find=lambda: FOUR).islands == ((0, 1, 2, 3),)
+    assert choose_devices(num_ranks=3, find=tuple).islands == ((0, 1, 2),)
+
+
+def test_gpus_that_do_not_reach_each_other_are_apart():
+    assert reaching({2}, {3}, {0}, {1}).islands == ((0, 2), (1, 3))
+    assert reaching({1}, set()).islands == ((0,), (1,))
+    assert reaching({1, 2}, {0}, {0}).islands == ((0, 1), (2,))  # not all of three reach each other

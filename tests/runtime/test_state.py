@@ -171,6 +171,18 @@ def test_ranks_that_do_not_reach_each_other_share_no_task():
     assert cluster.begin("a", 2, 2, 3).layout.ranks == (2, 3)
 
 
+def test_state_goes_to_another_island_by_way_of_main_memory():
+    cluster = Cluster(make_job("a"), num_ranks=4)
+    cluster.state._islands = ((0, 1), (2, 3))
+    for index in (0, 1):
+        cluster.done(cluster.begin("a", index, 0))
+    near = cluster.begin("a", 2, 1)
+    assert {(part.source, part.destination) for part in near.transfers} == {(0, 1)}
+    cluster.done(near)
+    far = cluster.begin("a", 3, 2)
+    assert (far.source.ranks, far.transfers, far.producer) == ((1,), (), near.number)
+
+
 def test_a_refused_decision_changes_nothing():
     cluster = Cluster(make_job("a"))
     with pytest.raises(PolicyFault):

@@ -63,7 +63,7 @@ def gpu_pool(started_pool: WorkerPool) -> WorkerPool:
 
 def test_every_rank_brings_its_arena_and_is_given_those_of_the_others(gpu_pool):
     for rank in range(3):
-        ranks, fds = gpu_pool._arenas.known_to(rank)
+        ranks, fds = gpu_pool._arenas.known_to(rank, among=range(3))
         assert ranks == (0, 1, 2)
         assert len(set(fds)) == 4
 

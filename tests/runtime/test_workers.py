@@ -42,7 +42,7 @@ def admitted(*specs):
     return jobs
 
 
-def run(pool, folder, *specs, policy="srtf", guard_s=0.005, patience=None, residency=None):
+def run(pool, folder, *specs, policy="srtf", guard_s=0.005, patience=None, residency=None, islands=None):
     """Run jobs on the pool; the recorder knows what happened."""
     jobs, clock, costs, recorder = admitted(*specs), Clock(), CostModel(), Recorder()
     state = State(
@@ -53,6 +53,7 @@ def run(pool, folder, *specs, policy="srtf", guard_s=0.005, patience=None, resid
         guard_s=guard_s,
         last_number=pool.last_number,
         resident=residency.resident if residency else None,
+        islands=islands,
     )
     backend = ObservedBackend(pool, jobs, clock=clock, output_dir=folder, patience=patience)
     chosen = policy if isinstance(policy, NamedPolicy) else load_policy(policy)

@@ -14,10 +14,19 @@ from gfgen.gfc.cuda.driver import driver
 
 
 def probe() -> str:
-    """[[name, bytes of memory], ...], in the order of the driver."""
+    """[[name, bytes of memory, [devices whose memory it reaches]], ...], in the order of the driver."""
     cuda = driver()
     devices = range(cuda.num_devices)
-    return json.dumps([[cuda.name(device), cuda.memory_bytes(device)] for device in devices])
+    return json.dumps(
+        [
+            [
+                cuda.name(device),
+                cuda.memory_bytes(device),
+                [peer for peer in devices if peer != device and cuda.can_access(device, peer)],
+            ]
+            for device in devices
+        ]
+    )
 
 
 if __name__ == "__main__":

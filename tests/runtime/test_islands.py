@@ -1,0 +1,51 @@
+"""Ranks that do not reach each other's memory, as GPUs without peer access: no layout holds both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_deaths import lost, statuses
+from test_elastic import following
+from test_workers import PICTURE, pixels, run
+
+from gfgen.jobspec import JobSpec
+from gfgen.runtime.pool import WorkerPool
+
+ISLANDS = ((0, 1), (2,))
+
+
+@pytest.fixture(scope="module")
+def island_pool(tiny_models: Mapping[str, Path]) -> Iterator[WorkerPool]:
+    """Three ranks, of which two reach each other."""
+    with WorkerPool(
+        num_ranks=3,
+        checkpoints=[tiny_models["tiny-qwen-image"]],
+        worker_main="faulty_worker:main",
+        islands=ISLANDS,
+    ) as pool:
+        pool.wait_ready()
+        yield pool
+
+
+@pytest.mark.parametrize("guard_s", [0.0, 1.0])
+def test_a_job_that_goes_from_island_to_island_gives_the_same_picture(island_pool, tmp_path, guard_s):
+    spec = JobSpec(id="picture", prompt="a fox", **PICTURE | {"steps": 6})
+    shown = []
+    for name, layouts in (("still", ((0,),)), ("moving", ((0, 1), (2,), (1,), (2,), (1, 0)))):
+        recorder = run(
+            island_pool, tmp_path / name, spec, policy=following(*layouts), guard_s=guard_s, islands=ISLANDS
+        )
+        assert statuses(recorder) == {"picture": "done"}
+        shown.append(pixels(tmp_path / name / "picture.png").astype(int))
+    assert np.abs(shown[1] - shown[0]).max() <= 1
+
+
+def test_a_rank_that_dies_is_made_known_to_its_own_island(island_pool, tmp_path):
+    name = "island-dies"
+    spec = JobSpec(id=name, prompt="a fox | die rank=1 step=1 times=1", **PICTURE | {"steps": 4})
+    recorder = run(island_pool, tmp_path, spec, policy=following((0, 1), (0, 1), (2,)), islands=ISLANDS)
+    assert lost(recorder) == [(1, "killed by signal 9")]
+    assert statuses(recorder) == {name: "done"}
