@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import time
 from collections.abc import Sequence
@@ -120,6 +121,14 @@ class ImitationWorker(worker_gpu.GpuWorker):
     def _use_device(self, stream: Any) -> None:
         STREAMS.append(stream)
 
+    def _store_frames(self, decoded: worker_gpu.Decoded) -> None:
+        order = taken_order("frames")
+        if order == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if order == "fail":
+            raise RuntimeError("as told by a file")
+        super()._store_frames(decoded)
+
     def _connect(self, message: Arenas, fds: Sequence[int]) -> None:
         library, plan = native.library(), self._plan.as_native()
         address = library.gfc_arena_map(self._fd, self._plan.arena_bytes)
@@ -136,6 +145,16 @@ class ImitationWorker(worker_gpu.GpuWorker):
 
 
 STREAMS: list[Any] = []
+
+
+def taken_order(name: str) -> str | None:
+    """What a file of the faults' folder tells a worker to do, once."""
+    fault = Path(os.environ["GFGEN_TEST_FAULTS"]) / name
+    taken = fault.with_suffix(f".{os.getpid()}")
+    with contextlib.suppress(FileNotFoundError):
+        fault.rename(taken)
+        return taken.read_text()
+    return None
 
 
 def when_formatted(map_arenas: Any) -> Any:
@@ -169,9 +188,7 @@ def main(channel_socket: socket.socket, settings: WorkerSettings) -> None:
         imitate_cuda()
 
         def load(path: str) -> FaultyAdapter:
-            fault = Path(os.environ["GFGEN_TEST_FAULTS"]) / "load"
-            with contextlib.suppress(FileNotFoundError):
-                fault.unlink()
+            if taken_order("load") == "fail":
                 raise RuntimeError("as told by a file")
             return FaultyAdapter(load_model(settings, path), settings.rank)
 

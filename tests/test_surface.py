@@ -193,6 +193,7 @@ def test_events_of_the_journal():
         "TaskFailed": ["time_s", "dispatch", "rank", "reason", "void", "lost"],
         "OutputWritten": ["time_s", "job_id", "path", "size_bytes", "write_s", "writer"],
         "OutputFailed": ["time_s", "job_id", "reason"],
+        "FramesLost": ["time_s", "job_id", "reason", "lost"],
         "PolicyChanged": ["time_s", "policy", "reason"],
         "ModelsChanged": ["time_s", "models", "load_s", "reason"],
         "RankLoaded": ["time_s", "rank", "load_s"],

@@ -19,6 +19,7 @@ _KIND_ORDER = (
     events.RankLoaded,
     events.TaskFailed,
     events.TaskDone,
+    events.FramesLost,
     events.OutputFailed,
     events.OutputWritten,
     events.JobTimedOut,

@@ -104,6 +104,18 @@ class OutputFailed(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class FramesLost(Event):
+    """A decode has run, and what it made did not reach the writer: it has to run again.
+
+    The rank failed to copy it; or its worker died (`lost`).
+    """
+
+    job_id: str
+    reason: str
+    lost: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class PolicyChanged(Event):
     """Decisions are made by another policy from here on."""
 

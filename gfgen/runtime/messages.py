@@ -179,6 +179,16 @@ class TaskReport:
     ended_s: float
     waited_s: float
     moved_s: float
+    do_frames_follow: bool = False
+    """Its frames are still on their way to the writer's memory; `FramesStored` says when they are there."""
+
+
+@dataclass(frozen=True, slots=True)
+class FramesStored:
+    """The frames of a decode are in the writer's memory; or they are lost, for a reason."""
+
+    number: int
+    reason: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

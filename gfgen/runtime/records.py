@@ -54,6 +54,8 @@ class JobRecord:
     producer: int | None = None
     """The dispatch that makes that input."""
     last_completed: int | None = None
+    made_latents: int | None = None
+    """The dispatch that made the last latents, which are in the slab until the job ends."""
     failures: Counter[int] = field(default_factory=Counter)
     num_lost_workers: int = 0
     doom: str | None = None

@@ -317,6 +317,8 @@ class State:
                 return self._written(self._jobs[event.job_id], error=None)
             case events.OutputFailed():
                 return self._written(self._jobs[event.job_id], error=event.reason)
+            case events.FramesLost():
+                return self._frames_lost(self._jobs[event.job_id], event)
             case events.RankReady():
                 self._ranks[event.rank].is_ready = True
                 self._note_idle(event.rank, since_s=event.time_s)
@@ -375,6 +377,8 @@ class State:
     def _completed(self, record: JobRecord, flight: Flight) -> None:
         task, layout = flight.dispatch.task, flight.dispatch.layout
         record.last_completed = flight.dispatch.number
+        if task.stage is not Stage.DECODE:
+            record.made_latents = flight.dispatch.number
         if record.started_s is None:
             record.started_s = flight.started_s
         record.busy_s += flight.busy_s
@@ -392,25 +396,37 @@ class State:
         task, number = flight.dispatch.task, flight.dispatch.number
         for queued in [other for other in record.flights if other.dispatch.number > number]:
             queued.failure, queued.void = "its input failed", True
-        if flight.lost:
-            record.num_lost_workers += 1
-            logger.warning("job %s: %s lost its worker: %s", record.job_id, task, flight.failure)
-            record.warnings.append(f"{task} lost its worker ({flight.failure})")
-            if record.num_lost_workers >= MAX_LOST_WORKERS:
-                record.doom = (
-                    record.doom or f"{record.num_lost_workers} workers died under it: {flight.failure}"
-                )
-        elif not flight.void:
-            record.failures[task.index] += 1
-            logger.warning("job %s: %s failed: %s", record.job_id, task, flight.failure)
-            record.warnings.append(f"{task} failed ({flight.failure})")
-            if record.failures[task.index] >= MAX_TASK_FAILURES:
-                record.doom = record.doom or f"{task}: {flight.failure}"
+        if flight.lost or not flight.void:
+            self._blame(record, task, flight.failure or "", lost=flight.lost)
         record.next_index = min(record.next_index, task.index)
         record.holder = None
         # A task that fails early may do so before its producer has reported.
         under_way = [other.dispatch.number for other in record.flights if other.dispatch.number < number]
         record.producer = under_way[0] if under_way else record.last_completed
+
+    def _blame(self, record: JobRecord, task: Task, reason: str, *, lost: bool) -> None:
+        """Count a failure, which dooms the job when there have been too many."""
+        if lost:
+            record.num_lost_workers += 1
+            logger.warning("job %s: %s lost its worker: %s", record.job_id, task, reason)
+            record.warnings.append(f"{task} lost its worker ({reason})")
+            if record.num_lost_workers >= MAX_LOST_WORKERS:
+                record.doom = record.doom or f"{record.num_lost_workers} workers died under it: {reason}"
+            return
+        record.failures[task.index] += 1
+        logger.warning("job %s: %s failed: %s", record.job_id, task, reason)
+        record.warnings.append(f"{task} failed ({reason})")
+        if record.failures[task.index] >= MAX_TASK_FAILURES:
+            record.doom = record.doom or f"{task}: {reason}"
+
+    def _frames_lost(self, record: JobRecord, event: events.FramesLost) -> Iterable[JobOutcome]:
+        """The decode runs again, from latents in the slab."""
+        self._num_writing -= 1
+        record.is_writing = False
+        record.next_index, record.holder = record.num_tasks - 1, None
+        record.producer = record.last_completed = record.made_latents
+        self._blame(record, record.next_task, event.reason, lost=event.lost)
+        return self._settle(record)
 
     def _rank_lost(self, event: events.RankLost) -> None:
         """The rank takes nothing until its successor is ready; what it held is in the slabs."""
@@ -613,7 +629,7 @@ class State:
         point = self._resume.pop(job.job_id, None)
         if point is not None:
             record.next_index = point.next_index
-            record.producer = record.last_completed = point.producer
+            record.producer = record.last_completed = record.made_latents = point.producer
             record.warnings.append(f"resumed at {job.trajectory.task(point.next_index)}")
         return record
 

@@ -9,6 +9,7 @@ soon as they are enqueued, other ranks are sent them when they are there.
     arrivals       state that other ranks send, so that a task's header is not behind the task before
     departures     state that goes to other ranks
     copies         what goes to host memory
+    frames         those of decodes, by a fifth thread, so that no report waits for them
 
 Every dispatch is `inside` from its start until the device is done with it: so when a rank says that
 it has left, none of its kernels can touch another rank's arena any more.
@@ -50,6 +51,7 @@ from gfgen.runtime.channel import Channel
 from gfgen.runtime.memory import CONTEXT_BYTES
 from gfgen.runtime.messages import (
     Arenas,
+    FramesStored,
     MemoryUse,
     ReplacePeer,
     RunTask,
@@ -140,6 +142,18 @@ class Launched:
     launch_s: float = 0.0
 
 
+@dataclass(slots=True)
+class Decoded:
+    """Frames on the device, and the writer's memory, which is closed when they are there."""
+
+    number: int
+    frames: Fields
+    """This rank's rows of all of them."""
+    fd: int
+    shape: tuple[int, ...]
+    """Of that memory, uint8 [F, H, W, 3]."""
+
+
 class GpuWorker(Worker):
     """Runs tasks with the adapters of one rank, on the GPU of its number."""
 
@@ -165,9 +179,11 @@ class GpuWorker(Worker):
         self._arrivals = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._departures = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._host = Staging(self.device, torch.cuda.Stream(self.device))  # type: ignore[no-untyped-call]
+        self._outgoing = Staging(self.device, torch.cuda.Stream(self.device))  # type: ignore[no-untyped-call]
         self._incoming = Staging(self.device, self._arrivals)
         self._memory = DeviceMemory(self.device)
         self._launched: queue.SimpleQueue[Launched] = queue.SimpleQueue()
+        self._decoded: queue.SimpleQueue[Decoded] = queue.SimpleQueue()
         self._newcomers: Counter[int] = Counter()
         """Ranks whose new arena the main thread has yet to map; one may have died again meanwhile."""
         self._num_unsettled = 0
@@ -200,7 +216,7 @@ class GpuWorker(Worker):
         os._exit(0)
 
     def _loops(self) -> list[Callable[[], None]]:
-        return [*super()._loops(), self._watch]
+        return [*super()._loops(), self._watch, self._store]
 
     def _use_device(self, stream: torch.cuda.Stream) -> None:
         """For the calling thread: torch's device and stream, and the context that our launches need.
@@ -522,9 +538,6 @@ class GpuWorker(Worker):
             device_s = launched.entered.elapsed_time(launched.ended) / 1e3
             self._forwards.observe(launched.forward, launch_s=launched.launch_s, device_s=device_s)
         frames = launched.made.pop("frames", None)
-        if frames is not None:
-            assert launched.frames_fd is not None
-            self._store_frames(frames, launched.frames_fd, shape=frames_shape(job))
         if message.layout.slot_of(self._rank) == 0:
             version, store = launched.task.index + 1, self._host.store
             for name, fields in launched.made.items():
@@ -537,17 +550,38 @@ class GpuWorker(Worker):
             ended_s=ended_s,
             waited_s=launched.waited_s + launched.begun.elapsed_time(launched.entered) / 1e3,
             moved_s=launched.moved_s,
+            do_frames_follow=frames is not None,
         )
         self._channel.send(report)
+        if frames is not None:
+            assert launched.frames_fd is not None
+            fd, launched.frames_fd = launched.frames_fd, None
+            self._decoded.put(Decoded(message.number, frames, fd, frames_shape(job)))
         self._leave(message.number)
 
-    def _store_frames(self, frames: Fields, fd: int, *, shape: Sequence[int]) -> None:
-        """Put this rank's rows of all frames into the memory that the writer will read.
+    # The thread for frames ----------------------------------------------------------------------
 
-        shape: of that memory, uint8 [F, H, W, 3].
-        """
-        with mmap.mmap(fd, math.prod(shape)) as memory:
-            self._host.store_rows(frames.tensors["frames"], place_of(frames, memory, shape))
+    def _store(self) -> None:
+        self._use_device(self._outgoing.stream)
+        while True:
+            decoded = self._decoded.get()
+            reason = None
+            try:
+                self._store_frames(decoded)
+            except Exception as error:
+                _exit_if_lost(error)
+                reason = reason_of(error)
+            finally:
+                os.close(decoded.fd)
+            with contextlib.suppress(ConnectionError):  # nobody is left to write them
+                self._channel.send(FramesStored(decoded.number, reason))
+            del decoded
+
+    def _store_frames(self, decoded: Decoded) -> None:
+        """Put this rank's rows of all frames into the memory that the writer will read."""
+        rows = decoded.frames.tensors["frames"]
+        with mmap.mmap(decoded.fd, math.prod(decoded.shape)) as memory:
+            self._outgoing.store_rows(rows, place_of(decoded.frames, memory, decoded.shape))
 
 
 class Staging:

@@ -19,6 +19,7 @@ from gfgen.runtime.clock import Clock
 from gfgen.runtime.dispatch import Dispatch
 from gfgen.runtime.events import (
     Event,
+    FramesLost,
     OutputFailed,
     OutputWritten,
     RankLoaded,
@@ -32,6 +33,7 @@ from gfgen.runtime.messages import (
     Abandon,
     EdgesRestarted,
     ForgetJob,
+    FramesStored,
     Left,
     MemoryUse,
     ModelsSet,
@@ -96,6 +98,10 @@ class ProcessBackend:
         """By dispatch: the ranks that have not reported."""
         self._untold: dict[int, list[TaskDone]] = {}
         """By dispatch: reports that came before those of the dispatch that made its input."""
+        self._storing: dict[int, dict[int, float]] = {}
+        """By decode: ranks whose frames have yet to reach the writer's memory, and since when they do."""
+        self._unwritten: dict[int, str] = {}
+        """By decode that has ended: its job, of which some frames are yet to come."""
         self._recovery: Recovery | None = None
         self._watchdog: Watchdog[Child] = Watchdog(patience or Patience(), looked_s=clock.now_s)
         self._verdicts: dict[Child, str] = {}
@@ -166,6 +172,7 @@ class ProcessBackend:
         if job_id in self._slabs:
             os.close(self._slabs.pop(job_id))
         self._writes.release(job_id)
+        self._unwritten = {number: other for number, other in self._unwritten.items() if other != job_id}
         self._resume_points.pop(job_id, None)
         resume.forget(self._output_dir, job_id)
 
@@ -247,6 +254,8 @@ class ProcessBackend:
                 yield from self._task_done(child, report, now_s)
             case TaskFault() as fault:
                 self._task_failed(child, fault)
+            case FramesStored() as stored:
+                yield from self._frames_stored(child, stored, now_s)
             case ModelsSet() as answer:
                 assert child.rank is not None
                 child.asked_to_load_s = None
@@ -292,6 +301,8 @@ class ProcessBackend:
             waited_s=report.waited_s,
             moved_s=report.moved_s,
         )
+        if report.do_frames_follow:
+            self._storing.setdefault(report.number, {})[worker.rank] = now_s
         self._unreported[report.number].remove(worker.rank)
         self._untold.setdefault(report.number, []).append(event)
         yield from self._tell_what_is_done(report.number)
@@ -310,9 +321,37 @@ class ProcessBackend:
             return
         del self._dispatches[number], self._unreported[number]
         if dispatch.task.stage is Stage.DECODE:
-            self._writes.begin(self._jobs[dispatch.task.job_id])
+            self._unwritten[number] = dispatch.task.job_id
+            self._write_what_is_there(number)
         for consumer in [n for n, other in self._dispatches.items() if other.producer == number]:
             yield from self._tell_what_is_done(consumer)
+
+    def _write_what_is_there(self, number: int) -> None:
+        """Let a job be written whose decode has ended, once all of its frames have come."""
+        if number in self._unwritten and not self._storing.get(number):
+            self._storing.pop(number, None)
+            self._writes.begin(self._jobs[self._unwritten.pop(number)])
+
+    def _frames_stored(self, worker: Child, stored: FramesStored, now_s: float) -> Iterator[Event]:
+        """A rank's frames have reached the writer's memory, or never will."""
+        assert worker.rank is not None
+        if worker.rank not in self._storing.get(stored.number, {}):
+            return  # of an earlier run, or given up
+        if stored.reason is None:
+            del self._storing[stored.number][worker.rank]
+            self._write_what_is_there(stored.number)
+            return
+        del self._storing[stored.number]
+        if stored.number in self._unwritten:
+            yield FramesLost(now_s, self._unwritten.pop(stored.number), stored.reason)
+        else:
+            self._task_failed(worker, TaskFault(stored.number, stored.reason))
+
+    def _frames_lost_with(self, rank: int, reason: str, now_s: float) -> Iterator[Event]:
+        """What a dead rank had decoded and not stored, of decodes that had ended."""
+        for number in [n for n, ranks in self._storing.items() if rank in ranks and n in self._unwritten]:
+            del self._storing[number]
+            yield FramesLost(now_s, self._unwritten.pop(number), f"rank {rank}: {reason}", lost=True)
 
     # Failures: recovery.py has the rounds ---------------------------------------------------------
 
@@ -347,6 +386,7 @@ class ProcessBackend:
         successor = self._pool.replace_worker(child.rank, now_s=now_s)
         self._register_new_children()
         yield RankLost(now_s, child.rank, child.incarnation, reason, is_retired=successor is None)
+        yield from self._frames_lost_with(child.rank, reason, now_s)
         self._recovery = self._recovery or Recovery()
         self._recovery.dead.add(child.rank)
         self._held_back = [event for event in self._held_back if event.rank != child.rank]
@@ -361,9 +401,12 @@ class ProcessBackend:
             for number, dispatch in self._dispatches.items()
             if any(transfer.source == rank for transfer in dispatch.transfers)
         ]
-        causes: dict[int, Cause | None] = dict.fromkeys([*sending, *running])
+        storing = [number for number, ranks in self._storing.items() if rank in ranks]
+        causes: dict[int, Cause | None] = dict.fromkeys([*sending, *storing, *running])
         if running:
             causes[running[0]] = Cause(f"rank {rank}: {reason}", lost=True)
+        for number in storing:
+            causes[number] = Cause(f"rank {rank}: {reason}", lost=True)
         return causes
 
     def _give_up(self, causes: Mapping[int, Cause | None]) -> None:
@@ -401,6 +444,7 @@ class ProcessBackend:
         recovery.blame()
         now_s = self._clock.now_s
         for number in sorted(recovery.numbers):
+            self._storing.pop(number, None)
             del self._dispatches[number]
             cause = recovery.causes.get(number)
             text = cause.reason if cause else "given up with another task"
@@ -434,6 +478,10 @@ class ProcessBackend:
             self._kill(child, why)
         for writer in list(self._writes.overdue(patience_s=self._watchdog.patience.write_s)):
             self._kill(writer, "it does not finish a file")
+        for storing in self._storing.values():
+            for rank, since_s in storing.items():
+                if now_s > since_s + self._watchdog.patience.task_s:
+                    self._kill(self._pool.workers[rank], "it does not store its frames")
         known = self._recovery.numbers if self._recovery else frozenset()
         overdue = {
             n for n, dispatch in self._dispatches.items() if self._watchdog.is_overdue(dispatch, now_s)

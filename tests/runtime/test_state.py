@@ -171,6 +171,24 @@ def test_ranks_that_do_not_reach_each_other_share_no_task():
     assert cluster.begin("a", 2, 2, 3).layout.ranks == (2, 3)
 
 
+@pytest.mark.parametrize("lost", [False, True])
+def test_lost_frames_are_decoded_again_from_the_same_latents(lost):
+    cluster = Cluster(make_job("a", steps=1), num_ranks=2)
+    for index in (0, 1, 2):
+        made = cluster.begin("a", index, 0)
+        cluster.done(made)
+    for attempt in range(2):
+        cluster.done(cluster.begin("a", 3, attempt))
+        outcomes = cluster.state.apply(events.FramesLost(9.0, "a", "no room", lost=lost))
+        if attempt == 0 or lost:
+            assert not list(outcomes)
+            assert cluster.state.snapshot().open["a"].next_task.stage is Stage.DECODE
+            assert cluster.state.stopped_at == {"a": (3, made.number)}
+        else:
+            (outcome,) = outcomes
+            assert (outcome.status, outcome.error) == ("failed", "decode: no room")
+
+
 def test_state_goes_to_another_island_by_way_of_main_memory():
     cluster = Cluster(make_job("a"), num_ranks=4)
     cluster.state._islands = ((0, 1), (2, 3))

@@ -28,7 +28,7 @@ from gfgen.layout import Layout
 from gfgen.models import lanes
 from gfgen.models.adapter import Fields
 from gfgen.policies.catalog import NamedPolicy
-from gfgen.runtime.events import ModelsChanged, RankLoaded
+from gfgen.runtime.events import FramesLost, ModelsChanged, RankLoaded
 from gfgen.runtime.messages import RunTask
 from gfgen.runtime.migration import Transfer
 from gfgen.runtime.pool import WorkerPool
@@ -154,6 +154,23 @@ def test_a_task_that_runs_out_of_memory_once_is_tried_again(gpu_pool, tmp_path):
     assert recorder.memory[0].arena_bytes > PLAN.data_bytes
 
 
+def order(name: str, what: str) -> None:
+    """Tell the next worker that does such a thing to go wrong in it."""
+    (Path(os.environ["GFGEN_TEST_FAULTS"]) / name).write_text(what)
+
+
+@pytest.mark.parametrize("what", ["fail", "die"])
+def test_frames_that_do_not_reach_the_writer_are_decoded_again(gpu_pool, tmp_path, what):
+    order("frames", what)
+    picture = JobSpec(id="picture", prompt="a fox", **PICTURE)
+    recorder = run(gpu_pool, tmp_path, picture, policy=test_elastic.following((0,)))
+    (event,) = [event for event in recorder.events if isinstance(event, FramesLost)]
+    assert (event.job_id, event.lost) == ("picture", what == "die")
+    assert test_deaths.statuses(recorder) == {"picture": "done"}
+    decodes = [d for d in recorder.dispatches if d.task.stage is Stage.DECODE]
+    assert len(decodes) == 2
+
+
 @pytest.fixture
 def swapping_pool(gpu_pool: WorkerPool, tiny_models: Mapping[str, Path]) -> Iterator[WorkerPool]:
     """The same ranks, which hold all models again afterwards."""
@@ -206,7 +223,7 @@ def test_a_rank_that_cannot_load_is_replaced_and_says_why(swapping_pool, tmp_pat
         """The next model that some rank is to load is not loaded."""
         view = snapshot.open.get("picture")
         if view is not None and view.next_task.stage is Stage.DECODE:
-            (Path(os.environ["GFGEN_TEST_FAULTS"]) / "load").touch()
+            order("load", "fail")
         return test_elastic.following((0,)).decide(snapshot)
 
     policy = NamedPolicy("breaking", decide)
