@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -110,3 +113,14 @@ def test_configs_that_no_class_takes_are_refused_by_name(tiny_models: Mapping[st
     folder = configs_of(tiny_models["tiny-wan"], tmp_path, num_layers="many")
     with pytest.raises(ModelError, match="cannot be made as WanPipeline"):
         load_adapter(folder, has_random_weights=True)
+
+
+@pytest.mark.parametrize("name", ["tiny-wan-moe", "tiny-qwen-image"])
+def test_an_adapter_that_is_dropped_leaves_nothing_of_its_model(name: str, tiny_models: Mapping[str, Path]):
+    """Ranks that hold other models next need its memory."""
+    adapter: Any = load_adapter(tiny_models[name], dtype="bfloat16", has_random_weights=True)
+    pipeline = getattr(adapter, "_text", None) or adapter._pipeline
+    kept = [weakref.ref(part) for part in (pipeline.transformer, pipeline.vae, pipeline.text_encoder)]
+    del adapter, pipeline
+    gc.collect()
+    assert [part() for part in kept] == [None, None, None]
