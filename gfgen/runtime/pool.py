@@ -28,6 +28,7 @@ from gfgen.runtime.arenas import RankArenas, default_plan
 from gfgen.runtime.channel import Channel
 from gfgen.runtime.messages import (
     Arenas,
+    ModelsSet,
     ReplacePeer,
     SetModels,
     WarmedUp,
@@ -285,6 +286,9 @@ class WorkerPool:
             raise WorkerError(f"{worker.name} died while it started: {worker.reap(patience_s=_EXIT_S)}")
         if isinstance(received[0], WorkerFailed):
             raise WorkerError(f"{worker.name} cannot start: {received[0].reason}")
+        if isinstance(received[0], ModelsSet):  # of a worker that was ready, or is by now
+            worker.asked_to_load_s = None
+            return
         self.take_ready(worker, received[0], received[1])
 
     def take_ready(self, worker: Child, ready: WorkerReady, fds: Sequence[int]) -> None:

@@ -29,7 +29,7 @@ from gfgen.models import lanes
 from gfgen.models.adapter import Fields
 from gfgen.policies.catalog import NamedPolicy
 from gfgen.runtime.events import FramesLost, ModelsChanged, RankLoaded
-from gfgen.runtime.messages import RunTask
+from gfgen.runtime.messages import ModelsSet, RunTask
 from gfgen.runtime.migration import Transfer
 from gfgen.runtime.pool import WorkerPool
 from gfgen.runtime.residency import Residency
@@ -231,6 +231,15 @@ def test_a_rank_that_cannot_load_is_replaced_and_says_why(swapping_pool, tmp_pat
     ((_, reason),) = test_deaths.lost(recorder)
     assert reason.startswith("it cannot load its models: RuntimeError: as told by a file")
     assert test_deaths.statuses(recorder) == {"picture": "done", "video": "done"}
+
+
+def test_a_rank_that_has_loaded_while_others_start_is_no_surprise():
+    """Between two runs nobody else reads what it says."""
+    pool: Any = WorkerPool.__new__(WorkerPool)
+    channel = SimpleNamespace(receive=lambda: (ModelsSet(2.0), []))
+    worker: Any = SimpleNamespace(name="rank 0", rank=0, channel=channel, is_ready=True, asked_to_load_s=1.0)
+    pool._note_start(worker)
+    assert worker.asked_to_load_s is None
 
 
 @pytest.mark.parametrize("seed", [11, 12, 13])
