@@ -234,7 +234,7 @@ def meet(rank: Rank, monkeypatch: pytest.MonkeyPatch, *, late_s: float = 0.0) ->
         assert timeout_s == WAIT_S
         return SimpleNamespace(enter=enter)
 
-    rank.worker._endpoint = SimpleNamespace(group=group)
+    rank.worker._endpoint = SimpleNamespace(group=group, abort_through=lambda _: None)
     monkeypatch.setattr(worker_module, "parallel_from", lambda group: None)
     return entered_s
 
@@ -286,7 +286,7 @@ def test_who_waits_to_send_what_a_failed_task_was_to_make_goes_on(
 ) -> None:
     sent: list[int] = []
     both = threading.Event()
-    rank.worker._endpoint = SimpleNamespace()  # type: ignore[assignment]
+    rank.worker._endpoint = SimpleNamespace(abort_through=lambda _: None)  # type: ignore[assignment]
 
     def send(endpoint: Any, fields: Fields, transfers: Any, *, dispatch: int) -> None:
         sent.append(dispatch)
@@ -326,7 +326,7 @@ def test_a_transfer_that_is_aborted_without_having_been_given_up_is_told(
     rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An abort of a later dispatch ends it too; whoever waits for it would wait for ever."""
-    rank.worker._endpoint = SimpleNamespace()  # type: ignore[assignment]
+    rank.worker._endpoint = SimpleNamespace(abort_through=lambda _: None)  # type: ignore[assignment]
 
     def send(endpoint: Any, fields: Fields, transfers: Any, *, dispatch: int) -> None:
         raise AbortedError("by the host")
