@@ -44,6 +44,7 @@ FLOORS = {
     "gfgen.models.measure": 6,
     "gfgen.models.measure_forward": 6,
     "gfgen.models.measure_decode": 6,
+    "gfgen.models.shapes": 6,
     "gfgen.runtime.simulation": 7,
     "gfgen.runtime.plan": 7,
     "gfgen.runtime.plan_words": 7,
@@ -138,3 +139,14 @@ def test_there_are_no_import_cycles():
 
     for module in graph:
         visit(module, ())
+
+
+def test_nothing_imports_what_trains_the_built_in_model():
+    for path in MODULES:
+        if name_of(path).startswith("gfgen.models.shapes"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                assert not node.module.startswith("gfgen.models.shapes"), path
+            elif isinstance(node, ast.Import):
+                assert not any(alias.name.startswith("gfgen.models.shapes") for alias in node.names), path
