@@ -1,0 +1,193 @@
+"""Train `shapes` from nothing: first the VAE, then the transformer with its text encoder.
+
+    python -m gfgen.models.shapes.train DIR
+
+On one GPU, in about twenty minutes. Stop it whenever you like: the same command goes on from the
+last checkpoint in DIR. At the end DIR/shapes is the pipeline, figures.json says how well it does on
+prompts held out, sheet.png shows it, and log.jsonl has losses and measures over time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from gfgen.models.shapes.attention_kernels import use_fastest_attention
+from gfgen.models.shapes.evaluation import write_report
+from gfgen.models.shapes.flow_training import train_flow
+from gfgen.models.shapes.parts import (
+    FULL,
+    MINIATURE,
+    Dimensions,
+    Parts,
+    load,
+    new_parts,
+    save,
+    set_latent_scale,
+)
+from gfgen.models.shapes.reservoir import BUCKETS, MINIATURE_BUCKETS, Bucket
+from gfgen.models.shapes.session import Session, named_weights, read_shards, write_shards
+from gfgen.models.shapes.supply import Supply
+from gfgen.models.shapes.vae_training import (
+    CLIPS,
+    MINIATURE_CLIPS,
+    ClipShape,
+    measure_latents,
+    reconstruction_db,
+    train_vae,
+)
+
+SEED = 20261121
+QUICK_SHARE = 5
+"""Where time is over before the end, one of so many questions is asked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is trained, and on what."""
+
+    dimensions: Dimensions
+    clips: Sequence[ClipShape]
+    buckets: Sequence[Bucket]
+    num_measured: int
+    """Videos whose latents are measured."""
+
+
+FULL_PLAN = Plan(FULL, CLIPS, BUCKETS, num_measured=256)
+MINIATURE_PLAN = Plan(MINIATURE, MINIATURE_CLIPS, MINIATURE_BUCKETS, num_measured=1)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = _parser().parse_args(arguments)
+    options.ends_s = time.monotonic() + options.limit
+    options.folder.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(options.seed)
+    plan = MINIATURE_PLAN if options.miniature else FULL_PLAN
+    with Supply(num_processes=options.processes) as supply:
+        parts = new_parts(plan.dimensions)
+        if options.device != "cpu":
+            _set_up_gpu(options)
+        is_done = _vae_stage(parts, plan, options, supply) and _flow_stage(parts, plan, options, supply)
+    print("done" if is_done else "not done; the same command goes on from here")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m gfgen.models.shapes.train",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    on_or_off = argparse.BooleanOptionalAction
+    parser.add_argument("folder", type=Path, metavar="DIR")
+    parser.add_argument("--vae-seconds", type=float, default=200, help="of training, in all (%(default)s)")
+    parser.add_argument("--flow-seconds", type=float, default=640, help="of training, in all (%(default)s)")
+    parser.add_argument("--limit", type=float, default=86400, help="seconds after which training stops here")
+    parser.add_argument("--max-steps", type=int, help="of each stage in this process")
+    parser.add_argument("--finish", action="store_true", help="plan the last stage to be done at the limit")
+    parser.add_argument(
+        "--evaluate", type=int, default=500, help="held-out prompts at the end (%(default)s); 0: none"
+    )
+    parser.add_argument("--seed", type=int, default=SEED)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--processes", type=int, default=8, help="that make up scenes and prompts (%(default)s)"
+    )
+    parser.add_argument("--graphs", action=on_or_off, default=True, help="CUDA graphs for training steps")
+    parser.add_argument("--compile", action=on_or_off, default=True, help="fused blocks of the transformer")
+    parser.add_argument(
+        "--try-attention", action=on_or_off, default=True, help="take the fastest of its kernels"
+    )
+    parser.add_argument(
+        "--try-convolutions", action=on_or_off, default=False, help="the same for the VAE, but it takes long"
+    )
+    parser.add_argument(
+        "--miniature", action="store_true", help="a model that learns nothing, for rehearsals"
+    )
+    return parser
+
+
+def _set_up_gpu(options: argparse.Namespace) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    torch.backends.cudnn.benchmark = options.try_convolutions
+    if options.try_attention:
+        times_ms = use_fastest_attention(torch.device(options.device))
+        _session(options, "setup", total_s=0).log(attention_ms=times_ms)
+
+
+def _session(options: argparse.Namespace, stage: str, *, total_s: float, finishes: bool = False) -> Session:
+    return Session(
+        options.folder,
+        stage=stage,
+        device=options.device,
+        seed=options.seed,
+        total_s=total_s,
+        ends_s=options.ends_s,
+        max_steps=options.max_steps,
+        uses_graphs=options.graphs,
+        finishes=finishes,
+    )
+
+
+def _vae_stage(parts: Parts, plan: Plan, options: argparse.Namespace, supply: Supply) -> bool:
+    """Whether the VAE is trained; it then is what its checkpoint says."""
+    session = _session(options, "vae", total_s=options.vae_seconds)
+    if not _is_done(options.folder, "vae"):
+        train_vae(session, parts.vae, supply, plan.clips)
+        if not session.is_done:
+            return False
+        decibels = reconstruction_db(parts.vae, session.device, num_videos=min(64, plan.num_measured))
+        session.log(reconstruction_db=round(decibels, 2))
+        mean, std = measure_latents(parts.vae, session.device, num_videos=plan.num_measured)
+        weights = {f"average.{name}": w.half() for name, w in named_weights({"vae": parts.vae}).items()}
+        notes = {"latents_mean": json.dumps(mean), "latents_std": json.dumps(std)}
+        write_shards(options.folder, "vae", weights, {"is_done": 1, "step": session.step, **notes})
+    notes = _load_trained(options.folder, "vae", {"vae": parts.vae})
+    set_latent_scale(parts.vae, json.loads(notes["latents_mean"]), json.loads(notes["latents_std"]))
+    return True
+
+
+def _flow_stage(parts: Parts, plan: Plan, options: argparse.Namespace, supply: Supply) -> bool:
+    """Whether the transformer is trained. In any case the pipeline is written and judged as it is now."""
+    session = _session(options, "flow", total_s=options.flow_seconds, finishes=options.finish)
+    train_flow(session, parts, supply, plan.buckets, compiles=options.compile and session.is_cuda)
+    save(parts, options.folder / "shapes")
+    _judge(session, options, supply)
+    return session.is_done
+
+
+def _judge(session: Session, options: argparse.Namespace, supply: Supply) -> None:
+    """Figures of what was written, by fewer questions if the stage is not done."""
+    count = options.evaluate if session.is_done else options.evaluate // QUICK_SHARE
+    if not count:
+        return
+    torch.backends.cudnn.benchmark = False  # with sizes that come once, trying costs more than it gives
+    shipped = load(options.folder / "shapes", device=options.device)
+    report = write_report(shipped, options.folder, count=count, each=supply.each)
+    session.log(step=session.step, **report)
+
+
+def _is_done(folder: Path, stage: str) -> bool:
+    found = read_shards(folder, stage)
+    return found is not None and found[1]["is_done"] == "1"
+
+
+@torch.no_grad()
+def _load_trained(folder: Path, stage: str, modules: dict[str, nn.Module]) -> dict[str, str]:
+    """The moving average of a stage's checkpoint into modules; returns the checkpoint's notes."""
+    found = read_shards(folder, stage)
+    assert found is not None, f"{folder} has no checkpoint of {stage}"
+    tensors, notes = found
+    for name, weight in named_weights(modules).items():
+        weight.copy_(tensors[f"average.{name}"])
+    return notes
+
+
+if __name__ == "__main__":
+    main()
