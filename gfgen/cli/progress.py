@@ -318,6 +318,8 @@ def outcome_line(outcome: JobOutcome) -> str:
     info = outcome.info
     if outcome.status == "failed":
         return f"failed {info.job_id}: {outcome.error}"
+    if outcome.status == "cancelled":
+        return f"cancelled {info.job_id}"
     line = f"done {info.job_id}: {info.file} in {in_words(outcome.ended_s - outcome.arrival_s)}"
     if outcome.deadline_s is None:
         return line

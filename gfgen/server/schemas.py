@@ -34,7 +34,7 @@ Size = Annotated[
 Deadline = Annotated[
     float | str,
     Field(
-        description='Seconds from now, a text like "90s" or "1h30m", or a time like "2026-11-20T18:00+01:00".',
+        description='Seconds from now, a text like "90s" or "1h30m", or a time: "2026-11-20T18:00+01:00".',
         examples=["10m"],
     ),
 ]
@@ -176,7 +176,9 @@ class JobRequest(Request):
     true_cfg_scale: Scale | None = None
     seed: Seed | None = None
     deadline: Deadline | None = None
-    timeout: Deadline | None = Field(None, description="The job fails when it has not ended so long from now.")
+    timeout: Deadline | None = Field(
+        None, description="The job fails when it has not ended so long from now."
+    )
     priority: Priority | None = None
     tag: str | None = Field(None, min_length=1, max_length=64)
 
