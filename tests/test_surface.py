@@ -29,6 +29,7 @@ def subcommand(*names: str) -> click.Command:
 def test_commands():
     assert cli.list_commands(click.Context(cli)) == [
         "run",
+        "serve",
         "profile",
         "simulate",
         "plan",
@@ -59,6 +60,32 @@ def test_options_of_run():
         "--until",
         "--vae-dtype",
         "--watch",
+        "-o",
+        "-q",
+    ]
+
+
+def test_options_of_serve():
+    assert options_of(subcommand("serve")) == [
+        "--api-key",
+        "--device",
+        "--host",
+        "--keep",
+        "--keep-bytes",
+        "--log-file",
+        "--log-json",
+        "--lookahead",
+        "--max-body",
+        "--max-open",
+        "--max-streams",
+        "--model",
+        "--no-key",
+        "--output",
+        "--policy",
+        "--port",
+        "--quiet",
+        "--random-weights",
+        "--ranks",
         "-o",
         "-q",
     ]

@@ -246,6 +246,11 @@ class Batch(Answer):
     manifest_url: str
 
 
+class BatchList(Answer):
+    object: Literal["list"] = "list"
+    data: list[Batch]
+
+
 # The server ---------------------------------------------------------------------------------------
 
 
