@@ -10,7 +10,7 @@ import math
 import time
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gfgen.graph import Stage
@@ -276,6 +276,8 @@ class Live:
             record.event("layout", at, stage=task.stage.value, layout=layout_view(layout))
         if is_new_stage and not is_first:
             record.event("stage", at, stage=task.stage.value)
+        if record.view is not None and task.index + 1 == record.facts.num_tasks:
+            record.view = replace(record.view, remaining_s=0.0)  # of the last task no row tells
         self._job_changed(record)
         self._is_forecast_due = True
 
@@ -427,9 +429,9 @@ class Live:
         queued = [job_id for job_id in predicted.starts_s if self.records[job_id].status == "queued"]
         for place, job_id in enumerate(queued, start=1):
             self._set_position(self.records[job_id], place, predicted.starts_s[job_id], now)
-        for job_id, ends_at in predicted.ends_s.items():
-            record = self.records.get(job_id)
-            if record is not None and _is_notable(record.predicted_end_at, ends_at, now):
+        for job_id in views:
+            record, ends_at = self.records[job_id], predicted.ends_s[job_id]
+            if _is_notable(record.predicted_end_at, ends_at, now):
                 record.predicted_end_at = ends_at
                 self._job_changed(record)
 
