@@ -132,6 +132,11 @@ def work(end: socket.socket, settings: WorkerSettings) -> None:
 def write(end: socket.socket) -> None:
     """Entry of a writer's process: videos are not encoded."""
     channel = Channel(end)
+    with contextlib.suppress(ConnectionError):  # the control plane is gone
+        _write_all(channel)
+
+
+def _write_all(channel: Channel) -> None:
     while (received := channel.receive()) is not None:
         request, fds = received
         if request.path.endswith(".mp4"):

@@ -81,8 +81,9 @@ class Front:
             hearing = asyncio.create_task(self._hear(reader, framing, rest))
             await asyncio.wait({serving, hearing}, return_when=asyncio.FIRST_COMPLETED)
             server.should_exit = True
-            if self._is_lost:
-                return 1
+            if self._is_lost:  # nobody is told anything: answers that are under way could only be wrong
+                store.close()
+                os._exit(1)
             await asyncio.wait({serving}, timeout=2 * DRAIN_S)
             for helper in helpers:
                 helper.cancel()

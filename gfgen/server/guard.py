@@ -91,9 +91,16 @@ class Guard:
             self._check(scope, headers)
             body = _BoundedBody(receive, headers, self._limits)
         except ApiError as error:
-            await error.response()(scope, receive, _secured(send))
+            await error.response()(scope, receive, _Secured(send))
             return
-        await self._app(scope, body, _secured(send))
+        sending = _Secured(send)
+        try:
+            await self._app(scope, body, sending)
+        except asyncio.CancelledError:  # by a server that stops and has waited long enough
+            if sending.has_begun:
+                raise
+            stopping = ApiError(503, "the server is stopping", code="not_ready", retry_after_s=10)
+            await stopping.response()(scope, receive, sending)
 
     def _check(self, scope: Scope, headers: Headers) -> None:
         host = headers.get("host", "")
@@ -171,13 +178,18 @@ def _too_large(limits: Limits) -> ApiError:
     )
 
 
-def _secured(send: Send) -> Send:
-    async def sending(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            message["headers"] = [*message.get("headers", ()), *_SECURITY]
-        await send(message)
+class _Secured:
+    """Sends an answer with the headers that every answer has."""
 
-    return sending
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.has_begun = False
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.has_begun = True
+            message["headers"] = [*message.get("headers", ()), *_SECURITY]
+        await self._send(message)
 
 
 def _is_of_this_machine(host: str) -> bool:

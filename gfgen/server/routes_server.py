@@ -149,7 +149,7 @@ async def set_policy(request: Request) -> Response:
     summary="All that the page shows",
 )
 async def get_state(request: Request) -> Response:
-    return Response(desk_of(request).live.state().model_dump_json(), media_type="application/json")
+    return Response(request.app.state.frames.state(), media_type="application/json")
 
 
 @router.get(

@@ -33,6 +33,7 @@ class Frames:
         self.number = 0
         """Of the last frame."""
         self.pulse = Pulse()
+        self._whole = (0.0, b"")
 
     def tick(self) -> None:
         """Make a frame of what has changed since the last one, if anybody reads."""
@@ -55,7 +56,17 @@ class Frames:
             return None
         return [frame for frame in self._frames if frame[0] > number]
 
+    def state(self) -> bytes:
+        """The whole live state as JSON; made anew after FRAME_S at the soonest, however many ask."""
+        made_at, body = self._whole
+        now = self._live.now()
+        if not body or now > made_at + FRAME_S or now < made_at:
+            body = self._live.state().model_dump_json().encode()
+            self._whole = (now, body)
+        return body
+
     def whole(self) -> bytes:
+        """The same as an event, of this very moment: changes that are told later build on it."""
         return _event(b"state", self._live.state().model_dump_json().encode())
 
 
