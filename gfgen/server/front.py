@@ -38,7 +38,6 @@ from gfgen.server.streams import FRAME_S, Frames
 
 logger = logging.getLogger(__name__)
 
-RETENTION_S = 30.0
 DRAIN_S = 3.0
 """For answers that are under way when the run has stopped."""
 _CHUNK_BYTES = 1 << 18
@@ -179,7 +178,7 @@ class Front:
 
         yield _again_and_again(FRAME_S, frames)
         yield _again_and_again(FORECAST_S, forecast)
-        yield _again_and_again(RETENTION_S, retention)
+        yield _again_and_again(desk.limits.retention_s, retention)
 
 
 async def _again_and_again(pause_s: float, work: Callable[[], Any]) -> None:

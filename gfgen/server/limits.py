@@ -29,5 +29,7 @@ class Limits:
     """How long a request that waits for its result may take."""
     keep_s: float = 7 * 86400.0
     """How long an ended job and its file are kept."""
+    retention_s: float = 30.0
+    """How often it is looked for what is kept too long."""
     keep_bytes: int = 100 * 10**9
     """Of finished files; beyond it the oldest are removed."""
