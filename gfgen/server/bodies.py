@@ -94,7 +94,8 @@ def documented(model: type[BaseModel], *, picture: str | None = None, is_json: b
     schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
     content: dict[str, Any] = {"application/json": {"schema": schema}} if is_json else {}
     if picture is not None:
-        properties = {**schema["properties"], picture: {"type": "string", "format": "binary"}}
+        properties = {name: _without_null(value) for name, value in schema["properties"].items()}
+        properties[picture] = {"type": "string", "format": "binary"}
         content["multipart/form-data"] = {"schema": {**schema, "properties": properties}}
     key = {
         "name": "Idempotency-Key",
@@ -104,6 +105,13 @@ def documented(model: type[BaseModel], *, picture: str | None = None, is_json: b
         "description": "A request that comes again with its key makes nothing new.",
     }
     return {"requestBody": {"required": True, "content": content}, "parameters": [key]}
+
+
+def _without_null(schema: dict[str, Any]) -> dict[str, Any]:
+    """A form leaves out what JSON may say as null."""
+    kinds = [kind for kind in schema.get("anyOf", ()) if kind != {"type": "null"}]
+    rest = {name: value for name, value in schema.items() if name not in ("anyOf", "default")}
+    return schema if not kinds else rest | (kinds[0] if len(kinds) == 1 else {"anyOf": kinds})
 
 
 async def _content(request: Request, most_bytes: int) -> bytes:

@@ -19,6 +19,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.routing import compile_path
 
 from gfgen.errors import OutputError, Problem
 from gfgen.server import schemas
@@ -97,11 +98,13 @@ def install(app: FastAPI) -> None:
         assert isinstance(error, RequestValidationError)
         return _of_validation(error.errors(), (), is_body=False).response()
 
-    async def http(_: Request, error: Exception) -> Response:
+    async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         what = {404: "there is no such path", 405: "this path does not take that method"}
-        message = what.get(error.status_code, str(error.detail))
-        return ApiError(error.status_code, message, headers=error.headers).response()
+        message, headers = what.get(error.status_code, str(error.detail)), dict(error.headers or {})
+        if error.status_code == 405:
+            headers["Allow"] = ", ".join(_methods(app, request.url.path)) or headers.get("Allow", "")
+        return ApiError(error.status_code, message, headers=headers).response()
 
     async def full(_: Request, error: Exception) -> Response:
         return ApiError(507, str(error)).response()
@@ -114,6 +117,15 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(HTTPException, http)
     app.add_exception_handler(OutputError, full)
     app.add_exception_handler(Exception, unexpected)
+
+
+def _methods(app: FastAPI, path: str) -> list[str]:
+    """What a path takes, by the OpenAPI document: the framework names one of its routes alone."""
+    for template, operations in app.openapi()["paths"].items():
+        pattern, _, _ = compile_path(template)
+        if pattern.match(path):
+            return sorted(name.upper() for name in operations)
+    return []
 
 
 def checked(model: type[M], values: Mapping[str, Any]) -> M:

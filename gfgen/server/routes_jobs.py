@@ -154,7 +154,7 @@ async def get_job(request: Request, job_id: JobId) -> Response:
     response_class=StreamingResponse,
     responses={
         **responses(400, 404, 429),
-        200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}},
+        200: {"content": {"text/event-stream": {}}},
     },
     summary="Follow a job",
 )
@@ -171,9 +171,10 @@ async def follow_job(
 
 # Files ----------------------------------------------------------------------------------------------
 
+_BINARY = {"schema": {"type": "string", "format": "binary"}}
 _FILE = {
     **responses(400, 404, 409, 416),
-    200: {"content": {"video/mp4": {"schema": {"type": "string", "format": "binary"}}}},
+    200: {"content": dict.fromkeys(("video/mp4", "image/png", "image/jpeg", "image/webp"), _BINARY)},
     206: {"description": "A part, as the Range header asks for."},
     304: {"description": "As it was before."},
 }

@@ -156,7 +156,7 @@ async def get_state(request: Request) -> Response:
     "/v1/state/events",
     tags=["server"],
     response_class=StreamingResponse,
-    responses={**responses(429), 200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}},
+    responses={**responses(429), 200: {"content": {"text/event-stream": {}}}},
     summary="The live state, and its changes",
 )
 async def follow_state(request: Request) -> Response:

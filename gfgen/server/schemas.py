@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic_core import PydanticCustomError
 
 from gfgen.jobfields import MAX_FRAMES, MAX_PROMPT_CHARS
 
@@ -49,7 +50,15 @@ class Answer(BaseModel):
 class Request(BaseModel):
     """What the server is sent: a field that is not named here is an error, which names the nearest one."""
 
-    model_config = ConfigDict(extra="forbid", strict=False)
+    model_config = ConfigDict(extra="forbid")
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _is_no_bool(cls, value: object) -> object:
+        """True and false are no numbers; no field here is either of them."""
+        if isinstance(value, bool):
+            raise PydanticCustomError("no_bool", "true and false are not accepted")
+        return value
 
 
 # Jobs ---------------------------------------------------------------------------------------------
