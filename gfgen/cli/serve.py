@@ -38,6 +38,7 @@ from gfgen.server.door import Door
 from gfgen.server.limits import Limits
 from gfgen.server.link import Admit, Serving, Settings
 from gfgen.server.schemas import Model
+from gfgen.server.stopwatch import Stopwatch
 from gfgen.server.supervisor import Supervisor, listen
 
 logger = logging.getLogger(__name__)
@@ -62,8 +63,9 @@ class ServeOptions:
     limits: Limits
     models: tuple[str, ...] = DEFAULT_MODELS
     has_random_weights: bool = False
-    quiet: bool = False
+    log_level: str = "info"
     log_json: bool = False
+    log_file: Path | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -196,8 +198,9 @@ def serve(
         ),
         models=models or DEFAULT_MODELS,
         has_random_weights=random_weights,
-        quiet=quiet,
+        log_level=level,
         log_json=log_json,
+        log_file=log_file,
     )
     serve_models(options)
     return 0
@@ -267,6 +270,7 @@ def serve_on(
     todo = door.open(serving, is_stopped=lambda: _has_signal(signals))
     if todo is None:
         raise InterruptedRunError("stopped before it began", signal_number=15)
+    resume.forget_others(options.output_dir, {job.job_id for job in todo})
     resume_points = resume.find(options.output_dir, todo)
     with contextlib.ExitStack() as stack:
         state = State(
@@ -293,10 +297,11 @@ def serve_on(
             requests=door,
         )
         stack.callback(backend.close)
+        door.stopwatch = Stopwatch(backend)
         control = Control(
             todo,
             state=state,
-            backend=backend,
+            backend=door.stopwatch,
             clock=clock,
             policy=options.policy,
             guard_s=options.guard_s,
@@ -319,6 +324,9 @@ def settings_of(options: ServeOptions) -> Settings:
         is_loopback=_is_loopback(options.host),
         limits=options.limits,
         version=_own_version(),
+        log_level=options.log_level,
+        log_json=options.log_json,
+        log_file=None if options.log_file is None else options.log_file.absolute(),
     )
 
 

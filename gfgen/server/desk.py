@@ -30,6 +30,7 @@ from gfgen.server.store import Accepted, Ending, Facts, Kept, KeyTakenError, Req
 logger = logging.getLogger(__name__)
 
 FORECAST_S = 0.5
+SUBMITTED_AT_ONCE = 16
 RETRY_S = 5.0
 """How soon a store that could not be written is tried again."""
 FOLDERS = (asking.INPUTS_NAME, ".thumbnails")
@@ -91,7 +92,8 @@ class Desk:
         for kept in reversed(self.store.last_ended(MAX_SHOWN_FINISHED)):
             self.live.show_finished(self.job_of_kept(kept, shown_chars=300))
         self.live.add(records)
-        self._send(Hello(tuple(jobs)))
+        self._submit(jobs)
+        self._send(Hello(tuple(job.job_id for job in jobs)))
         if jobs:
             logger.info("%d open jobs go on", len(jobs))
 
@@ -211,8 +213,12 @@ class Desk:
                 self._drop_pictures(accepted)
                 raise
             self.live.add(Record(one.facts, job.trajectory) for one, job in zip(accepted, jobs, strict=True))
-            self._send(Submit(tuple(jobs)))
+            self._submit(jobs)
         return [job.job_id for job in jobs]
+
+    def _submit(self, jobs: Sequence[AdmittedJob]) -> None:
+        for start in range(0, len(jobs), SUBMITTED_AT_ONCE):
+            self._send(Submit(tuple(jobs[start : start + SUBMITTED_AT_ONCE])))
 
     async def _admit(self, asked: Sequence[Asked], with_picture: Asked | None) -> list[AdmittedJob]:
         serving = self.serving

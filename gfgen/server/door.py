@@ -9,11 +9,13 @@ holds up the loop.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,7 +26,8 @@ from gfgen.runtime.admission import AdmittedJob
 from gfgen.runtime.dispatch import Dispatch
 from gfgen.runtime.events import Event
 from gfgen.runtime.observer import JobOutcome, Observer
-from gfgen.server.link import Cancel, Hello, Link, Noted, Row, Rows, Serving, SetPolicy, Submit
+from gfgen.server.link import Cancel, Hello, Link, Noted, Pace, Row, Rows, Serving, SetPolicy, Submit
+from gfgen.server.stopwatch import Stopwatch
 from gfgen.snapshot import JobView, Snapshot
 
 logger = logging.getLogger(__name__)
@@ -39,6 +42,10 @@ MAX_UNSENT = 200_000
 HELLO_S = 60.0
 """In which a new front has to say which jobs are open."""
 _UNTOLD = (events.Wakeup,)
+MAX_AT_ONCE = 32
+"""Jobs, and events, that one turn of the loop takes from the front: each costs tens of microseconds."""
+MAX_ROWS = 200
+"""Jobs whose place is told at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +72,16 @@ class Door(Observer):
 
     def __init__(self, *, on_policy: Callable[[str], None]) -> None:
         self._on_policy = on_policy
+        self.stopwatch: Stopwatch | None = None
+        """What times the turns of the loop, if anything does."""
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._serving: Serving | None = None
         self._outbox: _Outbox | None = None
-        self._waiting: list[AdmittedJob] = []
+        self._waiting: deque[AdmittedJob] = deque()
         """Accepted, and not taken by the loop yet."""
+        self._asked: deque[Event] = deque()
+        """What the front has asked for, and the loop has not been told yet."""
         self._known: set[str] = set()
         """Jobs that are at work, wait, or have ended without the front's having noted it."""
         self._unnoted: dict[str, JobOutcome] = {}
@@ -100,7 +111,7 @@ class Door(Observer):
 
     def _put(self, message: Any) -> None:
         self._inbox.put(message)
-        os.eventfd_write(self._bell, 1)
+        self._ring()
 
     # The control loop's side: requests and intake ---------------------------------------------------
 
@@ -120,32 +131,41 @@ class Door(Observer):
                 continue
             self._take(message, now_s=0.0)
             if isinstance(message, Hello):
-                return self.take()
+                jobs = list(self._waiting)
+                self._waiting.clear()
+                return jobs
         raise RunError(f"the HTTP process has not told within {HELLO_S:g} s which jobs are open")
 
     def fileno(self) -> int:
         return self._bell
 
     def take_events(self, now_s: float) -> Sequence[Event]:
-        """What the front has asked for; new jobs are there for `take`."""
+        """What the front has asked for; new jobs are there for `take`. What is much comes in parts."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._bell)
-        asked: list[Event] = []
-        while not self._inbox.empty():
-            asked += self._take(self._inbox.get(), now_s=now_s)
+        while not self._inbox.empty() and len(self._asked) < MAX_AT_ONCE:
+            self._asked += self._take(self._inbox.get(), now_s=now_s)
+        asked = [self._asked.popleft() for _ in range(min(MAX_AT_ONCE, len(self._asked)))]
+        if self._asked or not self._inbox.empty():
+            self._ring()
         return asked
 
     def take(self) -> list[AdmittedJob]:
-        """The jobs that were accepted since the last call."""
-        jobs, self._waiting = self._waiting, []
+        """Jobs that were accepted since the last call; the loop turns again for the rest."""
+        jobs = [self._waiting.popleft() for _ in range(min(MAX_AT_ONCE, len(self._waiting)))]
+        if self._waiting:
+            self._ring()
         return jobs
+
+    def _ring(self) -> None:
+        os.eventfd_write(self._bell, 1)
 
     def _take(self, message: Any, *, now_s: float) -> Sequence[Event]:
         match message:
             case Submit():
                 self._submit(message.jobs)
             case Hello():
-                return self._greet(message.jobs, now_s)
+                return self._greet(message.job_ids, now_s)
             case Cancel():
                 return self._cancel(message.job_ids, now_s)
             case SetPolicy():
@@ -172,17 +192,16 @@ class Door(Observer):
         self._known |= {job.job_id for job in new}
         self._waiting += new
 
-    def _greet(self, jobs: Sequence[AdmittedJob], now_s: float) -> Sequence[Event]:
+    def _greet(self, job_ids: Sequence[str], now_s: float) -> Sequence[Event]:
         """A new front knows all open jobs: what it does not know is not wanted any more."""
-        wanted = {job.job_id for job in jobs}
-        unwanted = self._known - wanted - self._unnoted.keys()
-        self._submit(jobs)
+        unwanted = self._known.difference(job_ids) - self._unnoted.keys()
         return self._cancel(tuple(sorted(unwanted)), now_s)
 
     def _cancel(self, job_ids: Sequence[str], now_s: float) -> Sequence[Event]:
         """Jobs that the loop has not taken yet are simply dropped."""
         dropped = {job.job_id for job in self._waiting}.intersection(job_ids)
-        self._waiting = [job for job in self._waiting if job.job_id not in dropped]
+        if dropped:
+            self._waiting = deque(job for job in self._waiting if job.job_id not in dropped)
         self._known -= dropped
         return [events.JobCancelled(now_s, job_id) for job_id in job_ids if job_id not in dropped]
 
@@ -231,14 +250,16 @@ class Door(Observer):
 
     def refreshed(self, snapshot: Snapshot) -> None:
         """Tell which jobs stand elsewhere than before; views that have not changed are the same objects."""
-        rows = []
-        for views in (snapshot.open, snapshot.busy):
-            for job_id, view in views.items():
-                if self._views.get(job_id) is not view:
-                    self._views[job_id] = view
-                    rows.append(Row(job_id, view.next_task.index, view.remaining_s, view.last_layout))
+        rows: list[Row] = []
+        for views in (snapshot.busy, snapshot.open):
+            changed = (view for job_id, view in views.items() if self._views.get(job_id) is not view)
+            for view in itertools.islice(changed, MAX_ROWS - len(rows)):
+                self._views[view.job_id] = view
+                rows.append((view.job_id, view.next_task.index, view.remaining_s, view.last_layout))
         if rows:
             self._tell(Rows(tuple(rows)))
+        if self.stopwatch is not None:
+            self._tell(Pace(*self.stopwatch.take()))
 
     def close(self) -> None:
         """Send what is left."""

@@ -71,7 +71,7 @@ class Front:
             return 1
         settings, *rest = messages
         assert isinstance(settings, Settings)
-        log.configure(level=settings.log_level)
+        _configure_log(settings)
         store = Store(settings.output_dir / STORE_NAME, began_at=time.time())
         try:
             server = self._prepare(settings, store)
@@ -179,6 +179,20 @@ class Front:
         yield _again_and_again(FRAME_S, frames)
         yield _again_and_again(FORECAST_S, forecast)
         yield _again_and_again(desk.limits.retention_s, retention)
+
+
+def _configure_log(settings: Settings) -> None:
+    """As the run's; of uvicorn and asyncio what is a mistake of ours, and not of some client."""
+    log.configure(
+        level=settings.log_level,
+        as_json=settings.log_json,
+        file=settings.log_file,
+        file_level=settings.log_level,
+    )
+    for name in ("uvicorn", "asyncio"):
+        other = logging.getLogger(name)
+        other.handlers, other.propagate = list(logging.getLogger("gfgen").handlers), False
+        other.setLevel(logging.ERROR)
 
 
 async def _again_and_again(pause_s: float, work: Callable[[], Any]) -> None:

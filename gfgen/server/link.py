@@ -6,7 +6,7 @@ version of gfgen; messages are pickled values, framed by their length.
 
     the front starts            run -> front   Settings
     models loaded, ranks up     run -> front   Serving
-                                front -> run   Hello: the jobs of the store that have not ended
+                                front -> run   Submit: the jobs of the store that are open; then Hello
     from then on                run -> front   lists of notes: events, dispatches, outcomes, rows
                                 front -> run   Submit, Cancel, SetPolicy, Noted
 
@@ -52,6 +52,8 @@ class Settings:
     limits: Limits
     version: str
     log_level: str = "info"
+    log_json: bool = False
+    log_file: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,15 +70,8 @@ class Serving:
     """Unix time of the run's second 0."""
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """Where an open job stands."""
-
-    job_id: str
-    next_index: int
-    remaining_s: float
-    """Predicted work on one rank."""
-    layout: Layout | None
+Row = tuple[str, int, float, Layout | None]
+"""Where an open job stands: its id, next task, predicted work on one rank, and last layout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,21 +81,29 @@ class Rows:
     rows: tuple[Row, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How long the turns of the control loop took since this was told last."""
+
+    longest_s: float
+    num_turns: int
+
+
 # From the front to the run ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Hello:
-    """Every job of the store that has not ended."""
+class Submit:
+    """Jobs that were accepted: a few, since reading a message keeps the loop from its work."""
 
     jobs: tuple[AdmittedJob, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Submit:
-    """Jobs that were accepted."""
+class Hello:
+    """All that the store has open was submitted; these are the ids."""
 
-    jobs: tuple[AdmittedJob, ...]
+    job_ids: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from gfgen.runtime import events
 from gfgen.runtime.dispatch import Dispatch
 from gfgen.runtime.forecast import predict
 from gfgen.server import schemas
-from gfgen.server.link import Row, Rows, Serving
+from gfgen.server.link import Pace, Rows, Serving
 from gfgen.server.records import SHOWN_PROMPT_CHARS, Record, layout_view, rounded
 from gfgen.server.store import Ending
 from gfgen.snapshot import JobView, RunningTask
@@ -147,6 +147,9 @@ class Live:
         self.version = 1
         self._watcher = watcher or Watcher()
         self.num_streams = 0
+        self.longest_turn_s = 0.0
+        """Of the control loop, since this front knows it."""
+        self.num_turns = 0
         self._gfgen_version = version
         self._max_open = max_open
         self._flights: dict[int, _Flight] = {}
@@ -168,7 +171,10 @@ class Live:
                 self._landed(note)
             case Rows():
                 for row in note.rows:
-                    self._stands(row)
+                    self._stands(*row)
+            case Pace():
+                self.longest_turn_s = max(self.longest_turn_s, note.longest_s)
+                self.num_turns += note.num_turns
             case events.RankReady():
                 self._rank_ready(note)
             case events.RankLost():
@@ -328,28 +334,28 @@ class Live:
             record.event("stage", at, stage="write")
         self._job_changed(record)
 
-    def _stands(self, row: Row) -> None:
+    def _stands(self, job_id: str, next_index: int, remaining_s: float, layout: Layout | None) -> None:
         """Where a job stands, and how much work it has left: what predictions are made of."""
-        record = self.records.get(row.job_id)
+        record = self.records.get(job_id)
         if record is None:
             return
-        if row.next_index > 0 and record.started_at is None:  # it began before this front did
-            record.status, record.next_index, record.layout = "in_progress", row.next_index, row.layout
-            record.stage = record.trajectory.task(row.next_index - 1).stage
+        if next_index > 0 and record.started_at is None:  # it began before this front did
+            record.status, record.next_index, record.layout = "in_progress", next_index, layout
+            record.stage = record.trajectory.task(next_index - 1).stage
             record.position = None
             self._job_changed(record)
         facts = record.facts
         record.view = JobView(
-            job_id=row.job_id,
+            job_id=job_id,
             tag=facts.tag,
             model=facts.model,
             arrival_s=facts.arrives_at,
             deadline_s=math.inf if facts.deadline_at is None else facts.deadline_at,
             precedence=-facts.priority,
-            next_task=record.trajectory.task(row.next_index),
+            next_task=record.trajectory.task(next_index),
             num_tasks=facts.num_tasks,
-            remaining_s=row.remaining_s,
-            last_layout=row.layout,
+            remaining_s=remaining_s,
+            last_layout=layout,
         )
         self._is_forecast_due = True
 

@@ -129,6 +129,9 @@ class Meter(Watcher, Collector):
         )
         up = {(str(rank.rank),): float(rank.status in ("idle", "busy")) for rank in live.ranks}
         yield _gauge("gfgen_rank_up", "1 while a rank takes tasks.", ["rank"], up)
+        turn = {(): live.longest_turn_s}
+        yield _gauge("gfgen_control_longest_turn_seconds", "The loop's longest turn so far.", [], turn)
+        yield _gauge("gfgen_control_turns", "Turns of the control loop so far.", [], {(): live.num_turns})
         yield _gauge("gfgen_streams", "Event streams that are read.", [], {(): live.num_streams})
 
     def describe(self) -> list[Metric]:

@@ -33,7 +33,7 @@ class Frames:
         self.number = 0
         """Of the last frame."""
         self.pulse = Pulse()
-        self._whole = (0.0, b"")
+        self._whole = (0.0, 0, b"")
 
     def tick(self) -> None:
         """Make a frame of what has changed since the last one, if anybody reads."""
@@ -57,12 +57,12 @@ class Frames:
         return [frame for frame in self._frames if frame[0] > number]
 
     def state(self) -> bytes:
-        """The whole live state as JSON; made anew after FRAME_S at the soonest, however many ask."""
-        made_at, body = self._whole
+        """The whole live state as JSON; while nothing changes it is made anew after FRAME_S only."""
+        made_at, version, body = self._whole
         now = self._live.now()
-        if not body or now > made_at + FRAME_S or now < made_at:
+        if version != self._live.version or not made_at <= now < made_at + FRAME_S:
             body = self._live.state().model_dump_json().encode()
-            self._whole = (now, body)
+            self._whole = (now, self._live.version, body)
         return body
 
     def whole(self) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import socket
 import threading
 
@@ -93,13 +94,30 @@ def test_a_job_is_cancelled_by_an_event_or_dropped_while_it_waits(door):
     assert say(door, Cancel(("a",)), now_s=3.0) == [JobCancelled(3.0, "a")]
 
 
+def test_what_is_much_comes_in_parts_and_rings_for_the_rest(door):
+    names = [f"job-{number}" for number in range(80)]
+    say(door, *(Submit((make_job(name),)) for name in names))
+    parts = []
+    while jobs := door.take():
+        parts.append(ids(jobs))
+    assert [len(part) for part in parts] == [32, 32, 16]
+    assert [name for part in parts for name in part] == names
+    door.received(Cancel(tuple(names)))
+    told = []
+    while select.select([door], [], [], 0)[0]:
+        told.append([event.job_id for event in door.take_events(1.0)])
+    assert [len(part) for part in told if part] == [32, 32, 16]
+    assert [name for part in told for name in part] == names
+
+
 def test_another_policy_is_an_event_and_changes_who_chooses(door, asked):
     assert say(door, SetPolicy("edf"), now_s=2.0) == [PolicyChanged(2.0, "edf", "asked for over HTTP")]
     assert asked == ["edf"]
 
 
 def test_the_run_begins_with_what_the_store_has_open(door, front):
-    door.received(Hello((make_job("a"),)))
+    door.received(Submit((make_job("a"),)))
+    door.received(Hello(("a",)))
     assert ids(door.open(SERVING, is_stopped=lambda: False)) == ["a"]
     door.close()
     front.leave()
@@ -131,8 +149,8 @@ def test_everything_that_happens_is_told_in_its_order(door, front):
     assert front.of(TaskDone) == [e for e in recorder.events if isinstance(e, TaskDone)]
     assert [o.info.job_id for o in front.of(JobOutcome)] == recorder.end_order
     rows = [row for note in front.of(Rows) for row in note.rows]
-    assert {row.job_id for row in rows} == {"a", "b"}
-    remaining = [row.remaining_s for row in rows if row.job_id == "b" and row.next_index > 2]
+    assert {job_id for job_id, *_ in rows} == {"a", "b"}
+    remaining = [remaining_s for job_id, index, remaining_s, _ in rows if job_id == "b" and index > 2]
     assert remaining == sorted(remaining, reverse=True)
 
 
@@ -152,7 +170,7 @@ def test_a_new_front_is_told_where_everything_stands(door):
     door.left(first.link)
     first.leave()
     second = Front(door)
-    wanted = say(door, Hello((make_job("a"),)))
+    wanted = say(door, Submit((make_job("a"),)), Hello(("a",)))
     door.close()
     second.leave()
     assert second.of(RankReady) == [RankReady(0.0, 0, 1, 0.0), RankReady(0.0, 1, 3, 0.0)]

@@ -11,7 +11,7 @@ from acted_run import ActedRun, Part, job_info
 from gfgen.graph import Trajectory
 from gfgen.runtime import events
 from gfgen.runtime.observer import Observer
-from gfgen.server.link import Row, Rows, Serving
+from gfgen.server.link import Rows, Serving
 from gfgen.server.live import Live, Watcher
 from gfgen.server.records import Record
 from gfgen.server.store import Ending, Facts
@@ -71,7 +71,7 @@ class Audience(Observer):
 
     def refreshed(self, snapshot):
         views = {**snapshot.open, **snapshot.busy}.values()
-        rows = tuple(Row(v.job_id, v.next_task.index, v.remaining_s, v.last_layout) for v in views)
+        rows = tuple((v.job_id, v.next_task.index, v.remaining_s, v.last_layout) for v in views)
         self.live.apply(Rows(rows))
         self.live.forecast()
 
@@ -202,7 +202,7 @@ def test_utilisation_is_the_share_of_the_last_minute(live):
 
 def test_a_front_that_comes_later_learns_where_a_job_stands(live):
     (record,) = serve(live, Part(job_info("a", steps=5)))
-    live.apply(Rows((Row("a", 4, 3.0, None),)))
+    live.apply(Rows((("a", 4, 3.0, None),)))
     live.forecast()
     job = record.job()
     assert (job.status, job.step, job.stage, job.position) == ("in_progress", 2, "denoise", None)
@@ -220,7 +220,7 @@ def test_a_change_has_what_is_new_and_nothing_else(live):
     serve(live, Part(job_info("a")), Part(job_info("b")))
     seen = live.version
     assert live.change(seen) is None
-    live.apply(Rows((Row("a", 0, 5.0, None),)))
+    live.apply(Rows((("a", 0, 5.0, None),)))
     live.forecast()
     change = live.change(seen)
     assert [job.id for job in change.open] == ["a"]
