@@ -3,7 +3,7 @@
     python -m fake_serving PORT FOLDER [option=value ...]
 
 serves `fake-video` and `fake-image` on two ranks. A step takes `flow_shift` seconds if a job gives it,
-and raises if its guidance scale is 13. Options are those of `Limits`, `key` and `ranks`. With
+and raises if its guidance scale is 13. Options are those of `Bounds`, `key` and `ranks`. With
 FAKE_HASTE in the environment jobs have eight steps at most, which take no time.
 """
 
@@ -27,6 +27,7 @@ from gfgen.errors import JobError, Problem
 from gfgen.gfc.arena import Plan
 from gfgen.graph import Artifact, Stage, Task, Trajectory
 from gfgen.jobspec import JobSpec
+from gfgen.layout import Layout
 from gfgen.policies.catalog import load_policy
 from gfgen.runtime import messages, writer
 from gfgen.runtime.admission import AdmittedJob, Model, admit
@@ -36,10 +37,10 @@ from gfgen.runtime.lock import hold_folder
 from gfgen.runtime.outputs import remove_leftovers
 from gfgen.runtime.pool import WorkerPool
 from gfgen.runtime.signals import SignalPipe
+from gfgen.server.bounds import Bounds
 from gfgen.server.catalog import shown_model
 from gfgen.server.choosing import SwitchedChooser
 from gfgen.server.door import Door
-from gfgen.server.limits import Limits
 from gfgen.server.supervisor import Supervisor, listen
 
 HASTE = bool(os.environ.get("FAKE_HASTE"))
@@ -88,6 +89,9 @@ class FakeGeometry:
     def num_tokens(self, spec: JobSpec) -> int:
         return 8
 
+    def num_latent_rows(self, spec: JobSpec) -> int:
+        return 1
+
     def uses_cfg(self, spec: JobSpec) -> bool:
         return True
 
@@ -114,13 +118,13 @@ def admit_fakes(specs: Sequence[JobSpec]) -> tuple[Sequence[AdmittedJob], Sequen
 class PacedWorker(FakeWorker):
     """Its steps take as long as their jobs say."""
 
-    def _compute(self, job: Any, task: Task, fds: Sequence[int]) -> bytes:
+    def _compute(self, job: Any, task: Task, layout: Layout, fds: Sequence[int]) -> bytes:
         spec = job.start.spec
         if task.stage is Stage.DENOISE:
             if spec.guidance_scale == 13:
                 raise ScriptedError("an unlucky number")
             time.sleep(0.0 if HASTE else spec.flow_shift or 0.0)
-        return super()._compute(job, task, fds)
+        return super()._compute(job, task, layout, fds)
 
 
 def work(end: socket.socket, settings: WorkerSettings) -> None:
@@ -154,7 +158,7 @@ def _write_all(channel: Channel) -> None:
 def serve_fakes(port: int, folder: Path, **options: str) -> None:
     """Until a signal comes."""
     ranks, key = int(options.pop("ranks", "2")), options.pop("key", None)
-    limits = Limits(
+    bounds = Bounds(
         **{name: float(value) if name.endswith("_s") else int(value) for name, value in options.items()}
     )
     chosen = ServeOptions(
@@ -165,7 +169,7 @@ def serve_fakes(port: int, folder: Path, **options: str) -> None:
         host="127.0.0.1",
         port=port,
         api_key=key,
-        limits=limits,
+        bounds=bounds,
     )
     chosen.output_dir.mkdir(parents=True, exist_ok=True)
     (folder / "faults").mkdir(exist_ok=True)

@@ -86,6 +86,7 @@ def test_options_of_serve():
         "--quiet",
         "--random-weights",
         "--ranks",
+        "--vae-dtype",
         "-o",
         "-q",
     ]

@@ -86,6 +86,9 @@ class PoolOptions(Protocol):
     @property
     def has_random_weights(self) -> bool: ...
 
+    @property
+    def vae_dtype(self) -> str: ...
+
 
 @click.command()
 @click.argument("jobs", metavar="[JOBS]", required=False)

@@ -20,6 +20,7 @@ from gfgen.cli.run import default_profile, held_folder, ready_pool
 from gfgen.errors import InputError, InterruptedRunError
 from gfgen.jobfields import parse_duration
 from gfgen.layout import MAX_RANKS
+from gfgen.models.geometry_weights import VAE_DTYPES
 from gfgen.policies.catalog import NamedPolicy, load_policy
 from gfgen.runtime import resume
 from gfgen.runtime.clock import Clock
@@ -32,10 +33,10 @@ from gfgen.runtime.profile import Profile
 from gfgen.runtime.signals import SignalPipe
 from gfgen.runtime.state import State
 from gfgen.runtime.workers import ProcessBackend
+from gfgen.server.bounds import Bounds
 from gfgen.server.catalog import shown_model
 from gfgen.server.choosing import SwitchedChooser
 from gfgen.server.door import Door
-from gfgen.server.limits import Limits
 from gfgen.server.link import Admit, Serving, Settings
 from gfgen.server.schemas import Model
 from gfgen.server.stopwatch import Stopwatch
@@ -45,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_MODELS = ("tiny-wan", "tiny-qwen-image")
 KEY_VARIABLE = "GFGEN_API_KEY"
-DEFAULTS = Limits()
+DEFAULTS = Bounds()
 _SIZES = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 
 
@@ -60,9 +61,10 @@ class ServeOptions:
     host: str
     port: int
     api_key: str | None
-    limits: Limits
+    bounds: Bounds
     models: tuple[str, ...] = DEFAULT_MODELS
     has_random_weights: bool = False
+    vae_dtype: str = "auto"
     log_level: str = "info"
     log_json: bool = False
     log_file: Path | None = None
@@ -126,6 +128,9 @@ class _Duration(click.ParamType[float]):
     f"[{', '.join(DEFAULT_MODELS)}]",
 )
 @click.option("--random-weights", is_flag=True, help="Make the models up, from config files: for measuring.")
+@click.option(
+    "--vae-dtype", type=click.Choice(VAE_DTYPES), default="auto", show_default=True, help="As 'gfgen run'."
+)
 @click.option("--ranks", type=click.IntRange(1, MAX_RANKS), help="Workers to use. [all GPUs, or 4 on a CPU]")
 @click.option("--device", type=click.Choice(DEVICES), default="auto", show_default=True)
 @click.option("--policy", default="auto", show_default=True, help="NAME[,option=value...]: 'gfgen policies'.")
@@ -161,6 +166,7 @@ def serve(
     output: Path,
     models: tuple[str, ...],
     random_weights: bool,
+    vae_dtype: str,
     ranks: int | None,
     device: str,
     policy: str,
@@ -189,7 +195,7 @@ def serve(
         host=host,
         port=port,
         api_key=api_key,
-        limits=Limits(
+        bounds=Bounds(
             open_jobs=max_open,
             streams=max_streams,
             body_bytes=max_body,
@@ -198,6 +204,7 @@ def serve(
         ),
         models=models or DEFAULT_MODELS,
         has_random_weights=random_weights,
+        vae_dtype=vae_dtype,
         log_level=level,
         log_json=log_json,
         log_file=log_file,
@@ -227,6 +234,7 @@ def serve_models(options: ServeOptions) -> None:
             default_model=options.models[0],
             devices=options.devices,
             has_random_weights=options.has_random_weights,
+            vae_dtype=options.vae_dtype,
         )
         found = [admit.find_model(name) for name in options.models]
         checkpoints = {model.checkpoint for model in found}
@@ -322,7 +330,7 @@ def settings_of(options: ServeOptions) -> Settings:
         output_dir=options.output_dir.absolute(),
         api_key=options.api_key,
         is_loopback=_is_loopback(options.host),
-        limits=options.limits,
+        bounds=options.bounds,
         version=_own_version(),
         log_level=options.log_level,
         log_json=options.log_json,

@@ -44,7 +44,7 @@ def make_app(
     for routes in (routes_jobs, routes_images, routes_batches, routes_server):
         app.include_router(routes.router)
     problems.install(app)
-    app.add_middleware(Guard, keys=keys, limits=desk.limits, is_loopback=is_loopback)
+    app.add_middleware(Guard, keys=keys, bounds=desk.bounds, is_loopback=is_loopback)
     app.openapi = lambda: _document(app)  # type: ignore[method-assign]
     return app
 

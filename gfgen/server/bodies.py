@@ -43,7 +43,7 @@ async def read_body(request: Request, *, desk: Desk, picture_name: str = "input_
         return await _from_form(request, desk, picture_name)
     if kind not in ("application/json", ""):
         raise ApiError(400, f"{kind[:80]}: send application/json or multipart/form-data")
-    values = await read_json(request, most_bytes=desk.limits.body_bytes)
+    values = await read_json(request, most_bytes=desk.bounds.body_bytes)
     fingerprint = _fingerprint(request, values, b"")
     picture = _picture_in(values, picture_name)
     return Body(values, picture, fingerprint)
@@ -73,7 +73,7 @@ async def read_job_file(request: Request, *, desk: Desk) -> tuple[bytes, str]:
         if body.picture is None:
             raise ApiError(400, "file: missing", param="file")
         return body.picture, body.fingerprint
-    content = await _content(request, desk.limits.body_bytes)
+    content = await _content(request, desk.bounds.body_bytes)
     return content, _fingerprint(request, {}, content)
 
 
@@ -128,7 +128,7 @@ async def _from_form(request: Request, desk: Desk, file_name: str) -> Body:
     """The fields of a form; all texts, and one file."""
     values: dict[str, Any] = {}
     picture: bytes | None = None
-    async with request.form(max_files=1, max_fields=MAX_FIELDS, max_part_size=desk.limits.json_bytes) as form:
+    async with request.form(max_files=1, max_fields=MAX_FIELDS, max_part_size=desk.bounds.json_bytes) as form:
         for name, value in form.multi_items():
             if isinstance(value, UploadFile):
                 if name != file_name:

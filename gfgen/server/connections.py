@@ -8,12 +8,12 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from gfgen.server.limits import Limits
+from gfgen.server.bounds import Bounds
 
 MAX_HEADER_BYTES = 1 << 16
 
 
-def connection_class(limits: Limits) -> type[asyncio.Protocol]:
+def connection_class(bounds: Bounds) -> type[asyncio.Protocol]:
     """uvicorn's connection, with bounds that uvicorn leaves to a proxy.
 
     A request's headers have to be complete in time. What was sent has to be read in time: the kernel drops
@@ -29,7 +29,7 @@ def connection_class(limits: Limits) -> type[asyncio.Protocol]:
             super().connection_made(transport)
             own = transport.get_extra_info("socket")
             if own is not None and own.family in (socket.AF_INET, socket.AF_INET6):
-                own.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(limits.unread_s * 1000))
+                own.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(bounds.unread_s * 1000))
             self._await_headers()
 
         def data_received(self, data: bytes) -> None:
@@ -55,7 +55,7 @@ def connection_class(limits: Limits) -> type[asyncio.Protocol]:
             super().connection_lost(exc)
 
         def _await_headers(self) -> None:
-            self._header_timer = self.loop.call_later(limits.header_s, self._close)
+            self._header_timer = self.loop.call_later(bounds.header_s, self._close)
 
         def _forget_timer(self) -> None:
             if self._header_timer is not None:

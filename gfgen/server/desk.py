@@ -20,7 +20,7 @@ from gfgen.runtime.manifest import manifest_entry
 from gfgen.runtime.observer import JobOutcome
 from gfgen.server import asking, files, schemas
 from gfgen.server.asking import Asked
-from gfgen.server.limits import Limits
+from gfgen.server.bounds import Bounds
 from gfgen.server.link import Cancel, Hello, Noted, Serving, SetPolicy, Submit
 from gfgen.server.live import MAX_SHOWN_FINISHED, Live
 from gfgen.server.problems import ApiError
@@ -33,7 +33,8 @@ FORECAST_S = 0.5
 SUBMITTED_AT_ONCE = 16
 RETRY_S = 5.0
 """How soon a store that could not be written is tried again."""
-FOLDERS = (asking.INPUTS_NAME, ".thumbnails")
+THUMBNAILS_NAME = ".thumbnails"
+FOLDERS = (asking.INPUTS_NAME, THUMBNAILS_NAME)
 _ENDED: dict[str, schemas.Status] = {"done": "completed", "failed": "failed", "cancelled": "cancelled"}
 
 
@@ -46,14 +47,14 @@ class Desk:
         store: Store,
         live: Live,
         folder: Path,
-        limits: Limits,
+        bounds: Bounds,
         send: Callable[[Any], None],
         now: Callable[[], float] = time.time,
     ) -> None:
         self.store = store
         self.live = live
         self.folder = folder
-        self.limits = limits
+        self.bounds = bounds
         self._send = send
         self._now = now
         self._num_reserved = 0
@@ -171,7 +172,7 @@ class Desk:
         )
 
     def _ended(self, ending: Ending) -> None:
-        record = self.live.end(ending.id, ending, expires_at=ending.completed_at + self.limits.keep_s)
+        record = self.live.end(ending.id, ending, expires_at=ending.completed_at + self.bounds.keep_s)
         if record is not None and record.facts.input_file is not None:
             self._unlink(self.folder / asking.INPUTS_NAME / record.facts.input_file)
 
@@ -249,12 +250,12 @@ class Desk:
     async def _reserved(self, num_jobs: int) -> AsyncIterator[None]:
         """Room for so many more jobs, or ApiError."""
         num_open = len(self.live.records) + self._num_reserved
-        if num_jobs > self.limits.open_jobs:
-            raise ApiError(413, f"{num_jobs} jobs; {self.limits.open_jobs} may be open at once: split it")
-        if num_open + num_jobs > self.limits.open_jobs:
+        if num_jobs > self.bounds.open_jobs:
+            raise ApiError(413, f"{num_jobs} jobs; {self.bounds.open_jobs} may be open at once: split it")
+        if num_open + num_jobs > self.bounds.open_jobs:
             raise ApiError(
                 429,
-                f"{num_open} jobs are open, {self.limits.open_jobs} may be; try again when some have ended",
+                f"{num_open} jobs are open, {self.bounds.open_jobs} may be; try again when some have ended",
                 retry_after_s=self._soonest_end_s(),
             )
         self._num_reserved += num_jobs
@@ -296,15 +297,15 @@ class Desk:
         """Remove jobs that have ended, with their files."""
         for one in kept:
             self._unlink(self.folder / one.facts.file)
-            self._unlink(self.folder / FOLDERS[1] / f"{one.facts.id}.webp")
+            self._unlink(self.folder / THUMBNAILS_NAME / f"{one.facts.id}.webp")
         ids = [one.facts.id for one in kept]
         await self.store.remove(ids, now=self._now())
         self.live.remove(ids)
 
-    async def keep_within_limits(self) -> None:
+    async def keep_within_bounds(self) -> None:
         """Remove what is too old, or too much."""
-        before = self._now() - self.limits.keep_s
-        if outdated := self.store.outdated(before=before, keep_bytes=self.limits.keep_bytes):
+        before = self._now() - self.bounds.keep_s
+        if outdated := self.store.outdated(before=before, keep_bytes=self.bounds.keep_bytes):
             await self.remove(outdated)
             logger.info("removed %d jobs that were kept long enough", len(outdated))
 
@@ -351,12 +352,12 @@ class Desk:
         if kept.ending is None:  # of a server that is still loading
             values: dict[str, Any] = {"status": "queued", "progress": 0}
             return job_of(kept.facts, None, expires_at=None, shown_chars=shown_chars, **values)
-        expires_at = kept.ending.completed_at + self.limits.keep_s
+        expires_at = kept.ending.completed_at + self.bounds.keep_s
         return job_of(kept.facts, kept.ending, expires_at=expires_at, shown_chars=shown_chars)
 
     async def thumbnail(self, kept: Kept) -> Path:
         """A small picture of a finished file."""
-        small = self.folder / FOLDERS[1] / f"{kept.facts.id}.webp"
+        small = self.folder / THUMBNAILS_NAME / f"{kept.facts.id}.webp"
         return await files.thumbnail(self.folder / kept.facts.file, small, one_at_a_time=self._pictures)
 
     async def wait(self, job_ids: Sequence[str]) -> None:
@@ -364,7 +365,7 @@ class Desk:
 
         Raises: ApiError when the server stops first.
         """
-        async with asyncio.timeout(self.limits.waiting_s):
+        async with asyncio.timeout(self.bounds.waiting_s):
             for job_id in job_ids:
                 while (record := self.live.records.get(job_id)) is not None:
                     if self.live.status == "draining":

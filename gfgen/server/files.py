@@ -7,7 +7,7 @@ import hashlib
 import io
 import os
 import re
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from email.utils import formatdate
 from pathlib import Path
@@ -22,6 +22,7 @@ FFMPEG_S = 30.0
 """For one picture out of a video."""
 MEDIA_TYPES = {".png": "image/png", ".mp4": "video/mp4", ".webp": "image/webp"}
 PICTURE_FORMATS = {"png": "image/png", "jpeg": "image/jpeg", "webp": "image/webp"}
+OWN_ID = re.compile(r"(video|image|job)_[0-9a-f]{24}")
 _RANGE = re.compile(r"bytes=([0-9]{0,18})-([0-9]{0,18})")
 
 
@@ -201,8 +202,10 @@ def make_folders(folder: Path, names: tuple[str, ...]) -> None:
         (folder / name).mkdir(exist_ok=True)
 
 
-def clear(folder: Path, names: set[str]) -> None:
-    """Remove what is in a folder of ours and not among these names."""
-    for path in folder.iterdir():
-        if path.name not in names and not path.is_dir():
+def clear(folder: Path, wanted: Callable[[set[str]], set[str]], *, suffixes: tuple[str, ...]) -> None:
+    """Remove the files of jobs that are not wanted: those that are named by an id of ours, and no others."""
+    paths = [path for path in folder.iterdir() if path.suffix in suffixes and OWN_ID.fullmatch(path.stem)]
+    kept = wanted({path.stem for path in paths})
+    for path in paths:
+        if path.stem not in kept:
             path.unlink(missing_ok=True)

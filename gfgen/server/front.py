@@ -28,7 +28,7 @@ from gfgen.server import files
 from gfgen.server.app import make_app
 from gfgen.server.asking import INPUTS_NAME
 from gfgen.server.connections import connection_class
-from gfgen.server.desk import FOLDERS, FORECAST_S, Desk
+from gfgen.server.desk import FOLDERS, FORECAST_S, THUMBNAILS_NAME, Desk
 from gfgen.server.guard import Keys
 from gfgen.server.link import Framing, Settings, pack
 from gfgen.server.live import Live
@@ -92,10 +92,10 @@ class Front:
 
     def _prepare(self, settings: Settings, store: Store) -> _Server:
         """Desk, application and server, before anything is loaded."""
-        meter, limits = Meter(), settings.limits
-        live = Live(version=settings.version, max_open=limits.open_jobs, watcher=meter)
+        meter, bounds = Meter(), settings.bounds
+        live = Live(version=settings.version, max_open=bounds.open_jobs, watcher=meter)
         meter.live = live
-        desk = Desk(store=store, live=live, folder=settings.output_dir, limits=limits, send=self._send)
+        desk = Desk(store=store, live=live, folder=settings.output_dir, bounds=bounds, send=self._send)
         files.make_folders(settings.output_dir, FOLDERS)
         self._clear_folders(settings, store)
         self._desk, self._frames = desk, Frames(live)
@@ -110,28 +110,25 @@ class Front:
         return _Server(
             uvicorn.Config(
                 app,
-                http=connection_class(limits),
+                http=connection_class(bounds),
                 ws="none",
                 lifespan="off",
                 log_config=None,
                 access_log=False,
                 server_header=False,
-                limit_concurrency=limits.connections,
+                limit_concurrency=bounds.connections,
                 timeout_keep_alive=30,
                 timeout_graceful_shutdown=int(DRAIN_S),
-                backlog=limits.connections,
+                backlog=bounds.connections,
             )
         )
 
     def _clear_folders(self, settings: Settings, store: Store) -> None:
-        """What a killed server has left of jobs that have ended, or were never accepted."""
-        for name in FOLDERS:
-            folder = settings.output_dir / name
-            ids = {path.name.removesuffix(".webp") for path in folder.iterdir()}
-            wanted = (
-                {facts.id for facts, _ in store.open_jobs()} if name == INPUTS_NAME else store.known_ids(ids)
-            )
-            files.clear(folder, wanted | {f"{job_id}.webp" for job_id in wanted})
+        """What a killed server has left of jobs that were cancelled or removed, or never accepted."""
+        open_ids = {facts.id for facts, _ in store.open_jobs()}
+        files.clear(settings.output_dir / INPUTS_NAME, lambda ids: open_ids, suffixes=("",))
+        files.clear(settings.output_dir / THUMBNAILS_NAME, store.with_file, suffixes=(".webp", ".partial"))
+        files.clear(settings.output_dir, store.with_file, suffixes=(".png", ".mp4"))
 
     async def _hear(self, reader: asyncio.StreamReader, framing: Framing, rest: Sequence[Any]) -> None:
         """Take in what the run says, in its order, until it is gone."""
@@ -168,7 +165,7 @@ class Front:
         assert desk is not None
 
         async def retention() -> None:
-            await desk.keep_within_limits()
+            await desk.keep_within_bounds()
 
         async def frames() -> None:
             self._frames.tick()
@@ -178,7 +175,7 @@ class Front:
 
         yield _again_and_again(FRAME_S, frames)
         yield _again_and_again(FORECAST_S, forecast)
-        yield _again_and_again(desk.limits.retention_s, retention)
+        yield _again_and_again(desk.bounds.retention_s, retention)
 
 
 def _configure_log(settings: Settings) -> None:

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gfgen.server.limits import Limits
+from gfgen.server.bounds import Bounds
 from gfgen.server.problems import ApiError
 
 COOKIE = "gfgen_session"
@@ -76,10 +76,10 @@ class Keys:
 class Guard:
     """ASGI middleware: refuses what may not ask, and bounds what is sent."""
 
-    def __init__(self, app: ASGIApp, *, keys: Keys, limits: Limits, is_loopback: bool) -> None:
+    def __init__(self, app: ASGIApp, *, keys: Keys, bounds: Bounds, is_loopback: bool) -> None:
         self._app = app
         self._keys = keys
-        self._limits = limits
+        self._bounds = bounds
         self._checks_host = is_loopback and not keys.is_needed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -89,7 +89,7 @@ class Guard:
         headers = Headers(scope=scope)
         try:
             self._check(scope, headers)
-            body = _BoundedBody(receive, headers, self._limits)
+            body = _BoundedBody(receive, headers, self._bounds)
         except ApiError as error:
             await error.response()(scope, receive, _Secured(send))
             return
@@ -143,38 +143,38 @@ class Guard:
 class _BoundedBody:
     """What the app receives of a request; ends it when it is too large or takes too long."""
 
-    def __init__(self, receive: Receive, headers: Headers, limits: Limits) -> None:
+    def __init__(self, receive: Receive, headers: Headers, bounds: Bounds) -> None:
         self._receive = receive
-        self._left = limits.body_bytes
-        self._limits = limits
+        self._left = bounds.body_bytes
+        self._bounds = bounds
         self._is_complete = False
         self._deadline_s: float | None = None
         length = headers.get("content-length", "0")
-        if not length.isdigit() or int(length[:20]) > limits.body_bytes:
-            raise _too_large(limits)
+        if not length.isdigit() or int(length[:20]) > bounds.body_bytes:
+            raise _too_large(bounds)
 
     async def __call__(self) -> Message:
         if self._is_complete:
             return await self._receive()
         loop = asyncio.get_running_loop()
-        self._deadline_s = self._deadline_s or loop.time() + self._limits.body_s
+        self._deadline_s = self._deadline_s or loop.time() + self._bounds.body_s
         try:
             async with asyncio.timeout_at(self._deadline_s):
                 message = await self._receive()
         except TimeoutError:
             raise ApiError(
-                408, f"the request was not complete after {self._limits.body_s:g} s", code="too_slow"
+                408, f"the request was not complete after {self._bounds.body_s:g} s", code="too_slow"
             ) from None
         self._left -= len(message.get("body", b""))
         if self._left < 0:
-            raise _too_large(self._limits)
+            raise _too_large(self._bounds)
         self._is_complete = message["type"] != "http.request" or not message.get("more_body", False)
         return message
 
 
-def _too_large(limits: Limits) -> ApiError:
+def _too_large(bounds: Bounds) -> ApiError:
     return ApiError(
-        413, f"a request has at most {limits.body_bytes:,} bytes", headers={"Connection": "close"}
+        413, f"a request has at most {bounds.body_bytes:,} bytes", headers={"Connection": "close"}
     )
 
 

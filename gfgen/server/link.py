@@ -29,7 +29,7 @@ from gfgen.errors import Problem
 from gfgen.jobspec import JobSpec
 from gfgen.layout import Layout
 from gfgen.runtime.admission import AdmittedJob
-from gfgen.server.limits import Limits
+from gfgen.server.bounds import Bounds
 from gfgen.server.schemas import Model
 
 Admit = Callable[[Sequence[JobSpec]], tuple[Sequence[AdmittedJob], Sequence[Problem]]]
@@ -49,7 +49,7 @@ class Settings:
     api_key: str | None
     is_loopback: bool
     """Only this machine can connect: then a name that leads here from elsewhere is refused."""
-    limits: Limits
+    bounds: Bounds
     version: str
     log_level: str = "info"
     log_json: bool = False

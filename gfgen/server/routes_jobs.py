@@ -249,7 +249,7 @@ async def results(request: Request, desk: Desk, ids: Sequence[str]) -> None:
         raise ApiError(499, "the client has gone away")
     except TimeoutError:
         raise ApiError(
-            504, f"not done after {desk.limits.waiting_s:g} s; the job goes on: GET /v1/jobs/{ids[0]}"
+            504, f"not done after {desk.bounds.waiting_s:g} s; the job goes on: GET /v1/jobs/{ids[0]}"
         ) from None
     finally:
         waiting.cancel()

@@ -129,7 +129,7 @@ async def set_policy(request: Request) -> Response:
     """A built-in policy with its options; what runs goes on, and its next step is decided by the new one."""
     desk = desk_of(request)
     assert desk.serving
-    asked = checked(schemas.PolicyRequest, await read_json(request, most_bytes=desk.limits.json_bytes))
+    asked = checked(schemas.PolicyRequest, await read_json(request, most_bytes=desk.bounds.json_bytes))
     name = asked.policy.partition(",")[0].strip()
     if name not in BUILT_IN:  # others would be looked for among the server's files
         raise ApiError(400, f"policy: built-in ones are accepted: {', '.join(BUILT_IN)}", param="policy")
@@ -181,7 +181,7 @@ async def follow_state(request: Request) -> Response:
 async def open_session(request: Request) -> Response:
     """For the page: a cookie that its later requests carry, pictures and streams included."""
     desk, keys = desk_of(request), request.app.state.keys
-    asked = checked(schemas.SessionRequest, await read_json(request, most_bytes=desk.limits.json_bytes))
+    asked = checked(schemas.SessionRequest, await read_json(request, most_bytes=desk.bounds.json_bytes))
     if not keys.is_right(asked.api_key):
         raise ApiError(401, "the key is wrong")
     response = Response(status_code=204)

@@ -332,9 +332,10 @@ class Store:
             WHERE completed_at < ? OR total > ?"""
         return [_kept(row) for row in self._reader.execute(sql, (before, keep_bytes))]
 
-    def known_ids(self, job_ids: Iterable[str]) -> set[str]:
-        """Those of these jobs that the store has."""
-        sql = "SELECT id FROM jobs WHERE id IN (SELECT value FROM json_each(?))"
+    def with_file(self, job_ids: Iterable[str]) -> set[str]:
+        """Those of these jobs that have a file, or may have one yet."""
+        sql = "SELECT id FROM jobs WHERE status IN ('open', 'completed')"
+        sql += " AND id IN (SELECT value FROM json_each(?))"
         return {row[0] for row in self._reader.execute(sql, (json.dumps(list(job_ids)),))}
 
     # The writing thread -----------------------------------------------------------------------------

@@ -129,10 +129,10 @@ async def _end_of_kept(desk: Desk, job_id: str) -> AsyncIterator[bytes]:
 
 
 def _response(desk: Desk, events: Callable[[], AsyncIterator[bytes]]) -> StreamingResponse:
-    if desk.live.num_streams >= desk.limits.streams:
+    if desk.live.num_streams >= desk.bounds.streams:
         raise ApiError(
             429,
-            f"{desk.limits.streams} event streams are read already",
+            f"{desk.bounds.streams} event streams are read already",
             code="too_many_streams",
             retry_after_s=5,
         )

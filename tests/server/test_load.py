@@ -163,7 +163,7 @@ def test_200_clients_lose_nothing_and_get_nothing_twice_whoever_dies(trouble):
     assert crowd.ends.keys() == accepted
     assert "Traceback" not in trouble.server.log
     assert trouble.server.stop() == 0
-    with sqlite3.connect(trouble.folder / "out/jobs.sqlite3") as db:
+    with contextlib.closing(sqlite3.connect(trouble.folder / "out/jobs.sqlite3")) as db, db:
         rows = dict(db.execute("SELECT id, status FROM jobs"))
     assert rows == {job_id: status for job_id, status in crowd.ends.items() if status != "gone"}
     check_files(trouble.folder / "out", rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sqlite3
 import threading
@@ -63,7 +64,7 @@ def test_a_stopped_server_goes_on_at_the_step_where_it_stopped(start):
     assert job["deadline_at"] == running["deadline_at"]
     ids = [running["id"], *queued]
     assert {again.wait_for(job_id)["status"] for job_id in ids} == {"completed"}
-    with sqlite3.connect(again.folder / "out/jobs.sqlite3") as db:
+    with contextlib.closing(sqlite3.connect(again.folder / "out/jobs.sqlite3")) as db, db:
         (text,) = db.execute("SELECT manifest FROM jobs WHERE id = ?", (running["id"],)).fetchone()
     (warning,) = json.loads(text)["warnings"]
     assert warning.startswith("resumed at denoise")
@@ -77,11 +78,15 @@ def test_a_killed_server_knows_what_was_done_and_what_cannot_be_done_any_more(st
     server.wait_for(done, "in_progress")
     server.kill()
     (server.folder / "out" / f"{done}.mp4").write_bytes(b"made in time")
-    with sqlite3.connect(server.folder / "out/jobs.sqlite3") as db:
+    orphan, own = (server.folder / "out" / name for name in (f"video_{'0' * 24}.mp4", "my film.mp4"))
+    for path in (orphan, own):
+        path.write_bytes(b"of a job that was cancelled; and of nobody here")
+    with contextlib.closing(sqlite3.connect(server.folder / "out/jobs.sqlite3")) as db, db:
         (spec,) = db.execute("SELECT spec FROM jobs WHERE id = ?", (other,)).fetchone()
         changed = json.dumps(json.loads(spec) | {"true_cfg_scale": 3.0})
         db.execute("UPDATE jobs SET spec = ? WHERE id = ?", (changed, other))
     again = start()
+    assert (orphan.exists(), own.exists()) == (False, True)
     job = again.job(done)
     assert (job["status"], job["progress"]) == ("completed", 100)
     assert again.http.get(job["content_url"]).content == b"made in time"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sqlite3
 from dataclasses import replace
 
@@ -162,6 +163,16 @@ def test_lists_go_forward_and_backward(store):
     assert [kept.facts.id for kept in store.last_ended(5)] == ["d", "b"]
 
 
+def test_jobs_with_a_file_are_those_that_are_done_or_may_be_yet(store):
+    accept(store, *"abcd")
+    run(
+        store.end_all(
+            [Ending("a", "completed", 1.0), Ending("b", "cancelled", 1.0), Ending("c", "failed", 1.0)]
+        )
+    )
+    assert store.with_file("abcdef") == {"a", "d"}
+
+
 def test_a_full_disk_refuses_and_keeps_what_was_there(store):
     accept(store, "a")
     (pages,) = store._writer.execute("PRAGMA page_count").fetchone()
@@ -177,7 +188,7 @@ def test_a_full_disk_refuses_and_keeps_what_was_there(store):
 
 
 def test_a_store_of_another_version_is_left_alone(tmp_path):
-    with sqlite3.connect(tmp_path / "jobs.sqlite3") as db:
+    with contextlib.closing(sqlite3.connect(tmp_path / "jobs.sqlite3")) as db, db:
         db.execute("PRAGMA user_version = 99")
     with pytest.raises(OutputError, match="another version"):
         Store(tmp_path / "jobs.sqlite3", began_at=1.0)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class Bounds:
     """Bounds of the server; the defaults are those of `gfgen serve`."""
 
     open_jobs: int = 1000
