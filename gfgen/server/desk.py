@@ -30,7 +30,7 @@ from gfgen.server.store import Accepted, Ending, Facts, Kept, KeyTakenError, Req
 logger = logging.getLogger(__name__)
 
 FORECAST_S = 0.5
-SUBMITTED_AT_ONCE = 16
+SUBMITTED_AT_ONCE = 8
 RETRY_S = 5.0
 """How soon a store that could not be written is tried again."""
 THUMBNAILS_NAME = ".thumbnails"

@@ -26,7 +26,7 @@ from gfgen.server.store import Ending
 from gfgen.snapshot import JobView, RunningTask
 
 TIMELINE_S = 120.0
-MAX_STRETCHES = 2000
+MAX_STRETCHES = 600
 GAP_S = 0.25
 """Work of one job on a rank is one stretch when no more than this lies between its tasks."""
 USE_S = 60
