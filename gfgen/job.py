@@ -99,9 +99,14 @@ def read_jobs(source: Path | Literal["-"]) -> ParsedJobs:
         raise InputError(f"job file {str(path)!r}: cannot be read ({reason})") from None
 
 
-def read_job_stream(stream: BinaryIO, *, source: str, folder: Path) -> ParsedJobs:
-    """As `read_jobs`, from an open binary stream; `folder` is where relative images lie."""
-    jobs = _JobList(ImageReader(folder))
+def read_job_stream(
+    stream: BinaryIO, *, source: str, folder: Path, images: ImageReader | None = None
+) -> ParsedJobs:
+    """As `read_jobs`, from an open binary stream; `folder` is where relative images lie.
+
+    `images` is who looks at them, where that is not simply to be done.
+    """
+    jobs = _JobList(images or ImageReader(folder))
     try:
         for number, content in _raw_lines(stream):
             jobs.add_line(number, content)

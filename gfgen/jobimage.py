@@ -44,6 +44,25 @@ class ImageReader:
         return path, outcome
 
 
+class NoImages(ImageReader):
+    """For jobs whose images cannot be named: they come from elsewhere than this machine."""
+
+    def __init__(self, advice: str) -> None:
+        super().__init__(Path())
+        self._advice = advice
+
+    def check(self, name: str) -> tuple[Path, str]:
+        raise ImageError(self._advice)
+
+
+def check_content(content: bytes) -> str:
+    """SHA-256 of the bytes of a picture; raises ImageError when they do not decode to one."""
+    if len(content) > MAX_IMAGE_BYTES:
+        raise ImageError(f"the picture has more than {MAX_IMAGE_BYTES // 2**20} MiB")
+    _decode(content)
+    return hashlib.sha256(content).hexdigest()
+
+
 def _check_file(path: Path) -> str:
     """SHA-256 of a file that decodes to a picture; raises ImageError otherwise."""
     content = _read(path)

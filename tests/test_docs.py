@@ -15,9 +15,10 @@ def test_the_example_policy_in_the_docs_is_the_one_in_the_folder():
     assert f"```python\n{code}```" in (ROOT / "docs/policies.md").read_text()
 
 
-@pytest.mark.parametrize("unit", ["gfgen-night.service", "gfgen-night.timer", "gfgen-inbox.service"])
+@pytest.mark.parametrize("unit", sorted(path.name for path in ROOT.glob("docs/examples/gfgen-*")))
 def test_the_systemd_units_in_the_docs_are_those_in_the_folder(unit):
-    assert f"```ini\n{(ROOT / 'docs/examples' / unit).read_text()}```" in (ROOT / "docs/cron.md").read_text()
+    document = "docs/serving.md" if unit == "gfgen-serve.service" else "docs/cron.md"
+    assert f"```ini\n{(ROOT / 'docs/examples' / unit).read_text()}```" in (ROOT / document).read_text()
 
 
 def test_the_example_policy_finishes_a_batch():

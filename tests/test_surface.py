@@ -29,6 +29,7 @@ def subcommand(*names: str) -> click.Command:
 def test_commands():
     assert cli.list_commands(click.Context(cli)) == [
         "run",
+        "serve",
         "profile",
         "simulate",
         "plan",
@@ -59,6 +60,33 @@ def test_options_of_run():
         "--until",
         "--vae-dtype",
         "--watch",
+        "-o",
+        "-q",
+    ]
+
+
+def test_options_of_serve():
+    assert options_of(subcommand("serve")) == [
+        "--api-key",
+        "--device",
+        "--host",
+        "--keep",
+        "--keep-bytes",
+        "--log-file",
+        "--log-json",
+        "--lookahead",
+        "--max-body",
+        "--max-open",
+        "--max-streams",
+        "--model",
+        "--no-key",
+        "--output",
+        "--policy",
+        "--port",
+        "--quiet",
+        "--random-weights",
+        "--ranks",
+        "--vae-dtype",
         "-o",
         "-q",
     ]
@@ -187,6 +215,7 @@ def test_events_of_the_journal():
     } == {
         "JobArrived": ["time_s", "job_id", "spec_hash"],
         "JobTimedOut": ["time_s", "job_id"],
+        "JobCancelled": ["time_s", "job_id"],
         "RankReady": ["time_s", "rank", "incarnation", "startup_s"],
         "RankLost": ["time_s", "rank", "incarnation", "reason", "is_retired"],
         "TaskDone": ["time_s", "dispatch", "rank", "started_s", "ended_s", "waited_s", "moved_s"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -187,9 +188,9 @@ class Admission:
         plan = default_plan(num_ranks=self._devices.num_ranks, are_on_gpus=True)
         return arena_bytes(plan) + SIDE_BYTES + CONTEXT_BYTES
 
-    @property
+    @functools.cached_property
     def _loaded_bytes(self) -> Mapping[Path, int]:
-        """What loaded models take of each GPU; of main memory they have it already."""
+        """What loaded models take of each GPU; of main memory they have it already. Read once."""
         return self.check(self._loaded) if self._loaded and self._devices.kind == CUDA else {}
 
     def of_loaded(self, checkpoints: Collection[Path]) -> Admission:

@@ -16,6 +16,7 @@ from gfgen.log import FILE_ONLY
 
 _COMMANDS = {
     "run": ("gfgen.cli.run:run", "Generate what a job file asks for."),
+    "serve": ("gfgen.cli.serve:serve", "Generate what is asked for over HTTP."),
     "profile": ("gfgen.cli.profile:profile", "Measure how long tasks take on this machine."),
     "simulate": ("gfgen.cli.simulate:simulate", "Run a job file in virtual time: which policy does best?"),
     "plan": (

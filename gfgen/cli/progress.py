@@ -20,7 +20,6 @@ from gfgen.layout import Layout
 from gfgen.log import FILE_ONLY
 from gfgen.runtime.dispatch import Dispatch
 from gfgen.runtime.durations import in_words, on_clock
-from gfgen.runtime.events import Event, JobArrived
 from gfgen.runtime.forecast import Forecast, forecast
 from gfgen.runtime.observer import JobInfo, JobOutcome, Observer
 from gfgen.snapshot import Snapshot
@@ -95,9 +94,6 @@ class LineProgress(Observer):
         if self._batch.dispatched(dispatch):
             self._emit(f"started {dispatch.task.job_id} on {ranks_text(dispatch.layout)}")
 
-    def applied(self, event: Event) -> None:
-        self._batch.applied(event)
-
     def ended(self, outcome: JobOutcome) -> None:
         self._batch.ended(outcome)
         if outcome.status != "skipped":
@@ -153,10 +149,6 @@ class BarProgress(Observer):
     def dispatched(self, dispatch: Dispatch) -> None:
         with self._lock:
             self._batch.dispatched(dispatch)
-
-    def applied(self, event: Event) -> None:
-        with self._lock:
-            self._batch.applied(event)
 
     def ended(self, outcome: JobOutcome) -> None:
         with self._lock:
@@ -251,7 +243,6 @@ class Batch:
         self.num_skipped = 0
         self.num_missed = 0
         self._infos: dict[str, JobInfo] = {}
-        self._arrived: set[str] = set()
         self._started: dict[str, ShownJob] = {}
 
     def began(self, jobs: tuple[JobInfo, ...], *, policy: str) -> None:
@@ -269,10 +260,6 @@ class Batch:
         if job_id in self._infos:
             self._started[job_id] = ShownJob(self._infos[job_id], dispatch.task, dispatch.layout)
         return is_first
-
-    def applied(self, event: Event) -> None:
-        if isinstance(event, JobArrived):
-            self._arrived.add(event.job_id)
 
     def ended(self, outcome: JobOutcome) -> None:
         if outcome.status == "skipped":
@@ -318,6 +305,8 @@ def outcome_line(outcome: JobOutcome) -> str:
     info = outcome.info
     if outcome.status == "failed":
         return f"failed {info.job_id}: {outcome.error}"
+    if outcome.status == "cancelled":
+        return f"cancelled {info.job_id}"
     line = f"done {info.job_id}: {info.file} in {in_words(outcome.ended_s - outcome.arrival_s)}"
     if outcome.deadline_s is None:
         return line

@@ -8,6 +8,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import click
 
@@ -71,6 +72,22 @@ class RunOptions:
     @property
     def num_ranks(self) -> int:
         return self.devices.num_ranks
+
+
+class PoolOptions(Protocol):
+    """Those that decide what workers there are."""
+
+    @property
+    def devices(self) -> Devices: ...
+
+    @property
+    def num_ranks(self) -> int: ...
+
+    @property
+    def has_random_weights(self) -> bool: ...
+
+    @property
+    def vae_dtype(self) -> str: ...
 
 
 @click.command()
@@ -223,7 +240,7 @@ def run_jobs(admitted: Sequence[AdmittedJob], options: RunOptions) -> Summary:
     Raises: InterruptedRunError when a signal ended the run before all jobs had;
             LockedError when another run is at work in the output folder.
     """
-    with contextlib.closing(SignalPipe()) as signals, _held_folder(options.output_dir):
+    with contextlib.closing(SignalPipe()) as signals, held_folder(options.output_dir):
         done = finished_jobs(options.output_dir / MANIFEST_NAME, [job.info for job in admitted])
         todo = [job for job in admitted if job.job_id not in done]
         if not todo:
@@ -247,7 +264,7 @@ def watch_folder(folder: Path, options: RunOptions) -> Summary:
     admit = _admission(options)
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(contextlib.closing(SignalPipe()))
-        stack.enter_context(_held_folder(options.output_dir))
+        stack.enter_context(held_folder(options.output_dir))
         inbox = stack.enter_context(
             contextlib.closing(
                 Inbox(folder, output_dir=options.output_dir, admit=admit, skip_invalid=options.skip_invalid)
@@ -295,7 +312,7 @@ def run_on(
     arrived_at = first_arrivals(options.output_dir / JOURNAL_NAME)
     resume_points = resume.find(options.output_dir, todo)
     started_at, clock = time.time(), Clock()
-    profile = _default_profile(options.devices)
+    profile = default_profile(options.devices)
     closes_s = None if options.closes_at is None else options.closes_at - started_at
     _warn_of_passed_deadlines(todo, started_at, arrived_at)
     with contextlib.ExitStack() as stack:
@@ -372,7 +389,7 @@ def run_on(
     return summary
 
 
-def _default_profile(devices: Devices) -> Profile | None:
+def default_profile(devices: Devices) -> Profile | None:
     """What this machine's tasks took when they were measured, if they were: predictions start from it."""
     found = find_profile(devices.gpus[0].name if devices.gpus else None)
     if found is None:
@@ -383,7 +400,7 @@ def _default_profile(devices: Devices) -> Profile | None:
 
 
 @contextlib.contextmanager
-def _held_folder(folder: Path) -> Iterator[None]:
+def held_folder(folder: Path) -> Iterator[None]:
     """The output folder, made if need be, held for this run and cleared of what killed runs left."""
     from gfgen.runtime.outputs import remove_leftovers  # imports numpy, which --help can do without
 
@@ -396,7 +413,7 @@ def _held_folder(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def ready_pool(
-    checkpoints: Collection[Path], options: RunOptions, signals: SignalPipe
+    checkpoints: Collection[Path], options: PoolOptions, signals: SignalPipe
 ) -> Iterator[WorkerPool]:
     """Workers with these models; the run's clock starts after this."""
     logger.info(

@@ -74,9 +74,13 @@ class ChooserBeside:
         if self._thread is not None:
             self._thread.join()
 
+    def abandon(self) -> None:
+        """Let a thought that is under way break off, without waiting for that."""
+        self._is_closed = True
+
     def close(self) -> None:
         """Let a thought that is under way break off."""
-        self._is_closed = True
+        self.abandon()
         if self._thread is not None:
             self._thread.join(CLOSE_TIMEOUT_S)
             if self._thread.is_alive():

@@ -23,6 +23,7 @@ _KIND_ORDER = (
     events.OutputFailed,
     events.OutputWritten,
     events.JobTimedOut,
+    events.JobCancelled,
     events.JobArrived,
     events.PolicyChanged,
     events.ModelsChanged,

@@ -34,6 +34,13 @@ class JobTimedOut(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class JobCancelled(Event):
+    """Nobody wants a job any more; what of it is at work on ranks ends first, and nothing new begins."""
+
+    job_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class RankReady(Event):
     """A worker has loaded its models and takes tasks."""
 

@@ -73,10 +73,12 @@ class Summary:
     """By rank; empty where nobody could tell."""
     policy_fault: str | None = None
     """Why the policy was given up in the middle, and `fcfs` finished the run, if it was."""
+    num_cancelled: int = 0
 
     @property
     def num_jobs(self) -> int:
-        return self.num_done + self.num_failed + self.num_skipped + self.num_unfinished
+        num_ended = self.num_done + self.num_failed + self.num_cancelled + self.num_skipped
+        return num_ended + self.num_unfinished
 
     @property
     def utilisation(self) -> float:
@@ -135,6 +137,7 @@ class Summary:
     def _counts(self) -> str:
         counts = {
             "failed": self.num_failed,
+            "cancelled": self.num_cancelled,
             "unfinished": self.num_unfinished,
             "skipped (done before)": self.num_skipped,
         }
@@ -169,6 +172,7 @@ class Metrics(Observer):
         self._num_ranks = 0
         self._num_skipped = 0
         self._num_failed = 0
+        self._num_cancelled = 0
         self._num_tasks = 0
         self._running: set[int] = set()
         """Dispatches of which no rank has reported."""
@@ -217,6 +221,8 @@ class Metrics(Observer):
         self._last_s = max(self._last_s, outcome.ended_s)
         if outcome.status == "done":
             self._latencies.add(outcome.ended_s - outcome.arrival_s)
+        elif outcome.status == "cancelled":
+            self._num_cancelled += 1
         else:
             self._num_failed += 1
         if outcome.met_deadline is not None:
@@ -228,7 +234,7 @@ class Metrics(Observer):
     def summary(self) -> Summary:
         """The numbers so far."""
         num_done = self._latencies.num_jobs
-        num_ended = num_done + self._num_failed
+        num_ended = num_done + self._num_failed + self._num_cancelled
         by_tag = {tag: Attainment(found.num_met, found.num_jobs) for tag, found in self._deadlines.items()}
         overall = Attainment(
             sum(met.num_met for met in by_tag.values()), sum(met.num_jobs for met in by_tag.values())
@@ -237,6 +243,7 @@ class Metrics(Observer):
         return Summary(
             num_done=num_done,
             num_failed=self._num_failed,
+            num_cancelled=self._num_cancelled,
             num_skipped=self._num_skipped,
             num_unfinished=max(0, self._num_jobs - num_ended),
             num_tasks=self._num_tasks,

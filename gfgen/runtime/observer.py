@@ -12,7 +12,7 @@ from gfgen.runtime.events import Event
 from gfgen.runtime.messages import MemoryUse
 from gfgen.snapshot import Snapshot
 
-Status = Literal["done", "failed", "skipped"]
+Status = Literal["done", "failed", "cancelled", "skipped"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +55,10 @@ class JobOutcome:
 
     @property
     def met_deadline(self) -> bool | None:
-        """Whether it ended well and in time; None without a deadline."""
-        return None if self.deadline_s is None else self.status == "done" and self.ended_s <= self.deadline_s
+        """Whether it ended well and in time; None without a deadline, or when it was cancelled."""
+        if self.deadline_s is None or self.status == "cancelled":
+            return None
+        return self.status == "done" and self.ended_s <= self.deadline_s
 
 
 def skipped_outcome(info: JobInfo) -> JobOutcome:

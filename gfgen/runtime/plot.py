@@ -274,6 +274,8 @@ def _draw_row(axes: Axes, row: int, job: TracedJob, scene: Scene, *, thickness: 
 def _verdict(job: TracedJob) -> tuple[str, str]:
     if job.status == "failed":
         return "failed", LATE
+    if job.status == "cancelled":
+        return "cancelled", GREY
     if job.ended_s is None or job.status == "unfinished":
         return "unfinished", GREY
     took = in_words(job.ended_s - job.arrival_s)

@@ -60,6 +60,8 @@ class JobRecord:
     num_lost_workers: int = 0
     doom: str | None = None
     """Why the job fails as soon as nothing of it is in flight."""
+    is_cancelled: bool = False
+    """That is because nobody wants it any more."""
     started_s: float | None = None
     busy_s: float = 0.0
     layouts: list[str] = field(default_factory=list)
@@ -126,7 +128,7 @@ class JobRecord:
         """How it has ended."""
         return JobOutcome(
             info=self.job.info,
-            status="failed" if error else "done",
+            status="cancelled" if self.is_cancelled else "failed" if error else "done",
             arrival_s=self.arrival_s,
             started_s=self.started_s,
             ended_s=ended_s,

@@ -19,7 +19,7 @@ from gfgen.runtime.clock import Clock
 from gfgen.runtime.control import Control
 from gfgen.runtime.cost import CostModel
 from gfgen.runtime.dispatch import Dispatch
-from gfgen.runtime.events import Event, JobArrived
+from gfgen.runtime.events import Event, JobArrived, JobCancelled
 from gfgen.runtime.journal import JournaledRun, NoJournal, Turn, dispatch_summary, jobs_hash
 from gfgen.runtime.profile import Profile
 from gfgen.runtime.resume import ResumePoint
@@ -128,6 +128,8 @@ class _RecordedBackend(SimulatedBackend):
             if isinstance(event, JobArrived) and event.job_id in self._later:
                 job = self._later.pop(event.job_id)
                 self._state.add(arriving_after(job, event.time_s - job.spec.arrival_s))
+            elif isinstance(event, JobCancelled):  # before it arrived: then it never will
+                self._later.pop(event.job_id, None)
         return list(turn.events)
 
     def submit(self, dispatch: Dispatch) -> None:

@@ -11,7 +11,7 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -104,6 +104,13 @@ def forget(output_dir: Path, job_id: str) -> None:
         path.unlink()
     with contextlib.suppress(OSError):
         path.parent.rmdir()
+
+
+def forget_others(output_dir: Path, job_ids: Collection[str]) -> None:
+    """Remove the files of all other jobs: nobody will go on with them."""
+    for path in (output_dir / FOLDER).glob("*.state"):
+        if path.stem not in job_ids:
+            forget(output_dir, path.stem)
 
 
 def _identity(job: AdmittedJob) -> dict[str, Any]:

@@ -307,12 +307,11 @@ class State:
             case events.TaskFailed():
                 return self._task_failed(event)
             case events.JobArrived():
-                record = self._jobs[event.job_id]
-                record.arrived = True
-                self._recent.append((record, record.view(self._costs)))
-                self._place(record)
+                self._arrived(event.job_id)
             case events.JobTimedOut():
                 return self._timed_out(self._jobs.get(event.job_id), event.time_s)
+            case events.JobCancelled():
+                return self._cancelled(self._jobs.get(event.job_id))
             case events.OutputWritten():
                 return self._written(self._jobs[event.job_id], error=None)
             case events.OutputFailed():
@@ -337,6 +336,14 @@ class State:
             case _:
                 pass
         return ()
+
+    def _arrived(self, job_id: str) -> None:
+        """The job is there; unless it was cancelled before."""
+        record = self._jobs.get(job_id)
+        if record is not None:
+            record.arrived = True
+            self._recent.append((record, record.view(self._costs)))
+            self._place(record)
 
     def _stop(self, signal_number: int) -> None:
         """The first signal lets running tasks end; the second one does not wait for them."""
@@ -457,6 +464,13 @@ class State:
         if abs(record.arrival_s + record.job.spec.timeout_s - at_s) > _SAME_TIME_S:
             return ()
         record.doom = record.doom or f"timed out {record.job.spec.timeout_s:g} s after its arrival"
+        return self._settle(record)
+
+    def _cancelled(self, record: JobRecord | None) -> Iterable[JobOutcome]:
+        """Nobody wants the job any more; one whose file is being written, or that has ended, ends well."""
+        if record is None or record.is_writing or record.doom:
+            return ()
+        record.doom, record.is_cancelled = "cancelled", True
         return self._settle(record)
 
     def _settle(self, record: JobRecord) -> Iterable[JobOutcome]:

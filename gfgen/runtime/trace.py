@@ -125,6 +125,8 @@ class TraceWriter(Observer):
                 self._arrived(event)
             case events.JobTimedOut() if self._is_open(event.job_id):
                 self._instant(f"{event.job_id} timed out", event.time_s, args={"job": event.job_id})
+            case events.JobCancelled() if self._is_open(event.job_id):
+                self._instant(f"{event.job_id} cancelled", event.time_s, args={"job": event.job_id})
             case events.OutputFailed() | events.FramesLost():
                 args = {"job": event.job_id, "reason": event.reason}
                 self._instant(f"{event.job_id} not written", event.time_s, args=args)

@@ -11,6 +11,7 @@ import os
 import selectors
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from gfgen.graph import Stage
 from gfgen.runtime import resume
@@ -71,6 +72,17 @@ _REAP_S = 1.0
 """How long a process whose channel has ended may take to end itself."""
 
 
+class Requests(Protocol):
+    """What is asked of a run from outside while it goes on; readable when there is something."""
+
+    def fileno(self) -> int: ...
+
+    def take_events(self, now_s: float) -> Sequence[Event]:
+        """What was asked since the last call, as events of this moment; nothing may follow from it but a
+        turn of the loop, in which the intake is looked at."""
+        ...
+
+
 class ProcessBackend:
     """Runs dispatches on a pool of processes."""
 
@@ -84,6 +96,7 @@ class ProcessBackend:
         patience: Patience | None = None,
         resume_points: Mapping[str, ResumePoint] | None = None,
         signals: SignalPipe | None = None,
+        requests: Requests | None = None,
     ) -> None:
         self._pool = pool
         self._jobs = {job.job_id: job for job in jobs}
@@ -114,6 +127,9 @@ class ProcessBackend:
         self._signals = signals or self._own_signals
         assert self._signals is not None
         self._selector.register(self._signals, selectors.EVENT_READ, self._signals)
+        self._requests = requests
+        if requests is not None:
+            self._selector.register(requests, selectors.EVENT_READ, requests)
         for child in pool.children:
             self._selector.register(child.channel, selectors.EVENT_READ, child)
             if child.rank is not None:
@@ -130,6 +146,8 @@ class ProcessBackend:
         for key, _ in self._selector.select(0 if events else timeout_s):
             if isinstance(key.data, Child):
                 events.extend(self._receive(key.data))
+            elif self._requests is not None and key.data is self._requests:
+                events.extend(self._requests.take_events(self._clock.now_s))
             else:
                 events.extend(StopRequested(self._clock.now_s, n) for n in key.data.take())
         self._look_for_hung_processes()
@@ -174,6 +192,7 @@ class ProcessBackend:
         self._writes.release(job_id)
         self._unwritten = {number: other for number, other in self._unwritten.items() if other != job_id}
         self._resume_points.pop(job_id, None)
+        self._jobs.pop(job_id, None)
         resume.forget(self._output_dir, job_id)
 
     def save(self, job_id: str, *, next_index: int, producer: int) -> None:

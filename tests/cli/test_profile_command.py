@@ -137,10 +137,10 @@ def test_a_run_starts_its_predictions_from_the_default_profile_and_says_so(
     measured, tmp_path, monkeypatch, caplog
 ):
     monkeypatch.setattr(profiles.registry, "cache_dir", lambda: tmp_path / "cache")
-    assert run_command._default_profile(Devices(CPU, 2)) is None
+    assert run_command.default_profile(Devices(CPU, 2)) is None
     assert profile("--model", "tiny-qwen-image", "--size", "64x64", "--ranks", 1).exit_code == 0
     monkeypatch.setattr(logging.getLogger("gfgen"), "propagate", True)  # the command has set up its own
     with caplog.at_level("INFO"):
-        found = run_command._default_profile(Devices(CPU, 2))
+        found = run_command.default_profile(Devices(CPU, 2))
     assert found.models == {"tiny-qwen-image"}
     assert f"predictions start from the profile of {found.date}: {profiles.default_path()}" in caplog.text

@@ -66,6 +66,7 @@ def test_bars_on_a_terminal_lines_elsewhere_and_nothing_when_quiet() -> None:
         ("done", 6.5, "done a: a.mp4 in 4.0 s, 1.5 s before its deadline"),
         ("done", 4.5, "done a: a.mp4 in 4.0 s, 500 ms too late"),
         ("failed", 6.5, "failed a: denoise 1: out of memory"),
+        ("cancelled", 6.5, "cancelled a"),
     ],
 )
 def test_line_of_an_ended_job_has_file_seconds_and_verdict(

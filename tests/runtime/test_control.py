@@ -4,7 +4,7 @@ from builders import STEP_S, make_job, simulate, simulated_control
 from gfgen.errors import PolicyFault, StalledError
 from gfgen.layout import Layout
 from gfgen.policies.catalog import NamedPolicy
-from gfgen.runtime.events import OutputWritten, PolicyChanged, StopRequested
+from gfgen.runtime.events import JobCancelled, OutputWritten, PolicyChanged, StopRequested
 from gfgen.snapshot import Decision
 
 
@@ -214,6 +214,17 @@ def test_a_job_that_takes_longer_than_its_timeout_fails_and_the_others_go_on():
     assert slow.error == "timed out 1 s after its arrival"
     assert slow.ended_s == pytest.approx(1.5, abs=STEP_S)
     assert other.status == "done"
+
+
+def test_a_cancelled_job_ends_within_a_step_and_the_others_go_on():
+    control, recorder = simulated_control([make_job("a", steps=50), make_job("b", steps=30)], num_ranks=2)
+    control.clock.at(JobCancelled(1.05, "a"))
+    summary = control.run()
+    first, second = recorder.outcomes
+    assert (first.info.job_id, first.status, second.status) == ("a", "cancelled", "done")
+    assert first.ended_s == pytest.approx(1.05, abs=STEP_S)
+    assert (summary.num_cancelled, summary.num_done, summary.num_failed) == (1, 1, 0)
+    assert summary.lines()[0].startswith("jobs       1 done, 1 cancelled in")
 
 
 def test_a_job_that_ends_within_its_timeout_is_done():

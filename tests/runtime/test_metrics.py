@@ -62,6 +62,20 @@ def test_failed_job_has_not_met_its_deadline() -> None:
     assert summary.deadlines_by_tag == {"express": Attainment(1, 1), "bulk": Attainment(0, 2)}
 
 
+def test_a_cancelled_job_has_neither_met_nor_missed_its_deadline() -> None:
+    met = ended(job_info("a"), arrival_s=0.0, ended_s=5.0, deadline_s=6.0)
+    gone = replace(met, info=job_info("b"), status="cancelled", error="cancelled")
+    summary = metrics_of(met, gone).summary()
+    assert summary.deadlines == Attainment(1, 1)
+    assert (summary.num_done, summary.num_cancelled, summary.num_jobs) == (1, 1, 2)
+
+
+def test_a_task_counts_once_however_many_ranks_report_it() -> None:
+    metrics = Metrics()
+    ActedRun([Part(job_info("a", steps=4), degree=2)], num_ranks=2, observers=[metrics]).play()
+    assert metrics.summary().num_tasks == 7
+
+
 def test_skipped_and_unfinished_jobs_are_counted_and_nothing_else() -> None:
     metrics = Metrics()
     metrics.ended(skipped_outcome(job_info("old")))

@@ -15,7 +15,7 @@ from gfgen.runtime.choosing import ChooserInTurn
 from gfgen.runtime.clock import Clock
 from gfgen.runtime.control import Control
 from gfgen.runtime.cost import CostModel
-from gfgen.runtime.events import JobArrived, OutputWritten, TaskFailed, Wakeup
+from gfgen.runtime.events import JobArrived, JobCancelled, OutputWritten, TaskFailed, Wakeup
 from gfgen.runtime.journal import Journal, journal_header, read_runs
 from gfgen.runtime.observer import Observer
 from gfgen.runtime.profile import Profile, ProfileRow
@@ -166,6 +166,8 @@ def test_random_runs_decide_the_same_again(tmp_path, seed):
     random = Random(seed)
     jobs, num_ranks = random_jobs(random), random.randint(1, 4)
     clock, profile = Clock(virtual=True), random.choice([None, PROFILE])
+    for job in random.sample(jobs, k=len(jobs) // 3):
+        clock.at(JobCancelled(random.random() * 2, job.job_id))
     control = run(
         tmp_path / "journal.jsonl",
         jobs,
@@ -301,6 +303,27 @@ def test_jobs_that_came_later_are_given_after_the_others(tmp_path):
     (journaled,) = read_runs(path)
     arrivals = [e for turn in journaled.turns for e in turn.events if isinstance(e, JobArrived)]
     assert [event.job_id for event in arrivals] == ["early", "late"]
+    assert replay(journaled, [early, late]).difference is None
+
+
+def test_a_job_that_is_cancelled_before_it_arrives_does_not_arrive_in_the_replay_either(tmp_path):
+    early, late = make_job("early", steps=9), make_job("late", steps=2, arrival_s=0.5)
+    clock, path = Clock(virtual=True), tmp_path / "journal.jsonl"
+    clock.at(JobCancelled(0.25, "late"))
+    backend = SimulatedBackend(clock, num_ranks=2, times=SimulatedTimes(task_s=lambda _: 0.1))
+    with pytest.raises(AssertionError, match="wait for ever"):
+        run(
+            path,
+            [early],
+            policy="srtf",
+            clock=clock,
+            backend=backend,
+            num_ranks=2,
+            guard_s=0.0,
+            intake=Intake(late),
+        )
+    (journaled,) = read_runs(path)
+    assert {job for turn in journaled.turns for _, job, *_ in turn.dispatches or ()} == {"early"}
     assert replay(journaled, [early, late]).difference is None
 
 

@@ -326,6 +326,60 @@ def test_a_waiting_job_that_times_out_ends_at_once():
     assert outcome.status == "failed"
 
 
+def test_a_cancelled_job_ends_at_its_next_task_boundary_and_releases_its_ranks():
+    cluster = Cluster(make_job("a", deadline_s=9.0), num_ranks=1)
+    running = cluster.begin("a", 0, 0)
+    assert not cluster.state.apply(events.JobCancelled(0.0, "a"))
+    assert cluster.state.snapshot().open == {}
+    (outcome,) = cluster.done(running)
+    assert (outcome.status, outcome.error, outcome.met_deadline) == ("cancelled", "cancelled", None)
+    assert cluster.state.snapshot().free_ranks == (0,)
+    assert cluster.state.all_ended
+
+
+def test_a_waiting_job_that_is_cancelled_ends_at_once():
+    cluster = Cluster(make_job("a"))
+    (outcome,) = cluster.state.apply(events.JobCancelled(0.0, "a"))
+    assert outcome.status == "cancelled"
+    assert not cluster.state.apply(events.JobCancelled(0.0, "a"))
+
+
+def test_what_was_queued_behind_a_cancelled_jobs_step_ends_too():
+    cluster = Cluster(make_job("a"), guard_s=10.0)
+    running, queued = cluster.begin("a", 0, 0), cluster.begin("a", 1, 1)
+    cluster.state.apply(events.JobCancelled(0.0, "a"))
+    assert not cluster.done(running)
+    (outcome,) = cluster.done(queued)
+    assert outcome.status == "cancelled"
+
+
+def test_a_job_that_is_cancelled_before_it_arrives_never_does():
+    cluster = Cluster(make_job("a"))
+    cluster.state.add(make_job("b", arrival_s=5.0))
+    (outcome,) = cluster.state.apply(events.JobCancelled(0.0, "b"))
+    assert outcome.info.job_id == "b"
+    assert not cluster.state.apply(events.JobArrived(5.0, "b"))
+    assert cluster.state.open_jobs == ("a",)
+
+
+def test_a_job_whose_file_is_being_written_is_cancelled_too_late():
+    job = make_job("a", steps=1)
+    cluster = Cluster(job, num_ranks=1)
+    for index in range(job.trajectory.num_tasks):
+        cluster.done(cluster.begin("a", index, 0))
+    assert not cluster.state.apply(events.JobCancelled(1.0, "a"))
+    (outcome,) = cluster.state.apply(events.OutputWritten(1.0, "a", "a.png", 1, 0.0))
+    assert outcome.status == "done"
+
+
+def test_a_failure_of_a_cancelled_job_is_no_failure():
+    cluster = Cluster(make_job("a"))
+    running = cluster.begin("a", 0, 0)
+    cluster.state.apply(events.JobCancelled(0.0, "a"))
+    (outcome,) = cluster.failed(running)
+    assert outcome.status == "cancelled"
+
+
 def test_stopping_waits_for_what_runs_and_no_longer():
     cluster = Cluster(make_job("a"), make_job("b"))
     running = cluster.begin("a", 0, 0)

@@ -1,0 +1,369 @@
+"""`gfgen serve`: the runtime of `gfgen run` behind HTTP."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import click
+
+from gfgen import log
+from gfgen.cli.admission import Admission
+from gfgen.cli.progress import LineProgress
+from gfgen.cli.run import default_profile, held_folder, ready_pool
+from gfgen.errors import InputError, InterruptedRunError
+from gfgen.jobfields import parse_duration
+from gfgen.layout import MAX_RANKS
+from gfgen.models.geometry_weights import VAE_DTYPES
+from gfgen.policies.catalog import NamedPolicy, load_policy
+from gfgen.runtime import resume
+from gfgen.runtime.clock import Clock
+from gfgen.runtime.control import Control
+from gfgen.runtime.cost import CostModel
+from gfgen.runtime.devices import DEVICES, Devices, choose_devices
+from gfgen.runtime.observer import Observer
+from gfgen.runtime.pool import WorkerPool
+from gfgen.runtime.profile import Profile
+from gfgen.runtime.signals import SignalPipe
+from gfgen.runtime.state import State
+from gfgen.runtime.workers import ProcessBackend
+from gfgen.server.bounds import Bounds
+from gfgen.server.catalog import shown_model
+from gfgen.server.choosing import SwitchedChooser
+from gfgen.server.door import Door
+from gfgen.server.link import Admit, Serving, Settings
+from gfgen.server.schemas import Model
+from gfgen.server.stopwatch import Stopwatch
+from gfgen.server.supervisor import Supervisor, listen
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_MODELS = ("tiny-wan", "tiny-qwen-image")
+KEY_VARIABLE = "GFGEN_API_KEY"
+DEFAULTS = Bounds()
+_SIZES = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """The options of `gfgen serve`, after click has read them."""
+
+    output_dir: Path
+    devices: Devices
+    policy: NamedPolicy
+    guard_s: float
+    host: str
+    port: int
+    api_key: str | None
+    bounds: Bounds
+    models: tuple[str, ...] = DEFAULT_MODELS
+    has_random_weights: bool = False
+    vae_dtype: str = "auto"
+    log_level: str = "info"
+    log_json: bool = False
+    log_file: Path | None = None
+
+    @property
+    def num_ranks(self) -> int:
+        return self.devices.num_ranks
+
+
+class _Size(click.ParamType[int]):
+    """Bytes, as 500M or 20G."""
+
+    name = "size"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        text = str(value).strip().lower().removesuffix("b")
+        factor = _SIZES.get(text[-1:], 1)
+        try:
+            return int(float(text.rstrip("kmgt")) * factor)
+        except ValueError:
+            self.fail(f"{value!r}: a size like 500M or 20G is accepted", param, ctx)
+
+
+class _Duration(click.ParamType[float]):
+    """Seconds, as 12h or 7d."""
+
+    name = "duration"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        seconds = value if isinstance(value, float) else parse_duration(str(value))
+        if not seconds:
+            self.fail(f"{value!r}: a duration like 12h or 7d is accepted", param, ctx)
+        return seconds
+
+
+@click.command()
+@click.option("--port", type=click.IntRange(1, 65535), default=3000, show_default=True)
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at.")
+@click.option(
+    "--api-key",
+    envvar=KEY_VARIABLE,
+    help=f"Key that every request has to bring; better given as {KEY_VARIABLE} in the environment.",
+)
+@click.option(
+    "--no-key", is_flag=True, help="Let anybody in who reaches an address that is not this machine's own."
+)
+@click.option(
+    "--output",
+    "-o",
+    type=click.Path(path_type=Path),
+    default=Path("outputs/serve"),
+    show_default=True,
+    help="Folder for files and the store of jobs.",
+)
+@click.option(
+    "--model",
+    "models",
+    multiple=True,
+    metavar="NAME",
+    help="Model to serve: a name ('gfgen models'), a directory or a hub id; repeatable. "
+    f"[{', '.join(DEFAULT_MODELS)}]",
+)
+@click.option("--random-weights", is_flag=True, help="Make the models up, from config files: for measuring.")
+@click.option(
+    "--vae-dtype", type=click.Choice(VAE_DTYPES), default="auto", show_default=True, help="As 'gfgen run'."
+)
+@click.option("--ranks", type=click.IntRange(1, MAX_RANKS), help="Workers to use. [all GPUs, or 4 on a CPU]")
+@click.option("--device", type=click.Choice(DEVICES), default="auto", show_default=True)
+@click.option("--policy", default="auto", show_default=True, help="NAME[,option=value...]: 'gfgen policies'.")
+@click.option("--lookahead", type=click.FloatRange(0, 1000), default=5.0, show_default=True, metavar="MS")
+@click.option(
+    "--max-open", type=click.IntRange(1), default=DEFAULTS.open_jobs, show_default=True, help="Open jobs."
+)
+@click.option(
+    "--max-streams",
+    type=click.IntRange(1),
+    default=DEFAULTS.streams,
+    show_default=True,
+    help="Event streams.",
+)
+@click.option("--max-body", type=_Size(), default="64M", show_default=True, help="Bytes of one request.")
+@click.option("--keep", type=_Duration(), default="7d", show_default=True, help="Remove finished jobs after.")
+@click.option(
+    "--keep-bytes", type=_Size(), default="100G", show_default=True, help="Remove the oldest files beyond."
+)
+@click.option(
+    "--log-file", type=click.Path(dir_okay=False, path_type=Path), help="Append log lines here too."
+)
+@click.option("--quiet", "-q", is_flag=True, help="Only problems and failures.")
+@click.option("--log-json", is_flag=True, help="Log one JSON object per line.")
+@click.pass_context
+def serve(
+    ctx: click.Context,
+    *,
+    port: int,
+    host: str,
+    api_key: str | None,
+    no_key: bool,
+    output: Path,
+    models: tuple[str, ...],
+    random_weights: bool,
+    vae_dtype: str,
+    ranks: int | None,
+    device: str,
+    policy: str,
+    lookahead: float,
+    max_open: int,
+    max_streams: int,
+    max_body: int,
+    keep: float,
+    keep_bytes: int,
+    log_file: Path | None,
+    quiet: bool,
+    log_json: bool,
+) -> int:
+    """Make pictures and videos for whoever asks over HTTP: OpenAI's image and video API, and a page.
+
+    SIGTERM stops within a step; started again, it goes on with every job that it had accepted.
+    """
+    level = "debug" if ctx.obj["debug"] else "warning" if quiet else "info"
+    log.configure(level=level, as_json=log_json, file=log_file)
+    _check_exposure(host, api_key, no_key=no_key)
+    options = ServeOptions(
+        output_dir=output,
+        devices=choose_devices(device, ranks),
+        policy=load_policy(policy),
+        guard_s=lookahead / 1000,
+        host=host,
+        port=port,
+        api_key=api_key,
+        bounds=Bounds(
+            open_jobs=max_open,
+            streams=max_streams,
+            body_bytes=max_body,
+            keep_s=keep,
+            keep_bytes=keep_bytes,
+        ),
+        models=models or DEFAULT_MODELS,
+        has_random_weights=random_weights,
+        vae_dtype=vae_dtype,
+        log_level=level,
+        log_json=log_json,
+        log_file=log_file,
+    )
+    serve_models(options)
+    return 0
+
+
+def serve_models(options: ServeOptions) -> None:
+    """Serve until a signal comes.
+
+    Raises: InputError when the address or the models cannot be had; LockedError when another run holds
+            the output folder; InterruptedRunError when a second signal did not let steps end.
+    """
+    with contextlib.ExitStack() as stack:
+        listener = listen(options.host, options.port)
+        stack.callback(listener.close)
+        signals = stack.enter_context(contextlib.closing(SignalPipe()))
+        stack.enter_context(held_folder(options.output_dir))
+        chooser = stack.enter_context(contextlib.closing(SwitchedChooser(options.policy.choose)))
+        door = Door(on_policy=lambda policy: chooser.follow(load_policy(policy).choose))
+        supervisor = Supervisor(listener, settings_of(options), door)
+        supervisor.start()
+        stack.callback(supervisor.stop)
+        logger.info("listening at http://%s:%d; the models are being loaded", options.host, options.port)
+        admit = Admission(
+            default_model=options.models[0],
+            devices=options.devices,
+            has_random_weights=options.has_random_weights,
+            vae_dtype=options.vae_dtype,
+        )
+        found = [admit.find_model(name) for name in options.models]
+        checkpoints = {model.checkpoint for model in found}
+        admit.check(checkpoints)
+        with ready_pool(checkpoints, options, signals) as pool:
+            serve_on(
+                pool,
+                options,
+                door=door,
+                chooser=chooser,
+                signals=signals,
+                admit=admit.of_loaded(checkpoints),
+                models=[shown_model(model, created=int(time.time())) for model in found],
+                profile=default_profile(options.devices),
+            )
+
+
+def serve_on(
+    pool: WorkerPool,
+    options: ServeOptions,
+    *,
+    door: Door,
+    chooser: SwitchedChooser,
+    signals: SignalPipe,
+    admit: Admit,
+    models: Sequence[Model],
+    profile: Profile | None = None,
+    watchers: Sequence[Observer] = (),
+) -> None:
+    """The control loop on workers that are ready, from the jobs of the store to the stop."""
+    started_at, clock = time.time(), Clock()
+    device = options.devices.gpus[0].name if options.devices.gpus else options.devices.kind
+    serving = Serving(
+        admit=admit,
+        models=tuple(models),
+        device=device,
+        num_ranks=pool.num_ranks,
+        policy=options.policy.name,
+        started_at=started_at,
+    )
+    todo = door.open(serving, is_stopped=lambda: _has_signal(signals))
+    if todo is None:
+        raise InterruptedRunError("stopped before it began", signal_number=15)
+    resume.forget_others(options.output_dir, {job.job_id for job in todo})
+    resume_points = resume.find(options.output_dir, todo)
+    with contextlib.ExitStack() as stack:
+        state = State(
+            todo,
+            num_ranks=pool.num_ranks,
+            clock=clock,
+            costs=CostModel(profile),
+            guard_s=options.guard_s,
+            started_at=started_at,
+            last_number=pool.last_number,
+            resume=resume_points,
+        )
+        progress = LineProgress(emit=logger.info, emit_failure=logger.error)
+        observers: list[Observer] = [progress, *watchers, door]
+        for observer in observers:
+            stack.callback(observer.close)
+        backend = ProcessBackend(
+            pool,
+            todo,
+            clock=clock,
+            output_dir=options.output_dir,
+            resume_points=resume_points,
+            signals=signals,
+            requests=door,
+        )
+        stack.callback(backend.close)
+        door.stopwatch = Stopwatch(backend)
+        control = Control(
+            todo,
+            state=state,
+            backend=door.stopwatch,
+            clock=clock,
+            policy=options.policy,
+            guard_s=options.guard_s,
+            observers=observers,
+            intake=door,
+            chooser=chooser,
+        )
+        logger.info("ready: %d ranks (%s), policy %s", pool.num_ranks, device, options.policy.name)
+        summary = control.run()
+        for job_id, (next_index, producer) in state.stopped_at.items():
+            backend.save(job_id, next_index=next_index, producer=producer)
+    logger.info("stopped; %d jobs are open and go on at the next start", summary.num_unfinished)
+
+
+def settings_of(options: ServeOptions) -> Settings:
+    """What the front has to know."""
+    return Settings(
+        output_dir=options.output_dir.absolute(),
+        api_key=options.api_key,
+        is_loopback=_is_loopback(options.host),
+        bounds=options.bounds,
+        version=_own_version(),
+        log_level=options.log_level,
+        log_json=options.log_json,
+        log_file=None if options.log_file is None else options.log_file.absolute(),
+    )
+
+
+def _check_exposure(host: str, api_key: str | None, *, no_key: bool) -> None:
+    if api_key is not None and len(api_key) < 8:
+        raise InputError("--api-key: 8 characters are the least; 'openssl rand -hex 24' makes a good one")
+    if not (_is_loopback(host) or api_key or no_key):
+        raise InputError(
+            f"--host {host}: others can reach that address; give --api-key (or {KEY_VARIABLE}), "
+            "or say --no-key if anybody may come in"
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _own_version() -> str:
+    try:
+        return version("gfgen")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def _has_signal(signals: SignalPipe) -> bool:
+    try:
+        return bool(signals.take())
+    except BlockingIOError:
+        return False

@@ -1,0 +1,404 @@
+"""Where jobs are taken in, followed, cancelled and handed out: between HTTP, the store and the run.
+
+Runs in the front's event loop. The store decides what is true of a job: it is accepted when the store has
+it, and has ended when the store says how; `Live` follows, and the run is told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from gfgen.errors import InputError, OutputError, Problem
+from gfgen.runtime.admission import AdmittedJob
+from gfgen.runtime.manifest import manifest_entry
+from gfgen.runtime.observer import JobOutcome
+from gfgen.server import asking, files, schemas
+from gfgen.server.asking import Asked
+from gfgen.server.bounds import Bounds
+from gfgen.server.link import Cancel, Hello, Noted, Serving, SetPolicy, Submit
+from gfgen.server.live import MAX_SHOWN_FINISHED, Live
+from gfgen.server.problems import ApiError
+from gfgen.server.records import Record, job_of
+from gfgen.server.store import Accepted, Ending, Facts, Kept, KeyTakenError, RequestKey, Store
+
+logger = logging.getLogger(__name__)
+
+FORECAST_S = 0.5
+SUBMITTED_AT_ONCE = 8
+RETRY_S = 5.0
+"""How soon a store that could not be written is tried again."""
+THUMBNAILS_NAME = ".thumbnails"
+FOLDERS = (asking.INPUTS_NAME, THUMBNAILS_NAME)
+_ENDED: dict[str, schemas.Status] = {"done": "completed", "failed": "failed", "cancelled": "cancelled"}
+
+
+class Desk:
+    """The jobs of this server. `send` gives a message to the run."""
+
+    def __init__(
+        self,
+        *,
+        store: Store,
+        live: Live,
+        folder: Path,
+        bounds: Bounds,
+        send: Callable[[Any], None],
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self.store = store
+        self.live = live
+        self.folder = folder
+        self.bounds = bounds
+        self._send = send
+        self._now = now
+        self._num_reserved = 0
+        """Jobs that are being put down."""
+        self._pictures = asyncio.Semaphore(2)
+        """Pictures that are looked at, or made smaller, at the same time."""
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # What the run says ------------------------------------------------------------------------------
+
+    async def hear(self, notes: Sequence[Any]) -> None:
+        """What has happened, in its order; ends of jobs count once the store has them."""
+        outcomes: list[JobOutcome] = []
+        for note in notes:
+            if isinstance(note, JobOutcome):
+                outcomes.append(note)
+                continue
+            if isinstance(note, Serving):
+                await self._open(note)
+            self.live.apply(note)
+        if outcomes:
+            await self._note_ends(outcomes)
+
+    async def _open(self, serving: Serving) -> None:
+        """The run is there: bring in all that the store has open, but for what is done or cannot be."""
+        await self._note_finished_files()
+        records, jobs = [], []
+        for facts, spec in self.store.open_jobs():
+            resumed = asking.resumed_spec(facts, spec, folder=self.folder, now=self._now())
+            admitted, problems = serving.admit([resumed])
+            if problems:
+                await self._refuse(facts, problems)
+            else:
+                records.append(Record(facts, admitted[0].trajectory))
+                jobs.append(admitted[0])
+        for kept in reversed(self.store.last_ended(MAX_SHOWN_FINISHED)):
+            self.live.show_finished(self.job_of_kept(kept, shown_chars=300))
+        self.live.add(records)
+        self._submit(jobs)
+        self._send(Hello(tuple(job.job_id for job in jobs)))
+        if jobs:
+            logger.info("%d open jobs go on", len(jobs))
+
+    async def _note_finished_files(self) -> None:
+        """Jobs whose file is there have ended, though a server that was killed could not note it."""
+        endings = []
+        for facts, _ in self.store.open_jobs():
+            path = self.folder / facts.file
+            try:
+                stat = path.stat()
+            except OSError:
+                continue
+            met = None if facts.deadline_at is None else stat.st_mtime <= facts.deadline_at
+            endings.append(
+                Ending(
+                    facts.id,
+                    "completed",
+                    completed_at=max(stat.st_mtime, facts.created_at),
+                    size_bytes=stat.st_size,
+                    met_deadline=met,
+                    step=facts.steps,
+                )
+            )
+        if endings:
+            await self.store.end_all(endings)
+
+    async def _refuse(self, facts: Facts, problems: Sequence[Problem]) -> None:
+        """A job that an earlier start accepted, and that this one cannot do."""
+        text = "; ".join(str(problem) for problem in problems[:5])
+        logger.warning("job %s cannot go on: %s", facts.id, text)
+        ending = Ending(
+            facts.id,
+            "failed",
+            self._now(),
+            error_code="cannot_be_done",
+            error_message=text,
+            met_deadline=None,
+        )
+        await self.store.end(ending)
+
+    async def _note_ends(self, outcomes: Sequence[JobOutcome]) -> None:
+        endings = [self._ending(outcome) for outcome in outcomes]
+        while True:
+            try:
+                firsts = await self.store.end_all(endings)
+                break
+            except OutputError:  # it is in the log; the run goes on, and so do those that can
+                await asyncio.sleep(RETRY_S)
+        for outcome, ending, is_first in zip(outcomes, endings, firsts, strict=True):
+            if is_first:
+                self._ended(ending)
+            elif ending.status == "completed":
+                await self._drop_unwanted(outcome)
+        self._send(Noted(tuple(ending.id for ending in endings)))
+
+    def _ending(self, outcome: JobOutcome) -> Ending:
+        job_id = outcome.info.job_id
+        file = self.folder / outcome.info.file
+        size_bytes = file.stat().st_size if outcome.status == "done" and file.exists() else None
+        record = self.live.records.get(job_id)
+        now = self._now()
+        status = _ENDED[outcome.status]
+        assert status in ("completed", "failed", "cancelled")
+        return Ending(
+            job_id,
+            status,
+            completed_at=self.live.at(outcome.ended_s),
+            started_at=None if outcome.started_s is None else self.live.at(outcome.started_s),
+            size_bytes=size_bytes,
+            met_deadline=outcome.met_deadline,
+            step=outcome.info.spec.steps or 0 if status == "completed" else record.step if record else 0,
+            error_code=None if outcome.error is None else _code(outcome),
+            error_message=outcome.error,
+            manifest=manifest_entry(outcome, size_bytes=size_bytes, written_at=now),
+        )
+
+    def _ended(self, ending: Ending) -> None:
+        record = self.live.end(ending.id, ending, expires_at=ending.completed_at + self.bounds.keep_s)
+        if record is not None and record.facts.input_file is not None:
+            self._unlink(self.folder / asking.INPUTS_NAME / record.facts.input_file)
+
+    async def _drop_unwanted(self, outcome: JobOutcome) -> None:
+        """A job that was cancelled while its file was being written has left one."""
+        kept = self.store.job(outcome.info.job_id)
+        if kept is None or (kept.ending is not None and kept.ending.status != "completed"):
+            self._unlink(self.folder / outcome.info.file)
+
+    # What is asked ----------------------------------------------------------------------------------
+
+    @property
+    def serving(self) -> Serving:
+        """What is served; raises ApiError while nothing is."""
+        if self.live.status != "ready" or self.live.serving is None:
+            raise ApiError(503, self.live.reason or "not ready", code="not_ready", retry_after_s=5)
+        return self.live.serving
+
+    async def take(
+        self, asked: Sequence[Asked], *, batch_id: str | None = None, key: RequestKey | None = None
+    ) -> list[str]:
+        """Accept jobs; returns their ids, or those that an earlier request with this key has made.
+
+        Raises: ApiError, JobFileError or OutputError when they are not accepted; nothing is kept then.
+        """
+        if key is not None and (taken := self.store.request(key)):
+            return _same(taken)
+        with_picture = next((one for one in asked if one.picture is not None), None)
+        jobs = await self._admit(asked, with_picture)
+        async with self._reserved(len(jobs)):
+            now = self._now()
+            accepted = [asking.accepted(one, job, now=now) for one, job in zip(asked, jobs, strict=True)]
+            try:
+                await self.store.accept(accepted, batch_id=batch_id, key=key, now=now)
+            except KeyTakenError as taken:
+                self._drop_pictures(accepted)
+                return _same(taken)
+            except OutputError:
+                self._drop_pictures(accepted)
+                raise
+            self.live.add(Record(one.facts, job.trajectory) for one, job in zip(accepted, jobs, strict=True))
+            self._submit(jobs)
+        return [job.job_id for job in jobs]
+
+    def _submit(self, jobs: Sequence[AdmittedJob]) -> None:
+        for start in range(0, len(jobs), SUBMITTED_AT_ONCE):
+            self._send(Submit(tuple(jobs[start : start + SUBMITTED_AT_ONCE])))
+
+    async def _admit(self, asked: Sequence[Asked], with_picture: Asked | None) -> list[AdmittedJob]:
+        serving = self.serving
+        if with_picture is not None:
+            assert len(asked) == 1
+            one = await self._with_picture(with_picture)
+            try:
+                return await asyncio.to_thread(asking.admitted, [one], serving.admit)
+            except (ApiError, InputError):
+                self._unlink(self.folder / asking.INPUTS_NAME / one.spec.id)
+                raise
+        if len(asked) > 8:
+            return await asyncio.to_thread(asking.admitted, asked, serving.admit)
+        return asking.admitted(asked, serving.admit)
+
+    async def _with_picture(self, asked: Asked) -> Asked:
+        """The same, with its picture looked at and kept under the job's own name."""
+        from dataclasses import replace
+
+        assert asked.picture is not None
+        async with self._pictures:
+            sha256 = await asyncio.to_thread(asking.checked_picture, asked.picture, param="input_reference")
+        path = self.folder / asking.INPUTS_NAME / asked.spec.id
+        await asyncio.to_thread(path.write_bytes, asked.picture)
+        return replace(asked, spec=replace(asked.spec, image=str(path), image_sha256=sha256))
+
+    @asynccontextmanager
+    async def _reserved(self, num_jobs: int) -> AsyncIterator[None]:
+        """Room for so many more jobs, or ApiError."""
+        num_open = len(self.live.records) + self._num_reserved
+        if num_jobs > self.bounds.open_jobs:
+            raise ApiError(413, f"{num_jobs} jobs; {self.bounds.open_jobs} may be open at once: split it")
+        if num_open + num_jobs > self.bounds.open_jobs:
+            raise ApiError(
+                429,
+                f"{num_open} jobs are open, {self.bounds.open_jobs} may be; try again when some have ended",
+                retry_after_s=self._soonest_end_s(),
+            )
+        self._num_reserved += num_jobs
+        try:
+            yield
+        finally:
+            self._num_reserved -= num_jobs
+
+    def _soonest_end_s(self) -> float:
+        now = self._now()
+        ends = [r.predicted_end_at - now for r in self.live.records.values() if r.predicted_end_at]
+        return min(60.0, max(1.0, min(ends, default=5.0)))
+
+    async def cancel(self, job_ids: Iterable[str]) -> list[str]:
+        """Cancel jobs that have not ended; returns those that were cancelled by this."""
+        now, live = self._now(), self.live
+        endings = [
+            Ending(
+                job_id,
+                "cancelled",
+                completed_at=now,
+                started_at=live.records[job_id].started_at,
+                step=live.records[job_id].step,
+                error_code="cancelled",
+                error_message="cancelled",
+            )
+            for job_id in job_ids
+            if job_id in live.records
+        ]
+        firsts = await self.store.end_all(endings) if endings else []
+        cancelled = [ending for ending, is_first in zip(endings, firsts, strict=True) if is_first]
+        for ending in cancelled:
+            self._ended(ending)
+        if cancelled:
+            self._send(Cancel(tuple(ending.id for ending in cancelled)))
+        return [ending.id for ending in cancelled]
+
+    async def remove(self, kept: Sequence[Kept]) -> None:
+        """Remove jobs that have ended, with their files."""
+        for one in kept:
+            self._unlink(self.folder / one.facts.file)
+            self._unlink(self.folder / THUMBNAILS_NAME / f"{one.facts.id}.webp")
+        ids = [one.facts.id for one in kept]
+        await self.store.remove(ids, now=self._now())
+        self.live.remove(ids)
+
+    async def keep_within_bounds(self) -> None:
+        """Remove what is too old, or too much."""
+        before = self._now() - self.bounds.keep_s
+        if outdated := self.store.outdated(before=before, keep_bytes=self.bounds.keep_bytes):
+            await self.remove(outdated)
+            logger.info("removed %d jobs that were kept long enough", len(outdated))
+
+    def set_policy(self, policy: str) -> None:
+        self.live.policy_asked(policy)
+        self._send(SetPolicy(policy))
+
+    # What is told -----------------------------------------------------------------------------------
+
+    def answer(self, job_id: str) -> bytes | None:
+        """A job as JSON; None when there is none."""
+        record = self.record(job_id)
+        if record is not None:
+            return record.answer()
+        kept = self.store.job(job_id)
+        return None if kept is None else self.job_of_kept(kept).model_dump_json().encode()
+
+    def ended_event(self, job_id: str) -> tuple[bytes, bytes] | None:
+        """Kind and body of the last event of a job whose events are not kept any more."""
+        kept = self.store.job(job_id)
+        if kept is None or kept.ending is None:
+            return None
+        job = self.job_of_kept(kept)
+        event = schemas.JobEvent(
+            type=kept.ending.status,
+            at=kept.ending.completed_at,
+            job_id=job_id,
+            status=kept.ending.status,
+            progress=job.progress,
+            will_meet_deadline=job.will_meet_deadline,
+            error=job.error,
+            content_url=job.content_url,
+        )
+        return kept.ending.status.encode(), event.model_dump_json(exclude_none=True).encode()
+
+    def record(self, job_id: str) -> Record | None:
+        """A job that has not ended, or has a short while ago."""
+        return self.live.records.get(job_id) or self.live.recent.get(job_id)
+
+    def job_of_kept(self, kept: Kept, *, shown_chars: int | None = None) -> schemas.Job:
+        record = self.record(kept.facts.id)
+        if record is not None:
+            return record.job(shown_chars=shown_chars)
+        if kept.ending is None:  # of a server that is still loading
+            values: dict[str, Any] = {"status": "queued", "progress": 0}
+            return job_of(kept.facts, None, expires_at=None, shown_chars=shown_chars, **values)
+        expires_at = kept.ending.completed_at + self.bounds.keep_s
+        return job_of(kept.facts, kept.ending, expires_at=expires_at, shown_chars=shown_chars)
+
+    async def thumbnail(self, kept: Kept) -> Path:
+        """A small picture of a finished file."""
+        small = self.folder / THUMBNAILS_NAME / f"{kept.facts.id}.webp"
+        return await files.thumbnail(self.folder / kept.facts.file, small, one_at_a_time=self._pictures)
+
+    async def wait(self, job_ids: Sequence[str]) -> None:
+        """Until all of these jobs have ended.
+
+        Raises: ApiError when the server stops first.
+        """
+        async with asyncio.timeout(self.bounds.waiting_s):
+            for job_id in job_ids:
+                while (record := self.live.records.get(job_id)) is not None:
+                    if self.live.status == "draining":
+                        raise ApiError(
+                            503,
+                            f"the server is stopping; {job_id} goes on when it is back",
+                            code="not_ready",
+                            retry_after_s=10,
+                        )
+                    await record.pulse.wait(1.0)
+
+    def _unlink(self, path: Path) -> None:
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            logger.warning("cannot remove %s: %s", path, error.strerror)
+
+    def _drop_pictures(self, accepted: Sequence[Accepted]) -> None:
+        for one in accepted:
+            if one.facts.input_file is not None:
+                self._unlink(self.folder / asking.INPUTS_NAME / one.facts.input_file)
+
+
+def _same(taken: KeyTakenError) -> list[str]:
+    """What the request has made before; raises ApiError when it was another request."""
+    if not taken.is_same:
+        raise ApiError(
+            422, "this Idempotency-Key came with another request before", code="idempotency_key_reused"
+        )
+    return list(taken.ids)
+
+
+def _code(outcome: JobOutcome) -> str:
+    if outcome.status == "cancelled":
+        return "cancelled"
+    return "timed_out" if (outcome.error or "").startswith("timed out") else "generation_failed"

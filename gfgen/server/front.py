@@ -1,0 +1,225 @@
+"""The front: the process that speaks HTTP.
+
+    python -m gfgen.server.front LINK LISTENER
+
+are descriptors that the run has opened: the socket to it, and the one that clients connect to. The front
+ends when the run's end of the link is closed: after its answers if the run has said that it stops, at
+once otherwise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import uvicorn
+
+from gfgen import log
+from gfgen.errors import GfgenError
+from gfgen.server import files
+from gfgen.server.app import make_app
+from gfgen.server.asking import INPUTS_NAME
+from gfgen.server.connections import connection_class
+from gfgen.server.desk import FOLDERS, FORECAST_S, THUMBNAILS_NAME, Desk
+from gfgen.server.guard import Keys
+from gfgen.server.link import Framing, Settings, pack
+from gfgen.server.live import Live
+from gfgen.server.metrics import Meter
+from gfgen.server.store import STORE_NAME, Store
+from gfgen.server.streams import FRAME_S, Frames
+
+logger = logging.getLogger(__name__)
+
+DRAIN_S = 3.0
+"""For answers that are under way when the run has stopped."""
+_CHUNK_BYTES = 1 << 18
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals alone: the run decides when it is over."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class Front:
+    """All that the front keeps, and its life."""
+
+    def __init__(self, link: socket.socket, listener: socket.socket) -> None:
+        self._link = link
+        self._listener = listener
+        self._writer: asyncio.StreamWriter | None = None
+        self._desk: Desk | None = None
+        self._is_lost = False
+        """The run has gone without having said that it stops."""
+
+    async def run(self) -> int:
+        """Serve until the run ends; returns the exit status."""
+        reader, self._writer = await asyncio.open_unix_connection(sock=self._link)
+        framing = Framing()
+        messages = await self._next(reader, framing)
+        if not messages:
+            return 1
+        settings, *rest = messages
+        assert isinstance(settings, Settings)
+        _configure_log(settings)
+        store = Store(settings.output_dir / STORE_NAME, began_at=time.time())
+        try:
+            server = self._prepare(settings, store)
+            helpers = [asyncio.create_task(work) for work in self._chores()]
+            serving = asyncio.create_task(server.serve(sockets=[self._listener]))
+            hearing = asyncio.create_task(self._hear(reader, framing, rest))
+            await asyncio.wait({serving, hearing}, return_when=asyncio.FIRST_COMPLETED)
+            server.should_exit = True
+            if self._is_lost:  # nobody is told anything: answers that are under way could only be wrong
+                store.close()
+                os._exit(1)
+            await asyncio.wait({serving}, timeout=2 * DRAIN_S)
+            for helper in helpers:
+                helper.cancel()
+        finally:
+            store.close()
+        return 0
+
+    def _prepare(self, settings: Settings, store: Store) -> _Server:
+        """Desk, application and server, before anything is loaded."""
+        meter, bounds = Meter(), settings.bounds
+        live = Live(version=settings.version, max_open=bounds.open_jobs, watcher=meter)
+        meter.live = live
+        desk = Desk(store=store, live=live, folder=settings.output_dir, bounds=bounds, send=self._send)
+        files.make_folders(settings.output_dir, FOLDERS)
+        self._clear_folders(settings, store)
+        self._desk, self._frames = desk, Frames(live)
+        app = make_app(
+            desk,
+            frames=self._frames,
+            meter=meter,
+            keys=Keys(settings.api_key),
+            is_loopback=settings.is_loopback,
+            version=settings.version,
+        )
+        return _Server(
+            uvicorn.Config(
+                app,
+                http=connection_class(bounds),
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                limit_concurrency=bounds.connections,
+                timeout_keep_alive=30,
+                timeout_graceful_shutdown=int(DRAIN_S),
+                backlog=bounds.connections,
+            )
+        )
+
+    def _clear_folders(self, settings: Settings, store: Store) -> None:
+        """What a killed server has left of jobs that were cancelled or removed, or never accepted."""
+        open_ids = {facts.id for facts, _ in store.open_jobs()}
+        files.clear(settings.output_dir / INPUTS_NAME, lambda ids: open_ids, suffixes=("",))
+        files.clear(settings.output_dir / THUMBNAILS_NAME, store.with_file, suffixes=(".webp", ".partial"))
+        files.clear(settings.output_dir, store.with_file, suffixes=(".png", ".mp4"))
+
+    async def _hear(self, reader: asyncio.StreamReader, framing: Framing, rest: Sequence[Any]) -> None:
+        """Take in what the run says, in its order, until it is gone."""
+        assert self._desk is not None
+        messages: Sequence[Any] | None = rest
+        while messages is not None:
+            for notes in messages:
+                await self._desk.hear(notes)
+            messages = await self._next(reader, framing)
+        self._is_lost = self._desk.live.status != "draining"
+        self._desk.live.drain()
+        self._frames.tick()
+        self._frames.pulse.beat()
+
+    async def _next(self, reader: asyncio.StreamReader, framing: Framing) -> list[Any] | None:
+        """The next messages; None when the run is gone."""
+        while True:
+            try:
+                content = await reader.read(_CHUNK_BYTES)
+            except ConnectionError:
+                return None
+            if not content:
+                return None
+            if messages := framing.feed(content):
+                return messages
+
+    def _send(self, message: Any) -> None:
+        assert self._writer is not None
+        self._writer.write(pack(message))
+
+    def _chores(self) -> Iterator[Any]:
+        """What is to be done from time to time."""
+        desk = self._desk
+        assert desk is not None
+
+        async def retention() -> None:
+            await desk.keep_within_bounds()
+
+        async def frames() -> None:
+            self._frames.tick()
+
+        async def forecast() -> None:
+            desk.live.forecast()
+
+        yield _again_and_again(FRAME_S, frames)
+        yield _again_and_again(FORECAST_S, forecast)
+        yield _again_and_again(desk.bounds.retention_s, retention)
+
+
+def _configure_log(settings: Settings) -> None:
+    """As the run's; of uvicorn and asyncio what is a mistake of ours, and not of some client."""
+    log.configure(
+        level=settings.log_level,
+        as_json=settings.log_json,
+        file=settings.log_file,
+        file_level=settings.log_level,
+    )
+    for name in ("uvicorn", "asyncio"):
+        other = logging.getLogger(name)
+        other.handlers, other.propagate = list(logging.getLogger("gfgen").handlers), False
+        other.setLevel(logging.ERROR)
+
+
+async def _again_and_again(pause_s: float, work: Callable[[], Any]) -> None:
+    """One failure of a chore is logged, and is not its last time."""
+    while True:
+        await asyncio.sleep(pause_s)
+        try:
+            await work()
+        except asyncio.CancelledError:
+            raise
+        except Exception:
+            logger.exception("a chore of the HTTP process failed")
+
+
+def main() -> None:
+    """Entry of the process: deaf to the signals of the terminal, which are for the run."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    link, listener = (socket.socket(fileno=int(text)) for text in sys.argv[1:3])
+    for own in (link, listener):
+        own.setblocking(False)
+        os.set_inheritable(own.fileno(), False)
+    try:
+        code = asyncio.run(Front(link, listener).run())
+    except GfgenError as error:
+        logger.error("%s", error)
+        code = 1
+    sys.stdout.flush()
+    os._exit(code)  # threads that still read a file are not waited for
+
+
+if __name__ == "__main__":
+    main()

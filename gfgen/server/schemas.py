@@ -1,0 +1,448 @@
+"""What the server takes and answers: every body of the HTTP interface as a pydantic model.
+
+The names that OpenAI's clients know (`Video`'s first fields, `Image`, `Error`) mean what they mean
+there. All that is ours comes beside them. Times that end in `_at` are Unix seconds; those that
+OpenAI's clients read are whole numbers, the others have fractions.
+
+The page at `/` needs two of these: `LiveState` (GET /v1/state), and `Change`, the event of GET
+/v1/state/events. docs/serving.md says how they go together.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic_core import PydanticCustomError
+
+from gfgen.jobfields import MAX_FRAMES, MAX_PROMPT_CHARS
+
+Status = Literal["queued", "in_progress", "completed", "failed", "cancelled"]
+ServerStatus = Literal["loading", "ready", "draining"]
+RankStatus = Literal["starting", "idle", "busy", "lost", "retired"]
+StageName = Literal["encode", "prepare", "denoise", "decode", "write"]
+Kind = Literal["video", "image"]
+
+Prompt = Annotated[str, Field(min_length=1, max_length=MAX_PROMPT_CHARS)]
+NegativePrompt = Annotated[str, Field(max_length=MAX_PROMPT_CHARS)]
+Scale = Annotated[float, Field(ge=0, le=100)]
+Steps = Annotated[int, Field(ge=1, le=1000)]
+Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
+Priority = Annotated[int, Field(ge=-1_000_000, le=1_000_000)]
+Size = Annotated[
+    str, Field(pattern=r"^[0-9]{1,9} *[xX] *[0-9]{1,9}$", examples=["832x480"], description="Width x height.")
+]
+Deadline = Annotated[
+    float | str,
+    Field(
+        description='Seconds from now, a text like "90s" or "1h30m", or a time: "2026-11-20T18:00+01:00".',
+        examples=["10m"],
+    ),
+]
+
+
+class Answer(BaseModel):
+    """What the server answers: only what is named here."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class Request(BaseModel):
+    """What the server is sent: a field that is not named here is an error, which names the nearest one."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _is_no_bool(cls, value: object) -> object:
+        """True and false are no numbers; no field here is either of them."""
+        if isinstance(value, bool):
+            raise PydanticCustomError("no_bool", "true and false are not accepted")
+        return value
+
+
+# Jobs ---------------------------------------------------------------------------------------------
+
+
+class JobError(Answer):
+    """Why a job has failed, or was cancelled."""
+
+    code: str
+    message: str
+
+
+class LayoutView(Answer):
+    """The ranks that share a job's step, and how: cfg x ulysses x ring is their number."""
+
+    ranks: list[int]
+    cfg: int = 1
+    ulysses: int = 1
+    ring: int = 1
+
+
+class Job(Answer):
+    """One picture or one video, wherever it stands: OpenAI's video object, and what is ours.
+
+    Every answer that tells of a job tells this: /v1/videos, /v1/jobs, the live state.
+    """
+
+    id: str
+    object: Kind
+    """Whether the job makes a video or a picture."""
+    model: str
+    prompt: str
+    """In the live state the first 300 characters of it."""
+    status: Status
+    progress: int = Field(ge=0, le=100, description="Percent of the tasks that are done.")
+    size: str = Field(description="Width x height as made: the model may have rounded what was asked for.")
+    seconds: str | None = Field(None, description="Length of the video as made; none for a picture.")
+    created_at: int
+    completed_at: int | None = Field(None, description="When it reached its last status.")
+    expires_at: int | None = Field(None, description="When it is removed, once it has ended.")
+    error: JobError | None = None
+
+    frames: int | None = None
+    fps: int | None = None
+    steps: int
+    step: int = Field(0, description="Denoising steps that are done.")
+    stage: StageName | None = Field(None, description="What is being done, or was done last.")
+    layout: LayoutView | None = Field(None, description="Where its last task runs or ran.")
+    seed: int
+    priority: int = 0
+    tag: str | None = None
+    batch_id: str | None = None
+    custom_id: str | None = Field(None, description="The id that its line of a batch gave it.")
+    position: int | None = Field(None, description="Place in the queue, 1 is next; none once it has begun.")
+    started_at: float | None = None
+    predicted_start_at: float | None = Field(None, description="While it is queued.")
+    predicted_completion_at: float | None = Field(None, description="While it is queued or in progress.")
+    deadline_at: float | None = None
+    will_meet_deadline: bool | None = Field(
+        None, description="By the prediction; once it has ended, whether it did. None without a deadline."
+    )
+    content_url: str | None = Field(None, description="Path of the finished file.")
+    thumbnail_url: str | None = Field(None, description="Path of a small picture of it.")
+
+
+class JobList(Answer):
+    """A page of jobs."""
+
+    object: Literal["list"] = "list"
+    data: list[Job]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class Deleted(Answer):
+    """What a DELETE has done: a job that had ended is gone; one that had not is cancelled, and stays."""
+
+    id: str
+    object: Literal["video.deleted", "image.deleted"]
+    deleted: bool
+    status: Status
+
+
+class VideoRequest(Request):
+    """POST /v1/videos."""
+
+    prompt: Prompt
+    model: str | None = Field(None, max_length=1024, description="One of GET /v1/models. [the first one]")
+    seconds: str | float | None = Field(
+        None, description="Length; becomes frames by the fps, rounded as the model rounds.", examples=["4"]
+    )
+    size: Size | None = None
+    num_frames: int | None = Field(None, ge=1, le=MAX_FRAMES)
+    fps: int | None = Field(None, ge=1, le=240)
+    num_inference_steps: Steps | None = None
+    guidance_scale: Scale | None = None
+    guidance_scale_2: Scale | None = None
+    boundary_ratio: float | None = Field(None, ge=0, le=1)
+    flow_shift: float | None = Field(None, ge=0.01, le=100)
+    negative_prompt: NegativePrompt | None = None
+    seed: Seed | None = None
+    deadline: Deadline | None = None
+    priority: Priority | None = None
+    tag: str | None = Field(None, min_length=1, max_length=64)
+
+
+class JobRequest(Request):
+    """POST /v1/jobs: a job of any model in the words of the job file."""
+
+    prompt: Prompt
+    negative_prompt: NegativePrompt | None = None
+    model: str | None = Field(None, max_length=1024)
+    size: Size | None = None
+    width: int | None = Field(None, ge=16, le=8192)
+    height: int | None = Field(None, ge=16, le=8192)
+    frames: int | None = Field(None, ge=1, le=MAX_FRAMES)
+    fps: int | None = Field(None, ge=1, le=240)
+    steps: Steps | None = None
+    guidance_scale: Scale | None = None
+    guidance_scale_2: Scale | None = None
+    boundary_ratio: float | None = Field(None, ge=0, le=1)
+    flow_shift: float | None = Field(None, ge=0.01, le=100)
+    true_cfg_scale: Scale | None = None
+    seed: Seed | None = None
+    deadline: Deadline | None = None
+    timeout: Deadline | None = Field(
+        None, description="The job fails when it has not ended so long from now."
+    )
+    priority: Priority | None = None
+    tag: str | None = Field(None, min_length=1, max_length=64)
+
+
+class ImageRequest(Request):
+    """POST /v1/images/generations."""
+
+    prompt: Prompt
+    model: str | None = Field(None, max_length=1024, description="[the first one that makes pictures]")
+    n: int = Field(1, ge=1, le=10)
+    size: Size | Literal["auto"] | None = None
+    response_format: Literal["b64_json", "url"] = "b64_json"
+    output_format: Literal["png", "jpeg", "webp"] = "png"
+    negative_prompt: NegativePrompt | None = None
+    num_inference_steps: Steps | None = None
+    guidance_scale: Scale | None = None
+    true_cfg_scale: Scale | None = None
+    seed: Seed | None = Field(None, description="Of the first picture; each further one has the next number.")
+    deadline: Deadline | None = None
+    priority: Priority | None = None
+    tag: str | None = Field(None, min_length=1, max_length=64)
+    user: str | None = Field(None, description="Accepted and not used.")
+
+
+class Image(Answer):
+    """A finished picture: its bytes, or where they are."""
+
+    b64_json: str | None = None
+    url: str | None = None
+    revised_prompt: str | None = None
+    id: str = Field(description="Its job, as in /v1/jobs.")
+    seed: int
+
+
+class Images(Answer):
+    created: int
+    data: list[Image]
+    output_format: Literal["png", "jpeg", "webp"]
+    size: str
+
+
+# Batches ------------------------------------------------------------------------------------------
+
+
+class RequestCounts(Answer):
+    total: int
+    completed: int
+    failed: int
+    cancelled: int
+
+
+class Batch(Answer):
+    """The jobs of one job file."""
+
+    id: str
+    object: Literal["batch"] = "batch"
+    status: Literal["in_progress", "completed", "cancelled"] = Field(
+        description="completed once every job has ended, in whatever way"
+    )
+    created_at: int
+    completed_at: int | None = None
+    request_counts: RequestCounts
+    predicted_completion_at: float | None = None
+    num_late: int = Field(0, description="Jobs that have missed their deadline, or are predicted to.")
+    manifest_url: str
+
+
+class BatchList(Answer):
+    object: Literal["list"] = "list"
+    data: list[Batch]
+
+
+# The server ---------------------------------------------------------------------------------------
+
+
+class Defaults(Answer):
+    """What a job of a model gets when it does not say."""
+
+    size: str
+    frames: int | None = None
+    fps: int | None = None
+    steps: int
+    guidance_scale: float | None = None
+    true_cfg_scale: float | None = None
+
+
+class Model(Answer):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: Literal["gfgen"] = "gfgen"
+    kind: Kind
+    takes_image: Literal["no", "yes", "always"] = Field(description="Whether jobs have an input picture.")
+    defaults: Defaults | None = None
+
+
+class ModelList(Answer):
+    object: Literal["list"] = "list"
+    data: list[Model]
+
+
+class PolicyRequest(Request):
+    policy: str = Field(
+        min_length=1, max_length=200, description="A built-in one, as --policy names it.", examples=["edf"]
+    )
+
+
+class PolicyState(Answer):
+    """Which policy decides."""
+
+    object: Literal["policy"] = "policy"
+    policy: str = Field(description="As asked for, at the start or by POST /v1/policy.")
+    deciding: str = Field(description="The one that decides now: auto hands over to others.")
+    reason: str | None = None
+    available: list[str]
+
+
+class Health(Answer):
+    status: Literal["ok"] = "ok"
+
+
+class Ready(Answer):
+    status: Literal["ready"] = "ready"
+    ranks: int
+
+
+class ErrorBody(Answer):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(Answer):
+    """Every error of every endpoint."""
+
+    error: ErrorBody
+
+
+class SessionRequest(Request):
+    """POST /v1/session: the key once, in exchange for a cookie that the page's later requests carry."""
+
+    api_key: str = Field(max_length=1000)
+
+
+# The live state -----------------------------------------------------------------------------------
+
+
+class RankTask(Answer):
+    """What a rank is doing."""
+
+    job_id: str
+    stage: StageName
+    step: int | None = Field(None, description="From 0, of a denoising step.")
+    steps: int
+    layout: LayoutView
+    started_at: float
+    predicted_end_at: float
+
+
+class Rank(Answer):
+    rank: int
+    status: RankStatus
+    task: RankTask | None = None
+    utilisation: float = Field(ge=0, le=1, description="Share of the last minute in which it computed.")
+    restarts: int = 0
+
+
+class Stretch(Answer):
+    """Work of one rank for one job, stage and layout without a gap: one bar of the timeline.
+
+    It grows while steps follow each other: `key` stays, `last_step` and `ended_at` rise.
+    """
+
+    key: str
+    rank: int
+    job_id: str
+    stage: StageName
+    layout: LayoutView
+    first_step: int | None = None
+    last_step: int | None = None
+    started_at: float
+    ended_at: float | None = Field(None, description="None while it goes on.")
+
+
+class LiveState(Answer):
+    """All that the page shows, at one moment."""
+
+    object: Literal["state"] = "state"
+    server_time: float = Field(description="Every time in this answer is of this clock.")
+    started_at: float
+    version: str
+    status: ServerStatus
+    reason: str | None = Field(None, description="Why the server is not ready.")
+    device: str
+    policy: PolicyState
+    models: list[Model]
+    ranks: list[Rank]
+    timeline: list[Stretch] = Field(description="Of the last two minutes, the oldest first.")
+    open: list[Job] = Field(description="Running ones, then the queue in its predicted order; 200 at most.")
+    num_open: int
+    max_open: int
+    finished: list[Job] = Field(description="Ended in whatever way, the last first; 48 at most.")
+    streams: int = Field(0, description="Event streams that are being read.")
+
+
+class Change(Answer):
+    """What has changed since the event before: every field that is there takes the old one's place.
+
+    `open`, `finished` and `timeline` have only the entries that are new or other than before, by `id` or
+    `key`. An entry of `open` whose job has come to `finished` has left `open`.
+    """
+
+    server_time: float
+    status: ServerStatus | None = None
+    reason: str | None = None
+    policy: PolicyState | None = None
+    models: list[Model] | None = None
+    ranks: list[Rank] | None = None
+    timeline: list[Stretch] | None = None
+    open: list[Job] | None = None
+    order: list[str] | None = Field(None, description="Ids of `open` in their present order.")
+    num_open: int | None = None
+    finished: list[Job] | None = None
+    removed: list[str] | None = Field(None, description="Ids of finished jobs that are gone.")
+
+
+class JobEvent(Answer):
+    """The data of an event of GET /v1/jobs/{id}/events; its `type` is the event's name too.
+
+    queued     position, predicted_start_at: sent first, and when the position changes
+    started    the first task is on its ranks
+    layout     the ranks, or how they share the work, have changed
+    stage      another stage than denoising begins
+    step       a denoising step is done
+    completed, failed, cancelled    the last event: the stream ends
+    """
+
+    type: Literal[
+        "queued", "started", "layout", "stage", "step", "completed", "failed", "cancelled", "stopping"
+    ]
+    at: float
+    job_id: str
+    status: Status
+    progress: int
+    position: int | None = None
+    step: int | None = None
+    steps: int | None = None
+    stage: StageName | None = None
+    layout: LayoutView | None = None
+    predicted_start_at: float | None = None
+    predicted_completion_at: float | None = None
+    will_meet_deadline: bool | None = None
+    error: JobError | None = None
+    content_url: str | None = None
+
+
+JsonObject = dict[str, Any]

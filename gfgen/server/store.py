@@ -1,0 +1,486 @@
+"""The record of what was accepted: jobs, batches and request keys in SQLite, in write-ahead mode.
+
+A job that is in here was accepted; its status is `open` until it has ended, and then never changes again,
+which a trigger sees to. All writing is done by one thread, which puts what has come meanwhile into one
+transaction and answers when that is on the disk: 200 clients at once wait for one sync, not for 200.
+Reading is done by whoever asks, beside it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import queue
+import sqlite3
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from gfgen.errors import OutputError
+
+logger = logging.getLogger(__name__)
+
+STORE_NAME = "jobs.sqlite3"
+VERSION = 1
+BUSY_S = 10.0
+"""A front that was killed may still hold the file for a moment."""
+KEPT_REQUESTS_S = 86400.0
+"""How long an Idempotency-Key is remembered."""
+MAX_GROUP = 256
+
+Ended = Literal["completed", "failed", "cancelled"]
+T = TypeVar("T")
+
+_SCHEMA = """
+CREATE TABLE jobs (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT,
+    id TEXT NOT NULL UNIQUE,
+    kind TEXT NOT NULL,
+    status TEXT NOT NULL DEFAULT 'open',
+    batch_id TEXT,
+    facts TEXT NOT NULL,
+    spec TEXT NOT NULL,
+    created_at REAL NOT NULL,
+    started_at REAL,
+    completed_at REAL,
+    size_bytes INTEGER,
+    met_deadline INTEGER,
+    step INTEGER NOT NULL DEFAULT 0,
+    error_code TEXT,
+    error_message TEXT,
+    manifest TEXT
+);
+CREATE INDEX jobs_open ON jobs (seq) WHERE status = 'open';
+CREATE INDEX jobs_of_batch ON jobs (batch_id, seq) WHERE batch_id IS NOT NULL;
+CREATE INDEX jobs_by_end ON jobs (completed_at) WHERE status != 'open';
+CREATE TRIGGER ended_once BEFORE UPDATE OF status ON jobs WHEN OLD.status != 'open'
+    BEGIN SELECT RAISE(ABORT, 'the job has ended'); END;
+CREATE TABLE batches (
+    id TEXT PRIMARY KEY,
+    created_at REAL NOT NULL,
+    completed_at REAL,
+    is_cancelled INTEGER NOT NULL DEFAULT 0,
+    total INTEGER NOT NULL,
+    completed INTEGER NOT NULL DEFAULT 0,
+    failed INTEGER NOT NULL DEFAULT 0,
+    cancelled INTEGER NOT NULL DEFAULT 0,
+    missed INTEGER NOT NULL DEFAULT 0
+);
+CREATE TABLE requests (
+    key TEXT PRIMARY KEY,
+    fingerprint TEXT NOT NULL,
+    ids TEXT NOT NULL,
+    created_at REAL NOT NULL
+);
+CREATE INDEX requests_by_age ON requests (created_at);
+CREATE TABLE lives (number INTEGER PRIMARY KEY AUTOINCREMENT, began_at REAL NOT NULL);
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What is known of a job from its acceptance on and never changes: what answers tell of it."""
+
+    id: str
+    kind: Literal["video", "image"]
+    model: str
+    prompt: str
+    size: str
+    steps: int
+    seed: int
+    created_at: float
+    arrives_at: float
+    file: str
+    """Name of its output; made by the server."""
+    num_tasks: int
+    seconds: str | None = None
+    frames: int | None = None
+    fps: int | None = None
+    priority: int = 0
+    tag: str | None = None
+    batch_id: str | None = None
+    custom_id: str | None = None
+    deadline_at: float | None = None
+    input_file: str | None = None
+    """Name of its input picture, which the server keeps until the job has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """A job as it is put down; `spec` has the job file's words, and the model's defaults are not in it."""
+
+    facts: Facts
+    spec: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a job has ended."""
+
+    id: str
+    status: Ended
+    completed_at: float
+    started_at: float | None = None
+    size_bytes: int | None = None
+    met_deadline: bool | None = None
+    step: int = 0
+    error_code: str | None = None
+    error_message: str | None = None
+    manifest: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A job as the store has it; without an ending it is open."""
+
+    seq: int
+    facts: Facts
+    ending: Ending | None
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRow:
+    id: str
+    created_at: float
+    completed_at: float | None
+    is_cancelled: bool
+    total: int
+    completed: int
+    failed: int
+    cancelled: int
+    missed: int
+
+
+@dataclass(frozen=True, slots=True)
+class RequestKey:
+    """An Idempotency-Key and the hash of the request that came with it."""
+
+    key: str
+    fingerprint: str
+
+
+class KeyTakenError(Exception):
+    """A request with this key was accepted before; `ids` are the jobs, or the batch, that it made."""
+
+    def __init__(self, ids: Sequence[str], *, is_same: bool) -> None:
+        super().__init__(", ".join(ids))
+        self.ids = tuple(ids)
+        self.is_same = is_same
+        """The request was the same one."""
+
+
+class Store:
+    """The jobs of one output folder; `open_store` opens it.
+
+    Raises, from every writing call: OutputError on a full disk and the like.
+    """
+
+    def __init__(self, path: Path, *, began_at: float) -> None:
+        self._path = path
+        self._reader = _connect(path)
+        self._writer = _connect(path)
+        self._queue: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
+        self.life = _begin_life(self._writer, began_at)
+        """Rises with every process that opens the store: ids of events begin with it."""
+        self._thread = threading.Thread(target=self._write, name="store", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Finish what was asked, and close."""
+        self._queue.put(None)
+        self._thread.join()
+        self._writer.close()
+        self._reader.close()
+
+    # Writing ----------------------------------------------------------------------------------------
+
+    async def accept(
+        self,
+        jobs: Sequence[Accepted],
+        *,
+        batch_id: str | None = None,
+        key: RequestKey | None = None,
+        now: float,
+    ) -> None:
+        """Put jobs down, all or none; returns when they are on the disk.
+
+        Raises: KeyTakenError when a request with this key was accepted before.
+        """
+
+        def work(db: sqlite3.Connection) -> None:
+            if key is not None:
+                _take_key(db, key, [batch_id] if batch_id else [job.facts.id for job in jobs], now)
+            if batch_id is not None:
+                row = (batch_id, now, len(jobs))
+                db.execute("INSERT INTO batches (id, created_at, total) VALUES (?, ?, ?)", row)
+            rows = [
+                (f.id, f.kind, f.batch_id, json.dumps(asdict(f)), json.dumps(job.spec), f.created_at)
+                for job in jobs
+                for f in (job.facts,)
+            ]
+            db.executemany(
+                "INSERT INTO jobs (id, kind, batch_id, facts, spec, created_at) VALUES (?, ?, ?, ?, ?, ?)",
+                rows,
+            )
+
+        await self._do(work)
+
+    async def end(self, ending: Ending) -> bool:
+        """Note how a job has ended; False when it had ended before, or is not there."""
+
+        def work(db: sqlite3.Connection) -> bool:
+            return _end(db, ending)
+
+        return await self._do(work)
+
+    async def end_all(self, endings: Sequence[Ending]) -> list[bool]:
+        """The same for several, in one transaction."""
+
+        def work(db: sqlite3.Connection) -> list[bool]:
+            return [_end(db, ending) for ending in endings]
+
+        return await self._do(work)
+
+    async def cancel_batch(self, batch_id: str) -> None:
+        """Note that a batch was cancelled; its jobs are cancelled one by one."""
+
+        def work(db: sqlite3.Connection) -> None:
+            db.execute("UPDATE batches SET is_cancelled = 1 WHERE id = ?", (batch_id,))
+
+        await self._do(work)
+
+    async def remove(self, job_ids: Iterable[str], *, now: float) -> None:
+        """Forget jobs that have ended, batches of which none is left, and old request keys."""
+        ids = [(job_id,) for job_id in job_ids]
+
+        def work(db: sqlite3.Connection) -> None:
+            db.executemany("DELETE FROM jobs WHERE id = ? AND status != 'open'", ids)
+            left = "SELECT batch_id FROM jobs WHERE batch_id NOT NULL"
+            db.execute(f"DELETE FROM batches WHERE id NOT IN ({left})")
+            db.execute("DELETE FROM requests WHERE created_at < ?", (now - KEPT_REQUESTS_S,))
+
+        await self._do(work)
+
+    # Reading ----------------------------------------------------------------------------------------
+
+    def open_jobs(self) -> list[tuple[Facts, dict[str, Any]]]:
+        """Facts and spec of every job that has not ended, the oldest first."""
+        rows = self._reader.execute("SELECT facts, spec FROM jobs WHERE status = 'open' ORDER BY seq")
+        return [(_facts(facts), json.loads(spec)) for facts, spec in rows]
+
+    def job(self, job_id: str) -> Kept | None:
+        rows = self._reader.execute(f"SELECT {_COLUMNS} FROM jobs WHERE id = ?", (job_id,))
+        return next(map(_kept, rows), None)
+
+    def jobs(
+        self,
+        *,
+        limit: int,
+        is_ascending: bool = False,
+        after: str | None = None,
+        kind: str | None = None,
+        batch_id: str | None = None,
+        has_ended: bool | None = None,
+    ) -> list[Kept]:
+        """Jobs in the order of their acceptance, behind `after`."""
+        tests, values = ["1"], []
+        if after is not None:
+            tests.append(f"seq {'>' if is_ascending else '<'} (SELECT seq FROM jobs WHERE id = ?)")
+            values.append(after)
+        for name, value in (("kind", kind), ("batch_id", batch_id)):
+            if value is not None:
+                tests.append(f"{name} = ?")
+                values.append(value)
+        if has_ended is not None:
+            tests.append("status != 'open'" if has_ended else "status = 'open'")
+        sql = f"SELECT {_COLUMNS} FROM jobs WHERE {' AND '.join(tests)} ORDER BY seq"
+        sql += f"{'' if is_ascending else ' DESC'} LIMIT {int(limit)}"
+        return [_kept(row) for row in self._reader.execute(sql, values)]
+
+    def last_ended(self, limit: int) -> list[Kept]:
+        """The jobs that ended last, the last first."""
+        sql = f"SELECT {_COLUMNS} FROM jobs WHERE status != 'open' ORDER BY completed_at DESC LIMIT ?"
+        return [_kept(row) for row in self._reader.execute(sql, (limit,))]
+
+    def manifest(self, batch_id: str) -> list[tuple[Facts, dict[str, Any]]]:
+        """The manifest entries of a batch's jobs that have ended and are kept."""
+        sql = "SELECT facts, manifest FROM jobs WHERE batch_id = ? AND manifest NOT NULL ORDER BY seq"
+        return [(_facts(facts), json.loads(text)) for facts, text in self._reader.execute(sql, (batch_id,))]
+
+    def batch(self, batch_id: str) -> BatchRow | None:
+        sql = f"SELECT {_BATCH_COLUMNS} FROM batches WHERE id = ?"
+        return next((_batch(row) for row in self._reader.execute(sql, (batch_id,))), None)
+
+    def batches(self, limit: int) -> list[BatchRow]:
+        sql = f"SELECT {_BATCH_COLUMNS} FROM batches ORDER BY created_at DESC LIMIT ?"
+        return [_batch(row) for row in self._reader.execute(sql, (limit,))]
+
+    def request(self, key: RequestKey) -> KeyTakenError | None:
+        """What a request with this key has made before."""
+        return _request(self._reader, key)
+
+    def outdated(self, *, before: float, keep_bytes: int) -> list[Kept]:
+        """Ended jobs that are kept too long, or beyond the newest `keep_bytes` of files."""
+        sql = f"""
+            SELECT {_COLUMNS} FROM (
+                SELECT *, SUM(COALESCE(size_bytes, 0)) OVER (ORDER BY completed_at DESC, seq DESC) AS total
+                FROM jobs WHERE status != 'open')
+            WHERE completed_at < ? OR total > ?"""
+        return [_kept(row) for row in self._reader.execute(sql, (before, keep_bytes))]
+
+    def with_file(self, job_ids: Iterable[str]) -> set[str]:
+        """Those of these jobs that have a file, or may have one yet."""
+        sql = "SELECT id FROM jobs WHERE status IN ('open', 'completed')"
+        sql += " AND id IN (SELECT value FROM json_each(?))"
+        return {row[0] for row in self._reader.execute(sql, (json.dumps(list(job_ids)),))}
+
+    # The writing thread -----------------------------------------------------------------------------
+
+    async def _do(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        asked: Future[T] = Future()
+        self._queue.put(_Work(work, asked))
+        return await asyncio.wrap_future(asked)
+
+    def _write(self) -> None:
+        while True:
+            group = [self._queue.get()]
+            while len(group) < MAX_GROUP and not self._queue.empty():
+                group.append(self._queue.get())
+            if works := [work for work in group if work is not None]:
+                self._commit(works)
+            if None in group:
+                return
+
+    def _commit(self, works: Sequence[_Work]) -> None:
+        """One transaction; a work that fails takes back its own writes alone."""
+        db, done = self._writer, []
+        try:
+            db.execute("BEGIN IMMEDIATE")
+            for work in works:
+                done.append((work, _attempt(db, work.work)))
+            db.execute("COMMIT")
+        except Exception as error:  # a full disk above all: nothing of the group is there
+            if db.in_transaction:
+                db.execute("ROLLBACK")
+            logger.error("cannot write %s: %s", self._path, error)
+            reason = OutputError(f"cannot write {self._path.name} ({error}); make room, then try again")
+            done = [(work, reason) for work in works]
+        for work, result in done:
+            if not work.asked.set_running_or_notify_cancel():
+                continue
+            if isinstance(result, Exception):
+                work.asked.set_exception(result)
+            else:
+                work.asked.set_result(result)
+
+
+@dataclass(slots=True, eq=False)
+class _Work:
+    work: Callable[[sqlite3.Connection], Any]
+    asked: Future[Any]
+
+
+def _attempt(db: sqlite3.Connection, work: Callable[[sqlite3.Connection], Any]) -> Any:
+    """What the work returns, or the exception that it raised for a reason of its own."""
+    db.execute("SAVEPOINT work")
+    try:
+        result = work(db)
+    except (KeyTakenError, sqlite3.IntegrityError) as error:
+        db.execute("ROLLBACK TO work")
+        result = error
+    db.execute("RELEASE work")
+    return result
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    try:
+        db = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
+        db.execute("PRAGMA journal_mode = WAL")
+        db.execute("PRAGMA synchronous = FULL")
+        (version,) = db.execute("PRAGMA user_version").fetchone()
+        if version == 0:
+            db.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA user_version = {VERSION}; COMMIT;")
+        elif version != VERSION:
+            raise OutputError(
+                f"{path} is of another version of gfgen; move it away, or name another --output"
+            )
+        return db
+    except sqlite3.Error as error:
+        raise OutputError(f"cannot open {path}: {error}; move it away, or name another --output") from None
+
+
+def _begin_life(db: sqlite3.Connection, began_at: float) -> int:
+    return db.execute("INSERT INTO lives (began_at) VALUES (?)", (began_at,)).lastrowid or 0
+
+
+def _take_key(db: sqlite3.Connection, key: RequestKey, ids: Sequence[str], now: float) -> None:
+    if taken := _request(db, key):
+        raise taken
+    row = (key.key, key.fingerprint, json.dumps(list(ids)), now)
+    db.execute("INSERT INTO requests (key, fingerprint, ids, created_at) VALUES (?, ?, ?, ?)", row)
+
+
+def _request(db: sqlite3.Connection, key: RequestKey) -> KeyTakenError | None:
+    row = db.execute("SELECT fingerprint, ids FROM requests WHERE key = ?", (key.key,)).fetchone()
+    return None if row is None else KeyTakenError(json.loads(row[1]), is_same=row[0] == key.fingerprint)
+
+
+def _end(db: sqlite3.Connection, ending: Ending) -> bool:
+    values = asdict(ending)
+    values["manifest"] = None if ending.manifest is None else json.dumps(ending.manifest)
+    names = [name for name in values if name != "id"]
+    sql = f"UPDATE jobs SET {', '.join(f'{name} = :{name}' for name in names)}"
+    row = db.execute(f"{sql} WHERE id = :id AND status = 'open' RETURNING batch_id", values).fetchone()
+    if row is None:
+        return False
+    if row[0] is not None:
+        db.execute(
+            f"UPDATE batches SET {ending.status} = {ending.status} + 1, missed = missed + ? WHERE id = ?",
+            (ending.met_deadline is False, row[0]),
+        )
+        db.execute(
+            "UPDATE batches SET completed_at = ? WHERE id = ? AND completed + failed + cancelled = total",
+            (ending.completed_at, row[0]),
+        )
+    return True
+
+
+_COLUMNS = (
+    "seq, facts, status, completed_at, started_at, size_bytes, met_deadline, step, error_code, error_message"
+)
+_BATCH_COLUMNS = ", ".join(field.name for field in fields(BatchRow))
+
+
+def _facts(text: str) -> Facts:
+    return Facts(**json.loads(text))
+
+
+def _kept(row: tuple[Any, ...]) -> Kept:
+    seq, text, status, completed_at, started_at, size_bytes, met, step, code, message = row
+    facts = _facts(text)
+    if status == "open":
+        return Kept(seq, facts, None)
+    return Kept(
+        seq,
+        facts,
+        Ending(
+            id=facts.id,
+            status=status,
+            completed_at=completed_at,
+            started_at=started_at,
+            size_bytes=size_bytes,
+            met_deadline=None if met is None else bool(met),
+            step=step,
+            error_code=code,
+            error_message=message,
+        ),
+    )
+
+
+def _batch(row: tuple[Any, ...]) -> BatchRow:
+    values = dict(zip((field.name for field in fields(BatchRow)), row, strict=True))
+    return BatchRow(**{**values, "is_cancelled": bool(values["is_cancelled"])})

@@ -1,0 +1,141 @@
+"""Keeps a front alive beside the run: starts it, listens to it, starts another when it dies."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from gfgen.errors import InputError, RunError
+from gfgen.server.door import Door
+from gfgen.server.link import Link, Settings
+
+logger = logging.getLogger(__name__)
+
+MAX_DEATHS = 5
+DEATHS_WINDOW_S = 60.0
+"""A front that dies so often within this time is given up, and the run with it."""
+BIND_S = 5.0
+"""A server that was killed leaves its address to the next one when its front has noticed it."""
+DRAIN_S = 10.0
+"""How long a front may take to end once the run is over."""
+_BACKLOG = 2048
+_PACKAGE_ROOT = Path(__file__).parents[2]
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket.
+
+    Raises: InputError when the address is in use, or is none of this machine's.
+    """
+    deadline_s = time.monotonic() + BIND_S
+    while True:
+        try:
+            return _bound(host, port)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or time.monotonic() > deadline_s:
+                reason = error.strerror or error
+                raise InputError(
+                    f"--host {host} --port {port}: cannot listen there ({reason}); choose another"
+                ) from None
+        time.sleep(0.1)
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+class Supervisor:
+    """The front process, from `start` to `stop`."""
+
+    def __init__(self, listener: socket.socket, settings: Settings, door: Door) -> None:
+        self._listener = listener
+        self._settings = settings
+        self._door = door
+        self._is_over = threading.Event()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._link: Link | None = None
+        self._thread = threading.Thread(target=self._run, name="front", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Let the front end its answers, and end."""
+        self._is_over.set()
+        if self._link is not None:
+            self._link.close()
+        self._thread.join(DRAIN_S + 1.0)
+        self._listener.close()
+
+    def _run(self) -> None:
+        deaths: list[float] = []
+        while not self._is_over.is_set():
+            code = self._serve()
+            if self._is_over.is_set():
+                return
+            now_s = time.monotonic()
+            deaths = [at for at in deaths if at > now_s - DEATHS_WINDOW_S] + [now_s]
+            logger.warning("the HTTP process is gone (%s); another one is started", _ending(code))
+            if len(deaths) >= MAX_DEATHS:
+                what = f"the HTTP process died {len(deaths)} times within {DEATHS_WINDOW_S:g} s"
+                self._door.failed(RunError(f"{what}; see its messages above"))
+                return
+            self._is_over.wait(0.1 * len(deaths))
+
+    def _serve(self) -> int:
+        """One life of a front; returns its exit status."""
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-P", "-m", "gfgen.server.front", str(theirs.fileno())]
+        command.append(str(self._listener.fileno()))
+        path = os.pathsep.join(filter(None, (str(_PACKAGE_ROOT), os.environ.get("PYTHONPATH"))))
+        with theirs:
+            self._process = subprocess.Popen(
+                command,
+                pass_fds=(theirs.fileno(), self._listener.fileno()),
+                env=os.environ | {"PYTHONPATH": path},
+                stdin=subprocess.DEVNULL,
+            )
+        link = self._link = Link(ours)
+        if self._is_over.is_set():  # between two lives
+            link.close()
+        try:
+            link.send(self._settings)
+            self._door.joined(link)
+            while messages := link.receive():
+                for message in messages:
+                    self._door.received(message)
+        except OSError:
+            pass
+        self._door.left(link)
+        link.close()
+        return self._reap(self._process)
+
+    def _reap(self, process: subprocess.Popen[bytes]) -> int:
+        try:
+            return process.wait(DRAIN_S)
+        except subprocess.TimeoutExpired:
+            logger.warning("the HTTP process does not end and is killed")
+            process.kill()
+            return process.wait()
+
+
+def _ending(code: int) -> str:
+    return f"killed by signal {-code}" if code < 0 else f"exit code {code}"

@@ -1,0 +1,118 @@
+"""`gfgen serve` as a user starts it, with tiny models; and command lines that it refuses."""
+
+from __future__ import annotations
+
+import io
+import socket
+import time
+
+import pytest
+from PIL import Image
+from serving import Server, free_port
+
+from gfgen.cli.main import main
+from gfgen.runtime.lock import hold_folder
+
+
+def served(folder, port):
+    command = ["-m", "gfgen", "serve", "--port", str(port), "--ranks", "2", "--output", "out"]
+    command += ["--model", "tiny-wan", "--model", "tiny-qwen-image"]
+    return Server(command, port=port, folder=folder)
+
+
+def test_pictures_and_videos_are_made_and_a_stop_costs_nothing(tmp_path, tiny_models):
+    port = free_port()
+    server = served(tmp_path, port)
+    early = server.http
+    deadline_s = time.monotonic() + 30
+    while True:  # it answers while it loads
+        try:
+            loading = early.get("/ready")
+            break
+        except Exception:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.05)
+    assert loading.status_code == 503
+    assert loading.json()["error"]["message"] == "the models are being loaded"
+    assert early.post("/v1/videos", json={"prompt": "x"}).status_code == 503
+    assert early.get("/health").status_code == 200
+    server.wait_ready()
+    values = {"prompt": "a fox", "size": "64x64", "num_inference_steps": 2, "response_format": "url"}
+    (image,) = server.post("/v1/images/generations", **values).json()["data"]
+    with Image.open(io.BytesIO(server.http.get(image["url"]).content)) as picture:
+        assert picture.size == (64, 64)
+    values = {"prompt": "the sea", "size": "64x64", "seconds": "1", "num_inference_steps": 2}
+    short = server.wait_for(server.post("/v1/videos", **values).json()["id"])
+    assert (short["status"], short["model"], short["seconds"]) == ("completed", "tiny-wan", "1.125")
+    movie = server.http.get(short["content_url"])
+    assert movie.content[4:8] == b"ftyp"
+    with Image.open(io.BytesIO(server.http.get(short["thumbnail_url"]).content)) as picture:
+        assert picture.format == "WEBP"
+    long = server.post("/v1/videos", **values | {"num_inference_steps": 150}).json()["id"]
+    while server.job(long)["step"] < 3:
+        time.sleep(0.05)
+    assert server.stop() == 0
+    assert "1 jobs are open and go on at the next start" in server.log
+
+    again = served(tmp_path, port)
+    try:
+        again.wait_ready()
+        assert again.wait_for(long, "in_progress", "completed")["step"] >= 3
+        assert again.wait_for(long)["status"] == "completed"
+        assert again.job(short["id"])["status"] == "completed"
+    finally:
+        assert again.stop() == 0
+
+
+def refused(capsys, *arguments):
+    """The message of a command line that ends at once, and its exit code."""
+    with pytest.raises(SystemExit) as end:
+        main(["serve", "--device", "cpu", *arguments])
+    return capsys.readouterr().err, end.value.code
+
+
+def test_an_open_address_needs_a_key_or_an_explicit_word(capsys):
+    message, code = refused(capsys, "--host", "0.0.0.0")
+    assert code == 2
+    assert "--no-key if anybody may come in" in message
+    message, code = refused(capsys, "--host", "0.0.0.0", "--api-key", "short")
+    assert (code, "8 characters" in message) == (2, True)
+
+
+def test_an_address_that_is_in_use_is_told(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr("gfgen.server.supervisor.BIND_S", 0.1)
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        message, code = refused(capsys, "--port", str(other.getsockname()[1]), "--output", str(tmp_path))
+    assert code == 2
+    assert "cannot listen there (Address already in use)" in message
+
+
+def test_a_folder_that_another_run_holds_is_left_alone(capsys, tmp_path):
+    with hold_folder(tmp_path):
+        message, code = refused(capsys, "--port", str(free_port()), "--output", str(tmp_path))
+    assert code == 75
+    assert "is in use by another run" in message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--policy", "x"), "unknown"),
+        (("--keep", "soon"), "a duration like 12h or 7d"),
+        (("--keep-bytes", "much"), "a size like 500M or 20G"),
+        (("--max-open", "0"), "0 is not in the range"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(capsys, arguments, words):
+    message, code = refused(capsys, *arguments)
+    assert code == 2
+    assert words in message
+
+
+def test_a_model_that_is_not_there_ends_the_start_with_one_line(capsys, tmp_path):
+    options = ("--port", str(free_port()), "--output", str(tmp_path), "--model", "tiny-wam")
+    message, code = refused(capsys, *options)
+    assert code == 2
+    assert "tiny-wam" in message

@@ -1,0 +1,216 @@
+"""`gfgen serve` with workers that compute nothing: everything else of it is real.
+
+    python -m fake_serving PORT FOLDER [option=value ...]
+
+serves `fake-video` and `fake-image` on two ranks. A step takes `flow_shift` seconds if a job gives it,
+and raises if its guidance scale is 13. Options are those of `Bounds`, `key` and `ranks`. With
+FAKE_HASTE in the environment jobs have eight steps at most, which take no time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from gfgen import log
+from gfgen.bench.fake_worker import STATE_BYTES, FakeWorker, WorkerSettings
+from gfgen.bench.fault_plan import FaultFolder, Faults, ScriptedError
+from gfgen.cli.serve import ServeOptions, serve_on, settings_of
+from gfgen.errors import JobError, Problem
+from gfgen.gfc.arena import Plan
+from gfgen.graph import Artifact, Stage, Task, Trajectory
+from gfgen.jobspec import JobSpec
+from gfgen.layout import Layout
+from gfgen.policies.catalog import load_policy
+from gfgen.runtime import messages, writer
+from gfgen.runtime.admission import AdmittedJob, Model, admit
+from gfgen.runtime.channel import Channel
+from gfgen.runtime.devices import Devices
+from gfgen.runtime.lock import hold_folder
+from gfgen.runtime.outputs import remove_leftovers
+from gfgen.runtime.pool import WorkerPool
+from gfgen.runtime.signals import SignalPipe
+from gfgen.server.bounds import Bounds
+from gfgen.server.catalog import shown_model
+from gfgen.server.choosing import SwitchedChooser
+from gfgen.server.door import Door
+from gfgen.server.supervisor import Supervisor, listen
+
+HASTE = bool(os.environ.get("FAKE_HASTE"))
+SIDE = 16
+MOVIE = b"\0\0\0\x18ftypmp42 a fake video " * 400
+"""What every fake video has in its file."""
+
+
+@dataclass(frozen=True)
+class FakeGeometry:
+    """Of a model that makes 16x16 pictures whatever is asked for."""
+
+    kind: str
+    family: str = "fake"
+    weights_bytes: int = 0
+    num_heads: int = 8
+
+    def resolve(self, spec: JobSpec) -> JobSpec:
+        if spec.true_cfg_scale is not None:
+            raise JobError(Problem.of("true_cfg_scale", spec.true_cfg_scale, "this model has no use for it"))
+        if self.kind == "image" and spec.image is not None:
+            raise JobError(Problem.of("image", spec.image, "this model makes pictures from text only"))
+        frames = spec.frames or 9
+        return replace(
+            spec,
+            width=(spec.width or 64) // 16 * 16,
+            height=(spec.height or 64) // 16 * 16,
+            frames=1 if self.kind == "image" else max(1, frames // 4 * 4 + 1),
+            fps=spec.fps or 8,
+            steps=min(spec.steps or 4, 8 if HASTE else 1000),
+        )
+
+    def output_kind(self, spec: JobSpec) -> str:
+        return "image" if self.resolve(replace(spec, true_cfg_scale=None)).frames == 1 else "video"
+
+    def trajectory(self, spec: JobSpec) -> Trajectory:
+        state = ((STATE_BYTES,), "uint8")
+        artifacts = (
+            Artifact("prompt", (("prompt", *state),)),
+            Artifact("condition", ()),
+            Artifact("latents", (("latents", *state),)),
+            Artifact("frames", (("frames", (1, SIDE, SIDE, 3), "uint8"),)),
+        )
+        return Trajectory(spec.id, spec.steps or 0, artifacts)
+
+    def num_tokens(self, spec: JobSpec) -> int:
+        return 8
+
+    def num_latent_rows(self, spec: JobSpec) -> int:
+        return 1
+
+    def uses_cfg(self, spec: JobSpec) -> bool:
+        return True
+
+    def flops(self, spec: JobSpec, stage: Stage) -> float:
+        return 1e7 + 2e10 * (spec.flow_shift or 0.0) * (stage is Stage.DENOISE)
+
+    def shape_key(self, spec: JobSpec) -> str:
+        return f"{spec.width}x{spec.height}@{spec.flow_shift}"
+
+
+MODELS = {
+    name: Model(name, Path("fake"), FakeGeometry(kind))
+    for name, kind in (("fake-video", "video"), ("fake-image", "image"))
+}
+
+
+def admit_fakes(specs: Sequence[JobSpec]) -> tuple[Sequence[AdmittedJob], Sequence[Problem]]:
+    return admit(specs, default_model="fake-video", find_model=MODELS.__getitem__)
+
+
+# Processes ------------------------------------------------------------------------------------------
+
+
+class PacedWorker(FakeWorker):
+    """Its steps take as long as their jobs say."""
+
+    def _compute(self, job: Any, task: Task, layout: Layout, fds: Sequence[int]) -> bytes:
+        spec = job.start.spec
+        if task.stage is Stage.DENOISE:
+            if spec.guidance_scale == 13:
+                raise ScriptedError("an unlucky number")
+            time.sleep(0.0 if HASTE else spec.flow_shift or 0.0)
+        return super()._compute(job, task, layout, fds)
+
+
+def work(end: socket.socket, settings: WorkerSettings) -> None:
+    """Entry of a worker's process."""
+    channel = Channel(end)
+    faults = Faults(FaultFolder(Path(settings.checkpoints[0])), rank=settings.rank)
+    channel.send(messages.WorkerReady(settings.rank, 0.0))
+    PacedWorker(channel, settings.rank, faults).serve()
+
+
+def write(end: socket.socket) -> None:
+    """Entry of a writer's process: videos are not encoded."""
+    channel = Channel(end)
+    with contextlib.suppress(ConnectionError):  # the control plane is gone
+        _write_all(channel)
+
+
+def _write_all(channel: Channel) -> None:
+    while (received := channel.receive()) is not None:
+        request, fds = received
+        if request.path.endswith(".mp4"):
+            partial = Path(request.path + ".tmp-fake")
+            partial.write_bytes(MOVIE)
+            partial.replace(request.path)
+            channel.send(messages.WriteDone(request.job_id, request.path, len(MOVIE), 0.0))
+            os.close(fds[0])
+        else:
+            channel.send(writer.handle(request, fds[0]))
+
+
+def serve_fakes(port: int, folder: Path, **options: str) -> None:
+    """Until a signal comes."""
+    ranks, key = int(options.pop("ranks", "2")), options.pop("key", None)
+    bounds = Bounds(
+        **{name: float(value) if name.endswith("_s") else int(value) for name, value in options.items()}
+    )
+    chosen = ServeOptions(
+        output_dir=folder / "out",
+        devices=Devices("cpu", ranks),
+        policy=load_policy("srtf"),
+        guard_s=0.002,
+        host="127.0.0.1",
+        port=port,
+        api_key=key,
+        bounds=bounds,
+    )
+    chosen.output_dir.mkdir(parents=True, exist_ok=True)
+    (folder / "faults").mkdir(exist_ok=True)
+    FaultFolder(folder / "faults").begin(())
+    with contextlib.ExitStack() as stack:
+        listener = listen(chosen.host, chosen.port)
+        stack.callback(listener.close)
+        signals = stack.enter_context(contextlib.closing(SignalPipe()))
+        stack.enter_context(hold_folder(chosen.output_dir))
+        remove_leftovers(chosen.output_dir)
+        chooser = stack.enter_context(contextlib.closing(SwitchedChooser(None)))
+        door = Door(on_policy=lambda policy: chooser.follow(load_policy(policy).choose))
+        supervisor = Supervisor(listener, settings_of(chosen), door)
+        supervisor.start()
+        stack.callback(supervisor.stop)
+        pool = stack.enter_context(
+            WorkerPool(
+                num_ranks=ranks,
+                checkpoints=[folder / "faults"],
+                worker_main="fake_serving:work",
+                writer_main="fake_serving:write",
+                preload=["fake_serving"],
+                plan=Plan(data_bytes=1 << 16, post_bytes=1 << 10),
+            )
+        )
+        pool.wait_ready(signals)
+        serve_on(
+            pool,
+            chosen,
+            door=door,
+            chooser=chooser,
+            signals=signals,
+            admit=admit_fakes,
+            models=[shown_model(model, created=1) for model in MODELS.values()],
+        )
+
+
+if __name__ == "__main__":
+    log.configure(level="info")
+    # Under its own name: what is pickled here is looked for there.
+    import fake_serving
+
+    pairs = dict(argument.split("=", 1) for argument in sys.argv[3:])
+    fake_serving.serve_fakes(int(sys.argv[1]), Path(sys.argv[2]), **pairs)

@@ -1,0 +1,231 @@
+"""The run's side of the link, with a front that only listens and asks."""
+
+from __future__ import annotations
+
+import select
+import socket
+import threading
+
+import pytest
+from builders import make_job, simulated_control
+
+from gfgen.errors import RunError
+from gfgen.policies.catalog import load_policy
+from gfgen.runtime.dispatch import Dispatch
+from gfgen.runtime.events import JobCancelled, PolicyChanged, RankReady, TaskDone
+from gfgen.runtime.observer import JobOutcome
+from gfgen.server import door as doors
+from gfgen.server.choosing import SwitchedChooser
+from gfgen.server.door import Door
+from gfgen.server.link import Cancel, Framing, Hello, Link, Noted, Rows, Serving, SetPolicy, Submit, pack
+
+SERVING = Serving(max, (), "cpu", 2, "srtf", 0.0)
+
+
+class Front:
+    """The other end of a link; keeps all notes."""
+
+    def __init__(self, door):
+        ours, self.end = socket.socketpair()
+        self.notes = []
+        self.link = Link(ours)
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+        door.joined(self.link)
+
+    def _read(self):
+        framing = Framing()
+        while content := self.end.recv(65536):
+            for notes in framing.feed(content):
+                self.notes += notes
+
+    def leave(self):
+        self.link.close()
+        self._reader.join(5)
+        self.end.close()
+
+    def of(self, *kinds):
+        return [note for note in self.notes if isinstance(note, kinds)]
+
+
+@pytest.fixture
+def asked():
+    return []
+
+
+@pytest.fixture
+def door(asked):
+    made = Door(on_policy=asked.append)
+    made._serving = SERVING
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def front(door):
+    front = Front(door)
+    yield front
+    front.leave()
+
+
+def say(door, *messages, now_s=1.0):
+    """What the loop learns of these messages."""
+    for message in messages:
+        door.received(message)
+    return list(door.take_events(now_s))
+
+
+def ids(jobs):
+    return [job.job_id for job in jobs]
+
+
+def test_what_the_front_has_accepted_is_taken_once(door):
+    assert say(door, Submit((make_job("a"),)), Submit((make_job("b"), make_job("a")))) == []
+    assert ids(door.take()) == ["a", "b"]
+    assert door.take() == []
+    say(door, Submit((make_job("a"),)))
+    assert door.take() == []
+
+
+def test_a_job_is_cancelled_by_an_event_or_dropped_while_it_waits(door):
+    say(door, Submit((make_job("a"), make_job("b"))))
+    assert say(door, Cancel(("b",))) == []
+    assert ids(door.take()) == ["a"]
+    assert say(door, Cancel(("a",)), now_s=3.0) == [JobCancelled(3.0, "a")]
+
+
+def test_what_is_much_comes_in_parts_and_rings_for_the_rest(door):
+    names = [f"job-{number}" for number in range(80)]
+    say(door, *(Submit((make_job(name),)) for name in names))
+    parts = []
+    while jobs := door.take():
+        parts.append(ids(jobs))
+    assert [len(part) for part in parts] == [16] * 5
+    assert [name for part in parts for name in part] == names
+    door.received(Cancel(tuple(names)))
+    told = []
+    while select.select([door], [], [], 0)[0]:
+        told.append([event.job_id for event in door.take_events(1.0)])
+    assert [len(part) for part in told if part] == [16] * 5
+    assert [name for part in told for name in part] == names
+
+
+def test_another_policy_is_an_event_and_changes_who_chooses(door, asked):
+    assert say(door, SetPolicy("edf"), now_s=2.0) == [PolicyChanged(2.0, "edf", "asked for over HTTP")]
+    assert asked == ["edf"]
+
+
+def test_the_run_begins_with_what_the_store_has_open(door, front):
+    door.received(Submit((make_job("a"),)))
+    door.received(Hello(("a",)))
+    assert ids(door.open(SERVING, is_stopped=lambda: False)) == ["a"]
+    door.close()
+    front.leave()
+    assert front.of(Serving) == [SERVING]
+
+
+def test_a_stop_while_it_waits_for_the_front_is_heeded(door, monkeypatch):
+    assert door.open(SERVING, is_stopped=lambda: True) is None
+    monkeypatch.setattr(doors, "HELLO_S", 0.1)
+    with pytest.raises(RunError, match=r"has not told within 0\.1 s"):
+        door.open(SERVING, is_stopped=lambda: False)
+
+
+def test_a_front_that_dies_too_often_ends_the_run_with_the_reason(door):
+    door.failed(RunError("it died five times"))
+    with pytest.raises(RunError, match="five times"):
+        door.take_events(1.0)
+
+
+def test_everything_that_happens_is_told_in_its_order(door, front):
+    control, recorder = simulated_control([make_job("a", steps=2), make_job("b", steps=3)])
+    control.observers = (*control.observers, door)
+    control._refresh_s = 0.0
+    door.take_events(0.0)
+    control.run()
+    door.close()
+    front.leave()
+    assert [d.number for d in front.of(Dispatch)] == [d.number for d in recorder.dispatches]
+    assert front.of(TaskDone) == [e for e in recorder.events if isinstance(e, TaskDone)]
+    assert [o.info.job_id for o in front.of(JobOutcome)] == recorder.end_order
+    rows = [row for note in front.of(Rows) for row in note.rows]
+    assert {job_id for job_id, *_ in rows} == {"a", "b"}
+    remaining = [remaining_s for job_id, index, remaining_s, _ in rows if job_id == "b" and index > 2]
+    assert remaining == sorted(remaining, reverse=True)
+
+
+def test_a_new_front_is_told_where_everything_stands(door):
+    first = Front(door)
+    door.take_events(0.0)
+    door.applied(RankReady(0.0, 0, 1, 0.0))
+    door.applied(RankReady(0.0, 1, 3, 0.0))
+    say(door, Submit((make_job("a"), make_job("b"))))
+    assert ids(door.take()) == ["a", "b"]
+    control, recorder = simulated_control([make_job("a", steps=1), make_job("done", steps=1)], num_ranks=1)
+    control.run()
+    dispatch = recorder.dispatches[0]
+    door.dispatched(dispatch)
+    door.applied(PolicyChanged(1.0, "edf", "x"))
+    door.ended(recorder.outcomes[-1])
+    door.left(first.link)
+    first.leave()
+    second = Front(door)
+    wanted = say(door, Submit((make_job("a"),)), Hello(("a",)))
+    door.close()
+    second.leave()
+    assert second.of(RankReady) == [RankReady(0.0, 0, 1, 0.0), RankReady(0.0, 1, 3, 0.0)]
+    assert second.of(Dispatch) == [dispatch]
+    assert second.of(PolicyChanged) == [PolicyChanged(1.0, "edf", "x")]
+    assert second.of(JobOutcome) == [recorder.outcomes[-1]]
+    assert wanted == [JobCancelled(1.0, "b")], "what the store has not open is not wanted any more"
+    assert door.take() == []
+
+
+def test_an_outcome_is_told_until_it_is_noted(door):
+    control, recorder = simulated_control([make_job("a")])
+    control.run()
+    say(door, Submit((make_job("a"),)))
+    door.take()
+    (outcome,) = recorder.outcomes
+    door.ended(outcome)
+    say(door, Noted(("a",)))
+    front = Front(door)
+    door.take_events(0.0)
+    door.close()
+    front.leave()
+    assert front.of(JobOutcome) == []
+
+
+def test_a_front_that_never_reads_is_given_up_and_the_loop_does_not_wait(door, monkeypatch):
+    monkeypatch.setattr(doors, "MAX_UNSENT", 1000)
+    ours, theirs = socket.socketpair()
+    link = Link(ours)
+    door.joined(link)
+    door.take_events(0.0)
+    for number in range(200_000):
+        door.applied(PolicyChanged(float(number), "edf", "x" * 500))
+        if link._socket.fileno() < 0:
+            break
+    assert link._socket.fileno() < 0
+    theirs.close()
+
+
+def test_messages_are_put_together_however_they_are_cut():
+    messages = [Cancel(("a",)), SetPolicy("edf"), Noted(tuple("abc"))]
+    content = b"".join(pack(message) for message in messages)
+    for size in (1, 3, 50, len(content)):
+        framing, found = Framing(), []
+        for start in range(0, len(content), size):
+            found += framing.feed(content[start : start + size])
+        assert found == messages
+
+
+def test_a_chooser_can_be_left_out_and_taken_up_again():
+    chooser = SwitchedChooser(None)
+    chooser.consider(None)
+    assert chooser.take() is None
+    chooser.follow(load_policy("auto").choose)
+    assert chooser._inner is not None
+    chooser.follow(None)
+    assert chooser.take() is None
+    chooser.close()

@@ -1,0 +1,258 @@
+"""The live state, from what a run that is only acted would tell."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from acted_run import ActedRun, Part, job_info
+
+from gfgen.graph import Trajectory
+from gfgen.runtime import events
+from gfgen.runtime.observer import Observer
+from gfgen.server.link import Rows, Serving
+from gfgen.server.live import Live, Watcher
+from gfgen.server.records import Record
+from gfgen.server.store import Ending, Facts
+from gfgen.server.streams import MAX_FRAMES, Frames
+
+START = 1_000_000.0
+
+
+class Clock:
+    """Unix time of the play."""
+
+    def __init__(self):
+        self.now_s = 0.0
+
+    def __call__(self):
+        return START + self.now_s
+
+
+def facts_of(info, *, deadline_at=None):
+    return Facts(
+        id=info.job_id,
+        kind="video",
+        model="tiny-wan",
+        prompt=info.spec.prompt,
+        size="96x64",
+        steps=info.spec.steps,
+        seed=7,
+        created_at=START,
+        arrives_at=START,
+        file=info.file,
+        num_tasks=info.num_tasks,
+        deadline_at=deadline_at,
+    )
+
+
+class Audience(Observer):
+    """Tells a live state what a run tells its observers, as the door does."""
+
+    def __init__(self, live, clock):
+        self.live, self.clock = live, clock
+        self.shown = []
+
+    def dispatched(self, dispatch):
+        self.live.apply(dispatch)
+        self.shown.append(self.live.state())
+
+    def applied(self, event):
+        self.clock.now_s = event.time_s
+        self.live.apply(event)
+
+    def ended(self, outcome):
+        status = {"done": "completed"}.get(outcome.status, outcome.status)
+        ending = Ending(
+            outcome.info.job_id, status, START + outcome.ended_s, met_deadline=outcome.met_deadline
+        )
+        self.live.end(outcome.info.job_id, ending, expires_at=None)
+
+    def refreshed(self, snapshot):
+        views = {**snapshot.open, **snapshot.busy}.values()
+        rows = tuple((v.job_id, v.next_task.index, v.remaining_s, v.last_layout) for v in views)
+        self.live.apply(Rows(rows))
+        self.live.forecast()
+
+
+class Counted(Watcher):
+    def __init__(self):
+        self.tasks, self.moves, self.ends = [], 0, []
+
+    def dispatched(self, dispatch, model):
+        self.moves += dispatch.source not in (None, dispatch.layout)
+
+    def task_done(self, dispatch, model, busy_s):
+        self.tasks.append((str(dispatch.task), busy_s))
+
+    def ended(self, record):
+        self.ends.append(record.facts.id)
+
+
+@pytest.fixture
+def live():
+    clock = Clock()
+    live = Live(now=clock, max_open=10, watcher=Counted())
+    live.clock = clock
+    return live
+
+
+def serve(live, *parts, num_ranks=2):
+    """The live state of a server that has accepted these jobs."""
+    live.apply(Serving(SimpleNamespace(), (), "cpu", num_ranks, "srtf", START))
+    for rank in range(num_ranks):
+        live.apply(events.RankReady(0.0, rank, 1, 0.0))
+    records = []
+    for part in parts:
+        deadline_s = part.info.spec.deadline_s
+        facts = facts_of(part.info, deadline_at=None if deadline_s is None else START + deadline_s)
+        records.append(Record(facts, Trajectory(part.info.job_id, part.info.spec.steps)))
+    live.add(records)
+    return records
+
+
+def play(live, *parts, num_ranks=2):
+    records = serve(live, *parts, num_ranks=num_ranks)
+    audience = Audience(live, live.clock)
+    ActedRun(list(parts), num_ranks=num_ranks, observers=[audience]).play()
+    return records, audience
+
+
+def told(record, *kinds):
+    bodies = [json.loads(each.body) for each in record.events]
+    return [body for body in bodies if not kinds or body["type"] in kinds]
+
+
+def test_a_job_goes_from_the_queue_through_its_stages_to_its_end(live):
+    (record,), audience = play(live, Part(job_info("a", steps=3)), num_ranks=1)
+    assert [e.kind for e in record.events] == (
+        ["queued", "started", "stage", "stage", "step", "step", "step", "stage", "stage", "completed"]
+    )
+    assert [body["progress"] for body in told(record, "step")] == [42, 57, 71]
+    assert record.job().status == "completed"
+    assert live.records == {}
+    assert [job.id for job in live.finished] == ["a"]
+    statuses = [state.ranks[0].status for state in audience.shown]
+    assert set(statuses) == {"busy"}
+    assert live.state().ranks[0].status == "idle"
+
+
+def test_ranks_that_share_a_step_are_one_task_of_one_job(live):
+    part = Part(job_info("a", steps=2), degree=2)
+    _, audience = play(live, part)
+    shared = [state for state in audience.shown if state.ranks[1].task is not None]
+    assert len(shared) == 2
+    for state in shared:
+        first, second = state.ranks
+        assert first.task == second.task
+        assert first.task.layout.ranks == [0, 1]
+    bars = [bar for bar in live.state().timeline if bar.stage == "denoise"]
+    assert [(bar.rank, bar.first_step, bar.last_step) for bar in bars] == [(0, 0, 1), (1, 0, 1)]
+
+
+def test_the_queue_has_places_and_predictions_that_come_true(live):
+    parts = [Part(job_info(name, steps=4)) for name in "abc"]
+    records, audience = play(live, *parts, num_ranks=1)
+    first = {job.id: job for job in audience.shown[1].open}
+    assert [first[name].position for name in "abc"] == [None, 1, 2]
+    assert first["b"].predicted_start_at == pytest.approx(first["a"].predicted_completion_at, abs=0.6)
+    assert first["c"].predicted_completion_at == pytest.approx(records[2].ending.completed_at, rel=1e-5)
+    assert [job.id for job in audience.shown[1].open] == ["a", "b", "c"]
+
+
+def test_a_deadline_that_cannot_be_met_is_foreseen(live):
+    parts = [Part(job_info("soon", deadline_s=99.0)), Part(job_info("late", deadline_s=8.0))]
+    records, audience = play(live, *parts, num_ranks=1)
+    middle = {job.id: job.will_meet_deadline for job in audience.shown[2].open}
+    assert middle == {"soon": True, "late": False}
+    assert [record.job().will_meet_deadline for record in records] == [True, False]
+
+
+def test_the_meter_counts_tasks_once_and_moves(live):
+    play(live, Part(job_info("a", steps=2), degree=2))
+    counted = live._watcher
+    assert [name for name, _ in counted.tasks] == ["encode", "prepare", "denoise 0", "denoise 1", "decode"]
+    assert all(busy_s > 0 for _, busy_s in counted.tasks)
+    assert counted.moves == 2
+    assert counted.ends == ["a"]
+
+
+def test_a_rank_that_dies_and_comes_back_is_seen(live):
+    serve(live)
+    live.apply(events.RankLost(1.0, 1, 1, "killed"))
+    assert [rank.status for rank in live.state().ranks] == ["idle", "lost"]
+    live.apply(events.RankReady(2.0, 1, 2, 0.5))
+    state = live.state()
+    assert [(rank.status, rank.restarts) for rank in state.ranks] == [("idle", 0), ("idle", 1)]
+    live.apply(events.RankLost(3.0, 1, 2, "killed", is_retired=True))
+    assert live.state().ranks[1].status == "retired"
+
+
+def test_utilisation_is_the_share_of_the_last_minute(live):
+    play(live, Part(job_info("a", steps=10)))
+    live.clock.now_s = 50.0
+    busy_s = 12.2  # ten steps of 1 s, and the rest
+    state = live.state()
+    assert sum(rank.utilisation for rank in state.ranks) == pytest.approx(busy_s / 50, abs=0.01)
+    live.clock.now_s = 200.0
+    assert [rank.utilisation for rank in live.state().ranks] == [0.0, 0.0]
+    assert live.state().timeline == []
+
+
+def test_a_front_that_comes_later_learns_where_a_job_stands(live):
+    (record,) = serve(live, Part(job_info("a", steps=5)))
+    live.apply(Rows((("a", 4, 3.0, None),)))
+    live.forecast()
+    job = record.job()
+    assert (job.status, job.step, job.stage, job.position) == ("in_progress", 2, "denoise", None)
+    assert job.predicted_completion_at == pytest.approx(START + 3.0)
+
+
+def test_stopping_is_told_to_whoever_follows_a_job(live):
+    (record,) = serve(live, Part(job_info("a")))
+    live.apply(events.StopRequested(1.0, 15))
+    assert live.status == "draining"
+    assert told(record)[-1]["type"] == "stopping"
+
+
+def test_a_change_has_what_is_new_and_nothing_else(live):
+    serve(live, Part(job_info("a")), Part(job_info("b")))
+    seen = live.version
+    assert live.change(seen) is None
+    live.apply(Rows((("a", 0, 5.0, None),)))
+    live.forecast()
+    change = live.change(seen)
+    assert [job.id for job in change.open] == ["a"]
+    assert change.order == ["a", "b"]
+    assert change.model_fields_set == {"server_time", "open", "order", "num_open"}
+    seen = live.version
+    live.end("a", Ending("a", "cancelled", START + 1), expires_at=None)
+    change = live.change(seen)
+    assert (change.order, [job.id for job in change.finished]) == (["b"], ["a"])
+    seen = live.version
+    live.remove(["a"])
+    assert live.change(seen).removed == ["a"]
+    assert list(live.finished) == []
+
+
+def test_frames_are_made_for_readers_alone_and_those_who_lag_start_anew(live):
+    frames = Frames(live)
+    serve(live, Part(job_info("a")))
+    frames.tick()
+    assert frames.number == 0
+    live.num_streams = 1
+    for turn in range(MAX_FRAMES + 5):
+        live.apply(events.PolicyChanged(float(turn), f"fcfs,degree={turn}", "x"))
+        frames.tick()
+        frames.tick()
+    assert frames.number == MAX_FRAMES + 5
+    assert frames.after(3) is None
+    assert [number for number, _ in frames.after(frames.number - 2)] == [frames.number - 1, frames.number]
+    assert frames.after(frames.number) == []
+
+
+def test_prompts_in_the_live_state_are_short_and_in_answers_whole(live):
+    (record,) = serve(live, Part(job_info("a", prompt="x" * 5000)))
+    assert len(live.state().open[0].prompt) == 300
+    assert len(json.loads(record.answer())["prompt"]) == 5000

@@ -1,0 +1,82 @@
+"""OpenAI's own client, unchanged, against this server."""
+
+from __future__ import annotations
+
+import base64
+import io
+
+import pytest
+from fake_serving import MOVIE
+from PIL import Image
+from serving import ROOT
+
+openai = pytest.importorskip("openai")
+
+pytestmark = pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning")
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as client:
+        yield client
+
+
+def test_images_are_generated(client):
+    answer = client.images.generate(prompt="a fox", n=2, size="64x64", model="fake-image")
+    assert len(answer.data) == 2
+    for image in answer.data:
+        with Image.open(io.BytesIO(base64.b64decode(image.b64_json))) as picture:
+            assert picture.format == "PNG"
+    (image,) = client.images.generate(prompt="a fox", response_format="url").data
+    assert image.url.startswith("http://127.0.0.1:")
+
+
+def test_a_video_is_created_polled_downloaded_listed_and_deleted(client):
+    video = client.videos.create(prompt="a fox", seconds="4", size="1280x720")
+    assert (video.status, video.object, video.size) == ("queued", "video", "1280x720")
+    done = client.videos.poll(video.id, poll_interval_ms=50)
+    assert (done.status, done.progress, done.error) == ("completed", 100, None)
+    assert done.completed_at >= done.created_at
+    assert client.videos.download_content(video.id).read() == MOVIE
+    assert video.id in [each.id for each in client.videos.list(limit=2)]
+    deleted = client.videos.delete(video.id)
+    assert (deleted.id, deleted.deleted, deleted.object) == (video.id, True, "video.deleted")
+    with pytest.raises(openai.NotFoundError):
+        client.videos.retrieve(video.id)
+
+
+def test_a_video_begins_with_a_picture_and_takes_our_fields(client):
+    with (ROOT / "jobs/lighthouse.png").open("rb") as picture:
+        video = client.videos.create(
+            prompt="waves",
+            input_reference=picture,
+            extra_body={"num_inference_steps": 2, "seed": 11, "deadline": "5m", "priority": 3},
+        )
+    assert (video.steps, video.seed, video.priority) == (2, 11, 3)
+    assert client.videos.poll(video.id, poll_interval_ms=50).status == "completed"
+
+
+def test_pages_follow_each_other(client):
+    made = [client.videos.create(prompt=f"number {number}").id for number in range(5)]
+    found = []
+    for video in client.videos.list(limit=2, order="desc"):
+        found.append(video.id)
+        if len(found) == 5:
+            break
+    assert found == made[::-1]
+
+
+def test_errors_are_those_that_the_client_knows(client):
+    with pytest.raises(openai.BadRequestError) as error:
+        client.videos.create(prompt="a fox", size="huge")
+    assert (error.value.param, error.value.type) == ("size", "invalid_request_error")
+    with pytest.raises(openai.NotFoundError) as missing:
+        client.videos.create(prompt="a fox", model="sora-2")
+    assert (missing.value.param, missing.value.code) == ("model", "model_not_found")
+    with pytest.raises(openai.UnprocessableEntityError):
+        client.videos.create(prompt="a fox", model="fake-image")
+
+
+def test_models_are_listed(client):
+    assert [model.id for model in client.models.list()] == ["fake-video", "fake-image"]
+    assert client.models.retrieve("fake-video").owned_by == "gfgen"

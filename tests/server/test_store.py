@@ -1,0 +1,197 @@
+"""The record of what was accepted."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sqlite3
+from dataclasses import replace
+
+import pytest
+
+from gfgen.errors import OutputError
+from gfgen.server.store import Accepted, Ending, Facts, KeyTakenError, RequestKey, Store
+
+
+@pytest.fixture
+def store(tmp_path):
+    opened = Store(tmp_path / "jobs.sqlite3", began_at=1.0)
+    yield opened
+    opened.close()
+
+
+def accepted(job_id, *, batch_id=None, created_at=100.0):
+    facts = Facts(
+        id=job_id,
+        kind="video",
+        model="fake",
+        prompt="a fox",
+        size="64x64",
+        steps=4,
+        seed=7,
+        created_at=created_at,
+        arrives_at=created_at,
+        file=f"{job_id}.mp4",
+        num_tasks=7,
+        batch_id=batch_id,
+    )
+    return Accepted(facts, {"id": job_id, "prompt": "a fox"})
+
+
+def run(*works):
+    async def all_at_once():
+        return await asyncio.gather(*works, return_exceptions=True)
+
+    return asyncio.run(all_at_once())
+
+
+def accept(store, *job_ids, **options):
+    jobs = [accepted(job_id, batch_id=options.get("batch_id")) for job_id in job_ids]
+    (error,) = run(store.accept(jobs, now=100.0, **options))
+    if error is not None:
+        raise error
+
+
+def test_what_was_accepted_is_there_after_a_restart(store, tmp_path):
+    accept(store, "a", "b")
+    again = Store(tmp_path / "jobs.sqlite3", began_at=2.0)
+    assert [facts.id for facts, _ in again.open_jobs()] == ["a", "b"]
+    assert again.open_jobs()[0] == (accepted("a").facts, accepted("a").spec)
+    assert again.life == store.life + 1
+    again.close()
+
+
+def test_a_job_ends_once_and_the_first_word_counts(store):
+    accept(store, "a")
+    done = Ending("a", "completed", 105.0, started_at=101.0, size_bytes=9, met_deadline=True, step=4)
+    endings = [done, Ending("a", "cancelled", 106.0), Ending("b", "failed", 1.0)]
+    assert run(store.end_all(endings)) == [[True, False, False]]
+    kept = store.job("a")
+    assert kept is not None
+    assert kept.ending == done
+    assert store.open_jobs() == []
+
+
+def test_nothing_can_end_a_job_twice_not_even_a_mistake_of_ours(store, tmp_path):
+    accept(store, "a")
+    run(store.end(Ending("a", "completed", 105.0)))
+    with (
+        sqlite3.connect(tmp_path / "jobs.sqlite3") as db,
+        pytest.raises(sqlite3.IntegrityError, match="has ended"),
+    ):
+        db.execute("UPDATE jobs SET status = 'failed' WHERE id = 'a'")
+
+
+def test_many_writers_at_once_are_all_served(store):
+    jobs = [store.accept([accepted(f"job-{number}")], now=1.0) for number in range(500)]
+    assert run(*jobs) == [None] * 500
+    assert len(store.open_jobs()) == 500
+
+
+def test_a_request_key_counts_once_and_knows_its_request(store):
+    key = RequestKey("/v1/videos k", "hash")
+    accept(store, "a", key=key)
+    with pytest.raises(KeyTakenError) as taken:
+        accept(store, "b", key=key)
+    assert (taken.value.ids, taken.value.is_same) == (("a",), True)
+    assert store.job("b") is None, "what was refused is not there"
+    found = store.request(replace(key, fingerprint="other"))
+    assert found is not None
+    assert not found.is_same
+
+
+def test_of_two_requests_with_one_key_at_once_one_is_accepted(store):
+    key = RequestKey("k", "hash")
+    results = run(*(store.accept([accepted(name)], key=key, now=1.0) for name in "ab"))
+    assert sorted(type(result).__name__ for result in results) == ["KeyTakenError", "NoneType"]
+    assert len(store.open_jobs()) == 1
+
+
+def test_a_refused_work_leaves_those_beside_it_alone(store):
+    accept(store, "a")
+    results = run(store.accept([accepted("a")], now=1.0), store.accept([accepted("b")], now=1.0))
+    assert [type(result).__name__ for result in results] == ["IntegrityError", "NoneType"]
+    assert [facts.id for facts, _ in store.open_jobs()] == ["a", "b"]
+
+
+def test_a_batch_counts_its_jobs_as_they_end(store):
+    accept(store, "a", "b", "c", batch_id="batch")
+    run(store.end(Ending("a", "completed", 101.0, met_deadline=False)))
+    row = store.batch("batch")
+    assert (row.total, row.completed, row.missed, row.completed_at) == (3, 1, 1, None)
+    run(store.end_all([Ending("b", "failed", 102.0), Ending("c", "cancelled", 103.0)]))
+    row = store.batch("batch")
+    assert (row.completed, row.failed, row.cancelled, row.completed_at) == (1, 1, 1, 103.0)
+    run(store.remove("abc", now=200.0))
+    assert store.batch("batch") is None
+
+
+def test_what_is_open_is_never_removed_and_old_keys_are(store):
+    accept(store, "a", key=RequestKey("k", "hash"))
+    run(store.remove(["a"], now=100.0 + 86401.0))
+    assert store.job("a") is not None
+    assert store.request(RequestKey("k", "hash")) is None
+
+
+def test_what_is_too_old_or_too_much_is_found_the_newest_are_kept(store):
+    accept(store, *"abcde")
+    endings = [
+        Ending(job_id, "completed", 100.0 + number, size_bytes=10) for number, job_id in enumerate("abcd")
+    ]
+    run(store.end_all(endings))
+
+    def outdated(**limits):
+        return {kept.facts.id for kept in store.outdated(**limits)}
+
+    assert outdated(before=0.0, keep_bytes=100) == set()
+    assert outdated(before=102.0, keep_bytes=100) == {"a", "b"}
+    assert outdated(before=0.0, keep_bytes=25) == {"a", "b"}
+    assert outdated(before=0.0, keep_bytes=0) == set("abcd")
+
+
+def test_lists_go_forward_and_backward(store):
+    for number, name in enumerate("abcd"):
+        accept(store, name)
+        if number % 2:
+            run(store.end(Ending(name, "failed", 100.0 + number)))
+    ids = lambda **which: [kept.facts.id for kept in store.jobs(limit=10, **which)]  # noqa: E731
+    assert ids() == ["d", "c", "b", "a"]
+    assert ids(after="c") == ["b", "a"]
+    assert ids(after="b", is_ascending=True) == ["c", "d"]
+    assert ids(has_ended=True) == ["d", "b"]
+    assert ids(kind="image") == []
+    assert [kept.facts.id for kept in store.last_ended(5)] == ["d", "b"]
+
+
+def test_jobs_with_a_file_are_those_that_are_done_or_may_be_yet(store):
+    accept(store, *"abcd")
+    run(
+        store.end_all(
+            [Ending("a", "completed", 1.0), Ending("b", "cancelled", 1.0), Ending("c", "failed", 1.0)]
+        )
+    )
+    assert store.with_file("abcdef") == {"a", "d"}
+
+
+def test_a_full_disk_refuses_and_keeps_what_was_there(store):
+    accept(store, "a")
+    (pages,) = store._writer.execute("PRAGMA page_count").fetchone()
+    store._writer.execute(f"PRAGMA max_page_count = {pages}")
+    big = accepted("b")
+    big = replace(big, spec={"prompt": "x" * 100_000})
+    (error,) = run(store.accept([big], now=1.0))
+    assert isinstance(error, OutputError)
+    assert "make room" in str(error)
+    store._writer.execute("PRAGMA max_page_count = 1000000")
+    accept(store, "c")
+    assert [facts.id for facts, _ in store.open_jobs()] == ["a", "c"]
+
+
+def test_a_store_of_another_version_is_left_alone(tmp_path):
+    with contextlib.closing(sqlite3.connect(tmp_path / "jobs.sqlite3")) as db, db:
+        db.execute("PRAGMA user_version = 99")
+    with pytest.raises(OutputError, match="another version"):
+        Store(tmp_path / "jobs.sqlite3", began_at=1.0)
+    (tmp_path / "other.sqlite3").write_bytes(b"no database" * 100)
+    with pytest.raises(OutputError, match="cannot open"):
+        Store(tmp_path / "other.sqlite3", began_at=1.0)
