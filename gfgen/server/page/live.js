@@ -1,0 +1,198 @@
+// The live state: the stream of it, what has changed put in, and the server's clock.
+
+import { sentence } from "./words.js";
+
+const SILENCE_S = 40; // the server sends something every 15 s
+const PAUSES_S = [0.5, 1, 2, 4, 8];
+
+/** Answers of the server are JSON; a seed may have more digits than a number of JavaScript holds. */
+export const parse = (text) => JSON.parse(text.replace(/"seed":\s*(\d{16,})/g, '"seed":"$1"'));
+
+class Problem extends Error {
+  constructor(status, body, retryAfter) {
+    super(body?.message || (status ? `the server answered ${status}` : "the server cannot be reached"));
+    this.status = status;
+    this.param = body?.param ?? null;
+    this.retryAfter = retryAfter;
+  }
+}
+
+/** The answer to a request; throws a Problem that says what is wrong, and with which field. */
+export async function ask(method, path, { json, form, key, signal } = {}) {
+  const headers = {};
+  if (json !== undefined) headers["Content-Type"] = "application/json";
+  if (key) headers["Idempotency-Key"] = key;
+  let response;
+  try {
+    response = await fetch(path, { method, headers, signal, body: form ?? (json && JSON.stringify(json)) });
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new Problem(0, null, null);
+  }
+  if (response.ok) return response;
+  let body = null;
+  try {
+    body = parse(await response.text()).error;
+  } catch {
+    // not in our shape: a proxy in between has answered
+  }
+  throw new Problem(response.status, body, Number(response.headers.get("Retry-After")) || null);
+}
+
+/** Yields [event, data] of a stream of server-sent events; `alive` is called for anything that comes. */
+async function* events(response, alive) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    alive();
+    const blocks = (rest + value).split("\n\n");
+    rest = blocks.pop();
+    for (const block of blocks) {
+      const lines = block.split("\n");
+      const name = lines.find((line) => line.startsWith("event: "))?.slice(7);
+      const data = lines.filter((line) => line.startsWith("data: ")).map((line) => line.slice(6));
+      if (data.length) yield [name, data.join("\n")];
+    }
+  }
+}
+
+/** Fires "change" when the state is another, "connection" when the line to the server is. */
+export class Live extends EventTarget {
+  state = null;
+  open = new Map(); // jobs by id, in their order
+  finished = []; // the last first
+  timeline = new Map(); // stretches by key
+  connection = { kind: "connecting", reason: "", when: "" }; // connecting, live, lost, locked
+  #ahead = -Infinity; // what the server's clock is ahead of performance.now()
+  #stoppedAt = null; // while the connection is lost, time stands still
+  #wake = null;
+  #line = null;
+
+  /** Seconds by the server's clock, as far as it is known. */
+  now() {
+    if (this.#stoppedAt !== null) return this.#stoppedAt;
+    return this.state ? performance.now() / 1000 + this.#ahead : Date.now() / 1000;
+  }
+
+  job(id) {
+    return this.open.get(id) ?? this.finished.find((job) => job.id === id);
+  }
+
+  /** Follow the server for as long as the page is there. */
+  async follow() {
+    for (let failures = 0; ; failures += 1) {
+      let problem = null;
+      try {
+        await this.#listen(() => (failures = 0));
+      } catch (error) {
+        if (error instanceof Problem) problem = error;
+        else console.info("the stream of the state has ended:", error);
+      }
+      if (problem?.status === 401) {
+        this.#connect("locked");
+        await new Promise((resolve) => (this.#wake = resolve));
+        failures = -1;
+        continue;
+      }
+      await this.#pause(Math.max(PAUSES_S[Math.min(failures, 4)], problem?.retryAfter ?? 0), problem);
+    }
+  }
+
+  /** Try now: the network is back, the key is there, or somebody has asked for it. */
+  retry() {
+    this.#wake?.();
+    if (this.connection.kind === "lost") this.#line?.abort();
+  }
+
+  async #listen(succeeded) {
+    const line = (this.#line = new AbortController());
+    let watch = 0;
+    const alive = () => {
+      clearTimeout(watch);
+      watch = setTimeout(() => line.abort(), SILENCE_S * 1000);
+    };
+    alive();
+    try {
+      const response = await ask("GET", "/v1/state/events", { signal: line.signal });
+      for await (const [name, data] of events(response, alive)) {
+        if (name === "state") this.#begin(parse(data));
+        else if (name === "change") this.#apply(parse(data));
+        else continue;
+        succeeded();
+        if (this.connection.kind !== "live") this.#connect("live");
+        this.dispatchEvent(new Event("change"));
+      }
+    } finally {
+      clearTimeout(watch);
+      line.abort();
+    }
+  }
+
+  async #pause(seconds, problem) {
+    const reason = problem?.status ? sentence(problem.message) : "";
+    const until = performance.now() + seconds * 1000;
+    let isAwake = false;
+    const woken = new Promise((resolve) => (this.#wake = resolve)).then(() => (isAwake = true));
+    while (!isAwake && performance.now() < until) {
+      const left = Math.ceil((until - performance.now()) / 1000);
+      this.#connect("lost", reason, `Trying again in ${left} s.`);
+      const second = new Promise((resolve) => setTimeout(resolve, 1000 * Math.min(1, seconds)));
+      await Promise.race([woken, second]);
+    }
+    this.#wake = null;
+    if (this.connection.kind === "lost") this.#connect("lost", reason, "Trying again.");
+  }
+
+  #connect(kind, reason = "", when = "") {
+    this.#stoppedAt = kind === "lost" && this.state ? this.now() : null;
+    this.connection = { kind, reason, when };
+    this.dispatchEvent(new Event("connection"));
+  }
+
+  #begin(state) {
+    this.state = state;
+    this.#ahead = -Infinity;
+    this.#stoppedAt = null;
+    this.open = new Map(state.open.map((job) => [job.id, job]));
+    this.finished = state.finished;
+    this.timeline = new Map(state.timeline.map((stretch) => [stretch.key, stretch]));
+    this.#tick(state.server_time);
+  }
+
+  #apply(change) {
+    this.#tick(change.server_time);
+    for (const name of ["status", "reason", "policy", "models", "ranks", "num_open"]) {
+      if (name in change) this.state[name] = change[name];
+    }
+    for (const stretch of change.timeline ?? []) this.timeline.set(stretch.key, stretch);
+    for (const job of change.open ?? []) this.open.set(job.id, job);
+    const gone = new Set(change.removed ?? []);
+    const news = change.finished ?? [];
+    if (news.length || gone.size) {
+      const known = new Map(news.map((job) => [job.id, job]));
+      const kept = this.finished.filter((job) => !known.has(job.id));
+      this.finished = [...news, ...kept].filter((job) => !gone.has(job.id)).slice(0, 48);
+      for (const id of known.keys()) this.open.delete(id);
+    }
+    if (change.order) {
+      const ordered = change.order.filter((id) => this.open.has(id)).map((id) => [id, this.open.get(id)]);
+      this.open = new Map(ordered);
+    }
+    this.#forget();
+  }
+
+  /** What has scrolled out of the longest timeline is not kept. */
+  #forget() {
+    const since = this.now() - 125;
+    for (const [key, stretch] of this.timeline) {
+      if (stretch.ended_at !== null && stretch.ended_at < since) this.timeline.delete(key);
+    }
+  }
+
+  /** The least delayed of the server's times is the truest. */
+  #tick(serverTime) {
+    this.#ahead = Math.max(this.#ahead, serverTime - performance.now() / 1000);
+  }
+}

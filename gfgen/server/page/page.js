@@ -1,0 +1,163 @@
+// The page at /: the parts put together, and what is around them.
+
+import { Colours } from "./colours.js";
+import { Form } from "./form.js";
+import { ask, Live } from "./live.js";
+import { Queue } from "./queue.js";
+import { Results } from "./results.js";
+import { Timeline } from "./timeline.js";
+import { byId, make, mark, say, write } from "./words.js";
+
+/** The job that is looked at: kept by a click, touched while the pointer is over it. */
+class Picked extends EventTarget {
+  kept = null;
+  #touched = null;
+
+  get job() {
+    return this.#touched ?? this.kept;
+  }
+
+  keep(id) {
+    this.kept = id;
+    this.dispatchEvent(new Event("change"));
+  }
+
+  touch(id) {
+    this.#touched = id;
+    this.dispatchEvent(new Event("change"));
+  }
+
+  /** A row that is gone tells of no pointer that leaves it. */
+  leave(id) {
+    if (this.#touched === id) this.touch(null);
+  }
+}
+
+const live = new Live();
+const colours = new Colours();
+const picked = new Picked();
+const form = new Form({ live });
+const parts = [
+  new Timeline({ live, colours, picked }),
+  new Queue({ live, colours, picked }),
+  new Results({ live, again: (job) => form.fill(job) }),
+  form,
+];
+
+function show() {
+  if (!live.state) return;
+  for (const part of parts) part.show();
+  showHead();
+}
+
+function showHead() {
+  const { state, connection } = live;
+  const kind = connection.kind === "live" ? state?.status ?? "connecting" : connection.kind;
+  const text = { lost: "connection lost", locked: "locked" }[kind] ?? kind;
+  write(byId("status"), text);
+  mark(byId("status"), "data-kind", kind);
+  mark(byId("status"), "title", state?.reason ?? null);
+  mark(document.body, "data-kind", kind);
+  if (!state) return;
+  const up = state.ranks.filter((rank) => rank.status === "idle" || rank.status === "busy");
+  const use = up.reduce((sum, rank) => sum + rank.utilisation, 0) / Math.max(1, up.length);
+  const ranks = `${up.length} of ${state.ranks.length} ranks up, ${Math.round(100 * use)}% busy`;
+  const shown = state.ranks.length ? [state.device, ranks] : [state.reason];
+  write(byId("summary"), shown.filter(Boolean).join(" \u00b7 "));
+  document.title = `${state.num_open ? `(${state.num_open}) ` : ""}gfgen`;
+  showPolicy(state.policy);
+}
+
+// The policy -----------------------------------------------------------------------------------------
+
+function showPolicy({ policy, deciding, reason, available }) {
+  const select = byId("policy");
+  const names = available.includes(policy) ? available : [policy, ...available];
+  if ([...select.options].map((option) => option.value).join() !== names.join()) {
+    select.replaceChildren(...names.map((name) => make("option", { value: name }, name)));
+  }
+  if (document.activeElement !== select) select.value = policy;
+  select.disabled = live.state.status !== "ready";
+  write(byId("deciding"), deciding && deciding !== policy ? `${deciding} decides` : "");
+  mark(byId("deciding"), "title", reason);
+}
+
+byId("policy").addEventListener("change", async (event) => {
+  const select = event.target;
+  try {
+    await ask("POST", "/v1/policy", { json: { policy: select.value } });
+    say(`The policy is ${select.value}`);
+  } catch (problem) {
+    select.value = live.state.policy.policy;
+    warn(`The policy stays: ${problem.message}`);
+  }
+});
+
+// The connection -------------------------------------------------------------------------------------
+
+live.addEventListener("connection", () => {
+  const { kind, reason, when } = live.connection;
+  const wasLost = !byId("lost").hidden;
+  if (kind === "lost") {
+    const hasStopped = live.state?.status === "draining";
+    const what = hasStopped ? "The server has stopped; open jobs go on when it is back." : "Connection lost.";
+    write(byId("lost-text"), `${what} ${reason}`);
+    write(byId("lost-when"), when);
+    byId("lost-retry").hidden = false;
+  } else if (wasLost && kind === "live") say("Connected again");
+  byId("lost").hidden = kind !== "lost";
+  if (kind === "locked") openDoor();
+  showHead();
+});
+
+/** Something did not work that belongs to no field. */
+function warn(text) {
+  write(byId("lost-text"), text);
+  write(byId("lost-when"), "");
+  byId("lost-retry").hidden = true;
+  byId("lost").hidden = false;
+  setTimeout(() => (byId("lost").hidden = live.connection.kind !== "lost"), 8000);
+}
+
+byId("lost-retry").addEventListener("click", () => live.retry());
+addEventListener("online", () => live.retry());
+
+// The key --------------------------------------------------------------------------------------------
+
+function openDoor() {
+  byId("door").returnValue = "";
+  if (!byId("door").open) byId("door").showModal();
+}
+
+byId("door").addEventListener("close", () => {
+  if (byId("door").returnValue !== "open") openDoor(); // there is nothing behind it without the key
+});
+byId("door-form").addEventListener("submit", async (event) => {
+  event.preventDefault();
+  write(byId("door-wrong"), "");
+  try {
+    await ask("POST", "/v1/session", { json: { api_key: byId("door-key").value } });
+  } catch (problem) {
+    write(byId("door-wrong"), problem.status === 401 ? "That is not the key." : problem.message);
+    byId("door-key").select();
+    return;
+  }
+  byId("door-key").value = "";
+  byId("door").close("open");
+  live.retry();
+});
+
+// Always up to date ----------------------------------------------------------------------------------
+
+let isDue = false;
+live.addEventListener("change", () => {
+  if (isDue) return;
+  isDue = true;
+  requestAnimationFrame(() => {
+    isDue = false;
+    show();
+  });
+});
+setInterval(show, 1000); // countdowns
+addEventListener("keydown", (event) => event.key === "Escape" && picked.keep(null));
+live.follow();

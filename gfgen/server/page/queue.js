@@ -1,0 +1,165 @@
+// The open jobs: those that run, then the queue in its predicted order.
+
+import { dye } from "./colours.js";
+import { ask } from "./live.js";
+import { arrange, byId, make, mark, say, write } from "./words.js";
+import { clock, countdown, doing, facts, ordinal, ranksOf, sharing } from "./words.js";
+
+const PAUSE_S = 1;
+const SHORT = 5; // rows that a narrow screen shows until it is asked for all (page.css)
+
+export class Queue {
+  #live;
+  #colours;
+  #picked;
+  #rows = new Map();
+  #busy = new Set(); // jobs that ranks work for
+
+  constructor({ live, colours, picked }) {
+    [this.#live, this.#colours, this.#picked] = [live, colours, picked];
+    picked.addEventListener("change", () => this.#showPicked());
+    byId("queue-all").addEventListener("click", () => {
+      byId("queue").classList.toggle("short");
+      this.show();
+    });
+  }
+
+  show() {
+    const { open, state } = this.#live;
+    this.#busy = this.#busyNow();
+    const focused = document.activeElement?.closest?.("#queue .job");
+    const place = focused ? [...focused.parentElement.children].indexOf(focused) : -1;
+    for (const id of [...this.#rows.keys()]) {
+      if (!open.has(id) && this.#rows.delete(id)) this.#picked.leave(id);
+    }
+    for (const job of open.values()) {
+      if (!this.#rows.has(job.id)) this.#rows.set(job.id, this.#row(job));
+      this.#fill(this.#rows.get(job.id), job);
+    }
+    arrange(byId("queue"), [...open.keys()].map((id) => this.#rows.get(id).row));
+    if (focused && !focused.isConnected) this.#keepFocus(place);
+    byId("queue-empty").hidden = open.size > 0;
+    this.#showCount([...open.values()], state.num_open);
+    this.#showPicked();
+  }
+
+  /** Between two steps a rank is free for a moment; that is no pause. */
+  #busyNow() {
+    const since = this.#live.now() - PAUSE_S;
+    const recent = [...this.#live.timeline.values()].filter((s) => s.ended_at === null || s.ended_at > since);
+    const tasks = this.#live.state.ranks.flatMap((rank) => rank.task ?? []);
+    return new Set([...recent, ...tasks].map((work) => work.job_id));
+  }
+
+  #showCount(jobs, numOpen) {
+    const begun = jobs.filter((job) => job.status === "in_progress");
+    const paused = begun.filter((job) => !this.#busy.has(job.id) && job.stage !== "write").length;
+    const parts = [`${begun.length - paused} running`, `${numOpen - begun.length} waiting`];
+    if (paused) parts.splice(1, 0, `${paused} paused`);
+    if (numOpen > jobs.length) parts.push(`the first ${jobs.length} are shown`);
+    write(byId("queue-count"), parts.join(", "));
+    byId("queue-all").hidden = jobs.length <= SHORT;
+    const isShort = byId("queue").classList.contains("short");
+    write(byId("queue-all"), isShort ? `Show all ${jobs.length}` : "Show fewer");
+  }
+
+  #row(job) {
+    const name = job.prompt.slice(0, 80);
+    const swatch = make("i", { class: "swatch none" });
+    const prompt = make("p", { class: "job-prompt", title: job.prompt }, job.prompt);
+    const what = make("p", { class: "job-facts" });
+    const bar = make("progress", { max: 100, "aria-label": `Progress of ${name}` });
+    const [percent, where] = [make("span", { class: "job-percent" }), make("p", { class: "job-where" })];
+    const [done, deadline] = [make("p", { class: "job-done" }), make("p", { class: "job-deadline" })];
+    const whose = make("span", { class: "unseen" }, ` ${name}`);
+    const button = make("button", { type: "button", class: "quiet" }, "Cancel", whose);
+    const row = make("li", { class: "job", data: { id: job.id } },
+      swatch,
+      make("div", { class: "job-main" }, prompt, what),
+      make("div", { class: "job-state" }, make("div", { class: "job-bar" }, bar, percent), where),
+      make("div", { class: "job-times" }, done, deadline),
+      button);
+    button.addEventListener("click", () => this.#cancel(job, button));
+    row.addEventListener("pointerenter", () => this.#picked.touch(job.id));
+    row.addEventListener("pointerleave", () => this.#picked.touch(null));
+    return { row, swatch, what, bar, percent, where, done, deadline };
+  }
+
+  #fill({ row, swatch, what, bar, percent, where, done, deadline }, job) {
+    const now = this.#live.now();
+    row.dataset.status = job.status;
+    dye(swatch, job.status === "in_progress" ? this.#colours.of(job.id) : null);
+    write(what, facts(job));
+    mark(what, "title", facts(job));
+    bar.value = job.progress;
+    write(percent, `${job.progress}%`);
+    const isBusy = this.#busy.has(job.id) || job.stage === "write";
+    write(where, job.status === "queued" ? waiting(job, now) : isBusy ? running(job) : paused(job));
+    const endsAt = job.predicted_completion_at;
+    const left = endsAt > now ? `done in ${countdown(endsAt - now)}` : "done any moment";
+    write(done, endsAt === null ? "\u2013" : left);
+    mark(done, "title", endsAt === null ? null : clock(endsAt, now));
+    mark(where, "title", where.textContent);
+    const [text, kind] = deadlineOf(job, now);
+    write(deadline, text);
+    mark(deadline, "data-kind", kind);
+    mark(deadline, "title", job.deadline_at === null ? null : clock(job.deadline_at, now));
+  }
+
+  #showPicked() {
+    for (const [id, { row }] of this.#rows) row.classList.toggle("picked", this.#picked.job === id);
+  }
+
+  /** The row that had the focus is gone: its successor gets it. */
+  #keepFocus(place) {
+    const rows = byId("queue").children;
+    const next = rows[Math.min(place, rows.length - 1)]?.querySelector("button") ?? byId("queue-title");
+    next.focus({ preventScroll: true });
+  }
+
+  async #cancel(job, button) {
+    if (button.getAttribute("aria-disabled") === "true") return;
+    mark(button, "aria-disabled", "true");
+    button.firstChild.data = "Cancelling";
+    try {
+      await ask("DELETE", `/v1/jobs/${encodeURIComponent(job.id)}`);
+      say(`Cancelled: ${job.prompt}`);
+    } catch (problem) {
+      mark(button, "aria-disabled", null);
+      button.firstChild.data = "Cancel";
+      button.title = problem.message;
+      say(`Not cancelled: ${problem.message}`);
+    }
+  }
+}
+
+function waiting(job, now) {
+  const later = job.position === null ? "waiting" : `${ordinal(job.position)} in the queue`;
+  const place = job.position === 1 ? "next" : later;
+  const startsAt = job.predicted_start_at;
+  return startsAt === null || startsAt <= now ? place : `${place}, starts in ${countdown(startsAt - now)}`;
+}
+
+function paused(job) {
+  return job.step > 0 ? `paused at step ${job.step} of ${job.steps}` : "paused at the start";
+}
+
+function running(job) {
+  const what = doing(job.stage, Math.min(job.step, job.steps - 1), job.steps);
+  if (!job.layout) return what;
+  const how = sharing(job.layout);
+  return `${what} on ${ranksOf(job.layout)}${how ? ` (${how})` : ""}`;
+}
+
+/** A sign and words, so that nothing hangs on the colour alone. */
+function deadlineOf(job, now) {
+  if (job.deadline_at === null) return ["no deadline", "none"];
+  const leftS = job.deadline_at - now;
+  const slackS = job.predicted_completion_at === null ? null : job.deadline_at - job.predicted_completion_at;
+  if (slackS === null && leftS <= 0) return ["\u2717 deadline missed", "late"];
+  if (slackS !== null && (leftS <= 0 || job.will_meet_deadline === false)) {
+    return [`\u2717 ${countdown(Math.max(-slackS, -leftS))} late`, "late"];
+  }
+  if (job.will_meet_deadline) return [`\u2713 due in ${countdown(leftS)}`, "met"];
+  return [`due in ${countdown(leftS)}`, "open"];
+}

@@ -1,0 +1,351 @@
+// The ranks over time: a lane for each, bars coloured by job; and the legend.
+
+import { dye, Paints } from "./colours.js";
+import { arrange, byId, make, mark, stillness, write } from "./words.js";
+import { doing, duration, hour, ranksOf, sharing } from "./words.js";
+
+const LAG_S = 0.3; // behind the server's time, so that a bar's end is known when it is drawn
+const AXIS = 22;
+const GAP = 5; // between the bars of two lanes; bars of one job are joined across it
+const AHEAD = 0.06; // share of the width that lies behind the present
+const MAX_LEGEND = 14;
+
+export class Timeline {
+  #live;
+  #colours;
+  #picked;
+  #canvas = byId("timeline");
+  #brush = this.#canvas.getContext("2d");
+  #paints = null;
+  #lanes = [];
+  #entries = new Map();
+  #spanS = 60;
+  #size = { width: 0, height: 0, lane: 30 };
+  #isSeen = true;
+  #drawnAt = 0;
+  #pointer = null;
+
+  constructor({ live, colours, picked }) {
+    [this.#live, this.#colours, this.#picked] = [live, colours, picked];
+    const box = this.#canvas.parentElement;
+    new ResizeObserver(() => this.#fit()).observe(box);
+    new IntersectionObserver(([entry]) => (this.#isSeen = entry.isIntersecting)).observe(box);
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
+      this.#paints = null;
+      this.#drawnAt = 0;
+    });
+    byId("span").addEventListener("change", (event) => {
+      this.#spanS = Number(event.target.value);
+      this.#drawnAt = 0;
+    });
+    this.#canvas.addEventListener("pointermove", (event) => (this.#pointer = [event.offsetX, event.offsetY]));
+    this.#canvas.addEventListener("pointerleave", () => {
+      this.#pointer = null;
+      this.#point();
+    });
+    this.#canvas.addEventListener("click", (event) => {
+      const found = this.#under(event.offsetX, event.offsetY);
+      this.#picked.keep(found?.job_id ?? null);
+    });
+    picked.addEventListener("change", () => (this.#drawnAt = 0));
+    requestAnimationFrame((at) => this.#turn(at));
+  }
+
+  /** The state has changed. */
+  show() {
+    const open = [...this.#live.open.values()];
+    const begun = open.filter((job) => job.status === "in_progress").map((job) => job.id);
+    const since = this.#live.now() - this.#spanS;
+    const recent = [...this.#live.timeline.values()].filter((s) => s.ended_at === null || s.ended_at > since);
+    const busy = recent.filter((stretch) => stretch.ended_at === null).map((stretch) => stretch.job_id);
+    const shown = recent.map((stretch) => stretch.job_id);
+    this.#colours.share([...shown, ...begun]);
+    this.#showRanks();
+    this.#showLegend(new Set(shown), new Set(busy));
+    this.#drawnAt = 0;
+  }
+
+  #showRanks() {
+    const ranks = this.#live.state.ranks;
+    while (this.#lanes.length < ranks.length) this.#lanes.push(lane());
+    this.#lanes.length = ranks.length;
+    arrange(byId("ranks"), this.#lanes.map((each) => each.row));
+    mark(this.#canvas, "aria-label", `Timeline of ${ranks.length} ranks; the lists beside it say the same`);
+    ranks.forEach((rank, place) => this.#showRank(rank, this.#lanes[place]));
+    if (this.#size.ranks !== ranks.length) this.#fit();
+  }
+
+  #showRank(rank, { row, swatch, name, what, use, whose }) {
+    const task = rank.task;
+    row.dataset.status = rank.status;
+    dye(swatch, task ? this.#colours.of(task.job_id) : null);
+    write(name, `${rank.rank}`);
+    const restarts = rank.restarts ? `, restarted ${rank.restarts} times` : "";
+    write(what, task ? doing(task.stage, task.step, task.steps) : rank.status);
+    write(whose, task ? `, ${this.#title(task.job_id)}, on ${ranksOf(task.layout)}${restarts}` : restarts);
+    write(use, `${Math.round(100 * rank.utilisation)}%`);
+  }
+
+  /** Those that have not ended, then the others, each the last first: an entry moves once in its life. */
+  #showLegend(shown, busy) {
+    for (const id of [...this.#entries.keys()]) {
+      if (!shown.has(id) && this.#entries.delete(id)) this.#picked.leave(id);
+    }
+    const came = [...this.#entries.keys(), ...[...shown].filter((id) => !this.#entries.has(id))].reverse();
+    const isOpen = (id) => this.#live.open.has(id);
+    const ids = [...came.filter(isOpen), ...came.filter((id) => !isOpen(id))].slice(0, MAX_LEGEND);
+    for (const id of ids) if (!this.#entries.has(id)) this.#entries.set(id, this.#entry(id));
+    arrange(byId("legend"), ids.map((id) => this.#entries.get(id).row));
+    byId("legend-empty").hidden = ids.length > 0;
+    for (const id of ids) {
+      const { button, swatch, title, where } = this.#entries.get(id);
+      const job = this.#live.job(id);
+      dye(swatch, this.#colours.of(id));
+      write(title, this.#title(id));
+      const words = { completed: "done", in_progress: "paused", queued: "waiting" };
+      const text = words[job?.status] ?? job?.status ?? "gone";
+      write(where, busy.has(id) && job?.layout ? ranksOf(job.layout) : text);
+      mark(button, "aria-pressed", this.#picked.kept === id);
+    }
+  }
+
+  #entry(id) {
+    const swatch = make("i", { class: "swatch none" });
+    const [title, where] = [make("b"), make("small")];
+    const button = make("button", { type: "button", title: "Show this job alone" }, swatch, title, where);
+    button.addEventListener("click", () => this.#picked.keep(this.#picked.kept === id ? null : id));
+    button.addEventListener("pointerenter", () => this.#picked.touch(id));
+    button.addEventListener("pointerleave", () => this.#picked.touch(null));
+    return { row: make("li", {}, button), button, swatch, title, where };
+  }
+
+  #title(jobId) {
+    return this.#live.job(jobId)?.prompt ?? jobId;
+  }
+
+  // Drawing ------------------------------------------------------------------------------------------
+
+  #fit() {
+    const box = this.#canvas.parentElement;
+    const ranks = Math.max(1, this.#live.state?.ranks.length ?? 4);
+    const lane = Math.max(28, Math.min(44, Math.floor(132 / ranks)));
+    const [width, height] = [box.clientWidth, lane * ranks + AXIS];
+    const sharpness = devicePixelRatio || 1;
+    this.#size = { width, height, lane, ranks };
+    byId("ranks").parentElement.style.setProperty("--lane-height", `${lane}px`);
+    this.#canvas.style.height = `${height}px`;
+    this.#canvas.width = Math.round(width * sharpness);
+    this.#canvas.height = Math.round(height * sharpness);
+    this.#brush.setTransform(sharpness, 0, 0, sharpness, 0, 0);
+    this.#paints = null;
+    this.#draw();
+  }
+
+  /** Draw when it would move by half a pixel: no more often, since the server may share this machine. */
+  #turn(at) {
+    const halfPixelMs = (500 * this.#spanS) / Math.max(1, this.#size.width);
+    const pauseMs = stillness.matches ? 1000 : Math.max(33, halfPixelMs);
+    if (this.#isSeen && at - this.#drawnAt >= pauseMs) {
+      this.#drawnAt = at;
+      this.#draw();
+      this.#point();
+    }
+    requestAnimationFrame((next) => this.#turn(next));
+  }
+
+  get #nowS() {
+    return this.#live.now() - LAG_S;
+  }
+
+  #x(at, nowS) {
+    const nowX = this.#size.width * (1 - AHEAD);
+    return nowX + ((at - nowS) * nowX) / this.#spanS;
+  }
+
+  #draw() {
+    const { width, height, lane } = this.#size;
+    if (!width || !this.#live.state) return;
+    const brush = this.#brush;
+    const nowS = this.#nowS;
+    this.#paints ??= new Paints(brush);
+    brush.clearRect(0, 0, width, height);
+    brush.fillStyle = this.#paints.lane;
+    this.#live.state.ranks.forEach((_, place) => {
+      brush.beginPath();
+      brush.roundRect(0, place * lane + GAP / 2, width, lane - GAP, 3);
+      brush.fill();
+    });
+    this.#drawAxis(nowS);
+    const bars = this.#bars(nowS);
+    for (const bar of bars) this.#drawJoint(bar);
+    for (const bar of bars) this.#drawBar(bar);
+    for (const rank of this.#live.state.ranks) this.#drawPrediction(rank, nowS);
+    for (const bar of bars) this.#drawWords(bar);
+    brush.globalAlpha = 1;
+    brush.fillStyle = this.#paints.ink;
+    brush.fillRect(Math.round(this.#x(nowS, nowS)), 0, 1.5, height - AXIS + 4);
+  }
+
+  #drawAxis(nowS) {
+    const { width, height } = this.#size;
+    const brush = this.#brush;
+    const nowX = this.#x(nowS, nowS);
+    const steps = [5, 10, 20, 30, 60];
+    const stepS = steps.find((each) => (each * nowX) / this.#spanS >= 76) ?? 60;
+    brush.font = `11px ${this.#paints.font}`;
+    brush.textBaseline = "alphabetic";
+    brush.textAlign = "center";
+    for (let at = Math.ceil((nowS - this.#spanS) / stepS) * stepS; at < nowS; at += stepS) {
+      const x = this.#x(at, nowS);
+      brush.fillStyle = this.#paints.line;
+      brush.fillRect(Math.round(x), 0, 1, height - AXIS + 4);
+      brush.fillStyle = this.#paints.faint;
+      if (x > 30 && x < nowX - 44) brush.fillText(hour(at), x, height - 5);
+    }
+    brush.fillStyle = this.#paints.ink;
+    brush.fillText("now", Math.min(nowX, width - 14), height - 5);
+  }
+
+  /** What is to be drawn: the stretches that are in sight, with their places. */
+  #bars(nowS) {
+    const { width, lane } = this.#size;
+    const bars = [];
+    const stretches = [...this.#live.timeline.values()];
+    const picked = stretches.some((each) => each.job_id === this.#picked.job) ? this.#picked.job : null;
+    for (const stretch of stretches) {
+      const colour = this.#colours.of(stretch.job_id);
+      const from = this.#x(stretch.started_at, nowS);
+      const to = this.#x(Math.min(stretch.ended_at ?? nowS, nowS), nowS);
+      if (colour === null || to < 0 || from > width || from > to) continue;
+      const left = Math.max(from, -8);
+      const isFaint = picked !== null && picked !== stretch.job_id;
+      const top = stretch.rank * lane + GAP / 2;
+      const barWidth = Math.max(1.5, to - left - 1);
+      bars.push({ stretch, colour, isFaint, left, top, width: barWidth, height: lane - GAP });
+    }
+    return bars;
+  }
+
+  /** Lanes of one job are one block: the gap is filled, or bridged where another rank lies between. */
+  #drawJoint({ stretch, colour, left, width, top, height, isFaint }) {
+    const next = Math.min(...stretch.layout.ranks.filter((rank) => rank > stretch.rank));
+    if (next === Infinity) return;
+    const brush = this.#brush;
+    const isNear = next === stretch.rank + 1;
+    const isPale = isNear && stretch.stage !== "denoise";
+    brush.globalAlpha = isFaint ? 0.2 : isPale ? 0.4 : 1;
+    brush.fillStyle = isNear && !isPale ? this.#paints.fill(colour) : this.#paints.edge(colour);
+    const gap = (next - stretch.rank) * this.#size.lane - height;
+    brush.fillRect(left, top + height - 1, isNear ? width : Math.min(2.5, width), gap + 2);
+  }
+
+  #drawBar({ stretch, colour, left, width, top, height, isFaint }) {
+    const brush = this.#brush;
+    const isPale = stretch.stage !== "denoise";
+    brush.beginPath();
+    brush.roundRect(left, top, width, height, Math.min(3, width / 2));
+    if (isPale) {
+      brush.globalAlpha = isFaint ? 0.2 : 1;
+      brush.fillStyle = this.#paints.panel;
+      brush.fill();
+      brush.globalAlpha = isFaint ? 0.1 : 0.4;
+    } else brush.globalAlpha = isFaint ? 0.2 : 1;
+    brush.fillStyle = isPale ? this.#paints.edge(colour) : this.#paints.fill(colour);
+    brush.fill();
+    if (isPale && width > 4) {
+      brush.globalAlpha = isFaint ? 0.2 : 1;
+      brush.strokeStyle = this.#paints.edge(colour);
+      brush.lineWidth = 1.5;
+      brush.beginPath();
+      brush.roundRect(left + 0.75, top + 0.75, width - 1.5, height - 1.5, 2.5);
+      brush.stroke();
+    }
+  }
+
+  /** The rest of the task that runs, as predicted. */
+  #drawPrediction({ rank, task }, nowS) {
+    if (!task) return;
+    const colour = this.#colours.of(task.job_id);
+    const from = this.#x(nowS, nowS);
+    const to = Math.min(this.#x(task.predicted_end_at, nowS), this.#size.width);
+    if (colour === null || to - from < 2) return;
+    this.#brush.globalAlpha = 0.35;
+    this.#brush.fillStyle = this.#paints.edge(colour);
+    this.#brush.fillRect(from, rank * this.#size.lane + GAP / 2, to - from, this.#size.lane - GAP);
+  }
+
+  /** The prompt in the first of a job's lanes, and how they share the work in the second. */
+  #drawWords({ stretch, colour, left, width, top, height, isFaint }) {
+    const from = Math.max(left, 0);
+    const room = left + width - from - 10;
+    if (room < 30 || isFaint) return;
+    const slot = stretch.layout.ranks.filter((rank) => rank < stretch.rank).length;
+    const brush = this.#brush;
+    brush.font = `${slot ? "" : "500 "}12px ${this.#paints.font}`;
+    const words = [this.#title(stretch.job_id).slice(0, 90), sharing(stretch.layout)];
+    const text = this.#fitting(words[slot] ?? "", room);
+    if (!text) return;
+    const isPale = stretch.stage !== "denoise";
+    brush.globalAlpha = 1;
+    brush.textBaseline = "middle";
+    brush.textAlign = "left";
+    if (colour >= this.#paints.plain.length && !isPale) {
+      brush.fillStyle = this.#paints.edge(colour); // a quiet ground: the weave would run through the letters
+      brush.fillRect(from + 3, top + height / 2 - 8, brush.measureText(text).width + 6, 16);
+    }
+    brush.fillStyle = isPale ? this.#paints.ink : this.#paints.text(colour);
+    brush.fillText(text, from + 6, top + height / 2 + 0.5);
+  }
+
+  /** As much of a text as there is room for; nothing when that would say nothing. */
+  #fitting(text, room) {
+    const width = this.#brush.measureText(text).width;
+    if (width <= room) return text;
+    const cut = Math.floor((text.length * (room - 9)) / width);
+    return cut < 5 ? "" : `${text.slice(0, cut).trimEnd()}\u2026`;
+  }
+
+  // Pointing -----------------------------------------------------------------------------------------
+
+  #under(x, y) {
+    const { lane, width } = this.#size;
+    const nowX = width * (1 - AHEAD);
+    const nowS = this.#nowS;
+    const at = nowS + ((x - nowX) * this.#spanS) / nowX;
+    const nearS = (2 * this.#spanS) / nowX;
+    const rank = Math.floor(y / lane);
+    for (const stretch of this.#live.timeline.values()) {
+      const end = stretch.ended_at ?? nowS;
+      if (stretch.rank === rank && stretch.started_at - nearS <= at && at <= end + nearS) return stretch;
+    }
+    return null;
+  }
+
+  /** Tell what is under the pointer. Nothing is told here alone: the lists have it too. */
+  #point() {
+    const tip = byId("tip");
+    const found = this.#pointer && this.#under(...this.#pointer);
+    tip.hidden = !found;
+    if (!found) return;
+    const job = this.#live.job(found.job_id);
+    const tookS = (found.ended_at ?? this.#nowS) - found.started_at;
+    const steps = `steps ${found.first_step + 1} to ${found.last_step + 1} of ${job?.steps ?? "?"}`;
+    const what = found.stage === "denoise" ? steps : doing(found.stage, null, 0);
+    const where = `${ranksOf(found.layout)} ${sharing(found.layout)}`;
+    write(tip, `${this.#title(found.job_id)}\n${what}, ${duration(tookS)}\n${where}`);
+    const panel = tip.offsetParent.getBoundingClientRect();
+    const box = this.#canvas.getBoundingClientRect();
+    const x = box.left - panel.left + this.#pointer[0] + 14;
+    tip.style.left = `${Math.max(4, Math.min(x, panel.width - tip.offsetWidth - 8))}px`;
+    tip.style.top = `${box.top - panel.top + this.#pointer[1] + 16}px`;
+  }
+}
+
+function lane() {
+  const swatch = make("i", { class: "swatch none" });
+  const [name, what] = [make("b", { class: "rank-name" }), make("span", { class: "rank-what" })];
+  const use = make("span", { class: "rank-use", title: "Busy in the last minute" });
+  const whose = make("span", { class: "unseen" });
+  const row = make("li", {}, swatch, make("span", { class: "unseen" }, "Rank "), name, what, whose, use);
+  return { row, swatch, name, what, use, whose };
+}

@@ -1,0 +1,567 @@
+"""The page at /, in headless Chromium: on a fake of what it is built on, and once on the real server."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import page_states as states
+import pytest
+from fake_server import FakeServer
+
+from gfgen.server import schemas
+from gfgen.server.problems import ApiError
+
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+expect = playwright.expect
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium (apt-get install chromium)")
+
+PHONE = {"width": 360, "height": 780}
+DESKTOP = {"width": 1280, "height": 900}
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=arguments)
+        yield browser
+        browser.close()
+
+
+@contextmanager
+def opened(browser: Any, url: str, *, may_complain: bool = False, **options: Any) -> Iterator[Any]:
+    """The page at that address; no error and no breach of the content security policy may come of it."""
+    context = browser.new_context(**({"viewport": DESKTOP} | options))
+    page = context.new_page()
+    page.set_default_timeout(10_000)
+    complaints: list[str] = []
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on("console", lambda line: complaints.append(line.text) if line.type == "error" else None)
+    page.goto(url)
+    yield page
+    context.close()
+    assert may_complain or not complaints
+
+
+@pytest.fixture
+def fake(request: pytest.FixtureRequest) -> Iterator[FakeServer]:
+    with FakeServer(states.live()) as server:
+        yield server
+
+
+def settle(page: Any) -> None:
+    """Until what has come is drawn."""
+    page.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+
+
+def shown(page: Any, selector: str) -> list[str]:
+    return page.locator(selector).all_inner_texts()
+
+
+# What is shown --------------------------------------------------------------------------------------
+
+
+def test_the_page_shows_ranks_queue_and_results(browser, fake):
+    fake.files["done?thumbnail"] = (states.png(), "image/png")
+    fake.state = states.live(
+        ranks=[states.rank(0, "fox"), states.rank(1, status="lost", restarts=1)],
+        open=[
+            states.running("fox", 0, prompt="a red fox", step=3),
+            states.job("whale", prompt="a whale", position=1, priority=5, tag="L"),
+        ],
+        finished=[
+            states.ended("done", prompt="a boat"),
+            states.ended("bad", status="failed", prompt="a tram"),
+        ],
+    )
+    with opened(browser, fake.url) as page:
+        expect(page.locator("#status")).to_have_text("ready")
+        expect(page.locator("#ranks li").nth(0)).to_contain_text("step 4 of 10")
+        expect(page.locator("#ranks li").nth(1)).to_contain_text("lost")
+        expect(page.locator("#queue-count")).to_have_text("1 running, 1 waiting")
+        expect(page.locator("#queue .job").nth(1)).to_contain_text("priority 5 \u00b7 L")
+        expect(page.locator("#queue .job").nth(1)).to_contain_text("next")
+        expect(page.locator("#results .tile")).to_have_count(2)
+        expect(page.get_by_role("button", name="a tram, image, failed")).to_be_visible()
+        expect(page.locator("#results img")).to_have_js_property("naturalWidth", 64)
+        expect(page.locator("#deciding")).to_have_text("srtf decides")
+
+
+def test_an_empty_server_says_so(browser, fake):
+    fake.state = states.live(status="loading", reason="the models are being loaded", ranks=[], models=[])
+    with opened(browser, fake.url) as page:
+        expect(page.locator("#status")).to_have_text("loading")
+        expect(page.get_by_text("Nothing is waiting, nothing runs.")).to_be_visible()
+        page.locator("#prompt").fill("a fox")
+        page.locator("#send").click(force=True)
+        expect(page.locator("#sent")).to_have_text("the models are being loaded")
+    assert fake.asked == []
+
+
+def colours_of_lanes(page: Any, num_ranks: int, *, before_now_s: float) -> list[str]:
+    """The colour in the middle of each lane at a time before now, of a span of 60 s."""
+    return page.evaluate(
+        """([numRanks, secondsAgo]) => {
+          const canvas = document.getElementById("timeline");
+          const lane = parseFloat(getComputedStyle(document.querySelector("#ranks li")).height);
+          const width = canvas.clientWidth * 0.94;
+          const x = (width - (secondsAgo * width) / 60) * devicePixelRatio;
+          const brush = canvas.getContext("2d");
+          return [...Array(numRanks).keys()].map((rank) => {
+            const y = (rank * lane + lane - 6) * devicePixelRatio;
+            return [...brush.getImageData(x, y, 1, 1).data.slice(0, 3)].join(",");
+          });
+        }""",
+        [num_ranks, before_now_s],
+    )
+
+
+def test_a_job_has_one_colour_in_all_the_lanes_that_it_has_at_a_time(browser, fake):
+    wide = [states.stretch("fox", rank, begin=-20, end=-10, ranks=(0, 1, 3)) for rank in (0, 1, 3)]
+    alone = [states.stretch("whale", 2, begin=-20), states.stretch("fox", 0, begin=-10)]
+    jobs = [states.running("fox", 0), states.running("whale", 2)]
+    fake.state = states.live(open=jobs, timeline=[*wide, *alone], ranks=[states.rank(n) for n in range(5)])
+    with opened(browser, fake.url) as page:
+        expect(page.locator("#legend li")).to_have_count(2)
+        settle(page)
+        first, second, third, fourth, idle = colours_of_lanes(page, 5, before_now_s=15)
+        assert first == second == fourth
+        assert len({first, third, idle}) == 3
+        later = colours_of_lanes(page, 5, before_now_s=5)
+        assert later == [first, idle, third, idle, idle]
+
+
+def test_changes_are_put_in(browser, fake):
+    fake.state = states.live(
+        open=[states.running("fox", 0), states.job("whale", position=1), states.job("boat", position=2)],
+        finished=[states.ended("old", status="failed")],
+    )
+    with opened(browser, fake.url) as page:
+        expect(page.locator("#queue .job")).to_have_count(3)
+        fake.tell(open=[states.running("fox", 0, step=7)], order=["fox", "boat", "whale"], num_open=3)
+        expect(page.locator("#queue progress").first).to_have_js_property("value", 70)
+        assert [row.split("\n")[0] for row in shown(page, "#queue .job")] == [
+            "prompt of fox",
+            "prompt of boat",
+            "prompt of whale",
+        ]
+        fake.files["fox?thumbnail"] = (states.png(), "image/png")
+        fake.tell(
+            open=[], order=["boat", "whale"], num_open=2, finished=[states.ended("fox")], removed=["old"]
+        )
+        expect(page.locator("#queue .job")).to_have_count(2)
+        assert shown(page, "#results .tile-prompt") == ["prompt of fox"]
+        fake.tell(status="draining", reason="the server is stopping")
+        expect(page.locator("#status")).to_have_text("draining")
+
+
+def test_the_queue_says_whether_deadlines_will_be_met(browser, fake):
+    now = states.time.time()
+    fake.state = states.live(
+        open=[
+            states.running("met", 0, deadline_at=now + 600, will_meet_deadline=True),
+            states.running("late", 1, deadline_at=now + 10, will_meet_deadline=False),
+            states.running("past", 1, deadline_at=now - 60, will_meet_deadline=False),
+            states.running("none", 1),
+        ]
+    )
+    with opened(browser, fake.url) as page:
+        rows = page.locator("#queue .job-deadline")
+        expect(rows.nth(0)).to_contain_text("\u2713 due in ")
+        expect(rows.nth(1)).to_contain_text("s late")
+        expect(rows.nth(2)).to_contain_text("s late")
+        expect(rows.nth(3)).to_have_text("no deadline")
+
+
+def test_a_prompt_is_never_markup(browser, fake):
+    prompt = "<img src=x onerror=\"document.title='broken into'\"><b>bold</b> \u202eback"
+    fake.state = states.live(
+        open=[states.running("fox", 0, prompt=prompt)],
+        timeline=[states.stretch("fox", 0)],
+        finished=[
+            states.ended(
+                "bad", status="failed", prompt=prompt, error=states.schemas.JobError(code="x", message=prompt)
+            )
+        ],
+    )
+    with opened(browser, fake.url) as page:
+        expect(page.locator("#queue .job-prompt")).to_have_text(prompt)
+        page.locator("#results button").click()
+        expect(page.locator("#viewer-show")).to_contain_text("<b>bold</b>")
+        assert page.locator("#queue b, #queue img, #viewer b, #viewer img, #legend img").count() == 0
+        assert page.title() == "(1) gfgen"
+
+
+# What one does --------------------------------------------------------------------------------------
+
+
+def test_a_job_is_submitted_with_what_the_form_says(browser, fake):
+    fake.accepted = states.job("new", position=2, predicted_completion_at=states.time.time() + 20)
+    with opened(browser, fake.url) as page:
+        expect(page.get_by_label("Size")).to_have_value("128x128")
+        page.get_by_label("Prompt", exact=True).fill("a red fox")
+        page.get_by_label("Model").select_option("tiny-qwen-image")
+        expect(page.get_by_label("Size")).to_have_value("256x256")
+        expect(page.get_by_label("Frames")).to_be_hidden()
+        page.get_by_label("Steps").fill("12")
+        page.get_by_label("Seed").fill(str(2**62 + 1))
+        page.get_by_label("Deadline").fill("90s")
+        page.get_by_label("Priority").fill("-3")
+        page.get_by_role("button", name="Submit").click()
+        expect(page.locator("#sent")).to_contain_text("Accepted, 2nd in the queue, done in ")
+    (asked,) = fake.asked
+    assert asked.fields == {
+        "prompt": "a red fox",
+        "model": "tiny-qwen-image",
+        "size": "256x256",
+        "steps": "12",
+        "seed": str(2**62 + 1),
+        "deadline": "90s",
+        "priority": "-3",
+    }
+    assert asked.key
+
+
+def test_a_picture_goes_along_where_the_model_takes_one(browser, fake):
+    fake.accepted = states.job("new", position=1)
+    with opened(browser, fake.url) as page:
+        page.get_by_label("Prompt", exact=True).fill("the boat turns home")
+        picture = {"name": "boat.png", "mimeType": "image/png", "buffer": states.png()}
+        page.get_by_label("Picture to begin with").set_input_files(picture)
+        page.get_by_role("button", name="Submit").click()
+        expect(page.locator("#sent")).to_contain_text("Accepted, next in the queue")
+    assert fake.asked[0].fields["image"] == "boat.png"
+
+
+def test_mistakes_are_told_at_their_fields_without_asking(browser, fake):
+    with opened(browser, fake.url) as page:
+        page.get_by_label("Steps").fill("12.5")
+        page.get_by_label("Priority").fill("high")
+        page.get_by_role("button", name="Submit").click()
+        expect(page.locator("#sent")).to_have_text("Not right: 3 fields.")
+        expect(page.get_by_label("Prompt", exact=True)).to_be_focused()
+        expect(page.get_by_label("Steps")).to_have_accessible_description("A whole number from 1 to 1,000.")
+        expect(page.get_by_label("Priority")).to_have_attribute("aria-invalid", "true")
+        page.get_by_label("Steps").fill("12")
+        expect(page.get_by_label("Steps")).to_have_accessible_description("")
+    assert fake.asked == []
+
+
+def test_what_the_server_refuses_is_told_at_its_field(browser, fake):
+    fake.refusal = ApiError(422, "width: this model takes multiples of 16", param="width")
+    with opened(browser, fake.url, may_complain=True) as page:
+        page.get_by_label("Prompt", exact=True).fill("a red fox")
+        page.get_by_role("button", name="Submit").click()
+        expect(page.get_by_label("Size")).to_be_focused()
+        expect(page.get_by_label("Size")).to_have_accessible_description("This model takes multiples of 16.")
+        fake.refusal = ApiError(429, "1,000 jobs are open", retry_after_s=30)
+        page.get_by_role("button", name="Submit").click()
+        expect(page.locator("#sent")).to_have_text("1,000 jobs are open. Try again in 30 s.")
+    first, second = (asked.key for asked in fake.asked)
+    assert first == second, "the same job again, as far as the server needs to know"
+
+
+def test_cancelling_keeps_the_focus_in_the_queue(browser, fake):
+    fake.state = states.live(open=[states.job("fox", position=1), states.job("whale", position=2)])
+    with opened(browser, fake.url) as page:
+        button = page.get_by_role("button", name="Cancel prompt of fox")
+        button.focus()
+        page.keyboard.press("Enter")
+        expect(page.get_by_role("button", name="Cancelling prompt of fox")).to_be_focused()
+        fake.tell(
+            open=[],
+            order=["whale"],
+            num_open=1,
+            finished=[states.ended("fox", status="cancelled")],
+            removed=[],
+        )
+        expect(page.get_by_role("button", name="Cancel prompt of whale")).to_be_focused()
+    assert [(asked.method, asked.path) for asked in fake.asked] == [("DELETE", "/v1/jobs/fox")]
+
+
+def test_a_result_opens_and_its_settings_can_be_used_again(browser, fake):
+    fake.files |= {
+        name: (states.png(), "image/png") for name in ("fox", "fox?thumbnail", "whale", "whale?thumbnail")
+    }
+    done = states.ended("fox", seed=11, size="512x384", tag="S"), states.ended("whale")
+    fake.state = states.live(finished=list(done))
+    with opened(browser, fake.url) as page:
+        tile = page.get_by_role("button", name="prompt of fox")
+        tile.focus()
+        page.keyboard.press("Enter")
+        expect(page.locator("#viewer-show img")).to_have_js_property("naturalWidth", 64)
+        expect(page.locator("#viewer-facts")).to_contain_text("seed11")
+        page.keyboard.press("ArrowRight")
+        expect(page.locator("#viewer-prompt")).to_have_text("prompt of whale")
+        page.keyboard.press("ArrowLeft")
+        page.keyboard.press("Escape")
+        expect(tile).to_be_focused()
+        page.keyboard.press("Enter")
+        page.get_by_role("button", name="Use again").click()
+        expect(page.get_by_label("Seed")).to_have_value("11")
+        expect(page.get_by_label("Size")).to_have_value("512x384")
+        expect(page.get_by_label("Model")).to_have_value("tiny-qwen-image")
+
+
+def test_removing_a_file_asks_first(browser, fake):
+    fake.files |= {name: (states.png(), "image/png") for name in ("fox", "fox?thumbnail")}
+    fake.state = states.live(finished=[states.ended("fox")])
+    with opened(browser, fake.url) as page:
+        page.get_by_role("button", name="prompt of fox").click()
+        page.get_by_role("button", name="Remove").click()
+        assert fake.asked == []
+        page.get_by_role("button", name="Remove the file?").click()
+        expect(page.locator("#viewer")).to_be_hidden()
+        expect(page.locator("#results-title")).to_be_focused()
+    assert [asked.path for asked in fake.asked] == ["/v1/jobs/fox"]
+
+
+def test_a_job_that_is_picked_stands_out_until_escape(browser, fake):
+    timeline = [states.stretch("fox", 0, begin=-20), states.stretch("whale", 1, begin=-20)]
+    fake.state = states.live(open=[states.running("fox", 0), states.running("whale", 1)], timeline=timeline)
+    with opened(browser, fake.url) as page:
+        entry = page.locator("#legend button", has_text="prompt of fox")
+        expect(entry).to_be_visible()
+        settle(page)
+        fox, whale, *_ = colours_of_lanes(page, 2, before_now_s=9)
+        entry.focus()
+        page.keyboard.press("Enter")
+        settle(page)
+        assert colours_of_lanes(page, 2, before_now_s=9)[0] == fox
+        assert colours_of_lanes(page, 2, before_now_s=9)[1] != whale
+        page.keyboard.press("Escape")
+        settle(page)
+        assert colours_of_lanes(page, 2, before_now_s=9) == [fox, whale]
+
+
+def test_the_policy_is_changed_on_the_page(browser, fake):
+    with opened(browser, fake.url) as page:
+        page.get_by_label("Policy").select_option("edf")
+        expect(page.locator("#said")).to_have_text("The policy is edf")
+    assert fake.asked[0].fields == {"policy": "edf"}
+
+
+# The line to the server -----------------------------------------------------------------------------
+
+
+def test_a_lost_connection_is_seen_and_mended(browser, fake):
+    fake.state = states.live(open=[states.running("fox", 0)])
+    with opened(browser, fake.url, may_complain=True) as page:
+        expect(page.locator("#status")).to_have_text("ready")
+        fake.cut()
+        expect(page.locator("#status")).to_have_text("connection lost")
+        expect(page.get_by_role("alert")).to_contain_text("Connection lost.")
+        expect(page.locator("#lost-when")).to_contain_text(re.compile("Trying again in (30|2[0-9]) s"))
+        fake.state = states.live(open=[states.running("whale", 1)])
+        fake.is_cut = False
+        page.get_by_role("button", name="Try now").click()
+        expect(page.locator("#status")).to_have_text("ready")
+        expect(page.locator("#lost")).to_be_hidden()
+        expect(page.locator("#queue .job-prompt")).to_have_text("prompt of whale")
+    assert fake.num_streams == 2
+
+
+def test_the_page_asks_once_for_the_key(browser):
+    with (
+        FakeServer(states.live(), api_key="opensesame") as fake,
+        opened(browser, fake.url, may_complain=True) as page,
+    ):
+        key = page.get_by_label("API key")
+        expect(key).to_be_focused()
+        page.keyboard.press("Escape")
+        key.fill("sesame")
+        page.get_by_role("button", name="Open").click()
+        expect(page.locator("#door-wrong")).to_have_text("That is not the key.")
+        key.fill("opensesame")
+        page.keyboard.press("Enter")
+        expect(page.locator("#status")).to_have_text("ready")
+        page.reload()
+        expect(page.locator("#status")).to_have_text("ready")
+        expect(page.locator("#door")).to_be_hidden()
+
+
+# For everybody --------------------------------------------------------------------------------------
+
+
+def busy_state() -> schemas.LiveState:
+    now = states.time.time()
+    return states.live(
+        ranks=[states.rank(n, "fox", ranks=(0, 1)) if n < 2 else states.rank(n) for n in range(8)],
+        open=[
+            states.running(
+                "fox",
+                0,
+                1,
+                prompt="a red fox in the snow " * 9,
+                deadline_at=now + 9,
+                will_meet_deadline=False,
+            ),
+            *(
+                states.job(
+                    f"job-{n}", kind="video", position=n, deadline_at=now + 900, will_meet_deadline=True
+                )
+                for n in range(1, 9)
+            ),
+        ],
+        timeline=[states.stretch("fox", n, ranks=(0, 1)) for n in (0, 1)],
+        finished=[states.ended(f"bad-{n}", status="failed") for n in range(5)],
+    )
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_texts_can_be_read_in_light_and_dark(browser, fake, scheme):
+    fake.state = busy_state()
+    with opened(browser, fake.url, color_scheme=scheme) as page:
+        expect(page.locator("#queue .job")).to_have_count(9)
+        is_dark = page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(15, 17, 21)"
+        assert is_dark == (scheme == "dark")
+        assert page.evaluate(WEAK_TEXTS) == []
+
+
+WEAK_TEXTS = """() => {
+  const parse = (text) => text.match(/[\\d.]+/g).map(Number);
+  const light = ([r, g, b]) => {
+    const linear = (c) => (c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4);
+    const [x, y, z] = [r, g, b].map((c) => linear(c / 255));
+    return 0.2126 * x + 0.7152 * y + 0.0722 * z;
+  };
+  const ground = (element) => {
+    for (let each = element; each; each = each.parentElement) {
+      const colour = parse(getComputedStyle(each).backgroundColor);
+      if (colour.length < 4 || colour[3] > 0) return colour;
+    }
+    return [255, 255, 255];
+  };
+  const weak = [];
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (walker.nextNode()) {
+    const element = walker.currentNode.parentElement;
+    if (!walker.currentNode.data.trim() || !element.checkVisibility()) continue;
+    if (element.closest(".unseen, script")) continue;
+    const [ink, paper] = [light(parse(getComputedStyle(element).color)), light(ground(element))];
+    const contrast = (Math.max(ink, paper) + 0.05) / (Math.min(ink, paper) + 0.05);
+    if (contrast < 4.5) weak.push(`${element.outerHTML}: ${contrast.toFixed(2)}`);
+  }
+  return weak;
+}"""
+
+
+def test_a_phone_needs_no_scrolling_sideways(browser, fake):
+    fake.state = busy_state()
+    with opened(browser, fake.url, viewport=PHONE, has_touch=True) as page:
+        expect(page.locator("#queue .job").first).to_be_visible()
+        assert page.evaluate("document.documentElement.scrollWidth") == PHONE["width"]
+        expect(page.locator("#queue .job:visible")).to_have_count(5)
+        page.get_by_role("button", name="Show all 9").click()
+        expect(page.locator("#queue .job:visible")).to_have_count(9)
+
+
+def test_everything_is_reached_by_keyboard_and_seen_when_it_is(browser, fake):
+    fake.state = busy_state()
+    with opened(browser, fake.url) as page:
+        expect(page.locator("#queue .job")).to_have_count(9)
+        reached = []
+        for _ in range(60):
+            page.keyboard.press("Tab")
+            at = page.evaluate(
+                """() => {
+                  const at = document.activeElement;
+                  const ring = getComputedStyle(at).outlineStyle !== "none" || at.closest(".span");
+                  if (at === document.body) return null;
+                  return [at.id || at.className || at.textContent, Boolean(ring)];
+                }"""
+            )
+            if at is None:
+                break
+            reached.append(at[0])
+            assert at[1], f"{at[0]} does not show that it has the focus"
+        else:
+            pytest.fail("the focus never leaves the page")
+        assert {"policy", "prompt", "model", "size", "steps", "seed", "deadline", "priority", "send"} <= set(
+            reached
+        )
+        assert sum(name == "quiet" for name in reached) == 9
+        assert sum(name == "tile-button" for name in reached) == 5
+
+
+def test_every_control_has_a_name(browser, fake):
+    fake.state = busy_state()
+    with opened(browser, fake.url) as page:
+        expect(page.locator("#queue .job")).to_have_count(9)
+        tree = page.locator("body").aria_snapshot()
+        nameless = [
+            line
+            for line in tree.splitlines()
+            if line.strip() in ("- button", "- textbox", "- combobox", "- progressbar")
+        ]
+        assert nameless == []
+
+
+def test_what_changes_moves_nothing_else(browser, fake):
+    fake.state = busy_state()
+    with opened(browser, fake.url) as page:
+        expect(page.locator("#queue .job")).to_have_count(9)
+        settle(page)
+        page.evaluate(
+            """() => {
+              window.shift = 0;
+              const add = (list) => list.getEntries().forEach((each) => (window.shift += each.value));
+              new PerformanceObserver(add).observe({ type: "layout-shift" });
+            }"""
+        )
+        for step in range(4, 10):
+            fake.tell(
+                open=[states.running("fox", *range(step - 3), step=step)],
+                ranks=[states.rank(n, "fox", ranks=range(step - 3)) for n in range(8)],
+                timeline=[
+                    states.stretch("fox", n, begin=-0.5, ranks=range(step - 3)) for n in range(step - 3)
+                ],
+            )
+            expect(page.locator("#queue progress").first).to_have_js_property("value", 10 * step)
+        fake.cut()
+        expect(page.locator("#lost")).to_be_visible()
+        assert page.evaluate("window.shift") < 0.01
+
+
+# The real server ------------------------------------------------------------------------------------
+
+
+KEEP_PROGRESS = """() => {
+  window.progress = new Set();
+  const queue = document.getElementById("queue");
+  const look = () => queue.querySelectorAll("progress").forEach((bar) => window.progress.add(bar.value));
+  new MutationObserver(look).observe(queue, { subtree: true, attributes: true });
+}"""
+
+
+def test_a_job_is_submitted_watched_and_seen_and_another_cancelled(browser, server):
+    slow = server.post(
+        "/v1/videos", prompt="a fox that never ends", num_inference_steps=900, flow_shift=0.1
+    ).json()
+    with opened(browser, server.url) as page:
+        expect(page.locator("#ranks li")).to_have_count(2)
+        expect(page.locator("#queue .job", has_text="a fox that never ends")).to_contain_text(
+            "of 900 on rank"
+        )
+        page.get_by_role("button", name="Cancel a fox that never ends").click()
+        server.wait_for(slow["id"], "cancelled")
+        expect(page.locator("#queue .job")).to_have_count(0)
+        page.evaluate(KEEP_PROGRESS)
+        page.get_by_label("Model").select_option("fake-image")
+        page.get_by_label("Prompt", exact=True).fill("a whale")
+        page.get_by_label("Steps").fill("1000")
+        page.get_by_role("button", name="Submit").click()
+        expect(page.locator("#sent")).to_contain_text("Accepted")
+        tile = page.get_by_role("button", name="a whale, image, completed")
+        expect(tile.locator("img")).to_have_js_property("naturalWidth", 16, timeout=30_000)
+        assert any(0 < value < 100 for value in page.evaluate("[...window.progress]"))
+        expect(page.locator("#legend")).to_contain_text("a whale")
+        tile.click()
+        expect(page.locator("#viewer-show img")).to_have_js_property("naturalWidth", 16)
