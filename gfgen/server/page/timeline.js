@@ -86,14 +86,15 @@ export class Timeline {
     write(use, `${Math.round(100 * rank.utilisation)}%`);
   }
 
-  /** Those that have not ended, then the others, each the last first: an entry moves once in its life. */
+  /** Those that have not ended, then the others, at last those that are listed nowhere; each the last first. */
   #showLegend(shown, busy) {
     for (const id of [...this.#entries.keys()]) {
       if (!shown.has(id) && this.#entries.delete(id)) this.#picked.leave(id);
     }
     const came = [...this.#entries.keys(), ...[...shown].filter((id) => !this.#entries.has(id))].reverse();
     const isOpen = (id) => this.#live.open.has(id);
-    const ids = [...came.filter(isOpen), ...came.filter((id) => !isOpen(id))].slice(0, MAX_LEGEND);
+    const kind = (id) => (isOpen(id) ? 0 : this.#live.job(id) ? 1 : 2);
+    const ids = [0, 1, 2].flatMap((each) => came.filter((id) => kind(id) === each)).slice(0, MAX_LEGEND);
     for (const id of ids) if (!this.#entries.has(id)) this.#entries.set(id, this.#entry(id));
     arrange(byId("legend"), ids.map((id) => this.#entries.get(id).row));
     byId("legend-empty").hidden = ids.length > 0;
