@@ -89,6 +89,9 @@ class PoolOptions(Protocol):
     @property
     def vae_dtype(self) -> str: ...
 
+    @property
+    def has_graphs(self) -> bool: ...
+
 
 @click.command()
 @click.argument("jobs", metavar="[JOBS]", required=False)

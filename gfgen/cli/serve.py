@@ -30,6 +30,7 @@ from gfgen.runtime.devices import DEVICES, Devices, choose_devices
 from gfgen.runtime.observer import Observer
 from gfgen.runtime.pool import WorkerPool
 from gfgen.runtime.profile import Profile
+from gfgen.runtime.residency import Residency
 from gfgen.runtime.signals import SignalPipe
 from gfgen.runtime.state import State
 from gfgen.runtime.workers import ProcessBackend
@@ -65,6 +66,7 @@ class ServeOptions:
     models: tuple[str, ...] = DEFAULT_MODELS
     has_random_weights: bool = False
     vae_dtype: str = "auto"
+    has_graphs: bool = False
     log_level: str = "info"
     log_json: bool = False
     log_file: Path | None = None
@@ -239,7 +241,9 @@ def serve_models(options: ServeOptions) -> None:
         found = [admit.find_model(name) for name in options.models]
         checkpoints = {model.checkpoint for model in found}
         admit.check(checkpoints)
-        with ready_pool(checkpoints, options, signals) as pool:
+        residency = admit.residency([], names={model.name: model.checkpoint for model in found})
+        held = residency.checkpoints if residency else checkpoints
+        with ready_pool(held, options, signals) as pool:
             serve_on(
                 pool,
                 options,
@@ -249,6 +253,7 @@ def serve_models(options: ServeOptions) -> None:
                 admit=admit.of_loaded(checkpoints),
                 models=[shown_model(model, created=int(time.time())) for model in found],
                 profile=default_profile(options.devices),
+                residency=residency,
             )
 
 
@@ -263,6 +268,7 @@ def serve_on(
     models: Sequence[Model],
     profile: Profile | None = None,
     watchers: Sequence[Observer] = (),
+    residency: Residency | None = None,
 ) -> None:
     """The control loop on workers that are ready, from the jobs of the store to the stop."""
     started_at, clock = time.time(), Clock()
@@ -280,6 +286,8 @@ def serve_on(
         raise InterruptedRunError("stopped before it began", signal_number=15)
     resume.forget_others(options.output_dir, {job.job_id for job in todo})
     resume_points = resume.find(options.output_dir, todo)
+    if residency is not None:
+        residency.note(todo)
     with contextlib.ExitStack() as stack:
         state = State(
             todo,
@@ -290,6 +298,8 @@ def serve_on(
             started_at=started_at,
             last_number=pool.last_number,
             resume=resume_points,
+            resident=residency.resident if residency else None,
+            islands=options.devices.islands,
         )
         progress = LineProgress(emit=logger.info, emit_failure=logger.error)
         observers: list[Observer] = [progress, *watchers, door]
@@ -316,6 +326,7 @@ def serve_on(
             observers=observers,
             intake=door,
             chooser=chooser,
+            residency=residency,
         )
         logger.info("ready: %d ranks (%s), policy %s", pool.num_ranks, device, options.policy.name)
         summary = control.run()

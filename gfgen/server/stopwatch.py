@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from gfgen.runtime.admission import AdmittedJob
 from gfgen.runtime.control import Backend
 from gfgen.runtime.dispatch import Dispatch
 from gfgen.runtime.events import Event
+from gfgen.runtime.messages import MemoryUse
 
 
 class Stopwatch:
@@ -43,3 +44,9 @@ class Stopwatch:
 
     def add(self, jobs: Sequence[AdmittedJob]) -> None:
         self._backend.add(jobs)
+
+    def load(self, models: Collection[str], *, load_s: float) -> None:
+        self._backend.load(models, load_s=load_s)
+
+    def memory_use(self) -> Mapping[int, MemoryUse]:
+        return self._backend.memory_use()
