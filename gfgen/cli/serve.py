@@ -238,11 +238,12 @@ def serve_models(options: ServeOptions) -> None:
             has_random_weights=options.has_random_weights,
             vae_dtype=options.vae_dtype,
         )
-        found = {name: admit.find_model(name) for name in options.models}
-        checkpoints = {model.checkpoint for model in found.values()}
-        residency = admit.residency((), names={name: model.checkpoint for name, model in found.items()})
-        loaded = residency.checkpoints if residency else checkpoints
-        with ready_pool(loaded, options, signals) as pool:
+        found = [admit.find_model(name) for name in options.models]
+        checkpoints = {model.checkpoint for model in found}
+        admit.check(checkpoints)
+        residency = admit.residency([], names={model.name: model.checkpoint for model in found})
+        held = residency.checkpoints if residency else checkpoints
+        with ready_pool(held, options, signals) as pool:
             serve_on(
                 pool,
                 options,
@@ -250,7 +251,7 @@ def serve_models(options: ServeOptions) -> None:
                 chooser=chooser,
                 signals=signals,
                 admit=admit.of_loaded(checkpoints),
-                models=[shown_model(model, created=int(time.time())) for model in found.values()],
+                models=[shown_model(model, created=int(time.time())) for model in found],
                 profile=default_profile(options.devices),
                 residency=residency,
             )
@@ -283,10 +284,10 @@ def serve_on(
     todo = door.open(serving, is_stopped=lambda: _has_signal(signals))
     if todo is None:
         raise InterruptedRunError("stopped before it began", signal_number=15)
-    if residency is not None:
-        residency.note(todo)
     resume.forget_others(options.output_dir, {job.job_id for job in todo})
     resume_points = resume.find(options.output_dir, todo)
+    if residency is not None:
+        residency.note(todo)
     with contextlib.ExitStack() as stack:
         state = State(
             todo,

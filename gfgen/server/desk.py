@@ -59,7 +59,7 @@ class Desk:
         self._now = now
         self._num_reserved = 0
         """Jobs that are being put down."""
-        self._pictures = asyncio.Semaphore(2)
+        self._pictures = asyncio.Semaphore(1)
         """Pictures that are looked at, or made smaller, at the same time."""
         self._tasks: set[asyncio.Task[None]] = set()
 

@@ -130,6 +130,13 @@ def test_a_model_without_jobs_comes_last():
     assert found.is_needed
 
 
+def test_models_are_known_before_any_job_wants_them():
+    """A server has models and no jobs when it starts."""
+    names = {name: Path(name) for name in ("wan", "qwen")}
+    found = Residency([], weights=WEIGHTS, work_bytes=lambda _: 0, room_bytes=60 * GB, names=names)
+    assert (found.resident, found.is_needed) == ({"wan"}, True)
+
+
 # Whose turn, and when --------------------------------------------------------------------------
 
 
