@@ -467,8 +467,8 @@ class State:
         return self._settle(record)
 
     def _cancelled(self, record: JobRecord | None) -> Iterable[JobOutcome]:
-        """Nobody wants the job any more; one whose file is being written, or that has ended, ends well."""
-        if record is None or record.is_writing or record.doom:
+        """Nobody wants the job any more; unless its file, which is being written, is there first."""
+        if record is None or record.doom:
             return ()
         record.doom, record.is_cancelled = "cancelled", True
         return self._settle(record)
@@ -482,6 +482,7 @@ class State:
 
     def _written(self, record: JobRecord, error: str | None) -> Iterable[JobOutcome]:
         self._num_writing -= 1
+        record.is_cancelled = record.is_cancelled and error is not None
         return self._ended(record, error=error)
 
     def _ended(self, record: JobRecord, *, error: str | None) -> Iterable[JobOutcome]:

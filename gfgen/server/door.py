@@ -91,6 +91,8 @@ class Door(Observer):
         self._views: dict[str, JobView] = {}
         """As the front knows them."""
         self._policy: events.PolicyChanged | None = None
+        self._loads: list[Event] = []
+        """The last change of models, and the ranks that have loaded since."""
 
     # The supervisor's side --------------------------------------------------------------------------
 
@@ -216,6 +218,8 @@ class Door(Observer):
         for told in self._ranks.values():
             for event in told:
                 self._tell(event)
+        for event in self._loads:
+            self._tell(event)
         if self._policy is not None:
             self._tell(self._policy)
         for dispatch, _ in self._flights.values():
@@ -240,6 +244,10 @@ class Door(Observer):
                 self._ranks[event.rank] = [event]
             case events.PolicyChanged():
                 self._policy = event
+            case events.ModelsChanged():
+                self._loads = [event]
+            case events.RankLoaded():
+                self._loads.append(event)
         if not isinstance(event, _UNTOLD):
             self._tell(event)
 

@@ -182,6 +182,16 @@ class Live:
                 rank.status = "retired" if note.is_retired else "lost"
                 self._watcher.rank_lost(note.rank)
                 self._touch("ranks")
+            case events.ModelsChanged():
+                for rank in self.ranks:
+                    rank.status = rank.status if rank.status in ("lost", "retired") else "loading"
+                self._touch("ranks")
+            case events.RankLoaded():
+                rank = self._rank(note.rank)
+                rank.status = "busy" if rank.flights else "idle"
+                self._touch("ranks")
+            case events.FramesLost():
+                self._frames_lost(note.job_id)
             case events.PolicyChanged():
                 self.deciding, self.policy_reason = note.policy, note.reason
                 self._touch("policy")
@@ -333,6 +343,13 @@ class Live:
             record.is_writing = True
             record.event("stage", at, stage="write")
         self._job_changed(record)
+
+    def _frames_lost(self, job_id: str) -> None:
+        """The decode will run again."""
+        record = self.records.get(job_id)
+        if record is not None:
+            record.is_writing, record.next_index = False, record.facts.num_tasks - 1
+            self._job_changed(record)
 
     def _stands(self, job_id: str, next_index: int, remaining_s: float, layout: Layout | None) -> None:
         """Where a job stands, and how much work it has left: what predictions are made of."""

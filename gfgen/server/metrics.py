@@ -127,7 +127,7 @@ class Meter(Watcher, Collector):
         yield _gauge(
             "gfgen_rank_utilisation", "Share of the last minute in which it computed.", ["rank"], use
         )
-        up = {(str(rank.rank),): float(rank.status in ("idle", "busy")) for rank in live.ranks}
+        up = {(str(rank.rank),): float(rank.status in ("loading", "idle", "busy")) for rank in live.ranks}
         yield _gauge("gfgen_rank_up", "1 while a rank takes tasks.", ["rank"], up)
         turn = {(): live.longest_turn_s}
         yield _gauge("gfgen_control_longest_turn_seconds", "The loop's longest turn so far.", [], turn)

@@ -19,7 +19,7 @@ from gfgen.jobfields import MAX_FRAMES, MAX_PROMPT_CHARS
 
 Status = Literal["queued", "in_progress", "completed", "failed", "cancelled"]
 ServerStatus = Literal["loading", "ready", "draining"]
-RankStatus = Literal["starting", "idle", "busy", "lost", "retired"]
+RankStatus = Literal["starting", "loading", "idle", "busy", "lost", "retired"]
 StageName = Literal["encode", "prepare", "denoise", "decode", "write"]
 Kind = Literal["video", "image"]
 

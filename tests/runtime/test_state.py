@@ -372,6 +372,16 @@ def test_a_job_whose_file_is_being_written_is_cancelled_too_late():
     assert outcome.status == "done"
 
 
+def test_a_cancelled_job_whose_frames_are_lost_is_not_decoded_again():
+    job = make_job("a", steps=1)
+    cluster = Cluster(job, num_ranks=1)
+    for index in range(job.trajectory.num_tasks):
+        cluster.done(cluster.begin("a", index, 0))
+    assert not cluster.state.apply(events.JobCancelled(1.0, "a"))
+    (outcome,) = cluster.state.apply(events.FramesLost(1.0, "a", "no memory"))
+    assert outcome.status == "cancelled"
+
+
 def test_a_failure_of_a_cancelled_job_is_no_failure():
     cluster = Cluster(make_job("a"))
     running = cluster.begin("a", 0, 0)
