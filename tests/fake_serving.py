@@ -45,8 +45,8 @@ from gfgen.server.supervisor import Supervisor, listen
 
 HASTE = bool(os.environ.get("FAKE_HASTE"))
 SIDE = 16
-MOVIE = b"\0\0\0\x18ftypmp42 a fake video " * 400
-"""What every fake video has in its file."""
+MOVIE = (Path(__file__).parent / "movie.mp4").read_bytes()
+"""What every fake video has in its file: four frames of a test picture, which thumbnails can be made of."""
 
 
 @dataclass(frozen=True)

@@ -293,7 +293,16 @@ def test_what_a_file_does_not_have_is_told(server, video, slow):
     error_of(server.http.get(f"{video['content_url']}?variant=spritesheet"), 400)
     error_of(server.http.get(f"{video['content_url']}?variant=image"), 400)
     assert error_of(server.http.get(f"/v1/videos/{slow['id']}/content"), 409)["code"] == "not_done"
-    assert error_of(server.http.get(video["thumbnail_url"]), 404)["code"] == "no_thumbnail"
+    broken = server.wait_for(made(server, prompt="x", num_inference_steps=1)["id"])
+    (server.folder / "out" / f"{broken['id']}.mp4").write_bytes(b"no video")
+    assert error_of(server.http.get(broken["thumbnail_url"]), 404)["code"] == "no_thumbnail"
+    server.http.delete(f"/v1/videos/{broken['id']}")
+
+
+def test_a_video_has_a_thumbnail(server, video):
+    small = server.http.get(video["thumbnail_url"])
+    with Image.open(io.BytesIO(small.content)) as picture:
+        assert (picture.format, picture.size) == ("WEBP", (32, 32))
 
 
 # Cancelling and removing ----------------------------------------------------------------------------
