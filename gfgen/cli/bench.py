@@ -222,6 +222,23 @@ def faults(*, schedules: int, seed: int, seconds: float | None) -> int:
     return 1 if wrong else 0
 
 
+@bench.command()
+@click.option("--ranks", type=click.IntRange(1, 8), default=2, show_default=True, help="CPU ranks.")
+@click.option("--jobs", type=click.IntRange(2), default=40, show_default=True, help="One by one, each way.")
+@click.option(
+    "--seconds", type=click.FloatRange(1), default=10.0, show_default=True, help="Of status requests."
+)
+def serve(*, ranks: int, jobs: int, seconds: float) -> None:
+    """What HTTP costs: a job over `gfgen serve` against `gfgen run`, status requests, pauses of the loop."""
+    from gfgen.bench.serve import measure_serving, table_of
+
+    report = measure_serving(num_ranks=ranks, num_jobs=jobs, seconds=seconds)
+    click.echo(f"{time.strftime('%Y-%m-%d')}, {cpu_name()}, Python {platform.python_version()}")
+    click.echo(f"command: gfgen bench serve --ranks {ranks} --jobs {jobs} --seconds {seconds:g}\n")
+    for line in table_of(report):
+        click.echo(line)
+
+
 def _startup_s(command: str) -> float:
     """Wall time of a command in a fresh process, median of several."""
     seconds = []

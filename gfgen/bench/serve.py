@@ -1,0 +1,238 @@
+"""`gfgen bench serve`: what HTTP costs, against `gfgen run`, and whether requests disturb the loop.
+
+A server of this machine's own is started on small models, asked, and stopped. Everything is seen from
+outside: by a client on the same machine, and in /metrics.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gfgen.errors import RunError
+
+MODEL, SIZE, STEPS = "tiny-qwen-image", "64x64", 4
+SPACING_S = 0.5
+"""Between two jobs of `gfgen run`, so that each finds the ranks idle, as a lone client's do."""
+NUM_LONG, LONG_STEPS = 8, 400
+"""Jobs that run while the server is asked for their status."""
+BURST = 900
+"""Jobs of one batch, for the longest turn of the control loop."""
+CLIENTS = 4
+READY_S = 120.0
+_TURN = re.compile(r"^gfgen_control_longest_turn_seconds\s+(\S+)", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What was found; times in seconds."""
+
+    num_ranks: int
+    run_s: Sequence[float]
+    """Latency of a job in `gfgen run`, from its arrival to its file."""
+    http_s: Sequence[float]
+    """The same job over HTTP, from the request to the last byte of the picture."""
+    status_per_s: float
+    front_cpu_s: float
+    """Of the HTTP process, for a thousand status requests."""
+    turn_s: float
+    """The control loop's longest turn so far: with jobs running and status asked for."""
+    burst_turn_s: float
+    """The same after a batch of many jobs."""
+
+    @property
+    def added_s(self) -> float:
+        """What HTTP adds at the median."""
+        return statistics.median(self.http_s) - statistics.median(self.run_s)
+
+
+def measure_serving(*, num_ranks: int, num_jobs: int, seconds: float) -> Report:
+    """Jobs one by one, then status requests for so long while jobs run, then one large batch.
+
+    Raises: RunError when `gfgen run` or the server fails.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        run_s = _run(folder, num_ranks=num_ranks, num_jobs=num_jobs)
+        with _server(folder, num_ranks=num_ranks) as (port, front):
+            http_s = [_picture(port, number) for number in range(num_jobs)]
+            jobs = [_submit(port, number) for number in range(NUM_LONG)]
+            before_s = _cpu_s(front)
+            asked = _ask_for(port, jobs, seconds=seconds)
+            front_cpu_s = 1000 * (_cpu_s(front) - before_s) / asked
+            turn_s = _longest_turn(port)
+            _batch(port)
+            time.sleep(1.0)  # until /metrics has heard of it
+            burst_turn_s = _longest_turn(port)
+    return Report(
+        num_ranks, run_s, http_s[1:], asked / seconds, front_cpu_s, turn_s=turn_s, burst_turn_s=burst_turn_s
+    )
+
+
+def table_of(report: Report) -> Iterator[str]:
+    """Markdown."""
+    run_ms, http_ms = (1000 * statistics.median(times) for times in (report.run_s, report.http_s))
+    yield "| | asked | found |"
+    yield "|---|---|---|"
+    yield f"| one job, `gfgen run` | | {run_ms:.1f} ms |"
+    yield f"| the same over HTTP | | {http_ms:.1f} ms |"
+    yield f"| added by HTTP | under 5 ms and the transfer | {1000 * report.added_s:+.1f} ms |"
+    rate = f"{report.status_per_s:,.0f} a second"
+    yield f"| status requests of {CLIENTS} clients | 1,000 a second on one core | {rate} |"
+    yield f"| the HTTP process for 1,000 of them | | {report.front_cpu_s:.2f} s of CPU |"
+    yield f"| longest turn of the loop meanwhile | at most 20 ms | {1000 * report.turn_s:.1f} ms |"
+    yield f"| the same after a batch of {BURST} jobs | at most 20 ms | {1000 * report.burst_turn_s:.1f} ms |"
+
+
+# gfgen run --------------------------------------------------------------------------------------
+
+
+def _run(folder: Path, *, num_ranks: int, num_jobs: int) -> list[float]:
+    """The latencies of `num_jobs` jobs, each alone; one more before them warms up."""
+    job = {"prompt": "a fox", "model": MODEL, "size": SIZE, "steps": STEPS}
+    jobs = [job | {"id": f"{idx}", "arrival": idx * SPACING_S} for idx in range(num_jobs + 1)]
+    path = folder / "jobs.jsonl"
+    path.write_text("".join(f"{json.dumps(each)}\n" for each in jobs))
+    command = [sys.executable, "-m", "gfgen", "run", str(path), "--ranks", str(num_ranks), "--quiet"]
+    output = folder / "run"
+    done = subprocess.run([*command, "--output", str(output)], capture_output=True, text=True)
+    if done.returncode != 0:
+        raise RunError(f"gfgen run failed: {done.stderr.strip()[-500:]}")
+    lines = [json.loads(line) for line in (output / "manifest.jsonl").read_text().splitlines()]
+    return [line["timings"]["latency_s"] for line in lines if line["id"] != "0"]
+
+
+# The server -------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _server(folder: Path, *, num_ranks: int) -> Iterator[tuple[int, int]]:
+    """A server that is ready: its port, and the process that answers."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "gfgen", "serve", "--port", str(port), "--ranks", str(num_ranks)]
+    command += ["--model", MODEL, "--output", str(folder / "serve"), "--quiet"]
+    log = (folder / "serve.log").open("w")
+    process = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+        deadline_s = time.monotonic() + READY_S
+        while _status_of(port, "/ready") != 200:
+            if process.poll() is not None or time.monotonic() > deadline_s:
+                raise RunError(f"gfgen serve did not start: {(folder / 'serve.log').read_text()[-500:]}")
+            time.sleep(0.1)
+        yield port, _front_of(process.pid)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        log.close()
+
+
+def _front_of(pid: int) -> int:
+    """The child that speaks HTTP."""
+    children = Path(f"/proc/{pid}/task").glob("*/children")
+    pids = [int(child) for path in children for child in path.read_text().split()]
+    return next(pid for pid in pids if b"gfgen.server.front" in Path(f"/proc/{pid}/cmdline").read_bytes())
+
+
+def _cpu_s(pid: int) -> float:
+    """User and system time of a process and its threads."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _status_of(port: int, path: str) -> int:
+    try:
+        return _ask(http.client.HTTPConnection("127.0.0.1", port, timeout=10), "GET", path)[0]
+    except OSError:
+        return 0
+
+
+def _ask(
+    connection: http.client.HTTPConnection, method: str, path: str, values: Mapping[str, Any] | None = None
+) -> tuple[int, bytes]:
+    body = None if values is None else json.dumps(values)
+    connection.request(method, path, body, {"Content-Type": "application/json"})
+    response = connection.getresponse()
+    return response.status, response.read()
+
+
+def _wanted(port: int, path: str, values: Mapping[str, Any] | None = None) -> Any:
+    """The JSON that is answered to a new connection; an error is an error."""
+    method = "GET" if values is None else "POST"
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    status, content = _ask(connection, method, path, values)
+    connection.close()
+    if status >= 300:
+        raise RunError(f"{method} {path}: {status}: {content[:300].decode(errors='replace')}")
+    return json.loads(content)
+
+
+def _picture(port: int, number: int) -> float:
+    began_s = time.perf_counter()
+    values = {"prompt": f"fox {number}", "model": MODEL, "size": SIZE, "num_inference_steps": STEPS}
+    _wanted(port, "/v1/images/generations", values)
+    return time.perf_counter() - began_s
+
+
+def _submit(port: int, number: int) -> str:
+    values = {"prompt": f"long {number}", "model": MODEL, "width": 64, "height": 64, "steps": LONG_STEPS}
+    return str(_wanted(port, "/v1/jobs", values)["id"])
+
+
+def _ask_for(port: int, jobs: Sequence[str], *, seconds: float) -> int:
+    """How many status requests some clients get answered in that time."""
+    counts = [0] * CLIENTS
+    ends_s = time.monotonic() + seconds
+
+    def client(number: int) -> None:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        while time.monotonic() < ends_s:
+            status, _ = _ask(connection, "GET", f"/v1/jobs/{jobs[counts[number] % len(jobs)]}")
+            if status != 200:
+                return
+            counts[number] += 1
+
+    threads = [threading.Thread(target=client, args=(number,)) for number in range(CLIENTS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return sum(counts)
+
+
+def _batch(port: int) -> None:
+    """A job file of many jobs in one request."""
+    job = {"prompt": "a fox", "model": MODEL, "size": SIZE, "steps": 2}
+    body = "".join(f"{json.dumps(job | {'id': f'b{idx}'})}\n" for idx in range(BURST))
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection.request("POST", "/v1/batches", body, {"Content-Type": "application/jsonl"})
+    response = connection.getresponse()
+    content = response.read()
+    if response.status >= 300:
+        raise RunError(f"POST /v1/batches: {response.status}: {content[:300].decode(errors='replace')}")
+
+
+def _longest_turn(port: int) -> float:
+    _, content = _ask(http.client.HTTPConnection("127.0.0.1", port, timeout=60), "GET", "/metrics")
+    found = _TURN.search(content.decode())
+    return float(found[1]) if found else 0.0

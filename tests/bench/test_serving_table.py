@@ -1,0 +1,24 @@
+"""What `gfgen bench serve` prints."""
+
+from __future__ import annotations
+
+import pytest
+
+from gfgen.bench.serve import Report, table_of
+
+
+def test_what_http_adds_is_the_difference_of_medians():
+    report = Report(
+        num_ranks=2,
+        run_s=[0.100, 0.110, 0.900],
+        http_s=[0.111, 0.113, 0.800],
+        status_per_s=1234.5,
+        front_cpu_s=0.25,
+        turn_s=0.012,
+        burst_turn_s=0.034,
+    )
+    assert report.added_s == pytest.approx(0.003)
+    text = "\n".join(table_of(report))
+    assert "| added by HTTP | under 5 ms and the transfer | +3.0 ms |" in text
+    assert "1,234 a second" in text
+    assert "34.0 ms" in text
