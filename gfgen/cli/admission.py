@@ -152,9 +152,10 @@ class Admission:
     def residency(
         self, jobs: Sequence[AdmittedJob], *, names: Mapping[str, Path] | None = None
     ) -> Residency | None:
-        """Who lets the models of these jobs take turns; None where all of them fit together.
+        """Who lets the models of these jobs take turns; None where all of them fit together for good.
 
-        `names` are models that are to be there although no job wants them yet.
+        `names` are models that are to be there although no job wants them yet: their jobs may turn out to be
+        too large for all of them to stay.
         """
         room_bytes = self.room_bytes
         if room_bytes is None:
@@ -168,7 +169,7 @@ class Admission:
             names=names,
         )
         if not found.is_needed:
-            return None
+            return found if len(checkpoints) > 1 and names else None
         logger.info(
             "not all models fit together: they take turns, %s first", ", ".join(sorted(found.resident))
         )

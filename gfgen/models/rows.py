@@ -14,6 +14,23 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from gfgen.errors import ModelError
+
+
+def try_kernels(device: torch.device) -> None:
+    """Compile and run one of a GPU's kernels, so that what is missing shows at the start.
+
+    Raises: ModelError when Triton cannot compile here.
+    """
+    x, ones = torch.ones(1, 1, 64, device=device, dtype=torch.bfloat16), torch.ones(64, device=device)
+    try:
+        norm(x, weight=ones, bias=ones, eps=1e-6, plus_one=False)
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+        raise ModelError(
+            f"Triton cannot compile kernels here ({reason}); it needs a C compiler and a writable ~/.triton"
+        ) from error
+
 
 def norm(x: Tensor, *, weight: Tensor, bias: Tensor, eps: float, plus_one: bool) -> Tensor:
     """[1, L, C] -> its layer norm, times weight (or 1 + weight) plus bias, each [C]."""

@@ -102,7 +102,7 @@ def decode_rows(vae: Any, latents_BCTHW: Tensor, parallel: Parallel | None) -> t
     Raises: LayoutError when a rank would have no row, and for ranks of two guidance branches.
     """
     if parallel is None or (ranks := parallel.sequence).size * parallel.cfg.size == 1:
-        return vae.decode(latents_BCTHW, return_dict=False)[0], 0
+        return _decoded(vae, latents_BCTHW), 0
     num_rows = latents_BCTHW.shape[3]
     if parallel.cfg.size > 1:
         raise LayoutError(f"a decode has no guidance branches for cfg degree {parallel.cfg.size}")
@@ -112,8 +112,18 @@ def decode_rows(vae: Any, latents_BCTHW: Tensor, parallel: Parallel | None) -> t
     start, stop = shard_bounds(num_rows, ranks.size, ranks.slot)
     band_BCTHW = latents_BCTHW[:, :, :, start:stop].contiguous()
     with _active(_Bands(ranks, shard_sizes(num_rows, ranks.size))):
-        pixels: Tensor = vae.decode(band_BCTHW, return_dict=False)[0]
+        pixels = _decoded(vae, band_BCTHW)
     return pixels, start * (pixels.shape[3] // (stop - start))
+
+
+def _decoded(vae: Any, latents_BCTHW: Tensor) -> Tensor:
+    """What the VAE makes of them; one that fails keeps nothing of its frames."""
+    try:
+        pixels: Tensor = vae.decode(latents_BCTHW, return_dict=False)[0]
+    except BaseException:
+        vae.clear_cache()
+        raise
+    return pixels
 
 
 @contextmanager

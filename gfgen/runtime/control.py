@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Protocol
 
 from gfgen.errors import PolicyError, PolicyFault, StalledError, in_one_line
@@ -52,7 +53,7 @@ class Backend(Protocol):
         """Tasks of these jobs may be submitted from now on."""
         ...
 
-    def load(self, models: Collection[str], *, load_s: float) -> None:
+    def load(self, checkpoints: Collection[Path], *, load_s: float) -> None:
         """Let all ranks hold these models and no others; each tells when it does, in about so long."""
         ...
 
@@ -208,7 +209,7 @@ class Control:
             return
         self.journal.append(event)
         self.apply(event)
-        self.backend.load(event.models, load_s=event.load_s)
+        self.backend.load(self._residency.checkpoints, load_s=event.load_s)
 
     def apply(self, event: Event) -> None:
         """Let the state change by an event, and tell everyone who watches."""

@@ -125,14 +125,17 @@ class Residency(Observer):
 
     def change(self, demand: Demand, *, now_s: float) -> ModelsChanged | None:
         """The change that is due now, if any."""
-        if not demand.num_parked or demand.is_loading:
+        if demand.is_loading:
             return None
-        reason = self._reason(demand, now_s)
-        if reason is None:
+        wanted, at_work = demand.parked_models(), sorted(demand.resident_models_at_work())
+        if not self._fits(self.resident):
+            reason = "they do not fit together beside the jobs that have come"
+            models = self.choose([*at_work, *wanted, *sorted(self.resident)])
+        elif demand.num_parked and (due := self._reason(demand, now_s)):
+            reason = due
+            models = self.choose([wanted[0], *at_work, *wanted[1:]], kept=self.resident)
+        else:
             return None
-        wanted = demand.parked_models()
-        at_work = demand.resident_models_at_work()
-        models = self.choose([wanted[0], *sorted(at_work), *wanted[1:]], kept=self.resident)
         if models == self.resident:
             return None
         return ModelsChanged(now_s, tuple(sorted(models)), self._load_s(models), reason)

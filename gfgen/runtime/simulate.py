@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from gfgen.graph import Stage
 from gfgen.runtime.admission import AdmittedJob
@@ -68,7 +69,7 @@ class SimulatedBackend:
     def add(self, jobs: Sequence[AdmittedJob]) -> None:
         """Nothing has to be known of a job."""
 
-    def load(self, models: Collection[str], *, load_s: float) -> None:
+    def load(self, checkpoints: Collection[Path], *, load_s: float) -> None:
         """Each rank takes as long as predicted, after what it was given."""
         if self._submitted:
             self._start_submitted()

@@ -46,6 +46,7 @@ from gfgen.models import lanes
 from gfgen.models.adapter import Adapter, Fields
 from gfgen.models.graphs import Graphs, Recorder
 from gfgen.models.parallel import Parallel, parallel_from
+from gfgen.models.rows import try_kernels
 from gfgen.runtime.arenas import SIDE_BYTES
 from gfgen.runtime.channel import Channel
 from gfgen.runtime.memory import CONTEXT_BYTES
@@ -91,6 +92,8 @@ __all__ = ["WorkerSettings", "main"]
 STAGING_BYTES = 64 << 20
 """Of pinned host memory, for each direction. More is never pinned later, since that waits for the device."""
 
+_AFTER_ALL = 2**63
+"""A number that no dispatch has, beyond all of them."""
 _FIRST_STEPS = 2
 """So many steps differ from all later ones: UniPC of order 2 corrects from the second one on, and solves a
 system of equations from the third."""
@@ -104,6 +107,7 @@ def main(channel_socket: socket.socket, settings: WorkerSettings) -> None:
         device = torch.device("cuda", settings.rank)
         torch.cuda.set_device(device)
         Kernels(settings.rank)  # compiled and kept on disk before anyone waits for this rank
+        try_kernels(device)
         if settings.memory_limit is not None:
             _limit_memory(settings, device)
         adapters = load(settings, device=str(device))
@@ -317,7 +321,7 @@ class GpuWorker(Worker):
 
     def _set_models(self, message: SetModels) -> None:
         with contextlib.suppress(InputVoidError):  # nobody is left who wants them
-            self._see_to_the_end(self._last_number + 1)
+            self._see_to_the_end(_AFTER_ALL)
             super()._set_models(message)
 
     def _drop_models(self, paths: Sequence[str]) -> None:
@@ -396,21 +400,26 @@ class GpuWorker(Worker):
 
         Forwards are recorded while nothing runs here, nor is about to be sent: that may wait for the device.
         """
-        if task.stage is not Stage.DENOISE:
-            self._clear_the_way(message.number, is_new=is_new)
-            return None
         forwards, layout = self._forwards, message.layout
+        if task.stage is not Stage.DENOISE:
+            self._clear_the_way(message.number, is_new=is_new or self._is_short)
+            self._give_back_if_short()
+            return None
         kind = forwards.kind_of(job, layout)
         is_to_record = forwards.is_to_record(job, task, kind) and not self._unsent
         self._clear_the_way(message.number, is_new=is_new or is_to_record or self._is_short)
-        if self._is_short:
-            self._is_short = False
-            forwards.clear()
-            torch.cuda.empty_cache()
+        self._give_back_if_short()
         if is_to_record and not self._unsent:
             forwards.record(job, task, kind, layout)
         forwards.attach(job.start.checkpoint)
         return kind
+
+    def _give_back_if_short(self) -> None:
+        """Records, and what torch has kept, after an attempt that ran out of memory; nothing is under way."""
+        if self._is_short:
+            self._is_short = False
+            self._forwards.clear()
+            torch.cuda.empty_cache()
 
     def _unentered(self, layout: Layout) -> Parallel | None:
         """The ranks of a step, of whom none has come, for rehearsals and records."""

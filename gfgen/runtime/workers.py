@@ -211,10 +211,9 @@ class ProcessBackend:
         except OSError as error:
             logger.warning("job %s will start at the beginning: its state is not kept (%s)", job_id, error)
 
-    def load(self, models: Collection[str], *, load_s: float) -> None:
-        """Let all ranks hold these models, of which jobs are known, and no others."""
-        checkpoints = {job.spec.model: job.checkpoint for job in self._jobs.values()}
-        self._pool.set_models({checkpoints[model] for model in models if model in checkpoints})
+    def load(self, checkpoints: Collection[Path], *, load_s: float) -> None:
+        """Let all ranks hold these models and no others."""
+        self._pool.set_models(set(checkpoints))
 
     def add(self, jobs: Sequence[AdmittedJob]) -> None:
         """Know these jobs too; workers are told of one before its first task."""
@@ -494,7 +493,9 @@ class ProcessBackend:
                 if worker.is_ready:
                     worker.tell(Ping())
         for child, why in list(self._watchdog.silent(now_s)):
-            self._kill(child, why)
+            is_loading = isinstance(child, Child) and child.asked_to_load_s is not None
+            if not is_loading:  # which has a bound of its own
+                self._kill(child, why)
         for writer in list(self._writes.overdue(patience_s=self._watchdog.patience.write_s)):
             self._kill(writer, "it does not finish a file")
         for storing in self._storing.values():
@@ -525,6 +526,11 @@ class ProcessBackend:
         logger.info("not at work for %.0f s: that counts for nobody", paused_s)
         for worker in workers:
             worker.started_s += paused_s
+            if worker.asked_to_load_s is not None:
+                worker.asked_to_load_s += paused_s
+        for storing in self._storing.values():
+            for rank in storing:
+                storing[rank] += paused_s
         self._writes.forgive(paused_s)
         if self._recovery:
             self._recovery.deadline_s += paused_s

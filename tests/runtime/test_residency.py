@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,7 @@ def controlled(
     step_s: float = STEP_S,
     path: Path | None = None,
     closes_s: float | None = None,
+    backend: type[SimulatedBackend] = SimulatedBackend,
 ) -> tuple[Control, Recorder]:
     """A control loop over simulated ranks with so much room for models."""
     clock, recorder, residency = Clock(virtual=True), Recorder(), residency_of(jobs, room=room)
@@ -76,7 +77,7 @@ def controlled(
     control = Control(
         jobs,
         state=state,
-        backend=SimulatedBackend(
+        backend=backend(
             clock, num_ranks=num_ranks, times=SimulatedTimes(task_s=lambda _: step_s, write_s=0.01)
         ),
         clock=clock,
@@ -91,6 +92,58 @@ def controlled(
 
 def changes(recorder: Recorder) -> list[tuple[str, ...]]:
     return [tuple(event.models) for event in recorder.events if isinstance(event, ModelsChanged)]
+
+
+class Spy(SimulatedBackend):
+    """Notes what ranks are told to hold."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.told: list[list[str]] = []
+
+    def load(self, checkpoints: Collection[Path], *, load_s: float) -> None:
+        self.told.append(sorted(map(str, checkpoints)))
+        super().load(checkpoints, load_s=load_s)
+
+
+def test_ranks_are_told_to_keep_a_model_whose_jobs_have_all_ended():
+    jobs = [job_of("wan", "a"), job_of("qwen", "b", arrival_s=0.1), job_of("moe", "c", arrival_s=900.0)]
+    control, recorder = controlled(jobs, room=100 * GB, backend=Spy)
+    control.run()
+    assert changes(recorder) == [("moe", "wan")]
+    assert control.backend.told == [["moe", "wan"]]
+
+
+def test_models_part_when_a_job_comes_that_is_too_large_beside_both():
+    sizes = {"small": 1 * GB, "large": 30 * GB}
+    small, large = job_of("wan", "small"), job_of("wan", "large")
+    residency = Residency(
+        [small],
+        weights=WEIGHTS,
+        work_bytes=lambda job: sizes[job.job_id],
+        room_bytes=90 * GB,
+        names={"wan": Path("wan"), "qwen": Path("qwen")},
+    )
+    assert residency.resident == {"wan", "qwen"}
+    residency.note([large])
+    event = residency.change(Idle(at_work=["wan"]), now_s=5.0)
+    assert event is not None
+    assert event.models == ("wan",)
+
+
+@dataclass
+class Idle:
+    """No job waits for its model."""
+
+    at_work: Sequence[str]
+    num_parked = 0
+    has_urgent_parked = is_loading = is_at_rest = False
+
+    def parked_models(self) -> Sequence[str]:
+        return []
+
+    def resident_models_at_work(self) -> Collection[str]:
+        return self.at_work
 
 
 # Which models ----------------------------------------------------------------------------------
