@@ -31,6 +31,7 @@ from gfgen.runtime.residency import Residency
 
 logger = logging.getLogger(__name__)
 
+RESTART = "stop the run and start it again: it loads what the files in its folder name"
 DEFAULT_MODEL = "tiny-wan"
 """For jobs that name none, where --model names none either."""
 
@@ -106,7 +107,9 @@ class Admission:
         vae_dtype: str = "auto",
         known: dict[str, Model] | None = None,
         loaded: frozenset[Path] | None = None,
+        help_: str = RESTART,
     ) -> None:
+        self._help = help_
         self._default_model = default_model
         self._devices = devices
         self._has_random_weights = has_random_weights
@@ -194,8 +197,8 @@ class Admission:
         """What loaded models take of each GPU; of main memory they have it already. Read once."""
         return self.check(self._loaded) if self._loaded and self._devices.kind == CUDA else {}
 
-    def of_loaded(self, checkpoints: Collection[Path]) -> Admission:
-        """The same, once the workers have loaded these models and load no others."""
+    def of_loaded(self, checkpoints: Collection[Path], *, help_: str = RESTART) -> Admission:
+        """The same, once the workers have loaded these models and load no others; `help_` says what to do."""
         return Admission(
             default_model=self._default_model,
             devices=self._devices,
@@ -203,6 +206,7 @@ class Admission:
             vae_dtype=self._vae_dtype,
             known=self._known,
             loaded=frozenset(checkpoints),
+            help_=help_,
         )
 
     def find_model(self, name: str) -> Model:
@@ -214,10 +218,7 @@ class Admission:
             self._known[name] = self._look_up(name)
         model = self._known.get(name)
         if model is None or (self._loaded is not None and model.checkpoint not in self._loaded):
-            raise ModelError(
-                f"model {name!r} is not loaded; stop the run and start it again: it loads what the files "
-                "in its folder name"
-            )
+            raise ModelError(f"model {name!r} is not loaded; {self._help}")
         return model
 
     def _look_up(self, name: str) -> Model:

@@ -118,7 +118,8 @@ def _caches() -> Iterator[str]:
     example = _short(table_path("name"))
     yield f"tuned tables: {', '.join(tables) or f'none ({example} after `gfgen bench gfc --tune`)'}"
     hub = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
-    free = shutil.disk_usage(hub if hub.is_dir() else Path.home()).free / _GIB
+    nearest = next(folder for folder in (hub, *hub.absolute().parents) if folder.is_dir())
+    free = shutil.disk_usage(nearest).free / _GIB
     yield f"models: {_short(hub)}{'' if hub.is_dir() else ' (not there yet)'}, {free:.0f} GiB free"
 
 

@@ -116,7 +116,7 @@ class PoolOptions(Protocol):
 @click.option(
     "--memory",
     metavar="SIZE",
-    help='Use so much memory at most, like "40GB": of each GPU, or of main memory. [all that there is]',
+    help='Room for weights and jobs, like "40GB": of each GPU, or of main memory. [all that there is]',
 )
 @click.option("--policy", default="auto", show_default=True, help="NAME[,option=value...]: 'gfgen policies'.")
 @click.option(

@@ -243,18 +243,24 @@ def serve_models(options: ServeOptions) -> None:
         admit.check(checkpoints)
         residency = admit.residency([], names={model.name: model.checkpoint for model in found})
         held = residency.checkpoints if residency else checkpoints
-        with ready_pool(held, options, signals) as pool:
-            serve_on(
-                pool,
-                options,
-                door=door,
-                chooser=chooser,
-                signals=signals,
-                admit=admit.of_loaded(checkpoints),
-                models=[shown_model(model, created=int(time.time())) for model in found],
-                profile=default_profile(options.devices),
-                residency=residency,
-            )
+        try:
+            pool = stack.enter_context(ready_pool(held, options, signals))
+        except InterruptedRunError:
+            logger.info("stopped while the models were loading; what is open goes on at the next start")
+            return
+        serve_on(
+            pool,
+            options,
+            door=door,
+            chooser=chooser,
+            signals=signals,
+            admit=admit.of_loaded(
+                checkpoints, help_="it is not served any more: start the server with --model NAME too"
+            ),
+            models=[shown_model(model, created=int(time.time())) for model in found],
+            profile=default_profile(options.devices),
+            residency=residency,
+        )
 
 
 def serve_on(
@@ -283,7 +289,8 @@ def serve_on(
     )
     todo = door.open(serving, is_stopped=lambda: _has_signal(signals))
     if todo is None:
-        raise InterruptedRunError("stopped before it began", signal_number=15)
+        logger.info("stopped before it began; what is open goes on at the next start")
+        return
     resume.forget_others(options.output_dir, {job.job_id for job in todo})
     resume_points = resume.find(options.output_dir, todo)
     if residency is not None:

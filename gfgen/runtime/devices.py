@@ -122,7 +122,8 @@ def find_gpus(*, must_ask: bool = False) -> tuple[Gpu, ...]:
     if not must_ask and not any(os.path.exists(sign) for sign in _SIGNS):
         return ()
     if _is_torch_for_cpus():
-        logger.warning("there is a GPU, but this PyTorch is built for CPUs only: see 'gfgen doctor'")
+        there = "there is a GPU, but " if any(os.path.exists(sign) for sign in _SIGNS) else ""
+        logger.warning("%sthis PyTorch is built for CPUs only: see 'gfgen doctor'", there)
         return ()
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(_PACKAGE_ROOT), *_own_path())))}
     command = [sys.executable, "-m", "gfgen.gfc.cuda.probe"]

@@ -39,7 +39,9 @@ class Body:
 async def read_body(request: Request, *, desk: Desk, picture_name: str = "input_reference") -> Body:
     """A request's fields, from JSON or from a form; raises ApiError for anything else."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind in ("multipart/form-data", "application/x-www-form-urlencoded"):
+    if kind == "application/x-www-form-urlencoded":  # what curl -d says, whatever it sends
+        raise ApiError(400, "send JSON with -H 'Content-Type: application/json', or a form with -F")
+    if kind == "multipart/form-data":
         return await _from_form(request, desk, picture_name)
     if kind not in ("application/json", ""):
         raise ApiError(400, f"{kind[:80]}: send application/json or multipart/form-data")

@@ -15,7 +15,7 @@ class Bounds:
     """Event streams that are read at the same time; beyond it 429."""
     connections: int = 2048
     """Beyond it 503."""
-    body_bytes: int = 64 * 2**20
+    body_bytes: int = 64_000_000
     """Of one request, pictures included; beyond it 413."""
     json_bytes: int = 2**20
     """Of a request that is JSON."""

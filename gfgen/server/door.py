@@ -42,7 +42,7 @@ MAX_UNSENT = 200_000
 HELLO_S = 60.0
 """In which a new front has to say which jobs are open."""
 _UNTOLD = (events.Wakeup,)
-MAX_AT_ONCE = 16
+MAX_AT_ONCE = 8
 """Jobs, and events, that one turn of the loop takes from the front: each costs tens of microseconds."""
 MAX_ROWS = 200
 """Jobs whose place is told at once."""

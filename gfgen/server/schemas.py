@@ -209,7 +209,11 @@ class ImageRequest(Request):
     deadline: Deadline | None = None
     priority: Priority | None = None
     tag: str | None = Field(None, min_length=1, max_length=64)
-    user: str | None = Field(None, description="Accepted and not used.")
+    quality: str | None = Field(None, description="Accepted and not used, as the next ones.")
+    style: str | None = None
+    background: str | None = None
+    moderation: str | None = None
+    user: str | None = None
 
 
 class Image(Answer):
