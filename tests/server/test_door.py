@@ -16,7 +16,7 @@ from gfgen.runtime.events import JobCancelled, PolicyChanged, RankReady, TaskDon
 from gfgen.runtime.observer import JobOutcome
 from gfgen.server import door as doors
 from gfgen.server.choosing import SwitchedChooser
-from gfgen.server.door import Door
+from gfgen.server.door import MAX_AT_ONCE, Door
 from gfgen.server.link import Cancel, Framing, Hello, Link, Noted, Rows, Serving, SetPolicy, Submit, pack
 
 SERVING = Serving(max, (), "cpu", 2, "srtf", 0.0)
@@ -95,18 +95,18 @@ def test_a_job_is_cancelled_by_an_event_or_dropped_while_it_waits(door):
 
 
 def test_what_is_much_comes_in_parts_and_rings_for_the_rest(door):
-    names = [f"job-{number}" for number in range(80)]
+    names = [f"job-{number}" for number in range(10 * MAX_AT_ONCE)]
     say(door, *(Submit((make_job(name),)) for name in names))
     parts = []
     while jobs := door.take():
         parts.append(ids(jobs))
-    assert [len(part) for part in parts] == [16] * 5
+    assert [len(part) for part in parts] == [MAX_AT_ONCE] * 10
     assert [name for part in parts for name in part] == names
     door.received(Cancel(tuple(names)))
     told = []
     while select.select([door], [], [], 0)[0]:
         told.append([event.job_id for event in door.take_events(1.0)])
-    assert [len(part) for part in told if part] == [16] * 5
+    assert [len(part) for part in told if part] == [MAX_AT_ONCE] * 10
     assert [name for part in told for name in part] == names
 
 
