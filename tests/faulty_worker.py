@@ -6,6 +6,9 @@
     "a fox | loop rank=1 step=2 times=1"     computes for ever
     "a fox | short rank=1 step=2 times=1"    asks for more memory than any machine has
 
+On a GPU (`gpu_main`) it is the device that computes for ever and whose memory runs out, and a process
+dies with the step under way on the device.
+
 How often it was done is counted in files, since a process that dies forgets; their folder is
 named by the environment variable GFGEN_TEST_FAULTS.
 """
@@ -17,12 +20,14 @@ import re
 import signal
 import socket
 import time
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from gfgen.runtime import worker
+from gfgen.runtime import worker, worker_gpu
 from gfgen.runtime.worker import WorkerSettings
 
 __all__ = ["WorkerSettings", "main"]
@@ -33,18 +38,26 @@ ORDER = re.compile(r"(fail|die|stop|loop|short) rank=(\d+) step=(\d+) times=(\d+
 class FaultyAdapter:
     """An adapter that fails on command and does its work otherwise."""
 
-    def __init__(self, adapter: Any, rank: int) -> None:
+    def __init__(self, adapter: Any, rank: int, *, faults: Mapping[str, Callable[[], None]]) -> None:
         self._adapter = adapter
         self._rank = rank
+        self._faults = faults
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._adapter, name)
 
     def denoise(self, spec: Any, *artifacts: Any, step: int, **options: Any) -> Any:
-        for kind, rank, at_step, times in ORDER.findall(spec.prompt):
-            if (int(rank), int(at_step)) == (self._rank, step) and self._is_due(spec.id, kind, int(times)):
-                FAULTS[kind]()
-        return self._adapter.denoise(spec, *artifacts, step=step, **options)
+        orders = [
+            kind
+            for kind, rank, at_step, times in ORDER.findall(spec.prompt)
+            if (int(rank), int(at_step)) == (self._rank, step) and self._is_due(spec.id, kind, int(times))
+        ]
+        for kind in orders:
+            self._faults[kind]()
+        result = self._adapter.denoise(spec, *artifacts, step=step, **options)
+        if "die" in orders:  # on a GPU, which has only been told of the step
+            _die()
+        return result
 
     def _is_due(self, job_id: str, kind: str, times: int) -> bool:
         count = Path(os.environ["GFGEN_TEST_FAULTS"]) / f"{job_id}.{kind}.{self._rank}"
@@ -75,14 +88,39 @@ def _run_short() -> None:
     torch.empty(2**60, dtype=torch.uint8)
 
 
+def _keep_the_device_busy(cycles: int) -> None:
+    torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+
+
+def _fill_the_device() -> None:
+    """As a step that is too large does: piece by piece, until there is nothing left."""
+    pieces = []
+    while True:
+        pieces.append(torch.empty(1 << 30, dtype=torch.uint8, device="cuda"))
+
+
 FAULTS = {"fail": _fail, "die": _die, "stop": _stop, "loop": _loop, "short": _run_short}
+GPU_FAULTS = FAULTS | {
+    "die": partial(_keep_the_device_busy, 10**9),
+    "loop": partial(_keep_the_device_busy, 2**62),
+    "short": _fill_the_device,
+}
 
 
 def main(channel_socket: socket.socket, settings: WorkerSettings) -> None:
+    _load_faulty(settings.rank, FAULTS)
+    worker.main(channel_socket, settings)
+
+
+def gpu_main(channel_socket: socket.socket, settings: WorkerSettings) -> None:
+    _load_faulty(settings.rank, GPU_FAULTS)
+    worker_gpu.main(channel_socket, settings)
+
+
+def _load_faulty(rank: int, faults: Mapping[str, Callable[[], None]]) -> None:
     load = worker.load_adapter
 
     def load_faulty(*arguments: Any, **options: Any) -> Any:
-        return FaultyAdapter(load(*arguments, **options), settings.rank)
+        return FaultyAdapter(load(*arguments, **options), rank, faults=faults)
 
     worker.load_adapter = load_faulty
-    worker.main(channel_socket, settings)

@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from faulty_worker import FaultyAdapter
+from faulty_worker import FAULTS, FaultyAdapter
 
 from gfgen.errors import ProtocolError
 from gfgen.gfc import native
@@ -190,7 +190,7 @@ def main(channel_socket: socket.socket, settings: WorkerSettings) -> None:
         def load(path: str) -> FaultyAdapter:
             if taken_order("load") == "fail":
                 raise RuntimeError("as told by a file")
-            return FaultyAdapter(load_model(settings, path), settings.rank)
+            return FaultyAdapter(load_model(settings, path), settings.rank, faults=FAULTS)
 
         adapters = {path: load(path) for path in settings.checkpoints}
         worker = ImitationWorker(channel, settings.rank, adapters, Plan(*settings.arena_bytes), load)
