@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -184,9 +185,8 @@ class Desk:
 
     # What is asked ----------------------------------------------------------------------------------
 
-    @property
-    def serving(self) -> Serving:
-        """What is served; raises ApiError while nothing is."""
+    def check_ready(self) -> Serving:
+        """What is served; raises ApiError, with the reason, while nothing is."""
         if self.live.status != "ready" or self.live.serving is None:
             raise ApiError(503, self.live.reason or "not ready", code="not_ready", retry_after_s=5)
         return self.live.serving
@@ -222,7 +222,7 @@ class Desk:
             self._send(Submit(tuple(jobs[start : start + SUBMITTED_AT_ONCE])))
 
     async def _admit(self, asked: Sequence[Asked], with_picture: Asked | None) -> list[AdmittedJob]:
-        serving = self.serving
+        serving = self.check_ready()
         if with_picture is not None:
             assert len(asked) == 1
             one = await self._with_picture(with_picture)
@@ -237,8 +237,6 @@ class Desk:
 
     async def _with_picture(self, asked: Asked) -> Asked:
         """The same, with its picture looked at and kept under the job's own name."""
-        from dataclasses import replace
-
         assert asked.picture is not None
         async with self._pictures:
             sha256 = await asyncio.to_thread(asking.checked_picture, asked.picture, param="input_reference")

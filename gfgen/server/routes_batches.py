@@ -62,7 +62,7 @@ async def create_batch(
     """Accepts all jobs of a file or none, with the messages of `gfgen run`. `image` and `output` of a line
     name files of the machine that sends them, so pictures are refused and outputs get names of ours."""
     desk = desk_of(request)
-    models = desk.serving.models
+    models = desk.check_ready().models
     content, fingerprint = await read_job_file(request, desk=desk)
     batch_id = new_id("batch")
     try:
@@ -131,7 +131,7 @@ async def cancel_batch(request: Request, batch_id: JobId) -> Response:
     desk = desk_of(request)
     if desk.store.batch(batch_id) is None:
         raise _no_batch(batch_id)
-    assert desk.serving
+    desk.check_ready()
     open_ids = [r.facts.id for r in desk.live.records.values() if r.facts.batch_id == batch_id]
     if open_ids:
         await desk.store.cancel_batch(batch_id)

@@ -34,7 +34,7 @@ async def create_images(request: Request) -> Response:
     asked_for = checked(schemas.ImageRequest, body.values)
     if body.picture is not None:
         raise ApiError(400, "input_reference: pictures are made from text here", param="input_reference")
-    asked = asked_images(asked_for, models=desk.serving.models)
+    asked = asked_images(asked_for, models=desk.check_ready().models)
     ids = await desk.take(asked, key=request_key(request, body.fingerprint))
     await results(request, desk, ids)
     pictures = [_done(desk, job_id) for job_id in ids]

@@ -87,7 +87,7 @@ async def create_job(request: Request) -> Response:
     """Accepts one job, in the words of the job file, and answers at once."""
     desk = desk_of(request)
     body = await read_body(request, desk=desk, picture_name="image")
-    asked = asked_job(checked(schemas.JobRequest, body.values), models=desk.serving.models)
+    asked = asked_job(checked(schemas.JobRequest, body.values), models=desk.check_ready().models)
     return _job(desk, (await _take(request, desk, asked, body))[0])
 
 
@@ -262,7 +262,7 @@ async def _disconnected(request: Request) -> None:
 
 
 def _video(desk: Desk, body: Body) -> Asked:
-    return asked_video(checked(schemas.VideoRequest, body.values), models=desk.serving.models)
+    return asked_video(checked(schemas.VideoRequest, body.values), models=desk.check_ready().models)
 
 
 async def _take(request: Request, desk: Desk, asked: Asked, body: Body) -> list[str]:

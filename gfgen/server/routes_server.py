@@ -53,7 +53,7 @@ async def health() -> Response:
 )
 async def ready(request: Request) -> Response:
     desk = desk_of(request)
-    assert desk.serving  # or 503, with the reason
+    desk.check_ready()
     waiting = [rank for rank in desk.live.ranks if rank.status in ("starting", "lost")]
     if waiting:
         names = ", ".join(f"rank {rank.rank} ({rank.status})" for rank in waiting)
@@ -108,7 +108,7 @@ async def get_model(request: Request, model: str) -> Response:
 )
 async def get_policy(request: Request) -> Response:
     desk = desk_of(request)
-    assert desk.serving
+    desk.check_ready()
     return Response(desk.live.policy().model_dump_json(), media_type="application/json")
 
 
@@ -128,7 +128,7 @@ async def get_policy(request: Request) -> Response:
 async def set_policy(request: Request) -> Response:
     """A built-in policy with its options; what runs goes on, and its next step is decided by the new one."""
     desk = desk_of(request)
-    assert desk.serving
+    desk.check_ready()
     asked = checked(schemas.PolicyRequest, await read_json(request, most_bytes=desk.bounds.json_bytes))
     name = asked.policy.partition(",")[0].strip()
     if name not in BUILT_IN:  # others would be looked for among the server's files
