@@ -15,6 +15,7 @@ from random import Random
 import numpy as np
 import pytest
 from PIL import Image
+from process_tree import children_of
 
 NUM_KILLS = 8
 BOUND_S = 120.0
@@ -84,14 +85,6 @@ class Run:
         while left := [pid for pid in self._known if is_running(pid)]:
             assert time.monotonic() < deadline_s, f"processes {left} are left"
             time.sleep(0.02)
-
-
-def children_of(pid: int) -> list[int]:
-    try:
-        tasks = list(Path(f"/proc/{pid}/task").iterdir())
-        return [int(child) for task in tasks for child in (task / "children").read_text().split()]
-    except (FileNotFoundError, ProcessLookupError):
-        return []
 
 
 def is_running(pid: int) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from process_tree import children_of
 
 from gfgen.runtime.devices import find_gpus
 
@@ -66,9 +67,7 @@ def test_a_worker_that_is_killed_costs_no_job(job_file: Path, tmp_path: Path):
     while not (journal.exists() and "TaskDone" in journal.read_text()):
         assert time.monotonic() < deadline_s
         time.sleep(0.001)
-    children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
-    server = next(pid for pid in children if Path(f"/proc/{pid}/task/{pid}/children").read_text().strip())
-    first_worker = Path(f"/proc/{server}/task/{server}/children").read_text().split()[0]
-    os.kill(int(first_worker), signal.SIGKILL)
+    first_worker = next(worker for server in children_of(run.pid) for worker in sorted(children_of(server)))
+    os.kill(first_worker, signal.SIGKILL)
     assert run.wait(TIMEOUT_S) == 0
     assert len(layouts_of(tmp_path)) == 6

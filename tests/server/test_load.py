@@ -17,19 +17,12 @@ from random import Random
 import httpx
 import pytest
 from fake_serving import MOVIE
+from process_tree import children_of
 from serving import fake_server, free_port
 
 NUM_CLIENTS = 200
 BOUND_S = 100.0
 ENDED = ("completed", "failed", "cancelled")
-
-
-def children_of(pid: int) -> list[int]:
-    try:
-        tasks = list(Path(f"/proc/{pid}/task").iterdir())
-        return [int(child) for task in tasks for child in (task / "children").read_text().split()]
-    except (FileNotFoundError, ProcessLookupError):
-        return []
 
 
 def command_of(pid: int) -> bytes:
