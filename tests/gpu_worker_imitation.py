@@ -27,7 +27,7 @@ from gfgen.gfc.descriptor import Descriptor
 from gfgen.gfc.endpoint import Endpoint
 from gfgen.gfc.group import Group
 from gfgen.layout import Layout
-from gfgen.runtime import worker_forwards, worker_gpu
+from gfgen.runtime import worker_forwards, worker_gpu, worker_staging
 from gfgen.runtime.channel import Channel
 from gfgen.runtime.messages import Arenas
 from gfgen.runtime.worker import Worker, WorkerSettings, load_model, run_worker
@@ -179,7 +179,7 @@ def imitate_cuda() -> None:
     torch.Tensor.record_stream = lambda *_: None  # type: ignore[assignment]
     real_empty = torch.empty
     torch.empty = lambda *size, pin_memory=False, **options: real_empty(*size, **options)
-    worker_gpu.STAGING_BYTES = STAGING_BYTES
+    worker_staging.STAGING_BYTES = STAGING_BYTES
     worker_forwards.MIN_REPLAYS = 1
 
 

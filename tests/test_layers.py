@@ -32,6 +32,7 @@ FLOORS = {
     "gfgen.runtime.worker_gpu": 6,
     "gfgen.runtime.worker_graphs": 6,
     "gfgen.runtime.worker_jobs": 6,
+    "gfgen.runtime.worker_staging": 6,
     "gfgen.runtime.arenas": 6,
     "gfgen.runtime.control": 7,
     "gfgen.runtime.workers": 7,

@@ -10,7 +10,7 @@ import math
 import time
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from gfgen.graph import Stage
@@ -21,16 +21,13 @@ from gfgen.runtime.dispatch import Dispatch
 from gfgen.runtime.forecast import predict
 from gfgen.server import schemas
 from gfgen.server.link import Pace, Rows, Serving
+from gfgen.server.rank_lane import Flight, RankLane, Stretch
 from gfgen.server.records import SHOWN_PROMPT_CHARS, Record, layout_view, rounded
 from gfgen.server.store import Ending
 from gfgen.snapshot import JobView, RunningTask
 
 TIMELINE_S = 120.0
 MAX_STRETCHES = 600
-GAP_S = 0.25
-"""Work of one job on a rank is one stretch when no more than this lies between its tasks."""
-USE_S = 60
-"""Seconds over which a rank's utilisation is taken."""
 MAX_SHOWN_OPEN, MAX_SHOWN_FINISHED = 200, 48
 MAX_RECENT = 128
 """Ended jobs whose events are still there to be read."""
@@ -57,67 +54,6 @@ class Watcher:
         """A job has ended."""
 
 
-@dataclass(slots=True, eq=False)
-class _Flight:
-    dispatch: Dispatch
-    pending: set[int]
-    failed: bool = False
-    busy_s: float = 0.0
-
-
-@dataclass(slots=True, eq=False)
-class _Stretch:
-    """A bar of the timeline while it may still grow."""
-
-    key: str
-    rank: int
-    job_id: str
-    stage: Stage
-    layout: Layout
-    first_step: int | None
-    last_step: int | None
-    started_at: float
-    ended_at: float | None = None
-    version: int = 0
-
-    def shown(self) -> schemas.Stretch:
-        view = layout_view(self.layout)
-        assert view is not None
-        return schemas.Stretch(
-            key=self.key,
-            rank=self.rank,
-            job_id=self.job_id,
-            stage=self.stage.value,
-            layout=view,
-            first_step=self.first_step,
-            last_step=self.last_step,
-            started_at=round(self.started_at, 4),
-            ended_at=None if self.ended_at is None else round(self.ended_at, 4),
-        )
-
-
-@dataclass(slots=True, eq=False)
-class RankState:
-    """A rank as the front knows it."""
-
-    rank: int
-    status: schemas.RankStatus = "starting"
-    num_restarts: int = 0
-    flights: list[_Flight] = field(default_factory=list)
-    begun_at: float = 0.0
-    """When the first of its flights began."""
-    busy_by_second: dict[int, float] = field(default_factory=lambda: defaultdict(float))
-    stretch: _Stretch | None = None
-
-    def utilisation(self, now: float, *, since: float) -> float:
-        """Share of the last minute in which it computed; what runs counts up to now."""
-        span_s = min(float(USE_S), max(now - since, 1e-3))
-        busy_s = sum(s for second, s in self.busy_by_second.items() if second > now - USE_S)
-        if self.flights:
-            busy_s += max(0.0, now - max(self.begun_at, now - span_s))
-        return min(1.0, busy_s / span_s)
-
-
 class Live:
     """Ranks, jobs, timeline and policy; `now` gives Unix time."""
 
@@ -140,7 +76,7 @@ class Live:
         """Jobs that have ended a short while ago."""
         self.finished: deque[schemas.Job] = deque(maxlen=MAX_SHOWN_FINISHED)
         """The last first."""
-        self.ranks: list[RankState] = []
+        self.ranks: list[RankLane] = []
         self.deciding: str | None = None
         self.policy_reason: str | None = None
         self.asked_policy: str | None = None
@@ -152,8 +88,8 @@ class Live:
         self.num_turns = 0
         self._gfgen_version = version
         self._max_open = max_open
-        self._flights: dict[int, _Flight] = {}
-        self._stretches: deque[_Stretch] = deque(maxlen=MAX_STRETCHES)
+        self._flights: dict[int, Flight] = {}
+        self._stretches: deque[Stretch] = deque(maxlen=MAX_STRETCHES)
         self._changed: dict[str, int] = defaultdict(int)
         """By part of the state: the version of its last change."""
         self._finished_at: deque[tuple[int, schemas.Job]] = deque(maxlen=MAX_SHOWN_FINISHED)
@@ -204,7 +140,7 @@ class Live:
         self.serving = serving
         self.asked_policy = self.asked_policy or serving.policy
         self.deciding = serving.policy
-        self.ranks = [RankState(rank) for rank in range(serving.num_ranks)]
+        self.ranks = [RankLane(rank) for rank in range(serving.num_ranks)]
         self._flights.clear()
         self._stretches.clear()
         self.status, self.reason = "ready", None
@@ -226,7 +162,7 @@ class Live:
         assert self.serving is not None
         return self.serving.started_at + time_s
 
-    def _rank(self, rank: int) -> RankState:
+    def _rank(self, rank: int) -> RankLane:
         return self.ranks[rank]
 
     def _rank_ready(self, event: events.RankReady) -> None:
@@ -238,7 +174,7 @@ class Live:
     # Tasks ------------------------------------------------------------------------------------------
 
     def _dispatched(self, dispatch: Dispatch) -> None:
-        flight = _Flight(dispatch, set(dispatch.layout.ranks))
+        flight = Flight(dispatch, set(dispatch.layout.ranks))
         self._flights[dispatch.number] = flight
         at = self.at(dispatch.submitted_s)
         for number in dispatch.layout.ranks:
@@ -252,30 +188,11 @@ class Live:
             self._watcher.dispatched(dispatch, record.facts.model)
         self._touch("ranks", "timeline")
 
-    def _begin(self, rank: RankState, at: float) -> None:
-        """The first of a rank's flights begins: its stretch grows, or another one begins."""
-        dispatch = rank.flights[0].dispatch
-        task, stretch = dispatch.task, rank.stretch
-        rank.begun_at = at
-        if rank.status in ("idle", "busy"):
-            rank.status = "busy"
-        same = stretch is not None and (stretch.job_id, stretch.stage, stretch.layout) == (
-            task.job_id,
-            task.stage,
-            dispatch.layout,
-        )
-        if stretch is not None and same and at - (stretch.ended_at or at) <= GAP_S:
-            stretch.ended_at = None
-        else:
-            if stretch is not None and stretch.ended_at is None:
-                stretch.ended_at = at
-            key = f"{dispatch.number}-{rank.rank}"
-            stretch = _Stretch(
-                key, rank.rank, task.job_id, task.stage, dispatch.layout, task.step, task.step, at
-            )
+    def _begin(self, rank: RankLane, at: float) -> None:
+        stretch = rank.begin(at)
+        if stretch is not rank.stretch:
             rank.stretch = stretch
             self._stretches.append(stretch)
-        stretch.last_step = task.step
         stretch.version = self.version + 1
 
     def _job_dispatched(self, record: Record, dispatch: Dispatch, at: float) -> None:
@@ -308,7 +225,8 @@ class Live:
         if isinstance(event, events.TaskDone):
             at = self.at(event.ended_s)
             flight.busy_s = max(flight.busy_s, event.ended_s - event.started_s)
-            self._note_use(rank, event.ended_s - event.started_s, at)
+            self._watcher.used(rank.rank, event.ended_s - event.started_s)
+            rank.note_use(event.ended_s - event.started_s, at)
         else:
             flight.failed = True
         if was_first and rank.stretch is not None:
@@ -324,14 +242,7 @@ class Live:
                 self._task_done(flight, at)
         self._touch("ranks", "timeline")
 
-    def _note_use(self, rank: RankState, busy_s: float, ended_at: float) -> None:
-        self._watcher.used(rank.rank, busy_s)
-        by_second = rank.busy_by_second
-        by_second[int(ended_at)] += busy_s
-        while len(by_second) > 2 * USE_S:
-            del by_second[next(iter(by_second))]
-
-    def _task_done(self, flight: _Flight, at: float) -> None:
+    def _task_done(self, flight: Flight, at: float) -> None:
         task, record = flight.dispatch.task, self.records.get(flight.dispatch.task.job_id)
         if record is None:
             return
@@ -546,7 +457,7 @@ class Live:
             for rank in self.ranks
         ]
 
-    def _rank_task(self, rank: RankState) -> schemas.RankTask | None:
+    def _rank_task(self, rank: RankLane) -> schemas.RankTask | None:
         if not rank.flights:
             return None
         dispatch = rank.flights[0].dispatch
@@ -563,7 +474,7 @@ class Live:
             predicted_end_at=round(self.at(dispatch.predicted_end_s), 4),
         )
 
-    def _recent_stretches(self, now: float) -> Iterator[_Stretch]:
+    def _recent_stretches(self, now: float) -> Iterator[Stretch]:
         return (s for s in self._stretches if s.ended_at is None or s.ended_at > now - TIMELINE_S)
 
     def _touch(self, *parts: str) -> None:
