@@ -76,7 +76,7 @@ def test_a_model_that_does_not_fit_at_all_is_refused_with_the_numbers(folder):
     assert "tiny-qwen-image on 2 ranks: at least 13.0 MB of memory needed, 12.0 MB available" in err
 
 
-LONG = JOBS[1] | {"id": "long", "steps": 200}
+LONG = JOBS[1] | {"id": "long", "steps": 100}
 
 
 def interrupt(folder, *numbers):
