@@ -7,12 +7,16 @@ weights; what changes is how a block goes through them:
     rows          norms, modulations, gates and rotations in one pass over each row (rows.py)
     activations   the GELU of a feed-forward in the epilogue of its product
     modulation    Qwen-Image's, of all blocks at once, each rank its part of the blocks: a third of the
-                  transformer's weights serve nothing else, and are read once in place of on every rank
+                  transformer's weights serve nothing else, and are read once in place of on every rank.
+                  Wan's, where tokens have one of two timesteps, for these two and not for every token
 
 Nothing is compiled or tuned at run time: there is no first call to wait for, and every rank adds up in
 the same order.
 
-Legend: B batch (1), L tokens of this rank, H heads, D head dimension, C channels (H D).
+All samples of a batch have the same timestep, which is given once. Their texts may differ in length: the
+others are padded, and `attention_kwargs` has the lengths as `text_lengths`. Nobody attends to padding.
+
+Legend: B batch, L tokens of this rank, N = B L, H heads, D head dimension, C channels (H D).
 Source: diffusers 0.42 transformer_wan.py, transformer_qwenimage.py, attention.py.
 """
 
@@ -31,20 +35,22 @@ from torch import Tensor, nn
 
 from gfgen.gfc.reshard import shard_sizes
 from gfgen.layout import shard_bounds
-from gfgen.models.rows import add_gated, add_norm, heads, norm
-from gfgen.models.sequence_parallel import attend, sharing_ranks
+from gfgen.models.rows import add_gated, add_norm, heads, norm, padded_to
+from gfgen.models.sequence_parallel import TEXT, attend, own_length, sharing_ranks
 
 
 @torch.no_grad()
 def fuse(transformer: nn.Module) -> None:
     """Fuse the blocks that are known; once for each instance, on the device where it stays."""
-    for module in list(transformer.modules()):
-        if isinstance(module, WanTransformerBlock) and _is_usual(module):
-            _fuse_wan_block(module)
-        elif isinstance(module, QwenImageTransformerBlock):
-            _fuse_qwen_block(module)
+    modules = list(transformer.modules())
+    wan_blocks = [module for module in modules if isinstance(module, WanTransformerBlock)]
+    if wan_blocks and all(map(_is_usual, wan_blocks)):
+        _fuse_wan(transformer, wan_blocks)
+    qwen_blocks = [module for module in modules if isinstance(module, QwenImageTransformerBlock)]
+    for block in qwen_blocks:
+        _fuse_qwen_block(block)
     _fuse_activations(transformer)
-    if any(isinstance(module, QwenImageTransformerBlock) for module in transformer.modules()):
+    if qwen_blocks:
         _fuse_modulation(transformer)
 
 
@@ -68,37 +74,76 @@ def _is_usual(block: WanTransformerBlock) -> bool:
     return isinstance(block.norm2, nn.LayerNorm) and block.attn2.add_k_proj is None
 
 
-def _fuse_wan_block(block: WanTransformerBlock) -> None:
+def _fuse_wan(transformer: Any, blocks: Sequence[WanTransformerBlock]) -> None:
+    current = threading.local()
+    embedder = transformer.condition_embedder
+    embedder.forward = functools.partial(_wan_conditions, embedder, current)
+    for block in blocks:
+        _fuse_wan_block(block, current)
+
+
+def _wan_conditions(
+    embedder: Any,
+    current: threading.local,
+    timestep: Tensor,
+    encoder_hidden_states: Tensor,
+    encoder_hidden_states_image: Tensor | None = None,
+    timestep_seq_len: int | None = None,
+) -> tuple[Tensor, ...]:
+    """In place of the embedder's forward: (timesteps, modulation, text, image), embedded.
+
+    With a timestep per token, [L] of one value or two (image to video: 0 in the frame that is given), the
+    modulation is that of the two, [1, 2, 6 C]; `current.kinds_N` says of each token of the batch which one
+    it takes. A third value makes everything NaN: to ask for it here would be to wait for the device.
+    """
+    conditions = functools.partial(type(embedder).forward, embedder)
+    if timestep_seq_len is None:
+        result: tuple[Tensor, ...] = conditions(timestep, encoder_hidden_states, encoder_hidden_states_image)
+        return result
+    assert len(timestep) == timestep_seq_len, "timesteps that differ between the samples of a batch"
+    low, high = timestep.aminmax()
+    is_high_L = timestep == high
+    has_third = ((timestep != low) & ~is_high_L).any()
+    both = torch.stack((low, high.masked_fill(has_third, torch.nan)))
+    times_KC, modulation, *texts = conditions(both, encoder_hidden_states, encoder_hidden_states_image)
+    kinds_L = is_high_L.int()
+    current.kinds_N = kinds_L.repeat(len(encoder_hidden_states))
+    return times_KC.index_select(0, kinds_L)[None], modulation[None], *texts
+
+
+def _fuse_wan_block(block: WanTransformerBlock, current: threading.local) -> None:
     block.attn1.fuse_projections()
     block.attn2.fuse_projections()
     for attention, names in ((block.attn1, ("to_q", "to_k", "to_v")), (block.attn2, ("to_k", "to_v"))):
         for name in names:
             delattr(attention, name)
-    block.forward = functools.partial(_wan_block, block)
+    block.forward = functools.partial(_wan_block, block, current)
 
 
 def _wan_block(
     block: WanTransformerBlock,
+    current: threading.local,
     hidden_states: Tensor,
     encoder_hidden_states: Tensor,
     temb: Tensor,
     rotary_emb: tuple[Tensor, Tensor],
 ) -> Tensor:
-    """In place of a block's forward. Shapes: hidden_states [1, L, C], encoder_hidden_states [1, text, C],
-    temb [1, 6, C], rotary_emb cosines and sines [1, L, 1, D], each value twice -> [1, L, C]."""
-    if temb.ndim == 4:  # a timestep for each token, so that all rows differ
-        whole: Tensor = type(block).forward(block, hidden_states, encoder_hidden_states, temb, rotary_emb)
-        return whole
-    shift, scale, gate, ff_shift, ff_scale, ff_gate = (block.scale_shift_table + temb.float())[0]
-    x = norm(hidden_states, weight=scale, bias=shift, eps=block.norm1.eps, plus_one=True)
+    """In place of a block's forward. Shapes: hidden_states [B, L, C], encoder_hidden_states [B, text, C],
+    temb [1, 6, C], or [1, 2, 6, C] for two kinds of tokens, rotary_emb cosines and sines [1, L, 1, D], each
+    value twice -> [B, L, C]."""
+    assert temb.shape[0] == 1, "a batch has one timestep"
+    kinds_N = current.kinds_N if temb.ndim == 4 else None
+    rows = (block.scale_shift_table + temb.float())[0].unbind(-2)  # [C] or [2, C] each
+    shift, scale, gate, ff_shift, ff_scale, ff_gate = rows
+    first: dict[str, Any] = {"weight": scale, "bias": shift, "eps": block.norm1.eps, "plus_one": True}
+    x = norm(hidden_states, **first, kinds_N=kinds_N)
     update = _wan_attention(block.attn1, x, rotary_emb)
-    weights: dict[str, Any] = {"weight": block.norm2.weight, "bias": block.norm2.bias}
-    hidden_states, x = add_norm(hidden_states, update, gate, **weights, eps=block.norm2.eps, plus_one=False)
+    second = {"weight": block.norm2.weight, "bias": block.norm2.bias, "eps": block.norm2.eps}
+    hidden_states, x = add_norm(hidden_states, update, gate, **second, plus_one=False, kinds_N=kinds_N)
     update = _wan_cross_attention(block.attn2, x, encoder_hidden_states)
-    hidden_states, x = add_norm(
-        hidden_states, update, None, weight=ff_scale, bias=ff_shift, eps=block.norm3.eps, plus_one=True
-    )
-    return add_gated(hidden_states, block.ffn(x), ff_gate)
+    third: dict[str, Any] = {"weight": ff_scale, "bias": ff_shift, "eps": block.norm3.eps, "plus_one": True}
+    hidden_states, x = add_norm(hidden_states, update, None, **third, kinds_N=kinds_N)
+    return add_gated(hidden_states, block.ffn(x), ff_gate, kinds_N=kinds_N)
 
 
 def _wan_attention(attention: Any, x: Tensor, rotary_emb: tuple[Tensor, Tensor]) -> Tensor:
@@ -127,7 +172,7 @@ def _wan_cross_attention(attention: Any, x: Tensor, text: Tensor) -> Tensor:
 
 
 def _last(projected: Tensor, *, like: Tensor) -> Tensor:
-    """The values at the end of a projection, as they lie: [1, L, .. C] -> [1, L, H, D]."""
+    """The values at the end of a projection, as they lie: [B, L, .. C] -> [B, L, H, D]."""
     return projected[..., -like.shape[-2] * like.shape[-1] :].view(like.shape)
 
 
@@ -166,12 +211,11 @@ def _qwen_block(
     joint_attention_kwargs: dict[str, Any] | None = None,
     modulate_index: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """In place of a block's forward. Shapes: hidden_states [1, L, C] of the picture, encoder_hidden_states
-    [1, text, C], temb [2, 6 C] (this block's modulation of picture and text), image_rotary_emb complex
+    """In place of a block's forward. Shapes: hidden_states [B, L, C] of the picture, encoder_hidden_states
+    [B, text, C], temb [2, 6 C] (this block's modulation of picture and text), image_rotary_emb complex
     [L, D/2] and [text, D/2] -> text, picture."""
-    assert encoder_hidden_states_mask is None, "one prompt per task is never padded"
+    assert encoder_hidden_states_mask is None, "masks make attention slow; text_lengths leave padding out"
     assert modulate_index is None
-    assert not joint_attention_kwargs
     streams = (encoder_hidden_states, hidden_states)
     modulations = [rows.view(6, -1).unbind(0) for rows in (temb[1], temb[0])]
     eps = block.img_norm1.eps
@@ -179,7 +223,7 @@ def _qwen_block(
         norm(x, weight=scale, bias=shift, eps=eps, plus_one=True)
         for x, (shift, scale, *_) in zip(streams, modulations, strict=True)
     )
-    updates = _joint_attention(block.attn, text, picture, image_rotary_emb)
+    updates = _joint_attention(block.attn, text, picture, image_rotary_emb, **joint_attention_kwargs or {})
     results = []
     feed_forwards = (block.txt_mlp, block.img_mlp)
     for x, update, modulation, feed_forward in zip(streams, updates, modulations, feed_forwards, strict=True):
@@ -190,26 +234,56 @@ def _qwen_block(
 
 
 def _joint_attention(
-    attention: Any, text: Tensor, picture: Tensor, rotary_emb: tuple[Tensor, Tensor]
+    attention: Any,
+    text: Tensor,
+    picture: Tensor,
+    rotary_emb: tuple[Tensor, Tensor],
+    *,
+    text_lengths: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Among the tokens of text and picture, in this order, shared among ranks; what each stream gets."""
+    """What each stream gets from the attention of text and picture, in each sample by itself.
+
+    text_lengths: of the whole texts; what is here of their padding gets zeros.
+    """
+    projected_text, projected_picture = attention.to_added_qkv(text), attention.to_qkv(picture)
+    if text_lengths is None:
+        assert len(text) == 1, "a batch of texts of unknown lengths"
+        attended = [_joint_sample(attention, projected_text, projected_picture, rotary_emb)]
+    else:
+        attended = [
+            _joint_sample(
+                attention,
+                projected_text[idx : idx + 1, : own_length(TEXT, length)],
+                projected_picture[idx : idx + 1],
+                rotary_emb,
+                text_length=length,
+            )
+            for idx, length in enumerate(text_lengths)
+        ]
+    texts, pictures = zip(*attended, strict=True)
+    return (
+        attention.to_add_out(_batched([padded_to(text.shape[1], x) for x in texts])),
+        attention.to_out[0](_batched(pictures)),
+    )
+
+
+def _joint_sample(
+    attention: Any,
+    projected_text: Tensor,
+    projected_picture: Tensor,
+    rotary_emb: tuple[Tensor, Tensor],
+    *,
+    text_length: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention among the tokens of one text and its picture, in this order, shared among ranks."""
     head_dim = attention.inner_dim // attention.heads
-    length, num_text = text.shape[1] + picture.shape[1], text.shape[1]
-    joint = picture.new_empty((3, 1, length, attention.heads, head_dim))
+    num_text, num_picture = projected_text.shape[1], projected_picture.shape[1]
+    joint = projected_picture.new_empty((3, 1, num_text + num_picture, attention.heads, head_dim))
     picture_turns, text_turns = rotary_emb
+    text_norms = (attention.norm_added_q, attention.norm_added_k)
     for projected, norms, turns, tokens in (
-        (
-            attention.to_added_qkv(text),
-            (attention.norm_added_q, attention.norm_added_k),
-            text_turns,
-            slice(0, num_text),
-        ),
-        (
-            attention.to_qkv(picture),
-            (attention.norm_q, attention.norm_k),
-            picture_turns,
-            slice(num_text, None),
-        ),
+        (projected_text, text_norms, text_turns[:num_text], slice(0, num_text)),
+        (projected_picture, (attention.norm_q, attention.norm_k), picture_turns, slice(num_text, None)),
     ):
         heads(
             projected,
@@ -222,9 +296,17 @@ def _joint_attention(
         )
     processor = attention.processor
     result = attend(
-        *joint, backend=processor._attention_backend, parallel_config=processor._parallel_config
+        *joint,
+        backend=processor._attention_backend,
+        parallel_config=processor._parallel_config,
+        text_length=text_length,
     ).flatten(2, 3)
-    return attention.to_add_out(result[:, :num_text]), attention.to_out[0](result[:, num_text:])
+    return result[:, :num_text], result[:, num_text:]
+
+
+def _batched(samples: Sequence[Tensor]) -> Tensor:
+    """[1, ..] each -> [B, ..]; one alone is not copied."""
+    return samples[0] if len(samples) == 1 else torch.cat(list(samples))
 
 
 def _fuse_modulation(transformer: Any) -> None:
@@ -258,7 +340,10 @@ class Modulation(nn.Module):
         ranks = sharing_ranks()
         size, slot = (1, 0) if ranks is None else (ranks.size, ranks.slot)
         start, stop = shard_bounds(len(self.layers), size, slot)
-        rows = torch.cat([self.layers[idx](activated) for idx in range(start, stop)])
+        own = [self.layers[idx](activated) for idx in range(start, stop)]
+        if not own:  # a small model has fewer layers than ranks
+            own = [activated.new_empty(0, 6 * activated.shape[1])]
+        rows = torch.cat(own)
         if ranks is None:
             return rows
         return ranks.all_gather(rows, dim=0, sizes=shard_sizes(len(self.layers), size))
@@ -266,7 +351,7 @@ class Modulation(nn.Module):
 
 def _modulate(module: nn.Module, args: Any, temb: Tensor, *, modulation: Modulation) -> None:
     """A forward hook of the timestep's embedding, whose output goes on as it is."""
-    assert temb.shape[0] == 1, "one prompt per task"
+    assert temb.shape[0] == 1, "a batch has one timestep"
     modulation.current.rows = modulation(temb)
 
 

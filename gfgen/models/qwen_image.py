@@ -11,6 +11,7 @@ Source: diffusers 0.42 QwenImagePipeline.__call__.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from gfgen.models.geometry import Geometry
 from gfgen.models.geometry_qwen import MAX_TEXT_TOKENS
 from gfgen.models.geometry_rules import known
 from gfgen.models.geometry_weights import component_dtypes
-from gfgen.models.guidance import predict_branches
+from gfgen.models.guidance import predict_branches, with_texts
 from gfgen.models.latents import denormalize_latents
 from gfgen.models.parallel import Parallel
 from gfgen.models.pictures import to_uint8
@@ -137,13 +138,20 @@ class QwenImageAdapter:
         )
         factor = 2 * self._pipeline.vae_scale_factor
         grid = (1, known(spec.height) // factor, known(spec.width) // factor)
-        return {"hidden_states": sample_BSC, "timestep": timestep_B / 1000, "img_shapes": [[grid]]}
+        return {
+            "hidden_states": sample_BSC,
+            "timestep": timestep_B / 1000,
+            "img_shapes": [[grid]],
+            "encoder_hidden_states_mask": None,
+            "guidance": None,
+            "attention_kwargs": dict[str, Any](),
+        }
 
-    def _predict(self, inputs: dict[str, Any], embeds: torch.Tensor) -> torch.Tensor:
-        """One branch of classifier-free guidance."""
-        texts = {"encoder_hidden_states": embeds, "encoder_hidden_states_mask": None}
-        others = {"guidance": None, "attention_kwargs": dict[str, Any]()}
-        return self._forward(self._pipeline.transformer, {**inputs, **texts, **others})
+    def _predict(self, inputs: dict[str, Any], embeds: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Branches of classifier-free guidance."""
+        transformer = self._pipeline.transformer
+        assert len(embeds) == 1 or hasattr(transformer, "modulation"), "only fused blocks leave padding out"
+        return self._forward(transformer, with_texts(inputs, embeds))
 
 
 def load_qwen_image(

@@ -18,34 +18,41 @@ ROWS_EACH = 4
 
 
 def add_norm(
-    x: Tensor, update: Tensor | None, gate: Tensor | None, weight: Tensor, bias: Tensor, total: Tensor,
-    normed: Tensor, *, eps: float, plus_one: bool,
+    x: Tensor, update: Tensor | None, gate: Tensor | None, weight: Tensor, bias: Tensor, kinds: Tensor | None,
+    total: Tensor, normed: Tensor, *, eps: float, plus_one: bool,
 ) -> None:  # fmt: skip
-    """x, update, total, normed [N, C] contiguous; gate, weight, bias [C].
+    """x, update, total, normed [N, C] contiguous; gate, weight, bias [C], or [kinds, C] and kinds [N], int32.
 
     Without an update nothing is totalled.
     """
-    assert all(each is None or each.is_contiguous() for each in (x, update, gate, weight, bias, total))
-    num_rows, channels = x.shape
-    rows_each = ROWS_EACH if num_rows >= MANY_ROWS else 1
-    _add_norm[(triton.cdiv(num_rows, rows_each),)](
-        x, x if update is None else update, weight if gate is None else gate, weight, bias, total, normed,
-        num_rows, eps,
-        CHANNELS=channels, BLOCK=triton.next_power_of_2(channels), ROWS=rows_each,
+    _launch_add_norm(
+        x, x if update is None else update, weight if gate is None else gate, weight, bias, kinds, total,
+        normed, eps=eps,
         HAS_UPDATE=update is not None, HAS_GATE=gate is not None, PLUS_ONE=plus_one, HAS_NORM=True,
-        num_warps=NUM_WARPS,
     )  # fmt: skip
 
 
-def add_gated(x: Tensor, update: Tensor, gate: Tensor, total: Tensor) -> None:
-    """x, update, total [N, C] contiguous; gate [C]."""
-    assert all(each.is_contiguous() for each in (x, update, gate, total))
+def add_gated(x: Tensor, update: Tensor, gate: Tensor, kinds: Tensor | None, total: Tensor) -> None:
+    """As in `add_norm`, without a norm."""
+    _launch_add_norm(
+        x, update, gate, gate, gate, kinds, total, total, eps=0.0,
+        HAS_UPDATE=True, HAS_GATE=True, PLUS_ONE=False, HAS_NORM=False,
+    )  # fmt: skip
+
+
+def _launch_add_norm(
+    x: Tensor, update: Tensor, gate: Tensor, weight: Tensor, bias: Tensor, kinds: Tensor | None,
+    total: Tensor, normed: Tensor, **settings: float,
+) -> None:  # fmt: skip
+    assert all(each.is_contiguous() for each in (x, update, total, normed))
+    assert all(each.stride(-1) == 1 for each in (gate, weight, bias))
     num_rows, channels = x.shape
     rows_each = ROWS_EACH if num_rows >= MANY_ROWS else 1
+    strides = [each.stride(0) if each.dim() == 2 else 0 for each in (gate, weight, bias)]
     _add_norm[(triton.cdiv(num_rows, rows_each),)](
-        x, update, gate, gate, gate, total, total, num_rows, 0.0,
+        x, update, gate, weight, bias, x if kinds is None else kinds, total, normed, *strides, num_rows,
         CHANNELS=channels, BLOCK=triton.next_power_of_2(channels), ROWS=rows_each,
-        HAS_UPDATE=True, HAS_GATE=True, PLUS_ONE=False, HAS_NORM=False, num_warps=NUM_WARPS,
+        HAS_KINDS=kinds is not None, num_warps=NUM_WARPS, **settings,
     )  # fmt: skip
 
 
@@ -53,9 +60,10 @@ def heads(
     x: Tensor, weights: tuple[Tensor, ...], cos: Tensor | None, sin: Tensor | None, out: Tensor, *,
     head_dim: int, eps: float,
 ) -> None:  # fmt: skip
-    """x [N, >= parts C], out [parts, N, C]: rows of any stride; cos, sin [N, D/2] of any strides, or None.
+    """x [N, >= parts C], out [parts, N, C]: rows of any stride; cos, sin [L, D/2] of any strides, or None.
 
-    The first parts, one for each weight, are normalised over as many channels as it has, and turned.
+    The first parts, one for each weight, are normalised over as many channels as it has, and turned; the
+    turns of L rows are those of the next L rows, too.
     """
     num_parts, num_rows, channels = out.shape
     width = weights[0].shape[0]
@@ -64,7 +72,8 @@ def heads(
     assert cos.stride() == sin.stride()
     _heads[(num_rows, num_parts)](
         x, weights[0], weights[-1], cos, sin, out,
-        x.stride(0), out.stride(0), out.stride(1), cos.stride(0), cos.stride(1), eps,
+        x.stride(0), out.stride(0), out.stride(1), cos.stride(0), cos.stride(1),
+        cos.shape[0], eps,
         CHANNELS=channels, WIDTH=width, PAIRS=head_dim // 2,
         GROUPS_BLOCK=triton.next_power_of_2(channels // width), WIDTH_BLOCK=triton.next_power_of_2(width),
         NUM_NORMED=len(weights), HAS_TURNS=has_turns, num_warps=NUM_WARPS,
@@ -73,24 +82,31 @@ def heads(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _add_norm(
-    x, update, gate, weight, bias, total, normed, num_rows, eps,
-    CHANNELS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    x, update, gate, weight, bias, kinds, total, normed,
+    gate_stride, weight_stride, bias_stride, num_rows, eps,
+    CHANNELS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, HAS_KINDS: tl.constexpr,
     HAS_UPDATE: tl.constexpr, HAS_GATE: tl.constexpr, PLUS_ONE: tl.constexpr, HAS_NORM: tl.constexpr,
 ):  # fmt: skip
     columns = tl.arange(0, BLOCK)
     inside = columns < CHANNELS
-    if HAS_GATE:
-        gates = tl.load(gate + columns, mask=inside, other=0.0).to(tl.float32)
-    if HAS_NORM:
-        weights = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
-        biases = tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
-        if PLUS_ONE:
-            weights += 1.0
+    if not HAS_KINDS:
+        if HAS_GATE:
+            gates = _values(gate, columns, inside)
+        if HAS_NORM:
+            weights = _values(weight, columns, inside)
+            biases = _values(bias, columns, inside)
     first = tl.program_id(0) * ROWS
     for idx in tl.static_range(ROWS):
         row = first + idx
         here = columns < tl.where(row < num_rows, CHANNELS, 0)
         place = row.to(tl.int64) * CHANNELS + columns
+        if HAS_KINDS:
+            kind = tl.load(kinds + row, mask=row < num_rows, other=0)
+            if HAS_GATE:
+                gates = _values(gate + kind * gate_stride, columns, inside)
+            if HAS_NORM:
+                weights = _values(weight + kind * weight_stride, columns, inside)
+                biases = _values(bias + kind * bias_stride, columns, inside)
         value = tl.load(x + place, mask=here, other=0.0).to(tl.float32)
         if HAS_UPDATE:
             change = tl.load(update + place, mask=here, other=0.0).to(tl.float32)
@@ -103,14 +119,20 @@ def _add_norm(
             mean = tl.sum(value, axis=0) / CHANNELS
             centred = tl.where(here, value - mean, 0.0)
             variance = tl.sum(centred * centred, axis=0) / CHANNELS
-            result = centred * tl.rsqrt(variance + eps) * weights + biases
+            scaled = centred * tl.rsqrt(variance + eps)
+            result = scaled * (weights + 1.0 if PLUS_ONE else weights) + biases
             tl.store(normed + place, result.to(normed.dtype.element_ty), mask=here)
 
 
 @triton.jit
+def _values(values, columns, inside):
+    return tl.load(values + columns, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["num_turns"])
 def _heads(
     x, weight_0, weight_1, cos, sin, out,
-    x_stride, part_stride, out_stride, turn_stride, pair_stride, eps,
+    x_stride, part_stride, out_stride, turn_stride, pair_stride, num_turns, eps,
     CHANNELS: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr,
     GROUPS_BLOCK: tl.constexpr, WIDTH_BLOCK: tl.constexpr, NUM_NORMED: tl.constexpr, HAS_TURNS: tl.constexpr,
 ):  # fmt: skip
@@ -134,7 +156,7 @@ def _heads(
         if HAS_TURNS:
             even, odd = tl.split(tl.reshape(value, (GROUPS_BLOCK, WIDTH_BLOCK // 2, 2)))
             pair = tl.arange(0, WIDTH_BLOCK // 2)[None, :] % PAIRS
-            turn = row * turn_stride + pair * pair_stride
+            turn = row % num_turns * turn_stride + pair * pair_stride
             c = tl.load(cos + turn)
             s = tl.load(sin + turn)
             turned = tl.join(even * c - odd * s, even * s + odd * c)

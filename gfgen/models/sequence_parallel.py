@@ -105,6 +105,20 @@ def present_sharing() -> Sharing | None:
     return _SHARING.get()
 
 
+def own_length(stream: str, length: int) -> int:
+    """How many of the first `length` tokens of a stream are this rank's: all where it works alone."""
+    sharing = _SHARING.get()
+    if sharing is None:
+        return length
+    return _shares(sharing.stream_lengths[stream], sharing.ranks.size, of_first=length)[sharing.ranks.slot]
+
+
+def _shares(length: int, num_shards: int, *, of_first: int) -> Sizes:
+    """By shard of a stream of this length, how many of its first tokens are in it."""
+    bounds = [shard_bounds(length, num_shards, idx) for idx in range(num_shards)]
+    return tuple(max(0, min(stop, of_first) - start) for start, stop in bounds)
+
+
 def install(transformer: torch.nn.Module) -> None:
     """Put hooks on a diffusers transformer, for good; once for each instance.
 
@@ -258,10 +272,12 @@ def attend(
     backend: str | None = None,
     parallel_config: object | None = None,
     scale: float | None = None,
+    text_length: int | None = None,
     **kwargs: Any,
 ) -> torch.Tensor:
     """In place of diffusers' `dispatch_attention_fn`: the same function, shared where marked.
 
+    text_length: of the whole text, where what was cut has padding that is left out here.
     Shapes: query, key, value [B, L, H, D], attn_mask [B, 1, 1, L] or None -> [B, L, H, D].
     """
     # Compiled code must not depend on who shares: there the operator decides when it runs, and
@@ -275,7 +291,7 @@ def attend(
     unusual = [*args, *(name for name, given in kwargs.items() if given)]
     assert not unusual, f"a shared attention with {unusual}"
     name = None if backend is None else str(getattr(backend, "value", backend))
-    shared: torch.Tensor = sharded_attention(query, key, value, attn_mask, scale, name)
+    shared: torch.Tensor = sharded_attention(query, key, value, attn_mask, scale, name, text_length)
     return shared
 
 
@@ -287,6 +303,7 @@ def sharded_attention(
     attn_mask: torch.Tensor | None,
     scale: float | None,
     backend: str | None,
+    text_length: int | None = None,
 ) -> torch.Tensor:
     """Attend with diffusers' own dispatch, shared as what is active says.
 
@@ -314,7 +331,7 @@ def sharded_attention(
         value,
         attn_mask,
         parallel=sharing.parallel,
-        token_sizes=_token_sizes(sharing, query, key),
+        token_sizes=_token_sizes(sharing, query, key, text_length),
         attend=own,
         scale=scale,
     )
@@ -328,18 +345,25 @@ def _(
     attn_mask: torch.Tensor | None,
     scale: float | None,
     backend: str | None,
+    text_length: int | None = None,
 ) -> torch.Tensor:
     return query.new_empty((*query.shape[:3], value.shape[3]))
 
 
-def _token_sizes(sharing: Sharing, query: torch.Tensor, key: torch.Tensor) -> Sizes:
+def _token_sizes(sharing: Sharing, query: torch.Tensor, key: torch.Tensor, text_length: int | None) -> Sizes:
     """By slot, the tokens of a shared attention: all streams that are cut, one behind the other.
 
     Wan cuts the video alone, and attends to it alone; joint attentions (Qwen-Image) attend to
-    text and picture, and cut both.
+    text and picture, and cut both. Of a padded text only the first `text_length` tokens take part.
     """
     ranks = sharing.ranks
-    shards = [shard_sizes(length, ranks.size) for length in sharing.stream_lengths.values()]
+    taking_part = dict(sharing.stream_lengths)
+    if text_length is not None:
+        taking_part[TEXT] = text_length
+    shards = [
+        _shares(length, ranks.size, of_first=taking_part[name])
+        for name, length in sharing.stream_lengths.items()
+    ]
     sizes = [sum(lengths) for lengths in zip(*shards, strict=True)]
     if not sizes or not query.shape[1] == key.shape[1] == sizes[ranks.slot]:
         raise ModelError(

@@ -11,6 +11,7 @@ Source: diffusers 0.42 WanPipeline.__call__ and WanImageToVideoPipeline.__call__
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from gfgen.models.geometry import Geometry
 from gfgen.models.geometry_rules import known
 from gfgen.models.geometry_wan import TEXT_TOKENS
 from gfgen.models.geometry_weights import component_dtypes
-from gfgen.models.guidance import predict_branches
+from gfgen.models.guidance import predict_branches, with_texts
 from gfgen.models.latents import denormalize_latents
 from gfgen.models.parallel import Parallel
 from gfgen.models.pictures import load_image, to_uint8
@@ -174,9 +175,11 @@ class WanAdapter:
             .expand(sample_BCTHW.shape[0], -1)
         )
 
-    def _predict(self, expert: Any, inputs: dict[str, torch.Tensor], embeds: torch.Tensor) -> torch.Tensor:
-        """One branch of classifier-free guidance."""
-        return self._forward(expert, {**inputs, "encoder_hidden_states": embeds})
+    def _predict(
+        self, expert: Any, inputs: dict[str, torch.Tensor], embeds: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        """Branches of classifier-free guidance; all texts are padded to the same length."""
+        return self._forward(expert, with_texts(inputs, embeds))
 
 
 def load_wan(

@@ -14,6 +14,7 @@ from diffusers import QwenImageTransformer2DModel, WanTransformer3DModel
 from gfgen.gfc.fake import FakeCluster
 from gfgen.layout import Layout
 from gfgen.models.fused import LinearGelu, fuse
+from gfgen.models.guidance import with_texts
 from gfgen.models.parallel import parallel_from
 from gfgen.models.sequence_parallel import active, install
 
@@ -33,6 +34,11 @@ def wan_inputs(timestep: torch.Tensor) -> dict[str, Any]:
     }
 
 
+def image_timesteps() -> torch.Tensor:
+    """Per token: 0 in the first of three frames. On 4 ranks the first has none but these, the second both."""
+    return torch.tensor([0.0] * 6 + [700.0] * 12)[None]
+
+
 def qwen_inputs() -> dict[str, Any]:
     """12 tokens of picture, 3 of text: on 4 ranks one of them has no text."""
     noise = torch.Generator().manual_seed(0)
@@ -46,11 +52,7 @@ def qwen_inputs() -> dict[str, Any]:
 
 CASES = {
     "wan": (WanTransformer3DModel, "tiny-wan", lambda: wan_inputs(torch.tensor([700.0]))),
-    "wan, a timestep per token": (
-        WanTransformer3DModel,
-        "tiny-wan",
-        lambda: wan_inputs(torch.linspace(0, 900, 18)[None]),
-    ),
+    "wan, image to video": (WanTransformer3DModel, "tiny-wan", lambda: wan_inputs(image_timesteps())),
     "qwen": (QwenImageTransformer2DModel, "tiny-qwen-image", qwen_inputs),
 }
 
@@ -94,6 +96,86 @@ def test_ranks_that_share_a_fused_transformer_give_the_same(case: Any, degree: i
     results = FakeCluster().run(Layout(tuple(range(degree)), ulysses=degree), program)
     assert all(torch.equal(result, results[0]) for result in results)
     assert differs_by(results[0], forward(plain, inputs)) < ROUNDING
+
+
+TEXTS = {"wan": (16, 16), "qwen": (3, 7)}
+"""Tokens of the prompts of two branches; two ranks of four have nothing of the shorter one of Qwen-Image."""
+
+
+def branches(inputs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Embeddings of both; the first are those of the inputs."""
+    of_first = inputs["encoder_hidden_states"]
+    lengths = TEXTS["wan" if "img_shapes" not in inputs else "qwen"]
+    noise = torch.Generator().manual_seed(7)
+    return [of_first, torch.randn(1, lengths[1], of_first.shape[2], generator=noise).to(of_first.dtype)]
+
+
+def in_one_forward(transformer: Any, inputs: Mapping[str, Any]) -> list[torch.Tensor]:
+    shared = {"attention_kwargs": {}, **inputs} if "img_shapes" in inputs else inputs
+    return list(forward(transformer, with_texts(shared, branches(inputs))).chunk(2))
+
+
+def distance(result: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((result.float() - wanted).norm() / wanted.norm())
+
+
+def in_turn(transformer: Any, inputs: Mapping[str, Any]) -> list[torch.Tensor]:
+    return [forward(transformer, inputs | {"encoder_hidden_states": each}) for each in branches(inputs)]
+
+
+def test_both_branches_in_one_forward_give_what_they_give_in_turn(case: Any) -> None:
+    plain, fused, inputs = case
+    for result, wanted in zip(in_one_forward(fused, inputs), in_turn(plain, inputs), strict=True):
+        assert differs_by(result, wanted) < ROUNDING
+
+
+@pytest.mark.parametrize("degrees", [(2, 1), (4, 1), (1, 3), (2, 2)], ids=str)
+def test_ranks_share_a_forward_of_both_branches(case: Any, degrees: tuple[int, int]) -> None:
+    plain, fused, inputs = case
+    ulysses, ring = degrees
+
+    def program(group: Any) -> list[torch.Tensor]:
+        with active(parallel_from(group)):
+            return in_one_forward(fused, inputs)
+
+    layout = Layout(tuple(range(ulysses * ring)), ulysses=ulysses, ring=ring)
+    for results, wanted in zip(
+        zip(*FakeCluster().run(layout, program), strict=True), in_turn(plain, inputs), strict=True
+    ):
+        assert all(torch.equal(result, results[0]) for result in results)
+        assert differs_by(results[0], wanted) < ROUNDING
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_in_bf16_fused_blocks_are_as_near_to_fp32_as_diffusers_own(
+    name: str, tiny_models: Mapping[str, Path]
+) -> None:
+    kind, model, make_inputs = CASES[name]
+    folder = str(tiny_models[model] / "transformer")
+    inputs = make_inputs()
+    exact = kind.from_pretrained(folder, local_files_only=True)
+    narrow = kind.from_pretrained(folder, dtype=torch.bfloat16, local_files_only=True)
+    fused = copy.deepcopy(narrow)
+    fuse(fused)
+    is_wan = kind is WanTransformer3DModel  # whose timesteps stay in fp32
+    given = {
+        key: x.bfloat16() if torch.is_tensor(x) and not (is_wan and key == "timestep") else x
+        for key, x in inputs.items()
+    }
+    wanted = in_turn(exact, inputs)
+    for results in (in_turn(fused, given), in_one_forward(fused, given)):
+        for result, theirs, best in zip(results, in_turn(narrow, given), wanted, strict=True):
+            assert result.dtype == torch.bfloat16
+            assert distance(result, best) < 1.1 * distance(theirs, best)
+
+
+def test_a_third_timestep_among_the_tokens_gives_nothing_that_could_be_taken_for_a_result(
+    tiny_models: Mapping[str, Path],
+) -> None:
+    folder = str(tiny_models["tiny-wan"] / "transformer")
+    transformer = WanTransformer3DModel.from_pretrained(folder, local_files_only=True)
+    fuse(transformer)
+    assert forward(transformer, wan_inputs(torch.linspace(0, 900, 18)[None])).isnan().all()
 
 
 def test_no_second_copy_of_the_weights_is_left(case: Any) -> None:

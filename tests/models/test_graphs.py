@@ -22,6 +22,7 @@ from gfgen.layout import Layout
 from gfgen.models import graphs
 from gfgen.models.fused import fuse
 from gfgen.models.graphs import Graphs
+from gfgen.models.guidance import with_texts
 from gfgen.models.parallel import Parallel, parallel_from
 from gfgen.models.rehearsal import RehearsalRanks, rehearsal
 from gfgen.models.sequence_parallel import active
@@ -156,13 +157,16 @@ def traced(
 
 
 @pytest.mark.parametrize(("degrees", "slots"), [((2, 1), (0, 1)), ((4, 1), (2, 3)), ((1, 2), (0, 1))])
-@pytest.mark.parametrize("model", ["wan", "qwen", "fused_wan"])
+@pytest.mark.parametrize("model", ["wan", "qwen", "fused_wan", "fused_wan, image to video"])
 def test_launches_are_the_same_in_every_slot_with_equally_many_tokens(
     model: str, degrees: tuple[int, int], slots: tuple[int, int], request: pytest.FixtureRequest
 ) -> None:
-    transformer = request.getfixturevalue(model)
+    fixture, _, has_image = model.partition(", ")
+    transformer = request.getfixturevalue(fixture)
     # 18 and 12 tokens, on four ranks 4 for the last two slots and 3 for all.
-    inputs = qwen_inputs(8) if model == "qwen" else wan_inputs() | {"timestep": torch.tensor([500.0])}
+    timestep = torch.tensor([[0.0] * 6 + [500.0] * 12]) if has_image else torch.tensor([500.0])
+    inputs = qwen_inputs(8) if model == "qwen" else wan_inputs() | {"timestep": timestep}
+    graphs.evaluate(transformer, inputs)  # tables of positions are kept from the first forward on
     places = [place(degrees[0], slot, ring=degrees[1]) for slot in slots]
     with_slot = {traced(transformer, inputs, each, is_placed=True) for each in places}
     without = {traced(transformer, inputs, each, is_placed=False) for each in places}
@@ -179,6 +183,22 @@ def test_modulation_of_other_blocks_is_another_record(fused_qwen: Any) -> None:
     for each in places:
         recorded(of, fused_qwen, inputs, each)
     assert of.num_records == 2
+
+
+def test_forwards_of_both_branches_are_recorded_by_the_lengths_of_their_texts(fused_qwen: Any) -> None:
+    """Padded they have the same shape; attention leaves the padding out."""
+
+    def both(text_tokens: int) -> Mapping[str, Any]:
+        one, other = (qwen_inputs(number) for number in (6, text_tokens))
+        texts = [each["encoder_hidden_states"] for each in (one, other)]
+        return with_texts(one | {"attention_kwargs": {}}, texts)
+
+    of = Graphs(recorder := ImitationRecorder(), CPU)
+    record_alone(of, fused_qwen, both(4))
+    assert torch.equal(of(fused_qwen, other(both(4))), graphs.evaluate(fused_qwen, other(both(4))))
+    assert (of.num_records, recorder.num_replays) == (1, 1)
+    assert torch.equal(of(fused_qwen, both(5)), graphs.evaluate(fused_qwen, both(5)))
+    assert recorder.num_replays == 1
 
 
 def test_slots_of_other_lengths_are_other_records(wan: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -52,6 +53,41 @@ def test_norm_of_a_gated_sum(device: str, dtype: torch.dtype, length: int, chann
         wanted.var(-1, unbiased=False, keepdim=True) + 1e-6
     )
     assert_close(normed, wanted * (1 + weight.double()) + bias.double())
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("length", "channels"), [(5, 96), (1026, 48), (7, 3072)])
+def test_tokens_of_several_kinds_take_each_their_own_modulation(
+    device: str, dtype: torch.dtype, length: int, channels: int
+) -> None:
+    x, update = (random(2, length, channels, seed=seed).to(dtype) for seed in (0, 1))
+    rows_of = random(2, 6, channels, seed=2).float()  # of two kinds, as a block has them: six rows each
+    plain = random(channels, seed=3).float()
+    kinds_N = (torch.arange(2 * length) % 3 == 1).int()
+    on_device = [each.to(device) for each in (x, update)]
+    gate, weight, bias = rows_of.to(device).unbind(1)[:3]
+    found: dict[str, tuple[Tensor, Tensor]] = {}
+    kinds = kinds_N.to(device)
+    for name, factors in (("own", weight), ("same", plain.to(device))):
+        found[name] = rows.add_norm(
+            *on_device, gate, weight=factors, bias=bias, eps=1e-6, plus_one=True, kinds_N=kinds
+        )
+    alone = rows.norm(on_device[0], weight=weight, bias=bias, eps=1e-6, plus_one=False, kinds_N=kinds)
+
+    def by_token(idx: int) -> Tensor:
+        return rows_of[:, idx][kinds_N].double().view(2, length, channels)
+
+    wanted = x.double() + update.double() * by_token(0)
+    assert_close(found["own"][0], wanted)
+    assert_close(rows.add_gated(*on_device, gate, kinds_N=kinds), wanted)
+    for total, factors, plus, result in (
+        (found["own"][0], by_token(1), 1, found["own"][1]),
+        (found["same"][0], plain.double(), 1, found["same"][1]),
+        (x, by_token(1), 0, alone),
+    ):
+        normed = torch.nn.functional.layer_norm(total.cpu().double(), (channels,), eps=1e-6)
+        assert_close(result, normed * (factors + plus) + by_token(2))
 
 
 @pytest.mark.parametrize("device", ["cpu", GPU])
@@ -124,6 +160,19 @@ def test_heads_are_normalised_and_turned(
         assert_close(part, expected)
     assert (joint[:, :, :2] == 7).all(), "what lies beside it is left alone"
     assert (joint[:, :, 2 + length :] == 7).all()
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
+def test_samples_of_a_batch_are_turned_alike(device: str) -> None:
+    projected = random(3, 5, 3 * 48, seed=0).to(device, torch.float32)
+    weights = [random(48, seed=seed).to(device, torch.float32) for seed in (1, 2)]
+    angles = random(5, 8, seed=3).to(device, torch.float32)
+    turns = (angles.cos(), angles.sin())
+    settings: Any = {"num_heads": 3, "head_dim": 16, "weights": weights, "turns": turns}
+    result = rows.heads(projected, **settings, eps=1e-6)
+    assert result.shape == (2, 3, 5, 3, 16)
+    each = [rows.heads(projected[idx : idx + 1], **settings, eps=1e-6) for idx in range(3)]
+    assert torch.equal(result, torch.cat(each, dim=1))
 
 
 @pytest.mark.parametrize("device", ["cpu", GPU])

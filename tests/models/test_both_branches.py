@@ -1,0 +1,171 @@
+"""Both branches of guidance in one forward: what two forwards give, for every family, alone and shared.
+
+Qwen-Image's blocks are fused for it, in fp32: prompts of 7 and 6 tokens then go without a mask.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from shared_steps import CASES, STEPS, TOLERANCE, SharedJob, distance, equal, prepare_job
+
+from gfgen.bench.forward import SHAPES
+from gfgen.gfc.cuda.group import bank_of, canonical
+from gfgen.gfc.descriptor import KINDS, Kind
+from gfgen.gfc.fake import FakeCluster
+from gfgen.gfc.reshard import shard_sizes
+from gfgen.layout import Layout
+from gfgen.models import guidance
+from gfgen.models.adapter import Fields
+from gfgen.models.chunked_attention import TokenSizes
+from gfgen.models.fused import fuse
+from gfgen.models.guidance import BatchRule, is_batch_faster
+from gfgen.models.parallel import Parallel, parallel_from
+from gfgen.models.rehearsal import RehearsalRanks
+from gfgen.models.shared_attention import _num_chunks
+from gfgen.runtime.arenas import GPU_PLAN
+
+torch.set_num_threads(1)
+
+MakeJob = Callable[[str], SharedJob]
+
+
+@pytest.fixture(scope="module")
+def make_job(tiny_models: Mapping[str, Path], picture: Path) -> MakeJob:
+    adapters: dict[str, Any] = {}
+
+    @functools.cache
+    def make(name: str) -> SharedJob:
+        job = prepare_job(tiny_models, picture, adapters, name)
+        assert {"prompt_embeds", "negative_prompt_embeds"} == job.prompt.tensors.keys()
+        return job
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def in_turn(make_job: MakeJob) -> Mapping[str, Fields]:
+    """By case, the final latents of two forwards a step; then Qwen-Image's blocks are fused."""
+    found = {name: make_job(name).denoise() for name in CASES}
+    fuse(make_job("qwen").adapter._pipeline.transformer)
+    return found
+
+
+@pytest.fixture
+def always_in_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guidance, "is_batch_faster", lambda *_, **__: True)
+
+
+def transformers_of(job: SharedJob) -> list[Any]:
+    """A job's transformers, counting their forwards in `num_forwards`."""
+    found = getattr(job.adapter, "_experts", None) or [job.adapter._pipeline.transformer]
+    return [each for each in found if each is not None]
+
+
+def count_forwards(job: SharedJob, program: Callable[[], Fields]) -> tuple[Fields, int]:
+    count = 0
+
+    def hook(*_: object) -> None:
+        nonlocal count
+        count += 1
+
+    handles = [each.register_forward_hook(hook) for each in transformers_of(job)]
+    try:
+        return program(), count
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@pytest.mark.usefixtures("always_in_batch")
+@pytest.mark.parametrize("name", CASES)
+def test_one_forward_gives_what_two_give(name: str, make_job: MakeJob, in_turn: Mapping[str, Fields]) -> None:
+    job, wanted = make_job(name), in_turn[name]
+    found, num_forwards = count_forwards(job, job.denoise)
+    assert num_forwards == STEPS
+    assert distance(found, wanted) < TOLERANCE
+
+
+@pytest.mark.usefixtures("always_in_batch")
+@pytest.mark.parametrize("degrees", [(1, 2, 1), (1, 5, 1), (1, 1, 3), (1, 2, 2)], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_share_one_forward(
+    name: str, degrees: tuple[int, int, int], make_job: MakeJob, in_turn: Mapping[str, Fields]
+) -> None:
+    job, wanted = make_job(name), in_turn[name]
+    cfg, ulysses, ring = degrees
+    layout = Layout(tuple(range(cfg * ulysses * ring)), cfg=cfg, ulysses=ulysses, ring=ring)
+    results = FakeCluster().run(layout, lambda group: job.denoise(parallel_from(group)))
+    assert all(equal(result, results[0]) for result in results)
+    assert distance(results[0], wanted) < TOLERANCE
+
+
+@pytest.mark.usefixtures("always_in_batch")
+def test_halves_keep_a_branch_each(make_job: MakeJob, in_turn: Mapping[str, Fields]) -> None:
+    layout = Layout((0, 1), cfg=2)
+    results = FakeCluster().run(layout, lambda group: make_job("5b-text").denoise(parallel_from(group)))
+    assert all(equal(result, in_turn["5b-text"]) for result in results)
+
+
+@pytest.mark.usefixtures("always_in_batch")
+def test_job_without_guidance_has_one_branch(
+    tiny_models: Mapping[str, Path], picture: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = prepare_job(tiny_models, picture, {}, "5b-text", guidance_scale=1.0)
+    found = job.denoise()
+    monkeypatch.undo()
+    assert equal(found, job.denoise())
+
+
+def test_branches_take_turns_where_nothing_was_measured(make_job: MakeJob) -> None:
+    job = make_job("5b-text")
+    _, num_forwards = count_forwards(job, job.denoise)
+    assert num_forwards == 2 * STEPS
+
+
+def test_rules_are_for_bf16_on_gpus_and_for_their_own_tokens_and_ranks(
+    monkeypatch: pytest.MonkeyPatch, make_job: MakeJob
+) -> None:
+    job = make_job("5b-text")
+    geometry, num_tokens = job.adapter.geometry, job.adapter.geometry.num_tokens(job.spec)
+    on_gpu: Any = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16)
+
+    def is_faster(rule: BatchRule, degree: int, like: Any = on_gpu) -> bool:
+        monkeypatch.setattr(guidance, "BATCH_RULES", (rule,))
+        return is_batch_faster(geometry, job.spec, sequence_degree=degree, like=like)
+
+    rule = BatchRule(geometry.family, 2, num_tokens, num_tokens + 1)
+    assert is_faster(rule, 2)
+    assert not is_faster(rule, 4)
+    assert not is_faster(rule._replace(from_tokens=num_tokens + 1, to_tokens=num_tokens + 9), 2)
+    assert not is_faster(rule._replace(to_tokens=num_tokens), 2)
+    assert not is_faster(rule._replace(family="qwen-image"), 2)
+    assert not is_faster(rule, 2, SimpleNamespace(is_cuda=True, dtype=torch.float32))
+    assert not is_faster(rule, 2, SimpleNamespace(is_cuda=False, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("degrees", [(1, 2, 1), (1, 4, 1), (1, 8, 1), (1, 2, 2), (1, 1, 2)], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+def test_both_branches_of_every_shape_fit_into_the_arena_at_once(
+    shape: Any, degrees: tuple[int, int, int]
+) -> None:
+    def ranks(kind: Kind, size: int) -> RehearsalRanks:
+        bank = bank_of(GPU_PLAN.data_bytes, GPU_PLAN.post_bytes, degrees, canonical(degrees, KINDS[kind]))
+        return RehearsalRanks(size, 0, None if size == 1 else bank.num_bytes)
+
+    _, ulysses, ring = degrees
+    parallel = Parallel(
+        cfg=ranks("cfg_pair", 1),
+        sequence=ranks("cfg", ulysses * ring),
+        ulysses=ranks("ulysses", ulysses),
+        ring=ranks("ring", ring),
+    )
+    sizes = TokenSizes(shard_sizes(shape.num_tokens, ulysses * ring), ulysses)
+    query_BLHD = torch.empty(2, sizes.by_slot[0], 24, 128, dtype=torch.bfloat16, device="meta")
+    assert _num_chunks(query_BLHD, parallel, sizes) == 1
