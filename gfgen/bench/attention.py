@@ -10,9 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gfgen.errors import InputError
+from gfgen.bench.gpus import check_count
 from gfgen.gfc.arena import Plan
-from gfgen.gfc.cuda.driver import driver
 from gfgen.gfc.cuda.ranks import CudaRanks
 from gfgen.layout import Layout
 from gfgen.models import measure
@@ -60,9 +59,7 @@ def measure_attention(*, num_gpus: int) -> list[AttentionRow]:
 
     Raises: InputError where there are fewer than two GPUs.
     """
-    found = driver().num_devices
-    if not 2 <= num_gpus <= found:
-        raise InputError(f"--gpus = {num_gpus}: this needs 2 to {found} NVIDIA GPUs of one machine")
+    check_count(num_gpus, at_least=2)
     ranks = CudaRanks(num_gpus, Plan(data_bytes=1 << 31, post_bytes=4 << 20))
     try:
         return [row for shape in SHAPES for row in _rows(ranks, shape, num_gpus)]

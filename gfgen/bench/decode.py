@@ -15,8 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from gfgen.errors import InputError
-from gfgen.gfc.cuda.driver import driver
+from gfgen.bench.gpus import check_count
 from gfgen.gfc.cuda.ranks import CudaRanks
 from gfgen.layout import Layout
 from gfgen.models import measure_decode
@@ -67,9 +66,7 @@ def measure_decodes(
 
     Raises: InputError for more GPUs than there are.
     """
-    found = driver().num_devices
-    if not 1 <= num_gpus <= found:
-        raise InputError(f"--gpus {num_gpus}: there are {found}")
+    check_count(num_gpus)
     deadline_s = time.monotonic() + (math.inf if seconds is None else seconds)
     rows: list[Row] = []
     ranks = CudaRanks(num_gpus, GPU_PLAN)

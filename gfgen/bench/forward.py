@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from gfgen.bench.gpus import check_count
 from gfgen.errors import InputError
-from gfgen.gfc.cuda.driver import driver
 from gfgen.gfc.cuda.ranks import CudaRanks
 from gfgen.layout import Layout
 from gfgen.models import measure_forward
@@ -34,6 +34,7 @@ SHAPES = (
     Shape(WAN, 832, 480, 81),
     Shape(WAN, 1280, 704, 81),
     Shape(WAN, 1280, 704, 121),
+    Shape(WAN, 1280, 704, 81, has_image=True),
     Shape(QWEN, 512, 512, 1),
     Shape(QWEN, 1024, 1024, 1),
     Shape(QWEN, 1536, 1536, 1),
@@ -52,6 +53,13 @@ OURS = {
     "ours": Kind(is_ours=True),
     "ours-graph": Kind(is_ours=True, in_graph=True),
 }
+BOTH = {
+    "both-in-turn": Kind(is_ours=True, in_graph=True, branches="in turn"),
+    "both-in-batch": Kind(is_ours=True, in_graph=True, branches="in batch"),
+    "both-on-halves": Kind(is_ours=True, in_graph=True, branches="in turn"),
+}
+"""Both branches of guidance, as a step evaluates them; halves need an even number of GPUs."""
+ON_HALVES = "both-on-halves"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +74,12 @@ class Cell:
     @property
     def name(self) -> str:
         return f"{self.shape.name}/{self.degree}/{self.way}"
+
+    @property
+    def layout(self) -> Layout:
+        """On the first GPUs."""
+        cfg = 2 if self.way == ON_HALVES else 1
+        return Layout(tuple(range(self.degree)), cfg=cfg, ulysses=self.degree // cfg)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +107,9 @@ def cells_of(*, num_gpus: int, only: Sequence[str] = ()) -> list[Cell]:
         for way, kind in UNEVEN.items():
             found += [Cell(shape, degree, way, kind) for shape in shapes if shape.num_tokens % degree]
     for degree, model in itertools.product(degrees, (WAN, QWEN)):
-        for way, kind in OURS.items():
-            found += [Cell(shape, degree, way, kind) for shape in SHAPES if shape.model == model]
+        for way, kind in (OURS | BOTH).items():
+            if way != ON_HALVES or degree % 2 == 0:
+                found += [Cell(shape, degree, way, kind) for shape in SHAPES if shape.model == model]
     chosen = [cell for cell in found if not only or any(fnmatch.fnmatch(cell.name, each) for each in only)]
     return sorted(chosen, key=lambda cell: (cell.degree, cell.kind.is_ours))
 
@@ -110,9 +125,7 @@ def measure_forwards(
 
     Raises: InputError for more GPUs than there are, or patterns that fit nothing.
     """
-    found = driver().num_devices
-    if not 1 <= num_gpus <= found:
-        raise InputError(f"--gpus {num_gpus}: there are {found}")
+    check_count(num_gpus)
     cells = cells_of(num_gpus=num_gpus, only=only)
     if not cells:
         raise InputError(f"--only {' '.join(only)}: fits no name such as {cells_of(num_gpus=1)[0].name}")
@@ -131,8 +144,6 @@ def _measured(degree: int, cells: Sequence[Cell], deadline_s: float) -> Iterator
     if time.monotonic() > deadline_s:
         return
     ranks = CudaRanks(degree, GPU_PLAN)
-    members = tuple(range(degree))
-    layout = Layout(members, ulysses=degree)
     try:
         with tempfile.TemporaryDirectory() as folder:
             for cell in cells:
@@ -140,8 +151,8 @@ def _measured(degree: int, cells: Sequence[Cell], deadline_s: float) -> Iterator
                     logger.warning("no time is left for %s and what follows", cell.name)
                     return
                 number = ranks.next_dispatch(measure_forward.NUM_DISPATCHES)
-                arguments = (cell.shape, cell.kind, layout, number, f"{folder}/store")
-                yield _summary(cell, ranks.run(members, measure_forward.measure, *arguments))
+                arguments = (cell.shape, cell.kind, cell.layout, number, f"{folder}/store")
+                yield _summary(cell, ranks.run(cell.layout.ranks, measure_forward.measure, *arguments))
     finally:
         ranks.close()
 
@@ -167,22 +178,49 @@ def table_of(results: Sequence[Measured], *, device: str, command: str) -> Itera
         f"median of {measure_forward.REPEATS}. diffusers: as it comes, on several GPUs its context "
         "parallelism (Ulysses over NCCL; uneven: with `ulysses_anything`); compiled: "
         "`compile_repeated_blocks(dynamic=False)`. ours: fused blocks, nothing compiled; ours-graph: in a "
-        "CUDA graph. One timestep for all tokens, for diffusers too. x: best of diffusers over best of "
-        "ours.\n"
+        "CUDA graph. One timestep for all tokens, for diffusers too, but where an image is given: there "
+        "tokens of the first frame have another one. x: best of diffusers over best of ours.\n"
     )
-    for degree in sorted({each.cell.degree for each in results}):
-        rows = [each for each in results if each.cell.degree == degree]
-        ways = [way for way in (*THEIRS, *UNEVEN, *OURS) if any(each.cell.way == way for each in rows)]
-        yield f"| {degree} GPU{'s' if degree > 1 else ''} | {' | '.join(ways)} | x |"
-        yield "|---" * (len(ways) + 2) + "|"
-        for shape in dict.fromkeys(each.cell.shape for each in rows):
-            found = {each.cell.way: each for each in rows if each.cell.shape == shape}
-            numbers = " | ".join(_number(found.get(way)) for way in ways)
-            yield f"| {shape.name} | {numbers} | {_gain(rows, shape, degree)} |"
-        yield ""
+    alone = [each for each in results if each.cell.way not in BOTH]
+    for degree in sorted({each.cell.degree for each in alone}):
+        rows = [each for each in alone if each.cell.degree == degree]
+        yield from _rows_of(rows, degree, (*THEIRS, *UNEVEN, *OURS), "x", _gain)
+    both = [each for each in results if each.cell.way in BOTH]
+    if both:
+        yield (
+            "Milliseconds for both branches of guidance, as a step evaluates them, in a CUDA graph: in turn, "
+            "in one forward, or each on half of the GPUs; the prompts of Qwen-Image have "
+            f"{' and '.join(map(str, measure_forward.TEXT_TOKENS[QWEN]))} tokens.\n"
+        )
+    for degree in sorted({each.cell.degree for each in both}):
+        rows = [each for each in both if each.cell.degree == degree]
+        yield from _rows_of(rows, degree, tuple(BOTH), "fastest", _fastest)
     for each in results:
         if each.error:
             yield f"- {each.cell.name}: {each.error}"
+
+
+def _rows_of(
+    results: Sequence[Measured],
+    degree: int,
+    all_ways: Sequence[str],
+    last: str,
+    conclusion: Callable[[Sequence[Measured], Shape, int], str],
+) -> Iterator[str]:
+    """The table of one number of GPUs: a row for each shape, a column for each way that was measured."""
+    ways = [way for way in all_ways if any(each.cell.way == way for each in results)]
+    yield f"| {degree} GPU{'s' if degree > 1 else ''} | {' | '.join(ways)} | {last} |"
+    yield "|---" * (len(ways) + 2) + "|"
+    for shape in dict.fromkeys(each.cell.shape for each in results):
+        found = {each.cell.way: each for each in results if each.cell.shape == shape}
+        numbers = " | ".join(_number(found.get(way)) for way in ways)
+        yield f"| {shape.name} | {numbers} | {conclusion(results, shape, degree)} |"
+    yield ""
+
+
+def _fastest(found: Sequence[Measured], shape: Shape, degree: int) -> str:
+    known = {each.cell.way: each.ms for each in found if each.cell.shape == shape and each.ms is not None}
+    return min(known, key=known.__getitem__).removeprefix("both-") if len(known) > 1 else ""
 
 
 def _number(measured: Measured | None) -> str:
@@ -227,7 +265,8 @@ def chart(results: Sequence[Measured], path: Path, *, device: str) -> None:
     from matplotlib import pyplot
 
     degrees = sorted({each.cell.degree for each in results})
-    shapes = [shape for shape in SHAPES if any(each.cell.shape == shape for each in results)]
+    alone = [each for each in results if each.cell.way not in BOTH]
+    shapes = [shape for shape in SHAPES if any(each.cell.shape == shape for each in alone)]
     figure, axes = pyplot.subplots(1, len(shapes), figsize=(1.9 * len(shapes), 3.6), squeeze=False)
     for axis, shape in zip(axes[0], shapes, strict=True):
         for idx, (is_ours, colour) in enumerate(((False, "#b0b0b0"), (True, "#1f6fbf"))):
@@ -265,6 +304,7 @@ def _best(results: Sequence[Measured], shape: Shape, degree: int, *, is_ours: bo
         each.ms
         for each in results
         if each.ms is not None
+        and each.cell.way not in BOTH
         and (each.cell.shape, each.cell.degree, each.cell.kind.is_ours) == (shape, degree, is_ours)
     ]
     return min(found, default=None)

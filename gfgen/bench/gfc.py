@@ -16,10 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gfgen.errors import InputError
+from gfgen.bench.gpus import check_count
 from gfgen.gfc.arena import Plan
 from gfgen.gfc.cuda import measure
-from gfgen.gfc.cuda.driver import driver
 from gfgen.gfc.cuda.ranks import CudaRanks
 from gfgen.gfc.cuda.selector import FLAGGED_LIMIT, Choice, Key, Rule, Selector, store_rules
 
@@ -62,9 +61,7 @@ def measure_collectives(*, num_gpus: int, tune: bool, sizes: Sequence[int] = SIZ
 
     Raises: InputError where there are fewer than two GPUs.
     """
-    found = driver().num_devices
-    if not 2 <= num_gpus <= found:
-        raise InputError(f"--gpus = {num_gpus}: this needs 2 to {found} NVIDIA GPUs of one machine")
+    check_count(num_gpus, at_least=2)
     largest = num_gpus * max(*sizes, 64 * MIB)
     plan = Plan(data_bytes=int(2.1 * largest), post_bytes=8 * MIB)
     ranks = CudaRanks(num_gpus, plan)

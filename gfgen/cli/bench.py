@@ -137,7 +137,8 @@ def forward(*, gpus: int | None, only: tuple[str, ...], seconds: float | None, o
     """One forward of Wan2.2-5B and Qwen-Image at full size, beside diffusers' own, on 1, 2 and 4 GPUs.
 
     A cell is SHAPE/GPUS/WAY, as in wan-832x480x49/4/ours-graph; the ways are diffusers,
-    diffusers-compiled, diffusers-uneven, diffusers-uneven-compiled, ours, ours-graph.
+    diffusers-compiled, diffusers-uneven, diffusers-uneven-compiled, ours, ours-graph; and for both branches
+    of guidance both-in-turn, both-in-batch, both-on-halves.
     """
     from gfgen.bench.forward import Measured, measure_forwards, store, table_of
     from gfgen.gfc.cuda.driver import driver

@@ -21,6 +21,7 @@ from torch import Tensor
 from gfgen.gfc.cuda.endpoint import CudaEndpoint
 from gfgen.gfc.descriptor import Descriptor
 from gfgen.layout import Layout
+from gfgen.models import measured
 from gfgen.models.geometry import CONFIGS
 from gfgen.models.parallel import Parallel, parallel_from
 from gfgen.models.pictures import to_uint8
@@ -36,22 +37,15 @@ Result = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class Shape(measured.Shape):
     """What is decoded."""
 
-    model: str
-    width: int
-    height: int
-    frames: int
     is_exact: bool = False
     """With fp32 as such; torch computes fp32 convolutions in TF32 unless told otherwise."""
 
     @property
-    def name(self) -> str:
-        """As in wan-1280x704x81 or qwen-1024x1024."""
-        frames = f"x{self.frames}" if self.frames > 1 else ""
-        exact = "-exact" if self.is_exact else ""
-        return f"{self.model.split('2')[0].split('-')[0]}-{self.width}x{self.height}{frames}{exact}"
+    def variant(self) -> str:
+        return "-exact" if self.is_exact else ""
 
     @property
     def latents(self) -> tuple[int, ...]:

@@ -1,57 +1,59 @@
 """What `gfgen bench forward` runs on each GPU: one forward of a transformer, ours or diffusers' own.
 
-Random weights, one branch of guidance, batch 1. Times are milliseconds on the rank's device.
+Random weights, one branch of guidance, batch 1; or both branches, in each of the ways in which a step may
+evaluate them. Times are milliseconds on the rank's device.
 
 Legend: B batch, C channels, T H W latent frames, rows, columns; S tokens.
 """
 
 from __future__ import annotations
 
-import functools
 import gc
 import math
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from diffusers import ContextParallelConfig
 from torch import Tensor
 
 from gfgen.gfc.cuda.endpoint import CudaEndpoint
-from gfgen.gfc.cuda.graph import capture
+from gfgen.gfc.cuda.graph import CapturedAlone, capture
 from gfgen.gfc.cuda.group import CudaGroup
 from gfgen.gfc.cuda.measure import init_nccl
 from gfgen.gfc.descriptor import Descriptor
 from gfgen.layout import Layout
+from gfgen.models import measured
 from gfgen.models.fused import fuse
 from gfgen.models.geometry import CONFIGS
+from gfgen.models.guidance import evaluate_branches, with_texts
 from gfgen.models.parallel import parallel_from
 from gfgen.models.random_weights import random_component
-from gfgen.models.sequence_parallel import active, install
+from gfgen.models.sequence_parallel import install
 
 WARM_UPS, REPEATS = 3, 7
 NUM_DISPATCHES = 2 * (WARM_UPS + REPEATS)
 """Numbers that one call of `measure` uses up."""
-TEXT_TOKENS = {"wan2.2-ti2v-5b": 512, "qwen-image": 64}
-"""Wan pads to as many; a picture's prompt has about as many."""
+TEXT_TOKENS = {"wan2.2-ti2v-5b": (512, 512), "qwen-image": (64, 8)}
+"""Of the prompt and of the negative prompt. Wan pads to as many; a picture's have about as many."""
 RECOMPILE_LIMIT = 64
 """Beyond torch's 8, after which a block would run eagerly without a word."""
 
 Result = dict[str, Any]
-Forward = Callable[[CudaGroup | None], Tensor]
+Forward = Callable[[CudaGroup | None], Sequence[Tensor]]
+
+
+Branches = Literal["one", "in turn", "in batch"]
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class Shape(measured.Shape):
     """What a transformer is given."""
 
-    model: str
-    width: int
-    height: int
-    frames: int
+    has_image: bool = False
+    """The first latent frame is given, so its tokens have another timestep."""
 
     @property
     def num_tokens(self) -> int:
@@ -60,10 +62,8 @@ class Shape:
         return math.ceil(self.frames / 4) * (self.height // size) * (self.width // size)
 
     @property
-    def name(self) -> str:
-        """As in wan-832x480x49 or qwen-512x512."""
-        frames = f"x{self.frames}" if self.frames > 1 else ""
-        return f"{self.model.split('2')[0].split('-')[0]}-{self.width}x{self.height}{frames}"
+    def variant(self) -> str:
+        return "-image" if self.has_image else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +75,8 @@ class Kind:
     in_graph: bool = False
     takes_anything: bool = False
     """diffusers' context parallelism with uneven shards (`ulysses_anything`)."""
+    branches: Branches = "one"
+    """Of guidance; on a layout of two halves "in turn" is on each its own."""
 
 
 @torch.no_grad()
@@ -102,8 +104,8 @@ def _measure(
         init_nccl(endpoint, layout.degree, store)
     torch.cuda.set_device(endpoint.device)
     transformer = _transformer(shape.model, kind, layout.degree, str(endpoint.torch_device))
-    inputs = inputs_of(shape, endpoint.torch_device)
-    run: Forward = functools.partial(_forward, transformer, inputs)
+    inputs, texts = inputs_of(shape, endpoint.torch_device)
+    run = forward_of(transformer, inputs, texts, kind.branches)
     groups = _groups(endpoint, layout, dispatch) if kind.is_ours else None
     torch.cuda.reset_peak_memory_stats()
     began = time.perf_counter()
@@ -111,7 +113,7 @@ def _measure(
     result = run(first)
     torch.cuda.synchronize()
     first_s = time.perf_counter() - began
-    assert torch.isfinite(result).all(), "a forward whose result is not finite"
+    assert all(torch.isfinite(each).all() for each in result), "a forward whose result is not finite"
     if kind.in_graph:
         run(groups() if groups else None)  # once more, with all that the first one has compiled
         run = _captured(run, groups() if groups else None)
@@ -122,11 +124,21 @@ def _measure(
     return {"times_ms": times_ms, "first_s": first_s, "peak_gb": peak_gb}
 
 
-def _forward(transformer: Any, inputs: dict[str, Any], group: CudaGroup | None) -> Tensor:
-    sharing = nullcontext() if group is None else active(parallel_from(group))
-    with sharing:
-        result: Tensor = transformer(**inputs)[0]
-    return result
+def forward_of(
+    transformer: Any, inputs: dict[str, Any], texts: Sequence[Tensor], branches: Branches
+) -> Forward:
+    """What is measured: from a group, or none, to the prediction of each branch."""
+
+    def predict(embeds: Sequence[Tensor]) -> Tensor:
+        result: Tensor = transformer(**with_texts(inputs, embeds))[0]
+        return result
+
+    def forward(group: CudaGroup | None) -> Sequence[Tensor]:
+        parallel = None if group is None else parallel_from(group)
+        given = texts[:1] if branches == "one" else texts
+        return evaluate_branches(predict, given, parallel, in_batch=branches == "in batch")
+
+    return forward
 
 
 def _timed_ms(run: Forward, groups: Callable[[], CudaGroup | None] | None) -> float:
@@ -155,23 +167,16 @@ def _groups(endpoint: CudaEndpoint, layout: Layout, dispatch: int) -> Callable[[
 
 
 def _captured(run: Forward, group: CudaGroup | None) -> Forward:
-    if group is not None:
-        captured = capture(group, run)
+    if group is None:
+        alone = CapturedAlone(lambda: run(None))
+        return lambda _: alone.replay()
+    captured = capture(group, run)
 
-        def replay(group: CudaGroup | None) -> Tensor:
-            assert group is not None
-            return captured.replay(group)
+    def replay(group: CudaGroup | None) -> Sequence[Tensor]:
+        assert group is not None
+        return captured.replay(group)
 
-        return replay
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = run(None)
-
-    def replay_alone(_: CudaGroup | None) -> Tensor:
-        graph.replay()
-        return result
-
-    return replay_alone
+    return replay
 
 
 _KEPT: dict[object, Any] = {}
@@ -205,8 +210,8 @@ def _made(model: str, kind: Kind, degree: int, device: str) -> Any:
     return transformer
 
 
-def inputs_of(shape: Shape, device: torch.device) -> dict[str, Any]:
-    """Random inputs, the same on every rank."""
+def inputs_of(shape: Shape, device: torch.device) -> tuple[dict[str, Any], list[Tensor]]:
+    """Random inputs but for the texts, and those of both branches; the same on every rank."""
     generator = torch.Generator("cpu").manual_seed(1)
 
     def random(*size: int) -> Tensor:
@@ -215,19 +220,24 @@ def inputs_of(shape: Shape, device: torch.device) -> dict[str, Any]:
     rows, columns = shape.height // 16, shape.width // 16
     text_tokens = TEXT_TOKENS[shape.model]
     if shape.model == "qwen-image":
-        return {
+        inputs: dict[str, Any] = {
             "hidden_states": random(1, rows * columns, 64),
             "timestep": torch.full((1,), 0.5, device=device, dtype=torch.bfloat16),
-            "encoder_hidden_states": random(1, text_tokens, 3584),
             "encoder_hidden_states_mask": None,
             "guidance": None,
             "img_shapes": [[(1, rows, columns)]],
             "attention_kwargs": {},
             "return_dict": False,
         }
-    return {
-        "hidden_states": random(1, 48, math.ceil(shape.frames / 4), rows, columns),
-        "timestep": torch.full((1,), 500.0, device=device),
-        "encoder_hidden_states": random(1, text_tokens, 4096),
+        return inputs, [random(1, length, 3584) for length in text_tokens]
+    num_frames = math.ceil(shape.frames / 4)
+    timestep = torch.full((1,), 500.0, device=device)
+    if shape.has_image:
+        timestep = torch.full((1, shape.num_tokens), 500.0, device=device)
+        timestep[:, : shape.num_tokens // num_frames] = 0
+    inputs = {
+        "hidden_states": random(1, 48, num_frames, rows, columns),
+        "timestep": timestep,
         "return_dict": False,
     }
+    return inputs, [random(1, length, 4096) for length in text_tokens]

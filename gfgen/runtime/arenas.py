@@ -9,8 +9,9 @@ from gfgen.gfc.arena import MIB, Plan, create_arena
 from gfgen.gfc.cuda.memory import CONTROL_PLAN
 
 GPU_PLAN = Plan(data_bytes=2048 * MIB, post_bytes=16 * MIB)
-"""2.4 GB on each GPU. The largest exchange at once: q, k and v of half of the heads of 27,280 tokens
-(Wan2.2-5B at 704x1280x121 on 2 x 2 ranks), 251 MB, beside two other kinds of groups with two banks each."""
+"""2.4 GB on each GPU. The largest exchanges at once are those of Wan2.2-5B at 704x1280x121, 27,280 tokens, on
+2 x 2 ranks: q, k and v of half of the heads, 251 MB, and in a ring, for both branches of guidance in one
+forward, k and v of all tokens, 335 MB; beside two other kinds of groups, with two banks for each."""
 
 SIDE_BYTES = 256 * MIB
 """Of each GPU, beside its arena: kept for state that arrives and departs, half for each. Twice the state of a

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gfgen.bench import decode
+from gfgen.bench import decode, gpus
 from gfgen.bench.decode import SHAPES, Row, measure_decodes, store, table_of
 from gfgen.errors import InputError
 from gfgen.layout import Layout
@@ -49,7 +49,7 @@ def test_groups_work_side_by_side_and_the_slowest_rank_counts(monkeypatch: pytes
     def result(seconds: float, *, psnr_db: float | None = 50.0, **fields: Any) -> dict[str, Any]:
         return {"times_s": [seconds], "first_s": 9.0, "peak_gb": 1.0, "psnr_db": psnr_db, **fields}
 
-    monkeypatch.setattr(decode, "driver", FourGpus)
+    monkeypatch.setattr(gpus, "driver", FourGpus)
     monkeypatch.setattr(decode, "CudaRanks", FakeRanks)
     told: list[Row] = []
     rows = measure_decodes(num_gpus=4, tell=told.append)

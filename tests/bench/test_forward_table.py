@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from gfgen.bench import forward
+from gfgen.bench import forward, gpus
 from gfgen.bench.forward import SHAPES, Measured, cells_of, store, table_of
 from gfgen.errors import InputError
 
 
 def test_every_shape_is_measured_in_every_way_on_every_number_of_gpus():
     cells = cells_of(num_gpus=4)
-    assert len({cell.name for cell in cells}) == len(cells) == 3 * 7 * (2 + 2) + 2 * 2
+    assert len({cell.name for cell in cells}) == len(cells) == 3 * 8 * (2 + 2) + 2 * 2 + 8 * (3 * 2 + 2)
     assert {cell.degree for cell in cells_of(num_gpus=3)} == {1, 2}
 
 
@@ -26,7 +26,10 @@ def test_diffusers_own_come_before_ours_in_each_process():
 
 def test_each_transformer_is_made_once_in_a_process():
     cells = cells_of(num_gpus=4)
-    keys = [(cell.degree, cell.way, cell.shape.model) for cell in cells]
+    keys = [
+        (cell.degree, cell.shape.model, cell.way if cell.way.startswith("diffusers") else "ours")
+        for cell in cells
+    ]
     changes = [key for idx, key in enumerate(keys) if idx == 0 or keys[idx - 1] != key]
     assert len(changes) == len(set(changes))
 
@@ -46,7 +49,7 @@ def test_patterns_that_fit_nothing_are_refused(monkeypatch: pytest.MonkeyPatch):
     class Machine:
         num_devices = 4
 
-    monkeypatch.setattr(forward, "driver", Machine)
+    monkeypatch.setattr(gpus, "driver", Machine)
     with pytest.raises(InputError, match="fits no name such as wan-832x480x49/1/diffusers"):
         forward.measure_forwards(num_gpus=4, only=["nothing"])
     with pytest.raises(InputError, match="there are 4"):
@@ -69,6 +72,21 @@ def test_tables_say_what_is_gained_and_why_cells_are_empty():
     text = "\n".join(table_of(results, device="2 x GPU", command="gfgen bench forward"))
     assert "| qwen-512x512 | 60.0 | - | 20.0 | 3.00 |" in text
     assert f"- {other.name}: ValueError: no" in text
+
+
+def test_both_branches_have_a_table_of_their_own_which_names_the_fastest_way():
+    cells = cells_of(num_gpus=2, only=["qwen-512x512/2/both-*", "qwen-512x512/2/ours-graph"])
+    assert [cell.layout.degrees for cell in cells] == [(1, 2, 1), (1, 2, 1), (1, 2, 1), (2, 1, 1)]
+    alone, in_turn, in_batch, on_halves = cells
+    results = [Measured(alone, ms=20.0), Measured(in_turn, ms=40.0), Measured(in_batch, ms=30.0)]
+    results.append(Measured(on_halves, error="ValueError: no"))
+    text = "\n".join(table_of(results, device="2 x GPU", command="gfgen bench forward"))
+    assert "| qwen-512x512 | 20.0 |  |" in text
+    assert "| qwen-512x512 | 40.0 | 30.0 | - | in-batch |" in text
+
+
+def test_halves_need_an_even_number_of_gpus():
+    assert {cell.degree for cell in cells_of(num_gpus=4, only=["*/both-on-halves"])} == {2, 4}
 
 
 def test_results_of_several_runs_come_together_in_one_table_and_one_chart(tmp_path: Path):

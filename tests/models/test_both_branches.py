@@ -15,21 +15,13 @@ import pytest
 import torch
 from shared_steps import CASES, STEPS, TOLERANCE, SharedJob, distance, equal, prepare_job
 
-from gfgen.bench.forward import SHAPES
-from gfgen.gfc.cuda.group import bank_of, canonical
-from gfgen.gfc.descriptor import KINDS, Kind
 from gfgen.gfc.fake import FakeCluster
-from gfgen.gfc.reshard import shard_sizes
 from gfgen.layout import Layout
 from gfgen.models import guidance
 from gfgen.models.adapter import Fields
-from gfgen.models.chunked_attention import TokenSizes
 from gfgen.models.fused import fuse
 from gfgen.models.guidance import BatchRule, is_batch_faster
-from gfgen.models.parallel import Parallel, parallel_from
-from gfgen.models.rehearsal import RehearsalRanks
-from gfgen.models.shared_attention import _num_chunks
-from gfgen.runtime.arenas import GPU_PLAN
+from gfgen.models.parallel import parallel_from
 
 torch.set_num_threads(1)
 
@@ -148,24 +140,3 @@ def test_rules_are_for_bf16_on_gpus_and_for_their_own_tokens_and_ranks(
     assert not is_faster(rule._replace(family="qwen-image"), 2)
     assert not is_faster(rule, 2, SimpleNamespace(is_cuda=True, dtype=torch.float32))
     assert not is_faster(rule, 2, SimpleNamespace(is_cuda=False, dtype=torch.bfloat16))
-
-
-@pytest.mark.parametrize("degrees", [(1, 2, 1), (1, 4, 1), (1, 8, 1), (1, 2, 2), (1, 1, 2)], ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
-def test_both_branches_of_every_shape_fit_into_the_arena_at_once(
-    shape: Any, degrees: tuple[int, int, int]
-) -> None:
-    def ranks(kind: Kind, size: int) -> RehearsalRanks:
-        bank = bank_of(GPU_PLAN.data_bytes, GPU_PLAN.post_bytes, degrees, canonical(degrees, KINDS[kind]))
-        return RehearsalRanks(size, 0, None if size == 1 else bank.num_bytes)
-
-    _, ulysses, ring = degrees
-    parallel = Parallel(
-        cfg=ranks("cfg_pair", 1),
-        sequence=ranks("cfg", ulysses * ring),
-        ulysses=ranks("ulysses", ulysses),
-        ring=ranks("ring", ring),
-    )
-    sizes = TokenSizes(shard_sizes(shape.num_tokens, ulysses * ring), ulysses)
-    query_BLHD = torch.empty(2, sizes.by_slot[0], 24, 128, dtype=torch.bfloat16, device="meta")
-    assert _num_chunks(query_BLHD, parallel, sizes) == 1
