@@ -3,8 +3,9 @@
     python benchmarks/gpu_precision.py [--steps 4] [--json FILE]
 
 The measure is what bf16 itself costs: the distance of diffusers' final latents in bf16 from those in
-fp32, relative to the latter's norm. Every layout, and layouts that change between steps, must not be
-farther from diffusers in bf16 than that; the same degrees on other ranks must give the same bits.
+fp32, relative to the latter's norm. Every layout, layouts that change between steps, and both branches of
+guidance in one forward must not be farther from diffusers in bf16 than that; the same degrees on other ranks
+must give the same bits.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ import argparse
 import gc
 import json
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from diffusers import QwenImagePipeline, WanPipeline
@@ -27,6 +30,7 @@ from gfgen.gfc.cuda.ranks import CudaRanks
 from gfgen.gfc.descriptor import Descriptor
 from gfgen.jobspec import JobSpec
 from gfgen.layout import Layout
+from gfgen.models import guidance
 from gfgen.models.adapter import Fields
 from gfgen.models.geometry import CONFIGS
 from gfgen.models.parallel import parallel_from
@@ -36,7 +40,8 @@ from gfgen.models.solver import SAMPLE
 from gfgen.runtime.arenas import GPU_PLAN
 from gfgen.runtime.devices import CUDA, Devices, Gpu
 
-TEXT = {"wan2.2-ti2v-5b": (512, 4096), "qwen-image": (64, 3584)}
+TEXT = {"wan2.2-ti2v-5b": ((512, 512), 4096), "qwen-image": ((64, 8), 3584)}
+"""Tokens of the prompt and of the negative prompt, and channels of each."""
 SIZES: dict[str, dict[str, Any]] = {
     "wan2.2-ti2v-5b": {"width": 832, "height": 480, "frames": 17},
     "qwen-image": {"width": 512, "height": 512, "negative_prompt": "blurred"},
@@ -49,18 +54,23 @@ class Case:
 
     name: str
     layouts: tuple[Layout, ...]
+    in_batch: bool = False
+    """Both branches in one forward."""
 
 
 def cases(num_gpus: int) -> list[Case]:
+    """What is compared with diffusers."""
     single, pair, other = Layout((0,)), Layout((0, 1), ulysses=2), Layout((1, 0), ulysses=2)
     found = [Case("1", (single,)), Case("2", (pair,)), Case("2, other ranks", (other,))]
     halves = Layout((0, 1), cfg=2)
     found.append(Case("cfg 2", (halves,)))
+    found += [Case(f"{each.degree}, in one forward", (each,), in_batch=True) for each in (single, pair)]
     if num_gpus >= 4:
         four, turned = Layout((0, 1, 2, 3), ulysses=4), Layout((2, 0, 3, 1), ulysses=4)
         both = Layout((3, 1, 0, 2), cfg=2, ulysses=2)
         found += [Case("4", (four,)), Case("4, other order", (turned,)), Case("cfg 2 x 2", (both,))]
         found.append(Case("1, 2, 4, cfg 2 x 2 in turn", (single, pair, four, both)))
+        found.append(Case("4, in one forward", (four,), in_batch=True))
     return found
 
 
@@ -70,9 +80,11 @@ _ADAPTERS: dict[str, Any] = {}
 
 
 def prompts(model: str, device: torch.device) -> Fields:
+    """Random embeddings, the same on every rank."""
     noise = torch.Generator().manual_seed(5)
     names = ("prompt_embeds", "negative_prompt_embeds")
-    drawn = [torch.randn((1, *TEXT[model]), generator=noise).bfloat16().to(device) for _ in names]
+    lengths, channels = TEXT[model]
+    drawn = [torch.randn((1, num, channels), generator=noise).bfloat16().to(device) for num in lengths]
     return Fields(dict(zip(names, drawn, strict=True)))
 
 
@@ -86,25 +98,34 @@ def start(endpoint: CudaEndpoint, model: str, spec: JobSpec) -> Fields:
     adapter = load_adapter(CONFIGS / model, device=str(device), has_random_weights=True)
     _ADAPTERS[model] = adapter
     _, latents = adapter.prepare(spec, prompts(model, device))
-    return on(latents, "cpu")
+    return _on(latents, "cpu")
 
 
 @torch.no_grad()
 def step(
-    endpoint: CudaEndpoint, model: str, spec: JobSpec, latents: Fields, idx: int, layout: Layout, number: int
+    endpoint: CudaEndpoint,
+    model: str,
+    spec: JobSpec,
+    latents: Fields,
+    idx: int,
+    layout: Layout,
+    number: int,
+    in_batch: bool,
 ) -> Fields:
+    """The latents after a step, on this rank of a layout."""
     parallel = None
     if layout.degree > 1:
         group = endpoint.group(Descriptor(number, layout, (1,) * layout.degree))
         group.enter()
         parallel = parallel_from(group)
-    given = on(latents, endpoint.torch_device)
+    given = _on(latents, endpoint.torch_device)
     inputs = (prompts(model, endpoint.torch_device), Fields(), given)
-    result = _ADAPTERS[model].denoise(spec, *inputs, step=idx, parallel=parallel)
+    with patch.object(guidance, "is_batch_faster", return_value=True) if in_batch else nullcontext():
+        result = _ADAPTERS[model].denoise(spec, *inputs, step=idx, parallel=parallel)
     torch.cuda.synchronize()
     if parallel is not None:
         endpoint.check(number)
-    return on(result, "cpu")
+    return _on(result, "cpu")
 
 
 @torch.no_grad()
@@ -141,6 +162,8 @@ def reference(endpoint: CudaEndpoint, model: str, spec: JobSpec, latents: Fields
 
 
 def diffusers_pipeline(model: str, device: str) -> Any:
+    """Without text encoder, with the weights that an adapter draws."""
+
     def part(name: str) -> Any:
         return random_component(CONFIGS / model, name, device=device, dtype=torch.bfloat16)
 
@@ -151,7 +174,7 @@ def diffusers_pipeline(model: str, device: str) -> Any:
     return WanPipeline(**parts, expand_timesteps=True)
 
 
-def on(fields: Fields, device: Any) -> Fields:
+def _on(fields: Fields, device: Any) -> Fields:
     return Fields({name: tensor.to(device) for name, tensor in fields.tensors.items()}, fields.scalars)
 
 
@@ -159,10 +182,12 @@ def on(fields: Fields, device: Any) -> Fields:
 
 
 def distance(result: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Of two tensors, over the norm of the second."""
     return float((result.double() - wanted.double()).norm() / wanted.double().norm())
 
 
 def compare(ranks: CudaRanks, model: str, num_gpus: int, steps: int) -> dict[str, Any]:
+    """All cases of one model beside diffusers."""
     devices = Devices(CUDA, num_gpus, (Gpu("", 140_000_000_000),) * num_gpus)
     admission = Admission(default_model=model, devices=devices, has_random_weights=True)
     ((job,), problems) = admission([JobSpec(id="fox", prompt="a fox", seed=3, steps=steps, **SIZES[model])])
@@ -175,7 +200,8 @@ def compare(ranks: CudaRanks, model: str, num_gpus: int, steps: int) -> dict[str
         for idx in range(steps):
             layout = case.layouts[idx % len(case.layouts)]
             number = ranks.next_dispatch()
-            found = ranks.run(layout.ranks, step, model, job.spec, latents, idx, layout, number)
+            arguments = (model, job.spec, latents, idx, layout, number, case.in_batch)
+            found = ranks.run(layout.ranks, step, *arguments)
             latents = found[0]
             for other in found[1:]:
                 assert torch.equal(other.tensors[SAMPLE], latents.tensors[SAMPLE]), "ranks differ"
@@ -192,6 +218,7 @@ def compare(ranks: CudaRanks, model: str, num_gpus: int, steps: int) -> dict[str
 
 
 def table(found: dict[str, Any]) -> str:
+    """A model's cases in Markdown."""
     lines = [
         f"## {found['model']}: diffusers in bf16 is {found['bf16 from fp32']:.2e} from fp32",
         "",
@@ -205,6 +232,7 @@ def table(found: dict[str, Any]) -> str:
 
 
 def main() -> None:
+    """Print a table for each model."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--json", type=Path)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -11,6 +13,7 @@ from gfgen.gfc.cuda.endpoint import CudaEndpoint
 from gfgen.gfc.descriptor import Descriptor
 from gfgen.jobspec import JobSpec
 from gfgen.layout import Layout
+from gfgen.models import guidance
 from gfgen.models.adapter import Fields
 from gfgen.models.forwards import evaluate
 from gfgen.models.geometry import CONFIGS
@@ -21,9 +24,26 @@ from gfgen.runtime.messages import WarmUp
 from gfgen.runtime.worker_forwards import Forwards
 from gfgen.runtime.worker_graphs import CudaRecorder
 
-JOBS: dict[str, dict[str, Any]] = {
-    "tiny-wan": {"width": 96, "height": 64, "frames": 9},  # 18 tokens: 5, 5, 4, 4 on four ranks
-    "tiny-qwen-image": {"width": 96, "height": 96, "true_cfg_scale": 4.0},  # 36 tokens
+WAN = {"width": 96, "height": 64, "frames": 9}  # 18 tokens: 5, 5, 4, 4 on four ranks
+QWEN = {"width": 96, "height": 96, "true_cfg_scale": 4.0}  # 36 tokens
+
+
+@dataclass(frozen=True)
+class Job:
+    model: str
+    fields: Mapping[str, Any]
+    has_image: bool = False
+    in_batch: bool = False
+    """Both branches in one forward."""
+
+
+JOBS = {
+    "wan": Job("tiny-wan", WAN),
+    "wan, with an image": Job("tiny-wan", WAN, has_image=True),
+    "wan, in one forward": Job("tiny-wan", WAN, in_batch=True),
+    "wan, with an image, in one forward": Job("tiny-wan", WAN, has_image=True, in_batch=True),
+    "qwen": Job("tiny-qwen-image", QWEN),
+    "qwen, in one forward": Job("tiny-qwen-image", QWEN, in_batch=True),
 }
 STEPS = 4
 
@@ -46,13 +66,25 @@ class CountingRecorder(CudaRecorder):
 
 
 @torch.no_grad()
-def compare(endpoint: CudaEndpoint, model: str, layouts: Sequence[Layout], first: int) -> dict[str, int]:
+def compare(
+    endpoint: CudaEndpoint, name: str, picture: str, layouts: Sequence[Layout], first: int
+) -> dict[str, int]:
     """Each step twice on each layout, launch by launch and as records: (results that differ, replays)."""
+    job = JOBS[name]
+    asked = JobSpec(id="job", prompt="a fox", seed=1, steps=STEPS, **job.fields)
+    asked = replace(asked, image=picture if job.has_image else None)
+    with patch.object(guidance, "is_batch_faster", return_value=job.in_batch):
+        return _compare(endpoint, job.model, asked, layouts, first)
+
+
+def _compare(
+    endpoint: CudaEndpoint, model: str, asked: JobSpec, layouts: Sequence[Layout], first: int
+) -> dict[str, int]:
     device = endpoint.torch_device
     torch.cuda.set_device(device)
     torch.cuda.set_stream(torch.cuda.Stream(device))
     adapter: Any = load_adapter(CONFIGS / model, device=str(device), has_random_weights=True)
-    spec = adapter.geometry.resolve(JobSpec(id="job", prompt="a fox", seed=1, steps=STEPS, **JOBS[model]))
+    spec = adapter.geometry.resolve(asked)
     recorder = CountingRecorder(device)
     graphs = Graphs(recorder, device)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from pathlib import Path
 
 import cuda_forwards
 import pytest
@@ -45,11 +46,14 @@ def layouts() -> list[Layout]:
     return found
 
 
-@pytest.mark.parametrize("model", cuda_forwards.JOBS)
-def test_records_give_the_bits_of_launches_and_nothing_waits(ranks: CudaRanks, model: str) -> None:
+@pytest.mark.parametrize("name", cuda_forwards.JOBS)
+def test_records_give_the_bits_of_launches_and_nothing_waits(
+    ranks: CudaRanks, name: str, picture: Path
+) -> None:
     cases = layouts()
     first = ranks.next_dispatch(2 * len(cases) * cuda_forwards.STEPS)
-    for found in ranks.run(range(NUM_RANKS), cuda_forwards.compare, model, cases, first):
+    arguments = (name, str(picture), cases, first)
+    for found in ranks.run(range(NUM_RANKS), cuda_forwards.compare, *arguments):
         assert found["different"] == 0, found
         assert found["replays"] >= found["steps"], found
         assert found["records"] > 0
