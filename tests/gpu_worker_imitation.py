@@ -29,7 +29,7 @@ from gfgen.gfc.group import Group
 from gfgen.layout import Layout
 from gfgen.runtime import worker_forwards, worker_gpu, worker_staging
 from gfgen.runtime.channel import Channel
-from gfgen.runtime.messages import Arenas
+from gfgen.runtime.messages import Arenas, Loading
 from gfgen.runtime.worker import Worker, WorkerSettings, load_model, run_worker
 
 __all__ = ["WorkerSettings", "main"]
@@ -192,7 +192,10 @@ def main(channel_socket: socket.socket, settings: WorkerSettings) -> None:
                 raise RuntimeError("as told by a file")
             return FaultyAdapter(load_model(settings, path), settings.rank, faults=FAULTS)
 
-        adapters = {path: load(path) for path in settings.checkpoints}
+        adapters = {}
+        for path in settings.checkpoints:
+            channel.send(Loading(path))
+            adapters[path] = load(path)
         worker = ImitationWorker(channel, settings.rank, adapters, Plan(*settings.arena_bytes), load)
         worker.set_up_forwards(ImitationRecorder(), may_record=True)
         return worker

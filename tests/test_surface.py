@@ -226,6 +226,7 @@ def test_events_of_the_journal():
         "PolicyChanged": ["time_s", "policy", "reason"],
         "ModelsChanged": ["time_s", "models", "load_s", "reason"],
         "RankLoaded": ["time_s", "rank", "load_s"],
+        "LoadFailed": ["time_s", "models", "reason"],
         "StopRequested": ["time_s", "signal_number"],
         "ClosingTime": ["time_s"],
         "Wakeup": ["time_s"],

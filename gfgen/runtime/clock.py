@@ -26,6 +26,7 @@ _KIND_ORDER = (
     events.JobCancelled,
     events.JobArrived,
     events.PolicyChanged,
+    events.LoadFailed,
     events.ModelsChanged,
     events.StopRequested,
     events.ClosingTime,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -53,8 +53,9 @@ class Backend(Protocol):
         """Tasks of these jobs may be submitted from now on."""
         ...
 
-    def load(self, checkpoints: Collection[Path], *, load_s: float) -> None:
-        """Let all ranks hold these models and no others; each tells when it does, in about so long."""
+    def load(self, models: Mapping[str, Path], *, load_s: float) -> None:
+        """Let all ranks hold these models, checkpoints by name, and no others; each tells when it does, in
+        about so long, and `LoadFailed` tells of one that none of them can load."""
         ...
 
     def memory_use(self) -> Mapping[int, MemoryUse]:
@@ -209,7 +210,7 @@ class Control:
             return
         self.journal.append(event)
         self.apply(event)
-        self.backend.load(self._residency.checkpoints, load_s=event.load_s)
+        self.backend.load(self._residency.held, load_s=event.load_s)
 
     def apply(self, event: Event) -> None:
         """Let the state change by an event, and tell everyone who watches."""

@@ -149,6 +149,14 @@ class RankLoaded(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class LoadFailed(Event):
+    """No rank can load these models, which are one: ranks hold them no more, and their jobs fail."""
+
+    models: Sequence[str]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class StopRequested(Event):
     """A signal asks the run to stop at the next task boundaries."""
 

@@ -147,6 +147,13 @@ class WorkerReady:
 
 
 @dataclass(frozen=True, slots=True)
+class Loading:
+    """The worker begins to load a model: whatever ends it before it is ready is laid to that model."""
+
+    checkpoint: str
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerFailed:
     """The worker cannot load its models, and ends."""
 

@@ -28,6 +28,7 @@ from gfgen.runtime.arenas import RankArenas, default_plan
 from gfgen.runtime.channel import Channel
 from gfgen.runtime.messages import (
     Arenas,
+    Loading,
     ModelsSet,
     ReplacePeer,
     SetModels,
@@ -76,6 +77,8 @@ class Child:
     started_s: float = field(default_factory=time.monotonic)
     asked_to_load_s: float | None = None
     """Since when it has had other models to load; None when it has none."""
+    loading: str | None = None
+    """The checkpoint that it said it begins to load; None when it is ready."""
     jobs: set[str] = field(default_factory=set)
     """Jobs that this worker knows."""
     killed_s: float | None = None
@@ -286,8 +289,11 @@ class WorkerPool:
             raise WorkerError(f"{worker.name} died while it started: {worker.reap(patience_s=_EXIT_S)}")
         if isinstance(received[0], WorkerFailed):
             raise WorkerError(f"{worker.name} cannot start: {received[0].reason}")
+        if isinstance(received[0], Loading):
+            worker.loading = received[0].checkpoint
+            return
         if isinstance(received[0], ModelsSet):  # of a worker that was ready, or is by now
-            worker.asked_to_load_s = None
+            worker.asked_to_load_s = worker.loading = None
             return
         self.take_ready(worker, received[0], received[1])
 
@@ -295,17 +301,19 @@ class WorkerPool:
         """A worker has loaded its models and brings its arena, if it makes that itself."""
         assert worker.rank is not None
         self._arenas.take(worker.rank, fds)
-        worker.is_ready, worker.startup_s = True, ready.startup_s
+        worker.is_ready, worker.startup_s, worker.loading = True, ready.startup_s, None
 
-    def replace_worker(self, rank: int, *, now_s: float) -> Child | None:
+    def replace_worker(self, rank: int, *, now_s: float, is_to_blame: bool = True) -> Child | None:
         """A new process for a rank whose old one is reaped; None when the rank is retired.
 
-        It is when it died too often, or when the old process does not end and so holds its device.
+        It is when it died too often by its own fault, or when the old process does not end and so holds
+        its device.
         The new one is to be told of the others, and they of it, by `welcome`: when it is ready, and nobody is
         inside its predecessor's arena any more.
         """
         deaths = self._deaths[rank]
-        deaths.append(now_s)
+        if is_to_blame:
+            deaths.append(now_s)
         num_deaths = len([death for death in deaths if death > now_s - DEATHS_WINDOW_S])
         if num_deaths >= MAX_DEATHS:
             logger.error("rank %d died %d times in %g min", rank, num_deaths, DEATHS_WINDOW_S / 60)
@@ -325,6 +333,11 @@ class WorkerPool:
             if rank not in self.retired:
                 worker.asked_to_load_s = time.monotonic()
                 worker.tell(message)
+
+    def do_without(self, checkpoint: str) -> None:
+        """Start no worker with this model."""
+        held: tuple[str, ...] = self._settings["checkpoints"]
+        self._settings["checkpoints"] = tuple([path for path in held if path != checkpoint])
 
     def forgive(self) -> None:
         """Count deaths from here on: another run begins, which has not seen them."""

@@ -8,7 +8,8 @@ changed, on all ranks, each after its present task,
   at most; a tenth for a job with a deadline or a raised priority.
 
 So there are never more changes than jobs, and one for each hundred, or ten, times what a change takes.
-A change is an event in the journal, so that a replay needs none of this.
+A change is an event in the journal, so that a replay needs none of this. A model that no rank can load
+(`LoadFailed`) is resident no more; its jobs fail.
 """
 
 from __future__ import annotations
@@ -19,13 +20,15 @@ from pathlib import Path
 from typing import Protocol
 
 from gfgen.runtime.admission import AdmittedJob
-from gfgen.runtime.events import Event, ModelsChanged, RankLoaded, RankReady
+from gfgen.runtime.events import Event, LoadFailed, ModelsChanged, RankLoaded, RankReady
 from gfgen.runtime.observer import Observer
 
 SHARE, URGENT_SHARE = 0.01, 0.1
 """Of the time: what changes may take that are made for the sake of jobs that wait."""
 LOAD_BYTES_PER_S = 1e9
 """Until ranks have loaded something: a disk that is neither slow nor fast."""
+
+_CROWDED = "they do not fit together beside the jobs that have come"
 
 
 class Demand(Protocol):
@@ -105,9 +108,14 @@ class Residency(Observer):
         return self.resident != self._needs.keys()
 
     @property
+    def held(self) -> dict[str, Path]:
+        """The resident models and their checkpoints."""
+        return {model: self._needs[model].checkpoint for model in sorted(self.resident)}
+
+    @property
     def checkpoints(self) -> list[Path]:
         """Of the resident models."""
-        return sorted({self._needs[model].checkpoint for model in self.resident})
+        return sorted(set(self.held.values()))
 
     def choose(self, wanted: Sequence[str], *, kept: Collection[str] = ()) -> frozenset[str]:
         """The first wanted model, and of the others, in order, those that fit beside; kept ones last."""
@@ -125,17 +133,17 @@ class Residency(Observer):
 
     def change(self, demand: Demand, *, now_s: float) -> ModelsChanged | None:
         """The change that is due now, if any."""
-        if demand.is_loading:
+        is_crowded = not self._fits(self.resident)
+        if demand.is_loading or not (is_crowded or demand.num_parked):
+            return None
+        reason = _CROWDED if is_crowded else self._reason(demand, now_s)
+        if reason is None:
             return None
         wanted, at_work = demand.parked_models(), sorted(demand.resident_models_at_work())
-        if not self._fits(self.resident):
-            reason = "they do not fit together beside the jobs that have come"
+        if is_crowded:
             models = self.choose([*at_work, *wanted, *sorted(self.resident)])
-        elif demand.num_parked and (due := self._reason(demand, now_s)):
-            reason = due
-            models = self.choose([wanted[0], *at_work, *wanted[1:]], kept=self.resident)
         else:
-            return None
+            models = self.choose([wanted[0], *at_work, *wanted[1:]], kept=self.resident)
         if models == self.resident:
             return None
         return ModelsChanged(now_s, tuple(sorted(models)), self._load_s(models), reason)
@@ -146,6 +154,8 @@ class Residency(Observer):
                 self._lacked_bytes = self._bytes_of(set(event.models) - self.resident)
                 self.resident = frozenset(event.models)
                 self._changed_s = event.time_s
+            case LoadFailed():
+                self.resident -= set(event.models)
             case RankLoaded():
                 self._changed_s = event.time_s
                 self._observe(self._lacked_bytes, event.load_s)
@@ -170,7 +180,7 @@ class Residency(Observer):
             self._bytes_per_s = num_bytes / load_s
 
     def _fits(self, models: Collection[str]) -> bool:
-        work_bytes = max(self._needs[model].work_bytes for model in models)
+        work_bytes = max((self._needs[model].work_bytes for model in models), default=0)
         return self._bytes_of(models) + work_bytes <= self._room_bytes
 
     def _bytes_of(self, models: Collection[str]) -> int:

@@ -6,7 +6,7 @@ policies are the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,7 +69,7 @@ class SimulatedBackend:
     def add(self, jobs: Sequence[AdmittedJob]) -> None:
         """Nothing has to be known of a job."""
 
-    def load(self, checkpoints: Collection[Path], *, load_s: float) -> None:
+    def load(self, models: Mapping[str, Path], *, load_s: float) -> None:
         """Each rank takes as long as predicted, after what it was given."""
         if self._submitted:
             self._start_submitted()

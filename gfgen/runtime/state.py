@@ -36,6 +36,8 @@ MAX_TASK_FAILURES = 2
 """So many failures of the same task fail its job."""
 MAX_LOST_WORKERS = 3
 """So many deaths of workers while they ran a task of a job fail the job."""
+RETRY_LOAD_S = 600.0
+"""A model that no rank could load is tried again for jobs that arrive so much later."""
 _SAME_TIME_S = 1e-6
 NUM_RECENT = 24
 """Arrivals that are remembered, as a sample of what may be expected."""
@@ -94,6 +96,8 @@ class State:
         """Jobs that wait for their models, the longest first."""
         self._urgent: set[str] = set()
         """Those of them that have a deadline or a raised priority."""
+        self._unloadable: dict[str, tuple[float, str]] = {}
+        """By model that no rank could load: until when its jobs fail at once, and with what."""
         self._open = OpenJobs()
         self._recent: deque[tuple[JobRecord, JobView]] = deque(maxlen=NUM_RECENT)
         """The last arrivals, as they were then."""
@@ -307,7 +311,7 @@ class State:
             case events.TaskFailed():
                 return self._task_failed(event)
             case events.JobArrived():
-                self._arrived(event.job_id)
+                return self._arrived(event)
             case events.JobTimedOut():
                 return self._timed_out(self._jobs.get(event.job_id), event.time_s)
             case events.JobCancelled():
@@ -325,6 +329,8 @@ class State:
                 self._rank_lost(event)
             case events.ModelsChanged():
                 self._models_changed(event)
+            case events.LoadFailed():
+                return self._load_failed(event)
             case events.RankLoaded():
                 rank = self._ranks[event.rank]
                 rank.is_loading, rank.view = False, None
@@ -337,13 +343,17 @@ class State:
                 pass
         return ()
 
-    def _arrived(self, job_id: str) -> None:
+    def _arrived(self, event: events.JobArrived) -> Iterable[JobOutcome]:
         """The job is there; unless it was cancelled before."""
-        record = self._jobs.get(job_id)
-        if record is not None:
-            record.arrived = True
-            self._recent.append((record, record.view(self._costs)))
-            self._place(record)
+        record = self._jobs.get(event.job_id)
+        if record is None:
+            return ()
+        record.arrived = True
+        until_s, reason = self._unloadable.get(record.model, (-math.inf, None))
+        if event.time_s < until_s:
+            record.doom = record.doom or reason
+        self._recent.append((record, record.view(self._costs)))
+        return self._settle(record)
 
     def _stop(self, signal_number: int) -> None:
         """The first signal lets running tasks end; the second one does not wait for them."""
@@ -456,6 +466,22 @@ class State:
         self._idle.clear()
         for record in self._jobs.values():
             self._place(record)
+
+    def _load_failed(self, event: events.LoadFailed) -> Iterable[JobOutcome]:
+        """Jobs of a model that no rank can load fail, now and for a while; the others go on."""
+        names = " and ".join(event.models)
+        logger.error("model %s cannot be loaded: %s", names, event.reason)
+        self._models -= set(event.models)
+        for rank in self._ranks:
+            rank.view = None
+        doom = f"model {names} cannot be loaded: {event.reason}"
+        self._unloadable |= dict.fromkeys(event.models, (event.time_s + RETRY_LOAD_S, doom))
+        ended: list[JobOutcome] = []
+        for record in [each for each in self._jobs.values() if each.model in event.models]:
+            if record.arrived and not record.is_writing:
+                record.doom = record.doom or doom
+                ended += self._settle(record)
+        return ended
 
     def _timed_out(self, record: JobRecord | None, at_s: float) -> Iterable[JobOutcome]:
         """The job's time is up; unless this is the time-out of an earlier job of the same id."""

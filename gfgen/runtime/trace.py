@@ -139,6 +139,9 @@ class TraceWriter(Observer):
             case events.ModelsChanged():
                 change = {"models": list(event.models), "reason": event.reason}
                 self._instant(f"models {', '.join(event.models)}", event.time_s, scope="g", args=change)
+            case events.LoadFailed():
+                failure = {"models": list(event.models), "reason": event.reason}
+                self._instant(f"{', '.join(event.models)} not loaded", event.time_s, scope="g", args=failure)
             case events.RankLoaded():
                 start_s = event.time_s - event.load_s
                 self._slice("load models", event.rank, start_s, event.time_s, job=None, args={})

@@ -52,6 +52,7 @@ from gfgen.runtime.messages import (
     EdgesRestarted,
     ForgetJob,
     Left,
+    Loading,
     MemoryUse,
     ModelsSet,
     Ping,
@@ -112,7 +113,8 @@ def main(channel_socket: socket.socket, settings: WorkerSettings) -> None:
     """Entry of a CPU rank's process: load, then serve until the channel is closed."""
 
     def make(channel: Channel) -> Worker:
-        return Worker(channel, settings.rank, load(settings), load_model=partial(load_model, settings))
+        adapters = load(settings, channel=channel)
+        return Worker(channel, settings.rank, adapters, load_model=partial(load_model, settings))
 
     run_worker(channel_socket, settings, make)
 
@@ -392,6 +394,7 @@ class Worker:
             for path in message.checkpoints:
                 if path not in self._adapters:
                     assert self._load_model is not None
+                    self._channel.send(Loading(path))
                     self._adapters[path] = self._load_model(path)
             self._drain()
         except Exception as error:
@@ -525,9 +528,13 @@ class Worker:
                 return {"frames": adapter.decode(spec, artifacts["latents"], parallel=parallel)}
 
 
-def load(settings: WorkerSettings, *, device: str = "cpu") -> dict[str, Adapter]:
+def load(settings: WorkerSettings, *, channel: Channel, device: str = "cpu") -> dict[str, Adapter]:
     """The adapters of the models that a rank holds at first, by checkpoint."""
-    return {path: load_model(settings, path, device=device) for path in settings.checkpoints}
+    adapters = {}
+    for path in settings.checkpoints:
+        channel.send(Loading(path))
+        adapters[path] = load_model(settings, path, device=device)
+    return adapters
 
 
 def load_model(settings: WorkerSettings, path: str, *, device: str = "cpu") -> Adapter:

@@ -106,7 +106,7 @@ def main(channel_socket: socket.socket, settings: WorkerSettings) -> None:
         try_kernels(device)
         if settings.memory_limit is not None:
             _limit_memory(settings, device)
-        adapters = load(settings, device=str(device))
+        adapters = load(settings, channel=channel, device=str(device))
         torch.cuda.synchronize(device)
         worker = GpuWorker(
             channel,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import selectors
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -21,6 +21,7 @@ from gfgen.runtime.dispatch import Dispatch
 from gfgen.runtime.events import (
     Event,
     FramesLost,
+    LoadFailed,
     OutputFailed,
     OutputWritten,
     RankLoaded,
@@ -30,12 +31,14 @@ from gfgen.runtime.events import (
     TaskDone,
     TaskFailed,
 )
+from gfgen.runtime.loads import Loads
 from gfgen.runtime.messages import (
     Abandon,
     EdgesRestarted,
     ForgetJob,
     FramesStored,
     Left,
+    Loading,
     MemoryUse,
     ModelsSet,
     Ping,
@@ -68,6 +71,7 @@ _TICK_S = 0.25
 """The control loop turns at least this often: progress is shown, and silence noticed."""
 _ANSWER_S = 1.0
 """How long is waited, at the end of a run, for what ranks tell of themselves."""
+_CANNOT_LOAD = "it cannot load its models: "
 _REAP_S = 1.0
 """How long a process whose channel has ended may take to end itself."""
 
@@ -121,6 +125,8 @@ class ProcessBackend:
         """Why a process was killed, until its end is noticed."""
         self._held_back: list[RankReady] = []
         """New workers that wait until the others have left what their predecessors died in."""
+        self._loads: Loads | None = None
+        """Of the last change of models; None before the first one."""
         self._memory_use: dict[int, MemoryUse] = {}
         self._selector = selectors.DefaultSelector()
         self._own_signals = SignalPipe() if signals is None else None
@@ -211,9 +217,10 @@ class ProcessBackend:
         except OSError as error:
             logger.warning("job %s will start at the beginning: its state is not kept (%s)", job_id, error)
 
-    def load(self, checkpoints: Collection[Path], *, load_s: float) -> None:
+    def load(self, models: Mapping[str, Path], *, load_s: float) -> None:
         """Let all ranks hold these models and no others."""
-        self._pool.set_models(set(checkpoints))
+        self._pool.set_models(set(models.values()))
+        self._loads = Loads(models)
 
     def add(self, jobs: Sequence[AdmittedJob]) -> None:
         """Know these jobs too; workers are told of one before its first task."""
@@ -277,7 +284,10 @@ class ProcessBackend:
             case ModelsSet() as answer:
                 assert child.rank is not None
                 child.asked_to_load_s = None
+                self._note_loaded(child)
                 yield RankLoaded(now_s, child.rank, answer.load_s)
+            case Loading() as loading:
+                child.loading = loading.checkpoint
             case Left() | EdgesRestarted() as answer:
                 yield from self._answered(child, answer)
             case WriteDone() as done:
@@ -289,6 +299,7 @@ class ProcessBackend:
                 yield OutputFailed(now_s, failed.job_id, failed.reason)
             case WorkerReady() as ready:
                 self._pool.take_ready(child, ready, received[1])
+                self._note_loaded(child)
                 event = self._ready(child)
                 if self._recovery and child.rank in self._recovery.dead:
                     self._held_back.append(event)
@@ -296,7 +307,7 @@ class ProcessBackend:
                     self._pool.welcome(child)
                     yield event
             case WorkerFailed() as failure:
-                self._verdicts[child] = f"it cannot load its models: {failure.reason}"
+                self._verdicts[child] = f"{_CANNOT_LOAD}{failure.reason}"
             case MemoryUse() as use:
                 assert child.rank is not None
                 self._memory_use[child.rank] = use
@@ -401,15 +412,42 @@ class ProcessBackend:
                 yield OutputFailed(now_s, job_id, f"its writer died twice: {reason}")
             self._register_new_children()
             return
-        successor = self._pool.replace_worker(child.rank, now_s=now_s)
+        unloadable, is_to_blame = self._note_failed_load(child)
+        successor = self._pool.replace_worker(child.rank, now_s=now_s, is_to_blame=is_to_blame)
         self._register_new_children()
         yield RankLost(now_s, child.rank, child.incarnation, reason, is_retired=successor is None)
+        if unloadable:
+            why = reason.removeprefix(_CANNOT_LOAD) if verdict else f"{reason} while it was loading"
+            yield LoadFailed(now_s, unloadable, f"rank {child.rank}: {why}")
         yield from self._frames_lost_with(child.rank, reason, now_s)
         self._recovery = self._recovery or Recovery()
         self._recovery.dead.add(child.rank)
         self._held_back = [event for event in self._held_back if event.rank != child.rank]
         self._give_up(self._died_with(child.rank, reason))
         yield from self._advance_recovery()
+
+    def _note_loaded(self, worker: Child) -> None:
+        """A worker holds the models of now, as far as anybody does."""
+        worker.loading = None
+        if self._loads is not None and worker.rank is not None:
+            self._loads.succeeded(worker.rank)
+
+    def _note_failed_load(self, worker: Child) -> tuple[Sequence[str], bool]:
+        """What the death of a worker says of the model that it was loading, if it was.
+
+        Returns the names of that model where no rank can load it, and whether the rank is to blame.
+        """
+        loads, rank = self._loads, worker.rank
+        if loads is None or rank is None:
+            return (), True
+        loads.lost(rank)
+        if worker.loading is None:
+            return (), True
+        ranks = set(range(self._pool.num_ranks)) - self._pool.retired
+        names = loads.failed(worker.loading, rank, ranks=ranks)
+        if names:
+            self._pool.do_without(worker.loading)
+        return names, loads.can_be_loaded
 
     def _died_with(self, rank: int, reason: str) -> dict[int, Cause | None]:
         """The dispatches that a dead rank was still needed for; it was running the first of them."""

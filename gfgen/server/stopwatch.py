@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from gfgen.runtime.admission import AdmittedJob
@@ -46,8 +46,8 @@ class Stopwatch:
     def add(self, jobs: Sequence[AdmittedJob]) -> None:
         self._backend.add(jobs)
 
-    def load(self, checkpoints: Collection[Path], *, load_s: float) -> None:
-        self._backend.load(checkpoints, load_s=load_s)
+    def load(self, models: Mapping[str, Path], *, load_s: float) -> None:
+        self._backend.load(models, load_s=load_s)
 
     def memory_use(self) -> Mapping[int, MemoryUse]:
         return self._backend.memory_use()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from gfgen.runtime.admission import AdmittedJob
 from gfgen.runtime.clock import Clock
 from gfgen.runtime.control import Control
 from gfgen.runtime.cost import CostModel
-from gfgen.runtime.events import ModelsChanged, RankLoaded, RankLost, RankReady, StopRequested
+from gfgen.runtime.events import LoadFailed, ModelsChanged, RankLoaded, RankLost, RankReady, StopRequested
 from gfgen.runtime.journal import Journal, journal_header, read_runs
 from gfgen.runtime.replay import replay
 from gfgen.runtime.residency import LOAD_BYTES_PER_S, Residency
@@ -101,9 +101,9 @@ class Spy(SimulatedBackend):
         super().__init__(*args, **options)
         self.told: list[list[str]] = []
 
-    def load(self, checkpoints: Collection[Path], *, load_s: float) -> None:
-        self.told.append(sorted(map(str, checkpoints)))
-        super().load(checkpoints, load_s=load_s)
+    def load(self, models: Mapping[str, Path], *, load_s: float) -> None:
+        self.told.append(sorted(models))
+        super().load(models, load_s=load_s)
 
 
 def test_ranks_are_told_to_keep_a_model_whose_jobs_have_all_ended():
@@ -136,7 +136,7 @@ class Idle:
     """No job waits for its model."""
 
     at_work: Sequence[str]
-    num_parked = 0
+    num_parked: int = 0
     has_urgent_parked = is_loading = is_at_rest = False
 
     def parked_models(self) -> Sequence[str]:
@@ -144,6 +144,77 @@ class Idle:
 
     def resident_models_at_work(self) -> Collection[str]:
         return self.at_work
+
+
+# A model that no rank can load --------------------------------------------------------------------
+
+
+class WithoutQwen(Spy):
+    """Ranks that cannot load a model: the last one to say so dies."""
+
+    def load(self, models: Mapping[str, Path], *, load_s: float) -> None:
+        super().load(models, load_s=load_s)
+        if "qwen" in models:
+            self._clock.at(LoadFailed(self._clock.now_s + load_s, ("qwen",), "rank 0: no such file"))
+
+
+def test_jobs_of_a_model_that_no_rank_can_load_fail_with_the_reason_and_the_batch_goes_on():
+    jobs = [job_of(model, f"{model}-{n}") for n in range(2) for model in ("wan", "qwen", "moe")]
+    control, recorder = controlled(jobs, room=70 * GB, backend=WithoutQwen)
+    summary = control.run()
+    assert (summary.num_done, summary.num_failed, summary.num_unfinished) == (4, 2, 0)
+    failed = {o.info.job_id: o.error for o in recorder.outcomes if o.status == "failed"}
+    assert failed == dict.fromkeys(["qwen-0", "qwen-1"], "model qwen cannot be loaded: rank 0: no such file")
+    assert changes(recorder) == [("qwen",), ("moe",)]
+
+
+def test_a_model_that_could_not_be_loaded_is_tried_again_for_jobs_that_come_long_after():
+    jobs = [job_of("wan", "a"), job_of("qwen", "b")]
+    jobs += [job_of("qwen", "soon", arrival_s=300.0), job_of("qwen", "later", arrival_s=900.0)]
+    control, recorder = controlled(jobs, backend=WithoutQwen)
+    assert control.run().num_failed == 3
+    ends = {outcome.info.job_id: outcome.ended_s for outcome in recorder.outcomes}
+    assert ends["soon"] == 300.0
+    assert ends["later"] > 900.0
+    assert changes(recorder) == [("qwen",), ("qwen",)]
+
+
+def test_nothing_but_a_model_that_cannot_be_loaded_leaves_a_run_that_ends():
+    control, _ = controlled([job_of("wan", "a"), job_of("qwen", "b")], backend=WithoutQwen, path=None)
+    summary = control.run()
+    assert (summary.num_done, summary.num_failed) == (1, 1)
+    assert control.state.finished
+
+
+def test_a_run_in_which_a_model_could_not_be_loaded_decides_the_same_again(tmp_path: Path):
+    jobs = [job_of(("wan", "qwen", "moe")[n % 3], f"job-{n}", arrival_s=0.7 * n) for n in range(9)]
+    path = tmp_path / "journal.jsonl"
+    control, recorder = controlled(jobs, room=70 * GB, path=path, backend=WithoutQwen)
+    control.run()
+    control.journal.close()
+    (journaled,) = read_runs(path)
+    outcome = replay(journaled, jobs)
+    assert (outcome.difference, outcome.num_dispatches) == (None, len(recorder.dispatches))
+
+
+# Nothing to do, nothing to pay --------------------------------------------------------------------
+
+
+@dataclass
+class Bare(Idle):
+    """Fails when it is asked what costs a look at every job."""
+
+    def parked_models(self) -> Sequence[str]:
+        raise AssertionError("asked for models that jobs wait for")
+
+    def resident_models_at_work(self) -> Collection[str]:
+        raise AssertionError("asked for models at work")
+
+
+def test_turns_of_the_loop_in_which_nothing_is_to_be_changed_look_at_no_jobs():
+    residency = residency_of([job_of("wan", "a"), job_of("qwen", "b")], room=60 * GB)
+    assert residency.change(Bare([]), now_s=1.0) is None
+    assert residency.change(Bare([], num_parked=1), now_s=1.0) is None
 
 
 # Which models ----------------------------------------------------------------------------------

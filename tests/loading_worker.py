@@ -1,0 +1,30 @@
+"""A CPU rank's worker that loads nothing but the names of its models.
+
+One whose name begins with "broken" cannot be loaded; under one that begins with "deadly" the process dies.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from gfgen.runtime import worker
+from gfgen.runtime.worker import WorkerSettings
+
+__all__ = ["WorkerSettings", "main"]
+
+
+def main(channel_socket: socket.socket, settings: WorkerSettings) -> None:
+    def load_name(path: Path, **_: object) -> Any:
+        if path.name.startswith("broken"):
+            raise FileNotFoundError(f"{path.name} is broken")
+        if path.name.startswith("deadly"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return SimpleNamespace()
+
+    worker.load_adapter = load_name
+    worker.main(channel_socket, settings)

@@ -1,0 +1,106 @@
+"""Models that ranks cannot load: whose fault it is, and what becomes of the ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gfgen.runtime.clock import Clock
+from gfgen.runtime.events import Event, LoadFailed, RankLoaded, RankLost, RankReady
+from gfgen.runtime.loads import Loads
+from gfgen.runtime.pool import WorkerPool
+from gfgen.runtime.workers import ProcessBackend
+
+PATIENCE_S = 60.0
+
+
+def test_it_is_the_models_fault_when_no_rank_can_load_it_and_one_has_tried_again():
+    loads = Loads({"qwen": Path("qwen"), "./qwen": Path("qwen"), "wan": Path("wan")})
+    assert loads.failed("qwen", 0, ranks=[0, 1]) == ()
+    assert loads.failed("qwen", 0, ranks=[0, 1]) == ()
+    assert loads.failed("qwen", 1, ranks=[0, 1]) == ("qwen", "./qwen")
+    assert loads.failed("qwen", 1, ranks=[0, 1]) == ()
+
+
+def test_it_is_the_ranks_fault_when_another_rank_can_load_the_model():
+    loads = Loads({"qwen": Path("qwen")})
+    for _ in range(3):
+        assert loads.failed("qwen", 0, ranks=[0, 1]) == ()
+    assert loads.failed("qwen", 1, ranks=[0, 1, 2]) == ()
+    loads.succeeded(0)
+    assert loads.failed("qwen", 1, ranks=[0, 1]) == ()
+    assert loads.failed("another", 1, ranks=[1]) == ()
+
+
+def test_ranks_are_to_blame_while_another_one_holds_all_models():
+    loads = Loads({"qwen": Path("qwen")})
+    assert not loads.can_be_loaded
+    loads.succeeded(1)
+    assert loads.can_be_loaded
+    loads.lost(1)
+    assert not loads.can_be_loaded
+
+
+@pytest.fixture
+def backend(tmp_path: Path) -> Iterator[ProcessBackend]:
+    """Over two ranks that hold a model, and that a run has begun on."""
+    with WorkerPool(
+        num_ranks=2, checkpoints=[tmp_path / "good"], worker_main="loading_worker:main", num_writers=0
+    ) as pool:
+        pool.wait_ready()
+        backend = ProcessBackend(pool, [], clock=Clock(), output_dir=tmp_path)
+        yield backend
+        backend.close()
+
+
+def events_until(backend: ProcessBackend, kind: type[Event], number: int = 1) -> list[Event]:
+    found: list[Event] = []
+    deadline_s = time.monotonic() + PATIENCE_S
+    while sum(isinstance(event, kind) for event in found) < number:
+        assert time.monotonic() < deadline_s, found
+        found += backend.wait(until=None)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("broken", "FileNotFoundError: broken is broken"),
+        ("deadly", "killed by signal 9 while it was loading"),
+    ],
+)
+def test_a_model_that_no_rank_can_load_is_told_and_costs_no_rank(
+    backend: ProcessBackend, tmp_path: Path, name: str, reason: str
+) -> None:
+    events_until(backend, RankReady, 2)
+    models = {"good": tmp_path / "good", "bad": tmp_path / name}
+    backend.load(models, load_s=1.0)
+    found = events_until(backend, LoadFailed)
+    failure = found[-1]
+    assert isinstance(failure, LoadFailed)
+    assert failure.models == ("bad",)
+    assert failure.reason.startswith(("rank 0: ", "rank 1: "))
+    assert reason in failure.reason
+    while not all(worker.is_ready for worker in backend._pool.workers):
+        found += events_until(backend, RankReady)
+    backend.load({"good": tmp_path / "good", "other": tmp_path / "other"}, load_s=1.0)
+    found += events_until(backend, RankLoaded, 2)
+    assert not any(event.is_retired for event in found if isinstance(event, RankLost))
+
+
+def test_one_rank_that_cannot_load_is_replaced_and_the_model_is_kept(
+    backend: ProcessBackend, tmp_path: Path
+) -> None:
+    """Another rank holds it."""
+    events_until(backend, RankReady, 2)
+    backend.load({"other": tmp_path / "other"}, load_s=1.0)
+    events_until(backend, RankLoaded, 2)
+    victim = backend._pool.workers[1]
+    victim.loading = str(tmp_path / "other")  # as if it had just begun to
+    victim.kill()
+    found = events_until(backend, RankReady)
+    assert not any(isinstance(event, LoadFailed) for event in found)
+    assert str(tmp_path / "other") in backend._pool._settings["checkpoints"]
