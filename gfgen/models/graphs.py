@@ -13,6 +13,7 @@ that have not been entered: who calls `rehearsing` or `recording` sees to that.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 import weakref
@@ -121,13 +122,16 @@ class Graphs:
         self._rehearsed: set[object] = set()
         self._refused: set[object] = set()
         """What could not be recorded."""
+        self._lives: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        """A number for each transformer, which none that is loaded later gets; an `id` may come back."""
+        self._next_life = itertools.count()
         self._mode: Mode | None = None
         self._unentered: Parallel | None = None
 
     def __call__(self, transformer: Any, inputs: Mapping[str, Any]) -> Tensor:
         """The transformer's prediction."""
         sharing = present_sharing()
-        call = _call_of(transformer, inputs, sharing)
+        call = self._call(transformer, inputs, sharing)
         if self._mode is not None:
             self._mode(call, transformer, inputs)
             return torch.zeros_like(self._known[call].result, device=self._device)
@@ -159,6 +163,13 @@ class Graphs:
     def clear(self) -> None:
         """Give the memory of all records back."""
         self._records.clear()
+
+    def forget(self) -> None:
+        """Models are about to go: nothing is known of any forward any more."""
+        self.clear()
+        self._known.clear()
+        self._rehearsed.clear()
+        self._refused.clear()
 
     @contextmanager
     def _in_mode(self, mode: Mode, unentered: Parallel | None) -> Iterator[None]:
@@ -241,6 +252,17 @@ class Graphs:
         self._records.move_to_end(key)
         return record
 
+    def _call(self, transformer: Any, inputs: Mapping[str, Any], sharing: Sharing | None) -> object:
+        """What is called with what, all but the values of tensors."""
+        if transformer not in self._lives:
+            self._lives[transformer] = next(self._next_life)
+        kinds = tuple(
+            (name, x.shape, x.dtype) if isinstance(x, Tensor) else (name, repr(x))
+            for name, x in inputs.items()
+        )
+        degrees = None if sharing is None else sharing.parallel.degrees
+        return self._lives[transformer], kinds, degrees
+
     def _key(self, call: object, transformer: Any, sharing: Sharing | None) -> object:
         """What decides the launches of a forward, whichever ranks share it."""
         if sharing is None:
@@ -269,12 +291,3 @@ def _noting(transformer: Any, tables: list[object]) -> Iterator[None]:
         yield
     finally:
         handle.remove()
-
-
-def _call_of(transformer: Any, inputs: Mapping[str, Any], sharing: Sharing | None) -> object:
-    """What is called with what, all but the values of tensors."""
-    kinds = tuple(
-        (name, x.shape, x.dtype) if isinstance(x, Tensor) else (name, repr(x)) for name, x in inputs.items()
-    )
-    degrees = None if sharing is None else sharing.parallel.degrees
-    return id(transformer), kinds, degrees

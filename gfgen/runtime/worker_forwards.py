@@ -112,8 +112,9 @@ class Forwards:
         self._graphs.clear()
 
     def forget(self) -> None:
-        """Models are about to go: no record is kept, and all may be tried again."""
-        self.clear()
+        """Models are about to go: no record is kept, nothing that was seen counts, all may be tried again."""
+        self._graphs.forget()
+        self._is_slow.clear()
         self._num_attempts.clear()
 
     def _layouts(self, degrees: tuple[int, int, int]) -> Iterator[Layout]:

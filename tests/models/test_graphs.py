@@ -234,6 +234,53 @@ def test_record_is_of_no_use_when_weights_have_moved(wan: Any) -> None:
     assert (recorder.num_replays, of.num_records) == (0, 0)
 
 
+class Doubling(torch.nn.Module):
+    """A transformer of next to nothing."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = torch.nn.Parameter(torch.tensor(factor))
+
+    def forward(self, x: torch.Tensor, return_dict: bool) -> tuple[torch.Tensor]:
+        return ((self.factor * x).repeat(int(self.factor)),)
+
+
+def test_nothing_is_known_of_a_transformer_that_lies_where_another_one_lay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Models that take turns get each other's memory, and with it the ids of their transformers."""
+    monkeypatch.setattr(graphs, "id", lambda _: 7, raising=False)
+    of = Graphs(recorder := ImitationRecorder(), CPU)
+    inputs = {"x": torch.ones(3)}
+    record_alone(of, Doubling(2.0), inputs)
+    second = Doubling(3.0)
+    with of.rehearsing(None):
+        assert of(second, inputs).shape == (9,)
+    assert torch.equal(of(second, inputs), torch.full((9,), 3.0))
+    assert recorder.num_records == 2
+
+
+def test_what_was_seen_of_forwards_is_forgotten_with_their_models(wan: Any) -> None:
+    """What could not be recorded beside other models is tried again."""
+
+    class Short(ImitationRecorder):
+        is_short = True
+
+        def record(self, function: Any, parallel: Any) -> Any:
+            if self.is_short:
+                raise torch.OutOfMemoryError("no memory for a graph")
+            return super().record(function, parallel)
+
+    of = Graphs(recorder := Short(), CPU)
+    record_alone(of, wan, wan_inputs())
+    recorder.is_short = False
+    record_alone(of, wan, wan_inputs())
+    assert of.num_records == 0
+    of.forget()
+    record_alone(of, wan, wan_inputs())
+    assert of.num_records == 1
+
+
 def test_what_cannot_be_recorded_is_evaluated(wan: Any, caplog: pytest.LogCaptureFixture) -> None:
     class Broken(ImitationRecorder):
         def record(self, function: Any, parallel: Any) -> Any:

@@ -149,6 +149,16 @@ def test_recording_is_given_up_after_some_attempts(adapters: dict[str, Any]) -> 
     assert num_attempts == worker_forwards.MAX_ATTEMPTS
 
 
+def test_what_was_slow_before_models_changed_is_not_recorded_for_it(adapters: dict[str, Any]) -> None:
+    job = rank_job(adapters, "tiny-qwen-image")
+    forwards, _ = forwards_of(adapters)
+    kind = forwards.kind_of(job, ALONE)
+    forwards.observe(kind, launch_s=1.0, device_s=1.0)
+    assert forwards.is_to_record(job, step(job), kind)
+    forwards.forget()
+    assert not forwards.is_to_record(job, step(job), kind)
+
+
 def test_nothing_is_recorded_where_that_is_not_wanted(adapters: dict[str, Any]) -> None:
     job = rank_job(adapters, "tiny-qwen-image")
     forwards, of = forwards_of(adapters, may_record=False)
