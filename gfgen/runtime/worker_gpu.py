@@ -181,7 +181,7 @@ class GpuWorker(Worker):
         self._host = Staging(self.device, torch.cuda.Stream(self.device))  # type: ignore[no-untyped-call]
         self._outgoing = Staging(self.device, torch.cuda.Stream(self.device))  # type: ignore[no-untyped-call]
         self._incoming = Staging(self.device, self._arrivals)
-        self._memory = DeviceMemory(self.device)
+        self._memory = DeviceMemory(self.device, stream=self._main_stream.cuda_stream)
         self._launched: queue.SimpleQueue[Launched] = queue.SimpleQueue()
         self._decoded: queue.SimpleQueue[Decoded] = queue.SimpleQueue()
         self._newcomers: Counter[int] = Counter()
@@ -333,7 +333,7 @@ class GpuWorker(Worker):
         times.append(time.monotonic())
         if message.transfers or job.producer != message.producer:
             arrival = self._arrival_kind(job, task, message)
-            if self._has_peers and not self._memory.is_familiar({arrival}):
+            if self._has_peers and not self._memory.is_known({arrival}):
                 self._see_to_the_end(message.number)
             with self._memory.launching({arrival}):
                 self._bring_input(job, task, message)

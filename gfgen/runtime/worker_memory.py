@@ -3,9 +3,13 @@
 torch keeps the memory that it has taken from the device, and gives it out again. Where that is not
 enough it asks the device for more, or gives back what it keeps; then it waits for all that runs on
 the device, with the context locked, so that no other thread of the rank can send or publish. Where
-the device waits for a rank that waits for this one, nothing would ever move again. So a task counts
-as familiar when one of its kind was launched before without asking the device, and when as much is
-free as that one took: then nothing of its launch can wait.
+the device waits for a rank that waits for this one, nothing moves before the control plane gives the
+task up (watchdog.py). So a task counts as familiar when one of its kind was launched before without
+asking the device, and when as much is free as that one took, on the stream that it is launched on:
+what torch keeps for another stream, or for records, serves no task.
+
+That its launch asks for nothing is then likely, not certain: free memory may lie in pieces that are too
+small. A launch that asked all the same is not familiar the next time.
 """
 
 from __future__ import annotations
@@ -16,6 +20,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+_WITHOUT_TASKS = 0
+"""The default stream, which a worker leaves when it has loaded its first models."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,17 +41,42 @@ class _Look:
         return self.reserved_bytes - self.allocated_bytes
 
 
-class DeviceMemory:
-    """The memory of one rank's device as its main thread uses it."""
+@dataclass(frozen=True, slots=True)
+class _Segments:
+    """What torch has taken from the device at a moment, by a list of all of it."""
 
-    def __init__(self, device: torch.device) -> None:
+    num_asked: int
+    """The same number later on: the same segments."""
+    own_bytes: int
+    """Of the stream of tasks."""
+    free_bytes: int
+    """Of that, what nobody used."""
+    settled_bytes: int
+    """In use on the stream on which no task runs: weights, which stay until models change."""
+
+
+class DeviceMemory:
+    """The memory of one rank's device, for its main thread; `stream` is the handle of the one for tasks."""
+
+    def __init__(self, device: torch.device, *, stream: int) -> None:
         self._device = device
+        self._stream = stream
+        self._segments: _Segments | None = None
         self._needed: dict[Hashable, int] = {}
         """By familiar kind of task: the bytes that its launch took at once."""
         self._peaks: dict[str, int] = {}
 
     def is_familiar(self, kinds: Collection[Hashable]) -> bool:
-        """Whether a task that is of all of these kinds can be launched without waiting for the device."""
+        """Whether a task that is of all of these kinds is likely to be launched without asking the device."""
+        if not self.is_known(kinds):
+            return False
+        needed, look = max(self._needed[kind] for kind in kinds), self._look()
+        if needed == 0 or needed <= self._surely_free(look):
+            return True
+        return needed <= self._list_segments(look).free_bytes
+
+    def is_known(self, kinds: Collection[Hashable]) -> bool:
+        """The same, by what torch keeps for all streams together: for what is launched on another stream."""
         if not all(kind in self._needed for kind in kinds):
             return False
         return max(self._needed[kind] for kind in kinds) <= self._look().free_bytes
@@ -77,6 +109,30 @@ class DeviceMemory:
     def forget(self) -> None:
         """Count anew: another run begins."""
         self._peaks.clear()
+
+    def _surely_free(self, look: _Look) -> int:
+        """Bytes that are free on the stream of tasks even if everything but weights is in use there.
+
+        Takes microseconds: segments are listed only when others have come or gone.
+        """
+        segments = self._segments
+        if segments is None or segments.num_asked != look.num_asked:
+            segments = self._list_segments(look)
+        return segments.own_bytes - (look.allocated_bytes - segments.settled_bytes)
+
+    def _list_segments(self, look: _Look) -> _Segments:
+        """Takes milliseconds where a model has thousands of tensors."""
+        own, free, settled = 0, 0, 0
+        for segment in torch.cuda.memory_snapshot():  # type: ignore[no-untyped-call]
+            if segment["device"] != self._device.index or tuple(segment["segment_pool_id"]) != (0, 0):
+                continue
+            if segment["stream"] == self._stream:
+                own += segment["total_size"]
+                free += sum(block["size"] for block in segment["blocks"] if block["state"] == "inactive")
+            elif segment["stream"] == _WITHOUT_TASKS:
+                settled += segment["allocated_size"]
+        self._segments = _Segments(look.num_asked, own, free, settled)
+        return self._segments
 
     def _look(self) -> _Look:
         stats: Mapping[str, Any] = torch.cuda.memory_stats_as_nested_dict(self._device)
