@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from gfgen.runtime import worker
+from gfgen.runtime.messages import WarmedUp, WarmUp
 from gfgen.runtime.worker import WorkerSettings
 
 __all__ = ["WorkerSettings", "main"]
@@ -26,5 +27,11 @@ def main(channel_socket: socket.socket, settings: WorkerSettings) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return SimpleNamespace()
 
+    def warm_up(rank: worker.Worker, message: WarmUp) -> WarmedUp:
+        name = f"warm {message.number} on {settings.rank} with {len(rank._adapters)} models"
+        Path(message.checkpoint).with_name(name).touch()
+        return WarmedUp(message.number, 100.0)
+
     worker.load_adapter = load_name
+    worker.Worker._warm_up = warm_up
     worker.main(channel_socket, settings)

@@ -15,7 +15,7 @@ import click
 from gfgen import log
 from gfgen.cli.admission import DEFAULT_MODEL, Admission, admit_file, warn_of_passed_deadlines
 from gfgen.cli.progress import make_file_progress, make_progress
-from gfgen.cli.warming import warm_up
+from gfgen.cli.warming import warm_up, warm_ups_of
 from gfgen.errors import InputError, InterruptedRunError, Problem
 from gfgen.layout import MAX_RANKS
 from gfgen.models.geometry_weights import VAE_DTYPES
@@ -341,6 +341,7 @@ def run_on(
             output_dir=options.output_dir,
             resume_points=resume_points,
             signals=signals,
+            warm_ups=warm_ups_of(options.devices, options.policy) if options.has_graphs else None,
         )
         stack.callback(backend.close)
         journal = Journal(

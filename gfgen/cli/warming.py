@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from gfgen.policies.catalog import NamedPolicy
@@ -27,10 +27,10 @@ def warm_up(
     signals: SignalPipe | None = None,
 ) -> None:
     """Returns when all ranks have run steps like those of the jobs; at once on CPU ranks."""
-    if devices.kind == CPU or not jobs:
+    choose = warm_ups_of(devices, policy)
+    if choose is None or not jobs:
         return
-    widest = max(map(len, devices.islands))
-    items = warm_ups(jobs, degrees_at_hand(policy.name, policy.options, widest))
+    items = choose(jobs)
     began_s = time.monotonic()
     logger.info("warming up: %d kinds of steps", len(items))
     for number, (item, answer) in enumerate(pool.warm_up(items, signals), start=1):
@@ -39,6 +39,17 @@ def warm_up(
         else:
             logger.warning("warming up: %s: %s; jobs are tried all the same", _name_of(item), answer.reason)
     logger.info("warm after %.1f s", time.monotonic() - began_s)
+
+
+def warm_ups_of(
+    devices: Devices, policy: NamedPolicy
+) -> Callable[[Sequence[AdmittedJob]], Sequence[WarmUp]] | None:
+    """What chooses the steps that are to be got ready for jobs; None on CPU ranks."""
+    if devices.kind == CPU:
+        return None
+    widest = max(map(len, devices.islands))
+    degrees = degrees_at_hand(policy.name, policy.options, widest)
+    return lambda jobs: warm_ups(jobs, degrees)
 
 
 def _name_of(item: WarmUp) -> str:

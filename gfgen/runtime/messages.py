@@ -88,7 +88,7 @@ class ReplacePeer:
 
 @dataclass(frozen=True, slots=True)
 class WarmUp:
-    """Get steps of jobs like this one ready, before any job runs; answer `WarmedUp`."""
+    """Get steps of jobs like this one ready, before any job of its model runs; answer `WarmedUp`."""
 
     number: int
     spec: JobSpec

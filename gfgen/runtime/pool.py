@@ -79,6 +79,10 @@ class Child:
     """Since when it has had other models to load; None when it has none."""
     loading: str | None = None
     """The checkpoint that it said it begins to load; None when it is ready."""
+    num_to_warm: int = 0
+    """Kinds of steps that it has yet to get ready before it counts as loaded."""
+    load_s: float = 0.0
+    """What it has taken for the models of the last change so far."""
     jobs: set[str] = field(default_factory=set)
     """Jobs that this worker knows."""
     killed_s: float | None = None
@@ -292,7 +296,7 @@ class WorkerPool:
         if isinstance(received[0], Loading):
             worker.loading = received[0].checkpoint
             return
-        if isinstance(received[0], ModelsSet):  # of a worker that was ready, or is by now
+        if isinstance(received[0], ModelsSet | WarmedUp):  # of a worker that was ready, or is by now
             worker.asked_to_load_s = worker.loading = None
             return
         self.take_ready(worker, received[0], received[1])
@@ -325,14 +329,20 @@ class WorkerPool:
         self.workers[rank] = self._start_worker(rank, incarnation=incarnation)
         return self.workers[rank]
 
-    def set_models(self, checkpoints: Collection[Path]) -> None:
-        """Let all workers hold these models and no others, each after what it was given before."""
+    def set_models(self, checkpoints: Collection[Path], *, warm_ups: Sequence[WarmUp] = ()) -> None:
+        """Let all workers hold these models and no others, each after what it was given before.
+
+        Those that are ready are to get these steps ready, too; a new one finds out in its tasks.
+        """
         message = SetModels(tuple(sorted(map(str, checkpoints))))
         self._settings["checkpoints"] = message.checkpoints
         for rank, worker in enumerate(self.workers):
             if rank not in self.retired:
+                items = warm_ups if worker.is_ready else ()
                 worker.asked_to_load_s = time.monotonic()
-                worker.tell(message)
+                worker.num_to_warm, worker.load_s = len(items), 0.0
+                for each in (message, *items):
+                    worker.tell(each)
 
     def do_without(self, checkpoint: str) -> None:
         """Start no worker with this model."""

@@ -1,4 +1,5 @@
-"""What is got ready before a run on GPUs: steps of the shapes at hand, in the layouts that they may get.
+"""What is got ready before a run on GPUs, and when its models change: steps of the shapes at hand, in the
+layouts that they may get.
 
 The first step of a kind loads kernels, or compiles them, and is launched slowly. Nothing that is scheduled
 depends on whether it was done before.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import selectors
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -52,6 +52,7 @@ from gfgen.runtime.messages import (
     TaskReport,
     TellMemory,
     WarmedUp,
+    WarmUp,
     WorkerFailed,
     WorkerReady,
     WriteDone,
@@ -101,6 +102,7 @@ class ProcessBackend:
         resume_points: Mapping[str, ResumePoint] | None = None,
         signals: SignalPipe | None = None,
         requests: Requests | None = None,
+        warm_ups: Callable[[Sequence[AdmittedJob]], Sequence[WarmUp]] | None = None,
     ) -> None:
         self._pool = pool
         self._jobs = {job.job_id: job for job in jobs}
@@ -133,6 +135,8 @@ class ProcessBackend:
         self._signals = signals or self._own_signals
         assert self._signals is not None
         self._selector.register(self._signals, selectors.EVENT_READ, self._signals)
+        self._warm_ups = warm_ups
+        """What ranks get ready for jobs when they load other models; None for nothing."""
         self._requests = requests
         if requests is not None:
             self._selector.register(requests, selectors.EVENT_READ, requests)
@@ -219,7 +223,9 @@ class ProcessBackend:
 
     def load(self, models: Mapping[str, Path], *, load_s: float) -> None:
         """Let all ranks hold these models and no others."""
-        self._pool.set_models(set(models.values()))
+        jobs = [job for job in self._jobs.values() if job.spec.model in models]
+        warm_ups = self._warm_ups(jobs) if self._warm_ups else ()
+        self._pool.set_models(set(models.values()), warm_ups=warm_ups)
         self._loads = Loads(models)
 
     def add(self, jobs: Sequence[AdmittedJob]) -> None:
@@ -282,10 +288,16 @@ class ProcessBackend:
             case FramesStored() as stored:
                 yield from self._frames_stored(child, stored, now_s)
             case ModelsSet() as answer:
-                assert child.rank is not None
-                child.asked_to_load_s = None
                 self._note_loaded(child)
-                yield RankLoaded(now_s, child.rank, answer.load_s)
+                yield from self._take_load(child, answer.load_s, now_s)
+            case WarmedUp() as answer:
+                if answer.reason is not None:
+                    logger.warning(
+                        "%s: warming up: %s; jobs are tried all the same", child.name, answer.reason
+                    )
+                if child.num_to_warm:
+                    child.num_to_warm -= 1
+                    yield from self._take_load(child, answer.seconds, now_s)
             case Loading() as loading:
                 child.loading = loading.checkpoint
             case Left() | EdgesRestarted() as answer:
@@ -311,7 +323,7 @@ class ProcessBackend:
             case MemoryUse() as use:
                 assert child.rank is not None
                 self._memory_use[child.rank] = use
-            case Pong() | WarmedUp():
+            case Pong():
                 pass
             case message:
                 raise AssertionError(f"{child.name} sent {message!r}")
@@ -425,6 +437,14 @@ class ProcessBackend:
         self._held_back = [event for event in self._held_back if event.rank != child.rank]
         self._give_up(self._died_with(child.rank, reason))
         yield from self._advance_recovery()
+
+    def _take_load(self, worker: Child, seconds: float, now_s: float) -> Iterator[RankLoaded]:
+        """A part of what a rank has to do about other models; it takes tasks again after the last one."""
+        worker.load_s += seconds
+        if not worker.num_to_warm:
+            assert worker.rank is not None
+            worker.asked_to_load_s = None
+            yield RankLoaded(now_s, worker.rank, worker.load_s)
 
     def _note_loaded(self, worker: Child) -> None:
         """A worker holds the models of now, as far as anybody does."""

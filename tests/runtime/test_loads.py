@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
+from builders import make_job
 
+from gfgen.runtime.admission import AdmittedJob
 from gfgen.runtime.clock import Clock
 from gfgen.runtime.events import Event, LoadFailed, RankLoaded, RankLost, RankReady
 from gfgen.runtime.loads import Loads
 from gfgen.runtime.pool import WorkerPool
+from gfgen.runtime.warming import warm_ups
 from gfgen.runtime.workers import ProcessBackend
 
 PATIENCE_S = 60.0
@@ -89,6 +94,28 @@ def test_a_model_that_no_rank_can_load_is_told_and_costs_no_rank(
     backend.load({"good": tmp_path / "good", "other": tmp_path / "other"}, load_s=1.0)
     found += events_until(backend, RankLoaded, 2)
     assert not any(event.is_retired for event in found if isinstance(event, RankLost))
+
+
+def test_a_rank_has_loaded_when_it_has_got_ready_what_its_jobs_will_run(
+    backend: ProcessBackend, tmp_path: Path
+) -> None:
+    """Steps of all models that it holds then, of those that are at hand."""
+
+    def job_of(model: str, shape: str) -> AdmittedJob:
+        job = make_job(f"{model} {shape}", shape=shape)
+        spec = replace(job.spec, model=model)
+        return replace(job, info=replace(job.info, spec=spec), checkpoint=tmp_path / model)
+
+    backend.add([job_of("good", "small"), job_of("other", "small"), job_of("gone", "small")])
+    backend._warm_ups = partial(warm_ups, degrees=(1,))
+    events_until(backend, RankReady, 2)
+    backend.load({"good": tmp_path / "good", "other": tmp_path / "other"}, load_s=1.0)
+    loaded = [event for event in events_until(backend, RankLoaded, 2) if isinstance(event, RankLoaded)]
+    assert {path.name for path in tmp_path.glob("warm*")} == {
+        f"warm {number} on {rank} with 2 models" for number in (0, 1) for rank in (0, 1)
+    }
+    assert all(event.load_s >= 200.0 for event in loaded)
+    assert all(worker.asked_to_load_s is None for worker in backend._pool.workers)
 
 
 def test_one_rank_that_cannot_load_is_replaced_and_the_model_is_kept(

@@ -9,6 +9,7 @@ import os
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -179,7 +180,7 @@ def swapping_pool(gpu_pool: WorkerPool, tiny_models: Mapping[str, Path]) -> Iter
 
 
 def swapped_run(pool: WorkerPool, folder: Path, *specs: JobSpec, policy: NamedPolicy) -> Recorder:
-    """A run with room for one model at a time."""
+    """A run with room for one model at a time; ranks get ready what they load."""
     jobs = admitted(*specs)
     residency = Residency(
         jobs,
@@ -188,7 +189,8 @@ def swapped_run(pool: WorkerPool, folder: Path, *specs: JobSpec, policy: NamedPo
         room_bytes=19,
     )
     pool.set_models(residency.checkpoints)
-    return run(pool, folder, *specs, policy=policy, residency=residency)
+    choose = partial(warm_ups, degrees=(1, 2))
+    return run(pool, folder, *specs, policy=policy, residency=residency, warm_ups=choose)
 
 
 VIDEO = JobSpec(id="video", prompt="a fox", model="tiny-wan", width=64, height=64, frames=5, steps=3, seed=1)

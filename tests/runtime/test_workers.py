@@ -42,7 +42,17 @@ def admitted(*specs):
     return jobs
 
 
-def run(pool, folder, *specs, policy="srtf", guard_s=0.005, patience=None, residency=None, islands=None):
+def run(
+    pool,
+    folder,
+    *specs,
+    policy="srtf",
+    guard_s=0.005,
+    patience=None,
+    residency=None,
+    islands=None,
+    warm_ups=None,
+):
     """Run jobs on the pool; the recorder knows what happened."""
     jobs, clock, costs, recorder = admitted(*specs), Clock(), CostModel(), Recorder()
     state = State(
@@ -55,7 +65,9 @@ def run(pool, folder, *specs, policy="srtf", guard_s=0.005, patience=None, resid
         resident=residency.resident if residency else None,
         islands=islands,
     )
-    backend = ObservedBackend(pool, jobs, clock=clock, output_dir=folder, patience=patience)
+    backend = ObservedBackend(
+        pool, jobs, clock=clock, output_dir=folder, patience=patience, warm_ups=warm_ups
+    )
     chosen = policy if isinstance(policy, NamedPolicy) else load_policy(policy)
     control = Control(
         jobs,
