@@ -103,6 +103,7 @@ def test_options_of_the_other_commands():
     ]
     assert options_of(subcommand("simulate")) == [
         "--json",
+        "--memory",
         "--model",
         "--output",
         "--policy",
@@ -115,6 +116,7 @@ def test_options_of_the_other_commands():
         "--by",
         "--chart",
         "--json",
+        "--memory",
         "--model",
         "--policy",
         "--profile",

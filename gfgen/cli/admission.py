@@ -143,14 +143,25 @@ class Admission:
         """The jobs that fit beside their models, and a problem for each of the others."""
         if self._devices.kind != CUDA:
             return refuse_large(jobs, models_bytes=models_bytes, available=self.room_bytes)
-        fitting, too_large = refuse_large_on_gpu(
+        fitting, too_large = self._on_gpus(jobs, models_bytes)
+        kept, too_much = refuse_large(fitting, models_bytes={}, available=available_bytes())
+        return kept, (*too_large, *too_much)
+
+    def too_large_for_gpus(
+        self, jobs: Sequence[AdmittedJob], *, models_bytes: Mapping[Path, int]
+    ) -> Sequence[Problem]:
+        """A problem for each of the jobs that do not fit on a GPU beside their models."""
+        return self._on_gpus(jobs, models_bytes)[1]
+
+    def _on_gpus(
+        self, jobs: Sequence[AdmittedJob], models_bytes: Mapping[Path, int]
+    ) -> tuple[Sequence[AdmittedJob], Sequence[Problem]]:
+        return refuse_large_on_gpu(
             jobs,
             models_bytes=models_bytes,
             beside_bytes=self._beside_bytes,
             memory_bytes=self._devices.memory_bytes,
         )
-        kept, too_much = refuse_large(fitting, models_bytes={}, available=available_bytes())
-        return kept, (*too_large, *too_much)
 
     def residency(
         self, jobs: Sequence[AdmittedJob], *, names: Mapping[str, Path] | None = None

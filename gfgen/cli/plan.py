@@ -13,6 +13,7 @@ import click
 from gfgen import log
 from gfgen.cli.admission import DEFAULT_MODEL, admit_weightless
 from gfgen.cli.prediction import DEFAULT_RANKS, RankCounts, choose_profile, describe
+from gfgen.cli.simulated_memory import SimulatedMemory, memory_option
 from gfgen.policies.catalog import BUILT_IN, load_policy
 from gfgen.runtime.closing import closing_at
 from gfgen.runtime.picture import check_suffix
@@ -58,6 +59,7 @@ NO_CHOICE = ("legacy",)
     help="How long everything takes. [this machine's, or one that comes with gfgen]",
 )
 @click.option("--model", default=DEFAULT_MODEL, show_default=True, help="For jobs that name none.")
+@memory_option
 @click.option("--chart", type=click.Path(path_type=Path), help="Draw it, too: a .png, .svg or .pdf file.")
 @click.option("--json", "as_json", is_flag=True, help="Print numbers for programs in place of words.")
 @click.pass_context
@@ -71,6 +73,7 @@ def plan(
     at: str | None,
     profile_path: Path | None,
     model: str,
+    memory: str | None,
     chart: Path | None,
     as_json: bool,
 ) -> None:
@@ -85,6 +88,7 @@ def plan(
     started_at = now if at is None else closing_at(at, now=now, option="--at")
     by_s = None if by is None else closing_at(by, now=started_at, option="--by") - started_at
     admitted = admit_weightless(jobs, default_model=model)
+    room = SimulatedMemory.of(admitted, memory, source=jobs)
     profile = choose_profile(profile_path, admitted, num_ranks=max(ranks) if ranks else 1)
     num_ranks = max(ranks) if ranks else min(DEFAULT_RANKS, profile.num_ranks)
     made = make_plan(
@@ -96,11 +100,13 @@ def plan(
         started_at=started_at,
         by_s=by_s,
         note=_noter(),
+        residency=room.residency,
     )
+    turns = room.in_words(num_ranks)
     if as_json:
-        click.echo(json.dumps(plan_as_json(made), indent=1))
+        click.echo(json.dumps(plan_as_json(made) | {"memory": turns}, indent=1))
     else:
-        click.echo("\n".join(in_plain_words(made, device=describe(profile))))
+        click.echo("\n".join([*in_plain_words(made, device=describe(profile)), *([turns] if turns else [])]))
     if chart is not None:
         plot_plan(made, chart)
         if not as_json:

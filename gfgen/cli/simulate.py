@@ -16,9 +16,9 @@ import click
 from gfgen import log
 from gfgen.cli.admission import DEFAULT_MODEL, admit_weightless, warn_of_passed_deadlines
 from gfgen.cli.prediction import RankCounts, choose_profile, default_ranks, describe
+from gfgen.cli.simulated_memory import SimulatedMemory, memory_option
 from gfgen.errors import InputError, OutputError, RunError
 from gfgen.policies.catalog import NamedPolicy, load_policy
-from gfgen.runtime.admission import AdmittedJob
 from gfgen.runtime.comparison import Compared, table
 from gfgen.runtime.control import FALLBACK
 from gfgen.runtime.cost import in_one_line
@@ -50,6 +50,7 @@ TRACE_NAME = "trace.json"
     help="How long everything takes. [this machine's, or one that comes with gfgen]",
 )
 @click.option("--model", default=DEFAULT_MODEL, show_default=True, help="For jobs that name none.")
+@memory_option
 @click.option(
     "--output",
     "-o",
@@ -66,6 +67,7 @@ def simulate(
     ranks: tuple[int, ...] | None,
     profile_path: Path | None,
     model: str,
+    memory: str | None,
     output: Path | None,
     as_json: bool,
 ) -> int:
@@ -76,6 +78,7 @@ def simulate(
     log.configure(level="debug" if ctx.obj["debug"] else "warning")
     named = [load_policy(text) for text in dict.fromkeys(policies)]
     admitted = admit_weightless(jobs, default_model=model)
+    room = SimulatedMemory.of(admitted, memory, source=jobs)
     counts = ranks or default_ranks(profile_path, admitted)
     profile = choose_profile(profile_path, admitted, num_ranks=max(counts))
     warn_of_passed_deadlines(admitted, now=time.time())
@@ -86,12 +89,12 @@ def simulate(
         name = policy.name + (f" on {num_ranks}" if len(counts) > 1 else "")
         folder = _folder(output, name, is_only=len(named) * len(counts) == 1)
         try:
-            runs.append((name, _simulate(admitted, policy, num_ranks, profile, folder, place=place)))
+            runs.append((name, _simulate(room, policy, num_ranks, profile, folder, place=place)))
         except OutputError:
             raise
         except RunError as error:
             failures.append(f"{name}: {error}")
-    _report(runs, profile, counts, num_jobs=len(admitted), as_json=as_json, failures=failures)
+    _report(runs, profile, counts, room=room, as_json=as_json, failures=failures)
     for failure in failures:
         click.echo(f"gfgen: {failure}", err=True)
     if output is not None and runs and not as_json:
@@ -100,7 +103,7 @@ def simulate(
 
 
 def _simulate(
-    jobs: Sequence[AdmittedJob],
+    room: SimulatedMemory,
     policy: NamedPolicy,
     num_ranks: int,
     profile: Profile,
@@ -112,12 +115,13 @@ def _simulate(
         writers = _observers(folder, place=place)
         observers = [stack.enter_context(contextlib.closing(each)) for each in writers]
         return run_simulation(
-            jobs,
+            room.jobs,
             policy=policy,
             num_ranks=num_ranks,
             profile=profile,
             started_at=time.time(),
             observers=observers,
+            residency=room.residency(num_ranks),
         )
 
 
@@ -160,25 +164,28 @@ def _report(
     profile: Profile,
     counts: Sequence[int],
     *,
-    num_jobs: int,
+    room: SimulatedMemory,
     as_json: bool,
     failures: Sequence[str],
 ) -> None:
     compared = [Compared(name, run.summary) for name, run in runs]
+    turns = room.in_words(max(counts))
     doubts = in_one_line(sorted({doubt for _, run in runs for doubt in run.doubts}))
     if as_json:
-        click.echo(json.dumps(_as_json(runs, compared, profile, doubts, failures), indent=1))
+        click.echo(json.dumps(_as_json(runs, compared, profile, turns, doubts, failures), indent=1))
         return
     on = (
         f"{counts[0]} rank{'' if counts[0] == 1 else 's'}" if len(counts) == 1 else f"{_listed(counts)} ranks"
     )
-    job = "1 job" if num_jobs == 1 else f"{num_jobs} jobs"
+    job = "1 job" if len(room.jobs) == 1 else f"{len(room.jobs)} jobs"
     click.echo(f"{job} on {on}, simulated with {describe(profile)}\n")
     if compared:
         click.echo("\n".join(table(compared)) + "\n")
     for name, run in runs:
         if run.summary.policy_fault is not None:
             click.echo(f"{name} failed too often ({run.summary.policy_fault}): {FALLBACK} took over\n")
+    if turns:
+        click.echo(turns)
     if doubts:
         click.echo(f"Uncertain: {doubts}")
 
@@ -187,6 +194,7 @@ def _as_json(
     runs: Sequence[tuple[str, Simulated]],
     compared: Sequence[Compared],
     profile: Profile,
+    turns: str | None,
     doubts: str | None,
     failures: Sequence[str],
 ) -> dict[str, Any]:
@@ -198,6 +206,7 @@ def _as_json(
     return {
         "profile": about,
         "runs": [more | each.as_json() for each, more in zip(compared, extra, strict=True)],
+        "memory": turns,
         "doubts": doubts,
         "failures": list(failures),
     }

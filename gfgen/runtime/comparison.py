@@ -31,6 +31,7 @@ class Compared:
                 "unfinished": summary.num_unfinished,
             },
             "num_tasks": summary.num_tasks,
+            "model_changes": {"times": summary.num_model_changes, "load_s": summary.load_s},
             "makespan_s": summary.makespan_s,
             "jobs_per_min": summary.jobs_per_min,
             "latency": None if summary.latency is None else asdict(summary.latency),
@@ -50,6 +51,8 @@ def table(runs: Sequence[Compared]) -> list[str]:
     rows += [(name, *(cell(run.summary) for run in runs)) for name, cell in _ROWS.items()]
     if any(run.summary.num_failed for run in runs):
         rows.append(("jobs failed", *(str(run.summary.num_failed) for run in runs)))
+    if any(run.summary.num_model_changes for run in runs):
+        rows.append(("model changes", *(_changes(run.summary) for run in runs)))
     tags = sorted({tag for run in runs for tag in _attained(run.summary)} - {ALL_TAGS})
     for tag in ([ALL_TAGS] if any(run.summary.deadlines for run in runs) else []) + tags:
         name = "deadlines met" if tag == ALL_TAGS else f"  {tag}"
@@ -77,6 +80,11 @@ def _attained(summary: Summary) -> dict[str, Attainment]:
 
 def _met(attained: Attainment | None) -> str:
     return NONE if attained is None else f"{attained.num_met}/{attained.num_jobs} {attained.fraction:.0%}"
+
+
+def _changes(summary: Summary) -> str:
+    """How often other models were loaded, and what of each rank's time that took."""
+    return f"{summary.num_model_changes} in {in_words(summary.load_s)}" if summary.num_model_changes else NONE
 
 
 def _latency(name: str, latency: Latency | None) -> str:

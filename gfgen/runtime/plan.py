@@ -13,6 +13,7 @@ from gfgen.runtime.admission import AdmittedJob
 from gfgen.runtime.cost import Doubt
 from gfgen.runtime.observer import JobOutcome
 from gfgen.runtime.profile import Profile
+from gfgen.runtime.residency import Residency
 from gfgen.runtime.simulation import simulate
 
 SAME_END = 1.01
@@ -111,12 +112,14 @@ def make_plan(
     started_at: float,
     by_s: float | None = None,
     note: Callable[[str], None] = lambda _: None,
+    residency: Callable[[int], Residency | None] = lambda _: None,
 ) -> Plan:
     """Simulate every policy on `num_ranks`, and the best one on each of `rank_counts`.
 
     Where the best one misses something on another number, the next ones are tried there, until one
     does not.
-    `note` is told what is being simulated.
+    `note` is told what is being simulated; `residency` gives, for a number of ranks, who lets models take
+    turns in one run.
 
     Raises: RunError when no policy can run the jobs.
     """
@@ -126,7 +129,13 @@ def make_plan(
         note(f"{policy} on {count}")
         try:
             return _simulated(
-                jobs, policy=policy, num_ranks=count, profile=profile, started_at=started_at, by_s=by_s
+                jobs,
+                policy=policy,
+                num_ranks=count,
+                profile=profile,
+                started_at=started_at,
+                by_s=by_s,
+                residency=residency(count),
             )
         except RunError as error:
             refused.append(str(error))
@@ -174,13 +183,19 @@ def _simulated(
     profile: Profile,
     started_at: float,
     by_s: float | None,
+    residency: Residency | None,
 ) -> Option:
     """A policy that fails, and is replaced in the middle, is no option.
 
     Raises: RunError when the policy lets jobs wait for ever, or fails.
     """
     run = simulate(
-        jobs, policy=load_policy(policy), num_ranks=num_ranks, profile=profile, started_at=started_at
+        jobs,
+        policy=load_policy(policy),
+        num_ranks=num_ranks,
+        profile=profile,
+        started_at=started_at,
+        residency=residency,
     )
     if run.summary.policy_fault is not None:
         raise RunError(f"policy {policy} failed too often: {run.summary.policy_fault}")

@@ -15,6 +15,7 @@ from gfgen.runtime.metrics import Summary
 from gfgen.runtime.observer import JobOutcome, Observer
 from gfgen.runtime.profile import Profile
 from gfgen.runtime.profiled import profiled_times
+from gfgen.runtime.residency import Residency
 from gfgen.runtime.simulate import SimulatedBackend, SimulatedTimes
 from gfgen.runtime.state import State
 
@@ -42,17 +43,27 @@ def simulate(
     started_at: float = 0.0,
     observers: Sequence[Observer] = (),
     times: SimulatedTimes | None = None,
+    residency: Residency | None = None,
 ) -> Simulated:
     """Run these jobs in virtual time; tasks take what the profile says.
 
     The policy sees the same predictions as in a real run that starts from this profile. `times` take the
-    place of what the profile says is true.
+    place of what the profile says is true. `residency`, which is for one run, lets models take turns; without
+    it all of them are in memory.
 
     Raises: StalledError when the policy lets jobs wait for ever; it names them.
     """
     clock, costs, kept = Clock(virtual=True), CostModel(profile), _Kept()
     backend = SimulatedBackend(clock, num_ranks=num_ranks, times=times or profiled_times(profile, jobs))
-    state = State(jobs, num_ranks=num_ranks, clock=clock, costs=costs, guard_s=guard_s, started_at=started_at)
+    state = State(
+        jobs,
+        num_ranks=num_ranks,
+        clock=clock,
+        costs=costs,
+        guard_s=guard_s,
+        started_at=started_at,
+        resident=residency.resident if residency else None,
+    )
     control = Control(
         jobs,
         state=state,
@@ -62,6 +73,7 @@ def simulate(
         guard_s=guard_s,
         observers=[kept, *observers],
         chooser=None if policy.choose is None else ChooserInTurn(policy.choose),
+        residency=residency,
     )
     summary = control.run()
     return Simulated(

@@ -271,6 +271,61 @@ def test_more_ranks_than_a_shipped_profile_knows_are_refused_with_what_it_knows(
     assert "--ranks 8: the profile of '4x NVIDIA H200 (goals)' knows 1 to 4 ranks" in err
 
 
+@pytest.fixture
+def two_models(folder):
+    """A file of jobs of two models, whose weights are 24 and 58 GB on a GPU."""
+    lines = [
+        {"prompt": "a fox", "model": model, "steps": 2, "size": size, "frames": frames}
+        for model, size, frames in (("qwen-image", "512x512", 1), ("wan2.2-ti2v-5b", "832x480", 49))
+    ]
+    path = folder / "two.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_models_that_do_not_fit_into_memory_take_turns_in_simulations_too(gfgen, two_models):
+    makespans = []
+    for memory, times in (("140GB", 0), ("75GB", 1)):
+        code, out, _ = gfgen("simulate", two_models, "--policy", "srtf", "--memory", memory, "--json")
+        assert code == 0
+        found = json.loads(out)
+        assert found["runs"][0]["model_changes"]["times"] == times
+        assert ("Models take turns in 75 GB" in (found["memory"] or "")) is bool(times)
+        makespans.append(found["runs"][0]["makespan_s"])
+    assert makespans[1] > makespans[0] + 20.0  # 24 GB or more at 1 GB a second
+
+
+def test_a_plan_counts_with_models_that_take_turns(gfgen, two_models):
+    ends = []
+    for options in ([], ["--memory", "75GB"]):
+        code, out, _ = gfgen("plan", two_models, "--ranks", "1", "--policy", "srtf", "--json", *options)
+        assert code == 0
+        ends.append(json.loads(out)["best"]["end_s"])
+    assert ends[1] > ends[0] + 20.0
+
+
+@pytest.mark.parametrize("command", ["simulate", "plan"])
+def test_it_is_said_that_all_models_are_taken_to_be_in_memory(gfgen, two_models, command):
+    code, out, _ = gfgen(command, two_models, "--policy", "srtf")
+    assert code == 0
+    assert "All 2 models are taken to be in memory at once (weights of 82 GB); with --memory SIZE" in out
+    _, out, _ = gfgen(command, two_models, "--policy", "srtf", "--memory", "75GB")
+    assert "Models take turns in 75 GB of each GPU, and are loaded at 1 GB a second" in out
+
+
+@pytest.mark.parametrize("command", ["simulate", "plan"])
+@pytest.mark.parametrize(
+    ("memory", "message"),
+    [("40GB", "qwen-image (57.7 GB): at least"), ("much", "--memory 'much': a size like 40GB")],
+)
+def test_memory_into_which_nothing_fits_is_refused_by_simulations_too(
+    gfgen, two_models, command, memory, message
+):
+    code, out, err = gfgen(command, two_models, "--memory", memory)
+    assert (code, out) == (2, "")
+    assert message in err
+
+
 def test_a_folder_that_cannot_be_written_ends_the_simulation_with_one_line(gfgen, folder):
     (folder / "file").write_text("")
     profile = folder / "profile.json"

@@ -1,0 +1,78 @@
+"""What simulations take for granted of memory: that all models fit, or how much there is of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+
+from gfgen.cli.admission import Admission
+from gfgen.errors import JobFileError
+from gfgen.runtime.admission import AdmittedJob
+from gfgen.runtime.devices import CUDA, Devices, parse_memory
+from gfgen.runtime.residency import LOAD_BYTES_PER_S, Residency
+
+memory_option = click.option(
+    "--memory",
+    metavar="SIZE",
+    help='Room for weights and jobs, like "80GB", of each GPU: models that do not fit take turns. '
+    "[as much as it takes]",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedMemory:
+    """The room that these jobs have on each GPU; None: as much as they want."""
+
+    jobs: Sequence[AdmittedJob]
+    room_bytes: int | None = None
+
+    @classmethod
+    def of(cls, jobs: Sequence[AdmittedJob], memory: str | None, *, source: str) -> SimulatedMemory:
+        """For the text of --memory.
+
+        Raises: InputError when it is no size, or when a model does not fit into it by itself;
+                JobFileError for jobs of the file `source` that do not.
+        """
+        found = cls(jobs, None if memory is None else parse_memory(memory))
+        if found.room_bytes is not None:
+            too_large = found._admission(1).too_large_for_gpus(jobs, models_bytes=found._weights)
+            if too_large:
+                raise JobFileError(source, tuple(too_large))
+        return found
+
+    def residency(self, num_ranks: int) -> Residency | None:
+        """Who lets models take turns in one run on so many ranks; None where all of them stay."""
+        return None if self.room_bytes is None else self._admission(num_ranks).residency(self.jobs)
+
+    def in_words(self, num_ranks: int) -> str | None:
+        """What is to be known of it; None with one model, or where it is known that all fit."""
+        weights = self._weights
+        if len(weights) == 1:
+            return None
+        if self.room_bytes is None:
+            size = f" (weights of {_size(sum(weights.values()))})" if all(weights.values()) else ""
+            return (
+                f"All {len(weights)} models are taken to be in memory at once{size}; with --memory SIZE "
+                "those that do not fit take turns."
+            )
+        if self.residency(num_ranks) is None:
+            return None
+        return (
+            f"Models take turns in {_size(self.room_bytes)} of each GPU, and are loaded at "
+            f"{LOAD_BYTES_PER_S / 1e9:g} GB a second, which nobody has measured."
+        )
+
+    @property
+    def _weights(self) -> Mapping[Path, int]:
+        return self._admission(1).check({job.checkpoint for job in self.jobs})
+
+    def _admission(self, num_ranks: int) -> Admission:
+        devices = Devices(CUDA, num_ranks, memory_limit=self.room_bytes)
+        return Admission(default_model="", devices=devices, has_random_weights=True)
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:,.0f} GB"
