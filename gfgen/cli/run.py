@@ -382,8 +382,6 @@ def run_on(
             residency=residency,
         )
         summary = control.run()
-        for job_id, (next_index, producer) in state.stopped_at.items():
-            backend.save(job_id, next_index=next_index, producer=producer)
     if state.stop_signal is not None and not state.all_ended:
         raise InterruptedRunError(
             f"stopped; {summary.num_done} jobs are done, {summary.num_unfinished} are left: "

@@ -337,8 +337,6 @@ def serve_on(
         )
         logger.info("ready: %d ranks (%s), policy %s", pool.num_ranks, device, options.policy.name)
         summary = control.run()
-        for job_id, (next_index, producer) in state.stopped_at.items():
-            backend.save(job_id, next_index=next_index, producer=producer)
     logger.info("stopped; %d jobs are open and go on at the next start", summary.num_unfinished)
 
 

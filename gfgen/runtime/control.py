@@ -58,6 +58,10 @@ class Backend(Protocol):
         about so long, and `LoadFailed` tells of one that none of them can load."""
         ...
 
+    def save(self, job_id: str, *, next_index: int, producer: int) -> None:
+        """Keep the state of a job of a run that stops: its next task, and which dispatch made its input."""
+        ...
+
     def memory_use(self) -> Mapping[int, MemoryUse]:
         """What ranks have taken of memory, at the end of a run; none where nobody can tell."""
         ...
@@ -126,6 +130,8 @@ class Control:
         self._num_changes = 0
         """Arrivals and ends of jobs so far."""
         self._next_choice = 1
+        self._saved: set[str] = set()
+        """Jobs of which it is kept where they stopped."""
 
     def run(self) -> Summary:
         """Run until every job has ended, or the run is asked to stop.
@@ -145,6 +151,7 @@ class Control:
             for decision in self.decide():
                 if not self.start(decision):
                     break  # what follows was decided for a state that did not come about
+            self.save_stopped()
             self.journal.end_turn(self.clock.turn_s)
         use = self.backend.memory_use()
         for observer in self.observers:
@@ -236,6 +243,15 @@ class Control:
         if not decisions and self.state.is_stuck:
             self._explain_standstill(snapshot)
         return decisions
+
+    def save_stopped(self) -> None:
+        """Keep the state of each job that has come to its stop, at once: the others may be long in theirs."""
+        if not self.state.is_stopping:
+            return
+        for job_id, (next_index, producer) in self.state.stopped_at.items():
+            if job_id not in self._saved:
+                self._saved.add(job_id)
+                self.backend.save(job_id, next_index=next_index, producer=producer)
 
     def _explain_standstill(self, snapshot: Snapshot) -> None:
         """All ranks are free, jobs are open and none was started: too late, or the policy's fault.

@@ -77,6 +77,9 @@ class SimulatedBackend:
             self._free_s[rank] = max(self._clock.now_s, free_s) + load_s
             self._clock.at(RankLoaded(self._free_s[rank], rank, load_s))
 
+    def save(self, job_id: str, *, next_index: int, producer: int) -> None:
+        """Nothing is kept of a job."""
+
     def memory_use(self) -> Mapping[int, MemoryUse]:
         """Nothing is taken."""
         return {}

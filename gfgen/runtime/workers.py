@@ -207,6 +207,8 @@ class ProcessBackend:
 
     def save(self, job_id: str, *, next_index: int, producer: int) -> None:
         """Keep a stopped job's state for the next run; a job that cannot be kept starts anew then."""
+        if job_id in self._resume_points:  # no task of it was begun: what was kept is as it was
+            return
         path = resume.resume_path(self._output_dir, job_id)
         slab = self._slab(job_id)
         try:

@@ -49,5 +49,8 @@ class Stopwatch:
     def load(self, models: Mapping[str, Path], *, load_s: float) -> None:
         self._backend.load(models, load_s=load_s)
 
+    def save(self, job_id: str, *, next_index: int, producer: int) -> None:
+        self._backend.save(job_id, next_index=next_index, producer=producer)
+
     def memory_use(self) -> Mapping[int, MemoryUse]:
         return self._backend.memory_use()

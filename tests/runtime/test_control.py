@@ -1,10 +1,11 @@
 import pytest
 from builders import STEP_S, make_job, simulate, simulated_control
 
-from gfgen.errors import PolicyFault, StalledError
+from gfgen.errors import InterruptedRunError, PolicyFault, StalledError
 from gfgen.layout import Layout
 from gfgen.policies.catalog import NamedPolicy
-from gfgen.runtime.events import JobCancelled, OutputWritten, PolicyChanged, StopRequested
+from gfgen.runtime.events import ClosingTime, JobCancelled, OutputWritten, PolicyChanged, StopRequested
+from gfgen.runtime.simulate import SimulatedBackend
 from gfgen.snapshot import Decision
 
 
@@ -245,3 +246,49 @@ def test_a_stop_lets_running_tasks_end_and_starts_nothing_new():
 def test_a_job_has_ended_only_when_its_file_is_there():
     recorder = simulate([make_job("a")])
     assert isinstance(recorder.events[-1], OutputWritten)
+
+
+class Keeping(SimulatedBackend):
+    """Notes when it is told to keep which job's state."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.kept = []
+
+    def save(self, job_id, *, next_index, producer):
+        self.kept.append((job_id, next_index, self._clock.now_s))
+
+
+def stopping_control(*signals_s):
+    """Two jobs, one with steps that take a hundred times as long; begun."""
+    control, recorder = simulated_control(
+        [make_job("long"), make_job("short", steps=90)],
+        num_ranks=2,
+        task_s=lambda dispatch: 10.0 if dispatch.task.job_id == "long" else 0.1,
+        backend=Keeping,
+    )
+    for at_s in signals_s:
+        control.clock.at(StopRequested(at_s, 2))
+    return control, recorder
+
+
+def test_a_stopped_job_is_kept_when_its_own_step_has_ended():
+    control, _ = stopping_control(5.05)
+    control.run()
+    short, long = control.backend.kept
+    assert short == ("short", 51, pytest.approx(5.1))
+    assert long == ("long", 1, pytest.approx(10.0))
+
+
+def test_a_second_signal_loses_the_job_alone_whose_step_it_broke_off():
+    control, _ = stopping_control(5.05, 6.0)
+    with pytest.raises(InterruptedRunError):
+        control.run()
+    assert [job_id for job_id, _, _ in control.backend.kept] == ["short"]
+
+
+def test_what_closing_time_stops_is_kept_too():
+    control, _ = stopping_control()
+    control.clock.at(ClosingTime(5.05))
+    control.run()
+    assert [job_id for job_id, _, _ in control.backend.kept] == ["short", "long"]

@@ -10,6 +10,7 @@ from gfgen.runtime.clock import Clock
 from gfgen.runtime.cost import CostModel
 from gfgen.runtime.slab import Slab, SlabPlan
 from gfgen.runtime.state import State
+from gfgen.runtime.workers import ProcessBackend
 
 JOB = make_job("a")
 
@@ -85,3 +86,11 @@ def test_dispatch_numbers_go_on_above_all_that_the_slab_may_name(folder):
         [JOB], num_ranks=1, clock=Clock(virtual=True), costs=CostModel(), guard_s=0.0, resume=points
     )
     assert state.last_number == 9
+
+
+def test_a_job_that_was_not_touched_stays_as_it_was_kept(folder):
+    backend = ProcessBackend.__new__(ProcessBackend)
+    backend._resume_points = resume.find(folder, [JOB])
+    before = resume.resume_path(folder, "a").stat()
+    backend.save("a", next_index=3, producer=7)
+    assert resume.resume_path(folder, "a").stat() == before

@@ -16,6 +16,7 @@ CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "release": (("a job",), {}),
     "add": (((),), {}),
     "load": ((("wan",),), {"load_s": 2.0}),
+    "save": (("a job",), {"next_index": 2, "producer": 3}),
     "memory_use": ((), {}),
 }
 
