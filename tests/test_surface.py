@@ -69,6 +69,7 @@ def test_options_of_serve():
     assert options_of(subcommand("serve")) == [
         "--api-key",
         "--device",
+        "--graphs",
         "--host",
         "--keep",
         "--keep-bytes",
@@ -78,6 +79,7 @@ def test_options_of_serve():
         "--max-body",
         "--max-open",
         "--max-streams",
+        "--memory",
         "--model",
         "--no-key",
         "--output",

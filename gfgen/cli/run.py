@@ -14,8 +14,10 @@ import click
 
 from gfgen import log
 from gfgen.cli.admission import DEFAULT_MODEL, Admission, admit_file, warn_of_passed_deadlines
+from gfgen.cli.loop import run_loop
+from gfgen.cli.options import graphs_option, memory_option, tell_of_graphs
 from gfgen.cli.progress import make_file_progress, make_progress
-from gfgen.cli.warming import warm_up, warm_ups_of
+from gfgen.cli.warming import warm_up
 from gfgen.errors import InputError, InterruptedRunError, Problem
 from gfgen.layout import MAX_RANKS
 from gfgen.models.geometry_weights import VAE_DTYPES
@@ -25,9 +27,7 @@ from gfgen.runtime.admission import AdmittedJob
 from gfgen.runtime.choosing import ChooserBeside
 from gfgen.runtime.clock import Clock
 from gfgen.runtime.closing import closing_at
-from gfgen.runtime.control import Control
-from gfgen.runtime.cost import CostModel
-from gfgen.runtime.devices import CPU, DEVICES, Devices, choose_devices, parse_memory
+from gfgen.runtime.devices import DEVICES, Devices, choose_devices, parse_memory
 from gfgen.runtime.inbox import Inbox
 from gfgen.runtime.journal import Journal, first_arrivals, journal_header
 from gfgen.runtime.lock import hold_folder
@@ -39,9 +39,7 @@ from gfgen.runtime.profile import Profile
 from gfgen.runtime.profiles import find_profile
 from gfgen.runtime.residency import Residency
 from gfgen.runtime.signals import SignalPipe
-from gfgen.runtime.state import State
 from gfgen.runtime.trace import TraceWriter
-from gfgen.runtime.workers import ProcessBackend
 
 logger = logging.getLogger(__name__)
 
@@ -113,11 +111,7 @@ class PoolOptions(Protocol):
     show_default=True,
     help="What the workers compute on; auto: GPUs if there are any.",
 )
-@click.option(
-    "--memory",
-    metavar="SIZE",
-    help='Room for weights and jobs, like "40GB": of each GPU, or of main memory. [all that there is]',
-)
+@memory_option
 @click.option("--policy", default="auto", show_default=True, help="NAME[,option=value...]: 'gfgen policies'.")
 @click.option(
     "--model",
@@ -137,11 +131,7 @@ class PoolOptions(Protocol):
     show_default=True,
     help="What VAEs compute in; auto: as the model cards load them (Wan in float32).",
 )
-@click.option(
-    "--graphs",
-    is_flag=True,
-    help="On GPUs: warm up, and launch steps as CUDA graphs where that is faster (new; docs/models.md).",
-)
+@graphs_option
 @click.option("--skip-invalid", is_flag=True, help="Run the valid jobs of a file with mistakes; exit with 1.")
 @click.option(
     "--lookahead",
@@ -219,8 +209,7 @@ def run(
         log_json=log_json,
     )
     problems: Sequence[Problem] = ()
-    if graphs and options.devices.kind == CPU:
-        logger.info("--graphs has no effect on CPU ranks, which launch no kernels")
+    tell_of_graphs(options.devices, has_graphs=graphs)
     if watch is not None:
         summary = watch_folder(watch, options)
     else:
@@ -253,7 +242,7 @@ def run_jobs(admitted: Sequence[AdmittedJob], options: RunOptions) -> Summary:
         checkpoints = residency.checkpoints if residency else {job.checkpoint for job in todo}
         with ready_pool(checkpoints, options, signals) as pool:
             if options.has_graphs:
-                held = _held(todo, residency)
+                held = of_held_models(todo, residency)
                 warm_up(pool, held, devices=options.devices, policy=options.policy, signals=signals)
             return run_on(pool, todo, options, signals=signals, skipped=skipped, residency=residency)
 
@@ -280,13 +269,13 @@ def watch_folder(folder: Path, options: RunOptions) -> Summary:
         loaded = residency.checkpoints if residency else checkpoints
         pool = stack.enter_context(ready_pool(loaded, options, signals))
         if options.has_graphs:
-            held = _held(first, residency)
+            held = of_held_models(first, residency)
             warm_up(pool, held, devices=options.devices, policy=options.policy, signals=signals)
         inbox.start(admit=admit.of_loaded(checkpoints))
         return run_on(pool, first, options, signals=signals, inbox=inbox, residency=residency)
 
 
-def _held(jobs: Sequence[AdmittedJob], residency: Residency | None) -> Sequence[AdmittedJob]:
+def of_held_models(jobs: Sequence[AdmittedJob], residency: Residency | None) -> Sequence[AdmittedJob]:
     """Those whose models ranks hold at first."""
     return [job for job in jobs if residency is None or job.spec.model in residency.resident]
 
@@ -319,31 +308,7 @@ def run_on(
     closes_s = None if options.closes_at is None else options.closes_at - started_at
     _warn_of_passed_deadlines(todo, started_at, arrived_at)
     with contextlib.ExitStack() as stack:
-        state = State(
-            todo,
-            num_ranks=options.num_ranks,
-            clock=clock,
-            costs=CostModel(profile),
-            guard_s=options.guard_s,
-            started_at=started_at,
-            last_number=pool.last_number,
-            arrived_at=arrived_at,
-            resume=resume_points,
-            closes_s=closes_s,
-            resident=residency.resident if residency else None,
-            islands=options.devices.islands,
-        )
         observers = [stack.enter_context(contextlib.closing(o)) for o in _observers(options)]
-        backend = ProcessBackend(
-            pool,
-            todo,
-            clock=clock,
-            output_dir=options.output_dir,
-            resume_points=resume_points,
-            signals=signals,
-            warm_ups=warm_ups_of(options.devices, options.policy) if options.has_graphs else None,
-        )
-        stack.callback(backend.close)
         journal = Journal(
             options.output_dir / JOURNAL_NAME,
             header=journal_header(
@@ -367,21 +332,24 @@ def run_on(
         chooser = None if options.policy.choose is None else ChooserBeside(options.policy.choose)
         if chooser is not None:
             stack.callback(chooser.close)
-        control = Control(
+        state, summary = run_loop(
+            pool,
             todo,
-            state=state,
-            backend=backend,
+            options,
             clock=clock,
-            policy=options.policy,
-            guard_s=options.guard_s,
-            journal=journal,
+            started_at=started_at,
+            profile=profile,
+            resume_points=resume_points,
+            signals=signals,
             observers=[*observers, *watchers, *([] if inbox is None else [inbox])],
+            residency=residency,
+            chooser=chooser,
+            arrived_at=arrived_at,
+            closes_s=closes_s,
+            journal=journal,
             skipped=skipped,
             intake=inbox,
-            chooser=chooser,
-            residency=residency,
         )
-        summary = control.run()
     if state.stop_signal is not None and not state.all_ended:
         raise InterruptedRunError(
             f"stopped; {summary.num_done} jobs are done, {summary.num_unfinished} are left: "

@@ -15,32 +15,32 @@ import click
 
 from gfgen import log
 from gfgen.cli.admission import Admission
+from gfgen.cli.loop import run_loop
+from gfgen.cli.options import graphs_option, memory_option, tell_of_graphs
 from gfgen.cli.progress import LineProgress
-from gfgen.cli.run import default_profile, held_folder, ready_pool
+from gfgen.cli.run import default_profile, held_folder, of_held_models, ready_pool
+from gfgen.cli.warming import warm_up
 from gfgen.errors import InputError, InterruptedRunError
 from gfgen.jobfields import parse_duration
+from gfgen.jobspec import JobSpec
 from gfgen.layout import MAX_RANKS
 from gfgen.models.geometry_weights import VAE_DTYPES
 from gfgen.policies.catalog import NamedPolicy, load_policy
 from gfgen.runtime import resume
+from gfgen.runtime.admission import AdmittedJob
 from gfgen.runtime.clock import Clock
-from gfgen.runtime.control import Control
-from gfgen.runtime.cost import CostModel
-from gfgen.runtime.devices import DEVICES, Devices, choose_devices
+from gfgen.runtime.devices import DEVICES, Devices, choose_devices, parse_memory
 from gfgen.runtime.observer import Observer
 from gfgen.runtime.pool import WorkerPool
 from gfgen.runtime.profile import Profile
 from gfgen.runtime.residency import Residency
 from gfgen.runtime.signals import SignalPipe
-from gfgen.runtime.state import State
-from gfgen.runtime.workers import ProcessBackend
 from gfgen.server.bounds import Bounds
 from gfgen.server.catalog import shown_model
 from gfgen.server.choosing import SwitchedChooser
 from gfgen.server.door import Door
 from gfgen.server.link import Admit, Serving, Settings
 from gfgen.server.schemas import Model
-from gfgen.server.stopwatch import Stopwatch
 from gfgen.server.supervisor import Supervisor, listen
 
 logger = logging.getLogger(__name__)
@@ -135,6 +135,8 @@ class _Duration(click.ParamType[float]):
 )
 @click.option("--ranks", type=click.IntRange(1, MAX_RANKS), help="Workers to use. [all GPUs, or 4 on a CPU]")
 @click.option("--device", type=click.Choice(DEVICES), default="auto", show_default=True)
+@memory_option
+@graphs_option
 @click.option("--policy", default="auto", show_default=True, help="NAME[,option=value...]: 'gfgen policies'.")
 @click.option("--lookahead", type=click.FloatRange(0, 1000), default=5.0, show_default=True, metavar="MS")
 @click.option(
@@ -171,6 +173,8 @@ def serve(
     vae_dtype: str,
     ranks: int | None,
     device: str,
+    memory: str | None,
+    graphs: bool,
     policy: str,
     lookahead: float,
     max_open: int,
@@ -191,7 +195,7 @@ def serve(
     _check_exposure(host, api_key, no_key=no_key)
     options = ServeOptions(
         output_dir=output,
-        devices=choose_devices(device, ranks),
+        devices=choose_devices(device, ranks, memory_limit=None if memory is None else parse_memory(memory)),
         policy=load_policy(policy),
         guard_s=lookahead / 1000,
         host=host,
@@ -207,10 +211,12 @@ def serve(
         models=models or DEFAULT_MODELS,
         has_random_weights=random_weights,
         vae_dtype=vae_dtype,
+        has_graphs=graphs,
         log_level=level,
         log_json=log_json,
         log_file=log_file,
     )
+    tell_of_graphs(options.devices, has_graphs=graphs)
     serve_models(options)
     return 0
 
@@ -243,8 +249,14 @@ def serve_models(options: ServeOptions) -> None:
         admit.check(checkpoints)
         residency = admit.residency([], names={model.name: model.checkpoint for model in found})
         held = residency.checkpoints if residency else checkpoints
+        loaded = admit.of_loaded(
+            checkpoints, help_="it is not served any more: start the server with --model NAME too"
+        )
         try:
             pool = stack.enter_context(ready_pool(held, options, signals))
+            if options.has_graphs:
+                usual = of_held_models(usual_jobs(options.models, loaded), residency)
+                warm_up(pool, usual, devices=options.devices, policy=options.policy, signals=signals)
         except InterruptedRunError:
             logger.info("stopped while the models were loading; what is open goes on at the next start")
             return
@@ -254,13 +266,20 @@ def serve_models(options: ServeOptions) -> None:
             door=door,
             chooser=chooser,
             signals=signals,
-            admit=admit.of_loaded(
-                checkpoints, help_="it is not served any more: start the server with --model NAME too"
-            ),
+            admit=loaded,
             models=[shown_model(model, created=int(time.time())) for model in found],
             profile=default_profile(options.devices),
             residency=residency,
         )
+
+
+def usual_jobs(models: Sequence[str], admit: Admit) -> Sequence[AdmittedJob]:
+    """What a request for each model gets that says nothing; none for one that wants more than a prompt."""
+    specs = [
+        JobSpec(id=f"usual-{number}", prompt="as usual", model=name) for number, name in enumerate(models)
+    ]
+    admitted, _ = admit(specs)
+    return admitted
 
 
 def serve_on(
@@ -296,47 +315,27 @@ def serve_on(
     if residency is not None:
         residency.note(todo)
     with contextlib.ExitStack() as stack:
-        state = State(
-            todo,
-            num_ranks=pool.num_ranks,
-            clock=clock,
-            costs=CostModel(profile),
-            guard_s=options.guard_s,
-            started_at=started_at,
-            last_number=pool.last_number,
-            resume=resume_points,
-            resident=residency.resident if residency else None,
-            islands=options.devices.islands,
-        )
         progress = LineProgress(emit=logger.info, emit_failure=logger.error)
         observers: list[Observer] = [progress, *watchers, door]
         for observer in observers:
             stack.callback(observer.close)
-        backend = ProcessBackend(
+        logger.info("ready: %d ranks (%s), policy %s", pool.num_ranks, device, options.policy.name)
+        _, summary = run_loop(
             pool,
             todo,
+            options,
             clock=clock,
-            output_dir=options.output_dir,
+            started_at=started_at,
+            profile=profile,
             resume_points=resume_points,
             signals=signals,
-            requests=door,
-        )
-        stack.callback(backend.close)
-        door.stopwatch = Stopwatch(backend)
-        control = Control(
-            todo,
-            state=state,
-            backend=door.stopwatch,
-            clock=clock,
-            policy=options.policy,
-            guard_s=options.guard_s,
             observers=observers,
-            intake=door,
-            chooser=chooser,
             residency=residency,
+            chooser=chooser,
+            intake=door,
+            requests=door,
+            seen_through=door.timed,
         )
-        logger.info("ready: %d ranks (%s), policy %s", pool.num_ranks, device, options.policy.name)
-        summary = control.run()
     logger.info("stopped; %d jobs are open and go on at the next start", summary.num_unfinished)
 
 

@@ -23,6 +23,7 @@ from typing import Any
 from gfgen.errors import RunError
 from gfgen.runtime import events
 from gfgen.runtime.admission import AdmittedJob
+from gfgen.runtime.control import Backend
 from gfgen.runtime.dispatch import Dispatch
 from gfgen.runtime.events import Event
 from gfgen.runtime.observer import JobOutcome, Observer
@@ -93,6 +94,11 @@ class Door(Observer):
         self._policy: events.PolicyChanged | None = None
         self._loads: list[Event] = []
         """The last change of models, and the ranks that have loaded since."""
+
+    def timed(self, backend: Backend) -> Stopwatch:
+        """Note how long the turns are of the loop that asks this backend."""
+        self.stopwatch = Stopwatch(backend)
+        return self.stopwatch
 
     # The supervisor's side --------------------------------------------------------------------------
 

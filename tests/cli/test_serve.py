@@ -10,13 +10,16 @@ import pytest
 from PIL import Image
 from serving import Server, free_port
 
+from gfgen.cli.admission import Admission
 from gfgen.cli.main import main
+from gfgen.cli.serve import usual_jobs
+from gfgen.runtime.devices import Devices
 from gfgen.runtime.lock import hold_folder
 
 
 def served(folder, port):
     command = ["-m", "gfgen", "serve", "--port", str(port), "--ranks", "2", "--output", "out"]
-    command += ["--model", "tiny-wan", "--model", "tiny-qwen-image"]
+    command += ["--model", "tiny-wan", "--model", "tiny-qwen-image", "--memory", "18MB"]
     return Server(command, port=port, folder=folder)
 
 
@@ -53,6 +56,7 @@ def test_pictures_and_videos_are_made_and_a_stop_costs_nothing(tmp_path, tiny_mo
         time.sleep(0.05)
     assert server.stop() == 0
     assert "1 jobs are open and go on at the next start" in server.log
+    assert "not all models fit together: they take turns, tiny-wan first" in server.log
 
     again = served(tmp_path, port)
     try:
@@ -69,6 +73,25 @@ def refused(capsys, *arguments):
     with pytest.raises(SystemExit) as end:
         main(["serve", "--device", "cpu", *arguments])
     return capsys.readouterr().err, end.value.code
+
+
+def test_what_it_may_take_of_memory_and_whether_it_warms_up_are_options_as_of_a_run(monkeypatch):
+    given = []
+    monkeypatch.setattr("gfgen.cli.serve.serve_models", given.append)
+    for arguments in ((), ("--memory", "40GB", "--graphs")):
+        with pytest.raises(SystemExit) as end:
+            main(["serve", "--device", "cpu", *arguments])
+        assert not end.value.code
+    found = [(options.devices.memory_limit, options.has_graphs) for options in given]
+    assert found == [(None, False), (40 * 10**9, True)]
+
+
+def test_what_is_warmed_up_is_what_a_request_gets_that_says_nothing(tiny_models):
+    admit = Admission(default_model="tiny-wan", devices=Devices("cpu", 1))
+    jobs = usual_jobs(["tiny-wan", "tiny-qwen-image", "tiny-wan-moe-i2v"], admit)
+    shapes = {job.spec.model: (job.spec.width, job.spec.height) for job in jobs}
+    assert shapes.keys() == {"tiny-wan", "tiny-qwen-image"}  # the last one wants a picture
+    assert all(width and height for width, height in shapes.values())
 
 
 def test_an_open_address_needs_a_key_or_an_explicit_word(capsys):

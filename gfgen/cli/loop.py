@@ -1,0 +1,115 @@
+"""One run of the control loop on workers that are ready: what `gfgen run` and `gfgen serve` share."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from gfgen.cli.warming import warm_ups_of
+from gfgen.policies.catalog import NamedPolicy
+from gfgen.runtime.admission import AdmittedJob
+from gfgen.runtime.clock import Clock
+from gfgen.runtime.control import Backend, Chooser, Control, Intake
+from gfgen.runtime.cost import CostModel
+from gfgen.runtime.devices import Devices
+from gfgen.runtime.journal import Journal
+from gfgen.runtime.metrics import Summary
+from gfgen.runtime.observer import Observer
+from gfgen.runtime.pool import WorkerPool
+from gfgen.runtime.profile import Profile
+from gfgen.runtime.residency import Residency
+from gfgen.runtime.resume import ResumePoint
+from gfgen.runtime.signals import SignalPipe
+from gfgen.runtime.state import State
+from gfgen.runtime.workers import ProcessBackend, Requests
+
+
+class LoopOptions(Protocol):
+    """Those that both commands have."""
+
+    @property
+    def output_dir(self) -> Path: ...
+
+    @property
+    def devices(self) -> Devices: ...
+
+    @property
+    def policy(self) -> NamedPolicy: ...
+
+    @property
+    def guard_s(self) -> float: ...
+
+    @property
+    def has_graphs(self) -> bool: ...
+
+
+def run_loop(
+    pool: WorkerPool,
+    todo: Sequence[AdmittedJob],
+    options: LoopOptions,
+    *,
+    clock: Clock,
+    started_at: float,
+    profile: Profile | None,
+    resume_points: Mapping[str, ResumePoint],
+    signals: SignalPipe,
+    observers: Sequence[Observer],
+    residency: Residency | None,
+    chooser: Chooser | None,
+    arrived_at: Mapping[tuple[str, str], float] | None = None,
+    closes_s: float | None = None,
+    journal: Journal | None = None,
+    skipped: Sequence[AdmittedJob] = (),
+    intake: Intake | None = None,
+    requests: Requests | None = None,
+    seen_through: Callable[[ProcessBackend], Backend] = lambda backend: backend,
+) -> tuple[State, Summary]:
+    """The state at the end, and the numbers; the workers can be used again.
+
+    `clock` has started at the Unix time `started_at`. `seen_through` gives what stands between the loop and
+    its ranks.
+
+    Raises: InterruptedRunError when a second signal did not let steps end.
+    """
+    state = State(
+        todo,
+        num_ranks=pool.num_ranks,
+        clock=clock,
+        costs=CostModel(profile),
+        guard_s=options.guard_s,
+        started_at=started_at,
+        last_number=pool.last_number,
+        arrived_at=arrived_at,
+        resume=resume_points,
+        closes_s=closes_s,
+        resident=residency.resident if residency else None,
+        islands=options.devices.islands,
+    )
+    backend = ProcessBackend(
+        pool,
+        todo,
+        clock=clock,
+        output_dir=options.output_dir,
+        resume_points=resume_points,
+        signals=signals,
+        requests=requests,
+        warm_ups=warm_ups_of(options.devices, options.policy) if options.has_graphs else None,
+    )
+    with contextlib.closing(backend):
+        control = Control(
+            todo,
+            state=state,
+            backend=seen_through(backend),
+            clock=clock,
+            policy=options.policy,
+            guard_s=options.guard_s,
+            journal=journal,
+            observers=observers,
+            skipped=skipped,
+            intake=intake,
+            chooser=chooser,
+            residency=residency,
+        )
+        return state, control.run()
