@@ -7,7 +7,7 @@ Meanwhile a held rank may run a task of a job behind them, if that is predicted 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from gfgen.graph import Stage
 from gfgen.policies.speed import power_of_two, step_s, widest
@@ -71,15 +71,16 @@ class _Ranks:
         Nothing now if all that it wants is about to be free, and its step would end sooner then.
         """
         wanted = self._claim(job, wanted)
-        if (ready_s := self._better_later(job, wanted)) is not None:
-            self._hold(wanted, ready_s)
+        island = self._island_for(job, wanted)
+        if (ready_s := self._better_later(job, wanted, island)) is not None:
+            self._hold(wanted, ready_s, island)
             return []
-        ranks = self._choose(job, power_of_two(min(wanted, job.max_degree)))
+        ranks = self._choose(job, power_of_two(min(wanted, job.max_degree)), island)
         layout = job.layout(ranks)
         self.free = [rank for rank in self.free if rank not in layout.ranks]
         if wanted > layout.degree and job.next_task.stage is not Stage.DECODE:
             end_s = self._snapshot.now_s + self._snapshot.costs.task_s(job.next_task, layout)
-            self._hold(wanted - layout.degree, end_s)
+            self._hold(wanted - layout.degree, end_s, island)
         return [Decision(job.next_task, layout)]
 
     def hold_for_busy(self, job: JobView, wanted: int) -> None:
@@ -88,7 +89,8 @@ class _Ranks:
         if running is not None and self._num_left > 0:
             self._kept.update(running.layout.ranks)
             wanted = self._claim(job, wanted)
-            self._hold(wanted - running.layout.degree, running.predicted_end_s)
+            island = self._island_of(running.layout.ranks[0])
+            self._hold(wanted - running.layout.degree, running.predicted_end_s, island)
 
     def fill_gap(self, job: JobView) -> Decision | None:
         """One task on a held rank, if it ends before the rank is wanted."""
@@ -100,22 +102,26 @@ class _Ranks:
                 return Decision(job.next_task, layout)
         return None
 
-    def _better_later(self, job: JobView, wanted: int) -> float | None:
-        """When all ranks are free that a step wants, if it had better wait for that; else None."""
-        num_missing = wanted - len(self.unheld)
+    def _better_later(self, job: JobView, wanted: int, island: Collection[int]) -> float | None:
+        """When all ranks of an island are free that a step wants, if it had better wait; else None."""
+        num_unheld = len(self._unheld_of(island))
+        num_missing = wanted - num_unheld
         if num_missing <= 0 or job.next_task.stage is not Stage.DENOISE:
             return None
         now_s = self._snapshot.now_s
         ends_s = [  # a task that is later than predicted may end at any time, or not for long
             view.free_at_s
             for view in self._snapshot.ranks
-            if not view.can_take and view.rank not in self._kept and view.free_at_s > now_s
+            if view.rank in island
+            and not view.can_take
+            and view.rank not in self._kept
+            and view.free_at_s > now_s
         ]
         if len(ends_s) < num_missing:
             return None
         ready_s = sorted(ends_s)[num_missing - 1]
         wide_s = step_s(self._snapshot, job, wanted)
-        narrow_s = step_s(self._snapshot, job, power_of_two(len(self.unheld)))
+        narrow_s = step_s(self._snapshot, job, power_of_two(num_unheld))
         is_soon = ready_s - now_s <= WAIT_SHARE * wide_s and ready_s + wide_s < now_s + narrow_s
         return ready_s if is_soon else None
 
@@ -126,25 +132,39 @@ class _Ranks:
         self._num_left -= claimed
         return claimed
 
-    def _hold(self, number: int, until_s: float) -> None:
-        for rank in self.unheld[: max(0, number)]:
+    def _hold(self, number: int, until_s: float, island: Collection[int]) -> None:
+        """Keep so many free ranks of an island: those of another would not go with what the job has."""
+        for rank in self._unheld_of(island)[: max(0, number)]:
             self._held_until_s[rank] = until_s
 
-    def _choose(self, job: JobView, number: int) -> tuple[int, ...]:
-        """As many free ranks of one island as there are up to `number`, a power of two of them.
+    def _unheld_of(self, island: Collection[int]) -> list[int]:
+        return [rank for rank in self.unheld if rank in island]
+
+    def _island_of(self, rank: int) -> Collection[int]:
+        return next(island for island in self._snapshot.islands if rank in island)
+
+    def _island_for(self, job: JobView, wanted: int) -> Collection[int]:
+        """The one with the most free ranks, up to those wanted; of several that where the job's state is."""
+        own = set(job.last_layout.ranks if job.last_layout else ())
+
+        def worth(island: Collection[int]) -> tuple[int, int]:
+            unheld = self._unheld_of(island)
+            return min(len(unheld), wanted), len(own.intersection(unheld))
+
+        return max(self._snapshot.islands, key=worth)
+
+    def _choose(self, job: JobView, number: int, island: Collection[int]) -> tuple[int, ...]:
+        """As many free ranks of an island as there are up to `number`, a power of two of them.
 
         Those that hold the job's state come first; a new group begins at a multiple of its size
         where that is possible, so that two of them make a larger one later.
         """
-        own = job.last_layout.ranks if job.last_layout else ()
-        unheld = self.unheld
-        islands = [[rank for rank in unheld if rank in island] for island in self._snapshot.islands]
-        island = max(islands, key=lambda ranks: (min(len(ranks), number), len(set(ranks) & set(own))))
-        number = power_of_two(min(number, len(island)))
-        if len(own) == number and set(own) <= set(island):
+        own, unheld = job.last_layout.ranks if job.last_layout else (), self._unheld_of(island)
+        number = power_of_two(min(number, len(unheld)))
+        if len(own) == number and set(own) <= set(unheld):
             return own
-        for start in island:
+        for start in unheld:
             aligned = range(start, start + number)
-            if number > 1 and start % number == 0 and set(aligned) <= set(island):
+            if number > 1 and start % number == 0 and set(aligned) <= set(unheld):
                 return tuple(aligned)
-        return tuple(sorted(sorted(island, key=lambda rank: rank not in own)[:number]))
+        return tuple(sorted(sorted(unheld, key=lambda rank: rank not in own)[:number]))

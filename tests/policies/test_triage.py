@@ -90,6 +90,36 @@ def test_a_free_rank_is_held_for_a_job_that_goes_on_wider_soon():
     assert len(placed(triage(replace(held, open={"short": short}, costs=WorkCosts(first, short))))) == 1
 
 
+ISLANDS = ((0, 1), (2, 3))
+
+
+def test_no_rank_is_held_for_a_job_that_runs_on_another_island():
+    """It could not go on there and here together."""
+    first = view("first", remaining_s=10, deadline_s=6, ranks=(0,))
+    running = RunningTask(Task("first", 1, Stage.DENOISE, 0), Layout.single(0), 0.5)
+    long = view("long", remaining_s=40, deadline_s=100)
+    picture = four_ranks(long, free=(2, 3), busy=(first,), running=(running,))
+    picture = replace(picture, islands=ISLANDS, max_degree=2)
+    assert placed(triage(picture, degree=1)) == {"long": (2, 3)}
+    here = replace(four_ranks(long, free=(1,), busy=(first,), running=(running,)), islands=ISLANDS)
+    assert placed(triage(replace(here, max_degree=2), degree=1)) == {}
+
+
+def test_what_a_job_lacks_of_its_island_is_not_held_on_another_one():
+    wide = view("wide", remaining_s=10, deadline_s=5.2, priority=1)
+    other = view("other", remaining_s=40, deadline_s=100)
+    picture = replace(four_ranks(wide, other, free=(0, 2)), islands=ISLANDS, max_degree=2)
+    assert placed(triage(picture, degree=1)) == {"wide": (0,), "other": (2,)}
+
+
+def test_a_step_waits_for_ranks_of_one_island_alone():
+    job = view("a", remaining_s=40, deadline_s=100)
+    running = RunningTask(Task("b", 9, Stage.DECODE), Layout.single(3), 0.1)
+    picture = replace(four_ranks(job, free=(0,), running=(running,)), islands=ISLANDS, max_degree=2)
+    ranks = tuple(replace(rank, free_at_s=0.1) if rank.rank == 3 else rank for rank in picture.ranks)
+    assert placed(triage(replace(picture, ranks=ranks), degree=2)) == {"a": (0,)}
+
+
 def test_a_step_waits_for_ranks_that_are_about_to_be_free():
     job = view("a", remaining_s=40, deadline_s=100)
     running = RunningTask(Task("b", 9, Stage.DECODE), Layout.single(3), 0.1)
