@@ -180,6 +180,7 @@ class Admission:
             weights=self.check(checkpoints),
             work_bytes=gpu_work_bytes if self._devices.kind == CUDA else job_bytes,
             room_bytes=room_bytes,
+            jobs_at_once=1 if self._devices.kind == CUDA else self._devices.num_ranks,
             names=names,
         )
         if not found.is_needed:

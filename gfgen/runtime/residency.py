@@ -14,8 +14,10 @@ A change is an event in the journal, so that a replay needs none of this. A mode
 
 from __future__ import annotations
 
+import heapq
+import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -68,16 +70,16 @@ class _Need:
     """What a model takes."""
 
     checkpoint: Path
-    work_bytes: int = 0
-    """Of the largest of its jobs, beside the weights."""
+    work_bytes: list[int] = field(default_factory=list)
+    """Of the largest of its jobs, as many as may run at once, beside the weights."""
 
 
 class Residency(Observer):
     """Watches a run whose models do not fit together, and says when to change the resident ones.
 
     `weights` are bytes by checkpoint, `work_bytes` is what a job takes beside them, `room_bytes` what
-    there is for both: of each rank, or of all ranks together. `names` has the checkpoints of models that
-    may have no jobs yet. The models of the most urgent jobs come first.
+    there is for both: of each rank, or of all ranks together, which then run `jobs_at_once`. `names` has the
+    checkpoints of models that may have no jobs yet. The models of the most urgent jobs come first.
     """
 
     def __init__(
@@ -87,11 +89,13 @@ class Residency(Observer):
         weights: Mapping[Path, int],
         work_bytes: Callable[[AdmittedJob], int],
         room_bytes: int,
+        jobs_at_once: int = 1,
         names: Mapping[str, Path] | None = None,
     ) -> None:
         self._weights = weights
         self._work_bytes = work_bytes
         self._room_bytes = room_bytes
+        self._jobs_at_once = jobs_at_once
         self._needs = {model: _Need(checkpoint) for model, checkpoint in (names or {}).items()}
         self.note(jobs)
         self._bytes_per_s: float | None = None
@@ -129,11 +133,12 @@ class Residency(Observer):
         """There are these jobs, too; they may be larger than those before."""
         for job in jobs:
             need = self._needs.setdefault(job.spec.model or "", _Need(job.checkpoint))
-            need.work_bytes = max(need.work_bytes, self._work_bytes(job))
+            sizes = [*need.work_bytes, self._work_bytes(job)]
+            need.work_bytes = heapq.nlargest(self._jobs_at_once, sizes)
 
     def change(self, demand: Demand, *, now_s: float) -> ModelsChanged | None:
         """The change that is due now, if any."""
-        is_crowded = not self._fits(self.resident)
+        is_crowded = len(self.resident) > 1 and not self._fits(self.resident)
         if demand.is_loading or not (is_crowded or demand.num_parked):
             return None
         reason = _CROWDED if is_crowded else self._reason(demand, now_s)
@@ -180,7 +185,8 @@ class Residency(Observer):
             self._bytes_per_s = num_bytes / load_s
 
     def _fits(self, models: Collection[str]) -> bool:
-        work_bytes = max((self._needs[model].work_bytes for model in models), default=0)
+        sizes = itertools.chain.from_iterable(self._needs[model].work_bytes for model in models)
+        work_bytes = sum(heapq.nlargest(self._jobs_at_once, sizes))
         return self._bytes_of(models) + work_bytes <= self._room_bytes
 
     def _bytes_of(self, models: Collection[str]) -> int:

@@ -232,6 +232,31 @@ def test_the_largest_job_needs_room_beside_the_weights():
     assert residency_of(jobs, room=90 * GB, work=9 * GB).is_needed
 
 
+def test_ranks_that_share_their_memory_need_room_for_as_many_jobs_as_they_run_at_once():
+    jobs = [job_of("wan", "a"), job_of("wan", "b"), job_of("qwen", "c"), job_of("qwen", "d")]
+    sizes = {"a": 6 * GB, "b": 1 * GB, "c": 5 * GB, "d": 2 * GB}
+
+    def is_needed(num_ranks: int, room: int) -> bool:
+        return Residency(
+            jobs,
+            weights=WEIGHTS,
+            work_bytes=lambda job: sizes[job.job_id],
+            room_bytes=room,
+            jobs_at_once=num_ranks,
+        ).is_needed
+
+    for num_ranks, work in ((1, 6), (2, 11), (3, 13), (4, 14), (8, 14)):
+        assert not is_needed(num_ranks, (82 + work) * GB)
+        assert is_needed(num_ranks, (82 + work) * GB - 1)
+
+
+def test_one_model_stays_although_its_jobs_do_not_all_fit_at_once():
+    jobs = [job_of("wan", str(number)) for number in range(4)]
+    residency = Residency(jobs, weights=WEIGHTS, work_bytes=lambda _: GB, room_bytes=26 * GB, jobs_at_once=4)
+    assert residency.resident == {"wan"}
+    assert residency.change(Bare([]), now_s=5.0) is None
+
+
 def test_the_first_to_be_resident_is_the_model_of_the_most_urgent_job():
     jobs = [job_of("wan", "late", arrival_s=1.0), job_of("qwen", "a"), job_of("moe", "b", priority=1)]
     assert residency_of(jobs, room=70 * GB).resident == {"moe"}
