@@ -47,6 +47,8 @@ class _Segments:
 
     num_asked: int
     """The same number later on: the same segments."""
+    allocated_bytes: int
+    """The same number, too: as good as the same use of them."""
     own_bytes: int
     """Of the stream of tasks."""
     free_bytes: int
@@ -71,9 +73,16 @@ class DeviceMemory:
         if not self.is_known(kinds):
             return False
         needed, look = max(self._needed[kind] for kind in kinds), self._look()
-        if needed == 0 or needed <= self._surely_free(look):
+        if needed == 0:
             return True
-        return needed <= self._list_segments(look).free_bytes
+        segments = self._segments
+        if segments is None or segments.num_asked != look.num_asked:
+            segments = self._list_segments(look)
+        if needed <= segments.own_bytes - (look.allocated_bytes - segments.settled_bytes):
+            return True  # even if everything but weights were in use on the stream of tasks
+        if segments.allocated_bytes != look.allocated_bytes:
+            segments = self._list_segments(look)
+        return needed <= segments.free_bytes
 
     def is_known(self, kinds: Collection[Hashable]) -> bool:
         """The same, by what torch keeps for all streams together: for what is launched on another stream."""
@@ -110,18 +119,8 @@ class DeviceMemory:
         """Count anew: another run begins."""
         self._peaks.clear()
 
-    def _surely_free(self, look: _Look) -> int:
-        """Bytes that are free on the stream of tasks even if everything but weights is in use there.
-
-        Takes microseconds: segments are listed only when others have come or gone.
-        """
-        segments = self._segments
-        if segments is None or segments.num_asked != look.num_asked:
-            segments = self._list_segments(look)
-        return segments.own_bytes - (look.allocated_bytes - segments.settled_bytes)
-
     def _list_segments(self, look: _Look) -> _Segments:
-        """Takes milliseconds where a model has thousands of tensors."""
+        """Takes milliseconds where models have thousands of tensors; `_look` takes microseconds."""
         own, free, settled = 0, 0, 0
         for segment in torch.cuda.memory_snapshot():  # type: ignore[no-untyped-call]
             if segment["device"] != self._device.index or tuple(segment["segment_pool_id"]) != (0, 0):
@@ -131,7 +130,7 @@ class DeviceMemory:
                 free += sum(block["size"] for block in segment["blocks"] if block["state"] == "inactive")
             elif segment["stream"] == _WITHOUT_TASKS:
                 settled += segment["allocated_size"]
-        self._segments = _Segments(look.num_asked, own, free, settled)
+        self._segments = _Segments(look.num_asked, look.allocated_bytes, own, free, settled)
         return self._segments
 
     def _look(self) -> _Look:

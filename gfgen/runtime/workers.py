@@ -225,8 +225,9 @@ class ProcessBackend:
 
     def load(self, models: Mapping[str, Path], *, load_s: float) -> None:
         """Let all ranks hold these models and no others."""
-        jobs = [job for job in self._jobs.values() if job.spec.model in models]
-        warm_ups = self._warm_ups(jobs) if self._warm_ups else ()
+        warm_ups: Sequence[WarmUp] = ()
+        if self._warm_ups is not None:
+            warm_ups = self._warm_ups([job for job in self._jobs.values() if job.spec.model in models])
         self._pool.set_models(set(models.values()), warm_ups=warm_ups)
         self._loads = Loads(models)
 

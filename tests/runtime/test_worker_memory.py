@@ -121,7 +121,9 @@ def test_segments_are_listed_when_others_have_come_and_where_it_is_close(allocat
     assert allocator.num_lists == 1
     allocator.take_elsewhere(6 * MB, 6 * MB, stream=ARRIVALS)
     assert memory.is_familiar({"step"})  # though it might be that the tasks' stream has these in use
-    assert allocator.num_lists > 1
+    assert allocator.num_lists == 2
+    assert all(memory.is_familiar({"decode"}) for _ in range(5))
+    assert allocator.num_lists == 2
 
 
 def test_a_launch_that_gave_memory_back_makes_nothing_familiar(allocator: Allocator):
