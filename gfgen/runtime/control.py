@@ -201,7 +201,8 @@ class Control:
             event = PolicyChanged(self.clock.now_s, choice.policy, choice.reason)
             self.journal.append(event)
             self.apply(event)
-        if self._num_changes >= self._next_choice and not self.state.all_ended:
+        is_due = self._num_changes >= self._next_choice and not self.state.all_ended
+        if is_due and self.state.has_ready_ranks:
             self._next_choice = self._num_changes + min(self._num_changes, CHANGES_PER_CHOICE)
             self._chooser.consider(self.state.snapshot_of_traffic())
 

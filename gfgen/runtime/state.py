@@ -167,6 +167,11 @@ class State:
         return len(self._ranks)
 
     @property
+    def has_ready_ranks(self) -> bool:
+        """Some rank lives and has been ready; there is nothing to foresee without."""
+        return any(rank.is_ready for rank in self._ranks)
+
+    @property
     def max_degree(self) -> int:
         """The most ranks that one task can use."""
         return self._max_degree

@@ -6,7 +6,7 @@ from gfgen.policies.auto import choose_auto
 from gfgen.policies.catalog import load_policy
 from gfgen.runtime import choosing
 from gfgen.runtime.choosing import ChooserBeside, ChooserInTurn
-from gfgen.runtime.events import PolicyChanged
+from gfgen.runtime.events import JobArrived, PolicyChanged, RankLost, RankReady
 from gfgen.runtime.lookahead import with_foresight
 from gfgen.snapshot import Choice
 
@@ -70,6 +70,26 @@ def test_a_chooser_that_raises_leaves_the_policy_as_it_is(caplog):
     assert control.policy.name == "auto"
     assert len(recorder.outcomes) == len(JOBS)
     assert "choosing a policy failed: ValueError: no idea" in caplog.text
+
+
+def test_nothing_is_thought_about_while_every_rank_is_gone(caplog):
+    """All of them may have died of a model that none could load; auto looks ahead when one is back."""
+    asked = []
+
+    def choose(snapshot, last):
+        asked.append(len(snapshot.ranks))
+        return choose_auto(snapshot, last)
+
+    control, _ = simulated_control(JOBS[:2], policy="auto", num_ranks=1, chooser=ChooserInTurn(choose))
+    control.state.apply(RankReady(0.0, 0, 1, 0.0))
+    control.apply(JobArrived(0.0, "job-00"))
+    control.state.apply(RankLost(0.0, 0, 1, "killed"))
+    control.reconsider()
+    assert asked == []
+    control.state.apply(RankReady(1.0, 0, 2, 0.0))
+    control.reconsider()
+    assert asked == [1]
+    assert "choosing a policy failed" not in caplog.text
 
 
 def test_what_is_no_choice_or_no_policy_leaves_the_policy_as_it_is(caplog):
