@@ -196,7 +196,7 @@ def swapped_run(pool: WorkerPool, folder: Path, *specs: JobSpec, policy: NamedPo
 VIDEO = JobSpec(id="video", prompt="a fox", model="tiny-wan", width=64, height=64, frames=5, steps=3, seed=1)
 
 
-def test_models_that_do_not_fit_together_are_swapped_and_change_nothing(swapping_pool, tmp_path):
+def test_models_that_do_not_fit_together_are_swapped_and_change_nothing(swapping_pool, tmp_path, caplog):
     picture = JobSpec(id="picture", prompt="a fox", **PICTURE | {"seed": 3})
     layouts = test_elastic.following((0, 1), (2,))
     run(swapping_pool, tmp_path / "all", picture, VIDEO, policy=layouts)
@@ -205,6 +205,7 @@ def test_models_that_do_not_fit_together_are_swapped_and_change_nothing(swapping
     assert list(change.models) == ["tiny-wan"]
     loaded = [event.rank for event in recorder.events if isinstance(event, RankLoaded)]
     assert sorted(loaded[-3:]) == [0, 1, 2]
+    assert "warming up" not in caplog.text  # nothing went wrong in it
     for name in ("picture.png", "video.mp4"):
         files = [(tmp_path / folder / name).read_bytes() for folder in ("all", "turns")]
         assert files[0] == files[1]
