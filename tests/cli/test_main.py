@@ -50,7 +50,7 @@ def test_what_the_model_cannot_do_is_told_with_the_rest(capsys, job_file, tiny_m
         (["run", "jobs/batch.jsonl", "--policy", "strf"], "did you mean srtf?"),
         (["run", "jobs/batch.jsonl", "--ranks", "9"], "1<=x<=8"),
         (["run", "jobs/batch.jsonl", "--rank", "2"], "--ranks"),
-        (["models", "make-tiny", "/tmp/x", "tiny-cat"], "no tiny model 'tiny-cat'"),
+        (["models", "make-tiny", "nowhere", "tiny-cat"], "no tiny model 'tiny-cat'"),
         (["plot", "missing.json"], "missing.json"),
         (["rnu"], "rnu"),
     ],
