@@ -7,6 +7,7 @@ nothing yet. A pool outlives a run: the next one starts on warm workers.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import multiprocessing
@@ -15,7 +16,7 @@ import os
 import selectors
 import socket
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -219,24 +220,17 @@ class WorkerPool:
         InterruptedRunError when a signal comes first.
         """
         deadline_s = time.monotonic() + patience_s
-        with selectors.DefaultSelector() as selector:
-            if signals is not None:
-                selector.register(signals, selectors.EVENT_READ)
-            for worker in self.workers:
-                selector.register(worker.channel, selectors.EVENT_READ, worker)
-            late = [worker for worker in self.workers if not worker.is_ready]
+        late = [worker for worker in self.workers if not worker.is_ready]
+        speakers = self._speakers(
+            signals, doing="the models were loading", left_s=lambda: deadline_s - time.monotonic()
+        )
+        with contextlib.closing(speakers):
             while not all(worker.is_ready for worker in self.workers):
-                ready = selector.select(max(0.0, deadline_s - time.monotonic()))
-                if not ready:
+                worker = next(speakers)
+                if worker is None:
                     names = ", ".join(worker.name for worker in late if not worker.is_ready)
                     raise WorkerError(f"{names}: the models are not loaded after {patience_s:g} s")
-                for key, _ in ready:
-                    if key.data is None and signals is not None:
-                        raise InterruptedRunError(
-                            "stopped while the models were loading; nothing was started",
-                            signal_number=signals.take()[0],
-                        )
-                    self._note_start(key.data)
+                self._note_start(worker)
         if self._arenas.are_on_gpus:
             self._send_arenas([worker for worker in late if worker.incarnation == 1])
         for worker in late:
@@ -264,27 +258,41 @@ class WorkerPool:
         self, open_items: Mapping[int, object], signals: SignalPipe | None, patience_s: float
     ) -> Iterator[tuple[Child, WarmedUp]]:
         """What workers say of open items, until there are none."""
+        speakers = self._speakers(signals, doing="ranks were warmed up", left_s=lambda: patience_s)
+        with contextlib.closing(speakers):
+            while open_items:
+                worker = next(speakers)
+                if worker is None:
+                    raise WorkerError(f"no rank has run a step within {patience_s:g} s of the last one")
+                received = worker.channel.receive()
+                if received is None:
+                    ending = worker.reap(patience_s=_EXIT_S)
+                    raise WorkerError(f"{worker.name} died while it was warmed up: {ending}")
+                if isinstance(received[0], WarmedUp) and received[0].number in open_items:
+                    yield worker, received[0]
+
+    def _speakers(
+        self, signals: SignalPipe | None, *, doing: str, left_s: Callable[[], float]
+    ) -> Generator[Child | None, None, None]:
+        """Workers that have something to say, as it comes, without end; None when nobody does in time.
+
+        Raises: InterruptedRunError when a signal comes.
+        """
         with selectors.DefaultSelector() as selector:
             if signals is not None:
                 selector.register(signals, selectors.EVENT_READ)
             for worker in self.workers:
                 selector.register(worker.channel, selectors.EVENT_READ, worker)
-            while open_items:
-                ready = selector.select(patience_s)
+            while True:
+                ready = selector.select(max(0.0, left_s()))
                 if not ready:
-                    raise WorkerError(f"no rank has run a step within {patience_s:g} s of the last one")
+                    yield None
                 for key, _ in ready:
                     if key.data is None and signals is not None:
                         raise InterruptedRunError(
-                            "stopped while ranks were warmed up; nothing was started",
-                            signal_number=signals.take()[0],
+                            f"stopped while {doing}; nothing was started", signal_number=signals.take()[0]
                         )
-                    received = key.data.channel.receive()
-                    if received is None:
-                        ending = key.data.reap(patience_s=_EXIT_S)
-                        raise WorkerError(f"{key.data.name} died while it was warmed up: {ending}")
-                    if isinstance(received[0], WarmedUp) and received[0].number in open_items:
-                        yield key.data, received[0]
+                    yield key.data
 
     def _note_start(self, worker: Child) -> None:
         """A starting worker has said something, or has died."""
