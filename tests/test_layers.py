@@ -28,6 +28,7 @@ FLOORS = {
     "gfgen.runtime.writer": 5,
     "gfgen.runtime.state": 6,
     "gfgen.runtime.worker": 6,
+    "gfgen.runtime.worker_bare": 6,
     "gfgen.runtime.worker_forwards": 6,
     "gfgen.runtime.worker_gpu": 6,
     "gfgen.runtime.worker_graphs": 6,

@@ -128,6 +128,21 @@ def test_options_of_the_other_commands():
     assert options_of(subcommand("models", "make-tiny")) == []
     assert options_of(subcommand("bench", "runtime")) == ["--tasks"]
     assert options_of(subcommand("bench", "forward")) == ["--gpus", "--only", "--output", "--seconds"]
+    assert options_of(subcommand("bench", "elasticity")) == [
+        "--device",
+        "--graphs",
+        "--json",
+        "--lookahead",
+        "--model",
+        "--only",
+        "--output",
+        "--random-weights",
+        "--ranks",
+        "--samples",
+        "--seconds",
+        "--vae-dtype",
+        "-o",
+    ]
     assert options_of(subcommand("bench", "workload")) == [
         "--deadlines-from",
         "--jobs",
@@ -222,7 +237,7 @@ def test_events_of_the_journal():
         "JobCancelled": ["time_s", "job_id"],
         "RankReady": ["time_s", "rank", "incarnation", "startup_s"],
         "RankLost": ["time_s", "rank", "incarnation", "reason", "is_retired"],
-        "TaskDone": ["time_s", "dispatch", "rank", "started_s", "ended_s", "waited_s", "moved_s"],
+        "TaskDone": ["time_s", "dispatch", "rank", "started_s", "ended_s", "waited_s", "moved_s", "idle_s"],
         "TaskFailed": ["time_s", "dispatch", "rank", "reason", "void", "lost"],
         "OutputWritten": ["time_s", "job_id", "path", "size_bytes", "write_s", "writer"],
         "OutputFailed": ["time_s", "job_id", "reason"],

@@ -19,23 +19,19 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
+from gfgen.bench.scripted import Record, copy_of, placed_by, run_jobs
 from gfgen.errors import InterruptedRunError, WorkerError
-from gfgen.graph import Stage, Trajectory
+from gfgen.graph import Stage
 from gfgen.layout import Degrees, Layout
 from gfgen.policies.catalog import NamedPolicy
 from gfgen.runtime.admission import AdmittedJob
-from gfgen.runtime.clock import Clock
-from gfgen.runtime.control import Control
 from gfgen.runtime.cost import CostModel
 from gfgen.runtime.dispatch import Dispatch
-from gfgen.runtime.events import Event, OutputWritten, TaskDone
-from gfgen.runtime.observer import JobOutcome, Observer
+from gfgen.runtime.events import TaskDone
 from gfgen.runtime.pool import WorkerPool
 from gfgen.runtime.profile import Profile, ProfileRow
 from gfgen.runtime.signals import SignalPipe
-from gfgen.runtime.state import State
-from gfgen.runtime.workers import ProcessBackend
-from gfgen.snapshot import Decision, JobView, Snapshot
+from gfgen.snapshot import JobView
 
 ONE: Degrees = (1, 1, 1)
 WARM_UP_STEPS = 2
@@ -166,30 +162,12 @@ def _groups(measurement: Measurement, num_ranks: int) -> list[_Group]:
         _Group(
             layout,
             tuple(
-                _copy(measurement.job, f"rank-{layout.ranks[0]}-{n}", steps)
+                copy_of(measurement.job, f"rank-{layout.ranks[0]}-{n}", steps)
                 for n, steps in enumerate(lengths)
             ),
         )
         for layout in layouts
     ]
-
-
-def _copy(job: AdmittedJob, job_id: str, steps: int) -> AdmittedJob:
-    """The same work under another name, with so many steps, at once and without end."""
-    spec = replace(
-        job.spec, id=job_id, steps=steps, arrival_s=0.0, deadline_s=None, deadline_at=None, timeout_s=None
-    )
-    trajectory = Trajectory(job_id, steps, job.trajectory.artifacts)
-    suffix = Path(job.info.file).suffix
-    info = replace(
-        job.info,
-        asked=spec,
-        spec=spec,
-        num_tasks=trajectory.num_tasks,
-        file=job_id + suffix,
-        spec_hash=job_id,
-    )
-    return replace(job, info=info, trajectory=trajectory)
 
 
 # Measuring ------------------------------------------------------------------------------------
@@ -204,52 +182,31 @@ def measure(
     """
     groups = _groups(measurement, pool.num_ranks)
     jobs = [job for group in groups for job in group.jobs]
-    clock, costs, record = Clock(), CostModel(), _Record()
-    state = State(
-        jobs, num_ranks=pool.num_ranks, clock=clock, costs=costs, guard_s=0.0, last_number=pool.last_number
-    )
-    backend = ProcessBackend(pool, jobs, clock=clock, output_dir=folder, signals=signals)
-    control = Control(
-        jobs,
-        state=state,
-        backend=backend,
-        clock=clock,
-        policy=NamedPolicy("measuring", _script(measurement, groups)),
-        guard_s=0.0,
-        observers=[record],
-    )
+    record = _Record()
     try:
-        control.run()
-    finally:
-        backend.close()
-    if state.stop_signal is not None:
-        raise InterruptedRunError(f"{measurement.key}: stopped", signal_number=state.stop_signal)
-    if record.errors:
-        raise WorkerError(f"{measurement.key}: {record.errors[0]}")
+        run_jobs(
+            jobs, pool, record, policy=_script(measurement, groups, pool), folder=folder, signals=signals
+        )
+    except InterruptedRunError as error:
+        raise InterruptedRunError(f"{measurement.key}: stopped", signal_number=error.signal_number) from None
+    except WorkerError as error:
+        raise WorkerError(f"{measurement.key}: {error}") from None
     return record.samples(measurement, warm_ups={group.jobs[0].job_id for group in groups})
 
 
-def _script(measurement: Measurement, groups: Sequence[_Group]) -> Any:
+def _script(measurement: Measurement, groups: Sequence[_Group], pool: WorkerPool) -> NamedPolicy:
     """Each group's jobs in turn, each task on the group's ranks; a moving job's steps by turns on two."""
     layouts = {job.job_id: group.layout for group in groups for job in group.jobs}
 
-    def decide(snapshot: Snapshot) -> list[Decision]:
-        free, decisions = set(snapshot.free_ranks), []
-        for view in sorted(snapshot.open.values(), key=lambda view: (-view.next_task.index, view.job_id)):
-            layout = _layout_of(view, layouts[view.job_id], snapshot)
-            if free.issuperset(layout.ranks):
-                free -= set(layout.ranks)
-                decisions.append(Decision(view.next_task, layout))
-        return decisions
-
-    def _layout_of(view: JobView, layout: Layout, snapshot: Snapshot) -> Layout:
-        if not _is_shared(measurement, view.next_task.stage):
+    def place(view: JobView) -> Layout:
+        layout, stage = layouts[view.job_id], view.next_task.stage
+        if not _is_shared(measurement, stage):
             return Layout.single(layout.ranks[0])
-        if measurement.kind == "moving" and view.next_task.stage is Stage.DENOISE:
-            return Layout.single(view.next_task.index % min(2, len(snapshot.ranks)))
+        if measurement.kind == "moving" and stage is Stage.DENOISE:
+            return Layout.single(view.next_task.index % min(2, pool.num_ranks))
         return layout
 
-    return decide
+    return placed_by(place)
 
 
 def _is_shared(measurement: Measurement, stage: Stage) -> bool:
@@ -259,35 +216,15 @@ def _is_shared(measurement: Measurement, stage: Stage) -> bool:
     return stage is Stage.DENOISE or (stage is Stage.DECODE and can_decode)
 
 
-class _Record(Observer):
-    """Keeps when which rank did what."""
-
-    def __init__(self) -> None:
-        self._dispatches: dict[int, Dispatch] = {}
-        self._done: dict[int, list[TaskDone]] = defaultdict(list)
-        self._written: dict[str, float] = {}
-        self.errors: list[str] = []
-
-    def dispatched(self, dispatch: Dispatch) -> None:
-        self._dispatches[dispatch.number] = dispatch
-
-    def applied(self, event: Event) -> None:
-        match event:
-            case TaskDone():
-                self._done[event.dispatch].append(event)
-            case OutputWritten():
-                self._written[event.job_id] = event.time_s
-
-    def ended(self, outcome: JobOutcome) -> None:
-        if outcome.error:
-            self.errors.append(outcome.error)
+class _Record(Record):
+    """What counts of a measurement's run."""
 
     def samples(self, measurement: Measurement, *, warm_ups: set[str]) -> Samples:
         """What counts: tasks on the measured degrees, with the other ranks as busy as they should be."""
         tasks: dict[str, list[float]] = defaultdict(list)
         moves = []
-        for number, done in self._done.items():
-            dispatch = self._dispatches[number]
+        for number, done in self.done.items():
+            dispatch = self.dispatches[number]
             if dispatch.task.job_id in warm_ups or not self._counts(measurement, dispatch, done):
                 continue
             tasks[str(dispatch.task.stage)].append(_lasted(done))
@@ -310,7 +247,7 @@ class _Record(Observer):
         """The share of the other ranks' time that they worked during a task; None without others."""
         began_s, ended_s = min(event.started_s for event in done), max(event.ended_s for event in done)
         busy_s: dict[int, float] = {}
-        for events in self._done.values():
+        for events in self.done.values():
             for event in events:
                 overlap_s = min(ended_s, event.ended_s) - max(began_s, event.started_s)
                 busy_s[event.rank] = busy_s.get(event.rank, 0.0) + max(0.0, overlap_s)
@@ -320,11 +257,11 @@ class _Record(Observer):
     def _writes(self, warm_ups: set[str]) -> list[float]:
         """From the end of a decode to its file, where no other file was being written."""
         decoded = {
-            self._dispatches[number].task.job_id: done[0].ended_s
-            for number, done in self._done.items()
-            if self._dispatches[number].task.stage is Stage.DECODE
+            self.dispatches[number].task.job_id: done[0].ended_s
+            for number, done in self.done.items()
+            if self.dispatches[number].task.stage is Stage.DECODE
         }
-        spans = {job_id: (decoded[job_id], end_s) for job_id, end_s in self._written.items()}
+        spans = {job_id: (decoded[job_id], end_s) for job_id, end_s in self.written.items()}
         return [
             end_s - began_s
             for job_id, (began_s, end_s) in spans.items()
@@ -335,10 +272,10 @@ class _Record(Observer):
     def _gaps(self, warm_ups: set[str]) -> list[float]:
         """From the end of a step to the start of the next one of the same job in the same place."""
         by_job: dict[str, list[tuple[Dispatch, TaskDone]]] = defaultdict(list)
-        for number in sorted(self._done):
-            dispatch = self._dispatches[number]
+        for number in sorted(self.done):
+            dispatch = self.dispatches[number]
             if dispatch.task.stage is Stage.DENOISE and dispatch.task.job_id not in warm_ups:
-                by_job[dispatch.task.job_id].append((dispatch, self._done[number][0]))
+                by_job[dispatch.task.job_id].append((dispatch, self.done[number][0]))
         return [
             later.started_s - later.moved_s - later.waited_s - earlier.ended_s
             for steps in by_job.values()

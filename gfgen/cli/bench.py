@@ -17,6 +17,7 @@ from gfgen import log
 from gfgen.bench.runtime import measure_control_plane
 from gfgen.bench.simulator import measure_simulator
 from gfgen.cli.compare import compare, workload
+from gfgen.cli.elasticity import elasticity
 from gfgen.runtime.machine import cpu_name
 
 POLICIES = ("srtf", "fcfs", "edf", "legacy")
@@ -44,6 +45,7 @@ def bench() -> None:
 
 bench.add_command(compare)
 bench.add_command(workload)
+bench.add_command(elasticity)
 
 
 @bench.command()

@@ -383,9 +383,13 @@ def held_folder(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def ready_pool(
-    checkpoints: Collection[Path], options: PoolOptions, signals: SignalPipe
+    checkpoints: Collection[Path],
+    options: PoolOptions,
+    signals: SignalPipe,
+    *,
+    worker_main: str | None = None,
 ) -> Iterator[WorkerPool]:
-    """Workers with these models; the run's clock starts after this."""
+    """Workers with these models, or such as `worker_main` says; the run's clock starts after this."""
     logger.info(
         "starting %d ranks (%s) with %s",
         options.num_ranks,
@@ -399,6 +403,7 @@ def ready_pool(
     with WorkerPool(
         num_ranks=options.num_ranks,
         checkpoints=sorted(checkpoints),
+        worker_main=worker_main,
         device=options.devices.kind,
         has_random_weights=options.has_random_weights,
         vae_dtype=options.vae_dtype,

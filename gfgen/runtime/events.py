@@ -64,7 +64,8 @@ class TaskDone(Event):
     """One rank has finished its part of a dispatch.
 
     `started_s` to `ended_s` is the execution alone; `waited_s` is the time before it in which
-    the rank waited for the task's input, `moved_s` that in which the input was copied.
+    the rank waited for the task's input, `moved_s` that in which the input was copied. `idle_s` is what a
+    GPU's own clock says of the time from the end of the rank's last task to `started_s`.
     """
 
     dispatch: int
@@ -73,6 +74,7 @@ class TaskDone(Event):
     ended_s: float
     waited_s: float = 0.0
     moved_s: float = 0.0
+    idle_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,6 +98,28 @@ class WarmUp:
 
 
 @dataclass(frozen=True, slots=True)
+class RunBare:
+    """Run jobs without a control plane, one after the other, as comparisons do; answer `BareTimes`.
+
+    For workers of worker_bare.py, all of them at once. Numbers from `first_number` on are used up, one for
+    each task of each job.
+    """
+
+    first_number: int
+    spec: JobSpec
+    checkpoint: str
+    layouts: tuple[Layout, ...]
+    """Of each task of a job; encode and prepare are done by every rank for itself."""
+    incarnations: tuple[int, ...]
+    """Of all ranks, by rank."""
+    num_jobs: int
+
+    @property
+    def last_number(self) -> int:
+        return self.first_number + self.num_jobs * len(self.layouts) - 1
+
+
+@dataclass(frozen=True, slots=True)
 class Ping:
     """Answer `Pong`, whatever the rank is doing."""
 
@@ -171,6 +193,15 @@ class WarmedUp:
 
 
 @dataclass(frozen=True, slots=True)
+class BareTimes:
+    """What `RunBare` asked for took: seconds by job."""
+
+    jobs_s: tuple[float, ...]
+    steps_s: tuple[float, ...]
+    """Of them, from the begin of the first step to the end of the last one."""
+
+
+@dataclass(frozen=True, slots=True)
 class ModelsSet:
     """Done as told by `SetModels`; a rank that cannot sends `WorkerFailed`, and ends."""
 
@@ -188,6 +219,8 @@ class TaskReport:
     moved_s: float
     do_frames_follow: bool = False
     """Its frames are still on their way to the writer's memory; `FramesStored` says when they are there."""
+    idle_s: float | None = None
+    """On a GPU, by its own clock: from the end of the task before it until this one had begun."""
 
 
 @dataclass(frozen=True, slots=True)

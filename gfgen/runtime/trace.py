@@ -189,6 +189,8 @@ class TraceWriter(Observer):
             "waited_ms": round(event.waited_s * 1e3, 3),
             "moved_ms": round(event.moved_s * 1e3, 3),
         }
+        if event.idle_s is not None:
+            args["idle_ms"] = round(event.idle_s * 1e3, 3)
         slot = layout.slot_of(event.rank)
         self._slice(f"{task} {task.job_id}", event.rank, event.started_s, event.ended_s, job=job, args=args)
         if slot == 0 and job is not None:

@@ -95,8 +95,10 @@ _FIRST_STEPS = 2
 system of equations from the third."""
 
 
-def main(channel_socket: socket.socket, settings: WorkerSettings) -> None:
-    """Entry of a GPU rank's process."""
+def main(
+    channel_socket: socket.socket, settings: WorkerSettings, *, worker_class: type[GpuWorker] | None = None
+) -> None:
+    """Entry of a GPU rank's process; its worker is a `GpuWorker` unless told otherwise."""
 
     def make(channel: Channel) -> Worker:
         _refuse_inherited_cuda()
@@ -108,7 +110,7 @@ def main(channel_socket: socket.socket, settings: WorkerSettings) -> None:
             _limit_memory(settings, device)
         adapters = load(settings, channel=channel, device=str(device))
         torch.cuda.synchronize(device)
-        worker = GpuWorker(
+        worker = (worker_class or GpuWorker)(
             channel,
             settings.rank,
             adapters,
@@ -186,6 +188,8 @@ class GpuWorker(Worker):
         self._decoded: queue.SimpleQueue[Decoded] = queue.SimpleQueue()
         self._newcomers: Counter[int] = Counter()
         """Ranks whose new arena the main thread has yet to map; one may have died again meanwhile."""
+        self._last_end: torch.cuda.Event | None = None
+        """Of the last task that the watcher has seen to its end."""
         self._num_unsettled = 0
         """Tasks that are launched, and that the watcher has yet to see to their end."""
         self._has_peers = True
@@ -535,6 +539,7 @@ class GpuWorker(Worker):
         message, job = launched.message, launched.job
         launched.ended.synchronize()
         ended_s = time.monotonic()
+        last_end, self._last_end = self._last_end, launched.ended
         if self._is_void(message.number):
             raise InputVoidError
         if launched.outcome is not None:
@@ -556,6 +561,7 @@ class GpuWorker(Worker):
             waited_s=launched.waited_s + launched.begun.elapsed_time(launched.entered) / 1e3,
             moved_s=launched.moved_s,
             do_frames_follow=frames is not None,
+            idle_s=None if last_end is None else last_end.elapsed_time(launched.entered) / 1e3,
         )
         self._channel.send(report)
         if frames is not None:

@@ -344,6 +344,7 @@ class ProcessBackend:
             ended_s=self._clock.from_monotonic(report.ended_s),
             waited_s=report.waited_s,
             moved_s=report.moved_s,
+            idle_s=report.idle_s,
         )
         if report.do_frames_follow:
             self._storing.setdefault(report.number, {})[worker.rank] = now_s

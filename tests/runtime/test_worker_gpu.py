@@ -29,7 +29,7 @@ from gfgen.layout import Layout
 from gfgen.models import lanes
 from gfgen.models.adapter import Fields
 from gfgen.policies.catalog import NamedPolicy
-from gfgen.runtime.events import FramesLost, ModelsChanged, RankLoaded
+from gfgen.runtime.events import FramesLost, ModelsChanged, RankLoaded, TaskDone
 from gfgen.runtime.messages import ModelsSet, RunTask
 from gfgen.runtime.migration import Transfer
 from gfgen.runtime.pool import WorkerPool
@@ -333,3 +333,11 @@ def test_what_may_wait_for_the_device_is_launched_when_nobody_waits_for_this_ran
     worker._told.wait_for = lambda is_done: asked.append(is_done())
     worker._see_to_the_end(8)
     assert asked == [not waits]
+
+
+def test_a_rank_tells_how_long_its_device_idled_before_a_task(gpu_pool, tmp_path):
+    spec = JobSpec(id="idle", prompt="a fox", **PICTURE)
+    recorder = run(gpu_pool, tmp_path, spec, policy=test_elastic.following((0,)))
+    done = [event for event in recorder.events if isinstance(event, TaskDone)]
+    assert all(event.idle_s is not None and event.idle_s > 0 for event in done[1:])
+    assert sum(event.idle_s for event in done[1:]) < done[-1].ended_s - done[0].ended_s

@@ -1,0 +1,139 @@
+"""Runs of the real control plane, for measurements: a script says where tasks go, and everything is kept."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from gfgen.errors import InterruptedRunError, WorkerError
+from gfgen.graph import Trajectory
+from gfgen.layout import Layout
+from gfgen.policies.catalog import NamedPolicy
+from gfgen.runtime.admission import AdmittedJob
+from gfgen.runtime.clock import Clock
+from gfgen.runtime.control import Control
+from gfgen.runtime.cost import CostModel
+from gfgen.runtime.dispatch import Dispatch
+from gfgen.runtime.events import Event, OutputWritten, TaskDone
+from gfgen.runtime.observer import JobOutcome, Observer
+from gfgen.runtime.pool import WorkerPool
+from gfgen.runtime.signals import SignalPipe
+from gfgen.runtime.state import State
+from gfgen.runtime.workers import ProcessBackend
+from gfgen.snapshot import Decision, JobView, Snapshot
+
+Place = Callable[[JobView], Layout]
+"""Where a job's next task runs, as soon as these ranks are free."""
+
+
+class Record(Observer):
+    """Keeps when which rank did what."""
+
+    def __init__(self) -> None:
+        self.dispatches: dict[int, Dispatch] = {}
+        self.done: dict[int, list[TaskDone]] = defaultdict(list)
+        """By dispatch: what its ranks have told."""
+        self.written: dict[str, float] = {}
+        """By job: when its file was there."""
+        self.outcomes: list[JobOutcome] = []
+
+    @property
+    def errors(self) -> list[str]:
+        return [outcome.error for outcome in self.outcomes if outcome.error]
+
+    def dispatched(self, dispatch: Dispatch) -> None:
+        self.dispatches[dispatch.number] = dispatch
+
+    def applied(self, event: Event) -> None:
+        match event:
+            case TaskDone():
+                self.done[event.dispatch].append(event)
+            case OutputWritten():
+                self.written[event.job_id] = event.time_s
+
+    def ended(self, outcome: JobOutcome) -> None:
+        self.outcomes.append(outcome)
+
+
+def placed_by(place: Place) -> NamedPolicy:
+    """A policy that places each task by itself; of jobs that want the same ranks the furthest goes first."""
+
+    def decide(snapshot: Snapshot) -> list[Decision]:
+        free, decisions = set(snapshot.free_ranks), []
+        for view in sorted(snapshot.open.values(), key=lambda view: (-view.next_task.index, view.job_id)):
+            layout = place(view)
+            if free.issuperset(layout.ranks):
+                free -= set(layout.ranks)
+                decisions.append(Decision(view.next_task, layout))
+        return decisions
+
+    return NamedPolicy("measuring", decide)
+
+
+def run_jobs(
+    jobs: Sequence[AdmittedJob],
+    pool: WorkerPool,
+    record: Record,
+    *,
+    policy: NamedPolicy,
+    folder: Path,
+    guard_s: float = 0.0,
+    costs: CostModel | None = None,
+    islands: Sequence[Sequence[int]] | None = None,
+    signals: SignalPipe | None = None,
+) -> None:
+    """Run jobs on a pool that is ready; `record` keeps what happens.
+
+    Raises: WorkerError when a job fails; InterruptedRunError when a signal comes first.
+    """
+    clock, costs = Clock(), costs or CostModel()
+    state = State(
+        jobs,
+        num_ranks=pool.num_ranks,
+        clock=clock,
+        costs=costs,
+        guard_s=guard_s,
+        last_number=pool.last_number,
+        islands=islands,
+    )
+    backend = ProcessBackend(pool, jobs, clock=clock, output_dir=folder, signals=signals)
+    control = Control(
+        jobs, state=state, backend=backend, clock=clock, policy=policy, guard_s=guard_s, observers=[record]
+    )
+    try:
+        summary = control.run()
+    finally:
+        backend.close()
+    if state.stop_signal is not None:
+        raise InterruptedRunError("stopped", signal_number=state.stop_signal)
+    if record.errors or summary.policy_fault:
+        raise WorkerError((record.errors or [summary.policy_fault or ""])[0])
+
+
+def copy_of(
+    job: AdmittedJob, job_id: str, steps: int, *, arrival_s: float = 0.0, priority: int = 0
+) -> AdmittedJob:
+    """The same work under another name, with so many steps and without end."""
+    spec = replace(
+        job.spec,
+        id=job_id,
+        steps=steps,
+        arrival_s=arrival_s,
+        deadline_s=None,
+        deadline_at=None,
+        timeout_s=None,
+        priority=priority,
+    )
+    trajectory = Trajectory(job_id, steps, job.trajectory.artifacts)
+    suffix = Path(job.info.file).suffix
+    info = replace(
+        job.info,
+        asked=spec,
+        spec=spec,
+        num_tasks=trajectory.num_tasks,
+        file=job_id + suffix,
+        spec_hash=job_id,
+    )
+    return replace(job, info=info, trajectory=trajectory)

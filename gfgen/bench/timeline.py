@@ -1,0 +1,133 @@
+"""When the devices really worked: a run's tasks by the devices' own clocks, and the gaps between them. Pure.
+
+A CPU rank's times are the machine's. What a GPU's rank tells the host is late by what a thread takes to wake
+up, which is as long as the gaps in question. So times are put together from what the device's own clock
+says: how long each task took, and how long the device idled before it. Where that clock stands beside the
+machine's, the reports tell too: none is heard before its end, and the earliest of them hardly after it.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from gfgen.bench.scripted import Record
+from gfgen.graph import Stage
+from gfgen.runtime.dispatch import Dispatch
+from gfgen.runtime.events import TaskDone
+
+MAX_DRIFT = 2e-4
+"""Of a device's clock against the machine's; what looks like more is noise of a few reports."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One rank's part of a dispatch, in seconds of the run."""
+
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """From one step of a job to its next one."""
+
+    before: Dispatch
+    after: Dispatch
+    seconds: float
+
+
+Spans = Mapping[int, Mapping[int, Span]]
+"""By dispatch and rank."""
+
+
+def spans_of(record: Record) -> Spans:
+    """Of all tasks that ended."""
+    by_rank: dict[int, list[TaskDone]] = defaultdict(list)
+    for number in sorted(record.done):
+        for event in record.done[number]:
+            by_rank[event.rank].append(event)
+    spans: dict[int, dict[int, Span]] = defaultdict(dict)
+    for rank, events in by_rank.items():
+        for event, span in zip(events, _rank_spans(events), strict=True):
+            spans[event.dispatch][rank] = span
+    return spans
+
+
+def gaps_of(record: Record, spans: Spans) -> Iterator[Gap]:
+    """Between the steps of each job, in order."""
+    last_on_rank = _previous_on_rank(record)
+    steps: dict[str, list[Dispatch]] = defaultdict(list)
+    for number in sorted(record.done):
+        dispatch = record.dispatches[number]
+        if dispatch.task.stage is Stage.DENOISE:
+            steps[dispatch.task.job_id].append(dispatch)
+    for before, after in (pair for each in steps.values() for pair in pairwise(each)):
+        yield Gap(before, after, _gap_s(before, after, spans, last_on_rank))
+
+
+def lasted_s(spans: Mapping[int, Span]) -> float:
+    """A dispatch's time on the rank that took longest."""
+    return max(span.end_s - span.start_s for span in spans.values())
+
+
+def _gap_s(
+    before: Dispatch, after: Dispatch, spans: Spans, last_on_rank: Mapping[tuple[int, int], int]
+) -> float:
+    """The longest that a rank idled which ran both; from the last end to the last start where none did."""
+    begins, ends = spans[after.number], spans[before.number]
+    both = [rank for rank in begins if last_on_rank.get((after.number, rank)) == before.number]
+    if both:
+        return max(begins[rank].start_s - ends[rank].end_s for rank in both)
+    return max(span.start_s for span in begins.values()) - max(span.end_s for span in ends.values())
+
+
+def _previous_on_rank(record: Record) -> Mapping[tuple[int, int], int]:
+    """By dispatch and rank: the dispatch that this rank had before it."""
+    found: dict[tuple[int, int], int] = {}
+    latest: dict[int, int] = {}
+    for number in sorted(record.done):
+        for event in record.done[number]:
+            if event.rank in latest:
+                found[number, event.rank] = latest[event.rank]
+            latest[event.rank] = number
+    return found
+
+
+def _rank_spans(events: Sequence[TaskDone]) -> list[Span]:
+    """One rank's tasks, in their order."""
+    if any(event.idle_s is None for event in events[1:]):
+        return [Span(event.started_s, event.ended_s) for event in events]
+    own: list[Span] = []
+    for event in events:
+        start_s = own[-1].end_s + (event.idle_s or 0.0) if own else 0.0
+        own.append(Span(start_s, start_s + event.ended_s - event.started_s))
+    late = [event.ended_s - span.end_s for event, span in zip(events, own, strict=True)]
+    drift = _drift([span.end_s for span in own], late)
+    offset_s = min(each - drift * span.end_s for each, span in zip(late, own, strict=True))
+    rate = 1 + drift
+    return [Span(offset_s + rate * span.start_s, offset_s + rate * span.end_s) for span in own]
+
+
+def _drift(own_s: Sequence[float], late_s: Sequence[float]) -> float:
+    """How much the machine's clock gains on the device's, per second.
+
+    Of all lines below the reports, the slope of the one that is nearest to them: an edge of their lower hull.
+    """
+    hull: list[tuple[float, float]] = []
+    for point in zip(own_s, late_s, strict=True):
+        while len(hull) > 1 and _slope(hull[-2], hull[-1]) >= _slope(hull[-2], point):
+            hull.pop()
+        hull.append(point)
+    middle_s = statistics.fmean(own_s)
+    for left, right in pairwise(hull):
+        if left[0] <= middle_s <= right[0]:
+            return max(-MAX_DRIFT, min(MAX_DRIFT, _slope(left, right)))
+    return 0.0
+
+
+def _slope(left: tuple[float, float], right: tuple[float, float]) -> float:
+    return (right[1] - left[1]) / (right[0] - left[0]) if right[0] > left[0] else 0.0

@@ -1,0 +1,71 @@
+"""Options that say which ranks a measurement runs on, as `gfgen run` has them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import click
+
+from gfgen.models.geometry_weights import VAE_DTYPES
+from gfgen.runtime.devices import CPU, DEVICES, Devices
+from gfgen.runtime.machine import cpu_name
+
+Command = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """What workers there are."""
+
+    devices: Devices
+    has_random_weights: bool = False
+    vae_dtype: str = "auto"
+    has_graphs: bool = False
+
+    @property
+    def num_ranks(self) -> int:
+        return self.devices.num_ranks
+
+    @property
+    def are_on_gpus(self) -> bool:
+        return self.devices.kind != CPU
+
+    @property
+    def device_name(self) -> str:
+        """Of a GPU, or of this machine's processor."""
+        return self.devices.gpus[0].name if self.devices.gpus else cpu_name()
+
+    @property
+    def description(self) -> str:
+        """As in '4 x NVIDIA H200'."""
+        if self.devices.gpus:
+            return f"{self.num_ranks} x {self.device_name}"
+        return f"{self.num_ranks} CPU ranks on {self.device_name}"
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """Of the command line, but for the device and the number of ranks."""
+        words = ["--random-weights"] if self.has_random_weights else []
+        words += [] if self.vae_dtype == "auto" else ["--vae-dtype", self.vae_dtype]
+        return (*words, *(["--graphs"] if self.has_graphs else []))
+
+
+def rank_options(command: Command) -> Command:
+    """--device, --random-weights, --vae-dtype and --graphs."""
+    options = (
+        click.option(
+            "--device", type=click.Choice(DEVICES), default="auto", show_default=True,
+            help="What ranks compute on; auto: GPUs if there are any.",
+        ),
+        click.option("--random-weights", is_flag=True, help="Make the models up, at full size."),
+        click.option(
+            "--vae-dtype", type=click.Choice(VAE_DTYPES), default="auto", show_default=True,
+            help="What VAEs compute in.",
+        ),
+        click.option("--graphs", is_flag=True, help="On GPUs: launch steps as CUDA graphs where faster."),
+    )  # fmt: skip
+    for option in reversed(options):
+        command = option(command)
+    return command

@@ -1,0 +1,152 @@
+"""Workers that also run jobs without a control plane: what a run is compared with.
+
+A bare loop is what remains of a run when nobody schedules: each rank calls the same adapter for one task
+after the other, and meets the others in each shared one. It runs in the very processes of the run beside it,
+so models, memory and recorded forwards are the same.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from gfgen.gfc.descriptor import Descriptor
+from gfgen.layout import Layout
+from gfgen.models.adapter import Adapter
+from gfgen.models.parallel import Parallel, parallel_from
+from gfgen.runtime import worker_gpu
+from gfgen.runtime.channel import Channel
+from gfgen.runtime.messages import BareTimes, RunBare
+from gfgen.runtime.worker import Worker, WorkerSettings, load, load_model, run_worker
+
+__all__ = ["WorkerSettings", "main"]
+
+MAX_AHEAD = 2
+"""So many steps are launched at once at most, as in a run."""
+
+
+def main(channel_socket: socket.socket, settings: WorkerSettings) -> None:
+    """Entry of a rank's process."""
+    if settings.device != "cpu":
+        worker_gpu.main(channel_socket, settings, worker_class=BareGpuWorker)
+        return
+
+    def make(channel: Channel) -> Worker:
+        adapters = load(settings, channel=channel)
+        return BareWorker(channel, settings.rank, adapters, load_model=partial(load_model, settings))
+
+    run_worker(channel_socket, settings, make)
+
+
+class BareWorker(Worker):
+    """A CPU rank."""
+
+    def _take(self, message: Any, fds: Sequence[int]) -> None:
+        if isinstance(message, RunBare):
+            self._tasks.put((message, []))
+        else:
+            super()._take(message, fds)
+
+    def _run(self, message: Any, fds: Sequence[int]) -> None:
+        if not isinstance(message, RunBare):
+            super()._run(message, fds)
+            return
+        loop = BareLoop(
+            message, self._adapters[message.checkpoint], self._rank, self._endpoint, wait=self._drain
+        )
+        self._last_number = message.last_number
+        self._channel.send(loop.run())
+
+
+class BareGpuWorker(worker_gpu.GpuWorker):
+    """A rank on a GPU."""
+
+    def _take(self, message: Any, fds: Sequence[int]) -> None:
+        if isinstance(message, RunBare):
+            self._tasks.put((message, []))
+        else:
+            super()._take(message, fds)
+
+    def _run(self, message: Any, fds: Sequence[int]) -> None:
+        if not isinstance(message, RunBare):
+            super()._run(message, fds)
+            return
+        self._forwards.attach(message.checkpoint)
+        loop = BareLoop(
+            message,
+            self._adapters[message.checkpoint],
+            self._rank,
+            self._endpoint,
+            wait=self._drain,
+            mark=self._event,
+        )
+        self._last_number = message.last_number
+        self._channel.send(loop.run())
+
+
+@dataclass(slots=True)
+class BareLoop:
+    """Some equal jobs one after the other, as one rank sees them."""
+
+    message: RunBare
+    adapter: Adapter
+    rank: int
+    endpoint: Any
+    wait: Callable[[], None]
+    """Until nothing is under way."""
+    mark: Callable[[], torch.cuda.Event] | None = None
+    """What has been launched so far, on a device to which launching is not computing."""
+
+    @torch.no_grad()
+    def run(self) -> BareTimes:
+        """The seconds of each job, and of its steps."""
+        num_tasks, first = len(self.message.layouts), self.message.first_number
+        times = [self._run_job(first + number * num_tasks) for number in range(self.message.num_jobs)]
+        return BareTimes(tuple([whole_s for whole_s, _ in times]), tuple([steps_s for _, steps_s in times]))
+
+    def _run_job(self, first_number: int) -> tuple[float, float]:
+        """Seconds of a job, and of its steps."""
+        spec, layouts = self.message.spec, self.message.layouts
+        self.wait()
+        times = [time.monotonic()]
+        prompt = self.adapter.encode(spec)
+        condition, latents = self.adapter.prepare(spec, prompt)
+        self.wait()
+        times.append(time.monotonic())
+        marks: deque[torch.cuda.Event] = deque()
+        for step, layout in enumerate(layouts[2:-1]):
+            if self.rank in layout.ranks:
+                parallel = self._meet(first_number + 2 + step, layout)
+                latents = self.adapter.denoise(spec, prompt, condition, latents, step=step, parallel=parallel)
+                self._keep_pace(marks)
+        self.wait()
+        times.append(time.monotonic())
+        if self.rank in layouts[-1].ranks:
+            self.adapter.decode(
+                spec, latents, parallel=self._meet(first_number + len(layouts) - 1, layouts[-1])
+            )
+        self.wait()
+        times.append(time.monotonic())
+        return times[3] - times[0], times[2] - times[1]
+
+    def _meet(self, number: int, layout: Layout) -> Parallel | None:
+        if layout.degree == 1:
+            return None
+        incarnations = tuple([self.message.incarnations[rank] for rank in layout.ranks])
+        group = self.endpoint.group(Descriptor(number, layout, incarnations))
+        group.enter()
+        return parallel_from(group)
+
+    def _keep_pace(self, marks: deque[torch.cuda.Event]) -> None:
+        if self.mark is None:
+            return
+        marks.append(self.mark())
+        if len(marks) >= MAX_AHEAD:
+            marks.popleft().synchronize()

@@ -1,0 +1,122 @@
+"""`gfgen bench elasticity`, on CPU ranks that imitate GPUs: everything but what the numbers are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from gfgen.bench import elasticity
+from gfgen.bench.elasticity import Case, Row, Setting, cases_of, layout_on, measure_cases, run_bare
+from gfgen.bench.workloads import admitted, calibration_jobs
+from gfgen.cli.admission import find_model
+from gfgen.gfc.arena import Plan
+from gfgen.layout import Layout
+from gfgen.runtime.cost import CostModel
+from gfgen.runtime.pool import WorkerPool
+
+RANKS, SAMPLES = 3, 4
+NUM_FRESH = 3
+"""Orders of three ranks that are no rotation of each other's."""
+
+
+@pytest.fixture(scope="module")
+def setting(tiny_models: Mapping[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setting]:
+    job, *_ = admitted(calibration_jobs("tiny-wan"), find_model("tiny-wan"))
+    with WorkerPool(
+        num_ranks=RANKS,
+        checkpoints=[job.checkpoint],
+        worker_main="bare_imitation:main",
+        device="cuda",
+        plan=Plan(data_bytes=1 << 20, post_bytes=1 << 12),
+    ) as pool:
+        pool.wait_ready()
+        folder = tmp_path_factory.mktemp("files")
+        yield Setting(pool, job, job, folder, CostModel(), num_samples=SAMPLES)
+
+
+@pytest.fixture(scope="module")
+def rows(setting: Setting) -> Mapping[str, Row]:
+    """Of every case, in one go."""
+    elasticity.warm(setting)
+    return {row.name: row for row in measure_cases(cases_of(setting))}
+
+
+def test_every_goal_has_its_row(rows):
+    assert {name.partition(", ")[0] for name in rows} == {
+        "unchanged",
+        "changed",
+        "fcfs on 3 ranks over a bare loop",
+        "an urgent job's arrival to its first task",
+        "group of 3",
+    }
+    changes = {name.split(", ")[1] for name in rows if name.startswith("changed")}
+    assert changes == {"1 to 3", "3 to 1", "3 to 1 elsewhere", "1 to 3 elsewhere", "1 to 1 elsewhere"}
+
+
+def test_gaps_are_as_many_as_were_asked_for_and_none_is_of_steps_that_overlap(rows):
+    for name, row in rows.items():
+        if name.startswith(("changed", "unchanged")):
+            assert row.num_samples >= SAMPLES // 2
+            assert min(row.samples_s["gaps"]) > 0
+
+
+def test_what_is_measured_without_lookahead_has_no_goal(rows):
+    off = [row for name, row in rows.items() if name.endswith("lookahead off")]
+    assert len(off) == 3
+    assert {(row.goal, row.is_met) for row in off} == {("", None)}
+
+
+def test_a_new_groups_first_use_stands_beside_late_ones(rows):
+    idle, step = (row for name, row in rows.items() if name.startswith("group of 3"))
+    assert idle.num_samples == step.num_samples == NUM_FRESH
+    assert set(idle.samples_s) == {"first use", "late use"}
+
+
+def test_jobs_without_a_control_plane_are_measured_in_the_same_processes(rows, setting):
+    steps, whole = (row for name, row in rows.items() if "bare loop" in name)
+    assert [len(values) for row in (steps, whole) for values in row.samples_s.values()] == [2] * 4
+    assert min(whole.samples_s["bare"]) > min(steps.samples_s["bare"]) > 0
+
+
+def test_a_bare_loop_leaves_the_ranks_ready_for_runs(setting):
+    job = elasticity.copy_of(setting.small, "bare", 2)
+    wide = layout_on(job, setting.ranks)
+    layouts = (Layout.single(0), Layout.single(0), Layout.single(3), wide, Layout.bands((0, 1)))
+    times = run_bare(setting.pool, job, layouts, num_jobs=2)
+    assert [len(each.jobs_s) for each in times] == [2] * RANKS
+    assert setting.pool.last_number >= 2 * len(layouts)
+    record = setting.run([elasticity.copy_of(job, "after", 2)], lambda view: Layout.single(1))
+    assert [outcome.status for outcome in record.outcomes] == ["done"]
+
+
+def test_urgent_jobs_arrive_while_others_work(rows):
+    (row,) = (row for name, row in rows.items() if name.startswith("an urgent job"))
+    assert row.goal == "one step at most"
+    assert len(row.samples_s["delays"]) == SAMPLES
+    assert "of a step of" in row.found
+
+
+def test_no_case_is_begun_that_would_end_too_late():
+    def measured(name):
+        return lambda: [Row(name, "", "found", 1)]
+
+    told: list[str] = []
+    cases = [Case("long", measured("long"), 100.0), Case("short", measured("short"), 0.5)]
+    assert [row.name for row in measure_cases(cases, seconds=1.0, tell=told.append)] == ["short"]
+    assert "long: left out, it would take 1 min 40 s" in told[0]
+
+
+def test_the_table_has_the_goals_beside_what_was_found_and_the_file_every_sample():
+    about = {"device": "4 x GPU", "command": "gfgen bench elasticity", "model": "wan"}
+    rows = [
+        elasticity._gap_row("unchanged", [0.00005, 0.00006, 0.0001], goal_s=1e-4, p99_goal_s=3e-4),
+        elasticity._gap_row("changed", [0.002, 0.003], goal_s=1e-3),
+    ]
+    lines = list(elasticity.table_of(rows, **about))
+    assert lines[-2] == "| unchanged | 0.1 ms, P99 0.3 ms | 0.060 ms, P99 0.099 ms | 3 | yes |"
+    assert lines[-1].startswith("| changed | 1 ms | 2.500 ms, P99 2.990 ms | 2 | **no** |")
+    content = json.loads(json.dumps(elasticity.as_content(rows, **about)))
+    assert content["rows"][0]["samples_s"] == {"gaps": [0.00005, 0.00006, 0.0001]}
