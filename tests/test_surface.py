@@ -96,11 +96,15 @@ def test_options_of_serve():
 
 def test_options_of_the_other_commands():
     assert options_of(subcommand("profile")) == [
+        "--device",
         "--dry-run",
+        "--graphs",
         "--model",
         "--output",
+        "--random-weights",
         "--ranks",
         "--size",
+        "--vae-dtype",
         "-o",
     ]
     assert options_of(subcommand("simulate")) == [

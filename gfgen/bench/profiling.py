@@ -232,7 +232,7 @@ class _Record(Record):
                 moves.append((dispatch.moved_bytes, max(event.moved_s for event in done)))
         if measurement.kind == "moving":
             tasks.clear()
-        return Samples(dict(tasks), self._writes(warm_ups), self._gaps(warm_ups), moves)
+        return Samples(dict(tasks), write_times(self, warm_ups=warm_ups), self._gaps(warm_ups), moves)
 
     def _counts(self, measurement: Measurement, dispatch: Dispatch, done: Sequence[TaskDone]) -> bool:
         stage, degrees = dispatch.task.stage, dispatch.layout.degrees
@@ -254,21 +254,6 @@ class _Record(Record):
         others = [seconds for rank, seconds in busy_s.items() if rank not in dispatch.layout.ranks]
         return sum(others) / len(others) / (ended_s - began_s) if others else None
 
-    def _writes(self, warm_ups: set[str]) -> list[float]:
-        """From the end of a decode to its file, where no other file was being written."""
-        decoded = {
-            self.dispatches[number].task.job_id: done[0].ended_s
-            for number, done in self.done.items()
-            if self.dispatches[number].task.stage is Stage.DECODE
-        }
-        spans = {job_id: (decoded[job_id], end_s) for job_id, end_s in self.written.items()}
-        return [
-            end_s - began_s
-            for job_id, (began_s, end_s) in spans.items()
-            if job_id not in warm_ups
-            and not any(b < began_s < e for other, (b, e) in spans.items() if other != job_id)
-        ]
-
     def _gaps(self, warm_ups: set[str]) -> list[float]:
         """From the end of a step to the start of the next one of the same job in the same place."""
         by_job: dict[str, list[tuple[Dispatch, TaskDone]]] = defaultdict(list)
@@ -282,6 +267,22 @@ class _Record(Record):
             for (before, earlier), (after, later) in pairwise(steps)
             if before.layout == after.layout
         ]
+
+
+def write_times(record: Record, *, warm_ups: set[str]) -> list[float]:
+    """From the end of a decode to its file, where no other file was being written."""
+    decoded = {
+        record.dispatches[number].task.job_id: done[0].ended_s
+        for number, done in record.done.items()
+        if record.dispatches[number].task.stage is Stage.DECODE
+    }
+    spans = {job_id: (decoded[job_id], end_s) for job_id, end_s in record.written.items()}
+    return [
+        end_s - began_s
+        for job_id, (began_s, end_s) in spans.items()
+        if job_id not in warm_ups
+        and not any(b < began_s < e for other, (b, e) in spans.items() if other != job_id)
+    ]
 
 
 def _lasted(done: Sequence[TaskDone]) -> float:
@@ -312,7 +313,7 @@ def assemble(
         )
     ]
     gaps = [gap for samples in measured.values() for gap in samples.gaps]
-    move_s, bytes_per_s = _fit_moves([move for samples in measured.values() for move in samples.moves])
+    move_s, bytes_per_s = fit_moves([move for samples in measured.values() for move in samples.moves])
     return Profile(
         device=device,
         date=time.strftime("%Y-%m-%d"),
@@ -321,7 +322,7 @@ def assemble(
         rows=tuple(rows),
         move_s=move_s,
         move_bytes_per_s=bytes_per_s,
-        dispatch_s=_rounded(max(0.0, statistics.median(gaps))) if gaps else 0.0,
+        dispatch_s=rounded(max(0.0, statistics.median(gaps))) if gaps else 0.0,
         versions=versions,
     )
 
@@ -347,17 +348,17 @@ def _rows(measurement: Measurement, alone: Samples, loaded: Samples) -> Iterator
             shape=job.shape,
             stage=Stage(stage),
             degrees=measurement.degrees,
-            seconds=_rounded(statistics.median(durations)),
-            spread_s=_rounded(_interquartile_range(durations)),
+            seconds=rounded(statistics.median(durations)),
+            spread_s=rounded(interquartile_range(durations)),
             num_samples=len(durations),
-            loaded_s=_rounded(statistics.median(under_load)) if under_load else None,
+            loaded_s=rounded(statistics.median(under_load)) if under_load else None,
             flops=job.flops[Stage(stage)],
             state_bytes=job.state_bytes,
-            write_s=_rounded(statistics.median(writes)) if stage == Stage.DECODE and writes else None,
+            write_s=rounded(statistics.median(writes)) if stage == Stage.DECODE and writes else None,
         )
 
 
-def _fit_moves(moves: Sequence[tuple[int, float]]) -> tuple[float, float]:
+def fit_moves(moves: Sequence[tuple[int, float]]) -> tuple[float, float]:
     """(seconds of any move, bytes per second beyond) through the medians by size."""
     by_size: dict[int, list[float]] = defaultdict(list)
     for size_bytes, seconds in moves:
@@ -369,18 +370,19 @@ def _fit_moves(moves: Sequence[tuple[int, float]]) -> tuple[float, float]:
     if len(medians) > 1:
         slope, fixed_s = statistics.linear_regression(list(medians), list(medians.values()))
         if slope > 0 and fixed_s >= 0:
-            return _rounded(fixed_s), round(1 / slope)
+            return rounded(fixed_s), round(1 / slope)
     size, seconds = max(medians.items())
-    return _rounded(max(0.0, seconds - size / default)), default
+    return rounded(max(0.0, seconds - size / default)), default
 
 
-def _interquartile_range(values: Sequence[float]) -> float:
+def interquartile_range(values: Sequence[float]) -> float:
+    """The spread of the middle half; 0 of a single value."""
     if len(values) < 2:
         return 0.0
     first, _, third = statistics.quantiles(values, n=4, method="inclusive")
     return third - first
 
 
-def _rounded(seconds: float) -> float:
+def rounded(seconds: float) -> float:
     """Microseconds: a profile is read by people too."""
     return round(seconds, 6)

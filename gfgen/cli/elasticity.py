@@ -16,11 +16,10 @@ import click
 from gfgen import log
 from gfgen.bench import elasticity as bench
 from gfgen.bench.workloads import calibration_jobs
-from gfgen.cli.admission import Admission
 from gfgen.cli.prediction import choose_profile
-from gfgen.cli.ranks import Ranks, rank_options
+from gfgen.cli.ranks import Ranks, admitted_on, rank_options
 from gfgen.cli.run import ready_pool
-from gfgen.errors import InputError, JobFileError
+from gfgen.errors import InputError
 from gfgen.layout import MAX_RANKS
 from gfgen.runtime.admission import AdmittedJob
 from gfgen.runtime.cost import CostModel
@@ -113,16 +112,7 @@ def elasticity(
 
 def _jobs(model: str, options: Ranks) -> tuple[AdmittedJob, AdmittedJob]:
     """The small and the large class of the model's mix."""
-    admission = Admission(
-        default_model=model,
-        devices=options.devices,
-        has_random_weights=options.has_random_weights,
-        vae_dtype=options.vae_dtype,
-    )
-    jobs, problems = admission(calibration_jobs(model))
-    if problems:
-        raise JobFileError("--model", tuple(problems))
-    admission.check({job.checkpoint for job in jobs})
+    jobs = admitted_on(options, calibration_jobs(model), default_model=model, source="--model")
     return jobs[0], jobs[-1]
 
 

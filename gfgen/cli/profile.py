@@ -11,32 +11,41 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 
 from gfgen import log
-from gfgen.bench import profiling
-from gfgen.bench.profiling import Measurement, Samples
+from gfgen.bench import profiling, profiling_gpu
+from gfgen.bench.profiling import Samples
+from gfgen.bench.workloads import MIXES, calibration_jobs
 from gfgen.cli.admission import Admission, admit_file
 from gfgen.cli.board import Board, Line
-from gfgen.errors import InputError, InterruptedRunError, JobFileError
+from gfgen.cli.ranks import Ranks, admitted_on, rank_options
+from gfgen.errors import InputError, InterruptedRunError
 from gfgen.jobspec import JobSpec
 from gfgen.layout import MAX_RANKS
 from gfgen.runtime.admission import AdmittedJob
 from gfgen.runtime.cost import CostModel
-from gfgen.runtime.devices import CPU, Devices
+from gfgen.runtime.devices import CPU, Devices, choose_devices
 from gfgen.runtime.durations import in_words, on_clock
 from gfgen.runtime.linefile import LineFile
-from gfgen.runtime.machine import cpu_name, versions
+from gfgen.runtime.machine import versions
 from gfgen.runtime.pool import WorkerPool
-from gfgen.runtime.profiles import default_path, find_profile, save_profile
+from gfgen.runtime.profile import Profile
+from gfgen.runtime.profiles import default_path, find_profile, save_profile, shipped_profiles
 from gfgen.runtime.signals import SignalPipe
+from gfgen.runtime.warming import warm_ups
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_MODELS = ("tiny-wan", "tiny-qwen-image")
+_DEFAULT_MODELS = {False: ("tiny-wan", "tiny-qwen-image"), True: ("wan2.2-ti2v-5b", "qwen-image")}
+"""By whether ranks are on GPUs."""
+_METHODS: Mapping[bool, Any] = {False: profiling, True: profiling_gpu}
+"""Modules with the same functions."""
+DEFAULT_CPU_RANKS = 2
 TINY_SIZES = {"video": ("64x64x9", "128x128x17", "192x128x33"), "image": ("128x128", "256x256", "384x384")}
 SIZES = {
     "video": ("832x480x49", "832x480x81", "1280x704x81", "1280x704x121"),
@@ -47,10 +56,28 @@ _LOADING_S = 15.0
 """Starting workers with small models on two cores; large ones are read from disk first."""
 
 
+def _devices(kind: str, num_ranks: int | None) -> Devices:
+    """All GPUs, or two CPU ranks, unless told otherwise."""
+    devices = choose_devices(kind, num_ranks)
+    return Devices(CPU, num_ranks or DEFAULT_CPU_RANKS) if devices.kind == CPU else devices
+
+
+def _known_profile(jobs: Sequence[AdmittedJob], options: Ranks) -> Profile | None:
+    """What predictions start from: this machine's profile; or for GPUs one that comes with gfgen."""
+    found = find_profile(options.device_name)
+    if found is not None or not options.are_on_gpus:
+        return None if found is None else found[1]
+    models = {job.spec.model for job in jobs}
+    return next((each for each in shipped_profiles() if models <= each.models), None)
+
+
 @click.command()
 @click.argument("jobs", metavar="[JOBS]", required=False)
 @click.option(
-    "--model", "models", multiple=True, help="In place of JOBS; may be repeated. [tiny-wan, tiny-qwen-image]"
+    "--model",
+    "models",
+    multiple=True,
+    help="In place of JOBS; may be repeated. [tiny-wan, tiny-qwen-image; on GPUs the full ones]",
 )
 @click.option(
     "--size",
@@ -62,9 +89,7 @@ _LOADING_S = 15.0
 @click.option(
     "--ranks",
     type=click.IntRange(1, MAX_RANKS),
-    default=2,
-    show_default=True,
-    help="Measure 1 to so many ranks.",
+    help="Measure 1 to so many ranks. [2 on a CPU; all GPUs]",
 )
 @click.option(
     "--output",
@@ -73,6 +98,7 @@ _LOADING_S = 15.0
     help="The profile. [where run finds it]",
 )
 @click.option("--dry-run", is_flag=True, help="Only say what would be measured, and how long it would take.")
+@rank_options
 @click.pass_context
 def profile(
     ctx: click.Context,
@@ -80,45 +106,54 @@ def profile(
     jobs: str | None,
     models: tuple[str, ...],
     sizes: tuple[str, ...],
-    ranks: int,
+    ranks: int | None,
     output: Path | None,
     dry_run: bool,
+    device: str,
+    random_weights: bool,
+    vae_dtype: str,
+    graphs: bool,
 ) -> None:
     """Measure how long each task takes on this machine, for simulations, plans and first predictions.
 
-    Measures the models and shapes of JOBS, each stage on every number of ranks. Let nothing else
-    run meanwhile. Stopped in between, the same command goes on where it was.
+    Measures the models and shapes of JOBS, each stage on every number of ranks (of GPUs: 1, 2, 4, 8).
+    Let nothing else run meanwhile. Stopped in between, the same command goes on where it was.
     """
     log.configure(level="debug" if ctx.obj["debug"] else "info")
     if jobs is not None and (models or sizes):
         raise click.UsageError("give either JOBS, or --model and --size")
+    options = Ranks(_devices(device, ranks), random_weights, vae_dtype, graphs)
+    method = _METHODS[options.are_on_gpus]
     if jobs is not None:
         admitted, _ = admit_file(
             jobs,
-            default_model=DEFAULT_MODELS[0],
-            devices=Devices(CPU, ranks),
+            default_model=_DEFAULT_MODELS[options.are_on_gpus][0],
+            devices=options.devices,
+            has_random_weights=random_weights,
+            vae_dtype=vae_dtype,
             skip_invalid=False,
             are_models_together=True,
         )
     else:
-        admitted = _default_jobs(models or DEFAULT_MODELS, sizes, Devices(CPU, ranks))
-    path = output or default_path()
-    plan = profiling.plan_measurements(admitted, num_ranks=ranks)
-    with contextlib.closing(_Unfinished(path, plan, num_ranks=ranks)) as unfinished:
+        admitted = _default_jobs(models or _DEFAULT_MODELS[options.are_on_gpus], sizes, options)
+    path = output or default_path(options.device_name)
+    num_ranks = options.num_ranks
+    plan = method.plan_measurements(admitted, num_ranks=num_ranks)
+    with contextlib.closing(_Unfinished(path, plan, options)) as unfinished:
         todo = [measurement for measurement in plan if measurement.key not in unfinished.measured]
-        found = find_profile()
-        costs = CostModel(None if found is None else found[1])
-        _announce(plan, todo, costs, num_ranks=ranks)
+        costs = CostModel(_known_profile(admitted, options))
+        _announce(plan, todo, costs, options)
         if dry_run:
             return
         unfinished.open()
-        _measure(todo, unfinished, costs, num_ranks=ranks)
-        made = profiling.assemble(
+        _measure(todo, unfinished, costs, options)
+        words = [*_given(jobs, models, sizes), "--ranks", str(num_ranks), *options.words]
+        made = method.assemble(
             unfinished.measured,
             plan,
-            device=cpu_name(),
-            source=" ".join(["gfgen", "profile", *_given(jobs, models, sizes), "--ranks", str(ranks)]),
-            num_ranks=ranks,
+            device=options.device_name,
+            source=" ".join(["gfgen", "profile", *words]),
+            num_ranks=num_ranks,
             versions=versions(),
         )
         save_profile(made, path)
@@ -131,12 +166,18 @@ def profile(
 # What to measure ------------------------------------------------------------------------------
 
 
-def _default_jobs(models: Sequence[str], sizes: Sequence[str], devices: Devices) -> Sequence[AdmittedJob]:
-    """A job of each model and size; those that a model cannot do are errors."""
-    admission = Admission(default_model=models[0], devices=devices)
-    specs = []
+def _default_jobs(models: Sequence[str], sizes: Sequence[str], options: Ranks) -> Sequence[AdmittedJob]:
+    """A job of each model and size; those that a model cannot do are errors.
+
+    On GPUs the classes of the workloads that policies are compared on, unless sizes are named.
+    """
+    specs: list[JobSpec] = []
     for model in models:
-        kind = admission.find_model(model).geometry.kind
+        if options.are_on_gpus and model in MIXES and not sizes:
+            specs += [replace(spec, id=f"{model}-{spec.tag}") for spec in calibration_jobs(model)]
+            continue
+        guidance = MIXES[model].guidance if options.are_on_gpus and model in MIXES else {}
+        kind = _kind_of(model, options)
         usual = (TINY_SIZES if model.startswith("tiny-") else SIZES)[kind]
         for size in sizes or usual:
             width, height, frames = _size(size)
@@ -149,12 +190,18 @@ def _default_jobs(models: Sequence[str], sizes: Sequence[str], devices: Devices)
                     height=height,
                     frames=frames,
                     seed=0,
+                    **guidance,  # type: ignore[arg-type]
                 )
             )
-    admitted, problems = admission(specs)
-    if problems:
-        raise JobFileError("--model and --size", tuple(problems))
-    return admitted
+    return admitted_on(options, specs, default_model=models[0], source="--model and --size")
+
+
+def _kind_of(model: str, options: Ranks) -> str:
+    """'video' or 'image'."""
+    admission = Admission(
+        default_model=model, devices=options.devices, has_random_weights=options.has_random_weights
+    )
+    return admission.find_model(model).geometry.kind
 
 
 def _size(text: str) -> tuple[int, int, int | None]:
@@ -174,56 +221,80 @@ def _given(jobs: str | None, models: Sequence[str], sizes: Sequence[str]) -> Ite
             yield from (option, Path(value).name)
 
 
-def _announce(
-    plan: Sequence[Measurement], todo: Sequence[Measurement], costs: CostModel, *, num_ranks: int
-) -> None:
+def _announce(plan: Sequence[Any], todo: Sequence[Any], costs: CostModel, options: Ranks) -> None:
     shapes = list(dict.fromkeys(f"{entry.model} {entry.job.shape}" for entry in plan))
     click.echo(f"shapes: {', '.join(shapes)}")
-    seconds = _predicted_s(todo, costs, num_ranks=num_ranks)
+    seconds = _predicted_s(todo, costs, options)
     done = len(plan) - len(todo)
     kept = f", {done} of them done before" if done else ""
     guessed = " (a guess: better after the first of them)" if costs.doubts else ""
+    where = f"{options.num_ranks} {'GPUs' if options.are_on_gpus else 'ranks'}"
     click.echo(
-        f"{len(plan)} measurements on 1 to {num_ranks} ranks{kept}: about {in_words(seconds)}{guessed}, and "
+        f"{len(plan)} measurements on 1 to {where}{kept}: about {in_words(seconds)}{guessed}, and "
         f"{in_words(_LOADING_S)} or more to load the models"
     )
 
 
-def _predicted_s(todo: Sequence[Measurement], costs: CostModel, *, num_ranks: int) -> float:
-    return math.fsum(profiling.predicted_s(entry, costs, num_ranks=num_ranks) for entry in todo)
+def _predicted_s(todo: Sequence[Any], costs: CostModel, options: Ranks) -> float:
+    method, num_ranks = _METHODS[options.are_on_gpus], options.num_ranks
+    return math.fsum(method.predicted_s(entry, costs, num_ranks=num_ranks) for entry in todo)
 
 
 # Measuring ------------------------------------------------------------------------------------
 
 
-def _measure(
-    todo: Sequence[Measurement], unfinished: _Unfinished, costs: CostModel, *, num_ranks: int
-) -> None:
+def _measure(todo: Sequence[Any], unfinished: _Unfinished, costs: CostModel, options: Ranks) -> None:
     """All of it, each kept as soon as it is measured.
 
     Raises: InterruptedRunError when a signal comes first.
     """
     if not todo:
         return
-    checkpoints = sorted({entry.job.checkpoint for entry in todo})
+    method = _METHODS[options.are_on_gpus]
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(contextlib.closing(SignalPipe()))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gfgen-profile-")))
-        pool = stack.enter_context(WorkerPool(num_ranks=num_ranks, checkpoints=checkpoints))
+        pool = stack.enter_context(_pool(sorted({entry.job.checkpoint for entry in todo}), options))
         pool.wait_ready(signals)
+        if options.has_graphs and options.are_on_gpus:
+            _record_forwards(pool, [entry.job for entry in todo], options, signals)
         progress = stack.enter_context(contextlib.closing(_Progress(len(todo))))
         for number, entry in enumerate(todo):
-            left_s = _predicted_s(todo[number:], costs, num_ranks=num_ranks)
+            left_s = _predicted_s(todo[number:], costs, options)
             progress.begin(number, entry, left_s)
             try:
-                samples = profiling.measure(entry, pool, folder=folder, signals=signals)
+                samples = method.measure(entry, pool, folder=folder, signals=signals)
             except InterruptedRunError as error:
                 raise InterruptedRunError(
                     f"stopped; {number} of {len(todo)} are measured: run the same command again to go on",
                     signal_number=error.signal_number,
                 ) from None
             unfinished.add(entry, samples)
-            profiling.learn(entry, samples, costs)
+            method.learn(entry, samples, costs)
+
+
+def _pool(checkpoints: Sequence[Path], options: Ranks) -> WorkerPool:
+    """Workers, and on GPUs a writer for each of them: groups there end at the same time."""
+    return WorkerPool(
+        num_ranks=options.num_ranks,
+        checkpoints=checkpoints,
+        device=options.devices.kind,
+        has_random_weights=options.has_random_weights,
+        vae_dtype=options.vae_dtype,
+        has_graphs=options.has_graphs,
+        islands=options.devices.islands,
+        num_writers=options.num_ranks if options.are_on_gpus else 1,
+    )
+
+
+def _record_forwards(
+    pool: WorkerPool, jobs: Sequence[AdmittedJob], options: Ranks, signals: SignalPipe
+) -> None:
+    """Steps that launching would hold up are recorded, as before a run with graphs."""
+    sizes = [size for size in (1, 2, 4, 8) if size <= options.num_ranks]
+    for item, answer in pool.warm_up(warm_ups(jobs, sizes), signals):
+        if answer.reason is not None:
+            logger.warning("warming up %s: %s", item.checkpoint, answer.reason)
 
 
 class _Progress:
@@ -233,7 +304,7 @@ class _Progress:
         self._total = total
         self._board = Board(sys.stderr, num_slots=0) if sys.stderr.isatty() else None
 
-    def begin(self, number: int, entry: Measurement, left_s: float) -> None:
+    def begin(self, number: int, entry: Any, left_s: float) -> None:
         if self._board is None:
             logger.info("%d of %d: %s, %s left", number + 1, self._total, entry.key, in_words(left_s))
             return
@@ -248,12 +319,12 @@ class _Progress:
 class _Unfinished:
     """What is measured already of a profile that is not complete: a line each, in a file beside it.
 
-    Counts only on the same device, with the same ranks and versions.
+    Counts only on the same device, with the same ranks, options and versions.
     """
 
-    def __init__(self, path: Path, plan: Sequence[Measurement], *, num_ranks: int) -> None:
+    def __init__(self, path: Path, plan: Sequence[Any], options: Ranks) -> None:
         self._path = path.with_name(f".{path.name}.unfinished")
-        content = json.dumps([cpu_name(), versions(), num_ranks])
+        content = json.dumps([options.device_name, versions(), options.num_ranks, *options.words])
         self._stamp = hashlib.sha256(content.encode()).hexdigest()
         keys = {entry.key for entry in plan}
         self.measured: dict[str, Samples] = {}
@@ -275,7 +346,7 @@ class _Unfinished:
             raise InputError(f"--output {self._path.parent}: cannot be made ({error.strerror})") from None
         self._lines = LineFile(self._path)
 
-    def add(self, entry: Measurement, samples: Samples) -> None:
+    def add(self, entry: Any, samples: Samples) -> None:
         """Keep what was measured."""
         assert self._lines is not None, "it was not opened"
         self.measured[entry.key] = samples

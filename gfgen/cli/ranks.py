@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import click
 
+from gfgen.cli.admission import Admission
+from gfgen.errors import JobFileError
+from gfgen.jobspec import JobSpec
 from gfgen.models.geometry_weights import VAE_DTYPES
+from gfgen.runtime.admission import AdmittedJob, admit
 from gfgen.runtime.devices import CPU, DEVICES, Devices
 from gfgen.runtime.machine import cpu_name
+from gfgen.runtime.memory import check_together
 
 Command = Callable[..., Any]
 
@@ -50,6 +55,28 @@ class Ranks:
         words = ["--random-weights"] if self.has_random_weights else []
         words += [] if self.vae_dtype == "auto" else ["--vae-dtype", self.vae_dtype]
         return (*words, *(["--graphs"] if self.has_graphs else []))
+
+
+def admitted_on(
+    ranks: Ranks, specs: Sequence[JobSpec], *, default_model: str, source: str
+) -> Sequence[AdmittedJob]:
+    """Jobs that ranks can run which hold all of their models.
+
+    Raises: JobFileError with all that is wrong, `source` named; InputError when the models do not fit.
+    """
+    admission = Admission(
+        default_model=default_model,
+        devices=ranks.devices,
+        has_random_weights=ranks.has_random_weights,
+        vae_dtype=ranks.vae_dtype,
+    )
+    jobs, problems = admit(specs, default_model=default_model, find_model=admission.find_model)
+    models_bytes = admission.check({job.checkpoint for job in jobs})
+    check_together(models_bytes, available=admission.room_bytes)
+    fitting, too_large = admission.refuse_large(jobs, models_bytes=models_bytes)
+    if problems or too_large:
+        raise JobFileError(source, (*problems, *too_large))
+    return fitting
 
 
 def rank_options(command: Command) -> Command:

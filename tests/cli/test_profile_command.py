@@ -10,7 +10,7 @@ from gfgen.cli.main import cli
 from gfgen.errors import InputError, InterruptedRunError, JobFileError
 from gfgen.graph import Stage
 from gfgen.runtime import profiles
-from gfgen.runtime.devices import CPU, Devices
+from gfgen.runtime.devices import CPU, CUDA, Devices, Gpu
 from gfgen.runtime.profile import load_profile
 
 SAMPLES = Samples({str(stage): [0.5] for stage in Stage}, writes=[0.1], gaps=[0.001], moves=[(64, 0.01)])
@@ -144,3 +144,29 @@ def test_a_run_starts_its_predictions_from_the_default_profile_and_says_so(
         found = run_command.default_profile(Devices(CPU, 2))
     assert found.models == {"tiny-qwen-image"}
     assert f"predictions start from the profile of {found.date}: {profiles.default_path()}" in caplog.text
+
+
+def test_gpus_are_measured_with_the_classes_of_the_workloads_unless_told_otherwise(monkeypatch, tmp_path):
+    gpus = Devices(CUDA, 4, (Gpu("NVIDIA H200", 140 * 10**9),) * 4)
+    keys = []
+
+    def measure(entry, pool, *, folder, signals):
+        keys.append(entry.key)
+        return Samples({f"{stage} 1x1x1": [0.5] for stage in Stage}, gaps=[0.001], moves=[(64, 0.01)])
+
+    monkeypatch.setattr(command, "choose_devices", lambda kind, num_ranks: gpus)
+    monkeypatch.setattr(command, "WorkerPool", NoPool)
+    monkeypatch.setattr(command.profiling_gpu, "measure", measure)
+    monkeypatch.setattr(profiles.registry, "cache_dir", lambda: tmp_path)
+    dry = profile("--random-weights", "--dry-run")
+    assert dry.output.splitlines()[1].startswith("24 measurements on 1 to 4 GPUs: about ")
+    assert "a guess" not in dry.output
+    made = profile("--random-weights", "--model", "qwen-image")
+    assert made.exit_code == 0, made.output
+    sizes = ("512x512", "1024x1024", "1536x1536")
+    groups = ("1", "2", "4", "1 moving")
+    assert keys == [f"qwen-image {size}+cfg on {group}" for size in sizes for group in groups]
+    path, found = profiles.find_profile("NVIDIA H200")
+    assert path.name.startswith("nvidia-h200-gfgen-")
+    assert (found.device, found.num_ranks) == ("NVIDIA H200", 4)
+    assert found.source == "gfgen profile --model qwen-image --ranks 4 --random-weights"

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from gfgen.gfc.arena import Plan
 from gfgen.runtime.pool import WorkerPool
 
 
@@ -30,6 +31,20 @@ def faulty_pool(tiny_models: Mapping[str, Path]) -> Iterator[WorkerPool]:
     """Three CPU ranks that fail where a prompt tells them to (tests/faulty_worker.py)."""
     checkpoints = [tiny_models["tiny-qwen-image"]]
     with WorkerPool(num_ranks=3, checkpoints=checkpoints, worker_main="faulty_worker:main") as pool:
+        pool.wait_ready()
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def bare_pool(tiny_models: Mapping[str, Path]) -> Iterator[WorkerPool]:
+    """Three CPU ranks that imitate GPUs, and run bare loops too (tests/bare_imitation.py)."""
+    with WorkerPool(
+        num_ranks=3,
+        checkpoints=[tiny_models["tiny-wan"]],
+        worker_main="bare_imitation:main",
+        device="cuda",
+        plan=Plan(data_bytes=1 << 20, post_bytes=1 << 12),
+    ) as pool:
         pool.wait_ready()
         yield pool
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 
 import pytest
 
@@ -12,7 +11,6 @@ from gfgen.bench import elasticity
 from gfgen.bench.elasticity import Case, Row, Setting, cases_of, layout_on, measure_cases, run_bare
 from gfgen.bench.workloads import admitted, calibration_jobs
 from gfgen.cli.admission import find_model
-from gfgen.gfc.arena import Plan
 from gfgen.layout import Layout
 from gfgen.runtime.cost import CostModel
 from gfgen.runtime.pool import WorkerPool
@@ -23,18 +21,10 @@ NUM_FRESH = 3
 
 
 @pytest.fixture(scope="module")
-def setting(tiny_models: Mapping[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setting]:
+def setting(bare_pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Setting:
     job, *_ = admitted(calibration_jobs("tiny-wan"), find_model("tiny-wan"))
-    with WorkerPool(
-        num_ranks=RANKS,
-        checkpoints=[job.checkpoint],
-        worker_main="bare_imitation:main",
-        device="cuda",
-        plan=Plan(data_bytes=1 << 20, post_bytes=1 << 12),
-    ) as pool:
-        pool.wait_ready()
-        folder = tmp_path_factory.mktemp("files")
-        yield Setting(pool, job, job, folder, CostModel(), num_samples=SAMPLES)
+    folder = tmp_path_factory.mktemp("files")
+    return Setting(bare_pool, job, job, folder, CostModel(), num_samples=SAMPLES)
 
 
 @pytest.fixture(scope="module")

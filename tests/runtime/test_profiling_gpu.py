@@ -1,0 +1,91 @@
+"""Measuring a profile on GPUs, which CPU ranks imitate, and putting it together."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from builders import make_job
+
+from gfgen.bench import profiling_gpu as profiling
+from gfgen.bench.profiling import Samples
+from gfgen.bench.workloads import admitted, calibration_jobs
+from gfgen.cli.admission import find_model
+from gfgen.graph import Stage
+from gfgen.runtime.cost import CostModel
+from gfgen.runtime.profile import check_profile, load_profile
+
+STAGES = ("encode 1x1x1", "prepare 1x1x1", "denoise 1x1x1", "decode 1x1x1")
+
+
+def test_every_shape_is_measured_on_groups_of_one_two_and_four():
+    plan = profiling.plan_measurements([make_job("a", uses_cfg=True), make_job("b")], num_ranks=5)
+    assert [entry.key for entry in plan] == [
+        "fake small on 1",
+        "fake small on 2",
+        "fake small on 4",
+        "fake small on 1 moving",
+    ]
+    both_ways = replace(plan[2], job=make_job("a", uses_cfg=True)).ways
+    assert both_ways == ((2, 2, 1), (1, 4, 1))
+
+
+def test_no_more_ranks_are_measured_than_a_job_can_use():
+    job = replace(make_job("a"), max_sequence_degree=2)
+    plan = profiling.plan_measurements([job], num_ranks=4)
+    assert [entry.num_ranks for entry in plan if not entry.is_moving] == [1, 2]
+    alone = profiling.plan_measurements([job], num_ranks=1)
+    assert [entry.key for entry in alone] == ["fake small on 1"]
+
+
+def test_the_prediction_counts_every_task_of_one_group():
+    (entry, *_) = profiling.plan_measurements([make_job("a")], num_ranks=4)
+    costs = CostModel()
+    profiling.learn(entry, Samples({name: [2.0] for name in STAGES}), costs)
+    num_steps = 1 + profiling.JOBS * (1 + profiling.STEPS)
+    num_others = 3 * (1 + profiling.JOBS)
+    assert profiling.predicted_s(entry, costs, num_ranks=4) == pytest.approx(2.0 * (num_steps + num_others))
+
+
+def test_a_profile_has_rows_by_degrees_and_what_a_move_adds_to_a_gap():
+    plan = profiling.plan_measurements([make_job("a", uses_cfg=True)], num_ranks=2)
+    measured = {
+        "fake small on 1": Samples({name: [1.0, 2.0, 4.0] for name in STAGES}, gaps=[0.5]),
+        "fake small on 2": Samples({"denoise 2x1x1": [0.6, 0.8], "encode 1x1x1": [3.0]}, writes=[7.0]),
+        "fake small on 1 moving": Samples(moves=[(1000, 2.5), (3000, 4.5)]),
+    }
+    made = profiling.assemble(measured, plan, device="d", source="s", num_ranks=2, versions={})
+    rows = {(row.stage, row.degrees): row for row in made.rows}
+    assert rows[Stage.DENOISE, (2, 1, 1)].seconds == pytest.approx(0.7)
+    assert rows[Stage.ENCODE, (1, 1, 1)].num_samples == 4
+    assert rows[Stage.DECODE, (1, 1, 1)].write_s == 7.0
+    assert (rows[Stage.DENOISE, (1, 1, 1)].spread_s, made.dispatch_s) == (1.5, 0.5)
+    assert (made.move_s, made.move_bytes_per_s) == (1.0, 1000)
+
+
+def test_groups_on_real_workers_are_measured_in_every_way(bare_pool, tmp_path):
+    (job, *_) = admitted(calibration_jobs("tiny-wan"), find_model("tiny-wan"))
+    plan = profiling.plan_measurements([job], num_ranks=bare_pool.num_ranks)
+    measured = {entry.key: profiling.measure(entry, bare_pool, folder=tmp_path) for entry in plan}
+    alone, pair, moving = measured.values()
+    counted = {name: len(durations) for name, durations in alone.tasks.items()}
+    assert counted == {
+        "encode 1x1x1": 6,
+        "prepare 1x1x1": 6,
+        "denoise 1x1x1": 6 * profiling.STEPS,
+        "decode 1x1x1": 6,
+    }
+    counted = {name: len(durations) for name, durations in pair.tasks.items()}
+    assert counted == {
+        "encode 1x1x1": 2,
+        "prepare 1x1x1": 2,
+        "denoise 2x1x1": 2 * profiling.STEPS,
+        "denoise 1x2x1": 2 * profiling.STEPS,
+        "decode 1x2x1": 2,
+    }
+    assert len(moving.moves) == profiling.MOVING_STEPS - 1
+    assert {size for size, _ in moving.moves} == {job.state_bytes}
+    made = profiling.assemble(measured, plan, device="d", source="s", num_ranks=3, versions={})
+    (tmp_path / "p.json").write_text(made.as_json())
+    assert load_profile(tmp_path / "p.json") == made
+    check_profile(made, [job], num_ranks=3)
