@@ -36,6 +36,8 @@ class Run:
     """Why the policy was replaced in the middle, if it was."""
     error: str | None = None
     """Why it cannot run this workload: it lets jobs wait for ever, say."""
+    note: str | None = None
+    """What belongs beside its numbers."""
 
 
 def attempt(policy: str, run: Callable[[], tuple[Sequence[JobOutcome], Summary]]) -> Run:
@@ -57,6 +59,7 @@ class Comparison:
     scores: list[Score] = field(default_factory=list)
     failures: dict[str, str] = field(default_factory=dict)
     """Policies without numbers, with the reason."""
+    why_not_run: str = "interrupted"
     notes: list[str] = field(default_factory=list)
     """What the numbers alone do not tell."""
 
@@ -75,6 +78,7 @@ class Comparison:
         self.scores.append(score(run.policy, run.outcomes, slack_s=self.slack_s, replaced_by=replaced_by))
         if run.fault is not None:
             self.notes.append(f"{run.policy} failed too often ({run.fault}): {FALLBACK} took over")
+        self.notes += [] if run.note is None else [run.note]
         self.notes += _starved(run)
 
     def table(self) -> list[str]:
@@ -87,7 +91,7 @@ class Comparison:
         """A line for each thing that belongs beside the table."""
         lines = [*self.notes, *(f"{policy}: {error}" for policy, error in self.failures.items())]
         if self.not_run:
-            lines.append(f"interrupted; not run: {', '.join(self.not_run)}")
+            lines.append(f"{self.why_not_run}; not run: {', '.join(self.not_run)}")
         return lines
 
     def figures(self) -> list[RunFigures]:

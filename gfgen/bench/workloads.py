@@ -94,6 +94,12 @@ def mix_of(model: str) -> Mix:
     return MIXES[model]
 
 
+def _mix(model: str, steps: int | None) -> Mix:
+    """With so many steps, if told."""
+    mix = mix_of(model)
+    return mix if steps is None else replace(mix, steps=steps)
+
+
 @dataclass(frozen=True, slots=True)
 class StandAlone:
     """Predicted seconds of one job of each class that has ranks to itself."""
@@ -108,9 +114,9 @@ class StandAlone:
         return sum(cls.share * self.of(cls.tag) for cls in mix.classes)
 
 
-def calibration_jobs(model: str, *, copies: int = 1) -> tuple[JobSpec, ...]:
-    """One job of each class, or several, to find out how long they take."""
-    mix, rng = mix_of(model), random.Random(0)
+def calibration_jobs(model: str, *, copies: int = 1, steps: int | None = None) -> tuple[JobSpec, ...]:
+    """One job of each class, or several, to find out how long they take; with the mix's steps or others."""
+    mix, rng = _mix(model, steps), random.Random(0)
     return tuple(
         replace(_spec(f"{cls.tag}-{number}", cls, mix, model, rng), seed=number)
         for cls in mix.classes
@@ -118,9 +124,11 @@ def calibration_jobs(model: str, *, copies: int = 1) -> tuple[JobSpec, ...]:
     )
 
 
-def stand_alone(model: Model, costs: CostModel, *, degrees: Sequence[int] = (1, 4)) -> StandAlone:
+def stand_alone(
+    model: Model, costs: CostModel, *, degrees: Sequence[int] = (1, 4), steps: int | None = None
+) -> StandAlone:
     """What the cost model predicts for the classes of a model's mix."""
-    jobs = admitted(calibration_jobs(model.name), model)
+    jobs = admitted(calibration_jobs(model.name, steps=steps), model)
     return StandAlone(
         {n: {job.spec.tag or "": alone_s(job, costs, degree=n) for job in jobs} for n in degrees}
     )
@@ -162,11 +170,13 @@ class WorkloadOptions:
     """In place of the mix's own."""
     minutes: float | None = None
     """No job arrives later than this."""
+    steps: int | None = None
+    """In place of the mix's own."""
 
 
 def make_workload(name: Name, model: str, times: StandAlone, options: WorkloadOptions) -> tuple[JobSpec, ...]:
     """The jobs, by arrival. The same arguments give the same jobs, on any machine."""
-    mix = mix_of(model)
+    mix = _mix(model, options.steps)
     rng = random.Random(f"{name} {model} {options.seed}")
     # Ranks that serve one job at a time each are busy for load of the time at this rate.
     rate = options.load * options.num_ranks / times.mean_s(mix)

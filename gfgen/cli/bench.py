@@ -9,6 +9,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import click
@@ -16,6 +17,7 @@ import click
 from gfgen import log
 from gfgen.bench.runtime import measure_control_plane
 from gfgen.bench.simulator import measure_simulator
+from gfgen.bench.stock import is_stock
 from gfgen.cli.compare import compare, workload
 from gfgen.cli.elasticity import elasticity
 from gfgen.runtime.machine import cpu_name
@@ -26,13 +28,29 @@ _STARTUP_RUNS = 5
 
 
 class _BenchGroup(click.Group):
-    """Reads `bench --compare POLICY ...` as `bench compare --against POLICY ...`."""
+    """Reads `bench --compare POLICY ...` as `bench compare --against POLICY ...`.
+
+    What more is compared comes as `--compare` again: `diffusers` from outside, or another policy.
+    """
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if args and args[0].partition("=")[0] == "--compare":
-            _, equals, policy = args[0].partition("=")
-            args = ["compare", "--against", *([policy] if equals else []), *args[1:]]
+            args = ["compare", *_spelled_out(args)]
         return super().parse_args(ctx, args)
+
+
+def _spelled_out(args: Sequence[str]) -> Iterator[str]:
+    """With the options of `bench compare` in place of each `--compare`."""
+    is_first, rest = True, iter(args)
+    for word in rest:
+        option, equals, text = word.partition("=")
+        if option != "--compare":
+            yield word
+            continue
+        text = text if equals else next(rest, "")
+        yield "--against" if is_first else "--outside" if is_stock(text) else "--policy"
+        yield from [text] if text else []
+        is_first = False
 
 
 @click.group(cls=_BenchGroup)

@@ -22,6 +22,7 @@ import click
 from gfgen import log
 from gfgen.bench.compare import COMPARED, Comparison, Run, attempt
 from gfgen.bench.scores import Outcomes
+from gfgen.bench.stock import NAME, StockRanks, is_stock, run_stock, stock_options
 from gfgen.bench.workloads import (
     WORKLOADS,
     Name,
@@ -34,17 +35,21 @@ from gfgen.bench.workloads import (
     stand_alone,
     weightless_model,
 )
-from gfgen.cli.admission import find_model
+from gfgen.cli.admission import Admission
 from gfgen.cli.prediction import choose_profile
+from gfgen.cli.ranks import Ranks, admitted_on, rank_options
 from gfgen.cli.run import RunOptions, ready_pool, run_on
-from gfgen.errors import InputError, InterruptedRunError
+from gfgen.cli.warming import warm_up
+from gfgen.errors import InputError, InterruptedRunError, WorkerError
 from gfgen.job import to_mapping
 from gfgen.jobspec import JobSpec
 from gfgen.layout import MAX_RANKS
+from gfgen.models.geometry_rules import MAX_STEPS
 from gfgen.policies.catalog import load_policy
-from gfgen.runtime.admission import AdmittedJob
+from gfgen.runtime.admission import AdmittedJob, Model
 from gfgen.runtime.cost import CostModel
-from gfgen.runtime.devices import CPU, Devices
+from gfgen.runtime.devices import CPU, Devices, choose_devices
+from gfgen.runtime.machine import versions
 from gfgen.runtime.metrics import Summary
 from gfgen.runtime.observer import JobOutcome
 from gfgen.runtime.picture import save_figure
@@ -59,6 +64,7 @@ SIMULATED_RANKS, REAL_RANKS = 4, 2
 SIMULATED_JOBS, REAL_JOBS = 100, 40
 SIMULATED_MODEL, REAL_MODEL = "wan2.2-ti2v-5b", "tiny-wan"
 DEGREES = (1, 2, 4, 8)
+WARM_UP_STEPS = 2
 
 
 class FiniteRange(click.FloatRange):
@@ -92,6 +98,9 @@ def _workload_options(command: Callable[..., Any]) -> Callable[..., Any]:
             help="After it a job fails. [as in the paper: 3600 for videos, 1500 for images]",
         ),
         click.option(
+            "--steps", type=click.IntRange(1, MAX_STEPS), help="Of each job. [25; of the tiny models 6]",
+        ),
+        click.option(
             "--profile", "profile_path", type=click.Path(dir_okay=False, path_type=Path),
             help="How long everything takes. [this machine's, or one that comes with gfgen]",
         ),
@@ -122,12 +131,13 @@ def workload(
     num_jobs: int | None,
     deadlines_from: int,
     timeout: float | None,
+    steps: int | None,
     profile_path: Path | None,
 ) -> None:
     """Write a job file with arrivals and deadlines: mixed jobs, bursts, an even stream, a night's batch."""
     if minutes is not None and (num_jobs is not None or name == "overnight"):
         raise InputError("--minutes: give it without --jobs, and for workloads that arrive over time")
-    times = _predicted_times(model, profile_path, num_ranks=max(ranks, deadlines_from))[0]
+    times = _predicted_times(model, profile_path, num_ranks=max(ranks, deadlines_from), steps=steps)[0]
     options = WorkloadOptions(
         load=load,
         seed=seed,
@@ -136,6 +146,7 @@ def workload(
         deadlines_from=deadlines_from,
         timeout_s=timeout,
         minutes=minutes,
+        steps=steps,
     )
     jobs = make_workload(name, model, times, options)
     text = "".join(json.dumps(to_mapping(job)) + "\n" for job in jobs)
@@ -160,8 +171,14 @@ def workload(
     "--model", help=f"Whose classes. [{REAL_MODEL}; simulated {SIMULATED_MODEL}]",
 )  # fmt: skip
 @click.option(
-    "--ranks", type=click.IntRange(1, MAX_RANKS), help=f"[{REAL_RANKS}; simulated {SIMULATED_RANKS}]"
-)
+    "--ranks", type=click.IntRange(1, MAX_RANKS),
+    help=f"[{REAL_RANKS}; all GPUs; simulated {SIMULATED_RANKS}]",
+)  # fmt: skip
+@click.option(
+    "--outside", multiple=True, metavar=NAME,
+    help="Stock diffusers on the same workload: diffusers[,degree=N][,uneven=true][,compiled=true].",
+)  # fmt: skip
+@click.option("--seconds", type=FiniteRange(0), help="Begin no run that may end after so long.")
 @click.option("--simulate", "is_simulated", is_flag=True, help="In virtual time, with a profile.")
 @click.option(
     "--slack", type=FiniteRange(0), metavar="SECONDS",
@@ -172,10 +189,17 @@ def workload(
     show_default=True, help="Folder for compare.json, .md and .png.",
 )  # fmt: skip
 @_workload_options
+@rank_options
 def compare(
     *,
     against: str,
     policies: tuple[str, ...],
+    outside: tuple[str, ...],
+    seconds: float | None,
+    device: str,
+    random_weights: bool,
+    vae_dtype: str,
+    graphs: bool,
     name: Name,
     model: str | None,
     ranks: int | None,
@@ -187,56 +211,99 @@ def compare(
     num_jobs: int | None,
     deadlines_from: int,
     timeout: float | None,
+    steps: int | None,
     profile_path: Path | None,
 ) -> int:
     """One workload under a baseline and other policies: a table with ratios, a chart, raw numbers.
 
-    Runs on CPU ranks of this machine, or with --simulate in virtual time. A failed job counts as a
-    missed deadline; latencies are of completed jobs. A policy that cannot run the workload is named
-    beside the others; then the exit code is 1. Ctrl-C keeps what is done.
+    Runs on the GPUs or CPU ranks of this machine, or with --simulate in virtual time; `--compare diffusers`
+    adds the stock pipeline, from outside. A failed job counts as a missed deadline; latencies are of
+    completed jobs. A policy that cannot run the workload is named beside the others; then the exit code is 1.
+    Ctrl-C keeps what is done.
     """
     log.configure(level="warning")
-    model = model or (SIMULATED_MODEL if is_simulated else REAL_MODEL)
+    began_s = time.monotonic()
+    ranked = _ranks(device, ranks, random_weights, vae_dtype, graphs, is_simulated=is_simulated)
+    usual = SIMULATED_MODEL if is_simulated or (ranked is not None and ranked.are_on_gpus) else REAL_MODEL
+    model = model or usual
     mix = mix_of(model)
-    texts = list(dict.fromkeys([against, *(policies or COMPARED)]))
+    texts = list(dict.fromkeys([against, *(policies or COMPARED), *outside]))
     for text in texts:
-        load_policy(text)
+        stock_options(text) if is_stock(text) else load_policy(text)
     options = WorkloadOptions(
         load=load,
         seed=seed,
         num_jobs=num_jobs or (SIMULATED_JOBS if is_simulated else REAL_JOBS),
-        num_ranks=ranks or (SIMULATED_RANKS if is_simulated else REAL_RANKS),
+        num_ranks=ranks or SIMULATED_RANKS if ranked is None else ranked.num_ranks,
         deadlines_from=deadlines_from,
         timeout_s=timeout,
+        steps=steps,
     )
     slack_s = mix.slack_s if slack is None else slack
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"--output {output}: cannot be made ({error.strerror})") from None
-    if is_simulated:
+    ends_s = None if seconds is None else began_s + seconds
+    if ranked is None:
+        if any(map(is_stock, texts)):
+            raise InputError(f"{NAME}: has no profile that it could be simulated with; leave out --simulate")
         runs = _simulated(texts, name, model, options, profile_path)
     else:
-        if profile_path is not None:
-            raise InputError("--profile: has no effect without --simulate; ranks are measured first then")
-        runs = _on_workers(texts, name, model, options, output)
+        runs = _on_workers(texts, name, model, options, output, ranked, profile_path, ends_s)
+    where = "simulated" if ranked is None else f"on {ranked.description}"
     conditions = {
-        "workload": f"{name}, {model}, load {load:g} of {options.num_ranks} ranks, {options.num_jobs} jobs, "
-        f"seed {seed}",
+        "workload": f"{name}, {model}, load {load:g} of {options.num_ranks} ranks, {options.num_jobs} jobs "
+        f"of {steps or mix.steps} steps, seed {seed}",
         "simulated": is_simulated,
+        "where": where,
+        "options": [] if ranked is None else list(ranked.words),
         "date": time.strftime("%Y-%m-%d"),
+        "versions": versions(),
         "deadlines_from": deadlines_from,
     }
-    click.echo(f"{conditions['workload']}, {'simulated' if is_simulated else 'on CPU ranks of this machine'}")
+    click.echo(f"{conditions['workload']}, {where}")
     comparison = Comparison(tuple(texts), baseline=against, slack_s=slack_s)
     try:
-        for run in runs:
+        for run in _in_time(runs, comparison, ends_s):
             comparison.add(run)
-            click.echo(f"{run.policy}: {'done' if run.error is None else 'failed'}")
+            at = f"{time.monotonic() - began_s:5.0f} s  "
+            click.echo(f"{at}{run.policy}: {'done' if run.error is None else 'failed'}")
     except (KeyboardInterrupt, InterruptedRunError) as stop:
         raise _interrupted(stop, comparison, conditions, output) from None
     _report(comparison, conditions, output)
     return 1 if comparison.failures else 0
+
+
+def _ranks(
+    device: str,
+    num_ranks: int | None,
+    random_weights: bool,
+    vae_dtype: str,
+    graphs: bool,
+    *,
+    is_simulated: bool,
+) -> Ranks | None:
+    """What runs are made on; None in virtual time."""
+    if is_simulated:
+        return None
+    devices = choose_devices(device, num_ranks)
+    if devices.kind == CPU:
+        devices = Devices(CPU, num_ranks or REAL_RANKS)
+    return Ranks(devices, random_weights, vae_dtype, graphs)
+
+
+def _in_time(runs: Iterator[Run], comparison: Comparison, ends_s: float | None) -> Iterator[Run]:
+    """Runs, until one that takes as long as the longest so far would end too late."""
+    while comparison.not_run:
+        longest_s = max([score.makespan_s for score in comparison.scores], default=0.0)
+        if ends_s is not None and time.monotonic() + longest_s > ends_s:
+            comparison.why_not_run = "the time was up"
+            return
+        run = next(runs, None)
+        if run is None:
+            return
+        yield run
 
 
 def _interrupted(
@@ -282,18 +349,21 @@ def _draw(comparison: Comparison, conditions: dict[str, Any], chart: Path) -> bo
     return True
 
 
-def _predicted_times(model: str, path: Path | None, *, num_ranks: int) -> tuple[StandAlone, Profile]:
+def _predicted_times(
+    model: str, path: Path | None, *, num_ranks: int, steps: int | None
+) -> tuple[StandAlone, Profile]:
     """Of the model's classes, alone on 1 rank and on more, and the profile that says so."""
     found = weightless_model(model)
     profile = choose_profile(path, admitted(calibration_jobs(model), found), num_ranks=num_ranks)
-    return stand_alone(found, CostModel(profile), degrees=range(1, num_ranks + 1)), profile
+    degrees = range(1, num_ranks + 1)
+    return stand_alone(found, CostModel(profile), degrees=degrees, steps=steps), profile
 
 
 def _simulated(
     texts: Sequence[str], name: Name, model: str, options: WorkloadOptions, path: Path | None
 ) -> Iterator[Run]:
     most = max(options.num_ranks, options.deadlines_from)
-    times, profile = _predicted_times(model, path, num_ranks=most)
+    times, profile = _predicted_times(model, path, num_ranks=most, steps=options.steps)
     jobs = admitted(make_workload(name, model, times, options), weightless_model(model))
 
     def run(text: str) -> tuple[Sequence[JobOutcome], Summary]:
@@ -305,53 +375,145 @@ def _simulated(
 
 
 def _on_workers(
-    texts: Sequence[str], name: Name, model: str, options: WorkloadOptions, output: Path
-) -> Iterator[Run]:
-    """One pool of workers for all policies, so that they start once; classes are timed on it first.
-
-    Files are made as in any run, and not kept.
-    """
-    found = find_model(model)
-    run_options = RunOptions(
-        output_dir=output,
-        devices=Devices(CPU, options.num_ranks),
-        policy=load_policy("fcfs"),
-        guard_s=0.005,
-        trace=None,
-        quiet=True,
-        log_json=False,
-    )
-    with contextlib.ExitStack() as stack:
-        signals = stack.enter_context(contextlib.closing(SignalPipe()))
-        pool = stack.enter_context(ready_pool({found.checkpoint}, run_options, signals))
-
-        def run(text: str, specs: Sequence[JobSpec]) -> tuple[Sequence[JobOutcome], Summary]:
-            watch = Outcomes()
-            jobs: Sequence[AdmittedJob] = admitted(specs, found)
-            with tempfile.TemporaryDirectory(prefix="files-", dir=output) as folder:
-                under = replace(run_options, output_dir=Path(folder), policy=load_policy(text))
-                summary = run_on(pool, jobs, under, signals=signals, watchers=[watch])
-            return watch.ended_jobs, summary
-
-        times = _measured_times(run, model, options)
-        specs = make_workload(name, model, times, options)
-        for text in texts:
-            yield attempt(text, partial(run, text, specs))
-
-
-def _measured_times(
-    run: Callable[[str, Sequence[JobSpec]], tuple[Sequence[JobOutcome], Summary]],
+    texts: Sequence[str],
+    name: Name,
     model: str,
     options: WorkloadOptions,
-) -> StandAlone:
-    """Each class on one rank while the others work, as replicas do; alone on more if deadlines need it."""
-    by_degree = {}
-    for degree in sorted({1, options.deadlines_from}):
-        copies = options.num_ranks if degree == 1 else 1
-        taken_s: dict[str, list[float]] = defaultdict(list)
-        for repeat in range(2):  # the first time warms up
-            outcomes, _ = run(f"legacy,degree={degree}", calibration_jobs(model, copies=copies))
-            for outcome in outcomes if repeat else ():
-                taken_s[outcome.info.spec.tag or ""].append(outcome.busy_s)
-        by_degree[degree] = {tag: statistics.median(values) for tag, values in taken_s.items()}
-    return StandAlone(by_degree)
+    output: Path,
+    ranks: Ranks,
+    path: Path | None,
+    ends_s: float | None,
+) -> Iterator[Run]:
+    """One pool of workers for all policies, so that they start once; stock diffusers after it has ended.
+
+    Classes are timed on it first, unless a profile tells their times. Files are made as in any run, and not
+    kept.
+    """
+    found = Admission(
+        default_model=model,
+        devices=ranks.devices,
+        has_random_weights=ranks.has_random_weights,
+        vae_dtype=ranks.vae_dtype,
+    ).find_model(model)
+    admitted_on(ranks, calibration_jobs(model, steps=options.steps), default_model=model, source="--model")
+    policies = [text for text in texts if not is_stock(text)]
+    specs: Sequence[JobSpec] = ()
+    profile: Profile | None = None
+    if path is not None:
+        most = max(options.num_ranks, options.deadlines_from)
+        times, profile = _predicted_times(model, path, num_ranks=most, steps=options.steps)
+        specs = make_workload(name, model, times, options)
+    if policies or not specs:
+        with _Bench(found, model, output, ranks, profile) as bench:
+            if specs:
+                bench.warm_up(specs, steps=WARM_UP_STEPS)
+            else:
+                specs = make_workload(name, model, bench.measured_times(options), options)
+            for text in policies:
+                yield attempt(text, partial(bench.run, text, specs))
+    stock_ranks = StockRanks(
+        found.checkpoint,
+        ranks.num_ranks,
+        ranks.devices.kind,
+        has_random_weights=ranks.has_random_weights,
+        vae_dtype=ranks.vae_dtype,
+    )
+    for text in filter(is_stock, texts):
+        left_s = None if ends_s is None else ends_s - time.monotonic()
+        yield _outside(text, admitted(specs, found), stock_ranks, output, left_s)
+
+
+def _outside(
+    text: str, jobs: Sequence[AdmittedJob], ranks: StockRanks, output: Path, limit_s: float | None
+) -> Run:
+    """Stock diffusers; why it has no numbers is told in their place."""
+    with tempfile.TemporaryDirectory(prefix="files-", dir=output) as folder:
+        try:
+            outcomes, way = run_stock(
+                jobs,
+                stock_options(text),
+                ranks,
+                folder=Path(folder),
+                ends_s=None if limit_s is None else time.monotonic() + limit_s,
+                tell=lambda line: click.echo(line, err=True),
+            )
+        except WorkerError as error:
+            return Run(text, error=str(error))
+    return Run(text, outcomes, note=f"{text}: {way}")
+
+
+class _Bench:
+    """Runs on workers that are started once."""
+
+    def __init__(self, model: Model, name: str, output: Path, ranks: Ranks, profile: Profile | None) -> None:
+        self._model, self._name, self._output, self._ranks = model, name, output, ranks
+        self._profile = profile
+        self._stack = contextlib.ExitStack()
+        self._options = RunOptions(
+            output_dir=output,
+            devices=ranks.devices,
+            policy=load_policy("fcfs"),
+            guard_s=0.005,
+            trace=None,
+            quiet=True,
+            log_json=False,
+            has_random_weights=ranks.has_random_weights,
+            vae_dtype=ranks.vae_dtype,
+            has_graphs=ranks.has_graphs,
+        )
+
+    def __enter__(self) -> _Bench:
+        with contextlib.ExitStack() as stack:
+            self._signals = stack.enter_context(contextlib.closing(SignalPipe()))
+            checkpoints = {self._model.checkpoint}
+            self._pool = stack.enter_context(ready_pool(checkpoints, self._options, self._signals))
+            if self._options.has_graphs:
+                jobs = admitted(calibration_jobs(self._name), self._model)
+                warm_up(
+                    self._pool,
+                    jobs,
+                    devices=self._ranks.devices,
+                    policy=load_policy("auto"),
+                    signals=self._signals,
+                )
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def run(self, text: str, specs: Sequence[JobSpec]) -> tuple[Sequence[JobOutcome], Summary]:
+        """The jobs under a policy."""
+        watch = Outcomes()
+        jobs: Sequence[AdmittedJob] = admitted(specs, self._model)
+        with tempfile.TemporaryDirectory(prefix="files-", dir=self._output) as folder:
+            under = replace(self._options, output_dir=Path(folder), policy=load_policy(text))
+            summary = run_on(
+                self._pool, jobs, under, signals=self._signals, watchers=[watch], profile=self._profile
+            )
+        return watch.ended_jobs, summary
+
+    def warm_up(self, specs: Sequence[JobSpec], *, steps: int) -> None:
+        """A short job of each class on every rank, and on all of them together."""
+        examples = {spec.tag: spec for spec in specs}.values()
+        for text, copies in (("legacy,degree=1", self._ranks.num_ranks), ("legacy", 1)):
+            jobs = [
+                replace(spec, id=f"{spec.id}-{copy}", steps=steps, arrival_s=0.0)
+                for spec in examples
+                for copy in range(copies)
+            ]
+            self.run(text, jobs)
+
+    def measured_times(self, options: WorkloadOptions) -> StandAlone:
+        """Each class on one rank while the others work, as replicas do; on more if deadlines need it."""
+        by_degree = {}
+        for degree in sorted({1, options.deadlines_from}):
+            copies = options.num_ranks if degree == 1 else 1
+            taken_s: dict[str, list[float]] = defaultdict(list)
+            for repeat in range(2):  # the first time warms up
+                jobs = calibration_jobs(self._name, copies=copies, steps=options.steps)
+                outcomes, _ = self.run(f"legacy,degree={degree}", jobs)
+                for outcome in outcomes if repeat else ():
+                    taken_s[outcome.info.spec.tag or ""].append(outcome.busy_s)
+            by_degree[degree] = {tag: statistics.median(values) for tag, values in taken_s.items()}
+        return StandAlone(by_degree)

@@ -299,12 +299,16 @@ def run_on(
     inbox: Inbox | None = None,
     watchers: Sequence[Observer] = (),
     residency: Residency | None = None,
+    profile: Profile | None = None,
 ) -> Summary:
-    """One run of the control loop on workers that are ready; `residency` says which models they hold."""
+    """One run of the control loop on workers that are ready; `residency` says which models they hold.
+
+    profile: what predictions start from, in place of this machine's.
+    """
     arrived_at = first_arrivals(options.output_dir / JOURNAL_NAME)
     resume_points = resume.find(options.output_dir, todo)
     started_at, clock = time.time(), Clock()
-    profile = default_profile(options.devices)
+    profile = profile or default_profile(options.devices)
     closes_s = None if options.closes_at is None else options.closes_at - started_at
     _warn_of_passed_deadlines(todo, started_at, arrived_at)
     with contextlib.ExitStack() as stack:

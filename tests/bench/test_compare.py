@@ -216,7 +216,9 @@ def test_a_workload_is_written_as_a_job_file(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["compare", "--profile", "x.json"], "has no effect without --simulate"),
+        (["compare", "--profile", "x.json"], "--profile x.json: No such file"),
+        (["compare", "--simulate", "--outside", "diffusers"], "diffusers: has no profile that it could be"),
+        (["compare", "--outside", "diffusers,ring=2"], "'ring=2' is no option of diffusers"),
         (["compare", "--simulate", "--model", "wan2.2-t2v-a14b"], "no workload is defined for it"),
         (["compare", "--simulate", "--policy", "atuo"], "did you mean auto"),
         (["workload", "overnight", "--minutes", "3"], "--minutes"),

@@ -1,0 +1,396 @@
+"""A workload on stock diffusers, first come first served: what a user has without gfgen.
+
+Groups of processes share all devices between them; within a group diffusers' own context parallelism is at
+the largest degree that it accepts for every kind of job. The next job in the order of arrival goes to the
+first group that is free. Jobs arrive, time out and are counted as under gfgen's policies.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from gfgen.bench.stock_worker import (
+    Answer,
+    Made,
+    Make,
+    StockSettings,
+    Try,
+    UseUneven,
+    WarmUp,
+    Written,
+    serve,
+)
+from gfgen.errors import PolicyError, WorkerError
+from gfgen.runtime.admission import AdmittedJob
+from gfgen.runtime.observer import JobOutcome
+
+logger = logging.getLogger(__name__)
+
+NAME = "diffusers"
+PATIENCE_S = 300.0
+"""For loading, and for any one answer: the first step of a shape may have to be compiled."""
+_OPTIONS = ("degree", "uneven", "compiled")
+
+
+@dataclass(frozen=True, slots=True)
+class StockOptions:
+    """`diffusers[,degree=N][,uneven=true][,compiled=true]`"""
+
+    text: str = NAME
+    degree: int | None = None
+    """Ranks of a group; None: the most that it accepts."""
+    is_uneven: bool | None = None
+    """Whether shards may differ in length; None: only where it refuses otherwise."""
+    is_compiled: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StockRanks:
+    """What it runs on."""
+
+    checkpoint: Path
+    num_ranks: int
+    device: str
+    has_random_weights: bool = False
+    vae_dtype: str = "auto"
+
+
+def is_stock(text: str) -> bool:
+    """Whether this names stock diffusers and no policy."""
+    return text.partition(",")[0].strip() == NAME
+
+
+def stock_options(text: str) -> StockOptions:
+    """The options in a text.
+
+    Raises: PolicyError for others than there are.
+    """
+    found = StockOptions(text)
+    for assignment in text.split(",")[1:]:
+        name, _, value = assignment.strip().partition("=")
+        if name == "degree" and value.isascii() and value.isdigit() and int(value) > 0:
+            found = replace(found, degree=int(value))
+        elif name == "uneven" and value in ("true", "false"):
+            found = replace(found, is_uneven=value == "true")
+        elif name == "compiled" and value in ("true", "false"):
+            found = replace(found, is_compiled=value == "true")
+        else:
+            raise PolicyError(
+                f"{text}: {assignment.strip()!r} is no option of {NAME}; degree=N, uneven=true and "
+                "compiled=true are"
+            )
+    return found
+
+
+def run_stock(
+    jobs: Sequence[AdmittedJob],
+    options: StockOptions,
+    ranks: StockRanks,
+    *,
+    folder: Path,
+    ends_s: float | None = None,
+    tell: Callable[[str], None] = lambda line: None,
+) -> tuple[Sequence[JobOutcome], str]:
+    """How the jobs ended, and in which way diffusers took them.
+
+    Raises: WorkerError when a process dies, when diffusers accepts the jobs in no way that is asked for, or
+            when not all is done at `ends_s`, by the machine's monotonic clock.
+    """
+    with _AcceptedGroups(jobs, options, ranks, tell) as (groups, way):
+        for group in groups:
+            group.tell(*[WarmUp(job.spec) for job in _kinds(jobs)])
+        for error in (error for group in groups for error in group.answers(len(_kinds(jobs)))):
+            if error is not None:
+                raise WorkerError(f"{options.text}: warming up: {error}")
+        tell(f"{options.text}: {way}")
+        outcomes = _Service(jobs, groups, folder=folder, way=way, ends_s=ends_s).run()
+    return outcomes, way
+
+
+# Groups of processes ----------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Group:
+    """Ranks that make one job at a time."""
+
+    processes: list[BaseProcess]
+    connections: list[Connection]
+    job: AdmittedJob | None = None
+    started_s: float = 0.0
+    pending: set[int] = field(default_factory=set)
+    """Its ranks that are still at it."""
+
+    def tell(self, *messages: Any) -> None:
+        for connection in self.connections:
+            for message in messages:
+                connection.send(message)
+
+    def answers(self, number: int = 1) -> list[str | None]:
+        """To so many messages, from each rank: None, or what went wrong."""
+        found = []
+        for connection in self.connections:
+            for _ in range(number):
+                if not connection.poll(PATIENCE_S):
+                    raise WorkerError(f"{NAME}: no answer after {PATIENCE_S:g} s")
+                try:
+                    answer = connection.recv()
+                except (EOFError, ConnectionError):
+                    raise WorkerError(f"{NAME}: a process died") from None
+                assert isinstance(answer, Answer), answer
+                found.append(answer.error)
+        return found
+
+    def close(self) -> None:
+        """End the processes; what hangs in a collective is killed."""
+        for connection in self.connections:
+            connection.close()
+        for process in self.processes:
+            process.join(2.0)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+class _AcceptedGroups:
+    """Groups at the largest degree at which every kind of job runs, and what that is, in words."""
+
+    def __init__(
+        self,
+        jobs: Sequence[AdmittedJob],
+        options: StockOptions,
+        ranks: StockRanks,
+        tell: Callable[[str], None],
+    ) -> None:
+        self._jobs, self._options, self._ranks, self._tell = jobs, options, ranks, tell
+        self._stack = ExitStack()
+
+    def __enter__(self) -> tuple[list[_Group], str]:
+        options, ranks = self._options, self._ranks
+        degrees = [options.degree] if options.degree else _degrees(ranks.num_ranks)
+        for degree in degrees:
+            groups = self._start(degree, is_uneven=bool(options.is_uneven))
+            if not (refusal := self._refusal(groups[0])):
+                return groups, _words(degree, len(groups), options, is_uneven=bool(options.is_uneven))
+            self._tell(f"{options.text}: refused on {degree}: {refusal}")
+            if degree > 1 and options.is_uneven is None:
+                for group in groups:
+                    group.tell(UseUneven())
+                _require(error for group in groups for error in group.answers())
+                if not (refusal := self._refusal(groups[0])):
+                    return groups, _words(degree, len(groups), options, is_uneven=True)
+                self._tell(f"{options.text}: refused on {degree} with uneven shards: {refusal}")
+            self._stack.close()
+        raise WorkerError(f"{options.text}: not accepted: {refusal}")
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def _start(self, degree: int, *, is_uneven: bool) -> list[_Group]:
+        """As many groups as there are ranks for, each a world of its own."""
+        ranks, context = self._ranks, multiprocessing.get_context("spawn")
+        stores = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="gfgen-stock-")))
+        visible = _visible_devices(ranks.num_ranks) if ranks.device != "cpu" else None
+        groups = []
+        for first in range(0, ranks.num_ranks - degree + 1, degree):
+            group = _Group([], [])
+            self._stack.callback(group.close)
+            groups.append(group)
+            for rank in range(degree):
+                ours, theirs = context.Pipe()
+                settings = StockSettings(
+                    ranks.checkpoint,
+                    rank,
+                    degree,
+                    store=str(stores / f"store-{first}"),
+                    device=ranks.device,
+                    visible=None if visible is None else ",".join(visible[first : first + degree]),
+                    is_uneven=is_uneven,
+                    is_compiled=self._options.is_compiled,
+                    has_random_weights=ranks.has_random_weights,
+                    vae_dtype=ranks.vae_dtype,
+                )
+                process = context.Process(target=serve, args=(theirs, settings), daemon=True)
+                process.start()
+                theirs.close()
+                group.processes.append(process)
+                group.connections.append(ours)
+        _require(error for group in groups for error in group.answers())
+        return groups
+
+    def _refusal(self, group: _Group) -> str | None:
+        """Why one of the jobs would not run; each kind is tried on one group."""
+        tries = [*_kinds(self._jobs), *_texts(self._jobs)]
+        group.tell(*[Try(job.spec) for job in tries])
+        return next((error for error in group.answers(len(tries)) if error is not None), None)
+
+
+def _require(errors: Iterator[str | None]) -> None:
+    for error in errors:
+        if error is not None:
+            raise WorkerError(f"{NAME}: {error}")
+
+
+def _degrees(num_ranks: int) -> list[int]:
+    """From all ranks down."""
+    return [degree for degree in range(num_ranks, 0, -1) if num_ranks % degree == 0]
+
+
+def _kinds(jobs: Sequence[AdmittedJob]) -> list[AdmittedJob]:
+    """One of each shape."""
+    return list({job.shape: job for job in jobs}.values())
+
+
+def _texts(jobs: Sequence[AdmittedJob]) -> list[AdmittedJob]:
+    """One of each prompt, where prompts are not padded to one length: they are shared among ranks, too."""
+    if not jobs or jobs[0].info.family != "qwen-image":
+        return []
+    smallest = min(jobs, key=lambda job: job.state_bytes)
+    alike = [job for job in jobs if job.shape == smallest.shape]
+    return list({job.spec.prompt: job for job in alike}.values())
+
+
+def _words(degree: int, num_groups: int, options: StockOptions, *, is_uneven: bool) -> str:
+    groups = f"{num_groups} group{'s' if num_groups > 1 else ''} of {degree}"
+    shards = ", uneven shards (ulysses_anything)" if is_uneven and degree > 1 else ""
+    return f"{groups}{shards}{', blocks compiled' if options.is_compiled else ''}"
+
+
+def _visible_devices(num_ranks: int) -> list[str]:
+    """What to call the devices of the ranks in a child's environment."""
+    own = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return own.split(",")[:num_ranks] if own else [str(rank) for rank in range(num_ranks)]
+
+
+# Serving ----------------------------------------------------------------------------------------
+
+
+class _Service:
+    """One workload, from its first arrival to its last file."""
+
+    def __init__(
+        self,
+        jobs: Sequence[AdmittedJob],
+        groups: Sequence[_Group],
+        *,
+        folder: Path,
+        way: str,
+        ends_s: float | None,
+    ) -> None:
+        self._coming = deque(sorted(jobs, key=lambda job: job.spec.arrival_s))
+        self._waiting: deque[AdmittedJob] = deque()
+        self._open = {job.job_id: job for job in jobs}
+        self._started_s: dict[str, float] = {}
+        self._busy_s: dict[str, float] = {}
+        self._outcomes: list[JobOutcome] = []
+        self._groups = groups
+        self._folder, self._way = folder, way
+        self._began_s = time.monotonic()
+        self._limit_s = None if ends_s is None else ends_s - self._began_s
+
+    @property
+    def now_s(self) -> float:
+        return time.monotonic() - self._began_s
+
+    def run(self) -> list[JobOutcome]:
+        while self._open:
+            self._let_arrive()
+            self._time_out()
+            self._start()
+            if self._limit_s is not None and self.now_s > self._limit_s:
+                done = len(self._outcomes)
+                raise WorkerError(f"{NAME}: {done} of {done + len(self._open)} jobs after {self.now_s:.0f} s")
+            self._listen()
+        return self._outcomes
+
+    def _let_arrive(self) -> None:
+        while self._coming and self._coming[0].spec.arrival_s <= self.now_s:
+            self._waiting.append(self._coming.popleft())
+
+    def _time_out(self) -> None:
+        """Whoever has waited too long fails; what is being made goes on, since nothing can stop it."""
+        for job in list(self._open.values()):
+            timeout_s = job.spec.timeout_s
+            if timeout_s is not None and self.now_s > job.spec.arrival_s + timeout_s:
+                if job in self._waiting:
+                    self._waiting.remove(job)
+                self._end(job.job_id, f"timed out {timeout_s:g} s after its arrival")
+
+    def _start(self) -> None:
+        for group in self._groups:
+            if group.job is None and self._waiting:
+                job = group.job = self._waiting.popleft()
+                group.started_s = self._started_s[job.job_id] = self.now_s
+                group.pending = set(range(len(group.connections)))
+                group.tell(Make(job.spec, self._folder / job.info.file))
+
+    def _listen(self) -> None:
+        senders = {
+            connection: (group, rank)
+            for group in self._groups
+            for rank, connection in enumerate(group.connections)
+        }
+        for connection in wait(list(senders), self._patience_s()):
+            assert isinstance(connection, Connection)
+            group, rank = senders[connection]
+            try:
+                message = connection.recv()
+            except (EOFError, ConnectionError):
+                raise WorkerError(f"{NAME}: a process died") from None
+            self._take(group, rank, message)
+
+    def _patience_s(self) -> float:
+        """Until something is due by itself."""
+        due_s = [job.spec.arrival_s for job in list(self._coming)[:1]]
+        due_s += [
+            job.spec.arrival_s + job.spec.timeout_s
+            for job in self._open.values()
+            if job.spec.timeout_s is not None
+        ]
+        due_s += [] if self._limit_s is None else [self._limit_s]
+        return max(0.0, min(due_s, default=PATIENCE_S) - self.now_s) + 1e-3
+
+    def _take(self, group: _Group, rank: int, message: object) -> None:
+        match message:
+            case Made():
+                group.pending.discard(rank)
+                if message.error is not None:
+                    self._end(message.job_id, message.error)
+                if not group.pending:
+                    self._busy_s[message.job_id] = self.now_s - group.started_s
+                    group.job = None
+            case Written():
+                self._end(message.job_id, message.error)
+            case _:
+                raise AssertionError(f"unknown message {message!r}")
+
+    def _end(self, job_id: str, error: str | None) -> None:
+        job = self._open.pop(job_id, None)
+        if job is None:
+            return
+        arrival_s, deadline_s = job.spec.arrival_s, job.spec.deadline_s
+        self._outcomes.append(
+            JobOutcome(
+                info=job.info,
+                status="failed" if error else "done",
+                arrival_s=arrival_s,
+                started_s=self._started_s.get(job_id),
+                ended_s=self.now_s,
+                deadline_s=None if deadline_s is None else arrival_s + deadline_s,
+                busy_s=self._busy_s.get(job_id, 0.0),
+                layouts=(self._way,),
+                error=error,
+            )
+        )

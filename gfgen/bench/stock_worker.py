@@ -1,0 +1,209 @@
+"""One rank of a stock diffusers pipeline: a process that is told what to make, by a connection.
+
+    Try(spec)            two steps of a job, undecoded           -> None, or why it refuses
+    UseUneven()          shards of any length from now on        -> None
+    WarmUp(spec)         two steps of a job, with its decode     -> None, or why it refuses
+    Make(spec, path)     a job                                   -> Made; later Written, by rank 0
+
+An answer comes from every rank. Nothing here imports torch before the process knows which devices it may
+see.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from gfgen.jobspec import JobSpec
+
+TRIED_STEPS = 2
+"""Flow matching with one step divides by zero."""
+
+
+@dataclass(frozen=True, slots=True)
+class StockSettings:
+    """What a rank is told when it starts."""
+
+    checkpoint: Path
+    rank: int
+    num_ranks: int
+    store: str
+    """A file through which the ranks of a group meet."""
+    device: str
+    """"cpu", or "cuda" for the one of its number among those that it may see."""
+    visible: str | None = None
+    """What to set CUDA_VISIBLE_DEVICES to."""
+    is_uneven: bool = False
+    is_compiled: bool = False
+    has_random_weights: bool = False
+    vae_dtype: str = "auto"
+    num_threads: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Try:
+    """Whether this job can be made at all."""
+
+    spec: JobSpec
+
+
+@dataclass(frozen=True, slots=True)
+class UseUneven:
+    """Whatever was refused because it does not divide is wanted all the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class WarmUp:
+    """Load and compile what this job needs."""
+
+    spec: JobSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Make:
+    """This job, and its file."""
+
+    spec: JobSpec
+    path: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A rank has done what it was told, or has not, for a reason."""
+
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A rank is free again; its job's frames are there, but their file may not be."""
+
+    job_id: str
+    seconds: float
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A job's file is there, or never will be."""
+
+    job_id: str
+    error: str | None = None
+
+
+def serve(connection: Connection, settings: StockSettings) -> None:
+    """Entry of a rank's process; returns when the connection ends."""
+    os.environ["NCCL_NVLS_ENABLE"] = "0"  # multicast: see DESIGN.md on killed peers
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
+    if settings.visible is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = settings.visible
+    try:
+        pipeline = _pipeline(settings)
+    except Exception as error:
+        connection.send(Answer(_in_one_line(error)))
+        return
+    connection.send(Answer())
+    writer = _Writer(connection) if settings.rank == 0 else None
+    while (message := _received(connection)) is not None:
+        answer = _answer(pipeline, message, writer)
+        if writer is None:
+            connection.send(answer)
+        else:
+            writer.send(answer)
+
+
+def _pipeline(settings: StockSettings) -> Any:
+    import torch
+
+    from gfgen.models.stock import StockPipeline, join_group
+
+    torch.set_num_threads(settings.num_threads)
+    device = settings.device if settings.device == "cpu" else f"cuda:{settings.rank}"
+    if settings.num_ranks > 1:
+        join_group(rank=settings.rank, num_ranks=settings.num_ranks, store=settings.store, device=device)
+    return StockPipeline(
+        settings.checkpoint,
+        device=device,
+        num_ranks=settings.num_ranks,
+        is_uneven=settings.is_uneven,
+        is_compiled=settings.is_compiled,
+        has_random_weights=settings.has_random_weights,
+        vae_dtype=settings.vae_dtype,
+    )
+
+
+def _answer(pipeline: Any, message: object, writer: _Writer | None) -> Answer | Made:
+    match message:
+        case Try(spec):
+            return _attempt(lambda: pipeline.generate(spec, steps=TRIED_STEPS, is_to_decode=False))
+        case WarmUp(spec):
+            return _attempt(lambda: pipeline.generate(spec, steps=TRIED_STEPS))
+        case UseUneven():
+            return _attempt(pipeline.use_uneven_shards)
+        case Make(spec, path):
+            began_s = time.monotonic()
+            try:
+                frames = pipeline.generate(spec)
+            except Exception as error:
+                return Made(spec.id, time.monotonic() - began_s, _in_one_line(error))
+            if writer is not None:
+                writer.begin(spec, path, frames)
+            return Made(spec.id, time.monotonic() - began_s)
+        case _:
+            raise AssertionError(f"unknown message {message!r}")
+
+
+def _attempt(function: Callable[[], Any]) -> Answer:
+    try:
+        function()
+    except Exception as error:  # what diffusers refuses is a result, too
+        return Answer(_in_one_line(error))
+    return Answer()
+
+
+def _received(connection: Connection) -> Any:
+    try:
+        return connection.recv()
+    except EOFError:
+        return None
+
+
+def _in_one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+class _Writer:
+    """A thread that writes files, so that the device goes on; as kind to a plain script as can be."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._lock = threading.Lock()
+        self._todo: queue.SimpleQueue[tuple[JobSpec, Path, Any]] = queue.SimpleQueue()
+        threading.Thread(target=self._write, name="writer", daemon=True).start()
+
+    def begin(self, spec: JobSpec, path: Path, frames: Any) -> None:
+        self._todo.put((spec, path, frames))
+
+    def send(self, answer: object) -> None:
+        with self._lock:
+            self._connection.send(answer)
+
+    def _write(self) -> None:
+        from gfgen.runtime.outputs import write_output
+
+        while True:
+            spec, path, frames = self._todo.get()
+            error = None
+            try:
+                write_output(frames, path, fps=spec.fps if len(frames) > 1 else None, metadata={})
+            except Exception as problem:
+                error = _in_one_line(problem)
+            self.send(Written(spec.id, error))

@@ -1,0 +1,200 @@
+"""Stock diffusers on a workload: who is served when, and how it is counted. No diffusers here."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from builders import make_job
+
+from gfgen.bench import stock, stock_worker
+from gfgen.bench.stock import StockOptions, is_stock, stock_options
+from gfgen.bench.stock_worker import Answer, Made, Make, Try, UseUneven, Written
+from gfgen.cli.bench import _spelled_out
+from gfgen.errors import PolicyError, WorkerError
+
+STEP_S = 0.02
+
+
+def serving(
+    jobs, *, num_groups=1, num_ranks=1, fails=(), step_s=STEP_S, ends_s=None
+) -> list[tuple[str, str | None]]:
+    """(job, error) in the order in which they ended, with ranks that take a moment for each."""
+
+    def rank(connection: Any, *, writes: bool) -> None:
+        while True:
+            try:
+                message = connection.recv()
+            except EOFError:
+                return
+            assert isinstance(message, Make)
+            time.sleep(step_s)
+            error = "out of memory" if message.spec.id in fails else None
+            connection.send(Made(message.spec.id, step_s, error))
+            if writes and error is None:
+                connection.send(Written(message.spec.id))
+
+    groups = []
+    for _ in range(num_groups):
+        group = stock._Group([], [])
+        for number in range(num_ranks):
+            ours, theirs = multiprocessing.Pipe()
+            threading.Thread(target=rank, args=(theirs,), kwargs={"writes": number == 0}, daemon=True).start()
+            group.connections.append(ours)
+        groups.append(group)
+    service = stock._Service(jobs, groups, folder=Path("."), way="1 group of 1", ends_s=ends_s)
+    try:
+        outcomes = service.run()
+    finally:
+        for group in groups:
+            group.close()
+    assert all(outcome.layouts == ("1 group of 1",) for outcome in outcomes)
+    return [(outcome.info.job_id, outcome.error) for outcome in outcomes]
+
+
+def arriving(job_id, arrival_s, **fields):
+    return make_job(job_id, arrival_s=arrival_s, **fields)
+
+
+def test_whoever_comes_first_is_served_first():
+    jobs = [arriving("c", 0.002), arriving("a", 0.0), arriving("b", 0.001, priority=9)]
+    assert serving(jobs, num_ranks=2) == [("a", None), ("b", None), ("c", None)]
+
+
+def test_the_next_job_goes_to_the_group_that_is_free():
+    jobs = [arriving(str(number), 0.0) for number in range(6)]
+    assert {job_id for job_id, _ in serving(jobs, num_groups=3)} == {str(number) for number in range(6)}
+
+
+def test_a_job_that_fails_is_counted_and_the_next_one_is_made():
+    jobs = [arriving("a", 0.0), arriving("b", 0.0)]
+    assert serving(jobs, fails={"a"}) == [("a", "out of memory"), ("b", None)]
+
+
+def test_a_job_that_waits_too_long_fails_and_is_not_made():
+    jobs = [arriving("a", 0.0), arriving("b", 0.0, timeout_s=0.05), arriving("c", 0.0)]
+    ended = serving(jobs, step_s=0.2)
+    assert ended == [("b", "timed out 0.05 s after its arrival"), ("a", None), ("c", None)]
+
+
+def test_deadlines_count_from_the_arrival():
+    jobs = [arriving("a", 0.01, deadline_s=5.0)]
+    group = stock._Group([], [])
+    service = stock._Service(jobs, [group], folder=Path("."), way="", ends_s=None)
+    service._end("a", None)
+    (outcome,) = service._outcomes
+    assert outcome.deadline_s == pytest.approx(5.01)
+    assert outcome.met_deadline
+
+
+def test_what_takes_too_long_is_given_up_and_says_how_far_it_came():
+    jobs = [arriving("a", 0.0), arriving("b", 9.0)]
+    with pytest.raises(WorkerError, match="1 of 2 jobs after"):
+        serving(jobs, ends_s=time.monotonic() + 0.2)
+
+
+class Picky:
+    """A pipeline that refuses a prompt until shards may be uneven."""
+
+    is_uneven = False
+
+    def use_uneven_shards(self):
+        self.is_uneven = True
+
+    def generate(self, spec, *, steps=None, is_to_decode=True):
+        if not self.is_uneven:
+            raise AssertionError("must be divisible")
+
+
+def test_a_refusal_is_an_answer():
+    pipeline, spec = Picky(), make_job("a").spec
+    assert stock_worker._answer(pipeline, Try(spec), None) == Answer("AssertionError: must be divisible")
+    assert stock_worker._answer(pipeline, UseUneven(), None) == Answer()
+    assert stock_worker._answer(pipeline, Try(spec), None) == Answer()
+
+
+class Pickier:
+    """Groups that accept so many ranks at most, and uneven shards only on them."""
+
+    def __init__(self, most):
+        self.most, self.started = most, []
+
+    def start(self, degree, *, is_uneven):
+        self.started.append((degree, is_uneven))
+        found = SimpleNamespace(tell=lambda *messages: self.note(messages), answers=lambda number=1: [None])
+        return [found] * (4 // degree)
+
+    def note(self, messages):
+        if isinstance(messages[0], UseUneven):
+            self.started.append((self.started[-1][0], True))
+
+    def refusal(self, group):
+        degree, is_uneven = self.started[-1]
+        return None if degree == 1 or (degree <= self.most and is_uneven) else "must be divisible"
+
+
+@pytest.mark.parametrize(
+    ("most", "text", "way", "started"),
+    [
+        (4, "diffusers", "1 group of 4, uneven shards (ulysses_anything)", [(4, False), (4, True)]),
+        (
+            2,
+            "diffusers",
+            "2 groups of 2, uneven shards (ulysses_anything)",
+            [(4, False), (4, True), (2, False), (2, True), (2, True)],
+        ),
+        (4, "diffusers,uneven=false", "4 groups of 1", [(4, False), (2, False), (1, False)]),
+        (4, "diffusers,degree=1,compiled=true", "4 groups of 1, blocks compiled", [(1, False)]),
+    ],
+)
+def test_the_largest_degree_that_is_accepted_is_taken(monkeypatch, most, text, way, started):
+    picky = Pickier(most)
+    monkeypatch.setattr(
+        stock._AcceptedGroups, "_start", lambda _, *args, **named: picky.start(*args, **named)
+    )
+    monkeypatch.setattr(stock._AcceptedGroups, "_refusal", lambda _, group: picky.refusal(group))
+    ranks = stock.StockRanks(Path("."), 4, "cpu")
+    with stock._AcceptedGroups([make_job("a")], stock_options(text), ranks, lambda line: None) as found:
+        assert found[1] == way
+    assert picky.started == started
+
+
+def test_prompts_are_tried_one_by_one_where_ranks_share_them():
+    jobs = [make_job("a"), make_job("b"), make_job("c", shape="large")]
+    assert stock._texts(jobs) == []
+    pictures = [replace(job, info=replace(job.info, family="qwen-image")) for job in jobs]
+    assert [job.job_id for job in stock._texts(pictures)] == ["a", "b"]
+    assert [job.shape for job in stock._kinds(pictures)] == ["small", "large"]
+
+
+def test_options_are_read_and_others_refused():
+    assert is_stock("diffusers")
+    assert is_stock("diffusers,degree=2")
+    assert not is_stock("srtf")
+    assert stock_options("diffusers,degree=2,uneven=true,compiled=true") == StockOptions(
+        "diffusers,degree=2,uneven=true,compiled=true", 2, True, True
+    )
+    for text in ("diffusers,degree=0", "diffusers,uneven=maybe", "diffusers,ring=2"):
+        with pytest.raises(PolicyError, match="is no option of diffusers"):
+            stock_options(text)
+
+
+@pytest.mark.parametrize(
+    ("words", "read"),
+    [
+        (["--compare", "legacy"], ["--against", "legacy"]),
+        (["--compare=legacy", "--ranks", "4"], ["--against", "legacy", "--ranks", "4"]),
+        (
+            ["--compare", "legacy", "--compare", "diffusers,degree=2", "--compare", "srtf"],
+            ["--against", "legacy", "--outside", "diffusers,degree=2", "--policy", "srtf"],
+        ),
+    ],
+)
+def test_what_else_is_compared_comes_as_the_same_option(words, read):
+    assert list(_spelled_out(words)) == read
