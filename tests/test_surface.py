@@ -182,6 +182,7 @@ def test_options_of_the_other_commands():
         "--steps",
         "--timeout",
         "--vae-dtype",
+        "--with",
         "--workload",
         "-o",
     ]

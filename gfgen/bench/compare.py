@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -21,7 +21,7 @@ COMPARED = (REPLICAS, "fcfs", "srtf", "edf,rescue=false", "edf", "triage", "make
 MAX_NAMED = 5
 NONE = "-"
 _HEAD = (
-    "| policy | deadlines met | with slack | mean latency | P95 | jobs a minute | failed "
+    "| policy | deadlines met | with slack | by class | mean latency | P95 | jobs a minute | failed "
     "| mean latency, x | P95, x | throughput, x | missed with slack, x |"
 )
 
@@ -68,6 +68,19 @@ class Comparison:
         """Policies that have not had their turn: the comparison was interrupted."""
         have_run = {*self.failures, *(found.policy for found in self.scores)}
         return tuple(policy for policy in self.policies if policy not in have_run)
+
+    def know(self, content: Mapping[str, Any]) -> None:
+        """Take in the runs that an earlier comparison of the same workload has kept.
+
+        Raises: ValueError for what is none.
+        """
+        try:
+            found = [Score(**run) for run in content["runs"]]
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"no runs of a comparison: {error}") from None
+        self.scores += found
+        self.policies = tuple(dict.fromkeys([*(each.policy for each in found), *self.policies]))
+        self.notes += content.get("notes", [])
 
     def add(self, run: Run) -> None:
         """Take the next run in."""
@@ -127,12 +140,19 @@ def _cells(found: Score, baseline: Score | None) -> list[str]:
         found.name,
         f"{found.attainment:.0%}",
         f"{found.attainment_client:.0%}",
+        ", ".join(f"{tag} {share:.0%}" for tag, share in sorted(found.by_class.items(), key=_size)) or NONE,
         NONE if found.mean_s is None else in_words(found.mean_s),
         NONE if found.p95_s is None else in_words(found.p95_s),
         f"{found.jobs_per_min:.1f}",
         str(found.num_failed),
         *(_ratio(value(found), None if baseline is None else value(baseline)) for value in _RATIOS),
     ]
+
+
+def _size(entry: tuple[str, float]) -> tuple[int, str]:
+    """Small before middle before large, and those before others."""
+    order = "SML".find(entry[0])
+    return (order if order >= 0 else 3, entry[0])
 
 
 _RATIOS: tuple[Callable[[Score], float | None], ...] = (

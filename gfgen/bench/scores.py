@@ -7,7 +7,7 @@ alone. The client allows a fixed slack beyond the deadline that nobody tells the
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gfgen.graph import Stage
 from gfgen.runtime.admission import AdmittedJob
@@ -33,6 +33,8 @@ class Score:
     p95_s: float | None
     jobs_per_min: float
     makespan_s: float
+    by_class: Mapping[str, float] = field(default_factory=dict)
+    """By tag, the share that was done in time by the client's clock."""
     replaced_by: str | None = None
     """What finished the run in place of the policy, which had failed too often."""
 
@@ -76,6 +78,11 @@ def score(
         p95_s=percentile(latencies_s, 95) if latencies_s else None,
         jobs_per_min=60 * len(done) / makespan_s if makespan_s > 0 else 0.0,
         makespan_s=makespan_s,
+        by_class={
+            tag: _attainment([each for each in outcomes if each.info.spec.tag == tag], slack_s, deadlines_s)
+            for tag in dict.fromkeys(outcome.info.spec.tag for outcome in outcomes)
+            if tag is not None
+        },
         replaced_by=replaced_by,
     )
 

@@ -11,7 +11,7 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -54,7 +54,7 @@ from gfgen.runtime.metrics import Summary
 from gfgen.runtime.observer import JobOutcome
 from gfgen.runtime.picture import save_figure
 from gfgen.runtime.plot_runs import draw_runs
-from gfgen.runtime.profile import Profile
+from gfgen.runtime.profile import Profile, load_profile
 from gfgen.runtime.signals import SignalPipe
 from gfgen.runtime.simulation import simulate
 
@@ -179,6 +179,10 @@ def workload(
     help="Stock diffusers on the same workload: diffusers[,degree=N][,uneven=true][,compiled=true].",
 )  # fmt: skip
 @click.option("--seconds", type=FiniteRange(0), help="Begin no run that may end after so long.")
+@click.option(
+    "--with", "earlier", multiple=True, type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="A compare.json of the same workload: its runs are kept beside the new ones, and not repeated.",
+)  # fmt: skip
 @click.option("--simulate", "is_simulated", is_flag=True, help="In virtual time, with a profile.")
 @click.option(
     "--slack", type=FiniteRange(0), metavar="SECONDS",
@@ -196,6 +200,7 @@ def compare(
     policies: tuple[str, ...],
     outside: tuple[str, ...],
     seconds: float | None,
+    earlier: tuple[Path, ...],
     device: str,
     random_weights: bool,
     vae_dtype: str,
@@ -245,12 +250,6 @@ def compare(
     except OSError as error:
         raise InputError(f"--output {output}: cannot be made ({error.strerror})") from None
     ends_s = None if seconds is None else began_s + seconds
-    if ranked is None:
-        if any(map(is_stock, texts)):
-            raise InputError(f"{NAME}: has no profile that it could be simulated with; leave out --simulate")
-        runs = _simulated(texts, name, model, options, profile_path)
-    else:
-        runs = _on_workers(texts, name, model, options, output, ranked, profile_path, ends_s)
     where = "simulated" if ranked is None else f"on {ranked.description}"
     conditions = {
         "workload": f"{name}, {model}, load {load:g} of {options.num_ranks} ranks, {options.num_jobs} jobs "
@@ -258,12 +257,22 @@ def compare(
         "simulated": is_simulated,
         "where": where,
         "options": [] if ranked is None else list(ranked.words),
+        "profile": None if profile_path is None else load_profile(profile_path).hash,
         "date": time.strftime("%Y-%m-%d"),
         "versions": versions(),
         "deadlines_from": deadlines_from,
     }
-    click.echo(f"{conditions['workload']}, {where}")
     comparison = Comparison(tuple(texts), baseline=against, slack_s=slack_s)
+    for path in earlier:
+        _take_in(path, comparison, conditions)
+    todo = comparison.not_run
+    if ranked is None:
+        if any(map(is_stock, todo)):
+            raise InputError(f"{NAME}: has no profile that it could be simulated with; leave out --simulate")
+        runs = _simulated(todo, name, model, options, profile_path)
+    else:
+        runs = _on_workers(todo, name, model, options, output, ranked, profile_path, ends_s)
+    click.echo(f"{conditions['workload']}, {where}")
     try:
         for run in _in_time(runs, comparison, ends_s):
             comparison.add(run)
@@ -273,6 +282,23 @@ def compare(
         raise _interrupted(stop, comparison, conditions, output) from None
     _report(comparison, conditions, output)
     return 1 if comparison.failures else 0
+
+
+def _take_in(path: Path, comparison: Comparison, conditions: Mapping[str, Any]) -> None:
+    """The runs of an earlier comparison, which must have been of the same workload, on the same ranks.
+
+    Raises: InputError that says what was different.
+    """
+    try:
+        content = json.loads(path.read_text())
+        for key in ("workload", "where", "options", "profile", "deadlines_from"):
+            if content[key] != conditions[key]:
+                raise ValueError(f"{key} is {content[key]!r}, and here {conditions[key]!r}")
+        if conditions["profile"] is None and not conditions["simulated"]:
+            raise ValueError("its times were measured, and so its arrivals were others; give --profile")
+        comparison.know(content)
+    except (OSError, KeyError, ValueError) as error:
+        raise InputError(f"--with {path}: {error}") from None
 
 
 def _ranks(

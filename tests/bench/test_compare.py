@@ -1,5 +1,6 @@
 import json
 import signal
+from dataclasses import replace
 
 import pytest
 from builders import make_job
@@ -68,7 +69,7 @@ def test_without_the_baseline_there_are_no_ratios():
 
 def test_where_no_job_is_done_there_is_no_latency():
     comparison = comparison_of(Run("legacy", [outcome("a", ended_s=4.0, status="failed")]))
-    assert comparison.table()[-1] == "| legacy | 0% | 0% | - | - | 0.0 | 1 | - | - | - | 1.00 |"
+    assert comparison.table()[-1] == "| legacy | 0% | 0% | - | - | - | 0.0 | 1 | - | - | - | 1.00 |"
     (run,) = json.loads(comparison.as_json({}))["runs"]
     assert (run["mean_s"], run["p50_s"], run["p95_s"], run["num_failed"]) == (None, None, None, 1)
     panels = draw_runs(comparison.figures(), title="").axes
@@ -198,6 +199,33 @@ def test_an_interrupted_comparison_keeps_what_is_done_and_says_so(
     assert [run["policy"] for run in found["runs"]] == ["legacy", "fcfs"]
     assert found["not_run"] == ["srtf"]
     assert "interrupted; not run: srtf" in (tmp_path / "compare.md").read_text()
+
+
+def test_runs_of_an_earlier_comparison_are_kept_beside_new_ones_and_not_repeated(tmp_path, capsys):
+    first, second = tmp_path / "first", tmp_path / "second"
+    for folder in (first, second):
+        folder.mkdir()
+    before = compare_simulated(first, "--policy", "srtf")
+    earlier = ["--with", str(first / "compare.json")]
+    capsys.readouterr()
+    found = compare_simulated(second, "--policy", "auto", *earlier)
+    assert [run["policy"] for run in found["runs"]] == ["legacy", "srtf", "auto"]
+    assert found["runs"][:2] == before["runs"]
+    assert "srtf: done" not in capsys.readouterr().out
+    with pytest.raises(SystemExit) as end:
+        main(["bench", "compare", "--simulate", "--load", "0.5", *earlier, "-o", str(second)])
+    assert end.value.code == 2
+    assert "workload is 'short, wan2.2-ti2v-5b, load 0.9" in capsys.readouterr().err
+
+
+def test_every_class_has_its_own_share():
+    tagged = [outcome(job_id, ended_s=ended_s) for job_id, ended_s in (("a", 4.0), ("b", 12.0), ("c", 4.0))]
+    for each, tag in zip(tagged, "LSS", strict=True):
+        info = replace(each.info, spec=replace(each.info.spec, tag=tag))
+        object.__setattr__(each, "info", info)
+    comparison = comparison_of(Run("legacy", tagged))
+    assert comparison.scores[0].by_class == {"L": 1.0, "S": 0.5}
+    assert "| S 50%, L 100% |" in comparison.table()[-1]
 
 
 def test_a_workload_is_written_as_a_job_file(tmp_path, capsys):

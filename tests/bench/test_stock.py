@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,17 +29,15 @@ def serving(
     """(job, error) in the order in which they ended, with ranks that take a moment for each."""
 
     def rank(connection: Any, *, writes: bool) -> None:
-        while True:
-            try:
+        with suppress(EOFError, OSError):  # the service is over
+            while True:
                 message = connection.recv()
-            except EOFError:
-                return
-            assert isinstance(message, Make)
-            time.sleep(step_s)
-            error = "out of memory" if message.spec.id in fails else None
-            connection.send(Made(message.spec.id, step_s, error))
-            if writes and error is None:
-                connection.send(Written(message.spec.id))
+                assert isinstance(message, Make)
+                time.sleep(step_s)
+                error = "out of memory" if message.spec.id in fails else None
+                connection.send(Made(message.spec.id, step_s, error))
+                if writes and error is None:
+                    connection.send(Written(message.spec.id))
 
     groups = []
     for _ in range(num_groups):
