@@ -16,6 +16,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -112,12 +113,13 @@ def serve(connection: Connection, settings: StockSettings) -> None:
         return
     connection.send(Answer())
     writer = _Writer(connection) if settings.rank == 0 else None
-    while (message := _received(connection)) is not None:
-        answer = _answer(pipeline, message, writer)
-        if writer is None:
-            connection.send(answer)
-        else:
-            writer.send(answer)
+    with suppress(OSError):  # nobody waits for an answer any more
+        while (message := _received(connection)) is not None:
+            answer = _answer(pipeline, message, writer)
+            if writer is None:
+                connection.send(answer)
+            else:
+                writer.send(answer)
 
 
 def _pipeline(settings: StockSettings) -> Any:
@@ -206,4 +208,5 @@ class _Writer:
                 write_output(frames, path, fps=spec.fps if len(frames) > 1 else None, metadata={})
             except Exception as problem:
                 error = _in_one_line(problem)
-            self.send(Written(spec.id, error))
+            with suppress(OSError):
+                self.send(Written(spec.id, error))
