@@ -227,6 +227,8 @@ class Control:
             logger.info("from now on %s decides: %s", event.policy, event.reason)
         self._num_changes += isinstance(event, JobArrived)
         outcomes = self.state.apply(event)
+        for end_s in self.state.take_renewed_ends():
+            self._wake_before(end_s)
         for observer in self.observers:
             observer.applied(event)
         for outcome in outcomes:
@@ -283,12 +285,15 @@ class Control:
             return False
         self.backend.submit(dispatch)
         self.journal.dispatched(dispatch)
-        if self.guard_s > 0:
-            wakeup_s = max(dispatch.predicted_end_s - self.guard_s, self.clock.now_s)
-            self.clock.at(Wakeup(wakeup_s))
+        self._wake_before(dispatch.predicted_end_s)
         for observer in self.observers:
             observer.dispatched(dispatch)
         return True
+
+    def _wake_before(self, end_s: float) -> None:
+        """Decide what follows a task shortly before it ends."""
+        if self.guard_s > 0:
+            self.clock.at(Wakeup(max(end_s - self.guard_s, self.clock.now_s)))
 
     def conclude(self, outcome: JobOutcome) -> None:
         """A job has ended."""

@@ -140,6 +140,11 @@ class CostModel:
                 )
         return published
 
+    def expected_s(self, cost_class: CostClass, stage: Stage, degrees: Degrees) -> float:
+        """The same for saying when a task ends: all that was measured counts at once."""
+        measured = cost_class.measured.get((stage, degrees))
+        return self.task_s(cost_class, stage, degrees) if measured is None else measured.value
+
     def estimate(self, cost_class: CostClass, stage: Stage, degrees: Degrees) -> Estimate:
         """The same as of this moment, with its provenance."""
         measured = cost_class.measured.get((stage, degrees))

@@ -26,6 +26,7 @@ class Flight:
 
     dispatch: Dispatch
     view: RunningTask
+    """Its predicted end is put right when the task before it has ended."""
     pending: set[int]
     is_foreseeable: bool
     """Its predicted end rests on a measurement, so that the next task may be queued by it."""
@@ -33,6 +34,8 @@ class Flight:
     void: bool = False
     lost: bool = False
     started_s: float = math.inf
+    ended_s: float = 0.0
+    """On the ranks that have told."""
     busy_s: float = 0.0
 
 
@@ -168,7 +171,7 @@ class RankRecord:
     @property
     def free_at_s(self) -> float:
         """When all that it was given is predicted to have ended, or has ended."""
-        free_s = self.flights[-1].dispatch.predicted_end_s if self.flights else self.idle_since_s
+        free_s = self.flights[-1].view.predicted_end_s if self.flights else self.idle_since_s
         return free_s + self.load_s if self.is_loading else free_s
 
 

@@ -86,6 +86,7 @@ class State:
         last_numbers = [point.last_number for point in self._resume.values()]
         self._ranks = [RankRecord(rank) for rank in range(num_ranks)]
         self._jobs = {job.job_id: self._record(job) for job in jobs}
+        self._renewed_ends_s: list[float] = []
         self._idle: set[int] = set()
         """Ranks that are ready and have nothing to do."""
         self._models = (
@@ -266,7 +267,7 @@ class State:
         source = self._living_holder(record)
         is_reached = source is not None and _share_island((*source.ranks, *layout.ranks), self._islands)
         move_s = self._costs.move_s(record.cost_class, source, layout)
-        task_s = self._costs.task_s(record.cost_class, task.stage, layout.degrees)
+        task_s = self._costs.expected_s(record.cost_class, task.stage, layout.degrees)
         self._last_number += 1
         dispatch = Dispatch(
             number=self._last_number,
@@ -370,6 +371,7 @@ class State:
     def _task_done(self, event: events.TaskDone) -> Iterable[JobOutcome]:
         flight = self._flights[event.dispatch]
         flight.started_s = min(flight.started_s, event.started_s)
+        flight.ended_s = max(flight.ended_s, event.ended_s)
         flight.busy_s = max(flight.busy_s, event.ended_s - event.started_s)
         return self._rank_ended(flight, event.rank, at_s=event.time_s)
 
@@ -392,6 +394,7 @@ class State:
         record.flights.remove(flight)
         if flight.failure is None:
             self._completed(record, flight)
+            self._renew_ends_behind(flight)
         else:
             self._failed(record, flight)
         return self._settle(record)
@@ -412,6 +415,28 @@ class State:
         if task.index + 1 == record.num_tasks:
             record.is_writing = True
             self._num_writing += 1
+
+    def _renew_ends_behind(self, flight: Flight) -> None:
+        """What was queued behind a task begins when that has really ended.
+
+        Else what each prediction is off by would add up from step to step.
+        """
+        behind = [self._ranks[rank].flights[:1] for rank in flight.dispatch.layout.ranks]
+        for other in {queued.dispatch.number: queued for [queued] in filter(None, behind)}.values():
+            task, layout = other.dispatch.task, other.dispatch.layout
+            if any(self._ranks[rank].flights[0] is not other for rank in other.pending):
+                continue
+            cost_class = self._jobs[task.job_id].cost_class
+            end_s = flight.ended_s + self._costs.expected_s(cost_class, task.stage, layout.degrees)
+            other.view = RunningTask(task, layout, end_s)
+            for rank in layout.ranks:
+                self._ranks[rank].view = None
+            self._renewed_ends_s.append(end_s)
+
+    def take_renewed_ends(self) -> list[float]:
+        """Predicted ends of running tasks that have changed since this was asked last."""
+        renewed, self._renewed_ends_s = self._renewed_ends_s, []
+        return renewed
 
     def _failed(self, record: JobRecord, flight: Flight) -> None:
         """Go back to the failed task; what was queued on its output is void and ends by itself."""

@@ -1,10 +1,20 @@
+import itertools
+
 import pytest
 from builders import STEP_S, make_job, simulate, simulated_control
 
 from gfgen.errors import InterruptedRunError, PolicyFault, StalledError
+from gfgen.graph import Stage
 from gfgen.layout import Layout
 from gfgen.policies.catalog import NamedPolicy
-from gfgen.runtime.events import ClosingTime, JobCancelled, OutputWritten, PolicyChanged, StopRequested
+from gfgen.runtime.events import (
+    ClosingTime,
+    JobCancelled,
+    OutputWritten,
+    PolicyChanged,
+    StopRequested,
+    TaskDone,
+)
 from gfgen.runtime.simulate import SimulatedBackend
 from gfgen.snapshot import Decision
 
@@ -292,3 +302,22 @@ def test_what_closing_time_stops_is_kept_too():
     control.clock.at(ClosingTime(5.05))
     control.run()
     assert [job_id for job_id, _, _ in control.backend.kept] == ["short", "long"]
+
+
+@pytest.mark.parametrize(
+    ("first_s", "others_s"),
+    [(0.30, (0.27,)), (0.27, (0.267, 0.273)), (0.27, (0.268,)), (0.27, (0.272,))],
+    ids=["slow at first", "varying", "slow at first by little", "quick at first"],
+)
+def test_the_next_step_is_queued_shortly_before_the_end_whatever_predictions_were_off_by(first_s, others_s):
+    """Errors do not add up from step to step, and one of some percent does not last."""
+    durations_s = itertools.chain([first_s], itertools.cycle(others_s))
+
+    def task_s(dispatch):
+        return next(durations_s) if dispatch.task.stage is Stage.DENOISE else 0.05
+
+    recorder = simulate([make_job("a", steps=60)], policy="fcfs", num_ranks=1, guard_s=0.005, task_s=task_s)
+    ends_s = {event.dispatch: event.ended_s for event in recorder.events if isinstance(event, TaskDone)}
+    steps = [dispatch for dispatch in recorder.dispatches if dispatch.task.stage is Stage.DENOISE]
+    early_s = [ends_s[before.number] - after.submitted_s for before, after in itertools.pairwise(steps)]
+    assert all(0.0 < each < 0.010 for each in early_s[20:])
