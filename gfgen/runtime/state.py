@@ -394,7 +394,7 @@ class State:
         record.flights.remove(flight)
         if flight.failure is None:
             self._completed(record, flight)
-            self._renew_ends_behind(flight)
+            self._renew_ends_behind(record, flight)
         else:
             self._failed(record, flight)
         return self._settle(record)
@@ -416,22 +416,31 @@ class State:
             record.is_writing = True
             self._num_writing += 1
 
-    def _renew_ends_behind(self, flight: Flight) -> None:
-        """What was queued behind a task begins when that has really ended.
+    def _renew_ends_behind(self, record: JobRecord, flight: Flight) -> None:
+        """What waited for a task, or for its ranks, begins when that has really ended.
 
         Else what each prediction is off by would add up from step to step.
         """
-        behind = [self._ranks[rank].flights[:1] for rank in flight.dispatch.layout.ranks]
-        for other in {queued.dispatch.number: queued for [queued] in filter(None, behind)}.values():
-            task, layout = other.dispatch.task, other.dispatch.layout
-            if any(self._ranks[rank].flights[0] is not other for rank in other.pending):
+        waiting = [*record.flights[:1]]
+        for rank in flight.dispatch.layout.ranks:
+            waiting += self._ranks[rank].flights[:1]
+        for other in {queued.dispatch.number: queued for queued in waiting}.values():
+            if not self._has_begun(other):
                 continue
+            task, layout = other.dispatch.task, other.dispatch.layout
             cost_class = self._jobs[task.job_id].cost_class
             end_s = flight.ended_s + self._costs.expected_s(cost_class, task.stage, layout.degrees)
             other.view = RunningTask(task, layout, end_s)
             for rank in layout.ranks:
                 self._ranks[rank].view = None
             self._renewed_ends_s.append(end_s)
+
+    def _has_begun(self, flight: Flight) -> bool:
+        """Whether its input is there, and nothing is before it on any rank that has not told its end."""
+        record = self._jobs[flight.dispatch.task.job_id]
+        return record.flights[0] is flight and all(
+            self._ranks[rank].flights[0] is flight for rank in flight.pending
+        )
 
     def take_renewed_ends(self) -> list[float]:
         """Predicted ends of running tasks that have changed since this was asked last."""

@@ -321,3 +321,20 @@ def test_the_next_step_is_queued_shortly_before_the_end_whatever_predictions_wer
     steps = [dispatch for dispatch in recorder.dispatches if dispatch.task.stage is Stage.DENOISE]
     early_s = [ends_s[before.number] - after.submitted_s for before, after in itertools.pairwise(steps)]
     assert all(0.0 < each < 0.010 for each in early_s[20:])
+
+
+def test_steps_that_move_to_other_ranks_are_queued_shortly_before_the_end_too():
+    def by_turns(snapshot):
+        for view in snapshot.open.values():
+            rank = view.next_task.index % 2
+            if rank in snapshot.free_ranks:
+                yield Decision(view.next_task, Layout.single(rank))
+
+    control, recorder = simulated_control(
+        [make_job("a", steps=40)], num_ranks=2, guard_s=0.005, task_s=lambda _: 0.27
+    )
+    control.policy = NamedPolicy("by turns", by_turns)
+    control.run()
+    ends_s = {event.dispatch: event.ended_s for event in recorder.events if isinstance(event, TaskDone)}
+    early_s = [ends_s[b.number] - a.submitted_s for b, a in itertools.pairwise(recorder.dispatches)]
+    assert all(0.0 < each < 0.010 for each in early_s[5:-1])
