@@ -520,9 +520,10 @@ class _Bench:
         return watch.ended_jobs, summary
 
     def warm_up(self, specs: Sequence[JobSpec], *, steps: int) -> None:
-        """A short job of each class on every rank, and on all of them together."""
+        """A short job of each class on every rank, on every two, and on all of them together."""
         examples = {spec.tag: spec for spec in specs}.values()
-        for text, copies in (("legacy,degree=1", self._ranks.num_ranks), ("legacy", 1)):
+        for degree in sorted({1, min(2, self._ranks.num_ranks), self._ranks.num_ranks}):
+            text, copies = f"legacy,degree={degree}", self._ranks.num_ranks // degree
             jobs = [
                 replace(spec, id=f"{spec.id}-{copy}", steps=steps, arrival_s=0.0)
                 for spec in examples

@@ -548,6 +548,11 @@ class GpuWorker(Worker):
             device_s = launched.entered.elapsed_time(launched.ended) / 1e3
             self._forwards.observe(launched.forward, launch_s=launched.launch_s, device_s=device_s)
         frames = launched.made.pop("frames", None)
+        if set(launched.made) == {"latents"}:
+            # Other ranks may go on at once: all else that they need is in the slab. Publishing goes through
+            # host memory, and need not be over, since the next version has a bank of its own.
+            with self._lock:
+                job.finish(message.number)
         if message.layout.slot_of(self._rank) == 0:
             version, store = launched.task.index + 1, self._host.store
             for name, fields in launched.made.items():

@@ -29,6 +29,7 @@ from gfgen.layout import Layout
 from gfgen.models import lanes
 from gfgen.models.adapter import Fields
 from gfgen.policies.catalog import NamedPolicy
+from gfgen.runtime import worker_gpu
 from gfgen.runtime.events import FramesLost, ModelsChanged, RankLoaded, TaskDone
 from gfgen.runtime.messages import ModelsSet, RunTask
 from gfgen.runtime.migration import Transfer
@@ -341,3 +342,39 @@ def test_a_rank_tells_how_long_its_device_idled_before_a_task(gpu_pool, tmp_path
     done = [event for event in recorder.events if isinstance(event, TaskDone)]
     assert all(event.idle_s is not None and event.idle_s > 0 for event in done[1:])
     assert sum(event.idle_s for event in done[1:]) < done[-1].ended_s - done[0].ended_s
+
+
+@pytest.mark.parametrize(
+    ("made", "order"),
+    [
+        (("latents",), ["sent on", "latents published", "sent on"]),
+        (("condition", "latents"), ["condition published", "latents published", "sent on"]),
+    ],
+    ids=["of a step", "with what others need beside it"],
+)
+def test_latents_go_to_other_ranks_before_they_are_published(monkeypatch, made, order):
+    done: list[str] = []
+    monkeypatch.setattr(worker_gpu, "publish", lambda slab, name, *_, **__: done.append(f"{name} published"))
+    worker: Any = GpuWorker.__new__(GpuWorker)
+    worker._rank, worker._last_end, worker._lock = 0, None, threading.RLock()
+    worker._abandoned, worker._is_over = set(), False
+    worker._host = SimpleNamespace(store=None)
+    worker._channel = SimpleNamespace(send=lambda report: None)
+    worker._leave = lambda number: None
+    event = SimpleNamespace(synchronize=lambda: None, elapsed_time=lambda other: 1.0)
+    worker._settle(
+        SimpleNamespace(
+            message=SimpleNamespace(number=7, layout=Layout.single(0)),
+            job=SimpleNamespace(slab=None, finish=lambda number: done.append("sent on")),
+            task=Task("a", 2, Stage.DENOISE, 0),
+            made={name: Fields() for name in made},
+            begun=event,
+            entered=event,
+            ended=event,
+            outcome=None,
+            forward=None,
+            waited_s=0.0,
+            moved_s=0.0,
+        )
+    )
+    assert done == order
