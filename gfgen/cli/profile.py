@@ -274,7 +274,7 @@ def _measure(todo: Sequence[Any], unfinished: _Unfinished, costs: CostModel, opt
 
 
 def _pool(checkpoints: Sequence[Path], options: Ranks) -> WorkerPool:
-    """Workers, and on GPUs a writer for each of them: groups there end at the same time."""
+    """Workers that are about to load these models."""
     return WorkerPool(
         num_ranks=options.num_ranks,
         checkpoints=checkpoints,
@@ -283,7 +283,6 @@ def _pool(checkpoints: Sequence[Path], options: Ranks) -> WorkerPool:
         vae_dtype=options.vae_dtype,
         has_graphs=options.has_graphs,
         islands=options.devices.islands,
-        num_writers=options.num_ranks if options.are_on_gpus else 1,
     )
 
 

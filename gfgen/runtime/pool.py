@@ -60,6 +60,12 @@ KILLED_S = 10.0
 or on a disk that is gone, does not end before that does."""
 
 
+def default_writers(*, num_ranks: int, num_cores: int) -> int:
+    """As many as there are GPUs, which may all decode at once, as long as each has four cores: a writer keeps
+    up to three busy while it encodes, and each rank one."""
+    return max(1, min(num_ranks, num_cores // 4))
+
+
 @dataclass(slots=True, eq=False)
 class Child:
     """A process and the channel to it."""
@@ -165,7 +171,7 @@ class WorkerPool:
         has_graphs: bool = False,
         memory_limit: int | None = None,
         islands: Sequence[Sequence[int]] | None = None,
-        num_writers: int = 1,
+        num_writers: int | None = None,
         preload: Sequence[str] = PRELOAD,
         plan: Plan | None = None,
     ) -> None:
@@ -198,6 +204,9 @@ class WorkerPool:
         """Ranks that died too often, or whose process does not end; they stay away."""
         self._arenas = RankArenas(self._plan, num_ranks=num_ranks, are_on_gpus=are_on_gpus)
         self.workers = [self._start_worker(rank, incarnation=1) for rank in range(num_ranks)]
+        if num_writers is None:
+            cores = len(os.sched_getaffinity(0))
+            num_writers = default_writers(num_ranks=num_ranks, num_cores=cores) if are_on_gpus else 1
         self.writers = [self._start_writer(idx) for idx in range(num_writers)]
         if not are_on_gpus:
             self._send_arenas(self.workers)

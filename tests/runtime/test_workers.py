@@ -21,6 +21,7 @@ from gfgen.runtime.control import Control
 from gfgen.runtime.cost import CostModel
 from gfgen.runtime.events import RankReady, TaskFailed
 from gfgen.runtime.outputs import read_metadata
+from gfgen.runtime.pool import default_writers
 from gfgen.runtime.slab import Slab, SlabPlan
 from gfgen.runtime.state import State
 from gfgen.runtime.worker_jobs import fetch
@@ -193,6 +194,13 @@ def test_messages_for_a_task_are_small(pool, tmp_path):
     recorder = run(pool, tmp_path, JobSpec(id="picture", prompt="fox " * 500, **PICTURE | {"steps": 30}))
     sent = sum(worker.channel.sent_bytes for worker in pool.workers) - sent
     assert sent / len(recorder.dispatches) < 1024
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_cores", "writers"), [(4, 64, 4), (1, 16, 1), (4, 9, 2), (4, 2, 1)]
+)
+def test_gpus_have_a_writer_each_as_far_as_there_are_cores(num_ranks, num_cores, writers):
+    assert default_writers(num_ranks=num_ranks, num_cores=num_cores) == writers
 
 
 def test_the_files_path_may_lie_in_a_folder_with_spaces(pool, tmp_path):
