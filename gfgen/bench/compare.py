@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -74,10 +74,7 @@ class Comparison:
 
         Raises: ValueError for what is none.
         """
-        try:
-            found = [Score(**run) for run in content["runs"]]
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"no runs of a comparison: {error}") from None
+        found = scores_of(content)
         self.scores += found
         self.policies = tuple(dict.fromkeys([*(each.policy for each in found), *self.policies]))
         self.notes += content.get("notes", [])
@@ -133,6 +130,43 @@ class Comparison:
             "not_run": self.not_run,
         }
         return json.dumps(content, indent=1) + "\n"
+
+
+ATTAINMENT_GOAL, MAKESPAN_GOAL = 0.03, 0.05
+"""How far a simulation may be from the run that it predicts."""
+
+
+def fidelity_table(simulated: Sequence[Score], ran: Sequence[Score]) -> Iterator[str]:
+    """Markdown: what was simulated beside what was so, for policies that have both."""
+    real = {found.policy: found for found in ran}
+    yield (
+        "| policy | deadlines met: run | simulated | off by, points | makespan: run | simulated | off by "
+        f"| within {100 * ATTAINMENT_GOAL:g} points and {MAKESPAN_GOAL:.0%} |"
+    )
+    yield "|---|---|---|---|---|---|---|---|"
+    for found in simulated:
+        if found.policy not in real:
+            continue
+        other = real[found.policy]
+        points = found.attainment - other.attainment
+        makespan = found.makespan_s / other.makespan_s - 1
+        is_met = abs(points) <= ATTAINMENT_GOAL and abs(makespan) <= MAKESPAN_GOAL
+        yield (
+            f"| {found.policy} | {other.attainment:.0%} | {found.attainment:.0%} | {100 * points:+.1f} "
+            f"| {in_words(other.makespan_s)} | {in_words(found.makespan_s)} | {makespan:+.1%} "
+            f"| {'yes' if is_met else '**no**'} |"
+        )
+
+
+def scores_of(content: Mapping[str, Any]) -> list[Score]:
+    """Those in a comparison's file.
+
+    Raises: ValueError for what is none.
+    """
+    try:
+        return [Score(**run) for run in content["runs"]]
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"no runs of a comparison: {error}") from None
 
 
 def _cells(found: Score, baseline: Score | None) -> list[str]:

@@ -20,8 +20,8 @@ from typing import Any
 import click
 
 from gfgen import log
-from gfgen.bench.compare import COMPARED, Comparison, Run, attempt
-from gfgen.bench.scores import Outcomes
+from gfgen.bench.compare import COMPARED, Comparison, Run, attempt, fidelity_table, scores_of
+from gfgen.bench.scores import Outcomes, Score
 from gfgen.bench.stock import NAME, StockRanks, is_stock, run_stock, stock_options
 from gfgen.bench.workloads import (
     WORKLOADS,
@@ -185,6 +185,10 @@ def workload(
 )  # fmt: skip
 @click.option("--simulate", "is_simulated", is_flag=True, help="In virtual time, with a profile.")
 @click.option(
+    "--beside", type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="With --simulate: the compare.json of a run of the same workload, to see how well it is predicted.",
+)  # fmt: skip
+@click.option(
     "--slack", type=FiniteRange(0), metavar="SECONDS",
     help="A job is in time for the client until so long after its deadline. [by model, as in the paper]",
 )  # fmt: skip
@@ -201,6 +205,7 @@ def compare(
     outside: tuple[str, ...],
     seconds: float | None,
     earlier: tuple[Path, ...],
+    beside: Path | None,
     device: str,
     random_weights: bool,
     vae_dtype: str,
@@ -265,6 +270,9 @@ def compare(
     comparison = Comparison(tuple(texts), baseline=against, slack_s=slack_s)
     for path in earlier:
         _take_in(path, comparison, conditions)
+    if beside is not None and ranked is not None:
+        raise InputError("--beside: has no effect without --simulate")
+    ran = [] if beside is None else _runs_of_same_jobs(beside, conditions)
     todo = comparison.not_run
     if ranked is None:
         if any(map(is_stock, todo)):
@@ -281,7 +289,24 @@ def compare(
     except (KeyboardInterrupt, InterruptedRunError) as stop:
         raise _interrupted(stop, comparison, conditions, output) from None
     _report(comparison, conditions, output)
+    if ran:
+        click.echo("\n" + "\n".join(fidelity_table(comparison.scores, ran)))
     return 1 if comparison.failures else 0
+
+
+def _runs_of_same_jobs(path: Path, conditions: Mapping[str, Any]) -> Sequence[Score]:
+    """What was run of the workload that is about to be simulated, by the same profile.
+
+    Raises: InputError that says what was different.
+    """
+    try:
+        content = json.loads(path.read_text())
+        for key in ("workload", "profile", "deadlines_from"):
+            if content[key] != conditions[key]:
+                raise ValueError(f"{key} is {content[key]!r}, and here {conditions[key]!r}")
+        return scores_of(content)
+    except (OSError, KeyError, ValueError) as error:
+        raise InputError(f"--beside {path}: {error}") from None
 
 
 def _take_in(path: Path, comparison: Comparison, conditions: Mapping[str, Any]) -> None:

@@ -218,6 +218,27 @@ def test_runs_of_an_earlier_comparison_are_kept_beside_new_ones_and_not_repeated
     assert "workload is 'short, wan2.2-ti2v-5b, load 0.9" in capsys.readouterr().err
 
 
+def test_a_simulation_stands_beside_the_run_that_it_predicts(tmp_path, capsys):
+    first, second = tmp_path / "first", tmp_path / "second"
+    for folder in (first, second):
+        folder.mkdir()
+    compare_simulated(first, "--policy", "srtf")
+    content = json.loads((first / "compare.json").read_text())
+    content["runs"][0] |= {"attainment": content["runs"][0]["attainment"] - 0.1, "makespan_s": 1e6}
+    (first / "compare.json").write_text(json.dumps(content))
+    capsys.readouterr()
+    compare_simulated(second, "--policy", "srtf", "--beside", str(first / "compare.json"))
+    *_, legacy, srtf = capsys.readouterr().out.strip().splitlines()
+    assert legacy.startswith("| legacy |")
+    assert "| +10.0 |" in legacy
+    assert legacy.endswith("| **no** |")
+    assert srtf.startswith("| srtf |")
+    assert srtf.endswith("| +0.0% | yes |")
+    with pytest.raises(SystemExit):
+        main(["bench", "compare", "--device", "cpu", "--beside", str(first / "compare.json")])
+    assert "--beside: has no effect without --simulate" in capsys.readouterr().err
+
+
 def test_every_class_has_its_own_share():
     tagged = [outcome(job_id, ended_s=ended_s) for job_id, ended_s in (("a", 4.0), ("b", 12.0), ("c", 4.0))]
     for each, tag in zip(tagged, "LSS", strict=True):
