@@ -225,7 +225,7 @@ def _changed(
     """A job that goes round these ranks; a row for each change."""
     rounds = math.ceil(setting.num_samples / 2) + SETTLING_ROUNDS + 1
     layouts = [layout_on(job, places[step % len(places)]) for step in range(rounds * len(places))]
-    pairs = list(itertools.pairwise([*places, places[0]]))
+    changes = {_change(*pair): None for pair in itertools.pairwise([*places, places[0]])}
 
     def measure() -> Sequence[Row]:
         record = setting.run(
@@ -235,20 +235,16 @@ def _changed(
             ),
             guard_s=guard_s,
         )
-        by_change: dict[object, list[float]] = defaultdict(list)
+        gaps: dict[str, list[float]] = defaultdict(list)
         for gap in _settled(record, SETTLING_ROUNDS * len(places)):
-            by_change[gap.before.layout.ranks, gap.after.layout.ranks].append(gap.seconds)
+            gaps[_change(gap.before.layout.ranks, gap.after.layout.ranks)].append(gap.seconds)
         goal_s = None if guard_s == 0.0 else CHANGED_GOAL_S
         return [
-            _gap_row(
-                f"changed, {_change(before, after)}, {_size(job)}{suffix}",
-                by_change[layout_on(job, before).ranks, layout_on(job, after).ranks],
-                goal_s=goal_s,
-            )
-            for before, after in pairs
+            _gap_row(f"changed, {change}, {_size(job)}{suffix}", gaps[change], goal_s=goal_s)
+            for change in changes
         ]
 
-    name = f"changed, {' and '.join(_change(*pair) for pair in pairs)}, {_size(job)}{suffix}"
+    name = f"changed, {' and '.join(changes)}, {_size(job)}{suffix}"
     return Case(name, measure, _predicted_s(setting, job, layouts, setting.ranks))
 
 
