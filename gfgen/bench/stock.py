@@ -178,18 +178,28 @@ class _AcceptedGroups:
         self._stack = ExitStack()
 
     def __enter__(self) -> tuple[list[_Group], str]:
-        options, ranks = self._options, self._ranks
-        degrees = [options.degree] if options.degree else _degrees(ranks.num_ranks)
+        try:
+            return self._accepting()
+        except BaseException:
+            self._stack.close()
+            raise
+
+    def _accepting(self) -> tuple[list[_Group], str]:
+        options, refusal = self._options, None
+        is_uneven = bool(options.is_uneven)
+        degrees = [options.degree] if options.degree else _degrees(self._ranks.num_ranks)
         for degree in degrees:
-            groups = self._start(degree, is_uneven=bool(options.is_uneven))
-            if not (refusal := self._refusal(groups[0])):
-                return groups, _words(degree, len(groups), options, is_uneven=bool(options.is_uneven))
+            groups = self._start(degree, is_uneven=is_uneven)
+            refusal = self._refusal(groups[0], is_uneven=is_uneven)
+            if refusal is None:
+                return groups, _words(degree, len(groups), options, is_uneven=is_uneven)
             self._tell(f"{options.text}: refused on {degree}: {refusal}")
             if degree > 1 and options.is_uneven is None:
                 for group in groups:
                     group.tell(UseUneven())
                 _require(error for group in groups for error in group.answers())
-                if not (refusal := self._refusal(groups[0])):
+                refusal = self._refusal(groups[0], is_uneven=True)
+                if refusal is None:
                     return groups, _words(degree, len(groups), options, is_uneven=True)
                 self._tell(f"{options.text}: refused on {degree} with uneven shards: {refusal}")
             self._stack.close()
@@ -230,11 +240,18 @@ class _AcceptedGroups:
         _require(error for group in groups for error in group.answers())
         return groups
 
-    def _refusal(self, group: _Group) -> str | None:
-        """Why one of the jobs would not run; each kind is tried on one group."""
-        tries = [*_kinds(self._jobs), *_texts(self._jobs)]
-        group.tell(*[Try(job.spec) for job in tries])
-        return next((error for error in group.answers(len(tries)) if error is not None), None)
+    def _refusal(self, group: _Group, *, is_uneven: bool) -> str | None:
+        """Why one of the jobs would not run; each kind is tried on one group.
+
+        Uneven shards only have to have something in them, so that the shortest text tells it.
+        """
+        texts = sorted(_texts(self._jobs), key=lambda job: len(job.spec.prompt))
+        for job in [*_kinds(self._jobs), *(texts[:1] if is_uneven else texts)]:
+            group.tell(Try(job.spec))
+            for error in group.answers():
+                if error is not None:
+                    return error
+        return None
 
 
 def _require(errors: Iterator[str | None]) -> None:

@@ -65,6 +65,7 @@ SIMULATED_JOBS, REAL_JOBS = 100, 40
 SIMULATED_MODEL, REAL_MODEL = "wan2.2-ti2v-5b", "tiny-wan"
 DEGREES = (1, 2, 4, 8)
 WARM_UP_STEPS = 2
+JSON_NAME = "compare.json"
 
 
 class FiniteRange(click.FloatRange):
@@ -284,6 +285,7 @@ def compare(
     try:
         for run in _in_time(runs, comparison, ends_s):
             comparison.add(run)
+            (output / JSON_NAME).write_text(comparison.as_json(conditions))  # whatever happens next
             at = f"{time.monotonic() - began_s:5.0f} s  "
             click.echo(f"{at}{run.policy}: {'done' if run.error is None else 'failed'}")
     except (KeyboardInterrupt, InterruptedRunError) as stop:
@@ -377,7 +379,7 @@ def _report(comparison: Comparison, conditions: dict[str, Any], output: Path) ->
     """Show the table, and write the files, with whatever there is."""
     lines, remarks = comparison.table(), comparison.remarks()
     click.echo("\n" + "\n".join([*lines, "", *remarks]).strip("\n") + "\n")
-    (output / "compare.json").write_text(comparison.as_json(conditions))
+    (output / JSON_NAME).write_text(comparison.as_json(conditions))
     paragraphs = [conditions["workload"], *(["\n".join(lines)] if lines else []), *remarks]
     (output / "compare.md").write_text("\n\n".join(paragraphs) + "\n")
     chart = output / "compare.png"

@@ -6,7 +6,7 @@ import contextlib
 import json
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
@@ -97,9 +97,19 @@ def elasticity(
             raise InputError(f"--only {' '.join(only)}: fits no case such as {found[0].name!r}")
         left_s = None if seconds is None else seconds - (time.monotonic() - began_s)
         _tell(f"{time.monotonic() - began_s:5.0f} s  warm; {_announced(cases)}")
-        rows = list(bench.measure_cases(cases, seconds=left_s, tell=_tell))
-    words = _words(options, model=model, samples=samples, lookahead=lookahead, only=only)
-    about = {"device": options.description, "command": " ".join(words), "model": model}
+        words = _words(options, model=model, samples=samples, lookahead=lookahead, only=only)
+        about = {"device": options.description, "command": " ".join(words), "model": model}
+        rows: list[bench.Row] = []
+        try:
+            for row in bench.measure_cases(cases, seconds=left_s, tell=_tell):
+                rows.append(row)
+        finally:  # what a failed case left is kept
+            _report(rows, about, output, as_json=as_json)
+
+
+def _report(
+    rows: Sequence[bench.Row], about: Mapping[str, str], output: Path | None, *, as_json: bool
+) -> None:
     content = json.dumps(bench.as_content(rows, **about), indent=1) + "\n"
     text = "\n".join(bench.table_of(rows, **about)) + "\n"
     click.echo(content if as_json else text, nl=False)

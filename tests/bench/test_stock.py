@@ -157,7 +157,7 @@ def test_the_largest_degree_that_is_accepted_is_taken(monkeypatch, most, text, w
     monkeypatch.setattr(
         stock._AcceptedGroups, "_start", lambda _, *args, **named: picky.start(*args, **named)
     )
-    monkeypatch.setattr(stock._AcceptedGroups, "_refusal", lambda _, group: picky.refusal(group))
+    monkeypatch.setattr(stock._AcceptedGroups, "_refusal", lambda _, group, **__: picky.refusal(group))
     ranks = stock.StockRanks(Path("."), 4, "cpu")
     with stock._AcceptedGroups([make_job("a")], stock_options(text), ranks, lambda line: None) as found:
         assert found[1] == way
@@ -197,3 +197,34 @@ def test_options_are_read_and_others_refused():
 )
 def test_what_else_is_compared_comes_as_the_same_option(words, read):
     assert list(_spelled_out(words)) == read
+
+
+class Answering:
+    """A group that refuses one job, and what it was asked to try."""
+
+    def __init__(self, refuses):
+        self.refuses, self.tried = refuses, []
+
+    def tell(self, message):
+        self.tried.append(message.spec.id)
+
+    def answers(self):
+        return [None, "no" if self.tried[-1] == self.refuses else None]
+
+
+@pytest.mark.parametrize(
+    ("is_uneven", "refuses", "tried", "refusal"),
+    [
+        (False, "a", ["b", "c", "a"], "no"),
+        (False, "b", ["b"], "no"),
+        (False, None, ["b", "c", "a", "b"], None),
+        (True, None, ["b", "c", "a"], None),
+    ],
+)
+def test_no_more_is_tried_than_tells_whether_all_jobs_run(is_uneven, refuses, tried, refusal):
+    jobs = [make_job("a"), make_job("b"), make_job("c", shape="large")]
+    jobs = [replace(job, info=replace(job.info, family="qwen-image")) for job in jobs]
+    group: Any = Answering(refuses)
+    groups = stock._AcceptedGroups(jobs, StockOptions(), stock.StockRanks(Path("."), 4, "cpu"), print)
+    assert groups._refusal(group, is_uneven=is_uneven) == refusal
+    assert group.tried == tried
