@@ -47,7 +47,8 @@ class Ranks:
         """As in '4 x NVIDIA H200'."""
         if self.devices.gpus:
             return f"{self.num_ranks} x {self.device_name}"
-        return f"{self.num_ranks} CPU ranks on {self.device_name}"
+        noun = "rank" if self.num_ranks == 1 else "ranks"
+        return f"{self.num_ranks} CPU {noun} on {self.device_name}"
 
     @property
     def words(self) -> tuple[str, ...]:
