@@ -39,6 +39,8 @@ MAX_LOST_WORKERS = 3
 RETRY_LOAD_S = 600.0
 """A model that no rank could load is tried again for jobs that arrive so much later."""
 _SAME_TIME_S = 1e-6
+_SAME_END = 0.1
+"""Of the guard: a predicted end that is off by less stays as it is, and costs nothing."""
 NUM_RECENT = 24
 """Arrivals that are remembered, as a sample of what may be expected."""
 _RENEWALS_S = (0.25, 10.0)
@@ -421,19 +423,21 @@ class State:
 
         Else what each prediction is off by would add up from step to step.
         """
-        waiting = [*record.flights[:1]]
+        if self._guard_s <= 0:
+            return
+        waiting = record.flights[:1]
         for rank in flight.dispatch.layout.ranks:
-            waiting += self._ranks[rank].flights[:1]
-        for other in {queued.dispatch.number: queued for queued in waiting}.values():
-            if not self._has_begun(other):
-                continue
+            waiting += [other for other in self._ranks[rank].flights[:1] if other not in waiting]
+        for other in waiting:
             task, layout = other.dispatch.task, other.dispatch.layout
             cost_class = self._jobs[task.job_id].cost_class
             end_s = flight.ended_s + self._costs.expected_s(cost_class, task.stage, layout.degrees)
-            other.view = RunningTask(task, layout, end_s)
-            for rank in layout.ranks:
-                self._ranks[rank].view = None
-            self._renewed_ends_s.append(end_s)
+            is_off = abs(end_s - other.view.predicted_end_s) > _SAME_END * self._guard_s
+            if is_off and self._has_begun(other):
+                other.view = RunningTask(task, layout, end_s)
+                for rank in layout.ranks:
+                    self._ranks[rank].view = None
+                self._renewed_ends_s.append(end_s)
 
     def _has_begun(self, flight: Flight) -> bool:
         """Whether its input is there, and nothing is before it on any rank that has not told its end."""
