@@ -314,7 +314,8 @@ class ProcessBackend:
                 yield OutputFailed(now_s, failed.job_id, failed.reason)
             case WorkerReady() as ready:
                 self._pool.take_ready(child, ready, received[1])
-                self._note_loaded(child)
+                if child.asked_to_load_s is None:  # else it holds those of before, and has yet to change
+                    self._note_loaded(child)
                 event = self._ready(child)
                 if self._recovery and child.rank in self._recovery.dead:
                     self._held_back.append(event)

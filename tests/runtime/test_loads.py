@@ -131,3 +131,18 @@ def test_one_rank_that_cannot_load_is_replaced_and_the_model_is_kept(
     found = events_until(backend, RankReady)
     assert not any(isinstance(event, LoadFailed) for event in found)
     assert str(tmp_path / "other") in backend._pool._settings["checkpoints"]
+
+
+def test_a_rank_that_becomes_ready_with_the_models_of_before_has_not_loaded_those_of_now(
+    backend: ProcessBackend, tmp_path: Path
+) -> None:
+    """Or others would be blamed for what no rank can load."""
+    events_until(backend, RankReady, 2)
+    backend._pool.workers[1].kill()
+    events_until(backend, RankLost)
+    backend.load({"bad": tmp_path / "broken"}, load_s=1.0)
+    ready = events_until(backend, RankReady)[-1]
+    assert isinstance(ready, RankReady)
+    assert ready.rank == 1
+    assert backend._loads is not None
+    assert not backend._loads.can_be_loaded
