@@ -93,7 +93,7 @@ class Door(Observer):
         """As the front knows them."""
         self._policy: events.PolicyChanged | None = None
         self._loads: list[Event] = []
-        """The last change of models, and the ranks that have loaded since."""
+        """The last change of models, and the ranks that have loaded, or become ready with them, since."""
 
     def timed(self, backend: Backend) -> Stopwatch:
         """Note how long the turns are of the loop that asks this backend."""
@@ -246,6 +246,8 @@ class Door(Observer):
                 self._landed(event)
             case events.RankReady():
                 self._ranks.setdefault(event.rank, []).append(event)
+                if self._loads:
+                    self._loads.append(event)
             case events.RankLost():
                 self._ranks[event.rank] = [event]
             case events.PolicyChanged():

@@ -12,12 +12,21 @@ from builders import make_job, simulated_control
 from gfgen.errors import RunError
 from gfgen.policies.catalog import load_policy
 from gfgen.runtime.dispatch import Dispatch
-from gfgen.runtime.events import JobCancelled, PolicyChanged, RankReady, TaskDone
+from gfgen.runtime.events import (
+    JobCancelled,
+    ModelsChanged,
+    PolicyChanged,
+    RankLoaded,
+    RankLost,
+    RankReady,
+    TaskDone,
+)
 from gfgen.runtime.observer import JobOutcome
 from gfgen.server import door as doors
 from gfgen.server.choosing import SwitchedChooser
 from gfgen.server.door import MAX_AT_ONCE, Door
 from gfgen.server.link import Cancel, Framing, Hello, Link, Noted, Rows, Serving, SetPolicy, Submit, pack
+from gfgen.server.live import Live
 
 SERVING = Serving(max, (), "cpu", 2, "srtf", 0.0)
 
@@ -179,6 +188,27 @@ def test_a_new_front_is_told_where_everything_stands(door):
     assert second.of(JobOutcome) == [recorder.outcomes[-1]]
     assert wanted == [JobCancelled(1.0, "b")], "what the store has not open is not wanted any more"
     assert door.take() == []
+
+
+def test_a_new_front_knows_that_a_rank_which_died_over_its_models_is_ready_with_them(door):
+    for event in (
+        RankReady(0.0, 0, 1, 0.0),
+        RankReady(0.0, 1, 1, 0.0),
+        ModelsChanged(1.0, ("wan",), 5.0, "x"),
+        RankLost(2.0, 1, 1, "killed while it was loading"),
+        RankReady(6.0, 1, 2, 4.0),
+    ):
+        door.applied(event)
+    live = Live(now=lambda: 7.0, max_open=10)
+    front = Front(door)
+    door.take_events(0.0)
+    door.close()
+    front.leave()
+    for note in front.notes:
+        live.apply(note)
+    assert [rank.status for rank in live.ranks] == ["loading", "idle"]
+    live.apply(RankLoaded(8.0, 0, 7.0))
+    assert [rank.status for rank in live.ranks] == ["idle", "idle"]
 
 
 def test_an_outcome_is_told_until_it_is_noted(door):
