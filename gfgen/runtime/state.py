@@ -267,7 +267,7 @@ class State:
         task, layout = decision.task, decision.layout
         start_s = max([now_s, *[self._ranks[rank].free_at_s for rank in layout.ranks]])
         source = self._living_holder(record)
-        is_reached = source is not None and _share_island((*source.ranks, *layout.ranks), self._islands)
+        is_reached = source is not None and self._can_send(source, layout)
         move_s = self._costs.move_s(record.cost_class, source, layout)
         task_s = self._costs.expected_s(record.cost_class, task.stage, layout.degrees)
         self._last_number += 1
@@ -280,7 +280,7 @@ class State:
             predicted_end_s=start_s + move_s + task_s,
             producer=record.producer,
             source=source,
-            # Elsewhere ranks take the state from the slab, where its last holders publish it.
+            # Otherwise ranks take the state from the slab, where its last holders publish it.
             transfers=record.transfers(task, source=source if is_reached else None, destination=layout),
         )
         view = RunningTask(task, layout, dispatch.predicted_end_s)
@@ -665,6 +665,15 @@ class State:
         if record.holder is None or self._lives(record.holder) != record.holder_lives:
             return None
         return record.holder
+
+    def _can_send(self, source: Layout, destination: Layout) -> bool:
+        """Whether ranks send what they hold: they reach each other, and none of them loads models first.
+
+        On a GPU one that does maps the arena of a new peer afterwards, and would wait with it for itself.
+        """
+        if any(self._ranks[rank].is_loading for rank in source.ranks):
+            return False
+        return _share_island((*source.ranks, *destination.ranks), self._islands)
 
     def _ending(self, now_s: float) -> list[Flight]:
         """Running tasks behind which the next ones may be queued."""

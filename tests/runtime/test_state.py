@@ -201,6 +201,18 @@ def test_state_goes_to_another_island_by_way_of_main_memory():
     assert (far.source.ranks, far.transfers, far.producer) == ((1,), (), near.number)
 
 
+def test_state_of_a_rank_that_loads_other_models_is_taken_from_main_memory():
+    """It may have to load for long, and to map the arena of a rank that has come meanwhile."""
+    cluster = Cluster(make_job("a"))
+    for index in (0, 1):
+        made = cluster.begin("a", index, 0)
+        cluster.done(made)
+    cluster.state.apply(events.ModelsChanged(1.0, ("fake", "other"), 5.0, "as told"))
+    cluster.state.apply(events.RankLoaded(2.0, 1, 1.0))
+    moved = cluster.begin("a", 2, 1)
+    assert (moved.source.ranks, moved.transfers, moved.producer) == ((0,), (), made.number)
+
+
 def test_a_refused_decision_changes_nothing():
     cluster = Cluster(make_job("a"))
     with pytest.raises(PolicyFault):
