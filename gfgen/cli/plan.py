@@ -13,7 +13,7 @@ import click
 from gfgen import log
 from gfgen.cli.admission import DEFAULT_MODEL, admit_weightless
 from gfgen.cli.prediction import DEFAULT_RANKS, RankCounts, choose_profile, describe
-from gfgen.cli.simulated_memory import SimulatedMemory, memory_option
+from gfgen.cli.simulated_memory import SimulatedMemory, simulated_memory_option
 from gfgen.policies.catalog import BUILT_IN, load_policy
 from gfgen.runtime.closing import closing_at
 from gfgen.runtime.picture import check_suffix
@@ -59,7 +59,7 @@ NO_CHOICE = ("legacy",)
     help="How long everything takes. [this machine's, or one that comes with gfgen]",
 )
 @click.option("--model", default=DEFAULT_MODEL, show_default=True, help="For jobs that name none.")
-@memory_option
+@simulated_memory_option
 @click.option("--chart", type=click.Path(path_type=Path), help="Draw it, too: a .png, .svg or .pdf file.")
 @click.option("--json", "as_json", is_flag=True, help="Print numbers for programs in place of words.")
 @click.pass_context

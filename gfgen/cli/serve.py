@@ -336,7 +336,9 @@ def serve_on(
             requests=door,
             seen_through=door.timed,
         )
-    logger.info("stopped; %d jobs are open and go on at the next start", summary.num_unfinished)
+    num_open = summary.num_unfinished
+    left = "1 job is open and goes" if num_open == 1 else f"{num_open} jobs are open and go"
+    logger.info("stopped; %s on at the next start", left)
 
 
 def settings_of(options: ServeOptions) -> Settings:

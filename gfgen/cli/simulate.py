@@ -16,7 +16,7 @@ import click
 from gfgen import log
 from gfgen.cli.admission import DEFAULT_MODEL, admit_weightless, warn_of_passed_deadlines
 from gfgen.cli.prediction import RankCounts, choose_profile, default_ranks, describe
-from gfgen.cli.simulated_memory import SimulatedMemory, memory_option
+from gfgen.cli.simulated_memory import SimulatedMemory, simulated_memory_option
 from gfgen.errors import InputError, OutputError, RunError
 from gfgen.policies.catalog import NamedPolicy, load_policy
 from gfgen.runtime.comparison import Compared, table
@@ -50,7 +50,7 @@ TRACE_NAME = "trace.json"
     help="How long everything takes. [this machine's, or one that comes with gfgen]",
 )
 @click.option("--model", default=DEFAULT_MODEL, show_default=True, help="For jobs that name none.")
-@memory_option
+@simulated_memory_option
 @click.option(
     "--output",
     "-o",

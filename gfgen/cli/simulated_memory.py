@@ -14,7 +14,7 @@ from gfgen.runtime.admission import AdmittedJob
 from gfgen.runtime.devices import CUDA, Devices, parse_memory
 from gfgen.runtime.residency import LOAD_BYTES_PER_S, Residency
 
-memory_option = click.option(
+simulated_memory_option = click.option(
     "--memory",
     metavar="SIZE",
     help='Room for weights and jobs, like "80GB", of each GPU: models that do not fit take turns. '

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from gfgen.errors import PolicyError, PolicyFault, StalledError, in_one_line
+from gfgen.errors import InterruptedRunError, PolicyError, PolicyFault, StalledError, in_one_line
 from gfgen.policies.catalog import NamedPolicy, load_policy
 from gfgen.runtime.admission import AdmittedJob, arriving_after
 from gfgen.runtime.clock import Clock
@@ -144,7 +144,11 @@ class Control:
             self.clock.begin_turn()
             for event in events:
                 self.journal.append(event)
-                self.apply(event)
+                try:
+                    self.apply(event)
+                except InterruptedRunError:  # the second signal, perhaps in the turn of the first
+                    self.save_stopped()
+                    raise
             self.take_in()
             self.reconsider()
             self.change_models()

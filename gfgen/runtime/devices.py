@@ -28,6 +28,8 @@ DEFAULT_CPU_RANKS = 4
 _SIGNS = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/proc/driver/nvidia/version")
 """One of these is there wherever the driver can find a GPU; /dev/dxg on Windows' Linux."""
 _PROBE_TIMEOUT_S = 60.0
+MIN_MEMORY_BYTES = 10**6
+"""A smaller limit is a unit forgotten."""
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _PACKAGE_ROOT = Path(__file__).parents[2]
 
@@ -109,9 +111,10 @@ def parse_memory(text: str, *, option: str = "--memory") -> int:
     Raises: InputError for what is none.
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKmMgGtT]?)B?", text.strip())
-    if found is None or not float(found[1]):
+    size = 0 if found is None else int(float(found[1]) * _UNITS[found[2].upper()])
+    if size < MIN_MEMORY_BYTES:
         raise InputError(f"{option} {text!r}: a size like 40GB or 500MB is accepted")
-    return int(float(found[1]) * _UNITS[found[2].upper()])
+    return size
 
 
 def find_gpus(*, must_ask: bool = False) -> tuple[Gpu, ...]:

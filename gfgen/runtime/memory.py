@@ -47,7 +47,11 @@ def check_models(checkpoints: Collection[Path], *, num_ranks: int, available: in
         if available is None or need <= available:
             continue
         fitting = [ranks for ranks in range(1, num_ranks) if prints[checkpoint].on(ranks) <= available]
-        help_ = f"--ranks {fitting[-1]} would fit" if fitting else "free memory, or run smaller models"
+        help_ = (
+            f"--ranks {fitting[-1]} would fit"
+            if fitting
+            else "free memory, raise --memory, or run smaller models"
+        )
         raise InputError(
             f"{checkpoint.name} on {num_ranks} ranks: at least {_size(need)} of memory needed, "
             f"{_size(available)} available; {help_}"

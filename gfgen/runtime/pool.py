@@ -355,7 +355,7 @@ class WorkerPool:
         self._settings["checkpoints"] = message.checkpoints
         for rank, worker in enumerate(self.workers):
             if rank not in self.retired:
-                items = warm_ups if worker.is_ready else ()
+                items = warm_ups if worker.is_ready and worker.has_arenas else ()
                 worker.asked_to_load_s = time.monotonic()
                 worker.num_to_warm, worker.load_s = len(items), 0.0
                 for each in (message, *items):

@@ -297,6 +297,23 @@ def test_a_second_signal_loses_the_job_alone_whose_step_it_broke_off():
     assert [job_id for job_id, _, _ in control.backend.kept] == ["short"]
 
 
+def test_two_signals_at_once_lose_no_job_that_is_between_two_steps():
+    control, _ = simulated_control(
+        [make_job("a"), make_job("b")], num_ranks=1, task_s=lambda _: 1.0, backend=Keeping
+    )
+
+    def in_turn(snapshot):
+        views = sorted(snapshot.open.values(), key=lambda view: view.next_task.index)
+        return [Decision(views[0].next_task, Layout.single(0))] if snapshot.free_ranks and views else []
+
+    control.policy = NamedPolicy("in turn", in_turn)
+    for _ in range(2):
+        control.clock.at(StopRequested(6.5, 2))
+    with pytest.raises(InterruptedRunError):
+        control.run()
+    assert [job_id for job_id, _, _ in control.backend.kept] == ["b"]
+
+
 def test_what_closing_time_stops_is_kept_too():
     control, _ = stopping_control()
     control.clock.at(ClosingTime(5.05))

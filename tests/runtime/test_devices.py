@@ -56,13 +56,14 @@ def test_memory_can_be_limited_on_gpus_and_on_cpu_ranks():
 
 
 @pytest.mark.parametrize(
-    ("text", "num_bytes"), [("40GB", 40 * 10**9), ("1.5 g", 1_500_000_000), ("500MB", 5 * 10**8), ("7", 7)]
+    ("text", "num_bytes"),
+    [("40GB", 40 * 10**9), ("1.5 g", 1_500_000_000), ("500MB", 5 * 10**8), ("7000000", 7 * 10**6)],
 )
 def test_sizes_of_memory_are_understood(text: str, num_bytes: int):
     assert parse_memory(text) == num_bytes
 
 
-@pytest.mark.parametrize("text", ["", "0GB", "40 GiB", "much", "-1GB", "1e9"])
+@pytest.mark.parametrize("text", ["", "0GB", "40", "1KB", "40 GiB", "much", "-1GB", "1e9"])
 def test_what_is_no_size_of_memory_is_refused(text: str):
     with pytest.raises(InputError, match="a size like 40GB or 500MB is accepted"):
         parse_memory(text)

@@ -89,7 +89,7 @@ def test_models_that_do_not_fit_say_how_many_ranks_would(bf16_model):
     message = r"wan on 4 ranks: at least 22.0 GB of memory needed, 14.0 GB available; --ranks 2 would fit"
     with pytest.raises(InputError, match=message):
         check_models(bf16_model, num_ranks=4, available=14 * GB)
-    with pytest.raises(InputError, match="free memory, or run smaller models"):
+    with pytest.raises(InputError, match="free memory, raise --memory, or run smaller models"):
         check_models(bf16_model, num_ranks=4, available=1 * GB)
 
 
