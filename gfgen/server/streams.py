@@ -111,9 +111,11 @@ async def _job_events(desk: Desk, record: Record, seen: int) -> AsyncIterator[by
     yield b"retry: %d\n\n" % RETRY_MS
     life = desk.store.life
     while True:
-        for told in record.events_after(seen):
+        for told in (news := record.events_after(seen)):
             seen = told.number
             yield _event(told.kind.encode(), told.body, b"%d-%d" % (life, seen))
+        if news:
+            continue  # more may have happened while these were sent
         if record.has_ended or desk.live.status == "draining":
             return
         if not await record.pulse.wait(QUIET_S):

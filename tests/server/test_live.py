@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +17,7 @@ from gfgen.server.link import Rows, Serving
 from gfgen.server.live import Live, Watcher
 from gfgen.server.records import Record
 from gfgen.server.store import Ending, Facts
-from gfgen.server.streams import MAX_FRAMES, Frames
+from gfgen.server.streams import MAX_FRAMES, Frames, _job_events
 
 START = 1_000_000.0
 
@@ -256,3 +258,22 @@ def test_prompts_in_the_live_state_are_short_and_in_answers_whole(live):
     (record,) = serve(live, Part(job_info("a", prompt="x" * 5000)))
     assert len(live.state().open[0].prompt) == 300
     assert len(json.loads(record.answer())["prompt"]) == 5000
+
+
+def test_who_follows_a_job_is_told_of_the_stop_that_comes_while_a_step_is_sent():
+    live = Live(now=Clock())
+    record = Record(facts_of(job_info("a")), Trajectory("a", 4))
+    live.add([record])
+    desk = SimpleNamespace(live=live, store=SimpleNamespace(life=1))
+
+    async def follow():
+        kinds = []
+        record.event("step", START, step=1, steps=4)
+        async for chunk in _job_events(desk, record, 0):
+            kinds += re.findall(rb"event: (\w+)", chunk)
+            if kinds == [b"queued", b"step"] or kinds == [b"step"]:
+                live.drain()
+        return kinds
+
+    kinds = asyncio.run(asyncio.wait_for(follow(), 5))
+    assert kinds[-2:] == [b"step", b"stopping"]
