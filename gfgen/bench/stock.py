@@ -8,6 +8,7 @@ first group that is free. Jobs arrive, time out and are counted as under gfgen's
 from __future__ import annotations
 
 import logging
+import math
 import multiprocessing
 import os
 import tempfile
@@ -41,6 +42,8 @@ logger = logging.getLogger(__name__)
 NAME = "diffusers"
 PATIENCE_S = 300.0
 """For loading, and for any one answer: the first step of a shape may have to be compiled."""
+ENDING_S = 2.0
+"""For all ranks of a group together; then they are killed."""
 _OPTIONS = ("degree", "uneven", "compiled")
 
 
@@ -72,10 +75,10 @@ def is_stock(text: str) -> bool:
     return text.partition(",")[0].strip() == NAME
 
 
-def stock_options(text: str) -> StockOptions:
-    """The options in a text.
+def stock_options(text: str, *, num_ranks: int | None = None) -> StockOptions:
+    """The options in a text, for so many ranks where it is known.
 
-    Raises: PolicyError for others than there are.
+    Raises: PolicyError for others than there are, and for groups of more ranks than there are.
     """
     found = StockOptions(text)
     for assignment in text.split(",")[1:]:
@@ -91,6 +94,8 @@ def stock_options(text: str) -> StockOptions:
                 f"{text}: {assignment.strip()!r} is no option of {NAME}; degree=N, uneven=true and "
                 "compiled=true are"
             )
+    if num_ranks is not None and (found.degree or 1) > num_ranks:
+        raise PolicyError(f"{text}: degree={num_ranks} is accepted at most, on {_ranks(num_ranks)}")
     return found
 
 
@@ -108,7 +113,7 @@ def run_stock(
     Raises: WorkerError when a process dies, when diffusers accepts the jobs in no way that is asked for, or
             when not all is done at `ends_s`, by the machine's monotonic clock.
     """
-    with _AcceptedGroups(jobs, options, ranks, tell) as (groups, way):
+    with _AcceptedGroups(jobs, options, ranks, tell, ends_s=ends_s) as (groups, way):
         for group in groups:
             group.tell(*[WarmUp(job.spec) for job in _kinds(jobs)])
         for error in (error for group in groups for error in group.answers(len(_kinds(jobs)))):
@@ -132,6 +137,8 @@ class _Group:
     started_s: float = 0.0
     pending: set[int] = field(default_factory=set)
     """Its ranks that are still at it."""
+    ends_s: float = math.inf
+    """No answer is waited for beyond it, by the machine's monotonic clock."""
 
     def tell(self, *messages: Any) -> None:
         for connection in self.connections:
@@ -140,11 +147,14 @@ class _Group:
 
     def answers(self, number: int = 1) -> list[str | None]:
         """To so many messages, from each rank: None, or what went wrong."""
-        found = []
+        found: list[str | None] = []
         for connection in self.connections:
             for _ in range(number):
-                if not connection.poll(PATIENCE_S):
-                    raise WorkerError(f"{NAME}: no answer after {PATIENCE_S:g} s")
+                patience_s = min(PATIENCE_S, max(0.0, self.ends_s - time.monotonic()))
+                if not connection.poll(patience_s):
+                    # A rank that alone fails leaves the others in a collective.
+                    others = "".join(f"; another rank: {error}" for error in [*filter(None, found)][:1])
+                    raise WorkerError(f"{NAME}: no answer after {patience_s:.0f} s{others}")
                 try:
                     answer = connection.recv()
                 except (EOFError, ConnectionError):
@@ -157,8 +167,9 @@ class _Group:
         """End the processes; what hangs in a collective is killed."""
         for connection in self.connections:
             connection.close()
+        until_s = time.monotonic() + ENDING_S
         for process in self.processes:
-            process.join(2.0)
+            process.join(max(0.0, until_s - time.monotonic()))
             if process.is_alive():
                 process.kill()
                 process.join()
@@ -173,8 +184,11 @@ class _AcceptedGroups:
         options: StockOptions,
         ranks: StockRanks,
         tell: Callable[[str], None],
+        *,
+        ends_s: float | None = None,
     ) -> None:
         self._jobs, self._options, self._ranks, self._tell = jobs, options, ranks, tell
+        self._ends_s = math.inf if ends_s is None else ends_s
         self._stack = ExitStack()
 
     def __enter__(self) -> tuple[list[_Group], str]:
@@ -215,7 +229,7 @@ class _AcceptedGroups:
         visible = _visible_devices(ranks.num_ranks) if ranks.device != "cpu" else None
         groups = []
         for first in range(0, ranks.num_ranks - degree + 1, degree):
-            group = _Group([], [])
+            group = _Group([], [], ends_s=self._ends_s)
             self._stack.callback(group.close)
             groups.append(group)
             for rank in range(degree):
@@ -231,6 +245,7 @@ class _AcceptedGroups:
                     is_compiled=self._options.is_compiled,
                     has_random_weights=ranks.has_random_weights,
                     vae_dtype=ranks.vae_dtype,
+                    num_threads=_threads_of(ranks),
                 )
                 process = context.Process(target=serve, args=(theirs, settings), daemon=True)
                 process.start()
@@ -279,10 +294,19 @@ def _texts(jobs: Sequence[AdmittedJob]) -> list[AdmittedJob]:
     return list({job.spec.prompt: job for job in alike}.values())
 
 
+def _ranks(number: int) -> str:
+    return f"{number} rank{'s' if number > 1 else ''}"
+
+
 def _words(degree: int, num_groups: int, options: StockOptions, *, is_uneven: bool) -> str:
     groups = f"{num_groups} group{'s' if num_groups > 1 else ''} of {degree}"
     shards = ", uneven shards (ulysses_anything)" if is_uneven and degree > 1 else ""
     return f"{groups}{shards}{', blocks compiled' if options.is_compiled else ''}"
+
+
+def _threads_of(ranks: StockRanks) -> int:
+    """One for a CPU rank, as gfgen's have; beside a GPU its share of the cores, as a plain script's."""
+    return 1 if ranks.device == "cpu" else max(1, len(os.sched_getaffinity(0)) // ranks.num_ranks)
 
 
 def _visible_devices(num_ranks: int) -> list[str]:

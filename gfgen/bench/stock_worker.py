@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import queue
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -46,6 +47,7 @@ class StockSettings:
     has_random_weights: bool = False
     vae_dtype: str = "auto"
     num_threads: int = 1
+    """Of torch, on the host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,19 +103,20 @@ class Written:
 
 def serve(connection: Connection, settings: StockSettings) -> None:
     """Entry of a rank's process; returns when the connection ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's: it closes the connection
     os.environ["NCCL_NVLS_ENABLE"] = "0"  # multicast: see DESIGN.md on killed peers
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
     if settings.visible is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = settings.visible
-    try:
-        pipeline = _pipeline(settings)
-    except Exception as error:
-        connection.send(Answer(_in_one_line(error)))
-        return
-    connection.send(Answer())
-    writer = _Writer(connection) if settings.rank == 0 else None
     with suppress(OSError):  # nobody waits for an answer any more
+        try:
+            pipeline = _pipeline(settings)
+        except Exception as error:
+            connection.send(Answer(_in_one_line(error)))
+            return
+        connection.send(Answer())
+        writer = _Writer(connection) if settings.rank == 0 else None
         while (message := _received(connection)) is not None:
             answer = _answer(pipeline, message, writer)
             if writer is None:

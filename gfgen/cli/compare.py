@@ -240,7 +240,8 @@ def compare(
     mix = mix_of(model)
     texts = list(dict.fromkeys([against, *(policies or COMPARED), *outside]))
     for text in texts:
-        stock_options(text) if is_stock(text) else load_policy(text)
+        num_ranks = None if ranked is None else ranked.num_ranks
+        stock_options(text, num_ranks=num_ranks) if is_stock(text) else load_policy(text)
     options = WorkloadOptions(
         load=load,
         seed=seed,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
 import threading
 import time
 from contextlib import suppress
@@ -182,6 +183,35 @@ def test_options_are_read_and_others_refused():
     for text in ("diffusers,degree=0", "diffusers,uneven=maybe", "diffusers,ring=2"):
         with pytest.raises(PolicyError, match="is no option of diffusers"):
             stock_options(text)
+
+
+def test_a_group_of_more_ranks_than_there_are_is_refused():
+    assert stock_options("diffusers,degree=2", num_ranks=2).degree == 2
+    assert stock_options("diffusers", num_ranks=1).degree is None
+    with pytest.raises(PolicyError, match="diffusers,degree=4: degree=2 is accepted at most, on 2 ranks"):
+        stock_options("diffusers,degree=4", num_ranks=2)
+
+
+def test_answers_are_not_waited_for_when_the_time_is_up():
+    pairs = [multiprocessing.Pipe() for _ in range(2)]
+    group = stock._Group([], [ours for ours, _ in pairs], ends_s=time.monotonic())
+    pairs[0][1].send(Answer("out of memory"))
+    with pytest.raises(WorkerError, match="no answer after 0 s; another rank: out of memory"):
+        group.answers()
+
+
+def test_ranks_leave_an_interrupt_to_their_parent_and_end_without_a_word(monkeypatch):
+    before = signal.getsignal(signal.SIGINT)
+    seen = []
+    monkeypatch.setattr(stock_worker, "_pipeline", lambda _: seen.append(signal.getsignal(signal.SIGINT)))
+    monkeypatch.setattr(stock_worker.os, "environ", {})
+    ours, theirs = multiprocessing.Pipe()
+    ours.close()
+    try:
+        stock_worker.serve(theirs, stock_worker.StockSettings(Path("."), 1, 2, store="", device="cpu"))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert seen == [signal.SIG_IGN]
 
 
 @pytest.mark.parametrize(
