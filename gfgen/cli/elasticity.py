@@ -69,6 +69,8 @@ def elasticity(
     """
     log.configure(level="warning")
     began_s = time.monotonic()
+    if output is not None:
+        _make(output)
     options = Ranks(choose_devices(device, ranks), random_weights, vae_dtype, graphs)
     model = model or (GPU_MODEL if options.are_on_gpus else CPU_MODEL)
     small, large = _jobs(model, options)
@@ -107,15 +109,22 @@ def elasticity(
             _report(rows, about, output, as_json=as_json)
 
 
+def _make(folder: Path) -> None:
+    """A place that cannot be written is told before anything is measured."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--output {folder}: cannot be made ({error.strerror})") from None
+
+
 def _report(
     rows: Sequence[bench.Row], about: Mapping[str, str], output: Path | None, *, as_json: bool
 ) -> None:
     content = json.dumps(bench.as_content(rows, **about), indent=1) + "\n"
     text = "\n".join(bench.table_of(rows, **about)) + "\n"
     click.echo(content if as_json else text, nl=False)
-    if output is not None:
-        output.mkdir(parents=True, exist_ok=True)
-        stem = f"{time.strftime('%Y-%m-%d')}-elasticity"
+    if output is not None and rows:
+        stem = f"{time.strftime('%Y-%m-%d')}-elasticity-{Path(about['model']).name}"
         (output / f"{stem}.json").write_text(content)
         (output / f"{stem}.md").write_text(text)
 
@@ -144,7 +153,8 @@ def _expecting(setting: bench.Setting) -> bench.Setting:
 
 
 def _announced(cases: Sequence[bench.Case]) -> str:
-    return f"{len(cases)} cases, about {sum(case.predicted_s for case in cases):.0f} s"
+    noun = "case" if len(cases) == 1 else "cases"
+    return f"{len(cases)} {noun}, about {sum(case.predicted_s for case in cases):.0f} s"
 
 
 def _is_wanted(name: str, patterns: Sequence[str]) -> bool:

@@ -1,0 +1,35 @@
+"""`gfgen bench elasticity`, without workers: what it keeps, and where."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+from click.testing import CliRunner
+
+from gfgen.bench.elasticity import Row
+from gfgen.cli.elasticity import _report, elasticity
+
+ABOUT = {"device": "4 x GPU", "command": "gfgen bench elasticity", "model": "models/wan"}
+
+
+def test_a_folder_that_cannot_be_made_is_told_before_anything_is_measured(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    folder = str(tmp_path / "file" / "folder")
+    result = CliRunner().invoke(elasticity, ["--device", "cpu", "--output", folder])
+    assert "cannot be made (Not a directory)" in str(result.exception)
+
+
+def test_each_model_has_files_of_its_own(tmp_path: Path) -> None:
+    for model in ("models/wan", "qwen"):
+        _report([Row(model, "", "found", 1)], {**ABOUT, "model": model}, tmp_path, as_json=False)
+    day = time.strftime("%Y-%m-%d")
+    content = json.loads((tmp_path / f"{day}-elasticity-wan.json").read_text())
+    assert content["rows"][0]["name"] == "models/wan"
+    assert (tmp_path / f"{day}-elasticity-qwen.md").is_file()
+
+
+def test_nothing_takes_the_place_of_what_was_measured_before(tmp_path: Path) -> None:
+    _report([], ABOUT, tmp_path, as_json=True)
+    assert list(tmp_path.iterdir()) == []
