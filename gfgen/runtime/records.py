@@ -35,7 +35,7 @@ class Flight:
     lost: bool = False
     started_s: float = math.inf
     ended_s: float = 0.0
-    """On the ranks that have told."""
+    """On the last of the ranks that have told."""
     busy_s: float = 0.0
 
 
@@ -57,6 +57,8 @@ class JobRecord:
     producer: int | None = None
     """The dispatch that makes that input."""
     last_completed: int | None = None
+    last_ended_s: float = 0.0
+    """When that ended."""
     made_latents: int | None = None
     """The dispatch that made the last latents, which are in the slab until the job ends."""
     failures: Counter[int] = field(default_factory=Counter)
@@ -165,6 +167,8 @@ class RankRecord:
     num_lives: int = 1
     flights: list[Flight] = field(default_factory=list)
     idle_since_s: float = 0.0
+    ended_s: float = 0.0
+    """Its part of the last task that it has told the end of."""
     view: RankView | None = None
     """What policies saw last of this rank; None when it must be made anew."""
 

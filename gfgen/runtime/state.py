@@ -375,6 +375,7 @@ class State:
         flight.started_s = min(flight.started_s, event.started_s)
         flight.ended_s = max(flight.ended_s, event.ended_s)
         flight.busy_s = max(flight.busy_s, event.ended_s - event.started_s)
+        self._ranks[event.rank].ended_s = event.ended_s
         return self._rank_ended(flight, event.rank, at_s=event.time_s)
 
     def _task_failed(self, event: events.TaskFailed) -> Iterable[JobOutcome]:
@@ -403,7 +404,7 @@ class State:
 
     def _completed(self, record: JobRecord, flight: Flight) -> None:
         task, layout = flight.dispatch.task, flight.dispatch.layout
-        record.last_completed = flight.dispatch.number
+        record.last_completed, record.last_ended_s = flight.dispatch.number, flight.ended_s
         if task.stage is not Stage.DECODE:
             record.made_latents = flight.dispatch.number
         if record.started_s is None:
@@ -431,7 +432,7 @@ class State:
         for other in waiting:
             task, layout = other.dispatch.task, other.dispatch.layout
             cost_class = self._jobs[task.job_id].cost_class
-            end_s = flight.ended_s + self._costs.expected_s(cost_class, task.stage, layout.degrees)
+            end_s = self._began_s(other) + self._costs.expected_s(cost_class, task.stage, layout.degrees)
             is_off = abs(end_s - other.view.predicted_end_s) > _SAME_END * self._guard_s
             if is_off and self._has_begun(other):
                 other.view = RunningTask(task, layout, end_s)
@@ -445,6 +446,12 @@ class State:
         return record.flights[0] is flight and all(
             self._ranks[rank].flights[0] is flight for rank in flight.pending
         )
+
+    def _began_s(self, flight: Flight) -> float:
+        """When its input was there, and its ranks had ended what was before: not all of them do at once."""
+        record = self._jobs[flight.dispatch.task.job_id]
+        ended_s = [self._ranks[rank].ended_s for rank in flight.dispatch.layout.ranks]
+        return max(flight.dispatch.submitted_s, record.last_ended_s, *ended_s)
 
     def take_renewed_ends(self) -> list[float]:
         """Predicted ends of running tasks that have changed since this was asked last."""

@@ -239,6 +239,21 @@ def test_nothing_is_queued_by_a_guess():
     assert cluster.state.snapshot().free_ranks == (1,)
 
 
+def test_a_task_that_has_long_begun_does_not_begin_anew_when_another_rank_of_the_one_before_it_ends():
+    cluster = Cluster(make_job("a"), make_job("b"), guard_s=0.01)
+    for index in range(2):
+        cluster.done(cluster.begin("a", index, 0))
+    wide = cluster.begin("a", 2, 0, 1)
+    begun_s = cluster.clock.now_s
+    cluster.state.apply(events.TaskDone(begun_s + 0.1, wide.number, 0, begun_s, begun_s + 0.1))
+    cluster.clock.advance(begun_s + 0.1)
+    beside = cluster.begin("b", 0, 0)
+    cluster.clock.advance(begun_s + 0.15)
+    cluster.state.apply(events.TaskDone(begun_s + 0.15, wide.number, 1, begun_s, begun_s + 0.15))
+    (running,) = cluster.state.snapshot().running
+    assert running.predicted_end_s == pytest.approx(beside.predicted_end_s) == pytest.approx(begun_s + 0.2)
+
+
 def test_nothing_is_queued_behind_a_task_that_is_late():
     cluster = Cluster(make_job("a"), guard_s=0.05)
     running = cluster.begin("a", 0, 0)
