@@ -22,12 +22,14 @@ _NORMAL = NormalDist()
 _QUARTILE = _NORMAL.inv_cdf(0.75)
 
 
-def profiled_times(profile: Profile, jobs: Sequence[AdmittedJob]) -> SimulatedTimes:
-    """The durations of these jobs' tasks, moves and files.
+def profiled_times(profile: Profile, jobs: Sequence[AdmittedJob], *, num_ranks: int = 1) -> SimulatedTimes:
+    """The durations of these jobs' tasks, moves and files, on so many ranks.
 
     Tasks vary around their medians as widely as they did in the measurement, since a prediction that always
     holds would flatter everything that rests on it. A task of a job varies alike in every simulation, so
     that policies are compared on the same luck.
+
+    Ranks that do not slow each other down are GPUs, each of which has a writer, cores permitting.
     """
     truth = _Truth(profile, jobs)
     has_load = any(row.loaded_s is not None for row in profile.rows)
@@ -36,6 +38,7 @@ def profiled_times(profile: Profile, jobs: Sequence[AdmittedJob]) -> SimulatedTi
         loaded_s=truth.loaded_s if has_load else None,
         move_s=truth.move_s,
         write_s=truth.write_s,
+        num_writers=1 if has_load else num_ranks,
         dispatch_s=profile.dispatch_s,
     )
 

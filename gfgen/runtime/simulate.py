@@ -31,7 +31,8 @@ class SimulatedTimes:
     move_s: Duration | None = None
     """Of bringing the task's input to its ranks, once it is made; None for no time."""
     write_s: float | Duration = 0.0
-    """Of writing the file of a decode; one file is written after the other."""
+    """Of writing the file of a decode; each writer writes one file after the other."""
+    num_writers: int = 1
     dispatch_s: float = 0.0
     """From a decision to the task's start on a rank that is free."""
 
@@ -46,7 +47,7 @@ class SimulatedBackend:
         self._made_s: dict[int, float] = {}
         self._submitted: list[Dispatch] = []
         """In this turn of the loop: what they take depends on each other."""
-        self._writer_free_s = 0.0
+        self._writers_free_s = [0.0] * times.num_writers
         for rank in range(num_ranks):
             clock.at(RankReady(clock.now_s, rank, 1, 0.0))
 
@@ -123,5 +124,7 @@ class SimulatedBackend:
     def _write(self, dispatch: Dispatch, ended_s: float) -> None:
         write_s = self._times.write_s
         lasts_s = write_s(dispatch) if callable(write_s) else write_s
-        self._writer_free_s = max(ended_s, self._writer_free_s) + lasts_s
-        self._clock.at(OutputWritten(self._writer_free_s, dispatch.task.job_id, "", 0, lasts_s))
+        free_s = self._writers_free_s
+        writer = free_s.index(min(free_s))
+        free_s[writer] = max(ended_s, free_s[writer]) + lasts_s
+        self._clock.at(OutputWritten(free_s[writer], dispatch.task.job_id, "", 0, lasts_s, writer))

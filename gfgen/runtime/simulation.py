@@ -54,7 +54,8 @@ def simulate(
     Raises: StalledError when the policy lets jobs wait for ever; it names them.
     """
     clock, costs, kept = Clock(virtual=True), CostModel(profile), _Kept()
-    backend = SimulatedBackend(clock, num_ranks=num_ranks, times=times or profiled_times(profile, jobs))
+    times = times or profiled_times(profile, jobs, num_ranks=num_ranks)
+    backend = SimulatedBackend(clock, num_ranks=num_ranks, times=times)
     state = State(
         jobs,
         num_ranks=num_ranks,

@@ -19,7 +19,9 @@ SECONDS = {Stage.ENCODE: 1.0, Stage.PREPARE: 1.0, Stage.DENOISE: 10.0, Stage.DEC
 
 def profile(*, loaded=1.0, write_s=None, shared_s=6.0, spread_s=0.0, **fields):
     rows = [
-        ProfileRow("fake", "small", stage, ONE, seconds, spread_s, loaded_s=seconds * loaded, flops=1e9)
+        ProfileRow(
+            "fake", "small", stage, ONE, seconds, spread_s, loaded_s=loaded and loaded * seconds, flops=1e9
+        )
         for stage, seconds in SECONDS.items()
     ]
     rows[-1] = replace(rows[-1], write_s=write_s)
@@ -67,6 +69,12 @@ def test_files_are_written_one_after_the_other():
     _, recorder = run(make_job("a", steps=2), make_job("b", steps=2), write_s=4.0)
     assert sorted(ended(recorder).values()) == pytest.approx([31.0, 35.0])
     assert [e.write_s for e in recorder.events if isinstance(e, OutputWritten)] == [4.0, 4.0]
+
+
+def test_gpus_have_a_writer_each():
+    _, recorder = run(make_job("a", steps=2), make_job("b", steps=2), write_s=4.0, loaded=None)
+    assert sorted(ended(recorder).values()) == pytest.approx([31.0, 31.0])
+    assert {e.writer for e in recorder.events if isinstance(e, OutputWritten)} == {0, 1}
 
 
 def test_a_decision_takes_its_time_unless_it_was_made_ahead():
