@@ -10,10 +10,11 @@ holds the job's last complete state, whoever dies.
 An artifact's version is the number of tasks that led to it: `encode` makes version 1 and so
 on. Latents go to bank `version % 3`: a task reads version n and publishes n + 1, and the one
 that is queued on it may publish n + 2 before all ranks of the first have ended. Should one of
-those fail, version n is needed again; two banks would have lost it. One rank at a time writes
-to a slab, and only what no task reads: it stores the payload first and the word last; readers
-look at the word first, and wait until it names the very dispatch that they were told to expect.
-So nothing of an attempt that failed is ever read.
+those fail, version n is needed again; two banks would have lost it. On GPUs both may be on
+their way at once, from two ranks. One rank at a time writes to a region, and only what no task
+reads: it stores the payload first and the word last; readers look at the word first, and wait
+until it names the very dispatch that they were told to expect. So nothing of an attempt that
+failed is ever read.
 
 Why that is safe. The word lies at the start of a 64-byte line, and a native "Q" is packed and
 unpacked by one copy of 8 bytes, which is one move: it is seen whole or not at all. Payload and
