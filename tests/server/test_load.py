@@ -148,7 +148,12 @@ def test_200_clients_lose_nothing_and_get_nothing_twice_whoever_dies(trouble):
             group.create_task(crowd.come())
             group.create_task(trouble.make())
 
-    asyncio.run(together())
+    try:
+        asyncio.run(together())
+    except TimeoutError:
+        waiting = {key: ids for key, ids in crowd.ids.items() if not ids & crowd.ends.keys()}
+        told = f"{dict(trouble.done)}, answers {dict(crowd.num_errors)}, {len(crowd.ids)} accepted"
+        pytest.fail(f"{told}, not ended: {waiting}\n{trouble.server.log[-6000:]}")
     assert trouble.done == {"worker": 2, "front": 1, "server": 1}
     assert len(crowd.ids) == NUM_CLIENTS
     assert all(len(ids) == 1 for ids in crowd.ids.values()), "a request made two jobs"
