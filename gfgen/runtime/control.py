@@ -144,11 +144,7 @@ class Control:
             self.clock.begin_turn()
             for event in events:
                 self.journal.append(event)
-                try:
-                    self.apply(event)
-                except InterruptedRunError:  # the second signal, perhaps in the turn of the first
-                    self.save_stopped()
-                    raise
+                self.apply(event)
             self.take_in()
             self.reconsider()
             self.change_models()
@@ -230,7 +226,11 @@ class Control:
             self.policy = load_policy(event.policy)
             logger.info("from now on %s decides: %s", event.policy, event.reason)
         self._num_changes += isinstance(event, JobArrived)
-        outcomes = self.state.apply(event)
+        try:
+            outcomes = self.state.apply(event)
+        except InterruptedRunError:  # the second signal, perhaps in the turn of the first
+            self.save_stopped()
+            raise
         for end_s in self.state.take_renewed_ends():
             self._wake_before(end_s)
         for observer in self.observers:

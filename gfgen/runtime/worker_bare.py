@@ -11,7 +11,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -58,37 +58,21 @@ class BareWorker(Worker):
         if not isinstance(message, RunBare):
             super()._run(message, fds)
             return
-        loop = BareLoop(
-            message, self._adapters[message.checkpoint], self._rank, self._endpoint, wait=self._drain
-        )
+        loop = self._loop_of(message)
         self._last_number = message.last_number
         self._channel.send(loop.run())
 
+    def _loop_of(self, message: RunBare) -> BareLoop:
+        adapter = self._adapters[message.checkpoint]
+        return BareLoop(message, adapter, self._rank, self._endpoint, wait=self._drain)
 
-class BareGpuWorker(worker_gpu.GpuWorker):
+
+class BareGpuWorker(BareWorker, worker_gpu.GpuWorker):
     """A rank on a GPU."""
 
-    def _take(self, message: Any, fds: Sequence[int]) -> None:
-        if isinstance(message, RunBare):
-            self._tasks.put((message, []))
-        else:
-            super()._take(message, fds)
-
-    def _run(self, message: Any, fds: Sequence[int]) -> None:
-        if not isinstance(message, RunBare):
-            super()._run(message, fds)
-            return
+    def _loop_of(self, message: RunBare) -> BareLoop:
         self._forwards.attach(message.checkpoint)
-        loop = BareLoop(
-            message,
-            self._adapters[message.checkpoint],
-            self._rank,
-            self._endpoint,
-            wait=self._drain,
-            mark=self._event,
-        )
-        self._last_number = message.last_number
-        self._channel.send(loop.run())
+        return replace(super()._loop_of(message), mark=self._event)
 
 
 @dataclass(slots=True)
