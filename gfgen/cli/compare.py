@@ -2,69 +2,44 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import logging
 import math
 import signal
-import statistics
-import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 
 from gfgen import log
-from gfgen.bench.compare import COMPARED, Comparison, Run, attempt, fidelity_table, scores_of
-from gfgen.bench.scores import Outcomes, Score
-from gfgen.bench.stock import NAME, StockRanks, is_stock, run_stock, stock_options
+from gfgen.bench.compare import COMPARED, Comparison, Run, fidelity_table, scores_of
+from gfgen.bench.scores import Score
+from gfgen.bench.stock import NAME, is_stock, stock_options
 from gfgen.bench.workloads import (
     WORKLOADS,
     Name,
-    StandAlone,
     WorkloadOptions,
-    admitted,
-    calibration_jobs,
     make_workload,
     mix_of,
-    stand_alone,
-    weightless_model,
 )
-from gfgen.cli.admission import Admission
-from gfgen.cli.prediction import choose_profile
-from gfgen.cli.ranks import Ranks, admitted_on, rank_options
-from gfgen.cli.run import RunOptions, ready_pool, run_on
-from gfgen.cli.warming import warm_up
-from gfgen.errors import InputError, InterruptedRunError, WorkerError
+from gfgen.cli.compare_runs import on_workers, predicted_times, simulated
+from gfgen.cli.ranks import Ranks, rank_options
+from gfgen.errors import InputError, InterruptedRunError
 from gfgen.job import to_mapping
-from gfgen.jobspec import JobSpec
 from gfgen.layout import MAX_RANKS
 from gfgen.models.geometry_rules import MAX_STEPS
 from gfgen.policies.catalog import load_policy
-from gfgen.runtime.admission import AdmittedJob, Model
-from gfgen.runtime.cost import CostModel
 from gfgen.runtime.devices import CPU, Devices, choose_devices
 from gfgen.runtime.machine import versions
-from gfgen.runtime.metrics import Summary
-from gfgen.runtime.observer import JobOutcome
 from gfgen.runtime.picture import save_figure
 from gfgen.runtime.plot_runs import draw_runs
-from gfgen.runtime.profile import Profile, load_profile
-from gfgen.runtime.signals import SignalPipe
-from gfgen.runtime.simulation import simulate
-
-logger = logging.getLogger(__name__)
+from gfgen.runtime.profile import load_profile
 
 SIMULATED_RANKS, REAL_RANKS = 4, 2
 SIMULATED_JOBS, REAL_JOBS = 100, 40
 SIMULATED_MODEL, REAL_MODEL = "wan2.2-ti2v-5b", "tiny-wan"
 DEGREES = (1, 2, 4, 8)
-WARM_UP_STEPS = 2
 JSON_NAME = "compare.json"
 
 
@@ -138,7 +113,7 @@ def workload(
     """Write a job file with arrivals and deadlines: mixed jobs, bursts, an even stream, a night's batch."""
     if minutes is not None and (num_jobs is not None or name == "overnight"):
         raise InputError("--minutes: give it without --jobs, and for workloads that arrive over time")
-    times = _predicted_times(model, profile_path, num_ranks=max(ranks, deadlines_from), steps=steps)[0]
+    times = predicted_times(model, profile_path, num_ranks=max(ranks, deadlines_from), steps=steps)[0]
     options = WorkloadOptions(
         load=load,
         seed=seed,
@@ -279,9 +254,9 @@ def compare(
     if ranked is None:
         if any(map(is_stock, todo)):
             raise InputError(f"{NAME}: has no profile that it could be simulated with; leave out --simulate")
-        runs = _simulated(todo, name, model, options, profile_path)
+        runs = simulated(todo, name, model, options, profile_path)
     else:
-        runs = _on_workers(todo, name, model, options, output, ranked, profile_path, ends_s)
+        runs = on_workers(todo, name, model, options, output, ranked, profile_path, ends_s)
     click.echo(f"{conditions['workload']}, {where}")
     try:
         for run in _in_time(runs, comparison, ends_s):
@@ -401,174 +376,3 @@ def _draw(comparison: Comparison, conditions: dict[str, Any], chart: Path) -> bo
         click.echo(f"no chart: {error}", err=True)
         return False
     return True
-
-
-def _predicted_times(
-    model: str, path: Path | None, *, num_ranks: int, steps: int | None
-) -> tuple[StandAlone, Profile]:
-    """Of the model's classes, alone on 1 rank and on more, and the profile that says so."""
-    found = weightless_model(model)
-    profile = choose_profile(path, admitted(calibration_jobs(model), found), num_ranks=num_ranks)
-    degrees = range(1, num_ranks + 1)
-    return stand_alone(found, CostModel(profile), degrees=degrees, steps=steps), profile
-
-
-def _simulated(
-    texts: Sequence[str], name: Name, model: str, options: WorkloadOptions, path: Path | None
-) -> Iterator[Run]:
-    most = max(options.num_ranks, options.deadlines_from)
-    times, profile = _predicted_times(model, path, num_ranks=most, steps=options.steps)
-    jobs = admitted(make_workload(name, model, times, options), weightless_model(model))
-
-    def run(text: str) -> tuple[Sequence[JobOutcome], Summary]:
-        found = simulate(jobs, policy=load_policy(text), num_ranks=options.num_ranks, profile=profile)
-        return found.outcomes, found.summary
-
-    for text in texts:
-        yield attempt(text, partial(run, text))
-
-
-def _on_workers(
-    texts: Sequence[str],
-    name: Name,
-    model: str,
-    options: WorkloadOptions,
-    output: Path,
-    ranks: Ranks,
-    path: Path | None,
-    ends_s: float | None,
-) -> Iterator[Run]:
-    """One pool of workers for all policies, so that they start once; stock diffusers after it has ended.
-
-    Classes are timed on it first, unless a profile tells their times. Files are made as in any run, and not
-    kept.
-    """
-    found = Admission(
-        default_model=model,
-        devices=ranks.devices,
-        has_random_weights=ranks.has_random_weights,
-        vae_dtype=ranks.vae_dtype,
-    ).find_model(model)
-    admitted_on(ranks, calibration_jobs(model, steps=options.steps), default_model=model, source="--model")
-    policies = [text for text in texts if not is_stock(text)]
-    specs: Sequence[JobSpec] = ()
-    profile: Profile | None = None
-    if path is not None:
-        most = max(options.num_ranks, options.deadlines_from)
-        times, profile = _predicted_times(model, path, num_ranks=most, steps=options.steps)
-        specs = make_workload(name, model, times, options)
-    if policies or not specs:
-        with _Bench(found, model, output, ranks, profile) as bench:
-            if specs:
-                bench.warm_up(specs, steps=WARM_UP_STEPS)
-            else:
-                specs = make_workload(name, model, bench.measured_times(options), options)
-            for text in policies:
-                yield attempt(text, partial(bench.run, text, specs))
-    stock_ranks = StockRanks(
-        found.checkpoint,
-        ranks.num_ranks,
-        ranks.devices.kind,
-        has_random_weights=ranks.has_random_weights,
-        vae_dtype=ranks.vae_dtype,
-    )
-    for text in filter(is_stock, texts):
-        left_s = None if ends_s is None else ends_s - time.monotonic()
-        yield _outside(text, admitted(specs, found), stock_ranks, output, left_s)
-
-
-def _outside(
-    text: str, jobs: Sequence[AdmittedJob], ranks: StockRanks, output: Path, limit_s: float | None
-) -> Run:
-    """Stock diffusers; why it has no numbers is told in their place."""
-    with tempfile.TemporaryDirectory(prefix="files-", dir=output) as folder:
-        try:
-            outcomes, way = run_stock(
-                jobs,
-                stock_options(text),
-                ranks,
-                folder=Path(folder),
-                ends_s=None if limit_s is None else time.monotonic() + limit_s,
-                tell=lambda line: click.echo(line, err=True),
-            )
-        except WorkerError as error:
-            return Run(text, error=str(error))
-    return Run(text, outcomes, note=f"{text}: {way}")
-
-
-class _Bench:
-    """Runs on workers that are started once."""
-
-    def __init__(self, model: Model, name: str, output: Path, ranks: Ranks, profile: Profile | None) -> None:
-        self._model, self._name, self._output, self._ranks = model, name, output, ranks
-        self._profile = profile
-        self._stack = contextlib.ExitStack()
-        self._options = RunOptions(
-            output_dir=output,
-            devices=ranks.devices,
-            policy=load_policy("fcfs"),
-            guard_s=0.005,
-            trace=None,
-            quiet=True,
-            log_json=False,
-            has_random_weights=ranks.has_random_weights,
-            vae_dtype=ranks.vae_dtype,
-            has_graphs=ranks.has_graphs,
-        )
-
-    def __enter__(self) -> _Bench:
-        with contextlib.ExitStack() as stack:
-            self._signals = stack.enter_context(contextlib.closing(SignalPipe()))
-            checkpoints = {self._model.checkpoint}
-            self._pool = stack.enter_context(ready_pool(checkpoints, self._options, self._signals))
-            if self._options.has_graphs:
-                jobs = admitted(calibration_jobs(self._name), self._model)
-                warm_up(
-                    self._pool,
-                    jobs,
-                    devices=self._ranks.devices,
-                    policy=load_policy("auto"),
-                    signals=self._signals,
-                )
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    def run(self, text: str, specs: Sequence[JobSpec]) -> tuple[Sequence[JobOutcome], Summary]:
-        """The jobs under a policy."""
-        watch = Outcomes()
-        jobs: Sequence[AdmittedJob] = admitted(specs, self._model)
-        with tempfile.TemporaryDirectory(prefix="files-", dir=self._output) as folder:
-            under = replace(self._options, output_dir=Path(folder), policy=load_policy(text))
-            summary = run_on(
-                self._pool, jobs, under, signals=self._signals, watchers=[watch], profile=self._profile
-            )
-        return watch.ended_jobs, summary
-
-    def warm_up(self, specs: Sequence[JobSpec], *, steps: int) -> None:
-        """A short job of each class on every rank, on every two, and on all of them together."""
-        examples = {spec.tag: spec for spec in specs}.values()
-        for degree in sorted({1, min(2, self._ranks.num_ranks), self._ranks.num_ranks}):
-            text, copies = f"legacy,degree={degree}", self._ranks.num_ranks // degree
-            jobs = [
-                replace(spec, id=f"{spec.id}-{copy}", steps=steps, arrival_s=0.0)
-                for spec in examples
-                for copy in range(copies)
-            ]
-            self.run(text, jobs)
-
-    def measured_times(self, options: WorkloadOptions) -> StandAlone:
-        """Each class on one rank while the others work, as replicas do; on more if deadlines need it."""
-        by_degree = {}
-        for degree in sorted({1, options.deadlines_from}):
-            copies = options.num_ranks if degree == 1 else 1
-            taken_s: dict[str, list[float]] = defaultdict(list)
-            for repeat in range(2):  # the first time warms up
-                jobs = calibration_jobs(self._name, copies=copies, steps=options.steps)
-                outcomes, _ = self.run(f"legacy,degree={degree}", jobs)
-                for outcome in outcomes if repeat else ():
-                    taken_s[outcome.info.spec.tag or ""].append(outcome.busy_s)
-            by_degree[degree] = {tag: statistics.median(values) for tag, values in taken_s.items()}
-        return StandAlone(by_degree)

@@ -1,0 +1,218 @@
+"""The runs of `gfgen bench compare`: policies in virtual time or on workers, stock diffusers from outside."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import click
+
+from gfgen.bench.compare import Run, attempt
+from gfgen.bench.scores import Outcomes
+from gfgen.bench.stock import StockRanks, is_stock, run_stock, stock_options
+from gfgen.bench.workloads import (
+    Name,
+    StandAlone,
+    WorkloadOptions,
+    admitted,
+    calibration_jobs,
+    make_workload,
+    stand_alone,
+    weightless_model,
+)
+from gfgen.cli.admission import Admission
+from gfgen.cli.prediction import choose_profile
+from gfgen.cli.ranks import Ranks, admitted_on
+from gfgen.cli.run import RunOptions, ready_pool, run_on
+from gfgen.cli.warming import warm_up
+from gfgen.errors import WorkerError
+from gfgen.jobspec import JobSpec
+from gfgen.policies.catalog import load_policy
+from gfgen.runtime.admission import AdmittedJob, Model
+from gfgen.runtime.cost import CostModel
+from gfgen.runtime.metrics import Summary
+from gfgen.runtime.observer import JobOutcome
+from gfgen.runtime.profile import Profile
+from gfgen.runtime.signals import SignalPipe
+from gfgen.runtime.simulation import simulate
+
+WARM_UP_STEPS = 2
+
+
+def predicted_times(
+    model: str, path: Path | None, *, num_ranks: int, steps: int | None
+) -> tuple[StandAlone, Profile]:
+    """Of the model's classes, alone on 1 rank and on more, and the profile that says so."""
+    found = weightless_model(model)
+    profile = choose_profile(path, admitted(calibration_jobs(model), found), num_ranks=num_ranks)
+    degrees = range(1, num_ranks + 1)
+    return stand_alone(found, CostModel(profile), degrees=degrees, steps=steps), profile
+
+
+def simulated(
+    texts: Sequence[str], name: Name, model: str, options: WorkloadOptions, path: Path | None
+) -> Iterator[Run]:
+    """One workload under these policies, in virtual time; `path` is of a profile."""
+    most = max(options.num_ranks, options.deadlines_from)
+    times, profile = predicted_times(model, path, num_ranks=most, steps=options.steps)
+    jobs = admitted(make_workload(name, model, times, options), weightless_model(model))
+
+    def run(text: str) -> tuple[Sequence[JobOutcome], Summary]:
+        found = simulate(jobs, policy=load_policy(text), num_ranks=options.num_ranks, profile=profile)
+        return found.outcomes, found.summary
+
+    for text in texts:
+        yield attempt(text, partial(run, text))
+
+
+def on_workers(
+    texts: Sequence[str],
+    name: Name,
+    model: str,
+    options: WorkloadOptions,
+    output: Path,
+    ranks: Ranks,
+    path: Path | None,
+    ends_s: float | None,
+) -> Iterator[Run]:
+    """One pool of workers for all policies, so that they start once; stock diffusers after it has ended.
+
+    Classes are timed on it first, unless a profile tells their times. Files are made as in any run, and not
+    kept.
+    """
+    found = Admission(
+        default_model=model,
+        devices=ranks.devices,
+        has_random_weights=ranks.has_random_weights,
+        vae_dtype=ranks.vae_dtype,
+    ).find_model(model)
+    admitted_on(ranks, calibration_jobs(model, steps=options.steps), default_model=model, source="--model")
+    policies = [text for text in texts if not is_stock(text)]
+    specs: Sequence[JobSpec] = ()
+    profile: Profile | None = None
+    if path is not None:
+        most = max(options.num_ranks, options.deadlines_from)
+        times, profile = predicted_times(model, path, num_ranks=most, steps=options.steps)
+        specs = make_workload(name, model, times, options)
+    if policies or not specs:
+        with _Bench(found, model, output, ranks, profile) as bench:
+            if specs:
+                bench.warm_up(specs, steps=WARM_UP_STEPS)
+            else:
+                specs = make_workload(name, model, bench.measured_times(options), options)
+            for text in policies:
+                yield attempt(text, partial(bench.run, text, specs))
+    stock_ranks = StockRanks(
+        found.checkpoint,
+        ranks.num_ranks,
+        ranks.devices.kind,
+        has_random_weights=ranks.has_random_weights,
+        vae_dtype=ranks.vae_dtype,
+    )
+    for text in filter(is_stock, texts):
+        left_s = None if ends_s is None else ends_s - time.monotonic()
+        yield _outside(text, admitted(specs, found), stock_ranks, output, left_s)
+
+
+def _outside(
+    text: str, jobs: Sequence[AdmittedJob], ranks: StockRanks, output: Path, limit_s: float | None
+) -> Run:
+    """Stock diffusers; why it has no numbers is told in their place."""
+    with tempfile.TemporaryDirectory(prefix="files-", dir=output) as folder:
+        try:
+            outcomes, way = run_stock(
+                jobs,
+                stock_options(text),
+                ranks,
+                folder=Path(folder),
+                ends_s=None if limit_s is None else time.monotonic() + limit_s,
+                tell=lambda line: click.echo(line, err=True),
+            )
+        except WorkerError as error:
+            return Run(text, error=str(error))
+    return Run(text, outcomes, note=f"{text}: {way}")
+
+
+class _Bench:
+    """Runs on workers that are started once."""
+
+    def __init__(self, model: Model, name: str, output: Path, ranks: Ranks, profile: Profile | None) -> None:
+        self._model, self._name, self._output, self._ranks = model, name, output, ranks
+        self._profile = profile
+        self._stack = contextlib.ExitStack()
+        self._options = RunOptions(
+            output_dir=output,
+            devices=ranks.devices,
+            policy=load_policy("fcfs"),
+            guard_s=0.005,
+            trace=None,
+            quiet=True,
+            log_json=False,
+            has_random_weights=ranks.has_random_weights,
+            vae_dtype=ranks.vae_dtype,
+            has_graphs=ranks.has_graphs,
+        )
+
+    def __enter__(self) -> _Bench:
+        with contextlib.ExitStack() as stack:
+            self._signals = stack.enter_context(contextlib.closing(SignalPipe()))
+            checkpoints = {self._model.checkpoint}
+            self._pool = stack.enter_context(ready_pool(checkpoints, self._options, self._signals))
+            if self._options.has_graphs:
+                jobs = admitted(calibration_jobs(self._name), self._model)
+                warm_up(
+                    self._pool,
+                    jobs,
+                    devices=self._ranks.devices,
+                    policy=load_policy("auto"),
+                    signals=self._signals,
+                )
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def run(self, text: str, specs: Sequence[JobSpec]) -> tuple[Sequence[JobOutcome], Summary]:
+        """The jobs under a policy."""
+        watch = Outcomes()
+        jobs: Sequence[AdmittedJob] = admitted(specs, self._model)
+        with tempfile.TemporaryDirectory(prefix="files-", dir=self._output) as folder:
+            under = replace(self._options, output_dir=Path(folder), policy=load_policy(text))
+            summary = run_on(
+                self._pool, jobs, under, signals=self._signals, watchers=[watch], profile=self._profile
+            )
+        return watch.ended_jobs, summary
+
+    def warm_up(self, specs: Sequence[JobSpec], *, steps: int) -> None:
+        """A short job of each class on every rank, on every two, and on all of them together."""
+        examples = {spec.tag: spec for spec in specs}.values()
+        for degree in sorted({1, min(2, self._ranks.num_ranks), self._ranks.num_ranks}):
+            text, copies = f"legacy,degree={degree}", self._ranks.num_ranks // degree
+            jobs = [
+                replace(spec, id=f"{spec.id}-{copy}", steps=steps, arrival_s=0.0)
+                for spec in examples
+                for copy in range(copies)
+            ]
+            self.run(text, jobs)
+
+    def measured_times(self, options: WorkloadOptions) -> StandAlone:
+        """Each class on one rank while the others work, as replicas do; on more if deadlines need it."""
+        by_degree = {}
+        for degree in sorted({1, options.deadlines_from}):
+            copies = options.num_ranks if degree == 1 else 1
+            taken_s: dict[str, list[float]] = defaultdict(list)
+            for repeat in range(2):  # the first time warms up
+                jobs = calibration_jobs(self._name, copies=copies, steps=options.steps)
+                outcomes, _ = self.run(f"legacy,degree={degree}", jobs)
+                for outcome in outcomes if repeat else ():
+                    taken_s[outcome.info.spec.tag or ""].append(outcome.busy_s)
+            by_degree[degree] = {tag: statistics.median(values) for tag, values in taken_s.items()}
+        return StandAlone(by_degree)
