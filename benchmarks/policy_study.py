@@ -258,6 +258,7 @@ def report(
     date: str,
     machine: str,
 ) -> str:
+    """The recorded result: what was asked and found, then a table for each workload."""
     lines = [
         "# Policies under load, simulated",
         "",

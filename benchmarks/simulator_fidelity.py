@@ -121,6 +121,7 @@ def make_jobs(workload: Workload, profile: Profile) -> Sequence[AdmittedJob]:
 def run_for_real(
     jobs: Sequence[AdmittedJob], policy: str, profile: Profile, pool: WorkerPool, watch: Observer
 ) -> Summary:
+    """The jobs under a policy on the pool, as `gfgen run` does it; `watch` is told what happens."""
     clock = Clock()
     state = State(
         jobs,
