@@ -26,7 +26,8 @@ from typing import Any
 
 import numpy as np
 
-from gfgen.bench.scores import Outcomes, Score, makespan_bound_s, score
+from gfgen.bench.bounds import demands_of, least_makespan_s
+from gfgen.bench.scores import Outcomes, Score, score
 from gfgen.bench.workloads import (
     MIXES,
     Name,
@@ -41,6 +42,7 @@ from gfgen.runtime.admission import AdmittedJob
 from gfgen.runtime.cost import CostModel
 from gfgen.runtime.observer import JobOutcome
 from gfgen.runtime.profile import Profile, load_profile
+from gfgen.runtime.profiled import profiled_times
 from gfgen.runtime.profiles import SHIPPED
 from gfgen.runtime.simulation import simulate
 
@@ -120,7 +122,8 @@ def run_point(point: Point) -> Rows:
 def run_overnight(point: tuple[str, int]) -> Rows:
     model, seed = point
     jobs = jobs_of(model, "overnight", load=1.0, seed=seed, deadlines_from=1, num_jobs=OVERNIGHT_JOBS)
-    bound_s = makespan_bound_s(jobs, CostModel(profile()), num_ranks=NUM_RANKS)
+    times = profiled_times(profile(), jobs, num_ranks=NUM_RANKS)
+    bound_s = least_makespan_s(demands_of(jobs, times, num_ranks=NUM_RANKS), num_ranks=NUM_RANKS)
     return [
         asdict(found)
         | {"model": model, "seed": seed, "bound_s": bound_s, "excess": found.makespan_s / bound_s - 1}

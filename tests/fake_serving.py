@@ -22,6 +22,7 @@ from typing import Any
 from gfgen import log
 from gfgen.bench.fake_worker import STATE_BYTES, FakeWorker, WorkerSettings
 from gfgen.bench.fault_plan import FaultFolder, Faults, ScriptedError
+from gfgen.cli.ranks import Ranks
 from gfgen.cli.serve import ServeOptions, serve_on, settings_of
 from gfgen.errors import JobError, Problem
 from gfgen.gfc.arena import Plan
@@ -122,7 +123,7 @@ class PacedWorker(FakeWorker):
         spec = job.start.spec
         if task.stage is Stage.DENOISE:
             if spec.guidance_scale == 13:
-                raise ScriptedError("an unlucky number")
+                raise ScriptedError(f"an unlucky number in {os.getcwd()}/step")
             time.sleep(0.0 if HASTE else spec.flow_shift or 0.0)
         return super()._compute(job, task, layout, fds)
 
@@ -163,7 +164,7 @@ def serve_fakes(port: int, folder: Path, **options: str) -> None:
     )
     chosen = ServeOptions(
         output_dir=folder / "out",
-        devices=Devices("cpu", ranks),
+        ranks=Ranks(Devices("cpu", ranks)),
         policy=load_policy("srtf"),
         guard_s=0.002,
         host="127.0.0.1",

@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
+
+
+def command_of(pid: int) -> bytes:
+    """Empty of a process that is gone."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
+
+
+def front_of(pid: int) -> int:
+    """The HTTP process of a server."""
+    return next(child for child in children_of(pid) if b"gfgen.server.front" in command_of(child))
 
 
 def children_of(pid: int) -> list[int]:

@@ -7,7 +7,8 @@ import pytest
 from builders import make_job, simulate
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/**/*.md")]
+FOLDERS = ("*.md", "docs/*.md", "benchmarks/**/*.md", "gfgen/**/*.md")
+DOCUMENTS = [path for pattern in FOLDERS for path in ROOT.glob(pattern)]
 
 
 def test_the_example_policy_in_the_docs_is_the_one_in_the_folder():

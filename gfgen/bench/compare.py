@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from gfgen.bench.bounds import Bound
 from gfgen.bench.scores import Score, score
 from gfgen.errors import PolicyFault, StalledError
 from gfgen.runtime.control import FALLBACK
@@ -18,6 +19,10 @@ from gfgen.runtime.plot_runs import RunFigures
 REPLICAS = "legacy,degree=1"
 COMPARED = (REPLICAS, "fcfs", "srtf", "edf,rescue=false", "edf", "triage", "makespan", "auto")
 """Compared with the baseline unless told otherwise: single-rank replicas, then every policy."""
+GAINS = ("jobs_per_min", "mean_s", "attainment", "attainment_client")
+"""What is bounded, by the names of `Score` and `Bound`."""
+LEAST_GAIN = 0.01
+"""A bound that is nearer to the baseline, as a share of it, leaves nothing to gain."""
 MAX_NAMED = 5
 NONE = "-"
 _HEAD = (
@@ -56,6 +61,8 @@ class Comparison:
     policies: tuple[str, ...]
     baseline: str
     slack_s: float
+    bound: Bound | None = None
+    """What no schedule can surpass; None where no profile tells it."""
     scores: list[Score] = field(default_factory=list)
     failures: dict[str, str] = field(default_factory=dict)
     """Policies without numbers, with the reason."""
@@ -93,9 +100,49 @@ class Comparison:
 
     def table(self) -> list[str]:
         """Markdown, a line per policy; the last columns are ratios to the baseline."""
-        baseline = next((found for found in self.scores if found.policy == self.baseline), None)
-        rows = [f"| {' | '.join(_cells(found, baseline))} |" for found in self.scores]
+        rows = [f"| {' | '.join(_cells(found, self._baseline))} |" for found in self.scores]
         return [_HEAD, "|---" * _HEAD.count(" |") + "|", *rows] if rows else []
+
+    def gains_table(self) -> list[str]:
+        """Markdown: the bound, and how far each policy comes from the baseline towards it."""
+        gains = self.gains()
+        if self.bound is None or not gains:
+            return []
+        bound, baseline = self.bound, self._baseline
+        assert baseline is not None
+        limits = [
+            f"{bound.jobs_per_min:.1f} ({_ratio(bound.jobs_per_min, baseline.jobs_per_min)} x)",
+            f"{in_words(bound.mean_s)} ({_ratio(bound.mean_s, baseline.mean_s)} x)",
+            f"{bound.attainment:.0%}",
+            f"{bound.attainment_client:.0%}",
+        ]
+        rows = [("no schedule does better than", limits)]
+        rows += [(policy, [_percent(share) for share in shares.values()]) for policy, shares in gains.items()]
+        return [
+            f"| of the gain over {baseline.name} that is possible | jobs a minute | mean latency "
+            "| deadlines met | with slack |",
+            "|---|---|---|---|---|",
+            *(f"| {name} | {' | '.join(cells)} |" for name, cells in rows),
+        ]
+
+    def gains(self) -> dict[str, dict[str, float | None]]:
+        """By policy and number of `Score`: the way that it comes from the baseline (0) to the bound (1).
+
+        None where the baseline leaves nothing to gain, and for the latency where jobs failed: the bound is
+        of all jobs.
+        """
+        bound, baseline = self.bound, self._baseline
+        if bound is None or baseline is None:
+            return {}
+        return {
+            found.name: {name: _share(name, found, baseline, bound) for name in GAINS}
+            for found in self.scores
+            if found is not baseline
+        }
+
+    @property
+    def _baseline(self) -> Score | None:
+        return next((found for found in self.scores if found.policy == self.baseline), None)
 
     def remarks(self) -> list[str]:
         """A line for each thing that belongs beside the table."""
@@ -124,6 +171,8 @@ class Comparison:
             **conditions,
             "baseline": self.baseline,
             "slack_s": self.slack_s,
+            "bound": None if self.bound is None else asdict(self.bound),
+            "gains": self.gains(),
             "runs": [asdict(found) for found in self.scores],
             "failures": self.failures,
             "notes": self.notes,
@@ -199,6 +248,19 @@ _RATIOS: tuple[Callable[[Score], float | None], ...] = (
 
 def _ratio(value: float | None, baseline: float | None) -> str:
     return NONE if value is None or not baseline else f"{value / baseline:.2f}"
+
+
+def _share(name: str, found: Score, baseline: Score, bound: Bound) -> float | None:
+    if name == "mean_s" and (found.num_failed or baseline.num_failed):
+        return None
+    value, start, end = (getattr(each, name) for each in (found, baseline, bound))
+    if abs(end - start) <= LEAST_GAIN * start:
+        return None
+    return float((value - start) / (end - start))
+
+
+def _percent(share: float | None) -> str:
+    return NONE if share is None else f"{share:.0%}"
 
 
 def _starved(run: Run) -> list[str]:

@@ -74,7 +74,7 @@ class Measurement:
 
 
 def plan_measurements(jobs: Iterable[AdmittedJob], *, num_ranks: int) -> list[Measurement]:
-    """One job of each model and shape, on groups of 1, 2, 4 and 8 ranks as far as there are so many."""
+    """One job of each model and shape, on groups of 1, 2, 4 and 8 ranks of which all reach each other."""
     plan = []
     for job in {(job.spec.model, job.shape): job for job in jobs}.values():
         sizes = [size for size in (1, 2, 4, 8) if size <= min(num_ranks, job.limits.step_degree)]
@@ -124,7 +124,7 @@ def measure(
 
     Raises: WorkerError when a job fails; InterruptedRunError when a signal comes first.
     """
-    parts = {part.job.job_id: part for part in _parts(measurement, pool.num_ranks)}
+    parts = {part.job.job_id: part for part in _parts(measurement, pool.islands)}
     record = Record()
 
     def place(view: JobView) -> Layout:
@@ -141,22 +141,30 @@ def measure(
     return _samples(measurement, parts, record)
 
 
-def _parts(measurement: Measurement, num_ranks: int) -> Iterator[_Part]:
-    size = measurement.num_ranks
-    num_groups = 1 if measurement.is_moving else num_ranks // size
+def _parts(measurement: Measurement, islands: Sequence[Sequence[int]]) -> Iterator[_Part]:
     num_jobs = 1 if measurement.is_moving else JOBS
-    for first in range(0, num_groups * size, size):
+    for ranks in _groups(measurement, islands):
         for number in range(1 + num_jobs):
             degrees = measurement.step_degrees(is_warm_up=number == 0)
-            job = copy_of(measurement.job, f"rank-{first}-{number}", len(degrees))
-            yield _Part(job, tuple(range(first, first + size)), degrees, counts=number > 0)
+            job = copy_of(measurement.job, f"rank-{ranks[0]}-{number}", len(degrees))
+            yield _Part(job, ranks, degrees, counts=number > 0)
+
+
+def _groups(measurement: Measurement, islands: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+    """Each inside an island: as many as there is room for; or the two ranks between which a job moves."""
+    if measurement.is_moving:
+        return [tuple(max(islands, key=len)[:2])]
+    size = measurement.num_ranks
+    return [
+        tuple(island[at : at + size]) for island in islands for at in range(0, len(island) - size + 1, size)
+    ]
 
 
 def _layout_of(measurement: Measurement, part: _Part, view: JobView) -> Layout:
     task = view.next_task
     match task.stage:
         case Stage.DENOISE if measurement.is_moving:
-            return Layout.single((task.step or 0) % 2)
+            return Layout.single(part.ranks[(task.step or 0) % 2])
         case Stage.DENOISE:
             cfg, ulysses, ring = part.degrees[task.step or 0]
             return Layout(part.ranks[: cfg * ulysses * ring], cfg=cfg, ulysses=ulysses, ring=ring)

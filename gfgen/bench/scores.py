@@ -9,9 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from gfgen.graph import Stage
-from gfgen.runtime.admission import AdmittedJob
-from gfgen.runtime.cost import CostModel
 from gfgen.runtime.metrics import percentile
 from gfgen.runtime.observer import JobOutcome, Observer
 
@@ -98,19 +95,3 @@ def _attainment(
         if due_s is not None:
             verdicts.append(outcome.status == "done" and outcome.ended_s <= due_s + slack_s)
     return sum(verdicts) / len(verdicts) if verdicts else 1.0
-
-
-def makespan_bound_s(jobs: Sequence[AdmittedJob], costs: CostModel, *, num_ranks: int) -> float:
-    """No schedule ends sooner: all work at its most thrifty, evenly spread, or the longest job alone."""
-    degrees = [degree for degree in (1, 2, 4, 8) if degree <= num_ranks]
-    work_s, longest_s = 0.0, 0.0
-    for job in jobs:
-        cost_class, trajectory = costs.class_of(job), job.trajectory
-        layouts = {degree: costs.arrangement(cost_class).steps[degree - 1] for degree in degrees}
-        rests_s, steps_s = {}, {}
-        for degree, layout in layouts.items():
-            rests_s[degree] = costs.remaining_s(cost_class, trajectory.task(0), 3, layout)
-            steps_s[degree] = trajectory.num_steps * costs.task_s(cost_class, Stage.DENOISE, layout)
-        work_s += rests_s[1] + min(degree * seconds for degree, seconds in steps_s.items())
-        longest_s = max(longest_s, min(rests_s.values()) + min(steps_s.values()))
-    return max(work_s / num_ranks, longest_s)

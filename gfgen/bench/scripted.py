@@ -81,7 +81,6 @@ def run_jobs(
     folder: Path,
     guard_s: float = 0.0,
     costs: CostModel | None = None,
-    islands: Sequence[Sequence[int]] | None = None,
     signals: SignalPipe | None = None,
 ) -> None:
     """Run jobs on a pool that is ready; `record` keeps what happens.
@@ -96,7 +95,7 @@ def run_jobs(
         costs=costs,
         guard_s=guard_s,
         last_number=pool.last_number,
-        islands=islands,
+        islands=pool.islands,
     )
     backend = ProcessBackend(pool, jobs, clock=clock, output_dir=folder, signals=signals)
     control = Control(

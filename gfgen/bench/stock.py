@@ -42,6 +42,9 @@ logger = logging.getLogger(__name__)
 NAME = "diffusers"
 PATIENCE_S = 300.0
 """For loading, and for any one answer: the first step of a shape may have to be compiled."""
+LEFT_ALONE_S = 10.0
+"""For the other ranks of a group when one has failed: what fails alike on all of them is told by all within
+it, and after a failure of one alone the others would wait for it in a collective for minutes."""
 ENDING_S = 2.0
 """For all ranks of a group together; then they are killed."""
 _OPTIONS = ("degree", "uneven", "compiled")
@@ -137,6 +140,8 @@ class _Group:
     started_s: float = 0.0
     pending: set[int] = field(default_factory=set)
     """Its ranks that are still at it."""
+    failed: tuple[float, str] | None = None
+    """When one of its ranks failed while others are still at it, and the error."""
     ends_s: float = math.inf
     """No answer is waited for beyond it, by the machine's monotonic clock."""
 
@@ -146,22 +151,25 @@ class _Group:
                 connection.send(message)
 
     def answers(self, number: int = 1) -> list[str | None]:
-        """To so many messages, from each rank: None, or what went wrong."""
-        found: list[str | None] = []
-        for connection in self.connections:
-            for _ in range(number):
-                patience_s = min(PATIENCE_S, max(0.0, self.ends_s - time.monotonic()))
-                if not connection.poll(patience_s):
-                    # A rank that alone fails leaves the others in a collective.
-                    others = "".join(f"; another rank: {error}" for error in [*filter(None, found)][:1])
-                    raise WorkerError(f"{NAME}: no answer after {patience_s:.0f} s{others}")
-                try:
-                    answer = connection.recv()
-                except (EOFError, ConnectionError):
-                    raise WorkerError(f"{NAME}: a process died") from None
+        """To so many messages, from each rank: None, or what went wrong.
+
+        Raises: WorkerError when a process dies or is not heard of, with what another rank said of it.
+        """
+        found: dict[Connection, list[str | None]] = {connection: [] for connection in self.connections}
+        error: str | None = None
+        while missing := [connection for connection in self.connections if len(found[connection]) < number]:
+            usual_s = PATIENCE_S if error is None else LEFT_ALONE_S
+            patience_s = min(usual_s, max(0.0, self.ends_s - time.monotonic()))
+            ready = wait(missing, patience_s)
+            if not ready:
+                raise _lost(f"no answer after {patience_s:.0f} s", error)
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                answer = _received(connection, error)
                 assert isinstance(answer, Answer), answer
-                found.append(answer.error)
-        return found
+                found[connection].append(answer.error)
+                error = error or answer.error
+        return [each for answers in found.values() for each in answers]
 
     def close(self) -> None:
         """End the processes; what hangs in a collective is killed."""
@@ -173,6 +181,23 @@ class _Group:
             if process.is_alive():
                 process.kill()
                 process.join()
+
+
+def _received(connection: Connection, error: str | None) -> object:
+    """What a rank tells; another one has failed with `error`, if any.
+
+    Raises: WorkerError when it is dead.
+    """
+    try:
+        return connection.recv()
+    except (EOFError, ConnectionError):
+        raise _lost("a process died", error) from None
+
+
+def _lost(what: str, error: str | None) -> WorkerError:
+    """A rank is of no more use; another one has failed with `error`, if any."""
+    others = "" if error is None else f"; another rank: {error}"
+    return WorkerError(f"{NAME}: {what}{others}")
 
 
 class _AcceptedGroups:
@@ -353,6 +378,7 @@ class _Service:
             if self._limit_s is not None and self.now_s > self._limit_s:
                 done = len(self._outcomes)
                 raise WorkerError(f"{NAME}: {done} of {done + len(self._open)} jobs after {self.now_s:.0f} s")
+            self._give_up_those_left_alone()
             self._listen()
         return self._outcomes
 
@@ -377,6 +403,12 @@ class _Service:
                 group.pending = set(range(len(group.connections)))
                 group.tell(Make(job.spec, self._folder / job.info.file))
 
+    def _give_up_those_left_alone(self) -> None:
+        """A group is of no more use whose ranks wait for one that has failed."""
+        for group in self._groups:
+            if group.failed is not None and self.now_s > group.failed[0] + LEFT_ALONE_S:
+                raise _lost(f"no answer after {LEFT_ALONE_S:.0f} s", group.failed[1])
+
     def _listen(self) -> None:
         senders = {
             connection: (group, rank)
@@ -386,11 +418,8 @@ class _Service:
         for connection in wait(list(senders), self._patience_s()):
             assert isinstance(connection, Connection)
             group, rank = senders[connection]
-            try:
-                message = connection.recv()
-            except (EOFError, ConnectionError):
-                raise WorkerError(f"{NAME}: a process died") from None
-            self._take(group, rank, message)
+            error = None if group.failed is None else group.failed[1]
+            self._take(group, rank, _received(connection, error))
 
     def _patience_s(self) -> float:
         """Until something is due by itself."""
@@ -400,6 +429,7 @@ class _Service:
             for job in self._open.values()
             if job.spec.timeout_s is not None
         ]
+        due_s += [group.failed[0] + LEFT_ALONE_S for group in self._groups if group.failed is not None]
         due_s += [] if self._limit_s is None else [self._limit_s]
         return max(0.0, min(due_s, default=PATIENCE_S) - self.now_s) + 1e-3
 
@@ -409,9 +439,10 @@ class _Service:
                 group.pending.discard(rank)
                 if message.error is not None:
                     self._end(message.job_id, message.error)
+                    group.failed = group.failed or (self.now_s, message.error)
                 if not group.pending:
                     self._busy_s[message.job_id] = self.now_s - group.started_s
-                    group.job = None
+                    group.job = group.failed = None
             case Written():
                 self._end(message.job_id, message.error)
             case _:

@@ -79,12 +79,13 @@ MIXES = {
     "qwen-image": Mix(
         _classes("image", (512, 512), (1024, 1024), (1536, 1536)), 25, 1500, 1, _IMAGE_GUIDANCE
     ),
+    "shapes": Mix(_classes("video", (128, 128, 1), (128, 128, 17), (192, 128, 33)), 6, 3600, 1, {}),
     "tiny-wan": Mix(
         _classes("video", (64, 64, 5), (96, 64, 9), (128, 96, 17)), 6, 3600, 0.25, _VIDEO_GUIDANCE
     ),
     "tiny-qwen-image": Mix(_classes("image", (64, 64), (96, 96), (160, 160)), 6, 1500, 0.1, _IMAGE_GUIDANCE),
 }
-"""By model. The tiny ones have classes that CPU ranks run in a second or so, and a slack to match."""
+"""By model. Built-in ones have classes for CPU ranks, of a second or a few, and a slack to match."""
 
 
 def mix_of(model: str) -> Mix:

@@ -32,8 +32,6 @@ from gfgen.runtime.residency import Residency
 logger = logging.getLogger(__name__)
 
 RESTART = "stop the run and start it again: it loads what the files in its folder name"
-DEFAULT_MODEL = "tiny-wan"
-"""For jobs that name none, where --model names none either."""
 
 
 def admit_file(

@@ -23,7 +23,7 @@ from gfgen.bench.workloads import (
     make_workload,
     mix_of,
 )
-from gfgen.cli.compare_runs import on_workers, predicted_times, simulated
+from gfgen.cli.compare_runs import Predicted, on_workers, predicted, predicted_times, simulated
 from gfgen.cli.ranks import Ranks, rank_options
 from gfgen.errors import InputError, InterruptedRunError
 from gfgen.job import to_mapping
@@ -251,12 +251,17 @@ def compare(
         raise InputError("--beside: has no effect without --simulate")
     ran = [] if beside is None else _runs_of_same_jobs(beside, conditions)
     todo = comparison.not_run
+    known: Predicted | None = None
     if ranked is None:
         if any(map(is_stock, todo)):
             raise InputError(f"{NAME}: has no profile that it could be simulated with; leave out --simulate")
-        runs = simulated(todo, name, model, options, profile_path)
+        known = predicted(name, model, options, profile_path)
+        runs = simulated(todo, known, num_ranks=options.num_ranks)
     else:
-        runs = on_workers(todo, name, model, options, output, ranked, profile_path, ends_s)
+        known = None if profile_path is None else predicted(name, model, options, profile_path)
+        runs = on_workers(todo, name, model, options, output, ranked, known, ends_s)
+    if known is not None:
+        comparison.bound = known.bound(num_ranks=options.num_ranks, slack_s=slack_s)
     click.echo(f"{conditions['workload']}, {where}")
     try:
         for run in _in_time(runs, comparison, ends_s):
@@ -267,6 +272,8 @@ def compare(
     except (KeyboardInterrupt, InterruptedRunError) as stop:
         raise _interrupted(stop, comparison, conditions, output) from None
     _report(comparison, conditions, output)
+    if comparison.bound is None:
+        click.echo("how much any schedule could gain follows from a profile: give --profile to see it")
     if ran:
         click.echo("\n" + "\n".join(fidelity_table(comparison.scores, ran)))
     return 1 if comparison.failures else 0
@@ -353,10 +360,11 @@ def _interrupted(
 
 def _report(comparison: Comparison, conditions: dict[str, Any], output: Path) -> None:
     """Show the table, and write the files, with whatever there is."""
-    lines, remarks = comparison.table(), comparison.remarks()
-    click.echo("\n" + "\n".join([*lines, "", *remarks]).strip("\n") + "\n")
+    tables = list(filter(None, ["\n".join(comparison.table()), "\n".join(comparison.gains_table())]))
+    remarks = comparison.remarks()
+    click.echo("\n" + "\n\n".join([*tables, "\n".join(remarks)]).strip("\n") + "\n")
     (output / JSON_NAME).write_text(comparison.as_json(conditions))
-    paragraphs = [conditions["workload"], *(["\n".join(lines)] if lines else []), *remarks]
+    paragraphs = [conditions["workload"], *tables, *remarks]
     (output / "compare.md").write_text("\n\n".join(paragraphs) + "\n")
     chart = output / "compare.png"
     chart.unlink(missing_ok=True)  # that of an earlier comparison

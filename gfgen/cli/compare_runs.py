@@ -8,12 +8,13 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import click
 
+from gfgen.bench.bounds import Bound, bound_of
 from gfgen.bench.compare import Run, attempt
 from gfgen.bench.scores import Outcomes
 from gfgen.bench.stock import StockRanks, is_stock, run_stock, stock_options
@@ -27,10 +28,9 @@ from gfgen.bench.workloads import (
     stand_alone,
     weightless_model,
 )
-from gfgen.cli.admission import Admission
 from gfgen.cli.prediction import choose_profile
-from gfgen.cli.ranks import Ranks, admitted_on
-from gfgen.cli.run import RunOptions, ready_pool, run_on
+from gfgen.cli.ranks import Ranks, admitted_on, ready_pool
+from gfgen.cli.run import RunOptions, run_on
 from gfgen.cli.warming import warm_up
 from gfgen.errors import WorkerError
 from gfgen.jobspec import JobSpec
@@ -40,6 +40,7 @@ from gfgen.runtime.cost import CostModel
 from gfgen.runtime.metrics import Summary
 from gfgen.runtime.observer import JobOutcome
 from gfgen.runtime.profile import Profile
+from gfgen.runtime.profiled import profiled_times
 from gfgen.runtime.signals import SignalPipe
 from gfgen.runtime.simulation import simulate
 
@@ -56,16 +57,33 @@ def predicted_times(
     return stand_alone(found, CostModel(profile), degrees=degrees, steps=steps), profile
 
 
-def simulated(
-    texts: Sequence[str], name: Name, model: str, options: WorkloadOptions, path: Path | None
-) -> Iterator[Run]:
-    """One workload under these policies, in virtual time; `path` is of a profile."""
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """A workload made by a profile's times."""
+
+    jobs: tuple[AdmittedJob, ...]
+    profile: Profile
+
+    def bound(self, *, num_ranks: int, slack_s: float) -> Bound:
+        """What no schedule of it on so many ranks can surpass."""
+        times = profiled_times(self.profile, self.jobs, num_ranks=num_ranks)
+        return bound_of(self.jobs, times, num_ranks=num_ranks, slack_s=slack_s)
+
+
+def predicted(name: Name, model: str, options: WorkloadOptions, path: Path | None) -> Predicted:
+    """A workload by the profile in a file, or one that is at hand."""
     most = max(options.num_ranks, options.deadlines_from)
     times, profile = predicted_times(model, path, num_ranks=most, steps=options.steps)
-    jobs = admitted(make_workload(name, model, times, options), weightless_model(model))
+    return Predicted(admitted(make_workload(name, model, times, options), weightless_model(model)), profile)
+
+
+def simulated(texts: Sequence[str], workload: Predicted, *, num_ranks: int) -> Iterator[Run]:
+    """One workload under these policies, in virtual time."""
 
     def run(text: str) -> tuple[Sequence[JobOutcome], Summary]:
-        found = simulate(jobs, policy=load_policy(text), num_ranks=options.num_ranks, profile=profile)
+        found = simulate(
+            workload.jobs, policy=load_policy(text), num_ranks=num_ranks, profile=workload.profile
+        )
         return found.outcomes, found.summary
 
     for text in texts:
@@ -79,28 +97,21 @@ def on_workers(
     options: WorkloadOptions,
     output: Path,
     ranks: Ranks,
-    path: Path | None,
+    workload: Predicted | None,
     ends_s: float | None,
 ) -> Iterator[Run]:
     """One pool of workers for all policies, so that they start once; stock diffusers after it has ended.
 
-    Classes are timed on it first, unless a profile tells their times. Files are made as in any run, and not
-    kept.
+    Classes are timed on it first, unless the workload is made by a profile's times. Files are made as in any
+    run, and not kept.
     """
-    found = Admission(
-        default_model=model,
-        devices=ranks.devices,
-        has_random_weights=ranks.has_random_weights,
-        vae_dtype=ranks.vae_dtype,
-    ).find_model(model)
+    found = ranks.admission(model).find_model(model)
     admitted_on(ranks, calibration_jobs(model, steps=options.steps), default_model=model, source="--model")
     policies = [text for text in texts if not is_stock(text)]
     specs: Sequence[JobSpec] = ()
     profile: Profile | None = None
-    if path is not None:
-        most = max(options.num_ranks, options.deadlines_from)
-        times, profile = predicted_times(model, path, num_ranks=most, steps=options.steps)
-        specs = make_workload(name, model, times, options)
+    if workload is not None:
+        specs, profile = [job.info.asked for job in workload.jobs], workload.profile
     if policies or not specs:
         with _Bench(found, model, output, ranks, profile) as bench:
             if specs:
@@ -149,23 +160,20 @@ class _Bench:
         self._stack = contextlib.ExitStack()
         self._options = RunOptions(
             output_dir=output,
-            devices=ranks.devices,
+            ranks=ranks,
             policy=load_policy("fcfs"),
             guard_s=0.005,
             trace=None,
             quiet=True,
             log_json=False,
-            has_random_weights=ranks.has_random_weights,
-            vae_dtype=ranks.vae_dtype,
-            has_graphs=ranks.has_graphs,
         )
 
     def __enter__(self) -> _Bench:
         with contextlib.ExitStack() as stack:
             self._signals = stack.enter_context(contextlib.closing(SignalPipe()))
             checkpoints = {self._model.checkpoint}
-            self._pool = stack.enter_context(ready_pool(checkpoints, self._options, self._signals))
-            if self._options.has_graphs:
+            self._pool = stack.enter_context(ready_pool(checkpoints, self._ranks, self._signals))
+            if self._ranks.has_graphs:
                 jobs = admitted(calibration_jobs(self._name), self._model)
                 warm_up(
                     self._pool,

@@ -15,16 +15,15 @@ import click
 
 from gfgen import log
 from gfgen.bench import elasticity as bench
+from gfgen.bench import elasticity_rows as table
+from gfgen.bench.bare import WORKER_MAIN
 from gfgen.bench.workloads import calibration_jobs
 from gfgen.cli.prediction import choose_profile
-from gfgen.cli.ranks import Ranks, admitted_on, rank_options
-from gfgen.cli.run import ready_pool
+from gfgen.cli.ranks import Ranks, admitted_on, rank_options, ready_pool
 from gfgen.errors import InputError
 from gfgen.layout import MAX_RANKS
-from gfgen.runtime.admission import AdmittedJob
 from gfgen.runtime.cost import CostModel
 from gfgen.runtime.devices import choose_devices
-from gfgen.runtime.pool import WorkerPool
 from gfgen.runtime.signals import SignalPipe
 from gfgen.runtime.warming import warm_ups
 
@@ -73,37 +72,25 @@ def elasticity(
         _make(output)
     options = Ranks(choose_devices(device, ranks), random_weights, vae_dtype, graphs)
     model = model or (GPU_MODEL if options.are_on_gpus else CPU_MODEL)
-    small, large = _jobs(model, options)
+    subject = _subject(model, options, samples or (GPU_SAMPLES if options.are_on_gpus else CPU_SAMPLES))
+    cases = _wanted(bench.cases_of(subject), only)
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(contextlib.closing(SignalPipe()))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gfgen-elasticity-")))
-        main = bench.WORKER_MAIN
-        pool = stack.enter_context(ready_pool({small.checkpoint}, options, signals, worker_main=main))
-        setting = bench.Setting(
-            pool,
-            small,
-            large,
-            folder,
-            CostModel(),
-            num_samples=samples or (GPU_SAMPLES if options.are_on_gpus else CPU_SAMPLES),
-            guard_s=lookahead / 1000,
-            islands=options.devices.islands,
-            signals=signals,
+        pool = stack.enter_context(
+            ready_pool({subject.small.checkpoint}, options, signals, worker_main=WORKER_MAIN)
         )
+        setting = bench.Setting(pool, folder, CostModel(), guard_s=lookahead / 1000, signals=signals)
         _tell(f"{time.monotonic() - began_s:5.0f} s  models are loaded")
-        _warm_up(pool, setting, signals)
-        setting = _expecting(setting)
-        found = bench.cases_of(setting)
-        cases = [case for case in found if _is_wanted(case.name, only)]
-        if not cases:
-            raise InputError(f"--only {' '.join(only)}: fits no case such as {found[0].name!r}")
+        _warm_up(setting, subject)
+        setting = replace(setting, expected=_expected(setting, subject))
         left_s = None if seconds is None else seconds - (time.monotonic() - began_s)
-        _tell(f"{time.monotonic() - began_s:5.0f} s  warm; {_announced(cases)}")
+        _tell(f"{time.monotonic() - began_s:5.0f} s  warm; {_announced(cases, setting.expected)}")
         words = _words(options, model=model, samples=samples, lookahead=lookahead, only=only)
         about = {"device": options.description, "command": " ".join(words), "model": model}
-        rows: list[bench.Row] = []
+        rows: list[table.Row] = []
         try:
-            for row in bench.measure_cases(cases, seconds=left_s, tell=_tell):
+            for row in bench.measure_cases(cases, setting, seconds=left_s, tell=_tell):
                 rows.append(row)
         finally:  # what a failed case left is kept
             _report(rows, about, output, as_json=as_json)
@@ -118,10 +105,10 @@ def _make(folder: Path) -> None:
 
 
 def _report(
-    rows: Sequence[bench.Row], about: Mapping[str, str], output: Path | None, *, as_json: bool
+    rows: Sequence[table.Row], about: Mapping[str, str], output: Path | None, *, as_json: bool
 ) -> None:
-    content = json.dumps(bench.as_content(rows, **about), indent=1) + "\n"
-    text = "\n".join(bench.table_of(rows, **about)) + "\n"
+    content = json.dumps(table.as_content(rows, **about), indent=1) + "\n"
+    text = "\n".join(table.table_of(rows, **about)) + "\n"
     click.echo(content if as_json else text, nl=False)
     if output is not None and rows:
         stem = f"{time.strftime('%Y-%m-%d')}-elasticity-{Path(about['model']).name}"
@@ -129,36 +116,40 @@ def _report(
         (output / f"{stem}.md").write_text(text)
 
 
-def _jobs(model: str, options: Ranks) -> tuple[AdmittedJob, AdmittedJob]:
-    """The small and the large class of the model's mix."""
-    jobs = admitted_on(options, calibration_jobs(model), default_model=model, source="--model")
-    return jobs[0], jobs[-1]
+def _subject(model: str, options: Ranks, num_samples: int) -> bench.Subject:
+    """The small and the large class of the model's mix, on all ranks."""
+    small, *_, large = admitted_on(options, calibration_jobs(model), default_model=model, source="--model")
+    return bench.Subject(options.num_ranks, small, large, num_samples)
 
 
-def _warm_up(pool: WorkerPool, setting: bench.Setting, signals: SignalPipe) -> None:
-    degrees = sorted({1, setting.half, pool.num_ranks})
-    for item, answer in pool.warm_up(warm_ups([setting.small, setting.large], degrees), signals):
+def _wanted(cases: Sequence[bench.Case], patterns: Sequence[str]) -> Sequence[bench.Case]:
+    """Those that fit one of the patterns, if there are any; InputError where none does."""
+    fitting = [case for case in cases if any(fnmatch(case.name, pattern) for pattern in patterns or ("*",))]
+    if not fitting:
+        raise InputError(f"--only {' '.join(patterns)}: fits no case such as {cases[0].name!r}")
+    return fitting
+
+
+def _warm_up(setting: bench.Setting, subject: bench.Subject) -> None:
+    degrees = sorted({1, subject.half, subject.num_ranks})
+    items = warm_ups([subject.small, subject.large], degrees)
+    for item, answer in setting.pool.warm_up(items, setting.signals):
         if answer.reason is not None:
             raise InputError(f"warming up {item.spec.width}x{item.spec.height}: {answer.reason}")
-    bench.warm(setting)
+    bench.warm(setting, subject)
 
 
-def _expecting(setting: bench.Setting) -> bench.Setting:
-    """With predictions of what cases take: by a profile that has the model, or by what warming up took."""
+def _expected(setting: bench.Setting, subject: bench.Subject) -> CostModel:
+    """What predicts how long cases take: a profile that has the model, or what warming up took."""
     try:
-        profile = choose_profile(None, [setting.small], num_ranks=setting.pool.num_ranks)
+        return CostModel(choose_profile(None, [subject.small], num_ranks=subject.num_ranks))
     except InputError:
-        return replace(setting, expected=setting.costs)
-    return replace(setting, expected=CostModel(profile))
+        return setting.costs
 
 
-def _announced(cases: Sequence[bench.Case]) -> str:
+def _announced(cases: Sequence[bench.Case], costs: CostModel) -> str:
     noun = "case" if len(cases) == 1 else "cases"
-    return f"{len(cases)} {noun}, about {sum(case.predicted_s for case in cases):.0f} s"
-
-
-def _is_wanted(name: str, patterns: Sequence[str]) -> bool:
-    return not patterns or any(fnmatch(name, pattern) for pattern in patterns)
+    return f"{len(cases)} {noun}, about {sum(case.predicted_s(costs) for case in cases):.0f} s"
 
 
 def _words(

@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from gfgen.cli.ranks import Ranks
 from gfgen.cli.warming import warm_ups_of
 from gfgen.policies.catalog import NamedPolicy
 from gfgen.runtime.admission import AdmittedJob
 from gfgen.runtime.clock import Clock
 from gfgen.runtime.control import Backend, Chooser, Control, Intake
 from gfgen.runtime.cost import CostModel
-from gfgen.runtime.devices import Devices
 from gfgen.runtime.journal import Journal
 from gfgen.runtime.metrics import Summary
 from gfgen.runtime.observer import Observer
@@ -33,16 +33,13 @@ class LoopOptions(Protocol):
     def output_dir(self) -> Path: ...
 
     @property
-    def devices(self) -> Devices: ...
+    def ranks(self) -> Ranks: ...
 
     @property
     def policy(self) -> NamedPolicy: ...
 
     @property
     def guard_s(self) -> float: ...
-
-    @property
-    def has_graphs(self) -> bool: ...
 
 
 def run_loop(
@@ -85,8 +82,9 @@ def run_loop(
         resume=resume_points,
         closes_s=closes_s,
         resident=residency.resident if residency else None,
-        islands=options.devices.islands,
+        islands=pool.islands,
     )
+    ranks = options.ranks
     backend = ProcessBackend(
         pool,
         todo,
@@ -95,7 +93,7 @@ def run_loop(
         resume_points=resume_points,
         signals=signals,
         requests=requests,
-        warm_ups=warm_ups_of(options.devices, options.policy) if options.has_graphs else None,
+        warm_ups=warm_ups_of(ranks.devices, options.policy) if ranks.has_graphs else None,
     )
     with contextlib.closing(backend):
         control = Control(

@@ -11,9 +11,10 @@ from pathlib import Path
 import click
 
 from gfgen import log
-from gfgen.cli.admission import DEFAULT_MODEL, admit_weightless
+from gfgen.cli.admission import admit_weightless
 from gfgen.cli.prediction import DEFAULT_RANKS, RankCounts, choose_profile, describe
 from gfgen.cli.simulated_memory import SimulatedMemory, simulated_memory_option
+from gfgen.models.registry import DEFAULT_MODEL
 from gfgen.policies.catalog import BUILT_IN, load_policy
 from gfgen.runtime.closing import closing_at
 from gfgen.runtime.picture import check_suffix

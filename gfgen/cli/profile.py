@@ -21,12 +21,13 @@ from gfgen import log
 from gfgen.bench import profiling, profiling_gpu
 from gfgen.bench.profiling import Samples
 from gfgen.bench.workloads import MIXES, calibration_jobs
-from gfgen.cli.admission import Admission, admit_file
+from gfgen.cli.admission import admit_file
 from gfgen.cli.board import Board, Line
-from gfgen.cli.ranks import Ranks, admitted_on, rank_options
+from gfgen.cli.ranks import Ranks, admitted_on, rank_options, ready_pool
 from gfgen.errors import InputError, InterruptedRunError
 from gfgen.jobspec import JobSpec
 from gfgen.layout import MAX_RANKS
+from gfgen.models.registry import DEFAULT_MODEL, PACKAGED, TINY_NAMES
 from gfgen.runtime.admission import AdmittedJob
 from gfgen.runtime.cost import CostModel
 from gfgen.runtime.devices import CPU, Devices, choose_devices
@@ -41,17 +42,21 @@ from gfgen.runtime.warming import warm_ups
 
 logger = logging.getLogger(__name__)
 
-_DEFAULT_MODELS = {False: ("tiny-wan", "tiny-qwen-image"), True: ("wan2.2-ti2v-5b", "qwen-image")}
-"""By whether ranks are on GPUs."""
+_MEASURED_MODELS = {False: (DEFAULT_MODEL,), True: ("wan2.2-ti2v-5b", "qwen-image")}
+"""Unless others are named, by whether ranks are on GPUs."""
 _METHODS: Mapping[bool, Any] = {False: profiling, True: profiling_gpu}
 """Modules with the same functions."""
 DEFAULT_CPU_RANKS = 2
-TINY_SIZES = {"video": ("64x64x9", "128x128x17", "192x128x33"), "image": ("128x128", "256x256", "384x384")}
+SMALL_SIZES = {
+    "video": ("128x128x1", "128x128x17", "192x128x33"),
+    "image": ("128x128", "256x256", "384x384"),
+}
+"""Of the built-in models."""
 SIZES = {
     "video": ("832x480x49", "832x480x81", "1280x704x81", "1280x704x121"),
     "image": ("512x512", "1024x1024", "1536x1536"),
 }
-"""Shapes that are measured unless others are named; those between them are interpolated."""
+"""Of all others. Shapes that are measured unless some are named; those between them are interpolated."""
 _LOADING_S = 15.0
 """Starting workers with small models on two cores; large ones are read from disk first."""
 
@@ -77,7 +82,7 @@ def _known_profile(jobs: Sequence[AdmittedJob], options: Ranks) -> Profile | Non
     "--model",
     "models",
     multiple=True,
-    help="In place of JOBS; may be repeated. [tiny-wan, tiny-qwen-image; on GPUs the full ones]",
+    help=f"In place of JOBS; may be repeated. [{DEFAULT_MODEL}; on GPUs {', '.join(_MEASURED_MODELS[True])}]",
 )
 @click.option(
     "--size",
@@ -127,7 +132,7 @@ def profile(
     if jobs is not None:
         admitted, _ = admit_file(
             jobs,
-            default_model=_DEFAULT_MODELS[options.are_on_gpus][0],
+            default_model=DEFAULT_MODEL,
             devices=options.devices,
             has_random_weights=random_weights,
             vae_dtype=vae_dtype,
@@ -135,10 +140,10 @@ def profile(
             are_models_together=True,
         )
     else:
-        admitted = _default_jobs(models or _DEFAULT_MODELS[options.are_on_gpus], sizes, options)
+        admitted = _default_jobs(models or _MEASURED_MODELS[options.are_on_gpus], sizes, options)
     path = output or default_path(options.device_name)
     num_ranks = options.num_ranks
-    plan = method.plan_measurements(admitted, num_ranks=num_ranks)
+    plan = method.plan_measurements(admitted, num_ranks=_widest(options))
     with contextlib.closing(_Unfinished(path, plan, options)) as unfinished:
         todo = [measurement for measurement in plan if measurement.key not in unfinished.measured]
         costs = CostModel(_known_profile(admitted, options))
@@ -166,6 +171,11 @@ def profile(
 # What to measure ------------------------------------------------------------------------------
 
 
+def _widest(options: Ranks) -> int:
+    """The most ranks that can share a layout."""
+    return max(map(len, options.devices.islands))
+
+
 def _default_jobs(models: Sequence[str], sizes: Sequence[str], options: Ranks) -> Sequence[AdmittedJob]:
     """A job of each model and size; those that a model cannot do are errors.
 
@@ -178,7 +188,7 @@ def _default_jobs(models: Sequence[str], sizes: Sequence[str], options: Ranks) -
             continue
         guidance = MIXES[model].guidance if options.are_on_gpus and model in MIXES else {}
         kind = _kind_of(model, options)
-        usual = (TINY_SIZES if model.startswith("tiny-") else SIZES)[kind]
+        usual = (SMALL_SIZES if model in (*PACKAGED, *TINY_NAMES) else SIZES)[kind]
         for size in sizes or usual:
             width, height, frames = _size(size)
             specs.append(
@@ -198,10 +208,7 @@ def _default_jobs(models: Sequence[str], sizes: Sequence[str], options: Ranks) -
 
 def _kind_of(model: str, options: Ranks) -> str:
     """'video' or 'image'."""
-    admission = Admission(
-        default_model=model, devices=options.devices, has_random_weights=options.has_random_weights
-    )
-    return admission.find_model(model).geometry.kind
+    return options.admission(model).find_model(model).geometry.kind
 
 
 def _size(text: str) -> tuple[int, int, int | None]:
@@ -228,7 +235,7 @@ def _announce(plan: Sequence[Any], todo: Sequence[Any], costs: CostModel, option
     done = len(plan) - len(todo)
     kept = f", {done} of them done before" if done else ""
     guessed = " (a guess: better after the first of them)" if costs.doubts else ""
-    where = f"{options.num_ranks} {'GPUs' if options.are_on_gpus else 'ranks'}"
+    where = f"{_widest(options)} {'GPUs' if options.are_on_gpus else 'ranks'}"
     click.echo(
         f"{len(plan)} measurements on 1 to {where}{kept}: about {in_words(seconds)}{guessed}, and "
         f"{in_words(_LOADING_S)} or more to load the models"
@@ -254,8 +261,8 @@ def _measure(todo: Sequence[Any], unfinished: _Unfinished, costs: CostModel, opt
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(contextlib.closing(SignalPipe()))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gfgen-profile-")))
-        pool = stack.enter_context(_pool(sorted({entry.job.checkpoint for entry in todo}), options))
-        pool.wait_ready(signals)
+        checkpoints = {entry.job.checkpoint for entry in todo}
+        pool = stack.enter_context(ready_pool(checkpoints, options, signals))
         if options.has_graphs and options.are_on_gpus:
             _record_forwards(pool, [entry.job for entry in todo], options, signals)
         progress = stack.enter_context(contextlib.closing(_Progress(len(todo))))
@@ -273,24 +280,11 @@ def _measure(todo: Sequence[Any], unfinished: _Unfinished, costs: CostModel, opt
             method.learn(entry, samples, costs)
 
 
-def _pool(checkpoints: Sequence[Path], options: Ranks) -> WorkerPool:
-    """Workers that are about to load these models."""
-    return WorkerPool(
-        num_ranks=options.num_ranks,
-        checkpoints=checkpoints,
-        device=options.devices.kind,
-        has_random_weights=options.has_random_weights,
-        vae_dtype=options.vae_dtype,
-        has_graphs=options.has_graphs,
-        islands=options.devices.islands,
-    )
-
-
 def _record_forwards(
     pool: WorkerPool, jobs: Sequence[AdmittedJob], options: Ranks, signals: SignalPipe
 ) -> None:
     """Steps that launching would hold up are recorded, as before a run with graphs."""
-    sizes = [size for size in (1, 2, 4, 8) if size <= options.num_ranks]
+    sizes = [size for size in (1, 2, 4, 8) if size <= _widest(options)]
     for item, answer in pool.warm_up(warm_ups(jobs, sizes), signals):
         if answer.reason is not None:
             logger.warning("warming up %s: %s", item.checkpoint, answer.reason)

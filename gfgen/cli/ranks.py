@@ -1,9 +1,13 @@
-"""Options that say which ranks a measurement runs on, as `gfgen run` has them."""
+"""What ranks there are: chosen by options, admitting jobs, and started."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import click
@@ -16,6 +20,10 @@ from gfgen.runtime.admission import AdmittedJob, admit
 from gfgen.runtime.devices import CPU, DEVICES, Devices
 from gfgen.runtime.machine import cpu_name
 from gfgen.runtime.memory import check_together
+from gfgen.runtime.pool import WorkerPool
+from gfgen.runtime.signals import SignalPipe
+
+logger = logging.getLogger(__name__)
 
 Command = Callable[..., Any]
 
@@ -28,6 +36,7 @@ class Ranks:
     has_random_weights: bool = False
     vae_dtype: str = "auto"
     has_graphs: bool = False
+    """Where they are on GPUs."""
 
     @property
     def num_ranks(self) -> int:
@@ -57,6 +66,15 @@ class Ranks:
         words += [] if self.vae_dtype == "auto" else ["--vae-dtype", self.vae_dtype]
         return (*words, *(["--graphs"] if self.has_graphs else []))
 
+    def admission(self, default_model: str) -> Admission:
+        """What lets jobs in that they can run."""
+        return Admission(
+            default_model=default_model,
+            devices=self.devices,
+            has_random_weights=self.has_random_weights,
+            vae_dtype=self.vae_dtype,
+        )
+
 
 def admitted_on(
     ranks: Ranks, specs: Sequence[JobSpec], *, default_model: str, source: str
@@ -65,12 +83,7 @@ def admitted_on(
 
     Raises: JobFileError with all that is wrong, `source` named; InputError when the models do not fit.
     """
-    admission = Admission(
-        default_model=default_model,
-        devices=ranks.devices,
-        has_random_weights=ranks.has_random_weights,
-        vae_dtype=ranks.vae_dtype,
-    )
+    admission = ranks.admission(default_model)
     jobs, problems = admit(specs, default_model=default_model, find_model=admission.find_model)
     models_bytes = admission.check({job.checkpoint for job in jobs})
     check_together(models_bytes, available=admission.room_bytes)
@@ -78,6 +91,41 @@ def admitted_on(
     if problems or too_large:
         raise JobFileError(source, (*problems, *too_large))
     return fitting
+
+
+@contextlib.contextmanager
+def ready_pool(
+    checkpoints: Collection[Path],
+    ranks: Ranks,
+    signals: SignalPipe,
+    *,
+    worker_main: str | None = None,
+) -> Iterator[WorkerPool]:
+    """Workers with these models, or such as `worker_main` says; the run's clock starts after this."""
+    logger.info(
+        "starting %d ranks (%s) with %s",
+        ranks.num_ranks,
+        ranks.devices.kind,
+        ", ".join(sorted(path.name for path in checkpoints)),
+    )
+    islands = ranks.devices.islands
+    if len(islands) > 1:
+        logger.info("GPUs without peer access share no layout: %s", "; ".join(str(list(i)) for i in islands))
+    began_s = time.monotonic()
+    with WorkerPool(
+        num_ranks=ranks.num_ranks,
+        checkpoints=sorted(checkpoints),
+        worker_main=worker_main,
+        device=ranks.devices.kind,
+        has_random_weights=ranks.has_random_weights,
+        vae_dtype=ranks.vae_dtype,
+        has_graphs=ranks.has_graphs,
+        memory_limit=ranks.devices.memory_limit,
+        islands=islands,
+    ) as pool:
+        pool.wait_ready(signals)
+        logger.info("ready after %.1f s", time.monotonic() - began_s)
+        yield pool
 
 
 def rank_options(command: Command) -> Command:

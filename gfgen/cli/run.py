@@ -5,22 +5,23 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import click
 
 from gfgen import log
-from gfgen.cli.admission import DEFAULT_MODEL, Admission, admit_file, warn_of_passed_deadlines
+from gfgen.cli.admission import admit_file, warn_of_passed_deadlines
 from gfgen.cli.loop import run_loop
 from gfgen.cli.options import graphs_option, memory_option, tell_of_graphs
 from gfgen.cli.progress import make_file_progress, make_progress
+from gfgen.cli.ranks import Ranks, ready_pool
 from gfgen.cli.warming import warm_up
 from gfgen.errors import InputError, InterruptedRunError, Problem
 from gfgen.layout import MAX_RANKS
 from gfgen.models.geometry_weights import VAE_DTYPES
+from gfgen.models.registry import DEFAULT_MODEL
 from gfgen.policies.catalog import NamedPolicy, load_policy
 from gfgen.runtime import resume
 from gfgen.runtime.admission import AdmittedJob
@@ -51,7 +52,7 @@ class RunOptions:
     """The options of `gfgen run`, after click has read them."""
 
     output_dir: Path
-    devices: Devices
+    ranks: Ranks
     policy: NamedPolicy
     guard_s: float
     trace: Path | None
@@ -63,32 +64,6 @@ class RunOptions:
     closes_at: float | None = None
     """Unix time at which the run is to end by itself."""
     log_file: Path | None = None
-    has_random_weights: bool = False
-    vae_dtype: str = "auto"
-    has_graphs: bool = False
-
-    @property
-    def num_ranks(self) -> int:
-        return self.devices.num_ranks
-
-
-class PoolOptions(Protocol):
-    """Those that decide what workers there are."""
-
-    @property
-    def devices(self) -> Devices: ...
-
-    @property
-    def num_ranks(self) -> int: ...
-
-    @property
-    def has_random_weights(self) -> bool: ...
-
-    @property
-    def vae_dtype(self) -> str: ...
-
-    @property
-    def has_graphs(self) -> bool: ...
 
 
 @click.command()
@@ -192,14 +167,13 @@ def run(
     level = "debug" if ctx.obj["debug"] else "warning" if quiet else "info"
     file_level = "debug" if ctx.obj["debug"] else "info"
     log.configure(level=level, as_json=log_json, file=log_file, file_level=file_level)
+    memory_limit = None if memory is None else parse_memory(memory)
+    devices = choose_devices(device, ranks, memory_limit=memory_limit)
     options = RunOptions(
         output_dir=output or Path("outputs") / _name_of(jobs, watch),
-        devices=choose_devices(device, ranks, memory_limit=None if memory is None else parse_memory(memory)),
+        ranks=Ranks(devices, random_weights, vae_dtype, graphs),
         policy=load_policy(policy),
         model=model,
-        has_random_weights=random_weights,
-        vae_dtype=vae_dtype,
-        has_graphs=graphs,
         skip_invalid=skip_invalid,
         guard_s=lookahead / 1000,
         trace=trace,
@@ -209,14 +183,14 @@ def run(
         log_json=log_json,
     )
     problems: Sequence[Problem] = ()
-    tell_of_graphs(options.devices, has_graphs=graphs)
+    tell_of_graphs(devices, has_graphs=graphs)
     if watch is not None:
         summary = watch_folder(watch, options)
     else:
         admitted, problems = admit_file(
             jobs or "-",
             default_model=model,
-            devices=options.devices,
+            devices=devices,
             skip_invalid=skip_invalid,
             has_random_weights=random_weights,
             vae_dtype=vae_dtype,
@@ -238,12 +212,12 @@ def run_jobs(admitted: Sequence[AdmittedJob], options: RunOptions) -> Summary:
         if not todo:
             return Summary(num_skipped=len(done))
         skipped = [job for job in admitted if job.job_id in done]
-        residency = _admission(options).residency(todo)
+        residency = options.ranks.admission(options.model).residency(todo)
         checkpoints = residency.checkpoints if residency else {job.checkpoint for job in todo}
-        with ready_pool(checkpoints, options, signals) as pool:
-            if options.has_graphs:
+        with ready_pool(checkpoints, options.ranks, signals) as pool:
+            if options.ranks.has_graphs:
                 held = of_held_models(todo, residency)
-                warm_up(pool, held, devices=options.devices, policy=options.policy, signals=signals)
+                warm_up(pool, held, devices=options.ranks.devices, policy=options.policy, signals=signals)
             return run_on(pool, todo, options, signals=signals, skipped=skipped, residency=residency)
 
 
@@ -253,7 +227,7 @@ def watch_folder(folder: Path, options: RunOptions) -> Summary:
     The models are those of the files that are there at the start, and the default one.
     """
     _check_watched(folder, options.output_dir)
-    admit = _admission(options)
+    admit = options.ranks.admission(options.model)
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(contextlib.closing(SignalPipe()))
         stack.enter_context(held_folder(options.output_dir))
@@ -267,10 +241,10 @@ def watch_folder(folder: Path, options: RunOptions) -> Summary:
         admit.check(checkpoints)
         residency = admit.residency(first, names={options.model: admit.find_model(options.model).checkpoint})
         loaded = residency.checkpoints if residency else checkpoints
-        pool = stack.enter_context(ready_pool(loaded, options, signals))
-        if options.has_graphs:
+        pool = stack.enter_context(ready_pool(loaded, options.ranks, signals))
+        if options.ranks.has_graphs:
             held = of_held_models(first, residency)
-            warm_up(pool, held, devices=options.devices, policy=options.policy, signals=signals)
+            warm_up(pool, held, devices=options.ranks.devices, policy=options.policy, signals=signals)
         inbox.start(admit=admit.of_loaded(checkpoints))
         return run_on(pool, first, options, signals=signals, inbox=inbox, residency=residency)
 
@@ -278,15 +252,6 @@ def watch_folder(folder: Path, options: RunOptions) -> Summary:
 def of_held_models(jobs: Sequence[AdmittedJob], residency: Residency | None) -> Sequence[AdmittedJob]:
     """Those whose models ranks hold at first."""
     return [job for job in jobs if residency is None or job.spec.model in residency.resident]
-
-
-def _admission(options: RunOptions) -> Admission:
-    return Admission(
-        default_model=options.model,
-        devices=options.devices,
-        has_random_weights=options.has_random_weights,
-        vae_dtype=options.vae_dtype,
-    )
 
 
 def run_on(
@@ -308,7 +273,7 @@ def run_on(
     arrived_at = first_arrivals(options.output_dir / JOURNAL_NAME)
     resume_points = resume.find(options.output_dir, todo)
     started_at, clock = time.time(), Clock()
-    profile = profile or default_profile(options.devices)
+    profile = profile or default_profile(options.ranks.devices)
     closes_s = None if options.closes_at is None else options.closes_at - started_at
     _warn_of_passed_deadlines(todo, started_at, arrived_at)
     with contextlib.ExitStack() as stack:
@@ -318,7 +283,7 @@ def run_on(
             header=journal_header(
                 [job.info for job in todo],
                 policy=options.policy.name,
-                num_ranks=options.num_ranks,
+                num_ranks=pool.num_ranks,
                 guard_s=options.guard_s,
                 started_at=started_at,
                 last_number=pool.last_number,
@@ -329,7 +294,7 @@ def run_on(
                 closes_s=closes_s,
                 profile=None if profile is None else profile.hash,
                 resident=residency.resident if residency else None,
-                islands=options.devices.islands,
+                islands=pool.islands,
             ),
         )
         stack.callback(journal.close)
@@ -383,41 +348,6 @@ def held_folder(folder: Path) -> Iterator[None]:
         if num_leftovers := remove_leftovers(folder):
             logger.info("removed %d unfinished files of an earlier run", num_leftovers)
         yield
-
-
-@contextlib.contextmanager
-def ready_pool(
-    checkpoints: Collection[Path],
-    options: PoolOptions,
-    signals: SignalPipe,
-    *,
-    worker_main: str | None = None,
-) -> Iterator[WorkerPool]:
-    """Workers with these models, or such as `worker_main` says; the run's clock starts after this."""
-    logger.info(
-        "starting %d ranks (%s) with %s",
-        options.num_ranks,
-        options.devices.kind,
-        ", ".join(sorted(path.name for path in checkpoints)),
-    )
-    islands = options.devices.islands
-    if len(islands) > 1:
-        logger.info("GPUs without peer access share no layout: %s", "; ".join(str(list(i)) for i in islands))
-    began_s = time.monotonic()
-    with WorkerPool(
-        num_ranks=options.num_ranks,
-        checkpoints=sorted(checkpoints),
-        worker_main=worker_main,
-        device=options.devices.kind,
-        has_random_weights=options.has_random_weights,
-        vae_dtype=options.vae_dtype,
-        has_graphs=options.has_graphs,
-        memory_limit=options.devices.memory_limit,
-        islands=islands,
-    ) as pool:
-        pool.wait_ready(signals)
-        logger.info("ready after %.1f s", time.monotonic() - began_s)
-        yield pool
 
 
 def _warn_of_passed_deadlines(

@@ -14,22 +14,23 @@ from pathlib import Path
 import click
 
 from gfgen import log
-from gfgen.cli.admission import Admission
 from gfgen.cli.loop import run_loop
 from gfgen.cli.options import graphs_option, memory_option, tell_of_graphs
 from gfgen.cli.progress import LineProgress
-from gfgen.cli.run import default_profile, held_folder, of_held_models, ready_pool
+from gfgen.cli.ranks import Ranks, ready_pool
+from gfgen.cli.run import default_profile, held_folder, of_held_models
 from gfgen.cli.warming import warm_up
 from gfgen.errors import InputError, InterruptedRunError
 from gfgen.jobfields import parse_duration
 from gfgen.jobspec import JobSpec
 from gfgen.layout import MAX_RANKS
 from gfgen.models.geometry_weights import VAE_DTYPES
+from gfgen.models.registry import DEFAULT_MODEL
 from gfgen.policies.catalog import NamedPolicy, load_policy
 from gfgen.runtime import resume
 from gfgen.runtime.admission import AdmittedJob
 from gfgen.runtime.clock import Clock
-from gfgen.runtime.devices import DEVICES, Devices, choose_devices, parse_memory
+from gfgen.runtime.devices import DEVICES, choose_devices, parse_memory
 from gfgen.runtime.observer import Observer
 from gfgen.runtime.pool import WorkerPool
 from gfgen.runtime.profile import Profile
@@ -45,7 +46,6 @@ from gfgen.server.supervisor import Supervisor, listen
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_MODELS = ("tiny-wan", "tiny-qwen-image")
 KEY_VARIABLE = "GFGEN_API_KEY"
 DEFAULTS = Bounds()
 _SIZES = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
@@ -56,24 +56,17 @@ class ServeOptions:
     """The options of `gfgen serve`, after click has read them."""
 
     output_dir: Path
-    devices: Devices
+    ranks: Ranks
     policy: NamedPolicy
     guard_s: float
     host: str
     port: int
     api_key: str | None
     bounds: Bounds
-    models: tuple[str, ...] = DEFAULT_MODELS
-    has_random_weights: bool = False
-    vae_dtype: str = "auto"
-    has_graphs: bool = False
+    models: tuple[str, ...] = (DEFAULT_MODEL,)
     log_level: str = "info"
     log_json: bool = False
     log_file: Path | None = None
-
-    @property
-    def num_ranks(self) -> int:
-        return self.devices.num_ranks
 
 
 class _Size(click.ParamType[int]):
@@ -126,8 +119,7 @@ class _Duration(click.ParamType[float]):
     "models",
     multiple=True,
     metavar="NAME",
-    help="Model to serve: a name ('gfgen models'), a directory or a hub id; repeatable. "
-    f"[{', '.join(DEFAULT_MODELS)}]",
+    help=f"Model to serve: a name ('gfgen models'), a directory or a hub id; repeatable. [{DEFAULT_MODEL}]",
 )
 @click.option("--random-weights", is_flag=True, help="Make the models up, from config files: for measuring.")
 @click.option(
@@ -193,9 +185,11 @@ def serve(
     level = "debug" if ctx.obj["debug"] else "warning" if quiet else "info"
     log.configure(level=level, as_json=log_json, file=log_file)
     _check_exposure(host, api_key, no_key=no_key)
+    memory_limit = None if memory is None else parse_memory(memory)
+    devices = choose_devices(device, ranks, memory_limit=memory_limit)
     options = ServeOptions(
         output_dir=output,
-        devices=choose_devices(device, ranks, memory_limit=None if memory is None else parse_memory(memory)),
+        ranks=Ranks(devices, random_weights, vae_dtype, graphs),
         policy=load_policy(policy),
         guard_s=lookahead / 1000,
         host=host,
@@ -208,15 +202,12 @@ def serve(
             keep_s=keep,
             keep_bytes=keep_bytes,
         ),
-        models=models or DEFAULT_MODELS,
-        has_random_weights=random_weights,
-        vae_dtype=vae_dtype,
-        has_graphs=graphs,
+        models=models or (DEFAULT_MODEL,),
         log_level=level,
         log_json=log_json,
         log_file=log_file,
     )
-    tell_of_graphs(options.devices, has_graphs=graphs)
+    tell_of_graphs(devices, has_graphs=graphs)
     serve_models(options)
     return 0
 
@@ -238,12 +229,7 @@ def serve_models(options: ServeOptions) -> None:
         supervisor.start()
         stack.callback(supervisor.stop)
         logger.info("listening at http://%s:%d; the models are being loaded", options.host, options.port)
-        admit = Admission(
-            default_model=options.models[0],
-            devices=options.devices,
-            has_random_weights=options.has_random_weights,
-            vae_dtype=options.vae_dtype,
-        )
+        admit = options.ranks.admission(options.models[0])
         found = [admit.find_model(name) for name in options.models]
         checkpoints = {model.checkpoint for model in found}
         admit.check(checkpoints)
@@ -253,10 +239,10 @@ def serve_models(options: ServeOptions) -> None:
             checkpoints, help_="it is not served any more: start the server with --model NAME too"
         )
         try:
-            pool = stack.enter_context(ready_pool(held, options, signals))
-            if options.has_graphs:
+            pool = stack.enter_context(ready_pool(held, options.ranks, signals))
+            if options.ranks.has_graphs:
                 usual = of_held_models(usual_jobs(options.models, loaded), residency)
-                warm_up(pool, usual, devices=options.devices, policy=options.policy, signals=signals)
+                warm_up(pool, usual, devices=options.ranks.devices, policy=options.policy, signals=signals)
         except InterruptedRunError:
             logger.info("stopped while the models were loading; what is open goes on at the next start")
             return
@@ -268,7 +254,7 @@ def serve_models(options: ServeOptions) -> None:
             signals=signals,
             admit=loaded,
             models=[shown_model(model, created=int(time.time())) for model in found],
-            profile=default_profile(options.devices),
+            profile=default_profile(options.ranks.devices),
             residency=residency,
         )
 
@@ -297,7 +283,7 @@ def serve_on(
 ) -> None:
     """The control loop on workers that are ready, from the jobs of the store to the stop."""
     started_at, clock = time.time(), Clock()
-    device = options.devices.gpus[0].name if options.devices.gpus else options.devices.kind
+    device = options.ranks.devices.gpus[0].name if options.ranks.devices.gpus else options.ranks.devices.kind
     serving = Serving(
         admit=admit,
         models=tuple(models),

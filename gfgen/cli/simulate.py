@@ -14,10 +14,11 @@ from typing import Any
 import click
 
 from gfgen import log
-from gfgen.cli.admission import DEFAULT_MODEL, admit_weightless, warn_of_passed_deadlines
+from gfgen.cli.admission import admit_weightless, warn_of_passed_deadlines
 from gfgen.cli.prediction import RankCounts, choose_profile, default_ranks, describe
 from gfgen.cli.simulated_memory import SimulatedMemory, simulated_memory_option
 from gfgen.errors import InputError, OutputError, RunError
+from gfgen.models.registry import DEFAULT_MODEL
 from gfgen.policies.catalog import NamedPolicy, load_policy
 from gfgen.runtime.comparison import Compared, table
 from gfgen.runtime.control import FALLBACK

@@ -27,6 +27,8 @@ class SimulatedMemory:
     """The room that these jobs have on each GPU; None: as much as they want."""
 
     jobs: Sequence[AdmittedJob]
+    weights: Mapping[Path, int]
+    """Bytes of each of their models."""
     room_bytes: int | None = None
 
     @classmethod
@@ -36,26 +38,30 @@ class SimulatedMemory:
         Raises: InputError when it is no size, or when a model does not fit into it by itself;
                 JobFileError for jobs of the file `source` that do not.
         """
-        found = cls(jobs, None if memory is None else parse_memory(memory))
-        if found.room_bytes is not None:
-            too_large = found._admission(1).too_large_for_gpus(jobs, models_bytes=found._weights)
+        room_bytes = None if memory is None else parse_memory(memory)
+        admission = _admission(1, room_bytes)
+        weights = admission.check({job.checkpoint for job in jobs})
+        if room_bytes is not None:
+            too_large = admission.too_large_for_gpus(jobs, models_bytes=weights)
             if too_large:
                 raise JobFileError(source, tuple(too_large))
-        return found
+        return cls(jobs, weights, room_bytes)
 
     def residency(self, num_ranks: int) -> Residency | None:
         """Who lets models take turns in one run on so many ranks; None where all of them stay."""
-        return None if self.room_bytes is None else self._admission(num_ranks).residency(self.jobs)
+        if self.room_bytes is None:
+            return None
+        return _admission(num_ranks, self.room_bytes).residency(self.jobs)
 
     def in_words(self, num_ranks: int) -> str | None:
         """What is to be known of it; None with one model, or where it is known that all fit."""
-        weights = self._weights
-        if len(weights) == 1:
+        if len(self.weights) == 1:
             return None
         if self.room_bytes is None:
-            size = f" (weights of {_size(sum(weights.values()))})" if all(weights.values()) else ""
+            sizes = self.weights.values()
+            size = f" (weights of {_size(sum(sizes))})" if all(sizes) else ""
             return (
-                f"All {len(weights)} models are taken to be in memory at once{size}; with --memory SIZE "
+                f"All {len(sizes)} models are taken to be in memory at once{size}; with --memory SIZE "
                 "those that do not fit take turns."
             )
         if self.residency(num_ranks) is None:
@@ -65,13 +71,10 @@ class SimulatedMemory:
             f"{LOAD_BYTES_PER_S / 1e9:g} GB a second, which nobody has measured."
         )
 
-    @property
-    def _weights(self) -> Mapping[Path, int]:
-        return self._admission(1).check({job.checkpoint for job in self.jobs})
 
-    def _admission(self, num_ranks: int) -> Admission:
-        devices = Devices(CUDA, num_ranks, memory_limit=self.room_bytes)
-        return Admission(default_model="", devices=devices, has_random_weights=True)
+def _admission(num_ranks: int, room_bytes: int | None) -> Admission:
+    devices = Devices(CUDA, num_ranks, memory_limit=room_bytes)
+    return Admission(default_model="", devices=devices, has_random_weights=True)
 
 
 def _size(num_bytes: int) -> str:

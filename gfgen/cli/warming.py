@@ -28,6 +28,7 @@ def warm_up(
 ) -> None:
     """Returns when all ranks have run steps like those of the jobs; at once on CPU ranks."""
     choose = warm_ups_of(devices, policy)
+    jobs = [job for job in jobs if str(job.checkpoint) in pool.checkpoints]
     if choose is None or not jobs:
         return
     items = choose(jobs)

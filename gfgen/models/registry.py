@@ -1,7 +1,8 @@
 """Names of models to directories, and directories to adapters. Imports no torch by itself.
 
-A model is given as a directory, as a short name, as a hub id ("org/name"), or as one of the
-built-in tiny models, which are written into a cache on first use.
+A model is given as a directory, as a short name, or as a hub id ("org/name"). Of the short names one is
+of a trained model that comes with gfgen, and some are of tiny models, which are written into a cache on
+first use.
 """
 
 from __future__ import annotations
@@ -34,6 +35,12 @@ HUB_IDS = {
     "qwen-image": "Qwen/Qwen-Image",
 }
 
+WEIGHTS = Path(__file__).parent / "weights"
+"""Whole models that come with gfgen, by their names."""
+
+DEFAULT_MODEL = "shapes"
+"""For jobs that name none, where --model names none either."""
+
 TINY_TIMEOUT_S = 300.0
 
 PACKAGE_ROOT = Path(__file__).parents[2]
@@ -51,6 +58,10 @@ class KnownModel:
 
 
 MODELS = (
+    KnownModel(
+        "shapes",
+        "built in, trained: coloured shapes, at rest or moving, as prompts say; in seconds on a CPU",
+    ),
     KnownModel("tiny-wan", "built in, random weights: text or image to video, in seconds on a CPU"),
     KnownModel("tiny-wan-moe", "built in, random weights: text to video with two experts"),
     KnownModel("tiny-wan-moe-i2v", "built in, random weights: image to video with two experts"),
@@ -61,6 +72,8 @@ MODELS = (
     KnownModel("qwen-image", f"text to image, 20 B ({HUB_IDS['qwen-image']})"),
 )
 
+PACKAGED = ("shapes",)
+"""Models whose weights come with gfgen."""
 TINY_NAMES = tuple(model.name for model in MODELS if model.name.startswith("tiny-"))
 
 
@@ -74,9 +87,8 @@ def resolve_checkpoint(name_or_dir: str) -> Path:
 
     Raises: ModelError for a name that nothing is known by, and for a download that fails.
     """
-    path = Path(name_or_dir).expanduser()
-    if path.is_dir():
-        return path.resolve()
+    if (path := _at_hand(name_or_dir)) is not None:
+        return path
     if name_or_dir in TINY_NAMES:
         return _tiny_checkpoint(name_or_dir)
     if name_or_dir in HUB_IDS:
@@ -101,9 +113,8 @@ def find_configs(name_or_dir: str) -> Path:
 
     Raises: ModelError for a name that no config files are here for.
     """
-    path = Path(name_or_dir).expanduser()
-    if path.is_dir():
-        return path.resolve()
+    if (path := _at_hand(name_or_dir)) is not None:
+        return path
     names = {hub_id: name for name, hub_id in HUB_IDS.items()}
     name = names.get(name_or_dir, name_or_dir)
     if name in HUB_IDS or name in TINY_NAMES:
@@ -188,6 +199,14 @@ def make_tiny_models(folder: Path, names: Sequence[str]) -> None:
     except subprocess.CalledProcessError as error:
         reason = (error.stderr.strip().splitlines() or ["no reason given"])[-1]
         raise ModelError(f"{what}: cannot be made in {folder}: {reason}") from None
+
+
+def _at_hand(name_or_dir: str) -> Path | None:
+    """The directory of a model that comes with gfgen, whatever folders are here, or the one that is given."""
+    if name_or_dir in PACKAGED:
+        return WEIGHTS / name_or_dir
+    path = Path(name_or_dir).expanduser()
+    return path.resolve() if path.is_dir() else None
 
 
 def _is_hub_id(name: str) -> bool:

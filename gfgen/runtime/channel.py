@@ -48,12 +48,21 @@ class Channel:
     def receive(self) -> tuple[Any, list[int]] | None:
         """The next message with its descriptors (now the caller's to close); None at the end."""
         try:
-            packed, fds, _, _ = socket.recv_fds(self._socket, MAX_MESSAGE_BYTES, MAX_FDS)
+            packed, fds = self._receive()
+        except ConnectionResetError:  # it has left messages unread; what it said before is still there
+            try:
+                packed, fds = self._receive()
+            except ConnectionError:
+                return None
         except ConnectionError:
             return None
         if not packed:
             return None
         return pickle.loads(packed), fds
+
+    def _receive(self) -> tuple[bytes, list[int]]:
+        packed, fds, _, _ = socket.recv_fds(self._socket, MAX_MESSAGE_BYTES, MAX_FDS)
+        return packed, fds
 
     def close(self) -> None:
         self._socket.close()

@@ -1,8 +1,9 @@
 """Whose fault it is that ranks cannot load a model: a rank's, which is replaced, or the model's. Pure.
 
-A worker that fails to load, or dies in it, is replaced; a fresh process may succeed. It is the model's
-fault when no rank has succeeded and one of them has tried again. Then its jobs fail, and all others go on.
-Until that is known, ranks are not blamed for these deaths.
+At the start (pool.py) and when models change (workers.py) alike. A worker that fails to load, or dies in it,
+is replaced; a fresh process may succeed. It is the model's fault when no rank has succeeded and one of them
+has tried again. Then its jobs fail, and all others go on. Until that is known, ranks are not blamed for these
+deaths, a few times each: others may be long in loading.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from pathlib import Path
 
 MAX_FAILURES = 2
 """Of one rank, at one model."""
+MAX_SPARED = 4
+"""Deaths of one rank after one change of models for which nobody is blamed: each costs a start, and is
+followed by the next one at once."""
 
 
 class Loads:
@@ -26,11 +30,18 @@ class Loads:
         self._failures: dict[str, Counter[int]] = {}
         """By checkpoint: of ranks that have not loaded it since."""
         self._holders: set[int] = set()
+        self._num_spared: Counter[int] = Counter()
+        """By rank: deaths over models that it was not blamed for."""
 
-    @property
-    def can_be_loaded(self) -> bool:
-        """Some rank holds all models: others that do not are to blame themselves."""
-        return bool(self._holders)
+    def spares(self, rank: int) -> bool:
+        """Whether a rank that has died over a model is not to blame, for once more.
+
+        It is when another one holds all models, or when it has died of them too often.
+        """
+        if self._holders or self._num_spared[rank] >= MAX_SPARED:
+            return False
+        self._num_spared[rank] += 1
+        return True
 
     def succeeded(self, rank: int) -> None:
         """A rank holds all models."""

@@ -27,6 +27,7 @@ from gfgen.gfc.arena import Plan
 from gfgen.runtime import forkserver
 from gfgen.runtime.arenas import RankArenas, default_plan
 from gfgen.runtime.channel import Channel
+from gfgen.runtime.loads import Loads
 from gfgen.runtime.messages import (
     Arenas,
     Loading,
@@ -83,7 +84,7 @@ class Child:
     """How long it took to load its models."""
     started_s: float = field(default_factory=time.monotonic)
     asked_to_load_s: float | None = None
-    """Since when it has had other models to load; None when it has none."""
+    """Since when it has had models to load, or steps to get ready; None when it has none."""
     loading: str | None = None
     """The checkpoint that it said it begins to load; None when it is ready."""
     num_to_warm: int = 0
@@ -194,12 +195,14 @@ class WorkerPool:
             "has_graphs": has_graphs,
             "memory_limit": memory_limit,
         }
-        self._islands = [frozenset(island) for island in islands or [range(num_ranks)]]
-        """Sets of ranks that map each other's arenas."""
+        self.islands = tuple([tuple(island) for island in islands or [range(num_ranks)]])
+        """Sets of ranks that map each other's arenas, and so can share a layout."""
         self._deaths: dict[int, list[float]] = {rank: [] for rank in range(num_ranks)}
         self.num_ranks = num_ranks
         self.last_number = 0
         """Of the last dispatch that these workers were given, in any run."""
+        self.unloadable: dict[str, str] = {}
+        """Checkpoints that no rank could load when the workers started, and why."""
         self.retired: set[int] = set()
         """Ranks that died too often, or whose process does not end; they stay away."""
         self._arenas = RankArenas(self._plan, num_ranks=num_ranks, are_on_gpus=are_on_gpus)
@@ -218,28 +221,37 @@ class WorkerPool:
         return [*workers, *self.writers]
 
     @property
+    def checkpoints(self) -> tuple[str, ...]:
+        """Of the models that a worker which starts now holds."""
+        held: tuple[str, ...] = self._settings["checkpoints"]
+        return held
+
+    @property
     def incarnations(self) -> tuple[int, ...]:
         """By rank."""
         return tuple([worker.incarnation for worker in self.workers])
 
     def wait_ready(self, signals: SignalPipe | None = None, *, patience_s: float = START_S) -> None:
-        """Wait until every worker has loaded its models.
+        """Wait until every worker has loaded its models, but for those that none of them can (`unloadable`).
 
-        Raises: WorkerError when one cannot start, or does not in time, with the reason;
-        InterruptedRunError when a signal comes first.
+        Raises: WorkerError when one cannot start, or does not in time, or when no model is left, with the
+        reason; InterruptedRunError when a signal comes first.
         """
         deadline_s = time.monotonic() + patience_s
-        late = [worker for worker in self.workers if not worker.is_ready]
-        speakers = self._speakers(
-            signals, doing="the models were loading", left_s=lambda: deadline_s - time.monotonic()
+        loads = Loads({path: Path(path) for path in self.checkpoints})
+        speakers = self.speakers(
+            signals,
+            doing="the models were loading; nothing was started",
+            left_s=lambda: deadline_s - time.monotonic(),
         )
         with contextlib.closing(speakers):
             while not all(worker.is_ready for worker in self.workers):
                 worker = next(speakers)
                 if worker is None:
-                    names = ", ".join(worker.name for worker in late if not worker.is_ready)
+                    names = ", ".join(worker.name for worker in self.workers if not worker.is_ready)
                     raise WorkerError(f"{names}: the models are not loaded after {patience_s:g} s")
-                self._note_start(worker)
+                self._note_start(worker, loads)
+        late = [worker for worker in self.workers if not worker.has_arenas]
         if self._arenas.are_on_gpus:
             self._send_arenas([worker for worker in late if worker.incarnation == 1])
         for worker in late:
@@ -267,7 +279,9 @@ class WorkerPool:
         self, open_items: Mapping[int, object], signals: SignalPipe | None, patience_s: float
     ) -> Iterator[tuple[Child, WarmedUp]]:
         """What workers say of open items, until there are none."""
-        speakers = self._speakers(signals, doing="ranks were warmed up", left_s=lambda: patience_s)
+        speakers = self.speakers(
+            signals, doing="ranks were warmed up; nothing was started", left_s=lambda: patience_s
+        )
         with contextlib.closing(speakers):
             while open_items:
                 worker = next(speakers)
@@ -280,7 +294,7 @@ class WorkerPool:
                 if isinstance(received[0], WarmedUp) and received[0].number in open_items:
                     yield worker, received[0]
 
-    def _speakers(
+    def speakers(
         self, signals: SignalPipe | None, *, doing: str, left_s: Callable[[], float]
     ) -> Generator[Child | None, None, None]:
         """Workers that have something to say, as it comes, without end; None when nobody does in time.
@@ -290,26 +304,36 @@ class WorkerPool:
         with selectors.DefaultSelector() as selector:
             if signals is not None:
                 selector.register(signals, selectors.EVENT_READ)
-            for worker in self.workers:
-                selector.register(worker.channel, selectors.EVENT_READ, worker)
             while True:
+                self._listen_to_workers(selector)
                 ready = selector.select(max(0.0, left_s()))
                 if not ready:
                     yield None
                 for key, _ in ready:
                     if key.data is None and signals is not None:
-                        raise InterruptedRunError(
-                            f"stopped while {doing}; nothing was started", signal_number=signals.take()[0]
-                        )
+                        raise InterruptedRunError(f"stopped while {doing}", signal_number=signals.take()[0])
                     yield key.data
 
-    def _note_start(self, worker: Child) -> None:
+    def _listen_to_workers(self, selector: selectors.BaseSelector) -> None:
+        """To those of now: some may have been replaced."""
+        heard = {key.data: key.fileobj for key in selector.get_map().values() if key.data is not None}
+        for worker in heard.keys() - set(self.workers):
+            selector.unregister(heard[worker])
+        for worker in self.workers:
+            if worker not in heard:
+                selector.register(worker.channel, selectors.EVENT_READ, worker)
+
+    def _note_start(self, worker: Child, loads: Loads) -> None:
         """A starting worker has said something, or has died."""
         received = worker.channel.receive()
         if received is None:
-            raise WorkerError(f"{worker.name} died while it started: {worker.reap(patience_s=_EXIT_S)}")
+            ending = worker.reap(patience_s=_EXIT_S)
+            self._start_again(worker, loads, f"{worker.name} died while it started: {ending}")
+            return
         if isinstance(received[0], WorkerFailed):
-            raise WorkerError(f"{worker.name} cannot start: {received[0].reason}")
+            worker.reap(patience_s=_EXIT_S)
+            self._start_again(worker, loads, f"{worker.name} cannot start: {received[0].reason}")
+            return
         if isinstance(received[0], Loading):
             worker.loading = received[0].checkpoint
             return
@@ -317,6 +341,25 @@ class WorkerPool:
             worker.asked_to_load_s = worker.loading = None
             return
         self.take_ready(worker, received[0], received[1])
+        if worker.rank is not None and not self.unloadable:
+            loads.succeeded(worker.rank)
+
+    def _start_again(self, worker: Child, loads: Loads, reason: str) -> None:
+        """Another process for a rank that could not load a model, without that model if no rank can.
+
+        Raises: WorkerError when it is not for a model, or when no other model is there to go on with.
+        """
+        rank, checkpoint = worker.rank, worker.loading
+        assert rank is not None
+        if checkpoint is None or not set(self.checkpoints) - {checkpoint} or worker.is_stuck:
+            raise WorkerError(reason)
+        if loads.failed(checkpoint, rank, ranks=range(self.num_ranks)):
+            self.do_without(checkpoint)
+            self.unloadable[checkpoint] = reason
+        elif checkpoint not in self.unloadable and not loads.spares(rank):
+            raise WorkerError(reason)
+        logger.warning("%s; a new worker is started", reason)
+        self._start_successor(rank)
 
     def take_ready(self, worker: Child, ready: WorkerReady, fds: Sequence[int]) -> None:
         """A worker has loaded its models and brings its arena, if it makes that itself."""
@@ -341,6 +384,9 @@ class WorkerPool:
         if num_deaths >= MAX_DEATHS or self.workers[rank].is_stuck:
             self.retired.add(rank)
             return None
+        return self._start_successor(rank)
+
+    def _start_successor(self, rank: int) -> Child:
         incarnation = self.workers[rank].incarnation + 1
         self._arenas.renew(rank, incarnation=incarnation)
         self.workers[rank] = self._start_worker(rank, incarnation=incarnation)
@@ -349,22 +395,24 @@ class WorkerPool:
     def set_models(self, checkpoints: Collection[Path], *, warm_ups: Sequence[WarmUp] = ()) -> None:
         """Let all workers hold these models and no others, each after what it was given before.
 
-        Those that are ready are to get these steps ready, too; a new one finds out in its tasks.
+        Those that are ready are to get these steps ready, too; one that still starts finds out in its tasks.
         """
         message = SetModels(tuple(sorted(map(str, checkpoints))))
+        for path in message.checkpoints:  # they are tried again
+            self.unloadable.pop(path, None)
         self._settings["checkpoints"] = message.checkpoints
         for rank, worker in enumerate(self.workers):
             if rank not in self.retired:
                 items = warm_ups if worker.is_ready and worker.has_arenas else ()
                 worker.asked_to_load_s = time.monotonic()
-                worker.num_to_warm, worker.load_s = len(items), 0.0
+                worker.num_to_warm += len(items)  # one that is new may be about to answer for others
+                worker.load_s = 0.0
                 for each in (message, *items):
                     worker.tell(each)
 
     def do_without(self, checkpoint: str) -> None:
         """Start no worker with this model."""
-        held: tuple[str, ...] = self._settings["checkpoints"]
-        self._settings["checkpoints"] = tuple([path for path in held if path != checkpoint])
+        self._settings["checkpoints"] = tuple([path for path in self.checkpoints if path != checkpoint])
 
     def forgive(self) -> None:
         """Count deaths from here on: another run begins, which has not seen them."""
@@ -438,7 +486,7 @@ class WorkerPool:
 
     def _others(self, rank: int) -> Set[int]:
         """The ranks with which this one exchanges."""
-        return next(island for island in self._islands if rank in island) - {rank}
+        return set(next(island for island in self.islands if rank in island)) - {rank}
 
 
 def _forget(process: BaseProcess) -> None:

@@ -525,7 +525,8 @@ class State:
         for rank in self._ranks:
             rank.view = None
         doom = f"model {names} cannot be loaded: {event.reason}"
-        self._unloadable |= dict.fromkeys(event.models, (event.time_s + RETRY_LOAD_S, doom))
+        until_s = event.time_s + RETRY_LOAD_S if self._is_limited else math.inf  # or nobody loads it again
+        self._unloadable |= dict.fromkeys(event.models, (until_s, doom))
         ended: list[JobOutcome] = []
         for record in [each for each in self._jobs.values() if each.model in event.models]:
             if record.arrived and not record.is_writing:

@@ -12,7 +12,6 @@ so a rank that computes still sends, and a rank that waits can still be told to 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import logging
 import math
@@ -46,6 +45,7 @@ from gfgen.models.parallel import Parallel, parallel_from
 from gfgen.models.registry import load_adapter
 from gfgen.runtime.allocator import keep_freed_memory
 from gfgen.runtime.channel import Channel
+from gfgen.runtime.lifeline import die_with_parent
 from gfgen.runtime.messages import (
     Abandon,
     Arenas,
@@ -86,7 +86,6 @@ from gfgen.runtime.worker_jobs import (
 
 logger = logging.getLogger(__name__)
 
-_PR_SET_PDEATHSIG = 1
 LoadModel = Callable[[str], Adapter]
 """From a checkpoint to its adapter, where the rank computes."""
 
@@ -123,7 +122,7 @@ def run_worker(
     channel_socket: socket.socket, settings: WorkerSettings, make: Callable[[Channel], Worker]
 ) -> None:
     """The life of a worker that `make` sets up."""
-    _die_with_parent()
+    die_with_parent()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the control plane decides; it closes the channel
     channel = Channel(channel_socket)
@@ -587,11 +586,3 @@ def _is_out_of_memory(error: BaseException) -> bool:
         return True
     texts = ("not enough memory", "can't allocate memory", "out of memory")
     return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
-
-
-def _die_with_parent() -> None:
-    """Ask the kernel to kill this process when the one that forked it dies."""
-    parent = os.getppid()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        sys.exit(1)

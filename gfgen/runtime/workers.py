@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import os
 import selectors
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -125,7 +126,9 @@ class ProcessBackend:
         self._watchdog: Watchdog[Child] = Watchdog(patience or Patience(), looked_s=clock.now_s)
         self._verdicts: dict[Child, str] = {}
         """Why a process was killed, until its end is noticed."""
-        self._held_back: list[RankReady] = []
+        self._warming: set[Child] = set()
+        """New workers that get steps ready before they take tasks."""
+        self._held_back: list[Child] = []
         """New workers that wait until the others have left what their predecessors died in."""
         self._loads: Loads | None = None
         """Of the last change of models; None before the first one."""
@@ -146,12 +149,16 @@ class ProcessBackend:
                 child.jobs.clear()
                 child.tell(Reset())
         self._unannounced = [worker for worker in pool.workers if worker.is_ready]
+        self._unchecked = list(self._jobs)
+        """Jobs of which it may have to be told that no rank could load their model at the start."""
+        self._known_unloadable: set[str] = set()
+        """Models of which that was told."""
 
     # What the control loop calls ------------------------------------------------------------
 
     def wait(self, until: float | None) -> list[Event]:
         """Events in order of receipt, and what has fallen due; none when nothing happened for a tick."""
-        events = list(self._greet())
+        events = [*self._greet(), *self._tell_unloadable()]
         timeout_s = _TICK_S if until is None else min(_TICK_S, max(0.0, until - self._clock.now_s))
         for key, _ in self._selector.select(0 if events else timeout_s):
             if isinstance(key.data, Child):
@@ -225,15 +232,16 @@ class ProcessBackend:
 
     def load(self, models: Mapping[str, Path], *, load_s: float) -> None:
         """Let all ranks hold these models and no others."""
-        warm_ups: Sequence[WarmUp] = ()
-        if self._warm_ups is not None:
-            warm_ups = self._warm_ups([job for job in self._jobs.values() if job.spec.model in models])
-        self._pool.set_models(set(models.values()), warm_ups=warm_ups)
+        checkpoints = set(models.values())
+        self._pool.set_models(checkpoints, warm_ups=self._warm_ups_of(set(map(str, checkpoints))))
         self._loads = Loads(models)
+        self._unannounced += self._warming  # they are ready, with other models to load
+        self._warming.clear()
 
     def add(self, jobs: Sequence[AdmittedJob]) -> None:
         """Know these jobs too; workers are told of one before its first task."""
         self._jobs |= {job.job_id: job for job in jobs}
+        self._unchecked += [job.job_id for job in jobs]
 
     def memory_use(self) -> dict[int, MemoryUse]:
         """What the ranks have taken in this run, as far as they answer in time."""
@@ -262,12 +270,21 @@ class ProcessBackend:
     # What children say ------------------------------------------------------------------------
 
     def _greet(self) -> Iterator[Event]:
-        """Workers that were ready before this run began."""
+        """Workers that were ready before this run began, or before they were told to load other models."""
         for worker in self._unannounced:
             if not worker.has_arenas:  # the last run ended before it could be told
                 self._pool.welcome(worker)
             yield self._ready(worker)
         self._unannounced = []
+
+    def _tell_unloadable(self) -> Iterator[LoadFailed]:
+        """Models of jobs at hand that no rank could load when the workers started."""
+        unchecked, self._unchecked = self._unchecked, []
+        for job in filter(None, map(self._jobs.get, unchecked)):
+            model, reason = job.spec.model or "", self._pool.unloadable.get(str(job.checkpoint))
+            if reason is not None and model not in self._known_unloadable:
+                self._known_unloadable.add(model)
+                yield LoadFailed(self._clock.now_s, (model,), reason)
 
     def _ready(self, worker: Child) -> RankReady:
         assert worker.rank is not None
@@ -300,7 +317,7 @@ class ProcessBackend:
                     )
                 if child.num_to_warm:
                     child.num_to_warm -= 1
-                    yield from self._take_load(child, answer.seconds, now_s)
+                    yield from self._take_warm_up(child, answer.seconds, now_s)
             case Loading() as loading:
                 child.loading = loading.checkpoint
             case Left() | EdgesRestarted() as answer:
@@ -316,12 +333,12 @@ class ProcessBackend:
                 self._pool.take_ready(child, ready, received[1])
                 if child.asked_to_load_s is None:  # else it holds those of before, and has yet to change
                     self._note_loaded(child)
-                event = self._ready(child)
+                child.is_ready = True
+                self._watchdog.heard(child, now_s)
                 if self._recovery and child.rank in self._recovery.dead:
-                    self._held_back.append(event)
+                    self._held_back.append(child)
                 else:
-                    self._pool.welcome(child)
-                    yield event
+                    yield from self._let_in(child)
             case WorkerFailed() as failure:
                 self._verdicts[child] = f"{_CANNOT_LOAD}{failure.reason}"
             case MemoryUse() as use:
@@ -439,9 +456,40 @@ class ProcessBackend:
         yield from self._frames_lost_with(child.rank, reason, now_s)
         self._recovery = self._recovery or Recovery()
         self._recovery.dead.add(child.rank)
-        self._held_back = [event for event in self._held_back if event.rank != child.rank]
+        self._warming.discard(child)
+        self._held_back = [worker for worker in self._held_back if worker is not child]
         self._give_up(self._died_with(child.rank, reason))
         yield from self._advance_recovery()
+
+    def _let_in(self, worker: Child) -> Iterator[RankReady]:
+        """Make a new worker known to the others; it takes tasks when it has got ready what jobs at hand need.
+
+        One that has other models to load yet does not: what it got ready for these would be in vain.
+        """
+        self._pool.welcome(worker)
+        items = () if worker.asked_to_load_s is not None else self._warm_ups_of(self._pool.checkpoints)
+        if not items:
+            yield self._ready(worker)
+            return
+        self._warming.add(worker)
+        worker.asked_to_load_s, worker.num_to_warm = time.monotonic(), len(items)
+        for item in items:
+            worker.tell(item)
+
+    def _warm_ups_of(self, checkpoints: Collection[str]) -> Sequence[WarmUp]:
+        """What is to be got ready for the jobs at hand of these models."""
+        if self._warm_ups is None:
+            return ()
+        return self._warm_ups([job for job in self._jobs.values() if str(job.checkpoint) in checkpoints])
+
+    def _take_warm_up(self, worker: Child, seconds: float, now_s: float) -> Iterator[Event]:
+        """Steps of a kind are ready on a rank that has loaded other models, or that is new."""
+        if worker not in self._warming:
+            yield from self._take_load(worker, seconds, now_s)
+        elif not worker.num_to_warm:
+            self._warming.discard(worker)
+            worker.asked_to_load_s = None
+            yield self._ready(worker)
 
     def _take_load(self, worker: Child, seconds: float, now_s: float) -> Iterator[RankLoaded]:
         """A part of what a rank has to do about other models; it takes tasks again after the last one."""
@@ -472,7 +520,7 @@ class ProcessBackend:
         names = loads.failed(worker.loading, rank, ranks=ranks)
         if names:
             self._pool.do_without(worker.loading)
-        return names, loads.can_be_loaded
+        return names, not loads.spares(rank)
 
     def _died_with(self, rank: int, reason: str) -> dict[int, Cause | None]:
         """The dispatches that a dead rank was still needed for; it was running the first of them."""
@@ -533,10 +581,9 @@ class ProcessBackend:
             for rank in sorted([*self._unreported.pop(number), *untold]):
                 is_lost = bool(cause and cause.lost)
                 yield TaskFailed(now_s, number, rank, text, void=cause is None, lost=is_lost)
-        for event in self._held_back:
-            self._pool.welcome(self._pool.workers[event.rank])
-            yield event
-        self._held_back = []
+        held_back, self._held_back = self._held_back, []
+        for worker in held_back:
+            yield from self._let_in(worker)
 
     # Processes that live and yet do nothing ---------------------------------------------------------
 
@@ -550,7 +597,7 @@ class ProcessBackend:
             if worker.is_starting_for_s > self._watchdog.patience.starting_s:
                 self._kill(worker, "it does not get ready")
             if worker.is_loading_for_s > self._watchdog.patience.starting_s:
-                self._kill(worker, "it does not load its models")
+                self._kill(worker, "it does not get its models or its steps ready")
         if self._watchdog.wants_ping(now_s):
             for worker in living:
                 if worker.is_ready:

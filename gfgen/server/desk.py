@@ -22,6 +22,7 @@ from gfgen.runtime.observer import JobOutcome
 from gfgen.server import asking, files, schemas
 from gfgen.server.asking import Asked
 from gfgen.server.bounds import Bounds
+from gfgen.server.discretion import without_folders
 from gfgen.server.link import Cancel, Hello, Noted, Serving, SetPolicy, Submit
 from gfgen.server.live import MAX_SHOWN_FINISHED, Live
 from gfgen.server.problems import ApiError
@@ -63,6 +64,8 @@ class Desk:
         self._pictures = asyncio.Semaphore(1)
         """Pictures that are looked at, or made smaller, at the same time."""
         self._tasks: set[asyncio.Task[None]] = set()
+        self._folders = {str(folder)}
+        """Where this server and its models are, which is not for clients."""
 
     # What the run says ------------------------------------------------------------------------------
 
@@ -131,7 +134,7 @@ class Desk:
             "failed",
             self._now(),
             error_code="cannot_be_done",
-            error_message=text,
+            error_message=self._told(text),
             met_deadline=None,
         )
         await self.store.end(ending)
@@ -151,7 +154,13 @@ class Desk:
                 await self._drop_unwanted(outcome)
         self._send(Noted(tuple(ending.id for ending in endings)))
 
+    def _told(self, text: str) -> str:
+        """As clients are told of it."""
+        return without_folders(text, known=self._folders)
+
     def _ending(self, outcome: JobOutcome) -> Ending:
+        error = None if outcome.error is None else self._told(outcome.error)
+        outcome = replace(outcome, error=error, warnings=tuple(map(self._told, outcome.warnings)))
         job_id = outcome.info.job_id
         file = self.folder / outcome.info.file
         size_bytes = file.stat().st_size if outcome.status == "done" and file.exists() else None
@@ -218,6 +227,7 @@ class Desk:
         return [job.job_id for job in jobs]
 
     def _submit(self, jobs: Sequence[AdmittedJob]) -> None:
+        self._folders |= {str(job.checkpoint) for job in jobs}
         for start in range(0, len(jobs), SUBMITTED_AT_ONCE):
             self._send(Submit(tuple(jobs[start : start + SUBMITTED_AT_ONCE])))
 

@@ -27,9 +27,9 @@ from gfgen.runtime.control import Backend
 from gfgen.runtime.dispatch import Dispatch
 from gfgen.runtime.events import Event
 from gfgen.runtime.observer import JobOutcome, Observer
-from gfgen.server.link import Cancel, Hello, Link, Noted, Pace, Row, Rows, Serving, SetPolicy, Submit
+from gfgen.server.link import Cancel, Ends, Hello, Link, Noted, Pace, Row, Rows, Serving, SetPolicy, Submit
 from gfgen.server.stopwatch import Stopwatch
-from gfgen.snapshot import JobView, Snapshot
+from gfgen.snapshot import JobView, RunningTask, Snapshot
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +89,7 @@ class Door(Observer):
         self._ranks: dict[int, list[Event]] = {}
         """By rank: the last time that it was lost, if ever, and that it was ready since."""
         self._flights: dict[int, tuple[Dispatch, set[int]]] = {}
+        """By number: what runs, with its end as it was predicted last, and the ranks that are still at it."""
         self._views: dict[str, JobView] = {}
         """As the front knows them."""
         self._policy: events.PolicyChanged | None = None
@@ -265,7 +266,10 @@ class Door(Observer):
         self._tell(outcome)
 
     def refreshed(self, snapshot: Snapshot) -> None:
-        """Tell which jobs stand elsewhere than before; views that have not changed are the same objects."""
+        """Tell which jobs stand elsewhere than before, and which tasks are predicted to end at another time.
+
+        Views that have not changed are the same objects.
+        """
         rows: list[Row] = []
         for views in (snapshot.busy, snapshot.open):
             changed = (view for job_id, view in views.items() if self._views.get(job_id) is not view)
@@ -274,8 +278,24 @@ class Door(Observer):
                 rows.append((view.job_id, view.next_task.index, view.remaining_s, view.last_layout))
         if rows:
             self._tell(Rows(tuple(rows)))
+        if ends := self._renewed_ends(snapshot.running):
+            self._tell(Ends(ends))
         if self.stopwatch is not None:
             self._tell(Pace(*self.stopwatch.take()))
+
+    def _renewed_ends(self, running: Sequence[RunningTask]) -> tuple[tuple[int, float], ...]:
+        """Of tasks that are predicted to end at another time than the front was told."""
+        numbers = {dispatch.task: number for number, (dispatch, _) in self._flights.items()}
+        ends = []
+        for view in running:
+            number = numbers.get(view.task)
+            if number is None:
+                continue
+            dispatch, pending = self._flights[number]
+            if dispatch.predicted_end_s != view.predicted_end_s:
+                self._flights[number] = replace(dispatch, predicted_end_s=view.predicted_end_s), pending
+                ends.append((number, view.predicted_end_s))
+        return tuple(ends)
 
     def close(self) -> None:
         """Send what is left."""

@@ -1,10 +1,8 @@
-"""The front: the process that speaks HTTP.
+"""The front: the process that speaks HTTP (front_main.py starts it).
 
-    python -m gfgen.server.front LINK LISTENER
-
-are descriptors that the run has opened: the socket to it, and the one that clients connect to. The front
-ends when the run's end of the link is closed: after its answers if the run has said that it stops, at
-once otherwise.
+It is given two descriptors that the run has opened: the socket to it, and the one that clients connect to.
+It ends when the run's end of the link is closed: after its answers if the run has said that it stops, at once
+otherwise; and with the run, should that be killed.
 """
 
 from __future__ import annotations
@@ -204,11 +202,11 @@ async def _again_and_again(pause_s: float, work: Callable[[], Any]) -> None:
             logger.exception("a chore of the HTTP process failed")
 
 
-def main() -> None:
-    """Entry of the process: deaf to the signals of the terminal, which are for the run."""
+def main(link_fd: int, listener_fd: int) -> None:
+    """The life of the process: deaf to the signals of the terminal, which are for the run."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    link, listener = (socket.socket(fileno=int(text)) for text in sys.argv[1:3])
+    link, listener = (socket.socket(fileno=fd) for fd in (link_fd, listener_fd))
     for own in (link, listener):
         own.setblocking(False)
         os.set_inheritable(own.fileno(), False)
@@ -219,7 +217,3 @@ def main() -> None:
         code = 1
     sys.stdout.flush()
     os._exit(code)  # threads that still read a file are not waited for
-
-
-if __name__ == "__main__":
-    main()

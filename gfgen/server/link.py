@@ -82,6 +82,13 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
+class Ends:
+    """(dispatch, predicted end in seconds of the run) of running tasks whose prediction has been renewed."""
+
+    ends: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Pace:
     """How long the turns of the control loop took since this was told last."""
 

@@ -20,7 +20,7 @@ from gfgen.runtime import events
 from gfgen.runtime.dispatch import Dispatch
 from gfgen.runtime.forecast import predict
 from gfgen.server import schemas
-from gfgen.server.link import Pace, Rows, Serving
+from gfgen.server.link import Ends, Pace, Rows, Serving
 from gfgen.server.rank_lane import Flight, RankLane, Stretch
 from gfgen.server.records import SHOWN_PROMPT_CHARS, Record, layout_view, rounded
 from gfgen.server.store import Ending
@@ -108,6 +108,8 @@ class Live:
             case Rows():
                 for row in note.rows:
                     self._stands(*row)
+            case Ends():
+                self._renew_ends(note)
             case Pace():
                 self.longest_turn_s = max(self.longest_turn_s, note.longest_s)
                 self.num_turns += note.num_turns
@@ -174,7 +176,7 @@ class Live:
     # Tasks ------------------------------------------------------------------------------------------
 
     def _dispatched(self, dispatch: Dispatch) -> None:
-        flight = Flight(dispatch, set(dispatch.layout.ranks))
+        flight = Flight(dispatch, set(dispatch.layout.ranks), dispatch.predicted_end_s)
         self._flights[dispatch.number] = flight
         at = self.at(dispatch.submitted_s)
         for number in dispatch.layout.ranks:
@@ -213,6 +215,13 @@ class Live:
             record.view = replace(record.view, remaining_s=0.0)  # of the last task no row tells
         self._job_changed(record)
         self._is_forecast_due = True
+
+    def _renew_ends(self, note: Ends) -> None:
+        """Running tasks are predicted to end at other times than before."""
+        for number, end_s in note.ends:
+            if number in self._flights:
+                self._flights[number].predicted_end_s = end_s
+        self._touch("ranks")
 
     def _landed(self, event: events.TaskDone | events.TaskFailed) -> None:
         flight = self._flights.get(event.dispatch)
@@ -353,7 +362,7 @@ class Live:
         views = {job_id: r.view for job_id, r in self.records.items() if r.view is not None}
         now, shift_s = self.now(), self.serving.started_at
         running = [
-            RunningTask(f.dispatch.task, f.dispatch.layout, shift_s + f.dispatch.predicted_end_s)
+            RunningTask(f.dispatch.task, f.dispatch.layout, shift_s + f.predicted_end_s)
             for f in self._flights.values()
             if not f.failed
         ]
@@ -460,7 +469,8 @@ class Live:
     def _rank_task(self, rank: RankLane) -> schemas.RankTask | None:
         if not rank.flights:
             return None
-        dispatch = rank.flights[0].dispatch
+        flight = rank.flights[0]
+        dispatch = flight.dispatch
         record = self.records.get(dispatch.task.job_id) or self.recent.get(dispatch.task.job_id)
         view = layout_view(dispatch.layout)
         assert view is not None
@@ -471,7 +481,7 @@ class Live:
             steps=0 if record is None else record.facts.steps,
             layout=view,
             started_at=round(rank.begun_at, 4),
-            predicted_end_at=round(self.at(dispatch.predicted_end_s), 4),
+            predicted_end_at=round(self.at(flight.predicted_end_s), 4),
         )
 
     def _recent_stretches(self, now: float) -> Iterator[Stretch]:

@@ -23,6 +23,8 @@ class Flight:
 
     dispatch: Dispatch
     pending: set[int]
+    predicted_end_s: float
+    """As it was predicted last, in seconds of the run."""
     failed: bool = False
     busy_s: float = 0.0
 

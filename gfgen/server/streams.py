@@ -114,6 +114,8 @@ async def _job_events(desk: Desk, record: Record, seen: int) -> AsyncIterator[by
         for told in (news := record.events_after(seen)):
             seen = told.number
             yield _event(told.kind.encode(), told.body, b"%d-%d" % (life, seen))
+            if told.kind == "stopping":  # a step that ends meanwhile would come behind it
+                return
         if news:
             continue  # more may have happened while these were sent
         if record.has_ended or desk.live.status == "draining":

@@ -22,7 +22,7 @@ MAX_DEATHS = 5
 DEATHS_WINDOW_S = 60.0
 """A front that dies so often within this time is given up, and the run with it."""
 BIND_S = 5.0
-"""A server that was killed leaves its address to the next one when its front has noticed it."""
+"""A server that was killed leaves its address to the next one when its front is gone, too (lifeline.py)."""
 DRAIN_S = 10.0
 """How long a front may take to end once the run is over."""
 _BACKLOG = 2048
@@ -103,8 +103,8 @@ class Supervisor:
     def _serve(self) -> int:
         """One life of a front; returns its exit status."""
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-P", "-m", "gfgen.server.front", str(theirs.fileno())]
-        command.append(str(self._listener.fileno()))
+        command = [sys.executable, "-P", "-m", "gfgen.server.front_main"]
+        command += map(str, (theirs.fileno(), self._listener.fileno(), os.getpid()))
         path = os.pathsep.join(filter(None, (str(_PACKAGE_ROOT), os.environ.get("PYTHONPATH"))))
         with theirs:
             self._process = subprocess.Popen(

@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 from builders import make_job
 
+from gfgen.bench.bounds import Bound, demands_of, least_makespan_s
 from gfgen.bench.compare import Comparison, Run
-from gfgen.bench.scores import makespan_bound_s, score
+from gfgen.bench.scores import score
 from gfgen.bench.workloads import WorkloadOptions, admitted, make_workload, stand_alone, weightless_model
 from gfgen.cli.main import main
 from gfgen.policies.catalog import load_policy
@@ -14,6 +15,7 @@ from gfgen.runtime.cost import CostModel
 from gfgen.runtime.observer import JobOutcome
 from gfgen.runtime.plot_runs import draw_runs
 from gfgen.runtime.profile import load_profile
+from gfgen.runtime.profiled import profiled_times
 from gfgen.runtime.profiles import SHIPPED
 from gfgen.runtime.simulation import simulate
 
@@ -90,7 +92,8 @@ def test_no_policy_ends_a_night_before_the_bound():
     profile = load_profile(SHIPPED / "h200-goals.json")
     times = stand_alone(model, CostModel(profile))
     jobs = admitted(make_workload("overnight", model.name, times, WorkloadOptions(num_jobs=60)), model)
-    bound_s = makespan_bound_s(jobs, CostModel(profile), num_ranks=4)
+    demands = demands_of(jobs, profiled_times(profile, jobs, num_ranks=4), num_ranks=4)
+    bound_s = least_makespan_s(demands, num_ranks=4)
     ends_s = {
         name: simulate(jobs, policy=load_policy(name), num_ranks=4, profile=profile).summary.makespan_s
         for name in ("legacy", "makespan", "auto")
@@ -100,17 +103,54 @@ def test_no_policy_ends_a_night_before_the_bound():
     assert ends_s["auto"] < 1.05 * bound_s < ends_s["legacy"]
 
 
+def test_a_gain_is_the_way_from_the_baseline_to_the_bound():
+    slow = Run("legacy", [outcome("a", ended_s=8.0), outcome("b", ended_s=40.0)])
+    fast = Run("auto", [outcome("a", ended_s=4.0), outcome("b", ended_s=12.0)])
+    broken = Run("mine", [outcome("a", ended_s=4.0), outcome("b", ended_s=24.0, status="failed")])
+    comparison = comparison_of(slow, fast, broken)
+    assert comparison.gains_table() == []
+    assert comparison.gains() == {}
+    comparison.bound = Bound(
+        jobs_per_min=12.0, mean_s=6.0, attainment=1.0, attainment_client=0.5, makespan_s=10.0
+    )
+    assert comparison.gains() == {
+        "auto": {
+            "jobs_per_min": pytest.approx(7 / 9),
+            "mean_s": pytest.approx(16 / 18),
+            "attainment": 0.0,
+            "attainment_client": None,  # the baseline's share is as high as possible
+        },
+        "mine": {
+            "jobs_per_min": pytest.approx(-0.5 / 9),
+            "mean_s": None,  # one of its jobs is missing
+            "attainment": 0.0,
+            "attainment_client": None,
+        },
+    }
+    assert comparison.gains_table()[2:] == [
+        "| no schedule does better than | 12.0 (4.00 x) | 6.0 s (0.25 x) | 100% | 50% |",
+        "| auto | 78% | 89% | 0% | - |",
+        "| mine | -6% | - | 0% | - |",
+    ]
+    assert json.loads(comparison.as_json({}))["bound"]["mean_s"] == 6.0
+
+
 @pytest.mark.parametrize("words", [["compare", "--against", "legacy"], ["--compare", "legacy"]])
 def test_bench_compares_policies_in_virtual_time(words, tmp_path, capsys):
     arguments = ["--simulate", "--policy", "auto", "--policy", "srtf", "--jobs", "12", "-o", str(tmp_path)]
     with pytest.raises(SystemExit) as end:
         main(["bench", *words, *arguments])
     assert end.value.code == 0
-    assert "| legacy |" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "| legacy |" in out
+    assert "| no schedule does better than |" in out
     found = json.loads((tmp_path / "compare.json").read_text())
     assert [run["policy"] for run in found["runs"]] == ["legacy", "auto", "srtf"]
     assert found["simulated"] is True
-    assert (tmp_path / "compare.md").read_text().count("| auto |") == 1
+    assert list(found["gains"]) == ["auto", "srtf"]
+    assert found["gains"]["auto"]["mean_s"] < 1
+    assert found["bound"]["jobs_per_min"] > max(run["jobs_per_min"] for run in found["runs"])
+    assert (tmp_path / "compare.md").read_text().count("| auto |") == 2
 
 
 UNFAIR = """

@@ -15,7 +15,7 @@ from gfgen.cli.main import main
 from gfgen.runtime.lock import hold_folder
 
 ROOT = Path(__file__).parents[2]
-FOX = {"id": "fox", "prompt": "a red fox", "size": "64x64", "frames": 5, "steps": 3}
+FOX = {"id": "fox", "prompt": "a red fox", "model": "tiny-wan", "size": "64x64", "frames": 5, "steps": 3}
 OWL = FOX | {"id": "owl", "prompt": "an owl"}
 
 
@@ -110,7 +110,7 @@ def test_closing_time_is_no_failure_and_the_last_line_says_what_is_left(night):
 def test_a_watched_folder_is_served_until_a_signal_and_each_file_once(night):
     folder, outputs = night / "inbox", night / "outputs" / "inbox"
     folder.mkdir()
-    process = start(night, "--watch", "inbox")
+    process = start(night, "--watch", "inbox", "--model", "tiny-wan")
     wait_for(outputs / "journal.jsonl", process)
     put(folder / "a.jsonl", FOX)
     wait_for(outputs / "fox.mp4", process)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
+import pytest
 from click.testing import CliRunner
 
-from gfgen.bench.elasticity import Row
+from gfgen.bench.elasticity_rows import Row
 from gfgen.cli.elasticity import _report, elasticity
+from gfgen.errors import InputError
 
 ABOUT = {"device": "4 x GPU", "command": "gfgen bench elasticity", "model": "models/wan"}
 
@@ -19,6 +22,21 @@ def test_a_folder_that_cannot_be_made_is_told_before_anything_is_measured(tmp_pa
     folder = str(tmp_path / "file" / "folder")
     result = CliRunner().invoke(elasticity, ["--device", "cpu", "--output", folder])
     assert "cannot be made (Not a directory)" in str(result.exception)
+
+
+def test_a_pattern_that_fits_no_case_is_told_before_anything_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, tiny_models: Mapping[str, Path]
+) -> None:
+    def load(*_: object, **__: object) -> None:
+        raise AssertionError("loading")
+
+    monkeypatch.setattr("gfgen.cli.elasticity.ready_pool", load)
+    arguments = ["--device", "cpu", "--ranks", "2"]
+    result = CliRunner().invoke(elasticity, [*arguments, "--only", "chagned*", "--only", "fresh*"])
+    assert isinstance(result.exception, InputError)
+    assert "--only chagned* fresh*: fits no case such as 'unchanged, 1 rank, " in str(result.exception)
+    result = CliRunner().invoke(elasticity, [*arguments, "--only", "changed*"])
+    assert str(result.exception) == "loading"
 
 
 def test_each_model_has_files_of_its_own(tmp_path: Path) -> None:

@@ -72,7 +72,9 @@ def test_tiny_models_that_cannot_be_written_say_why(capsys, tmp_path):
 
 
 def test_an_output_folder_that_cannot_be_written_is_named(capsys, job_file, tiny_models):
-    code, _, err = gfgen(capsys, "run", job_file('{"prompt": "a fox"}'), "--output", "/proc/here")
+    code, _, err = gfgen(
+        capsys, "run", job_file('{"prompt": "a fox", "model": "tiny-wan"}'), "--output", "/proc/here"
+    )
     assert code == 2
     assert "--output /proc/here: cannot write there" in err
 
@@ -88,6 +90,7 @@ def test_policies_says_what_each_is_for(capsys):
 def test_models_lists_names_that_run_accepts(capsys):
     code, out, _ = gfgen(capsys, "models")
     assert code == 0
+    assert out.startswith("shapes ")
     assert "tiny-wan" in out
     assert "wan2.2-ti2v-5b" in out
 

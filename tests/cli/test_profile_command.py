@@ -44,7 +44,7 @@ def measured(monkeypatch, tiny_models, tmp_path):
         return SAMPLES
 
     measured_until = 7
-    monkeypatch.setattr(command, "WorkerPool", NoPool)
+    monkeypatch.setattr("gfgen.cli.ranks.WorkerPool", NoPool)
     monkeypatch.setattr(command.profiling, "measure", measure)
     return keys
 
@@ -146,6 +146,14 @@ def test_a_run_starts_its_predictions_from_the_default_profile_and_says_so(
     assert f"predictions start from the profile of {found.date}: {profiles.default_path()}" in caplog.text
 
 
+def test_no_more_gpus_are_measured_together_than_reach_each_other(monkeypatch, tmp_path):
+    pairs = [Gpu("NVIDIA H200", 140 * 10**9, frozenset(peers)) for peers in ((1,), (0,), (3,), (2,))]
+    monkeypatch.setattr(command, "choose_devices", lambda kind, num_ranks: Devices(CUDA, 4, tuple(pairs)))
+    monkeypatch.setattr(profiles.registry, "cache_dir", lambda: tmp_path)
+    dry = profile("--random-weights", "--dry-run")
+    assert dry.output.splitlines()[1].startswith("18 measurements on 1 to 2 GPUs: about ")
+
+
 def test_gpus_are_measured_with_the_classes_of_the_workloads_unless_told_otherwise(monkeypatch, tmp_path):
     gpus = Devices(CUDA, 4, (Gpu("NVIDIA H200", 140 * 10**9),) * 4)
     keys = []
@@ -155,7 +163,7 @@ def test_gpus_are_measured_with_the_classes_of_the_workloads_unless_told_otherwi
         return Samples({f"{stage} 1x1x1": [0.5] for stage in Stage}, gaps=[0.001], moves=[(64, 0.01)])
 
     monkeypatch.setattr(command, "choose_devices", lambda kind, num_ranks: gpus)
-    monkeypatch.setattr(command, "WorkerPool", NoPool)
+    monkeypatch.setattr("gfgen.cli.ranks.WorkerPool", NoPool)
     monkeypatch.setattr(command.profiling_gpu, "measure", measure)
     monkeypatch.setattr(profiles.registry, "cache_dir", lambda: tmp_path)
     dry = profile("--random-weights", "--dry-run")

@@ -27,11 +27,11 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def job_file(tmp_path_factory: pytest.TempPathFactory, tiny_models: Mapping[str, Path]) -> Path:
-    """Pictures and short videos of the tiny models."""
+    """Pictures and short videos of built-in models."""
     jobs = [
         {"id": f"{model}-{idx}", "prompt": "a red fox", "model": model, "size": "64x64", "steps": 4}
         | ({} if "image" in model else {"frames": 5})
-        for model in ("tiny-wan", "tiny-wan-moe", "tiny-qwen-image")
+        for model in ("shapes", "tiny-wan", "tiny-wan-moe", "tiny-qwen-image")
         for idx in range(2)
     ]
     path = tmp_path_factory.mktemp("jobs") / "jobs.jsonl"
@@ -56,7 +56,7 @@ def layouts_of(output: Path) -> Mapping[str, list[str]]:
 def test_all_jobs_are_done_under_every_degree(job_file: Path, tmp_path: Path, policy: str, size: int):
     subprocess.run(command(job_file, tmp_path, "--policy", policy), check=True, timeout=TIMEOUT_S)
     layouts = layouts_of(tmp_path)
-    assert len(layouts) == 6
+    assert len(layouts) == 8
     assert max(name.count(",") + 1 for names in layouts.values() for name in names) == size
 
 
@@ -70,4 +70,4 @@ def test_a_worker_that_is_killed_costs_no_job(job_file: Path, tmp_path: Path):
     first_worker = next(worker for server in children_of(run.pid) for worker in sorted(children_of(server)))
     os.kill(first_worker, signal.SIGKILL)
     assert run.wait(TIMEOUT_S) == 0
-    assert len(layouts_of(tmp_path)) == 6
+    assert len(layouts_of(tmp_path)) == 8

@@ -75,15 +75,16 @@ def refused(capsys, *arguments):
     return capsys.readouterr().err, end.value.code
 
 
-def test_what_it_may_take_of_memory_and_whether_it_warms_up_are_options_as_of_a_run(monkeypatch):
+def test_models_memory_and_warming_up_are_options_as_of_a_run(monkeypatch):
     given = []
     monkeypatch.setattr("gfgen.cli.serve.serve_models", given.append)
     for arguments in ((), ("--memory", "40GB", "--graphs")):
         with pytest.raises(SystemExit) as end:
             main(["serve", "--device", "cpu", *arguments])
         assert not end.value.code
-    found = [(options.devices.memory_limit, options.has_graphs) for options in given]
+    found = [(options.ranks.devices.memory_limit, options.ranks.has_graphs) for options in given]
     assert found == [(None, False), (40 * 10**9, True)]
+    assert {options.models for options in given} == {("shapes",)}
 
 
 def test_what_is_warmed_up_is_what_a_request_gets_that_says_nothing(tiny_models):

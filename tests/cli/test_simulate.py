@@ -241,7 +241,8 @@ def test_nothing_is_downloaded_for_a_simulation(gfgen, folder):
 
 def test_a_deadline_before_the_arrival_is_pointed_out(gfgen, folder):
     (folder / "early.jsonl").write_text(
-        '{"id": "a", "prompt": "a fox", "arrival": "2h", "deadline": "2020-01-01T00:00:00Z"}\n'
+        '{"id": "a", "prompt": "a fox", "model": "tiny-wan", "arrival": "2h", '
+        '"deadline": "2020-01-01T00:00:00Z"}\n'
     )
     code, _, err = gfgen("simulate", folder / "early.jsonl", "--profile", folder / "profile.json")
     assert code == 0

@@ -16,10 +16,9 @@ from gfgen.layout import Layout
 from gfgen.models import guidance
 from gfgen.models.adapter import Fields
 from gfgen.models.forwards import evaluate
-from gfgen.models.geometry import CONFIGS
 from gfgen.models.graphs import Graphs
 from gfgen.models.parallel import Parallel, parallel_from
-from gfgen.models.registry import load_adapter
+from gfgen.models.registry import find_configs, load_adapter
 from gfgen.runtime.messages import WarmUp
 from gfgen.runtime.worker_forwards import Forwards
 from gfgen.runtime.worker_graphs import CudaRecorder
@@ -42,6 +41,7 @@ JOBS = {
     "wan, with an image": Job("tiny-wan", WAN, has_image=True),
     "wan, in one forward": Job("tiny-wan", WAN, in_batch=True),
     "wan, with an image, in one forward": Job("tiny-wan", WAN, has_image=True, in_batch=True),
+    "shapes, with an image": Job("shapes", {**WAN, "guidance_scale": 3.0}, has_image=True),
     "qwen": Job("tiny-qwen-image", QWEN),
     "qwen, in one forward": Job("tiny-qwen-image", QWEN, in_batch=True),
 }
@@ -83,7 +83,7 @@ def _compare(
     device = endpoint.torch_device
     torch.cuda.set_device(device)
     torch.cuda.set_stream(torch.cuda.Stream(device))
-    adapter: Any = load_adapter(CONFIGS / model, device=str(device), has_random_weights=True)
+    adapter: Any = load_adapter(find_configs(model), device=str(device), has_random_weights=True)
     spec = adapter.geometry.resolve(asked)
     recorder = CountingRecorder(device)
     graphs = Graphs(recorder, device)

@@ -12,7 +12,7 @@ import torch
 from gfgen.jobspec import JobSpec
 from gfgen.models.adapter import Fields
 from gfgen.models.parallel import Parallel
-from gfgen.models.registry import load_adapter
+from gfgen.models.registry import load_adapter, resolve_checkpoint
 
 STEPS = 4
 TOLERANCE = 1e-5
@@ -23,6 +23,7 @@ TOLERANCE = 1e-5
 WAN: dict[str, Any] = {"width": 96, "height": 64, "frames": 9}
 A14B: dict[str, Any] = {"width": 80, "height": 48, "frames": 5}
 QWEN: dict[str, Any] = {"width": 80, "height": 64}
+SHAPES = {"width": 64, "height": 48, "frames": 5, "prompt": "a red star", "guidance_scale": 3.0}
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ CASES = {
     "a14b-text": Case("tiny-wan-moe", {**A14B, "boundary_ratio": 0.6}),
     "a14b-image": Case("tiny-wan-moe-i2v", {**A14B, "boundary_ratio": 0.6}, has_image=True),
     "qwen": Case("tiny-qwen-image", {**QWEN, "prompt": "a fox"}),
+    "shapes-image": Case("shapes", SHAPES, has_image=True),
 }
 
 
@@ -70,7 +72,9 @@ def prepare_job(
 ) -> SharedJob:
     """A case's job, ready for its first step; `adapters` keeps what was loaded."""
     case = CASES[name]
-    adapter = adapters.get(case.model) or load_adapter(models[case.model])
+    adapter = adapters.get(case.model) or load_adapter(
+        models.get(case.model) or resolve_checkpoint(case.model)
+    )
     adapters[case.model] = adapter
     image = str(picture) if case.has_image else None
     asked = {"prompt": "a red fox, quietly", "image": image, **case.job, **changes}

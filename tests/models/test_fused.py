@@ -16,6 +16,7 @@ from gfgen.layout import Layout
 from gfgen.models.fused import LinearGelu, fuse
 from gfgen.models.guidance import with_texts
 from gfgen.models.parallel import parallel_from
+from gfgen.models.registry import resolve_checkpoint
 from gfgen.models.sequence_parallel import active, install
 
 torch.set_num_threads(1)
@@ -24,14 +25,19 @@ ROUNDING = 2e-6
 """Of the largest magnitude, in fp32."""
 
 
-def wan_inputs(timestep: torch.Tensor) -> dict[str, Any]:
+def wan_inputs(timestep: torch.Tensor, *, channels: int = 48, text_dim: int = 64) -> dict[str, Any]:
     """18 tokens."""
     noise = torch.Generator().manual_seed(0)
     return {
-        "hidden_states": torch.randn(1, 48, 3, 4, 6, generator=noise),
+        "hidden_states": torch.randn(1, channels, 3, 4, 6, generator=noise),
         "timestep": timestep,
-        "encoder_hidden_states": torch.randn(1, 16, 64, generator=noise),
+        "encoder_hidden_states": torch.randn(1, 16, text_dim, generator=noise),
     }
+
+
+def shapes_inputs() -> dict[str, Any]:
+    """For heads of 12, which are no power of two."""
+    return wan_inputs(image_timesteps(), channels=16, text_dim=128)
 
 
 def image_timesteps() -> torch.Tensor:
@@ -53,6 +59,7 @@ def qwen_inputs() -> dict[str, Any]:
 CASES = {
     "wan": (WanTransformer3DModel, "tiny-wan", lambda: wan_inputs(torch.tensor([700.0]))),
     "wan, image to video": (WanTransformer3DModel, "tiny-wan", lambda: wan_inputs(image_timesteps())),
+    "shapes": (WanTransformer3DModel, "shapes", shapes_inputs),
     "qwen": (QwenImageTransformer2DModel, "tiny-qwen-image", qwen_inputs),
 }
 
@@ -61,7 +68,7 @@ CASES = {
 def case(request: Any, tiny_models: Mapping[str, Path]) -> tuple[Any, Any, dict[str, Any]]:
     """A transformer with hooks, the same one fused, and inputs."""
     kind, model, inputs = CASES[request.param]
-    plain = kind.from_pretrained(str(tiny_models[model] / "transformer"), local_files_only=True)
+    plain = kind.from_pretrained(str(resolve_checkpoint(model) / "transformer"), local_files_only=True)
     fused = copy.deepcopy(plain)
     install(plain)
     install(fused)
@@ -151,7 +158,7 @@ def test_in_bf16_fused_blocks_are_as_near_to_fp32_as_diffusers_own(
     name: str, tiny_models: Mapping[str, Path]
 ) -> None:
     kind, model, make_inputs = CASES[name]
-    folder = str(tiny_models[model] / "transformer")
+    folder = str(resolve_checkpoint(model) / "transformer")
     inputs = make_inputs()
     exact = kind.from_pretrained(folder, local_files_only=True)
     narrow = kind.from_pretrained(folder, dtype=torch.bfloat16, local_files_only=True)

@@ -17,6 +17,7 @@ from stepping_process import SteppingProcess, loads
 
 from gfgen.jobspec import JobSpec
 from gfgen.models.geometry import load_geometry
+from gfgen.models.registry import resolve_checkpoint
 
 torch.set_num_threads(1)
 
@@ -40,6 +41,11 @@ CASES = {
         "tiny-wan", WanPipeline, {**VIDEO, "flow_shift": 2.0}, call={"flow_shift": 2.0}
     ),
     "5b-image": Case("tiny-wan", WanImageToVideoPipeline, VIDEO, has_image=True),
+    "shapes-text": Case("shapes", WanPipeline, VIDEO),
+    "shapes-picture-with-cfg": Case(
+        "shapes", WanPipeline, {**VIDEO, "frames": 1, "negative_prompt": "blue", "guidance_scale": 3.0}
+    ),
+    "shapes-image": Case("shapes", WanImageToVideoPipeline, VIDEO, has_image=True),
     "a14b-text": Case("tiny-wan-moe", WanPipeline, {**VIDEO, "guidance_scale": 4.0, "guidance_scale_2": 2.5}),
     "a14b-text-other-boundary": Case(
         "tiny-wan-moe", WanPipeline, {**VIDEO, "boundary_ratio": 0.6}, call={"boundary_ratio": 0.6}
@@ -60,9 +66,10 @@ def test_steps_in_two_processes_give_the_pipelines_own_bits(
     picture: Path,
 ) -> None:
     case = CASES[name]
-    checkpoint = tiny_models[case.model]
+    checkpoint = resolve_checkpoint(case.model)
     image = str(picture) if case.has_image else None
-    asked = JobSpec(id=name, prompt="a red fox, quietly", seed=11, image=image, **case.job)
+    prompt = "a red circle moves up" if case.model == "shapes" else "a red fox, quietly"
+    asked = JobSpec(id=name, prompt=prompt, seed=11, image=image, **case.job)
     spec = load_geometry(checkpoint).resolve(asked)
 
     latents, frames = _run_in(two_processes, checkpoint, spec)
@@ -105,7 +112,7 @@ def _dumps(value: Any) -> bytes:
 
 def _call(case: Case, checkpoint: Path, spec: JobSpec, *, output_type: str) -> Any:
     """What the pipeline's own __call__ returns for the job: latents, or pictures in [0, 1]."""
-    pipeline = case.pipeline.from_pretrained(str(checkpoint), local_files_only=True)
+    pipeline = case.pipeline.from_pretrained(str(checkpoint), dtype=torch.float32, local_files_only=True)
     pipeline.set_progress_bar_config(disable=True)
     if "flow_shift" in case.call:
         scheduler = pipeline.scheduler

@@ -14,7 +14,14 @@ import pytest
 from gfgen.errors import ModelError
 from gfgen.models import registry
 from gfgen.models.geometry import load_geometry
-from gfgen.models.registry import known_models, load_adapter, resolve_checkpoint
+from gfgen.models.registry import (
+    DEFAULT_MODEL,
+    find_configs,
+    known_models,
+    load_adapter,
+    resolve_checkpoint,
+    resolve_configs,
+)
 
 
 @pytest.fixture
@@ -25,7 +32,7 @@ def broken_copy(tiny_models: Mapping[str, Path], tmp_path: Path) -> Path:
 
 def test_every_known_model_has_a_line() -> None:
     names = [model.name for model in known_models()]
-    assert len(set(names)) == len(names) == 8
+    assert len(set(names)) == len(names) == 9
     assert all(model.summary and "\n" not in model.summary for model in known_models())
 
 
@@ -35,6 +42,22 @@ def test_every_known_model_has_a_line() -> None:
 def test_unknown_name_suggests_the_nearest(name: str, nearest: str) -> None:
     with pytest.raises(ModelError, match=f"did you mean '{nearest}"):
         resolve_checkpoint(name)
+
+
+def test_the_default_model_comes_with_gfgen_and_is_named_first() -> None:
+    assert known_models()[0].name == DEFAULT_MODEL
+    for resolve in (resolve_checkpoint, resolve_configs, find_configs):
+        assert resolve(DEFAULT_MODEL) == Path(registry.__file__).parent / "weights" / DEFAULT_MODEL
+
+
+def test_a_folder_of_the_built_in_models_name_does_not_take_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "shapes").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for resolve in (registry.resolve_checkpoint, registry.find_configs, registry.resolve_configs):
+        assert resolve("shapes") == registry.WEIGHTS / "shapes"
+    assert registry.resolve_checkpoint("./shapes") == tmp_path / "shapes"
 
 
 def test_a_directory_is_taken_as_it_is(tmp_path: Path) -> None:

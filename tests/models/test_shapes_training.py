@@ -136,7 +136,7 @@ def test_orthogonalized_matrices_have_singular_values_near_one() -> None:
 
 def test_a_stopped_run_goes_on_and_leaves_a_pipeline_that_gfgen_loads(tmp_path: Path) -> None:
     command = [str(tmp_path), "--miniature", "--device", "cpu", "--processes", "0", "--evaluate", "2"]
-    train.main([*command, "--vae-seconds", "0", "--max-steps", "2"])
+    train.main([*command, "--vae-seconds", "0", "--text-seconds", "0", "--max-steps", "2"])
     assert _notes(tmp_path) == (2, False)
     train.main([*command, "--max-steps", "1", "--finish"])
     assert _notes(tmp_path) == (3, True)
@@ -147,7 +147,7 @@ def test_a_stopped_run_goes_on_and_leaves_a_pipeline_that_gfgen_loads(tmp_path: 
     assert (tmp_path / "sheet.png").exists()
     adapter = load_adapter(tmp_path / "shapes")
     job = adapter.geometry.resolve(JobSpec(id="a", prompt=PROMPTS[0], seed=1))
-    assert (job.width, job.height, job.frames, job.steps) == (128, 128, 17, 8)
+    assert (job.width, job.height, job.frames, job.steps) == (128, 128, 17, 6)
 
 
 def _notes(folder: Path) -> tuple[int, bool]:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from gfgen.gfc.arena import Plan
+from gfgen.models.registry import PACKAGED, resolve_checkpoint
 from gfgen.runtime.pool import WorkerPool
 
 
@@ -20,8 +21,9 @@ def faults_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(scope="session")
 def pool(tiny_models: Mapping[str, Path]) -> Iterator[WorkerPool]:
-    """Four CPU ranks that know all tiny models."""
-    with WorkerPool(num_ranks=4, checkpoints=list(tiny_models.values())) as pool:
+    """Four CPU ranks that know all built-in models."""
+    checkpoints = [*tiny_models.values(), *map(resolve_checkpoint, PACKAGED)]
+    with WorkerPool(num_ranks=4, checkpoints=checkpoints) as pool:
         pool.wait_ready()  # as `gfgen run` does: policies see all ranks from the start
         yield pool
 

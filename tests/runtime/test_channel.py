@@ -32,6 +32,16 @@ def test_a_descriptor_arrives_as_one_of_the_receivers_own(ends):
     os.close(received)
 
 
+def test_what_was_said_before_the_end_is_heard_though_something_was_left_unread(ends):
+    """Linux tells of what was left unread first, and of the messages only when asked again."""
+    left, right = ends
+    right.send(ForgetJob("unread"))
+    left.send(ForgetJob("last words"))
+    left.close()
+    assert right.receive()[0].job_id == "last words"
+    assert right.receive() is None
+
+
 def test_the_end_of_the_other_side_is_none(ends):
     left, right = ends
     left.close()

@@ -6,8 +6,8 @@ from random import Random
 import numpy as np
 import pytest
 import torch
+from movies import decoded
 from PIL import Image
-from test_outputs import decoded
 from test_workers import PICTURE, VIDEO, pixels, run
 
 from gfgen.graph import Stage
@@ -24,6 +24,8 @@ WANDER = [(0,), (2, 3), (1, 3, 0, 2), (2, 0, 1), (3,), (1, 0)]
 FAMILIES = {
     "wan": {"model": "tiny-wan"},
     "wan image to video": {"model": "tiny-wan", "image": True},
+    "shapes": {"model": "shapes"},
+    "shapes image to video": {"model": "shapes", "image": True},
     "wan moe": {"model": "tiny-wan-moe"},
     "wan moe image to video": {"model": "tiny-wan-moe-i2v", "image": True},
     "qwen-image": {"model": "tiny-qwen-image", "frames": None, "negative_prompt": "blurry"},

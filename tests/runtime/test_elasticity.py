@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
 from collections.abc import Mapping
 
 import pytest
 
 from gfgen.bench import elasticity
-from gfgen.bench.elasticity import Case, Row, Setting, cases_of, layout_on, measure_cases, run_bare
+from gfgen.bench import elasticity_rows as table
+from gfgen.bench.bare import run_bare
+from gfgen.bench.elasticity import Case, Setting, Subject, cases_of, layout_on, measure_cases
+from gfgen.bench.elasticity_rows import Row
 from gfgen.bench.workloads import admitted, calibration_jobs
 from gfgen.cli.admission import find_model
+from gfgen.errors import InterruptedRunError
 from gfgen.layout import Layout
 from gfgen.runtime.cost import CostModel
+from gfgen.runtime.messages import BareTimes
 from gfgen.runtime.pool import WorkerPool
+from gfgen.runtime.signals import SignalPipe
 
 RANKS, SAMPLES = 3, 4
 NUM_FRESH = 3
@@ -21,17 +30,21 @@ NUM_FRESH = 3
 
 
 @pytest.fixture(scope="module")
-def setting(bare_pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Setting:
+def subject() -> Subject:
     job, *_ = admitted(calibration_jobs("tiny-wan"), find_model("tiny-wan"))
-    folder = tmp_path_factory.mktemp("files")
-    return Setting(bare_pool, job, job, folder, CostModel(), num_samples=SAMPLES)
+    return Subject(RANKS, job, job, SAMPLES)
 
 
 @pytest.fixture(scope="module")
-def rows(setting: Setting) -> Mapping[str, Row]:
+def setting(bare_pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Setting:
+    return Setting(bare_pool, tmp_path_factory.mktemp("files"), CostModel())
+
+
+@pytest.fixture(scope="module")
+def rows(setting: Setting, subject: Subject) -> Mapping[str, Row]:
     """Of every case, in one go."""
-    elasticity.warm(setting)
-    return {row.name: row for row in measure_cases(cases_of(setting))}
+    elasticity.warm(setting, subject)
+    return {row.name: row for row in measure_cases(cases_of(subject), setting)}
 
 
 def test_every_goal_has_its_row(rows):
@@ -71,15 +84,28 @@ def test_jobs_without_a_control_plane_are_measured_in_the_same_processes(rows, s
     assert min(whole.samples_s["bare"]) > min(steps.samples_s["bare"]) > 0
 
 
-def test_a_bare_loop_leaves_the_ranks_ready_for_runs(setting):
-    job = elasticity.copy_of(setting.small, "bare", 2)
-    wide = layout_on(job, setting.ranks)
+def test_a_bare_loop_leaves_the_ranks_ready_for_runs(setting, subject):
+    job = elasticity.copy_of(subject.small, "bare", 2)
+    wide = layout_on(job, subject.ranks)
     layouts = (Layout.single(0), Layout.single(0), Layout.single(3), wide, Layout.bands((0, 1)))
     times = run_bare(setting.pool, job, layouts, num_jobs=2)
     assert [len(each.jobs_s) for each in times] == [2] * RANKS
     assert setting.pool.last_number >= 2 * len(layouts)
     record = setting.run([elasticity.copy_of(job, "after", 2)], lambda view: Layout.single(1))
     assert [outcome.status for outcome in record.outcomes] == ["done"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_bare_loop_is_left_at_a_signal(setting, subject, number):
+    job = elasticity.copy_of(subject.small, "bare", 2)
+    with contextlib.closing(SignalPipe()) as signals:
+        os.kill(os.getpid(), number)
+        with pytest.raises(InterruptedRunError, match="stopped while ranks ran a bare loop") as stop:
+            run_bare(setting.pool, job, (Layout.single(0),) * job.info.num_tasks, num_jobs=1, signals=signals)
+    assert stop.value.signal_number == number
+    for worker in setting.pool.workers:  # which others use after this
+        while not isinstance(worker.channel.receive()[0], BareTimes):
+            pass
 
 
 def test_urgent_jobs_arrive_while_others_work(rows):
@@ -89,24 +115,24 @@ def test_urgent_jobs_arrive_while_others_work(rows):
     assert "of a step of" in row.found
 
 
-def test_no_case_is_begun_that_would_end_too_late():
+def test_no_case_is_begun_that_would_end_too_late(setting):
     def measured(name):
-        return lambda: [Row(name, "", "found", 1)]
+        return lambda _: [Row(name, "", "found", 1)]
 
     told: list[str] = []
-    cases = [Case("long", measured("long"), 100.0), Case("short", measured("short"), 0.5)]
-    assert [row.name for row in measure_cases(cases, seconds=1.0, tell=told.append)] == ["short"]
+    cases = [Case("long", measured("long"), lambda _: 100.0), Case("short", measured("short"), lambda _: 0.5)]
+    assert [row.name for row in measure_cases(cases, setting, seconds=1.0, tell=told.append)] == ["short"]
     assert "long: left out, it would take 1 min 40 s" in told[0]
 
 
 def test_the_table_has_the_goals_beside_what_was_found_and_the_file_every_sample():
     about = {"device": "4 x GPU", "command": "gfgen bench elasticity", "model": "wan"}
     rows = [
-        elasticity._gap_row("unchanged", [0.00005, 0.00006, 0.0001], goal_s=1e-4, p99_goal_s=3e-4),
-        elasticity._gap_row("changed", [0.002, 0.003], goal_s=1e-3),
+        table.gap_row("unchanged", [0.00005, 0.00006, 0.0001], goal_s=1e-4, p99_goal_s=3e-4),
+        table.gap_row("changed", [0.002, 0.003], goal_s=1e-3),
     ]
-    lines = list(elasticity.table_of(rows, **about))
+    lines = list(table.table_of(rows, **about))
     assert lines[-2] == "| unchanged | 0.1 ms, P99 0.3 ms | 0.060 ms, P99 0.099 ms | 3 | yes |"
     assert lines[-1].startswith("| changed | 1 ms | 2.500 ms, P99 2.990 ms | 2 | **no** |")
-    content = json.loads(json.dumps(elasticity.as_content(rows, **about)))
+    content = json.loads(json.dumps(table.as_content(rows, **about)))
     assert content["rows"][0]["samples_s"] == {"gaps": [0.00005, 0.00006, 0.0001]}

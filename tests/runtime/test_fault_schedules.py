@@ -19,7 +19,7 @@ from gfgen.runtime.recovery import Recovery
 from gfgen.runtime.workers import ProcessBackend
 from gfgen.runtime.writes import _Write
 
-NUM_SCHEDULES = 120
+NUM_SCHEDULES = 100
 PER_TEST = 20
 
 

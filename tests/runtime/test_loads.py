@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 from builders import make_job
 
+from gfgen.errors import WorkerError
 from gfgen.runtime.admission import AdmittedJob
 from gfgen.runtime.clock import Clock
 from gfgen.runtime.events import Event, LoadFailed, RankLoaded, RankLost, RankReady
-from gfgen.runtime.loads import Loads
+from gfgen.runtime.loads import MAX_SPARED, Loads
 from gfgen.runtime.pool import WorkerPool
 from gfgen.runtime.warming import warm_ups
 from gfgen.runtime.workers import ProcessBackend
@@ -42,11 +43,17 @@ def test_it_is_the_ranks_fault_when_another_rank_can_load_the_model():
 
 def test_ranks_are_to_blame_while_another_one_holds_all_models():
     loads = Loads({"qwen": Path("qwen")})
-    assert not loads.can_be_loaded
+    assert loads.spares(0)
     loads.succeeded(1)
-    assert loads.can_be_loaded
+    assert not loads.spares(0)
     loads.lost(1)
-    assert not loads.can_be_loaded
+    assert loads.spares(0)
+
+
+def test_a_rank_is_not_spared_for_ever_while_another_one_is_long_in_loading():
+    loads = Loads({"qwen": Path("qwen")})
+    assert [loads.spares(0) for _ in range(MAX_SPARED + 2)] == [True] * MAX_SPARED + [False] * 2
+    assert loads.spares(1)
 
 
 @pytest.fixture
@@ -84,8 +91,7 @@ def test_a_model_that_no_rank_can_load_is_told_and_costs_no_rank(
     models = {"good": tmp_path / "good", "bad": tmp_path / name}
     backend.load(models, load_s=1.0)
     found = events_until(backend, LoadFailed)
-    failure = found[-1]
-    assert isinstance(failure, LoadFailed)
+    (failure,) = (event for event in found if isinstance(event, LoadFailed))
     assert failure.models == ("bad",)
     assert failure.reason.startswith(("rank 0: ", "rank 1: "))
     assert reason in failure.reason
@@ -118,6 +124,41 @@ def test_a_rank_has_loaded_when_it_has_got_ready_what_its_jobs_will_run(
     assert all(worker.asked_to_load_s is None for worker in backend._pool.workers)
 
 
+def kill_where_steps_are_got_ready(backend: ProcessBackend, tmp_path: Path) -> None:
+    """Kill rank 1 of a backend that has a job of the model that its ranks hold, and gets its steps ready."""
+    events_until(backend, RankReady, 2)
+    job = make_job("a")
+    backend.add([replace(job, checkpoint=tmp_path / "good")])
+    backend._warm_ups = partial(warm_ups, degrees=(1,))
+    backend._pool.workers[1].kill()
+
+
+def test_a_rank_in_the_place_of_a_dead_one_gets_ready_what_its_jobs_will_run(
+    backend: ProcessBackend, tmp_path: Path
+) -> None:
+    kill_where_steps_are_got_ready(backend, tmp_path)
+    (ready,) = (event for event in events_until(backend, RankReady) if isinstance(event, RankReady))
+    assert (ready.rank, ready.incarnation) == (1, 2)
+    assert [path.name for path in tmp_path.glob("warm*")] == ["warm 0 on 1 with 1 models"]
+    assert backend._pool.workers[1].asked_to_load_s is None
+
+
+def test_a_rank_that_is_told_to_load_while_it_gets_ready_is_ready_and_has_loaded_after_all_of_it(
+    backend: ProcessBackend, tmp_path: Path
+) -> None:
+    kill_where_steps_are_got_ready(backend, tmp_path)
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not backend._warming:
+        assert time.monotonic() < deadline_s
+        assert not any(isinstance(event, RankReady) for event in backend.wait(until=None))
+    backend.load({"good": tmp_path / "good", "other": tmp_path / "other"}, load_s=1.0)
+    found = events_until(backend, RankLoaded, 2)
+    assert [event.rank for event in found if isinstance(event, RankReady)] == [1]
+    (again,) = (event for event in found if isinstance(event, RankLoaded) and event.rank == 1)
+    assert found.index(again) > [isinstance(event, RankReady) for event in found].index(True)
+    assert backend._pool.workers[1].num_to_warm == 0
+
+
 def test_one_rank_that_cannot_load_is_replaced_and_the_model_is_kept(
     backend: ProcessBackend, tmp_path: Path
 ) -> None:
@@ -145,4 +186,33 @@ def test_a_rank_that_becomes_ready_with_the_models_of_before_has_not_loaded_thos
     assert isinstance(ready, RankReady)
     assert ready.rank == 1
     assert backend._loads is not None
-    assert not backend._loads.can_be_loaded
+    assert backend._loads.spares(0)
+
+
+@pytest.mark.parametrize("name", ["broken", "deadly"])
+def test_a_model_that_no_rank_can_load_at_the_start_fails_its_own_jobs(tmp_path: Path, name: str) -> None:
+    checkpoints = [tmp_path / name, tmp_path / "good"]
+    with WorkerPool(
+        num_ranks=2, checkpoints=checkpoints, worker_main="loading_worker:main", num_writers=0
+    ) as pool:
+        pool.wait_ready()
+        assert pool.checkpoints == (str(tmp_path / "good"),)
+        job, other = make_job("a"), make_job("b")
+        jobs = [replace(job, checkpoint=tmp_path / "good"), replace(other, checkpoint=tmp_path / name)]
+        backend = ProcessBackend(pool, jobs, clock=Clock(), output_dir=tmp_path)
+        found = events_until(backend, LoadFailed)
+        backend.close()
+    assert sum(isinstance(event, RankReady) for event in found) == 2
+    (failure,) = (event for event in found if isinstance(event, LoadFailed))
+    assert failure.models == (other.spec.model or "",)
+    assert all(worker.has_arenas for worker in pool.workers)
+
+
+def test_ranks_that_cannot_load_their_only_model_end_the_run_with_the_reason(tmp_path: Path) -> None:
+    with (
+        WorkerPool(
+            num_ranks=2, checkpoints=[tmp_path / "broken"], worker_main="loading_worker:main", num_writers=0
+        ) as pool,
+        pytest.raises(WorkerError, match="cannot start: FileNotFoundError: broken is broken"),
+    ):
+        pool.wait_ready()

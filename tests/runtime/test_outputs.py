@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from movies import decoded
 from PIL import Image
 
 from gfgen.errors import OutputError
@@ -42,23 +43,6 @@ def gradient(num_frames: int = 5, height: int = 32, width: int = 48) -> Frames:
     rows, columns = np.mgrid[0:height, 0:width]
     frames = [np.stack([columns * 4, rows * 6, (columns + 5 * idx) % 200], -1) for idx in range(num_frames)]
     return np.stack(frames).astype(np.uint8)
-
-
-def decoded(path: Path, *, height: int, width: int) -> Frames:
-    """All frames of a video, as ffmpeg reads them; fails unless they have this size."""
-    import imageio_ffmpeg
-
-    command = [imageio_ffmpeg.get_ffmpeg_exe(), "-loglevel", "error", "-i", str(path)]
-    raw = subprocess.run(
-        [*command, "-f", "rawvideo", "-pix_fmt", "rgb24", "-"], check=True, capture_output=True
-    )
-    assert f"{width}x{height}" in stream_line(command[0], path)
-    return np.frombuffer(raw.stdout, np.uint8).reshape(-1, height, width, 3)
-
-
-def stream_line(ffmpeg: str, path: Path) -> str:
-    shown = subprocess.run([ffmpeg, "-hide_banner", "-i", str(path)], check=False, capture_output=True)
-    return next(line for line in shown.stderr.decode().splitlines() if "Video:" in line)
 
 
 def names_in(folder: Path) -> list[str]:

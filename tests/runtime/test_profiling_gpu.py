@@ -9,9 +9,12 @@ from builders import make_job
 
 from gfgen.bench import profiling_gpu as profiling
 from gfgen.bench.profiling import Samples
+from gfgen.bench.scripted import Record, copy_of, placed_by, run_jobs
 from gfgen.bench.workloads import admitted, calibration_jobs
 from gfgen.cli.admission import find_model
+from gfgen.errors import WorkerError
 from gfgen.graph import Stage
+from gfgen.layout import Layout
 from gfgen.runtime.cost import CostModel
 from gfgen.runtime.profile import check_profile, load_profile
 
@@ -89,3 +92,30 @@ def test_groups_on_real_workers_are_measured_in_every_way(bare_pool, tmp_path):
     (tmp_path / "p.json").write_text(made.as_json())
     assert load_profile(tmp_path / "p.json") == made
     check_profile(made, [job], num_ranks=3)
+
+
+def test_groups_and_moves_stay_inside_islands(bare_pool, tmp_path, monkeypatch):
+    used: dict[str, set[tuple[int, ...]]] = {}
+
+    def run_and_note(jobs, pool, record, **options):
+        run_jobs(jobs, pool, record, **options)
+        used[entry.key] = {dispatch.layout.ranks for dispatch in record.dispatches.values()}
+
+    monkeypatch.setattr(bare_pool, "islands", ((0,), (1, 2)))
+    monkeypatch.setattr(profiling, "run_jobs", run_and_note)
+    (job, *_) = admitted(calibration_jobs("tiny-wan"), find_model("tiny-wan"))
+    for entry in profiling.plan_measurements([job], num_ranks=2):
+        profiling.measure(entry, bare_pool, folder=tmp_path)
+    assert list(used.values()) == [{(0,), (1,), (2,)}, {(1,), (1, 2)}, {(1,), (2,)}]
+
+
+def test_a_run_knows_which_ranks_of_its_pool_reach_each_other(bare_pool, tmp_path, monkeypatch):
+    monkeypatch.setattr(bare_pool, "islands", ((0,), (1, 2)))
+    (job, *_) = admitted(calibration_jobs("tiny-wan"), find_model("tiny-wan"))
+
+    def place(view):
+        is_step = view.next_task.stage is Stage.DENOISE
+        return Layout((0, 1), ulysses=2) if is_step else Layout.single(0)
+
+    with pytest.raises(WorkerError, match="do not reach each other"):
+        run_jobs([copy_of(job, "across", 1)], bare_pool, Record(), policy=placed_by(place), folder=tmp_path)

@@ -389,24 +389,31 @@ def test_a_job_that_is_cancelled_before_it_arrives_never_does():
     assert cluster.state.open_jobs == ("a",)
 
 
-def test_a_job_whose_file_is_being_written_is_cancelled_too_late():
+@pytest.mark.parametrize(
+    ("last", "status"),
+    [
+        (events.OutputWritten(1.0, "a", "a.png", 1, 0.0), "done"),
+        (events.FramesLost(1.0, "a", "no memory"), "cancelled"),
+    ],
+    ids=["too late", "not decoded again"],
+)
+def test_a_job_that_is_cancelled_while_its_file_is_written_ends_as_the_file_does(last, status):
     job = make_job("a", steps=1)
     cluster = Cluster(job, num_ranks=1)
     for index in range(job.trajectory.num_tasks):
         cluster.done(cluster.begin("a", index, 0))
     assert not cluster.state.apply(events.JobCancelled(1.0, "a"))
-    (outcome,) = cluster.state.apply(events.OutputWritten(1.0, "a", "a.png", 1, 0.0))
-    assert outcome.status == "done"
+    (outcome,) = cluster.state.apply(last)
+    assert outcome.status == status
 
 
-def test_a_cancelled_job_whose_frames_are_lost_is_not_decoded_again():
-    job = make_job("a", steps=1)
-    cluster = Cluster(job, num_ranks=1)
-    for index in range(job.trajectory.num_tasks):
-        cluster.done(cluster.begin("a", index, 0))
-    assert not cluster.state.apply(events.JobCancelled(1.0, "a"))
-    (outcome,) = cluster.state.apply(events.FramesLost(1.0, "a", "no memory"))
-    assert outcome.status == "cancelled"
+def test_a_model_that_could_not_be_loaded_fails_later_jobs_too_where_no_rank_loads_again():
+    job = make_job("a")
+    cluster = Cluster(make_job("other"))
+    cluster.state.apply(events.LoadFailed(0.0, (job.spec.model or "",), "no such file"))
+    cluster.state.add(job)
+    (outcome,) = cluster.state.apply(events.JobArrived(1e6, "a"))
+    assert "no such file" in outcome.error
 
 
 def test_a_failure_of_a_cancelled_job_is_no_failure():

@@ -31,6 +31,7 @@ from gfgen.models.adapter import Fields
 from gfgen.policies.catalog import NamedPolicy
 from gfgen.runtime import worker_gpu
 from gfgen.runtime.events import FramesLost, ModelsChanged, RankLoaded, TaskDone
+from gfgen.runtime.loads import Loads
 from gfgen.runtime.messages import ModelsSet, RunTask
 from gfgen.runtime.migration import Transfer
 from gfgen.runtime.pool import WorkerPool
@@ -242,7 +243,7 @@ def test_a_rank_that_has_loaded_while_others_start_is_no_surprise():
     pool: Any = WorkerPool.__new__(WorkerPool)
     channel = SimpleNamespace(receive=lambda: (ModelsSet(2.0), []))
     worker: Any = SimpleNamespace(name="rank 0", rank=0, channel=channel, is_ready=True, asked_to_load_s=1.0)
-    pool._note_start(worker)
+    pool._note_start(worker, Loads({}))
     assert worker.asked_to_load_s is None
 
 

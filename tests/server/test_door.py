@@ -5,6 +5,8 @@ from __future__ import annotations
 import select
 import socket
 import threading
+import time
+from dataclasses import replace
 
 import pytest
 from builders import make_job, simulated_control
@@ -25,8 +27,21 @@ from gfgen.runtime.observer import JobOutcome
 from gfgen.server import door as doors
 from gfgen.server.choosing import SwitchedChooser
 from gfgen.server.door import MAX_AT_ONCE, Door
-from gfgen.server.link import Cancel, Framing, Hello, Link, Noted, Rows, Serving, SetPolicy, Submit, pack
+from gfgen.server.link import (
+    Cancel,
+    Ends,
+    Framing,
+    Hello,
+    Link,
+    Noted,
+    Rows,
+    Serving,
+    SetPolicy,
+    Submit,
+    pack,
+)
 from gfgen.server.live import Live
+from gfgen.snapshot import RunningTask
 
 SERVING = Serving(max, (), "cpu", 2, "srtf", 0.0)
 
@@ -55,6 +70,13 @@ class Front:
 
     def of(self, *kinds):
         return [note for note in self.notes if isinstance(note, kinds)]
+
+    def hear(self, kind, count):
+        """Wait for so many notes of one kind; the door sends in a thread of its own."""
+        deadline_s = time.monotonic() + 60
+        while len(self.of(kind)) < count and time.monotonic() < deadline_s:
+            time.sleep(0.001)
+        return self.of(kind)
 
 
 @pytest.fixture
@@ -188,6 +210,28 @@ def test_a_new_front_is_told_where_everything_stands(door):
     assert second.of(JobOutcome) == [recorder.outcomes[-1]]
     assert wanted == [JobCancelled(1.0, "b")], "what the store has not open is not wanted any more"
     assert door.take() == []
+
+
+def test_an_end_that_is_predicted_anew_is_told_once_and_to_whoever_comes_later(door):
+    first = Front(door)
+    door.take_events(0.0)
+    control, recorder = simulated_control([make_job("a", steps=1)], num_ranks=1)
+    control.run()
+    dispatch = recorder.dispatches[0]
+    door.dispatched(dispatch)
+    snapshot = control.state.snapshot()
+    view = RunningTask(dispatch.task, dispatch.layout, dispatch.predicted_end_s)
+    for end_s in (dispatch.predicted_end_s, 70.0, 70.0, 80.0):
+        door.refreshed(replace(snapshot, running=(replace(view, predicted_end_s=end_s),)))
+    heard = first.hear(Ends, 2)
+    door.left(first.link)
+    second = Front(door)
+    door.take_events(1.0)
+    door.close()
+    for front in (first, second):
+        front.leave()
+    assert [note.ends for note in heard] == [((dispatch.number, 70.0),), ((dispatch.number, 80.0),)]
+    assert second.of(Dispatch) == [replace(dispatch, predicted_end_s=80.0)]
 
 
 def test_a_new_front_knows_that_a_rank_which_died_over_its_models_is_ready_with_them(door):

@@ -11,9 +11,11 @@ import pytest
 from acted_run import ActedRun, Part, job_info
 
 from gfgen.graph import Trajectory
+from gfgen.layout import Layout
 from gfgen.runtime import events
+from gfgen.runtime.dispatch import Dispatch
 from gfgen.runtime.observer import Observer
-from gfgen.server.link import Rows, Serving
+from gfgen.server.link import Ends, Rows, Serving
 from gfgen.server.live import Live, Watcher
 from gfgen.server.records import Record
 from gfgen.server.store import Ending, Facts
@@ -202,6 +204,18 @@ def test_utilisation_is_the_share_of_the_last_minute(live):
     assert live.state().timeline == []
 
 
+def test_a_running_task_is_shown_with_the_end_that_was_predicted_last(live):
+    (record,) = serve(live, Part(job_info("a")), num_ranks=1)
+    live.apply(Rows((("a", 3, 10.0, None),)))
+    live.apply(Dispatch(7, record.trajectory.task(2), Layout.single(0), 1.0, 1.0, 5.0))
+    seen = live.version
+    live.apply(Ends(((7, 25.0), (6, 99.0))))
+    live.forecast()
+    (rank,) = live.change(seen).ranks
+    assert rank.task.predicted_end_at == START + 25.0
+    assert record.job().predicted_completion_at == START + 35.0
+
+
 def test_a_front_that_comes_later_learns_where_a_job_stands(live):
     (record,) = serve(live, Part(job_info("a", steps=5)))
     live.apply(Rows((("a", 4, 3.0, None),)))
@@ -273,6 +287,7 @@ def test_who_follows_a_job_is_told_of_the_stop_that_comes_while_a_step_is_sent()
             kinds += re.findall(rb"event: (\w+)", chunk)
             if kinds == [b"queued", b"step"] or kinds == [b"step"]:
                 live.drain()
+                record.event("step", START, step=2, steps=4)
         return kinds
 
     kinds = asyncio.run(asyncio.wait_for(follow(), 5))

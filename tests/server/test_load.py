@@ -17,18 +17,12 @@ from random import Random
 import httpx
 import pytest
 from fake_serving import MOVIE
-from process_tree import children_of
+from process_tree import children_of, command_of
 from serving import fake_server, free_port
 
 NUM_CLIENTS = 200
 BOUND_S = 100.0
 ENDED = ("completed", "failed", "cancelled")
-
-
-def command_of(pid: int) -> bytes:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    return b""
 
 
 def processes(server):
@@ -131,6 +125,13 @@ class Trouble:
             self.done[what] += 1
             await asyncio.sleep(0.5)
 
+    async def watch(self) -> None:
+        """Fails when a server ends that nobody has killed; until it is cancelled."""
+        while True:
+            code = self.server.process.poll()
+            assert code is None, f"the server has ended by itself with {code}:\n{self.server.log[-6000:]}"
+            await asyncio.sleep(0.2)
+
 
 @pytest.fixture
 def trouble(tmp_path):
@@ -145,8 +146,11 @@ def test_200_clients_lose_nothing_and_get_nothing_twice_whoever_dies(trouble):
 
     async def together() -> None:
         async with asyncio.timeout(BOUND_S), asyncio.TaskGroup() as group:
-            group.create_task(crowd.come())
-            group.create_task(trouble.make())
+            watch = group.create_task(trouble.watch())
+            async with asyncio.TaskGroup() as work:
+                work.create_task(crowd.come())
+                work.create_task(trouble.make())
+            watch.cancel()
 
     try:
         asyncio.run(together())

@@ -345,7 +345,8 @@ def test_a_job_that_fails_says_why(server):
     job = server.wait_for(made(server, prompt="x", guidance_scale=13, num_inference_steps=2)["id"])
     assert job["status"] == "failed"
     assert job["error"]["code"] == "generation_failed"
-    assert "an unlucky number" in job["error"]["message"]
+    assert "an unlucky number in step" in job["error"]["message"], "where the server is, is not for clients"
+    assert f"an unlucky number in {server.folder}/step" in server.log
     assert "unlucky" in error_of(server.http.get(f"/v1/videos/{job['id']}/content"), 409)["message"]
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import signal
 import sqlite3
 import threading
 import time
 
 import pytest
+from process_tree import front_of
 from serving import fake_server, free_port
 
 LONG = {"prompt": "long", "flow_shift": 0.05, "num_inference_steps": 60}
@@ -94,6 +97,16 @@ def test_a_killed_server_knows_what_was_done_and_what_cannot_be_done_any_more(st
     assert (failed["status"], failed["error"]["code"]) == ("failed", "cannot_be_done")
     assert "no use for it" in failed["error"]["message"]
     assert again.http.get("/v1/state").json()["num_open"] == 0
+
+
+def test_a_killed_server_leaves_its_address_though_its_front_notices_nothing(start):
+    """As one that is still importing what it needs, on a machine that has much else to do."""
+    server = start()
+    os.kill(front_of(server.process.pid), signal.SIGSTOP)
+    server.kill()
+    again = start()
+    job = again.post("/v1/videos", prompt="brief", num_inference_steps=1).json()
+    assert again.wait_for(job["id"])["status"] == "completed"
 
 
 def test_what_is_kept_long_enough_goes_with_its_file(start):

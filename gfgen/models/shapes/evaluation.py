@@ -21,10 +21,10 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from gfgen.models.shapes.drawing import draw, sketch
-from gfgen.models.shapes.measures import Scores, judge, look
-from gfgen.models.shapes.parts import FLOW_SHIFT, STEPS, Parts, load
+from gfgen.models.shapes.measures import Scores, Sight, judge, look
+from gfgen.models.shapes.parts import FLOW_SHIFT, GUIDANCE_SCALE, STEPS, Parts, load
 from gfgen.models.shapes.sampling import Recipe, sample_videos
-from gfgen.models.shapes.scenes import Scene, describe, sample_scene
+from gfgen.models.shapes.scenes import Point, Scene, describe, sample_scene
 from gfgen.models.shapes.supply import Supply
 from gfgen.models.shapes.vae_training import reconstruction_db
 
@@ -155,17 +155,24 @@ def _judged(item: tuple[Question, NDArray[np.uint8], bool]) -> Scores:
     sight = look(video)
     scores = dict(judge(question.scene, sight, is_video=question.frames > 1))
     if has_image:
-        near = []
-        for thing in question.scene.things:
-            track = sight.tracks.get(thing.colour)
-            centre = track.centres[0] if track else None
-            near.append(centre is not None and _is_near(centre, thing.start))
-        scores["start"] = all(near)
+        scores["start"] = not misplaced(question.scene, sight)
     return scores
 
 
-def _is_near(centre: tuple[float, float], start: tuple[float, float]) -> bool:
-    return all(abs(one - other) < START_DISTANCE for one, other in zip(centre, start, strict=True))
+def misplaced(scene: Scene, sight: Sight) -> list[str]:
+    """Colours of things that are not at first where the scene has them."""
+    return [
+        thing.colour
+        for thing in scene.things
+        if thing.colour not in sight.tracks
+        or not _is_near(sight.tracks[thing.colour].centres[0], thing.start)
+    ]
+
+
+def _is_near(centre: Point | None, start: Point) -> bool:
+    return centre is not None and all(
+        abs(one - other) < START_DISTANCE for one, other in zip(centre, start, strict=True)
+    )
 
 
 def write_sheet(
@@ -176,20 +183,21 @@ def write_sheet(
     for group in _of_one_size(asked):
         for question, video in zip(group, answer(parts, group, recipe).cpu().numpy(), strict=True):
             cells.append(_cell(question.prompt, video))
-    height = max(cell.height for cell in cells)
+    rows = [cells[first : first + columns] for first in range(0, len(cells), columns)]
+    heights = [max(cell.height for cell in row) for row in rows]
     width = max(cell.width for cell in cells)
-    rows = -(-len(cells) // columns)
-    sheet = Image.new("RGB", (columns * width, rows * height), "white")
-    for idx, cell in enumerate(cells):
-        sheet.paste(cell, (idx % columns * width, idx // columns * height))
-    sheet.quantize(128, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE).save(path, optimize=True)
+    sheet = Image.new("RGB", (columns * width, sum(heights)), "white")
+    for number, row in enumerate(rows):
+        for column, cell in enumerate(row):
+            sheet.paste(cell, (column * width, sum(heights[:number])))
+    sheet.quantize(256, method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE).save(path, optimize=True)
 
 
 def _cell(prompt: str, video_THWC: NDArray[np.uint8]) -> Image.Image:
     count = min(SHEET_FRAMES, len(video_THWC))
     chosen = np.linspace(0, len(video_THWC) - 1, count).round().astype(int)
-    strip = np.concatenate([np.pad(video_THWC[idx], ((0, 0), (2, 2), (0, 0))) for idx in chosen], axis=1)
-    strip[:, :2] = strip[:, -2:] = 0
+    gap = ((0, 0), (2, 2), (0, 0))
+    strip = np.concatenate([np.pad(video_THWC[idx], gap, constant_values=255) for idx in chosen], axis=1)
     top, width = 34, SHEET_FRAMES * 132 + 12
     cell = Image.new("RGB", (width, video_THWC.shape[1] + top + 10), "white")
     font = ImageFont.load_default(size=12)
@@ -214,7 +222,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--questions", type=int, default=500, help="held-out prompts (%(default)s)")
     parser.add_argument("--steps", type=int, default=STEPS, help="of denoising (%(default)s)")
     parser.add_argument("--flow-shift", type=float, default=FLOW_SHIFT, help="of their times (%(default)s)")
-    parser.add_argument("--guidance-scale", type=float, default=1.0, help="1: none (%(default)s)")
+    parser.add_argument("--guidance-scale", type=float, default=GUIDANCE_SCALE, help="1: none (%(default)s)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--processes", type=int, default=0, help="that look at pixels beside this one")
     options = parser.parse_args(arguments)

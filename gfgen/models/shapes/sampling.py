@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gfgen.models.geometry_wan import TEXT_TOKENS
 from gfgen.models.shapes.codec import LatentScale, decode_clip, encode_moments
-from gfgen.models.shapes.parts import FLOW_SHIFT, STEPS, Parts, unipc
+from gfgen.models.shapes.parts import FLOW_SHIFT, GUIDANCE_SCALE, STEPS, Parts, unipc
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Recipe:
     height: int = 128
     frames: int = 17
     steps: int = STEPS
-    guidance_scale: float = 1.0
+    guidance_scale: float = GUIDANCE_SCALE
     flow_shift: float = FLOW_SHIFT
     seed: int = 0
 

@@ -1,4 +1,4 @@
-"""Train `shapes` from nothing: first the VAE, then the transformer with its text encoder.
+"""Train `shapes` from nothing: the VAE, then the text encoder, then the transformer with both.
 
     python -m gfgen.models.shapes.train DIR
 
@@ -35,6 +35,7 @@ from gfgen.models.shapes.parts import (
 from gfgen.models.shapes.reservoir import BUCKETS, MINIATURE_BUCKETS, Bucket
 from gfgen.models.shapes.session import Session, named_weights, read_shards, write_shards
 from gfgen.models.shapes.supply import Supply
+from gfgen.models.shapes.text_training import BATCH, train_text
 from gfgen.models.shapes.vae_training import (
     CLIPS,
     MINIATURE_CLIPS,
@@ -58,10 +59,12 @@ class Plan:
     buckets: Sequence[Bucket]
     num_measured: int
     """Videos whose latents are measured."""
+    num_prompts: int
+    """In a batch for the text encoder."""
 
 
-FULL_PLAN = Plan(FULL, CLIPS, BUCKETS, num_measured=256)
-MINIATURE_PLAN = Plan(MINIATURE, MINIATURE_CLIPS, MINIATURE_BUCKETS, num_measured=1)
+FULL_PLAN = Plan(FULL, CLIPS, BUCKETS, num_measured=256, num_prompts=BATCH)
+MINIATURE_PLAN = Plan(MINIATURE, MINIATURE_CLIPS, MINIATURE_BUCKETS, num_measured=1, num_prompts=2)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -74,7 +77,8 @@ def main(arguments: list[str] | None = None) -> None:
         parts = new_parts(plan.dimensions)
         if options.device != "cpu":
             _set_up_gpu(options)
-        is_done = _vae_stage(parts, plan, options, supply) and _flow_stage(parts, plan, options, supply)
+        stages = (_vae_stage, _text_stage, _flow_stage)
+        is_done = all(stage(parts, plan, options, supply) for stage in stages)
     print("done" if is_done else "not done; the same command goes on from here")
 
 
@@ -86,8 +90,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     on_or_off = argparse.BooleanOptionalAction
     parser.add_argument("folder", type=Path, metavar="DIR")
-    parser.add_argument("--vae-seconds", type=float, default=200, help="of training, in all (%(default)s)")
-    parser.add_argument("--flow-seconds", type=float, default=640, help="of training, in all (%(default)s)")
+    parser.add_argument("--vae-seconds", type=float, default=280, help="of training, in all (%(default)s)")
+    parser.add_argument("--text-seconds", type=float, default=40, help="of training, in all (%(default)s)")
+    parser.add_argument("--flow-seconds", type=float, default=700, help="of training, in all (%(default)s)")
     parser.add_argument("--limit", type=float, default=86400, help="seconds after which training stops here")
     parser.add_argument("--max-steps", type=int, help="of each stage in this process")
     parser.add_argument("--finish", action="store_true", help="plan the last stage to be done at the limit")
@@ -145,11 +150,22 @@ def _vae_stage(parts: Parts, plan: Plan, options: argparse.Namespace, supply: Su
         decibels = reconstruction_db(parts.vae, session.device, num_videos=min(64, plan.num_measured))
         session.log(reconstruction_db=round(decibels, 2))
         mean, std = measure_latents(parts.vae, session.device, num_videos=plan.num_measured)
-        weights = {f"average.{name}": w.half() for name, w in named_weights({"vae": parts.vae}).items()}
-        notes = {"latents_mean": json.dumps(mean), "latents_std": json.dumps(std)}
-        write_shards(options.folder, "vae", weights, {"is_done": 1, "step": session.step, **notes})
+        scale = {"latents_mean": json.dumps(mean), "latents_std": json.dumps(std)}
+        _keep_trained(session, {"vae": parts.vae}, **scale)
     notes = _load_trained(options.folder, "vae", {"vae": parts.vae})
     set_latent_scale(parts.vae, json.loads(notes["latents_mean"]), json.loads(notes["latents_std"]))
+    return True
+
+
+def _text_stage(parts: Parts, plan: Plan, options: argparse.Namespace, supply: Supply) -> bool:
+    """Whether the text encoder understands prompts; it then is what its checkpoint says."""
+    session = _session(options, "text", total_s=options.text_seconds)
+    if not _is_done(options.folder, "text"):
+        train_text(session, parts.text_encoder, supply, batch=plan.num_prompts)
+        if not session.is_done:
+            return False
+        _keep_trained(session, {"text_encoder": parts.text_encoder})
+    _load_trained(options.folder, "text", {"text_encoder": parts.text_encoder})
     return True
 
 
@@ -176,6 +192,12 @@ def _judge(session: Session, options: argparse.Namespace, supply: Supply) -> Non
 def _is_done(folder: Path, stage: str) -> bool:
     found = read_shards(folder, stage)
     return found is not None and found[1]["is_done"] == "1"
+
+
+def _keep_trained(session: Session, modules: dict[str, nn.Module], **notes: str) -> None:
+    """The checkpoint of a stage that is done: what the next stages need of it, and no more."""
+    halves = {f"average.{name}": weight.half() for name, weight in named_weights(modules).items()}
+    write_shards(session.folder, session.stage, halves, {"is_done": 1, "step": session.step, **notes})
 
 
 @torch.no_grad()

@@ -1,8 +1,8 @@
 """Training the VAE of `shapes`: on drawn clips, whole and cropped.
 
-Loss: absolute error of pixels, of their differences to the right and below (edges) and to the next
-frame (flicker), and a little KL. Latents are decoded with a little more noise than the posterior has,
-so that what the transformer gets slightly wrong still gives clean edges.
+Loss: absolute and squared error of pixels, absolute error of their differences to the right and below
+(edges) and to the next frame (flicker), and a little KL. Latents are decoded with a little more noise
+than the posterior has, so that what the transformer gets slightly wrong still gives clean edges.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from gfgen.models.shapes.supply import Supply
 
 LEARNING_RATE = 1.5e-3
 KL_WEIGHT = 1e-4
+SQUARE_WEIGHT = 2.0
 EDGE_WEIGHT = 0.5
 FLICKER_WEIGHT = 0.5
 LATENT_NOISE = 0.05
@@ -95,7 +96,8 @@ def vae_loss(vae: Any, clip_BCTHW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     flicker = error.diff(dim=2).abs().mean() if error.shape[2] > 1 else error.new_zeros(())
     kl = 0.5 * (mean**2 + torch.exp(log_variance) - 1 - log_variance).mean()
     pixels = error.abs().mean()
-    loss = pixels + EDGE_WEIGHT * edges + FLICKER_WEIGHT * flicker + KL_WEIGHT * kl
+    weighted = SQUARE_WEIGHT * error.square().mean() + EDGE_WEIGHT * edges + FLICKER_WEIGHT * flicker
+    loss = pixels + weighted + KL_WEIGHT * kl
     return loss, pixels, kl
 
 

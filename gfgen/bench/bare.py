@@ -1,0 +1,54 @@
+"""Jobs on ranks that nobody schedules: what a run's control plane costs is seen beside it.
+
+The ranks' side is runtime/worker_bare.py: the same processes, adapters and exchanges as in a run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+from gfgen.errors import WorkerError
+from gfgen.layout import Layout
+from gfgen.runtime.admission import AdmittedJob
+from gfgen.runtime.messages import BareTimes, RunBare
+from gfgen.runtime.pool import WorkerPool
+from gfgen.runtime.signals import SignalPipe
+
+WORKER_MAIN = "gfgen.runtime.worker_bare:main"
+"""Of a pool whose ranks know bare loops."""
+PATIENCE_S = 600.0
+
+
+def run_bare(
+    pool: WorkerPool,
+    job: AdmittedJob,
+    layouts: tuple[Layout, ...],
+    *,
+    num_jobs: int,
+    signals: SignalPipe | None = None,
+) -> list[BareTimes]:
+    """The same job so many times on a pool of bare workers without a control plane, by rank.
+
+    Raises: WorkerError when a rank dies, or does not answer; InterruptedRunError at a signal, after which
+            ranks are still at it, and the pool is good for nothing but being closed.
+    """
+    message = RunBare(
+        pool.last_number + 1, job.spec, str(job.checkpoint), layouts, pool.incarnations, num_jobs
+    )
+    pool.last_number = message.last_number
+    for worker in pool.workers:
+        worker.tell(message)
+    answers: dict[int, BareTimes] = {}
+    speakers = pool.speakers(signals, doing="ranks ran a bare loop", left_s=lambda: PATIENCE_S)
+    with contextlib.closing(speakers):
+        while len(answers) < pool.num_ranks:
+            speaker = next(speakers)
+            if speaker is None:
+                raise WorkerError(f"no rank has ended its bare loop after {PATIENCE_S:g} s")
+            received = speaker.channel.receive()
+            if received is None:
+                raise WorkerError(f"{speaker.name} died in a bare loop")
+            if isinstance(received[0], BareTimes):
+                assert speaker.rank is not None
+                answers[speaker.rank] = received[0]
+    return [answers[rank] for rank in sorted(answers)]

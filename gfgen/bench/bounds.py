@@ -1,0 +1,344 @@
+"""What no schedule of a workload can surpass, by the durations that a simulation of it would use.
+
+Bounds of relaxed problems: ranks are one machine as fast as all of them together, which changes between
+jobs at any moment and for nothing; every task is at once as quick as on the best layout and as thrifty as
+on the cheapest, whatever ranks the others use; moves, and the writers' time for other files, cost nothing.
+What holds for all schedules of a relaxed problem holds for all policies, since each of their schedules is
+one of it. How a bound follows is said where it is computed.
+
+Words: *work* is rank-seconds; a job's *least* time is that of its tasks one after the other, each on the
+ranks that make it quickest. Moments are seconds since the start of the run.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from gfgen.errors import PolicyFault
+from gfgen.graph import Task
+from gfgen.layout import Layout
+from gfgen.runtime.admission import AdmittedJob
+from gfgen.runtime.dispatch import Dispatch
+from gfgen.runtime.legality import check_degrees
+from gfgen.runtime.simulate import SimulatedTimes
+
+_ROUNDING_S = 1e-9
+"""Sums of floats differ by less."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """The best that is possible, in the terms of a `Score`; each by itself, maybe not all at once."""
+
+    jobs_per_min: float
+    mean_s: float
+    """Latency, if no job fails."""
+    attainment: float
+    attainment_client: float
+    makespan_s: float
+    """If no job fails."""
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What a job takes on any schedule."""
+
+    arrival_s: float
+    due_s: float
+    """Infinity without a deadline."""
+    gives_up_s: float
+    """When it fails if it is not done; infinity without a time-out."""
+    head_s: float
+    """From its arrival to its first task, at least: no rank works for it."""
+    tail_s: float
+    """From its last task to its file."""
+    least_s: float
+    work: float
+    """On the cheapest layouts."""
+    cheapest_s: float
+    """Its least time on those."""
+    savings: tuple[tuple[float, float], ...]
+    """How it gets quicker than that: (work for each second that is saved, seconds), the cheapest first."""
+
+    @property
+    def release_s(self) -> float:
+        """When ranks can begin with it."""
+        return self.arrival_s + self.head_s
+
+    @property
+    def latency_s(self) -> float:
+        """Where it never waits."""
+        return self.head_s + self.least_s + self.tail_s
+
+    def work_within(self, span_s: float) -> float:
+        """The least work with which its tasks take no longer; infinite for less than its least time.
+
+        Each task is on a mixture of layouts (a point of the lower hull of their seconds and work), and the
+        cheapest savings are made first: the optimum of the relaxed choice.
+        """
+        if span_s < self.least_s - _ROUNDING_S:
+            return math.inf
+        work, over_s = self.work, self.cheapest_s - span_s
+        for price, seconds in self.savings:
+            if over_s <= 0:
+                break
+            work += price * min(over_s, seconds)
+            over_s -= seconds
+        return work
+
+
+def bound_of(jobs: Sequence[AdmittedJob], times: SimulatedTimes, *, num_ranks: int, slack_s: float) -> Bound:
+    """Of a workload of at least one job, on so many ranks; `slack_s` is what the client allows."""
+    demands = demands_of(jobs, times, num_ranks=num_ranks)
+    return Bound(
+        jobs_per_min=60 * most_jobs_per_s(demands, num_ranks=num_ranks),
+        mean_s=least_mean_s(demands, num_ranks=num_ranks),
+        attainment=most_in_time(demands, num_ranks=num_ranks),
+        attainment_client=most_in_time(demands, num_ranks=num_ranks, slack_s=slack_s),
+        makespan_s=least_makespan_s(demands, num_ranks=num_ranks),
+    )
+
+
+# What jobs take ---------------------------------------------------------------------------
+
+Way = tuple[float, float]
+"""(work, seconds) of a task on some layout."""
+
+
+def demands_of(jobs: Sequence[AdmittedJob], times: SimulatedTimes, *, num_ranks: int) -> tuple[Demand, ...]:
+    """What each job takes of so many ranks."""
+    return tuple(_demand(job, times, num_ranks) for job in jobs)
+
+
+def _demand(job: AdmittedJob, times: SimulatedTimes, num_ranks: int) -> Demand:
+    spec, trajectory = job.spec, job.trajectory
+    tasks = [trajectory.task(index) for index in range(trajectory.num_tasks)]
+    hulls = [_hull(_ways(job, task, times, num_ranks)) for task in tasks]
+    savings = [saving for hull in hulls for saving in _savings(hull)]
+    write_s = times.write_s
+    return Demand(
+        arrival_s=spec.arrival_s,
+        due_s=math.inf if spec.deadline_s is None else spec.arrival_s + spec.deadline_s,
+        gives_up_s=math.inf if spec.timeout_s is None else spec.arrival_s + spec.timeout_s,
+        head_s=times.dispatch_s,
+        tail_s=write_s(_dispatch(tasks[-1], Layout.single(0))) if callable(write_s) else write_s,
+        least_s=sum(hull[-1][1] for hull in hulls),
+        work=sum(hull[0][0] for hull in hulls),
+        cheapest_s=sum(hull[0][1] for hull in hulls),
+        savings=tuple(sorted(savings)),
+    )
+
+
+def _ways(job: AdmittedJob, task: Task, times: SimulatedTimes, num_ranks: int) -> Iterator[Way]:
+    """On every legal layout of the task, while the other ranks idle or while they work: what is less."""
+    for layout in _legal_layouts(job, task, num_ranks):
+        dispatch = _dispatch(task, layout)
+        seconds = times.task_s(dispatch)
+        if times.loaded_s is not None:
+            seconds = min(seconds, times.loaded_s(dispatch))
+        yield layout.degree * seconds, seconds
+
+
+def _legal_layouts(job: AdmittedJob, task: Task, num_ranks: int) -> Iterator[Layout]:
+    for layout in _layouts(num_ranks):
+        try:
+            check_degrees(job, task, layout)
+        except PolicyFault:
+            continue
+        yield layout
+
+
+@functools.cache
+def _layouts(num_ranks: int) -> tuple[Layout, ...]:
+    """One for all degrees that so many ranks allow."""
+    numbers = range(1, num_ranks + 1)
+    return tuple(
+        Layout(tuple(range(cfg * ulysses * ring)), cfg=cfg, ulysses=ulysses, ring=ring)
+        for cfg, ulysses, ring in itertools.product((1, 2), numbers, numbers)
+        if cfg * ulysses * ring <= num_ranks
+    )
+
+
+def _dispatch(task: Task, layout: Layout) -> Dispatch:
+    """What durations are asked by."""
+    return Dispatch(0, task, layout, 0.0, 0.0, 0.0)
+
+
+def _hull(ways: Iterable[Way]) -> Sequence[Way]:
+    """The corners of the lower hull, from the cheapest way to the quickest: each saving costs more."""
+    corners: list[Way] = []
+    for work, seconds in sorted(ways):
+        if corners and seconds >= corners[-1][1]:
+            continue
+        while len(corners) > 1 and _price(corners[-1], (work, seconds)) <= _price(*corners[-2:]):
+            corners.pop()
+        corners.append((work, seconds))
+    return corners
+
+
+def _price(cheaper: Way, quicker: Way) -> float:
+    """Of each second saved."""
+    return (quicker[0] - cheaper[0]) / (cheaper[1] - quicker[1])
+
+
+def _savings(hull: Sequence[Way]) -> Iterator[tuple[float, float]]:
+    for cheaper, quicker in itertools.pairwise(hull):
+        yield _price(cheaper, quicker), cheaper[1] - quicker[1]
+
+
+# Makespan and throughput ------------------------------------------------------------------
+
+
+def least_makespan_s(demands: Sequence[Demand], *, num_ranks: int) -> float:
+    """From the first arrival to the last end, if no job fails.
+
+    Each job ends its latency after its arrival at the earliest; and after any moment all work of the jobs
+    that are released from then on is still to be done, by `num_ranks` ranks, before the last of their files.
+    """
+    ends_s = max(each.arrival_s + each.latency_s for each in demands)
+    work, tail_s = 0.0, math.inf
+    for each in sorted(demands, key=lambda each: -each.release_s):
+        work, tail_s = work + each.work, min(tail_s, each.tail_s)
+        ends_s = max(ends_s, each.release_s + work / num_ranks + tail_s)
+    return ends_s - min(each.arrival_s for each in demands)
+
+
+def most_jobs_per_s(demands: Sequence[Demand], *, num_ranks: int) -> float:
+    """Jobs that are done over the time from the first arrival to the last end.
+
+    Either all of them, in the least makespan; or some fail. Then the others take at least the time for the
+    cheapest ones, and those that fail end as well, at their time-outs: n of them not before the nth time-out.
+    """
+    num_jobs = len(demands)
+    first_s = min(each.arrival_s for each in demands)
+    time_outs_s = sorted(each.gives_up_s for each in demands)
+    best, work = num_jobs / least_makespan_s(demands, num_ranks=num_ranks), 0.0
+    cheapest = sorted(each.work for each in demands)
+    for num_done, more in enumerate(cheapest[:-1], start=1):
+        work += more
+        lasts_s = max(work / num_ranks, time_outs_s[num_jobs - num_done - 1] - first_s)
+        best = max(best, num_done / lasts_s)
+    return best
+
+
+# Latency ----------------------------------------------------------------------------------
+
+
+def least_mean_s(demands: Sequence[Demand], *, num_ranks: int) -> float:
+    """Mean latency, if no job fails.
+
+    The sum over all jobs is at least the sum of bounds for parts of them, since a schedule of all is one of
+    each part. The parts are those that keep one machine, as fast as all ranks, busy without a pause; and for
+    each the better of two bounds counts. No job waits; or jobs end as on that machine when it always serves
+    the one with the least work left, which ends them soonest on average (Schrage 1968), and then their files.
+    """
+    total_s = 0.0
+    for part in _busy_periods(demands, num_ranks):
+        alone_s = sum(each.latency_s for each in part)
+        shared_s = _least_ends_s(part, num_ranks) + sum(each.tail_s - each.arrival_s for each in part)
+        total_s += max(alone_s, shared_s)
+    return total_s / len(demands)
+
+
+def _busy_periods(demands: Sequence[Demand], num_ranks: int) -> Iterator[Sequence[Demand]]:
+    """Jobs between two moments at which a machine that never pauses has nothing to do."""
+    part: list[Demand] = []
+    ends_s = -math.inf
+    for each in sorted(demands, key=lambda each: each.release_s):
+        if each.release_s >= ends_s and part:
+            yield part
+            part = []
+        part.append(each)
+        ends_s = max(ends_s, each.release_s) + each.work / num_ranks
+    yield part
+
+
+def _least_ends_s(demands: Sequence[Demand], num_ranks: int) -> float:
+    """The sum of the moments at which such a machine ends jobs, the one with the least work left first."""
+    coming = sorted(((each.release_s, each.work) for each in demands), reverse=True)
+    left: list[float] = []
+    now_s = total_s = 0.0
+    while coming or left:
+        if not left:
+            now_s = coming[-1][0]
+        while coming and coming[-1][0] <= now_s:
+            heapq.heappush(left, coming.pop()[1])
+        work = heapq.heappop(left)
+        next_s = coming[-1][0] if coming else math.inf
+        ends_s = now_s + work / num_ranks
+        if ends_s <= next_s:
+            total_s += ends_s
+        else:
+            heapq.heappush(left, work - (next_s - now_s) * num_ranks)
+        now_s = min(ends_s, next_s)
+    return total_s
+
+
+# Deadlines --------------------------------------------------------------------------------
+
+
+def most_in_time(demands: Sequence[Demand], *, num_ranks: int, slack_s: float = 0.0) -> float:
+    """Share of the jobs with a deadline that can be done by then; 1 where none has one.
+
+    Jobs that cannot meet their deadline alone are left out. Of the others, each has a window, and takes the
+    least work with which it fits into that. Parts of jobs count as such parts (of their work): with amounts
+    that are possible if no stretch of time has to hold more than ranks can do in it (on one machine that is
+    enough, serving what is due first), these amounts form a polymatroid, and the greedy choice is optimal:
+    job after job, those with the least work first, each as much as the former leave possible (Edmonds 1970).
+    Where windows do not overlap, whole jobs are counted on either side.
+    """
+    with_deadline = [each for each in demands if each.due_s < math.inf]
+    if not with_deadline:
+        return 1.0
+    windows: list[_Window] = []
+    for each in with_deadline:
+        ends_s = each.due_s + slack_s - each.tail_s
+        work = each.work_within(ends_s - each.release_s)
+        if work < math.inf:
+            windows.append((each.release_s, ends_s, work))
+    num_met = sum(_most_whole(part, num_ranks) for part in _apart(windows))
+    return num_met / len(with_deadline)
+
+
+_Window = tuple[float, float, float]
+"""When a job can run, from and until, and its work."""
+
+
+def _apart(windows: Sequence[_Window]) -> Iterator[Sequence[_Window]]:
+    """Those that overlap, be it by way of others, together."""
+    part: list[_Window] = []
+    ends_s = -math.inf
+    for window in sorted(windows):
+        if window[0] >= ends_s and part:
+            yield part
+            part = []
+        part.append(window)
+        ends_s = max(ends_s, window[1])
+    if part:
+        yield part
+
+
+def _most_whole(windows: Sequence[_Window], num_ranks: int) -> int:
+    """The most jobs, rounded down from the sum of parts of jobs.
+
+    room_FU [from, until]: what ranks can still do between two moments, beside what was chosen and has to be
+    done within them. F and U index the distinct starts and ends of windows.
+    """
+    from_F, first = np.unique([window[0] for window in windows], return_inverse=True)
+    until_U, last = np.unique([window[1] for window in windows], return_inverse=True)
+    room_FU = num_ranks * (until_U[None, :] - from_F[:, None])
+    num_met = 0.0
+    for idx in np.argsort([window[2] for window in windows], kind="stable"):
+        work = windows[idx][2]
+        around = room_FU[: first[idx] + 1, last[idx] :]
+        amount = min(work, max(0.0, float(around.min())))
+        around -= amount
+        num_met += amount / work if work > 0 else 1.0
+    return math.floor(num_met + _ROUNDING_S)

@@ -1,0 +1,172 @@
+"""What no schedule can surpass: by hand where that is easy, and beside all policies where it is not."""
+
+import math
+from dataclasses import replace
+
+import pytest
+from builders import make_job
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gfgen.bench.bounds import bound_of, demands_of
+from gfgen.bench.scores import score
+from gfgen.graph import Stage
+from gfgen.policies.catalog import load_policy
+from gfgen.runtime.profile import Profile, ProfileRow
+from gfgen.runtime.profiled import profiled_times
+from gfgen.runtime.simulate import SimulatedTimes
+from gfgen.runtime.simulation import simulate
+
+ALONE_S = {Stage.ENCODE: 1.0, Stage.PREPARE: 1.0, Stage.DENOISE: 10.0, Stage.DECODE: 4.0}
+JOB_S = 1 + 1 + 2 * 10 + 4
+POLICIES = ("legacy", "legacy,degree=1", "fcfs,degree=2", "srtf", "edf", "triage", "makespan", "auto")
+
+
+def job(job_id, **fields):
+    """Of two steps."""
+    return replace(make_job(job_id, steps=2, **fields), max_decode_degree=2)
+
+
+def bound(*jobs, num_ranks=1, slack_s=0.0, share=1.0, **times):
+    """On n ranks a step takes 1 / n ** share of its time alone, and so does a decode on two."""
+
+    def task_s(dispatch):
+        return ALONE_S[dispatch.task.stage] / dispatch.layout.degree**share
+
+    return bound_of(jobs, SimulatedTimes(task_s=task_s, **times), num_ranks=num_ranks, slack_s=slack_s)
+
+
+def test_on_one_rank_short_jobs_go_first_and_the_rank_never_pauses():
+    found = bound(job("a"), job("b"), make_job("long", steps=4))
+    assert found.makespan_s == 2 * JOB_S + (JOB_S + 20)
+    assert found.mean_s == (JOB_S + 2 * JOB_S + found.makespan_s) / 3
+    assert found.jobs_per_min == pytest.approx(60 * 3 / found.makespan_s)
+
+
+def test_a_job_that_has_all_ranks_takes_its_tasks_at_their_quickest():
+    found = bound(job("a", arrival_s=3.0), num_ranks=4, dispatch_s=0.5, write_s=2.0)
+    assert found.mean_s == found.makespan_s == 0.5 + (1 + 1 + 2 * 10 / 4 + 4 / 2) + 2.0
+
+
+def test_jobs_that_never_meet_do_not_wait():
+    jobs = [job(str(number), arrival_s=100.0 * number) for number in range(3)]
+    found = bound(*jobs, num_ranks=2, share=0.5)
+    alone_s = 2 + (2 * 10 + 4) / math.sqrt(2)
+    assert found.mean_s == pytest.approx(alone_s)
+    assert found.makespan_s == pytest.approx(200 + alone_s)
+
+
+def test_work_counts_on_the_cheapest_ranks_and_time_on_the_quickest():
+    (demand,) = demands_of([job("a")], SimulatedTimes(task_s=lambda _: 1.0), num_ranks=4)
+    assert (demand.work, demand.least_s, demand.savings) == (5.0, 5.0, ())
+    times = SimulatedTimes(task_s=lambda d: ALONE_S[d.task.stage] / math.sqrt(d.layout.degree))
+    (demand,) = demands_of([job("a")], times, num_ranks=4)
+    assert demand.work == JOB_S
+    assert demand.least_s == pytest.approx(2 + 2 * 10 / 2 + 4 / math.sqrt(2))
+
+
+def test_a_window_that_is_narrower_than_the_time_alone_costs_work():
+    times = SimulatedTimes(task_s=lambda d: ALONE_S[d.task.stage] / math.sqrt(d.layout.degree))
+    (demand,) = demands_of([job("a")], times, num_ranks=2)
+    saved_s = (2 * 10 + 4) * (1 - 1 / math.sqrt(2))
+    assert demand.work_within(JOB_S) == JOB_S
+    assert demand.work_within(JOB_S - saved_s) == pytest.approx(2 + (2 * 10 + 4) * math.sqrt(2))
+    assert demand.work_within(JOB_S - saved_s / 2) == pytest.approx(JOB_S + 24 * (math.sqrt(2) - 1) / 2)
+    assert demand.work_within(JOB_S - saved_s - 0.1) == math.inf
+
+
+def test_no_more_jobs_are_in_time_than_fit_before_their_deadlines():
+    crowd = [job(str(number), deadline_s=2.5 * JOB_S) for number in range(4)]
+    assert bound(*crowd).attainment == 2 / 4
+    assert bound(*crowd, slack_s=JOB_S / 2).attainment_client == 3 / 4
+    assert bound(*crowd, num_ranks=2).attainment == 1.0
+
+
+def test_jobs_that_come_later_do_not_use_what_was_idle_before():
+    first = job("first", deadline_s=JOB_S)
+    late = [job(name, arrival_s=1000.0, deadline_s=JOB_S) for name in "ab"]
+    assert bound(first, *late).attainment == 2 / 3
+    apart = job("b", arrival_s=1000.0 + JOB_S, deadline_s=JOB_S)
+    assert bound(first, late[0], apart).attainment == 1.0
+
+
+def test_a_deadline_that_all_ranks_together_miss_is_met_by_nobody():
+    assert bound(job("a", deadline_s=2 + 2 * 10 / 4 + 1), num_ranks=4).attainment == 0.0
+    assert bound(job("a", deadline_s=2 + 2 * 10 / 4 + 2), num_ranks=4).attainment == 1.0
+    assert bound(job("a")).attainment == 1.0  # it has none
+
+
+def test_throughput_may_come_from_letting_jobs_fail_when_they_time_out_soon():
+    hopeless = make_job("hopeless", steps=100, timeout_s=40.0)
+    assert bound(job("a"), hopeless).jobs_per_min == 60 * 1 / 40.0
+    assert bound(job("a"), job("b")).jobs_per_min == pytest.approx(60 * 2 / (2 * JOB_S))
+
+
+@st.composite
+def profiles(draw):
+    """Machines on which anything may take any time: more ranks may be slower, or more than pay off."""
+    seconds = st.floats(0.01, 3.0)
+    tasks = [(Stage.ENCODE, (1, 1, 1)), (Stage.PREPARE, (1, 1, 1))]
+    tasks += [(Stage.DENOISE, degrees) for degrees in ((1, 1, 1), (1, 2, 1), (2, 1, 1), (2, 2, 1))]
+    tasks += [(Stage.DECODE, (1, number, 1)) for number in (1, 2, 4)]
+    has_load = draw(st.booleans())
+    rows = []
+    for shape in ("small", "large"):
+        for stage, degrees in tasks:
+            taken_s = draw(seconds)
+            rows.append(
+                ProfileRow(
+                    "fake",
+                    shape,
+                    stage,
+                    degrees,
+                    taken_s,
+                    spread_s=draw(st.sampled_from((0.0, 0.1, 0.5))) * taken_s,
+                    loaded_s=taken_s * draw(st.floats(0.9, 2.0)) if has_load else None,
+                    flops=1e9,
+                    write_s=draw(st.floats(0, 1)) if stage is Stage.DECODE else None,
+                )
+            )
+    return Profile(
+        "a machine",
+        "2026-11-21",
+        "a test",
+        num_ranks=4,
+        rows=tuple(rows),
+        dispatch_s=draw(st.sampled_from((0.0, 0.02))),
+        move_s=draw(st.sampled_from((0.0, 0.05))),
+    )
+
+
+@st.composite
+def workloads(draw):
+    """A dozen jobs or fewer, some with deadlines and time-outs, one by one or at once."""
+    jobs = []
+    for number in range(draw(st.integers(1, 12))):
+        made = make_job(
+            f"job-{number}",
+            steps=draw(st.integers(1, 4)),
+            shape=draw(st.sampled_from(("small", "large"))),
+            uses_cfg=True,
+            arrival_s=draw(st.sampled_from((0.0, 1.0)) | st.floats(0, 30)),
+            deadline_s=draw(st.none() | st.floats(0.5, 40)),
+            timeout_s=draw(st.none() | st.none() | st.floats(0.5, 60)),
+        )
+        jobs.append(replace(made, max_decode_degree=4))
+    return jobs
+
+
+@settings(max_examples=60, deadline=None)
+@given(profile=profiles(), jobs=workloads(), num_ranks=st.integers(1, 4), slack_s=st.sampled_from((0.0, 2.0)))
+def test_no_policy_surpasses_the_bound(profile, jobs, num_ranks, slack_s):
+    times = profiled_times(profile, jobs, num_ranks=num_ranks)
+    most = bound_of(jobs, times, num_ranks=num_ranks, slack_s=slack_s)
+    for policy in POLICIES:
+        run = simulate(jobs, policy=load_policy(policy), num_ranks=num_ranks, profile=profile)
+        found = score(policy, run.outcomes, slack_s=slack_s)
+        assert found.jobs_per_min <= most.jobs_per_min * (1 + 1e-9)
+        assert found.attainment <= most.attainment
+        assert found.attainment_client <= most.attainment_client
+        if not found.num_failed:
+            assert found.mean_s >= most.mean_s * (1 - 1e-9)
+            assert found.makespan_s >= most.makespan_s * (1 - 1e-9)
