@@ -2,8 +2,8 @@
 
 An adapter holds the components of one checkpoint (text encoder, transformer, VAE,
 scheduler config), loaded once and shared by all jobs. Its executors are functions of the
-artifacts they are given: nothing about a job stays on the adapter between two calls, so
-that a job's tasks may run in different processes.
+artifacts they are given, so that a job's tasks may run in different processes: nothing about a
+job stays on the adapter between two calls but what only spares work (prompt_memory.py).
 """
 
 from __future__ import annotations

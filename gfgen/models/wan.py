@@ -32,6 +32,7 @@ from gfgen.models.guidance import predict_branches, with_texts
 from gfgen.models.latents import denormalize_latents
 from gfgen.models.parallel import Parallel
 from gfgen.models.pictures import load_image, to_uint8
+from gfgen.models.prompt_memory import remember_prompts
 from gfgen.models.sequence_parallel import install
 
 SHIFT_NAMES = {"UniPCMultistepScheduler": "flow_shift", "FlowMatchEulerDiscreteScheduler": "shift"}
@@ -204,6 +205,8 @@ def load_wan(
         install(transformer)
         if dtype != torch.float32:
             fuse(transformer)
+        elif device == "cpu":
+            remember_prompts(transformer)
     shared_decode.install(loaded.vae)
     flags = {name: loaded.config[name] for name in ("boundary_ratio", "expand_timesteps")}
     return WanAdapter(
