@@ -262,7 +262,7 @@ def _measure(todo: Sequence[Any], unfinished: _Unfinished, costs: CostModel, opt
         signals = stack.enter_context(contextlib.closing(SignalPipe()))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gfgen-profile-")))
         checkpoints = {entry.job.checkpoint for entry in todo}
-        pool = stack.enter_context(ready_pool(checkpoints, options, signals))
+        pool = stack.enter_context(ready_pool(checkpoints, options, signals, are_all_needed=True))
         if options.has_graphs and options.are_on_gpus:
             _record_forwards(pool, [entry.job for entry in todo], options, signals)
         progress = stack.enter_context(contextlib.closing(_Progress(len(todo))))

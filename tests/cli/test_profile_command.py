@@ -28,7 +28,7 @@ class NoPool:
     def __exit__(self, *_):
         pass
 
-    def wait_ready(self, signals):
+    def wait_ready(self, signals, **_):
         pass
 
 

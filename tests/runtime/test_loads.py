@@ -14,9 +14,11 @@ from builders import make_job
 from gfgen.errors import WorkerError
 from gfgen.runtime.admission import AdmittedJob
 from gfgen.runtime.clock import Clock
+from gfgen.runtime.cost import CostModel
 from gfgen.runtime.events import Event, LoadFailed, RankLoaded, RankLost, RankReady
 from gfgen.runtime.loads import MAX_SPARED, Loads
-from gfgen.runtime.pool import WorkerPool
+from gfgen.runtime.pool import MAX_DEATHS, WorkerPool
+from gfgen.runtime.state import State
 from gfgen.runtime.warming import warm_ups
 from gfgen.runtime.workers import ProcessBackend
 
@@ -216,3 +218,55 @@ def test_ranks_that_cannot_load_their_only_model_end_the_run_with_the_reason(tmp
         pytest.raises(WorkerError, match="cannot start: FileNotFoundError: broken is broken"),
     ):
         pool.wait_ready()
+
+
+def test_a_rank_that_fails_at_the_start_is_started_again(tmp_path: Path) -> None:
+    """Though another one holds the only model."""
+    with WorkerPool(
+        num_ranks=2, checkpoints=[tmp_path / "shaky"], worker_main="loading_worker:main", num_writers=0
+    ) as pool:
+        pool.wait_ready(are_all_needed=True)
+        assert pool.incarnations == (1, 2)
+        assert all(worker.is_ready and worker.has_arenas for worker in pool.workers)
+        assert not pool.retired
+
+
+def test_a_rank_that_never_starts_stays_away_and_the_run_goes_on_with_the_others(tmp_path: Path) -> None:
+    with WorkerPool(
+        num_ranks=2, checkpoints=[tmp_path / "picky"], worker_main="loading_worker:main", num_writers=0
+    ) as pool:
+        pool.wait_ready()
+        assert pool.retired == {1}
+        assert pool.workers[1].incarnation <= MAX_SPARED + MAX_DEATHS
+        clock = Clock()
+        backend = ProcessBackend(pool, [], clock=clock, output_dir=tmp_path)
+        state = State([], num_ranks=2, clock=clock, costs=CostModel(), guard_s=0.0)
+        found = events_until(backend, RankReady)
+        for event in found:
+            state.apply(event)
+        backend.close()
+    assert [(event.rank, event.is_retired) for event in found if isinstance(event, RankLost)] == [(1, True)]
+    assert [view.rank for view in state.snapshot().ranks] == [0]
+
+
+def test_a_rank_that_never_starts_ends_what_needs_all_ranks_with_the_reason(tmp_path: Path) -> None:
+    with (
+        WorkerPool(
+            num_ranks=2, checkpoints=[tmp_path / "picky"], worker_main="loading_worker:main", num_writers=0
+        ) as pool,
+        pytest.raises(WorkerError, match="rank 1 cannot start: FileNotFoundError: picky does not"),
+    ):
+        pool.wait_ready(are_all_needed=True)
+
+
+def test_ranks_that_die_before_they_load_anything_end_the_run_with_the_reason(tmp_path: Path) -> None:
+    """After as many deaths each as a run allows."""
+    with (
+        WorkerPool(
+            num_ranks=2, checkpoints=[tmp_path / "good"], worker_main="loading_worker:die", num_writers=0
+        ) as pool,
+        pytest.raises(WorkerError, match=r"rank [01] died while it started: exit code 3"),
+    ):
+        pool.wait_ready()
+    assert pool.retired == {0, 1}
+    assert pool.incarnations == (MAX_DEATHS, MAX_DEATHS)
