@@ -50,6 +50,8 @@ WORKER_MAINS = {"cpu": "gfgen.runtime.worker:main", "cuda": "gfgen.runtime.worke
 """By what a rank computes on: where its process begins."""
 PRELOAD = ("gfgen.runtime.worker", "gfgen.runtime.writer")
 """What the fork server imports, once, before it forks the first process."""
+MAX_FORKS = 3
+"""Tries to start a process when it, or the fork server, is killed before it is known."""
 START_S = 1800.0
 """For loading the models; from a slow disk that takes minutes."""
 WARM_UP_S = 600.0
@@ -477,6 +479,19 @@ class WorkerPool:
         return self._start(f"writer {idx}", self._writer_main, None)
 
     def _start(self, name: str, target: str, settings: Mapping[str, Any] | None) -> Child:
+        tries_left = MAX_FORKS
+        while True:
+            tries_left -= 1
+            try:
+                return self._fork(name, target, settings)
+            except (OSError, EOFError) as error:
+                was_killed = isinstance(error, ConnectionError | EOFError)
+                if not (was_killed and tries_left):
+                    raise WorkerError(f"{name} cannot be started: {error}; run again to go on") from error
+                logger.warning("%s was killed as it was started (%s); it is started again", name, error)
+
+    def _fork(self, name: str, target: str, settings: Mapping[str, Any] | None) -> Child:
+        """One try. A process that has begun though nobody knows it ends with its channel."""
         forkserver.ensure_running()  # anew, should it have died
         ours, theirs = Channel.pair()
         process = self._context.Process(
@@ -484,8 +499,9 @@ class WorkerPool:
         )
         try:
             process.start()
-        except (OSError, EOFError) as error:
-            raise WorkerError(f"{name} cannot be started: {error}; run again to go on") from error
+        except BaseException:
+            ours.close()
+            raise
         finally:
             theirs.close()
         return Child(name, process, Channel(ours))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -17,7 +20,7 @@ from gfgen.runtime.clock import Clock
 from gfgen.runtime.cost import CostModel
 from gfgen.runtime.events import Event, LoadFailed, RankLoaded, RankLost, RankReady
 from gfgen.runtime.loads import MAX_SPARED, Loads
-from gfgen.runtime.pool import MAX_DEATHS, WorkerPool
+from gfgen.runtime.pool import MAX_DEATHS, MAX_FORKS, WorkerPool
 from gfgen.runtime.state import State
 from gfgen.runtime.warming import warm_ups
 from gfgen.runtime.workers import ProcessBackend
@@ -270,3 +273,37 @@ def test_ranks_that_die_before_they_load_anything_end_the_run_with_the_reason(tm
         pool.wait_ready()
     assert pool.retired == {0, 1}
     assert pool.incarnations == (MAX_DEATHS, MAX_DEATHS)
+
+
+def kill_as_it_is_forked(
+    fds: Sequence[int], *, fork: Callable[[Sequence[int]], tuple[int, int]]
+) -> tuple[int, int]:
+    """A child that is gone before it is told what it is to run."""
+    from_server, to_child = fork(fds)
+    os.kill(forkserver.read_signed(from_server), signal.SIGKILL)
+    assert forkserver.read_signed(from_server) == -signal.SIGKILL
+    return from_server, to_child
+
+
+@pytest.mark.parametrize("num_kills", [1, MAX_FORKS - 1])
+def test_a_worker_that_is_killed_as_it_is_forked_is_started_again(
+    backend: ProcessBackend, monkeypatch: pytest.MonkeyPatch, num_kills: int
+) -> None:
+    events_until(backend, RankReady, 2)
+    fork = forkserver.connect_to_new_process
+    ways = iter([partial(kill_as_it_is_forked, fork=fork)] * num_kills)
+    monkeypatch.setattr(forkserver, "connect_to_new_process", lambda fds: next(ways, fork)(fds))
+    backend._pool.workers[1].kill()
+    found = events_until(backend, RankReady)
+    assert [event.is_retired for event in found if isinstance(event, RankLost)] == [False]
+    assert next(ways, None) is None
+
+
+def test_a_worker_that_cannot_be_forked_at_all_ends_the_run(
+    backend: ProcessBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed = partial(kill_as_it_is_forked, fork=forkserver.connect_to_new_process)
+    monkeypatch.setattr(forkserver, "connect_to_new_process", killed)
+    backend._pool.workers[1].kill()
+    with pytest.raises(WorkerError, match=r"rank 1 cannot be started: .*Broken pipe; run again to go on"):
+        events_until(backend, RankReady, 3)
