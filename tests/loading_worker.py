@@ -1,6 +1,7 @@
 """A CPU rank's worker that loads nothing but the names of its models.
 
 One whose name begins with "broken" cannot be loaded; under one that begins with "deadly" the process dies.
+Under "shaky..." ranks other than the first fail once, and under "picky..." always.
 """
 
 from __future__ import annotations
@@ -16,13 +17,20 @@ from gfgen.runtime import worker
 from gfgen.runtime.messages import WarmedUp, WarmUp
 from gfgen.runtime.worker import WorkerSettings
 
-__all__ = ["WorkerSettings", "main"]
+__all__ = ["WorkerSettings", "die", "main"]
 
 
 def main(channel_socket: socket.socket, settings: WorkerSettings) -> None:
     def load_name(path: Path, **_: object) -> Any:
         if path.name.startswith("broken"):
             raise FileNotFoundError(f"{path.name} is broken")
+        if path.name.startswith("shaky") and settings.rank:
+            mark = path.with_name(f"{path.name} failed on {settings.rank}")
+            if not mark.exists():
+                mark.touch()
+                raise FileNotFoundError(f"{path.name} is not there yet")
+        if path.name.startswith("picky") and settings.rank:
+            raise FileNotFoundError(f"{path.name} does not want rank {settings.rank}")
         if path.name.startswith("deadly"):
             os.kill(os.getpid(), signal.SIGKILL)
         return SimpleNamespace()
@@ -35,3 +43,8 @@ def main(channel_socket: socket.socket, settings: WorkerSettings) -> None:
     worker.load_adapter = load_name
     worker.Worker._warm_up = warm_up
     worker.main(channel_socket, settings)
+
+
+def die(channel_socket: socket.socket, settings: WorkerSettings) -> None:
+    """A worker that gets nowhere."""
+    os._exit(3)

@@ -303,7 +303,7 @@ def _run_until_all_ended(schedule: Schedule, fleet: Fleet, output_dir: Path, wit
             if len(pool.retired) < pool.num_ranks:
                 raise
             fleet.drop(schedule.num_ranks)
-            fleet.faults.disarm(Point.LOADING)  # a worker that cannot start at all ends a run at once
+            fleet.faults.disarm(Point.LOADING)  # a run without a rank that starts is none
         ended = {outcome.info.job_id for outcome in witness.outcomes}
         jobs = [job for job in schedule.jobs if job.job_id not in ended]
 

@@ -172,7 +172,9 @@ class _Bench:
         with contextlib.ExitStack() as stack:
             self._signals = stack.enter_context(contextlib.closing(SignalPipe()))
             checkpoints = {self._model.checkpoint}
-            self._pool = stack.enter_context(ready_pool(checkpoints, self._ranks, self._signals))
+            self._pool = stack.enter_context(
+                ready_pool(checkpoints, self._ranks, self._signals, are_all_needed=True)
+            )
             if self._ranks.has_graphs:
                 jobs = admitted(calibration_jobs(self._name), self._model)
                 warm_up(

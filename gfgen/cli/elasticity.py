@@ -77,8 +77,9 @@ def elasticity(
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(contextlib.closing(SignalPipe()))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gfgen-elasticity-")))
+        checkpoints = {subject.small.checkpoint}
         pool = stack.enter_context(
-            ready_pool({subject.small.checkpoint}, options, signals, worker_main=WORKER_MAIN)
+            ready_pool(checkpoints, options, signals, worker_main=WORKER_MAIN, are_all_needed=True)
         )
         setting = bench.Setting(pool, folder, CostModel(), guard_s=lookahead / 1000, signals=signals)
         _tell(f"{time.monotonic() - began_s:5.0f} s  models are loaded")

@@ -142,8 +142,8 @@ def profile(
     else:
         admitted = _default_jobs(models or _MEASURED_MODELS[options.are_on_gpus], sizes, options)
     path = output or default_path(options.device_name)
-    num_ranks = options.num_ranks
-    plan = method.plan_measurements(admitted, num_ranks=_widest(options))
+    most = _widest(options)
+    plan = method.plan_measurements(admitted, num_ranks=most)
     with contextlib.closing(_Unfinished(path, plan, options)) as unfinished:
         todo = [measurement for measurement in plan if measurement.key not in unfinished.measured]
         costs = CostModel(_known_profile(admitted, options))
@@ -152,13 +152,13 @@ def profile(
             return
         unfinished.open()
         _measure(todo, unfinished, costs, options)
-        words = [*_given(jobs, models, sizes), "--ranks", str(num_ranks), *options.words]
+        words = [*_given(jobs, models, sizes), "--ranks", str(options.num_ranks), *options.words]
         made = method.assemble(
             unfinished.measured,
             plan,
             device=options.device_name,
             source=" ".join(["gfgen", "profile", *words]),
-            num_ranks=num_ranks,
+            num_ranks=most,
             versions=versions(),
         )
         save_profile(made, path)
@@ -262,7 +262,7 @@ def _measure(todo: Sequence[Any], unfinished: _Unfinished, costs: CostModel, opt
         signals = stack.enter_context(contextlib.closing(SignalPipe()))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gfgen-profile-")))
         checkpoints = {entry.job.checkpoint for entry in todo}
-        pool = stack.enter_context(ready_pool(checkpoints, options, signals))
+        pool = stack.enter_context(ready_pool(checkpoints, options, signals, are_all_needed=True))
         if options.has_graphs and options.are_on_gpus:
             _record_forwards(pool, [entry.job for entry in todo], options, signals)
         progress = stack.enter_context(contextlib.closing(_Progress(len(todo))))

@@ -100,8 +100,12 @@ def ready_pool(
     signals: SignalPipe,
     *,
     worker_main: str | None = None,
+    are_all_needed: bool = False,
 ) -> Iterator[WorkerPool]:
-    """Workers with these models, or such as `worker_main` says; the run's clock starts after this."""
+    """Workers with these models, or such as `worker_main` says; the run's clock starts after this.
+
+    A rank that cannot start is gone without, unless all are needed, as where something is measured.
+    """
     logger.info(
         "starting %d ranks (%s) with %s",
         ranks.num_ranks,
@@ -123,7 +127,7 @@ def ready_pool(
         memory_limit=ranks.devices.memory_limit,
         islands=islands,
     ) as pool:
-        pool.wait_ready(signals)
+        pool.wait_ready(signals, are_all_needed=are_all_needed)
         logger.info("ready after %.1f s", time.monotonic() - began_s)
         yield pool
 

@@ -50,6 +50,8 @@ WORKER_MAINS = {"cpu": "gfgen.runtime.worker:main", "cuda": "gfgen.runtime.worke
 """By what a rank computes on: where its process begins."""
 PRELOAD = ("gfgen.runtime.worker", "gfgen.runtime.writer")
 """What the fork server imports, once, before it forks the first process."""
+MAX_FORKS = 3
+"""Tries to start a process when it, or the fork server, is killed before it is known."""
 START_S = 1800.0
 """For loading the models; from a slow disk that takes minutes."""
 WARM_UP_S = 600.0
@@ -217,8 +219,12 @@ class WorkerPool:
     @property
     def children(self) -> list[Child]:
         """All processes that are meant to live."""
-        workers = [worker for rank, worker in enumerate(self.workers) if rank not in self.retired]
-        return [*workers, *self.writers]
+        return [*self.living, *self.writers]
+
+    @property
+    def living(self) -> list[Child]:
+        """The workers of all ranks that are not retired."""
+        return [worker for rank, worker in enumerate(self.workers) if rank not in self.retired]
 
     @property
     def checkpoints(self) -> tuple[str, ...]:
@@ -231,11 +237,19 @@ class WorkerPool:
         """By rank."""
         return tuple([worker.incarnation for worker in self.workers])
 
-    def wait_ready(self, signals: SignalPipe | None = None, *, patience_s: float = START_S) -> None:
+    def wait_ready(
+        self,
+        signals: SignalPipe | None = None,
+        *,
+        patience_s: float = START_S,
+        are_all_needed: bool = False,
+    ) -> None:
         """Wait until every worker has loaded its models, but for those that none of them can (`unloadable`).
 
-        Raises: WorkerError when one cannot start, or does not in time, or when no model is left, with the
-        reason; InterruptedRunError when a signal comes first.
+        One that fails is started again; a rank that fails too often is retired, unless all are needed.
+
+        Raises: WorkerError when no rank or no model is left, or one that is needed, with the reason, or when
+        one does not get ready in time; InterruptedRunError when a signal comes first.
         """
         deadline_s = time.monotonic() + patience_s
         loads = Loads({path: Path(path) for path in self.checkpoints})
@@ -245,13 +259,14 @@ class WorkerPool:
             left_s=lambda: deadline_s - time.monotonic(),
         )
         with contextlib.closing(speakers):
-            while not all(worker.is_ready for worker in self.workers):
+            while not all(worker.is_ready for worker in self.living):
                 worker = next(speakers)
                 if worker is None:
-                    names = ", ".join(worker.name for worker in self.workers if not worker.is_ready)
+                    names = ", ".join(worker.name for worker in self.living if not worker.is_ready)
                     raise WorkerError(f"{names}: the models are not loaded after {patience_s:g} s")
-                self._note_start(worker, loads)
-        late = [worker for worker in self.workers if not worker.has_arenas]
+                if reason := self._note_start(worker, loads):
+                    self._start_again(worker, loads, reason, are_all_needed=are_all_needed)
+        late = [worker for worker in self.living if not worker.has_arenas]
         if self._arenas.are_on_gpus:
             self._send_arenas([worker for worker in late if worker.incarnation == 1])
         for worker in late:
@@ -265,8 +280,8 @@ class WorkerPool:
 
         Raises: WorkerError when a worker dies or does not answer; InterruptedRunError at a signal.
         """
-        open_items = {item.number: (item, {worker.rank for worker in self.workers}) for item in items}
-        for item, worker in itertools.product(items, self.workers):
+        open_items = {item.number: (item, {worker.rank for worker in self.living}) for item in items}
+        for item, worker in itertools.product(items, self.living):
             worker.tell(item)
         for worker, answer in self._answers(open_items, signals, patience_s):
             item, ranks = open_items[answer.number]
@@ -315,51 +330,53 @@ class WorkerPool:
                     yield key.data
 
     def _listen_to_workers(self, selector: selectors.BaseSelector) -> None:
-        """To those of now: some may have been replaced."""
+        """To those of now: some may have been replaced, or retired."""
         heard = {key.data: key.fileobj for key in selector.get_map().values() if key.data is not None}
-        for worker in heard.keys() - set(self.workers):
+        for worker in heard.keys() - set(self.living):
             selector.unregister(heard[worker])
-        for worker in self.workers:
+        for worker in self.living:
             if worker not in heard:
                 selector.register(worker.channel, selectors.EVENT_READ, worker)
 
-    def _note_start(self, worker: Child, loads: Loads) -> None:
-        """A starting worker has said something, or has died."""
+    def _note_start(self, worker: Child, loads: Loads) -> str | None:
+        """A starting worker has said something, or has died; why it does not get ready, if it does not."""
         received = worker.channel.receive()
         if received is None:
-            ending = worker.reap(patience_s=_EXIT_S)
-            self._start_again(worker, loads, f"{worker.name} died while it started: {ending}")
-            return
+            return f"{worker.name} died while it started: {worker.reap(patience_s=_EXIT_S)}"
         if isinstance(received[0], WorkerFailed):
             worker.reap(patience_s=_EXIT_S)
-            self._start_again(worker, loads, f"{worker.name} cannot start: {received[0].reason}")
-            return
+            return f"{worker.name} cannot start: {received[0].reason}"
         if isinstance(received[0], Loading):
             worker.loading = received[0].checkpoint
-            return
-        if isinstance(received[0], ModelsSet | WarmedUp):  # of a worker that was ready, or is by now
+        elif isinstance(received[0], ModelsSet | WarmedUp):  # of a worker that was ready, or is by now
             worker.asked_to_load_s = worker.loading = None
-            return
-        self.take_ready(worker, received[0], received[1])
-        if worker.rank is not None and not self.unloadable:
-            loads.succeeded(worker.rank)
+        else:
+            self.take_ready(worker, received[0], received[1])
+            if worker.rank is not None and not self.unloadable:
+                loads.succeeded(worker.rank)
+        return None
 
-    def _start_again(self, worker: Child, loads: Loads, reason: str) -> None:
-        """Another process for a rank that could not load a model, without that model if no rank can.
+    def _start_again(self, worker: Child, loads: Loads, reason: str, *, are_all_needed: bool) -> None:
+        """Another process for a rank that could not start, without the model that it was at if no rank can
+        load that; none for a rank that is retired.
 
-        Raises: WorkerError when it is not for a model, or when no other model is there to go on with.
+        Raises: WorkerError when nothing is left to go on with.
         """
         rank, checkpoint = worker.rank, worker.loading
         assert rank is not None
-        if checkpoint is None or not set(self.checkpoints) - {checkpoint} or worker.is_stuck:
-            raise WorkerError(reason)
-        if loads.failed(checkpoint, rank, ranks=range(self.num_ranks)):
+        loads.lost(rank)
+        ranks = set(range(self.num_ranks)) - self.retired
+        if checkpoint is not None and loads.failed(checkpoint, rank, ranks=ranks):
+            if not set(self.checkpoints) - {checkpoint}:
+                raise WorkerError(reason)
             self.do_without(checkpoint)
             self.unloadable[checkpoint] = reason
-        elif checkpoint not in self.unloadable and not loads.spares(rank):
+        is_of_no_rank = checkpoint is not None and (checkpoint in self.unloadable or loads.spares(rank))
+        # The run's clock is yet to start: what happens here counts in its first ten minutes.
+        successor = self.replace_worker(rank, now_s=0.0, is_to_blame=not is_of_no_rank)
+        if successor is None and (are_all_needed or not self.living):
             raise WorkerError(reason)
-        logger.warning("%s; a new worker is started", reason)
-        self._start_successor(rank)
+        logger.warning("%s; %s", reason, "it stays away" if successor is None else "a new worker is started")
 
     def take_ready(self, worker: Child, ready: WorkerReady, fds: Sequence[int]) -> None:
         """A worker has loaded its models and brings its arena, if it makes that itself."""
@@ -462,6 +479,19 @@ class WorkerPool:
         return self._start(f"writer {idx}", self._writer_main, None)
 
     def _start(self, name: str, target: str, settings: Mapping[str, Any] | None) -> Child:
+        tries_left = MAX_FORKS
+        while True:
+            tries_left -= 1
+            try:
+                return self._fork(name, target, settings)
+            except (OSError, EOFError) as error:
+                was_killed = isinstance(error, ConnectionError | EOFError)
+                if not (was_killed and tries_left):
+                    raise WorkerError(f"{name} cannot be started: {error}; run again to go on") from error
+                logger.warning("%s was killed as it was started (%s); it is started again", name, error)
+
+    def _fork(self, name: str, target: str, settings: Mapping[str, Any] | None) -> Child:
+        """One try. A process that has begun though nobody knows it ends with its channel."""
         forkserver.ensure_running()  # anew, should it have died
         ours, theirs = Channel.pair()
         process = self._context.Process(
@@ -469,8 +499,9 @@ class WorkerPool:
         )
         try:
             process.start()
-        except (OSError, EOFError) as error:
-            raise WorkerError(f"{name} cannot be started: {error}; run again to go on") from error
+        except BaseException:
+            ours.close()
+            raise
         finally:
             theirs.close()
         return Child(name, process, Channel(ours))

@@ -148,7 +148,9 @@ class ProcessBackend:
             if child.rank is not None:
                 child.jobs.clear()
                 child.tell(Reset())
-        self._unannounced = [worker for worker in pool.workers if worker.is_ready]
+        self._unannounced = [worker for worker in pool.living if worker.is_ready]
+        self._absent = [worker for worker in pool.workers if worker.rank in pool.retired]
+        """Of ranks that were retired before this run began."""
         self._unchecked = list(self._jobs)
         """Jobs of which it may have to be told that no rank could load their model at the start."""
         self._known_unloadable: set[str] = set()
@@ -245,7 +247,7 @@ class ProcessBackend:
 
     def memory_use(self) -> dict[int, MemoryUse]:
         """What the ranks have taken in this run, as far as they answer in time."""
-        asked = [worker for worker in self._pool.workers if worker.is_ready]
+        asked = [worker for worker in self._pool.living if worker.is_ready]
         for worker in asked:
             worker.tell(TellMemory())
         deadline_s = self._clock.now_s + _ANSWER_S
@@ -270,7 +272,13 @@ class ProcessBackend:
     # What children say ------------------------------------------------------------------------
 
     def _greet(self) -> Iterator[Event]:
-        """Workers that were ready before this run began, or before they were told to load other models."""
+        """Workers that were ready before this run began, or before they were told to load other models; and
+        before them the ranks that this run goes without."""
+        for worker in self._absent:
+            assert worker.rank is not None
+            why = "it was given up before the run began"
+            yield RankLost(self._clock.now_s, worker.rank, worker.incarnation, why, is_retired=True)
+        self._absent = []
         for worker in self._unannounced:
             if not worker.has_arenas:  # the last run ended before it could be told
                 self._pool.welcome(worker)
@@ -590,7 +598,7 @@ class ProcessBackend:
     def _look_for_hung_processes(self) -> None:
         """Kill what is hung; its end is then noticed like any other."""
         now_s = self._clock.now_s
-        living = [worker for worker in self._pool.workers if worker.rank not in self._pool.retired]
+        living = self._pool.living
         if paused_s := self._watchdog.look(now_s):
             self._forgive(paused_s, living)
         for worker in living:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
@@ -106,10 +107,8 @@ class Desk:
         """Jobs whose file is there have ended, though a server that was killed could not note it."""
         endings = []
         for facts, _ in self.store.open_jobs():
-            path = self.folder / facts.file
-            try:
-                stat = path.stat()
-            except OSError:
+            stat = _stat(self.folder / facts.file)
+            if stat is None:
                 continue
             met = None if facts.deadline_at is None else stat.st_mtime <= facts.deadline_at
             endings.append(
@@ -123,7 +122,7 @@ class Desk:
                 )
             )
         if endings:
-            await self.store.end_all(endings)
+            await self._end_all(endings)
 
     async def _refuse(self, facts: Facts, problems: Sequence[Problem]) -> None:
         """A job that an earlier start accepted, and that this one cannot do."""
@@ -137,22 +136,25 @@ class Desk:
             error_message=self._told(text),
             met_deadline=None,
         )
-        await self.store.end(ending)
+        await self._end_all([ending])
 
     async def _note_ends(self, outcomes: Sequence[JobOutcome]) -> None:
         endings = [self._ending(outcome) for outcome in outcomes]
-        while True:
-            try:
-                firsts = await self.store.end_all(endings)
-                break
-            except OutputError:  # it is in the log; the run goes on, and so do those that can
-                await asyncio.sleep(RETRY_S)
+        firsts = await self._end_all(endings)
         for outcome, ending, is_first in zip(outcomes, endings, firsts, strict=True):
             if is_first:
                 self._ended(ending)
             elif ending.status == "completed":
                 await self._drop_unwanted(outcome)
         self._send(Noted(tuple(ending.id for ending in endings)))
+
+    async def _end_all(self, endings: Sequence[Ending]) -> list[bool]:
+        """Have the store note these ends, however long that takes: the disk may be full."""
+        while True:
+            try:
+                return await self.store.end_all(endings)
+            except OutputError:  # it is in the log; the run goes on, and so do those that can
+                await asyncio.sleep(RETRY_S)
 
     def _told(self, text: str) -> str:
         """As clients are told of it."""
@@ -163,7 +165,8 @@ class Desk:
         outcome = replace(outcome, error=error, warnings=tuple(map(self._told, outcome.warnings)))
         job_id = outcome.info.job_id
         file = self.folder / outcome.info.file
-        size_bytes = file.stat().st_size if outcome.status == "done" and file.exists() else None
+        stat = _stat(file) if outcome.status == "done" else None
+        size_bytes = None if stat is None else stat.st_size
         record = self.live.records.get(job_id)
         now = self._now()
         status = _ENDED[outcome.status]
@@ -395,6 +398,14 @@ class Desk:
         for one in accepted:
             if one.facts.input_file is not None:
                 self._unlink(self.folder / asking.INPUTS_NAME / one.facts.input_file)
+
+
+def _stat(path: Path) -> os.stat_result | None:
+    """None when there is no such file, or none that can be had."""
+    try:
+        return path.stat()
+    except OSError:
+        return None
 
 
 def _same(taken: KeyTakenError) -> list[str]:

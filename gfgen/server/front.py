@@ -58,7 +58,7 @@ class Front:
         self._writer: asyncio.StreamWriter | None = None
         self._desk: Desk | None = None
         self._is_lost = False
-        """The run has gone without having said that it stops."""
+        """The run has gone without having said that it stops, or cannot be followed any more."""
 
     async def run(self) -> int:
         """Serve until the run ends; returns the exit status."""
@@ -76,8 +76,11 @@ class Front:
             helpers = [asyncio.create_task(work) for work in self._chores()]
             serving = asyncio.create_task(server.serve(sockets=[self._listener]))
             hearing = asyncio.create_task(self._hear(reader, framing, rest))
-            await asyncio.wait({serving, hearing}, return_when=asyncio.FIRST_COMPLETED)
+            ended, _ = await asyncio.wait({serving, hearing}, return_when=asyncio.FIRST_COMPLETED)
             server.should_exit = True
+            for error in filter(None, [task.exception() for task in ended]):
+                _tell_failure(error)
+                self._is_lost = True
             if self._is_lost:  # nobody is told anything: answers that are under way could only be wrong
                 store.close()
                 os._exit(1)
@@ -190,6 +193,13 @@ def _configure_log(settings: Settings) -> None:
         other.setLevel(logging.ERROR)
 
 
+def _tell_failure(error: BaseException) -> None:
+    """One line of what ends this process; the run starts another, and tells it all that was not noted."""
+    text = str(error) if isinstance(error, GfgenError) else f"{type(error).__name__}: {error}"
+    logger.error("the HTTP process cannot go on: %s", text)
+    logger.debug("it ends with", exc_info=error)
+
+
 async def _again_and_again(pause_s: float, work: Callable[[], Any]) -> None:
     """One failure of a chore is logged, and is not its last time."""
     while True:
@@ -212,8 +222,8 @@ def main(link_fd: int, listener_fd: int) -> None:
         os.set_inheritable(own.fileno(), False)
     try:
         code = asyncio.run(Front(link, listener).run())
-    except GfgenError as error:
-        logger.error("%s", error)
+    except Exception as error:
+        _tell_failure(error)
         code = 1
     sys.stdout.flush()
     os._exit(code)  # threads that still read a file are not waited for

@@ -184,7 +184,7 @@ class Store:
         self._reader = _connect(path)
         self._writer = _connect(path)
         self._queue: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
-        self.life = _begin_life(self._writer, began_at)
+        self.life = _begin_life(self._writer, path, began_at)
         """Rises with every process that opens the store: ids of events begin with it."""
         self._thread = threading.Thread(target=self._write, name="store", daemon=True)
         self._thread.start()
@@ -229,16 +229,8 @@ class Store:
 
         await self._do(work)
 
-    async def end(self, ending: Ending) -> bool:
-        """Note how a job has ended; False when it had ended before, or is not there."""
-
-        def work(db: sqlite3.Connection) -> bool:
-            return _end(db, ending)
-
-        return await self._do(work)
-
     async def end_all(self, endings: Sequence[Ending]) -> list[bool]:
-        """The same for several, in one transaction."""
+        """Note how jobs have ended; False for one that had ended before, or is not there."""
 
         def work(db: sqlite3.Connection) -> list[bool]:
             return [_end(db, ending) for ending in endings]
@@ -413,8 +405,11 @@ def _connect(path: Path) -> sqlite3.Connection:
         raise OutputError(f"cannot open {path}: {error}; move it away, or name another --output") from None
 
 
-def _begin_life(db: sqlite3.Connection, began_at: float) -> int:
-    return db.execute("INSERT INTO lives (began_at) VALUES (?)", (began_at,)).lastrowid or 0
+def _begin_life(db: sqlite3.Connection, path: Path, began_at: float) -> int:
+    try:
+        return db.execute("INSERT INTO lives (began_at) VALUES (?)", (began_at,)).lastrowid or 0
+    except sqlite3.Error as error:
+        raise OutputError(f"cannot write {path}: {error}; make room, then try again") from None
 
 
 def _take_key(db: sqlite3.Connection, key: RequestKey, ids: Sequence[str], now: float) -> None:

@@ -28,7 +28,7 @@ class NoPool:
     def __exit__(self, *_):
         pass
 
-    def wait_ready(self, signals):
+    def wait_ready(self, signals, **_):
         pass
 
 
@@ -152,6 +152,14 @@ def test_no_more_gpus_are_measured_together_than_reach_each_other(monkeypatch, t
     monkeypatch.setattr(profiles.registry, "cache_dir", lambda: tmp_path)
     dry = profile("--random-weights", "--dry-run")
     assert dry.output.splitlines()[1].startswith("18 measurements on 1 to 2 GPUs: about ")
+    samples = Samples({f"{stage} 1x1x1": [0.5] for stage in Stage}, gaps=[0.001], moves=[(64, 0.01)])
+    monkeypatch.setattr("gfgen.cli.ranks.WorkerPool", NoPool)
+    monkeypatch.setattr(command.profiling_gpu, "measure", lambda *_, **__: samples)
+    made = profile("--random-weights", "--model", "qwen-image", "--size", "512x512")
+    assert made.exit_code == 0, made.output
+    _, found = profiles.find_profile("NVIDIA H200")
+    assert found.num_ranks == 2
+    assert found.source == "gfgen profile --model qwen-image --size 512x512 --ranks 4 --random-weights"
 
 
 def test_gpus_are_measured_with_the_classes_of_the_workloads_unless_told_otherwise(monkeypatch, tmp_path):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -14,9 +17,11 @@ from builders import make_job
 from gfgen.errors import WorkerError
 from gfgen.runtime.admission import AdmittedJob
 from gfgen.runtime.clock import Clock
+from gfgen.runtime.cost import CostModel
 from gfgen.runtime.events import Event, LoadFailed, RankLoaded, RankLost, RankReady
 from gfgen.runtime.loads import MAX_SPARED, Loads
-from gfgen.runtime.pool import WorkerPool
+from gfgen.runtime.pool import MAX_DEATHS, MAX_FORKS, WorkerPool
+from gfgen.runtime.state import State
 from gfgen.runtime.warming import warm_ups
 from gfgen.runtime.workers import ProcessBackend
 
@@ -216,3 +221,89 @@ def test_ranks_that_cannot_load_their_only_model_end_the_run_with_the_reason(tmp
         pytest.raises(WorkerError, match="cannot start: FileNotFoundError: broken is broken"),
     ):
         pool.wait_ready()
+
+
+def test_a_rank_that_fails_at_the_start_is_started_again(tmp_path: Path) -> None:
+    """Though another one holds the only model."""
+    with WorkerPool(
+        num_ranks=2, checkpoints=[tmp_path / "shaky"], worker_main="loading_worker:main", num_writers=0
+    ) as pool:
+        pool.wait_ready(are_all_needed=True)
+        assert pool.incarnations == (1, 2)
+        assert all(worker.is_ready and worker.has_arenas for worker in pool.workers)
+        assert not pool.retired
+
+
+def test_a_rank_that_never_starts_stays_away_and_the_run_goes_on_with_the_others(tmp_path: Path) -> None:
+    with WorkerPool(
+        num_ranks=2, checkpoints=[tmp_path / "picky"], worker_main="loading_worker:main", num_writers=0
+    ) as pool:
+        pool.wait_ready()
+        assert pool.retired == {1}
+        assert pool.workers[1].incarnation <= MAX_SPARED + MAX_DEATHS
+        clock = Clock()
+        backend = ProcessBackend(pool, [], clock=clock, output_dir=tmp_path)
+        state = State([], num_ranks=2, clock=clock, costs=CostModel(), guard_s=0.0)
+        found = events_until(backend, RankReady)
+        for event in found:
+            state.apply(event)
+        backend.close()
+    assert [(event.rank, event.is_retired) for event in found if isinstance(event, RankLost)] == [(1, True)]
+    assert [view.rank for view in state.snapshot().ranks] == [0]
+
+
+def test_a_rank_that_never_starts_ends_what_needs_all_ranks_with_the_reason(tmp_path: Path) -> None:
+    with (
+        WorkerPool(
+            num_ranks=2, checkpoints=[tmp_path / "picky"], worker_main="loading_worker:main", num_writers=0
+        ) as pool,
+        pytest.raises(WorkerError, match="rank 1 cannot start: FileNotFoundError: picky does not"),
+    ):
+        pool.wait_ready(are_all_needed=True)
+
+
+def test_ranks_that_die_before_they_load_anything_end_the_run_with_the_reason(tmp_path: Path) -> None:
+    """After as many deaths each as a run allows."""
+    with (
+        WorkerPool(
+            num_ranks=2, checkpoints=[tmp_path / "good"], worker_main="loading_worker:die", num_writers=0
+        ) as pool,
+        pytest.raises(WorkerError, match=r"rank [01] died while it started: exit code 3"),
+    ):
+        pool.wait_ready()
+    assert pool.retired == {0, 1}
+    assert pool.incarnations == (MAX_DEATHS, MAX_DEATHS)
+
+
+def kill_as_it_is_forked(
+    fds: Sequence[int], *, fork: Callable[[Sequence[int]], tuple[int, int]]
+) -> tuple[int, int]:
+    """A child that is gone before it is told what it is to run."""
+    from_server, to_child = fork(fds)
+    os.kill(forkserver.read_signed(from_server), signal.SIGKILL)
+    assert forkserver.read_signed(from_server) == -signal.SIGKILL
+    return from_server, to_child
+
+
+@pytest.mark.parametrize("num_kills", [1, MAX_FORKS - 1])
+def test_a_worker_that_is_killed_as_it_is_forked_is_started_again(
+    backend: ProcessBackend, monkeypatch: pytest.MonkeyPatch, num_kills: int
+) -> None:
+    events_until(backend, RankReady, 2)
+    fork = forkserver.connect_to_new_process
+    ways = iter([partial(kill_as_it_is_forked, fork=fork)] * num_kills)
+    monkeypatch.setattr(forkserver, "connect_to_new_process", lambda fds: next(ways, fork)(fds))
+    backend._pool.workers[1].kill()
+    found = events_until(backend, RankReady)
+    assert [event.is_retired for event in found if isinstance(event, RankLost)] == [False]
+    assert next(ways, None) is None
+
+
+def test_a_worker_that_cannot_be_forked_at_all_ends_the_run(
+    backend: ProcessBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed = partial(kill_as_it_is_forked, fork=forkserver.connect_to_new_process)
+    monkeypatch.setattr(forkserver, "connect_to_new_process", killed)
+    backend._pool.workers[1].kill()
+    with pytest.raises(WorkerError, match=r"rank 1 cannot be started: .*Broken pipe; run again to go on"):
+        events_until(backend, RankReady, 3)

@@ -87,7 +87,7 @@ class Silent(Rank):
 
 def pool_of(*ranks: Rank) -> WorkerPool:
     pool: Any = WorkerPool.__new__(WorkerPool)
-    pool.workers, pool.num_ranks = list(ranks), len(ranks)
+    pool.workers, pool.num_ranks, pool.retired = list(ranks), len(ranks), set()
     made: WorkerPool = pool
     return made
 

@@ -74,7 +74,7 @@ def test_a_job_ends_once_and_the_first_word_counts(store):
 
 def test_nothing_can_end_a_job_twice_not_even_a_mistake_of_ours(store, tmp_path):
     accept(store, "a")
-    run(store.end(Ending("a", "completed", 105.0)))
+    run(store.end_all([Ending("a", "completed", 105.0)]))
     with (
         sqlite3.connect(tmp_path / "jobs.sqlite3") as db,
         pytest.raises(sqlite3.IntegrityError, match="has ended"),
@@ -116,7 +116,7 @@ def test_a_refused_work_leaves_those_beside_it_alone(store):
 
 def test_a_batch_counts_its_jobs_as_they_end(store):
     accept(store, "a", "b", "c", batch_id="batch")
-    run(store.end(Ending("a", "completed", 101.0, met_deadline=False)))
+    run(store.end_all([Ending("a", "completed", 101.0, met_deadline=False)]))
     row = store.batch("batch")
     assert (row.total, row.completed, row.missed, row.completed_at) == (3, 1, 1, None)
     run(store.end_all([Ending("b", "failed", 102.0), Ending("c", "cancelled", 103.0)]))
@@ -153,7 +153,7 @@ def test_lists_go_forward_and_backward(store):
     for number, name in enumerate("abcd"):
         accept(store, name)
         if number % 2:
-            run(store.end(Ending(name, "failed", 100.0 + number)))
+            run(store.end_all([Ending(name, "failed", 100.0 + number)]))
     ids = lambda **which: [kept.facts.id for kept in store.jobs(limit=10, **which)]  # noqa: E731
     assert ids() == ["d", "c", "b", "a"]
     assert ids(after="c") == ["b", "a"]
@@ -185,6 +185,16 @@ def test_a_full_disk_refuses_and_keeps_what_was_there(store):
     store._writer.execute("PRAGMA max_page_count = 1000000")
     accept(store, "c")
     assert [facts.id for facts, _ in store.open_jobs()] == ["a", "c"]
+
+
+def test_a_store_that_cannot_be_begun_says_what_to_do(tmp_path):
+    Store(tmp_path / "jobs.sqlite3", began_at=1.0).close()
+    with contextlib.closing(sqlite3.connect(tmp_path / "jobs.sqlite3")) as db, db:
+        db.execute(
+            "CREATE TRIGGER full BEFORE INSERT ON lives BEGIN SELECT RAISE(ABORT, 'disk is full'); END"
+        )
+    with pytest.raises(OutputError, match="disk is full; make room, then try again"):
+        Store(tmp_path / "jobs.sqlite3", began_at=2.0)
 
 
 def test_a_store_of_another_version_is_left_alone(tmp_path):

@@ -1,0 +1,103 @@
+"""What the front does about what it cannot take in, or cannot put down."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from builders import make_job, simulated_control
+from test_store import accepted
+
+from gfgen.errors import OutputError
+from gfgen.server import desk as desks
+from gfgen.server.bounds import Bounds
+from gfgen.server.desk import Desk
+from gfgen.server.link import Hello, Noted, Serving, Settings, pack
+from gfgen.server.live import Live
+from gfgen.server.store import STORE_NAME, Store
+
+SERVING = Serving(lambda specs: ([], []), (), "cpu", 2, "srtf", 100.0)
+
+
+def test_a_front_that_cannot_follow_the_run_says_why_in_one_line_and_ends_at_once(tmp_path):
+    """The run starts another, which is told again all that was not noted."""
+    ours, theirs = socket.socketpair()
+    with socket.create_server(("127.0.0.1", 0)) as listener, ours:
+        with theirs:
+            front = subprocess.Popen(
+                [sys.executable, "-m", "gfgen.server.front_main"]
+                + [str(number) for number in (theirs.fileno(), listener.fileno(), os.getpid())],
+                pass_fds=(theirs.fileno(), listener.fileno()),
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        settings = Settings(tmp_path, api_key=None, is_loopback=True, bounds=Bounds(), version="1")
+        ours.sendall(pack(settings) + pack(5))
+        _, told = front.communicate(timeout=60)
+    assert front.returncode == 1
+    (line,) = told.splitlines()
+    assert line.endswith("the HTTP process cannot go on: TypeError: 'int' object is not iterable")
+
+
+@pytest.fixture
+def store(tmp_path):
+    opened = Store(tmp_path / STORE_NAME, began_at=1.0)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def told():
+    """What the run has been told."""
+    return []
+
+
+@pytest.fixture
+def desk(store, told, tmp_path):
+    return Desk(store=store, live=Live(), folder=tmp_path, bounds=Bounds(), send=told.append)
+
+
+def test_a_full_disk_at_the_start_is_waited_for(desk, store, told, tmp_path, monkeypatch):
+    """A job whose file is there, and one that cannot be done any more, have ended when there is room."""
+    note, refusals = store.end_all, []
+
+    async def end_all(endings):
+        if len(refusals) % 2 == 0:
+            refusals.append(endings)
+            raise OutputError("no room")
+        refusals.append(None)
+        return await note(endings)
+
+    monkeypatch.setattr(store, "end_all", end_all)
+    monkeypatch.setattr(desks, "RETRY_S", 0.0)
+    (tmp_path / "made.mp4").write_bytes(b"made in time")
+
+    async def begin():
+        await store.accept([accepted("made"), accepted("lost")], now=100.0)
+        await desk.hear([replace(SERVING, admit=lambda specs: ([], ["it is gone"]))])
+
+    asyncio.run(begin())
+    assert [store.job(name).ending.status for name in ("made", "lost")] == ["completed", "failed"]
+    assert len(refusals) == 4
+    assert told == [Hello(())]
+
+
+def test_a_file_that_cannot_be_looked_at_ends_its_job_all_the_same(desk, store, told):
+    control, recorder = simulated_control([make_job("a")])
+    control.run()
+    (outcome,) = recorder.outcomes
+    nowhere = replace(outcome, info=replace(outcome.info, file="x" * 300))  # which no file system takes
+
+    async def end():
+        await store.accept([accepted("a")], now=100.0)
+        await desk.hear([replace(SERVING, admit=lambda specs: ([make_job("a")], [])), nowhere])
+
+    asyncio.run(end())
+    ending = store.job("a").ending
+    assert (ending.status, ending.size_bytes) == ("completed", None)
+    assert told[-1] == Noted(("a",))
