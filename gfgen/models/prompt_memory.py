@@ -1,16 +1,17 @@
-"""What a Wan transformer makes of a prompt, kept from step to step.
+"""What models make of prompts, kept: embeddings from job to job, and what a transformer makes of them.
 
-All steps of a job have the same prompt embeddings, and so the same projections of them, and the same keys
-and values in every block. Where a picture has fewer tokens than its prompt has places, these are most of
-the work: of a 128x128 picture by the built-in model, 64 tokens beside 512 places, more than half.
+All steps of a job have the same prompt embeddings, and so, in a Wan transformer, the same projections of
+them, and the same keys and values in every block. Where a picture has fewer tokens than its prompt has
+places, these are most of the work: of a 128x128 picture by the built-in model, 64 tokens beside 512 places,
+more than half.
 
 A linear layer or norm that remembers returns what it returned before if it is given the same tensor: the
 same object, unchanged since, so nothing is compared and equal bits are certain. Layers behind each other
 remember along: what one returns from memory is the same object to the next. Nothing refers to a job:
 memory goes with the tensor that it is about, or when other prompts have taken its place.
 
-For processors only. Blocks fused for GPUs go other ways (fused.py), and a recorded forward would replay
-what it remembered for the prompt that it was recorded with (graphs.py).
+Transformers remember on processors only. Blocks fused for GPUs go other ways (fused.py), and a recorded
+forward would replay what it remembered for the prompt that it was recorded with (graphs.py).
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from torch import Tensor
 
 from gfgen.models.geometry_wan import TEXT_TOKENS
 
+NUM_TEXTS = 8
+"""Texts whose embeddings an adapter keeps: jobs often share a negative prompt, or differ only in seeds."""
 ROOM_BYTES = 96 * 2**20
 """What one rank may remember: 8 prompts of the built-in model, which are 4 jobs with guidance. Models that
 are so large that 2 prompts need more remember nothing; the share of their work would be small, too."""

@@ -34,6 +34,7 @@ from gfgen.models.guidance import predict_branches, with_texts
 from gfgen.models.latents import denormalize_latents
 from gfgen.models.parallel import Parallel
 from gfgen.models.pictures import to_uint8
+from gfgen.models.prompt_memory import NUM_TEXTS
 from gfgen.models.sequence_parallel import install
 
 
@@ -46,6 +47,7 @@ class QwenImageAdapter:
         self._pipeline = pipeline
         self._vae = pipeline.vae
         self._forward: Forward = evaluate
+        self._embed = functools.lru_cache(NUM_TEXTS)(self._embed_text)
 
     @torch.no_grad()
     def encode(self, spec: JobSpec) -> Fields:
@@ -107,7 +109,7 @@ class QwenImageAdapter:
     def evaluate_by(self, forward: Forward) -> None:
         self._forward = forward
 
-    def _embed(self, text: str) -> torch.Tensor:
+    def _embed_text(self, text: str) -> torch.Tensor:
         """Embeddings of one prompt. One prompt is never padded, so there is no mask."""
         embeds, mask = self._pipeline.encode_prompt(
             prompt=text, device=self.device, max_sequence_length=MAX_TEXT_TOKENS

@@ -32,7 +32,7 @@ from gfgen.models.guidance import predict_branches, with_texts
 from gfgen.models.latents import denormalize_latents
 from gfgen.models.parallel import Parallel
 from gfgen.models.pictures import load_image, to_uint8
-from gfgen.models.prompt_memory import remember_prompts
+from gfgen.models.prompt_memory import NUM_TEXTS, remember_prompts
 from gfgen.models.sequence_parallel import install
 
 SHIFT_NAMES = {"UniPCMultistepScheduler": "flow_shift", "FlowMatchEulerDiscreteScheduler": "shift"}
@@ -55,18 +55,23 @@ class WanAdapter:
         self._experts = (text_pipeline.transformer, text_pipeline.transformer_2)
         self._dtype: torch.dtype = text_pipeline.transformer.dtype
         self._forward: Forward = evaluate
+        self._embed = functools.lru_cache(NUM_TEXTS)(self._embed_text)
 
     @torch.no_grad()
     def encode(self, spec: JobSpec) -> Fields:
-        positive, negative = self._text.encode_prompt(
-            prompt=spec.prompt,
-            negative_prompt=spec.negative_prompt,
-            do_classifier_free_guidance=self.geometry.uses_cfg(spec),
+        tensors = {"prompt_embeds": self._embed(spec.prompt)}
+        if self.geometry.uses_cfg(spec):
+            tensors["negative_prompt_embeds"] = self._embed(spec.negative_prompt or "")
+        return Fields(tensors)
+
+    def _embed_text(self, text: str) -> torch.Tensor:
+        embeds, _ = self._text.encode_prompt(
+            prompt=text,
+            do_classifier_free_guidance=False,
             max_sequence_length=TEXT_TOKENS,
             device=self.device,
         )
-        tensors = {"prompt_embeds": positive, "negative_prompt_embeds": negative}
-        return Fields({name: value.to(self._dtype) for name, value in tensors.items() if value is not None})
+        return torch.as_tensor(embeds, dtype=self._dtype)
 
     @torch.no_grad()
     def prepare(self, spec: JobSpec, prompt: Fields) -> tuple[Fields, Fields]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -22,9 +24,17 @@ def build(target: Path, sources: list[Path], *flags: str) -> Path:
     if compiler is None:
         pytest.skip("no C++ compiler")
     command = [compiler, *FLAGS, *flags, f"-I{SOURCES}", f"-I{NATIVE}"]
-    done = subprocess.run([*command, *map(str, sources), "-o", str(target)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    objects = [target.with_name(f"{target.name}-{source.stem}.o") for source in sources]
+    pairs = zip(map(str, sources), map(str, objects), strict=True)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda pair: _compile([*command, "-c", pair[0], "-o", pair[1]]), pairs))
+    _compile([*command, *map(str, objects), "-o", str(target)])
     return target
+
+
+def _compile(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def run(*command: str | Path) -> str:

@@ -12,8 +12,10 @@ import torch
 from diffusers import WanPipeline
 from torch import Tensor, nn
 
+from gfgen.jobspec import JobSpec
 from gfgen.models import prompt_memory
 from gfgen.models.prompt_memory import Remembering, prompt_bytes, remember_prompts
+from gfgen.models.registry import load_adapter
 
 torch.set_num_threads(1)
 
@@ -87,6 +89,29 @@ def test_a_model_whose_prompts_are_too_large_remembers_nothing(
     monkeypatch.setattr(prompt_memory, "ROOM_BYTES", 2 * prompt_bytes(transformer) - 1)
     remember_prompts(transformer)
     assert not isinstance(transformer.blocks[0].attn2.to_k.forward, Remembering)
+
+
+@pytest.mark.parametrize("name", ["tiny-wan", "tiny-qwen-image"])
+def test_a_text_that_several_jobs_share_is_encoded_once(tiny_models: Mapping[str, Path], name: str) -> None:
+    adapter: Any = load_adapter(tiny_models[name])
+    encoder = (adapter._text if name == "tiny-wan" else adapter._pipeline).text_encoder
+    num_calls = 0
+
+    def count(*call: Any) -> None:
+        nonlocal num_calls
+        num_calls += 1
+
+    encoder.register_forward_pre_hook(count)
+    guided = {"guidance_scale": 2.0} if name == "tiny-wan" else {"true_cfg_scale": 2.0}
+    jobs = [
+        adapter.geometry.resolve(JobSpec(id="a", model=name, prompt=prompt, negative_prompt="red", **guided))
+        for prompt in ("a fox", "a fox", "a dog")
+    ]
+    first, second, third = (adapter.encode(job).tensors for job in jobs)
+    assert num_calls == 3
+    assert first["prompt_embeds"] is second["prompt_embeds"]
+    assert first["negative_prompt_embeds"] is third["negative_prompt_embeds"]
+    assert not torch.equal(first["prompt_embeds"], third["prompt_embeds"])
 
 
 def _transformer(checkpoint: Path) -> Any:

@@ -121,9 +121,9 @@ def test_many_at_once_are_what_the_adapter_makes_of_each(
     for step in range(3):
         latents = adapter.denoise(job, prompt, condition, latents, step=step)
     expected = adapter.decode(job, latents).tensors["frames"]
-    recipe = Recipe(width=64, height=64, frames=5, steps=3, seed=11)
+    recipe = Recipe(width=64, height=64, frames=5, steps=3)
     images = given.expand(2, -1, -1, -1) if has_image else None
-    found = sample_videos(load(pipeline), PROMPTS[:2], recipe, images_BCHW=images)
+    found = sample_videos(load(pipeline), PROMPTS[:2], recipe, seeds=(11, 12), images_BCHW=images)
     assert (found[0].int() - expected.int()).abs().max() <= 1
 
 

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
+from gfgen.models.prompt_memory import remember_prompts
 from gfgen.models.shapes.drawing import draw, sketch
 from gfgen.models.shapes.measures import Scores, Sight, judge, look
 from gfgen.models.shapes.parts import FLOW_SHIFT, GUIDANCE_SCALE, STEPS, Parts, load
@@ -42,7 +43,8 @@ START_DISTANCE = 0.04
 """Of the picture's sides: as far as a thing may be from where the given first frame has it."""
 SHEET_FRAMES = 5
 SHEET_CELLS = 24
-BATCH = 64
+BATCH = {"cuda": 64, "cpu": 8}
+"""Questions answered at once; what is seen does not depend on it."""
 RECONSTRUCTED = 64
 """Videos that are encoded and decoded for the mean signal-to-noise ratio."""
 
@@ -51,8 +53,9 @@ Map = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A held-out prompt, what it should show, and at which size."""
+    """A held-out prompt, what it should show, at which size, and from which noise."""
 
+    seed: int
     scene: Scene
     prompt: str
     width: int
@@ -78,11 +81,11 @@ class Figures:
 def questions(count: int, *, seed: int = SEED) -> list[Question]:
     """Held-out prompts of all sizes."""
     rng = Random(seed)
-    found = []
+    found: list[Question] = []
     for (width, height, frames), percent in SHARES:
         for _ in range(round(count * percent / 100)):
             scene = sample_scene(rng, width=width, height=height, held_out=True)
-            found.append(Question(scene, describe(scene, rng), width, height, frames))
+            found.append(Question(len(found), scene, describe(scene, rng), width, height, frames))
     return found
 
 
@@ -122,8 +125,9 @@ def evaluate(
 ) -> Figures:
     """Figures over all questions. with_images: the first frame is given, as it should be."""
     scores: list[Scores] = []
-    for first in range(0, len(asked), BATCH):
-        for group in _of_one_size(asked[first : first + BATCH]):
+    batch = BATCH[parts.transformer.device.type]
+    for first in range(0, len(asked), batch):
+        for group in _of_one_size(asked[first : first + batch]):
             videos = answer(parts, group, recipe, with_images=with_images).cpu().numpy()
             scores += each(_judged, [(q, video, with_images) for q, video in zip(group, videos, strict=True)])
     return Figures.of(scores)
@@ -134,7 +138,8 @@ def answer(parts: Parts, group: Sequence[Question], recipe: Recipe, *, with_imag
     one = group[0]
     recipe = replace(recipe, width=one.width, height=one.height, frames=one.frames)
     images = first_frames(group) if with_images else None
-    return sample_videos(parts, [question.prompt for question in group], recipe, images_BCHW=images)
+    prompts, seeds = [question.prompt for question in group], [question.seed for question in group]
+    return sample_videos(parts, prompts, recipe, seeds=seeds, images_BCHW=images)
 
 
 def first_frames(group: Sequence[Question]) -> Tensor:
@@ -228,6 +233,8 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     with Supply(num_processes=options.processes) as supply:
         parts = load(options.model, device=options.device)
+        if options.device == "cpu":
+            remember_prompts(parts.transformer)
         recipe = Recipe(
             steps=options.steps, flow_shift=options.flow_shift, guidance_scale=options.guidance_scale
         )

@@ -26,14 +26,21 @@ class Recipe:
     steps: int = STEPS
     guidance_scale: float = GUIDANCE_SCALE
     flow_shift: float = FLOW_SHIFT
-    seed: int = 0
 
 
 @torch.no_grad()
 def sample_videos(
-    parts: Parts, prompts: Sequence[str], recipe: Recipe, *, images_BCHW: Tensor | None = None
+    parts: Parts,
+    prompts: Sequence[str],
+    recipe: Recipe,
+    *,
+    seeds: Sequence[int],
+    images_BCHW: Tensor | None = None,
 ) -> Tensor:
-    """Videos of prompts ([B, T, H, W, 3] uint8); images in [0, 1] give their first frames."""
+    """Videos of prompts ([B, T, H, W, 3] uint8); images in [0, 1] give their first frames.
+
+    Each has noise from a seed of its own, as a job has.
+    """
     device = next(parts.transformer.parameters()).device
     scale = LatentScale(parts.vae, device)
     embeds = [prompt_embeds(parts, prompts)]
@@ -43,7 +50,7 @@ def sample_videos(
     if images_BCHW is not None:
         clip = images_BCHW.to(device)[:, :, None] * 2 - 1
         given_BCTHW = scale.normalize(encode_moments(parts.vae, clip)[0])
-    latents = _noise(parts, len(prompts), recipe).to(device)
+    latents = _noise(parts, seeds, recipe).to(device)
     scheduler = unipc(flow_shift=recipe.flow_shift)
     scheduler.set_timesteps(recipe.steps)
     for timestep in scheduler.timesteps:
@@ -72,12 +79,10 @@ def prompt_embeds(parts: Parts, prompts: Sequence[str]) -> Tensor:
     return embeds
 
 
-def _noise(parts: Parts, count: int, recipe: Recipe) -> Tensor:
-    """Each video's noise has a seed of its own, as a job's has."""
+def _noise(parts: Parts, seeds: Sequence[int], recipe: Recipe) -> Tensor:
     frames = (recipe.frames - 1) // parts.vae.config.scale_factor_temporal + 1
     factor = parts.vae.config.scale_factor_spatial
     shape = (parts.vae.config.z_dim, frames, recipe.height // factor, recipe.width // factor)
-    seeds = range(recipe.seed, recipe.seed + count)
     return torch.stack([torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed in seeds])
 
 
