@@ -24,8 +24,16 @@ def test_the_systemd_units_in_the_docs_are_those_in_the_folder(unit):
 
 def test_the_example_policy_finishes_a_batch():
     jobs = [make_job(f"job-{i}", steps=1 + i % 4) for i in range(6)]
-    recorder = simulate(jobs, policy=f"{ROOT / 'docs/examples/shortest_first.py'},patience=3")
+    recorder = simulate(jobs, policy=f"{ROOT / 'docs/examples/shortest_first.py'},patience_s=3")
     assert len(recorder.outcomes) == 6
+
+
+@pytest.mark.parametrize(("patience_s", "first"), [(3600, "short"), (0.3, "long")])
+def test_the_example_policy_lets_a_long_job_wait_for_as_long_as_it_is_told(patience_s, first):
+    jobs = [make_job("long", steps=9), make_job("short", steps=2, arrival_s=0.5)]
+    policy = f"{ROOT / 'docs/examples/shortest_first.py'},patience_s={patience_s}"
+    recorder = simulate(jobs, policy=policy, num_ranks=1)
+    assert recorder.outcomes[0].info.spec.id == first
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -112,12 +113,19 @@ def run_jobs(
 
 
 def copy_of(
-    job: AdmittedJob, job_id: str, steps: int, *, arrival_s: float = 0.0, priority: int = 0
+    job: AdmittedJob,
+    job_id: str,
+    steps: int,
+    *,
+    arrival_s: float = 0.0,
+    priority: int = 0,
+    prompt: str | None = None,
 ) -> AdmittedJob:
-    """The same work under another name, with so many steps and without end."""
+    """The same work under another name, with so many steps and without end; with another prompt, if given."""
     spec = replace(
         job.spec,
         id=job_id,
+        prompt=job.spec.prompt if prompt is None else prompt,
         steps=steps,
         arrival_s=arrival_s,
         deadline_s=None,
@@ -136,3 +144,11 @@ def copy_of(
         spec_hash=job_id,
     )
     return replace(job, info=info, trajectory=trajectory)
+
+
+def unlike(prompt: str, name: str) -> str:
+    """A prompt of its own for what has this name: a rank does not encode again what it encoded lately.
+
+    Five digits are as many tokens whatever they are, so that all of them are of one length.
+    """
+    return f"{prompt} {zlib.crc32(name.encode()) % 100_000:05d}"

@@ -104,8 +104,7 @@ def table_of(report: Report) -> Iterator[str]:
 
 def _run(folder: Path, *, num_ranks: int, num_jobs: int) -> list[float]:
     """The latencies of `num_jobs` jobs, each alone; one more before them warms up."""
-    job = {"prompt": "a fox", "model": MODEL, "size": SIZE, "steps": STEPS}
-    jobs = [job | {"id": f"{idx}", "arrival": idx * SPACING_S} for idx in range(num_jobs + 1)]
+    jobs = [job_of_run(idx) for idx in range(num_jobs + 1)]
     path = folder / "jobs.jsonl"
     path.write_text("".join(f"{json.dumps(each)}\n" for each in jobs))
     command = [sys.executable, "-m", "gfgen", "run", str(path), "--ranks", str(num_ranks), "--quiet"]
@@ -115,6 +114,23 @@ def _run(folder: Path, *, num_ranks: int, num_jobs: int) -> list[float]:
         raise RunError(f"gfgen run failed: {done.stderr.strip()[-500:]}")
     lines = [json.loads(line) for line in (output / "manifest.jsonl").read_text().splitlines()]
     return [line["timings"]["latency_s"] for line in lines if line["id"] != "0"]
+
+
+def job_of_run(number: int) -> dict[str, object]:
+    """A line of the job file."""
+    return {
+        "id": f"{number}",
+        "prompt": prompt_of(number),
+        "model": MODEL,
+        "size": SIZE,
+        "steps": STEPS,
+        "arrival": number * SPACING_S,
+    }
+
+
+def prompt_of(number: int) -> str:
+    """Each way each job has its own: a rank that has encoded a prompt does not do it again."""
+    return f"fox {number}"
 
 
 # The server -------------------------------------------------------------------------------------
@@ -189,7 +205,7 @@ def _wanted(port: int, path: str, values: Mapping[str, Any] | None = None) -> An
 
 def _picture(port: int, number: int) -> float:
     began_s = time.perf_counter()
-    values = {"prompt": f"fox {number}", "model": MODEL, "size": SIZE, "num_inference_steps": STEPS}
+    values = {"prompt": prompt_of(number), "model": MODEL, "size": SIZE, "num_inference_steps": STEPS}
     _wanted(port, "/v1/images/generations", values)
     return time.perf_counter() - began_s
 

@@ -12,7 +12,7 @@ from gfgen.gfc.cuda.memory import arena_bytes
 from gfgen.job import passed_deadlines, read_jobs
 from gfgen.jobspec import JobSpec
 from gfgen.models.geometry import load_geometry, weightless_geometry
-from gfgen.models.registry import find_configs, resolve_checkpoint, resolve_configs
+from gfgen.models.registry import DEFAULT_MODEL, find_configs, resolve_checkpoint, resolve_configs
 from gfgen.runtime.admission import AdmittedJob, Model, admit
 from gfgen.runtime.arenas import SIDE_BYTES, default_plan
 from gfgen.runtime.devices import CUDA, Devices
@@ -50,6 +50,7 @@ def admit_file(
             when all of them are to be there together and do not.
     """
     parsed = read_jobs("-" if source == "-" else Path(source))
+    tell_of_unused(default_model, parsed.specs)
     admission = Admission(
         default_model=default_model,
         devices=devices,
@@ -75,11 +76,19 @@ def admit_weightless(source: str, *, default_model: str) -> Sequence[AdmittedJob
     Raises: JobFileError with every problem, as `admit_file`.
     """
     parsed = read_jobs("-" if source == "-" else Path(source))
+    tell_of_unused(default_model, parsed.specs)
     admitted, refused = admit(parsed.specs, default_model=default_model, find_model=_find_weightless)
     problems = sorted((*parsed.problems, *refused), key=lambda problem: problem.line or 0)
     if problems:
         raise JobFileError(parsed.source, tuple(problems))
     return admitted
+
+
+def tell_of_unused(default_model: str, specs: Sequence[JobSpec]) -> None:
+    """A log line when all jobs name another model than --model does."""
+    names = {spec.model for spec in specs}
+    if names and default_model != DEFAULT_MODEL and not names & {None, default_model}:
+        logger.warning("--model %s has no effect: every job names its own", default_model)
 
 
 def warn_of_passed_deadlines(

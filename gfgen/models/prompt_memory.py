@@ -29,8 +29,9 @@ from gfgen.models.geometry_wan import TEXT_TOKENS
 NUM_TEXTS = 8
 """Texts whose embeddings an adapter keeps: jobs often share a negative prompt, or differ only in seeds."""
 ROOM_BYTES = 96 * 2**20
-"""What one rank may remember: 8 prompts of the built-in model, which are 4 jobs with guidance. Models that
-are so large that 2 prompts need more remember nothing; the share of their work would be small, too."""
+"""What one transformer may remember on a rank: 8 prompts of the built-in model, which are 4 jobs with
+guidance. Models that are so large that 2 prompts need more remember nothing; the share of their work would be
+small, too."""
 
 
 def remember_prompts(transformer: Any) -> None:

@@ -34,7 +34,7 @@ from typing import Any
 
 import torch
 
-from gfgen.errors import AbortedError
+from gfgen.errors import AbortedError, JobError, ModelError
 from gfgen.gfc.arena import Plan
 from gfgen.gfc.descriptor import Descriptor
 from gfgen.gfc.endpoint import Endpoint
@@ -573,11 +573,13 @@ def reset_host_peak() -> None:
 
 
 def reason_of(error: BaseException) -> str:
-    """One line that names the exception and where it was raised."""
+    """One line that names the exception and where it was raised; or what the user can mend, as it is."""
+    text = " ".join(str(error).split())[:500] or "no message"
+    if isinstance(error, JobError | ModelError):
+        return text
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    text = " ".join(str(error).split()) or "no message"
-    return f"{type(error).__name__}: {text[:500]}{place}"
+    return f"{type(error).__name__}: {text}{place}"
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gfgen.bench.serve import Report, table_of
+from gfgen.bench.serve import Report, job_of_run, prompt_of, table_of
 
 
 def test_what_http_adds_is_the_difference_of_medians():
@@ -22,3 +22,9 @@ def test_what_http_adds_is_the_difference_of_medians():
     assert "| added by HTTP | under 5 ms and the transfer | +3.0 ms |" in text
     assert "1,234 a second" in text
     assert "34.0 ms" in text
+
+
+def test_the_jobs_of_a_run_have_to_be_encoded_one_by_one_as_those_over_http():
+    prompts = [job_of_run(number)["prompt"] for number in range(5)]
+    assert len(set(prompts)) == len(prompts)
+    assert prompts == [prompt_of(number) for number in range(5)]

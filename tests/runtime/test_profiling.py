@@ -92,6 +92,18 @@ def test_a_profile_has_medians_spread_moves_and_files():
     assert (made.move_s, made.move_bytes_per_s) == (1.0, 1000)
 
 
+def test_each_job_of_each_round_has_a_prompt_that_no_rank_has_encoded_yet():
+    """An encode that a rank remembers takes no time."""
+    prompts = [
+        each.spec.prompt
+        for entry in profiling.plan_measurements([make_job("a", uses_cfg=True)], num_ranks=3)
+        for group in profiling._groups(entry, num_ranks=3)
+        for each in group.jobs
+    ]
+    assert len(set(prompts)) == len(prompts)
+    assert len(set(map(len, prompts))) == 1
+
+
 def test_real_workers_are_measured_in_every_way(pool, tmp_path):
     """On four ranks; a few of the measurements, since all of them take a minute."""
     (job,) = admitted(JobSpec(id="a", prompt="a fox", **PICTURE | {"negative_prompt": "blurry"}))

@@ -66,6 +66,17 @@ def test_a_profile_has_rows_by_degrees_and_what_a_move_adds_to_a_gap():
     assert (made.move_s, made.move_bytes_per_s) == (1.0, 1000)
 
 
+def test_each_job_has_a_prompt_that_no_rank_has_encoded_yet():
+    """An encode that a rank remembers takes no time."""
+    prompts = [
+        part.job.spec.prompt
+        for entry in profiling.plan_measurements([make_job("a", uses_cfg=True)], num_ranks=4)
+        for part in profiling._parts(entry, [range(4)])
+    ]
+    assert len(set(prompts)) == len(prompts)
+    assert len(set(map(len, prompts))) == 1
+
+
 def test_groups_on_real_workers_are_measured_in_every_way(bare_pool, tmp_path):
     (job, *_) = admitted(calibration_jobs("tiny-wan"), find_model("tiny-wan"))
     plan = profiling.plan_measurements([job], num_ranks=bare_pool.num_ranks)

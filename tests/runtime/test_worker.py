@@ -15,7 +15,7 @@ import pytest
 import torch
 from builders import make_job
 
-from gfgen.errors import AbortedError
+from gfgen.errors import AbortedError, JobError, Problem
 from gfgen.gfc.descriptor import Descriptor
 from gfgen.jobspec import JobSpec
 from gfgen.layout import Layout
@@ -248,6 +248,12 @@ def test_waiting_for_the_other_ranks_is_no_part_of_a_tasks_duration(
     report = rank.run_to_end(3, 2, layout=Layout((0, 1), ulysses=2))
     assert report.started_s >= entered_s[1]
     assert report.waited_s >= entered_s[1] - entered_s[0]
+
+
+def test_what_the_user_can_mend_is_told_without_our_places() -> None:
+    with pytest.raises(JobError) as caught:
+        raise JobError(Problem.of("image", "fox.png", "cannot be read as a picture"))
+    assert worker_module.reason_of(caught.value) == "image = fox.png: cannot be read as a picture"
 
 
 def test_a_task_that_raises_is_a_fault_with_its_reason_and_the_worker_goes_on(rank: Rank) -> None:
