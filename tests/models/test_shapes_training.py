@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,7 @@ from gfgen.models.shapes.flow_model import FlowModel
 from gfgen.models.shapes.muon import orthogonalized
 from gfgen.models.shapes.parts import MINIATURE, Parts, load, new_parts, save, set_latent_scale
 from gfgen.models.shapes.sampling import Recipe, prompt_embeds, sample_videos, token_timesteps
-from gfgen.models.shapes.session import Session
-from gfgen.models.shapes.supply import MAX_WORDS, Supply
-from gfgen.models.shapes.vae_training import ClipShape, train_decoder
+from gfgen.models.shapes.supply import MAX_WORDS
 
 torch.set_num_threads(1)
 
@@ -137,25 +134,9 @@ def test_orthogonalized_matrices_have_singular_values_near_one() -> None:
     assert values.max() < 1.5
 
 
-def test_the_decoder_goes_on_alone_and_latents_stay(tmp_path: Path) -> None:
-    vae = new_parts(MINIATURE).vae
-    before = {name: weight.clone() for name, weight in vae.named_parameters()}
-    ends_s = time.monotonic() + 600
-    session = Session(
-        tmp_path, stage="decoder", device="cpu", seed=1, total_s=600, ends_s=ends_s, max_steps=2
-    )
-    clips = [ClipShape(batch=1, frames=5, width=32, height=32, is_crop=True, follows=True)]
-    with Supply(num_processes=0) as supply:
-        train_decoder(session, vae, supply, clips)
-    changed = {name for name, weight in vae.named_parameters() if not torch.equal(weight, before[name])}
-    assert changed
-    assert all(name.startswith(("decoder.", "post_quant_conv.")) for name in changed)
-
-
 def test_a_stopped_run_goes_on_and_leaves_a_pipeline_that_gfgen_loads(tmp_path: Path) -> None:
     command = [str(tmp_path), "--miniature", "--device", "cpu", "--processes", "0", "--evaluate", "2"]
-    before = ["--vae-seconds", "0", "--decoder-seconds", "0", "--text-seconds", "0"]
-    train.main([*command, *before, "--max-steps", "2"])
+    train.main([*command, "--vae-seconds", "0", "--text-seconds", "0", "--max-steps", "2"])
     assert _notes(tmp_path) == (2, False)
     train.main([*command, "--max-steps", "1", "--finish"])
     assert _notes(tmp_path) == (3, True)

@@ -1,4 +1,4 @@
-"""Train `shapes` from nothing: the VAE, its decoder once more, the text encoder, the transformer with both.
+"""Train `shapes` from nothing: the VAE, then the text encoder, then the transformer with both.
 
     python -m gfgen.models.shapes.train DIR
 
@@ -38,13 +38,10 @@ from gfgen.models.shapes.supply import Supply
 from gfgen.models.shapes.text_training import BATCH, train_text
 from gfgen.models.shapes.vae_training import (
     CLIPS,
-    DECODER_CLIPS,
     MINIATURE_CLIPS,
     ClipShape,
-    decoder_of,
     measure_latents,
     reconstruction_db,
-    train_decoder,
     train_vae,
 )
 
@@ -60,17 +57,14 @@ class Plan:
     dimensions: Dimensions
     clips: Sequence[ClipShape]
     buckets: Sequence[Bucket]
-    decoder_clips: Sequence[ClipShape]
     num_measured: int
     """Videos whose latents are measured."""
     num_prompts: int
     """In a batch for the text encoder."""
 
 
-FULL_PLAN = Plan(FULL, CLIPS, BUCKETS, DECODER_CLIPS, num_measured=256, num_prompts=BATCH)
-MINIATURE_PLAN = Plan(
-    MINIATURE, MINIATURE_CLIPS, MINIATURE_BUCKETS, MINIATURE_CLIPS, num_measured=1, num_prompts=2
-)
+FULL_PLAN = Plan(FULL, CLIPS, BUCKETS, num_measured=256, num_prompts=BATCH)
+MINIATURE_PLAN = Plan(MINIATURE, MINIATURE_CLIPS, MINIATURE_BUCKETS, num_measured=1, num_prompts=2)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -83,7 +77,7 @@ def main(arguments: list[str] | None = None) -> None:
         parts = new_parts(plan.dimensions)
         if options.device != "cpu":
             _set_up_gpu(options)
-        stages = (_vae_stage, _decoder_stage, _text_stage, _flow_stage)
+        stages = (_vae_stage, _text_stage, _flow_stage)
         is_done = all(stage(parts, plan, options, supply) for stage in stages)
     print("done" if is_done else "not done; the same command goes on from here")
 
@@ -96,8 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     on_or_off = argparse.BooleanOptionalAction
     parser.add_argument("folder", type=Path, metavar="DIR")
-    parser.add_argument("--vae-seconds", type=float, default=220, help="of training, in all (%(default)s)")
-    parser.add_argument("--decoder-seconds", type=float, default=60, help="of training, in all (%(default)s)")
+    parser.add_argument("--vae-seconds", type=float, default=280, help="of training, in all (%(default)s)")
     parser.add_argument("--text-seconds", type=float, default=40, help="of training, in all (%(default)s)")
     parser.add_argument("--flow-seconds", type=float, default=700, help="of training, in all (%(default)s)")
     parser.add_argument("--limit", type=float, default=86400, help="seconds after which training stops here")
@@ -105,12 +98,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--finish", action="store_true", help="plan the last stage to be done at the limit")
     parser.add_argument(
         "--evaluate", type=int, default=500, help="held-out prompts at the end (%(default)s); 0: none"
-    )
-    parser.add_argument(
-        "--batch-divisor",
-        type=int,
-        default=1,
-        help="of the decoder's batches, for slow devices (%(default)s)",
     )
     parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -167,21 +154,6 @@ def _vae_stage(parts: Parts, plan: Plan, options: argparse.Namespace, supply: Su
         _keep_trained(session, {"vae": parts.vae}, **scale)
     notes = _load_trained(options.folder, "vae", {"vae": parts.vae})
     set_latent_scale(parts.vae, json.loads(notes["latents_mean"]), json.loads(notes["latents_std"]))
-    return True
-
-
-def _decoder_stage(parts: Parts, plan: Plan, options: argparse.Namespace, supply: Supply) -> bool:
-    """Whether the VAE's decoder is trained; it then is what its checkpoint says."""
-    session = _session(options, "decoder", total_s=options.decoder_seconds)
-    if not _is_done(options.folder, "decoder"):
-        clips = [shape.divided(options.batch_divisor) for shape in plan.decoder_clips]
-        train_decoder(session, parts.vae, supply, clips)
-        if not session.is_done:
-            return False
-        decibels = reconstruction_db(parts.vae, session.device, num_videos=min(64, plan.num_measured))
-        session.log(reconstruction_db=round(decibels, 2))
-        _keep_trained(session, {"decoder": decoder_of(parts.vae)})
-    _load_trained(options.folder, "decoder", {"decoder": decoder_of(parts.vae)})
     return True
 
 

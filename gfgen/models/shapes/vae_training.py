@@ -3,32 +3,27 @@
 Loss: absolute and squared error of pixels, absolute error of their differences to the right and below
 (edges) and to the next frame (flicker), and a little KL. Latents are decoded with a little more noise
 than the posterior has, so that what the transformer gets slightly wrong still gives clean edges.
-
-Clips of 9 frames are enough for the encoder and for most of the decoder, and cost half. A decoder that has
-seen no others draws the last frames of longer videos less well, small moving things first. So it goes on
-alone, on clips of 17 frames around the smallest thing: latents stay what they are (`train_decoder`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from random import Random
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gfgen.models.shapes.codec import decode_clip, encode_moments, lay_out
 from gfgen.models.shapes.drawing import draw, sketch
 from gfgen.models.shapes.graphs import Recorder, with_gradients
-from gfgen.models.shapes.scenes import Scene, sample_scene
+from gfgen.models.shapes.scenes import sample_scene
 from gfgen.models.shapes.session import Average, Session
 from gfgen.models.shapes.supply import Supply
 
 LEARNING_RATE = 1.5e-3
-DECODER_RATE = 5e-4
 KL_WEIGHT = 1e-4
 SQUARE_WEIGHT = 2.0
 EDGE_WEIGHT = 0.5
@@ -46,24 +41,12 @@ class ClipShape:
     width: int
     height: int
     is_crop: bool
-    follows: bool = False
-    """Whether a crop is around a place on the way of the smallest thing, and not anywhere."""
-
-    def divided(self, divisor: int) -> ClipShape:
-        """The same for a device on which smaller batches are better."""
-        return replace(self, batch=max(1, self.batch // divisor))
 
 
 # A crop of a quarter costs a quarter, and shows as many edges as there are.
 CLIPS = (
     ClipShape(batch=96, frames=9, width=64, height=64, is_crop=True),
     ClipShape(batch=24, frames=9, width=128, height=128, is_crop=False),
-    ClipShape(batch=192, frames=1, width=128, height=128, is_crop=False),
-)
-DECODER_CLIPS = (
-    ClipShape(batch=96, frames=17, width=64, height=64, is_crop=True, follows=True),
-    ClipShape(batch=24, frames=17, width=128, height=128, is_crop=False),
-    ClipShape(batch=96, frames=17, width=64, height=64, is_crop=True, follows=True),
     ClipShape(batch=192, frames=1, width=128, height=128, is_crop=False),
 )
 MINIATURE_CLIPS = (
@@ -76,56 +59,28 @@ def train_vae(session: Session, vae: Any, supply: Supply, clips: Sequence[ClipSh
     """Train until the session's time is over; the weights end as their moving average."""
     vae.to(session.device).train()
     lay_out(vae)
-    _train(session, vae, vae, supply, clips, rate=LEARNING_RATE, loss=vae_loss)
-
-
-def train_decoder(
-    session: Session, vae: Any, supply: Supply, clips: Sequence[ClipShape] = DECODER_CLIPS
-) -> None:
-    """The same for the decoder alone, of a VAE that is trained."""
-    vae.to(session.device).requires_grad_(False)
-    lay_out(vae)
-    decoder = decoder_of(vae).train().requires_grad_(True)
-    _train(session, vae, decoder, supply, clips, rate=DECODER_RATE, loss=decoder_loss)
-
-
-def decoder_of(vae: Any) -> nn.Module:
-    """All that comes after the latents."""
-    return nn.ModuleDict({"post_quant_conv": vae.post_quant_conv, "decoder": vae.decoder})
-
-
-def _train(
-    session: Session,
-    vae: Any,
-    trained: nn.Module,
-    supply: Supply,
-    clips: Sequence[ClipShape],
-    *,
-    rate: float,
-    loss: Callable[[Any, Tensor], tuple[Tensor, ...]],
-) -> None:
-    average = Average({"vae": trained}, decay=EMA_DECAY)
+    average = Average({"vae": vae}, decay=EMA_DECAY)
     optimizer = torch.optim.AdamW(
-        trained.parameters(), lr=rate, betas=(0.9, 0.99), weight_decay=0.0, fused=session.is_cuda
+        vae.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.99), weight_decay=0.0, fused=session.is_cuda
     )
     session.begin(average=average, optimizers={"adamw": optimizer})
 
     def loss_of(clip_BCTHW: Tensor) -> tuple[Tensor, ...]:
         with session.autocast():
-            return loss(vae, clip_BCTHW)
+            return vae_loss(vae, clip_BCTHW)
 
     drawn = [
-        draw_clips(supply, shape, session.device, seed=f"{session.stage}-{session.seed}-{session.step}-{idx}")
-        for idx, shape in enumerate(clips)
+        draw_clips(supply, shape, session.device, seed=f"vae-{session.seed}-{session.step}")
+        for shape in clips
     ]
     recorder = Recorder(session.device, uses_graphs=session.uses_graphs)
-    step_of = with_gradients(trained.parameters(), loss_of)
+    step_of = with_gradients(vae.parameters(), loss_of)
     replays = [recorder.capture(step_of, next(clip)) for clip in drawn]
     for step in session.steps():
         idx = step % len(clips)
-        whole, pixels, kl = replays[idx](next(drawn[idx]))
-        torch.nn.utils.clip_grad_norm_(trained.parameters(), 1.0)
-        session.update(loss=whole, pixels=pixels, kl=kl)
+        loss, pixels, kl = replays[idx](next(drawn[idx]))
+        torch.nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
+        session.update(loss=loss, pixels=pixels, kl=kl)
     average.swap_in()
     vae.eval()
 
@@ -134,28 +89,16 @@ def vae_loss(vae: Any, clip_BCTHW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The loss; of its terms, the error of pixels and the KL."""
     mean, log_variance = encode_moments(vae, clip_BCTHW)
     mean, log_variance = mean.float(), log_variance.float()
-    loss, pixels = _decoding_loss(vae, clip_BCTHW, mean, log_variance)
-    kl = 0.5 * (mean**2 + torch.exp(log_variance) - 1 - log_variance).mean()
-    return loss + KL_WEIGHT * kl, pixels, kl
-
-
-def decoder_loss(vae: Any, clip_BCTHW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The same for latents that stay as they are: their KL is nobody's to change."""
-    with torch.no_grad():
-        mean, log_variance = encode_moments(vae, clip_BCTHW)
-    loss, pixels = _decoding_loss(vae, clip_BCTHW, mean.float(), log_variance.float())
-    return loss, pixels, torch.zeros_like(pixels)
-
-
-def _decoding_loss(vae: Any, clip_BCTHW: Tensor, mean: Tensor, log_variance: Tensor) -> tuple[Tensor, Tensor]:
     deviation = (torch.exp(log_variance) + LATENT_NOISE**2).sqrt()
     decoded = decode_clip(vae, mean + deviation * torch.randn_like(mean)).float()
     error = decoded - clip_BCTHW
     edges = error.diff(dim=-1).abs().mean() + error.diff(dim=-2).abs().mean()
     flicker = error.diff(dim=2).abs().mean() if error.shape[2] > 1 else error.new_zeros(())
+    kl = 0.5 * (mean**2 + torch.exp(log_variance) - 1 - log_variance).mean()
     pixels = error.abs().mean()
     weighted = SQUARE_WEIGHT * error.square().mean() + EDGE_WEIGHT * edges + FLICKER_WEIGHT * flicker
-    return pixels + weighted, pixels
+    loss = pixels + weighted + KL_WEIGHT * kl
+    return loss, pixels, kl
 
 
 def draw_clips(supply: Supply, shape: ClipShape, device: torch.device, *, seed: str) -> Iterator[Tensor]:
@@ -169,30 +112,9 @@ def draw_clips(supply: Supply, shape: ClipShape, device: torch.device, *, seed: 
         first = rng.randrange(frames - shape.frames + 1)
         video = video[:, :, first : first + shape.frames]
         if shape.is_crop:
-            anywhere = rng.randrange(canvas - shape.width + 1), rng.randrange(canvas - shape.height + 1)
-            corners = [
-                _crop_around(scene, shape, rng, canvas=canvas) if shape.follows else anywhere
-                for scene in batch.scenes
-            ]
-            video = torch.stack(
-                [
-                    one[..., top : top + shape.height, left : left + shape.width]
-                    for one, (left, top) in zip(video, corners, strict=True)
-                ]
-            )
+            top, left = rng.randrange(canvas - shape.height + 1), rng.randrange(canvas - shape.width + 1)
+            video = video[..., top : top + shape.height, left : left + shape.width]
         yield video * 2 - 1
-
-
-def _crop_around(scene: Scene, shape: ClipShape, rng: Random, *, canvas: int) -> tuple[int, int]:
-    """Left and top of a part with a place on the way of the smallest thing, where there is most to learn."""
-    thing = min(scene.things, key=lambda thing: thing.radius)
-    when = rng.random()
-    corner = []
-    for axis, part in enumerate((shape.width, shape.height)):
-        place = thing.start[axis] + when * (thing.end[axis] - thing.start[axis])
-        first = round(place * canvas + (rng.uniform(-0.2, 0.2) - 0.5) * part)
-        corner.append(min(max(first, 0), canvas - part))
-    return corner[0], corner[1]
 
 
 @torch.no_grad()
