@@ -17,7 +17,7 @@ import pytest
 from PIL import Image
 from process_tree import children_of
 
-NUM_KILLS = 4
+NUM_KILLS = 3
 BOUND_S = 120.0
 PICTURE = {"model": "tiny-qwen-image", "size": "64x64"}
 VIDEO = {"model": "tiny-wan", "size": "64x64", "frames": 9}
