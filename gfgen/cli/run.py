@@ -210,6 +210,10 @@ def run_jobs(admitted: Sequence[AdmittedJob], options: RunOptions) -> Summary:
         done = finished_jobs(options.output_dir / MANIFEST_NAME, [job.info for job in admitted])
         todo = [job for job in admitted if job.job_id not in done]
         if not todo:
+            if options.trace:
+                logger.warning(
+                    "--trace has no effect: nothing is left to do; %s is not written", options.trace
+                )
             return Summary(num_skipped=len(done))
         skipped = [job for job in admitted if job.job_id in done]
         residency = options.ranks.admission(options.model).residency(todo)

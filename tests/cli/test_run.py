@@ -49,10 +49,11 @@ def test_a_job_file_becomes_files_and_a_second_run_skips_them(folder):
     assert json.loads((folder / "trace.json").read_text())
 
     before = {name: (folder / "outputs/night" / name).stat().st_mtime_ns for name in ("fox.png", "sea.mp4")}
-    again = start(folder)
+    again = start(folder, "--trace", "again.json")
     out, err = again.communicate(timeout=120)
     assert again.returncode == 0
     assert "2 skipped" in out
+    assert "--trace has no effect" in err
     after = {name: (folder / "outputs/night" / name).stat().st_mtime_ns for name in before}
     assert before == after
 

@@ -256,5 +256,5 @@ def driver() -> Driver:
     try:
         loaded = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
-        raise RunError(f"no NVIDIA driver: {error}") from error
+        raise RunError(f"needs a GPU; no NVIDIA driver ({error}): see 'gfgen doctor'") from error
     return Driver(loaded)
