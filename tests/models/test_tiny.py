@@ -110,11 +110,11 @@ def test_estimated_flops_are_those_that_torch_counts(
     from torch.utils.flop_counter import FlopCounterMode
 
     geometry, adapter = load_geometry(tiny_models[name]), load_adapter(tiny_models[name])
-    text_of_typical_length = " the" * (TYPICAL_TEXT_TOKENS - 5)
+    prompt, negative_prompt = (word * (TYPICAL_TEXT_TOKENS - 5) for word in (" the", " a"))
     asked = JobSpec(
         id="j",
-        prompt=text_of_typical_length,
-        negative_prompt=text_of_typical_length,
+        prompt=prompt,
+        negative_prompt=negative_prompt,  # another one: what is made of a text is made once
         seed=1,
         width=192,
         height=128,
