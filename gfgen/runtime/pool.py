@@ -401,9 +401,6 @@ class WorkerPool:
         if num_deaths >= MAX_DEATHS or self.workers[rank].is_stuck:
             self.retired.add(rank)
             return None
-        return self._start_successor(rank)
-
-    def _start_successor(self, rank: int) -> Child:
         incarnation = self.workers[rank].incarnation + 1
         self._arenas.renew(rank, incarnation=incarnation)
         self.workers[rank] = self._start_worker(rank, incarnation=incarnation)

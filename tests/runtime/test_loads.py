@@ -61,12 +61,15 @@ def test_a_rank_is_not_spared_for_ever_while_another_one_is_long_in_loading():
     assert loads.spares(1)
 
 
+def two_ranks(*checkpoints: Path) -> WorkerPool:
+    """Whose workers load a model as its name says."""
+    return WorkerPool(num_ranks=2, checkpoints=checkpoints, worker_main="loading_worker:main", num_writers=0)
+
+
 @pytest.fixture
 def backend(tmp_path: Path) -> Iterator[ProcessBackend]:
     """Over two ranks that hold a model, and that a run has begun on."""
-    with WorkerPool(
-        num_ranks=2, checkpoints=[tmp_path / "good"], worker_main="loading_worker:main", num_writers=0
-    ) as pool:
+    with two_ranks(tmp_path / "good") as pool:
         pool.wait_ready()
         backend = ProcessBackend(pool, [], clock=Clock(), output_dir=tmp_path)
         yield backend
@@ -196,10 +199,7 @@ def test_a_rank_that_becomes_ready_with_the_models_of_before_has_not_loaded_thos
 
 @pytest.mark.parametrize("name", ["broken", "deadly"])
 def test_a_model_that_no_rank_can_load_at_the_start_fails_its_own_jobs(tmp_path: Path, name: str) -> None:
-    checkpoints = [tmp_path / name, tmp_path / "good"]
-    with WorkerPool(
-        num_ranks=2, checkpoints=checkpoints, worker_main="loading_worker:main", num_writers=0
-    ) as pool:
+    with two_ranks(tmp_path / name, tmp_path / "good") as pool:
         pool.wait_ready()
         assert pool.checkpoints == (str(tmp_path / "good"),)
         job, other = make_job("a"), make_job("b")
@@ -215,9 +215,7 @@ def test_a_model_that_no_rank_can_load_at_the_start_fails_its_own_jobs(tmp_path:
 
 def test_ranks_that_cannot_load_their_only_model_end_the_run_with_the_reason(tmp_path: Path) -> None:
     with (
-        WorkerPool(
-            num_ranks=2, checkpoints=[tmp_path / "broken"], worker_main="loading_worker:main", num_writers=0
-        ) as pool,
+        two_ranks(tmp_path / "broken") as pool,
         pytest.raises(WorkerError, match="cannot start: FileNotFoundError: broken is broken"),
     ):
         pool.wait_ready()
@@ -225,9 +223,7 @@ def test_ranks_that_cannot_load_their_only_model_end_the_run_with_the_reason(tmp
 
 def test_a_rank_that_fails_at_the_start_is_started_again(tmp_path: Path) -> None:
     """Though another one holds the only model."""
-    with WorkerPool(
-        num_ranks=2, checkpoints=[tmp_path / "shaky"], worker_main="loading_worker:main", num_writers=0
-    ) as pool:
+    with two_ranks(tmp_path / "shaky") as pool:
         pool.wait_ready(are_all_needed=True)
         assert pool.incarnations == (1, 2)
         assert all(worker.is_ready and worker.has_arenas for worker in pool.workers)
@@ -235,9 +231,7 @@ def test_a_rank_that_fails_at_the_start_is_started_again(tmp_path: Path) -> None
 
 
 def test_a_rank_that_never_starts_stays_away_and_the_run_goes_on_with_the_others(tmp_path: Path) -> None:
-    with WorkerPool(
-        num_ranks=2, checkpoints=[tmp_path / "picky"], worker_main="loading_worker:main", num_writers=0
-    ) as pool:
+    with two_ranks(tmp_path / "picky") as pool:
         pool.wait_ready()
         assert pool.retired == {1}
         assert pool.workers[1].incarnation <= MAX_SPARED + MAX_DEATHS
@@ -254,9 +248,7 @@ def test_a_rank_that_never_starts_stays_away_and_the_run_goes_on_with_the_others
 
 def test_a_rank_that_never_starts_ends_what_needs_all_ranks_with_the_reason(tmp_path: Path) -> None:
     with (
-        WorkerPool(
-            num_ranks=2, checkpoints=[tmp_path / "picky"], worker_main="loading_worker:main", num_writers=0
-        ) as pool,
+        two_ranks(tmp_path / "picky") as pool,
         pytest.raises(WorkerError, match="rank 1 cannot start: FileNotFoundError: picky does not"),
     ):
         pool.wait_ready(are_all_needed=True)
