@@ -19,7 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
-from gfgen.bench.scripted import Record, copy_of, placed_by, run_jobs, unlike
+from gfgen.bench.scripted import Record, new_copy_of, placed_by, run_jobs
 from gfgen.errors import InterruptedRunError, WorkerError
 from gfgen.graph import Stage
 from gfgen.layout import Degrees, Layout
@@ -162,17 +162,12 @@ def _groups(measurement: Measurement, num_ranks: int) -> list[_Group]:
         _Group(
             layout,
             tuple(
-                _copy_of(measurement, f"rank-{layout.ranks[0]}-{n}", steps) for n, steps in enumerate(lengths)
+                new_copy_of(measurement.job, f"rank-{layout.ranks[0]}-{n}", steps, occasion=measurement.key)
+                for n, steps in enumerate(lengths)
             ),
         )
         for layout in layouts
     ]
-
-
-def _copy_of(measurement: Measurement, job_id: str, steps: int) -> AdmittedJob:
-    """Nothing of it has been encoded in another round, or as another job."""
-    prompt = unlike(measurement.job.spec.prompt, f"{measurement.key} {job_id}")
-    return copy_of(measurement.job, job_id, steps, prompt=prompt)
 
 
 # Measuring ------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gfgen.bench.profiling import Samples, fit_moves, interquartile_range, rounded, write_times
-from gfgen.bench.scripted import Record, copy_of, placed_by, run_jobs, unlike
+from gfgen.bench.scripted import Record, new_copy_of, placed_by, run_jobs
 from gfgen.bench.timeline import gaps_of, lasted_s, spans_of
 from gfgen.errors import InterruptedRunError, WorkerError
 from gfgen.graph import Stage
@@ -147,8 +147,7 @@ def _parts(measurement: Measurement, islands: Sequence[Sequence[int]]) -> Iterat
         for number in range(1 + num_jobs):
             degrees = measurement.step_degrees(is_warm_up=number == 0)
             job_id = f"rank-{ranks[0]}-{number}"
-            prompt = unlike(measurement.job.spec.prompt, f"{measurement.key} {job_id}")
-            job = copy_of(measurement.job, job_id, len(degrees), prompt=prompt)
+            job = new_copy_of(measurement.job, job_id, len(degrees), occasion=measurement.key)
             yield _Part(job, ranks, degrees, counts=number > 0)
 
 

@@ -113,19 +113,12 @@ def run_jobs(
 
 
 def copy_of(
-    job: AdmittedJob,
-    job_id: str,
-    steps: int,
-    *,
-    arrival_s: float = 0.0,
-    priority: int = 0,
-    prompt: str | None = None,
+    job: AdmittedJob, job_id: str, steps: int, *, arrival_s: float = 0.0, priority: int = 0
 ) -> AdmittedJob:
-    """The same work under another name, with so many steps and without end; with another prompt, if given."""
+    """The same work under another name, with so many steps and without end."""
     spec = replace(
         job.spec,
         id=job_id,
-        prompt=job.spec.prompt if prompt is None else prompt,
         steps=steps,
         arrival_s=arrival_s,
         deadline_s=None,
@@ -146,9 +139,11 @@ def copy_of(
     return replace(job, info=info, trajectory=trajectory)
 
 
-def unlike(prompt: str, name: str) -> str:
-    """A prompt of its own for what has this name: a rank does not encode again what it encoded lately.
+def new_copy_of(job: AdmittedJob, job_id: str, steps: int, *, occasion: str) -> AdmittedJob:
+    """The same, with a prompt of its own each time: a rank does not encode again what it encoded lately.
 
-    Five digits are as many tokens whatever they are, so that all of them are of one length.
+    Five digits are as many tokens whatever they are, so that all such prompts are of one length.
     """
-    return f"{prompt} {zlib.crc32(name.encode()) % 100_000:05d}"
+    number = zlib.crc32(f"{occasion} {job_id}".encode()) % 100_000
+    spec = replace(job.spec, prompt=f"{job.spec.prompt} {number:05d}")
+    return copy_of(replace(job, info=replace(job.info, spec=spec)), job_id, steps)
