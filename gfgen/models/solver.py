@@ -53,7 +53,7 @@ def new_scheduler(template: Any, *, set_timesteps: Callable[[Any], None], **over
     kind: Any = IN_PLACE_OF.get(type(template), type(template))
     assert kind in STATES, f"no state is known for {kind.__name__}"
     given = {name: template.config[name] for name in _parameters(kind) if name in template.config}
-    scheduler = kind(**{**given, **overrides})
+    scheduler = kind(**(given | overrides))
     set_timesteps(scheduler)
     return scheduler
 
