@@ -195,7 +195,7 @@ def write_sheet(
     for number, row in enumerate(rows):
         for column, cell in enumerate(row):
             sheet.paste(cell, (column * width, sum(heights[:number])))
-    sheet.quantize(256, method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE).save(path, optimize=True)
+    sheet.quantize(256, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE).save(path, optimize=True)
 
 
 def _cell(prompt: str, video_THWC: NDArray[np.uint8]) -> Image.Image:

@@ -21,10 +21,21 @@ import torch
 from numpy.typing import NDArray
 
 from gfgen.models.shapes.drawing import DISTANCES, SHADING
-from gfgen.models.shapes.scenes import CELL, COLOURS, MOTIONS, PLACES, RELATIONS, SHAPES, STILL, Scene, Thing
+from gfgen.models.shapes.scenes import (
+    CELL,
+    COLOURS,
+    MOTIONS,
+    PLACES,
+    RELATIONS,
+    SHAPES,
+    SIZES,
+    STILL,
+    Scene,
+    Thing,
+)
 
 MIN_AREA = 0.004
-"""Share of the picture from which a patch of colour counts as a thing; the smallest ring covers 1%."""
+"""Share of the picture from which a patch of colour counts as a thing; the smallest ring covers 2%."""
 MIN_OVERLAP = 0.75
 """Intersection over union with its template below which a patch has no shape."""
 MIN_WAY = 0.12
@@ -157,7 +168,9 @@ def _has_size(thing: Thing, track: Track | None) -> bool:
         return False
     share = float(np.median(track.areas)) / _unit_area(thing.shape)
     radius: float = share**0.5
-    return radius < 0.125 if thing.size == "small" else radius > 0.175
+    if thing.size == "small":
+        return radius < (SIZES["small"] + SIZES["medium"]) / 2
+    return radius > (SIZES["medium"] + SIZES["large"]) / 2
 
 
 def _background_of(frames_THWC: Floats) -> str:
