@@ -179,7 +179,8 @@ class WorkerPool:
         plan: Plan | None = None,
     ) -> None:
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its warnings are not the user's to mend
-        # So that nothing that the fork server imports can initialise CUDA by asking whether it is there.
+        # So that nothing that the fork server imports initialises CUDA, which does not survive a fork, by asking
+        # whether it is there: NVML, which is asked then, does.
         os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(list(preload))

@@ -33,7 +33,7 @@ from functools import partial
 
 import torch
 
-from gfgen.errors import RunError, WorkerError
+from gfgen.errors import RunError
 from gfgen.gfc.arena import Plan
 from gfgen.gfc.cuda.driver import driver
 from gfgen.gfc.cuda.endpoint import CudaEndpoint, Outcome
@@ -101,7 +101,6 @@ def main(
     """Entry of a GPU rank's process; its worker is a `GpuWorker` unless told otherwise."""
 
     def make(channel: Channel) -> Worker:
-        _refuse_inherited_cuda()
         device = torch.device("cuda", settings.rank)
         torch.cuda.set_device(device)
         Kernels(settings.rank)  # compiled and kept on disk before anyone waits for this rank
@@ -620,11 +619,3 @@ def _exit_if_lost(error: BaseException) -> None:
         logger.error("the GPU is lost to this process: %s", error)
         sys.stderr.flush()
         os._exit(1)
-
-
-def _refuse_inherited_cuda() -> None:
-    """CUDA does not survive a fork: no descriptor of a GPU may come from the fork server."""
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            if os.readlink(f"/proc/self/fd/{name}").startswith("/dev/nvidia"):
-                raise WorkerError("CUDA was initialised before this process was forked")
