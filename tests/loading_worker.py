@@ -1,7 +1,8 @@
 """A CPU rank's worker that loads nothing but the names of its models.
 
 One whose name begins with "broken" cannot be loaded; under one that begins with "deadly" the process dies.
-Under "shaky..." ranks other than the first fail once, and under "picky..." always.
+Under "shaky..." ranks other than the first fail once, and under "picky..." always; under "sleepy..." they get
+nowhere.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ def main(channel_socket: socket.socket, settings: WorkerSettings) -> None:
                 raise FileNotFoundError(f"{path.name} is not there yet")
         if path.name.startswith("picky") and settings.rank:
             raise FileNotFoundError(f"{path.name} does not want rank {settings.rank}")
+        if path.name.startswith("sleepy") and settings.rank:
+            signal.pause()
         if path.name.startswith("deadly"):
             os.kill(os.getpid(), signal.SIGKILL)
         return SimpleNamespace()

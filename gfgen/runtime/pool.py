@@ -179,8 +179,8 @@ class WorkerPool:
         plan: Plan | None = None,
     ) -> None:
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its warnings are not the user's to mend
-        # So that nothing that the fork server imports initialises CUDA, which does not survive a fork, by asking
-        # whether it is there: NVML, which is asked then, does.
+        # So that nothing that the fork server imports initialises CUDA by asking whether it is there: it does
+        # not survive a fork. NVML, which is asked then, does.
         os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(list(preload))
@@ -247,13 +247,14 @@ class WorkerPool:
     ) -> None:
         """Wait until every worker has loaded its models, but for those that none of them can (`unloadable`).
 
-        One that fails is started again; a rank that fails too often is retired, unless all are needed.
+        One that fails is started again; a rank that fails too often, or does not get ready in time, is
+        retired, unless all are needed.
 
-        Raises: WorkerError when no rank or no model is left, or one that is needed, with the reason, or when
-        one does not get ready in time; InterruptedRunError when a signal comes first.
+        Raises: WorkerError when no rank or no model is left, or one that is needed, with the reason;
+        InterruptedRunError when a signal comes first.
         """
         deadline_s = time.monotonic() + patience_s
-        loads = Loads({path: Path(path) for path in self.checkpoints})
+        loads = self._new_loads()
         speakers = self.speakers(
             signals,
             doing="the models were loading; nothing was started",
@@ -263,9 +264,9 @@ class WorkerPool:
             while not all(worker.is_ready for worker in self.living):
                 worker = next(speakers)
                 if worker is None:
-                    names = ", ".join(worker.name for worker in self.living if not worker.is_ready)
-                    raise WorkerError(f"{names}: the models are not loaded after {patience_s:g} s")
-                if reason := self._note_start(worker, loads):
+                    why = f"the models are not loaded after {patience_s:g} s"
+                    self._leave_behind(why, are_all_needed=are_all_needed)
+                elif reason := self._note_start(worker, loads):
                     self._start_again(worker, loads, reason, are_all_needed=are_all_needed)
         late = [worker for worker in self.living if not worker.has_arenas]
         if self._arenas.are_on_gpus:
@@ -275,40 +276,55 @@ class WorkerPool:
                 self.welcome(worker)
 
     def warm_up(
-        self, items: Sequence[WarmUp], signals: SignalPipe | None = None, *, patience_s: float = WARM_UP_S
+        self,
+        items: Sequence[WarmUp],
+        signals: SignalPipe | None = None,
+        *,
+        patience_s: float = WARM_UP_S,
+        are_all_needed: bool = False,
     ) -> Iterator[tuple[WarmUp, WarmedUp]]:
         """Get steps ready on every worker; tells of each item when all have it, or one cannot.
 
-        Raises: WorkerError when a worker dies or does not answer; InterruptedRunError at a signal.
+        One that dies is started again, as in `wait_ready`, and finds out in its tasks.
+
+        Raises: WorkerError when no rank is left, or one that is needed, or when none answers in time;
+        InterruptedRunError at a signal.
         """
-        open_items = {item.number: (item, {worker.rank for worker in self.living}) for item in items}
+        by_number = {item.number: item for item in items}
+        awaited = {item.number: {worker.rank for worker in self.living} for item in items}
         for item, worker in itertools.product(items, self.living):
             worker.tell(item)
-        for worker, answer in self._answers(open_items, signals, patience_s):
-            item, ranks = open_items[answer.number]
-            ranks.discard(worker.rank)
-            if answer.reason is not None or not ranks:
-                del open_items[answer.number]
-                yield item, answer
-
-    def _answers(
-        self, open_items: Mapping[int, object], signals: SignalPipe | None, patience_s: float
-    ) -> Iterator[tuple[Child, WarmedUp]]:
-        """What workers say of open items, until there are none."""
+        loads = self._new_loads()
         speakers = self.speakers(
             signals, doing="ranks were warmed up; nothing was started", left_s=lambda: patience_s
         )
         with contextlib.closing(speakers):
-            while open_items:
-                worker = next(speakers)
-                if worker is None:
+            while awaited:
+                speaker = next(speakers)
+                if speaker is None:
                     raise WorkerError(f"no rank has run a step within {patience_s:g} s of the last one")
-                received = worker.channel.receive()
-                if received is None:
-                    ending = worker.reap(patience_s=_EXIT_S)
-                    raise WorkerError(f"{worker.name} died while it was warmed up: {ending}")
-                if isinstance(received[0], WarmedUp) and received[0].number in open_items:
-                    yield worker, received[0]
+                for answer in self._warmed_up(speaker, loads, awaited, are_all_needed=are_all_needed):
+                    awaited[answer.number].discard(speaker.rank)
+                    if answer.reason is not None or not awaited[answer.number]:
+                        del awaited[answer.number]
+                        yield by_number[answer.number], answer
+        self.wait_ready(signals, are_all_needed=are_all_needed)
+
+    def _warmed_up(
+        self, worker: Child, loads: Loads, numbers: Collection[int], *, are_all_needed: bool
+    ) -> Sequence[WarmedUp]:
+        """What a worker has to say of items with these numbers: of all of them, where it has died."""
+        if not worker.is_ready:  # it takes the place of one that has died
+            if reason := self._note_start(worker, loads):
+                self._start_again(worker, loads, reason, are_all_needed=are_all_needed)
+            return ()
+        received = worker.channel.receive()
+        if received is None:
+            reason = f"{worker.name} died while it was warmed up: {worker.reap(patience_s=_EXIT_S)}"
+            self._start_again(worker, loads, reason, are_all_needed=are_all_needed)
+            return [WarmedUp(number, 0.0) for number in numbers]
+        answer = received[0]
+        return [answer] if isinstance(answer, WarmedUp) and answer.number in numbers else ()
 
     def speakers(
         self, signals: SignalPipe | None, *, doing: str, left_s: Callable[[], float]
@@ -338,6 +354,9 @@ class WorkerPool:
         for worker in self.living:
             if worker not in heard:
                 selector.register(worker.channel, selectors.EVENT_READ, worker)
+
+    def _new_loads(self) -> Loads:
+        return Loads({path: Path(path) for path in self.checkpoints})
 
     def _note_start(self, worker: Child, loads: Loads) -> str | None:
         """A starting worker has said something, or has died; why it does not get ready, if it does not."""
@@ -378,6 +397,22 @@ class WorkerPool:
         if successor is None and (are_all_needed or not self.living):
             raise WorkerError(reason)
         logger.warning("%s; %s", reason, "it stays away" if successor is None else "a new worker is started")
+
+    def _leave_behind(self, reason: str, *, are_all_needed: bool) -> None:
+        """Retire the ranks that are not ready.
+
+        Raises: WorkerError when nothing is left to go on with.
+        """
+        late = [worker for worker in self.living if not worker.is_ready]
+        reason = f"{', '.join(worker.name for worker in late)}: {reason}"
+        if are_all_needed or len(late) == len(self.living):
+            raise WorkerError(reason)
+        for worker in late:
+            assert worker.rank is not None
+            worker.kill()
+            worker.reap(patience_s=_EXIT_S)
+            self.retired.add(worker.rank)
+        logger.error("%s; the others go on without", reason)
 
     def take_ready(self, worker: Child, ready: WorkerReady, fds: Sequence[int]) -> None:
         """A worker has loaded its models and brings its arena, if it makes that itself."""

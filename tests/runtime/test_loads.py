@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -252,6 +253,27 @@ def test_a_rank_that_never_starts_ends_what_needs_all_ranks_with_the_reason(tmp_
         pytest.raises(WorkerError, match="rank 1 cannot start: FileNotFoundError: picky does not"),
     ):
         pool.wait_ready(are_all_needed=True)
+
+
+def test_a_rank_that_hangs_at_the_start_stays_away_and_the_others_go_on(
+    tmp_path: Path,
+) -> None:
+    """However short the patience: as long as no rank is ready, it ends with an error."""
+    with two_ranks(tmp_path / "sleepy") as pool:
+        while not pool.retired:
+            with contextlib.suppress(WorkerError):
+                pool.wait_ready(patience_s=0.01)
+        assert pool.retired == {1}
+        assert [worker.rank for worker in pool.living if worker.has_arenas] == [0]
+        assert not pool.workers[1].process.is_alive()
+
+
+def test_a_rank_that_hangs_at_the_start_ends_what_needs_all_ranks(tmp_path: Path) -> None:
+    with (
+        two_ranks(tmp_path / "sleepy") as pool,
+        pytest.raises(WorkerError, match=r"rank 1: the models are not loaded after 0.01 s"),
+    ):
+        pool.wait_ready(patience_s=0.01, are_all_needed=True)
 
 
 def test_ranks_that_die_before_they_load_anything_end_the_run_with_the_reason(tmp_path: Path) -> None:

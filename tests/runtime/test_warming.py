@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from gfgen.errors import InterruptedRunError, WorkerError
 from gfgen.runtime import warming
 from gfgen.runtime.channel import Channel
 from gfgen.runtime.messages import WarmedUp, WarmUp
-from gfgen.runtime.pool import WorkerPool
+from gfgen.runtime.pool import MAX_DEATHS, WorkerPool
 from gfgen.runtime.warming import degrees_at_hand, warm_ups
 
 
@@ -67,6 +68,10 @@ def channel_pair() -> tuple[Channel, Channel]:
 class Rank:
     """A worker that answers at once."""
 
+    is_ready = has_arenas = True
+    is_stuck = False
+    loading = None
+
     def __init__(self, rank: int, *, fails: bool = False) -> None:
         self.rank, self.name, self._fails = rank, f"rank {rank}", fails
         self.channel, self._theirs = channel_pair()
@@ -88,6 +93,8 @@ class Silent(Rank):
 def pool_of(*ranks: Rank) -> WorkerPool:
     pool: Any = WorkerPool.__new__(WorkerPool)
     pool.workers, pool.num_ranks, pool.retired = list(ranks), len(ranks), set()
+    pool._settings, pool._arenas = {"checkpoints": ()}, SimpleNamespace(are_on_gpus=True)
+    pool._deaths = {rank.rank: [0.0] * (MAX_DEATHS - 1) for rank in ranks}
     made: WorkerPool = pool
     return made
 
@@ -105,11 +112,21 @@ def test_what_one_rank_cannot_run_is_told_once() -> None:
     assert found == ["no memory"] * 3
 
 
-def test_death_of_a_rank_ends_the_warm_up() -> None:
+def test_a_rank_that_dies_too_often_is_not_waited_for() -> None:
     dead = Silent(0)
     dead.die()
+    pool = pool_of(dead, Rank(1))
+    assert [item.number for item, _ in pool.warm_up(ITEMS)] == [0, 1, 2]
+    assert pool.retired == {0}
+
+
+@pytest.mark.parametrize("others", [[], [1]], ids=["the last one", "one that is needed"])
+def test_death_of_such_a_rank_ends_the_warm_up_where_none_can_do_without(others: list[int]) -> None:
+    dead = Silent(0)
+    dead.die()
+    pool = pool_of(dead, *map(Rank, others))
     with pytest.raises(WorkerError, match="rank 0 died while it was warmed up: killed by signal 9"):
-        list(pool_of(dead).warm_up(ITEMS))
+        list(pool.warm_up(ITEMS, are_all_needed=bool(others)))
 
 
 def test_signal_ends_the_warm_up() -> None:
