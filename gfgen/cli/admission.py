@@ -35,14 +35,7 @@ RESTART = "stop the run and start it again: it loads what the files in its folde
 
 
 def admit_file(
-    source: str,
-    *,
-    default_model: str,
-    devices: Devices,
-    skip_invalid: bool,
-    has_random_weights: bool = False,
-    vae_dtype: str = "auto",
-    are_models_together: bool = False,
+    source: str, admission: Admission, *, skip_invalid: bool, are_models_together: bool = False
 ) -> tuple[Sequence[AdmittedJob], Sequence[Problem]]:
     """The jobs to run, and what was wrong with others if those may be skipped.
 
@@ -50,14 +43,10 @@ def admit_file(
             when all of them are to be there together and do not.
     """
     parsed = read_jobs("-" if source == "-" else Path(source))
-    tell_of_unused(default_model, parsed.specs)
-    admission = Admission(
-        default_model=default_model,
-        devices=devices,
-        has_random_weights=has_random_weights,
-        vae_dtype=vae_dtype,
+    tell_of_unused(admission.default_model, parsed.specs)
+    admitted, refused = admit(
+        parsed.specs, default_model=admission.default_model, find_model=admission.find_model
     )
-    admitted, refused = admit(parsed.specs, default_model=default_model, find_model=admission.find_model)
     models_bytes = admission.check({job.checkpoint for job in admitted})
     if are_models_together:
         check_together(models_bytes, available=admission.room_bytes)
@@ -117,7 +106,7 @@ class Admission:
         help_: str = RESTART,
     ) -> None:
         self._help = help_
-        self._default_model = default_model
+        self.default_model = default_model
         self._devices = devices
         self._has_random_weights = has_random_weights
         self._vae_dtype = vae_dtype
@@ -125,7 +114,7 @@ class Admission:
         self._loaded = loaded
 
     def __call__(self, specs: Sequence[JobSpec]) -> tuple[Sequence[AdmittedJob], Sequence[Problem]]:
-        admitted, refused = admit(specs, default_model=self._default_model, find_model=self.find_model)
+        admitted, refused = admit(specs, default_model=self.default_model, find_model=self.find_model)
         fitting, too_large = self.refuse_large(admitted, models_bytes=self._loaded_bytes)
         return fitting, (*refused, *too_large)
 
@@ -219,7 +208,7 @@ class Admission:
     def of_loaded(self, checkpoints: Collection[Path], *, help_: str = RESTART) -> Admission:
         """The same, once the workers have loaded these models and load no others; `help_` says what to do."""
         return Admission(
-            default_model=self._default_model,
+            default_model=self.default_model,
             devices=self._devices,
             has_random_weights=self._has_random_weights,
             vae_dtype=self._vae_dtype,

@@ -130,15 +130,8 @@ def profile(
     options = Ranks(_devices(device, ranks), random_weights, vae_dtype, graphs)
     method = _METHODS[options.are_on_gpus]
     if jobs is not None:
-        admitted, _ = admit_file(
-            jobs,
-            default_model=DEFAULT_MODEL,
-            devices=options.devices,
-            has_random_weights=random_weights,
-            vae_dtype=vae_dtype,
-            skip_invalid=False,
-            are_models_together=True,
-        )
+        admission = options.admission(DEFAULT_MODEL)
+        admitted, _ = admit_file(jobs, admission, skip_invalid=False, are_models_together=True)
     else:
         admitted = _default_jobs(models or _MEASURED_MODELS[options.are_on_gpus], sizes, options)
     path = output or default_path(options.device_name)

@@ -187,14 +187,8 @@ def run(
     if watch is not None:
         summary = watch_folder(watch, options)
     else:
-        admitted, problems = admit_file(
-            jobs or "-",
-            default_model=model,
-            devices=devices,
-            skip_invalid=skip_invalid,
-            has_random_weights=random_weights,
-            vae_dtype=vae_dtype,
-        )
+        admission = options.ranks.admission(model)
+        admitted, problems = admit_file(jobs or "-", admission, skip_invalid=skip_invalid)
         summary = run_jobs(admitted, options)
     _report(summary, options)
     return 1 if summary.num_failed or problems else 0
