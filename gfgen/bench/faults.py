@@ -40,7 +40,7 @@ from gfgen.runtime.events import Event, RankLost, TaskDone, TaskFailed
 from gfgen.runtime.journal import Journal, journal_header, read_runs
 from gfgen.runtime.observer import JobInfo, JobOutcome, Observer
 from gfgen.runtime.outputs import remove_leftovers
-from gfgen.runtime.pool import PRELOAD, WorkerPool
+from gfgen.runtime.pool import WorkerPool
 from gfgen.runtime.replay import replay
 from gfgen.runtime.state import MAX_LOST_WORKERS, MAX_TASK_FAILURES, State
 from gfgen.runtime.watchdog import Patience
@@ -194,7 +194,7 @@ class Fleet:
     One fork server serves all pools of a process, so `preload` counts for the first of them.
     """
 
-    def __init__(self, *, preload: Sequence[str] = PRELOAD) -> None:
+    def __init__(self, *, preload: Sequence[str] | None = None) -> None:
         self._preload = preload
         self.folder = Path(tempfile.mkdtemp(prefix="gfgen-faults-"))
         self.faults = FaultFolder(self.folder / "faults")

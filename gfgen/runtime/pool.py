@@ -48,8 +48,10 @@ DEATHS_WINDOW_S = 600.0
 """A rank that dies so often within this time is retired: something is wrong with its device."""
 WORKER_MAINS = {"cpu": "gfgen.runtime.worker:main", "cuda": "gfgen.runtime.worker_gpu:main"}
 """By what a rank computes on: where its process begins."""
-PRELOAD = ("gfgen.runtime.worker", "gfgen.runtime.writer")
-"""What the fork server imports, once, before it forks the first process."""
+_PROGRAMS = ("gfgen.runtime.worker", "gfgen.runtime.writer")
+PRELOADS = {"cpu": (*_PROGRAMS, "gfgen.models.wan", "gfgen.models.qwen_image"), "cuda": _PROGRAMS}
+"""What the fork server imports, once, before it forks the first process; by what ranks compute on. Ranks on
+GPUs import diffusers by themselves, all at the same time: whatever it asks CUDA then, no fork inherits."""
 MAX_FORKS = 3
 """Tries to start a process when it, or the fork server, is killed before it is known."""
 START_S = 1800.0
@@ -175,7 +177,7 @@ class WorkerPool:
         memory_limit: int | None = None,
         islands: Sequence[Sequence[int]] | None = None,
         num_writers: int | None = None,
-        preload: Sequence[str] = PRELOAD,
+        preload: Sequence[str] | None = None,
         plan: Plan | None = None,
     ) -> None:
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its warnings are not the user's to mend
@@ -183,7 +185,7 @@ class WorkerPool:
         # not survive a fork. NVML, which is asked then, does.
         os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(list(preload))
+        self._context.set_forkserver_preload(list(PRELOADS[device] if preload is None else preload))
         forkserver.ensure_running()
         self._worker_main = worker_main or WORKER_MAINS[device]
         self._writer_main = writer_main
