@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from gfgen.bench.scripted import Record
-from gfgen.bench.timeline import gaps_of, lasted_s, spans_of
+from gfgen.bench.timeline import Span, gaps_of, lasted_s, spans_of
 from gfgen.errors import WorkerError
 from gfgen.graph import Stage
 from gfgen.runtime.durations import in_words
@@ -97,17 +98,33 @@ def bare_rows(name: str, record: Record, job_ids: Sequence[str], bare: Sequence[
 
 
 def _scheduled_times(record: Record, job_ids: Sequence[str]) -> tuple[list[float], list[float]]:
-    """Of each job: from its first task to its last one, and of its steps alone."""
+    """Of each job: from its first task to its last one, and of its steps alone.
+
+    One that begins on a rank which the job before it does not need any more begins when that ends.
+    """
     spans = spans_of(record)
+    numbers: dict[str, list[int]] = defaultdict(list)
+    for number in sorted(record.done):
+        numbers[record.dispatches[number].task.job_id].append(number)
+    ends_s = {job_id: _end_s(spans[each[-1]]) for job_id, each in numbers.items()}
     whole: list[float] = []
     steps: list[float] = []
     for job_id in job_ids:
-        numbers = [n for n in sorted(record.done) if record.dispatches[n].task.job_id == job_id]
-        denoising = [n for n in numbers if record.dispatches[n].task.stage is Stage.DENOISE]
-        for found, chosen in ((whole, numbers), (steps, denoising)):
-            begin_s = min(span.start_s for span in spans[chosen[0]].values())
-            found.append(max(span.end_s for span in spans[chosen[-1]].values()) - begin_s)
+        before_s = [end_s for end_s in ends_s.values() if end_s < ends_s[job_id]]
+        whole.append(ends_s[job_id] - max([_begin_s(spans[numbers[job_id][0]]), *before_s]))
+        denoising = [n for n in numbers[job_id] if record.dispatches[n].task.stage is Stage.DENOISE]
+        steps.append(_end_s(spans[denoising[-1]]) - _begin_s(spans[denoising[0]]))
     return whole, steps
+
+
+def _begin_s(spans: Mapping[int, Span]) -> float:
+    """When the first rank of a dispatch began."""
+    return min(span.start_s for span in spans.values())
+
+
+def _end_s(spans: Mapping[int, Span]) -> float:
+    """When the last rank of a dispatch was done."""
+    return max(span.end_s for span in spans.values())
 
 
 def _bare_row(name: str, scheduled_s: Sequence[float], bare_s: Sequence[float]) -> Row:

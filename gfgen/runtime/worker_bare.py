@@ -96,8 +96,11 @@ class BareLoop:
         return BareTimes(tuple([whole_s for whole_s, _ in times]), tuple([steps_s for _, steps_s in times]))
 
     def _run_job(self, first_number: int) -> tuple[float, float]:
-        """Seconds of a job, and of its steps."""
+        """Seconds of a job, and of its steps; the clock runs from when all of its ranks have come."""
         spec, layouts = self.message.spec, self.message.layouts
+        widest = max(layouts, key=lambda layout: layout.degree)
+        if self.rank in widest.ranks:  # else others' first step would last as long as a decode on one rank
+            self._meet(first_number, widest)
         self.wait()
         times = [time.monotonic()]
         prompt = self.adapter.encode(spec)
