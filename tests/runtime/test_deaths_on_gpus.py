@@ -70,7 +70,8 @@ def steps_run(recorder: Recorder, job_id: str) -> Mapping[int, int]:
 
 def test_a_process_killed_in_a_step_of_all_gpus_costs_that_step_only(pool: WorkerPool, tmp_path: Path):
     specs = [job("killed", f"die rank={ALL[-1]} step=2 times=1"), job("other")]
-    recorder = run(pool, tmp_path, *specs, policy=following(ALL))
+    # Without lookahead: a process takes a while to leave its GPU, and the next step may be queued by then.
+    recorder = run(pool, tmp_path, *specs, policy=following(ALL), guard_s=0.0)
     assert [event.rank for event in recorder.events if isinstance(event, RankLost)] == [ALL[-1]]
     assert statuses(recorder) == {"killed": "done", "other": "done"}
     assert steps_run(recorder, "killed") == {0: 1, 1: 1, 2: 2, 3: 1}
@@ -87,7 +88,7 @@ def test_memory_that_runs_out_costs_that_task_and_leaves_nothing_taken(
     recorder = run(pool, tmp_path, *specs, policy=following(ranks, ranks, ALL))
     assert not [event for event in recorder.events if isinstance(event, RankLost)]
     failures = [event for event in recorder.events if isinstance(event, TaskFailed)]
-    assert len({event.dispatch for event in failures}) == 1
+    assert len({event.dispatch for event in failures if not event.void}) == 1
     assert any("out of memory" in event.reason for event in failures)
     assert set(statuses(recorder).values()) == {"done"}
     assert recorder.memory[0].reserved_bytes < LEFT_BYTES
@@ -98,7 +99,9 @@ def test_a_task_that_never_fits_fails_its_job_alone(pool: WorkerPool, tmp_path: 
     recorder = run(pool, tmp_path, job("too-large", orders), job("neighbour"), policy="srtf")
     assert not [event for event in recorder.events if isinstance(event, RankLost)]
     assert statuses(recorder) == {"too-large": "failed", "neighbour": "done"}
-    assert max(use.reserved_bytes for use in recorder.memory.values()) < LEFT_BYTES
+    # A rank gives back what it has kept before its next step.
+    after = run(pool, tmp_path / "after", job("after"), policy=following(*[(rank,) for rank in ALL]))
+    assert max(use.reserved_bytes for use in after.memory.values()) < LEFT_BYTES
 
 
 @pytest.mark.parametrize("ranks", [(1,), ALL], ids=["alone", "all"])
