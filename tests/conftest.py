@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gfgen.models.registry import TINY_NAMES, resolve_checkpoint
+from gfgen.models.registry import TINY_NAMES, make_tiny_models, resolve_checkpoint, tiny_dir
 
 
 @pytest.fixture(scope="session")
@@ -23,6 +23,8 @@ def tiny_models(pytestconfig: pytest.Config) -> Iterator[Mapping[str, Path]]:
     before = os.environ.get("GFGEN_CACHE")
     os.environ["GFGEN_CACHE"] = str(cache.mkdir("gfgen"))
     try:
+        if missing := [name for name in TINY_NAMES if not (tiny_dir() / name).is_dir()]:
+            make_tiny_models(tiny_dir(), missing)  # by one process, since each imports torch first
         yield {name: resolve_checkpoint(name) for name in TINY_NAMES}
     finally:
         if before is None:
