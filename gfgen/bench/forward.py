@@ -13,7 +13,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -236,6 +236,19 @@ def _gain(found: Sequence[Measured], shape: Shape, degree: int) -> str:
 
 def store(results: Sequence[Measured], stem: Path, *, device: str, command: str) -> None:
     """As .json, and as table and chart of all that the .json then holds: earlier runs' cells stay in it."""
+    content = keep(results, stem, device=device, command=command)
+    cells = sorted(cells_of(num_gpus=max(DEGREES)), key=lambda cell: (cell.degree, SHAPES.index(cell.shape)))
+    known = [Measured(cell, **content["cells"][cell.name]) for cell in cells if cell.name in content["cells"]]
+    lines = table_of(known, device=content["device"], command="`, `".join(content["commands"]))
+    stem.with_suffix(".md").write_text("\n".join(lines) + "\n")
+    try:
+        chart(known, stem.with_suffix(".png"), device=content["device"])
+    except ImportError:
+        logger.warning("no chart: matplotlib is missing (pip install 'gfgen[plot]')")
+
+
+def keep(results: Sequence[Measured], stem: Path, *, device: str, command: str) -> Mapping[str, Any]:
+    """As .json beside what an earlier run has left there, and all of that."""
     path = stem.with_suffix(".json")
     content: dict[str, Any] = {"device": "", "commands": [], "cells": {}}
     if path.exists():
@@ -247,14 +260,7 @@ def store(results: Sequence[Measured], stem: Path, *, device: str, command: str)
         del values["cell"]
         content["cells"][each.cell.name] = values
     path.write_text(json.dumps(content, indent=1) + "\n")
-    cells = sorted(cells_of(num_gpus=max(DEGREES)), key=lambda cell: (cell.degree, SHAPES.index(cell.shape)))
-    known = [Measured(cell, **content["cells"][cell.name]) for cell in cells if cell.name in content["cells"]]
-    lines = table_of(known, device=content["device"], command="`, `".join(content["commands"]))
-    stem.with_suffix(".md").write_text("\n".join(lines) + "\n")
-    try:
-        chart(known, stem.with_suffix(".png"), device=content["device"])
-    except ImportError:
-        logger.warning("no chart: matplotlib is missing (pip install 'gfgen[plot]')")
+    return content
 
 
 def chart(results: Sequence[Measured], path: Path, *, device: str) -> None:

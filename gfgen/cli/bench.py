@@ -160,25 +160,29 @@ def forward(*, gpus: int | None, only: tuple[str, ...], seconds: float | None, o
     diffusers-compiled, diffusers-uneven, diffusers-uneven-compiled, ours, ours-graph; and for both branches
     of guidance both-in-turn, both-in-batch, both-on-halves.
     """
-    from gfgen.bench.forward import Measured, measure_forwards, store, table_of
+    from gfgen.bench.forward import Measured, keep, measure_forwards, store, table_of
     from gfgen.gfc.cuda.driver import driver
 
     num_gpus = min(4, driver().num_devices) if gpus is None else gpus
     began_s = time.monotonic()
+    patterns = "".join(f" --only '{pattern}'" for pattern in only)
+    device = f"{num_gpus} x {driver().name(0)}"
+    command = f"gfgen bench forward --gpus {num_gpus}{patterns}"
+    stem = None
+    if output is not None:
+        output.mkdir(parents=True, exist_ok=True)
+        stem = output / f"{time.strftime('%Y-%m-%d')}-forward"
 
     def tell(measured: Measured) -> None:
         result = measured.error or f"{measured.ms:.1f} ms (first {measured.first_s:.1f} s)"
         click.echo(f"{time.monotonic() - began_s:5.0f} s  {measured.cell.name}: {result}", err=True)
+        if stem is not None:
+            keep([measured], stem, device=device, command=command)  # whatever happens next
 
     results = measure_forwards(num_gpus=num_gpus, only=only, seconds=seconds, tell=tell)
-    patterns = "".join(f" --only '{pattern}'" for pattern in only)
-    device = f"{num_gpus} x {driver().name(0)}"
-    command = f"gfgen bench forward --gpus {num_gpus}{patterns}"
     for line in table_of(results, device=device, command=command):
         click.echo(line)
-    if output is not None:
-        output.mkdir(parents=True, exist_ok=True)
-        stem = output / f"{time.strftime('%Y-%m-%d')}-forward"
+    if stem is not None:
         store(results, stem, device=device, command=command)
 
 

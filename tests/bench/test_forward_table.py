@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from gfgen.bench import forward, gpus
 from gfgen.bench.forward import SHAPES, Measured, cells_of, store, table_of
-from gfgen.errors import InputError
+from gfgen.cli.bench import bench
+from gfgen.errors import InputError, WorkerError
 
 
 def test_every_shape_is_measured_in_every_way_on_every_number_of_gpus():
@@ -100,3 +103,24 @@ def test_results_of_several_runs_come_together_in_one_table_and_one_chart(tmp_pa
     assert "| wan-832x480x49 | 1.5 |" in text
     assert "| wan-832x480x49 | 2.5 |" in text
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_cells_are_kept_as_they_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    cell = cells_of(num_gpus=1)[0]
+
+    class Machine:
+        num_devices = 1
+
+        def name(self, device: int) -> str:
+            return "GPU"
+
+    def measure(*, tell: Callable[[Measured], None], **_: object) -> None:
+        tell(Measured(cell, ms=1.5, first_s=2.0))
+        raise WorkerError("rank 1 did not answer")
+
+    monkeypatch.setattr("gfgen.gfc.cuda.driver.driver", Machine)
+    monkeypatch.setattr(forward, "measure_forwards", measure)
+    result = CliRunner().invoke(bench, ["forward", "--output", str(tmp_path)])
+    assert isinstance(result.exception, WorkerError)
+    (path,) = tmp_path.iterdir()
+    assert json.loads(path.read_text())["cells"][cell.name]["ms"] == 1.5
