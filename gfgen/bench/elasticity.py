@@ -8,7 +8,6 @@ a whole is seen beside a bare loop over the same adapters, in the same processes
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 import random
 import time
@@ -39,8 +38,6 @@ from gfgen.runtime.durations import in_words
 from gfgen.runtime.pool import WorkerPool
 from gfgen.runtime.signals import SignalPipe
 from gfgen.snapshot import JobView
-
-logger = logging.getLogger(__name__)
 
 SETTLING_STEPS = 4
 """The first of a job, which do not count: what a step will take is learned, memory is taken."""
@@ -131,8 +128,9 @@ def cases_of(subject: Subject) -> list[Case]:
         found.append(_changed(subject, (narrow, wide), large))
         found.append(_changed(subject, (wide, (wide[-1],)), large))
     found.append(_urgent(subject))
-    if num_ranks > 1:
+    if num_ranks > 2:  # every order of two is in use before long
         found.append(_fresh(subject, small))
+    if num_ranks > 1:
         found.append(_changed(subject, (narrow, other), large))
         found.append(_changed(subject, (narrow, wide), small))
     found.append(_unchanged(subject, num_ranks, small, guard_s=0.0, suffix=OFF))
@@ -257,9 +255,6 @@ def _fresh(subject: Subject, job: AdmittedJob) -> Case:
     name = f"group of {subject.num_ranks}, first use and use {uses}, {_size(job)}"
 
     def measure(setting: Setting) -> Sequence[Row]:
-        if not fresh:
-            logger.warning("%s: every order of so few ranks is in use before long", name)
-            return []
         record = setting.run(
             [copy_of(job, "orders", len(orders))],
             lambda view: _placed(

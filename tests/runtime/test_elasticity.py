@@ -78,6 +78,12 @@ def test_a_new_groups_first_use_stands_beside_late_ones(rows):
     assert set(idle.samples_s) == {"first use", "late use"}
 
 
+@pytest.mark.parametrize(("num_ranks", "num_cases"), [(1, 0), (2, 0), (3, 1), (4, 1)])
+def test_no_case_is_of_groups_that_cannot_be_new(subject, num_ranks, num_cases):
+    names = [case.name for case in cases_of(Subject(num_ranks, subject.small, subject.large))]
+    assert len([name for name in names if "first use" in name]) == num_cases
+
+
 def test_jobs_without_a_control_plane_are_measured_in_the_same_processes(rows, setting):
     steps, whole = (row for name, row in rows.items() if "bare loop" in name)
     assert [len(values) for row in (steps, whole) for values in row.samples_s.values()] == [2] * 4
