@@ -372,7 +372,7 @@ class WorkerPool:
             worker.loading = received[0].checkpoint
         elif isinstance(received[0], ModelsSet | WarmedUp):  # of a worker that was ready, or is by now
             worker.asked_to_load_s = worker.loading = None
-        else:
+        elif isinstance(received[0], WorkerReady):  # else it answers an earlier run, which has ended
             self.take_ready(worker, received[0], received[1])
             if worker.rank is not None and not self.unloadable:
                 loads.succeeded(worker.rank)

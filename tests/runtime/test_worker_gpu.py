@@ -32,7 +32,7 @@ from gfgen.policies.catalog import NamedPolicy
 from gfgen.runtime import worker_gpu
 from gfgen.runtime.events import FramesLost, ModelsChanged, RankLoaded, TaskDone
 from gfgen.runtime.loads import Loads
-from gfgen.runtime.messages import ModelsSet, RunTask
+from gfgen.runtime.messages import ModelsSet, Pong, RunTask
 from gfgen.runtime.migration import Transfer
 from gfgen.runtime.pool import WorkerPool
 from gfgen.runtime.residency import Residency
@@ -249,13 +249,14 @@ def test_a_rank_that_cannot_load_is_replaced_and_says_why(swapping_pool, tmp_pat
     assert test_deaths.statuses(recorder) == {"picture": "done", "video": "done"}
 
 
-def test_a_rank_that_has_loaded_while_others_start_is_no_surprise():
-    """Between two runs nobody else reads what it says."""
+@pytest.mark.parametrize(("message", "asked_to_load_s"), [(ModelsSet(2.0), None), (Pong(), 1.0)])
+def test_what_a_rank_says_while_others_start_is_no_surprise(message, asked_to_load_s):
+    """Between two runs nobody else reads it."""
     pool: Any = WorkerPool.__new__(WorkerPool)
-    channel = SimpleNamespace(receive=lambda: (ModelsSet(2.0), []))
+    channel = SimpleNamespace(receive=lambda: (message, []))
     worker: Any = SimpleNamespace(name="rank 0", rank=0, channel=channel, is_ready=True, asked_to_load_s=1.0)
-    pool._note_start(worker, Loads({}))
-    assert worker.asked_to_load_s is None
+    assert pool._note_start(worker, Loads({})) is None
+    assert worker.asked_to_load_s == asked_to_load_s
 
 
 @pytest.mark.parametrize("seed", [11, 12, 13])
