@@ -22,7 +22,6 @@ from torch import Tensor
 from gfgen.gfc.cuda.endpoint import CudaEndpoint
 from gfgen.gfc.cuda.graph import CapturedAlone, capture
 from gfgen.gfc.cuda.group import CudaGroup
-from gfgen.gfc.cuda.measure import init_nccl
 from gfgen.gfc.descriptor import Descriptor
 from gfgen.layout import Layout
 from gfgen.models import measured
@@ -32,6 +31,7 @@ from gfgen.models.guidance import evaluate_branches, with_texts
 from gfgen.models.parallel import parallel_from
 from gfgen.models.random_weights import random_component
 from gfgen.models.sequence_parallel import install
+from gfgen.models.stock import join_group
 
 WARM_UPS, REPEATS = 3, 7
 NUM_DISPATCHES = 2 * (WARM_UPS + REPEATS)
@@ -101,7 +101,8 @@ def _measure(
     endpoint: CudaEndpoint, shape: Shape, kind: Kind, layout: Layout, dispatch: int, store: str
 ) -> Result:
     if not kind.is_ours and layout.degree > 1 and not torch.distributed.is_initialized():
-        init_nccl(endpoint, layout.degree, store)
+        device = str(endpoint.torch_device)
+        join_group(rank=endpoint.rank, num_ranks=layout.degree, store=store, device=device)
     torch.cuda.set_device(endpoint.device)
     transformer = _transformer(shape.model, kind, layout.degree, str(endpoint.torch_device))
     inputs, texts = inputs_of(shape, endpoint.torch_device)

@@ -6,6 +6,7 @@ parallelism over torch's process group; every rank makes the same calls.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +30,17 @@ RECOMPILE_LIMIT = 64
 def join_group(*, rank: int, num_ranks: int, store: str, device: str) -> None:
     """Meet the other ranks, through a file.
 
-    NCCL on GPUs; gloo on CPU ranks, which diffusers does not foresee: it counts accelerators.
+    On GPUs NCCL, and gloo beside it: with uneven shards the sizes go by way of the host then, and no GPU is
+    waited for. Gloo on CPU ranks, which diffusers does not foresee: it counts accelerators.
+    Source: diffusers 0.42 commands/run.py, models/_modeling_parallel.py (gather_size_by_comm)
     """
     if device == "cpu":
         torch.accelerator.device_count = lambda: 1
+        backend = "gloo"
     else:
         torch.cuda.set_device(device)
-    backend = "gloo" if device == "cpu" else "nccl"
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this machine
+        backend = "cpu:gloo,cuda:nccl"
     method = f"file://{store}"
     distributed.init_process_group(backend, init_method=method, rank=rank, world_size=num_ranks)
 
