@@ -33,7 +33,9 @@ class Run:
 
     def __init__(self, folder: Path, output: str) -> None:
         self.output = folder / output
-        command = [sys.executable, "-m", "gfgen", "run", "jobs.jsonl", "--ranks", "2", "--output", output]
+        # On one rank a step has the same bits at any time; on several, their number decides what is rounded.
+        policy = ["--policy", "srtf"]
+        command = [sys.executable, "-m", "gfgen", "run", "jobs.jsonl", "--ranks", "2", *policy, "-o", output]
         self._log = (folder / f"{output}.log").open("a")
         environment = os.environ | {"TMPDIR": str(folder / "tmp")}
         self.process = subprocess.Popen(
