@@ -183,7 +183,6 @@ class _Bench:
                     devices=self._ranks.devices,
                     policy=load_policy("auto"),
                     signals=self._signals,
-                    are_all_needed=True,
                 )
             self._stack = stack.pop_all()
         return self

@@ -134,7 +134,7 @@ def _wanted(cases: Sequence[bench.Case], patterns: Sequence[str]) -> Sequence[be
 def _warm_up(setting: bench.Setting, subject: bench.Subject) -> None:
     degrees = sorted({1, subject.half, subject.num_ranks})
     items = warm_ups([subject.small, subject.large], degrees)
-    for item, answer in setting.pool.warm_up(items, setting.signals, are_all_needed=True):
+    for item, answer in setting.pool.warm_up(items, setting.signals):
         if answer.reason is not None:
             raise InputError(f"warming up {item.spec.width}x{item.spec.height}: {answer.reason}")
     bench.warm(setting, subject)

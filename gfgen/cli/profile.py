@@ -278,7 +278,7 @@ def _record_forwards(
 ) -> None:
     """Steps that launching would hold up are recorded, as before a run with graphs."""
     sizes = [size for size in (1, 2, 4, 8) if size <= _widest(options)]
-    for item, answer in pool.warm_up(warm_ups(jobs, sizes), signals, are_all_needed=True):
+    for item, answer in pool.warm_up(warm_ups(jobs, sizes), signals):
         if answer.reason is not None:
             logger.warning("warming up %s: %s", item.checkpoint, answer.reason)
 

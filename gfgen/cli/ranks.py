@@ -126,8 +126,9 @@ def ready_pool(
         has_graphs=ranks.has_graphs,
         memory_limit=ranks.devices.memory_limit,
         islands=islands,
+        are_all_needed=are_all_needed,
     ) as pool:
-        pool.wait_ready(signals, are_all_needed=are_all_needed)
+        pool.wait_ready(signals)
         logger.info("ready after %.1f s", time.monotonic() - began_s)
         yield pool
 

@@ -25,7 +25,6 @@ def warm_up(
     devices: Devices,
     policy: NamedPolicy,
     signals: SignalPipe | None = None,
-    are_all_needed: bool = False,
 ) -> None:
     """Returns when all ranks have run steps like those of the jobs; at once on CPU ranks."""
     choose = warm_ups_of(devices, policy)
@@ -35,8 +34,7 @@ def warm_up(
     items = choose(jobs)
     began_s = time.monotonic()
     logger.info("warming up: %d kinds of steps", len(items))
-    answers = pool.warm_up(items, signals, are_all_needed=are_all_needed)
-    for number, (item, answer) in enumerate(answers, start=1):
+    for number, (item, answer) in enumerate(pool.warm_up(items, signals), start=1):
         if answer.reason is None:
             logger.info("warming up: %d of %d, %s", number, len(items), _name_of(item))
         else:

@@ -179,6 +179,7 @@ class WorkerPool:
         num_writers: int | None = None,
         preload: Sequence[str] | None = None,
         plan: Plan | None = None,
+        are_all_needed: bool = False,
     ) -> None:
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its warnings are not the user's to mend
         # So that nothing that the fork server imports initialises CUDA by asking whether it is there: it does
@@ -202,6 +203,8 @@ class WorkerPool:
         }
         self.islands = tuple([tuple(island) for island in islands or [range(num_ranks)]])
         """Sets of ranks that map each other's arenas, and so can share a layout."""
+        self._are_all_needed = are_all_needed
+        """Whether a rank that cannot be had ends the start, as where something is measured."""
         self._deaths: dict[int, list[float]] = {rank: [] for rank in range(num_ranks)}
         self.num_ranks = num_ranks
         self.last_number = 0
@@ -245,7 +248,6 @@ class WorkerPool:
         signals: SignalPipe | None = None,
         *,
         patience_s: float = START_S,
-        are_all_needed: bool = False,
     ) -> None:
         """Wait until every worker has loaded its models, but for those that none of them can (`unloadable`).
 
@@ -267,9 +269,9 @@ class WorkerPool:
                 worker = next(speakers)
                 if worker is None:
                     why = f"the models are not loaded after {patience_s:g} s"
-                    self._leave_behind(why, are_all_needed=are_all_needed)
+                    self._leave_behind(why)
                 elif reason := self._note_start(worker, loads):
-                    self._start_again(worker, loads, reason, are_all_needed=are_all_needed)
+                    self._start_again(worker, loads, reason)
         late = [worker for worker in self.living if not worker.has_arenas]
         if self._arenas.are_on_gpus:
             self._send_arenas([worker for worker in late if worker.incarnation == 1])
@@ -283,7 +285,6 @@ class WorkerPool:
         signals: SignalPipe | None = None,
         *,
         patience_s: float = WARM_UP_S,
-        are_all_needed: bool = False,
     ) -> Iterator[tuple[WarmUp, WarmedUp]]:
         """Get steps ready on every worker; tells of each item when all have it, or one cannot.
 
@@ -305,25 +306,23 @@ class WorkerPool:
                 speaker = next(speakers)
                 if speaker is None:
                     raise WorkerError(f"no rank has run a step within {patience_s:g} s of the last one")
-                for answer in self._warmed_up(speaker, loads, awaited, are_all_needed=are_all_needed):
+                for answer in self._warmed_up(speaker, loads, awaited):
                     awaited[answer.number].discard(speaker.rank)
                     if answer.reason is not None or not awaited[answer.number]:
                         del awaited[answer.number]
                         yield by_number[answer.number], answer
-        self.wait_ready(signals, are_all_needed=are_all_needed)
+        self.wait_ready(signals)
 
-    def _warmed_up(
-        self, worker: Child, loads: Loads, numbers: Collection[int], *, are_all_needed: bool
-    ) -> Sequence[WarmedUp]:
+    def _warmed_up(self, worker: Child, loads: Loads, numbers: Collection[int]) -> Sequence[WarmedUp]:
         """What a worker has to say of items with these numbers: of all of them, where it has died."""
         if not worker.is_ready:  # it takes the place of one that has died
             if reason := self._note_start(worker, loads):
-                self._start_again(worker, loads, reason, are_all_needed=are_all_needed)
+                self._start_again(worker, loads, reason)
             return ()
         received = worker.channel.receive()
         if received is None:
             reason = f"{worker.name} died while it was warmed up: {worker.reap(patience_s=_EXIT_S)}"
-            self._start_again(worker, loads, reason, are_all_needed=are_all_needed)
+            self._start_again(worker, loads, reason)
             return [WarmedUp(number, 0.0) for number in numbers]
         answer = received[0]
         return [answer] if isinstance(answer, WarmedUp) and answer.number in numbers else ()
@@ -378,7 +377,7 @@ class WorkerPool:
                 loads.succeeded(worker.rank)
         return None
 
-    def _start_again(self, worker: Child, loads: Loads, reason: str, *, are_all_needed: bool) -> None:
+    def _start_again(self, worker: Child, loads: Loads, reason: str) -> None:
         """Another process for a rank that could not start, without the model that it was at if no rank can
         load that; none for a rank that is retired.
 
@@ -396,18 +395,18 @@ class WorkerPool:
         is_of_no_rank = checkpoint is not None and (checkpoint in self.unloadable or loads.spares(rank))
         # The run's clock is yet to start: what happens here counts in its first ten minutes.
         successor = self.replace_worker(rank, now_s=0.0, is_to_blame=not is_of_no_rank)
-        if successor is None and (are_all_needed or not self.living):
+        if successor is None and (self._are_all_needed or not self.living):
             raise WorkerError(reason)
         logger.warning("%s; %s", reason, "it stays away" if successor is None else "a new worker is started")
 
-    def _leave_behind(self, reason: str, *, are_all_needed: bool) -> None:
+    def _leave_behind(self, reason: str) -> None:
         """Retire the ranks that are not ready.
 
         Raises: WorkerError when nothing is left to go on with.
         """
         late = [worker for worker in self.living if not worker.is_ready]
         reason = f"{', '.join(worker.name for worker in late)}: {reason}"
-        if are_all_needed or len(late) == len(self.living):
+        if self._are_all_needed or len(late) == len(self.living):
             raise WorkerError(reason)
         for worker in late:
             assert worker.rank is not None

@@ -62,9 +62,15 @@ def test_a_rank_is_not_spared_for_ever_while_another_one_is_long_in_loading():
     assert loads.spares(1)
 
 
-def two_ranks(*checkpoints: Path) -> WorkerPool:
+def two_ranks(*checkpoints: Path, are_all_needed: bool = False) -> WorkerPool:
     """Whose workers load a model as its name says."""
-    return WorkerPool(num_ranks=2, checkpoints=checkpoints, worker_main="loading_worker:main", num_writers=0)
+    return WorkerPool(
+        num_ranks=2,
+        checkpoints=checkpoints,
+        worker_main="loading_worker:main",
+        num_writers=0,
+        are_all_needed=are_all_needed,
+    )
 
 
 @pytest.fixture
@@ -224,8 +230,8 @@ def test_ranks_that_cannot_load_their_only_model_end_the_run_with_the_reason(tmp
 
 def test_a_rank_that_fails_at_the_start_is_started_again(tmp_path: Path) -> None:
     """Though another one holds the only model."""
-    with two_ranks(tmp_path / "shaky") as pool:
-        pool.wait_ready(are_all_needed=True)
+    with two_ranks(tmp_path / "shaky", are_all_needed=True) as pool:
+        pool.wait_ready()
         assert pool.incarnations == (1, 2)
         assert all(worker.is_ready and worker.has_arenas for worker in pool.workers)
         assert not pool.retired
@@ -249,10 +255,10 @@ def test_a_rank_that_never_starts_stays_away_and_the_run_goes_on_with_the_others
 
 def test_a_rank_that_never_starts_ends_what_needs_all_ranks_with_the_reason(tmp_path: Path) -> None:
     with (
-        two_ranks(tmp_path / "picky") as pool,
+        two_ranks(tmp_path / "picky", are_all_needed=True) as pool,
         pytest.raises(WorkerError, match="rank 1 cannot start: FileNotFoundError: picky does not"),
     ):
-        pool.wait_ready(are_all_needed=True)
+        pool.wait_ready()
 
 
 def test_a_rank_that_hangs_at_the_start_stays_away_and_the_others_go_on(
@@ -270,10 +276,10 @@ def test_a_rank_that_hangs_at_the_start_stays_away_and_the_others_go_on(
 
 def test_a_rank_that_hangs_at_the_start_ends_what_needs_all_ranks(tmp_path: Path) -> None:
     with (
-        two_ranks(tmp_path / "sleepy") as pool,
+        two_ranks(tmp_path / "sleepy", are_all_needed=True) as pool,
         pytest.raises(WorkerError, match=r"rank 1: the models are not loaded after 0.01 s"),
     ):
-        pool.wait_ready(patience_s=0.01, are_all_needed=True)
+        pool.wait_ready(patience_s=0.01)
 
 
 def test_ranks_that_die_before_they_load_anything_end_the_run_with_the_reason(tmp_path: Path) -> None:

@@ -90,10 +90,11 @@ class Silent(Rank):
     def tell(self, message: WarmUp) -> None: ...
 
 
-def pool_of(*ranks: Rank) -> WorkerPool:
+def pool_of(*ranks: Rank, are_all_needed: bool = False) -> WorkerPool:
     pool: Any = WorkerPool.__new__(WorkerPool)
     pool.workers, pool.num_ranks, pool.retired = list(ranks), len(ranks), set()
     pool._settings, pool._arenas = {"checkpoints": ()}, SimpleNamespace(are_on_gpus=True)
+    pool._are_all_needed = are_all_needed
     pool._deaths = {rank.rank: [0.0] * (MAX_DEATHS - 1) for rank in ranks}
     made: WorkerPool = pool
     return made
@@ -124,9 +125,9 @@ def test_a_rank_that_dies_too_often_is_not_waited_for() -> None:
 def test_death_of_such_a_rank_ends_the_warm_up_where_none_can_do_without(others: list[int]) -> None:
     dead = Silent(0)
     dead.die()
-    pool = pool_of(dead, *map(Rank, others))
+    pool = pool_of(dead, *map(Rank, others), are_all_needed=bool(others))
     with pytest.raises(WorkerError, match="rank 0 died while it was warmed up: killed by signal 9"):
-        list(pool.warm_up(ITEMS, are_all_needed=bool(others)))
+        list(pool.warm_up(ITEMS))
 
 
 def test_signal_ends_the_warm_up() -> None:
