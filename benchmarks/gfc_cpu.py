@@ -144,12 +144,13 @@ def migration(
     sent = [transfer for transfer in transfers if transfer.source == endpoint.rank]
     received = [transfer for transfer in transfers if transfer.destination == endpoint.rank]
     fields = Fields({name: torch.rand(shape) for name, shape, _ in STATE.fields})
+    outline = {name: (torch.float32, shape) for name, shape, _ in STATE.fields}, fields.scalars
     times = []
     for _ in range(repeats):
         group.barrier()
         start = time.perf_counter()
         send_state(endpoint, fields, sent, dispatch=1)
-        receive_state(endpoint, received, dispatch=1)
+        receive_state(endpoint, received, outline, dispatch=1)
         group.barrier()
         times.append((time.perf_counter() - start) * 1e6)
     return Timing(median(times), mean(times))

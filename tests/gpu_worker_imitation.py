@@ -47,6 +47,7 @@ class Stream:
 
     def synchronize(self) -> None: ...
     def wait_stream(self, _: Stream) -> None: ...
+    def wait_event(self, _: Event) -> None: ...
 
 
 class Event:
@@ -102,6 +103,12 @@ class ImitationEndpoint(Endpoint):
         return Outcome()
 
     def require(self, peer: int, *, dispatch: int) -> None: ...
+
+    def recv(self, *arguments: Any, begun: Event | None = None, **options: Any) -> torch.Tensor:
+        x = super().recv(*arguments, **options)
+        if begun is not None:
+            begun.record()
+        return x
 
     def replace_peer(self, rank: int, fd: int, incarnation: int) -> None:
         when_formatted(lambda: super(ImitationEndpoint, self).replace_peer(rank, fd, incarnation))

@@ -4,7 +4,8 @@ One memfd per job, made by the control plane and mapped by every worker that run
 the job. After each task its rank copies what the task made into the slab, so the slab always
 holds the job's last complete state, whoever dies.
 
-    line 0..4    one 64-byte line per region: the dispatch that made what the region holds
+    line 0..4    one 64-byte line per region: the dispatch that made what the region holds,
+                 and the dispatch that has outlined what it will hold
     regions      prompt | condition | latents, bank 0 | bank 1 | bank 2
 
 An artifact's version is the number of tasks that led to it: `encode` makes version 1 and so
@@ -15,6 +16,10 @@ their way at once, from two ranks. One rank at a time writes to a region, and on
 reads: it stores the payload first and the word last; readers look at the word first, and wait
 until it names the very dispatch that they were told to expect. So nothing of an attempt that
 failed is ever read.
+
+An outline is an artifact's names, shapes and scalars without its tensors. A GPU's rank knows it
+as soon as a task is launched, and shows it then; the ranks to which the tensors go from device to
+device can enqueue their arrival, and the task behind it, before there is anything to arrive.
 
 Why that is safe. The word lies at the start of a 64-byte line, and a native "Q" is packed and
 unpacked by one copy of 8 bytes, which is one move: it is seen whole or not at all. Payload and
@@ -42,6 +47,8 @@ _NUM_BANKS = 3
 _REGIONS = ("prompt", "condition", *[f"latents {bank}" for bank in range(_NUM_BANKS)])
 _WORD = struct.Struct("Q")
 """Native, since a format with a byte order of its own may be stored byte by byte."""
+_OUTLINE_WORD = 8
+"""Where a line has the word of an outline."""
 _LENGTHS = struct.Struct("<QQ")
 _META_BYTES = 64 * 1024
 """Room for names, shapes and scalars beside an artifact's tensors."""
@@ -86,6 +93,10 @@ class Slab:
         """The dispatch that made what is published where this version belongs; 0 for none."""
         return int(_WORD.unpack_from(self._map, _region(name, version) * _LINE_BYTES)[0])
 
+    def outliner(self, name: str, version: int) -> int:
+        """The dispatch that has outlined what belongs where this version does; 0 for none."""
+        return int(_WORD.unpack_from(self._map, _region(name, version) * _LINE_BYTES + _OUTLINE_WORD)[0])
+
     def publish(
         self, name: str, version: int, meta: Any, buffers: Sequence[memoryview], *, producer: int
     ) -> None:
@@ -119,9 +130,20 @@ class Slab:
             position += _aligned(size_bytes)
         return places
 
+    def show_outline(self, name: str, version: int, *, producer: int) -> None:
+        """Make visible what `places` was told, as what dispatch `producer` makes."""
+        _WORD.pack_into(self._map, _region(name, version) * _LINE_BYTES + _OUTLINE_WORD, producer)
+
     def show(self, name: str, version: int, *, producer: int) -> None:
         """Make what was stored visible, as made by dispatch `producer`."""
+        self.show_outline(name, version, producer=producer)
         _WORD.pack_into(self._map, _region(name, version) * _LINE_BYTES, producer)
+
+    def outline(self, name: str, version: int) -> Any:
+        """The meta of a version that has been outlined."""
+        assert self.outliner(name, version), f"{name} version {version} is not outlined"
+        meta, _ = self._meta(name, version)
+        return meta
 
     def fetch(self, name: str, version: int) -> tuple[Any, memoryview, int]:
         """(meta, the slab's memory, offset of the first buffer) of a published version.
@@ -130,11 +152,16 @@ class Slab:
         overwritten by version + 3, so copy what is needed.
         """
         assert self.producer(name, version), f"{name} version {version} is not there"
+        meta, end = self._meta(name, version)
+        return meta, memoryview(self._map), _aligned(end)
+
+    def _meta(self, name: str, version: int) -> tuple[Any, int]:
+        """What `places` was told, and where it ends."""
         start, _ = self._bounds(_region(name, version))
         num_meta_bytes, _ = _LENGTHS.unpack_from(self._map, start)
         position = start + _LINE_BYTES
-        meta = pickle.loads(self._map[position : position + num_meta_bytes])
-        return meta, memoryview(self._map), _aligned(position + num_meta_bytes)
+        end = position + num_meta_bytes
+        return pickle.loads(self._map[position:end]), end
 
     def _bounds(self, region: int) -> tuple[int, int]:
         offsets = (*self._plan.offsets, self._plan.size_bytes)

@@ -75,7 +75,9 @@ from gfgen.runtime.messages import (
 from gfgen.runtime.slab import Slab, SlabPlan
 from gfgen.runtime.worker_jobs import (
     InputVoidError,
+    Outline,
     RankJob,
+    Shipment,
     copied,
     frames_shape,
     place_of,
@@ -163,7 +165,7 @@ class Worker:
         self._endpoint: Any = None
         """None before the arenas have come."""
         self._tasks: queue.SimpleQueue[tuple[Any, list[int]] | None] = queue.SimpleQueue()
-        self._shipments: queue.SimpleQueue[tuple[SendState, Future[Fields]]] = queue.SimpleQueue()
+        self._shipments: queue.SimpleQueue[tuple[SendState, Future[Shipment]]] = queue.SimpleQueue()
         self._unsent: set[int] = set()
         """Dispatches that wait for state which this rank has yet to send."""
         self._lock = threading.RLock()
@@ -357,15 +359,15 @@ class Worker:
                 self._unsent.discard(message.number)
                 self._told.notify_all()
 
-    def _send_one(self, message: SendState, latents: Future[Fields]) -> None:
+    def _send_one(self, message: SendState, latents: Future[Shipment]) -> None:
         try:
-            fields = latents.result()
+            shipment = latents.result()
         except InputVoidError:
             return
         if not self._enter(message.number):
             return
         try:
-            self._ship(message, fields)
+            self._ship(message, shipment)
         except InputVoidError:
             self._leave(message.number)
         except Exception as error:
@@ -375,9 +377,9 @@ class Worker:
         else:
             self._leave(message.number)
 
-    def _ship(self, message: SendState, fields: Fields) -> None:
+    def _ship(self, message: SendState, shipment: Shipment) -> None:
         """Send what a job's next task needs elsewhere; it has arrived, or will, when this returns."""
-        send_state(self._endpoint, fields, message.transfers, dispatch=message.number)
+        send_state(self._endpoint, shipment.fields, message.transfers, dispatch=message.number)
 
     # The main thread --------------------------------------------------------------------------
 
@@ -480,24 +482,26 @@ class Worker:
         """Wait for input that comes through the slab; transfers wait by themselves."""
         if message.producer is None or job.producer == message.producer or message.transfers:
             return
-        job.await_published(task, message.producer, is_void=lambda: self._is_void(message.number))
+        job.await_published(task, message.producer, is_void=partial(self._is_void, message.number))
 
     def _bring_input(self, job: RankJob, task: Task, message: RunTask) -> None:
         """Bring what the task needs and this rank does not have.
 
-        The constants last: a rank publishes them before it sends the latents that go with them.
+        What other ranks send comes last: where its arrival is only enqueued, nothing is waited for behind it.
         """
+        is_void = partial(self._is_void, message.number)
+        job.fetch_constants(task, message.producer, is_void=is_void)
         if message.transfers:
-            fields = self._receive_state(message)
-            job.artifacts["latents"], job.producer = fields, message.producer
+            assert message.producer is not None
+            outline = job.await_outline(task, message.producer, is_void=is_void)
+            job.hold(self._receive_state(message, outline), producer=message.producer)
         elif task.index > 1 and job.producer != message.producer:
             assert message.producer is not None
             job.fetch_latents(task, message.producer)
-        job.fetch_constants(task)
 
-    def _receive_state(self, message: RunTask) -> Fields:
+    def _receive_state(self, message: RunTask, outline: Outline) -> Fields:
         """What other ranks send of the job's latents."""
-        return receive_state(self._endpoint, message.transfers, dispatch=message.number)
+        return receive_state(self._endpoint, message.transfers, outline, dispatch=message.number)
 
     def _meet(self, message: RunTask) -> Collectives | None:
         """The group of a task on several ranks, once all of them have come; None for one rank."""

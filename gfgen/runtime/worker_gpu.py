@@ -2,11 +2,13 @@
 
 It differs from a CPU rank in that a task's launch is not its end. The main thread enqueues a task on
 its stream and goes on to the next one; a fourth thread, the watcher, waits for the device, looks how
-the task went, copies what it made to host memory and reports. A task's own rank may use its latents as
-soon as they are enqueued, other ranks are sent them when they are there.
+the task went, copies what it made to host memory and reports. Latents may be used as soon as they are
+enqueued: by their own rank, whose stream has an order, and by others, to whom another stream sends them
+behind the event that says that they are there. What they are like the slab tells at once (slab.py). So a
+job goes from GPU to GPU without a thread in between.
 
     main stream    tasks, in the order of dispatch; collectives too
-    arrivals       state that other ranks send, so that a task's header is not behind the task before
+    arrivals       state that other ranks send, so that it need not come after the task before
     departures     state that goes to other ranks
     copies         what goes to host memory
     frames         those of decodes, by a fifth thread, so that no report waits for them
@@ -28,6 +30,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -74,8 +77,11 @@ from gfgen.runtime.worker_forwards import Forwards, Kind
 from gfgen.runtime.worker_graphs import CudaRecorder
 from gfgen.runtime.worker_jobs import (
     InputVoidError,
+    Outline,
     RankJob,
+    Shipment,
     frames_shape,
+    outline,
     place_of,
     publish,
     receive_state,
@@ -123,6 +129,20 @@ def main(
 
 
 @dataclass(slots=True)
+class Arrival:
+    """When state that other ranks send comes, by the device's clock."""
+
+    begun: torch.cuda.Event
+    """The first of it is there."""
+    ended: torch.cuda.Event
+
+    @property
+    def seconds(self) -> float:
+        milliseconds: float = self.begun.elapsed_time(self.ended)
+        return milliseconds / 1e3
+
+
+@dataclass(slots=True)
 class Launched:
     """A task whose work is enqueued, and what is to be done when it has run."""
 
@@ -137,6 +157,8 @@ class Launched:
     waited_s: float
     """On the host: for its input, for others, for what had to be ready."""
     moved_s: float
+    arrival: Arrival | None = None
+    """Of the input, where other ranks send it."""
     frames_fd: int | None = None
     forward: Kind | None = None
     """Of a step whose launches are all timed: nothing was loaded between them."""
@@ -177,14 +199,16 @@ class GpuWorker(Worker):
 
     def _set_up_streams(self) -> None:
         self._main_stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        self._arrivals = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        self._departures = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        self._arrivals = torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
+        self._departures = torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
         self._host = Staging(self.device, torch.cuda.Stream(self.device))  # type: ignore[no-untyped-call]
         self._outgoing = Staging(self.device, torch.cuda.Stream(self.device))  # type: ignore[no-untyped-call]
         self._incoming = Staging(self.device, self._arrivals)
         self._memory = DeviceMemory(self.device, stream=self._main_stream.cuda_stream)
         self._launched: queue.SimpleQueue[Launched] = queue.SimpleQueue()
         self._decoded: queue.SimpleQueue[Decoded] = queue.SimpleQueue()
+        self._departing: set[int] = set()
+        """Members of `_unsent` for which nothing is left to be done by the host."""
         self._newcomers: Counter[int] = Counter()
         """Ranks whose new arena the main thread has yet to map; one may have died again meanwhile."""
         self._last_end: torch.cuda.Event | None = None
@@ -192,6 +216,8 @@ class GpuWorker(Worker):
         self._num_unsettled = 0
         """Tasks that are launched, and that the watcher has yet to see to their end."""
         self._has_peers = True
+        self._arrival: Arrival | None = None
+        """What the main thread has enqueued of the task that it is about to launch."""
         self._is_short = False
         """A task has run out of memory: the main thread is to give back what it keeps."""
 
@@ -276,7 +302,12 @@ class GpuWorker(Worker):
         self._use_device(self._departures)
         super()._send()
 
-    def _ship(self, message: SendState, fields: Fields) -> None:
+    def _send_one(self, message: SendState, latents: Future[Shipment]) -> None:
+        super()._send_one(message, latents)
+        with self._told:
+            self._departing.discard(message.number)
+
+    def _ship(self, message: SendState, shipment: Shipment) -> None:
         destinations = {transfer.destination for transfer in message.transfers}
         with self._told:
             self._told.wait_for(
@@ -284,7 +315,12 @@ class GpuWorker(Worker):
             )
             if self._is_void(message.number):
                 raise InputVoidError
-        send_state(self._endpoint, fields, message.transfers, dispatch=message.number)
+        if shipment.is_there is not None:
+            self._departures.wait_event(shipment.is_there)
+        send_state(self._endpoint, shipment.fields, message.transfers, dispatch=message.number)
+        with self._told:
+            self._departing.add(message.number)
+            self._told.notify_all()
         self._departures.synchronize()
         for destination in destinations:
             self._endpoint.require(destination, dispatch=message.number)
@@ -335,11 +371,12 @@ class GpuWorker(Worker):
         self._await_input(job, task, message)
         times.append(time.monotonic())
         if message.transfers or job.producer != message.producer:
-            arrival = self._arrival_kind(job, task, message)
-            if self._has_peers and not self._memory.is_known({arrival}):
+            kind = self._arrival_kind(job, task, message)
+            if self._has_peers and not self._memory.is_known({kind}):
                 self._see_to_the_end(message.number)
-            with self._memory.launching({arrival}):
+            with self._memory.launching({kind}):
                 self._bring_input(job, task, message)
+        arrival, self._arrival = self._arrival, None
         times.append(time.monotonic())
         kinds = self._kinds(job, task, message)
         is_familiar = self._memory.is_familiar(kinds)
@@ -367,13 +404,16 @@ class GpuWorker(Worker):
             outcome=outcome,
             waited_s=times[1] - times[0] + times[3] - times[2],
             moved_s=times[2] - times[1],
+            arrival=arrival,
             frames_fd=os.dup(fds[0]) if fds else None,
             forward=forward if is_familiar else None,
             launch_s=times[4] - times[3],
         )
         kept = {name: fields for name, fields in made.items() if name != "frames"}
+        if "latents" in kept and message.layout.slot_of(self._rank) == 0:
+            outline(job.slab, "latents", task.index + 1, kept["latents"], producer=message.number)
         with self._lock:
-            job.keep(kept, dispatch=message.number, is_finished=False)
+            job.keep(kept, dispatch=message.number, is_there=launched.ended)
             if message.number in self._abandoned:
                 job.drop(message.number)
             self._num_unsettled += 1
@@ -452,8 +492,9 @@ class GpuWorker(Worker):
         either, the thread waits for the device with the context locked, so that no other thread can send
         or publish meanwhile. Where the device waits in an entry barrier for a rank that waits for this
         one's state, nothing would ever move again (seen: a job that went from one rank to four, in its
-        first shared step). So state that goes out for this dispatch or an earlier one is sent before it
-        is entered; and before a task whose launch may wait, all that was launched here is seen to its end.
+        first shared step). So the sending of state for this dispatch or an earlier one is enqueued before
+        it is entered; and before a task whose launch may wait, that is seen to its end, as is all that was
+        launched here.
         """
         with self._told:
             self._told.wait_for(lambda: self._is_clear(number, is_new=is_new))
@@ -467,16 +508,15 @@ class GpuWorker(Worker):
             return True
         if is_new and self._num_unsettled:
             return False
-        return all(unsent > number for unsent in self._unsent)
+        unsent = self._unsent if is_new else self._unsent - self._departing
+        return all(each > number for each in unsent)
 
-    def _receive_state(self, message: RunTask) -> Fields:
-        def require(source: int) -> None:
-            self._endpoint.require(source, dispatch=message.number)
-
+    def _receive_state(self, message: RunTask, outline: Outline) -> Fields:
+        """Enqueue its arrival: it may not be there yet, nor be made."""
         with torch.cuda.stream(self._arrivals):
-            fields = receive_state(
-                self._endpoint, message.transfers, dispatch=message.number, require=require
-            )
+            timed = _TimedArrivals(self._endpoint, begun=self._event(self._arrivals))
+            fields = receive_state(timed, message.transfers, outline, dispatch=message.number)
+            self._arrival = Arrival(timed.begun, self._event(self._arrivals))
         return self._arrived(fields)
 
     def _take_in(self, fields: Fields) -> Fields:
@@ -506,9 +546,10 @@ class GpuWorker(Worker):
             lanes.synchronize(self.device)
         stream.synchronize()
 
-    def _event(self) -> torch.cuda.Event:
+    def _event(self, stream: torch.cuda.Stream | None = None) -> torch.cuda.Event:
+        """Recorded, on the stream of tasks unless told otherwise."""
         event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
-        event.record(self._main_stream)
+        event.record(stream or self._main_stream)
         return event
 
     # The watcher thread -----------------------------------------------------------------------
@@ -547,23 +588,16 @@ class GpuWorker(Worker):
             device_s = launched.entered.elapsed_time(launched.ended) / 1e3
             self._forwards.observe(launched.forward, launch_s=launched.launch_s, device_s=device_s)
         frames = launched.made.pop("frames", None)
-        if set(launched.made) == {"latents"}:
-            # Other ranks may go on at once: all else that they need is in the slab. Publishing goes through
-            # host memory, and need not be over, since the next version has a bank of its own.
-            with self._lock:
-                job.finish(message.number)
         if message.layout.slot_of(self._rank) == 0:
             version, store = launched.task.index + 1, self._host.store
             for name, fields in launched.made.items():
                 publish(job.slab, name, version, fields, producer=message.number, store=store)
-        with self._lock:
-            job.finish(message.number)
         report = TaskReport(
             message.number,
             started_s=ended_s - launched.entered.elapsed_time(launched.ended) / 1e3,
             ended_s=ended_s,
             waited_s=launched.waited_s + launched.begun.elapsed_time(launched.entered) / 1e3,
-            moved_s=launched.moved_s,
+            moved_s=launched.moved_s + (0.0 if launched.arrival is None else launched.arrival.seconds),
             do_frames_follow=frames is not None,
             idle_s=None if last_end is None else last_end.elapsed_time(launched.entered) / 1e3,
         )
@@ -597,6 +631,25 @@ class GpuWorker(Worker):
         rows = decoded.frames.tensors["frames"]
         with mmap.mmap(decoded.fd, math.prod(decoded.shape)) as memory:
             self._outgoing.store_rows(rows, place_of(decoded.frames, memory, decoded.shape))
+
+
+class _TimedArrivals:
+    """A device's endpoint as `receive_state` uses it; `begun` is recorded when the first of it is there."""
+
+    def __init__(self, endpoint: CudaEndpoint, *, begun: torch.cuda.Event) -> None:
+        self._endpoint = endpoint
+        self.begun = begun
+        self._is_first = True
+
+    def send(self, x: torch.Tensor, *, to: int, dispatch: int, label: int = 0) -> None:
+        raise AssertionError("only what arrives is timed")
+
+    def recv(
+        self, shape: Sequence[int], dtype: torch.dtype, *, source: int, dispatch: int, label: int = 0
+    ) -> torch.Tensor:
+        begun = self.begun if self._is_first else None
+        self._is_first = False
+        return self._endpoint.recv(shape, dtype, source=source, dispatch=dispatch, label=label, begun=begun)
 
 
 def _dense(fields: Fields) -> Fields:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 import mmap
-import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -29,10 +29,11 @@ Store = Callable[[torch.Tensor, memoryview], None]
 TakeIn = Callable[[Fields], Fields]
 """Copies of fields that lie in a slab, where the rank computes; the slab may change when this returns."""
 
-_POLL_S = (0.0, 0.0, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3)
-"""Pauses between looks at a producer's word: short first, a millisecond at last."""
-_HEADER_BYTES = 4096
-"""Names, shapes and scalars of a job's state, pickled; UniPC's take about 500 bytes."""
+_POLL_S = (0.0, 0.0, 5e-5, 1e-4, 2e-4)
+"""Pauses between looks at a producer's word: short first, a fifth of a millisecond at last."""
+
+Outline = tuple[Mapping[str, tuple[torch.dtype, tuple[int, ...]]], Mapping[str, Any]]
+"""Dtype and shape of each tensor of an artifact, and its scalars."""
 
 
 class Transfers(Protocol):
@@ -47,6 +48,15 @@ class Transfers(Protocol):
     ) -> torch.Tensor:
         """The tensor that a rank sends under this dispatch and label."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Shipment:
+    """Latents to send on."""
+
+    fields: Fields
+    is_there: Any = None
+    """A device's event, if they are only enqueued; None when they are there."""
 
 
 class InputVoidError(Exception):
@@ -78,32 +88,24 @@ class RankJob:
     artifacts: dict[str, Fields] = field(default_factory=dict)
     producer: int | None = None
     """The dispatch that made the latents in `artifacts`; None when they are not here."""
-    unfinished: dict[int, Fields] = field(default_factory=dict)
-    """Latents by dispatch that a device has yet to make: for its own next task, not for sending on."""
-    wanted: dict[int, list[Future[Fields]]] = field(default_factory=dict)
+    is_there: Any = None
+    """As `Shipment` has it, of those latents."""
+    wanted: dict[int, list[Future[Shipment]]] = field(default_factory=dict)
     """Who waits for latents of a dispatch, to send them on."""
 
-    def keep(self, made: Mapping[str, Fields], *, dispatch: int, is_finished: bool = True) -> None:
-        """Take over what a task has made, and hand it to those who wait to send it on."""
+    def keep(self, made: Mapping[str, Fields], *, dispatch: int, is_there: Any = None) -> None:
+        """Take over what a task has made, or enqueued, and hand it to those who wait to send it on."""
         self.artifacts.update(made)
         if "latents" in made:
-            self.producer = dispatch
-            self.unfinished[dispatch] = made["latents"]
-            if is_finished:
-                self.finish(dispatch)
+            self.producer, self.is_there = dispatch, is_there
+            for future in self.wanted.pop(dispatch, ()):
+                future.set_result(Shipment(made["latents"], is_there))
 
-    def finish(self, dispatch: int) -> None:
-        """What a dispatch makes is there: those who wait to send it on may do so."""
-        latents = self.unfinished.pop(dispatch, None)
-        for future in self.wanted.pop(dispatch, ()) if latents else ():
-            assert latents is not None
-            future.set_result(latents)
-
-    def latents_of(self, dispatch: int) -> Future[Fields]:
+    def latents_of(self, dispatch: int) -> Future[Shipment]:
         """The latents that a dispatch made here, or will make here."""
-        future: Future[Fields] = Future()
-        if self.producer == dispatch and dispatch not in self.unfinished:
-            future.set_result(self.artifacts["latents"])
+        future: Future[Shipment] = Future()
+        if self.producer == dispatch:
+            future.set_result(Shipment(self.artifacts["latents"], self.is_there))
         else:
             self.wanted.setdefault(dispatch, []).append(future)
         return future
@@ -112,7 +114,6 @@ class RankJob:
         """A dispatch has failed: nobody will get what it was to make."""
         if self.producer == dispatch:
             self.producer = None
-        self.unfinished.pop(dispatch, None)
         for future in self.wanted.pop(dispatch, ()):
             future.set_exception(InputVoidError())
 
@@ -121,17 +122,32 @@ class RankJob:
         for dispatch in list(self.wanted):
             self.drop(dispatch)
 
-    def fetch_constants(self, task: Task) -> None:
-        """Copy prompt and condition out of the slab when they are not here yet."""
+    def hold(self, latents: Fields, *, producer: int | None) -> None:
+        """Take over latents that a dispatch made elsewhere."""
+        self.artifacts["latents"] = latents
+        self.producer, self.is_there = producer, None
+
+    def fetch_constants(self, task: Task, producer: int | None, *, is_void: Callable[[], bool]) -> None:
+        """Copy prompt and condition out of the slab when they are not here yet.
+
+        What the task before makes, `producer`, may come from elsewhere before that is published.
+
+        Raises: InputVoidError as soon as `is_void` says that it never will be.
+        """
         versions = {"prompt": 1, "condition": 2} if task.index > 1 else {"prompt": 1} if task.index else {}
         for name, version in versions.items():
-            if name not in self.artifacts:
-                self.artifacts[name] = fetch(self.slab, name, version, self.take_in)
+            if name in self.artifacts:
+                continue
+            if version == task.index:
+                _await_word(partial(self._is_made_by, producer, name, version), is_void)
+            self.artifacts[name] = fetch(self.slab, name, version, self.take_in)
+
+    def _is_made_by(self, producer: int | None, name: str, version: int) -> bool:
+        return self.slab.producer(name, version) == producer
 
     def fetch_latents(self, task: Task, producer: int) -> None:
         """Copy the latents that `producer` published out of the slab."""
-        self.artifacts["latents"] = fetch(self.slab, "latents", task.index, self.take_in)
-        self.producer = producer
+        self.hold(fetch(self.slab, "latents", task.index, self.take_in), producer=producer)
 
     def await_published(self, task: Task, producer: int, *, is_void: Callable[[], bool]) -> None:
         """Wait until the slab has what the task needs, made by that very dispatch.
@@ -139,12 +155,25 @@ class RankJob:
         Raises: InputVoidError as soon as `is_void` says that it will not come.
         """
         name = "prompt" if task.index == 1 else "latents"
-        looks = 0
-        while self.slab.producer(name, task.index) != producer:
-            if is_void():
-                raise InputVoidError
-            time.sleep(_POLL_S[min(looks, len(_POLL_S) - 1)])
-            looks += 1
+        _await_word(partial(self._is_made_by, producer, name, task.index), is_void)
+
+    def await_outline(self, task: Task, producer: int, *, is_void: Callable[[], bool]) -> Outline:
+        """What the latents will be like that this very dispatch makes, and that other ranks send.
+
+        Raises: InputVoidError as soon as `is_void` says that they will not come.
+        """
+        _await_word(lambda: self.slab.outliner("latents", task.index) == producer, is_void)
+        listed, scalars = self.slab.outline("latents", task.index)
+        return {name: (dtype, shape) for name, dtype, shape in listed}, scalars
+
+
+def _await_word(is_there: Callable[[], bool], is_void: Callable[[], bool]) -> None:
+    looks = 0
+    while not is_there():
+        if is_void():
+            raise InputVoidError
+        time.sleep(_POLL_S[min(looks, len(_POLL_S) - 1)])
+        looks += 1
 
 
 def frames_shape(job: RankJob) -> tuple[int, ...]:
@@ -166,14 +195,23 @@ def publish(
     slab: Slab, name: str, version: int, fields: Fields, *, producer: int, store: Store = store_bytes
 ) -> None:
     """Copy an artifact into the slab and make it visible as made by this dispatch."""
-    tensors = {key: tensor.contiguous() for key, tensor in fields.tensors.items()}
-    meta = ([(key, tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()], fields.scalars)
-    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors.values()]
-    places = slab.places(name, version, meta, sizes)
-    for tensor, place in zip(tensors.values(), places, strict=True):
+    places = _places(slab, name, version, fields)
+    for tensor, place in zip(fields.tensors.values(), places, strict=True):
         if place.nbytes:
-            store(tensor, place)
+            store(tensor.contiguous(), place)
     slab.show(name, version, producer=producer)
+
+
+def outline(slab: Slab, name: str, version: int, fields: Fields, *, producer: int) -> None:
+    """Make visible what an artifact will be like that this dispatch makes."""
+    _places(slab, name, version, fields)
+    slab.show_outline(name, version, producer=producer)
+
+
+def _places(slab: Slab, name: str, version: int, fields: Fields) -> list[memoryview]:
+    meta = [(key, tensor.dtype, tuple(tensor.shape)) for key, tensor in fields.tensors.items()]
+    sizes = [tensor.numel() * tensor.element_size() for tensor in fields.tensors.values()]
+    return slab.places(name, version, (meta, fields.scalars), sizes)
 
 
 def fetch(slab: Slab, name: str, version: int, take_in: TakeIn = copied) -> Fields:
@@ -192,43 +230,31 @@ def fetch(slab: Slab, name: str, version: int, take_in: TakeIn = copied) -> Fiel
 
 
 def send_state(endpoint: Transfers, fields: Fields, transfers: Sequence[Transfer], *, dispatch: int) -> None:
-    """Send ranges of a job's latents: to each destination a header, then its ranges in order.
+    """Send ranges of a job's latents: to each destination its ranges, in order.
 
-    Fields that the solver does not have yet are passed over; the header says which there are.
+    Fields that the solver does not have yet are passed over; the outline of the latents tells which
+    there are.
     """
-    device = next(iter(fields.tensors.values())).device
-    header = _header(fields).to(device)
     for destination in dict.fromkeys(transfer.destination for transfer in transfers):
         mine = [transfer for transfer in transfers if transfer.destination == destination]
-        endpoint.send(header, to=destination, dispatch=dispatch, label=0)
-        for label, transfer in enumerate(mine, start=1):
+        for label, transfer in enumerate(mine):
             if transfer.field in fields.tensors:
                 part = _part(fields.tensors[transfer.field], transfer)
                 endpoint.send(part.contiguous(), to=destination, dispatch=dispatch, label=label)
 
 
 def receive_state(
-    endpoint: Transfers,
-    transfers: Sequence[Transfer],
-    *,
-    dispatch: int,
-    require: Callable[[int], None] = lambda source: None,
+    endpoint: Transfers, transfers: Sequence[Transfer], outline: Outline, *, dispatch: int
 ) -> Fields:
-    """Put a job's latents together from what the sources send; the counterpart of `send_state`.
-
-    require: raises when what a rank was to send has not come; called when it is about to be read.
-    """
-    fields = Fields()
+    """Put a job's latents together from what the sources send; the counterpart of `send_state`."""
+    listed, scalars = outline
+    fields = Fields(scalars=dict(scalars))
     for source in dict.fromkeys(transfer.source for transfer in transfers):
         theirs = [transfer for transfer in transfers if transfer.source == source]
-        header = endpoint.recv((_HEADER_BYTES,), torch.uint8, source=source, dispatch=dispatch, label=0)
-        on_host = header.cpu()
-        require(source)
-        layout, fields.scalars = pickle.loads(on_host.numpy().data)
-        for label, transfer in enumerate(theirs, start=1):
-            if transfer.field not in layout:
+        for label, transfer in enumerate(theirs):
+            if transfer.field not in listed:
                 continue
-            dtype, shape = layout[transfer.field]
+            dtype, shape = listed[transfer.field]
             part_shape = [*shape]
             part_shape[transfer.axis] = transfer.stop - transfer.start
             part = endpoint.recv(part_shape, dtype, source=source, dispatch=dispatch, label=label)
@@ -244,14 +270,3 @@ def receive_state(
 
 def _part(tensor: torch.Tensor, transfer: Transfer) -> torch.Tensor:
     return tensor.narrow(transfer.axis, transfer.start, transfer.stop - transfer.start)
-
-
-def _header(fields: Fields) -> torch.Tensor:
-    layout: dict[str, Any] = {
-        name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in fields.tensors.items()
-    }
-    packed = pickle.dumps((layout, fields.scalars))
-    assert len(packed) <= _HEADER_BYTES, f"the header of a job's state takes {len(packed)} bytes"
-    header = torch.zeros(_HEADER_BYTES, dtype=torch.uint8)
-    header[: len(packed)] = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
-    return header

@@ -55,6 +55,20 @@ def test_the_word_is_eight_aligned_bytes_in_a_line_of_its_own(slab):
     assert slab_module._WORD.format == "Q"  # native: with "<" it may be stored byte by byte
 
 
+def test_an_outline_is_seen_before_what_it_outlines(slab):
+    slab.publish("latents", 2, "old", [memoryview(b"old")], producer=7)
+    assert slab.outliner("latents", 5) == 7
+    slab.places("latents", 5, "what it will be like", [3])
+    slab.show_outline("latents", 5, producer=8)
+    assert (slab.outliner("latents", 5), slab.producer("latents", 5)) == (8, 7)
+    assert slab.outline("latents", 5) == "what it will be like"
+
+
+def test_what_is_published_is_outlined_too(slab):
+    slab.publish("latents", 2, "meta", [memoryview(b"abc")], producer=7)
+    assert (slab.outliner("latents", 2), slab.outline("latents", 2)) == (7, "meta")
+
+
 def test_a_version_stays_whole_while_the_next_one_is_written(slab):
     slab.publish("latents", 2, "old", [memoryview(b"old")], producer=7)
     slab.publish("latents", 3, "new", [memoryview(b"new")], producer=8)

@@ -36,6 +36,7 @@ from gfgen.runtime.messages import (
     TaskFault,
     TaskReport,
 )
+from gfgen.runtime.migration import Transfer
 from gfgen.runtime.slab import Slab, SlabPlan
 from gfgen.runtime.worker import Worker
 
@@ -344,6 +345,40 @@ def test_a_transfer_that_is_aborted_without_having_been_given_up_is_told(
     fault = rank.answer()
     assert isinstance(fault, TaskFault)
     assert (fault.number, fault.void) == (3, True)
+
+
+def test_constants_that_the_task_before_makes_are_waited_for(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Latents from another rank may be there before its condition is."""
+    arrived = threading.Event()
+
+    def receive(*_: Any, **__: Any) -> Fields:
+        arrived.set()
+        return Fields({"latents": torch.zeros(1, 4, 1, 2, 2)})
+
+    monkeypatch.setattr(worker_module, "receive_state", receive)
+    latents = Fields({"latents": torch.zeros(1, 4, 1, 2, 2)})
+    rank.publish("prompt", 1, Fields(), producer=1)
+    rank.publish("condition", 2, Fields(), producer=1)  # of an attempt that failed
+    worker_jobs.outline(rank.slab, "latents", 2, latents, producer=2)
+    transfers = (Transfer(1, 0, "latents", 1, 0, 4, 64),)
+    rank.channel.send(RunTask(3, "a", 2, 2, HERE, (1,), transfers, wait_s=WAIT_S))
+    rank.channel.send(Ping())
+    assert rank.answer() == Pong()
+    assert not arrived.is_set()
+    rank.publish("condition", 2, Fields(), producer=2)
+    assert isinstance(rank.answer(), TaskReport)
+    assert arrived.is_set()
+
+
+def test_a_rank_that_waits_for_an_outline_leaves_when_it_is_given_up(rank: Rank) -> None:
+    rank.publish("prompt", 1, Fields(), producer=1)
+    rank.publish("condition", 2, Fields(), producer=2)
+    transfers = (Transfer(1, 0, "latents", 1, 0, 4, 64),)
+    rank.channel.send(RunTask(4, "a", 3, 3, HERE, (1,), transfers, wait_s=WAIT_S))
+    rank.channel.send(Abandon(frozenset({3, 4})))
+    assert rank.answer() == Left(frozenset({3, 4}))
 
 
 def test_latents_of_a_dispatch_that_was_given_up_are_not_used(rank: Rank) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -32,13 +33,13 @@ from gfgen.policies.catalog import NamedPolicy
 from gfgen.runtime import worker_gpu
 from gfgen.runtime.events import FramesLost, ModelsChanged, RankLoaded, TaskDone
 from gfgen.runtime.loads import Loads
-from gfgen.runtime.messages import ModelsSet, Pong, RunTask
+from gfgen.runtime.messages import ModelsSet, Pong, RunTask, SendState
 from gfgen.runtime.migration import Transfer
 from gfgen.runtime.pool import WorkerPool
 from gfgen.runtime.residency import Residency
 from gfgen.runtime.warming import warm_ups
 from gfgen.runtime.worker_gpu import GpuWorker
-from gfgen.runtime.worker_jobs import InputVoidError
+from gfgen.runtime.worker_jobs import InputVoidError, RankJob
 
 PLAN = Plan(data_bytes=1 << 20, post_bytes=1 << 12)
 
@@ -358,36 +359,44 @@ def test_a_rank_tells_how_long_its_device_idled_before_a_task(gpu_pool, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("made", "order"),
-    [
-        (("latents",), ["sent on", "latents published", "sent on"]),
-        (("condition", "latents"), ["condition published", "latents published", "sent on"]),
-    ],
-    ids=["of a step", "with what others need beside it"],
+    ("departing", "is_new", "is_clear"),
+    [(set(), False, False), ({7}, False, True), ({7}, True, False)],
+    ids=["not enqueued", "enqueued", "enqueued, and the launch may wait"],
 )
-def test_latents_go_to_other_ranks_before_they_are_published(monkeypatch, made, order):
-    done: list[str] = []
-    monkeypatch.setattr(worker_gpu, "publish", lambda slab, name, *_, **__: done.append(f"{name} published"))
+def test_a_step_is_entered_when_nothing_is_left_to_be_sent_by_the_host(departing, is_new, is_clear):
+    """What waits for the device with the context locked waits for all that goes out to have arrived."""
     worker: Any = GpuWorker.__new__(GpuWorker)
-    worker._rank, worker._last_end, worker._lock = 0, None, threading.RLock()
+    worker._is_over, worker._abandoned, worker._num_unsettled = False, set(), 0
+    worker._unsent, worker._departing = {7, 9}, departing
+    assert worker._is_clear(8, is_new=is_new) is is_clear
+
+
+def test_latents_go_to_other_ranks_behind_the_event_that_tells_that_they_are_there(monkeypatch):
+    """They are enqueued as soon as the task is that makes them; no thread waits for its end."""
+    done: list[str] = []
+    worker: Any = GpuWorker.__new__(GpuWorker)
+    worker._told, worker._newcomers, worker._departing = threading.Condition(), Counter(), set()
     worker._abandoned, worker._is_over = set(), False
-    worker._host = SimpleNamespace(store=None)
-    worker._channel = SimpleNamespace(send=lambda report: None)
-    worker._leave = lambda number: None
-    event = SimpleNamespace(synchronize=lambda: None, elapsed_time=lambda other: 1.0)
-    worker._settle(
-        SimpleNamespace(
-            message=SimpleNamespace(number=7, layout=Layout.single(0)),
-            job=SimpleNamespace(slab=None, finish=lambda number: done.append("sent on")),
-            task=Task("a", 2, Stage.DENOISE, 0),
-            made={name: Fields() for name in made},
-            begun=event,
-            entered=event,
-            ended=event,
-            outcome=None,
-            forward=None,
-            waited_s=0.0,
-            moved_s=0.0,
-        )
+    worker._endpoint = SimpleNamespace(require=lambda peer, *, dispatch: done.append(f"looked at {peer}"))
+    worker._departures = SimpleNamespace(
+        wait_event=lambda event: done.append(f"behind {event}"),
+        synchronize=lambda: done.append(f"{worker._departing} waited for"),
     )
-    assert done == order
+    monkeypatch.setattr(worker_gpu, "send_state", lambda *_, dispatch: done.append(f"{dispatch} enqueued"))
+    job = RankJob(start=None, slab=None)  # type: ignore[arg-type]
+    shipment = job.latents_of(6)
+    job.keep({"latents": Fields()}, dispatch=6, is_there="the end of 6")
+    message = SendState(7, "a", 6, (Transfer(0, 1, "latents", 0, 0, 1, 4),))
+    worker._ship(message, shipment.result(timeout=0))
+    assert done == ["behind the end of 6", "7 enqueued", "{7} waited for", "looked at 1"]
+
+
+def test_the_first_step_elsewhere_waits_for_the_constants_that_come_by_the_slab(gpu_pool, tmp_path):
+    """Latents come from the device that prepares them, and may be there before the rest is published."""
+    spec = JobSpec(id="first", prompt="a fox", **PICTURE | {"seed": 6})
+    shown = []
+    for name, layouts in (("alone", ((0,),)), ("moving", ((0,), (0,), (1,)))):
+        recorder = run(gpu_pool, tmp_path / name, spec, policy=test_elastic.following(*layouts), guard_s=1.0)
+        assert test_deaths.statuses(recorder) == {"first": "done"}
+        shown.append(pixels(tmp_path / name / "first.png"))
+    assert np.array_equal(*shown)

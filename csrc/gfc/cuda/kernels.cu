@@ -744,8 +744,8 @@ __device__ inline bool is_broken(const Context& context, int peer) {
 
 }  // namespace gfc
 
-// Sends one chunk: waits until its bank is free, pushes, signals; `steps` picks which of these,
-// for chunks that the copy engine moves in between. Any grid, any block; bytes at most post_bytes.
+// Sends one chunk: waits until its bank is free, pushes, signals; `steps` picks which of these, so
+// that one block waits and many push. Any grid, any block; bytes at most post_bytes.
 extern "C" __global__ void __launch_bounds__(512) gfc_send(const __grid_constant__ Chunk chunk) {
   Context& context = *reinterpret_cast<Context*>(chunk.context);
   const int peer = chunk.peer;
@@ -773,7 +773,8 @@ extern "C" __global__ void __launch_bounds__(512) gfc_send(const __grid_constant
   context.edges.sent[peer] = count + 1;
 }
 
-// Receives one chunk and gives its bank back. Any grid, any block.
+// Receives one chunk: waits until it is there, and unless `steps` is that alone, copies it and gives
+// its bank back. Any grid, any block.
 extern "C" __global__ void __launch_bounds__(512) gfc_recv(const __grid_constant__ Chunk chunk) {
   Context& context = *reinterpret_cast<Context*>(chunk.context);
   const int peer = chunk.peer;
@@ -783,6 +784,7 @@ extern "C" __global__ void __launch_bounds__(512) gfc_recv(const __grid_constant
   if (is_broken(context, peer)) return;
   const Word post{transfer_tag(context, chunk, peer, context.rank, kPostPurpose), sequence};
   if (!await_transfer(context, chunk, kPostLine + bank, post)) return;
+  if ((chunk.steps & kCopy) == 0) return;
   copy_dense(reinterpret_cast<const char*>(context.base[context.rank]) +
                  post_inbox(context.plan, peer, count).offset,
              reinterpret_cast<char*>(chunk.address), chunk.bytes);

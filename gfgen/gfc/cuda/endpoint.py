@@ -31,10 +31,10 @@ from gfgen.gfc.descriptor import Descriptor
 from gfgen.gfc.failure import Failure
 from gfgen.layout import Layout
 
-COPY_ENGINE_BYTES = 1 << 20
-"""Chunks from this size on go by the copy engine, which leaves the multiprocessors to others."""
-
-_TRANSFER_BLOCKS, _BLOCK = 16, 512
+_ONE_BLOCK_BYTES = 1 << 14
+"""Larger chunks are copied by many blocks. One alone waits for them before, a small one: what else the device
+computes meanwhile keeps its multiprocessors."""
+_TRANSFER_BLOCKS, _BLOCK, _WAITING_BLOCK = 32, 512, 32
 _NO_DISPATCH = 2**63
 """A number that no dispatch has."""
 
@@ -220,33 +220,18 @@ class CudaEndpoint:
     ) -> None:
         """Enqueues the push of a contiguous tensor to a rank, by chunks of `Plan.post_bytes`.
 
-        It waits for the receiver where a bank still holds one of the last two chunks: on the device, and
-        on the host before the copy engine takes over. Failures show in `check` and `require`.
+        Nothing waits on the host: where a bank still holds one of the last two chunks, the device waits for
+        the receiver. Failures show in `check` and `require`.
         """
         assert x.is_contiguous()
         assert to != self.rank
         stream = self.stream() if stream is None else stream
         for chunk in self._chunks(x, to, dispatch, label, timeout_s):
-            if chunk.bytes < COPY_ENGINE_BYTES:
+            if chunk.bytes > _ONE_BLOCK_BYTES:
+                self._run_chunk("send", chunk, AWAIT, stream)
+                self._run_chunk("send", chunk, COPY | PUBLISH, stream)
+            else:
                 self._run_chunk("send", chunk, AWAIT | COPY | PUBLISH, stream)
-                continue
-            # The bank is known here as on the device: both count the chunks of the edge.
-            self._run_chunk("send", chunk, AWAIT, stream)
-            if self._sent[to] >= NUM_BANKS and not self._has_room(to, stream):
-                return
-            inbox = self.arenas[to].address + self._inbox_offset(self._sent[to])
-            self.driver.call("cuMemcpyDtoDAsync_v2", inbox, chunk.address, chunk.bytes, stream)
-            self._run_chunk("send", chunk, PUBLISH, stream)
-            self._sent[to] += 1
-
-    def _has_room(self, peer: int, stream: int) -> bool:
-        """Whether the bank of the next chunk is free, after waiting for that.
-
-        On the host, since a copy engine copies whatever a kernel before it has found: into a bank that
-        the peer may still read, where the wait has failed.
-        """
-        self.driver.call("cuStreamSynchronize", stream)
-        return self._status_of(peer) == native.OK
 
     def recv(
         self,
@@ -258,11 +243,20 @@ class CudaEndpoint:
         label: int = 0,
         timeout_s: float | None = None,
         stream: int | None = None,
+        begun: torch.cuda.Event | None = None,
     ) -> Tensor:
-        """Enqueues the arrival of the tensor that `source` sends under this dispatch and label."""
+        """Enqueues the arrival of the tensor that `source` sends under this dispatch and label.
+
+        begun: recorded, on torch's current stream, when the first of it is there.
+        """
         x = torch.empty(tuple(shape), dtype=dtype, device=f"cuda:{self.device}")
         stream = self.stream() if stream is None else stream
         for chunk in self._chunks(x, source, dispatch, label, timeout_s):
+            if begun is not None or chunk.bytes > _ONE_BLOCK_BYTES:
+                self._run_chunk("recv", chunk, AWAIT, stream)
+            if begun is not None:
+                begun.record()
+                begun = None
             self._run_chunk("recv", chunk, AWAIT | COPY | PUBLISH, stream)
         return x
 
@@ -318,7 +312,6 @@ class CudaEndpoint:
         context.aborted_through = self.control.aborted_through
         context.record = self.control.record
         self.driver.write(self.context, bytes(context))
-        self._sent = [0] * native.MAX_RANKS
 
     def _restart(self, peer: int) -> None:
         launch = Launch(
@@ -331,7 +324,6 @@ class CudaEndpoint:
             block=1,
         )
         launch.run(self._own_stream.cuda_stream)
-        self._sent[peer] = 0
         self._own_stream.synchronize()
 
     def _chunks(
@@ -357,15 +349,9 @@ class CudaEndpoint:
 
     def _run_chunk(self, name: str, chunk: Chunk, steps: int, stream: int) -> None:
         chunk.steps = steps
-        grid = _TRANSFER_BLOCKS if steps & COPY and chunk.bytes > 1 << 14 else 1
-        Launch(self.driver, self.kernels[name], chunk, grid=grid, block=_BLOCK).run(stream)
-        if name == "send" and steps == AWAIT | COPY | PUBLISH:
-            self._sent[chunk.peer] += 1
-
-    def _inbox_offset(self, count: int) -> int:
-        """csrc/gfc/plan.h, post_inbox: where this rank's chunk lies in a peer's arena."""
-        posts = 4096 + native.MAX_RANKS * 8 * 128
-        return posts + (self.rank * 2 + count % 2) * self.plan.post_bytes
+        grid = _TRANSFER_BLOCKS if steps & COPY and chunk.bytes > _ONE_BLOCK_BYTES else 1
+        block = _BLOCK if steps & COPY else _WAITING_BLOCK
+        Launch(self.driver, self.kernels[name], chunk, grid=grid, block=block).run(stream)
 
 
 class Outcome:
