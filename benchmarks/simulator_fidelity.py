@@ -139,7 +139,6 @@ def run_for_real(
             backend=backend,
             clock=clock,
             policy=load_policy(policy),
-            guard_s=GUARD_S,
             observers=[watch],
         )
         try:

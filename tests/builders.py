@@ -105,7 +105,6 @@ def simulated_control(
         backend=backend(clock, num_ranks=num_ranks, times=SimulatedTimes(task_s=task_s)),
         clock=clock,
         policy=load_policy(policy),
-        guard_s=guard_s,
         observers=[recorder],
         journal=journal,
         intake=intake(clock),

@@ -340,7 +340,6 @@ def _run(
         backend=backend,
         clock=clock,
         policy=_policy_of(schedule),
-        guard_s=guard_s,
         observers=[witness],
         journal=journal,
     )

@@ -59,7 +59,6 @@ def measure_control_plane(policy: str, *, num_open: int, num_tasks: int) -> Cont
         backend=backend,
         clock=clock,
         policy=load_policy(policy),
-        guard_s=_GUARD_S,
     )
     backend.control = control
     with contextlib.suppress(_Enough):

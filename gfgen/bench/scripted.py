@@ -99,9 +99,7 @@ def run_jobs(
         islands=pool.islands,
     )
     backend = ProcessBackend(pool, jobs, clock=clock, output_dir=folder, signals=signals)
-    control = Control(
-        jobs, state=state, backend=backend, clock=clock, policy=policy, guard_s=guard_s, observers=[record]
-    )
+    control = Control(jobs, state=state, backend=backend, clock=clock, policy=policy, observers=[record])
     try:
         summary = control.run()
     finally:

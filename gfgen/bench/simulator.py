@@ -86,7 +86,6 @@ def _run_s(policy: str, *, num_open: int, num_tasks: int) -> float:
         backend=backend,
         clock=clock,
         policy=load_policy(policy),
-        guard_s=_GUARD_S,
     )
     backend.control = control
     began_s = time.process_time()

@@ -377,7 +377,10 @@ class _Service:
             self._start()
             if self._limit_s is not None and self.now_s > self._limit_s:
                 done = len(self._outcomes)
-                raise WorkerError(f"{NAME}: {done} of {done + len(self._open)} jobs after {self.now_s:.0f} s")
+                raise WorkerError(
+                    f"{NAME}: its time was over when {done} of {done + len(self._open)} jobs were done, "
+                    f"{self.now_s:.0f} s after the first"
+                )
             self._give_up_those_left_alone()
             self._listen()
         return self._outcomes

@@ -102,7 +102,6 @@ def run_loop(
             backend=seen_through(backend),
             clock=clock,
             policy=options.policy,
-            guard_s=options.guard_s,
             journal=journal,
             observers=observers,
             skipped=skipped,

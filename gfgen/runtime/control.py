@@ -101,7 +101,6 @@ class Control:
         backend: Backend,
         clock: Clock,
         policy: NamedPolicy,
-        guard_s: float,
         journal: Journal | NoJournal | None = None,
         observers: Sequence[Observer] = (),
         skipped: Sequence[AdmittedJob] = (),
@@ -113,7 +112,6 @@ class Control:
         self.backend = backend
         self.clock = clock
         self.policy = policy
-        self.guard_s = guard_s
         self.journal = journal or NoJournal()
         self.metrics = Metrics()
         self.observers = (self.metrics, *observers, *([] if residency is None else [residency]))
@@ -231,8 +229,7 @@ class Control:
         except InterruptedRunError:  # the second signal, perhaps in the turn of the first
             self.save_stopped()
             raise
-        for end_s in self.state.take_renewed_ends():
-            self._wake_before(end_s)
+        self._plan_to_look()
         for observer in self.observers:
             observer.applied(event)
         for outcome in outcomes:
@@ -289,15 +286,15 @@ class Control:
             return False
         self.backend.submit(dispatch)
         self.journal.dispatched(dispatch)
-        self._wake_before(dispatch.predicted_end_s)
+        self._plan_to_look()
         for observer in self.observers:
             observer.dispatched(dispatch)
         return True
 
-    def _wake_before(self, end_s: float) -> None:
+    def _plan_to_look(self) -> None:
         """Decide what follows a task shortly before it ends."""
-        if self.guard_s > 0:
-            self.clock.at(Wakeup(max(end_s - self.guard_s, self.clock.now_s)))
+        for look_s in self.state.take_looks():
+            self.clock.at(Wakeup(max(look_s, self.clock.now_s)))
 
     def conclude(self, outcome: JobOutcome) -> None:
         """A job has ended."""

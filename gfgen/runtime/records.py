@@ -16,8 +16,10 @@ from gfgen.runtime.migration import Transfer, plan_transfers
 from gfgen.runtime.observer import JobOutcome
 from gfgen.snapshot import JobView, RankView, RunningTask
 
+LEAD_SHARE = 0.02
+"""Of a task's predicted time: of 250 ms on, that is more than the usual guard."""
 _ROUNDING_S = 1e-9
-"""A wake-up comes at the predicted end less the guard, and sums of floats are not exact."""
+"""A wake-up comes at the predicted end less the lead, and sums of floats are not exact."""
 
 
 @dataclass(slots=True, eq=False)
@@ -30,6 +32,8 @@ class Flight:
     pending: set[int]
     is_foreseeable: bool
     """Its predicted end rests on a measurement, so that the next task may be queued by it."""
+    lead_s: float = 0.0
+    """How long before and after its predicted end the next task may be queued; 0: not at all."""
     failure: str | None = None
     void: bool = False
     lost: bool = False
@@ -179,22 +183,27 @@ class RankRecord:
         return free_s + self.load_s if self.is_loading else free_s
 
 
-def ending(flights: Iterable[Flight], *, guard_s: float, now_s: float) -> list[Flight]:
-    """Those that are predicted to end within the guard, and do not fail.
+def lead_s(predicted_s: float, *, guard_s: float) -> float:
+    """The lead of a task that is predicted to last so long: long ones vary by more than short ones."""
+    return max(guard_s, LEAD_SHARE * predicted_s) if guard_s > 0 else 0.0
+
+
+def ending(flights: Iterable[Flight], *, now_s: float) -> list[Flight]:
+    """Those that are predicted to end within their lead, and do not fail.
 
     A task that is later than it should be may end at any time, or not for long: what is
     queued behind it would wait on a rank that others do not need.
     """
-    if guard_s <= 0:
-        return []
-    first_s, last_s = now_s - guard_s, now_s + guard_s + _ROUNDING_S
     return [
         flight
         for flight in flights
-        if first_s <= flight.view.predicted_end_s <= last_s and flight.is_foreseeable and not flight.failure
+        if flight.lead_s > 0
+        and -flight.lead_s <= flight.view.predicted_end_s - now_s <= flight.lead_s + _ROUNDING_S
+        and flight.is_foreseeable
+        and not flight.failure
     ]
 
 
-def is_ending(flights: Sequence[Flight], *, guard_s: float, now_s: float) -> bool:
+def is_ending(flights: Sequence[Flight], *, now_s: float) -> bool:
     """One step ahead and no more: a single task, running, about to end, and not failing."""
-    return len(flights) == 1 and bool(ending(flights, guard_s=guard_s, now_s=now_s))
+    return len(flights) == 1 and bool(ending(flights, now_s=now_s))

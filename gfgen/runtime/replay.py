@@ -77,7 +77,6 @@ def replay(
         backend=_RecordedBackend(clock, run.turns, state=state, later=later),
         clock=clock,
         policy=policy or load_policy(header["policy"]),
-        guard_s=header["guard_s"],
         journal=journal,
         intake=_NoIntake(),  # the journal ends the run, not the last job
     )

@@ -71,7 +71,6 @@ def simulate(
         backend=backend,
         clock=clock,
         policy=policy,
-        guard_s=guard_s,
         observers=[kept, *observers],
         chooser=None if policy.choose is None else ChooserInTurn(policy.choose),
         residency=residency,

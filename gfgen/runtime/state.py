@@ -26,7 +26,7 @@ from gfgen.runtime.events import Event
 from gfgen.runtime.legality import check_degrees, check_types
 from gfgen.runtime.observer import JobOutcome
 from gfgen.runtime.openjobs import OpenJobs, Orders
-from gfgen.runtime.records import Flight, JobRecord, RankRecord, ending, is_ending
+from gfgen.runtime.records import Flight, JobRecord, RankRecord, ending, is_ending, lead_s
 from gfgen.runtime.resume import ResumePoint
 from gfgen.snapshot import Decision, JobView, RankView, RunningTask, Snapshot
 
@@ -52,12 +52,12 @@ class State:
     """Jobs, ranks and dispatches of one run.
 
     `guard_s` is how long before its predicted end a running task lets its consumer be
-    queued (0: never; then a task is dispatched only when its input exists). `last_number` is that
-    of the last dispatch that these ranks have seen, in an earlier run. `arrived_at` has the Unix
-    time at which jobs, by (id, spec hash), arrived first; `resume` where stopped jobs go on. No
-    job begins that is predicted not to end by `closes_s`. Ranks hold the models `resident` (None:
-    all of them); jobs of others are parked until their models' turn comes. `islands` are sets of
-    ranks that reach each other's memory (None: all do).
+    queued, or longer if the task is long (0: never; then a task is dispatched only when its
+    input exists). `last_number` is that of the last dispatch that these ranks have seen, in an
+    earlier run. `arrived_at` has the Unix time at which jobs, by (id, spec hash), arrived first;
+    `resume` where stopped jobs go on. No job begins that is predicted not to end by `closes_s`.
+    Ranks hold the models `resident` (None: all of them); jobs of others are parked until their
+    models' turn comes. `islands` are sets of ranks that reach each other's memory (None: all do).
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class State:
         last_numbers = [point.last_number for point in self._resume.values()]
         self._ranks = [RankRecord(rank) for rank in range(num_ranks)]
         self._jobs = {job.job_id: self._record(job) for job in jobs}
-        self._renewed_ends_s: list[float] = []
+        self._looks_s: list[float] = []
         self._idle: set[int] = set()
         """Ranks that are ready and have nothing to do."""
         self._models = (
@@ -285,7 +285,10 @@ class State:
         )
         view = RunningTask(task, layout, dispatch.predicted_end_s)
         is_measured = self._costs.has_seen(record.cost_class, task.stage, layout.degrees)
-        flight = Flight(dispatch, view, pending=set(layout.ranks), is_foreseeable=is_measured)
+        lead = lead_s(move_s + task_s, guard_s=self._guard_s)
+        flight = Flight(dispatch, view, pending=set(layout.ranks), is_foreseeable=is_measured, lead_s=lead)
+        if lead > 0:
+            self._looks_s.append(dispatch.predicted_end_s - lead)
         self._flights[dispatch.number] = flight
         record.flights.append(flight)
         for rank in layout.ranks:
@@ -438,7 +441,7 @@ class State:
                 other.view = RunningTask(task, layout, end_s)
                 for rank in layout.ranks:
                     self._ranks[rank].view = None
-                self._renewed_ends_s.append(end_s)
+                self._looks_s.append(end_s - other.lead_s)
 
     def _has_begun(self, flight: Flight) -> bool:
         """Whether its input is there, and nothing is before it on any rank that has not told its end."""
@@ -453,10 +456,10 @@ class State:
         ended_s = [self._ranks[rank].ended_s for rank in flight.dispatch.layout.ranks]
         return max(flight.dispatch.submitted_s, record.last_ended_s, *ended_s)
 
-    def take_renewed_ends(self) -> list[float]:
-        """Predicted ends of running tasks that have changed since this was asked last."""
-        renewed, self._renewed_ends_s = self._renewed_ends_s, []
-        return renewed
+    def take_looks(self) -> list[float]:
+        """When something may be queued behind a running task, as far as that was not asked before."""
+        looks_s, self._looks_s = self._looks_s, []
+        return looks_s
 
     def _failed(self, record: JobRecord, flight: Flight) -> None:
         """Go back to the failed task; what was queued on its output is void and ends by itself."""
@@ -685,7 +688,7 @@ class State:
 
     def _ending(self, now_s: float) -> list[Flight]:
         """Running tasks behind which the next ones may be queued."""
-        return ending(self._flights.values(), guard_s=self._guard_s, now_s=now_s)
+        return ending(self._flights.values(), now_s=now_s)
 
     def _opening(self, about_to_end: Sequence[Flight]) -> list[str]:
         """Jobs whose next task may be queued behind the one that runs: one step ahead, and no more."""
@@ -703,7 +706,7 @@ class State:
         is_over = record.next_index == record.num_tasks
         if is_over or task != record.next_task:
             raise PolicyFault(f"job {task.job_id}: {task} (number {task.index}) is not its next task")
-        if record.flights and not is_ending(record.flights, guard_s=self._guard_s, now_s=now_s):
+        if record.flights and not is_ending(record.flights, now_s=now_s):
             raise PolicyFault(f"job {task.job_id}: {task} is not open, its input does not exist yet")
         if layout.degree > self._max_degree:
             raise PolicyFault(f"job {task.job_id}: {layout} has more than {self._max_degree} ranks")
@@ -712,7 +715,7 @@ class State:
             raise PolicyFault(f"job {task.job_id}: the ranks of {layout} do not reach each other")
         for number in layout.ranks:
             rank = self._ranks[number]
-            is_free = not rank.flights or is_ending(rank.flights, guard_s=self._guard_s, now_s=now_s)
+            is_free = not rank.flights or is_ending(rank.flights, now_s=now_s)
             if not rank.is_ready or rank.is_loading or not is_free:
                 raise PolicyFault(f"job {task.job_id}: rank {number} is not free")
         return record

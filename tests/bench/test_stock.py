@@ -116,7 +116,7 @@ def test_deadlines_count_from_the_arrival():
 
 def test_what_takes_too_long_is_given_up_and_says_how_far_it_came():
     jobs = [arriving("a", 0.0), arriving("b", 9.0)]
-    with pytest.raises(WorkerError, match="1 of 2 jobs after"):
+    with pytest.raises(WorkerError, match="when 1 of 2 jobs were done"):
         serving(jobs, ends_s=time.monotonic() + 0.2)
 
 

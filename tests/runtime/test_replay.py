@@ -83,7 +83,6 @@ def run(
         backend=backend,
         clock=clock,
         policy=chosen,
-        guard_s=guard_s,
         journal=journal,
         chooser=None if chosen.choose is None else ChooserInTurn(chosen.choose),
         observers=[observer or Watching()],

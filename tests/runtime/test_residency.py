@@ -82,7 +82,6 @@ def controlled(
         ),
         clock=clock,
         policy=load_policy(policy),
-        guard_s=guard_s,
         observers=[recorder],
         journal=journal,
         residency=residency,

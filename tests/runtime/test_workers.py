@@ -76,7 +76,6 @@ def run(
         backend=backend,
         clock=clock,
         policy=chosen,
-        guard_s=guard_s,
         observers=[recorder],
         residency=residency,
     )
