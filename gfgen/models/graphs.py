@@ -238,9 +238,12 @@ class Graphs:
             with _noting(transformer, kept_tables):
                 recorded = self._recorder.record(function, None if sharing is None else self._unentered)
         except Exception as error:
+            level = logging.DEBUG if self._refused else logging.WARNING  # where one cannot be, many cannot
             self._refused.add(key)
-            logger.warning(
-                "a forward cannot be recorded, and is launched kernel by kernel: %s", in_one_line(error)
+            logger.log(
+                level,
+                "a forward cannot be recorded, and is launched kernel by kernel: %s",
+                in_one_line(error),
             )
             return
         weights = tuple(transformer.parameters())
