@@ -13,7 +13,8 @@ from gfgen.snapshot import JobView, Snapshot
 
 
 def options_of(command: click.Command) -> list[str]:
-    return sorted(option for p in command.params for option in p.opts if isinstance(p, click.Option))
+    options = [p for p in command.params if isinstance(p, click.Option)]
+    return sorted(name for option in options for name in (*option.opts, *option.secondary_opts))
 
 
 def subcommand(*names: str) -> click.Command:
@@ -50,6 +51,7 @@ def test_options_of_run():
         "--lookahead",
         "--memory",
         "--model",
+        "--no-graphs",
         "--output",
         "--policy",
         "--quiet",
@@ -81,6 +83,7 @@ def test_options_of_serve():
         "--max-streams",
         "--memory",
         "--model",
+        "--no-graphs",
         "--no-key",
         "--output",
         "--policy",
@@ -100,6 +103,7 @@ def test_options_of_the_other_commands():
         "--dry-run",
         "--graphs",
         "--model",
+        "--no-graphs",
         "--output",
         "--random-weights",
         "--ranks",
@@ -138,6 +142,7 @@ def test_options_of_the_other_commands():
         "--json",
         "--lookahead",
         "--model",
+        "--no-graphs",
         "--only",
         "--output",
         "--random-weights",
@@ -170,6 +175,7 @@ def test_options_of_the_other_commands():
         "--jobs",
         "--load",
         "--model",
+        "--no-graphs",
         "--output",
         "--outside",
         "--policy",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 import click
+from click.core import ParameterSource
 
 from gfgen.runtime.devices import CPU, Devices
 
@@ -16,13 +17,15 @@ memory_option = click.option(
     help='Room for weights and jobs, like "40GB": of each GPU, or of main memory. [all that there is]',
 )
 graphs_option = click.option(
-    "--graphs",
-    is_flag=True,
-    help="On GPUs: warm up, and launch steps as CUDA graphs where that is faster (new; docs/models.md).",
+    "--graphs/--no-graphs",
+    default=True,
+    show_default=True,
+    help="On GPUs: warm up, and launch steps as CUDA graphs where that is faster (docs/models.md).",
 )
 
 
-def tell_of_graphs(devices: Devices, *, has_graphs: bool) -> None:
-    """That --graphs has no effect, where it has none."""
-    if has_graphs and devices.kind == CPU:
-        logger.info("--graphs has no effect on CPU ranks, which launch no kernels")
+def tell_of_graphs(ctx: click.Context, devices: Devices) -> None:
+    """That --graphs or --no-graphs has no effect, where it was given and has none."""
+    if devices.kind == CPU and ctx.get_parameter_source("graphs") is ParameterSource.COMMANDLINE:
+        word = "--graphs" if ctx.params["graphs"] else "--no-graphs"
+        logger.info("%s has no effect on CPU ranks, which launch no kernels", word)

@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 from gfgen.cli.admission import Admission
+from gfgen.cli.options import graphs_option
 from gfgen.errors import JobFileError
 from gfgen.jobspec import JobSpec
 from gfgen.models.geometry_weights import VAE_DTYPES
@@ -35,7 +36,7 @@ class Ranks:
     devices: Devices
     has_random_weights: bool = False
     vae_dtype: str = "auto"
-    has_graphs: bool = False
+    has_graphs: bool = True
     """Where they are on GPUs."""
 
     @property
@@ -64,7 +65,7 @@ class Ranks:
         """Of the command line, but for the device and the number of ranks."""
         words = ["--random-weights"] if self.has_random_weights else []
         words += [] if self.vae_dtype == "auto" else ["--vae-dtype", self.vae_dtype]
-        return (*words, *(["--graphs"] if self.has_graphs else []))
+        return (*words, *([] if self.has_graphs else ["--no-graphs"]))
 
     def admission(self, default_model: str) -> Admission:
         """What lets jobs in that they can run."""
@@ -134,7 +135,7 @@ def ready_pool(
 
 
 def rank_options(command: Command) -> Command:
-    """--device, --random-weights, --vae-dtype and --graphs."""
+    """--device, --random-weights, --vae-dtype and --no-graphs."""
     options = (
         click.option(
             "--device", type=click.Choice(DEVICES), default="auto", show_default=True,
@@ -145,7 +146,7 @@ def rank_options(command: Command) -> Command:
             "--vae-dtype", type=click.Choice(VAE_DTYPES), default="auto", show_default=True,
             help="What VAEs compute in.",
         ),
-        click.option("--graphs", is_flag=True, help="On GPUs: launch steps as CUDA graphs where faster."),
+        graphs_option,
     )  # fmt: skip
     for option in reversed(options):
         command = option(command)

@@ -184,7 +184,7 @@ def run(
         log_json=log_json,
     )
     problems: Sequence[Problem] = ()
-    tell_of_graphs(devices, has_graphs=graphs)
+    tell_of_graphs(ctx, devices)
     if watch is not None:
         summary = watch_folder(watch, options)
     else:

@@ -207,7 +207,7 @@ def serve(
         log_json=log_json,
         log_file=log_file,
     )
-    tell_of_graphs(devices, has_graphs=graphs)
+    tell_of_graphs(ctx, devices)
     serve_models(options)
     return 0
 

@@ -31,7 +31,8 @@ def warm_up(
     jobs = [job for job in jobs if str(job.checkpoint) in pool.checkpoints]
     if choose is None or not jobs:
         return
-    items = choose(jobs)
+    if not (items := choose(jobs)):
+        return
     began_s = time.monotonic()
     logger.info("warming up: %d kinds of steps", len(items))
     for number, (item, answer) in enumerate(pool.warm_up(items, signals), start=1):

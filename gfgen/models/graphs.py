@@ -116,6 +116,8 @@ class Graphs:
     def __init__(self, recorder: Recorder, device: torch.device, *, may_record: bool = True) -> None:
         self._recorder, self._device = recorder, device
         self.may_record = may_record
+        self.num_made = 0
+        """Records that were made so far; some may be gone."""
         self._records: OrderedDict[object, _Record] = OrderedDict()
         self._known: dict[object, _Known] = {}
         """By call."""
@@ -142,10 +144,10 @@ class Graphs:
 
     @contextmanager
     def rehearsing(self, unentered: Parallel | None) -> Iterator[None]:
-        """Inside, each forward is evaluated by this rank alone, once, and recorded if it is launch-bound.
+        """Inside, each forward is evaluated by this rank alone, and recorded if it is launch-bound.
 
-        What they return is of no use. `unentered` are the ranks of a record; the forwards themselves are
-        made on `rehearsal(unentered)`.
+        No record that is there goes for it. What forwards return is of no use. `unentered` are the ranks of
+        a record; the forwards themselves are made on `rehearsal(unentered)`.
         """
         with self._in_mode(self._rehearse, unentered):
             yield
@@ -183,15 +185,24 @@ class Graphs:
         sharing = present_sharing()
         if call in self._known and self._key(call, transformer, sharing) in self._rehearsed:
             return
-        self._evaluate(call, transformer, inputs)  # which loads what is launched
+        # The first time loads what is launched: where launching is short all the same, it will be shorter.
+        may_be_bound = self._is_launch_bound(call, transformer, inputs, bound=LAUNCH_BOUND / 2)
         self._rehearsed.add(self._key(call, transformer, sharing))
+        if not may_be_bound or len(self._records) >= MAX_RECORDS:
+            return
+        if self._is_launch_bound(call, transformer, inputs, bound=LAUNCH_BOUND):
+            self._record(call, transformer, inputs)
+
+    def _is_launch_bound(
+        self, call: object, transformer: Any, inputs: Mapping[str, Any], *, bound: float
+    ) -> bool:
+        """Evaluate; whether launching took so much of the time until all was done, or more."""
         self._recorder.synchronize()
         began_s = time.monotonic()
         self._evaluate(call, transformer, inputs)
         launch_s = time.monotonic() - began_s
         self._recorder.synchronize()
-        if launch_s >= LAUNCH_BOUND * (time.monotonic() - began_s):
-            self._record(call, transformer, inputs)
+        return launch_s >= bound * (time.monotonic() - began_s)
 
     def _evaluate_or_record(self, call: object, transformer: Any, inputs: Mapping[str, Any]) -> None:
         if call in self._known:
@@ -227,15 +238,19 @@ class Graphs:
             with _noting(transformer, kept_tables):
                 recorded = self._recorder.record(function, None if sharing is None else self._unentered)
         except Exception as error:
+            level = logging.DEBUG if self._refused else logging.WARNING  # where one cannot be, many cannot
             self._refused.add(key)
-            logger.warning(
-                "a forward cannot be recorded, and is launched kernel by kernel: %s", in_one_line(error)
+            logger.log(
+                level,
+                "a forward cannot be recorded, and is launched kernel by kernel: %s",
+                in_one_line(error),
             )
             return
         weights = tuple(transformer.parameters())
         addresses = tuple((weight, weight.data_ptr()) for weight in (weights[0], weights[-1]))
         of = weakref.ref(transformer, lambda _: self._records.pop(key, None))
         self._records[key] = _Record(recorded, kept, slot_1, of, addresses, kept_tables)
+        self.num_made += 1
         while len(self._records) > MAX_RECORDS:
             self._records.popitem(last=False)
 

@@ -17,6 +17,10 @@ from gfgen.runtime.messages import WarmUp
 
 MAX_WARM_UPS = 16
 """Kinds of jobs: each takes up to some seconds. Those with less work find out in the run."""
+MAX_FLOPS = 2e15
+"""Of a step, on each of its ranks. One of more computes for seconds (two forwards of Wan2.2-5B at
+1280x704x81, 586e12 together, took 1.0 s on an H200: benchmarks/results/2026-11-21-forward.md), so that
+loading is a small part of the first one, and launching holds none up."""
 ONE_DEGREE: Mapping[str, int] = {"fcfs": 1, "srtf": 1, "legacy": 0}
 """Policies whose steps all have one degree, their option `degree`, and its default; 0 means all ranks."""
 
@@ -32,17 +36,22 @@ def degrees_at_hand(policy: str, options: Mapping[str, Any], num_ranks: int) -> 
 
 
 def warm_ups(jobs: Iterable[AdmittedJob], degrees: Sequence[int]) -> tuple[WarmUp, ...]:
-    """One for each model and shape, those with the most work first."""
+    """One for each model and shape, those with the most work first; none where steps compute for seconds."""
     examples: dict[tuple[Path, str], AdmittedJob] = {}
     work: dict[tuple[Path, str], float] = {}
     for job in jobs:
         key = (job.checkpoint, job.shape)
         examples.setdefault(key, job)
         work[key] = work.get(key, 0.0) + job.flops[Stage.DENOISE] * job.trajectory.num_steps
-    chosen = sorted(examples, key=lambda key: -work[key])[:MAX_WARM_UPS]
-    return tuple(_warm_up(number, examples[key], degrees) for number, key in enumerate(chosen))
+    ways = {key: _ways(examples[key], degrees) for key in sorted(examples, key=lambda key: -work[key])}
+    chosen = [key for key in ways if ways[key]][:MAX_WARM_UPS]
+    return tuple(
+        WarmUp(number, examples[key].spec, str(examples[key].checkpoint), ways[key])
+        for number, key in enumerate(chosen)
+    )
 
 
-def _warm_up(number: int, job: AdmittedJob, degrees: Sequence[int]) -> WarmUp:
-    ways = [way for degree in degrees for way in job.limits.ways(degree)]
-    return WarmUp(number, job.spec, str(job.checkpoint), tuple(dict.fromkeys(ways)))
+def _ways(job: AdmittedJob, degrees: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
+    flops = job.flops[Stage.DENOISE]
+    ways = [way for degree in degrees if flops <= MAX_FLOPS * degree for way in job.limits.ways(degree)]
+    return tuple(dict.fromkeys(ways))

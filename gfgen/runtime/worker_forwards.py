@@ -26,7 +26,7 @@ from gfgen.runtime.worker_jobs import RankJob
 MIN_REPLAYS = 8
 """Recording launches a forward once more, so it pays if a few steps follow."""
 MAX_ATTEMPTS = 4
-"""At recording one kind of steps: two experts are two forwards; one that cannot be recorded is given up."""
+"""At recording one kind of steps in vain: one that cannot be recorded is given up."""
 
 Unentered = Callable[[Layout], Parallel | None]
 """The ranks of a step on this layout, of whom none has come; None for a rank alone."""
@@ -55,6 +55,9 @@ class Forwards:
         self._is_slow: set[Kind] = set()
         """Steps that are to be recorded."""
         self._num_attempts: Counter[Kind] = Counter()
+        """In vain; where memory has been short, all of them."""
+        self._was_short = False
+        """Records had to be given back: made again for ever, they might let tasks fail for ever."""
 
     def kind_of(self, job: RankJob, layout: Layout) -> Kind:
         """Of a job's next step on this layout."""
@@ -74,6 +77,7 @@ class Forwards:
         """Record the forwards of a job's next step, while nothing that this rank has launched runs."""
         self._is_slow.discard(kind)
         self._num_attempts[kind] += 1
+        num_made = self._graphs.num_made
         self.attach(job.start.checkpoint)
         unentered = self._unentered(layout)
         with self._graphs.recording(unentered):
@@ -83,6 +87,8 @@ class Forwards:
                 step=task.step or 0,
                 parallel=None if unentered is None else rehearsal(unentered),
             )
+        if self._graphs.num_made > num_made and not self._was_short:
+            del self._num_attempts[kind]
 
     def observe(self, kind: Kind, *, launch_s: float, device_s: float) -> None:
         """A step took so long to launch, and so long from its first launch until it had run."""
@@ -108,7 +114,8 @@ class Forwards:
                     adapter.denoise(spec, prompt, condition, latents, step=step, parallel=alone)
 
     def clear(self) -> None:
-        """Give the memory of records back."""
+        """Give the memory of records back, which is short."""
+        self._was_short = True
         self._graphs.clear()
 
     def forget(self) -> None:
@@ -116,6 +123,7 @@ class Forwards:
         self._graphs.forget()
         self._is_slow.clear()
         self._num_attempts.clear()
+        self._was_short = False
 
     def _layouts(self, degrees: tuple[int, int, int]) -> Iterator[Layout]:
         """With this rank in each slot in turn; who the others are does not matter."""

@@ -14,7 +14,7 @@ from gfgen.models.graphs import Recorded
 from gfgen.models.parallel import Parallel
 
 MIN_FREE_SHARE = 0.1
-"""Of a GPU's memory: with less left nothing is recorded, since tasks need it for themselves."""
+"""Of what torch may take of a GPU: with less left nothing is recorded, since tasks need it for themselves."""
 
 
 class CudaRecorder:
@@ -37,11 +37,15 @@ class CudaRecorder:
         return _Shared(Captured(group, lambda _: function(parallel), capturing=self._pool.capturing))
 
     def has_room(self) -> bool:
-        free, total = torch.cuda.mem_get_info(self._device)
-        if free < MIN_FREE_SHARE * total:
+        if not (is_enough := self._is_enough_free()):
             torch.cuda.empty_cache()  # a graph's memory is not taken from what is kept for tasks
-            free, total = torch.cuda.mem_get_info(self._device)
-        return free >= MIN_FREE_SHARE * total
+            is_enough = self._is_enough_free()
+        return is_enough
+
+    def _is_enough_free(self) -> bool:
+        free, total = torch.cuda.mem_get_info(self._device)
+        allowed = total * torch.cuda.get_per_process_memory_fraction(self._device)  # less under --memory
+        return min(free, allowed - torch.cuda.memory_reserved(self._device)) >= MIN_FREE_SHARE * allowed
 
     def synchronize(self) -> None:
         torch.cuda.current_stream(self._device).synchronize()

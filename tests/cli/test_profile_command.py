@@ -1,4 +1,5 @@
 import logging
+from typing import ClassVar
 
 import pytest
 from click.testing import CliRunner
@@ -19,8 +20,11 @@ SAMPLES = Samples({str(stage): [0.5] for stage in Stage}, writes=[0.1], gaps=[0.
 class NoPool:
     """Stands in for worker processes, which nothing here needs."""
 
+    warmed: ClassVar = []
+    """By pool: the steps that ranks were to get ready."""
+
     def __init__(self, **_):
-        pass
+        self.warmed.clear()
 
     def __enter__(self):
         return self
@@ -30,6 +34,10 @@ class NoPool:
 
     def wait_ready(self, signals, **_):
         pass
+
+    def warm_up(self, items, signals):
+        self.warmed.append(items)
+        return []
 
 
 @pytest.fixture
@@ -186,3 +194,9 @@ def test_gpus_are_measured_with_the_classes_of_the_workloads_unless_told_otherwi
     assert path.name.startswith("nvidia-h200-gfgen-")
     assert (found.device, found.num_ranks) == ("NVIDIA H200", 4)
     assert found.source == "gfgen profile --model qwen-image --ranks 4 --random-weights"
+    assert [[item.spec.width for item in items] for items in NoPool.warmed] == [[1536, 1024, 512]]
+    launched = profile("--random-weights", "--model", "qwen-image", "--no-graphs")
+    assert launched.exit_code == 0, launched.output
+    _, found = profiles.find_profile("NVIDIA H200")
+    assert found.source.endswith(" --random-weights --no-graphs")
+    assert not NoPool.warmed

@@ -78,12 +78,12 @@ def refused(capsys, *arguments):
 def test_models_memory_and_warming_up_are_options_as_of_a_run(monkeypatch):
     given = []
     monkeypatch.setattr("gfgen.cli.serve.serve_models", given.append)
-    for arguments in ((), ("--memory", "40GB", "--graphs")):
+    for arguments in ((), ("--memory", "40GB", "--graphs"), ("--no-graphs",)):
         with pytest.raises(SystemExit) as end:
             main(["serve", "--device", "cpu", *arguments])
         assert not end.value.code
     found = [(options.ranks.devices.memory_limit, options.ranks.has_graphs) for options in given]
-    assert found == [(None, False), (40 * 10**9, True)]
+    assert found == [(None, True), (40 * 10**9, True), (None, False)]
     assert {options.models for options in given} == {("shapes",)}
 
 

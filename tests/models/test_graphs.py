@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -225,6 +226,46 @@ def test_launch_bound_forward_is_recorded_when_it_is_rehearsed(
         assert of.num_records == num_records
 
 
+def test_rehearsal_pushes_no_record_out(qwen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has the most work is warmed up first."""
+    monkeypatch.setattr(graphs, "MAX_RECORDS", 1)
+    of = Graphs(recorder := ImitationRecorder(), CPU)
+    for text_tokens in (5, 6):
+        with of.rehearsing(None):
+            of(qwen, qwen_inputs(text_tokens))
+    of(qwen, qwen_inputs(6))
+    assert recorder.num_replays == 0
+    of(qwen, qwen_inputs(5))
+    assert (of.num_made, recorder.num_replays) == (1, 1)
+
+
+@pytest.mark.parametrize(("computes_s", "num_evaluations"), [(9.0, 1), (1.0, 2)])
+def test_forward_that_computes_far_longer_than_it_is_launched_is_rehearsed_once(
+    computes_s: float, num_evaluations: int, wan: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loading and launching take a second here."""
+    now_s, evaluations = 0.0, []
+
+    def evaluate(*call: Any) -> Any:
+        nonlocal now_s
+        now_s += 1.0
+        evaluations.append(call)
+        return real(*call)
+
+    class Device(ImitationRecorder):
+        def synchronize(self) -> None:
+            nonlocal now_s
+            now_s += computes_s
+
+    real = graphs.evaluate
+    monkeypatch.setattr(graphs, "evaluate", evaluate)
+    monkeypatch.setattr(graphs, "time", SimpleNamespace(monotonic=lambda: now_s))
+    of = Graphs(Device(), CPU)
+    with of.rehearsing(None):
+        of(wan, wan_inputs())
+    assert (len(evaluations), of.num_made) == (num_evaluations, 0)
+
+
 def test_record_is_of_no_use_when_weights_have_moved(wan: Any) -> None:
     of = Graphs(recorder := ImitationRecorder(), CPU)
     record_alone(of, wan, wan_inputs())
@@ -291,8 +332,10 @@ def test_what_cannot_be_recorded_is_evaluated(wan: Any, caplog: pytest.LogCaptur
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             recorded(of, wan, wan_inputs(), place(2, 0))
-    assert (of.num_records, broken.num_records) == (0, 1)
-    assert "no memory for a graph" in caplog.text
+        assert (of.num_records, broken.num_records) == (0, 1)
+        recorded(of, wan, wan_inputs(), place(4, 0))
+    assert (of.num_records, broken.num_records) == (0, 2)
+    assert caplog.text.count("no memory for a graph") == 1
     assert torch.equal(of(wan, wan_inputs()), graphs.evaluate(wan, wan_inputs()))
 
 

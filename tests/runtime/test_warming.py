@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,9 @@ import pytest
 from builders import make_job
 
 from gfgen.errors import InterruptedRunError, WorkerError
+from gfgen.graph import Stage
 from gfgen.runtime import warming
+from gfgen.runtime.admission import AdmittedJob
 from gfgen.runtime.channel import Channel
 from gfgen.runtime.messages import WarmedUp, WarmUp
 from gfgen.runtime.pool import MAX_DEATHS, WorkerPool
@@ -44,6 +47,20 @@ def test_layouts_are_all_that_a_step_may_get() -> None:
     assert item.degrees == ((1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1), (1, 4, 1))
     (item,) = warm_ups([make_job("plain")], (1, 2, 4))
     assert item.degrees == ((1, 1, 1), (1, 2, 1), (1, 4, 1))
+
+
+def test_steps_that_compute_for_seconds_are_not_run_before() -> None:
+    """Those of a large video, on one rank of a slow GPU, would take longer than many a run."""
+
+    def job_of(shape: str, times: float) -> AdmittedJob:
+        flops = dict.fromkeys(Stage, times * warming.MAX_FLOPS)
+        return replace(make_job(shape, shape=shape), flops=flops)
+
+    items = warm_ups([job_of("huge", 5), job_of("large", 2.5), job_of("small", 1)], (1, 2, 4))
+    assert [(item.number, item.spec.id, item.degrees) for item in items] == [
+        (0, "large", ((1, 4, 1),)),
+        (1, "small", ((1, 1, 1), (1, 2, 1), (1, 4, 1))),
+    ]
 
 
 # --- warming workers up

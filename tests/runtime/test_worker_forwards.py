@@ -135,18 +135,39 @@ def test_rehearsal_changes_no_result(adapters: dict[str, Any], layout: Layout) -
     assert all(torch.equal(found.tensors[name], wanted.tensors[name]) for name in wanted.tensors)
 
 
-def test_recording_is_given_up_after_some_attempts(adapters: dict[str, Any]) -> None:
-    job = rank_job(adapters, "tiny-qwen-image")
-    forwards, _ = forwards_of(adapters)
+def num_attempts(forwards: Forwards, of: Graphs, job: Any, *, most: int) -> int:
+    """How often the steps of a job are recorded whose records have gone each time."""
     kind = forwards.kind_of(job, ALONE)
-    num_attempts = 0
-    while True:
+    for number in range(most):
+        of.clear()
         forwards.observe(kind, launch_s=1.0, device_s=1.0)
         if not forwards.is_to_record(job, step(job), kind):
-            break
+            return number
         forwards.record(job, step(job), kind, ALONE)
-        num_attempts += 1
-    assert num_attempts == worker_forwards.MAX_ATTEMPTS
+    return most
+
+
+def test_recording_in_vain_is_given_up_after_some_attempts(
+    adapters: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ImitationRecorder, "has_room", lambda _: False)
+    job = rank_job(adapters, "tiny-qwen-image")
+    forwards, of = forwards_of(adapters)
+    assert num_attempts(forwards, of, job, most=9) == worker_forwards.MAX_ATTEMPTS
+    assert of.num_made == 0
+
+
+def test_steps_whose_records_had_to_go_are_recorded_again_for_as_long_as_memory_is_not_short(
+    adapters: dict[str, Any],
+) -> None:
+    """Where prompts of ever other lengths come, all records are pushed out by others some day."""
+    job = rank_job(adapters, "tiny-qwen-image")
+    forwards, of = forwards_of(adapters)
+    assert num_attempts(forwards, of, job, most=9) == 9
+    forwards.clear()
+    assert num_attempts(forwards, of, job, most=9) == worker_forwards.MAX_ATTEMPTS
+    forwards.forget()
+    assert num_attempts(forwards, of, job, most=9) == 9
 
 
 def test_what_was_slow_before_models_changed_is_not_recorded_for_it(adapters: dict[str, Any]) -> None:
