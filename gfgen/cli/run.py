@@ -114,8 +114,8 @@ class RunOptions:
     default=5.0,
     show_default=True,
     metavar="MS",
-    help="Queue a next task this long before the predicted end of the one before it (2% of it, if that is "
-    "more); 0 waits for the end.",
+    help="Queue a next task this long before the predicted end of the one before it, and 2% of it earlier; "
+    "0 waits for the end.",
 )
 @click.option(
     "--trace", type=click.Path(path_type=Path), help="Write a timeline, for Perfetto or gfgen plot."

@@ -154,8 +154,8 @@ class Graphs:
 
     @contextmanager
     def recording(self, unentered: Parallel | None) -> Iterator[None]:
-        """The same for forwards that have been evaluated before, and are to be recorded in any case."""
-        with self._in_mode(self._evaluate_or_record, unentered):
+        """The same for forwards that are to be recorded in any case."""
+        with self._in_mode(self._evaluate_and_record, unentered):
             yield
 
     @property
@@ -204,11 +204,10 @@ class Graphs:
         self._recorder.synchronize()
         return launch_s >= bound * (time.monotonic() - began_s)
 
-    def _evaluate_or_record(self, call: object, transformer: Any, inputs: Mapping[str, Any]) -> None:
-        if call in self._known:
-            self._record(call, transformer, inputs)
-        else:
+    def _evaluate_and_record(self, call: object, transformer: Any, inputs: Mapping[str, Any]) -> None:
+        if call not in self._known:
             self._evaluate(call, transformer, inputs)
+        self._record(call, transformer, inputs)
 
     def _evaluate(self, call: object, transformer: Any, inputs: Mapping[str, Any]) -> Tensor:
         result = evaluate(transformer, inputs)

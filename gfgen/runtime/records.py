@@ -17,7 +17,7 @@ from gfgen.runtime.observer import JobOutcome
 from gfgen.snapshot import JobView, RankView, RunningTask
 
 LEAD_SHARE = 0.02
-"""Of a task's predicted time: of 250 ms on, that is more than the usual guard."""
+"""Of a task's predicted time, by which it may vary; the guard is what dispatching the next one takes."""
 _ROUNDING_S = 1e-9
 """A wake-up comes at the predicted end less the lead, and sums of floats are not exact."""
 
@@ -185,7 +185,7 @@ class RankRecord:
 
 def lead_s(predicted_s: float, *, guard_s: float) -> float:
     """The lead of a task that is predicted to last so long: long ones vary by more than short ones."""
-    return max(guard_s, LEAD_SHARE * predicted_s) if guard_s > 0 else 0.0
+    return guard_s + LEAD_SHARE * predicted_s if guard_s > 0 else 0.0
 
 
 def ending(flights: Iterable[Flight], *, now_s: float) -> list[Flight]:

@@ -52,7 +52,7 @@ class State:
     """Jobs, ranks and dispatches of one run.
 
     `guard_s` is how long before its predicted end a running task lets its consumer be
-    queued, or longer if the task is long (0: never; then a task is dispatched only when its
+    queued, and a share of the task before that (0: never; then a task is dispatched only when its
     input exists). `last_number` is that of the last dispatch that these ranks have seen, in an
     earlier run. `arrived_at` has the Unix time at which jobs, by (id, spec hash), arrived first;
     `resume` where stopped jobs go on. No job begins that is predicted not to end by `closes_s`.

@@ -4,7 +4,8 @@ Either takes a while, in which other ranks must not wait for this one inside a t
 rank enters a task: by a *rehearsal*, in which the rank runs a step alone, with zeros for what others would
 send (models/rehearsal.py). `warm_up` does so for what is at hand before a run begins. Later on, a forward
 whose launches turn out to take as long as its computing is recorded before the next step of its kind
-(models/graphs.py).
+(models/graphs.py). Where that was so with one prompt, steps with prompts of another length, which are
+another kind, are recorded before their first one.
 """
 
 from __future__ import annotations
@@ -43,6 +44,11 @@ class Kind(NamedTuple):
     degrees: tuple[int, int, int]
     slot: int
 
+    @property
+    def whatever_the_texts(self) -> Kind:
+        """The same with any prompt: lengths of prompts change little of what a step takes."""
+        return self._replace(texts=())
+
 
 class Forwards:
     """The forwards of one rank's steps. For its main thread, but for `observe`."""
@@ -54,6 +60,10 @@ class Forwards:
         self._rank, self._unentered = rank, unentered
         self._is_slow: set[Kind] = set()
         """Steps that are to be recorded."""
+        self._often_slow: set[Kind] = set()
+        """The same, whatever the texts: some of them were."""
+        self._seen: set[Kind] = set()
+        """Steps that have run or were recorded here."""
         self._num_attempts: Counter[Kind] = Counter()
         """In vain; where memory has been short, all of them."""
         self._was_short = False
@@ -71,11 +81,15 @@ class Forwards:
 
     def is_to_record(self, job: RankJob, task: Task, kind: Kind) -> bool:
         """Whether the forwards of such steps had better be recorded before this one."""
-        return kind in self._is_slow and job.start.trajectory.num_steps - (task.step or 0) >= MIN_REPLAYS
+        is_slow = kind in self._is_slow or (
+            kind not in self._seen and kind.whatever_the_texts in self._often_slow
+        )
+        return is_slow and job.start.trajectory.num_steps - (task.step or 0) >= MIN_REPLAYS
 
     def record(self, job: RankJob, task: Task, kind: Kind, layout: Layout) -> None:
         """Record the forwards of a job's next step, while nothing that this rank has launched runs."""
         self._is_slow.discard(kind)
+        self._seen.add(kind)
         self._num_attempts[kind] += 1
         num_made = self._graphs.num_made
         self.attach(job.start.checkpoint)
@@ -93,8 +107,10 @@ class Forwards:
     def observe(self, kind: Kind, *, launch_s: float, device_s: float) -> None:
         """A step took so long to launch, and so long from its first launch until it had run."""
         is_tried = self._num_attempts[kind] >= MAX_ATTEMPTS
+        self._seen.add(kind)
         if self._graphs.may_record and launch_s >= LAUNCH_BOUND * device_s and not is_tried:
             self._is_slow.add(kind)
+            self._often_slow.add(kind.whatever_the_texts)
 
     def warm_up(self, message: WarmUp) -> None:
         """Run steps like the message's, in every slot of its layouts.
@@ -121,7 +137,8 @@ class Forwards:
     def forget(self) -> None:
         """Models are about to go: no record is kept, nothing that was seen counts, all may be tried again."""
         self._graphs.forget()
-        self._is_slow.clear()
+        for kinds in (self._is_slow, self._often_slow, self._seen):
+            kinds.clear()
         self._num_attempts.clear()
         self._was_short = False
 

@@ -232,12 +232,12 @@ def test_a_consumer_may_be_queued_when_its_producer_is_about_to_end():
 
 
 @pytest.mark.parametrize("early_s", [0.0015, 0.0025])
-def test_long_tasks_are_looked_behind_earlier_than_the_guard_says(early_s):
+def test_what_follows_a_task_is_decided_earlier_than_the_guard_says_by_a_share_of_it(early_s):
     cluster = Cluster(make_job("a"), guard_s=0.0001)
     running = cluster.begin("a", 0, 0)
-    assert cluster.state.take_looks() == [pytest.approx(running.predicted_end_s - 0.02 * 0.1)]
+    assert cluster.state.take_looks() == [pytest.approx(running.predicted_end_s - 0.0001 - 0.02 * 0.1)]
     cluster.clock.advance(running.predicted_end_s - early_s)
-    assert cluster.state.snapshot().free_ranks == ((0, 1) if early_s < 0.002 else (1,))
+    assert cluster.state.snapshot().free_ranks == ((0, 1) if early_s < 0.0021 else (1,))
 
 
 def test_nothing_is_queued_by_a_guess():

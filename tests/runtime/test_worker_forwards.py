@@ -122,6 +122,28 @@ def test_step_that_is_launched_as_long_as_it_computes_is_recorded(adapters: dict
     assert not forwards.is_to_record(job, step(job, 2), kind)
 
 
+def test_steps_with_a_prompt_of_another_length_are_recorded_before_their_first_one(
+    adapters: dict[str, Any],
+) -> None:
+    """That such steps are launch-bound is known from others; each length has records of its own."""
+    job, other = (rank_job(adapters, "tiny-qwen-image", prompt=text) for text in ("a fox", "a fox " * 9))
+    forwards, of = forwards_of(adapters)
+    kind, other_kind = forwards.kind_of(job, ALONE), forwards.kind_of(other, ALONE)
+    assert kind != other_kind
+    assert not forwards.is_to_record(other, step(other), other_kind)
+    forwards.observe(kind, launch_s=0.09, device_s=0.1)
+    assert forwards.is_to_record(other, step(other), other_kind)
+    assert not forwards.is_to_record(other, step(other), forwards.kind_of(other, PAIR))
+    forwards.record(other, step(other), other_kind, ALONE)
+    assert of.num_records == 2
+    assert not forwards.is_to_record(other, step(other, 1), other_kind)
+    adapter = adapters["tiny-qwen-image"]
+    found = adapter.denoise(other.start.spec, *other.artifacts.values(), step=0)
+    adapter.evaluate_by(evaluate)
+    wanted = adapter.denoise(other.start.spec, *other.artifacts.values(), step=0)
+    assert all(torch.equal(found.tensors[name], wanted.tensors[name]) for name in wanted.tensors)
+
+
 @pytest.mark.parametrize("layout", [ALONE, PAIR, HALVES], ids=str)
 def test_rehearsal_changes_no_result(adapters: dict[str, Any], layout: Layout) -> None:
     job = rank_job(adapters, "tiny-qwen-image")
