@@ -270,19 +270,8 @@ class _Record(Record):
 
 
 def write_times(record: Record, *, warm_ups: set[str]) -> list[float]:
-    """From the end of a decode to its file, where no other file was being written."""
-    decoded = {
-        record.dispatches[number].task.job_id: done[0].ended_s
-        for number, done in record.done.items()
-        if record.dispatches[number].task.stage is Stage.DECODE
-    }
-    spans = {job_id: (decoded[job_id], end_s) for job_id, end_s in record.written.items()}
-    return [
-        end_s - began_s
-        for job_id, (began_s, end_s) in spans.items()
-        if job_id not in warm_ups
-        and not any(b < began_s < e for other, (b, e) in spans.items() if other != job_id)
-    ]
+    """Of each file, by its writer; others may have been written beside it, as in any run."""
+    return [seconds for job_id, seconds in record.written.items() if job_id not in warm_ups]
 
 
 def _lasted(done: Sequence[TaskDone]) -> float:

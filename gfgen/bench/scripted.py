@@ -37,7 +37,7 @@ class Record(Observer):
         self.done: dict[int, list[TaskDone]] = defaultdict(list)
         """By dispatch: what its ranks have told."""
         self.written: dict[str, float] = {}
-        """By job: when its file was there."""
+        """By job: seconds that its writer took for the file."""
         self.outcomes: list[JobOutcome] = []
 
     @property
@@ -52,7 +52,7 @@ class Record(Observer):
             case TaskDone():
                 self.done[event.dispatch].append(event)
             case OutputWritten():
-                self.written[event.job_id] = event.time_s
+                self.written[event.job_id] = event.write_s
 
     def ended(self, outcome: JobOutcome) -> None:
         self.outcomes.append(outcome)

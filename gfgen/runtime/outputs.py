@@ -26,8 +26,9 @@ Frames = NDArray[np.uint8]
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 VIDEO_SUFFIXES = (".mp4",)
-ENCODER_THREADS = 2
-"""Threads of one ffmpeg: on CPU ranks it competes with the models, on GPUs two suffice."""
+CORES_PER_THREAD, MIN_THREADS, MAX_THREADS = 4, 2, 8
+"""Of one ffmpeg: where cores are few it competes with the models, beside GPUs there are some to spare, and a
+job is done when its file is there. The same for all files of a machine: their bytes depend on it."""
 CONSTANT_RATE_FACTOR = 18
 """x264's quality; 18 is about where compression stops being visible."""
 _MP4_SHRINKS = 20
@@ -63,6 +64,11 @@ def write_output(frames: Frames, path: Path, *, fps: int | None, metadata: Mappi
     finally:
         with suppress(OSError):
             temporary.unlink()
+
+
+def encoder_threads(num_cores: int) -> int:
+    """Threads of one ffmpeg where there are so many cores."""
+    return min(MAX_THREADS, max(MIN_THREADS, num_cores // CORES_PER_THREAD))
 
 
 def temporary_name(path: Path) -> Path:
@@ -152,6 +158,7 @@ def _write_video(frames: Frames, path: Path, *, fps: int, metadata: Mapping[str,
 def _encode_command(frames: Frames, path: Path, *, fps: int, tag_fd: int) -> list[str]:
     _, height, width, _ = frames.shape
     size = f"{width + width % 2}x{height + height % 2}"
+    threads = encoder_threads(len(os.sched_getaffinity(0)))
     # RGB becomes BT.709 and says so; ffmpeg's default (BT.601, untagged) shifts the colours.
     convert = (
         "scale=flags=accurate_rnd+full_chroma_int:out_color_matrix=bt709:out_range=tv,format=yuv420p,"
@@ -161,9 +168,9 @@ def _encode_command(frames: Frames, path: Path, *, fps: int, tag_fd: int) -> lis
         *(_ffmpeg_path(), "-hide_banner", "-loglevel", "error", "-nostdin", "-y"),
         *("-f", "rawvideo", "-pix_fmt", "rgb24", "-s", size, "-r", str(fps), "-i", "pipe:0"),
         *("-f", "ffmetadata", "-i", f"pipe:{tag_fd}", "-map", "0:v", "-map_metadata", "1"),
-        *("-filter_threads", "1", "-vf", convert),
+        *("-filter_threads", str(threads), "-vf", convert),
         *("-c:v", "libx264", "-preset", "medium", "-crf", str(CONSTANT_RATE_FACTOR)),
-        *("-threads", str(ENCODER_THREADS), "-movflags", "+faststart", f"file:{path.absolute()}"),
+        *("-threads", str(threads), "-movflags", "+faststart", f"file:{path.absolute()}"),
     ]
 
 

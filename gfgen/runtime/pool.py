@@ -67,7 +67,7 @@ or on a disk that is gone, does not end before that does."""
 
 def default_writers(*, num_ranks: int, num_cores: int) -> int:
     """As many as there are GPUs, which may all decode at once, as long as each has four cores: a writer keeps
-    up to three busy while it encodes, and each rank one."""
+    some busy while it encodes (`outputs.encoder_threads`), and each rank one."""
     return max(1, min(num_ranks, num_cores // 4))
 
 

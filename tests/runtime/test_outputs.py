@@ -21,7 +21,14 @@ from gfgen.errors import OutputError
 from gfgen.jobspec import JobSpec
 from gfgen.runtime import outputs
 from gfgen.runtime.metadata import describe, from_ffmetadata, to_ffmetadata
-from gfgen.runtime.outputs import Frames, read_metadata, remove_leftovers, temporary_name, write_output
+from gfgen.runtime.outputs import (
+    Frames,
+    encoder_threads,
+    read_metadata,
+    remove_leftovers,
+    temporary_name,
+    write_output,
+)
 
 SPEC = JobSpec(
     id="fox-1",
@@ -208,3 +215,8 @@ def test_overlong_prompt_is_cut_in_the_file() -> None:
 def test_metadata_names_the_image_without_its_folder() -> None:
     spec = JobSpec(id="a", prompt="x", image="/home/someone/private/cat.png", image_sha256="ab12")
     assert describe(spec)["image"] == "cat.png"
+
+
+@pytest.mark.parametrize(("num_cores", "num_threads"), [(1, 2), (2, 2), (16, 4), (32, 8), (128, 8)])
+def test_an_encoder_has_a_quarter_of_the_cores_within_bounds(num_cores: int, num_threads: int) -> None:
+    assert encoder_threads(num_cores) == num_threads
