@@ -8,9 +8,11 @@ from test_workers import PICTURE, admitted
 
 from gfgen.bench import profiling
 from gfgen.bench.profiling import Samples
+from gfgen.bench.scripted import Record
 from gfgen.graph import Stage
 from gfgen.job import JobSpec
 from gfgen.runtime.cost import CostModel
+from gfgen.runtime.events import OutputWritten
 from gfgen.runtime.profile import check_profile, load_profile
 
 
@@ -50,6 +52,13 @@ def test_all_but_moves_is_measured_again_after_everything_else():
     assert len({entry.key for entry in plan}) == len(plan)
     again = {entry.kind for entry in plan if entry.round > 1}
     assert again == {"alone", "loaded"}
+
+
+def test_files_that_are_written_at_the_same_time_count_by_what_their_writers_tell():
+    record = Record()
+    for job_id, write_s in (("first", 9.0), ("a", 3.0), ("b", 4.0)):
+        record.applied(OutputWritten(20.0, job_id, f"{job_id}.mp4", 1, write_s, 0))
+    assert profiling.write_times(record, warm_ups={"first"}) == [3.0, 4.0]
 
 
 def test_a_disturbance_of_one_round_is_not_in_the_profile():
