@@ -157,13 +157,21 @@ def test_edf_leaves_jobs_past_rescue_for_last_on_one_rank():
     assert len(placed(edf(four_ranks(lost, *saved), rescue=False))["lost"]) == 4
 
 
-def foreseeing(outlooks, **options):
+class LossyCosts(WorkCosts):
+    """Twice the ranks save a third of a step."""
+
+    def task_s(self, task, layout):
+        return super().task_s(task, Layout.single(0)) * 0.67 ** math.log2(layout.degree)
+
+
+def foreseeing(outlooks, *, costs=LossyCosts):
     """A snapshot whose looks ahead find these outlooks, by the policy's name and degree."""
 
     def foresee(policy):
         return outlooks[f"{policy.func.__name__} {policy.keywords['degree']}"]
 
-    return replace(four_ranks(view("a", deadline_s=50), view("b", deadline_s=60)), foresee=foresee, **options)
+    jobs = view("a", deadline_s=50), view("b", deadline_s=60)
+    return replace(four_ranks(*jobs), foresee=foresee, costs=costs(*jobs))
 
 
 def outlook(*, late, latency_s=5.0):
@@ -177,16 +185,23 @@ def test_auto_decides_as_triage_until_it_has_chosen():
 
 
 def test_auto_chooses_what_misses_fewest_deadlines():
-    ahead = {"triage 1": outlook(late=9), "srtf 4": outlook(late=3)}
+    ahead = {"triage 2": outlook(late=8), "triage 1": outlook(late=9), "srtf 4": outlook(late=3)}
     assert choose_auto(foreseeing(ahead)).policy == "srtf,degree=4"
 
 
 def test_auto_does_not_change_for_little():
-    ahead = {"triage 1": outlook(late=4), "srtf 4": outlook(late=3)}
-    assert choose_auto(foreseeing(ahead)).policy == "triage,degree=1"
+    ahead = {"triage 2": outlook(late=4), "triage 1": outlook(late=4), "srtf 4": outlook(late=3)}
+    assert choose_auto(foreseeing(ahead)).policy == "triage,degree=2"
 
 
 def test_what_auto_has_seen_before_counts():
-    before = Choice("triage,degree=1", "", {"triage,degree=1": 9.0, "srtf,degree=4": 0.0})
-    ahead = {"triage 1": outlook(late=4), "srtf 4": outlook(late=4)}
-    assert choose_auto(foreseeing(ahead), before).policy == "srtf,degree=4"
+    losses = {"triage,degree=2": 9.0, "triage,degree=1": 9.0, "srtf,degree=4": 0.0}
+    ahead = dict.fromkeys(("triage 2", "triage 1", "srtf 4"), outlook(late=4))
+    assert choose_auto(foreseeing(ahead), Choice("triage,degree=2", "", losses)).policy == "srtf,degree=4"
+
+
+@pytest.mark.parametrize(("num_late", "chosen"), [(5, "srtf,degree=4"), (0, "triage,degree=4")])
+def test_where_no_ranks_are_lost_by_sharing_auto_takes_all_and_the_shortest_first(num_late, chosen):
+    """Unless deadlines say otherwise: all ranks are as good as one fast machine."""
+    ahead = {"srtf 4": outlook(late=5), "triage 4": outlook(late=num_late)}
+    assert choose_auto(foreseeing(ahead, costs=WorkCosts)).policy == chosen
