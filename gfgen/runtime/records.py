@@ -16,8 +16,9 @@ from gfgen.runtime.migration import Transfer, plan_transfers
 from gfgen.runtime.observer import JobOutcome
 from gfgen.snapshot import JobView, RankView, RunningTask
 
-LEAD_SHARE = 0.02
-"""Of a task's predicted time, by which it may vary; the guard is what dispatching the next one takes."""
+LEAD_SHARE, MAX_LEAD_S = 0.02, 0.025
+"""Of a task's predicted time, by which it may vary; the guard is what dispatching the next one takes. No more
+than so long beside the guard: what is decided early may be decided wrongly, and long tasks can bear a gap."""
 _ROUNDING_S = 1e-9
 """A wake-up comes at the predicted end less the lead, and sums of floats are not exact."""
 
@@ -185,7 +186,7 @@ class RankRecord:
 
 def lead_s(predicted_s: float, *, guard_s: float) -> float:
     """The lead of a task that is predicted to last so long: long ones vary by more than short ones."""
-    return guard_s + LEAD_SHARE * predicted_s if guard_s > 0 else 0.0
+    return guard_s + min(LEAD_SHARE * predicted_s, MAX_LEAD_S) if guard_s > 0 else 0.0
 
 
 def ending(flights: Iterable[Flight], *, now_s: float) -> list[Flight]:

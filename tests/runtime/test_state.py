@@ -10,6 +10,7 @@ from gfgen.layout import Layout
 from gfgen.runtime import events
 from gfgen.runtime.clock import Clock
 from gfgen.runtime.cost import CostModel
+from gfgen.runtime.records import lead_s
 from gfgen.runtime.state import State
 from gfgen.snapshot import Decision
 
@@ -238,6 +239,13 @@ def test_what_follows_a_task_is_decided_earlier_than_the_guard_says_by_a_share_o
     assert cluster.state.take_looks() == [pytest.approx(running.predicted_end_s - 0.0001 - 0.02 * 0.1)]
     cluster.clock.advance(running.predicted_end_s - early_s)
     assert cluster.state.snapshot().free_ranks == ((0, 1) if early_s < 0.0021 else (1,))
+
+
+@pytest.mark.parametrize(
+    ("predicted_s", "guard_s", "found_s"), [(1.0, 0.005, 0.025), (6.0, 0.005, 0.030), (1.0, 0.0, 0.0)]
+)
+def test_the_lead_is_the_guard_and_a_share_of_the_task_within_bounds(predicted_s, guard_s, found_s):
+    assert lead_s(predicted_s, guard_s=guard_s) == pytest.approx(found_s)
 
 
 def test_nothing_is_queued_by_a_guess():
