@@ -19,10 +19,12 @@ failed is ever read.
 
 An outline is an artifact's names, shapes and scalars without its tensors. A GPU's rank knows it
 as soon as a task is launched, and shows it then; the ranks to which the tensors go from device to
-device can enqueue their arrival, and the task behind it, before there is anything to arrive.
+device can enqueue their arrival, and the task behind it, before there is anything to arrive. They may
+read it while the artifact is published, which leaves it as it is.
 
 Why that is safe. The word lies at the start of a 64-byte line, and a native "Q" is packed and
-unpacked by one copy of 8 bytes, which is one move: it is seen whole or not at all. Payload and
+unpacked by one copy of 8 bytes, which is one move: it is seen whole or not at all, as what it was
+or, since Python clears what it packs into, as 0, which names no dispatch. Payload and
 word are plain stores; x86-64 makes one core's stores visible in their order and does not
 reorder loads (total store order), so who sees the word sees the payload. A machine with a
 weaker order (AArch64, POWER) may show the word first. There this is not right: the word would
@@ -115,15 +117,17 @@ class Slab:
         Raises: ValueError when they are larger than the trajectory said.
         """
         region = _region(name, version)
-        start, end = self._bounds(region)
+        start, limit = self._bounds(region)
         packed = pickle.dumps(meta)
         position = start + _LINE_BYTES
         needed = position + len(packed) + sum(map(_aligned, sizes)) + _LINE_BYTES
-        if needed > end:
-            raise ValueError(f"artifact {name} takes {needed - start} bytes, {end - start} were planned")
-        _LENGTHS.pack_into(self._map, start, len(packed), len(sizes))
-        self._map[position : position + len(packed)] = packed
-        position = _aligned(position + len(packed))
+        if needed > limit:
+            raise ValueError(f"artifact {name} takes {needed - start} bytes, {limit - start} were planned")
+        lengths, end = (len(packed), len(sizes)), position + len(packed)
+        if _LENGTHS.unpack_from(self._map, start) != lengths or self._map[position:end] != packed:
+            _LENGTHS.pack_into(self._map, start, *lengths)
+            self._map[position:end] = packed
+        position = _aligned(end)
         memory, places = memoryview(self._map), []
         for size_bytes in sizes:
             places.append(memory[position : position + size_bytes])
@@ -136,7 +140,8 @@ class Slab:
 
     def show(self, name: str, version: int, *, producer: int) -> None:
         """Make what was stored visible, as made by dispatch `producer`."""
-        self.show_outline(name, version, producer=producer)
+        if self.outliner(name, version) != producer:
+            self.show_outline(name, version, producer=producer)
         _WORD.pack_into(self._map, _region(name, version) * _LINE_BYTES, producer)
 
     def outline(self, name: str, version: int) -> Any:

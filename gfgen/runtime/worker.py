@@ -488,13 +488,15 @@ class Worker:
         """Bring what the task needs and this rank does not have.
 
         What other ranks send comes last: where its arrival is only enqueued, nothing is waited for behind it.
+        It is for this attempt alone: should that be given up it may never arrive, and the next one goes by
+        the slab.
         """
         is_void = partial(self._is_void, message.number)
         job.fetch_constants(task, message.producer, is_void=is_void)
         if message.transfers:
             assert message.producer is not None
             outline = job.await_outline(task, message.producer, is_void=is_void)
-            job.hold(self._receive_state(message, outline), producer=message.producer)
+            job.hold(self._receive_state(message, outline), producer=None)
         elif task.index > 1 and job.producer != message.producer:
             assert message.producer is not None
             job.fetch_latents(task, message.producer)

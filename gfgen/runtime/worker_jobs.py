@@ -123,7 +123,10 @@ class RankJob:
             self.drop(dispatch)
 
     def hold(self, latents: Fields, *, producer: int | None) -> None:
-        """Take over latents that a dispatch made elsewhere."""
+        """Take over latents that a dispatch made elsewhere.
+
+        producer: its number; None where they are for one attempt alone.
+        """
         self.artifacts["latents"] = latents
         self.producer, self.is_there = producer, None
 

@@ -1,4 +1,5 @@
 import os
+import struct
 
 import pytest
 from builders import make_job
@@ -62,6 +63,25 @@ def test_an_outline_is_seen_before_what_it_outlines(slab):
     slab.show_outline("latents", 5, producer=8)
     assert (slab.outliner("latents", 5), slab.producer("latents", 5)) == (8, 7)
     assert slab.outline("latents", 5) == "what it will be like"
+
+
+def test_what_was_outlined_is_not_stored_again_under_those_who_read_it(slab, monkeypatch):
+    """Packing clears memory first: for a moment others would see no lengths, and no word."""
+    meta = ("what it will be like", 1.5)
+    slab.places("latents", 5, meta, [3])
+    slab.show_outline("latents", 5, producer=8)
+    packed = []
+
+    class Noted(struct.Struct):
+        def pack_into(self, memory, offset, *values):
+            packed.append(offset)
+            super().pack_into(memory, offset, *values)
+
+    monkeypatch.setattr(slab_module, "_LENGTHS", Noted(slab_module._LENGTHS.format))
+    monkeypatch.setattr(slab_module, "_WORD", Noted(slab_module._WORD.format))
+    slab.publish("latents", 5, meta, [memoryview(b"abc")], producer=8)
+    assert packed == [slab_module._region("latents", 5) * slab_module._LINE_BYTES]
+    assert (slab.producer("latents", 5), slab.outline("latents", 5)) == (8, meta)
 
 
 def test_what_is_published_is_outlined_too(slab):

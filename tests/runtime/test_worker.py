@@ -381,6 +381,26 @@ def test_a_rank_that_waits_for_an_outline_leaves_when_it_is_given_up(rank: Rank)
     assert rank.answer() == Left(frozenset({3, 4}))
 
 
+def test_latents_that_were_arriving_for_an_attempt_that_failed_are_not_used_by_the_next(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU they are only enqueued: with the attempt their arrival is aborted, and they never come."""
+    garbage = Fields({"latents": torch.full((1, 4, 1, 2, 2), 5.0)})
+    monkeypatch.setattr(worker_module, "receive_state", lambda *_, **__: garbage)
+    rank.worker._endpoint = SimpleNamespace(abort_through=lambda _: None)
+    rank.publish("prompt", 1, Fields(), producer=1)
+    rank.publish("condition", 2, Fields(), producer=2)
+    rank.publish("latents", 2, Fields({"latents": torch.zeros(1, 4, 1, 2, 2)}), producer=2)
+    rank.adapter.fails_at = 0
+    transfers = (Transfer(1, 0, "latents", 1, 0, 4, 64),)
+    rank.channel.send(RunTask(3, "a", 2, 2, HERE, (1,), transfers, wait_s=WAIT_S))
+    assert isinstance(rank.answer(), TaskFault)
+    rank.adapter.fails_at = None
+    rank.give_up(3)
+    rank.run_to_end(4, 2, producer=2)
+    assert float(worker_jobs.fetch(rank.slab, "latents", 3).tensors["latents"].sum()) == 16
+
+
 def test_latents_of_a_dispatch_that_was_given_up_are_not_used(rank: Rank) -> None:
     """Its other rank failed: the next attempt starts from what the slab has."""
     rank.run_to_end(1, 0)
