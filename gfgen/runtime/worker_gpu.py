@@ -28,7 +28,6 @@ import queue
 import socket
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -209,8 +208,10 @@ class GpuWorker(Worker):
         self._decoded: queue.SimpleQueue[Decoded] = queue.SimpleQueue()
         self._departing: set[int] = set()
         """Members of `_unsent` for which nothing is left to be done by the host."""
-        self._newcomers: Counter[int] = Counter()
-        """Ranks whose new arena the main thread has yet to map; one may have died again meanwhile."""
+        self._num_replaced = self._num_mapped = 0
+        """Peers whose new arena has come, and those of them that the main thread has mapped."""
+        self._mapped_before: dict[int, int] = {}
+        """By dispatch whose state is to be sent: how many must be mapped before."""
         self._last_end: torch.cuda.Event | None = None
         """Of the last task that the watcher has seen to its end."""
         self._num_unsettled = 0
@@ -293,8 +294,13 @@ class GpuWorker(Worker):
 
         This thread must stay free to abort a task that hangs.
         """
-        self._newcomers[message.rank] += 1
+        self._num_replaced += 1
         self._tasks.put((message, [os.dup(fd)]))
+
+    def _take(self, message: object, fds: Sequence[int]) -> None:
+        if isinstance(message, SendState):
+            self._mapped_before[message.number] = self._num_replaced
+        super()._take(message, fds)
 
     # The sender thread ------------------------------------------------------------------------
 
@@ -306,13 +312,14 @@ class GpuWorker(Worker):
         super()._send_one(message, latents)
         with self._told:
             self._departing.discard(message.number)
+            del self._mapped_before[message.number]
 
     def _ship(self, message: SendState, shipment: Shipment) -> None:
-        destinations = {transfer.destination for transfer in message.transfers}
+        """Only when all arenas are mapped that came before: mapping waits for the device, so for sends that
+        are enqueued behind it, and those for ranks that may wait with theirs for this one's sends."""
         with self._told:
-            self._told.wait_for(
-                lambda: not destinations & self._newcomers.keys() or self._is_void(message.number)
-            )
+            due = self._mapped_before[message.number]
+            self._told.wait_for(lambda: self._num_mapped >= due or self._is_void(message.number))
             if self._is_void(message.number):
                 raise InputVoidError
         if shipment.is_there is not None:
@@ -322,7 +329,7 @@ class GpuWorker(Worker):
             self._departing.add(message.number)
             self._told.notify_all()
         self._departures.synchronize()
-        for destination in destinations:
+        for destination in {transfer.destination for transfer in message.transfers}:
             self._endpoint.require(destination, dispatch=message.number)
 
     # The main thread --------------------------------------------------------------------------
@@ -331,8 +338,7 @@ class GpuWorker(Worker):
         if isinstance(message, ReplacePeer):
             self._endpoint.replace_peer(message.rank, fds[0], message.incarnation)
             with self._told:
-                self._newcomers[message.rank] -= 1
-                self._newcomers += Counter()  # forgets those that are mapped
+                self._num_mapped += 1
                 self._told.notify_all()
             return
         with self._told:  # the watcher may have found a failure meanwhile

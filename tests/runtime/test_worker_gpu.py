@@ -6,8 +6,8 @@ The device is imitated (tests/gpu_worker_imitation.py); on real ones see tests/c
 from __future__ import annotations
 
 import os
+import queue
 import threading
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -33,13 +33,13 @@ from gfgen.policies.catalog import NamedPolicy
 from gfgen.runtime import worker_gpu
 from gfgen.runtime.events import FramesLost, ModelsChanged, RankLoaded, TaskDone
 from gfgen.runtime.loads import Loads
-from gfgen.runtime.messages import ModelsSet, Pong, RunTask, SendState
+from gfgen.runtime.messages import ModelsSet, Pong, ReplacePeer, RunTask, SendState
 from gfgen.runtime.migration import Transfer
 from gfgen.runtime.pool import WorkerPool
 from gfgen.runtime.residency import Residency
 from gfgen.runtime.warming import warm_ups
 from gfgen.runtime.worker_gpu import GpuWorker
-from gfgen.runtime.worker_jobs import InputVoidError, RankJob
+from gfgen.runtime.worker_jobs import InputVoidError, RankJob, Shipment
 
 PLAN = Plan(data_bytes=1 << 20, post_bytes=1 << 12)
 
@@ -375,7 +375,8 @@ def test_latents_go_to_other_ranks_behind_the_event_that_tells_that_they_are_the
     """They are enqueued as soon as the task is that makes them; no thread waits for its end."""
     done: list[str] = []
     worker: Any = GpuWorker.__new__(GpuWorker)
-    worker._told, worker._newcomers, worker._departing = threading.Condition(), Counter(), set()
+    worker._told, worker._departing = threading.Condition(), set()
+    worker._num_mapped, worker._mapped_before = 1, {7: 1}
     worker._abandoned, worker._is_over = set(), False
     worker._endpoint = SimpleNamespace(require=lambda peer, *, dispatch: done.append(f"looked at {peer}"))
     worker._departures = SimpleNamespace(
@@ -389,6 +390,34 @@ def test_latents_go_to_other_ranks_behind_the_event_that_tells_that_they_are_the
     message = SendState(7, "a", 6, (Transfer(0, 1, "latents", 0, 0, 1, 4),))
     worker._ship(message, shipment.result(timeout=0))
     assert done == ["behind the end of 6", "7 enqueued", "{7} waited for", "looked at 1"]
+
+
+def test_state_is_sent_when_the_arenas_that_came_before_are_mapped(monkeypatch):
+    """Later ones are mapped behind tasks that may need what is sent."""
+    worker: Any = GpuWorker.__new__(GpuWorker)
+    worker._told, worker._tasks = threading.Condition(threading.RLock()), queue.SimpleQueue()
+    worker._num_replaced = worker._num_mapped = 0
+    worker._mapped_before, worker._unsent, worker._shipments = {}, set(), queue.SimpleQueue()
+    worker._abandoned, worker._is_over = set(), False
+    worker._jobs = {"a": RankJob(start=None, slab=None)}  # type: ignore[arg-type]
+    worker._endpoint = SimpleNamespace(replace_peer=lambda *_: None)
+    sent: list[int] = []
+    monkeypatch.setattr(worker_gpu, "send_state", lambda *_, dispatch: sent.append(dispatch))
+    worker._departing, worker._departures = set(), SimpleNamespace(synchronize=lambda: None)
+    fd = os.memfd_create("arena")
+    for message in (ReplacePeer(1, 2), SendState(7, "a", 6, ()), ReplacePeer(2, 2)):
+        worker._take(message, (fd,))
+    thread = threading.Thread(target=worker._ship, args=(SendState(7, "a", 6, ()), Shipment(Fields())))
+    thread.start()
+    thread.join(0.05)
+    assert not sent
+    os.close(fd)
+    first, fds = worker._tasks.get()
+    worker._run(first, fds)
+    thread.join(10.0)
+    assert sent == [7]
+    for number in (*fds, *worker._tasks.get()[1]):
+        os.close(number)
 
 
 def test_the_first_step_elsewhere_waits_for_the_constants_that_come_by_the_slab(gpu_pool, tmp_path):
