@@ -359,7 +359,7 @@ class ProcessBackend:
 
     def _task_done(self, worker: Child, report: TaskReport, now_s: float) -> Iterator[Event]:
         """A rank has done its part; what is being given up counts no more."""
-        if self._recovery and report.number in self._recovery.numbers:
+        if self._is_given_up(report.number):
             return
         assert worker.rank is not None
         event = TaskDone(
@@ -382,10 +382,11 @@ class ProcessBackend:
         """Reports of a dispatch, unless its producer is still under way: causes come before effects.
 
         A task can overtake its producer, whose output is there before all of its ranks have
-        reported; should one of them fail, both are given up.
+        reported; should one of them fail, both are given up. What is being given up for another reason
+        stays so when its producer ends.
         """
         dispatch = self._dispatches[number]
-        if dispatch.producer in self._dispatches:
+        if dispatch.producer in self._dispatches or self._is_given_up(number):
             return
         yield from self._untold.pop(number, ())
         if self._unreported[number]:
@@ -396,6 +397,9 @@ class ProcessBackend:
             self._write_what_is_there(number)
         for consumer in [n for n, other in self._dispatches.items() if other.producer == number]:
             yield from self._tell_what_is_done(consumer)
+
+    def _is_given_up(self, number: int) -> bool:
+        return self._recovery is not None and number in self._recovery.numbers
 
     def _write_what_is_there(self, number: int) -> None:
         """Let a job be written whose decode has ended, once all of its frames have come."""
@@ -431,7 +435,7 @@ class ProcessBackend:
         if fault.number not in self._dispatches:
             return
         cause = None if fault.void else Cause(fault.reason)
-        if self._recovery and fault.number in self._recovery.numbers:
+        if self._recovery and self._is_given_up(fault.number):
             if cause and self._recovery.causes.get(fault.number) is None:
                 self._recovery.causes[fault.number] = cause
             return
