@@ -520,9 +520,10 @@ class GpuWorker(Worker):
     def _receive_state(self, message: RunTask, outline: Outline) -> Fields:
         """Enqueue its arrival: it may not be there yet, nor be made."""
         with torch.cuda.stream(self._arrivals):
-            timed = _TimedArrivals(self._endpoint, begun=self._event(self._arrivals))
+            begun = self._event(self._arrivals)
+            timed = _TimedArrivals(self._endpoint, begun)
             fields = receive_state(timed, message.transfers, outline, dispatch=message.number)
-            self._arrival = Arrival(timed.begun, self._event(self._arrivals))
+            self._arrival = Arrival(begun, self._event(self._arrivals))
         return self._arrived(fields)
 
     def _take_in(self, fields: Fields) -> Fields:
@@ -642,19 +643,14 @@ class GpuWorker(Worker):
 class _TimedArrivals:
     """A device's endpoint as `receive_state` uses it; `begun` is recorded when the first of it is there."""
 
-    def __init__(self, endpoint: CudaEndpoint, *, begun: torch.cuda.Event) -> None:
+    def __init__(self, endpoint: CudaEndpoint, begun: torch.cuda.Event) -> None:
         self._endpoint = endpoint
-        self.begun = begun
-        self._is_first = True
-
-    def send(self, x: torch.Tensor, *, to: int, dispatch: int, label: int = 0) -> None:
-        raise AssertionError("only what arrives is timed")
+        self._begun: torch.cuda.Event | None = begun
 
     def recv(
         self, shape: Sequence[int], dtype: torch.dtype, *, source: int, dispatch: int, label: int = 0
     ) -> torch.Tensor:
-        begun = self.begun if self._is_first else None
-        self._is_first = False
+        begun, self._begun = self._begun, None
         return self._endpoint.recv(shape, dtype, source=source, dispatch=dispatch, label=label, begun=begun)
 
 

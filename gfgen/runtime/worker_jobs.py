@@ -36,12 +36,16 @@ Outline = tuple[Mapping[str, tuple[torch.dtype, tuple[int, ...]]], Mapping[str, 
 """Dtype and shape of each tensor of an artifact, and its scalars."""
 
 
-class Transfers(Protocol):
-    """What an endpoint does between two ranks."""
+class Sender(Protocol):
+    """What an endpoint does for a rank that has state."""
 
     def send(self, x: torch.Tensor, *, to: int, dispatch: int, label: int = 0) -> None:
         """Push a tensor to a rank."""
         ...
+
+
+class Receiver(Protocol):
+    """What an endpoint does for a rank that lacks state."""
 
     def recv(
         self, shape: Sequence[int], dtype: torch.dtype, *, source: int, dispatch: int, label: int = 0
@@ -232,7 +236,7 @@ def fetch(slab: Slab, name: str, version: int, take_in: TakeIn = copied) -> Fiel
     return take_in(shared)
 
 
-def send_state(endpoint: Transfers, fields: Fields, transfers: Sequence[Transfer], *, dispatch: int) -> None:
+def send_state(endpoint: Sender, fields: Fields, transfers: Sequence[Transfer], *, dispatch: int) -> None:
     """Send ranges of a job's latents: to each destination its ranges, in order.
 
     Fields that the solver does not have yet are passed over; the outline of the latents tells which
@@ -247,7 +251,7 @@ def send_state(endpoint: Transfers, fields: Fields, transfers: Sequence[Transfer
 
 
 def receive_state(
-    endpoint: Transfers, transfers: Sequence[Transfer], outline: Outline, *, dispatch: int
+    endpoint: Receiver, transfers: Sequence[Transfer], outline: Outline, *, dispatch: int
 ) -> Fields:
     """Put a job's latents together from what the sources send; the counterpart of `send_state`."""
     listed, scalars = outline
