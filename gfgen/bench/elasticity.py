@@ -36,6 +36,7 @@ from gfgen.runtime.admission import AdmittedJob
 from gfgen.runtime.cost import CostModel
 from gfgen.runtime.durations import in_words
 from gfgen.runtime.pool import WorkerPool
+from gfgen.runtime.records import LOOKAHEAD_S
 from gfgen.runtime.signals import SignalPipe
 from gfgen.snapshot import JobView
 
@@ -84,7 +85,7 @@ class Setting:
     """What cases are predicted to take by."""
     costs: CostModel = field(default_factory=CostModel)
     """Of the runs, which all learn into it."""
-    guard_s: float = 0.005
+    guard_s: float = LOOKAHEAD_S
     signals: SignalPipe | None = None
 
     def run(

@@ -2,7 +2,8 @@
 
 On a GPU a task takes as long whether or not other GPUs work, so as many groups of one size are measured
 at once as there is room for. Each runs a job that does not count, then others whose steps go through all the
-ways in which so many ranks can share one. Where a job moves at each step, the gaps tell what a move costs.
+ways in which so many ranks can share one. Where a job moves at each step, the gaps tell what a move costs;
+tasks are dispatched ahead as in a run, so that gaps are those of a run.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from gfgen.runtime.admission import AdmittedJob
 from gfgen.runtime.cost import CostModel
 from gfgen.runtime.pool import WorkerPool
 from gfgen.runtime.profile import Profile, ProfileRow
+from gfgen.runtime.records import LOOKAHEAD_S
 from gfgen.runtime.signals import SignalPipe
 from gfgen.snapshot import JobView
 
@@ -132,7 +134,15 @@ def measure(
 
     try:
         jobs = [part.job for part in parts.values()]
-        run_jobs(jobs, pool, record, policy=placed_by(place), folder=folder, signals=signals)
+        run_jobs(
+            jobs,
+            pool,
+            record,
+            policy=placed_by(place),
+            folder=folder,
+            guard_s=LOOKAHEAD_S,
+            signals=signals,
+        )
     except InterruptedRunError as error:
         number = error.signal_number
         raise InterruptedRunError(f"{measurement.key}: stopped", signal_number=number) from None

@@ -27,11 +27,11 @@ from gfgen.runtime.dispatch import Dispatch
 from gfgen.runtime.events import Event
 from gfgen.runtime.messages import RunTask
 from gfgen.runtime.observer import JobInfo
+from gfgen.runtime.records import LOOKAHEAD_S
 from gfgen.runtime.simulate import SimulatedBackend, SimulatedTimes
 from gfgen.runtime.state import State
 
 NUM_RANKS = 8
-_GUARD_S = 0.005
 _STEP_FLOPS = 1e9
 
 
@@ -52,7 +52,7 @@ def measure_control_plane(policy: str, *, num_open: int, num_tasks: int) -> Cont
     jobs = [make_job(idx, num_steps=20 + idx % 31) for idx in range(num_open + num_tasks // 20)]
     clock, costs = Clock(virtual=True), CostModel()
     backend = _TimedBackend(clock, num_tasks=num_tasks, jobs=jobs[num_open:])
-    state = State(jobs, num_ranks=NUM_RANKS, clock=clock, costs=costs, guard_s=_GUARD_S)
+    state = State(jobs, num_ranks=NUM_RANKS, clock=clock, costs=costs, guard_s=LOOKAHEAD_S)
     control = Control(
         jobs[:num_open],
         state=state,

@@ -21,10 +21,10 @@ from gfgen.runtime.cost import CostModel
 from gfgen.runtime.dispatch import Dispatch
 from gfgen.runtime.profile import Profile, ProfileRow
 from gfgen.runtime.profiled import profiled_times
+from gfgen.runtime.records import LOOKAHEAD_S
 from gfgen.runtime.simulate import SimulatedBackend, SimulatedTimes
 from gfgen.runtime.state import State
 
-_GUARD_S = 0.005
 _SHORTEST_JOB_TASKS = 23
 
 
@@ -79,7 +79,7 @@ def _run_s(policy: str, *, num_open: int, num_tasks: int) -> float:
     backend = _RefillingBackend(
         clock, times=profiled_times(profile, jobs), num_tasks=num_tasks, reserve=jobs[num_open:]
     )
-    state = State(jobs, num_ranks=NUM_RANKS, clock=clock, costs=costs, guard_s=_GUARD_S)
+    state = State(jobs, num_ranks=NUM_RANKS, clock=clock, costs=costs, guard_s=LOOKAHEAD_S)
     control = Control(
         jobs[:num_open],
         state=state,

@@ -41,6 +41,7 @@ from gfgen.runtime.metrics import Summary
 from gfgen.runtime.observer import JobOutcome
 from gfgen.runtime.profile import Profile
 from gfgen.runtime.profiled import profiled_times
+from gfgen.runtime.records import LOOKAHEAD_S
 from gfgen.runtime.signals import SignalPipe
 from gfgen.runtime.simulation import simulate
 
@@ -162,7 +163,7 @@ class _Bench:
             output_dir=output,
             ranks=ranks,
             policy=load_policy("fcfs"),
-            guard_s=0.005,
+            guard_s=LOOKAHEAD_S,
             trace=None,
             quiet=True,
             log_json=False,

@@ -24,6 +24,7 @@ from gfgen.errors import InputError
 from gfgen.layout import MAX_RANKS
 from gfgen.runtime.cost import CostModel
 from gfgen.runtime.devices import choose_devices
+from gfgen.runtime.records import LOOKAHEAD_S
 from gfgen.runtime.signals import SignalPipe
 from gfgen.runtime.warming import warm_ups
 
@@ -38,7 +39,7 @@ GPU_SAMPLES, CPU_SAMPLES = 100, 20
     "--samples", type=click.IntRange(4), help=f"Of each gap. [{GPU_SAMPLES}; on CPU ranks {CPU_SAMPLES}]"
 )
 @click.option(
-    "--lookahead", type=click.FloatRange(0, 1000), default=5.0, show_default=True, metavar="MS",
+    "--lookahead", type=click.FloatRange(0, 1000), default=1e3 * LOOKAHEAD_S, show_default=True, metavar="MS",
     help="As of gfgen run; some measurements are made with 0 as well.",
 )  # fmt: skip
 @click.option("--only", multiple=True, metavar="PATTERN", help='Cases, as in "changed*"; repeatable.')
@@ -160,7 +161,7 @@ def _words(
     yield from options.words
     if samples is not None:
         yield from ("--samples", str(samples))
-    if lookahead != 5.0:
+    if lookahead != 1e3 * LOOKAHEAD_S:
         yield from ("--lookahead", f"{lookahead:g}")
     for pattern in only:
         yield from ("--only", f"'{pattern}'")

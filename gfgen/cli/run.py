@@ -38,6 +38,7 @@ from gfgen.runtime.observer import Observer
 from gfgen.runtime.pool import WorkerPool
 from gfgen.runtime.profile import Profile
 from gfgen.runtime.profiles import find_profile
+from gfgen.runtime.records import LOOKAHEAD_S
 from gfgen.runtime.residency import Residency
 from gfgen.runtime.signals import SignalPipe
 from gfgen.runtime.trace import TraceWriter
@@ -111,7 +112,7 @@ class RunOptions:
 @click.option(
     "--lookahead",
     type=click.FloatRange(0, 1000),
-    default=5.0,
+    default=1e3 * LOOKAHEAD_S,
     show_default=True,
     metavar="MS",
     help="Queue a next task this long before the predicted end of the one before it, and 2% of it earlier; "

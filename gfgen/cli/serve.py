@@ -34,6 +34,7 @@ from gfgen.runtime.devices import DEVICES, choose_devices, parse_memory
 from gfgen.runtime.observer import Observer
 from gfgen.runtime.pool import WorkerPool
 from gfgen.runtime.profile import Profile
+from gfgen.runtime.records import LOOKAHEAD_S
 from gfgen.runtime.residency import Residency
 from gfgen.runtime.signals import SignalPipe
 from gfgen.server.bounds import Bounds
@@ -130,7 +131,9 @@ class _Duration(click.ParamType[float]):
 @memory_option
 @graphs_option
 @click.option("--policy", default="auto", show_default=True, help="NAME[,option=value...]: 'gfgen policies'.")
-@click.option("--lookahead", type=click.FloatRange(0, 1000), default=5.0, show_default=True, metavar="MS")
+@click.option(
+    "--lookahead", type=click.FloatRange(0, 1000), default=1e3 * LOOKAHEAD_S, show_default=True, metavar="MS"
+)
 @click.option(
     "--max-open", type=click.IntRange(1), default=DEFAULTS.open_jobs, show_default=True, help="Open jobs."
 )

@@ -54,19 +54,18 @@ def choose_auto(snapshot: Snapshot, last: Choice | None = None) -> Choice | None
 def _candidates(snapshot: Snapshot) -> dict[str, Policy]:
     """By name; the first one wins a tie.
 
-    Triage with groups of a degree that is more thrifty than the next larger one; and the shortest
-    job first on all ranks, whose steps are the shortest of all: nobody waits long for a boundary. That one
-    comes first where no degree is thrifty: all ranks are as good as one fast machine then.
+    Triage with groups of a degree that is more thrifty than the next larger one, or on all ranks where
+    none is; and the shortest job first on all ranks, whose steps are the shortest of all: nobody waits long
+    for a boundary.
     """
     most = power_of_two(min(snapshot.max_degree, len(snapshot.ranks)))
     degrees = [n for n in DEGREES if n < most and _saves_work(snapshot, n)]
     found: dict[str, Policy] = {
         f"triage,degree={n}": functools.partial(triage, degree=n) for n in degrees or [most]
     }
-    wide: dict[str, Policy] = {f"srtf,degree={most}": functools.partial(srtf, degree=most)}
-    if most == 1:
-        return found
-    return found | wide if degrees else wide | found
+    if most > 1:
+        found[f"srtf,degree={most}"] = functools.partial(srtf, degree=most)
+    return found
 
 
 def _saves_work(snapshot: Snapshot, degree: int) -> bool:

@@ -1,11 +1,11 @@
-"""Triage: those who can be saved first, as many of them as possible."""
+"""Triage: as many as possible are saved, and nobody waits who is in no one's way."""
 
 from __future__ import annotations
 
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -24,20 +24,20 @@ MARGIN = 1.25
 """A job runs on few ranks if that leaves a fifth of the time to its deadline unused: every boundary at
 which it has to wait for others costs part of a step, and what is left at the end cannot be made up."""
 
-NUM_OTHERS = 16
-"""Of the other jobs so many: twice as many as there can be ranks."""
+NUM_FIRST = 16
+"""So many jobs at the head of the queue matter: twice as many as there can be ranks."""
 
-_precedence = attrgetter("precedence")
 _due = attrgetter("precedence", "deadline_s", "arrival_s")
 _short = attrgetter("precedence", "remaining_s", "arrival_s")
 
 
 def triage(snapshot: Snapshot, *, degree: Degree = 2) -> list[Decision]:
-    """As many deadlines as possible are met; jobs that cannot meet theirs come last, shortest first.
+    """As many deadlines as possible are met; beyond that the shortest job goes first.
 
     For jobs with deadlines, under any load. Jobs get groups of `degree` ranks, more where a deadline
-    needs it or ranks would idle. Jobs without a deadline follow those that have one and can meet it.
-    All this among jobs of one priority: those of a higher one go before.
+    needs it or ranks would idle. Jobs without a deadline, and those that cannot meet theirs, go first where
+    that makes nobody late, and last otherwise. All this among jobs of one priority: those of a higher one go
+    before.
     """
     if not snapshot.open or not snapshot.free_ranks:
         return []
@@ -48,17 +48,18 @@ def triage(snapshot: Snapshot, *, degree: Degree = 2) -> list[Decision]:
     def wanted(job: JobView) -> int:
         return _degree_in_time(snapshot, job, base) if job.job_id in saved_ids else base
 
-    queue = sorted([*saved, *others], key=_precedence)
-    return allot(snapshot, queue, wanted=wanted)
+    return allot(snapshot, _queue(snapshot, saved, others, base), wanted=wanted)
+
+
+# Who is saved ---------------------------------------------------------------------------------
 
 
 def _sorted_out(snapshot: Snapshot, degree: int) -> tuple[list[JobView], list[JobView]]:
-    """The jobs that are to meet their deadlines, in their order, and the first of the others in theirs."""
+    """The jobs that are to meet their deadlines, by those, and the shortest of the others."""
     hopeful = _first(snapshot, _due, NUM_CONSIDERED, lambda job: not _is_lost(snapshot, job))
     saved, given_up = _most_in_time(snapshot, hopeful, degree)
     known = {job.job_id for job in hopeful}
-    others = _first(snapshot, _standing, NUM_OTHERS, lambda job: job.job_id not in known)
-    return _shortest_first(snapshot, saved, degree), sorted([*given_up, *others], key=_standing)
+    return saved, given_up + _first(snapshot, _short, NUM_FIRST, lambda job: job.job_id not in known)
 
 
 def _first(
@@ -72,11 +73,6 @@ def _first(
 def _is_lost(snapshot: Snapshot, job: JobView) -> bool:
     """No deadline can be met: there is none, or it is too late for it."""
     return job.deadline_s == math.inf or is_past_rescue(snapshot, job)
-
-
-def _standing(job: JobView) -> tuple[float, ...]:
-    """Of jobs that meet no deadline: those that have none before those that miss one; short ones first."""
-    return (job.precedence, job.deadline_s < math.inf, job.remaining_s, job.arrival_s)
 
 
 def _most_in_time(
@@ -108,31 +104,73 @@ def _most_in_time(
     return [job for job in by_deadline if job.job_id in kept], given_up
 
 
-def _shortest_first(snapshot: Snapshot, by_deadline: list[JobView], degree: int) -> list[JobView]:
-    """The same jobs, by what is left of them, if all deadlines are met so too: then nobody waits long."""
-    by_work = sorted(by_deadline, key=_short)
-    return by_work if _all_in_time(snapshot, by_work, degree) else by_deadline
-
-
-def _all_in_time(snapshot: Snapshot, jobs: Iterable[JobView], degree: int) -> bool:
-    """Whether all of them would be done in time if everything took ROOM times as long as predicted."""
-    work_s = 0.0
-    for job in jobs:
-        work_s += _machine_s(snapshot, job, degree)
-        if snapshot.now_s + ROOM * work_s > job.deadline_s:
-            return False
-    return True
-
-
-def _machine_s(snapshot: Snapshot, job: JobView, degree: int) -> float:
-    """How long the job would keep all ranks busy, run at a degree."""
-    degree = min(degree, widest(snapshot, job))
-    return rest_s(snapshot, job, degree) * degree / len(snapshot.ranks)
-
-
 def _degree_in_time(snapshot: Snapshot, job: JobView, degree: int) -> int:
     """The fewest ranks, from `degree` on, with which the job is predicted to meet its deadline with ease."""
     most = widest(snapshot, job)
     while degree < most and snapshot.now_s + MARGIN * rest_s(snapshot, job, degree) > job.deadline_s:
         degree *= 2
     return min(degree, most)
+
+
+# Who goes first -------------------------------------------------------------------------------
+
+
+def _queue(
+    snapshot: Snapshot, saved: Sequence[JobView], others: Sequence[JobView], degree: int
+) -> Iterator[JobView]:
+    """All of them, those of a higher priority before the others; each is found when it is asked for."""
+    before_s = 0.0
+    for precedence in sorted({job.precedence for job in (*saved, *others)}):
+        due = [job for job in saved if job.precedence == precedence]
+        rest = [job for job in others if job.precedence == precedence]
+        work_s = {job.job_id: _machine_s(snapshot, job, degree) for job in (*due, *rest)}
+        yield from _shortest_first(snapshot, due, rest, work_s, before_s=before_s)
+        before_s += math.fsum(work_s.values())
+
+
+def _shortest_first(
+    snapshot: Snapshot,
+    saved: Iterable[JobView],
+    others: Iterable[JobView],
+    work_s: Mapping[str, float],
+    *,
+    before_s: float,
+) -> Iterator[JobView]:
+    """By what is left of them, as far as those who are saved, by their deadlines here, keep room for it.
+
+    before_s: the work that goes before all of them.
+    """
+    due = {job.job_id: job for job in saved}
+    waiting = {job.job_id: job for job in sorted([*due.values(), *others], key=_short)}
+    for _ in range(NUM_FIRST):
+        if not due:
+            break
+        room_s, least_s = _room_before(snapshot, due.values(), work_s, before_s=before_s)
+        fits = (job_id for job_id in waiting if work_s[job_id] <= room_s.get(job_id, least_s))
+        job_id = next(fits, next(iter(due)))
+        yield waiting.pop(job_id)
+        due.pop(job_id, None)
+        before_s += work_s[job_id]
+    yield from due.values()
+    yield from (job for job_id, job in waiting.items() if job_id not in due)
+
+
+def _room_before(
+    snapshot: Snapshot, saved: Iterable[JobView], work_s: Mapping[str, float], *, before_s: float
+) -> tuple[Mapping[str, float], float]:
+    """For each of them how much work may come in before those that are due earlier; and before all of them.
+
+    They would be in time even if everything took ROOM times as long as predicted.
+    """
+    room_s, least_s = {}, math.inf
+    for job in saved:
+        room_s[job.job_id] = least_s
+        before_s += work_s[job.job_id]
+        least_s = min(least_s, (job.deadline_s - snapshot.now_s) / ROOM - before_s)
+    return room_s, least_s
+
+
+def _machine_s(snapshot: Snapshot, job: JobView, degree: int) -> float:
+    """How long the job would keep all ranks busy, run at a degree."""
+    degree = min(degree, widest(snapshot, job))
+    return rest_s(snapshot, job, degree) * degree / len(snapshot.ranks)

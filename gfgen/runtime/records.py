@@ -16,6 +16,8 @@ from gfgen.runtime.migration import Transfer, plan_transfers
 from gfgen.runtime.observer import JobOutcome
 from gfgen.snapshot import JobView, RankView, RunningTask
 
+LOOKAHEAD_S = 0.005
+"""The guard unless told otherwise: dispatching takes a millisecond or two, on a busy machine more."""
 LEAD_SHARE, MAX_LEAD_S = 0.02, 0.025
 """Of a task's predicted time, by which it may vary; the guard is what dispatching the next one takes. No more
 than so long beside the guard: what is decided early may be decided wrongly, and long tasks can bear a gap."""

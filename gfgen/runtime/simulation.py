@@ -15,6 +15,7 @@ from gfgen.runtime.metrics import Summary
 from gfgen.runtime.observer import JobOutcome, Observer
 from gfgen.runtime.profile import Profile
 from gfgen.runtime.profiled import profiled_times
+from gfgen.runtime.records import LOOKAHEAD_S
 from gfgen.runtime.residency import Residency
 from gfgen.runtime.simulate import SimulatedBackend, SimulatedTimes
 from gfgen.runtime.state import State
@@ -39,7 +40,7 @@ def simulate(
     policy: NamedPolicy,
     num_ranks: int,
     profile: Profile,
-    guard_s: float = 0.005,
+    guard_s: float = LOOKAHEAD_S,
     started_at: float = 0.0,
     observers: Sequence[Observer] = (),
     times: SimulatedTimes | None = None,

@@ -24,8 +24,8 @@ from gfgen.models.rehearsal import rehearsal
 from gfgen.runtime.messages import WarmUp
 from gfgen.runtime.worker_jobs import RankJob
 
-MIN_REPLAYS = 8
-"""Recording launches a forward once more, so it pays if a few steps follow."""
+MIN_REPLAYS = 5
+"""Recording launches a forward two or three times more, so it pays if a few steps follow."""
 MAX_ATTEMPTS = 4
 """At recording one kind of steps in vain: one that cannot be recorded is given up."""
 

@@ -48,6 +48,24 @@ def test_triage_runs_a_job_that_cannot_meet_its_deadline_after_all_others():
     assert "lost" not in placed(triage(four_ranks(*jobs, free=(0, 1, 2)), degree=1))
 
 
+@pytest.mark.parametrize("deadline_s", [0.5, math.inf])
+def test_triage_runs_a_job_first_that_is_short_and_makes_nobody_late(deadline_s):
+    other = view("other", remaining_s=4, deadline_s=deadline_s)
+    due = view("due", remaining_s=8, deadline_s=100)
+    assert placed(triage(four_ranks(other, due, free=(0,)), degree=1)) == {"other": (0,)}
+    hurried = replace(due, deadline_s=5)
+    assert placed(triage(four_ranks(other, hurried, free=(0,)), degree=1)) == {"due": (0,)}
+
+
+def test_triage_makes_nobody_late_by_several_that_are_short():
+    """Each of them would have room before the job that is due, all of them would not."""
+    others = [view(f"other-{n}", remaining_s=4, deadline_s=0.5) for n in range(4)]
+    due = view("due", remaining_s=8, deadline_s=7)
+    assert "due" in placed(triage(four_ranks(*others, due, free=(0, 1, 2)), degree=1))
+    late = replace(due, deadline_s=100)
+    assert "due" not in placed(triage(four_ranks(*others, late, free=(0, 1, 2)), degree=1))
+
+
 def test_triage_heeds_priorities_before_deadlines():
     vip = view("vip", remaining_s=40, priority=1)
     due = view("due", remaining_s=4, deadline_s=30)
@@ -200,8 +218,7 @@ def test_what_auto_has_seen_before_counts():
     assert choose_auto(foreseeing(ahead), Choice("triage,degree=2", "", losses)).policy == "srtf,degree=4"
 
 
-@pytest.mark.parametrize(("num_late", "chosen"), [(5, "srtf,degree=4"), (0, "triage,degree=4")])
-def test_where_no_ranks_are_lost_by_sharing_auto_takes_all_and_the_shortest_first(num_late, chosen):
-    """Unless deadlines say otherwise: all ranks are as good as one fast machine."""
-    ahead = {"srtf 4": outlook(late=5), "triage 4": outlook(late=num_late)}
+@pytest.mark.parametrize(("num_late", "chosen"), [(5, "triage,degree=4"), (0, "srtf,degree=4")])
+def test_where_no_ranks_are_lost_by_sharing_auto_looks_at_all_of_them_alone(num_late, chosen):
+    ahead = {"triage 4": outlook(late=5), "srtf 4": outlook(late=num_late)}
     assert choose_auto(foreseeing(ahead, costs=WorkCosts)).policy == chosen
