@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -9,6 +10,16 @@ from pathlib import Path
 import pytest
 
 from gfgen.models.registry import TINY_NAMES, make_tiny_models, resolve_checkpoint, tiny_dir
+
+
+@pytest.fixture(autouse=True)
+def logging_as_it_was() -> Iterator[None]:
+    """What a command has set up writes to a stream that ends with its test."""
+    logger = logging.getLogger("gfgen")
+    before = logger.level, logger.propagate, list(logger.handlers)
+    yield
+    logger.setLevel(before[0])
+    logger.propagate, logger.handlers[:] = before[1:]
 
 
 @pytest.fixture(scope="session")

@@ -22,9 +22,7 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def configure():
-    """Configures logging for a test; afterwards it is as it was."""
-    root = logging.getLogger("gfgen")
-    before = (list(root.handlers), root.level, root.propagate)
+    """Configures logging for a test."""
 
     def configure(**options):
         stream = options.pop("stream", None) or io.StringIO()
@@ -32,10 +30,8 @@ def configure():
         return stream
 
     yield configure
-    for handler in root.handlers:
+    for handler in logging.getLogger("gfgen").handlers:
         handler.close()
-    root.handlers[:], root.level, root.propagate = before
-    root.setLevel(before[1])
 
 
 def test_lines_have_date_and_level_where_no_terminal_is(configure):
