@@ -19,7 +19,7 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -205,9 +205,11 @@ class Graphs:
         return launch_s >= bound * (time.monotonic() - began_s)
 
     def _evaluate_and_record(self, call: object, transformer: Any, inputs: Mapping[str, Any]) -> None:
-        if call not in self._known:
-            self._evaluate(call, transformer, inputs)
-        self._record(call, transformer, inputs)
+        sharing, is_new = present_sharing(), call not in self._known
+        if is_new:  # as a record does, so that what that launches is loaded
+            with _by_slot(None if sharing is None else sharing.parallel, self._new_slot()):
+                self._evaluate(call, transformer, inputs)
+        self._record(call, transformer, inputs, is_loaded=is_new)
 
     def _evaluate(self, call: object, transformer: Any, inputs: Mapping[str, Any]) -> Tensor:
         result = evaluate(transformer, inputs)
@@ -216,7 +218,13 @@ class Graphs:
         self._known[call] = _Known(lengths, torch.empty_like(result, device="meta"))
         return result
 
-    def _record(self, call: object, transformer: Any, inputs: Mapping[str, Any]) -> None:
+    def _new_slot(self) -> Tensor:
+        return torch.zeros(1, dtype=torch.int64, device=self._device)
+
+    def _record(
+        self, call: object, transformer: Any, inputs: Mapping[str, Any], *, is_loaded: bool = False
+    ) -> None:
+        """is_loaded: all that a record launches was launched before."""
         sharing = present_sharing()
         key = self._key(call, transformer, sharing)
         if key in self._records or key in self._refused:
@@ -224,15 +232,15 @@ class Graphs:
         if not self.may_record or not self._recorder.has_room():
             return
         kept = {name: x.clone() if isinstance(x, Tensor) else x for name, x in inputs.items()}
-        slot_1 = torch.zeros(1, dtype=torch.int64, device=self._device)
+        slot_1 = self._new_slot()
 
         def function(parallel: Parallel | None) -> Tensor:
-            with nullcontext() if parallel is None else active(parallel, slot_1=slot_1):
+            with _by_slot(parallel, slot_1):
                 return evaluate(transformer, kept)
 
         kept_tables: list[object] = []
         try:
-            if sharing is not None:  # once more, since a record finds its tokens in another way
+            if sharing is not None and not is_loaded:
                 function(sharing.parallel)
             with _noting(transformer, kept_tables):
                 recorded = self._recorder.record(function, None if sharing is None else self._unentered)
@@ -291,6 +299,11 @@ class Graphs:
         # A rank's part of the modulation is that of its slot: it goes through other weights.
         is_modulated = isinstance(getattr(transformer, "modulation", None), Modulation)
         return call, own, group, heads[parallel.ulysses.slot], sequence.slot if is_modulated else None
+
+
+def _by_slot(parallel: Parallel | None, slot_1: Tensor) -> AbstractContextManager[None]:
+    """Inside, forwards find their tokens by the slot that lies there, as records do."""
+    return nullcontext() if parallel is None else active(parallel, slot_1=slot_1)
 
 
 @contextmanager
