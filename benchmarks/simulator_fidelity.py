@@ -44,6 +44,7 @@ from gfgen.runtime.observer import JobInfo, Observer
 from gfgen.runtime.pool import WorkerPool
 from gfgen.runtime.profile import Profile
 from gfgen.runtime.profiled import profiled_times
+from gfgen.runtime.records import LOOKAHEAD_S
 from gfgen.runtime.simulate import SimulatedTimes
 from gfgen.runtime.simulation import simulate
 from gfgen.runtime.state import State
@@ -51,7 +52,7 @@ from gfgen.runtime.workers import ProcessBackend
 
 NUM_RANKS = 2
 DEVICES = Devices(CPU, NUM_RANKS)
-GUARD_S = 0.005
+GUARD_S = LOOKAHEAD_S
 SHAPES: dict[str, dict[str, Any]] = {
     "video": {"model": "tiny-wan", "width": 128, "height": 128, "frames": 17},
     "long video": {"model": "tiny-wan", "width": 192, "height": 128, "frames": 33},

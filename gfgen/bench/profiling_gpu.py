@@ -2,8 +2,8 @@
 
 On a GPU a task takes as long whether or not other GPUs work, so as many groups of one size are measured
 at once as there is room for. Each runs a job that does not count, then others whose steps go through all the
-ways in which so many ranks can share one. Where a job moves at each step, the gaps tell what a move costs;
-tasks are dispatched ahead as in a run, so that gaps are those of a run.
+ways in which so many ranks can share one. Where a job moves at each step, the gaps tell what a move costs.
+Each task is decided when the one before has ended: what is saved by deciding earlier, simulations know.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from gfgen.runtime.admission import AdmittedJob
 from gfgen.runtime.cost import CostModel
 from gfgen.runtime.pool import WorkerPool
 from gfgen.runtime.profile import Profile, ProfileRow
-from gfgen.runtime.records import LOOKAHEAD_S
 from gfgen.runtime.signals import SignalPipe
 from gfgen.snapshot import JobView
 
@@ -108,6 +107,14 @@ def learn(measurement: Measurement, samples: Samples, costs: CostModel) -> None:
 # Measuring ------------------------------------------------------------------------------------
 
 
+def jobs_like(plan: Iterable[Measurement]) -> list[AdmittedJob]:
+    """For warming up: with prompts as long as those that are measured, since graphs may be of one length."""
+    return [
+        new_copy_of(entry.job, "warm-up", entry.job.trajectory.num_steps, occasion="warm-up")
+        for entry in plan
+    ]
+
+
 @dataclass(frozen=True, slots=True)
 class _Part:
     """One job of a measurement."""
@@ -134,15 +141,7 @@ def measure(
 
     try:
         jobs = [part.job for part in parts.values()]
-        run_jobs(
-            jobs,
-            pool,
-            record,
-            policy=placed_by(place),
-            folder=folder,
-            guard_s=LOOKAHEAD_S,
-            signals=signals,
-        )
+        run_jobs(jobs, pool, record, policy=placed_by(place), folder=folder, signals=signals)
     except InterruptedRunError as error:
         number = error.signal_number
         raise InterruptedRunError(f"{measurement.key}: stopped", signal_number=number) from None

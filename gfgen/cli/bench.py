@@ -22,7 +22,7 @@ from gfgen.cli.compare import compare, workload
 from gfgen.cli.elasticity import elasticity
 from gfgen.runtime.machine import cpu_name
 
-POLICIES = ("srtf", "fcfs", "edf", "legacy")
+POLICIES = ("srtf", "fcfs", "edf", "triage", "legacy")
 _STARTUP_COMMANDS = ("--help", "policies")
 _STARTUP_RUNS = 5
 

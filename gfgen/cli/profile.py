@@ -257,7 +257,7 @@ def _measure(todo: Sequence[Any], unfinished: _Unfinished, costs: CostModel, opt
         checkpoints = {entry.job.checkpoint for entry in todo}
         pool = stack.enter_context(ready_pool(checkpoints, options, signals, are_all_needed=True))
         if options.has_graphs and options.are_on_gpus:
-            _record_forwards(pool, [entry.job for entry in todo], options, signals)
+            _record_forwards(pool, profiling_gpu.jobs_like(todo), options, signals)
         progress = stack.enter_context(contextlib.closing(_Progress(len(todo))))
         for number, entry in enumerate(todo):
             left_s = _predicted_s(todo[number:], costs, options)

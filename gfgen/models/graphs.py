@@ -38,8 +38,9 @@ logger = logging.getLogger(__name__)
 MAX_RECORDS = 64
 """The least recently used goes first. Where prompts are not padded, one of another length is another
 record, so jobs make new ones all the time."""
-LAUNCH_BOUND = 0.8
-"""Launches that take so much of the time until all is done, or more: the device waits for the host."""
+WORTH_RECORDING = 0.65
+"""Launches that take so much of the time until all is done, or more, are recorded in a warm-up, where that
+costs nobody anything. Among other ranks, whose launches it waits for, such a forward may be launch-bound."""
 
 
 Mode = Callable[[object, Any, Mapping[str, Any]], Any]
@@ -186,11 +187,11 @@ class Graphs:
         if call in self._known and self._key(call, transformer, sharing) in self._rehearsed:
             return
         # The first time loads what is launched: where launching is short all the same, it will be shorter.
-        may_be_bound = self._is_launch_bound(call, transformer, inputs, bound=LAUNCH_BOUND / 2)
+        may_be_bound = self._is_launch_bound(call, transformer, inputs, bound=WORTH_RECORDING / 2)
         self._rehearsed.add(self._key(call, transformer, sharing))
         if not may_be_bound or len(self._records) >= MAX_RECORDS:
             return
-        if self._is_launch_bound(call, transformer, inputs, bound=LAUNCH_BOUND):
+        if self._is_launch_bound(call, transformer, inputs, bound=WORTH_RECORDING):
             self._record(call, transformer, inputs)
 
     def _is_launch_bound(

@@ -29,8 +29,8 @@ def auto(snapshot: Snapshot) -> list[Decision]:
     """Chooses by itself: simulates ahead when jobs come and go, and decides as what did best there.
 
     For everything, above all for loads and deadlines that change. The choice is between `triage` with
-    groups of thrifty degrees, and `srtf` on all ranks; what counts is deadlines met, then the mean
-    latency. It sees what any other policy sees. The log and the journal name each change.
+    groups of thrifty degrees or on all ranks, and `srtf` on all ranks; what counts is deadlines met, then
+    the mean latency. It sees what any other policy sees. The log and the journal name each change.
     """
     return triage(snapshot)
 
@@ -43,7 +43,9 @@ def choose_auto(snapshot: Snapshot, last: Choice | None = None) -> Choice | None
     outlooks = {name: foresee(policy) for name, policy in candidates.items()}
     losses = _smoothed(_losses(outlooks), last)
     best = min(losses, key=losses.__getitem__)
-    present = last.policy if last is not None and last.policy in losses else next(iter(losses))
+    present = next(iter(losses))
+    if last is not None:
+        present = last.policy if last.policy in losses else best
     if losses[best] > losses[present] - NOTABLE:
         best = present
     found = outlooks[best]
@@ -54,14 +56,14 @@ def choose_auto(snapshot: Snapshot, last: Choice | None = None) -> Choice | None
 def _candidates(snapshot: Snapshot) -> dict[str, Policy]:
     """By name; the first one wins a tie.
 
-    Triage with groups of a degree that is more thrifty than the next larger one, or on all ranks where
-    none is; and the shortest job first on all ranks, whose steps are the shortest of all: nobody waits long
-    for a boundary.
+    Triage with groups of each degree that is more thrifty than the next larger one for some job at hand, and
+    with all ranks; and the shortest job first on all ranks, whose steps are the shortest of all: nobody waits
+    long for a boundary.
     """
     most = power_of_two(min(snapshot.max_degree, len(snapshot.ranks)))
     degrees = [n for n in DEGREES if n < most and _saves_work(snapshot, n)]
     found: dict[str, Policy] = {
-        f"triage,degree={n}": functools.partial(triage, degree=n) for n in degrees or [most]
+        f"triage,degree={n}": functools.partial(triage, degree=n) for n in (*degrees, most)
     }
     if most > 1:
         found[f"srtf,degree={most}"] = functools.partial(srtf, degree=most)

@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 from gfgen.policies.allotment import allot, shared_out
 from gfgen.policies.groups import Degree
@@ -15,8 +15,8 @@ from gfgen.policies.speed import is_past_rescue, rest_s, widest
 from gfgen.snapshot import Decision, JobView, Snapshot
 
 NUM_CONSIDERED = 64
-"""Jobs among which the choice is made, the next deadlines first: what is due later can wait, and a
-decision stays cheap with a thousand open jobs."""
+"""Those that are saved are chosen among so many, the next deadlines first, so that a decision stays cheap
+with a thousand open jobs: what is due later comes as if it had no deadline."""
 ROOM = 2.0
 """Short jobs overtake long ones as long as those would be in time even if everything took twice as long:
 others will come, and a long job without room keeps everyone from the ranks when its time has come."""
@@ -42,24 +42,44 @@ def triage(snapshot: Snapshot, *, degree: Degree = 2) -> list[Decision]:
     if not snapshot.open or not snapshot.free_ranks:
         return []
     base = shared_out(snapshot, degree=degree)
-    saved, others = _sorted_out(snapshot, base)
+    hopeful = _first(snapshot, _due, NUM_CONSIDERED, lambda job: not _is_lost(snapshot, job))
+    known = {job.job_id for job in hopeful}
+    others = _first(snapshot, _short, NUM_FIRST, lambda job: job.job_id not in known)
+    rests = _rests(snapshot, (*hopeful, *others), base)
+    saved, given_up = _most_in_time(snapshot, hopeful, rests)
     saved_ids = {job.job_id for job in saved}
 
     def wanted(job: JobView) -> int:
         return _degree_in_time(snapshot, job, base) if job.job_id in saved_ids else base
 
-    return allot(snapshot, _queue(snapshot, saved, others, base), wanted=wanted)
+    return allot(snapshot, _queue(snapshot, saved, [*given_up, *others], rests), wanted=wanted)
+
+
+class _Rest(NamedTuple):
+    """What is left of a job."""
+
+    work_s: float
+    """How long it would keep all ranks busy, run at the degree in question."""
+    least_s: float
+    """How long it takes on as many ranks as it can use."""
+
+
+def _rests(snapshot: Snapshot, jobs: Iterable[JobView], degree: int) -> Mapping[str, _Rest]:
+    """By job; jobs that are alike are asked about once."""
+    alike: dict[tuple[str, str, int, float], _Rest] = {}
+    found = {}
+    for job in jobs:
+        key = (job.model, job.shape, job.next_task.index, job.remaining_s)
+        if key not in alike:
+            most = widest(snapshot, job)
+            used = min(degree, most)
+            work_s = rest_s(snapshot, job, used) * used / len(snapshot.ranks)
+            alike[key] = _Rest(work_s, rest_s(snapshot, job, most))
+        found[job.job_id] = alike[key]
+    return found
 
 
 # Who is saved ---------------------------------------------------------------------------------
-
-
-def _sorted_out(snapshot: Snapshot, degree: int) -> tuple[list[JobView], list[JobView]]:
-    """The jobs that are to meet their deadlines, by those, and the shortest of the others."""
-    hopeful = _first(snapshot, _due, NUM_CONSIDERED, lambda job: not _is_lost(snapshot, job))
-    saved, given_up = _most_in_time(snapshot, hopeful, degree)
-    known = {job.job_id for job in hopeful}
-    return saved, given_up + _first(snapshot, _short, NUM_FIRST, lambda job: job.job_id not in known)
 
 
 def _first(
@@ -76,7 +96,7 @@ def _is_lost(snapshot: Snapshot, job: JobView) -> bool:
 
 
 def _most_in_time(
-    snapshot: Snapshot, by_deadline: Sequence[JobView], degree: int
+    snapshot: Snapshot, by_deadline: Sequence[JobView], rests: Mapping[str, _Rest]
 ) -> tuple[list[JobView], list[JobView]]:
     """The most jobs that can meet their deadlines one after the other, and those given up for them.
 
@@ -90,10 +110,10 @@ def _most_in_time(
     given_up = []
     by_id = {job.job_id: job for job in by_deadline}
     for job in by_deadline:
-        if snapshot.now_s + rest_s(snapshot, job, widest(snapshot, job)) > job.deadline_s:
+        work_s, least_s = rests[job.job_id]
+        if snapshot.now_s + least_s > job.deadline_s:
             given_up.append(job)
             continue
-        work_s = _machine_s(snapshot, job, degree)
         heapq.heappush(taken, (-job.precedence, -work_s, job.job_id))
         end_s += work_s
         if end_s > job.deadline_s:
@@ -116,14 +136,14 @@ def _degree_in_time(snapshot: Snapshot, job: JobView, degree: int) -> int:
 
 
 def _queue(
-    snapshot: Snapshot, saved: Sequence[JobView], others: Sequence[JobView], degree: int
+    snapshot: Snapshot, saved: Sequence[JobView], others: Sequence[JobView], rests: Mapping[str, _Rest]
 ) -> Iterator[JobView]:
     """All of them, those of a higher priority before the others; each is found when it is asked for."""
     before_s = 0.0
     for precedence in sorted({job.precedence for job in (*saved, *others)}):
         due = [job for job in saved if job.precedence == precedence]
         rest = [job for job in others if job.precedence == precedence]
-        work_s = {job.job_id: _machine_s(snapshot, job, degree) for job in (*due, *rest)}
+        work_s = {job.job_id: rests[job.job_id].work_s for job in (*due, *rest)}
         yield from _shortest_first(snapshot, due, rest, work_s, before_s=before_s)
         before_s += math.fsum(work_s.values())
 
@@ -146,8 +166,7 @@ def _shortest_first(
         if not due:
             break
         room_s, least_s = _room_before(snapshot, due.values(), work_s, before_s=before_s)
-        fits = (job_id for job_id in waiting if work_s[job_id] <= room_s.get(job_id, least_s))
-        job_id = next(fits, next(iter(due)))
+        job_id = next(each for each in waiting if work_s[each] <= room_s.get(each, least_s))
         yield waiting.pop(job_id)
         due.pop(job_id, None)
         before_s += work_s[job_id]
@@ -160,7 +179,8 @@ def _room_before(
 ) -> tuple[Mapping[str, float], float]:
     """For each of them how much work may come in before those that are due earlier; and before all of them.
 
-    They would be in time even if everything took ROOM times as long as predicted.
+    They would be in time even if everything took ROOM times as long as predicted. Before the first of them
+    nobody is due: it always fits.
     """
     room_s, least_s = {}, math.inf
     for job in saved:
@@ -168,9 +188,3 @@ def _room_before(
         before_s += work_s[job.job_id]
         least_s = min(least_s, (job.deadline_s - snapshot.now_s) / ROOM - before_s)
     return room_s, least_s
-
-
-def _machine_s(snapshot: Snapshot, job: JobView, degree: int) -> float:
-    """How long the job would keep all ranks busy, run at a degree."""
-    degree = min(degree, widest(snapshot, job))
-    return rest_s(snapshot, job, degree) * degree / len(snapshot.ranks)

@@ -18,14 +18,16 @@ from typing import NamedTuple
 from gfgen.graph import Task
 from gfgen.layout import MAX_RANKS, Layout
 from gfgen.models.adapter import Adapter
-from gfgen.models.graphs import LAUNCH_BOUND, Graphs
+from gfgen.models.graphs import Graphs
 from gfgen.models.parallel import Parallel
 from gfgen.models.rehearsal import rehearsal
 from gfgen.runtime.messages import WarmUp
 from gfgen.runtime.worker_jobs import RankJob
 
+LAUNCH_BOUND = 0.8
+"""Launches that take so much of the time until all is done, or more: the device waits for the host."""
 MIN_REPLAYS = 5
-"""Recording launches a forward two or three times more, so it pays if a few steps follow."""
+"""Recording launches a forward once or twice more, so it pays if a few steps follow."""
 MAX_ATTEMPTS = 4
 """At recording one kind of steps in vain: one that cannot be recorded is given up."""
 

@@ -74,10 +74,13 @@ def place(ulysses: int, slot: int, *, ring: int = 1) -> Parallel:
     )
 
 
-def recorded(of: Graphs, transformer: Any, inputs: Mapping[str, Any], parallel: Parallel) -> None:
-    """Evaluate once alone, as a rehearsal does, and record."""
-    with active(rehearsal(parallel)):
-        of(transformer, inputs)
+def recorded(
+    of: Graphs, transformer: Any, inputs: Mapping[str, Any], parallel: Parallel, *, is_known: bool = True
+) -> None:
+    """Record alone; evaluate before, as a warm-up does, or not, as before steps with a new prompt."""
+    if is_known:
+        with active(rehearsal(parallel)):
+            of(transformer, inputs)
     with active(rehearsal(parallel)), of.recording(parallel):
         of(transformer, inputs)
 
@@ -113,9 +116,9 @@ def evaluated(transformer: Any, inputs: Mapping[str, Any]) -> Callable[[Parallel
 
 
 @pytest.mark.parametrize(("size", "ring"), [(2, 1), (3, 1), (3, 3)])
-@pytest.mark.parametrize("model", ["wan", "qwen"])
+@pytest.mark.parametrize(("model", "is_known"), [("wan", True), ("qwen", True), ("qwen", False)])
 def test_record_made_in_one_slot_is_replayed_in_another(
-    model: str, size: int, ring: int, request: pytest.FixtureRequest
+    model: str, is_known: bool, size: int, ring: int, request: pytest.FixtureRequest
 ) -> None:
     transformer = request.getfixturevalue(model)
     inputs = wan_inputs() if model == "wan" else qwen_inputs(6)
@@ -124,7 +127,8 @@ def test_record_made_in_one_slot_is_replayed_in_another(
     def program(parallel: Parallel) -> torch.Tensor:
         slot = parallel.sequence.slot
         of = Graphs(recorders[slot], CPU)
-        recorded(of, transformer, inputs, place(size // ring, (slot + 1) % size, ring=ring))
+        elsewhere = place(size // ring, (slot + 1) % size, ring=ring)
+        recorded(of, transformer, inputs, elsewhere, is_known=is_known)
         with active(parallel):
             of(transformer, other(inputs))
             return of(transformer, inputs)
@@ -217,7 +221,7 @@ def test_launch_bound_forward_is_recorded_when_it_is_rehearsed(
 ) -> None:
     """On a CPU every forward is over when it is launched."""
     for bound, num_records in ((0.5, 1), (1.1, 0)):
-        monkeypatch.setattr(graphs, "LAUNCH_BOUND", bound)
+        monkeypatch.setattr(graphs, "WORTH_RECORDING", bound)
         of = Graphs(ImitationRecorder(), CPU)
         for _ in range(2):
             with of.rehearsing(None):

@@ -203,19 +203,25 @@ def test_auto_decides_as_triage_until_it_has_chosen():
 
 
 def test_auto_chooses_what_misses_fewest_deadlines():
-    ahead = {"triage 2": outlook(late=8), "triage 1": outlook(late=9), "srtf 4": outlook(late=3)}
+    ahead = dict.fromkeys(("triage 2", "triage 1", "triage 4"), outlook(late=8)) | {"srtf 4": outlook(late=3)}
     assert choose_auto(foreseeing(ahead)).policy == "srtf,degree=4"
 
 
 def test_auto_does_not_change_for_little():
-    ahead = {"triage 2": outlook(late=4), "triage 1": outlook(late=4), "srtf 4": outlook(late=3)}
+    ahead = dict.fromkeys(("triage 2", "triage 1", "triage 4"), outlook(late=4)) | {"srtf 4": outlook(late=3)}
     assert choose_auto(foreseeing(ahead)).policy == "triage,degree=2"
 
 
 def test_what_auto_has_seen_before_counts():
-    losses = {"triage,degree=2": 9.0, "triage,degree=1": 9.0, "srtf,degree=4": 0.0}
-    ahead = dict.fromkeys(("triage 2", "triage 1", "srtf 4"), outlook(late=4))
+    losses = {"triage,degree=2": 9.0, "triage,degree=1": 9.0, "triage,degree=4": 9.0, "srtf,degree=4": 0.0}
+    ahead = dict.fromkeys(("triage 2", "triage 1", "triage 4", "srtf 4"), outlook(late=4))
     assert choose_auto(foreseeing(ahead), Choice("triage,degree=2", "", losses)).policy == "srtf,degree=4"
+
+
+def test_where_what_auto_has_chosen_is_no_choice_any_more_the_best_is_taken():
+    ahead = {"triage 4": outlook(late=5), "srtf 4": outlook(late=4)}
+    before = Choice("triage,degree=1", "", {"triage,degree=1": 0.0})
+    assert choose_auto(foreseeing(ahead, costs=WorkCosts), before).policy == "srtf,degree=4"
 
 
 @pytest.mark.parametrize(("num_late", "chosen"), [(5, "triage,degree=4"), (0, "srtf,degree=4")])

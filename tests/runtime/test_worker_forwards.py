@@ -14,7 +14,6 @@ from gpu_worker_imitation import ImitationRecorder
 from gfgen.graph import Task
 from gfgen.jobspec import JobSpec
 from gfgen.layout import Layout
-from gfgen.models import graphs
 from gfgen.models.forwards import evaluate
 from gfgen.models.graphs import Graphs
 from gfgen.models.parallel import Parallel
@@ -207,6 +206,6 @@ def test_nothing_is_recorded_where_that_is_not_wanted(adapters: dict[str, Any]) 
     forwards, of = forwards_of(adapters, may_record=False)
     forwards.warm_up(warm_up(job, (1, 1, 1)))
     kind = forwards.kind_of(job, ALONE)
-    forwards.observe(kind, launch_s=graphs.LAUNCH_BOUND, device_s=1.0)
+    forwards.observe(kind, launch_s=worker_forwards.LAUNCH_BOUND, device_s=1.0)
     assert not forwards.is_to_record(job, step(job), kind)
     assert of.num_records == 0
