@@ -16,10 +16,12 @@ from gfgen.models.registry import TINY_NAMES, make_tiny_models, resolve_checkpoi
 def logging_as_it_was() -> Iterator[None]:
     """What a command has set up writes to a stream that ends with its test."""
     logger = logging.getLogger("gfgen")
-    before = logger.level, logger.propagate, list(logger.handlers)
+    level, propagate, handlers = logger.level, logger.propagate, list(logger.handlers)
     yield
-    logger.setLevel(before[0])
-    logger.propagate, logger.handlers[:] = before[1:]
+    for handler in set(logger.handlers).difference(handlers):
+        handler.close()
+    logger.setLevel(level)
+    logger.propagate, logger.handlers[:] = propagate, handlers
 
 
 @pytest.fixture(scope="session")
