@@ -52,7 +52,6 @@ from gfgen.runtime.workers import ProcessBackend
 
 NUM_RANKS = 2
 DEVICES = Devices(CPU, NUM_RANKS)
-GUARD_S = LOOKAHEAD_S
 SHAPES: dict[str, dict[str, Any]] = {
     "video": {"model": "tiny-wan", "width": 128, "height": 128, "frames": 17},
     "long video": {"model": "tiny-wan", "width": 192, "height": 128, "frames": 33},
@@ -129,7 +128,7 @@ def run_for_real(
         num_ranks=NUM_RANKS,
         clock=clock,
         costs=CostModel(profile),
-        guard_s=GUARD_S,
+        guard_s=LOOKAHEAD_S,
         last_number=pool.last_number,
     )
     with tempfile.TemporaryDirectory() as folder:
@@ -327,7 +326,7 @@ def compare(workload: Workload, measured: Measured, pool: WorkerPool) -> Result:
 
     def again(truth: Profile, times: SimulatedTimes | None = None) -> Outcome:
         simulated = simulate(
-            jobs, policy=policy, num_ranks=NUM_RANKS, profile=truth, guard_s=GUARD_S, times=times
+            jobs, policy=policy, num_ranks=NUM_RANKS, profile=truth, guard_s=LOOKAHEAD_S, times=times
         )
         return Outcome.of(simulated.summary)
 

@@ -18,13 +18,13 @@ from gfgen.bench import elasticity as bench
 from gfgen.bench import elasticity_rows as table
 from gfgen.bench.bare import WORKER_MAIN
 from gfgen.bench.workloads import calibration_jobs
+from gfgen.cli.options import LOOKAHEAD_MS, lookahead_option
 from gfgen.cli.prediction import choose_profile
 from gfgen.cli.ranks import Ranks, admitted_on, rank_options, ready_pool
 from gfgen.errors import InputError
 from gfgen.layout import MAX_RANKS
 from gfgen.runtime.cost import CostModel
 from gfgen.runtime.devices import choose_devices
-from gfgen.runtime.records import LOOKAHEAD_S
 from gfgen.runtime.signals import SignalPipe
 from gfgen.runtime.warming import warm_ups
 
@@ -38,10 +38,7 @@ GPU_SAMPLES, CPU_SAMPLES = 100, 20
 @click.option(
     "--samples", type=click.IntRange(4), help=f"Of each gap. [{GPU_SAMPLES}; on CPU ranks {CPU_SAMPLES}]"
 )
-@click.option(
-    "--lookahead", type=click.FloatRange(0, 1000), default=1e3 * LOOKAHEAD_S, show_default=True, metavar="MS",
-    help="As of gfgen run; some measurements are made with 0 as well.",
-)  # fmt: skip
+@lookahead_option
 @click.option("--only", multiple=True, metavar="PATTERN", help='Cases, as in "changed*"; repeatable.')
 @click.option("--seconds", type=click.FloatRange(0), help="Begin no case that would end after so long.")
 @click.option("--output", "-o", type=click.Path(file_okay=False, path_type=Path), help="For .json and .md.")
@@ -161,7 +158,7 @@ def _words(
     yield from options.words
     if samples is not None:
         yield from ("--samples", str(samples))
-    if lookahead != 1e3 * LOOKAHEAD_S:
+    if lookahead != LOOKAHEAD_MS:
         yield from ("--lookahead", f"{lookahead:g}")
     for pattern in only:
         yield from ("--only", f"'{pattern}'")

@@ -8,8 +8,11 @@ import click
 from click.core import ParameterSource
 
 from gfgen.runtime.devices import CPU, Devices
+from gfgen.runtime.records import LOOKAHEAD_S
 
 logger = logging.getLogger(__name__)
+
+LOOKAHEAD_MS = 1e3 * LOOKAHEAD_S
 
 memory_option = click.option(
     "--memory",
@@ -21,6 +24,15 @@ graphs_option = click.option(
     default=True,
     show_default=True,
     help="On GPUs: warm up, and launch steps as CUDA graphs where that is faster (docs/models.md).",
+)
+lookahead_option = click.option(
+    "--lookahead",
+    type=click.FloatRange(0, 1000),
+    default=LOOKAHEAD_MS,
+    show_default=True,
+    metavar="MS",
+    help="Queue a next task this long before the predicted end of the one before it, and 2% of it earlier; "
+    "0 waits for the end.",
 )
 
 

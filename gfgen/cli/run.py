@@ -14,7 +14,7 @@ import click
 from gfgen import log
 from gfgen.cli.admission import admit_file, warn_of_passed_deadlines
 from gfgen.cli.loop import run_loop
-from gfgen.cli.options import graphs_option, memory_option, tell_of_graphs
+from gfgen.cli.options import graphs_option, lookahead_option, memory_option, tell_of_graphs
 from gfgen.cli.progress import make_file_progress, make_progress
 from gfgen.cli.ranks import Ranks, ready_pool
 from gfgen.cli.warming import warm_up
@@ -38,7 +38,6 @@ from gfgen.runtime.observer import Observer
 from gfgen.runtime.pool import WorkerPool
 from gfgen.runtime.profile import Profile
 from gfgen.runtime.profiles import find_profile
-from gfgen.runtime.records import LOOKAHEAD_S
 from gfgen.runtime.residency import Residency
 from gfgen.runtime.signals import SignalPipe
 from gfgen.runtime.trace import TraceWriter
@@ -109,15 +108,7 @@ class RunOptions:
 )
 @graphs_option
 @click.option("--skip-invalid", is_flag=True, help="Run the valid jobs of a file with mistakes; exit with 1.")
-@click.option(
-    "--lookahead",
-    type=click.FloatRange(0, 1000),
-    default=1e3 * LOOKAHEAD_S,
-    show_default=True,
-    metavar="MS",
-    help="Queue a next task this long before the predicted end of the one before it, and 2% of it earlier; "
-    "0 waits for the end.",
-)
+@lookahead_option
 @click.option(
     "--trace", type=click.Path(path_type=Path), help="Write a timeline, for Perfetto or gfgen plot."
 )

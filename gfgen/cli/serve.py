@@ -15,7 +15,7 @@ import click
 
 from gfgen import log
 from gfgen.cli.loop import run_loop
-from gfgen.cli.options import graphs_option, memory_option, tell_of_graphs
+from gfgen.cli.options import graphs_option, lookahead_option, memory_option, tell_of_graphs
 from gfgen.cli.progress import LineProgress
 from gfgen.cli.ranks import Ranks, ready_pool
 from gfgen.cli.run import default_profile, held_folder, of_held_models
@@ -34,7 +34,6 @@ from gfgen.runtime.devices import DEVICES, choose_devices, parse_memory
 from gfgen.runtime.observer import Observer
 from gfgen.runtime.pool import WorkerPool
 from gfgen.runtime.profile import Profile
-from gfgen.runtime.records import LOOKAHEAD_S
 from gfgen.runtime.residency import Residency
 from gfgen.runtime.signals import SignalPipe
 from gfgen.server.bounds import Bounds
@@ -131,9 +130,7 @@ class _Duration(click.ParamType[float]):
 @memory_option
 @graphs_option
 @click.option("--policy", default="auto", show_default=True, help="NAME[,option=value...]: 'gfgen policies'.")
-@click.option(
-    "--lookahead", type=click.FloatRange(0, 1000), default=1e3 * LOOKAHEAD_S, show_default=True, metavar="MS"
-)
+@lookahead_option
 @click.option(
     "--max-open", type=click.IntRange(1), default=DEFAULTS.open_jobs, show_default=True, help="Open jobs."
 )
