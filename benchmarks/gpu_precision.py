@@ -37,6 +37,7 @@ from gfgen.models.parallel import parallel_from
 from gfgen.models.random_weights import random_component
 from gfgen.models.registry import load_adapter
 from gfgen.models.solver import SAMPLE
+from gfgen.runtime.admission import admit
 from gfgen.runtime.arenas import GPU_PLAN
 from gfgen.runtime.devices import CUDA, Devices, Gpu
 
@@ -190,7 +191,8 @@ def compare(ranks: CudaRanks, model: str, num_gpus: int, steps: int) -> dict[str
     """All cases of one model beside diffusers."""
     devices = Devices(CUDA, num_gpus, (Gpu("", 140_000_000_000),) * num_gpus)
     admission = Admission(default_model=model, devices=devices, has_random_weights=True)
-    ((job,), problems) = admission([JobSpec(id="fox", prompt="a fox", seed=3, steps=steps, **SIZES[model])])
+    asked = JobSpec(id="fox", prompt="a fox", seed=3, steps=steps, **SIZES[model])
+    (job,), problems = admit([asked], default_model=model, find_model=admission.find_model)
     assert not problems
     everyone = range(num_gpus)
     first = ranks.run(everyone, start, model, job.spec)[0]

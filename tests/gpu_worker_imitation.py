@@ -75,7 +75,10 @@ class ImitationRecorder:
     """Records by keeping the function, which reads where a record would and is told a replay's ranks."""
 
     def __init__(self) -> None:
-        self.num_records = self.num_replays = 0
+        self.num_records = self.num_replays = self.num_aligned = 0
+
+    def align(self, parallel: Any) -> None:
+        self.num_aligned += 1
 
     def record(self, function: Any, parallel: Any) -> Any:
         self.num_records += 1

@@ -15,6 +15,7 @@ from gfgen.gfc.arena import Plan
 from gfgen.gfc.cuda.ranks import CudaRanks
 from gfgen.layout import Layout
 from gfgen.models import measure
+from gfgen.models.measure import Variant
 
 SHAPES = {
     "Qwen-Image 512": 1024,
@@ -26,9 +27,12 @@ SHAPES = {
 }
 """Tokens of the whole sequence."""
 NUM_HEADS, HEAD_DIM = 24, 128
-CHUNKED = tuple((chunks, blocks) for chunks in (2, 3) for blocks in (16, 24, 32, 48, 64))
-RINGS = tuple((1, blocks) for blocks in (16, 32, 64, 132))
-"""Variants: chunks of heads, blocks of an exchange beside attention."""
+ULYSSES = (
+    Variant(1, 132),
+    *(Variant(chunks, blocks) for chunks in (2, 3) for blocks in (16, 24, 32, 48, 64)),
+    *(Variant(1, blocks, others_first=True) for blocks in (8, 12, 16, 24, 32)),
+)
+RINGS = tuple(Variant(1, blocks) for blocks in (16, 32, 64, 132))
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +92,7 @@ def _rows(ranks: CudaRanks, shape: str, num_gpus: int) -> Iterator[AttentionRow]
                 num_tokens,
                 NUM_HEADS,
                 HEAD_DIM,
-                CHUNKED if ring == 1 else RINGS,
+                ULYSSES if ring == 1 else RINGS,
             )
             slowest = {name: max(rank[name] for rank in times) for name in times[0]}
             local = local_us(NUM_HEADS // ulysses, ring)
@@ -109,7 +113,7 @@ def table_of(rows: Sequence[AttentionRow], *, device: str, command: str) -> Iter
         f"{HEAD_DIM}. u x r: Ulysses and ring degree. local: what each rank computes (in a ring: two parts "
         "and their merging). moved: the exchanges alone. shipped: as the models run it; x: one GPU's time "
         "over it. hidden: how much of the exchange runs beside attention. best: of the variants tried "
-        "(chunks of heads x blocks beside attention).\n"
+        "(chunks of heads, or others' queries first, x blocks beside attention).\n"
     )
     yield "| shape | tokens | u x r | one GPU | local | moved | shipped | x | hidden | eager | best |"
     yield "|---" * 11 + "|"

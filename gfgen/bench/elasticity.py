@@ -46,7 +46,7 @@ SETTLING_ROUNDS = 2
 """The same where a job goes round some layouts."""
 MAX_FRESH = 20
 """Groups that are used for the first time."""
-BARE_JOBS, BARE_STEPS = 3, 25
+BARE_JOBS, BARE_STEPS = 5, 25
 """Jobs in each way, of which the first does not count."""
 URGENT_JOBS, URGENT_STEPS = 10, 2
 URGENT_SPACING = 1.37

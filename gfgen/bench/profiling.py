@@ -43,6 +43,8 @@ SHARED_STEPS = 4
 """Of a job on several ranks, of which the steps count, and the decode if there are no halves."""
 MOVING_STEPS = 8
 """In the first round only: a move is a copy, and hardly varies."""
+SHORTEST_MOVE_S = 1e-4
+"""No rate is read off less."""
 _IDLE, _BUSY = 0.1, 0.75
 """Shares of a task's time in which the other ranks worked: below, it was alone; above, under load.
 Steps of some milliseconds have gaps between them."""
@@ -348,7 +350,10 @@ def _rows(measurement: Measurement, alone: Samples, loaded: Samples) -> Iterator
 
 
 def fit_moves(moves: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """(seconds of any move, bytes per second beyond) through the medians by size."""
+    """(seconds of any move, bytes per second beyond) through the medians by size.
+
+    Where more bytes took no longer, the rate is such that the most would have taken all of their time.
+    """
     by_size: dict[int, list[float]] = defaultdict(list)
     for size_bytes, seconds in moves:
         by_size[size_bytes].append(seconds)
@@ -360,7 +365,10 @@ def fit_moves(moves: Sequence[tuple[int, float]]) -> tuple[float, float]:
         slope, fixed_s = statistics.linear_regression(list(medians), list(medians.values()))
         if slope > 0 and fixed_s >= 0:
             return rounded(fixed_s), round(1 / slope)
-    size, seconds = max(medians.items())
+        size, seconds = max(medians.items())
+        fixed_s = 0.0 if slope > 0 else min(medians.values())
+        return rounded(fixed_s), round(size / max(seconds, SHORTEST_MOVE_S))
+    ((size, seconds),) = medians.items()
     return rounded(max(0.0, seconds - size / default)), default
 
 

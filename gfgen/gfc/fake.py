@@ -19,7 +19,8 @@ from torch import Tensor
 from gfgen.errors import LayoutError, PeerTimeoutError
 from gfgen.gfc import oracle
 from gfgen.gfc.descriptor import Descriptor, Kind, member_slots
-from gfgen.gfc.reshard import Sizes, shard_sizes
+from gfgen.gfc.group import with_own_left_out
+from gfgen.gfc.reshard import Part, Sizes, shard_sizes
 from gfgen.layout import Layout
 
 T = TypeVar("T")
@@ -123,14 +124,17 @@ class FakeGroup:
         token_sizes: Sizes,
         head_sizes: Sizes | None = None,
         in_arena: bool = False,
+        own_first: bool = False,
     ) -> tuple[Tensor, ...]:
         head_sizes = head_sizes or shard_sizes(tensors[0].shape[2], self.size)
         if min(head_sizes) < 1:
             raise LayoutError(f"{tensors[0].shape[2]} heads cannot be split over {self.size} ranks")
-        return tuple(
+        results = [
             self.all_to_all(x, split_dim=2, concat_dim=1, split_sizes=head_sizes, concat_sizes=token_sizes)
             for x in tensors
-        )
+        ]
+        turn = sum(token_sizes[: self.slot]) if own_first else 0
+        return tuple(x.roll(-turn, 1) for x in results)
 
     def gather_tokens(
         self, *tensors: Tensor, token_sizes: Sizes, in_arena: bool = False
@@ -143,8 +147,26 @@ class FakeGroup:
             found.append(oracle.gather_tokens(inputs)[self.slot])
         return tuple(found)
 
-    def tokens_from_heads(self, x: Tensor, *, token_sizes: Sizes, head_sizes: Sizes) -> Tensor:
-        return self.all_to_all(x, split_dim=1, concat_dim=2, split_sizes=token_sizes, concat_sizes=head_sizes)
+    def tokens_from_heads(
+        self,
+        x: Tensor,
+        *,
+        token_sizes: Sizes,
+        head_sizes: Sizes,
+        part: Part = "all",
+        into: Tensor | None = None,
+    ) -> Tensor:
+        if part == "own":
+            assert into is not None
+            self.barrier()
+            into.narrow(2, sum(head_sizes[: self.slot]), head_sizes[self.slot]).copy_(x)
+            return into
+        if part == "others":
+            x = with_own_left_out(x, token_sizes, self.slot)
+        result = self.all_to_all(
+            x, split_dim=1, concat_dim=2, split_sizes=token_sizes, concat_sizes=head_sizes
+        )
+        return result if into is None else into.copy_(result)
 
     def broadcast(self, x: Tensor | None, *, root: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         result = oracle.broadcast(self._share(x), root_slot=self.ranks.index(root))[self.slot]

@@ -20,7 +20,7 @@ from gfgen.errors import LayoutError
 from gfgen.gfc import native
 from gfgen.gfc.descriptor import KINDS, Descriptor, Kind, member_slots
 from gfgen.gfc.failure import Failure
-from gfgen.gfc.reshard import POINTERS, Reshard, Sizes, reshard, reshard_along, shard_sizes
+from gfgen.gfc.reshard import POINTERS, Part, Reshard, Sizes, reshard, reshard_along, shard_sizes
 
 if TYPE_CHECKING:
     from gfgen.gfc.endpoint import Endpoint
@@ -57,11 +57,20 @@ class Collectives(Protocol):
         token_sizes: Sizes,
         head_sizes: Sizes | None = None,
         in_arena: bool = False,
+        own_first: bool = False,
     ) -> tuple[Tensor, ...]: ...
     def gather_tokens(
         self, *tensors: Tensor, token_sizes: Sizes, in_arena: bool = False
     ) -> tuple[Tensor, ...]: ...
-    def tokens_from_heads(self, x: Tensor, *, token_sizes: Sizes, head_sizes: Sizes) -> Tensor: ...
+    def tokens_from_heads(
+        self,
+        x: Tensor,
+        *,
+        token_sizes: Sizes,
+        head_sizes: Sizes,
+        part: Part = "all",
+        into: Tensor | None = None,
+    ) -> Tensor: ...
     def broadcast(
         self, x: Tensor | None, *, root: int, shape: Sequence[int], dtype: torch.dtype
     ) -> Tensor: ...
@@ -163,10 +172,12 @@ class Group:
         token_sizes: Sizes,
         head_sizes: Sizes | None = None,
         in_arena: bool = False,
+        own_first: bool = False,
     ) -> tuple[Tensor, ...]:
         """Attention's way in: all tokens of this rank's heads, for q, k and v in one exchange.
 
         in_arena is a leave that is not made use of: results are fresh here.
+        own_first: the own tokens come first, as in `gather_tokens`.
         Shapes: each [B, L, H, D] with any strides -> [B, S, h, D] contiguous.
         Raises: LayoutError when a rank would have no head.
         """
@@ -174,9 +185,10 @@ class Group:
         head_sizes = head_sizes or shard_sizes(num_heads, self.size)
         if min(head_sizes) < 1:
             raise LayoutError(f"{num_heads} heads cannot be split over {self.size} ranks")
-        return self._exchange(
+        results = self._exchange(
             tensors, split_dim=2, concat_dim=1, split_sizes=head_sizes, concat_sizes=token_sizes
         )
+        return self._turned(results, token_sizes) if own_first else results
 
     def gather_tokens(
         self, *tensors: Tensor, token_sizes: Sizes, in_arena: bool = False
@@ -189,17 +201,39 @@ class Group:
         gathered = self._exchange(
             tensors, split_dim=-1, concat_dim=1, split_sizes=(), concat_sizes=token_sizes
         )
-        start = sum(token_sizes[: self.slot])
-        return tuple(x if start == 0 else torch.cat((x[:, start:], x[:, :start]), 1) for x in gathered)
+        return self._turned(gathered, token_sizes)
 
-    def tokens_from_heads(self, x: Tensor, *, token_sizes: Sizes, head_sizes: Sizes) -> Tensor:
+    def _turned(self, tensors: Sequence[Tensor], token_sizes: Sizes) -> tuple[Tensor, ...]:
+        """With the own tokens first, then those of the next ranks in turn."""
+        start = sum(token_sizes[: self.slot])
+        return tuple(x if start == 0 else torch.cat((x[:, start:], x[:, :start]), 1) for x in tensors)
+
+    def tokens_from_heads(
+        self,
+        x: Tensor,
+        *,
+        token_sizes: Sizes,
+        head_sizes: Sizes,
+        part: Part = "all",
+        into: Tensor | None = None,
+    ) -> Tensor:
         """Attention's way out: all heads of this rank's tokens.
 
-        Shapes: [B, S, h, D] with any strides -> [B, L, H, D] contiguous.
+        part: "others" sends what is theirs, the tokens of the next rank first, and fills their heads of the
+        result; "own" fills the own ones, when everyone has come here. Both with the same `into`.
+        Shapes: [B, S, h, D] with any strides (of a part: its tokens) -> [B, L, H, D] contiguous.
         """
-        return self._exchange(
+        if part == "own":
+            assert into is not None
+            self.barrier()
+            into.narrow(2, sum(head_sizes[: self.slot]), head_sizes[self.slot]).copy_(x)
+            return into
+        if part == "others":
+            x = with_own_left_out(x, token_sizes, self.slot)
+        result = self._exchange(
             (x,), split_dim=1, concat_dim=2, split_sizes=token_sizes, concat_sizes=head_sizes
         )[0]
+        return result if into is None else into.copy_(result)
 
     def broadcast(self, x: Tensor | None, *, root: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A copy of the root rank's `x`, which the others leave out; `root` is a global rank."""
@@ -252,3 +286,10 @@ class Group:
     def _check(self, status: int) -> None:
         if status != native.OK:
             raise Failure.from_record(self._task.failure).as_error()
+
+
+def with_own_left_out(x: Tensor, token_sizes: Sizes, slot: int) -> Tensor:
+    """The other ranks' tokens, the next rank's first, by slot, and zeros in place of the own ones."""
+    num_after = sum(token_sizes[slot + 1 :])
+    zeros = x.new_zeros((x.shape[0], token_sizes[slot], *x.shape[2:]))
+    return torch.cat((x[:, num_after:], zeros, x[:, :num_after]), 1)

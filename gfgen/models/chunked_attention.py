@@ -68,6 +68,31 @@ CHUNK_BLOCKS = 32
 """Of an exchange beside attention: a quarter of an H200's multiprocessors."""
 
 
+class OthersFirstRule(NamedTuple):
+    """Where attention in two parts wins, to others' queries and then to the own ones; as `ChunkRule`."""
+
+    ulysses_degree: int
+    from_tokens: int
+    to_tokens: int
+
+
+OTHERS_FIRST_RULES = (OthersFirstRule(2, 4_500, 8_500),)
+"""On GPUs. On 2 H200: 5,070 tokens 380 us in place of 398, 8,190 808 in place of 843; 9,216 longer, since the
+two parts fill more rounds of the multiprocessors than the whole. From 18,480 on no difference: there power
+limits the clock, which is higher after a pause (benchmarks/results/2026-11-22-attention.md)."""
+
+OTHERS_FIRST_BLOCKS = 12
+"""Of what is sent beside attention to the own queries."""
+
+
+def are_others_first(device: torch.device, ulysses_degree: int, num_tokens: int) -> bool:
+    """Whether attention in two parts is faster, the others' queries before the own ones."""
+    return any(
+        rule.ulysses_degree == ulysses_degree and rule.from_tokens <= num_tokens < rule.to_tokens
+        for rule in (OTHERS_FIRST_RULES if device.type == "cuda" else ())
+    )
+
+
 def best_num_chunks(device: torch.device, ulysses_degree: int, num_tokens: int) -> int:
     """How many chunks are fastest, where they are not needed for their memory."""
     for rule in CHUNK_RULES if device.type == "cuda" else ():

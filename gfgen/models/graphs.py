@@ -7,6 +7,10 @@ that was put before (gfc/cuda/graph.py, `Sharing.positions_L`):
 
     inputs -> copied to where the record reads them -> replayed -> result copied out
 
+Of the ranks that share a forward some may have a record of it and others not: whether launches take long
+enough to be recorded each of them finds by itself. So their exchanges must be the same either way, and all
+begin at the same place (`Recorder.align`).
+
 Recording runs nothing and meets nobody. It is done while no kernel waits for another rank, on ranks
 that have not been entered: who calls `rehearsing` or `recording` sees to that.
 """
@@ -59,6 +63,10 @@ class Recorder(Protocol):
 
     def record(self, function: Callable[[Parallel | None], Tensor], parallel: Parallel | None) -> Recorded:
         """What the function launches on these ranks, which have not been entered. Runs nothing."""
+        ...
+
+    def align(self, parallel: Parallel) -> None:
+        """Before a forward that these ranks share: bring them to where all recorded forwards begin."""
         ...
 
     def has_room(self) -> bool:
@@ -138,6 +146,8 @@ class Graphs:
         if self._mode is not None:
             self._mode(call, transformer, inputs)
             return torch.zeros_like(self._known[call].result, device=self._device)
+        if sharing is not None:
+            self._recorder.align(sharing.parallel)
         record = self._record_of(call, transformer, sharing)
         if record is None:
             return self._evaluate(call, transformer, inputs)

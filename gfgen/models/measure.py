@@ -8,6 +8,7 @@ Legend: B batch, L tokens of this rank, H heads, D head dimension.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,6 +24,20 @@ from gfgen.models.ring_attention import attend_with_lse, merged
 from gfgen.models.shared_attention import shared_attention
 
 COPIES, REPEATS = 4, 9
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A way of sharing an attention; blocks: of an exchange beside it."""
+
+    num_chunks: int
+    blocks: int
+    others_first: bool = False
+
+    @property
+    def name(self) -> str:
+        what = "others first" if self.others_first else self.num_chunks
+        return f"{what} x {self.blocks}"
 
 
 @torch.no_grad()
@@ -57,20 +72,21 @@ def shared(
     num_tokens: int,
     num_heads: int,
     head_dim: int,
-    variants: Sequence[tuple[int, int | None]],
+    variants: Sequence[Variant],
 ) -> dict[str, float]:
-    """For each (chunks, blocks beside attention; None: as shipped) the time, and of exchanges only."""
+    """The time of each variant by name, as shipped, and of exchanges only."""
     group = _entered(endpoint, layout, dispatch)
     sizes = shard_sizes(num_tokens, layout.degree)
     tensors = query, key, value = _inputs(endpoint, sizes[group.slot], num_heads, head_dim)
 
-    def attention(num_chunks: int | None) -> Callable[[CudaGroup], Tensor]:
+    def attention(variant: Variant | None) -> Callable[[CudaGroup], Tensor]:
+        num_chunks, others_first = (variant.num_chunks, variant.others_first) if variant else (None, None)
         return lambda group: shared_attention(
             query,
             key,
             value,
             None,
-            parallel=parallel_from(group, num_chunks=num_chunks),
+            parallel=parallel_from(group, num_chunks=num_chunks, others_first=others_first),
             token_sizes=sizes,
             attend=_attend,
         )
@@ -80,9 +96,9 @@ def shared(
         "eager": eager_us(group, lambda: attention(None)(group), COPIES, REPEATS),
         "shipped": graph_us(group, attention(None), COPIES, REPEATS),
     }
-    for num_chunks, blocks in variants:
-        endpoint.beside_blocks = blocks
-        found[f"{num_chunks} x {blocks}"] = graph_us(group, attention(num_chunks), COPIES, REPEATS)
+    for variant in variants:
+        endpoint.beside_blocks = variant.blocks
+        found[variant.name] = graph_us(group, attention(variant), COPIES, REPEATS)
     endpoint.beside_blocks = None
     group.finish()
     return found

@@ -17,6 +17,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from gfgen.gfc.group import Collectives
+    from gfgen.gfc.reshard import Part
 
 
 class Ranks(Protocol):
@@ -57,8 +58,12 @@ class Ranks(Protocol):
         token_sizes: Sequence[int],
         head_sizes: Sequence[int],
         in_arena: bool = False,
+        own_first: bool = False,
     ) -> tuple[Tensor, ...]:
-        """Each [B, L, H, D] with any strides -> [B, S, h, D] contiguous, in one exchange."""
+        """Each [B, L, H, D] with any strides -> [B, S, h, D] contiguous, in one exchange.
+
+        own_first: as `gather_tokens` has them.
+        """
         ...
 
     def gather_tokens(
@@ -71,9 +76,20 @@ class Ranks(Protocol):
         ...
 
     def tokens_from_heads(
-        self, x: Tensor, *, token_sizes: Sequence[int], head_sizes: Sequence[int]
+        self,
+        x: Tensor,
+        *,
+        token_sizes: Sequence[int],
+        head_sizes: Sequence[int],
+        part: Part = "all",
+        into: Tensor | None = None,
     ) -> Tensor:
-        """[B, S, h, D] with any strides -> [B, L, H, D] contiguous."""
+        """[B, S, h, D] with any strides -> [B, L, H, D] contiguous.
+
+        part: "others" takes the tokens of the other ranks only, the next one's first, and fills their heads
+        of the result; after it "own" takes the own tokens and fills the own heads of the same `into`, when
+        all ranks have come there.
+        """
         ...
 
 
@@ -86,6 +102,7 @@ class Parallel:
     group `ulysses`, whose ranks follow each other and share heads, and in one `ring`, whose ranks
     have the same heads and share keys.
     num_chunks: of heads, in which exchange and attention overlap; None: as many as pay.
+    others_first: whether ranks attend to each other's queries before their own; None: where it pays.
     """
 
     cfg: Ranks
@@ -93,6 +110,7 @@ class Parallel:
     ulysses: Ranks
     ring: Ranks
     num_chunks: int | None = None
+    others_first: bool | None = None
 
     @property
     def degrees(self) -> tuple[int, int, int]:
@@ -100,7 +118,9 @@ class Parallel:
         return self.cfg.size, self.ulysses.size, self.ring.size
 
 
-def parallel_from(group: Collectives, *, num_chunks: int | None = None) -> Parallel:
+def parallel_from(
+    group: Collectives, *, num_chunks: int | None = None, others_first: bool | None = None
+) -> Parallel:
     """The step's ranks, from the group of a whole layout. Touches no other rank."""
     return Parallel(
         cfg=group.subgroup("cfg_pair"),
@@ -108,4 +128,5 @@ def parallel_from(group: Collectives, *, num_chunks: int | None = None) -> Paral
         ulysses=group.subgroup("ulysses"),
         ring=group.subgroup("ring"),
         num_chunks=num_chunks,
+        others_first=others_first,
     )

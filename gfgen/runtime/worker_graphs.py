@@ -36,6 +36,9 @@ class CudaRecorder:
         group = _group_of(parallel)
         return _Shared(Captured(group, lambda _: function(parallel), capturing=self._pool.capturing))
 
+    def align(self, parallel: Parallel) -> None:
+        _group_of(parallel).align_banks()
+
     def has_room(self) -> bool:
         if not (is_enough := self._is_enough_free()):
             torch.cuda.empty_cache()  # a graph's memory is not taken from what is kept for tasks

@@ -101,12 +101,15 @@ class Case(NamedTuple):
 
 
 _KINDS: tuple[Kind, ...] = ("whole", "cfg", "ulysses", "ring", "cfg_pair")
+_WHAT = ("gather", "turn", "exchange", "along", "heads", "tokens", "parts", "barrier", "reduce")
 _TOKENS = (0, 1, 2, 5, 8, 33, 64, 130)
 _DIMS = (1, 3, 8, 16, 64, 128)
 
 
 def random_case(rng: random.Random) -> Case:
-    what = rng.choice(("gather", "turn", "exchange", "along", "heads", "tokens", "barrier", "reduce"))
+    what = rng.choice(
+        ("gather", "turn", "exchange", "along", "heads", "tokens", "parts", "barrier", "reduce")
+    )
     tokens, dim = rng.choice(_TOKENS), rng.choice(_DIMS)
     return Case(what, rng.choice(_KINDS), tokens, dim, rng.getrandbits(32), rng.random() < 0.5)
 
@@ -162,6 +165,19 @@ def run_case(group: CudaGroup, checker: Checker, case: Case) -> torch.Tensor | N
             first=0, tokens=case.tokens, heads=1, source_heads=1, dim=case.dim,
         )  # fmt: skip
         return y
+    if case.what == "parts":
+        before, length = sum(sizes[:slot]), sizes[slot]
+        x = checker.filled((1, case.tokens, heads[slot], case.dim), seeds[slot])
+        others = torch.cat((x[:, before + length :], x[:, :before]), 1)
+        y = torch.full((1, length, num_heads, case.dim), 7, dtype=x.dtype, device=x.device)
+        ways: dict[str, Any] = {"token_sizes": sizes, "head_sizes": heads, "into": y}
+        group.tokens_from_heads(others, **ways, part="others")
+        group.tokens_from_heads(x[:, before : before + length], **ways, part="own")
+        checker.verify(
+            y, seeds=seeds, sizes=heads, is_back=1, first=before, tokens=length,
+            heads=num_heads, source_heads=0, dim=case.dim,
+        )  # fmt: skip
+        return None
     if case.what == "tokens":
         x = checker.filled((1, case.tokens, heads[slot], case.dim), seeds[slot])
         y = group.tokens_from_heads(x, token_sizes=sizes, head_sizes=heads, in_arena=case.in_arena)
@@ -209,6 +225,8 @@ def _check_sum(
 def warm_up(checker: Checker) -> None:
     """Loads torch's kernels and takes memory: either waits for kernels that run, and they for a peer."""
     torch.empty(1 << 28, dtype=torch.uint8, device=f"cuda:{checker.endpoint.device}")
+    few = torch.full((1, 6, 6, 8), 7, dtype=torch.int16, device=f"cuda:{checker.endpoint.device}")
+    torch.cat((few[:, 4:], few[:, :2]), 1).clone()
     _check_sum(checker, torch.clone, (0,), 0, 64)
     torch.cuda.synchronize()
 

@@ -84,7 +84,14 @@ def attention_round_trip(
         if not equal(found[part], wanted[part][group.slot]):
             return f"part {part} differs on the way in"
     back = group.tokens_from_heads(strided(found[0], seed=seed), token_sizes=tokens, head_sizes=heads)
-    return "" if equal(back, inputs[0][group.slot]) else "differs on the way back"
+    if not equal(back, inputs[0][group.slot]):
+        return "differs on the way back"
+    (turned,) = group.heads_from_tokens(own[0], token_sizes=tokens, own_first=True)
+    for part, x in (("others", turned[:, tokens[group.slot] :]), ("own", turned[:, : tokens[group.slot]])):
+        group.tokens_from_heads(x, token_sizes=tokens, head_sizes=heads, part=part, into=back)
+        if part == "others":
+            back.narrow(2, sum(heads[: group.slot]), heads[group.slot]).zero_()
+    return "" if equal(back, inputs[0][group.slot]) else "differs on the way back in parts"
 
 
 @PROPERTY

@@ -25,7 +25,7 @@ from gfgen.gfc.cuda.group import Bank, CudaGroup, How, bank_of, canonical
 from gfgen.gfc.cuda.moves import Reshaped, offsets_of, reshaped
 from gfgen.gfc.cuda.selector import Choice, Rule, Selector
 from gfgen.gfc.descriptor import Descriptor
-from gfgen.gfc.reshard import shard_sizes
+from gfgen.gfc.reshard import Part, shard_sizes
 from gfgen.layout import Layout
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,39 +61,34 @@ def exchange(
     split: tuple[int, ...],
     concat: tuple[int, ...],
     is_rotated: bool = False,
+    own: list[list[torch.Tensor]] | None = None,
 ) -> list[list[torch.Tensor]]:
-    """By slot, then tensor: the results that the kernels' arithmetic gives."""
+    """By slot, then tensor: the results that the kernels' arithmetic gives.
+
+    own: what stays, where the inputs are what goes to others.
+    """
     size = len(inputs)
-    parts: list[list[Reshaped]] = []
-    for slot, tensors in enumerate(inputs):
-        found = [
-            reshaped(
-                tuple(x.shape),
-                x.stride(),
-                x.element_size(),
-                slot=slot,
-                split_dim=split_dim,
-                concat_dim=concat_dim,
-                split_sizes=split,
-                concat_sizes=concat,
-                is_rotated=is_rotated,
-            )
-            for x in tensors
+    if own is None:
+        rounds = [shapes_of(inputs, split_dim, concat_dim, split, concat, is_rotated)]
+    else:
+        rounds = [
+            shapes_of(each, split_dim, concat_dim, split, concat, is_rotated, part)
+            for each, part in ((inputs, "others"), (own, "own"))
         ]
-        assert all(found)
-        parts.append([part for part in found if part is not None])
-    offsets, num_bytes = offsets_of(parts[0])
+    offsets, num_bytes = offsets_of(rounds[0][0])
     banks = [torch.full((num_bytes,), 0xEE, dtype=torch.uint8) for _ in range(size)]
     staging = torch.empty(num_bytes, dtype=torch.uint8)
     outputs = [torch.full_like(bank, 0xDD) for bank in banks]
-    for source in range(size):
-        for x, part, offset in zip(inputs[source], parts[source], offsets, strict=True):
-            move = part.native(offset)
-            for target in range(size):
-                pointers = ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(banks[target].data_ptr())
-                boxes.move_box(ctypes.byref(move), size, source, target, *pointers)
-                packed = ctypes.c_void_p(staging.data_ptr()), ctypes.c_void_p(outputs[target].data_ptr())
-                boxes.move_box_packed(ctypes.byref(move), size, source, target, pointers[0], *packed)
+    for tensors, parts in zip((inputs, own or []), rounds, strict=False):
+        for source in range(size):
+            for x, part, offset in zip(tensors[source], parts[source], offsets, strict=True):
+                move = part.native(offset)
+                for target in range(size):
+                    pointers = ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(banks[target].data_ptr())
+                    boxes.move_box(ctypes.byref(move), size, source, target, *pointers)
+                    packed = ctypes.c_void_p(staging.data_ptr()), ctypes.c_void_p(outputs[target].data_ptr())
+                    boxes.move_box_packed(ctypes.byref(move), size, source, target, pointers[0], *packed)
+    parts = rounds[0]
     for slot in range(size):
         for part, offset in zip(parts[slot], offsets, strict=True):
             span = slice(offset[slot], offset[slot] + part.result_bytes[slot])
@@ -107,6 +102,38 @@ def exchange(
         ]
         for slot in range(size)
     ]
+
+
+def shapes_of(
+    inputs: list[list[torch.Tensor]],
+    split_dim: int,
+    concat_dim: int,
+    split: tuple[int, ...],
+    concat: tuple[int, ...],
+    is_rotated: bool,
+    share: Part = "all",
+) -> list[list[Reshaped]]:
+    """Of each slot's tensors."""
+    parts = []
+    for slot, tensors in enumerate(inputs):
+        found = [
+            reshaped(
+                (*x.shape[:split_dim], sum(split), *x.shape[split_dim + 1 :]) if split else tuple(x.shape),
+                x.stride(),
+                x.element_size(),
+                slot=slot,
+                split_dim=split_dim,
+                concat_dim=concat_dim,
+                split_sizes=split,
+                concat_sizes=concat,
+                is_rotated=is_rotated,
+                part=share,
+            )
+            for x in tensors
+        ]
+        assert all(found)
+        parts.append([part for part in found if part is not None])
+    return parts
 
 
 def random(shape: tuple[int, ...], dtype: torch.dtype = torch.int16) -> torch.Tensor:
@@ -144,11 +171,17 @@ def test_attention_exchanges_there_and_back(
         expected = oracle.heads_from_tokens([tensors[idx] for tensors in inputs], head_sizes=head_sizes)
         for slot in range(size):
             assert torch.equal(got[slot][idx], expected[slot])
-    back = exchange(
-        boxes, [[x[0]] for x in got], split_dim=1, concat_dim=2, split=token_sizes, concat=head_sizes
+    there: dict[str, Any] = {"split_dim": 1, "concat_dim": 2, "split": token_sizes, "concat": head_sizes}
+    back = exchange(boxes, [[x[0]] for x in got], **there)
+    turned = exchange(
+        boxes, inputs, split_dim=2, concat_dim=1, split=head_sizes, concat=token_sizes, is_rotated=True
     )
+    others = [[x[0][:, token_sizes[slot] :]] for slot, x in enumerate(turned)]
+    own = [[x[0][:, : token_sizes[slot]]] for slot, x in enumerate(turned)]
+    in_parts = exchange(boxes, others, **there, own=own)
     for slot in range(size):
         assert torch.equal(back[slot][0], inputs[slot][0])
+        assert torch.equal(in_parts[slot][0], inputs[slot][0])
 
 
 @settings(max_examples=60, deadline=None)
@@ -291,6 +324,26 @@ def test_what_lies_at_odd_addresses_is_copied_before_it_is_sent_with_flags(offse
     group.slot = 1
     assert group._prepare((x[:0],), how, in_arena=False) == "a launch"
     assert asked[0]["dense_unit_bytes"] == asked[1]["dense_unit_bytes"] == 16
+
+
+@pytest.mark.parametrize("counts", [(0, 0, 0, 0, 0), (61, 0, 0, 0, 0), (0, 3, 2, 0, 1), (2, 4, 6, 8, 10)])
+def test_a_barrier_of_each_kind_whose_second_bank_is_next_aligns_them(
+    counts: tuple[int, ...],
+) -> None:
+    class Group(CudaGroup):
+        """With a dictionary, for what the test puts in the place of methods."""
+
+    def of_kind(kind: int) -> SimpleNamespace:
+        def barrier() -> None:
+            run.counts[kind] += 1
+
+        return SimpleNamespace(barrier=barrier)
+
+    group: Any = Group.__new__(Group)
+    run = group._run = SimpleNamespace(counts=list(counts))
+    group.of_kind = of_kind
+    group.align_banks()
+    assert run.counts == [count + count % 2 for count in counts]
 
 
 def test_strides_that_no_kernel_takes_are_reported() -> None:

@@ -46,6 +46,8 @@ JOBS = {
     "qwen, in one forward": Job("tiny-qwen-image", QWEN, in_batch=True),
 }
 STEPS = 4
+PASSES = 3
+"""Over each step."""
 
 
 class CountingRecorder(CudaRecorder):
@@ -69,7 +71,7 @@ class CountingRecorder(CudaRecorder):
 def compare(
     endpoint: CudaEndpoint, name: str, picture: str, layouts: Sequence[Layout], first: int
 ) -> dict[str, int]:
-    """Each step twice on each layout, launch by launch and as records: (results that differ, replays)."""
+    """Each step on each layout, launch by launch, as records, and mixed: results that differ, replays, ..."""
     job = JOBS[name]
     asked = JobSpec(id="job", prompt="a fox", seed=1, steps=STEPS, **job.fields)
     asked = replace(asked, image=picture if job.has_image else None)
@@ -86,7 +88,7 @@ def _compare(
     adapter: Any = load_adapter(find_configs(model), device=str(device), has_random_weights=True)
     spec = adapter.geometry.resolve(asked)
     recorder = CountingRecorder(device)
-    graphs = Graphs(recorder, device)
+    graphs, launching = Graphs(recorder, device), Graphs(recorder, device, may_record=False)
 
     def unentered(layout: Layout) -> Parallel | None:
         return None if layout.degree == 1 else parallel_from(endpoint.unentered(layout))
@@ -103,17 +105,20 @@ def _compare(
         latents = start
         for step in range(STEPS):
             results = []
-            for offset, forward in enumerate((evaluate, graphs)):
+            # The third time some ranks have a record and the others do not.
+            mixed = graphs if (endpoint.rank + step) % 2 else launching
+            for offset, forward in enumerate((evaluate, graphs, mixed)):
                 adapter.evaluate_by(forward)
-                number = first + 2 * (idx * STEPS + step) + offset
+                number = first + PASSES * (idx * STEPS + step) + offset
                 before = recorder.num_replays
                 results.append(
                     one_step(endpoint, adapter, spec, prompt, condition, latents, step, layout, number)
                 )
-                num_replays += recorder.num_replays - before
+                num_replays += recorder.num_replays - before if offset == 1 else 0
             num_steps += 1
-            names = results[0].tensors
-            num_different += sum(not torch.equal(results[0].tensors[x], results[1].tensors[x]) for x in names)
+            for result in results[1:]:
+                pairs = [(results[0].tensors[name], tensor) for name, tensor in result.tensors.items()]
+                num_different += sum(not torch.equal(*pair) for pair in pairs)
             latents = results[1]
     return {
         "different": num_different,

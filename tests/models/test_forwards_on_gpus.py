@@ -51,7 +51,7 @@ def test_records_give_the_bits_of_launches_and_nothing_waits(
     ranks: CudaRanks, name: str, picture: Path
 ) -> None:
     cases = layouts() if name in ("wan", "qwen") else layouts()[::3]  # the others are variations
-    first = ranks.next_dispatch(2 * len(cases) * cuda_forwards.STEPS)
+    first = ranks.next_dispatch(cuda_forwards.PASSES * len(cases) * cuda_forwards.STEPS)
     arguments = (name, str(picture), cases, first)
     for found in ranks.run(range(NUM_RANKS), cuda_forwards.compare, *arguments):
         assert found["different"] == 0, found

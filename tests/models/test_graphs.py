@@ -270,6 +270,23 @@ def test_forward_that_computes_far_longer_than_it_is_launched_is_rehearsed_once(
     assert (len(evaluations), of.num_made) == (num_evaluations, 0)
 
 
+def test_ranks_with_a_record_and_without_begin_a_shared_forward_at_the_same_place(wan: Any) -> None:
+    """Else a replay would bring its banks to where they were in the recording, and launches would not."""
+    parallel = place(2, 0)
+    recorder = ImitationRecorder()
+    of = Graphs(recorder, CPU)
+    with active(parallel):
+        of(wan, wan_inputs())
+    assert (recorder.num_aligned, recorder.num_replays) == (1, 0)
+    recorded(of, wan, wan_inputs(), parallel, is_known=False)
+    assert recorder.num_aligned == 1  # nobody else has come
+    with active(parallel):
+        of(wan, wan_inputs())
+    assert (recorder.num_aligned, recorder.num_replays) == (2, 1)
+    of(wan, wan_inputs())
+    assert recorder.num_aligned == 2
+
+
 def test_record_is_of_no_use_when_weights_have_moved(wan: Any) -> None:
     of = Graphs(recorder := ImitationRecorder(), CPU)
     record_alone(of, wan, wan_inputs())

@@ -8,7 +8,7 @@ import pytest
 from builders import make_job
 
 from gfgen.bench import profiling_gpu as profiling
-from gfgen.bench.profiling import Samples
+from gfgen.bench.profiling import Samples, fit_moves
 from gfgen.bench.scripted import Record, copy_of, placed_by, run_jobs
 from gfgen.bench.workloads import admitted, calibration_jobs
 from gfgen.cli.admission import find_model
@@ -48,6 +48,23 @@ def test_the_prediction_counts_every_task_of_one_group():
     num_steps = 1 + profiling.JOBS * (1 + profiling.STEPS)
     num_others = 3 * (1 + profiling.JOBS)
     assert profiling.predicted_s(entry, costs, num_ranks=4) == pytest.approx(2.0 * (num_steps + num_others))
+
+
+@pytest.mark.parametrize(
+    ("moves", "expected"),
+    [
+        ([(10, 2.0), (10, 4.0), (30, 5.0)], (2.0, 10)),  # 3 s of 10 bytes, 5 s of 30
+        ([(30, 1.0), (60, 3.0)], (0.0, 20)),  # a move of nothing would have taken less than nothing
+        ([(1000, 0.003), (50_000_000, 0.002)], (0.002, 25_000_000_000)),  # of 50 MB no longer than of 1 kB
+        ([(1000, 0.0), (50_000_000, 0.0)], (0.0, 500_000_000_000)),
+        ([(4_000_000_000, 3.0)], (1.0, 2_000_000_000)),
+        ([], (0.0, 2_000_000_000)),
+    ],
+)
+def test_moves_are_a_time_of_any_and_a_rate(
+    moves: list[tuple[int, float]], expected: tuple[float, float]
+) -> None:
+    assert fit_moves(moves) == pytest.approx(expected)
 
 
 def test_a_profile_has_rows_by_degrees_and_what_a_move_adds_to_a_gap():

@@ -36,8 +36,22 @@ GFC_FN int64_t concat_begin_of(const Move& move, int num_members, int source, in
   return sum;
 }
 
+// Where a target's part begins in the input of a source.
+GFC_FN int64_t split_begin_of(const Move& move, int num_members, int source, int target) {
+  if (move.is_split == 0) return 0;
+  if (move.part == kAll) return sum_of(move.split_sizes, target);
+  if (source == target) return 0;
+  int64_t sum = 0;
+  for (int member = (source + 1) % num_members; member != target; member = (member + 1) % num_members) {
+    sum += move.split_sizes[member];
+  }
+  return sum;
+}
+
+// Empty where the move leaves this message out.
 GFC_FN Box box_of(const Move& move, int num_members, int source, int target) {
-  const int64_t split_begin = move.is_split ? sum_of(move.split_sizes, target) : 0;
+  if (move.part != kAll && (source == target) != (move.part == kOwn)) return Box{};
+  const int64_t split_begin = split_begin_of(move, num_members, source, target);
   const int64_t split = move.split_sizes[target], concat = move.concat_sizes[source];
   const int64_t concat_begin = concat_begin_of(move, num_members, source, target);
   const int64_t concat_all = sum_of(move.concat_sizes, num_members);

@@ -53,6 +53,13 @@ struct Context {
   Edges edges;
 };
 
+// What an input has, and an exchange moves: a result may be put together by two exchanges.
+enum Part : int32_t {
+  kAll = 0,
+  kOthers = 1,  // what goes to other members, the next one's first
+  kOwn = 2,     // what stays: nothing is sent, but everyone waits for everyone
+};
+
 // One tensor of an exchange, as [outer, first, middle, second, inner] with a dense inner part.
 // One of `first` and `second` is concatenated and the other one split; sizes are by member.
 struct Move {
@@ -64,7 +71,7 @@ struct Move {
   int32_t is_concat_first;
   int32_t is_split;  // 0: each member gets the whole input
   int32_t is_rotated;  // the concatenation begins with the receiver's own part, and goes on in turn
-  int32_t unused;
+  int32_t part;        // Part
   int32_t split_sizes[kMaxRanks];
   int32_t concat_sizes[kMaxRanks];
   uint64_t result_offset[kMaxRanks];  // in the bank of each member

@@ -28,7 +28,7 @@ from gfgen.gfc.cuda.moves import Reshaped, offsets_of, reshaped
 from gfgen.gfc.cuda.selector import FLAGGED_LIMIT, MIN_FLAGGED_UNIT, Choice
 from gfgen.gfc.cuda.structs import MAX_MOVES, NUM_BANKS, Exchange, Move, Reduction
 from gfgen.gfc.descriptor import KINDS, Descriptor, Kind, member_slots
-from gfgen.gfc.reshard import Sizes, shard_sizes
+from gfgen.gfc.reshard import Part, Sizes, shard_sizes
 from gfgen.layout import shard_bounds
 
 if TYPE_CHECKING:
@@ -85,6 +85,7 @@ class How(NamedTuple):
     """What an exchange does with each of its tensors; sizes are by slot.
 
     split_dim -1: everyone gets all. is_rotated: the own part comes first, then the next ranks' in turn.
+    part: what the tensors have along `split_dim`.
     """
 
     split_dim: int
@@ -92,6 +93,7 @@ class How(NamedTuple):
     split_sizes: Sizes
     concat_sizes: Sizes
     is_rotated: bool = False
+    part: Part = "all"
 
 
 class Prepared(NamedTuple):
@@ -172,6 +174,17 @@ class CudaGroup:
         if self.size > 1:
             self._move((), None, in_arena=False)
 
+    def align_banks(self) -> None:
+        """Lets the next exchange of each kind use the first bank, as the first one of a dispatch does.
+
+        By one barrier of each kind whose next one would use the second bank. What is captured before a
+        group is entered begins so, and a replay on one rank goes with launches on others only where all
+        of them do.
+        """
+        for kind, count in enumerate(self._run.counts):
+            if count % NUM_BANKS:
+                self.of_kind(kind).barrier()
+
     def all_gather(
         self, x: Tensor, *, dim: int = 0, sizes: Sizes | None = None, in_arena: bool = False
     ) -> Tensor:
@@ -204,9 +217,11 @@ class CudaGroup:
         token_sizes: Sizes,
         head_sizes: Sizes | None = None,
         in_arena: bool = False,
+        own_first: bool = False,
     ) -> tuple[Tensor, ...]:
         """Attention's way in: all tokens of this rank's heads, for q, k and v in one exchange.
 
+        own_first: the own tokens come first, as in `gather_tokens`.
         Shapes: each [B, L, H, D] with any strides -> [B, S, h, D] contiguous.
         Raises: LayoutError when a rank would have no head.
         """
@@ -214,7 +229,8 @@ class CudaGroup:
         heads = tuple(head_sizes) if head_sizes else shard_sizes(num_heads, self.size)
         if min(heads) < 1:
             raise LayoutError(f"{num_heads} heads cannot be split over {self.size} ranks")
-        return self._move(tensors, How(2, 1, heads, tuple(token_sizes)), in_arena=in_arena)
+        how = How(2, 1, heads, tuple(token_sizes), is_rotated=own_first)
+        return self._move(tensors, how, in_arena=in_arena)
 
     def gather_tokens(
         self, *tensors: Tensor, token_sizes: Sizes, in_arena: bool = False
@@ -229,14 +245,26 @@ class CudaGroup:
         return self._move(tensors, how, in_arena=in_arena)
 
     def tokens_from_heads(
-        self, x: Tensor, *, token_sizes: Sizes, head_sizes: Sizes, in_arena: bool = False
+        self,
+        x: Tensor,
+        *,
+        token_sizes: Sizes,
+        head_sizes: Sizes,
+        in_arena: bool = False,
+        part: Part = "all",
+        into: Tensor | None = None,
     ) -> Tensor:
         """Attention's way out: all heads of this rank's tokens.
 
-        Shapes: [B, S, h, D] with any strides -> [B, L, H, D] contiguous.
+        part: "others" sends what is theirs, the tokens of the next rank first, and fills their heads of the
+        result; "own" fills the own ones, when everyone has come here. Both with the same `into`.
+        Shapes: [B, S, h, D] with any strides (of a part: its tokens) -> [B, L, H, D] contiguous.
+        Raises: LayoutError when a part does not fit in a bank.
         """
-        how = How(1, 2, tuple(token_sizes), tuple(head_sizes))
-        return self._move((x,), how, in_arena=in_arena)[0]
+        if self.size == 1 and into is not None:
+            return into if part == "others" else into.copy_(x)
+        how = How(1, 2, tuple(token_sizes), tuple(head_sizes), part=part)
+        return self._move((x,), how, in_arena=in_arena, into=into)[0]
 
     def broadcast(self, x: Tensor | None, *, root: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A copy of the root rank's `x`, which the others leave out; `root` is a global rank."""
@@ -292,7 +320,9 @@ class CudaGroup:
             )
         return self._move((x,), How(dim, dim, (), ()), in_arena=in_arena)[0]
 
-    def _move(self, tensors: Sequence[Tensor], how: How | None, *, in_arena: bool) -> tuple[Tensor, ...]:
+    def _move(
+        self, tensors: Sequence[Tensor], how: How | None, *, in_arena: bool, into: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
         endpoint, run = self._endpoint, self._run
         if self.size == 1:
             return tuple(x.clone(memory_format=torch.contiguous_format) for x in tensors)
@@ -310,15 +340,19 @@ class CudaGroup:
         if prepared is None:
             prepared = endpoint.prepared[key] = self._prepare(tensors, how, in_arena=in_arena)
         if isinstance(prepared, Prepared):
-            return self._launch(prepared, pointers, in_arena=in_arena)
+            return self._launch(prepared, pointers, in_arena=in_arena, into=into)
         assert how is not None
         # Strides or addresses that do not serve, or more than a bank holds.
         if prepared == "strides":
             dense = [x.clone(memory_format=torch.contiguous_format) for x in tensors]
-            return self._move(dense, how, in_arena=in_arena)
+            return self._move(dense, how, in_arena=in_arena, into=into)
+        if how.part != "all":
+            raise LayoutError(f"a part of {how} does not fit in a bank of {self.bank.num_bytes} bytes")
         return tuple(self._in_rounds(x, how) for x in tensors)
 
-    def _launch(self, prepared: Prepared, pointers: list[int], *, in_arena: bool) -> tuple[Tensor, ...]:
+    def _launch(
+        self, prepared: Prepared, pointers: list[int], *, in_arena: bool, into: Tensor | None
+    ) -> tuple[Tensor, ...]:
         endpoint, counts, kind = self._endpoint, self._run.counts, self._kind
         launch, buffer = prepared.launch, prepared.launch.buffer
         results = []
@@ -328,6 +362,8 @@ class CudaGroup:
         ):
             if in_arena:
                 result, output = endpoint.view(bank + offset, shape, dtype), 0
+            elif into is not None:
+                result, output = into, into.data_ptr()
             else:
                 result = torch.empty_strided(shape, strides, dtype=dtype, device=endpoint.torch_device)
                 output = result.data_ptr()
@@ -347,7 +383,7 @@ class CudaGroup:
             return self._prepare_launch((), [], Choice("flagged", 1), unit_bytes=8, tensors=())
         if len(tensors) > MAX_MOVES:
             return "space"
-        split_dim, concat_dim, splits, concats, is_rotated = how
+        split_dim, concat_dim, splits, concats, is_rotated, share = how
         if split_dim == concat_dim:
             # [.., P * n, ..] seen as [.., P, 1, n, ..]: split the first, concatenate along the second.
             (x,), ones = tensors, (1,) * self.size
@@ -365,7 +401,7 @@ class CudaGroup:
         unit_bytes = dense_unit_bytes = 16
         for x in tensors:
             part = reshaped(
-                tuple(x.shape),
+                self._whole_shape(x, how),
                 x.stride(),
                 x.element_size(),
                 slot=self.slot,
@@ -374,6 +410,7 @@ class CudaGroup:
                 split_sizes=tuple(splits),
                 concat_sizes=tuple(concats),
                 is_rotated=is_rotated,
+                part=share,
             )
             if part is None:
                 return "strides"
@@ -394,7 +431,19 @@ class CudaGroup:
             return "strides"
         if num_bytes > self.bank.num_bytes and (choice.path != "flagged" or in_arena):
             return "space"
-        return self._prepare_launch(parts, offsets, choice, unit_bytes=unit_bytes, tensors=tensors)
+        return self._prepare_launch(
+            parts, offsets, choice, unit_bytes=unit_bytes, tensors=tensors, only_stays=share == "own"
+        )
+
+    def _whole_shape(self, x: Tensor, how: How) -> tuple[int, ...]:
+        """Of the tensor that this is a part of."""
+        if how.part == "all":
+            return tuple(x.shape)
+        own, whole = how.split_sizes[self.slot], sum(how.split_sizes)
+        length = x.shape[how.split_dim]
+        if length != (own if how.part == "own" else whole - own):
+            raise LayoutError(f"{length} is not the part {how.part} of {how.split_sizes} in slot {self.slot}")
+        return (*x.shape[: how.split_dim], whole, *x.shape[how.split_dim + 1 :])
 
     def _prepare_launch(
         self,
@@ -404,6 +453,7 @@ class CudaGroup:
         *,
         unit_bytes: int,
         tensors: Sequence[Tensor],
+        only_stays: bool = False,
     ) -> Prepared:
         endpoint = self._endpoint
         exchange = Exchange(
@@ -439,8 +489,9 @@ class CudaGroup:
                 shared_bytes = 4 * choice.tile_bytes
             wanted = max(1, -(-longest // per_block))
             # What stays is copied at the speed of the own memory, many times that of a link.
-            exchange.num_keepers = min(wanted * num_parts, max(1, limit // 12))
-            at_once = 1 if choice.in_turn else items
+            most_keepers = limit - items if only_stays else limit // 12
+            exchange.num_keepers = min(wanted * num_parts, max(1, most_keepers))
+            at_once = 1 if choice.in_turn and not only_stays else items
             most = max(1, (limit - exchange.num_keepers) // at_once)
             exchange.num_slices = min(most, wanted)
             grid = at_once * exchange.num_slices + exchange.num_keepers
@@ -459,7 +510,7 @@ class CudaGroup:
 
     def _in_rounds(self, x: Tensor, how: How) -> Tensor:
         """An exchange that does not fit in a bank: so many parts of each shard at a time."""
-        split_dim, concat_dim, splits, concats, is_rotated = how
+        split_dim, concat_dim, splits, concats, is_rotated, _ = how
         if split_dim == concat_dim:
             return self._rounds_along(x, split_dim)
         shape = list(x.shape)

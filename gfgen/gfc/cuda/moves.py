@@ -13,8 +13,11 @@ from math import gcd, prod
 from gfgen.errors import LayoutError
 from gfgen.gfc.cuda.structs import Move
 from gfgen.gfc.native import MAX_RANKS
+from gfgen.gfc.reshard import Part
 
 Sizes = tuple[int, ...]
+PARTS: tuple[Part, ...] = ("all", "others", "own")
+"""As csrc/gfc/cuda/context.h numbers them."""
 LINE_BYTES = 128
 
 
@@ -35,7 +38,7 @@ class Reshaped:
     row_bytes: int
     num_members: int
     dense_bytes: int  # of every message, if all are as long and dense on both sides; else 0
-    fields: tuple[int, ...]  # of `Move`, from inner_bytes to is_rotated
+    fields: tuple[int, ...]  # of `Move`, from inner_bytes to part
     split_sizes: Sizes
     concat_sizes: Sizes
 
@@ -59,11 +62,12 @@ def reshaped(
     split_sizes: Sizes,
     concat_sizes: Sizes,
     is_rotated: bool = False,
+    part: Part = "all",
 ) -> Reshaped | None:
     """The exchange of one tensor; None where its strides do not fit the form.
 
     Strides are in items. split_dim -1: every member gets all. is_rotated: each member's own part
-    comes first, then those of the next ones in turn.
+    comes first, then those of the next ones in turn. part: what of the shape the tensor has.
     Raises: LayoutError when the sizes are not those of the shape.
     """
     size = len(concat_sizes)
@@ -114,7 +118,7 @@ def reshaped(
         row_bytes=inner_bytes * (second_most if second_stride == inner_bytes and split_dim >= 0 else 1),
         num_members=size,
         dense_bytes=0
-        if is_rotated
+        if is_rotated or part != "all"
         else _dense_bytes(
             outer=outer[0],
             middle=middle[0],
@@ -136,6 +140,7 @@ def reshaped(
             int(is_concat_first),
             int(split_dim >= 0),
             int(is_rotated),
+            PARTS.index(part),
         ),
         split_sizes=splits,
         concat_sizes=concats,

@@ -74,7 +74,7 @@ class Move(Structure):
         ("is_concat_first", c_int32),
         ("is_split", c_int32),
         ("is_rotated", c_int32),
-        ("unused", c_int32),
+        ("part", c_int32),
         ("split_sizes", c_int32 * MAX_RANKS),
         ("concat_sizes", c_int32 * MAX_RANKS),
         ("result_offset", c_uint64 * MAX_RANKS),
