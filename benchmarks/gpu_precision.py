@@ -23,7 +23,7 @@ from unittest.mock import patch
 import torch
 from diffusers import QwenImagePipeline, WanPipeline
 
-from gfgen.cli.admission import Admission
+from gfgen.bench.workloads import admitted, weightless_model
 from gfgen.gfc.cuda.driver import driver
 from gfgen.gfc.cuda.endpoint import CudaEndpoint
 from gfgen.gfc.cuda.ranks import CudaRanks
@@ -37,9 +37,7 @@ from gfgen.models.parallel import parallel_from
 from gfgen.models.random_weights import random_component
 from gfgen.models.registry import load_adapter
 from gfgen.models.solver import SAMPLE
-from gfgen.runtime.admission import admit
 from gfgen.runtime.arenas import GPU_PLAN
-from gfgen.runtime.devices import CUDA, Devices, Gpu
 
 TEXT = {"wan2.2-ti2v-5b": ((512, 512), 4096), "qwen-image": ((64, 8), 3584)}
 """Tokens of the prompt and of the negative prompt, and channels of each."""
@@ -189,11 +187,8 @@ def distance(result: torch.Tensor, wanted: torch.Tensor) -> float:
 
 def compare(ranks: CudaRanks, model: str, num_gpus: int, steps: int) -> dict[str, Any]:
     """All cases of one model beside diffusers."""
-    devices = Devices(CUDA, num_gpus, (Gpu("", 140_000_000_000),) * num_gpus)
-    admission = Admission(default_model=model, devices=devices, has_random_weights=True)
     asked = JobSpec(id="fox", prompt="a fox", seed=3, steps=steps, **SIZES[model])
-    (job,), problems = admit([asked], default_model=model, find_model=admission.find_model)
-    assert not problems
+    (job,) = admitted([asked], weightless_model(model))
     everyone = range(num_gpus)
     first = ranks.run(everyone, start, model, job.spec)[0]
     results: dict[str, torch.Tensor] = {}

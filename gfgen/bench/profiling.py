@@ -44,7 +44,7 @@ SHARED_STEPS = 4
 MOVING_STEPS = 8
 """In the first round only: a move is a copy, and hardly varies."""
 SHORTEST_MOVE_S = 1e-4
-"""No rate is read off less."""
+"""What takes less says nothing of a rate."""
 _IDLE, _BUSY = 0.1, 0.75
 """Shares of a task's time in which the other ranks worked: below, it was alone; above, under load.
 Steps of some milliseconds have gaps between them."""
@@ -352,7 +352,7 @@ def _rows(measurement: Measurement, alone: Samples, loaded: Samples) -> Iterator
 def fit_moves(moves: Sequence[tuple[int, float]]) -> tuple[float, float]:
     """(seconds of any move, bytes per second beyond) through the medians by size.
 
-    Where more bytes took no longer, the rate is such that the most would have taken all of their time.
+    Where more bytes took no longer, any move takes what the fastest did, and the rate is too high to be told.
     """
     by_size: dict[int, list[float]] = defaultdict(list)
     for size_bytes, seconds in moves:
@@ -366,8 +366,11 @@ def fit_moves(moves: Sequence[tuple[int, float]]) -> tuple[float, float]:
         if slope > 0 and fixed_s >= 0:
             return rounded(fixed_s), round(1 / slope)
         size, seconds = max(medians.items())
-        fixed_s = 0.0 if slope > 0 else min(medians.values())
-        return rounded(fixed_s), round(size / max(seconds, SHORTEST_MOVE_S))
+        if slope > 0:
+            return 0.0, round(size / seconds)
+        fixed_s = min(medians.values())
+        rate = round(size / max(seconds - fixed_s, SHORTEST_MOVE_S))
+        return rounded(fixed_s), max(rate, default)
     ((size, seconds),) = medians.items()
     return rounded(max(0.0, seconds - size / default)), default
 

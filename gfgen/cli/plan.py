@@ -12,7 +12,7 @@ import click
 
 from gfgen import log
 from gfgen.cli.admission import admit_weightless
-from gfgen.cli.prediction import DEFAULT_RANKS, RankCounts, choose_profile, describe
+from gfgen.cli.prediction import RankCounts, choose_profile, default_ranks, describe
 from gfgen.cli.simulated_memory import SimulatedMemory, simulated_memory_option
 from gfgen.models.registry import DEFAULT_MODEL
 from gfgen.policies.catalog import BUILT_IN, load_policy
@@ -90,8 +90,8 @@ def plan(
     by_s = None if by is None else closing_at(by, now=started_at, option="--by") - started_at
     admitted = admit_weightless(jobs, default_model=model)
     room = SimulatedMemory.of(admitted, memory, source=jobs)
-    profile = choose_profile(profile_path, admitted, num_ranks=max(ranks) if ranks else 1)
-    num_ranks = max(ranks) if ranks else min(DEFAULT_RANKS, profile.num_ranks)
+    num_ranks = max(ranks or default_ranks(profile_path, admitted))
+    profile = choose_profile(profile_path, admitted, num_ranks=num_ranks)
     made = make_plan(
         admitted,
         policies=[load_policy(text).name for text in policies] or _usual_policies(num_ranks),

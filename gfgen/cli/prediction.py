@@ -49,7 +49,8 @@ def choose_profile(path: Path | None, jobs: Sequence[AdmittedJob], *, num_ranks:
 
 def default_ranks(path: Path | None, jobs: Sequence[AdmittedJob]) -> tuple[int, ...]:
     """As many as `gfgen run` takes, or as the profile knows."""
-    return (min(DEFAULT_RANKS, choose_profile(path, jobs, num_ranks=1).num_ranks),)
+    profile = _fitting(jobs, num_ranks=DEFAULT_RANKS) if path is None else None
+    return (min(DEFAULT_RANKS, (profile or open_profile(path)).num_ranks),)
 
 
 def describe(profile: Profile) -> str:
@@ -58,8 +59,13 @@ def describe(profile: Profile) -> str:
 
 
 def _fitting(jobs: Sequence[AdmittedJob], *, num_ranks: int) -> Profile | None:
-    """One that has the models; of several the first with enough ranks, or else the first."""
+    """One that has the models: this machine's, or a shipped one with enough ranks but few beyond.
+
+    Where none has enough, the one with the most.
+    """
     own = find_profile()
+    known = [*([own[1]] if own else []), *sorted(shipped_profiles(), key=lambda each: each.num_ranks)]
     models = {job.spec.model for job in jobs}
-    fitting = [each for each in [*([own[1]] if own else []), *shipped_profiles()] if models <= each.models]
-    return next((each for each in fitting if num_ranks <= each.num_ranks), next(iter(fitting), None))
+    fitting = [each for each in known if models <= each.models]
+    enough = (each for each in fitting if num_ranks <= each.num_ranks)
+    return next(enough, max(fitting, key=lambda each: each.num_ranks, default=None))

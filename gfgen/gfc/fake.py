@@ -19,7 +19,6 @@ from torch import Tensor
 from gfgen.errors import LayoutError, PeerTimeoutError
 from gfgen.gfc import oracle
 from gfgen.gfc.descriptor import Descriptor, Kind, member_slots
-from gfgen.gfc.group import with_own_left_out
 from gfgen.gfc.reshard import Part, Sizes, shard_sizes
 from gfgen.layout import Layout
 
@@ -156,13 +155,15 @@ class FakeGroup:
         part: Part = "all",
         into: Tensor | None = None,
     ) -> Tensor:
-        if part == "own":
-            assert into is not None
+        assert (part == "all") == (into is None)
+        if part == "own" and into is not None:
             self.barrier()
             into.narrow(2, sum(head_sizes[: self.slot]), head_sizes[self.slot]).copy_(x)
             return into
         if part == "others":
-            x = with_own_left_out(x, token_sizes, self.slot)
+            num_after = sum(token_sizes[self.slot + 1 :])
+            own = x.new_zeros((x.shape[0], token_sizes[self.slot], *x.shape[2:]))
+            x = torch.cat((x[:, num_after:], own, x[:, :num_after]), 1)
         result = self.all_to_all(
             x, split_dim=1, concat_dim=2, split_sizes=token_sizes, concat_sizes=head_sizes
         )

@@ -219,12 +219,12 @@ class Group:
     ) -> Tensor:
         """Attention's way out: all heads of this rank's tokens.
 
-        part: "others" sends what is theirs, the tokens of the next rank first, and fills their heads of the
-        result; "own" fills the own ones, when everyone has come here. Both with the same `into`.
+        part: "others" sends what is theirs, the tokens of the next rank first, and fills their heads of
+        `into`; "own" fills the own ones, when everyone has come here.
         Shapes: [B, S, h, D] with any strides (of a part: its tokens) -> [B, L, H, D] contiguous.
         """
-        if part == "own":
-            assert into is not None
+        assert (part == "all") == (into is None)
+        if part == "own" and into is not None:
             self.barrier()
             into.narrow(2, sum(head_sizes[: self.slot]), head_sizes[self.slot]).copy_(x)
             return into

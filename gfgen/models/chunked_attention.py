@@ -69,20 +69,23 @@ CHUNK_BLOCKS = 32
 
 
 class OthersFirstRule(NamedTuple):
-    """Where attention in two parts wins, to others' queries and then to the own ones; as `ChunkRule`."""
+    """Where attention in two parts wins, from others' queries and then from the own ones; as `ChunkRule`.
+
+    Measured with one sample; samples of a batch, and halves of a layout beside each other, go by it, too.
+    """
 
     ulysses_degree: int
     from_tokens: int
     to_tokens: int
 
 
-OTHERS_FIRST_RULES = (OthersFirstRule(2, 4_500, 8_500),)
-"""On GPUs. On 2 H200: 5,070 tokens 380 us in place of 398, 8,190 808 in place of 843; 9,216 longer, since the
-two parts fill more rounds of the multiprocessors than the whole. From 18,480 on no difference: there power
-limits the clock, which is higher after a pause (benchmarks/results/2026-11-22-attention.md)."""
+OTHERS_FIRST_RULES = (OthersFirstRule(2, 4_500, 8_500), OthersFirstRule(2, 18_000, 30_000))
+"""On GPUs, where two parts fill no more rounds of the multiprocessors than the whole. On 2 H200: 379 us in
+place of 398 for 5,070 tokens, 810 of 834 for 8,190, 4,060 of 4,135 for 18,480, where power limits the clock;
+but for 9,216 1,052 in place of 994 (benchmarks/results/2026-11-22-attention.md)."""
 
-OTHERS_FIRST_BLOCKS = 12
-"""Of what is sent beside attention to the own queries."""
+OTHERS_FIRST_BLOCKS = 8
+"""Of what is sent beside attention to the own queries; with more, that loses what sending saves."""
 
 
 def are_others_first(device: torch.device, ulysses_degree: int, num_tokens: int) -> bool:

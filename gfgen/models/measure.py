@@ -28,7 +28,7 @@ COPIES, REPEATS = 4, 9
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A way of sharing an attention; blocks: of an exchange beside it."""
+    """A way of sharing an attention, as it is or in chunks of heads; blocks: of an exchange beside it."""
 
     num_chunks: int
     blocks: int

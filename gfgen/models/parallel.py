@@ -25,8 +25,9 @@ class Ranks(Protocol):
 
     All ranks of a group make the same calls in the same order. Sizes of shards are by slot and
     follow from global shapes; they are never exchanged. Results are fresh memory, but for those
-    asked for `in_arena`: where exchanges go through an arena, they may lie there, and are lost when
-    this rank's next exchange of the same kind begins.
+    asked for `in_arena`: where exchanges go through an arena, they may lie there, and are lost with the
+    exchange of the same kind after the next, which others may begin as soon as this rank has begun the next;
+    a part "own" writes to no arena, and nobody begins another one before all ranks have come there.
     """
 
     @property
@@ -87,8 +88,8 @@ class Ranks(Protocol):
         """[B, S, h, D] with any strides -> [B, L, H, D] contiguous.
 
         part: "others" takes the tokens of the other ranks only, the next one's first, and fills their heads
-        of the result; after it "own" takes the own tokens and fills the own heads of the same `into`, when
-        all ranks have come there.
+        of `into`; after it "own" takes the own tokens and fills the own heads of the same `into`, when all
+        ranks have come there.
         """
         ...
 

@@ -9,8 +9,8 @@ The order of keys is by slot within a group, in a joint attention (text 0, pictu
 and in a ring by group, from the own one on: attention does not depend on it, the mask is put together
 the same way, and the way back restores it.
 
-Where it pays, a rank attends to the other ranks' queries first, and what comes of them is sent while it
-attends to its own, which nobody waits for (`_others_first`).
+Where it pays, a rank attends from the other ranks' queries first, and what comes of them is sent while it
+attends from its own, whose result stays here (`_others_first`).
 
 Legend: B batch, S tokens of the whole sequence, L tokens of this rank, H heads, D head dimension.
 Source: USP (arXiv 2405.07719).
@@ -53,8 +53,8 @@ def shared_attention(
     """The attention of this rank's tokens to all tokens.
 
     token_sizes: of every shard, by slot. attend: attention on one rank, where there is no ring.
-    All exchanges are in the order of the calls on every rank; what stays in an arena is read
-    before the next exchange of its kind, and nothing of it is returned.
+    All exchanges are in the order of the calls on every rank; what stays in an arena is read before it may
+    be overwritten (`parallel.Ranks`), and nothing of it is returned.
 
     Shapes: query, key, value [B, L, H, D], mask bool [B, 1, 1, L] or None -> [B, L, H, D],
             fresh memory.
@@ -123,6 +123,8 @@ def _at_once(
 def _is_others_first(query: Tensor, parallel: Parallel, sizes: TokenSizes) -> bool:
     if parallel.ulysses.size == 1 or parallel.ring.size > 1:
         return False
+    if not _fits(query, parallel, sizes, num_chunks=1):
+        return False
     if parallel.others_first is not None:
         return parallel.others_first
     return are_others_first(query.device, parallel.ulysses.size, sum(sizes.by_slot))
@@ -137,34 +139,38 @@ def _others_first(
     sizes: TokenSizes,
     attend: Attend,
 ) -> Tensor:
-    """All heads together, read where they arrived, in two parts: the way back of one is beside the other.
+    """All heads together, in two parts of the queries: the way back of the first is beside the second.
 
-    What lies in the arena is read until the end, when the next bank has been written to. So the second part
-    ends with a barrier, in the exchange that fills the own heads: nobody begins a third bank, which is the
-    first one again, before all ranks have come there.
+    Keys and values are read where they arrived until the end, when the next bank has been written to already.
+    So the end is a barrier, in the exchange that fills the own heads: the exchange after it is the first one
+    that may write to their bank again (`parallel.Ranks`).
     """
     ulysses, lane = parallel.ulysses, Lane(query.device)
-    ways = {"token_sizes": sizes.by_slot, "head_sizes": shard_sizes(query.shape[2], ulysses.size)}
-    q, k, v = ulysses.heads_from_tokens(query, key, value, **ways, in_arena=True, own_first=True)
+    shards = {"token_sizes": sizes.by_slot, "head_sizes": shard_sizes(query.shape[2], ulysses.size)}
+    q, k, v = ulysses.heads_from_tokens(query, key, value, **shards, in_arena=True, own_first=True)
     result = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     num_own = sizes.by_slot[ulysses.slot]
     for_others = attend(q[:, num_own:], k, v, None).type_as(query)
     with lane.beside():
         sparing = ulysses.beside(OTHERS_FIRST_BLOCKS)
-        sparing.tokens_from_heads(for_others, **ways, part="others", into=result)
+        sparing.tokens_from_heads(for_others, **shards, part="others", into=result)
     own = attend(q[:, :num_own], k, v, None).type_as(query)
     lane.join(lane.mark())
-    return ulysses.tokens_from_heads(own, **ways, part="own", into=result)
+    return ulysses.tokens_from_heads(own, **shards, part="own", into=result)
 
 
 def _num_chunks(query: Tensor, parallel: Parallel, sizes: TokenSizes) -> int:
     """As many as asked for or as pay, and at least so many that each fits in a bank."""
     wanted = parallel.num_chunks or best_num_chunks(query.device, parallel.ulysses.size, sum(sizes.by_slot))
+    most = query.shape[2] // parallel.ulysses.size
+    fitting = (count for count in range(wanted, most + 1) if _fits(query, parallel, sizes, num_chunks=count))
+    return next(fitting, most)
+
+
+def _fits(query: Tensor, parallel: Parallel, sizes: TokenSizes, *, num_chunks: int) -> bool:
+    """Whether what is exchanged of each chunk of heads fits in a bank."""
     num_heads, degree = query.shape[2], parallel.ulysses.size
-    for count in range(wanted, num_heads // degree + 1):
-        longest = max(stop - start for start, stop in head_chunks(num_heads, degree, count))
-        head_bytes = query.shape[0] * query.shape[3] * query.element_size() * -(-longest // degree)
-        needed = ((parallel.ulysses, 3 * max(sizes.blocks)), (parallel.ring, 2 * sum(sizes.by_slot)))
-        if all(ranks.room_bytes is None or head_bytes * rows <= ranks.room_bytes for ranks, rows in needed):
-            return count
-    return num_heads // degree
+    longest = max(stop - start for start, stop in head_chunks(num_heads, degree, num_chunks))
+    head_bytes = query.shape[0] * query.shape[3] * query.element_size() * -(-longest // degree)
+    needed = ((parallel.ulysses, 3 * max(sizes.blocks)), (parallel.ring, 2 * sum(sizes.by_slot)))
+    return all(ranks.room_bytes is None or head_bytes * rows <= ranks.room_bytes for ranks, rows in needed)

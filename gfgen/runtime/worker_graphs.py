@@ -70,7 +70,9 @@ class _Shared:
 
     def replay(self, parallel: Parallel | None) -> Tensor:
         assert parallel is not None
-        return self.captured.replay(_group_of(parallel))
+        group = _group_of(parallel)
+        assert not self.captured.unmatched(group), "a barrier that ranks without this record would not have"
+        return self.captured.replay(group)
 
 
 def _group_of(parallel: Parallel) -> CudaGroup:

@@ -107,9 +107,7 @@ _DIMS = (1, 3, 8, 16, 64, 128)
 
 
 def random_case(rng: random.Random) -> Case:
-    what = rng.choice(
-        ("gather", "turn", "exchange", "along", "heads", "tokens", "parts", "barrier", "reduce")
-    )
+    what = rng.choice(_WHAT)
     tokens, dim = rng.choice(_TOKENS), rng.choice(_DIMS)
     return Case(what, rng.choice(_KINDS), tokens, dim, rng.getrandbits(32), rng.random() < 0.5)
 

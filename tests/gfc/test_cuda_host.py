@@ -21,7 +21,7 @@ from gfgen.gfc.arena import Plan
 from gfgen.gfc.cuda import compiler, structs
 from gfgen.gfc.cuda.endpoint import CudaEndpoint
 from gfgen.gfc.cuda.graph import SharedPool
-from gfgen.gfc.cuda.group import Bank, CudaGroup, How, bank_of, canonical
+from gfgen.gfc.cuda.group import Bank, CudaGroup, How, Prepared, Result, bank_of, canonical
 from gfgen.gfc.cuda.moves import Reshaped, offsets_of, reshaped
 from gfgen.gfc.cuda.selector import Choice, Rule, Selector
 from gfgen.gfc.descriptor import Descriptor
@@ -171,14 +171,14 @@ def test_attention_exchanges_there_and_back(
         expected = oracle.heads_from_tokens([tensors[idx] for tensors in inputs], head_sizes=head_sizes)
         for slot in range(size):
             assert torch.equal(got[slot][idx], expected[slot])
-    there: dict[str, Any] = {"split_dim": 1, "concat_dim": 2, "split": token_sizes, "concat": head_sizes}
-    back = exchange(boxes, [[x[0]] for x in got], **there)
+    way_back: dict[str, Any] = {"split_dim": 1, "concat_dim": 2, "split": token_sizes, "concat": head_sizes}
+    back = exchange(boxes, [[x[0]] for x in got], **way_back)
     turned = exchange(
         boxes, inputs, split_dim=2, concat_dim=1, split=head_sizes, concat=token_sizes, is_rotated=True
     )
     others = [[x[0][:, token_sizes[slot] :]] for slot, x in enumerate(turned)]
     own = [[x[0][:, : token_sizes[slot]]] for slot, x in enumerate(turned)]
-    in_parts = exchange(boxes, others, **there, own=own)
+    in_parts = exchange(boxes, others, **way_back, own=own)
     for slot in range(size):
         assert torch.equal(back[slot][0], inputs[slot][0])
         assert torch.equal(in_parts[slot][0], inputs[slot][0])
@@ -344,6 +344,55 @@ def test_a_barrier_of_each_kind_whose_second_bank_is_next_aligns_them(
     group.of_kind = of_kind
     group.align_banks()
     assert run.counts == [count + count % 2 for count in counts]
+
+
+def test_who_gets_nothing_still_sends_as_to_a_result_outside_the_arena() -> None:
+    """An empty tensor has no address; 0 says that results stay in the arena, where they lie otherwise."""
+
+    class Group(CudaGroup):
+        """With a dictionary, for what the test puts in the place of methods."""
+
+    group: Any = Group.__new__(Group)
+    group._kind, group.bank, group._run = 0, Bank((0, 0), 1 << 20), SimpleNamespace(counts=[0])
+    group._endpoint = SimpleNamespace(torch_device="cpu", stream=lambda: 0)
+    buffer = bytearray(16)
+    launch: Any = SimpleNamespace(buffer=buffer, run=lambda stream: None)
+    prepared = Prepared(launch, (Result.contiguous((1, 0, 4), torch.int16, 0),), (0,))
+    (result,) = group._launch(prepared, [48], in_arena=False, into=None)
+    assert result.data_ptr() == 0
+    assert int.from_bytes(buffer[:8], "little") == 48
+    assert int.from_bytes(buffer[8:], "little") != 0
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    splits=st.lists(st.integers(0, 60), min_size=2, max_size=5).filter(any),
+    concats=st.lists(st.integers(1, 40), min_size=5, max_size=5),
+    bank_bytes=st.integers(200, 4000),
+)
+def test_all_ranks_take_as_many_rounds(splits: list[int], concats: list[int], bank_bytes: int) -> None:
+    rounds: list[int] = []
+
+    class Group(CudaGroup):
+        """With a dictionary, for what the test puts in the place of methods."""
+
+    def move(tensors: Any, how: How, *, in_arena: bool) -> tuple[torch.Tensor]:
+        rounds[-1] += 1
+        return (torch.zeros(sum(how.concat_sizes), how.split_sizes[group.slot], 8),)
+
+    size = len(splits)
+    for slot in range(size):
+        group: Any = Group.__new__(Group)
+        group.slot, group.size, group.bank = slot, size, Bank((0, 0), bank_bytes)
+        group._endpoint = SimpleNamespace(device=0)
+        group._move, group._empty = move, lambda shape, dtype: torch.empty(shape, dtype=dtype)
+        rounds.append(0)
+        how = How(1, 0, tuple(splits), tuple(concats[:size]))
+        try:
+            group._in_rounds(torch.zeros(concats[slot], sum(splits), 8), how)
+        except LayoutError:
+            rounds[-1] = -1
+    assert len(set(rounds)) == 1
 
 
 def test_strides_that_no_kernel_takes_are_reported() -> None:

@@ -20,6 +20,7 @@ import torch
 
 from gfgen.errors import LayoutError
 from gfgen.gfc.cuda.group import CudaGroup
+from gfgen.gfc.cuda.structs import NUM_BANKS
 
 T = TypeVar("T")
 Capturing = Callable[[Any], AbstractContextManager[Any]]
@@ -40,7 +41,7 @@ class Captured(Generic[T]):
         self._degrees = group.descriptor.layout.degrees
         run = group._run
         before = list(run.counts)
-        self._parities = [count % 2 for count in before]
+        self._parities = [count % NUM_BANKS for count in before]
         self._graph = torch.cuda.CUDAGraph()
         try:
             with capturing(self._graph):
@@ -73,9 +74,17 @@ class Captured(Generic[T]):
         """
         if group.descriptor.layout.degrees != self._degrees:
             raise LayoutError(f"captured for degrees {self._degrees}, replayed on {group.descriptor.layout}")
-        for kind, counted in enumerate(self._counted):
-            if counted and group._run.counts[kind] % 2 != self._parities[kind]:
-                group.of_kind(kind).barrier()
+        for kind in self.unmatched(group):
+            group.of_kind(kind).barrier()
+
+    def unmatched(self, group: CudaGroup) -> list[int]:
+        """Kinds whose next exchange would use another bank than the first of them in the capture."""
+        counts = group._run.counts
+        return [
+            kind
+            for kind, counted in enumerate(self._counted)
+            if counted and counts[kind] % NUM_BANKS != self._parities[kind]
+        ]
 
 
 class CapturedAlone(Generic[T]):

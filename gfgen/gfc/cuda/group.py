@@ -2,8 +2,11 @@
 
 The interface is that of the CPU's `gfgen.gfc.group.Group`; calls enqueue kernels on torch's current
 stream and return. Results are fresh tensors, but for those asked for `in_arena`: if they fit in a
-bank, they lie in this rank's arena, are overwritten after its next exchange of the same kind
-begins, and must never leave an operator that is opaque to compilers.
+bank, they lie in this rank's arena and must never leave an operator that is opaque to compilers.
+
+An arena has two banks for each kind of group, which exchanges use in turn. So what lies in one is overwritten
+by the exchange after the next, which other ranks may begin as soon as this one has begun the next; but a
+barrier, or a part "own", writes nothing, and nobody is past it before all ranks have come there.
 
 Legend: B batch, S tokens of the whole sequence, L tokens of this rank, H heads, h heads of this
 rank, D head dimension.
@@ -42,6 +45,8 @@ WIDE_BYTES = 16
 """The unit of larger ones."""
 
 _THREADS = 512
+_NOWHERE = 16
+"""An address that nothing is written to."""
 _IN_FLIGHT = 8  # units that a thread of gfc_exchange has under way
 
 
@@ -85,7 +90,7 @@ class How(NamedTuple):
     """What an exchange does with each of its tensors; sizes are by slot.
 
     split_dim -1: everyone gets all. is_rotated: the own part comes first, then the next ranks' in turn.
-    part: what the tensors have along `split_dim`.
+    part: whether the tensors have all along `split_dim`, what goes to others, or what stays.
     """
 
     split_dim: int
@@ -256,13 +261,21 @@ class CudaGroup:
     ) -> Tensor:
         """Attention's way out: all heads of this rank's tokens.
 
-        part: "others" sends what is theirs, the tokens of the next rank first, and fills their heads of the
-        result; "own" fills the own ones, when everyone has come here. Both with the same `into`.
+        part: "others" sends what is theirs, the tokens of the next rank first, and fills their heads of
+        `into`; "own" fills the own ones, when everyone has come here.
         Shapes: [B, S, h, D] with any strides (of a part: its tokens) -> [B, L, H, D] contiguous.
         Raises: LayoutError when a part does not fit in a bank.
         """
-        if self.size == 1 and into is not None:
-            return into if part == "others" else into.copy_(x)
+        assert (part == "all") == (into is None)
+        if into is not None:
+            shape = (x.shape[0], token_sizes[self.slot], sum(head_sizes), x.shape[3])
+            assert tuple(into.shape) == shape
+            assert into.dtype == x.dtype
+            assert into.is_contiguous()
+            assert into.data_ptr() % WIDE_BYTES == 0
+            assert not in_arena
+            if self.size == 1:
+                return into if part == "others" else into.copy_(x)
         how = How(1, 2, tuple(token_sizes), tuple(head_sizes), part=part)
         return self._move((x,), how, in_arena=in_arena, into=into)[0]
 
@@ -355,18 +368,19 @@ class CudaGroup:
     ) -> tuple[Tensor, ...]:
         endpoint, counts, kind = self._endpoint, self._run.counts, self._kind
         launch, buffer = prepared.launch, prepared.launch.buffer
-        results = []
+        results: list[Tensor] = []
         bank = self.bank.offsets[counts[kind] % NUM_BANKS] if in_arena else 0
         for (shape, strides, dtype, offset), at, pointer in zip(
             prepared.results, prepared.pointers, pointers, strict=True
         ):
             if in_arena:
-                result, output = endpoint.view(bank + offset, shape, dtype), 0
+                result = endpoint.view(bank + offset, shape, dtype)
             elif into is not None:
-                result, output = into, into.data_ptr()
+                result = into
             else:
                 result = torch.empty_strided(shape, strides, dtype=dtype, device=endpoint.torch_device)
-                output = result.data_ptr()
+            # 0 says that it stays in the arena; a tensor of nothing has no address either.
+            output = 0 if in_arena else result.data_ptr() or _NOWHERE
             PAIR.pack_into(buffer, at, pointer, output)
             results.append(result)
         launch.run(endpoint.stream())
@@ -383,7 +397,7 @@ class CudaGroup:
             return self._prepare_launch((), [], Choice("flagged", 1), unit_bytes=8, tensors=())
         if len(tensors) > MAX_MOVES:
             return "space"
-        split_dim, concat_dim, splits, concats, is_rotated, share = how
+        split_dim, concat_dim, splits, concats, is_rotated, part = how
         if split_dim == concat_dim:
             # [.., P * n, ..] seen as [.., P, 1, n, ..]: split the first, concatenate along the second.
             (x,), ones = tensors, (1,) * self.size
@@ -397,10 +411,10 @@ class CudaGroup:
             return prepared._replace(results=(result,))
         if len(concats) != self.size:
             raise LayoutError(f"{self.size} ranks need as many sizes, got {concats}")
-        parts = []
+        moves = []
         unit_bytes = dense_unit_bytes = 16
         for x in tensors:
-            part = reshaped(
+            move = reshaped(
                 self._whole_shape(x, how),
                 x.stride(),
                 x.element_size(),
@@ -410,30 +424,28 @@ class CudaGroup:
                 split_sizes=tuple(splits),
                 concat_sizes=tuple(concats),
                 is_rotated=is_rotated,
-                part=share,
+                part=part,
             )
-            if part is None:
+            if move is None:
                 return "strides"
-            parts.append(part)
-            dense_unit_bytes = min(dense_unit_bytes, part.dense_unit_bytes)
+            moves.append(move)
+            dense_unit_bytes = min(dense_unit_bytes, move.dense_unit_bytes)
             pointer = x.data_ptr() & 15 if x.numel() else 0
-            unit_bytes = min(unit_bytes, part.unit_bytes, pointer & -pointer or 16)
-        offsets, num_bytes = offsets_of(parts)
+            unit_bytes = min(unit_bytes, move.unit_bytes, pointer & -pointer or 16)
+        offsets, num_bytes = offsets_of(moves)
         choice = self._endpoint.selector.choose(
             num_members=self.size,
             in_arena=in_arena,
-            pair_bytes=sum(part.pair_bytes for part in parts),
+            pair_bytes=sum(move.pair_bytes for move in moves),
             unit_bytes=unit_bytes,
             dense_unit_bytes=dense_unit_bytes,
-            row_bytes=min(part.row_bytes for part in parts),
+            row_bytes=min(move.row_bytes for move in moves),
         )
         if choice.path == "flagged" and unit_bytes < MIN_FLAGGED_UNIT:
             return "strides"
         if num_bytes > self.bank.num_bytes and (choice.path != "flagged" or in_arena):
             return "space"
-        return self._prepare_launch(
-            parts, offsets, choice, unit_bytes=unit_bytes, tensors=tensors, only_stays=share == "own"
-        )
+        return self._prepare_launch(moves, offsets, choice, unit_bytes=unit_bytes, tensors=tensors, part=part)
 
     def _whole_shape(self, x: Tensor, how: How) -> tuple[int, ...]:
         """Of the tensor that this is a part of."""
@@ -447,41 +459,41 @@ class CudaGroup:
 
     def _prepare_launch(
         self,
-        parts: Sequence[Reshaped],
+        moves: Sequence[Reshaped],
         offsets: Sequence[Sequence[int]],
         choice: Choice,
         *,
         unit_bytes: int,
         tensors: Sequence[Tensor],
-        only_stays: bool = False,
+        part: Part = "all",
     ) -> Prepared:
         endpoint = self._endpoint
         exchange = Exchange(
             context=endpoint.context,
             kind=self._kind,
-            num_moves=len(parts),
+            num_moves=len(moves),
             unit_bytes=unit_bytes,
             tile_bytes=choice.tile_bytes,
         )
         results = []
-        for idx, (part, offset, x) in enumerate(zip(parts, offsets, tensors, strict=True)):
-            exchange.moves[idx] = part.native(offset)
-            results.append(Result.contiguous(part.result_shape, x.dtype, offset[self.slot]))
-        longest = max((part.pair_bytes for part in parts), default=0)
-        num_parts = max(1, len(parts))
+        for idx, (move, offset, x) in enumerate(zip(moves, offsets, tensors, strict=True)):
+            exchange.moves[idx] = move.native(offset)
+            results.append(Result.contiguous(move.result_shape, x.dtype, offset[self.slot]))
+        longest = max((move.pair_bytes for move in moves), default=0)
+        num_moves = max(1, len(moves))
         limit = min(choice.blocks, self._most_blocks)
         block, shared_bytes = _THREADS, 0
         if choice.path == "flagged":
-            name, items = "flagged", self.size * num_parts
-            dense_bytes = parts[0].dense_bytes if len(parts) == 1 else 0
-            if dense_bytes or not parts:
+            name, items = "flagged", self.size * num_moves
+            dense_bytes = moves[0].dense_bytes if len(moves) == 1 else 0
+            if dense_bytes or not moves:
                 name, exchange.dense_bytes = "flagged_dense", dense_bytes
             warps_per_block = _THREADS // 32
             most = max(1, limit * warps_per_block // items)
             exchange.num_slices = min(most, max(1, -(-longest // (8 * 32))))
             grid = -(-items * exchange.num_slices // warps_per_block)
         else:
-            items = (self.size - 1) * num_parts
+            items = (self.size - 1) * num_moves
             per_block = unit_bytes * _THREADS * _IN_FLIGHT // 2
             name = "exchange"
             if choice.path == "bulk":
@@ -489,11 +501,11 @@ class CudaGroup:
                 shared_bytes = 4 * choice.tile_bytes
             wanted = max(1, -(-longest // per_block))
             # What stays is copied at the speed of the own memory, many times that of a link.
-            most_keepers = limit - items if only_stays else limit // 12
-            exchange.num_keepers = min(wanted * num_parts, max(1, most_keepers))
-            at_once = 1 if choice.in_turn and not only_stays else items
+            most_keepers = {"all": max(1, limit // 12), "others": 0, "own": max(1, limit - items)}[part]
+            exchange.num_keepers = min(wanted * num_moves, most_keepers)
+            at_once = 1 if choice.in_turn and part != "own" else items
             most = max(1, (limit - exchange.num_keepers) // at_once)
-            exchange.num_slices = min(most, wanted)
+            exchange.num_slices = 1 if part == "own" else min(most, wanted)
             grid = at_once * exchange.num_slices + exchange.num_keepers
         launch = Launch(
             endpoint.driver,
@@ -505,7 +517,7 @@ class CudaGroup:
         )
         first = Exchange.moves.offset
         size_of_move = Exchange.moves.size // MAX_MOVES
-        pointers = tuple(first + idx * size_of_move + Move.input.offset for idx in range(len(parts)))
+        pointers = tuple(first + idx * size_of_move + Move.input.offset for idx in range(len(moves)))
         return Prepared(launch, tuple(results), pointers)
 
     def _in_rounds(self, x: Tensor, how: How) -> Tensor:
@@ -517,9 +529,9 @@ class CudaGroup:
         shape[concat_dim] = sum(concats)
         if split_dim >= 0:
             shape[split_dim] = splits[self.slot]
-        share = max(splits) / max(1, shape[split_dim]) if split_dim >= 0 else 1.0
-        needed = torch.Size(shape).numel() * x.element_size() * share
-        num_rounds = min(max(concats), int(needed * 1.1 // max(1, self.bank.num_bytes)) + 2)
+        largest = [max(splits) if dim == split_dim else length for dim, length in enumerate(shape)]
+        needed = prod(largest) * x.element_size()  # of all ranks, so that each takes as many rounds
+        num_rounds = min(max(concats), needed * 11 // (10 * max(1, self.bank.num_bytes)) + 2)
         if num_rounds < 2:
             raise LayoutError(
                 f"{tuple(x.shape)} does not fit in a bank of {self.bank.num_bytes} bytes, at all"

@@ -1,0 +1,44 @@
+"""Which profile predictions rest on, and on how many ranks, where nobody says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gfgen.bench.workloads import admitted, calibration_jobs, weightless_model
+from gfgen.cli import prediction
+from gfgen.errors import InputError
+from gfgen.runtime.profiles import SHIPPED, find_profile
+
+JOBS = admitted(calibration_jobs("wan2.2-ti2v-5b"), weightless_model("wan2.2-ti2v-5b"))
+
+
+@pytest.fixture(autouse=True)
+def no_profile_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prediction, "find_profile", lambda: None)
+
+
+@pytest.mark.parametrize(("num_ranks", "device"), [(1, "NVIDIA H200"), (2, "NVIDIA H200"), (4, "goals")])
+def test_what_was_measured_goes_before_goals_as_far_as_it_goes(num_ranks: int, device: str) -> None:
+    assert device in prediction.choose_profile(None, JOBS, num_ranks=num_ranks).device
+
+
+def test_predictions_are_for_as_many_ranks_as_a_run_has_by_default() -> None:
+    assert prediction.default_ranks(None, JOBS) == (4,)
+    assert prediction.default_ranks(SHIPPED / "h200.json", JOBS) == (2,)
+
+
+def test_more_ranks_than_any_profile_knows_are_refused() -> None:
+    with pytest.raises(InputError, match="knows 1 to 4 ranks"):
+        prediction.choose_profile(None, JOBS, num_ranks=6)
+
+
+def test_the_profile_of_this_machine_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = find_profile("NVIDIA H200")
+    assert found is not None
+    own = replace(found[1], device="this machine", num_ranks=8)
+    monkeypatch.setattr(prediction, "find_profile", lambda: (Path("own.json"), own))
+    assert prediction.choose_profile(None, JOBS, num_ranks=1) is own
+    assert prediction.default_ranks(None, JOBS) == (4,)
