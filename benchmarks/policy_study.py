@@ -334,6 +334,7 @@ def charts(rows: Rows, folder: Path) -> None:
         for axis in axes.flat:
             axis.grid(alpha=0.25)
         figure.tight_layout(rect=(0, 0, 1, 0.945))
+        folder.mkdir(parents=True, exist_ok=True)
         figure.savefig(folder / f"policies-deadlines-{n}.png", dpi=90)
         plt.close(figure)
 
