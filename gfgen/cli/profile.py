@@ -68,12 +68,15 @@ def _devices(kind: str, num_ranks: int | None) -> Devices:
 
 
 def _known_profile(jobs: Sequence[AdmittedJob], options: Ranks) -> Profile | None:
-    """What predictions start from: this machine's profile; or for GPUs one that comes with gfgen."""
+    """What predictions start from: this machine's profile, or on GPUs a shipped one that knows more."""
     found = find_profile(options.device_name)
-    if found is not None or not options.are_on_gpus:
-        return None if found is None else found[1]
+    own = None if found is None else found[1]
+    if not options.are_on_gpus:
+        return own
     models = {job.spec.model for job in jobs}
-    return next((each for each in shipped_profiles() if models <= each.models), None)
+    known = [*([own] if own else []), *shipped_profiles()]
+    fitting = (each for each in known if models <= each.models and options.num_ranks <= each.num_ranks)
+    return next(fitting, own)
 
 
 @click.command()
