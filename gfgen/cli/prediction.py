@@ -10,7 +10,7 @@ import click
 from gfgen.layout import MAX_RANKS
 from gfgen.runtime.admission import AdmittedJob
 from gfgen.runtime.profile import Profile, check_profile
-from gfgen.runtime.profiles import find_profile, open_profile, shipped_profiles
+from gfgen.runtime.profiles import find_profile, first_fitting, open_profile, shipped_profiles
 
 DEFAULT_RANKS = 4
 
@@ -66,6 +66,6 @@ def _fitting(jobs: Sequence[AdmittedJob], *, num_ranks: int) -> Profile | None:
     own = find_profile()
     known = [*([own[1]] if own else []), *sorted(shipped_profiles(), key=lambda each: each.num_ranks)]
     models = {job.spec.model for job in jobs}
-    fitting = [each for each in known if models <= each.models]
-    enough = (each for each in fitting if num_ranks <= each.num_ranks)
-    return next(enough, max(fitting, key=lambda each: each.num_ranks, default=None))
+    found = first_fitting(known, models, num_ranks=num_ranks)
+    with_models = (each for each in known if models <= each.models)
+    return found or max(with_models, key=lambda each: each.num_ranks, default=None)

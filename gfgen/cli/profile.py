@@ -36,7 +36,13 @@ from gfgen.runtime.linefile import LineFile
 from gfgen.runtime.machine import versions
 from gfgen.runtime.pool import WorkerPool
 from gfgen.runtime.profile import Profile
-from gfgen.runtime.profiles import default_path, find_profile, save_profile, shipped_profiles
+from gfgen.runtime.profiles import (
+    default_path,
+    find_profile,
+    first_fitting,
+    save_profile,
+    shipped_profiles,
+)
 from gfgen.runtime.signals import SignalPipe
 from gfgen.runtime.warming import warm_ups
 
@@ -75,8 +81,7 @@ def _known_profile(jobs: Sequence[AdmittedJob], options: Ranks) -> Profile | Non
         return own
     models = {job.spec.model for job in jobs}
     known = [*([own] if own else []), *shipped_profiles()]
-    fitting = (each for each in known if models <= each.models and options.num_ranks <= each.num_ranks)
-    return next(fitting, own)
+    return first_fitting(known, models, num_ranks=options.num_ranks) or own
 
 
 @click.command()

@@ -19,6 +19,7 @@ from torch import Tensor
 from gfgen.errors import LayoutError, PeerTimeoutError
 from gfgen.gfc import oracle
 from gfgen.gfc.descriptor import Descriptor, Kind, member_slots
+from gfgen.gfc.parts import own_tokens_first, send_part
 from gfgen.gfc.reshard import Part, Sizes, shard_sizes
 from gfgen.layout import Layout
 
@@ -132,8 +133,7 @@ class FakeGroup:
             self.all_to_all(x, split_dim=2, concat_dim=1, split_sizes=head_sizes, concat_sizes=token_sizes)
             for x in tensors
         ]
-        turn = sum(token_sizes[: self.slot]) if own_first else 0
-        return tuple(x.roll(-turn, 1) for x in results)
+        return own_tokens_first(results, token_sizes, self.slot) if own_first else tuple(results)
 
     def gather_tokens(
         self, *tensors: Tensor, token_sizes: Sizes, in_arena: bool = False
@@ -156,18 +156,9 @@ class FakeGroup:
         into: Tensor | None = None,
     ) -> Tensor:
         assert (part == "all") == (into is None)
-        if part == "own" and into is not None:
-            self.barrier()
-            into.narrow(2, sum(head_sizes[: self.slot]), head_sizes[self.slot]).copy_(x)
-            return into
-        if part == "others":
-            num_after = sum(token_sizes[self.slot + 1 :])
-            own = x.new_zeros((x.shape[0], token_sizes[self.slot], *x.shape[2:]))
-            x = torch.cat((x[:, num_after:], own, x[:, :num_after]), 1)
-        result = self.all_to_all(
-            x, split_dim=1, concat_dim=2, split_sizes=token_sizes, concat_sizes=head_sizes
-        )
-        return result if into is None else into.copy_(result)
+        if into is not None:
+            return send_part(self, x, token_sizes=token_sizes, head_sizes=head_sizes, part=part, into=into)
+        return self.all_to_all(x, split_dim=1, concat_dim=2, split_sizes=token_sizes, concat_sizes=head_sizes)
 
     def broadcast(self, x: Tensor | None, *, root: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         result = oracle.broadcast(self._share(x), root_slot=self.ranks.index(root))[self.slot]

@@ -20,6 +20,7 @@ from gfgen.errors import LayoutError
 from gfgen.gfc import native
 from gfgen.gfc.descriptor import KINDS, Descriptor, Kind, member_slots
 from gfgen.gfc.failure import Failure
+from gfgen.gfc.parts import own_tokens_first, send_part
 from gfgen.gfc.reshard import POINTERS, Part, Reshard, Sizes, reshard, reshard_along, shard_sizes
 
 if TYPE_CHECKING:
@@ -188,7 +189,7 @@ class Group:
         results = self._exchange(
             tensors, split_dim=2, concat_dim=1, split_sizes=head_sizes, concat_sizes=token_sizes
         )
-        return self._turned(results, token_sizes) if own_first else results
+        return own_tokens_first(results, token_sizes, self.slot) if own_first else results
 
     def gather_tokens(
         self, *tensors: Tensor, token_sizes: Sizes, in_arena: bool = False
@@ -201,12 +202,7 @@ class Group:
         gathered = self._exchange(
             tensors, split_dim=-1, concat_dim=1, split_sizes=(), concat_sizes=token_sizes
         )
-        return self._turned(gathered, token_sizes)
-
-    def _turned(self, tensors: Sequence[Tensor], token_sizes: Sizes) -> tuple[Tensor, ...]:
-        """With the own tokens first, then those of the next ranks in turn."""
-        start = sum(token_sizes[: self.slot])
-        return tuple(x if start == 0 else torch.cat((x[:, start:], x[:, :start]), 1) for x in tensors)
+        return own_tokens_first(gathered, token_sizes, self.slot)
 
     def tokens_from_heads(
         self,
@@ -224,16 +220,11 @@ class Group:
         Shapes: [B, S, h, D] with any strides (of a part: its tokens) -> [B, L, H, D] contiguous.
         """
         assert (part == "all") == (into is None)
-        if part == "own" and into is not None:
-            self.barrier()
-            into.narrow(2, sum(head_sizes[: self.slot]), head_sizes[self.slot]).copy_(x)
-            return into
-        if part == "others":
-            x = with_own_left_out(x, token_sizes, self.slot)
-        result = self._exchange(
+        if into is not None:
+            return send_part(self, x, token_sizes=token_sizes, head_sizes=head_sizes, part=part, into=into)
+        return self._exchange(
             (x,), split_dim=1, concat_dim=2, split_sizes=token_sizes, concat_sizes=head_sizes
         )[0]
-        return result if into is None else into.copy_(result)
 
     def broadcast(self, x: Tensor | None, *, root: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A copy of the root rank's `x`, which the others leave out; `root` is a global rank."""
@@ -286,10 +277,3 @@ class Group:
     def _check(self, status: int) -> None:
         if status != native.OK:
             raise Failure.from_record(self._task.failure).as_error()
-
-
-def with_own_left_out(x: Tensor, token_sizes: Sizes, slot: int) -> Tensor:
-    """The other ranks' tokens, the next rank's first, by slot, and zeros in place of the own ones."""
-    num_after = sum(token_sizes[slot + 1 :])
-    zeros = x.new_zeros((x.shape[0], token_sizes[slot], *x.shape[2:]))
-    return torch.cat((x[:, num_after:], zeros, x[:, :num_after]), 1)

@@ -7,6 +7,7 @@ gfgen/models/profiles/*.json                       what comes with gfgen, by the
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable, Set
 from dataclasses import replace
 from pathlib import Path
 
@@ -46,6 +47,12 @@ def find_profile(device: str | None = None) -> tuple[Path, Profile] | None:
 def shipped_profiles() -> list[Profile]:
     """Those that come with gfgen; they are of other machines, as a rule."""
     return [load_profile(path) for path in sorted(SHIPPED.glob("*.json"))]
+
+
+def first_fitting(profiles: Iterable[Profile], models: Set[str | None], *, num_ranks: int) -> Profile | None:
+    """The first that has these models and knows so many ranks."""
+    fitting = (each for each in profiles if models <= each.models and num_ranks <= each.num_ranks)
+    return next(fitting, None)
 
 
 def open_profile(path: Path | None) -> Profile:

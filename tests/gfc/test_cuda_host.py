@@ -46,6 +46,10 @@ def boxes(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return ctypes.CDLL(str(target))
 
 
+class LooseGroup(CudaGroup):
+    """With a dictionary, for what a test puts in the place of methods."""
+
+
 def test_structures_are_mirrored(boxes: ctypes.CDLL) -> None:
     found = (ctypes.c_uint32 * len(structs.SIZES))()
     boxes.sizes(found)
@@ -310,10 +314,7 @@ def test_what_lies_at_odd_addresses_is_copied_before_it_is_sent_with_flags(offse
         asked.append(sizes)
         return Choice("flagged", 4)
 
-    class Group(CudaGroup):
-        """With a dictionary, for what the test puts in the place of methods."""
-
-    group: Any = Group.__new__(Group)
+    group: Any = LooseGroup.__new__(LooseGroup)
     group.size, group.slot, group.bank = 2, 0, Bank((0, 0), 1 << 20)
     group._endpoint = SimpleNamespace(selector=SimpleNamespace(choose=choose))
     group._prepare_launch = lambda *_, **__: "a launch"
@@ -330,16 +331,13 @@ def test_what_lies_at_odd_addresses_is_copied_before_it_is_sent_with_flags(offse
 def test_a_barrier_of_each_kind_whose_second_bank_is_next_aligns_them(
     counts: tuple[int, ...],
 ) -> None:
-    class Group(CudaGroup):
-        """With a dictionary, for what the test puts in the place of methods."""
-
     def of_kind(kind: int) -> SimpleNamespace:
         def barrier() -> None:
             run.counts[kind] += 1
 
         return SimpleNamespace(barrier=barrier)
 
-    group: Any = Group.__new__(Group)
+    group: Any = LooseGroup.__new__(LooseGroup)
     run = group._run = SimpleNamespace(counts=list(counts))
     group.of_kind = of_kind
     group.align_banks()
@@ -349,10 +347,7 @@ def test_a_barrier_of_each_kind_whose_second_bank_is_next_aligns_them(
 def test_who_gets_nothing_still_sends_as_to_a_result_outside_the_arena() -> None:
     """An empty tensor has no address; 0 says that results stay in the arena, where they lie otherwise."""
 
-    class Group(CudaGroup):
-        """With a dictionary, for what the test puts in the place of methods."""
-
-    group: Any = Group.__new__(Group)
+    group: Any = LooseGroup.__new__(LooseGroup)
     group._kind, group.bank, group._run = 0, Bank((0, 0), 1 << 20), SimpleNamespace(counts=[0])
     group._endpoint = SimpleNamespace(torch_device="cpu", stream=lambda: 0)
     buffer = bytearray(16)
@@ -373,16 +368,13 @@ def test_who_gets_nothing_still_sends_as_to_a_result_outside_the_arena() -> None
 def test_all_ranks_take_as_many_rounds(splits: list[int], concats: list[int], bank_bytes: int) -> None:
     rounds: list[int] = []
 
-    class Group(CudaGroup):
-        """With a dictionary, for what the test puts in the place of methods."""
-
     def move(tensors: Any, how: How, *, in_arena: bool) -> tuple[torch.Tensor]:
         rounds[-1] += 1
         return (torch.zeros(sum(how.concat_sizes), how.split_sizes[group.slot], 8),)
 
     size = len(splits)
     for slot in range(size):
-        group: Any = Group.__new__(Group)
+        group: Any = LooseGroup.__new__(LooseGroup)
         group.slot, group.size, group.bank = slot, size, Bank((0, 0), bank_bytes)
         group._endpoint = SimpleNamespace(device=0)
         group._move, group._empty = move, lambda shape, dtype: torch.empty(shape, dtype=dtype)

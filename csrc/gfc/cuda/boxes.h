@@ -25,15 +25,18 @@ GFC_FN int64_t sum_of(const int32_t* sizes, int count) {
   return sum;
 }
 
+// The sizes of the members from `begin` on, in turn, up to but not `end`.
+GFC_FN int64_t sum_in_turn(const int32_t* sizes, int num_members, int begin, int end) {
+  int64_t sum = 0;
+  for (int member = begin; member != end; member = (member + 1) % num_members) sum += sizes[member];
+  return sum;
+}
+
 // Where a source's part begins in the concatenation of a target. One that begins with the target's
 // own part has the same places on every rank, so that what is captured with it knows no slot.
 GFC_FN int64_t concat_begin_of(const Move& move, int num_members, int source, int target) {
   if (move.is_rotated == 0) return sum_of(move.concat_sizes, source);
-  int64_t sum = 0;
-  for (int member = target; member != source; member = (member + 1) % num_members) {
-    sum += move.concat_sizes[member];
-  }
-  return sum;
+  return sum_in_turn(move.concat_sizes, num_members, target, source);
 }
 
 // Where a target's part begins in the input of a source.
@@ -41,11 +44,7 @@ GFC_FN int64_t split_begin_of(const Move& move, int num_members, int source, int
   if (move.is_split == 0) return 0;
   if (move.part == kAll) return sum_of(move.split_sizes, target);
   if (source == target) return 0;
-  int64_t sum = 0;
-  for (int member = (source + 1) % num_members; member != target; member = (member + 1) % num_members) {
-    sum += move.split_sizes[member];
-  }
-  return sum;
+  return sum_in_turn(move.split_sizes, num_members, (source + 1) % num_members, target);
 }
 
 // Empty where the move leaves this message out.
