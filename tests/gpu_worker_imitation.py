@@ -27,6 +27,7 @@ from gfgen.gfc.descriptor import Descriptor
 from gfgen.gfc.endpoint import Endpoint
 from gfgen.gfc.group import Group
 from gfgen.layout import Layout
+from gfgen.models.rehearsal import rehearsal
 from gfgen.runtime import worker_forwards, worker_gpu, worker_staging
 from gfgen.runtime.channel import Channel
 from gfgen.runtime.messages import Arenas, Loading
@@ -72,7 +73,10 @@ class Outcome:
 
 
 class ImitationRecorder:
-    """Records by keeping the function, which reads where a record would and is told a replay's ranks."""
+    """Records by keeping the function, which reads where a record would and is told a replay's ranks.
+
+    Where a capture runs nothing, it is called with nobody else there.
+    """
 
     def __init__(self) -> None:
         self.num_records = self.num_replays = self.num_aligned = 0
@@ -82,6 +86,7 @@ class ImitationRecorder:
 
     def record(self, function: Any, parallel: Any) -> Any:
         self.num_records += 1
+        function(None if parallel is None else rehearsal(parallel))
 
         def replay(parallel: Any) -> torch.Tensor:
             self.num_replays += 1

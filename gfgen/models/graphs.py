@@ -12,7 +12,9 @@ enough to be recorded each of them finds by itself. So their exchanges must be t
 begin at the same place (`Recorder.align`).
 
 Recording runs nothing and meets nobody. It is done while no kernel waits for another rank, on ranks
-that have not been entered: who calls `rehearsing` or `recording` sees to that.
+that have not been entered: who calls `rehearsing` or `recording` sees to that. What is recorded has to be
+loaded before, by an evaluation; a forward that differs from a recorded one in the length of its text only
+is recorded without.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from diffusers.models.transformers.transformer_qwenimage import QwenEmbedRope
 from torch import Tensor
 
 from gfgen.errors import in_one_line
@@ -35,19 +38,18 @@ from gfgen.gfc.reshard import shard_sizes
 from gfgen.models.forwards import evaluate
 from gfgen.models.fused import Modulation
 from gfgen.models.parallel import Parallel
-from gfgen.models.sequence_parallel import Sharing, active, present_sharing
+from gfgen.models.sequence_parallel import TEXT, Sharing, active, present_sharing
 
 logger = logging.getLogger(__name__)
 
 MAX_RECORDS = 64
 """The least recently used goes first. Where prompts are not padded, one of another length is another
 record, so jobs make new ones all the time."""
+OF_TEXT = (TEXT, "attention_kwargs")
+"""Inputs that depend on the length of a text: embeddings, and lengths where texts are padded (fused.py)."""
 WORTH_RECORDING = 0.65
 """Launches that take so much of the time until all is done, or more, are recorded in a warm-up, where that
 costs nobody anything. Among other ranks, whose launches it waits for, such a forward may be launch-bound."""
-
-
-Mode = Callable[[object, Any, Mapping[str, Any]], Any]
 
 
 class Recorded(Protocol):
@@ -78,8 +80,27 @@ class Recorder(Protocol):
         ...
 
 
+class _Call(NamedTuple):
+    """What is called with what, all but the values of tensors."""
+
+    life: int
+    """Of the transformer."""
+    inputs: tuple[object, ...]
+    text: tuple[object, ...]
+    """Those of `OF_TEXT`."""
+    degrees: tuple[int, int, int] | None
+    """None for a rank alone."""
+
+    @property
+    def with_any_text(self) -> _Call:
+        return self._replace(text=())
+
+
+Mode = Callable[[_Call, Any, Mapping[str, Any]], Any]
+
+
 class _Known(NamedTuple):
-    """What an evaluation has shown of all that are called like it."""
+    """What an evaluation or a recording has shown of all that are called like it."""
 
     stream_lengths: Mapping[str, int]
     result: Tensor
@@ -128,8 +149,9 @@ class Graphs:
         self.num_made = 0
         """Records that were made so far; some may be gone."""
         self._records: OrderedDict[object, _Record] = OrderedDict()
-        self._known: dict[object, _Known] = {}
-        """By call."""
+        self._known: dict[_Call, _Known] = {}
+        self._is_loaded: dict[_Call, bool] = {}
+        """With any text: whether one may be recorded unevaluated, since another one was recorded."""
         self._rehearsed: set[object] = set()
         self._refused: set[object] = set()
         """What could not be recorded."""
@@ -181,6 +203,7 @@ class Graphs:
         """Models are about to go: nothing is known of any forward any more."""
         self.clear()
         self._known.clear()
+        self._is_loaded.clear()
         self._rehearsed.clear()
         self._refused.clear()
 
@@ -192,7 +215,7 @@ class Graphs:
         finally:
             self._mode = self._unentered = None
 
-    def _rehearse(self, call: object, transformer: Any, inputs: Mapping[str, Any]) -> None:
+    def _rehearse(self, call: _Call, transformer: Any, inputs: Mapping[str, Any]) -> None:
         sharing = present_sharing()
         if call in self._known and self._key(call, transformer, sharing) in self._rehearsed:
             return
@@ -205,7 +228,7 @@ class Graphs:
             self._record(call, transformer, inputs)
 
     def _is_launch_bound(
-        self, call: object, transformer: Any, inputs: Mapping[str, Any], *, bound: float
+        self, call: _Call, transformer: Any, inputs: Mapping[str, Any], *, bound: float
     ) -> bool:
         """Evaluate; whether launching took so much of the time until all was done, or more."""
         self._recorder.synchronize()
@@ -215,14 +238,16 @@ class Graphs:
         self._recorder.synchronize()
         return launch_s >= bound * (time.monotonic() - began_s)
 
-    def _evaluate_and_record(self, call: object, transformer: Any, inputs: Mapping[str, Any]) -> None:
+    def _evaluate_and_record(self, call: _Call, transformer: Any, inputs: Mapping[str, Any]) -> None:
+        if self._is_loaded.get(call.with_any_text) and self._record_at_once(call, transformer, inputs):
+            return
         sharing, is_new = present_sharing(), call not in self._known
         if is_new:  # as a record does, so that what that launches is loaded
             with _by_slot(None if sharing is None else sharing.parallel, self._new_slot()):
                 self._evaluate(call, transformer, inputs)
         self._record(call, transformer, inputs, is_loaded=is_new)
 
-    def _evaluate(self, call: object, transformer: Any, inputs: Mapping[str, Any]) -> Tensor:
+    def _evaluate(self, call: _Call, transformer: Any, inputs: Mapping[str, Any]) -> Tensor:
         result = evaluate(transformer, inputs)
         sharing = present_sharing()
         lengths = {} if sharing is None else dict(sharing.stream_lengths)
@@ -232,29 +257,34 @@ class Graphs:
     def _new_slot(self) -> Tensor:
         return torch.zeros(1, dtype=torch.int64, device=self._device)
 
+    def _record_at_once(self, call: _Call, transformer: Any, inputs: Mapping[str, Any]) -> bool:
+        """Record without an evaluation before; whether that went well, or there is a record."""
+        if call in self._known and self._key(call, transformer, present_sharing()) in self._records:
+            return True
+        if not self._may_record_now():
+            return False
+        try:
+            record = self._recorded(call, transformer, inputs)
+        except Exception as error:
+            self._is_loaded[call.with_any_text] = False
+            logger.debug("a forward with a new text cannot be recorded at once: %s", in_one_line(error))
+            return False
+        self._keep(record, self._key(call, transformer, present_sharing()), transformer)
+        return True
+
     def _record(
-        self, call: object, transformer: Any, inputs: Mapping[str, Any], *, is_loaded: bool = False
+        self, call: _Call, transformer: Any, inputs: Mapping[str, Any], *, is_loaded: bool = False
     ) -> None:
         """is_loaded: all that a record launches was launched before."""
         sharing = present_sharing()
         key = self._key(call, transformer, sharing)
-        if key in self._records or key in self._refused:
+        if key in self._records or key in self._refused or not self._may_record_now():
             return
-        if not self.may_record or not self._recorder.has_room():
-            return
-        kept = {name: x.clone() if isinstance(x, Tensor) else x for name, x in inputs.items()}
-        slot_1 = self._new_slot()
-
-        def function(parallel: Parallel | None) -> Tensor:
-            with _by_slot(parallel, slot_1):
-                return evaluate(transformer, kept)
-
-        kept_tables: list[object] = []
         try:
             if sharing is not None and not is_loaded:
-                function(sharing.parallel)
-            with _noting(transformer, kept_tables):
-                recorded = self._recorder.record(function, None if sharing is None else self._unentered)
+                with _by_slot(sharing.parallel, self._new_slot()):
+                    evaluate(transformer, inputs)
+            record = self._recorded(call, transformer, inputs)
         except Exception as error:
             level = logging.DEBUG if self._refused else logging.WARNING  # where one cannot be, many cannot
             self._refused.add(key)
@@ -264,15 +294,37 @@ class Graphs:
                 in_one_line(error),
             )
             return
+        self._is_loaded.setdefault(call.with_any_text, True)
+        self._keep(record, key, transformer)
+
+    def _may_record_now(self) -> bool:
+        return self.may_record and self._recorder.has_room()
+
+    def _recorded(self, call: _Call, transformer: Any, inputs: Mapping[str, Any]) -> _Record:
+        """Raises: what the recorder raises."""
+        kept = {name: x.clone() if isinstance(x, Tensor) else x for name, x in inputs.items()}
+        slot_1 = self._new_slot()
+        tables = _tables_of_positions(transformer, inputs)
+
+        def function(parallel: Parallel | None) -> Tensor:
+            with _by_slot(parallel, slot_1):
+                return self._evaluate(call, transformer, kept)
+
+        unentered = None if present_sharing() is None else self._unentered
+        recorded = self._recorder.record(function, unentered)
         weights = tuple(transformer.parameters())
         addresses = tuple((weight, weight.data_ptr()) for weight in (weights[0], weights[-1]))
-        of = weakref.ref(transformer, lambda _: self._records.pop(key, None))
-        self._records[key] = _Record(recorded, kept, slot_1, of, addresses, kept_tables)
+        return _Record(recorded, kept, slot_1, weakref.ref(transformer), addresses, tables)
+
+    def _keep(self, record: _Record, key: object, transformer: Any) -> None:
+        """As long as the transformer is there, among the last ones used."""
+        record.transformer = weakref.ref(transformer, lambda _: self._records.pop(key, None))
+        self._records[key] = record
         self.num_made += 1
         while len(self._records) > MAX_RECORDS:
             self._records.popitem(last=False)
 
-    def _record_of(self, call: object, transformer: Any, sharing: Sharing | None) -> _Record | None:
+    def _record_of(self, call: _Call, transformer: Any, sharing: Sharing | None) -> _Record | None:
         if call not in self._known:
             return None
         key = self._key(call, transformer, sharing)
@@ -285,18 +337,15 @@ class Graphs:
         self._records.move_to_end(key)
         return record
 
-    def _call(self, transformer: Any, inputs: Mapping[str, Any], sharing: Sharing | None) -> object:
-        """What is called with what, all but the values of tensors."""
+    def _call(self, transformer: Any, inputs: Mapping[str, Any], sharing: Sharing | None) -> _Call:
         if transformer not in self._lives:
             self._lives[transformer] = next(self._next_life)
-        kinds = tuple(
-            (name, x.shape, x.dtype) if isinstance(x, Tensor) else (name, repr(x))
-            for name, x in inputs.items()
-        )
+        kinds = {name: (x.shape, x.dtype) if isinstance(x, Tensor) else repr(x) for name, x in inputs.items()}
+        text = tuple(kinds.pop(name, None) for name in OF_TEXT)
         degrees = None if sharing is None else sharing.parallel.degrees
-        return self._lives[transformer], kinds, degrees
+        return _Call(self._lives[transformer], tuple(kinds.items()), text, degrees)
 
-    def _key(self, call: object, transformer: Any, sharing: Sharing | None) -> object:
+    def _key(self, call: _Call, transformer: Any, sharing: Sharing | None) -> object:
         """What decides the launches of a forward, whichever ranks share it."""
         if sharing is None:
             return call
@@ -317,15 +366,14 @@ def _by_slot(parallel: Parallel | None, slot_1: Tensor) -> AbstractContextManage
     return nullcontext() if parallel is None else active(parallel, slot_1=slot_1)
 
 
-@contextmanager
-def _noting(transformer: Any, tables: list[object]) -> Iterator[None]:
-    """Inside, the tables of positions that forwards use are noted; Qwen-Image keeps the last ones only."""
+def _tables_of_positions(transformer: Any, inputs: Mapping[str, Any]) -> object:
+    """What such forwards read beside weights and inputs, computed now if need be: Qwen-Image's positions.
+
+    A record keeps them, since the model does so for the last sizes only. One that it would compute while it
+    is recorded would be there after the first replay only, and is read by others.
+    """
     embedding = getattr(transformer, "pos_embed", None)
-    if embedding is None:
-        yield
-        return
-    handle = embedding.register_forward_hook(lambda *call: tables.append(call[2]), prepend=True)
-    try:
-        yield
-    finally:
-        handle.remove()
+    if not isinstance(embedding, QwenEmbedRope):
+        return None
+    (grids,), device = inputs["img_shapes"], inputs["hidden_states"].device
+    return [embedding._compute_video_freqs(*grid, idx, device) for idx, grid in enumerate(grids)]

@@ -19,7 +19,7 @@ MAX_WARM_UPS = 16
 """Kinds of jobs: each takes up to some seconds. Those with less work find out in the run."""
 MAX_FLOPS = 2e15
 """Of a step, on each of its ranks. One of more computes for seconds (two forwards of Wan2.2-5B at
-1280x704x81, 586e12 together, took 1.0 s on an H200: benchmarks/results/2026-11-21-forward.md), so that
+1280x704x81, 586e12 together, took 1.0 s on an H200: benchmarks/results/2026-11-22-forward.md), so that
 loading is a small part of the first one, and launching holds none up."""
 ONE_DEGREE: Mapping[str, int] = {"fcfs": 1, "srtf": 1, "legacy": 0}
 """Policies whose steps all have one degree, their option `degree`, and its default; 0 means all ranks."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import shutil
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -525,31 +526,73 @@ def test_kernels_compile_with_nvrtc_and_are_cached(tmp_path: Path, monkeypatch: 
     assert compiler.compiled("sm_90") == b"from the cache"
 
 
-@pytest.mark.parametrize("has_failed", [False, True])
-def test_capture_that_has_failed_is_ended_for_the_allocator_too(
-    monkeypatch: pytest.MonkeyPatch, has_failed: bool
-) -> None:
-    calls: list[object] = []
+class ImitationGraph:
+    """Of a pool that takes none where another one has failed, as torch's."""
 
-    class Graph:
-        def capture_begin(self, *, pool: object, capture_error_mode: str) -> None:
-            calls.append(capture_error_mode)
+    is_invalid = False
+    spoiled: ClassVar[set[object]] = set()
+    ended: ClassVar[list[object]] = []
 
-        def capture_end(self) -> None:
-            calls.append("end")
-            if has_failed:
-                raise RuntimeError("invalid capture")
+    def capture_begin(self, *, pool: object, capture_error_mode: str) -> None:
+        assert pool not in self.spoiled
+        assert capture_error_mode == "thread_local"
+        self.pool = pool
 
+    def capture_end(self) -> None:
+        if self.is_invalid:
+            self.spoiled.add(self.pool)
+            raise RuntimeError("invalid capture")
+        self.ended.append(self.pool)
+
+
+@pytest.fixture
+def imitation_graphs(monkeypatch: pytest.MonkeyPatch) -> type[ImitationGraph]:
+    """In place of torch's."""
+    pools = itertools.count()
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", ImitationGraph)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, next(pools)))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(device_index=3))
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-    monkeypatch.setattr(
-        torch._C, "_cuda_endAllocateToPool", lambda *where: calls.append(where), raising=False
-    )
-    pool: Any = SharedPool.__new__(SharedPool)
-    pool._pool, pool._stream = (0, 1), SimpleNamespace(device_index=3)
-    with pytest.raises(ValueError, match="first"), pool.capturing(Graph()):
-        raise ValueError("first")
-    assert calls == ["thread_local", "end", *([(3, (0, 1))] if has_failed else [])]
-    calls.clear()
-    with pytest.raises(RuntimeError) if has_failed else contextlib.nullcontext(), pool.capturing(Graph()):
+    monkeypatch.setattr(ImitationGraph, "spoiled", set())
+    monkeypatch.setattr(ImitationGraph, "ended", [])
+    return ImitationGraph
+
+
+def test_capture_that_has_become_invalid_is_ended_for_the_allocator_and_followed_by_one_that_is_not(
+    imitation_graphs: type[ImitationGraph], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[object] = []
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *where: told.append(where), raising=False)
+    pool, kept = SharedPool(torch.device("cpu")), imitation_graphs()
+    with pool.capturing(kept):
         pass
-    assert calls == ["thread_local", "end", *([(3, (0, 1))] if has_failed else [])]
+    with pytest.raises(ValueError, match="first"), pool.capturing(imitation_graphs()):
+        raise ValueError("first")
+    assert told == []
+    invalid = imitation_graphs()
+    invalid.is_invalid = True
+    imitation_graphs.ended.clear()
+    with pytest.raises(ValueError, match="first"), pool.capturing(invalid):
+        raise ValueError("first")
+    assert told == [(3, kept.pool)]
+    assert len(imitation_graphs.ended) == 1
+    with pytest.raises(RuntimeError, match="invalid capture"), pool.capturing(invalid):
+        pass
+    with pool.capturing(later := imitation_graphs()):
+        pass
+    assert later.pool != kept.pool
+
+
+def test_graphs_share_memory_as_long_as_there_is_one(imitation_graphs: type[ImitationGraph]) -> None:
+    """torch does not take up a pool again whose graphs are gone."""
+    pool = SharedPool(torch.device("cpu"))
+    graphs = [imitation_graphs() for _ in range(3)]
+    for graph in graphs:
+        with pool.capturing(graph):
+            pass
+    (first,) = {graph.pool for graph in graphs}
+    graphs.clear()
+    del graph
+    with pool.capturing(imitation_graphs()):
+        pass
+    assert imitation_graphs.ended[-1] != first

@@ -13,12 +13,14 @@ from gfgen.gfc.cuda.endpoint import CudaEndpoint
 from gfgen.gfc.descriptor import Descriptor
 from gfgen.jobspec import JobSpec
 from gfgen.layout import Layout
+from gfgen.models import graphs as graphs_module
 from gfgen.models import guidance
 from gfgen.models.adapter import Fields
 from gfgen.models.forwards import evaluate
 from gfgen.models.graphs import Graphs
 from gfgen.models.parallel import Parallel, parallel_from
 from gfgen.models.registry import find_configs, load_adapter
+from gfgen.models.rehearsal import rehearsal
 from gfgen.runtime.messages import WarmUp
 from gfgen.runtime.worker_forwards import Forwards
 from gfgen.runtime.worker_graphs import CudaRecorder
@@ -46,6 +48,7 @@ JOBS = {
     "qwen, in one forward": Job("tiny-qwen-image", QWEN, in_batch=True),
 }
 STEPS = 4
+TEXTS = ("a fox", "a fox in the snow", "two foxes below a tree in the snow at night")
 PASSES = 3
 """Over each step."""
 
@@ -126,6 +129,93 @@ def _compare(
         "steps": num_steps,
         "records": graphs.num_records,
     }
+
+
+@torch.no_grad()
+def record_new_texts(endpoint: CudaEndpoint, layouts: Sequence[Layout], first: int) -> dict[str, Any]:
+    """Steps with prompts of lengths that no step had before, recorded in their turn: as `compare`."""
+    device = endpoint.torch_device
+    torch.cuda.set_device(device)
+    torch.cuda.set_stream(torch.cuda.Stream(device))
+    model = "tiny-qwen-image"
+    adapter: Any = load_adapter(find_configs(model), device=str(device), has_random_weights=True)
+    recorder = CountingRecorder(device)
+    graphs = Graphs(recorder, device)
+    num_different = num_steps = 0
+    evaluations: list[bool] = []
+    """Whether each was captured."""
+
+    def noted(transformer: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
+        evaluations.append(torch.cuda.is_current_stream_capturing())
+        return evaluate(transformer, inputs)
+
+    numbers = iter(range(first, first + 2 * len(TEXTS) * len(layouts)))
+    for layout in layouts:
+        own = [next(numbers) for _ in range(2 * len(TEXTS))]
+        if endpoint.rank not in layout.ranks:
+            continue
+        unentered = None if layout.degree == 1 else parallel_from(endpoint.unentered(layout))
+        for idx, text in enumerate(TEXTS):
+            spec = adapter.geometry.resolve(JobSpec(id="job", prompt=text, seed=1, steps=STEPS, **QWEN))
+            prompt = adapter.encode(spec)
+            condition, latents = adapter.prepare(spec, prompt)
+            adapter.evaluate_by(graphs)
+            evaluations.clear()
+            with patch.object(graphs_module, "evaluate", noted), graphs.recording(unentered):
+                alone = None if unentered is None else rehearsal(unentered)
+                adapter.denoise(spec, prompt, condition, latents, step=0, parallel=alone)
+            if idx:  # the negative prompt is as it was
+                assert evaluations == [True], evaluations
+            results = []
+            for forward, number in zip((evaluate, graphs), own[2 * idx :], strict=False):
+                adapter.evaluate_by(forward)
+                torch.cuda.synchronize()
+                results.append(
+                    one_step(endpoint, adapter, spec, prompt, condition, latents, 0, layout, number)
+                )
+            num_different += sum(
+                not torch.equal(results[0].tensors[name], tensor)
+                for name, tensor in results[1].tensors.items()
+            )
+            num_steps += 1
+    return {"different": num_different, "replays": recorder.num_replays, "steps": num_steps}
+
+
+def record_after_failures(endpoint: CudaEndpoint) -> None:
+    """What a recorder records after one that went wrong, and when all of its records are gone."""
+    device = endpoint.torch_device
+    torch.cuda.set_device(device)
+    torch.cuda.set_stream(torch.cuda.Stream(device))
+    recorder = CudaRecorder(device)
+    x = torch.ones(8, device=device)
+
+    def invalid(_: Parallel | None) -> torch.Tensor:
+        return x * (x + 1).sum().item()  # it waits for the device
+
+    def failing(_: Parallel | None) -> torch.Tensor:
+        raise ValueError(str(x + 1))
+
+    def works() -> Any:
+        recorded = recorder.record(lambda _: x * 3 + torch.zeros(1 << 20, device=device)[:8], None)
+        torch.randn(8, device=device)
+        assert torch.equal(recorded.replay(None), torch.full_like(x, 3)), "a replay"
+        return recorded
+
+    kept = works()
+    for wrong in (invalid, failing, invalid):
+        try:
+            recorder.record(wrong, None)
+        except (RuntimeError, ValueError):
+            torch.randn(8, device=device)
+        else:
+            raise AssertionError("this cannot be recorded")
+        works()
+        assert torch.equal(kept.replay(None), torch.full_like(x, 3)), "a replay of what was there before"
+    del kept
+    for _ in range(2):
+        works()  # whose record goes at once
+        torch.cuda.empty_cache()
+        works()
 
 
 def one_step(

@@ -6,7 +6,7 @@ Qwen-Image's blocks are fused for it, in fp32: prompts of 7 and 6 tokens then go
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -126,17 +126,22 @@ def test_rules_are_for_bf16_on_gpus_and_for_their_own_tokens_and_ranks(
 ) -> None:
     job = make_job("5b-text")
     geometry, num_tokens = job.adapter.geometry, job.adapter.geometry.num_tokens(job.spec)
-    on_gpu: Any = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16)
 
-    def is_faster(rule: BatchRule, degree: int, like: Any = on_gpu) -> bool:
+    def embeds(*lengths: int, is_cuda: bool = True, dtype: torch.dtype = torch.bfloat16) -> list[Any]:
+        return [SimpleNamespace(is_cuda=is_cuda, dtype=dtype, shape=(1, each, 64)) for each in lengths]
+
+    def is_faster(rule: BatchRule, degree: int, given: Sequence[Any] | None = None) -> bool:
         monkeypatch.setattr(guidance, "BATCH_RULES", (rule,))
-        return is_batch_faster(geometry, job.spec, sequence_degree=degree, like=like)
+        return is_batch_faster(geometry, job.spec, sequence_degree=degree, embeds=given or embeds(20, 8))
 
-    rule = BatchRule(geometry.family, 2, num_tokens, num_tokens + 1)
+    rule = BatchRule(geometry.family, 2, num_tokens, num_tokens + 1, 12)
     assert is_faster(rule, 2)
     assert not is_faster(rule, 4)
     assert not is_faster(rule._replace(from_tokens=num_tokens + 1, to_tokens=num_tokens + 9), 2)
     assert not is_faster(rule._replace(to_tokens=num_tokens), 2)
     assert not is_faster(rule._replace(family="qwen-image"), 2)
-    assert not is_faster(rule, 2, SimpleNamespace(is_cuda=True, dtype=torch.float32))
-    assert not is_faster(rule, 2, SimpleNamespace(is_cuda=False, dtype=torch.bfloat16))
+    assert is_faster(rule, 2, embeds(8, 20))
+    assert not is_faster(rule, 2, embeds(21, 8))
+    assert not is_faster(rule, 2, embeds(20))
+    assert not is_faster(rule, 2, embeds(20, 8, dtype=torch.float32))
+    assert not is_faster(rule, 2, embeds(20, 8, is_cuda=False))

@@ -5,8 +5,11 @@ What is recorded on a GPU is imitated (`ImitationRecorder`), and looked at as a 
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -204,6 +207,79 @@ def test_forwards_of_both_branches_are_recorded_by_the_lengths_of_their_texts(fu
     assert (of.num_records, recorder.num_replays) == (1, 1)
     assert torch.equal(of(fused_qwen, both(5)), graphs.evaluate(fused_qwen, both(5)))
     assert recorder.num_replays == 1
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_new_text_is_recorded_without_an_evaluation(
+    size: int, fused_qwen: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once one with another text was: what a record launches is loaded."""
+    evaluate, evaluations = graphs.evaluate, list[Any]()
+    monkeypatch.setattr(graphs, "evaluate", lambda *call: evaluations.append(call) or evaluate(*call))
+    of = Graphs(recorder := ImitationRecorder(), CPU)
+    parallel = place(size, 0) if size > 1 else None
+    for text_tokens, num_evaluations in ((6, 2), (7, 1), (9, 1), (7, 0)):
+        evaluations.clear()
+        with nullcontext() if parallel is None else active(rehearsal(parallel)), of.recording(parallel):
+            of(fused_qwen, qwen_inputs(text_tokens))
+        assert len(evaluations) == num_evaluations  # of which one is the recorder's
+    assert of.num_made == recorder.num_records == 3
+    if parallel is None:
+        assert torch.equal(of(fused_qwen, qwen_inputs(7)), evaluate(fused_qwen, qwen_inputs(7)))
+        assert recorder.num_replays == 1
+
+
+def test_new_text_that_cannot_be_recorded_at_once_is_evaluated_before(fused_qwen: Any) -> None:
+    class Lazy(ImitationRecorder):
+        is_loaded = True
+
+        def record(self, function: Any, parallel: Any) -> Any:
+            if not self.is_loaded:
+                self.is_loaded = True
+                raise RuntimeError("a kernel cannot be loaded now")
+            return super().record(function, parallel)
+
+    of = Graphs(recorder := Lazy(), CPU)
+    record_alone(of, fused_qwen, qwen_inputs(6))
+    recorder.is_loaded = False
+    record_alone(of, fused_qwen, qwen_inputs(7))
+    assert (of.num_records, recorder.is_loaded) == (2, True)
+    recorder.is_loaded = False
+    with of.recording(None):
+        of(fused_qwen, qwen_inputs(8))  # not tried again: it would take time for every text
+    assert (of.num_records, recorder.is_loaded) == (2, True)
+    assert torch.equal(of(fused_qwen, qwen_inputs(7)), graphs.evaluate(fused_qwen, qwen_inputs(7)))
+    assert recorder.num_replays == 1
+
+
+def test_record_keeps_the_positions_that_it_reads(fused_qwen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model has them at hand for 128 sizes. What a capture computes is there after a replay only."""
+    computed = type(fused_qwen.pos_embed)._compute_video_freqs
+    asked: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(
+        type(fused_qwen.pos_embed),
+        "_compute_video_freqs",
+        lambda *call: asked.append(call) or computed(*call),
+    )
+
+    class Recorder(ImitationRecorder):
+        def record(self, function: Any, parallel: Any) -> Any:
+            expected = weakref.ref(computed(*asked[-1]))
+            asked.clear()
+            recorded = super().record(function, parallel)
+            assert [computed(*call) for call in asked] == [expected()]
+            return recorded
+
+    of = Graphs(Recorder(), CPU)
+    record_alone(of, fused_qwen, qwen_inputs(6))
+    read = weakref.ref(computed(*asked[-1]))
+    for columns in range(200):
+        computed(fused_qwen.pos_embed, 1, 1, columns + 1, 0, CPU)
+    gc.collect()
+    assert read() is not None
+    of.clear()
+    gc.collect()
+    assert read() is None
 
 
 def test_slots_of_other_lengths_are_other_records(wan: Any) -> None:

@@ -12,6 +12,7 @@ what was captured, so a capture serves all slots that have the same.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Generic, TypeVar
@@ -118,18 +119,16 @@ class SharedPool:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
-        # Its own: the allocator notes the streams that use a block when that is freed, which must
-        # not be one that is being captured (pytorch issue 193982).
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(self._stream):
-            for dtype in (torch.float32, torch.bfloat16):  # so that cuBLAS' workspace is not the pool's
-                x = torch.ones(16, 16, device=device, dtype=dtype)
-                torch.nn.functional.linear(x, x, x[0])
+        self._device = device
+        self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
+        """Those whose memory it is."""
+        self._begin()
 
     @contextlib.contextmanager
     def capturing(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
         """For `Captured`. Waits for nothing; other threads may do what they like on streams of theirs."""
+        if not self._graphs:  # torch may have the old one left, and then refuses to take it up again
+            self._pool = torch.cuda.graph_pool_handle()
         with torch.cuda.stream(self._stream):
             # "global" would let another thread's allocation of pinned memory, say, end the capture.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
@@ -140,12 +139,36 @@ class SharedPool:
                     self._end(graph)
                 raise
             self._end(graph)
+        self._graphs.add(graph)
+
+    def _begin(self) -> None:
+        self._graphs.clear()
+        self._pool = torch.cuda.graph_pool_handle()
+        # Its own: the allocator notes the streams that use a block when that is freed, which must
+        # not be one that is being captured (pytorch issue 193982).
+        self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._stream):
+            for dtype in (torch.float32, torch.bfloat16):  # so that cuBLAS' workspace is not the pool's
+                x = torch.ones(16, 16, device=self._device, dtype=dtype)
+                torch.nn.functional.linear(x, x, x[0])
 
     def _end(self, graph: torch.cuda.CUDAGraph) -> None:
         try:
             graph.capture_end()
         except RuntimeError:
-            # CUDA has ended a capture that became invalid; torch's allocator still waits for the end.
+            # CUDA has ended a capture that became invalid, torch 2.11 has not: its allocator waits for the
+            # end, this stream and pool are captured into no more, and nobody gets random numbers until
+            # another capture ends as it should.
             with contextlib.suppress(RuntimeError):
                 torch._C._cuda_endAllocateToPool(self._stream.device_index, self._pool)
+            with contextlib.suppress(RuntimeError):
+                self._begin()
+                self._capture_next_to_nothing()
             raise
+
+    def _capture_next_to_nothing(self) -> None:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=torch.cuda.graph_pool_handle(), capture_error_mode="thread_local")
+            torch.ones(1, device=self._device)
+            graph.capture_end()
