@@ -132,8 +132,15 @@ def _compare(
 
 
 @torch.no_grad()
-def record_new_texts(endpoint: CudaEndpoint, layouts: Sequence[Layout], first: int) -> dict[str, Any]:
+def record_new_texts(
+    endpoint: CudaEndpoint, layouts: Sequence[Layout], first: int, in_batch: bool
+) -> dict[str, Any]:
     """Steps with prompts of lengths that no step had before, recorded in their turn: as `compare`."""
+    with patch.object(guidance, "is_batch_faster", return_value=in_batch):
+        return _record_new_texts(endpoint, layouts, first)
+
+
+def _record_new_texts(endpoint: CudaEndpoint, layouts: Sequence[Layout], first: int) -> dict[str, Any]:
     device = endpoint.torch_device
     torch.cuda.set_device(device)
     torch.cuda.set_stream(torch.cuda.Stream(device))
