@@ -14,7 +14,6 @@ import argparse
 import gc
 import json
 import time
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -119,7 +118,7 @@ def step(
         parallel = parallel_from(group)
     given = _on(latents, endpoint.torch_device)
     inputs = (prompts(model, endpoint.torch_device), Fields(), given)
-    with patch.object(guidance, "is_batch_faster", return_value=True) if in_batch else nullcontext():
+    with patch.object(guidance, "is_batch_faster", return_value=in_batch):
         result = _ADAPTERS[model].denoise(spec, *inputs, step=idx, parallel=parallel)
     torch.cuda.synchronize()
     if parallel is not None:
