@@ -16,7 +16,7 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -69,6 +69,7 @@ class WorkerSettings:
     arena_bytes: tuple[int, int] = (0, 0)
     has_graphs: bool = False
     memory_limit: int | None = None
+    tuned_tables: Mapping[str, str] = field(default_factory=dict)
 
 
 def main(end: socket.socket, settings: WorkerSettings) -> None:

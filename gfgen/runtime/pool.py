@@ -24,6 +24,7 @@ from typing import Any
 
 from gfgen.errors import InterruptedRunError, WorkerError
 from gfgen.gfc.arena import Plan
+from gfgen.gfc.cuda.selector import tuned_tables
 from gfgen.runtime import forkserver
 from gfgen.runtime.arenas import RankArenas, default_plan
 from gfgen.runtime.channel import Channel
@@ -200,6 +201,7 @@ class WorkerPool:
             "arena_bytes": (self._plan.data_bytes, self._plan.post_bytes),
             "has_graphs": has_graphs,
             "memory_limit": memory_limit,
+            "tuned_tables": tuned_tables() if are_on_gpus else {},
         }
         self.islands = tuple([tuple(island) for island in islands or [range(num_ranks)]])
         """Sets of ranks that map each other's arenas, and so can share a layout."""

@@ -25,9 +25,9 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -108,6 +108,8 @@ class WorkerSettings:
     """On a GPU: whether forwards may be recorded, to be launched at once."""
     memory_limit: int | None = None
     """Bytes of its GPU that a rank may use; None for all."""
+    tuned_tables: Mapping[str, str] = field(default_factory=dict)
+    """On a GPU: by which all ranks choose kernels of exchanges (gfc/cuda/selector.py)."""
 
 
 def main(channel_socket: socket.socket, settings: WorkerSettings) -> None:

@@ -28,7 +28,7 @@ import queue
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -120,6 +120,7 @@ def main(
             adapters,
             Plan(*settings.arena_bytes),
             load_model=partial(load_model, settings, device=str(device)),
+            tuned_tables=settings.tuned_tables,
         )
         worker.set_up_forwards(CudaRecorder(device), may_record=settings.has_graphs)
         return worker
@@ -187,10 +188,12 @@ class GpuWorker(Worker):
         plan: Plan,
         *,
         load_model: LoadModel | None = None,
+        tuned_tables: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(channel, rank, adapters, load_model=load_model)
         self.device = torch.device("cuda", rank)
         self._plan = plan
+        self._tuned_tables = tuned_tables or {}
         self._own_arena, arena_fd = DeviceArena.create(plan, device=rank)
         self.arena_fds = (arena_fd,)
         self._set_up_streams()
@@ -274,6 +277,7 @@ class GpuWorker(Worker):
             peer_fds={peer: fd for peer, fd in arenas.items() if peer != self._rank},
             incarnations=dict(enumerate(message.incarnations)),
             control_fd=fds[-1],
+            tables=self._tuned_tables,
         )
 
     def _memory_use(self) -> MemoryUse:

@@ -24,7 +24,14 @@ from gfgen.gfc.cuda.endpoint import CudaEndpoint
 from gfgen.gfc.cuda.graph import SharedPool
 from gfgen.gfc.cuda.group import Bank, CudaGroup, How, Prepared, Result, bank_of, canonical
 from gfgen.gfc.cuda.moves import Reshaped, offsets_of, reshaped
-from gfgen.gfc.cuda.selector import Choice, Rule, Selector
+from gfgen.gfc.cuda.selector import (
+    Choice,
+    Rule,
+    Selector,
+    load_selector,
+    store_rules,
+    tuned_tables,
+)
 from gfgen.gfc.descriptor import Descriptor
 from gfgen.gfc.reshard import Part, shard_sizes
 from gfgen.layout import Layout
@@ -596,3 +603,22 @@ def test_graphs_share_memory_as_long_as_there_is_one(imitation_graphs: type[Imit
     with pool.capturing(imitation_graphs()):
         pass
     assert imitation_graphs.ended[-1] != first
+
+
+def test_ranks_choose_by_the_tables_that_were_there_when_they_were_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A rank that is started again after `gfgen bench gfc --tune` must choose as the others do."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    first, second = ({(2, False): (Rule(1 << 62, Choice("threads", blocks)),)} for blocks in (3, 4))
+    path = store_rules("NVIDIA H200", first)
+    tables = tuned_tables()
+    store_rules("NVIDIA H200", second)
+    assert load_selector("NVIDIA H200", has_bulk=True, tables=tables).rules == first
+    assert load_selector("NVIDIA H200", has_bulk=True).rules == second
+    assert load_selector("NVIDIA A100", has_bulk=True).rules == {}
+    assert [each.name for each in path.parent.iterdir()] == [path.name]
+    path.write_bytes(b"\xff")
+    assert tuned_tables() == {}
+    assert load_selector("NVIDIA H200", has_bulk=True, tables={path.name: "{"}).rules == {}
+    assert caplog.text.count("using the shipped one") == 2

@@ -25,7 +25,7 @@ from gfgen.gfc.cuda.group import CudaGroup, Run, Seat
 from gfgen.gfc.cuda.kernels import Kernels
 from gfgen.gfc.cuda.launch import Launch
 from gfgen.gfc.cuda.memory import ControlPage, DeviceArena
-from gfgen.gfc.cuda.selector import Selector, load_selector
+from gfgen.gfc.cuda.selector import load_selector
 from gfgen.gfc.cuda.structs import AWAIT, COPY, FLAGGED_BYTES, NUM_BANKS, PUBLISH, Chunk, Context, Edges
 from gfgen.gfc.descriptor import Descriptor
 from gfgen.gfc.failure import Failure
@@ -62,7 +62,7 @@ class CudaEndpoint:
         incarnations: Mapping[int, int],
         control_fd: int,
         timeout_s: float = 30.0,
-        selector: Selector | None = None,
+        tables: Mapping[str, str] | None = None,
         beside_blocks: int | None = None,
     ) -> None:
         self.plan, self.rank, self.device = plan, rank, device
@@ -72,7 +72,7 @@ class CudaEndpoint:
         self.driver = driver()
         self.kernels = Kernels(device)
         # By the first device's table on every rank: all members of a group must choose alike.
-        self.selector = selector or load_selector(self.driver.name(0), has_bulk=self.kernels.has_bulk)
+        self.selector = load_selector(self.driver.name(0), has_bulk=self.kernels.has_bulk, tables=tables)
         self.control = ControlPage(control_fd, rank=rank, incarnation=incarnations[rank])
         self.incarnations = dict(incarnations)
         self.arenas = {rank: own}

@@ -1,12 +1,16 @@
 """Which kernel moves an exchange, and with how many blocks, by size.
 
-Filled by `gfgen bench gfc --tune` and stored per device; without that, the shipped table.
+Filled by `gfgen bench gfc --tune` and stored per device; without that, the shipped table. All ranks of a run
+have to choose alike, also one that is started again after a table was tuned anew: who starts them reads the
+tables once, for all of them.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import os
+import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -100,13 +104,24 @@ def table_path(device_name: str) -> Path:
     return cache_dir() / f"gfc-{slug}.json"
 
 
-def load_selector(device_name: str, *, has_bulk: bool) -> Selector:
-    """The device's tuned table, or the shipped one."""
-    path = table_path(device_name)
-    rules: dict[Key, tuple[Rule, ...]] = {}
-    if path.is_file():
+def tuned_tables() -> dict[str, str]:
+    """What is in the files of all tables that were tuned here, by name."""
+    found = {}
+    for path in cache_dir().glob("gfc-*.json"):
         try:
-            for table in json.loads(path.read_text())["tables"]:
+            found[path.name] = path.read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            _log.warning("%s cannot be read (%s): using the shipped one", path, error)
+    return found
+
+
+def load_selector(device_name: str, *, has_bulk: bool, tables: Mapping[str, str] | None = None) -> Selector:
+    """The device's tuned table, or the shipped one; tables: of `tuned_tables`, those of now without."""
+    path, rules = table_path(device_name), dict[Key, tuple[Rule, ...]]()
+    text = (tuned_tables() if tables is None else tables).get(path.name)
+    if text is not None:
+        try:
+            for table in json.loads(text)["tables"]:
                 rows = tuple(Rule(row["up_to_bytes"], Choice(**row["choice"])) for row in table["rules"])
                 rules[table["num_members"], table["in_arena"]] = rows
         except (ValueError, KeyError, TypeError) as error:
@@ -122,5 +137,7 @@ def store_rules(device_name: str, rules: Mapping[Key, tuple[Rule, ...]]) -> Path
         {"num_members": size, "in_arena": in_arena, "rules": [asdict(rule) for rule in rows]}
         for (size, in_arena), rows in rules.items()
     ]
-    path.write_text(json.dumps({"device": device_name, "tables": tables}, indent=1) + "\n")
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+        file.write(json.dumps({"device": device_name, "tables": tables}, indent=1) + "\n")
+    os.replace(file.name, path)  # a run that starts now does not read half of it
     return path
