@@ -23,6 +23,7 @@ from gfgen.bench.profiling import Samples
 from gfgen.bench.workloads import MIXES, calibration_jobs
 from gfgen.cli.admission import admit_file
 from gfgen.cli.board import Board, Line
+from gfgen.cli.options import tell_of_graphs
 from gfgen.cli.ranks import Ranks, admitted_on, rank_options, ready_pool
 from gfgen.errors import InputError, InterruptedRunError
 from gfgen.jobspec import JobSpec
@@ -136,6 +137,7 @@ def profile(
     if jobs is not None and (models or sizes):
         raise click.UsageError("give either JOBS, or --model and --size")
     options = Ranks(_devices(device, ranks), random_weights, vae_dtype, graphs)
+    tell_of_graphs(ctx, options.devices)
     method = _METHODS[options.are_on_gpus]
     if jobs is not None:
         admission = options.admission(DEFAULT_MODEL)

@@ -3,7 +3,8 @@
 NAME is a built-in, `package.module:attribute`, or `path/to/file.py[:attribute]` (the
 attribute is `policy` unless named). A policy is a function whose one positional parameter is
 the snapshot and whose keyword-only parameters are its options, with a default and an
-annotation of int, float, bool or str; `Annotated[int, range(1, 9)]` says which are accepted.
+annotation of int, float, bool or str; `Annotated[int, range(1, 9)]` or `Annotated[int, (1, 2, 4)]` says
+which are accepted.
 """
 
 from __future__ import annotations
@@ -166,9 +167,9 @@ def _options(name: str, function: Callable[..., Any], assignments: list[str]) ->
 
 
 def _converted(name: str, key: str, value: str, parameter: inspect.Parameter) -> Any:
-    annotation, accepted = parameter.annotation, None
+    annotation, accepted = parameter.annotation, list[range | tuple[Any, ...]]()
     if get_origin(annotation) is Annotated:
-        accepted = next((note for note in annotation.__metadata__ if isinstance(note, range)), None)
+        accepted = [note for note in annotation.__metadata__ if isinstance(note, range | tuple)]
         annotation = annotation.__origin__
     kind = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "str")
     if kind == "bool":
@@ -179,7 +180,14 @@ def _converted(name: str, key: str, value: str, parameter: inspect.Parameter) ->
         converted = _TYPES.get(kind, str)(value)
     except ValueError:
         raise PolicyError(f"--policy {name}: {key} = {value}: a value of type {kind} is accepted") from None
-    if accepted is not None and converted not in accepted:
-        bounds = f"{accepted.start} to {accepted.stop - 1}"
-        raise PolicyError(f"--policy {name}: {key} = {value}: a whole number from {bounds} is accepted")
+    for values in accepted:
+        if converted not in values:
+            raise PolicyError(f"--policy {name}: {key} = {value}: {_words(values)} is accepted")
     return converted
+
+
+def _words(values: range | tuple[Any, ...]) -> str:
+    if isinstance(values, range):
+        return f"a whole number from {values.start} to {values.stop - 1}"
+    *others, last = map(str, values)
+    return f"{', '.join(others)} or {last}" if others else last

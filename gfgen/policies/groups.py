@@ -10,6 +10,8 @@ from gfgen.snapshot import JobView
 
 Degree = Annotated[int, range(1, MAX_RANKS + 1)]
 """Option of a policy: how many ranks run a task together. The range is what `--policy` accepts."""
+GroupSize = Annotated[int, (1, 2, 4, 8)]
+"""The same for policies that halve and double groups."""
 DegreeOrAll = Annotated[int, range(MAX_RANKS + 1)]
 """The same, where 0 means all ranks."""
 

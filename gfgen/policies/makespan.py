@@ -6,7 +6,7 @@ import heapq
 from operator import attrgetter
 
 from gfgen.policies.allotment import allot, shared_out
-from gfgen.policies.groups import Degree
+from gfgen.policies.groups import GroupSize
 from gfgen.snapshot import Decision, Snapshot
 
 NUM_CONSIDERED = 16
@@ -14,7 +14,7 @@ NUM_CONSIDERED = 16
 _length = attrgetter("remaining_s", "job_id")
 
 
-def makespan(snapshot: Snapshot, *, degree: Degree = 1) -> list[Decision]:
+def makespan(snapshot: Snapshot, *, degree: GroupSize = 1) -> list[Decision]:
     """The longest job first, on few ranks while many wait and on many when few are left.
 
     For batches without deadlines, where only the end of the last job matters. Few ranks a job waste

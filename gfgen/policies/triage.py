@@ -10,7 +10,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from gfgen.policies.allotment import allot, shared_out
-from gfgen.policies.groups import Degree
+from gfgen.policies.groups import GroupSize
 from gfgen.policies.speed import is_past_rescue, rest_s, widest
 from gfgen.snapshot import Decision, JobView, Snapshot
 
@@ -31,7 +31,7 @@ _due = attrgetter("precedence", "deadline_s", "arrival_s")
 _short = attrgetter("precedence", "remaining_s", "arrival_s")
 
 
-def triage(snapshot: Snapshot, *, degree: Degree = 2) -> list[Decision]:
+def triage(snapshot: Snapshot, *, degree: GroupSize = 2) -> list[Decision]:
     """As many deadlines as possible are met; beyond that the shortest job goes first.
 
     For jobs with deadlines, under any load. Jobs get groups of `degree` ranks, more where a deadline

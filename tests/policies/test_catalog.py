@@ -36,6 +36,8 @@ def test_options_are_bound_with_their_type():
         ("srtf,degree", "no option 'degree'"),
         ("srtf,degree=two", "degree = two: a value of type int"),
         ("srtf,degree=0", "degree = 0: a whole number from 1 to 8 is accepted"),
+        ("triage,degree=3", "degree = 3: 1, 2, 4 or 8 is accepted"),
+        ("makespan,degree=0", "degree = 0: 1, 2, 4 or 8 is accepted"),
         ("fcfs,degree=-2", "degree = -2: a whole number from 1 to 8"),
         ("legacy,degree=-1", "degree = -1: a whole number from 0 to 8"),
         ("legacy,degree=9", "degree = 9: a whole number from 0 to 8"),
