@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from gfgen.errors import RunError
+from gfgen.errors import PolicyError, RunError
 from gfgen.policies.catalog import load_policy
 from gfgen.runtime.admission import AdmittedJob
 from gfgen.runtime.cost import Doubt
@@ -171,8 +172,16 @@ def best_first(options: Sequence[Option]) -> tuple[Option, ...]:
 
 
 def _on(policy: str, num_ranks: int) -> str:
-    """The policy as it is called on so many ranks: a larger degree counts as this."""
-    return re.sub(r"\bdegree=(\d+)", lambda found: f"degree={min(int(found[1]), num_ranks)}", policy)
+    """The policy as it is called on so many ranks: a larger degree is this, or the next that it takes."""
+    for most in range(num_ranks, 0, -1):
+        text = _with_degree_up_to(most, policy)
+        with contextlib.suppress(PolicyError):
+            return load_policy(text).name
+    return policy
+
+
+def _with_degree_up_to(most: int, policy: str) -> str:
+    return re.sub(r"\bdegree=(\d+)", lambda found: f"degree={min(int(found[1]), most)}", policy)
 
 
 def _simulated(

@@ -10,7 +10,7 @@ from gfgen.graph import Stage
 from gfgen.runtime import plan_words
 from gfgen.runtime.cost import Doubt, in_one_line
 from gfgen.runtime.cost_table import Provenance
-from gfgen.runtime.plan import Option, best_first, make_plan
+from gfgen.runtime.plan import Option, _on, best_first, make_plan
 from gfgen.runtime.plot_plan import draw_plan
 from gfgen.runtime.profile import Profile, ProfileRow
 
@@ -123,6 +123,16 @@ def test_a_degree_is_called_by_what_it_counts_on_other_numbers_of_ranks():
         (1, "srtf,degree=1"),
         (2, "srtf,degree=2"),
     ]
+
+
+def test_a_degree_that_a_policy_does_not_take_counts_as_the_next_one_that_it_does():
+    assert [_on("triage,degree=4", count) for count in (4, 3, 2)] == [
+        "triage,degree=4",
+        "triage,degree=2",
+        "triage,degree=2",
+    ]
+    assert _on("srtf,degree=4", 3) == "srtf,degree=3"
+    assert _on("auto", 3) == "auto"
 
 
 def test_times_that_are_far_away_have_their_day_or_date():
