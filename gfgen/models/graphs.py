@@ -13,8 +13,8 @@ begin at the same place (`Recorder.align`).
 
 Recording runs nothing and meets nobody. It is done while no kernel waits for another rank, on ranks
 that have not been entered: who calls `rehearsing` or `recording` sees to that. What is recorded has to be
-loaded before, by an evaluation; a forward that differs from a recorded one in the length of its text only
-is recorded without.
+loaded before, by an evaluation; a forward that differs in the length of its text only from one that was
+recorded in the same slot is recorded at once.
 """
 
 from __future__ import annotations
@@ -91,10 +91,6 @@ class _Call(NamedTuple):
     degrees: tuple[int, int, int] | None
     """None for a rank alone."""
 
-    @property
-    def with_any_text(self) -> _Call:
-        return self._replace(text=())
-
 
 Mode = Callable[[_Call, Any, Mapping[str, Any]], Any]
 
@@ -150,8 +146,8 @@ class Graphs:
         """Records that were made so far; some may be gone."""
         self._records: OrderedDict[object, _Record] = OrderedDict()
         self._known: dict[_Call, _Known] = {}
-        self._is_loaded: dict[_Call, bool] = {}
-        """With any text: whether one may be recorded unevaluated, since another one was recorded."""
+        self._are_loaded: dict[object, bool] = {}
+        """By call with any text, and slot: whether they may be recorded at once, since one of them was."""
         self._rehearsed: set[object] = set()
         self._refused: set[object] = set()
         """What could not be recorded."""
@@ -203,7 +199,7 @@ class Graphs:
         """Models are about to go: nothing is known of any forward any more."""
         self.clear()
         self._known.clear()
-        self._is_loaded.clear()
+        self._are_loaded.clear()
         self._rehearsed.clear()
         self._refused.clear()
 
@@ -224,7 +220,7 @@ class Graphs:
         self._rehearsed.add(self._key(call, transformer, sharing))
         if not may_be_bound or len(self._records) >= MAX_RECORDS:
             return
-        if self._is_launch_bound(call, transformer, inputs, bound=WORTH_RECORDING):
+        if self._is_launch_bound(call, transformer, inputs, bound=WORTH_RECORDING) and self._may_record_now():
             self._record(call, transformer, inputs)
 
     def _is_launch_bound(
@@ -239,13 +235,17 @@ class Graphs:
         return launch_s >= bound * (time.monotonic() - began_s)
 
     def _evaluate_and_record(self, call: _Call, transformer: Any, inputs: Mapping[str, Any]) -> None:
-        if self._is_loaded.get(call.with_any_text) and self._record_at_once(call, transformer, inputs):
-            return
         sharing, is_new = present_sharing(), call not in self._known
+        if not is_new and self._key(call, transformer, sharing) in self._records:
+            return
+        may_record = self._may_record_now()
+        if may_record and self._record_at_once(call, transformer, inputs):
+            return
         if is_new:  # as a record does, so that what that launches is loaded
             with _by_slot(None if sharing is None else sharing.parallel, self._new_slot()):
                 self._evaluate(call, transformer, inputs)
-        self._record(call, transformer, inputs, is_loaded=is_new)
+        if may_record:
+            self._record(call, transformer, inputs, is_loaded=is_new)
 
     def _evaluate(self, call: _Call, transformer: Any, inputs: Mapping[str, Any]) -> Tensor:
         result = evaluate(transformer, inputs)
@@ -254,22 +254,23 @@ class Graphs:
         self._known[call] = _Known(lengths, torch.empty_like(result, device="meta"))
         return result
 
+    def _may_record_now(self) -> bool:
+        return self.may_record and self._recorder.has_room()
+
     def _new_slot(self) -> Tensor:
         return torch.zeros(1, dtype=torch.int64, device=self._device)
 
     def _record_at_once(self, call: _Call, transformer: Any, inputs: Mapping[str, Any]) -> bool:
-        """Record without an evaluation before; whether that went well, or there is a record."""
-        if call in self._known and self._key(call, transformer, present_sharing()) in self._records:
-            return True
-        if not self._may_record_now():
+        """Record without an evaluation before, if what records launch is loaded; whether that went well."""
+        alike = _whatever_the_text(call, present_sharing())
+        if not self._are_loaded.get(alike):
             return False
         try:
-            record = self._recorded(call, transformer, inputs)
+            self._make(call, transformer, inputs)
         except Exception as error:
-            self._is_loaded[call.with_any_text] = False
+            self._are_loaded[alike] = isinstance(error, torch.OutOfMemoryError)  # which has other reasons
             logger.debug("a forward with a new text cannot be recorded at once: %s", in_one_line(error))
             return False
-        self._keep(record, self._key(call, transformer, present_sharing()), transformer)
         return True
 
     def _record(
@@ -278,13 +279,13 @@ class Graphs:
         """is_loaded: all that a record launches was launched before."""
         sharing = present_sharing()
         key = self._key(call, transformer, sharing)
-        if key in self._records or key in self._refused or not self._may_record_now():
+        if key in self._records or key in self._refused:
             return
         try:
             if sharing is not None and not is_loaded:
                 with _by_slot(sharing.parallel, self._new_slot()):
                     evaluate(transformer, inputs)
-            record = self._recorded(call, transformer, inputs)
+            self._make(call, transformer, inputs)
         except Exception as error:
             level = logging.DEBUG if self._refused else logging.WARNING  # where one cannot be, many cannot
             self._refused.add(key)
@@ -294,14 +295,13 @@ class Graphs:
                 in_one_line(error),
             )
             return
-        self._is_loaded.setdefault(call.with_any_text, True)
-        self._keep(record, key, transformer)
+        self._are_loaded.setdefault(_whatever_the_text(call, sharing), True)
 
-    def _may_record_now(self) -> bool:
-        return self.may_record and self._recorder.has_room()
+    def _make(self, call: _Call, transformer: Any, inputs: Mapping[str, Any]) -> None:
+        """A record, kept as long as the transformer is there, among the last ones used.
 
-    def _recorded(self, call: _Call, transformer: Any, inputs: Mapping[str, Any]) -> _Record:
-        """Raises: what the recorder raises."""
+        Raises: what the recorder raises.
+        """
         kept = {name: x.clone() if isinstance(x, Tensor) else x for name, x in inputs.items()}
         slot_1 = self._new_slot()
         tables = _tables_of_positions(transformer, inputs)
@@ -310,16 +310,13 @@ class Graphs:
             with _by_slot(parallel, slot_1):
                 return self._evaluate(call, transformer, kept)
 
-        unentered = None if present_sharing() is None else self._unentered
-        recorded = self._recorder.record(function, unentered)
+        sharing = present_sharing()
+        recorded = self._recorder.record(function, None if sharing is None else self._unentered)
+        key = self._key(call, transformer, sharing)
         weights = tuple(transformer.parameters())
         addresses = tuple((weight, weight.data_ptr()) for weight in (weights[0], weights[-1]))
-        return _Record(recorded, kept, slot_1, weakref.ref(transformer), addresses, tables)
-
-    def _keep(self, record: _Record, key: object, transformer: Any) -> None:
-        """As long as the transformer is there, among the last ones used."""
-        record.transformer = weakref.ref(transformer, lambda _: self._records.pop(key, None))
-        self._records[key] = record
+        of = weakref.ref(transformer, lambda _: self._records.pop(key, None))
+        self._records[key] = _Record(recorded, kept, slot_1, of, addresses, tables)
         self.num_made += 1
         while len(self._records) > MAX_RECORDS:
             self._records.popitem(last=False)
@@ -359,6 +356,11 @@ class Graphs:
         # A rank's part of the modulation is that of its slot: it goes through other weights.
         is_modulated = isinstance(getattr(transformer, "modulation", None), Modulation)
         return call, own, group, heads[parallel.ulysses.slot], sequence.slot if is_modulated else None
+
+
+def _whatever_the_text(call: _Call, sharing: Sharing | None) -> object:
+    """What decides the kernels of a forward, but for what they are told of the length of its text."""
+    return call._replace(text=()), None if sharing is None else sharing.ranks.slot
 
 
 def _by_slot(parallel: Parallel | None, slot_1: Tensor) -> AbstractContextManager[None]:

@@ -39,8 +39,8 @@ class BatchRule(NamedTuple):
 
 
 BATCH_RULES = (
-    BatchRule("qwen-image", sequence_degree=1, from_tokens=0, to_tokens=6_000, max_padding=128),
-    BatchRule("qwen-image", sequence_degree=2, from_tokens=0, to_tokens=10_000, max_padding=128),
+    BatchRule("qwen-image", sequence_degree=1, from_tokens=1_000, to_tokens=6_000, max_padding=128),
+    BatchRule("qwen-image", sequence_degree=2, from_tokens=1_000, to_tokens=10_000, max_padding=128),
 )
 """In bf16 on a GPU. By `gfgen bench forward --only "*/both-*"` on H200, ms of both branches in turn and in
 one forward, with texts of 64 and 8 tokens: 1,024 tokens 67.3 and 60.2 on one GPU, 46.5 and 38.7 on two;

@@ -27,7 +27,7 @@ from gfgen.runtime.worker_jobs import RankJob
 LAUNCH_BOUND = 0.8
 """Launches that take so much of the time until all is done, or more: the device waits for the host."""
 MIN_REPLAYS = 5
-"""Recording launches a forward once or twice more, so it pays if a few steps follow."""
+"""Recording takes about as long as launching a forward once or twice, so it pays if a few steps follow."""
 MAX_ATTEMPTS = 4
 """At recording one kind of steps in vain: one that cannot be recorded is given up."""
 

@@ -569,7 +569,10 @@ def test_capture_that_has_become_invalid_is_ended_for_the_allocator_and_followed
     imitation_graphs: type[ImitationGraph], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[object] = []
-    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *where: told.append(where), raising=False)
+    for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
+        monkeypatch.setattr(
+            torch._C, name, lambda *where, name=name: told.append((name, *where)), raising=False
+        )
     pool, kept = SharedPool(torch.device("cpu")), imitation_graphs()
     with pool.capturing(kept):
         pass
@@ -581,13 +584,34 @@ def test_capture_that_has_become_invalid_is_ended_for_the_allocator_and_followed
     imitation_graphs.ended.clear()
     with pytest.raises(ValueError, match="first"), pool.capturing(invalid):
         raise ValueError("first")
-    assert told == [(3, kept.pool)]
+    assert told == [("_cuda_endAllocateToPool", 3, kept.pool), ("_cuda_releasePool", 3, kept.pool)]
     assert len(imitation_graphs.ended) == 1
     with pytest.raises(RuntimeError, match="invalid capture"), pool.capturing(invalid):
         pass
     with pool.capturing(later := imitation_graphs()):
         pass
     assert later.pool != kept.pool
+
+
+def test_capture_that_torch_has_ended_by_itself_leaves_the_pool_as_it_is(
+    imitation_graphs: type[ImitationGraph], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where memory is too short to make a graph of what was captured."""
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("not currently recording")
+
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", refuse, raising=False)
+    pool, kept, failing = SharedPool(torch.device("cpu")), imitation_graphs(), imitation_graphs()
+    with pool.capturing(kept):
+        pass
+    failing.is_invalid = True
+    with pytest.raises(RuntimeError, match="invalid capture"), pool.capturing(failing):
+        pass
+    imitation_graphs.spoiled.clear()
+    with pool.capturing(later := imitation_graphs()):
+        pass
+    assert later.pool == kept.pool
 
 
 def test_graphs_share_memory_as_long_as_there_is_one(imitation_graphs: type[ImitationGraph]) -> None:

@@ -13,6 +13,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -229,27 +230,78 @@ def test_new_text_is_recorded_without_an_evaluation(
         assert recorder.num_replays == 1
 
 
-def test_new_text_that_cannot_be_recorded_at_once_is_evaluated_before(fused_qwen: Any) -> None:
+@pytest.mark.parametrize("is_late", [False, True])
+def test_new_text_that_cannot_be_recorded_at_once_is_evaluated_before(
+    is_late: bool, fused_qwen: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """is_late: what is not loaded shows when the forward has been captured, and not before."""
+    loaded, evaluate = set[int](), graphs.evaluate
+
     class Lazy(ImitationRecorder):
-        is_loaded = True
+        is_recording = False
+        num_failures = 0
 
         def record(self, function: Any, parallel: Any) -> Any:
-            if not self.is_loaded:
-                self.is_loaded = True
-                raise RuntimeError("a kernel cannot be loaded now")
+            self.is_recording = True
+            try:
+                if is_late:
+                    super().record(function, parallel)
+                if not loaded:
+                    self.num_failures += 1
+                    raise RuntimeError("a kernel cannot be loaded now")
+                return super().record(function, parallel)
+            finally:
+                self.is_recording = False
+
+    def noted(transformer: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
+        if not recorder.is_recording:
+            loaded.add(inputs["encoder_hidden_states"].shape[1])
+        return evaluate(transformer, inputs)
+
+    monkeypatch.setattr(graphs, "evaluate", noted)
+    of = Graphs(recorder := Lazy(), CPU)
+    for text_tokens, num_failures in (
+        (6, 0),
+        (7, 1),
+        (8, 1),
+    ):  # not tried again: it would take time for every text
+        loaded.clear()
+        with of.recording(None):
+            of(fused_qwen, qwen_inputs(text_tokens))
+        assert loaded == {text_tokens}
+        assert recorder.num_failures == num_failures
+    assert of.num_records == 3
+    assert torch.equal(of(fused_qwen, qwen_inputs(7)), evaluate(fused_qwen, qwen_inputs(7)))
+    assert recorder.num_replays == 1
+
+
+def test_new_text_is_recorded_at_once_again_after_memory_was_short(fused_qwen: Any) -> None:
+    class Short(ImitationRecorder):
+        is_short = False
+
+        def record(self, function: Any, parallel: Any) -> Any:
+            if self.is_short:
+                self.is_short = False
+                raise torch.OutOfMemoryError("no memory for a graph")
             return super().record(function, parallel)
 
-    of = Graphs(recorder := Lazy(), CPU)
+    of = Graphs(recorder := Short(), CPU)
     record_alone(of, fused_qwen, qwen_inputs(6))
-    recorder.is_loaded = False
+    recorder.is_short = True
     record_alone(of, fused_qwen, qwen_inputs(7))
-    assert (of.num_records, recorder.is_loaded) == (2, True)
-    recorder.is_loaded = False
-    with of.recording(None):
-        of(fused_qwen, qwen_inputs(8))  # not tried again: it would take time for every text
-    assert (of.num_records, recorder.is_loaded) == (2, True)
-    assert torch.equal(of(fused_qwen, qwen_inputs(7)), graphs.evaluate(fused_qwen, qwen_inputs(7)))
-    assert recorder.num_replays == 1
+    with patch.object(graphs, "evaluate", side_effect=graphs.evaluate) as evaluations, of.recording(None):
+        of(fused_qwen, qwen_inputs(8))
+    assert evaluations.call_count == 1  # the recorder's
+    assert of.num_records == 3
+
+
+def test_other_lengths_of_shards_are_evaluated_before_they_are_recorded(wan: Any) -> None:
+    """18 tokens on 4 ranks: 5, 5, 4, 4."""
+    of = Graphs(ImitationRecorder(), CPU)
+    for slot, num_evaluations in ((0, 2), (0, 0), (3, 2)):
+        with patch.object(graphs, "evaluate", side_effect=graphs.evaluate) as evaluations:
+            recorded(of, wan, wan_inputs(), place(4, slot), is_known=False)
+        assert evaluations.call_count == num_evaluations
 
 
 def test_record_keeps_the_positions_that_it_reads(fused_qwen: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -156,15 +156,22 @@ class SharedPool:
         try:
             graph.capture_end()
         except RuntimeError:
-            # CUDA has ended a capture that became invalid, torch 2.11 has not: its allocator waits for the
-            # end, this stream and pool are captured into no more, and nobody gets random numbers until
-            # another capture ends as it should.
-            with contextlib.suppress(RuntimeError):
-                torch._C._cuda_endAllocateToPool(self._stream.device_index, self._pool)
-            with contextlib.suppress(RuntimeError):
-                self._begin()
-                self._capture_next_to_nothing()
+            with contextlib.suppress(RuntimeError):  # where torch has ended it by itself
+                self._end_what_is_invalid()
             raise
+
+    def _end_what_is_invalid(self) -> None:
+        """CUDA has ended a capture that became invalid, torch 2.11 has not.
+
+        Its allocator waits for the end, the pool counts one graph more than there are, it is captured into no
+        more on this stream, and nobody gets random numbers until another capture ends as it should.
+        """
+        torch._C._cuda_endAllocateToPool(self._stream.device_index, self._pool)
+        torch._C._cuda_releasePool(self._stream.device_index, self._pool)
+        try:
+            self._begin()
+        finally:
+            self._capture_next_to_nothing()
 
     def _capture_next_to_nothing(self) -> None:
         graph = torch.cuda.CUDAGraph()

@@ -1,0 +1,147 @@
+"""Where the time of a forward goes, by kernels, on 1 and 2 GPUs, and what the card does meanwhile.
+
+    python benchmarks/gpu_kernels.py [--gpus 1,2] [--shape wan2.2-ti2v-5b:1280x704x81 ...] [--json FILE]
+
+One forward of `gfgen bench forward` ("ours") under torch's profiler, then fourteen in a CUDA graph, beside
+which nvidia-smi reads clock, power and temperature ten times a second. Random weights; about 25 s a shape.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import re
+import statistics
+import subprocess
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._C._autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from gfgen.gfc.cuda.endpoint import CudaEndpoint
+from gfgen.gfc.cuda.ranks import CudaRanks
+from gfgen.layout import Layout
+from gfgen.models import measure_forward
+from gfgen.models.measure_forward import NUM_DISPATCHES, Kind, Shape
+from gfgen.runtime.arenas import GPU_PLAN
+
+KINDS = {
+    "attention": re.compile("sdpa|flash|fmha"),
+    "products": re.compile("nvjet|gemm|cutlass"),
+    "rows": re.compile("^_add_norm|^_heads"),
+    "exchanges": re.compile("^gfc_"),
+}
+WARM_UPS, REPEATS = 3, 14
+QUERY = "clocks.sm,power.draw,temperature.gpu"
+
+
+@torch.no_grad()
+def measure(endpoint: CudaEndpoint, shape: Shape, layout: Layout, first: int) -> dict[str, Any]:
+    """A rank's kernels (microseconds and number, by name), and milliseconds in a graph."""
+    torch.cuda.set_device(endpoint.device)
+    transformer = measure_forward._transformer(
+        shape.model, Kind(is_ours=True), layout.degree, str(endpoint.torch_device)
+    )
+    inputs, texts = measure_forward.inputs_of(shape, endpoint.torch_device)
+    run = measure_forward.forward_of(transformer, inputs, texts, "one")
+    groups = measure_forward._groups(endpoint, layout, first)
+    for _ in range(WARM_UPS):
+        run(groups())
+        torch.cuda.synchronize()
+    group = groups()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        run(group)
+        torch.cuda.synchronize()
+    kernels: dict[str, list[float]] = collections.defaultdict(lambda: [0.0, 0])
+    spans = []
+    for event in profiled.events():
+        if event.device_type == DeviceType.CUDA:
+            kernels[event.name][0] += event.time_range.elapsed_us()
+            kernels[event.name][1] += 1
+            spans.append((event.time_range.start, event.time_range.end))
+    captured = measure_forward._captured(run, groups())
+    with Card(endpoint.device) as card:
+        times_ms = [measure_forward._timed_ms(captured, groups) for _ in range(REPEATS)]
+    return {"kernels": dict(kernels), "spans_us": spans, "times_ms": times_ms, "card": card.readings}
+
+
+class Card:
+    """Reads what the card does while a `with` lasts."""
+
+    def __init__(self, device: int) -> None:
+        self._command = ["nvidia-smi", "-i", str(device), f"--query-gpu={QUERY}"]
+        self._command.append("--format=csv,noheader,nounits")
+        self._has_ended = threading.Event()
+        self._thread = threading.Thread(target=self._read)
+        self.readings: list[str] = []
+
+    def __enter__(self) -> Card:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._has_ended.set()
+        self._thread.join()
+
+    def _read(self) -> None:
+        while not self._has_ended.wait(0.1):
+            done = subprocess.run(self._command, capture_output=True, text=True, check=False)
+            self.readings.append(done.stdout.strip())
+
+
+def table_row(name: str, ranks: Sequence[dict[str, Any]]) -> str:
+    """Of the first rank; milliseconds."""
+    found = dict.fromkeys([*KINDS, "other"], 0.0)
+    for kernel, (duration_us, _) in ranks[0]["kernels"].items():
+        kind = next((kind for kind, names in KINDS.items() if names.search(kernel)), "other")
+        found[kind] += duration_us / 1e3
+    spans = sorted(ranks[0]["spans_us"])
+    busy_us, end_us = 0.0, spans[0][0]
+    for start, stop in spans:
+        busy_us += max(0.0, stop - max(start, end_us))
+        end_us = max(end_us, stop)
+    whole_us = end_us - spans[0][0]
+    graph_ms = max(statistics.median(rank["times_ms"]) for rank in ranks)
+    numbers = [*found.values(), busy_us / 1e3, whole_us / 1e3, graph_ms]
+    return f"| {name} | {' | '.join(f'{number:.1f}' for number in numbers)} |"
+
+
+def shape_of(text: str) -> Shape:
+    model, _, size = text.partition(":")
+    width, height, frames = [*map(int, size.split("x")), 1][:3]
+    return Shape(model, width, height, frames)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--gpus", default="1,2")
+    parser.add_argument("--shape", action="append", type=shape_of)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    results: dict[str, Any] = {}
+    print(f"| ms | {' | '.join([*KINDS, 'other', 'busy', 'whole', 'in a graph'])} |")
+    print("|---" * (len(KINDS) + 5) + "|", flush=True)
+    for degree in map(int, arguments.gpus.split(",")):
+        layout = Layout(tuple(range(degree)), ulysses=degree)
+        ranks = CudaRanks(degree, GPU_PLAN)
+        try:
+            for shape in arguments.shape or [shape_of("wan2.2-ti2v-5b:1280x704x81")]:
+                first = ranks.next_dispatch(NUM_DISPATCHES)
+                found = ranks.run(layout.ranks, measure, shape, layout, first)
+                results[f"{shape.name}/{degree}"] = found
+                print(table_row(f"{shape.name}/{degree}", found), flush=True)
+        finally:
+            ranks.close()
+    for name, found in results.items():
+        print(f"{name}: {QUERY}: {'; '.join(found[0]['card'])}")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(results) + "\n")
+
+
+if __name__ == "__main__":
+    main()
