@@ -23,6 +23,8 @@ import torch
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from gfgen.bench.gpus import check_count
+from gfgen.errors import GfgenError
 from gfgen.gfc.cuda.endpoint import CudaEndpoint
 from gfgen.gfc.cuda.ranks import CudaRanks
 from gfgen.layout import Layout
@@ -123,10 +125,15 @@ def main() -> None:
     parser.add_argument("--shape", action="append", type=shape_of)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    degrees = [int(number) for number in arguments.gpus.split(",")]
+    try:
+        check_count(max(degrees))
+    except GfgenError as error:
+        raise SystemExit(str(error)) from None
     results: dict[str, Any] = {}
     print(f"| ms | {' | '.join([*KINDS, 'other', 'busy', 'whole', 'in a graph'])} |")
     print("|---" * (len(KINDS) + 5) + "|", flush=True)
-    for degree in map(int, arguments.gpus.split(",")):
+    for degree in degrees:
         layout = Layout(tuple(range(degree)), ulysses=degree)
         ranks = CudaRanks(degree, GPU_PLAN)
         try:

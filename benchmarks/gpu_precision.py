@@ -23,6 +23,7 @@ import torch
 from diffusers import QwenImagePipeline, WanPipeline
 
 from gfgen.bench.workloads import admitted, weightless_model
+from gfgen.errors import GfgenError
 from gfgen.gfc.cuda.driver import driver
 from gfgen.gfc.cuda.endpoint import CudaEndpoint
 from gfgen.gfc.cuda.ranks import CudaRanks
@@ -233,7 +234,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    num_gpus = min(4, driver().num_devices)
+    try:
+        num_gpus = min(4, driver().num_devices)
+    except GfgenError as error:
+        raise SystemExit(str(error)) from None
     results = []
     ranks = CudaRanks(num_gpus, GPU_PLAN)
     try:

@@ -169,7 +169,7 @@ def _options(name: str, function: Callable[..., Any], assignments: list[str]) ->
 def _converted(name: str, key: str, value: str, parameter: inspect.Parameter) -> Any:
     annotation, accepted = parameter.annotation, list[range | tuple[Any, ...]]()
     if get_origin(annotation) is Annotated:
-        accepted = [note for note in annotation.__metadata__ if isinstance(note, range | tuple)]
+        accepted = [note for note in annotation.__metadata__ if isinstance(note, range | tuple) and note]
         annotation = annotation.__origin__
     kind = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "str")
     if kind == "bool":

@@ -314,14 +314,14 @@ class Control:
                 observer.refreshed(snapshot)
 
     def _note_degree(self, degree: object) -> None:
-        """Tell that more ranks are asked for each task than there are: it has less effect than that."""
+        """Tell that more ranks are asked for each task than there are."""
         most = self.state.max_degree
         if isinstance(degree, int) and degree > most:
             logger.warning(
-                "policy %s: a task has %d ranks here at most, so degree counts as %d",
+                "policy %s: a task has %d rank%s here at most, whatever the degree",
                 self.policy.name,
                 most,
-                most,
+                "" if most == 1 else "s",
             )
 
     def _ask_policy(self, snapshot: Snapshot) -> list[Decision]:
