@@ -1,6 +1,6 @@
 """Where the time of a forward goes, by kernels, on 1 and 2 GPUs, and what the card does meanwhile.
 
-    python benchmarks/gpu_kernels.py [--gpus 1,2] [--shape wan2.2-ti2v-5b:1280x704x81 ...] [--json FILE]
+    python benchmarks/gpu_kernels.py [--gpus 1,2] [--shape wan-1280x704x81 ...] [--json FILE]
 
 One forward of `gfgen bench forward` ("ours") under torch's profiler, then fourteen in a CUDA graph, beside
 which nvidia-smi reads clock, power and temperature ten times a second. Random weights; about 25 s a shape.
@@ -23,6 +23,7 @@ import torch
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from gfgen.bench.forward import SHAPES
 from gfgen.bench.gpus import check_count
 from gfgen.errors import GfgenError
 from gfgen.gfc.cuda.endpoint import CudaEndpoint
@@ -45,13 +46,8 @@ QUERY = "clocks.sm,power.draw,temperature.gpu"
 @torch.no_grad()
 def measure(endpoint: CudaEndpoint, shape: Shape, layout: Layout, first: int) -> dict[str, Any]:
     """A rank's kernels (microseconds and number, by name), and milliseconds in a graph."""
-    torch.cuda.set_device(endpoint.device)
-    transformer = measure_forward._transformer(
-        shape.model, Kind(is_ours=True), layout.degree, str(endpoint.torch_device)
-    )
-    inputs, texts = measure_forward.inputs_of(shape, endpoint.torch_device)
-    run = measure_forward.forward_of(transformer, inputs, texts, "one")
-    groups = measure_forward._groups(endpoint, layout, first)
+    run, groups = measure_forward.prepare(endpoint, shape, Kind(is_ours=True), layout, first)
+    assert groups is not None
     for _ in range(WARM_UPS):
         run(groups())
         torch.cuda.synchronize()
@@ -66,9 +62,9 @@ def measure(endpoint: CudaEndpoint, shape: Shape, layout: Layout, first: int) ->
             kernels[event.name][0] += event.time_range.elapsed_us()
             kernels[event.name][1] += 1
             spans.append((event.time_range.start, event.time_range.end))
-    captured = measure_forward._captured(run, groups())
+    captured = measure_forward.captured(run, groups())
     with Card(endpoint.device) as card:
-        times_ms = [measure_forward._timed_ms(captured, groups) for _ in range(REPEATS)]
+        times_ms = [measure_forward.timed_ms(captured, groups) for _ in range(REPEATS)]
     return {"kernels": dict(kernels), "spans_us": spans, "times_ms": times_ms, "card": card.readings}
 
 
@@ -113,16 +109,12 @@ def table_row(name: str, ranks: Sequence[dict[str, Any]]) -> str:
     return f"| {name} | {' | '.join(f'{number:.1f}' for number in numbers)} |"
 
 
-def shape_of(text: str) -> Shape:
-    model, _, size = text.partition(":")
-    width, height, frames = [*map(int, size.split("x")), 1][:3]
-    return Shape(model, width, height, frames)
-
-
 def main() -> None:
+    """Print a row for each shape and number of GPUs, then what the card did."""
+    shapes = {shape.name: shape for shape in SHAPES}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--gpus", default="1,2")
-    parser.add_argument("--shape", action="append", type=shape_of)
+    parser.add_argument("--shape", action="append", choices=shapes, metavar="NAME")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     degrees = [int(number) for number in arguments.gpus.split(",")]
@@ -137,7 +129,7 @@ def main() -> None:
         layout = Layout(tuple(range(degree)), ulysses=degree)
         ranks = CudaRanks(degree, GPU_PLAN)
         try:
-            for shape in arguments.shape or [shape_of("wan2.2-ti2v-5b:1280x704x81")]:
+            for shape in map(shapes.__getitem__, arguments.shape or ["wan-1280x704x81"]):
                 first = ranks.next_dispatch(NUM_DISPATCHES)
                 found = ranks.run(layout.ranks, measure, shape, layout, first)
                 results[f"{shape.name}/{degree}"] = found

@@ -43,6 +43,7 @@ RECOMPILE_LIMIT = 64
 
 Result = dict[str, Any]
 Forward = Callable[[CudaGroup | None], Sequence[Tensor]]
+Groups = Callable[[], CudaGroup | None]
 
 
 Branches = Literal["one", "in turn", "in batch"]
@@ -103,11 +104,7 @@ def _measure(
     if not kind.is_ours and layout.degree > 1 and not torch.distributed.is_initialized():
         device = str(endpoint.torch_device)
         join_group(rank=endpoint.rank, num_ranks=layout.degree, store=store, device=device)
-    torch.cuda.set_device(endpoint.device)
-    transformer = _transformer(shape.model, kind, layout.degree, str(endpoint.torch_device))
-    inputs, texts = inputs_of(shape, endpoint.torch_device)
-    run = forward_of(transformer, inputs, texts, kind.branches)
-    groups = _groups(endpoint, layout, dispatch) if kind.is_ours else None
+    run, groups = prepare(endpoint, shape, kind, layout, dispatch)
     torch.cuda.reset_peak_memory_stats()
     began = time.perf_counter()
     first = groups() if groups else None
@@ -117,12 +114,23 @@ def _measure(
     assert all(torch.isfinite(each).all() for each in result), "a forward whose result is not finite"
     if kind.in_graph:
         run(groups() if groups else None)  # once more, with all that the first one has compiled
-        run = _captured(run, groups() if groups else None)
-    times_ms = [_timed_ms(run, groups) for _ in range(WARM_UPS + REPEATS)][WARM_UPS:]
+        run = captured(run, groups() if groups else None)
+    times_ms = [timed_ms(run, groups) for _ in range(WARM_UPS + REPEATS)][WARM_UPS:]
     if first is not None:
         endpoint.check(endpoint.last_dispatch)
     peak_gb = torch.cuda.max_memory_allocated() / 1e9
     return {"times_ms": times_ms, "first_s": first_s, "peak_gb": peak_gb}
+
+
+def prepare(
+    endpoint: CudaEndpoint, shape: Shape, kind: Kind, layout: Layout, dispatch: int
+) -> tuple[Forward, Groups | None]:
+    """What is measured, and what makes a group for each call of it: nothing does for diffusers' own."""
+    torch.cuda.set_device(endpoint.device)
+    transformer = _transformer(shape.model, kind, layout.degree, str(endpoint.torch_device))
+    inputs, texts = inputs_of(shape, endpoint.torch_device)
+    run = forward_of(transformer, inputs, texts, kind.branches)
+    return run, _groups(endpoint, layout, dispatch) if kind.is_ours else None
 
 
 def forward_of(
@@ -142,7 +150,7 @@ def forward_of(
     return forward
 
 
-def _timed_ms(run: Forward, groups: Callable[[], CudaGroup | None] | None) -> float:
+def timed_ms(run: Forward, groups: Groups | None) -> float:
     """From when all ranks have come together, if they do, until this rank's device is done."""
     group = groups() if groups else None
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
@@ -153,7 +161,7 @@ def _timed_ms(run: Forward, groups: Callable[[], CudaGroup | None] | None) -> fl
     return float(begin.elapsed_time(end))
 
 
-def _groups(endpoint: CudaEndpoint, layout: Layout, dispatch: int) -> Callable[[], CudaGroup | None]:
+def _groups(endpoint: CudaEndpoint, layout: Layout, dispatch: int) -> Groups:
     """Makes a group for one forward after the other; None for a rank alone."""
     numbers = iter(range(dispatch, dispatch + NUM_DISPATCHES))
 
@@ -167,15 +175,16 @@ def _groups(endpoint: CudaEndpoint, layout: Layout, dispatch: int) -> Callable[[
     return entered
 
 
-def _captured(run: Forward, group: CudaGroup | None) -> Forward:
+def captured(run: Forward, group: CudaGroup | None) -> Forward:
+    """The same in a CUDA graph; it has run before."""
     if group is None:
         alone = CapturedAlone(lambda: run(None))
         return lambda _: alone.replay()
-    captured = capture(group, run)
+    graph = capture(group, run)
 
     def replay(group: CudaGroup | None) -> Sequence[Tensor]:
         assert group is not None
-        return captured.replay(group)
+        return graph.replay(group)
 
     return replay
 

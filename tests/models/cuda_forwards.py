@@ -70,6 +70,14 @@ class CountingRecorder(CudaRecorder):
         return Counting()
 
 
+def use_own_stream(endpoint: CudaEndpoint) -> torch.device:
+    """From here on, as a worker does: its rank's device, and a stream that is not torch's first."""
+    device = endpoint.torch_device
+    torch.cuda.set_device(device)
+    torch.cuda.set_stream(torch.cuda.Stream(device))
+    return device
+
+
 @torch.no_grad()
 def compare(
     endpoint: CudaEndpoint, name: str, picture: str, layouts: Sequence[Layout], first: int
@@ -85,9 +93,7 @@ def compare(
 def _compare(
     endpoint: CudaEndpoint, model: str, asked: JobSpec, layouts: Sequence[Layout], first: int
 ) -> dict[str, int]:
-    device = endpoint.torch_device
-    torch.cuda.set_device(device)
-    torch.cuda.set_stream(torch.cuda.Stream(device))
+    device = use_own_stream(endpoint)
     adapter: Any = load_adapter(find_configs(model), device=str(device), has_random_weights=True)
     spec = adapter.geometry.resolve(asked)
     recorder = CountingRecorder(device)
@@ -141,9 +147,7 @@ def record_new_texts(
 
 
 def _record_new_texts(endpoint: CudaEndpoint, layouts: Sequence[Layout], first: int) -> dict[str, Any]:
-    device = endpoint.torch_device
-    torch.cuda.set_device(device)
-    torch.cuda.set_stream(torch.cuda.Stream(device))
+    device = use_own_stream(endpoint)
     model = "tiny-qwen-image"
     adapter: Any = load_adapter(find_configs(model), device=str(device), has_random_weights=True)
     recorder = CountingRecorder(device)
@@ -190,9 +194,7 @@ def _record_new_texts(endpoint: CudaEndpoint, layouts: Sequence[Layout], first: 
 
 def record_after_failures(endpoint: CudaEndpoint) -> None:
     """What a recorder records after one that went wrong, and when all of its records are gone."""
-    device = endpoint.torch_device
-    torch.cuda.set_device(device)
-    torch.cuda.set_stream(torch.cuda.Stream(device))
+    device = use_own_stream(endpoint)
     recorder = CudaRecorder(device)
     x = torch.ones(8, device=device)
 

@@ -95,6 +95,18 @@ def record_alone(of: Graphs, transformer: Any, inputs: Mapping[str, Any]) -> Non
         of(transformer, inputs)
 
 
+class ShortRecorder(ImitationRecorder):
+    """It runs out of memory so many times."""
+
+    num_short = 0
+
+    def record(self, function: Any, parallel: Any) -> Any:
+        if self.num_short:
+            self.num_short -= 1
+            raise torch.OutOfMemoryError("no memory for a graph")
+        return super().record(function, parallel)
+
+
 def other(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """Of the same shapes."""
     return {name: x.flip(-1) if torch.is_tensor(x) and x.dim() > 1 else x for name, x in inputs.items()}
@@ -276,18 +288,9 @@ def test_new_text_that_cannot_be_recorded_at_once_is_evaluated_before(
 
 
 def test_new_text_is_recorded_at_once_again_after_memory_was_short(fused_qwen: Any) -> None:
-    class Short(ImitationRecorder):
-        is_short = False
-
-        def record(self, function: Any, parallel: Any) -> Any:
-            if self.is_short:
-                self.is_short = False
-                raise torch.OutOfMemoryError("no memory for a graph")
-            return super().record(function, parallel)
-
-    of = Graphs(recorder := Short(), CPU)
+    of = Graphs(recorder := ShortRecorder(), CPU)
     record_alone(of, fused_qwen, qwen_inputs(6))
-    recorder.is_short = True
+    recorder.num_short = 1
     record_alone(of, fused_qwen, qwen_inputs(7))
     with patch.object(graphs, "evaluate", side_effect=graphs.evaluate) as evaluations, of.recording(None):
         of(fused_qwen, qwen_inputs(8))
@@ -452,18 +455,9 @@ def test_nothing_is_known_of_a_transformer_that_lies_where_another_one_lay(
 
 def test_what_was_seen_of_forwards_is_forgotten_with_their_models(wan: Any) -> None:
     """What could not be recorded beside other models is tried again."""
-
-    class Short(ImitationRecorder):
-        is_short = True
-
-        def record(self, function: Any, parallel: Any) -> Any:
-            if self.is_short:
-                raise torch.OutOfMemoryError("no memory for a graph")
-            return super().record(function, parallel)
-
-    of = Graphs(recorder := Short(), CPU)
+    of = Graphs(recorder := ShortRecorder(), CPU)
+    recorder.num_short = 1
     record_alone(of, wan, wan_inputs())
-    recorder.is_short = False
     record_alone(of, wan, wan_inputs())
     assert of.num_records == 0
     of.forget()

@@ -42,12 +42,16 @@ def compiled(architecture: str, *, name: str = "cuda/kernels.cu", sources: Path 
         return path.read_bytes()
     _log.info("compiling %s for %s", name, architecture)
     cubin = _compile(library, sources / name, (source_dir() / "cuda", sources), architecture)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Renamed into place: eight workers may compile at once, and none reads half a file.
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        file.write(cubin)
-    os.replace(file.name, path)
+    put(path, cubin)
     return cubin
+
+
+def put(path: Path, content: bytes) -> None:
+    """Write a file, renamed into place: others may write and read it meanwhile, and none reads half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        file.write(content)
+    os.replace(file.name, path)
 
 
 def find_nvrtc() -> Path | None:

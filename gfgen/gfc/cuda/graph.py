@@ -143,7 +143,6 @@ class SharedPool:
 
     def _begin(self) -> None:
         self._graphs.clear()
-        self._pool = torch.cuda.graph_pool_handle()
         # Its own: the allocator notes the streams that use a block when that is freed, which must
         # not be one that is being captured (pytorch issue 193982).
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from gfgen.gfc.cuda.compiler import cache_dir
+from gfgen.gfc.cuda.compiler import cache_dir, put
 
 Path_ = Literal["flagged", "threads", "bulk"]
 KIB, MIB = 1 << 10, 1 << 20
@@ -132,12 +130,9 @@ def load_selector(device_name: str, *, has_bulk: bool, tables: Mapping[str, str]
 
 def store_rules(device_name: str, rules: Mapping[Key, tuple[Rule, ...]]) -> Path:
     path = table_path(device_name)
-    path.parent.mkdir(parents=True, exist_ok=True)
     tables = [
         {"num_members": size, "in_arena": in_arena, "rules": [asdict(rule) for rule in rows]}
         for (size, in_arena), rows in rules.items()
     ]
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-        file.write(json.dumps({"device": device_name, "tables": tables}, indent=1) + "\n")
-    os.replace(file.name, path)  # a run that starts now does not read half of it
+    put(path, (json.dumps({"device": device_name, "tables": tables}, indent=1) + "\n").encode())
     return path

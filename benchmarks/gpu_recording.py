@@ -1,0 +1,130 @@
+"""What a step with a prompt of a new length costs on a GPU before it is a CUDA graph. Qwen-Image, 512x512.
+
+    python benchmarks/gpu_recording.py
+
+Records forwards with texts of ever other lengths, at once and with an evaluation before, and then compares
+attention as long as what is valid with attention that leaves padding out. Random weights; a minute.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from gfgen.bench.gpus import check_count
+from gfgen.errors import GfgenError
+from gfgen.models.forwards import evaluate
+from gfgen.models.fused import fuse
+from gfgen.models.geometry import CONFIGS
+from gfgen.models.graphs import Graphs
+from gfgen.models.measure_forward import Shape, inputs_of
+from gfgen.models.random_weights import random_component
+from gfgen.models.sequence_parallel import install
+from gfgen.runtime.worker_graphs import CudaRecorder
+
+DEVICE = torch.device("cuda:0")
+QWEN = "qwen-image"
+AT_ONCE = (20, 21, 22, 40, 77, 100, 33)
+"""Tokens; the first one loads and compiles."""
+EVALUATED = (120, 121, 122, 140, 147, 150, 133)
+PADDED = ((1088, 1044), (1152, 1100))
+"""Tokens of text and picture, and how many of them are valid."""
+CALLS, REPEATS = 20, 7
+
+
+def recordings() -> Iterator[str]:
+    """Milliseconds of each; the results must be bitwise those of launches one by one."""
+    transformer = random_component(CONFIGS / QWEN, "transformer", device=str(DEVICE), dtype=torch.bfloat16)
+    install(transformer)
+    fuse(transformer)
+    inputs, _ = inputs_of(Shape(QWEN, 512, 512, 1), DEVICE)
+    del inputs["return_dict"]
+    recorder = CudaRecorder(DEVICE)
+    graphs = Graphs(recorder, DEVICE)
+    for way, lengths in (("at once", AT_ONCE), ("with an evaluation before", EVALUATED)):
+        found = []
+        for length in lengths:
+            if lengths is EVALUATED:
+                graphs = Graphs(recorder, DEVICE)  # which knows of no text
+            given = {
+                **inputs,
+                "encoder_hidden_states": torch.randn(1, length, 3584).to(DEVICE, torch.bfloat16),
+            }
+            found.append(_recorded_ms(graphs, transformer, given))
+            assert torch.equal(graphs(transformer, given), evaluate(transformer, given))
+        yield f"| {way} | {', '.join(f'{each:.0f}' for each in found)} |"
+
+
+def _recorded_ms(graphs: Graphs, transformer: Any, inputs: dict[str, Any]) -> float:
+    torch.cuda.synchronize()
+    began_s = time.perf_counter()
+    with graphs.recording(None):
+        graphs(transformer, inputs)
+    torch.cuda.synchronize()
+    return 1e3 * (time.perf_counter() - began_s)
+
+
+def attentions() -> Iterator[str]:
+    """Microseconds in a CUDA graph, 24 heads of 128."""
+    for length, valid in PADDED:
+        q, k, v = (torch.randn(1, 24, length, 128, device=DEVICE, dtype=torch.bfloat16) for _ in range(3))
+        is_open = (torch.arange(length, device=DEVICE) < valid)[None, None, None]
+        bias = torch.zeros(is_open.shape, device=DEVICE, dtype=q.dtype).masked_fill(~is_open, -torch.inf)
+        ways = [
+            partial(scaled_dot_product_attention, q, k[:, :, :valid], v[:, :, :valid]),
+            partial(_by_cudnn, q, k, v, bias),
+            partial(_by_cudnn, q, k, v, is_open),
+        ]
+        yield f"| {length}, {valid} | {' | '.join(f'{_captured_us(way):.0f}' for way in ways)} |"
+
+
+def _by_cudnn(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION]):
+        return scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+def _captured_us(function: Callable[[], Tensor]) -> float:
+    for _ in range(2):
+        function()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(CALLS):
+            function()
+    times_us: list[float] = []
+    for _ in range(REPEATS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times_us.append(1e3 * begin.elapsed_time(end) / CALLS)
+    return statistics.median(times_us)
+
+
+@torch.no_grad()
+def main() -> None:
+    """Print both tables."""
+    try:
+        check_count(1)
+    except GfgenError as error:
+        raise SystemExit(str(error)) from None
+    torch.cuda.set_stream(torch.cuda.Stream(DEVICE))  # type: ignore[no-untyped-call]
+    print("| | recorded in, ms |\n|---|---|")
+    for row in recordings():
+        print(row, flush=True)
+    print("\n| tokens, valid | as long as valid | a bias | a mask |\n|---|---|---|---|")
+    for row in attentions():
+        print(row, flush=True)
+
+
+if __name__ == "__main__":
+    main()
