@@ -3,11 +3,13 @@
     python benchmarks/gpu_recording.py
 
 Records forwards with texts of ever other lengths, at once and with an evaluation before, and then compares
-attention as long as what is valid with attention that leaves padding out. Random weights; a minute.
+attention as long as what is valid with attention that leaves padding out: by a count on the device, and by a
+bias. Random weights; a minute.
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +23,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from gfgen.bench.gpus import check_count
 from gfgen.errors import GfgenError
+from gfgen.models.counted_attention import counted_attention, is_fast
 from gfgen.models.forwards import evaluate
 from gfgen.models.fused import fuse
 from gfgen.models.geometry import CONFIGS
@@ -35,8 +38,9 @@ QWEN = "qwen-image"
 AT_ONCE = (20, 21, 22, 40, 77, 100, 33)
 """Tokens; the first one loads and compiles."""
 EVALUATED = (120, 121, 122, 140, 147, 150, 133)
-PADDED = ((1088, 1044), (1152, 1100))
+PADDED = ((1056, 1044), (1088, 1044), (2368, 2330), (4160, 4120), (9280, 9250))
 """Tokens of text and picture, and how many of them are valid."""
+HEADS = (24, 12)
 CALLS, REPEATS = 20, 7
 
 
@@ -73,22 +77,25 @@ def _recorded_ms(graphs: Graphs, transformer: Any, inputs: dict[str, Any]) -> fl
 
 
 def attentions() -> Iterator[str]:
-    """Microseconds in a CUDA graph, 24 heads of 128."""
-    for length, valid in PADDED:
-        q, k, v = (torch.randn(1, 24, length, 128, device=DEVICE, dtype=torch.bfloat16) for _ in range(3))
-        is_open = (torch.arange(length, device=DEVICE) < valid)[None, None, None]
-        bias = torch.zeros(is_open.shape, device=DEVICE, dtype=q.dtype).masked_fill(~is_open, -torch.inf)
+    """Microseconds in a CUDA graph, heads of 128 channels."""
+    for (length, valid), num_heads in itertools.product(PADDED, HEADS):
+        query, key, value = torch.randn(3, 1, length, num_heads, 128, device=DEVICE, dtype=torch.bfloat16)
+        num_tokens_B = torch.full((1,), valid, dtype=torch.int32, device=DEVICE)
+        bias = torch.zeros(1, 1, 1, length, device=DEVICE, dtype=query.dtype)
+        bias[..., valid:] = -torch.inf
         ways = [
-            partial(scaled_dot_product_attention, q, k[:, :, :valid], v[:, :, :valid]),
-            partial(_by_cudnn, q, k, v, bias),
-            partial(_by_cudnn, q, k, v, is_open),
+            partial(_by_torch, query[:, :valid], key[:, :valid], value[:, :valid]),
+            partial(counted_attention, query, key, value, num_tokens_B),
+            partial(_by_torch, query, key, value, bias),
         ]
-        yield f"| {length}, {valid} | {' | '.join(f'{_captured_us(way):.0f}' for way in ways)} |"
+        times = " | ".join(f"{_captured_us(way):.0f}" for way in ways)
+        yield f"| {length}, {valid}, {num_heads} | {times} |"
 
 
-def _by_cudnn(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+def _by_torch(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     with sdpa_kernel([SDPBackend.CUDNN_ATTENTION]):
-        return scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return scaled_dot_product_attention(q, k, v, attn_mask=bias)
 
 
 def _captured_us(function: Callable[[], Tensor]) -> float:
@@ -121,7 +128,9 @@ def main() -> None:
     print("| | recorded in, ms |\n|---|---|")
     for row in recordings():
         print(row, flush=True)
-    print("\n| tokens, valid | as long as valid | a bias | a mask |\n|---|---|---|---|")
+    if not is_fast(DEVICE, torch.bfloat16):
+        raise SystemExit("attention that counts needs nvidia-cudnn-frontend")
+    print("\n| tokens, valid, heads | as long as valid | counted | a bias |\n|---|---|---|---|")
     for row in attentions():
         print(row, flush=True)
 

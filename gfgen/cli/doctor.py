@@ -21,6 +21,7 @@ from gfgen.gfc.cuda.driver import Driver, driver
 from gfgen.gfc.cuda.selector import table_path
 
 _PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "safetensors", "huggingface_hub")
+_CUDNN = "nvidia-cudnn-frontend"
 _MIN_CUDA = (12, 4)
 """The driver calls that the collectives make are all there from here on."""
 _GIB = 1 << 30
@@ -87,6 +88,12 @@ def _gpus(missing: list[str]) -> Iterator[str]:
         missing.append("NVRTC, which compiles the collectives (a CUDA build of PyTorch brings it)")
     else:
         yield f"kernel compiler: {nvrtc.name}"
+    try:
+        yield f"attention by counted tokens: {_CUDNN} {version(_CUDNN)}"
+    except PackageNotFoundError:
+        missing.append(
+            f"{_CUDNN}, for small pictures of prompts of ever other lengths (pip install gfgen brings it)"
+        )
     try:
         if "+cpu" in version("torch"):
             missing.append("a CUDA build of PyTorch: this one is for CPUs (https://pytorch.org)")

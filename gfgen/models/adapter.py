@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 
 from gfgen.jobspec import JobSpec
+from gfgen.layout import Layout
 from gfgen.models.forwards import Forward
 from gfgen.models.parallel import Parallel
 
@@ -75,6 +76,10 @@ class Adapter(Protocol):
 
         Raises: LayoutError for degrees that this job does not allow.
         """
+        ...
+
+    def text_shape(self, spec: JobSpec, prompt: Fields, layout: Layout) -> tuple[int | None, ...]:
+        """What the launches of steps on this layout know of the lengths of the prompts."""
         ...
 
     def evaluate_by(self, forward: Forward) -> None:

@@ -13,8 +13,9 @@ weights; what changes is how a block goes through them:
 Nothing is compiled or tuned at run time: there is no first call to wait for, and every rank adds up in
 the same order.
 
-All samples of a batch have the same timestep, which is given once. Their texts may differ in length: the
-others are padded, and `attention_kwargs` has the lengths as `text_lengths`. Nobody attends to padding.
+All samples of a batch have the same timestep, which is given once. Their texts may be padded: then
+`attention_kwargs` has their lengths as `text_lengths`, or how many tokens there are of picture and text as
+`num_tokens`, on the device (texts.py). Nobody attends to padding.
 
 Legend: B batch, L tokens of this rank, N = B L, H heads, D head dimension, C channels (H D).
 Source: diffusers 0.42 transformer_wan.py, transformer_qwenimage.py, attention.py.
@@ -214,7 +215,7 @@ def _qwen_block(
     """In place of a block's forward. Shapes: hidden_states [B, L, C] of the picture, encoder_hidden_states
     [B, text, C], temb [2, 6 C] (this block's modulation of picture and text), image_rotary_emb complex
     [L, D/2] and [text, D/2] -> text, picture."""
-    assert encoder_hidden_states_mask is None, "masks make attention slow; text_lengths leave padding out"
+    assert encoder_hidden_states_mask is None, "masks make attention slow; lengths leave padding out"
     assert modulate_index is None
     streams = (encoder_hidden_states, hidden_states)
     modulations = [rows.view(6, -1).unbind(0) for rows in (temb[1], temb[0])]
@@ -240,26 +241,29 @@ def _joint_attention(
     rotary_emb: tuple[Tensor, Tensor],
     *,
     text_lengths: Sequence[int] | None = None,
+    num_tokens: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """What each stream gets from the attention of text and picture, in each sample by itself.
 
-    text_lengths: of the whole texts; what is here of their padding gets zeros.
+    text_lengths: of the whole texts; num_tokens: of each whole picture and text together, int32 [1]. What is
+    here of their padding gets zeros.
     """
     projected_text, projected_picture = attention.to_added_qkv(text), attention.to_qkv(picture)
-    if text_lengths is None:
-        assert len(text) == 1, "a batch of texts of unknown lengths"
-        attended = [_joint_sample(attention, projected_text, projected_picture, rotary_emb)]
-    else:
-        attended = [
+    assert text_lengths or num_tokens or len(text) == 1, "a batch of texts of unknown lengths"
+    attended = []
+    for idx in range(len(text)):
+        length = text_lengths[idx] if text_lengths else None
+        own = slice(None if length is None else own_length(TEXT, length))
+        attended.append(
             _joint_sample(
                 attention,
-                projected_text[idx : idx + 1, : own_length(TEXT, length)],
+                projected_text[idx : idx + 1, own],
                 projected_picture[idx : idx + 1],
                 rotary_emb,
                 text_length=length,
+                num_tokens_B=num_tokens[idx] if num_tokens else None,
             )
-            for idx, length in enumerate(text_lengths)
-        ]
+        )
     texts, pictures = zip(*attended, strict=True)
     return (
         attention.to_add_out(_batched([padded_to(text.shape[1], x) for x in texts])),
@@ -274,16 +278,17 @@ def _joint_sample(
     rotary_emb: tuple[Tensor, Tensor],
     *,
     text_length: int | None = None,
+    num_tokens_B: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention among the tokens of one text and its picture, in this order, shared among ranks."""
+    """Attention among the tokens of one picture and its text, in this order, shared among ranks."""
     head_dim = attention.inner_dim // attention.heads
     num_text, num_picture = projected_text.shape[1], projected_picture.shape[1]
-    joint = projected_picture.new_empty((3, 1, num_text + num_picture, attention.heads, head_dim))
+    joint = projected_picture.new_empty((3, 1, num_picture + num_text, attention.heads, head_dim))
     picture_turns, text_turns = rotary_emb
     text_norms = (attention.norm_added_q, attention.norm_added_k)
     for projected, norms, turns, tokens in (
-        (projected_text, text_norms, text_turns[:num_text], slice(0, num_text)),
-        (projected_picture, (attention.norm_q, attention.norm_k), picture_turns, slice(num_text, None)),
+        (projected_picture, (attention.norm_q, attention.norm_k), picture_turns, slice(0, num_picture)),
+        (projected_text, text_norms, text_turns[:num_text], slice(num_picture, None)),
     ):
         heads(
             projected,
@@ -300,8 +305,9 @@ def _joint_sample(
         backend=processor._attention_backend,
         parallel_config=processor._parallel_config,
         text_length=text_length,
+        num_tokens_B=num_tokens_B,
     ).flatten(2, 3)
-    return result[:, :num_text], result[:, num_text:]
+    return result[:, num_picture:], result[:, :num_picture]
 
 
 def _batched(samples: Sequence[Tensor]) -> Tensor:

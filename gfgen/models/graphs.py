@@ -45,8 +45,9 @@ logger = logging.getLogger(__name__)
 MAX_RECORDS = 64
 """The least recently used goes first. Where prompts are not padded, one of another length is another
 record, so jobs make new ones all the time."""
-OF_TEXT = (TEXT, "attention_kwargs")
-"""Inputs that depend on the length of a text: embeddings, and lengths where texts are padded (fused.py)."""
+OF_ATTENTION = "attention_kwargs"
+OF_TEXT = (TEXT, OF_ATTENTION)
+"""Inputs that depend on the length of a text: embeddings, and lengths where texts are padded (texts.py)."""
 WORTH_RECORDING = 0.65
 """Launches that take so much of the time until all is done, or more, are recorded in a warm-up, where that
 costs nobody anything. Among other ranks, whose launches it waits for, such a forward may be launch-bound."""
@@ -88,6 +89,8 @@ class _Call(NamedTuple):
     inputs: tuple[object, ...]
     text: tuple[object, ...]
     """Those of `OF_TEXT`."""
+    text_names: tuple[str, ...]
+    """Under which attention is told of the text's length."""
     degrees: tuple[int, int, int] | None
     """None for a rank alone."""
 
@@ -124,9 +127,7 @@ class _Record:
         return self.transformer() is transformer and not has_moved
 
     def replay(self, inputs: Mapping[str, Any], sharing: Sharing | None) -> Tensor:
-        for name, value in inputs.items():
-            if isinstance(value, Tensor):
-                self.inputs[name].copy_(value)
+        _copy(inputs, into=self.inputs)
         if sharing is not None and sharing.ranks.slot != self.slot:
             self.slot = sharing.ranks.slot
             self.slot_1.fill_(self.slot)
@@ -302,7 +303,7 @@ class Graphs:
 
         Raises: what the recorder raises.
         """
-        kept = {name: x.clone() if isinstance(x, Tensor) else x for name, x in inputs.items()}
+        kept = _cloned(inputs)
         slot_1 = self._new_slot()
         tables = _tables_of_positions(transformer, inputs)
 
@@ -337,10 +338,11 @@ class Graphs:
     def _call(self, transformer: Any, inputs: Mapping[str, Any], sharing: Sharing | None) -> _Call:
         if transformer not in self._lives:
             self._lives[transformer] = next(self._next_life)
-        kinds = {name: (x.shape, x.dtype) if isinstance(x, Tensor) else repr(x) for name, x in inputs.items()}
+        kinds = {name: _kind_of(x) for name, x in inputs.items()}
         text = tuple(kinds.pop(name, None) for name in OF_TEXT)
+        names = tuple(inputs.get(OF_ATTENTION) or ())
         degrees = None if sharing is None else sharing.parallel.degrees
-        return _Call(self._lives[transformer], tuple(kinds.items()), text, degrees)
+        return _Call(self._lives[transformer], tuple(kinds.items()), text, names, degrees)
 
     def _key(self, call: _Call, transformer: Any, sharing: Sharing | None) -> object:
         """What decides the launches of a forward, whichever ranks share it."""
@@ -361,6 +363,36 @@ class Graphs:
 def _whatever_the_text(call: _Call, sharing: Sharing | None) -> object:
     """What decides the kernels of a forward, but for what they are told of the length of its text."""
     return call._replace(text=()), None if sharing is None else sharing.ranks.slot
+
+
+def _kind_of(x: object) -> object:
+    """All that a forward's launches know of an input."""
+    if isinstance(x, Tensor):
+        return x.shape, x.dtype
+    if isinstance(x, Mapping):
+        return tuple((name, _kind_of(value)) for name, value in x.items())
+    return tuple(map(_kind_of, x)) if isinstance(x, tuple) else repr(x)
+
+
+def _cloned(x: Any) -> Any:
+    """The same, with tensors of its own."""
+    if isinstance(x, Tensor):
+        return x.clone()
+    if isinstance(x, Mapping):
+        return {name: _cloned(value) for name, value in x.items()}
+    return tuple(map(_cloned, x)) if isinstance(x, tuple) else x
+
+
+def _copy(x: Any, into: Any) -> None:
+    """The values of all tensors, to those of what was cloned from something of the same kind."""
+    if isinstance(x, Tensor):
+        into.copy_(x)
+    elif isinstance(x, Mapping):
+        for name, value in x.items():
+            _copy(value, into[name])
+    elif isinstance(x, tuple):
+        for value, target in zip(x, into, strict=True):
+            _copy(value, target)
 
 
 def _by_slot(parallel: Parallel | None, slot_1: Tensor) -> AbstractContextManager[None]:

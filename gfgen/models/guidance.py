@@ -9,9 +9,9 @@ Legend: B batch (1 for each branch), L tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +20,6 @@ from gfgen.jobspec import JobSpec
 from gfgen.models.adapter import Fields
 from gfgen.models.geometry import Geometry, check_degrees
 from gfgen.models.parallel import Parallel
-from gfgen.models.rows import padded_to
 from gfgen.models.sequence_parallel import active
 
 Predict = Callable[[Sequence[Tensor]], Tensor]
@@ -97,26 +96,3 @@ def evaluate_branches(
         else:
             return [predict([branch]) for branch in embeds]
     return list(parallel.cfg.all_gather(own, dim=0).chunk(parallel.cfg.size))
-
-
-def with_texts(inputs: Mapping[str, Any], embeds: Sequence[Tensor]) -> dict[str, Any]:
-    """A transformer's inputs for these branches, from those that the branches share, `hidden_states` and all.
-
-    Timesteps stay as they are, for one sample: those of the others are equal. Texts of different lengths are
-    padded with zeros; fused blocks leave them out (fused.py), diffusers' own know nothing of it.
-    """
-    if len(embeds) == 1:
-        return {**inputs, "encoder_hidden_states": embeds[0]}
-    lengths = tuple(branch.shape[1] for branch in embeds)
-    texts = [padded_to(max(lengths), branch) for branch in embeds]
-    picture = inputs["hidden_states"]
-    batch = {
-        **inputs,
-        "hidden_states": picture.repeat(len(embeds), *[1] * (picture.dim() - 1)),
-        "encoder_hidden_states": torch.cat(texts),
-    }
-    if "attention_kwargs" in inputs:
-        batch["attention_kwargs"] = {**inputs["attention_kwargs"], "text_lengths": lengths}
-    else:
-        assert min(lengths) == max(lengths), "texts of different lengths"
-    return batch

@@ -27,11 +27,12 @@ from gfgen.layout import Layout
 from gfgen.models import measured
 from gfgen.models.fused import fuse
 from gfgen.models.geometry import CONFIGS
-from gfgen.models.guidance import evaluate_branches, with_texts
+from gfgen.models.guidance import evaluate_branches
 from gfgen.models.parallel import parallel_from
 from gfgen.models.random_weights import random_component
-from gfgen.models.sequence_parallel import install
+from gfgen.models.sequence_parallel import install, present_degrees
 from gfgen.models.stock import join_group
+from gfgen.models.texts import common_length, with_texts
 
 WARM_UPS, REPEATS = 3, 7
 NUM_DISPATCHES = 2 * (WARM_UPS + REPEATS)
@@ -139,7 +140,9 @@ def forward_of(
     """What is measured: from a group, or none, to the prediction of each branch."""
 
     def predict(embeds: Sequence[Tensor]) -> Tensor:
-        result: Tensor = transformer(**with_texts(inputs, embeds))[0]
+        num_tokens = inputs["hidden_states"].shape[1]
+        length = common_length(transformer, embeds, picture_tokens=num_tokens, degrees=present_degrees())
+        result: Tensor = transformer(**with_texts(inputs, embeds, length=length))[0]
         return result
 
     def forward(group: CudaGroup | None) -> Sequence[Tensor]:

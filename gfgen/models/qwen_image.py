@@ -19,8 +19,10 @@ import numpy as np
 import torch
 from diffusers import QwenImagePipeline
 from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gfgen.jobspec import JobSpec
+from gfgen.layout import Layout
 from gfgen.models import shared_decode, solver
 from gfgen.models.adapter import Fields
 from gfgen.models.components import LoadPipeline, load_pipeline
@@ -30,12 +32,16 @@ from gfgen.models.geometry import Geometry
 from gfgen.models.geometry_qwen import MAX_TEXT_TOKENS
 from gfgen.models.geometry_rules import known
 from gfgen.models.geometry_weights import component_dtypes
-from gfgen.models.guidance import predict_branches, with_texts
+from gfgen.models.guidance import predict_branches
 from gfgen.models.latents import denormalize_latents
 from gfgen.models.parallel import Parallel
 from gfgen.models.pictures import to_uint8
 from gfgen.models.prompt_memory import NUM_TEXTS
-from gfgen.models.sequence_parallel import install
+from gfgen.models.sequence_parallel import install, present_degrees
+from gfgen.models.texts import common_length, with_texts
+
+FOR_ANY_LENGTH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""All but cuDNN's attention, whose plan for a new length of prompt takes 42 ms on an H100."""
 
 
 class QwenImageAdapter:
@@ -106,14 +112,27 @@ class QwenImageAdapter:
         picture_BCHW = self._pipeline.image_processor.postprocess(picture_BCHW, output_type="pt")
         return Fields({"frames": to_uint8(picture_BCHW)}, {"first_row": first_row})
 
+    def text_shape(self, spec: JobSpec, prompt: Fields, layout: Layout) -> tuple[int | None, ...]:
+        embeds = list(prompt.tensors.values())
+        forwards = [[each] for each in embeds]
+        if layout.cfg == 1:  # which may be one
+            forwards.append(embeds)
+        picture_tokens, transformer = self.geometry.num_tokens(spec), self._pipeline.transformer
+        padded = [
+            common_length(transformer, each, picture_tokens=picture_tokens, degrees=layout.degrees)
+            for each in forwards
+        ]
+        return tuple(each.shape[1] for each in embeds) if None in padded else tuple(padded)
+
     def evaluate_by(self, forward: Forward) -> None:
         self._forward = forward
 
     def _embed_text(self, text: str) -> torch.Tensor:
         """Embeddings of one prompt. One prompt is never padded, so there is no mask."""
-        embeds, mask = self._pipeline.encode_prompt(
-            prompt=text, device=self.device, max_sequence_length=MAX_TEXT_TOKENS
-        )
+        with sdpa_kernel(FOR_ANY_LENGTH):
+            embeds, mask = self._pipeline.encode_prompt(
+                prompt=text, device=self.device, max_sequence_length=MAX_TEXT_TOKENS
+            )
         assert mask is None, "a single prompt came back padded"
         return torch.as_tensor(embeds)
 
@@ -151,9 +170,10 @@ class QwenImageAdapter:
 
     def _predict(self, inputs: dict[str, Any], embeds: Sequence[torch.Tensor]) -> torch.Tensor:
         """Branches of classifier-free guidance."""
-        transformer = self._pipeline.transformer
+        transformer, picture_tokens = self._pipeline.transformer, inputs["hidden_states"].shape[1]
         assert len(embeds) == 1 or hasattr(transformer, "modulation"), "only fused blocks leave padding out"
-        return self._forward(transformer, with_texts(inputs, embeds))
+        length = common_length(transformer, embeds, picture_tokens=picture_tokens, degrees=present_degrees())
+        return self._forward(transformer, with_texts(inputs, embeds, length=length))
 
 
 def load_qwen_image(

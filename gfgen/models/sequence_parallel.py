@@ -21,7 +21,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -31,6 +31,8 @@ from diffusers.models.attention_dispatch import dispatch_attention_fn
 from gfgen.errors import LayoutError, ModelError
 from gfgen.gfc.reshard import Sizes, shard_sizes
 from gfgen.layout import shard_bounds
+from gfgen.models.chunked_attention import Attend
+from gfgen.models.counted_attention import counted_attention
 from gfgen.models.parallel import Parallel, Ranks
 from gfgen.models.shared_attention import shared_attention
 
@@ -103,6 +105,12 @@ def sharing_ranks() -> Ranks | None:
 def present_sharing() -> Sharing | None:
     """Of the `with active(...)` around the caller; None where a rank works alone."""
     return _SHARING.get()
+
+
+def present_degrees() -> tuple[int, int, int]:
+    """Of the layout whose ranks share the caller's forward, (cfg, ulysses, ring); ones for a rank alone."""
+    sharing = _SHARING.get()
+    return (1, 1, 1) if sharing is None else sharing.parallel.degrees
 
 
 def own_length(stream: str, length: int) -> int:
@@ -273,17 +281,22 @@ def attend(
     parallel_config: object | None = None,
     scale: float | None = None,
     text_length: int | None = None,
+    num_tokens_B: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> torch.Tensor:
     """In place of diffusers' `dispatch_attention_fn`: the same function, shared where marked.
 
     text_length: of the whole text, where what was cut has padding that is left out here.
-    Shapes: query, key, value [B, L, H, D], attn_mask [B, 1, 1, L] or None -> [B, L, H, D].
+    num_tokens_B: how many tokens of each sample there are, of all ranks; padding is behind them.
+    Shapes: query, key, value [B, L, H, D], attn_mask [B, 1, 1, L] or None, num_tokens_B int32 [B] or None
+            -> [B, L, H, D].
     """
     # Compiled code must not depend on who shares: there the operator decides when it runs, and
     # one compiled block serves every degree at which its shard has the same shape.
     is_shared = torch.compiler.is_compiling() or _SHARING.get() is not None
     if parallel_config is None or not is_shared:
+        if num_tokens_B is not None:
+            return _counted(query, key, value, attn_mask, scale, num_tokens_B)
         result: torch.Tensor = dispatch_attention_fn(
             query, key, value, attn_mask, *args, backend=backend, scale=scale, **kwargs
         )
@@ -291,8 +304,23 @@ def attend(
     unusual = [*args, *(name for name, given in kwargs.items() if given)]
     assert not unusual, f"a shared attention with {unusual}"
     name = None if backend is None else str(getattr(backend, "value", backend))
-    shared: torch.Tensor = sharded_attention(query, key, value, attn_mask, scale, name, text_length)
+    shared: torch.Tensor = sharded_attention(
+        query, key, value, attn_mask, scale, name, text_length, num_tokens_B
+    )
     return shared
+
+
+def _counted(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    scale: float | None,
+    num_tokens_B: torch.Tensor,
+) -> torch.Tensor:
+    assert attn_mask is None, "a mask beside a number of tokens"
+    assert scale is None, "a scale of its own beside a number of tokens"
+    return counted_attention(query, key, value, num_tokens_B)
 
 
 @torch.library.custom_op("gfgen::sharded_attention", mutates_args=())
@@ -304,6 +332,7 @@ def sharded_attention(
     scale: float | None,
     backend: str | None,
     text_length: int | None = None,
+    num_tokens_B: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend with diffusers' own dispatch, shared as what is active says.
 
@@ -312,25 +341,30 @@ def sharded_attention(
     runs; for a captured graph that is when it is captured, by ranks whose launches read a
     descriptor at a fixed address.
 
-    Shapes: query, key, value [B, L, H, D], attn_mask bool [B, 1, 1, L] or None -> [B, L, H, D],
-            fresh memory.
+    Shapes: query, key, value [B, L, H, D], attn_mask bool [B, 1, 1, L] or None, num_tokens_B int32 [B] or
+            None -> [B, L, H, D], fresh memory.
     Raises: LayoutError when a rank would have no head; ModelError for an attention that is not
             over all streams that were cut, or whose backend cannot be had.
     """
-    own = functools.partial(dispatch_attention_fn, scale=scale, backend=backend)
+    own: Attend = functools.partial(dispatch_attention_fn, scale=scale, backend=backend)
     sharing = _SHARING.get()
+    if num_tokens_B is not None:
+        assert sharing is None or sharing.parallel.ring.size == 1, "a number of tokens in a ring"
+        own = functools.partial(_counted, scale=scale, num_tokens_B=num_tokens_B)
     if sharing is None:
         alone: torch.Tensor = own(query, key, value, attn_mask)
         return alone.contiguous()
     if backend is not None and sharing.parallel.ring.size > 1:
         raise ModelError(f"attention backend {backend!r} does not work in a ring, which needs log-sum-exps")
     assert key.shape[2] == query.shape[2], "a shared attention whose queries and keys differ in heads"
+    parallel = sharing.parallel
     return shared_attention(
         query,
         key,
         value,
         attn_mask,
-        parallel=sharing.parallel,
+        # What counts tokens takes them in the order of slots.
+        parallel=parallel if num_tokens_B is None else replace(parallel, others_first=False),
         token_sizes=_token_sizes(sharing, query, key, text_length),
         attend=own,
         scale=scale,
@@ -346,6 +380,7 @@ def _(
     scale: float | None,
     backend: str | None,
     text_length: int | None = None,
+    num_tokens_B: torch.Tensor | None = None,
 ) -> torch.Tensor:
     return query.new_empty((*query.shape[:3], value.shape[3]))
 

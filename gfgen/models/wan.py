@@ -19,6 +19,7 @@ import torch
 from diffusers import WanImageToVideoPipeline, WanPipeline
 
 from gfgen.jobspec import JobSpec
+from gfgen.layout import Layout
 from gfgen.models import shared_decode, solver
 from gfgen.models.adapter import Fields
 from gfgen.models.components import LoadPipeline, load_pipeline
@@ -28,12 +29,13 @@ from gfgen.models.geometry import Geometry
 from gfgen.models.geometry_rules import known
 from gfgen.models.geometry_wan import TEXT_TOKENS
 from gfgen.models.geometry_weights import component_dtypes
-from gfgen.models.guidance import predict_branches, with_texts
+from gfgen.models.guidance import predict_branches
 from gfgen.models.latents import denormalize_latents
 from gfgen.models.parallel import Parallel
 from gfgen.models.pictures import load_image, to_uint8
 from gfgen.models.prompt_memory import NUM_TEXTS, remember_prompts
 from gfgen.models.sequence_parallel import install
+from gfgen.models.texts import with_texts
 
 SHIFT_NAMES = {"UniPCMultistepScheduler": "flow_shift", "FlowMatchEulerDiscreteScheduler": "shift"}
 """What each scheduler class calls the flow shift in its config."""
@@ -131,6 +133,9 @@ class WanAdapter:
         video, first_row = shared_decode.decode_rows(self._vae, scaled, parallel)
         pictures = self._text.video_processor.postprocess_video(video.float(), output_type="pt")[0]
         return Fields({"frames": to_uint8(pictures)}, {"first_row": first_row})
+
+    def text_shape(self, spec: JobSpec, prompt: Fields, layout: Layout) -> tuple[int | None, ...]:
+        return tuple(x.shape[1] for x in prompt.tensors.values())
 
     def evaluate_by(self, forward: Forward) -> None:
         self._forward = forward

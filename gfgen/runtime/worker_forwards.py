@@ -41,8 +41,8 @@ class Kind(NamedTuple):
 
     checkpoint: str
     artifacts: object
-    texts: tuple[int, ...]
-    """Tokens of each prompt."""
+    texts: tuple[int | None, ...]
+    """By the lengths of the prompts."""
     degrees: tuple[int, int, int]
     slot: int
 
@@ -73,9 +73,10 @@ class Forwards:
 
     def kind_of(self, job: RankJob, layout: Layout) -> Kind:
         """Of a job's next step on this layout."""
-        texts = tuple(int(x.shape[1]) for x in job.artifacts["prompt"].tensors.values())
-        artifacts = job.start.trajectory.artifacts
-        return Kind(job.start.checkpoint, artifacts, texts, layout.degrees, layout.slot_of(self._rank))
+        start, prompt = job.start, job.artifacts["prompt"]
+        texts = self._adapters[start.checkpoint].text_shape(start.spec, prompt, layout)
+        artifacts = start.trajectory.artifacts
+        return Kind(start.checkpoint, artifacts, texts, layout.degrees, layout.slot_of(self._rank))
 
     def attach(self, checkpoint: str) -> None:
         """Before a step of this model: its forwards go through records."""

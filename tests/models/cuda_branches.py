@@ -96,7 +96,7 @@ class Beside:
             run = forward_of(self._fused, self._inputs, self._texts, way)
             start = idx * MEETINGS // 2
             results = [each.clone() for each in run(meet(start))]
-            recorded = measure_forward._captured(run, meet(start + 1))
+            recorded = measure_forward.captured(run, meet(start + 1))
             replayed = recorded(meet(start + 2))
             is_same = all(map(torch.equal, results, replayed))
             ratios = [

@@ -59,14 +59,16 @@ def test_records_give_the_bits_of_launches_and_nothing_waits(
         assert found["records"] > 0
 
 
+@pytest.mark.parametrize("is_padded", [False, True])
 @pytest.mark.parametrize("in_batch", [False, True])
 def test_new_texts_are_recorded_at_once_and_give_the_bits_of_launches(
-    ranks: CudaRanks, in_batch: bool
+    ranks: CudaRanks, in_batch: bool, is_padded: bool
 ) -> None:
     cases = [Layout((rank,)) for rank in range(NUM_RANKS)]
     cases += [Layout(pair, ulysses=2) for pair in itertools.permutations(range(NUM_RANKS), 2)]
     first = ranks.next_dispatch(2 * len(cuda_forwards.TEXTS) * len(cases))
-    for found in ranks.run(range(NUM_RANKS), cuda_forwards.record_new_texts, cases, first, in_batch):
+    arguments = (cases, first, in_batch, is_padded)
+    for found in ranks.run(range(NUM_RANKS), cuda_forwards.record_new_texts, *arguments):
         assert found["different"] == 0, found
         assert found["replays"] == (1 if in_batch else 2) * found["steps"] > 0, found
 

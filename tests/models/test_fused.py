@@ -14,10 +14,10 @@ from diffusers import QwenImageTransformer2DModel, WanTransformer3DModel
 from gfgen.gfc.fake import FakeCluster
 from gfgen.layout import Layout
 from gfgen.models.fused import LinearGelu, fuse
-from gfgen.models.guidance import with_texts
 from gfgen.models.parallel import parallel_from
 from gfgen.models.registry import resolve_checkpoint
 from gfgen.models.sequence_parallel import active, install
+from gfgen.models.texts import with_texts
 
 torch.set_num_threads(1)
 

@@ -27,10 +27,10 @@ from gfgen.layout import Layout
 from gfgen.models import graphs
 from gfgen.models.fused import fuse
 from gfgen.models.graphs import Graphs
-from gfgen.models.guidance import with_texts
 from gfgen.models.parallel import Parallel, parallel_from
 from gfgen.models.rehearsal import RehearsalRanks, rehearsal
 from gfgen.models.sequence_parallel import active
+from gfgen.models.texts import with_texts
 
 torch.set_num_threads(1)
 

@@ -12,6 +12,7 @@ what was captured, so a capture serves all slots that have the same.
 from __future__ import annotations
 
 import contextlib
+import gc
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -110,6 +111,18 @@ def capture(group: CudaGroup, function: Callable[[CudaGroup], T], *, copies: int
     return Captured(group, function, copies=copies)
 
 
+@contextlib.contextmanager
+def _without_collections() -> Iterator[None]:
+    """Inside, no cycle is collected: with a graph in one, whose end would be the end of a capture."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 class SharedPool:
     """Memory that many graphs share, and the stream on which they are captured.
 
@@ -122,14 +135,20 @@ class SharedPool:
         self._device = device
         self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
         """Those whose memory it is."""
-        self._begin()
+        # Its own: the allocator notes the streams that use a block when that is freed, which must
+        # not be one that is being captured (pytorch issue 193982).
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._stream):
+            for dtype in (torch.float32, torch.bfloat16):  # so that cuBLAS' workspace is not the pool's
+                x = torch.ones(16, 16, device=device, dtype=dtype)
+                torch.nn.functional.linear(x, x, x[0])
 
     @contextlib.contextmanager
     def capturing(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
         """For `Captured`. Waits for nothing; other threads may do what they like on streams of theirs."""
         if not self._graphs:  # torch may have the old one left, and then refuses to take it up again
             self._pool = torch.cuda.graph_pool_handle()
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream), _without_collections():
             # "global" would let another thread's allocation of pinned memory, say, end the capture.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
@@ -140,16 +159,6 @@ class SharedPool:
                 raise
             self._end(graph)
         self._graphs.add(graph)
-
-    def _begin(self) -> None:
-        self._graphs.clear()
-        # Its own: the allocator notes the streams that use a block when that is freed, which must
-        # not be one that is being captured (pytorch issue 193982).
-        self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(self._stream):
-            for dtype in (torch.float32, torch.bfloat16):  # so that cuBLAS' workspace is not the pool's
-                x = torch.ones(16, 16, device=self._device, dtype=dtype)
-                torch.nn.functional.linear(x, x, x[0])
 
     def _end(self, graph: torch.cuda.CUDAGraph) -> None:
         try:
@@ -162,15 +171,13 @@ class SharedPool:
     def _end_what_is_invalid(self) -> None:
         """CUDA has ended a capture that became invalid, torch 2.11 has not.
 
-        Its allocator waits for the end, the pool counts one graph more than there are, it is captured into no
-        more on this stream, and nobody gets random numbers until another capture ends as it should.
+        Its allocator waits for the end, the pool counts one graph more than there are, is captured into no
+        more, and nobody gets random numbers until another capture ends as it should.
         """
         torch._C._cuda_endAllocateToPool(self._stream.device_index, self._pool)
         torch._C._cuda_releasePool(self._stream.device_index, self._pool)
-        try:
-            self._begin()
-        finally:
-            self._capture_next_to_nothing()
+        self._graphs.clear()
+        self._capture_next_to_nothing()
 
     def _capture_next_to_nothing(self) -> None:
         graph = torch.cuda.CUDAGraph()

@@ -1,0 +1,127 @@
+"""Attention among the first tokens of each sample, as many as a tensor says.
+
+How many that is lies on the device, so one CUDA graph serves samples of all lengths that were padded to one.
+On NVIDIA GPUs it is cuDNN's own attention with a padding mask, by NVIDIA's Python package for it; without
+that package texts are not padded (texts.py), and each of their lengths is a graph of its own.
+
+Legend: B batch, L tokens, H heads, D head dimension.
+Source: https://docs.nvidia.com/deeplearning/cudnn/frontend/latest/operations/Attention.html
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from gfgen.errors import in_one_line
+
+logger = logging.getLogger(__name__)
+
+Attention = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def is_fast(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether it is about as fast there as attention that needs no mask. The first time takes a second."""
+    return device.type == "cuda" and dtype == torch.bfloat16 and _works(device)
+
+
+def counted_attention(query: Tensor, key: Tensor, value: Tensor, num_tokens_B: Tensor) -> Tensor:
+    """Among the first tokens of each sample; what comes of those behind them is zero.
+
+    Shapes: query, key, value [B, L, H, D], num_tokens_B int32 [B] -> [B, L, H, D], contiguous.
+    """
+    tensors = (query, key, value)
+    if not is_fast(query.device, query.dtype):
+        return _by_mask(*tensors, num_tokens_B)
+    plans: dict[object, Attention] = _OF_THREAD.__dict__.setdefault("plans", {})
+    call = (query.device, query.shape, *(x.stride() for x in tensors))
+    if call not in plans:
+        plans[call] = _plan(*tensors)
+    return plans[call](*tensors, num_tokens_B)
+
+
+@cache
+def _works(device: torch.device) -> bool:
+    """Whether NVIDIA's package is there, and goes with the cuDNN and the GPU that are."""
+    try:
+        x = torch.ones(1, 64, 1, 128, dtype=torch.bfloat16, device=device)
+        _plan(x, x, x)(x, x, x, torch.full((1,), 32, dtype=torch.int32, device=device))
+    except ModuleNotFoundError:
+        return False
+    except Exception as error:
+        logger.warning("cuDNN's attention with padding does not work: %s", in_one_line(error))
+        return False
+    return True
+
+
+def _by_mask(query: Tensor, key: Tensor, value: Tensor, num_tokens_B: Tensor) -> Tensor:
+    positions_L = torch.arange(query.shape[1], device=query.device)
+    is_there_BL = positions_L < num_tokens_B[:, None]
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    result = scaled_dot_product_attention(q, k, v, attn_mask=is_there_BL[:, None, None])
+    return result.transpose(1, 2).masked_fill(~is_there_BL[:, :, None, None], 0)
+
+
+_OF_THREAD = threading.local()
+"""cuDNN's handles are for one thread each: by device `handles`, and `plans` by what is called with what."""
+
+
+def _handle(device: torch.device) -> Any:
+    import cudnn
+
+    handles = _OF_THREAD.__dict__.setdefault("handles", {})
+    if device not in handles:
+        with torch.cuda.device(device):
+            handles[device] = cudnn.create_handle()
+    return handles[device]
+
+
+def _plan(query: Tensor, key: Tensor, value: Tensor) -> Attention:
+    """What runs on tensors like these; takes some 40 ms."""
+    import cudnn
+
+    handle, (batch, length, num_heads, head_dim) = _handle(query.device), query.shape
+    graph = cudnn.pygraph(
+        handle=handle,
+        io_data_type=cudnn.data_type.BFLOAT16,
+        intermediate_data_type=cudnn.data_type.FLOAT,
+        compute_data_type=cudnn.data_type.FLOAT,
+    )
+    q, k, v = (
+        graph.tensor(dim=list(x.shape), stride=list(x.stride()), data_type=cudnn.data_type.BFLOAT16)
+        for x in (each.transpose(1, 2) for each in (query, key, value))
+    )
+    counts = graph.tensor(dim=[batch, 1, 1, 1], stride=[1, 1, 1, 1], data_type=cudnn.data_type.INT32)
+    result, _ = graph.sdpa(
+        q=q,
+        k=k,
+        v=v,
+        generate_stats=False,
+        attn_scale=head_dim**-0.5,
+        use_padding_mask=True,
+        seq_len_q=counts,
+        seq_len_kv=counts,
+    )
+    shape = (batch, length, num_heads, head_dim)
+    row = num_heads * head_dim
+    result.set_output(True).set_dim([batch, num_heads, length, head_dim])
+    result.set_stride([length * row, head_dim, row, 1])
+    graph.build([cudnn.heur_mode.A])
+    num_bytes = max(1, graph.get_workspace_size())
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, num_tokens_B: Tensor) -> Tensor:
+        attended = query.new_empty(shape)
+        workspace = query.new_empty(num_bytes, dtype=torch.uint8)
+        cudnn.set_stream(handle=handle, stream=torch.cuda.current_stream(query.device).cuda_stream)
+        tensors = {q: query, k: key, v: value, counts: num_tokens_B, result: attended}
+        graph.execute(tensors, workspace, handle=handle)
+        return attended
+
+    return attend
