@@ -17,7 +17,7 @@ import click
 from gfgen.errors import RunError
 from gfgen.gfc import native
 from gfgen.gfc.cuda.compiler import cache_dir, find_nvrtc
-from gfgen.gfc.cuda.driver import Driver, driver
+from gfgen.gfc.cuda.driver import SEE_DOCTOR, Driver, driver
 from gfgen.gfc.cuda.selector import table_path
 
 _PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "safetensors", "huggingface_hub")
@@ -73,7 +73,7 @@ def _gpus(missing: list[str]) -> Iterator[str]:
     try:
         cuda = driver()
     except RunError as error:
-        yield f"none ({error}): jobs run on CPU ranks"
+        yield f"none ({str(error).removesuffix(SEE_DOCTOR)}): jobs run on CPU ranks"
         return
     number = ".".join(map(str, cuda.version))
     yield f"driver for CUDA {number}"

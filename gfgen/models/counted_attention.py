@@ -28,7 +28,11 @@ Attention = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def is_fast(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether it is about as fast there as attention that needs no mask. The first time takes a second."""
+    """Whether it is about as fast there as attention that needs no mask.
+
+    The same on all ranks that share a step, which pad texts or do not. The first time takes a second: adapters
+    ask when they are loaded, when there is memory to try it.
+    """
     return device.type == "cuda" and dtype == torch.bfloat16 and _works(device)
 
 
@@ -55,6 +59,8 @@ def _works(device: torch.device) -> bool:
         _plan(x, x, x)(x, x, x, torch.full((1,), 32, dtype=torch.int32, device=device))
     except ModuleNotFoundError:
         return False
+    except torch.OutOfMemoryError:
+        raise  # which says nothing of whether it works
     except Exception as error:
         logger.warning("cuDNN's attention with padding does not work: %s", in_one_line(error))
         return False
@@ -70,7 +76,8 @@ def _by_mask(query: Tensor, key: Tensor, value: Tensor, num_tokens_B: Tensor) ->
 
 
 _OF_THREAD = threading.local()
-"""cuDNN's handles are for one thread each: by device `handles`, and `plans` by what is called with what."""
+"""cuDNN's handles are for one thread each: by device `handles`, and `plans` by what is called with what. Plans
+stay, since graphs launch their kernels; of texts there are 16 lengths for each size of picture."""
 
 
 def _handle(device: torch.device) -> Any:

@@ -26,6 +26,7 @@ from gfgen.layout import Layout
 from gfgen.models import shared_decode, solver
 from gfgen.models.adapter import Fields
 from gfgen.models.components import LoadPipeline, load_pipeline
+from gfgen.models.counted_attention import is_fast
 from gfgen.models.forwards import Forward, evaluate
 from gfgen.models.fused import fuse
 from gfgen.models.geometry import Geometry
@@ -191,6 +192,7 @@ def load_qwen_image(
     install(pipeline.transformer)
     if dtype != torch.float32:
         fuse(pipeline.transformer)
+        is_fast(torch.device(device), dtype)
     shared_decode.install(pipeline.vae)
     return QwenImageAdapter(geometry, pipeline=pipeline, device=device)
 

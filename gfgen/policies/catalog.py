@@ -162,6 +162,8 @@ def _options(name: str, function: Callable[..., Any], assignments: list[str]) ->
         if not equals or key not in parameters:
             accepted = ", ".join(parameters) or "none"
             raise PolicyError(f"--policy {name}: no option {assignment!r}; options: {accepted}")
+        if key in options:
+            raise PolicyError(f"--policy {name}: {key} is given twice")
         options[key] = _converted(name, key, value, parameters[key])
     return options
 

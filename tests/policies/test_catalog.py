@@ -34,6 +34,7 @@ def test_options_are_bound_with_their_type():
         ("nonsense", "built in: legacy, fcfs, srtf, edf, triage, makespan, auto"),
         ("srtf,degre=2", "no option 'degre=2'; options: degree"),
         ("srtf,degree", "no option 'degree'"),
+        ("srtf,degree=2,degree=4", "degree is given twice"),
         ("srtf,degree=two", "degree = two: a value of type int"),
         ("srtf,degree=0", "degree = 0: a whole number from 1 to 8 is accepted"),
         ("triage,degree=3", "degree = 3: 1, 2, 4 or 8 is accepted"),

@@ -250,11 +250,14 @@ class Driver:
         self.call("cuMemAddressFree", address, num_bytes)
 
 
+SEE_DOCTOR = ": see 'gfgen doctor'"
+
+
 @cache
 def driver() -> Driver:
     """The driver, loaded once; raises RunError where there is none."""
     try:
         loaded = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
-        raise RunError(f"needs a GPU; no NVIDIA driver ({error}): see 'gfgen doctor'") from error
+        raise RunError(f"needs a GPU; no NVIDIA driver ({error}){SEE_DOCTOR}") from error
     return Driver(loaded)
