@@ -89,11 +89,9 @@ def _gpus(missing: list[str]) -> Iterator[str]:
     else:
         yield f"kernel compiler: {nvrtc.name}"
     try:
-        yield f"attention by counted tokens: {_CUDNN} {version(_CUDNN)}"
+        yield f"attention for prompts of any length: {_CUDNN} {version(_CUDNN)}"
     except PackageNotFoundError:
-        missing.append(
-            f"{_CUDNN}, for small pictures of prompts of ever other lengths (pip install gfgen brings it)"
-        )
+        missing.append(f"{_CUDNN}, for one graph for prompts of all lengths (pip install gfgen brings it)")
     try:
         if "+cpu" in version("torch"):
             missing.append("a CUDA build of PyTorch: this one is for CPUs (https://pytorch.org)")

@@ -78,7 +78,7 @@ class Adapter(Protocol):
         """
         ...
 
-    def text_shape(self, spec: JobSpec, prompt: Fields, layout: Layout) -> tuple[int | None, ...]:
+    def text_shape(self, spec: JobSpec, prompt: Fields, layout: Layout) -> tuple[object, ...]:
         """What the launches of steps on this layout know of the lengths of the prompts."""
         ...
 

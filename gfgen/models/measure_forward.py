@@ -140,7 +140,7 @@ def forward_of(
     """What is measured: from a group, or none, to the prediction of each branch."""
 
     def predict(embeds: Sequence[Tensor]) -> Tensor:
-        num_tokens = inputs["hidden_states"].shape[1]
+        num_tokens = inputs["hidden_states"].shape[1]  # channels of Wan's, whose texts are one length
         length = common_length(transformer, embeds, picture_tokens=num_tokens, degrees=present_degrees())
         result: Tensor = transformer(**with_texts(inputs, embeds, length=length))[0]
         return result

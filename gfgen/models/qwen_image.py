@@ -33,13 +33,13 @@ from gfgen.models.geometry import Geometry
 from gfgen.models.geometry_qwen import MAX_TEXT_TOKENS
 from gfgen.models.geometry_rules import known
 from gfgen.models.geometry_weights import component_dtypes
-from gfgen.models.guidance import predict_branches
+from gfgen.models.guidance import is_batch_faster, predict_branches
 from gfgen.models.latents import denormalize_latents
 from gfgen.models.parallel import Parallel
 from gfgen.models.pictures import to_uint8
 from gfgen.models.prompt_memory import NUM_TEXTS
 from gfgen.models.sequence_parallel import install, present_degrees
-from gfgen.models.texts import common_length, with_texts
+from gfgen.models.texts import common_length, text_shape, with_texts
 
 FOR_ANY_LENGTH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """All but cuDNN's attention, whose plan for a new length of prompt takes 42 ms on an H100."""
@@ -113,17 +113,16 @@ class QwenImageAdapter:
         picture_BCHW = self._pipeline.image_processor.postprocess(picture_BCHW, output_type="pt")
         return Fields({"frames": to_uint8(picture_BCHW)}, {"first_row": first_row})
 
-    def text_shape(self, spec: JobSpec, prompt: Fields, layout: Layout) -> tuple[int | None, ...]:
-        embeds = list(prompt.tensors.values())
+    def text_shape(self, spec: JobSpec, prompt: Fields, layout: Layout) -> tuple[object, ...]:
+        embeds, degree = list(prompt.tensors.values()), layout.ulysses * layout.ring
         forwards = [[each] for each in embeds]
-        if layout.cfg == 1:  # which may be one
-            forwards.append(embeds)
-        picture_tokens, transformer = self.geometry.num_tokens(spec), self._pipeline.transformer
-        padded = [
-            common_length(transformer, each, picture_tokens=picture_tokens, degrees=layout.degrees)
+        if layout.cfg == 1 and is_batch_faster(self.geometry, spec, sequence_degree=degree, embeds=embeds):
+            forwards = [embeds]
+        transformer, picture_tokens = self._pipeline.transformer, self.geometry.num_tokens(spec)
+        return tuple(
+            text_shape(transformer, each, picture_tokens=picture_tokens, degrees=layout.degrees)
             for each in forwards
-        ]
-        return tuple(each.shape[1] for each in embeds) if None in padded else tuple(padded)
+        )
 
     def evaluate_by(self, forward: Forward) -> None:
         self._forward = forward
@@ -192,7 +191,7 @@ def load_qwen_image(
     install(pipeline.transformer)
     if dtype != torch.float32:
         fuse(pipeline.transformer)
-        is_fast(torch.device(device), dtype)
+        is_fast(torch.device(device), dtype)  # tried before tasks, in which nobody may wait for the device
     shared_decode.install(pipeline.vae)
     return QwenImageAdapter(geometry, pipeline=pipeline, device=device)
 

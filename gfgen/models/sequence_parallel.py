@@ -296,7 +296,7 @@ def attend(
     is_shared = torch.compiler.is_compiling() or _SHARING.get() is not None
     if parallel_config is None or not is_shared:
         if num_tokens_B is not None:
-            return _counted(query, key, value, attn_mask, scale, num_tokens_B)
+            return _counted(query, key, value, attn_mask, num_tokens_B, scale=scale, backend=backend)
         result: torch.Tensor = dispatch_attention_fn(
             query, key, value, attn_mask, *args, backend=backend, scale=scale, **kwargs
         )
@@ -315,11 +315,13 @@ def _counted(
     key: torch.Tensor,
     value: torch.Tensor,
     attn_mask: torch.Tensor | None,
-    scale: float | None,
     num_tokens_B: torch.Tensor,
+    *,
+    scale: float | None,
+    backend: object | None,
 ) -> torch.Tensor:
-    assert attn_mask is None, "a mask beside a number of tokens"
-    assert scale is None, "a scale of its own beside a number of tokens"
+    unusual = [given for given in (attn_mask, scale, backend) if given is not None]
+    assert not unusual, f"{unusual} beside a number of tokens"
     return counted_attention(query, key, value, num_tokens_B)
 
 
@@ -350,7 +352,7 @@ def sharded_attention(
     sharing = _SHARING.get()
     if num_tokens_B is not None:
         assert sharing is None or sharing.parallel.ring.size == 1, "a number of tokens in a ring"
-        own = functools.partial(_counted, scale=scale, num_tokens_B=num_tokens_B)
+        own = functools.partial(_counted, num_tokens_B=num_tokens_B, scale=scale, backend=backend)
     if sharing is None:
         alone: torch.Tensor = own(query, key, value, attn_mask)
         return alone.contiguous()

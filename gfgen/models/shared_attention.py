@@ -5,7 +5,7 @@ groups, and ranks at the same position of each group form a ring. Inside a group
 tokens for heads; then members of a ring hold the same heads of different tokens, and each attends
 from its group's queries to the keys of all groups (ring_attention.py). Either degree may be 1.
 
-The order of keys is by slot within a group, in a joint attention (picture 0, text 0, picture 1, ...),
+The order of keys is by slot within a group, in fused joint attention (picture 0, text 0, picture 1, ...),
 and in a ring by group, from the own one on: attention does not depend on it, the mask is put together
 the same way, and the way back restores it.
 

@@ -22,8 +22,8 @@ STEPS = (32, 16, 8, 4, 2, 1)
 """Texts are padded to a multiple of one of these. With 64 there would be half as many shapes, and up to twice
 the rows of a short prompt."""
 MAX_PICTURE_TOKENS = 4_000
-"""For larger pictures attention that counts takes longer, and recording is a small part of a job. On H200,
-24 heads: 1,088 tokens 40 us in place of 39, 2,368 tokens 144 of 140, 4,160 tokens 409 of 357."""
+"""Of larger pictures recording is a small part of a job, and attention that counts may take longer: on H200,
+with 24 heads, 40 us in place of 39 for 1,088 tokens, 144 of 140 for 2,368, but 409 of 357 for 4,160."""
 
 
 def common_length(
@@ -39,6 +39,15 @@ def common_length(
     if ring > 1 or not is_fast(embeds[0].device, embeds[0].dtype):
         return None  # in a ring keys come in blocks, of which several would end in padding
     return padded_length([branch.shape[1] for branch in embeds], num_shards=ulysses)
+
+
+def text_shape(
+    transformer: Any, embeds: Sequence[Tensor], *, picture_tokens: int, degrees: tuple[int, int, int]
+) -> object:
+    """What the launches of a forward with these texts know of their lengths."""
+    lengths = tuple(branch.shape[1] for branch in embeds)
+    common = common_length(transformer, embeds, picture_tokens=picture_tokens, degrees=degrees)
+    return lengths if common is None else (common, tuple(length < common for length in lengths))
 
 
 def padded_length(lengths: Sequence[int], *, num_shards: int) -> int | None:

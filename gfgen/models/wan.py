@@ -134,7 +134,7 @@ class WanAdapter:
         pictures = self._text.video_processor.postprocess_video(video.float(), output_type="pt")[0]
         return Fields({"frames": to_uint8(pictures)}, {"first_row": first_row})
 
-    def text_shape(self, spec: JobSpec, prompt: Fields, layout: Layout) -> tuple[int | None, ...]:
+    def text_shape(self, spec: JobSpec, prompt: Fields, layout: Layout) -> tuple[object, ...]:
         return tuple(x.shape[1] for x in prompt.tensors.values())
 
     def evaluate_by(self, forward: Forward) -> None:

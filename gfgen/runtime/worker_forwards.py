@@ -5,7 +5,7 @@ rank enters a task: by a *rehearsal*, in which the rank runs a step alone, with 
 send (models/rehearsal.py). `warm_up` does so for what is at hand before a run begins. Later on, a forward
 whose launches turn out to take as long as its computing is recorded before the next step of its kind
 (models/graphs.py). Where that was so with one prompt, steps with prompts of another length, which are
-another kind, are recorded before their first one.
+another kind where texts are not padded, are recorded before their first one.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Kind(NamedTuple):
 
     checkpoint: str
     artifacts: object
-    texts: tuple[int | None, ...]
+    texts: tuple[object, ...]
     """By the lengths of the prompts."""
     degrees: tuple[int, int, int]
     slot: int

@@ -432,8 +432,7 @@ class GpuWorker(Worker):
     def _kinds(self, job: RankJob, task: Task, message: RunTask) -> frozenset[object]:
         """What decides which kernels a task launches, for its own part and for the transformer's.
 
-        Shapes; the solver's order; the place in the layout; and how long prompts are, for those whose texts
-        are not padded.
+        Shapes; the solver's order; the place in the layout; and what forwards know of how long prompts are.
         """
         start, layout = job.start, message.layout
         what = (start.checkpoint, task.stage, start.trajectory.artifacts)
@@ -441,8 +440,7 @@ class GpuWorker(Worker):
         own = (*what, place, min(task.step or 0, _FIRST_STEPS))
         if task.stage is not Stage.DENOISE:
             return frozenset({own})
-        texts = tuple(x.shape[1] for x in job.artifacts["prompt"].tensors.values())
-        return frozenset({own, (*what, place, texts)})
+        return frozenset({own, self._forwards.kind_of(job, layout)})
 
     def _get_ready(self, job: RankJob, task: Task, message: RunTask, *, is_new: bool) -> Kind | None:
         """See to it that nobody will wait for this rank inside the task; the kind of a step's forwards.

@@ -185,7 +185,7 @@ def _record_new_texts(
                 alone = None if unentered is None else rehearsal(unentered)
                 adapter.denoise(spec, prompt, condition, latents, step=0, parallel=alone)
             if idx:  # the negative prompt is as it was
-                # Padded, a text may need no record, or be the first one of which attention counts tokens.
+                # Padded, a text may need no record, or be the first of which attention counts tokens.
                 assert evaluations == [True] or (is_padded and evaluations in ([], [False, True]))
             results = []
             for forward, number in zip((evaluate, graphs), own[2 * idx :], strict=False):

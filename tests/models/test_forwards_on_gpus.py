@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import cuda_forwards
@@ -71,6 +72,15 @@ def test_new_texts_are_recorded_at_once_and_give_the_bits_of_launches(
     for found in ranks.run(range(NUM_RANKS), cuda_forwards.record_new_texts, *arguments):
         assert found["different"] == 0, found
         assert found["replays"] == (1 if in_batch else 2) * found["steps"] > 0, found
+
+
+@pytest.mark.parametrize("in_batch", [False, True])
+def test_one_record_serves_texts_of_all_lengths(ranks: CudaRanks, in_batch: bool) -> None:
+    if find_spec("cudnn") is None:
+        pytest.skip("needs nvidia-cudnn-frontend")
+    first = ranks.next_dispatch(2 * len(cuda_forwards.TEXTS))
+    (found,) = ranks.run([0], cuda_forwards.record_new_texts, [Layout((0,))], first, in_batch, True)
+    assert (found["different"], found["records"]) == (0, 1), found
 
 
 def test_what_cannot_be_recorded_is_in_the_way_of_nothing_else(ranks: CudaRanks) -> None:

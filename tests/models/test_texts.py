@@ -6,6 +6,7 @@ pytest tests/models/test_texts.py            # attention by cuDNN needs a GPU an
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ torch.set_num_threads(1)
 
 ROUNDING = 2e-5
 CPU = torch.device("cpu")
+LAYOUTS = Layout((0,)), Layout((0, 1), cfg=2), Layout((0, 1, 2, 3), ulysses=4)
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +107,35 @@ def test_tokens_behind_the_count_take_no_part() -> None:
         assert not found[idx, count:].any()
 
 
+def test_attention_that_does_not_work_is_told_of_once_and_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What was in the way for a moment only is no reason: all ranks must decide alike."""
+    works = counted_attention._works.__wrapped__
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+
+    def outcome(plan: Any) -> bool:
+        monkeypatch.setattr(counted_attention, "_plan", plan)
+        found: bool = works(CPU)
+        return found
+
+    def failing(error: Exception) -> Any:
+        def plan(*_: Any) -> Any:
+            raise error
+
+        return plan
+
+    assert outcome(lambda *_: counted_attention._by_mask)
+    assert not outcome(failing(ModuleNotFoundError("no cudnn", name="cudnn")))
+    assert not caplog.records
+    assert not outcome(lambda *_: lambda query, *_: query.new_zeros(query.shape))
+    assert not outcome(failing(ModuleNotFoundError("no other", name="other")))
+    reasons = ["ValueError: its result is wrong", "ModuleNotFoundError: no other"]
+    assert [record.args for record in caplog.records] == [(reason,) for reason in reasons]
+    with pytest.raises(torch.OutOfMemoryError):
+        outcome(failing(torch.OutOfMemoryError("none")))
+
+
 def predictions(transformer: Any, lengths: tuple[int, ...], *, common: int | None) -> list[torch.Tensor]:
     """Of both branches in one forward, or of one."""
     noise = torch.Generator().manual_seed(1)
@@ -122,16 +153,18 @@ def test_padded_texts_give_what_they_give_by_themselves(fused_qwen: Any, lengths
         assert torch.allclose(result, best, atol=ROUNDING)
 
 
-@pytest.mark.usefixtures("counting")
+@pytest.mark.parametrize("how", [{}, {"num_chunks": 2}, {"others_first": True}], ids=str)
 @pytest.mark.parametrize("degree", [2, 3, 4])
 @pytest.mark.parametrize("lengths", [(7,), (21,), (22, 21), (1,)], ids=str)
-def test_ranks_share_padded_texts(fused_qwen: Any, lengths: tuple[int, ...], degree: int) -> None:
+def test_ranks_share_padded_texts(
+    fused_qwen: Any, lengths: tuple[int, ...], degree: int, how: Mapping[str, Any]
+) -> None:
     common = padded_length(lengths, num_shards=degree)
     assert common is not None
 
     def program(group: Any) -> list[torch.Tensor]:
         torch.set_num_threads(1)
-        with active(parallel_from(group)):
+        with active(parallel_from(group, **how)):
             assert present_degrees() == (1, degree, 1)
             return predictions(fused_qwen, lengths, common=common)
 
@@ -181,14 +214,17 @@ def test_an_adapters_steps_are_the_same_with_padding(tiny_models: Mapping[str, P
         embeds = adapter.encode(spec)
         latents = adapter.prepare(spec, embeds)[1]
         results.append(adapter.denoise(spec, embeds, None, latents, step=0))
-        shapes.append(adapter.text_shape(spec, embeds, Layout((0,))))
+        shapes.append([adapter.text_shape(spec, embeds, layout) for layout in LAYOUTS])
         with pytest.MonkeyPatch.context() as without:
             without.setattr(texts, "is_fast", lambda *_: False)
             wanted = adapter.denoise(spec, embeds, None, latents, step=0)
-            assert adapter.text_shape(spec, embeds, Layout((0,)))[0] < 32
+            exact = [(each.shape[1],) for each in embeds.tensors.values()]
+            assert list(adapter.text_shape(spec, embeds, LAYOUTS[0])) == exact
         for name, tensor in wanted.tensors.items():
             assert torch.allclose(results[-1].tensors[name].float(), tensor.float(), atol=1e-4)
-    assert shapes == [(32, 32, 32)] * 2
+    for alone, half, _ in shapes:
+        assert alone == half == ((32, (True,)),) * 2
+    assert all(length % 4 == 0 for each in shapes for length, _ in each[2])
 
 
 @pytest.mark.gpu

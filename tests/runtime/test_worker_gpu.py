@@ -38,6 +38,7 @@ from gfgen.runtime.migration import Transfer
 from gfgen.runtime.pool import WorkerPool
 from gfgen.runtime.residency import Residency
 from gfgen.runtime.warming import warm_ups
+from gfgen.runtime.worker_forwards import Forwards
 from gfgen.runtime.worker_gpu import GpuWorker
 from gfgen.runtime.worker_jobs import InputVoidError, RankJob, Shipment
 
@@ -306,11 +307,15 @@ def test_kinds_of_tasks_differ_where_their_kernels_may():
     """Kernels are loaded when they are first launched, which must not be behind a barrier."""
     worker: Any = GpuWorker.__new__(GpuWorker)
     worker._rank = 1
+    adapter: Any = SimpleNamespace(
+        text_shape=lambda spec, prompt, layout: prompt.tensors["prompt_embeds"].shape
+    )
+    worker._forwards = Forwards({"c": adapter}, None, rank=1, unentered=None)  # type: ignore[arg-type]
 
     def kinds(layout: Layout, step: int, text_tokens: int = 7) -> frozenset[object]:
         prompt = Fields({"prompt_embeds": torch.empty(1, text_tokens, 4)})
         job: Any = SimpleNamespace(
-            start=SimpleNamespace(checkpoint="c", trajectory=SimpleNamespace(artifacts=())),
+            start=SimpleNamespace(checkpoint="c", spec=None, trajectory=SimpleNamespace(artifacts=())),
             artifacts={"prompt": prompt},
         )
         found: frozenset[object] = worker._kinds(

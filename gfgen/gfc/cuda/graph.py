@@ -171,8 +171,8 @@ class SharedPool:
     def _end_what_is_invalid(self) -> None:
         """CUDA has ended a capture that became invalid, torch 2.11 has not.
 
-        Its allocator waits for the end, the pool counts one graph more than there are, is captured into no
-        more, and nobody gets random numbers until another capture ends as it should.
+        Its allocator waits for the end; the pool counts one graph more than there are, and takes no more;
+        nobody gets random numbers until another capture ends as it should.
         """
         torch._C._cuda_endAllocateToPool(self._stream.device_index, self._pool)
         torch._C._cuda_releasePool(self._stream.device_index, self._pool)
