@@ -18,8 +18,8 @@ from gfgen.identity import SUFFIXES
 from gfgen.jobimage import IMAGE_FORMATS, ImageError, ImageReader
 
 MIN_SIDE, MAX_SIDE = 16, 8192
-MAX_FRAMES = 4097
-"""As many as Wan's rotary table holds (4 x 1024 + 1)."""
+MAX_FRAMES = 4093
+"""As many as Wan's rotary table holds: the first, and 4 for each of 1,023 latent frames more."""
 MAX_VOLUME_PIXELS = 2**32
 """Width x height x frames; 13 GB of RGB, about 4,000 frames of 1280x720."""
 MAX_PROMPT_CHARS = 20_000

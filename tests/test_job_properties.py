@@ -54,7 +54,7 @@ def specs(draw: st.DrawFn) -> JobSpec:
         "id": draw(st.from_regex(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,30}", fullmatch=True)),
         "prompt": draw(TEXTS.filter(str.strip)),
         "negative_prompt": draw(st.none() | TEXTS),
-        "frames": draw(st.none() | st.integers(1, 4097)),
+        "frames": draw(st.none() | st.integers(1, 4093)),
         "steps": draw(st.none() | st.integers(1, 1000)),
         "guidance_scale": draw(SCALES),
         "true_cfg_scale": draw(SCALES),

@@ -12,7 +12,7 @@ from gfgen.gfc.cuda.memory import arena_bytes
 from gfgen.job import passed_deadlines, read_jobs
 from gfgen.jobspec import JobSpec
 from gfgen.models.geometry import load_geometry, weightless_geometry
-from gfgen.models.registry import DEFAULT_MODEL, find_configs, resolve_checkpoint, resolve_configs
+from gfgen.models.registry import DEFAULT_MODEL, check_name, find_configs, resolve_checkpoint, resolve_configs
 from gfgen.runtime.admission import AdmittedJob, Model, admit
 from gfgen.runtime.arenas import SIDE_BYTES, default_plan
 from gfgen.runtime.devices import CUDA, Devices
@@ -102,6 +102,7 @@ class Admission:
         has_random_weights: bool = False,
         vae_dtype: str = "auto",
         known: dict[str, Model] | None = None,
+        unusable: dict[str, str] | None = None,
         loaded: frozenset[Path] | None = None,
         help_: str = RESTART,
     ) -> None:
@@ -111,6 +112,8 @@ class Admission:
         self._has_random_weights = has_random_weights
         self._vae_dtype = vae_dtype
         self._known = {} if known is None else known
+        self._unusable = {} if unusable is None else unusable
+        """By name, what was wrong with a model that was asked for before any was loaded."""
         self._loaded = loaded
 
     def __call__(self, specs: Sequence[JobSpec]) -> tuple[Sequence[AdmittedJob], Sequence[Problem]]:
@@ -213,6 +216,7 @@ class Admission:
             has_random_weights=self._has_random_weights,
             vae_dtype=self._vae_dtype,
             known=self._known,
+            unusable=self._unusable,
             loaded=frozenset(checkpoints),
             help_=help_,
         )
@@ -223,9 +227,16 @@ class Admission:
         Raises: ModelError when there is none, or when it is not loaded.
         """
         if name not in self._known and (self._loaded is None or Path(name).is_dir()):
-            self._known[name] = self._look_up(name)
+            try:
+                self._known[name] = self._look_up(name)
+            except ModelError as error:
+                self._unusable[name] = str(error)
+                raise
         model = self._known.get(name)
+        if model is None and name in self._unusable:
+            raise ModelError(self._unusable[name])
         if model is None or (self._loaded is not None and model.checkpoint not in self._loaded):
+            check_name(name)
             raise ModelError(f"model {name!r} is not loaded; {self._help}")
         return model
 

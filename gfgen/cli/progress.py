@@ -92,7 +92,10 @@ class LineProgress(Observer):
 
     def dispatched(self, dispatch: Dispatch) -> None:
         if self._batch.dispatched(dispatch):
-            self._emit(f"started {dispatch.task.job_id} on {ranks_text(dispatch.layout)}")
+            job_id, where = dispatch.task.job_id, ranks_text(dispatch.layout)
+            is_new = dispatch.task.index == 0
+            what = f"started {job_id}" if is_new else f"resumed {job_id} at {dispatch.task}"
+            self._emit(f"{what} on {where}")
 
     def ended(self, outcome: JobOutcome) -> None:
         self._batch.ended(outcome)

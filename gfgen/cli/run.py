@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -202,6 +204,7 @@ def run_jobs(admitted: Sequence[AdmittedJob], options: RunOptions) -> Summary:
                     "--trace has no effect: nothing is left to do; %s is not written", options.trace
                 )
             return Summary(num_skipped=len(done))
+        _check_trace(options.trace)
         skipped = [job for job in admitted if job.job_id in done]
         residency = options.ranks.admission(options.model).residency(todo)
         checkpoints = residency.checkpoints if residency else {job.checkpoint for job in todo}
@@ -218,6 +221,7 @@ def watch_folder(folder: Path, options: RunOptions) -> Summary:
     The models are those of the files that are there at the start, and the default one.
     """
     _check_watched(folder, options.output_dir)
+    _check_trace(options.trace)
     admit = options.ranks.admission(options.model)
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(contextlib.closing(SignalPipe()))
@@ -369,13 +373,30 @@ def _check_watched(folder: Path, output_dir: Path) -> None:
 
 def _make_folder(folder: Path) -> None:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / ".writable").touch()
-        (folder / ".writable").unlink()
+        _try_to_write(folder)
     except OSError as error:
         raise InputError(
             f"--output {folder}: cannot write there ({error.strerror}); name another folder"
         ) from None
+
+
+def _check_trace(trace: Path | None) -> None:
+    """Before models are loaded."""
+    if trace is None:
+        return
+    try:
+        if trace.exists():
+            trace.open("ab").close()
+        else:
+            _try_to_write(trace.parent)
+    except OSError as error:
+        raise InputError(f"--trace {trace}: cannot write there ({error.strerror}); name another") from None
+
+
+def _try_to_write(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / ".writable").touch()
+    (folder / ".writable").unlink()
 
 
 def _observers(options: RunOptions) -> list[Observer]:
@@ -386,7 +407,6 @@ def _observers(options: RunOptions) -> list[Observer]:
     if options.log_file:
         observers.append(make_file_progress(quiet=options.quiet, log_json=options.log_json))
     if options.trace:
-        options.trace.parent.mkdir(parents=True, exist_ok=True)
         observers.append(TraceWriter(options.trace))
     return observers
 
@@ -396,12 +416,20 @@ def _report(summary: Summary, options: RunOptions) -> None:
     for line in summary.lines():
         logger.info("%s", line, extra=log.FILE_ONLY)
         if not options.quiet:
-            click.echo(line)
+            _say(line)
     num_failed = summary.num_failed
     failed = f"; {num_failed} job{'s' if num_failed > 1 else ''} failed" if num_failed else ""
-    click.echo(f"files and manifest.jsonl are in {options.output_dir}/{failed}")
+    _say(f"files and manifest.jsonl are in {options.output_dir}/{failed}")
     if options.closes_at is not None:
         jobs = "1 job is" if summary.num_unfinished == 1 else f"{summary.num_unfinished or 'no'} jobs are"
         left = f"{jobs} left" + (": run the same command again to go on" if summary.num_unfinished else "")
         logger.info("%s", left, extra=log.FILE_ONLY)
-        click.echo(left)
+        _say(left)
+
+
+def _say(line: str) -> None:
+    """To whoever reads it; that they have gone is no failure of a run that has ended."""
+    try:
+        click.echo(line)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

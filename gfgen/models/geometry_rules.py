@@ -16,8 +16,8 @@ from gfgen.jobspec import SCALE_FIELDS, SHAPE_FIELDS, JobSpec
 
 MAX_SIDE = 8192
 """Pixels of a side. Generous: six times what these models were trained on."""
-MAX_FRAMES = 4097
-"""Frames of a video: the 1024 latent frames that Wan's rotary table holds, rounded to 4k+1."""
+MAX_FRAMES = 4093
+"""Frames of a video: the 1,024 latent frames that Wan's rotary table holds, of which the first is of one."""
 MAX_TOKENS = 1 << 20
 """Tokens of a job: 38 times the largest default (27,280), so a slip of the pen is caught."""
 MAX_STEPS = 1000

@@ -98,6 +98,16 @@ def resolve_checkpoint(name_or_dir: str) -> Path:
     raise ModelError(_unknown(name_or_dir))
 
 
+def check_name(name_or_dir: str) -> None:
+    """Downloads and makes nothing.
+
+    Raises: ModelError for a name that nothing is known by.
+    """
+    is_known = name_or_dir in TINY_NAMES or name_or_dir in HUB_IDS or _is_hub_id(name_or_dir)
+    if not is_known and _at_hand(name_or_dir) is None:
+        raise ModelError(_unknown(name_or_dir))
+
+
 def resolve_configs(name_or_dir: str) -> Path:
     """A directory with the model's config files, for random weights; nothing is downloaded.
 

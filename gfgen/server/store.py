@@ -184,6 +184,8 @@ class Store:
         self._reader = _connect(path)
         self._writer = _connect(path)
         self._queue: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
+        self._told: str | None = None
+        """Why nothing can be written, if so."""
         self.life = _begin_life(self._writer, path, began_at)
         """Rises with every process that opens the store: ids of events begin with it."""
         self._thread = threading.Thread(target=self._write, name="store", daemon=True)
@@ -355,10 +357,11 @@ class Store:
             for work in works:
                 done.append((work, _attempt(db, work.work)))
             db.execute("COMMIT")
+            self._told = None
         except Exception as error:  # a full disk above all: nothing of the group is there
             if db.in_transaction:
                 db.execute("ROLLBACK")
-            logger.error("cannot write %s: %s", self._path, error)
+            self._tell_of(error)
             reason = OutputError(f"cannot write {self._path.name} ({error}); make room, then try again")
             done = [(work, reason) for work in works]
         for work, result in done:
@@ -368,6 +371,12 @@ class Store:
                 work.asked.set_exception(result)
             else:
                 work.asked.set_result(result)
+
+    def _tell_of(self, error: Exception) -> None:
+        """Once until something is written again: clients try again, and the log may be on the same disk."""
+        if str(error) != self._told:
+            logger.error("cannot write %s: %s; requests are refused until it can be", self._path, error)
+        self._told = str(error)
 
 
 @dataclass(slots=True, eq=False)

@@ -107,9 +107,20 @@ def test_closing_time_is_no_failure_and_the_last_line_says_what_is_left(night):
     assert (night / "outputs/night/manifest.jsonl").read_text() == ""
 
 
+def test_who_reads_the_last_lines_may_go_before_they_come(night):
+    """All is done by then."""
+    code = "from gfgen.cli.run import _say; [_say('line') for _ in range(3)]"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.close()
+    assert process.wait(timeout=60) == 0
+    assert process.stderr.read() == b""
+    process.stderr.close()
+
+
 def test_a_watched_folder_is_served_until_a_signal_and_each_file_once(night):
     folder, outputs = night / "inbox", night / "outputs" / "inbox"
     folder.mkdir()
+    put(folder / "early.jsonl", FOX | {"model": "tiny-wam"})
     process = start(night, "--watch", "inbox", "--model", "tiny-wan")
     wait_for(outputs / "journal.jsonl", process)
     put(folder / "a.jsonl", FOX)
@@ -125,6 +136,7 @@ def test_a_watched_folder_is_served_until_a_signal_and_each_file_once(night):
     assert process.returncode == 0, err
     assert out.startswith("jobs       2 done in")
     assert "model 'tiny-qwen-image' is not loaded; stop the run and start it again" in err
+    assert "model = tiny-wam: unknown; did you mean 'tiny-wan'?" in err
     assert err.count("started ") == 2
     taken = [json.loads(line)["file"] for line in (outputs / "watched.jsonl").read_text().splitlines()]
     assert taken == ["a.jsonl", "b.jsonl"]
@@ -149,6 +161,8 @@ def test_a_journal_on_a_full_disk_ends_the_run_with_one_line(night):
         (["--watch", ".", "--output", "."], "is the output folder too"),
         (["night.jsonl", "--until", "25:00"], "--until '25:00': a time of day like \"06:00\""),
         (["night.jsonl", "--log-file", "/proc/x.log"], "--log-file /proc/x.log: cannot write there"),
+        (["night.jsonl", "--trace", "/proc/none/x.json"], "--trace /proc/none/x.json: cannot write there"),
+        (["night.jsonl", "--trace", "."], "--trace .: cannot write there (Is a directory)"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(capsys, monkeypatch, night, arguments, message):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from dataclasses import fields, replace
@@ -11,12 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gfgen import jobfields
 from gfgen.errors import JobError, LayoutError, ModelError
 from gfgen.graph import INPUTS, OUTPUTS, Stage
 from gfgen.jobspec import JobSpec
 from gfgen.layout import Layout
 from gfgen.models import geometry_rules as rules
 from gfgen.models.geometry import (
+    CONFIGS,
     SHIPPED,
     Geometry,
     check_degrees,
@@ -53,6 +56,13 @@ def test_importing_it_imports_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_the_longest_video_fits_in_the_rotary_table() -> None:
+    config = json.loads((CONFIGS / "wan2.2-ti2v-5b" / "transformer" / "config.json").read_text())
+    assert (rules.MAX_FRAMES - 1) % 4 == 0
+    assert config["rope_max_seq_len"] == (rules.MAX_FRAMES - 1) // 4 + 1
+    assert rules.MAX_FRAMES == jobfields.MAX_FRAMES
 
 
 def test_defaults_are_fields_of_a_job() -> None:

@@ -117,7 +117,7 @@ def test_only_models_that_are_served_can_be_named(server, model):
         ({"prompt": "x", "seed": -1}, "seed", "greater than or equal to 0"),
         ({"prompt": "x\0"}, "prompt", "NUL"),
         ({"prompt": "\ud800"}, "prompt", "unicode"),
-        ({"prompt": "x", "size": "8192x8192", "num_frames": 4097}, "num_frames", "at most 4,294,967,296"),
+        ({"prompt": "x", "size": "8192x8192", "num_frames": 4093}, "num_frames", "at most 4,294,967,296"),
     ],
 )
 def test_what_is_wrong_is_told_with_the_fields_name(server, values, param, words):
@@ -455,12 +455,12 @@ def test_a_status_says_when_it_will_be_done_and_whether_in_time(server, slow):
     jobs = [made(server, prompt="x", deadline=deadline, **SLOW) for deadline in (1, "1h", moment)]
     try:
         assert jobs[2]["deadline_at"] == pytest.approx(time.time() + 7200, abs=5)
-        will_meet = [predicted(server, job)["will_meet_deadline"] for job in jobs]
-        assert will_meet == [False, True, True]
+        found = [predicted(server, job) for job in jobs]
+        assert [job["will_meet_deadline"] for job in found] == [False, True, True]
         assert predicted(server, slow)["predicted_completion_at"] > time.time()
-        last = server.job(jobs[2]["id"])
-        assert last["position"] >= 1
-        assert last["predicted_start_at"] < last["predicted_completion_at"]
+        waiting = [job for job in found if job["status"] == "queued"]  # the policy may begin any of them
+        assert all(job["position"] >= 1 for job in waiting)
+        assert all(job["predicted_start_at"] < job["predicted_completion_at"] for job in waiting)
     finally:
         for job in jobs:
             server.http.delete(f"/v1/videos/{job['id']}")

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sqlite3
+from concurrent.futures import Future
 from dataclasses import replace
 
 import pytest
 
 from gfgen.errors import OutputError
-from gfgen.server.store import Accepted, Ending, Facts, KeyTakenError, RequestKey, Store
+from gfgen.server import store as store_module
+from gfgen.server.store import Accepted, Ending, Facts, KeyTakenError, RequestKey, Store, _Work
 
 
 @pytest.fixture
@@ -185,6 +187,21 @@ def test_a_full_disk_refuses_and_keeps_what_was_there(store):
     store._writer.execute("PRAGMA max_page_count = 1000000")
     accept(store, "c")
     assert [facts.id for facts, _ in store.open_jobs()] == ["a", "c"]
+
+
+def test_a_full_disk_is_told_of_once_until_something_is_written(store, caplog):
+    def refused(*_):
+        raise sqlite3.OperationalError("database or disk is full")
+
+    works = [_Work(lambda _: None, Future()) for _ in range(4)]
+    with pytest.MonkeyPatch.context() as full:
+        full.setattr(store_module, "_attempt", refused)
+        for work in works[:3]:
+            store._commit([work])
+    assert len(caplog.records) == 1
+    store._commit(works[3:])
+    assert works[3].asked.done()
+    assert store._told is None
 
 
 def test_a_store_that_cannot_be_begun_says_what_to_do(tmp_path):
