@@ -10,9 +10,8 @@ bias. Random weights; a minute.
 from __future__ import annotations
 
 import itertools
-import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -23,6 +22,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from gfgen.bench.gpus import check_count
 from gfgen.errors import GfgenError
+from gfgen.gfc.cuda.measure import captured_us
 from gfgen.models.counted_attention import counted_attention, is_fast
 from gfgen.models.forwards import evaluate
 from gfgen.models.fused import fuse
@@ -88,33 +88,14 @@ def attentions() -> Iterator[str]:
             partial(counted_attention, query, key, value, num_tokens_B),
             partial(_by_torch, query, key, value, bias),
         ]
-        times = " | ".join(f"{_captured_us(way):.0f}" for way in ways)
-        yield f"| {length}, {valid}, {num_heads} | {times} |"
+        times_us = [captured_us(way, lambda: None, copies=CALLS, repeats=REPEATS) for way in ways]
+        yield f"| {length}, {valid}, {num_heads} | {' | '.join(f'{each:.0f}' for each in times_us)} |"
 
 
 def _by_torch(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     with sdpa_kernel([SDPBackend.CUDNN_ATTENTION]):
         return scaled_dot_product_attention(q, k, v, attn_mask=bias)
-
-
-def _captured_us(function: Callable[[], Tensor]) -> float:
-    for _ in range(2):
-        function()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(CALLS):
-            function()
-    times_us: list[float] = []
-    for _ in range(REPEATS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times_us.append(1e3 * begin.elapsed_time(end) / CALLS)
-    return statistics.median(times_us)
 
 
 @torch.no_grad()

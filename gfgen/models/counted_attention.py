@@ -47,7 +47,7 @@ def counted_attention(query: Tensor, key: Tensor, value: Tensor, num_tokens_B: T
     tensors = (query, key, value)
     if not is_fast(query.device, query.dtype):
         return _by_mask(*tensors, num_tokens_B)
-    plans: dict[object, Attention] = _OF_THREAD.__dict__.setdefault("plans", {})
+    plans = _OF_THREAD.plans
     call = (query.device, query.shape, *(x.stride() for x in tensors))
     if call not in plans:
         with torch.cuda.device(query.device):
@@ -82,15 +82,25 @@ def _by_mask(query: Tensor, key: Tensor, value: Tensor, num_tokens_B: Tensor) ->
     return result.transpose(1, 2).masked_fill(~is_there_BL[:, :, None, None], 0)
 
 
-_OF_THREAD = threading.local()
-"""cuDNN's handles are for one thread each: by device `handles`, and `plans` by what is called with what.
-Plans stay, since graphs launch their kernels; of texts there are 16 lengths for each size of picture."""
+class _OfThread(threading.local):
+    """What cuDNN has for one thread each.
+
+    Plans, by what is called with what, stay, since graphs launch their kernels; of texts there are 16 lengths
+    for each size of picture.
+    """
+
+    def __init__(self) -> None:
+        self.handles: dict[torch.device, Any] = {}
+        self.plans: dict[object, Attention] = {}
+
+
+_OF_THREAD = _OfThread()
 
 
 def _handle(device: torch.device) -> Any:
     import cudnn
 
-    handles = _OF_THREAD.__dict__.setdefault("handles", {})
+    handles = _OF_THREAD.handles
     if device not in handles:
         handles[device] = cudnn.create_handle()
     return handles[device]

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 from gfgen.gfc.reshard import shard_sizes
 from gfgen.layout import shard_bounds
-from gfgen.models.rows import add_gated, add_norm, heads, norm, padded_to
+from gfgen.models.rows import add_gated, add_norm, batched, heads, norm, padded_to
 from gfgen.models.sequence_parallel import TEXT, attend, own_length, sharing_ranks
 
 
@@ -266,8 +266,8 @@ def _joint_attention(
         )
     texts, pictures = zip(*attended, strict=True)
     return (
-        attention.to_add_out(_batched([padded_to(text.shape[1], x) for x in texts])),
-        attention.to_out[0](_batched(pictures)),
+        attention.to_add_out(batched([padded_to(text.shape[1], x) for x in texts])),
+        attention.to_out[0](batched(pictures)),
     )
 
 
@@ -308,11 +308,6 @@ def _joint_sample(
         num_tokens_B=num_tokens_B,
     ).flatten(2, 3)
     return result[:, num_picture:], result[:, :num_picture]
-
-
-def _batched(samples: Sequence[Tensor]) -> Tensor:
-    """[1, ..] each -> [B, ..]; one alone is not copied."""
-    return samples[0] if len(samples) == 1 else torch.cat(list(samples))
 
 
 def _fuse_modulation(transformer: Any) -> None:

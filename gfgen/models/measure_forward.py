@@ -30,9 +30,9 @@ from gfgen.models.geometry import CONFIGS
 from gfgen.models.guidance import evaluate_branches
 from gfgen.models.parallel import parallel_from
 from gfgen.models.random_weights import random_component
-from gfgen.models.sequence_parallel import install, present_degrees
+from gfgen.models.sequence_parallel import install
 from gfgen.models.stock import join_group
-from gfgen.models.texts import common_length, with_texts
+from gfgen.models.texts import forward_inputs
 
 WARM_UPS, REPEATS = 3, 7
 NUM_DISPATCHES = 2 * (WARM_UPS + REPEATS)
@@ -140,9 +140,7 @@ def forward_of(
     """What is measured: from a group, or none, to the prediction of each branch."""
 
     def predict(embeds: Sequence[Tensor]) -> Tensor:
-        num_tokens = inputs["hidden_states"].shape[1]  # channels of Wan's, whose texts are one length
-        length = common_length(transformer, embeds, picture_tokens=num_tokens, degrees=present_degrees())
-        result: Tensor = transformer(**with_texts(inputs, embeds, length=length))[0]
+        result: Tensor = transformer(**forward_inputs(transformer, inputs, embeds))[0]
         return result
 
     def forward(group: CudaGroup | None) -> Sequence[Tensor]:

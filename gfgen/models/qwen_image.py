@@ -38,8 +38,8 @@ from gfgen.models.latents import denormalize_latents
 from gfgen.models.parallel import Parallel
 from gfgen.models.pictures import to_uint8
 from gfgen.models.prompt_memory import NUM_TEXTS
-from gfgen.models.sequence_parallel import install, present_degrees
-from gfgen.models.texts import common_length, text_shape, with_texts
+from gfgen.models.sequence_parallel import install
+from gfgen.models.texts import forward_inputs, text_shape
 
 FOR_ANY_LENGTH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """All but cuDNN's attention, whose plan for a new length of prompt takes 42 ms on an H100."""
@@ -170,10 +170,9 @@ class QwenImageAdapter:
 
     def _predict(self, inputs: dict[str, Any], embeds: Sequence[torch.Tensor]) -> torch.Tensor:
         """Branches of classifier-free guidance."""
-        transformer, picture_tokens = self._pipeline.transformer, inputs["hidden_states"].shape[1]
+        transformer = self._pipeline.transformer
         assert len(embeds) == 1 or hasattr(transformer, "modulation"), "only fused blocks leave padding out"
-        length = common_length(transformer, embeds, picture_tokens=picture_tokens, degrees=present_degrees())
-        return self._forward(transformer, with_texts(inputs, embeds, length=length))
+        return self._forward(transformer, forward_inputs(transformer, inputs, embeds))
 
 
 def load_qwen_image(

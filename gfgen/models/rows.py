@@ -132,6 +132,11 @@ def padded_to(length: int, x: Tensor) -> Tensor:
     return functional.pad(x, (0, 0, 0, num_missing)) if num_missing else x
 
 
+def batched(samples: Sequence[Tensor]) -> Tensor:
+    """[1, ..] each -> [B, ..]; one alone is not copied."""
+    return samples[0] if len(samples) == 1 else torch.cat(list(samples))
+
+
 def _heads_in_steps(
     projected: Tensor,
     weights: Sequence[Tensor],

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from gfgen.models.counted_attention import is_fast
-from gfgen.models.rows import padded_to
+from gfgen.models.rows import batched, padded_to
+from gfgen.models.sequence_parallel import present_degrees
 
 STEPS = (32, 16, 8, 4, 2, 1)
 """Texts are padded to a multiple of one of these. With 64 there would be half as many shapes, and up to twice
@@ -62,6 +63,14 @@ def padded_length(lengths: Sequence[int], *, num_shards: int) -> int | None:
     return None
 
 
+def forward_inputs(transformer: Any, inputs: Mapping[str, Any], embeds: Sequence[Tensor]) -> dict[str, Any]:
+    """As `with_texts`, padded where that lets texts of other lengths be of the same shape."""
+    length = common_length(
+        transformer, embeds, picture_tokens=inputs["hidden_states"].shape[1], degrees=present_degrees()
+    )
+    return with_texts(inputs, embeds, length=length)
+
+
 def with_texts(
     inputs: Mapping[str, Any], embeds: Sequence[Tensor], *, length: int | None = None
 ) -> dict[str, Any]:
@@ -77,7 +86,7 @@ def with_texts(
         batch["hidden_states"] = picture.repeat(len(embeds), *[1] * (picture.dim() - 1))
     if len(embeds) > 1 or length is not None:
         texts = [padded_to(length or max(lengths), each) for each in embeds]
-        batch["encoder_hidden_states"] = texts[0] if len(texts) == 1 else torch.cat(texts)
+        batch["encoder_hidden_states"] = batched(texts)
     if length is not None:
         counts = tuple(picture.new_full((1,), picture.shape[1] + each, dtype=torch.int32) for each in lengths)
         batch["attention_kwargs"] = {**inputs["attention_kwargs"], "num_tokens": counts}

@@ -388,9 +388,11 @@ class GpuWorker(Worker):
                 self._bring_input(job, task, message)
         arrival, self._arrival = self._arrival, None
         times.append(time.monotonic())
-        kinds = self._kinds(job, task, message)
+        is_step = task.stage is Stage.DENOISE
+        forward = self._forwards.kind_of(job, message.layout) if is_step else None
+        kinds = self._kinds(job, task, message, forward)
         is_familiar = self._memory.is_familiar(kinds)
-        forward = self._get_ready(job, task, message, is_new=self._has_peers and not is_familiar)
+        self._get_ready(job, task, message, forward, is_new=self._has_peers and not is_familiar)
         times.append(time.monotonic())
         with self._memory.launching(kinds, model=job.start.spec.model or ""):
             begun = self._event()
@@ -429,7 +431,7 @@ class GpuWorker(Worker):
             self._num_unsettled += 1
         self._launched.put(launched)
 
-    def _kinds(self, job: RankJob, task: Task, message: RunTask) -> frozenset[object]:
+    def _kinds(self, job: RankJob, task: Task, message: RunTask, forward: Kind | None) -> frozenset[object]:
         """What decides which kernels a task launches, for its own part and for the transformer's.
 
         Shapes; the solver's order; the place in the layout; and what forwards know of how long prompts are.
@@ -438,28 +440,26 @@ class GpuWorker(Worker):
         what = (start.checkpoint, task.stage, start.trajectory.artifacts)
         place = (layout.degrees, layout.slot_of(self._rank))
         own = (*what, place, min(task.step or 0, _FIRST_STEPS))
-        if task.stage is not Stage.DENOISE:
-            return frozenset({own})
-        return frozenset({own, self._forwards.kind_of(job, layout)})
+        return frozenset({own} if forward is None else {own, forward})
 
-    def _get_ready(self, job: RankJob, task: Task, message: RunTask, *, is_new: bool) -> Kind | None:
-        """See to it that nobody will wait for this rank inside the task; the kind of a step's forwards.
+    def _get_ready(
+        self, job: RankJob, task: Task, message: RunTask, forward: Kind | None, *, is_new: bool
+    ) -> None:
+        """See to it that nobody will wait for this rank inside the task; `forward` is a step's.
 
         Forwards are recorded while nothing runs here, nor is about to be sent: that may wait for the device.
         """
-        forwards, layout = self._forwards, message.layout
-        if task.stage is not Stage.DENOISE:
+        forwards = self._forwards
+        if forward is None:
             self._clear_the_way(message.number, is_new=is_new or self._is_short)
             self._give_back_if_short()
-            return None
-        kind = forwards.kind_of(job, layout)
-        is_to_record = forwards.is_to_record(job, task, kind) and not self._unsent
+            return
+        is_to_record = forwards.is_to_record(job, task, forward) and not self._unsent
         self._clear_the_way(message.number, is_new=is_new or is_to_record or self._is_short)
         self._give_back_if_short()
         if is_to_record and not self._unsent:
-            forwards.record(job, task, kind, layout)
+            forwards.record(job, task, forward, message.layout)
         forwards.attach(job.start.checkpoint)
-        return kind
 
     def _give_back_if_short(self) -> None:
         """Records, and what torch has kept, after an attempt that ran out of memory; nothing is under way."""

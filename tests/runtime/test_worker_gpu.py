@@ -319,7 +319,10 @@ def test_kinds_of_tasks_differ_where_their_kernels_may():
             artifacts={"prompt": prompt},
         )
         found: frozenset[object] = worker._kinds(
-            job, Task("a", 2 + step, Stage.DENOISE, step), SimpleNamespace(layout=layout)
+            job,
+            Task("a", 2 + step, Stage.DENOISE, step),
+            SimpleNamespace(layout=layout),
+            worker._forwards.kind_of(job, layout),
         )
         return found
 

@@ -455,6 +455,7 @@ def test_a_status_says_when_it_will_be_done_and_whether_in_time(server, slow):
     jobs = [made(server, prompt="x", deadline=deadline, **SLOW) for deadline in (1, "1h", moment)]
     try:
         assert jobs[2]["deadline_at"] == pytest.approx(time.time() + 7200, abs=5)
+        assert jobs[2]["position"] >= 1
         found = [predicted(server, job) for job in jobs]
         assert [job["will_meet_deadline"] for job in found] == [False, True, True]
         assert predicted(server, slow)["predicted_completion_at"] > time.time()
