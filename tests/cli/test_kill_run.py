@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -15,7 +16,7 @@ from random import Random
 import numpy as np
 import pytest
 from PIL import Image
-from process_tree import children_of
+from process_tree import children_of, command_of
 
 NUM_KILLS = 3
 BOUND_S = 120.0
@@ -46,7 +47,7 @@ class Run:
     def family(self) -> dict[str, list[int]]:
         """Processes by what they are; the writer is the last one that was started."""
         helpers = children_of(self.process.pid)
-        servers = [pid for pid in helpers if b"forkserver" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        servers = [pid for pid in helpers if b"forkserver" in command_of(pid)]
         forked = sorted(pid for server in servers for pid in children_of(server))
         encoders = [pid for parent in forked for pid in children_of(parent)]
         self._known |= {*helpers, *forked, *encoders}
@@ -70,7 +71,8 @@ class Run:
         """SIGKILL, to one of its children first."""
         victims = self.family().get(first or "", [])
         if victims:
-            os.kill(victims[0], signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it was about to end
+                os.kill(victims[0], signal.SIGKILL)
             time.sleep(0.05)
             self.family()
         self.process.kill()
@@ -95,6 +97,21 @@ def is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+@pytest.fixture
+def start(folder: Path) -> Iterator[Callable[[str], Run]]:
+    """Starts a run into a folder of outputs; none of them outlives a test that fails."""
+    runs: list[Run] = []
+
+    def start(output: str) -> Run:
+        runs.append(Run(folder, output))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        run.process.kill()
+        run.end()
 
 
 @pytest.fixture
@@ -131,12 +148,14 @@ def moment_of(run: Run, random: Random) -> Callable[[], bool]:
     return lambda: run.journal_lines() >= begin + num_lines
 
 
-def test_a_run_that_is_killed_again_and_again_ends_like_an_undisturbed_one(folder: Path) -> None:
-    calm = Run(folder, "calm")
+def test_a_run_that_is_killed_again_and_again_ends_like_an_undisturbed_one(
+    folder: Path, start: Callable[[str], Run]
+) -> None:
+    calm = start("calm")
     assert calm.end() == 0
     random, num_kills, before, runs = Random(4), 0, {}, [calm]
     while num_kills < NUM_KILLS:
-        run = Run(folder, "killed")
+        run = start("killed")
         runs.append(run)
         if run.wait_for(moment_of(run, random)):
             run.kill(random.choice([None, None, "worker", "writer", "server"]))
@@ -149,7 +168,7 @@ def test_a_run_that_is_killed_again_and_again_ends_like_an_undisturbed_one(folde
         now = finished(run.output)
         assert now | before == now, "a finished job was made again"
         before = now
-    last = Run(folder, "killed")
+    last = start("killed")
     assert last.end() == 0
     assert num_kills >= NUM_KILLS // 2
     for run in [*runs, last]:
