@@ -9,7 +9,7 @@ import logging.handlers
 import sys
 import time
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from gfgen.errors import InputError
 
@@ -21,8 +21,13 @@ FILE_ONLY = {"file_only": True}
 """As `extra` of a record: the log file gets it, the stream, which shows it otherwise, does not."""
 
 
+def fields(**values: Any) -> dict[str, Any]:
+    """As `extra` of a record: what its message says in words, for logs of JSON objects."""
+    return {"fields": values}
+
+
 class JsonFormatter(logging.Formatter):
-    """One JSON object per record: time (UTC), level, logger, message, and `extra` fields."""
+    """One JSON object per record: time (UTC), level, logger, message, and `fields`."""
 
     def format(self, record: logging.LogRecord) -> str:
         entry = {
@@ -65,6 +70,12 @@ def configure(
         _install(_open(file), level=file_level, formatter=_formatter(as_json, _DATE))
     logger.setLevel(min(handler.level for handler in logger.handlers))
     logger.propagate = False
+
+
+def is_json() -> bool:
+    """Whether `configure` was told to write JSON objects."""
+    handlers = logging.getLogger("gfgen").handlers
+    return any(isinstance(handler.formatter, JsonFormatter) for handler in handlers)
 
 
 class _LogFile(logging.handlers.WatchedFileHandler):

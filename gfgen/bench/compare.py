@@ -15,6 +15,7 @@ from gfgen.runtime.durations import in_words
 from gfgen.runtime.metrics import Summary
 from gfgen.runtime.observer import JobOutcome
 from gfgen.runtime.plot_runs import RunFigures
+from gfgen.runtime.wording import counted
 
 REPLICAS = "legacy,degree=1"
 COMPARED = (REPLICAS, "fcfs", "srtf", "edf,rescue=false", "edf", "triage", "makespan", "auto")
@@ -270,5 +271,5 @@ def _starved(run: Run) -> list[str]:
         return []
     names = ", ".join(outcome.info.job_id for outcome in never[:MAX_NAMED])
     more = f" and {len(never) - MAX_NAMED} more" if len(never) > MAX_NAMED else ""
-    jobs = "1 job" if len(never) == 1 else f"{len(never)} jobs"
-    return [f"{run.policy} gave {jobs} no rank until it was too late ({never[0].error}): {names}{more}"]
+    jobs, error = counted(len(never), "job"), never[0].error
+    return [f"{run.policy} gave {jobs} no rank until it was too late ({error}): {names}{more}"]

@@ -38,6 +38,7 @@ from gfgen.runtime.durations import in_words
 from gfgen.runtime.pool import WorkerPool
 from gfgen.runtime.records import LOOKAHEAD_S
 from gfgen.runtime.signals import SignalPipe
+from gfgen.runtime.wording import counted
 from gfgen.snapshot import JobView
 
 SETTLING_STEPS = 4
@@ -167,7 +168,7 @@ def _unchanged(
     groups = [subject.ranks[at : at + degree] for at in range(0, subject.num_ranks - degree + 1, degree)]
     steps = math.ceil(subject.num_samples / len(groups)) + SETTLING_STEPS + 1
     jobs = {f"same-{group[0]}": group for group in groups}
-    name = f"unchanged, {_ranks(degree)}, {_size(job)}{suffix}"
+    name = f"unchanged, {counted(degree, 'rank')}, {_size(job)}{suffix}"
 
     def measure(setting: Setting) -> Sequence[Row]:
         copies = [copy_of(job, job_id, steps) for job_id in jobs]
@@ -275,7 +276,7 @@ def _pinned(subject: Subject, job: AdmittedJob) -> Case:
     """`fcfs` with all ranks for every job, beside a loop that nobody schedules."""
     degree = subject.num_ranks
     steps = min(BARE_STEPS, max(4, subject.num_samples // 4))
-    name = f"fcfs on {_ranks(degree)} over a bare loop, {_size(job)}, {steps} steps"
+    name = f"fcfs on {counted(degree, 'rank')} over a bare loop, {_size(job)}, {steps} steps"
 
     def measure(setting: Setting) -> Sequence[Row]:
         jobs = [copy_of(job, f"pinned-{number}", steps) for number in range(BARE_JOBS)]
@@ -378,10 +379,6 @@ def _predicted_s(
     ends_s = sum(task_s(cost_class, stage, (1, 1, 1)) for stage in (Stage.ENCODE, Stage.PREPARE))
     steps_s = math.fsum(task_s(cost_class, Stage.DENOISE, layout.degrees) for layout in layouts)
     return ends_s + steps_s + task_s(cost_class, Stage.DECODE, degrees)
-
-
-def _ranks(number: int) -> str:
-    return f"{number} rank{'s' if number > 1 else ''}"
 
 
 def _size(job: AdmittedJob) -> str:

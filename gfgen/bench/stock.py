@@ -36,6 +36,7 @@ from gfgen.bench.stock_worker import (
 from gfgen.errors import PolicyError, WorkerError
 from gfgen.runtime.admission import AdmittedJob
 from gfgen.runtime.observer import JobOutcome
+from gfgen.runtime.wording import counted
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +99,7 @@ def stock_options(text: str, *, num_ranks: int | None = None) -> StockOptions:
                 "compiled=true are"
             )
     if num_ranks is not None and (found.degree or 1) > num_ranks:
-        raise PolicyError(f"{text}: degree={num_ranks} is accepted at most, on {_ranks(num_ranks)}")
+        raise PolicyError(f"{text}: degree={num_ranks} is accepted at most, on {counted(num_ranks, 'rank')}")
     return found
 
 
@@ -317,10 +318,6 @@ def _texts(jobs: Sequence[AdmittedJob]) -> list[AdmittedJob]:
     smallest = min(jobs, key=lambda job: job.state_bytes)
     alike = [job for job in jobs if job.shape == smallest.shape]
     return list({job.spec.prompt: job for job in alike}.values())
-
-
-def _ranks(number: int) -> str:
-    return f"{number} rank{'s' if number > 1 else ''}"
 
 
 def _words(degree: int, num_groups: int, options: StockOptions, *, is_uneven: bool) -> str:

@@ -11,8 +11,8 @@ from typing import Any
 
 import click
 
+from gfgen import log
 from gfgen.errors import GfgenError, InterruptedRunError
-from gfgen.log import FILE_ONLY
 
 _COMMANDS = {
     "run": ("gfgen.cli.run:run", "Generate what a job file asks for."),
@@ -74,8 +74,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if debug:
             logging.getLogger(__name__).exception("failed")
         if logging.getLogger("gfgen").handlers:  # whoever reads the log file only is to know, too
-            logging.getLogger(__name__).error("%s", error, extra=FILE_ONLY)
-        click.echo(f"gfgen: {error}", err=True)
+            logging.getLogger(__name__).error("%s", error, extra={} if log.is_json() else log.FILE_ONLY)
+        if not log.is_json():
+            click.echo(f"gfgen: {error}", err=True)
         sys.exit(error.exit_code)
 
 

@@ -82,7 +82,7 @@ def plan(
 
     Everything is simulated with the profile of this machine; nothing is run.
     """
-    log.configure(level="debug" if ctx.obj["debug"] else "error")
+    log.configure(level="debug" if ctx.obj["debug"] else "warning")
     if chart is not None:
         check_suffix(chart)
     now = time.time()

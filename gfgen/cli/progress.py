@@ -5,7 +5,6 @@ All of it goes to standard error, so that standard output stays free for results
 
 from __future__ import annotations
 
-import functools
 import logging
 import sys
 import threading
@@ -14,7 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TextIO
 
-from gfgen.cli.board import AboveBars, Board, Line, printable
+from gfgen import log
+from gfgen.cli.board import AboveBars, Board, Line
 from gfgen.graph import Stage, Task
 from gfgen.layout import Layout
 from gfgen.log import FILE_ONLY
@@ -22,6 +22,7 @@ from gfgen.runtime.dispatch import Dispatch
 from gfgen.runtime.durations import in_words, on_clock
 from gfgen.runtime.forecast import Forecast, forecast
 from gfgen.runtime.observer import JobInfo, JobOutcome, Observer
+from gfgen.runtime.wording import counted
 from gfgen.snapshot import Snapshot
 
 logger = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ def make_progress(*, quiet: bool, log_json: bool = False, stream: TextIO | None 
     if quiet:
         return NoProgress()
     if log_json or not stream.isatty():
-        return LineProgress(emit=logger.info, emit_failure=logger.error)
+        return LineProgress()
     return BarProgress(stream)
 
 
@@ -49,8 +50,7 @@ def make_file_progress(*, quiet: bool, log_json: bool = False, stream: TextIO | 
     """Lines for the log file, where what is shown does not go there anyway."""
     if log_json or not (quiet or (stream or sys.stderr).isatty()):
         return Observer()
-    info, error = (functools.partial(write, extra=FILE_ONLY) for write in (logger.info, logger.error))
-    return LineProgress(emit=info, emit_failure=_drop if quiet else error)
+    return LineProgress(only_to_file=True, with_failures=not quiet)
 
 
 class NoProgress(Observer):
@@ -62,56 +62,67 @@ class NoProgress(Observer):
 
 
 class LineProgress(Observer):
-    """A line when a job starts and when it ends, and now and then one for the batch.
+    """A log record when a job starts and when it ends, and now and then one for the batch.
 
-    Lines go to `emit` (a logger's method, say), or to the stream; those of failed jobs to
-    `emit_failure`.
+    Each carries as fields, for logs of JSON objects, what its line says in words.
     """
 
     refresh_s = 1.0
 
-    def __init__(
-        self,
-        stream: TextIO | None = None,
-        *,
-        emit: Callable[[str], None] | None = None,
-        emit_failure: Callable[[str], None] | None = None,
-    ) -> None:
-        self._stream = stream or sys.stderr
-        self._emit = emit or self._print
-        self._emit_failure = emit_failure or self._emit
+    def __init__(self, *, only_to_file: bool = False, with_failures: bool = True) -> None:
+        self._marks = FILE_ONLY if only_to_file else {}
+        self._with_failures = with_failures
         self._batch = Batch()
         self._next_summary_s = SUMMARY_S
 
     def began(self, jobs: tuple[JobInfo, ...], *, num_ranks: int, policy: str) -> None:
         self._batch.began(jobs, policy=policy)
-        self._emit(self._batch.headline(num_ranks))
+        self._tell(
+            self._batch.headline(num_ranks),
+            event="run_began",
+            jobs=len(jobs),
+            skipped=self._batch.num_skipped,
+            ranks=num_ranks,
+            policy=policy,
+        )
 
     def added(self, jobs: tuple[JobInfo, ...]) -> None:
         self._batch.added(jobs)
 
     def dispatched(self, dispatch: Dispatch) -> None:
-        if self._batch.dispatched(dispatch):
-            job_id, where = dispatch.task.job_id, ranks_text(dispatch.layout)
-            is_new = dispatch.task.index == 0
-            what = f"started {job_id}" if is_new else f"resumed {job_id} at {dispatch.task}"
-            self._emit(f"{what} on {where}")
+        if not self._batch.dispatched(dispatch):
+            return
+        job_id, task, layout = dispatch.task.job_id, dispatch.task, dispatch.layout
+        what, event = f"started {job_id}", "job_started"
+        if task.index > 0:
+            what, event = f"resumed {job_id} at {task}", "job_resumed"
+        self._tell(
+            f"{what} on {ranks_text(layout)}", event=event, job=job_id, task=str(task), ranks=layout.ranks
+        )
 
     def ended(self, outcome: JobOutcome) -> None:
         self._batch.ended(outcome)
-        if outcome.status != "skipped":
-            emit = self._emit_failure if outcome.status == "failed" else self._emit
-            emit(outcome_line(outcome))
+        has_failed = outcome.status == "failed"
+        if outcome.status != "skipped" and (self._with_failures or not has_failed):
+            level = logging.ERROR if has_failed else logging.INFO
+            self._tell(outcome_line(outcome), level=level, **outcome_fields(outcome))
 
     def refreshed(self, snapshot: Snapshot) -> None:
         if snapshot.now_s < self._next_summary_s:
             return
         self._next_summary_s = snapshot.now_s + SUMMARY_S
         predicted = forecast(snapshot, policy=self._batch.policy)
-        self._emit(self._batch.texts(snapshot.now_s, predicted)[0])
+        self._tell(
+            self._batch.texts(snapshot.now_s, predicted)[0],
+            event="run_stands",
+            ended=self._batch.num_ended,
+            failed=self._batch.num_failed,
+            jobs=self._batch.num_jobs,
+            left_s=None if predicted.end_s is None else round(predicted.end_s - snapshot.now_s, 1),
+        )
 
-    def _print(self, line: str) -> None:
-        print(printable(line, self._stream), file=self._stream, flush=True)
+    def _tell(self, line: str, *, level: int = logging.INFO, **fields: Any) -> None:
+        logger.log(level, "%s", line, extra={**self._marks, **log.fields(**fields)})
 
 
 class BarProgress(Observer):
@@ -279,7 +290,7 @@ class Batch:
         return sorted(self._started.values(), key=lambda job: job.info.job_id not in running)
 
     def headline(self, num_ranks: int) -> str:
-        text = f"{self.num_jobs} jobs on {num_ranks} ranks, policy {self.policy}"
+        text = f"{counted(self.num_jobs, 'job')} on {counted(num_ranks, 'rank')}, policy {self.policy}"
         return text + (f"; {self.num_skipped} done before and skipped" if self.num_skipped else "")
 
     def texts(self, now_s: float, predicted: Forecast) -> tuple[str, ...]:
@@ -299,10 +310,6 @@ class Batch:
         )
 
 
-def _drop(_: str) -> None:
-    """Somebody else says it."""
-
-
 def outcome_line(outcome: JobOutcome) -> str:
     """'done fox-1: fox-1.mp4 in 12.3 s, 2.1 s before its deadline'."""
     info = outcome.info
@@ -315,6 +322,19 @@ def outcome_line(outcome: JobOutcome) -> str:
         return line
     margin = in_words(abs(outcome.deadline_s - outcome.ended_s))
     return f"{line}, {margin} before its deadline" if outcome.met_deadline else f"{line}, {margin} too late"
+
+
+def outcome_fields(outcome: JobOutcome) -> dict[str, Any]:
+    """The same for programs; times in seconds."""
+    known = {
+        "event": f"job_{outcome.status}",
+        "job": outcome.info.job_id,
+        "latency_s": round(outcome.ended_s - outcome.arrival_s, 3),
+        "met_deadline": outcome.met_deadline,
+        "file": outcome.info.file if outcome.status == "done" else None,
+        "error": outcome.error,
+    }
+    return {key: value for key, value in known.items() if value is not None}
 
 
 def ranks_text(layout: Layout) -> str:

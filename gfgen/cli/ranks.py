@@ -23,6 +23,7 @@ from gfgen.runtime.machine import cpu_name
 from gfgen.runtime.memory import check_together
 from gfgen.runtime.pool import WorkerPool
 from gfgen.runtime.signals import SignalPipe
+from gfgen.runtime.wording import counted
 
 logger = logging.getLogger(__name__)
 
@@ -57,8 +58,7 @@ class Ranks:
         """As in '4 x NVIDIA H200'."""
         if self.devices.gpus:
             return f"{self.num_ranks} x {self.device_name}"
-        noun = "rank" if self.num_ranks == 1 else "ranks"
-        return f"{self.num_ranks} CPU {noun} on {self.device_name}"
+        return f"{counted(self.num_ranks, 'CPU rank')} on {self.device_name}"
 
     @property
     def words(self) -> tuple[str, ...]:

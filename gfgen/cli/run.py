@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import sys
@@ -30,6 +31,7 @@ from gfgen.runtime.admission import AdmittedJob
 from gfgen.runtime.choosing import ChooserBeside
 from gfgen.runtime.clock import Clock
 from gfgen.runtime.closing import closing_at
+from gfgen.runtime.comparison import numbers
 from gfgen.runtime.devices import DEVICES, Devices, choose_devices, parse_memory
 from gfgen.runtime.inbox import Inbox
 from gfgen.runtime.journal import Journal, first_arrivals, journal_header
@@ -43,6 +45,7 @@ from gfgen.runtime.profiles import find_profile
 from gfgen.runtime.residency import Residency
 from gfgen.runtime.signals import SignalPipe
 from gfgen.runtime.trace import TraceWriter
+from gfgen.runtime.wording import counted
 
 logger = logging.getLogger(__name__)
 
@@ -131,7 +134,7 @@ class RunOptions:
     help="Append log lines to this file too; it may be rotated away.",
 )
 @click.option("--quiet", "-q", is_flag=True, help="No progress: only problems, failures and the last line.")
-@click.option("--log-json", is_flag=True, help="Log one JSON object per line in place of bars.")
+@click.option("--log-json", is_flag=True, help="JSON objects in place of bars and words, a line each.")
 @click.pass_context
 def run(
     ctx: click.Context,
@@ -412,13 +415,17 @@ def _observers(options: RunOptions) -> list[Observer]:
 
 
 def _report(summary: Summary, options: RunOptions) -> None:
-    """The end-of-run block; its last lines say where the files are, and what is left."""
+    """The end-of-run block; its last lines say where the files are, and what is left. Or JSON."""
+    if options.log_json:
+        ended = {"event": "run_ended", "output": str(options.output_dir), **numbers(summary)}
+        logger.info("the run has ended", extra={**log.FILE_ONLY, **log.fields(**ended)})
+        _say(json.dumps(ended))
+        return
     for line in summary.lines():
         logger.info("%s", line, extra=log.FILE_ONLY)
         if not options.quiet:
             _say(line)
-    num_failed = summary.num_failed
-    failed = f"; {num_failed} job{'s' if num_failed > 1 else ''} failed" if num_failed else ""
+    failed = f"; {counted(summary.num_failed, 'job')} failed" if summary.num_failed else ""
     _say(f"files and manifest.jsonl are in {options.output_dir}/{failed}")
     if options.closes_at is not None:
         jobs = "1 job is" if summary.num_unfinished == 1 else f"{summary.num_unfinished or 'no'} jobs are"

@@ -150,7 +150,7 @@ class _Duration(click.ParamType[float]):
     "--log-file", type=click.Path(dir_okay=False, path_type=Path), help="Append log lines here too."
 )
 @click.option("--quiet", "-q", is_flag=True, help="Only problems and failures.")
-@click.option("--log-json", is_flag=True, help="Log one JSON object per line.")
+@click.option("--log-json", is_flag=True, help="JSON objects in place of words, a line each.")
 @click.pass_context
 def serve(
     ctx: click.Context,
@@ -301,7 +301,7 @@ def serve_on(
     if residency is not None:
         residency.note(todo)
     with contextlib.ExitStack() as stack:
-        progress = LineProgress(emit=logger.info, emit_failure=logger.error)
+        progress = LineProgress()
         observers: list[Observer] = [progress, *watchers, door]
         for observer in observers:
             stack.callback(observer.close)

@@ -29,6 +29,7 @@ from gfgen.runtime.profile import Profile
 from gfgen.runtime.simulation import Simulated
 from gfgen.runtime.simulation import simulate as run_simulation
 from gfgen.runtime.trace import TraceWriter
+from gfgen.runtime.wording import counted
 
 TRACE_NAME = "trace.json"
 
@@ -175,11 +176,8 @@ def _report(
     if as_json:
         click.echo(json.dumps(_as_json(runs, compared, profile, turns, doubts, failures), indent=1))
         return
-    on = (
-        f"{counts[0]} rank{'' if counts[0] == 1 else 's'}" if len(counts) == 1 else f"{_listed(counts)} ranks"
-    )
-    job = "1 job" if len(room.jobs) == 1 else f"{len(room.jobs)} jobs"
-    click.echo(f"{job} on {on}, simulated with {describe(profile)}\n")
+    on = counted(counts[0], "rank") if len(counts) == 1 else f"{_listed(counts)} ranks"
+    click.echo(f"{counted(len(room.jobs), 'job')} on {on}, simulated with {describe(profile)}\n")
     if compared:
         click.echo("\n".join(table(compared)) + "\n")
     for name, run in runs:

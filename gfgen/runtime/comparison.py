@@ -21,28 +21,33 @@ class Compared:
     summary: Summary
 
     def as_json(self) -> dict[str, Any]:
-        """Everything that is known of it; times in seconds, shares from 0 to 1."""
-        summary = self.summary
-        return {
-            "name": self.name,
-            "jobs": {
-                "done": summary.num_done,
-                "failed": summary.num_failed,
-                "unfinished": summary.num_unfinished,
-            },
-            "num_tasks": summary.num_tasks,
-            "model_changes": {"times": summary.num_model_changes, "load_s": summary.load_s},
-            "makespan_s": summary.makespan_s,
-            "jobs_per_min": summary.jobs_per_min,
-            "latency": None if summary.latency is None else asdict(summary.latency),
-            "deadlines": {
-                tag: {"met": met.num_met, "jobs": met.num_jobs, "share": met.fraction}
-                for tag, met in _attained(summary).items()
-            },
-            "utilisation": summary.utilisation,
-            "moved_s": sum(summary.moved_s),
-            "moved_share": summary.moved_share,
-        }
+        """Everything that is known of it, as `numbers`."""
+        return {"name": self.name, **numbers(self.summary)}
+
+
+def numbers(summary: Summary) -> dict[str, Any]:
+    """A run for programs; times in seconds, shares from 0 to 1."""
+    return {
+        "jobs": {
+            "done": summary.num_done,
+            "failed": summary.num_failed,
+            "cancelled": summary.num_cancelled,
+            "skipped": summary.num_skipped,
+            "unfinished": summary.num_unfinished,
+        },
+        "num_tasks": summary.num_tasks,
+        "model_changes": {"times": summary.num_model_changes, "load_s": summary.load_s},
+        "makespan_s": summary.makespan_s,
+        "jobs_per_min": summary.jobs_per_min,
+        "latency": None if summary.latency is None else asdict(summary.latency),
+        "deadlines": {
+            tag: {"met": met.num_met, "jobs": met.num_jobs, "share": met.fraction}
+            for tag, met in _attained(summary).items()
+        },
+        "utilisation": summary.utilisation,
+        "moved_s": sum(summary.moved_s),
+        "moved_share": summary.moved_share,
+    }
 
 
 def table(runs: Sequence[Compared]) -> list[str]:

@@ -22,6 +22,7 @@ from gfgen.runtime.metrics import Metrics, Summary
 from gfgen.runtime.observer import JobOutcome, Observer, skipped_outcome
 from gfgen.runtime.residency import Residency
 from gfgen.runtime.state import State
+from gfgen.runtime.wording import counted
 from gfgen.snapshot import Choice, Decision, Snapshot
 
 logger = logging.getLogger(__name__)
@@ -318,10 +319,9 @@ class Control:
         most = self.state.max_degree
         if isinstance(degree, int) and degree > most:
             logger.warning(
-                "policy %s: a task has %d rank%s here at most, whatever the degree",
+                "policy %s: a task has %s here at most, whatever the degree",
                 self.policy.name,
-                most,
-                "" if most == 1 else "s",
+                counted(most, "rank"),
             )
 
     def _ask_policy(self, snapshot: Snapshot) -> list[Decision]:

@@ -10,6 +10,7 @@ from typing import Any
 from gfgen.runtime.cost import in_one_line
 from gfgen.runtime.durations import in_words
 from gfgen.runtime.plan import Failed, Late, Option, Plan
+from gfgen.runtime.wording import counted
 
 MAX_LINES, MAX_NAMED = 5, 5
 """Late jobs with a line each; and of the others, and of those that fail."""
@@ -23,7 +24,7 @@ def in_plain_words(plan: Plan, *, device: str) -> list[str]:
     """One screen of lines; `device` says whose profile the predictions are from."""
     lines = [answer(plan), *_late_lines(plan), *_failed_lines(plan)]
     if len(plan.by_policy) > 1:
-        title = f"Policies on {num_ranks_in_words(plan.best.num_ranks)}"
+        title = f"Policies on {counted(plan.best.num_ranks, 'rank')}"
         lines += ["", *_chart(plan, plan.by_policy, [option.policy for option in plan.by_policy], title)]
     if len(plan.by_ranks) > 1:
         names = [f"{option.num_ranks}  {option.policy}" for option in plan.by_ranks]
@@ -39,7 +40,7 @@ def answer(plan: Plan) -> str:
     """The first line: which policy, done when, and whether that is in time."""
     best, by_s = plan.best, plan.by_s
     done = sum(end_s <= (math.inf if by_s is None else by_s) for end_s in best.ends_s)
-    text = f"With {best.policy} on {num_ranks_in_words(best.num_ranks)} "
+    text = f"With {best.policy} on {counted(best.num_ranks, 'rank')} "
     if done == plan.num_jobs:
         text += f"{_all_jobs(plan.num_jobs)} done by {clock_time(plan, best.end_s)}"
         text += f", in {in_words(best.end_s)}" if by_s is None else f", {_before(plan, by_s - best.end_s)}"
@@ -63,11 +64,6 @@ def clock_time(plan: Plan, seconds: float) -> str:
     if abs(seconds) >= _DAY_S:
         form = f"%a {form}" if 0 < seconds < 6 * _DAY_S else f"%Y-%m-%d {form}"
     return datetime.fromtimestamp(plan.started_at + seconds).strftime(form)
-
-
-def num_ranks_in_words(number: int) -> str:
-    """'1 rank', '4 ranks'."""
-    return f"{number} rank{'' if number == 1 else 's'}"
 
 
 def missed(option: Option) -> str:
@@ -169,9 +165,9 @@ def _bar(end_s: float, *, by_s: float | None, scale_s: float) -> str:
 def _enough(plan: Plan) -> str:
     fewest, most = plan.fewest, plan.by_ranks[-1]
     if fewest is None:
-        ranks = num_ranks_in_words(most.num_ranks)
+        ranks = counted(most.num_ranks, "rank")
         return f"No number of ranks up to {most.num_ranks} meets everything: on {ranks}, {missed(most)}."
-    enough = f"{num_ranks_in_words(fewest.num_ranks)} {'is' if fewest.num_ranks == 1 else 'are'} enough"
+    enough = f"{counted(fewest.num_ranks, 'rank')} {'is' if fewest.num_ranks == 1 else 'are'} enough"
     return f"{enough} for everything to be in time, with {fewest.policy}."
 
 

@@ -22,6 +22,7 @@ from gfgen.runtime.colours import hatching, job_colour, luminance, shaded
 from gfgen.runtime.durations import in_words
 from gfgen.runtime.picture import GREY, check_suffix, save_figure
 from gfgen.runtime.timeline import Timeline, TracedJob, read_timeline
+from gfgen.runtime.wording import counted
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -340,13 +341,13 @@ def _title(timeline: Timeline, span: tuple[float, float]) -> str:
         timeline.num_ranks * makespan_s
     )
     jobs = timeline.jobs.values()
-    text = f"{_count(len(jobs), 'job')} on {_count(timeline.num_ranks, 'rank')}"
+    text = f"{counted(len(jobs), 'job')} on {counted(timeline.num_ranks, 'rank')}"
     text = (f"{timeline.policy}: " if timeline.policy else "") + text
     text = ("simulated, " if timeline.is_simulated else "") + text
     text += f" in {in_words(makespan_s)}, ranks {busy:.0%} busy"
     verdicts = [job.met_deadline for job in jobs if job.met_deadline is not None]
     if verdicts:
-        text += f", {sum(verdicts)} of {_count(len(verdicts), 'deadline')} met"
+        text += f", {sum(verdicts)} of {counted(len(verdicts), 'deadline')} met"
     num_failed = sum(job.status == "failed" for job in jobs)
     return text + (f", {num_failed} failed" if num_failed else "")
 
@@ -403,7 +404,3 @@ def _cut_inside(text: str, limit: int) -> str:
         return text
     tail = min(max(limit // 3, 2), limit - 2)
     return f"{text[: limit - tail - 1]}~{text[len(text) - tail :]}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"

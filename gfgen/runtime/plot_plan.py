@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from gfgen.runtime.durations import in_words
 from gfgen.runtime.picture import GREY, save_figure
 from gfgen.runtime.plan import Option, Plan
-from gfgen.runtime.plan_words import answer, clock_time, missed, num_ranks_in_words
+from gfgen.runtime.plan_words import answer, clock_time, missed
+from gfgen.runtime.wording import counted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -38,7 +39,7 @@ def draw_plan(plan: Plan) -> Figure:
 
     groups = [(plan.by_policy, [option.policy for option in plan.by_policy])]
     if len(plan.by_ranks) > 1:
-        names = [f"{num_ranks_in_words(option.num_ranks)}, {option.policy}" for option in plan.by_ranks]
+        names = [f"{counted(option.num_ranks, 'rank')}, {option.policy}" for option in plan.by_ranks]
         groups.append((plan.by_ranks, names))
     height = MARGIN * (len(groups) + 1) + ROW_INCHES * sum(len(names) for _, names in groups)
     figure = Figure(figsize=(WIDTH, height))

@@ -14,6 +14,7 @@ from gfgen.runtime.durations import in_words
 from gfgen.runtime.metrics import percentile
 from gfgen.runtime.picture import GREY, save_figure
 from gfgen.runtime.timeline import Timeline, place_of, read_timeline
+from gfgen.runtime.wording import counted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -159,7 +160,7 @@ def _draw_panel(axes: Axes, panel: _Panel, runs: Sequence[RunFigures], *, has_na
 def _names(traces: Sequence[Path], timelines: Sequence[Timeline]) -> list[str]:
     """Policies where they tell the runs apart, with the ranks where only those do, or folders."""
     policies = [timeline.policy for timeline in timelines]
-    with_ranks = [f"{timeline.policy}, {_ranks(timeline)}" for timeline in timelines]
+    with_ranks = [f"{timeline.policy}, {counted(timeline.num_ranks, 'rank')}" for timeline in timelines]
     folders = [trace.parent.name if trace.name in TRACE_NAMES else trace.name for trace in traces]
     for names in (policies, with_ranks, folders):
         if len(set(names)) == len(names) and all(names):
@@ -170,12 +171,8 @@ def _names(traces: Sequence[Path], timelines: Sequence[Timeline]) -> list[str]:
 def _title(timelines: Sequence[Timeline]) -> str:
     num_jobs = {len(timeline.jobs) for timeline in timelines}
     jobs = f"{num_jobs.pop()} jobs" if len(num_jobs) == 1 else f"{min(num_jobs)} to {max(num_jobs)} jobs"
-    ranks = {_ranks(timeline) for timeline in timelines}
+    ranks = {counted(timeline.num_ranks, "rank") for timeline in timelines}
     on = f" on {ranks.pop()}" if len(ranks) == 1 else ""
     simulated = [timeline.is_simulated for timeline in timelines]
     note = ", simulated" if all(simulated) else ", partly simulated" if any(simulated) else ""
     return jobs + on + note
-
-
-def _ranks(timeline: Timeline) -> str:
-    return f"{timeline.num_ranks} rank{'' if timeline.num_ranks == 1 else 's'}"

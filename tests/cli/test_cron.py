@@ -99,6 +99,13 @@ def test_what_ends_a_run_is_in_its_log_too(capsys, night):
     assert "ERROR   job file" in (night / "run.log").read_text()
 
 
+def test_with_json_lines_what_ends_a_run_is_one_of_them(night):
+    code, _, err = run(night, "none.jsonl", "--log-json")
+    assert code == 2
+    entry = json.loads(err)
+    assert (entry["level"], "no such file" in entry["message"]) == ("error", True)
+
+
 def test_closing_time_is_no_failure_and_the_last_line_says_what_is_left(night):
     put(night / "night.jsonl", FOX | {"steps": 1000})
     code, lines, err = run(night, "night.jsonl", "--until", "1s")

@@ -75,16 +75,24 @@ def test_line_of_an_ended_job_has_file_seconds_and_verdict(
     assert outcome_line(outcome(job_info("a"), status=status, deadline_s=deadline_s)) == line
 
 
-def test_lines_tell_starts_ends_and_now_and_then_the_batch() -> None:
-    stream = io.StringIO()
-    ActedRun(batch(12), num_ranks=2, observers=[LineProgress(stream)]).play()
-    lines = stream.getvalue().splitlines()
+def test_lines_tell_starts_ends_and_now_and_then_the_batch(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "gfgen.cli.progress"):
+        ActedRun(batch(12), num_ranks=2, observers=[LineProgress()]).play()
+    records = [record for record in caplog.records if record.name == "gfgen.cli.progress"]
+    lines = [record.message for record in records]
     assert lines[0] == "12 jobs on 2 ranks, policy srtf"
     kinds = [line.split()[0] for line in lines[1:]]
     assert (kinds.count("started"), kinds.count("done"), kinds.count("failed")) == (12, 11, 1)
     summaries = [line for line in lines[1:] if "jobs" in line]
     assert 1 <= len(summaries) <= 3
     assert re.match(r"\d+/12 jobs  0:\d\d  \d:\d\d left", summaries[0])
+    fields = [record.fields for record in records]
+    events = {each["event"] for each in fields}
+    assert events == {"run_began", "job_started", "job_done", "job_failed", "run_stands"}
+    assert fields[0] == {"event": "run_began", "jobs": 12, "skipped": 0, "ranks": 2, "policy": "srtf"}
+    for line, each in zip(lines, fields, strict=True):
+        assert each.get("job", "") in line
+        assert each.get("error", "") in line
 
 
 @pytest.mark.parametrize("quiet", [True, False])
@@ -102,13 +110,13 @@ def test_a_failure_is_logged_once_whatever_is_shown(
     assert [record.levelname for record in failures] == ["ERROR"]
 
 
-def test_skipped_jobs_are_counted_and_not_listed() -> None:
-    stream = io.StringIO()
-    progress = LineProgress(stream)
-    for name in ("x", "y"):
-        progress.ended(skipped_outcome(job_info(name)))
-    progress.began((job_info("a"),), num_ranks=1, policy="fcfs")
-    assert stream.getvalue() == "1 jobs on 1 ranks, policy fcfs; 2 done before and skipped\n"
+def test_skipped_jobs_are_counted_and_not_listed(caplog: pytest.LogCaptureFixture) -> None:
+    progress = LineProgress()
+    with caplog.at_level(logging.INFO, "gfgen.cli.progress"):
+        for name in ("x", "y"):
+            progress.ended(skipped_outcome(job_info(name)))
+        progress.began((job_info("a"),), num_ranks=1, policy="fcfs")
+    assert caplog.messages == ["1 job on 1 rank, policy fcfs; 2 done before and skipped"]
 
 
 def test_bars_show_batch_and_running_jobs_and_leave_the_lines_of_ended_ones() -> None:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 
 import pytest
 
@@ -61,9 +62,15 @@ def test_a_job_file_becomes_files_and_a_second_run_skips_them(folder):
 def test_models_that_do_not_fit_into_memory_together_take_turns(folder):
     """Their weights are 13.0 and 6.9 MB."""
     process = start(folder, "--memory", "18MB", "--log-json")
-    _, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     assert "not all models fit together: they take turns, tiny-qwen-image first" in err
+    events = Counter(json.loads(line).get("event") for line in err.splitlines())
+    assert (events["run_began"], events["job_started"], events["job_done"]) == (1, len(JOBS), len(JOBS))
+    ended = json.loads(out)
+    assert (ended["event"], ended["jobs"]["done"], ended["model_changes"]["times"]) == (
+        "run_ended", len(JOBS), 1,
+    )  # fmt: skip
     assert {entry["status"] for entry in manifest(folder).values()} == {"done"}
     events = (folder / "outputs/night/journal.jsonl").read_text()
     assert events.count('"ModelsChanged"') == 1

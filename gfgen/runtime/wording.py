@@ -1,0 +1,8 @@
+"""Numbers of things as a person reads them."""
+
+from __future__ import annotations
+
+
+def counted(number: int, noun: str) -> str:
+    """'1 rank', '4 ranks'."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
