@@ -123,9 +123,11 @@ def _entries(path: Path) -> Iterable[Entry]:
         loaded = _complete_lines(text)
     if isinstance(loaded, dict):
         loaded = loaded.get("traceEvents")
-    if not isinstance(loaded, list) or (text.strip() not in ("", "[]") and not loaded):
+    found = loaded if isinstance(loaded, list) else []
+    entries = [entry for entry in found if isinstance(entry, dict) and "ph" in entry]
+    if not entries and text.strip() not in ("", "[", "[]"):
         raise InputError(f"{path}: not a trace; expected a file that gfgen run --trace wrote")
-    return loaded
+    return entries
 
 
 def _complete_lines(text: str) -> list[Entry]:

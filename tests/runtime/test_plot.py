@@ -89,9 +89,11 @@ def test_unfinished_run_is_drawn(tmp_path: Path) -> None:
 def test_empty_broken_or_missing_traces_and_wrong_suffixes_are_refused(tmp_path: Path) -> None:
     TraceWriter(tmp_path / "empty.json").close()
     (tmp_path / "broken.json").write_text("not json")
+    (tmp_path / "jobs.jsonl").write_text('{"prompt": "a fox"}\n' * 2)
     for name, output, reason in [
         ("empty.json", "a.png", "no task has ended"),
         ("broken.json", "a.png", "not a trace"),
+        ("jobs.jsonl", "a.png", "not a trace"),
         ("missing.json", "a.png", "No such file"),
         ("empty.json", "a.gif", r"\.png, \.svg, \.pdf"),
     ]:
