@@ -134,7 +134,7 @@ class PeerTimeoutError(CollectiveError):
 
 
 class AbortedError(CollectiveError):
-    """The host gave up the dispatch that this exchange belongs to."""
+    """The host gave up the dispatch that this exchange belongs to, or one with which it shares an edge."""
 
 
 class ProtocolError(CollectiveError):

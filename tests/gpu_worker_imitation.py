@@ -36,6 +36,7 @@ from gfgen.runtime.worker import Worker, WorkerSettings, load_model, run_worker
 __all__ = ["WorkerSettings", "main"]
 
 MAPPING_S = 20.0
+LATE_S = 1.0
 STAGING_BYTES = 1 << 16
 """So little that frames go through it in many pieces."""
 
@@ -119,6 +120,8 @@ class ImitationEndpoint(Endpoint):
         return x
 
     def replace_peer(self, rank: int, fd: int, incarnation: int) -> None:
+        if taken_order(f"mapping by {self.rank}") == "late":
+            time.sleep(LATE_S)
         when_formatted(lambda: super(ImitationEndpoint, self).replace_peer(rank, fd, incarnation))
 
 

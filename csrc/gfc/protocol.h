@@ -310,7 +310,8 @@ GFC_FN Status recv_chunk(Memory& mem, Edges& edges, const Transfer& transfer, ui
 
 // Starts point-to-point on an edge anew after a fault: own counts, and the lines that the peer
 // writes here. Both ends do it after both have left the aborted task and before either is
-// dispatched again. Lines of exchanges start anew at every entry, and may be in use now.
+// dispatched again; a survivor does it alone when it maps a peer's new incarnation, before that
+// one is dispatched. Lines of exchanges start anew at every entry, and may be in use now.
 template <class Memory>
 GFC_FN void restart_edge(Memory& mem, Edges& edges, int peer) {
   const Word start{0, mem.plan().first_sequence};

@@ -39,8 +39,9 @@ GFC_FN Word unpack(uint64_t bits) {
 }
 
 // How far `seen` lies after `expected`. Right across the wrap as long as the two are less than
-// 2^31 apart. On an exchange or a post they are at most two apart; entries carry dispatch numbers,
-// and an edge would have to rest for 2^31 dispatches (at 100 a second: 248 days).
+// 2^31 apart. On a post they are at most two apart, on an exchange as many as a dispatch has, since
+// these lines start anew at each entry; entries carry dispatch numbers, and an edge would have to
+// rest for 2^31 dispatches (at 100 a second: 248 days).
 GFC_FN int32_t distance(uint32_t seen, uint32_t expected) {
   return static_cast<int32_t>(seen - expected);
 }

@@ -45,7 +45,7 @@ def run_bare(
             speaker = next(speakers)
             if speaker is None:
                 raise WorkerError(f"no rank has ended its bare loop after {PATIENCE_S:g} s")
-            received = speaker.channel.receive()
+            received = pool.receive(speaker)
             if received is None:
                 raise WorkerError(f"{speaker.name} died in a bare loop")
             if isinstance(received[0], BareTimes):

@@ -9,6 +9,7 @@ shows in the final bytes:
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import queue
@@ -175,7 +176,7 @@ class FakeWorker:
             if isinstance(message, RunTask):
                 self._tasks.put((message, fds))
                 continue
-            with self._lock:
+            with self._lock, contextlib.suppress(ConnectionError):
                 self._take(message, fds)
             for fd in fds:
                 os.close(fd)
@@ -198,6 +199,7 @@ class FakeWorker:
                 self._channel.send(messages.MemoryUse(0))
             case messages.ReplacePeer():
                 self.mail.replace(message.rank, fds[0], message.incarnation)
+                self._channel.send(messages.PeerReplaced(message.rank, message.incarnation))
             case messages.RestartEdges():
                 self.mail.restart(message.ranks - {self._rank})
                 self._channel.send(messages.EdgesRestarted(message.numbers))

@@ -88,7 +88,8 @@ class Endpoint:
     def replace_peer(self, rank: int, fd: int, incarnation: int) -> None:
         """Maps the arena of a rank's new incarnation in place of the old one.
 
-        For when this rank runs nothing that involves that rank; its edge starts anew.
+        For when this rank runs nothing that involves that rank, and before that rank sends anything here
+        or waits for what this one sends: the edge between them starts anew.
         """
         old = self._arenas.pop(rank, None)
         self._map(rank, fd, incarnation)

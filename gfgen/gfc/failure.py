@@ -65,6 +65,7 @@ class Failure:
         kinds: dict[int, type[CollectiveError]] = {
             native.TIMED_OUT: PeerTimeoutError,
             native.ABORTED: AbortedError,
+            native.BROKEN_EDGE: AbortedError,  # not tried: what failed before is at fault, and says so itself
         }
         return kinds.get(self.status, ProtocolError)(str(self))
 

@@ -80,7 +80,10 @@ class Arenas:
 
 @dataclass(frozen=True, slots=True)
 class ReplacePeer:
-    """A rank has died and a new process has its number: its new arena comes along."""
+    """A rank has died and a new process has its number: map its new arena, which comes along.
+
+    Answer `PeerReplaced`. Transfers with it are counted anew, so there may be none before that.
+    """
 
     rank: int
     incarnation: int
@@ -166,6 +169,15 @@ class WorkerReady:
 
     rank: int
     startup_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class PeerReplaced:
+    """This rank knows the new incarnation, and counts its transfers with it from the beginning."""
+
+    rank: int
+    """Of the new process."""
+    incarnation: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,7 @@ from gfgen.runtime.messages import (
     Arenas,
     Loading,
     ModelsSet,
+    PeerReplaced,
     ReplacePeer,
     SetModels,
     WarmedUp,
@@ -85,6 +86,8 @@ class Child:
     is_ready: bool = False
     has_arenas: bool = False
     """A worker that knows the others' arenas, and whose own the others know or will be told of."""
+    unknown_to: set[int] = field(default_factory=set)
+    """Ranks that were told of this new incarnation, and are yet to map its arena."""
     startup_s: float = 0.0
     """How long it took to load its models."""
     started_s: float = field(default_factory=time.monotonic)
@@ -251,7 +254,8 @@ class WorkerPool:
         *,
         patience_s: float = START_S,
     ) -> None:
-        """Wait until every worker has loaded its models, but for those that none of them can (`unloadable`).
+        """Wait until every worker has loaded its models, but for those that none of them can (`unloadable`),
+        and all know each other.
 
         One that fails is started again; a rank that fails too often, or does not get ready in time, is
         retired, unless all are needed.
@@ -267,19 +271,25 @@ class WorkerPool:
             left_s=lambda: deadline_s - time.monotonic(),
         )
         with contextlib.closing(speakers):
-            while not all(worker.is_ready for worker in self.living):
+            while not self._know_each_other():
                 worker = next(speakers)
                 if worker is None:
                     why = f"the models are not loaded after {patience_s:g} s"
                     self._leave_behind(why)
                 elif reason := self._note_start(worker, loads):
                     self._start_again(worker, loads, reason)
+
+    def _know_each_other(self) -> bool:
+        """Whether all are ready and have mapped all arenas; those that can are told to by this."""
+        if not all(worker.is_ready for worker in self.living):
+            return False
         late = [worker for worker in self.living if not worker.has_arenas]
         if self._arenas.are_on_gpus:
             self._send_arenas([worker for worker in late if worker.incarnation == 1])
         for worker in late:
             if not worker.has_arenas:
                 self.welcome(worker)
+        return not any(worker.unknown_to for worker in self.living)
 
     def warm_up(
         self,
@@ -321,13 +331,22 @@ class WorkerPool:
             if reason := self._note_start(worker, loads):
                 self._start_again(worker, loads, reason)
             return ()
-        received = worker.channel.receive()
+        received = self.receive(worker)
         if received is None:
             reason = f"{worker.name} died while it was warmed up: {worker.reap(patience_s=_EXIT_S)}"
             self._start_again(worker, loads, reason)
             return [WarmedUp(number, 0.0) for number in numbers]
         answer = received[0]
         return [answer] if isinstance(answer, WarmedUp) and answer.number in numbers else ()
+
+    def receive(self, child: Child) -> tuple[Any, Sequence[int]] | None:
+        """The next message of a child, with its descriptors; None when the child is gone."""
+        received = child.channel.receive()
+        if received is not None and isinstance(received[0], PeerReplaced):
+            peer = self.workers[received[0].rank]
+            if peer.incarnation == received[0].incarnation and child.rank is not None:
+                peer.unknown_to.discard(child.rank)
+        return received
 
     def speakers(
         self, signals: SignalPipe | None, *, doing: str, left_s: Callable[[], float]
@@ -363,7 +382,7 @@ class WorkerPool:
 
     def _note_start(self, worker: Child, loads: Loads) -> str | None:
         """A starting worker has said something, or has died; why it does not get ready, if it does not."""
-        received = worker.channel.receive()
+        received = self.receive(worker)
         if received is None:
             return f"{worker.name} died while it started: {worker.reap(patience_s=_EXIT_S)}"
         if isinstance(received[0], WorkerFailed):
@@ -407,6 +426,7 @@ class WorkerPool:
         Raises: WorkerError when nothing is left to go on with.
         """
         late = [worker for worker in self.living if not worker.is_ready]
+        late = late or [self.workers[rank] for each in self.living for rank in each.unknown_to]
         reason = f"{', '.join(worker.name for worker in late)}: {reason}"
         if self._are_all_needed or len(late) == len(self.living):
             raise WorkerError(reason)
@@ -414,6 +434,7 @@ class WorkerPool:
             assert worker.rank is not None
             worker.kill()
             worker.reap(patience_s=_EXIT_S)
+            self._expect_nothing_of(worker.rank)
             self.retired.add(worker.rank)
         logger.error("%s; the others go on without", reason)
 
@@ -431,6 +452,7 @@ class WorkerPool:
         The new one is to be told of the others, and they of it, by `welcome`: when it is ready, and nobody is
         inside its predecessor's arena any more.
         """
+        self._expect_nothing_of(rank)
         deaths = self._deaths[rank]
         if is_to_blame:
             deaths.append(now_s)
@@ -444,6 +466,11 @@ class WorkerPool:
         self._arenas.renew(rank, incarnation=incarnation)
         self.workers[rank] = self._start_worker(rank, incarnation=incarnation)
         return self.workers[rank]
+
+    def _expect_nothing_of(self, rank: int) -> None:
+        """It is dead: its successor is given all arenas as they are then."""
+        for worker in self.workers:
+            worker.unknown_to.discard(rank)
 
     def set_models(self, checkpoints: Collection[Path], *, warm_ups: Sequence[WarmUp] = ()) -> None:
         """Let all workers hold these models and no others, each after what it was given before.
@@ -473,7 +500,11 @@ class WorkerPool:
             deaths.clear()
 
     def welcome(self, worker: Child) -> None:
-        """Let a new incarnation that is ready map all arenas, and all others map its own."""
+        """Let a new incarnation that is ready map all arenas, and all others map its own.
+
+        It may take tasks when all of them have (`unknown_to` is empty): a rank that begins to count anew
+        after the first transfer from there waits for that for ever.
+        """
         assert worker.rank is not None
         arena = self._arenas.arena(worker.rank)
         assert arena is not None, f"{worker.name} is not ready"
@@ -482,6 +513,7 @@ class WorkerPool:
         for other, peer in enumerate(self.workers):
             # One that has none yet will be given all of them when it is welcome itself.
             if other in self._others(worker.rank) and other not in self.retired and peer.has_arenas:
+                worker.unknown_to.add(other)
                 peer.tell(message, (arena,))
 
     def replace_writer(self, writer: Child) -> Child:

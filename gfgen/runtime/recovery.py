@@ -10,7 +10,8 @@ them have left, and the counts of the transfers between them start anew:
     EdgesRestarted  from every one; then the failures become events, and the ranks are free
 
 A rank that died is reaped before any of this, so it writes nowhere any more; its successor is
-made known to the others after they have left, when it is ready.
+made known to the others after they have left, when it is ready, and takes tasks when all of
+them have answered that they know it.
 """
 
 from __future__ import annotations

@@ -55,6 +55,7 @@ from gfgen.runtime.messages import (
     Loading,
     MemoryUse,
     ModelsSet,
+    PeerReplaced,
     Ping,
     Pong,
     ReplacePeer,
@@ -214,7 +215,7 @@ class Worker:
             if isinstance(message, RunTask | WarmUp | SetModels):
                 self._tasks.put((message, fds))
                 continue
-            with self._lock:
+            with self._lock, contextlib.suppress(ConnectionError):  # of answers that nobody is left to read
                 self._take(message, fds)
             for fd in fds:
                 os.close(fd)
@@ -281,6 +282,7 @@ class Worker:
     def _replace_peer(self, message: ReplacePeer, fd: int) -> None:
         """Map a new incarnation's arena; nothing runs here that involves the old one."""
         self._endpoint.replace_peer(message.rank, fd, message.incarnation)
+        self._channel.send(PeerReplaced(message.rank, message.incarnation))
 
     def _take_in(self, fields: Fields) -> Fields:
         """Copies of what lies in a slab, where this rank computes."""

@@ -340,7 +340,7 @@ class GpuWorker(Worker):
 
     def _run(self, message: RunTask | ReplacePeer, fds: Sequence[int]) -> None:
         if isinstance(message, ReplacePeer):
-            self._endpoint.replace_peer(message.rank, fds[0], message.incarnation)
+            super()._replace_peer(message, fds[0])
             with self._told:
                 self._num_mapped += 1
                 self._told.notify_all()

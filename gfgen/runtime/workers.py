@@ -42,6 +42,7 @@ from gfgen.runtime.messages import (
     Loading,
     MemoryUse,
     ModelsSet,
+    PeerReplaced,
     Ping,
     Pong,
     Reset,
@@ -126,8 +127,10 @@ class ProcessBackend:
         self._watchdog: Watchdog[Child] = Watchdog(patience or Patience(), looked_s=clock.now_s)
         self._verdicts: dict[Child, str] = {}
         """Why a process was killed, until its end is noticed."""
+        self._arriving: list[Child] = []
+        """Workers that take tasks when all others know them and they have ready what jobs at hand need."""
         self._warming: set[Child] = set()
-        """New workers that get steps ready before they take tasks."""
+        """Of those: the ones that still get steps ready."""
         self._held_back: list[Child] = []
         """New workers that wait until the others have left what their predecessors died in."""
         self._loads: Loads | None = None
@@ -171,6 +174,7 @@ class ProcessBackend:
                 events.extend(StopRequested(self._clock.now_s, n) for n in key.data.take())
         self._look_for_hung_processes()
         events.extend(self._leave_stuck_processes())
+        events.extend(self._take_in())
         return events + self._clock.due()
 
     def submit(self, dispatch: Dispatch) -> None:
@@ -237,8 +241,7 @@ class ProcessBackend:
         checkpoints = set(models.values())
         self._pool.set_models(checkpoints, warm_ups=self._warm_ups_of(set(map(str, checkpoints))))
         self._loads = Loads(models)
-        self._unannounced += self._warming  # they are ready, with other models to load
-        self._warming.clear()
+        self._warming.clear()  # what they got ready was for other models than those they are to load
 
     def add(self, jobs: Sequence[AdmittedJob]) -> None:
         """Know these jobs too; workers are told of one before its first task."""
@@ -282,8 +285,9 @@ class ProcessBackend:
         for worker in self._unannounced:
             if not worker.has_arenas:  # the last run ended before it could be told
                 self._pool.welcome(worker)
-            yield self._ready(worker)
+        self._arriving += self._unannounced
         self._unannounced = []
+        yield from self._take_in()
 
     def _tell_unloadable(self) -> Iterator[LoadFailed]:
         """Models of jobs at hand that no rank could load when the workers started."""
@@ -294,14 +298,17 @@ class ProcessBackend:
                 self._known_unloadable.add(model)
                 yield LoadFailed(self._clock.now_s, (model,), reason)
 
-    def _ready(self, worker: Child) -> RankReady:
-        assert worker.rank is not None
-        worker.is_ready = True
-        self._watchdog.heard(worker, self._clock.now_s)
-        return RankReady(self._clock.now_s, worker.rank, worker.incarnation, worker.startup_s)
+    def _take_in(self) -> Iterator[RankReady]:
+        """The workers that have arrived take tasks from now on."""
+        arrived = [each for each in self._arriving if each not in self._warming and not each.unknown_to]
+        for worker in arrived:
+            assert worker.rank is not None
+            self._arriving.remove(worker)
+            self._watchdog.heard(worker, self._clock.now_s)
+            yield RankReady(self._clock.now_s, worker.rank, worker.incarnation, worker.startup_s)
 
     def _receive(self, child: Child) -> Iterator[Event]:
-        received = child.channel.receive()
+        received = self._pool.receive(child)
         if received is None:
             yield from self._lost(child)
             return
@@ -346,13 +353,13 @@ class ProcessBackend:
                 if self._recovery and child.rank in self._recovery.dead:
                     self._held_back.append(child)
                 else:
-                    yield from self._let_in(child)
+                    self._let_in(child)
             case WorkerFailed() as failure:
                 self._verdicts[child] = f"{_CANNOT_LOAD}{failure.reason}"
             case MemoryUse() as use:
                 assert child.rank is not None
                 self._memory_use[child.rank] = use
-            case Pong():
+            case Pong() | PeerReplaced():
                 pass
             case message:
                 raise AssertionError(f"{child.name} sent {message!r}")
@@ -469,19 +476,20 @@ class ProcessBackend:
         self._recovery = self._recovery or Recovery()
         self._recovery.dead.add(child.rank)
         self._warming.discard(child)
+        self._arriving = [worker for worker in self._arriving if worker is not child]
         self._held_back = [worker for worker in self._held_back if worker is not child]
         self._give_up(self._died_with(child.rank, reason))
         yield from self._advance_recovery()
 
-    def _let_in(self, worker: Child) -> Iterator[RankReady]:
-        """Make a new worker known to the others; it takes tasks when it has got ready what jobs at hand need.
+    def _let_in(self, worker: Child) -> None:
+        """Make a new worker known to the others, and let it get ready what jobs at hand need.
 
         One that has other models to load yet does not: what it got ready for these would be in vain.
         """
         self._pool.welcome(worker)
+        self._arriving.append(worker)
         items = () if worker.asked_to_load_s is not None else self._warm_ups_of(self._pool.checkpoints)
         if not items:
-            yield self._ready(worker)
             return
         self._warming.add(worker)
         worker.asked_to_load_s, worker.num_to_warm = time.monotonic(), len(items)
@@ -501,7 +509,6 @@ class ProcessBackend:
         elif not worker.num_to_warm:
             self._warming.discard(worker)
             worker.asked_to_load_s = None
-            yield self._ready(worker)
 
     def _take_load(self, worker: Child, seconds: float, now_s: float) -> Iterator[RankLoaded]:
         """A part of what a rank has to do about other models; it takes tasks again after the last one."""
@@ -595,7 +602,7 @@ class ProcessBackend:
                 yield TaskFailed(now_s, number, rank, text, void=cause is None, lost=is_lost)
         held_back, self._held_back = self._held_back, []
         for worker in held_back:
-            yield from self._let_in(worker)
+            self._let_in(worker)
 
     # Processes that live and yet do nothing ---------------------------------------------------------
 

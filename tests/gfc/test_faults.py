@@ -250,7 +250,7 @@ def test_edge_of_a_failed_transfer_is_refused_until_it_starts_anew(make_ranks: M
     assert isinstance(error, PeerTimeoutError)
     assert "credit of rank 1" in str(error)
     (error,) = ranks.run((0,), send_much, 1, ranks.next_dispatch())
-    assert isinstance(error, ProtocolError)
+    assert isinstance(error, AbortedError)
     assert "restart_edges" in str(error)
     ranks.run((0, 1), Endpoint.restart_edges, (0, 1))
     dispatch = ranks.next_dispatch()

@@ -91,6 +91,7 @@ class Rank:
 
     def __init__(self, rank: int, *, fails: bool = False) -> None:
         self.rank, self.name, self._fails = rank, f"rank {rank}", fails
+        self.unknown_to: set[int] = set()
         self.channel, self._theirs = channel_pair()
 
     def tell(self, message: WarmUp) -> None:

@@ -31,13 +31,14 @@ from gfgen.models import lanes
 from gfgen.models.adapter import Fields
 from gfgen.policies.catalog import NamedPolicy
 from gfgen.runtime import worker_gpu
-from gfgen.runtime.events import FramesLost, ModelsChanged, RankLoaded, TaskDone
+from gfgen.runtime.events import FramesLost, ModelsChanged, RankLoaded, TaskDone, TaskFailed
 from gfgen.runtime.loads import Loads
-from gfgen.runtime.messages import ModelsSet, Pong, ReplacePeer, RunTask, SendState
+from gfgen.runtime.messages import ModelsSet, PeerReplaced, Pong, ReplacePeer, RunTask, SendState
 from gfgen.runtime.migration import Transfer
 from gfgen.runtime.pool import WorkerPool
 from gfgen.runtime.residency import Residency
 from gfgen.runtime.warming import warm_ups
+from gfgen.runtime.watchdog import Patience
 from gfgen.runtime.worker_forwards import Forwards
 from gfgen.runtime.worker_gpu import GpuWorker
 from gfgen.runtime.worker_jobs import InputVoidError, RankJob, Shipment
@@ -415,6 +416,8 @@ def test_state_is_sent_when_the_arenas_that_came_before_are_mapped(monkeypatch):
     fd = os.memfd_create("arena")
     for message in (ReplacePeer(1, 2), SendState(7, "a", 6, ()), ReplacePeer(2, 2)):
         worker._take(message, (fd,))
+    told: list[object] = []
+    worker._channel = SimpleNamespace(send=told.append)
     thread = threading.Thread(target=worker._ship, args=(SendState(7, "a", 6, ()), Shipment(Fields())))
     thread.start()
     thread.join(0.05)
@@ -424,8 +427,20 @@ def test_state_is_sent_when_the_arenas_that_came_before_are_mapped(monkeypatch):
     worker._run(first, fds)
     thread.join(10.0)
     assert sent == [7]
+    assert told == [PeerReplaced(1, 2)]
     for number in (*fds, *worker._tasks.get()[1]):
         os.close(number)
+
+
+def test_a_new_process_takes_tasks_when_all_others_have_mapped_its_arena(gpu_pool, tmp_path):
+    """Rank 0 maps it late, behind what its device is at, and would count what had come before that anew."""
+    order("mapping by 0", "late")
+    spec = test_deaths.job("late", "die rank=1 step=0 times=1", steps=4)
+    patience = Patience(task_s=8.0, task_factor=1.0)
+    recorder = run(gpu_pool, tmp_path, spec, policy=test_elastic.following((1,), (0,)), patience=patience)
+    assert test_deaths.statuses(recorder) == {"late": "done"}
+    failed = {event.dispatch for event in recorder.events if isinstance(event, TaskFailed)}
+    assert [d.task.step for d in recorder.dispatches if d.number in failed] == [0]
 
 
 def test_the_first_step_elsewhere_waits_for_the_constants_that_come_by_the_slab(gpu_pool, tmp_path):

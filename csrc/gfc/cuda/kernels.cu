@@ -600,7 +600,7 @@ gfc_all_reduce_parts(const __grid_constant__ Reduction reduction) {
     output[shares.begin(own) + unit] = data;
     // Our clearing of what we have read comes before a peer can write there again: it may do so
     // in its next kernel, once it has our sums, while this kernel still runs.
-    __threadfence();
+    __threadfence_system();
     for (int step = 1; step < size; ++step) {
       send_flagged(flagged_outbox(present, (own + step) % size, 1) + 16ull * unit, sum_flag, data);
     }

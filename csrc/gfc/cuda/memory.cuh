@@ -90,7 +90,8 @@ class CudaMemory {
 __device__ inline void tell_host(const Context& context, const Record& failure) {
   const uint64_t* words = reinterpret_cast<const uint64_t*>(&failure);
   uint64_t* host = reinterpret_cast<uint64_t*>(context.record);
-  // The status, in the first word, comes last: who sees it sees the rest.
+  // The status, in the first word, comes last: who sees the first one sees the rest. A later failure
+  // may be written while a host reads; a task's own record (`Outcome`) is read on the device.
   for (int i = sizeof(Record) / sizeof(uint64_t) - 1; i > 0; --i) store_relaxed_sys(host + i, words[i]);
   store_release_sys(host, words[0]);
 }

@@ -25,7 +25,8 @@ from gfgen.errors import RunError
 
 _PINNED, _DEVICE, _POSIX_FD, _READ_WRITE = 1, 1, 1, 3
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-MULTIPROCESSORS, MAJOR, MINOR, PCI_BUS, PCI_DEVICE = 16, 75, 76, 33, 34
+MULTIPROCESSORS, MAJOR, MINOR = 16, 75, 76
+SHARED_PER_BLOCK = 97  # CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
 _P2P_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
 
 
@@ -103,13 +104,11 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "cuMemHostUnregister": (c_void_p,),
     "cuMemHostGetDevicePointer_v2": (_U64, c_void_p, c_uint),
     "cuModuleLoadData": (POINTER(c_void_p), c_char_p),
-    "cuModuleUnload": (c_void_p,),
     "cuModuleGetFunction": (POINTER(c_void_p), c_void_p, c_char_p),
     "cuModuleGetGlobal_v2": (_U64, POINTER(c_size_t), c_void_p, c_char_p),
     "cuFuncSetAttribute": (c_void_p, c_int, c_int),
     "cuFuncLoad": (c_void_p,),
     "cuLaunchKernelEx": (c_void_p, c_void_p, c_void_p, c_void_p),
-    "cuStreamSynchronize": (c_void_p,),
     "cuGetErrorName": (c_int, POINTER(c_char_p)),
 }
 

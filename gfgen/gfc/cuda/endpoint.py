@@ -257,14 +257,14 @@ class CudaEndpoint:
             if begun is not None:
                 begun.record()
                 begun = None
-            self._run_chunk("recv", chunk, AWAIT | COPY | PUBLISH, stream)
+            self._run_chunk("recv", chunk, AWAIT | COPY, stream)
         return x
 
     def replace_peer(self, rank: int, fd: int, incarnation: int) -> None:
         """Maps the arena of a rank's new incarnation in place of the old one.
 
-        For when nothing that involves that rank runs or is queued here; its edge starts anew. Waits
-        for the device, since memory is unmapped.
+        For when nothing that involves that rank runs or is queued here, and before that rank sends anything
+        here: the edge between them starts anew. Waits for the device, since memory is unmapped.
         """
         torch.cuda.synchronize(self.device)
         old = self.arenas.pop(rank, None)

@@ -311,20 +311,6 @@ class CudaGroup:
         every = self.all_gather(x.view(1, -1))
         return self._reduce(every, x.numel(), x.numel()).view(x.shape)
 
-    def reduce_scatter(self, x: Tensor) -> Tensor:
-        """This rank's equal part, along the first dimension, of the sum over the ranks."""
-        if x.shape[0] % self.size:
-            raise LayoutError(f"{x.shape[0]} rows cannot be cut in {self.size} equal parts")
-        shape = (x.shape[0] // self.size, *x.shape[1:])
-        num_items = torch.Size(shape).numel()
-        if self.size == 1:
-            return x.clone()
-        parts = x.contiguous().view(self.size, 1, num_items)
-        ones = (1,) * self.size
-        fits = parts.numel() * parts.element_size() <= self.bank.num_bytes
-        arrived = self._move((parts,), How(0, 1, ones, ones), in_arena=fits)[0]
-        return self._reduce(arrived, num_items, num_items).view(shape)
-
     def _all_to_all_along(self, x: Tensor, dim: int, *, in_arena: bool) -> Tensor:
         if x.shape[dim] % self.size:
             raise LayoutError(

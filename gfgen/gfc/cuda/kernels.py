@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gfgen.errors import RunError
 from gfgen.gfc.cuda.compiler import compiled
-from gfgen.gfc.cuda.driver import MULTIPROCESSORS, Driver, driver
+from gfgen.gfc.cuda.driver import MULTIPROCESSORS, SHARED_PER_BLOCK, Driver, driver
 from gfgen.gfc.cuda.structs import SIZES
 
 NAMES = (
@@ -21,11 +21,12 @@ NAMES = (
     "restart_edge",
 )
 MAX_SHARED_BYTES = 200 << 10
-"""Of one block on sm_90, less some; four stages of tiles."""
+"""Of one block on sm_90, less some; four stages of tiles. Desktop cards of compute capability 12.0 have bulk
+copies, but 99 KiB (CUDA C++ Programming Guide, table of compute capabilities): theirs are done by threads."""
 
 
 class Kernels:
-    """Functions by name; `bulk` only where the device has bulk copies."""
+    """Functions by name; `bulk` only where the device has bulk copies, and room for their stages."""
 
     def __init__(self, device: int) -> None:
         self.driver: Driver = driver()
@@ -38,7 +39,8 @@ class Kernels:
         if sizes != SIZES:
             raise RunError(f"the kernels' structures are {sizes} bytes, this package's {SIZES}")
         self.functions = {name: self.driver.function(self._module, f"gfc_{name}") for name in NAMES}
-        self.has_bulk = int(architecture.removeprefix("sm_")) >= 90
+        has_room = self.driver.attribute(device, SHARED_PER_BLOCK) >= MAX_SHARED_BYTES
+        self.has_bulk = int(architecture.removeprefix("sm_")) >= 90 and has_room
         if self.has_bulk:
             self.functions["bulk"] = self.driver.function(self._module, "gfc_bulk")
             self.driver.allow_shared_memory(self.functions["bulk"], MAX_SHARED_BYTES)
