@@ -204,6 +204,7 @@ def serve_fakes(port: int, folder: Path, **options: str) -> None:
             chooser=chooser,
             signals=signals,
             admit=admit_fakes,
+            admit_again=admit_fakes,
             models=[shown_model(model, created=1) for model in MODELS.values()],
         )
 

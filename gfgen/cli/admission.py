@@ -121,6 +121,19 @@ class Admission:
         fitting, too_large = self.refuse_large(admitted, models_bytes=self._loaded_bytes)
         return fitting, (*refused, *too_large)
 
+    def again(self, specs: Sequence[JobSpec]) -> tuple[Sequence[AdmittedJob], Sequence[Problem]]:
+        """As a call, for jobs that were admitted before: they may be running.
+
+        They are held against what does not change while a server lives: models, --memory, and what GPUs
+        have. Main memory that is short in this moment may be so because of these very jobs.
+        """
+        admitted, refused = admit(specs, default_model=self.default_model, find_model=self.find_model)
+        if self._devices.kind == CUDA:
+            fitting, too_large = self._on_gpus(admitted, self._loaded_bytes)
+        else:
+            fitting, too_large = refuse_large(admitted, models_bytes={}, available=self._devices.memory_bytes)
+        return fitting, (*refused, *too_large)
+
     def check(self, checkpoints: Collection[Path]) -> Mapping[Path, int]:
         """Bytes that the weights of each of these models take: of main memory on all ranks, or of each GPU.
 

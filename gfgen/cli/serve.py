@@ -253,6 +253,7 @@ def serve_models(options: ServeOptions) -> None:
             chooser=chooser,
             signals=signals,
             admit=loaded,
+            admit_again=loaded.again,
             models=[shown_model(model, created=int(time.time())) for model in found],
             profile=default_profile(options.ranks.devices),
             residency=residency,
@@ -276,6 +277,7 @@ def serve_on(
     chooser: SwitchedChooser,
     signals: SignalPipe,
     admit: Admit,
+    admit_again: Admit,
     models: Sequence[Model],
     profile: Profile | None = None,
     watchers: Sequence[Observer] = (),
@@ -286,6 +288,7 @@ def serve_on(
     device = options.ranks.devices.gpus[0].name if options.ranks.devices.gpus else options.ranks.devices.kind
     serving = Serving(
         admit=admit,
+        admit_again=admit_again,
         models=tuple(models),
         device=device,
         num_ranks=pool.num_ranks,

@@ -89,7 +89,7 @@ class Desk:
         records, jobs = [], []
         for facts, spec in self.store.open_jobs():
             resumed = asking.resumed_spec(facts, spec, folder=self.folder, now=self._now())
-            admitted, problems = serving.admit([resumed])
+            admitted, problems = serving.admit_again([resumed])
             if problems:
                 await self._refuse(facts, problems)
             else:

@@ -202,10 +202,21 @@ def make_folders(folder: Path, names: tuple[str, ...]) -> None:
         (folder / name).mkdir(exist_ok=True)
 
 
-def clear(folder: Path, wanted: Callable[[set[str]], set[str]], *, suffixes: tuple[str, ...]) -> None:
-    """Remove the files of jobs that are not wanted: those that are named by an id of ours, and no others."""
+def clear(
+    folder: Path,
+    unwanted: Callable[[set[str]], set[str]],
+    *,
+    suffixes: tuple[str, ...],
+    made_after: float | None = None,
+) -> None:
+    """Remove files that are named by the id of a job, of those jobs that `unwanted` picks out of all.
+
+    made_after: Unix time; files that are older stay.
+    """
     paths = [path for path in folder.iterdir() if path.suffix in suffixes and OWN_ID.fullmatch(path.stem)]
-    kept = wanted({path.stem for path in paths})
+    if made_after is not None:
+        paths = [path for path in paths if path.stat().st_mtime >= made_after]
+    gone = unwanted({path.stem for path in paths})
     for path in paths:
-        if path.stem not in kept:
+        if path.stem in gone:
             path.unlink(missing_ok=True)

@@ -16,6 +16,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -98,7 +99,7 @@ class Front:
         meter.live = live
         desk = Desk(store=store, live=live, folder=settings.output_dir, bounds=bounds, send=self._send)
         files.make_folders(settings.output_dir, FOLDERS)
-        self._clear_folders(settings, store)
+        clear_folders(settings.output_dir, store)
         self._desk, self._frames = desk, Frames(live)
         app = make_app(
             desk,
@@ -123,13 +124,6 @@ class Front:
                 backlog=bounds.connections,
             )
         )
-
-    def _clear_folders(self, settings: Settings, store: Store) -> None:
-        """What a killed server has left of jobs that were cancelled or removed, or never accepted."""
-        open_ids = {facts.id for facts, _ in store.open_jobs()}
-        files.clear(settings.output_dir / INPUTS_NAME, lambda ids: open_ids, suffixes=("",))
-        files.clear(settings.output_dir / THUMBNAILS_NAME, store.with_file, suffixes=(".webp", ".partial"))
-        files.clear(settings.output_dir, store.with_file, suffixes=(".png", ".mp4"))
 
     async def _hear(self, reader: asyncio.StreamReader, framing: Framing, rest: Sequence[Any]) -> None:
         """Take in what the run says, in its order, until it is gone."""
@@ -177,6 +171,21 @@ class Front:
         yield _again_and_again(FRAME_S, frames)
         yield _again_and_again(FORECAST_S, forecast)
         yield _again_and_again(desk.bounds.retention_s, retention)
+
+
+def clear_folders(folder: Path, store: Store) -> None:
+    """Remove what a killed server has left of jobs that were cancelled, have failed, or were never accepted.
+
+    A store that was moved away because it is damaged may be mended and come back. So finished files go only
+    if this store says that their jobs have none, and input pictures only if they came in its time.
+    Thumbnails can be made again.
+    """
+    open_ids = {facts.id for facts, _ in store.open_jobs()}
+    files.clear(folder / INPUTS_NAME, lambda ids: ids - open_ids, suffixes=("",), made_after=store.made_at)
+    files.clear(
+        folder / THUMBNAILS_NAME, lambda ids: ids - store.with_file(ids), suffixes=(".webp", ".partial")
+    )
+    files.clear(folder, store.without_file, suffixes=(".png", ".mp4"))
 
 
 def _configure_log(settings: Settings) -> None:

@@ -61,6 +61,9 @@ class Serving:
     """The ranks are up: from now on jobs are taken."""
 
     admit: Admit
+    """For jobs that are asked for."""
+    admit_again: Admit
+    """For jobs that were accepted before: what is short in this moment alone is no reason against them."""
     models: tuple[Model, ...]
     device: str
     num_ranks: int

@@ -188,6 +188,8 @@ class Store:
         """Why nothing can be written, if so."""
         self.life = _begin_life(self._writer, path, began_at)
         """Rises with every process that opens the store: ids of events begin with it."""
+        self.made_at = float(self._reader.execute("SELECT MIN(began_at) FROM lives").fetchone()[0])
+        """Unix time at which this store was begun: of what is older it cannot know anything."""
         self._thread = threading.Thread(target=self._write, name="store", daemon=True)
         self._thread.start()
 
@@ -329,6 +331,12 @@ class Store:
     def with_file(self, job_ids: Iterable[str]) -> set[str]:
         """Those of these jobs that have a file, or may have one yet."""
         sql = "SELECT id FROM jobs WHERE status IN ('open', 'completed')"
+        sql += " AND id IN (SELECT value FROM json_each(?))"
+        return {row[0] for row in self._reader.execute(sql, (json.dumps(list(job_ids)),))}
+
+    def without_file(self, job_ids: Iterable[str]) -> set[str]:
+        """Those of these jobs that have ended without a file; none that is not known here."""
+        sql = "SELECT id FROM jobs WHERE status IN ('cancelled', 'failed')"
         sql += " AND id IN (SELECT value FROM json_each(?))"
         return {row[0] for row in self._reader.execute(sql, (json.dumps(list(job_ids)),))}
 

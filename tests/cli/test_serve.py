@@ -13,6 +13,7 @@ from serving import Server, free_port
 from gfgen.cli.admission import Admission
 from gfgen.cli.main import main
 from gfgen.cli.serve import usual_jobs
+from gfgen.jobspec import JobSpec
 from gfgen.runtime.devices import Devices
 from gfgen.runtime.lock import hold_folder
 
@@ -93,6 +94,22 @@ def test_what_is_warmed_up_is_what_a_request_gets_that_says_nothing(tiny_models)
     shapes = {job.spec.model: (job.spec.width, job.spec.height) for job in jobs}
     assert shapes.keys() == {"tiny-wan", "tiny-qwen-image"}  # the last one wants a picture
     assert all(width and height for width, height in shapes.values())
+
+
+def test_what_was_accepted_is_held_against_limits_and_not_against_what_is_free_now(monkeypatch, tiny_models):
+    monkeypatch.setattr("gfgen.cli.admission.available_bytes", lambda: 10)
+    spec = JobSpec(id="a", prompt="a fox", model="tiny-wan")
+
+    def admission(limit):
+        return Admission(default_model="tiny-wan", devices=Devices("cpu", 1, memory_limit=limit))
+
+    unlimited, limited = admission(None), admission(20)
+    assert [len(part) for part in unlimited([spec])] == [0, 1]
+    assert [len(part) for part in unlimited.again([spec])] == [1, 0]
+    _, (problem,) = limited.again([spec])
+    assert problem.field == "size"
+    _, (problem,) = unlimited.again([JobSpec(id="a", prompt="a fox", model="tiny-wam")])
+    assert problem.field == "model"
 
 
 def test_an_open_address_needs_a_key_or_an_explicit_word(capsys):

@@ -43,7 +43,7 @@ from gfgen.server.link import (
 from gfgen.server.live import Live
 from gfgen.snapshot import RunningTask
 
-SERVING = Serving(max, (), "cpu", 2, "srtf", 0.0)
+SERVING = Serving(max, max, (), "cpu", 2, "srtf", 0.0)
 
 
 class Front:

@@ -17,11 +17,12 @@ from gfgen.errors import OutputError
 from gfgen.server import desk as desks
 from gfgen.server.bounds import Bounds
 from gfgen.server.desk import Desk
+from gfgen.server.front import clear_folders
 from gfgen.server.link import Hello, Noted, Serving, Settings, pack
 from gfgen.server.live import Live
-from gfgen.server.store import STORE_NAME, Store
+from gfgen.server.store import STORE_NAME, Ending, Store
 
-SERVING = Serving(lambda specs: ([], []), (), "cpu", 2, "srtf", 100.0)
+SERVING = Serving(lambda specs: ([], []), lambda specs: ([], []), (), "cpu", 2, "srtf", 100.0)
 
 
 def test_a_front_that_cannot_follow_the_run_says_why_in_one_line_and_ends_at_once(tmp_path):
@@ -79,12 +80,70 @@ def test_a_full_disk_at_the_start_is_waited_for(desk, store, told, tmp_path, mon
 
     async def begin():
         await store.accept([accepted("made"), accepted("lost")], now=100.0)
-        await desk.hear([replace(SERVING, admit=lambda specs: ([], ["it is gone"]))])
+        await desk.hear([replace(SERVING, admit_again=lambda specs: ([], ["it is gone"]))])
 
     asyncio.run(begin())
     assert [store.job(name).ending.status for name in ("made", "lost")] == ["completed", "failed"]
     assert len(refusals) == 4
     assert told == [Hello(())]
+
+
+def ids(number, kind="video"):
+    return f"{kind}_{number:024d}"
+
+
+def touched(folder, *names):
+    folder.mkdir(exist_ok=True)
+    for name in names:
+        (folder / name).write_bytes(b"content")
+
+
+def test_a_store_that_is_begun_anew_costs_no_finished_file_and_no_input(desk, tmp_path):
+    """The damaged one was moved away, as its message advises; it may be mended, and come back."""
+    touched(tmp_path, f"{ids(1)}.mp4", f"{ids(2, 'image')}.png")
+    touched(tmp_path / ".inputs", ids(3))
+    touched(tmp_path / ".thumbnails", f"{ids(1)}.webp")
+    os.utime(tmp_path / ".inputs" / ids(3), (1e9, 1e9))
+    new = Store(tmp_path / "new.sqlite3", began_at=1.5e9)
+    clear_folders(tmp_path, new)
+    new.close()
+    kept = {path.name for path in tmp_path.rglob("*_0*")}
+    assert kept == {f"{ids(1)}.mp4", f"{ids(2, 'image')}.png", ids(3)}
+
+
+def test_what_a_killed_server_left_of_jobs_that_came_to_nothing_is_removed(store, tmp_path):
+    names = {
+        status: ids(number) for number, status in enumerate(("open", "completed", "failed", "cancelled"))
+    }
+
+    async def note():
+        await store.accept([accepted(name) for name in names.values()], now=100.0)
+        await store.end_all([Ending(names[s], s, 101.0) for s in ("completed", "failed", "cancelled")])
+
+    asyncio.run(note())
+    touched(tmp_path, *(f"{name}.mp4" for name in names.values()), "my film.mp4")
+    touched(tmp_path / ".inputs", *names.values(), ids(9))
+    touched(tmp_path / ".thumbnails")
+    clear_folders(tmp_path, store)
+    assert {path.name for path in tmp_path.glob("*.mp4")} == {
+        f"{names['open']}.mp4",
+        f"{names['completed']}.mp4",
+        "my film.mp4",
+    }
+    assert [path.name for path in (tmp_path / ".inputs").iterdir()] == [names["open"]]
+
+
+def test_a_job_that_was_accepted_goes_on_though_memory_is_short_in_this_moment(desk, store, told):
+    def too_large(specs):
+        raise AssertionError("held against what is free now")
+
+    async def begin():
+        await store.accept([accepted("a")], now=100.0)
+        await desk.hear([replace(SERVING, admit=too_large, admit_again=lambda specs: ([make_job("a")], []))])
+
+    asyncio.run(begin())
+    assert told[-1] == Hello(("a",))
+    assert store.job("a").ending is None
 
 
 def test_a_file_that_cannot_be_looked_at_ends_its_job_all_the_same(desk, store, told):
@@ -95,7 +154,7 @@ def test_a_file_that_cannot_be_looked_at_ends_its_job_all_the_same(desk, store, 
 
     async def end():
         await store.accept([accepted("a")], now=100.0)
-        await desk.hear([replace(SERVING, admit=lambda specs: ([make_job("a")], [])), nowhere])
+        await desk.hear([replace(SERVING, admit_again=lambda specs: ([make_job("a")], [])), nowhere])
 
     asyncio.run(end())
     ending = store.job("a").ending

@@ -104,7 +104,7 @@ def live():
 
 def serve(live, *parts, num_ranks=2):
     """The live state of a server that has accepted these jobs."""
-    live.apply(Serving(SimpleNamespace(), (), "cpu", num_ranks, "srtf", START))
+    live.apply(Serving(max, max, (), "cpu", num_ranks, "srtf", START))
     for rank in range(num_ranks):
         live.apply(events.RankReady(0.0, rank, 1, 0.0))
     records = []

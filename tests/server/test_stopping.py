@@ -77,19 +77,21 @@ def test_a_stopped_server_goes_on_at_the_step_where_it_stopped(start):
 def test_a_killed_server_knows_what_was_done_and_what_cannot_be_done_any_more(start):
     """Between a file and the note of it a server can be killed; and the next one may have other models."""
     server = start()
-    done, other = (server.post("/v1/videos", **LONG).json()["id"] for _ in range(2))
+    done, other, cancelled = (server.post("/v1/videos", **LONG).json()["id"] for _ in range(3))
     server.wait_for(done, "in_progress")
+    server.http.delete(f"/v1/videos/{cancelled}")
     server.kill()
     (server.folder / "out" / f"{done}.mp4").write_bytes(b"made in time")
-    orphan, own = (server.folder / "out" / name for name in (f"video_{'0' * 24}.mp4", "my film.mp4"))
-    for path in (orphan, own):
-        path.write_bytes(b"of a job that was cancelled; and of nobody here")
+    unknown, own = (server.folder / "out" / name for name in (f"video_{'0' * 24}.mp4", "my film.mp4"))
+    left = server.folder / "out" / f"{cancelled}.mp4"
+    for path in (unknown, own, left):
+        path.write_bytes(b"of another store; of nobody here; and of a job that was cancelled meanwhile")
     with contextlib.closing(sqlite3.connect(server.folder / "out/jobs.sqlite3")) as db, db:
         (spec,) = db.execute("SELECT spec FROM jobs WHERE id = ?", (other,)).fetchone()
         changed = json.dumps(json.loads(spec) | {"true_cfg_scale": 3.0})
         db.execute("UPDATE jobs SET spec = ? WHERE id = ?", (changed, other))
     again = start()
-    assert (orphan.exists(), own.exists()) == (False, True)
+    assert (unknown.exists(), own.exists(), left.exists()) == (True, True, False)
     job = again.job(done)
     assert (job["status"], job["progress"]) == ("completed", 100)
     assert again.http.get(job["content_url"]).content == b"made in time"

@@ -173,6 +173,7 @@ def test_jobs_with_a_file_are_those_that_are_done_or_may_be_yet(store):
         )
     )
     assert store.with_file("abcdef") == {"a", "d"}
+    assert store.without_file("abcdef") == {"b", "c"}, "of e and f nothing is known here"
 
 
 def test_a_full_disk_refuses_and_keeps_what_was_there(store):
