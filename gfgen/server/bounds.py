@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+BACKLOG = 2048
+"""Connections that wait in the kernel until they are accepted."""
+
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
@@ -14,7 +17,7 @@ class Bounds:
     streams: int = 256
     """Event streams that are read at the same time; beyond it 429."""
     connections: int = 2048
-    """Beyond it 503."""
+    """Beyond it 503, and far beyond it none; fewer where the system gives too few descriptors."""
     body_bytes: int = 64_000_000
     """Of one request, pictures included; beyond it 413."""
     json_bytes: int = 2**20

@@ -1,9 +1,11 @@
-"""Connections that do not hold the server: slow headers, and clients that never read."""
+"""Connections that do not hold the server: slow headers, clients that never read, and too many of them."""
 
 from __future__ import annotations
 
 import asyncio
+import resource
 import socket
+from dataclasses import replace
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -11,6 +13,24 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from gfgen.server.bounds import Bounds
 
 MAX_HEADER_BYTES = 1 << 16
+ACCEPTED_AT_ONCE = 16
+"""Connections that one turn of the event loop accepts: some turns go by until those that are too many are
+closed, and each has a descriptor meanwhile."""
+OWN_DESCRIPTORS = 200
+"""For all that is no connection within the bound: store, log, files that are sent, answers of 503."""
+ANSWERED_BEYOND = 64
+"""Connections beyond the bound that are still told so, with 503; further ones are closed as they come."""
+
+
+def within_descriptors(bounds: Bounds) -> Bounds:
+    """The bounds with as many connections as this process may have descriptors for, once it may have all
+    that the system lets it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    if hard == resource.RLIM_INFINITY:
+        return bounds
+    return replace(bounds, connections=max(1, min(bounds.connections, hard - OWN_DESCRIPTORS)))
 
 
 def connection_class(bounds: Bounds) -> type[asyncio.Protocol]:
@@ -27,6 +47,9 @@ def connection_class(bounds: Bounds) -> type[asyncio.Protocol]:
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
+            if len(self.connections) > bounds.connections + ANSWERED_BEYOND:
+                transport.abort()
+                return
             own = transport.get_extra_info("socket")
             if own is not None and own.family in (socket.AF_INET, socket.AF_INET6):
                 own.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(bounds.unread_s * 1000))

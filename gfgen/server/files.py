@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import io
+import logging
 import os
 import re
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -14,7 +15,10 @@ from pathlib import Path
 
 from starlette.responses import Response, StreamingResponse
 
+from gfgen.errors import OutputError
 from gfgen.server.problems import ApiError
+
+logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 1 << 18
 THUMBNAIL_SIDE = 320
@@ -45,7 +49,7 @@ def file_response(path: Path, headers: Mapping[str, str], *, method: str, name: 
     It is opened here: removed meanwhile, it is still sent whole. Several ranges in one request are
     answered with the whole file, as RFC 9110 allows.
 
-    Raises: ApiError when there is no file, or nothing in that range.
+    Raises: ApiError when there is no file, it cannot be read, or has nothing in that range.
     """
     file = _OpenFile(path)
     stat = os.fstat(file.fd)
@@ -96,8 +100,8 @@ class _OpenFile:
         self.fd = -1
         try:
             self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
-            raise ApiError(404, "the file is gone", code="file_gone") from None
+        except OSError as error:
+            raise _unreadable(error) from None
 
     def __del__(self) -> None:
         if self.fd >= 0:
@@ -118,7 +122,7 @@ async def _chunks(file: _OpenFile, part: _Part) -> AsyncIterator[bytes]:
 async def thumbnail(path: Path, kept: Path, *, one_at_a_time: asyncio.Semaphore) -> Path:
     """A small picture of a finished file, made at the first request and kept.
 
-    Raises: ApiError when there is no file.
+    Raises: ApiError when there is no file, or it cannot be read; OutputError when this cannot be written.
     """
     if kept.exists():
         return kept
@@ -130,7 +134,7 @@ async def thumbnail(path: Path, kept: Path, *, one_at_a_time: asyncio.Semaphore)
 
 
 async def picture_as(path: Path, kind: str) -> bytes:
-    """A finished picture in a format that it may not have; raises ApiError when it is gone."""
+    """A finished picture in a format that it may not have; raises ApiError when it cannot be read."""
     return await asyncio.to_thread(_converted, path, kind)
 
 
@@ -138,7 +142,7 @@ async def _first_frame(path: Path) -> io.BytesIO:
     import imageio_ffmpeg
 
     if not path.exists():
-        raise ApiError(404, "the file is gone", code="file_gone")
+        raise _gone()
     command = [imageio_ffmpeg.get_ffmpeg_exe(), "-loglevel", "error", "-nostdin"]
     command += [
         "-i",
@@ -151,9 +155,12 @@ async def _first_frame(path: Path) -> io.BytesIO:
         "png",
         "pipe:1",
     ]
-    process = await asyncio.create_subprocess_exec(
-        *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE
-    )
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE
+        )
+    except OSError as error:
+        raise _not_now(error) from None
     try:
         async with asyncio.timeout(FFMPEG_S):
             content, _ = await process.communicate()
@@ -162,7 +169,7 @@ async def _first_frame(path: Path) -> io.BytesIO:
             process.kill()
             await process.wait()
     if process.returncode != 0 or not content:
-        raise ApiError(404, "no picture can be made of the file", code="no_thumbnail")
+        raise _no_picture()
     return io.BytesIO(content)
 
 
@@ -173,28 +180,64 @@ def _shrink(source: Path | io.BytesIO, kept: Path) -> None:
         with Image.open(source) as picture:
             small = picture.convert("RGB")
             small.thumbnail((THUMBNAIL_SIDE, THUMBNAIL_SIDE))
-    except FileNotFoundError:
-        raise ApiError(404, "the file is gone", code="file_gone") from None
-    partial = kept.with_suffix(".partial")
-    small.save(partial, format="WEBP", quality=80)
-    partial.replace(kept)
+    except OSError as error:
+        raise _unreadable(error) from None
+    content = io.BytesIO()
+    small.save(content, format="WEBP", quality=80)
+    write_whole(kept, content.getvalue(), partial=kept.with_suffix(".partial"), what="a thumbnail")
 
 
 def _converted(path: Path, kind: str) -> bytes:
-    if kind == "png":
-        try:
-            return path.read_bytes()
-        except OSError:
-            raise ApiError(404, "the file is gone", code="file_gone") from None
     from PIL import Image
 
     content = io.BytesIO()
     try:
+        if kind == "png":
+            return path.read_bytes()
         with Image.open(path) as picture:
             picture.convert("RGB").save(content, format=kind.upper(), quality=95)
-    except FileNotFoundError:
-        raise ApiError(404, "the file is gone", code="file_gone") from None
+    except OSError as error:
+        raise _unreadable(error) from None
     return content.getvalue()
+
+
+def write_whole(path: Path, content: bytes, *, partial: Path, what: str) -> None:
+    """Write a file that is there as a whole or not at all, by way of `partial`; `what` is for the message.
+
+    Raises: OutputError on a full disk and the like; nothing is left then.
+    """
+    try:
+        try:
+            partial.write_bytes(content)
+            partial.replace(path)
+        except OSError:
+            partial.unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise OutputError(f"cannot write {what} ({error.strerror}); make room, then try again") from None
+
+
+def _unreadable(error: OSError) -> ApiError:
+    """What is answered when a finished file cannot be read, which it may be another time."""
+    if isinstance(error, FileNotFoundError):
+        return _gone()
+    return _no_picture() if error.errno is None else _not_now(error)
+
+
+def _gone() -> ApiError:
+    return ApiError(404, "the file is gone", code="file_gone")
+
+
+def _no_picture() -> ApiError:
+    """Pillow and ffmpeg can do nothing with it."""
+    return ApiError(404, "no picture can be made of the file", code="no_thumbnail")
+
+
+def _not_now(error: OSError) -> ApiError:
+    logger.warning("a finished file cannot be read: %s", error)
+    return ApiError(
+        503, f"the file cannot be read now ({error.strerror})", code="file_unreadable", retry_after_s=5
+    )
 
 
 def make_folders(folder: Path, names: tuple[str, ...]) -> None:

@@ -26,7 +26,8 @@ from gfgen.errors import GfgenError
 from gfgen.server import files
 from gfgen.server.app import make_app
 from gfgen.server.asking import INPUTS_NAME
-from gfgen.server.connections import connection_class
+from gfgen.server.bounds import BACKLOG
+from gfgen.server.connections import ACCEPTED_AT_ONCE, connection_class, within_descriptors
 from gfgen.server.desk import FOLDERS, FORECAST_S, THUMBNAILS_NAME, Desk
 from gfgen.server.guard import Keys
 from gfgen.server.link import Framing, Settings, pack
@@ -44,6 +45,12 @@ _CHUNK_BYTES = 1 << 18
 
 class _Server(uvicorn.Server):
     """Leaves signals alone: the run decides when it is over."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's; its `backlog` is for asyncio two things at once, of which it is wanted for one."""
+        await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(BACKLOG)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -94,7 +101,7 @@ class Front:
 
     def _prepare(self, settings: Settings, store: Store) -> _Server:
         """Desk, application and server, before anything is loaded."""
-        meter, bounds = Meter(), settings.bounds
+        meter, bounds = Meter(), within_descriptors(settings.bounds)
         live = Live(version=settings.version, max_open=bounds.open_jobs, watcher=meter)
         meter.live = live
         desk = Desk(store=store, live=live, folder=settings.output_dir, bounds=bounds, send=self._send)
@@ -121,7 +128,7 @@ class Front:
                 limit_concurrency=bounds.connections,
                 timeout_keep_alive=30,
                 timeout_graceful_shutdown=int(DRAIN_S),
-                backlog=bounds.connections,
+                backlog=ACCEPTED_AT_ONCE,
             )
         )
 

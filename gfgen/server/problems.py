@@ -4,7 +4,7 @@
 401  the key is missing or wrong                          413  more than the server takes
 403  a page of another site asks                          422  understood, and cannot be done here
 404  there is no such job, batch, model or path           429  too much is open; later (Retry-After)
-500  a mistake of ours                                    503  loading, or stopping (Retry-After)
+500  a mistake of ours                                    503  loading, stopping, too busy (Retry-After)
 """
 
 from __future__ import annotations

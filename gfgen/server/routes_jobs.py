@@ -173,7 +173,7 @@ async def follow_job(
 
 _BINARY = {"schema": {"type": "string", "format": "binary"}}
 _FILE = {
-    **responses(400, 404, 409, 416),
+    **responses(400, 404, 409, 416, 503, 507),
     200: {"content": dict.fromkeys(("video/mp4", "image/png", "image/jpeg", "image/webp"), _BINARY)},
     206: {"description": "A part, as the Range header asks for."},
     304: {"description": "As it was before."},

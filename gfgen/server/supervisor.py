@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 from gfgen.errors import InputError, RunError
+from gfgen.server.bounds import BACKLOG
 from gfgen.server.door import Door
 from gfgen.server.link import Link, Settings
 
@@ -25,7 +26,6 @@ BIND_S = 5.0
 """A server that was killed leaves its address to the next one when its front is gone, too (lifeline.py)."""
 DRAIN_S = 10.0
 """How long a front may take to end once the run is over."""
-_BACKLOG = 2048
 _PACKAGE_ROOT = Path(__file__).parents[2]
 
 
@@ -55,7 +55,7 @@ def _bound(host: str, port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-        listener.listen(_BACKLOG)
+        listener.listen(BACKLOG)
     except OSError:
         listener.close()
         raise

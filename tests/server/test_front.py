@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import uvicorn
 from builders import make_job, simulated_control
 from test_store import accepted
 
 from gfgen.errors import OutputError
+from gfgen.server import connections
 from gfgen.server import desk as desks
 from gfgen.server.bounds import Bounds
 from gfgen.server.desk import Desk
@@ -43,6 +47,52 @@ def test_a_front_that_cannot_follow_the_run_says_why_in_one_line_and_ends_at_onc
     assert front.returncode == 1
     (line,) = told.splitlines()
     assert line.endswith("the HTTP process cannot go on: TypeError: 'int' object is not iterable")
+
+
+def test_connections_that_are_too_many_are_told_so_and_far_too_many_are_closed_as_they_come(monkeypatch):
+    """So no descriptor is missing when one is to be accepted."""
+    monkeypatch.setattr(connections, "ANSWERED_BEYOND", 2)
+
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+        await send({"type": "http.response.body"})
+
+    async def answers():
+        loop = asyncio.get_running_loop()
+        made = connections.connection_class(Bounds(connections=2))
+        config = uvicorn.Config(app, http=made, limit_concurrency=2, log_config=None, access_log=False)
+        state = uvicorn.server.ServerState()
+        server = await loop.create_server(
+            lambda: made(config=config, server_state=state, app_state={}), "127.0.0.1", 0
+        )
+        told = []
+        async with server:
+            port = server.sockets[0].getsockname()[1]
+            ends = [await asyncio.open_connection("127.0.0.1", port) for _ in range(6)]
+            for reader, writer in reversed(ends):
+                line = b""
+                with contextlib.suppress(ConnectionError):
+                    writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+                    line = await reader.readline()
+                told.append(line[9:12])
+                writer.close()
+        return told
+
+    assert asyncio.run(answers()) == [b"", b"", b"503", b"503", b"503", b"204"]
+
+
+@pytest.mark.parametrize(("hard", "expected"), [(1024, 824), (10**6, 2048), (-1, 2048), (100, 1)])
+def test_there_are_no_more_connections_than_descriptors(monkeypatch, hard, expected):
+    limits = []
+    fake = SimpleNamespace(
+        RLIMIT_NOFILE=7,
+        RLIM_INFINITY=-1,
+        getrlimit=lambda what: (64, hard),
+        setrlimit=lambda what, pair: limits.append((what, pair)),
+    )
+    monkeypatch.setattr(connections, "resource", fake)
+    assert connections.within_descriptors(Bounds()).connections == expected
+    assert limits == [(7, (hard, hard))]
 
 
 @pytest.fixture
