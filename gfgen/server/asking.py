@@ -177,19 +177,27 @@ def checked_picture(content: bytes, *, param: str) -> str:
 # Admission ------------------------------------------------------------------------------------------
 
 
-def admitted(asked: Sequence[Asked], admit: Admit) -> list[AdmittedJob]:
-    """The jobs as they will run.
+def admitted(asked: Sequence[Asked], admit: Admit) -> list[tuple[Asked, AdmittedJob]]:
+    """Each job with itself as it will run.
 
-    Raises: ApiError with what the model or this machine cannot do; JobFileError for those of a batch.
+    Raises: ApiError with what the model or this machine cannot do.
     """
     jobs, problems = admit([one.spec for one in asked])
-    if problems and asked[0].batch_id is not None:
-        raise JobFileError("the job file", tuple(sorted(problems, key=lambda problem: problem.line or 0)))
     if problems:
         raise refused(problems, asked[0].words or {}, status=422)
-    for one, job in zip(asked, jobs, strict=True):
+    pairs = list(zip(asked, jobs, strict=True))
+    for one, job in pairs:
         _check_kind(one, job)
-    return list(jobs)
+    return pairs
+
+
+def admitted_of_file(
+    asked: Sequence[Asked], admit: Admit
+) -> tuple[list[tuple[Asked, AdmittedJob]], Sequence[Problem]]:
+    """The jobs of a batch that will run, each with itself as it will, and what is wrong with the others."""
+    jobs, problems = admit([one.spec for one in asked])
+    by_id = {one.spec.id: one for one in asked}
+    return [(by_id[job.job_id], job) for job in jobs], problems
 
 
 def accepted(asked: Asked, job: AdmittedJob, *, now: float) -> Accepted:

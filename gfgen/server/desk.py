@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gfgen.errors import InputError, OutputError, Problem
+from gfgen.errors import JobFileError, OutputError, Problem
 from gfgen.runtime.admission import AdmittedJob
 from gfgen.runtime.manifest import manifest_entry
 from gfgen.runtime.observer import JobOutcome
@@ -28,7 +28,7 @@ from gfgen.server.link import Cancel, Hello, Noted, Serving, SetPolicy, Submit
 from gfgen.server.live import MAX_SHOWN_FINISHED, Live
 from gfgen.server.problems import ApiError
 from gfgen.server.records import Record, job_of
-from gfgen.server.store import Accepted, Ending, Facts, Kept, KeyTakenError, RequestKey, Store
+from gfgen.server.store import Ending, Facts, Kept, KeyTakenError, RequestKey, Store
 
 logger = logging.getLogger(__name__)
 
@@ -187,7 +187,7 @@ class Desk:
     def _ended(self, ending: Ending) -> None:
         record = self.live.end(ending.id, ending, expires_at=ending.completed_at + self.bounds.keep_s)
         if record is not None and record.facts.input_file is not None:
-            self._unlink(self.folder / asking.INPUTS_NAME / record.facts.input_file)
+            self._unlink(self._input(record.facts.input_file))
 
     async def _drop_unwanted(self, outcome: JobOutcome) -> None:
         """A job that was cancelled while its file was being written has left one."""
@@ -203,59 +203,97 @@ class Desk:
             raise ApiError(503, self.live.reason or "not ready", code="not_ready", retry_after_s=5)
         return self.live.serving
 
-    async def take(
-        self, asked: Sequence[Asked], *, batch_id: str | None = None, key: RequestKey | None = None
-    ) -> list[str]:
+    async def take(self, asked: Sequence[Asked], *, key: RequestKey | None = None) -> list[str]:
         """Accept jobs; returns their ids, or those that an earlier request with this key has made.
 
-        Raises: ApiError, JobFileError or OutputError when they are not accepted; nothing is kept then.
+        Raises: ApiError or OutputError when they are not accepted; nothing is kept then.
         """
         if key is not None and (taken := self.store.request(key)):
             return _same(taken)
-        with_picture = next((one for one in asked if one.picture is not None), None)
-        jobs = await self._admit(asked, with_picture)
-        async with self._reserved(len(jobs)):
-            now = self._now()
-            accepted = [asking.accepted(one, job, now=now) for one, job in zip(asked, jobs, strict=True)]
+        serving = self.check_ready()
+        async with self._reserved(len(asked)):
             try:
-                await self.store.accept(accepted, batch_id=batch_id, key=key, now=now)
-            except KeyTakenError as taken:
-                self._drop_pictures(accepted)
-                return _same(taken)
-            except OutputError:
-                self._drop_pictures(accepted)
+                jobs = await self._admitted(asked, serving)
+            except BaseException:  # what a thread writes even now goes at the next start (front.py)
+                self._drop_pictures(asked)
                 raise
-            self.live.add(Record(one.facts, job.trajectory) for one, job in zip(accepted, jobs, strict=True))
-            self._submit(jobs)
-        return [job.job_id for job in jobs]
+            try:
+                await self._accept(jobs, batch_id=None, key=key)
+            except KeyTakenError as taken:
+                self._drop_pictures(asked)
+                return _same(taken)
+            except Exception:  # who is cancelled here may have been accepted all the same
+                self._drop_pictures(asked)
+                raise
+        return [job.job_id for _, job in jobs]
+
+    async def take_batch(
+        self,
+        asked: Sequence[Asked],
+        *,
+        batch_id: str,
+        key: RequestKey | None,
+        problems: Sequence[Problem],
+        skip_invalid: bool,
+    ) -> tuple[str, Sequence[Problem] | None]:
+        """Accept the jobs of a file; returns the batch, and what is wrong with those that were left out.
+
+        `problems` are what is known to be wrong with the file. Of a batch that an earlier request with this
+        key has made, it is not known any more.
+
+        Raises: as `take`; JobFileError with all problems unless they may be skipped and jobs are left.
+        """
+        if key is not None and (taken := self.store.request(key)):
+            return _same(taken)[0], None
+        serving = self.check_ready()
+        async with self._reserved(len(asked)):
+            jobs, refused = await asyncio.to_thread(asking.admitted_of_file, asked, serving.admit)
+            problems = sorted((*problems, *refused), key=lambda problem: problem.line or 0)
+            if problems and not (skip_invalid and jobs):
+                raise JobFileError("the job file", tuple(problems))
+            try:
+                await self._accept(jobs, batch_id=batch_id, key=key)
+            except KeyTakenError as taken:
+                return _same(taken)[0], None
+        return batch_id, problems
+
+    async def _accept(
+        self, jobs: Sequence[tuple[Asked, AdmittedJob]], *, batch_id: str | None, key: RequestKey | None
+    ) -> None:
+        """Put jobs down, and let them run."""
+        now = self._now()
+        accepted = [asking.accepted(one, job, now=now) for one, job in jobs]
+        await self.store.accept(accepted, batch_id=batch_id, key=key, now=now)
+        self.live.add(Record(one.facts, job.trajectory) for one, (_, job) in zip(accepted, jobs, strict=True))
+        self._submit([job for _, job in jobs])
 
     def _submit(self, jobs: Sequence[AdmittedJob]) -> None:
         self._folders |= {str(job.checkpoint) for job in jobs}
         for start in range(0, len(jobs), SUBMITTED_AT_ONCE):
             self._send(Submit(tuple(jobs[start : start + SUBMITTED_AT_ONCE])))
 
-    async def _admit(self, asked: Sequence[Asked], with_picture: Asked | None) -> list[AdmittedJob]:
-        serving = self.check_ready()
-        if with_picture is not None:
-            assert len(asked) == 1
-            one = await self._with_picture(with_picture)
-            try:
-                return await asyncio.to_thread(asking.admitted, [one], serving.admit)
-            except (ApiError, InputError):
-                self._unlink(self.folder / asking.INPUTS_NAME / one.spec.id)
-                raise
-        if len(asked) > 8:
-            return await asyncio.to_thread(asking.admitted, asked, serving.admit)
-        return asking.admitted(asked, serving.admit)
+    async def _admitted(
+        self, asked: Sequence[Asked], serving: Serving
+    ) -> Sequence[tuple[Asked, AdmittedJob]]:
+        """The jobs as they will run, their pictures looked at and kept."""
+        if all(one.picture is None for one in asked):
+            return asking.admitted(asked, serving.admit)
+        with_pictures = [await self._with_picture(one) for one in asked]
+        return await asyncio.to_thread(asking.admitted, with_pictures, serving.admit)
 
     async def _with_picture(self, asked: Asked) -> Asked:
         """The same, with its picture looked at and kept under the job's own name."""
-        assert asked.picture is not None
+        if asked.picture is None:
+            return asked
         async with self._pictures:
             sha256 = await asyncio.to_thread(asking.checked_picture, asked.picture, param="input_reference")
-        path = self.folder / asking.INPUTS_NAME / asked.spec.id
-        await asyncio.to_thread(path.write_bytes, asked.picture)
+        path = self._input(asked.spec.id)
+        await asyncio.to_thread(_write_picture, path, asked.picture)
         return replace(asked, spec=replace(asked.spec, image=str(path), image_sha256=sha256))
+
+    def _input(self, name: str) -> Path:
+        """Where a job's input picture is."""
+        return self.folder / asking.INPUTS_NAME / name
 
     @asynccontextmanager
     async def _reserved(self, num_jobs: int) -> AsyncIterator[None]:
@@ -394,10 +432,21 @@ class Desk:
         except OSError as error:
             logger.warning("cannot remove %s: %s", path, error.strerror)
 
-    def _drop_pictures(self, accepted: Sequence[Accepted]) -> None:
-        for one in accepted:
-            if one.facts.input_file is not None:
-                self._unlink(self.folder / asking.INPUTS_NAME / one.facts.input_file)
+    def _drop_pictures(self, asked: Sequence[Asked]) -> None:
+        """What may have been kept of jobs that are not accepted."""
+        for one in asked:
+            if one.picture is not None:
+                self._unlink(self._input(one.spec.id))
+
+
+def _write_picture(path: Path, content: bytes) -> None:
+    """Raises: OutputError when there is no room; who calls removes what was written."""
+    try:
+        path.write_bytes(content)
+    except OSError as error:
+        raise OutputError(
+            f"cannot keep the input picture ({error.strerror}); make room, then try again"
+        ) from None
 
 
 def _stat(path: Path) -> os.stat_result | None:

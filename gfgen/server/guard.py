@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import ipaddress
 from http.cookies import CookieError, SimpleCookie
 from urllib.parse import urlsplit
 
@@ -197,7 +198,12 @@ def _is_of_this_machine(host: str) -> bool:
         name = urlsplit(f"//{host}").hostname or ""
     except ValueError:
         return False
-    return name == "localhost" or name.endswith(".localhost") or name == "::1" or name.startswith("127.")
+    if name == "localhost" or name.endswith(".localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:  # a name, which may begin with 127. too
+        return False
 
 
 def _is_of_another_site(headers: Headers, host: str) -> bool:

@@ -56,24 +56,32 @@ _BODY: dict[str, Any] = {
 async def create_batch(
     request: Request,
     skip_invalid: Annotated[
-        bool, Query(description="Accept the valid jobs of a file with mistakes.")
+        bool,
+        Query(description="Accept the valid jobs of a file with mistakes; `skipped` says which those are."),
     ] = False,
 ) -> Response:
-    """Accepts all jobs of a file or none, with the messages of `gfgen run`. `image` and `output` of a line
-    name files of the machine that sends them, so pictures are refused and outputs get names of ours."""
+    """Accepts all jobs of a file or none, with the messages of `gfgen run`; with `skip_invalid` all that the
+    models and this machine can do, if there are any. `image` and `output` of a line name files of the machine
+    that sends them, so pictures are refused and outputs get names of ours."""
     desk = desk_of(request)
     models = desk.check_ready().models
     content, fingerprint = await read_job_file(request, desk=desk)
     batch_id = new_id("batch")
     try:
-        asked, _ = await asyncio.to_thread(
+        asked, problems = await asyncio.to_thread(
             asked_batch, content, batch_id=batch_id, skip_invalid=skip_invalid, models=models
         )
-        ids = await desk.take(asked, batch_id=batch_id, key=request_key(request, fingerprint))
+        batch_id, skipped = await desk.take_batch(
+            asked,
+            batch_id=batch_id,
+            key=request_key(request, fingerprint),
+            problems=problems,
+            skip_invalid=skip_invalid,
+        )
     except JobFileError as error:
         raise ApiError(400, str(error), code="invalid_job_file", param=error.problems[0].field) from None
-    known = desk.store.batch(batch_id) or desk.store.batch(ids[0])
-    return _answer(desk, known, batch_id)
+    told = None if skipped is None else [str(problem) for problem in skipped]
+    return _answer(desk, desk.store.batch(batch_id), batch_id, skipped=told)
 
 
 @router.get(
@@ -150,13 +158,13 @@ def _line(facts: Facts, entry: dict[str, Any]) -> dict[str, Any]:
     return {**entry, "id": facts.custom_id, "job": facts.id, "file": file}
 
 
-def _answer(desk: Desk, row: BatchRow | None, batch_id: str) -> Response:
+def _answer(desk: Desk, row: BatchRow | None, batch_id: str, *, skipped: list[str] | None = None) -> Response:
     if row is None:
         raise _no_batch(batch_id)
-    return Response(_batch(desk, row).model_dump_json(), media_type="application/json")
+    return Response(_batch(desk, row, skipped=skipped).model_dump_json(), media_type="application/json")
 
 
-def _batch(desk: Desk, row: BatchRow) -> schemas.Batch:
+def _batch(desk: Desk, row: BatchRow, *, skipped: list[str] | None = None) -> schemas.Batch:
     is_over = row.completed_at is not None
     records = [] if is_over else [r for r in desk.live.records.values() if r.facts.batch_id == row.id]
     ends = [r.predicted_end_at for r in records]
@@ -172,6 +180,7 @@ def _batch(desk: Desk, row: BatchRow) -> schemas.Batch:
         predicted_completion_at=max(known_ends) if ends and len(known_ends) == len(ends) else None,
         num_late=row.missed + sum(r.will_meet_deadline is False for r in records),
         manifest_url=f"/v1/batches/{row.id}/manifest",
+        skipped=skipped,
     )
 
 

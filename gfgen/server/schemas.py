@@ -257,6 +257,11 @@ class Batch(Answer):
     predicted_completion_at: float | None = None
     num_late: int = Field(0, description="Jobs that have missed their deadline, or are predicted to.")
     manifest_url: str
+    skipped: list[str] | None = Field(
+        None,
+        description="What is wrong with the lines that were left out; only in the answer that tells of the "
+        "batch's creation.",
+    )
 
 
 class BatchList(Answer):

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,15 +17,18 @@ import uvicorn
 from builders import make_job, simulated_control
 from test_store import accepted
 
-from gfgen.errors import OutputError
+from gfgen.errors import OutputError, Problem
+from gfgen.jobspec import JobSpec
 from gfgen.server import connections
 from gfgen.server import desk as desks
+from gfgen.server.asking import Asked
 from gfgen.server.bounds import Bounds
 from gfgen.server.desk import Desk
 from gfgen.server.front import clear_folders
 from gfgen.server.link import Hello, Noted, Serving, Settings, pack
 from gfgen.server.live import Live
-from gfgen.server.store import STORE_NAME, Ending, Store
+from gfgen.server.problems import ApiError
+from gfgen.server.store import STORE_NAME, Ending, RequestKey, Store
 
 SERVING = Serving(lambda specs: ([], []), lambda specs: ([], []), (), "cpu", 2, "srtf", 100.0)
 
@@ -194,6 +198,74 @@ def test_a_job_that_was_accepted_goes_on_though_memory_is_short_in_this_moment(d
     asyncio.run(begin())
     assert told[-1] == Hello(("a",))
     assert store.job("a").ending is None
+
+
+PICTURE = (Path(__file__).parents[2] / "jobs/star.png").read_bytes()
+
+
+@pytest.fixture
+def ready(desk, tmp_path):
+    """A desk that takes jobs."""
+    desk.live.apply(replace(SERVING, admit=lambda specs: ([make_job(spec.id) for spec in specs], [])))
+    (tmp_path / ".inputs").mkdir()
+    return desk
+
+
+def asked(name="video_1", picture=PICTURE):
+    return Asked(JobSpec(id=name, prompt="a star"), picture=picture)
+
+
+def inputs(folder):
+    return [path.name for path in (folder / ".inputs").iterdir()]
+
+
+def test_an_input_picture_stays_while_its_job_is_open(ready, tmp_path):
+    assert asyncio.run(ready.take([asked()])) == ["video_1"]
+    assert inputs(tmp_path) == ["video_1"]
+
+
+def test_there_is_no_room_for_more_jobs_before_anything_is_written(ready, tmp_path):
+    ready.bounds = Bounds(open_jobs=1)
+    asyncio.run(ready.take([asked()]))
+    with pytest.raises(ApiError) as told:
+        asyncio.run(ready.take([asked("video_2", b"never looked at")]))
+    assert told.value.status == 429
+    assert inputs(tmp_path) == ["video_1"]
+
+
+def test_an_input_picture_that_cannot_be_written_is_a_full_disk_and_leaves_nothing(ready, tmp_path):
+    (tmp_path / ".inputs/video_1").symlink_to("/dev/full")
+    with pytest.raises(OutputError, match="cannot keep the input picture"):
+        asyncio.run(ready.take([asked()]))
+    assert inputs(tmp_path) == []
+
+
+@pytest.mark.parametrize("what", ["refused", "mistaken", "full"])
+def test_whatever_keeps_a_job_from_being_accepted_its_picture_goes(ready, store, tmp_path, monkeypatch, what):
+    def mistaken(*_):
+        raise ZeroDivisionError
+
+    async def full(*_, **__):
+        raise OutputError("no room")
+
+    admits = {"refused": lambda specs: ([], [Problem.of("size", "1x1", "more")]), "mistaken": mistaken}
+    if what == "full":
+        monkeypatch.setattr(store, "accept", full)
+    else:
+        ready.live.apply(replace(SERVING, admit=admits[what]))
+    with pytest.raises((ApiError, ZeroDivisionError, OutputError)):
+        asyncio.run(ready.take([asked()]))
+    assert inputs(tmp_path) == []
+    asyncio.run(ready.keep_within_bounds())
+    assert ready._num_reserved == 0
+
+
+def test_a_request_that_came_before_leaves_no_second_picture(ready, tmp_path, store, monkeypatch):
+    key = RequestKey("key", "hash")
+    asyncio.run(ready.take([asked()], key=key))
+    monkeypatch.setattr(store, "request", lambda key: None)  # as if both came at once
+    assert asyncio.run(ready.take([asked("video_2")], key=key)) == ["video_1"]
+    assert inputs(tmp_path) == ["video_1"]
 
 
 def test_a_file_that_cannot_be_looked_at_ends_its_job_all_the_same(desk, store, told):

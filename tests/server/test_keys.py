@@ -95,6 +95,12 @@ def test_what_does_not_fit_is_refused_until_something_ends(locked):
     assert locked.http.get("/v1/jobs").json()["data"][0]["id"] == ids[-1], (
         "something of a refused request is left"
     )
+    upload = {
+        "data": {"prompt": "x"},
+        "files": {"input_reference": ("x.png", b"no picture, and never looked at")},
+    }
+    assert locked.http.post("/v1/videos", **upload).status_code == 429
+    assert list((locked.folder / "out/.inputs").iterdir()) == []
     for job_id in ids:
         locked.http.delete(f"/v1/videos/{job_id}")
     assert locked.http.post("/v1/batches", content=lines, headers=headers).status_code == 200

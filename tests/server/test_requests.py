@@ -538,8 +538,28 @@ def test_a_faulty_job_file_is_refused_with_the_messages_of_the_command_line(serv
 
 
 def test_the_valid_jobs_of_a_faulty_file_are_run_if_that_is_wanted(server):
-    accepted = batch(server, {"prompt": "fine", "steps": 1}, {"stpes": 3}, skip_invalid=True).json()
-    assert finished(server, accepted["id"])["request_counts"]["completed"] == 1
+    lines = (
+        {"prompt": "beyond the model", "true_cfg_scale": 3},
+        {"id": "fine", "prompt": "fine", "steps": 1},
+        {"stpes": 3},
+        {"prompt": "elsewhere", "model": "other"},
+    )
+    accepted = batch(server, *lines, skip_invalid=True).json()
+    done = finished(server, accepted["id"])
+    assert done["request_counts"] == {"total": 1, "completed": 1, "failed": 0, "cancelled": 0}
+    starts = ["line 1: true_cfg_scale = 3.0: ", "line 3: stpes: not a field", "line 4: model = other: "]
+    assert len(accepted["skipped"]) == 4  # line 3 has no prompt either
+    assert all(any(told.startswith(start) for told in accepted["skipped"]) for start in starts)
+    assert done["skipped"] is None
+    (job,) = server.http.get("/v1/jobs", params={"batch_id": done["id"]}).json()["data"]
+    assert job["custom_id"] == "fine"
+
+
+def test_a_file_of_which_no_line_is_left_is_refused_with_all_that_is_wrong(server):
+    lines = ({"prompt": "beyond the model", "true_cfg_scale": 3}, {"stpes": 3, "prompt": "x"})
+    error = error_of(batch(server, *lines, skip_invalid=True), 400)
+    assert "2 problems; nothing was started" in error["message"]
+    assert batch(server, {"prompt": "fine", "steps": 1}).json()["skipped"] == []
 
 
 def test_a_batch_comes_as_a_file_of_a_form_too_and_only_once(server):
@@ -621,7 +641,16 @@ def test_pages_of_other_sites_may_not_ask(server):
     body = {"prompt": "x"}
     for headers in ({"Origin": "https://evil.example"}, {"Sec-Fetch-Site": "cross-site"}):
         error_of(server.http.post("/v1/videos", json=body, headers=headers), 403)
-    error_of(server.http.get("/v1/jobs", headers={"Host": "evil.example"}), 403)
+    for host in (
+        "evil.example",
+        "127.evil.example",
+        "127.0.0.1.evil.example:80",
+        "localhost.evil.example",
+        "",
+    ):
+        error_of(server.http.get("/v1/jobs", headers={"Host": host}), 403)
+    for host in ("127.0.0.1", "127.1.2.3:80", "[::1]:3000", "localhost", "a.localhost:1"):
+        assert server.http.get("/v1/jobs", headers={"Host": host}).status_code == 200
     own = {"Origin": server.url, "Sec-Fetch-Site": "same-origin"}
     job = server.http.post("/v1/videos", json=body | {"num_inference_steps": 1}, headers=own)
     assert job.status_code == 200
