@@ -104,7 +104,10 @@ class Desk:
             logger.info("%d open jobs go on", len(jobs))
 
     async def _note_finished_files(self) -> None:
-        """Jobs whose file is there have ended, though a server that was killed could not note it."""
+        """Jobs whose file is there have ended, though a server that was killed could not note it.
+
+        If only this process was, the run tells more of them soon, which is added then.
+        """
         endings = []
         for facts, _ in self.store.open_jobs():
             stat = _stat(self.folder / facts.file)

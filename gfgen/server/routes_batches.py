@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
@@ -14,9 +13,10 @@ from gfgen.server import schemas
 from gfgen.server.asking import asked_batch, new_id
 from gfgen.server.bodies import MAX_KEY_CHARS, read_job_file, request_key
 from gfgen.server.desk import Desk
+from gfgen.server.manifests import manifest
 from gfgen.server.problems import ApiError, responses
 from gfgen.server.routes_jobs import JobId, Limit, desk_of
-from gfgen.server.store import BatchRow, Facts
+from gfgen.server.store import BatchRow
 
 router = APIRouter()
 
@@ -124,7 +124,7 @@ async def get_manifest(request: Request, batch_id: JobId) -> Response:
     desk = desk_of(request)
     if desk.store.batch(batch_id) is None:
         raise _no_batch(batch_id)
-    content = await asyncio.to_thread(_manifest, desk, batch_id)
+    content = await asyncio.to_thread(manifest, desk.store, batch_id)
     return Response(content, media_type="application/jsonl")
 
 
@@ -145,17 +145,6 @@ async def cancel_batch(request: Request, batch_id: JobId) -> Response:
         await desk.store.cancel_batch(batch_id)
         await desk.cancel(open_ids)
     return _answer(desk, desk.store.batch(batch_id), batch_id)
-
-
-def _manifest(desk: Desk, batch_id: str) -> bytes:
-    lines = [_line(facts, entry) for facts, entry in desk.store.manifest(batch_id)]
-    return "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode("utf-8", "replace")
-
-
-def _line(facts: Facts, entry: dict[str, Any]) -> dict[str, Any]:
-    is_done = entry.get("status") == "done"
-    file = f"/v1/jobs/{facts.id}/content" if is_done else None
-    return {**entry, "id": facts.custom_id, "job": facts.id, "file": file}
 
 
 def _answer(desk: Desk, row: BatchRow | None, batch_id: str, *, skipped: list[str] | None = None) -> Response:

@@ -234,7 +234,10 @@ class Store:
         await self._do(work)
 
     async def end_all(self, endings: Sequence[Ending]) -> list[bool]:
-        """Note how jobs have ended; False for one that had ended before, or is not there."""
+        """Note how jobs have ended; False for one that had ended before, or is not there.
+
+        One that had ended in the same way, without a manifest entry, gets this one.
+        """
 
         def work(db: sqlite3.Connection) -> list[bool]:
             return [_end(db, ending) for ending in endings]
@@ -302,10 +305,16 @@ class Store:
         sql = f"SELECT {_COLUMNS} FROM jobs WHERE status != 'open' ORDER BY completed_at DESC LIMIT ?"
         return [_kept(row) for row in self._reader.execute(sql, (limit,))]
 
-    def manifest(self, batch_id: str) -> list[tuple[Facts, dict[str, Any]]]:
-        """The manifest entries of a batch's jobs that have ended and are kept."""
-        sql = "SELECT facts, manifest FROM jobs WHERE batch_id = ? AND manifest NOT NULL ORDER BY seq"
-        return [(_facts(facts), json.loads(text)) for facts, text in self._reader.execute(sql, (batch_id,))]
+    def manifest(self, batch_id: str) -> list[tuple[Kept, dict[str, Any], dict[str, Any] | None]]:
+        """A batch's jobs that have ended and are kept, each with its spec, and its manifest entry if any."""
+        sql = f"SELECT {_COLUMNS}, spec, manifest FROM jobs"
+        rows = self._reader.execute(
+            f"{sql} WHERE batch_id = ? AND status != 'open' ORDER BY seq", (batch_id,)
+        )
+        return [
+            (_kept(columns), json.loads(spec), None if entry is None else json.loads(entry))
+            for *columns, spec, entry in rows
+        ]
 
     def batch(self, batch_id: str) -> BatchRow | None:
         sql = f"SELECT {_BATCH_COLUMNS} FROM batches WHERE id = ?"
@@ -448,6 +457,7 @@ def _end(db: sqlite3.Connection, ending: Ending) -> bool:
     sql = f"UPDATE jobs SET {', '.join(f'{name} = :{name}' for name in names)}"
     row = db.execute(f"{sql} WHERE id = :id AND status = 'open' RETURNING batch_id", values).fetchone()
     if row is None:
+        _add_to_end(db, values)
         return False
     if row[0] is not None:
         db.execute(
@@ -461,6 +471,16 @@ def _end(db: sqlite3.Connection, ending: Ending) -> bool:
     return True
 
 
+def _add_to_end(db: sqlite3.Connection, values: dict[str, Any]) -> None:
+    """What a run tells of an end that was noted without it: of a cancelled job, or one whose file was there."""
+    if values["manifest"] is not None:
+        db.execute(
+            "UPDATE jobs SET manifest = :manifest, started_at = COALESCE(:started_at, started_at) "
+            "WHERE id = :id AND status = :status AND manifest IS NULL",
+            values,
+        )
+
+
 _COLUMNS = (
     "seq, facts, status, completed_at, started_at, size_bytes, met_deadline, step, error_code, error_message"
 )
@@ -471,7 +491,7 @@ def _facts(text: str) -> Facts:
     return Facts(**json.loads(text))
 
 
-def _kept(row: tuple[Any, ...]) -> Kept:
+def _kept(row: Sequence[Any]) -> Kept:
     seq, text, status, completed_at, started_at, size_bytes, met, step, code, message = row
     facts = _facts(text)
     if status == "open":

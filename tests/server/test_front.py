@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import socket
 import subprocess
@@ -19,6 +20,7 @@ from test_store import accepted
 
 from gfgen.errors import OutputError, Problem
 from gfgen.jobspec import JobSpec
+from gfgen.runtime.manifest import manifest_entry
 from gfgen.server import connections
 from gfgen.server import desk as desks
 from gfgen.server.asking import Asked
@@ -27,6 +29,7 @@ from gfgen.server.desk import Desk
 from gfgen.server.front import clear_folders
 from gfgen.server.link import Hello, Noted, Serving, Settings, pack
 from gfgen.server.live import Live
+from gfgen.server.manifests import UNTOLD, manifest
 from gfgen.server.problems import ApiError
 from gfgen.server.store import STORE_NAME, Ending, RequestKey, Store
 
@@ -198,6 +201,60 @@ def test_a_job_that_was_accepted_goes_on_though_memory_is_short_in_this_moment(d
     asyncio.run(begin())
     assert told[-1] == Hello(("a",))
     assert store.job("a").ending is None
+
+
+def batch_of(store, folder, *names):
+    """A batch of videos that are open, and whose files are there."""
+    jobs = [accepted(name, batch_id="batch") for name in names]
+    jobs = [replace(job, facts=replace(job.facts, custom_id=f"line {job.facts.id}")) for job in jobs]
+    for name in names:
+        (folder / f"{name}.mp4").write_bytes(b"made in time")
+    return store.accept(jobs, batch_id="batch", now=100.0)
+
+
+def lines_of(store):
+    return [json.loads(line) for line in manifest(store, "batch").splitlines()]
+
+
+def test_of_an_end_that_the_run_tells_after_its_file_was_found_the_manifest_has_all(desk, store, tmp_path):
+    """The HTTP process was killed between the file and the note of it; the run lives."""
+    control, recorder = simulated_control([make_job("a")])
+    control.run()
+
+    async def begin():
+        await batch_of(store, tmp_path, "a")
+        await desk.hear([replace(SERVING, admit_again=lambda specs: ([], []))])
+        await desk.hear(recorder.outcomes)
+
+    asyncio.run(begin())
+    (line,) = lines_of(store)
+    assert (line["id"], line["job"], line["status"]) == ("line a", "a", "done")
+    assert line["layouts"] == list(recorder.outcomes[0].layouts) != []
+    assert store.job("a").ending.started_at == 100.0 + recorder.outcomes[0].started_s
+
+
+def test_of_an_end_that_nobody_tells_the_manifest_has_what_is_known(desk, store, tmp_path):
+    control, recorder = simulated_control([make_job("x")])
+    control.run()
+    keys = manifest_entry(recorder.outcomes[0], size_bytes=1, written_at=1.0).keys()
+
+    async def begin():
+        await batch_of(store, tmp_path, "a", "b", "c")
+        (tmp_path / "b.mp4").unlink()
+        await store.end_all([Ending("b", "cancelled", 103.0, error_message="cancelled")])
+        (tmp_path / "c.mp4").unlink()
+        await desk.hear([replace(SERVING, admit_again=lambda specs: ([], ["it is gone"]))])
+
+    asyncio.run(begin())
+    lines = lines_of(store)
+    assert [set(line) for line in lines] == [{*keys, "job"}] * 3
+    assert [line["status"] for line in lines] == ["done", "cancelled", "failed"]
+    assert [line["error"] for line in lines] == [None, "cancelled", "it is gone"]
+    assert [line["file"] for line in lines] == ["/v1/jobs/a/content", None, None]
+    assert lines[0]["size_bytes"] == len(b"made in time")
+    assert (lines[1]["timings"]["latency_s"], lines[1]["timings"]["busy_s"]) == (3.0, None)
+    assert (lines[0]["shape"]["width"], lines[0]["steps"], lines[0]["seed"]) == (64, 4, 7)
+    assert [line["warnings"] for line in lines] == [[UNTOLD]] * 3
 
 
 PICTURE = (Path(__file__).parents[2] / "jobs/star.png").read_bytes()

@@ -74,6 +74,21 @@ def test_a_job_ends_once_and_the_first_word_counts(store):
     assert store.open_jobs() == []
 
 
+def test_what_a_run_tells_of_an_end_is_added_to_one_that_was_noted_without_it(store):
+    accept(store, "a", "b", "c", batch_id="batch")
+    run(store.end_all([Ending("a", "completed", 105.0), Ending("b", "cancelled", 106.0)]))
+    told = [Ending(name, "completed", 107.0, started_at=101.0, manifest={"of": name}) for name in "ab"]
+    assert run(store.end_all(told)) == [[False, False]]
+    again = replace(told[0], started_at=None, manifest={"of": "another telling"})
+    assert run(store.end_all([again])) == [[False]]
+    kept = {one.facts.id: (one.ending, entry) for one, _, entry in store.manifest("batch")}
+    assert kept == {
+        "a": (Ending("a", "completed", 105.0, started_at=101.0), {"of": "a"}),
+        "b": (Ending("b", "cancelled", 106.0), None),
+    }
+    assert store.batch("batch").completed == 1
+
+
 def test_nothing_can_end_a_job_twice_not_even_a_mistake_of_ours(store, tmp_path):
     accept(store, "a")
     run(store.end_all([Ending("a", "completed", 105.0)]))
