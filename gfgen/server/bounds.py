@@ -21,7 +21,7 @@ class Bounds:
     body_bytes: int = 64_000_000
     """Of one request, pictures included; beyond it 413."""
     json_bytes: int = 2**20
-    """Of a request that is JSON."""
+    """Of a request without its picture; beyond it 413. Job files are not meant."""
     header_s: float = 15.0
     """In which a request's headers have to be complete."""
     body_s: float = 120.0

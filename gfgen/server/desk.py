@@ -298,12 +298,16 @@ class Desk:
         """Where a job's input picture is."""
         return self.folder / asking.INPUTS_NAME / name
 
+    def check_fits(self, num_jobs: int) -> None:
+        """Raises ApiError for a request with so many jobs if that is too much at any time."""
+        if num_jobs > self.bounds.open_jobs:
+            raise ApiError(413, f"{num_jobs} jobs; {self.bounds.open_jobs} may be open at once: split it")
+
     @asynccontextmanager
     async def _reserved(self, num_jobs: int) -> AsyncIterator[None]:
         """Room for so many more jobs, or ApiError."""
+        self.check_fits(num_jobs)
         num_open = len(self.live.records) + self._num_reserved
-        if num_jobs > self.bounds.open_jobs:
-            raise ApiError(413, f"{num_jobs} jobs; {self.bounds.open_jobs} may be open at once: split it")
         if num_open + num_jobs > self.bounds.open_jobs:
             raise ApiError(
                 429,

@@ -472,7 +472,7 @@ def _end(db: sqlite3.Connection, ending: Ending) -> bool:
 
 
 def _add_to_end(db: sqlite3.Connection, values: dict[str, Any]) -> None:
-    """What a run tells of an end that was noted without it: of a cancelled job, or one whose file was there."""
+    """What a run tells of an end that was noted without it, as when the job was cancelled."""
     if values["manifest"] is not None:
         db.execute(
             "UPDATE jobs SET manifest = :manifest, started_at = COALESCE(:started_at, started_at) "

@@ -83,6 +83,28 @@ def test_a_picture_may_come_inside_json(server):
     assert server.wait_for(job["id"])["status"] == "completed"
 
 
+def test_a_large_picture_inside_json_is_taken_and_large_json_without_one_is_not(server):
+    picture = io.BytesIO()
+    Image.effect_noise((1200, 1200), 100).save(picture, format="PNG")
+    url = "data:image/png;base64," + base64.b64encode(picture.getvalue()).decode()
+    assert 2**20 < len(url) < 2**21
+    body = json.dumps({"prompt": "noise", "input_reference": url, "num_inference_steps": 1})
+    headers = {"Content-Type": "application/json", "Idempotency-Key": "large"}
+    answers = [
+        server.http.post("/v1/videos", content=content, headers=headers)
+        for content in (body, body.replace("/", "\\/"))
+    ]
+    assert [answer.status_code for answer in answers] == [200, 200]
+    first, again = (answer.json()["id"] for answer in answers)
+    assert first == again
+    assert server.wait_for(first)["status"] == "completed"
+    error = error_of(server.post("/v1/videos", prompt="x" * 1_500_000), 413)
+    assert "1,048,576 bytes beside its picture" in error["message"]
+    texts = dict.fromkeys(("prompt", "negative_prompt"), "x" * 600000)
+    form = server.http.post("/v1/videos", data=texts, files={"input_reference": ("x.png", LIGHTHOUSE)})
+    assert "beside its picture" in error_of(form, 413)["message"]
+
+
 @pytest.mark.parametrize("url", ["http://example.com/x.png", "file:///etc/passwd", "/etc/passwd", "x", ""])
 def test_no_url_is_followed_and_no_path_opened(server, url):
     error = error_of(server.post("/v1/videos", prompt="a fox", input_reference={"image_url": url}), 400)

@@ -1,0 +1,99 @@
+"""What a request brings, and how much of it."""
+
+from __future__ import annotations
+
+import base64
+import json
+
+import pytest
+
+from gfgen.server import bodies
+from gfgen.server.asking import data_url_content
+from gfgen.server.bodies import _from_json, _num_jobs
+from gfgen.server.problems import ApiError
+
+PICTURE = bytes(range(256)) * 12
+URL = "data:image/png;base64," + base64.b64encode(PICTURE).decode()
+BOUND = 400
+ADDRESS = ["/v1/videos", ""]
+
+
+def read(content, *, json_bytes=BOUND):
+    content = content if isinstance(content, bytes) else json.dumps(content).encode()
+    return _from_json(content, ADDRESS, picture_name="input_reference", json_bytes=json_bytes)
+
+
+def refused(content, **bounds):
+    with pytest.raises(ApiError) as told:
+        read(content, **bounds)
+    return told.value.status
+
+
+def with_slashes(content):
+    """As PHP writes JSON."""
+    return json.dumps(content).replace("/", "\\/").encode()
+
+
+@pytest.mark.parametrize("given", [URL, {"image_url": URL}])
+@pytest.mark.parametrize("written", [json.dumps, with_slashes, lambda value: json.dumps(value, indent=9)])
+def test_a_picture_may_be_larger_than_all_the_rest(given, written):
+    content = written({"seed": 7, "input_reference": given, "prompt": "a \\ fox"})
+    body = read(content if isinstance(content, bytes) else content.encode())
+    assert (body.values, body.picture) == ({"seed": 7, "prompt": "a \\ fox"}, PICTURE)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"prompt": "x" * BOUND},
+        {"prompt": URL},
+        {"input_reference": URL, "prompt": "x" * BOUND},
+        {"input_reference": URL, "prompt": URL},
+        {"input_reference": URL, "prompt": [URL[:60]] * 8},
+        {"input_reference": URL[:60], "prompt": URL},
+        {"input_reference": "https://example.com/" + "x" * BOUND},
+        {"prompt": 'say "' + URL},
+        {"prompt": URL + '" he said'},
+        {URL: "prompt"},
+        [0] * BOUND,
+    ],
+)
+def test_the_rest_of_a_request_is_small_whatever_is_called_a_picture(values):
+    assert refused(values) == 413
+
+
+def test_what_is_no_json_is_no_request_with_a_large_picture_either():
+    whole = json.dumps({"input_reference": URL}).encode()
+    for content in (whole[:-1], whole[:-2], whole.replace(b"base64,", b"base64,\\x"), b"x" + whole):
+        assert refused(content) in (400, 413)
+    assert refused(whole.replace(b"base64,", b"base64,\n")) == 400
+    assert refused(whole.replace(b"base64,", b"base64,\xff")) == 400
+    assert refused({str(number): 0 for number in range(65)}, json_bytes=10**6) == 400
+
+
+def test_a_hash_tells_requests_apart_and_does_not_depend_on_how_they_are_read():
+    one = {"prompt": "a fox", "input_reference": URL}
+    other = {"prompt": "a fox", "input_reference": URL.replace("AAEC", "AAED", 1)}
+    assert read(one).fingerprint == read(one, json_bytes=10**6).fingerprint
+    prints = {read(values).fingerprint for values in (one, other, one | {"prompt": "x"}, {"prompt": "a fox"})}
+    assert len(prints) == 4
+
+
+@pytest.mark.parametrize("spoilt", ["=AAA", "AA=A", "A===", "AAA", "AA\nA", "AAA\u00e9", "AAAA===="])
+def test_base64_is_read_in_parts_as_it_is_as_a_whole(monkeypatch, spoilt):
+    monkeypatch.setattr("gfgen.server.asking._DECODED_AT_ONCE", 8)
+    assert data_url_content(URL) == PICTURE
+    for size in (0, 1, 2, 3, 5, 6, 7, 12):
+        text = base64.b64encode(PICTURE[:size]).decode()
+        assert data_url_content(f"data:image/png;base64,{text}") == PICTURE[:size]
+    for before, behind in (("", ""), ("AAAA", ""), ("", "AAAA"), ("AAAAAAAA", "AAAAAAAA")):
+        with pytest.raises(ApiError, match="not base64"):
+            data_url_content(f"data:image/png;base64,{before}{spoilt}{behind}")
+
+
+def test_jobs_of_a_file_are_counted_before_any_is_read(monkeypatch):
+    assert _num_jobs(b"\xef\xbb\xbf# jobs\r\n\r\n{}\n  # no\n \t\nnonsense\n{}") == 3
+    assert _num_jobs(b"") == 0
+    monkeypatch.setattr(bodies, "MAX_LINES", 10)
+    with pytest.raises(ApiError, match="at most 10 lines"):
+        _num_jobs(b"\n" * 11)
