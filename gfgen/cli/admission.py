@@ -7,7 +7,7 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-from gfgen.errors import JobFileError, ModelError, Problem
+from gfgen.errors import InputError, JobFileError, ModelError, Problem
 from gfgen.gfc.cuda.memory import arena_bytes
 from gfgen.job import passed_deadlines, read_jobs
 from gfgen.jobspec import JobSpec
@@ -42,6 +42,7 @@ def admit_file(
     Raises: JobFileError with every problem; InputError when a model does not fit into memory, or
             when all of them are to be there together and do not.
     """
+    check_source(source)
     parsed = read_jobs("-" if source == "-" else Path(source))
     tell_of_unused(admission.default_model, parsed.specs)
     admitted, refused = admit(
@@ -64,6 +65,7 @@ def admit_weightless(source: str, *, default_model: str) -> Sequence[AdmittedJob
 
     Raises: JobFileError with every problem, as `admit_file`.
     """
+    check_source(source)
     parsed = read_jobs("-" if source == "-" else Path(source))
     tell_of_unused(default_model, parsed.specs)
     admitted, refused = admit(parsed.specs, default_model=default_model, find_model=_find_weightless)
@@ -71,6 +73,12 @@ def admit_weightless(source: str, *, default_model: str) -> Sequence[AdmittedJob
     if problems:
         raise JobFileError(parsed.source, tuple(problems))
     return admitted
+
+
+def check_source(source: str) -> None:
+    """That a job file was named. Raises InputError for no name at all, as a script gives by mistake."""
+    if not source:
+        raise InputError("JOBS is empty; name a job file, or - for standard input")
 
 
 def tell_of_unused(default_model: str, specs: Sequence[JobSpec]) -> None:

@@ -20,6 +20,7 @@ from gfgen.bench.simulator import measure_simulator
 from gfgen.bench.stock import is_stock
 from gfgen.cli.compare import compare, workload
 from gfgen.cli.elasticity import elasticity
+from gfgen.cli.options import FiniteRange
 from gfgen.runtime.machine import cpu_name
 
 POLICIES = ("srtf", "fcfs", "edf", "triage", "legacy")
@@ -151,7 +152,7 @@ def attention(*, gpus: int | None, output: Path | None) -> None:
 @bench.command()
 @click.option("--gpus", type=int, help="GPUs to use [default: all, 4 at most].")
 @click.option("--only", multiple=True, metavar="PATTERN", help='Cells, as in "qwen-*/2/ours*"; repeatable.')
-@click.option("--seconds", type=click.FloatRange(0), help="Begin no cell after so long.")
+@click.option("--seconds", type=FiniteRange(0), help="Begin no cell after so long.")
 @click.option("--output", type=click.Path(path_type=Path), help="Folder for .json, .md and .png.")
 def forward(*, gpus: int | None, only: tuple[str, ...], seconds: float | None, output: Path | None) -> None:
     """One forward of Wan2.2-5B and Qwen-Image at full size, beside diffusers' own, on 1, 2 and 4 GPUs.
@@ -188,7 +189,7 @@ def forward(*, gpus: int | None, only: tuple[str, ...], seconds: float | None, o
 
 @bench.command()
 @click.option("--gpus", type=int, help="GPUs to use [default: all].")
-@click.option("--seconds", type=click.FloatRange(0), help="Begin no measurement after so long.")
+@click.option("--seconds", type=FiniteRange(0), help="Begin no measurement after so long.")
 @click.option("--output", type=click.Path(path_type=Path), help="Folder for .json and .md.")
 def decode(*, gpus: int | None, seconds: float | None, output: Path | None) -> None:
     """Decodes of Wan2.2-5B and Qwen-Image at full size, in fp32 and bf16, on 1, 2, 4 and 8 GPUs.
@@ -219,7 +220,7 @@ def decode(*, gpus: int | None, seconds: float | None, output: Path | None) -> N
 @bench.command()
 @click.option("--schedules", type=click.IntRange(1), default=200, show_default=True, help="Runs at most.")
 @click.option("--seed", default=0, show_default=True, help="Of the first run; the next ones follow.")
-@click.option("--seconds", type=click.FloatRange(0), help="Begin no run after so long.")
+@click.option("--seconds", type=FiniteRange(0), help="Begin no run after so long.")
 def faults(*, schedules: int, seed: int, seconds: float | None) -> int:
     """Runs with random jobs and random faults: workers and writers that die, hang and raise.
 
@@ -250,9 +251,7 @@ def faults(*, schedules: int, seed: int, seconds: float | None) -> int:
 @bench.command()
 @click.option("--ranks", type=click.IntRange(1, 8), default=2, show_default=True, help="CPU ranks.")
 @click.option("--jobs", type=click.IntRange(2), default=40, show_default=True, help="One by one, each way.")
-@click.option(
-    "--seconds", type=click.FloatRange(1), default=10.0, show_default=True, help="Of status requests."
-)
+@click.option("--seconds", type=FiniteRange(1), default=10.0, show_default=True, help="Of status requests.")
 def serve(*, ranks: int, jobs: int, seconds: float) -> None:
     """What HTTP costs: a job over `gfgen serve` against `gfgen run`, status requests, pauses of the loop."""
     from gfgen.bench.serve import measure_serving, table_of

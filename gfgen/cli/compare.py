@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,6 +23,7 @@ from gfgen.bench.workloads import (
     mix_of,
 )
 from gfgen.cli.compare_runs import Predicted, on_workers, predicted, predicted_times, simulated
+from gfgen.cli.options import FiniteRange
 from gfgen.cli.ranks import Ranks, rank_options
 from gfgen.errors import InputError, InterruptedRunError
 from gfgen.job import to_mapping
@@ -41,16 +41,6 @@ SIMULATED_JOBS, REAL_JOBS = 100, 40
 SIMULATED_MODEL, REAL_MODEL = "wan2.2-ti2v-5b", "tiny-wan"
 DEGREES = (1, 2, 4, 8)
 JSON_NAME = "compare.json"
-
-
-class FiniteRange(click.FloatRange):
-    """Numbers within bounds, and no others: neither `nan` nor `inf`."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        number = float(super().convert(value, param, ctx))
-        if not math.isfinite(number):
-            self.fail(f"{value} is no finite number.", param, ctx)
-        return number
 
 
 Option = Callable[[Callable[..., Any]], Callable[..., Any]]

@@ -18,7 +18,7 @@ from gfgen.bench import elasticity as bench
 from gfgen.bench import elasticity_rows as table
 from gfgen.bench.bare import WORKER_MAIN
 from gfgen.bench.workloads import calibration_jobs
-from gfgen.cli.options import LOOKAHEAD_MS, lookahead_option
+from gfgen.cli.options import LOOKAHEAD_MS, FiniteRange, lookahead_option
 from gfgen.cli.prediction import choose_profile
 from gfgen.cli.ranks import Ranks, admitted_on, rank_options, ready_pool
 from gfgen.errors import InputError
@@ -40,7 +40,7 @@ GPU_SAMPLES, CPU_SAMPLES = 100, 20
 )
 @lookahead_option
 @click.option("--only", multiple=True, metavar="PATTERN", help='Cases, as in "changed*"; repeatable.')
-@click.option("--seconds", type=click.FloatRange(0), help="Begin no case that would end after so long.")
+@click.option("--seconds", type=FiniteRange(0), help="Begin no case that would end after so long.")
 @click.option("--output", "-o", type=click.Path(file_okay=False, path_type=Path), help="For .json and .md.")
 @click.option("--json", "as_json", is_flag=True, help="Print every sample as JSON in place of the table.")
 @rank_options

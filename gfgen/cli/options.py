@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+from typing import Any
 
 import click
 from click.core import ParameterSource
@@ -13,6 +15,17 @@ from gfgen.runtime.records import LOOKAHEAD_S
 logger = logging.getLogger(__name__)
 
 LOOKAHEAD_MS = 1e3 * LOOKAHEAD_S
+
+
+class FiniteRange(click.FloatRange):
+    """Numbers within bounds, and no others: neither `nan` nor `inf`."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number = float(super().convert(value, param, ctx))
+        if not math.isfinite(number):
+            self.fail(f"{value} is no finite number.", param, ctx)
+        return number
+
 
 memory_option = click.option(
     "--memory",
@@ -27,7 +40,7 @@ graphs_option = click.option(
 )
 lookahead_option = click.option(
     "--lookahead",
-    type=click.FloatRange(0, 1000),
+    type=FiniteRange(0, 1000),
     default=LOOKAHEAD_MS,
     show_default=True,
     metavar="MS",

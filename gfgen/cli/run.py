@@ -15,7 +15,7 @@ from pathlib import Path
 import click
 
 from gfgen import log
-from gfgen.cli.admission import admit_file, warn_of_passed_deadlines
+from gfgen.cli.admission import admit_file, check_source, warn_of_passed_deadlines
 from gfgen.cli.loop import run_loop
 from gfgen.cli.options import graphs_option, lookahead_option, memory_option, tell_of_graphs
 from gfgen.cli.progress import make_file_progress, make_progress
@@ -164,6 +164,8 @@ def run(
     """
     level = "debug" if ctx.obj["debug"] else "warning" if quiet else "info"
     file_level = "debug" if ctx.obj["debug"] else "info"
+    log.configure(level=level, as_json=log_json)
+    _check_job_file(jobs, {"--trace": trace, "--log-file": log_file})
     log.configure(level=level, as_json=log_json, file=log_file, file_level=file_level)
     memory_limit = None if memory is None else parse_memory(memory)
     devices = choose_devices(device, ranks, memory_limit=memory_limit)
@@ -186,7 +188,8 @@ def run(
         summary = watch_folder(watch, options)
     else:
         admission = options.ranks.admission(model)
-        admitted, problems = admit_file(jobs or "-", admission, skip_invalid=skip_invalid)
+        assert jobs is not None
+        admitted, problems = admit_file(jobs, admission, skip_invalid=skip_invalid)
         summary = run_jobs(admitted, options)
     _report(summary, options)
     return 1 if summary.num_failed or problems else 0
@@ -365,6 +368,23 @@ def _name_of(jobs: str | None, watch: Path | None) -> str:
     if watch is not None:
         return watch.resolve().name
     return "stdin" if jobs == "-" else Path(jobs or "").stem
+
+
+def _check_job_file(jobs: str | None, written: Mapping[str, Path | None]) -> None:
+    """Before anything is written: that the job file is a file, and that no option would write into it."""
+    if jobs in (None, "-"):
+        return
+    check_source(jobs)
+    for option, path in written.items():
+        if path is not None and _is_same(path, Path(jobs)):
+            raise InputError(f"{option} {path}: is the job file itself; name another file")
+
+
+def _is_same(path: Path, other: Path) -> bool:
+    try:
+        return path.samefile(other)
+    except OSError:  # one of them is not there yet
+        return path.resolve() == other.resolve()
 
 
 def _check_watched(folder: Path, output_dir: Path) -> None:

@@ -70,7 +70,7 @@ class ServeOptions:
 
 
 class _Size(click.ParamType[int]):
-    """Bytes, as 500M or 20G."""
+    """Bytes, as 500M or 20G; at least one."""
 
     name = "size"
 
@@ -78,9 +78,12 @@ class _Size(click.ParamType[int]):
         text = str(value).strip().lower().removesuffix("b")
         factor = _SIZES.get(text[-1:], 1)
         try:
-            return int(float(text.rstrip("kmgt")) * factor)
-        except ValueError:
+            size = int(float(text[:-1] if text[-1:] in _SIZES else text) * factor)
+        except (ValueError, OverflowError):  # of nan; of inf
+            size = 0
+        if size < 1:
             self.fail(f"{value!r}: a size like 500M or 20G is accepted", param, ctx)
+        return size
 
 
 class _Duration(click.ParamType[float]):
@@ -347,6 +350,13 @@ def settings_of(options: ServeOptions) -> Settings:
 def _check_exposure(host: str, api_key: str | None, *, no_key: bool) -> None:
     if api_key is not None and len(api_key) < 8:
         raise InputError("--api-key: 8 characters are the least; 'openssl rand -hex 24' makes a good one")
+    if api_key is not None and not (
+        api_key.isascii() and api_key.isprintable() and api_key == api_key.strip()
+    ):
+        raise InputError(
+            "--api-key: printable ASCII is accepted, without spaces at its ends: it is sent in a header; "
+            "'openssl rand -hex 24' makes a good one"
+        )
     if not (_is_loopback(host) or api_key or no_key):
         raise InputError(
             f"--host {host}: others can reach that address; give --api-key (or {KEY_VARIABLE}), "

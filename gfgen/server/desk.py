@@ -203,15 +203,19 @@ class Desk:
     def check_ready(self) -> Serving:
         """What is served; raises ApiError, with the reason, while nothing is."""
         if self.live.status != "ready" or self.live.serving is None:
-            raise ApiError(503, self.live.reason or "not ready", code="not_ready", retry_after_s=5)
+            raise self.not_ready()
         return self.live.serving
+
+    def not_ready(self) -> ApiError:
+        """What is answered while the server loads or stops."""
+        return ApiError(503, self.live.reason or "not ready", code="not_ready", retry_after_s=5)
 
     async def take(self, asked: Sequence[Asked], *, key: RequestKey | None = None) -> list[str]:
         """Accept jobs; returns their ids, or those that an earlier request with this key has made.
 
         Raises: ApiError or OutputError when they are not accepted; nothing is kept then.
         """
-        if key is not None and (taken := self.store.request(key)):
+        if key is not None and (taken := self.store.request(key, now=self._now())):
             return _same(taken)
         serving = self.check_ready()
         async with self._reserved(len(asked)):
@@ -246,7 +250,7 @@ class Desk:
 
         Raises: as `take`; JobFileError with all problems unless they may be skipped and jobs are left.
         """
-        if key is not None and (taken := self.store.request(key)):
+        if key is not None and (taken := self.store.request(key, now=self._now())):
             return _same(taken)[0], None
         serving = self.check_ready()
         async with self._reserved(len(asked)):
@@ -355,7 +359,7 @@ class Desk:
             self._unlink(self.folder / one.facts.file)
             self._unlink(self.folder / THUMBNAILS_NAME / f"{one.facts.id}.webp")
         ids = [one.facts.id for one in kept]
-        await self.store.remove(ids, now=self._now())
+        await self.store.remove(ids)
         self.live.remove(ids)
 
     async def keep_within_bounds(self) -> None:
@@ -364,6 +368,7 @@ class Desk:
         if outdated := self.store.outdated(before=before, keep_bytes=self.bounds.keep_bytes):
             await self.remove(outdated)
             logger.info("removed %d jobs that were kept long enough", len(outdated))
+        await self.store.forget_requests(now=self._now())
 
     def set_policy(self, policy: str) -> None:
         self.live.policy_asked(policy)

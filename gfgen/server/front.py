@@ -22,7 +22,7 @@ from typing import Any
 import uvicorn
 
 from gfgen import log
-from gfgen.errors import GfgenError
+from gfgen.errors import GfgenError, OutputError
 from gfgen.server import files
 from gfgen.server.app import make_app
 from gfgen.server.asking import INPUTS_NAME
@@ -224,6 +224,8 @@ async def _again_and_again(pause_s: float, work: Callable[[], Any]) -> None:
             await work()
         except asyncio.CancelledError:
             raise
+        except OutputError:
+            pass  # the store has told it, and tells it once only
         except Exception:
             logger.exception("a chore of the HTTP process failed")
 

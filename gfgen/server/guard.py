@@ -151,7 +151,7 @@ class _BoundedBody:
         self._is_complete = False
         self._deadline_s: float | None = None
         length = headers.get("content-length", "0")
-        if not length.isdigit() or int(length[:20]) > bounds.body_bytes:
+        if not (length.isascii() and length.isdigit()) or int(length[:20]) > bounds.body_bytes:
             raise _too_large(bounds)
 
     async def __call__(self) -> Message:

@@ -153,7 +153,7 @@ async def get_job(request: Request, job_id: JobId) -> Response:
     tags=["jobs"],
     response_class=StreamingResponse,
     responses={
-        **responses(400, 404, 429),
+        **responses(400, 404, 429, 503),
         200: {"content": {"text/event-stream": {}}},
     },
     summary="Follow a job",
@@ -212,7 +212,7 @@ async def get_job_content(
     "/v1/videos/{job_id}",
     tags=["videos"],
     response_model=schemas.Deleted,
-    responses=responses(400, 404, 507),
+    responses=responses(400, 404, 503, 507),
     summary="Cancel or remove a video",
 )
 async def delete_video(request: Request, job_id: JobId) -> Response:
@@ -224,7 +224,7 @@ async def delete_video(request: Request, job_id: JobId) -> Response:
     "/v1/jobs/{job_id}",
     tags=["jobs"],
     response_model=schemas.Deleted,
-    responses=responses(400, 404, 507),
+    responses=responses(400, 404, 503, 507),
     summary="Cancel or remove a job",
 )
 async def delete_job(request: Request, job_id: JobId) -> Response:
@@ -342,7 +342,7 @@ async def _delete(desk: Desk, job_id: str, *, kind: str | None = None) -> Respon
     cancelled = await desk.cancel([job_id])
     kept = _known(desk, job_id)
     if kept.ending is None:  # a server that is loading or stopping knows it from the store alone
-        raise ApiError(503, desk.live.reason or "not ready", code="not_ready", retry_after_s=5)
+        raise desk.not_ready()
     if not cancelled:
         await desk.remove([kept])
     answer = schemas.Deleted(

@@ -252,15 +252,26 @@ class Store:
 
         await self._do(work)
 
-    async def remove(self, job_ids: Iterable[str], *, now: float) -> None:
-        """Forget jobs that have ended, batches of which none is left, and old request keys."""
+    async def remove(self, job_ids: Iterable[str]) -> None:
+        """Forget jobs that have ended, and batches of which none is left."""
         ids = [(job_id,) for job_id in job_ids]
 
         def work(db: sqlite3.Connection) -> None:
             db.executemany("DELETE FROM jobs WHERE id = ? AND status != 'open'", ids)
             left = "SELECT batch_id FROM jobs WHERE batch_id NOT NULL"
             db.execute(f"DELETE FROM batches WHERE id NOT IN ({left})")
-            db.execute("DELETE FROM requests WHERE created_at < ?", (now - KEPT_REQUESTS_S,))
+
+        await self._do(work)
+
+    async def forget_requests(self, *, now: float) -> None:
+        """Forget request keys that are too old to count; writes nothing while there are none."""
+        too_old = "FROM requests WHERE created_at < ?"
+        values = (now - KEPT_REQUESTS_S,)
+        if self._reader.execute(f"SELECT 1 {too_old} LIMIT 1", values).fetchone() is None:
+            return
+
+        def work(db: sqlite3.Connection) -> None:
+            db.execute(f"DELETE {too_old}", values)
 
         await self._do(work)
 
@@ -324,9 +335,9 @@ class Store:
         sql = f"SELECT {_BATCH_COLUMNS} FROM batches ORDER BY created_at DESC LIMIT ?"
         return [_batch(row) for row in self._reader.execute(sql, (limit,))]
 
-    def request(self, key: RequestKey) -> KeyTakenError | None:
-        """What a request with this key has made before."""
-        return _request(self._reader, key)
+    def request(self, key: RequestKey, *, now: float) -> KeyTakenError | None:
+        """What a request with this key has made before, unless that is too long ago."""
+        return _request(self._reader, key, now)
 
     def outdated(self, *, before: float, keep_bytes: int) -> list[Kept]:
         """Ended jobs that are kept too long, or beyond the newest `keep_bytes` of files."""
@@ -439,14 +450,16 @@ def _begin_life(db: sqlite3.Connection, path: Path, began_at: float) -> int:
 
 
 def _take_key(db: sqlite3.Connection, key: RequestKey, ids: Sequence[str], now: float) -> None:
-    if taken := _request(db, key):
+    if taken := _request(db, key, now):
         raise taken
     row = (key.key, key.fingerprint, json.dumps(list(ids)), now)
-    db.execute("INSERT INTO requests (key, fingerprint, ids, created_at) VALUES (?, ?, ?, ?)", row)
+    sql = "INSERT OR REPLACE INTO requests (key, fingerprint, ids, created_at) VALUES (?, ?, ?, ?)"
+    db.execute(sql, row)
 
 
-def _request(db: sqlite3.Connection, key: RequestKey) -> KeyTakenError | None:
-    row = db.execute("SELECT fingerprint, ids FROM requests WHERE key = ?", (key.key,)).fetchone()
+def _request(db: sqlite3.Connection, key: RequestKey, now: float) -> KeyTakenError | None:
+    sql = "SELECT fingerprint, ids FROM requests WHERE key = ? AND created_at >= ?"
+    row = db.execute(sql, (key.key, now - KEPT_REQUESTS_S)).fetchone()
     return None if row is None else KeyTakenError(json.loads(row[1]), is_same=row[0] == key.fingerprint)
 
 

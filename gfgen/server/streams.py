@@ -81,10 +81,13 @@ def state_stream(desk: Desk, frames: Frames) -> StreamingResponse:
 def job_stream(desk: Desk, job_id: str, last_event_id: str | None) -> StreamingResponse:
     """What happens to a job, from its beginning or behind the event that the reader has seen last.
 
-    Raises: ApiError when there is no such job, or too many streams are read already.
+    Raises: ApiError when too many streams are read already, or nothing is known of an open job yet.
     """
     record = desk.record(job_id)
     if record is None:
+        kept = desk.store.job(job_id)
+        if kept is not None and kept.ending is None:  # of a server that is still loading
+            raise desk.not_ready()
         return _response(desk, lambda: _end_of_kept(desk, job_id))
     seen = _seen(last_event_id, desk.store.life)
     return _response(desk, lambda: _job_events(desk, record, seen))
@@ -166,6 +169,6 @@ def _event(kind: bytes, body: bytes, number: bytes | None = None) -> bytes:
 def _seen(last_event_id: str | None, life: int) -> int:
     """The number of the last event that was read, if it was of this life of the server."""
     first, _, second = (last_event_id or "").partition("-")
-    if first == str(life) and second.isdigit() and len(second) < 12:
+    if first == str(life) and second.isascii() and second.isdigit() and len(second) < 12:
         return int(second)
     return 0

@@ -88,31 +88,42 @@ class Supervisor:
     def _run(self) -> None:
         deaths: list[float] = []
         while not self._is_over.is_set():
-            code = self._serve()
+            try:
+                told = f"is gone ({_ending(self._serve())}); another one is started"
+            except OSError as error:  # no memory, no descriptor: it may be there a moment later
+                told = f"cannot be started ({error.strerror}); it is tried again"
             if self._is_over.is_set():
                 return
             now_s = time.monotonic()
             deaths = [at for at in deaths if at > now_s - DEATHS_WINDOW_S] + [now_s]
-            logger.warning("the HTTP process is gone (%s); another one is started", _ending(code))
+            logger.warning("the HTTP process %s", told)
             if len(deaths) >= MAX_DEATHS:
-                what = f"the HTTP process died {len(deaths)} times within {DEATHS_WINDOW_S:g} s"
+                times = f"{len(deaths)} times within {DEATHS_WINDOW_S:g} s"
+                what = f"the HTTP process died, or could not be started, {times}"
                 self._door.failed(RunError(f"{what}; see its messages above"))
                 return
             self._is_over.wait(0.1 * len(deaths))
 
     def _serve(self) -> int:
-        """One life of a front; returns its exit status."""
+        """One life of a front; returns its exit status.
+
+        Raises: OSError when it cannot be started.
+        """
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-P", "-m", "gfgen.server.front_main"]
         command += map(str, (theirs.fileno(), self._listener.fileno(), os.getpid()))
         path = os.pathsep.join(filter(None, (str(_PACKAGE_ROOT), os.environ.get("PYTHONPATH"))))
-        with theirs:
-            self._process = subprocess.Popen(
-                command,
-                pass_fds=(theirs.fileno(), self._listener.fileno()),
-                env=os.environ | {"PYTHONPATH": path},
-                stdin=subprocess.DEVNULL,
-            )
+        try:
+            with theirs:
+                self._process = subprocess.Popen(
+                    command,
+                    pass_fds=(theirs.fileno(), self._listener.fileno()),
+                    env=os.environ | {"PYTHONPATH": path},
+                    stdin=subprocess.DEVNULL,
+                )
+        except OSError:
+            ours.close()
+            raise
         link = self._link = Link(ours)
         if self._is_over.is_set():  # between two lives
             link.close()

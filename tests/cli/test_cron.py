@@ -164,6 +164,8 @@ def test_a_journal_on_a_full_disk_ends_the_run_with_one_line(night):
     [
         ([], "give either JOBS, a job file, or --watch DIR"),
         (["night.jsonl", "--watch", "."], "give either JOBS, a job file, or --watch DIR"),
+        ([""], "JOBS is empty; name a job file, or - for standard input"),
+        (["night.jsonl", "--lookahead", "nan"], "nan is no finite number"),
         (["--watch", "nowhere"], "--watch nowhere: there is no such folder"),
         (["--watch", ".", "--output", "."], "is the output folder too"),
         (["night.jsonl", "--until", "25:00"], "--until '25:00': a time of day like \"06:00\""),
@@ -177,6 +179,21 @@ def test_options_that_make_no_sense_are_refused(capsys, monkeypatch, night, argu
     code, err = refusal(capsys, *arguments)
     assert code == 2
     assert message in err
+
+
+@pytest.mark.parametrize("option", ["--trace", "--log-file"])
+@pytest.mark.parametrize("name", ["night.jsonl", "./night.jsonl", "link.jsonl"])
+def test_nothing_is_written_into_the_job_file(capsys, monkeypatch, night, option, name):
+    monkeypatch.chdir(night)
+    (night / "link.jsonl").symlink_to("night.jsonl")
+    before = (night / "night.jsonl").read_bytes()
+    code, err = refusal(capsys, "night.jsonl", option, name)
+    assert code == 2
+    assert f"{option} {Path(name)}: is the job file itself; name another file" in err
+    assert (night / "night.jsonl").read_bytes() == before
+    code, err = refusal(capsys, "nothing.jsonl", option, "nothing.jsonl")
+    assert "is the job file itself" in err
+    assert not (night / "nothing.jsonl").exists()
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,14 @@ def test_an_open_address_needs_a_key_or_an_explicit_word(capsys):
     assert (code, "8 characters" in message) == (2, True)
 
 
+@pytest.mark.parametrize("key", ["schl\u00fcssel", "a key\nof two lines", " with spaces "])
+def test_a_key_that_no_header_can_bring_is_refused(capsys, key):
+    message, code = refused(capsys, "--api-key", key)
+    assert code == 2
+    assert "--api-key: printable ASCII is accepted" in message
+    assert key not in message
+
+
 def test_an_address_that_is_in_use_is_told(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr("gfgen.server.supervisor.BIND_S", 0.1)
     with socket.socket() as other:
@@ -143,7 +151,13 @@ def test_a_folder_that_another_run_holds_is_left_alone(capsys, tmp_path):
         (("--policy", "x"), "unknown"),
         (("--keep", "soon"), "a duration like 12h or 7d"),
         (("--keep-bytes", "much"), "a size like 500M or 20G"),
+        (("--keep-bytes", "0"), "'0': a size like 500M or 20G"),
+        (("--max-body", "-1"), "'-1': a size like 500M or 20G"),
+        (("--max-body", "inf"), "'inf': a size like 500M or 20G"),
+        (("--max-body", "nan"), "'nan': a size like 500M or 20G"),
+        (("--max-body", "5kk"), "'5kk': a size like 500M or 20G"),
         (("--max-open", "0"), "0 is not in the range"),
+        (("--lookahead", "nan"), "nan is no finite number"),
     ],
 )
 def test_options_that_mean_nothing_are_refused(capsys, arguments, words):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import os
 import socket
@@ -21,7 +22,7 @@ from test_store import accepted
 from gfgen.errors import OutputError, Problem
 from gfgen.jobspec import JobSpec
 from gfgen.runtime.manifest import manifest_entry
-from gfgen.server import connections
+from gfgen.server import connections, supervisor
 from gfgen.server import desk as desks
 from gfgen.server.asking import Asked
 from gfgen.server.bounds import Bounds
@@ -31,7 +32,8 @@ from gfgen.server.link import Hello, Noted, Serving, Settings, pack
 from gfgen.server.live import Live
 from gfgen.server.manifests import UNTOLD, manifest
 from gfgen.server.problems import ApiError
-from gfgen.server.store import STORE_NAME, Ending, RequestKey, Store
+from gfgen.server.store import KEPT_REQUESTS_S, STORE_NAME, Ending, RequestKey, Store
+from gfgen.server.streams import job_stream
 
 SERVING = Serving(lambda specs: ([], []), lambda specs: ([], []), (), "cpu", 2, "srtf", 100.0)
 
@@ -257,6 +259,53 @@ def test_of_an_end_that_nobody_tells_the_manifest_has_what_is_known(desk, store,
     assert [line["warnings"] for line in lines] == [[UNTOLD]] * 3
 
 
+def test_what_happens_to_an_open_job_is_not_known_while_models_load(desk, store):
+    async def ask():
+        await store.accept([accepted("a"), accepted("b")], now=100.0)
+        await store.end_all([Ending("b", "completed", 101.0)])
+        job_stream(desk, "b", None)
+        with pytest.raises(ApiError) as told:
+            job_stream(desk, "a", None)
+        return told.value
+
+    refusal = asyncio.run(ask())
+    assert (refusal.status, refusal.headers["Retry-After"]) == (503, "5")
+    assert "being loaded" in refusal.message
+
+
+def test_request_keys_are_forgotten_after_a_day_whether_jobs_are_removed_or_not(store, tmp_path):
+    now = [100.0]
+    bounds = Bounds(keep_s=10**9)
+    desk = Desk(
+        store=store, live=Live(), folder=tmp_path, bounds=bounds, send=lambda _: None, now=lambda: now[0]
+    )
+    key = RequestKey("key", "hash")
+    asyncio.run(store.accept([accepted("a")], key=key, now=now[0]))
+    asyncio.run(desk.keep_within_bounds())
+    assert store.request(key, now=now[0]) is not None
+    now[0] += KEPT_REQUESTS_S + 1.0
+    asyncio.run(desk.keep_within_bounds())
+    assert store._reader.execute("SELECT COUNT(*) FROM requests").fetchone() == (0,)
+
+
+def test_a_front_that_cannot_be_started_counts_as_one_that_dies(monkeypatch, tmp_path, caplog):
+    """For want of memory, or of a descriptor; the thread that looks after it goes on."""
+    failures, door = [], SimpleNamespace(failed=lambda error: failures.append(error))
+
+    def none_left(*_, **__):
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr(supervisor.subprocess, "Popen", none_left)
+    monkeypatch.setattr(supervisor, "MAX_DEATHS", 2)
+    settings = Settings(tmp_path, api_key=None, is_loopback=True, bounds=Bounds(), version="1")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        supervisor.Supervisor(listener, settings, door)._run()
+    (failure,) = failures
+    assert str(failure).startswith("the HTTP process died, or could not be started, 2 times")
+    told = "the HTTP process cannot be started (Cannot allocate memory); it is tried again"
+    assert [record.getMessage() for record in caplog.records] == [told, told]
+
+
 PICTURE = (Path(__file__).parents[2] / "jobs/star.png").read_bytes()
 
 
@@ -320,7 +369,7 @@ def test_whatever_keeps_a_job_from_being_accepted_its_picture_goes(ready, store,
 def test_a_request_that_came_before_leaves_no_second_picture(ready, tmp_path, store, monkeypatch):
     key = RequestKey("key", "hash")
     asyncio.run(ready.take([asked()], key=key))
-    monkeypatch.setattr(store, "request", lambda key: None)  # as if both came at once
+    monkeypatch.setattr(store, "request", lambda key, *, now: None)  # as if both came at once
     assert asyncio.run(ready.take([asked("video_2")], key=key)) == ["video_1"]
     assert inputs(tmp_path) == ["video_1"]
 

@@ -112,7 +112,7 @@ def test_a_request_key_counts_once_and_knows_its_request(store):
         accept(store, "b", key=key)
     assert (taken.value.ids, taken.value.is_same) == (("a",), True)
     assert store.job("b") is None, "what was refused is not there"
-    found = store.request(replace(key, fingerprint="other"))
+    found = store.request(replace(key, fingerprint="other"), now=100.0)
     assert found is not None
     assert not found.is_same
 
@@ -139,15 +139,26 @@ def test_a_batch_counts_its_jobs_as_they_end(store):
     run(store.end_all([Ending("b", "failed", 102.0), Ending("c", "cancelled", 103.0)]))
     row = store.batch("batch")
     assert (row.completed, row.failed, row.cancelled, row.completed_at) == (1, 1, 1, 103.0)
-    run(store.remove("abc", now=200.0))
+    run(store.remove("abc"))
     assert store.batch("batch") is None
 
 
-def test_what_is_open_is_never_removed_and_old_keys_are(store):
-    accept(store, "a", key=RequestKey("k", "hash"))
-    run(store.remove(["a"], now=100.0 + 86401.0))
+def test_what_is_open_is_never_removed(store):
+    accept(store, "a")
+    run(store.remove(["a"]))
     assert store.job("a") is not None
-    assert store.request(RequestKey("k", "hash")) is None
+
+
+def test_a_key_counts_for_a_day(store):
+    key, later = RequestKey("k", "hash"), 100.0 + 86401.0
+    accept(store, "a", key=key)
+    assert run(store.forget_requests(now=later - 2.0)) == [None]
+    assert store.request(key, now=later - 2.0) is not None
+    assert store.request(key, now=later) is None, "also before it is forgotten"
+    run(store.accept([accepted("b")], key=replace(key, fingerprint="other"), now=later))
+    assert store.request(key, now=later).ids == ("b",)
+    run(store.forget_requests(now=2 * later))
+    assert store.request(key, now=later) is None
 
 
 def test_what_is_too_old_or_too_much_is_found_the_newest_are_kept(store):
