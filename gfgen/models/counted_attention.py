@@ -28,15 +28,23 @@ MODULE = "cudnn"
 """Of the package nvidia-cudnn-frontend."""
 
 Attention = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+_FORGONE = threading.Event()
 
 
 def is_fast(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether it is there, about as fast as attention that needs no mask; measured on H100 and H200.
 
-    The same on all ranks that share a step: they all pad texts, or none does. The first time takes a second;
-    adapters ask when they are loaded, while there is memory to try it and nobody waits.
+    Ranks that share a step all pad texts, or none does: each tells whether it could, and does without
+    (`forgo`) where another one cannot. The first time takes a second; adapters ask when they are loaded,
+    while there is memory to try it and nobody waits.
     """
-    return device.type == "cuda" and dtype == torch.bfloat16 and _works(device)
+    is_for_it = device.type == "cuda" and dtype == torch.bfloat16 and not _FORGONE.is_set()
+    return is_for_it and _works(device)
+
+
+def forgo() -> None:
+    """Do without it in this process, whether it works or not."""
+    _FORGONE.set()
 
 
 def counted_attention(query: Tensor, key: Tensor, value: Tensor, num_tokens_B: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """What all families share when a job is admitted: bounds, rounding and defaults.
 
-A number that a job gives is either accepted, or rounded as the family's pipeline would
-round it, or is a `Problem` that says what would be accepted.
+A number that a job gives is either accepted, or rounded (as the family's pipeline would round it, or
+down where that refuses it), or is a `Problem` that says what would be accepted.
 """
 
 from __future__ import annotations

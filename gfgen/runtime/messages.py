@@ -76,6 +76,8 @@ class Arenas:
     """Of all ranks, by rank."""
     ranks: tuple[int, ...]
     """Whose arenas these are, in the order of the descriptors."""
+    counts_tokens: bool = False
+    """All ranks of the run pad texts (models/counted_attention.py); else none does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +171,8 @@ class WorkerReady:
 
     rank: int
     startup_s: float
+    counts_tokens: bool = False
+    """It could pad texts, and leave the padding out of attention."""
 
 
 @dataclass(frozen=True, slots=True)

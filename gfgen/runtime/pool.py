@@ -86,6 +86,8 @@ class Child:
     is_ready: bool = False
     has_arenas: bool = False
     """A worker that knows the others' arenas, and whose own the others know or will be told of."""
+    counts_tokens: bool = False
+    """It could pad texts."""
     unknown_to: set[int] = field(default_factory=set)
     """Ranks that were told of this new incarnation, and are yet to map its arena."""
     startup_s: float = 0.0
@@ -219,6 +221,8 @@ class WorkerPool:
         self.retired: set[int] = set()
         """Ranks that died too often, or whose process does not end; they stay away."""
         self._arenas = RankArenas(self._plan, num_ranks=num_ranks, are_on_gpus=are_on_gpus)
+        self._counts_tokens: bool | None = None
+        """Whether ranks pad texts: settled when they meet, and for all that come later."""
         self.workers = [self._start_worker(rank, incarnation=1) for rank in range(num_ranks)]
         if num_writers is None:
             cores = len(os.sched_getaffinity(0))
@@ -443,6 +447,7 @@ class WorkerPool:
         assert worker.rank is not None
         self._arenas.take(worker.rank, fds)
         worker.is_ready, worker.startup_s, worker.loading = True, ready.startup_s, None
+        worker.counts_tokens = ready.counts_tokens
 
     def replace_worker(self, rank: int, *, now_s: float, is_to_blame: bool = True) -> Child | None:
         """A new process for a rank whose old one is reaped; None when the rank is retired.
@@ -575,11 +580,15 @@ class WorkerPool:
         return Child(name, process, Channel(ours))
 
     def _send_arenas(self, workers: Sequence[Child]) -> None:
+        if self._counts_tokens is None:
+            self._counts_tokens = all(worker.counts_tokens for worker in self.living)
         for worker in workers:
             assert worker.rank is not None
             island = {worker.rank, *self._others(worker.rank)}
             ranks, fds = self._arenas.known_to(worker.rank, among=island)
-            message = Arenas(self._plan.data_bytes, self._plan.post_bytes, self.incarnations, ranks)
+            message = Arenas(
+                self._plan.data_bytes, self._plan.post_bytes, self.incarnations, ranks, self._counts_tokens
+            )
             worker.tell(message, fds)
             worker.has_arenas = True
 

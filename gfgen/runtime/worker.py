@@ -142,7 +142,8 @@ def run_worker(
             channel.send(WorkerFailed(settings.rank, reason_of(error)))
         return
     with contextlib.suppress(ConnectionError):  # the control plane is gone, and nobody waits for a report
-        channel.send(WorkerReady(settings.rank, time.monotonic() - started_s), worker.arena_fds)
+        ready = WorkerReady(settings.rank, time.monotonic() - started_s, worker.counts_tokens)
+        channel.send(ready, worker.arena_fds)
         worker.serve()
 
 
@@ -151,6 +152,8 @@ class Worker:
 
     arena_fds: tuple[int, ...] = ()
     """What the control plane is to hand to the other ranks."""
+    counts_tokens = False
+    """Texts that are padded cost it next to nothing."""
 
     def __init__(
         self,

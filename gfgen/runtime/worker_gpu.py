@@ -43,7 +43,7 @@ from gfgen.gfc.cuda.kernels import Kernels
 from gfgen.gfc.cuda.memory import DeviceArena, arena_bytes
 from gfgen.graph import Stage, Task
 from gfgen.layout import Layout
-from gfgen.models import lanes
+from gfgen.models import counted_attention, lanes
 from gfgen.models.adapter import Adapter, Fields
 from gfgen.models.graphs import Graphs, Recorder
 from gfgen.models.parallel import Parallel, parallel_from
@@ -62,6 +62,7 @@ from gfgen.runtime.messages import (
     TaskReport,
     WarmedUp,
     WarmUp,
+    WorkerFailed,
 )
 from gfgen.runtime.worker import (
     LoadModel,
@@ -194,6 +195,7 @@ class GpuWorker(Worker):
         self.device = torch.device("cuda", rank)
         self._plan = plan
         self._tuned_tables = tuned_tables or {}
+        self.counts_tokens = counted_attention.is_fast(self.device, torch.bfloat16)
         self._own_arena, arena_fd = DeviceArena.create(plan, device=rank)
         self.arena_fds = (arena_fd,)
         self._set_up_streams()
@@ -267,6 +269,7 @@ class GpuWorker(Worker):
         super()._receive()
 
     def _connect(self, message: Arenas, fds: Sequence[int]) -> None:
+        self._do_as_others(message)
         self._has_peers = len(message.incarnations) > 1
         arenas = dict(zip(message.ranks, fds[:-1], strict=True))
         self._endpoint = CudaEndpoint(
@@ -279,6 +282,15 @@ class GpuWorker(Worker):
             control_fd=fds[-1],
             tables=self._tuned_tables,
         )
+
+    def _do_as_others(self, message: Arenas) -> None:
+        """Pad texts if all ranks of the run do; a rank that cannot when they do is of no use."""
+        if message.counts_tokens and not self.counts_tokens:
+            reason = "cuDNN's attention with padding works on the other ranks, and not on this one"
+            self._channel.send(WorkerFailed(self._rank, reason))
+            os._exit(1)
+        if not message.counts_tokens:
+            counted_attention.forgo()
 
     def _memory_use(self) -> MemoryUse:
         use = super()._memory_use()

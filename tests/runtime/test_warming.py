@@ -86,6 +86,8 @@ class Rank:
     """A worker that answers at once."""
 
     is_ready = has_arenas = True
+    counts_tokens = False
+    incarnation = 1
     is_stuck = False
     loading = None
 
@@ -112,7 +114,7 @@ def pool_of(*ranks: Rank, are_all_needed: bool = False) -> WorkerPool:
     pool: Any = WorkerPool.__new__(WorkerPool)
     pool.workers, pool.num_ranks, pool.retired = list(ranks), len(ranks), set()
     pool._settings, pool._arenas = {"checkpoints": ()}, SimpleNamespace(are_on_gpus=True)
-    pool._are_all_needed = are_all_needed
+    pool._are_all_needed, pool._counts_tokens = are_all_needed, None
     pool._deaths = {rank.rank: [0.0] * (MAX_DEATHS - 1) for rank in ranks}
     made: WorkerPool = pool
     return made
@@ -163,6 +165,22 @@ def test_signal_ends_the_warm_up() -> None:
     signals: Any = Signals()
     with pytest.raises(InterruptedRunError, match="nothing was started"):
         list(pool_of(Silent(0)).warm_up(ITEMS, signals))
+
+
+@pytest.mark.parametrize("could", [(True, True), (True, False)], ids=str)
+def test_texts_are_padded_on_all_ranks_or_on_none_and_that_is_settled_once(could: tuple[bool, ...]) -> None:
+    ranks = [Rank(number) for number in range(len(could))]
+    pool: Any = pool_of(*ranks)
+    pool._plan, pool.islands = SimpleNamespace(data_bytes=0, post_bytes=0), ((0, 1),)
+    pool._arenas.known_to = lambda rank, among: ((), ())
+    told: list[bool] = []
+    for rank, counts_tokens in zip(ranks, could, strict=True):
+        rank.counts_tokens = counts_tokens
+        rank.tell = lambda message, fds: told.append(message.counts_tokens)  # type: ignore
+    pool._send_arenas(ranks)
+    ranks[1].counts_tokens = not could[1]  # a new process, after a package was installed or removed
+    pool._send_arenas(ranks[1:])
+    assert told == [all(could)] * 3
 
 
 def test_nothing_to_warm_up_takes_no_time() -> None:

@@ -27,13 +27,22 @@ from gfgen.gfc.arena import Plan
 from gfgen.graph import Stage, Task
 from gfgen.job import JobSpec
 from gfgen.layout import Layout
-from gfgen.models import lanes
+from gfgen.models import counted_attention, lanes
 from gfgen.models.adapter import Fields
 from gfgen.policies.catalog import NamedPolicy
 from gfgen.runtime import worker_gpu
 from gfgen.runtime.events import FramesLost, ModelsChanged, RankLoaded, TaskDone, TaskFailed
 from gfgen.runtime.loads import Loads
-from gfgen.runtime.messages import ModelsSet, PeerReplaced, Pong, ReplacePeer, RunTask, SendState
+from gfgen.runtime.messages import (
+    Arenas,
+    ModelsSet,
+    PeerReplaced,
+    Pong,
+    ReplacePeer,
+    RunTask,
+    SendState,
+    WorkerFailed,
+)
 from gfgen.runtime.migration import Transfer
 from gfgen.runtime.pool import WorkerPool
 from gfgen.runtime.residency import Residency
@@ -399,6 +408,19 @@ def test_latents_go_to_other_ranks_behind_the_event_that_tells_that_they_are_the
     message = SendState(7, "a", 6, (Transfer(0, 1, "latents", 0, 0, 1, 4),))
     worker._ship(message, shipment.result(timeout=0))
     assert done == ["behind the end of 6", "7 enqueued", "{7} waited for", "looked at 1"]
+
+
+@pytest.mark.parametrize("others", [True, False])
+@pytest.mark.parametrize("own", [True, False])
+def test_a_rank_pads_texts_as_the_others_do_or_ends(monkeypatch, own, others):
+    forgone, told = threading.Event(), []
+    monkeypatch.setattr(counted_attention, "_FORGONE", forgone)
+    monkeypatch.setattr(os, "_exit", told.append)
+    worker: Any = GpuWorker.__new__(GpuWorker)
+    worker._rank, worker.counts_tokens, worker._channel = 1, own, SimpleNamespace(send=told.append)
+    worker._do_as_others(Arenas(0, 0, (1, 1), (0, 1), counts_tokens=others))
+    assert forgone.is_set() is not others
+    assert [type(each) for each in told] == ([WorkerFailed, int] if others and not own else [])
 
 
 def test_state_is_sent_when_the_arenas_that_came_before_are_mapped(monkeypatch):

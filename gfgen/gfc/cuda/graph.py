@@ -90,7 +90,7 @@ class Captured(Generic[T]):
 
 
 class CapturedAlone(Generic[T]):
-    """A CUDA graph of one rank's computation."""
+    """A CUDA graph of a call that knows no group of ours."""
 
     def __init__(self, function: Callable[[], T], *, capturing: Capturing = torch.cuda.graph) -> None:
         self._graph = torch.cuda.CUDAGraph()

@@ -302,7 +302,7 @@ def _nccl_graph_us(group: CudaGroup, call: Callable[[], object], copies: int, re
 def captured_us(
     call: Callable[[], object], align: Callable[[], object], *, copies: int, repeats: int
 ) -> float:
-    """Of a call of one rank, in a graph of so many; the median. `align` as `_event_us` has it."""
+    """Of a call without a group of ours, in a graph of so many; the median. `align` as `_event_us` has it."""
 
     def calls() -> None:
         for _ in range(copies):
@@ -332,7 +332,8 @@ def _event_us(run: Callable[[], object], align: Callable[[], object], *, warmups
     """The device's time from the first of its work to the last, median of several runs.
 
     `align` is enqueued before the first, and ends with a barrier, so that no rank's clock runs
-    while it waits for processes that are a few dozen microseconds behind.
+    while it waits for processes that are a few dozen microseconds behind. One that does nothing leaves the
+    launch of the first work within the time.
     """
     for _ in range(warmups):
         run()
