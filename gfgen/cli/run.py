@@ -17,7 +17,7 @@ import click
 from gfgen import log
 from gfgen.cli.admission import admit_file, check_source, warn_of_passed_deadlines
 from gfgen.cli.loop import run_loop
-from gfgen.cli.options import graphs_option, lookahead_option, memory_option, tell_of_graphs
+from gfgen.cli.options import NamedPath, graphs_option, lookahead_option, memory_option, tell_of_graphs
 from gfgen.cli.progress import make_file_progress, make_progress
 from gfgen.cli.ranks import Ranks, ready_pool
 from gfgen.cli.warming import warm_up
@@ -76,7 +76,7 @@ class RunOptions:
 @click.option(
     "--output",
     "-o",
-    type=click.Path(path_type=Path),
+    type=NamedPath(),
     help="Folder for files and manifest. [outputs/ and the name of JOBS or DIR]",
 )
 @click.option(
@@ -114,12 +114,10 @@ class RunOptions:
 @graphs_option
 @click.option("--skip-invalid", is_flag=True, help="Run the valid jobs of a file with mistakes; exit with 1.")
 @lookahead_option
-@click.option(
-    "--trace", type=click.Path(path_type=Path), help="Write a timeline, for Perfetto or gfgen plot."
-)
+@click.option("--trace", type=NamedPath(), help="Write a timeline, for Perfetto or gfgen plot.")
 @click.option(
     "--watch",
-    type=click.Path(path_type=Path),
+    type=NamedPath(),
     metavar="DIR",
     help="In place of JOBS: take the job files that come to DIR, each once, until stopped.",
 )
@@ -130,7 +128,7 @@ class RunOptions:
 )
 @click.option(
     "--log-file",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=NamedPath(dir_okay=False),
     help="Append log lines to this file too; it may be rotated away.",
 )
 @click.option("--quiet", "-q", is_flag=True, help="No progress: only problems, failures and the last line.")

@@ -15,7 +15,7 @@ import click
 
 from gfgen import log
 from gfgen.cli.loop import run_loop
-from gfgen.cli.options import graphs_option, lookahead_option, memory_option, tell_of_graphs
+from gfgen.cli.options import NamedPath, graphs_option, lookahead_option, memory_option, tell_of_graphs
 from gfgen.cli.progress import LineProgress
 from gfgen.cli.ranks import Ranks, ready_pool
 from gfgen.cli.run import default_profile, held_folder, of_held_models
@@ -112,7 +112,7 @@ class _Duration(click.ParamType[float]):
 @click.option(
     "--output",
     "-o",
-    type=click.Path(path_type=Path),
+    type=NamedPath(),
     default=Path("outputs/serve"),
     show_default=True,
     help="Folder for files and the store of jobs.",
@@ -149,9 +149,7 @@ class _Duration(click.ParamType[float]):
 @click.option(
     "--keep-bytes", type=_Size(), default="100G", show_default=True, help="Remove the oldest files beyond."
 )
-@click.option(
-    "--log-file", type=click.Path(dir_okay=False, path_type=Path), help="Append log lines here too."
-)
+@click.option("--log-file", type=NamedPath(dir_okay=False), help="Append log lines here too.")
 @click.option("--quiet", "-q", is_flag=True, help="Only problems and failures.")
 @click.option("--log-json", is_flag=True, help="JSON objects in place of words, a line each.")
 @click.pass_context
