@@ -63,7 +63,8 @@ def _candidates(snapshot: Snapshot) -> dict[str, Policy]:
     most = power_of_two(min(snapshot.max_degree, len(snapshot.ranks)))
     degrees = [n for n in DEGREES if n < most and _saves_work(snapshot, n)]
     found: dict[str, Policy] = {
-        f"triage,degree={n}": functools.partial(triage, degree=n) for n in (*degrees, most)
+        f"triage,degree={n}": functools.partial(triage, degree=n)
+        for n in sorted((*degrees, most), key=DEGREES.index)
     }
     if most > 1:
         found[f"srtf,degree={most}"] = functools.partial(srtf, degree=most)

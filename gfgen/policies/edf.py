@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from operator import attrgetter
 
 from gfgen.policies.speed import is_past_rescue
 from gfgen.snapshot import Decision, JobView, Snapshot
 
-_order = attrgetter("precedence", "deadline_s", "arrival_s")
+_order = attrgetter("precedence", "deadline_s", "arrival_s", "remaining_s")
+"""A job that has begun keeps its place among those that came with it and are due with it: they would take
+turns otherwise, since a job that opens anew comes last among equals, and all end late."""
 _rest = attrgetter("precedence", "remaining_s", "arrival_s")
 
 
@@ -19,7 +22,8 @@ def edf(snapshot: Snapshot, *, rescue: bool = True) -> list[Decision]:
     For jobs with deadlines. The choice is made anew at every step: a job that slips gets more
     ranks, one that is ahead gives them back. Jobs without a deadline come late, by arrival; last, on one
     rank and the shortest first, those that no number of ranks could save: under overload they would
-    make everyone late. `rescue=false` treats them as all others, which is the form of the paper.
+    make everyone late. All this among jobs of one priority: those of a higher one go before.
+    `rescue=false` treats jobs past rescue as all others, which is the form of the paper.
     """
     free = set(snapshot.free_ranks)
     decisions = []
@@ -33,18 +37,19 @@ def edf(snapshot: Snapshot, *, rescue: bool = True) -> list[Decision]:
 
 
 def _queue(snapshot: Snapshot, number: int, *, rescue: bool) -> list[tuple[JobView, bool]]:
-    """The next jobs, each with whether it is past rescue."""
+    """The next jobs, each with whether it is past rescue: these last, among those of their priority."""
     queue: list[tuple[JobView, bool]] = []
-    lost = []
-    for job in snapshot.in_order(_order):
-        if len(queue) == number:
-            break
-        if rescue and is_past_rescue(snapshot, job):
-            lost.append(job)
-        else:
-            queue.append((job, False))
-    queue += [(job, True) for job in heapq.nsmallest(number - len(queue), lost, key=_rest)]
-    return sorted(queue, key=lambda entry: entry[0].precedence)
+    for _, jobs in itertools.groupby(snapshot.in_order(_order), key=attrgetter("precedence")):
+        lost = []
+        for job in jobs:
+            if len(queue) == number:
+                return queue
+            if rescue and is_past_rescue(snapshot, job):
+                lost.append(job)
+            else:
+                queue.append((job, False))
+        queue += [(job, True) for job in heapq.nsmallest(number - len(queue), lost, key=_rest)]
+    return queue
 
 
 def _ranks_for(snapshot: Snapshot, job: JobView, free: set[int]) -> tuple[int, ...]:

@@ -27,8 +27,13 @@ def fcfs(snapshot: Snapshot, *, degree: Degree = 1) -> list[Decision]:
     return [Decision(job.next_task, job.layout(group)) for group, job in turns if job]
 
 
-def _begun_then_turn(job: JobView) -> tuple[bool, int, float]:
-    return job.last_layout is None, job.precedence, job.arrival_s
+def _begun_then_turn(job: JobView) -> tuple[bool, int, float, float]:
+    """Of jobs that came together and have begun, as another policy leaves them behind, the shortest goes on.
+
+    They would take turns otherwise: a job that opens anew comes last among equals.
+    """
+    has_begun = job.last_layout is not None
+    return not has_begun, job.precedence, job.arrival_s, job.remaining_s if has_begun else 0.0
 
 
 def _owners_and_waiting(

@@ -27,7 +27,9 @@ which it has to wait for others costs part of a step, and what is left at the en
 NUM_FIRST = 16
 """So many jobs at the head of the queue matter: twice as many as there can be ranks."""
 
-_due = attrgetter("precedence", "deadline_s", "arrival_s")
+_due = attrgetter("precedence", "deadline_s", "remaining_s", "arrival_s")
+"""Of jobs that are due together the shortest goes first: one that has begun keeps its place, where they
+would otherwise take turns, since a job that opens anew comes last among equals, and all end late."""
 _short = attrgetter("precedence", "remaining_s", "arrival_s")
 
 

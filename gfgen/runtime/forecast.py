@@ -72,12 +72,14 @@ def predict(
 
 
 def _order(policy: str) -> Callable[[JobView], Any]:
-    """Roughly that of the policy; ties in the order of arrival."""
+    """Roughly that of the policy; ties as it breaks them, so that what has begun keeps its place."""
     name = policy.partition(",")[0]
     if name == "srtf":
         return attrgetter("precedence", "remaining_s", "arrival_s")
     if name == "makespan":
-        return lambda view: (view.precedence, -view.remaining_s, view.arrival_s)
-    if name in ("edf", "triage", "auto"):
-        return attrgetter("precedence", "deadline_s", "arrival_s")
-    return attrgetter("precedence", "arrival_s")
+        return lambda view: (view.precedence, view.last_layout is None, -view.remaining_s, view.arrival_s)
+    if name == "edf":
+        return attrgetter("precedence", "deadline_s", "arrival_s", "remaining_s")
+    if name in ("triage", "auto"):
+        return attrgetter("precedence", "deadline_s", "remaining_s", "arrival_s")
+    return lambda view: (view.precedence, view.arrival_s, view.last_layout is None)

@@ -221,6 +221,30 @@ def test_every_policy_ends_every_batch_without_a_fault(fields, policy, num_ranks
     assert not [e for e in recorder.events if type(e).__name__ == "PolicyChanged"]
 
 
+@pytest.mark.parametrize("deadline_s", [None, 0.5, 6.0, 100.0])
+@pytest.mark.parametrize(
+    "policy",
+    ["legacy,degree=1", "fcfs", "srtf", "edf", "edf,rescue=false", "triage,degree=1", "makespan", "auto"],
+)
+def test_equal_jobs_do_not_take_turns(policy, deadline_s):
+    """What has begun goes on: with every policy no more jobs are under way than there are ranks."""
+    jobs = [make_job(f"job-{n}", deadline_s=deadline_s, priority=n % 2) for n in range(12)]
+    recorder = simulate(jobs, policy=policy, num_ranks=2)
+    begun, ended, most = set(), set(), 0
+    for dispatch in recorder.dispatches:
+        begun.add(dispatch.task.job_id)
+        most = max(most, len(begun - ended))
+        if dispatch.task.stage is Stage.DECODE:
+            ended.add(dispatch.task.job_id)
+    assert most == 2
+
+
+def test_fcfs_lets_jobs_that_another_policy_has_begun_go_on_one_after_the_other():
+    begun = [view("ahead", remaining_s=3, ranks=(0,)), view("behind", remaining_s=5, ranks=(0,))]
+    for jobs in (begun, reversed(begun)):
+        assert placed(fcfs(snapshot(*jobs, free=(0,)))) == {"ahead": (0,)}
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     fields=jobs_strategy,

@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 
 import pytest
+from builders import make_job, simulate
 from test_policies import decoding, placed, snapshot, view
 
 from gfgen.graph import Stage, Task
@@ -167,6 +168,31 @@ def test_makespan_heeds_priorities_before_length():
     assert placed(makespan(four_ranks(*jobs, free=(2,)))) == {"vip": (2,)}
 
 
+@pytest.mark.parametrize("priority", [0, 1])
+def test_makespan_lets_what_has_begun_go_on_before_longer_jobs(priority):
+    begun = [view(f"begun-{n}", remaining_s=n + 1, ranks=(n,), priority=priority) for n in range(2)]
+    fresh = [view(f"fresh-{n}", remaining_s=9, priority=priority) for n in range(20)]
+    vip = view("vip", remaining_s=1, priority=1)
+    for jobs in ([*begun, *fresh], [*fresh, *reversed(begun)]):
+        decisions = placed(makespan(four_ranks(vip, *jobs, free=(0, 1, 2))))
+        assert {"begun-0", "begun-1"} < decisions.keys()
+        assert ("vip" in decisions) is (priority == 0)
+
+
+def test_makespan_ends_jobs_all_along():
+    """As many are done half-way as are by any other policy; they would all end at the end."""
+    jobs = [make_job(f"job-{n}", steps=n + 2) for n in range(12)]
+    ends_s = [outcome.ended_s for outcome in simulate(jobs, policy="makespan", num_ranks=2).outcomes]
+    assert sum(end_s < ends_s[-1] / 2 for end_s in ends_s) >= 3
+
+
+def test_edf_puts_jobs_past_rescue_before_those_of_lower_priority():
+    vip = view("vip", remaining_s=40, deadline_s=1, priority=1)
+    others = [view(f"other-{n}", deadline_s=50 + n) for n in range(6)]
+    assert placed(edf(four_ranks(vip, *others, free=(0,)))) == {"vip": (0,)}
+    assert placed(edf(four_ranks(vip, *others)))["vip"] == (0,)
+
+
 def test_edf_leaves_jobs_past_rescue_for_last_on_one_rank():
     lost = view("lost", remaining_s=40, deadline_s=1)
     saved = [view(f"saved-{n}", deadline_s=50 + n) for n in range(2)]
@@ -210,6 +236,14 @@ def test_auto_chooses_what_misses_fewest_deadlines():
 def test_auto_does_not_change_for_little():
     ahead = dict.fromkeys(("triage 2", "triage 1", "triage 4"), outlook(late=4)) | {"srtf 4": outlook(late=3)}
     assert choose_auto(foreseeing(ahead)).policy == "triage,degree=2"
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_auto_takes_pairs_where_all_do_alike(num_ranks):
+    ahead = dict.fromkeys(("triage 1", "triage 2", "triage 4", "srtf 2", "srtf 4"), outlook(late=4))
+    picture = foreseeing(ahead)
+    picture = replace(picture, ranks=picture.ranks[:num_ranks], islands=(tuple(range(num_ranks)),))
+    assert choose_auto(picture).policy == "triage,degree=2"
 
 
 def test_what_auto_has_seen_before_counts():
