@@ -104,10 +104,6 @@ class JobView:
             degree = self.arrangement.decodes[degree - 1]
         return _layout(tuple(map(operator.index, ranks[:degree])), (1, degree, 1))
 
-    @property
-    def remaining_tasks(self) -> int:
-        return self.num_tasks - self.next_task.index
-
 
 @dataclass(frozen=True, slots=True)
 class RunningTask:

@@ -48,7 +48,6 @@ LEFT_ALONE_S = 10.0
 it, and after a failure of one alone the others would wait for it in a collective for minutes."""
 ENDING_S = 2.0
 """For all ranks of a group together; then they are killed."""
-_OPTIONS = ("degree", "uneven", "compiled")
 
 
 @dataclass(frozen=True, slots=True)

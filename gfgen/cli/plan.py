@@ -12,7 +12,7 @@ import click
 
 from gfgen import log
 from gfgen.cli.admission import admit_weightless
-from gfgen.cli.prediction import RankCounts, choose_profile, default_ranks, describe
+from gfgen.cli.prediction import RankCounts, choose_profile, closer_profile, default_ranks, describe
 from gfgen.cli.simulated_memory import SimulatedMemory, simulated_memory_option
 from gfgen.models.registry import DEFAULT_MODEL
 from gfgen.policies.catalog import BUILT_IN, load_policy
@@ -92,22 +92,24 @@ def plan(
     room = SimulatedMemory.of(admitted, memory, source=jobs)
     num_ranks = max(ranks or default_ranks(profile_path, admitted))
     profile = choose_profile(profile_path, admitted, num_ranks=num_ranks)
+    rank_counts = ranks or range(1, profile.num_ranks + 1)
     made = make_plan(
         admitted,
         policies=[load_policy(text).name for text in policies] or _usual_policies(num_ranks),
         num_ranks=num_ranks,
-        rank_counts=ranks or range(1, profile.num_ranks + 1),
+        rank_counts=rank_counts,
         profile=profile,
         started_at=started_at,
         by_s=by_s,
         note=_noter(),
         residency=room.residency,
     )
-    turns = room.in_words(num_ranks)
+    turns, closer = room.in_words(num_ranks), closer_profile(profile_path, admitted, counts=rank_counts)
     if as_json:
-        click.echo(json.dumps(plan_as_json(made) | {"memory": turns}, indent=1))
+        click.echo(json.dumps(plan_as_json(made) | {"memory": turns, "closer_profile": closer}, indent=1))
     else:
-        click.echo("\n".join([*in_plain_words(made, device=describe(profile)), *([turns] if turns else [])]))
+        more = filter(None, [closer, turns])
+        click.echo("\n".join([*in_plain_words(made, device=describe(profile)), *more]))
     if chart is not None:
         plot_plan(made, chart)
         if not as_json:

@@ -11,6 +11,7 @@ from gfgen.layout import MAX_RANKS
 from gfgen.runtime.admission import AdmittedJob
 from gfgen.runtime.profile import Profile, check_profile
 from gfgen.runtime.profiles import find_profile, first_fitting, open_profile, shipped_profiles
+from gfgen.runtime.wording import counted
 
 DEFAULT_RANKS = 4
 
@@ -51,6 +52,21 @@ def default_ranks(path: Path | None, jobs: Sequence[AdmittedJob]) -> tuple[int, 
     """As many as `gfgen run` takes, or as the profile knows."""
     profile = _fitting(jobs, num_ranks=DEFAULT_RANKS) if path is None else None
     return (min(DEFAULT_RANKS, (profile or open_profile(path)).num_ranks),)
+
+
+def closer_profile(path: Path | None, jobs: Sequence[AdmittedJob], *, counts: Sequence[int]) -> str | None:
+    """A line for whoever has several numbers of ranks predicted: another profile is closer to the small ones.
+
+    None where one profile is the first choice for all of them, or was named.
+    """
+    chosen = _fitting(jobs, num_ranks=max(counts)) if path is None else None
+    for count in sorted(set(counts), reverse=True):
+        closer = _fitting(jobs, num_ranks=count) if chosen is not None else None
+        if closer is not None and closer != chosen:
+            fewer = f"1..{count}" if count > 1 else "1"
+            ranks = f"up to {counted(count, 'rank')}" if count > 1 else "1 rank"
+            return f"There is {describe(closer)} for {ranks}: --ranks {fewer} predicts with that one."
+    return None
 
 
 def describe(profile: Profile) -> str:

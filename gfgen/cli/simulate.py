@@ -15,14 +15,14 @@ import click
 
 from gfgen import log
 from gfgen.cli.admission import admit_weightless, warn_of_passed_deadlines
-from gfgen.cli.prediction import RankCounts, choose_profile, default_ranks, describe
+from gfgen.cli.prediction import RankCounts, choose_profile, closer_profile, default_ranks, describe
 from gfgen.cli.simulated_memory import SimulatedMemory, simulated_memory_option
 from gfgen.errors import InputError, OutputError, RunError
 from gfgen.models.registry import DEFAULT_MODEL
 from gfgen.policies.catalog import NamedPolicy, load_policy
 from gfgen.runtime.comparison import Compared, table
 from gfgen.runtime.control import FALLBACK
-from gfgen.runtime.cost import in_one_line
+from gfgen.runtime.cost import uncertain
 from gfgen.runtime.manifest import MANIFEST_NAME, SIMULATED, ManifestWriter, read_manifest
 from gfgen.runtime.observer import Observer
 from gfgen.runtime.profile import Profile
@@ -83,7 +83,8 @@ def simulate(
     room = SimulatedMemory.of(admitted, memory, source=jobs)
     counts = ranks or default_ranks(profile_path, admitted)
     profile = choose_profile(profile_path, admitted, num_ranks=max(counts))
-    warn_of_passed_deadlines(admitted, now=time.time())
+    now = time.time()  # one moment for all: deadlines by the clock are as far away for each policy
+    warn_of_passed_deadlines(admitted, now=now)
     if output is not None:
         _clear(output)
     runs, failures = [], []
@@ -91,12 +92,14 @@ def simulate(
         name = policy.name + (f" on {num_ranks}" if len(counts) > 1 else "")
         folder = _folder(output, name, is_only=len(named) * len(counts) == 1)
         try:
-            runs.append((name, _simulate(room, policy, num_ranks, profile, folder, place=place)))
+            done = _simulate(room, policy, num_ranks, profile, folder, started_at=now, place=place)
+            runs.append((name, done))
         except OutputError:
             raise
         except RunError as error:
             failures.append(f"{name}: {error}")
-    _report(runs, profile, counts, room=room, as_json=as_json, failures=failures)
+    closer = closer_profile(profile_path, admitted, counts=counts)
+    _report(runs, profile, counts, room=room, as_json=as_json, failures=failures, closer=closer)
     for failure in failures:
         click.echo(f"gfgen: {failure}", err=True)
     if output is not None and runs and not as_json:
@@ -111,6 +114,7 @@ def _simulate(
     profile: Profile,
     folder: Path | None,
     *,
+    started_at: float,
     place: int,
 ) -> Simulated:
     with contextlib.ExitStack() as stack:
@@ -121,7 +125,7 @@ def _simulate(
             policy=policy,
             num_ranks=num_ranks,
             profile=profile,
-            started_at=time.time(),
+            started_at=started_at,
             observers=observers,
             residency=room.residency(num_ranks),
         )
@@ -169,12 +173,15 @@ def _report(
     room: SimulatedMemory,
     as_json: bool,
     failures: Sequence[str],
+    closer: str | None,
 ) -> None:
     compared = [Compared(name, run.summary) for name, run in runs]
     turns = room.in_words(max(counts))
-    doubts = in_one_line(sorted({doubt for _, run in runs for doubt in run.doubts}))
+    found = sorted({doubt for _, run in runs for doubt in run.doubts})
+    doubts = uncertain(found, has_writes=profile.has_writes) if runs else None
     if as_json:
-        click.echo(json.dumps(_as_json(runs, compared, profile, turns, doubts, failures), indent=1))
+        said = {"memory": turns, "doubts": doubts, "closer_profile": closer, "failures": list(failures)}
+        click.echo(json.dumps(_as_json(runs, compared, profile) | said, indent=1))
         return
     on = counted(counts[0], "rank") if len(counts) == 1 else f"{_listed(counts)} ranks"
     click.echo(f"{counted(len(room.jobs), 'job')} on {on}, simulated with {describe(profile)}\n")
@@ -185,6 +192,8 @@ def _report(
             click.echo(f"{name} failed too often ({run.summary.policy_fault}): {FALLBACK} took over\n")
     if turns:
         click.echo(turns)
+    if closer:
+        click.echo(closer)
     if doubts:
         click.echo(f"Uncertain: {doubts}")
 
@@ -193,9 +202,6 @@ def _as_json(
     runs: Sequence[tuple[str, Simulated]],
     compared: Sequence[Compared],
     profile: Profile,
-    turns: str | None,
-    doubts: str | None,
-    failures: Sequence[str],
 ) -> dict[str, Any]:
     about = {"device": profile.device, "date": profile.date, "source": profile.source}
     extra = [
@@ -205,9 +211,6 @@ def _as_json(
     return {
         "profile": about,
         "runs": [more | each.as_json() for each, more in zip(compared, extra, strict=True)],
-        "memory": turns,
-        "doubts": doubts,
-        "failures": list(failures),
     }
 
 

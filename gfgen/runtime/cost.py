@@ -295,6 +295,12 @@ class CostModel:
         return Estimate(seconds, seconds, Provenance.EXTRAPOLATED if rate else Provenance.GUESSED)
 
 
+def uncertain(doubts: Sequence[Doubt], *, has_writes: bool) -> str | None:
+    """What `in_one_line` says, and that a simulation leaves out writes where its profile has none."""
+    parts = [in_one_line(doubts), None if has_writes else "the writing of files is left out"]
+    return "; ".join(filter(None, parts)) or None
+
+
 def in_one_line(doubts: Sequence[Doubt]) -> str | None:
     """What a person should know of the estimates that a prediction rests on; None when all are sound."""
     by_kind: dict[Provenance, dict[tuple[str, str], list[Doubt]]] = {}

@@ -251,14 +251,6 @@ def _note_arrivals(
             arrivals.setdefault((event.job_id, event.spec_hash), header["started_at"] + event.time_s)
 
 
-def read_turns(path: Path) -> Iterator[list[Event]]:
-    """The events of each turn of the loop in which there were any; otherwise as `read_journal`."""
-    for _, entries in itertools.groupby(_entries(path), key=itemgetter(0)):
-        turn = [entry for _, entry in entries if isinstance(entry, Event)]
-        if turn:
-            yield turn
-
-
 def _entries(path: Path) -> Iterator[tuple[int, dict[str, Any] | Event | Turn]]:
     """Each entry with the number of its turn; a header comes before the first, as 0."""
     torn: int | None = None

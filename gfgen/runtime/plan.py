@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -16,6 +17,9 @@ from gfgen.runtime.observer import JobOutcome
 from gfgen.runtime.profile import Profile
 from gfgen.runtime.residency import Residency
 from gfgen.runtime.simulation import simulate
+from gfgen.runtime.wording import counted
+
+logger = logging.getLogger(__name__)
 
 SAME_END = 1.01
 """Batches whose ends differ by less are equally long: what comes sooner on average decides."""
@@ -87,6 +91,8 @@ class Plan:
     """The best on each number of ranks, the smallest number first."""
     refused: tuple[str, ...] = ()
     """Policies that cannot run these jobs, with the reason."""
+    has_writes: bool = True
+    """Whether the writing of files is predicted, too."""
 
     @property
     def best(self) -> Option:
@@ -117,8 +123,9 @@ def make_plan(
 ) -> Plan:
     """Simulate every policy on `num_ranks`, and the best one on each of `rank_counts`.
 
-    Where the best one misses something on another number, the next ones are tried there, until one
-    does not.
+    A degree that a policy does not take on so many ranks counts as the next one that it does, which the
+    log says. Where the best one misses something on another number, the next ones are tried there, until
+    one does not.
     `note` is told what is being simulated; `residency` gives, for a number of ranks, who lets models take
     turns in one run.
 
@@ -142,7 +149,12 @@ def make_plan(
             refused.append(str(error))
             return None
 
-    here = best_first([found for policy in policies if (found := option(policy, num_ranks))])
+    called = {policy: _on(policy, num_ranks) for policy in policies}
+    for asked, name in called.items():
+        if name != load_policy(asked).name:
+            logger.warning("policy %s: on %s it is %s", asked, counted(num_ranks, "rank"), name)
+    names = dict.fromkeys(called.values())
+    here = best_first([found for name in names if (found := option(name, num_ranks))])
     if not here:
         raise RunError(refused[0])
     by_ranks: list[Option] = []
@@ -154,7 +166,15 @@ def make_plan(
             if tried and tried[-1].meets_all:
                 break
         by_ranks += best_first(tried)[:1]
-    return Plan(started_at, by_s, len(jobs), here, tuple(by_ranks), tuple(dict.fromkeys(refused)))
+    return Plan(
+        started_at,
+        by_s,
+        len(jobs),
+        here,
+        tuple(by_ranks),
+        refused=tuple(dict.fromkeys(refused)),
+        has_writes=profile.has_writes,
+    )
 
 
 def best_first(options: Sequence[Option]) -> tuple[Option, ...]:

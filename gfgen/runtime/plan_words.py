@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
-from gfgen.runtime.cost import in_one_line
+from gfgen.runtime.cost import uncertain
 from gfgen.runtime.durations import in_words
 from gfgen.runtime.plan import Failed, Late, Option, Plan
 from gfgen.runtime.wording import counted
@@ -30,8 +30,8 @@ def in_plain_words(plan: Plan, *, device: str) -> list[str]:
         names = [f"{option.num_ranks}  {option.policy}" for option in plan.by_ranks]
         lines += ["", *_chart(plan, plan.by_ranks, names, "Ranks"), _enough(plan)]
     lines += ["", f"Predicted with {device}."]
-    if plan.doubts:
-        lines.append(f"Uncertain: {in_one_line(plan.doubts)}.")
+    if doubts := uncertain(plan.doubts, has_writes=plan.has_writes):
+        lines.append(f"Uncertain: {doubts}.")
     lines += [f"Left out: {reason}" for reason in plan.refused]
     return lines
 
@@ -85,7 +85,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "policies": [_option_as_json(option) for option in plan.by_policy],
         "ranks": [_option_as_json(option) for option in plan.by_ranks],
         "fewest_ranks": None if fewest is None else fewest.num_ranks,
-        "doubts": in_one_line(plan.doubts),
+        "doubts": uncertain(plan.doubts, has_writes=plan.has_writes),
         "refused": list(plan.refused),
     }
 

@@ -81,6 +81,11 @@ class Profile:
         return frozenset(row.model for row in self.rows)
 
     @property
+    def has_writes(self) -> bool:
+        """Whether it tells how long the writing of files takes; simulations leave it out otherwise."""
+        return self.write_s > 0 or any(row.write_s is not None for row in self.rows)
+
+    @property
     def hash(self) -> str:
         """What tells it apart from another one."""
         return hashlib.sha256(self.as_json().encode()).hexdigest()

@@ -29,8 +29,10 @@ def profiled_times(profile: Profile, jobs: Sequence[AdmittedJob], *, num_ranks: 
     holds would flatter everything that rests on it. A task of a job varies alike in every simulation, so
     that policies are compared on the same luck.
 
-    Ranks that do not slow each other down are GPUs, each of which has a writer, cores permitting.
+    Ranks that do not slow each other down are GPUs, each of which has a writer.
     """
+    # No profile tells how many cores that machine has: there are taken to be enough. Below four for each GPU
+    # a run has fewer writers (`pool.default_writers`), which counts where many files are written at once.
     truth = _Truth(profile, jobs)
     has_load = any(row.loaded_s is not None for row in profile.rows)
     return SimulatedTimes(

@@ -106,11 +106,6 @@ def place_of(path: Path) -> int | None:
     return place if isinstance(place, int) else None
 
 
-def read_trace(path: Path) -> list[Slice]:
-    """The slices of a trace alone; see `read_timeline`."""
-    return list(read_timeline(path).slices)
-
-
 def _entries(path: Path) -> Iterable[Entry]:
     try:
         text = path.read_text(encoding="utf-8")

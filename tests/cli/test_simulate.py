@@ -1,13 +1,16 @@
 """`gfgen simulate` and `gfgen plan`: without torch, without weights, without waiting."""
 
+import itertools
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from gfgen.cli.main import main
 from gfgen.graph import Stage
+from gfgen.runtime.comparison import ALL_TAGS
 from gfgen.runtime.profile import Profile, ProfileRow
 
 JOBS = [
@@ -243,6 +246,41 @@ def test_a_deadline_before_the_arrival_is_pointed_out(gfgen, folder):
     assert code == 0
     assert "line 1: deadline = 2020-01-01" in err
     assert "a runs and counts as late" in err
+
+
+def test_a_deadline_by_the_clock_is_as_far_away_for_every_policy(gfgen, folder, monkeypatch):
+    """However long the simulations before take."""
+    times = itertools.count(1_800_000_000.0, 60.0)
+    monkeypatch.setattr("gfgen.cli.simulate.time", SimpleNamespace(time=lambda: next(times)))
+    job = {"prompt": "a fox", "model": "tiny-wan", "steps": 2, "deadline": "2027-01-15T08:00:30Z"}
+    (folder / "due.jsonl").write_text(json.dumps(job) + "\n")
+    policies = ("--policy", "srtf", "--policy", "edf", "--policy", "fcfs")
+    code, out, err = gfgen(
+        "simulate", folder / "due.jsonl", *policies, "--profile", folder / "profile.json", "--json"
+    )
+    assert (code, err) == (0, "")
+    assert [run["deadlines"][ALL_TAGS]["met"] for run in json.loads(out)["runs"]] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "is_said"),
+    [
+        (["simulate", "--ranks", "2,4"], True),
+        (["simulate", "--ranks", "4"], False),
+        (["simulate", "--ranks", "1..2"], False),
+        (["plan", "--policy", "srtf"], True),
+        (["plan", "--policy", "srtf", "--ranks", "2"], False),
+    ],
+)
+def test_it_is_said_that_goals_are_taken_where_measurements_are_at_hand(gfgen, folder, arguments, is_said):
+    (folder / "big.jsonl").write_text('{"prompt": "a fox", "model": "qwen-image", "steps": 2}\n')
+    command, *options = arguments
+    code, out, _ = gfgen(command, folder / "big.jsonl", *options)
+    assert code == 0
+    said = "There is the profile of NVIDIA H200 (2026-11-22) for up to 2 ranks: --ranks 1..2 predicts with"
+    assert (said in out) is is_said
+    code, out, _ = gfgen(command, folder / "big.jsonl", *options, "--json")
+    assert (json.loads(out)["closer_profile"] is not None) is is_said
 
 
 def test_without_any_profile_it_is_said_what_makes_one(gfgen, folder):

@@ -125,6 +125,13 @@ def test_a_degree_is_called_by_what_it_counts_on_other_numbers_of_ranks():
     ]
 
 
+def test_a_degree_above_the_ranks_that_are_there_is_called_by_what_is_done(caplog):
+    jobs = [make_job("a", steps=3), make_job("b", steps=3)]
+    plan = plan_of(jobs, policies=["triage,degree=8", "srtf", "triage,degree=2"])
+    assert sorted(each.policy for each in plan.by_policy) == ["srtf", "triage,degree=2"]
+    assert caplog.messages == ["policy triage,degree=8: on 2 ranks it is triage,degree=2"]
+
+
 def test_a_degree_that_a_policy_does_not_take_counts_as_the_next_one_that_it_does():
     assert [_on("triage,degree=4", count) for count in (4, 3, 2)] == [
         "triage,degree=4",
@@ -160,10 +167,20 @@ def test_a_policy_that_starves_a_job_is_left_out_by_name(tmp_path):
 
 
 def test_what_was_extrapolated_is_said():
-    assert not any(line.startswith("Uncertain") for line in words(plan_of([make_job("a", steps=1)])))
+    sound = plan_of([make_job("a", steps=1)], profile=replace(PROFILE, write_s=0.1))
+    assert not any(line.startswith("Uncertain") for line in words(sound))
     huge = replace(make_job("a", steps=1, shape="huge"), flops=dict.fromkeys(Stage, 1e12))
     (unknown,) = [line for line in words(plan_of([huge])) if line.startswith("Uncertain: ")]
     assert "extrapolated, not measured: fake huge (encode, prepare, decode, denoise on 1 rank" in unknown
+
+
+def test_that_the_writing_of_files_is_left_out_is_said():
+    plan = plan_of([make_job("a", steps=1)])
+    assert "Uncertain: the writing of files is left out." in words(plan)
+    assert plan_words.as_json(plan)["doubts"] == "the writing of files is left out"
+    rows = [replace(row, write_s=0.1) if row.stage is Stage.DECODE else row for row in PROFILE.rows]
+    measured = plan_of([make_job("a", steps=1)], profile=replace(PROFILE, rows=tuple(rows)))
+    assert plan_words.as_json(measured)["doubts"] is None
 
 
 def test_doubts_say_which_tasks_and_of_which_models_the_rest_is():
