@@ -1,10 +1,11 @@
 """What a profile tells about tasks that it has measured, and about others like them. Pure.
 
-Shapes between two profiled ones are interpolated over the known work of a task: its
-floating-point operations (those of attention and of matrix products are counted together, and
-between two shapes a straight line is close to both), or the bytes of the job's state for stages without
-arithmetic. Degrees that are not in the table follow from those that are, by Amdahl's law with the
-serial share that the table itself shows.
+Shapes between two profiled ones are interpolated over the known work of a task: its floating-point
+operations (those of attention and of matrix products are counted together, and between two shapes a
+straight line is close to both), or the bytes of the job's state for stages without arithmetic. What is
+smaller than all of them takes the share of its time on one rank that the smallest takes. Degrees that are
+not in the table follow from those that are, by Amdahl's law with the serial share that the table itself
+shows.
 """
 
 from __future__ import annotations
@@ -90,11 +91,15 @@ class CostTable:
         by_degrees = self._rows.get((model, stage))
         if not by_degrees:
             return None
-        if degrees in by_degrees:
-            return _over_shapes(by_degrees[degrees], shape, work)
-        base = min(by_degrees, key=lambda other: _distance(other, degrees))
+        base = degrees
+        if degrees not in by_degrees:
+            base = min(by_degrees, key=lambda other: _distance(other, degrees))
+        rows, alone = by_degrees[base], by_degrees.get(_ONE, ())
+        found = _below(rows, alone, shape, work) or _over_shapes(rows, shape, work)
+        if base == degrees:
+            return found
         factor = self._time_ratio(model, stage, math.prod(degrees), math.prod(base))
-        return _over_shapes(by_degrees[base], shape, work).scaled(factor, Provenance.EXTRAPOLATED)
+        return found.scaled(factor, Provenance.EXTRAPOLATED)
 
     def write_s(self, model: str, shape: str, work: Work) -> float | None:
         """From the end of a decode to its file; None when no decode of this model tells it."""
@@ -154,6 +159,31 @@ def _over_shapes(rows: Sequence[ProfileRow], shape: str, work: Work) -> Estimate
     loaded_s, _ = _value_over_shapes(rows, shape, work, value=_loaded_s)
     spread_s, _ = _value_over_shapes(rows, shape, work, value=lambda row: row.spread_s)
     return Estimate(seconds, loaded_s, provenance, spread_s)
+
+
+def _below(
+    rows: Sequence[ProfileRow], alone: Sequence[ProfileRow], shape: str, work: Work
+) -> Estimate | None:
+    """A shape below all that were measured on these degrees, by what it takes on one rank; None for others.
+
+    The smallest of them says which share of that it takes. Lines through the shapes of each degree, down to
+    nothing, cross: two ranks would be predicted to be five times as fast as one. Nor is a task taken to gain
+    more than in proportion to its ranks.
+    """
+    points, x = _points(rows, work, lambda row: row.seconds)
+    if not points or x >= points[0][0] or any(row.shape == shape for row in rows):
+        return None
+    smallest = next(row for row in rows if points[0][0] in (row.flops, row.state_bytes))
+    if smallest.degrees == _ONE or not alone:
+        return None
+    there = _over_shapes(alone, smallest.shape, Work(smallest.flops, smallest.state_bytes))
+    if not there.seconds or not there.loaded_s:
+        return None
+    here = _over_shapes(alone, shape, work)
+    share = max(1 / math.prod(smallest.degrees), smallest.seconds / there.seconds)
+    seconds, spread_s = here.seconds * share, here.spread_s * share
+    loaded_s = max(seconds, here.loaded_s * _loaded_s(smallest) / there.loaded_s)
+    return Estimate(seconds, loaded_s, Provenance.EXTRAPOLATED, spread_s)
 
 
 def _loaded_s(row: ProfileRow) -> float:

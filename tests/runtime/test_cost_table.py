@@ -51,6 +51,37 @@ def test_smaller_shapes_never_take_less_than_their_share():
     assert estimate.provenance is Provenance.EXTRAPOLATED
 
 
+def test_smaller_shapes_gain_as_much_from_more_ranks_as_the_smallest_that_was_measured():
+    """Going on along each degree's own line, two ranks would be 0.1 s, and a rank alone 0.5 s."""
+    shared = [row("S", 0.6, flops=10.0, degrees=(1, 2, 1)), row("M", 2.0, flops=20.0, degrees=(1, 2, 1))]
+    table = CostTable(profile(*SHAPES, *shared))
+    alone, both = ask(table, "XS", 5.0), ask(table, "XS", 5.0, degrees=(1, 2, 1))
+    assert both.seconds == pytest.approx(0.6 * alone.seconds)
+    assert both.provenance is Provenance.EXTRAPOLATED
+    four = ask(table, "XS", 5.0, degrees=(1, 4, 1))
+    assert alone.seconds / 4 <= four.seconds < both.seconds
+    assert ask(table, "S", 10.0, degrees=(1, 2, 1)).seconds == 0.6
+    assert ask(table, "as S", 10.0, degrees=(1, 2, 1)).seconds == pytest.approx(0.6)
+
+
+def test_no_smaller_shape_is_predicted_to_gain_more_than_its_ranks():
+    shared = row("S", 0.3, flops=10.0, degrees=(1, 2, 1))
+    table = CostTable(profile(*SHAPES, shared))
+    assert ask(table, "XS", 5.0, degrees=(1, 2, 1)).seconds == pytest.approx(0.25)
+    without_work = row("S", 0.3, degrees=(1, 4, 1))
+    assert ask(CostTable(profile(*SHAPES, without_work)), "XS", 5.0, degrees=(1, 4, 1)).seconds == 0.3
+    only_shared = CostTable(profile(shared, row("M", 2.0, flops=20.0, degrees=(1, 2, 1))))
+    assert ask(only_shared, "XS", 5.0, degrees=(1, 2, 1)).seconds == pytest.approx(0.15)
+
+
+@pytest.mark.parametrize("loaded_s", [None, 0.9])
+def test_smaller_shapes_under_load_take_the_share_of_the_smallest_under_load(loaded_s):
+    alone = row("S", 1.0, flops=10.0, loaded_s=1.5)
+    shared = row("S", 0.6, flops=10.0, degrees=(1, 2, 1), loaded_s=loaded_s)
+    estimate = ask(CostTable(profile(alone, shared)), "XS", 5.0, degrees=(1, 2, 1))
+    assert estimate.loaded_s == pytest.approx((loaded_s or 0.6) / 2)
+
+
 def test_one_profiled_shape_is_scaled_in_proportion():
     assert ask(CostTable(profile(SHAPES[0])), "L", 40.0).seconds == pytest.approx(4.0)
 
