@@ -73,8 +73,13 @@ def _candidates(snapshot: Snapshot) -> dict[str, Policy]:
 
 def _saves_work(snapshot: Snapshot, degree: int) -> bool:
     """Whether some job at hand takes notably less of all ranks' time than with twice as many ranks."""
+    kinds = set()  # of a hundred thousand jobs there are a few kinds
     for job in (*snapshot.open.values(), *snapshot.busy.values(), *snapshot.recent):
-        if job.next_task.index >= job.num_tasks - 1 or job.step_degree < 2 * degree:
+        kind = (job.model, job.shape)
+        if kind in kinds or job.next_task.index >= job.num_tasks - 1:
+            continue
+        kinds.add(kind)
+        if job.step_degree < 2 * degree:
             continue
         step = Task(job.job_id, 2, Stage.DENOISE, 0)
         narrow, wide = (job.step_layout(tuple(range(n))) for n in (degree, 2 * degree))

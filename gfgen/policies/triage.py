@@ -14,9 +14,10 @@ from gfgen.policies.groups import GroupSize
 from gfgen.policies.speed import is_past_rescue, rest_s, widest
 from gfgen.snapshot import Decision, JobView, Snapshot
 
-NUM_CONSIDERED = 64
+NUM_CONSIDERED = 256
 """Those that are saved are chosen among so many, the next deadlines first, so that a decision stays cheap
-with a thousand open jobs: what is due later comes as if it had no deadline."""
+with a thousand open jobs (0.7 ms): what is due later comes as if it had no deadline. Of 600 jobs at once on
+four ranks, due within a tenth of the time, 64 meet up to 14 in a hundred deadlines less, and 512 no more."""
 ROOM = 2.0
 """Short jobs overtake long ones as long as those would be in time even if everything took twice as long:
 others will come, and a long job without room keeps everyone from the ranks when its time has come."""

@@ -5,13 +5,15 @@ from __future__ import annotations
 from datetime import datetime, timedelta
 
 from gfgen.errors import InputError
-from gfgen.graph import Task
+from gfgen.graph import Stage, Task
 from gfgen.jobfields import parse_duration
 from gfgen.layout import Degrees, Layout
 from gfgen.runtime.cost import CostClass, CostModel
 
 CAUTION = 1.1
 """Predictions leave out waiting, moves and the writing of the file: a tenth more is allowed for."""
+_FIRST_TASK = Task("", 0, Stage.ENCODE)
+"""Of any job: what is left of it counts, and that is told by where it stands."""
 _CLOCK_FORMATS = ("%H:%M", "%H:%M:%S")
 _ACCEPTED = 'a time of day like "06:00", a time like "2026-11-21T06:00", or a duration like "8h" is accepted'
 
@@ -72,10 +74,10 @@ class Closing:
         """A step of this model is being run so: the next job's steps are predicted so."""
         self._degrees[cost_class.model] = layout.degrees
 
-    def holds_back(self, cost_class: CostClass, task: Task, num_tasks: int, *, now_s: float) -> bool:
+    def holds_back(self, cost_class: CostClass, num_tasks: int, *, now_s: float) -> bool:
         """Whether a job of this class that would begin now is predicted not to be done in time."""
         if not self._costs.is_measured(cost_class):
             return False
         degrees = self._degrees.get(cost_class.model, (1, 1, 1))
-        remaining_s = self._costs.remaining_s(cost_class, task, num_tasks, degrees)
+        remaining_s = self._costs.remaining_s(cost_class, _FIRST_TASK, num_tasks, degrees)
         return now_s + CAUTION * remaining_s > self.closes_s

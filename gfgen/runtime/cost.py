@@ -120,6 +120,10 @@ class CostModel:
             self._classes[key] = CostClass(model, shape, flops, state_bytes, limits=limits or Limits())
         return self._classes[key]
 
+    def known_class(self, model: str, shape: str) -> CostClass:
+        """The class of jobs of this model and shape, which has been made."""
+        return self._classes[model, shape]
+
     def task_s(
         self, cost_class: CostClass, stage: Stage, degrees: Degrees, *, is_handed_out: bool = True
     ) -> float:

@@ -49,20 +49,28 @@ class Table:
     So a look ahead in another thread touches nothing that the run is changing.
     """
 
-    def __init__(self, snapshot: Snapshot, jobs: Sequence[JobView]) -> None:
+    def __init__(self, snapshot: Snapshot) -> None:
+        recent = {job.job_id: job for job in snapshot.recent}
+        self._jobs = (snapshot.open, snapshot.busy, recent)
         self._kinds: dict[str, Kind] = {}
-        self._costs: dict[Kind, KindCosts] = {}
-        for job in jobs:
-            kind = self._kinds[job.job_id] = (job.model, job.shape, job.num_tasks)
-            if kind not in self._costs:
-                self._costs[kind] = _kind_costs(snapshot, job)
+        """Of jobs that were asked about."""
+        examples: dict[Kind, JobView] = {}
+        for job in itertools.chain.from_iterable(jobs.values() for jobs in self._jobs):
+            examples.setdefault((job.model, job.shape, job.num_tasks), job)
+        self._costs = {kind: _kind_costs(snapshot, job) for kind, job in examples.items()}
 
     def like(self, job_id: str, other: str) -> None:
         """A job costs what another one does."""
-        self._kinds[job_id] = self._kinds[other]
+        self._kinds[job_id] = self._kind(other)
+
+    def _kind(self, job_id: str) -> Kind:
+        if job_id not in self._kinds:
+            job = next(jobs[job_id] for jobs in self._jobs if job_id in jobs)
+            self._kinds[job_id] = (job.model, job.shape, job.num_tasks)
+        return self._kinds[job_id]
 
     def task_s(self, task: Task, layout: Layout) -> float:
-        costs = self._costs[self._kinds[task.job_id]]
+        costs = self._costs[self._kind(task.job_id)]
         match task.stage:
             case Stage.DENOISE:
                 return self._step_s(costs, layout.degrees)
@@ -72,7 +80,7 @@ class Table:
                 return costs.stages_s[stage]
 
     def remaining_s(self, task: Task, layout: Layout) -> float:
-        kind = self._kinds[task.job_id]
+        kind = self._kind(task.job_id)
         costs, num_tasks = self._costs[kind], kind[2]
         num_steps = min(num_tasks - task.index - 1, num_tasks - 3)
         total_s = self._decode_s(costs, layout.degree)
@@ -149,20 +157,14 @@ def with_foresight(snapshot: Snapshot, *, pause: Callable[[], None] | None = Non
 
 
 def _start_of(snapshot: Snapshot, pause: Callable[[], None] | None) -> Start:
-    present = [*snapshot.open.values(), *snapshot.busy.values()]
-    table = Table(snapshot, [*present, *snapshot.recent])
-    if len(present) > MAX_JOBS:
-        running = {running.task.job_id for running in snapshot.running}
-        present = heapq.nsmallest(
-            MAX_JOBS, present, key=lambda job: (job.job_id not in running, job.deadline_s, job.remaining_s)
-        )
-    kept = {job.job_id for job in present}
+    table = Table(snapshot)
+    present = _present(snapshot)
     arrivals = _expected(snapshot, table)
     return Start(
         replace(
             snapshot,
-            open={job_id: job for job_id, job in snapshot.open.items() if job_id in kept},
-            busy={job_id: job for job_id, job in snapshot.busy.items() if job_id in kept},
+            open={job.job_id: job for job in present if job.job_id in snapshot.open},
+            busy={job.job_id: job for job in present if job.job_id in snapshot.busy},
             costs=table,
             orders=None,
             recent=(),
@@ -171,6 +173,24 @@ def _start_of(snapshot: Snapshot, pause: Callable[[], None] | None) -> Start:
         arrivals,
         pause,
     )
+
+
+def _present(snapshot: Snapshot) -> Sequence[JobView]:
+    """The jobs at hand, or so many of them that a look ahead stays cheap: those that run, and the next due.
+
+    With a hundred thousand of them the first in a list that is kept up cost less than a look at each.
+    """
+    if len(snapshot.open) + len(snapshot.busy) <= MAX_JOBS:
+        return (*snapshot.open.values(), *snapshot.busy.values())
+    running = [running.task.job_id for running in snapshot.running]
+    at_work = [snapshot.open[job_id] for job_id in running if job_id in snapshot.open]
+    next_due = itertools.islice(snapshot.in_order(_due), MAX_JOBS)
+    found = {job.job_id: job for job in (*next_due, *at_work, *snapshot.busy.values())}
+    return heapq.nsmallest(MAX_JOBS, found.values(), key=lambda job: (job.job_id not in running, *_due(job)))
+
+
+def _due(job: JobView) -> tuple[float, float]:
+    return job.deadline_s, job.remaining_s
 
 
 def _expected(snapshot: Snapshot, table: Table) -> tuple[JobView, ...]:

@@ -4,18 +4,30 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left, insort
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
 from gfgen.snapshot import JobView
 
 Key = Callable[[JobView], Any]
+Kind = tuple[str, str, int]
+"""Model, shape and number of tasks: those of one kind that have not begun take equally long."""
 
 MAX_ORDERS = 4
 """Sort keys that are kept up; a policy has one or two. A key made anew at each call evicts others."""
 MAX_CHANGED = 10_000
 """After so many changes nobody asks for an order any more (another policy decides): it is not kept up."""
+
+
+def kind_of(view: JobView) -> Kind:
+    return view.model, view.shape, view.num_tasks
+
+
+def is_unbegun(view: JobView) -> bool:
+    """Whether its first task is its next one."""
+    return view.next_task.index == 0
 
 
 class OpenJobs:
@@ -26,6 +38,7 @@ class OpenJobs:
         self._numbers: dict[str, int] = {}
         self._next_number = itertools.count()
         self._orders: dict[Key, _Order] = {}
+        self._num_unbegun: Counter[Kind] = Counter()
         self.generation = 0
         """Rises with every change."""
 
@@ -36,18 +49,32 @@ class OpenJobs:
     def ids(self) -> tuple[str, ...]:
         return tuple(self._views)
 
+    @property
+    def unbegun_kinds(self) -> Set[Kind]:
+        """Of the jobs of which nothing has been done."""
+        return self._num_unbegun.keys()
+
     def put(self, view: JobView) -> None:
         """The job is open, or has changed; it comes last among equals."""
         self.discard(view.job_id)
         self._views[view.job_id] = view
         self._numbers[view.job_id] = next(self._next_number)
+        if is_unbegun(view):
+            self._num_unbegun[kind_of(view)] += 1
         self._note(view.job_id)
 
     def discard(self, job_id: str) -> None:
         """The job is not open any more, if it was."""
-        if self._views.pop(job_id, None) is not None:
-            del self._numbers[job_id]
-            self._note(job_id)
+        view = self._views.pop(job_id, None)
+        if view is None:
+            return
+        del self._numbers[job_id]
+        if is_unbegun(view):
+            kind = kind_of(view)
+            self._num_unbegun[kind] -= 1
+            if not self._num_unbegun[kind]:
+                del self._num_unbegun[kind]
+        self._note(job_id)
 
     def renew(self, view_of: Callable[[str], JobView]) -> None:
         """Replace every view; the order in which they opened stays."""

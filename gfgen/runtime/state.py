@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections import deque
+from collections import ChainMap, deque
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 
@@ -25,7 +25,7 @@ from gfgen.runtime.dispatch import Dispatch
 from gfgen.runtime.events import Event
 from gfgen.runtime.legality import check_degrees, check_types
 from gfgen.runtime.observer import JobOutcome
-from gfgen.runtime.openjobs import OpenJobs, Orders
+from gfgen.runtime.openjobs import OpenJobs, Orders, is_unbegun, kind_of
 from gfgen.runtime.records import Flight, JobRecord, RankRecord, ending, is_ending, lead_s
 from gfgen.runtime.resume import ResumePoint
 from gfgen.snapshot import Decision, JobView, RankView, RunningTask, Snapshot
@@ -250,7 +250,7 @@ class State:
 
         What a policy sees later does not depend on whether somebody looked ahead: a replay does not.
         """
-        records = {record.job_id: record for record, _ in self._recent} | self._jobs
+        records = ChainMap(self._jobs, {record.job_id: record for record, _ in self._recent})
         return replace(
             self.snapshot(),
             costs=_JobCosts(records, self._costs, are_handed_out=False),
@@ -608,18 +608,18 @@ class State:
         views = self._open.frozen()
         if self._closing is None:
             return views
-        verdicts: dict[tuple[str, str, int], bool] = {}
-        in_time = {}
-        for job_id, view in views.items():
-            cost_class = self._jobs[job_id].cost_class
-            key = (cost_class.model, cost_class.shape, view.num_tasks)
-            if view.next_task.index == 0 and key not in verdicts:
-                verdicts[key] = self._closing.holds_back(
-                    cost_class, view.next_task, view.num_tasks, now_s=now_s
-                )
-            if view.next_task.index > 0 or not verdicts[key]:
-                in_time[job_id] = view
-        return in_time
+        late = set()
+        for model, shape, num_tasks in self._open.unbegun_kinds:
+            cost_class = self._costs.known_class(model, shape)
+            if self._closing.holds_back(cost_class, num_tasks, now_s=now_s):
+                late.add((model, shape, num_tasks))
+        if not late:  # nearly all night: to look at each job would cost more than all else
+            return views
+        return {
+            job_id: view
+            for job_id, view in views.items()
+            if not is_unbegun(view) or kind_of(view) not in late
+        }
 
     def renew_predictions(self) -> None:
         """Let what was learned reach all views, now and then: it costs a view for every job.
@@ -754,7 +754,9 @@ class _JobCosts:
 
     __slots__ = ("_are_handed_out", "_costs", "_jobs")
 
-    def __init__(self, jobs: dict[str, JobRecord], costs: CostModel, *, are_handed_out: bool = True) -> None:
+    def __init__(
+        self, jobs: Mapping[str, JobRecord], costs: CostModel, *, are_handed_out: bool = True
+    ) -> None:
         self._jobs = jobs
         self._costs = costs
         self._are_handed_out = are_handed_out

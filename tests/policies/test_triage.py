@@ -43,6 +43,15 @@ def test_triage_gives_up_the_job_that_makes_room_for_the_most_others():
     assert "large" not in placed(triage(four_ranks(large, *small), degree=1))
 
 
+@pytest.mark.parametrize(("last_deadline_s", "is_kept"), [(105, False), (111, True)])
+def test_triage_looks_far_ahead_for_those_that_would_be_late(last_deadline_s, is_kept):
+    """Each second one small job is due; the last of a hundred has no room but that of the large one."""
+    large = view("large", remaining_s=40, deadline_s=11)
+    small = [view(f"small-{n:02d}", remaining_s=4, deadline_s=11.5 + n) for n in range(99)]
+    last = view("last", remaining_s=4, deadline_s=last_deadline_s)
+    assert ("large" in placed(triage(four_ranks(large, *small, last), degree=1))) is is_kept
+
+
 def test_triage_runs_a_job_that_cannot_meet_its_deadline_after_all_others():
     lost = view("lost", remaining_s=40, deadline_s=1)
     jobs = [lost, view("due", deadline_s=90), view("free", deadline_s=math.inf), view("due-2", deadline_s=80)]

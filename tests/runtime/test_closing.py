@@ -32,6 +32,14 @@ def test_a_shorter_job_may_still_begin_when_a_longer_one_may_not():
     assert recorder.end_order == ["first", "short"]
 
 
+def test_what_has_begun_goes_on_when_jobs_like_it_are_held_back():
+    jobs = [make_job("begun", steps=8), make_job("like it", steps=8), make_job("short", steps=1)]
+    control, recorder = simulated_control(jobs, policy="fcfs", num_ranks=1, closes_s=1.6)
+    control.run()
+    assert recorder.end_order == ["begun", "short"]
+    assert set(control.state.open_jobs) == {"like it"}
+
+
 def test_what_runs_at_closing_time_ends_its_task_and_is_left():
     control, recorder = simulated_control([make_job("a", steps=50)], num_ranks=1, closes_s=1.05)
     summary = control.run()

@@ -4,11 +4,13 @@ from dataclasses import replace
 import pytest
 from builders import make_job, simulated_control
 
+from gfgen.layout import Layout
 from gfgen.policies.srtf import srtf
 from gfgen.policies.triage import triage
 from gfgen.runtime import lookahead
 from gfgen.runtime.events import JobArrived, RankReady
 from gfgen.runtime.lookahead import with_foresight
+from gfgen.snapshot import RunningTask
 
 
 def traffic(*jobs, num_ranks=2):
@@ -81,6 +83,17 @@ def test_a_look_ahead_is_bounded(monkeypatch):
 
 def test_a_policy_that_starts_nothing_has_an_outlook_all_the_same():
     assert with_foresight(traffic(make_job("a", deadline_s=1e-9))).foresee(lambda _: []).num_late == 1
+
+
+def test_of_many_jobs_those_that_run_are_looked_at_and_those_that_are_due_next():
+    jobs = [make_job(f"job-{n}", deadline_s=1000.0 - n) for n in range(lookahead.MAX_JOBS + 20)]
+    snapshot = traffic(*jobs)
+    running = RunningTask(snapshot.open["job-0"].next_task, Layout.single(0), 1.0)
+    start = lookahead._start_of(replace(snapshot, running=(running,)), None)
+    assert list(start.snapshot.open) == ["job-0", *(f"job-{n}" for n in range(len(jobs) - 1, 20, -1))]
+    ahead = with_foresight(snapshot)
+    costs = [ahead.costs.remaining_s(job.next_task, Layout.single(0)) for job in ahead.open.values()]
+    assert len(costs) == len(jobs), "a policy may ask about any job that it sees"
 
 
 def test_many_jobs_are_looked_at_by_the_next_deadlines():

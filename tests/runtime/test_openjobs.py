@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from gfgen.policies.catalog import NamedPolicy, load_policy
 from gfgen.runtime import openjobs
 from gfgen.runtime.cost import CostModel
-from gfgen.runtime.openjobs import MAX_ORDERS, OpenJobs, Orders
+from gfgen.runtime.openjobs import MAX_ORDERS, OpenJobs, Orders, is_unbegun, kind_of
 from gfgen.runtime.records import JobRecord
 from gfgen.snapshot import JobView
 
@@ -47,6 +47,20 @@ def test_a_kept_order_is_the_sorted_one(changes):
             opened = list(jobs.frozen().values())
             for key in (by_arrival, by_precedence):
                 assert jobs.sorted(key) == sorted(opened, key=key)
+
+
+@given(changes)
+def test_the_kinds_of_jobs_that_have_not_begun_are_known(changes):
+    jobs = OpenJobs()
+    for is_put, number, steps, _, has_begun in changes:
+        job = view(number)
+        begun = replace(job, num_tasks=steps + 4, next_task=replace(job.next_task, index=int(has_begun)))
+        if is_put:
+            jobs.put(begun)
+        else:
+            jobs.discard(f"job-{number}")
+        unbegun = filter(is_unbegun, jobs.frozen().values())
+        assert jobs.unbegun_kinds == set(map(kind_of, unbegun))
 
 
 def test_what_was_handed_out_does_not_change():
