@@ -59,6 +59,8 @@ class CostClass:
     measured: dict[tuple[Stage, Degrees], _Mean] = field(default_factory=dict)
     published: dict[tuple[Stage, Degrees], float] = field(default_factory=dict)
     """Estimates handed out since the last notable change."""
+    rests: dict[tuple[int, int], float] = field(default_factory=dict)
+    """What `rest_alone_s` has said since then, by next task and number of tasks."""
     profiled: dict[tuple[Stage, Degrees], Estimate | None] = field(default_factory=dict)
     """What the profile says, looked up once."""
     limits: Limits = field(default_factory=Limits)
@@ -201,6 +203,13 @@ class CostModel:
             total_s += self.task_s(cost_class, Stage.ENCODE, _ONE, is_handed_out=is_handed_out)
         return total_s
 
+    def rest_alone_s(self, cost_class: CostClass, task: Task, num_tasks: int) -> float:
+        """The same on one rank, which is asked for every job: of jobs that are alike it is added up once."""
+        key = (task.index, num_tasks)
+        if key not in cost_class.rests:
+            cost_class.rests[key] = self.remaining_s(cost_class, task, num_tasks, _ONE)
+        return cost_class.rests[key]
+
     def arrangement(self, cost_class: CostClass) -> Arrangement:
         """How tasks of this class use ranks best, as far as is predicted; changes with `version` only."""
         if cost_class.arrangement is None or cost_class.arrangement[0] != self.version:
@@ -269,6 +278,7 @@ class CostModel:
             for other in self._classes.values():
                 if other.model == cost_class.model:
                     other.published.clear()
+                    other.rests.clear()
             self.version += 1
 
     def _profiled(self, cost_class: CostClass, stage: Stage, degrees: Degrees) -> Estimate | None:

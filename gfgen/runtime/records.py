@@ -126,7 +126,7 @@ class JobRecord:
             precedence=-spec.priority,
             next_task=task,
             num_tasks=self.num_tasks,
-            remaining_s=costs.remaining_s(self.cost_class, task, self.num_tasks, (1, 1, 1)),
+            remaining_s=costs.rest_alone_s(self.cost_class, task, self.num_tasks),
             last_layout=self.holder,
             uses_cfg=self.job.uses_cfg,
             max_sequence_degree=self.job.max_sequence_degree,

@@ -45,7 +45,7 @@ NUM_RECENT = 24
 """Arrivals that are remembered, as a sample of what may be expected."""
 _RENEWALS_S = (0.25, 10.0)
 """Predictions of waiting jobs are renewed about twice in the time that a run has lasted, within
-these bounds: early measurements change much, later ones little, and each renewal takes 3 us a job."""
+these bounds: early measurements change much, later ones little, and each renewal takes 4 us a job."""
 
 
 class State:
