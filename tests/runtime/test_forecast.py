@@ -1,0 +1,35 @@
+"""In which order a forecast lets jobs follow each other; test_progress.py has what is shown of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from gfgen.graph import Stage, Task
+from gfgen.layout import Layout
+from gfgen.runtime.forecast import predict
+from gfgen.snapshot import JobView
+
+
+def view(job_id: str, *, remaining_s: float, deadline_s: float, has_begun: bool = False) -> JobView:
+    return JobView(
+        job_id=job_id,
+        tag=None,
+        model="m",
+        arrival_s=0.0,
+        deadline_s=deadline_s,
+        precedence=0,
+        next_task=Task(job_id, 2, Stage.DENOISE, 0),
+        num_tasks=10,
+        remaining_s=remaining_s,
+        last_layout=Layout.single(0) if has_begun else None,
+    )
+
+
+@pytest.mark.parametrize("policy", ["legacy", "fcfs", "srtf", "edf", "triage", "auto", "makespan,degree=2"])
+def test_what_has_begun_goes_on_before_its_equals(policy: str) -> None:
+    fresh = [view(f"fresh-{n}", remaining_s=9.0, deadline_s=50.0) for n in range(3)]
+    begun = view("begun", remaining_s=8.0, deadline_s=50.0, has_begun=True)
+    views = {job.job_id: job for job in (*fresh, begun)}
+    found = predict(views, running=(), ranks=[0], now_s=0.0, policy=policy)
+    assert next(iter(found.starts_s)) == "begun"
+    assert found.end_s == 35.0
