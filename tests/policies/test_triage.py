@@ -247,6 +247,22 @@ def test_auto_does_not_change_for_little():
     assert choose_auto(foreseeing(ahead)).policy == "triage,degree=2"
 
 
+@pytest.mark.parametrize(
+    ("deadline_s", "latency_s", "chosen"),
+    [
+        (math.inf, 3.0, "srtf,degree=4"),
+        (math.inf, 4.5, "triage,degree=2"),
+        (50, 3.0, "triage,degree=2"),
+    ],
+)
+def test_auto_changes_for_latency_alone_where_nothing_has_a_deadline(deadline_s, latency_s, chosen):
+    """Of 30 jobs that take 5 s, 67% longer than at best count as 0.6 late ones."""
+    ahead = dict.fromkeys(("triage 2", "triage 1", "triage 4"), outlook(late=0))
+    picture = foreseeing(ahead | {"srtf 4": outlook(late=0, latency_s=latency_s)})
+    jobs = {job_id: replace(job, deadline_s=deadline_s) for job_id, job in picture.open.items()}
+    assert choose_auto(replace(picture, open=jobs)).policy == chosen
+
+
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_auto_takes_pairs_where_all_do_alike(num_ranks):
     ahead = dict.fromkeys(("triage 1", "triage 2", "triage 4", "srtf 2", "srtf 4"), outlook(late=4))
