@@ -1,6 +1,6 @@
 """Which policy meets the deadlines: `auto` beside fixed ones, simulated on 4 GPUs.
 
-    python benchmarks/policy_study.py --processes 2 --output benchmarks/results/2026-11-22-policies
+    python benchmarks/policy_study.py --processes 2 --output benchmarks/results/2026-11-23-policies
 
 Every point is 20 workloads of 80 jobs; all policies get the same ones, so that differences are paired by
 seed. Durations come from the profile of goals that is shipped (h200-goals.json): nothing here was measured
