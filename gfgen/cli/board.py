@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TextIO
+from typing import Any, TextIO
 
 from tqdm import tqdm
 
@@ -30,9 +31,21 @@ class _Bar(tqdm):  # type: ignore[misc]
     monitor_interval = 0
     _lock = threading.RLock()
 
+    def refresh(self, **_: Any) -> None:
+        """Draw it; that of tqdm keeps the lock for ever when the stream raises."""
+        with self._lock:
+            super().refresh(nolock=True)
+
+    def __del__(self) -> None:
+        """Its board takes it away; here tqdm writes to the terminal, which may be gone."""
+
 
 class Board:
-    """The bars at the bottom of a terminal; the first is the batch, the rest are slots."""
+    """The bars at the bottom of a terminal; the first is the batch, the rest are slots.
+
+    When the terminal takes nothing more (it was closed: EIO), the bars are given up for good. Nothing here
+    raises then: a run does not end because nobody looks on.
+    """
 
     def __init__(self, stream: TextIO, *, num_slots: int) -> None:
         self._stream = stream
@@ -40,16 +53,44 @@ class Board:
         self._bars: list[_Bar] = []
         self._slots: dict[str, int] = {}
         self._size = (0, 0)
+        self.given_up: OSError | None = None
+        """Why there are no bars any more, if they were given up."""
         encoding = getattr(stream, "encoding", None) or ""
         self._charset: str | bool = False if encoding.lower().startswith("utf") else " #"
 
     def write(self, text: str) -> None:
-        """A line above the bars."""
-        _Bar.write(printable(text, self._stream), file=self._stream)
-        self._stream.flush()
+        """A line above the bars; where these were given up, a line if the stream takes it."""
+        text = printable(text, self._stream)
+        if self.given_up is not None:
+            with suppress(OSError):
+                self._stream.write(f"{text}\n")
+                self._stream.flush()
+            return
+        with self._giving_up():
+            _Bar.write(text, file=self._stream)
+            self._stream.flush()
 
     def draw(self, lines: Sequence[Line]) -> None:
         """Show the batch, and as many jobs as there are slots and rows."""
+        if self.given_up is None:
+            with self._giving_up():
+                self._draw(lines)
+
+    def close(self) -> None:
+        """Take the bars away; what was written above stays."""
+        with self._giving_up():
+            self._take_away()
+
+    @contextmanager
+    def _giving_up(self) -> Iterator[None]:
+        """The terminal may be gone by now: then all bars are let go, without a further word to it."""
+        try:
+            yield
+        except OSError as error:
+            self.given_up = error
+            self._bars.clear()
+
+    def _draw(self, lines: Sequence[Line]) -> None:
         columns, rows = terminal_size(self._stream)
         if (columns, rows) != self._size:
             self._resize(columns, rows)
@@ -63,15 +104,14 @@ class Board:
             bar.bar_format = printable(text, self._stream)
             bar.refresh()
 
-    def close(self) -> None:
-        """Take the bars away; what was written above stays."""
+    def _take_away(self) -> None:
         for bar in reversed(self._bars):
             bar.close()
         self._bars.clear()
 
     def _resize(self, columns: int, rows: int) -> None:
         """Begin anew: the terminal has wrapped or cut the lines that were there."""
-        self.close()
+        self._take_away()
         if self._size != (0, 0):
             self._stream.write("\r\x1b[J")
         self._size = (columns, rows)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -66,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in arguments
     try:
-        sys.exit(_invoke(arguments))
+        exit_code = _invoke(arguments)
     except GfgenError as error:
         if isinstance(error, InterruptedRunError):  # a signal more finds a run that has ended already
             for number in (signal.SIGINT, signal.SIGTERM):
@@ -76,8 +78,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if logging.getLogger("gfgen").handlers:  # whoever reads the log file only is to know, too
             logging.getLogger(__name__).error("%s", error, extra={} if log.is_json() else log.FILE_ONLY)
         if not log.is_json():
-            click.echo(f"gfgen: {error}", err=True)
-        sys.exit(error.exit_code)
+            with contextlib.suppress(OSError):  # the terminal may be gone
+                click.echo(f"gfgen: {error}", err=True)
+        exit_code = error.exit_code
+    _let_go_of_closed_streams()
+    sys.exit(exit_code)
+
+
+def _let_go_of_closed_streams() -> None:
+    """What a closed terminal or pipe did not take would be written once more at the exit: with code 120."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _invoke(arguments: list[str]) -> int:

@@ -130,7 +130,7 @@ class BarProgress(Observer):
 
     Drawn by whoever calls, at most every REDRAW_S, and by a thread of its own when nobody
     does. `_lock` guards everything; log records of `gfgen` to the same stream go above the
-    bars until `close`.
+    bars until `close`. A terminal that is closed ends the bars, and not the run.
     """
 
     refresh_s = REDRAW_S
@@ -144,6 +144,7 @@ class BarProgress(Observer):
         self._snapshot: Snapshot | None = None
         self._seen_at = self._drawn_at = self._predicted_at = -1e9
         self._predicted = Forecast({}, frozenset())
+        self._has_told_of_end = False
         self._closed = threading.Event()
         self._ticker = threading.Thread(target=self._tick, name="progress", daemon=True)
         self._redirected: list[tuple[logging.StreamHandler[Any], Any]] = []
@@ -175,6 +176,7 @@ class BarProgress(Observer):
             self._snapshot, self._seen_at = snapshot, self._now()
             if self._seen_at - self._drawn_at >= REDRAW_S:
                 self._draw()
+        self._tell_of_end()
 
     def close(self) -> None:
         self._closed.set()
@@ -193,9 +195,19 @@ class BarProgress(Observer):
             with self._lock:
                 if self._now() - self._drawn_at >= TICK_S:
                     self._draw()
+            self._tell_of_end()
+
+    def _tell_of_end(self) -> None:
+        """Say in the log that the bars were given up; without the lock, for which a handler may wait that
+        another thread holds."""
+        with self._lock:
+            error = None if self._board is None or self._has_told_of_end else self._board.given_up
+            self._has_told_of_end = self._has_told_of_end or error is not None
+        if error is not None:
+            logger.warning("the bars end, the run goes on: the terminal takes nothing (%s)", error.strerror)
 
     def _draw(self) -> None:
-        if self._board is None or self._snapshot is None:
+        if self._board is None or self._snapshot is None or self._board.given_up is not None:
             return
         self._drawn_at = self._now()
         is_small = len(self._snapshot.open) + len(self._snapshot.busy) <= CHEAP_FORECAST_JOBS

@@ -456,5 +456,5 @@ def _say(line: str) -> None:
     """To whoever reads it; that they have gone is no failure of a run that has ended."""
     try:
         click.echo(line)
-    except BrokenPipeError:
+    except OSError:  # a pipe that nobody reads, or a terminal that was closed
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -124,6 +124,19 @@ def test_who_reads_the_last_lines_may_go_before_they_come(night):
     process.stderr.close()
 
 
+def test_a_terminal_that_is_closed_does_not_end_a_run_that_was_not_told_to(night):
+    """As one that was started in a session of its own, or by a shell that disowned it."""
+    master, slave = os.openpty()
+    command = [sys.executable, "-m", "gfgen", "run", "night.jsonl", "--ranks", "1"]
+    streams = {"stdin": slave, "stdout": slave, "stderr": slave}
+    process = subprocess.Popen(command, cwd=night, start_new_session=True, **streams)
+    os.close(slave)
+    assert b"\n" in os.read(master, 4096)
+    os.close(master)
+    assert process.wait(timeout=120) == 0
+    assert (night / "outputs/night/fox.mp4").exists()
+
+
 def test_a_watched_folder_is_served_until_a_signal_and_each_file_once(night):
     folder, outputs = night / "inbox", night / "outputs" / "inbox"
     folder.mkdir()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import logging
+import os
 import re
+import threading
 
 import pytest
 from acted_run import ActedRun, Part, batch, job_info
@@ -20,7 +23,7 @@ from gfgen.cli.progress import (
     outcome_line,
 )
 from gfgen.runtime.forecast import forecast
-from gfgen.runtime.observer import JobInfo, JobOutcome, skipped_outcome
+from gfgen.runtime.observer import JobInfo, JobOutcome, Observer, skipped_outcome
 
 
 class Terminal(io.TextIOWrapper):
@@ -36,6 +39,36 @@ class Terminal(io.TextIOWrapper):
     def text(self) -> str:
         written: io.BytesIO = self.buffer  # type: ignore[assignment]
         return written.getvalue().decode(self.encoding)
+
+
+class ClosedTerminal(Terminal):
+    """One whose window is closed after so many writes."""
+
+    def __init__(self, *, num_writes: int) -> None:
+        super().__init__()
+        self.num_left = num_writes
+
+    def write(self, text: str) -> int:
+        self.num_left -= 1
+        if self.num_left < 0:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return super().write(text)
+
+
+class FullTerminal(Terminal):
+    """Takes nothing, with an error that tqdm does not swallow."""
+
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, "full")
+
+
+class Seen(Observer):
+    """Counts ends."""
+
+    num_ended = 0
+
+    def ended(self, outcome: JobOutcome) -> None:
+        self.num_ended += 1
 
 
 def outcome(info: JobInfo, *, status: str = "done", deadline_s: float | None = None) -> JobOutcome:
@@ -154,6 +187,48 @@ def test_log_records_go_above_the_bars_and_back_to_the_stream_afterwards() -> No
     finally:
         logger.removeHandler(handler)
     assert "a rank is slow\n" in terminal.text
+
+
+@pytest.mark.parametrize("num_writes", [0, 1, 2, 5, 20, 50, 100, 200])
+def test_a_terminal_that_is_closed_ends_the_bars_and_not_the_run(
+    caplog: pytest.LogCaptureFixture, num_writes: int
+) -> None:
+    terminal = ClosedTerminal(num_writes=num_writes)
+    clock, seen = iter(range(100_000)), Seen()
+    handler, logger = logging.StreamHandler(terminal), logging.getLogger("gfgen")
+    logger.addHandler(handler)
+    try:
+        with caplog.at_level(logging.INFO, "gfgen"):
+            bars = BarProgress(terminal, now=lambda: next(clock))
+            ActedRun(batch(12), num_ranks=4, observers=[bars, seen]).play()
+            logger.info("and a record after that")
+    finally:
+        logger.removeHandler(handler)
+    assert terminal.num_left < 0
+    assert seen.num_ended == 12
+    assert len([message for message in caplog.messages if message.startswith("the bars end")]) == 1
+    assert not [thread for thread in threading.enumerate() if thread.name == "progress"]
+
+
+def test_a_bar_that_cannot_be_drawn_keeps_no_lock() -> None:
+    terminal = ClosedTerminal(num_writes=0)
+    with pytest.raises(OSError, match="full"):
+        board._Bar(total=1, file=FullTerminal())
+    taken = threading.Thread(target=lambda: board.Board(terminal, num_slots=0).write("x"), daemon=True)
+    taken.start()
+    taken.join(60)
+    assert not taken.is_alive()
+
+
+def test_lines_go_on_without_bars_where_the_stream_takes_them() -> None:
+    terminal = ClosedTerminal(num_writes=0)
+    shown = board.Board(terminal, num_slots=0)
+    shown.write("lost")
+    terminal.num_left = 2
+    shown.draw([LINES[0]])
+    shown.write("there")
+    shown.close()
+    assert terminal.text == "there\n"
 
 
 def test_bars_that_never_began_can_be_closed() -> None:
