@@ -4,6 +4,9 @@
 that is killed leaves both there. Here they are removed as soon as the server listens, and new
 processes are asked for through the descriptor that is left. Not an abstract socket: any user of
 the machine could connect to that (CVE-2022-42919).
+
+The server, and what it forks, gets no signal that is meant for the run: with the server all ranks would die
+(`lifeline`), and `timeout`, `kill -- -GROUP` and a closing terminal tell every process of the run.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing.forkserver
 import multiprocessing.process
+import multiprocessing.resource_tracker
 import os
 import signal
 import tempfile
@@ -18,14 +22,17 @@ from collections.abc import Iterator
 from typing import Any
 
 _BY_DESCRIPTOR = "/proc/self/fd/"
+_FOR_THE_RUN = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def ensure_running() -> None:
-    """Start the fork server unless it runs; it and all that it forks are deaf to Ctrl-C at first."""
+    """Start the fork server unless it runs; it and all that it forks are deaf to signals for the run."""
     server: Any = multiprocessing.forkserver._forkserver
     address_before = server._forkserver_address
     with tempfile.TemporaryDirectory(prefix="gfgen-") as folder, _temporary_folder(folder):
-        with _interrupts_ignored():
+        with _signals_blocked():
+            multiprocessing.resource_tracker.ensure_running()
+        with _signals_blocked():  # again: the tracker's start lets some of them through
             server.ensure_running()
         address = server._forkserver_address
         if address == address_before:
@@ -49,10 +56,13 @@ def _temporary_folder(folder: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _interrupts_ignored() -> Iterator[None]:
-    """Let a process that is started here ignore Ctrl-C from its first instruction on."""
-    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _signals_blocked() -> Iterator[None]:
+    """Let a process that is started here get no signal for the run from its first instruction on.
+
+    A process inherits what is blocked, as what is ignored; but this one gets what has come meanwhile.
+    """
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_THE_RUN)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, previous)
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
@@ -31,6 +32,8 @@ CORES_PER_THREAD, MIN_THREADS, MAX_THREADS = 4, 2, 8
 job is done when its file is there. The same for all files of a machine: their bytes depend on it."""
 CONSTANT_RATE_FACTOR = 18
 """x264's quality; 18 is about where compression stops being visible."""
+_TEMPORARY = re.compile(r"\..{1,40}\.tmp-[0-9]+(?P<suffix>\.[A-Za-z0-9]+)", re.DOTALL)
+"""What `temporary_name` gives."""
 _MP4_SHRINKS = 20
 """Raw bytes to MP4 bytes, cautiously: for the estimate in a full disk's message only."""
 _EXIF_DESCRIPTION, _EXIF_MAKER_NOTE = 0x010E, 0x927C
@@ -71,20 +74,32 @@ def encoder_threads(num_cores: int) -> int:
     return min(MAX_THREADS, max(MIN_THREADS, num_cores // CORES_PER_THREAD))
 
 
-def temporary_name(path: Path) -> Path:
-    """The hidden name that this process writes before it renames to `path`."""
-    return path.with_name(f".{path.stem[:40]}.tmp-{os.getpid()}{path.suffix}")
+def temporary_name(path: Path, *, pid: int | None = None) -> Path:
+    """The hidden name that a process, this one if no other is named, writes before it renames to `path`."""
+    return path.with_name(f".{path.stem[:40]}.tmp-{os.getpid() if pid is None else pid}{path.suffix}")
+
+
+def remove_unfinished(path: Path, *, pid: int) -> None:
+    """Delete what a writer that has died left of a file."""
+    with suppress(OSError):
+        temporary_name(path, pid=pid).unlink()
 
 
 def remove_leftovers(folder: Path) -> int:
     """Delete what killed writers left in an output folder; returns how many files.
 
-    Only for the holder of the folder's lock: another run's writers may be at work.
+    Only for the holder of the folder's lock: another run's writers may be at work. And only files that
+    `temporary_name` may have named, in the folder itself: those below it are not ours, or of another run.
     """
-    leftovers = [path for path in folder.rglob(".*.tmp-*") if path.is_file()]
+    leftovers = [path for path in folder.glob(".*.tmp-*") if _is_temporary(path.name) and path.is_file()]
     for path in leftovers:
         path.unlink(missing_ok=True)
     return len(leftovers)
+
+
+def _is_temporary(name: str) -> bool:
+    match = _TEMPORARY.fullmatch(name)
+    return match is not None and match["suffix"].lower() in IMAGE_SUFFIXES + VIDEO_SUFFIXES
 
 
 def read_metadata(path: Path) -> dict[str, str]:

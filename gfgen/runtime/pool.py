@@ -220,6 +220,8 @@ class WorkerPool:
         """Checkpoints that no rank could load when the workers started, and why."""
         self.retired: set[int] = set()
         """Ranks that died too often, or whose process does not end; they stay away."""
+        self._left_out: set[int] = set()
+        """Of those: the ones that only a run goes without that is about to end."""
         self._arenas = RankArenas(self._plan, num_ranks=num_ranks, are_on_gpus=are_on_gpus)
         self._counts_tokens: bool | None = None
         """Whether ranks pad texts: settled when they meet, and for all that come later."""
@@ -269,6 +271,7 @@ class WorkerPool:
         """
         deadline_s = time.monotonic() + patience_s
         loads = self._new_loads()
+        self._bring_back()
         speakers = self.speakers(
             signals,
             doing="the models were loading; nothing was started",
@@ -368,9 +371,10 @@ class WorkerPool:
                 if not ready:
                     yield None
                 for key, _ in ready:
-                    if key.data is None and signals is not None:
-                        raise InterruptedRunError(f"stopped while {doing}", signal_number=signals.take()[0])
-                    yield key.data
+                    if key.data is not None or signals is None:
+                        yield key.data
+                    elif numbers := signals.take():
+                        raise InterruptedRunError(f"stopped while {doing}", signal_number=numbers[0])
 
     def _listen_to_workers(self, selector: selectors.BaseSelector) -> None:
         """To those of now: some may have been replaced, or retired."""
@@ -471,6 +475,20 @@ class WorkerPool:
         self._arenas.renew(rank, incarnation=incarnation)
         self.workers[rank] = self._start_worker(rank, incarnation=incarnation)
         return self.workers[rank]
+
+    def leave_out(self, rank: int) -> None:
+        """Go without a rank, whose old process is reaped, until workers are waited for the next time."""
+        self._expect_nothing_of(rank)
+        if not self.workers[rank].is_stuck:
+            self._left_out.add(rank)
+        self.retired.add(rank)
+
+    def _bring_back(self) -> None:
+        """Start the ranks that the last run did without while it stopped."""
+        left_out, self._left_out = self._left_out, set()
+        for rank in left_out:
+            self.retired.discard(rank)
+            self.replace_worker(rank, now_s=0.0, is_to_blame=False)
 
     def _expect_nothing_of(self, rank: int) -> None:
         """It is dead: its successor is given all arenas as they are then."""

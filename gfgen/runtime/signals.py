@@ -7,7 +7,11 @@ import socket
 
 
 class SignalPipe:
-    """Readable when a signal has come; restores the previous handlers when it is closed."""
+    """Readable when a signal has come; restores the previous handlers when it is closed.
+
+    What this process was started to ignore stays ignored, as `nohup` wants of SIGHUP, and a shell without
+    job control of Ctrl-C for what it starts in the background.
+    """
 
     def __init__(self) -> None:
         self._reader, self._writer = socket.socketpair()
@@ -17,14 +21,26 @@ class SignalPipe:
         self._previous = {
             number: signal.signal(number, lambda *_: None)
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+            if signal.getsignal(number) is not signal.SIG_IGN
         }
+        self._taken: set[int] = set()
 
     def fileno(self) -> int:
         return self._reader.fileno()
 
     def take(self) -> list[int]:
-        """Numbers of the signals that came."""
-        return [number for number in self._reader.recv(64) if number in self._previous]
+        """Numbers of the signals that came; SIGTERM and SIGHUP once each, however often they came.
+
+        `timeout` sends its signal to the process and then to the group in which that is; of a terminal that
+        closes, the kernel tells, and the shell. Who is impatient has Ctrl-C, each of which counts.
+        """
+        came = [number for number in self._reader.recv(64) if number in self._previous]
+        counted = []
+        for number in came:
+            if number == signal.SIGINT or number not in self._taken:
+                counted.append(number)
+            self._taken.add(number)
+        return counted
 
     def close(self) -> None:
         for number, handler in self._previous.items():

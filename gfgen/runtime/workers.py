@@ -20,6 +20,7 @@ from gfgen.runtime.admission import AdmittedJob
 from gfgen.runtime.clock import Clock
 from gfgen.runtime.dispatch import Dispatch
 from gfgen.runtime.events import (
+    ClosingTime,
     Event,
     FramesLost,
     LoadFailed,
@@ -158,6 +159,8 @@ class ProcessBackend:
         """Jobs of which it may have to be told that no rank could load their model at the start."""
         self._known_unloadable: set[str] = set()
         """Models of which that was told."""
+        self._is_stopping = False
+        """The run has been asked to stop: nothing more is dispatched."""
 
     # What the control loop calls ------------------------------------------------------------
 
@@ -175,7 +178,9 @@ class ProcessBackend:
         self._look_for_hung_processes()
         events.extend(self._leave_stuck_processes())
         events.extend(self._take_in())
-        return events + self._clock.due()
+        events += self._clock.due()
+        self._is_stopping = self._is_stopping or any(map(_ends_run, events))
+        return events
 
     def submit(self, dispatch: Dispatch) -> None:
         """Send a task to its ranks, and before it what they do not know yet of the job."""
@@ -466,9 +471,7 @@ class ProcessBackend:
             self._register_new_children()
             return
         unloadable, is_to_blame = self._note_failed_load(child)
-        successor = self._pool.replace_worker(child.rank, now_s=now_s, is_to_blame=is_to_blame)
-        self._register_new_children()
-        yield RankLost(now_s, child.rank, child.incarnation, reason, is_retired=successor is None)
+        yield self._replace(child, reason, now_s=now_s, is_to_blame=is_to_blame)
         if unloadable:
             why = reason.removeprefix(_CANNOT_LOAD) if verdict else f"{reason} while it was loading"
             yield LoadFailed(now_s, unloadable, f"rank {child.rank}: {why}")
@@ -480,6 +483,18 @@ class ProcessBackend:
         self._held_back = [worker for worker in self._held_back if worker is not child]
         self._give_up(self._died_with(child.rank, reason))
         yield from self._advance_recovery()
+
+    def _replace(self, dead: Child, reason: str, *, now_s: float, is_to_blame: bool) -> RankLost:
+        """Start a successor; not while the run stops, which would end before that has loaded its models."""
+        assert dead.rank is not None
+        if self._is_stopping:
+            self._pool.leave_out(dead.rank)
+            # Without its last rank a run would end as one that cannot go on, and keep nothing.
+            is_retired = bool(self._pool.living)
+        else:
+            is_retired = self._pool.replace_worker(dead.rank, now_s=now_s, is_to_blame=is_to_blame) is None
+            self._register_new_children()
+        return RankLost(now_s, dead.rank, dead.incarnation, reason, is_retired=is_retired)
 
     def _let_in(self, worker: Child) -> None:
         """Make a new worker known to the others, and let it get ready what jobs at hand need.
@@ -697,3 +712,7 @@ class ProcessBackend:
             plan = SlabPlan.of(job.trajectory)
             self._slabs[job_id] = resume.restore(point, job) if point else Slab.create(plan, name=job_id)
         return self._slabs[job_id]
+
+
+def _ends_run(event: Event) -> bool:
+    return isinstance(event, StopRequested | ClosingTime)

@@ -28,12 +28,13 @@ logger = logging.getLogger(__name__)
 
 
 def main(end: socket.socket) -> None:
-    """Entry of the process: serve until the other end is closed, deaf to Ctrl-C.
+    """Entry of the process: serve until the other end is closed, deaf to signals for the run.
 
-    The terminal sends Ctrl-C to every process of the run; the control plane alone decides
-    what it means, and a file that is nearly written is worth finishing.
+    A terminal sends Ctrl-C, and that it is closed, to every process of the run, and others SIGTERM; the
+    control plane alone decides what it means, and a file that is nearly written is worth finishing.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     serve(Channel(end))
 
 

@@ -86,9 +86,13 @@ class Writes:
 
     def writer_lost(self, lost: Child) -> Iterator[str]:
         """Give what a dead writer had to its successor; yields the jobs that are given up."""
+        from gfgen.runtime.outputs import remove_unfinished  # imports numpy, which --help can do without
+
         self._pool.replace_writer(lost)
         for write in [write for write in self._writes.values() if write.writer is lost]:
             write.writer = None
+            if lost.process.pid is not None:
+                remove_unfinished(Path(write.request.path), pid=lost.process.pid)
             if write.num_tries >= MAX_WRITES:
                 yield write.request.job_id
         self._give_out()

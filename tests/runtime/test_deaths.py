@@ -1,7 +1,9 @@
 """Workers that die, stop or hang, and a run that goes on."""
 
+import contextlib
 import os
 import signal
+import time
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +14,10 @@ from test_workers import PICTURE, pixels, run
 from gfgen.job import JobSpec
 from gfgen.layout import Layout
 from gfgen.policies.catalog import NamedPolicy
-from gfgen.runtime.events import RankLost, RankReady, TaskFailed
+from gfgen.runtime.clock import Clock
+from gfgen.runtime.events import RankLost, RankReady, StopRequested, TaskFailed
 from gfgen.runtime.watchdog import Patience
+from gfgen.runtime.workers import ProcessBackend
 from gfgen.snapshot import Decision
 
 HASTY = Patience(ping_s=0.2, silence_s=2.0, task_s=3.0, task_factor=1.0, leaving_s=2.0)
@@ -135,3 +139,38 @@ def test_killing_random_workers_at_random_moments_loses_nothing(mortal_pool, tmp
     specs = [job(f"random-{i}", f"die rank={i % 3} step={i % 4} times=1") for i in range(3)]
     recorder = run(mortal_pool, tmp_path, *specs, policy=following((0, 1, 2), (2, 0), (1,)), guard_s=0.05)
     assert set(statuses(recorder).values()) == {"done"}
+
+
+def test_nobody_takes_the_place_of_a_rank_that_dies_while_the_run_stops(mortal_pool, tmp_path):
+    with contextlib.closing(ProcessBackend(mortal_pool, [], clock=Clock(), output_dir=tmp_path)) as backend:
+        os.kill(os.getpid(), signal.SIGINT)
+        wait_for(backend, StopRequested)
+        incarnation = mortal_pool.workers[1].incarnation
+        mortal_pool.workers[1].kill()
+        assert wait_for(backend, RankLost).is_retired
+        assert mortal_pool.workers[1].incarnation == incarnation
+        assert [worker.rank for worker in mortal_pool.living] == [0, 2]
+    mortal_pool.wait_ready()  # as before another run
+    assert [worker.is_ready for worker in mortal_pool.living] == [True] * 3
+    assert mortal_pool.workers[1].incarnation == incarnation + 1
+
+
+def wait_for(backend, kind):
+    """The next event of this kind."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        for event in backend.wait(None):
+            if isinstance(event, kind):
+                return event
+    raise AssertionError(f"no {kind.__name__}")
+
+
+def test_ranks_and_writers_get_no_signal_that_is_for_the_run(pool):
+    for child in pool.children:
+        status = dict(
+            line.split(":\t", 1)
+            for line in Path(f"/proc/{child.process.pid}/status").read_text().splitlines()
+        )
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            deaf = int(status["SigIgn"], 16) | int(status["SigBlk"], 16)
+            assert deaf >> (number - 1) & 1, (child.name, number)

@@ -1,9 +1,12 @@
 """The fork server leaves no file, and comes back when it has died; in a process of its own."""
 
 import os
+import signal
 import subprocess
 import sys
 import textwrap
+
+from gfgen.runtime import forkserver
 
 START = """
     import multiprocessing, os, signal, time
@@ -43,3 +46,40 @@ def test_a_server_that_was_killed_is_started_anew_and_no_descriptor_is_lost(tmp_
     """)
     run(tmp_path, script)
     assert os.listdir(tmp_path) == ["worked"]
+
+
+def test_signals_to_all_processes_of_a_run_end_neither_the_server_nor_what_it_forked(tmp_path):
+    script = textwrap.dedent("""\
+        os.setpgid(0, 0)
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        for number in numbers:
+            signal.signal(number, lambda *_: None)
+        forkserver.ensure_running()
+        process = multiprocessing.get_context("forkserver").Process(target=time.sleep, args=(60,))
+        process.start()
+        for number in numbers:
+            os.killpg(0, number)
+        start_one()
+        assert process.is_alive()
+        for pid in (process.pid, forkserver.multiprocessing.forkserver._forkserver._forkserver_pid):
+            os.kill(pid, signal.SIGKILL)
+        process.join()
+        assert process.exitcode in (-signal.SIGKILL, 255)
+        assert not multiprocessing.resource_tracker._resource_tracker._stop()
+        open(os.environ['TMPDIR'] + '/worked', 'w')
+    """)
+    run(tmp_path, script)
+    assert os.listdir(tmp_path) == ["worked"]
+
+
+def test_a_signal_that_comes_while_the_server_starts_is_not_lost():
+    came = []
+    previous = signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
+    try:
+        with forkserver._signals_blocked():
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert came == []
+        assert came == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())

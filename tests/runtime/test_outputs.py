@@ -188,6 +188,25 @@ def test_process_that_dies_before_the_rename_leaves_no_file_under_the_name(tmp_p
     assert names_in(tmp_path) == []
 
 
+def test_only_our_own_unfinished_files_are_removed_and_no_folder_is_entered(tmp_path: Path) -> None:
+    ours = [temporary_name(tmp_path / name, pid=17).name for name in ("a.mp4", "b c.PNG", f"{'x' * 80}.webp")]
+    others = [
+        ".a.tmp-17",
+        ".a.tmp-x1.png",
+        ".a.tmp-17.txt",
+        ".a.tmp-17.png.part",
+        "a.tmp-17.png",
+        ".rsync.tmp-9",
+    ]
+    below = temporary_name(tmp_path / "other run" / "a.mp4", pid=18)
+    below.parent.mkdir()
+    for path in (*(tmp_path / name for name in (*ours, *others)), below):
+        path.write_bytes(b"")
+    assert remove_leftovers(tmp_path) == len(ours)
+    assert names_in(tmp_path) == sorted([*others, "other run"])
+    assert below.exists()
+
+
 def test_temporary_name_stays_in_the_folder_and_keeps_the_suffix() -> None:
     name = temporary_name(Path("out") / ("\u96ea" * 80 + ".mp4"))
     assert name.parent == Path("out")

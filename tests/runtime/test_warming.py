@@ -114,7 +114,7 @@ def pool_of(*ranks: Rank, are_all_needed: bool = False) -> WorkerPool:
     pool: Any = WorkerPool.__new__(WorkerPool)
     pool.workers, pool.num_ranks, pool.retired = list(ranks), len(ranks), set()
     pool._settings, pool._arenas = {"checkpoints": ()}, SimpleNamespace(are_on_gpus=True)
-    pool._are_all_needed, pool._counts_tokens = are_all_needed, None
+    pool._are_all_needed, pool._counts_tokens, pool._left_out = are_all_needed, None, set()
     pool._deaths = {rank.rank: [0.0] * (MAX_DEATHS - 1) for rank in ranks}
     made: WorkerPool = pool
     return made

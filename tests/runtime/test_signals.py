@@ -1,0 +1,57 @@
+"""Signals as something to select on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from gfgen.runtime.signals import SignalPipe
+
+ALL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    """None of them is ignored, whatever has started the tests."""
+    previous = {number: signal.signal(number, signal.default_int_handler) for number in ALL}
+    yield
+    for number, handler in previous.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("ignored", ALL)
+def test_what_was_ignored_stays_ignored(ignored: signal.Signals) -> None:
+    signal.signal(ignored, signal.SIG_IGN)
+    with contextlib.closing(SignalPipe()) as pipe:
+        for number in ALL:
+            os.kill(os.getpid(), number)
+        assert set(pipe.take()) == set(ALL) - {ignored}
+    assert signal.getsignal(ignored) is signal.SIG_IGN
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_what_timeout_and_closing_terminals_send_twice_counts_once(number: signal.Signals) -> None:
+    with contextlib.closing(SignalPipe()) as pipe:
+        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), number)
+        assert pipe.take() == [number]
+        os.kill(os.getpid(), number)
+        assert pipe.take() == []
+        os.kill(os.getpid(), signal.SIGINT)
+        assert pipe.take() == [signal.SIGINT]
+
+
+def test_each_ctrl_c_counts() -> None:
+    with contextlib.closing(SignalPipe()) as pipe:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert pipe.take() == [signal.SIGINT] * 2
+
+
+def test_handlers_are_as_before_when_it_is_closed() -> None:
+    SignalPipe().close()
+    assert {signal.getsignal(number) for number in ALL} == {signal.default_int_handler}

@@ -1,0 +1,61 @@
+"""Frames that wait for writers, without writers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from builders import make_job
+
+from gfgen.runtime.messages import WriteRequest
+from gfgen.runtime.outputs import temporary_name
+from gfgen.runtime.writes import Writes
+
+
+class Writer:
+    """Notes what it is asked to write."""
+
+    def __init__(self, pid: int) -> None:
+        self.process = SimpleNamespace(pid=pid)
+        self.asked: list[WriteRequest] = []
+
+    def tell(self, message: WriteRequest, fds: tuple[int, ...]) -> None:
+        self.asked.append(message)
+
+
+class Writers:
+    """One at a time; each successor has another process."""
+
+    def __init__(self) -> None:
+        self.writers = [Writer(1001)]
+
+    def replace_writer(self, lost: Writer) -> None:
+        self.writers = [Writer(lost.process.pid + 1)]
+
+
+@pytest.fixture
+def pool() -> Writers:
+    return Writers()
+
+
+@pytest.fixture
+def writes(pool: Any, tmp_path: Path) -> Iterator[Writes]:
+    made = Writes(pool, tmp_path)
+    yield made
+    made.close()
+
+
+def test_what_a_dead_writer_left_of_its_file_is_removed(pool: Any, writes: Writes, tmp_path: Path) -> None:
+    job = make_job("fox")
+    writes.new_frames(job)
+    writes.begin(job)
+    path = tmp_path / job.info.file
+    left, of_another = temporary_name(path, pid=1001), temporary_name(path, pid=999)
+    for each in (left, of_another):
+        each.write_bytes(b"half")
+    assert list(writes.writer_lost(pool.writers[0])) == []
+    assert (left.exists(), of_another.exists()) == (False, True)
+    assert [request.job_id for request in pool.writers[0].asked] == ["fox"]
