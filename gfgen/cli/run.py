@@ -270,7 +270,7 @@ def run_on(
     profile: what predictions start from, in place of this machine's.
     """
     arrived_at = first_arrivals(options.output_dir / JOURNAL_NAME)
-    resume_points = resume.find(options.output_dir, todo)
+    resume_points = resume.find(options.output_dir, todo, computed_with=pool.computed_with)
     started_at, clock = time.time(), Clock()
     profile = profile or default_profile(options.ranks.devices)
     closes_s = None if options.closes_at is None else options.closes_at - started_at

@@ -250,6 +250,12 @@ class WorkerPool:
         return held
 
     @property
+    def computed_with(self) -> Mapping[str, Any]:
+        """What must be the same for another pool to go on with a job's state: what its tensors are like,
+        and which weights made them."""
+        return {name: self._settings[name] for name in ("device", "vae_dtype", "has_random_weights")}
+
+    @property
     def incarnations(self) -> tuple[int, ...]:
         """By rank."""
         return tuple([worker.incarnation for worker in self.workers])

@@ -2,7 +2,8 @@
 
 One file per job in the output folder's `.resume/`: a line of JSON, then the parts of the
 job's slab that hold something. A file counts only for the very job and slab layout that it was
-made for; any other, and a damaged one, means that the job starts at the beginning.
+made for, and where tensors are as they were then: those of a GPU are in other dtypes than those of a CPU. Any
+other, and a damaged one, means that the job starts at the beginning.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,16 +46,23 @@ def resume_path(output_dir: Path, job_id: str) -> Path:
 
 
 def save(
-    path: Path, job: AdmittedJob, slab_fd: int, *, next_index: int, producer: int, last_number: int
+    path: Path,
+    job: AdmittedJob,
+    slab_fd: int,
+    *,
+    next_index: int,
+    producer: int,
+    last_number: int,
+    computed_with: Mapping[str, Any],
 ) -> None:
-    """Write a job's resume file, whole or not at all.
+    """Write a job's resume file, whole or not at all; `computed_with` is that of the pool.
 
     Raises: OSError when the file system does not take it.
     """
     path.parent.mkdir(exist_ok=True)
     extents = list(_extents(slab_fd, SlabPlan.of(job.trajectory).size_bytes))
     header = {**_identity(job), "next_index": next_index, "producer": producer}
-    header |= {"last_number": last_number, "extents": extents}
+    header |= {"last_number": last_number, "extents": extents, "computed_with": dict(computed_with)}
     partial = path.with_suffix(".partial")
     try:
         with partial.open("wb") as file:
@@ -70,8 +78,10 @@ def save(
             partial.unlink()
 
 
-def find(output_dir: Path, jobs: Sequence[AdmittedJob]) -> dict[str, ResumePoint]:
-    """The jobs that can go on where an earlier run stopped."""
+def find(
+    output_dir: Path, jobs: Sequence[AdmittedJob], *, computed_with: Mapping[str, Any]
+) -> dict[str, ResumePoint]:
+    """The jobs that can go on where an earlier run stopped, on workers that compute like this."""
     points = {}
     for job in jobs:
         path = resume_path(output_dir, job.job_id)
@@ -80,6 +90,13 @@ def find(output_dir: Path, jobs: Sequence[AdmittedJob]) -> dict[str, ResumePoint
             continue
         if any(header.get(key) != value for key, value in _identity(job).items()):
             logger.info("job %s starts at the beginning: it has changed since it was stopped", job.job_id)
+            continue
+        if header.get("computed_with") != dict(computed_with):
+            logger.info(
+                "job %s starts at the beginning: it was stopped on another kind of device, or with other "
+                "options for the models",
+                job.job_id,
+            )
             continue
         numbers = (header["next_index"], header["producer"], header["last_number"])
         points[job.job_id] = ResumePoint(*numbers, path)

@@ -237,6 +237,7 @@ class ProcessBackend:
                 next_index=next_index,
                 producer=producer,
                 last_number=self._pool.last_number,
+                computed_with=self._pool.computed_with,
             )
         except OSError as error:
             logger.warning("job %s will start at the beginning: its state is not kept (%s)", job_id, error)

@@ -13,6 +13,11 @@ from gfgen.runtime.state import State
 from gfgen.runtime.workers import ProcessBackend
 
 JOB = make_job("a")
+ON_CPU = {"device": "cpu", "vae_dtype": "auto", "has_random_weights": False}
+
+
+def find(folder, job=JOB, **others):
+    return resume.find(folder, [job], computed_with=ON_CPU | others)
 
 
 @pytest.fixture
@@ -22,7 +27,7 @@ def folder(tmp_path):
     fd = Slab.create(plan, name="a")
     Slab(fd, plan).publish("latents", 3, "meta", [memoryview(b"latents")], producer=7)
     path = resume.resume_path(tmp_path, "a")
-    resume.save(path, JOB, fd, next_index=3, producer=7, last_number=9)
+    resume.save(path, JOB, fd, next_index=3, producer=7, last_number=9, computed_with=ON_CPU)
     os.close(fd)
     return tmp_path
 
@@ -34,7 +39,7 @@ def rewrite(folder, **changes):
 
 
 def test_a_stopped_job_is_found_and_its_slab_is_whole(folder):
-    point = resume.find(folder, [JOB])["a"]
+    point = find(folder)["a"]
     assert (point.next_index, point.producer, point.last_number) == (3, 7, 9)
     fd = resume.restore(point, JOB)
     slab = Slab(fd, SlabPlan.of(JOB.trajectory))
@@ -47,7 +52,7 @@ def test_a_stopped_job_is_found_and_its_slab_is_whole(folder):
 def test_a_truncated_file_is_passed_over(folder, caplog):
     path = resume.resume_path(folder, "a")
     path.write_bytes(path.read_bytes()[:-1])
-    assert resume.find(folder, [JOB]) == {}
+    assert find(folder) == {}
     assert "is damaged" in caplog.text
 
 
@@ -66,13 +71,32 @@ def test_a_truncated_file_is_passed_over(folder, caplog):
 )
 def test_an_edited_header_is_passed_over(folder, caplog, changes):
     rewrite(folder, **changes)
-    assert resume.find(folder, [JOB]) == {}
+    assert find(folder) == {}
     assert "is damaged" in caplog.text
 
 
 def test_a_job_that_has_changed_begins_anew(folder):
     changed = replace(JOB, info=replace(JOB.info, spec_hash="another"))
-    assert resume.find(folder, [changed]) == {}
+    assert find(folder, changed) == {}
+
+
+@pytest.mark.parametrize(
+    "others", [{"device": "cuda"}, {"vae_dtype": "bfloat16"}, {"has_random_weights": True}], ids=str
+)
+def test_state_of_another_kind_of_worker_is_passed_over_and_kept(folder, caplog, others):
+    with caplog.at_level("INFO", "gfgen"):
+        assert find(folder, **others) == {}
+    assert "job a starts at the beginning: it was stopped on another kind of device" in caplog.text
+    assert "a" in find(folder)
+
+
+def test_a_pool_says_what_state_depends_on(pool):
+    assert pool.computed_with == ON_CPU
+
+
+def test_a_file_of_before_that_was_noted_is_passed_over(folder):
+    rewrite(folder, computed_with=None)
+    assert find(folder) == {}
 
 
 def test_a_file_that_has_served_is_removed_with_its_folder(folder):
@@ -81,7 +105,7 @@ def test_a_file_that_has_served_is_removed_with_its_folder(folder):
 
 
 def test_dispatch_numbers_go_on_above_all_that_the_slab_may_name(folder):
-    points = resume.find(folder, [JOB])
+    points = find(folder)
     state = State(
         [JOB], num_ranks=1, clock=Clock(virtual=True), costs=CostModel(), guard_s=0.0, resume=points
     )
@@ -90,7 +114,7 @@ def test_dispatch_numbers_go_on_above_all_that_the_slab_may_name(folder):
 
 def test_a_job_that_was_not_touched_stays_as_it_was_kept(folder):
     backend = ProcessBackend.__new__(ProcessBackend)
-    backend._resume_points = resume.find(folder, [JOB])
+    backend._resume_points = find(folder)
     before = resume.resume_path(folder, "a").stat()
     backend.save("a", next_index=3, producer=7)
     assert resume.resume_path(folder, "a").stat() == before
