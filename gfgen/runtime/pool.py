@@ -8,7 +8,6 @@ nothing yet. A pool outlives a run: the next one starts on warm workers.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import multiprocessing
 import multiprocessing.process
@@ -16,6 +15,7 @@ import os
 import selectors
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
@@ -99,6 +99,10 @@ class Child:
     """The checkpoint that it said it begins to load; None when it is ready."""
     num_to_warm: int = 0
     """Kinds of steps that it has yet to get ready before it counts as loaded."""
+    untold_warm_ups: deque[WarmUp] = field(default_factory=deque)
+    """Kinds of steps to get ready that it is told of one by one."""
+    is_warming: bool = False
+    """It was told of one, and has not answered yet."""
     load_s: float = 0.0
     """What it has taken for the models of the last change so far."""
     jobs: set[str] = field(default_factory=set)
@@ -121,8 +125,10 @@ class Child:
     def tell(self, message: Any, fds: tuple[int, ...] = ()) -> None:
         """Send a message, without ever waiting for the process.
 
-        To one that is gone, nothing: the end of its channel tells later. One that has hundreds
-        of messages unread is stopped or stuck, and is killed.
+        To one that is gone, nothing: the end of its channel tells later. One whose socket takes no more is
+        taken for stopped or stuck, and is killed. It takes about 200 KB (hundreds of small messages, five
+        with the longest prompts), so what comes in bursts and may be large has to wait for answers, as
+        `warm_up` does.
         """
         try:
             self.channel.send(message, fds, wait=False)
@@ -131,6 +137,26 @@ class Child:
             self.kill()
         except OSError:
             logger.debug("%s is gone", self.name)
+
+    def warm_up(self, items: Sequence[WarmUp]) -> None:
+        """Let it get these steps ready: it is told of each when it has answered the one before."""
+        self.untold_warm_ups.extend(items)
+        self._tell_of_warm_up()
+
+    def forget_warm_ups(self) -> None:
+        """What it was not told of yet is no longer wanted."""
+        self.num_to_warm = max(0, self.num_to_warm - len(self.untold_warm_ups))
+        self.untold_warm_ups.clear()
+
+    def has_warmed_up(self) -> None:
+        """It has answered, and can be told of the next."""
+        self.is_warming = False
+        self._tell_of_warm_up()
+
+    def _tell_of_warm_up(self) -> None:
+        if self.untold_warm_ups and not self.is_warming:
+            self.is_warming = True
+            self.tell(self.untold_warm_ups.popleft())
 
     def kill(self) -> None:
         """Kill the process; does not wait for its end."""
@@ -320,8 +346,8 @@ class WorkerPool:
         """
         by_number = {item.number: item for item in items}
         awaited = {item.number: {worker.rank for worker in self.living} for item in items}
-        for item, worker in itertools.product(items, self.living):
-            worker.tell(item)
+        for worker in self.living:
+            worker.warm_up(items)
         loads = self._new_loads()
         speakers = self.speakers(
             signals, doing="ranks were warmed up; nothing was started", left_s=lambda: patience_s
@@ -359,6 +385,8 @@ class WorkerPool:
             peer = self.workers[received[0].rank]
             if peer.incarnation == received[0].incarnation and child.rank is not None:
                 peer.unknown_to.discard(child.rank)
+        elif received is not None and isinstance(received[0], WarmedUp):
+            child.has_warmed_up()
         return received
 
     def speakers(
@@ -514,10 +542,11 @@ class WorkerPool:
             if rank not in self.retired:
                 items = warm_ups if worker.is_ready and worker.has_arenas else ()
                 worker.asked_to_load_s = time.monotonic()
+                worker.forget_warm_ups()
                 worker.num_to_warm += len(items)  # one that is new may be about to answer for others
                 worker.load_s = 0.0
-                for each in (message, *items):
-                    worker.tell(each)
+                worker.tell(message)
+                worker.warm_up(items)
 
     def do_without(self, checkpoint: str) -> None:
         """Start no worker with this model."""

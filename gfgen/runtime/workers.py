@@ -509,8 +509,7 @@ class ProcessBackend:
             return
         self._warming.add(worker)
         worker.asked_to_load_s, worker.num_to_warm = time.monotonic(), len(items)
-        for item in items:
-            worker.tell(item)
+        worker.warm_up(items)
 
     def _warm_ups_of(self, checkpoints: Collection[str]) -> Sequence[WarmUp]:
         """What is to be got ready for the jobs at hand of these models."""

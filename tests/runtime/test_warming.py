@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pickle
+import socket
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,9 +17,9 @@ from gfgen.errors import InterruptedRunError, WorkerError
 from gfgen.graph import Stage
 from gfgen.runtime import warming
 from gfgen.runtime.admission import AdmittedJob
-from gfgen.runtime.channel import Channel
+from gfgen.runtime.channel import MAX_MESSAGE_BYTES, Channel
 from gfgen.runtime.messages import WarmedUp, WarmUp
-from gfgen.runtime.pool import MAX_DEATHS, WorkerPool
+from gfgen.runtime.pool import MAX_DEATHS, Child, WorkerPool
 from gfgen.runtime.warming import degrees_at_hand, warm_ups
 
 
@@ -82,21 +85,16 @@ def channel_pair() -> tuple[Channel, Channel]:
     return ours, theirs
 
 
-class Rank:
+class Rank(Child):
     """A worker that answers at once."""
 
-    is_ready = has_arenas = True
-    counts_tokens = False
-    incarnation = 1
-    is_stuck = False
-    loading = None
-
     def __init__(self, rank: int, *, fails: bool = False) -> None:
-        self.rank, self.name, self._fails = rank, f"rank {rank}", fails
-        self.unknown_to: set[int] = set()
-        self.channel, self._theirs = channel_pair()
+        ours, self._theirs = channel_pair()
+        process: Any = None
+        super().__init__(f"rank {rank}", process, ours, rank=rank, is_ready=True, has_arenas=True)
+        self._fails = fails
 
-    def tell(self, message: WarmUp) -> None:
+    def tell(self, message: WarmUp, fds: tuple[int, ...] = ()) -> None:
         self._theirs.send(WarmedUp(message.number, 0.1, "no memory" if self._fails else None))
 
     def die(self) -> None:
@@ -107,7 +105,28 @@ class Rank:
 
 
 class Silent(Rank):
-    def tell(self, message: WarmUp) -> None: ...
+    def tell(self, message: WarmUp, fds: tuple[int, ...] = ()) -> None: ...
+
+
+class Slow(Rank):
+    """Reads what it was told when the test lets it, from a socket like any other."""
+
+    def tell(self, message: WarmUp, fds: tuple[int, ...] = ()) -> None:
+        Child.tell(self, message, fds)
+
+    def kill(self) -> None:
+        raise AssertionError("it is not stuck")
+
+    def answer(self) -> int | None:
+        """The number of what it has now got ready; None when it was told of nothing."""
+        try:
+            received = self._theirs._socket.recv(MAX_MESSAGE_BYTES, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return None
+        message = pickle.loads(received)
+        self._theirs.send(WarmedUp(message.number, 0.1))
+        number: int = message.number
+        return number
 
 
 def pool_of(*ranks: Rank, are_all_needed: bool = False) -> WorkerPool:
@@ -181,6 +200,40 @@ def test_texts_are_padded_on_all_ranks_or_on_none_and_that_is_settled_once(could
     ranks[1].counts_tokens = not could[1]  # a new process, after a package was installed or removed
     pool._send_arenas(ranks[1:])
     assert told == [all(could)] * 3
+
+
+def long_items(count: int) -> list[WarmUp]:
+    """With the longest prompts that a job may have."""
+    spec = replace(ITEMS[0].spec, prompt="x" * 20_000, negative_prompt="y" * 20_000)
+    return [replace(ITEMS[0], number=number, spec=spec) for number in range(count)]
+
+
+def test_long_prompts_do_not_overflow_the_socket_of_a_rank_that_is_busy() -> None:
+    rank, items = Slow(0), long_items(16)
+    pool = pool_of(rank)
+    for number in range(16):
+        if number == 0:
+            rank.warm_up(items)
+        assert (rank.answer(), rank.answer()) == (number, None)
+        pool.receive(rank)
+    assert rank.answer() is None
+
+
+def test_other_models_end_what_was_yet_to_be_told_of_those_of_before() -> None:
+    rank = Slow(0)
+    pool = pool_of(rank)
+    pool.unloadable = {}
+    told: list[str] = []
+    rank.tell = lambda message, fds=(): told.append(  # type: ignore[method-assign, misc]
+        message.number if isinstance(message, WarmUp) else type(message).__name__
+    )
+    pool.set_models([Path("/a")], warm_ups=long_items(3))
+    pool.set_models([Path("/b")], warm_ups=[replace(item, number=10 + item.number) for item in long_items(2)])
+    assert (told, rank.num_to_warm) == (["SetModels", 0, "SetModels"], 3)
+    for number in (0, 10, 11):
+        rank._theirs.send(WarmedUp(number, 0.1))
+        pool.receive(rank)
+    assert told == ["SetModels", 0, "SetModels", 10, 11]
 
 
 def test_nothing_to_warm_up_takes_no_time() -> None:
