@@ -30,7 +30,7 @@ from gfgen.job import read_job_stream
 from gfgen.jobspec import JobSpec
 from gfgen.runtime.admission import AdmittedJob
 from gfgen.runtime.linefile import LineFile
-from gfgen.runtime.manifest import MANIFEST_NAME, finished_jobs, read_manifest
+from gfgen.runtime.manifest import MANIFEST_NAME, GrowingManifest, finished_jobs
 from gfgen.runtime.observer import JobOutcome, Observer
 
 logger = logging.getLogger(__name__)
@@ -55,6 +55,8 @@ class _Sight:
     mark: tuple[int, int, int]
     since: float
     is_dealt_with: bool = False
+    is_unreadable: bool = False
+    """It could not be read, and the log says so."""
 
 
 @dataclass(slots=True)
@@ -83,7 +85,8 @@ class Inbox(Observer):
         now: Callable[[], float] = time.time,
     ) -> None:
         self._folder = folder
-        self._manifest = output_dir / MANIFEST_NAME
+        self._manifest_path = output_dir / MANIFEST_NAME
+        self._manifest = GrowingManifest(self._manifest_path)
         self._admit = admit
         self._skip_invalid = skip_invalid
         self._now = now
@@ -145,9 +148,23 @@ class Inbox(Observer):
         """The jobs of the files that are complete and were not taken yet."""
         jobs: list[AdmittedJob] = []
         for path in self._complete_files():
-            with suppress(FileNotFoundError):  # taken away again since we saw it
-                jobs += self._take_file(path)
+            try:
+                content = _read(path)
+            except OSError as error:
+                self._note_unreadable(path, error)
+                continue
+            if content is not None:
+                jobs += self._take_file(path, content)
         return jobs
+
+    def _note_unreadable(self, path: Path, error: OSError) -> None:
+        """Look at the file again next time, also if it looks the same: rights change, and disks come back."""
+        sight = self._sights[path.name]
+        sight.is_dealt_with = False
+        if isinstance(error, FileNotFoundError) or sight.is_unreadable:  # taken away again since we saw it
+            return
+        sight.is_unreadable = True
+        logger.error("%s cannot be read (%s); it is tried again and again", path, error.strerror)
 
     def _complete_files(self) -> Iterator[Path]:
         """Files to read now: those taken before in their old order, then by age."""
@@ -186,11 +203,8 @@ class Inbox(Observer):
         sight.is_dealt_with = True
         return True
 
-    def _take_file(self, path: Path) -> list[AdmittedJob]:
+    def _take_file(self, path: Path, content: bytes) -> list[AdmittedJob]:
         """The jobs of one file that are to run; none when it is refused, or known."""
-        content = _read(path)
-        if content is None:
-            return []
         key = (path.name, hashlib.sha256(content).hexdigest())
         if key in self._taken:
             return []
@@ -241,16 +255,15 @@ class Inbox(Observer):
 
     def _unfinished(self, jobs: Sequence[AdmittedJob], key: tuple[str, str]) -> list[AdmittedJob]:
         """The jobs that are to run, which are noted as at work."""
-        infos = [job.info for job in jobs]
+        infos, lines = [job.info for job in jobs], self._manifest.read()
         if key in self._before:  # each once: what has a line in the manifest has ended
-            lines = read_manifest(self._manifest)
             finished = {
                 info.job_id
                 for info in infos
                 if info.job_id in lines and lines[info.job_id].get("spec_hash") == info.spec_hash
             }
         else:
-            finished = set(finished_jobs(self._manifest, infos))
+            finished = set(finished_jobs(self._manifest_path, infos, entries=lines))
         todo = []
         for job in jobs:
             known = self._known.get(name_key(job.job_id))
@@ -284,15 +297,12 @@ def _is_job_file(name: str) -> bool:
 
 
 def _read(path: Path) -> bytes | None:
-    """The file's content; None, with a report, when it cannot be read."""
-    try:
-        with path.open("rb") as file:
-            content = file.read(MAX_FILE_BYTES + 1)
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        logger.error("%s cannot be read (%s)", path, error.strerror)
-        return None
+    """The file's content; None, with a report, when it is too large.
+
+    Raises: OSError when it cannot be read.
+    """
+    with path.open("rb") as file:
+        content = file.read(MAX_FILE_BYTES + 1)
     if len(content) <= MAX_FILE_BYTES:
         return content
     accepted = f"more than {MAX_FILE_BYTES // 2**20} MiB; split the file"

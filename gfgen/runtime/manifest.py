@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -112,14 +113,58 @@ def read_manifest(path: Path) -> dict[str, Entry]:
     Lines that are torn, spoilt, or of another version count as absent, with a warning: their
     jobs run again.
     """
-    entries: dict[str, Entry] = {}
     try:
         content = path.read_bytes()
     except FileNotFoundError:
         return {}
     except OSError as error:
         raise OutputError(f"cannot read {path}: {error.strerror}") from error
-    for number, line in enumerate(content.split(b"\n"), start=1):
+    return _entries(content, path, first=1)
+
+
+class GrowingManifest:
+    """What `read_manifest` gives, for one who asks again and again: each line is read once.
+
+    A file under its name that is another, or shorter, is read from its beginning.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._begin_anew(inode=None)
+
+    def read(self) -> Mapping[str, Entry]:
+        """The latest line of each job, as of now.
+
+        Raises: OutputError when the file cannot be read.
+        """
+        try:
+            with self._path.open("rb") as file:
+                stat = os.fstat(file.fileno())
+                if stat.st_ino != self._inode or stat.st_size < self._size_bytes:
+                    self._begin_anew(inode=stat.st_ino)
+                file.seek(self._size_bytes)
+                content = file.read()
+        except FileNotFoundError:
+            self._begin_anew(inode=None)
+            return self._entries
+        except OSError as error:
+            raise OutputError(f"cannot read {self._path}: {error.strerror}") from error
+        whole, line_break, rest = content.rpartition(b"\n")
+        self._entries |= _entries(whole, self._path, first=1 + self._num_lines)
+        self._num_lines += content.count(b"\n")
+        self._size_bytes += len(whole + line_break)
+        last = _entry(rest)  # it may lack its line break, or be about to be written
+        return self._entries if last is None else {**self._entries, last["id"]: last}
+
+    def _begin_anew(self, *, inode: int | None) -> None:
+        self._inode, self._size_bytes, self._num_lines = inode, 0, 0
+        self._entries: dict[str, Entry] = {}
+
+
+def _entries(content: bytes, path: Path, *, first: int) -> dict[str, Entry]:
+    """The latest line of each job in a part of a manifest, which begins with the line of this number."""
+    entries: dict[str, Entry] = {}
+    for number, line in enumerate(content.split(b"\n"), start=first):
         entry = _entry(line)
         if entry is not None:
             entries[entry["id"]] = entry
@@ -145,13 +190,15 @@ def _make_parent(path: Path) -> None:
         raise OutputError(f"cannot write {path}: {error.strerror}; choose another --output") from error
 
 
-def finished_jobs(path: Path, infos: Iterable[JobInfo]) -> frozenset[str]:
-    """Ids of the jobs that need not run again.
+def finished_jobs(
+    path: Path, infos: Iterable[JobInfo], *, entries: Mapping[str, Entry] | None = None
+) -> frozenset[str]:
+    """Ids of the jobs that need not run again; `entries` are those of the manifest, where they were read.
 
     Those whose latest line says done, under the same spec hash and file name, and whose
     file is there with the size that was written.
     """
-    entries = read_manifest(path)
+    entries = read_manifest(path) if entries is None else entries
     return frozenset(
         info.job_id
         for info in infos

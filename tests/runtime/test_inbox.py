@@ -11,6 +11,7 @@ from builders import make_job
 from gfgen.errors import OutputError, Problem
 from gfgen.identity import output_name, spec_hash
 from gfgen.runtime import inbox as inbox_module
+from gfgen.runtime import manifest as manifest_module
 from gfgen.runtime.inbox import Inbox
 from gfgen.runtime.manifest import ManifestWriter
 from gfgen.runtime.observer import JobOutcome
@@ -270,6 +271,34 @@ def test_a_folder_that_goes_away_is_told_once_and_looked_for(desk, caplog):
     desk.folder.with_name("away").rename(desk.folder)
     desk.put("a.jsonl", FOX)
     assert desk.look() == ["fox"]
+
+
+def test_a_file_that_cannot_be_read_now_is_tried_again_and_told_once(desk, caplog, monkeypatch):
+    path, read = desk.put("a.jsonl", FOX), inbox_module._read
+
+    def deny(asked):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(inbox_module, "_read", deny)
+    assert desk.look() == desk.look() == []
+    assert caplog.text.count("cannot be read (Permission denied)") == 1
+    monkeypatch.setattr(inbox_module, "_read", read)
+    assert desk.look() == ["fox"]
+    assert desk.look() == []
+    assert path.exists()
+
+
+def test_a_restart_reads_the_manifest_once_however_many_files_there_are(desk, monkeypatch):
+    for idx in range(20):
+        desk.put(f"{idx}.jsonl", {"id": f"job-{idx}", "prompt": "x"})
+    assert len(desk.look()) == 20
+    for idx in range(20):
+        desk.end(f"job-{idx}", "x")
+    desk.restart()
+    lines, entry_of = [], manifest_module._entry
+    monkeypatch.setattr(manifest_module, "_entry", lambda line: lines.append(line) or entry_of(line))
+    assert desk.look() == []
+    assert len(list(filter(None, lines))) == 20
 
 
 def test_what_the_thread_finds_reaches_the_control_loop(desk, monkeypatch):

@@ -11,7 +11,14 @@ import pytest
 from acted_run import ActedRun, Part, job_info
 
 from gfgen.errors import OutputError
-from gfgen.runtime.manifest import ManifestWriter, finished_jobs, read_manifest, rounding_note
+from gfgen.runtime import manifest
+from gfgen.runtime.manifest import (
+    GrowingManifest,
+    ManifestWriter,
+    finished_jobs,
+    read_manifest,
+    rounding_note,
+)
 from gfgen.runtime.observer import JobInfo, JobOutcome, skipped_outcome
 
 FROZEN_KEYS = [
@@ -190,3 +197,49 @@ def test_whole_run_leaves_a_line_for_each_job(tmp_path: Path) -> None:
     ActedRun(parts, num_ranks=1, observers=[ManifestWriter(tmp_path / "manifest.jsonl")]).play()
     entries = read_manifest(tmp_path / "manifest.jsonl")
     assert {name: entry["status"] for name, entry in entries.items()} == {"a": "done", "b": "failed"}
+
+
+def test_a_growing_manifest_says_what_one_that_is_read_at_once_does(tmp_path: Path) -> None:
+    path = tmp_path / "manifest.jsonl"
+    growing = GrowingManifest(path)
+    assert growing.read() == {}
+    write(tmp_path, outcome(job_info("a")), outcome(job_info("b"), status="failed", error="x"))
+    assert growing.read() == read_manifest(path)
+    write(tmp_path, outcome(job_info("b")), outcome(job_info("c")))
+    assert growing.read() == read_manifest(path)
+    assert growing.read()["b"]["status"] == "done"
+    content = path.read_bytes()
+    path.write_bytes(content[:-1])  # an editor took the line break away
+    assert growing.read() == read_manifest(path)
+    path.write_bytes(content + content[:30])
+    assert set(growing.read()) == {"a", "b", "c"}
+    path.write_bytes(content + content)
+    assert growing.read() == read_manifest(path)
+
+
+def test_each_line_of_a_growing_manifest_is_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, lines = write(tmp_path, *[outcome(job_info(f"job {idx}")) for idx in range(20)]), []
+    growing, entry_of = GrowingManifest(path), manifest._entry
+    monkeypatch.setattr(manifest, "_entry", lambda line: lines.append(line) or entry_of(line))
+    for _ in range(50):
+        assert len(growing.read()) == 20
+    write(tmp_path, outcome(job_info("one more")))
+    assert len(growing.read()) == 21
+    assert len(list(filter(None, lines))) == 21
+
+
+def test_another_file_under_the_name_of_a_growing_manifest_is_read_anew(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write(tmp_path, outcome(job_info("a")), outcome(job_info("b")))
+    growing = GrowingManifest(path)
+    assert set(growing.read()) == {"a", "b"}
+    path.rename(tmp_path / "before.jsonl")
+    assert growing.read() == {}
+    write(tmp_path, outcome(job_info("c")))
+    with path.open("ab") as file:
+        file.write(b"spoilt\n")
+    assert set(growing.read()) == {"c"}
+    assert "line 2 is no line of a manifest" in caplog.text
