@@ -13,6 +13,7 @@ from typing import Protocol
 from gfgen.errors import InterruptedRunError, PolicyError, PolicyFault, StalledError, in_one_line
 from gfgen.policies.catalog import NamedPolicy, load_policy
 from gfgen.runtime.admission import AdmittedJob, arriving_after
+from gfgen.runtime.backlog import Backlog
 from gfgen.runtime.clock import Clock
 from gfgen.runtime.dispatch import Dispatch
 from gfgen.runtime.events import ClosingTime, Event, JobArrived, JobTimedOut, PolicyChanged, Wakeup
@@ -115,7 +116,13 @@ class Control:
         self.policy = policy
         self.journal = journal or NoJournal()
         self.metrics = Metrics()
-        self.observers = (self.metrics, *observers, *([] if residency is None else [residency]))
+        self._backlog = Backlog(num_ranks=state.num_ranks)
+        self.observers = (
+            self.metrics,
+            *observers,
+            *([] if residency is None else [residency]),
+            self._backlog,
+        )
         self.given_up: str | None = None
         """Why FALLBACK has taken the place of the policy, if it has."""
         self._num_policy_faults = 0
@@ -278,7 +285,9 @@ class Control:
             self.clock.at(ClosingTime(self.clock.now_s))
 
     def start(self, decision: Decision) -> bool:
-        """Dispatch a decision; False when it is illegal, which is the policy's fault."""
+        """Dispatch a decision, or let it wait; False when it is illegal, which is the policy's fault."""
+        if self._backlog.holds_back(decision):
+            return True  # the policy is asked again when a file is written
         try:
             dispatch = self.state.begin(decision)
         except PolicyFault as fault:

@@ -25,7 +25,7 @@ from typing import Any
 from gfgen.errors import InterruptedRunError, WorkerError
 from gfgen.gfc.arena import Plan
 from gfgen.gfc.cuda.selector import tuned_tables
-from gfgen.runtime import forkserver
+from gfgen.runtime import descriptors, forkserver
 from gfgen.runtime.arenas import RankArenas, default_plan
 from gfgen.runtime.channel import Channel
 from gfgen.runtime.loads import Loads
@@ -217,6 +217,7 @@ class WorkerPool:
         # So that nothing that the fork server imports initialises CUDA by asking whether it is there: it does
         # not survive a fork. NVML, which is asked then, does.
         os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+        descriptors.allow_most()
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(list(PRELOADS[device] if preload is None else preload))
         forkserver.ensure_running()

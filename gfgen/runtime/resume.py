@@ -104,13 +104,20 @@ def find(
 
 
 def restore(point: ResumePoint, job: AdmittedJob) -> int:
-    """A slab with the state of a resume file; the caller owns the descriptor."""
-    fd = Slab.create(SlabPlan.of(job.trajectory), name=job.job_id)
+    """A slab with the state of a resume file; the caller owns the descriptor.
+
+    Raises: OSError, ValueError or KeyError when the file cannot be read any more.
+    """
     with point.path.open("rb") as file:
         header = json.loads(file.readline())
-        for offset, length in header["extents"]:
-            for start in range(offset, offset + length, _CHUNK_BYTES):
-                os.pwrite(fd, file.read(min(_CHUNK_BYTES, offset + length - start)), start)
+        fd = Slab.create(SlabPlan.of(job.trajectory), name=job.job_id)
+        try:
+            for offset, length in header["extents"]:
+                for start in range(offset, offset + length, _CHUNK_BYTES):
+                    os.pwrite(fd, file.read(min(_CHUNK_BYTES, offset + length - start)), start)
+        except BaseException:
+            os.close(fd)
+            raise
     return fd
 
 

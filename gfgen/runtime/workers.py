@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from gfgen.errors import in_one_line
 from gfgen.graph import Stage
 from gfgen.runtime import resume
 from gfgen.runtime.admission import AdmittedJob
@@ -124,6 +125,8 @@ class ProcessBackend:
         """By decode: ranks whose frames have yet to reach the writer's memory, and since when they do."""
         self._unwritten: dict[int, str] = {}
         """By decode that has ended: its job, of which some frames are yet to come."""
+        self._unsent: list[tuple[Dispatch, str]] = []
+        """Dispatches that could not be handed out, and why."""
         self._recovery: Recovery | None = None
         self._watchdog: Watchdog[Child] = Watchdog(patience or Patience(), looked_s=clock.now_s)
         self._verdicts: dict[Child, str] = {}
@@ -166,7 +169,7 @@ class ProcessBackend:
 
     def wait(self, until: float | None) -> list[Event]:
         """Events in order of receipt, and what has fallen due; none when nothing happened for a tick."""
-        events = [*self._greet(), *self._tell_unloadable()]
+        events = [*self._greet(), *self._tell_unloadable(), *self._tell_unsent()]
         timeout_s = _TICK_S if until is None else min(_TICK_S, max(0.0, until - self._clock.now_s))
         for key, _ in self._selector.select(0 if events else timeout_s):
             if isinstance(key.data, Child):
@@ -185,16 +188,21 @@ class ProcessBackend:
     def submit(self, dispatch: Dispatch) -> None:
         """Send a task to its ranks, and before it what they do not know yet of the job."""
         task, ranks = dispatch.task, dispatch.layout.ranks
+        try:
+            slab = self._slab(task.job_id)
+            fds = (self._writes.new_frames(self._jobs[task.job_id]),) if task.stage is Stage.DECODE else ()
+        except (OSError, ValueError, KeyError) as error:  # too many open files, or what was kept is gone
+            self._unsent.append((dispatch, f"its state has no place here: {in_one_line(error)}"))
+            return
         self._dispatches[dispatch.number] = dispatch
         self._unreported[dispatch.number] = set(ranks)
         self._pool.last_number = dispatch.number
         incarnations = tuple([self._pool.workers[rank].incarnation for rank in ranks])
-        fds = (self._writes.new_frames(self._jobs[task.job_id]),) if task.stage is Stage.DECODE else ()
         self._ask_for_state(dispatch)
         for rank in ranks:
             worker = self._pool.workers[rank]
             if task.job_id not in worker.jobs:
-                self._introduce_job(worker, task.job_id)
+                self._introduce_job(worker, task.job_id, slab)
             message = RunTask(
                 number=dispatch.number,
                 job_id=task.job_id,
@@ -228,12 +236,11 @@ class ProcessBackend:
         if job_id in self._resume_points:  # no task of it was begun: what was kept is as it was
             return
         path = resume.resume_path(self._output_dir, job_id)
-        slab = self._slab(job_id)
         try:
             resume.save(
                 path,
                 self._jobs[job_id],
-                slab,
+                self._slab(job_id),
                 next_index=next_index,
                 producer=producer,
                 last_number=self._pool.last_number,
@@ -303,6 +310,13 @@ class ProcessBackend:
             if reason is not None and model not in self._known_unloadable:
                 self._known_unloadable.add(model)
                 yield LoadFailed(self._clock.now_s, (model,), reason)
+
+    def _tell_unsent(self) -> Iterator[TaskFailed]:
+        """Dispatches of which nobody was told, for lack of what they need here."""
+        unsent, self._unsent = self._unsent, []
+        for dispatch, reason in unsent:
+            for rank in dispatch.layout.ranks:
+                yield TaskFailed(self._clock.now_s, dispatch.number, rank, reason)
 
     def _take_in(self) -> Iterator[RankReady]:
         """The workers that have arrived take tasks from now on."""
@@ -700,17 +714,22 @@ class ProcessBackend:
             message = SendState(dispatch.number, dispatch.task.job_id, dispatch.producer, mine)
             self._pool.workers[source].tell(message)
 
-    def _introduce_job(self, worker: Child, job_id: str) -> None:
+    def _introduce_job(self, worker: Child, job_id: str, slab: int) -> None:
         job = self._jobs[job_id]
-        worker.tell(StartJob(job.spec, job.trajectory, str(job.checkpoint)), (self._slab(job_id),))
+        worker.tell(StartJob(job.spec, job.trajectory, str(job.checkpoint)), (slab,))
         worker.jobs.add(job_id)
 
     def _slab(self, job_id: str) -> int:
-        """The job's slab; made at its first task, with what an earlier run has left of it."""
+        """The job's slab; made at its first task, with what an earlier run has left of it.
+
+        Raises: OSError when there is no descriptor for it; that, ValueError or KeyError when what was left
+        cannot be read any more.
+        """
         if job_id not in self._slabs:
-            job, point = self._jobs[job_id], self._resume_points.pop(job_id, None)
+            job, point = self._jobs[job_id], self._resume_points.get(job_id)
             plan = SlabPlan.of(job.trajectory)
             self._slabs[job_id] = resume.restore(point, job) if point else Slab.create(plan, name=job_id)
+            self._resume_points.pop(job_id, None)
         return self._slabs[job_id]
 
 

@@ -1,4 +1,6 @@
 import itertools
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from builders import STEP_S, make_job, simulate, simulated_control
@@ -7,14 +9,18 @@ from gfgen.errors import InterruptedRunError, PolicyFault, StalledError
 from gfgen.graph import Stage
 from gfgen.layout import Layout
 from gfgen.policies.catalog import NamedPolicy
+from gfgen.runtime.backlog import MIN_FILES, Backlog
 from gfgen.runtime.events import (
     ClosingTime,
+    FramesLost,
     JobCancelled,
     OutputWritten,
     PolicyChanged,
     StopRequested,
     TaskDone,
+    TaskFailed,
 )
+from gfgen.runtime.observer import Observer
 from gfgen.runtime.simulate import SimulatedBackend
 from gfgen.snapshot import Decision
 
@@ -355,3 +361,43 @@ def test_steps_that_move_to_other_ranks_are_queued_shortly_before_the_end_too():
     ends_s = {event.dispatch: event.ended_s for event in recorder.events if isinstance(event, TaskDone)}
     early_s = [ends_s[b.number] - a.submitted_s for b, a in itertools.pairwise(recorder.dispatches)]
     assert all(0.005 < each < 0.015 for each in early_s[5:-1])
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "srtf", "edf", "makespan"])
+def test_decodes_wait_for_writers_that_are_slow(policy):
+    """100 times as slow as all of a job; a few files for each rank are under way, and no more."""
+    jobs = [make_job(f"job-{idx}", steps=1) for idx in range(60)]
+    control, recorder = simulated_control(
+        jobs,
+        policy=policy,
+        backend=lambda *args, times, **options: SimulatedBackend(
+            *args, times=replace(times, write_s=400 * STEP_S), **options
+        ),
+    )
+    under_way, most = set(), []
+    control.observers += (watch := Observer(),)
+    watch.dispatched = lambda dispatch: (
+        under_way.add(dispatch.task.job_id) if dispatch.task.stage is Stage.DECODE else None,
+        most.append(len(under_way)),
+    )
+    watch.ended = lambda outcome: under_way.discard(outcome.info.job_id)
+    control.run()
+    assert len(recorder.end_order) == 60
+    assert max(most) == MIN_FILES
+
+
+def test_a_decode_that_failed_counts_no_more_and_may_be_tried_again():
+    backlog = Backlog(num_ranks=1)
+    decode = make_job("a").trajectory.task(make_job("a").trajectory.num_tasks - 1)
+    for number in range(MIN_FILES):
+        task = replace(decode, job_id=f"job-{number}")
+        backlog.dispatched(SimpleNamespace(task=task, number=number))
+    asked = Decision(replace(decode, job_id="job-3"), Layout.single(0))
+    assert backlog.holds_back(asked)
+    assert not backlog.holds_back(replace(asked, task=replace(decode, stage=Stage.DENOISE, step=0)))
+    backlog.applied(TaskFailed(0.0, 3, 0, "out of memory"))
+    assert not backlog.holds_back(asked)
+    backlog.dispatched(SimpleNamespace(task=asked.task, number=99))
+    assert backlog.holds_back(asked)
+    backlog.applied(FramesLost(0.0, "job-3", "its rank died"))
+    assert not backlog.holds_back(asked)

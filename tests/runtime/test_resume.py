@@ -118,3 +118,14 @@ def test_a_job_that_was_not_touched_stays_as_it_was_kept(folder):
     before = resume.resume_path(folder, "a").stat()
     backend.save("a", next_index=3, producer=7)
     assert resume.resume_path(folder, "a").stat() == before
+
+
+def test_a_file_that_has_gone_since_it_was_found_fails_its_job_each_time(folder):
+    backend = ProcessBackend.__new__(ProcessBackend)
+    backend._resume_points, backend._slabs, backend._jobs = find(folder), {}, {"a": JOB}
+    resume.resume_path(folder, "a").unlink()
+    fds = os.listdir("/proc/self/fd")
+    for _ in range(2):
+        with pytest.raises(FileNotFoundError):
+            backend._slab("a")
+    assert len(os.listdir("/proc/self/fd")) == len(fds)

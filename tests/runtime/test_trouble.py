@@ -14,6 +14,8 @@ from gfgen.job import JobSpec
 from gfgen.runtime.events import TaskFailed
 from gfgen.runtime.journal import Journal, read_journal
 from gfgen.runtime.manifest import ManifestWriter, read_manifest
+from gfgen.runtime.slab import Slab
+from gfgen.runtime.writes import Writes
 
 
 def failures(recorder):
@@ -100,3 +102,34 @@ def test_a_full_disk_under_the_manifest_stops_the_run_and_leaves_whole_lines(tmp
     manifest.close()
     assert len(read_manifest(tmp_path / "manifest.jsonl")) == 1
     assert (tmp_path / "manifest.jsonl").read_bytes().endswith(b"\n")
+
+
+@pytest.mark.parametrize("what", ["slab", "frames"])
+def test_a_job_for_which_no_file_can_be_opened_fails_alone(pool, tmp_path, monkeypatch, what):
+    """Each task is tried twice."""
+    refused, create, new_frames = [], Slab.create, Writes.new_frames
+
+    def refuse(name):
+        if name == f"poor-{what}" and len(refused) < 2:
+            refused.append(name)
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    def create_slab(plan, *, name):
+        refuse(name if what == "slab" else "")
+        return create(plan, name=name)
+
+    def create_frames(writes, job):
+        refuse(job.job_id if what == "frames" else "")
+        return new_frames(writes, job)
+
+    monkeypatch.setattr(Slab, "create", staticmethod(create_slab))
+    monkeypatch.setattr(Writes, "new_frames", create_frames)
+    jobs = [JobSpec(id=f"{kind}-{what}", prompt="a fox", **PICTURE) for kind in ("poor", "rich")]
+    recorder = run(pool, tmp_path, *jobs)
+    outcomes = {outcome.info.job_id: outcome for outcome in recorder.outcomes}
+    assert outcomes[f"rich-{what}"].status == "done"
+    assert outcomes[f"poor-{what}"].status == "failed"
+    assert (
+        "its state has no place here: OSError: [Errno 24] Too many open files"
+        in outcomes[f"poor-{what}"].error
+    )
