@@ -33,7 +33,7 @@ from gfgen.gfc.group import Group
 from gfgen.graph import Artifact
 from gfgen.layout import Layout
 from gfgen.models.adapter import Fields
-from gfgen.runtime.migration import Codec, plan_transfers
+from gfgen.runtime.migration import plan_transfers
 from gfgen.runtime.worker_jobs import receive_state, send_state
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -73,8 +73,8 @@ def measure(endpoint: Endpoint, layout: Layout, repeats: int) -> dict[str, Timin
     if endpoint.rank < 2:
         found["point-to-point, 1 MiB, there and back"] = ping_pong(endpoint, MIB, repeats // 10)
     if layout.degree >= 4:
-        for name, source, destination, codec in MIGRATIONS:
-            found[name] = migration(endpoint, group, source, destination, codec, repeats // 10)
+        for name, source, destination in MIGRATIONS:
+            found[name] = migration(endpoint, group, source, destination, repeats // 10)
     # Last, and on one rank while the others sleep: making a group is nobody else's work.
     group.barrier()
     if group.slot == 0:
@@ -117,30 +117,15 @@ STATE = Artifact("latents", tuple((f"tensor {i}", (1, 64, 1024), "float32") for 
 """1 MiB of a job's state, as four tensors of a solver."""
 
 MIGRATIONS = (
-    ("migration of 1 MiB, 1 rank to 1", Layout((0,)), Layout((1,)), Codec.REPLICATED),
-    ("migration of 1 MiB, 1 rank to 2", Layout((0,)), Layout((1, 2), ulysses=2), Codec.REPLICATED),
-    (
-        "migration of 1 MiB, 2 ranks to 2 others",
-        Layout((0, 1), ulysses=2),
-        Layout((2, 3), ulysses=2),
-        Codec.REPLICATED,
-    ),
-    (
-        "the same, sharded: half of it to each",
-        Layout((0, 1), ulysses=2),
-        Layout((2, 3), ulysses=2),
-        Codec.SHARDED,
-    ),
+    ("migration of 1 MiB, 1 rank to 1", Layout((0,)), Layout((1,))),
+    ("migration of 1 MiB, 1 rank to 2", Layout((0,)), Layout((1, 2), ulysses=2)),
+    ("migration of 1 MiB, 2 ranks to 2 others", Layout((0, 1), ulysses=2), Layout((2, 3), ulysses=2)),
 )
 
 
-def migration(
-    endpoint: Endpoint, group: Group, source: Layout, destination: Layout, codec: Codec, repeats: int
-) -> Timing:
+def migration(endpoint: Endpoint, group: Group, source: Layout, destination: Layout, repeats: int) -> Timing:
     """From the moment at which all ranks are ready until this one has sent or received its part."""
-    transfers = plan_transfers(
-        STATE, source=source, destination=destination, source_codec=codec, destination_codec=codec
-    )
+    transfers = plan_transfers(STATE, source=source, destination=destination)
     sent = [transfer for transfer in transfers if transfer.source == endpoint.rank]
     received = [transfer for transfer in transfers if transfer.destination == endpoint.rank]
     fields = Fields({name: torch.rand(shape) for name, shape, _ in STATE.fields})
