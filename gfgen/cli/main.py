@@ -89,7 +89,8 @@ def _let_go_of_closed_streams() -> None:
     """What a closed terminal or pipe did not take would be written once more at the exit: with code 120."""
     for stream in (sys.stdout, sys.stderr):
         try:
-            stream.flush()
+            if stream is not None and not stream.closed:  # None: started without it
+                stream.flush()
         except OSError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 

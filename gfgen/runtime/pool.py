@@ -252,11 +252,19 @@ class WorkerPool:
         self._arenas = RankArenas(self._plan, num_ranks=num_ranks, are_on_gpus=are_on_gpus)
         self._counts_tokens: bool | None = None
         """Whether ranks pad texts: settled when they meet, and for all that come later."""
-        self.workers = [self._start_worker(rank, incarnation=1) for rank in range(num_ranks)]
+        self.workers: list[Child] = []
+        self.writers: list[Child] = []
         if num_writers is None:
             cores = len(os.sched_getaffinity(0))
             num_writers = default_writers(num_ranks=num_ranks, num_cores=cores) if are_on_gpus else 1
-        self.writers = [self._start_writer(idx) for idx in range(num_writers)]
+        try:
+            for rank in range(num_ranks):
+                self.workers.append(self._start_worker(rank, incarnation=1))
+            for idx in range(num_writers):
+                self.writers.append(self._start_writer(idx))
+        except BaseException:  # those that were started would load their models first, and are waited for
+            self.close(at_once=True)
+            raise
         if not are_on_gpus:
             self._send_arenas(self.workers)
 

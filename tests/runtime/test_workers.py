@@ -10,6 +10,7 @@ import pytest
 from builders import Recorder
 from PIL import Image
 
+from gfgen.errors import WorkerError
 from gfgen.job import JobSpec
 from gfgen.layout import Layout
 from gfgen.models.geometry import load_geometry
@@ -21,7 +22,7 @@ from gfgen.runtime.control import Control
 from gfgen.runtime.cost import CostModel
 from gfgen.runtime.events import RankReady, TaskFailed
 from gfgen.runtime.outputs import read_metadata
-from gfgen.runtime.pool import default_writers
+from gfgen.runtime.pool import WorkerPool, default_writers
 from gfgen.runtime.slab import Slab, SlabPlan
 from gfgen.runtime.state import State
 from gfgen.runtime.worker_jobs import fetch
@@ -207,3 +208,20 @@ def test_the_files_path_may_lie_in_a_folder_with_spaces(pool, tmp_path):
     folder.mkdir()
     run(pool, folder, JobSpec(id="picture", prompt="a red fox", **PICTURE))
     assert Path(folder, "picture.png").exists()
+
+
+def test_a_pool_that_cannot_be_started_leaves_no_process(monkeypatch):
+    """They get no SIGTERM, by which Python would end them at its own exit."""
+    started, start = [], WorkerPool._start
+
+    def start_ranks_only(pool, name, *arguments):
+        if name.startswith("writer"):
+            raise WorkerError("no more processes")
+        started.append(start(pool, name, *arguments))
+        return started[-1]
+
+    monkeypatch.setattr(WorkerPool, "_start", start_ranks_only)
+    with pytest.raises(WorkerError, match="no more processes"):
+        WorkerPool(num_ranks=2, checkpoints=[])
+    assert len(started) == 2
+    assert all(child.process.exitcode is not None for child in started)
