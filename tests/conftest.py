@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
 from gfgen.models.registry import TINY_NAMES, make_tiny_models, resolve_checkpoint, tiny_dir
+
+
+def pytest_configure() -> None:
+    """As from a terminal: a run that was started where signals are ignored (nohup, a script's background)
+    ignores them, and what tests start would, too."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            is_interrupt = number == signal.SIGINT
+            signal.signal(number, signal.default_int_handler if is_interrupt else signal.SIG_DFL)
 
 
 @pytest.fixture(autouse=True)
