@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -454,7 +452,5 @@ def _report(summary: Summary, options: RunOptions) -> None:
 
 def _say(line: str) -> None:
     """To whoever reads it; that they have gone is no failure of a run that has ended."""
-    try:
+    with contextlib.suppress(OSError):  # a pipe that nobody reads, or a terminal that was closed
         click.echo(line)
-    except OSError:  # a pipe that nobody reads, or a terminal that was closed
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

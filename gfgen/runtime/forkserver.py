@@ -21,8 +21,9 @@ import tempfile
 from collections.abc import Iterator
 from typing import Any
 
+from gfgen.runtime.signals import FOR_THE_RUN
+
 _BY_DESCRIPTOR = "/proc/self/fd/"
-_FOR_THE_RUN = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def ensure_running() -> None:
@@ -61,7 +62,7 @@ def _signals_blocked() -> Iterator[None]:
 
     A process inherits what is blocked, as what is ignored; but this one gets what has come meanwhile.
     """
-    previous = signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_THE_RUN)
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, FOR_THE_RUN)
     try:
         yield
     finally:

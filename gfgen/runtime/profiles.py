@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Set
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 from gfgen.errors import InputError
@@ -44,9 +45,10 @@ def find_profile(device: str | None = None) -> tuple[Path, Profile] | None:
     return None
 
 
-def shipped_profiles() -> list[Profile]:
+@cache
+def shipped_profiles() -> tuple[Profile, ...]:
     """Those that come with gfgen; they are of other machines, as a rule."""
-    return [load_profile(path) for path in sorted(SHIPPED.glob("*.json"))]
+    return tuple([load_profile(path) for path in sorted(SHIPPED.glob("*.json"))])
 
 
 def first_fitting(profiles: Iterable[Profile], models: Set[str | None], *, num_ranks: int) -> Profile | None:

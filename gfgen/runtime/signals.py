@@ -5,6 +5,15 @@ from __future__ import annotations
 import signal
 import socket
 
+FOR_THE_RUN = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Terminals, `timeout` and others send them to all processes of a run; its control plane alone decides."""
+
+
+def leave_to_the_run() -> None:
+    """Ignore them in this process, which ends when the control plane lets it."""
+    for number in FOR_THE_RUN:
+        signal.signal(number, signal.SIG_IGN)
+
 
 class SignalPipe:
     """Readable when a signal has come; restores the previous handlers when it is closed.
@@ -20,7 +29,7 @@ class SignalPipe:
         self._previous_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         self._previous = {
             number: signal.signal(number, lambda *_: None)
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+            for number in FOR_THE_RUN
             if signal.getsignal(number) is not signal.SIG_IGN
         }
         self._taken: set[int] = set()

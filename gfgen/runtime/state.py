@@ -504,9 +504,8 @@ class State:
         rank.is_ready, rank.is_retired, rank.is_loading, rank.view = False, event.is_retired, False, None
         self._idle.discard(event.rank)
         rank.num_lives += 1
-        again = "a new worker is started"
-        if self.is_stopping or event.is_retired:
-            again = "the run stops" if self.is_stopping else "it stays away"
+        again = "it stays away" if event.is_retired else "a new worker is started"
+        again = "the run stops" if self.is_stopping else again
         logger.warning("rank %d is gone (%s); %s", event.rank, event.reason, again)
         if all(rank.is_retired for rank in self._ranks):
             raise WorkerError("no rank is left; see the log for the reasons, then run again")

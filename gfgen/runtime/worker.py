@@ -18,7 +18,6 @@ import math
 import mmap
 import os
 import queue
-import signal
 import socket
 import sys
 import threading
@@ -73,6 +72,7 @@ from gfgen.runtime.messages import (
     WorkerFailed,
     WorkerReady,
 )
+from gfgen.runtime.signals import leave_to_the_run
 from gfgen.runtime.slab import Slab, SlabPlan
 from gfgen.runtime.worker_jobs import (
     InputVoidError,
@@ -128,8 +128,7 @@ def run_worker(
 ) -> None:
     """The life of a worker that `make` sets up."""
     die_with_parent()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the control plane decides; it closes the channel
+    leave_to_the_run()  # which closes the channel
     channel = Channel(channel_socket)
     started_s = time.monotonic()
     try:

@@ -11,7 +11,6 @@ import logging
 import math
 import mmap
 import os
-import signal
 import socket
 import time
 from contextlib import suppress
@@ -23,6 +22,7 @@ from gfgen.errors import OutputError
 from gfgen.runtime.channel import Channel
 from gfgen.runtime.messages import WriteDone, WriteFailed, WriteRequest
 from gfgen.runtime.outputs import Frames, write_output
+from gfgen.runtime.signals import leave_to_the_run
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +33,7 @@ def main(end: socket.socket) -> None:
     A terminal sends Ctrl-C, and that it is closed, to every process of the run, and others SIGTERM; the
     control plane alone decides what it means, and a file that is nearly written is worth finishing.
     """
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
+    leave_to_the_run()
     serve(Channel(end))
 
 

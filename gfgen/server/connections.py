@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import resource
 import socket
 from dataclasses import replace
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from gfgen.runtime.descriptors import allow_most
 from gfgen.server.bounds import Bounds
 
 MAX_HEADER_BYTES = 1 << 16
@@ -25,12 +25,8 @@ ANSWERED_BEYOND = 64
 def within_descriptors(bounds: Bounds) -> Bounds:
     """The bounds with as many connections as this process may have descriptors for, once it may have all
     that the system lets it."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    if hard == resource.RLIM_INFINITY:
-        return bounds
-    return replace(bounds, connections=max(1, min(bounds.connections, hard - OWN_DESCRIPTORS)))
+    room = allow_most() - OWN_DESCRIPTORS
+    return replace(bounds, connections=int(max(1, min(bounds.connections, room))))
 
 
 def connection_class(bounds: Bounds) -> type[asyncio.Protocol]:

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import signal
 import socket
 import sys
 import time
@@ -23,6 +22,7 @@ import uvicorn
 
 from gfgen import log
 from gfgen.errors import GfgenError, OutputError
+from gfgen.runtime.signals import leave_to_the_run
 from gfgen.server import files
 from gfgen.server.app import make_app
 from gfgen.server.asking import INPUTS_NAME
@@ -232,8 +232,7 @@ async def _again_and_again(pause_s: float, work: Callable[[], Any]) -> None:
 
 def main(link_fd: int, listener_fd: int) -> None:
     """The life of the process: deaf to the signals of the terminal, which are for the run."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
+    leave_to_the_run()
     link, listener = (socket.socket(fileno=fd) for fd in (link_fd, listener_fd))
     for own in (link, listener):
         own.setblocking(False)

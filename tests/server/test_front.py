@@ -21,6 +21,7 @@ from test_store import accepted
 
 from gfgen.errors import OutputError, Problem
 from gfgen.jobspec import JobSpec
+from gfgen.runtime import descriptors
 from gfgen.runtime.manifest import manifest_entry
 from gfgen.server import connections, supervisor
 from gfgen.server import desk as desks
@@ -99,7 +100,7 @@ def test_there_are_no_more_connections_than_descriptors(monkeypatch, hard, expec
         getrlimit=lambda what: (64, hard),
         setrlimit=lambda what, pair: limits.append((what, pair)),
     )
-    monkeypatch.setattr(connections, "resource", fake)
+    monkeypatch.setattr(descriptors, "resource", fake)
     assert connections.within_descriptors(Bounds()).connections == expected
     assert limits == [(7, (hard, hard))]
 
