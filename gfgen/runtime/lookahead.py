@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 
 from gfgen.graph import Stage, Task
 from gfgen.layout import Degrees, Layout
+from gfgen.runtime.openjobs import Kind, kind_of
 from gfgen.snapshot import Decision, JobView, Outlook, Policy, RankView, RunningTask, Snapshot
 
 MAX_JOBS = 48
@@ -26,9 +27,6 @@ MAX_TURNS = 1000
 _SAME_S = 1e-9
 _NUM_BEFORE_STEPS = 2
 """Encode and prepare: milliseconds, taken as one."""
-
-Kind = tuple[str, str, int]
-"""Model, shape and number of tasks: jobs of one kind cost the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +54,7 @@ class Table:
         """Of jobs that were asked about."""
         examples: dict[Kind, JobView] = {}
         for job in itertools.chain.from_iterable(jobs.values() for jobs in self._jobs):
-            examples.setdefault((job.model, job.shape, job.num_tasks), job)
+            examples.setdefault(kind_of(job), job)
         self._costs = {kind: _kind_costs(snapshot, job) for kind, job in examples.items()}
 
     def like(self, job_id: str, other: str) -> None:
@@ -66,7 +64,7 @@ class Table:
     def _kind(self, job_id: str) -> Kind:
         if job_id not in self._kinds:
             job = next(jobs[job_id] for jobs in self._jobs if job_id in jobs)
-            self._kinds[job_id] = (job.model, job.shape, job.num_tasks)
+            self._kinds[job_id] = kind_of(job)
         return self._kinds[job_id]
 
     def task_s(self, task: Task, layout: Layout) -> float:
