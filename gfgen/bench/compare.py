@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from gfgen.bench.bounds import Bound
-from gfgen.bench.scores import Score, score
+from gfgen.bench.scores import JobScore, Score, score
 from gfgen.errors import PolicyFault, StalledError
 from gfgen.runtime.control import FALLBACK
 from gfgen.runtime.durations import in_words
@@ -208,13 +208,40 @@ def fidelity_table(simulated: Sequence[Score], ran: Sequence[Score]) -> Iterator
         )
 
 
+def surprises(simulated: Sequence[Score], ran: Sequence[Score]) -> Iterator[str]:
+    """A line for each policy with jobs that met their deadlines in one of the two alone.
+
+    Policies whose jobs are not in the file are left out.
+    """
+    real = {found.policy: {job.id: job for job in found.jobs} for found in ran}
+    for found in simulated:
+        twins = [(job, real.get(found.policy, {}).get(job.id)) for job in found.jobs]
+        differing = [
+            f"{job.id} {_margin(twin)} (simulated {_margin(job)})"
+            for job, twin in twins
+            if twin is not None and twin.is_in_time != job.is_in_time
+        ]
+        if differing:
+            yield f"{found.policy}, in time in one of the two alone: {', '.join(differing)}"
+
+
+def _margin(job: JobScore) -> str:
+    if job.status != "done" or job.due_s is None:
+        return job.status
+    left_s = job.due_s - job.ended_s
+    return f"{in_words(abs(left_s))} {'late' if left_s < 0 else 'early'}"
+
+
 def scores_of(content: Mapping[str, Any]) -> list[Score]:
     """Those in a comparison's file.
 
     Raises: ValueError for what is none.
     """
     try:
-        return [Score(**run) for run in content["runs"]]
+        return [
+            Score(**{**run, "jobs": [JobScore(**job) for job in run.get("jobs", ())]})
+            for run in content["runs"]
+        ]
     except (KeyError, TypeError) as error:
         raise ValueError(f"no runs of a comparison: {error}") from None
 

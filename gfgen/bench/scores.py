@@ -12,6 +12,30 @@ from dataclasses import dataclass, field
 from gfgen.runtime.metrics import percentile
 from gfgen.runtime.observer import JobOutcome, Observer
 
+MAX_KEPT = 1000
+"""Runs of at most so many jobs have each of them in the file; for 100,000 it would be 30 MB a policy."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobScore:
+    """How one job of a run ended; times are seconds since the start of the run."""
+
+    id: str
+    tag: str | None
+    status: str
+    arrival_s: float
+    started_s: float | None
+    ended_s: float
+    due_s: float | None
+    """Its deadline, without the client's slack."""
+    busy_s: float
+    layouts: Sequence[str]
+
+    @property
+    def is_in_time(self) -> bool:
+        """Whether it ended well and by its deadline, or without one."""
+        return self.status == "done" and (self.due_s is None or self.ended_s <= self.due_s)
+
 
 @dataclass(frozen=True, slots=True)
 class Score:
@@ -34,6 +58,8 @@ class Score:
     """By tag, the share that was done in time by the client's clock."""
     replaced_by: str | None = None
     """What finished the run in place of the policy, which had failed too often."""
+    jobs: Sequence[JobScore] = ()
+    """In the order in which they ended; none where there are more than MAX_KEPT, or in older files."""
 
     @property
     def name(self) -> str:
@@ -81,6 +107,7 @@ def score(
             if tag is not None
         },
         replaced_by=replaced_by,
+        jobs=[_job_score(outcome, deadlines_s) for outcome in outcomes] if len(outcomes) <= MAX_KEPT else [],
     )
 
 
@@ -89,9 +116,27 @@ def _attainment(
 ) -> float:
     verdicts = []
     for outcome in outcomes:
-        due_s = outcome.deadline_s
-        if deadlines_s is not None:
-            due_s = outcome.arrival_s + deadlines_s[outcome.info.job_id]
+        due_s = _due_s(outcome, deadlines_s)
         if due_s is not None:
             verdicts.append(outcome.status == "done" and outcome.ended_s <= due_s + slack_s)
     return sum(verdicts) / len(verdicts) if verdicts else 1.0
+
+
+def _due_s(outcome: JobOutcome, deadlines_s: Mapping[str, float] | None) -> float | None:
+    if deadlines_s is None:
+        return outcome.deadline_s
+    return outcome.arrival_s + deadlines_s[outcome.info.job_id]
+
+
+def _job_score(outcome: JobOutcome, deadlines_s: Mapping[str, float] | None) -> JobScore:
+    return JobScore(
+        id=outcome.info.job_id,
+        tag=outcome.info.spec.tag,
+        status=outcome.status,
+        arrival_s=outcome.arrival_s,
+        started_s=outcome.started_s,
+        ended_s=outcome.ended_s,
+        due_s=_due_s(outcome, deadlines_s),
+        busy_s=outcome.busy_s,
+        layouts=outcome.layouts,
+    )

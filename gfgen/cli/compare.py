@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from gfgen import log
-from gfgen.bench.compare import COMPARED, Comparison, Run, fidelity_table, scores_of
+from gfgen.bench.compare import COMPARED, Comparison, Run, fidelity_table, scores_of, surprises
 from gfgen.bench.scores import Score
 from gfgen.bench.stock import NAME, is_stock, stock_options
 from gfgen.bench.workloads import (
@@ -266,6 +266,8 @@ def compare(
         click.echo("how much any schedule could gain follows from a profile: give --profile to see it")
     if ran:
         click.echo("\n" + "\n".join(fidelity_table(comparison.scores, ran)))
+        for line in surprises(comparison.scores, ran):
+            click.echo(f"\n{line}")
     return 1 if comparison.failures else 0
 
 

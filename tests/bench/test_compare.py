@@ -6,7 +6,7 @@ import pytest
 from builders import make_job
 
 from gfgen.bench.bounds import Bound, demands_of, least_makespan_s
-from gfgen.bench.compare import Comparison, Run
+from gfgen.bench.compare import Comparison, Run, scores_of, surprises
 from gfgen.bench.scores import score
 from gfgen.bench.workloads import WorkloadOptions, admitted, make_workload, stand_alone, weightless_model
 from gfgen.cli.main import main
@@ -277,6 +277,25 @@ def test_a_simulation_stands_beside_the_run_that_it_predicts(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["bench", "compare", "--device", "cpu", "--beside", str(first / "compare.json")])
     assert "--beside: has no effect without --simulate" in capsys.readouterr().err
+
+
+def test_jobs_whose_deadlines_a_simulation_gets_wrong_are_named():
+    simulated = comparison_of(Run("auto", [outcome("a", ended_s=9.75), outcome("b", ended_s=12.0)])).scores
+    ran = comparison_of(Run("auto", [outcome("a", ended_s=10.5), outcome("b", ended_s=12.5)]))
+    kept = scores_of(json.loads(ran.as_json({})))
+    assert [job.id for job in kept[0].jobs] == ["a", "b"]
+    assert list(surprises(simulated, kept)) == [
+        "auto, in time in one of the two alone: a 500 ms late (simulated 250 ms early)"
+    ]
+    failed = comparison_of(Run("auto", [outcome("a", ended_s=1.0, status="failed")])).scores
+    assert next(surprises(simulated, failed)).endswith("a failed (simulated 250 ms early)")
+    without = [replace(found, jobs=()) for found in kept]  # of a file of before they were kept
+    assert list(surprises(simulated, without)) == []
+
+
+def test_of_very_many_jobs_the_file_has_the_numbers_alone():
+    assert len(score("p", [outcome("a", ended_s=4.0)] * 1000, slack_s=0).jobs) == 1000
+    assert score("p", [outcome("a", ended_s=4.0)] * 1001, slack_s=0).jobs == []
 
 
 def test_every_class_has_its_own_share():
