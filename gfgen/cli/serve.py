@@ -327,8 +327,8 @@ def serve_on(
             seen_through=door.timed,
         )
     num_open = summary.num_unfinished
-    left = "1 job is open and goes" if num_open == 1 else f"{num_open} jobs are open and go"
-    logger.info("stopped; %s on at the next start", left)
+    some = "1 job is open and goes" if num_open == 1 else f"{num_open} jobs are open and go"
+    logger.info("stopped; %s", f"{some} on at the next start" if num_open else "no job is open")
 
 
 def settings_of(options: ServeOptions) -> Settings:

@@ -120,3 +120,5 @@ def test_what_is_kept_long_enough_goes_with_its_file(start):
         time.sleep(0.05)
     assert list((server.folder / "out").glob("*.mp4")) == []
     assert server.http.get("/v1/state").json()["finished"] == []
+    assert server.stop() == 0
+    assert "stopped; no job is open" in server.log
