@@ -148,7 +148,12 @@ class Admission:
         Raises: InputError when there is less.
         """
         if self._devices.kind != CUDA:
-            return check_models(checkpoints, num_ranks=self._devices.num_ranks, available=self.room_bytes)
+            return check_models(
+                checkpoints,
+                num_ranks=self._devices.num_ranks,
+                available=self.room_bytes,
+                has_random_weights=self._has_random_weights,
+            )
         return check_models_on_gpu(
             checkpoints,
             memory_bytes=self._devices.memory_bytes,

@@ -16,6 +16,7 @@ from gfgen.cli.admission import Admission
 from gfgen.cli.options import graphs_option
 from gfgen.errors import JobFileError
 from gfgen.jobspec import JobSpec
+from gfgen.models.geometry_files import model_name
 from gfgen.models.geometry_weights import VAE_DTYPES
 from gfgen.runtime.admission import AdmittedJob, admit
 from gfgen.runtime.devices import CPU, DEVICES, Devices
@@ -111,7 +112,7 @@ def ready_pool(
         "starting %d ranks (%s) with %s",
         ranks.num_ranks,
         ranks.devices.kind,
-        ", ".join(sorted(path.name for path in checkpoints)),
+        ", ".join(sorted(model_name(path) for path in checkpoints)),
     )
     islands = ranks.devices.islands
     if len(islands) > 1:

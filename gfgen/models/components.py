@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from diffusers.utils import logging as diffusers_logging
 from transformers.utils import logging as transformers_logging
 
 from gfgen.errors import ModelError
+from gfgen.models.geometry_weights import ComponentFiles, component_files
 
 logger = logging.getLogger(__name__)
 
@@ -44,22 +46,51 @@ def load_pipeline(
     """A pipeline of this class with its weights on the device, ready for inference.
 
     Components named in `dtypes` have a dtype of their own; modules that diffusers keeps in fp32 stay so.
-    Weights of the dtype in which they are stored are mapped and not copied.
+    On a CPU, weights of the dtype in which they are stored are mapped and not copied. On the way to another
+    device one component at a time takes main memory.
 
     Raises: ModelError when the directory does not hold what the class needs.
     """
     wanted = {"default": dtype} | {name: getattr(torch, each) for name, each in (dtypes or {}).items()}
     try:
         with without_progress_bars():
-            pipeline = pipeline_class.from_pretrained(str(checkpoint), dtype=wanted, local_files_only=True)
-            pipeline.to(device)
-    except (OSError, ValueError, KeyError, RuntimeError, TypeError) as error:
+            models = {
+                name: _load_model(files, device=device, dtype=wanted.get(name, dtype))
+                for name, files in component_files(checkpoint).items()
+            }
+            pipeline = pipeline_class.from_pretrained(
+                str(checkpoint), dtype=wanted, local_files_only=True, **models
+            )
+    except (OSError, ValueError, KeyError, RuntimeError, TypeError, ImportError, AttributeError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(
             f"model {checkpoint}: cannot be loaded as {pipeline_class.__name__}: {reason}"
         ) from error
     logger.info("loaded %s from %s on %s in %s", pipeline_class.__name__, checkpoint, device, dtype)
     return pipeline
+
+
+def _load_model(component: ComponentFiles, *, device: str, dtype: torch.dtype) -> Any:
+    """One component, with every weight from its files.
+
+    Raises: ModelError when they lack some: libraries leave these out, or draw them at random.
+    """
+    kind = getattr(importlib.import_module(component.library), component.class_name)
+    model, report = kind.from_pretrained(
+        str(component.folder),
+        dtype=dtype,
+        use_safetensors=component.files[0].suffix == ".safetensors",
+        local_files_only=True,
+        output_loading_info=True,
+    )
+    tied = getattr(model, "all_tied_weights_keys", {})
+    if missing := sorted(set(report["missing_keys"]).difference(tied)):
+        others = f" and {len(missing) - 1:,} others" if len(missing) > 1 else ""
+        raise ModelError(
+            f"{component.folder}: its files lack {missing[0]!r}{others}, which its config.json asks for; "
+            "download the model again"
+        )
+    return model.to(device)
 
 
 @contextmanager

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from gfgen.errors import ModelError
-from gfgen.models.geometry_weights import check_weights
+from gfgen.models.geometry_weight_files import check_weights, refuse_pointer, weight_files
+from gfgen.models.geometry_weights import WEIGHTLESS
 
 CONFIG_NAMES = {
     "scheduler": "scheduler_config.json",
@@ -21,9 +22,8 @@ CONFIG_NAMES = {
 }
 """Components whose config file is not `config.json`."""
 
-WEIGHTLESS = frozenset({"scheduler", "tokenizer", "image_processor", "feature_extractor", "processor"})
-
-WEIGHT_SUFFIXES = (".safetensors", ".bin")
+VOCABULARIES = ("tokenizer.json", "spiece.model", "vocab.json")
+"""What a tokenizer's words may be in."""
 
 SETTINGS_NAME = "gfgen.json"
 """Optional file of ours in a checkpoint: {"defaults": {...}, "num_parameters": {...}}."""
@@ -62,7 +62,7 @@ def read_checkpoint(path: Path, *, with_weights: bool) -> Checkpoint:
     """The config files of a diffusers-format directory.
 
     Raises: ModelError for a missing directory, a missing or broken file, and, with_weights,
-            a component without its weights.
+            a component without its weights or its vocabulary.
     """
     if not path.is_dir():
         reason = "is not a directory" if path.exists() else "does not exist"
@@ -73,12 +73,21 @@ def read_checkpoint(path: Path, *, with_weights: bool) -> Checkpoint:
     components = [name for name, entry in index.items() if _is_component(entry)]
     configs = {name: _read_config(path, name) for name in components}
     settings = _read_settings(path / SETTINGS_NAME)
-    file_bytes = (
-        sum(_weight_bytes(path / name) for name in components if name not in WEIGHTLESS)
-        if with_weights
-        else 0
-    )
+    file_bytes = 0
+    for name in components if with_weights else ():
+        if name == "tokenizer":
+            _check_vocabulary(path / name)
+        elif name not in WEIGHTLESS:
+            file_bytes += _weight_bytes(path / name, index[name][0])
     return Checkpoint(path, index, configs, settings, file_bytes)
+
+
+def model_name(path: Path) -> str:
+    """What people call a checkpoint: its folder's name, or its hub id where that is a hash in the cache."""
+    repository = path.parent.parent.name
+    if path.parent.name == "snapshots" and repository.startswith("models--"):
+        return repository.removeprefix("models--").replace("--", "/")
+    return path.name
 
 
 def _is_component(entry: object) -> bool:
@@ -91,7 +100,10 @@ def _read_config(path: Path, component: str) -> Mapping[str, Any]:
     name = CONFIG_NAMES.get(component, "config.json")
     if component in WEIGHTLESS and component != "scheduler" and not (path / component / name).exists():
         return {}
-    return _read_object(path / component / name, purpose=f"the component {component!r} needs it")
+    config = _read_object(path / component / name, purpose=f"the component {component!r} needs it")
+    if config.get("quantization_config"):
+        raise ModelError(f"{path / component / name}: quantized weights are not supported; bf16 and fp32 are")
+    return config
 
 
 def _read_object(path: Path, *, purpose: str) -> dict[str, Any]:
@@ -102,6 +114,7 @@ def _read_object(path: Path, *, purpose: str) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise ModelError(f"{path}: cannot be read ({error})") from None
     except json.JSONDecodeError as error:
+        refuse_pointer(path)
         raise ModelError(f"{path}: is not valid JSON (line {error.lineno}: {error.msg})") from None
     if not isinstance(parsed, dict):
         raise ModelError(f"{path}: must hold a JSON object, not {type(parsed).__name__}")
@@ -118,17 +131,19 @@ def _read_settings(path: Path) -> Mapping[str, Any]:
     return settings
 
 
-def _weight_bytes(folder: Path) -> int:
+def _weight_bytes(folder: Path, library: str) -> int:
     """Size of a component's weight files; ModelError when one is missing, or is not whole."""
-    for index in sorted(folder.glob("*.index.json")):
-        shards = _read_object(index, purpose="the index of the weight files").get("weight_map", {})
-        for shard in sorted(set(shards.values())):
-            if not (folder / shard).is_file():
-                raise ModelError(
-                    f"{folder / shard}: missing, but {index.name} names it; download the model again"
-                )
-    files = [file for file in folder.iterdir() if file.suffix in WEIGHT_SUFFIXES and file.is_file()]
-    if not files:
-        raise ModelError(f"{folder}: no weight files (*.safetensors) in it; download the model again")
-    check_weights(folder)
+    files = weight_files(folder, library)
+    check_weights(files)
     return sum(file.stat().st_size for file in files)
+
+
+def _check_vocabulary(folder: Path) -> None:
+    """A tokenizer without its words is made all the same, and knows none."""
+    found = [folder / name for name in VOCABULARIES if (folder / name).is_file()]
+    if not found:
+        raise ModelError(
+            f"{folder}: no vocabulary ({' or '.join(VOCABULARIES)}) in it; download the model again"
+        )
+    for file in found:
+        refuse_pointer(file)

@@ -1,29 +1,19 @@
-"""What weight files hold, told by their headers alone: are they whole, and what they cost in memory.
-
-A safetensors file begins with the length of a JSON header (8 bytes, little endian), the header
-(name -> dtype, shape, data_offsets), then the tensors. So a download that broke off shows in
-the file's size, without reading a tensor.
-
-Source: https://github.com/huggingface/safetensors#format
-"""
+"""What a checkpoint's weights cost in memory, told by the headers of its files alone."""
 
 from __future__ import annotations
 
 import json
 import math
-import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gfgen.errors import ModelError
+from gfgen.models.geometry_weight_files import read_header, weight_files
 
-_LENGTH = struct.Struct("<Q")
-_MAX_HEADER_BYTES = 100_000_000
-"""The format's own bound."""
+WEIGHTLESS = frozenset({"scheduler", "tokenizer", "image_processor", "feature_extractor", "processor"})
+
 _FP32_BYTES, _BF16_BYTES = 4, 2
-_AGAIN = "download the model again"
 
 FP32_ON_DEVICE: Mapping[str, tuple[str, ...]] = {
     "WanPipeline": ("vae",),
@@ -42,6 +32,16 @@ def component_dtypes(pipeline_class: str, vae_dtype: str) -> Mapping[str, str]:
 
 
 @dataclass(frozen=True, slots=True)
+class ComponentFiles:
+    """A component of a checkpoint, as model_index.json has it, and the files that it is loaded from."""
+
+    folder: Path
+    library: str
+    class_name: str
+    files: tuple[Path, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Footprint:
     """Main memory that a checkpoint's weights take on CPU ranks, in fp32.
 
@@ -57,28 +57,21 @@ class Footprint:
         return self.shared_bytes + num_ranks * self.private_bytes
 
 
-def check_weights(folder: Path) -> None:
-    """Refuse a component's folder with a weight file that is cut short or lacks tensors.
-
-    Raises: ModelError that names the file, what it has and what it should have.
-    """
-    headers = {path.name: read_header(path) for path in sorted(folder.glob("*.safetensors"))}
-    for index in sorted(folder.glob("*.safetensors.index.json")):
-        for tensor, shard in _weight_map(index).items():
-            if shard in headers and tensor not in headers[shard]:
-                raise ModelError(f"{folder / shard}: no {tensor!r}, which {index.name} expects; {_AGAIN}")
-
-
 def footprint(checkpoint: Path) -> Footprint:
-    """Of all components of a diffusers-format directory."""
+    """Of all components of a diffusers-format directory, each weight counted once.
+
+    Raises: ModelError as `weight_files`.
+    """
     shared = private = 0
-    for path in checkpoint.glob("*/*.safetensors"):
-        for entry in read_header(path).values():
-            size_bytes = _FP32_BYTES * math.prod(entry["shape"])
-            shared += size_bytes if entry["dtype"] == "F32" else 0
-            private += size_bytes if entry["dtype"] != "F32" else 0
-    for path in checkpoint.glob("*/*.bin"):
-        private += 0 if any(path.parent.glob("*.safetensors")) else path.stat().st_size
+    for component in component_files(checkpoint).values():
+        for path in component.files:
+            if path.suffix == ".bin":
+                private += path.stat().st_size
+                continue
+            for entry in read_header(path).values():
+                size_bytes = _FP32_BYTES * math.prod(entry["shape"])
+                shared += size_bytes if entry["dtype"] == "F32" else 0
+                private += size_bytes if entry["dtype"] != "F32" else 0
     return Footprint(shared, private)
 
 
@@ -87,66 +80,45 @@ def device_bytes(
 ) -> int:
     """Bytes that a checkpoint's weights take on a GPU: bf16, and fp32 where `component_dtypes` says so.
 
-    num_parameters: by component, where there are no weight files; 0 bytes for what is not known.
+    num_parameters: by component, where there are no weight files to count them in.
+    Raises: ModelError as `weight_files`.
     """
-    counts = dict(num_parameters or {}) or {
-        folder.name: _count(folder) for folder in checkpoint.iterdir() if folder.is_dir()
-    }
-    dtypes = component_dtypes(_pipeline_class(checkpoint), vae_dtype)
+    if num_parameters is None:
+        num_parameters = count_parameters(checkpoint)
+    dtypes = component_dtypes(str(_model_index(checkpoint)["_class_name"]), vae_dtype)
     wide = {name for name, dtype in dtypes.items() if dtype == "float32"}
-    return sum(count * (_FP32_BYTES if name in wide else _BF16_BYTES) for name, count in counts.items())
+    return sum(
+        count * (_FP32_BYTES if name in wide else _BF16_BYTES) for name, count in num_parameters.items()
+    )
 
 
-def _count(folder: Path) -> int:
-    """Parameters in a component's folder."""
-    headers = [read_header(path) for path in folder.glob("*.safetensors")]
-    if headers:
-        return sum(math.prod(entry["shape"]) for header in headers for entry in header.values())
-    return sum(path.stat().st_size // _BF16_BYTES for path in folder.glob("*.bin"))
+def count_parameters(checkpoint: Path) -> Mapping[str, int]:
+    """By component, from the weight files.
 
-
-def _pipeline_class(checkpoint: Path) -> str:
-    return str(json.loads((checkpoint / "model_index.json").read_text(encoding="utf-8"))["_class_name"])
-
-
-def read_header(path: Path) -> Mapping[str, Any]:
-    """The tensors of a safetensors file: name -> dtype, shape, data_offsets.
-
-    Raises: ModelError when it is no such file, or not as long as its header says.
+    Raises: ModelError as `weight_files`.
     """
-    try:
-        size_bytes = path.stat().st_size
-        with path.open("rb") as file:
-            start = file.read(_LENGTH.size)
-            length = _LENGTH.unpack(start)[0] if len(start) == _LENGTH.size else _MAX_HEADER_BYTES + 1
-            header = json.loads(file.read(length)) if length <= _MAX_HEADER_BYTES else None
-        ends = list(_ends(header))
-    except OSError as error:
-        raise ModelError(f"{path}: cannot be read ({error.strerror})") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise ModelError(f"{path}: its header is broken ({size_bytes:,} bytes in all); {_AGAIN}") from None
-    expected = _LENGTH.size + length + max(ends, default=0)
-    if size_bytes != expected:
-        raise ModelError(
-            f"{path}: has {size_bytes:,} bytes, its header says {expected:,}: it is truncated or damaged; "
-            f"{_AGAIN}"
-        )
-    assert header is not None
-    return {name: entry for name, entry in header.items() if name != "__metadata__"}
+    return {name: sum(map(_count, each.files)) for name, each in component_files(checkpoint).items()}
 
 
-def _ends(header: Any) -> Iterator[int]:
-    """Where each tensor ends, and that its shape is there."""
-    for name, entry in header.items():
-        if name != "__metadata__":
-            math.prod(entry["shape"])
-            _, end = entry["data_offsets"]
-            yield int(end)
+def component_files(checkpoint: Path) -> Mapping[str, ComponentFiles]:
+    """Of each component that has weights.
+
+    Raises: ModelError as `weight_files`.
+    """
+    return {
+        name: ComponentFiles(folder := checkpoint / name, entry[0], entry[1], weight_files(folder, entry[0]))
+        for name, entry in _model_index(checkpoint).items()
+        if isinstance(entry, list) and all(entry) and name not in WEIGHTLESS
+    }
 
 
-def _weight_map(index: Path) -> Mapping[str, str]:
-    try:
-        found = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        return {str(tensor): str(shard) for tensor, shard in found.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        raise ModelError(f"{index}: is no index of weight files; {_AGAIN}") from None
+def _count(path: Path) -> int:
+    """Parameters in a weight file."""
+    if path.suffix == ".bin":
+        return path.stat().st_size // _BF16_BYTES
+    return sum(math.prod(entry["shape"]) for entry in read_header(path).values())
+
+
+def _model_index(checkpoint: Path) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = json.loads((checkpoint / "model_index.json").read_text(encoding="utf-8"))
+    return found

@@ -26,7 +26,8 @@ from transformers.initialization import no_init_weights
 from gfgen.errors import ModelError
 from gfgen.models import tiny_text
 from gfgen.models.components import without_progress_bars
-from gfgen.models.geometry_files import WEIGHTLESS, Checkpoint, read_checkpoint
+from gfgen.models.geometry_files import VOCABULARIES, Checkpoint, read_checkpoint
+from gfgen.models.geometry_weights import WEIGHTLESS
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +39,6 @@ Source: torch.nn.Linear.reset_parameters, whose values are uniform within 1 / sq
 
 _TOKENIZERS = {"T5": tiny_text.t5_tokenizer, "Qwen2": tiny_text.qwen_tokenizer}
 """By the beginning of a tokenizer's class: one whose tokens all have a row in the full-size table."""
-_VOCABULARIES = ("tokenizer.json", "spiece.model", "vocab.json")
 
 
 def random_pipeline(
@@ -155,7 +155,7 @@ def _keep_in_fp32(model: Any) -> None:
 
 def _tokenizer(folder: Path, class_name: str) -> Any:
     """The directory's own, or one that fits if there are only configs."""
-    if any((folder / name).is_file() for name in _VOCABULARIES):
+    if any((folder / name).is_file() for name in VOCABULARIES):
         import transformers
 
         return getattr(transformers, class_name).from_pretrained(str(folder))

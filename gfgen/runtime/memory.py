@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-from gfgen.errors import InputError, Problem
-from gfgen.models.geometry_files import read_checkpoint
-from gfgen.models.geometry_weights import device_bytes, footprint
+from gfgen.errors import InputError, ModelError, Problem
+from gfgen.models.geometry_files import model_name, read_checkpoint
+from gfgen.models.geometry_weights import Footprint, count_parameters, device_bytes, footprint
 from gfgen.runtime.admission import AdmittedJob
 from gfgen.runtime.slab import SlabPlan
 
@@ -36,12 +36,19 @@ def available_bytes(root: Path = Path("/")) -> int | None:
     return min((room for room in rooms if room is not None), default=None)
 
 
-def check_models(checkpoints: Collection[Path], *, num_ranks: int, available: int | None) -> dict[Path, int]:
+def check_models(
+    checkpoints: Collection[Path],
+    *,
+    num_ranks: int,
+    available: int | None,
+    has_random_weights: bool = False,
+) -> dict[Path, int]:
     """Bytes that each of these models takes on all ranks.
 
     Raises: InputError when one takes more than is available; it says how many ranks would fit.
     """
-    prints = {checkpoint: footprint(checkpoint) for checkpoint in sorted(checkpoints)}
+    measure = _random_footprint if has_random_weights else footprint
+    prints = {checkpoint: measure(checkpoint) for checkpoint in sorted(checkpoints)}
     needs = {checkpoint: found.on(num_ranks) for checkpoint, found in prints.items()}
     for checkpoint, need in needs.items():
         if available is None or need <= available:
@@ -53,7 +60,7 @@ def check_models(checkpoints: Collection[Path], *, num_ranks: int, available: in
             else "free memory, raise --memory, or run smaller models"
         )
         raise InputError(
-            f"{checkpoint.name} on {num_ranks} ranks: at least {_size(need)} of memory needed, "
+            f"{model_name(checkpoint)} on {num_ranks} ranks: at least {_size(need)} of memory needed, "
             f"{_size(available)} available; {help_}"
         )
     return needs
@@ -66,7 +73,7 @@ def check_together(needs: Mapping[Path, int], *, available: int | None) -> None:
     """
     need = sum(needs.values())
     if available is not None and need > available:
-        names = ", ".join(checkpoint.name for checkpoint in sorted(needs))
+        names = ", ".join(model_name(checkpoint) for checkpoint in sorted(needs))
         raise InputError(
             f"{names}: at least {_size(need)} of memory needed for all of them at once, "
             f"{_size(available)} available; take one after the other"
@@ -106,7 +113,7 @@ def check_models_on_gpu(
         need = size + beside_bytes
         if memory_bytes is not None and need > memory_bytes:
             raise InputError(
-                f"{path.name} ({_size(size)}): at least {_size(need)} needed on each GPU, "
+                f"{model_name(path)} ({_size(size)}): at least {_size(need)} needed on each GPU, "
                 f"{_size(memory_bytes)} there; run a smaller model"
             )
     return sizes
@@ -153,10 +160,24 @@ def job_bytes(job: AdmittedJob) -> int:
 
 
 def _gpu_bytes(checkpoint: Path, *, has_random_weights: bool, vae_dtype: str) -> int:
-    if not has_random_weights:
-        return device_bytes(checkpoint, vae_dtype=vae_dtype)
+    num_parameters = _random_parameters(checkpoint) if has_random_weights else None
+    return device_bytes(checkpoint, num_parameters=num_parameters, vae_dtype=vae_dtype)
+
+
+def _random_footprint(checkpoint: Path) -> Footprint:
+    """Each rank draws its own, in fp32."""
+    return Footprint(0, 4 * sum(_random_parameters(checkpoint).values()))
+
+
+def _random_parameters(checkpoint: Path) -> Mapping[str, int]:
+    """By component; none where neither gfgen.json nor weight files tell."""
     settings = read_checkpoint(checkpoint, with_weights=False).settings
-    return device_bytes(checkpoint, num_parameters=settings.get("num_parameters"), vae_dtype=vae_dtype)
+    if "num_parameters" in settings:
+        return dict(settings["num_parameters"])
+    try:
+        return count_parameters(checkpoint)
+    except ModelError:
+        return {}
 
 
 def _problem(job: AdmittedJob, need: int, available: int, *, where: str = "of memory") -> Problem:

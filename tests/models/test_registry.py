@@ -10,10 +10,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from gfgen.errors import ModelError
 from gfgen.models import registry
 from gfgen.models.geometry import load_geometry
+from gfgen.models.geometry_files import model_name
 from gfgen.models.registry import (
     DEFAULT_MODEL,
     find_configs,
@@ -85,6 +88,12 @@ def test_missing_download_says_what_to_do(name: str, tmp_path: Path) -> None:
     assert "give a directory" in line
 
 
+def test_a_snapshot_is_called_by_its_hub_id_and_others_by_their_folder() -> None:
+    cache = Path("hub/models--Wan-AI--Wan2.2-TI2V-5B-Diffusers/snapshots/b8fff7315c768468")
+    assert model_name(cache) == "Wan-AI/Wan2.2-TI2V-5B-Diffusers"
+    assert model_name(Path("models/wan")) == "wan"
+
+
 def test_missing_directory_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="does not exist"):
         load_geometry(tmp_path / "nowhere")
@@ -98,6 +107,7 @@ def test_missing_directory_is_one_line(tmp_path: Path) -> None:
         ("scheduler/scheduler_config.json", "the component 'scheduler' needs it"),
         ("transformer/diffusion_pytorch_model.safetensors", "no weight files"),
         ("vae", "folder 'vae' is missing"),
+        ("tokenizer/tokenizer.json", "tokenizer: no vocabulary"),
     ],
 )
 def test_missing_part_is_named(broken_copy: Path, path: str, message: str) -> None:
@@ -125,7 +135,8 @@ def test_unknown_pipeline_says_which_are_supported(broken_copy: Path) -> None:
 
 def test_missing_shard_is_named(broken_copy: Path) -> None:
     index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
-    (broken_copy / "transformer" / "model.safetensors.index.json").write_text(json.dumps(index))
+    name = "diffusion_pytorch_model.safetensors.index.json"
+    (broken_copy / "transformer" / name).write_text(json.dumps(index))
     with pytest.raises(ModelError, match="00001-of-00002"):
         load_geometry(broken_copy)
 
@@ -141,6 +152,44 @@ def test_damaged_weights_are_a_model_error(broken_copy: Path) -> None:
     (broken_copy / "vae" / "diffusion_pytorch_model.safetensors").write_bytes(b"no weights at all")
     with pytest.raises(ModelError, match="its header is broken"):
         load_adapter(broken_copy)
+
+
+def test_quantized_weights_are_refused(broken_copy: Path) -> None:
+    _change(broken_copy / "transformer" / "config.json", quantization_config={"quant_method": "bitsandbytes"})
+    with pytest.raises(ModelError, match=r"transformer/config\.json: quantized weights are not supported"):
+        load_geometry(broken_copy)
+
+
+@pytest.mark.parametrize(
+    ("component", "file", "name"),
+    [
+        ("vae", "diffusion_pytorch_model.safetensors", "decoder.conv_in.bias"),
+        ("text_encoder", "model.safetensors", "encoder.block.0.layer.1.DenseReluDense.wi_0.weight"),
+    ],
+)
+def test_weights_that_the_files_lack_are_not_made_up(
+    broken_copy: Path, component: str, file: str, name: str
+) -> None:
+    path = broken_copy / component / file
+    tensors = load_file(path)
+    del tensors[name]
+    save_file(tensors, path, {"format": "pt"})
+    with pytest.raises(ModelError, match=f"{component}: its files lack '{name}', which its config"):
+        load_adapter(broken_copy)
+
+
+@pytest.mark.parametrize("max_shard_size", ["10GB", "100KB"])
+def test_weights_in_bin_files_are_the_same_weights(
+    tiny_models: Mapping[str, Path], tmp_path: Path, max_shard_size: str
+) -> None:
+    model = Path(shutil.copytree(tiny_models["tiny-wan"], tmp_path / "model"))
+    folder = model / "transformer"
+    expected = load_adapter(model)._experts[0]
+    shutil.rmtree(folder)
+    expected.save_pretrained(folder, safe_serialization=False, max_shard_size=max_shard_size)
+    assert not list(folder.glob("*.safetensors"))
+    found = load_adapter(model)._experts[0].state_dict()
+    assert all(torch.equal(found[name], value) for name, value in expected.state_dict().items())
 
 
 def test_unknown_dtype_is_refused(tiny_models: Mapping[str, Path]) -> None:

@@ -8,7 +8,8 @@ from builders import make_job
 
 from gfgen.errors import InputError
 from gfgen.models.geometry import CONFIGS
-from gfgen.models.geometry_weights import Footprint, device_bytes, read_header
+from gfgen.models.geometry_weight_files import read_header
+from gfgen.models.geometry_weights import Footprint, device_bytes
 from gfgen.runtime import memory
 from gfgen.runtime.memory import (
     available_bytes,
@@ -119,6 +120,15 @@ def test_shipped_models_have_the_weights_on_a_gpu_that_were_measured():
     expected = {CONFIGS / "wan2.2-ti2v-5b": 24.2, CONFIGS / "qwen-image": 57.7}
     found = check_models_on_gpu(expected, memory_bytes=None, beside_bytes=3 * GB, has_random_weights=True)
     assert {path: size / 1e9 for path, size in found.items()} == pytest.approx(expected, abs=0.1)
+
+
+def test_random_weights_take_of_main_memory_what_the_parameters_take_in_fp32():
+    folder = CONFIGS / "qwen-image"
+    found = check_models([folder], num_ranks=2, available=None, has_random_weights=True)
+    assert found[folder] / 1e9 == pytest.approx(2 * 2 * 57.7, abs=0.5)
+    message = r"qwen-image on 2 ranks: at least 230.* --ranks 1 would fit"
+    with pytest.raises(InputError, match=message):
+        check_models([folder], num_ranks=2, available=150 * GB, has_random_weights=True)
 
 
 def test_a_model_too_large_for_a_gpu_is_refused_with_the_numbers():

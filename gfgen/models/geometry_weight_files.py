@@ -1,0 +1,149 @@
+"""Which files a component's weights are in, and are they whole? Told by names and headers alone.
+
+A folder may hold the same weights more than once: as safetensors and as .bin, in another precision
+(`*.fp16.safetensors`), in one file and in shards of an older download. What counts is what
+`from_pretrained` reads.
+
+A safetensors file begins with the length of a JSON header (8 bytes, little endian), the header
+(name -> dtype, shape, data_offsets), then the tensors. So a download that broke off shows in
+the file's size, without reading a tensor.
+
+Source: https://github.com/huggingface/safetensors#format
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from gfgen.errors import ModelError
+
+_LENGTH = struct.Struct("<Q")
+_MAX_HEADER_BYTES = 100_000_000
+"""The format's own bound."""
+_AGAIN = "download the model again"
+_POINTER = b"version https://git-lfs"
+"""How a file begins that git leaves in place of a large one where git-lfs is not set up."""
+
+_STEMS = {
+    "diffusers": ("diffusion_pytorch_model", "diffusion_pytorch_model"),
+    "transformers": ("model", "pytorch_model"),
+}
+"""By library, what weight files are called: as *.safetensors, and as *.bin."""
+
+
+def weight_files(folder: Path, library: str) -> tuple[Path, ...]:
+    """The files that `from_pretrained` of this library reads a component's weights from.
+
+    Raises: ModelError when there are none, when one is missing that an index names, and when there
+            are only files that it does not take.
+    Source: diffusers 0.42 ModelMixin.from_pretrained, transformers 5 _get_resolved_checkpoint_files.
+    """
+    if library not in _STEMS:
+        raise ModelError(
+            f"{folder}: is of {library!r}; only components of {' and '.join(_STEMS)} are supported"
+        )
+    safe, pickled = _STEMS[library]
+    single, index = folder / f"{safe}.safetensors", folder / f"{safe}.safetensors.index.json"
+    candidates = (index, single) if library == "diffusers" else (single, index)
+    for path in (*candidates, folder / f"{pickled}.bin", folder / f"{pickled}.bin.index.json"):
+        if path.is_file():
+            return _shards(path) if path.suffix == ".json" else (path,)
+        if path.is_symlink():
+            raise ModelError(f"{path}: is a link to a file that is not there; {_AGAIN}")
+    raise ModelError(f"{folder}: {_what_is_wrong(folder, safe)}")
+
+
+def check_weights(files: Sequence[Path]) -> None:
+    """Refuse a component with a weight file that is cut short or lacks tensors.
+
+    files: as `weight_files` finds them.
+    Raises: ModelError that names the file, what it has and what it should have.
+    """
+    headers = {path: read_header(path) for path in files if path.suffix == ".safetensors"}
+    for index in {index for path in headers for index in path.parent.glob("*.safetensors.index.json")}:
+        for tensor, shard in _weight_map(index).items():
+            if tensor not in headers.get(path := index.with_name(shard), {tensor}):
+                raise ModelError(f"{path}: no {tensor!r}, which {index.name} expects; {_AGAIN}")
+
+
+def read_header(path: Path) -> Mapping[str, Any]:
+    """The tensors of a safetensors file: name -> dtype, shape, data_offsets.
+
+    Raises: ModelError when it is no such file, or not as long as its header says.
+    """
+    refuse_pointer(path)
+    try:
+        size_bytes = path.stat().st_size
+        with path.open("rb") as file:
+            start = file.read(_LENGTH.size)
+            length = _LENGTH.unpack(start)[0] if len(start) == _LENGTH.size else _MAX_HEADER_BYTES + 1
+            header = json.loads(file.read(length)) if length <= _MAX_HEADER_BYTES else None
+        ends = list(_ends(header))
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read ({error.strerror})") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ModelError(f"{path}: its header is broken ({size_bytes:,} bytes in all); {_AGAIN}") from None
+    expected = _LENGTH.size + length + max(ends, default=0)
+    if size_bytes != expected:
+        raise ModelError(
+            f"{path}: has {size_bytes:,} bytes, its header says {expected:,}: it is truncated or damaged; "
+            f"{_AGAIN}"
+        )
+    assert header is not None
+    return {name: entry for name, entry in header.items() if name != "__metadata__"}
+
+
+def refuse_pointer(path: Path) -> None:
+    """Raises: ModelError for a file in whose place git left a pointer to it, and one that cannot be read."""
+    try:
+        with path.open("rb") as file:
+            is_pointer = file.read(len(_POINTER)) == _POINTER
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read ({error.strerror})") from None
+    if is_pointer:
+        raise ModelError(
+            f"{path}: is a pointer of git-lfs in place of the file; run 'git lfs pull' in that folder"
+        )
+
+
+def _shards(index: Path) -> tuple[Path, ...]:
+    files = tuple(index.with_name(shard) for shard in sorted(set(_weight_map(index).values())))
+    for file in files:
+        if not file.is_file():
+            raise ModelError(f"{file}: missing, but {index.name} names it; {_AGAIN}")
+    return files
+
+
+def _what_is_wrong(folder: Path, stem: str) -> str:
+    """With a folder that holds nothing that would be read."""
+    there = sorted(path.name for path in folder.iterdir() if path.suffix in (".safetensors", ".bin"))
+    if not there:
+        return f"no weight files ({stem}.safetensors) in it; {_AGAIN}"
+    if any(name.startswith(f"{stem}-") for name in there):
+        return f"{stem}.safetensors.index.json is missing, which says what is in {there[0]}; {_AGAIN}"
+    if any(name.startswith(f"{stem}.") for name in there):
+        return f"{stem}.safetensors is missing, and a variant ({there[0]}) is not read; download that, too"
+    return f"{stem}.safetensors is missing, and {there[0]} is not read; {_AGAIN}"
+
+
+def _ends(header: Any) -> Iterator[int]:
+    """Where each tensor ends, and that its shape is there."""
+    for name, entry in header.items():
+        if name != "__metadata__":
+            math.prod(entry["shape"])
+            _, end = entry["data_offsets"]
+            yield int(end)
+
+
+def _weight_map(index: Path) -> Mapping[str, str]:
+    refuse_pointer(index)
+    try:
+        found = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        return {str(tensor): str(shard) for tensor, shard in found.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raise ModelError(f"{index}: is no index of weight files; {_AGAIN}") from None
