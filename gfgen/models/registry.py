@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from gfgen.errors import ModelError
 from gfgen.models.geometry import CONFIGS, load_geometry, weightless_geometry
+from gfgen.models.geometry_files import read_checkpoint
 from gfgen.models.geometry_weights import VAE_DTYPES
 
 if TYPE_CHECKING:
@@ -42,6 +43,11 @@ DEFAULT_MODEL = "shapes"
 """For jobs that name none, where --model names none either."""
 
 TINY_TIMEOUT_S = 300.0
+
+HUB_TIMEOUT_S = 10.0
+"""For the first answer of the hub: a firewall that drops packets is no reason to wait for minutes."""
+HUB_PATTERNS = ("model_index.json", "gfgen.json", "*/*")
+"""Of a repository: not what lies beside the components, as weights in their original format."""
 
 PACKAGE_ROOT = Path(__file__).parents[2]
 """Where the child that makes a tiny model finds this very gfgen, installed or not."""
@@ -233,15 +239,26 @@ def _tiny_checkpoint(name: str) -> Path:
 
 
 def _downloaded(hub_id: str) -> Path:
-    """A hub repository's files in the hub's own cache; only fetches what is not there."""
-    from huggingface_hub import snapshot_download
+    """A hub repository's files in the hub's own cache; asks the hub only where they are not all there.
 
+    So a batch goes on with the weights that it began with, and needs no network.
+    """
+    from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
+
+    index = try_to_load_from_cache(hub_id, "model_index.json")
+    lacking = "not in the hub's cache"
+    if isinstance(index, str):
+        try:
+            return read_checkpoint(Path(index).parent, with_weights=True).path
+        except ModelError as error:
+            lacking = f"not whole in the hub's cache ({error})"
     try:
-        return Path(snapshot_download(hub_id))
+        HfApi().model_info(hub_id, timeout=HUB_TIMEOUT_S)  # the next line has no timeout
+        return Path(snapshot_download(hub_id, allow_patterns=HUB_PATTERNS))
     except Exception as error:  # the hub raises a dozen unrelated classes
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ModelError(
-            f"model {hub_id}: not in the hub's cache, and downloading it failed ({reason}); "
+            f"model {hub_id}: {lacking}, and downloading it failed ({reason}); "
             f"run 'hf download {hub_id}' where there is a network, or give a directory"
         ) from error
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -86,6 +89,64 @@ def test_missing_download_says_what_to_do(name: str, tmp_path: Path) -> None:
     (line,) = done.stdout.splitlines()
     assert f"hf download {registry.HUB_IDS.get(name, name)}" in line
     assert "give a directory" in line
+
+
+@pytest.fixture
+def hub_cache(
+    tiny_models: Mapping[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Path, list[str]]:
+    """A model's snapshot in the hub's cache, links into blobs; and whom the hub, which is out of reach, was
+    asked for."""
+    repository = tmp_path / "hub" / "models--org--tiny"
+    snapshot = repository / "snapshots" / ("0123456789" * 4)
+    for file in filter(Path.is_file, tiny_models["tiny-wan"].rglob("*")):
+        link = snapshot / file.relative_to(tiny_models["tiny-wan"])
+        blob = repository / "blobs" / hashlib.sha256(str(link).encode()).hexdigest()
+        for path in (link, blob):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(file, blob)
+        link.symlink_to(os.path.relpath(blob, link.parent))
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(snapshot.name)
+    asked: list[str] = []
+
+    def refuse(_: object, repo_id: str, **options: object) -> None:
+        asked.append(repo_id)
+        raise ConnectionError("out of reach")
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", refuse)
+    return snapshot, asked
+
+
+def test_what_is_whole_in_the_hubs_cache_asks_nobody(hub_cache: tuple[Path, list[str]]) -> None:
+    snapshot, asked = hub_cache
+    assert resolve_checkpoint("org/tiny") == snapshot
+    assert asked == []
+    assert model_name(snapshot) == "org/tiny"
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("vae/diffusion_pytorch_model.safetensors", "vae: no weight files"),
+        ("tokenizer/tokenizer.json", "tokenizer: no vocabulary"),
+        ("scheduler/scheduler_config.json", "scheduler_config.json: no such file"),
+        ("model_index.json", "not in the hub's cache"),
+    ],
+)
+def test_what_is_not_whole_in_the_hubs_cache_is_asked_of_the_hub(
+    hub_cache: tuple[Path, list[str]], path: str, message: str
+) -> None:
+    snapshot, asked = hub_cache
+    blob = (snapshot / path).resolve()
+    (snapshot / path).unlink()
+    blob.rename(f"{blob}.incomplete")
+    with pytest.raises(ModelError, match=message) as refusal:
+        resolve_checkpoint("org/tiny")
+    assert asked == ["org/tiny"]
+    assert "failed (out of reach); run 'hf download org/tiny'" in str(refusal.value)
+    assert "\n" not in str(refusal.value)
 
 
 def test_a_snapshot_is_called_by_its_hub_id_and_others_by_their_folder() -> None:
