@@ -67,6 +67,8 @@ def read_checkpoint(path: Path, *, with_weights: bool) -> Checkpoint:
     if not path.is_dir():
         reason = "is not a directory" if path.exists() else "does not exist"
         raise ModelError(f"model {path}: {reason}; give a directory that holds a model_index.json")
+    if not (path / "model_index.json").exists() and (snapshots := sorted(path.glob("snapshots/*"))):
+        raise ModelError(f"model {path}: is a folder of the hub's cache; give its hub id, or {snapshots[-1]}")
     index = _read_object(path / "model_index.json", purpose="a diffusers-format model directory has one")
     if not isinstance(index.get("_class_name"), str):
         raise ModelError(f"{path / 'model_index.json'}: no '_class_name' of a diffusers pipeline in it")
@@ -145,5 +147,8 @@ def _check_vocabulary(folder: Path) -> None:
         raise ModelError(
             f"{folder}: no vocabulary ({' or '.join(VOCABULARIES)}) in it; download the model again"
         )
+    merges = folder / "merges.txt"
+    if found == [folder / "vocab.json"] and not merges.is_file():
+        raise ModelError(f"{merges}: missing, which belongs to vocab.json; download the model again")
     for file in found:
         refuse_pointer(file)

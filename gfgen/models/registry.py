@@ -136,9 +136,11 @@ def find_configs(name_or_dir: str) -> Path:
     if name in HUB_IDS or name in TINY_NAMES:
         return CONFIGS / name
     if _is_hub_id(name):
+        if (folder := _snapshot(name)) is not None:
+            return folder
         raise ModelError(
             f"model {name}: its config files are not here and nothing is downloaded for this; "
-            "give its directory"
+            f"run 'hf download {name}', or give its directory"
         )
     raise ModelError(_unknown(name))
 
@@ -243,24 +245,48 @@ def _downloaded(hub_id: str) -> Path:
 
     So a batch goes on with the weights that it began with, and needs no network.
     """
-    from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
+    from huggingface_hub import snapshot_download
 
-    index = try_to_load_from_cache(hub_id, "model_index.json")
     lacking = "not in the hub's cache"
-    if isinstance(index, str):
+    if (folder := _snapshot(hub_id)) is not None:
         try:
-            return read_checkpoint(Path(index).parent, with_weights=True).path
+            return read_checkpoint(folder, with_weights=True).path
         except ModelError as error:
             lacking = f"not whole in the hub's cache ({error})"
     try:
-        HfApi().model_info(hub_id, timeout=HUB_TIMEOUT_S)  # the next line has no timeout
+        _check_format(hub_id)
         return Path(snapshot_download(hub_id, allow_patterns=HUB_PATTERNS))
+    except ModelError:
+        raise
     except Exception as error:  # the hub raises a dozen unrelated classes
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ModelError(
             f"model {hub_id}: {lacking}, and downloading it failed ({reason}); "
             f"run 'hf download {hub_id}' where there is a network, or give a directory"
         ) from error
+
+
+def _snapshot(hub_id: str) -> Path | None:
+    """The folder of a repository in the hub's cache, whole or not."""
+    from huggingface_hub import try_to_load_from_cache
+
+    index = try_to_load_from_cache(hub_id, "model_index.json")
+    return Path(index).parent if isinstance(index, str) else None
+
+
+def _check_format(hub_id: str) -> None:
+    """Ask what a repository holds, before many gigabytes of it are downloaded.
+
+    Raises: ModelError for one in another format, and what the hub raises.
+    """
+    from huggingface_hub import HfApi
+
+    files = HfApi().model_info(hub_id, timeout=HUB_TIMEOUT_S).siblings or ()
+    if files and not any(file.rfilename == "model_index.json" for file in files):
+        raise ModelError(
+            f"model {hub_id}: has no model_index.json, so it is not in diffusers' format; "
+            f"is there a {hub_id}-Diffusers?"
+        )
 
 
 def _unknown(name: str) -> str:

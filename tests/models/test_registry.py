@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
@@ -149,6 +150,32 @@ def test_what_is_not_whole_in_the_hubs_cache_is_asked_of_the_hub(
     assert "\n" not in str(refusal.value)
 
 
+def test_what_is_in_the_hubs_cache_has_configs_to_plan_with(hub_cache: tuple[Path, list[str]]) -> None:
+    snapshot, asked = hub_cache
+    assert find_configs("org/tiny") == snapshot
+    with pytest.raises(ModelError, match=r"org/other: .* run 'hf download org/other', or give its directory"):
+        find_configs("org/other")
+    assert asked == []
+
+
+def test_a_repository_in_another_format_is_refused_before_it_is_downloaded(
+    hub_cache: tuple[Path, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def describe(_: object, repo_id: str, **options: object) -> object:
+        return SimpleNamespace(siblings=[SimpleNamespace(rfilename="high_noise_model/config.json")])
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", describe)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("downloads"))
+    with pytest.raises(ModelError, match=r"not in diffusers' format; is there a org/wan-Diffusers\?"):
+        resolve_checkpoint("org/wan")
+
+
+def test_a_folder_of_the_hubs_cache_says_what_to_give(hub_cache: tuple[Path, list[str]]) -> None:
+    snapshot, _ = hub_cache
+    with pytest.raises(ModelError, match=rf"is a folder of the hub's cache; give its hub id, or {snapshot}"):
+        load_geometry(snapshot.parents[1])
+
+
 def test_a_snapshot_is_called_by_its_hub_id_and_others_by_their_folder() -> None:
     cache = Path("hub/models--Wan-AI--Wan2.2-TI2V-5B-Diffusers/snapshots/b8fff7315c768468")
     assert model_name(cache) == "Wan-AI/Wan2.2-TI2V-5B-Diffusers"
@@ -213,6 +240,12 @@ def test_damaged_weights_are_a_model_error(broken_copy: Path) -> None:
     (broken_copy / "vae" / "diffusion_pytorch_model.safetensors").write_bytes(b"no weights at all")
     with pytest.raises(ModelError, match="its header is broken"):
         load_adapter(broken_copy)
+
+
+def test_half_a_vocabulary_is_refused(broken_copy: Path) -> None:
+    (broken_copy / "tokenizer" / "tokenizer.json").rename(broken_copy / "tokenizer" / "vocab.json")
+    with pytest.raises(ModelError, match=r"merges\.txt: missing, which belongs to vocab\.json"):
+        load_geometry(broken_copy)
 
 
 def test_quantized_weights_are_refused(broken_copy: Path) -> None:
