@@ -252,7 +252,7 @@ def _downloaded(hub_id: str) -> Path:
         try:
             return read_checkpoint(folder, with_weights=True).path
         except ModelError as error:
-            lacking = f"not whole in the hub's cache ({error})"
+            lacking = f"not whole in the hub's cache ({str(error).partition('; ')[0]})"
     try:
         _check_format(hub_id)
         return Path(snapshot_download(hub_id, allow_patterns=HUB_PATTERNS))

@@ -24,3 +24,15 @@ def keep_freed_memory() -> None:
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, LARGEST_KEPT_BYTES)
         mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES)
+
+
+def give_back_freed_memory() -> None:
+    """To the kernel, wherever in the heap it lies; for after what will not be done again soon.
+
+    As loading a model for a GPU: weights that are stored in another dtype are converted in main memory, block
+    by block below LARGEST_KEPT_BYTES, and all of it would stay with the process. Other C libraries are left
+    as they are.
+    """
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if malloc_trim is not None:
+        malloc_trim(0)

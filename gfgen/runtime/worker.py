@@ -42,7 +42,7 @@ from gfgen.graph import Stage, Task
 from gfgen.models.adapter import Adapter, Fields
 from gfgen.models.parallel import Parallel, parallel_from
 from gfgen.models.registry import load_adapter
-from gfgen.runtime.allocator import keep_freed_memory
+from gfgen.runtime.allocator import give_back_freed_memory, keep_freed_memory
 from gfgen.runtime.channel import Channel
 from gfgen.runtime.lifeline import die_with_parent
 from gfgen.runtime.messages import (
@@ -416,6 +416,7 @@ class Worker:
         for path in paths:
             del self._adapters[path]
         gc.collect()
+        give_back_freed_memory()
 
     def _run(self, message: RunTask, fds: Sequence[int]) -> None:
         """Run one task and report; an exception fails the task, never the worker."""
@@ -550,12 +551,14 @@ def load(settings: WorkerSettings, *, channel: Channel, device: str = "cpu") -> 
 
 def load_model(settings: WorkerSettings, path: str, *, device: str = "cpu") -> Adapter:
     """The adapter of one model."""
-    return load_adapter(
+    adapter = load_adapter(
         Path(path),
         device=device,
         vae_dtype=settings.vae_dtype,
         has_random_weights=settings.has_random_weights,
     )
+    give_back_freed_memory()
+    return adapter
 
 
 def store_frames(frames: Fields, fd: int, *, shape: Sequence[int]) -> None:
