@@ -46,8 +46,8 @@ def load_pipeline(
     """A pipeline of this class with its weights on the device, ready for inference.
 
     Components named in `dtypes` have a dtype of their own; modules that diffusers keeps in fp32 stay so.
-    On a CPU, weights of the dtype in which they are stored are mapped and not copied. On the way to another
-    device one component at a time takes main memory.
+    On a CPU, weights of the dtype in which they are stored are mapped and not copied. To another device they
+    go one by one, and a component takes no main memory beyond the file's own pages.
 
     Raises: ModelError when the directory does not hold what the class needs.
     """
@@ -76,12 +76,14 @@ def _load_model(component: ComponentFiles, *, device: str, dtype: torch.dtype) -
     Raises: ModelError when they lack some: libraries leave these out, or draw them at random.
     """
     kind = getattr(importlib.import_module(component.library), component.class_name)
+    place = {} if device == "cpu" else {"device_map": {"": torch.device(device)}}
     model, report = kind.from_pretrained(
         str(component.folder),
         dtype=dtype,
         use_safetensors=component.files[0].suffix == ".safetensors",
         local_files_only=True,
         output_loading_info=True,
+        **place,
     )
     tied = getattr(model, "all_tied_weights_keys", {})
     if missing := sorted(set(report["missing_keys"]).difference(tied)):
@@ -90,7 +92,7 @@ def _load_model(component: ComponentFiles, *, device: str, dtype: torch.dtype) -
             f"{component.folder}: its files lack {missing[0]!r}{others}, which its config.json asks for; "
             "download the model again"
         )
-    return model.to(device)
+    return model.to(device)  # what is in no file: tables of positions
 
 
 @contextmanager
