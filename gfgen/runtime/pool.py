@@ -15,7 +15,7 @@ import os
 import selectors
 import socket
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
@@ -25,6 +25,7 @@ from typing import Any
 from gfgen.errors import InterruptedRunError, WorkerError
 from gfgen.gfc.arena import Plan
 from gfgen.gfc.cuda.selector import tuned_tables
+from gfgen.models.geometry_files import model_name
 from gfgen.runtime import descriptors, forkserver
 from gfgen.runtime.arenas import RankArenas, default_plan
 from gfgen.runtime.channel import Channel
@@ -42,6 +43,7 @@ from gfgen.runtime.messages import (
     WorkerReady,
 )
 from gfgen.runtime.signals import SignalPipe
+from gfgen.runtime.wording import counted
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +62,8 @@ START_S = 1800.0
 """For loading the models; from a slow disk that takes minutes."""
 WARM_UP_S = 600.0
 """Between two answers."""
+TELL_S = 10.0
+"""While ranks start, a line says so often what they are doing."""
 _EXIT_S = 5.0
 """How long a process may take to end after its channel is closed, before it is killed."""
 KILLED_S = 10.0
@@ -300,9 +304,10 @@ class WorkerPool:
         signals: SignalPipe | None = None,
         *,
         patience_s: float = START_S,
+        tell_s: float = TELL_S,
     ) -> None:
         """Wait until every worker has loaded its models, but for those that none of them can (`unloadable`),
-        and all know each other.
+        and all know each other. The log tells every `tell_s` seconds how far they are.
 
         One that fails is started again; a rank that fails too often, or does not get ready in time, is
         retired, unless all are needed.
@@ -310,22 +315,37 @@ class WorkerPool:
         Raises: WorkerError when no rank or no model is left, or one that is needed, with the reason;
         InterruptedRunError when a signal comes first.
         """
-        deadline_s = time.monotonic() + patience_s
+        began_s = time.monotonic()
+        deadline_s, told_s = began_s + patience_s, began_s
         loads = self._new_loads()
         self._bring_back()
         speakers = self.speakers(
             signals,
             doing="the models were loading; nothing was started",
-            left_s=lambda: deadline_s - time.monotonic(),
+            left_s=lambda: min(deadline_s, told_s + tell_s) - time.monotonic(),
         )
         with contextlib.closing(speakers):
             while not self._know_each_other():
                 worker = next(speakers)
-                if worker is None:
+                if worker is None and (now_s := time.monotonic()) < deadline_s:
+                    logger.info("still starting after %.0f s: %s", now_s - began_s, self._how_far())
+                    told_s = now_s
+                elif worker is None:
                     why = f"the models are not loaded after {patience_s:g} s"
                     self._leave_behind(why)
                 elif reason := self._note_start(worker, loads):
                     self._start_again(worker, loads, reason)
+
+    def _how_far(self) -> str:
+        """'1 of 4 ranks ready, 3 loading qwen-image', say."""
+        num_ready = sum(worker.is_ready for worker in self.living)
+        others = Counter(
+            "not loading yet" if worker.loading is None else f"loading {model_name(Path(worker.loading))}"
+            for worker in self.living
+            if not worker.is_ready
+        )
+        parts = [f"{num_ready} of {counted(self.num_ranks, 'rank')} ready"]
+        return ", ".join([*parts, *(f"{number} {doing}" for doing, number in others.items())])
 
     def _know_each_other(self) -> bool:
         """Whether all are ready and have mapped all arenas; those that can are told to by this."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import time
@@ -281,6 +282,24 @@ def test_a_rank_that_hangs_at_the_start_ends_what_needs_all_ranks(tmp_path: Path
         pytest.raises(WorkerError, match=r"rank 1: the models are not loaded after 0.01 s"),
     ):
         pool.wait_ready(patience_s=0.01)
+
+
+def test_a_long_start_says_how_far_the_ranks_are(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As long as it lasts: here until the line that is waited for is there."""
+    log = logging.getLogger("gfgen.runtime.pool")
+    caplog.set_level(logging.INFO, logger=log.name)
+
+    def leave(record: logging.LogRecord) -> bool:
+        if record.getMessage().endswith(": 1 of 2 ranks ready, 1 loading sleepy"):
+            raise StopIteration
+        return True
+
+    log.addFilter(leave)
+    try:
+        with two_ranks(tmp_path / "sleepy") as pool, pytest.raises(StopIteration):
+            pool.wait_ready(tell_s=0.01)
+    finally:
+        log.removeFilter(leave)
 
 
 def test_ranks_that_die_before_they_load_anything_end_the_run_with_the_reason(tmp_path: Path) -> None:
