@@ -42,7 +42,8 @@ def auto(snapshot: Snapshot) -> list[Decision]:
 
 def choose_auto(snapshot: Snapshot, last: Choice | None = None) -> Choice | None:
     """The candidate with the best outlook; None when there is nothing to choose."""
-    foresee, candidates = snapshot.foresee, _candidates(snapshot)
+    foresee = snapshot.foresee
+    candidates = _candidates(snapshot, None if last is None else last.policy)
     if foresee is None or len(candidates) < 2:
         return None
     outlooks = {name: foresee(policy) for name, policy in candidates.items()}
@@ -58,22 +59,27 @@ def choose_auto(snapshot: Snapshot, last: Choice | None = None) -> Choice | None
     return Choice(best, reason, losses)
 
 
-def _candidates(snapshot: Snapshot) -> dict[str, Policy]:
+def _candidates(snapshot: Snapshot, present: str | None) -> dict[str, Policy]:
     """By name; the first one wins a tie.
 
     Triage with groups of each degree that is more thrifty than the next larger one for some job at hand, and
     with all ranks; and the shortest job first on all ranks, whose steps are the shortest of all: nobody waits
-    long for a boundary.
+    long for a boundary. The present degree is always compared: costs are learnt for one degree before
+    another, a few percent move its thrift, and what is no candidate is left without notable evidence.
     """
     most = power_of_two(min(snapshot.max_degree, len(snapshot.ranks)))
-    degrees = [n for n in DEGREES if n < most and _saves_work(snapshot, n)]
+    degrees = [n for n in DEGREES if n < most and (_triage_on(n) == present or _saves_work(snapshot, n))]
     found: dict[str, Policy] = {
-        f"triage,degree={n}": functools.partial(triage, degree=n)
+        _triage_on(n): functools.partial(triage, degree=n)
         for n in sorted((*degrees, most), key=DEGREES.index)
     }
     if most > 1:
         found[f"srtf,degree={most}"] = functools.partial(srtf, degree=most)
     return found
+
+
+def _triage_on(degree: int) -> str:
+    return f"triage,degree={degree}"
 
 
 def _has_deadlines(snapshot: Snapshot) -> bool:

@@ -279,8 +279,16 @@ def test_what_auto_has_seen_before_counts():
 
 def test_where_what_auto_has_chosen_is_no_choice_any_more_the_best_is_taken():
     ahead = {"triage 4": outlook(late=5), "srtf 4": outlook(late=4)}
-    before = Choice("triage,degree=1", "", {"triage,degree=1": 0.0})
+    before = Choice("triage,degree=8", "", {"triage,degree=8": 0.0})
     assert choose_auto(foreseeing(ahead, costs=WorkCosts), before).policy == "srtf,degree=4"
+
+
+@pytest.mark.parametrize(("num_late", "chosen"), [(3, "triage,degree=2"), (0, "triage,degree=4")])
+def test_the_degree_that_auto_has_chosen_is_left_for_notable_evidence_alone(num_late, chosen):
+    """Learnt costs had moved its thrift below the threshold, and the best of the others took over at once."""
+    ahead = {"triage 2": outlook(late=4), "triage 4": outlook(late=num_late), "srtf 4": outlook(late=5)}
+    before = Choice("triage,degree=2", "")
+    assert choose_auto(foreseeing(ahead, costs=WorkCosts), before).policy == chosen
 
 
 @pytest.mark.parametrize(("num_late", "chosen"), [(5, "triage,degree=4"), (0, "srtf,degree=4")])
