@@ -13,6 +13,7 @@ Source: https://github.com/huggingface/safetensors#format
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import struct
@@ -26,6 +27,7 @@ _LENGTH = struct.Struct("<Q")
 _MAX_HEADER_BYTES = 100_000_000
 """The format's own bound."""
 _AGAIN = "download the model again"
+_SUFFIXES = (".safetensors", ".bin")
 _POINTER = b"version https://git-lfs"
 """How a file begins that git leaves in place of a large one where git-lfs is not set up."""
 
@@ -69,6 +71,14 @@ def check_weights(files: Sequence[Path]) -> None:
         for tensor, shard in _weight_map(index).items():
             if tensor not in headers.get(path := index.with_name(shard), {tensor}):
                 raise ModelError(f"{path}: no {tensor!r}, which {index.name} expects; {_AGAIN}")
+
+
+def weights_mark(checkpoint: Path) -> str:
+    """The same for the same weight files, told by their names, sizes and times of change; no file is read."""
+    files = sorted(path for suffix in _SUFFIXES for path in checkpoint.glob(f"*/*{suffix}") if path.is_file())
+    facts = [(str(path.relative_to(checkpoint)), path.stat()) for path in files]
+    text = json.dumps([(name, fact.st_size, fact.st_mtime_ns) for name, fact in facts])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def read_header(path: Path) -> Mapping[str, Any]:
@@ -121,7 +131,7 @@ def _shards(index: Path) -> tuple[Path, ...]:
 
 def _what_is_wrong(folder: Path, stem: str) -> str:
     """With a folder that holds nothing that would be read."""
-    there = sorted(path.name for path in folder.iterdir() if path.suffix in (".safetensors", ".bin"))
+    there = sorted(path.name for path in folder.iterdir() if path.suffix in _SUFFIXES)
     if not there:
         return f"no weight files ({stem}.safetensors) in it; {_AGAIN}"
     if any(name.startswith(f"{stem}-") for name in there):

@@ -1,7 +1,7 @@
 """Resume files: the state of jobs that a stopped run leaves, for the next run to go on with.
 
 One file per job in the output folder's `.resume/`: a line of JSON, then the parts of the
-job's slab that hold something. A file counts only for the very job and slab layout that it was
+job's slab that hold something. A file counts only for the very job, weights and slab layout that it was
 made for, and where tensors are as they were then: those of a GPU are in other dtypes than those of a CPU. Any
 other, and a damaged one, means that the job starts at the beginning.
 """
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gfgen.models.geometry_weight_files import weights_mark
 from gfgen.runtime.admission import AdmittedJob
 from gfgen.runtime.slab import Slab, SlabPlan
 
@@ -61,7 +62,8 @@ def save(
     """
     path.parent.mkdir(exist_ok=True)
     extents = list(_extents(slab_fd, SlabPlan.of(job.trajectory).size_bytes))
-    header = {**_identity(job), "next_index": next_index, "producer": producer}
+    header = {**_identity(job), "weights": weights_mark(job.checkpoint)}
+    header |= {"next_index": next_index, "producer": producer}
     header |= {"last_number": last_number, "extents": extents, "computed_with": dict(computed_with)}
     partial = path.with_suffix(".partial")
     try:
@@ -90,6 +92,9 @@ def find(
             continue
         if any(header.get(key) != value for key, value in _identity(job).items()):
             logger.info("job %s starts at the beginning: it has changed since it was stopped", job.job_id)
+            continue
+        if header.get("weights") != weights_mark(job.checkpoint):
+            logger.info("job %s starts at the beginning: its model's weights are others now", job.job_id)
             continue
         if header.get("computed_with") != dict(computed_with):
             logger.info(

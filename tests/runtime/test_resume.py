@@ -22,14 +22,19 @@ def find(folder, job=JOB, **others):
 
 @pytest.fixture
 def folder(tmp_path):
-    """An output folder in which job a was stopped before task 3, whose input dispatch 7 made."""
-    plan = SlabPlan.of(JOB.trajectory)
+    """An output folder in which job a was stopped."""
+    stop(tmp_path)
+    return tmp_path
+
+
+def stop(folder, job=JOB):
+    """Before task 3, whose input dispatch 7 made."""
+    plan = SlabPlan.of(job.trajectory)
     fd = Slab.create(plan, name="a")
     Slab(fd, plan).publish("latents", 3, "meta", [memoryview(b"latents")], producer=7)
-    path = resume.resume_path(tmp_path, "a")
-    resume.save(path, JOB, fd, next_index=3, producer=7, last_number=9, computed_with=ON_CPU)
+    path = resume.resume_path(folder, "a")
+    resume.save(path, job, fd, next_index=3, producer=7, last_number=9, computed_with=ON_CPU)
     os.close(fd)
-    return tmp_path
 
 
 def rewrite(folder, **changes):
@@ -88,6 +93,19 @@ def test_state_of_another_kind_of_worker_is_passed_over_and_kept(folder, caplog,
         assert find(folder, **others) == {}
     assert "job a starts at the beginning: it was stopped on another kind of device" in caplog.text
     assert "a" in find(folder)
+
+
+def test_with_other_weights_a_job_begins_anew(tmp_path, caplog):
+    weights = tmp_path / "model/transformer/diffusion_pytorch_model.safetensors"
+    weights.parent.mkdir(parents=True)
+    weights.write_bytes(b"as they were")
+    job = replace(JOB, checkpoint=tmp_path / "model")
+    stop(tmp_path, job)
+    assert "a" in find(tmp_path, job)
+    weights.write_bytes(b"tuned since")
+    with caplog.at_level("INFO", "gfgen"):
+        assert find(tmp_path, job) == {}
+    assert "job a starts at the beginning: its model's weights are others now" in caplog.text
 
 
 def test_a_pool_says_what_state_depends_on(pool):
