@@ -21,6 +21,7 @@ from gfgen.gfc.cuda.driver import SEE_DOCTOR, Driver, driver
 from gfgen.gfc.cuda.selector import table_path
 
 _PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "safetensors", "huggingface_hub")
+_SERVING = ("fastapi", "uvicorn", "pydantic", "httptools", "python-multipart", "prometheus_client")
 _CUDNN = "nvidia-cudnn-frontend"
 _MIN_CUDA = (12, 4)
 """The driver calls that the collectives make are all there from here on."""
@@ -62,6 +63,11 @@ def _packages(missing: list[str]) -> Iterator[str]:
             yield f"{name} {version(name)}"
         except PackageNotFoundError:
             missing.append(f"! {name} (pip install gfgen brings it)")
+    for name in _SERVING:
+        try:
+            version(name)
+        except PackageNotFoundError:
+            missing.append(f"{name}, for gfgen serve (pip install gfgen brings it)")
     try:
         native.library()
         yield "native CPU collectives: ready"

@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 from gfgen import log
-from gfgen.errors import GfgenError, InterruptedRunError
+from gfgen.errors import GfgenError, InterruptedRunError, RunError
 
 _COMMANDS = {
     "run": ("gfgen.cli.run:run", "Generate what a job file asks for."),
@@ -105,4 +105,10 @@ def _invoke(arguments: list[str]) -> int:
         return error.exit_code
     except click.Abort:
         return 130
+    except ModuleNotFoundError as error:
+        if str(error.name).partition(".")[0] == "gfgen":
+            raise
+        raise RunError(
+            f"the package {error.name} is missing: pip install gfgen brings it; gfgen doctor names all"
+        ) from error
     return result if isinstance(result, int) else 0

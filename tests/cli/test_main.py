@@ -1,7 +1,10 @@
 """The command line without workers: messages, exit codes, and how fast it starts to answer."""
 
+import importlib.metadata
+import importlib.util
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
 
@@ -105,3 +108,28 @@ def test_light_commands_import_no_heavy_package(arguments):
     )
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
+
+
+def test_a_missing_package_is_one_line(capsys, monkeypatch):
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "uvicorn" else find_spec(name)
+    )
+    code, _, err = gfgen(capsys, "serve", "--device", "cpu")
+    assert code == 1
+    assert err == (
+        "gfgen: the package uvicorn is missing: pip install gfgen brings it; gfgen doctor names all\n"
+    )
+
+
+@pytest.mark.parametrize(("package", "code"), [("uvicorn", 0), ("diffusers", 1)])
+def test_doctor_names_missing_packages(capsys, monkeypatch, package, code):
+    def version_of(name):
+        if name == package:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return "1.0"
+
+    monkeypatch.setattr("gfgen.cli.doctor.version", version_of)
+    ended, out, _ = gfgen(capsys, "doctor")
+    assert ended == code
+    assert package in next(line for line in out.splitlines() if line.startswith("missing: "))
+    assert "nothing is missing" not in out
