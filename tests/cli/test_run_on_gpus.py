@@ -1,4 +1,4 @@
-"""`gfgen run` on GPUs: the same jobs on one rank, on several, and after a worker's death."""
+"""`gfgen run` on GPUs: the same jobs on one rank, on several, after a worker's death and the run's own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
 import pytest
+from movies import decoded
+from PIL import Image
 from process_tree import children_of
 
 from gfgen.runtime.devices import find_gpus
@@ -71,3 +74,29 @@ def test_a_worker_that_is_killed_costs_no_job(job_file: Path, tmp_path: Path):
     os.kill(first_worker, signal.SIGKILL)
     assert run.wait(TIMEOUT_S) == 0
     assert len(layouts_of(tmp_path)) == 8
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["stopped", "killed"])
+def test_a_run_that_ends_early_goes_on_to_the_same_frames(job_file: Path, tmp_path: Path, number: int):
+    whole, parted = tmp_path / "whole", tmp_path / "parted"
+    subprocess.run(command(job_file, whole, "--policy", "legacy"), check=True, timeout=TIMEOUT_S)
+    run = subprocess.Popen(command(job_file, parted, "--policy", "legacy"))
+    journal = parted / "journal.jsonl"
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while not (journal.exists() and journal.read_text().count("TaskDone") >= 12):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.001)
+    os.kill(run.pid, number)
+    assert run.wait(TIMEOUT_S) != 0
+    subprocess.run(command(job_file, parted, "--policy", "legacy"), check=True, timeout=TIMEOUT_S)
+    expected = frames_of(whole)
+    assert len(expected) == 8
+    for name, frames in frames_of(parted).items():
+        np.testing.assert_array_equal(frames, expected.pop(name), name)
+    assert not expected
+
+
+def frames_of(output: Path) -> dict[str, np.ndarray]:
+    """By file, as they would be shown."""
+    pictures = {path.name: np.asarray(Image.open(path)) for path in output.glob("*.png")}
+    return pictures | {path.name: decoded(path, height=64, width=64) for path in output.glob("*.mp4")}
