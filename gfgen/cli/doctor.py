@@ -16,7 +16,7 @@ import click
 
 from gfgen.errors import RunError
 from gfgen.gfc import native
-from gfgen.gfc.cuda.compiler import cache_dir, find_nvrtc
+from gfgen.gfc.cuda.compiler import cache_dir, find_nvrtc, kept
 from gfgen.gfc.cuda.driver import SEE_DOCTOR, Driver, driver
 from gfgen.gfc.cuda.selector import table_path
 
@@ -122,9 +122,7 @@ def _links(cuda: Driver, missing: list[str]) -> Iterator[str]:
 
 
 def _caches() -> Iterator[str]:
-    kernels = cache_dir() / "kernels"
-    found = list(kernels.glob("*.cubin")) if kernels.is_dir() else []
-    yield f"compiled kernels: {len(found)} in {_short(kernels)} (made at first use)"
+    yield f"compiled kernels: {len(kept())} in {_short(cache_dir() / 'kernels')} (made at first use)"
     tables = [path.name for path in cache_dir().glob("gfc-*.json")]
     example = _short(table_path("name"))
     yield f"tuned tables: {', '.join(tables) or f'none ({example} after `gfgen bench gfc --tune`)'}"

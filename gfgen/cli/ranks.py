@@ -15,6 +15,7 @@ import click
 from gfgen.cli.admission import Admission
 from gfgen.cli.options import graphs_option
 from gfgen.errors import JobFileError
+from gfgen.gfc.cuda import compiler
 from gfgen.jobspec import JobSpec
 from gfgen.models.geometry_files import model_name
 from gfgen.models.geometry_weights import VAE_DTYPES
@@ -114,6 +115,8 @@ def ready_pool(
         ranks.devices.kind,
         ", ".join(sorted(model_name(path) for path in checkpoints)),
     )
+    if ranks.are_on_gpus and not compiler.kept():
+        logger.info("kernels are compiled first, which takes some 20 s, once on this machine")
     islands = ranks.devices.islands
     if len(islands) > 1:
         logger.info("GPUs without peer access share no layout: %s", "; ".join(str(list(i)) for i in islands))

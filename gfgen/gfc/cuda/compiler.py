@@ -32,6 +32,11 @@ def cache_dir() -> Path:
     return Path(root) / "gfgen"
 
 
+def kept() -> list[Path]:
+    """What was compiled on this machine; empty before ranks have run on its GPUs."""
+    return sorted((cache_dir() / "kernels").glob("*.cubin"))
+
+
 def compiled(architecture: str, *, name: str = "cuda/kernels.cu", sources: Path | None = None) -> bytes:
     """The machine code of the kernels for `sm_90` and the like; from the cache if it is there."""
     sources = sources or source_dir()
