@@ -14,14 +14,13 @@ from pathlib import Path
 
 import click
 
+from gfgen.cli.packages import COMPUTING, SERVING, VIDEOS
 from gfgen.errors import RunError
 from gfgen.gfc import native
 from gfgen.gfc.cuda.compiler import cache_dir, find_nvrtc, kept
 from gfgen.gfc.cuda.driver import SEE_DOCTOR, Driver, driver
 from gfgen.gfc.cuda.selector import table_path
 
-_PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "safetensors", "huggingface_hub")
-_SERVING = ("fastapi", "uvicorn", "pydantic", "httptools", "python-multipart", "prometheus_client")
 _CUDNN = "nvidia-cudnn-frontend"
 _MIN_CUDA = (12, 4)
 """The driver calls that the collectives make are all there from here on."""
@@ -58,16 +57,17 @@ def _machine() -> Iterator[str]:
 
 
 def _packages(missing: list[str]) -> Iterator[str]:
-    for name in _PACKAGES:
+    for name in COMPUTING:
         try:
             yield f"{name} {version(name)}"
         except PackageNotFoundError:
             missing.append(f"! {name} (pip install gfgen brings it)")
-    for name in _SERVING:
-        try:
-            version(name)
-        except PackageNotFoundError:
-            missing.append(f"{name}, for gfgen serve (pip install gfgen brings it)")
+    for purpose, names in (("videos", VIDEOS), ("gfgen serve", SERVING)):
+        for name in names:
+            try:
+                version(name)
+            except PackageNotFoundError:
+                missing.append(f"{name}, for {purpose} (pip install gfgen brings it)")
     try:
         native.library()
         yield "native CPU collectives: ready"

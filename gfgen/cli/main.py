@@ -106,7 +106,7 @@ def _invoke(arguments: list[str]) -> int:
     except click.Abort:
         return 130
     except ModuleNotFoundError as error:
-        if str(error.name).partition(".")[0] == "gfgen":
+        if error.name is None or error.name.partition(".")[0] == "gfgen":
             raise
         raise RunError(
             f"the package {error.name} is missing: pip install gfgen brings it; gfgen doctor names all"

@@ -14,6 +14,7 @@ import click
 
 from gfgen.cli.admission import Admission
 from gfgen.cli.options import graphs_option
+from gfgen.cli.packages import COMPUTING, check_packages
 from gfgen.errors import JobFileError
 from gfgen.gfc.cuda import compiler
 from gfgen.jobspec import JobSpec
@@ -109,6 +110,8 @@ def ready_pool(
 
     A rank that cannot start is gone without, unless all are needed, as where something is measured.
     """
+    if worker_main is None:
+        check_packages(COMPUTING)
     logger.info(
         "starting %d ranks (%s) with %s",
         ranks.num_ranks,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import ipaddress
 import logging
 import time
@@ -17,6 +16,7 @@ import click
 from gfgen import log
 from gfgen.cli.loop import run_loop
 from gfgen.cli.options import NamedPath, graphs_option, lookahead_option, memory_option, tell_of_graphs
+from gfgen.cli.packages import SERVING, check_packages
 from gfgen.cli.progress import LineProgress
 from gfgen.cli.ranks import Ranks, ready_pool
 from gfgen.cli.run import default_profile, held_folder, of_held_models
@@ -187,7 +187,7 @@ def serve(
     level = "debug" if ctx.obj["debug"] else "warning" if quiet else "info"
     log.configure(level=level, as_json=log_json, file=log_file)
     _check_exposure(host, api_key, no_key=no_key)
-    _check_packages()
+    check_packages(SERVING)
     memory_limit = None if memory is None else parse_memory(memory)
     devices = choose_devices(device, ranks, memory_limit=memory_limit)
     options = ServeOptions(
@@ -345,16 +345,6 @@ def settings_of(options: ServeOptions) -> Settings:
         log_json=options.log_json,
         log_file=None if options.log_file is None else options.log_file.absolute(),
     )
-
-
-def _check_packages() -> None:
-    """Of the HTTP process, which would die of it again and again.
-
-    Raises: ModuleNotFoundError for the first one that is missing.
-    """
-    for name in ("fastapi", "uvicorn", "httptools", "python_multipart", "prometheus_client"):
-        if importlib.util.find_spec(name) is None:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
 def _check_exposure(host: str, api_key: str | None, *, no_key: bool) -> None:

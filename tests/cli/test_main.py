@@ -2,13 +2,17 @@
 
 import importlib.metadata
 import importlib.util
+import re
 import subprocess
 import sys
+import tomllib
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
 from gfgen.cli.main import main
+from gfgen.cli.packages import COMPUTING, SERVING, VIDEOS
 
 
 def gfgen(capsys, *arguments):
@@ -121,7 +125,36 @@ def test_a_missing_package_is_one_line(capsys, monkeypatch):
     )
 
 
-@pytest.mark.parametrize(("package", "code"), [("uvicorn", 0), ("diffusers", 1)])
+def test_ranks_are_not_started_where_a_package_is_missing(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "torch" else find_spec(name)
+    )
+    monkeypatch.setattr("gfgen.cli.ranks.WorkerPool", lambda **_: pytest.fail("starts ranks"))
+    jobs = tmp_path / "jobs.jsonl"
+    jobs.write_text('{"prompt": "a red circle"}\n')
+    code, _, err = gfgen(capsys, "run", str(jobs), "--output", str(tmp_path / "out"), "--device", "cpu")
+    assert code == 1
+    assert err.splitlines()[-1].startswith("gfgen: the package torch is missing: pip install gfgen brings it")
+
+
+def test_an_import_that_fails_without_a_name_is_not_called_a_missing_package(monkeypatch):
+    def fail(_):
+        raise ModuleNotFoundError("a converter of tokenizers is asked for")
+
+    monkeypatch.setattr("gfgen.cli.main.importlib.import_module", fail)
+    with pytest.raises(ModuleNotFoundError, match="converter"):
+        main(["doctor"])
+
+
+def test_doctor_knows_every_package_that_is_installed_with_gfgen():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    brought = {re.match(r"[\w-]+", each)[0] for each in project["dependencies"]}
+    assert brought - {"click", "nvidia-cudnn-frontend"} == {*COMPUTING, *VIDEOS, *SERVING}
+
+
+@pytest.mark.parametrize(
+    ("package", "code"), [("uvicorn", 0), ("imageio-ffmpeg", 0), ("diffusers", 1), ("numpy", 1)]
+)
 def test_doctor_names_missing_packages(capsys, monkeypatch, package, code):
     def version_of(name):
         if name == package:
