@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -54,9 +55,11 @@ def load_pipeline(
     wanted = {"default": dtype} | {name: getattr(torch, each) for name, each in (dtypes or {}).items()}
     try:
         with without_progress_bars():
+            taken = inspect.signature(pipeline_class).parameters
             models = {
                 name: _load_model(files, device=device, dtype=wanted.get(name, dtype))
                 for name, files in component_files(checkpoint).items()
+                if name in taken
             }
             pipeline = pipeline_class.from_pretrained(
                 str(checkpoint), dtype=wanted, local_files_only=True, **models

@@ -14,7 +14,7 @@ from typing import Any
 
 from gfgen.errors import ModelError
 from gfgen.models.geometry_weight_files import check_weights, refuse_pointer, weight_files
-from gfgen.models.geometry_weights import WEIGHTLESS
+from gfgen.models.geometry_weights import WEIGHTLESS, is_component
 
 CONFIG_NAMES = {
     "scheduler": "scheduler_config.json",
@@ -67,12 +67,13 @@ def read_checkpoint(path: Path, *, with_weights: bool) -> Checkpoint:
     if not path.is_dir():
         reason = "is not a directory" if path.exists() else "does not exist"
         raise ModelError(f"model {path}: {reason}; give a directory that holds a model_index.json")
-    if not (path / "model_index.json").exists() and (snapshots := sorted(path.glob("snapshots/*"))):
-        raise ModelError(f"model {path}: is a folder of the hub's cache; give its hub id, or {snapshots[-1]}")
+    if not (path / "model_index.json").exists() and (snapshots := list(path.glob("snapshots/*"))):
+        newest = max(snapshots, key=lambda snapshot: snapshot.stat().st_mtime_ns)
+        raise ModelError(f"model {path}: is a folder of the hub's cache; give its hub id, or {newest}")
     index = _read_object(path / "model_index.json", purpose="a diffusers-format model directory has one")
     if not isinstance(index.get("_class_name"), str):
         raise ModelError(f"{path / 'model_index.json'}: no '_class_name' of a diffusers pipeline in it")
-    components = [name for name, entry in index.items() if _is_component(entry)]
+    components = [name for name, entry in index.items() if is_component(entry)]
     configs = {name: _read_config(path, name) for name in components}
     settings = _read_settings(path / SETTINGS_NAME)
     file_bytes = 0
@@ -90,10 +91,6 @@ def model_name(path: Path) -> str:
     if path.parent.name == "snapshots" and repository.startswith("models--"):
         return repository.removeprefix("models--").replace("--", "/")
     return path.name
-
-
-def _is_component(entry: object) -> bool:
-    return isinstance(entry, list) and len(entry) == 2 and all(isinstance(part, str) for part in entry)
 
 
 def _read_config(path: Path, component: str) -> Mapping[str, Any]:

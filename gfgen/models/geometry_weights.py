@@ -108,8 +108,13 @@ def component_files(checkpoint: Path) -> Mapping[str, ComponentFiles]:
     return {
         name: ComponentFiles(folder := checkpoint / name, entry[0], entry[1], weight_files(folder, entry[0]))
         for name, entry in _model_index(checkpoint).items()
-        if isinstance(entry, list) and all(entry) and name not in WEIGHTLESS
+        if is_component(entry) and name not in WEIGHTLESS
     }
+
+
+def is_component(entry: object) -> bool:
+    """Whether this is a component in model_index.json, [library, class]; [null, null] is one left out."""
+    return isinstance(entry, list) and len(entry) == 2 and all(isinstance(part, str) for part in entry)
 
 
 def _count(path: Path) -> int:

@@ -252,7 +252,7 @@ def _downloaded(hub_id: str) -> Path:
         try:
             return read_checkpoint(folder, with_weights=True).path
         except ModelError as error:
-            lacking = f"not whole in the hub's cache ({str(error).partition('; ')[0]})"
+            lacking = f"in the hub's cache, but not to be used ({str(error).partition('; ')[0]})"
     try:
         _check_format(hub_id)
         return Path(snapshot_download(hub_id, allow_patterns=HUB_PATTERNS))
@@ -267,10 +267,14 @@ def _downloaded(hub_id: str) -> Path:
 
 
 def _snapshot(hub_id: str) -> Path | None:
-    """The folder of a repository in the hub's cache, whole or not."""
+    """The folder of a repository in the hub's cache, whole or not; None for what cannot be a hub id, too."""
     from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
 
-    index = try_to_load_from_cache(hub_id, "model_index.json")
+    try:
+        index = try_to_load_from_cache(hub_id, "model_index.json")
+    except HFValidationError:
+        return None
     return Path(index).parent if isinstance(index, str) else None
 
 

@@ -18,9 +18,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from gfgen.errors import ModelError
-from gfgen.models import registry
+from gfgen.models import components, registry
 from gfgen.models.geometry import load_geometry
 from gfgen.models.geometry_files import model_name
+from gfgen.models.geometry_weights import ComponentFiles
 from gfgen.models.registry import (
     DEFAULT_MODEL,
     find_configs,
@@ -158,6 +159,21 @@ def test_what_is_in_the_hubs_cache_has_configs_to_plan_with(hub_cache: tuple[Pat
     assert asked == []
 
 
+def test_what_cannot_be_a_hub_id_is_one_line(hub_cache: tuple[Path, list[str]]) -> None:
+    for find in (resolve_checkpoint, find_configs):
+        with pytest.raises(ModelError, match=r"model models/wan--tuned: .*or give (a|its) directory"):
+            find("models/wan--tuned")
+
+
+def test_what_is_whole_in_the_hubs_cache_and_not_supported_is_told_as_that(
+    hub_cache: tuple[Path, list[str]],
+) -> None:
+    snapshot, _ = hub_cache
+    _change(snapshot / "transformer" / "config.json", quantization_config={"quant_method": "bitsandbytes"})
+    with pytest.raises(ModelError, match=r"cache, but not to be used \(.*: quantized weights are not supp"):
+        resolve_checkpoint("org/tiny")
+
+
 def test_a_repository_in_another_format_is_refused_before_it_is_downloaded(
     hub_cache: tuple[Path, list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,6 +189,15 @@ def test_a_repository_in_another_format_is_refused_before_it_is_downloaded(
 def test_a_folder_of_the_hubs_cache_says_what_to_give(hub_cache: tuple[Path, list[str]]) -> None:
     snapshot, _ = hub_cache
     with pytest.raises(ModelError, match=rf"is a folder of the hub's cache; give its hub id, or {snapshot}"):
+        load_geometry(snapshot.parents[1])
+
+
+def test_of_several_snapshots_the_newest_is_named(hub_cache: tuple[Path, list[str]]) -> None:
+    snapshot, _ = hub_cache
+    older = snapshot.with_name("f" * 40)
+    older.mkdir()
+    os.utime(older, (0, 0))
+    with pytest.raises(ModelError, match=f"or {snapshot}"):
         load_geometry(snapshot.parents[1])
 
 
@@ -246,6 +271,24 @@ def test_half_a_vocabulary_is_refused(broken_copy: Path) -> None:
     (broken_copy / "tokenizer" / "tokenizer.json").rename(broken_copy / "tokenizer" / "vocab.json")
     with pytest.raises(ModelError, match=r"merges\.txt: missing, which belongs to vocab\.json"):
         load_geometry(broken_copy)
+
+
+def test_what_the_pipeline_does_not_take_is_not_loaded(
+    broken_copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(broken_copy / "vae", broken_copy / "safety_checker")
+    entry = ["diffusers", "AutoencoderKLWan"]
+    _change(broken_copy / "model_index.json", safety_checker=entry, stages=[], sizes=[480, 720])
+    loaded = []
+    load = components._load_model
+
+    def note(files: ComponentFiles, **options: object) -> object:
+        loaded.append(files.folder.name)
+        return load(files, **options)
+
+    monkeypatch.setattr(components, "_load_model", note)
+    load_adapter(broken_copy)
+    assert sorted(loaded) == ["text_encoder", "transformer", "vae"]
 
 
 def test_quantized_weights_are_refused(broken_copy: Path) -> None:
