@@ -55,14 +55,16 @@ def save(
     producer: int,
     last_number: int,
     computed_with: Mapping[str, Any],
+    weights: str,
 ) -> None:
-    """Write a job's resume file, whole or not at all; `computed_with` is that of the pool.
+    """Write a job's resume file, whole or not at all; `computed_with` is that of the pool, `weights` the
+    `weights_mark` of the files that ranks have loaded: those that are there by now may be others.
 
     Raises: OSError when the file system does not take it.
     """
     path.parent.mkdir(exist_ok=True)
     extents = list(_extents(slab_fd, SlabPlan.of(job.trajectory).size_bytes))
-    header = {**_identity(job), "weights": weights_mark(job.checkpoint)}
+    header = {**_identity(job), "weights": weights}
     header |= {"next_index": next_index, "producer": producer}
     header |= {"last_number": last_number, "extents": extents, "computed_with": dict(computed_with)}
     partial = path.with_suffix(".partial")

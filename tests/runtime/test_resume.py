@@ -1,3 +1,4 @@
+import contextlib
 import json
 import os
 from dataclasses import replace
@@ -5,6 +6,7 @@ from dataclasses import replace
 import pytest
 from builders import make_job
 
+from gfgen.models.geometry_weight_files import weights_mark
 from gfgen.runtime import resume
 from gfgen.runtime.clock import Clock
 from gfgen.runtime.cost import CostModel
@@ -32,8 +34,8 @@ def stop(folder, job=JOB):
     plan = SlabPlan.of(job.trajectory)
     fd = Slab.create(plan, name="a")
     Slab(fd, plan).publish("latents", 3, "meta", [memoryview(b"latents")], producer=7)
-    path = resume.resume_path(folder, "a")
-    resume.save(path, job, fd, next_index=3, producer=7, last_number=9, computed_with=ON_CPU)
+    path, mark = resume.resume_path(folder, "a"), weights_mark(job.checkpoint)
+    resume.save(path, job, fd, next_index=3, producer=7, last_number=9, computed_with=ON_CPU, weights=mark)
     os.close(fd)
 
 
@@ -106,6 +108,23 @@ def test_with_other_weights_a_job_begins_anew(tmp_path, caplog):
     with caplog.at_level("INFO", "gfgen"):
         assert find(tmp_path, job) == {}
     assert "job a starts at the beginning: its model's weights are others now" in caplog.text
+
+
+def test_weights_that_were_replaced_during_the_run_are_others(tmp_path, pool, monkeypatch):
+    """Those count that were there when the run began, not when it was stopped."""
+    weights = tmp_path / "model/transformer/diffusion_pytorch_model.safetensors"
+    weights.parent.mkdir(parents=True)
+    weights.write_bytes(b"as they were")
+    job = replace(JOB, checkpoint=tmp_path / "model")
+    kept, lost = tmp_path / "kept", tmp_path / "lost"
+    for folder in (kept, lost):
+        folder.mkdir()
+        with contextlib.closing(ProcessBackend(pool, [job], clock=Clock(), output_dir=folder)) as backend:
+            if folder == lost:
+                weights.write_bytes(b"tuned since")
+            monkeypatch.setattr(pool, "last_number", 7)
+            backend.save("a", next_index=3, producer=7)
+        assert ("a" in find(folder, job)) == (folder == kept)
 
 
 def test_a_pool_says_what_state_depends_on(pool):
