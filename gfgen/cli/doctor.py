@@ -126,7 +126,8 @@ def _caches() -> Iterator[str]:
     tables = [path.name for path in cache_dir().glob("gfc-*.json")]
     example = _short(table_path("name"))
     yield f"tuned tables: {', '.join(tables) or f'none ({example} after `gfgen bench gfc --tune`)'}"
-    hub = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+    hub = Path(os.environ.get("HF_HUB_CACHE") or home).expanduser()
     nearest = next(folder for folder in (hub, *hub.absolute().parents) if folder.is_dir())
     free = shutil.disk_usage(nearest).free / _GIB
     yield f"models: {_short(hub)}{'' if hub.is_dir() else ' (not there yet)'}, {free:.0f} GiB free"

@@ -166,3 +166,10 @@ def test_doctor_names_missing_packages(capsys, monkeypatch, package, code):
     assert ended == code
     assert package in next(line for line in out.splitlines() if line.startswith("missing: "))
     assert "nothing is missing" not in out
+
+
+def test_doctor_looks_where_models_are_kept(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    assert f"models: {tmp_path / 'home'} (not there yet)" in gfgen(capsys, "doctor")[1]
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    assert f"models: {tmp_path}, " in gfgen(capsys, "doctor")[1]
