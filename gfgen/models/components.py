@@ -20,6 +20,10 @@ from gfgen.models.geometry_weights import ComponentFiles, component_files
 logger = logging.getLogger(__name__)
 
 
+_UNUSED = ("lm_head.weight",)
+"""Of a text encoder hidden states alone are used: one without its head is as good."""
+
+
 class LoadPipeline(Protocol):
     """`load_pipeline`, or what takes its place."""
 
@@ -89,7 +93,8 @@ def _load_model(component: ComponentFiles, *, device: str, dtype: torch.dtype) -
         **place,
     )
     tied = getattr(model, "all_tied_weights_keys", {})
-    if missing := sorted(set(report["missing_keys"]).difference(tied)):
+    missing = [name for name in sorted(report["missing_keys"]) if name not in tied and name not in _UNUSED]
+    if missing:
         others = f" and {len(missing) - 1:,} others" if len(missing) > 1 else ""
         raise ModelError(
             f"{component.folder}: its files lack {missing[0]!r}{others}, which its config.json asks for; "

@@ -315,6 +315,15 @@ def test_weights_that_the_files_lack_are_not_made_up(
         load_adapter(broken_copy)
 
 
+def test_a_text_encoder_needs_no_head(tiny_models: Mapping[str, Path], tmp_path: Path) -> None:
+    model = Path(shutil.copytree(tiny_models["tiny-qwen-image"], tmp_path / "model"))
+    path = model / "text_encoder/model.safetensors"
+    tensors = load_file(path)
+    del tensors["lm_head.weight"]
+    save_file(tensors, path, {"format": "pt"})
+    load_adapter(model)
+
+
 @pytest.mark.parametrize("max_shard_size", ["10GB", "100KB"])
 def test_weights_in_bin_files_are_the_same_weights(
     tiny_models: Mapping[str, Path], tmp_path: Path, max_shard_size: str
