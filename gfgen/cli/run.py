@@ -268,7 +268,9 @@ def run_on(
     profile: what predictions start from, in place of this machine's.
     """
     arrived_at = first_arrivals(options.output_dir / JOURNAL_NAME)
-    resume_points = resume.find(options.output_dir, todo, computed_with=pool.computed_with)
+    resume_points = resume.find(
+        options.output_dir, todo, weights_mark=pool.weights_mark, computed_with=pool.computed_with
+    )
     started_at, clock = time.time(), Clock()
     profile = profile or default_profile(options.ranks.devices)
     closes_s = None if options.closes_at is None else options.closes_at - started_at
@@ -318,7 +320,7 @@ def run_on(
         )
     if state.stop_signal is not None and not state.all_ended:
         raise InterruptedRunError(
-            f"stopped; {summary.num_done} jobs are done, {summary.num_unfinished} are left: "
+            f"stopped; {counted(summary.num_done, 'job')} done, {summary.num_unfinished} left: "
             "run the same command again to go on",
             signal_number=state.stop_signal,
         )

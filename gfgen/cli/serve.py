@@ -303,7 +303,9 @@ def serve_on(
         logger.info("stopped before it began; what is open goes on at the next start")
         return
     resume.forget_others(options.output_dir, {job.job_id for job in todo})
-    resume_points = resume.find(options.output_dir, todo, computed_with=pool.computed_with)
+    resume_points = resume.find(
+        options.output_dir, todo, weights_mark=pool.weights_mark, computed_with=pool.computed_with
+    )
     if residency is not None:
         residency.note(todo)
     with contextlib.ExitStack() as stack:

@@ -26,6 +26,7 @@ from gfgen.errors import InterruptedRunError, WorkerError
 from gfgen.gfc.arena import Plan
 from gfgen.gfc.cuda.selector import tuned_tables
 from gfgen.models.geometry_files import model_name
+from gfgen.models.geometry_weight_files import weights_mark
 from gfgen.runtime import descriptors, forkserver
 from gfgen.runtime.arenas import RankArenas, default_plan
 from gfgen.runtime.channel import Channel
@@ -217,7 +218,8 @@ class WorkerPool:
         plan: Plan | None = None,
         are_all_needed: bool = False,
     ) -> None:
-        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its warnings are not the user's to mend
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # their warnings are not the user's to mend
+        os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
         # So that nothing that the fork server imports initialises CUDA by asking whether it is there: it does
         # not survive a fork. NVML, which is asked then, does.
         os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
@@ -241,6 +243,7 @@ class WorkerPool:
         }
         self.islands = tuple([tuple(island) for island in islands or [range(num_ranks)]])
         """Sets of ranks that map each other's arenas, and so can share a layout."""
+        self._weights_marks = {path: weights_mark(path) for path in checkpoints}
         self._are_all_needed = are_all_needed
         """Whether a rank that cannot be had ends the start, as where something is measured."""
         self._deaths: dict[int, list[float]] = {rank: [] for rank in range(num_ranks)}
@@ -293,6 +296,12 @@ class WorkerPool:
         """What must be the same for another pool to go on with a job's state: what its tensors are like,
         and which weights made them."""
         return {name: self._settings[name] for name in ("device", "vae_dtype", "has_random_weights")}
+
+    def weights_mark(self, checkpoint: Path) -> str:
+        """Of a model's weight files as they were before a rank first loaded them."""
+        if checkpoint not in self._weights_marks:
+            self._weights_marks[checkpoint] = weights_mark(checkpoint)
+        return self._weights_marks[checkpoint]
 
     @property
     def incarnations(self) -> tuple[int, ...]:
@@ -566,6 +575,7 @@ class WorkerPool:
         message = SetModels(tuple(sorted(map(str, checkpoints))))
         for path in message.checkpoints:  # they are tried again
             self.unloadable.pop(path, None)
+            self.weights_mark(Path(path))
         self._settings["checkpoints"] = message.checkpoints
         for rank, worker in enumerate(self.workers):
             if rank not in self.retired:

@@ -12,12 +12,11 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gfgen.models.geometry_weight_files import weights_mark
 from gfgen.runtime.admission import AdmittedJob
 from gfgen.runtime.slab import Slab, SlabPlan
 
@@ -54,18 +53,16 @@ def save(
     next_index: int,
     producer: int,
     last_number: int,
-    computed_with: Mapping[str, Any],
     weights: str,
+    computed_with: Mapping[str, Any],
 ) -> None:
-    """Write a job's resume file, whole or not at all; `computed_with` is that of the pool, `weights` the
-    `weights_mark` of the files that ranks have loaded: those that are there by now may be others.
+    """Write a job's resume file, whole or not at all; `weights` and `computed_with` are those of the pool.
 
     Raises: OSError when the file system does not take it.
     """
     path.parent.mkdir(exist_ok=True)
     extents = list(_extents(slab_fd, SlabPlan.of(job.trajectory).size_bytes))
-    header = {**_identity(job), "weights": weights}
-    header |= {"next_index": next_index, "producer": producer}
+    header = {**_identity(job), "weights": weights, "next_index": next_index, "producer": producer}
     header |= {"last_number": last_number, "extents": extents, "computed_with": dict(computed_with)}
     partial = path.with_suffix(".partial")
     try:
@@ -83,9 +80,13 @@ def save(
 
 
 def find(
-    output_dir: Path, jobs: Sequence[AdmittedJob], *, computed_with: Mapping[str, Any]
+    output_dir: Path,
+    jobs: Sequence[AdmittedJob],
+    *,
+    weights_mark: Callable[[Path], str],
+    computed_with: Mapping[str, Any],
 ) -> dict[str, ResumePoint]:
-    """The jobs that can go on where an earlier run stopped, on workers that compute like this."""
+    """The jobs that can go on where an earlier run stopped, on workers that hold and compute this."""
     points = {}
     for job in jobs:
         path = resume_path(output_dir, job.job_id)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import signal
 from collections import ChainMap, deque
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
@@ -371,7 +372,8 @@ class State:
         if self.stop_signal is not None:
             raise InterruptedRunError("stopped at once; finished jobs are kept", signal_number=signal_number)
         self.stop_signal = signal_number
-        logger.warning("stopping after the running tasks; press again to stop at once")
+        again = "press again" if signal_number == signal.SIGINT else "Ctrl-C"
+        logger.warning("stopping after the running tasks; %s to stop at once", again)
 
     def _task_done(self, event: events.TaskDone) -> Iterable[JobOutcome]:
         flight = self._flights[event.dispatch]

@@ -16,7 +16,6 @@ from typing import Protocol
 
 from gfgen.errors import in_one_line
 from gfgen.graph import Stage
-from gfgen.models.geometry_weight_files import weights_mark
 from gfgen.runtime import resume
 from gfgen.runtime.admission import AdmittedJob
 from gfgen.runtime.clock import Clock
@@ -110,9 +109,7 @@ class ProcessBackend:
         warm_ups: Callable[[Sequence[AdmittedJob]], Sequence[WarmUp]] | None = None,
     ) -> None:
         self._pool = pool
-        self._jobs: dict[str, AdmittedJob] = {}
-        self._weights: dict[Path, str] = {}
-        """By checkpoint: the mark of its weight files, as they were when ranks loaded them."""
+        self._jobs = {job.job_id: job for job in jobs}
         self._clock = clock
         self._resume_points = dict(resume_points or {})
         self._output_dir = output_dir
@@ -161,13 +158,12 @@ class ProcessBackend:
         self._unannounced = [worker for worker in pool.living if worker.is_ready]
         self._absent = [worker for worker in pool.workers if worker.rank in pool.retired]
         """Of ranks that were retired before this run began."""
-        self._unchecked: list[str] = []
+        self._unchecked = list(self._jobs)
         """Jobs of which it may have to be told that no rank could load their model at the start."""
         self._known_unloadable: set[str] = set()
         """Models of which that was told."""
         self._is_stopping = False
         """The run has been asked to stop: nothing more is dispatched."""
-        self.add(jobs)
 
     # What the control loop calls ------------------------------------------------------------
 
@@ -248,8 +244,8 @@ class ProcessBackend:
                 next_index=next_index,
                 producer=producer,
                 last_number=self._pool.last_number,
+                weights=self._pool.weights_mark(self._jobs[job_id].checkpoint),
                 computed_with=self._pool.computed_with,
-                weights=self._weights[self._jobs[job_id].checkpoint],
             )
         except OSError as error:
             logger.warning("job %s will start at the beginning: its state is not kept (%s)", job_id, error)
@@ -257,8 +253,6 @@ class ProcessBackend:
     def load(self, models: Mapping[str, Path], *, load_s: float) -> None:
         """Let all ranks hold these models and no others."""
         checkpoints = set(models.values())
-        new = checkpoints - set(map(Path, self._pool.checkpoints))
-        self._weights |= {checkpoint: weights_mark(checkpoint) for checkpoint in new}
         self._pool.set_models(checkpoints, warm_ups=self._warm_ups_of(set(map(str, checkpoints))))
         self._loads = Loads(models)
         self._warming.clear()  # what they got ready was for other models than those they are to load
@@ -266,8 +260,6 @@ class ProcessBackend:
     def add(self, jobs: Sequence[AdmittedJob]) -> None:
         """Know these jobs too; workers are told of one before its first task."""
         self._jobs |= {job.job_id: job for job in jobs}
-        new = {job.checkpoint for job in jobs} - self._weights.keys()
-        self._weights |= {checkpoint: weights_mark(checkpoint) for checkpoint in new}
         self._unchecked += [job.job_id for job in jobs]
 
     def memory_use(self) -> dict[int, MemoryUse]:

@@ -101,7 +101,7 @@ class Desk:
         self._submit(jobs)
         self._send(Hello(tuple(job.job_id for job in jobs)))
         if jobs:
-            logger.info("%d open jobs go on", len(jobs))
+            logger.info("%s", "1 open job goes on" if len(jobs) == 1 else f"{len(jobs)} open jobs go on")
 
     async def _note_finished_files(self) -> None:
         """Jobs whose file is there have ended, though a server that was killed could not note it.

@@ -17,6 +17,7 @@ import pytest
 from builders import make_job
 
 from gfgen.errors import WorkerError
+from gfgen.models.geometry_weight_files import weights_mark
 from gfgen.runtime.admission import AdmittedJob
 from gfgen.runtime.clock import Clock
 from gfgen.runtime.cost import CostModel
@@ -72,6 +73,19 @@ def two_ranks(*checkpoints: Path, are_all_needed: bool = False) -> WorkerPool:
         num_writers=0,
         are_all_needed=are_all_needed,
     )
+
+
+def test_a_pool_knows_weights_as_they_were_before_it_loaded_them(tmp_path: Path) -> None:
+    weights = [tmp_path / name / "transformer" / "model.safetensors" for name in ("good", "later")]
+    for file in weights:
+        file.parent.mkdir(parents=True)
+        file.write_bytes(b"as they were")
+    before = {file: weights_mark(file.parents[1]) for file in weights}
+    with two_ranks(tmp_path / "good") as pool:
+        weights[0].write_bytes(b"tuned since")
+        pool.set_models({tmp_path / "good", tmp_path / "later"})
+        weights[1].write_bytes(b"tuned since")
+        assert {file: pool.weights_mark(file.parents[1]) for file in weights} == before
 
 
 @pytest.fixture

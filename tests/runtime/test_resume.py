@@ -1,4 +1,3 @@
-import contextlib
 import json
 import os
 from dataclasses import replace
@@ -19,7 +18,7 @@ ON_CPU = {"device": "cpu", "vae_dtype": "auto", "has_random_weights": False}
 
 
 def find(folder, job=JOB, **others):
-    return resume.find(folder, [job], computed_with=ON_CPU | others)
+    return resume.find(folder, [job], weights_mark=weights_mark, computed_with=ON_CPU | others)
 
 
 @pytest.fixture
@@ -34,8 +33,10 @@ def stop(folder, job=JOB):
     plan = SlabPlan.of(job.trajectory)
     fd = Slab.create(plan, name="a")
     Slab(fd, plan).publish("latents", 3, "meta", [memoryview(b"latents")], producer=7)
-    path, mark = resume.resume_path(folder, "a"), weights_mark(job.checkpoint)
-    resume.save(path, job, fd, next_index=3, producer=7, last_number=9, computed_with=ON_CPU, weights=mark)
+    path = resume.resume_path(folder, "a")
+    weights = weights_mark(job.checkpoint)
+    numbers = {"next_index": 3, "producer": 7, "last_number": 9}
+    resume.save(path, job, fd, **numbers, weights=weights, computed_with=ON_CPU)
     os.close(fd)
 
 
@@ -108,23 +109,6 @@ def test_with_other_weights_a_job_begins_anew(tmp_path, caplog):
     with caplog.at_level("INFO", "gfgen"):
         assert find(tmp_path, job) == {}
     assert "job a starts at the beginning: its model's weights are others now" in caplog.text
-
-
-def test_weights_that_were_replaced_during_the_run_are_others(tmp_path, pool, monkeypatch):
-    """Those count that were there when the run began, not when it was stopped."""
-    weights = tmp_path / "model/transformer/diffusion_pytorch_model.safetensors"
-    weights.parent.mkdir(parents=True)
-    weights.write_bytes(b"as they were")
-    job = replace(JOB, checkpoint=tmp_path / "model")
-    kept, lost = tmp_path / "kept", tmp_path / "lost"
-    for folder in (kept, lost):
-        folder.mkdir()
-        with contextlib.closing(ProcessBackend(pool, [job], clock=Clock(), output_dir=folder)) as backend:
-            if folder == lost:
-                weights.write_bytes(b"tuned since")
-            monkeypatch.setattr(pool, "last_number", 7)
-            backend.save("a", next_index=3, producer=7)
-        assert ("a" in find(folder, job)) == (folder == kept)
 
 
 def test_a_pool_says_what_state_depends_on(pool):

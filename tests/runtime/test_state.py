@@ -1,4 +1,5 @@
 import re
+import signal
 from dataclasses import replace
 
 import pytest
@@ -451,10 +452,11 @@ def test_stopping_waits_for_what_runs_and_no_longer():
     assert not cluster.state.all_ended
 
 
-def test_the_first_signal_tells_what_happens_now_and_what_a_second_one_does(caplog):
+@pytest.mark.parametrize(("number", "again"), [(signal.SIGINT, "press again"), (signal.SIGTERM, "Ctrl-C")])
+def test_the_first_signal_tells_what_happens_now_and_what_a_second_one_does(caplog, number, again):
     cluster = Cluster(make_job("a"))
-    cluster.state.apply(events.StopRequested(0.0, 2))
-    assert "stopping after the running tasks; press again to stop at once" in caplog.text
+    cluster.state.apply(events.StopRequested(0.0, number))
+    assert f"stopping after the running tasks; {again} to stop at once" in caplog.text
 
 
 def test_a_second_signal_does_not_wait():
