@@ -91,7 +91,8 @@ def _known_profile(jobs: Sequence[AdmittedJob], options: Ranks) -> Profile | Non
     "--model",
     "models",
     multiple=True,
-    help=f"In place of JOBS; may be repeated. [{DEFAULT_MODEL}; on GPUs {', '.join(_MEASURED_MODELS[True])}]",
+    help="For jobs that name none; or in place of JOBS, and may be repeated. "
+    f"[{DEFAULT_MODEL}; on GPUs {', '.join(_MEASURED_MODELS[True])}]",
 )
 @click.option(
     "--size",
@@ -134,13 +135,13 @@ def profile(
     Let nothing else run meanwhile. Stopped in between, the same command goes on where it was.
     """
     log.configure(level="debug" if ctx.obj["debug"] else "info")
-    if jobs is not None and (models or sizes):
-        raise click.UsageError("give either JOBS, or --model and --size")
+    if jobs is not None and (len(models) > 1 or sizes):
+        raise click.UsageError("give either JOBS, with one --model at most, or --model and --size")
     options = Ranks(_devices(device, ranks), random_weights, vae_dtype, graphs)
     tell_of_graphs(ctx, options.devices)
     method = _METHODS[options.are_on_gpus]
     if jobs is not None:
-        admission = options.admission(DEFAULT_MODEL)
+        admission = options.admission(models[0] if models else DEFAULT_MODEL)
         admitted, _ = admit_file(jobs, admission, skip_invalid=False, are_models_together=True)
     else:
         admitted = _default_jobs(models or _MEASURED_MODELS[options.are_on_gpus], sizes, options)

@@ -67,8 +67,8 @@ def open_profile(path: Path | None) -> Profile:
     found = find_profile()
     if found is None:
         raise InputError(
-            f"there is no profile of this machine ({cpu_name()}): measure one with 'gfgen profile', or name "
-            "one with --profile FILE"
+            f"there is no profile of this machine ({cpu_name()}): measure one with 'gfgen profile JOBS', or "
+            "name one with --profile FILE"
         )
     return found[1]
 

@@ -100,7 +100,7 @@ def test_the_default_profile_is_where_everyone_looks(measured, monkeypatch, tmp_
     assert made.exit_code == 0
     monkeypatch.setattr(profiles.registry, "cache_dir", lambda: tmp_path)
     assert profiles.find_profile() is None
-    with pytest.raises(InputError, match=r"no profile of this machine .*measure one with 'gfgen profile'"):
+    with pytest.raises(InputError, match=r"no profile of this machine .*with 'gfgen profile JOBS'"):
         profiles.open_profile(None)
     default = profiles.default_path()
     default.parent.mkdir()
@@ -135,10 +135,19 @@ def test_a_place_that_cannot_be_written_is_told_before_anything_is_measured(meas
     assert not measured
 
 
-def test_jobs_and_models_exclude_each_other(measured, tmp_path):
-    result = profile(tmp_path / "jobs.jsonl", "--model", "tiny-wan")
-    assert result.exit_code == 2
-    assert "give either JOBS, or --model and --size" in result.output
+def test_jobs_and_sizes_or_several_models_exclude_each_other(measured, tmp_path):
+    for others in (("--size", "64x64"), ("--model", "tiny-wan", "--model", "tiny-qwen-image")):
+        result = profile(tmp_path / "jobs.jsonl", *others)
+        assert result.exit_code == 2
+        assert "give either JOBS, with one --model at most, or --model and --size" in result.output
+
+
+def test_jobs_that_name_no_model_are_those_of_the_one_that_is_given(measured, tmp_path):
+    jobs = tmp_path / "jobs.jsonl"
+    jobs.write_text('{"prompt": "a fox", "size": "64x64"}\n')
+    result = profile(jobs, "--model", "tiny-qwen-image", "--dry-run")
+    assert result.exit_code == 0, result.output
+    assert result.output.startswith("shapes: tiny-qwen-image 64x64")
 
 
 def test_a_run_starts_its_predictions_from_the_default_profile_and_says_so(
