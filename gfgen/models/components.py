@@ -70,6 +70,7 @@ def load_pipeline(
             )
     except (OSError, ValueError, KeyError, RuntimeError, TypeError, ImportError, AttributeError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = reason.partition(". If you want to instead")[0]  # which is for those who write programs
         raise ModelError(
             f"model {checkpoint}: cannot be loaded as {pipeline_class.__name__}: {reason}"
         ) from error

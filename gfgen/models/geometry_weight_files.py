@@ -27,6 +27,8 @@ _LENGTH = struct.Struct("<Q")
 _MAX_HEADER_BYTES = 100_000_000
 """The format's own bound."""
 _AGAIN = "download the model again"
+_REMOVE = "remove it"
+"""Downloads leave a file as it is that is there."""
 _SUFFIXES = (".safetensors", ".bin")
 _POINTER = b"version https://git-lfs"
 """How a file begins that git leaves in place of a large one where git-lfs is not set up."""
@@ -97,12 +99,14 @@ def read_header(path: Path) -> Mapping[str, Any]:
     except OSError as error:
         raise ModelError(f"{path}: cannot be read ({error.strerror})") from None
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise ModelError(f"{path}: its header is broken ({size_bytes:,} bytes in all); {_AGAIN}") from None
+        raise ModelError(
+            f"{path}: its header is broken ({size_bytes:,} bytes in all), {_REMOVE}; {_AGAIN}"
+        ) from None
     expected = _LENGTH.size + length + max(ends, default=0)
     if size_bytes != expected:
         raise ModelError(
-            f"{path}: has {size_bytes:,} bytes, its header says {expected:,}: it is truncated or damaged; "
-            f"{_AGAIN}"
+            f"{path}: has {size_bytes:,} bytes, its header says {expected:,}: it is truncated or damaged, "
+            f"{_REMOVE}; {_AGAIN}"
         )
     assert header is not None
     return {name: entry for name, entry in header.items() if name != "__metadata__"}

@@ -140,7 +140,7 @@ def find_configs(name_or_dir: str) -> Path:
             return folder
         raise ModelError(
             f"model {name}: its config files are not here and nothing is downloaded for this; "
-            f"run 'hf download {name}', or give its directory"
+            f"{_near_hub_id(name)}run 'hf download {name}', or give its directory"
         )
     raise ModelError(_unknown(name))
 
@@ -220,7 +220,12 @@ def make_tiny_models(folder: Path, names: Sequence[str]) -> None:
 
 
 def _at_hand(name_or_dir: str) -> Path | None:
-    """The directory of a model that comes with gfgen, whatever folders are here, or the one that is given."""
+    """The directory of a model that comes with gfgen, whatever folders are here, or the one that is given.
+
+    Raises: ModelError for no name at all, as a script gives by mistake: it would be the current folder.
+    """
+    if not name_or_dir:
+        raise ModelError(f"a model's name is empty; accepted: {_accepted()}")
     if name_or_dir in PACKAGED:
         return WEIGHTS / name_or_dir
     path = Path(name_or_dir).expanduser()
@@ -261,7 +266,7 @@ def _downloaded(hub_id: str) -> Path:
     except Exception as error:  # the hub raises a dozen unrelated classes
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ModelError(
-            f"model {hub_id}: {lacking}, and downloading it failed ({reason}); "
+            f"model {hub_id}: {lacking}, and downloading it failed ({reason}); {_near_hub_id(hub_id)}"
             f"run 'hf download {hub_id}' where there is a network, or give a directory"
         ) from error
 
@@ -294,7 +299,19 @@ def _check_format(hub_id: str) -> None:
 
 
 def _unknown(name: str) -> str:
-    names = [model.name for model in MODELS]
-    nearest = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.5)
+    if name[0] in "./~" or name.endswith("/") or name.count("/") > 1:
+        there = "is a file" if Path(name).expanduser().exists() else "there is no such directory"
+        return f"model {name}: {there}; {_accepted()} is accepted"
+    nearest = difflib.get_close_matches(name.lower(), [model.name for model in MODELS], n=1, cutoff=0.5)
     hint = f"did you mean {nearest[0]!r}? " if nearest else ""
-    return f"model {name}: unknown; {hint}accepted: a directory, a hub id (org/name), or {', '.join(names)}"
+    return f"model {name}: unknown; {hint}accepted: {_accepted()}"
+
+
+def _accepted() -> str:
+    return f"a directory, a hub id (org/name), or {', '.join(model.name for model in MODELS)}"
+
+
+def _near_hub_id(hub_id: str) -> str:
+    """A question, where it may be one of ours with a slip in it; the original Wan formats are among these."""
+    nearest = difflib.get_close_matches(hub_id, HUB_IDS.values(), n=1, cutoff=0.8)
+    return f"did you mean {nearest[0]!r}? " if nearest and nearest[0] != hub_id else ""

@@ -52,6 +52,32 @@ def test_unknown_name_suggests_the_nearest(name: str, nearest: str) -> None:
         resolve_checkpoint(name)
 
 
+@pytest.mark.parametrize("name", ["./tiny-wann", "tiny-wann/", "/nowhere/tiny-wann", "~/tiny-wann", "a/b/c"])
+def test_of_a_path_it_is_said_that_nothing_is_there(name: str) -> None:
+    for resolve in (resolve_checkpoint, resolve_configs, find_configs):
+        with pytest.raises(ModelError, match=f"^model {name}: there is no such directory; a directory, "):
+            resolve(name)
+
+
+def test_a_file_in_place_of_a_directory_is_told(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(ModelError, match=r"model\.safetensors: is a file; a directory, "):
+        resolve_checkpoint(str(tmp_path / "model.safetensors"))
+
+
+def test_no_name_is_not_the_current_folder() -> None:
+    for resolve in (resolve_checkpoint, resolve_configs, find_configs):
+        with pytest.raises(ModelError, match=r"^a model's name is empty; accepted: a directory, "):
+            resolve("")
+
+
+def test_a_hub_id_with_a_slip_suggests_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_snapshot", lambda hub_id: None)
+    for name in ("Wan-AI/Wan2.2-TI2V-5B", "Wan-AI/Wan2.2-TI2V-5B-Difusers"):
+        with pytest.raises(ModelError, match=r"did you mean 'Wan-AI/Wan2.2-TI2V-5B-Diffusers'\? run 'hf"):
+            find_configs(name)
+
+
 def test_the_default_model_comes_with_gfgen_and_is_named_first() -> None:
     assert known_models()[0].name == DEFAULT_MODEL
     for resolve in (resolve_checkpoint, resolve_configs, find_configs):
