@@ -281,8 +281,12 @@ def _runs_of_same_jobs(path: Path, conditions: Mapping[str, Any]) -> Sequence[Sc
         for key in ("workload", "profile", "deadlines_from"):
             if content[key] != conditions[key]:
                 raise ValueError(f"{key} is {content[key]!r}, and here {conditions[key]!r}")
+        if conditions["profile"] is None and not content["simulated"]:
+            raise ValueError("its times were measured, and so its arrivals were others; it needs --profile")
         return scores_of(content)
-    except (OSError, KeyError, ValueError) as error:
+    except KeyError as error:
+        raise InputError(f"--beside {path}: is no compare.json: it has no {error}") from None
+    except (OSError, ValueError) as error:
         raise InputError(f"--beside {path}: {error}") from None
 
 
@@ -299,7 +303,9 @@ def _take_in(path: Path, comparison: Comparison, conditions: Mapping[str, Any]) 
         if conditions["profile"] is None and not conditions["simulated"]:
             raise ValueError("its times were measured, and so its arrivals were others; give --profile")
         comparison.know(content)
-    except (OSError, KeyError, ValueError) as error:
+    except KeyError as error:
+        raise InputError(f"--with {path}: is no compare.json: it has no {error}") from None
+    except (OSError, ValueError) as error:
         raise InputError(f"--with {path}: {error}") from None
 
 

@@ -130,8 +130,8 @@ def check_profile(profile: Profile, jobs: Sequence[AdmittedJob], *, num_ranks: i
         num_jobs = sum(wanted[model] for model in missing)
         raise InputError(
             f"the profile of {profile.device!r} has no {_some(missing)}, which {num_jobs} of {len(jobs)} "
-            f"jobs use; it has {_some(sorted(profile.models))}: measure with 'gfgen profile JOBS', or choose "
-            "another with --profile"
+            f"jobs use; it has {_some(sorted(profile.models))}: measure with 'gfgen profile JOBS' or "
+            f"'gfgen profile --model {missing[0]}', or choose another with --profile"
         )
     for model in wanted:
         stages = {row.stage for row in profile.rows if row.model == model}

@@ -279,6 +279,20 @@ def test_a_simulation_stands_beside_the_run_that_it_predicts(tmp_path, capsys):
     assert "--beside: has no effect without --simulate" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [({"simulated": False}, "its arrivals were others; it needs --profile"), ({}, "it has no 'simulated'")],
+)
+def test_a_run_of_other_arrivals_is_not_compared_with_a_simulation(tmp_path, capsys, changes, what):
+    content = compare_simulated(tmp_path, "--policy", "srtf")
+    del content["simulated"]
+    (tmp_path / "ran.json").write_text(json.dumps(content | changes))
+    with pytest.raises(SystemExit) as end:
+        main(["bench", "compare", "--simulate", "--jobs", "30", "--beside", str(tmp_path / "ran.json")])
+    assert end.value.code == 2
+    assert what in capsys.readouterr().err
+
+
 def test_jobs_whose_deadlines_a_simulation_gets_wrong_are_named():
     simulated = comparison_of(Run("auto", [outcome("a", ended_s=9.75), outcome("b", ended_s=12.0)])).scores
     ran = comparison_of(Run("auto", [outcome("a", ended_s=10.5), outcome("b", ended_s=12.5)]))
