@@ -81,7 +81,6 @@ def _fitting(jobs: Sequence[AdmittedJob], *, num_ranks: int) -> Profile | None:
     """
     own = find_profile()
     known = [*([own[1]] if own else []), *sorted(shipped_profiles(), key=lambda each: each.num_ranks)]
-    models = {job.spec.model for job in jobs}
-    found = first_fitting(known, models, num_ranks=num_ranks)
-    with_models = (each for each in known if models <= each.models)
+    found = first_fitting(known, jobs, num_ranks=num_ranks)
+    with_models = (each for each in known if each.knows(jobs))
     return found or max(with_models, key=lambda each: each.num_ranks, default=None)

@@ -80,9 +80,8 @@ def _known_profile(jobs: Sequence[AdmittedJob], options: Ranks) -> Profile | Non
     own = None if found is None else found[1]
     if not options.are_on_gpus:
         return own
-    models = {job.spec.model for job in jobs}
     known = [*([own] if own else []), *shipped_profiles()]
-    return first_fitting(known, models, num_ranks=options.num_ranks) or own
+    return first_fitting(known, jobs, num_ranks=options.num_ranks) or own
 
 
 @click.command()

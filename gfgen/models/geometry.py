@@ -7,6 +7,7 @@ families have a file each (geometry_wan.py, geometry_qwen.py).
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Protocol
 
@@ -114,6 +115,21 @@ def shipped_geometry(name: str) -> Geometry:
             f"model {name!r}: no config files of it come with gfgen; there are {', '.join(SHIPPED)}"
         )
     return weightless_geometry(CONFIGS / name)
+
+
+def twin_of(geometry: Geometry, spec: JobSpec) -> str | None:
+    """The full-size model with a short name, if any, whose tasks are the same for a job as run."""
+    for name in SHIPPED:
+        twin = _shipped(name)
+        is_alike = (twin.family, twin.num_heads) == (geometry.family, geometry.num_heads)
+        if is_alike and all(twin.flops(spec, stage) == geometry.flops(spec, stage) for stage in Stage):
+            return name
+    return None
+
+
+@cache
+def _shipped(name: str) -> Geometry:
+    return shipped_geometry(name)
 
 
 def weightless_geometry(checkpoint: Path) -> Geometry:

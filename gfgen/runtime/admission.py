@@ -17,7 +17,7 @@ from gfgen.graph import Stage, Trajectory
 from gfgen.identity import output_name, spec_hash, with_defaults
 from gfgen.jobspec import JobSpec
 from gfgen.layout import MAX_RANKS, Limits
-from gfgen.models.geometry import Geometry, max_decode_degree, max_sequence_degree
+from gfgen.models.geometry import Geometry, max_decode_degree, max_sequence_degree, twin_of
 from gfgen.runtime.observer import JobInfo
 
 MAX_LINES_NAMED = 10
@@ -41,6 +41,8 @@ class AdmittedJob:
     """The most of them that can share the heads."""
     max_decode_degree: int = 1
     """The most ranks that can share the rows of its decode."""
+    twin: str | None = None
+    """The model with a short name that computes the same, where its own is another: a directory, a hub id."""
 
     @property
     def job_id(self) -> str:
@@ -89,6 +91,7 @@ def admit(
     """
     models: dict[str, Model | ModelError] = {}
     lines_without: dict[str, list[int | None]] = defaultdict(list)
+    twins: dict[tuple[str, str], str | None] = {}
     jobs: list[AdmittedJob] = []
     problems: list[Problem] = []
     for spec in specs:
@@ -100,7 +103,7 @@ def admit(
             lines_without[name].append(spec.line)
             continue
         try:
-            jobs.append(_admit_one(spec, model))
+            jobs.append(_admit_one(spec, model, twins))
         except JobError as error:
             problems += error.at_line(spec.line)
     missing = [_missing_model(name, models[name], lines) for name, lines in lines_without.items()]
@@ -145,10 +148,14 @@ def _resolve(asked: JobSpec, geometry: Geometry) -> tuple[JobSpec, str]:
     return run, file
 
 
-def _admit_one(spec: JobSpec, model: Model) -> AdmittedJob:
+def _admit_one(spec: JobSpec, model: Model, twins: dict[tuple[str, str], str | None]) -> AdmittedJob:
+    """The job; `twins` keeps what is known of models and shapes."""
     asked = with_defaults(spec, model=model.name)
     run, file = _resolve(asked, model.geometry)
     trajectory = model.geometry.trajectory(run)
+    shape = model.geometry.shape_key(run)
+    if (model.name, shape) not in twins:
+        twins[model.name, shape] = twin_of(model.geometry, run)
     info = JobInfo(
         asked=asked,
         spec=run,
@@ -160,11 +167,12 @@ def _admit_one(spec: JobSpec, model: Model) -> AdmittedJob:
     return AdmittedJob(
         info,
         trajectory,
-        shape=model.geometry.shape_key(run),
+        shape=shape,
         flops={stage: model.geometry.flops(run, stage) for stage in Stage},
         checkpoint=model.checkpoint,
         uses_cfg=model.geometry.uses_cfg(run),
         max_sequence_degree=max_sequence_degree(model.geometry, run),
         max_ulysses_degree=model.geometry.num_heads,
         max_decode_degree=max_decode_degree(model.geometry, run),
+        twin=twins[model.name, shape],
     )

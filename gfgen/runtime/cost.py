@@ -99,13 +99,17 @@ class CostModel:
 
     def class_of(self, job: AdmittedJob) -> CostClass:
         """The class of jobs of this one's model and shape."""
-        return self.cost_class(
-            job.spec.model or "",
-            job.shape,
-            flops=job.flops,
-            state_bytes=job.state_bytes,
-            limits=job.limits,
-        )
+        key = (job.spec.model or "", job.shape)
+        if key not in self._classes:
+            profiled = frozenset() if self._table is None else self._table.models
+            self._classes[key] = self.cost_class(
+                key[0] if key[0] in profiled else job.twin or key[0],
+                job.shape,
+                flops=job.flops,
+                state_bytes=job.state_bytes,
+                limits=job.limits,
+            )
+        return self._classes[key]
 
     def cost_class(
         self,
@@ -275,7 +279,7 @@ class CostModel:
         if published is None:
             return
         if abs(cost_class.measured[key].value - published) > _NOTABLE * published:
-            for other in self._classes.values():
+            for other in self._classes.values():  # some under two names
                 if other.model == cost_class.model:
                     other.published.clear()
                     other.rests.clear()

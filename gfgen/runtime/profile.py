@@ -16,7 +16,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -80,6 +79,11 @@ class Profile:
     def models(self) -> frozenset[str]:
         return frozenset(row.model for row in self.rows)
 
+    def knows(self, jobs: Sequence[AdmittedJob]) -> bool:
+        """Whether it has all their models, by the jobs' names or by their twins'."""
+        names = {(job.spec.model, job.twin) for job in jobs}
+        return all(self.models.intersection(pair) for pair in names)
+
     @property
     def has_writes(self) -> bool:
         """Whether it tells how long the writing of files takes; simulations leave it out otherwise."""
@@ -124,16 +128,17 @@ def check_profile(profile: Profile, jobs: Sequence[AdmittedJob], *, num_ranks: i
 
     Raises: InputError that says what the profile has, what is missing, and what to do.
     """
-    wanted = Counter(job.spec.model or "" for job in jobs)
-    missing = [model for model in wanted if model not in profile.models]
+    models = profile.models
+    called = [job.spec.model if job.spec.model in models else job.twin for job in jobs]
+    missing = [job.spec.model or "" for job, name in zip(jobs, called, strict=True) if name not in models]
     if missing:
-        num_jobs = sum(wanted[model] for model in missing)
         raise InputError(
-            f"the profile of {profile.device!r} has no {_some(missing)}, which {num_jobs} of {len(jobs)} "
+            f"the profile of {profile.device!r} has no {_some(list(dict.fromkeys(missing)))}, which "
+            f"{len(missing)} of {len(jobs)} "
             f"jobs use; it has {_some(sorted(profile.models))}: measure with 'gfgen profile JOBS' or "
             f"'gfgen profile --model {missing[0]}', or choose another with --profile"
         )
-    for model in wanted:
+    for model in dict.fromkeys(called):
         stages = {row.stage for row in profile.rows if row.model == model}
         lacking = [str(stage) for stage in Stage if stage not in stages]
         if lacking:

@@ -7,13 +7,14 @@ gfgen/models/profiles/*.json                       what comes with gfgen, by the
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 from gfgen.errors import InputError
 from gfgen.models import registry
+from gfgen.runtime.admission import AdmittedJob
 from gfgen.runtime.machine import cpu_name, file_stem, versions
 from gfgen.runtime.profile import Profile, load_profile
 
@@ -51,9 +52,11 @@ def shipped_profiles() -> tuple[Profile, ...]:
     return tuple([load_profile(path) for path in sorted(SHIPPED.glob("*.json"))])
 
 
-def first_fitting(profiles: Iterable[Profile], models: Set[str | None], *, num_ranks: int) -> Profile | None:
-    """The first that has these models and knows so many ranks."""
-    fitting = (each for each in profiles if models <= each.models and num_ranks <= each.num_ranks)
+def first_fitting(
+    profiles: Iterable[Profile], jobs: Sequence[AdmittedJob], *, num_ranks: int
+) -> Profile | None:
+    """The first that has the jobs' models and knows so many ranks."""
+    fitting = (each for each in profiles if each.knows(jobs) and num_ranks <= each.num_ranks)
     return next(fitting, None)
 
 

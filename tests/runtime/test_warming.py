@@ -222,7 +222,7 @@ def test_long_prompts_do_not_overflow_the_socket_of_a_rank_that_is_busy() -> Non
 def test_other_models_end_what_was_yet_to_be_told_of_those_of_before() -> None:
     rank = Slow(0)
     pool = pool_of(rank)
-    pool.unloadable = {}
+    pool.unloadable, pool._weights_marks = {}, {}
     told: list[str] = []
     rank.tell = lambda message, fds=(): told.append(  # type: ignore[method-assign, misc]
         message.number if isinstance(message, WarmUp) else type(message).__name__
