@@ -219,7 +219,7 @@ def surprises(simulated: Sequence[Score], ran: Sequence[Score]) -> Iterator[str]
         differing = [
             f"{job.id} {_margin(twin)} (simulated {_margin(job)})"
             for job, twin in twins
-            if twin is not None and twin.is_in_time != job.is_in_time
+            if twin is not None and twin.is_in_time() != job.is_in_time()
         ]
         if differing:
             yield f"{found.policy}, in time in one of the two alone: {', '.join(differing)}"

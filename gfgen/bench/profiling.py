@@ -67,7 +67,7 @@ class Measurement:
 
     @property
     def model(self) -> str:
-        return self.job.twin or self.job.spec.model or ""
+        return self.job.model_in()
 
     @property
     def key(self) -> str:
@@ -97,7 +97,7 @@ class Samples:
 
 def plan_measurements(jobs: Iterable[AdmittedJob], *, num_ranks: int) -> list[Measurement]:
     """One job of each model and shape, on all degrees that it can use on so many ranks."""
-    shapes = {(job.twin or job.spec.model, job.shape): job for job in jobs}
+    shapes = {(job.model_in(), job.shape): job for job in jobs}
     plan = []
     for job in shapes.values():
         for degrees in _degrees_of(job, num_ranks):

@@ -48,7 +48,7 @@ class Measurement:
 
     @property
     def model(self) -> str:
-        return self.job.twin or self.job.spec.model or ""
+        return self.job.model_in()
 
     @property
     def key(self) -> str:
@@ -77,7 +77,7 @@ class Measurement:
 def plan_measurements(jobs: Iterable[AdmittedJob], *, num_ranks: int) -> list[Measurement]:
     """One job of each model and shape, on groups of 1, 2, 4 and 8 ranks of which all reach each other."""
     plan = []
-    for job in {(job.twin or job.spec.model, job.shape): job for job in jobs}.values():
+    for job in {(job.model_in(), job.shape): job for job in jobs}.values():
         sizes = [size for size in (1, 2, 4, 8) if size <= min(num_ranks, job.limits.step_degree)]
         plan += [Measurement(job, size) for size in sizes]
         if num_ranks > 1:
@@ -263,7 +263,7 @@ def _rows(job: AdmittedJob, samples: Sequence[Samples]) -> Iterator[ProfileRow]:
     for name, durations in tasks.items():
         stage, degrees = _parsed(name)
         yield ProfileRow(
-            model=job.twin or job.spec.model or "",
+            model=job.model_in(),
             shape=job.shape,
             stage=stage,
             degrees=degrees,

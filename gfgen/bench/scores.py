@@ -31,10 +31,9 @@ class JobScore:
     busy_s: float
     layouts: Sequence[str]
 
-    @property
-    def is_in_time(self) -> bool:
-        """Whether it ended well and by its deadline, or without one."""
-        return self.status == "done" and (self.due_s is None or self.ended_s <= self.due_s)
+    def is_in_time(self, slack_s: float = 0.0) -> bool:
+        """Whether it ended well and so long after its deadline at most, or without one."""
+        return self.status == "done" and (self.due_s is None or self.ended_s <= self.due_s + slack_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +85,7 @@ def score(
     replaced_by: str | None = None,
 ) -> Score:
     """The numbers of a run; `deadlines_s` (after arrival, by job) replaces the jobs' own deadlines."""
+    jobs = [_job_score(outcome, deadlines_s) for outcome in outcomes]
     done = [outcome for outcome in outcomes if outcome.status == "done"]
     latencies_s = [outcome.ended_s - outcome.arrival_s for outcome in done]
     end_s = max((outcome.ended_s for outcome in outcomes), default=0.0)
@@ -94,41 +94,32 @@ def score(
         policy=policy,
         num_jobs=len(outcomes),
         num_failed=len(outcomes) - len(done),
-        attainment=_attainment(outcomes, 0.0, deadlines_s),
-        attainment_client=_attainment(outcomes, slack_s, deadlines_s),
+        attainment=_attainment(jobs, 0.0),
+        attainment_client=_attainment(jobs, slack_s),
         mean_s=sum(latencies_s) / len(latencies_s) if latencies_s else None,
         p50_s=percentile(latencies_s, 50) if latencies_s else None,
         p95_s=percentile(latencies_s, 95) if latencies_s else None,
         jobs_per_min=60 * len(done) / makespan_s if makespan_s > 0 else 0.0,
         makespan_s=makespan_s,
         by_class={
-            tag: _attainment([each for each in outcomes if each.info.spec.tag == tag], slack_s, deadlines_s)
-            for tag in dict.fromkeys(outcome.info.spec.tag for outcome in outcomes)
+            tag: _attainment([job for job in jobs if job.tag == tag], slack_s)
+            for tag in dict.fromkeys(job.tag for job in jobs)
             if tag is not None
         },
         replaced_by=replaced_by,
-        jobs=[_job_score(outcome, deadlines_s) for outcome in outcomes] if len(outcomes) <= MAX_KEPT else [],
+        jobs=jobs if len(jobs) <= MAX_KEPT else [],
     )
 
 
-def _attainment(
-    outcomes: Sequence[JobOutcome], slack_s: float, deadlines_s: Mapping[str, float] | None
-) -> float:
-    verdicts = []
-    for outcome in outcomes:
-        due_s = _due_s(outcome, deadlines_s)
-        if due_s is not None:
-            verdicts.append(outcome.status == "done" and outcome.ended_s <= due_s + slack_s)
+def _attainment(jobs: Sequence[JobScore], slack_s: float) -> float:
+    verdicts = [job.is_in_time(slack_s) for job in jobs if job.due_s is not None]
     return sum(verdicts) / len(verdicts) if verdicts else 1.0
 
 
-def _due_s(outcome: JobOutcome, deadlines_s: Mapping[str, float] | None) -> float | None:
-    if deadlines_s is None:
-        return outcome.deadline_s
-    return outcome.arrival_s + deadlines_s[outcome.info.job_id]
-
-
 def _job_score(outcome: JobOutcome, deadlines_s: Mapping[str, float] | None) -> JobScore:
+    due_s = outcome.deadline_s
+    if deadlines_s is not None:
+        due_s = outcome.arrival_s + deadlines_s[outcome.info.job_id]
     return JobScore(
         id=outcome.info.job_id,
         tag=outcome.info.spec.tag,
@@ -136,7 +127,7 @@ def _job_score(outcome: JobOutcome, deadlines_s: Mapping[str, float] | None) -> 
         arrival_s=outcome.arrival_s,
         started_s=outcome.started_s,
         ended_s=outcome.ended_s,
-        due_s=_due_s(outcome, deadlines_s),
+        due_s=due_s,
         busy_s=outcome.busy_s,
         layouts=outcome.layouts,
     )

@@ -6,6 +6,7 @@ import json
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -276,18 +277,9 @@ def _runs_of_same_jobs(path: Path, conditions: Mapping[str, Any]) -> Sequence[Sc
 
     Raises: InputError that says what was different.
     """
-    try:
-        content = json.loads(path.read_text())
-        for key in ("workload", "profile", "deadlines_from"):
-            if content[key] != conditions[key]:
-                raise ValueError(f"{key} is {content[key]!r}, and here {conditions[key]!r}")
-        if conditions["profile"] is None and not content["simulated"]:
-            raise ValueError("its times were measured, and so its arrivals were others; it needs --profile")
-        return scores_of(content)
-    except KeyError as error:
-        raise InputError(f"--beside {path}: is no compare.json: it has no {error}") from None
-    except (OSError, ValueError) as error:
-        raise InputError(f"--beside {path}: {error}") from None
+    alike = ("workload", "profile", "deadlines_from")
+    with _naming("--beside", path):
+        return scores_of(_same_workload(path, conditions, alike, remedy="it needs --profile"))
 
 
 def _take_in(path: Path, comparison: Comparison, conditions: Mapping[str, Any]) -> None:
@@ -295,18 +287,36 @@ def _take_in(path: Path, comparison: Comparison, conditions: Mapping[str, Any]) 
 
     Raises: InputError that says what was different.
     """
+    alike = ("workload", "where", "options", "profile", "deadlines_from")
+    with _naming("--with", path):
+        comparison.know(_same_workload(path, conditions, alike, remedy="give --profile"))
+
+
+@contextmanager
+def _naming(option: str, path: Path) -> Iterator[None]:
+    """What is wrong with a compare.json that an option names, as InputError."""
     try:
-        content = json.loads(path.read_text())
-        for key in ("workload", "where", "options", "profile", "deadlines_from"):
-            if content[key] != conditions[key]:
-                raise ValueError(f"{key} is {content[key]!r}, and here {conditions[key]!r}")
-        if conditions["profile"] is None and not conditions["simulated"]:
-            raise ValueError("its times were measured, and so its arrivals were others; give --profile")
-        comparison.know(content)
+        yield
     except KeyError as error:
-        raise InputError(f"--with {path}: is no compare.json: it has no {error}") from None
+        raise InputError(f"{option} {path}: is no compare.json: it has no {error}") from None
     except (OSError, ValueError) as error:
-        raise InputError(f"--with {path}: {error}") from None
+        raise InputError(f"{option} {path}: {error}") from None
+
+
+def _same_workload(
+    path: Path, conditions: Mapping[str, Any], alike: Sequence[str], *, remedy: str
+) -> Mapping[str, Any]:
+    """What a compare.json has, where these of its conditions are as here.
+
+    Raises: ValueError that says what was different; KeyError for what is none; OSError.
+    """
+    content: Mapping[str, Any] = json.loads(path.read_text())
+    for key in alike:
+        if content[key] != conditions[key]:
+            raise ValueError(f"{key} is {content[key]!r}, and here {conditions[key]!r}")
+    if conditions["profile"] is None and not content["simulated"]:
+        raise ValueError(f"its times were measured, and so its arrivals were others; {remedy}")
+    return content
 
 
 def _ranks(

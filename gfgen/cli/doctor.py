@@ -17,7 +17,7 @@ import click
 from gfgen.cli.packages import COMPUTING, SERVING, VIDEOS
 from gfgen.errors import RunError
 from gfgen.gfc import native
-from gfgen.gfc.cuda.compiler import cache_dir, find_nvrtc, kept
+from gfgen.gfc.cuda.compiler import cache_dir, find_nvrtc, kept, kernels_dir
 from gfgen.gfc.cuda.driver import SEE_DOCTOR, Driver, driver
 from gfgen.gfc.cuda.selector import table_path
 
@@ -122,7 +122,7 @@ def _links(cuda: Driver, missing: list[str]) -> Iterator[str]:
 
 
 def _caches() -> Iterator[str]:
-    yield f"compiled kernels: {len(kept())} in {_short(cache_dir() / 'kernels')} (made at first use)"
+    yield f"compiled kernels: {len(kept())} in {_short(kernels_dir())} (made at first use)"
     tables = [path.name for path in cache_dir().glob("gfc-*.json")]
     example = _short(table_path("name"))
     yield f"tuned tables: {', '.join(tables) or f'none ({example} after `gfgen bench gfc --tune`)'}"

@@ -8,7 +8,7 @@ once.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -51,6 +51,11 @@ class AdmittedJob:
     @property
     def spec(self) -> JobSpec:
         return self.info.spec
+
+    def model_in(self, models: Collection[str] = ()) -> str:
+        """What a profile of these models calls the job's: by its own name if it is there, or its twin's."""
+        own = self.spec.model or ""
+        return own if own in models else self.twin or own
 
     @property
     def limits(self) -> Limits:

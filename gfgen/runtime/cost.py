@@ -101,9 +101,8 @@ class CostModel:
         """The class of jobs of this one's model and shape."""
         key = (job.spec.model or "", job.shape)
         if key not in self._classes:
-            profiled = frozenset() if self._table is None else self._table.models
             self._classes[key] = self.cost_class(
-                key[0] if key[0] in profiled else job.twin or key[0],
+                job.model_in(() if self._table is None else self._table.models),
                 job.shape,
                 flops=job.flops,
                 state_bytes=job.state_bytes,

@@ -81,8 +81,8 @@ class Profile:
 
     def knows(self, jobs: Sequence[AdmittedJob]) -> bool:
         """Whether it has all their models, by the jobs' names or by their twins'."""
-        names = {(job.spec.model, job.twin) for job in jobs}
-        return all(self.models.intersection(pair) for pair in names)
+        models = self.models
+        return all(job.model_in(models) in models for job in jobs)
 
     @property
     def has_writes(self) -> bool:
@@ -129,16 +129,14 @@ def check_profile(profile: Profile, jobs: Sequence[AdmittedJob], *, num_ranks: i
     Raises: InputError that says what the profile has, what is missing, and what to do.
     """
     models = profile.models
-    called = [job.spec.model if job.spec.model in models else job.twin for job in jobs]
-    missing = [job.spec.model or "" for job, name in zip(jobs, called, strict=True) if name not in models]
+    missing = [job.spec.model or "" for job in jobs if job.model_in(models) not in models]
     if missing:
         raise InputError(
             f"the profile of {profile.device!r} has no {_some(list(dict.fromkeys(missing)))}, which "
-            f"{len(missing)} of {len(jobs)} "
-            f"jobs use; it has {_some(sorted(profile.models))}: measure with 'gfgen profile JOBS' or "
-            f"'gfgen profile --model {missing[0]}', or choose another with --profile"
+            f"{len(missing)} of {len(jobs)} jobs use; it has {_some(sorted(models))}: measure with "
+            f"'gfgen profile JOBS' or 'gfgen profile --model {missing[0]}', or choose another with --profile"
         )
-    for model in dict.fromkeys(called):
+    for model in dict.fromkeys(job.model_in(models) for job in jobs):
         stages = {row.stage for row in profile.rows if row.model == model}
         lacking = [str(stage) for stage in Stage if stage not in stages]
         if lacking:

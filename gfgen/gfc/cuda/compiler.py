@@ -32,9 +32,13 @@ def cache_dir() -> Path:
     return Path(root) / "gfgen"
 
 
+def kernels_dir() -> Path:
+    return cache_dir() / "kernels"
+
+
 def kept() -> list[Path]:
     """What was compiled on this machine; empty before ranks have run on its GPUs."""
-    return sorted((cache_dir() / "kernels").glob("*.cubin"))
+    return sorted(kernels_dir().glob("*.cubin"))
 
 
 def compiled(architecture: str, *, name: str = "cuda/kernels.cu", sources: Path | None = None) -> bytes:
@@ -42,7 +46,7 @@ def compiled(architecture: str, *, name: str = "cuda/kernels.cu", sources: Path 
     sources = sources or source_dir()
     library = load_nvrtc()
     key = _key(sources, sources / name, architecture, _version(library))
-    path = cache_dir() / "kernels" / f"{Path(name).stem}-{key}-{architecture}.cubin"
+    path = kernels_dir() / f"{Path(name).stem}-{key}-{architecture}.cubin"
     if path.is_file():
         return path.read_bytes()
     _log.info("compiling %s for %s", name, architecture)
