@@ -25,7 +25,8 @@ from gfgen.runtime.messages import WarmUp
 from gfgen.runtime.worker_jobs import RankJob
 
 LAUNCH_BOUND = 0.8
-"""Launches that take so much of the time until all is done, or more: the device waits for the host."""
+"""Launches that take so much of the time until all is done, or more, in two steps of a kind in a row: the
+device waits for the host. One such step may be the host's having had something else to do."""
 MIN_REPLAYS = 5
 """Recording takes about as long as launching a forward once or twice, so it pays if a few steps follow."""
 MAX_ATTEMPTS = 4
@@ -60,6 +61,8 @@ class Forwards:
     ) -> None:
         self._adapters, self._graphs = adapters, graphs
         self._rank, self._unentered = rank, unentered
+        self._was_slow: set[Kind] = set()
+        """The last such step was launch-bound, whatever its texts."""
         self._is_slow: set[Kind] = set()
         """Steps that are to be recorded."""
         self._often_slow: set[Kind] = set()
@@ -109,11 +112,15 @@ class Forwards:
 
     def observe(self, kind: Kind, *, launch_s: float, device_s: float) -> None:
         """A step took so long to launch, and so long from its first launch until it had run."""
-        is_tried = self._num_attempts[kind] >= MAX_ATTEMPTS
+        alike = kind.whatever_the_texts
         self._seen.add(kind)
-        if self._graphs.may_record and launch_s >= LAUNCH_BOUND * device_s and not is_tried:
+        if launch_s < LAUNCH_BOUND * device_s:
+            self._was_slow.discard(alike)
+        elif alike not in self._was_slow:
+            self._was_slow.add(alike)
+        elif self._graphs.may_record and self._num_attempts[kind] < MAX_ATTEMPTS:
             self._is_slow.add(kind)
-            self._often_slow.add(kind.whatever_the_texts)
+            self._often_slow.add(alike)
 
     def warm_up(self, message: WarmUp) -> None:
         """Run steps like the message's, in every slot of its layouts.
@@ -140,7 +147,7 @@ class Forwards:
     def forget(self) -> None:
         """Models are about to go: no record is kept, nothing that was seen counts, all may be tried again."""
         self._graphs.forget()
-        for kinds in (self._is_slow, self._often_slow, self._seen):
+        for kinds in (self._was_slow, self._is_slow, self._often_slow, self._seen):
             kinds.clear()
         self._num_attempts.clear()
         self._was_short = False

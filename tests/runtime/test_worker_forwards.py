@@ -21,7 +21,7 @@ from gfgen.models.registry import load_adapter
 from gfgen.models.rehearsal import RehearsalRanks
 from gfgen.runtime import worker_forwards
 from gfgen.runtime.messages import WarmUp
-from gfgen.runtime.worker_forwards import Forwards
+from gfgen.runtime.worker_forwards import Forwards, Kind
 
 torch.set_num_threads(1)
 
@@ -111,8 +111,9 @@ def test_step_that_is_launched_as_long_as_it_computes_is_recorded(adapters: dict
     kind = forwards.kind_of(job, ALONE)
     forwards.attach(job.start.checkpoint)
     adapters["tiny-qwen-image"].denoise(job.start.spec, *job.artifacts.values(), step=0)
-    forwards.observe(kind, launch_s=0.01, device_s=0.1)
-    assert not forwards.is_to_record(job, step(job, 1), kind)
+    for launch_s in (0.01, 0.09, 0.01, 0.09):  # once is no rule
+        forwards.observe(kind, launch_s=launch_s, device_s=0.1)
+        assert not forwards.is_to_record(job, step(job, 1), kind)
     forwards.observe(kind, launch_s=0.09, device_s=0.1)
     assert forwards.is_to_record(job, step(job, 20 - worker_forwards.MIN_REPLAYS), kind)
     assert not forwards.is_to_record(job, step(job, 21 - worker_forwards.MIN_REPLAYS), kind)
@@ -130,7 +131,7 @@ def test_steps_with_a_prompt_of_another_length_are_recorded_before_their_first_o
     kind, other_kind = forwards.kind_of(job, ALONE), forwards.kind_of(other, ALONE)
     assert kind != other_kind
     assert not forwards.is_to_record(other, step(other), other_kind)
-    forwards.observe(kind, launch_s=0.09, device_s=0.1)
+    be_slow(forwards, kind)
     assert forwards.is_to_record(other, step(other), other_kind)
     assert not forwards.is_to_record(other, step(other), forwards.kind_of(other, PAIR))
     forwards.record(other, step(other), other_kind, ALONE)
@@ -156,12 +157,18 @@ def test_rehearsal_changes_no_result(adapters: dict[str, Any], layout: Layout) -
     assert all(torch.equal(found.tensors[name], wanted.tensors[name]) for name in wanted.tensors)
 
 
+def be_slow(forwards: Forwards, kind: Kind) -> None:
+    """Two steps that are launched as long as they compute."""
+    for _ in range(2):
+        forwards.observe(kind, launch_s=worker_forwards.LAUNCH_BOUND, device_s=1.0)
+
+
 def num_attempts(forwards: Forwards, of: Graphs, job: Any, *, most: int) -> int:
     """How often the steps of a job are recorded whose records have gone each time."""
     kind = forwards.kind_of(job, ALONE)
     for number in range(most):
         of.clear()
-        forwards.observe(kind, launch_s=1.0, device_s=1.0)
+        be_slow(forwards, kind)
         if not forwards.is_to_record(job, step(job), kind):
             return number
         forwards.record(job, step(job), kind, ALONE)
@@ -195,7 +202,7 @@ def test_what_was_slow_before_models_changed_is_not_recorded_for_it(adapters: di
     job = rank_job(adapters, "tiny-qwen-image")
     forwards, _ = forwards_of(adapters)
     kind = forwards.kind_of(job, ALONE)
-    forwards.observe(kind, launch_s=1.0, device_s=1.0)
+    be_slow(forwards, kind)
     assert forwards.is_to_record(job, step(job), kind)
     forwards.forget()
     assert not forwards.is_to_record(job, step(job), kind)
@@ -206,6 +213,6 @@ def test_nothing_is_recorded_where_that_is_not_wanted(adapters: dict[str, Any]) 
     forwards, of = forwards_of(adapters, may_record=False)
     forwards.warm_up(warm_up(job, (1, 1, 1)))
     kind = forwards.kind_of(job, ALONE)
-    forwards.observe(kind, launch_s=worker_forwards.LAUNCH_BOUND, device_s=1.0)
+    be_slow(forwards, kind)
     assert not forwards.is_to_record(job, step(job), kind)
     assert of.num_records == 0
