@@ -310,7 +310,9 @@ def _same_workload(
 
     Raises: ValueError that says what was different; KeyError for what is none; OSError.
     """
-    content: Mapping[str, Any] = json.loads(path.read_text())
+    content = json.loads(path.read_text())
+    if not isinstance(content, dict):
+        raise ValueError("is no compare.json: it holds no object")
     for key in alike:
         if content[key] != conditions[key]:
             raise ValueError(f"{key} is {content[key]!r}, and here {conditions[key]!r}")

@@ -293,6 +293,15 @@ def test_a_run_of_other_arrivals_is_not_compared_with_a_simulation(tmp_path, cap
     assert what in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", ["--with", "--beside"])
+def test_a_file_of_something_else_is_no_comparison(tmp_path, capsys, option):
+    (tmp_path / "list.json").write_text("[]")
+    with pytest.raises(SystemExit) as end:
+        main(["bench", "compare", "--simulate", option, str(tmp_path / "list.json"), "-o", str(tmp_path)])
+    assert end.value.code == 2
+    assert f"{option} {tmp_path}/list.json: is no compare.json: it holds no object" in capsys.readouterr().err
+
+
 def test_jobs_whose_deadlines_a_simulation_gets_wrong_are_named():
     simulated = comparison_of(Run("auto", [outcome("a", ended_s=9.75), outcome("b", ended_s=12.0)])).scores
     ran = comparison_of(Run("auto", [outcome("a", ended_s=10.5), outcome("b", ended_s=12.5)]))
