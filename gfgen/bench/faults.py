@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from random import Random
@@ -26,7 +26,7 @@ from PIL import Image
 
 from gfgen.bench.fake_worker import STATE_BYTES, frames_of_job
 from gfgen.bench.fault_plan import KINDS, SLOW_KINDS, Done, Fault, FaultFolder, Kind, Point
-from gfgen.errors import WorkerError
+from gfgen.errors import PolicyFault, WorkerError
 from gfgen.gfc.arena import Plan
 from gfgen.graph import Artifact, Stage, Trajectory
 from gfgen.jobspec import JobSpec
@@ -133,7 +133,7 @@ def make_job(random: Random, job_id: str) -> AdmittedJob:
     trajectory = Trajectory(job_id, spec.steps or 0, artifacts)
     info = JobInfo(spec, spec, trajectory.num_tasks, f"{job_id}.png", f"hash of {job_id}", "fake")
     flops = dict.fromkeys(Stage, 1e7)
-    return AdmittedJob(
+    job = AdmittedJob(
         info,
         trajectory,
         "small",
@@ -143,6 +143,7 @@ def make_job(random: Random, job_id: str) -> AdmittedJob:
         max_sequence_degree=random.choice([1, 2, MAX_RANKS]),
         max_decode_degree=random.choice([1, 2, MAX_RANKS]),
     )
+    return replace(job, shape=f"small {job.limits}")  # jobs of one shape can use the same layouts
 
 
 def _faults(random: Random, jobs: Sequence[AdmittedJob], *, num_ranks: int) -> Iterator[Fault]:
@@ -348,6 +349,8 @@ def _run(
     finally:
         backend.close()
         journal.close()
+    if control.given_up is not None:
+        raise PolicyFault(f"policy {schedule.policy} was given up: {control.given_up}")
 
 
 def _policy_of(schedule: Schedule) -> NamedPolicy:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from gfgen.errors import InterruptedRunError, PolicyError, PolicyFault, StalledError, in_one_line
+from gfgen.errors import InterruptedRunError, PolicyError, PolicyFault, RunError, StalledError, in_one_line
 from gfgen.policies.catalog import NamedPolicy, load_policy
 from gfgen.runtime.admission import AdmittedJob, arriving_after
 from gfgen.runtime.backlog import Backlog
@@ -131,38 +131,50 @@ class Control:
         self._jobs = tuple(jobs)
         self._skipped = tuple(skipped)
         self._intake = intake
-        self._chooser = chooser
+        self._chooser = self._usual_chooser = chooser
         self._residency = residency
         self._num_changes = 0
         """Arrivals and ends of jobs so far."""
         self._next_choice = 1
+        self._has_warned = False
+        """Of a standstill that may end when more jobs come."""
         self._saved: set[str] = set()
         """Jobs of which it is kept where they stopped."""
 
     def run(self) -> Summary:
         """Run until every job has ended, or the run is asked to stop.
 
-        Raises: StalledError when jobs are open and the policy lets every rank idle for good.
+        Raises: StalledError when jobs are open and the policy lets every rank idle for good; WorkerError
+                when no rank is left; InterruptedRunError when the run is to break off at once.
         """
         self.begin()
-        while not self.state.finished:
-            events = self.backend.wait(until=self.clock.next_wakeup())
-            self.clock.begin_turn()
-            for event in events:
-                self.journal.append(event)
-                self.apply(event)
-            self.take_in()
-            self.reconsider()
-            self.change_models()
-            for decision in self.decide():
-                if not self.start(decision):
-                    break  # what follows was decided for a state that did not come about
+        try:
+            while not self.state.finished:
+                self.turn()
+        except (RunError, InterruptedRunError):
             self.save_stopped()
-            self.journal.end_turn(self.clock.turn_s)
+            raise
         use = self.backend.memory_use()
         for observer in self.observers:
             observer.measured(use)
         return replace(self.metrics.summary(), policy_fault=self.given_up)
+
+    def turn(self) -> None:
+        """Take in what has happened, and dispatch what follows from it."""
+        events = self.backend.wait(until=self.clock.next_wakeup())
+        self.clock.begin_turn()
+        for event in events:
+            self.journal.append(event)
+            self.apply(event)
+        self.take_in()
+        self.reconsider()
+        self.change_models()
+        for decision in self.decide():
+            if not self.start(decision):
+                break  # what follows was decided for a state that did not come about
+        if self.state.is_stopping:
+            self.save_stopped()
+        self.journal.end_turn(self.clock.turn_s)
 
     def begin(self) -> None:
         """Schedule the arrivals, and tell everyone who watches what is to be done."""
@@ -221,6 +233,8 @@ class Control:
             return
         closes_s = self.state.closes_s
         if closes_s is not None and event.time_s + event.load_s >= closes_s:
+            if self.state.is_at_rest and not self._brings_more(than=(JobTimedOut,)):
+                self._close_early()
             return
         self.journal.append(event)
         self.apply(event)
@@ -229,14 +243,10 @@ class Control:
     def apply(self, event: Event) -> None:
         """Let the state change by an event, and tell everyone who watches."""
         if isinstance(event, PolicyChanged) and event.policy != self.policy.name:
-            self.policy = load_policy(event.policy)
+            self.policy, self._chooser = load_policy(event.policy), self._usual_chooser
             logger.info("from now on %s decides: %s", event.policy, event.reason)
         self._num_changes += isinstance(event, JobArrived)
-        try:
-            outcomes = self.state.apply(event)
-        except InterruptedRunError:  # the second signal, perhaps in the turn of the first
-            self.save_stopped()
-            raise
+        outcomes = self.state.apply(event)
         self._plan_to_look()
         for observer in self.observers:
             observer.applied(event)
@@ -258,8 +268,6 @@ class Control:
 
     def save_stopped(self) -> None:
         """Keep the state of each job that has come to its stop, at once: the others may be long in theirs."""
-        if not self.state.is_stopping:
-            return
         for job_id, (next_index, producer) in self.state.stopped_at.items():
             if job_id not in self._saved:
                 self._saved.add(job_id)
@@ -270,19 +278,40 @@ class Control:
 
         Not while something may come that changes it; that jobs will time out one day changes nothing.
         """
-        closes_s = math.inf if self.state.closes_s is None else self.state.closes_s
-        if self.clock.brings_more(before_s=closes_s, than=(JobTimedOut,) if snapshot.open else ()):
+        if self._brings_more(than=(JobTimedOut,) if snapshot.open else ()):
             return
-        if snapshot.open:
+        if snapshot.open and self.state.expects_more:
+            self._warn_of_standstill()
+        elif snapshot.open:
             waiting = self.state.open_jobs
             names = ", ".join(waiting[:5]) + (f" and {len(waiting) - 5} more" if len(waiting) > 5 else "")
             raise StalledError(
                 f"policy {self.policy.name} starts nothing although all ranks are free; "
                 f"{len(waiting)} {'job waits' if len(waiting) == 1 else 'jobs wait'}: {names}"
             )
-        if not self.state.expects_more:
-            logger.info("no job that is left can be done by closing time: the run ends now")
-            self.clock.at(ClosingTime(self.clock.now_s))
+        else:
+            self._close_early()
+
+    def _warn_of_standstill(self) -> None:
+        """Another job may change it; who waits for one is told once what it is waiting for."""
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "policy %s starts nothing although all ranks are free; perhaps it does with more jobs",
+                self.policy.name,
+            )
+
+    def _brings_more(self, *, than: tuple[type[Event], ...]) -> bool:
+        """Whether anything but such events may come before the run closes."""
+        closes_s = math.inf if self.state.closes_s is None else self.state.closes_s
+        return self.clock.brings_more(before_s=closes_s, than=than)
+
+    def _close_early(self) -> None:
+        """Unless jobs may come that are done sooner."""
+        if self.state.expects_more:
+            return
+        logger.info("no job that is left can be done by closing time: the run ends now")
+        self.clock.at(ClosingTime(self.clock.now_s))
 
     def start(self, decision: Decision) -> bool:
         """Dispatch a decision, or let it wait; False when it is illegal, which is the policy's fault."""

@@ -16,6 +16,7 @@ import json
 import logging
 import os
 import queue
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -91,6 +92,8 @@ class Inbox(Observer):
         self._skip_invalid = skip_invalid
         self._now = now
         self._sights: dict[str, _Sight] = {}
+        self._unseen: set[str] = set()
+        """Names in the folder of which it is told that they lead nowhere."""
         self._known: dict[str, _Known] = {}
         self._owners: dict[str, str] = {}
         """By key of an output's name: the key of the job that writes it."""
@@ -179,22 +182,37 @@ class Inbox(Observer):
         try:
             with os.scandir(self._folder) as entries:
                 files = [entry for entry in entries if _is_job_file(entry.name)]
-                found = {entry.name: entry.stat() for entry in files if entry.is_file()}
-            self._is_missing = False
-            return found
         except OSError as error:
             if not self._is_missing:
                 logger.warning("--watch %s: %s; looking on until it is back", self._folder, error.strerror)
             self._is_missing = True
             return {}
+        self._is_missing = False
+        found = {entry.name: seen for entry in files if (seen := self._stat_of(entry)) is not None}
+        self._unseen.intersection_update(entry.name for entry in files)
+        return found
 
-    def _is_complete(self, name: str, stat: os.stat_result) -> bool:
+    def _stat_of(self, entry: os.DirEntry[str]) -> os.stat_result | None:
+        """Of a file; None for a folder, and for what leads nowhere, which is told once."""
+        try:
+            found = entry.stat()
+        except OSError as error:
+            was_taken_away = isinstance(error, FileNotFoundError) and not entry.is_symlink()
+            if not was_taken_away and entry.name not in self._unseen:
+                self._unseen.add(entry.name)
+                path = self._folder / entry.name
+                logger.error("%s cannot be read (%s); it is tried again and again", path, error.strerror)
+            return None
+        self._unseen.discard(entry.name)
+        return found if stat.S_ISREG(found.st_mode) else None
+
+    def _is_complete(self, name: str, seen: os.stat_result) -> bool:
         """Whether to read the file now: it has settled, and is not dealt with as it is."""
         now = self._now()
-        mark = (stat.st_size, stat.st_mtime_ns, stat.st_ino)
+        mark = (seen.st_size, seen.st_mtime_ns, seen.st_ino)
         sight = self._sights.get(name)
-        if sight is None and stat.st_mtime <= now - SETTLED_S:
-            sight = _Sight(mark, since=stat.st_mtime)  # it was complete before we saw it
+        if sight is None and seen.st_mtime <= now - SETTLED_S:
+            sight = _Sight(mark, since=seen.st_mtime)  # it was complete before we saw it
         elif sight is None or sight.mark != mark:
             sight = _Sight(mark, since=now)
         self._sights[name] = sight

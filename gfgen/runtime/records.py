@@ -100,6 +100,11 @@ class JobRecord:
         return self.job.spec.model or ""
 
     @property
+    def first_open_index(self) -> int:
+        """The first task that has not ended."""
+        return min([self.next_index, *(flight.dispatch.task.index for flight in self.flights)])
+
+    @property
     def next_task(self) -> Task:
         """The task at `next_index`, which is not past the last one."""
         if self._next_task is None or self._next_task.index != self.next_index:

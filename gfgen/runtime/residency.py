@@ -5,7 +5,8 @@ changed, on all ranks, each after its present task,
 
 - when nothing of them can run any more, and jobs of others wait;
 - when jobs of others wait, and the last change was so long ago that changes take a hundredth of the time
-  at most; a tenth for a job with a deadline or a raised priority.
+  at most; a tenth for a job with a deadline or a raised priority. Whose model comes first is that of the
+  most urgent job, or of one that has waited for a hundred times what a change takes.
 
 So there are never more changes than jobs, and one for each hundred, or ten, times what a change takes.
 A change is an event in the journal, so that a replay needs none of this. A model that no rank can load
@@ -58,6 +59,11 @@ class Demand(Protocol):
 
     def parked_models(self) -> Sequence[str]:
         """Models that jobs wait for, the most urgent first."""
+        ...
+
+    @property
+    def longest_parked(self) -> tuple[str, float]:
+        """The model of the job that has waited longest for it, and since when; some job waits."""
         ...
 
     def resident_models_at_work(self) -> Collection[str]:
@@ -148,7 +154,8 @@ class Residency(Observer):
         if is_crowded:
             models = self.choose([*at_work, *wanted, *sorted(self.resident)])
         else:
-            models = self.choose([wanted[0], *at_work, *wanted[1:]], kept=self.resident)
+            first = self._overdue(demand, now_s) or wanted[0]
+            models = self.choose([first, *at_work, *wanted], kept=self.resident)
         if models == self.resident:
             return None
         return ModelsChanged(now_s, tuple(sorted(models)), self._load_s(models), reason)
@@ -173,8 +180,17 @@ class Residency(Observer):
         if demand.is_at_rest:
             return "nothing is left to do with the others"
         share = URGENT_SHARE if demand.has_urgent_parked else SHARE
-        longest_s = max(self._load_s([model]) for model in self._needs)
-        return "its jobs have waited long" if now_s >= self._changed_s + longest_s / share else None
+        return "its jobs have waited long" if now_s >= self._changed_s + self._longest_s / share else None
+
+    def _overdue(self, demand: Demand, now_s: float) -> str | None:
+        """A model that has been waited for so long that more urgent ones come after it."""
+        model, since_s = demand.longest_parked
+        return model if now_s >= since_s + self._longest_s / SHARE else None
+
+    @property
+    def _longest_s(self) -> float:
+        """What the largest model takes to be loaded."""
+        return max(self._load_s([model]) for model in self._needs)
 
     def _load_s(self, models: Collection[str]) -> float:
         """How long ranks take to load what they lack of these."""

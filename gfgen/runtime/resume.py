@@ -130,16 +130,23 @@ def restore(point: ResumePoint, job: AdmittedJob) -> int:
 
 
 def forget(output_dir: Path, job_id: str) -> None:
-    """The job has ended: its resume file, if any, has served."""
+    """The job has ended: its resume file, if any, has served. One that stays does no harm."""
     path = resume_path(output_dir, job_id)
-    with contextlib.suppress(FileNotFoundError):
+    try:
         path.unlink()
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as error:
+        logger.warning("%s is of no use any more and cannot be removed: %s", path, error.strerror)
     with contextlib.suppress(OSError):
         path.parent.rmdir()
 
 
 def forget_others(output_dir: Path, job_ids: Collection[str]) -> None:
-    """Remove the files of all other jobs: nobody will go on with them."""
+    """Remove the files of all other jobs, and those of a run that was killed: nobody will go on with them."""
+    for path in (output_dir / FOLDER).glob("*.partial"):
+        with contextlib.suppress(OSError):
+            path.unlink()
     for path in (output_dir / FOLDER).glob("*.state"):
         if path.stem not in job_ids:
             forget(output_dir, path.stem)

@@ -38,15 +38,16 @@ class SignalPipe:
         return self._reader.fileno()
 
     def take(self) -> list[int]:
-        """Numbers of the signals that came; SIGTERM and SIGHUP once each, however often they came.
+        """Numbers of the signals that came; SIGTERM and SIGHUP only where none has come before.
 
         `timeout` sends its signal to the process and then to the group in which that is; of a terminal that
-        closes, the kernel tells, and the shell. Who is impatient has Ctrl-C, each of which counts.
+        closes, the kernel tells, and the shell; systemd may end a session with
+        both signals. Who is impatient has Ctrl-C, each of which counts.
         """
         came = [number for number in self._reader.recv(64) if number in self._previous]
         counted = []
         for number in came:
-            if number == signal.SIGINT or number not in self._taken:
+            if number == signal.SIGINT or not self._taken:
                 counted.append(number)
             self._taken.add(number)
         return counted

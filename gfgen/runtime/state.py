@@ -97,6 +97,7 @@ class State:
         )
         self._is_limited = resident is not None
         self._parked: dict[str, JobRecord] = {}
+        self._parked_since_s: dict[str, float] = {}
         """Jobs that wait for their models, the longest first."""
         self._urgent: set[str] = set()
         """Those of them that have a deadline or a raised priority."""
@@ -147,12 +148,19 @@ class State:
 
     @property
     def stopped_at(self) -> dict[str, tuple[int, int]]:
-        """(next task, dispatch that made its input) of jobs that have begun and not ended."""
+        """(next task, dispatch that made its input) of jobs that have begun and not ended.
+
+        Of those of which nothing is under way on a rank that lives.
+        """
         return {
-            job_id: (record.next_index, record.last_completed)
+            job_id: (record.first_open_index, record.last_completed)
             for job_id, record in self._jobs.items()
-            if record.last_completed is not None and not record.flights and not record.is_writing
+            if record.last_completed is not None and not record.is_writing and self._has_stopped(record)
         }
+
+    def _has_stopped(self, record: JobRecord) -> bool:
+        flown = {rank for flight in record.flights for rank in flight.dispatch.layout.ranks}
+        return all(self._ranks[rank].is_retired for rank in flown)
 
     @property
     def last_number(self) -> int:
@@ -204,6 +212,12 @@ class State:
         """Models that jobs wait for, the most urgent first."""
         by_urgency = sorted(self._parked.values(), key=_urgency)
         return list(dict.fromkeys([record.model for record in by_urgency]))
+
+    @property
+    def longest_parked(self) -> tuple[str, float]:
+        """The model of the job that has waited longest for it, and since when."""
+        job_id, since_s = next(iter(self._parked_since_s.items()))
+        return self._parked[job_id].model, since_s
 
     def resident_models_at_work(self) -> set[str]:
         """Resident models with jobs that have arrived and not ended."""
@@ -495,6 +509,9 @@ class State:
         """The decode runs again, from latents in the slab."""
         self._num_writing -= 1
         record.is_writing = False
+        timeout_s = record.job.spec.timeout_s
+        if timeout_s is not None and event.time_s >= record.arrival_s + timeout_s:
+            record.doom = record.doom or _timed_out_after(timeout_s)
         record.next_index, record.holder = record.num_tasks - 1, None
         record.producer = record.last_completed = record.made_latents
         self._blame(record, record.next_task, event.reason, lost=event.lost)
@@ -546,7 +563,7 @@ class State:
             return ()
         if abs(record.arrival_s + record.job.spec.timeout_s - at_s) > _SAME_TIME_S:
             return ()
-        record.doom = record.doom or f"timed out {record.job.spec.timeout_s:g} s after its arrival"
+        record.doom = record.doom or _timed_out_after(record.job.spec.timeout_s)
         return self._settle(record)
 
     def _cancelled(self, record: JobRecord | None) -> Iterable[JobOutcome]:
@@ -598,12 +615,14 @@ class State:
             self._unpark(record.job_id)
             return is_visible
         self._parked.setdefault(record.job_id, record)
+        self._parked_since_s.setdefault(record.job_id, self._clock.turn_s)
         if record.deadline_s is not None or record.job.spec.priority > 0:
             self._urgent.add(record.job_id)
         return False
 
     def _unpark(self, job_id: str) -> None:
         self._parked.pop(job_id, None)
+        self._parked_since_s.pop(job_id, None)
         self._urgent.discard(job_id)
 
     def _open_in_time(self, now_s: float) -> dict[str, JobView]:
@@ -739,6 +758,10 @@ class State:
             record.producer = record.last_completed = record.made_latents = point.producer
             record.warnings.append(f"resumed at {job.trajectory.task(point.next_index)}")
         return record
+
+
+def _timed_out_after(timeout_s: float) -> str:
+    return f"timed out {timeout_s:g} s after its arrival"
 
 
 def _urgency(record: JobRecord) -> tuple[float, float]:

@@ -3,7 +3,7 @@ import threading
 from builders import make_job, simulate, simulated_control
 
 from gfgen.policies.auto import choose_auto
-from gfgen.policies.catalog import load_policy
+from gfgen.policies.catalog import NamedPolicy, load_policy
 from gfgen.runtime import choosing
 from gfgen.runtime.choosing import ChooserBeside, ChooserInTurn
 from gfgen.runtime.events import JobArrived, PolicyChanged, RankLost, RankReady
@@ -90,6 +90,19 @@ def test_nothing_is_thought_about_while_every_rank_is_gone(caplog):
     control.reconsider()
     assert asked == [1]
     assert "choosing a policy failed" not in caplog.text
+
+
+def test_policies_are_chosen_again_when_another_one_is_asked_for_after_one_was_given_up():
+    asked = []
+    control, _ = simulated_control(
+        JOBS, policy="auto", num_ranks=4, chooser=ChooserInTurn(lambda *_: asked.append(control.policy.name))
+    )
+    control.policy = NamedPolicy("broken", lambda snapshot: None)
+    control.clock.at(PolicyChanged(JOBS[len(JOBS) // 2].spec.arrival_s, "auto", "asked for over HTTP"))
+    control.run()
+    assert control.given_up is not None
+    assert asked
+    assert asked[-1] == "auto"
 
 
 def test_what_is_no_choice_or_no_policy_leaves_the_policy_as_it_is(caplog):

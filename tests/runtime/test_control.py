@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import pytest
 from builders import STEP_S, make_job, simulate, simulated_control
 
-from gfgen.errors import InterruptedRunError, PolicyFault, StalledError
+from gfgen.errors import InterruptedRunError, PolicyFault, StalledError, WorkerError
 from gfgen.graph import Stage
 from gfgen.layout import Layout
-from gfgen.policies.catalog import NamedPolicy
+from gfgen.policies.catalog import NamedPolicy, load_policy
 from gfgen.runtime.backlog import MIN_FILES, Backlog
 from gfgen.runtime.events import (
     ClosingTime,
@@ -16,9 +16,11 @@ from gfgen.runtime.events import (
     JobCancelled,
     OutputWritten,
     PolicyChanged,
+    RankLost,
     StopRequested,
     TaskDone,
     TaskFailed,
+    Wakeup,
 )
 from gfgen.runtime.observer import Observer
 from gfgen.runtime.simulate import SimulatedBackend
@@ -80,6 +82,62 @@ def test_a_policy_that_starts_nothing_is_named_with_the_jobs_that_wait():
     control.policy = NamedPolicy("lazy", lambda snapshot: [])
     with pytest.raises(StalledError, match=r"policy lazy .* 2 jobs wait: a, b"):
         control.run()
+
+
+class Shelf(SimulatedBackend):
+    """Notes what is kept of jobs."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.kept = {}
+
+    def save(self, job_id, *, next_index, producer):
+        self.kept[job_id] = next_index
+
+
+def test_jobs_that_were_begun_are_kept_when_the_policy_lets_them_lie():
+    control, _ = simulated_control([make_job("a"), make_job("b")], num_ranks=1, backend=Shelf)
+    fcfs = load_policy("fcfs")
+    control.policy = NamedPolicy(
+        "tired", lambda snapshot: fcfs.decide(snapshot) if control.clock.now_s < 3.5 * STEP_S else []
+    )
+    with pytest.raises(StalledError):
+        control.run()
+    assert control.backend.kept == {"a": 4}
+
+
+def test_jobs_that_ran_on_the_last_ranks_are_kept_from_their_last_task_that_ended():
+    control, _ = simulated_control([make_job("a")], num_ranks=2, guard_s=0.02, backend=Shelf)
+    for rank in (0, 1):
+        control.clock.at(RankLost(3.5 * STEP_S, rank, 1, "it broke", is_retired=True))
+    with pytest.raises(WorkerError, match="no rank is left"):
+        control.run()
+    assert control.backend.kept == {"a": 3}
+
+
+class Later:
+    """Brings one more job when it is asked for the third time, and then asks the run to stop in a while."""
+
+    def __init__(self, clock, job):
+        self.clock, self.turns = clock, iter([[], [], [job]])
+
+    def take(self):
+        jobs = next(self.turns, [])
+        self.clock.at(StopRequested(20.0, 2) if jobs else Wakeup(self.clock.now_s + 1.0))
+        return jobs
+
+
+def test_a_policy_may_wait_for_more_jobs_where_some_may_come(caplog, monkeypatch):
+    control, recorder = simulated_control([make_job("a")], intake=lambda clock: Later(clock, make_job("b")))
+    monkeypatch.setattr(control.clock, "brings_more", lambda **_: False)
+    fcfs = load_policy("fcfs")
+    control.policy = NamedPolicy(
+        "pairs",
+        lambda snapshot: fcfs.decide(snapshot) if len(snapshot.open) > 1 or recorder.end_order else [],
+    )
+    control.run()
+    assert sorted(recorder.end_order) == ["a", "b"]
+    assert caplog.text.count("policy pairs starts nothing although all ranks are free") == 1
 
 
 def test_jobs_that_would_time_out_one_day_are_no_reason_to_wait():

@@ -273,6 +273,36 @@ def test_a_folder_that_goes_away_is_told_once_and_looked_for(desk, caplog):
     assert desk.look() == ["fox"]
 
 
+def test_a_link_that_leads_nowhere_is_told_once_and_keeps_no_other_file_from_being_taken(desk, caplog):
+    desk.put("a.jsonl", FOX)
+    (desk.folder / "loop.jsonl").symlink_to("loop.jsonl")
+    (desk.folder / "gone.jsonl").symlink_to("there.jsonl")
+    assert desk.look() == ["fox"]
+    assert desk.look() == []
+    assert caplog.text.count("loop.jsonl cannot be read (Too many levels of symbolic links)") == 1
+    assert caplog.text.count("gone.jsonl cannot be read (No such file or directory)") == 1
+    desk.put("there.jsonl", OWL).rename(desk.folder.with_name("there.jsonl"))
+    (desk.folder / "gone.jsonl").unlink()
+    (desk.folder / "gone.jsonl").symlink_to("../there.jsonl")
+    assert desk.look() == ["owl"]
+
+
+def test_a_file_that_is_taken_away_while_it_is_looked_at_is_none(desk, caplog, monkeypatch):
+    desk.put("a.jsonl", {"id": "bad"})
+    desk.look()
+    caplog.clear()
+    desk.put("b.jsonl", OWL)
+    look_at = Inbox._stat_of
+
+    def too_late(inbox, entry):
+        (desk.folder / "b.jsonl").unlink(missing_ok=True)
+        return look_at(inbox, entry)
+
+    monkeypatch.setattr(Inbox, "_stat_of", too_late)
+    assert desk.look() == []
+    assert caplog.text == ""
+
+
 def test_a_file_that_cannot_be_read_now_is_tried_again_and_told_once(desk, caplog, monkeypatch):
     path, read = desk.put("a.jsonl", FOX), inbox_module._read
 

@@ -380,6 +380,18 @@ def test_jobs_with_a_deadline_or_a_raised_priority_get_it_after_ten_times_the_ch
     assert first.time_s == pytest.approx(10 * LOAD_S["qwen"], abs=20)
 
 
+def test_a_job_without_a_deadline_gets_its_turn_among_those_with_one_that_never_end():
+    others = [
+        job_of(("wan", "qwen")[n % 2], f"job-{n}", arrival_s=10.0 * n, deadline_s=5000.0) for n in range(1500)
+    ]
+    control, recorder = controlled(
+        [*others, job_of("moe", "patient", arrival_s=200.0)], room=70 * GB, num_ranks=1
+    )
+    control.run()
+    (ended_s,) = [outcome.ended_s for outcome in recorder.outcomes if outcome.info.job_id == "patient"]
+    assert ended_s == pytest.approx(200.0 + 100 * LOAD_S["moe"], rel=0.05)
+
+
 def test_there_are_no_more_changes_than_jobs():
     """Each arrives when the ranks hold the other model, and have nothing to do."""
     jobs = [job_of(("wan", "qwen")[n % 2], f"job-{n}", arrival_s=200.0 * n) for n in range(10)]
@@ -412,6 +424,7 @@ def test_models_are_not_changed_for_what_could_not_begin_before_closing_time():
     summary = control.run()
     assert (summary.num_done, summary.num_unfinished) == (1, 1)
     assert changes(recorder) == []
+    assert control.clock.now_s < 1.0, "nothing can be done until it closes"
 
 
 def test_a_policy_that_decides_for_a_parked_job_is_told_so():

@@ -125,6 +125,29 @@ def test_a_file_that_has_served_is_removed_with_its_folder(folder):
     assert os.listdir(folder) == []
 
 
+def test_a_file_that_cannot_be_removed_is_told_and_left(folder, caplog, monkeypatch):
+    def refuse(path, missing_ok=False):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(resume.Path, "unlink", refuse)
+    resume.forget(folder, "a")
+    assert "a.state is of no use any more and cannot be removed: Permission denied" in caplog.text
+
+
+def test_where_no_folder_can_be_there_is_nothing_to_remove(tmp_path, caplog):
+    (tmp_path / resume.FOLDER).write_text("")
+    resume.forget(tmp_path, "a")
+    resume.forget_others(tmp_path, [])
+    assert caplog.text == ""
+
+
+def test_what_a_run_that_was_killed_had_not_kept_whole_is_removed(folder):
+    path = resume.resume_path(folder, "a")
+    path.rename(path.with_suffix(".partial"))
+    resume.forget_others(folder, ["a"])
+    assert os.listdir(folder / resume.FOLDER) == []
+
+
 def test_dispatch_numbers_go_on_above_all_that_the_slab_may_name(folder):
     points = find(folder)
     state = State(

@@ -191,6 +191,15 @@ def test_lost_frames_are_decoded_again_from_the_same_latents(lost):
             assert (outcome.status, outcome.error) == ("failed", "decode: no room")
 
 
+def test_a_job_whose_time_was_up_when_its_frames_were_lost_is_not_decoded_again():
+    cluster = Cluster(make_job("a", steps=1, timeout_s=5.0))
+    for index in range(4):
+        cluster.done(cluster.begin("a", index, 0))
+    assert not list(cluster.state.apply(events.JobTimedOut(5.0, "a"))), "its file is being written"
+    (outcome,) = cluster.state.apply(events.FramesLost(9.0, "a", "no room", lost=True))
+    assert outcome.error == "timed out 5 s after its arrival"
+
+
 def test_state_goes_to_another_island_by_way_of_main_memory():
     cluster = Cluster(make_job("a"), num_ranks=4)
     cluster.state._islands = ((0, 1), (2, 3))
