@@ -79,7 +79,7 @@ def asked_video(request: schemas.VideoRequest, *, models: Sequence[schemas.Model
 def asked_images(request: schemas.ImageRequest, *, models: Sequence[schemas.Model]) -> list[Asked]:
     """As many pictures as were asked for; each after the first has the next seed."""
     model = chosen_model(request.model, models, kind="image")
-    left_out = ("n", "model", "response_format", "output_format", "user")
+    left_out = ("n", "model", "response_format", "output_format")
     values = _job_words(request, _IMAGE_WORDS, leave_out=left_out)
     if values.get("size") == "auto":
         del values["size"]

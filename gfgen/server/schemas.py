@@ -39,6 +39,8 @@ Deadline = Annotated[
         examples=["10m"],
     ),
 ]
+Unused = Annotated[str | None, Field(description="Accepted and not used.", exclude=True)]
+"""Of a request: what clients written for OpenAI's API may say. `model_dump` leaves it out."""
 
 
 class Answer(BaseModel):
@@ -209,11 +211,11 @@ class ImageRequest(Request):
     deadline: Deadline | None = None
     priority: Priority | None = None
     tag: str | None = Field(None, min_length=1, max_length=64)
-    quality: str | None = Field(None, description="Accepted and not used, as the next ones.")
-    style: str | None = None
-    background: str | None = None
-    moderation: str | None = None
-    user: str | None = None
+    quality: Unused = None
+    style: Unused = None
+    background: Unused = None
+    moderation: Unused = None
+    user: Unused = None
 
 
 class Image(Answer):

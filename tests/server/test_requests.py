@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import re
 import time
 from datetime import UTC, datetime, timedelta
 
@@ -403,6 +404,14 @@ def test_pictures_come_as_addresses(server):
     (image,) = server.post("/v1/images/generations", **values).json()["data"]
     assert image["url"].startswith(f"{server.url}/v1/jobs/image_")
     assert server.http.get(image["url"]).headers["content-type"] == "image/png"
+
+
+def test_fields_of_openais_api_that_mean_nothing_here_are_accepted(server):
+    told = re.search(r"no meaning here \(([^)]*)\)", (ROOT / "docs/serving.md").read_text())
+    unused = dict.fromkeys(re.findall(r"`(\w+)`", told[1]), "standard")
+    assert "quality" in unused
+    answer = server.post("/v1/images/generations", prompt="a fox", num_inference_steps=1, **unused)
+    assert answer.status_code == 200, answer.text
 
 
 def test_a_video_model_makes_pictures_of_one_frame(server):
