@@ -186,9 +186,10 @@ class Store:
         self._queue: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
         self._told: str | None = None
         """Why nothing can be written, if so."""
-        self.life = _begin_life(self._writer, path, began_at)
-        """Rises with every process that opens the store: ids of events begin with it."""
-        self.made_at = float(self._reader.execute("SELECT MIN(began_at) FROM lives").fetchone()[0])
+        self.life = self._begin_life(began_at)
+        """Of this process alone, of all that open the store: ids of events begin with it."""
+        (first_at,) = self._reader.execute("SELECT MIN(began_at) FROM lives").fetchone()
+        self.made_at = began_at if first_at is None else float(first_at)
         """Unix time at which this store was begun: of what is older it cannot know anything."""
         self._thread = threading.Thread(target=self._write, name="store", daemon=True)
         self._thread.start()
@@ -362,6 +363,18 @@ class Store:
 
     # The writing thread -----------------------------------------------------------------------------
 
+    def _begin_life(self, began_at: float) -> int:
+        """A number that no other life has: the next one, or the time where a full disk does not take that."""
+        try:
+            sql = "INSERT INTO lives (began_at) VALUES (?)"
+            return self._writer.execute(sql, (began_at,)).lastrowid or 0
+        except sqlite3.OperationalError as error:  # what is open goes on, and can be read
+            self._tell_of(error)
+            return int(began_at * 1000)
+        except sqlite3.Error as error:
+            what = f"cannot write {self._path}: {error}"
+            raise OutputError(f"{what}; move it away, or name another --output") from None
+
     async def _do(self, work: Callable[[sqlite3.Connection], T]) -> T:
         asked: Future[T] = Future()
         self._queue.put(_Work(work, asked))
@@ -440,13 +453,6 @@ def _connect(path: Path) -> sqlite3.Connection:
         return db
     except sqlite3.Error as error:
         raise OutputError(f"cannot open {path}: {error}; move it away, or name another --output") from None
-
-
-def _begin_life(db: sqlite3.Connection, path: Path, began_at: float) -> int:
-    try:
-        return db.execute("INSERT INTO lives (began_at) VALUES (?)", (began_at,)).lastrowid or 0
-    except sqlite3.Error as error:
-        raise OutputError(f"cannot write {path}: {error}; make room, then try again") from None
 
 
 def _take_key(db: sqlite3.Connection, key: RequestKey, ids: Sequence[str], now: float) -> None:

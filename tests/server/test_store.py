@@ -231,13 +231,36 @@ def test_a_full_disk_is_told_of_once_until_something_is_written(store, caplog):
     assert store._told is None
 
 
+def test_a_store_is_opened_on_a_full_disk_and_takes_jobs_when_there_is_room(store, tmp_path, caplog):
+    accept(store, "a")
+
+    def connect_to_full(path):
+        db = connect(path)
+        db.execute("PRAGMA query_only = 1")
+        return db
+
+    connect = store_module._connect
+    with pytest.MonkeyPatch.context() as full:
+        full.setattr(store_module, "_connect", connect_to_full)
+        again, third = (Store(tmp_path / "jobs.sqlite3", began_at=at) for at in (2.0, 3.0))
+    assert len({store.life, again.life, third.life}) == 3
+    assert again.made_at == store.made_at
+    assert [facts.id for facts, _ in again.open_jobs()] == ["a"]
+    with pytest.raises(OutputError, match="make room"):
+        accept(again, "b")
+    assert len(caplog.records) == 2, "once for each"
+    again._writer.execute("PRAGMA query_only = 0")
+    accept(again, "b")
+    assert [facts.id for facts, _ in store.open_jobs()] == ["a", "b"]
+    again.close()
+    third.close()
+
+
 def test_a_store_that_cannot_be_begun_says_what_to_do(tmp_path):
     Store(tmp_path / "jobs.sqlite3", began_at=1.0).close()
     with contextlib.closing(sqlite3.connect(tmp_path / "jobs.sqlite3")) as db, db:
-        db.execute(
-            "CREATE TRIGGER full BEFORE INSERT ON lives BEGIN SELECT RAISE(ABORT, 'disk is full'); END"
-        )
-    with pytest.raises(OutputError, match="disk is full; make room, then try again"):
+        db.execute("CREATE TRIGGER broken BEFORE INSERT ON lives BEGIN SELECT RAISE(ABORT, 'broken'); END")
+    with pytest.raises(OutputError, match="broken; move it away, or name another --output"):
         Store(tmp_path / "jobs.sqlite3", began_at=2.0)
 
 
