@@ -93,8 +93,9 @@ class Door(Observer):
         self._views: dict[str, JobView] = {}
         """As the front knows them."""
         self._policy: events.PolicyChanged | None = None
-        self._loads: list[Event] = []
-        """The last change of models, and the ranks that have loaded, or become ready with them, since."""
+        self._loads: list[events.ModelsChanged | events.RankLoaded | events.RankReady] = []
+        """The last change of models, and the ranks that have loaded, or become ready with them, since and
+        were not lost after that."""
 
     def timed(self, backend: Backend) -> Stopwatch:
         """Note how long the turns are of the loop that asks this backend."""
@@ -251,6 +252,11 @@ class Door(Observer):
                     self._loads.append(event)
             case events.RankLost():
                 self._ranks[event.rank] = [event]
+                self._loads = [
+                    told
+                    for told in self._loads
+                    if isinstance(told, events.ModelsChanged) or told.rank != event.rank
+                ]
             case events.PolicyChanged():
                 self._policy = event
             case events.ModelsChanged():

@@ -255,6 +255,24 @@ def test_a_new_front_knows_that_a_rank_which_died_over_its_models_is_ready_with_
     assert [rank.status for rank in live.ranks] == ["idle", "idle"]
 
 
+def test_a_new_front_knows_that_a_rank_with_the_models_of_now_was_lost(door):
+    for event in (
+        ModelsChanged(1.0, ("wan",), 5.0, "x"),
+        RankLoaded(2.0, 0, 1.0),
+        RankLoaded(2.0, 1, 1.0),
+        RankLost(3.0, 1, 1, "killed", is_retired=True),
+    ):
+        door.applied(event)
+    live = Live(now=lambda: 7.0, max_open=10)
+    front = Front(door)
+    door.take_events(0.0)
+    door.close()
+    front.leave()
+    for note in front.notes:
+        live.apply(note)
+    assert [rank.status for rank in live.ranks] == ["idle", "retired"]
+
+
 def test_an_outcome_is_told_until_it_is_noted(door):
     control, recorder = simulated_control([make_job("a")])
     control.run()
