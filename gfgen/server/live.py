@@ -156,7 +156,9 @@ class Live:
             record.event("stopping", self.now())
 
     def policy_asked(self, policy: str) -> None:
-        self.asked_policy = policy
+        """Another one is to decide; the run tells when it does, and to whom it hands over."""
+        self.asked_policy = self.deciding = policy
+        self.policy_reason = None
         self._touch("policy")
 
     def at(self, time_s: float) -> float:

@@ -225,6 +225,16 @@ def test_a_front_that_comes_later_learns_where_a_job_stands(live):
     assert job.predicted_completion_at == pytest.approx(START + 3.0)
 
 
+def test_a_policy_that_was_just_asked_for_is_the_one_that_decides(live):
+    serve(live)
+    live.apply(events.PolicyChanged(1.0, "edf", "deadlines are near"))
+    live.policy_asked("fcfs")
+    state = live.policy()
+    assert (state.policy, state.deciding, state.reason) == ("fcfs", "fcfs", None)
+    live.apply(events.PolicyChanged(2.0, "fcfs", "asked for over HTTP"))
+    assert live.policy().reason == "asked for over HTTP"
+
+
 def test_stopping_is_told_to_whoever_follows_a_job(live):
     (record,) = serve(live, Part(job_info("a")))
     live.apply(events.StopRequested(1.0, 15))
