@@ -144,6 +144,7 @@ def write(end: socket.socket) -> None:
 
 
 def _write_all(channel: Channel) -> None:
+    channel.send(messages.WriterReady())
     while (received := channel.receive()) is not None:
         request, fds = received
         if request.path.endswith(".mp4"):

@@ -89,6 +89,7 @@ def main(end: socket.socket, settings: WorkerSettings) -> None:
 def write(end: socket.socket) -> None:
     """Entry of a writer's process: the real writer, but for its faults."""
     channel = Channel(end)
+    channel.send(messages.WriterReady())
     while (received := channel.receive()) is not None:
         request, fds = received
         faults = Faults(FaultFolder(Path(request.path).parent.parent / "faults"), rank=None)

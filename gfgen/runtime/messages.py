@@ -293,6 +293,11 @@ class EdgesRestarted:
 
 
 @dataclass(frozen=True, slots=True)
+class WriterReady:
+    """This process has started: should it end, then by what it was asked to write."""
+
+
+@dataclass(frozen=True, slots=True)
 class WriteRequest:
     """Write a job's frames; they come along as a memfd, uint8 [F, H, W, 3]."""
 

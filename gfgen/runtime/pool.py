@@ -67,6 +67,8 @@ TELL_S = 10.0
 """While ranks start, a line says so often what they are doing."""
 _EXIT_S = 5.0
 """How long a process may take to end after its channel is closed, before it is killed."""
+WRITER_PAUSE_S, MAX_WRITER_PAUSE_S = 0.1, 10.0
+"""Before there is another writer in place of one that could not start; doubles each time."""
 KILLED_S = 10.0
 """How long one that is killed may take. Freeing a GPU takes it a second or two; one that hangs in a driver,
 or on a disk that is gone, does not end before that does."""
@@ -261,6 +263,10 @@ class WorkerPool:
         """Whether ranks pad texts: settled when they meet, and for all that come later."""
         self.workers: list[Child] = []
         self.writers: list[Child] = []
+        self._writer_pauses: dict[int, float] = {}
+        """By writer: how long was waited with its successor, which has not started well since, in seconds."""
+        self._writers_due: dict[int, float] = {}
+        """By writer that is gone: when its successor is started, by the machine's monotonic clock."""
         if num_writers is None:
             cores = len(os.sched_getaffinity(0))
             num_writers = default_writers(num_ranks=num_ranks, num_cores=cores) if are_on_gpus else 1
@@ -278,12 +284,17 @@ class WorkerPool:
     @property
     def children(self) -> list[Child]:
         """All processes that are meant to live."""
-        return [*self.living, *self.writers]
+        return [*self.living, *self.living_writers]
 
     @property
     def living(self) -> list[Child]:
         """The workers of all ranks that are not retired."""
         return [worker for rank, worker in enumerate(self.workers) if rank not in self.retired]
+
+    @property
+    def living_writers(self) -> list[Child]:
+        """The writers but for those whose successors are yet to be started."""
+        return [writer for idx, writer in enumerate(self.writers) if idx not in self._writers_due]
 
     @property
     def checkpoints(self) -> tuple[str, ...]:
@@ -613,11 +624,27 @@ class WorkerPool:
                 worker.unknown_to.add(other)
                 peer.tell(message, (arena,))
 
-    def replace_writer(self, writer: Child) -> Child:
-        """A new process in place of a writer whose old one is reaped."""
+    def replace_writer(self, writer: Child) -> float:
+        """Let a new process take the place of a writer whose old one is reaped; returns in how many seconds.
+
+        That is at once, unless the old one could not start: whatever the reason, it may be there for long.
+        """
         idx = self.writers.index(writer)
-        self.writers[idx] = self._start_writer(idx)
-        return self.writers[idx]
+        last_s, pause_s = self._writer_pauses.pop(idx, 0.0), 0.0
+        if not writer.is_ready:
+            pause_s = min(MAX_WRITER_PAUSE_S, max(WRITER_PAUSE_S, 2 * last_s))
+            self._writer_pauses[idx] = pause_s
+        self._writers_due[idx] = time.monotonic() + pause_s
+        self.start_writers()
+        return pause_s
+
+    def start_writers(self) -> bool:
+        """Start the writers that are due; tells whether there were any."""
+        due = [idx for idx, due_s in self._writers_due.items() if time.monotonic() >= due_s]
+        for idx in due:
+            self.writers[idx] = self._start_writer(idx)
+            del self._writers_due[idx]
+        return bool(due)
 
     def close(self, *, at_once: bool = False) -> None:
         """End all processes: they leave when their channel closes, and are killed if not."""

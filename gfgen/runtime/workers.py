@@ -61,6 +61,7 @@ from gfgen.runtime.messages import (
     WorkerReady,
     WriteDone,
     WriteFailed,
+    WriterReady,
 )
 from gfgen.runtime.pool import Child, WorkerPool
 from gfgen.runtime.recovery import Cause, Recovery, given_up
@@ -180,6 +181,7 @@ class ProcessBackend:
                 events.extend(StopRequested(self._clock.now_s, n) for n in key.data.take())
         self._look_for_hung_processes()
         events.extend(self._leave_stuck_processes())
+        self._start_writers()
         events.extend(self._take_in())
         events += self._clock.due()
         self._is_stopping = self._is_stopping or any(map(_ends_run, events))
@@ -334,7 +336,7 @@ class ProcessBackend:
             yield from self._lost(child)
             return
         now_s = self._clock.now_s
-        if child.is_ready:
+        if child.is_ready and child.rank is not None:
             self._watchdog.heard(child, now_s)
         match received[0]:
             case TaskReport() as report:
@@ -365,6 +367,8 @@ class ProcessBackend:
             case WriteFailed() as failed:
                 self._writes.ended(failed.job_id)
                 yield OutputFailed(now_s, failed.job_id, failed.reason)
+            case WriterReady():
+                child.is_ready = True
             case WorkerReady() as ready:
                 self._pool.take_ready(child, ready, received[1])
                 if child.asked_to_load_s is None:  # else it holds those of before, and has yet to change
@@ -481,10 +485,7 @@ class ProcessBackend:
             reason = f"{verdict}; {ending}"
         now_s = self._clock.now_s
         if child.rank is None:
-            logger.warning("%s is gone (%s); a new one is started", child.name, reason)
-            for job_id in self._writes.writer_lost(child):
-                yield OutputFailed(now_s, job_id, f"its writer died twice: {reason}")
-            self._register_new_children()
+            yield from self._writer_lost(child, reason, now_s)
             return
         unloadable, is_to_blame = self._note_failed_load(child)
         yield self._replace(child, reason, now_s=now_s, is_to_blame=is_to_blame)
@@ -499,6 +500,24 @@ class ProcessBackend:
         self._held_back = [worker for worker in self._held_back if worker is not child]
         self._give_up(self._died_with(child.rank, reason))
         yield from self._advance_recovery()
+
+    def _writer_lost(self, writer: Child, reason: str, now_s: float) -> Iterator[Event]:
+        """Start another one, and let it write what this one has not."""
+        pause_s = self._pool.replace_writer(writer)
+        when = f" in {pause_s:g} s" if pause_s else ""
+        logger.warning("%s is gone (%s); a new one is started%s", writer.name, reason, when)
+        for job_id in self._writes.writer_lost(writer):
+            yield OutputFailed(now_s, job_id, f"its writer died twice: {reason}")
+        if self._is_stopping and not writer.is_ready:  # the run would never end
+            for job_id in self._writes.take_back():
+                yield FramesLost(now_s, job_id, f"{writer.name} cannot start: {reason}", lost=True)
+        self._register_new_children()
+
+    def _start_writers(self) -> None:
+        """Start those that were to wait because others could not start, once it is time."""
+        if self._pool.start_writers():
+            self._register_new_children()
+            self._writes.give_out()
 
     def _replace(self, dead: Child, reason: str, *, now_s: float, is_to_blame: bool) -> RankLost:
         """Start a successor; not while the run stops, which would end before that has loaded its models."""

@@ -20,7 +20,7 @@ import numpy as np
 
 from gfgen.errors import OutputError
 from gfgen.runtime.channel import Channel
-from gfgen.runtime.messages import WriteDone, WriteFailed, WriteRequest
+from gfgen.runtime.messages import WriteDone, WriteFailed, WriteRequest, WriterReady
 from gfgen.runtime.outputs import Frames, write_output
 from gfgen.runtime.signals import leave_to_the_run
 
@@ -43,6 +43,7 @@ def serve(channel: Channel) -> None:
     No job can end this loop: whatever goes wrong with one is its `WriteFailed`.
     """
     with suppress(ConnectionError):  # the control plane is gone, and so are we
+        channel.send(WriterReady())
         while (received := channel.receive()) is not None:
             request, fds = received
             assert isinstance(request, WriteRequest), request

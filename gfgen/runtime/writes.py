@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,14 +63,14 @@ class Writes:
             metadata=describe(job.spec),
         )
         self._writes[job.job_id] = _Write(request, self._frames.pop(job.job_id))
-        self._give_out()
+        self.give_out()
 
     def ended(self, job_id: str) -> None:
         """The writer has answered, well or not."""
         write = self._writes.pop(job_id, None)
         if write is not None:
             os.close(write.frames)
-            self._give_out()
+            self.give_out()
 
     def overdue(self, *, patience_s: float) -> Iterator[Child]:
         """Writers that have been at one file for so long beyond what the slowest would take."""
@@ -85,17 +85,28 @@ class Writes:
             write.begun_s += paused_s
 
     def writer_lost(self, lost: Child) -> Iterator[str]:
-        """Give what a dead writer had to its successor; yields the jobs that are given up."""
+        """Give what a dead writer had to another one; yields the jobs that are given up.
+
+        What was given to one that could not start counts as no try: no file is to blame for that.
+        """
         from gfgen.runtime.outputs import remove_unfinished  # imports numpy, which --help can do without
 
-        self._pool.replace_writer(lost)
         for write in [write for write in self._writes.values() if write.writer is lost]:
             write.writer = None
+            if not lost.is_ready:
+                write.num_tries -= 1
             if lost.process.pid is not None:
                 remove_unfinished(Path(write.request.path), pid=lost.process.pid)
             if write.num_tries >= MAX_WRITES:
                 yield write.request.job_id
-        self._give_out()
+        self.give_out()
+
+    def take_back(self) -> Sequence[str]:
+        """The jobs whose files wait for a writer: nothing of them is kept."""
+        waiting = [write.request.job_id for write in self._waiting()]
+        for job_id in waiting:
+            os.close(self._writes.pop(job_id).frames)
+        return waiting
 
     def release(self, job_id: str) -> None:
         """The job has ended: nothing of it is kept."""
@@ -106,14 +117,16 @@ class Writes:
         for job_id in {*self._frames, *self._writes}:
             self.release(job_id)
 
-    def _give_out(self) -> None:
+    def give_out(self) -> None:
         """Give every idle writer a file that waits."""
         busy = [write.writer for write in self._writes.values()]
-        idle = [writer for writer in self._pool.writers if writer not in busy]
-        waiting = [w for w in self._writes.values() if w.writer is None and w.num_tries < MAX_WRITES]
-        for writer, write in zip(idle, waiting, strict=False):
+        idle = [writer for writer in self._pool.living_writers if writer not in busy]
+        for writer, write in zip(idle, self._waiting(), strict=False):
             write.writer, write.begun_s, write.num_tries = writer, time.monotonic(), write.num_tries + 1
             writer.tell(write.request, (write.frames,))
+
+    def _waiting(self) -> list[_Write]:
+        return [w for w in self._writes.values() if w.writer is None and w.num_tries < MAX_WRITES]
 
     def _close_frames(self, job_id: str) -> None:
         if job_id in self._frames:

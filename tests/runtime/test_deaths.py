@@ -2,12 +2,14 @@
 
 import contextlib
 import os
+import re
 import signal
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+from builders import make_job
 from test_elastic import following
 from test_workers import PICTURE, pixels, run
 
@@ -15,7 +17,7 @@ from gfgen.job import JobSpec
 from gfgen.layout import Layout
 from gfgen.policies.catalog import NamedPolicy
 from gfgen.runtime.clock import Clock
-from gfgen.runtime.events import RankLost, RankReady, StopRequested, TaskFailed
+from gfgen.runtime.events import FramesLost, RankLost, RankReady, StopRequested, TaskFailed
 from gfgen.runtime.watchdog import Patience
 from gfgen.runtime.workers import ProcessBackend
 from gfgen.snapshot import Decision
@@ -133,6 +135,43 @@ def test_a_writer_that_dies_is_replaced_and_the_file_is_there(mortal_pool, tmp_p
     recorder = run(mortal_pool, tmp_path, job("written"))
     assert statuses(recorder) == {"written": "done"}
     assert os.listdir(tmp_path) == ["written.png"]
+
+
+@pytest.fixture
+def without_writer(mortal_pool, monkeypatch):
+    """The pool, whose writer is gone; none can start in its place until `monkeypatch` undoes it."""
+    monkeypatch.setattr(mortal_pool, "_writer_main", "faulty_worker:missing")
+    for writer in mortal_pool.writers:
+        writer.kill()
+    return mortal_pool
+
+
+def test_a_writer_that_cannot_start_is_tried_again_after_a_pause_and_fails_no_job(
+    without_writer, tmp_path, monkeypatch, caplog
+):
+    with contextlib.closing(
+        ProcessBackend(without_writer, [], clock=Clock(), output_dir=tmp_path)
+    ) as backend:
+        deadline = time.monotonic() + 60
+        while caplog.text.count("a new one is started in") < 3 and time.monotonic() < deadline:
+            backend.wait(None)
+    assert re.findall(r"a new one is started in (.*) s\n", caplog.text) == ["0.1", "0.2", "0.4"]
+    monkeypatch.undo()
+    recorder = run(without_writer, tmp_path, job("late"))
+    assert statuses(recorder) == {"late": "done"}
+
+
+def test_a_run_that_stops_does_not_wait_for_a_writer_that_cannot_start(without_writer, tmp_path):
+    with contextlib.closing(
+        ProcessBackend(without_writer, [], clock=Clock(), output_dir=tmp_path)
+    ) as backend:
+        backend._writes.new_frames(make_job("decoded"))
+        backend._writes.begin(make_job("decoded"))
+        os.kill(os.getpid(), signal.SIGINT)
+        wait_for(backend, StopRequested)
+        lost = wait_for(backend, FramesLost)
+    assert lost.job_id == "decoded"
+    assert "writer 0 cannot start: exit code 1" in lost.reason
 
 
 def test_killing_random_workers_at_random_moments_loses_nothing(mortal_pool, tmp_path):

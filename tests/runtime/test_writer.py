@@ -15,7 +15,7 @@ import pytest
 
 from gfgen.runtime import writer
 from gfgen.runtime.channel import MAX_MESSAGE_BYTES, Channel
-from gfgen.runtime.messages import WriteDone, WriteFailed, WriteRequest
+from gfgen.runtime.messages import WriteDone, WriteFailed, WriteRequest, WriterReady
 from gfgen.runtime.outputs import Frames, read_metadata
 
 
@@ -26,7 +26,9 @@ def channel() -> Iterator[Channel]:
     ours.settimeout(30)
     thread = threading.Thread(target=writer.serve, args=(Channel(theirs),))
     thread.start()
-    yield Channel(ours)
+    channel = Channel(ours)
+    assert answer_of(channel) == WriterReady()
+    yield channel
     ours.close()
     thread.join(30)
     theirs.close()

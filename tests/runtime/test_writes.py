@@ -20,6 +20,7 @@ class Writer:
 
     def __init__(self, pid: int) -> None:
         self.process = SimpleNamespace(pid=pid)
+        self.is_ready = True
         self.asked: list[WriteRequest] = []
 
     def tell(self, message: WriteRequest, fds: tuple[int, ...]) -> None:
@@ -30,10 +31,14 @@ class Writers:
     """One at a time; each successor has another process."""
 
     def __init__(self) -> None:
-        self.writers = [Writer(1001)]
+        self.living_writers = [Writer(1001)]
 
-    def replace_writer(self, lost: Writer) -> None:
-        self.writers = [Writer(lost.process.pid + 1)]
+    def replace(self, *, is_ready: bool = True) -> Writer:
+        """The writer that is gone; another is in its place."""
+        (lost,) = self.living_writers
+        lost.is_ready = is_ready
+        self.living_writers = [Writer(lost.process.pid + 1)]
+        return lost
 
 
 @pytest.fixture
@@ -56,6 +61,28 @@ def test_what_a_dead_writer_left_of_its_file_is_removed(pool: Any, writes: Write
     left, of_another = temporary_name(path, pid=1001), temporary_name(path, pid=999)
     for each in (left, of_another):
         each.write_bytes(b"half")
-    assert list(writes.writer_lost(pool.writers[0])) == []
+    assert list(writes.writer_lost(pool.replace())) == []
     assert (left.exists(), of_another.exists()) == (False, True)
-    assert [request.job_id for request in pool.writers[0].asked] == ["fox"]
+    assert [request.job_id for request in pool.living_writers[0].asked] == ["fox"]
+
+
+def test_a_file_is_given_up_with_its_second_writer_but_for_those_that_could_not_start(
+    pool: Any, writes: Writes
+) -> None:
+    job = make_job("fox")
+    writes.new_frames(job)
+    writes.begin(job)
+    for _ in range(3):
+        assert list(writes.writer_lost(pool.replace(is_ready=False))) == []
+    assert list(writes.writer_lost(pool.replace())) == []
+    assert list(writes.writer_lost(pool.replace())) == ["fox"]
+    assert pool.living_writers[0].asked == []
+
+
+def test_what_waits_for_a_writer_can_be_taken_back(pool: Any, writes: Writes) -> None:
+    for name in ("fox", "owl"):
+        writes.new_frames(make_job(name))
+        writes.begin(make_job(name))
+    assert list(writes.take_back()) == ["owl"]
+    writes.ended("fox")
+    assert [request.job_id for request in pool.living_writers[0].asked] == ["fox"]
