@@ -15,6 +15,7 @@ from pathlib import Path
 from gfgen.errors import InputError, RunError
 from gfgen.server.bounds import BACKLOG
 from gfgen.server.door import Door
+from gfgen.server.front_main import LACKS_PACKAGE
 from gfgen.server.link import Link, Settings
 
 logger = logging.getLogger(__name__)
@@ -89,10 +90,15 @@ class Supervisor:
         deaths: list[float] = []
         while not self._is_over.is_set():
             try:
-                told = f"is gone ({_ending(self._serve())}); another one is started"
+                code = self._serve()
+                told = f"is gone ({_ending(code)}); another one is started"
             except OSError as error:  # no memory, no descriptor: it may be there a moment later
+                code = None
                 told = f"cannot be started ({error.strerror}); it is tried again"
             if self._is_over.is_set():
+                return
+            if code == LACKS_PACKAGE:
+                self._door.failed(RunError("the HTTP process cannot start; see its message above"))
                 return
             now_s = time.monotonic()
             deaths = [at for at in deaths if at > now_s - DEATHS_WINDOW_S] + [now_s]

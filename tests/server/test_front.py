@@ -307,6 +307,21 @@ def test_a_front_that_cannot_be_started_counts_as_one_that_dies(monkeypatch, tmp
     assert [record.getMessage() for record in caplog.records] == [told, told]
 
 
+def test_a_front_that_lacks_a_package_is_not_started_again(monkeypatch, tmp_path, capfd):
+    lacking = "raise ModuleNotFoundError(\"No module named 'h11'\", name='h11')"
+    (tmp_path / "uvicorn.py").write_text(lacking)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    failures = []
+    door = SimpleNamespace(failed=failures.append, joined=lambda _: None, left=lambda _: None)
+    settings = Settings(tmp_path, api_key=None, is_loopback=True, bounds=Bounds(), version="1")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        supervisor.Supervisor(listener, settings, door)._run()
+    (failure,) = failures
+    assert str(failure) == "the HTTP process cannot start; see its message above"
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("gfgen: the HTTP process cannot start: No module named 'h11'; pip install")
+
+
 PICTURE = (Path(__file__).parents[2] / "jobs/star.png").read_bytes()
 
 
