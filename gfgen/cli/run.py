@@ -32,7 +32,7 @@ from gfgen.runtime.closing import closing_at
 from gfgen.runtime.comparison import numbers
 from gfgen.runtime.devices import DEVICES, Devices, choose_devices, parse_memory
 from gfgen.runtime.inbox import Inbox
-from gfgen.runtime.journal import Journal, first_arrivals, journal_header
+from gfgen.runtime.journal import JOURNAL_NAME, Journal, first_arrivals, journal_header
 from gfgen.runtime.lock import hold_folder
 from gfgen.runtime.manifest import MANIFEST_NAME, ManifestWriter, finished_jobs
 from gfgen.runtime.metrics import Summary
@@ -46,8 +46,6 @@ from gfgen.runtime.trace import TraceWriter
 from gfgen.runtime.wording import counted
 
 logger = logging.getLogger(__name__)
-
-JOURNAL_NAME = "journal.jsonl"
 
 
 @dataclass(frozen=True, slots=True)

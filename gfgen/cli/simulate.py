@@ -7,7 +7,7 @@ import itertools
 import json
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,12 @@ from gfgen.cli.simulated_memory import SimulatedMemory, simulated_memory_option
 from gfgen.errors import InputError, OutputError, RunError
 from gfgen.models.registry import DEFAULT_MODEL
 from gfgen.policies.catalog import NamedPolicy, load_policy
+from gfgen.runtime import resume
 from gfgen.runtime.comparison import Compared, table
 from gfgen.runtime.control import FALLBACK
 from gfgen.runtime.cost import uncertain
+from gfgen.runtime.journal import JOURNAL_NAME
+from gfgen.runtime.lock import hold_folder
 from gfgen.runtime.manifest import MANIFEST_NAME, SIMULATED, ManifestWriter, read_manifest
 from gfgen.runtime.observer import Observer
 from gfgen.runtime.profile import Profile
@@ -85,19 +88,21 @@ def simulate(
     profile = choose_profile(profile_path, admitted, num_ranks=max(counts))
     now = time.time()  # one moment for all: deadlines by the clock are as far away for each policy
     warn_of_passed_deadlines(admitted, now=now)
-    if output is not None:
-        _clear(output)
+    asked = [
+        (policy, num_ranks, policy.name + (f" on {num_ranks}" if len(counts) > 1 else ""))
+        for policy, num_ranks in itertools.product(named, counts)
+    ]
+    folders = [_folder(output, name, is_only=len(asked) == 1) for _, _, name in asked]
     runs, failures = [], []
-    for place, (policy, num_ranks) in enumerate(itertools.product(named, counts)):
-        name = policy.name + (f" on {num_ranks}" if len(counts) > 1 else "")
-        folder = _folder(output, name, is_only=len(named) * len(counts) == 1)
-        try:
-            done = _simulate(room, policy, num_ranks, profile, folder, started_at=now, place=place)
-            runs.append((name, done))
-        except OutputError:
-            raise
-        except RunError as error:
-            failures.append(f"{name}: {error}")
+    with _held(output, folders):
+        for place, ((policy, num_ranks, name), folder) in enumerate(zip(asked, folders, strict=True)):
+            try:
+                done = _simulate(room, policy, num_ranks, profile, folder, started_at=now, place=place)
+                runs.append((name, done))
+            except OutputError:
+                raise
+            except RunError as error:
+                failures.append(f"{name}: {error}")
     closer = closer_profile(profile_path, admitted, counts=counts)
     _report(runs, profile, counts, room=room, as_json=as_json, failures=failures, closer=closer)
     for failure in failures:
@@ -131,28 +136,57 @@ def _simulate(
         )
 
 
-def _clear(output: Path) -> None:
+@contextlib.contextmanager
+def _held(output: Path | None, folders: Sequence[Path | None]) -> Iterator[None]:
+    """The folder of the output and those in it, made if need be, held and cleared of earlier simulations.
+
+    Raises: LockedError while a run is at work in one; InputError for one that a run has written to.
+    """
+    with contextlib.ExitStack() as stack:
+        held = [folder for folder in dict.fromkeys([output, *folders]) if folder is not None]
+        for folder in held:
+            _make(folder)
+            stack.enter_context(hold_folder(folder))
+            if _is_of_a_run(folder):
+                raise InputError(f"--output {folder}: a run has written there; name another folder")
+        if output is not None:
+            _clear(output, held)
+        yield
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(f"cannot write {folder}: {error.strerror}; choose another --output") from None
+
+
+def _is_of_a_run(folder: Path) -> bool:
+    """Whether there is what a simulation does not write: one that is stopped has an empty manifest, too."""
+    if any((folder / name).exists() for name in (JOURNAL_NAME, resume.FOLDER)):
+        return True
+    return any(not entry.get(SIMULATED) for entry in read_manifest(folder / MANIFEST_NAME).values())
+
+
+def _clear(output: Path, held: Collection[Path]) -> None:
     """Remove what an earlier simulation left: it is not to be compared with this one."""
     for manifest in (output / MANIFEST_NAME, *output.glob(f"*/{MANIFEST_NAME}")):
-        entries = read_manifest(manifest).values()
-        if entries and all(entry.get(SIMULATED) for entry in entries):
+        folder = manifest.parent
+        if not read_manifest(manifest) or _is_of_a_run(folder):
+            continue
+        with contextlib.nullcontext() if folder in held else hold_folder(folder):
             manifest.unlink()
-            (manifest.parent / TRACE_NAME).unlink(missing_ok=True)
-            if manifest.parent != output:
-                with contextlib.suppress(OSError):  # something else is in it, too
-                    manifest.parent.rmdir()
+            (folder / TRACE_NAME).unlink(missing_ok=True)
+        if folder not in held:
+            with contextlib.suppress(OSError):  # something else is in it, too
+                folder.rmdir()
 
 
 def _observers(folder: Path | None, *, place: int) -> Iterator[Observer]:
-    """What writes the files of a run; those of an earlier simulation give way.
-
-    Raises: InputError for a folder that a real run has written to.
-    """
+    """What writes the files of a run; those of an earlier simulation give way."""
     if folder is None:
         return
     manifest = folder / MANIFEST_NAME
-    if any(not entry.get(SIMULATED) for entry in read_manifest(manifest).values()):
-        raise InputError(f"--output {folder}: holds the manifest of a run; name another folder")
     manifest.unlink(missing_ok=True)
     yield ManifestWriter(manifest, is_simulated=True)
     yield TraceWriter(folder / TRACE_NAME, is_simulated=True, place=place)

@@ -30,6 +30,8 @@ from gfgen.runtime.observer import JobInfo
 
 logger = logging.getLogger(__name__)
 
+JOURNAL_NAME = "journal.jsonl"
+"""In the output folder."""
 VERSION = 1
 _MAX_HEADER_BYTES = 65536
 

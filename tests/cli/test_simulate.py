@@ -11,6 +11,7 @@ import pytest
 from gfgen.cli.main import main
 from gfgen.graph import Stage
 from gfgen.runtime.comparison import ALL_TAGS
+from gfgen.runtime.lock import hold_folder
 from gfgen.runtime.profile import Profile, ProfileRow
 
 JOBS = [
@@ -147,16 +148,54 @@ def test_earlier_simulations_give_way_to_the_next_one(gfgen, folder):
     assert sorted(path.name for path in output.rglob("trace.json")) == ["trace.json"]
 
 
-def test_the_folder_of_a_real_run_is_left_alone(gfgen, folder):
-    (folder / "real").mkdir()
-    line = '{"version": 1, "id": "fox", "status": "done"}\n'
-    (folder / "real/manifest.jsonl").write_text(line)
+@pytest.mark.parametrize(
+    ("policies", "inside"), [(["srtf"], "."), (["srtf", "edf"], "."), (["srtf", "edf"], "edf")]
+)
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("manifest.jsonl", '{"version": 1, "id": "fox", "status": "done"}\n'),
+        ("journal.jsonl", "{}\n"),
+        (".resume/fox.state", "half of a fox"),
+    ],
+)
+def test_the_folder_of_a_real_run_is_left_alone(gfgen, folder, policies, inside, name, content):
+    real = folder / "real" / inside
+    (real / name).parent.mkdir(parents=True)
+    (real / name).write_text(content)
+    (real / "trace.json").write_text("[]")
+    (real / "manifest.jsonl").touch()
+    options = [option for policy in policies for option in ("--policy", policy)]
     code, _, err = gfgen(
-        "simulate", folder / "night.jsonl", "--profile", folder / "profile.json", "-o", folder / "real"
+        "simulate",
+        folder / "night.jsonl",
+        "--profile",
+        folder / "profile.json",
+        "-o",
+        folder / "real",
+        *options,
     )
     assert code == 2
-    assert "holds the manifest of a run" in err
-    assert (folder / "real/manifest.jsonl").read_text() == line
+    assert f"--output {real}: a run has written there" in err
+    left = {str(path.relative_to(real)) for path in real.rglob("*") if path.is_file()}
+    assert left == {name, "manifest.jsonl", "trace.json"}
+    assert ((real / name).read_text(), (real / "trace.json").read_text()) == (content, "[]")
+
+
+@pytest.mark.parametrize("held", ["out", "out/srtf", "out/earlier"])
+def test_a_folder_in_which_a_run_is_at_work_is_left_alone(gfgen, folder, held):
+    """Before the run has a journal; one of a policy, and one whose simulation would give way, too."""
+    (folder / held).mkdir(parents=True)
+    line = '{"version": 1, "id": "fox", "status": "done", "simulated": true}\n'
+    (folder / held / "manifest.jsonl").write_text(line)
+    with hold_folder(folder / held):
+        code, _, err = gfgen(
+            "simulate", folder / "night.jsonl", "--profile", folder / "profile.json", "-o", folder / "out",
+            "--policy", "srtf", "--policy", "edf",
+        )  # fmt: skip
+    assert code == 75
+    assert f"{folder / held} is in use by another run" in err
+    assert (folder / held / "manifest.jsonl").read_text() == line
 
 
 def test_programs_get_numbers_for_every_policy_and_number_of_ranks(gfgen, folder):
