@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from gfgen.cli.progress import make_file_progress, make_progress
 from gfgen.cli.ranks import Ranks, ready_pool
 from gfgen.cli.warming import warm_up
 from gfgen.errors import InputError, InterruptedRunError, Problem
+from gfgen.identity import SUFFIXES
 from gfgen.layout import MAX_RANKS
 from gfgen.models.geometry_weights import VAE_DTYPES
 from gfgen.models.registry import DEFAULT_MODEL
@@ -31,9 +33,9 @@ from gfgen.runtime.clock import Clock
 from gfgen.runtime.closing import closing_at
 from gfgen.runtime.comparison import numbers
 from gfgen.runtime.devices import DEVICES, Devices, choose_devices, parse_memory
-from gfgen.runtime.inbox import Inbox
+from gfgen.runtime.inbox import WATCHED_NAME, Inbox
 from gfgen.runtime.journal import JOURNAL_NAME, Journal, first_arrivals, journal_header
-from gfgen.runtime.lock import hold_folder
+from gfgen.runtime.lock import LOCK_NAME, hold_folder
 from gfgen.runtime.manifest import MANIFEST_NAME, ManifestWriter, finished_jobs
 from gfgen.runtime.metrics import Summary
 from gfgen.runtime.observer import Observer
@@ -159,12 +161,14 @@ def run(
     level = "debug" if ctx.obj["debug"] else "warning" if quiet else "info"
     file_level = "debug" if ctx.obj["debug"] else "info"
     log.configure(level=level, as_json=log_json)
-    _check_job_file(jobs, {"--trace": trace, "--log-file": log_file})
+    name = _name_of(jobs, watch)
+    output_dir = output or Path("outputs") / name
+    _check_written(jobs, output_dir, {"--trace": trace, "--log-file": log_file})
     log.configure(level=level, as_json=log_json, file=log_file, file_level=file_level)
     memory_limit = None if memory is None else parse_memory(memory)
     devices = choose_devices(device, ranks, memory_limit=memory_limit)
     options = RunOptions(
-        output_dir=output or Path("outputs") / _name_of(jobs, watch),
+        output_dir=output_dir,
         ranks=Ranks(devices, random_weights, vae_dtype, graphs),
         policy=load_policy(policy),
         model=model,
@@ -366,14 +370,31 @@ def _name_of(jobs: str | None, watch: Path | None) -> str:
     return "stdin" if jobs == "-" else Path(jobs or "").stem
 
 
-def _check_job_file(jobs: str | None, written: Mapping[str, Path | None]) -> None:
-    """Before anything is written: that the job file is a file, and that no option would write into it."""
-    if jobs in (None, "-"):
-        return
-    check_source(jobs)
+def _check_written(jobs: str | None, output_dir: Path, written: Mapping[str, Path | None]) -> None:
+    """Before anything is written: that the job file is a file, and that what an option names is no other."""
+    named: dict[Path, str] = {}
+    if jobs is not None and jobs != "-":
+        check_source(jobs)
+        named[Path(jobs)] = "the job file itself"
     for option, path in written.items():
-        if path is not None and _is_same(path, Path(jobs)):
-            raise InputError(f"{option} {path}: is the job file itself; name another file")
+        if path is None:
+            continue
+        what = next((what for other, what in named.items() if _is_same(path, other)), None)
+        what = what or ("a file of the run itself" if _is_of_run(path, output_dir) else None)
+        if what is not None:
+            raise InputError(f"{option} {path}: is {what}; name another file")
+        named[path] = f"the file of {option}, too"
+
+
+def _is_of_run(path: Path, output_dir: Path) -> bool:
+    """Whether it is what a run keeps in its output folder, or has the name of what jobs write there."""
+    path, output_dir = path.resolve(), output_dir.resolve()
+    if not path.is_relative_to(output_dir):
+        return False
+    kept = {
+        output_dir / name for name in (MANIFEST_NAME, JOURNAL_NAME, WATCHED_NAME, LOCK_NAME, resume.FOLDER)
+    }
+    return path.suffix.lower() in SUFFIXES.values() or not kept.isdisjoint((path, *path.parents))
 
 
 def _is_same(path: Path, other: Path) -> bool:
@@ -413,9 +434,10 @@ def _check_trace(trace: Path | None) -> None:
 
 
 def _try_to_write(folder: Path) -> None:
+    """Others may try the same folder at the same time, so each has a file of its own."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / ".writable").touch()
-    (folder / ".writable").unlink()
+    with tempfile.TemporaryFile(dir=folder):
+        pass
 
 
 def _observers(options: RunOptions) -> list[Observer]:

@@ -6,12 +6,14 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from gfgen.cli import admission
 from gfgen.cli.main import main
+from gfgen.cli.run import _check_written, _try_to_write
 from gfgen.runtime.lock import hold_folder
 
 ROOT = Path(__file__).parents[2]
@@ -176,6 +178,7 @@ def test_a_journal_on_a_full_disk_ends_the_run_with_one_line(night):
     ("arguments", "message"),
     [
         ([], "give either JOBS, a job file, or --watch DIR"),
+        (["--output", "out"], "give either JOBS, a job file, or --watch DIR"),
         (["night.jsonl", "--watch", "."], "give either JOBS, a job file, or --watch DIR"),
         ([""], "JOBS is empty; name a job file, or - for standard input"),
         (["night.jsonl", "--output", ""], "it is empty; name a path"),
@@ -208,6 +211,49 @@ def test_nothing_is_written_into_the_job_file(capsys, monkeypatch, night, option
     code, err = refusal(capsys, "nothing.jsonl", option, "nothing.jsonl")
     assert "is the job file itself" in err
     assert not (night / "nothing.jsonl").exists()
+
+
+@pytest.mark.parametrize("option", ["--trace", "--log-file"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "out/manifest.jsonl",
+        "out/journal.jsonl",
+        "out/../out/watched.jsonl",
+        "out/.gfgen.lock",
+        "out/.resume/fox.state",
+        "out/fox.PNG",
+        "out/forest/fox.mp4",
+        "link.jsonl",
+    ],
+)
+def test_nothing_else_is_written_into_a_file_of_the_run(capsys, monkeypatch, night, option, name):
+    monkeypatch.chdir(night)
+    (night / "out").mkdir()
+    (night / "link.jsonl").symlink_to("out/manifest.jsonl")
+    code, err = refusal(capsys, "night.jsonl", "--output", "out", option, name)
+    assert (code, err) == (2, f"gfgen: {option} {name}: is a file of the run itself; name another file\n")
+    assert not list((night / "out").iterdir())
+
+
+def test_a_trace_and_a_log_are_not_written_into_one_file(capsys, monkeypatch, night):
+    monkeypatch.chdir(night)
+    code, err = refusal(capsys, "night.jsonl", "--trace", "both", "--log-file", "./both")
+    assert (code, err) == (2, "gfgen: --log-file both: is the file of --trace, too; name another file\n")
+    assert not (night / "both").exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["out/trace.json", "out/manifest.jsonl.log", "fox.png", "other/journal.jsonl"]
+)
+def test_any_other_file_may_be_named(tmp_path, name):
+    _check_written("-", tmp_path / "out", {"--trace": tmp_path / name, "--log-file": None})
+
+
+def test_runs_that_start_at_the_same_time_find_one_folder_writable(tmp_path):
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(_try_to_write, [tmp_path / "out"] * 400))
+    assert not list((tmp_path / "out").iterdir())
 
 
 @pytest.mark.parametrize(
