@@ -38,6 +38,7 @@ from gfgen.runtime.machine import versions
 from gfgen.runtime.pool import WorkerPool
 from gfgen.runtime.profile import Profile
 from gfgen.runtime.profiles import (
+    check_replaceable,
     default_path,
     find_profile,
     first_fitting,
@@ -136,6 +137,8 @@ def profile(
     log.configure(level="debug" if ctx.obj["debug"] else "info")
     if jobs is not None and (len(models) > 1 or sizes):
         raise click.UsageError("give either JOBS, with one --model at most, or --model and --size")
+    if output is not None:
+        check_replaceable(output)
     options = Ranks(_devices(device, ranks), random_weights, vae_dtype, graphs)
     tell_of_graphs(ctx, options.devices)
     method = _METHODS[options.are_on_gpus]

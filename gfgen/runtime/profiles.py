@@ -6,6 +6,7 @@ gfgen/models/profiles/*.json                       what comes with gfgen, by the
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -91,6 +92,24 @@ def save_profile(profile: Profile, path: Path) -> Profile:
     except OSError as error:
         raise InputError(f"--output {path}: cannot be written ({error.strerror})") from None
     return profile
+
+
+def check_replaceable(path: Path) -> None:
+    """Refuse a file that holds something else than a profile, of whatever format: it would be lost.
+
+    Raises: InputError for it.
+    """
+    if not path.is_file():
+        return
+    try:
+        text = path.read_text()
+        content = json.loads(text) if text else {}
+    except OSError as error:
+        raise InputError(f"--output {path}: cannot be read ({error.strerror})") from None
+    except (ValueError, RecursionError):
+        content = None
+    if not isinstance(content, dict) or (content and not {"format", "rows"} <= content.keys()):
+        raise InputError(f"--output {path}: is there and is no profile; name another file")
 
 
 def _with_rows_of(profile: Profile, path: Path) -> Profile:

@@ -135,6 +135,24 @@ def test_a_place_that_cannot_be_written_is_told_before_anything_is_measured(meas
     assert not measured
 
 
+@pytest.mark.parametrize("content", ['{"prompt": "a fox", "model": "tiny-wan"}\n', "my notes", "[]"])
+def test_a_file_that_is_no_profile_is_not_replaced(measured, tmp_path, content):
+    jobs = tmp_path / "jobs.jsonl"
+    jobs.write_text(content)
+    result = profile(jobs, "-o", jobs)
+    assert isinstance(result.exception, InputError)
+    assert str(result.exception) == f"--output {jobs}: is there and is no profile; name another file"
+    assert jobs.read_text() == content
+    assert not measured
+
+
+@pytest.mark.parametrize("content", ["", '{"format": 0, "rows": []}'])
+def test_an_empty_file_and_a_profile_of_an_earlier_format_are_replaced(measured, tmp_path, content):
+    (tmp_path / "p.json").write_text(content)
+    result = profile("--model", "tiny-wan", "--size", "64x64x5", "--dry-run", "-o", tmp_path / "p.json")
+    assert result.exit_code == 0, result.output
+
+
 def test_jobs_and_sizes_or_several_models_exclude_each_other(measured, tmp_path):
     for others in (("--size", "64x64"), ("--model", "tiny-wan", "--model", "tiny-qwen-image")):
         result = profile(tmp_path / "jobs.jsonl", *others)
