@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Sequence
 from typing import Any
 
@@ -65,6 +66,7 @@ def cli(ctx: click.Context, *, debug: bool) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point: every error of ours becomes one line and an exit code."""
+    _stand_in_for_missing_streams()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in arguments
     try:
@@ -85,11 +87,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sys.exit(exit_code)
 
 
+def _stand_in_for_missing_streams() -> None:
+    """Started without one (`2>&-`), we have the null device in its place, under its number.
+
+    Else the next file that is opened would have that number, and get what is meant for the stream.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            fd = os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(fd, True)
+            setattr(sys, name, os.fdopen(fd, mode, encoding="utf-8", errors="backslashreplace"))
+
+
 def _let_go_of_closed_streams() -> None:
     """What a closed terminal or pipe did not take would be written once more at the exit: with code 120."""
     for stream in (sys.stdout, sys.stderr):
         try:
-            if stream is not None and not stream.closed:  # None: started without it
+            if not stream.closed:
                 stream.flush()
         except OSError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
@@ -111,4 +125,14 @@ def _invoke(arguments: list[str]) -> int:
         raise RunError(
             f"the package {error.name} is missing: pip install gfgen brings it; gfgen doctor names all"
         ) from error
+    except OSError as error:
+        if not _is_of_echo(error):
+            raise
+        raise RunError(f"cannot write: {error.strerror}") from error
     return result if isinstance(result, int) else 0
+
+
+def _is_of_echo(error: OSError) -> bool:
+    """Whether it says that what was to be shown could not be written; all is shown by `click.echo`."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return frames[-1].f_code is click.echo.__code__

@@ -173,3 +173,56 @@ def test_doctor_looks_where_models_are_kept(capsys, monkeypatch, tmp_path):
     assert f"models: {tmp_path / 'home'} (not there yet)" in gfgen(capsys, "doctor")[1]
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     assert f"models: {tmp_path}, " in gfgen(capsys, "doctor")[1]
+
+
+def in_shell(redirection, *arguments):
+    """(exit code, standard output, standard error) of a command, as a shell starts it."""
+    command = f'exec "$0" -m gfgen "$@" {redirection}'
+    ended = subprocess.run(
+        ["sh", "-c", command, sys.executable, *arguments], capture_output=True, text=True, check=False
+    )
+    return ended.returncode, ended.stdout, ended.stderr
+
+
+@pytest.mark.parametrize("redirection", ["2>&-", "<&- 2>&-"])
+def test_a_command_that_is_started_without_standard_error_runs(redirection):
+    code, out, _ = in_shell(redirection, "plan", "jobs/wan2.2.jsonl")
+    assert code == 0
+    assert out.startswith("With ")
+
+
+@pytest.mark.parametrize("command", ["run", "simulate"])
+def test_standard_input_that_is_closed_is_as_one_that_is_empty(command):
+    code, out, err = in_shell("<&-", command, "-")
+    assert (code, out) == (2, "")
+    assert (code, out, err) == in_shell("</dev/null", command, "-")
+
+
+def test_streams_that_are_missing_have_their_numbers_and_children_have_them_too():
+    script = (
+        "import os, subprocess, sys\nfrom gfgen.cli import main\nmain._stand_in_for_missing_streams()\n"
+        "print(sys.stdin.fileno(), sys.stderr.fileno())\n"
+        "print(subprocess.run(['sh', '-c', 'echo >&2'], check=False).returncode)"
+    )
+    ended = subprocess.run(
+        ["sh", "-c", 'exec "$0" "$@" <&- 2>&-', sys.executable, "-c", script],
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+    assert ended.stdout.split() == [b"0", b"2", b"0"]
+
+
+@pytest.mark.parametrize(
+    "arguments", [["policies"], ["--version"], ["simulate", "jobs/wan2.2.jsonl", "--ranks", "1..4", "--json"]]
+)
+def test_output_that_cannot_be_written_is_one_line(arguments):
+    """Short ones are held in the stream's buffer, long ones are not."""
+    assert in_shell(">/dev/full", *arguments) == (1, "", "gfgen: cannot write: No space left on device\n")
+
+
+def test_an_error_of_another_file_is_not_told_as_one_of_the_output(monkeypatch):
+    monkeypatch.setattr(
+        "gfgen.cli.main.importlib.import_module", lambda _: Path("/nowhere/at/all").read_text()
+    )
+    with pytest.raises(FileNotFoundError):
+        main(["doctor"])
