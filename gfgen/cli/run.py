@@ -388,7 +388,7 @@ def _check_written(jobs: str | None, output_dir: Path, written: Mapping[str, Pat
 
 def _is_of_run(path: Path, output_dir: Path) -> bool:
     """Whether it is what a run keeps in its output folder, or has the name of what jobs write there."""
-    path, output_dir = path.resolve(), output_dir.resolve()
+    path, output_dir = _resolved(path), _resolved(output_dir)
     if not path.is_relative_to(output_dir):
         return False
     kept = {
@@ -401,7 +401,14 @@ def _is_same(path: Path, other: Path) -> bool:
     try:
         return path.samefile(other)
     except OSError:  # one of them is not there yet
-        return path.resolve() == other.resolve()
+        return _resolved(path) == _resolved(other)
+
+
+def _resolved(path: Path) -> Path:
+    try:
+        return path.resolve()
+    except OSError:  # the current folder is gone
+        return path
 
 
 def _check_watched(folder: Path, output_dir: Path) -> None:

@@ -207,7 +207,7 @@ def make_tiny_models(folder: Path, names: Sequence[str]) -> None:
     Raises: ModelError with the child's reason.
     """
     what = f"model{'s' if len(names) > 1 else ''} {', '.join(names)}"
-    command = [sys.executable, "-m", "gfgen.models.tiny", str(folder), *names]
+    command = [sys.executable, "-P", "-m", "gfgen.models.tiny", str(folder), *names]
     roots = [str(PACKAGE_ROOT), os.environ.get("PYTHONPATH", "")]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, roots))}
     try:

@@ -129,7 +129,7 @@ def find_gpus(*, must_ask: bool = False) -> tuple[Gpu, ...]:
         logger.warning("%sthis PyTorch is built for CPUs only: see 'gfgen doctor'", there)
         return ()
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(_PACKAGE_ROOT), *_own_path())))}
-    command = [sys.executable, "-m", "gfgen.gfc.cuda.probe"]
+    command = [sys.executable, "-P", "-m", "gfgen.gfc.cuda.probe"]
     try:
         done = subprocess.run(
             command, check=True, capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S, env=env
