@@ -6,7 +6,7 @@ from datetime import datetime, timedelta
 
 from gfgen.errors import InputError
 from gfgen.graph import Stage, Task
-from gfgen.jobfields import parse_duration
+from gfgen.jobfields import MAX_YEAR, MIN_YEAR, parse_duration
 from gfgen.layout import Degrees, Layout
 from gfgen.runtime.cost import CostClass, CostModel
 
@@ -29,6 +29,8 @@ def closing_at(text: str, *, now: float, option: str = "--until") -> float:
         if not duration_s:
             raise InputError(f"{option} {text!r}: {_ACCEPTED}")
         return now + duration_s
+    if not MIN_YEAR <= moment.year <= MAX_YEAR:
+        raise InputError(f"{option} {text!r}: a year from {MIN_YEAR} to {MAX_YEAR} is accepted")
     if moment.timestamp() <= now:
         raise InputError(f"{option} {text!r}: has passed; {_ACCEPTED}")
     return moment.timestamp()
@@ -52,8 +54,7 @@ def _date_and_time(text: str) -> datetime | None:
     """A date without a time of day is refused: 2026-11-21 could mean its begin or its end."""
     try:
         moment = datetime.fromisoformat(text.strip())
-        moment.timestamp()
-    except (ValueError, OverflowError, OSError):
+    except ValueError:
         return None
     return moment if ":" in text else None
 

@@ -142,6 +142,14 @@ def test_a_time_that_has_passed_is_refused():
         closing_at("2026-11-20T21:59", now=NOW)
 
 
+@pytest.mark.parametrize(
+    "text", ["9999-12-31T23:59", "9999-12-31T23:59-12:00", "9001-01-01T00:00Z", "0001-01-01T00:00"]
+)
+def test_a_year_that_is_none_in_some_zone_is_refused(text):
+    with pytest.raises(InputError, match=f"--by '{text}': a year from 1971 to 9000 is accepted"):
+        closing_at(text, now=NOW, option="--by")
+
+
 @pytest.fixture
 def berlin(monkeypatch):
     monkeypatch.setenv("TZ", "Europe/Berlin")
