@@ -180,6 +180,11 @@ def _format(line: Line | None, text: str, *, name_width: int, bar_width: int) ->
     return f"{name}{bar} {_literal(text)}"
 
 
+def has_cursor(stream: TextIO) -> bool:
+    """Whether it is a terminal on which what was written can be written over."""
+    return stream.isatty() and os.environ.get("TERM") != "dumb"
+
+
 def terminal_size(stream: TextIO) -> tuple[int, int]:
     """Columns and rows; 80 x 24 where there is no terminal."""
     try:

@@ -12,6 +12,7 @@ import click
 
 from gfgen import log
 from gfgen.cli.admission import admit_weightless
+from gfgen.cli.board import has_cursor
 from gfgen.cli.prediction import RankCounts, choose_profile, closer_profile, default_ranks, describe
 from gfgen.cli.simulated_memory import SimulatedMemory, simulated_memory_option
 from gfgen.models.registry import DEFAULT_MODEL
@@ -124,6 +125,6 @@ def _usual_policies(num_ranks: int) -> Sequence[str]:
 
 def _noter() -> Callable[[str], None]:
     """Shows on a terminal what is being simulated, on a line that gives way to the next."""
-    if not sys.stderr.isatty():
+    if not has_cursor(sys.stderr):
         return lambda _: None
     return lambda what: click.echo(f"\r\033[Ksimulating {what}\r", nl=False, err=True)

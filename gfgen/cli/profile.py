@@ -22,7 +22,7 @@ from gfgen.bench import profiling, profiling_gpu
 from gfgen.bench.profiling import Samples
 from gfgen.bench.workloads import MIXES, calibration_jobs
 from gfgen.cli.admission import admit_file
-from gfgen.cli.board import Board, Line
+from gfgen.cli.board import Board, Line, has_cursor
 from gfgen.cli.options import tell_of_graphs
 from gfgen.cli.ranks import Ranks, admitted_on, rank_options, ready_pool
 from gfgen.errors import InputError, InterruptedRunError
@@ -301,7 +301,7 @@ class _Progress:
 
     def __init__(self, total: int) -> None:
         self._total = total
-        self._board = Board(sys.stderr, num_slots=0) if sys.stderr.isatty() else None
+        self._board = Board(sys.stderr, num_slots=0) if has_cursor(sys.stderr) else None
 
     def begin(self, number: int, entry: Any, left_s: float) -> None:
         if self._board is None:

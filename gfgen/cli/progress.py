@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, TextIO
 
 from gfgen import log
-from gfgen.cli.board import AboveBars, Board, Line
+from gfgen.cli.board import AboveBars, Board, Line, has_cursor
 from gfgen.graph import Stage, Task
 from gfgen.layout import Layout
 from gfgen.log import FILE_ONLY
@@ -41,14 +41,14 @@ def make_progress(*, quiet: bool, log_json: bool = False, stream: TextIO | None 
     stream = stream or sys.stderr
     if quiet:
         return NoProgress()
-    if log_json or not stream.isatty():
+    if log_json or not has_cursor(stream):
         return LineProgress()
     return BarProgress(stream)
 
 
 def make_file_progress(*, quiet: bool, log_json: bool = False, stream: TextIO | None = None) -> Observer:
     """Lines for the log file, where what is shown does not go there anyway."""
-    if log_json or not (quiet or (stream or sys.stderr).isatty()):
+    if log_json or not (quiet or has_cursor(stream or sys.stderr)):
         return Observer()
     return LineProgress(only_to_file=True, with_failures=not quiet)
 

@@ -85,11 +85,18 @@ def outcome(info: JobInfo, *, status: str = "done", deadline_s: float | None = N
     )
 
 
-def test_bars_on_a_terminal_lines_elsewhere_and_nothing_when_quiet() -> None:
+def test_bars_on_a_terminal_lines_elsewhere_and_nothing_when_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
     assert isinstance(make_progress(quiet=False, stream=Terminal()), BarProgress)
     assert isinstance(make_progress(quiet=False, stream=io.StringIO()), LineProgress)
     assert isinstance(make_progress(quiet=True, stream=Terminal()), NoProgress)
     assert isinstance(make_progress(quiet=False, log_json=True, stream=Terminal()), LineProgress)
+
+
+def test_a_terminal_whose_cursor_does_not_move_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    assert isinstance(make_progress(quiet=False, stream=Terminal()), LineProgress)
+    assert not isinstance(make_file_progress(quiet=False, stream=Terminal()), LineProgress)
 
 
 @pytest.mark.parametrize(
