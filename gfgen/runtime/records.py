@@ -82,6 +82,8 @@ class JobRecord:
     warnings: list[str] = field(default_factory=list)
     timings: dict[str, float] = field(default_factory=dict)
     arrived: bool = False
+    parked_since_s: float = 0.0
+    """Where it waits for its model: since when."""
     is_writing: bool = False
     num_tasks: int = field(init=False)
     _next_task: Task | None = None

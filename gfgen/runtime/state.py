@@ -97,7 +97,6 @@ class State:
         )
         self._is_limited = resident is not None
         self._parked: dict[str, JobRecord] = {}
-        self._parked_since_s: dict[str, float] = {}
         """Jobs that wait for their models, the longest first."""
         self._urgent: set[str] = set()
         """Those of them that have a deadline or a raised priority."""
@@ -216,8 +215,8 @@ class State:
     @property
     def longest_parked(self) -> tuple[str, float]:
         """The model of the job that has waited longest for it, and since when."""
-        job_id, since_s = next(iter(self._parked_since_s.items()))
-        return self._parked[job_id].model, since_s
+        record = next(iter(self._parked.values()))
+        return record.model, record.parked_since_s
 
     def resident_models_at_work(self) -> set[str]:
         """Resident models with jobs that have arrived and not ended."""
@@ -614,15 +613,15 @@ class State:
         if not is_visible or record.model in self._models:
             self._unpark(record.job_id)
             return is_visible
-        self._parked.setdefault(record.job_id, record)
-        self._parked_since_s.setdefault(record.job_id, self._clock.turn_s)
+        if record.job_id not in self._parked:
+            self._parked[record.job_id] = record
+            record.parked_since_s = self._clock.turn_s
         if record.deadline_s is not None or record.job.spec.priority > 0:
             self._urgent.add(record.job_id)
         return False
 
     def _unpark(self, job_id: str) -> None:
         self._parked.pop(job_id, None)
-        self._parked_since_s.pop(job_id, None)
         self._urgent.discard(job_id)
 
     def _open_in_time(self, now_s: float) -> dict[str, JobView]:

@@ -92,10 +92,11 @@ ONE_RANK_A_STEP = ("--policy", "srtf")
 
 
 def interrupt(folder, *numbers, options=()):
-    """Start the run, and send signals as soon as the first file is there."""
+    """Start the run, and send signals when the first file is there, and the other job is in its steps."""
     process = start(folder, *options)
     deadline = time.monotonic() + 60
-    while not (folder / "outputs/night/fox.png").exists():
+    journal = folder / "outputs/night/journal.jsonl"
+    while not (folder / "outputs/night/fox.png").exists() or journal.read_text().count('"TaskDone"') < 10:
         assert time.monotonic() < deadline
         assert process.poll() is None, process.communicate()
         time.sleep(0.05)
