@@ -172,7 +172,7 @@ def _clear(output: Path, held: Collection[Path]) -> None:
     """Remove what an earlier simulation left: it is not to be compared with this one."""
     for manifest in (output / MANIFEST_NAME, *output.glob(f"*/{MANIFEST_NAME}")):
         folder = manifest.parent
-        if not read_manifest(manifest) or _is_of_a_run(folder):
+        if not read_manifest(manifest) or (folder not in held and _is_of_a_run(folder)):
             continue
         with contextlib.nullcontext() if folder in held else hold_folder(folder):
             manifest.unlink()

@@ -13,7 +13,6 @@ import logging
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from gfgen.errors import ModelError
 from gfgen.models.geometry import CONFIGS, load_geometry, weightless_geometry
 from gfgen.models.geometry_files import read_checkpoint
 from gfgen.models.geometry_weights import VAE_DTYPES
+from gfgen.runtime.own_modules import module_command, module_environment
 
 if TYPE_CHECKING:
     from gfgen.models.adapter import Adapter
@@ -48,9 +48,6 @@ HUB_TIMEOUT_S = 10.0
 """For the first answer of the hub: a firewall that drops packets is no reason to wait for minutes."""
 HUB_PATTERNS = ("model_index.json", "gfgen.json", "*/*")
 """Of a repository: not what lies beside the components, as weights in their original format."""
-
-PACKAGE_ROOT = Path(__file__).parents[2]
-"""Where the child that makes a tiny model finds this very gfgen, installed or not."""
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -207,9 +204,7 @@ def make_tiny_models(folder: Path, names: Sequence[str]) -> None:
     Raises: ModelError with the child's reason.
     """
     what = f"model{'s' if len(names) > 1 else ''} {', '.join(names)}"
-    command = [sys.executable, "-P", "-m", "gfgen.models.tiny", str(folder), *names]
-    roots = [str(PACKAGE_ROOT), os.environ.get("PYTHONPATH", "")]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, roots))}
+    command, env = module_command("gfgen.models.tiny", str(folder), *names), module_environment()
     try:
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=TINY_TIMEOUT_S, env=env)
     except subprocess.TimeoutExpired:

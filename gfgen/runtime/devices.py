@@ -11,13 +11,12 @@ import logging
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 from gfgen.errors import InputError
+from gfgen.runtime.own_modules import module_command, module_environment
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +30,6 @@ _PROBE_TIMEOUT_S = 60.0
 MIN_MEMORY_BYTES = 10**6
 """A smaller limit is a unit forgotten."""
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-_PACKAGE_ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +126,7 @@ def find_gpus(*, must_ask: bool = False) -> tuple[Gpu, ...]:
         there = "there is a GPU, but " if any(os.path.exists(sign) for sign in _SIGNS) else ""
         logger.warning("%sthis PyTorch is built for CPUs only: see 'gfgen doctor'", there)
         return ()
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(_PACKAGE_ROOT), *_own_path())))}
-    command = [sys.executable, "-P", "-m", "gfgen.gfc.cuda.probe"]
+    command, env = module_command("gfgen.gfc.cuda.probe"), module_environment()
     try:
         done = subprocess.run(
             command, check=True, capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S, env=env
@@ -141,10 +138,6 @@ def find_gpus(*, must_ask: bool = False) -> tuple[Gpu, ...]:
         reason = f"the driver did not answer within {_PROBE_TIMEOUT_S:g} s"
     logger.warning("GPUs cannot be used: %s", reason)
     return ()
-
-
-def _own_path() -> tuple[str, ...]:
-    return tuple(filter(None, (os.environ.get("PYTHONPATH"),)))
 
 
 def _is_torch_for_cpus() -> bool:

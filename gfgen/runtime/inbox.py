@@ -167,7 +167,7 @@ class Inbox(Observer):
         if isinstance(error, FileNotFoundError) or sight.is_unreadable:  # taken away again since we saw it
             return
         sight.is_unreadable = True
-        logger.error("%s cannot be read (%s); it is tried again and again", path, error.strerror)
+        _tell_unreadable(path, error)
 
     def _complete_files(self) -> Iterator[Path]:
         """Files to read now: those taken before in their old order, then by age."""
@@ -200,8 +200,7 @@ class Inbox(Observer):
             was_taken_away = isinstance(error, FileNotFoundError) and not entry.is_symlink()
             if not was_taken_away and entry.name not in self._unseen:
                 self._unseen.add(entry.name)
-                path = self._folder / entry.name
-                logger.error("%s cannot be read (%s); it is tried again and again", path, error.strerror)
+                _tell_unreadable(self._folder / entry.name, error)
             return None
         self._unseen.discard(entry.name)
         return found if stat.S_ISREG(found.st_mode) else None
@@ -308,6 +307,10 @@ class Inbox(Observer):
             "taken_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._now())),
         }
         self._record.append(json.dumps(entry).encode() + b"\n")
+
+
+def _tell_unreadable(path: Path, error: OSError) -> None:
+    logger.error("%s cannot be read (%s); it is tried again and again", path, error.strerror)
 
 
 def _is_job_file(name: str) -> bool:

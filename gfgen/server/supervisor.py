@@ -7,12 +7,11 @@ import logging
 import os
 import socket
 import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 
 from gfgen.errors import InputError, RunError
+from gfgen.runtime.own_modules import module_command, module_environment
 from gfgen.server.bounds import BACKLOG
 from gfgen.server.door import Door
 from gfgen.server.front_main import LACKS_PACKAGE
@@ -27,7 +26,6 @@ BIND_S = 5.0
 """A server that was killed leaves its address to the next one when its front is gone, too (lifeline.py)."""
 DRAIN_S = 10.0
 """How long a front may take to end once the run is over."""
-_PACKAGE_ROOT = Path(__file__).parents[2]
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -116,15 +114,14 @@ class Supervisor:
         Raises: OSError when it cannot be started.
         """
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-P", "-m", "gfgen.server.front_main"]
-        command += map(str, (theirs.fileno(), self._listener.fileno(), os.getpid()))
-        path = os.pathsep.join(filter(None, (str(_PACKAGE_ROOT), os.environ.get("PYTHONPATH"))))
+        numbers = map(str, (theirs.fileno(), self._listener.fileno(), os.getpid()))
+        command = module_command("gfgen.server.front_main", *numbers)
         try:
             with theirs:
                 self._process = subprocess.Popen(
                     command,
                     pass_fds=(theirs.fileno(), self._listener.fileno()),
-                    env=os.environ | {"PYTHONPATH": path},
+                    env=module_environment(),
                     stdin=subprocess.DEVNULL,
                 )
         except OSError:

@@ -30,6 +30,7 @@ from gfgen.models.registry import (
     resolve_checkpoint,
     resolve_configs,
 )
+from gfgen.runtime.own_modules import PACKAGE_ROOT
 
 
 @pytest.fixture
@@ -111,7 +112,7 @@ def test_missing_download_says_what_to_do(name: str, tmp_path: Path) -> None:
         "PATH": "",
         "HF_HUB_OFFLINE": "1",
         "HF_HOME": str(tmp_path),
-        "PYTHONPATH": str(registry.PACKAGE_ROOT),
+        "PYTHONPATH": str(PACKAGE_ROOT),
     }
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)
     (line,) = done.stdout.splitlines()

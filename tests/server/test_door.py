@@ -234,6 +234,17 @@ def test_an_end_that_is_predicted_anew_is_told_once_and_to_whoever_comes_later(d
     assert second.of(Dispatch) == [replace(dispatch, predicted_end_s=80.0)]
 
 
+def live_of_a_new_front(door):
+    """What it shows, by all that it is told when it joins."""
+    live, front = Live(now=lambda: 7.0, max_open=10), Front(door)
+    door.take_events(0.0)
+    door.close()
+    front.leave()
+    for note in front.notes:
+        live.apply(note)
+    return live
+
+
 def test_a_new_front_knows_that_a_rank_which_died_over_its_models_is_ready_with_them(door):
     for event in (
         RankReady(0.0, 0, 1, 0.0),
@@ -243,13 +254,7 @@ def test_a_new_front_knows_that_a_rank_which_died_over_its_models_is_ready_with_
         RankReady(6.0, 1, 2, 4.0),
     ):
         door.applied(event)
-    live = Live(now=lambda: 7.0, max_open=10)
-    front = Front(door)
-    door.take_events(0.0)
-    door.close()
-    front.leave()
-    for note in front.notes:
-        live.apply(note)
+    live = live_of_a_new_front(door)
     assert [rank.status for rank in live.ranks] == ["loading", "idle"]
     live.apply(RankLoaded(8.0, 0, 7.0))
     assert [rank.status for rank in live.ranks] == ["idle", "idle"]
@@ -263,14 +268,7 @@ def test_a_new_front_knows_that_a_rank_with_the_models_of_now_was_lost(door):
         RankLost(3.0, 1, 1, "killed", is_retired=True),
     ):
         door.applied(event)
-    live = Live(now=lambda: 7.0, max_open=10)
-    front = Front(door)
-    door.take_events(0.0)
-    door.close()
-    front.leave()
-    for note in front.notes:
-        live.apply(note)
-    assert [rank.status for rank in live.ranks] == ["idle", "retired"]
+    assert [rank.status for rank in live_of_a_new_front(door).ranks] == ["idle", "retired"]
 
 
 def test_an_outcome_is_told_until_it_is_noted(door):
