@@ -16,7 +16,14 @@ import click
 from gfgen import log
 from gfgen.cli.admission import admit_file, check_source, warn_of_passed_deadlines
 from gfgen.cli.loop import run_loop
-from gfgen.cli.options import NamedPath, graphs_option, lookahead_option, memory_option, tell_of_graphs
+from gfgen.cli.options import (
+    NamedPath,
+    grace_option,
+    graphs_option,
+    lookahead_option,
+    memory_option,
+    tell_of_graphs,
+)
 from gfgen.cli.progress import make_file_progress, make_progress
 from gfgen.cli.ranks import Ranks, ready_pool
 from gfgen.cli.warming import warm_up
@@ -32,6 +39,7 @@ from gfgen.runtime.choosing import ChooserBeside
 from gfgen.runtime.clock import Clock
 from gfgen.runtime.closing import closing_at
 from gfgen.runtime.comparison import numbers
+from gfgen.runtime.control import GRACE_S
 from gfgen.runtime.devices import DEVICES, Devices, choose_devices, parse_memory
 from gfgen.runtime.inbox import WATCHED_NAME, Inbox
 from gfgen.runtime.journal import JOURNAL_NAME, Journal, first_arrivals, journal_header
@@ -67,6 +75,7 @@ class RunOptions:
     closes_at: float | None = None
     """Unix time at which the run is to end by itself."""
     log_file: Path | None = None
+    grace_s: float = GRACE_S
 
 
 @click.command()
@@ -112,6 +121,7 @@ class RunOptions:
 @graphs_option
 @click.option("--skip-invalid", is_flag=True, help="Run the valid jobs of a file with mistakes; exit with 1.")
 @lookahead_option
+@grace_option
 @click.option("--trace", type=NamedPath(), help="Write a timeline, for Perfetto or gfgen plot.")
 @click.option(
     "--watch",
@@ -147,6 +157,7 @@ def run(
     graphs: bool,
     skip_invalid: bool,
     lookahead: float,
+    grace: float,
     trace: Path | None,
     watch: Path | None,
     until: str | None,
@@ -174,6 +185,7 @@ def run(
         model=model,
         skip_invalid=skip_invalid,
         guard_s=lookahead / 1000,
+        grace_s=grace,
         trace=trace,
         closes_at=None if until is None else closing_at(until, now=time.time()),
         log_file=log_file,

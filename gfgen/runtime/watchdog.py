@@ -39,6 +39,9 @@ class Patience:
     """Whatever was predicted. A rank that dies, or is given up, ends the waits for it long before."""
     leaving_s: float = 15.0
     """For leaving a task that is given up, beyond the time that it was predicted to take."""
+    stopping_s: float = 10.0
+    """For leaving a task that nobody wants any more. A rank looks for a stop at every block, but on a CPU
+    a block of a huge job takes minutes."""
     write_s: float = 60.0
     """For writing a file, beyond what the slowest writer would take."""
     asleep_s: float = 3.0
