@@ -85,7 +85,9 @@ from gfgen.runtime.worker_jobs import (
     place_of,
     publish,
     receive_state,
+    require_finite,
     send_state,
+    sum_of,
 )
 
 logger = logging.getLogger(__name__)
@@ -462,6 +464,7 @@ class Worker:
         times.append(time.monotonic())
         with stopping.watching(self._watch_of(message)):
             made = self._execute(job, task, None if group is None else parallel_from(group))
+        require_finite(made, sum_of(made))
         self._hand_out(job, task, message, made, fds)
         with self._lock:
             job.keep(made, dispatch=message.number)
