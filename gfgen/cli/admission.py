@@ -13,7 +13,7 @@ from gfgen.job import passed_deadlines, read_jobs
 from gfgen.jobspec import JobSpec
 from gfgen.models.geometry import load_geometry, weightless_geometry
 from gfgen.models.registry import DEFAULT_MODEL, check_name, find_configs, resolve_checkpoint, resolve_configs
-from gfgen.runtime.admission import AdmittedJob, Model, admit
+from gfgen.runtime.admission import AdmittedJob, Model, admit, tell_of_rounding
 from gfgen.runtime.arenas import SIDE_BYTES, default_plan
 from gfgen.runtime.devices import CUDA, Devices
 from gfgen.runtime.memory import (
@@ -57,6 +57,7 @@ def admit_file(
         raise JobFileError(parsed.source, tuple(problems))
     for problem in problems:
         logger.warning("skipped: %s", problem)
+    tell_of_rounding(fitting)
     return fitting, problems
 
 

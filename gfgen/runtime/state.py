@@ -763,6 +763,8 @@ class State:
         elif spec.deadline_at is not None:
             deadline_s = spec.deadline_at - self._started_at
         record = JobRecord(job, self._costs.class_of(job), spec.arrival_s, deadline_s)
+        if job.info.rounding is not None:
+            record.warnings.append(f"rounded {job.info.rounding}")
         point = self._resume.pop(job.job_id, None)
         if point is not None:
             record.next_index = point.next_index

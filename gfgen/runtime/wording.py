@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+MAX_NAMED = 10
+"""Of things that are named one by one; the others are counted."""
+
 
 def counted(number: int, noun: str) -> str:
     """'1 rank', '4 ranks'."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def in_lines(numbers: Sequence[int | None]) -> str:
+    """'line 3', 'lines 1, 2, 3 and 5 more'."""
+    shown = ", ".join(map(str, numbers[:MAX_NAMED]))
+    rest = f" and {len(numbers) - MAX_NAMED} more" if len(numbers) > MAX_NAMED else ""
+    return f"line{'' if len(numbers) == 1 else 's'} {shown}{rest}"
