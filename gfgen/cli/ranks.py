@@ -22,9 +22,11 @@ from gfgen.models.geometry_files import model_name
 from gfgen.models.geometry_weights import VAE_DTYPES
 from gfgen.runtime.admission import AdmittedJob, admit
 from gfgen.runtime.devices import CPU, DEVICES, Devices
+from gfgen.runtime.job_bounds import JobBounds, StepTimes
 from gfgen.runtime.machine import cpu_name
 from gfgen.runtime.memory import check_together
 from gfgen.runtime.pool import WorkerPool
+from gfgen.runtime.profiles import find_profile
 from gfgen.runtime.signals import SignalPipe
 from gfgen.runtime.wording import counted
 
@@ -70,13 +72,22 @@ class Ranks:
         words += [] if self.vae_dtype == "auto" else ["--vae-dtype", self.vae_dtype]
         return (*words, *([] if self.has_graphs else ["--no-graphs"]))
 
-    def admission(self, default_model: str) -> Admission:
+    def step_times(self) -> StepTimes:
+        """How long steps take at least, by what is known of this machine."""
+        found = find_profile(self.devices.gpus[0].name if self.devices.gpus else None)
+        profile = None if found is None else found[1]
+        return StepTimes(profile, kind=self.devices.kind, num_ranks=self.num_ranks)
+
+    def admission(self, default_model: str, *, bounds: JobBounds | None = None) -> Admission:
         """What lets jobs in that they can run."""
+        has_bounded_steps = bounds is not None and bounds.step_s is not None
         return Admission(
             default_model=default_model,
             devices=self.devices,
             has_random_weights=self.has_random_weights,
             vae_dtype=self.vae_dtype,
+            bounds=bounds,
+            step_times=self.step_times() if has_bounded_steps else None,
         )
 
 

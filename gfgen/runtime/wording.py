@@ -13,6 +13,15 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
+def first_of(things: Sequence[object], noun: str) -> list[str]:
+    """The first few as text, and 'and 5 more jobs' for the others."""
+    num_more = len(things) - MAX_NAMED
+    return [
+        *map(str, things[:MAX_NAMED]),
+        *([f"and {counted(num_more, f'more {noun}')}"] if num_more > 0 else []),
+    ]
+
+
 def in_lines(numbers: Sequence[int | None]) -> str:
     """'line 3', 'lines 1, 2, 3 and 5 more'."""
     shown = ", ".join(map(str, numbers[:MAX_NAMED]))

@@ -20,7 +20,7 @@ import pytest
 from movies import decoded
 from PIL import Image
 
-from gfgen.cli.admission import _find_weightless
+from gfgen.cli.admission import find_weightless
 from gfgen.errors import OutputError
 from gfgen.job import read_job_stream
 from gfgen.jobspec import JobSpec
@@ -266,7 +266,7 @@ def test_metadata_of_a_file_is_a_line_of_a_job_file(
 
 def admitted(line: str, folder: Path) -> AdmittedJob:
     parsed = read_job_stream(io.BytesIO(line.encode()), source="a.jsonl", folder=folder)
-    (job,), problems = admit(parsed.specs, default_model="shapes", find_model=_find_weightless)
+    (job,), problems = admit(parsed.specs, default_model="shapes", find_model=find_weightless)
     assert (parsed.problems, problems) == ((), ())
     return job
 
