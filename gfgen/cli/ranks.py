@@ -116,10 +116,12 @@ def ready_pool(
     *,
     worker_main: str | None = None,
     are_all_needed: bool = False,
+    keep_fds: Sequence[int] = (),
 ) -> Iterator[WorkerPool]:
     """Workers with these models, or such as `worker_main` says; the run's clock starts after this.
 
     A rank that cannot start is gone without, unless all are needed, as where something is measured.
+    Workers and writers keep `keep_fds` open until they end.
     """
     if worker_main is None:
         check_packages(COMPUTING)
@@ -135,18 +137,21 @@ def ready_pool(
     if len(islands) > 1:
         logger.info("GPUs without peer access share no layout: %s", "; ".join(str(list(i)) for i in islands))
     began_s = time.monotonic()
-    with WorkerPool(
-        num_ranks=ranks.num_ranks,
-        checkpoints=sorted(checkpoints),
-        worker_main=worker_main,
-        device=ranks.devices.kind,
-        has_random_weights=ranks.has_random_weights,
-        vae_dtype=ranks.vae_dtype,
-        has_graphs=ranks.has_graphs,
-        memory_limit=ranks.devices.memory_limit,
-        islands=islands,
-        are_all_needed=are_all_needed,
-    ) as pool:
+    with signals.interrupting("the models were loading; nothing was started"):
+        started = WorkerPool(
+            num_ranks=ranks.num_ranks,
+            checkpoints=sorted(checkpoints),
+            worker_main=worker_main,
+            device=ranks.devices.kind,
+            has_random_weights=ranks.has_random_weights,
+            vae_dtype=ranks.vae_dtype,
+            has_graphs=ranks.has_graphs,
+            memory_limit=ranks.devices.memory_limit,
+            islands=islands,
+            are_all_needed=are_all_needed,
+            keep_fds=keep_fds,
+        )
+    with started as pool:
         pool.wait_ready(signals)
         logger.info("ready after %.1f s", time.monotonic() - began_s)
         yield pool

@@ -224,7 +224,7 @@ def run_jobs(admitted: Sequence[AdmittedJob], options: RunOptions) -> Summary:
     Raises: InterruptedRunError when a signal ended the run before all jobs had;
             LockedError when another run is at work in the output folder.
     """
-    with contextlib.closing(SignalPipe()) as signals, held_folder(options.output_dir):
+    with contextlib.closing(SignalPipe()) as signals, held_folder(options.output_dir) as lock:
         done = _finished(admitted, options)
         todo = [job for job in admitted if job.job_id not in done]
         if not todo:
@@ -238,7 +238,7 @@ def run_jobs(admitted: Sequence[AdmittedJob], options: RunOptions) -> Summary:
         fitting, num_left = with_time(todo, options.ranks.step_times, closes_at=options.closes_at)
         residency = options.ranks.admission(options.model).residency(fitting)
         checkpoints = residency.checkpoints if residency else {job.checkpoint for job in fitting}
-        with ready_pool(checkpoints, options.ranks, signals) as pool:
+        with ready_pool(checkpoints, options.ranks, signals, keep_fds=[lock]) as pool:
             if options.ranks.has_graphs:
                 held = of_held_models(fitting, residency)
                 warm_up(pool, held, devices=options.ranks.devices, policy=options.policy, signals=signals)
@@ -261,7 +261,7 @@ def watch_folder(folder: Path, options: RunOptions) -> Summary:
     admit = options.ranks.admission(options.model, bounds=options.job_bounds)
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(contextlib.closing(SignalPipe()))
-        stack.enter_context(held_folder(options.output_dir))
+        lock = stack.enter_context(held_folder(options.output_dir))
         inbox = stack.enter_context(
             contextlib.closing(
                 Inbox(folder, output_dir=options.output_dir, admit=admit, skip_invalid=options.skip_invalid)
@@ -272,7 +272,7 @@ def watch_folder(folder: Path, options: RunOptions) -> Summary:
         admit.check(checkpoints)
         residency = admit.residency(first, names={options.model: admit.find_model(options.model).checkpoint})
         loaded = residency.checkpoints if residency else checkpoints
-        pool = stack.enter_context(ready_pool(loaded, options.ranks, signals))
+        pool = stack.enter_context(ready_pool(loaded, options.ranks, signals, keep_fds=[lock]))
         if options.ranks.has_graphs:
             held = of_held_models(first, residency)
             warm_up(pool, held, devices=options.ranks.devices, policy=options.policy, signals=signals)
@@ -372,15 +372,18 @@ def default_profile(devices: Devices) -> Profile | None:
 
 
 @contextlib.contextmanager
-def held_folder(folder: Path) -> Iterator[None]:
-    """The output folder, made if need be, held for this run and cleared of what killed runs left."""
+def held_folder(folder: Path) -> Iterator[int]:
+    """The output folder, made if need be, held for this run and cleared of what killed runs left.
+
+    Yields the lock's descriptor (`hold_folder`).
+    """
     from gfgen.runtime.outputs import remove_leftovers  # imports numpy, which --help can do without
 
     _make_folder(folder)
-    with hold_folder(folder):
+    with hold_folder(folder) as lock:
         if num_leftovers := remove_leftovers(folder):
             logger.info("removed %d unfinished files of an earlier run", num_leftovers)
-        yield
+        yield lock
 
 
 def _warn_of_passed_deadlines(

@@ -258,7 +258,7 @@ def serve_models(options: ServeOptions) -> None:
         listener = listen(options.host, options.port)
         stack.callback(listener.close)
         signals = stack.enter_context(contextlib.closing(SignalPipe()))
-        stack.enter_context(held_folder(options.output_dir))
+        lock = stack.enter_context(held_folder(options.output_dir))
         chooser = stack.enter_context(contextlib.closing(SwitchedChooser(options.policy.choose)))
         door = Door(on_policy=lambda policy: chooser.follow(load_policy(policy).choose))
         supervisor = Supervisor(listener, settings_of(options), door)
@@ -275,7 +275,7 @@ def serve_models(options: ServeOptions) -> None:
             checkpoints, help_="it is not served any more: start the server with --model NAME too"
         )
         try:
-            pool = stack.enter_context(ready_pool(held, options.ranks, signals))
+            pool = stack.enter_context(ready_pool(held, options.ranks, signals, keep_fds=[lock]))
             if options.ranks.has_graphs:
                 usual = of_held_models(usual_jobs(options.models, loaded), residency)
                 warm_up(pool, usual, devices=options.ranks.devices, policy=options.policy, signals=signals)

@@ -14,6 +14,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -22,6 +23,7 @@ from numpy.typing import NDArray
 
 from gfgen.errors import OutputError
 from gfgen.runtime import metadata as labels
+from gfgen.runtime.lifeline import die_with_parent
 
 Frames = NDArray[np.uint8]
 
@@ -191,7 +193,7 @@ def _encode_command(frames: Frames, path: Path, *, fps: int, tag_fd: int) -> lis
 
 @contextmanager
 def _ffmpeg(command: list[str], *, complaints: IO[bytes], keep_fd: int) -> Iterator[subprocess.Popen[bytes]]:
-    """A running ffmpeg, which has ended when the block is left.
+    """A running ffmpeg, which has ended when the block is left, and dies with this process.
 
     In a session of its own: Ctrl-C in the terminal is for gfgen, which still wants the file.
     """
@@ -202,6 +204,7 @@ def _ffmpeg(command: list[str], *, complaints: IO[bytes], keep_fd: int) -> Itera
         stderr=complaints,
         pass_fds=(keep_fd,),
         start_new_session=True,
+        preexec_fn=partial(die_with_parent, os.getpid()),  # else it would encode what it has got to the end
     )
     try:
         yield process

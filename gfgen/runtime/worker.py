@@ -45,7 +45,6 @@ from gfgen.models.parallel import Parallel, parallel_from
 from gfgen.models.registry import load_adapter
 from gfgen.runtime.allocator import give_back_freed_memory, keep_freed_memory
 from gfgen.runtime.channel import Channel
-from gfgen.runtime.lifeline import die_with_parent
 from gfgen.runtime.messages import (
     Abandon,
     Arenas,
@@ -130,7 +129,6 @@ def run_worker(
     channel_socket: socket.socket, settings: WorkerSettings, make: Callable[[Channel], Worker]
 ) -> None:
     """The life of a worker that `make` sets up."""
-    die_with_parent()
     leave_to_the_run()  # which closes the channel
     channel = Channel(channel_socket)
     started_s = time.monotonic()
