@@ -160,6 +160,7 @@ class Admission:
             beside_bytes=self._beside_bytes,
             has_random_weights=self._has_random_weights,
             vae_dtype=self._vae_dtype,
+            where=self._devices.where,
         )
 
     def refuse_large(
@@ -186,6 +187,7 @@ class Admission:
             models_bytes=models_bytes,
             beside_bytes=self._beside_bytes,
             memory_bytes=self._devices.memory_bytes,
+            where=self._devices.where,
         )
 
     def residency(

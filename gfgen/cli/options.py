@@ -10,6 +10,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from gfgen.layout import MAX_RANKS
 from gfgen.runtime.devices import CPU, Devices
 from gfgen.runtime.records import LOOKAHEAD_S
 
@@ -50,6 +51,14 @@ graphs_option = click.option(
     default=True,
     show_default=True,
     help="On GPUs: warm up, and launch steps as CUDA graphs where that is faster (docs/models.md).",
+)
+ranks_per_gpu_option = click.option(
+    "--ranks-per-gpu",
+    type=click.IntRange(1, MAX_RANKS),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Let N ranks share each GPU, to try and test layouts of several ranks on one GPU; slower.",
 )
 lookahead_option = click.option(
     "--lookahead",

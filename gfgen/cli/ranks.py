@@ -60,7 +60,8 @@ class Ranks:
     def description(self) -> str:
         """As in '4 x NVIDIA H200'."""
         if self.devices.gpus:
-            return f"{self.num_ranks} x {self.device_name}"
+            ranks = f"{self.num_ranks} ranks on " if self.devices.ranks_per_gpu > 1 else ""
+            return f"{ranks}{len(self.devices.gpus)} x {self.device_name}"
         return f"{counted(self.num_ranks, 'CPU rank')} on {self.device_name}"
 
     @property
@@ -132,7 +133,8 @@ def ready_pool(
         has_random_weights=ranks.has_random_weights,
         vae_dtype=ranks.vae_dtype,
         has_graphs=ranks.has_graphs,
-        memory_limit=ranks.devices.memory_limit,
+        memory_limit=ranks.devices.rank_limit,
+        num_gpus=len(ranks.devices.gpus),
         islands=islands,
         are_all_needed=are_all_needed,
     ) as pool:

@@ -16,7 +16,14 @@ import click
 from gfgen import log
 from gfgen.cli.admission import admit_file, check_source, warn_of_passed_deadlines
 from gfgen.cli.loop import run_loop
-from gfgen.cli.options import NamedPath, graphs_option, lookahead_option, memory_option, tell_of_graphs
+from gfgen.cli.options import (
+    NamedPath,
+    graphs_option,
+    lookahead_option,
+    memory_option,
+    ranks_per_gpu_option,
+    tell_of_graphs,
+)
 from gfgen.cli.progress import make_file_progress, make_progress
 from gfgen.cli.ranks import Ranks, ready_pool
 from gfgen.cli.warming import warm_up
@@ -89,6 +96,7 @@ class RunOptions:
     show_default=True,
     help="What the workers compute on; auto: GPUs if there are any.",
 )
+@ranks_per_gpu_option
 @memory_option
 @click.option("--policy", default="auto", show_default=True, help="NAME[,option=value...]: 'gfgen policies'.")
 @click.option(
@@ -139,6 +147,7 @@ def run(
     output: Path | None,
     ranks: int | None,
     device: str,
+    ranks_per_gpu: int,
     memory: str | None,
     policy: str,
     model: str,
@@ -166,7 +175,7 @@ def run(
     _check_written(jobs, output_dir, {"--trace": trace, "--log-file": log_file})
     log.configure(level=level, as_json=log_json, file=log_file, file_level=file_level)
     memory_limit = None if memory is None else parse_memory(memory)
-    devices = choose_devices(device, ranks, memory_limit=memory_limit)
+    devices = choose_devices(device, ranks, memory_limit=memory_limit, ranks_per_gpu=ranks_per_gpu)
     options = RunOptions(
         output_dir=output_dir,
         ranks=Ranks(devices, random_weights, vae_dtype, graphs),

@@ -15,7 +15,14 @@ import click
 
 from gfgen import log
 from gfgen.cli.loop import run_loop
-from gfgen.cli.options import NamedPath, graphs_option, lookahead_option, memory_option, tell_of_graphs
+from gfgen.cli.options import (
+    NamedPath,
+    graphs_option,
+    lookahead_option,
+    memory_option,
+    ranks_per_gpu_option,
+    tell_of_graphs,
+)
 from gfgen.cli.packages import SERVING, check_packages
 from gfgen.cli.progress import LineProgress
 from gfgen.cli.ranks import Ranks, ready_pool
@@ -131,6 +138,7 @@ class _Duration(click.ParamType[float]):
 )
 @click.option("--ranks", type=click.IntRange(1, MAX_RANKS), help="Workers to use. [all GPUs, or 4 on a CPU]")
 @click.option("--device", type=click.Choice(DEVICES), default="auto", show_default=True)
+@ranks_per_gpu_option
 @memory_option
 @graphs_option
 @click.option("--policy", default="auto", show_default=True, help="NAME[,option=value...]: 'gfgen policies'.")
@@ -167,6 +175,7 @@ def serve(
     vae_dtype: str,
     ranks: int | None,
     device: str,
+    ranks_per_gpu: int,
     memory: str | None,
     graphs: bool,
     policy: str,
@@ -189,7 +198,7 @@ def serve(
     _check_exposure(host, api_key, no_key=no_key)
     check_packages(SERVING)
     memory_limit = None if memory is None else parse_memory(memory)
-    devices = choose_devices(device, ranks, memory_limit=memory_limit)
+    devices = choose_devices(device, ranks, memory_limit=memory_limit, ranks_per_gpu=ranks_per_gpu)
     options = ServeOptions(
         output_dir=output,
         ranks=Ranks(devices, random_weights, vae_dtype, graphs),

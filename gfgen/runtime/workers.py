@@ -129,7 +129,7 @@ class ProcessBackend:
         self._unsent: list[tuple[Dispatch, str]] = []
         """Dispatches that could not be handed out, and why."""
         self._recovery: Recovery | None = None
-        self._watchdog: Watchdog[Child] = Watchdog(patience or Patience(), looked_s=clock.now_s)
+        self._watchdog: Watchdog[Child] = Watchdog(patience or pool.patience, looked_s=clock.now_s)
         self._verdicts: dict[Child, str] = {}
         """Why a process was killed, until its end is noticed."""
         self._arriving: list[Child] = []
