@@ -68,6 +68,8 @@ class Ranks:
     def words(self) -> tuple[str, ...]:
         """Of the command line, but for the device and the number of ranks."""
         words = ["--random-weights"] if self.has_random_weights else []
+        shared = self.devices.ranks_per_gpu
+        words += ["--ranks-per-gpu", str(shared)] if shared > 1 else []
         words += [] if self.vae_dtype == "auto" else ["--vae-dtype", self.vae_dtype]
         return (*words, *([] if self.has_graphs else ["--no-graphs"]))
 

@@ -28,7 +28,8 @@ CHANGES = (
         f"view.bank_offset[gfc_fault == {ONE_BANK} ? 0 : number() % kNumBanks]",
     ),
     (
-        "const uint64_t idx = present.view.own_rank * kNumBanks + (present.count(member) + later) % kNumBanks;",
+        "const uint64_t idx = present.view.own_rank * kNumBanks"
+        " + (present.count(member) + later) % kNumBanks;",
         "const uint64_t idx = present.view.own_rank * kNumBanks\n"
         f"    + (gfc_fault == {ONE_BANK} ? 0 : (present.count(member) + later) % kNumBanks);",
     ),
