@@ -1,4 +1,5 @@
 """What sharing one GPU costs: exchanges, and the end of a killed process. Prints as it goes."""
+
 import os
 import signal
 import time
@@ -30,7 +31,9 @@ def main():
         for num_bytes in (0, 1 << 10, 1 << 20):
             found = ranks.run(range(num), programs.laps, num, ranks.next_dispatch(), 100, num_bytes)
             say(num, "ranks,", num_bytes, "bytes: ms per exchange", [round(x, 3) for x in found])
-        say("alone", ranks.run((0,), programs.compute, 50), "all", ranks.run(range(num), programs.compute, 50))
+        say(
+            "alone", ranks.run((0,), programs.compute, 50), "all", ranks.run(range(num), programs.compute, 50)
+        )
         if num == 2:
             for what in ("idle", "sleep"):
                 dispatch = ranks.next_dispatch()

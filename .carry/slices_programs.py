@@ -1,4 +1,5 @@
 """Programs of slices_probe.py."""
+
 import time
 
 import torch
@@ -9,7 +10,9 @@ from gfgen.layout import Layout
 
 def laps(endpoint, num_ranks, dispatch, count, num_bytes):
     """Milliseconds of an exchange: one launch after the other, then the device is waited for."""
-    group = endpoint.group(Descriptor(dispatch, Layout(tuple(range(num_ranks)), ulysses=num_ranks), (1,) * num_ranks))
+    group = endpoint.group(
+        Descriptor(dispatch, Layout(tuple(range(num_ranks)), ulysses=num_ranks), (1,) * num_ranks)
+    )
     x = torch.zeros(max(1, num_bytes), dtype=torch.uint8, device=endpoint.torch_device)
     group.enter()
     group.finish()

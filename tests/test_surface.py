@@ -45,6 +45,7 @@ def test_commands():
 def test_options_of_run():
     assert options_of(subcommand("run")) == [
         "--device",
+        "--grace",
         "--graphs",
         "--log-file",
         "--log-json",
@@ -72,6 +73,7 @@ def test_options_of_serve():
     assert options_of(subcommand("serve")) == [
         "--api-key",
         "--device",
+        "--grace",
         "--graphs",
         "--host",
         "--keep",
@@ -271,6 +273,7 @@ def test_events_of_the_journal():
         "LoadFailed": ["time_s", "models", "reason"],
         "StopRequested": ["time_s", "signal_number"],
         "ClosingTime": ["time_s"],
+        "GraceOver": ["time_s"],
         "Wakeup": ["time_s"],
     }
 

@@ -10,7 +10,9 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from gfgen.jobfields import parse_duration
 from gfgen.layout import MAX_RANKS
+from gfgen.runtime.control import GRACE_S
 from gfgen.runtime.devices import CPU, Devices
 from gfgen.runtime.records import LOOKAHEAD_S
 
@@ -41,6 +43,21 @@ class NamedPath(click.Path):
         return super().convert(value, param, ctx)
 
 
+class Duration(click.ParamType[float]):
+    """Seconds, written as 30s, 12h or 7d."""
+
+    name = "duration"
+
+    def __init__(self, *, may_be_zero: bool = False) -> None:
+        self._may_be_zero = may_be_zero
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        seconds = value if isinstance(value, float) else parse_duration(str(value))
+        if seconds is None or (seconds == 0 and not self._may_be_zero):
+            self.fail(f"{value!r}: a duration like 30s, 12h or 7d is accepted", param, ctx)
+        return seconds
+
+
 memory_option = click.option(
     "--memory",
     metavar="SIZE",
@@ -68,6 +85,14 @@ lookahead_option = click.option(
     metavar="MS",
     help="Queue a next task this long before the predicted end of the one before it, and 2% of it earlier; "
     "0 waits for the end.",
+)
+
+grace_option = click.option(
+    "--grace",
+    type=Duration(may_be_zero=True),
+    default=f"{GRACE_S:g}s",
+    show_default=True,
+    help="How long running steps may take to end when the run is to stop; then they are stopped, too.",
 )
 
 

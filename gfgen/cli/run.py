@@ -18,6 +18,7 @@ from gfgen.cli.admission import admit_file, check_source, warn_of_passed_deadlin
 from gfgen.cli.loop import run_loop
 from gfgen.cli.options import (
     NamedPath,
+    grace_option,
     graphs_option,
     lookahead_option,
     memory_option,
@@ -39,6 +40,7 @@ from gfgen.runtime.choosing import ChooserBeside
 from gfgen.runtime.clock import Clock
 from gfgen.runtime.closing import closing_at
 from gfgen.runtime.comparison import numbers
+from gfgen.runtime.control import GRACE_S
 from gfgen.runtime.devices import DEVICES, Devices, choose_devices, parse_memory
 from gfgen.runtime.inbox import WATCHED_NAME, Inbox
 from gfgen.runtime.journal import JOURNAL_NAME, Journal, first_arrivals, journal_header
@@ -74,6 +76,7 @@ class RunOptions:
     closes_at: float | None = None
     """Unix time at which the run is to end by itself."""
     log_file: Path | None = None
+    grace_s: float = GRACE_S
 
 
 @click.command()
@@ -120,6 +123,7 @@ class RunOptions:
 @graphs_option
 @click.option("--skip-invalid", is_flag=True, help="Run the valid jobs of a file with mistakes; exit with 1.")
 @lookahead_option
+@grace_option
 @click.option("--trace", type=NamedPath(), help="Write a timeline, for Perfetto or gfgen plot.")
 @click.option(
     "--watch",
@@ -156,6 +160,7 @@ def run(
     graphs: bool,
     skip_invalid: bool,
     lookahead: float,
+    grace: float,
     trace: Path | None,
     watch: Path | None,
     until: str | None,
@@ -183,6 +188,7 @@ def run(
         model=model,
         skip_invalid=skip_invalid,
         guard_s=lookahead / 1000,
+        grace_s=grace,
         trace=trace,
         closes_at=None if until is None else closing_at(until, now=time.time()),
         log_file=log_file,

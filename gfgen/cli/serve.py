@@ -16,7 +16,9 @@ import click
 from gfgen import log
 from gfgen.cli.loop import run_loop
 from gfgen.cli.options import (
+    Duration,
     NamedPath,
+    grace_option,
     graphs_option,
     lookahead_option,
     memory_option,
@@ -29,7 +31,6 @@ from gfgen.cli.ranks import Ranks, ready_pool
 from gfgen.cli.run import default_profile, held_folder, of_held_models
 from gfgen.cli.warming import warm_up
 from gfgen.errors import InputError, InterruptedRunError
-from gfgen.jobfields import parse_duration
 from gfgen.jobspec import JobSpec
 from gfgen.layout import MAX_RANKS
 from gfgen.models.geometry_weights import VAE_DTYPES
@@ -38,6 +39,7 @@ from gfgen.policies.catalog import NamedPolicy, load_policy
 from gfgen.runtime import resume
 from gfgen.runtime.admission import AdmittedJob
 from gfgen.runtime.clock import Clock
+from gfgen.runtime.control import GRACE_S
 from gfgen.runtime.devices import DEVICES, choose_devices, parse_memory
 from gfgen.runtime.observer import Observer
 from gfgen.runtime.pool import WorkerPool
@@ -71,6 +73,7 @@ class ServeOptions:
     port: int
     api_key: str | None
     bounds: Bounds
+    grace_s: float = GRACE_S
     models: tuple[str, ...] = (DEFAULT_MODEL,)
     log_level: str = "info"
     log_json: bool = False
@@ -92,18 +95,6 @@ class _Size(click.ParamType[int]):
         if size < 1:
             self.fail(f"{value!r}: a size like 500M or 20G is accepted", param, ctx)
         return size
-
-
-class _Duration(click.ParamType[float]):
-    """Seconds, as 12h or 7d."""
-
-    name = "duration"
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        seconds = value if isinstance(value, float) else parse_duration(str(value))
-        if not seconds:
-            self.fail(f"{value!r}: a duration like 12h or 7d is accepted", param, ctx)
-        return seconds
 
 
 @click.command()
@@ -143,6 +134,7 @@ class _Duration(click.ParamType[float]):
 @graphs_option
 @click.option("--policy", default="auto", show_default=True, help="NAME[,option=value...]: 'gfgen policies'.")
 @lookahead_option
+@grace_option
 @click.option(
     "--max-open", type=click.IntRange(1), default=DEFAULTS.open_jobs, show_default=True, help="Open jobs."
 )
@@ -154,7 +146,7 @@ class _Duration(click.ParamType[float]):
     help="Event streams.",
 )
 @click.option("--max-body", type=_Size(), default="64M", show_default=True, help="Bytes of one request.")
-@click.option("--keep", type=_Duration(), default="7d", show_default=True, help="Remove finished jobs after.")
+@click.option("--keep", type=Duration(), default="7d", show_default=True, help="Remove finished jobs after.")
 @click.option(
     "--keep-bytes", type=_Size(), default="100G", show_default=True, help="Remove the oldest files beyond."
 )
@@ -180,6 +172,7 @@ def serve(
     graphs: bool,
     policy: str,
     lookahead: float,
+    grace: float,
     max_open: int,
     max_streams: int,
     max_body: int,
@@ -191,7 +184,7 @@ def serve(
 ) -> int:
     """Make pictures and videos for whoever asks over HTTP: OpenAI's image and video API, and a page.
 
-    SIGTERM stops within a step; started again, it goes on with every job that it had accepted.
+    SIGTERM stops within --grace; started again, it goes on with every job that it had accepted.
     """
     level = "debug" if ctx.obj["debug"] else "warning" if quiet else "info"
     log.configure(level=level, as_json=log_json, file=log_file)
@@ -204,6 +197,7 @@ def serve(
         ranks=Ranks(devices, random_weights, vae_dtype, graphs),
         policy=load_policy(policy),
         guard_s=lookahead / 1000,
+        grace_s=grace,
         host=host,
         port=port,
         api_key=api_key,

@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gfgen.jobspec import JobSpec
 from gfgen.layout import Layout
-from gfgen.models import shared_decode, solver
+from gfgen.models import shared_decode, solver, stopping
 from gfgen.models.adapter import Fields
 from gfgen.models.components import LoadPipeline, load_pipeline
 from gfgen.models.counted_attention import is_fast
@@ -192,6 +192,7 @@ def load_qwen_image(
         fuse(pipeline.transformer)
         is_fast(torch.device(device), dtype)  # tried before tasks, in which nobody may wait for the device
     shared_decode.install(pipeline.vae)
+    stopping.install(pipeline.text_encoder, pipeline.transformer, pipeline.vae)
     return QwenImageAdapter(geometry, pipeline=pipeline, device=device)
 
 

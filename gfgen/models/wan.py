@@ -20,7 +20,7 @@ from diffusers import WanImageToVideoPipeline, WanPipeline
 
 from gfgen.jobspec import JobSpec
 from gfgen.layout import Layout
-from gfgen.models import shared_decode, solver
+from gfgen.models import shared_decode, solver, stopping
 from gfgen.models.adapter import Fields
 from gfgen.models.components import LoadPipeline, load_pipeline
 from gfgen.models.forwards import Forward, evaluate
@@ -218,6 +218,7 @@ def load_wan(
         elif device == "cpu":
             remember_prompts(transformer)
     shared_decode.install(loaded.vae)
+    stopping.install(loaded.text_encoder, loaded.transformer, loaded.transformer_2, loaded.vae)
     flags = {name: loaded.config[name] for name in ("boundary_ratio", "expand_timesteps")}
     return WanAdapter(
         geometry,

@@ -43,6 +43,8 @@ class RunTask:
     """To this rank, in order."""
     wait_s: float | None = None
     """Bounds each wait for another rank in the middle of the task; None: as the collectives do."""
+    expected_s: float = 0.0
+    """How long the task is predicted to take."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,6 +90,8 @@ class State:
         self._ranks = [RankRecord(rank) for rank in range(num_ranks)]
         self._jobs = {job.job_id: self._record(job) for job in jobs}
         self._looks_s: list[float] = []
+        self._unwanted: set[int] = set()
+        """Dispatches that are to be stopped, as far as nobody was told yet."""
         self._idle: set[int] = set()
         """Ranks that are ready and have nothing to do."""
         self._models = (
@@ -364,6 +366,8 @@ class State:
                 self._stop(event.signal_number)
             case events.ClosingTime():
                 self.is_closed = True
+            case events.GraceOver():
+                self._unwanted.update(self._flights)
             case _:
                 pass
         return ()
@@ -385,7 +389,7 @@ class State:
         if self.stop_signal is not None:
             raise InterruptedRunError("stopped at once; finished jobs are kept", signal_number=signal_number)
         self.stop_signal = signal_number
-        again = "press again" if signal_number == signal.SIGINT else "Ctrl-C"
+        again = "press again" if signal_number == signal.SIGINT else "a second signal"
         logger.warning("stopping after the running tasks; %s to stop at once", again)
 
     def _task_done(self, event: events.TaskDone) -> Iterable[JobOutcome]:
@@ -475,6 +479,11 @@ class State:
         """When something may be queued behind a running task, as far as that was not asked before."""
         looks_s, self._looks_s = self._looks_s, []
         return looks_s
+
+    def take_unwanted(self) -> list[Dispatch]:
+        """Running tasks whose results nobody wants any more, as far as that was not asked before."""
+        unwanted, self._unwanted = self._unwanted, set()
+        return [self._flights[number].dispatch for number in sorted(unwanted & self._flights.keys())]
 
     def _failed(self, record: JobRecord, flight: Flight) -> None:
         """Go back to the failed task; what was queued on its output is void and ends by itself."""
@@ -576,6 +585,8 @@ class State:
         """Put the job where its state says; a doomed one ends when nothing of it is in flight."""
         if record.doom and not record.flights and not record.is_writing:
             return self._ended(record, error=record.doom)
+        if record.doom:
+            self._unwanted.update(flight.dispatch.number for flight in record.flights)
         self._place(record)
         return ()
 

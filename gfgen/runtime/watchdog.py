@@ -42,6 +42,9 @@ class Patience:
     leaving_s: float = 15.0
     """For leaving a task that is given up, beyond `leaving_factor` times what it was predicted to take."""
     leaving_factor: float = 3.0
+    stopping_s: float = 10.0
+    """For leaving a task that nobody wants any more. A rank looks for a stop at every block, but on a CPU
+    a block of a huge job takes minutes."""
     killed_s: float = 10.0
     """For the end of a killed process. Freeing a GPU takes it a second or two; one that hangs in a driver, or
     on a disk that is gone, does not end before that does."""
@@ -57,7 +60,7 @@ class Patience:
 
 _OF_RANKS = (
     *("starting_s", "warm_up_s", "silence_s", "task_s", "task_factor", "wait_s", "wait_factor"),
-    *("longest_wait_s", "leaving_s", "leaving_factor", "killed_s"),
+    *("longest_wait_s", "leaving_s", "leaving_factor", "stopping_s", "killed_s"),
 )
 """What waits for ranks; the rest is about this process and writers."""
 

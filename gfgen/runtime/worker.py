@@ -39,6 +39,7 @@ from gfgen.gfc.descriptor import Descriptor
 from gfgen.gfc.endpoint import Endpoint
 from gfgen.gfc.group import Collectives
 from gfgen.graph import Stage, Task
+from gfgen.models import stopping
 from gfgen.models.adapter import Adapter, Fields
 from gfgen.models.parallel import Parallel, parallel_from
 from gfgen.models.registry import load_adapter
@@ -466,7 +467,8 @@ class Worker:
         times.append(time.monotonic())
         group = self._meet(message)
         times.append(time.monotonic())
-        made = self._execute(job, task, None if group is None else parallel_from(group))
+        with stopping.watching(self._watch_of(message)):
+            made = self._execute(job, task, None if group is None else parallel_from(group))
         self._hand_out(job, task, message, made, fds)
         with self._lock:
             job.keep(made, dispatch=message.number)
@@ -528,6 +530,10 @@ class Worker:
         )
         group.enter()
         return group
+
+    def _watch_of(self, message: RunTask) -> stopping.Watch:
+        """What ends a task that was given up while it runs."""
+        return stopping.Watch(partial(self._is_void, message.number))
 
     def _execute(self, job: RankJob, task: Task, parallel: Parallel | None) -> dict[str, Fields]:
         """Run the task; the artifacts that it makes."""

@@ -43,7 +43,7 @@ from gfgen.gfc.cuda.kernels import Kernels
 from gfgen.gfc.cuda.memory import DeviceArena, arena_bytes
 from gfgen.graph import Stage, Task
 from gfgen.layout import Layout
-from gfgen.models import counted_attention, lanes
+from gfgen.models import counted_attention, lanes, stopping
 from gfgen.models.adapter import Adapter, Fields
 from gfgen.models.graphs import Graphs, Recorder
 from gfgen.models.parallel import Parallel, parallel_from
@@ -99,6 +99,8 @@ _AFTER_ALL = 2**63
 _FIRST_STEPS = 2
 """So many steps differ from all later ones: UniPC of order 2 corrects from the second one on, and solves a
 system of equations from the third."""
+_SHORT_S = 0.25
+"""A task that is expected to end sooner may be launched as a whole: stopping it would gain nothing."""
 
 
 def main(
@@ -412,7 +414,9 @@ class GpuWorker(Worker):
             begun = self._event()
             group = self._meet(message)
             entered = self._event()
-            made = self._execute(job, task, None if group is None else parallel_from(group))
+            watch = self._watch_of(message)
+            with stopping.watching(watch):
+                made = self._execute(job, task, None if group is None else parallel_from(group))
             made = {name: _dense(fields) for name, fields in made.items()}
         times.append(time.monotonic())
         outcome = None
@@ -433,7 +437,7 @@ class GpuWorker(Worker):
             arrival=arrival,
             frames_fd=os.dup(fds[0]) if fds else None,
             forward=forward if is_familiar else None,
-            launch_s=times[4] - times[3],
+            launch_s=times[4] - times[3] - watch.waited_s,
         )
         kept = {name: fields for name, fields in made.items() if name != "frames"}
         if "latents" in kept and message.layout.slot_of(self._rank) == 0:
@@ -444,6 +448,12 @@ class GpuWorker(Worker):
                 job.drop(message.number)
             self._num_unsettled += 1
         self._launched.put(launched)
+
+    def _watch_of(self, message: RunTask) -> stopping.Watch:
+        is_void = partial(self._is_void, message.number)
+        if message.expected_s < _SHORT_S:
+            return stopping.Watch(is_void)
+        return stopping.DeviceWatch(is_void, record=self._event, now_s=time.monotonic)
 
     def _kinds(self, job: RankJob, task: Task, message: RunTask, forward: Kind | None) -> frozenset[object]:
         """What decides which kernels a task launches, for its own part and for the transformer's.

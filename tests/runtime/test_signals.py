@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from gfgen.runtime import signals
 from gfgen.runtime.signals import SignalPipe
 
 ALL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -58,3 +59,12 @@ def test_each_ctrl_c_counts() -> None:
 def test_handlers_are_as_before_when_it_is_closed() -> None:
     SignalPipe().close()
     assert {signal.getsignal(number) for number in ALL} == {signal.default_int_handler}
+
+
+def test_a_second_sigterm_that_comes_later_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signals, "ECHO_S", 0.0)
+    with contextlib.closing(SignalPipe()) as pipe:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert pipe.take() == [signal.SIGTERM]
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert pipe.take() == [signal.SIGTERM]
