@@ -23,11 +23,15 @@ nvidia-smi -L; python3 -c 'import torch, pytest, sys; print(sys.version_info[:3]
 step build; [ -f gfgen/gfc/_native*312*.so ] || python3 setup.py --quiet build_ext --inplace 2>&1 | tail -3
 mkdir -p .pytest_cache/d/gfgen
 (GFGEN_CACHE=$PWD/.pytest_cache/d/gfgen timeout 200 python3 -c 'from gfgen.models.registry import make_tiny_models, tiny_dir, TINY_NAMES; make_tiny_models(tiny_dir(), TINY_NAMES)' >/tmp/tiny.log 2>&1 &)
+(timeout 200 python3 -c 'import pathlib, tempfile, planted
+from gfgen.gfc.cuda import compiler
+sources = planted.write_sources(pathlib.Path(tempfile.mkdtemp())); compiler.source_dir = lambda: sources
+compiler.compiled("sm_90")' >/tmp/planted.log 2>&1 &)
 for part; do
   case $part in
     probe) step probe; timeout 70 python3 .carry/slices_probe.py 2>&1 ;;
     run) a_run ;;
-    deaths) tests 130 tests/runtime/test_deaths_on_gpus.py ;;
+    deaths) tests 170 tests/runtime/test_deaths_on_gpus.py ;;
     device) tests 190 tests/gfc/test_cuda_device.py -k "not five_seconds" ;;
     still) tests 60 tests/gfc/test_cuda_device.py -k five_seconds ;;
     planted) tests 110 tests/gfc/test_planted_faults.py -rP ;;

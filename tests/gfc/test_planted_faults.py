@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import cuda_programs as programs
@@ -21,7 +22,7 @@ from gfgen.gfc.cuda.ranks import CudaRanks
 PLAN = Plan(data_bytes=64 << 20, post_bytes=4 << 20)
 TIMEOUT_S = 2.0
 NUM_DISPATCHES = 200
-STUCK_S = 60.0
+STUCK_S = 40.0
 """Entry barriers wait until they are aborted; the ranks of a test need a few seconds."""
 
 
@@ -66,18 +67,23 @@ def found_by_transfers(ranks: CudaRanks) -> list[str]:
 
 
 def found_wrong(ranks: CudaRanks, count: Callable[..., int]) -> list[str]:
-    """What went wrong in the programs that both ranks run; a rank that waits for ever is aborted."""
-    found, deadline_s = [], time.monotonic() + STUCK_S
-    for rank in (0, 1):
-        try:
-            if not ranks.pipes[rank].poll(max(0.0, deadline_s - time.monotonic())):
-                found.append(f"rank {rank} hangs")
-                ranks.abort(rank, 1 << 40)
-            if wrong := count(ranks.result(rank)):
-                found.append(f"rank {rank}: {wrong} items are wrong")
-        except WorkerError as error:
-            found.append(str(error).strip().splitlines()[-1])
-            ranks.abort(1 - rank, 1 << 40)
+    """What went wrong in the programs that both ranks run; if one fails or hangs, the other one is aborted."""
+    found: list[str] = []
+    running: dict[object, int] = {ranks.pipes[rank]: rank for rank in (0, 1)}
+    while running:
+        ready = wait([ranks.pipes[rank] for rank in running.values()], STUCK_S)
+        if not ready:
+            assert not found, f"{found}, and then ranks do not answer"
+            found.append("ranks hang")
+        for pipe in ready:
+            rank = running.pop(pipe)
+            try:
+                if wrong := count(ranks.result(rank)):
+                    found.append(f"rank {rank}: {wrong} items are wrong")
+            except WorkerError as error:
+                found.append(f"rank {rank}: {str(error).strip().splitlines()[-1]}")
+        for rank in running.values() if found else ():
+            ranks.abort(rank, 1 << 40)
     return found
 
 
