@@ -67,7 +67,7 @@ def found_by_transfers(ranks: CudaRanks) -> list[str]:
 
 
 def found_wrong(ranks: CudaRanks, count: Callable[..., int]) -> list[str]:
-    """What went wrong in the programs that both ranks run; if one fails or hangs, the other one is aborted."""
+    """What went wrong in the programs that both ranks run; if one fails or hangs, the other is aborted."""
     found: list[str] = []
     running: dict[object, int] = {ranks.pipes[rank]: rank for rank in (0, 1)}
     while running:

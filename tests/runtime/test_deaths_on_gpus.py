@@ -79,6 +79,14 @@ def test_a_process_killed_in_a_step_of_all_gpus_costs_that_step_only(pool: Worke
     assert (pixels(tmp_path / "killed.png") == pixels(tmp_path / "again" / "killed.png")).all()
 
 
+def test_a_job_that_changes_ranks_at_every_step_gives_the_same_picture(pool: WorkerPool, tmp_path: Path):
+    """Its state goes from GPU to GPU, or between ranks that share one."""
+    run(pool, tmp_path / "still", job("moved"), policy=following((0,)))
+    run(pool, tmp_path / "moving", job("moved"), policy=following(*[(rank,) for rank in reversed(ALL)]))
+    shown = [pixels(tmp_path / folder / "moved.png") for folder in ("still", "moving")]
+    assert (shown[0] == shown[1]).all()
+
+
 @pytest.mark.parametrize("ranks", [(0,), ALL], ids=["alone", "all"])
 def test_memory_that_runs_out_costs_that_task_and_leaves_nothing_taken(
     pool: WorkerPool, tmp_path: Path, ranks: tuple[int, ...]
