@@ -227,6 +227,7 @@ class Admission:
             beside_bytes=self._beside_bytes,
             has_random_weights=self._has_random_weights,
             vae_dtype=self._vae_dtype,
+            where=self._devices.where,
         )
 
     def refuse_large(
@@ -253,6 +254,7 @@ class Admission:
             models_bytes=models_bytes,
             beside_bytes=self._beside_bytes,
             memory_bytes=self._devices.memory_bytes,
+            where=self._devices.where,
         )
 
     def residency(

@@ -12,6 +12,7 @@ import click
 from click.core import ParameterSource
 
 from gfgen.jobfields import parse_duration
+from gfgen.layout import MAX_RANKS
 from gfgen.runtime.control import GRACE_S
 from gfgen.runtime.devices import CPU, Devices
 from gfgen.runtime.records import LOOKAHEAD_S
@@ -70,6 +71,14 @@ graphs_option = click.option(
     default=True,
     show_default=True,
     help="On GPUs: warm up, and launch steps as CUDA graphs where that is faster (docs/models.md).",
+)
+ranks_per_gpu_option = click.option(
+    "--ranks-per-gpu",
+    type=click.IntRange(1, MAX_RANKS),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Let N ranks share each GPU, to try and test layouts of several ranks on one GPU; slower.",
 )
 lookahead_option = click.option(
     "--lookahead",

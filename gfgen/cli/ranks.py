@@ -62,13 +62,16 @@ class Ranks:
     def description(self) -> str:
         """As in '4 x NVIDIA H200'."""
         if self.devices.gpus:
-            return f"{self.num_ranks} x {self.device_name}"
+            ranks = f"{self.num_ranks} ranks on " if self.devices.ranks_per_gpu > 1 else ""
+            return f"{ranks}{len(self.devices.gpus)} x {self.device_name}"
         return f"{counted(self.num_ranks, 'CPU rank')} on {self.device_name}"
 
     @property
     def words(self) -> tuple[str, ...]:
         """Of the command line, but for the device and the number of ranks."""
         words = ["--random-weights"] if self.has_random_weights else []
+        shared = self.devices.ranks_per_gpu
+        words += ["--ranks-per-gpu", str(shared)] if shared > 1 else []
         words += [] if self.vae_dtype == "auto" else ["--vae-dtype", self.vae_dtype]
         return (*words, *([] if self.has_graphs else ["--no-graphs"]))
 
@@ -146,7 +149,8 @@ def ready_pool(
             has_random_weights=ranks.has_random_weights,
             vae_dtype=ranks.vae_dtype,
             has_graphs=ranks.has_graphs,
-            memory_limit=ranks.devices.memory_limit,
+            memory_limit=ranks.devices.rank_limit,
+            num_gpus=len(ranks.devices.gpus),
             islands=islands,
             are_all_needed=are_all_needed,
             keep_fds=keep_fds,

@@ -23,6 +23,7 @@ from gfgen.cli.options import (
     lookahead_option,
     max_step_time_option,
     memory_option,
+    ranks_per_gpu_option,
     tell_of_graphs,
 )
 from gfgen.cli.progress import make_file_progress, make_progress
@@ -106,6 +107,7 @@ class RunOptions:
     show_default=True,
     help="What the workers compute on; auto: GPUs if there are any.",
 )
+@ranks_per_gpu_option
 @memory_option
 @click.option("--policy", default="auto", show_default=True, help="NAME[,option=value...]: 'gfgen policies'.")
 @click.option(
@@ -158,6 +160,7 @@ def run(
     output: Path | None,
     ranks: int | None,
     device: str,
+    ranks_per_gpu: int,
     memory: str | None,
     policy: str,
     model: str,
@@ -187,7 +190,7 @@ def run(
     _check_written(jobs, output_dir, {"--trace": trace, "--log-file": log_file})
     log.configure(level=level, as_json=log_json, file=log_file, file_level=file_level)
     memory_limit = None if memory is None else parse_memory(memory)
-    devices = choose_devices(device, ranks, memory_limit=memory_limit)
+    devices = choose_devices(device, ranks, memory_limit=memory_limit, ranks_per_gpu=ranks_per_gpu)
     options = RunOptions(
         output_dir=output_dir,
         ranks=Ranks(devices, random_weights, vae_dtype, graphs),

@@ -23,6 +23,7 @@ from gfgen.cli.options import (
     lookahead_option,
     max_step_time_option,
     memory_option,
+    ranks_per_gpu_option,
     tell_of_graphs,
 )
 from gfgen.cli.packages import SERVING, check_packages
@@ -134,6 +135,7 @@ class _Size(click.ParamType[int]):
 )
 @click.option("--ranks", type=click.IntRange(1, MAX_RANKS), help="Workers to use. [all GPUs, or 4 on a CPU]")
 @click.option("--device", type=click.Choice(DEVICES), default="auto", show_default=True)
+@ranks_per_gpu_option
 @memory_option
 @graphs_option
 @click.option("--policy", default="auto", show_default=True, help="NAME[,option=value...]: 'gfgen policies'.")
@@ -193,6 +195,7 @@ def serve(
     vae_dtype: str,
     ranks: int | None,
     device: str,
+    ranks_per_gpu: int,
     memory: str | None,
     graphs: bool,
     policy: str,
@@ -220,7 +223,7 @@ def serve(
     _check_exposure(host, api_key, no_key=no_key)
     check_packages(SERVING)
     memory_limit = None if memory is None else parse_memory(memory)
-    devices = choose_devices(device, ranks, memory_limit=memory_limit)
+    devices = choose_devices(device, ranks, memory_limit=memory_limit, ranks_per_gpu=ranks_per_gpu)
     options = ServeOptions(
         output_dir=output,
         ranks=Ranks(devices, random_weights, vae_dtype, graphs),

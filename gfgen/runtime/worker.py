@@ -111,8 +111,15 @@ class WorkerSettings:
     """On a GPU: whether forwards may be recorded, to be launched at once."""
     memory_limit: int | None = None
     """Bytes of its GPU that a rank may use; None for all."""
+    num_gpus: int = 0
+    """GPUs that the ranks use; fewer than ranks where they share them, 0 if each has its own."""
     tuned_tables: Mapping[str, str] = field(default_factory=dict)
     """On a GPU: by which all ranks choose kernels of exchanges (gfc/cuda/selector.py)."""
+
+    @property
+    def gpu(self) -> int:
+        """The number of this rank's GPU."""
+        return self.rank % self.num_gpus if self.num_gpus else self.rank
 
 
 def main(channel_socket: socket.socket, settings: WorkerSettings) -> None:

@@ -114,9 +114,9 @@ def main(
     """Entry of a GPU rank's process; its worker is a `GpuWorker` unless told otherwise."""
 
     def make(channel: Channel) -> Worker:
-        device = torch.device("cuda", settings.rank)
+        device = torch.device("cuda", settings.gpu)
         torch.cuda.set_device(device)
-        Kernels(settings.rank)  # compiled and kept on disk before anyone waits for this rank
+        Kernels(settings.gpu)  # compiled and kept on disk before anyone waits for this rank
         try_kernels(device)
         if settings.memory_limit is not None:
             _limit_memory(settings, device)
@@ -127,6 +127,7 @@ def main(
             settings.rank,
             adapters,
             Plan(*settings.arena_bytes),
+            gpu=settings.gpu,
             load_model=partial(load_model, settings, device=str(device)),
             tuned_tables=settings.tuned_tables,
         )
@@ -188,7 +189,7 @@ class Decoded:
 
 
 class GpuWorker(Worker):
-    """Runs tasks with the adapters of one rank, on the GPU of its number."""
+    """Runs tasks with the adapters of one rank on the GPU with the number `gpu`."""
 
     def __init__(
         self,
@@ -197,15 +198,16 @@ class GpuWorker(Worker):
         adapters: dict[str, Adapter],
         plan: Plan,
         *,
+        gpu: int,
         load_model: LoadModel | None = None,
         tuned_tables: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(channel, rank, adapters, load_model=load_model)
-        self.device = torch.device("cuda", rank)
+        self.device = torch.device("cuda", gpu)
         self._plan = plan
         self._tuned_tables = tuned_tables or {}
         self.counts_tokens = counted_attention.is_fast(self.device, torch.bfloat16)
-        self._own_arena, arena_fd = DeviceArena.create(plan, device=rank)
+        self._own_arena, arena_fd = DeviceArena.create(plan, device=gpu)
         self.arena_fds = (arena_fd,)
         self._set_up_streams()
         self._load_transfers()
@@ -269,7 +271,7 @@ class GpuWorker(Worker):
 
         torch leaves the context alone where the device is 0, which every thread begins with.
         """
-        driver().use(self._rank)
+        driver().use(self.device.index)
         torch.cuda.set_device(self.device)
         torch.cuda.set_stream(stream)
 
@@ -286,7 +288,7 @@ class GpuWorker(Worker):
         self._endpoint = CudaEndpoint(
             self._plan,
             rank=self._rank,
-            device=self._rank,
+            device=self.device.index,
             own=self._own_arena,
             peer_fds={peer: fd for peer, fd in arenas.items() if peer != self._rank},
             incarnations=dict(enumerate(message.incarnations)),

@@ -132,7 +132,7 @@ class ProcessBackend:
         self._recovery: Recovery | None = None
         self._stopped_s: dict[int, float] = {}
         """Dispatches that ranks were asked to leave because nobody wants them, and when."""
-        self._watchdog: Watchdog[Child] = Watchdog(patience or Patience(), looked_s=clock.now_s)
+        self._watchdog: Watchdog[Child] = Watchdog(patience or pool.patience, looked_s=clock.now_s)
         self._verdicts: dict[Child, str] = {}
         """Why a process was killed, until its end is noticed."""
         self._arriving: list[Child] = []

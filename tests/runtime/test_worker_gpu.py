@@ -48,6 +48,7 @@ from gfgen.runtime.pool import WorkerPool
 from gfgen.runtime.residency import Residency
 from gfgen.runtime.warming import warm_ups
 from gfgen.runtime.watchdog import Patience
+from gfgen.runtime.worker import WorkerSettings
 from gfgen.runtime.worker_forwards import Forwards
 from gfgen.runtime.worker_gpu import GpuWorker
 from gfgen.runtime.worker_jobs import InputVoidError, RankJob, Shipment
@@ -74,6 +75,11 @@ def gpu_pool(started_pool: WorkerPool) -> WorkerPool:
     started_pool.wait_ready()
     started_pool.forgive()
     return started_pool
+
+
+@pytest.mark.parametrize(("num_gpus", "gpus"), [(0, [0, 1, 2]), (3, [0, 1, 2]), (2, [0, 1, 0]), (1, [0] * 3)])
+def test_ranks_take_turns_at_the_gpus_that_there_are(num_gpus: int, gpus: list[int]):
+    assert [WorkerSettings(rank, (), num_gpus=num_gpus).gpu for rank in range(3)] == gpus
 
 
 def test_every_rank_brings_its_arena_and_is_given_those_of_the_others(gpu_pool):
