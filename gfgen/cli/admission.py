@@ -7,7 +7,7 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-from gfgen.errors import InputError, JobFileError, ModelError, Problem
+from gfgen.errors import InputError, JobFileError, ModelError, Problem, listed
 from gfgen.gfc.cuda.memory import arena_bytes
 from gfgen.job import passed_deadlines, read_jobs
 from gfgen.jobspec import JobSpec
@@ -28,6 +28,7 @@ from gfgen.runtime.memory import (
     refuse_large_on_gpu,
 )
 from gfgen.runtime.residency import Residency
+from gfgen.runtime.wording import counted
 
 logger = logging.getLogger(__name__)
 
@@ -55,8 +56,10 @@ def admit_file(
     problems = sorted((*parsed.problems, *refused, *too_large), key=lambda problem: problem.line or 0)
     if problems and not (skip_invalid and fitting):
         raise JobFileError(parsed.source, tuple(problems))
-    for problem in problems:
-        logger.warning("skipped: %s", problem)
+    if problems:
+        logger.warning("%s: %s; these jobs are skipped", parsed.source, counted(len(problems), "problem"))
+    for line in listed(problems):
+        logger.warning("%s: %s", parsed.source, line)
     return fitting, problems
 
 

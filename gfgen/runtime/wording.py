@@ -4,5 +4,5 @@ from __future__ import annotations
 
 
 def counted(number: int, noun: str) -> str:
-    """'1 rank', '4 ranks'."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+    """'1 rank', '4 ranks', '1,200 jobs'."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -143,6 +143,17 @@ def test_all_problems_of_a_file_are_reported_beside_it_and_nothing_of_it_runs(de
     assert all(line in caplog.text for line in report)
 
 
+def test_a_log_has_the_first_problems_of_a_file_and_its_report_has_all(desk, caplog):
+    desk.put("a.jsonl", *({"prompt": "a fox", "qqq": 1} for _ in range(30)))
+    assert desk.look() == []
+    told = [record.getMessage() for record in caplog.records]
+    assert told[0] == "a.jsonl: 30 problems; nothing of it was started"
+    assert told[-2] == "a.jsonl: and 10 more problems"
+    assert told[-1].startswith("a.jsonl: the fields of a job are id, prompt, ")
+    assert len(told) == 1 + 20 + 2
+    assert len((desk.folder / "a.jsonl.errors.txt").read_text().splitlines()) == 1 + 30 + 1
+
+
 def test_a_mended_file_is_taken_and_its_report_goes_away(desk):
     desk.put("a.jsonl", {"id": "fox"})
     assert desk.look() == []
