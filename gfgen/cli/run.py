@@ -347,7 +347,7 @@ def held_folder(folder: Path) -> Iterator[None]:
     _make_folder(folder)
     with hold_folder(folder):
         if num_leftovers := remove_leftovers(folder):
-            logger.info("removed %d unfinished files of an earlier run", num_leftovers)
+            logger.info("removed %s of an earlier run", counted(num_leftovers, "unfinished file"))
         yield
 
 

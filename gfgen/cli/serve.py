@@ -37,6 +37,7 @@ from gfgen.runtime.pool import WorkerPool
 from gfgen.runtime.profile import Profile
 from gfgen.runtime.residency import Residency
 from gfgen.runtime.signals import SignalPipe
+from gfgen.runtime.wording import counted
 from gfgen.server.bounds import Bounds
 from gfgen.server.catalog import shown_model
 from gfgen.server.choosing import SwitchedChooser
@@ -313,7 +314,7 @@ def serve_on(
         observers: list[Observer] = [progress, *watchers, door]
         for observer in observers:
             stack.callback(observer.close)
-        logger.info("ready: %d ranks (%s), policy %s", pool.num_ranks, device, options.policy.name)
+        logger.info("ready: %s (%s), policy %s", counted(pool.num_ranks, "rank"), device, options.policy.name)
         _, summary = run_loop(
             pool,
             todo,

@@ -86,7 +86,7 @@ def test_a_run_without_terminal_home_or_path_tells_everything_in_its_log(night):
     assert sorted(os.listdir(out)) == ["fox.mp4", "journal.jsonl", "manifest.jsonl"]
     text = log.read_text()
     for part in (
-        "removed 1 unfinished files of an earlier run",
+        "removed 1 unfinished file of an earlier run",
         "started fox on rank 0",
         "done fox: fox.mp4",
     ):

@@ -120,10 +120,12 @@ def test_a_file_that_is_being_written_is_left_until_it_rests_for_a_second(desk):
     assert [job.job_id for job in desk.inbox.look()] == ["fox", "owl"]
 
 
-def test_an_old_file_that_is_moved_in_is_taken_at_once(desk):
+def test_an_old_file_that_is_moved_in_is_taken_at_once(desk, caplog):
+    caplog.set_level("INFO", "gfgen")
     desk.put("a.jsonl", FOX)
     desk.now += 5
     assert [job.job_id for job in desk.inbox.look()] == ["fox"]
+    assert caplog.messages == ["took a.jsonl: 1 job, 1 to do"]
 
 
 def test_files_are_taken_in_the_order_of_their_age(desk):
