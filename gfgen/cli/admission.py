@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
-from gfgen.errors import InputError, JobFileError, ModelError, Problem
+from gfgen.errors import InputError, JobFileError, ModelError, Problem, listed
 from gfgen.gfc.cuda.memory import arena_bytes
 from gfgen.job import passed_deadlines, read_jobs
 from gfgen.jobspec import JobSpec
@@ -31,7 +31,7 @@ from gfgen.runtime.memory import (
     refuse_large_on_gpu,
 )
 from gfgen.runtime.residency import Residency
-from gfgen.runtime.wording import first_of
+from gfgen.runtime.wording import counted, first_of
 
 logger = logging.getLogger(__name__)
 
@@ -69,8 +69,10 @@ def admit_file(
     )
     if problems and not (skip_invalid and fitting):
         raise JobFileError(parsed.source, tuple(problems))
-    for problem in problems:
-        logger.warning("skipped: %s", problem)
+    if problems:
+        logger.warning("%s: %s; these jobs are skipped", parsed.source, counted(len(problems), "problem"))
+    for line in listed(problems):
+        logger.warning("%s: %s", parsed.source, line)
     tell_of_rounding(fitting)
     return fitting, problems
 

@@ -36,6 +36,7 @@ from gfgen.runtime.machine import versions
 from gfgen.runtime.picture import save_figure
 from gfgen.runtime.plot_runs import draw_runs
 from gfgen.runtime.profile import load_profile
+from gfgen.runtime.wording import counted
 
 SIMULATED_RANKS, REAL_RANKS = 4, 2
 SIMULATED_JOBS, REAL_JOBS = 100, 40
@@ -117,7 +118,9 @@ def workload(
     )
     jobs = make_workload(name, model, times, options)
     text = "".join(json.dumps(to_mapping(job)) + "\n" for job in jobs)
-    about = f"# {name}, {model}, load {load:g} of {ranks} ranks, seed {seed}, gfgen bench workload\n"
+    about = (
+        f"# {name}, {model}, load {load:g} of {counted(ranks, 'rank')}, seed {seed}, gfgen bench workload\n"
+    )
     if output is None:
         click.echo(about + text, nl=False)
         return
@@ -125,7 +128,7 @@ def workload(
         output.write_text(about + text)
     except OSError as error:
         raise InputError(f"--output {output}: cannot be written ({error.strerror})") from None
-    click.echo(f"{len(jobs)} jobs are in {output}: gfgen run {output}")
+    click.echo(f"wrote {counted(len(jobs), 'job')} to {output}: gfgen run {output}")
 
 
 @click.command()

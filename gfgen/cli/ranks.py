@@ -129,8 +129,8 @@ def ready_pool(
     if worker_main is None:
         check_packages(COMPUTING)
     logger.info(
-        "starting %d ranks (%s) with %s",
-        ranks.num_ranks,
+        "starting %s (%s) with %s",
+        counted(ranks.num_ranks, "rank"),
         ranks.devices.kind,
         ", ".join(sorted(model_name(path) for path in checkpoints)),
     )

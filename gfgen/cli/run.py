@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
+import signal
 import tempfile
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -356,6 +356,8 @@ def run_on(
             intake=inbox,
         )
     if state.stop_signal is not None and not state.all_ended:
+        if options.log_json:
+            _tell_of_end(summary, options, stopped_by=signal.Signals(state.stop_signal).name)
         raise InterruptedRunError(
             f"stopped; {counted(summary.num_done, 'job')} done, {summary.num_unfinished} left: "
             "run the same command again to go on",
@@ -385,7 +387,7 @@ def held_folder(folder: Path) -> Iterator[int]:
     _make_folder(folder)
     with hold_folder(folder) as lock:
         if num_leftovers := remove_leftovers(folder):
-            logger.info("removed %d unfinished files of an earlier run", num_leftovers)
+            logger.info("removed %s of an earlier run", counted(num_leftovers, "unfinished file"))
         yield lock
 
 
@@ -404,7 +406,7 @@ def _name_of(jobs: str | None, watch: Path | None) -> str:
     if (jobs is None) == (watch is None):
         raise click.UsageError("give either JOBS, a job file, or --watch DIR, a folder of job files")
     if watch is not None:
-        return watch.resolve().name
+        return _resolved(watch).name
     return "stdin" if jobs == "-" else Path(jobs or "").stem
 
 
@@ -445,14 +447,14 @@ def _is_same(path: Path, other: Path) -> bool:
 def _resolved(path: Path) -> Path:
     try:
         return path.resolve()
-    except OSError:  # the current folder is gone
+    except (OSError, RuntimeError):  # the current folder is gone; links that form a loop
         return path
 
 
 def _check_watched(folder: Path, output_dir: Path) -> None:
     if not folder.is_dir():
         raise InputError(f"--watch {folder}: there is no such folder; make it, then put job files into it")
-    if folder.resolve() == output_dir.resolve():
+    if _is_same(folder, output_dir):
         raise InputError(f"--watch {folder}: is the output folder too; name another with --output")
 
 
@@ -460,9 +462,8 @@ def _make_folder(folder: Path) -> None:
     try:
         _try_to_write(folder)
     except OSError as error:
-        raise InputError(
-            f"--output {folder}: cannot write there ({error.strerror}); name another folder"
-        ) from None
+        reason = "this is a file" if folder.is_file() else f"cannot write there ({error.strerror})"
+        raise InputError(f"--output {folder}: {reason}; name another folder") from None
 
 
 def _check_trace(trace: Path | None) -> None:
@@ -500,9 +501,7 @@ def _observers(options: RunOptions) -> list[Observer]:
 def _report(summary: Summary, options: RunOptions) -> None:
     """The end-of-run block; its last lines say where the files are, and what is left. Or JSON."""
     if options.log_json:
-        ended = {"event": "run_ended", "output": str(options.output_dir), **numbers(summary)}
-        logger.info("the run has ended", extra={**log.FILE_ONLY, **log.fields(**ended)})
-        _say(json.dumps(ended))
+        _tell_of_end(summary, options)
         return
     for line in summary.lines():
         logger.info("%s", line, extra=log.FILE_ONLY)
@@ -515,6 +514,15 @@ def _report(summary: Summary, options: RunOptions) -> None:
         left = f"{jobs} left" + (": run the same command again to go on" if summary.num_unfinished else "")
         logger.info("%s", left, extra=log.FILE_ONLY)
         _say(left)
+
+
+def _tell_of_end(summary: Summary, options: RunOptions, *, stopped_by: str | None = None) -> None:
+    """The event `run_ended`, to standard output and the log file; `stopped_by` names a signal."""
+    ended = {"event": "run_ended", "output": str(options.output_dir), "stopped_by": stopped_by}
+    ended |= numbers(summary)
+    message = "the run has ended" if stopped_by is None else f"the run was stopped by {stopped_by}"
+    logger.info("%s", message, extra={**log.FILE_ONLY, **log.fields(**ended)})
+    _say(log.json_line(logger.name, message, **ended))
 
 
 def _say(line: str) -> None:

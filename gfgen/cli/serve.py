@@ -48,6 +48,7 @@ from gfgen.runtime.pool import WorkerPool
 from gfgen.runtime.profile import Profile
 from gfgen.runtime.residency import Residency
 from gfgen.runtime.signals import SignalPipe
+from gfgen.runtime.wording import counted
 from gfgen.server.bounds import Bounds
 from gfgen.server.catalog import shown_model
 from gfgen.server.choosing import SwitchedChooser
@@ -283,7 +284,8 @@ def serve_models(options: ServeOptions) -> None:
                 usual = of_held_models(usual_jobs(options.models, loaded), residency)
                 warm_up(pool, usual, devices=options.ranks.devices, policy=options.policy, signals=signals)
         except InterruptedRunError:
-            logger.info("stopped while the models were loading; what is open goes on at the next start")
+            told = "stopped while the models were loading; open jobs go on at the next start"
+            logger.info("%s", told, extra=log.fields(event="server_stopped"))
             return
         serve_on(
             pool,
@@ -336,7 +338,8 @@ def serve_on(
     )
     todo = door.open(serving, is_stopped=lambda: _has_signal(signals))
     if todo is None:
-        logger.info("stopped before it began; what is open goes on at the next start")
+        told = "stopped before it began; open jobs go on at the next start"
+        logger.info("%s", told, extra=log.fields(event="server_stopped"))
         return
     resume.forget_others(options.output_dir, {job.job_id for job in todo})
     resume_points = resume.find(
@@ -349,7 +352,7 @@ def serve_on(
         observers: list[Observer] = [progress, *watchers, door]
         for observer in observers:
             stack.callback(observer.close)
-        logger.info("ready: %d ranks (%s), policy %s", pool.num_ranks, device, options.policy.name)
+        logger.info("ready: %s (%s), policy %s", counted(pool.num_ranks, "rank"), device, options.policy.name)
         _, summary = run_loop(
             pool,
             todo,
@@ -368,7 +371,8 @@ def serve_on(
         )
     num_open = summary.num_unfinished
     some = "1 job is open and goes" if num_open == 1 else f"{num_open} jobs are open and go"
-    logger.info("stopped; %s", f"{some} on at the next start" if num_open else "no job is open")
+    told = f"{some} on at the next start" if num_open else "no job is open"
+    logger.info("stopped; %s", told, extra=log.fields(event="server_stopped", open=num_open))
 
 
 def settings_of(options: ServeOptions) -> Settings:

@@ -17,6 +17,7 @@ from gfgen.models.geometry_files import model_name, read_checkpoint
 from gfgen.models.geometry_weights import Footprint, count_parameters, device_bytes, footprint
 from gfgen.runtime.admission import AdmittedJob
 from gfgen.runtime.slab import SlabPlan
+from gfgen.runtime.wording import counted
 
 _FRAME_COPIES = 5
 """Frames as fp32 on their rank (4 bytes for each of uint8's one) and in the writer's memory."""
@@ -60,8 +61,8 @@ def check_models(
             else "free memory, raise --memory, or run smaller models"
         )
         raise InputError(
-            f"{model_name(checkpoint)} on {num_ranks} ranks: at least {_size(need)} of memory needed, "
-            f"{_size(available)} available; {help_}"
+            f"{model_name(checkpoint)} on {counted(num_ranks, 'rank')}: at least {_size(need)} of memory "
+            f"needed, {_size(available)} available; {help_}"
         )
     return needs
 

@@ -89,6 +89,11 @@ class Summary:
         return self._share(self.busy_s)
 
     @property
+    def waited_share(self) -> float:
+        """Fraction of all ranks' time in which a task waited for its input."""
+        return self._share(self.waited_s)
+
+    @property
     def moved_share(self) -> float:
         """Fraction of all ranks' time in which a task's input was being moved."""
         return self._share(self.moved_s)
@@ -113,10 +118,9 @@ class Summary:
         if self.deadlines:
             lines.append(f"deadlines  {self._deadlines_met()}")
         if self.makespan_s > 0 and self.busy_s:
-            waited, moved = self._share(self.waited_s), self._share(self.moved_s)
             lines.append(
                 f"ranks      {len(self.busy_s)}, {self.utilisation:.0%} busy, "
-                f"{waited:.1%} waiting for input, {moved:.1%} moving it"
+                f"{self.waited_share:.1%} waiting for input, {self.moved_share:.1%} moving it"
             )
         if self.num_model_changes:
             times = "once" if self.num_model_changes == 1 else f"{self.num_model_changes} times"

@@ -9,8 +9,8 @@ MAX_NAMED = 10
 
 
 def counted(number: int, noun: str) -> str:
-    """'1 rank', '4 ranks'."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+    """'1 rank', '4 ranks', '1,200 jobs'."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def first_of(things: Sequence[object], noun: str) -> list[str]:
