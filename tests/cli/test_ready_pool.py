@@ -26,7 +26,7 @@ def test_workers_are_told_how_many_gpus_they_share_and_what_each_may_use(monkeyp
         return contextlib.nullcontext(NoPool())
 
     monkeypatch.setattr(ranks, "WorkerPool", note)
-    monkeypatch.setattr(ranks.compiler, "kept", lambda: [])
+    monkeypatch.setattr(ranks.compiler, "kept", list)
     shared = Devices("cuda", 4, (Gpu("NVIDIA H200", 100),) * 2, ranks_per_gpu=2)
     with contextlib.closing(SignalPipe()) as signals, ready_pool([Path("model")], Ranks(shared), signals):
         pass
