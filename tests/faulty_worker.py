@@ -6,6 +6,7 @@
     "a fox | loop rank=1 step=2 times=1"     computes for ever
     "a fox | crawl rank=1 step=2 times=1"    computes for ever in many small parts, so that it can be stopped
     "a fox | short rank=1 step=2 times=1"    asks for more memory than any machine has
+    "a fox | nan rank=1 step=2 times=1"      makes latents that hold NaN
 
 On a GPU (`gpu_main`) it is the device that computes for ever and whose memory runs out, and a process
 dies with the step under way on the device.
@@ -34,7 +35,7 @@ from gfgen.runtime.worker import WorkerSettings
 
 __all__ = ["WorkerSettings", "main"]
 
-ORDER = re.compile(r"(fail|die|stop|loop|crawl|short) rank=(\d+) step=(\d+) times=(\d+)")
+ORDER = re.compile(r"(fail|die|stop|loop|crawl|short|nan) rank=(\d+) step=(\d+) times=(\d+)")
 
 
 class FaultyAdapter:
@@ -55,8 +56,11 @@ class FaultyAdapter:
             if (int(rank), int(at_step)) == (self._rank, step) and self._is_due(spec.id, kind, int(times))
         ]
         for kind in orders:
-            self._faults[kind]()
+            if kind != "nan":
+                self._faults[kind]()
         result = self._adapter.denoise(spec, *artifacts, step=step, **options)
+        if "nan" in orders:
+            result.tensors["sample"].view(-1)[-1] = torch.nan
         if "die" in orders:  # on a GPU, which has only been told of the step
             _die()
         return result

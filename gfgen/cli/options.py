@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from gfgen.runtime.devices import CPU, Devices
 from gfgen.runtime.records import LOOKAHEAD_S
 
 logger = logging.getLogger(__name__)
+
+Command = Callable[..., Any]
 
 LOOKAHEAD_MS = 1e3 * LOOKAHEAD_S
 
@@ -94,6 +97,17 @@ grace_option = click.option(
     show_default=True,
     help="How long running steps may take to end when the run is to stop; then they are stopped, too.",
 )
+
+
+def max_step_time_option(default: str | None) -> Callable[[Command], Command]:
+    """--max-step-time, with a default or without a bound."""
+    return click.option(
+        "--max-step-time",
+        type=Duration(),
+        default=default,
+        show_default=default or "no bound",
+        help="Refuse a job if one of its steps is predicted to take longer.",
+    )
 
 
 def tell_of_graphs(ctx: click.Context, devices: Devices) -> None:

@@ -7,20 +7,21 @@ import json
 import logging
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import click
 
 from gfgen import log
-from gfgen.cli.admission import admit_file, check_source, warn_of_passed_deadlines
+from gfgen.cli.admission import admit_file, check_source, warn_of_passed_deadlines, with_time
 from gfgen.cli.loop import run_loop
 from gfgen.cli.options import (
     NamedPath,
     grace_option,
     graphs_option,
     lookahead_option,
+    max_step_time_option,
     memory_option,
     ranks_per_gpu_option,
     tell_of_graphs,
@@ -43,6 +44,7 @@ from gfgen.runtime.comparison import numbers
 from gfgen.runtime.control import GRACE_S
 from gfgen.runtime.devices import DEVICES, Devices, choose_devices, parse_memory
 from gfgen.runtime.inbox import WATCHED_NAME, Inbox
+from gfgen.runtime.job_bounds import JobBounds
 from gfgen.runtime.journal import JOURNAL_NAME, Journal, first_arrivals, journal_header
 from gfgen.runtime.lock import LOCK_NAME, hold_folder
 from gfgen.runtime.manifest import MANIFEST_NAME, ManifestWriter, finished_jobs
@@ -77,6 +79,12 @@ class RunOptions:
     """Unix time at which the run is to end by itself."""
     log_file: Path | None = None
     grace_s: float = GRACE_S
+    max_step_s: float | None = None
+    """Predicted time of one step above which a job is refused."""
+
+    @property
+    def job_bounds(self) -> JobBounds:
+        return JobBounds(step_s=self.max_step_s)
 
 
 @click.command()
@@ -124,6 +132,7 @@ class RunOptions:
 @click.option("--skip-invalid", is_flag=True, help="Run the valid jobs of a file with mistakes; exit with 1.")
 @lookahead_option
 @grace_option
+@max_step_time_option(None)
 @click.option("--trace", type=NamedPath(), help="Write a timeline, for Perfetto or gfgen plot.")
 @click.option(
     "--watch",
@@ -164,6 +173,7 @@ def run(
     trace: Path | None,
     watch: Path | None,
     until: str | None,
+    max_step_time: float | None,
     log_file: Path | None,
     quiet: bool,
     log_json: bool,
@@ -192,6 +202,7 @@ def run(
         trace=trace,
         closes_at=None if until is None else closing_at(until, now=time.time()),
         log_file=log_file,
+        max_step_s=max_step_time,
         quiet=quiet,
         log_json=log_json,
     )
@@ -200,9 +211,11 @@ def run(
     if watch is not None:
         summary = watch_folder(watch, options)
     else:
-        admission = options.ranks.admission(model)
+        admission = options.ranks.admission(model, bounds=options.job_bounds)
         assert jobs is not None
-        admitted, problems = admit_file(jobs, admission, skip_invalid=skip_invalid)
+        admitted, problems = admit_file(
+            jobs, admission, skip_invalid=skip_invalid, done=lambda found: _finished(found, options)
+        )
         summary = run_jobs(admitted, options)
     _report(summary, options)
     return 1 if summary.num_failed or problems else 0
@@ -214,8 +227,8 @@ def run_jobs(admitted: Sequence[AdmittedJob], options: RunOptions) -> Summary:
     Raises: InterruptedRunError when a signal ended the run before all jobs had;
             LockedError when another run is at work in the output folder.
     """
-    with contextlib.closing(SignalPipe()) as signals, held_folder(options.output_dir):
-        done = finished_jobs(options.output_dir / MANIFEST_NAME, [job.info for job in admitted])
+    with contextlib.closing(SignalPipe()) as signals, held_folder(options.output_dir) as lock:
+        done = _finished(admitted, options)
         todo = [job for job in admitted if job.job_id not in done]
         if not todo:
             if options.trace:
@@ -225,13 +238,20 @@ def run_jobs(admitted: Sequence[AdmittedJob], options: RunOptions) -> Summary:
             return Summary(num_skipped=len(done))
         _check_trace(options.trace)
         skipped = [job for job in admitted if job.job_id in done]
-        residency = options.ranks.admission(options.model).residency(todo)
-        checkpoints = residency.checkpoints if residency else {job.checkpoint for job in todo}
-        with ready_pool(checkpoints, options.ranks, signals) as pool:
+        fitting, num_left = with_time(todo, options.ranks.step_times, closes_at=options.closes_at)
+        residency = options.ranks.admission(options.model).residency(fitting)
+        checkpoints = residency.checkpoints if residency else {job.checkpoint for job in fitting}
+        with ready_pool(checkpoints, options.ranks, signals, keep_fds=[lock]) as pool:
             if options.ranks.has_graphs:
-                held = of_held_models(todo, residency)
+                held = of_held_models(fitting, residency)
                 warm_up(pool, held, devices=options.ranks.devices, policy=options.policy, signals=signals)
-            return run_on(pool, todo, options, signals=signals, skipped=skipped, residency=residency)
+            summary = run_on(pool, fitting, options, signals=signals, skipped=skipped, residency=residency)
+        return replace(summary, num_unfinished=summary.num_unfinished + num_left)
+
+
+def _finished(jobs: Sequence[AdmittedJob], options: RunOptions) -> Collection[str]:
+    """Ids of the jobs that an earlier run has finished."""
+    return finished_jobs(options.output_dir / MANIFEST_NAME, [job.info for job in jobs])
 
 
 def watch_folder(folder: Path, options: RunOptions) -> Summary:
@@ -241,10 +261,10 @@ def watch_folder(folder: Path, options: RunOptions) -> Summary:
     """
     _check_watched(folder, options.output_dir)
     _check_trace(options.trace)
-    admit = options.ranks.admission(options.model)
+    admit = options.ranks.admission(options.model, bounds=options.job_bounds)
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(contextlib.closing(SignalPipe()))
-        stack.enter_context(held_folder(options.output_dir))
+        lock = stack.enter_context(held_folder(options.output_dir))
         inbox = stack.enter_context(
             contextlib.closing(
                 Inbox(folder, output_dir=options.output_dir, admit=admit, skip_invalid=options.skip_invalid)
@@ -255,7 +275,7 @@ def watch_folder(folder: Path, options: RunOptions) -> Summary:
         admit.check(checkpoints)
         residency = admit.residency(first, names={options.model: admit.find_model(options.model).checkpoint})
         loaded = residency.checkpoints if residency else checkpoints
-        pool = stack.enter_context(ready_pool(loaded, options.ranks, signals))
+        pool = stack.enter_context(ready_pool(loaded, options.ranks, signals, keep_fds=[lock]))
         if options.ranks.has_graphs:
             held = of_held_models(first, residency)
             warm_up(pool, held, devices=options.ranks.devices, policy=options.policy, signals=signals)
@@ -355,15 +375,18 @@ def default_profile(devices: Devices) -> Profile | None:
 
 
 @contextlib.contextmanager
-def held_folder(folder: Path) -> Iterator[None]:
-    """The output folder, made if need be, held for this run and cleared of what killed runs left."""
+def held_folder(folder: Path) -> Iterator[int]:
+    """The output folder, made if need be, held for this run and cleared of what killed runs left.
+
+    Yields the lock's descriptor (`hold_folder`).
+    """
     from gfgen.runtime.outputs import remove_leftovers  # imports numpy, which --help can do without
 
     _make_folder(folder)
-    with hold_folder(folder):
+    with hold_folder(folder) as lock:
         if num_leftovers := remove_leftovers(folder):
             logger.info("removed %d unfinished files of an earlier run", num_leftovers)
-        yield
+        yield lock
 
 
 def _warn_of_passed_deadlines(

@@ -21,6 +21,7 @@ from gfgen.cli.options import (
     grace_option,
     graphs_option,
     lookahead_option,
+    max_step_time_option,
     memory_option,
     ranks_per_gpu_option,
     tell_of_graphs,
@@ -41,6 +42,7 @@ from gfgen.runtime.admission import AdmittedJob
 from gfgen.runtime.clock import Clock
 from gfgen.runtime.control import GRACE_S
 from gfgen.runtime.devices import DEVICES, choose_devices, parse_memory
+from gfgen.runtime.job_bounds import JobBounds
 from gfgen.runtime.observer import Observer
 from gfgen.runtime.pool import WorkerPool
 from gfgen.runtime.profile import Profile
@@ -58,6 +60,9 @@ logger = logging.getLogger(__name__)
 
 KEY_VARIABLE = "GFGEN_API_KEY"
 DEFAULTS = Bounds()
+DEFAULT_JOB_BOUNDS = JobBounds(pixels=2048 * 2048, frames=257, steps=200)
+"""All that the models are made for passes: 1280x720 in 121 frames of Wan2.2, 2048x2048 of Qwen-Image."""
+MAX_STEP_TIME = "10m"
 _SIZES = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 
 
@@ -75,6 +80,7 @@ class ServeOptions:
     bounds: Bounds
     grace_s: float = GRACE_S
     models: tuple[str, ...] = (DEFAULT_MODEL,)
+    job_bounds: JobBounds | None = None
     log_level: str = "info"
     log_json: bool = False
     log_file: Path | None = None
@@ -135,6 +141,28 @@ class _Size(click.ParamType[int]):
 @click.option("--policy", default="auto", show_default=True, help="NAME[,option=value...]: 'gfgen policies'.")
 @lookahead_option
 @grace_option
+@max_step_time_option(MAX_STEP_TIME)
+@click.option(
+    "--max-pixels",
+    type=click.IntRange(1),
+    default=DEFAULT_JOB_BOUNDS.pixels,
+    show_default=True,
+    help="Width x height of one job.",
+)
+@click.option(
+    "--max-frames",
+    type=click.IntRange(1),
+    default=DEFAULT_JOB_BOUNDS.frames,
+    show_default=True,
+    help="Frames of one job.",
+)
+@click.option(
+    "--max-steps",
+    type=click.IntRange(1),
+    default=DEFAULT_JOB_BOUNDS.steps,
+    show_default=True,
+    help="Steps of one job.",
+)
 @click.option(
     "--max-open", type=click.IntRange(1), default=DEFAULTS.open_jobs, show_default=True, help="Open jobs."
 )
@@ -173,6 +201,10 @@ def serve(
     policy: str,
     lookahead: float,
     grace: float,
+    max_step_time: float,
+    max_pixels: int,
+    max_frames: int,
+    max_steps: int,
     max_open: int,
     max_streams: int,
     max_body: int,
@@ -208,6 +240,7 @@ def serve(
             keep_s=keep,
             keep_bytes=keep_bytes,
         ),
+        job_bounds=JobBounds(max_pixels, max_frames, max_steps, max_step_time),
         models=models or (DEFAULT_MODEL,),
         log_level=level,
         log_json=log_json,
@@ -228,14 +261,14 @@ def serve_models(options: ServeOptions) -> None:
         listener = listen(options.host, options.port)
         stack.callback(listener.close)
         signals = stack.enter_context(contextlib.closing(SignalPipe()))
-        stack.enter_context(held_folder(options.output_dir))
+        lock = stack.enter_context(held_folder(options.output_dir))
         chooser = stack.enter_context(contextlib.closing(SwitchedChooser(options.policy.choose)))
         door = Door(on_policy=lambda policy: chooser.follow(load_policy(policy).choose))
         supervisor = Supervisor(listener, settings_of(options), door)
         supervisor.start()
         stack.callback(supervisor.stop)
         logger.info("listening at http://%s:%d; the models are being loaded", options.host, options.port)
-        admit = options.ranks.admission(options.models[0])
+        admit = options.ranks.admission(options.models[0], bounds=options.job_bounds)
         found = [admit.find_model(name) for name in options.models]
         checkpoints = {model.checkpoint for model in found}
         admit.check(checkpoints)
@@ -245,7 +278,7 @@ def serve_models(options: ServeOptions) -> None:
             checkpoints, help_="it is not served any more: start the server with --model NAME too"
         )
         try:
-            pool = stack.enter_context(ready_pool(held, options.ranks, signals))
+            pool = stack.enter_context(ready_pool(held, options.ranks, signals, keep_fds=[lock]))
             if options.ranks.has_graphs:
                 usual = of_held_models(usual_jobs(options.models, loaded), residency)
                 warm_up(pool, usual, devices=options.ranks.devices, policy=options.policy, signals=signals)

@@ -29,7 +29,7 @@ from gfgen.errors import OutputError, Problem
 from gfgen.identity import name_key
 from gfgen.job import read_job_stream
 from gfgen.jobspec import JobSpec
-from gfgen.runtime.admission import AdmittedJob
+from gfgen.runtime.admission import AdmittedJob, tell_of_rounding
 from gfgen.runtime.linefile import LineFile
 from gfgen.runtime.manifest import MANIFEST_NAME, GrowingManifest, finished_jobs
 from gfgen.runtime.observer import JobOutcome, Observer
@@ -233,6 +233,7 @@ class Inbox(Observer):
         todo = self._unfinished(jobs, key)
         self._remember(key, num_jobs=len(jobs))
         logger.info("took %s: %d jobs, %d of them to do", path.name, len(jobs), len(todo))
+        tell_of_rounding(todo)
         return todo
 
     def _judge(self, path: Path, content: bytes) -> tuple[list[AdmittedJob], list[Problem]]:

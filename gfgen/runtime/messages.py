@@ -307,7 +307,7 @@ class WriteRequest:
     shape: tuple[int, int, int, int]
     path: str
     fps: int | None
-    metadata: Mapping[str, str]
+    metadata: Mapping[str, str | int | float]
 
 
 @dataclass(frozen=True, slots=True)

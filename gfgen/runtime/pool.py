@@ -219,6 +219,7 @@ class WorkerPool:
         preload: Sequence[str] | None = None,
         plan: Plan | None = None,
         are_all_needed: bool = False,
+        keep_fds: Sequence[int] = (),
     ) -> None:
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # their warnings are not the user's to mend
         os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
@@ -228,7 +229,9 @@ class WorkerPool:
         descriptors.allow_most()
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(list(PRELOADS[device] if preload is None else preload))
-        forkserver.ensure_running()
+        self._keep_fds = keep_fds
+        """What all processes keep open until they end."""
+        forkserver.ensure_running(keep_fds)
         self._worker_main = worker_main or WORKER_MAINS[device]
         self._writer_main = writer_main
         are_on_gpus = device != "cpu"
@@ -689,7 +692,7 @@ class WorkerPool:
 
     def _fork(self, name: str, target: str, settings: Mapping[str, Any] | None) -> Child:
         """One try. A process that has begun though nobody knows it ends with its channel."""
-        forkserver.ensure_running()  # anew, should it have died
+        forkserver.ensure_running(self._keep_fds)  # anew, should it have died
         ours, theirs = Channel.pair()
         process = self._context.Process(
             target=_enter, args=(target, theirs, settings), name=f"gfgen {name}", daemon=True

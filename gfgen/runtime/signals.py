@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import socket
 import time
+from collections.abc import Iterator
+
+from gfgen.errors import InterruptedRunError
 
 FOR_THE_RUN = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Terminals, `timeout` and others send them to all processes of a run; its control plane alone decides."""
@@ -28,12 +32,14 @@ class SignalPipe:
     """
 
     def __init__(self) -> None:
+        self._interrupted: str | None = None
+        """What a signal is to interrupt."""
         self._reader, self._writer = socket.socketpair()
         for end in (self._reader, self._writer):
             end.setblocking(False)
         self._previous_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         self._previous = {
-            number: signal.signal(number, lambda *_: None)
+            number: signal.signal(number, self._came)
             for number in FOR_THE_RUN
             if signal.getsignal(number) is not signal.SIG_IGN
         }
@@ -59,6 +65,26 @@ class SignalPipe:
                 continue
             counted.append(number)
         return counted
+
+    @contextlib.contextmanager
+    def interrupting(self, doing: str) -> Iterator[None]:
+        """Around calls that wait for something else: here a signal does raise an exception.
+
+        Raises: InterruptedRunError at the first signal, also one that came before and was not taken.
+        """
+        self._interrupted = doing
+        try:
+            with contextlib.suppress(BlockingIOError):
+                for number in self.take():
+                    self._came(number)
+            yield
+        finally:
+            self._interrupted = None
+
+    def _came(self, number: int, _: object = None) -> None:
+        doing, self._interrupted = self._interrupted, None
+        if doing is not None:
+            raise InterruptedRunError(f"stopped while {doing}", signal_number=number)
 
     def close(self) -> None:
         for number, handler in self._previous.items():

@@ -500,18 +500,19 @@ class State:
 
     def _blame(self, record: JobRecord, task: Task, reason: str, *, lost: bool) -> None:
         """Count a failure, which dooms the job when there have been too many."""
+        name = record.job.trajectory.name_of(task)
         if lost:
             record.num_lost_workers += 1
-            logger.warning("job %s: %s lost its worker: %s", record.job_id, task, reason)
-            record.warnings.append(f"{task} lost its worker ({reason})")
+            logger.warning("job %s: %s lost its worker: %s", record.job_id, name, reason)
+            record.warnings.append(f"{name} lost its worker ({reason})")
             if record.num_lost_workers >= MAX_LOST_WORKERS:
                 record.doom = record.doom or f"{record.num_lost_workers} workers died under it: {reason}"
             return
         record.failures[task.index] += 1
-        logger.warning("job %s: %s failed: %s", record.job_id, task, reason)
-        record.warnings.append(f"{task} failed ({reason})")
+        logger.warning("job %s: %s failed: %s", record.job_id, name, reason)
+        record.warnings.append(f"{name} failed ({reason})")
         if record.failures[task.index] >= MAX_TASK_FAILURES:
-            record.doom = record.doom or f"{task}: {reason}"
+            record.doom = record.doom or f"{name}: {reason}"
 
     def _frames_lost(self, record: JobRecord, event: events.FramesLost) -> Iterable[JobOutcome]:
         """The decode runs again, from latents in the slab."""
@@ -762,6 +763,8 @@ class State:
         elif spec.deadline_at is not None:
             deadline_s = spec.deadline_at - self._started_at
         record = JobRecord(job, self._costs.class_of(job), spec.arrival_s, deadline_s)
+        if job.info.rounding is not None:
+            record.warnings.append(f"rounded {job.info.rounding}")
         point = self._resume.pop(job.job_id, None)
         if point is not None:
             record.next_index = point.next_index

@@ -45,7 +45,6 @@ from gfgen.models.parallel import Parallel, parallel_from
 from gfgen.models.registry import load_adapter
 from gfgen.runtime.allocator import give_back_freed_memory, keep_freed_memory
 from gfgen.runtime.channel import Channel
-from gfgen.runtime.lifeline import die_with_parent
 from gfgen.runtime.messages import (
     Abandon,
     Arenas,
@@ -85,7 +84,9 @@ from gfgen.runtime.worker_jobs import (
     place_of,
     publish,
     receive_state,
+    require_finite,
     send_state,
+    sum_of,
 )
 
 logger = logging.getLogger(__name__)
@@ -135,7 +136,6 @@ def run_worker(
     channel_socket: socket.socket, settings: WorkerSettings, make: Callable[[Channel], Worker]
 ) -> None:
     """The life of a worker that `make` sets up."""
-    die_with_parent()
     leave_to_the_run()  # which closes the channel
     channel = Channel(channel_socket)
     started_s = time.monotonic()
@@ -469,6 +469,7 @@ class Worker:
         times.append(time.monotonic())
         with stopping.watching(self._watch_of(message)):
             made = self._execute(job, task, None if group is None else parallel_from(group))
+        require_finite(made, sum_of(made))
         self._hand_out(job, task, message, made, fds)
         with self._lock:
             job.keep(made, dispatch=message.number)

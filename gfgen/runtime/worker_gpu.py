@@ -20,6 +20,7 @@ it has left, none of its kernels can touch another rank's arena any more.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import math
 import mmap
@@ -85,7 +86,9 @@ from gfgen.runtime.worker_jobs import (
     place_of,
     publish,
     receive_state,
+    require_finite,
     send_state,
+    sum_of,
 )
 from gfgen.runtime.worker_memory import DeviceMemory
 from gfgen.runtime.worker_staging import Staging
@@ -101,6 +104,8 @@ _FIRST_STEPS = 2
 system of equations from the third."""
 _SHORT_S = 0.25
 """A task that is expected to end sooner may be launched as a whole: stopping it would gain nothing."""
+_NUM_SUMS = 16
+"""More than a rank has tasks under way, which are two at most."""
 
 
 def main(
@@ -161,6 +166,8 @@ class Launched:
     waited_s: float
     """On the host: for its input, for others, for what had to be ready."""
     moved_s: float
+    total: torch.Tensor | None = None
+    """In host memory: `sum_of` what it made, when it has run."""
     arrival: Arrival | None = None
     """Of the input, where other ranks send it."""
     frames_fd: int | None = None
@@ -230,6 +237,8 @@ class GpuWorker(Worker):
         """What the main thread has enqueued of the task that it is about to launch."""
         self._is_short = False
         """A task has run out of memory: the main thread is to give back what it keeps."""
+        self._sums = itertools.cycle(torch.empty(_NUM_SUMS, pin_memory=True).unbind())
+        """Host memory for sums of what tasks make, in turn; made now, since pinning waits for the device."""
 
     def set_up_forwards(self, recorder: Recorder, *, may_record: bool) -> None:
         """To be called once, before tasks come."""
@@ -418,6 +427,7 @@ class GpuWorker(Worker):
             with stopping.watching(watch):
                 made = self._execute(job, task, None if group is None else parallel_from(group))
             made = {name: _dense(fields) for name, fields in made.items()}
+            total = self._on_host(sum_of(made))
         times.append(time.monotonic())
         outcome = None
         if group is not None or message.transfers:
@@ -434,6 +444,7 @@ class GpuWorker(Worker):
             outcome=outcome,
             waited_s=times[1] - times[0] + times[3] - times[2],
             moved_s=times[2] - times[1],
+            total=total,
             arrival=arrival,
             frames_fd=os.dup(fds[0]) if fds else None,
             forward=forward if is_familiar else None,
@@ -454,6 +465,10 @@ class GpuWorker(Worker):
         if message.expected_s < _SHORT_S:
             return stopping.Watch(is_void)
         return stopping.DeviceWatch(is_void, record=self._event, now_s=time.monotonic)
+
+    def _on_host(self, total: torch.Tensor | None) -> torch.Tensor | None:
+        """Enqueues its copy to memory that the watcher reads when the task has run."""
+        return None if total is None else next(self._sums).copy_(total, non_blocking=True)
 
     def _kinds(self, job: RankJob, task: Task, message: RunTask, forward: Kind | None) -> frozenset[object]:
         """What decides which kernels a task launches, for its own part and for the transformer's.
@@ -617,6 +632,7 @@ class GpuWorker(Worker):
             raise InputVoidError
         if launched.outcome is not None:
             launched.outcome.require()
+        require_finite(launched.made, launched.total)
         if launched.forward is not None:
             device_s = launched.entered.elapsed_time(launched.ended) / 1e3
             self._forwards.observe(launched.forward, launch_s=launched.launch_s, device_s=device_s)

@@ -178,6 +178,15 @@ def test_a_failure_on_one_rank_of_a_group_costs_one_attempt(gpu_pool, tmp_path):
     assert test_deaths.statuses(recorder) == {"gpu-fails": "done"}
 
 
+@pytest.mark.parametrize("ranks", [(0,), (1, 0)], ids=str)
+def test_latents_with_nan_fail_their_job_at_the_step_that_made_them(gpu_pool, tmp_path, ranks):
+    """The step after it may be on its way already."""
+    spec = test_deaths.job(f"gpu-nan-{len(ranks)}", "nan rank=0 step=2 times=9")
+    recorder = run(gpu_pool, tmp_path, spec, policy=test_elastic.following(ranks), guard_s=1.0)
+    (outcome,) = recorder.outcomes
+    assert outcome.error.startswith("denoise 3 of 4: NaN or infinity in the latents; ")
+
+
 def test_a_task_that_runs_out_of_memory_once_is_tried_again(gpu_pool, tmp_path):
     spec = test_deaths.job("gpu-short", "short rank=0 step=1 times=1")
     recorder = run(gpu_pool, tmp_path, spec, policy=test_elastic.following((0,)))
