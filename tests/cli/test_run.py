@@ -122,8 +122,9 @@ def test_a_stopped_run_goes_on_at_the_step_where_it_stopped(folder):
     _, err = again.communicate(timeout=120)
     assert again.returncode == 0, err
     assert re.search(r"resumed long at denoise [1-9]\d* on rank", err)
-    (warning,) = manifest(folder)["long"]["warnings"]
-    assert re.fullmatch(r"resumed at denoise [1-9]\d*", warning)
+    rounded, resumed = manifest(folder)["long"]["warnings"]
+    assert rounded == "rounded 70x64 -> 64x64, 6 -> 5 frames"
+    assert re.fullmatch(r"resumed at denoise [1-9]\d*", resumed)
     assert sorted(os.listdir(folder / "outputs/night")) == [
         "fox.png",
         "journal.jsonl",
