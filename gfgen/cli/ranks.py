@@ -20,10 +20,11 @@ from gfgen.gfc.cuda import compiler
 from gfgen.jobspec import JobSpec
 from gfgen.models.geometry_files import model_name
 from gfgen.models.geometry_weights import VAE_DTYPES
+from gfgen.runtime import descriptors
 from gfgen.runtime.admission import AdmittedJob, admit
 from gfgen.runtime.devices import CPU, DEVICES, Devices
 from gfgen.runtime.machine import cpu_name
-from gfgen.runtime.memory import check_together
+from gfgen.runtime.memory import check_addresses, check_together
 from gfgen.runtime.pool import WorkerPool
 from gfgen.runtime.signals import SignalPipe
 from gfgen.runtime.wording import counted
@@ -112,6 +113,8 @@ def ready_pool(
     A rank that cannot start is gone without, unless all are needed, as where something is measured.
     Workers and writers keep `keep_fds` open until they end.
     """
+    descriptors.check_enough()
+    check_addresses()
     if worker_main is None:
         check_packages(COMPUTING)
     logger.info(
