@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib
 import logging
 import os
@@ -134,6 +135,8 @@ def _invoke(arguments: list[str]) -> int:
             f"the package {error.name} is missing: pip install gfgen brings it; gfgen doctor names all"
         ) from error
     except OSError as error:
+        if error.errno == errno.EMFILE:
+            raise RunError("too many open files: raise the limit (ulimit -n), then run again") from error
         if not _is_of_echo(error):
             raise
         raise RunError(f"cannot write: {error.strerror}") from error

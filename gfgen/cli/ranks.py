@@ -20,11 +20,12 @@ from gfgen.gfc.cuda import compiler
 from gfgen.jobspec import JobSpec
 from gfgen.models.geometry_files import model_name
 from gfgen.models.geometry_weights import VAE_DTYPES
+from gfgen.runtime import descriptors
 from gfgen.runtime.admission import AdmittedJob, admit
 from gfgen.runtime.devices import CPU, DEVICES, Devices
 from gfgen.runtime.job_bounds import JobBounds, StepTimes
 from gfgen.runtime.machine import cpu_name
-from gfgen.runtime.memory import check_together
+from gfgen.runtime.memory import check_addresses, check_together
 from gfgen.runtime.pool import WorkerPool
 from gfgen.runtime.profiles import find_profile
 from gfgen.runtime.signals import SignalPipe
@@ -126,6 +127,8 @@ def ready_pool(
     A rank that cannot start is gone without, unless all are needed, as where something is measured.
     Workers and writers keep `keep_fds` open until they end.
     """
+    descriptors.check_enough()
+    check_addresses()
     if worker_main is None:
         check_packages(COMPUTING)
     logger.info(

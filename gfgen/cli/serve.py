@@ -37,12 +37,13 @@ from gfgen.layout import MAX_RANKS
 from gfgen.models.geometry_weights import VAE_DTYPES
 from gfgen.models.registry import DEFAULT_MODEL
 from gfgen.policies.catalog import NamedPolicy, load_policy
-from gfgen.runtime import resume
+from gfgen.runtime import descriptors, resume
 from gfgen.runtime.admission import AdmittedJob
 from gfgen.runtime.clock import Clock
 from gfgen.runtime.control import GRACE_S
 from gfgen.runtime.devices import DEVICES, choose_devices, parse_memory
 from gfgen.runtime.job_bounds import JobBounds
+from gfgen.runtime.memory import check_addresses
 from gfgen.runtime.observer import Observer
 from gfgen.runtime.pool import WorkerPool
 from gfgen.runtime.profile import Profile
@@ -258,6 +259,8 @@ def serve_models(options: ServeOptions) -> None:
     Raises: InputError when the address or the models cannot be had; LockedError when another run holds
             the output folder; InterruptedRunError when a second signal did not let steps end.
     """
+    descriptors.check_enough()
+    check_addresses()
     with contextlib.ExitStack() as stack:
         listener = listen(options.host, options.port)
         stack.callback(listener.close)

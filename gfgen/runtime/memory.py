@@ -9,6 +9,7 @@ passes may still fail at a task. Models that do not fit together take turns (res
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
@@ -24,6 +25,8 @@ _FRAME_COPIES = 5
 _DECODE_BYTES = 100
 """Of a decode in fp32 at its peak, for each byte of its frames: 704x1280x81, 219 MB, took 23 GB on H200."""
 _MAX_CGROUP_DEPTH = 32
+LEAST_ADDRESSES_BYTES = 1_500_000_000
+"""Of a rank on a CPU with the built-in model: 1.0 GB does not let it start, 1.3 GB let its tasks fail."""
 CONTEXT_BYTES = 600_000_000
 """What CUDA and its libraries take of a GPU; an estimate on the low side, as all of this is."""
 
@@ -35,6 +38,19 @@ def available_bytes(root: Path = Path("/")) -> int | None:
     """
     rooms = [_machine_room(root / "proc/meminfo"), *_cgroup_rooms(root)]
     return min((room for room in rooms if room is not None), default=None)
+
+
+def check_addresses() -> None:
+    """Before processes start, which would fail one after the other.
+
+    Raises: InputError when a process may take fewer addresses (`ulimit -v`) than any rank needs.
+    """
+    most, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if most != resource.RLIM_INFINITY and most < LEAST_ADDRESSES_BYTES:
+        raise InputError(
+            f"a process may take {_size(most)} of memory here (ulimit -v); each rank needs at least "
+            f"{_size(LEAST_ADDRESSES_BYTES)}, and more for larger models: raise the limit"
+        )
 
 
 def check_models(

@@ -195,7 +195,7 @@ class Loading:
 
 @dataclass(frozen=True, slots=True)
 class WorkerFailed:
-    """The worker cannot load its models, and ends."""
+    """The worker is of no use, because it cannot load a model for example, and ends."""
 
     rank: int
     reason: str

@@ -536,7 +536,7 @@ class State:
         again = "the run stops" if self.is_stopping else again
         logger.warning("rank %d is gone (%s); %s", event.rank, event.reason, again)
         if all(rank.is_retired for rank in self._ranks):
-            raise WorkerError("no rank is left; see the log for the reasons, then run again")
+            raise WorkerError(f"no rank is left ({event.reason}); see the log, then run again")
 
     def _models_changed(self, event: events.ModelsChanged) -> None:
         """Every rank loads what it lacks; jobs become visible or are parked."""

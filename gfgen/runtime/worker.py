@@ -29,7 +29,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -226,7 +226,10 @@ class Worker:
                 self._tasks.put((message, fds))
                 continue
             with self._lock, contextlib.suppress(ConnectionError):  # of answers that nobody is left to read
-                self._take(message, fds)
+                try:
+                    self._take(message, fds)
+                except Exception as error:  # without this thread the process would only be silent
+                    self._resign(error)
             for fd in fds:
                 os.close(fd)
         self._tasks.put(None)
@@ -413,11 +416,17 @@ class Worker:
                     self._adapters[path] = self._load_model(path)
             self._drain()
         except Exception as error:
-            logger.debug("rank %d cannot load", self._rank, exc_info=True)
-            self._channel.send(WorkerFailed(self._rank, reason_of(error)))
-            sys.stderr.flush()
-            os._exit(1)
+            self._resign(error)
         self._channel.send(ModelsSet(time.monotonic() - started_s))
+
+    def _resign(self, error: Exception) -> NoReturn:
+        """Say why this process is of no use, and end it."""
+        if isinstance(error, ConnectionError):
+            raise error
+        logger.debug("rank %d is of no use", self._rank, exc_info=error)
+        self._channel.send(WorkerFailed(self._rank, reason_of(error)))
+        sys.stderr.flush()
+        os._exit(1)
 
     def _drop_models(self, paths: Sequence[str]) -> None:
         """Let go of models, and of the memory that they had."""

@@ -392,7 +392,7 @@ class ProcessBackend:
                 else:
                     self._let_in(child)
             case WorkerFailed() as failure:
-                self._verdicts[child] = f"{_CANNOT_LOAD}{failure.reason}"
+                self._verdicts[child] = f"{_CANNOT_LOAD if child.loading else ''}{failure.reason}"
             case MemoryUse() as use:
                 assert child.rank is not None
                 self._memory_use[child.rank] = use

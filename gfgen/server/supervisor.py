@@ -139,6 +139,8 @@ class Supervisor:
             pass
         self._door.left(link)
         link.close()
+        if self._is_over.is_set():  # this ends it while it imports, for seconds; later it ignores signals
+            self._process.terminate()
         return self._reap(self._process)
 
     def _reap(self, process: subprocess.Popen[bytes]) -> int:

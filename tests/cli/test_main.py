@@ -198,6 +198,26 @@ def test_standard_input_that_is_closed_is_as_one_that_is_empty(command):
     assert (code, out, err) == in_shell("</dev/null", command, "-")
 
 
+@pytest.mark.parametrize(
+    ("limit", "told"),
+    [
+        ("-n 8", "this process may open 8 files; a run needs 64 and a few for each job: raise the limit"),
+        ("-n 5", "too many open files: raise the limit (ulimit -n), then run again"),
+        ("-v 1000000", "a process may take 1.0 GB of memory here (ulimit -v); each rank needs at least 1.5"),
+    ],
+)
+def test_a_limit_under_which_nothing_can_run_is_one_line(tmp_path, limit, told):
+    job = '{"prompt": "a fox"}'
+    command = ["run", "-", "--ranks", "1", "--quiet", "--output", str(tmp_path)]
+    ended = subprocess.run(
+        ["sh", "-c", f'ulimit {limit}; exec "$0" -m gfgen "$@"', sys.executable, *command],
+        input=job, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert ended.stderr.startswith(f"gfgen: {told}")
+    assert len(ended.stderr.splitlines()) == 1
+    assert ended.returncode
+
+
 def test_streams_that_are_missing_have_their_numbers_and_children_have_them_too():
     script = (
         "import os, subprocess, sys\nfrom gfgen.cli import main\nmain._stand_in_for_missing_streams()\n"

@@ -110,7 +110,7 @@ def test_jobs_that_ran_on_the_last_ranks_are_kept_from_their_last_task_that_ende
     control, _ = simulated_control([make_job("a")], num_ranks=2, guard_s=0.02, backend=Shelf)
     for rank in (0, 1):
         control.clock.at(RankLost(3.5 * STEP_S, rank, 1, "it broke", is_retired=True))
-    with pytest.raises(WorkerError, match="no rank is left"):
+    with pytest.raises(WorkerError, match=r"no rank is left \(it broke\)"):
         control.run()
     assert control.backend.kept == {"a": 3}
 

@@ -15,6 +15,7 @@ from gfgen.runtime import memory
 from gfgen.runtime.devices import Devices, Gpu
 from gfgen.runtime.memory import (
     available_bytes,
+    check_addresses,
     check_models,
     check_models_on_gpu,
     check_together,
@@ -26,6 +27,16 @@ from gfgen.runtime.memory import (
 
 GB = 10**9
 MEMINFO = "MemTotal:       1000 kB\nMemFree:        100 kB\nMemAvailable:   800 kB\n"
+
+
+def test_a_limit_below_what_any_rank_needs_is_refused(monkeypatch):
+    monkeypatch.setattr(memory.resource, "getrlimit", lambda _: (1_024_000_000, -1))
+    with pytest.raises(
+        InputError, match=r"1\.0 GB of memory here \(ulimit -v\); each rank needs at least 1\.5 GB"
+    ):
+        check_addresses()
+    monkeypatch.setattr(memory.resource, "getrlimit", lambda _: (memory.resource.RLIM_INFINITY, -1))
+    check_addresses()
 
 
 @pytest.fixture

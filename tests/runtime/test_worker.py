@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import socket
 import threading
 import time
@@ -25,6 +26,7 @@ from gfgen.runtime import worker_jobs
 from gfgen.runtime.channel import Channel
 from gfgen.runtime.messages import (
     Abandon,
+    Arenas,
     ForgetJob,
     Left,
     Ping,
@@ -35,6 +37,7 @@ from gfgen.runtime.messages import (
     StartJob,
     TaskFault,
     TaskReport,
+    WorkerFailed,
 )
 from gfgen.runtime.migration import Transfer
 from gfgen.runtime.slab import Slab, SlabPlan
@@ -158,6 +161,21 @@ def test_a_dispatch_number_that_does_not_rise_ends_the_worker(rank: Rank, number
     (error,) = rank.errors
     assert isinstance(error, AssertionError)
     assert "the global order is broken" in str(error)
+
+
+def test_a_rank_that_cannot_follow_a_message_says_why_and_ends(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that went on would answer no pings: the log would say only that it gives no sign of life."""
+    codes: queue.SimpleQueue[int] = queue.SimpleQueue()
+    monkeypatch.setattr(os, "_exit", codes.put)
+    too_short = os.memfd_create("arena")
+    rank.channel.send(Arenas(1 << 20, 1 << 12, (1,), (0,), False), (too_short,))
+    failure = rank.answer()
+    assert isinstance(failure, WorkerFailed)
+    assert failure.reason.startswith("ProtocolError: an arena of 0 bytes")
+    assert codes.get(timeout=ANSWER_S) == 1
+    os.close(too_short)
 
 
 def test_a_report_comes_after_the_result_is_in_the_slab(rank: Rank) -> None:

@@ -7,6 +7,7 @@ import contextlib
 import errno
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -320,6 +321,23 @@ def test_a_front_that_lacks_a_package_is_not_started_again(monkeypatch, tmp_path
     assert str(failure) == "the HTTP process cannot start; see its message above"
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("gfgen: the HTTP process cannot start: No module named 'h11'; pip install")
+
+
+def test_a_front_that_still_imports_when_the_run_ends_is_not_waited_for(monkeypatch, tmp_path):
+    (tmp_path / "uvicorn.py").write_text("print('it imports', flush=True)\nwhile True: pass")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    reader, writer = os.pipe()
+    settings = Settings(tmp_path, api_key=None, is_loopback=True, bounds=Bounds(), version="1")
+    door = SimpleNamespace(joined=lambda _: None, left=lambda _: None)
+    own = supervisor.Supervisor(socket.create_server(("127.0.0.1", 0)), settings, door)
+    start = supervisor.subprocess.Popen
+    monkeypatch.setattr(supervisor.subprocess, "Popen", lambda *a, **kw: start(*a, **kw, stdout=writer))
+    own.start()
+    assert os.read(reader, 1) == b"i"
+    own.stop()
+    assert own._process.returncode == -signal.SIGTERM
+    for fd in (reader, writer):
+        os.close(fd)
 
 
 PICTURE = (Path(__file__).parents[2] / "jobs/star.png").read_bytes()
