@@ -24,7 +24,7 @@ class FiniteRange(click.FloatRange):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         number = float(super().convert(value, param, ctx))
         if not math.isfinite(number):
-            self.fail(f"{value} is no finite number.", param, ctx)
+            self.fail(f"{value} is not a finite number.", param, ctx)
         return number
 
 
@@ -43,13 +43,13 @@ class NamedPath(click.Path):
 memory_option = click.option(
     "--memory",
     metavar="SIZE",
-    help='Room for weights and jobs, like "40GB": of each GPU, or of main memory. [all that there is]',
+    help='Memory limit for weights and jobs, such as "40GB": per GPU, or of main memory. [all available]',
 )
 graphs_option = click.option(
     "--graphs/--no-graphs",
     default=True,
     show_default=True,
-    help="On GPUs: warm up, and launch steps as CUDA graphs where that is faster (docs/models.md).",
+    help="On GPUs: run warm-up steps first, and use CUDA graphs where they are faster (docs/models.md).",
 )
 lookahead_option = click.option(
     "--lookahead",
@@ -57,8 +57,8 @@ lookahead_option = click.option(
     default=LOOKAHEAD_MS,
     show_default=True,
     metavar="MS",
-    help="Queue a next task this long before the predicted end of the one before it, and 2% of it earlier; "
-    "0 waits for the end.",
+    help="Queue the next task this long before the predicted end of the current one, plus 2% of the current "
+    "task's time. With 0, gfgen waits until the task has ended.",
 )
 
 
