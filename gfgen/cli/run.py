@@ -7,16 +7,25 @@ import logging
 import signal
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import click
 
 from gfgen import log
-from gfgen.cli.admission import admit_file, check_source, warn_of_passed_deadlines
+from gfgen.cli.admission import admit_file, check_source, warn_of_passed_deadlines, with_time
 from gfgen.cli.loop import run_loop
-from gfgen.cli.options import NamedPath, graphs_option, lookahead_option, memory_option, tell_of_graphs
+from gfgen.cli.options import (
+    NamedPath,
+    grace_option,
+    graphs_option,
+    lookahead_option,
+    max_step_time_option,
+    memory_option,
+    ranks_per_gpu_option,
+    tell_of_graphs,
+)
 from gfgen.cli.progress import make_file_progress, make_progress
 from gfgen.cli.ranks import Ranks, ready_pool
 from gfgen.cli.warming import warm_up
@@ -32,8 +41,10 @@ from gfgen.runtime.choosing import ChooserBeside
 from gfgen.runtime.clock import Clock
 from gfgen.runtime.closing import closing_at
 from gfgen.runtime.comparison import numbers
+from gfgen.runtime.control import GRACE_S
 from gfgen.runtime.devices import DEVICES, Devices, choose_devices, parse_memory
 from gfgen.runtime.inbox import WATCHED_NAME, Inbox
+from gfgen.runtime.job_bounds import JobBounds
 from gfgen.runtime.journal import JOURNAL_NAME, Journal, first_arrivals, journal_header
 from gfgen.runtime.lock import LOCK_NAME, hold_folder
 from gfgen.runtime.manifest import MANIFEST_NAME, ManifestWriter, finished_jobs
@@ -67,6 +78,13 @@ class RunOptions:
     closes_at: float | None = None
     """Unix time at which the run is to end by itself."""
     log_file: Path | None = None
+    grace_s: float = GRACE_S
+    max_step_s: float | None = None
+    """Predicted time of one step above which a job is refused."""
+
+    @property
+    def job_bounds(self) -> JobBounds:
+        return JobBounds(step_s=self.max_step_s)
 
 
 @click.command()
@@ -89,6 +107,7 @@ class RunOptions:
     show_default=True,
     help="Device of the workers. auto takes GPUs if there are any.",
 )
+@ranks_per_gpu_option
 @memory_option
 @click.option(
     "--policy", default="auto", show_default=True, help="NAME[,option=value...]; 'gfgen policies' lists them."
@@ -116,6 +135,8 @@ class RunOptions:
     "--skip-invalid", is_flag=True, help="Run the valid jobs of a file with errors; the exit code is 1."
 )
 @lookahead_option
+@grace_option
+@max_step_time_option(None)
 @click.option("--trace", type=NamedPath(), help="Write a timeline for Perfetto or 'gfgen plot'.")
 @click.option(
     "--watch",
@@ -145,6 +166,7 @@ def run(
     output: Path | None,
     ranks: int | None,
     device: str,
+    ranks_per_gpu: int,
     memory: str | None,
     policy: str,
     model: str,
@@ -153,9 +175,11 @@ def run(
     graphs: bool,
     skip_invalid: bool,
     lookahead: float,
+    grace: float,
     trace: Path | None,
     watch: Path | None,
     until: str | None,
+    max_step_time: float | None,
     log_file: Path | None,
     quiet: bool,
     log_json: bool,
@@ -172,7 +196,7 @@ def run(
     _check_written(jobs, output_dir, {"--trace": trace, "--log-file": log_file})
     log.configure(level=level, as_json=log_json, file=log_file, file_level=file_level)
     memory_limit = None if memory is None else parse_memory(memory)
-    devices = choose_devices(device, ranks, memory_limit=memory_limit)
+    devices = choose_devices(device, ranks, memory_limit=memory_limit, ranks_per_gpu=ranks_per_gpu)
     options = RunOptions(
         output_dir=output_dir,
         ranks=Ranks(devices, random_weights, vae_dtype, graphs),
@@ -180,9 +204,11 @@ def run(
         model=model,
         skip_invalid=skip_invalid,
         guard_s=lookahead / 1000,
+        grace_s=grace,
         trace=trace,
         closes_at=None if until is None else closing_at(until, now=time.time()),
         log_file=log_file,
+        max_step_s=max_step_time,
         quiet=quiet,
         log_json=log_json,
     )
@@ -191,9 +217,11 @@ def run(
     if watch is not None:
         summary = watch_folder(watch, options)
     else:
-        admission = options.ranks.admission(model)
+        admission = options.ranks.admission(model, bounds=options.job_bounds)
         assert jobs is not None
-        admitted, problems = admit_file(jobs, admission, skip_invalid=skip_invalid)
+        admitted, problems = admit_file(
+            jobs, admission, skip_invalid=skip_invalid, done=lambda found: _finished(found, options)
+        )
         summary = run_jobs(admitted, options)
     _report(summary, options)
     return 1 if summary.num_failed or problems else 0
@@ -205,8 +233,8 @@ def run_jobs(admitted: Sequence[AdmittedJob], options: RunOptions) -> Summary:
     Raises: InterruptedRunError when a signal ended the run before all jobs had;
             LockedError when another run is at work in the output folder.
     """
-    with contextlib.closing(SignalPipe()) as signals, held_folder(options.output_dir):
-        done = finished_jobs(options.output_dir / MANIFEST_NAME, [job.info for job in admitted])
+    with contextlib.closing(SignalPipe()) as signals, held_folder(options.output_dir) as lock:
+        done = _finished(admitted, options)
         todo = [job for job in admitted if job.job_id not in done]
         if not todo:
             if options.trace:
@@ -216,13 +244,20 @@ def run_jobs(admitted: Sequence[AdmittedJob], options: RunOptions) -> Summary:
             return Summary(num_skipped=len(done))
         _check_trace(options.trace)
         skipped = [job for job in admitted if job.job_id in done]
-        residency = options.ranks.admission(options.model).residency(todo)
-        checkpoints = residency.checkpoints if residency else {job.checkpoint for job in todo}
-        with ready_pool(checkpoints, options.ranks, signals) as pool:
+        fitting, num_left = with_time(todo, options.ranks.step_times, closes_at=options.closes_at)
+        residency = options.ranks.admission(options.model).residency(fitting)
+        checkpoints = residency.checkpoints if residency else {job.checkpoint for job in fitting}
+        with ready_pool(checkpoints, options.ranks, signals, keep_fds=[lock]) as pool:
             if options.ranks.has_graphs:
-                held = of_held_models(todo, residency)
+                held = of_held_models(fitting, residency)
                 warm_up(pool, held, devices=options.ranks.devices, policy=options.policy, signals=signals)
-            return run_on(pool, todo, options, signals=signals, skipped=skipped, residency=residency)
+            summary = run_on(pool, fitting, options, signals=signals, skipped=skipped, residency=residency)
+        return replace(summary, num_unfinished=summary.num_unfinished + num_left)
+
+
+def _finished(jobs: Sequence[AdmittedJob], options: RunOptions) -> Collection[str]:
+    """Ids of the jobs that an earlier run has finished."""
+    return finished_jobs(options.output_dir / MANIFEST_NAME, [job.info for job in jobs])
 
 
 def watch_folder(folder: Path, options: RunOptions) -> Summary:
@@ -232,10 +267,10 @@ def watch_folder(folder: Path, options: RunOptions) -> Summary:
     """
     _check_watched(folder, options.output_dir)
     _check_trace(options.trace)
-    admit = options.ranks.admission(options.model)
+    admit = options.ranks.admission(options.model, bounds=options.job_bounds)
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(contextlib.closing(SignalPipe()))
-        stack.enter_context(held_folder(options.output_dir))
+        lock = stack.enter_context(held_folder(options.output_dir))
         inbox = stack.enter_context(
             contextlib.closing(
                 Inbox(folder, output_dir=options.output_dir, admit=admit, skip_invalid=options.skip_invalid)
@@ -246,7 +281,7 @@ def watch_folder(folder: Path, options: RunOptions) -> Summary:
         admit.check(checkpoints)
         residency = admit.residency(first, names={options.model: admit.find_model(options.model).checkpoint})
         loaded = residency.checkpoints if residency else checkpoints
-        pool = stack.enter_context(ready_pool(loaded, options.ranks, signals))
+        pool = stack.enter_context(ready_pool(loaded, options.ranks, signals, keep_fds=[lock]))
         if options.ranks.has_graphs:
             held = of_held_models(first, residency)
             warm_up(pool, held, devices=options.ranks.devices, policy=options.policy, signals=signals)
@@ -348,15 +383,18 @@ def default_profile(devices: Devices) -> Profile | None:
 
 
 @contextlib.contextmanager
-def held_folder(folder: Path) -> Iterator[None]:
-    """The output folder, made if need be, held for this run and cleared of what killed runs left."""
+def held_folder(folder: Path) -> Iterator[int]:
+    """The output folder, made if need be, held for this run and cleared of what killed runs left.
+
+    Yields the lock's descriptor (`hold_folder`).
+    """
     from gfgen.runtime.outputs import remove_leftovers  # imports numpy, which --help can do without
 
     _make_folder(folder)
-    with hold_folder(folder):
+    with hold_folder(folder) as lock:
         if num_leftovers := remove_leftovers(folder):
             logger.info("removed %s of an earlier run", counted(num_leftovers, "unfinished file"))
-        yield
+        yield lock
 
 
 def _warn_of_passed_deadlines(

@@ -29,7 +29,7 @@ from gfgen.errors import OutputError, Problem, listed
 from gfgen.identity import name_key
 from gfgen.job import read_job_stream
 from gfgen.jobspec import JobSpec
-from gfgen.runtime.admission import AdmittedJob
+from gfgen.runtime.admission import AdmittedJob, tell_of_rounding
 from gfgen.runtime.linefile import LineFile
 from gfgen.runtime.manifest import MANIFEST_NAME, GrowingManifest, finished_jobs
 from gfgen.runtime.observer import JobOutcome, Observer
@@ -236,6 +236,7 @@ class Inbox(Observer):
         todo = self._unfinished(jobs, key)
         self._remember(key, num_jobs=len(jobs))
         logger.info("took %s: %s, %d to do", path.name, counted(len(jobs), "job"), len(todo))
+        tell_of_rounding(todo)
         return todo
 
     def _judge(self, path: Path, content: bytes) -> tuple[list[AdmittedJob], list[Problem]]:

@@ -43,6 +43,8 @@ class RunTask:
     """To this rank, in order."""
     wait_s: float | None = None
     """Bounds each wait for another rank in the middle of the task; None: as the collectives do."""
+    expected_s: float = 0.0
+    """How long the task is predicted to take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,7 +307,7 @@ class WriteRequest:
     shape: tuple[int, int, int, int]
     path: str
     fps: int | None
-    metadata: Mapping[str, str]
+    metadata: Mapping[str, str | int | float]
 
 
 @dataclass(frozen=True, slots=True)

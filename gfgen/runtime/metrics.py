@@ -16,6 +16,7 @@ from gfgen.runtime.durations import in_words
 from gfgen.runtime.events import Event, ModelsChanged, RankLoaded, TaskDone, TaskFailed
 from gfgen.runtime.messages import MemoryUse
 from gfgen.runtime.observer import JobInfo, JobOutcome, Observer
+from gfgen.runtime.wording import MAX_NAMED
 
 MAX_LATENCIES = 10_000
 """So many jobs' latencies are kept, 80 KB. Percentiles of more jobs are those of a random sample: of ten
@@ -74,6 +75,8 @@ class Summary:
     policy_fault: str | None = None
     """Why the policy was given up in the middle, and `fcfs` finished the run, if it was."""
     num_cancelled: int = 0
+    failures: tuple[str, ...] = ()
+    """'id: reason' of the first jobs that failed, MAX_NAMED at most."""
 
     @property
     def num_jobs(self) -> int:
@@ -124,6 +127,9 @@ class Summary:
             lines.append(f"models     changed {times}, {in_words(self.load_s)} of each rank's time")
         if self.memory:
             lines.append(f"memory     {self._memory_taken()}")
+        lines += [f"failed     {failure}" for failure in self.failures]
+        if (num_more := self.num_failed - len(self.failures)) > 0:
+            lines.append(f"failed     {num_more} more; the manifest has the reasons")
         return lines
 
     @property
@@ -176,6 +182,7 @@ class Metrics(Observer):
         self._num_ranks = 0
         self._num_skipped = 0
         self._num_failed = 0
+        self._failures: list[str] = []
         self._num_cancelled = 0
         self._num_tasks = 0
         self._running: set[int] = set()
@@ -229,6 +236,8 @@ class Metrics(Observer):
             self._num_cancelled += 1
         else:
             self._num_failed += 1
+            if len(self._failures) < MAX_NAMED:
+                self._failures.append(f"{outcome.info.job_id}: {outcome.error}")
         if outcome.met_deadline is not None:
             self._deadlines[outcome.info.spec.tag or ""].add(is_met=outcome.met_deadline)
 
@@ -248,6 +257,7 @@ class Metrics(Observer):
             num_done=num_done,
             num_failed=self._num_failed,
             num_cancelled=self._num_cancelled,
+            failures=tuple(self._failures),
             num_skipped=self._num_skipped,
             num_unfinished=max(0, self._num_jobs - num_ended),
             num_tasks=self._num_tasks,

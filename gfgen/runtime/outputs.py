@@ -12,8 +12,9 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -22,6 +23,7 @@ from numpy.typing import NDArray
 
 from gfgen.errors import OutputError
 from gfgen.runtime import metadata as labels
+from gfgen.runtime.lifeline import die_with_parent
 
 Frames = NDArray[np.uint8]
 
@@ -40,7 +42,7 @@ _EXIF_DESCRIPTION, _EXIF_MAKER_NOTE = 0x010E, 0x927C
 _INSTALL_FFMPEG = "cannot write MP4 files without ffmpeg; pip install imageio-ffmpeg"
 
 
-def write_output(frames: Frames, path: Path, *, fps: int | None, metadata: Mapping[str, str]) -> int:
+def write_output(frames: Frames, path: Path, *, fps: int | None, metadata: labels.Metadata) -> int:
     """Write frames [F, H, W, 3] and return the file's size in bytes.
 
     One frame goes to an image, any number to an MP4 (H.264, yuv420p). H.264 with this
@@ -102,7 +104,7 @@ def _is_temporary(name: str) -> bool:
     return match is not None and match["suffix"].lower() in IMAGE_SUFFIXES + VIDEO_SUFFIXES
 
 
-def read_metadata(path: Path) -> dict[str, str]:
+def read_metadata(path: Path) -> dict[str, str | int | float]:
     """The metadata that `write_output` put into a file; empty when there is none.
 
     Raises: OutputError when the file cannot be read.
@@ -127,7 +129,7 @@ def _check(frames: Frames, path: Path, fps: int | None) -> None:
         raise OutputError(f"{path}: cannot write '{path.suffix}' files; name it {accepted}")
 
 
-def _write_image(frame: Frames, path: Path, *, metadata: Mapping[str, str]) -> None:
+def _write_image(frame: Frames, path: Path, *, metadata: labels.Metadata) -> None:
     from PIL import Image, PngImagePlugin
 
     text, as_json = labels.parameters_text(metadata), labels.to_json(metadata)
@@ -150,7 +152,7 @@ def _write_image(frame: Frames, path: Path, *, metadata: Mapping[str, str]) -> N
         raise OutputError(f"cannot write {path.name}: {error}") from error
 
 
-def _write_video(frames: Frames, path: Path, *, fps: int, metadata: Mapping[str, str]) -> None:
+def _write_video(frames: Frames, path: Path, *, fps: int, metadata: labels.Metadata) -> None:
     """Stream the frames through ffmpeg, one at a time; OSError or OutputError when it fails."""
     tags = {
         "title": labels.title_of(metadata),
@@ -191,7 +193,7 @@ def _encode_command(frames: Frames, path: Path, *, fps: int, tag_fd: int) -> lis
 
 @contextmanager
 def _ffmpeg(command: list[str], *, complaints: IO[bytes], keep_fd: int) -> Iterator[subprocess.Popen[bytes]]:
-    """A running ffmpeg, which has ended when the block is left.
+    """A running ffmpeg, which has ended when the block is left, and dies with this process.
 
     In a session of its own: Ctrl-C in the terminal is for gfgen, which still wants the file.
     """
@@ -202,6 +204,7 @@ def _ffmpeg(command: list[str], *, complaints: IO[bytes], keep_fd: int) -> Itera
         stderr=complaints,
         pass_fds=(keep_fd,),
         start_new_session=True,
+        preexec_fn=partial(die_with_parent, os.getpid()),  # else it would encode what it has got to the end
     )
     try:
         yield process

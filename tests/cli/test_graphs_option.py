@@ -38,3 +38,6 @@ def test_steps_are_graphs_unless_told_otherwise_and_what_has_no_effect_is_told_i
 def test_recorded_commands_say_so_where_steps_are_not_graphs() -> None:
     assert Ranks(GPUS).words == ()
     assert Ranks(GPUS, has_random_weights=True, has_graphs=False).words == ("--random-weights", "--no-graphs")
+    shared = Ranks(Devices(CUDA, 2, GPUS.gpus[:1], ranks_per_gpu=2))
+    assert shared.words == ("--ranks-per-gpu", "2")
+    assert shared.description == "2 ranks on 1 x NVIDIA H200"
