@@ -122,7 +122,7 @@ def test_a_stopped_run_goes_on_at_the_step_where_it_stopped(folder):
     _, err = again.communicate(timeout=120)
     assert again.returncode == 0, err
     assert re.search(r"resumed long at denoise [1-9]\d* on rank", err)
-    (warning,) = manifest(folder)["long"]["warnings"]
+    *_, warning = manifest(folder)["long"]["warnings"]  # the first ones tell of rounding
     assert re.fullmatch(r"resumed at denoise [1-9]\d*", warning)
     assert sorted(os.listdir(folder / "outputs/night")) == [
         "fox.png",
