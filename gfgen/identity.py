@@ -84,7 +84,7 @@ def output_name(spec: JobSpec, kind: str) -> str:
     """
     name = spec.output or default_output(spec, kind)
     if Path(name).suffix.lower() != SUFFIXES[kind]:
-        accepted = f"a name that ends in {SUFFIXES[kind]}, since the model makes {kind}s"
+        accepted = f"a name that ends in {SUFFIXES[kind]}, because the model makes {kind}s"
         raise JobError(Problem.of("output", name, accepted))
     return name
 

@@ -2,8 +2,8 @@
 
     bytes -> raw lines -> objects -> fields (jobfields) -> ids and file names (identity)
 
-Reading is bounded in every direction, so a file without end, or one that is no job file at
-all, ends in a report and not in a full memory.
+Line length, file size, jobs and problems are bounded: an endless file, or one that is not a job
+file, gives a report and does not fill memory.
 """
 
 from __future__ import annotations
@@ -58,18 +58,18 @@ MAX_FILE_BYTES = 2**30
 MAX_JOBS = 100_000
 MAX_PROBLEMS = 1_000
 MAX_INT_DIGITS = 1_000
-"""Python refuses to read integers of more than 4,300 digits; no field comes near."""
+"""Python does not read integers of more than 4,300 digits; no field needs that many."""
 
 BYTE_ORDER_MARK = "\ufeff"
 UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
-EXAMPLE = '{"prompt": "a red fox in the snow"}'
+EXAMPLE = '{"prompt": "a red circle on a blue background"}'
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedJobs:
-    """What a job file holds: the jobs that are right, and all that is wrong.
+    """The valid jobs of a job file, and all problems.
 
-    A line with a problem is not among `specs`. `source` is the file's name for messages.
+    `specs` has no job of a line with a problem. `source` is the name of the file in messages.
     """
 
     source: str
@@ -93,7 +93,7 @@ def read_jobs(source: Path | Literal["-"]) -> ParsedJobs:
             f"job file {path}: no such file; name a file of JSON lines, or - for standard input"
         ) from None
     except IsADirectoryError:
-        raise InputError(f"job file {path}: that is a folder; name a file of JSON lines inside it") from None
+        raise InputError(f"job file {path}: this is a folder; name a file of JSON lines in it") from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise InputError(f"job file {str(path)!r}: cannot be read ({reason})") from None
@@ -102,9 +102,9 @@ def read_jobs(source: Path | Literal["-"]) -> ParsedJobs:
 def read_job_stream(
     stream: BinaryIO, *, source: str, folder: Path, images: ImageReader | None = None
 ) -> ParsedJobs:
-    """As `read_jobs`, from an open binary stream; `folder` is where relative images lie.
+    """As `read_jobs`, from an open binary stream; relative image paths start at `folder`.
 
-    `images` is who looks at them, where that is not simply to be done.
+    `images` checks the images; by default an `ImageReader` does.
     """
     jobs = _JobList(images or ImageReader(folder))
     try:
@@ -114,7 +114,7 @@ def read_job_stream(
         jobs.problems.append(end.problem)
     if not jobs.specs and not jobs.problems:
         jobs.problems.append(
-            Problem(None, None, None, f"no jobs in {source}; write one on each line, as {EXAMPLE}")
+            Problem(None, None, None, f"no jobs in {source}; write one job per line, such as {EXAMPLE}")
         )
     return ParsedJobs(source, tuple(jobs.specs), tuple(jobs.problems))
 
@@ -122,17 +122,17 @@ def read_job_stream(
 def parse_job(
     mapping: Mapping[str, object], *, line: int | None = None, folder: Path | None = None
 ) -> tuple[JobSpec | None, tuple[Problem, ...]]:
-    """One job out of a decoded JSON object, or None and all that is wrong with it.
+    """One job from a decoded JSON object, or None and all of its problems.
 
-    A job without an id gets the one of a first occurrence; whoever has several makes them
-    differ with `default_id`. Relative images are looked for in `folder` (by default, here).
+    A job without an id gets the default id of a first occurrence; use `default_id` to tell equal jobs
+    apart. Relative image paths start at `folder`, by default the current one.
     """
     values, problems = parse_fields(mapping, line=line, images=ImageReader(folder or Path()))
     return (None if problems else _named(_spec(values, line))), tuple(problems)
 
 
 def to_mapping(spec: JobSpec) -> dict[str, Any]:
-    """The job-file object of a job, with only what it says; `parse_job` gives the job back."""
+    """The job as an object of a job file, without default values; `parse_job` is the inverse."""
     deadline: float | str | None = spec.deadline_s
     if spec.deadline_at is not None:
         deadline = datetime.fromtimestamp(spec.deadline_at, UTC).isoformat()
@@ -154,8 +154,8 @@ def passed_deadlines(
 ) -> tuple[Problem, ...]:
     """A warning for each job whose deadline has passed before it can start.
 
-    `now` is the Unix time of the start of the run. `arrived_at` has, by job id, the arrivals
-    that an earlier run has journaled; the other jobs arrive `arrival_s` from now.
+    `now` is the Unix time at which the run starts. `arrived_at` has arrivals from the journal of an
+    earlier run, by job id; the other jobs arrive `arrival_s` from now.
     """
     journaled = arrived_at or {}
     late = []
@@ -164,14 +164,16 @@ def passed_deadlines(
         due = due_at(spec, arrived_at=arrival)
         if due is not None and due <= max(now, arrival):
             moment = datetime.fromtimestamp(due).astimezone().isoformat(sep=" ", timespec="seconds")
-            what = "has passed" if due <= now else "lies before the job's arrival"
-            late.append(Problem(spec.line, "deadline", moment, f"{what}; {spec.id} runs and counts as late"))
+            what = "has passed" if due <= now else "is before the job arrives"
+            late.append(
+                Problem(spec.line, "deadline", moment, f"{what}; {spec.id} runs anyway and counts as late")
+            )
     return tuple(late)
 
 
 @dataclass(slots=True)
 class _JobList:
-    """Collects jobs line by line; knows which ids and file names are taken, and by which line."""
+    """Collects jobs line by line, and records which line uses which id and file name."""
 
     images: ImageReader
     specs: list[JobSpec] = field(default_factory=list)
@@ -181,7 +183,7 @@ class _JobList:
     file_lines: dict[str, int] = field(default_factory=dict)
 
     def add_line(self, line: int, content: bytes) -> None:
-        """Take one line of the file, whatever is in it."""
+        """Add one line of the file, valid or not."""
         if len(self.problems) >= MAX_PROBLEMS:
             raise _ReadingEnded(
                 line, f"this line and those below it were not read, after {len(self.problems):,} problems"
@@ -194,20 +196,20 @@ class _JobList:
 
     def _add_object(self, line: int, mapping: Mapping[str, object]) -> None:
         if len(self.specs) >= MAX_JOBS:
-            raise _ReadingEnded(line, f"{MAX_JOBS:,} jobs are the most for one file; split it here")
+            raise _ReadingEnded(line, f"a file has at most {MAX_JOBS:,} jobs; split it here")
         values, problems = parse_fields(mapping, line=line, images=self.images)
         spec = None
         if not problems:
             spec = self._numbered(_spec(values, line))
             values["id"] = spec.id
-        # The names of a faulty line count as taken: its clashes are to be seen in this report too.
+        # Names of a faulty line count as used, so that this report shows its clashes, too.
         problems += self._take_names(line, values.get("id"), values.get("output"))
         self.problems += problems
         if spec is not None and not problems:
             self.specs.append(spec)
 
     def _numbered(self, spec: JobSpec) -> JobSpec:
-        """The job under its own id, or under a default one with the number of its occurrence."""
+        """The job with its own id, or with a default id that counts equal jobs."""
         if spec.id:
             return spec
         base = default_id(spec)
@@ -215,11 +217,16 @@ class _JobList:
         return _named(spec, occurrence=self.occurrences[base])
 
     def _take_names(self, line: int, job_id: str | None, output: str | None) -> Iterator[Problem]:
-        """Note the names of a line's job, and tell which of them an earlier line has taken."""
+        """Record the names that a line's job uses; yields a problem for each that an earlier line uses."""
         if job_id is not None:
             taken_by = self.id_lines.setdefault(name_key(job_id), line)
             if taken_by != line:
-                yield Problem(line, "id", shown(job_id), f"{_same(taken_by)}; each job needs its own")
+                yield Problem(
+                    line,
+                    "id",
+                    shown(job_id),
+                    f"line {taken_by} already uses it (case is ignored); each job needs its own",
+                )
                 return
         if job_id is None and output is None:
             return
@@ -228,7 +235,10 @@ class _JobList:
             taken_by = self.file_lines.setdefault(name_key(name), line)
             if taken_by != line:
                 yield Problem(
-                    line, field_name, shown(value), f"line {taken_by} writes {name}; rename one of them"
+                    line,
+                    field_name,
+                    shown(value),
+                    f"line {taken_by} already writes {name}; rename one of them",
                 )
 
 
@@ -240,12 +250,8 @@ def _named(spec: JobSpec, *, occurrence: int = 1) -> JobSpec:
     return spec if spec.id else replace(spec, id=default_id(spec, occurrence=occurrence))
 
 
-def _same(line: int) -> str:
-    return f"line {line} has the same (upper and lower case count as equal)"
-
-
 class _ReadingEnded(Exception):
-    """Nothing further of this file is read; the problem says why."""
+    """The rest of the file is not read; the problem says why."""
 
     def __init__(self, line: int, accepted: str) -> None:
         # A problem of the file, not of a line: sorting by lines puts it first, where everyone sees it.
@@ -254,9 +260,9 @@ class _ReadingEnded(Exception):
 
 
 def _raw_lines(stream: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """Numbered lines; of a line that is too long, its first MAX_LINE_BYTES + 1 bytes.
+    """Numbered lines; if a line is too long, its first MAX_LINE_BYTES + 1 bytes.
 
-    Never holds more than two pieces of that size, and stops after MAX_FILE_BYTES.
+    Holds at most two pieces of that size, and stops after MAX_FILE_BYTES.
     """
     num_read = 0
     for number in itertools.count(1):
@@ -275,17 +281,20 @@ def _raw_lines(stream: BinaryIO) -> Iterator[tuple[int, bytes]]:
         yield number, content
         if num_read > MAX_FILE_BYTES:
             raise _ReadingEnded(
-                number, f"more than {MAX_FILE_BYTES:,} bytes; nothing was read after this line"
+                number, f"the file has more than {MAX_FILE_BYTES:,} bytes; lines below this one were not read"
             )
 
 
 def _decode_line(line: int, content: bytes) -> Mapping[str, object] | Problem | None:
-    """The line's object, or what is wrong with it, or None for a blank line or a comment."""
+    """The object on the line, or its problem, or None for a blank line or a comment."""
     if line == 1 and content.startswith(UTF16_MARKS):
         raise _ReadingEnded(line, "the file is UTF-16; save it as UTF-8")
     if len(content) > MAX_LINE_BYTES:
         return Problem(
-            line, None, None, f"a line of more than {MAX_LINE_BYTES:,} bytes; one job is one shorter line"
+            line,
+            None,
+            None,
+            f"the line has more than {MAX_LINE_BYTES:,} bytes; write each job on one shorter line",
         )
     try:
         text = content.decode("utf-8")
@@ -302,19 +311,24 @@ def _decode_object(line: int, text: str) -> Mapping[str, object] | Problem:
     except json.JSONDecodeError as error:
         reason = f"not JSON ({error.msg} at column {error.colno})"
         return Problem(
-            line, None, printable(text), f"{reason}; one job is one object on one line, as {EXAMPLE}"
+            line,
+            None,
+            printable(text),
+            f"{reason}; write each job as one object on one line, such as {EXAMPLE}",
         )
     except RecursionError:
         return Problem(
-            line, None, shown(text), "nested too deeply; the fields of a job are texts and numbers"
+            line, None, shown(text), "nested too deeply; the fields of a job are strings and numbers"
         )
     if not isinstance(value, dict):
-        return Problem(line, None, shown(value), f"not an object; write the job as {EXAMPLE}")
+        return Problem(
+            line, None, shown(value), f"not an object; write each job as one object, such as {EXAMPLE}"
+        )
     return value
 
 
 def _parse_int(digits: str) -> int | float:
-    """The number; an absurdly long one becomes an infinity, which no field accepts."""
+    """The number; one with too many digits becomes infinity, which no field accepts."""
     return int(digits) if len(digits) <= MAX_INT_DIGITS else float(digits)
 
 

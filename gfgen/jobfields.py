@@ -19,18 +19,18 @@ from gfgen.jobimage import IMAGE_FORMATS, ImageError, ImageReader
 
 MIN_SIDE, MAX_SIDE = 16, 8192
 MAX_FRAMES = 4093
-"""As many as Wan's rotary table holds: the first, and 4 for each of 1,023 latent frames more."""
+"""The capacity of Wan's rotary table: the first frame, and 4 for each of 1,023 more latent frames."""
 MAX_VOLUME_PIXELS = 2**32
 """Width x height x frames; 13 GB of RGB, about 4,000 frames of 1280x720."""
 MAX_PROMPT_CHARS = 20_000
 MAX_ID_CHARS = 120
 MAX_OUTPUT_BYTES = 200
-"""A file name may have 255 bytes on Linux; the rest is for the writer's temporary names."""
+"""A file name has at most 255 bytes on Linux; the writer's temporary names need the rest."""
 MIN_YEAR, MAX_YEAR = 1971, 9000
-"""Years that stay years in every zone, and Unix times that are not negative."""
+"""Within these years, a time is valid in every time zone and its Unix time is positive."""
 MAX_DURATION_S = 365 * 86_400
 MAX_WHOLE_FLOAT = 2**53
-"""Above it a float no longer says which whole number was meant."""
+"""Above it, a float cannot represent every whole number."""
 MAX_UNKNOWN_REPORTED = 10
 MAX_SHOWN_CHARS = 80
 
@@ -51,7 +51,7 @@ OTHER_NAMES = {
     "resolution": "size",
     "text": "prompt",
 }
-"""What other tools call a field, where the spelling alone would not lead to ours."""
+"""Names of fields in other tools, where the spelling alone does not lead to ours."""
 
 
 class Refused(Exception):
@@ -65,7 +65,7 @@ Parser = Callable[[object], object]
 class Field:
     """One field of a job: its name, what it accepts in words, and its parser.
 
-    The parser gets any JSON value but null, and raises Refused for what it does not accept.
+    The parser gets any JSON value except null, and raises Refused if it does not accept the value.
     """
 
     name: str
@@ -83,7 +83,7 @@ def _text(name: str, max_chars: int, *, may_be_blank: bool = False) -> Field:
         if not may_be_blank and not text.strip():
             raise Refused("this one is empty")
         if "\0" in text or any("\ud800" <= char <= "\udfff" for char in text):
-            raise Refused("this one has a NUL or half of a surrogate pair")
+            raise Refused("this one contains a NUL or an unpaired surrogate")
         return text
 
     return Field(name, f"a text of {int(not may_be_blank)} to {max_chars:,} characters", parse)
@@ -97,7 +97,7 @@ def _label(name: str, max_chars: int, what: str) -> Field:
         if not 1 <= len(text) <= max_chars:
             raise Refused(f"this one has {len(text):,}")
         if not text.isprintable() or text != text.strip():
-            raise Refused("no control characters, no space at either end")
+            raise Refused("without control characters, and without spaces at its ends")
         return text
 
     return Field(name, f"{what} of 1 to {max_chars:,} characters in quotes", parse)
@@ -145,7 +145,7 @@ def _parse_deadline(value: object) -> float | datetime:
             moment = datetime.fromisoformat(value)
             moment.timestamp()
         except (ValueError, OverflowError, OSError):
-            raise Refused("there is no such time") from None
+            raise Refused("this time does not exist") from None
         if not MIN_YEAR <= moment.year <= MAX_YEAR:
             raise Refused(f"a year from {MIN_YEAR} to {MAX_YEAR}")
         return moment
@@ -175,9 +175,9 @@ def _parse_id(value: object) -> str:
 def _parse_output(value: object) -> str:
     name = _string(value)
     if "/" in name or "\\" in name:
-        raise Refused("folders are not part of it")
+        raise Refused("without a folder")
     if not name.isprintable() or name != name.strip() or name.startswith("."):
-        raise Refused("no control characters, no dot in front, no space at either end")
+        raise Refused("without control characters, a leading dot, or spaces at its ends")
     stem, dot, suffix = name.rpartition(".")
     if not stem or f"{dot}{suffix.lower()}" not in SUFFIXES.values():
         raise Refused("")
@@ -196,7 +196,7 @@ FIELDS: dict[str, Field] = {
     for field in (
         Field(
             "id",
-            f'1 to {MAX_ID_CHARS} of the characters A-Z a-z 0-9 . _ - in quotes, and no "." in front',
+            f'1 to {MAX_ID_CHARS} characters in quotes, from A-Z a-z 0-9 . _ -, and no leading "."',
             _parse_id,
         ),
         _text("prompt", MAX_PROMPT_CHARS),
@@ -240,9 +240,9 @@ class RepeatedKeys(dict[str, Any]):
 def parse_fields(
     mapping: Mapping[str, object], *, line: int | None, images: ImageReader
 ) -> tuple[dict[str, Any], list[Problem]]:
-    """Attributes for a JobSpec (`id` only if given), and everything that is wrong with the job.
+    """Attributes for a JobSpec (`id` only if given), and every problem of the job.
 
-    With problems, the attributes are those of the fields that were right.
+    If there are problems, the attributes are those of the valid fields.
     """
     problems = [*_repeated_keys(mapping, line), *_unknown_fields(mapping, line)]
     values: dict[str, Any] = {}
@@ -263,7 +263,7 @@ def parse_fields(
 
 
 def parse_duration(text: str) -> float | None:
-    """Seconds of a text like "90s" or "1h30m"; None for what is no duration."""
+    """Seconds of a text like "90s" or "1h30m"; None if the text is not a duration."""
     try:
         return _seconds(text)
     except Refused:
@@ -289,7 +289,7 @@ def printable(text: str) -> str:
 def _repeated_keys(mapping: Mapping[str, object], line: int | None) -> Iterator[Problem]:
     repeated = mapping.repeated if isinstance(mapping, RepeatedKeys) else ()
     for name in repeated[:MAX_UNKNOWN_REPORTED]:
-        yield Problem(line, _plain(name), None, "given more than once; give it once")
+        yield Problem(line, _plain(name), None, "given more than once")
 
 
 def _unknown_fields(mapping: Mapping[str, object], line: int | None) -> Iterator[Problem]:
@@ -300,7 +300,7 @@ def _unknown_fields(mapping: Mapping[str, object], line: int | None) -> Iterator
         yield Problem(line, _plain(name), None, accepted, note=None if suggestion else ALL_FIELDS)
     if len(unknown) > MAX_UNKNOWN_REPORTED:
         more = len(unknown) - MAX_UNKNOWN_REPORTED
-        yield Problem(line, None, None, f"{more:,} more names that are not fields")
+        yield Problem(line, None, None, f"{more:,} more unknown fields")
 
 
 def _suggestion(name: str) -> str | None:
@@ -330,10 +330,10 @@ def _join_shape(values: dict[str, Any], mapping: Mapping[str, object], line: int
         if size is not None and values.setdefault(name, size[position]) != size[position]:
             text = f"{size[0]}x{size[1]}"
             yield Problem(
-                line, name, shown(values[name]), f'size = "{text}" says otherwise; give one of the two'
+                line, name, shown(values[name]), f'differs from size = "{text}"; give only one of them'
             )
         elif name in values and mapping.get("size") is None and mapping.get(other) is None:
-            yield Problem(line, other, None, f"missing; {name} and {other} go together")
+            yield Problem(line, other, None, f"missing; give both {name} and {other}, or neither")
     sides = values.get("width", 1) * values.get("height", 1)
     if sides * values.get("frames", 1) > MAX_VOLUME_PIXELS:
         # Two sides at their largest stay below it, so the job does give `frames`.
@@ -355,7 +355,7 @@ def _join_image(values: dict[str, Any], line: int | None, images: ImageReader) -
 
 
 def _rename_times(values: dict[str, Any]) -> None:
-    """The file's names say what a person means, the spec's names carry the unit."""
+    """Rename times from the names in the job file to those in the spec, which carry the unit."""
     for name in ("arrival", "timeout"):
         if name in values:
             values[f"{name}_s"] = values.pop(name)
@@ -373,7 +373,7 @@ def _string(value: object) -> str:
 
 
 def _number(value: object) -> int | float:
-    """A JSON number that is one: no bool, NaN or infinity, and no number in quotes."""
+    """A finite JSON number: no bool, NaN or infinity, and no number in quotes."""
     if isinstance(value, str) and re.fullmatch(rf" *-?{NUMBER} *", value):
         raise Refused("write it without quotes")
     if isinstance(value, bool) or not isinstance(value, int | float):

@@ -1,4 +1,4 @@
-"""Is the image of a job a picture that can be opened? Asked before anything starts."""
+"""Checks, before anything starts, that the image of a job is a picture that can be opened."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ MAX_IMAGE_BYTES = 64 * 2**20
 MAX_IMAGE_PIXELS = 50_000_000
 """150 MB decoded; no model here takes more than a few megapixels."""
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "BMP")
-"""Only these decoders see the file, so an odd format cannot reach an odd decoder."""
+"""Only these decoders open the file, so other formats cannot reach less safe decoders."""
 
 
 class ImageError(Exception):
-    """The file is no picture that can be used; the message says why, in a few words."""
+    """The file cannot be used as a picture; the message says why in a few words."""
 
 
 class ImageReader:
-    """Checks and hashes images, each path once, however many jobs name it."""
+    """Checks and hashes images; each path once, even if many jobs name it."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder.absolute()
@@ -31,7 +31,7 @@ class ImageReader:
         Raises: ImageError when it is missing, too large, broken, or no picture.
         """
         if "://" in name:
-            raise ImageError("that is a URL; download it first")
+            raise ImageError("this is a URL; download the picture first")
         path = self._folder / name
         if path not in self._checked:
             try:
@@ -45,7 +45,7 @@ class ImageReader:
 
 
 class NoImages(ImageReader):
-    """For jobs whose images cannot be named: they come from elsewhere than this machine."""
+    """Refuses all image paths, for jobs that come from other machines."""
 
     def __init__(self, advice: str) -> None:
         super().__init__(Path())
@@ -73,7 +73,7 @@ def _check_file(path: Path) -> str:
 def _read(path: Path) -> bytes:
     try:
         if not path.exists():
-            raise ImageError(f"there is no file {path}")
+            raise ImageError(f"{path} does not exist")
         # A pipe or a device could block or never end.
         if not path.is_file():
             raise ImageError(f"{path} is not a file")

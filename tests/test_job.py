@@ -130,7 +130,7 @@ class TestReadingTheFile:
             read_jobs(tmp_path / "nope.jsonl")
 
     def test_a_folder_is_not_a_job_file(self, tmp_path: Path) -> None:
-        with pytest.raises(InputError, match="that is a folder"):
+        with pytest.raises(InputError, match="this is a folder"):
             read_jobs(tmp_path)
 
     def test_a_file_that_cannot_be_opened_says_why(self, tmp_path: Path) -> None:
@@ -155,7 +155,10 @@ class TestWhatIsNoJob:
     @pytest.mark.parametrize("line", ["[]", '"a fox"', "5", "true", "null", "NaN"])
     def test_json_that_is_no_object_is_shown(self, line: str) -> None:
         assert read(line).problems[0] == Problem(
-            1, None, line, 'not an object; write the job as {"prompt": "a red fox in the snow"}'
+            1,
+            None,
+            line,
+            f"not an object; write each job as one object, such as {job_module.EXAMPLE}",
         )
 
     def test_bytes_that_are_not_utf8_are_named_with_their_place(self) -> None:
@@ -171,7 +174,7 @@ class TestWhatIsNoJob:
 
     def test_a_key_given_twice_is_a_problem(self) -> None:
         found = read('{"prompt": "a fox", "seed": 1, "seed": 2}').problems
-        assert (found[0].field, found[0].accepted) == ("seed", "given more than once; give it once")
+        assert (found[0].field, found[0].accepted) == ("seed", "given more than once")
 
     def test_control_characters_never_reach_the_report(self) -> None:
         report = "".join(
@@ -184,7 +187,7 @@ class TestBounds:
     def test_a_line_of_10_mb_is_one_problem(self) -> None:
         found = read('{"prompt": "' + "x" * 10_000_000 + '"}\n{"prompt": "a fox"}').problems
         assert [(problem.line, problem.accepted[:27]) for problem in found] == [
-            (1, "a line of more than 1,048,5")
+            (1, "the line has more than 1,04")
         ]
 
     def test_the_line_after_a_long_one_is_read(self) -> None:
@@ -198,7 +201,7 @@ class TestBounds:
     def test_a_stream_without_line_ends_is_given_up(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(job_module, "MAX_FILE_BYTES", 4 * 2**20)
         found = read_job_stream(_Endless(b"x"), source="zero", folder=Path()).problems
-        assert "nothing was read after" in found[-1].accepted
+        assert "lines below this one were not read" in found[-1].accepted
 
     def test_a_stream_of_faulty_lines_is_given_up_and_the_first_line_of_the_report_says_so(self) -> None:
         found = read_job_stream(_Endless(b"x\n"), source="yes", folder=Path()).problems
@@ -214,7 +217,7 @@ class TestBounds:
 
     def test_many_unknown_fields_are_summed_up(self) -> None:
         line = "{" + ",".join(f'"x{n}": 1' for n in range(5000)) + ', "prompt": "a"}'
-        assert read(line).problems[-1].accepted == "4,990 more names that are not fields"
+        assert read(line).problems[-1].accepted == "4,990 more unknown fields"
 
 
 class _Endless(io.BytesIO):
@@ -326,13 +329,16 @@ class TestSize:
         found = problem(size="832x480", height=720)
         assert (found.field, found.accepted) == (
             "height",
-            'size = "832x480" says otherwise; give one of the two',
+            'differs from size = "832x480"; give only one of them',
         )
 
     @pytest.mark.parametrize(("given", "missing"), [("width", "height"), ("height", "width")])
     def test_one_side_alone_is_a_problem(self, given: str, missing: str) -> None:
         found = problem(**{given: 480})
-        assert (found.field, found.accepted) == (missing, "missing; " + f"{given} and {missing} go together")
+        assert (found.field, found.accepted) == (
+            missing,
+            f"missing; give both {given} and {missing}, or neither",
+        )
 
     @pytest.mark.parametrize(
         "value",
@@ -412,7 +418,7 @@ class TestTimes:
 
     def test_a_date_that_has_passed_is_a_warning(self) -> None:
         late = passed_deadlines([job(id="fox", deadline="2026-11-20T18:00Z")], now=1_795_197_601.0)
-        assert (late[0].line, late[0].accepted) == (1, "has passed; fox runs and counts as late")
+        assert (late[0].line, late[0].accepted) == (1, "has passed; fox runs anyway and counts as late")
 
     def test_a_date_before_the_arrival_is_a_warning(self) -> None:
         spec = job(deadline="2026-11-20T18:00Z", arrival="1h")
@@ -503,7 +509,7 @@ class TestIdAndOutput:
             f'{{"prompt": "a", "output": "fox.png"}}\n{{"prompt": "b", "output": "{second}"}}'
         ).problems
         assert [(problem.line, problem.field) for problem in found] == [(2, "output")]
-        assert found[0].accepted == f"line 1 writes {second}; rename one of them"
+        assert found[0].accepted == f"line 1 already writes {second}; rename one of them"
 
     def test_an_output_may_not_be_the_default_of_an_earlier_job(self) -> None:
         found = read('{"prompt": "a", "id": "fox"}\n{"prompt": "b", "output": "fox.mp4"}').problems
@@ -544,7 +550,7 @@ class TestImage:
     def test_a_missing_image_is_named_with_its_path(self, tmp_path: Path) -> None:
         found = read('{"prompt": "waves", "image": "nope.png"}', tmp_path).problems
         assert found[0].field == "image"
-        assert found[0].accepted.endswith(f"there is no file {tmp_path / 'nope.png'}")
+        assert found[0].accepted.endswith(f"{tmp_path / 'nope.png'} does not exist")
 
     def test_a_folder_is_no_image(self, tmp_path: Path) -> None:
         assert problem(image=str(tmp_path)).accepted.endswith("is not a file")
@@ -584,7 +590,7 @@ class TestImage:
 
     def test_a_url_gets_a_hint(self) -> None:
         assert problem(image="https://example.org/fox.png").accepted.endswith(
-            "that is a URL; download it first"
+            "this is a URL; download the picture first"
         )
 
     def test_one_image_of_many_jobs_is_opened_once(

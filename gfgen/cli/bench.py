@@ -56,7 +56,7 @@ def _spelled_out(args: Sequence[str]) -> Iterator[str]:
 
 @click.group(cls=_BenchGroup)
 def bench() -> None:
-    """Measure gfgen on this machine; tables are Markdown, ready for benchmarks/results/.
+    """Measure gfgen on this machine. Tables are Markdown, as in benchmarks/results/.
 
     `gfgen bench --compare legacy` shows what policies are worth here: `gfgen bench compare --help`.
     """
@@ -68,9 +68,9 @@ bench.add_command(elasticity)
 
 
 @bench.command()
-@click.option("--tasks", default=5000, show_default=True, help="Tasks to dispatch for each row.")
+@click.option("--tasks", default=5000, show_default=True, help="Tasks to dispatch per row.")
 def runtime(*, tasks: int) -> None:
-    """What the control plane costs: time per dispatched task, message size, start-up."""
+    """Cost of the scheduler: time per task, message size, start-up time."""
     click.echo(f"{time.strftime('%Y-%m-%d')}, {cpu_name()}, Python {platform.python_version()}")
     click.echo(f"command: gfgen bench runtime --tasks {tasks}\n")
     click.echo("| policy, 8 ranks | open jobs | median us | P99 us | message bytes |")
@@ -88,10 +88,12 @@ def runtime(*, tasks: int) -> None:
 
 
 @bench.command()
-@click.option("--tasks", type=click.IntRange(1), default=10_000, show_default=True, help="Tasks of each run.")
-@click.option("--runs", type=click.IntRange(1), default=5, show_default=True, help="The fastest counts.")
+@click.option("--tasks", type=click.IntRange(1), default=10_000, show_default=True, help="Tasks per run.")
+@click.option(
+    "--runs", type=click.IntRange(1), default=5, show_default=True, help="Runs; the fastest counts."
+)
 def simulator(*, tasks: int, runs: int) -> None:
-    """How many tasks a second 'gfgen simulate' gets through on one core."""
+    """Tasks per second of 'gfgen simulate' on one core."""
     click.echo(f"{time.strftime('%Y-%m-%d')}, {cpu_name()}, Python {platform.python_version()}")
     click.echo(f"command: gfgen bench simulator --tasks {tasks} --runs {runs}")
     click.echo("(processor time of one process; the fastest run)\n")
@@ -105,11 +107,11 @@ def simulator(*, tasks: int, runs: int) -> None:
 @bench.command()
 @click.option("--gpus", type=int, help="GPUs to use [default: all].")
 @click.option(
-    "--tune", is_flag=True, help="First find the fastest kernel by size, and keep it for this device."
+    "--tune", is_flag=True, help="First find and store the fastest kernel per size for this device."
 )
 @click.option("--output", type=click.Path(path_type=Path), help="Folder for .json, .md and .png.")
 def gfc(*, gpus: int | None, tune: bool, output: Path | None) -> None:
-    """Group-free collectives beside NCCL, on the GPUs of this machine."""
+    """Group-free collectives compared with NCCL on the GPUs of this machine."""
     from gfgen.bench import gfc as collectives
     from gfgen.gfc.cuda.driver import driver
 
@@ -133,7 +135,7 @@ def gfc(*, gpus: int | None, tune: bool, output: Path | None) -> None:
 @click.option("--gpus", type=int, help="GPUs to use [default: all].")
 @click.option("--output", type=click.Path(path_type=Path), help="Folder for .json and .md.")
 def attention(*, gpus: int | None, output: Path | None) -> None:
-    """Attention shared by the GPUs of this machine: Ulysses, rings, both, and in chunks of heads."""
+    """Attention shared by GPUs: Ulysses, ring, both, and in chunks of heads."""
     from gfgen.bench.attention import as_content, measure_attention, table_of
     from gfgen.gfc.cuda.driver import driver
 
@@ -151,11 +153,13 @@ def attention(*, gpus: int | None, output: Path | None) -> None:
 
 @bench.command()
 @click.option("--gpus", type=int, help="GPUs to use [default: all, 4 at most].")
-@click.option("--only", multiple=True, metavar="PATTERN", help='Cells, as in "qwen-*/2/ours*"; repeatable.')
-@click.option("--seconds", type=FiniteRange(0), help="Begin no cell after so long.")
+@click.option(
+    "--only", multiple=True, metavar="PATTERN", help='Cells to run, such as "qwen-*/2/ours*". Repeatable.'
+)
+@click.option("--seconds", type=FiniteRange(0), help="Start no cell after this time.")
 @click.option("--output", type=click.Path(path_type=Path), help="Folder for .json, .md and .png.")
 def forward(*, gpus: int | None, only: tuple[str, ...], seconds: float | None, output: Path | None) -> None:
-    """One forward of Wan2.2-5B and Qwen-Image at full size, beside diffusers' own, on 1, 2 and 4 GPUs.
+    """One forward of full-size Wan2.2-5B and Qwen-Image, compared with diffusers, on 1, 2 and 4 GPUs.
 
     A cell is SHAPE/GPUS/WAY, as in wan-832x480x49/4/ours-graph; the ways are diffusers,
     diffusers-compiled, diffusers-uneven, diffusers-uneven-compiled, ours, ours-graph; and for both branches
@@ -189,12 +193,12 @@ def forward(*, gpus: int | None, only: tuple[str, ...], seconds: float | None, o
 
 @bench.command()
 @click.option("--gpus", type=int, help="GPUs to use [default: all].")
-@click.option("--seconds", type=FiniteRange(0), help="Begin no measurement after so long.")
+@click.option("--seconds", type=FiniteRange(0), help="Start no measurement after this time.")
 @click.option("--output", type=click.Path(path_type=Path), help="Folder for .json and .md.")
 def decode(*, gpus: int | None, seconds: float | None, output: Path | None) -> None:
-    """Decodes of Wan2.2-5B and Qwen-Image at full size, in fp32 and bf16, on 1, 2, 4 and 8 GPUs.
+    """Decodes of full-size Wan2.2-5B and Qwen-Image in fp32 and bf16, on 1, 2, 4 and 8 GPUs.
 
-    What several GPUs make together, each a band of rows, is compared with what one makes alone.
+    Compares the result of several GPUs, each with a band of rows, with the result of one GPU.
     """
     from gfgen.bench.decode import Row, measure_decodes, store, table_of
     from gfgen.gfc.cuda.driver import driver
@@ -218,11 +222,13 @@ def decode(*, gpus: int | None, seconds: float | None, output: Path | None) -> N
 
 
 @bench.command()
-@click.option("--schedules", type=click.IntRange(1), default=200, show_default=True, help="Runs at most.")
-@click.option("--seed", default=0, show_default=True, help="Of the first run; the next ones follow.")
-@click.option("--seconds", type=FiniteRange(0), help="Begin no run after so long.")
+@click.option(
+    "--schedules", type=click.IntRange(1), default=200, show_default=True, help="Most runs to make."
+)
+@click.option("--seed", default=0, show_default=True, help="Seed of the first run; later runs count up.")
+@click.option("--seconds", type=FiniteRange(0), help="Start no run after this time.")
 def faults(*, schedules: int, seed: int, seconds: float | None) -> int:
-    """Runs with random jobs and random faults: workers and writers that die, hang and raise.
+    """Runs with random jobs and faults: workers and writers that die, hang or raise.
 
     Everything is real but the models. Afterwards each run is checked: no job is lost or doubled,
     every file is right, nothing is left behind. Exits with 1 and the seeds when anything is wrong.
@@ -249,11 +255,15 @@ def faults(*, schedules: int, seed: int, seconds: float | None) -> int:
 
 
 @bench.command()
-@click.option("--ranks", type=click.IntRange(1, 8), default=2, show_default=True, help="CPU ranks.")
-@click.option("--jobs", type=click.IntRange(2), default=40, show_default=True, help="One by one, each way.")
-@click.option("--seconds", type=FiniteRange(1), default=10.0, show_default=True, help="Of status requests.")
+@click.option("--ranks", type=click.IntRange(1, 8), default=2, show_default=True, help="Number of CPU ranks.")
+@click.option(
+    "--jobs", type=click.IntRange(2), default=40, show_default=True, help="Jobs to run one by one, each way."
+)
+@click.option(
+    "--seconds", type=FiniteRange(1), default=10.0, show_default=True, help="Time to send status requests."
+)
 def serve(*, ranks: int, jobs: int, seconds: float) -> None:
-    """What HTTP costs: a job over `gfgen serve` against `gfgen run`, status requests, pauses of the loop."""
+    """Cost of HTTP: a job over `gfgen serve` against `gfgen run`, status requests, pauses of the loop."""
     from gfgen.bench.serve import measure_serving, table_of
 
     report = measure_serving(num_ranks=ranks, num_jobs=jobs, seconds=seconds)

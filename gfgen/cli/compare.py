@@ -53,24 +53,24 @@ def _workload_options(command: Callable[..., Any]) -> Callable[..., Any]:
     options: tuple[Option, ...] = (
         click.option(
             "--load", type=FiniteRange(0.01, 100), default=0.9, show_default=True,
-            help="Of what single-rank replicas sustain.",
+            help="Load, as a share of what single-rank replicas sustain.",
         ),
-        click.option("--seed", type=int, default=1, show_default=True, help="Of arrivals and prompts."),
-        click.option("--jobs", "num_jobs", type=click.IntRange(1, 100_000), help="How many."),
+        click.option("--seed", type=int, default=1, show_default=True, help="Seed for arrivals and prompts."),
+        click.option("--jobs", "num_jobs", type=click.IntRange(1, 100_000), help="Number of jobs."),
         click.option(
             "--deadlines-from", type=click.IntRange(1, MAX_RANKS), default=1, show_default=True, metavar="N",
-            help="Deadlines are multiples of what a job takes alone on so many ranks.",
+            help="Deadlines are multiples of the time that a job takes alone on N ranks.",
         ),
         click.option(
             "--timeout", type=FiniteRange(0.1), metavar="SECONDS",
-            help="After it a job fails. [as in the paper: 3600 for videos, 1500 for images]",
+            help="A job fails after this time. [as in the paper: 3600 for videos, 1500 for images]",
         ),
         click.option(
-            "--steps", type=click.IntRange(1, MAX_STEPS), help="Of each job. [25; of the tiny models 6]",
+            "--steps", type=click.IntRange(1, MAX_STEPS), help="Steps of each job. [25; tiny models: 6]",
         ),
         click.option(
             "--profile", "profile_path", type=click.Path(dir_okay=False, path_type=Path),
-            help="How long everything takes. [this machine's, or one that comes with gfgen]",
+            help="Profile with task times. [this machine's, or one shipped with gfgen]",
         ),
     )  # fmt: skip
     for option in reversed(options):
@@ -80,12 +80,20 @@ def _workload_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 @click.command()
 @click.argument("name", type=click.Choice(WORKLOADS))
-@click.option("--model", default=SIMULATED_MODEL, show_default=True, help="Its classes S, M and L.")
 @click.option(
-    "--ranks", type=click.IntRange(1, MAX_RANKS), default=SIMULATED_RANKS, show_default=True, help="To load."
+    "--model", default=SIMULATED_MODEL, show_default=True, help="Model whose job classes S, M and L are used."
 )
-@click.option("--minutes", type=FiniteRange(0.01), help="In place of --jobs: arrivals for so long.")
-@click.option("--output", "-o", type=click.Path(dir_okay=False, path_type=Path), help="[standard output]")
+@click.option(
+    "--ranks",
+    type=click.IntRange(1, MAX_RANKS),
+    default=SIMULATED_RANKS,
+    show_default=True,
+    help="Number of ranks.",
+)
+@click.option("--minutes", type=FiniteRange(0.01), help="Instead of --jobs: time span of the arrivals.")
+@click.option(
+    "--output", "-o", type=click.Path(dir_okay=False, path_type=Path), help="File to write. [standard output]"
+)
 @_workload_options
 def workload(
     *,
@@ -102,9 +110,11 @@ def workload(
     steps: int | None,
     profile_path: Path | None,
 ) -> None:
-    """Write a job file with arrivals and deadlines: mixed jobs, bursts, an even stream, a night's batch."""
+    """Write a job file with arrivals and deadlines: mixed jobs, bursts, a stream or a nightly batch."""
     if minutes is not None and (num_jobs is not None or name == "overnight"):
-        raise InputError("--minutes: give it without --jobs, and for workloads that arrive over time")
+        raise InputError(
+            "--minutes: not possible with --jobs, or with overnight, whose jobs all arrive at once"
+        )
     times = predicted_times(model, profile_path, num_ranks=max(ranks, deadlines_from), steps=steps)[0]
     options = WorkloadOptions(
         load=load,
@@ -132,36 +142,46 @@ def workload(
 
 
 @click.command()
-@click.option("--against", default="legacy", show_default=True, help="The baseline of the ratios.")
+@click.option("--against", default="legacy", show_default=True, help="Policy that the ratios compare with.")
 @click.option(
-    "--policy", "policies", multiple=True, help="May be repeated. [single-rank replicas and every policy]"
+    "--policy",
+    "policies",
+    multiple=True,
+    help="Policy to run. Repeatable. [single-rank replicas and every policy]",
 )
-@click.option("--workload", "name", type=click.Choice(WORKLOADS), default="short", show_default=True)
 @click.option(
-    "--model", help=f"Whose classes. [{REAL_MODEL}; simulated {SIMULATED_MODEL}]",
+    "--workload",
+    "name",
+    type=click.Choice(WORKLOADS),
+    default="short",
+    show_default=True,
+    help="Kind of workload.",
+)
+@click.option(
+    "--model", help=f"Model whose job classes are used. [{REAL_MODEL}; simulated: {SIMULATED_MODEL}]",
 )  # fmt: skip
 @click.option(
     "--ranks", type=click.IntRange(1, MAX_RANKS),
-    help=f"[{REAL_RANKS}; all GPUs; simulated {SIMULATED_RANKS}]",
+    help=f"Number of ranks. [{REAL_RANKS} on a CPU; all GPUs; simulated: {SIMULATED_RANKS}]",
 )  # fmt: skip
 @ranks_per_gpu_option
 @click.option(
     "--outside", multiple=True, metavar=NAME,
-    help="Stock diffusers on the same workload: diffusers[,degree=N][,uneven=true][,compiled=true].",
+    help="Also run stock diffusers: diffusers[,degree=N][,uneven=true][,compiled=true].",
 )  # fmt: skip
-@click.option("--seconds", type=FiniteRange(0), help="Begin no run that may end after so long.")
+@click.option("--seconds", type=FiniteRange(0), help="Start no run that may end after this time.")
 @click.option(
     "--with", "earlier", multiple=True, type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="A compare.json of the same workload: its runs are kept beside the new ones, and not repeated.",
+    help="A compare.json of the same workload, whose runs are included and not repeated.",
 )  # fmt: skip
-@click.option("--simulate", "is_simulated", is_flag=True, help="In virtual time, with a profile.")
+@click.option("--simulate", "is_simulated", is_flag=True, help="Simulate with a profile.")
 @click.option(
     "--beside", type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="With --simulate: the compare.json of a run of the same workload, to see how well it is predicted.",
+    help="With --simulate: the compare.json of real runs of this workload, to check the predictions.",
 )  # fmt: skip
 @click.option(
     "--slack", type=FiniteRange(0), metavar="SECONDS",
-    help="A job is in time for the client until so long after its deadline. [by model, as in the paper]",
+    help="Count a job as in time for its client up to this long after its deadline. [as in the paper]",
 )  # fmt: skip
 @click.option(
     "--output", "-o", type=click.Path(file_okay=False, path_type=Path), default=Path("outputs/compare"),
@@ -196,12 +216,11 @@ def compare(
     steps: int | None,
     profile_path: Path | None,
 ) -> int:
-    """One workload under a baseline and other policies: a table with ratios, a chart, raw numbers.
+    """Run one workload under a baseline and other policies, and compare: table, chart, raw numbers.
 
-    Runs on the GPUs or CPU ranks of this machine, or with --simulate in virtual time; `--compare diffusers`
-    adds the stock pipeline, from outside. A failed job counts as a missed deadline; latencies are of
-    completed jobs. A policy that cannot run the workload is named beside the others; then the exit code is 1.
-    Ctrl-C keeps what is done.
+    Runs on the GPUs or CPU ranks of this machine, or in virtual time with --simulate. `--compare diffusers`
+    adds the stock pipeline. A failed job counts as a missed deadline; latencies are those of completed jobs.
+    If a policy cannot run the workload, the table says so and the exit code is 1. Ctrl-C keeps finished runs.
     """
     log.configure(level="warning")
     began_s = time.monotonic()
@@ -253,7 +272,7 @@ def compare(
     known: Predicted | None = None
     if ranked is None:
         if any(map(is_stock, todo)):
-            raise InputError(f"{NAME}: has no profile that it could be simulated with; leave out --simulate")
+            raise InputError(f"{NAME}: cannot be simulated, because it has no profile; leave out --simulate")
         known = predicted(name, model, options, profile_path)
         runs = simulated(todo, known, num_ranks=options.num_ranks)
     else:
@@ -272,7 +291,7 @@ def compare(
         raise _interrupted(stop, comparison, conditions, output) from None
     _report(comparison, conditions, output)
     if comparison.bound is None:
-        click.echo("how much any schedule could gain follows from a profile: give --profile to see it")
+        click.echo("to see how much any schedule could gain, name a profile with --profile")
     if ran:
         click.echo("\n" + "\n".join(fidelity_table(comparison.scores, ran)))
         for line in surprises(comparison.scores, ran):
@@ -306,7 +325,7 @@ def _naming(option: str, path: Path) -> Iterator[None]:
     try:
         yield
     except KeyError as error:
-        raise InputError(f"{option} {path}: is no compare.json: it has no {error}") from None
+        raise InputError(f"{option} {path}: this is not a compare.json; it lacks {error}") from None
     except (OSError, ValueError) as error:
         raise InputError(f"{option} {path}: {error}") from None
 

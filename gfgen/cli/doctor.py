@@ -22,6 +22,7 @@ from gfgen.gfc.cuda.driver import SEE_DOCTOR, Driver, driver
 from gfgen.gfc.cuda.selector import table_path
 
 _CUDNN = "nvidia-cudnn-frontend"
+_INSTALL = "'pip install gfgen' installs it"
 _MIN_CUDA = (12, 4)
 """The driver calls that the collectives make are all there from here on."""
 _GIB = 1 << 30
@@ -29,9 +30,9 @@ _GIB = 1 << 30
 
 @click.command()
 def doctor() -> int:
-    """Say what this machine offers, what is missing, and how to get it.
+    """Show what gfgen finds on this machine, what is missing, and how to install it.
 
-    Exits with 1 if something that gfgen needs to run at all is missing.
+    The exit code is 1 if gfgen cannot run at all.
     """
     missing: list[str] = []
     for section, lines in (
@@ -61,13 +62,13 @@ def _packages(missing: list[str]) -> Iterator[str]:
         try:
             yield f"{name} {version(name)}"
         except PackageNotFoundError:
-            missing.append(f"! {name} (pip install gfgen brings it)")
+            missing.append(f"! {name} ({_INSTALL})")
     for purpose, names in (("videos", VIDEOS), ("gfgen serve", SERVING)):
         for name in names:
             try:
                 version(name)
             except PackageNotFoundError:
-                missing.append(f"{name}, for {purpose} (pip install gfgen brings it)")
+                missing.append(f"{name}, for {purpose} ({_INSTALL})")
     try:
         native.library()
         yield "native CPU collectives: ready"
@@ -91,16 +92,18 @@ def _gpus(missing: list[str]) -> Iterator[str]:
     yield from _links(cuda, missing)
     nvrtc = find_nvrtc()
     if nvrtc is None:
-        missing.append("NVRTC, which compiles the collectives (a CUDA build of PyTorch brings it)")
+        missing.append("NVRTC, which compiles the collectives (it comes with a CUDA build of PyTorch)")
     else:
         yield f"kernel compiler: {nvrtc.name}"
     try:
         yield f"attention for prompts of any length: {_CUDNN} {version(_CUDNN)}"
     except PackageNotFoundError:
-        missing.append(f"{_CUDNN}, for one graph for prompts of all lengths (pip install gfgen brings it)")
+        missing.append(f"{_CUDNN}, to share CUDA graphs between prompts of any length ({_INSTALL})")
     try:
         if "+cpu" in version("torch"):
-            missing.append("a CUDA build of PyTorch: this one is for CPUs (https://pytorch.org)")
+            missing.append(
+                "a CUDA build of PyTorch: the installed one supports CPUs only (https://pytorch.org)"
+            )
     except PackageNotFoundError:
         pass
 
@@ -122,15 +125,15 @@ def _links(cuda: Driver, missing: list[str]) -> Iterator[str]:
 
 
 def _caches() -> Iterator[str]:
-    yield f"compiled kernels: {len(kept())} in {_short(kernels_dir())} (made at first use)"
+    yield f"compiled kernels: {len(kept())} in {_short(kernels_dir())} (compiled at first use)"
     tables = [path.name for path in cache_dir().glob("gfc-*.json")]
     example = _short(table_path("name"))
-    yield f"tuned tables: {', '.join(tables) or f'none ({example} after `gfgen bench gfc --tune`)'}"
+    yield f"tuned tables: {', '.join(tables) or f'none (`gfgen bench gfc --tune` writes {example})'}"
     home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
     hub = Path(os.environ.get("HF_HUB_CACHE") or home).expanduser()
     nearest = next(folder for folder in (hub, *hub.absolute().parents) if folder.is_dir())
     free = shutil.disk_usage(nearest).free / _GIB
-    yield f"models: {_short(hub)}{'' if hub.is_dir() else ' (not there yet)'}, {free:.0f} GiB free"
+    yield f"models: {_short(hub)}{'' if hub.is_dir() else ' (does not exist yet)'}, {free:.0f} GiB free"
 
 
 def _short(path: Path) -> str:

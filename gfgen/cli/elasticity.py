@@ -33,16 +33,20 @@ GPU_SAMPLES, CPU_SAMPLES = 100, 20
 
 
 @click.command()
-@click.option("--ranks", type=click.IntRange(1, MAX_RANKS), help="[all GPUs, or 4 on a CPU]")
-@click.option("--model", help=f"Its classes S and L. [{GPU_MODEL}; on CPU ranks {CPU_MODEL}]")
+@click.option("--ranks", type=click.IntRange(1, MAX_RANKS), help="Number of ranks. [all GPUs, or 4 on a CPU]")
+@click.option("--model", help=f"Model whose small and large jobs run. [{GPU_MODEL}; CPU: {CPU_MODEL}]")
 @click.option(
-    "--samples", type=click.IntRange(4), help=f"Of each gap. [{GPU_SAMPLES}; on CPU ranks {CPU_SAMPLES}]"
+    "--samples", type=click.IntRange(4), help=f"Samples of each gap. [{GPU_SAMPLES}; CPU: {CPU_SAMPLES}]"
 )
 @lookahead_option
-@click.option("--only", multiple=True, metavar="PATTERN", help='Cases, as in "changed*"; repeatable.')
-@click.option("--seconds", type=FiniteRange(0), help="Begin no case that would end after so long.")
-@click.option("--output", "-o", type=click.Path(file_okay=False, path_type=Path), help="For .json and .md.")
-@click.option("--json", "as_json", is_flag=True, help="Print every sample as JSON in place of the table.")
+@click.option(
+    "--only", multiple=True, metavar="PATTERN", help='Cases to run, such as "changed*". Repeatable.'
+)
+@click.option("--seconds", type=FiniteRange(0), help="Start no case that would end after this time.")
+@click.option(
+    "--output", "-o", type=click.Path(file_okay=False, path_type=Path), help="Folder for .json and .md."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print every sample as JSON instead of the table.")
 @rank_options
 def elasticity(
     *,
@@ -59,10 +63,10 @@ def elasticity(
     vae_dtype: str,
     graphs: bool,
 ) -> None:
-    """What it costs that every step may run elsewhere: idle gaps on the devices' timeline, beside the goals.
+    """Idle time of the devices when steps move between ranks, compared with the goals.
 
-    Real runs under scripted policies: layouts that stay and change, groups that are new, `fcfs` on all ranks
-    beside a bare loop, urgent jobs, lookahead on and off.
+    Runs real jobs under scripted policies: fixed and changing layouts, new groups, `fcfs` on all ranks
+    against a bare loop, urgent jobs, and lookahead on and off.
     """
     log.configure(level="warning")
     began_s = time.monotonic()
@@ -125,7 +129,7 @@ def _wanted(cases: Sequence[bench.Case], patterns: Sequence[str]) -> Sequence[be
     """Those that fit one of the patterns, if there are any; InputError where none does."""
     fitting = [case for case in cases if any(fnmatch(case.name, pattern) for pattern in patterns or ("*",))]
     if not fitting:
-        raise InputError(f"--only {' '.join(patterns)}: fits no case such as {cases[0].name!r}")
+        raise InputError(f"--only {' '.join(patterns)}: matches no case; an example is {cases[0].name!r}")
     return fitting
 
 

@@ -19,18 +19,18 @@ from gfgen import log
 from gfgen.errors import GfgenError, InterruptedRunError, RunError
 
 _COMMANDS = {
-    "run": ("gfgen.cli.run:run", "Generate what a job file asks for."),
-    "serve": ("gfgen.cli.serve:serve", "Generate what is asked for over HTTP."),
+    "run": ("gfgen.cli.run:run", "Generate the pictures and videos of a job file."),
+    "serve": ("gfgen.cli.serve:serve", "Generate pictures and videos on request over HTTP."),
     "profile": ("gfgen.cli.profile:profile", "Measure how long tasks take on this machine."),
-    "simulate": ("gfgen.cli.simulate:simulate", "Run a job file in virtual time: which policy does best?"),
+    "simulate": ("gfgen.cli.simulate:simulate", "Run a job file in virtual time to compare policies."),
     "plan": (
         "gfgen.cli.plan:plan",
-        "Say when a job file would be done, and which deadlines would be missed.",
+        "Predict when a job file is done and which deadlines it misses.",
     ),
-    "policies": ("gfgen.cli.policies:policies", "Say what each scheduling policy is for."),
-    "models": ("gfgen.cli.models:models", "List models; make small ones for trying things out."),
-    "plot": ("gfgen.cli.plot:plot", "Draw a run's trace as a timeline."),
-    "doctor": ("gfgen.cli.doctor:doctor", "Say what this machine offers, and what is missing."),
+    "policies": ("gfgen.cli.policies:policies", "List the scheduling policies and when to use each."),
+    "models": ("gfgen.cli.models:models", "List models; write small ones for tests."),
+    "plot": ("gfgen.cli.plot:plot", "Draw a timeline of a run from its trace."),
+    "doctor": ("gfgen.cli.doctor:doctor", "Check this machine: GPUs, packages, and what is missing."),
     "bench": ("gfgen.cli.bench:bench", "Measure gfgen on this machine."),
 }
 
@@ -54,7 +54,7 @@ class _LazyGroup(click.Group):
 
 
 @click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--debug", is_flag=True, help="Log details, and show a traceback when something fails.")
+@click.option("--debug", is_flag=True, help="Log details, and print a traceback when a command fails.")
 @click.version_option(package_name="gfgen")
 @click.pass_context
 def cli(ctx: click.Context, *, debug: bool) -> None:
@@ -132,7 +132,7 @@ def _invoke(arguments: list[str]) -> int:
         if error.name is None or error.name.partition(".")[0] == "gfgen":
             raise
         raise RunError(
-            f"the package {error.name} is missing: pip install gfgen brings it; gfgen doctor names all"
+            f"the package {error.name} is missing: 'pip install gfgen' installs it; 'gfgen doctor' lists all"
         ) from error
     except OSError as error:
         if error.errno == errno.EMFILE:

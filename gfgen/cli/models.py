@@ -13,22 +13,22 @@ from gfgen.models.registry import TINY_NAMES, known_models, make_tiny_models
 @click.group(invoke_without_command=True)
 @click.pass_context
 def models(ctx: click.Context) -> None:
-    """List the models that jobs and --model can name."""
+    """List the models that you can name in jobs and with --model."""
     if ctx.invoked_subcommand is not None:
         return
     width = max(len(model.name) for model in known_models())
     for model in known_models():
         click.echo(f"{model.name:<{width}}  {model.summary}")
-    click.echo("Also: a directory in diffusers' format or a hub id of a Wan or Qwen-Image pipeline.")
+    click.echo("Or name a directory in diffusers' format, or the hub id of a Wan or Qwen-Image pipeline.")
 
 
 @models.command("make-tiny")
 @click.argument("directory", type=click.Path(file_okay=False, path_type=Path))
 @click.argument("names", nargs=-1)
 def make_tiny(directory: Path, names: tuple[str, ...]) -> None:
-    """Write small pipelines with random weights to DIRECTORY (all of them, or NAMES).
+    """Write small pipelines with random weights to DIRECTORY: all of them, or NAMES.
 
-    They are of the real classes and run anywhere in seconds; what they draw is texture.
+    They use the real model classes and run anywhere in seconds. Their pictures show only texture.
     """
     unknown = [name for name in names if name not in TINY_NAMES]
     if unknown:

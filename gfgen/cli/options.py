@@ -30,7 +30,7 @@ class FiniteRange(click.FloatRange):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         number = float(super().convert(value, param, ctx))
         if not math.isfinite(number):
-            self.fail(f"{value} is no finite number.", param, ctx)
+            self.fail(f"{value} is not a finite number.", param, ctx)
         return number
 
 
@@ -64,13 +64,13 @@ class Duration(click.ParamType[float]):
 memory_option = click.option(
     "--memory",
     metavar="SIZE",
-    help='Room for weights and jobs, like "40GB": of each GPU, or of main memory. [all that there is]',
+    help='Memory limit for weights and jobs, such as "40GB": per GPU, or of main memory. [all available]',
 )
 graphs_option = click.option(
     "--graphs/--no-graphs",
     default=True,
     show_default=True,
-    help="On GPUs: warm up, and launch steps as CUDA graphs where that is faster (docs/models.md).",
+    help="On GPUs: run warm-up steps first, and use CUDA graphs where they are faster (docs/models.md).",
 )
 ranks_per_gpu_option = click.option(
     "--ranks-per-gpu",
@@ -78,7 +78,7 @@ ranks_per_gpu_option = click.option(
     default=1,
     show_default=True,
     metavar="N",
-    help="Let N ranks share each GPU, to try and test layouts of several ranks on one GPU; slower.",
+    help="Let N ranks share each GPU, to try layouts of several ranks on one GPU. This is slower.",
 )
 lookahead_option = click.option(
     "--lookahead",
@@ -86,8 +86,8 @@ lookahead_option = click.option(
     default=LOOKAHEAD_MS,
     show_default=True,
     metavar="MS",
-    help="Queue a next task this long before the predicted end of the one before it, and 2% of it earlier; "
-    "0 waits for the end.",
+    help="Queue the next task this long before the predicted end of the current one, plus 2% of the current "
+    "task's time. With 0, gfgen waits until the task has ended.",
 )
 
 grace_option = click.option(
@@ -95,7 +95,7 @@ grace_option = click.option(
     type=Duration(may_be_zero=True),
     default=f"{GRACE_S:g}s",
     show_default=True,
-    help="How long running steps may take to end when the run is to stop; then they are stopped, too.",
+    help="Time that running steps get to end by themselves when the run stops.",
 )
 
 

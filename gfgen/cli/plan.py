@@ -34,36 +34,38 @@ NO_CHOICE = ("legacy",)
     "--policy",
     "policies",
     multiple=True,
-    help="Consider these only: NAME[,option=value...], may be repeated. [all built-in ones but legacy]",
+    help="Consider only this policy, NAME[,option=value...]. Repeatable. [all built-in ones except legacy]",
 )
 @click.option(
     "--ranks",
     type=RankCounts(),
     metavar="N",
-    help="How many there are: 4. Of 1,2,4 or 1..8 the largest, and the others are alternatives. "
-    "[4, and all that the profile knows]",
+    help="Numbers of ranks: 4, 1,2,4 or 1..8. The plan is for the largest; the others are alternatives. "
+    "[4, and all that the profile has]",
 )
 @click.option(
     "--at",
     metavar="TIME",
-    help="Start then: at a time of day (22:00), after a while (90m), on a day (2026-11-21T22:00). [now]",
+    help="Start of the run: a time of day (22:00), a delay (90m) or a date (2026-11-21T22:00). [now]",
 )
 @click.option(
     "--by",
     metavar="TIME",
-    help="Everything is to be done then: at the next such time of day after the start (06:00), so long after "
-    "the start (8h), or on a day (2026-11-22T06:00).",
+    help="When all jobs must be done: the next such time of day after the start (06:00), a time after the "
+    "start (8h) or a date (2026-11-22T06:00).",
 )
 @click.option(
     "--profile",
     "profile_path",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="How long everything takes. [this machine's, or one that comes with gfgen]",
+    help="Profile with task times. [this machine's, or one shipped with gfgen]",
 )
-@click.option("--model", default=DEFAULT_MODEL, show_default=True, help="For jobs that name none.")
+@click.option("--model", default=DEFAULT_MODEL, show_default=True, help="Model for jobs without one.")
 @simulated_memory_option
-@click.option("--chart", type=click.Path(path_type=Path), help="Draw it, too: a .png, .svg or .pdf file.")
-@click.option("--json", "as_json", is_flag=True, help="Print numbers for programs in place of words.")
+@click.option(
+    "--chart", type=click.Path(path_type=Path), help="Also draw the plan: a .png, .svg or .pdf file."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 @click.pass_context
 def plan(
     ctx: click.Context,
@@ -79,9 +81,9 @@ def plan(
     chart: Path | None,
     as_json: bool,
 ) -> None:
-    """Say when JOBS would be done and what would be late: under which policy, on how many ranks.
+    """Predict when JOBS are done and which are late, by policy and number of ranks.
 
-    Everything is simulated with the profile of this machine; nothing is run.
+    The plan comes from simulations with a profile. It generates nothing.
     """
     log.configure(level="debug" if ctx.obj["debug"] else "warning")
     if chart is not None:

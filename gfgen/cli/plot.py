@@ -16,13 +16,13 @@ from gfgen.runtime.plot_runs import find_traces, plot_runs
     "--output",
     "-o",
     type=click.Path(path_type=Path),
-    help="The picture; .png, .svg or .pdf. [timeline.png, or comparison.png]",
+    help="File for the picture: .png, .svg or .pdf. [timeline.png or comparison.png]",
 )
-@click.option("--title", help="In place of what the traces say of themselves.")
+@click.option("--title", help="Title of the picture. [from the traces]")
 def plot(*, traces: tuple[Path, ...], output: Path | None, title: str | None) -> None:
-    """Draw TRACE, of a run or a simulation, as a timeline: a lane per rank, a colour per job.
+    """Draw the trace of a run or a simulation as a timeline: one lane per rank, one colour per job.
 
-    Several traces, or a folder with several, are compared: deadlines met, latencies, throughput.
+    Given several traces, or a folder with several, it compares deadlines met, latencies and throughput.
     """
     found = find_traces(traces)
     output = output or Path("timeline.png" if len(found) == 1 else "comparison.png")

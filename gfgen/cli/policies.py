@@ -11,10 +11,10 @@ from gfgen.policies.catalog import BUILT_IN, describe
 
 @click.command()
 def policies() -> None:
-    """Say what each scheduling policy is for, and its options.
+    """List the scheduling policies, their options, and when to use each.
 
-    A policy is chosen with --policy NAME[,option=value...]. NAME may also be your own:
-    package.module:attribute, or a file's path (docs/policies.md shows how to write one).
+    Choose one with --policy NAME[,option=value...]. NAME can also be a policy of your own:
+    package.module:attribute, or the path of a file (docs/policies.md shows how to write one).
     """
     for name in BUILT_IN:
         options, text = describe(name)

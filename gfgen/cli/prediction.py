@@ -33,7 +33,7 @@ class RankCounts(click.ParamType[tuple[int, ...]]):
             counts = []
         if not counts or min(counts) < 1 or max(counts) > MAX_RANKS:
             self.fail(
-                f"{value!r}: 1 to {MAX_RANKS} ranks are accepted, as 4, 1,2,4 or 1..{MAX_RANKS}", param, ctx
+                f"{value!r}: give 1 to {MAX_RANKS} ranks, such as 4, 1,2,4 or 1..{MAX_RANKS}", param, ctx
             )
         return tuple(sorted(set(counts)))
 
@@ -65,7 +65,7 @@ def closer_profile(path: Path | None, jobs: Sequence[AdmittedJob], *, counts: Se
         if closer is not None and closer != chosen:
             fewer = f"1..{count}" if count > 1 else "1"
             ranks = f"up to {counted(count, 'rank')}" if count > 1 else "1 rank"
-            return f"There is {describe(closer)} for {ranks}: --ranks {fewer} predicts with that one."
+            return f"For {ranks}, {describe(closer)} is closer: --ranks {fewer} predicts with it."
     return None
 
 

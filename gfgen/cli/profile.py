@@ -92,7 +92,7 @@ def _known_profile(jobs: Sequence[AdmittedJob], options: Ranks) -> Profile | Non
     "--model",
     "models",
     multiple=True,
-    help="For jobs that name none; or in place of JOBS, and may be repeated. "
+    help="Model for jobs without one. Without JOBS: model to measure; repeatable. "
     f"[{DEFAULT_MODEL}; on GPUs {', '.join(_MEASURED_MODELS[True])}]",
 )
 @click.option(
@@ -100,20 +100,20 @@ def _known_profile(jobs: Sequence[AdmittedJob], options: Ranks) -> Profile | Non
     "sizes",
     multiple=True,
     metavar="WxH[xF]",
-    help="Of those models; may be repeated. [three or four]",
+    help="Without JOBS: size to measure; repeatable. [three or four sizes]",
 )
 @click.option(
     "--ranks",
     type=click.IntRange(1, MAX_RANKS),
-    help="Measure 1 to so many ranks. [2 on a CPU; all GPUs]",
+    help="Measure on 1 up to this many ranks. [2 on a CPU; all GPUs]",
 )
 @click.option(
     "--output",
     "-o",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="The profile. [where run finds it]",
+    help="File for the profile. [where 'gfgen run' finds it]",
 )
-@click.option("--dry-run", is_flag=True, help="Only say what would be measured, and how long it would take.")
+@click.option("--dry-run", is_flag=True, help="Only print what would be measured and how long it takes.")
 @rank_options
 @click.pass_context
 def profile(
@@ -130,14 +130,14 @@ def profile(
     vae_dtype: str,
     graphs: bool,
 ) -> None:
-    """Measure how long each task takes on this machine, for simulations, plans and first predictions.
+    """Measure how long each task takes on this machine. Runs, plans and simulations predict from it.
 
-    Measures the models and shapes of JOBS, each stage on every number of ranks (of GPUs: 1, 2, 4, 8).
-    Let nothing else run meanwhile. Stopped in between, the same command goes on where it was.
+    Measures each stage of the models and shapes of JOBS, on every number of ranks (GPUs: 1, 2, 4, 8).
+    Run nothing else in the meantime. If you stop it, the same command continues where it stopped.
     """
     log.configure(level="debug" if ctx.obj["debug"] else "info")
     if jobs is not None and (len(models) > 1 or sizes):
-        raise click.UsageError("give either JOBS, with one --model at most, or --model and --size")
+        raise click.UsageError("give either JOBS, with at most one --model, or --model and --size")
     if output is not None:
         check_replaceable(output)
     options = Ranks(_devices(device, ranks), random_weights, vae_dtype, graphs)
@@ -221,7 +221,7 @@ def _kind_of(model: str, options: Ranks) -> str:
 def _size(text: str) -> tuple[int, int, int | None]:
     parts = text.lower().split("x")
     if len(parts) not in (2, 3) or not all(part.isascii() and part.isdigit() for part in parts):
-        raise InputError(f"--size {text}: a size like 832x480, or 832x480x81 with frames, is accepted")
+        raise InputError(f"--size {text}: give a size such as 832x480, or 832x480x81 with frames")
     width, height, *frames = map(int, parts)
     return width, height, frames[0] if frames else None
 
@@ -240,8 +240,8 @@ def _announce(plan: Sequence[Any], todo: Sequence[Any], costs: CostModel, option
     click.echo(f"shapes: {', '.join(shapes)}")
     seconds = _predicted_s(todo, costs, options)
     done = len(plan) - len(todo)
-    kept = f", {done} of them done before" if done else ""
-    guessed = " (a guess: better after the first of them)" if costs.doubts else ""
+    kept = f", {done} of them already done" if done else ""
+    guessed = " (a guess, which improves after the first measurement)" if costs.doubts else ""
     widest, kind = _widest(options), "GPU" if options.are_on_gpus else "rank"
     where = counted(widest, kind) if widest == 1 else f"1 to {counted(widest, kind)}"
     click.echo(

@@ -204,7 +204,9 @@ class BarProgress(Observer):
             error = None if self._board is None or self._has_told_of_end else self._board.given_up
             self._has_told_of_end = self._has_told_of_end or error is not None
         if error is not None:
-            logger.warning("the bars end, the run goes on: the terminal takes nothing (%s)", error.strerror)
+            logger.warning(
+                "no more progress bars: cannot write to the terminal (%s); the run continues", error.strerror
+            )
 
     def _draw(self) -> None:
         if self._board is None or self._snapshot is None or self._board.given_up is not None:

@@ -138,10 +138,12 @@ def ready_pool(
         ", ".join(sorted(model_name(path) for path in checkpoints)),
     )
     if ranks.are_on_gpus and not compiler.kept():
-        logger.info("kernels are compiled first, which takes some 20 s, once on this machine")
+        logger.info("compiling kernels first; this takes about 20 s, once per machine")
     islands = ranks.devices.islands
     if len(islands) > 1:
-        logger.info("GPUs without peer access share no layout: %s", "; ".join(str(list(i)) for i in islands))
+        logger.info(
+            "only GPUs with peer access can share a step: %s", "; ".join(str(list(i)) for i in islands)
+        )
     began_s = time.monotonic()
     with signals.interrupting("the models were loading; nothing was started"):
         started = WorkerPool(
@@ -169,12 +171,12 @@ def rank_options(command: Command) -> Command:
     options = (
         click.option(
             "--device", type=click.Choice(DEVICES), default="auto", show_default=True,
-            help="What ranks compute on; auto: GPUs if there are any.",
+            help="Device of the ranks. auto takes GPUs if there are any.",
         ),
-        click.option("--random-weights", is_flag=True, help="Make the models up, at full size."),
+        click.option("--random-weights", is_flag=True, help="Draw full-size weights at random."),
         click.option(
             "--vae-dtype", type=click.Choice(VAE_DTYPES), default="auto", show_default=True,
-            help="What VAEs compute in.",
+            help="Precision of VAEs.",
         ),
         graphs_option,
     )  # fmt: skip

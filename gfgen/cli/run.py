@@ -93,65 +93,71 @@ class RunOptions:
     "--output",
     "-o",
     type=NamedPath(),
-    help="Folder for files and manifest. [outputs/ and the name of JOBS or DIR]",
+    help="Folder for results and the manifest. [outputs/NAME, after JOBS or DIR]",
 )
 @click.option(
     "--ranks",
     type=click.IntRange(1, MAX_RANKS),
-    help="Workers to use, one process each. [all GPUs, or 4 on a CPU]",
+    help="Number of workers, one process each. [all GPUs, or 4 on a CPU]",
 )
 @click.option(
     "--device",
     type=click.Choice(DEVICES),
     default="auto",
     show_default=True,
-    help="What the workers compute on; auto: GPUs if there are any.",
+    help="Device of the workers. auto takes GPUs if there are any.",
 )
 @ranks_per_gpu_option
 @memory_option
-@click.option("--policy", default="auto", show_default=True, help="NAME[,option=value...]: 'gfgen policies'.")
+@click.option(
+    "--policy", default="auto", show_default=True, help="NAME[,option=value...]; 'gfgen policies' lists them."
+)
 @click.option(
     "--model",
     default=DEFAULT_MODEL,
     show_default=True,
-    help="For jobs that name none: a name ('gfgen models'), a directory or a hub id.",
+    help="Model for jobs without one: a name from 'gfgen models', a directory or a hub id.",
 )
 @click.option(
     "--random-weights",
     is_flag=True,
-    help="Make the models up, at full size, from config files: for measuring without checkpoints.",
+    help="Draw full-size weights at random from config files, to measure speed without checkpoints.",
 )
 @click.option(
     "--vae-dtype",
     type=click.Choice(VAE_DTYPES),
     default="auto",
     show_default=True,
-    help="What VAEs compute in; auto: as the model cards load them (Wan in float32).",
+    help="Precision of VAEs. auto follows the model cards (Wan: float32).",
 )
 @graphs_option
-@click.option("--skip-invalid", is_flag=True, help="Run the valid jobs of a file with mistakes; exit with 1.")
+@click.option(
+    "--skip-invalid", is_flag=True, help="Run the valid jobs of a file with errors; the exit code is 1."
+)
 @lookahead_option
 @grace_option
 @max_step_time_option(None)
-@click.option("--trace", type=NamedPath(), help="Write a timeline, for Perfetto or gfgen plot.")
+@click.option("--trace", type=NamedPath(), help="Write a timeline for Perfetto or 'gfgen plot'.")
 @click.option(
     "--watch",
     type=NamedPath(),
     metavar="DIR",
-    help="In place of JOBS: take the job files that come to DIR, each once, until stopped.",
+    help="Instead of JOBS: watch DIR, and run each job file that appears there once, until stopped.",
 )
 @click.option(
     "--until",
     metavar="TIME",
-    help='Start no job that would not be done by then, and stop then: "06:00", "8h" or an ISO time.',
+    help='Stop at this time, and start no job that cannot finish by then: "06:00", "8h" or an ISO time.',
 )
 @click.option(
     "--log-file",
     type=NamedPath(dir_okay=False),
-    help="Append log lines to this file too; it may be rotated away.",
+    help="Also append log lines to FILE. It may be rotated at any time.",
 )
-@click.option("--quiet", "-q", is_flag=True, help="No progress: only problems, failures and the last line.")
-@click.option("--log-json", is_flag=True, help="JSON objects in place of bars and words, a line each.")
+@click.option("--quiet", "-q", is_flag=True, help="Print only problems, failures and the last line.")
+@click.option(
+    "--log-json", is_flag=True, help="Log one JSON object per line instead of progress bars and text."
+)
 @click.pass_context
 def run(
     ctx: click.Context,
@@ -178,9 +184,9 @@ def run(
     quiet: bool,
     log_json: bool,
 ) -> int:
-    """Generate the pictures and videos that JOBS asks for (JSON Lines; - reads standard input).
+    """Generate the pictures and videos of JOBS, a file of JSON lines (- reads standard input).
 
-    Run it again to go on: jobs that are done are skipped, failed ones are tried again.
+    Run the same command again to continue: it skips finished jobs and retries failed ones.
     """
     level = "debug" if ctx.obj["debug"] else "warning" if quiet else "info"
     file_level = "debug" if ctx.obj["debug"] else "info"
@@ -233,7 +239,7 @@ def run_jobs(admitted: Sequence[AdmittedJob], options: RunOptions) -> Summary:
         if not todo:
             if options.trace:
                 logger.warning(
-                    "--trace has no effect: nothing is left to do; %s is not written", options.trace
+                    "--trace has no effect, because no job is left to do; %s was not written", options.trace
                 )
             return Summary(num_skipped=len(done))
         _check_trace(options.trace)
@@ -455,7 +461,7 @@ def _check_watched(folder: Path, output_dir: Path) -> None:
     if not folder.is_dir():
         raise InputError(f"--watch {folder}: there is no such folder; make it, then put job files into it")
     if _is_same(folder, output_dir):
-        raise InputError(f"--watch {folder}: is the output folder too; name another with --output")
+        raise InputError(f"--watch {folder}: this is also the output folder; name another with --output")
 
 
 def _make_folder(folder: Path) -> None:

@@ -106,15 +106,17 @@ class _Size(click.ParamType[int]):
 
 
 @click.command()
-@click.option("--port", type=click.IntRange(1, 65535), default=3000, show_default=True)
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at.")
+@click.option(
+    "--port", type=click.IntRange(1, 65535), default=3000, show_default=True, help="Port to listen on."
+)
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option(
     "--api-key",
     envvar=KEY_VARIABLE,
-    help=f"Key that every request has to bring; better given as {KEY_VARIABLE} in the environment.",
+    help=f"Key that every request must send. Prefer the environment variable {KEY_VARIABLE}.",
 )
 @click.option(
-    "--no-key", is_flag=True, help="Let anybody in who reaches an address that is not this machine's own."
+    "--no-key", is_flag=True, help="Allow requests without a key even if other machines can reach --host."
 )
 @click.option(
     "--output",
@@ -122,25 +124,32 @@ class _Size(click.ParamType[int]):
     type=NamedPath(),
     default=Path("outputs/serve"),
     show_default=True,
-    help="Folder for files and the store of jobs.",
+    help="Folder for results and the job database.",
 )
 @click.option(
     "--model",
     "models",
     multiple=True,
     metavar="NAME",
-    help=f"Model to serve: a name ('gfgen models'), a directory or a hub id; repeatable. [{DEFAULT_MODEL}]",
+    help="Model to serve: a name from 'gfgen models', a directory or a hub id. Repeatable. "
+    f"[{DEFAULT_MODEL}]",
 )
-@click.option("--random-weights", is_flag=True, help="Make the models up, from config files: for measuring.")
+@click.option("--random-weights", is_flag=True, help="Draw full-size weights at random, to measure.")
 @click.option(
-    "--vae-dtype", type=click.Choice(VAE_DTYPES), default="auto", show_default=True, help="As 'gfgen run'."
+    "--vae-dtype", type=click.Choice(VAE_DTYPES), default="auto", show_default=True, help="Precision of VAEs."
 )
-@click.option("--ranks", type=click.IntRange(1, MAX_RANKS), help="Workers to use. [all GPUs, or 4 on a CPU]")
-@click.option("--device", type=click.Choice(DEVICES), default="auto", show_default=True)
+@click.option(
+    "--ranks", type=click.IntRange(1, MAX_RANKS), help="Number of workers. [all GPUs, or 4 on a CPU]"
+)
+@click.option(
+    "--device", type=click.Choice(DEVICES), default="auto", show_default=True, help="Device of the workers."
+)
 @ranks_per_gpu_option
 @memory_option
 @graphs_option
-@click.option("--policy", default="auto", show_default=True, help="NAME[,option=value...]: 'gfgen policies'.")
+@click.option(
+    "--policy", default="auto", show_default=True, help="NAME[,option=value...]; 'gfgen policies' lists them."
+)
 @lookahead_option
 @grace_option
 @max_step_time_option(MAX_STEP_TIME)
@@ -149,40 +158,50 @@ class _Size(click.ParamType[int]):
     type=click.IntRange(1),
     default=DEFAULT_JOB_BOUNDS.pixels,
     show_default=True,
-    help="Width x height of one job.",
+    help="Largest width x height of a job.",
 )
 @click.option(
     "--max-frames",
     type=click.IntRange(1),
     default=DEFAULT_JOB_BOUNDS.frames,
     show_default=True,
-    help="Frames of one job.",
+    help="Most frames of a job.",
 )
 @click.option(
     "--max-steps",
     type=click.IntRange(1),
     default=DEFAULT_JOB_BOUNDS.steps,
     show_default=True,
-    help="Steps of one job.",
+    help="Most steps of a job.",
 )
 @click.option(
-    "--max-open", type=click.IntRange(1), default=DEFAULTS.open_jobs, show_default=True, help="Open jobs."
+    "--max-open",
+    type=click.IntRange(1),
+    default=DEFAULTS.open_jobs,
+    show_default=True,
+    help="Most jobs open at once.",
 )
 @click.option(
     "--max-streams",
     type=click.IntRange(1),
     default=DEFAULTS.streams,
     show_default=True,
-    help="Event streams.",
+    help="Most event streams open at once.",
 )
-@click.option("--max-body", type=_Size(), default="64M", show_default=True, help="Bytes of one request.")
-@click.option("--keep", type=Duration(), default="7d", show_default=True, help="Remove finished jobs after.")
+@click.option("--max-body", type=_Size(), default="64M", show_default=True, help="Largest request in bytes.")
 @click.option(
-    "--keep-bytes", type=_Size(), default="100G", show_default=True, help="Remove the oldest files beyond."
+    "--keep", type=Duration(), default="7d", show_default=True, help="Remove finished jobs after this time."
 )
-@click.option("--log-file", type=NamedPath(dir_okay=False), help="Append log lines here too.")
-@click.option("--quiet", "-q", is_flag=True, help="Only problems and failures.")
-@click.option("--log-json", is_flag=True, help="JSON objects in place of words, a line each.")
+@click.option(
+    "--keep-bytes",
+    type=_Size(),
+    default="100G",
+    show_default=True,
+    help="Remove the oldest jobs when files exceed this.",
+)
+@click.option("--log-file", type=NamedPath(dir_okay=False), help="Also append log lines to FILE.")
+@click.option("--quiet", "-q", is_flag=True, help="Print only problems and failures.")
+@click.option("--log-json", is_flag=True, help="Log one JSON object per line instead of text.")
 @click.pass_context
 def serve(
     ctx: click.Context,
@@ -216,9 +235,9 @@ def serve(
     quiet: bool,
     log_json: bool,
 ) -> int:
-    """Make pictures and videos for whoever asks over HTTP: OpenAI's image and video API, and a page.
+    """Generate pictures and videos over HTTP: OpenAI's image and video API, and a web page.
 
-    SIGTERM stops within --grace; started again, it goes on with every job that it had accepted.
+    SIGTERM stops the server within --grace. After a restart it continues every accepted job.
     """
     level = "debug" if ctx.obj["debug"] else "warning" if quiet else "info"
     log.configure(level=level, as_json=log_json, file=log_file)
@@ -271,7 +290,7 @@ def serve_models(options: ServeOptions) -> None:
         supervisor = Supervisor(listener, settings_of(options), door)
         supervisor.start()
         stack.callback(supervisor.stop)
-        logger.info("listening at http://%s:%d; the models are being loaded", options.host, options.port)
+        logger.info("listening on http://%s:%d; loading the models", options.host, options.port)
         admit = options.ranks.admission(options.models[0], bounds=options.job_bounds)
         found = [admit.find_model(name) for name in options.models]
         checkpoints = {model.checkpoint for model in found}
@@ -394,18 +413,18 @@ def settings_of(options: ServeOptions) -> Settings:
 
 def _check_exposure(host: str, api_key: str | None, *, no_key: bool) -> None:
     if api_key is not None and len(api_key) < 8:
-        raise InputError("--api-key: 8 characters are the least; 'openssl rand -hex 24' makes a good one")
+        raise InputError("--api-key: give at least 8 characters; 'openssl rand -hex 24' makes a good key")
     if api_key is not None and not (
         api_key.isascii() and api_key.isprintable() and api_key == api_key.strip()
     ):
         raise InputError(
-            "--api-key: printable ASCII is accepted, without spaces at its ends: it is sent in a header; "
-            "'openssl rand -hex 24' makes a good one"
+            "--api-key: give printable ASCII without spaces at its ends, since it is sent in a header; "
+            "'openssl rand -hex 24' makes a good key"
         )
     if not (_is_loopback(host) or api_key or no_key):
         raise InputError(
-            f"--host {host}: others can reach that address; give --api-key (or {KEY_VARIABLE}), "
-            "or say --no-key if anybody may come in"
+            f"--host {host}: other machines can reach this address; give --api-key (or {KEY_VARIABLE}), "
+            "or --no-key to allow requests without a key"
         )
 
 

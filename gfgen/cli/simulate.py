@@ -45,24 +45,24 @@ TRACE_NAME = "trace.json"
     multiple=True,
     default=("auto",),
     show_default=True,
-    help="NAME[,option=value...]: 'gfgen policies'. May be repeated: they are compared.",
+    help="NAME[,option=value...]; 'gfgen policies' lists them. Repeat to compare.",
 )
-@click.option("--ranks", type=RankCounts(), metavar="N", help="How many: 4, 1,2,4 or 1..8. [4, as run does]")
+@click.option("--ranks", type=RankCounts(), metavar="N", help="Numbers of ranks: 4, 1,2,4 or 1..8. [4]")
 @click.option(
     "--profile",
     "profile_path",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="How long everything takes. [this machine's, or one that comes with gfgen]",
+    help="Profile with task times. [this machine's, or one shipped with gfgen]",
 )
-@click.option("--model", default=DEFAULT_MODEL, show_default=True, help="For jobs that name none.")
+@click.option("--model", default=DEFAULT_MODEL, show_default=True, help="Model for jobs without one.")
 @simulated_memory_option
 @click.option(
     "--output",
     "-o",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Folder for the manifest and the trace that a run would write.",
+    help="Folder for the simulated manifests and traces.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print numbers for programs in place of the table.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of the table.")
 @click.pass_context
 def simulate(
     ctx: click.Context,
@@ -76,9 +76,9 @@ def simulate(
     output: Path | None,
     as_json: bool,
 ) -> int:
-    """Run JOBS in virtual time, and say what each policy would be worth. No weights, no waiting.
+    """Run JOBS in virtual time, and show how each policy performs. Needs no weights and no GPU.
 
-    The control plane, the policies and the state are those of a run; only time is predicted.
+    The simulation uses the scheduler and the policies of a real run. Only task times are predicted.
     """
     log.configure(level="debug" if ctx.obj["debug"] else "warning")
     named = [load_policy(text) for text in dict.fromkeys(policies)]

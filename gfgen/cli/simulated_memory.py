@@ -17,8 +17,7 @@ from gfgen.runtime.residency import LOAD_BYTES_PER_S, Residency
 simulated_memory_option = click.option(
     "--memory",
     metavar="SIZE",
-    help='Room for weights and jobs, like "80GB", of each GPU: models that do not fit take turns. '
-    "[as much as it takes]",
+    help='Memory per GPU for weights and jobs, such as "80GB". Models that do not fit take turns. [no limit]',
 )
 
 
@@ -61,14 +60,14 @@ class SimulatedMemory:
             sizes = self.weights.values()
             size = f" (weights of {_size(sum(sizes))})" if all(sizes) else ""
             return (
-                f"All {len(sizes)} models are taken to be in memory at once{size}; with --memory SIZE "
-                "those that do not fit take turns."
+                f"This assumes that all {len(sizes)} models fit into memory at once{size}. "
+                "With --memory SIZE, models that do not fit take turns."
             )
         if self.residency(num_ranks) is None:
             return None
         return (
-            f"Models take turns in {_size(self.room_bytes)} of each GPU, and are loaded at "
-            f"{LOAD_BYTES_PER_S / 1e9:g} GB a second, which nobody has measured."
+            f"Models take turns in {_size(self.room_bytes)} of each GPU. This assumes that they load at "
+            f"{LOAD_BYTES_PER_S / 1e9:g} GB a second, which is an estimate."
         )
 
 

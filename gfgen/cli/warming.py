@@ -40,8 +40,8 @@ def warm_up(
         if answer.reason is None:
             logger.info("warming up: %d of %d, %s", number, len(items), _name_of(item))
         else:
-            logger.warning("warming up: %s: %s; jobs are tried all the same", _name_of(item), answer.reason)
-    logger.info("warm after %.1f s", time.monotonic() - began_s)
+            logger.warning("warming up: %s: %s; its jobs run anyway", _name_of(item), answer.reason)
+    logger.info("warmed up in %.1f s", time.monotonic() - began_s)
 
 
 def warm_ups_of(

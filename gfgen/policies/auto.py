@@ -31,11 +31,11 @@ DEGREES = (2, 1, 4, 8)
 
 
 def auto(snapshot: Snapshot) -> list[Decision]:
-    """Chooses by itself: simulates ahead when jobs come and go, and decides as what did best there.
+    """Simulates several policies ahead when jobs arrive or end, and follows the best one.
 
-    For everything, above all for loads and deadlines that change. The choice is between `triage` with
-    groups of thrifty degrees or on all ranks, and `srtf` on all ranks; what counts is deadlines met, then
-    the mean latency. It sees what any other policy sees. The log and the journal name each change.
+    For any workload, above all for changing loads and deadlines. It chooses between `triage` with
+    different group sizes and `srtf` on all ranks: by deadlines met, then by mean latency. The log and the
+    journal record each change.
     """
     return triage(snapshot)
 

@@ -17,13 +17,13 @@ _rest = attrgetter("precedence", "remaining_s", "arrival_s")
 
 
 def edf(snapshot: Snapshot, *, rescue: bool = True) -> list[Decision]:
-    """The job whose deadline is next goes first, on as few ranks as are predicted to meet it.
+    """The job with the earliest deadline goes first, on as few ranks as are predicted to meet it.
 
-    For jobs with deadlines. The choice is made anew at every step: a job that slips gets more
-    ranks, one that is ahead gives them back. Jobs without a deadline come late, by arrival; last, on one
-    rank and the shortest first, those that no number of ranks could save: under overload they would
-    make everyone late. All this among jobs of one priority: those of a higher one go before.
-    `rescue=false` treats jobs past rescue as all others, which is the form of the paper.
+    For jobs with deadlines. It decides at every step: a job that falls behind gets more ranks, and a job
+    that is ahead gives them back. Then come jobs without a deadline, by arrival. Jobs that cannot meet
+    their deadline on any number of ranks come last, on one rank and the shortest first, because under
+    overload they would make all others late. Jobs of a higher priority always go before the others.
+    `rescue=false` treats jobs that are too late like all others, as the paper does.
     """
     free = set(snapshot.free_ranks)
     decisions = []

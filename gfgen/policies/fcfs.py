@@ -9,8 +9,8 @@ from gfgen.snapshot import Decision, JobView, Snapshot
 def fcfs(snapshot: Snapshot, *, degree: Degree = 1) -> list[Decision]:
     """Jobs run in order of arrival, each to its end on one group of `degree` ranks.
 
-    For batches of equal jobs, and where order matters more than latency. The group that gets
-    free first, which is the one with the least estimated work, takes the next job.
+    For batches of equal jobs, or if the order matters more than latency. The next job goes to the first
+    group that is free.
     """
     groups = snapshot.groups(degree)
     free = set(snapshot.free_ranks)

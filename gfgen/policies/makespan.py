@@ -14,11 +14,11 @@ NUM_CONSIDERED = 16
 
 
 def makespan(snapshot: Snapshot, *, degree: GroupSize = 1) -> list[Decision]:
-    """The longest job first, on few ranks while many wait and on many when few are left.
+    """The longest job goes first, on few ranks while many jobs wait and on more when few are left.
 
-    For batches without deadlines, where only the end of the last job matters. Few ranks a job waste
-    the least; short jobs fill what long ones leave; at the tail those that are left share all ranks.
-    What has begun goes on before the next job begins.
+    For batches without deadlines in which only the end of the last job matters. Jobs on few ranks waste
+    the least time, short jobs fill the gaps, and the last jobs share all ranks. A job that has started
+    continues before another one starts.
     """
     if not snapshot.open or not snapshot.free_ranks:
         return []

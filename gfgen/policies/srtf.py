@@ -13,12 +13,11 @@ _urgency = attrgetter("precedence", "remaining_s", "arrival_s")
 
 
 def srtf(snapshot: Snapshot, *, degree: Degree = 1) -> list[Decision]:
-    """Jobs with the least work left go first; each stays with its group of `degree` ranks.
+    """The job with the least work left goes first; each job stays on its group of `degree` ranks.
 
-    For mixed batches where the mean wait matters: a short job never waits for more than one
-    step of a long one. A job is placed once, on the least loaded group that is free when its
-    turn comes, and competes there at every step. A group that would idle takes a job that
-    waits for another group.
+    For mixed batches in which the mean latency matters: a short job waits for at most one step of a
+    long one. A job starts on the least loaded free group, and competes there at every step. An idle group
+    takes a job that waits for another group.
     """
     groups = snapshot.groups(degree)
     by_rank = groups_by_rank(groups)

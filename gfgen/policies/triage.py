@@ -35,12 +35,11 @@ _short = attrgetter("precedence", "remaining_s", "arrival_s")
 
 
 def triage(snapshot: Snapshot, *, degree: GroupSize = 2) -> list[Decision]:
-    """As many deadlines as possible are met; beyond that the shortest job goes first.
+    """Meets as many deadlines as possible; among the other jobs the shortest goes first.
 
-    For jobs with deadlines, under any load. Jobs get groups of `degree` ranks, more where a deadline
-    needs it or ranks would idle. Jobs without a deadline, and those that cannot meet theirs, go first where
-    that makes nobody late, and last otherwise. All this among jobs of one priority: those of a higher one go
-    before.
+    For jobs with deadlines, under any load. Jobs get groups of `degree` ranks, and more if a deadline needs
+    it or ranks would idle. Jobs without a deadline, and jobs that cannot meet theirs, go first if that makes
+    no other job late, and last otherwise. Jobs of a higher priority always go before the others.
     """
     if not snapshot.open or not snapshot.free_ranks:
         return []

@@ -1,11 +1,11 @@
-"""A watched folder: job files become jobs as they arrive, each file once.
+"""A watched folder: runs the jobs of each job file once, as it arrives.
 
-A file is known by its name and its content. Files that were taken are remembered in the
-output folder; after a restart the jobs of such a file that have not ended go on, the others are
-left alone, and that also when their outputs were moved away.
+A file is identified by its name and content. The output folder records which files were taken. After
+a restart, unfinished jobs of those files continue. Finished jobs do not run again, even if their
+outputs were moved away.
 
-The folder is looked at by a thread, so that reading a long file delays no running job. The
-control loop takes over what that thread has found (`take`), and tells which jobs have ended.
+A thread scans the folder, so that reading a long file does not delay running jobs. The control loop
+fetches new jobs with `take`, and reports which jobs have ended.
 """
 
 from __future__ import annotations
@@ -42,23 +42,23 @@ SCHEMA_VERSION = 1
 JOB_FILE_SUFFIX = ".jsonl"
 REPORT_SUFFIX = ".errors.txt"
 SETTLED_S = 1.0
-"""A file that has not changed for so long is complete."""
+"""A file that has not changed for this time is complete."""
 LOOK_S = 0.5
 MAX_FILE_BYTES = 2**28
-"""A watched file is held in memory while it is read; 256 MiB are a million jobs."""
+"""A watched file is read into memory; 256 MiB hold a million jobs."""
 
 Admit = Callable[[Sequence[JobSpec]], tuple[Sequence[AdmittedJob], Sequence[Problem]]]
 
 
 @dataclass(slots=True)
 class _Sight:
-    """A file as it was when it was seen last."""
+    """A file as it was at the last scan."""
 
     mark: tuple[int, int, int]
     since: float
     is_dealt_with: bool = False
     is_unreadable: bool = False
-    """It could not be read, and the log says so."""
+    """The file could not be read, and the log says so."""
 
 
 @dataclass(slots=True)
@@ -72,9 +72,9 @@ class _Known:
 
 
 class Inbox(Observer):
-    """The job files of a folder, and what became of their jobs.
+    """The job files of a folder and the status of their jobs.
 
-    `admit` turns specs into jobs that can run, and problems; `now` gives Unix time.
+    `admit` returns the jobs that can run and the problems of the others; `now` returns Unix time.
     """
 
     def __init__(
@@ -94,10 +94,10 @@ class Inbox(Observer):
         self._now = now
         self._sights: dict[str, _Sight] = {}
         self._unseen: set[str] = set()
-        """Names in the folder of which it is told that they lead nowhere."""
+        """Names in the folder that cannot be read, which the log has reported."""
         self._known: dict[str, _Known] = {}
         self._owners: dict[str, str] = {}
-        """By key of an output's name: the key of the job that writes it."""
+        """By key of an output name: the key of the job that writes it."""
         self._taken: set[tuple[str, str]] = set()
         """Name and content of the files that this process has taken."""
         self._before = _read_taken(output_dir / WATCHED_NAME)
@@ -110,14 +110,14 @@ class Inbox(Observer):
     # The control loop's side ----------------------------------------------------------------
 
     def start(self, *, admit: Admit) -> None:
-        """Watch from now on; `admit` knows which models the ranks have loaded."""
+        """Start watching; `admit` knows which models the ranks have loaded."""
         self._admit = admit
         self._thread.start()
 
     def take(self) -> list[AdmittedJob]:
-        """The jobs that have come since the last call.
+        """The jobs that have arrived since the last call.
 
-        Raises: whatever ended the watching, OutputError on a full disk above all.
+        Raises: the error that ended the watching thread, such as OutputError on a full disk.
         """
         jobs: list[AdmittedJob] = []
         while not self._found.empty():
@@ -149,7 +149,7 @@ class Inbox(Observer):
             self._found.put(error)
 
     def look(self) -> list[AdmittedJob]:
-        """The jobs of the files that are complete and were not taken yet."""
+        """The jobs of complete files that were not taken before."""
         jobs: list[AdmittedJob] = []
         for path in self._complete_files():
             try:
@@ -162,7 +162,7 @@ class Inbox(Observer):
         return jobs
 
     def _note_unreadable(self, path: Path, error: OSError) -> None:
-        """Look at the file again next time, also if it looks the same: rights change, and disks come back."""
+        """Try the file again at the next scan, even if it is unchanged: permissions and disks may change."""
         sight = self._sights[path.name]
         sight.is_dealt_with = False
         if isinstance(error, FileNotFoundError) or sight.is_unreadable:  # taken away again since we saw it
@@ -171,7 +171,7 @@ class Inbox(Observer):
         _tell_unreadable(path, error)
 
     def _complete_files(self) -> Iterator[Path]:
-        """Files to read now: those taken before in their old order, then by age."""
+        """Files to read now: first those taken before, in their old order, then the others by age."""
         found = self._list_folder()
         self._sights = {name: sight for name, sight in self._sights.items() if name in found}
         order = {name: number for number, (name, _) in enumerate(self._before)}
@@ -185,7 +185,9 @@ class Inbox(Observer):
                 files = [entry for entry in entries if _is_job_file(entry.name)]
         except OSError as error:
             if not self._is_missing:
-                logger.warning("--watch %s: %s; looking on until it is back", self._folder, error.strerror)
+                logger.warning(
+                    "--watch %s: %s; waiting until the folder is back", self._folder, error.strerror
+                )
             self._is_missing = True
             return {}
         self._is_missing = False
@@ -194,7 +196,7 @@ class Inbox(Observer):
         return found
 
     def _stat_of(self, entry: os.DirEntry[str]) -> os.stat_result | None:
-        """Of a file; None for a folder, and for what leads nowhere, which is told once."""
+        """The status of a file; None for a folder, or for an unreadable entry, which is logged once."""
         try:
             found = entry.stat()
         except OSError as error:
@@ -207,12 +209,12 @@ class Inbox(Observer):
         return found if stat.S_ISREG(found.st_mode) else None
 
     def _is_complete(self, name: str, seen: os.stat_result) -> bool:
-        """Whether to read the file now: it has settled, and is not dealt with as it is."""
+        """Whether to read the file now: it no longer changes, and this version was not read before."""
         now = self._now()
         mark = (seen.st_size, seen.st_mtime_ns, seen.st_ino)
         sight = self._sights.get(name)
         if sight is None and seen.st_mtime <= now - SETTLED_S:
-            sight = _Sight(mark, since=seen.st_mtime)  # it was complete before we saw it
+            sight = _Sight(mark, since=seen.st_mtime)  # it was complete before this scan
         elif sight is None or sight.mark != mark:
             sight = _Sight(mark, since=now)
         self._sights[name] = sight
@@ -222,7 +224,7 @@ class Inbox(Observer):
         return True
 
     def _take_file(self, path: Path, content: bytes) -> list[AdmittedJob]:
-        """The jobs of one file that are to run; none when it is refused, or known."""
+        """The jobs of one file that have to run; none if the file is refused or was taken before."""
         key = (path.name, hashlib.sha256(content).hexdigest())
         if key in self._taken:
             return []
@@ -238,7 +240,7 @@ class Inbox(Observer):
         return todo
 
     def _judge(self, path: Path, content: bytes) -> tuple[list[AdmittedJob], list[Problem]]:
-        """The file's jobs that can run here, and all that is wrong with the others."""
+        """The jobs of the file that can run here, and the problems of the others."""
         parsed = read_job_stream(io.BytesIO(content), source=path.name, folder=self._folder)
         admitted, refused = self._admit(parsed.specs)
         problems = [*parsed.problems, *refused]
@@ -252,30 +254,30 @@ class Inbox(Observer):
         return jobs, sorted(problems, key=lambda problem: problem.line or 0)
 
     def _clash(self, job: AdmittedJob, source: str) -> Problem | None:
-        """An id or a file name that another job has.
+        """The problem if another job has the id or the output file of this one.
 
-        The same file under the same name may give a job that has ended another spec.
+        A file that replaces one of the same name may change jobs that have ended.
         """
         job_key = name_key(job.job_id)
         line, known = job.spec.line, self._known.get(job_key)
         owner = self._owners.get(name_key(job.info.file), job_key)
         if owner != job_key:
-            taken = f"{self._known[owner].source} writes it; name another"
+            taken = f"a job of {self._known[owner].source} already writes this file; name another"
             return Problem(line, "output", job.info.file, taken)
         if known is None or known.spec_hash == job.info.spec_hash:
             return None
         if known.source != source:
-            taken = f"{known.source} has another job of this id; each job needs its own"
+            taken = f"{known.source} has another job with this id; each job needs its own"
             return Problem(line, "id", job.job_id, taken)
         if known.status == "at work":
-            later = "is at work as it was before this change; save the file again when it has ended"
+            later = "the job is still running in its previous form; save the file again when it has ended"
             return Problem(line, "id", job.job_id, later)
         return None
 
     def _unfinished(self, jobs: Sequence[AdmittedJob], key: tuple[str, str]) -> list[AdmittedJob]:
-        """The jobs that are to run, which are noted as at work."""
+        """The jobs that have to run; records them as at work."""
         infos, lines = [job.info for job in jobs], self._manifest.read()
-        if key in self._before:  # each once: what has a line in the manifest has ended
+        if key in self._before:  # taken before: a job with a line in the manifest has ended
             finished = {
                 info.job_id
                 for info in infos
@@ -312,7 +314,7 @@ class Inbox(Observer):
 
 
 def _tell_unreadable(path: Path, error: OSError) -> None:
-    logger.error("%s cannot be read (%s); it is tried again and again", path, error.strerror)
+    logger.error("%s cannot be read (%s); trying again at every scan", path, error.strerror)
 
 
 def _is_job_file(name: str) -> bool:
@@ -328,7 +330,7 @@ def _read(path: Path) -> bytes | None:
         content = file.read(MAX_FILE_BYTES + 1)
     if len(content) <= MAX_FILE_BYTES:
         return content
-    accepted = f"more than {MAX_FILE_BYTES // 2**20} MiB; split the file"
+    accepted = f"the file has more than {MAX_FILE_BYTES // 2**20} MiB; split it"
     _report(path, [Problem(None, None, None, accepted)], is_refused=True)
     return None
 
@@ -336,7 +338,7 @@ def _read(path: Path) -> bytes | None:
 def _report(path: Path, problems: Sequence[Problem], *, is_refused: bool) -> None:
     """Log the first problems of a file, and write all of them beside the file; remove an older report."""
     report = path.with_name(path.name + REPORT_SUFFIX)
-    outcome = "nothing of it was started" if is_refused else "the other jobs were started"
+    outcome = "no job was started" if is_refused else "the other jobs were started"
     headline = f"{path.name}: {counted(len(problems), 'problem')}; {outcome}"
     try:
         if not problems:
@@ -353,7 +355,7 @@ def _report(path: Path, problems: Sequence[Problem], *, is_refused: bool) -> Non
 
 
 def _read_taken(path: Path) -> dict[tuple[str, str], None]:
-    """Name and content of the files that earlier runs took, in that order."""
+    """Name and content hash of the files that earlier runs took, in that order."""
     taken: dict[tuple[str, str], None] = {}
     try:
         content = path.read_bytes()
@@ -367,5 +369,5 @@ def _read_taken(path: Path) -> dict[tuple[str, str], None]:
             taken[str(entry["file"]), str(entry["sha256"])] = None
             continue
         if line.strip():
-            logger.warning("%s: line %d is torn or spoilt: its file counts as new", path, number)
+            logger.warning("%s: line %d is damaged, so its file counts as new", path, number)
     return taken

@@ -18,7 +18,7 @@ def _told_of(error: ImportError) -> int:
     if (error.name or "gfgen").partition(".")[0] == "gfgen":
         raise error
     what = f"the HTTP process cannot start: {error}"
-    sys.stderr.write(f"gfgen: {what}; pip install gfgen brings the packages that it needs\n")
+    sys.stderr.write(f"gfgen: {what}; 'pip install gfgen' installs the packages that it needs\n")
     return LACKS_PACKAGE
 
 

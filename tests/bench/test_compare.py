@@ -281,7 +281,7 @@ def test_a_simulation_stands_beside_the_run_that_it_predicts(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("changes", "what"),
-    [({"simulated": False}, "its arrivals were others; it needs --profile"), ({}, "it has no 'simulated'")],
+    [({"simulated": False}, "its arrivals were others; it needs --profile"), ({}, "it lacks 'simulated'")],
 )
 def test_a_run_of_other_arrivals_is_not_compared_with_a_simulation(tmp_path, capsys, changes, what):
     content = compare_simulated(tmp_path, "--policy", "srtf")
@@ -348,7 +348,7 @@ def test_a_workload_is_written_as_a_job_file(tmp_path, capsys):
     ("arguments", "message"),
     [
         (["compare", "--profile", "x.json"], "--profile x.json: No such file"),
-        (["compare", "--simulate", "--outside", "diffusers"], "diffusers: has no profile that it could be"),
+        (["compare", "--simulate", "--outside", "diffusers"], "diffusers: cannot be simulated, because it"),
         (["compare", "--outside", "diffusers,ring=2"], "'ring=2' is no option of diffusers"),
         (["compare", "--simulate", "--model", "wan2.2-t2v-a14b"], "no workload is defined for it"),
         (["compare", "--simulate", "--policy", "atuo"], "did you mean auto"),

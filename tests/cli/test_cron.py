@@ -183,10 +183,10 @@ def test_a_journal_on_a_full_disk_ends_the_run_with_one_line(night):
         (["night.jsonl", "--watch", "."], "give either JOBS, a job file, or --watch DIR"),
         ([""], "JOBS is empty; name a job file, or - for standard input"),
         (["night.jsonl", "--output", ""], "it is empty; name a path"),
-        (["night.jsonl", "--lookahead", "nan"], "nan is no finite number"),
+        (["night.jsonl", "--lookahead", "nan"], "nan is not a finite number"),
         (["--watch", "nowhere"], "--watch nowhere: there is no such folder"),
         (["--watch", "loop"], "--watch loop: there is no such folder"),
-        (["--watch", ".", "--output", "."], "is the output folder too"),
+        (["--watch", ".", "--output", "."], "this is also the output folder"),
         (
             ["night.jsonl", "--output", "night.jsonl"],
             "--output night.jsonl: this is a file; name another folder",

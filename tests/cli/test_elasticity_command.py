@@ -34,7 +34,9 @@ def test_a_pattern_that_fits_no_case_is_told_before_anything_is_loaded(
     arguments = ["--device", "cpu", "--ranks", "2"]
     result = CliRunner().invoke(elasticity, [*arguments, "--only", "chagned*", "--only", "fresh*"])
     assert isinstance(result.exception, InputError)
-    assert "--only chagned* fresh*: fits no case such as 'unchanged, 1 rank, " in str(result.exception)
+    assert "--only chagned* fresh*: matches no case; an example is 'unchanged, 1 rank, " in str(
+        result.exception
+    )
     result = CliRunner().invoke(elasticity, [*arguments, "--only", "changed*"])
     assert str(result.exception) == "loading"
 

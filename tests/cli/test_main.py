@@ -121,7 +121,7 @@ def test_a_missing_package_is_one_line(capsys, monkeypatch):
     code, _, err = gfgen(capsys, "serve", "--device", "cpu")
     assert code == 1
     assert err == (
-        "gfgen: the package uvicorn is missing: pip install gfgen brings it; gfgen doctor names all\n"
+        "gfgen: the package uvicorn is missing: 'pip install gfgen' installs it; 'gfgen doctor' lists all\n"
     )
 
 
@@ -134,7 +134,7 @@ def test_ranks_are_not_started_where_a_package_is_missing(capsys, monkeypatch, t
     jobs.write_text('{"prompt": "a red circle"}\n')
     code, _, err = gfgen(capsys, "run", str(jobs), "--output", str(tmp_path / "out"), "--device", "cpu")
     assert code == 1
-    assert err.splitlines()[-1].startswith("gfgen: the package torch is missing: pip install gfgen brings it")
+    assert err.splitlines()[-1].startswith("gfgen: the package torch is missing: 'pip install gfgen'")
 
 
 def test_an_import_that_fails_without_a_name_is_not_called_a_missing_package(monkeypatch):
@@ -170,7 +170,7 @@ def test_doctor_names_missing_packages(capsys, monkeypatch, package, code):
 
 def test_doctor_looks_where_models_are_kept(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
-    assert f"models: {tmp_path / 'home'} (not there yet)" in gfgen(capsys, "doctor")[1]
+    assert f"models: {tmp_path / 'home'} (does not exist yet)" in gfgen(capsys, "doctor")[1]
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     assert f"models: {tmp_path}, " in gfgen(capsys, "doctor")[1]
 

@@ -79,7 +79,7 @@ def test_a_stopped_profile_goes_on_where_it_was(measured, tmp_path):
     first, measured[:] = list(measured), []
     result = profile(*arguments)
     assert result.exit_code == 0, result.output
-    assert "13 measurements on 1 to 2 ranks, 7 of them done before" in result.output
+    assert "13 measurements on 1 to 2 ranks, 7 of them already done" in result.output
     assert len(measured) == 6
     assert not set(first) & set(measured)
     made = load_profile(tmp_path / "p.json")
@@ -115,7 +115,7 @@ def test_the_default_profile_is_where_everyone_looks(measured, monkeypatch, tmp_
 @pytest.mark.parametrize(
     ("arguments", "kind", "what"),
     [
-        (("--size", "big"), InputError, "--size big: a size like 832x480"),
+        (("--size", "big"), InputError, "--size big: give a size such as 832x480"),
         (("--model", "tiny-qwen-image", "--size", "8x8"), JobFileError, "size = 8x8"),
         (("--model", "tiny-wan-moe-i2v"), JobFileError, "image"),
     ],
@@ -157,7 +157,7 @@ def test_jobs_and_sizes_or_several_models_exclude_each_other(measured, tmp_path)
     for others in (("--size", "64x64"), ("--model", "tiny-wan", "--model", "tiny-qwen-image")):
         result = profile(tmp_path / "jobs.jsonl", *others)
         assert result.exit_code == 2
-        assert "give either JOBS, with one --model at most, or --model and --size" in result.output
+        assert "give either JOBS, with at most one --model, or --model and --size" in result.output
 
 
 def test_jobs_that_name_no_model_are_those_of_the_one_that_is_given(measured, tmp_path):

@@ -213,7 +213,7 @@ def test_a_terminal_that_is_closed_ends_the_bars_and_not_the_run(
         logger.removeHandler(handler)
     assert terminal.num_left < 0
     assert seen.num_ended == 12
-    assert len([message for message in caplog.messages if message.startswith("the bars end")]) == 1
+    assert len([message for message in caplog.messages if message.startswith("no more progress bars")]) == 1
     assert not [thread for thread in threading.enumerate() if thread.name == "progress"]
 
 
