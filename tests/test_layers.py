@@ -48,6 +48,7 @@ FLOORS = {
     "gfgen.models.measure_decode": 6,
     "gfgen.models.shapes": 6,
     "gfgen.runtime.simulation": 7,
+    "gfgen.runtime.estimate": 7,
     "gfgen.runtime.plan": 7,
     "gfgen.runtime.plan_words": 7,
     "gfgen.runtime.plot_plan": 7,
