@@ -15,7 +15,7 @@ from tqdm import tqdm
 from gfgen import log
 from gfgen.cli.admission import admit_weightless
 from gfgen.cli.board import has_cursor
-from gfgen.cli.prediction import RankCounts, choose_profile, closer_profile, default_ranks, describe
+from gfgen.cli.prediction import RankCounts, choose_profile, closer_profile, default_ranks, describe, machine
 from gfgen.cli.simulated_memory import SimulatedMemory, simulated_memory_option
 from gfgen.models.registry import DEFAULT_MODEL
 from gfgen.policies.catalog import BUILT_IN, load_policy
@@ -106,6 +106,7 @@ def plan(
             profile=profile,
             started_at=started_at,
             by_s=by_s,
+            machine=machine(profile, admitted, num_ranks=num_ranks),
             progress=progress,
             residency=room.residency,
         )

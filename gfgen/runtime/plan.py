@@ -105,6 +105,8 @@ class Plan:
     """Policies that cannot run these jobs, with the reason."""
     has_writes: bool = True
     """Whether the writing of files is predicted, too."""
+    machine: str = ""
+    """Whose times these are, and what stands behind them."""
 
     @property
     def best(self) -> Option:
@@ -134,6 +136,7 @@ def make_plan(
     profile: Profile,
     started_at: float,
     by_s: float | None = None,
+    machine: str = "",
     progress: Progress = lambda what, share: None,
     residency: Callable[[int], Residency | None] = lambda _: None,
 ) -> Plan:
@@ -143,7 +146,7 @@ def make_plan(
     estimated, and so are other numbers of ranks. A degree that a policy does not take on so many ranks
     counts as the next one that it does, which the log says. Where the best one misses something on another
     number, the next ones are tried there, until one does not.
-    `residency` gives, for a number of ranks, who lets models take turns in one run; nothing is estimated then.
+    `residency` gives, for a number of ranks, what lets models take turns in a run; nothing is estimated then.
 
     Raises: RunError when no policy can run the jobs.
     """
@@ -171,6 +174,7 @@ def make_plan(
         tuple(_by_ranks(looks, here, rank_counts)),
         refused=tuple(dict.fromkeys(looks.refused)),
         has_writes=profile.has_writes,
+        machine=machine,
     )
 
 
@@ -293,7 +297,9 @@ class _Looks:
             note = self._note(policy, num_ranks, share=ESTIMATE_SHARE)
             self._estimates[key] = estimate(self.jobs, snapshot, decide, ended=note)
         outcomes = self._estimates[key]
-        return outcomes and _option(outcomes, policy, num_ranks, self.by_s, is_estimated=True)
+        if outcomes is None:
+            return None
+        return _option(outcomes, policy, num_ranks, self.by_s, is_estimated=True)
 
     def _note(self, policy: str, num_ranks: int, *, share: float) -> Callable[[], None]:
         """Tells that another job has ended."""

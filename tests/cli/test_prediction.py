@@ -17,7 +17,7 @@ JOBS = admitted(calibration_jobs("wan2.2-ti2v-5b"), weightless_model("wan2.2-ti2
 
 @pytest.fixture(autouse=True)
 def no_profile_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prediction, "find_profile", lambda: None)
+    monkeypatch.setattr(prediction, "find_profile", lambda *_, **__: None)
 
 
 @pytest.mark.parametrize(("num_ranks", "device"), [(1, "NVIDIA H200"), (2, "NVIDIA H200"), (4, "goals")])
@@ -39,6 +39,6 @@ def test_the_profile_of_this_machine_goes_first(monkeypatch: pytest.MonkeyPatch)
     found = find_profile("NVIDIA H200")
     assert found is not None
     own = replace(found[1], device="this machine", num_ranks=8)
-    monkeypatch.setattr(prediction, "find_profile", lambda: (Path("own.json"), own))
+    monkeypatch.setattr(prediction, "find_profile", lambda *_, **__: (Path("own.json"), own))
     assert prediction.choose_profile(None, JOBS, num_ranks=1) is own
     assert prediction.default_ranks(None, JOBS) == (4,)

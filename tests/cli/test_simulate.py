@@ -431,7 +431,7 @@ def test_the_plan_begins_with_the_answer_and_can_be_drawn(gfgen, folder):
         "plan", folder / "night.jsonl", "--by", "1h", "--profile", profile, "--chart", folder / "plan.png"
     )
     assert code == 0
-    assert out.startswith("With ")
+    assert out.startswith("On 4 x a test (measured on another machine; this machine has no GPU): with ")
     assert "Policies on 4 ranks" in out
     assert (folder / "plan.png").read_bytes().startswith(b"\x89PNG")
     code, _, err = gfgen("plan", folder / "night.jsonl", "--by", "yesterday", "--profile", profile)
