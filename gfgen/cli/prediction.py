@@ -120,7 +120,7 @@ def _fitting(jobs: Sequence[AdmittedJob], *, num_ranks: int) -> Profile | None:
     """
     calibrate = any(job.model_in() in PACKAGED for job in jobs)
     devices = [name for name in (gpu_name(), cpu_name()) if name]
-    own = [found[1] for name in devices if (found := find_profile(name, calibrate=calibrate))]
+    own = [each[1] for name in devices if (each := find_profile(name, calibrate=calibrate))]
     known = [*own, *sorted(shipped_profiles(), key=lambda each: each.num_ranks)]
     found = first_fitting(known, jobs, num_ranks=num_ranks)
     with_models = (each for each in known if each.knows(jobs))

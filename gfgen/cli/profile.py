@@ -66,7 +66,7 @@ SIZES = {
 }
 """Of all others. Shapes that are measured unless some are named; those between them are interpolated."""
 BUDGET_S = 90.0
-"""Of the built-in model, when no jobs are given: with loading and some delay it is done within two minutes."""
+"""Of the built-in model, when no jobs are given: with loading it is done within two minutes."""
 _LOADING_S = 15.0
 """Starting workers with small models on two cores; large ones are read from disk first."""
 

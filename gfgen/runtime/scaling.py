@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from gfgen.graph import Stage
+from gfgen.layout import Degrees
 from gfgen.models import registry
-from gfgen.runtime.cost_table import CostTable, Work
+from gfgen.runtime.cost_table import CostTable, Work, speed_up
 from gfgen.runtime.machine import cpu_name, file_stem, versions
 from gfgen.runtime.own_modules import module_command, module_environment
 from gfgen.runtime.profile import Profile, ProfileRow
@@ -45,18 +46,29 @@ class Speed:
 
 
 def scaled_profile(profile: Profile, speed: Speed, *, device: str) -> Profile:
-    """The profile as this machine would need; its rows are no measurements."""
-    rows = [
-        replace(
-            row,
-            seconds=row.seconds * speed.alone,
-            spread_s=row.spread_s * speed.alone,
-            loaded_s=row.seconds * speed.loaded,
-            basis="scaled",
-        )
-        for row in profile.rows
-    ]
-    return replace(profile, device=device, rows=tuple(rows), calibration_s=None)
+    """The profile as this machine would need it for the usual number of ranks: no measurements."""
+    rows = [_scaled(row, degrees, speed) for row in profile.rows for degrees in _degrees_of(row.stage)]
+    return replace(profile, device=device, num_ranks=USUAL_RANKS, rows=tuple(rows), calibration_s=None)
+
+
+def _degrees_of(stage: Stage) -> Sequence[Degrees]:
+    """Those that share the tasks of a stage."""
+    alone, bands = [(1, 1, 1)], [(1, number, 1) for number in range(2, USUAL_RANKS + 1)]
+    branches = [(2, number, 1) for number in range(1, USUAL_RANKS // 2 + 1)]
+    return {Stage.DENOISE: [*alone, *bands, *branches], Stage.DECODE: [*alone, *bands]}.get(stage, alone)
+
+
+def _scaled(row: ProfileRow, degrees: Degrees, speed: Speed) -> ProfileRow:
+    """Ranks that share a task need a core each to be quicker."""
+    number = math.prod(degrees)
+    in_turn = max(1.0, number / _num_cores())
+    return replace(
+        row,
+        degrees=degrees,
+        seconds=row.seconds * speed.alone * in_turn / speed_up(number),
+        loaded_s=row.seconds * speed.loaded / speed_up(number),
+        basis="scaled",
+    )
 
 
 def speed_by_runs(profile: Profile, rows: Sequence[ProfileRow]) -> Speed | None:
@@ -90,12 +102,16 @@ def calibrated_speed(profile: Profile, *, may_measure: bool) -> Speed | None:
 
 def _share_of_core() -> float:
     """How many of the usual ranks share a core."""
-    return max(1.0, USUAL_RANKS / len(os.sched_getaffinity(0)))
+    return max(1.0, USUAL_RANKS / _num_cores())
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0))
 
 
 @cache
 def _measured() -> dict[str, Any] | None:
-    num_threads = min(USUAL_RANKS, len(os.sched_getaffinity(0)))
+    num_threads = min(USUAL_RANKS, _num_cores())
     command = module_command("gfgen.models.calibration", str(num_threads))
     logger.info("calibrating: how fast this machine is, once")
     try:
