@@ -56,7 +56,7 @@ _METHODS: Mapping[bool, Any] = {False: profiling, True: profiling_gpu}
 """Modules with the same functions."""
 DEFAULT_CPU_RANKS = 2
 SMALL_SIZES = {
-    "video": ("128x128x1", "128x128x17", "192x128x33"),
+    "video": ("128x128x1", "128x128x17", "128x128x33"),
     "image": ("128x128", "256x256", "384x384"),
 }
 """Of the built-in models."""
