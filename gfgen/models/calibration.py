@@ -42,7 +42,8 @@ def main() -> None:
 
 def median_s() -> float:
     """The median of several times, as many as fit into the budget."""
-    end_s, times = time.monotonic() + _BUDGET_S, []
+    end_s = time.monotonic() + _BUDGET_S
+    times: list[float] = []
     while len(times) < REPEATS and (len(times) < 2 or time.monotonic() < end_s):
         times.append(_work_s())
     return statistics.median(times)
@@ -66,7 +67,7 @@ def _work_s() -> float:
 
 def _block(x_LD: Tensor, weights: list[Tensor], up: Tensor, down: Tensor) -> Tensor:
     normed = functional.layer_norm(x_LD, (HIDDEN,))
-    q, k, v = (functional.linear(normed, w).unflatten(1, (HEADS, -1)).transpose(0, 1) for w in weights[:3])
+    q, k, v = (functional.linear(normed, w).reshape(TOKENS, HEADS, -1).transpose(0, 1) for w in weights[:3])
     attended = functional.scaled_dot_product_attention(q[None], k[None], v[None])[0]
     x_LD = x_LD + functional.linear(attended.transpose(0, 1).flatten(1), weights[3])
     hidden = functional.gelu(functional.linear(functional.layer_norm(x_LD, (HIDDEN,)), up))

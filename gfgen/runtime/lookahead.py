@@ -265,8 +265,8 @@ class _Ahead:
         self._start, self._policy, self._costs = start, policy, snapshot.costs
         self._now_s = snapshot.now_s
         self._open = OpenJobs()
-        for job in snapshot.open.values():
-            self._open.put(job)
+        for view in snapshot.open.values():
+            self._open.put(view)
         self._stretches: dict[str, _Stretch] = {}
         self._arrivals = list(reversed(start.arrivals))
         self._settled_s = math.inf

@@ -156,7 +156,7 @@ def _chart(plan: Plan, options: Sequence[Option], names: Sequence[str], title: s
     if any(option.is_estimated for option in options):
         ends = [end.rjust(max(map(len, ends))) for end in ends]
     name_width, end_width = max(map(len, [title, *names])), max(map(len, [*ends, "done by"]))
-    lines = [f"{title:<{name_width}}  {'done by':<{end_width}}"]
+    lines = [f"{title:<{name_width}}  done by"]
     for option, name, end in zip(options, names, ends, strict=True):
         bar = _bar(option.end_s, by_s=plan.by_s, scale_s=scale_s)
         lines.append(f"{name:<{name_width}}  {end:<{end_width}}  {bar}  {missed(option) or 'nothing late'}")

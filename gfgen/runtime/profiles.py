@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 SHIPPED = Path(registry.__file__).parent / "profiles"
 SCALED = SHIPPED / "scaled"
+BY_RUNS = "runs"
+"""The source of a profile that runs have measured: of tasks alone."""
 MIN_SAMPLES = 3
 """Of a row that runs measured: the first task of a kind is slow."""
 
@@ -76,8 +78,17 @@ def joined(profiles: Sequence[Profile]) -> Profile:
                 continue
             before = rows.get(key)
             rows[key] = row if before is None or row.write_s else replace(row, write_s=before.write_s)
-    num_ranks = max(profile.num_ranks for profile in profiles)
-    return replace(profiles[0], rows=tuple(rows.values()), num_ranks=num_ranks)
+    first = profiles[0]
+    times = next((profile for profile in profiles if profile.source != BY_RUNS), first)
+    return replace(
+        first,
+        rows=tuple(rows.values()),
+        num_ranks=max(profile.num_ranks for profile in profiles),
+        move_s=times.move_s,
+        move_bytes_per_s=times.move_bytes_per_s,
+        write_s=times.write_s,
+        dispatch_s=times.dispatch_s,
+    )
 
 
 def _readable(path: Path) -> tuple[Path, Profile] | None:

@@ -20,7 +20,7 @@ from gfgen.errors import InputError
 from gfgen.runtime.cost import CostClass
 from gfgen.runtime.machine import versions
 from gfgen.runtime.profile import Profile, ProfileRow, load_profile
-from gfgen.runtime.profiles import write_profile
+from gfgen.runtime.profiles import BY_RUNS, write_profile
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ def keep_measured(
             profile = Profile(
                 device=device,
                 date=time.strftime("%Y-%m-%d"),
-                source="runs",
+                source=BY_RUNS,
                 num_ranks=num_ranks,
                 rows=tuple(rows),
                 versions=versions(),

@@ -42,7 +42,8 @@ def row(seconds=1.0, *, model="fake", shape="small", stage=Stage.DENOISE, degree
 
 
 def profile(*rows, num_ranks=2, **fields):
-    return Profile(cpu_name(), "2026-11-23", "a test", num_ranks, rows, **fields)
+    source = fields.pop("source", "a test")
+    return Profile(cpu_name(), "2026-11-23", source, num_ranks, rows, **fields)
 
 
 def test_a_run_leaves_medians_that_the_next_one_starts_from():
@@ -118,6 +119,12 @@ def test_what_was_measured_on_purpose_goes_before_what_runs_measured():
         "large": (3.0, "runs"),
     }
     assert found.num_ranks == 4
+
+
+def test_what_runs_do_not_measure_is_known_from_elsewhere():
+    by_runs = profile(row(2.0, basis="runs", num_samples=9), source="runs")
+    found = joined([by_runs, profile(row(1.0, basis="scaled"), write_s=0.05, dispatch_s=0.002)])
+    assert (found.write_s, found.dispatch_s, found.source) == (0.05, 0.002, "runs")
 
 
 def test_a_few_samples_of_a_run_do_not_replace_what_is_known_of_the_model():
