@@ -296,6 +296,7 @@ def test_fields_of_a_profile():
         "write_s",
         "dispatch_s",
         "versions",
+        "calibration_s",
     ]
     assert [field.name for field in dataclasses.fields(profile.ProfileRow)] == [
         "model",
@@ -309,6 +310,7 @@ def test_fields_of_a_profile():
         "flops",
         "state_bytes",
         "write_s",
+        "basis",
     ]
 
 

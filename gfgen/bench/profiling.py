@@ -13,7 +13,7 @@ import math
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -108,6 +108,31 @@ def plan_measurements(jobs: Iterable[AdmittedJob], *, num_ranks: int) -> list[Me
             plan.append(Measurement(job, ONE, "moving"))
     again = [entry for entry in plan if entry.kind != "moving"]
     return plan + [replace(entry, round=number) for number in range(2, ROUNDS + 1) for entry in again]
+
+
+def within(
+    plan: Sequence[Measurement], seconds_of: Callable[[Measurement], float], *, budget_s: float
+) -> list[Measurement]:
+    """As many rounds as fit into the budget, the quickest shapes first; the first round in any case.
+
+    Moving is measured with the shape that is quickest alone, since a move is a copy.
+    """
+    shapes: dict[tuple[int, str, str], list[Measurement]] = defaultdict(list)
+    for entry in plan:
+        if entry.kind != "moving":
+            shapes[entry.round, entry.model, entry.job.shape].append(entry)
+    costs_s = {key: math.fsum(map(seconds_of, entries)) for key, entries in shapes.items()}
+    quickest = min((key for key in costs_s if key[0] == 1), key=lambda key: costs_s[key])
+    moving = [entry for entry in plan if entry.kind == "moving" and entry.job.shape == quickest[2]]
+    kept, total_s = {key for key in costs_s if key[0] == 1}, math.fsum(map(seconds_of, moving))
+    total_s += math.fsum(costs_s[key] for key in kept)
+    for key in sorted(costs_s.keys() - kept, key=lambda key: costs_s[key]):
+        total_s += costs_s[key]
+        if total_s > budget_s:
+            break
+        kept.add(key)
+    keys = {entry.key for key in kept for entry in shapes[key]} | {entry.key for entry in moving}
+    return [entry for entry in plan if entry.key in keys]
 
 
 def predicted_s(measurement: Measurement, costs: CostModel, *, num_ranks: int) -> float:

@@ -21,6 +21,7 @@ from gfgen.runtime.pool import WorkerPool
 from gfgen.runtime.profile import Profile
 from gfgen.runtime.residency import Residency
 from gfgen.runtime.resume import ResumePoint
+from gfgen.runtime.run_profile import keep_measured
 from gfgen.runtime.signals import SignalPipe
 from gfgen.runtime.state import State
 from gfgen.runtime.workers import ProcessBackend, Requests
@@ -65,19 +66,21 @@ def run_loop(
     intake: Intake | None = None,
     requests: Requests | None = None,
     seen_through: Callable[[ProcessBackend], Backend] = lambda backend: backend,
+    measured_path: Path | None = None,
 ) -> tuple[State, Summary]:
     """The state at the end, and the numbers; the workers can be used again.
 
     `clock` has started at the Unix time `started_at`. `seen_through` gives what stands between the loop and
-    its ranks.
+    its ranks. What tasks took is kept in the profile `measured_path`, however the run ends.
 
     Raises: InterruptedRunError when a second signal did not let steps end.
     """
+    costs = CostModel(profile)
     state = State(
         todo,
         num_ranks=pool.num_ranks,
         clock=clock,
-        costs=CostModel(profile),
+        costs=costs,
         guard_s=options.guard_s,
         started_at=started_at,
         last_number=pool.last_number,
@@ -113,4 +116,14 @@ def run_loop(
             residency=residency,
             grace_s=options.grace_s,
         )
-        return state, control.run()
+        try:
+            return state, control.run()
+        finally:
+            if measured_path is not None:
+                keep_measured(
+                    measured_path,
+                    costs.classes,
+                    device=ranks.device_name,
+                    num_ranks=max(map(len, pool.islands)),
+                    share_cores=not ranks.are_on_gpus,
+                )

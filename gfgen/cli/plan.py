@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import click
+from tqdm import tqdm
 
 from gfgen import log
 from gfgen.cli.admission import admit_weightless
 from gfgen.cli.board import has_cursor
-from gfgen.cli.prediction import RankCounts, choose_profile, closer_profile, default_ranks, describe
+from gfgen.cli.prediction import RankCounts, choose_profile, closer_profile, default_ranks, describe, machine
 from gfgen.cli.simulated_memory import SimulatedMemory, simulated_memory_option
 from gfgen.models.registry import DEFAULT_MODEL
 from gfgen.policies.catalog import BUILT_IN, load_policy
 from gfgen.runtime.closing import closing_at
 from gfgen.runtime.picture import check_suffix
-from gfgen.runtime.plan import make_plan
+from gfgen.runtime.plan import Progress, make_plan
 from gfgen.runtime.plan_words import as_json as plan_as_json
 from gfgen.runtime.plan_words import in_plain_words
 from gfgen.runtime.plot_plan import plot_plan
 
+BAR_DELAY_S = 1.0
 NO_CHOICE = ("legacy",)
 """What nobody would choose for a batch: the baseline of comparisons."""
 
@@ -96,17 +99,19 @@ def plan(
     num_ranks = max(ranks or default_ranks(profile_path, admitted))
     profile = choose_profile(profile_path, admitted, num_ranks=num_ranks)
     rank_counts = ranks or range(1, profile.num_ranks + 1)
-    made = make_plan(
-        admitted,
-        policies=[load_policy(text).name for text in policies] or _usual_policies(num_ranks),
-        num_ranks=num_ranks,
-        rank_counts=rank_counts,
-        profile=profile,
-        started_at=started_at,
-        by_s=by_s,
-        note=_noter(),
-        residency=room.residency,
-    )
+    with _progress() as progress:
+        made = make_plan(
+            admitted,
+            policies=[load_policy(text).name for text in policies] or _usual_policies(num_ranks),
+            num_ranks=num_ranks,
+            rank_counts=rank_counts,
+            profile=profile,
+            started_at=started_at,
+            by_s=by_s,
+            machine=machine(profile, admitted, num_ranks=num_ranks),
+            progress=progress,
+            residency=room.residency,
+        )
     turns, closer = room.in_words(num_ranks), closer_profile(profile_path, admitted, counts=rank_counts)
     if as_json:
         click.echo(json.dumps(plan_as_json(made) | {"memory": turns, "closer_profile": closer}, indent=1))
@@ -125,8 +130,17 @@ def _usual_policies(num_ranks: int) -> Sequence[str]:
     return usual if num_ranks == 1 else [*usual, f"srtf,degree={num_ranks}"]
 
 
-def _noter() -> Callable[[str], None]:
-    """Shows on a terminal what is being simulated, on a line that gives way to the next."""
+@contextlib.contextmanager
+def _progress() -> Iterator[Progress]:
+    """A bar on a terminal, when it takes longer than a second."""
     if not has_cursor(sys.stderr):
-        return lambda _: None
-    return lambda what: click.echo(f"\r\033[Ksimulating {what}\r", nl=False, err=True)
+        yield lambda what, share: None
+        return
+    form = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
+    with tqdm(desc="plan", total=1.0, delay=BAR_DELAY_S, leave=False, bar_format=form) as bar:
+
+        def tell(what: str, share: float) -> None:
+            bar.set_description_str(what, refresh=False)
+            bar.update(min(share, 1.0 - bar.n))
+
+        yield tell

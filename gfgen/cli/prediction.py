@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 import click
 
 from gfgen.layout import MAX_RANKS
+from gfgen.models.registry import PACKAGED
 from gfgen.runtime.admission import AdmittedJob
+from gfgen.runtime.devices import find_gpus
+from gfgen.runtime.machine import cpu_name
 from gfgen.runtime.profile import Profile, check_profile
 from gfgen.runtime.profiles import find_profile, first_fitting, open_profile, shipped_profiles
 from gfgen.runtime.wording import counted
@@ -69,6 +74,40 @@ def closer_profile(path: Path | None, jobs: Sequence[AdmittedJob], *, counts: Se
     return None
 
 
+def machine(profile: Profile, jobs: Sequence[AdmittedJob], *, num_ranks: int) -> str:
+    """Whose predictions these are, and what stands behind them: '4 x NVIDIA H200 (measured here)'."""
+    is_shipped = profile in shipped_profiles()
+    is_here = not is_shipped and profile.device in (gpu_name(), cpu_name())
+    notes = [_basis(profile, jobs, is_here=is_here)]
+    if "core" in profile.device:
+        return f"{counted(num_ranks, 'CPU rank')} ({'; '.join([profile.device, *notes])})"
+    if profile.device != gpu_name():
+        name = gpu_name()
+        notes.append("this machine has no GPU" if name is None else f"this machine has {name}")
+    name = re.sub(r"^\d+x | \(goals\)$", "", profile.device)
+    return f"{num_ranks} x {name} ({'; '.join(notes)})"
+
+
+def _basis(profile: Profile, jobs: Sequence[AdmittedJob], *, is_here: bool) -> str:
+    """What the rows of the jobs' models are."""
+    models = {job.model_in(profile.models) for job in jobs}
+    found = {row.basis for row in profile.rows if row.model in models}
+    if "goals" in found:
+        return "goals, not measured"
+    if "measured" in found:
+        return "measured here" if is_here else "measured on another machine"
+    if "runs" in found:
+        return "measured by runs here" + (", the rest scaled" if "scaled" in found else "")
+    return "scaled from another machine, not measured"
+
+
+@cache
+def gpu_name() -> str | None:
+    """Of this machine's first GPU."""
+    gpus = find_gpus()
+    return gpus[0].name if gpus else None
+
+
 def describe(profile: Profile) -> str:
     """What predictions rest on."""
     return f"the profile of {profile.device} ({profile.date})"
@@ -79,8 +118,10 @@ def _fitting(jobs: Sequence[AdmittedJob], *, num_ranks: int) -> Profile | None:
 
     Where none has enough, the one with the most.
     """
-    own = find_profile()
-    known = [*([own[1]] if own else []), *sorted(shipped_profiles(), key=lambda each: each.num_ranks)]
+    calibrate = any(job.model_in() in PACKAGED for job in jobs)
+    devices = [name for name in (gpu_name(), cpu_name()) if name]
+    own = [each[1] for name in devices if (each := find_profile(name, calibrate=calibrate))]
+    known = [*own, *sorted(shipped_profiles(), key=lambda each: each.num_ranks)]
     found = first_fitting(known, jobs, num_ranks=num_ranks)
     with_models = (each for each in known if each.knows(jobs))
     return found or max(with_models, key=lambda each: each.num_ranks, default=None)

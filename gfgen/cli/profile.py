@@ -57,7 +57,7 @@ _METHODS: Mapping[bool, Any] = {False: profiling, True: profiling_gpu}
 """Modules with the same functions."""
 DEFAULT_CPU_RANKS = 2
 SMALL_SIZES = {
-    "video": ("128x128x1", "128x128x17", "192x128x33"),
+    "video": ("128x128x1", "128x128x17", "128x128x33"),
     "image": ("128x128", "256x256", "384x384"),
 }
 """Of the built-in models."""
@@ -66,6 +66,8 @@ SIZES = {
     "image": ("512x512", "1024x1024", "1536x1536"),
 }
 """Of all others. Shapes that are measured unless some are named; those between them are interpolated."""
+BUDGET_S = 90.0
+"""Of the built-in model, when no jobs are given: with loading it is done within two minutes."""
 _LOADING_S = 15.0
 """Starting workers with small models on two cores; large ones are read from disk first."""
 
@@ -78,7 +80,8 @@ def _devices(kind: str, num_ranks: int | None) -> Devices:
 
 def _known_profile(jobs: Sequence[AdmittedJob], options: Ranks) -> Profile | None:
     """What predictions start from: this machine's profile, or on GPUs a shipped one that knows more."""
-    found = find_profile(options.device_name)
+    calibrate = any(job.spec.model in PACKAGED for job in jobs)
+    found = find_profile(options.device_name, calibrate=calibrate and not options.are_on_gpus)
     own = None if found is None else found[1]
     if not options.are_on_gpus:
         return own
@@ -150,10 +153,15 @@ def profile(
         admitted = _default_jobs(models or _MEASURED_MODELS[options.are_on_gpus], sizes, options)
     path = output or default_path(options.device_name)
     most = _widest(options)
+    costs = CostModel(_known_profile(admitted, options))
     plan = method.plan_measurements(admitted, num_ranks=most)
+    if jobs is None and not options.are_on_gpus and all(job.spec.model in PACKAGED for job in admitted):
+        num_ranks = options.num_ranks
+        plan = profiling.within(
+            plan, lambda entry: profiling.predicted_s(entry, costs, num_ranks=num_ranks), budget_s=BUDGET_S
+        )
     with contextlib.closing(_Unfinished(path, plan, options)) as unfinished:
         todo = [measurement for measurement in plan if measurement.key not in unfinished.measured]
-        costs = CostModel(_known_profile(admitted, options))
         _announce(plan, todo, costs, options)
         if dry_run:
             return

@@ -52,7 +52,7 @@ from gfgen.runtime.metrics import Summary
 from gfgen.runtime.observer import Observer
 from gfgen.runtime.pool import WorkerPool
 from gfgen.runtime.profile import Profile
-from gfgen.runtime.profiles import find_profile
+from gfgen.runtime.profiles import find_profile, runs_path
 from gfgen.runtime.residency import Residency
 from gfgen.runtime.signals import SignalPipe
 from gfgen.runtime.trace import TraceWriter
@@ -315,6 +315,7 @@ def run_on(
         options.output_dir, todo, weights_mark=pool.weights_mark, computed_with=pool.computed_with
     )
     started_at, clock = time.time(), Clock()
+    measured_path = measured_by_runs(options.ranks) if profile is None else None
     profile = profile or default_profile(options.ranks.devices)
     closes_s = None if options.closes_at is None else options.closes_at - started_at
     _warn_of_passed_deadlines(todo, started_at, arrived_at)
@@ -360,6 +361,7 @@ def run_on(
             journal=journal,
             skipped=skipped,
             intake=inbox,
+            measured_path=measured_path,
         )
     if state.stop_signal is not None and not state.all_ended:
         if options.log_json:
@@ -380,6 +382,12 @@ def default_profile(devices: Devices) -> Profile | None:
     path, profile = found
     logger.info("predictions start from the profile of %s: %s", profile.date, path)
     return profile
+
+
+def measured_by_runs(ranks: Ranks) -> Path | None:
+    """Where a run keeps what tasks take; None for one whose options change that."""
+    is_usual = ranks.vae_dtype == "auto" and ranks.has_graphs
+    return runs_path(ranks.device_name) if is_usual else None
 
 
 @contextlib.contextmanager

@@ -29,7 +29,7 @@ from gfgen.cli.options import (
 from gfgen.cli.packages import SERVING, check_packages
 from gfgen.cli.progress import LineProgress
 from gfgen.cli.ranks import Ranks, ready_pool
-from gfgen.cli.run import default_profile, held_folder, of_held_models
+from gfgen.cli.run import default_profile, held_folder, measured_by_runs, of_held_models
 from gfgen.cli.warming import warm_up
 from gfgen.errors import InputError, InterruptedRunError
 from gfgen.jobspec import JobSpec
@@ -390,6 +390,7 @@ def serve_on(
             intake=door,
             requests=door,
             seen_through=door.timed,
+            measured_path=measured_by_runs(options.ranks),
         )
     num_open = summary.num_unfinished
     some = "1 job is open and goes" if num_open == 1 else f"{num_open} jobs are open and go"

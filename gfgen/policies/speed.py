@@ -38,6 +38,8 @@ def is_past_rescue(snapshot: Snapshot, job: JobView) -> bool:
 
     A quick look, which errs on the side of hope: no cost is asked for.
     """
+    if snapshot.now_s + job.remaining_s <= job.deadline_s:
+        return False
     return snapshot.now_s + job.remaining_s / widest(snapshot, job) > job.deadline_s
 
 

@@ -44,7 +44,12 @@ def triage(snapshot: Snapshot, *, degree: GroupSize = 2) -> list[Decision]:
     if not snapshot.open or not snapshot.free_ranks:
         return []
     base = shared_out(snapshot, degree=degree)
-    hopeful = _first(snapshot, _due, NUM_CONSIDERED, lambda job: not _is_lost(snapshot, job))
+    hopeful = _first(
+        snapshot,
+        _due,
+        NUM_CONSIDERED,
+        lambda job: job.deadline_s < math.inf and not is_past_rescue(snapshot, job),
+    )
     known = {job.job_id for job in hopeful}
     others = _first(snapshot, _short, NUM_FIRST, lambda job: job.job_id not in known)
     rests = _rests(snapshot, (*hopeful, *others), base)
@@ -90,11 +95,6 @@ def _first(
     """The first open jobs that are meant, and all busy ones that are, in order."""
     found = list(itertools.islice(filter(is_meant, snapshot.in_order(key)), number))
     return sorted([*found, *filter(is_meant, snapshot.busy.values())], key=key)
-
-
-def _is_lost(snapshot: Snapshot, job: JobView) -> bool:
-    """No deadline can be met: there is none, or it is too late for it."""
-    return job.deadline_s == math.inf or is_past_rescue(snapshot, job)
 
 
 def _most_in_time(
@@ -184,9 +184,11 @@ def _room_before(
     They would be in time even if everything took ROOM times as long as predicted. Before the first of them
     nobody is due: it always fits.
     """
-    room_s, least_s = {}, math.inf
+    room_s, least_s, now_s = {}, math.inf, snapshot.now_s
     for job in saved:
         room_s[job.job_id] = least_s
         before_s += work_s[job.job_id]
-        least_s = min(least_s, (job.deadline_s - snapshot.now_s) / ROOM - before_s)
+        here_s = (job.deadline_s - now_s) / ROOM - before_s
+        if here_s < least_s:
+            least_s = here_s
     return room_s, least_s

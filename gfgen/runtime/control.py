@@ -32,6 +32,7 @@ from gfgen.runtime.metrics import Metrics, Summary
 from gfgen.runtime.observer import JobOutcome, Observer, skipped_outcome
 from gfgen.runtime.residency import Residency
 from gfgen.runtime.state import State
+from gfgen.runtime.timelimit import DECISION_LIMIT_S, DecisionTimeout, within
 from gfgen.runtime.wording import counted
 from gfgen.snapshot import Choice, Decision, Snapshot
 
@@ -386,13 +387,7 @@ class Control:
     def _ask_policy(self, snapshot: Snapshot) -> list[Decision]:
         """Its decisions; those of `fcfs` for this once when it raises."""
         try:
-            decided = self.policy.decide(snapshot)
-            if not isinstance(decided, Iterable):
-                raise PolicyFault(
-                    f"it returned a value of type {type(decided).__name__}; a list of Decision is accepted"
-                )
-            # Each rank takes one task, so one more than ranks is a fault; a generator may be endless.
-            return list(itertools.islice(decided, self.state.num_ranks + 1))
+            return within(DECISION_LIMIT_S, self._decided, snapshot)
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # a policy may be the user's own, and call sys.exit()
@@ -400,22 +395,32 @@ class Control:
             self._blame_policy(error)
             return list(load_policy(FALLBACK).decide(snapshot))
 
+    def _decided(self, snapshot: Snapshot) -> list[Decision]:
+        decided = self.policy.decide(snapshot)
+        if not isinstance(decided, Iterable):
+            raise PolicyFault(
+                f"it returned a value of type {type(decided).__name__}; a list of Decision is accepted"
+            )
+        # Each rank takes one task, so one more than ranks is a fault; a generator may be endless.
+        return list(itertools.islice(decided, self.state.num_ranks + 1))
+
     def _blame_policy(self, error: BaseException) -> None:
-        """Count a fault; after too many, `fcfs` takes over and the log says so.
+        """Count a fault; after too many, or one timeout, `fcfs` takes over and the log says so.
 
         Raises: PolicyFault when it is `fcfs` itself that failed too often.
         """
         self._num_policy_faults += 1
         reason = " ".join(str(error).split()) if isinstance(error, PolicyFault) else in_one_line(error)
         logger.warning("policy %s: %s", self.policy.name, reason)
-        if self._num_policy_faults < MAX_POLICY_FAULTS:
+        if self._num_policy_faults < MAX_POLICY_FAULTS and not isinstance(error, DecisionTimeout):
             return
+        times = counted(self._num_policy_faults, "time")
         if self.policy.name == FALLBACK:
-            raise PolicyFault(f"policy {FALLBACK} failed {self._num_policy_faults} times: {reason}")
+            raise PolicyFault(f"policy {FALLBACK} failed {times}: {reason}")
         logger.error(
-            "policy %s failed %d times; going on with %s",
+            "policy %s failed %s; going on with %s",
             self.policy.name,
-            self._num_policy_faults,
+            times,
             FALLBACK,
         )
         self.policy = load_policy(FALLBACK)

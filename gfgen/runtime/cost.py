@@ -11,7 +11,8 @@ stage with other shapes, or in its denoising steps; or over a default rate. Ever
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gfgen.graph import Stage, Task
@@ -30,6 +31,7 @@ MOVE_BYTES_PER_S = 2e9
 """Copy through shared memory on one core."""
 _RECENT = 0.2
 """Weight of a new measurement once five were seen; follows drift, damps noise."""
+_MAX_SAMPLES = 64
 _NOTABLE = 0.1
 """A change of an estimate below this share does not reorder jobs."""
 _MAX_NAMED = 3
@@ -57,6 +59,8 @@ class CostClass:
     flops: Mapping[Stage, float]
     state_bytes: int
     measured: dict[tuple[Stage, Degrees], _Mean] = field(default_factory=dict)
+    samples: dict[tuple[Stage, Degrees], deque[float]] = field(default_factory=dict)
+    """The last durations of each kind of task, for a profile."""
     published: dict[tuple[Stage, Degrees], float] = field(default_factory=dict)
     """Estimates handed out since the last notable change."""
     rests: dict[tuple[int, int], float] = field(default_factory=dict)
@@ -165,6 +169,11 @@ class CostModel:
         return self._by_rate(cost_class, stage, degrees)
 
     @property
+    def classes(self) -> Collection[CostClass]:
+        """All that were asked for, some of them under two names."""
+        return self._classes.values()
+
+    @property
     def doubts(self) -> Sequence[Doubt]:
         """Estimates that were extrapolated or guessed when they were handed out, the worst last."""
         return sorted(self._doubts)
@@ -268,6 +277,7 @@ class CostModel:
             prior = _Mean(profiled.loaded_s, count=1) if profiled and is_prior else _Mean()
             cost_class.measured[key] = prior
         cost_class.measured[key].add(duration_s)
+        cost_class.samples.setdefault(key, deque(maxlen=_MAX_SAMPLES)).append(duration_s)
         if profiled is not None and profiled.loaded_s > 0 and self._has_degrees(cost_class, stage, degrees):
             drift = self._drifts.setdefault((cost_class.model, stage), _Mean())
             drift.add(duration_s / profiled.loaded_s)

@@ -12,12 +12,12 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from gfgen.graph import Stage, Task
 from gfgen.layout import Degrees, Layout
-from gfgen.runtime.openjobs import Kind, kind_of
+from gfgen.runtime.openjobs import Kind, OpenJobs, Orders, kind_of
 from gfgen.snapshot import Decision, JobView, Outlook, Policy, RankView, RunningTask, Snapshot
 
 MAX_JOBS = 48
@@ -145,6 +145,20 @@ class Start:
         return _Ahead(self, policy).run()
 
 
+def foreseen_ends(
+    snapshot: Snapshot, policy: Policy, *, ended: Callable[[], None] = lambda: None
+) -> Mapping[str, float]:
+    """When each open job of a snapshot ends under a policy, however many there are and long it takes.
+
+    A job whose arrival is in the future joins then. A job that the policy never starts is missing. `ended`
+    is called for each job that ends.
+    """
+    arrivals = sorted(snapshot.open.values(), key=lambda job: job.arrival_s)
+    table = Table(snapshot)
+    start = Start(replace(snapshot, open={}, costs=table, orders=None, recent=()), tuple(arrivals))
+    return _Ahead(start, policy, ended=ended).ends_s()
+
+
 def with_foresight(snapshot: Snapshot, *, pause: Callable[[], None] | None = None) -> Snapshot:
     """The same snapshot, which can tell what would come of it under a policy.
 
@@ -245,16 +259,20 @@ class _Stretch:
 class _Ahead:
     """One look ahead."""
 
-    def __init__(self, start: Start, policy: Policy) -> None:
+    def __init__(self, start: Start, policy: Policy, *, ended: Callable[[], None] = lambda: None) -> None:
         snapshot = start.snapshot
+        self._ended = ended
         self._start, self._policy, self._costs = start, policy, snapshot.costs
         self._now_s = snapshot.now_s
-        self._open = dict(snapshot.open)
+        self._open = OpenJobs()
+        for view in snapshot.open.values():
+            self._open.put(view)
         self._stretches: dict[str, _Stretch] = {}
         self._arrivals = list(reversed(start.arrivals))
         self._settled_s = math.inf
         """Until then what starts is a single task: others are about to have to choose again."""
         self._latencies_s: list[float] = []
+        self._ends_s: dict[str, float] = {}
         self._num_late = 0
         self._num_present = len(snapshot.open) + len(snapshot.busy)
         self._makespan_s = 0.0
@@ -274,19 +292,27 @@ class _Ahead:
 
     def run(self) -> Outlook:
         """Let time pass until all have ended, or the policy was asked as often as is allowed."""
+        self._pass_turns(MAX_TURNS)
+        left = [*self._open.frozen().values(), *(stretch.job for stretch in self._stretches.values())]
+        for job in left:  # nobody knows when these would end: at the earliest after all their work
+            self._note_end(job, self._now_s + job.remaining_s)
+        mean_s = sum(self._latencies_s) / len(self._latencies_s) if self._latencies_s else 0.0
+        return Outlook(len(self._latencies_s), self._num_late, mean_s, self._makespan_s)
+
+    def ends_s(self) -> Mapping[str, float]:
+        """Let time pass until all have ended that the policy starts, and say when each of them has."""
+        self._pass_turns(None)
+        return self._ends_s
+
+    def _pass_turns(self, most: int | None) -> None:
         self._settle()
-        for _ in range(MAX_TURNS):
+        for _ in itertools.count() if most is None else range(most):
             self._decide()
             if not self._stretches and not self._arrivals and not self._decoding_until_s:
                 break
             self._pass_time()
             if self._start.pause is not None:
                 self._start.pause()
-        left = [*self._open.values(), *(stretch.job for stretch in self._stretches.values())]
-        for job in left:  # nobody knows when these would end: at the earliest after all their work
-            self._note_end(job, self._now_s + job.remaining_s)
-        mean_s = sum(self._latencies_s) / len(self._latencies_s) if self._latencies_s else 0.0
-        return Outlook(len(self._latencies_s), self._num_late, mean_s, self._makespan_s)
 
     def _pass_time(self) -> None:
         """Up to the next end of a stretch, or the next arrival."""
@@ -303,7 +329,7 @@ class _Ahead:
             has_changed |= self._end(stretch)
         while self._arrivals and self._arrivals[-1].arrival_s <= due_s:
             job = self._arrivals.pop()
-            self._open[job.job_id] = job
+            self._open.put(job)
             has_changed = True
         if has_changed:
             self._cut()
@@ -317,13 +343,15 @@ class _Ahead:
             self._note_end(job, self._now_s)
             return True
         task = _task(job, index)
-        self._open[job.job_id] = replace(
-            job,
-            next_task=task,
-            remaining_s=self._costs.remaining_s(task, Layout.single(0)),
-            last_layout=stretch.layout,
+        self._open.put(
+            replace(
+                job,
+                next_task=task,
+                remaining_s=self._costs.remaining_s(task, Layout.single(0)),
+                last_layout=stretch.layout,
+            )
         )
-        return task.stage is Stage.DECODE
+        return task.stage is Stage.DECODE and stretch.layout.degree > 1  # it may leave ranks to others
 
     def _cut(self) -> None:
         """Every job is asked again at its next boundary."""
@@ -339,15 +367,15 @@ class _Ahead:
 
     def _decide(self) -> None:
         """What the policy starts now."""
-        if not self._open:
+        if not len(self._open):
             return
         snapshot = self._snapshot()
         if snapshot.free_ranks:
-            for decision in self._policy(snapshot):
-                self._begin(decision)
+            for decision in list(self._policy(snapshot)):
+                self._begin(decision, snapshot.open[decision.task.job_id])
 
-    def _begin(self, decision: Decision) -> None:
-        job = self._open.pop(decision.task.job_id)
+    def _begin(self, decision: Decision, job: JobView) -> None:
+        self._open.discard(job.job_id)
         task_s = self._costs.task_s(decision.task, decision.layout)
         num_tasks = 1
         if decision.task.stage is Stage.DENOISE:
@@ -376,16 +404,23 @@ class _Ahead:
                 for view in self._start.snapshot.ranks
             ]
         )
-        return replace(
-            self._start.snapshot,
+        open_jobs = self._open.frozen()
+        start = self._start.snapshot
+        return Snapshot(
             now_s=self._now_s,
-            open=self._open.copy(),
+            open=open_jobs,
             busy=busy,
             running=tuple(running),
             ranks=ranks,
+            islands=start.islands,
+            max_degree=start.max_degree,
+            costs=self._costs,
+            orders=Orders(self._open, open_jobs, joining=[]),
         )
 
     def _note_end(self, job: JobView, end_s: float) -> None:
+        self._ends_s[job.job_id] = end_s
+        self._ended()
         self._latencies_s.append(end_s - job.arrival_s)
         self._num_late += end_s > job.deadline_s
         if not job.job_id.endswith(" again"):

@@ -3,26 +3,36 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import logging
 import math
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
 
 from gfgen.errors import PolicyError, RunError
 from gfgen.policies.catalog import load_policy
 from gfgen.runtime.admission import AdmittedJob
 from gfgen.runtime.cost import Doubt
-from gfgen.runtime.observer import JobOutcome
+from gfgen.runtime.estimate import decides_first, estimate, everything_open
+from gfgen.runtime.observer import JobOutcome, Observer
 from gfgen.runtime.profile import Profile
 from gfgen.runtime.residency import Residency
 from gfgen.runtime.simulation import simulate
+from gfgen.runtime.timelimit import DecisionTimeout
 from gfgen.runtime.wording import counted
+from gfgen.snapshot import Policy, Snapshot
 
 logger = logging.getLogger(__name__)
 
 SAME_END = 1.01
 """Batches whose ends differ by less are equally long: what comes sooner on average decides."""
+FULL_TASKS = 20_000
+"""With more tasks than this in all simulations together (about 3 s) the alternatives are estimated."""
+ESTIMATE_SHARE = 0.15
+"""Of a full simulation's time, which an estimate takes: for the progress bar."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +76,8 @@ class Option:
     num_deadlines: int
     num_deadlines_missed: int
     doubts: Sequence[Doubt] = ()
+    is_estimated: bool = False
+    """By the coarse lookahead; every task was simulated otherwise."""
 
     @property
     def meets_all(self) -> bool:
@@ -93,6 +105,8 @@ class Plan:
     """Policies that cannot run these jobs, with the reason."""
     has_writes: bool = True
     """Whether the writing of files is predicted, too."""
+    machine: str = ""
+    """Whose times these are, and what stands behind them."""
 
     @property
     def best(self) -> Option:
@@ -109,6 +123,10 @@ class Plan:
         return sorted({doubt for option in (*self.by_policy, *self.by_ranks) for doubt in option.doubts})
 
 
+Progress = Callable[[str, float], None]
+"""Is told what is being looked at, and the share of all work that was done since the last call."""
+
+
 def make_plan(
     jobs: Sequence[AdmittedJob],
     *,
@@ -118,63 +136,71 @@ def make_plan(
     profile: Profile,
     started_at: float,
     by_s: float | None = None,
-    note: Callable[[str], None] = lambda _: None,
+    machine: str = "",
+    progress: Progress = lambda what, share: None,
     residency: Callable[[int], Residency | None] = lambda _: None,
 ) -> Plan:
-    """Simulate every policy on `num_ranks`, and the best one on each of `rank_counts`.
+    """Look at every policy on `num_ranks`, and at the best one on each of `rank_counts`.
 
-    A degree that a policy does not take on so many ranks counts as the next one that it does, which the
-    log says. Where the best one misses something on another number, the next ones are tried there, until
-    one does not.
-    `note` is told what is being simulated; `residency` gives, for a number of ranks, who lets models take
-    turns in one run.
+    Few jobs are simulated in full each time. Of many, only the best policy on `num_ranks` is; the others are
+    estimated, and so are other numbers of ranks. A degree that a policy does not take on so many ranks
+    counts as the next one that it does, which the log says. Where the best one misses something on another
+    number, the next ones are tried there, until one does not.
+    `residency` gives, for a number of ranks, what lets models take turns in a run; nothing is estimated then.
 
     Raises: RunError when no policy can run the jobs.
     """
-    refused: list[str] = []
-
-    def option(policy: str, count: int) -> Option | None:
-        note(f"{policy} on {count}")
-        try:
-            return _simulated(
-                jobs,
-                policy=policy,
-                num_ranks=count,
-                profile=profile,
-                started_at=started_at,
-                by_s=by_s,
-                residency=residency(count),
-            )
-        except RunError as error:
-            refused.append(str(error))
-            return None
-
     called = {policy: _on(policy, num_ranks) for policy in policies}
     for asked, name in called.items():
         if name != load_policy(asked).name:
             logger.warning("policy %s: on %s it is %s", asked, counted(num_ranks, "rank"), name)
-    names = dict.fromkeys(called.values())
-    here = best_first([found for name in names if (found := option(name, num_ranks))])
+    names = list(dict.fromkeys(called.values()))
+    num_looks = len(names) + len([count for count in rank_counts if count != num_ranks])
+    num_tasks = sum(job.trajectory.num_tasks for job in jobs)
+    is_coarse = num_looks > 1 and num_looks * num_tasks > FULL_TASKS and residency(num_ranks) is None
+    looks = _Looks(jobs, profile, started_at, by_s, residency, progress, is_coarse=is_coarse)
+    looks.expect(num_looks)
+    here = best_first(list(looks.at(names, num_ranks)))
+    while is_coarse and here and here[0].is_estimated:
+        full = looks.in_full(here[0].policy, num_ranks)
+        here = (*([full] if full else []), *here[1:])
     if not here:
-        raise RunError(refused[0])
-    by_ranks: list[Option] = []
-    for count in rank_counts:
-        tried = [here[0]] if count == num_ranks else []
-        others = dict.fromkeys(_on(each.policy, count) for each in here) if count != num_ranks else ()
-        for policy in others:
-            tried += [found] if (found := option(policy, count)) else []
-            if tried and tried[-1].meets_all:
-                break
-        by_ranks += best_first(tried)[:1]
+        raise RunError(looks.refused[0])
     return Plan(
         started_at,
         by_s,
         len(jobs),
         here,
-        tuple(by_ranks),
-        refused=tuple(dict.fromkeys(refused)),
+        tuple(_by_ranks(looks, here, rank_counts)),
+        refused=tuple(dict.fromkeys(looks.refused)),
         has_writes=profile.has_writes,
+        machine=machine,
     )
+
+
+def _by_ranks(looks: _Looks, here: Sequence[Option], rank_counts: Sequence[int]) -> Iterator[Option]:
+    """The best on each number of ranks, the smallest first.
+
+    Fewer ranks than a number on which every policy misses something are not searched for one that does not.
+    """
+    found: dict[int, Option] = {}
+    is_hopeful = here[0].meets_all
+    for count in sorted(rank_counts, reverse=True):
+        if count == here[0].num_ranks:
+            found[count] = here[0]
+            continue
+        is_searched = is_hopeful or count > here[0].num_ranks
+        names = dict.fromkeys(_on(each.policy, count) for each in here)
+        tried: list[Option] = []
+        for option in looks.at(names, count):
+            tried.append(option)
+            if option.meets_all or not is_searched:
+                break
+        if tried:
+            found[count] = best_first(tried)[0]
+        if count < here[0].num_ranks:
+            is_hopeful = is_hopeful and bool(tried) and found[count].meets_all
+    return (found[count] for count in sorted(found))
 
 
 def best_first(options: Sequence[Option]) -> tuple[Option, ...]:
@@ -204,49 +230,127 @@ def _with_degree_up_to(most: int, policy: str) -> str:
     return re.sub(r"\bdegree=(\d+)", lambda found: f"degree={min(int(found[1]), most)}", policy)
 
 
-def _simulated(
-    jobs: Sequence[AdmittedJob],
-    *,
+@dataclass(slots=True)
+class _Looks:
+    """Simulations and estimates of the same jobs."""
+
+    jobs: Sequence[AdmittedJob]
+    profile: Profile
+    started_at: float
+    by_s: float | None
+    residency: Callable[[int], Residency | None]
+    progress: Progress
+    is_coarse: bool
+    refused: list[str] = field(default_factory=list)
+    """Why a policy is left out."""
+    _total: float = 1.0
+    """All work, in full simulations."""
+    _snapshots: dict[int, Snapshot] = field(default_factory=dict)
+    _estimates: dict[object, Sequence[JobOutcome] | None] = field(default_factory=dict)
+
+    def expect(self, number: int) -> None:
+        """So many looks are to come."""
+        self._total = 1 + number * ESTIMATE_SHARE if self.is_coarse else number
+
+    def at(self, policies: Iterable[str], num_ranks: int) -> Iterator[Option]:
+        """What comes of each policy, estimated where that will do."""
+        for policy in policies:
+            try:
+                found = self._estimated(policy, num_ranks) if self.is_coarse else None
+            except DecisionTimeout as error:
+                self.refused.append(f"policy {policy}: {error}")
+                continue
+            found = found or self.in_full(policy, num_ranks)
+            if found:
+                yield found
+
+    def in_full(self, policy: str, num_ranks: int) -> Option | None:
+        """What comes of a policy when every task is simulated; None when it cannot run the jobs."""
+        try:
+            run = simulate(
+                self.jobs,
+                policy=load_policy(policy),
+                num_ranks=num_ranks,
+                profile=self.profile,
+                started_at=self.started_at,
+                residency=self.residency(num_ranks),
+                observers=[_Ends(self._note(policy, num_ranks, share=1.0))],
+            )
+        except RunError as error:
+            self.refused.append(str(error))
+            return None
+        if run.summary.policy_fault is not None:
+            self.refused.append(f"policy {policy} failed: {run.summary.policy_fault}")
+            return None
+        return _option(run.outcomes, policy, num_ranks, self.by_s, doubts=run.doubts)
+
+    def _estimated(self, policy: str, num_ranks: int) -> Option | None:
+        """The same by an estimate; None where only a simulation can tell."""
+        if num_ranks not in self._snapshots:
+            self._snapshots[num_ranks] = everything_open(
+                self.jobs, num_ranks=num_ranks, profile=self.profile, started_at=self.started_at
+            )
+        snapshot = self._snapshots[num_ranks]
+        decide = decides_first(load_policy(policy), snapshot)
+        key = (num_ranks, *_as_called(decide))
+        if key not in self._estimates:
+            note = self._note(policy, num_ranks, share=ESTIMATE_SHARE)
+            self._estimates[key] = estimate(self.jobs, snapshot, decide, ended=note)
+        outcomes = self._estimates[key]
+        if outcomes is None:
+            return None
+        return _option(outcomes, policy, num_ranks, self.by_s, is_estimated=True)
+
+    def _note(self, policy: str, num_ranks: int, *, share: float) -> Callable[[], None]:
+        """Tells that another job has ended."""
+        what = f"{policy} on {counted(num_ranks, 'rank')}"
+        return functools.partial(self.progress, what, share / self._total / len(self.jobs))
+
+
+class _Ends(Observer):
+    """Tells that a job has ended."""
+
+    def __init__(self, note: Callable[[], None]) -> None:
+        self._note = note
+
+    def ended(self, outcome: JobOutcome) -> None:
+        self._note()
+
+
+def _as_called(policy: Policy) -> tuple[object, ...]:
+    """The function and all of its options: the same for `triage` and `triage,degree=2`."""
+    parameters = inspect.signature(policy).parameters.values()
+    return getattr(policy, "func", policy), *[(each.name, each.default) for each in parameters]
+
+
+def _option(
+    outcomes: Sequence[JobOutcome],
     policy: str,
     num_ranks: int,
-    profile: Profile,
-    started_at: float,
     by_s: float | None,
-    residency: Residency | None,
+    *,
+    doubts: Sequence[Doubt] = (),
+    is_estimated: bool = False,
 ) -> Option:
-    """A policy that fails, and is replaced in the middle, is no option.
-
-    Raises: RunError when the policy lets jobs wait for ever, or fails.
-    """
-    run = simulate(
-        jobs,
-        policy=load_policy(policy),
-        num_ranks=num_ranks,
-        profile=profile,
-        started_at=started_at,
-        residency=residency,
-    )
-    if run.summary.policy_fault is not None:
-        raise RunError(f"policy {policy} failed too often: {run.summary.policy_fault}")
-    late = [found for outcome in run.outcomes if (found := _late(outcome, by_s))]
-    failed = [
-        Failed(outcome.info.job_id, outcome.ended_s, outcome.error or "")
-        for outcome in run.outcomes
-        if outcome.status == "failed"
-    ]
-    deadlines = run.summary.deadlines
-    latency = run.summary.latency
+    done = [outcome for outcome in outcomes if outcome.status == "done"]
+    late = [found for outcome in outcomes if (found := _late(outcome, by_s))]
+    met = [outcome.met_deadline for outcome in outcomes if outcome.met_deadline is not None]
     return Option(
         policy=policy,
         num_ranks=num_ranks,
-        end_s=max(outcome.ended_s for outcome in run.outcomes),
-        mean_latency_s=latency.mean_s if latency else math.inf,
+        end_s=max(outcome.ended_s for outcome in outcomes),
+        mean_latency_s=fmean(each.ended_s - each.arrival_s for each in done) if done else math.inf,
         late=tuple(sorted(late, key=lambda job: (-job.late_s, job.job_id))),
-        failed=tuple(failed),
-        ends_s=tuple(sorted(outcome.ended_s for outcome in run.outcomes if outcome.status == "done")),
-        num_deadlines=deadlines.num_jobs if deadlines else 0,
-        num_deadlines_missed=deadlines.num_jobs - deadlines.num_met if deadlines else 0,
-        doubts=run.doubts,
+        failed=tuple(
+            Failed(outcome.info.job_id, outcome.ended_s, outcome.error or "")
+            for outcome in outcomes
+            if outcome.status == "failed"
+        ),
+        ends_s=tuple(sorted(outcome.ended_s for outcome in done)),
+        num_deadlines=len(met),
+        num_deadlines_missed=met.count(False),
+        doubts=doubts,
+        is_estimated=is_estimated,
     )
 
 

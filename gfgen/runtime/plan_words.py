@@ -15,6 +15,7 @@ from gfgen.runtime.wording import counted
 MAX_LINES, MAX_NAMED = 5, 5
 """Late jobs with a line each; and of the others, and of those that fail."""
 BAR_CHARS = 30
+ESTIMATED = "~ Estimated, without moves between ranks and without writing files; the rest is simulated."
 _DAY_S = 86400.0
 _SHORT_S = 600.0
 """Clock times of shorter batches have seconds."""
@@ -29,6 +30,8 @@ def in_plain_words(plan: Plan, *, device: str) -> list[str]:
     if len(plan.by_ranks) > 1:
         names = [f"{option.num_ranks}  {option.policy}" for option in plan.by_ranks]
         lines += ["", *_chart(plan, plan.by_ranks, names, "Ranks"), _enough(plan)]
+    if any(option.is_estimated for option in (*plan.by_policy, *plan.by_ranks)):
+        lines += ["", ESTIMATED]
     lines += ["", f"Predicted with {device}."]
     if doubts := uncertain(plan.doubts, has_writes=plan.has_writes):
         lines.append(f"Uncertain: {doubts}.")
@@ -37,10 +40,12 @@ def in_plain_words(plan: Plan, *, device: str) -> list[str]:
 
 
 def answer(plan: Plan) -> str:
-    """The first line: which policy, done when, and whether that is in time."""
+    """The first line: on what machine, with which policy, done when, and whether that is in time."""
     best, by_s = plan.best, plan.by_s
     done = sum(end_s <= (math.inf if by_s is None else by_s) for end_s in best.ends_s)
     text = f"With {best.policy} on {counted(best.num_ranks, 'rank')} "
+    if plan.machine:
+        text = f"On {plan.machine}: with {best.policy} "
     if done == plan.num_jobs:
         text += f"{_all_jobs(plan.num_jobs)} done by {clock_time(plan, best.end_s)}"
         text += f", in {in_words(best.end_s)}" if by_s is None else f", {_before(plan, by_s - best.end_s)}"
@@ -78,6 +83,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
     fewest = plan.fewest
     return {
         "answer": answer(plan),
+        "machine": plan.machine,
         "started_at": plan.started_at,
         "by_s": plan.by_s,
         "num_jobs": plan.num_jobs,
@@ -94,6 +100,7 @@ def _option_as_json(option: Option) -> dict[str, Any]:
     return {
         "policy": option.policy,
         "num_ranks": option.num_ranks,
+        "is_estimated": option.is_estimated,
         "end_s": option.end_s,
         "mean_latency_s": None if math.isinf(option.mean_latency_s) else option.mean_latency_s,
         "deadlines": option.num_deadlines,
@@ -145,9 +152,11 @@ def _chart(plan: Plan, options: Sequence[Option], names: Sequence[str], title: s
     """A bar for each option, as long as it takes; a mark where everything is to be done."""
     longest_s = max([option.end_s for option in options])
     scale_s = max(longest_s, plan.by_s or 0.0) if (plan.by_s or 0.0) < 3 * longest_s else longest_s
-    ends = [clock_time(plan, option.end_s) for option in options]
+    ends = [("~" if option.is_estimated else "") + clock_time(plan, option.end_s) for option in options]
+    if any(option.is_estimated for option in options):
+        ends = [end.rjust(max(map(len, ends))) for end in ends]
     name_width, end_width = max(map(len, [title, *names])), max(map(len, [*ends, "done by"]))
-    lines = [f"{title:<{name_width}}  {'done by':<{end_width}}"]
+    lines = [f"{title:<{name_width}}  done by"]
     for option, name, end in zip(options, names, ends, strict=True):
         bar = _bar(option.end_s, by_s=plan.by_s, scale_s=scale_s)
         lines.append(f"{name:<{name_width}}  {end:<{end_width}}  {bar}  {missed(option) or 'nothing late'}")
@@ -168,7 +177,8 @@ def _enough(plan: Plan) -> str:
         ranks = counted(most.num_ranks, "rank")
         return f"No number of ranks up to {most.num_ranks} meets everything: on {ranks}, {missed(most)}."
     enough = f"{counted(fewest.num_ranks, 'rank')} {'is' if fewest.num_ranks == 1 else 'are'} enough"
-    return f"{enough} for everything to be in time, with {fewest.policy}."
+    about = ", as is estimated" if fewest.is_estimated else ""
+    return f"{enough} for everything to be in time, with {fewest.policy}{about}."
 
 
 def _before(plan: Plan, margin_s: float) -> str:

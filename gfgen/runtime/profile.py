@@ -27,6 +27,9 @@ from gfgen.layout import MAX_RANKS, Degrees
 from gfgen.runtime.admission import AdmittedJob
 
 FORMAT = 1
+BASES = ("measured", "runs", "scaled", "goals")
+"""Where a row comes from: `gfgen profile`; what runs measured; a profile of another machine, scaled to this
+one; or nothing that was measured."""
 MAX_SECONDS = 1e6
 """Of one task: more than a week is no measurement."""
 _MAX_NAMED = 3
@@ -54,6 +57,8 @@ class ProfileRow:
     """`AdmittedJob.state_bytes`; what stages without arithmetic take is told by it."""
     write_s: float | None = None
     """Of a decode: from its end to the renamed file, when the writer has nothing else to do."""
+    basis: str = "measured"
+    """One of BASES."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +79,8 @@ class Profile:
     dispatch_s: float = 0.0
     """From the end of a task to the start of one that is decided then, on the same rank."""
     versions: Mapping[str, str] = field(default_factory=dict)
+    calibration_s: float | None = None
+    """What `gfgen.models.calibration` takes on the same core: by it other machines scale the rows."""
 
     @property
     def models(self) -> frozenset[str]:
@@ -96,11 +103,16 @@ class Profile:
 
     def as_json(self) -> str:
         """The content of its file: a line per row, without what is unknown."""
-        head = {"format": FORMAT, **asdict(replace(self, rows=()))}
+        head = _known({"format": FORMAT, **asdict(replace(self, rows=()))})
         del head["rows"]
-        rows = [{key: value for key, value in asdict(row).items() if value is not None} for row in self.rows]
+        rows = [_known(asdict(row)) for row in self.rows]
         lines = ",\n  ".join(json.dumps(row) for row in rows)
         return json.dumps(head, indent=1)[:-2] + f',\n "rows": [\n  {lines}\n ]\n}}\n'
+
+
+def _known(content: dict[str, Any]) -> dict[str, Any]:
+    """Without what is unknown, and without the usual basis."""
+    return {k: v for k, v in content.items() if v is not None and (k, v) != ("basis", "measured")}
 
 
 def load_profile(path: Path) -> Profile:
@@ -167,6 +179,7 @@ def _profile_of(content: object) -> Profile:
         _check_number(head, name, least=0.0)
     _check_number(head, "num_ranks", least=1, most=MAX_RANKS, kind=int)
     _check_number(head, "move_bytes_per_s", least=1.0)
+    _check_number(head, "calibration_s", least=1e-6, is_optional=True)
     if not isinstance(head.get("versions", {}), dict):
         raise ValueError(f"versions = {head['versions']!r} are no names with their versions")
     rows = head.pop("rows")
@@ -189,6 +202,8 @@ def _row_of(content: object) -> ProfileRow:
         _check_number(row, name, least=0.0, most=MAX_SECONDS, is_optional=name in ("loaded_s", "write_s"))
     for name, kind, least in (("flops", float, 0), ("state_bytes", int, 0), ("num_samples", int, 1)):
         _check_number(row, name, least=least, kind=kind)
+    if row.get("basis", "measured") not in BASES:
+        raise ValueError(f"basis = {row['basis']!r}: one of {', '.join(BASES)} is accepted")
     degrees = row["degrees"]
     is_triple = isinstance(degrees, list) and len(degrees) == 3
     if not is_triple or any(type(degree) is not int or degree < 1 for degree in degrees):

@@ -217,3 +217,8 @@ def ending(flights: Iterable[Flight], *, now_s: float) -> list[Flight]:
 def is_ending(flights: Sequence[Flight], *, now_s: float) -> bool:
     """One step ahead and no more: a single task, running, about to end, and not failing."""
     return len(flights) == 1 and bool(ending(flights, now_s=now_s))
+
+
+def timed_out_after(timeout_s: float) -> str:
+    """Why a job fails whose time is up."""
+    return f"timed out {timeout_s:g} s after its arrival"

@@ -27,7 +27,15 @@ from gfgen.runtime.events import Event
 from gfgen.runtime.legality import check_degrees, check_types
 from gfgen.runtime.observer import JobOutcome
 from gfgen.runtime.openjobs import OpenJobs, Orders, is_unbegun, kind_of
-from gfgen.runtime.records import Flight, JobRecord, RankRecord, ending, is_ending, lead_s
+from gfgen.runtime.records import (
+    Flight,
+    JobRecord,
+    RankRecord,
+    ending,
+    is_ending,
+    lead_s,
+    timed_out_after,
+)
 from gfgen.runtime.resume import ResumePoint
 from gfgen.snapshot import Decision, JobView, RankView, RunningTask, Snapshot
 
@@ -520,7 +528,7 @@ class State:
         record.is_writing = False
         timeout_s = record.job.spec.timeout_s
         if timeout_s is not None and event.time_s >= record.arrival_s + timeout_s:
-            record.doom = record.doom or _timed_out_after(timeout_s)
+            record.doom = record.doom or timed_out_after(timeout_s)
         record.next_index, record.holder = record.num_tasks - 1, None
         record.producer = record.last_completed = record.made_latents
         self._blame(record, record.next_task, event.reason, lost=event.lost)
@@ -572,7 +580,7 @@ class State:
             return ()
         if abs(record.arrival_s + record.job.spec.timeout_s - at_s) > _SAME_TIME_S:
             return ()
-        record.doom = record.doom or _timed_out_after(record.job.spec.timeout_s)
+        record.doom = record.doom or timed_out_after(record.job.spec.timeout_s)
         return self._settle(record)
 
     def _cancelled(self, record: JobRecord | None) -> Iterable[JobOutcome]:
@@ -771,10 +779,6 @@ class State:
             record.producer = record.last_completed = record.made_latents = point.producer
             record.warnings.append(f"resumed at {job.trajectory.task(point.next_index)}")
         return record
-
-
-def _timed_out_after(timeout_s: float) -> str:
-    return f"timed out {timeout_s:g} s after its arrival"
 
 
 def _urgency(record: JobRecord) -> tuple[float, float]:

@@ -10,6 +10,7 @@ import pytest
 from gfgen.bench.workloads import admitted, calibration_jobs, weightless_model
 from gfgen.cli import prediction
 from gfgen.errors import InputError
+from gfgen.runtime.machine import cpu_name
 from gfgen.runtime.profiles import SHIPPED, find_profile
 
 JOBS = admitted(calibration_jobs("wan2.2-ti2v-5b"), weightless_model("wan2.2-ti2v-5b"))
@@ -17,7 +18,7 @@ JOBS = admitted(calibration_jobs("wan2.2-ti2v-5b"), weightless_model("wan2.2-ti2
 
 @pytest.fixture(autouse=True)
 def no_profile_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prediction, "find_profile", lambda: None)
+    monkeypatch.setattr(prediction, "find_profile", lambda *_, **__: None)
 
 
 @pytest.mark.parametrize(("num_ranks", "device"), [(1, "NVIDIA H200"), (2, "NVIDIA H200"), (4, "goals")])
@@ -39,6 +40,40 @@ def test_the_profile_of_this_machine_goes_first(monkeypatch: pytest.MonkeyPatch)
     found = find_profile("NVIDIA H200")
     assert found is not None
     own = replace(found[1], device="this machine", num_ranks=8)
-    monkeypatch.setattr(prediction, "find_profile", lambda: (Path("own.json"), own))
+    monkeypatch.setattr(prediction, "find_profile", lambda *_, **__: (Path("own.json"), own))
     assert prediction.choose_profile(None, JOBS, num_ranks=1) is own
     assert prediction.default_ranks(None, JOBS) == (4,)
+
+
+def test_a_plan_names_the_machine_and_what_stands_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prediction, "gpu_name", lambda: None)
+
+    def words(num_ranks: int) -> str:
+        profile = prediction.choose_profile(None, JOBS, num_ranks=num_ranks)
+        return prediction.machine(profile, JOBS, num_ranks=num_ranks)
+
+    assert words(4) == "4 x NVIDIA H200 (goals, not measured; this machine has no GPU)"
+    assert words(2) == "2 x NVIDIA H200 (measured on another machine; this machine has no GPU)"
+    monkeypatch.setattr(prediction, "gpu_name", lambda: "NVIDIA L4")
+    assert words(4) == "4 x NVIDIA H200 (goals, not measured; this machine has NVIDIA L4)"
+
+
+@pytest.mark.parametrize(
+    ("bases", "note"),
+    [
+        (("measured",), "measured here"),
+        (("measured", "runs"), "measured here"),
+        (("runs",), "measured by runs here"),
+        (("runs", "scaled"), "measured by runs here, the rest scaled"),
+        (("scaled",), "scaled from another machine, not measured"),
+    ],
+)
+def test_a_plan_for_this_machine_says_whether_it_was_measured(
+    monkeypatch: pytest.MonkeyPatch, bases: tuple[str, ...], note: str
+) -> None:
+    monkeypatch.setattr(prediction, "gpu_name", lambda: None)
+    found = find_profile("NVIDIA H200")
+    assert found is not None
+    rows = [replace(row, basis=basis) for row in found[1].rows for basis in bases]
+    own = replace(found[1], device=cpu_name(), rows=tuple(rows))
+    assert prediction.machine(own, JOBS, num_ranks=4) == f"4 CPU ranks ({cpu_name()}; {note})"

@@ -2,8 +2,10 @@ import logging
 from typing import ClassVar
 
 import pytest
+from builders import make_job
 from click.testing import CliRunner
 
+from gfgen.bench import profiling
 from gfgen.bench.profiling import Samples
 from gfgen.cli import profile as command
 from gfgen.cli import run as run_command
@@ -228,3 +230,33 @@ def test_gpus_are_measured_with_the_classes_of_the_workloads_unless_told_otherwi
     _, found = profiles.find_profile("NVIDIA H200")
     assert found.source.endswith(" --random-weights --no-graphs")
     assert not NoPool.warmed
+
+
+def test_the_built_in_model_is_measured_within_its_budget(monkeypatch, tmp_path):
+    monkeypatch.setattr(profiles.registry, "cache_dir", lambda: tmp_path)
+    calibration = {"alone_s": 0.05, "together_s": 0.055, "versions": profiles.versions()}
+    monkeypatch.setattr("gfgen.runtime.scaling._measured", lambda: calibration)
+    dry = profile("--dry-run")
+    assert dry.exit_code == 0, dry.output
+    first, second = dry.output.splitlines()[:2]
+    assert first == "shapes: shapes 128x128x1+cfg, shapes 128x128x17+cfg, shapes 128x128x33+cfg"
+    seconds = float(second.partition("about ")[2].split()[0])
+    unit = second.partition("about ")[2].split()[1]
+    assert unit == "s" or seconds == 1.0, second
+
+
+def test_rounds_that_do_not_fit_into_the_budget_are_left_out():
+    jobs = [make_job("small", shape="small"), make_job("large", shape="large")]
+    plan = profiling.plan_measurements(jobs, num_ranks=2)
+
+    def kept(budget_s):
+        found = profiling.within(
+            plan, lambda entry: 10.0 if entry.job.shape == "large" else 1.0, budget_s=budget_s
+        )
+        return {(entry.job.shape, entry.round) for entry in found}, found
+
+    assert kept(0.0)[0] == {("small", 1), ("large", 1)}
+    shapes, found = kept(50.0)
+    assert shapes == {("small", 1), ("large", 1), ("small", 2), ("small", 3)}
+    assert [entry.job.shape for entry in found if entry.kind == "moving"] == ["small"]
+    assert kept(1e6)[1] == [entry for entry in plan if (entry.kind, entry.job.shape) != ("moving", "large")]

@@ -210,7 +210,7 @@ def test_programs_get_numbers_for_every_policy_and_number_of_ranks(gfgen, folder
     assert found["profile"]["device"] == "a test"
     code, out, _ = gfgen("plan", folder / "night.jsonl", "--by", "1h", "--profile", profile, "--json")
     assert code == 0
-    assert json.loads(out)["answer"].startswith("With ")
+    assert json.loads(out)["answer"].startswith("On 4 x a test (measured on another machine; ")
 
 
 def test_the_same_simulation_twice_is_the_same(gfgen, folder):
@@ -431,7 +431,7 @@ def test_the_plan_begins_with_the_answer_and_can_be_drawn(gfgen, folder):
         "plan", folder / "night.jsonl", "--by", "1h", "--profile", profile, "--chart", folder / "plan.png"
     )
     assert code == 0
-    assert out.startswith("With ")
+    assert out.startswith("On 4 x a test (measured on another machine; ")
     assert "Policies on 4 ranks" in out
     assert (folder / "plan.png").read_bytes().startswith(b"\x89PNG")
     code, _, err = gfgen("plan", folder / "night.jsonl", "--by", "yesterday", "--profile", profile)

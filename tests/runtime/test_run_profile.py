@@ -1,0 +1,211 @@
+"""What runs keep of their measurements, and what this machine's profile is made of."""
+
+import json
+import logging
+from dataclasses import replace
+
+import pytest
+from builders import make_job
+
+from gfgen.graph import Stage
+from gfgen.runtime import profiles, run_profile, scaling
+from gfgen.runtime.cost import CostModel
+from gfgen.runtime.machine import cpu_name, versions
+from gfgen.runtime.profile import Profile, ProfileRow, load_profile
+from gfgen.runtime.profiles import find_profile, joined, runs_path
+from gfgen.runtime.run_profile import keep_measured
+
+ONE = (1, 1, 1)
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("GFGEN_CACHE", str(tmp_path))
+    return tmp_path
+
+
+def observed(*durations_s, shape="small"):
+    """What a run has learned of the steps of one kind of job."""
+    costs = CostModel()
+    cost_class = costs.class_of(make_job("a", shape=shape))
+    for duration_s in durations_s:
+        costs.observe(cost_class, Stage.DENOISE, ONE, duration_s)
+    return costs.classes
+
+
+def keep(path, classes, **fields):
+    keep_measured(path, classes, **{"device": cpu_name(), "num_ranks": 4, "share_cores": True} | fields)
+
+
+def row(seconds=1.0, *, model="fake", shape="small", stage=Stage.DENOISE, degrees=ONE, **fields):
+    return ProfileRow(model, shape, stage, degrees, seconds, flops=1e9, state_bytes=64, **fields)
+
+
+def profile(*rows, num_ranks=2, **fields):
+    source = fields.pop("source", "a test")
+    return Profile(cpu_name(), "2026-11-23", source, num_ranks, rows, **fields)
+
+
+def test_a_run_leaves_medians_that_the_next_one_starts_from():
+    keep(runs_path(), observed(9.0, 1.0, 1.2, 1.1, 1.0))
+    path, found = find_profile()
+    assert path == runs_path()
+    assert (found.num_ranks, found.versions) == (4, versions())
+    (only,) = [each for each in found.rows if each.model == "fake"]
+    assert (only.seconds, only.loaded_s, only.num_samples, only.basis) == (1.1, 1.1, 5, "runs")
+
+
+def test_several_runs_are_averaged_by_samples_and_other_rows_stay():
+    keep(runs_path(), observed(1.0, 1.0, 1.0))
+    keep(runs_path(), observed(2.0, shape="large"))
+    keep(runs_path(), observed(2.0), num_ranks=1)
+    found = load_profile(runs_path())
+    assert {each.shape: (each.seconds, each.num_samples) for each in found.rows} == {
+        "small": (1.25, 4),
+        "large": (2.0, 1),
+    }
+    assert found.num_ranks == 4
+
+
+def test_rows_are_bounded_and_the_oldest_go_first(monkeypatch):
+    monkeypatch.setattr(run_profile, "MAX_ROWS", 2)
+    for shape in ("a", "b", "c", "b"):
+        keep(runs_path(), observed(1.0, shape=shape))
+    assert [each.shape for each in load_profile(runs_path()).rows] == ["c", "b"]
+
+
+@pytest.mark.parametrize("content", ["{", "my notes", '{"format": 1}'])
+def test_a_file_that_is_no_profile_stays_as_it_is(content, caplog):
+    runs_path().parent.mkdir()
+    runs_path().write_text(content)
+    keep(runs_path(), observed(1.0))
+    assert runs_path().read_text() == content
+    (line,) = caplog.messages
+    assert line.startswith("what this run measured is not kept for plans: ")
+
+
+def test_what_cannot_be_written_is_one_line(tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    keep(tmp_path / "file" / "runs.json", observed(1.0))
+    assert len(caplog.messages) == 1
+
+
+def test_a_run_waits_for_another_that_writes_and_not_for_ever(monkeypatch, caplog):
+    monkeypatch.setattr(run_profile, "_LOCK_TIMEOUT_S", 0.0)
+    runs_path().parent.mkdir()
+    with run_profile._locked(runs_path().with_name(f".{runs_path().name}.lock")):
+        keep(runs_path(), observed(1.0))
+    assert not runs_path().exists()
+    assert "another run holds" in caplog.text
+    keep(runs_path(), observed(1.0))
+    assert runs_path().exists()
+
+
+def test_a_run_that_measured_nothing_writes_nothing(cache):
+    keep(runs_path(), CostModel().classes)
+    assert not list(cache.iterdir())
+
+
+def test_what_was_measured_on_purpose_goes_before_what_runs_measured():
+    measured = profile(row(1.0, write_s=0.1))
+    by_runs = profile(
+        row(2.0, basis="runs", num_samples=9),
+        row(3.0, shape="large", basis="runs", num_samples=9),
+        num_ranks=4,
+    )
+    found = joined([measured, by_runs])
+    assert {each.shape: (each.seconds, each.basis) for each in found.rows} == {
+        "small": (1.0, "measured"),
+        "large": (3.0, "runs"),
+    }
+    assert found.num_ranks == 4
+
+
+def test_what_runs_do_not_measure_is_known_from_elsewhere():
+    by_runs = profile(row(2.0, basis="runs", num_samples=9), source="runs")
+    found = joined([by_runs, profile(row(1.0, basis="scaled"), write_s=0.05, dispatch_s=0.002)])
+    assert (found.write_s, found.dispatch_s, found.source) == (0.05, 0.002, "runs")
+
+
+def test_a_few_samples_of_a_run_do_not_replace_what_is_known_of_the_model():
+    scaled = profile(row(1.0, basis="scaled"))
+    few = profile(row(9.0, basis="runs", num_samples=2), row(5.0, model="other", basis="runs"))
+    assert {each.model: each.seconds for each in joined([few, scaled]).rows} == {"fake": 1.0, "other": 5.0}
+
+
+# Scaled profiles ------------------------------------------------------------------------------
+
+
+def test_a_calibration_says_how_fast_this_machine_is_and_is_made_once(monkeypatch):
+    made = []
+
+    def measured():
+        made.append(1)
+        return {"alone_s": 0.04, "together_s": 0.06, "versions": versions()}
+
+    monkeypatch.setattr(scaling, "_measured", measured)
+    monkeypatch.setattr(scaling, "_num_cores", lambda: 2)
+    assert find_profile() is None
+    _, found = find_profile(calibrate=True)
+    _, again = find_profile()
+    assert found == again
+    assert len(made) == 1
+    base = load_profile(profiles.SCALED / "shapes.json")
+    step = next(each for each in base.rows if each.stage is Stage.DENOISE)
+    rows = {each.degrees: each for each in found.rows if (each.shape, each.stage) == (step.shape, step.stage)}
+    assert {each.basis for each in found.rows} == {"scaled"}
+    assert rows[ONE].seconds == pytest.approx(step.seconds * 0.04 / base.calibration_s)
+    assert rows[ONE].loaded_s == pytest.approx(step.seconds * 0.06 / base.calibration_s * 2)
+    assert rows[2, 2, 1].seconds == pytest.approx(2 * rows[ONE].seconds / (4 * 0.9)), (
+        "four ranks on two cores"
+    )
+
+
+def test_steps_that_runs_measured_scale_the_rest():
+    base = load_profile(profiles.SCALED / "shapes.json")
+    step = next(each for each in base.rows if each.stage is Stage.DENOISE)
+    speed = scaling.speed_by_runs(base, [replace(step, seconds=3 * step.seconds, basis="runs")])
+    assert speed is not None
+    assert speed.loaded == pytest.approx(3.0)
+    assert scaling.speed_by_runs(base, [row(1.0, basis="runs")]) is None
+
+
+def test_a_model_that_was_measured_here_is_not_scaled(monkeypatch):
+    monkeypatch.setattr(scaling, "_measured", lambda: pytest.fail("nothing has to be calibrated"))
+    path = profiles.default_path()
+    path.parent.mkdir()
+    path.write_text(profile(row(1.0, model="shapes")).as_json())
+    _, found = find_profile(calibrate=True)
+    assert [each.basis for each in found.rows] == ["measured"]
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"alone_s": -1.0, "together_s": 1.0}'])
+def test_a_broken_calibration_is_made_anew(monkeypatch, content, cache):
+    found = {"alone_s": 0.04, "together_s": 0.06, "versions": versions()}
+    monkeypatch.setattr(scaling, "_measured", lambda: found)
+    folder = cache / "profiles"
+    folder.mkdir()
+    (folder / f"{scaling.file_stem(cpu_name())}-calibration.json").write_text(content)
+    assert find_profile(calibrate=True) is not None
+    (kept,) = folder.iterdir()
+    assert json.loads(kept.read_text()) == found
+
+
+def test_a_machine_that_cannot_be_calibrated_has_no_scaled_profile(monkeypatch, caplog):
+    scaling._measured.cache_clear()
+    monkeypatch.setattr(scaling, "module_command", lambda *_: ["false"])
+    with caplog.at_level(logging.WARNING):
+        assert find_profile(calibrate=True) is None
+    assert "this machine could not be calibrated" in caplog.text
+    scaling._measured.cache_clear()
+
+
+def test_the_basis_of_a_row_is_kept_in_its_file(tmp_path):
+    path = tmp_path / "p.json"
+    path.write_text(profile(row(1.0), row(2.0, shape="b", basis="goals"), calibration_s=0.08).as_json())
+    found = load_profile(path)
+    assert [each.basis for each in found.rows] == ["measured", "goals"]
+    assert found.calibration_s == 0.08
+    path.write_text(path.read_text().replace('"goals"', '"hopes"'))
+    with pytest.raises(profiles.InputError, match="basis = 'hopes'"):
+        load_profile(path)
