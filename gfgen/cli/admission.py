@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from gfgen.errors import InputError, JobFileError, ModelError, Problem
@@ -31,13 +31,21 @@ from gfgen.runtime.residency import Residency
 
 logger = logging.getLogger(__name__)
 
+Claim = Callable[[Sequence[AdmittedJob]], tuple[Sequence[AdmittedJob], Sequence[Problem]]]
 RESTART = "stop the run and start it again: it loads what the files in its folder name"
 
 
 def admit_file(
-    source: str, admission: Admission, *, skip_invalid: bool, are_models_together: bool = False
+    source: str,
+    admission: Admission,
+    *,
+    skip_invalid: bool,
+    are_models_together: bool = False,
+    claim: Claim = lambda jobs: (jobs, ()),
 ) -> tuple[Sequence[AdmittedJob], Sequence[Problem]]:
     """The jobs to run, and what was wrong with others if those may be skipped.
+
+    `claim` gives the jobs their files, and problems for those that cannot have them.
 
     Raises: JobFileError with every problem; InputError when a model does not fit into memory, or
             when all of them are to be there together and do not.
@@ -52,7 +60,10 @@ def admit_file(
     if are_models_together:
         check_together(models_bytes, available=admission.room_bytes)
     fitting, too_large = admission.refuse_large(admitted, models_bytes=models_bytes)
-    problems = sorted((*parsed.problems, *refused, *too_large), key=lambda problem: problem.line or 0)
+    fitting, without_file = claim(fitting)
+    problems = sorted(
+        (*parsed.problems, *refused, *too_large, *without_file), key=lambda problem: problem.line or 0
+    )
     if problems and not (skip_invalid and fitting):
         raise JobFileError(parsed.source, tuple(problems))
     for problem in problems:

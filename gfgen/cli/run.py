@@ -39,6 +39,7 @@ from gfgen.runtime.lock import LOCK_NAME, hold_folder
 from gfgen.runtime.manifest import MANIFEST_NAME, ManifestWriter, finished_jobs
 from gfgen.runtime.metrics import Summary
 from gfgen.runtime.observer import Observer
+from gfgen.runtime.ownership import claim_files, default_folder, job_file_name
 from gfgen.runtime.pool import WorkerPool
 from gfgen.runtime.profile import Profile
 from gfgen.runtime.profiles import find_profile
@@ -64,6 +65,9 @@ class RunOptions:
     model: str = DEFAULT_MODEL
     """For jobs that name none."""
     skip_invalid: bool = False
+    overwrite: bool = False
+    job_file: str | None = None
+    """The job file or the watched folder, as the folder's records name it."""
     closes_at: float | None = None
     """Unix time at which the run is to end by itself."""
     log_file: Path | None = None
@@ -76,6 +80,11 @@ class RunOptions:
     "-o",
     type=NamedPath(),
     help="Folder for files and manifest. [outputs/ and the name of JOBS or DIR]",
+)
+@click.option(
+    "--overwrite",
+    is_flag=True,
+    help="Replace files that are in the folder under the names of jobs, whoever made them.",
 )
 @click.option(
     "--ranks",
@@ -137,6 +146,7 @@ def run(
     *,
     jobs: str | None,
     output: Path | None,
+    overwrite: bool,
     ranks: int | None,
     device: str,
     memory: str | None,
@@ -162,9 +172,12 @@ def run(
     file_level = "debug" if ctx.obj["debug"] else "info"
     log.configure(level=level, as_json=log_json)
     name = _name_of(jobs, watch)
-    output_dir = output or Path("outputs") / name
+    source = watch or (None if jobs in (None, "-") else Path(jobs or ""))
+    output_dir = output or default_folder(Path("outputs"), name, source)
     _check_written(jobs, output_dir, {"--trace": trace, "--log-file": log_file})
     log.configure(level=level, as_json=log_json, file=log_file, file_level=file_level)
+    if output is None and output_dir.name != name:
+        logger.info("outputs/%s belongs to another job file: files go to %s", name, output_dir)
     memory_limit = None if memory is None else parse_memory(memory)
     devices = choose_devices(device, ranks, memory_limit=memory_limit)
     options = RunOptions(
@@ -173,6 +186,8 @@ def run(
         policy=load_policy(policy),
         model=model,
         skip_invalid=skip_invalid,
+        overwrite=overwrite,
+        job_file=job_file_name(source, output_dir),
         guard_s=lookahead / 1000,
         trace=trace,
         closes_at=None if until is None else closing_at(until, now=time.time()),
@@ -187,19 +202,22 @@ def run(
     else:
         admission = options.ranks.admission(model)
         assert jobs is not None
-        admitted, problems = admit_file(jobs, admission, skip_invalid=skip_invalid)
-        summary = run_jobs(admitted, options)
+        with held_folder(output_dir):
+            _check_records(output_dir)
+            admitted, problems = admit_file(
+                jobs, admission, skip_invalid=skip_invalid, claim=lambda found: _claim(found, jobs, options)
+            )
+            summary = run_jobs(admitted, options)
     _report(summary, options)
     return 1 if summary.num_failed or problems else 0
 
 
 def run_jobs(admitted: Sequence[AdmittedJob], options: RunOptions) -> Summary:
-    """Run jobs that were admitted, except those that an earlier run has finished.
+    """Run jobs that were admitted, except those that an earlier run has finished; their folder is held.
 
-    Raises: InterruptedRunError when a signal ended the run before all jobs had;
-            LockedError when another run is at work in the output folder.
+    Raises: InterruptedRunError when a signal ended the run before all jobs had.
     """
-    with contextlib.closing(SignalPipe()) as signals, held_folder(options.output_dir):
+    with contextlib.closing(SignalPipe()) as signals:
         done = finished_jobs(options.output_dir / MANIFEST_NAME, [job.info for job in admitted])
         todo = [job for job in admitted if job.job_id not in done]
         if not todo:
@@ -230,9 +248,16 @@ def watch_folder(folder: Path, options: RunOptions) -> Summary:
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(contextlib.closing(SignalPipe()))
         stack.enter_context(held_folder(options.output_dir))
+        _check_records(options.output_dir)
         inbox = stack.enter_context(
             contextlib.closing(
-                Inbox(folder, output_dir=options.output_dir, admit=admit, skip_invalid=options.skip_invalid)
+                Inbox(
+                    folder,
+                    output_dir=options.output_dir,
+                    admit=admit,
+                    skip_invalid=options.skip_invalid,
+                    overwrite=options.overwrite,
+                )
             )
         )
         first = inbox.look()
@@ -296,6 +321,7 @@ def run_on(
                 profile=None if profile is None else profile.hash,
                 resident=residency.resident if residency else None,
                 islands=pool.islands,
+                job_file=options.job_file,
             ),
         )
         stack.callback(journal.close)
@@ -341,14 +367,56 @@ def default_profile(devices: Devices) -> Profile | None:
 
 @contextlib.contextmanager
 def held_folder(folder: Path) -> Iterator[None]:
-    """The output folder, made if need be, held for this run and cleared of what killed runs left."""
+    """The output folder, held for this run and cleared of what killed runs left.
+
+    It is made if need be, and removed again if nothing came into it.
+    """
     from gfgen.runtime.outputs import remove_leftovers  # imports numpy, which --help can do without
 
+    made = [each for each in (folder, *folder.parents) if not each.exists()]
     _make_folder(folder)
-    with hold_folder(folder):
-        if num_leftovers := remove_leftovers(folder):
-            logger.info("removed %d unfinished files of an earlier run", num_leftovers)
-        yield
+    try:
+        with hold_folder(folder):
+            if num_leftovers := remove_leftovers(folder):
+                logger.info("removed %d unfinished files of an earlier run", num_leftovers)
+            yield
+    finally:
+        with contextlib.suppress(OSError):
+            for each in made:
+                each.rmdir()
+
+
+def _claim(
+    jobs: Sequence[AdmittedJob], source: str, options: RunOptions
+) -> tuple[Sequence[AdmittedJob], Sequence[Problem]]:
+    """The jobs with the files that they may replace, and problems for those whose file name is taken.
+
+    Raises: InputError when --trace or --log-file names the image of a job.
+    """
+    written = {"the file of --trace": options.trace, "the file of --log-file": options.log_file}
+    written |= {"the job file": None if source == "-" else Path(source)}
+    for what, path in written.items():
+        images = [job.spec.image for job in jobs if job.spec.image]
+        if path is not None and any(_is_same(path, Path(image)) for image in images):
+            raise InputError(f"{what}, {path}, is the image of a job, too; name another file")
+    assert options.job_file is not None
+    return claim_files(
+        jobs,
+        output_dir=options.output_dir,
+        job_file=options.job_file,
+        done=finished_jobs(options.output_dir / MANIFEST_NAME, [job.info for job in jobs]),
+        inputs={path: what for what, path in written.items() if path is not None},
+        overwrite=options.overwrite,
+    )
+
+
+def _check_records(output_dir: Path) -> None:
+    """Refuse a folder where someone else's file has the name of a list that gfgen appends to."""
+    for name in (MANIFEST_NAME, WATCHED_NAME):
+        with contextlib.suppress(OSError):  # not there; or it is told when it is opened
+            content = (output_dir / name).read_bytes()
+            if content.strip() and b'"version"' not in content:
+                raise InputError(f"{output_dir / name}: was not written by gfgen; name another --output")
 
 
 def _warn_of_passed_deadlines(
@@ -375,6 +443,8 @@ def _check_written(jobs: str | None, output_dir: Path, written: Mapping[str, Pat
     named: dict[Path, str] = {}
     if jobs is not None and jobs != "-":
         check_source(jobs)
+        if _is_record(Path(jobs), output_dir):
+            raise InputError(f"{jobs}: is a record of the runs in {output_dir}, not a job file to run there")
         named[Path(jobs)] = "the job file itself"
     for option, path in written.items():
         if path is None:
@@ -388,13 +458,19 @@ def _check_written(jobs: str | None, output_dir: Path, written: Mapping[str, Pat
 
 def _is_of_run(path: Path, output_dir: Path) -> bool:
     """Whether it is what a run keeps in its output folder, or has the name of what jobs write there."""
-    path, output_dir = _resolved(path), _resolved(output_dir)
-    if not path.is_relative_to(output_dir):
-        return False
-    kept = {
-        output_dir / name for name in (MANIFEST_NAME, JOURNAL_NAME, WATCHED_NAME, LOCK_NAME, resume.FOLDER)
-    }
-    return path.suffix.lower() in SUFFIXES.values() or not kept.isdisjoint((path, *path.parents))
+    resolved = _resolved(path)
+    is_output = (
+        resolved.is_relative_to(_resolved(output_dir)) and resolved.suffix.lower() in SUFFIXES.values()
+    )
+    return is_output or _is_record(path, output_dir)
+
+
+def _is_record(path: Path, output_dir: Path) -> bool:
+    """Whether it is one of the files that runs keep in their output folder."""
+    kept = [output_dir / name for name in (MANIFEST_NAME, JOURNAL_NAME, WATCHED_NAME, LOCK_NAME)]
+    if any(_is_same(path, record) for record in kept):
+        return True
+    return _resolved(output_dir / resume.FOLDER) in (_resolved(path), *_resolved(path).parents)
 
 
 def _is_same(path: Path, other: Path) -> bool:

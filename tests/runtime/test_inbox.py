@@ -12,6 +12,7 @@ from gfgen.errors import OutputError, Problem
 from gfgen.identity import output_name, spec_hash
 from gfgen.runtime import inbox as inbox_module
 from gfgen.runtime import manifest as manifest_module
+from gfgen.runtime.content import Content
 from gfgen.runtime.inbox import Inbox
 from gfgen.runtime.manifest import ManifestWriter
 from gfgen.runtime.observer import JobOutcome
@@ -70,7 +71,8 @@ class Desk:
         ((job,), _) = admit(specs)
         if writes_file and status == "done":
             (self.output_dir / job.info.file).write_bytes(b"12345")
-        outcome = JobOutcome(job.info, status, 0.0, 0.0, 1.0, None, 1.0, ())
+        written = Content(5) if status == "done" else None
+        outcome = JobOutcome(job.info, status, 0.0, 0.0, 1.0, None, 1.0, (), written=written)
         manifest = ManifestWriter(self.output_dir / "manifest.jsonl")
         manifest.ended(outcome)
         manifest.close()
