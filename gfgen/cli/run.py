@@ -5,23 +5,24 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import click
 
 from gfgen import log
-from gfgen.cli.admission import admit_file, check_source, warn_of_passed_deadlines
+from gfgen.cli.admission import warn_of_passed_deadlines
 from gfgen.cli.loop import run_loop
 from gfgen.cli.options import NamedPath, graphs_option, lookahead_option, memory_option, tell_of_graphs
 from gfgen.cli.progress import make_file_progress, make_progress
 from gfgen.cli.ranks import Ranks, ready_pool
+from gfgen.cli.run_files import admit_jobs, check_records, check_written
 from gfgen.cli.warming import warm_up
 from gfgen.errors import InputError, InterruptedRunError, Problem
-from gfgen.identity import SUFFIXES
 from gfgen.layout import MAX_RANKS
 from gfgen.models.geometry_weights import VAE_DTYPES
 from gfgen.models.registry import DEFAULT_MODEL
@@ -33,13 +34,13 @@ from gfgen.runtime.clock import Clock
 from gfgen.runtime.closing import closing_at
 from gfgen.runtime.comparison import numbers
 from gfgen.runtime.devices import DEVICES, Devices, choose_devices, parse_memory
-from gfgen.runtime.inbox import WATCHED_NAME, Inbox
+from gfgen.runtime.inbox import Inbox
 from gfgen.runtime.journal import JOURNAL_NAME, Journal, first_arrivals, journal_header
-from gfgen.runtime.lock import LOCK_NAME, hold_folder
-from gfgen.runtime.manifest import MANIFEST_NAME, ManifestWriter, finished_jobs
+from gfgen.runtime.lock import hold_folder
+from gfgen.runtime.manifest import MANIFEST_NAME, ManifestWriter
 from gfgen.runtime.metrics import Summary
 from gfgen.runtime.observer import Observer
-from gfgen.runtime.ownership import claim_files, default_folder, job_file_name
+from gfgen.runtime.ownership import default_folder, job_file_name
 from gfgen.runtime.pool import WorkerPool
 from gfgen.runtime.profile import Profile
 from gfgen.runtime.profiles import find_profile
@@ -79,12 +80,12 @@ class RunOptions:
     "--output",
     "-o",
     type=NamedPath(),
-    help="Folder for files and manifest. [outputs/ and the name of JOBS or DIR]",
+    help="Folder for files and manifest. [outputs/ and the name of JOBS or DIR; a suffix if that is taken]",
 )
 @click.option(
     "--overwrite",
     is_flag=True,
-    help="Replace files that are in the folder under the names of jobs, whoever made them.",
+    help="Replace files that are already in the folder under the names of outputs, whoever made them.",
 )
 @click.option(
     "--ranks",
@@ -174,7 +175,7 @@ def run(
     name = _name_of(jobs, watch)
     source = watch or (None if jobs in (None, "-") else Path(jobs or ""))
     output_dir = output or default_folder(Path("outputs"), name, source)
-    _check_written(jobs, output_dir, {"--trace": trace, "--log-file": log_file})
+    check_written(jobs, output_dir, {"--trace": trace, "--log-file": log_file})
     log.configure(level=level, as_json=log_json, file=log_file, file_level=file_level)
     if output is None and output_dir.name != name:
         logger.info("outputs/%s belongs to another job file: files go to %s", name, output_dir)
@@ -200,32 +201,28 @@ def run(
     if watch is not None:
         summary = watch_folder(watch, options)
     else:
-        admission = options.ranks.admission(model)
         assert jobs is not None
         with held_folder(output_dir):
-            _check_records(output_dir)
-            admitted, problems = admit_file(
-                jobs, admission, skip_invalid=skip_invalid, claim=lambda found: _claim(found, jobs, options)
-            )
-            summary = run_jobs(admitted, options)
+            check_records(output_dir)
+            admitted, done, problems = admit_jobs(jobs, options)
+            summary = run_jobs(admitted, options, done=done)
     _report(summary, options)
     return 1 if summary.num_failed or problems else 0
 
 
-def run_jobs(admitted: Sequence[AdmittedJob], options: RunOptions) -> Summary:
-    """Run jobs that were admitted, except those that an earlier run has finished; their folder is held.
+def run_jobs(admitted: Sequence[AdmittedJob], options: RunOptions, *, done: Collection[str] = ()) -> Summary:
+    """Run jobs that were admitted, except those that an earlier run has done; their folder is held.
 
     Raises: InterruptedRunError when a signal ended the run before all jobs had.
     """
     with contextlib.closing(SignalPipe()) as signals:
-        done = finished_jobs(options.output_dir / MANIFEST_NAME, [job.info for job in admitted])
         todo = [job for job in admitted if job.job_id not in done]
         if not todo:
             if options.trace:
                 logger.warning(
                     "--trace has no effect: nothing is left to do; %s is not written", options.trace
                 )
-            return Summary(num_skipped=len(done))
+            return Summary(num_skipped=len(admitted))
         _check_trace(options.trace)
         skipped = [job for job in admitted if job.job_id in done]
         residency = options.ranks.admission(options.model).residency(todo)
@@ -248,7 +245,7 @@ def watch_folder(folder: Path, options: RunOptions) -> Summary:
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(contextlib.closing(SignalPipe()))
         stack.enter_context(held_folder(options.output_dir))
-        _check_records(options.output_dir)
+        check_records(options.output_dir)
         inbox = stack.enter_context(
             contextlib.closing(
                 Inbox(
@@ -373,7 +370,7 @@ def held_folder(folder: Path) -> Iterator[None]:
     """
     from gfgen.runtime.outputs import remove_leftovers  # imports numpy, which --help can do without
 
-    made = [each for each in (folder, *folder.parents) if not each.exists()]
+    made = [each for each in (folder, *folder.parents) if not os.path.exists(each)]
     _make_folder(folder)
     try:
         with hold_folder(folder):
@@ -384,39 +381,6 @@ def held_folder(folder: Path) -> Iterator[None]:
         with contextlib.suppress(OSError):
             for each in made:
                 each.rmdir()
-
-
-def _claim(
-    jobs: Sequence[AdmittedJob], source: str, options: RunOptions
-) -> tuple[Sequence[AdmittedJob], Sequence[Problem]]:
-    """The jobs with the files that they may replace, and problems for those whose file name is taken.
-
-    Raises: InputError when --trace or --log-file names the image of a job.
-    """
-    written = {"the file of --trace": options.trace, "the file of --log-file": options.log_file}
-    written |= {"the job file": None if source == "-" else Path(source)}
-    for what, path in written.items():
-        images = [job.spec.image for job in jobs if job.spec.image]
-        if path is not None and any(_is_same(path, Path(image)) for image in images):
-            raise InputError(f"{what}, {path}, is the image of a job, too; name another file")
-    assert options.job_file is not None
-    return claim_files(
-        jobs,
-        output_dir=options.output_dir,
-        job_file=options.job_file,
-        done=finished_jobs(options.output_dir / MANIFEST_NAME, [job.info for job in jobs]),
-        inputs={path: what for what, path in written.items() if path is not None},
-        overwrite=options.overwrite,
-    )
-
-
-def _check_records(output_dir: Path) -> None:
-    """Refuse a folder where someone else's file has the name of a list that gfgen appends to."""
-    for name in (MANIFEST_NAME, WATCHED_NAME):
-        with contextlib.suppress(OSError):  # not there; or it is told when it is opened
-            content = (output_dir / name).read_bytes()
-            if content.strip() and b'"version"' not in content:
-                raise InputError(f"{output_dir / name}: was not written by gfgen; name another --output")
 
 
 def _warn_of_passed_deadlines(
@@ -436,55 +400,6 @@ def _name_of(jobs: str | None, watch: Path | None) -> str:
     if watch is not None:
         return watch.resolve().name
     return "stdin" if jobs == "-" else Path(jobs or "").stem
-
-
-def _check_written(jobs: str | None, output_dir: Path, written: Mapping[str, Path | None]) -> None:
-    """Before anything is written: that the job file is a file, and that what an option names is no other."""
-    named: dict[Path, str] = {}
-    if jobs is not None and jobs != "-":
-        check_source(jobs)
-        if _is_record(Path(jobs), output_dir):
-            raise InputError(f"{jobs}: is a record of the runs in {output_dir}, not a job file to run there")
-        named[Path(jobs)] = "the job file itself"
-    for option, path in written.items():
-        if path is None:
-            continue
-        what = next((what for other, what in named.items() if _is_same(path, other)), None)
-        what = what or ("a file of the run itself" if _is_of_run(path, output_dir) else None)
-        if what is not None:
-            raise InputError(f"{option} {path}: is {what}; name another file")
-        named[path] = f"the file of {option}, too"
-
-
-def _is_of_run(path: Path, output_dir: Path) -> bool:
-    """Whether it is what a run keeps in its output folder, or has the name of what jobs write there."""
-    resolved = _resolved(path)
-    is_output = (
-        resolved.is_relative_to(_resolved(output_dir)) and resolved.suffix.lower() in SUFFIXES.values()
-    )
-    return is_output or _is_record(path, output_dir)
-
-
-def _is_record(path: Path, output_dir: Path) -> bool:
-    """Whether it is one of the files that runs keep in their output folder."""
-    kept = [output_dir / name for name in (MANIFEST_NAME, JOURNAL_NAME, WATCHED_NAME, LOCK_NAME)]
-    if any(_is_same(path, record) for record in kept):
-        return True
-    return _resolved(output_dir / resume.FOLDER) in (_resolved(path), *_resolved(path).parents)
-
-
-def _is_same(path: Path, other: Path) -> bool:
-    try:
-        return path.samefile(other)
-    except OSError:  # one of them is not there yet
-        return _resolved(path) == _resolved(other)
-
-
-def _resolved(path: Path) -> Path:
-    try:
-        return path.resolve()
-    except OSError:  # the current folder is gone
-        return path
 
 
 def _check_watched(folder: Path, output_dir: Path) -> None:

@@ -6,6 +6,7 @@ because an earlier run has finished it gets no new line: the line that says so i
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from gfgen.errors import OutputError
+from gfgen.errors import InputError, OutputError
 from gfgen.jobspec import SCALE_FIELDS, JobSpec
 from gfgen.runtime.content import remove_mark
 from gfgen.runtime.linefile import LineFile
@@ -24,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 MANIFEST_NAME = "manifest.jsonl"
 SCHEMA_VERSION = 1
+_BEGINNING_BYTES = 2**20
+"""Of a list, in which at least one line is whole."""
 SIMULATED = "simulated"
 """Key, with the value true, of lines whose job was simulated: there is no file."""
 
@@ -195,6 +198,17 @@ def _entry(line: bytes) -> Entry | None:
         return None
     is_ours = isinstance(entry, dict) and entry.get("version") == SCHEMA_VERSION
     return entry if is_ours and isinstance(entry.get("id"), str) else None
+
+
+def check_own(path: Path) -> None:
+    """Refuse a file that has the name of one of gfgen's lists, and was not written by gfgen.
+
+    Raises: InputError.
+    """
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        beginning = file.read(_BEGINNING_BYTES)
+        if beginning.strip() and b'"version"' not in beginning:
+            raise InputError(f"{path}: was not written by gfgen; name another --output")
 
 
 def _make_parent(path: Path) -> None:

@@ -60,8 +60,11 @@ def default_folder(parent: Path, name: str, source: Path | None) -> Path:
 
 def _owner(folder: Path) -> str | None:
     """The job file that was the first to use the folder, as far as its records tell."""
-    named = [entry.get("job_file") for entry in read_files(folder / MANIFEST_NAME).values()]
-    return first_job_file(folder / JOURNAL_NAME) or next(filter(None, named), None)
+    if job_file := first_job_file(folder / JOURNAL_NAME):
+        return job_file
+    return next(
+        (name for line in read_files(folder / MANIFEST_NAME).values() if (name := line.get("job_file"))), None
+    )
 
 
 def claim_files(

@@ -25,7 +25,7 @@ def admitted(monkeypatch):
     """The jobs, and the output folder, of each run that passes admission: nothing is started."""
     runs = []
 
-    def run_jobs(jobs, options):
+    def run_jobs(jobs, options, *, done):
         runs.append(({job.job_id: job.replaces for job in jobs}, options.output_dir))
         return Summary()
 
@@ -56,9 +56,11 @@ def test_a_job_does_not_replace_its_own_image(capsys, folder, admitted):
         assert (code, admitted) == (2, [])
         assert "line 1: star.png: is the image of job star, too; name another output" in err
     assert (folder / "star.png").read_bytes() == before
-    code, err = gfgen(capsys, "jobs.jsonl", "-o", "out", "--trace", "star.png")
-    assert code == 2
-    assert "the file of --trace, star.png, is the image of a job, too" in err
+    for option in ("--trace", "--log-file"):
+        code, err = gfgen(capsys, "jobs.jsonl", "-o", "out", option, "star.png")
+        assert code == 2
+        assert f"{option} star.png: is a picture or a video by its name; name another file" in err
+    assert (folder / "star.png").read_bytes() == before
     assert sorted(os.listdir()) == ["jobs.jsonl", "star.png"]
 
 
