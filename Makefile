@@ -3,14 +3,21 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.gfgen-installed
+RANKS_PER_GPU ?= 2
+GPU_TESTS     ?=
+GPU_PYTHON    := $(or $(wildcard $(BIN)/python),$(PYTHON))
 
-.PHONY: run test check install format clean
+.PHONY: run test test-gpu check install format clean
 
 run: $(READY)  ## the main job: four CPU ranks, a dozen jobs, pictures and videos in outputs/batch
 	$(BIN)/gfgen run jobs/batch.jsonl --policy srtf --trace outputs/batch/trace.json
 
 test: check  ## everything that CI runs
 	$(BIN)/pytest
+
+test-gpu:  ## the tests marked gpu, without network, in nine minutes a call (docs/gpu-tests.md)
+	$(GPU_PYTHON) setup.py --quiet build_ext --inplace
+	$(GPU_PYTHON) tests/on_gpus.py --ranks-per-gpu $(RANKS_PER_GPU) $(GPU_TESTS)
 
 check: $(READY)  ## style and types
 	$(BIN)/ruff check

@@ -1,15 +1,17 @@
-"""Build script: the native part of gfgen.gfc. Everything declarative is in pyproject.toml."""
+"""Build script: the native part of gfgen.gfc. Everything declarative is in pyproject.toml and MANIFEST.in."""
 
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 
 SOURCES = Path("csrc/gfc")
 
 
 class BuildWithKernels(build_py):
-    """Ships the CUDA sources: they are compiled where they are used, at first use."""
+    """Copies the CUDA sources into the package: each machine compiles them when it first needs them."""
 
     def run(self) -> None:
         super().run()
@@ -19,12 +21,25 @@ class BuildWithKernels(build_py):
             self.copy_file(str(path), str(target))
 
 
+class BuildLibrary(build_ext):
+    """Names the library without a Python version: ctypes loads it, so any Python can use it."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        return fullname.replace(".", "/") + ".so"
+
+
+class WheelOfPlatform(bdist_wheel):
+    """Tags the wheel py3-none-PLATFORM: one wheel serves all Python versions on a platform."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
 setup(
-    cmdclass={"build_py": BuildWithKernels},
+    cmdclass={"build_py": BuildWithKernels, "build_ext": BuildLibrary, "bdist_wheel": WheelOfPlatform},
     ext_modules=[
         Extension(
-            # A plain shared library that ctypes loads: it works with any Python and any torch.
-            # The extension machinery gives it its name, its wheel and its place.
+            # A plain shared library. The extension machinery builds it and puts it into the wheel.
             "gfgen.gfc._native",
             sources=sorted(map(str, SOURCES.glob("*.cpp"))),
             depends=sorted(map(str, SOURCES.glob("*.h"))),

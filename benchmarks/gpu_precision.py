@@ -32,12 +32,11 @@ from gfgen.gfc.descriptor import Descriptor
 from gfgen.jobspec import JobSpec
 from gfgen.layout import Layout
 from gfgen.models import guidance
-from gfgen.models.adapter import Fields
+from gfgen.models.adapter import SAMPLE, Fields
 from gfgen.models.geometry import CONFIGS
 from gfgen.models.parallel import parallel_from
 from gfgen.models.random_weights import random_component
 from gfgen.models.registry import load_adapter
-from gfgen.models.solver import SAMPLE
 from gfgen.runtime.arenas import GPU_PLAN
 
 TEXT = {"wan2.2-ti2v-5b": ((512, 512), 4096), "qwen-image": ((64, 8), 3584)}

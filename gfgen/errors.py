@@ -26,7 +26,10 @@ or path, the value, and what would be accepted. `assert` is for mistakes of our 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+
+MAX_PROBLEMS_SHOWN = 20
 
 
 class GfgenError(Exception):
@@ -49,6 +52,8 @@ class Problem:
     field: str | None
     value: str | None
     accepted: str
+    note: str | None = None
+    """What several problems have in common; a list of them says it once, at its end."""
 
     def __str__(self) -> str:
         place = "" if self.line is None else f"line {self.line}: "
@@ -63,14 +68,22 @@ class Problem:
         return cls(line=None, field=field, value=_shortened(value), accepted=accepted)
 
 
+def listed(problems: Sequence[Problem], *, limit: int = MAX_PROBLEMS_SHOWN) -> list[str]:
+    """A line for each of the first `limit` problems, the number of the others, and every note once."""
+    lines = [str(problem) for problem in problems[:limit]]
+    if (num_others := len(problems) - limit) > 0:
+        lines.append(f"and {num_others:,} more problem{'s' if num_others != 1 else ''}")
+    return [*lines, *dict.fromkeys(problem.note for problem in problems if problem.note)]
+
+
 class JobFileError(InputError):
-    """One or more lines of a job file are wrong; `problems` lists every one of them."""
+    """One or more lines of a job file are wrong; `problems` has all of them, the message the first."""
 
     def __init__(self, source: str, problems: tuple[Problem, ...]) -> None:
         self.source = source
         self.problems = problems
-        lines = "\n".join(f"  {problem}" for problem in problems)
-        count = f"{len(problems)} problem{'s' if len(problems) != 1 else ''}"
+        lines = "\n".join(f"  {line}" for line in listed(problems))
+        count = f"{len(problems):,} problem{'s' if len(problems) != 1 else ''}"
         super().__init__(f"{source}: {count}; nothing was started\n{lines}")
 
 

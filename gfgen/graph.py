@@ -92,6 +92,10 @@ class Trajectory:
             return Task(self.job_id, index, Stage.DECODE)
         raise IndexError(f"job {self.job_id} has tasks 0 to {self.num_tasks - 1}, not {index}")
 
+    def name_of(self, task: Task) -> str:
+        """A task as people count: 'denoise 3 of 20' for step 2, other stages by their name."""
+        return str(task.stage) if task.step is None else f"{task.stage} {task.step + 1} of {self.num_steps}"
+
     def artifact(self, name: str) -> Artifact:
         """The artifact of that name; KeyError when this job has none."""
         for artifact in self.artifacts:

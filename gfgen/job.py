@@ -183,7 +183,9 @@ class _JobList:
     def add_line(self, line: int, content: bytes) -> None:
         """Take one line of the file, whatever is in it."""
         if len(self.problems) >= MAX_PROBLEMS:
-            raise _ReadingEnded(line, f"not read, nor what follows, after {len(self.problems):,} problems")
+            raise _ReadingEnded(
+                line, f"this line and those below it were not read, after {len(self.problems):,} problems"
+            )
         decoded = _decode_line(line, content)
         if isinstance(decoded, Problem):
             self.problems.append(decoded)
@@ -246,7 +248,8 @@ class _ReadingEnded(Exception):
     """Nothing further of this file is read; the problem says why."""
 
     def __init__(self, line: int, accepted: str) -> None:
-        self.problem = Problem(line, None, None, accepted)
+        # A problem of the file, not of a line: sorting by lines puts it first, where everyone sees it.
+        self.problem = Problem(None, None, None, f"line {line}: {accepted}")
         super().__init__(accepted)
 
 

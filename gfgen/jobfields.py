@@ -228,6 +228,7 @@ FIELDS: dict[str, Field] = {
     )
 }
 """Every field that a job may have; the order is that of docs/job-file.md."""
+ALL_FIELDS = f"the fields of a job are {', '.join(FIELDS)}"
 
 
 class RepeatedKeys(dict[str, Any]):
@@ -294,13 +295,15 @@ def _repeated_keys(mapping: Mapping[str, object], line: int | None) -> Iterator[
 def _unknown_fields(mapping: Mapping[str, object], line: int | None) -> Iterator[Problem]:
     unknown = [name for name in mapping if name not in FIELDS]
     for name in unknown[:MAX_UNKNOWN_REPORTED]:
-        yield Problem(line, _plain(name), None, f"not a field; {_suggestion(name)}")
+        suggestion = _suggestion(name)
+        accepted = f"not a field; {suggestion}" if suggestion else "not a field"
+        yield Problem(line, _plain(name), None, accepted, note=None if suggestion else ALL_FIELDS)
     if len(unknown) > MAX_UNKNOWN_REPORTED:
         more = len(unknown) - MAX_UNKNOWN_REPORTED
         yield Problem(line, None, None, f"{more:,} more names that are not fields")
 
 
-def _suggestion(name: str) -> str:
+def _suggestion(name: str) -> str | None:
     # Comparing takes quadratic time, and what is longer than this resembles no field.
     spelled = name[:40].strip().lower().replace("-", "_")
     if spelled == "n":
@@ -308,7 +311,7 @@ def _suggestion(name: str) -> str:
     near = (
         [OTHER_NAMES[spelled]] if spelled in OTHER_NAMES else difflib.get_close_matches(spelled, FIELDS, n=1)
     )
-    return f"did you mean {near[0]}?" if near else f"the fields are {', '.join(FIELDS)}"
+    return f"did you mean {near[0]}?" if near else None
 
 
 def _refusal(field: Field, value: object, hint: str, line: int | None) -> Problem:

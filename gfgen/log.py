@@ -26,6 +26,13 @@ def fields(**values: Any) -> dict[str, Any]:
     return {"fields": values}
 
 
+def json_line(name: str, message: str, **values: Any) -> str:
+    """A record with fields as `JsonFormatter` writes it, for standard output."""
+    record = logging.LogRecord(name, logging.INFO, "", 0, message, None, None)
+    record.fields = values
+    return JsonFormatter().format(record)
+
+
 class JsonFormatter(logging.Formatter):
     """One JSON object per record: time (UTC), level, logger, message, and `fields`."""
 

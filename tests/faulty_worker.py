@@ -4,7 +4,9 @@
     "a fox | die rank=1 step=2 times=1"      kills its own process, as the kernel would
     "a fox | stop rank=1 step=2 times=1"     stops its own process: alive, and silent
     "a fox | loop rank=1 step=2 times=1"     computes for ever
+    "a fox | crawl rank=1 step=2 times=1"    computes for ever in many small parts, so that it can be stopped
     "a fox | short rank=1 step=2 times=1"    asks for more memory than any machine has
+    "a fox | nan rank=1 step=2 times=1"      makes latents that hold NaN
 
 On a GPU (`gpu_main`) it is the device that computes for ever and whose memory runs out, and a process
 dies with the step under way on the device.
@@ -27,12 +29,13 @@ from typing import Any
 
 import torch
 
+from gfgen.models import stopping
 from gfgen.runtime import worker, worker_gpu
 from gfgen.runtime.worker import WorkerSettings
 
 __all__ = ["WorkerSettings", "main"]
 
-ORDER = re.compile(r"(fail|die|stop|loop|short) rank=(\d+) step=(\d+) times=(\d+)")
+ORDER = re.compile(r"(fail|die|stop|loop|crawl|short|nan) rank=(\d+) step=(\d+) times=(\d+)")
 
 
 class FaultyAdapter:
@@ -53,8 +56,11 @@ class FaultyAdapter:
             if (int(rank), int(at_step)) == (self._rank, step) and self._is_due(spec.id, kind, int(times))
         ]
         for kind in orders:
-            self._faults[kind]()
+            if kind != "nan":
+                self._faults[kind]()
         result = self._adapter.denoise(spec, *artifacts, step=step, **options)
+        if "nan" in orders:
+            result.tensors["sample"].view(-1)[-1] = torch.nan
         if "die" in orders:  # on a GPU, which has only been told of the step
             _die()
         return result
@@ -84,6 +90,14 @@ def _loop() -> None:
         time.sleep(0.01)
 
 
+def _crawl() -> None:
+    part = torch.nn.Identity()
+    stopping.install(torch.nn.Sequential(torch.nn.ModuleList([part])))
+    while True:
+        part(torch.zeros(1))
+        time.sleep(0.01)
+
+
 def _run_short() -> None:
     torch.empty(2**60, dtype=torch.uint8)
 
@@ -99,7 +113,14 @@ def _fill_the_device() -> None:
         pieces.append(torch.empty(1 << 30, dtype=torch.uint8, device="cuda"))
 
 
-FAULTS = {"fail": _fail, "die": _die, "stop": _stop, "loop": _loop, "short": _run_short}
+FAULTS = {
+    "fail": _fail,
+    "die": _die,
+    "stop": _stop,
+    "loop": _loop,
+    "crawl": _crawl,
+    "short": _run_short,
+}
 GPU_FAULTS = FAULTS | {
     "die": partial(_keep_the_device_busy, 10**9),
     "loop": partial(_keep_the_device_busy, 2**62),

@@ -18,6 +18,12 @@ def front_of(pid: int) -> int:
     return next(child for child in children_of(pid) if b"gfgen.server.front" in command_of(child))
 
 
+def descendants_of(pid: int) -> list[int]:
+    """All processes below one."""
+    children = children_of(pid)
+    return [*children, *(below for child in children for below in descendants_of(child))]
+
+
 def children_of(pid: int) -> list[int]:
     """Of all its threads; none of a process that is gone."""
     try:

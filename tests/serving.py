@@ -27,10 +27,20 @@ def free_port() -> int:
 
 
 class Server:
-    """One server process; `command` without the interpreter."""
+    """One server process; `command` without the interpreter. All that is waited for may take `slowness` times
+    as long as usual."""
 
-    def __init__(self, command: Sequence[str], *, port: int, folder: Path, key: str | None = None) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        port: int,
+        folder: Path,
+        key: str | None = None,
+        slowness: float = 1.0,
+    ) -> None:
         self.port = port
+        self._slowness = slowness
         self.folder = folder
         self.url = f"http://127.0.0.1:{port}"
         self._log = (folder / "server.log").open("ab")
@@ -43,14 +53,14 @@ class Server:
             stderr=self._log,
         )
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-        self.http = httpx.Client(base_url=self.url, timeout=30.0, headers=headers)
+        self.http = httpx.Client(base_url=self.url, timeout=30.0 * slowness, headers=headers)
 
     @property
     def log(self) -> str:
         return (self.folder / "server.log").read_text()
 
     def wait_ready(self) -> Server:
-        deadline_s = time.monotonic() + READY_S
+        deadline_s = time.monotonic() + READY_S * self._slowness
         while True:
             assert self.process.poll() is None, self.log
             assert time.monotonic() < deadline_s, self.log
@@ -68,7 +78,7 @@ class Server:
         """SIGTERM, and the exit status."""
         if self.process.poll() is None:
             self.signal(signal.SIGTERM)
-        code = self.process.wait(30)
+        code = self.process.wait(30 * self._slowness)
         self.http.close()
         self._log.close()
         return code
@@ -94,7 +104,7 @@ class Server:
     def wait_for(self, job_id: str, *statuses: str) -> dict[str, Any]:
         """The job, once it has one of these statuses; by default, once it has ended."""
         wanted = statuses or ("completed", "failed", "cancelled")
-        deadline_s = time.monotonic() + 30.0
+        deadline_s = time.monotonic() + 30.0 * self._slowness
         while (job := self.job(job_id))["status"] not in wanted:
             assert time.monotonic() < deadline_s, f"{job}\n{self.log}"
             time.sleep(0.01)

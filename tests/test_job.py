@@ -16,7 +16,7 @@ from PIL import Image
 
 from gfgen import job as job_module
 from gfgen import jobimage
-from gfgen.errors import InputError, Problem
+from gfgen.errors import InputError, JobFileError, Problem
 from gfgen.job import (
     FIELDS,
     JobSpec,
@@ -164,7 +164,7 @@ class TestWhatIsNoJob:
 
     def test_a_utf16_file_is_one_problem(self) -> None:
         found = read('{"prompt": "a fox"}\n{"prompt": "an owl"}\n'.encode("utf-16")).problems
-        assert [problem.accepted for problem in found] == ["the file is UTF-16; save it as UTF-8"]
+        assert [str(problem) for problem in found] == ["line 1: the file is UTF-16; save it as UTF-8"]
 
     def test_deep_nesting_is_a_problem_and_no_crash(self) -> None:
         assert "nested too deeply" in read("[" * 200_000).problems[0].accepted
@@ -200,14 +200,17 @@ class TestBounds:
         found = read_job_stream(_Endless(b"x"), source="zero", folder=Path()).problems
         assert "nothing was read after" in found[-1].accepted
 
-    def test_a_stream_of_faulty_lines_is_given_up(self) -> None:
+    def test_a_stream_of_faulty_lines_is_given_up_and_the_first_line_of_the_report_says_so(self) -> None:
         found = read_job_stream(_Endless(b"x\n"), source="yes", folder=Path()).problems
         assert len(found) == job_module.MAX_PROBLEMS + 1
+        first = min(found, key=lambda problem: problem.line or 0)
+        assert str(first).startswith("line 1001: this line and those below it were not read")
 
     def test_a_stream_of_jobs_is_given_up(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(job_module, "MAX_JOBS", 50)
         parsed = read_job_stream(_Endless(b'{"prompt": "a fox"}\n'), source="yes", folder=Path())
-        assert (len(parsed.specs), parsed.problems[0].line) == (50, 51)
+        assert len(parsed.specs) == 50
+        assert str(parsed.problems[0]).startswith("line 51: ")
 
     def test_many_unknown_fields_are_summed_up(self) -> None:
         line = "{" + ",".join(f'"x{n}": 1' for n in range(5000)) + ', "prompt": "a"}'
@@ -440,8 +443,16 @@ class TestUnknownFields:
         found = problem(**{name: 1})
         assert (found.field, found.accepted) == (name, f"not a field; did you mean {meant}?")
 
-    def test_all_names_are_listed_when_none_is_near(self) -> None:
-        assert problem(qqq=1).accepted == f"not a field; the fields are {', '.join(FIELDS)}"
+    def test_all_names_are_noted_when_none_is_near(self) -> None:
+        found = problem(qqq=1)
+        assert (found.accepted, found.note) == ("not a field", f"the fields of a job are {', '.join(FIELDS)}")
+
+    def test_a_report_lists_twenty_problems_their_number_and_all_fields_once(self) -> None:
+        found = read("\n".join('{"prompt": "a fox", "qqq": 1}' for _ in range(1500)))
+        lines = str(JobFileError("mine.jsonl", found.problems)).splitlines()
+        assert lines[0] == "mine.jsonl: 1,001 problems; nothing was started"
+        assert lines[1:21] == [f"  line {number}: qqq: not a field" for number in range(1, 21)]
+        assert lines[21:] == ["  and 981 more problems", f"  the fields of a job are {', '.join(FIELDS)}"]
 
     def test_a_number_of_pictures_is_no_field(self) -> None:
         assert problem(n=4).accepted == "not a field; write one line per picture"

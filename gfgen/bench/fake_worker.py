@@ -70,6 +70,7 @@ class WorkerSettings:
     arena_bytes: tuple[int, int] = (0, 0)
     has_graphs: bool = False
     memory_limit: int | None = None
+    num_gpus: int = 0
     tuned_tables: Mapping[str, str] = field(default_factory=dict)
 
 

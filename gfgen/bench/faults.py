@@ -44,6 +44,7 @@ from gfgen.runtime.pool import WorkerPool
 from gfgen.runtime.replay import replay
 from gfgen.runtime.state import MAX_LOST_WORKERS, MAX_TASK_FAILURES, State
 from gfgen.runtime.watchdog import Patience
+from gfgen.runtime.wording import counted
 from gfgen.runtime.workers import ProcessBackend
 from gfgen.runtime.writes import MAX_WRITES
 from gfgen.snapshot import Decision, Snapshot
@@ -377,7 +378,7 @@ def _bounded(stand: Callable[[], str]) -> Iterator[None]:
 def _stand(schedule: Schedule, fleet: Fleet, witness: _Witness) -> str:
     """Where a run stands, for whoever has to find out why."""
     lines = [
-        f"{schedule.num_ranks} ranks, policy {schedule.policy}, guard {schedule.guard_s:g} s",
+        f"{counted(schedule.num_ranks, 'rank')}, policy {schedule.policy}, guard {schedule.guard_s:g} s",
         f"plan: {schedule.faults}",
         f"done: {fleet.faults.done()}",
         f"ended: {[outcome.info.job_id for outcome in witness.outcomes]}",

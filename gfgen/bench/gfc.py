@@ -21,6 +21,7 @@ from gfgen.gfc.arena import Plan
 from gfgen.gfc.cuda import measure
 from gfgen.gfc.cuda.ranks import CudaRanks
 from gfgen.gfc.cuda.selector import FLAGGED_LIMIT, Choice, Key, Rule, Selector, store_rules
+from gfgen.runtime.wording import counted
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = [4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB]
@@ -210,7 +211,7 @@ def _lines(report: Report, command: str) -> Iterator[str]:
     )
     for pattern in measure.PATTERNS:
         for degree in sorted({row["degree"] for row in report.cells}):
-            yield f"## {pattern.replace('_', '-')}, {degree} GPUs\n"
+            yield f"## {pattern.replace('_', '-')}, {counted(degree, 'GPU')}\n"
             yield (
                 "| bytes | NCCL eager | NCCL graph | eager, fresh | graph, fresh | eager, arena | "
                 "graph, arena | x fresh | x arena | GB/s | % copy engine | host us | NCCL host us | "
@@ -259,7 +260,7 @@ def _lines(report: Report, command: str) -> Iterator[str]:
         )
     yield "\n## Barrier in a graph\n"
     for row in report.barriers:
-        yield f"- {row['degree']} GPUs: {row['ours_graph']:.2f} us"
+        yield f"- {counted(row['degree'], 'GPU')}: {row['ours_graph']:.2f} us"
 
 
 def _cell_line(row: Row, copy_rate: float) -> str:

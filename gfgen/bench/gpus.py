@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from gfgen.errors import InputError
 from gfgen.gfc.cuda.driver import driver
+from gfgen.runtime.wording import counted
 
 
 def check_count(num_gpus: int, *, at_least: int = 1) -> None:
@@ -11,4 +12,4 @@ def check_count(num_gpus: int, *, at_least: int = 1) -> None:
     found = driver().num_devices
     if not at_least <= num_gpus <= found:
         needed = f"this needs {at_least} at least; " if at_least > 1 else ""
-        raise InputError(f"--gpus {num_gpus}: {needed}there are {found} NVIDIA GPUs here")
+        raise InputError(f"--gpus {num_gpus}: {needed}this machine has {counted(found, 'NVIDIA GPU')}")

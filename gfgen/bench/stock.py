@@ -372,9 +372,9 @@ class _Service:
             self._time_out()
             self._start()
             if self._limit_s is not None and self.now_s > self._limit_s:
-                done = len(self._outcomes)
+                done, of = len(self._outcomes), counted(len(self._outcomes) + len(self._open), "job")
                 raise WorkerError(
-                    f"{NAME}: its time was over when {done} of {done + len(self._open)} jobs were done, "
+                    f"{NAME}: its time was over when {done} of {of} were done, "
                     f"{self.now_s:.0f} s after the first"
                 )
             self._give_up_those_left_alone()

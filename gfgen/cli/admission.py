@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import functools
 import logging
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
-from gfgen.errors import InputError, JobFileError, ModelError, Problem
+from gfgen.errors import InputError, JobFileError, ModelError, Problem, listed
 from gfgen.gfc.cuda.memory import arena_bytes
 from gfgen.job import passed_deadlines, read_jobs
 from gfgen.jobspec import JobSpec
 from gfgen.models.geometry import load_geometry, weightless_geometry
 from gfgen.models.registry import DEFAULT_MODEL, check_name, find_configs, resolve_checkpoint, resolve_configs
-from gfgen.runtime.admission import AdmittedJob, Model, admit
+from gfgen.runtime.admission import AdmittedJob, Model, admit, tell_of_rounding
 from gfgen.runtime.arenas import SIDE_BYTES, default_plan
 from gfgen.runtime.devices import CUDA, Devices
+from gfgen.runtime.durations import in_words
+from gfgen.runtime.job_bounds import JobBounds, StepTimes, beyond, certainly_late, too_long
 from gfgen.runtime.memory import (
     CONTEXT_BYTES,
     available_bytes,
@@ -28,6 +31,7 @@ from gfgen.runtime.memory import (
     refuse_large_on_gpu,
 )
 from gfgen.runtime.residency import Residency
+from gfgen.runtime.wording import counted, first_of
 
 logger = logging.getLogger(__name__)
 
@@ -41,11 +45,13 @@ def admit_file(
     *,
     skip_invalid: bool,
     are_models_together: bool = False,
+    done: Callable[[Sequence[AdmittedJob]], Collection[str]] = lambda jobs: (),
     claim: Claim = lambda jobs: (jobs, ()),
 ) -> tuple[Sequence[AdmittedJob], Sequence[Problem]]:
     """The jobs to run, and what was wrong with others if those may be skipped.
 
-    `claim` gives the jobs their files, and problems for those that cannot have them.
+    `done` gives the ids of those that need not run again: no bound applies to them. `claim` gives the jobs
+    their files, and problems for those that cannot have them.
 
     Raises: JobFileError with every problem; InputError when a model does not fit into memory, or
             when all of them are to be there together and do not.
@@ -60,14 +66,17 @@ def admit_file(
     if are_models_together:
         check_together(models_bytes, available=admission.room_bytes)
     fitting, too_large = admission.refuse_large(admitted, models_bytes=models_bytes)
+    fitting, beyond_bounds = admission.keep_bounds(fitting, done=done)
     fitting, without_file = claim(fitting)
-    problems = sorted(
-        (*parsed.problems, *refused, *too_large, *without_file), key=lambda problem: problem.line or 0
-    )
+    found = (*parsed.problems, *refused, *too_large, *beyond_bounds, *without_file)
+    problems = sorted(found, key=lambda problem: problem.line or 0)
     if problems and not (skip_invalid and fitting):
         raise JobFileError(parsed.source, tuple(problems))
-    for problem in problems:
-        logger.warning("skipped: %s", problem)
+    if problems:
+        logger.warning("%s: %s; these jobs are skipped", parsed.source, counted(len(problems), "problem"))
+    for line in listed(problems):
+        logger.warning("%s: %s", parsed.source, line)
+    tell_of_rounding(fitting)
     return fitting, problems
 
 
@@ -79,7 +88,7 @@ def admit_weightless(source: str, *, default_model: str) -> Sequence[AdmittedJob
     check_source(source)
     parsed = read_jobs("-" if source == "-" else Path(source))
     tell_of_unused(default_model, parsed.specs)
-    admitted, refused = admit(parsed.specs, default_model=default_model, find_model=_find_weightless)
+    admitted, refused = admit(parsed.specs, default_model=default_model, find_model=find_weightless)
     problems = sorted((*parsed.problems, *refused), key=lambda problem: problem.line or 0)
     if problems:
         raise JobFileError(parsed.source, tuple(problems))
@@ -107,6 +116,35 @@ def warn_of_passed_deadlines(
         logger.warning("%s", warning)
 
 
+def with_time(
+    jobs: Sequence[AdmittedJob], step_times: Callable[[], StepTimes], *, closes_at: float | None
+) -> tuple[Sequence[AdmittedJob], int]:
+    """The jobs of which one step fits before --until, and how many others are left for another run.
+
+    Names those, and warns of jobs that cannot make a step before their deadline.
+
+    Raises: InputError if no job fits.
+    """
+    if closes_at is None and not any(job.spec.deadline_s or job.spec.deadline_at for job in jobs):
+        return jobs, 0
+    times, now = step_times(), time.time()
+    left: dict[str, Problem] = {}
+    if closes_at is not None:
+        left_s = max(0.0, closes_at - now)
+        found = too_long(jobs, times, left_s, f"the {in_words(left_s)} that --until leaves")
+        left = {job.job_id: problem for job, problem in found}
+    shown = first_of(list(left.values()), "job")
+    if len(left) == len(jobs):
+        lines = "\n".join(f"  {line}" for line in shown)
+        raise InputError(f"--until leaves no time for a step of any job; nothing was started\n{lines}")
+    for line in shown:
+        logger.warning("left for another run: %s", line)
+    kept = [job for job in jobs if job.job_id not in left]
+    for line in first_of(list(certainly_late(kept, times, now=now)), "job"):
+        logger.warning("%s", line)
+    return kept, len(left)
+
+
 class Admission:
     """Admits the jobs of one file after the other; each model is looked up once.
 
@@ -124,6 +162,8 @@ class Admission:
         unusable: dict[str, str] | None = None,
         loaded: frozenset[Path] | None = None,
         help_: str = RESTART,
+        bounds: JobBounds | None = None,
+        step_times: StepTimes | None = None,
     ) -> None:
         self._help = help_
         self.default_model = default_model
@@ -134,11 +174,32 @@ class Admission:
         self._unusable = {} if unusable is None else unusable
         """By name, what was wrong with a model that was asked for before any was loaded."""
         self._loaded = loaded
+        self._bounds = bounds
+        self._step_times = step_times
+        """For the bound of a step, where there is one."""
 
     def __call__(self, specs: Sequence[JobSpec]) -> tuple[Sequence[AdmittedJob], Sequence[Problem]]:
         admitted, refused = admit(specs, default_model=self.default_model, find_model=self.find_model)
         fitting, too_large = self.refuse_large(admitted, models_bytes=self._loaded_bytes)
-        return fitting, (*refused, *too_large)
+        kept, beyond_bounds = self.keep_bounds(fitting)
+        return kept, (*refused, *too_large, *beyond_bounds)
+
+    def keep_bounds(
+        self,
+        jobs: Sequence[AdmittedJob],
+        *,
+        done: Callable[[Sequence[AdmittedJob]], Collection[str]] = lambda jobs: (),
+    ) -> tuple[Sequence[AdmittedJob], Sequence[Problem]]:
+        """The jobs within the bounds of one job, and problems for the others but those that are done."""
+        found = [] if self._bounds is None else list(beyond(jobs, self._bounds, self._step_times))
+        if not found:
+            return jobs, ()
+        exempt = done([job for job, _ in found])
+        refused = {job.job_id for job, _ in found} - set(exempt)
+        return (
+            [job for job in jobs if job.job_id not in refused],
+            [problem for job, problem in found if job.job_id in refused],
+        )
 
     def again(self, specs: Sequence[JobSpec]) -> tuple[Sequence[AdmittedJob], Sequence[Problem]]:
         """As a call, for jobs that were admitted before: they may be running.
@@ -171,6 +232,7 @@ class Admission:
             beside_bytes=self._beside_bytes,
             has_random_weights=self._has_random_weights,
             vae_dtype=self._vae_dtype,
+            where=self._devices.where,
         )
 
     def refuse_large(
@@ -197,6 +259,7 @@ class Admission:
             models_bytes=models_bytes,
             beside_bytes=self._beside_bytes,
             memory_bytes=self._devices.memory_bytes,
+            where=self._devices.where,
         )
 
     def residency(
@@ -256,6 +319,8 @@ class Admission:
             unusable=self._unusable,
             loaded=frozenset(checkpoints),
             help_=help_,
+            bounds=self._bounds,
+            step_times=self._step_times,
         )
 
     def find_model(self, name: str) -> Model:
@@ -285,7 +350,7 @@ class Admission:
         return Model(name, checkpoint, load_geometry(checkpoint))
 
 
-def _find_weightless(name: str) -> Model:
+def find_weightless(name: str) -> Model:
     configs = find_configs(name)
     return Model(name, configs, weightless_geometry(configs))
 

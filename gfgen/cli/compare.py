@@ -24,7 +24,7 @@ from gfgen.bench.workloads import (
     mix_of,
 )
 from gfgen.cli.compare_runs import Predicted, on_workers, predicted, predicted_times, simulated
-from gfgen.cli.options import FiniteRange
+from gfgen.cli.options import FiniteRange, ranks_per_gpu_option
 from gfgen.cli.ranks import Ranks, rank_options
 from gfgen.errors import InputError, InterruptedRunError
 from gfgen.job import to_mapping
@@ -36,6 +36,7 @@ from gfgen.runtime.machine import versions
 from gfgen.runtime.picture import save_figure
 from gfgen.runtime.plot_runs import draw_runs
 from gfgen.runtime.profile import load_profile
+from gfgen.runtime.wording import counted
 
 SIMULATED_RANKS, REAL_RANKS = 4, 2
 SIMULATED_JOBS, REAL_JOBS = 100, 40
@@ -117,7 +118,9 @@ def workload(
     )
     jobs = make_workload(name, model, times, options)
     text = "".join(json.dumps(to_mapping(job)) + "\n" for job in jobs)
-    about = f"# {name}, {model}, load {load:g} of {ranks} ranks, seed {seed}, gfgen bench workload\n"
+    about = (
+        f"# {name}, {model}, load {load:g} of {counted(ranks, 'rank')}, seed {seed}, gfgen bench workload\n"
+    )
     if output is None:
         click.echo(about + text, nl=False)
         return
@@ -125,7 +128,7 @@ def workload(
         output.write_text(about + text)
     except OSError as error:
         raise InputError(f"--output {output}: cannot be written ({error.strerror})") from None
-    click.echo(f"{len(jobs)} jobs are in {output}: gfgen run {output}")
+    click.echo(f"wrote {counted(len(jobs), 'job')} to {output}: gfgen run {output}")
 
 
 @click.command()
@@ -141,6 +144,7 @@ def workload(
     "--ranks", type=click.IntRange(1, MAX_RANKS),
     help=f"[{REAL_RANKS}; all GPUs; simulated {SIMULATED_RANKS}]",
 )  # fmt: skip
+@ranks_per_gpu_option
 @click.option(
     "--outside", multiple=True, metavar=NAME,
     help="Stock diffusers on the same workload: diffusers[,degree=N][,uneven=true][,compiled=true].",
@@ -180,6 +184,7 @@ def compare(
     name: Name,
     model: str | None,
     ranks: int | None,
+    ranks_per_gpu: int,
     is_simulated: bool,
     slack: float | None,
     output: Path,
@@ -200,11 +205,14 @@ def compare(
     """
     log.configure(level="warning")
     began_s = time.monotonic()
-    ranked = _ranks(device, ranks, random_weights, vae_dtype, graphs, is_simulated=is_simulated)
+    devices = None if is_simulated else _devices(device, ranks, ranks_per_gpu)
+    ranked = None if devices is None else Ranks(devices, random_weights, vae_dtype, graphs)
     usual = SIMULATED_MODEL if is_simulated or (ranked is not None and ranked.are_on_gpus) else REAL_MODEL
     model = model or usual
     mix = mix_of(model)
     texts = list(dict.fromkeys([against, *(policies or COMPARED), *outside]))
+    if ranks_per_gpu > 1 and any(map(is_stock, texts)):
+        raise InputError("--ranks-per-gpu: diffusers' own ranks cannot share a GPU; leave it out")
     for text in texts:
         num_ranks = None if ranked is None else ranked.num_ranks
         stock_options(text, num_ranks=num_ranks) if is_stock(text) else load_policy(text)
@@ -321,22 +329,10 @@ def _same_workload(
     return content
 
 
-def _ranks(
-    device: str,
-    num_ranks: int | None,
-    random_weights: bool,
-    vae_dtype: str,
-    graphs: bool,
-    *,
-    is_simulated: bool,
-) -> Ranks | None:
-    """What runs are made on; None in virtual time."""
-    if is_simulated:
-        return None
-    devices = choose_devices(device, num_ranks)
-    if devices.kind == CPU:
-        devices = Devices(CPU, num_ranks or REAL_RANKS)
-    return Ranks(devices, random_weights, vae_dtype, graphs)
+def _devices(device: str, num_ranks: int | None, ranks_per_gpu: int) -> Devices:
+    """What runs are made on."""
+    devices = choose_devices(device, num_ranks, ranks_per_gpu=ranks_per_gpu)
+    return Devices(CPU, num_ranks or REAL_RANKS) if devices.kind == CPU else devices
 
 
 def _in_time(runs: Iterator[Run], comparison: Comparison, ends_s: float | None) -> Iterator[Run]:

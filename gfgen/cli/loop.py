@@ -41,6 +41,9 @@ class LoopOptions(Protocol):
     @property
     def guard_s(self) -> float: ...
 
+    @property
+    def grace_s(self) -> float: ...
+
 
 def run_loop(
     pool: WorkerPool,
@@ -108,5 +111,6 @@ def run_loop(
             intake=intake,
             chooser=chooser,
             residency=residency,
+            grace_s=options.grace_s,
         )
         return state, control.run()

@@ -78,13 +78,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if debug:
             logging.getLogger(__name__).exception("failed")
         if logging.getLogger("gfgen").handlers:  # whoever reads the log file only is to know, too
-            logging.getLogger(__name__).error("%s", error, extra={} if log.is_json() else log.FILE_ONLY)
+            _log_end(error)
         if not log.is_json():
             with contextlib.suppress(OSError):  # the terminal may be gone
                 click.echo(f"gfgen: {error}", err=True)
         exit_code = error.exit_code
     _let_go_of_closed_streams()
     sys.exit(exit_code)
+
+
+def _log_end(error: GfgenError) -> None:
+    """What ended the command; for programs an event with the exit code."""
+    event = "stopped" if isinstance(error, InterruptedRunError) else "failed"
+    fields = log.fields(event=event, exit_code=error.exit_code)
+    extra = fields if log.is_json() else fields | log.FILE_ONLY
+    logging.getLogger(__name__).error("%s", error, extra=extra)
 
 
 def _stand_in_for_missing_streams() -> None:

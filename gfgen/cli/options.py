@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 from click.core import ParameterSource
 
+from gfgen.jobfields import parse_duration
+from gfgen.layout import MAX_RANKS
+from gfgen.runtime.control import GRACE_S
 from gfgen.runtime.devices import CPU, Devices
 from gfgen.runtime.records import LOOKAHEAD_S
 
 logger = logging.getLogger(__name__)
+
+Command = Callable[..., Any]
 
 LOOKAHEAD_MS = 1e3 * LOOKAHEAD_S
 
@@ -40,6 +46,21 @@ class NamedPath(click.Path):
         return super().convert(value, param, ctx)
 
 
+class Duration(click.ParamType[float]):
+    """Seconds, written as 30s, 12h or 7d."""
+
+    name = "duration"
+
+    def __init__(self, *, may_be_zero: bool = False) -> None:
+        self._may_be_zero = may_be_zero
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        seconds = value if isinstance(value, float) else parse_duration(str(value))
+        if seconds is None or (seconds == 0 and not self._may_be_zero):
+            self.fail(f"{value!r}: a duration like 30s, 12h or 7d is accepted", param, ctx)
+        return seconds
+
+
 memory_option = click.option(
     "--memory",
     metavar="SIZE",
@@ -51,6 +72,14 @@ graphs_option = click.option(
     show_default=True,
     help="On GPUs: warm up, and launch steps as CUDA graphs where that is faster (docs/models.md).",
 )
+ranks_per_gpu_option = click.option(
+    "--ranks-per-gpu",
+    type=click.IntRange(1, MAX_RANKS),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Let N ranks share each GPU, to try and test layouts of several ranks on one GPU; slower.",
+)
 lookahead_option = click.option(
     "--lookahead",
     type=FiniteRange(0, 1000),
@@ -60,6 +89,25 @@ lookahead_option = click.option(
     help="Queue a next task this long before the predicted end of the one before it, and 2% of it earlier; "
     "0 waits for the end.",
 )
+
+grace_option = click.option(
+    "--grace",
+    type=Duration(may_be_zero=True),
+    default=f"{GRACE_S:g}s",
+    show_default=True,
+    help="How long running steps may take to end when the run is to stop; then they are stopped, too.",
+)
+
+
+def max_step_time_option(default: str | None) -> Callable[[Command], Command]:
+    """--max-step-time, with a default or without a bound."""
+    return click.option(
+        "--max-step-time",
+        type=Duration(),
+        default=default,
+        show_default=default or "no bound",
+        help="Refuse a job if one of its steps is predicted to take longer.",
+    )
 
 
 def tell_of_graphs(ctx: click.Context, devices: Devices) -> None:

@@ -47,6 +47,7 @@ from gfgen.runtime.profiles import (
 )
 from gfgen.runtime.signals import SignalPipe
 from gfgen.runtime.warming import warm_ups
+from gfgen.runtime.wording import counted
 
 logger = logging.getLogger(__name__)
 
@@ -171,7 +172,7 @@ def profile(
         unfinished.remove()
     for line in _table(made.rows):
         click.echo(line)
-    click.echo(f"{len(made.rows)} rows are in {path}")
+    click.echo(f"wrote {counted(len(made.rows), 'row')} to {path}")
 
 
 # What to measure ------------------------------------------------------------------------------
@@ -241,9 +242,10 @@ def _announce(plan: Sequence[Any], todo: Sequence[Any], costs: CostModel, option
     done = len(plan) - len(todo)
     kept = f", {done} of them done before" if done else ""
     guessed = " (a guess: better after the first of them)" if costs.doubts else ""
-    where = f"{_widest(options)} {'GPUs' if options.are_on_gpus else 'ranks'}"
+    widest, kind = _widest(options), "GPU" if options.are_on_gpus else "rank"
+    where = counted(widest, kind) if widest == 1 else f"1 to {counted(widest, kind)}"
     click.echo(
-        f"{len(plan)} measurements on 1 to {where}{kept}: about {in_words(seconds)}{guessed}, and "
+        f"{counted(len(plan), 'measurement')} on {where}{kept}: about {in_words(seconds)}{guessed}, and "
         f"{in_words(_LOADING_S)} or more to load the models"
     )
 

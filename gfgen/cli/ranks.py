@@ -22,9 +22,11 @@ from gfgen.models.geometry_files import model_name
 from gfgen.models.geometry_weights import VAE_DTYPES
 from gfgen.runtime.admission import AdmittedJob, admit
 from gfgen.runtime.devices import CPU, DEVICES, Devices
+from gfgen.runtime.job_bounds import JobBounds, StepTimes
 from gfgen.runtime.machine import cpu_name
 from gfgen.runtime.memory import check_together
 from gfgen.runtime.pool import WorkerPool
+from gfgen.runtime.profiles import find_profile
 from gfgen.runtime.signals import SignalPipe
 from gfgen.runtime.wording import counted
 
@@ -60,23 +62,35 @@ class Ranks:
     def description(self) -> str:
         """As in '4 x NVIDIA H200'."""
         if self.devices.gpus:
-            return f"{self.num_ranks} x {self.device_name}"
+            ranks = f"{self.num_ranks} ranks on " if self.devices.ranks_per_gpu > 1 else ""
+            return f"{ranks}{len(self.devices.gpus)} x {self.device_name}"
         return f"{counted(self.num_ranks, 'CPU rank')} on {self.device_name}"
 
     @property
     def words(self) -> tuple[str, ...]:
         """Of the command line, but for the device and the number of ranks."""
         words = ["--random-weights"] if self.has_random_weights else []
+        shared = self.devices.ranks_per_gpu
+        words += ["--ranks-per-gpu", str(shared)] if shared > 1 else []
         words += [] if self.vae_dtype == "auto" else ["--vae-dtype", self.vae_dtype]
         return (*words, *([] if self.has_graphs else ["--no-graphs"]))
 
-    def admission(self, default_model: str) -> Admission:
+    def step_times(self) -> StepTimes:
+        """How long steps take at least, by what is known of this machine."""
+        found = find_profile(self.devices.gpus[0].name if self.devices.gpus else None)
+        profile = None if found is None else found[1]
+        return StepTimes(profile, kind=self.devices.kind, num_ranks=self.num_ranks)
+
+    def admission(self, default_model: str, *, bounds: JobBounds | None = None) -> Admission:
         """What lets jobs in that they can run."""
+        has_bounded_steps = bounds is not None and bounds.step_s is not None
         return Admission(
             default_model=default_model,
             devices=self.devices,
             has_random_weights=self.has_random_weights,
             vae_dtype=self.vae_dtype,
+            bounds=bounds,
+            step_times=self.step_times() if has_bounded_steps else None,
         )
 
 
@@ -105,16 +119,18 @@ def ready_pool(
     *,
     worker_main: str | None = None,
     are_all_needed: bool = False,
+    keep_fds: Sequence[int] = (),
 ) -> Iterator[WorkerPool]:
     """Workers with these models, or such as `worker_main` says; the run's clock starts after this.
 
     A rank that cannot start is gone without, unless all are needed, as where something is measured.
+    Workers and writers keep `keep_fds` open until they end.
     """
     if worker_main is None:
         check_packages(COMPUTING)
     logger.info(
-        "starting %d ranks (%s) with %s",
-        ranks.num_ranks,
+        "starting %s (%s) with %s",
+        counted(ranks.num_ranks, "rank"),
         ranks.devices.kind,
         ", ".join(sorted(model_name(path) for path in checkpoints)),
     )
@@ -124,18 +140,22 @@ def ready_pool(
     if len(islands) > 1:
         logger.info("GPUs without peer access share no layout: %s", "; ".join(str(list(i)) for i in islands))
     began_s = time.monotonic()
-    with WorkerPool(
-        num_ranks=ranks.num_ranks,
-        checkpoints=sorted(checkpoints),
-        worker_main=worker_main,
-        device=ranks.devices.kind,
-        has_random_weights=ranks.has_random_weights,
-        vae_dtype=ranks.vae_dtype,
-        has_graphs=ranks.has_graphs,
-        memory_limit=ranks.devices.memory_limit,
-        islands=islands,
-        are_all_needed=are_all_needed,
-    ) as pool:
+    with signals.interrupting("the models were loading; nothing was started"):
+        started = WorkerPool(
+            num_ranks=ranks.num_ranks,
+            checkpoints=sorted(checkpoints),
+            worker_main=worker_main,
+            device=ranks.devices.kind,
+            has_random_weights=ranks.has_random_weights,
+            vae_dtype=ranks.vae_dtype,
+            has_graphs=ranks.has_graphs,
+            memory_limit=ranks.devices.rank_limit,
+            num_gpus=len(ranks.devices.gpus),
+            islands=islands,
+            are_all_needed=are_all_needed,
+            keep_fds=keep_fds,
+        )
+    with started as pool:
         pool.wait_ready(signals)
         logger.info("ready after %.1f s", time.monotonic() - began_s)
         yield pool

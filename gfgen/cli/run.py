@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
+import signal
 import tempfile
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import click
 
 from gfgen import log
-from gfgen.cli.admission import warn_of_passed_deadlines
+from gfgen.cli.admission import warn_of_passed_deadlines, with_time
 from gfgen.cli.loop import run_loop
-from gfgen.cli.options import NamedPath, graphs_option, lookahead_option, memory_option, tell_of_graphs
+from gfgen.cli.options import (
+    NamedPath,
+    grace_option,
+    graphs_option,
+    lookahead_option,
+    max_step_time_option,
+    memory_option,
+    ranks_per_gpu_option,
+    tell_of_graphs,
+)
 from gfgen.cli.progress import make_file_progress, make_progress
 from gfgen.cli.ranks import Ranks, ready_pool
-from gfgen.cli.run_files import admit_jobs, check_records, check_written
+from gfgen.cli.run_files import admit_jobs, check_records, check_watched, check_written, resolved
 from gfgen.cli.warming import warm_up
 from gfgen.errors import InputError, InterruptedRunError, Problem
 from gfgen.layout import MAX_RANKS
@@ -33,8 +42,10 @@ from gfgen.runtime.choosing import ChooserBeside
 from gfgen.runtime.clock import Clock
 from gfgen.runtime.closing import closing_at
 from gfgen.runtime.comparison import numbers
+from gfgen.runtime.control import GRACE_S
 from gfgen.runtime.devices import DEVICES, Devices, choose_devices, parse_memory
 from gfgen.runtime.inbox import Inbox
+from gfgen.runtime.job_bounds import JobBounds
 from gfgen.runtime.journal import JOURNAL_NAME, Journal, first_arrivals, journal_header
 from gfgen.runtime.lock import hold_folder
 from gfgen.runtime.manifest import MANIFEST_NAME, ManifestWriter
@@ -72,6 +83,13 @@ class RunOptions:
     closes_at: float | None = None
     """Unix time at which the run is to end by itself."""
     log_file: Path | None = None
+    grace_s: float = GRACE_S
+    max_step_s: float | None = None
+    """Predicted time of one step above which a job is refused."""
+
+    @property
+    def job_bounds(self) -> JobBounds:
+        return JobBounds(step_s=self.max_step_s)
 
 
 @click.command()
@@ -99,6 +117,7 @@ class RunOptions:
     show_default=True,
     help="What the workers compute on; auto: GPUs if there are any.",
 )
+@ranks_per_gpu_option
 @memory_option
 @click.option("--policy", default="auto", show_default=True, help="NAME[,option=value...]: 'gfgen policies'.")
 @click.option(
@@ -122,6 +141,8 @@ class RunOptions:
 @graphs_option
 @click.option("--skip-invalid", is_flag=True, help="Run the valid jobs of a file with mistakes; exit with 1.")
 @lookahead_option
+@grace_option
+@max_step_time_option(None)
 @click.option("--trace", type=NamedPath(), help="Write a timeline, for Perfetto or gfgen plot.")
 @click.option(
     "--watch",
@@ -150,6 +171,7 @@ def run(
     overwrite: bool,
     ranks: int | None,
     device: str,
+    ranks_per_gpu: int,
     memory: str | None,
     policy: str,
     model: str,
@@ -158,9 +180,11 @@ def run(
     graphs: bool,
     skip_invalid: bool,
     lookahead: float,
+    grace: float,
     trace: Path | None,
     watch: Path | None,
     until: str | None,
+    max_step_time: float | None,
     log_file: Path | None,
     quiet: bool,
     log_json: bool,
@@ -180,7 +204,7 @@ def run(
     if output is None and output_dir.name != name:
         logger.info("outputs/%s belongs to another job file: files go to %s", name, output_dir)
     memory_limit = None if memory is None else parse_memory(memory)
-    devices = choose_devices(device, ranks, memory_limit=memory_limit)
+    devices = choose_devices(device, ranks, memory_limit=memory_limit, ranks_per_gpu=ranks_per_gpu)
     options = RunOptions(
         output_dir=output_dir,
         ranks=Ranks(devices, random_weights, vae_dtype, graphs),
@@ -190,9 +214,11 @@ def run(
         overwrite=overwrite,
         job_file=job_file_name(source, output_dir),
         guard_s=lookahead / 1000,
+        grace_s=grace,
         trace=trace,
         closes_at=None if until is None else closing_at(until, now=time.time()),
         log_file=log_file,
+        max_step_s=max_step_time,
         quiet=quiet,
         log_json=log_json,
     )
@@ -202,16 +228,18 @@ def run(
         summary = watch_folder(watch, options)
     else:
         assert jobs is not None
-        with held_folder(output_dir):
+        with held_folder(output_dir) as lock:
             check_records(output_dir)
             admitted, done, problems = admit_jobs(jobs, options)
-            summary = run_jobs(admitted, options, done=done)
+            summary = run_jobs(admitted, options, done=done, lock=lock)
     _report(summary, options)
     return 1 if summary.num_failed or problems else 0
 
 
-def run_jobs(admitted: Sequence[AdmittedJob], options: RunOptions, *, done: Collection[str] = ()) -> Summary:
-    """Run jobs that were admitted, except those that an earlier run has done; their folder is held.
+def run_jobs(
+    admitted: Sequence[AdmittedJob], options: RunOptions, *, done: Collection[str], lock: int
+) -> Summary:
+    """Run jobs that were admitted, except those that an earlier run has done; `lock` holds their folder.
 
     Raises: InterruptedRunError when a signal ended the run before all jobs had.
     """
@@ -225,13 +253,15 @@ def run_jobs(admitted: Sequence[AdmittedJob], options: RunOptions, *, done: Coll
             return Summary(num_skipped=len(admitted))
         _check_trace(options.trace)
         skipped = [job for job in admitted if job.job_id in done]
-        residency = options.ranks.admission(options.model).residency(todo)
-        checkpoints = residency.checkpoints if residency else {job.checkpoint for job in todo}
-        with ready_pool(checkpoints, options.ranks, signals) as pool:
+        fitting, num_left = with_time(todo, options.ranks.step_times, closes_at=options.closes_at)
+        residency = options.ranks.admission(options.model).residency(fitting)
+        checkpoints = residency.checkpoints if residency else {job.checkpoint for job in fitting}
+        with ready_pool(checkpoints, options.ranks, signals, keep_fds=[lock]) as pool:
             if options.ranks.has_graphs:
-                held = of_held_models(todo, residency)
+                held = of_held_models(fitting, residency)
                 warm_up(pool, held, devices=options.ranks.devices, policy=options.policy, signals=signals)
-            return run_on(pool, todo, options, signals=signals, skipped=skipped, residency=residency)
+            summary = run_on(pool, fitting, options, signals=signals, skipped=skipped, residency=residency)
+        return replace(summary, num_unfinished=summary.num_unfinished + num_left)
 
 
 def watch_folder(folder: Path, options: RunOptions) -> Summary:
@@ -239,12 +269,12 @@ def watch_folder(folder: Path, options: RunOptions) -> Summary:
 
     The models are those of the files that are there at the start, and the default one.
     """
-    _check_watched(folder, options.output_dir)
+    check_watched(folder, options.output_dir)
     _check_trace(options.trace)
-    admit = options.ranks.admission(options.model)
+    admit = options.ranks.admission(options.model, bounds=options.job_bounds)
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(contextlib.closing(SignalPipe()))
-        stack.enter_context(held_folder(options.output_dir))
+        lock = stack.enter_context(held_folder(options.output_dir))
         check_records(options.output_dir)
         inbox = stack.enter_context(
             contextlib.closing(
@@ -262,7 +292,7 @@ def watch_folder(folder: Path, options: RunOptions) -> Summary:
         admit.check(checkpoints)
         residency = admit.residency(first, names={options.model: admit.find_model(options.model).checkpoint})
         loaded = residency.checkpoints if residency else checkpoints
-        pool = stack.enter_context(ready_pool(loaded, options.ranks, signals))
+        pool = stack.enter_context(ready_pool(loaded, options.ranks, signals, keep_fds=[lock]))
         if options.ranks.has_graphs:
             held = of_held_models(first, residency)
             warm_up(pool, held, devices=options.ranks.devices, policy=options.policy, signals=signals)
@@ -344,6 +374,8 @@ def run_on(
             intake=inbox,
         )
     if state.stop_signal is not None and not state.all_ended:
+        if options.log_json:
+            _tell_of_end(summary, options, stopped_by=signal.Signals(state.stop_signal).name)
         raise InterruptedRunError(
             f"stopped; {counted(summary.num_done, 'job')} done, {summary.num_unfinished} left: "
             "run the same command again to go on",
@@ -363,20 +395,21 @@ def default_profile(devices: Devices) -> Profile | None:
 
 
 @contextlib.contextmanager
-def held_folder(folder: Path) -> Iterator[None]:
+def held_folder(folder: Path) -> Iterator[int]:
     """The output folder, held for this run and cleared of what killed runs left.
 
-    It is made if need be, and removed again if nothing came into it.
+    It is made if need be, and removed again if nothing came into it. Yields the lock's descriptor
+    (`hold_folder`).
     """
     from gfgen.runtime.outputs import remove_leftovers  # imports numpy, which --help can do without
 
     made = [each for each in (folder, *folder.parents) if not os.path.exists(each)]
     _make_folder(folder)
     try:
-        with hold_folder(folder):
+        with hold_folder(folder) as lock:
             if num_leftovers := remove_leftovers(folder):
-                logger.info("removed %d unfinished files of an earlier run", num_leftovers)
-            yield
+                logger.info("removed %s of an earlier run", counted(num_leftovers, "unfinished file"))
+            yield lock
     finally:
         with contextlib.suppress(OSError):
             for each in made:
@@ -398,24 +431,16 @@ def _name_of(jobs: str | None, watch: Path | None) -> str:
     if (jobs is None) == (watch is None):
         raise click.UsageError("give either JOBS, a job file, or --watch DIR, a folder of job files")
     if watch is not None:
-        return watch.resolve().name
+        return resolved(watch).name
     return "stdin" if jobs == "-" else Path(jobs or "").stem
-
-
-def _check_watched(folder: Path, output_dir: Path) -> None:
-    if not folder.is_dir():
-        raise InputError(f"--watch {folder}: there is no such folder; make it, then put job files into it")
-    if folder.resolve() == output_dir.resolve():
-        raise InputError(f"--watch {folder}: is the output folder too; name another with --output")
 
 
 def _make_folder(folder: Path) -> None:
     try:
         _try_to_write(folder)
     except OSError as error:
-        raise InputError(
-            f"--output {folder}: cannot write there ({error.strerror}); name another folder"
-        ) from None
+        reason = "this is a file" if folder.is_file() else f"cannot write there ({error.strerror})"
+        raise InputError(f"--output {folder}: {reason}; name another folder") from None
 
 
 def _check_trace(trace: Path | None) -> None:
@@ -453,9 +478,7 @@ def _observers(options: RunOptions) -> list[Observer]:
 def _report(summary: Summary, options: RunOptions) -> None:
     """The end-of-run block; its last lines say where the files are, and what is left. Or JSON."""
     if options.log_json:
-        ended = {"event": "run_ended", "output": str(options.output_dir), **numbers(summary)}
-        logger.info("the run has ended", extra={**log.FILE_ONLY, **log.fields(**ended)})
-        _say(json.dumps(ended))
+        _tell_of_end(summary, options)
         return
     for line in summary.lines():
         logger.info("%s", line, extra=log.FILE_ONLY)
@@ -468,6 +491,15 @@ def _report(summary: Summary, options: RunOptions) -> None:
         left = f"{jobs} left" + (": run the same command again to go on" if summary.num_unfinished else "")
         logger.info("%s", left, extra=log.FILE_ONLY)
         _say(left)
+
+
+def _tell_of_end(summary: Summary, options: RunOptions, *, stopped_by: str | None = None) -> None:
+    """The event `run_ended`, to standard output and the log file; `stopped_by` names a signal."""
+    ended = {"event": "run_ended", "output": str(options.output_dir), "stopped_by": stopped_by}
+    ended |= numbers(summary)
+    message = "the run has ended" if stopped_by is None else f"the run was stopped by {stopped_by}"
+    logger.info("%s", message, extra={**log.FILE_ONLY, **log.fields(**ended)})
+    _say(log.json_line(logger.name, message, **ended))
 
 
 def _say(line: str) -> None:

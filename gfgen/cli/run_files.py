@@ -37,11 +37,18 @@ def check_written(jobs: str | None, output_dir: Path, written: Mapping[str, Path
         what = next((what for other, what in named.items() if _is_same(path, other)), None)
         what = what or ("a file of the run itself" if _is_record(path, output_dir) else None)
         what = what or (
-            "a picture or a video by its name" if _resolved(path).suffix.lower() in _SUFFIXES else None
+            "a picture or a video by its name" if resolved(path).suffix.lower() in _SUFFIXES else None
         )
         if what is not None:
             raise InputError(f"{option} {path}: is {what}; name another file")
         named[path] = f"the file of {option}, too"
+
+
+def check_watched(folder: Path, output_dir: Path) -> None:
+    if not folder.is_dir():
+        raise InputError(f"--watch {folder}: there is no such folder; make it, then put job files into it")
+    if _is_same(folder, output_dir):
+        raise InputError(f"--watch {folder}: is the output folder too; name another with --output")
 
 
 def check_records(output_dir: Path) -> None:
@@ -59,12 +66,17 @@ def admit_jobs(
     """
     done: set[str] = set()
 
-    def claim(jobs: Sequence[AdmittedJob]) -> tuple[Sequence[AdmittedJob], Sequence[Problem]]:
+    def find_done(jobs: Sequence[AdmittedJob]) -> Collection[str]:
         done.update(finished_jobs(options.output_dir / MANIFEST_NAME, [job.info for job in jobs]))
-        return _claim(jobs, source, options, done=done)
+        return done
 
-    admission = options.ranks.admission(options.model)
-    admitted, problems = admit_file(source, admission, skip_invalid=options.skip_invalid, claim=claim)
+    admitted, problems = admit_file(
+        source,
+        options.ranks.admission(options.model, bounds=options.job_bounds),
+        skip_invalid=options.skip_invalid,
+        done=find_done,
+        claim=lambda jobs: _claim(jobs, source, options, done=find_done(jobs)),
+    )
     return admitted, done, problems
 
 
@@ -88,18 +100,19 @@ def _is_record(path: Path, output_dir: Path) -> bool:
     kept = [output_dir / name for name in (MANIFEST_NAME, JOURNAL_NAME, WATCHED_NAME, LOCK_NAME)]
     if any(_is_same(path, record) for record in kept):
         return True
-    return _resolved(output_dir / resume.FOLDER) in (_resolved(path), *_resolved(path).parents)
+    return resolved(output_dir / resume.FOLDER) in (resolved(path), *resolved(path).parents)
 
 
 def _is_same(path: Path, other: Path) -> bool:
     try:
         return path.samefile(other)
     except OSError:  # one of them is not there yet
-        return _resolved(path) == _resolved(other)
+        return resolved(path) == resolved(other)
 
 
-def _resolved(path: Path) -> Path:
+def resolved(path: Path) -> Path:
+    """The path without links, as far as it can be told."""
     try:
         return path.resolve()
-    except OSError:  # the current folder is gone
+    except (OSError, RuntimeError):  # the current folder is gone; links that form a loop
         return path

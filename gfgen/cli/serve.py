@@ -15,14 +15,23 @@ import click
 
 from gfgen import log
 from gfgen.cli.loop import run_loop
-from gfgen.cli.options import NamedPath, graphs_option, lookahead_option, memory_option, tell_of_graphs
+from gfgen.cli.options import (
+    Duration,
+    NamedPath,
+    grace_option,
+    graphs_option,
+    lookahead_option,
+    max_step_time_option,
+    memory_option,
+    ranks_per_gpu_option,
+    tell_of_graphs,
+)
 from gfgen.cli.packages import SERVING, check_packages
 from gfgen.cli.progress import LineProgress
 from gfgen.cli.ranks import Ranks, ready_pool
 from gfgen.cli.run import default_profile, held_folder, of_held_models
 from gfgen.cli.warming import warm_up
 from gfgen.errors import InputError, InterruptedRunError
-from gfgen.jobfields import parse_duration
 from gfgen.jobspec import JobSpec
 from gfgen.layout import MAX_RANKS
 from gfgen.models.geometry_weights import VAE_DTYPES
@@ -31,12 +40,15 @@ from gfgen.policies.catalog import NamedPolicy, load_policy
 from gfgen.runtime import resume
 from gfgen.runtime.admission import AdmittedJob
 from gfgen.runtime.clock import Clock
+from gfgen.runtime.control import GRACE_S
 from gfgen.runtime.devices import DEVICES, choose_devices, parse_memory
+from gfgen.runtime.job_bounds import JobBounds
 from gfgen.runtime.observer import Observer
 from gfgen.runtime.pool import WorkerPool
 from gfgen.runtime.profile import Profile
 from gfgen.runtime.residency import Residency
 from gfgen.runtime.signals import SignalPipe
+from gfgen.runtime.wording import counted
 from gfgen.server.bounds import Bounds
 from gfgen.server.catalog import shown_model
 from gfgen.server.choosing import SwitchedChooser
@@ -49,6 +61,9 @@ logger = logging.getLogger(__name__)
 
 KEY_VARIABLE = "GFGEN_API_KEY"
 DEFAULTS = Bounds()
+DEFAULT_JOB_BOUNDS = JobBounds(pixels=2048 * 2048, frames=257, steps=200)
+"""All that the models are made for passes: 1280x720 in 121 frames of Wan2.2, 2048x2048 of Qwen-Image."""
+MAX_STEP_TIME = "10m"
 _SIZES = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 
 
@@ -64,7 +79,9 @@ class ServeOptions:
     port: int
     api_key: str | None
     bounds: Bounds
+    grace_s: float = GRACE_S
     models: tuple[str, ...] = (DEFAULT_MODEL,)
+    job_bounds: JobBounds | None = None
     log_level: str = "info"
     log_json: bool = False
     log_file: Path | None = None
@@ -85,18 +102,6 @@ class _Size(click.ParamType[int]):
         if size < 1:
             self.fail(f"{value!r}: a size like 500M or 20G is accepted", param, ctx)
         return size
-
-
-class _Duration(click.ParamType[float]):
-    """Seconds, as 12h or 7d."""
-
-    name = "duration"
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        seconds = value if isinstance(value, float) else parse_duration(str(value))
-        if not seconds:
-            self.fail(f"{value!r}: a duration like 12h or 7d is accepted", param, ctx)
-        return seconds
 
 
 @click.command()
@@ -131,10 +136,34 @@ class _Duration(click.ParamType[float]):
 )
 @click.option("--ranks", type=click.IntRange(1, MAX_RANKS), help="Workers to use. [all GPUs, or 4 on a CPU]")
 @click.option("--device", type=click.Choice(DEVICES), default="auto", show_default=True)
+@ranks_per_gpu_option
 @memory_option
 @graphs_option
 @click.option("--policy", default="auto", show_default=True, help="NAME[,option=value...]: 'gfgen policies'.")
 @lookahead_option
+@grace_option
+@max_step_time_option(MAX_STEP_TIME)
+@click.option(
+    "--max-pixels",
+    type=click.IntRange(1),
+    default=DEFAULT_JOB_BOUNDS.pixels,
+    show_default=True,
+    help="Width x height of one job.",
+)
+@click.option(
+    "--max-frames",
+    type=click.IntRange(1),
+    default=DEFAULT_JOB_BOUNDS.frames,
+    show_default=True,
+    help="Frames of one job.",
+)
+@click.option(
+    "--max-steps",
+    type=click.IntRange(1),
+    default=DEFAULT_JOB_BOUNDS.steps,
+    show_default=True,
+    help="Steps of one job.",
+)
 @click.option(
     "--max-open", type=click.IntRange(1), default=DEFAULTS.open_jobs, show_default=True, help="Open jobs."
 )
@@ -146,7 +175,7 @@ class _Duration(click.ParamType[float]):
     help="Event streams.",
 )
 @click.option("--max-body", type=_Size(), default="64M", show_default=True, help="Bytes of one request.")
-@click.option("--keep", type=_Duration(), default="7d", show_default=True, help="Remove finished jobs after.")
+@click.option("--keep", type=Duration(), default="7d", show_default=True, help="Remove finished jobs after.")
 @click.option(
     "--keep-bytes", type=_Size(), default="100G", show_default=True, help="Remove the oldest files beyond."
 )
@@ -167,10 +196,16 @@ def serve(
     vae_dtype: str,
     ranks: int | None,
     device: str,
+    ranks_per_gpu: int,
     memory: str | None,
     graphs: bool,
     policy: str,
     lookahead: float,
+    grace: float,
+    max_step_time: float,
+    max_pixels: int,
+    max_frames: int,
+    max_steps: int,
     max_open: int,
     max_streams: int,
     max_body: int,
@@ -182,19 +217,20 @@ def serve(
 ) -> int:
     """Make pictures and videos for whoever asks over HTTP: OpenAI's image and video API, and a page.
 
-    SIGTERM stops within a step; started again, it goes on with every job that it had accepted.
+    SIGTERM stops within --grace; started again, it goes on with every job that it had accepted.
     """
     level = "debug" if ctx.obj["debug"] else "warning" if quiet else "info"
     log.configure(level=level, as_json=log_json, file=log_file)
     _check_exposure(host, api_key, no_key=no_key)
     check_packages(SERVING)
     memory_limit = None if memory is None else parse_memory(memory)
-    devices = choose_devices(device, ranks, memory_limit=memory_limit)
+    devices = choose_devices(device, ranks, memory_limit=memory_limit, ranks_per_gpu=ranks_per_gpu)
     options = ServeOptions(
         output_dir=output,
         ranks=Ranks(devices, random_weights, vae_dtype, graphs),
         policy=load_policy(policy),
         guard_s=lookahead / 1000,
+        grace_s=grace,
         host=host,
         port=port,
         api_key=api_key,
@@ -205,6 +241,7 @@ def serve(
             keep_s=keep,
             keep_bytes=keep_bytes,
         ),
+        job_bounds=JobBounds(max_pixels, max_frames, max_steps, max_step_time),
         models=models or (DEFAULT_MODEL,),
         log_level=level,
         log_json=log_json,
@@ -225,14 +262,14 @@ def serve_models(options: ServeOptions) -> None:
         listener = listen(options.host, options.port)
         stack.callback(listener.close)
         signals = stack.enter_context(contextlib.closing(SignalPipe()))
-        stack.enter_context(held_folder(options.output_dir))
+        lock = stack.enter_context(held_folder(options.output_dir))
         chooser = stack.enter_context(contextlib.closing(SwitchedChooser(options.policy.choose)))
         door = Door(on_policy=lambda policy: chooser.follow(load_policy(policy).choose))
         supervisor = Supervisor(listener, settings_of(options), door)
         supervisor.start()
         stack.callback(supervisor.stop)
         logger.info("listening at http://%s:%d; the models are being loaded", options.host, options.port)
-        admit = options.ranks.admission(options.models[0])
+        admit = options.ranks.admission(options.models[0], bounds=options.job_bounds)
         found = [admit.find_model(name) for name in options.models]
         checkpoints = {model.checkpoint for model in found}
         admit.check(checkpoints)
@@ -242,12 +279,13 @@ def serve_models(options: ServeOptions) -> None:
             checkpoints, help_="it is not served any more: start the server with --model NAME too"
         )
         try:
-            pool = stack.enter_context(ready_pool(held, options.ranks, signals))
+            pool = stack.enter_context(ready_pool(held, options.ranks, signals, keep_fds=[lock]))
             if options.ranks.has_graphs:
                 usual = of_held_models(usual_jobs(options.models, loaded), residency)
                 warm_up(pool, usual, devices=options.ranks.devices, policy=options.policy, signals=signals)
         except InterruptedRunError:
-            logger.info("stopped while the models were loading; what is open goes on at the next start")
+            told = "stopped while the models were loading; open jobs go on at the next start"
+            logger.info("%s", told, extra=log.fields(event="server_stopped"))
             return
         serve_on(
             pool,
@@ -300,7 +338,8 @@ def serve_on(
     )
     todo = door.open(serving, is_stopped=lambda: _has_signal(signals))
     if todo is None:
-        logger.info("stopped before it began; what is open goes on at the next start")
+        told = "stopped before it began; open jobs go on at the next start"
+        logger.info("%s", told, extra=log.fields(event="server_stopped"))
         return
     resume.forget_others(options.output_dir, {job.job_id for job in todo})
     resume_points = resume.find(
@@ -313,7 +352,7 @@ def serve_on(
         observers: list[Observer] = [progress, *watchers, door]
         for observer in observers:
             stack.callback(observer.close)
-        logger.info("ready: %d ranks (%s), policy %s", pool.num_ranks, device, options.policy.name)
+        logger.info("ready: %s (%s), policy %s", counted(pool.num_ranks, "rank"), device, options.policy.name)
         _, summary = run_loop(
             pool,
             todo,
@@ -332,7 +371,8 @@ def serve_on(
         )
     num_open = summary.num_unfinished
     some = "1 job is open and goes" if num_open == 1 else f"{num_open} jobs are open and go"
-    logger.info("stopped; %s", f"{some} on at the next start" if num_open else "no job is open")
+    told = f"{some} on at the next start" if num_open else "no job is open"
+    logger.info("stopped; %s", told, extra=log.fields(event="server_stopped", open=num_open))
 
 
 def settings_of(options: ServeOptions) -> Settings:

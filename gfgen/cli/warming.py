@@ -14,6 +14,7 @@ from gfgen.runtime.messages import WarmUp
 from gfgen.runtime.pool import WorkerPool
 from gfgen.runtime.signals import SignalPipe
 from gfgen.runtime.warming import degrees_at_hand, warm_ups
+from gfgen.runtime.wording import counted
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +35,7 @@ def warm_up(
     if not (items := choose(jobs)):
         return
     began_s = time.monotonic()
-    logger.info("warming up: %d kinds of steps", len(items))
+    logger.info("warming up for %s", counted(len(items), "shape"))
     for number, (item, answer) in enumerate(pool.warm_up(items, signals), start=1):
         if answer.reason is None:
             logger.info("warming up: %d of %d, %s", number, len(items), _name_of(item))

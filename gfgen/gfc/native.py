@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 from ctypes import POINTER, Structure, c_char_p, c_int, c_int32, c_int64, c_uint8, c_uint32, c_uint64
 from functools import cache
-from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 from gfgen.errors import RunError
@@ -136,12 +135,10 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
 @cache
 def library() -> ctypes.CDLL:
     """The native library, loaded once; raises RunError when it was not built."""
-    candidates = [Path(__file__).with_name("_native" + suffix) for suffix in EXTENSION_SUFFIXES]
-    path = next((path for path in candidates if path.exists()), None)
-    if path is None:
+    path = Path(__file__).with_name("_native.so")
+    if not path.exists():
         raise RunError(
-            f"the native library is missing ({candidates[0].name}): install gfgen, or build it in "
-            "place with `python setup.py build_ext --inplace`"
+            f"{path} is missing: install gfgen, or in a checkout run `python setup.py build_ext --inplace`"
         )
     loaded = ctypes.CDLL(str(path), use_errno=True)
     for name, (result, arguments) in _SIGNATURES.items():

@@ -20,6 +20,11 @@ from gfgen.models.parallel import Parallel
 
 Scalar = int | float | bool | str | None | list[int] | list[float]
 
+SAMPLE = "sample"
+"""Name of the latents themselves among the tensors of the artifact `latents`."""
+PIXEL_SUM = "pixel_sum"
+"""Name of the sum of all pixels, before they became bytes, among the tensors of the artifact `frames`."""
+
 
 @dataclass(slots=True)
 class Fields:
@@ -68,7 +73,7 @@ class Adapter(Protocol):
         ...
 
     def decode(self, spec: JobSpec, latents: Fields, *, parallel: Parallel | None = None) -> Fields:
-        """The artifact `frames`: uint8 [F, H, W, 3], on the adapter's device.
+        """The artifact `frames`: uint8 [F, H, W, 3], on the adapter's device, and the pixels' sum as floats.
 
         With `parallel`, all ranks of a layout make the same call together, and each returns its own
         rows of all frames: [F, h, W, 3] from row `first_row` on. Bitwise the same for the same

@@ -23,8 +23,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gfgen.jobspec import JobSpec
 from gfgen.layout import Layout
-from gfgen.models import shared_decode, solver
-from gfgen.models.adapter import Fields
+from gfgen.models import shared_decode, solver, stopping
+from gfgen.models.adapter import PIXEL_SUM, SAMPLE, Fields
 from gfgen.models.components import LoadPipeline, load_pipeline
 from gfgen.models.counted_attention import is_fast
 from gfgen.models.forwards import Forward, evaluate
@@ -104,14 +104,15 @@ class QwenImageAdapter:
 
     @torch.no_grad()
     def decode(self, spec: JobSpec, latents: Fields, *, parallel: Parallel | None = None) -> Fields:
-        sample_BSC = latents.tensors[solver.SAMPLE].to(self.device)
+        sample_BSC = latents.tensors[SAMPLE].to(self.device)
         factor = self._pipeline.vae_scale_factor
         sample_BCTHW = self._pipeline._unpack_latents(sample_BSC, spec.height, spec.width, factor)
         scaled_BCTHW = denormalize_latents(sample_BCTHW.to(self._vae.dtype), self._vae.config)
         pixels_BCTHW, first_row = shared_decode.decode_rows(self._vae, scaled_BCTHW, parallel)
         picture_BCHW = pixels_BCTHW[:, :, 0].float()
         picture_BCHW = self._pipeline.image_processor.postprocess(picture_BCHW, output_type="pt")
-        return Fields({"frames": to_uint8(picture_BCHW)}, {"first_row": first_row})
+        tensors = {"frames": to_uint8(picture_BCHW), PIXEL_SUM: pixels_BCTHW.sum(dtype=torch.float32)}
+        return Fields(tensors, {"first_row": first_row})
 
     def text_shape(self, spec: JobSpec, prompt: Fields, layout: Layout) -> tuple[object, ...]:
         embeds, degree = list(prompt.tensors.values()), layout.ulysses * layout.ring
@@ -192,6 +193,7 @@ def load_qwen_image(
         fuse(pipeline.transformer)
         is_fast(torch.device(device), dtype)  # tried before tasks, in which nobody may wait for the device
     shared_decode.install(pipeline.vae)
+    stopping.install(pipeline.text_encoder, pipeline.transformer, pipeline.vae)
     return QwenImageAdapter(geometry, pipeline=pipeline, device=device)
 
 

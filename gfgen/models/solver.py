@@ -15,11 +15,8 @@ from typing import Any
 
 from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
 
-from gfgen.models.adapter import Fields, Scalar
+from gfgen.models.adapter import SAMPLE, Fields, Scalar
 from gfgen.models.unipc import HostUniPC
-
-SAMPLE = "sample"
-"""Name of the latents themselves among the tensors of the artifact `latents`."""
 
 
 @dataclass(frozen=True, slots=True)

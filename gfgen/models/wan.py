@@ -20,8 +20,8 @@ from diffusers import WanImageToVideoPipeline, WanPipeline
 
 from gfgen.jobspec import JobSpec
 from gfgen.layout import Layout
-from gfgen.models import shared_decode, solver
-from gfgen.models.adapter import Fields
+from gfgen.models import shared_decode, solver, stopping
+from gfgen.models.adapter import PIXEL_SUM, SAMPLE, Fields
 from gfgen.models.components import LoadPipeline, load_pipeline
 from gfgen.models.forwards import Forward, evaluate
 from gfgen.models.fused import fuse
@@ -128,11 +128,12 @@ class WanAdapter:
 
     @torch.no_grad()
     def decode(self, spec: JobSpec, latents: Fields, *, parallel: Parallel | None = None) -> Fields:
-        sample_BCTHW = latents.tensors[solver.SAMPLE].to(self.device, dtype=self._vae.dtype)
+        sample_BCTHW = latents.tensors[SAMPLE].to(self.device, dtype=self._vae.dtype)
         scaled = denormalize_latents(sample_BCTHW, self._vae.config)
         video, first_row = shared_decode.decode_rows(self._vae, scaled, parallel)
         pictures = self._text.video_processor.postprocess_video(video.float(), output_type="pt")[0]
-        return Fields({"frames": to_uint8(pictures)}, {"first_row": first_row})
+        tensors = {"frames": to_uint8(pictures), PIXEL_SUM: video.sum(dtype=torch.float32)}
+        return Fields(tensors, {"first_row": first_row})
 
     def text_shape(self, spec: JobSpec, prompt: Fields, layout: Layout) -> tuple[object, ...]:
         return tuple(x.shape[1] for x in prompt.tensors.values())
@@ -218,6 +219,7 @@ def load_wan(
         elif device == "cpu":
             remember_prompts(transformer)
     shared_decode.install(loaded.vae)
+    stopping.install(loaded.text_encoder, loaded.transformer, loaded.transformer_2, loaded.vae)
     flags = {name: loaded.config[name] for name in ("boundary_ratio", "expand_timesteps")}
     return WanAdapter(
         geometry,

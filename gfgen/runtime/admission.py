@@ -7,6 +7,7 @@ once.
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,9 +21,9 @@ from gfgen.layout import MAX_RANKS, Limits
 from gfgen.models.geometry import Geometry, max_decode_degree, max_sequence_degree, twin_of
 from gfgen.runtime.content import Content
 from gfgen.runtime.observer import JobInfo
+from gfgen.runtime.wording import MAX_NAMED, in_lines
 
-MAX_LINES_NAMED = 10
-"""Of jobs whose model is missing; the first line is in the problem's own place."""
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,14 +119,23 @@ def admit(
     return tuple(jobs), (*problems, *missing)
 
 
+def tell_of_rounding(jobs: Iterable[AdmittedJob]) -> None:
+    """A log line for each size and number of frames that a model rounds, with the lines of the jobs."""
+    lines: dict[str, list[int | None]] = defaultdict(list)
+    for job in jobs:
+        if job.info.rounding is not None:
+            lines[f"{job.spec.model} rounds {job.info.rounding}"].append(job.spec.line)
+    for what, numbers in list(lines.items())[:MAX_NAMED]:
+        logger.info("%s: %s", in_lines(numbers), what)
+    if len(lines) > MAX_NAMED:
+        logger.info("%d more sizes are rounded; the manifest has all of them", len(lines) - MAX_NAMED)
+
+
 def _missing_model(name: str, error: object, lines: Sequence[int | None]) -> Problem:
     """One problem for all jobs of a model, at the first of their lines."""
     reason = str(error).removeprefix(f"model {name}: ")
-    others = [str(line) for line in lines[1:]]
-    if others:
-        shown = ", ".join(others[:MAX_LINES_NAMED])
-        rest = f" and {len(others) - MAX_LINES_NAMED} more" if len(others) > MAX_LINES_NAMED else ""
-        reason += f" (the same model: line{'s' if len(others) > 1 else ''} {shown}{rest})"
+    if len(lines) > 1:
+        reason += f" (the same model: {in_lines(lines[1:])})"
     return replace(Problem.of("model", name, reason), line=lines[0])
 
 

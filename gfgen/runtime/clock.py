@@ -30,6 +30,7 @@ _KIND_ORDER = (
     events.ModelsChanged,
     events.StopRequested,
     events.ClosingTime,
+    events.GraceOver,
     events.Wakeup,
 )
 """Ties in time: what ends comes before what begins, so that a rank that gets free at the very

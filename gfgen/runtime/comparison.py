@@ -44,9 +44,16 @@ def numbers(summary: Summary) -> dict[str, Any]:
             tag: {"met": met.num_met, "jobs": met.num_jobs, "share": met.fraction}
             for tag, met in _attained(summary).items()
         },
+        "num_ranks": len(summary.busy_s),
         "utilisation": summary.utilisation,
+        "waited_share": summary.waited_share,
         "moved_s": sum(summary.moved_s),
         "moved_share": summary.moved_share,
+        "memory": {
+            "host_bytes": max((use.host_bytes for use in summary.memory.values()), default=None),
+            "device_bytes": dict(summary.device_peaks),
+        },
+        "policy_fault": summary.policy_fault,
     }
 
 

@@ -16,7 +16,16 @@ from gfgen.runtime.admission import AdmittedJob, arriving_after
 from gfgen.runtime.backlog import Backlog
 from gfgen.runtime.clock import Clock
 from gfgen.runtime.dispatch import Dispatch
-from gfgen.runtime.events import ClosingTime, Event, JobArrived, JobTimedOut, PolicyChanged, Wakeup
+from gfgen.runtime.events import (
+    ClosingTime,
+    Event,
+    GraceOver,
+    JobArrived,
+    JobTimedOut,
+    PolicyChanged,
+    StopRequested,
+    Wakeup,
+)
 from gfgen.runtime.journal import Journal, NoJournal
 from gfgen.runtime.messages import MemoryUse
 from gfgen.runtime.metrics import Metrics, Summary
@@ -31,6 +40,8 @@ logger = logging.getLogger(__name__)
 MAX_POLICY_FAULTS = 3
 """After so many calls in which the policy was at fault the run goes on under FALLBACK."""
 FALLBACK = "fcfs"
+GRACE_S = 30.0
+"""How long running tasks may take to end when the run is to stop, before they are stopped, too."""
 CHANGES_PER_CHOICE = 24
 """A policy is chosen anew when so many jobs have come or gone; at the start of a run sooner, when each
 of them changes the picture. More often gained nothing in the study of policies."""
@@ -45,6 +56,10 @@ class Backend(Protocol):
 
     def submit(self, dispatch: Dispatch) -> None:
         """Hand a task to its ranks; returns before it has run. A decoded job is written after."""
+        ...
+
+    def stop(self, dispatches: Sequence[Dispatch]) -> None:
+        """Let ranks leave these tasks; each ends by `TaskFailed` on all of its ranks, as void."""
         ...
 
     def release(self, job_id: str) -> None:
@@ -109,6 +124,7 @@ class Control:
         intake: Intake | None = None,
         chooser: Chooser | None = None,
         residency: Residency | None = None,
+        grace_s: float = GRACE_S,
     ) -> None:
         self.state = state
         self.backend = backend
@@ -133,6 +149,7 @@ class Control:
         self._intake = intake
         self._chooser = self._usual_chooser = chooser
         self._residency = residency
+        self._grace_s = grace_s
         self._num_changes = 0
         """Arrivals and ends of jobs so far."""
         self._next_choice = 1
@@ -166,6 +183,8 @@ class Control:
         for event in events:
             self.journal.append(event)
             self.apply(event)
+        if unwanted := self.state.take_unwanted():
+            self.backend.stop(unwanted)
         self.take_in()
         self.reconsider()
         self.change_models()
@@ -246,6 +265,8 @@ class Control:
             self.policy, self._chooser = load_policy(event.policy), self._usual_chooser
             logger.info("from now on %s decides: %s", event.policy, event.reason)
         self._num_changes += isinstance(event, JobArrived)
+        if isinstance(event, StopRequested | ClosingTime):
+            self.clock.at(GraceOver(event.time_s + self._grace_s))
         outcomes = self.state.apply(event)
         self._plan_to_look()
         for observer in self.observers:

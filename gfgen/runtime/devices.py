@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 from gfgen.errors import InputError
+from gfgen.layout import MAX_RANKS
 from gfgen.runtime.own_modules import module_command, module_environment
 
 logger = logging.getLogger(__name__)
@@ -44,19 +45,36 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """What the ranks of a run compute on; rank r on GPU r."""
+    """What the ranks of a run compute on; rank r uses GPU r modulo the number of GPUs."""
 
     kind: str
     num_ranks: int
     gpus: tuple[Gpu, ...] = ()
     memory_limit: int | None = None
     """Bytes that may be used at most: of each GPU, or of main memory for CPU ranks."""
+    ranks_per_gpu: int = 1
+    """How many ranks share each GPU; the last GPUs may have fewer."""
 
     @property
     def memory_bytes(self) -> int | None:
-        """What may be used of the smallest GPU in use, or of main memory; None where nothing limits that."""
+        """What each rank may use of its GPU, or all CPU ranks of main memory; None if nothing limits it.
+
+        The smallest GPU counts. Ranks that share a GPU get equal parts of its memory.
+        """
         limits = [] if self.memory_limit is None else [self.memory_limit]
-        return min([*limits, *(gpu.memory_bytes for gpu in self.gpus)], default=None)
+        found = min([*limits, *(gpu.memory_bytes for gpu in self.gpus)], default=None)
+        return None if found is None else found // self.ranks_per_gpu
+
+    @property
+    def rank_limit(self) -> int | None:
+        """Bytes of its GPU that a rank may use; None for all of them."""
+        return self.memory_limit if self.ranks_per_gpu == 1 else self.memory_bytes
+
+    @property
+    def where(self) -> str:
+        """In words, what `memory_bytes` is about where there are GPUs."""
+        shared = self.ranks_per_gpu > 1
+        return f"for each of {self.ranks_per_gpu} ranks that share a GPU" if shared else "on each GPU"
 
     @property
     def islands(self) -> tuple[tuple[int, ...], ...]:
@@ -75,8 +93,11 @@ class Devices:
         return tuple(map(tuple, islands))
 
     def _reach(self, rank: int, other: int) -> bool:
-        """Whether two GPUs reach each other; CPU ranks do."""
-        pairs = ((rank, other), (other, rank)) if self.gpus else ()
+        """Whether two ranks reach each other's memory; CPU ranks do, and ranks that share a GPU."""
+        if not self.gpus:
+            return True
+        one, two = rank % len(self.gpus), other % len(self.gpus)
+        pairs = () if one == two else ((one, two), (two, one))
         return all(self.gpus[a].peers is None or b in (self.gpus[a].peers or ()) for a, b in pairs)
 
 
@@ -85,9 +106,10 @@ def choose_devices(
     num_ranks: int | None = None,
     *,
     memory_limit: int | None = None,
+    ranks_per_gpu: int = 1,
     find: Callable[[], Sequence[Gpu]] | None = None,
 ) -> Devices:
-    """The devices for --device, --ranks and --memory, any of which may be left open.
+    """The devices for --device, --ranks, --memory and --ranks-per-gpu, any of which may be left open.
 
     Raises: InputError when there are fewer GPUs than asked for.
     """
@@ -96,11 +118,20 @@ def choose_devices(
     if not gpus:
         if kind == CUDA:
             raise InputError("--device cuda: no GPU that can be used ('gfgen doctor' says why); use cpu")
+        if ranks_per_gpu > 1:
+            logger.info("--ranks-per-gpu has no effect on CPU ranks")
         return Devices(CPU, num_ranks or DEFAULT_CPU_RANKS, memory_limit=memory_limit)
-    count = num_ranks or len(gpus)
-    if count > len(gpus):
-        raise InputError(f"--ranks {count}: there are {len(gpus)} GPUs; as many at most, or --device cpu")
-    return Devices(CUDA, count, tuple(gpus[:count]), memory_limit)
+    most = min(ranks_per_gpu * len(gpus), MAX_RANKS)
+    count = num_ranks or most
+    if count > most:
+        shared = f" with {ranks_per_gpu} ranks each" if ranks_per_gpu > 1 else ""
+        raise InputError(
+            f"--ranks {count}: there are {len(gpus)} GPUs{shared}; {most} at most, or --device cpu"
+        )
+    if ranks_per_gpu > 1:
+        logger.warning("%d ranks share each GPU and take turns: slower than one rank per GPU", ranks_per_gpu)
+    used = gpus[: -(-count // ranks_per_gpu)]
+    return Devices(CUDA, count, tuple(used), memory_limit, ranks_per_gpu)
 
 
 def parse_memory(text: str, *, option: str = "--memory") -> int:

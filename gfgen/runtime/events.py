@@ -28,14 +28,14 @@ class JobArrived(Event):
 
 @dataclass(frozen=True, slots=True)
 class JobTimedOut(Event):
-    """A job's time-out has passed; it fails unless it has ended."""
+    """A job's timeout has passed: unless it has ended, its running task is stopped and it fails."""
 
     job_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class JobCancelled(Event):
-    """Nobody wants a job any more; what of it is at work on ranks ends first, and nothing new begins."""
+    """Nobody wants a job any more: its running task is stopped, and nothing new begins."""
 
     job_id: str
 
@@ -170,6 +170,11 @@ class StopRequested(Event):
 @dataclass(frozen=True, slots=True)
 class ClosingTime(Event):
     """The time until which the run may work has come, or nothing that is left fits before it."""
+
+
+@dataclass(frozen=True, slots=True)
+class GraceOver(Event):
+    """Tasks that still run although the run is to stop have had their time: they are stopped, too."""
 
 
 @dataclass(frozen=True, slots=True)

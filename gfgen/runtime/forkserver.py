@@ -5,8 +5,9 @@ that is killed leaves both there. Here they are removed as soon as the server li
 processes are asked for through the descriptor that is left. Not an abstract socket: any user of
 the machine could connect to that (CVE-2022-42919).
 
-The server, and what it forks, gets no signal that is meant for the run: with the server all ranks would die
-(`lifeline`), and `timeout`, `kill -- -GROUP` and a closing terminal tell every process of the run.
+The kernel kills the server with the run, and what the server forks with the server (`lifeline`).
+Neither gets a signal that is meant for the run: `timeout`, `kill -- -GROUP` and a closing terminal
+signal every process.
 """
 
 from __future__ import annotations
@@ -21,21 +22,32 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from gfgen.runtime.own_modules import PACKAGE_ROOT
 from gfgen.runtime.signals import FOR_THE_RUN
 
 _BY_DESCRIPTOR = "/proc/self/fd/"
 
 
-def ensure_running() -> None:
-    """Start the fork server unless it runs; it and all that it forks are deaf to signals for the run."""
+def ensure_running(keep_fds: Sequence[int] = ()) -> None:
+    """Start the fork server unless it runs.
+
+    It and all that it forks ignore signals for the run, die with the run and keep `keep_fds` open.
+    """
+    # The kernel would kill the server at the end of any other thread.
+    assert threading.current_thread() is threading.main_thread(), "the main thread starts processes"
     server: Any = multiprocessing.forkserver._forkserver
     address_before = server._forkserver_address
     if address_before is None:
         _leave_removed_folder()
-    with _same_modules(), tempfile.TemporaryDirectory(prefix="gfgen-") as folder, _temporary_folder(folder):
+    with (
+        _our_start(keep_fds),
+        tempfile.TemporaryDirectory(prefix="gfgen-") as folder,
+        _temporary_folder(folder),
+    ):
         with _signals_blocked():
             multiprocessing.resource_tracker.ensure_running()
         with _signals_blocked():  # again: the tracker's start lets some of them through
@@ -58,20 +70,34 @@ def _leave_removed_folder() -> None:
 
 
 @contextlib.contextmanager
-def _same_modules() -> Iterator[None]:
-    """Let a process that is started here find modules in the current folder only if this one does.
+def _our_start(keep_fds: Sequence[int]) -> Iterator[None]:
+    """Start processes so that they find our modules, and the fork server so that it dies with this process.
 
-    It is started with `-c`, which puts that folder before the standard library: a random.py would be taken
-    for Python's own.
+    They are started with `-c`, which searches the current folder before the standard library: unless this
+    process does too, `-P` keeps them from taking a random.py there for Python's own.
     """
     util: Any = multiprocessing.util
-    flags = util._args_from_interpreter_flags
-    if not _finds_modules_here():
-        util._args_from_interpreter_flags = lambda: [*flags(), "-P"]
+    spawn = util.spawnv_passfds
+    own_flags = [] if _finds_modules_here() else ["-P"]
+
+    def start(path: bytes, command: Sequence[str], fds: Sequence[int]) -> int:
+        *flags, _, code = command
+        if "forkserver" in code:  # the resource tracker ends when all others have
+            code, fds = f"{_lifeline()}; {code}", [*fds, *keep_fds]
+        pid: int = spawn(path, [*flags, *own_flags, "-c", code], fds)
+        return pid
+
+    util.spawnv_passfds = start
     try:
         yield
     finally:
-        util._args_from_interpreter_flags = flags
+        util.spawnv_passfds = spawn
+
+
+def _lifeline() -> str:
+    """Statements for a child of this process, which may not find this package."""
+    bind = f"lifeline.die_with_parent({os.getpid()}); lifeline.bind_forks()"
+    return f"import sys; sys.path.append({str(PACKAGE_ROOT)!r}); from gfgen.runtime import lifeline; {bind}"
 
 
 def _finds_modules_here() -> bool:

@@ -25,15 +25,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from gfgen.errors import OutputError, Problem
+from gfgen.errors import OutputError, Problem, listed
 from gfgen.identity import name_key
 from gfgen.job import read_job_stream
 from gfgen.jobspec import JobSpec
-from gfgen.runtime.admission import AdmittedJob
+from gfgen.runtime.admission import AdmittedJob, tell_of_rounding
 from gfgen.runtime.linefile import LineFile
 from gfgen.runtime.manifest import MANIFEST_NAME, GrowingManifest, finished_jobs
 from gfgen.runtime.observer import JobOutcome, Observer
 from gfgen.runtime.ownership import claim_files, job_file_name
+from gfgen.runtime.wording import counted
 
 logger = logging.getLogger(__name__)
 
@@ -241,7 +242,8 @@ class Inbox(Observer):
         self._note(jobs, todo, source=path.name)
         self._remember(key, num_jobs=len(jobs))
         started = [job for job in jobs if job.job_id in todo]
-        logger.info("took %s: %d jobs, %d of them to do", path.name, len(jobs), len(started))
+        logger.info("took %s: %s, %d to do", path.name, counted(len(jobs), "job"), len(started))
+        tell_of_rounding(started)
         return started
 
     def _judge(self, path: Path, content: bytes) -> tuple[list[AdmittedJob], list[Problem]]:
@@ -358,21 +360,22 @@ def _read(path: Path) -> bytes | None:
 
 
 def _report(path: Path, problems: Sequence[Problem], *, is_refused: bool) -> None:
-    """Log what is wrong with a file and write it beside the file; take an older report away."""
+    """Log the first problems of a file, and write all of them beside the file; remove an older report."""
     report = path.with_name(path.name + REPORT_SUFFIX)
     outcome = "nothing of it was started" if is_refused else "the other jobs were started"
-    headline = f"{path.name}: {len(problems)} problem{'s' if len(problems) != 1 else ''}; {outcome}"
+    headline = f"{path.name}: {counted(len(problems), 'problem')}; {outcome}"
     try:
         if not problems:
             report.unlink(missing_ok=True)
             return
-        report.write_text("".join(f"{line}\n" for line in (headline, *problems)), encoding="utf-8")
+        lines = (headline, *listed(problems, limit=len(problems)))
+        report.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     except OSError as error:
         logger.warning("cannot write %s (%s)", report, error.strerror)
     if problems:
         logger.error("%s", headline)
-    for problem in problems:
-        logger.error("%s: %s", path.name, problem)
+    for line in listed(problems):
+        logger.error("%s: %s", path.name, line)
 
 
 def _read_taken(path: Path) -> dict[tuple[str, str], None]:

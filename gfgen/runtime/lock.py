@@ -1,37 +1,54 @@
 """The lock of an output folder: one run at a time writes there.
 
-The kernel holds the lock on behalf of the process and releases it when the process ends, in
-whatever way. So the file alone means nothing: one that a killed run has left is taken over.
+The kernel holds the lock on behalf of the run and of the workers and writers that it has started, which keep
+its descriptor open, and releases it when the last of them ends, in whatever way. So the file alone means
+nothing: one that a killed run has left is taken over when all of that run's processes are gone.
 """
 
 from __future__ import annotations
 
 import fcntl
+import glob
 import json
 import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from gfgen.errors import LockedError, OutputError
 
 LOCK_NAME = ".gfgen.lock"
 """Hidden, and removed at the end of a run: it is no result."""
+ORPHANS_S = 5.0
+"""How long to wait for processes of a run that was killed: the kernel kills them too, and frees memory."""
+_POLL_S = 0.05
 _MAX_NOTE_BYTES = 4096
 
 
+@dataclass(frozen=True, slots=True)
+class _Note:
+    """What the holder has written into the file."""
+
+    pid: int
+    since: str
+
+
 @contextmanager
-def hold_folder(folder: Path) -> Iterator[None]:
+def hold_folder(folder: Path) -> Iterator[int]:
     """Inside, no other run writes to this folder.
 
-    Raises: LockedError when another run holds it, with its process and since when.
+    Yields the lock's descriptor, for processes that the next run must not start beside.
+
+    Raises: LockedError when another run holds it, with its process and since when, or when processes of a run
+    that was killed do not end.
     """
     path = folder / LOCK_NAME
     fd = _lock(path)
     try:
         _write_note(fd)
-        yield
+        yield fd
     finally:
         # Before the lock is released: who opened this file meanwhile finds that it is gone.
         with suppress(OSError):
@@ -41,6 +58,7 @@ def hold_folder(folder: Path) -> Iterator[None]:
 
 def _lock(path: Path) -> int:
     """A descriptor of the locked file that is under this name; Python's are not inherited."""
+    deadline_s = time.monotonic() + ORPHANS_S
     while True:
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -51,15 +69,50 @@ def _lock(path: Path) -> int:
         except BlockingIOError:
             holder = _read_note(fd)
             os.close(fd)
-            raise LockedError(
-                f"{path.parent} is in use by another run{holder}; wait for it, or name another --output"
-            ) from None
+            if not _was_killed(holder) or time.monotonic() > deadline_s:
+                raise _locked(path, holder) from None
+            time.sleep(_POLL_S)
+            continue
         except OSError as error:
             os.close(fd)
             raise OutputError(f"cannot lock {path}: {error.strerror}; choose another --output") from None
         if _is_under(path, fd):
             return fd
         os.close(fd)  # its last holder has removed it since we opened it
+
+
+def _locked(path: Path, holder: _Note | None) -> LockedError:
+    """What to tell of a lock that cannot be had."""
+    who = f" (process {holder.pid}, since {holder.since})" if holder else ""
+    orphans = _processes_with(path) if _was_killed(holder) else []
+    if not orphans:
+        return LockedError(
+            f"{path.parent} is in use by another run{who}; wait for it, or name another --output"
+        )
+    return LockedError(
+        f"{path.parent}: the run before was killed{who}, but its processes {', '.join(map(str, orphans))} "
+        "have not ended yet: a driver or a disk may hold them; wait for them, or name another --output"
+    )
+
+
+def _was_killed(holder: _Note | None) -> bool:
+    """Whether the run has ended, though some of its processes have not; a zombie has."""
+    if holder is None:
+        return False
+    try:
+        return Path(f"/proc/{holder.pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
+
+
+def _processes_with(path: Path) -> list[int]:
+    """Processes that have this file open, as far as this one may know."""
+    name, found = os.path.realpath(path), set()
+    for link in glob.iglob("/proc/[0-9]*/fd/*"):
+        with suppress(OSError):  # it has just been closed, or belongs to another user
+            if os.readlink(link) == name:
+                found.add(int(link.split("/")[2]))
+    return sorted(found)
 
 
 def _is_under(path: Path, fd: int) -> bool:
@@ -77,10 +130,10 @@ def _write_note(fd: int) -> None:
         os.pwrite(fd, json.dumps(note).encode() + b"\n", 0)
 
 
-def _read_note(fd: int) -> str:
-    """' (process 17, since 2026-11-20 22:00:01)', or nothing when its holder has not said so."""
+def _read_note(fd: int) -> _Note | None:
+    """None when the holder has not said who it is."""
     try:
         note = json.loads(os.pread(fd, _MAX_NOTE_BYTES, 0))
-        return f" (process {note['pid']}, since {note['since']})"
+        return _Note(int(note["pid"]), str(note["since"]))
     except (OSError, ValueError, KeyError, TypeError):
-        return ""
+        return None

@@ -70,7 +70,7 @@ def manifest_entry(outcome: JobOutcome, *, written_at: float) -> Entry:
         "version": SCHEMA_VERSION,
         "id": info.job_id,
         "status": outcome.status,
-        "file": info.file,
+        "file": info.file if outcome.status == "done" else None,
         "size_bytes": None if written is None else written.size_bytes,
         "sha256": None if written is None else written.sha256,
         "prompt": spec.prompt,
@@ -83,7 +83,7 @@ def manifest_entry(outcome: JobOutcome, *, written_at: float) -> Entry:
         "seed": spec.seed,
         "shape_asked": _shape(info.asked),
         "shape": _shape(spec),
-        "rounded": rounding_note(info.asked, spec),
+        "rounded": info.rounding,
         "steps": spec.steps,
         "scales": {name: getattr(spec, name) for name in SCALE_FIELDS if getattr(spec, name) is not None},
         "spec_hash": info.spec_hash,
@@ -103,17 +103,6 @@ def manifest_entry(outcome: JobOutcome, *, written_at: float) -> Entry:
         "warnings": list(outcome.warnings),
         "written_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(written_at)),
     }
-
-
-def rounding_note(asked: JobSpec, spec: JobSpec) -> str | None:
-    """What the model rounded, as '1280x720 -> 1280x704, 50 -> 49 frames'; None when nothing."""
-    notes = []
-    sizes = ((asked.width or spec.width, asked.height or spec.height), (spec.width, spec.height))
-    if sizes[0] != sizes[1]:
-        notes.append("{}x{} -> {}x{}".format(*sizes[0], *sizes[1]))
-    if asked.frames is not None and asked.frames != spec.frames:
-        notes.append(f"{asked.frames} -> {spec.frames} frames")
-    return ", ".join(notes) or None
 
 
 def read_manifest(path: Path) -> dict[str, Entry]:

@@ -17,6 +17,7 @@ from gfgen.models.geometry_files import model_name, read_checkpoint
 from gfgen.models.geometry_weights import Footprint, count_parameters, device_bytes, footprint
 from gfgen.runtime.admission import AdmittedJob
 from gfgen.runtime.slab import SlabPlan
+from gfgen.runtime.wording import counted
 
 _FRAME_COPIES = 5
 """Frames as fp32 on their rank (4 bytes for each of uint8's one) and in the writer's memory."""
@@ -60,8 +61,8 @@ def check_models(
             else "free memory, raise --memory, or run smaller models"
         )
         raise InputError(
-            f"{model_name(checkpoint)} on {num_ranks} ranks: at least {_size(need)} of memory needed, "
-            f"{_size(available)} available; {help_}"
+            f"{model_name(checkpoint)} on {counted(num_ranks, 'rank')}: at least {_size(need)} of memory "
+            f"needed, {_size(available)} available; {help_}"
         )
     return needs
 
@@ -100,10 +101,11 @@ def check_models_on_gpu(
     beside_bytes: int,
     has_random_weights: bool = False,
     vae_dtype: str = "auto",
+    where: str = "on each GPU",
 ) -> dict[Path, int]:
-    """Bytes that the weights of each of these models take on each GPU; `beside_bytes` are there before.
+    """Bytes that the weights of each of these models take of a rank's GPU; `beside_bytes` are there before.
 
-    Raises: InputError when one takes more than the smallest GPU has.
+    Raises: InputError when one takes more than the `memory_bytes` that each rank has.
     """
     sizes = {
         path: _gpu_bytes(path, has_random_weights=has_random_weights, vae_dtype=vae_dtype)
@@ -113,7 +115,7 @@ def check_models_on_gpu(
         need = size + beside_bytes
         if memory_bytes is not None and need > memory_bytes:
             raise InputError(
-                f"{model_name(path)} ({_size(size)}): at least {_size(need)} needed on each GPU, "
+                f"{model_name(path)} ({_size(size)}): at least {_size(need)} needed {where}, "
                 f"{_size(memory_bytes)} there; run a smaller model"
             )
     return sizes
@@ -125,16 +127,17 @@ def refuse_large_on_gpu(
     models_bytes: Mapping[Path, int],
     beside_bytes: int,
     memory_bytes: int | None,
+    where: str = "on each GPU",
 ) -> tuple[tuple[AdmittedJob, ...], tuple[Problem, ...]]:
     """The jobs that fit on a GPU beside their models, and a problem for each of the others.
 
-    Whatever the layout: each of its GPUs holds all weights and all of the job's state.
+    Whatever the layout: each of its ranks holds all weights and all of the job's state.
     """
     if memory_bytes is None:
         return tuple(jobs), ()
     needs = {job.job_id: beside_bytes + models_bytes[job.checkpoint] + gpu_job_bytes(job) for job in jobs}
     problems = tuple(
-        _problem(job, needs[job.job_id], memory_bytes, where="on each GPU")
+        _problem(job, needs[job.job_id], memory_bytes, where=where)
         for job in jobs
         if needs[job.job_id] > memory_bytes
     )

@@ -45,6 +45,8 @@ class RunTask:
     """To this rank, in order."""
     wait_s: float | None = None
     """Bounds each wait for another rank in the middle of the task; None: as the collectives do."""
+    expected_s: float = 0.0
+    """How long the task is predicted to take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,7 +309,7 @@ class WriteRequest:
     shape: tuple[int, int, int, int]
     path: str
     fps: int | None
-    metadata: Mapping[str, str]
+    metadata: Mapping[str, str | int | float]
     replaces: Content | None = None
     """What a file of that name has to hold to be replaced; None: it is not replaced."""
     made_for: Mapping[str, Any] | None = None

@@ -1,41 +1,45 @@
-"""What a file says about how it was made: prompt, seed and parameters, as text.
+"""What a file says about how it was made: prompt, seed and parameters.
 
 The writers put it into the file twice: as one readable block in the form that other tools
-write and read (`parameters_text`), and as JSON, which `outputs.read_metadata` gives back.
+write and read (`parameters_text`), and as JSON, which `outputs.read_metadata` gives back. The JSON is a line
+of a job file: the same fields, numbers as numbers.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import PurePath
 
+from gfgen.job import to_mapping
 from gfgen.jobspec import JobSpec
+
+Metadata = Mapping[str, str | int | float]
 
 MAX_TEXT_CHARS = 4000
 """Longest prompt in a file's metadata. The text encoders here read 512 to 1024 tokens, and a
 JPEG's Exif block ends at 64 KB; the manifest has the whole prompt."""
 
-_LEFT_OUT = ("arrival_s", "deadline_s", "deadline_at", "timeout_s", "priority", "output", "line")
+_LEFT_OUT = ("arrival", "deadline", "timeout", "priority", "output")
 _TITLES = {"steps": "Steps", "guidance_scale": "CFG scale", "seed": "Seed", "model": "Model"}
 _IN_WORDS = ("prompt", "negative_prompt", "width", "height")
 
 
-def describe(spec: JobSpec) -> dict[str, str]:
-    """The metadata of a job as run: every field that decides what is in the picture."""
-    fields = {name: value for name, value in asdict(spec).items() if name not in _LEFT_OUT}
+def describe(spec: JobSpec) -> dict[str, str | int | float]:
+    """The metadata of a job as run: every field of the job file that decides what is in the picture."""
     if spec.image is not None:
-        fields["image"] = PurePath(spec.image).name  # pictures are passed on; folders are private
-    return {name: _shortened(str(value)) for name, value in fields.items() if value is not None}
+        spec = replace(spec, image=PurePath(spec.image).name)  # pictures are passed on; folders are private
+    fields = {name: value for name, value in to_mapping(spec).items() if name not in _LEFT_OUT}
+    return {name: _shortened(value) if isinstance(value, str) else value for name, value in fields.items()}
 
 
-def parameters_text(metadata: Mapping[str, str]) -> str:
+def parameters_text(metadata: Metadata) -> str:
     """Prompt, negative prompt and `Name: value` pairs, as image tools show them.
 
     Source: the "parameters" text of AUTOMATIC1111's web UI, which galleries look for.
     """
-    lines = [metadata.get("prompt", "")]
+    lines = [str(metadata.get("prompt", ""))]
     if metadata.get("negative_prompt"):
         lines.append(f"Negative prompt: {metadata['negative_prompt']}")
     known = {_TITLES.get(name, name): value for name, value in metadata.items() if name not in _IN_WORDS}
@@ -46,29 +50,29 @@ def parameters_text(metadata: Mapping[str, str]) -> str:
     return "\n".join(line for line in lines if line)
 
 
-def title_of(metadata: Mapping[str, str]) -> str:
+def title_of(metadata: Metadata) -> str:
     """One short line for players that show a title."""
-    text = " ".join((metadata.get("prompt") or metadata.get("id") or "").split())
+    text = " ".join(str(metadata.get("prompt") or metadata.get("id") or "").split())
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def to_json(metadata: Mapping[str, str]) -> str:
-    """The metadata as one line of JSON."""
+def to_json(metadata: Metadata) -> str:
+    """The metadata as one line of JSON, which is a line of a job file."""
     return json.dumps(dict(metadata), ensure_ascii=False)
 
 
-def from_json(text: str) -> dict[str, str]:
+def from_json(text: str) -> dict[str, str | int | float]:
     """The reverse of `to_json`; empty for text that is not ours."""
     try:
         loaded = json.loads(text)
     except ValueError:
         return {}
-    return {str(name): str(value) for name, value in loaded.items()} if isinstance(loaded, dict) else {}
+    return loaded if isinstance(loaded, dict) else {}
 
 
-def clean(metadata: Mapping[str, str]) -> dict[str, str]:
+def clean(metadata: Metadata) -> Metadata:
     """Without what files cannot hold: NUL, and lone surrogates (JSON may contain them)."""
-    return {name: _writable(value) for name, value in metadata.items()}
+    return {name: _writable(value) if isinstance(value, str) else value for name, value in metadata.items()}
 
 
 def to_ffmetadata(tags: Mapping[str, str]) -> str:

@@ -16,6 +16,7 @@ from gfgen.runtime.durations import in_words
 from gfgen.runtime.events import Event, ModelsChanged, RankLoaded, TaskDone, TaskFailed
 from gfgen.runtime.messages import MemoryUse
 from gfgen.runtime.observer import JobInfo, JobOutcome, Observer
+from gfgen.runtime.wording import MAX_NAMED
 
 MAX_LATENCIES = 10_000
 """So many jobs' latencies are kept, 80 KB. Percentiles of more jobs are those of a random sample: of ten
@@ -74,6 +75,8 @@ class Summary:
     policy_fault: str | None = None
     """Why the policy was given up in the middle, and `fcfs` finished the run, if it was."""
     num_cancelled: int = 0
+    failures: tuple[str, ...] = ()
+    """'id: reason' of the first jobs that failed, MAX_NAMED at most."""
 
     @property
     def num_jobs(self) -> int:
@@ -84,6 +87,11 @@ class Summary:
     def utilisation(self) -> float:
         """Fraction of all ranks' time in which a task was executing."""
         return self._share(self.busy_s)
+
+    @property
+    def waited_share(self) -> float:
+        """Fraction of all ranks' time in which a task waited for its input."""
+        return self._share(self.waited_s)
 
     @property
     def moved_share(self) -> float:
@@ -110,16 +118,18 @@ class Summary:
         if self.deadlines:
             lines.append(f"deadlines  {self._deadlines_met()}")
         if self.makespan_s > 0 and self.busy_s:
-            waited, moved = self._share(self.waited_s), self._share(self.moved_s)
             lines.append(
                 f"ranks      {len(self.busy_s)}, {self.utilisation:.0%} busy, "
-                f"{waited:.1%} waiting for input, {moved:.1%} moving it"
+                f"{self.waited_share:.1%} waiting for input, {self.moved_share:.1%} moving it"
             )
         if self.num_model_changes:
             times = "once" if self.num_model_changes == 1 else f"{self.num_model_changes} times"
             lines.append(f"models     changed {times}, {in_words(self.load_s)} of each rank's time")
         if self.memory:
             lines.append(f"memory     {self._memory_taken()}")
+        lines += [f"failed     {failure}" for failure in self.failures]
+        if (num_more := self.num_failed - len(self.failures)) > 0:
+            lines.append(f"failed     {num_more} more; the manifest has the reasons")
         return lines
 
     @property
@@ -172,6 +182,7 @@ class Metrics(Observer):
         self._num_ranks = 0
         self._num_skipped = 0
         self._num_failed = 0
+        self._failures: list[str] = []
         self._num_cancelled = 0
         self._num_tasks = 0
         self._running: set[int] = set()
@@ -225,6 +236,8 @@ class Metrics(Observer):
             self._num_cancelled += 1
         else:
             self._num_failed += 1
+            if len(self._failures) < MAX_NAMED:
+                self._failures.append(f"{outcome.info.job_id}: {outcome.error}")
         if outcome.met_deadline is not None:
             self._deadlines[outcome.info.spec.tag or ""].add(is_met=outcome.met_deadline)
 
@@ -244,6 +257,7 @@ class Metrics(Observer):
             num_done=num_done,
             num_failed=self._num_failed,
             num_cancelled=self._num_cancelled,
+            failures=tuple(self._failures),
             num_skipped=self._num_skipped,
             num_unfinished=max(0, self._num_jobs - num_ended),
             num_tasks=self._num_tasks,

@@ -35,6 +35,17 @@ class JobInfo:
     def job_id(self) -> str:
         return self.spec.id
 
+    @property
+    def rounding(self) -> str | None:
+        """What the model rounded, as '1280x720 -> 1280x704, 50 -> 49 frames'; None when nothing."""
+        asked, spec, notes = self.asked, self.spec, []
+        sizes = ((asked.width or spec.width, asked.height or spec.height), (spec.width, spec.height))
+        if sizes[0] != sizes[1]:
+            notes.append("{}x{} -> {}x{}".format(*sizes[0], *sizes[1]))
+        if asked.frames is not None and asked.frames != spec.frames:
+            notes.append(f"{asked.frames} -> {spec.frames} frames")
+        return ", ".join(notes) or None
+
 
 @dataclass(frozen=True, slots=True)
 class JobOutcome:

@@ -14,6 +14,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -23,6 +24,7 @@ from numpy.typing import NDArray
 from gfgen.errors import OutputError
 from gfgen.runtime import metadata as labels
 from gfgen.runtime.content import Content, content_of, is_unchanged, read_mark, set_mark
+from gfgen.runtime.lifeline import die_with_parent
 
 Frames = NDArray[np.uint8]
 
@@ -46,7 +48,7 @@ def write_output(
     path: Path,
     *,
     fps: int | None,
-    metadata: Mapping[str, str],
+    metadata: labels.Metadata,
     replaces: Content | None = None,
     made_for: Mapping[str, Any] | None = None,
 ) -> Content:
@@ -153,7 +155,7 @@ def _is_temporary(name: str) -> bool:
     return match is not None and match["suffix"].lower() in IMAGE_SUFFIXES + VIDEO_SUFFIXES
 
 
-def read_metadata(path: Path) -> dict[str, str]:
+def read_metadata(path: Path) -> dict[str, str | int | float]:
     """The metadata that `write_output` put into a file; empty when there is none.
 
     Raises: OutputError when the file cannot be read.
@@ -178,7 +180,7 @@ def _check(frames: Frames, path: Path, fps: int | None) -> None:
         raise OutputError(f"{path}: cannot write '{path.suffix}' files; name it {accepted}")
 
 
-def _write_image(frame: Frames, path: Path, *, metadata: Mapping[str, str]) -> None:
+def _write_image(frame: Frames, path: Path, *, metadata: labels.Metadata) -> None:
     from PIL import Image, PngImagePlugin
 
     text, as_json = labels.parameters_text(metadata), labels.to_json(metadata)
@@ -201,7 +203,7 @@ def _write_image(frame: Frames, path: Path, *, metadata: Mapping[str, str]) -> N
         raise OutputError(f"cannot write {path.name}: {error}") from error
 
 
-def _write_video(frames: Frames, path: Path, *, fps: int, metadata: Mapping[str, str]) -> None:
+def _write_video(frames: Frames, path: Path, *, fps: int, metadata: labels.Metadata) -> None:
     """Stream the frames through ffmpeg, one at a time; OSError or OutputError when it fails."""
     tags = {
         "title": labels.title_of(metadata),
@@ -242,7 +244,7 @@ def _encode_command(frames: Frames, path: Path, *, fps: int, tag_fd: int) -> lis
 
 @contextmanager
 def _ffmpeg(command: list[str], *, complaints: IO[bytes], keep_fd: int) -> Iterator[subprocess.Popen[bytes]]:
-    """A running ffmpeg, which has ended when the block is left.
+    """A running ffmpeg, which has ended when the block is left, and dies with this process.
 
     In a session of its own: Ctrl-C in the terminal is for gfgen, which still wants the file.
     """
@@ -253,6 +255,7 @@ def _ffmpeg(command: list[str], *, complaints: IO[bytes], keep_fd: int) -> Itera
         stderr=complaints,
         pass_fds=(keep_fd,),
         start_new_session=True,
+        preexec_fn=partial(die_with_parent, os.getpid()),  # else it would encode what it has got to the end
     )
     try:
         yield process

@@ -11,8 +11,11 @@ PACKAGE_ROOT = Path(__file__).parents[2]
 
 
 def module_command(module: str, *arguments: str) -> list[str]:
-    """Runs the module by this interpreter; a random.py in the current folder is not Python's own for it."""
-    return [sys.executable, "-P", "-m", module, *arguments]
+    """Runs the module by this interpreter, in a process that dies with the thread that starts it.
+
+    A random.py in the current folder is not Python's own for it.
+    """
+    return [sys.executable, "-P", "-m", "gfgen.runtime.lifeline", str(os.getpid()), module, *arguments]
 
 
 def module_environment() -> dict[str, str]:

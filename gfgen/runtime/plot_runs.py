@@ -170,7 +170,9 @@ def _names(traces: Sequence[Path], timelines: Sequence[Timeline]) -> list[str]:
 
 def _title(timelines: Sequence[Timeline]) -> str:
     num_jobs = {len(timeline.jobs) for timeline in timelines}
-    jobs = f"{num_jobs.pop()} jobs" if len(num_jobs) == 1 else f"{min(num_jobs)} to {max(num_jobs)} jobs"
+    jobs = (
+        counted(num_jobs.pop(), "job") if len(num_jobs) == 1 else f"{min(num_jobs)} to {max(num_jobs)} jobs"
+    )
     ranks = {counted(timeline.num_ranks, "rank") for timeline in timelines}
     on = f" on {ranks.pop()}" if len(ranks) == 1 else ""
     simulated = [timeline.is_simulated for timeline in timelines]

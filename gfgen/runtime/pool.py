@@ -44,6 +44,7 @@ from gfgen.runtime.messages import (
     WorkerReady,
 )
 from gfgen.runtime.signals import SignalPipe
+from gfgen.runtime.watchdog import Patience
 from gfgen.runtime.wording import counted
 
 logger = logging.getLogger(__name__)
@@ -59,19 +60,12 @@ PRELOADS = {"cpu": (*_PROGRAMS, "gfgen.models.wan", "gfgen.models.qwen_image"), 
 GPUs import diffusers by themselves, all at the same time: whatever it asks CUDA then, no fork inherits."""
 MAX_FORKS = 3
 """Tries to start a process when it, or the fork server, is killed before it is known."""
-START_S = 1800.0
-"""For loading the models; from a slow disk that takes minutes."""
-WARM_UP_S = 600.0
-"""Between two answers."""
 TELL_S = 10.0
 """While ranks start, a line says so often what they are doing."""
 _EXIT_S = 5.0
 """How long a process may take to end after its channel is closed, before it is killed."""
 WRITER_PAUSE_S, MAX_WRITER_PAUSE_S = 0.1, 10.0
 """Before there is another writer in place of one that could not start; doubles each time."""
-KILLED_S = 10.0
-"""How long one that is killed may take. Freeing a GPU takes it a second or two; one that hangs in a driver,
-or on a disk that is gone, does not end before that does."""
 
 
 def default_writers(*, num_ranks: int, num_cores: int) -> int:
@@ -116,6 +110,8 @@ class Child:
     """Jobs that this worker knows."""
     killed_s: float | None = None
     """When it was killed, by the machine's monotonic clock."""
+    ends_within_s: float = Patience().killed_s
+    """How long it may take to end once it is killed."""
     is_stuck: bool = False
     """It was killed and does not end. It runs nothing of ours any more, but its device is not free."""
 
@@ -173,7 +169,7 @@ class Child:
     @property
     def should_have_ended(self) -> bool:
         """It was killed so long ago that its end will not come, nor the end of its channel."""
-        return self.killed_s is not None and time.monotonic() > self.killed_s + KILLED_S
+        return self.killed_s is not None and time.monotonic() > self.killed_s + self.ends_within_s
 
     def reap(self, *, patience_s: float) -> str:
         """Wait for the process's end, kill it if it does not come; returns how it ended.
@@ -188,11 +184,11 @@ class Child:
             logger.warning("%s did not end within %g s and is killed", self.name, patience_s)
             self.kill()
         if self.killed_s:
-            self.process.join(max(0.0, self.killed_s + KILLED_S - time.monotonic()))
+            self.process.join(max(0.0, self.killed_s + self.ends_within_s - time.monotonic()))
         if self.process.is_alive():
             self.is_stuck = True
             _forget(self.process)
-            ending = f"killed, and has not ended {KILLED_S:g} s later: a driver or a disk holds it"
+            ending = f"killed, and has not ended {self.ends_within_s:g} s later: a driver or a disk holds it"
             logger.error("%s (process %s): %s", self.name, self.process.pid, ending)
             return ending
         code = self.process.exitcode
@@ -201,6 +197,9 @@ class Child:
 
 class WorkerPool:
     """One worker per rank, and writers; each rank's arena for exchanges with the others."""
+
+    patience = Patience()
+    """With its ranks; longer where they share GPUs."""
 
     def __init__(
         self,
@@ -214,11 +213,13 @@ class WorkerPool:
         vae_dtype: str = "auto",
         has_graphs: bool = False,
         memory_limit: int | None = None,
+        num_gpus: int = 0,
         islands: Sequence[Sequence[int]] | None = None,
         num_writers: int | None = None,
         preload: Sequence[str] | None = None,
         plan: Plan | None = None,
         are_all_needed: bool = False,
+        keep_fds: Sequence[int] = (),
     ) -> None:
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # their warnings are not the user's to mend
         os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
@@ -228,7 +229,9 @@ class WorkerPool:
         descriptors.allow_most()
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(list(PRELOADS[device] if preload is None else preload))
-        forkserver.ensure_running()
+        self._keep_fds = keep_fds
+        """What all processes keep open until they end."""
+        forkserver.ensure_running(keep_fds)
         self._worker_main = worker_main or WORKER_MAINS[device]
         self._writer_main = writer_main
         are_on_gpus = device != "cpu"
@@ -241,8 +244,11 @@ class WorkerPool:
             "arena_bytes": (self._plan.data_bytes, self._plan.post_bytes),
             "has_graphs": has_graphs,
             "memory_limit": memory_limit,
+            "num_gpus": num_gpus,
             "tuned_tables": tuned_tables() if are_on_gpus else {},
         }
+        if num_gpus:
+            self.patience = self.patience.with_shared_gpus(-(-num_ranks // num_gpus))
         self.islands = tuple([tuple(island) for island in islands or [range(num_ranks)]])
         """Sets of ranks that map each other's arenas, and so can share a layout."""
         self._weights_marks = {path: weights_mark(path) for path in checkpoints}
@@ -323,7 +329,7 @@ class WorkerPool:
         self,
         signals: SignalPipe | None = None,
         *,
-        patience_s: float = START_S,
+        patience_s: float | None = None,
         tell_s: float = TELL_S,
     ) -> None:
         """Wait until every worker has loaded its models, but for those that none of them can (`unloadable`),
@@ -335,6 +341,7 @@ class WorkerPool:
         Raises: WorkerError when no rank or no model is left, or one that is needed, with the reason;
         InterruptedRunError when a signal comes first.
         """
+        patience_s = self.patience.starting_s if patience_s is None else patience_s
         began_s = time.monotonic()
         deadline_s, told_s = began_s + patience_s, began_s
         loads = self._new_loads()
@@ -384,7 +391,7 @@ class WorkerPool:
         items: Sequence[WarmUp],
         signals: SignalPipe | None = None,
         *,
-        patience_s: float = WARM_UP_S,
+        patience_s: float | None = None,
     ) -> Iterator[tuple[WarmUp, WarmedUp]]:
         """Get steps ready on every worker; tells of each item when all have it, or one cannot.
 
@@ -393,6 +400,7 @@ class WorkerPool:
         Raises: WorkerError when no rank is left, or one that is needed, or when none answers in time;
         InterruptedRunError at a signal.
         """
+        patience_s = self.patience.warm_up_s if patience_s is None else patience_s
         by_number = {item.number: item for item in items}
         awaited = {item.number: {worker.rank for worker in self.living} for item in items}
         for worker in self.living:
@@ -684,7 +692,7 @@ class WorkerPool:
 
     def _fork(self, name: str, target: str, settings: Mapping[str, Any] | None) -> Child:
         """One try. A process that has begun though nobody knows it ends with its channel."""
-        forkserver.ensure_running()  # anew, should it have died
+        forkserver.ensure_running(self._keep_fds)  # anew, should it have died
         ours, theirs = Channel.pair()
         process = self._context.Process(
             target=_enter, args=(target, theirs, settings), name=f"gfgen {name}", daemon=True
@@ -696,7 +704,7 @@ class WorkerPool:
             raise
         finally:
             theirs.close()
-        return Child(name, process, Channel(ours))
+        return Child(name, process, Channel(ours), ends_within_s=self.patience.killed_s)
 
     def _send_arenas(self, workers: Sequence[Child]) -> None:
         if self._counts_tokens is None:

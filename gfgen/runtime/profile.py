@@ -146,7 +146,8 @@ def check_profile(profile: Profile, jobs: Sequence[AdmittedJob], *, num_ranks: i
             )
     if num_ranks > profile.num_ranks:
         raise InputError(
-            f"--ranks {num_ranks}: the profile of {profile.device!r} knows 1 to {profile.num_ranks} ranks; "
+            f"--ranks {num_ranks}: the profile of {profile.device!r} knows "
+            f"{'1 rank' if profile.num_ranks == 1 else f'1 to {profile.num_ranks} ranks'}; "
             f"take so many, or measure with 'gfgen profile --ranks {num_ranks}'"
         )
 

@@ -134,6 +134,9 @@ class _RecordedBackend(SimulatedBackend):
     def submit(self, dispatch: Dispatch) -> None:
         """Its end is in the journal."""
 
+    def stop(self, dispatches: Sequence[Dispatch]) -> None:
+        """That they ended by this is in the journal, too."""
+
 
 class _Comparison(NoJournal):
     """In place of a journal: holds what is decided beside what was decided."""

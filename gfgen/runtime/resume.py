@@ -1,21 +1,23 @@
 """Resume files: the state of jobs that a stopped run leaves, for the next run to go on with.
 
-One file per job in the output folder's `.resume/`: a line of JSON, then the parts of the
-job's slab that hold something. A file counts only for the very job, weights and slab layout that it was
-made for, and where tensors are as they were then: those of a GPU are in other dtypes than those of a CPU. Any
-other, and a damaged one, means that the job starts at the beginning.
+One file per job in the output folder's `.resume/`: a line of JSON, the parts of the job's slab that
+hold something, and the SHA-256 of all that. A file counts only for the very job, weights and slab layout that
+it was made for, and where tensors are as they were then: those of a GPU are in other dtypes than those of a
+CPU. With any other file the job starts at the beginning, and so it does where the checksum is wrong.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import itertools
 import json
 import logging
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from gfgen.runtime.admission import AdmittedJob
 from gfgen.runtime.slab import Slab, SlabPlan
@@ -23,8 +25,9 @@ from gfgen.runtime.slab import Slab, SlabPlan
 logger = logging.getLogger(__name__)
 
 FOLDER = ".resume"
-VERSION = 1
+VERSION = 2
 _CHUNK_BYTES = 1 << 20
+_CHECKSUM_BYTES = hashlib.sha256().digest_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +70,11 @@ def save(
     partial = path.with_suffix(".partial")
     try:
         with partial.open("wb") as file:
-            file.write(json.dumps(header).encode() + b"\n")
-            for offset, length in extents:
-                for start in range(offset, offset + length, _CHUNK_BYTES):
-                    file.write(os.pread(slab_fd, min(_CHUNK_BYTES, offset + length - start), start))
+            line, checksum = json.dumps(header).encode() + b"\n", hashlib.sha256()
+            for piece in itertools.chain([line], _pieces(slab_fd, extents)):
+                checksum.update(piece)
+                file.write(piece)
+            file.write(checksum.digest())
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
@@ -90,7 +94,7 @@ def find(
     points = {}
     for job in jobs:
         path = resume_path(output_dir, job.job_id)
-        header = _header(path)
+        header = _header(path, job.job_id)
         if header is None:
             continue
         if any(header.get(key) != value for key, value in _identity(job).items()):
@@ -165,24 +169,40 @@ def _identity(job: AdmittedJob) -> dict[str, Any]:
     }
 
 
-def _header(path: Path) -> dict[str, Any] | None:
-    """The first line of a resume file that is whole; None for any other."""
+def _header(path: Path, job_id: str) -> dict[str, Any] | None:
+    """The first line of a resume file that is as it was written, for this job; None for any other."""
     try:
         with path.open("rb") as file:
-            line = file.readline()
-            header = json.loads(line)
-            needed = len(line) + sum(length for _, length in header["extents"])
-            is_whole = needed == path.stat().st_size
-            is_within = all(0 <= start <= start + n <= header["size_bytes"] for start, n in header["extents"])
-            is_sound = 0 < header["next_index"] < header["num_tasks"]
-            if is_whole and is_within and is_sound and 0 < header["producer"] <= header["last_number"]:
-                return dict(header)
+            if _has_checksum(file):
+                file.seek(0)
+                header: dict[str, Any] = json.loads(file.readline())
+                if header["job_id"] == job_id:
+                    return header
+                why = f"it is of job {header['job_id']}"
+            else:
+                why = "its checksum is wrong: it is damaged, or from an earlier version of gfgen"
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
-    logger.warning("%s is damaged: its job starts at the beginning", path)
+    except OSError as error:
+        why = error.strerror or str(error)
+    logger.warning("%s cannot be used (%s): job %s starts at the beginning", path, why, job_id)
     return None
+
+
+def _has_checksum(file: BinaryIO) -> bool:
+    """Whether a file ends with the checksum of all that comes before."""
+    checksum = hashlib.sha256()
+    left = os.fstat(file.fileno()).st_size - _CHECKSUM_BYTES
+    while left > 0 and (piece := file.read(min(_CHUNK_BYTES, left))):
+        checksum.update(piece)
+        left -= len(piece)
+    return file.read(_CHECKSUM_BYTES + 1) == checksum.digest()
+
+
+def _pieces(fd: int, extents: Sequence[tuple[int, int]]) -> Iterator[bytes]:
+    for offset, length in extents:
+        for start in range(offset, offset + length, _CHUNK_BYTES):
+            yield os.pread(fd, min(_CHUNK_BYTES, offset + length - start), start)
 
 
 def _extents(fd: int, size_bytes: int) -> Iterator[tuple[int, int]]:

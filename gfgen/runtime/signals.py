@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import socket
+import time
+from collections.abc import Iterator
+
+from gfgen.errors import InterruptedRunError
 
 FOR_THE_RUN = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Terminals, `timeout` and others send them to all processes of a run; its control plane alone decides."""
+
+
+ECHO_S = 1.0
+"""A second SIGTERM or SIGHUP that comes sooner belongs to the first signal."""
 
 
 def leave_to_the_run() -> None:
@@ -23,34 +32,59 @@ class SignalPipe:
     """
 
     def __init__(self) -> None:
+        self._interrupted: str | None = None
+        """What a signal is to interrupt."""
         self._reader, self._writer = socket.socketpair()
         for end in (self._reader, self._writer):
             end.setblocking(False)
         self._previous_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         self._previous = {
-            number: signal.signal(number, lambda *_: None)
+            number: signal.signal(number, self._came)
             for number in FOR_THE_RUN
             if signal.getsignal(number) is not signal.SIG_IGN
         }
-        self._taken: set[int] = set()
+        self._first_s: float | None = None
+        """When the first signal came, by the machine's monotonic clock."""
 
     def fileno(self) -> int:
         return self._reader.fileno()
 
     def take(self) -> list[int]:
-        """Numbers of the signals that came; SIGTERM and SIGHUP only where none has come before.
+        """Numbers of the signals that came, without the echoes of the first one.
 
-        `timeout` sends its signal to the process and then to the group in which that is; of a terminal that
-        closes, the kernel tells, and the shell; systemd may end a session with
-        both signals. Who is impatient has Ctrl-C, each of which counts.
+        `timeout` sends its signal to the process and then to the group in which that is; when a terminal
+        closes, both the kernel and the shell send SIGHUP; systemd may send SIGTERM and SIGHUP. These come
+        within moments and are one wish. Each Ctrl-C counts.
         """
-        came = [number for number in self._reader.recv(64) if number in self._previous]
+        now_s = time.monotonic()
         counted = []
-        for number in came:
-            if number == signal.SIGINT or not self._taken:
-                counted.append(number)
-            self._taken.add(number)
+        for number in filter(self._previous.__contains__, self._reader.recv(64)):
+            if self._first_s is None:
+                self._first_s = now_s
+            elif number != signal.SIGINT and now_s < self._first_s + ECHO_S:
+                continue
+            counted.append(number)
         return counted
+
+    @contextlib.contextmanager
+    def interrupting(self, doing: str) -> Iterator[None]:
+        """Around calls that wait for something else: here a signal does raise an exception.
+
+        Raises: InterruptedRunError at the first signal, also one that came before and was not taken.
+        """
+        self._interrupted = doing
+        try:
+            with contextlib.suppress(BlockingIOError):
+                for number in self.take():
+                    self._came(number)
+            yield
+        finally:
+            self._interrupted = None
+
+    def _came(self, number: int, _: object = None) -> None:
+        doing, self._interrupted = self._interrupted, None
+        if doing is not None:
+            raise InterruptedRunError(f"stopped while {doing}", signal_number=number)
 
     def close(self) -> None:
         for number, handler in self._previous.items():

@@ -14,7 +14,7 @@ from gfgen.graph import Stage
 from gfgen.runtime.admission import AdmittedJob
 from gfgen.runtime.clock import Clock
 from gfgen.runtime.dispatch import Dispatch
-from gfgen.runtime.events import Event, OutputWritten, RankLoaded, RankReady, TaskDone
+from gfgen.runtime.events import Event, OutputWritten, RankLoaded, RankReady, TaskDone, TaskFailed
 from gfgen.runtime.messages import MemoryUse
 
 Duration = Callable[[Dispatch], float]
@@ -48,6 +48,10 @@ class SimulatedBackend:
         self._submitted: list[Dispatch] = []
         """In this turn of the loop: what they take depends on each other."""
         self._writers_free_s = [0.0] * times.num_writers
+        self._stopped: set[int] = set()
+        """Dispatches whose scheduled ends no longer come."""
+        self._unwritten: set[str] = set()
+        """Jobs whose decode was stopped: its file is not written."""
         for rank in range(num_ranks):
             clock.at(RankReady(clock.now_s, rank, 1, 0.0))
 
@@ -58,11 +62,30 @@ class SimulatedBackend:
             until = self._clock.next_wakeup()
         assert until is not None, "nothing is scheduled: the run would wait for ever"
         self._clock.advance(until)
-        return self._clock.due()
+        return [event for event in self._clock.due() if self._comes_about(event)]
+
+    def _comes_about(self, event: Event) -> bool:
+        """Whether the task behind a scheduled event was not stopped meanwhile."""
+        if isinstance(event, TaskDone):
+            return event.dispatch not in self._stopped
+        return not (isinstance(event, OutputWritten) and event.job_id in self._unwritten)
 
     def submit(self, dispatch: Dispatch) -> None:
         """A task starts when its ranks are free and its input is there."""
         self._submitted.append(dispatch)
+
+    def stop(self, dispatches: Sequence[Dispatch]) -> None:
+        """Ranks leave a task at once."""
+        now_s = self._clock.now_s
+        for dispatch in dispatches:
+            self._stopped.add(dispatch.number)
+            ended_s = self._made_s.pop(dispatch.number, None)
+            if dispatch.task.stage is Stage.DECODE:
+                self._unwritten.add(dispatch.task.job_id)
+            for rank in dispatch.layout.ranks:
+                if self._free_s[rank] == ended_s:  # nothing is queued behind it
+                    self._free_s[rank] = now_s
+                self._clock.at(TaskFailed(now_s, dispatch.number, rank, "stopped", void=True))
 
     def release(self, job_id: str) -> None:
         """Nothing is kept for a job."""

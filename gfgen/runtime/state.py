@@ -91,6 +91,8 @@ class State:
         self._ranks = [RankRecord(rank) for rank in range(num_ranks)]
         self._jobs = {job.job_id: self._record(job) for job in jobs}
         self._looks_s: list[float] = []
+        self._unwanted: set[int] = set()
+        """Dispatches that are to be stopped, as far as nobody was told yet."""
         self._idle: set[int] = set()
         """Ranks that are ready and have nothing to do."""
         self._models = (
@@ -368,6 +370,8 @@ class State:
                 self._stop(event.signal_number)
             case events.ClosingTime():
                 self.is_closed = True
+            case events.GraceOver():
+                self._unwanted.update(self._flights)
             case _:
                 pass
         return ()
@@ -389,7 +393,7 @@ class State:
         if self.stop_signal is not None:
             raise InterruptedRunError("stopped at once; finished jobs are kept", signal_number=signal_number)
         self.stop_signal = signal_number
-        again = "press again" if signal_number == signal.SIGINT else "Ctrl-C"
+        again = "press again" if signal_number == signal.SIGINT else "a second signal"
         logger.warning("stopping after the running tasks; %s to stop at once", again)
 
     def _task_done(self, event: events.TaskDone) -> Iterable[JobOutcome]:
@@ -480,6 +484,11 @@ class State:
         looks_s, self._looks_s = self._looks_s, []
         return looks_s
 
+    def take_unwanted(self) -> list[Dispatch]:
+        """Running tasks whose results nobody wants any more, as far as that was not asked before."""
+        unwanted, self._unwanted = self._unwanted, set()
+        return [self._flights[number].dispatch for number in sorted(unwanted & self._flights.keys())]
+
     def _failed(self, record: JobRecord, flight: Flight) -> None:
         """Go back to the failed task; what was queued on its output is void and ends by itself."""
         task, number = flight.dispatch.task, flight.dispatch.number
@@ -495,18 +504,19 @@ class State:
 
     def _blame(self, record: JobRecord, task: Task, reason: str, *, lost: bool) -> None:
         """Count a failure, which dooms the job when there have been too many."""
+        name = record.job.trajectory.name_of(task)
         if lost:
             record.num_lost_workers += 1
-            logger.warning("job %s: %s lost its worker: %s", record.job_id, task, reason)
-            record.warnings.append(f"{task} lost its worker ({reason})")
+            logger.warning("job %s: %s lost its worker: %s", record.job_id, name, reason)
+            record.warnings.append(f"{name} lost its worker ({reason})")
             if record.num_lost_workers >= MAX_LOST_WORKERS:
                 record.doom = record.doom or f"{record.num_lost_workers} workers died under it: {reason}"
             return
         record.failures[task.index] += 1
-        logger.warning("job %s: %s failed: %s", record.job_id, task, reason)
-        record.warnings.append(f"{task} failed ({reason})")
+        logger.warning("job %s: %s failed: %s", record.job_id, name, reason)
+        record.warnings.append(f"{name} failed ({reason})")
         if record.failures[task.index] >= MAX_TASK_FAILURES:
-            record.doom = record.doom or f"{task}: {reason}"
+            record.doom = record.doom or f"{name}: {reason}"
 
     def _frames_lost(self, record: JobRecord, event: events.FramesLost) -> Iterable[JobOutcome]:
         """The decode runs again, from latents in the slab."""
@@ -580,6 +590,8 @@ class State:
         """Put the job where its state says; a doomed one ends when nothing of it is in flight."""
         if record.doom and not record.flights and not record.is_writing:
             return self._ended(record, error=record.doom)
+        if record.doom:
+            self._unwanted.update(flight.dispatch.number for flight in record.flights)
         self._place(record)
         return ()
 
@@ -755,6 +767,8 @@ class State:
         elif spec.deadline_at is not None:
             deadline_s = spec.deadline_at - self._started_at
         record = JobRecord(job, self._costs.class_of(job), spec.arrival_s, deadline_s)
+        if job.info.rounding is not None:
+            record.warnings.append(f"rounded {job.info.rounding}")
         point = self._resume.pop(job.job_id, None)
         if point is not None:
             record.next_index = point.next_index

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 from gfgen.runtime.dispatch import Dispatch
@@ -25,6 +25,8 @@ class Patience:
 
     starting_s: float = 1800.0
     """For loading the models; from a slow disk that takes minutes."""
+    warm_up_s: float = 600.0
+    """Between two answers of ranks that warm up before a run."""
     ping_s: float = 1.0
     silence_s: float = 10.0
     """Without any word, pings included; a Python that computes outside the interpreter's lock answers."""
@@ -38,11 +40,29 @@ class Patience:
     longest_wait_s: float = 3600.0
     """Whatever was predicted. A rank that dies, or is given up, ends the waits for it long before."""
     leaving_s: float = 15.0
-    """For leaving a task that is given up, beyond the time that it was predicted to take."""
+    """For leaving a task that is given up, beyond `leaving_factor` times what it was predicted to take."""
+    leaving_factor: float = 3.0
+    stopping_s: float = 10.0
+    """For leaving a task that nobody wants any more. A rank looks for a stop at every block, but on a CPU
+    a block of a huge job takes minutes."""
+    killed_s: float = 10.0
+    """For the end of a killed process. Freeing a GPU takes it a second or two; one that hangs in a driver, or
+    on a disk that is gone, does not end before that does."""
     write_s: float = 60.0
     """For writing a file, beyond what the slowest writer would take."""
     asleep_s: float = 3.0
     """If this process has not looked for so long, it was stopped itself: that time counts for nobody."""
+
+    def with_shared_gpus(self, ranks_per_gpu: int) -> Patience:
+        """The same for ranks that take turns on a GPU: everything they do takes that many times as long."""
+        return replace(self, **{name: ranks_per_gpu * getattr(self, name) for name in _OF_RANKS})
+
+
+_OF_RANKS = (
+    *("starting_s", "warm_up_s", "silence_s", "task_s", "task_factor", "wait_s", "wait_factor"),
+    *("longest_wait_s", "leaving_s", "leaving_factor", "stopping_s", "killed_s"),
+)
+"""What waits for ranks; the rest is about this process and writers."""
 
 
 @dataclass(slots=True)
@@ -101,7 +121,8 @@ class Watchdog(Generic[Process]):
 
     def time_to_leave_s(self, dispatches: Iterable[Dispatch]) -> float:
         """How long ranks may take to leave these tasks, which they cannot interrupt as they like."""
-        return self.patience.leaving_s + 3 * max(map(_predicted_s, dispatches), default=0.0)
+        longest_s = max(map(_predicted_s, dispatches), default=0.0)
+        return self.patience.leaving_s + self.patience.leaving_factor * longest_s
 
 
 def _predicted_s(dispatch: Dispatch) -> float:

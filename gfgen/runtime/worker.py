@@ -39,12 +39,12 @@ from gfgen.gfc.descriptor import Descriptor
 from gfgen.gfc.endpoint import Endpoint
 from gfgen.gfc.group import Collectives
 from gfgen.graph import Stage, Task
+from gfgen.models import stopping
 from gfgen.models.adapter import Adapter, Fields
 from gfgen.models.parallel import Parallel, parallel_from
 from gfgen.models.registry import load_adapter
 from gfgen.runtime.allocator import give_back_freed_memory, keep_freed_memory
 from gfgen.runtime.channel import Channel
-from gfgen.runtime.lifeline import die_with_parent
 from gfgen.runtime.messages import (
     Abandon,
     Arenas,
@@ -84,7 +84,9 @@ from gfgen.runtime.worker_jobs import (
     place_of,
     publish,
     receive_state,
+    require_finite,
     send_state,
+    sum_of,
 )
 
 logger = logging.getLogger(__name__)
@@ -109,8 +111,15 @@ class WorkerSettings:
     """On a GPU: whether forwards may be recorded, to be launched at once."""
     memory_limit: int | None = None
     """Bytes of its GPU that a rank may use; None for all."""
+    num_gpus: int = 0
+    """GPUs that the ranks use; fewer than ranks where they share them, 0 if each has its own."""
     tuned_tables: Mapping[str, str] = field(default_factory=dict)
     """On a GPU: by which all ranks choose kernels of exchanges (gfc/cuda/selector.py)."""
+
+    @property
+    def gpu(self) -> int:
+        """The number of this rank's GPU."""
+        return self.rank % self.num_gpus if self.num_gpus else self.rank
 
 
 def main(channel_socket: socket.socket, settings: WorkerSettings) -> None:
@@ -127,7 +136,6 @@ def run_worker(
     channel_socket: socket.socket, settings: WorkerSettings, make: Callable[[Channel], Worker]
 ) -> None:
     """The life of a worker that `make` sets up."""
-    die_with_parent()
     leave_to_the_run()  # which closes the channel
     channel = Channel(channel_socket)
     started_s = time.monotonic()
@@ -459,7 +467,9 @@ class Worker:
         times.append(time.monotonic())
         group = self._meet(message)
         times.append(time.monotonic())
-        made = self._execute(job, task, None if group is None else parallel_from(group))
+        with stopping.watching(self._watch_of(message)):
+            made = self._execute(job, task, None if group is None else parallel_from(group))
+        require_finite(made, sum_of(made))
         self._hand_out(job, task, message, made, fds)
         with self._lock:
             job.keep(made, dispatch=message.number)
@@ -521,6 +531,10 @@ class Worker:
         )
         group.enter()
         return group
+
+    def _watch_of(self, message: RunTask) -> stopping.Watch:
+        """What ends a task that was given up while it runs."""
+        return stopping.Watch(partial(self._is_void, message.number))
 
     def _execute(self, job: RankJob, task: Task, parallel: Parallel | None) -> dict[str, Fields]:
         """Run the task; the artifacts that it makes."""

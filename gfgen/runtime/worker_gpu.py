@@ -20,6 +20,7 @@ it has left, none of its kernels can touch another rank's arena any more.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import math
 import mmap
@@ -43,7 +44,7 @@ from gfgen.gfc.cuda.kernels import Kernels
 from gfgen.gfc.cuda.memory import DeviceArena, arena_bytes
 from gfgen.graph import Stage, Task
 from gfgen.layout import Layout
-from gfgen.models import counted_attention, lanes
+from gfgen.models import counted_attention, lanes, stopping
 from gfgen.models.adapter import Adapter, Fields
 from gfgen.models.graphs import Graphs, Recorder
 from gfgen.models.parallel import Parallel, parallel_from
@@ -85,7 +86,9 @@ from gfgen.runtime.worker_jobs import (
     place_of,
     publish,
     receive_state,
+    require_finite,
     send_state,
+    sum_of,
 )
 from gfgen.runtime.worker_memory import DeviceMemory
 from gfgen.runtime.worker_staging import Staging
@@ -99,6 +102,10 @@ _AFTER_ALL = 2**63
 _FIRST_STEPS = 2
 """So many steps differ from all later ones: UniPC of order 2 corrects from the second one on, and solves a
 system of equations from the third."""
+_SHORT_S = 0.25
+"""A task that is expected to end sooner may be launched as a whole: stopping it would gain nothing."""
+_NUM_SUMS = 16
+"""More than a rank has tasks under way, which are two at most."""
 
 
 def main(
@@ -107,9 +114,9 @@ def main(
     """Entry of a GPU rank's process; its worker is a `GpuWorker` unless told otherwise."""
 
     def make(channel: Channel) -> Worker:
-        device = torch.device("cuda", settings.rank)
+        device = torch.device("cuda", settings.gpu)
         torch.cuda.set_device(device)
-        Kernels(settings.rank)  # compiled and kept on disk before anyone waits for this rank
+        Kernels(settings.gpu)  # compiled and kept on disk before anyone waits for this rank
         try_kernels(device)
         if settings.memory_limit is not None:
             _limit_memory(settings, device)
@@ -120,6 +127,7 @@ def main(
             settings.rank,
             adapters,
             Plan(*settings.arena_bytes),
+            gpu=settings.gpu,
             load_model=partial(load_model, settings, device=str(device)),
             tuned_tables=settings.tuned_tables,
         )
@@ -158,6 +166,8 @@ class Launched:
     waited_s: float
     """On the host: for its input, for others, for what had to be ready."""
     moved_s: float
+    total: torch.Tensor | None = None
+    """In host memory: `sum_of` what it made, when it has run."""
     arrival: Arrival | None = None
     """Of the input, where other ranks send it."""
     frames_fd: int | None = None
@@ -179,7 +189,7 @@ class Decoded:
 
 
 class GpuWorker(Worker):
-    """Runs tasks with the adapters of one rank, on the GPU of its number."""
+    """Runs tasks with the adapters of one rank on the GPU with the number `gpu`."""
 
     def __init__(
         self,
@@ -188,15 +198,16 @@ class GpuWorker(Worker):
         adapters: dict[str, Adapter],
         plan: Plan,
         *,
+        gpu: int,
         load_model: LoadModel | None = None,
         tuned_tables: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(channel, rank, adapters, load_model=load_model)
-        self.device = torch.device("cuda", rank)
+        self.device = torch.device("cuda", gpu)
         self._plan = plan
         self._tuned_tables = tuned_tables or {}
         self.counts_tokens = counted_attention.is_fast(self.device, torch.bfloat16)
-        self._own_arena, arena_fd = DeviceArena.create(plan, device=rank)
+        self._own_arena, arena_fd = DeviceArena.create(plan, device=gpu)
         self.arena_fds = (arena_fd,)
         self._set_up_streams()
         self._load_transfers()
@@ -226,6 +237,8 @@ class GpuWorker(Worker):
         """What the main thread has enqueued of the task that it is about to launch."""
         self._is_short = False
         """A task has run out of memory: the main thread is to give back what it keeps."""
+        self._sums = itertools.cycle(torch.empty(_NUM_SUMS, pin_memory=True).unbind())
+        """Host memory for sums of what tasks make, in turn; made now, since pinning waits for the device."""
 
     def set_up_forwards(self, recorder: Recorder, *, may_record: bool) -> None:
         """To be called once, before tasks come."""
@@ -258,7 +271,7 @@ class GpuWorker(Worker):
 
         torch leaves the context alone where the device is 0, which every thread begins with.
         """
-        driver().use(self._rank)
+        driver().use(self.device.index)
         torch.cuda.set_device(self.device)
         torch.cuda.set_stream(stream)
 
@@ -275,7 +288,7 @@ class GpuWorker(Worker):
         self._endpoint = CudaEndpoint(
             self._plan,
             rank=self._rank,
-            device=self._rank,
+            device=self.device.index,
             own=self._own_arena,
             peer_fds={peer: fd for peer, fd in arenas.items() if peer != self._rank},
             incarnations=dict(enumerate(message.incarnations)),
@@ -410,8 +423,11 @@ class GpuWorker(Worker):
             begun = self._event()
             group = self._meet(message)
             entered = self._event()
-            made = self._execute(job, task, None if group is None else parallel_from(group))
+            watch = self._watch_of(message)
+            with stopping.watching(watch):
+                made = self._execute(job, task, None if group is None else parallel_from(group))
             made = {name: _dense(fields) for name, fields in made.items()}
+            total = self._on_host(sum_of(made))
         times.append(time.monotonic())
         outcome = None
         if group is not None or message.transfers:
@@ -428,10 +444,11 @@ class GpuWorker(Worker):
             outcome=outcome,
             waited_s=times[1] - times[0] + times[3] - times[2],
             moved_s=times[2] - times[1],
+            total=total,
             arrival=arrival,
             frames_fd=os.dup(fds[0]) if fds else None,
             forward=forward if is_familiar else None,
-            launch_s=times[4] - times[3],
+            launch_s=times[4] - times[3] - watch.waited_s,
         )
         kept = {name: fields for name, fields in made.items() if name != "frames"}
         if "latents" in kept and message.layout.slot_of(self._rank) == 0:
@@ -442,6 +459,16 @@ class GpuWorker(Worker):
                 job.drop(message.number)
             self._num_unsettled += 1
         self._launched.put(launched)
+
+    def _watch_of(self, message: RunTask) -> stopping.Watch:
+        is_void = partial(self._is_void, message.number)
+        if message.expected_s < _SHORT_S:
+            return stopping.Watch(is_void)
+        return stopping.DeviceWatch(is_void, record=self._event, now_s=time.monotonic)
+
+    def _on_host(self, total: torch.Tensor | None) -> torch.Tensor | None:
+        """Enqueues its copy to memory that the watcher reads when the task has run."""
+        return None if total is None else next(self._sums).copy_(total, non_blocking=True)
 
     def _kinds(self, job: RankJob, task: Task, message: RunTask, forward: Kind | None) -> frozenset[object]:
         """What decides which kernels a task launches, for its own part and for the transformer's.
@@ -605,6 +632,7 @@ class GpuWorker(Worker):
             raise InputVoidError
         if launched.outcome is not None:
             launched.outcome.require()
+        require_finite(launched.made, launched.total)
         if launched.forward is not None:
             device_s = launched.entered.elapsed_time(launched.ended) / 1e3
             self._forwards.observe(launched.forward, launch_s=launched.launch_s, device_s=device_s)

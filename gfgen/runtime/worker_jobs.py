@@ -7,6 +7,7 @@ the condition always, the latents when nobody holds them any more.
 
 from __future__ import annotations
 
+import functools
 import math
 import mmap
 import time
@@ -18,8 +19,9 @@ from typing import Any, Protocol
 
 import torch
 
+from gfgen.errors import ModelError
 from gfgen.graph import Task
-from gfgen.models.adapter import Fields
+from gfgen.models.adapter import SAMPLE, Fields
 from gfgen.runtime.messages import StartJob
 from gfgen.runtime.migration import Transfer
 from gfgen.runtime.slab import Slab
@@ -65,6 +67,29 @@ class Shipment:
 
 class InputVoidError(Exception):
     """The dispatch that was to make this task's input has failed, or this one was given up."""
+
+
+def sum_of(made: Mapping[str, Fields]) -> torch.Tensor | None:
+    """The sum of what a task made: NaN or infinite if any number of it is. None if it made no floats.
+
+    One pass over the numbers, which a GPU only enqueues. Of the latents it takes the sample alone: everything
+    that the solver keeps has gone into it.
+    """
+    tensors: list[torch.Tensor] = []
+    for fields in made.values():
+        sample = fields.tensors.get(SAMPLE)
+        tensors += fields.tensors.values() if sample is None else [sample]
+    sums = [tensor.sum(dtype=torch.float32) for tensor in tensors if tensor.is_floating_point()]
+    return functools.reduce(torch.add, sums) if sums else None
+
+
+def require_finite(made: Mapping[str, Fields], total: torch.Tensor | None) -> None:
+    """Raises ModelError if `total`, which is `sum_of(made)`, shows NaN or infinity in what a task made."""
+    if total is None or math.isfinite(total):
+        return
+    names = " and ".join(name for name, fields in made.items() if fields.tensors)
+    advice = "--vae-dtype float32" if "frames" in made else "a smaller guidance_scale or other weights"
+    raise ModelError(f"NaN or infinity in the {names}; {advice} may help")
 
 
 def copied(fields: Fields) -> Fields:

@@ -78,6 +78,7 @@ _TICK_S = 0.25
 _ANSWER_S = 1.0
 """How long is waited, at the end of a run, for what ranks tell of themselves."""
 _CANNOT_LOAD = "it cannot load its models: "
+_STOPPED = "it did not leave a task that was stopped"
 _REAP_S = 1.0
 """How long a process whose channel has ended may take to end itself."""
 
@@ -129,7 +130,9 @@ class ProcessBackend:
         self._unsent: list[tuple[Dispatch, str]] = []
         """Dispatches that could not be handed out, and why."""
         self._recovery: Recovery | None = None
-        self._watchdog: Watchdog[Child] = Watchdog(patience or Patience(), looked_s=clock.now_s)
+        self._stopped_s: dict[int, float] = {}
+        """Dispatches that ranks were asked to leave because nobody wants them, and when."""
+        self._watchdog: Watchdog[Child] = Watchdog(patience or pool.patience, looked_s=clock.now_s)
         self._verdicts: dict[Child, str] = {}
         """Why a process was killed, until its end is noticed."""
         self._arriving: list[Child] = []
@@ -214,10 +217,19 @@ class ProcessBackend:
                 incarnations=incarnations,
                 transfers=tuple([t for t in dispatch.transfers if t.destination == rank]),
                 wait_s=self._watchdog.time_to_wait_s(dispatch),
+                expected_s=dispatch.predicted_end_s - dispatch.predicted_start_s,
             )
             worker.tell(message, fds)
         if self._recovery and given_up(self._recovery.numbers, self._dispatches) - self._recovery.numbers:
             self._give_up({})
+
+    def stop(self, dispatches: Sequence[Dispatch]) -> None:
+        """Let ranks leave tasks that nobody wants; those that do not in time are killed and replaced."""
+        known = self._recovery.numbers if self._recovery else frozenset()
+        stopped = {each.number for each in dispatches} & self._dispatches.keys() - known
+        if stopped:
+            self._stopped_s |= dict.fromkeys(stopped, self._clock.now_s)
+            self._give_up(dict.fromkeys(stopped))
 
     def release(self, job_id: str) -> None:
         """Close the job's memory and let workers forget it."""
@@ -490,6 +502,7 @@ class ProcessBackend:
             yield from self._writer_lost(child, reason, now_s)
             return
         unloadable, is_to_blame = self._note_failed_load(child)
+        is_to_blame = is_to_blame and verdict != _STOPPED
         yield self._replace(child, reason, now_s=now_s, is_to_blame=is_to_blame)
         if unloadable:
             why = reason.removeprefix(_CANNOT_LOAD) if verdict else f"{reason} while it was loading"
@@ -500,7 +513,7 @@ class ProcessBackend:
         self._warming.discard(child)
         self._arriving = [worker for worker in self._arriving if worker is not child]
         self._held_back = [worker for worker in self._held_back if worker is not child]
-        self._give_up(self._died_with(child.rank, reason))
+        self._give_up(self._died_with(child.rank, reason, was_stopped=verdict == _STOPPED))
         yield from self._advance_recovery()
 
     def _writer_lost(self, writer: Child, reason: str, now_s: float) -> Iterator[Event]:
@@ -592,7 +605,7 @@ class ProcessBackend:
             self._pool.do_without(worker.loading)
         return names, not loads.spares(rank)
 
-    def _died_with(self, rank: int, reason: str) -> dict[int, Cause | None]:
+    def _died_with(self, rank: int, reason: str, *, was_stopped: bool) -> dict[int, Cause | None]:
         """The dispatches that a dead rank was still needed for; it was running the first of them."""
         running = sorted(number for number, ranks in self._unreported.items() if rank in ranks)
         sending = [
@@ -602,7 +615,7 @@ class ProcessBackend:
         ]
         storing = [number for number, ranks in self._storing.items() if rank in ranks]
         causes: dict[int, Cause | None] = dict.fromkeys([*sending, *storing, *running])
-        if running:
+        if running and not was_stopped:
             causes[running[0]] = Cause(f"rank {rank}: {reason}", lost=True)
         for number in storing:
             causes[number] = Cause(f"rank {rank}: {reason}", lost=True)
@@ -644,6 +657,7 @@ class ProcessBackend:
         now_s = self._clock.now_s
         for number in sorted(recovery.numbers):
             self._storing.pop(number, None)
+            self._stopped_s.pop(number, None)
             del self._dispatches[number]
             cause = recovery.causes.get(number)
             text = cause.reason if cause else "given up with another task"
@@ -691,9 +705,18 @@ class ProcessBackend:
             self._recovery = self._recovery or Recovery()
             self._recovery.overdue |= overdue
             self._give_up(dict.fromkeys(overdue - known))
+        for number, asked_s in self._stopped_s.items():
+            if now_s > asked_s + self._watchdog.patience.stopping_s:
+                self._kill_those_inside(number)
         if self._recovery and now_s > self._recovery.deadline_s:
             for rank in self._recovery.waiting_for:
                 self._kill(self._pool.workers[rank], "it hangs in a task that was given up")
+
+    def _kill_those_inside(self, number: int) -> None:
+        """Free the ranks that have not left a stopped dispatch."""
+        assert self._recovery is not None
+        for rank in self._recovery.waiting_for.intersection(self._dispatches[number].layout.ranks):
+            self._kill(self._pool.workers[rank], _STOPPED)
 
     def _leave_stuck_processes(self) -> Iterator[Event]:
         """Go on without those that were killed and do not end: their channels stay open, too."""
@@ -712,6 +735,7 @@ class ProcessBackend:
             for rank in storing:
                 storing[rank] += paused_s
         self._writes.forgive(paused_s)
+        self._stopped_s = {number: at_s + paused_s for number, at_s in self._stopped_s.items()}
         if self._recovery:
             self._recovery.deadline_s += paused_s
 

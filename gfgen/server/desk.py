@@ -20,6 +20,7 @@ from gfgen.errors import JobFileError, OutputError, Problem
 from gfgen.runtime.admission import AdmittedJob
 from gfgen.runtime.manifest import manifest_entry
 from gfgen.runtime.observer import JobOutcome
+from gfgen.runtime.wording import counted
 from gfgen.server import asking, files, schemas
 from gfgen.server.asking import Asked
 from gfgen.server.bounds import Bounds
@@ -101,7 +102,7 @@ class Desk:
         self._submit(jobs)
         self._send(Hello(tuple(job.job_id for job in jobs)))
         if jobs:
-            logger.info("%s", "1 open job goes on" if len(jobs) == 1 else f"{len(jobs)} open jobs go on")
+            logger.info("%s", "1 open job goes on" if len(jobs) == 1 else f"{len(jobs):,} open jobs go on")
 
     async def _note_finished_files(self) -> None:
         """Jobs whose file is there have ended, though a server that was killed could not note it.
@@ -302,7 +303,9 @@ class Desk:
     def check_fits(self, num_jobs: int) -> None:
         """Raises ApiError for a request with so many jobs if that is too much at any time."""
         if num_jobs > self.bounds.open_jobs:
-            raise ApiError(413, f"{num_jobs} jobs; {self.bounds.open_jobs} may be open at once: split it")
+            raise ApiError(
+                413, f"{counted(num_jobs, 'job')}; {self.bounds.open_jobs:,} may be open at once: split it"
+            )
 
     @asynccontextmanager
     async def _reserved(self, num_jobs: int) -> AsyncIterator[None]:
@@ -312,7 +315,7 @@ class Desk:
         if num_open + num_jobs > self.bounds.open_jobs:
             raise ApiError(
                 429,
-                f"{num_open} jobs are open, {self.bounds.open_jobs} may be; try again when some have ended",
+                f"open jobs: {num_open:,} of {self.bounds.open_jobs:,}; try again when some have ended",
                 retry_after_s=self._soonest_end_s(),
             )
         self._num_reserved += num_jobs
@@ -364,7 +367,7 @@ class Desk:
         before = self._now() - self.bounds.keep_s
         if outdated := self.store.outdated(before=before, keep_bytes=self.bounds.keep_bytes):
             await self.remove(outdated)
-            logger.info("removed %d jobs that were kept long enough", len(outdated))
+            logger.info("removed %s that were kept long enough", counted(len(outdated), "job"))
         await self.store.forget_requests(now=self._now())
 
     def set_policy(self, policy: str) -> None:

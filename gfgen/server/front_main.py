@@ -1,16 +1,13 @@
-"""Entry of the front's process, which ends when the run does, also while it is still starting.
+"""Entry of the front's process.
 
-    python -m gfgen.server.front_main LINK LISTENER RUN
+    python -m gfgen.server.front_main LINK LISTENER
 
-Importing what the front needs takes a second, and many on a busy machine. A front that outlived its run for
-so long would hold the address, and the server that is started in place of a killed one could not listen.
+LINK and LISTENER are descriptors. If a package is missing, the process says so and exits with its own code.
 """
 
 from __future__ import annotations
 
 import sys
-
-from gfgen.runtime.lifeline import die_with_parent
 
 LACKS_PACKAGE = 78
 """Exit code of a front that lacks a package, as every other one would; EX_CONFIG of sysexits.h."""
@@ -26,8 +23,7 @@ def _told_of(error: ImportError) -> int:
 
 
 if __name__ == "__main__":
-    link, listener, run = map(int, sys.argv[1:4])
-    die_with_parent(run)
+    link, listener = map(int, sys.argv[1:3])
     try:
         from gfgen.server import front
     except ImportError as error:

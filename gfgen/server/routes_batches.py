@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
-from gfgen.errors import JobFileError
+from gfgen.errors import JobFileError, listed
 from gfgen.server import schemas
 from gfgen.server.asking import asked_batch, new_id
 from gfgen.server.bodies import MAX_KEY_CHARS, read_job_file, request_key
@@ -80,7 +80,7 @@ async def create_batch(
         )
     except JobFileError as error:
         raise ApiError(400, str(error), code="invalid_job_file", param=error.problems[0].field) from None
-    told = None if skipped is None else [str(problem) for problem in skipped]
+    told = None if skipped is None else listed(skipped, limit=len(skipped))
     return _answer(desk, desk.store.batch(batch_id), batch_id, skipped=told)
 
 

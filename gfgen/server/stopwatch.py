@@ -40,6 +40,9 @@ class Stopwatch:
     def submit(self, dispatch: Dispatch) -> None:
         self._backend.submit(dispatch)
 
+    def stop(self, dispatches: Sequence[Dispatch]) -> None:
+        self._backend.stop(dispatches)
+
     def release(self, job_id: str) -> None:
         self._backend.release(job_id)
 

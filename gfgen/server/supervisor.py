@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
 import socket
 import subprocess
 import threading
@@ -23,7 +22,7 @@ MAX_DEATHS = 5
 DEATHS_WINDOW_S = 60.0
 """A front that dies so often within this time is given up, and the run with it."""
 BIND_S = 5.0
-"""A server that was killed leaves its address to the next one when its front is gone, too (lifeline.py)."""
+"""How long to wait for the address of a server that was killed: the kernel kills its front too (lifeline)."""
 DRAIN_S = 10.0
 """How long a front may take to end once the run is over."""
 
@@ -114,7 +113,7 @@ class Supervisor:
         Raises: OSError when it cannot be started.
         """
         ours, theirs = socket.socketpair()
-        numbers = map(str, (theirs.fileno(), self._listener.fileno(), os.getpid()))
+        numbers = map(str, (theirs.fileno(), self._listener.fileno()))
         command = module_command("gfgen.server.front_main", *numbers)
         try:
             with theirs:

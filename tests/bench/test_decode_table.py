@@ -60,7 +60,7 @@ def test_groups_work_side_by_side_and_the_slowest_rank_counts(monkeypatch: pytes
     text = "\n".join(table_of(rows, device="4 x GPU", command="gfgen bench decode"))
     assert "| wan-1280x704x81 | bfloat16 | 4 | 2.300 | 3.48 | 9.0 | 1.0 | 1.0e-04 | 1 | 50.0 |" in text
     assert len(measure_decodes(num_gpus=4, seconds=0)) == 1
-    with pytest.raises(InputError, match="there are 4"):
+    with pytest.raises(InputError, match="this machine has 4 NVIDIA GPUs"):
         measure_decodes(num_gpus=5)
 
 

@@ -55,7 +55,7 @@ def test_patterns_that_fit_nothing_are_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(gpus, "driver", Machine)
     with pytest.raises(InputError, match="fits no name such as wan-832x480x49/1/diffusers"):
         forward.measure_forwards(num_gpus=4, only=["nothing"])
-    with pytest.raises(InputError, match="there are 4"):
+    with pytest.raises(InputError, match="this machine has 4 NVIDIA GPUs"):
         forward.measure_forwards(num_gpus=5)
 
 

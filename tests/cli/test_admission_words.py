@@ -2,8 +2,12 @@
 
 import pytest
 
-from gfgen.cli.admission import tell_of_unused
+from gfgen.cli.admission import find_model, tell_of_unused
 from gfgen.job import JobSpec
+from gfgen.runtime.admission import admit, tell_of_rounding
+from gfgen.runtime.clock import Clock
+from gfgen.runtime.cost import CostModel
+from gfgen.runtime.state import State
 
 NAMED = JobSpec(id="a", prompt="a fox", model="qwen-image")
 NAMELESS = JobSpec(id="b", prompt="a fox")
@@ -24,3 +28,36 @@ def test_a_model_that_no_job_takes_is_told_to_have_no_effect(caplog, model, jobs
     assert [record.getMessage() for record in caplog.records] == [
         f"--model {model} has no effect: every job names its own"
     ] * is_told
+
+
+def jobs_of(*specs):
+    admitted, problems = admit(specs, default_model="shapes", find_model=find_model)
+    assert not problems
+    return admitted
+
+
+def test_what_the_model_rounds_is_told_with_the_lines_of_the_jobs(caplog):
+    small = {"prompt": "a fox", "width": 100, "height": 100}
+    specs = [JobSpec(id=f"small-{line}", line=line, **small) for line in (1, 2, 5)]
+    specs.append(JobSpec(id="short", prompt="a fox", frames=2, line=3))
+    specs.append(JobSpec(id="exact", prompt="a fox", width=96, height=96, frames=9, line=4))
+    with caplog.at_level("INFO"):
+        tell_of_rounding(jobs_of(*specs))
+    assert [record.getMessage() for record in caplog.records] == [
+        "lines 1, 2, 5: shapes rounds 100x100 -> 96x96",
+        "line 3: shapes rounds 2 -> 1 frames",
+    ]
+
+
+def test_roundings_that_are_told_are_bounded(caplog):
+    sizes = [17 + 16 * number for number in range(12)]
+    with caplog.at_level("INFO"):
+        tell_of_rounding(jobs_of(*[JobSpec(id=f"a{n}", prompt="x", width=n, height=64) for n in sizes]))
+    assert len(caplog.records) == 11
+    assert caplog.records[-1].getMessage() == "2 more sizes are rounded; the manifest has all of them"
+
+
+def test_rounding_is_among_the_warnings_of_the_job():
+    (job,) = jobs_of(JobSpec(id="a", prompt="a fox", width=100, height=100, frames=2))
+    state = State([job], num_ranks=1, clock=Clock(virtual=True), costs=CostModel(), guard_s=0.0)
+    assert state._jobs["a"].warnings == ["rounded 100x100 -> 96x96, 2 -> 1 frames"]

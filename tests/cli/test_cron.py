@@ -87,7 +87,7 @@ def test_a_run_without_terminal_home_or_path_tells_everything_in_its_log(night):
     assert sorted(os.listdir(out)) == ["fox.mp4", "journal.jsonl", "manifest.jsonl"]
     text = log.read_text()
     for part in (
-        "removed 1 unfinished files of an earlier run",
+        "removed 1 unfinished file of an earlier run",
         "started fox on rank 0",
         "done fox: fox.mp4",
     ):
@@ -107,6 +107,7 @@ def test_with_json_lines_what_ends_a_run_is_one_of_them(night):
     assert code == 2
     entry = json.loads(err)
     assert (entry["level"], "no such file" in entry["message"]) == ("error", True)
+    assert (entry["event"], entry["exit_code"]) == ("failed", 2)
 
 
 def test_closing_time_is_no_failure_and_the_last_line_says_what_is_left(night):
@@ -185,7 +186,12 @@ def test_a_journal_on_a_full_disk_ends_the_run_with_one_line(night):
         (["night.jsonl", "--output", ""], "it is empty; name a path"),
         (["night.jsonl", "--lookahead", "nan"], "nan is no finite number"),
         (["--watch", "nowhere"], "--watch nowhere: there is no such folder"),
+        (["--watch", "loop"], "--watch loop: there is no such folder"),
         (["--watch", ".", "--output", "."], "is the output folder too"),
+        (
+            ["night.jsonl", "--output", "night.jsonl"],
+            "--output night.jsonl: this is a file; name another folder",
+        ),
         (["night.jsonl", "--until", "25:00"], "--until '25:00': a time of day like \"06:00\""),
         (["night.jsonl", "--log-file", "/proc/x.log"], "--log-file /proc/x.log: cannot write there"),
         (["night.jsonl", "--trace", "/proc/none/x.json"], "--trace /proc/none/x.json: cannot write there"),
@@ -194,6 +200,7 @@ def test_a_journal_on_a_full_disk_ends_the_run_with_one_line(night):
 )
 def test_options_that_make_no_sense_are_refused(capsys, monkeypatch, night, arguments, message):
     monkeypatch.chdir(night)
+    (night / "loop").symlink_to("loop")
     code, err = refusal(capsys, *arguments)
     assert code == 2
     assert message in err

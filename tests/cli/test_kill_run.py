@@ -9,19 +9,22 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from random import Random
 
 import numpy as np
 import pytest
 from PIL import Image
-from process_tree import children_of, command_of
+from process_tree import children_of, command_of, descendants_of
+from serving import Server, free_port
 
 NUM_KILLS = 3
 BOUND_S = 120.0
 PICTURE = {"model": "tiny-qwen-image", "size": "64x64"}
 VIDEO = {"model": "tiny-wan", "size": "64x64", "frames": 9}
+LONG = {"prompt": "a red circle", "size": "512x512", "frames": 81, "steps": 4}
+"""Minutes for a step."""
 JOBS = [
     {"id": f"job-{idx}", "prompt": "a fox", "steps": 6 + 4 * idx, **(VIDEO if idx % 2 else PICTURE)}
     for idx in range(6)
@@ -85,10 +88,14 @@ class Run:
 
     def assert_alone(self) -> None:
         """All that it had started ends with it."""
-        deadline_s = time.monotonic() + 30
-        while left := [pid for pid in self._known if is_running(pid)]:
-            assert time.monotonic() < deadline_s, f"processes {left} are left"
-            time.sleep(0.02)
+        assert_end(self._known)
+
+
+def assert_end(pids: Collection[int]) -> None:
+    deadline_s = time.monotonic() + 30
+    while left := [pid for pid in pids if is_running(pid)]:
+        assert time.monotonic() < deadline_s, f"processes {left} are left"
+        time.sleep(0.02)
 
 
 def is_running(pid: int) -> bool:
@@ -174,6 +181,34 @@ def test_a_run_that_is_killed_again_and_again_ends_like_an_undisturbed_one(
     for run in [*runs, last]:
         run.assert_alone()
     assert_same_outputs(folder / "killed", folder / "calm", untouched=before)
+
+
+def test_nothing_outlives_a_run_that_is_killed_in_a_step_of_minutes(tmp_path: Path) -> None:
+    (tmp_path / "long.jsonl").write_text(json.dumps(LONG))
+    command = [sys.executable, "-m", "gfgen", "run", "long.jsonl", "-o", "out", "--ranks", "1", "--quiet"]
+    journal = tmp_path / "out" / "journal.jsonl"
+    with subprocess.Popen(command, cwd=tmp_path) as run:
+        while not journal.exists() or journal.read_text().count('"TaskDone"') < 2:  # the first step is next
+            assert run.poll() is None
+            time.sleep(0.02)
+        family = descendants_of(run.pid)
+        run.kill()
+    assert len(family) == 4, "fork server, resource tracker, rank and writer"
+    assert_end(family)
+
+
+def test_nothing_outlives_a_server_that_is_killed_in_a_step_of_minutes(tmp_path: Path) -> None:
+    port = free_port()
+    command = ["-m", "gfgen", "serve", "--port", str(port), "-o", "out", "--ranks", "1"]
+    server = Server(command, port=port, folder=tmp_path).wait_ready()
+    try:
+        job_id = server.post("/v1/jobs", **LONG).json()["id"]
+        server.wait_for(job_id, "in_progress")
+        family = descendants_of(server.process.pid)
+    finally:
+        server.kill()
+    assert len(family) == 5, "HTTP process, fork server, resource tracker, rank and writer"
+    assert_end(family)
 
 
 def assert_same_outputs(killed: Path, calm: Path, *, untouched: dict[str, int]) -> None:

@@ -9,18 +9,34 @@ import pytest
 
 from gfgen.cli import ranks
 from gfgen.cli.ranks import Ranks, ready_pool
-from gfgen.runtime.devices import Devices
+from gfgen.runtime.devices import Devices, Gpu
 from gfgen.runtime.signals import SignalPipe
+
+
+class NoPool:
+    def wait_ready(self, signals):
+        """Nothing is awaited."""
+
+
+def test_workers_are_told_how_many_gpus_they_share_and_what_each_may_use(monkeypatch):
+    told = {}
+
+    def note(**options):
+        told.update(options)
+        return contextlib.nullcontext(NoPool())
+
+    monkeypatch.setattr(ranks, "WorkerPool", note)
+    monkeypatch.setattr(ranks.compiler, "kept", list)
+    shared = Devices("cuda", 4, (Gpu("NVIDIA H200", 100),) * 2, ranks_per_gpu=2)
+    with contextlib.closing(SignalPipe()) as signals, ready_pool([Path("model")], Ranks(shared), signals):
+        pass
+    assert (told["num_ranks"], told["num_gpus"], told["memory_limit"]) == (4, 2, 50)
 
 
 @pytest.mark.parametrize(
     ("kind", "is_first", "is_told"), [("cuda", True, True), ("cuda", False, False), ("cpu", True, False)]
 )
 def test_the_first_start_on_gpus_says_that_it_compiles(caplog, monkeypatch, kind, is_first, is_told):
-    class NoPool:
-        def wait_ready(self, signals):
-            """Nothing is awaited."""
-
     monkeypatch.setattr(ranks, "WorkerPool", lambda **options: contextlib.nullcontext(NoPool()))
     monkeypatch.setattr(ranks.compiler, "kept", lambda: [] if is_first else [Path("kernels.cubin")])
     caplog.set_level("INFO", "gfgen")

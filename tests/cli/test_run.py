@@ -93,6 +93,10 @@ def test_models_that_do_not_fit_into_memory_together_take_turns(folder):
     assert (ended["event"], ended["jobs"]["done"], ended["model_changes"]["times"]) == (
         "run_ended", len(JOBS), 1,
     )  # fmt: skip
+    assert {"time", "level", "logger", "message"} < ended.keys()
+    assert (ended["num_ranks"], ended["stopped_by"], ended["policy_fault"]) == (2, None, None)
+    assert ended["waited_share"] >= 0
+    assert ended["memory"]["host_bytes"] > 0
     assert {entry["status"] for entry in manifest(folder).values()} == {"done"}
     events = (folder / "outputs/night/journal.jsonl").read_text()
     assert events.count('"ModelsChanged"') == 1
@@ -164,6 +168,17 @@ def test_signals_stop_the_run_with_one_line(folder, numbers, code):
     returned, err = interrupt(folder, *numbers)
     assert returned == code
     assert err.splitlines()[-1].startswith("gfgen: stopped")
+
+
+def test_with_json_lines_a_stopped_run_ends_with_its_events(folder):
+    (folder / "night.jsonl").write_text(f"{json.dumps(JOBS[0])}\n{json.dumps(LONG)}\n")
+    returned, err = interrupt(folder, signal.SIGTERM, options=["--log-json", "--log-file", "run.log"])
+    assert returned == 143
+    last = json.loads(err.splitlines()[-1])
+    assert (last["event"], last["exit_code"]) == ("stopped", 143)
+    entries = [json.loads(line) for line in (folder / "run.log").read_text().splitlines()]
+    (ended,) = [entry for entry in entries if entry.get("event") == "run_ended"]
+    assert (ended["stopped_by"], ended["jobs"]["done"], ended["jobs"]["unfinished"]) == ("SIGTERM", 1, 1)
 
 
 def test_a_signal_while_the_models_load_stops_the_run_with_one_line(folder):

@@ -13,19 +13,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from gpu_ranks import NUM_RANKS, RANKS_PER_GPU, needs_two_ranks
 from movies import decoded
 from PIL import Image
 from process_tree import children_of
 
-from gfgen.runtime.devices import find_gpus
+TIMEOUT_S = 180.0 * RANKS_PER_GPU
 
-NUM_GPUS = len(find_gpus())
-TIMEOUT_S = 180.0
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(NUM_GPUS < 2, reason="needs two NVIDIA GPUs of one machine"),
-]
+pytestmark = [pytest.mark.gpu, needs_two_ranks]
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +40,7 @@ def job_file(tmp_path_factory: pytest.TempPathFactory, tiny_models: Mapping[str,
 def command(job_file: Path, output: Path, *options: str) -> list[str]:
     return [
         *(sys.executable, "-m", "gfgen", "run", str(job_file), "--output", str(output)),
-        *("--device", "cuda", "--ranks", "2", *options),
+        *("--device", "cuda", "--ranks", str(NUM_RANKS), "--ranks-per-gpu", str(RANKS_PER_GPU), *options),
     ]
 
 
@@ -55,7 +50,7 @@ def layouts_of(output: Path) -> Mapping[str, list[str]]:
     return {line["id"]: line["layouts"] for line in lines if line["status"] == "done"}
 
 
-@pytest.mark.parametrize(("policy", "size"), [("srtf", 1), ("srtf,degree=2", 2), ("legacy", 2)])
+@pytest.mark.parametrize(("policy", "size"), [("srtf", 1), ("srtf,degree=2", 2), ("legacy", NUM_RANKS)])
 def test_all_jobs_are_done_under_every_degree(job_file: Path, tmp_path: Path, policy: str, size: int):
     subprocess.run(command(job_file, tmp_path, "--policy", policy), check=True, timeout=TIMEOUT_S)
     layouts = layouts_of(tmp_path)

@@ -10,11 +10,13 @@ import pytest
 from PIL import Image
 from serving import Server, free_port
 
-from gfgen.cli.admission import Admission
+from gfgen.cli.admission import Admission, find_weightless
 from gfgen.cli.main import main
 from gfgen.cli.serve import usual_jobs
 from gfgen.jobspec import JobSpec
+from gfgen.runtime.admission import admit
 from gfgen.runtime.devices import Devices
+from gfgen.runtime.job_bounds import JobBounds, StepTimes, beyond
 from gfgen.runtime.lock import hold_folder
 
 
@@ -88,6 +90,30 @@ def test_models_memory_and_warming_up_are_options_as_of_a_run(monkeypatch):
     assert {options.models for options in given} == {("shapes",)}
 
 
+def test_bounds_of_one_job_are_options_with_defaults_that_admit_what_models_are_made_for(monkeypatch):
+    given = []
+    monkeypatch.setattr("gfgen.cli.serve.serve_models", given.append)
+    for arguments in (
+        (),
+        ("--max-pixels", "99", "--max-frames", "9", "--max-steps", "8", "--max-step-time", "1h"),
+    ):
+        with pytest.raises(SystemExit):
+            main(["serve", "--device", "cpu", *arguments])
+    usual, own = [options.job_bounds for options in given]
+    assert own == JobBounds(pixels=99, frames=9, steps=8, step_s=3600.0)
+    assert usual.step_s == 600.0
+    specs = [
+        JobSpec(id="t2v", prompt="a fox", model="wan2.2-t2v-a14b", width=1280, height=720, frames=121),
+        JobSpec(id="ti2v", prompt="a fox", model="wan2.2-ti2v-5b"),
+        JobSpec(id="picture", prompt="a fox", model="qwen-image", width=2048, height=2048),
+        JobSpec(id="wide", prompt="a fox", model="qwen-image", width=1664, height=928, steps=50),
+    ]
+    jobs, problems = admit(specs, default_model="shapes", find_model=find_weightless)
+    assert not problems
+    on_a_gpu = StepTimes(None, kind="cuda", num_ranks=1)
+    assert list(beyond(jobs, usual, on_a_gpu)) == []
+
+
 def test_what_is_warmed_up_is_what_a_request_gets_that_says_nothing(tiny_models):
     admit = Admission(default_model="tiny-wan", devices=Devices("cpu", 1))
     jobs = usual_jobs(["tiny-wan", "tiny-qwen-image", "tiny-wan-moe-i2v"], admit)
@@ -149,7 +175,7 @@ def test_a_folder_that_another_run_holds_is_left_alone(capsys, tmp_path):
     ("arguments", "words"),
     [
         (("--policy", "x"), "unknown"),
-        (("--keep", "soon"), "a duration like 12h or 7d"),
+        (("--keep", "soon"), "a duration like 30s, 12h or 7d"),
         (("--keep-bytes", "much"), "a size like 500M or 20G"),
         (("--keep-bytes", "0"), "'0': a size like 500M or 20G"),
         (("--max-body", "-1"), "'-1': a size like 500M or 20G"),

@@ -17,6 +17,7 @@ from gfgen.gfc.cuda.endpoint import CudaEndpoint
 from gfgen.gfc.cuda.graph import capture
 from gfgen.gfc.cuda.group import CudaGroup
 from gfgen.gfc.cuda.launch import Launch
+from gfgen.gfc.cuda.ranks import CudaRanks
 from gfgen.gfc.cuda.selector import Choice, Rule, Selector
 from gfgen.gfc.descriptor import Descriptor, Kind
 from gfgen.gfc.reshard import shard_sizes
@@ -330,6 +331,26 @@ def transfers(endpoint: CudaEndpoint, peer: int, is_sender: bool, dispatch: int,
     torch.cuda.synchronize()
     endpoint.check(dispatch)
     return wrong
+
+
+def transfer(ranks: CudaRanks, sizes: list[int], *, source: int = 0, target: int = 1) -> list[int]:
+    """From one rank to another: wrong items on both."""
+    dispatch = ranks.next_dispatch()
+    ranks.submit(source, transfers, target, True, dispatch, sizes)
+    ranks.submit(target, transfers, source, False, dispatch, sizes)
+    return [ranks.result(source), ranks.result(target)]
+
+
+def transfer_after_death(ranks: CudaRanks) -> list[int]:
+    """Between rank 0 and the successor of a killed rank 1, to and fro: wrong items."""
+    sizes = [1, 100, 16384]
+    wrong = transfer(ranks, sizes)
+    ranks.kill(1)
+    ranks.run((0,), restart, [])
+    ranks.revive(1)
+    there = transfer(ranks, sizes)
+    back = transfer(ranks, sizes, source=1, target=0)
+    return [sum(counts) for counts in zip(wrong, there, reversed(back), strict=True)]
 
 
 def larger_than_a_bank(

@@ -1,6 +1,6 @@
 """The collectives on real GPUs: exactness under random groups, graphs, transfers, faults.
 
-pytest tests/gfc/test_cuda_device.py            # needs two GPUs, better four
+pytest tests/gfc/test_cuda_device.py            # needs two ranks, better four (gpu_ranks.py)
 """
 
 from __future__ import annotations
@@ -13,24 +13,22 @@ from collections.abc import Iterator
 
 import cuda_programs as programs
 import pytest
-import torch
+from gpu_ranks import NUM_GPUS, NUM_RANKS, RANKS_PER_GPU, needs_two_ranks
 
 from gfgen.gfc.arena import Plan
 from gfgen.gfc.cuda.ranks import CudaRanks
 from gfgen.layout import Layout
 
-NUM_RANKS = min(4, torch.cuda.device_count())
 TIMEOUT_S = 2.0
 PLAN = Plan(data_bytes=64 << 20, post_bytes=4 << 20, first_sequence=2**32 - 500)
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(NUM_RANKS < 2, reason="needs two NVIDIA GPUs of one machine"),
-]
+NUM_DISPATCHES = 2000 // RANKS_PER_GPU
+"""On a shared GPU each exchange takes milliseconds."""
+pytestmark = [pytest.mark.gpu, needs_two_ranks]
 
 
 @pytest.fixture
 def ranks() -> Iterator[CudaRanks]:
-    started = CudaRanks(NUM_RANKS, PLAN, timeout_s=TIMEOUT_S)
+    started = CudaRanks(NUM_RANKS, PLAN, timeout_s=TIMEOUT_S, num_devices=NUM_GPUS)
     yield started
     started.close()
 
@@ -48,8 +46,8 @@ def all_work(ranks: CudaRanks, members: tuple[int, ...]) -> bool:
 
 
 def test_random_overlapping_groups_give_exact_bytes(ranks: CudaRanks) -> None:
-    first = ranks.next_dispatch(2000)
-    found = ranks.run(range(NUM_RANKS), programs.stress, NUM_RANKS, 7, 2000, first)
+    first = ranks.next_dispatch(NUM_DISPATCHES)
+    found = ranks.run(range(NUM_RANKS), programs.stress, NUM_RANKS, 7, NUM_DISPATCHES, first)
     assert [result["errors"] for result in found] == [0] * NUM_RANKS
 
 
@@ -66,10 +64,11 @@ def test_one_capture_replays_on_every_ordered_subset(ranks: CudaRanks) -> None:
 
 
 def test_transfers_of_any_size_arrive(ranks: CudaRanks) -> None:
-    dispatch, sizes = ranks.next_dispatch(), [1, 100, 16384, (3 << 20) + 1, 40 << 20, 8 << 20]
-    ranks.submit(0, programs.transfers, 1, True, dispatch, sizes)
-    ranks.submit(1, programs.transfers, 0, False, dispatch, sizes)
-    assert [ranks.result(0), ranks.result(1)] == [0, 0]
+    assert programs.transfer(ranks, [1, 100, 16384, (3 << 20) + 1, 40 << 20, 8 << 20]) == [0, 0]
+
+
+def test_transfers_go_on_with_the_successor_of_a_killed_rank(ranks: CudaRanks) -> None:
+    assert programs.transfer_after_death(ranks) == [0, 0]
 
 
 @pytest.mark.parametrize("num_items", [20_000_000, 9_999_991])
@@ -101,7 +100,7 @@ def test_rank_killed_while_others_wait_for_it(ranks: CudaRanks) -> None:
     ranks.kill(1)
     began = time.monotonic()
     survives(ranks, [ranks.result(0)], dead=1)
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - began < 60 * RANKS_PER_GPU
 
 
 def test_rank_killed_while_it_waits(ranks: CudaRanks) -> None:
@@ -164,12 +163,13 @@ def test_dispatch_that_a_peer_left_out_is_a_protocol_error(ranks: CudaRanks) -> 
     assert all_work(ranks, (0, 1))
 
 
-@pytest.mark.parametrize("timeout_s", [0.2, 2 * TIMEOUT_S])
-def test_a_dispatch_may_say_how_long_its_waits_may_take(ranks: CudaRanks, timeout_s: float) -> None:
+@pytest.mark.parametrize("share", [0.1, 2])
+def test_a_dispatch_may_say_how_long_its_waits_may_take(ranks: CudaRanks, share: float) -> None:
     layout, dispatch = Layout((0, 1), ulysses=2), ranks.next_dispatch()
+    timeout_s = share * ranks.timeout_s
     ranks.submit(0, programs.wait_alone, layout, dispatch, timeout_s)
     ranks.run((1,), programs.enter_only, layout, dispatch)
-    assert timeout_s <= ranks.result(0) < timeout_s + 0.5 * TIMEOUT_S
+    assert timeout_s <= ranks.result(0) < timeout_s + 0.5 * ranks.timeout_s
     ranks.run((0, 1), programs.restart, [])
     assert all_work(ranks, (0, 1))
 

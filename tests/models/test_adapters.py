@@ -79,6 +79,18 @@ def test_artifacts_are_as_the_geometry_says(
     assert tuple(frames.shape) == trajectory.artifact("frames").fields[0][1]
 
 
+@pytest.mark.parametrize("name", ["tiny-wan", "tiny-qwen-image"])
+def test_the_sum_of_the_pixels_shows_nan_that_bytes_do_not(
+    tiny_models: Mapping[str, Path], name: str, picture: Path
+) -> None:
+    job, _ = _two_jobs(tiny_models[name], picture)
+    adapter = load_adapter(tiny_models[name])
+    latents = _copy(_start(adapter, job)["latents"])
+    assert torch.isfinite(adapter.decode(job, latents).tensors["pixel_sum"])
+    latents.tensors["sample"].view(-1)[-1] = torch.nan
+    assert torch.isnan(adapter.decode(job, latents).tensors["pixel_sum"])
+
+
 @pytest.mark.parametrize("name", ["tiny-wan", "tiny-wan-moe", "tiny-qwen-image"])
 def test_bfloat16_runs_and_stays_near(tiny_models: Mapping[str, Path], name: str, picture: Path) -> None:
     """Text to video in bf16 takes one timestep for all tokens; rounding is all that may differ.

@@ -1,6 +1,6 @@
 """Shared attention on real GPUs: against float64, eager, in chunks, and in graphs on every ordered subset.
 
-pytest tests/models/test_attention_device.py            # needs two GPUs, better four
+pytest tests/models/test_attention_device.py            # needs two ranks, better four (gpu_ranks.py)
 """
 
 from __future__ import annotations
@@ -10,12 +10,11 @@ from collections.abc import Iterator
 
 import cuda_attention
 import pytest
-import torch
+from gpu_ranks import NUM_GPUS, NUM_RANKS, needs_two_ranks
 
 from gfgen.gfc.arena import Plan
 from gfgen.gfc.cuda.ranks import CudaRanks
 
-NUM_RANKS = min(4, torch.cuda.device_count())
 SMALL, LARGE = Plan(data_bytes=3 << 20, post_bytes=1 << 20), Plan(data_bytes=96 << 20, post_bytes=1 << 20)
 DEGREES = [
     degrees
@@ -25,15 +24,12 @@ DEGREES = [
 LIMIT = 2.5
 """Times the error of one GPU: parts of a ring are rounded to 16 bits before they are merged."""
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(NUM_RANKS < 2, reason="needs two NVIDIA GPUs of one machine"),
-]
+pytestmark = [pytest.mark.gpu, needs_two_ranks]
 
 
 @pytest.fixture(scope="module", params=[LARGE, SMALL], ids=["large arena", "small arena"])
 def ranks(request: pytest.FixtureRequest) -> Iterator[CudaRanks]:
-    started = CudaRanks(NUM_RANKS, request.param, timeout_s=10)
+    started = CudaRanks(NUM_RANKS, request.param, timeout_s=10, num_devices=NUM_GPUS)
     yield started
     started.close()
 

@@ -1,6 +1,6 @@
 """Both branches of guidance on real GPUs, in turn, in one forward, on halves: as near to fp32 as diffusers.
 
-pytest tests/models/test_branches_on_gpus.py            # needs one GPU, better four
+pytest tests/models/test_branches_on_gpus.py            # needs one rank, better four (gpu_ranks.py)
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import cuda_branches
 import pytest
-import torch
+from gpu_ranks import NUM_GPUS, NUM_RANKS, needs_a_gpu
 
 from gfgen.bench.forward import QWEN, WAN
 from gfgen.gfc.arena import Plan
@@ -19,20 +19,17 @@ from gfgen.gfc.cuda.ranks import CudaRanks
 from gfgen.layout import Layout
 from gfgen.models.measure_forward import Shape
 
-NUM_RANKS = min(4, torch.cuda.device_count())
 SHAPES = (Shape(WAN, 832, 480, 17), Shape(WAN, 832, 480, 17, has_image=True), Shape(QWEN, 512, 512, 1))
 LIMIT = 1.2
 """Times the distance of diffusers in bf16: parts of a ring are rounded once more."""
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(NUM_RANKS < 1, reason="needs an NVIDIA GPU"),
-]
+pytestmark = [pytest.mark.gpu, needs_a_gpu]
 
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[CudaRanks]:
-    started = CudaRanks(NUM_RANKS, Plan(data_bytes=512 << 20, post_bytes=1 << 20), timeout_s=60)
+    plan = Plan(data_bytes=512 << 20, post_bytes=1 << 20)
+    started = CudaRanks(NUM_RANKS, plan, timeout_s=60, num_devices=NUM_GPUS)
     yield started
     started.close()
 

@@ -1,6 +1,6 @@
 """Recorded forwards on real GPUs: the bits of those that are launched one by one, on any ranks, in any slot.
 
-pytest tests/models/test_forwards_on_gpus.py            # needs two GPUs, better four
+pytest tests/models/test_forwards_on_gpus.py            # needs two ranks, better four (gpu_ranks.py)
 """
 
 from __future__ import annotations
@@ -12,23 +12,19 @@ from pathlib import Path
 
 import cuda_forwards
 import pytest
-import torch
+from gpu_ranks import NUM_GPUS, NUM_RANKS, needs_two_ranks
 
 from gfgen.gfc.arena import Plan
 from gfgen.gfc.cuda.ranks import CudaRanks
 from gfgen.layout import Layout
 
-NUM_RANKS = min(4, torch.cuda.device_count())
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(NUM_RANKS < 2, reason="needs two NVIDIA GPUs of one machine"),
-]
+pytestmark = [pytest.mark.gpu, needs_two_ranks]
 
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[CudaRanks]:
-    started = CudaRanks(NUM_RANKS, Plan(data_bytes=96 << 20, post_bytes=1 << 20), timeout_s=20)
+    plan = Plan(data_bytes=96 << 20, post_bytes=1 << 20)
+    started = CudaRanks(NUM_RANKS, plan, timeout_s=20, num_devices=NUM_GPUS)
     yield started
     started.close()
 

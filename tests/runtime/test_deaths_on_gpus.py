@@ -1,6 +1,6 @@
 """Faults on real GPUs: a process killed in a step of all of them, memory that runs out, a kernel that hangs.
 
-pytest tests/runtime/test_deaths_on_gpus.py            # needs two GPUs, better four
+pytest tests/runtime/test_deaths_on_gpus.py            # needs two ranks, better four (gpu_ranks.py)
 """
 
 from __future__ import annotations
@@ -11,25 +11,22 @@ from pathlib import Path
 
 import pytest
 from builders import Recorder
+from gpu_ranks import NUM_GPUS, NUM_RANKS, RANKS_PER_GPU, needs_two_ranks
 from test_elastic import following
 from test_workers import PICTURE, pixels, run
 
 from gfgen.job import JobSpec
-from gfgen.runtime.devices import find_gpus
+from gfgen.runtime.devices import choose_devices
 from gfgen.runtime.events import RankLost, TaskFailed
 from gfgen.runtime.pool import WorkerPool
 from gfgen.runtime.watchdog import Patience
 
-NUM_RANKS = min(4, len(find_gpus()))
 ALL = tuple(range(NUM_RANKS))
-HASTY = Patience(task_s=10.0, task_factor=1.0, leaving_s=3.0)
+HASTY = Patience(task_s=10.0, task_factor=1.0, leaving_s=3.0).with_shared_gpus(RANKS_PER_GPU)
 LEFT_BYTES = 8 << 30
 """Far more than the tiny models need, far less than the device has."""
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(NUM_RANKS < 2, reason="needs two NVIDIA GPUs of one machine"),
-]
+pytestmark = [pytest.mark.gpu, needs_two_ranks]
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +37,8 @@ def gpus(tiny_models: Mapping[str, Path]) -> Iterator[WorkerPool]:
         checkpoints=[tiny_models["tiny-qwen-image"]],
         worker_main="faulty_worker:gpu_main",
         device="cuda",
+        num_gpus=NUM_GPUS,
+        memory_limit=choose_devices("cuda", NUM_RANKS, ranks_per_gpu=RANKS_PER_GPU).rank_limit,
     ) as pool:
         pool.wait_ready()
         yield pool
@@ -78,6 +77,14 @@ def test_a_process_killed_in_a_step_of_all_gpus_costs_that_step_only(pool: Worke
     again = run(pool, tmp_path / "again", specs[0], policy=following(ALL))
     assert statuses(again) == {"killed": "done"}
     assert (pixels(tmp_path / "killed.png") == pixels(tmp_path / "again" / "killed.png")).all()
+
+
+def test_a_job_that_changes_ranks_at_every_step_gives_the_same_picture(pool: WorkerPool, tmp_path: Path):
+    """Its state goes from GPU to GPU, or between ranks that share one."""
+    run(pool, tmp_path / "still", job("moved"), policy=following((0,)))
+    run(pool, tmp_path / "moving", job("moved"), policy=following(*[(rank,) for rank in reversed(ALL)]))
+    shown = [pixels(tmp_path / folder / "moved.png") for folder in ("still", "moving")]
+    assert (shown[0] == shown[1]).all()
 
 
 @pytest.mark.parametrize("ranks", [(0,), ALL], ids=["alone", "all"])

@@ -123,6 +123,32 @@ def test_the_probe_lists_names_memory_and_who_reaches_whom(monkeypatch: pytest.M
     assert probe.probe() == '[["GPU 0", 7, [1]], ["GPU 1", 8, []]]'
 
 
+def test_ranks_may_share_gpus_and_their_memory():
+    chosen = choose_devices(ranks_per_gpu=2, find=lambda: FOUR)
+    assert (chosen.num_ranks, chosen.gpus) == (8, FOUR)
+    assert chosen.memory_bytes == chosen.rank_limit == (150_000_000_000 - 3) // 2
+    assert choose_devices(num_ranks=3, ranks_per_gpu=2, find=lambda: FOUR).gpus == FOUR[:2]
+    assert choose_devices(memory_limit=40, ranks_per_gpu=4, num_ranks=2, find=lambda: FOUR).rank_limit == 10
+    assert choose_devices(memory_limit=40, find=lambda: FOUR).rank_limit == 40
+    assert choose_devices(find=lambda: FOUR).rank_limit is None
+
+
+def test_there_are_as_many_ranks_at_most_as_their_gpus_take_and_as_a_layout_may_have():
+    assert choose_devices(ranks_per_gpu=8, find=lambda: FOUR).num_ranks == 8
+    with pytest.raises(InputError, match="--ranks 3: there are 1 GPUs with 2 ranks each; 2 at most"):
+        choose_devices(num_ranks=3, ranks_per_gpu=2, find=lambda: FOUR[:1])
+
+
+def test_that_ranks_share_gpus_is_one_line_and_has_no_effect_on_cpu_ranks(caplog):
+    caplog.set_level("INFO")
+    choose_devices(ranks_per_gpu=2, find=lambda: FOUR)
+    assert choose_devices(ranks_per_gpu=2, find=tuple).ranks_per_gpu == 1
+    assert [record.getMessage() for record in caplog.records] == [
+        "2 ranks share each GPU and take turns: slower than one rank per GPU",
+        "--ranks-per-gpu has no effect on CPU ranks",
+    ]
+
+
 def reaching(*peers: set[int]) -> Devices:
     gpus = tuple(Gpu("a GPU", 100, frozenset(reached)) for reached in peers)
     return choose_devices(find=lambda: gpus)
@@ -138,3 +164,9 @@ def test_gpus_that_do_not_reach_each_other_are_apart():
     assert reaching({2}, {3}, {0}, {1}).islands == ((0, 2), (1, 3))
     assert reaching({1}, set()).islands == ((0,), (1,))
     assert reaching({1, 2}, {0}, {0}).islands == ((0, 1), (2,))  # not all of three reach each other
+
+
+def test_ranks_that_share_a_gpu_reach_each_other():
+    apart = tuple(Gpu("a GPU", 100, frozenset()) for _ in range(2))
+    assert choose_devices(ranks_per_gpu=2, find=lambda: apart, num_ranks=4).islands == ((0, 2), (1, 3))
+    assert choose_devices(ranks_per_gpu=4, find=lambda: apart[:1]).islands == ((0, 1, 2, 3),)

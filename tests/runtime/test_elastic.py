@@ -200,8 +200,18 @@ def test_a_step_that_fails_twice_fails_its_job_and_no_other(faulty_pool, tmp_pat
     good = [replace(bad, id=f"good-{i}", prompt=f"fox {i}") for i in range(3)]
     recorder = run(faulty_pool, tmp_path, bad, *good, policy=following((0, 1), (2, 1), (1, 0, 2)))
     outcomes = {o.info.job_id: o for o in recorder.outcomes}
-    assert outcomes.pop("bad").error.startswith("denoise 1: RuntimeError: as told by the prompt")
+    assert outcomes.pop("bad").error.startswith("denoise 2 of 4: RuntimeError: as told by the prompt")
     assert {o.status for o in outcomes.values()} == {"done"}
+
+
+@pytest.mark.parametrize("ranks", [(0,), (1, 0)], ids=str)
+def test_latents_with_nan_fail_their_job_at_the_step_that_made_them(faulty_pool, tmp_path, ranks):
+    spec = JobSpec(id=f"nan-{len(ranks)}", prompt="a fox | nan rank=0 step=2 times=2", **PICTURE)
+    recorder = run(faulty_pool, tmp_path, spec, policy=following(ranks), guard_s=1.0)
+    (outcome,) = recorder.outcomes
+    assert outcome.status == "failed"
+    assert outcome.error.startswith("denoise 3 of 4: NaN or infinity in the latents; ")
+    assert not list(tmp_path.glob("nan*"))
 
 
 @pytest.mark.parametrize("seed", range(4))

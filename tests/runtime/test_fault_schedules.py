@@ -92,9 +92,9 @@ def test_a_worker_that_no_signal_ends_is_left_behind_and_the_others_go_on(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: Kind
 ) -> None:
     """As a process that hangs in a driver: it stays alive, and its channel open or not."""
-    monkeypatch.setattr("gfgen.runtime.pool.KILLED_S", 0.3)
     pool = fleet.pool(2)
     stuck = pool.workers[0]
+    stuck.ends_within_s = 0.3
     kill = stuck.process.kill
     monkeypatch.setattr(stuck.process, "kill", lambda: None)
     monkeypatch.setattr(stuck.process, "is_alive", lambda: True)

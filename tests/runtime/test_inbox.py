@@ -27,8 +27,8 @@ def admit(specs):
             problems.append(Problem(spec.line, "tag", "no", "is not for this machine"))
             continue
         job = make_job(spec.id)
-        info = replace(job.info, spec=spec, file=output_name(spec, "image"), spec_hash=spec_hash(spec))
-        jobs.append(replace(job, info=info))
+        info = replace(job.info, asked=spec, spec=spec, file=output_name(spec, "image"))
+        jobs.append(replace(job, info=replace(info, spec_hash=spec_hash(spec))))
     return jobs, problems
 
 
@@ -129,10 +129,12 @@ def test_a_file_that_is_being_written_is_left_until_it_rests_for_a_second(desk):
     assert [job.job_id for job in desk.inbox.look()] == ["fox", "owl"]
 
 
-def test_an_old_file_that_is_moved_in_is_taken_at_once(desk):
+def test_an_old_file_that_is_moved_in_is_taken_at_once(desk, caplog):
+    caplog.set_level("INFO", "gfgen")
     desk.put("a.jsonl", FOX)
     desk.now += 5
     assert [job.job_id for job in desk.inbox.look()] == ["fox"]
+    assert caplog.messages == ["took a.jsonl: 1 job, 1 to do"]
 
 
 def test_files_are_taken_in_the_order_of_their_age(desk):
@@ -150,6 +152,17 @@ def test_all_problems_of_a_file_are_reported_beside_it_and_nothing_of_it_runs(de
     assert "line 1: promt: not a field; did you mean prompt?" in report
     assert report[-1] == "line 3: tag = no: is not for this machine"
     assert all(line in caplog.text for line in report)
+
+
+def test_a_log_has_the_first_problems_of_a_file_and_its_report_has_all(desk, caplog):
+    desk.put("a.jsonl", *({"prompt": "a fox", "qqq": 1} for _ in range(30)))
+    assert desk.look() == []
+    told = [record.getMessage() for record in caplog.records]
+    assert told[0] == "a.jsonl: 30 problems; nothing of it was started"
+    assert told[-2] == "a.jsonl: and 10 more problems"
+    assert told[-1].startswith("a.jsonl: the fields of a job are id, prompt, ")
+    assert len(told) == 1 + 20 + 2
+    assert len((desk.folder / "a.jsonl.errors.txt").read_text().splitlines()) == 1 + 30 + 1
 
 
 def test_a_mended_file_is_taken_and_its_report_goes_away(desk):

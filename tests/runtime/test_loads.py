@@ -26,6 +26,7 @@ from gfgen.runtime.loads import MAX_SPARED, Loads
 from gfgen.runtime.pool import MAX_DEATHS, MAX_FORKS, WorkerPool
 from gfgen.runtime.state import State
 from gfgen.runtime.warming import warm_ups
+from gfgen.runtime.watchdog import Patience
 from gfgen.runtime.workers import ProcessBackend
 
 PATIENCE_S = 60.0
@@ -288,6 +289,21 @@ def test_a_rank_that_hangs_at_the_start_stays_away_and_the_others_go_on(
         assert pool.retired == {1}
         assert [worker.rank for worker in pool.living if worker.has_arenas] == [0]
         assert not pool.workers[1].process.is_alive()
+
+
+def test_ranks_that_share_a_gpu_are_given_as_many_times_as_long(tmp_path: Path) -> None:
+    with WorkerPool(
+        num_ranks=2,
+        checkpoints=[tmp_path / "good"],
+        worker_main="loading_worker:main",
+        num_writers=0,
+        num_gpus=1,
+    ) as pool:
+        assert pool.patience == Patience().with_shared_gpus(2)
+        assert {worker.ends_within_s for worker in pool.workers} == {2 * Patience().killed_s}
+        backend = ProcessBackend(pool, [], clock=Clock(), output_dir=tmp_path)
+        assert backend._watchdog.patience == pool.patience
+        backend.close()
 
 
 def test_a_rank_that_hangs_at_the_start_ends_what_needs_all_ranks(tmp_path: Path) -> None:

@@ -4,15 +4,22 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 
 import pytest
 
 from gfgen.errors import LockedError, OutputError
+from gfgen.runtime import lock
 from gfgen.runtime.lock import LOCK_NAME, hold_folder
 
 HOLDER = (
     "import sys, time\nfrom pathlib import Path\nfrom gfgen.runtime.lock import hold_folder\n"
     "with hold_folder(Path(sys.argv[1])):\n    print('held', flush=True)\n    time.sleep(600)"
+)
+ORPHAN = (
+    "import os, sys, time\nfrom pathlib import Path\nfrom gfgen.runtime.lock import hold_folder\n"
+    "with hold_folder(Path(sys.argv[1])):\n"
+    "    pid = os.fork()\n    pid and print(pid, flush=True)\n    time.sleep(600)"
 )
 
 
@@ -39,6 +46,42 @@ def test_the_death_of_its_holder_releases_the_folder(holder, tmp_path):
     assert (tmp_path / LOCK_NAME).exists()
     with hold_folder(tmp_path):
         pass
+
+
+@pytest.fixture
+def orphan(tmp_path):
+    """A process of a run that was killed: it has kept the lock's descriptor open. The number of both."""
+    run = subprocess.Popen([sys.executable, "-c", ORPHAN, tmp_path], stdout=subprocess.PIPE, text=True)
+    pid = int(run.stdout.readline())
+    run.kill()
+    run.wait()
+    yield run.pid, pid
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+    run.stdout.close()
+
+
+def test_a_run_does_not_start_beside_processes_of_a_killed_one_and_names_them(monkeypatch, orphan, tmp_path):
+    monkeypatch.setattr(lock, "ORPHANS_S", 0.0)
+    with pytest.raises(LockedError) as refusal:
+        hold_folder(tmp_path).__enter__()
+    run, left = orphan
+    assert f"the run before was killed (process {run}, since" in str(refusal.value)
+    assert f"its processes {left} have not ended yet" in str(refusal.value)
+    assert refusal.value.exit_code == 75
+
+
+def test_a_run_waits_for_processes_of_a_killed_one(monkeypatch, orphan, tmp_path):
+    waits = []
+
+    def end_orphan(pause_s):
+        waits.append(pause_s)
+        os.kill(orphan[1], signal.SIGKILL)
+
+    monkeypatch.setattr(lock.time, "sleep", end_orphan)
+    monkeypatch.setattr(lock, "ORPHANS_S", 60.0)
+    with hold_folder(tmp_path):
+        assert waits
 
 
 def test_nothing_is_left_in_the_folder_afterwards(tmp_path):

@@ -18,7 +18,6 @@ from gfgen.runtime.manifest import (
     ManifestWriter,
     finished_jobs,
     read_manifest,
-    rounding_note,
 )
 from gfgen.runtime.observer import JobInfo, JobOutcome, skipped_outcome
 
@@ -76,18 +75,18 @@ def test_line_says_what_was_asked_what_ran_and_how_it_went(tmp_path: Path) -> No
     assert entry["layouts"] == ["[0]", "[1,2] u2"]
 
 
-def test_failed_job_has_its_reason_and_no_size(tmp_path: Path) -> None:
+def test_failed_job_has_its_reason_and_no_file(tmp_path: Path) -> None:
     failed = outcome(job_info("a"), status="failed", error="denoise 1: out of memory", started_s=None)
     entry = read_manifest(write(tmp_path, failed))["a"]
-    assert (entry["status"], entry["error"], entry["size_bytes"]) == ("failed", failed.error, None)
+    assert (entry["status"], entry["error"]) == ("failed", failed.error)
+    assert (entry["file"], entry["size_bytes"]) == (None, None)
     assert entry["met_deadline"] is False
 
 
 def test_rounding_note_is_absent_when_nothing_was_rounded() -> None:
     info = job_info("a", asked_height=64)
-    assert rounding_note(info.asked, info.spec) is None
-    frames = replace(info.asked, frames=10)
-    assert rounding_note(frames, info.spec) == "10 -> 9 frames"
+    assert info.rounding is None
+    assert replace(info, asked=replace(info.asked, frames=10)).rounding == "10 -> 9 frames"
 
 
 def test_latest_line_of_a_job_counts(tmp_path: Path) -> None:

@@ -6,11 +6,13 @@ from pathlib import Path
 import pytest
 from builders import make_job
 
+from gfgen.cli.admission import Admission
 from gfgen.errors import InputError
 from gfgen.models.geometry import CONFIGS
 from gfgen.models.geometry_weight_files import read_header
 from gfgen.models.geometry_weights import Footprint, device_bytes
 from gfgen.runtime import memory
+from gfgen.runtime.devices import Devices, Gpu
 from gfgen.runtime.memory import (
     available_bytes,
     check_models,
@@ -162,3 +164,11 @@ def test_a_job_too_large_for_a_gpu_is_refused_with_the_numbers():
     kept, problems = refuse_large_on_gpu([job], **options, memory_bytes=need - 1)
     assert kept == ()
     assert "on each GPU needed, 10.0 GB available" in str(problems[0])
+
+
+def test_ranks_that_share_a_gpu_have_a_part_of_it_each():
+    devices = Devices("cuda", 2, (Gpu("a GPU", 80 * GB),), ranks_per_gpu=2)
+    admission = Admission(default_model="qwen-image", devices=devices, has_random_weights=True)
+    message = r"qwen-image .*needed for each of 2 ranks that share a GPU, 40\.0 GB there"
+    with pytest.raises(InputError, match=message):
+        admission.check([CONFIGS / "qwen-image"])

@@ -147,9 +147,20 @@ def test_lines_say_what_a_person_wants_to_know() -> None:
     metrics = Metrics()
     ActedRun(batch(12), num_ranks=4, observers=[metrics]).play()
     lines = metrics.summary().lines()
-    assert [line.split()[0] for line in lines] == ["jobs", "latency", "deadlines", "ranks"]
+    assert [line.split()[0] for line in lines] == ["jobs", "latency", "deadlines", "ranks", "failed"]
     assert "11 done, 1 failed in" in lines[0]
     assert all(len(line) < 110 for line in lines)
+
+
+def test_jobs_that_failed_are_named_with_their_reasons_up_to_a_bound() -> None:
+    metrics = Metrics()
+    for number in range(13):
+        done = ended(job_info(f"job-{number}"), arrival_s=0.0, ended_s=1.0)
+        metrics.ended(replace(done, status="failed", error="decode: out of memory"))
+    lines = metrics.summary().lines()
+    assert lines[-11] == "failed     job-0: decode: out of memory"
+    assert lines[-2] == "failed     job-9: decode: out of memory"
+    assert lines[-1] == "failed     3 more; the manifest has the reasons"
 
 
 def test_changes_of_models_are_told_with_what_they_took() -> None:

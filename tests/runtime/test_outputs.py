@@ -5,11 +5,14 @@ from __future__ import annotations
 import builtins
 import errno
 import hashlib
+import io
+import json
 import os
 import resource
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +21,12 @@ import pytest
 from movies import decoded
 from PIL import Image
 
+from gfgen.cli.admission import find_weightless
 from gfgen.errors import OutputError
+from gfgen.job import read_job_stream
 from gfgen.jobspec import JobSpec
 from gfgen.runtime import outputs
+from gfgen.runtime.admission import AdmittedJob, admit
 from gfgen.runtime.content import Content, content_of
 from gfgen.runtime.metadata import describe, from_ffmetadata, to_ffmetadata
 from gfgen.runtime.outputs import (
@@ -280,7 +286,7 @@ def test_metadata_without_what_files_cannot_hold(tmp_path: Path) -> None:
 
 
 def test_overlong_prompt_is_cut_in_the_file() -> None:
-    cut = describe(JobSpec(id="a", prompt="x" * 100_000))["prompt"]
+    cut = str(describe(JobSpec(id="a", prompt="x" * 100_000))["prompt"])
     assert cut.endswith("... (cut)")
     assert len(cut) < 5000
 
@@ -288,6 +294,35 @@ def test_overlong_prompt_is_cut_in_the_file() -> None:
 def test_metadata_names_the_image_without_its_folder() -> None:
     spec = JobSpec(id="a", prompt="x", image="/home/someone/private/cat.png", image_sha256="ab12")
     assert describe(spec)["image"] == "cat.png"
+
+
+@pytest.mark.parametrize("name", ["again.png", "again.mp4"])
+@pytest.mark.parametrize(
+    ("model", "fields"),
+    [
+        ("shapes", {"frames": 9, "guidance_scale": 2.5}),
+        ("shapes", {"image": "star.png", "tag": "L", "seed": 2**63 - 1}),
+        ("wan2.2-ti2v-5b", {"size": "832x480", "frames": 50, "prompt": 'a "fox";\n= #1, \u72d0'}),
+        ("wan2.2-t2v-a14b", {"guidance_scale_2": 3}),
+        ("qwen-image", {"negative_prompt": " ", "true_cfg_scale": 1.5}),
+    ],
+)
+def test_metadata_of_a_file_is_a_line_of_a_job_file(
+    tmp_path: Path, model: str, fields: dict[str, object], name: str
+) -> None:
+    """It is the job as it ran: the same seed, size and numbers, whatever the defaults become."""
+    Image.new("RGB", (16, 16), "gold").save(tmp_path / "star.png")
+    job = admitted(json.dumps({"prompt": "a fox", "model": model, "deadline": "5m", **fields}), tmp_path)
+    write_output(gradient(1), tmp_path / name, fps=8, metadata=describe(job.spec))
+    again = admitted(json.dumps(read_metadata(tmp_path / name)), tmp_path)
+    assert replace(again.spec, line=None) == replace(job.spec, line=None, deadline_s=None)
+
+
+def admitted(line: str, folder: Path) -> AdmittedJob:
+    parsed = read_job_stream(io.BytesIO(line.encode()), source="a.jsonl", folder=folder)
+    (job,), problems = admit(parsed.specs, default_model="shapes", find_model=find_weightless)
+    assert (parsed.problems, problems) == ((), ())
+    return job
 
 
 @pytest.mark.parametrize(("num_cores", "num_threads"), [(1, 2), (2, 2), (16, 4), (32, 8), (128, 8)])

@@ -1,3 +1,4 @@
+import hashlib
 import json
 import os
 from dataclasses import replace
@@ -57,30 +58,55 @@ def test_a_stopped_job_is_found_and_its_slab_is_whole(folder):
     assert bytes(memory[offset : offset + 7]) == b"latents"
 
 
-def test_a_truncated_file_is_passed_over(folder, caplog):
+@pytest.mark.parametrize("num_bytes", [1, 31, 32, 33, 10_000])
+def test_a_truncated_file_is_passed_over(folder, caplog, num_bytes):
     path = resume.resume_path(folder, "a")
-    path.write_bytes(path.read_bytes()[:-1])
+    path.write_bytes(path.read_bytes()[:-num_bytes])
     assert find(folder) == {}
-    assert "is damaged" in caplog.text
+    assert f"{path} cannot be used (its checksum is wrong: it is damaged" in caplog.text
+    assert "job a starts at the beginning" in caplog.text
+
+
+def test_a_flipped_bit_anywhere_is_found(folder, caplog):
+    path = resume.resume_path(folder, "a")
+    whole = path.read_bytes()
+    for at in range(0, len(whole), len(whole) // 50):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
+        assert find(folder) == {}, at
+    assert caplog.text.count("its checksum is wrong") >= 50
+    path.write_bytes(whole)
+    assert "a" in find(folder)
+
+
+def test_bytes_after_the_end_are_found(folder):
+    path = resume.resume_path(folder, "a")
+    path.write_bytes(path.read_bytes() + b"\0")
+    assert find(folder) == {}
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [
-        {"producer": None},
-        {"producer": 10},
-        {"next_index": 0},
-        {"next_index": 99},
-        {"last_number": "nine"},
-        {"extents": [[1 << 40, 0]]},
-        {"extents": "all"},
-    ],
-    ids=str,
+    "changes", [{"producer": 8}, {"next_index": 4}, {"last_number": 7}, {"extents": []}], ids=str
 )
 def test_an_edited_header_is_passed_over(folder, caplog, changes):
     rewrite(folder, **changes)
     assert find(folder) == {}
-    assert "is damaged" in caplog.text
+    assert "its checksum is wrong" in caplog.text
+
+
+def test_the_file_of_another_job_is_passed_over(folder, caplog):
+    path = resume.resume_path(folder, "a")
+    path.rename(resume.resume_path(folder, "b"))
+    assert find(folder, make_job("b")) == {}
+    assert "b.state cannot be used (it is of job a): job b starts at the beginning" in caplog.text
+
+
+def test_a_file_of_a_version_without_checksums_is_passed_over_in_one_line(folder, caplog):
+    path = resume.resume_path(folder, "a")
+    path.write_bytes(path.read_bytes()[: -hashlib.sha256().digest_size])
+    rewrite(folder, gfgen_resume=1)
+    assert find(folder) == {}
+    assert "from an earlier version of gfgen" in caplog.text
+    assert caplog.text.count("\n") == 1
 
 
 def test_a_job_that_has_changed_begins_anew(folder):
@@ -113,11 +139,6 @@ def test_with_other_weights_a_job_begins_anew(tmp_path, caplog):
 
 def test_a_pool_says_what_state_depends_on(pool):
     assert pool.computed_with == ON_CPU
-
-
-def test_a_file_of_before_that_was_noted_is_passed_over(folder):
-    rewrite(folder, computed_with=None)
-    assert find(folder) == {}
 
 
 def test_a_file_that_has_served_is_removed_with_its_folder(folder):

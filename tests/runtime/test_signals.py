@@ -9,6 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from gfgen.errors import InterruptedRunError
+from gfgen.runtime import signals
 from gfgen.runtime.signals import SignalPipe
 
 ALL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -58,3 +60,34 @@ def test_each_ctrl_c_counts() -> None:
 def test_handlers_are_as_before_when_it_is_closed() -> None:
     SignalPipe().close()
     assert {signal.getsignal(number) for number in ALL} == {signal.default_int_handler}
+
+
+@pytest.mark.parametrize("comes_first", [True, False])
+def test_a_signal_interrupts_what_waits_for_something_else(comes_first: bool) -> None:
+    with contextlib.closing(SignalPipe()) as pipe:
+        if comes_first:
+            os.kill(os.getpid(), signal.SIGTERM)
+        with (
+            pytest.raises(InterruptedRunError, match="stopped while models were loading") as stop,
+            pipe.interrupting("models were loading"),
+        ):
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.value.signal_number == signal.SIGTERM
+        os.kill(os.getpid(), signal.SIGINT)  # while it ends
+
+
+def test_a_signal_that_came_after_it_is_only_told() -> None:
+    with contextlib.closing(SignalPipe()) as pipe:
+        with pipe.interrupting("models were loading"):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert pipe.take() == [signal.SIGTERM]
+
+
+def test_a_second_sigterm_that_comes_later_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signals, "ECHO_S", 0.0)
+    with contextlib.closing(SignalPipe()) as pipe:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert pipe.take() == [signal.SIGTERM]
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert pipe.take() == [signal.SIGTERM]

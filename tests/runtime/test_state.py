@@ -461,7 +461,9 @@ def test_stopping_waits_for_what_runs_and_no_longer():
     assert not cluster.state.all_ended
 
 
-@pytest.mark.parametrize(("number", "again"), [(signal.SIGINT, "press again"), (signal.SIGTERM, "Ctrl-C")])
+@pytest.mark.parametrize(
+    ("number", "again"), [(signal.SIGINT, "press again"), (signal.SIGTERM, "a second signal")]
+)
 def test_the_first_signal_tells_what_happens_now_and_what_a_second_one_does(caplog, number, again):
     cluster = Cluster(make_job("a"))
     cluster.state.apply(events.StopRequested(0.0, number))

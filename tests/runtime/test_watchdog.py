@@ -74,3 +74,15 @@ def test_ranks_give_up_a_wait_before_the_task_is_given_up() -> None:
     for predicted_s in (0.01, 10.0, 100.0, 10_000.0):
         running = dispatch(predicted_s=predicted_s)
         assert not watchdog.is_overdue(running, predicted_s + watchdog.time_to_wait_s(running))
+
+
+def test_ranks_that_share_gpus_are_given_as_many_times_as_long() -> None:
+    shared = PATIENCE.with_shared_gpus(4)
+    assert (shared.silence_s, shared.task_s, shared.task_factor) == (40.0, 1200.0, 80.0)
+    assert (shared.starting_s, shared.warm_up_s, shared.killed_s) == (7200.0, 2400.0, 40.0)
+    unchanged = ("ping_s", "asleep_s", "write_s")
+    assert [getattr(shared, name) for name in unchanged] == [getattr(PATIENCE, name) for name in unchanged]
+    watchdog: Watchdog[str] = Watchdog(shared)
+    assert watchdog.time_to_wait_s(dispatch(predicted_s=0.1)) == 120.0
+    assert watchdog.time_to_leave_s([dispatch(predicted_s=1.0)]) == 60.0 + 12.0
+    assert PATIENCE.with_shared_gpus(1) == PATIENCE

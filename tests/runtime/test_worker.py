@@ -15,7 +15,7 @@ import pytest
 import torch
 from builders import make_job
 
-from gfgen.errors import AbortedError, JobError, Problem
+from gfgen.errors import AbortedError, JobError, ModelError, Problem
 from gfgen.gfc.descriptor import Descriptor
 from gfgen.jobspec import JobSpec
 from gfgen.layout import Layout
@@ -54,6 +54,7 @@ class CountingAdapter:
 
     def __init__(self) -> None:
         self.fails_at: int | None = None
+        self.pixel_sum = 0.0
 
     def encode(self, spec: JobSpec) -> Fields:
         return Fields({"embeds": torch.ones(1, 4, 8)})
@@ -70,7 +71,8 @@ class CountingAdapter:
         return Fields({"latents": latents.tensors["latents"] + 1})
 
     def decode(self, spec: JobSpec, latents: Fields, *, parallel: Any) -> Fields:
-        return Fields({"frames": torch.full((1, 16, 16, 3), 9, dtype=torch.uint8)}, {"first_row": 0})
+        frames = torch.full((1, 16, 16, 3), 9, dtype=torch.uint8)
+        return Fields({"frames": frames, "pixel_sum": torch.tensor(self.pixel_sum)}, {"first_row": 0})
 
 
 @dataclass
@@ -269,6 +271,33 @@ def test_a_task_that_raises_is_a_fault_with_its_reason_and_the_worker_goes_on(ra
     rank.adapter.fails_at = None
     rank.give_up(3)
     rank.run_to_end(4, 2, producer=2)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_frames_made_of_nan_or_infinity_are_a_fault(rank: Rank, value: float) -> None:
+    for index in range(JOB.trajectory.num_tasks - 1):
+        rank.run_to_end(index + 1, index)
+    rank.adapter.pixel_sum = value
+    rank.run(7, 6)
+    fault = rank.answer()
+    assert isinstance(fault, TaskFault)
+    assert fault.reason == "NaN or infinity in the frames; --vae-dtype float32 may help"
+    rank.give_up(7)
+
+
+def test_what_a_task_made_sums_to_a_finite_number_only_if_all_of_it_is_finite() -> None:
+    largest = torch.tensor([60_000.0, 60_000.0], dtype=torch.float16)
+    made = {"prompt": Fields({"tokens": torch.tensor([2**40]), "embeds": largest}), "condition": Fields()}
+    worker_jobs.require_finite(made, worker_jobs.sum_of(made))
+    made["condition"] = Fields({"condition": torch.tensor([torch.inf, -torch.inf]).bfloat16()})
+    with pytest.raises(ModelError, match="NaN or infinity in the prompt and condition"):
+        worker_jobs.require_finite(made, worker_jobs.sum_of(made))
+    assert worker_jobs.sum_of({"condition": Fields()}) is None
+
+
+def test_of_latents_the_sample_alone_is_looked_at() -> None:
+    made = {"latents": Fields({"sample": torch.ones(2), "last_sample": torch.tensor([torch.nan])})}
+    assert worker_jobs.sum_of(made) == 2
 
 
 def test_after_a_failure_nothing_starts_before_it_is_given_up(rank: Rank) -> None:

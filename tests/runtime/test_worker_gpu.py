@@ -48,6 +48,7 @@ from gfgen.runtime.pool import WorkerPool
 from gfgen.runtime.residency import Residency
 from gfgen.runtime.warming import warm_ups
 from gfgen.runtime.watchdog import Patience
+from gfgen.runtime.worker import WorkerSettings
 from gfgen.runtime.worker_forwards import Forwards
 from gfgen.runtime.worker_gpu import GpuWorker
 from gfgen.runtime.worker_jobs import InputVoidError, RankJob, Shipment
@@ -74,6 +75,11 @@ def gpu_pool(started_pool: WorkerPool) -> WorkerPool:
     started_pool.wait_ready()
     started_pool.forgive()
     return started_pool
+
+
+@pytest.mark.parametrize(("num_gpus", "gpus"), [(0, [0, 1, 2]), (3, [0, 1, 2]), (2, [0, 1, 0]), (1, [0] * 3)])
+def test_ranks_take_turns_at_the_gpus_that_there_are(num_gpus: int, gpus: list[int]):
+    assert [WorkerSettings(rank, (), num_gpus=num_gpus).gpu for rank in range(3)] == gpus
 
 
 def test_every_rank_brings_its_arena_and_is_given_those_of_the_others(gpu_pool):
@@ -170,6 +176,15 @@ def test_a_failure_on_one_rank_of_a_group_costs_one_attempt(gpu_pool, tmp_path):
     spec = test_deaths.job("gpu-fails", "fail rank=1 step=1 times=1")
     recorder = run(gpu_pool, tmp_path, spec, policy=test_elastic.following((0, 1)))
     assert test_deaths.statuses(recorder) == {"gpu-fails": "done"}
+
+
+@pytest.mark.parametrize("ranks", [(0,), (1, 0)], ids=str)
+def test_latents_with_nan_fail_their_job_at_the_step_that_made_them(gpu_pool, tmp_path, ranks):
+    """The step after it may be on its way already."""
+    spec = test_deaths.job(f"gpu-nan-{len(ranks)}", "nan rank=0 step=2 times=9")
+    recorder = run(gpu_pool, tmp_path, spec, policy=test_elastic.following(ranks), guard_s=1.0)
+    (outcome,) = recorder.outcomes
+    assert outcome.error.startswith("denoise 3 of 4: NaN or infinity in the latents; ")
 
 
 def test_a_task_that_runs_out_of_memory_once_is_tried_again(gpu_pool, tmp_path):

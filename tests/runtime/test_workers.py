@@ -54,6 +54,8 @@ def run(
     residency=None,
     islands=None,
     warm_ups=None,
+    watchers=(),
+    grace_s=30.0,
 ):
     """Run jobs on the pool; the recorder knows what happened."""
     jobs, clock, costs, recorder = admitted(*specs), Clock(), CostModel(), Recorder()
@@ -79,7 +81,9 @@ def run(
         policy=chosen,
         observers=[recorder],
         residency=residency,
+        grace_s=grace_s,
     )
+    control.observers += tuple(watcher(clock) for watcher in watchers)
     try:
         control.run()
     finally:

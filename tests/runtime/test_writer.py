@@ -81,7 +81,7 @@ def test_a_bad_job_fails_and_the_next_one_is_written(channel: Channel, tmp_path:
         (replace(good, path=str(tmp_path / "file" / "a.png")), "cannot write"),
         (replace(good, shape=(9, 16, 16, 3)), "cannot hold"),
         (replace(good, shape=(0, 16, 16, 3)), "cannot hold"),
-        (replace(good, metadata={"seed": 42}), "AttributeError"),  # type: ignore[dict-item]
+        (replace(good, metadata={"seed": b"42"}), "TypeError"),  # type: ignore[dict-item]
     ]:
         answer = ask(channel, bad, frames)
         assert isinstance(answer, WriteFailed)

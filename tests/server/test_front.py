@@ -46,7 +46,7 @@ def test_a_front_that_cannot_follow_the_run_says_why_in_one_line_and_ends_at_onc
         with theirs:
             front = subprocess.Popen(
                 [sys.executable, "-m", "gfgen.server.front_main"]
-                + [str(number) for number in (theirs.fileno(), listener.fileno(), os.getpid())],
+                + [str(number) for number in (theirs.fileno(), listener.fileno())],
                 pass_fds=(theirs.fileno(), listener.fileno()),
                 stderr=subprocess.PIPE,
                 text=True,

@@ -10,11 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from gpu_ranks import NUM_RANKS, RANKS_PER_GPU, needs_two_ranks
 from PIL import Image
 from process_tree import children_of
 from serving import Server, free_port
-
-from gfgen.runtime.devices import find_gpus
 
 DEVICE = "cuda"
 PICTURE = {
@@ -25,18 +24,18 @@ PICTURE = {
     "seed": 7,
 }
 VIDEO = {"prompt": "the sea", "model": "tiny-wan", "size": "64x64", "num_frames": 5, "deadline": "5m"}
+NUM_STEPS = 400 if RANKS_PER_GPU == 1 else 60
+"""Of a video that a death or a stop interrupts. Ranks that share a GPU take tens of milliseconds for each."""
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(len(find_gpus()) < 2, reason="needs two NVIDIA GPUs of one machine"),
-]
+pytestmark = [pytest.mark.gpu, needs_two_ranks]
 
 
 def served(folder: Path, port: int) -> Server:
-    """All steps on both ranks, so that the same request gives the same bits."""
+    """All steps on all ranks, so that the same request gives the same bits."""
     command = ["-m", "gfgen", "serve", "--port", str(port), "--output", "out", "--policy", "legacy"]
-    command += ["--model", "tiny-wan", "--model", "tiny-qwen-image", "--device", DEVICE, "--ranks", "2"]
-    return Server(command, port=port, folder=folder)
+    command += ["--model", "tiny-wan", "--model", "tiny-qwen-image", "--device", DEVICE]
+    command += ["--ranks", str(NUM_RANKS), "--ranks-per-gpu", str(RANKS_PER_GPU)]
+    return Server(command, port=port, folder=folder, slowness=RANKS_PER_GPU)
 
 
 def picture(server: Server) -> bytes:
@@ -59,14 +58,16 @@ def test_a_death_and_a_stop_cost_no_job_and_no_bit(tmp_path: Path, tiny_models: 
     assert server.wait_for(short)["status"] == "completed"
     assert server.http.get(f"/v1/videos/{short}/content").content[4:8] == b"ftyp"
 
-    struck = server.post("/v1/videos", **VIDEO, num_inference_steps=400).json()["id"]
+    struck = server.post("/v1/videos", **VIDEO, num_inference_steps=NUM_STEPS).json()["id"]
     while server.job(struck)["step"] < 3:
         time.sleep(0.01)
     os.kill(workers_of(server)[0], signal.SIGKILL)
     assert server.wait_for(struck)["status"] == "completed"
     assert "rank 0 is gone" in server.log
 
-    parted = [server.post("/v1/videos", **VIDEO, num_inference_steps=400).json()["id"] for _ in range(2)]
+    parted = [
+        server.post("/v1/videos", **VIDEO, num_inference_steps=NUM_STEPS).json()["id"] for _ in range(2)
+    ]
     while server.job(parted[0])["step"] < 3:
         time.sleep(0.01)
     assert server.stop() == 0

@@ -1,4 +1,4 @@
-"""Ranks as processes with a GPU each, for measurements and tests: start, command, kill, restart.
+"""Ranks as processes on GPUs, for measurements and tests: start, command, kill, restart.
 
 The parent imports no torch and touches no GPU. Descriptors of arenas pass through the parent's
 Unix sockets (SCM_RIGHTS), as they do through a control plane.
@@ -30,11 +30,16 @@ _SPAWN = multiprocessing.get_context("spawn")
 
 
 class CudaRanks:
-    """`num_ranks` processes; rank r uses device r, or the only one there is."""
+    """`num_ranks` processes with a device each, or on `num_devices` that they share.
+
+    Ranks that share a device take turns on it, so all waits may take that many times as long.
+    """
 
     def __init__(self, num_ranks: int, plan: Plan, *, timeout_s: float = 30.0, num_devices: int = 0) -> None:
-        self.plan, self.timeout_s = plan, timeout_s
         self.num_devices = num_devices or num_ranks
+        self.ranks_per_device = -(-num_ranks // self.num_devices)
+        self.plan, self.timeout_s = plan, self.ranks_per_device * timeout_s
+        self.reply_timeout_s = self.ranks_per_device * REPLY_TIMEOUT_S
         self.incarnations = dict.fromkeys(range(num_ranks), 1)
         self.control_fds: dict[int, int] = {}
         self.arena_fds: dict[int, int] = {}
@@ -59,8 +64,9 @@ class CudaRanks:
     def submit(self, rank: int, program: Program, *arguments: Any) -> None:
         self.pipes[rank].send((program, arguments))
 
-    def result(self, rank: int, timeout_s: float = REPLY_TIMEOUT_S) -> Any:
+    def result(self, rank: int, timeout_s: float | None = None) -> Any:
         """What the rank's oldest open program returned; raises WorkerError with its traceback."""
+        timeout_s = self.reply_timeout_s if timeout_s is None else timeout_s
         if not self.pipes[rank].poll(timeout_s):
             raise WorkerError(f"rank {rank} did not answer within {timeout_s:.0f} s")
         is_ok, value = self.pipes[rank].recv()
@@ -143,7 +149,7 @@ class CudaRanks:
         send_handle(ours, fd, process.pid)
 
     def _take_arena(self, rank: int) -> None:
-        if not self.pipes[rank].poll(REPLY_TIMEOUT_S):
+        if not self.pipes[rank].poll(self.reply_timeout_s):
             raise WorkerError(f"rank {rank} made no arena")
         self.arena_fds[rank] = recv_handle(self.pipes[rank])
 

@@ -6,7 +6,7 @@ import { ask, Live } from "./live.js";
 import { Queue } from "./queue.js";
 import { Results } from "./results.js";
 import { Timeline } from "./timeline.js";
-import { byId, make, mark, say, write } from "./words.js";
+import { byId, counted, make, mark, say, write } from "./words.js";
 
 /** The job that is looked at: kept by a click, touched while the pointer is over it. */
 class Picked extends EventTarget {
@@ -61,7 +61,7 @@ function showHead() {
   if (!state) return;
   const up = state.ranks.filter((rank) => rank.status === "idle" || rank.status === "busy");
   const use = up.reduce((sum, rank) => sum + rank.utilisation, 0) / Math.max(1, up.length);
-  const ranks = `${up.length} of ${state.ranks.length} ranks up, ${Math.round(100 * use)}% busy`;
+  const ranks = `${up.length} of ${counted(state.ranks.length, "rank")} up, ${Math.round(100 * use)}% busy`;
   const shown = state.ranks.length ? [state.device, ranks] : [state.reason];
   write(byId("summary"), shown.filter(Boolean).join(" \u00b7 "));
   document.title = `${state.num_open ? `(${state.num_open}) ` : ""}gfgen`;

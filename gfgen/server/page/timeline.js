@@ -2,7 +2,7 @@
 
 import { dye, Paints } from "./colours.js";
 import { arrange, byId, make, mark, stillness, write } from "./words.js";
-import { doing, duration, hour, ranksOf, sharing } from "./words.js";
+import { counted, doing, duration, hour, ranksOf, sharing } from "./words.js";
 
 const LAG_S = 0.3; // behind the server's time, so that a bar's end is known when it is drawn
 const AXIS = 22;
@@ -70,7 +70,7 @@ export class Timeline {
     while (this.#lanes.length < ranks.length) this.#lanes.push(lane());
     this.#lanes.length = ranks.length;
     arrange(byId("ranks"), this.#lanes.map((each) => each.row));
-    mark(this.#canvas, "aria-label", `Timeline of ${ranks.length} ranks; the lists beside it say the same`);
+    mark(this.#canvas, "aria-label", `Timeline of ${counted(ranks.length, "rank")}; the lists beside it say the same`);
     ranks.forEach((rank, place) => this.#showRank(rank, this.#lanes[place]));
     if (this.#size.ranks !== ranks.length) this.#fit();
   }
@@ -80,7 +80,7 @@ export class Timeline {
     row.dataset.status = rank.status;
     dye(swatch, task ? this.#colours.of(task.job_id) : null);
     write(name, `${rank.rank}`);
-    const restarts = rank.restarts ? `, restarted ${rank.restarts} times` : "";
+    const restarts = rank.restarts ? `, restarted ${counted(rank.restarts, "time")}` : "";
     write(what, task ? doing(task.stage, task.step, task.steps) : rank.status);
     write(whose, task ? `, ${this.#title(task.job_id)}, on ${ranksOf(task.layout)}${restarts}` : restarts);
     write(use, `${Math.round(100 * rank.utilisation)}%`);

@@ -110,6 +110,11 @@ const STAGES = {
   write: "writing",
 };
 
+/** "1 rank", "4 ranks". */
+export function counted(number, noun) {
+  return `${number} ${noun}${number === 1 ? "" : "s"}`;
+}
+
 /** What is being done: "step 5 of 25", "decoding". */
 export function doing(stage, step, steps) {
   return stage === "denoise" && steps ? `step ${step + 1} of ${steps}` : STAGES[stage] ?? "";
@@ -119,7 +124,7 @@ export function doing(stage, step, steps) {
 export function facts(job) {
   const parts = [job.model, sized(job.size)];
   if ((job.frames ?? 1) > 1) parts.push(`${job.frames} frames`);
-  parts.push(`${job.steps} steps`);
+  parts.push(counted(job.steps, "step"));
   if (job.priority) parts.push(`priority ${job.priority}`);
   if (job.tag) parts.push(job.tag);
   return parts.join(" \u00b7 ");

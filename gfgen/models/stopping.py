@@ -1,0 +1,118 @@
+"""Where a task can be stopped: before each block of a transformer or text encoder, and each part of a VAE.
+
+`install` puts a hook on these modules of unmodified diffusers and transformers models. Inside
+`with watching(watch)` each of them first asks the watch; elsewhere, and on other threads, hooks do nothing.
+
+On a GPU, Python launches a whole forward in a fraction of the time that the device needs for it. A stop
+would then wait for all that is launched. So a `DeviceWatch` lets Python run ahead by a few blocks only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+
+from gfgen.errors import AbortedError
+
+AHEAD_S = 0.04
+"""Launched work that the device has yet to do: enough to hide a slow launch, short enough to wait for."""
+MIN_AHEAD = 2
+"""Parts: one that runs and one behind it, so that the device goes from part to part without a gap."""
+LONG_S = 0.25
+"""A part that takes so long stands alone: the gap before the next one is nothing to it."""
+
+
+class Watch:
+    """What a task asks at each place where it can be stopped; on a CPU a part is done when it returns."""
+
+    waited_s = 0.0
+    """How long the task was held up by its checks."""
+
+    def __init__(self, is_stopped: Callable[[], bool]) -> None:
+        self._is_stopped = is_stopped
+
+    def check(self) -> None:
+        """Raises: AbortedError when the task is to stop."""
+        if self._is_stopped():
+            raise AbortedError("the task was stopped")
+
+
+class DeviceWatch(Watch):
+    """For a stream of a device: also waits until little of what is launched there is left to do.
+
+    `record` returns an event that is recorded on that stream.
+    """
+
+    def __init__(
+        self, is_stopped: Callable[[], bool], *, record: Callable[[], Any], now_s: Callable[[], float]
+    ) -> None:
+        super().__init__(is_stopped)
+        self._record = record
+        self._now_s = now_s
+        self._marks: deque[Any] = deque()
+        """One behind each part that the device may not have done, the oldest first."""
+        self._last_done: Any = None
+        self._part_s = 0.0
+        """Average of the parts done, later ones weighing more."""
+
+    def check(self) -> None:
+        super().check()
+        self._marks.append(self._record())
+        began_s = self._now_s()
+        while len(self._marks) > self._max_ahead:
+            self._take_oldest()
+        self.waited_s += self._now_s() - began_s
+        super().check()
+
+    @property
+    def _max_ahead(self) -> int:
+        """Marks that may be unreached before the next part is launched."""
+        if self._part_s >= LONG_S:
+            return 0
+        return MIN_AHEAD - 1 if self._part_s == 0.0 else max(MIN_AHEAD, math.ceil(AHEAD_S / self._part_s)) - 1
+
+    def _take_oldest(self) -> None:
+        done = self._marks.popleft()
+        done.synchronize()
+        if self._last_done is not None:
+            took_s = self._last_done.elapsed_time(done) / 1e3
+            self._part_s = took_s if self._part_s == 0.0 else 0.75 * self._part_s + 0.25 * took_s
+        self._last_done = done
+
+
+# Per context and so per thread: ranks may be threads around one model.
+_WATCH: ContextVar[Watch | None] = ContextVar("watch", default=None)
+
+
+@contextmanager
+def watching(watch: Watch | None) -> Iterator[None]:
+    """Inside, models with hooks ask this watch."""
+    token = _WATCH.set(watch)
+    try:
+        yield
+    finally:
+        _WATCH.reset(token)
+
+
+def install(*models: torch.nn.Module | None) -> None:
+    """Put hooks on the members of every list of modules in these models, for good; once for each model.
+
+    Lists are what diffusers and transformers build blocks, layers and the stages of a VAE from.
+    """
+    for model in filter(None, models):
+        for module in model.modules():
+            if isinstance(module, torch.nn.ModuleList):
+                for part in module:
+                    part.register_forward_pre_hook(_check)
+
+
+def _check(module: torch.nn.Module, args: Any) -> None:
+    watch = _WATCH.get()
+    if watch is not None:
+        watch.check()
