@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -101,8 +102,7 @@ def _job_s(adapter: Any, spec: JobSpec) -> dict[Stage, list[float]]:
     prepare_s, (condition, latents) = _timed(lambda: adapter.prepare(spec, prompt))
     steps_s = []
     for step in range(STEPS):
-        state = {"prompt": prompt, "condition": condition, "latents": latents}
-        step_s, latents = _timed(lambda state=state, step=step: adapter.denoise(spec, **state, step=step))
+        step_s, latents = _timed(partial(adapter.denoise, spec, prompt, condition, latents, step=step))
         steps_s.append(step_s)
     decode_s, _ = _timed(lambda: adapter.decode(spec, latents))
     return {

@@ -16,11 +16,13 @@ from gfgen.graph import Stage, Task, Trajectory
 from gfgen.jobspec import JobSpec
 from gfgen.layout import Layout
 from gfgen.runtime import events
+from gfgen.runtime.content import Content
 from gfgen.runtime.dispatch import Dispatch
 from gfgen.runtime.observer import JobInfo, JobOutcome, Observer
 from gfgen.snapshot import Costs, JobView, RankView, RunningTask, Snapshot
 
 WRITE_S = 0.4
+WRITTEN = Content(1000, "hash")
 MOVE_S = 0.05
 STAGE_COST = {Stage.ENCODE: 0.5, Stage.PREPARE: 0.2, Stage.DENOISE: 1.0, Stage.DECODE: 1.5}
 """In steps of the job."""
@@ -225,7 +227,8 @@ class ActedRun:
             self._at(self.now_s + WRITE_S, lambda: self._written(part))
 
     def _written(self, part: Part) -> None:
-        self._apply(events.OutputWritten(self.now_s, part.info.job_id, part.info.file, 1000, WRITE_S))
+        info, size_bytes = part.info, WRITTEN.size_bytes
+        self._apply(events.OutputWritten(self.now_s, info.job_id, info.file, size_bytes, WRITE_S))
         self._conclude(part, error=None)
 
     def _conclude(self, part: Part, *, error: str | None) -> None:
@@ -241,6 +244,7 @@ class ActedRun:
             layouts=tuple(part.layouts),
             error=error,
             timings={"encode": 0.5, "denoise": part.busy_s},
+            written=None if error else WRITTEN,
         )
         for observer in self.observers:
             observer.ended(outcome)

@@ -88,6 +88,8 @@ def run_jobs(
 
     Raises: WorkerError when a job fails; InterruptedRunError when a signal comes first.
     """
+    for job in jobs:  # of an earlier measurement, in this folder of ours
+        (folder / job.info.file).unlink(missing_ok=True)
     clock, costs = Clock(), costs or CostModel()
     state = State(
         jobs,

@@ -35,6 +35,7 @@ from gfgen.runtime.wording import counted, first_of
 
 logger = logging.getLogger(__name__)
 
+Claim = Callable[[Sequence[AdmittedJob]], tuple[Sequence[AdmittedJob], Sequence[Problem]]]
 RESTART = "stop the run and start it again: it loads what the files in its folder name"
 
 
@@ -45,10 +46,12 @@ def admit_file(
     skip_invalid: bool,
     are_models_together: bool = False,
     done: Callable[[Sequence[AdmittedJob]], Collection[str]] = lambda jobs: (),
+    claim: Claim = lambda jobs: (jobs, ()),
 ) -> tuple[Sequence[AdmittedJob], Sequence[Problem]]:
     """The jobs to run, and what was wrong with others if those may be skipped.
 
-    `done` gives the ids of those that need not run again: no bound applies to them.
+    `done` gives the ids of those that need not run again: no bound applies to them. `claim` gives the jobs
+    their files, and problems for those that cannot have them.
 
     Raises: JobFileError with every problem; InputError when a model does not fit into memory, or
             when all of them are to be there together and do not.
@@ -64,9 +67,9 @@ def admit_file(
         check_together(models_bytes, available=admission.room_bytes)
     fitting, too_large = admission.refuse_large(admitted, models_bytes=models_bytes)
     fitting, beyond_bounds = admission.keep_bounds(fitting, done=done)
-    problems = sorted(
-        (*parsed.problems, *refused, *too_large, *beyond_bounds), key=lambda problem: problem.line or 0
-    )
+    fitting, without_file = claim(fitting)
+    found = (*parsed.problems, *refused, *too_large, *beyond_bounds, *without_file)
+    problems = sorted(found, key=lambda problem: problem.line or 0)
     if problems and not (skip_invalid and fitting):
         raise JobFileError(parsed.source, tuple(problems))
     if problems:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import signal
 import tempfile
 import time
@@ -14,7 +15,7 @@ from pathlib import Path
 import click
 
 from gfgen import log
-from gfgen.cli.admission import admit_file, check_source, warn_of_passed_deadlines, with_time
+from gfgen.cli.admission import warn_of_passed_deadlines, with_time
 from gfgen.cli.loop import run_loop
 from gfgen.cli.options import (
     NamedPath,
@@ -28,9 +29,9 @@ from gfgen.cli.options import (
 )
 from gfgen.cli.progress import make_file_progress, make_progress
 from gfgen.cli.ranks import Ranks, ready_pool
+from gfgen.cli.run_files import admit_jobs, check_records, check_watched, check_written, resolved
 from gfgen.cli.warming import warm_up
 from gfgen.errors import InputError, InterruptedRunError, Problem
-from gfgen.identity import SUFFIXES
 from gfgen.layout import MAX_RANKS
 from gfgen.models.geometry_weights import VAE_DTYPES
 from gfgen.models.registry import DEFAULT_MODEL
@@ -43,13 +44,14 @@ from gfgen.runtime.closing import closing_at
 from gfgen.runtime.comparison import numbers
 from gfgen.runtime.control import GRACE_S
 from gfgen.runtime.devices import DEVICES, Devices, choose_devices, parse_memory
-from gfgen.runtime.inbox import WATCHED_NAME, Inbox
+from gfgen.runtime.inbox import Inbox
 from gfgen.runtime.job_bounds import JobBounds
 from gfgen.runtime.journal import JOURNAL_NAME, Journal, first_arrivals, journal_header
-from gfgen.runtime.lock import LOCK_NAME, hold_folder
-from gfgen.runtime.manifest import MANIFEST_NAME, ManifestWriter, finished_jobs
+from gfgen.runtime.lock import hold_folder
+from gfgen.runtime.manifest import MANIFEST_NAME, ManifestWriter
 from gfgen.runtime.metrics import Summary
 from gfgen.runtime.observer import Observer
+from gfgen.runtime.ownership import default_folder, job_file_name
 from gfgen.runtime.pool import WorkerPool
 from gfgen.runtime.profile import Profile
 from gfgen.runtime.profiles import find_profile, runs_path
@@ -75,6 +77,9 @@ class RunOptions:
     model: str = DEFAULT_MODEL
     """For jobs that name none."""
     skip_invalid: bool = False
+    overwrite: bool = False
+    job_file: str | None = None
+    """The job file or the watched folder, as the folder's records name it."""
     closes_at: float | None = None
     """Unix time at which the run is to end by itself."""
     log_file: Path | None = None
@@ -93,7 +98,12 @@ class RunOptions:
     "--output",
     "-o",
     type=NamedPath(),
-    help="Folder for results and the manifest. [outputs/NAME, after JOBS or DIR]",
+    help="Folder for results and the manifest. [outputs/NAME, after JOBS or DIR; a suffix if that is taken]",
+)
+@click.option(
+    "--overwrite",
+    is_flag=True,
+    help="Replace files that are already in the folder under the names of outputs, whoever made them.",
 )
 @click.option(
     "--ranks",
@@ -164,6 +174,7 @@ def run(
     *,
     jobs: str | None,
     output: Path | None,
+    overwrite: bool,
     ranks: int | None,
     device: str,
     ranks_per_gpu: int,
@@ -192,9 +203,12 @@ def run(
     file_level = "debug" if ctx.obj["debug"] else "info"
     log.configure(level=level, as_json=log_json)
     name = _name_of(jobs, watch)
-    output_dir = output or Path("outputs") / name
-    _check_written(jobs, output_dir, {"--trace": trace, "--log-file": log_file})
+    source = watch or (None if jobs in (None, "-") else Path(jobs or ""))
+    output_dir = output or default_folder(Path("outputs"), name, source)
+    check_written(jobs, output_dir, {"--trace": trace, "--log-file": log_file})
     log.configure(level=level, as_json=log_json, file=log_file, file_level=file_level)
+    if output is None and output_dir.name != name:
+        logger.info("outputs/%s belongs to another job file: files go to %s", name, output_dir)
     memory_limit = None if memory is None else parse_memory(memory)
     devices = choose_devices(device, ranks, memory_limit=memory_limit, ranks_per_gpu=ranks_per_gpu)
     options = RunOptions(
@@ -203,6 +217,8 @@ def run(
         policy=load_policy(policy),
         model=model,
         skip_invalid=skip_invalid,
+        overwrite=overwrite,
+        job_file=job_file_name(source, output_dir),
         guard_s=lookahead / 1000,
         grace_s=grace,
         trace=trace,
@@ -217,31 +233,30 @@ def run(
     if watch is not None:
         summary = watch_folder(watch, options)
     else:
-        admission = options.ranks.admission(model, bounds=options.job_bounds)
         assert jobs is not None
-        admitted, problems = admit_file(
-            jobs, admission, skip_invalid=skip_invalid, done=lambda found: _finished(found, options)
-        )
-        summary = run_jobs(admitted, options)
+        with held_folder(output_dir) as lock:
+            check_records(output_dir)
+            admitted, done, problems = admit_jobs(jobs, options)
+            summary = run_jobs(admitted, options, done=done, lock=lock)
     _report(summary, options)
     return 1 if summary.num_failed or problems else 0
 
 
-def run_jobs(admitted: Sequence[AdmittedJob], options: RunOptions) -> Summary:
-    """Run jobs that were admitted, except those that an earlier run has finished.
+def run_jobs(
+    admitted: Sequence[AdmittedJob], options: RunOptions, *, done: Collection[str], lock: int
+) -> Summary:
+    """Run jobs that were admitted, except those that an earlier run has done; `lock` holds their folder.
 
-    Raises: InterruptedRunError when a signal ended the run before all jobs had;
-            LockedError when another run is at work in the output folder.
+    Raises: InterruptedRunError when a signal ended the run before all jobs had.
     """
-    with contextlib.closing(SignalPipe()) as signals, held_folder(options.output_dir) as lock:
-        done = _finished(admitted, options)
+    with contextlib.closing(SignalPipe()) as signals:
         todo = [job for job in admitted if job.job_id not in done]
         if not todo:
             if options.trace:
                 logger.warning(
                     "--trace has no effect, because no job is left to do; %s was not written", options.trace
                 )
-            return Summary(num_skipped=len(done))
+            return Summary(num_skipped=len(admitted))
         _check_trace(options.trace)
         skipped = [job for job in admitted if job.job_id in done]
         fitting, num_left = with_time(todo, options.ranks.step_times, closes_at=options.closes_at)
@@ -255,25 +270,27 @@ def run_jobs(admitted: Sequence[AdmittedJob], options: RunOptions) -> Summary:
         return replace(summary, num_unfinished=summary.num_unfinished + num_left)
 
 
-def _finished(jobs: Sequence[AdmittedJob], options: RunOptions) -> Collection[str]:
-    """Ids of the jobs that an earlier run has finished."""
-    return finished_jobs(options.output_dir / MANIFEST_NAME, [job.info for job in jobs])
-
-
 def watch_folder(folder: Path, options: RunOptions) -> Summary:
     """Run the jobs of files that come to a folder, until a signal or the closing time.
 
     The models are those of the files that are there at the start, and the default one.
     """
-    _check_watched(folder, options.output_dir)
+    check_watched(folder, options.output_dir)
     _check_trace(options.trace)
     admit = options.ranks.admission(options.model, bounds=options.job_bounds)
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(contextlib.closing(SignalPipe()))
         lock = stack.enter_context(held_folder(options.output_dir))
+        check_records(options.output_dir)
         inbox = stack.enter_context(
             contextlib.closing(
-                Inbox(folder, output_dir=options.output_dir, admit=admit, skip_invalid=options.skip_invalid)
+                Inbox(
+                    folder,
+                    output_dir=options.output_dir,
+                    admit=admit,
+                    skip_invalid=options.skip_invalid,
+                    overwrite=options.overwrite,
+                )
             )
         )
         first = inbox.look()
@@ -338,6 +355,7 @@ def run_on(
                 profile=None if profile is None else profile.hash,
                 resident=residency.resident if residency else None,
                 islands=pool.islands,
+                job_file=options.job_file,
             ),
         )
         stack.callback(journal.close)
@@ -392,17 +410,24 @@ def measured_by_runs(ranks: Ranks) -> Path | None:
 
 @contextlib.contextmanager
 def held_folder(folder: Path) -> Iterator[int]:
-    """The output folder, made if need be, held for this run and cleared of what killed runs left.
+    """The output folder, held for this run and cleared of what killed runs left.
 
-    Yields the lock's descriptor (`hold_folder`).
+    It is made if need be, and removed again if nothing came into it. Yields the lock's descriptor
+    (`hold_folder`).
     """
     from gfgen.runtime.outputs import remove_leftovers  # imports numpy, which --help can do without
 
+    made = [each for each in (folder, *folder.parents) if not os.path.exists(each)]
     _make_folder(folder)
-    with hold_folder(folder) as lock:
-        if num_leftovers := remove_leftovers(folder):
-            logger.info("removed %s of an earlier run", counted(num_leftovers, "unfinished file"))
-        yield lock
+    try:
+        with hold_folder(folder) as lock:
+            if num_leftovers := remove_leftovers(folder):
+                logger.info("removed %s of an earlier run", counted(num_leftovers, "unfinished file"))
+            yield lock
+    finally:
+        with contextlib.suppress(OSError):
+            for each in made:
+                each.rmdir()
 
 
 def _warn_of_passed_deadlines(
@@ -420,56 +445,8 @@ def _name_of(jobs: str | None, watch: Path | None) -> str:
     if (jobs is None) == (watch is None):
         raise click.UsageError("give either JOBS, a job file, or --watch DIR, a folder of job files")
     if watch is not None:
-        return _resolved(watch).name
+        return resolved(watch).name
     return "stdin" if jobs == "-" else Path(jobs or "").stem
-
-
-def _check_written(jobs: str | None, output_dir: Path, written: Mapping[str, Path | None]) -> None:
-    """Before anything is written: that the job file is a file, and that what an option names is no other."""
-    named: dict[Path, str] = {}
-    if jobs is not None and jobs != "-":
-        check_source(jobs)
-        named[Path(jobs)] = "the job file itself"
-    for option, path in written.items():
-        if path is None:
-            continue
-        what = next((what for other, what in named.items() if _is_same(path, other)), None)
-        what = what or ("a file of the run itself" if _is_of_run(path, output_dir) else None)
-        if what is not None:
-            raise InputError(f"{option} {path}: is {what}; name another file")
-        named[path] = f"the file of {option}, too"
-
-
-def _is_of_run(path: Path, output_dir: Path) -> bool:
-    """Whether it is what a run keeps in its output folder, or has the name of what jobs write there."""
-    path, output_dir = _resolved(path), _resolved(output_dir)
-    if not path.is_relative_to(output_dir):
-        return False
-    kept = {
-        output_dir / name for name in (MANIFEST_NAME, JOURNAL_NAME, WATCHED_NAME, LOCK_NAME, resume.FOLDER)
-    }
-    return path.suffix.lower() in SUFFIXES.values() or not kept.isdisjoint((path, *path.parents))
-
-
-def _is_same(path: Path, other: Path) -> bool:
-    try:
-        return path.samefile(other)
-    except OSError:  # one of them is not there yet
-        return _resolved(path) == _resolved(other)
-
-
-def _resolved(path: Path) -> Path:
-    try:
-        return path.resolve()
-    except (OSError, RuntimeError):  # the current folder is gone; links that form a loop
-        return path
-
-
-def _check_watched(folder: Path, output_dir: Path) -> None:
-    if not folder.is_dir():
-        raise InputError(f"--watch {folder}: there is no such folder; make it, then put job files into it")
-    if _is_same(folder, output_dir):
-        raise InputError(f"--watch {folder}: this is also the output folder; name another with --output")
 
 
 def _make_folder(folder: Path) -> None:

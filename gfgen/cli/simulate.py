@@ -26,7 +26,7 @@ from gfgen.runtime.control import FALLBACK
 from gfgen.runtime.cost import uncertain
 from gfgen.runtime.journal import JOURNAL_NAME
 from gfgen.runtime.lock import hold_folder
-from gfgen.runtime.manifest import MANIFEST_NAME, SIMULATED, ManifestWriter, read_manifest
+from gfgen.runtime.manifest import MANIFEST_NAME, SIMULATED, ManifestWriter, check_own, read_manifest
 from gfgen.runtime.observer import Observer
 from gfgen.runtime.profile import Profile
 from gfgen.runtime.simulation import Simulated
@@ -147,6 +147,7 @@ def _held(output: Path | None, folders: Sequence[Path | None]) -> Iterator[None]
         for folder in held:
             _make(folder)
             stack.enter_context(hold_folder(folder))
+            check_own(folder / MANIFEST_NAME)
             if _is_of_a_run(folder):
                 raise InputError(f"--output {folder}: a run has written there; name another folder")
         if output is not None:

@@ -19,6 +19,7 @@ from gfgen.identity import output_name, spec_hash, with_defaults
 from gfgen.jobspec import JobSpec
 from gfgen.layout import MAX_RANKS, Limits
 from gfgen.models.geometry import Geometry, max_decode_degree, max_sequence_degree, twin_of
+from gfgen.runtime.content import Content
 from gfgen.runtime.observer import JobInfo
 from gfgen.runtime.wording import MAX_NAMED, in_lines
 
@@ -44,6 +45,8 @@ class AdmittedJob:
     """The most ranks that can share the rows of its decode."""
     twin: str | None = None
     """The model with a short name that computes the same, where its own is another: a directory, a hub id."""
+    replaces: Content | None = None
+    """The file of its output's name that it may replace, as it was at admission (ownership.py)."""
 
     @property
     def job_id(self) -> str:

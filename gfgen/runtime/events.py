@@ -102,6 +102,8 @@ class OutputWritten(Event):
     write_s: float
     writer: int = 0
     """Which of the writer processes wrote it."""
+    sha256: str | None = None
+    """Of the file, in hex."""
 
 
 @dataclass(frozen=True, slots=True)

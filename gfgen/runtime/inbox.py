@@ -19,7 +19,7 @@ import queue
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +33,7 @@ from gfgen.runtime.admission import AdmittedJob, tell_of_rounding
 from gfgen.runtime.linefile import LineFile
 from gfgen.runtime.manifest import MANIFEST_NAME, GrowingManifest, finished_jobs
 from gfgen.runtime.observer import JobOutcome, Observer
+from gfgen.runtime.ownership import claim_files, job_file_name
 from gfgen.runtime.wording import counted
 
 logger = logging.getLogger(__name__)
@@ -68,6 +69,7 @@ class _Known:
     source: str
     spec_hash: str
     file: str
+    image: str | None
     status: Literal["at work", "done", "failed"] = "at work"
 
 
@@ -84,13 +86,16 @@ class Inbox(Observer):
         output_dir: Path,
         admit: Admit,
         skip_invalid: bool = False,
+        overwrite: bool = False,
         now: Callable[[], float] = time.time,
     ) -> None:
         self._folder = folder
+        self._output_dir = output_dir
         self._manifest_path = output_dir / MANIFEST_NAME
         self._manifest = GrowingManifest(self._manifest_path)
         self._admit = admit
         self._skip_invalid = skip_invalid
+        self._overwrite = overwrite
         self._now = now
         self._sights: dict[str, _Sight] = {}
         self._unseen: set[str] = set()
@@ -229,15 +234,19 @@ class Inbox(Observer):
         if key in self._taken:
             return []
         jobs, problems = self._judge(path, content)
+        todo = self._todo(jobs, key)
+        jobs, refused = self._claim(path, jobs, todo)
+        problems = sorted((*problems, *refused), key=lambda problem: problem.line or 0)
         is_refused = bool(problems) and not (self._skip_invalid and jobs)
         _report(path, problems, is_refused=is_refused)
         if is_refused:
             return []
-        todo = self._unfinished(jobs, key)
+        self._note(jobs, todo, source=path.name)
         self._remember(key, num_jobs=len(jobs))
-        logger.info("took %s: %s, %d to do", path.name, counted(len(jobs), "job"), len(todo))
-        tell_of_rounding(todo)
-        return todo
+        started = [job for job in jobs if job.job_id in todo]
+        logger.info("took %s: %s, %d to do", path.name, counted(len(jobs), "job"), len(started))
+        tell_of_rounding(started)
+        return started
 
     def _judge(self, path: Path, content: bytes) -> tuple[list[AdmittedJob], list[Problem]]:
         """The jobs of the file that can run here, and the problems of the others."""
@@ -251,7 +260,7 @@ class Inbox(Observer):
                 jobs.append(job)
             else:
                 problems.append(problem)
-        return jobs, sorted(problems, key=lambda problem: problem.line or 0)
+        return jobs, problems
 
     def _clash(self, job: AdmittedJob, source: str) -> Problem | None:
         """The problem if another job has the id or the output file of this one.
@@ -274,8 +283,22 @@ class Inbox(Observer):
             return Problem(line, "id", job.job_id, later)
         return None
 
-    def _unfinished(self, jobs: Sequence[AdmittedJob], key: tuple[str, str]) -> list[AdmittedJob]:
-        """The jobs that have to run; records them as at work."""
+    def _claim(
+        self, path: Path, jobs: Sequence[AdmittedJob], todo: Collection[str]
+    ) -> tuple[list[AdmittedJob], list[Problem]]:
+        """The jobs with the files that they may replace, and problems for those whose file name is taken."""
+        at_work = [known.image for known in self._known.values() if known.status == "at work"]
+        return claim_files(
+            jobs,
+            output_dir=self._output_dir,
+            job_file=job_file_name(path, self._output_dir),
+            done={job.job_id for job in jobs}.difference(todo),
+            inputs={Path(image): "the image of a job at work" for image in at_work if image},
+            overwrite=self._overwrite,
+        )
+
+    def _todo(self, jobs: Sequence[AdmittedJob], key: tuple[str, str]) -> set[str]:
+        """Ids of the jobs that are to run."""
         infos, lines = [job.info for job in jobs], self._manifest.read()
         if key in self._before:  # taken before: a job with a line in the manifest has ended
             finished = {
@@ -285,19 +308,22 @@ class Inbox(Observer):
             }
         else:
             finished = set(finished_jobs(self._manifest_path, infos, entries=lines))
-        todo = []
+        return {job.job_id for job in jobs if job.job_id not in finished and not self._is_known(job)}
+
+    def _is_known(self, job: AdmittedJob) -> bool:
+        """Whether this very job is at work, or done."""
+        known = self._known.get(name_key(job.job_id))
+        return known is not None and known.spec_hash == job.info.spec_hash and known.status != "failed"
+
+    def _note(self, jobs: Sequence[AdmittedJob], todo: Collection[str], *, source: str) -> None:
+        """Know the jobs of a file from now on."""
         for job in jobs:
-            known = self._known.get(name_key(job.job_id))
-            is_same = known is not None and known.spec_hash == job.info.spec_hash
-            if is_same and known is not None and known.status != "failed":
+            if self._is_known(job):
                 continue
-            known = _Known(key[0], job.info.spec_hash, job.info.file)
-            known.status = "done" if job.job_id in finished else "at work"
+            known = _Known(source, job.info.spec_hash, job.info.file, job.spec.image)
+            known.status = "at work" if job.job_id in todo else "done"
             self._known[name_key(job.job_id)] = known
             self._owners[name_key(job.info.file)] = name_key(job.job_id)
-            if known.status == "at work":
-                todo.append(job)
-        return todo
 
     def _remember(self, key: tuple[str, str], *, num_jobs: int) -> None:
         self._taken.add(key)

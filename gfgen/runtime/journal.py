@@ -157,12 +157,14 @@ def journal_header(
     profile: str | None = None,
     resident: Collection[str] | None = None,
     islands: Sequence[Sequence[int]] | None = None,
+    job_file: str | None = None,
 ) -> dict[str, Any]:
     """What a run starts from; `jobs_hash` is of the ids and spec hashes, in their order.
 
     `resumed` has, by job, the next task, the dispatch that made its input, and the last one
     of the run that left it; `profile` is `Profile.hash`; `resident` are the models that ranks hold
-    at first, where not all fit; `islands` as the state takes them.
+    at first, where not all fit; `islands` as the state takes them. `job_file` is the job file or the watched
+    folder (ownership.py).
     """
     return {
         "policy": policy,
@@ -177,6 +179,7 @@ def journal_header(
         "profile": profile,
         "resident": None if resident is None else sorted(resident),
         "islands": islands,
+        "job_file": job_file,
     }
 
 
@@ -208,6 +211,18 @@ def first_arrivals(path: Path) -> dict[tuple[str, str], float]:
                     key = (entry["job_id"], entry["spec_hash"])
                     arrivals.setdefault(key, started_at + entry["time_s"])
     return arrivals
+
+
+def first_job_file(path: Path) -> str | None:
+    """The job file that the first run in this journal names; None if there is none, or no journal."""
+    with contextlib.suppress(OSError), path.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            if not line.startswith('{"gfgen_journal"'):
+                continue
+            with contextlib.suppress(ValueError):
+                if isinstance(job_file := json.loads(line).get("job_file"), str):
+                    return job_file
+    return None
 
 
 def read_journal(path: Path) -> Iterator[dict[str, Any] | Event]:

@@ -6,16 +6,18 @@ because an earlier run has finished it gets no new line: the line that says so i
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from gfgen.errors import OutputError
+from gfgen.errors import InputError, OutputError
 from gfgen.jobspec import SCALE_FIELDS, JobSpec
+from gfgen.runtime.content import remove_mark
 from gfgen.runtime.linefile import LineFile
 from gfgen.runtime.observer import JobInfo, JobOutcome, Observer
 
@@ -23,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 MANIFEST_NAME = "manifest.jsonl"
 SCHEMA_VERSION = 1
+_BEGINNING_BYTES = 2**20
+"""Of a list, in which at least one line is whole."""
 SIMULATED = "simulated"
 """Key, with the value true, of lines whose job was simulated: there is no file."""
 
@@ -41,30 +45,34 @@ class ManifestWriter(Observer):
         self._is_simulated = is_simulated
         _make_parent(path)
         self._lines = LineFile(path)
+        self._written: list[str] = []
 
     def ended(self, outcome: JobOutcome) -> None:
         if outcome.status == "skipped":
             return
-        file = self.path.parent / outcome.info.file
-        size_bytes = file.stat().st_size if outcome.status == "done" and file.exists() else None
-        entry = manifest_entry(outcome, size_bytes=size_bytes, written_at=self._now())
+        entry = manifest_entry(outcome, written_at=self._now())
         if self._is_simulated:
             entry[SIMULATED] = True
         self._lines.append(json.dumps(entry, ensure_ascii=False).encode("utf-8", "replace") + b"\n")
+        if outcome.written is not None:
+            self._written.append(outcome.info.file)
 
     def close(self) -> None:
         self._lines.close()
+        for file in self._written:  # their lines are on the disk now
+            remove_mark(self.path.parent / file)
 
 
-def manifest_entry(outcome: JobOutcome, *, size_bytes: int | None, written_at: float) -> Entry:
-    """The line of a job. Its keys are frozen: a new key raises SCHEMA_VERSION."""
-    info, spec = outcome.info, outcome.info.spec
+def manifest_entry(outcome: JobOutcome, *, written_at: float) -> Entry:
+    """The line of a job. Its keys are frozen: one that is removed or redefined raises SCHEMA_VERSION."""
+    info, spec, written = outcome.info, outcome.info.spec, outcome.written
     return {
         "version": SCHEMA_VERSION,
         "id": info.job_id,
         "status": outcome.status,
         "file": info.file if outcome.status == "done" else None,
-        "size_bytes": size_bytes,
+        "size_bytes": None if written is None else written.size_bytes,
+        "sha256": None if written is None else written.sha256,
         "prompt": spec.prompt,
         "negative_prompt": spec.negative_prompt,
         "image": spec.image,
@@ -79,6 +87,7 @@ def manifest_entry(outcome: JobOutcome, *, size_bytes: int | None, written_at: f
         "steps": spec.steps,
         "scales": {name: getattr(spec, name) for name in SCALE_FIELDS if getattr(spec, name) is not None},
         "spec_hash": info.spec_hash,
+        "job_file": info.job_file,
         "timings": {
             "arrival_s": _rounded(outcome.arrival_s),
             "started_s": _rounded(outcome.started_s),
@@ -102,13 +111,23 @@ def read_manifest(path: Path) -> dict[str, Entry]:
     Lines that are torn, spoilt, or of another version count as absent, with a warning: their
     jobs run again.
     """
+    return {entry["id"]: entry for entry in _entries(_read(path), path, first=1)}
+
+
+def read_files(path: Path) -> dict[str, Entry]:
+    """The latest line that says done, of each file; empty when there is no manifest."""
+    lines = _entries(_read(path), path, first=1)
+    done = [entry for entry in lines if entry.get("status") == "done" and not entry.get(SIMULATED)]
+    return {str(entry.get("file")): entry for entry in done}
+
+
+def _read(path: Path) -> bytes:
     try:
-        content = path.read_bytes()
+        return path.read_bytes()
     except FileNotFoundError:
-        return {}
+        return b""
     except OSError as error:
         raise OutputError(f"cannot read {path}: {error.strerror}") from error
-    return _entries(content, path, first=1)
 
 
 class GrowingManifest:
@@ -139,7 +158,7 @@ class GrowingManifest:
         except OSError as error:
             raise OutputError(f"cannot read {self._path}: {error.strerror}") from error
         whole, line_break, rest = content.rpartition(b"\n")
-        self._entries |= _entries(whole, self._path, first=1 + self._num_lines)
+        self._entries |= {e["id"]: e for e in _entries(whole, self._path, first=1 + self._num_lines)}
         self._num_lines += content.count(b"\n")
         self._size_bytes += len(whole + line_break)
         last = _entry(rest)  # it may lack its line break, or be about to be written
@@ -150,16 +169,14 @@ class GrowingManifest:
         self._entries: dict[str, Entry] = {}
 
 
-def _entries(content: bytes, path: Path, *, first: int) -> dict[str, Entry]:
-    """The latest line of each job in a part of a manifest, which begins with the line of this number."""
-    entries: dict[str, Entry] = {}
+def _entries(content: bytes, path: Path, *, first: int) -> Iterator[Entry]:
+    """The lines of a part of a manifest, which begins with the line of this number."""
     for number, line in enumerate(content.split(b"\n"), start=first):
         entry = _entry(line)
         if entry is not None:
-            entries[entry["id"]] = entry
+            yield entry
         elif line.strip():
             logger.warning("%s: line %d is no line of a manifest and counts for nothing", path, number)
-    return entries
 
 
 def _entry(line: bytes) -> Entry | None:
@@ -170,6 +187,17 @@ def _entry(line: bytes) -> Entry | None:
         return None
     is_ours = isinstance(entry, dict) and entry.get("version") == SCHEMA_VERSION
     return entry if is_ours and isinstance(entry.get("id"), str) else None
+
+
+def check_own(path: Path) -> None:
+    """Refuse a file that has the name of one of gfgen's lists, and was not written by gfgen.
+
+    Raises: InputError.
+    """
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        beginning = file.read(_BEGINNING_BYTES)
+        if beginning.strip() and b'"version"' not in beginning:
+            raise InputError(f"{path}: was not written by gfgen; name another --output")
 
 
 def _make_parent(path: Path) -> None:

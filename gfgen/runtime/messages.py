@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from gfgen.graph import Trajectory
 from gfgen.jobspec import JobSpec
 from gfgen.layout import Layout
+from gfgen.runtime.content import Content
 from gfgen.runtime.migration import Transfer
 
 # --- Workers: from the control plane --------------------------------------------------------
@@ -308,6 +310,10 @@ class WriteRequest:
     path: str
     fps: int | None
     metadata: Mapping[str, str | int | float]
+    replaces: Content | None = None
+    """What a file of that name has to hold to be replaced; None: it is not replaced."""
+    made_for: Mapping[str, Any] | None = None
+    """The file's mark until the manifest has its line. An earlier try of the same job has the same one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,6 +324,7 @@ class WriteDone:
     path: str
     size_bytes: int
     write_s: float
+    sha256: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

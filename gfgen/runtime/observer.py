@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from gfgen.jobspec import JobSpec
+from gfgen.runtime.content import Content
 from gfgen.runtime.dispatch import Dispatch
 from gfgen.runtime.events import Event
 from gfgen.runtime.messages import MemoryUse
@@ -27,6 +28,8 @@ class JobInfo:
     """Name of its output inside the output folder."""
     spec_hash: str
     family: str
+    job_file: str | None = None
+    """Where the job comes from, as the manifest names it (ownership.py); None for jobs of no file."""
 
     @property
     def job_id(self) -> str:
@@ -63,6 +66,8 @@ class JobOutcome:
     warnings: tuple[str, ...] = ()
     timings: dict[str, Any] = field(default_factory=dict)
     """Seconds by stage."""
+    written: Content | None = None
+    """Its file, as it was written; None when there is none."""
 
     @property
     def met_deadline(self) -> bool | None:

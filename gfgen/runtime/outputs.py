@@ -1,8 +1,8 @@
 """Finished frames to files: PNG, JPEG or WebP for one frame, MP4 for several.
 
-A file appears under its name complete or not at all: it is written to a hidden name in the
-same folder, synced to the disk and renamed. What a killed process leaves behind is such a
-hidden file, which `remove_leftovers` takes away at the start of the next run.
+A file appears under its name complete or not at all: it is written to a hidden name in the same folder,
+synced to the disk, and then gets its name, which it takes from no file but its own predecessor. What a killed
+process leaves behind is such a hidden file; `remove_leftovers` removes it at the start of the next run.
 """
 
 from __future__ import annotations
@@ -12,17 +12,18 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gfgen.errors import OutputError
 from gfgen.runtime import metadata as labels
+from gfgen.runtime.content import Content, content_of, is_unchanged, read_mark, set_mark
 from gfgen.runtime.lifeline import die_with_parent
 
 Frames = NDArray[np.uint8]
@@ -42,11 +43,22 @@ _EXIF_DESCRIPTION, _EXIF_MAKER_NOTE = 0x010E, 0x927C
 _INSTALL_FFMPEG = "cannot write MP4 files without ffmpeg; pip install imageio-ffmpeg"
 
 
-def write_output(frames: Frames, path: Path, *, fps: int | None, metadata: labels.Metadata) -> int:
-    """Write frames [F, H, W, 3] and return the file's size in bytes.
+def write_output(
+    frames: Frames,
+    path: Path,
+    *,
+    fps: int | None,
+    metadata: labels.Metadata,
+    replaces: Content | None = None,
+    made_for: Mapping[str, Any] | None = None,
+) -> Content:
+    """Write frames [F, H, W, 3] and return what the file holds.
 
     One frame goes to an image, any number to an MP4 (H.264, yuv420p). H.264 with this
     chroma stores even sizes only: an odd edge is repeated once, nothing is rescaled.
+
+    A file that is already there is replaced only if it holds `replaces`, or if an earlier try with the same
+    `made_for` left it.
 
     Raises: OutputError, which says what to do; then nothing is left under `path` that was
     not there before.
@@ -60,15 +72,54 @@ def write_output(frames: Frames, path: Path, *, fps: int | None, metadata: label
             _write_video(frames, temporary, fps=fps or 1, metadata=metadata)
         else:
             _write_image(frames[0], temporary, metadata=metadata)
-        size_bytes = _sync(temporary)
-        os.replace(temporary, path)
+        content = content_of(temporary)
+        if made_for is not None:
+            set_mark(temporary, content, name=path.name, made_for=made_for)
+        _sync(temporary)
+        _publish(temporary, path, replaces=replaces, made_for=made_for)
         _sync(path.parent)
-        return size_bytes
+        return content
     except OSError as error:
         raise OutputError(_explain(error, path, frames)) from error
     finally:
         with suppress(OSError):
             temporary.unlink()
+
+
+def _publish(
+    temporary: Path, path: Path, *, replaces: Content | None, made_for: Mapping[str, Any] | None
+) -> None:
+    """Give a complete file its name, which it takes from no file but its own predecessor.
+
+    Raises: OutputError when another file has the name.
+    """
+    try:
+        _link(temporary, path)
+        return
+    except FileExistsError:
+        mark = read_mark(path) if made_for else None
+        is_earlier_try = mark is not None and made_for is not None and made_for.items() <= mark.items()
+        if not is_earlier_try and (replaces is None or not is_unchanged(path, replaces)):
+            raise OutputError(
+                f"{path}: another file got this name during the run and was kept, so the job's own was not "
+                "written; move it away and run again"
+            ) from None
+    os.replace(temporary, path)
+
+
+def _link(temporary: Path, path: Path) -> None:
+    """Rename without replacing; the temporary name may stay. Raises FileExistsError if the name is taken."""
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        raise
+    except OSError:  # no hard links on this file system, or something that the next line tells as well
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
+        try:
+            os.replace(temporary, path)
+        except OSError:
+            path.unlink()
+            raise
 
 
 def encoder_threads(num_cores: int) -> int:
@@ -254,12 +305,11 @@ def _memory_file(text: str = "") -> Iterator[IO[bytes]]:
         yield stream
 
 
-def _sync(path: Path) -> int:
-    """Bring a file or folder to the disk; returns its size in bytes."""
+def _sync(path: Path) -> None:
+    """Bring a file or folder to the disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
-        return os.fstat(fd).st_size
     finally:
         os.close(fd)
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from gfgen.graph import Task
 from gfgen.layout import Layout
 from gfgen.runtime.admission import AdmittedJob
+from gfgen.runtime.content import Content
 from gfgen.runtime.cost import CostClass, CostModel
 from gfgen.runtime.dispatch import Dispatch
 from gfgen.runtime.migration import Transfer, plan_transfers
@@ -85,6 +86,8 @@ class JobRecord:
     parked_since_s: float = 0.0
     """Where it waits for its model: since when."""
     is_writing: bool = False
+    written: Content | None = None
+    """Its file, once that is there."""
     num_tasks: int = field(init=False)
     _next_task: Task | None = None
     _view: JobView | None = None
@@ -157,6 +160,7 @@ class JobRecord:
             error=error,
             warnings=tuple(self.warnings),
             timings=dict(self.timings),
+            written=self.written,
         )
 
     def transfers(self, task: Task, *, source: Layout | None, destination: Layout) -> tuple[Transfer, ...]:

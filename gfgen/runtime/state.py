@@ -21,6 +21,7 @@ from gfgen.runtime import events
 from gfgen.runtime.admission import AdmittedJob
 from gfgen.runtime.clock import Clock
 from gfgen.runtime.closing import Closing
+from gfgen.runtime.content import Content
 from gfgen.runtime.cost import CostModel
 from gfgen.runtime.dispatch import Dispatch
 from gfgen.runtime.events import Event
@@ -352,7 +353,10 @@ class State:
             case events.JobCancelled():
                 return self._cancelled(self._jobs.get(event.job_id))
             case events.OutputWritten():
-                return self._written(self._jobs[event.job_id], error=None)
+                record = self._jobs[event.job_id]
+                if event.size_bytes:  # simulations write nothing
+                    record.written = Content(event.size_bytes, event.sha256)
+                return self._written(record, error=None)
             case events.OutputFailed():
                 return self._written(self._jobs[event.job_id], error=event.reason)
             case events.FramesLost():

@@ -375,7 +375,9 @@ class ProcessBackend:
             case WriteDone() as done:
                 self._writes.ended(done.job_id)
                 writer = self._pool.writers.index(child)
-                yield OutputWritten(now_s, done.job_id, done.path, done.size_bytes, done.write_s, writer)
+                yield OutputWritten(
+                    now_s, done.job_id, done.path, done.size_bytes, done.write_s, writer, done.sha256
+                )
             case WriteFailed() as failed:
                 self._writes.ended(failed.job_id)
                 yield OutputFailed(now_s, failed.job_id, failed.reason)

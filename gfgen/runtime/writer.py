@@ -57,7 +57,14 @@ def handle(request: WriteRequest, frames_fd: int | None) -> WriteDone | WriteFai
         if frames_fd is None:
             raise OutputError("the request came without its frames")
         frames = map_frames(frames_fd, request.shape)
-        size_bytes = write_output(frames, Path(request.path), fps=request.fps, metadata=request.metadata)
+        content = write_output(
+            frames,
+            Path(request.path),
+            fps=request.fps,
+            metadata=request.metadata,
+            replaces=request.replaces,
+            made_for=request.made_for,
+        )
     except OutputError as error:
         return WriteFailed(request.job_id, reason=str(error))
     except Exception as error:  # a bug, or memory that ran out: the job's failure, not the writer's
@@ -66,7 +73,13 @@ def handle(request: WriteRequest, frames_fd: int | None) -> WriteDone | WriteFai
     finally:
         if frames_fd is not None:
             os.close(frames_fd)
-    return WriteDone(request.job_id, request.path, size_bytes=size_bytes, write_s=time.monotonic() - began)
+    return WriteDone(
+        request.job_id,
+        request.path,
+        size_bytes=content.size_bytes,
+        write_s=time.monotonic() - began,
+        sha256=content.sha256,
+    )
 
 
 def map_frames(frames_fd: int, shape: tuple[int, int, int, int]) -> Frames:

@@ -61,6 +61,12 @@ class Writes:
             path=str(self._output_dir / job.info.file),
             fps=job.spec.fps,
             metadata=describe(job.spec),
+            replaces=job.replaces,
+            made_for={
+                "id": job.job_id,
+                "spec_hash": job.info.spec_hash,
+                "job_file": job.info.job_file,
+            },
         )
         self._writes[job.job_id] = _Write(request, self._frames.pop(job.job_id))
         self.give_out()

@@ -168,9 +168,6 @@ class Desk:
         error = None if outcome.error is None else self._told(outcome.error)
         outcome = replace(outcome, error=error, warnings=tuple(map(self._told, outcome.warnings)))
         job_id = outcome.info.job_id
-        file = self.folder / outcome.info.file
-        stat = _stat(file) if outcome.status == "done" else None
-        size_bytes = None if stat is None else stat.st_size
         record = self.live.records.get(job_id)
         now = self._now()
         status = _ENDED[outcome.status]
@@ -180,12 +177,12 @@ class Desk:
             status,
             completed_at=self.live.at(outcome.ended_s),
             started_at=None if outcome.started_s is None else self.live.at(outcome.started_s),
-            size_bytes=size_bytes,
+            size_bytes=None if outcome.written is None else outcome.written.size_bytes,
             met_deadline=outcome.met_deadline,
             step=outcome.info.spec.steps or 0 if status == "completed" else record.step if record else 0,
             error_code=None if outcome.error is None else _code(outcome),
             error_message=outcome.error,
-            manifest=manifest_entry(outcome, size_bytes=size_bytes, written_at=now),
+            manifest=manifest_entry(outcome, written_at=now),
         )
 
     def _ended(self, ending: Ending) -> None:

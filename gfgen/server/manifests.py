@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from gfgen.jobspec import JobSpec
+from gfgen.runtime.content import Content
 from gfgen.runtime.manifest import Entry, manifest_entry
 from gfgen.runtime.observer import JobInfo, JobOutcome, Status
 from gfgen.server.store import Ended, Facts, Kept, Store
@@ -48,8 +49,9 @@ def _without_run(kept: Kept, spec: dict[str, Any]) -> Entry:
         layouts=(),
         error=ending.error_message,
         warnings=(UNTOLD,),
+        written=None if ending.size_bytes is None else Content(ending.size_bytes),
     )
-    entry = manifest_entry(outcome, size_bytes=ending.size_bytes, written_at=ending.completed_at)
+    entry = manifest_entry(outcome, written_at=ending.completed_at)
     timings = {**entry["timings"], "busy_s": None}
     unknown = {"family": None, "spec_hash": None, "timings": timings}
     return {**entry, **unknown, "met_deadline": ending.met_deadline}

@@ -13,7 +13,8 @@ import pytest
 
 from gfgen.cli import admission
 from gfgen.cli.main import main
-from gfgen.cli.run import _check_written, _try_to_write
+from gfgen.cli.run import _try_to_write
+from gfgen.cli.run_files import check_written
 from gfgen.runtime.lock import hold_folder
 
 ROOT = Path(__file__).parents[2]
@@ -229,8 +230,6 @@ def test_nothing_is_written_into_the_job_file(capsys, monkeypatch, night, option
         "out/../out/watched.jsonl",
         "out/.gfgen.lock",
         "out/.resume/fox.state",
-        "out/fox.PNG",
-        "out/forest/fox.mp4",
         "link.jsonl",
     ],
 )
@@ -243,6 +242,17 @@ def test_nothing_else_is_written_into_a_file_of_the_run(capsys, monkeypatch, nig
     assert not list((night / "out").iterdir())
 
 
+@pytest.mark.parametrize("option", ["--trace", "--log-file"])
+@pytest.mark.parametrize("name", ["out/fox.PNG", "out/forest/fox.mp4", "fox.png", "link.log"])
+def test_nothing_else_is_written_into_a_picture(capsys, monkeypatch, night, option, name):
+    monkeypatch.chdir(night)
+    (night / "link.log").symlink_to("fox.jpg")
+    code, err = refusal(capsys, "night.jsonl", "--output", "out", option, name)
+    assert code == 2
+    assert err == f"gfgen: {option} {name}: is a picture or a video by its name; name another file\n"
+    assert sorted(os.listdir()) == ["link.log", "night.jsonl"]
+
+
 def test_a_trace_and_a_log_are_not_written_into_one_file(capsys, monkeypatch, night):
     monkeypatch.chdir(night)
     code, err = refusal(capsys, "night.jsonl", "--trace", "both", "--log-file", "./both")
@@ -251,10 +261,10 @@ def test_a_trace_and_a_log_are_not_written_into_one_file(capsys, monkeypatch, ni
 
 
 @pytest.mark.parametrize(
-    "name", ["out/trace.json", "out/manifest.jsonl.log", "fox.png", "other/journal.jsonl"]
+    "name", ["out/trace.json", "out/manifest.jsonl.log", "fox.txt", "other/journal.jsonl"]
 )
 def test_any_other_file_may_be_named(tmp_path, name):
-    _check_written("-", tmp_path / "out", {"--trace": tmp_path / name, "--log-file": None})
+    check_written("-", tmp_path / "out", {"--trace": tmp_path / name, "--log-file": None})
 
 
 def test_runs_that_start_at_the_same_time_find_one_folder_writable(tmp_path):

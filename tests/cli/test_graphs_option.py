@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from click.testing import CliRunner
 
@@ -18,14 +20,19 @@ GPUS = Devices(CUDA, 2, (Gpu("NVIDIA H200", 140 * 10**9),) * 2)
     ("given", "has_graphs"), [((), True), (("--graphs",), True), (("--no-graphs",), False)], ids=str
 )
 def test_steps_are_graphs_unless_told_otherwise_and_what_has_no_effect_is_told_if_it_was_given(
-    given: tuple[str, ...], has_graphs: bool, devices: Devices, monkeypatch: pytest.MonkeyPatch
+    given: tuple[str, ...],
+    has_graphs: bool,
+    devices: Devices,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     seen = []
 
-    def run_jobs(admitted: object, options: object) -> Summary:
+    def run_jobs(admitted: object, options: object, *, done: object, lock: object) -> Summary:
         seen.append(options)
         return Summary()
 
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("gfgen.cli.run.choose_devices", lambda *_, **__: devices)
     monkeypatch.setattr("gfgen.cli.run.run_jobs", run_jobs)
     result = CliRunner().invoke(cli, ["run", "-", *given], input='{"prompt": "a fox"}', obj={"debug": False})

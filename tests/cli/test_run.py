@@ -1,5 +1,6 @@
 """`gfgen run` as a user starts it: a process of its own, real workers, tiny models."""
 
+import hashlib
 import json
 import os
 import re
@@ -37,7 +38,7 @@ def manifest(folder):
     return {entry["id"]: entry for entry in map(json.loads, lines)}
 
 
-def test_a_job_file_becomes_files_and_a_second_run_skips_them(folder):
+def test_a_job_file_becomes_files_a_second_run_skips_them_and_a_third_makes_what_has_changed(folder):
     process = start(folder, "--trace", "trace.json")
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
@@ -57,6 +58,27 @@ def test_a_job_file_becomes_files_and_a_second_run_skips_them(folder):
     assert "--trace has no effect" in err
     after = {name: (folder / "outputs/night" / name).stat().st_mtime_ns for name in before}
     assert before == after
+
+    owl = JOBS[0] | {"id": "owl"}
+    with (folder / "night.jsonl").open("w") as file:
+        file.writelines(json.dumps(job) + "\n" for job in (JOBS[0] | {"prompt": "an old fox"}, JOBS[1], owl))
+    third = start(folder)
+    assert any("starting 2 ranks" in line for line in third.stderr)
+    (folder / "outputs/night/owl.png").write_text("mine")  # after admission, and before any file is written
+    out, err = third.communicate(timeout=120)
+    assert third.returncode == 1
+    assert "outputs/night/owl.png: another file got this name during the run and was kept" in err
+    assert (folder / "outputs/night/owl.png").read_text() == "mine"
+    entries = manifest(folder)
+    assert {name: entry["status"] for name, entry in entries.items()} == {
+        "fox": "done", "sea": "done", "owl": "failed",
+    }  # fmt: skip
+    for name in ("fox", "sea"):
+        content = (folder / "outputs/night" / entries[name]["file"]).read_bytes()
+        assert entries[name]["sha256"] == hashlib.sha256(content).hexdigest()
+        assert entries[name]["job_file"] == "../../night.jsonl"
+    assert (folder / "outputs/night/fox.png").stat().st_mtime_ns > before["fox.png"]
+    assert (folder / "outputs/night/sea.mp4").stat().st_mtime_ns == before["sea.mp4"]
 
 
 def test_models_that_do_not_fit_into_memory_together_take_turns(folder):

@@ -182,6 +182,15 @@ def test_the_folder_of_a_real_run_is_left_alone(gfgen, folder, policies, inside,
     assert ((real / name).read_text(), (real / "trace.json").read_text()) == (content, "[]")
 
 
+def test_a_manifest_of_someone_else_is_not_removed(gfgen, folder):
+    (folder / "manifest.jsonl").write_text('{"audio": "a.wav"}\n')
+    profile = folder / "profile.json"
+    code, _, err = gfgen("simulate", folder / "night.jsonl", "--profile", profile, "-o", folder)
+    assert code == 2
+    assert f"{folder}/manifest.jsonl: was not written by gfgen; name another --output" in err
+    assert (folder / "manifest.jsonl").read_text() == '{"audio": "a.wav"}\n'
+
+
 @pytest.mark.parametrize("held", ["out", "out/srtf", "out/earlier"])
 def test_a_folder_in_which_a_run_is_at_work_is_left_alone(gfgen, folder, held):
     """Before the run has a journal; one of a policy, and one whose simulation would give way, too."""

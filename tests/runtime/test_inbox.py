@@ -7,11 +7,13 @@ from dataclasses import replace
 
 import pytest
 from builders import make_job
+from PIL import Image
 
 from gfgen.errors import OutputError, Problem
 from gfgen.identity import output_name, spec_hash
 from gfgen.runtime import inbox as inbox_module
 from gfgen.runtime import manifest as manifest_module
+from gfgen.runtime.content import content_of
 from gfgen.runtime.inbox import Inbox
 from gfgen.runtime.manifest import ManifestWriter
 from gfgen.runtime.observer import JobOutcome
@@ -25,8 +27,8 @@ def admit(specs):
             problems.append(Problem(spec.line, "tag", "no", "is not for this machine"))
             continue
         job = make_job(spec.id)
-        info = replace(job.info, spec=spec, file=output_name(spec, "image"), spec_hash=spec_hash(spec))
-        jobs.append(replace(job, info=info))
+        info = replace(job.info, asked=spec, spec=spec, file=output_name(spec, "image"))
+        jobs.append(replace(job, info=replace(info, spec_hash=spec_hash(spec))))
     return jobs, problems
 
 
@@ -62,7 +64,11 @@ class Desk:
         self.now += 2
         return [job.job_id for job in (*jobs, *self.inbox.look())]
 
-    def end(self, job_id, prompt, *, status="done", writes_file=True, **fields):
+    def later_look(self):
+        self.now += 2
+        return self.inbox.look()
+
+    def end(self, job_id, prompt, *, status="done", writes_file=True, job_file=None, **fields):
         """A job of that prompt has ended, and the manifest says so."""
         specs = inbox_module.read_job_stream(
             stream({"id": job_id, "prompt": prompt, **fields}), source="x", folder=self.folder
@@ -70,7 +76,10 @@ class Desk:
         ((job,), _) = admit(specs)
         if writes_file and status == "done":
             (self.output_dir / job.info.file).write_bytes(b"12345")
-        outcome = JobOutcome(job.info, status, 0.0, 0.0, 1.0, None, 1.0, ())
+        file = self.output_dir / job.info.file
+        written = content_of(file) if file.exists() and status == "done" else None
+        info = replace(job.info, job_file=job_file)
+        outcome = JobOutcome(info, status, 0.0, 0.0, 1.0, None, 1.0, (), written=written)
         manifest = ManifestWriter(self.output_dir / "manifest.jsonl")
         manifest.ended(outcome)
         manifest.close()
@@ -368,3 +377,43 @@ def wait_for(take):
         assert time.monotonic() < deadline
         time.sleep(0.001)
     return jobs
+
+
+def test_a_file_that_gfgen_did_not_make_is_a_problem_of_its_job(desk):
+    (desk.output_dir / "fox.png").write_bytes(b"mine")
+    path = desk.put("a.jsonl", FOX, OWL)
+    assert desk.look() == []
+    report = path.with_name("a.jsonl.errors.txt").read_text()
+    assert "line 1: " in report
+    assert "manifest.jsonl there does not say that gfgen made it" in report
+    desk.restart(overwrite=True)
+    assert desk.look() == ["fox", "owl"]
+
+
+def test_a_new_edition_replaces_its_own_files_and_another_file_does_not(desk):
+    desk.put("a.jsonl", FOX)
+    (job,) = desk.later_look()
+    assert (job.info.job_file, job.replaces) == ("../in/a.jsonl", None)
+    desk.end(FOX["id"], FOX["prompt"], job_file=job.info.job_file)
+    desk.put("a.jsonl", FOX | {"prompt": "an old fox"})
+    desk.inbox.look()
+    (job,) = desk.later_look()
+    assert job.replaces == content_of(desk.output_dir / "fox.png")
+    desk.restart()
+    (desk.folder / "a.jsonl").unlink()
+    path = desk.put("b.jsonl", FOX | {"prompt": "a third fox"})
+    assert desk.look() == []
+    assert "in/a.jsonl made it" in path.with_name("b.jsonl.errors.txt").read_text()
+
+
+def test_no_output_replaces_the_image_of_a_job_of_another_file(desk):
+    desk.put("a.jsonl", FOX)
+    assert desk.look() == ["fox"]
+    picture = desk.output_dir / "fox.png"
+    Image.new("RGB", (8, 8)).save(picture)
+    desk.end(FOX["id"], FOX["prompt"], writes_file=False)
+    desk.put("b.jsonl", OWL | {"image": str(picture)})
+    assert desk.look() == ["owl"]
+    path = desk.put("a.jsonl", FOX | {"prompt": "an old fox"})
+    assert desk.look() == []
+    assert "is the image of a job at work, too" in path.with_name("a.jsonl.errors.txt").read_text()

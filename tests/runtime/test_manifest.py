@@ -12,6 +12,7 @@ from acted_run import ActedRun, Part, job_info
 
 from gfgen.errors import OutputError
 from gfgen.runtime import manifest
+from gfgen.runtime.content import Content
 from gfgen.runtime.manifest import (
     GrowingManifest,
     ManifestWriter,
@@ -21,9 +22,9 @@ from gfgen.runtime.manifest import (
 from gfgen.runtime.observer import JobInfo, JobOutcome, skipped_outcome
 
 FROZEN_KEYS = [
-    "version", "id", "status", "file", "size_bytes", "prompt", "negative_prompt", "image", "model",
+    "version", "id", "status", "file", "size_bytes", "sha256", "prompt", "negative_prompt", "image", "model",
     "family", "tag", "priority", "seed", "shape_asked", "shape", "rounded", "steps", "scales",
-    "spec_hash", "timings", "deadline_s", "met_deadline", "layouts", "error", "warnings",
+    "spec_hash", "job_file", "timings", "deadline_s", "met_deadline", "layouts", "error", "warnings",
     "written_at",
 ]  # fmt: skip
 FROZEN_TIMINGS = ["arrival_s", "started_s", "ended_s", "latency_s", "busy_s", "stages_s"]
@@ -40,6 +41,7 @@ def outcome(info: JobInfo, **changes: Any) -> JobOutcome:
         busy_s=2.5,
         layouts=("[0]", "[1,2] u2"),
         timings={"encode": 0.5, "denoise": 2.0},
+        written=Content(5, "hash") if changes.get("status", "done") == "done" else None,
     )
     return replace(plain, **changes)
 
@@ -61,14 +63,14 @@ def test_keys_of_a_line_are_frozen(tmp_path: Path) -> None:
 
 
 def test_line_says_what_was_asked_what_ran_and_how_it_went(tmp_path: Path) -> None:
-    (tmp_path / "a.mp4").write_bytes(b"12345")
     entry = read_manifest(write(tmp_path, outcome(job_info("a", asked_height=60))))["a"]
     assert entry["rounded"] == "96x60 -> 96x64"
     assert entry["shape_asked"] == {"width": None, "height": 60, "frames": None, "fps": None}
     assert entry["shape"] == {"width": 96, "height": 64, "frames": 9, "fps": 8}
     assert entry["timings"]["latency_s"] == 4.0
     assert entry["timings"]["stages_s"] == {"encode": 0.5, "denoise": 2.0}
-    assert (entry["deadline_s"], entry["met_deadline"], entry["size_bytes"]) == (6.0, True, 5)
+    assert (entry["deadline_s"], entry["met_deadline"]) == (6.0, True)
+    assert (entry["size_bytes"], entry["sha256"]) == (5, "hash")
     assert entry["scales"] == {"guidance_scale": 5.0}
     assert entry["layouts"] == ["[0]", "[1,2] u2"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import errno
+import hashlib
 import io
 import json
 import os
@@ -26,6 +27,7 @@ from gfgen.job import read_job_stream
 from gfgen.jobspec import JobSpec
 from gfgen.runtime import outputs
 from gfgen.runtime.admission import AdmittedJob, admit
+from gfgen.runtime.content import Content, content_of
 from gfgen.runtime.metadata import describe, from_ffmetadata, to_ffmetadata
 from gfgen.runtime.outputs import (
     Frames,
@@ -67,9 +69,10 @@ def names_in(folder: Path) -> list[str]:
 )
 def test_metadata_comes_back_from_the_file(tmp_path: Path, name: str) -> None:
     frames = gradient(5 if name.endswith("mp4") else 1)
-    size = write_output(frames, tmp_path / name, fps=16, metadata=METADATA)
+    written = write_output(frames, tmp_path / name, fps=16, metadata=METADATA)
     assert read_metadata(tmp_path / name) == METADATA
-    assert size == (tmp_path / name).stat().st_size
+    content = (tmp_path / name).read_bytes()
+    assert written == Content(len(content), hashlib.sha256(content).hexdigest())
     assert names_in(tmp_path) == [name]
 
 
@@ -159,6 +162,57 @@ def test_file_that_hits_a_size_limit_is_removed(tmp_path: Path, name: str) -> No
     assert names_in(tmp_path) == []
 
 
+def no_links(*names: object) -> None:
+    raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+def test_a_file_that_has_come_during_the_run_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_links: bool
+) -> None:
+    if not has_links:
+        monkeypatch.setattr(os, "link", no_links)
+    write_output(gradient(1), tmp_path / "a.png", fps=None, metadata={})
+    (tmp_path / "b.png").write_bytes(b"mine")
+    (tmp_path / "c.png").mkdir()
+    (tmp_path / "d.png").symlink_to("gone.png")
+    for name in ("a.png", "b.png", "c.png", "d.png"):
+        with pytest.raises(
+            OutputError, match=rf"{name}: another file got this name during the run and was kept"
+        ):
+            write_output(gradient(1)[:, ::-1], tmp_path / name, fps=None, metadata={})
+    assert names_in(tmp_path) == ["a.png", "b.png", "c.png", "d.png"]
+    assert (tmp_path / "b.png").read_bytes() == b"mine"
+    assert not (tmp_path / "gone.png").exists()
+    with Image.open(tmp_path / "a.png") as image:
+        assert np.array_equal(np.asarray(image), gradient(1)[0])
+
+
+def test_only_the_file_that_was_there_at_admission_is_replaced(tmp_path: Path) -> None:
+    old = write_output(gradient(1), tmp_path / "a.png", fps=None, metadata={})
+    new = write_output(gradient(1)[:, ::-1], tmp_path / "a.png", fps=None, metadata={}, replaces=old)
+    assert content_of(tmp_path / "a.png") == new != old
+    with pytest.raises(OutputError, match="was kept"):
+        write_output(gradient(1), tmp_path / "a.png", fps=None, metadata={}, replaces=old)
+    assert content_of(tmp_path / "a.png") == new
+    (tmp_path / "a.png").unlink()
+    assert write_output(gradient(1), tmp_path / "a.png", fps=None, metadata={}, replaces=old) == old
+    assert names_in(tmp_path) == ["a.png"]
+
+
+def test_what_an_earlier_try_of_the_same_job_left_is_replaced(tmp_path: Path) -> None:
+    path, job = tmp_path / "a.png", {"id": "a", "spec_hash": "1", "job_file": None}
+    write_output(gradient(1), path, fps=None, metadata={}, made_for=job)
+    again = write_output(gradient(1)[:, ::-1], path, fps=None, metadata={}, made_for=job)
+    assert content_of(path) == again
+    with pytest.raises(OutputError, match="was kept"):
+        write_output(gradient(1), path, fps=None, metadata={}, made_for=job | {"spec_hash": "2"})
+    with path.open("ab") as file:
+        file.write(b"edited")
+    with pytest.raises(OutputError, match="was kept"):
+        write_output(gradient(1), path, fps=None, metadata={}, made_for=job)
+
+
 def test_folder_that_is_a_file_is_one_line_with_the_path(tmp_path: Path) -> None:
     (tmp_path / "outputs").write_text("")
     with pytest.raises(OutputError, match=r"cannot write .*outputs/a\.png: .+"):
@@ -184,7 +238,7 @@ def test_process_that_dies_before_the_rename_leaves_no_file_under_the_name(tmp_p
         "import os, sys, numpy as np\n"
         "from pathlib import Path\n"
         "from gfgen.runtime.outputs import write_output\n"
-        "os.replace = lambda *names: os._exit(9)\n"
+        "os.link = lambda *names: os._exit(9)\n"
         "write_output(np.zeros((1, 8, 8, 3), np.uint8), Path(sys.argv[1]), fps=None, metadata={})\n"
     )
     died = subprocess.run([sys.executable, "-c", script, str(tmp_path / "a.png")], check=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from acted_run import ActedRun, Part, batch, job_info
+from acted_run import WRITTEN, ActedRun, Part, batch, job_info
 
 from gfgen.errors import InputError
 from gfgen.runtime.manifest import ManifestWriter, finished_jobs
@@ -91,7 +91,7 @@ def test_a_simulation_says_so_and_its_jobs_do_not_count_as_done(tmp_path: Path) 
     simulated = traced(tmp_path / "trace.json", [Part(info)], is_simulated=True)
     assert read_timeline(simulated).is_simulated
     assert not read_timeline(traced(tmp_path / "real.json", [Part(info)])).is_simulated
-    (tmp_path / info.file).touch()  # else its absence would be why it does not count
+    (tmp_path / info.file).write_bytes(bytes(WRITTEN.size_bytes))  # so that it is not missing
     for is_simulated, finished in ((False, {"fox"}), (True, set())):
         path = tmp_path / "manifest.jsonl"
         writer = ManifestWriter(path, is_simulated=is_simulated)

@@ -15,6 +15,7 @@ import pytest
 
 from gfgen.runtime import writer
 from gfgen.runtime.channel import MAX_MESSAGE_BYTES, Channel
+from gfgen.runtime.content import Content, content_of
 from gfgen.runtime.messages import WriteDone, WriteFailed, WriteRequest, WriterReady
 from gfgen.runtime.outputs import Frames, read_metadata
 
@@ -67,7 +68,7 @@ def test_frames_in_shared_memory_become_a_file(
     answer = ask(channel, request_for(tmp_path / name, frames), frames)
     assert isinstance(answer, WriteDone)
     assert (answer.job_id, answer.path) == ("fox-1", str(tmp_path / name))
-    assert answer.size_bytes == (tmp_path / name).stat().st_size
+    assert Content(answer.size_bytes, answer.sha256) == content_of(tmp_path / name)
     assert read_metadata(tmp_path / name) == {"seed": "42"}
 
 
@@ -87,6 +88,19 @@ def test_a_bad_job_fails_and_the_next_one_is_written(channel: Channel, tmp_path:
         assert answer.job_id == "fox-1"
         assert reason in answer.reason
     assert isinstance(ask(channel, good, frames), WriteDone)
+
+
+def test_a_file_is_replaced_only_if_the_request_says_so(channel: Channel, tmp_path: Path) -> None:
+    frames = np.zeros((1, 16, 16, 3), np.uint8)
+    (tmp_path / "a.png").write_bytes(b"mine")
+    request = request_for(tmp_path / "a.png", frames)
+    answer = ask(channel, request, frames)
+    assert isinstance(answer, WriteFailed)
+    assert "a.png: another file got this name during the run and was kept" in answer.reason
+    assert (tmp_path / "a.png").read_bytes() == b"mine"
+    answer = ask(channel, replace(request, replaces=content_of(tmp_path / "a.png")), frames)
+    assert isinstance(answer, WriteDone)
+    assert Content(answer.size_bytes, answer.sha256) == content_of(tmp_path / "a.png")
 
 
 def test_request_without_frames_fails(channel: Channel, tmp_path: Path) -> None:

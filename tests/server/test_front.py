@@ -240,7 +240,7 @@ def test_of_an_end_that_the_run_tells_after_its_file_was_found_the_manifest_has_
 def test_of_an_end_that_nobody_tells_the_manifest_has_what_is_known(desk, store, tmp_path):
     control, recorder = simulated_control([make_job("x")])
     control.run()
-    keys = manifest_entry(recorder.outcomes[0], size_bytes=1, written_at=1.0).keys()
+    keys = manifest_entry(recorder.outcomes[0], written_at=1.0).keys()
 
     async def begin():
         await batch_of(store, tmp_path, "a", "b", "c")

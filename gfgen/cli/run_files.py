@@ -1,0 +1,118 @@
+"""Which files `gfgen run` reads and writes: none may be two things, and none of someone else is replaced."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gfgen.cli.admission import admit_file, check_source
+from gfgen.errors import InputError, Problem
+from gfgen.runtime import resume
+from gfgen.runtime.admission import AdmittedJob
+from gfgen.runtime.inbox import WATCHED_NAME
+from gfgen.runtime.journal import JOURNAL_NAME
+from gfgen.runtime.lock import LOCK_NAME
+from gfgen.runtime.manifest import MANIFEST_NAME, check_own, finished_jobs
+from gfgen.runtime.ownership import claim_files
+
+if TYPE_CHECKING:
+    from gfgen.cli.run import RunOptions
+
+_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".mp4")
+"""Of outputs, and of images that jobs begin with."""
+
+
+def check_written(jobs: str | None, output_dir: Path, written: Mapping[str, Path | None]) -> None:
+    """Before anything is written: that the job file is a file, and that what an option names is no other."""
+    named: dict[Path, str] = {}
+    if jobs is not None and jobs != "-":
+        check_source(jobs)
+        if _is_record(Path(jobs), output_dir):
+            raise InputError(f"{jobs}: is a record of the runs in {output_dir}, not a job file to run there")
+        named[Path(jobs)] = "the job file itself"
+    for option, path in written.items():
+        if path is None:
+            continue
+        what = next((what for other, what in named.items() if _is_same(path, other)), None)
+        what = what or ("a file of the run itself" if _is_record(path, output_dir) else None)
+        what = what or (
+            "a picture or a video by its name" if resolved(path).suffix.lower() in _SUFFIXES else None
+        )
+        if what is not None:
+            raise InputError(f"{option} {path}: is {what}; name another file")
+        named[path] = f"the file of {option}, too"
+
+
+def check_watched(folder: Path, output_dir: Path) -> None:
+    if not folder.is_dir():
+        raise InputError(f"--watch {folder}: there is no such folder; make it, then put job files into it")
+    if _is_same(folder, output_dir):
+        raise InputError(f"--watch {folder}: is the output folder too; name another with --output")
+
+
+def check_records(output_dir: Path) -> None:
+    """That the lists in the folder are gfgen's: it appends lines to them. Raises InputError."""
+    for name in (MANIFEST_NAME, WATCHED_NAME):
+        check_own(output_dir / name)
+
+
+def admit_jobs(
+    source: str, options: RunOptions
+) -> tuple[Sequence[AdmittedJob], Collection[str], Sequence[Problem]]:
+    """The jobs of a file, the ids of those that an earlier run has done, and what is wrong with others.
+
+    Raises: as `admit_file`.
+    """
+    done: set[str] = set()
+
+    def find_done(jobs: Sequence[AdmittedJob]) -> Collection[str]:
+        done.update(finished_jobs(options.output_dir / MANIFEST_NAME, [job.info for job in jobs]))
+        return done
+
+    admitted, problems = admit_file(
+        source,
+        options.ranks.admission(options.model, bounds=options.job_bounds),
+        skip_invalid=options.skip_invalid,
+        done=find_done,
+        claim=lambda jobs: _claim(jobs, source, options, done=find_done(jobs)),
+    )
+    return admitted, done, problems
+
+
+def _claim(
+    jobs: Sequence[AdmittedJob], source: str, options: RunOptions, *, done: Collection[str]
+) -> tuple[Sequence[AdmittedJob], Sequence[Problem]]:
+    """The jobs with the files that they may replace, and problems for those whose file name is taken."""
+    assert options.job_file is not None
+    return claim_files(
+        jobs,
+        output_dir=options.output_dir,
+        job_file=options.job_file,
+        done=done,
+        inputs={} if source == "-" else {Path(source): "the job file"},
+        overwrite=options.overwrite,
+    )
+
+
+def _is_record(path: Path, output_dir: Path) -> bool:
+    """Whether it is one of the files that runs keep in their output folder."""
+    kept = [output_dir / name for name in (MANIFEST_NAME, JOURNAL_NAME, WATCHED_NAME, LOCK_NAME)]
+    if any(_is_same(path, record) for record in kept):
+        return True
+    return resolved(output_dir / resume.FOLDER) in (resolved(path), *resolved(path).parents)
+
+
+def _is_same(path: Path, other: Path) -> bool:
+    try:
+        return path.samefile(other)
+    except OSError:  # one of them is not there yet
+        return resolved(path) == resolved(other)
+
+
+def resolved(path: Path) -> Path:
+    """The path without links, as far as it can be told."""
+    try:
+        return path.resolve()
+    except (OSError, RuntimeError):  # the current folder is gone; links that form a loop
+        return path

@@ -1,0 +1,309 @@
+"""Whose files and folders are whose: what a job may replace, and where a job file's outputs go."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from builders import make_job
+
+from gfgen.errors import Problem
+from gfgen.runtime.admission import AdmittedJob
+from gfgen.runtime.content import MARK, Content, content_of, remove_mark, set_mark
+from gfgen.runtime.journal import Journal, journal_header
+from gfgen.runtime.manifest import ManifestWriter
+from gfgen.runtime.observer import JobOutcome
+from gfgen.runtime.ownership import claim_files, default_folder, job_file_name
+
+NIGHT, DAY = "../night.jsonl", "../day.jsonl"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "out"
+    folder.mkdir()
+    return folder
+
+
+def made(folder: Path, *, job_file: str | None = NIGHT, content: bytes = b"fox", **fields: Any) -> Path:
+    """A file that a job has made, with its line in the manifest."""
+    info = replace(make_job("fox").info, job_file=job_file, **fields)
+    path = folder / info.file
+    path.write_bytes(content)
+    outcome = JobOutcome(info, "done", 0.0, 0.0, 1.0, None, 1.0, (), written=content_of(path))
+    note(folder, outcome)
+    return path
+
+
+def note(folder: Path, outcome: JobOutcome) -> None:
+    writer = ManifestWriter(folder / "manifest.jsonl")
+    writer.ended(outcome)
+    writer.close()
+
+
+def claim(
+    folder: Path, job: AdmittedJob | None = None, *, job_file: str = NIGHT, **options: Any
+) -> AdmittedJob | Problem:
+    """The job as admitted, or what is wrong with its file."""
+    job = make_job("fox", line=3) if job is None else job
+    claimed, problems = claim_files([job], output_dir=folder, job_file=job_file, **options)
+    (found,) = [*claimed, *problems]
+    return found
+
+
+def reason(found: AdmittedJob | Problem) -> str:
+    assert isinstance(found, Problem), found
+    return str(found)
+
+
+def replaced(found: AdmittedJob | Problem) -> Content | None:
+    assert isinstance(found, AdmittedJob), str(found)
+    return found.replaces
+
+
+def test_a_name_that_is_free_replaces_nothing_and_the_job_knows_its_file(folder: Path) -> None:
+    found = claim(folder)
+    assert replaced(found) is None
+    assert isinstance(found, AdmittedJob)
+    assert found.info.job_file == NIGHT
+
+
+def test_a_file_that_no_manifest_names_is_kept(folder: Path) -> None:
+    (folder / "fox.png").write_bytes(b"mine")
+    assert reason(claim(folder)) == (
+        f"line 3: {folder}/fox.png: is there already, and manifest.jsonl there does not say that gfgen made "
+        "it; move it away, name another output, or replace it with --overwrite"
+    )
+    assert replaced(claim(folder, overwrite=True)) == content_of(folder / "fox.png")
+
+
+def test_what_the_same_job_file_made_is_replaced_also_by_a_changed_or_another_job(folder: Path) -> None:
+    path = made(folder)
+    assert replaced(claim(folder)) == content_of(path)
+    other = make_job("owl")
+    other = replace(other, info=replace(other.info, file="fox.png"))
+    assert replaced(claim(folder, other)) == content_of(path)
+
+
+def test_it_is_replaced_although_the_job_has_failed_since(folder: Path) -> None:
+    path = made(folder)
+    info = replace(make_job("fox").info, job_file=NIGHT, spec_hash="changed")
+    note(folder, JobOutcome(info, "failed", 0.0, 0.0, 1.0, None, 1.0, (), error="out of memory"))
+    assert replaced(claim(folder)) == content_of(path)
+
+
+@pytest.mark.parametrize("content", [b"fax", b"a longer one"], ids=["same size", "other size"])
+def test_a_file_that_has_changed_since_is_kept(folder: Path, content: bytes) -> None:
+    made(folder).write_bytes(content)
+    assert "out/fox.png: has changed since job fox of " in reason(claim(folder))
+    assert replaced(claim(folder, overwrite=True)) is not None
+
+
+def test_what_another_job_file_made_is_kept_and_its_maker_is_named(folder: Path) -> None:
+    made(folder)
+    found = reason(claim(folder, job_file=DAY))
+    assert f"is there already: job fox of {folder.parent}/night.jsonl made it" in found
+
+
+def test_a_manifest_that_names_no_job_file_and_no_hash_counts_as_of_the_same(folder: Path) -> None:
+    path = made(folder)
+    entry = json.loads((folder / "manifest.jsonl").read_text())
+    old = {key: value for key, value in entry.items() if key not in ("job_file", "sha256")}
+    (folder / "manifest.jsonl").write_text(json.dumps(old) + "\n")
+    assert replaced(claim(folder, job_file=DAY)) == content_of(path)
+    path.write_bytes(b"longer than it was")
+    assert "has changed since job fox made it" in reason(claim(folder, job_file=DAY))
+
+
+def test_standard_input_replaces_only_what_the_very_same_job_made(folder: Path) -> None:
+    path = made(folder, job_file="-")
+    assert replaced(claim(folder, job_file="-")) == content_of(path)
+    assert "job fox of an earlier standard input made it" in reason(
+        claim(folder, other_spec("fox"), job_file="-")
+    )
+    assert "made it" in reason(claim(folder, other_spec("fox"), job_file=NIGHT))
+
+
+def other_spec(job_id: str) -> AdmittedJob:
+    job = make_job(job_id)
+    return replace(job, info=replace(job.info, spec_hash="another"))
+
+
+def test_a_line_of_a_simulation_gives_no_right(folder: Path) -> None:
+    made(folder)
+    entry = json.loads((folder / "manifest.jsonl").read_text()) | {"simulated": True}
+    (folder / "manifest.jsonl").write_text(json.dumps(entry) + "\n")
+    assert "does not say that gfgen made it" in reason(claim(folder))
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("kind", ["a folder", "a link", "not a file"])
+def test_folders_links_and_pipes_are_in_the_way_whatever_is_said(
+    folder: Path, kind: str, overwrite: bool
+) -> None:
+    path = folder / "fox.png"
+    if kind == "a folder":
+        path.mkdir()
+    elif kind == "a link":
+        path.symlink_to(folder / "gone.png")
+    else:
+        os.mkfifo(path)
+    assert f"fox.png: is {kind}; move it away" in reason(claim(folder, overwrite=overwrite))
+
+
+def test_a_name_in_other_case_is_the_file_that_the_manifest_means(folder: Path) -> None:
+    """As on a file system where both are one file."""
+    made(folder, file="Fox.PNG").rename(folder / "fox.png")
+    assert replaced(claim(folder)) == content_of(folder / "fox.png")
+
+
+@pytest.mark.parametrize("way", ["path", "symlink", "hard link"])
+def test_no_output_is_the_image_of_any_job(folder: Path, way: str) -> None:
+    path = made(folder)
+    image = folder.parent / "image.png"
+    if way == "symlink":
+        image.symlink_to(path)
+    elif way == "hard link":
+        os.link(path, image)
+    owl = make_job("owl", image=str(path if way == "path" else image))
+    jobs = [make_job("fox"), owl]
+    for overwrite in (False, True):
+        claimed, problems = claim_files(
+            jobs, output_dir=folder, job_file=NIGHT, overwrite=overwrite, done={"owl"}
+        )
+        assert [job.job_id for job in claimed] == ["owl"]
+        assert str(problems[0]) == f"{path}: is the image of job owl, too; name another output"
+
+
+def test_a_finished_job_may_be_the_image_of_another(folder: Path) -> None:
+    path = made(folder)
+    jobs = [make_job("fox"), make_job("owl", image=str(path))]
+    claimed, problems = claim_files(jobs, output_dir=folder, job_file=NIGHT, done={"fox"})
+    assert (len(claimed), problems) == (2, [])
+
+
+def test_all_that_is_in_the_way_is_told_at_once_in_the_order_of_the_jobs(folder: Path) -> None:
+    jobs = [make_job(f"job-{number}", line=number) for number in range(1, 5)]
+    for number in (1, 2, 4):
+        (folder / f"job-{number}.png").write_bytes(b"mine")
+    claimed, problems = claim_files(jobs, output_dir=folder, job_file=NIGHT)
+    assert [job.job_id for job in claimed] == ["job-3"]
+    assert [problem.line for problem in problems] == [1, 2, 4]
+
+
+def test_a_file_whose_run_was_killed_before_its_line_was_written_is_known_by_its_mark(folder: Path) -> None:
+    path = marked(folder / "fox.png")
+    assert replaced(claim(folder)) == content_of(path)
+    assert "made it" in reason(claim(folder, job_file=DAY))
+    content = path.read_bytes()
+    path.write_bytes(b"edited")
+    assert "does not say" in reason(claim(folder))
+    path.write_bytes(content)
+    assert replaced(claim(folder)) == content_of(path)
+    path.rename(folder / "owl.png")
+    assert "does not say" in reason(claim(folder, make_job("owl")))
+
+
+def marked(path: Path) -> Path:
+    path.write_bytes(b"fox")
+    made_for = {"id": "fox", "spec_hash": "hash of fox", "job_file": NIGHT}
+    set_mark(path, content_of(path), name=path.name, made_for=made_for)
+    return path
+
+
+def test_the_manifest_takes_marks_away_when_its_lines_are_on_the_disk(folder: Path) -> None:
+    path = marked(folder / "fox.png")
+    made(folder)
+    assert MARK not in os.listxattr(path)
+    remove_mark(folder / "gone.png")
+
+
+# Default folders ------------------------------------------------------------------------------
+
+
+def run_of(folder: Path, source: Path | None) -> None:
+    """What a run that has only begun leaves."""
+    folder.mkdir(parents=True, exist_ok=True)
+    header = journal_header(
+        [], policy="srtf", num_ranks=1, guard_s=0, started_at=0, job_file=job_file_name(source, folder)
+    )
+    Journal(folder / "journal.jsonl", header=header).close()
+
+
+def job_files(tmp_path: Path) -> tuple[Path, Path]:
+    paths = tmp_path / "A" / "jobs.jsonl", tmp_path / "B" / "jobs.jsonl"
+    for path in paths:
+        path.parent.mkdir()
+        path.write_text("")
+    return paths
+
+
+def test_job_files_of_the_same_name_have_folders_of_their_own_and_find_them_again(tmp_path: Path) -> None:
+    outputs = tmp_path / "outputs"
+    folders = {}
+    for path in job_files(tmp_path):
+        folders[path] = default_folder(outputs, "jobs", path)
+        run_of(folders[path], path)
+    first, second = folders.values()
+    assert first == outputs / "jobs"
+    assert second.parent == outputs
+    assert second.name.startswith("jobs-")
+    assert second != first
+    assert {path: default_folder(outputs, "jobs", path) for path in folders} == folders
+    (first / "journal.jsonl").unlink()  # the second one stays where its files are
+    assert {path: default_folder(outputs, "jobs", path) for path in folders} == folders
+
+
+def test_a_manifest_says_whose_a_folder_is_where_the_journal_is_gone(tmp_path: Path) -> None:
+    one, other = job_files(tmp_path)
+    folder = tmp_path / "outputs" / "jobs"
+    folder.mkdir(parents=True)
+    made(folder, job_file=job_file_name(one, folder))
+    assert default_folder(folder.parent, "jobs", one) == folder
+    assert default_folder(folder.parent, "jobs", other) != folder
+
+
+def test_a_folder_of_earlier_gfgen_belongs_to_who_comes_first(tmp_path: Path) -> None:
+    one, other = job_files(tmp_path)
+    folder = tmp_path / "outputs" / "jobs"
+    folder.mkdir(parents=True)
+    made(folder, job_file=None)
+    assert default_folder(folder.parent, "jobs", other) == folder
+    run_of(folder, other)
+    assert default_folder(folder.parent, "jobs", one) != folder
+
+
+def test_a_watched_folder_a_job_file_and_standard_input_of_one_name_are_apart(tmp_path: Path) -> None:
+    outputs, watched, file = tmp_path / "outputs", tmp_path / "stdin", tmp_path / "stdin.jsonl"
+    watched.mkdir()
+    file.write_text("")
+    sources = (watched, file, None)
+    folders = []
+    for source in sources:
+        folders.append(default_folder(outputs, "stdin", source))
+        run_of(folders[-1], source)
+    assert len(set(folders)) == 3
+    assert [default_folder(outputs, "stdin", source) for source in sources] == folders
+    (outputs / "stdin" / "journal.jsonl").unlink()
+    made(outputs / "stdin", job_file=job_file_name(watched / "a.jsonl", outputs / "stdin"))
+    assert default_folder(outputs, "stdin", watched) == outputs / "stdin"
+
+
+def test_a_folder_that_is_moved_with_its_job_file_is_known_still(tmp_path: Path) -> None:
+    (tmp_path / "here").mkdir()
+    one, other = job_files(tmp_path / "here")
+    for path in (one, other):
+        run_of(default_folder(tmp_path / "here" / "outputs", "jobs", path), path)
+    (tmp_path / "here").rename(tmp_path / "there")
+    moved = tmp_path / "there" / "B" / "jobs.jsonl"
+    folder = default_folder(tmp_path / "there" / "outputs", "jobs", moved)
+    assert (folder / "journal.jsonl").exists()
+
+
+def test_a_pipe_is_like_standard_input_whatever_its_name(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "63")
+    assert job_file_name(tmp_path / "63", tmp_path) == job_file_name(None, tmp_path) == "-"
