@@ -48,7 +48,7 @@ def check_watched(folder: Path, output_dir: Path) -> None:
     if not folder.is_dir():
         raise InputError(f"--watch {folder}: there is no such folder; make it, then put job files into it")
     if _is_same(folder, output_dir):
-        raise InputError(f"--watch {folder}: is the output folder too; name another with --output")
+        raise InputError(f"--watch {folder}: this is also the output folder; name another with --output")
 
 
 def check_records(output_dir: Path) -> None:
