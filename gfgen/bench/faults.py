@@ -427,12 +427,12 @@ def _unexplained(outcome: JobOutcome, done: Sequence[Done], witness: _Witness) -
     raised = Counter(fault.index for fault in mine if fault.kind is Kind.RAISE)
     at_file = [fault for fault in mine if fault.point in (Point.WRITING, Point.WRITTEN)]
     reasons = {
-        r"[a-z]+( \d+)?: ScriptedError: as the plan says": max(raised.values(), default=0)
+        r"[a-z]+( \d+ of \d+)?: ScriptedError: as the plan says": max(raised.values(), default=0)
         >= MAX_TASK_FAILURES,
         r"\d+ workers died under it: .*": len(deaths) >= MAX_LOST_WORKERS,
         r"its writer died twice: .*": len(at_file) >= MAX_WRITES,
         r"ScriptedError\('as the plan says'\)": any(fault.kind is Kind.RAISE for fault in at_file),
-        r"[a-z]+( \d+)?: it did not end in time.*": any(fault.kind in SLOW_KINDS for fault in done),
+        r"[a-z]+( \d+ of \d+)?: it did not end in time.*": any(fault.kind in SLOW_KINDS for fault in done),
         r"timed out .*": outcome.info.spec.timeout_s is not None,
     }
     if not any(re.fullmatch(pattern, error) and holds for pattern, holds in reasons.items()):

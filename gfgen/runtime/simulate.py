@@ -50,7 +50,7 @@ class SimulatedBackend:
         self._writers_free_s = [0.0] * times.num_writers
         self._stopped: set[int] = set()
         """Dispatches whose scheduled ends no longer come."""
-        self._unwritten: set[str] = set()
+        self._called_off: set[str] = set()
         """Jobs whose decode was stopped: its file is not written."""
         for rank in range(num_ranks):
             clock.at(RankReady(clock.now_s, rank, 1, 0.0))
@@ -68,7 +68,7 @@ class SimulatedBackend:
         """Whether the task behind a scheduled event was not stopped meanwhile."""
         if isinstance(event, TaskDone):
             return event.dispatch not in self._stopped
-        return not (isinstance(event, OutputWritten) and event.job_id in self._unwritten)
+        return not (isinstance(event, OutputWritten) and event.job_id in self._called_off)
 
     def submit(self, dispatch: Dispatch) -> None:
         """A task starts when its ranks are free and its input is there."""
@@ -81,7 +81,7 @@ class SimulatedBackend:
             self._stopped.add(dispatch.number)
             ended_s = self._made_s.pop(dispatch.number, None)
             if dispatch.task.stage is Stage.DECODE:
-                self._unwritten.add(dispatch.task.job_id)
+                self._called_off.add(dispatch.task.job_id)
             for rank in dispatch.layout.ranks:
                 if self._free_s[rank] == ended_s:  # nothing is queued behind it
                     self._free_s[rank] = now_s
