@@ -320,7 +320,7 @@ def test_a_front_that_lacks_a_package_is_not_started_again(monkeypatch, tmp_path
     (failure,) = failures
     assert str(failure) == "the HTTP process cannot start; see its message above"
     (line,) = capfd.readouterr().err.splitlines()
-    assert line.startswith("gfgen: the HTTP process cannot start: No module named 'h11'; pip install")
+    assert line.startswith("gfgen: the HTTP process cannot start: No module named 'h11'; 'pip install gfgen'")
 
 
 def test_a_front_that_still_imports_when_the_run_ends_is_not_waited_for(monkeypatch, tmp_path):
