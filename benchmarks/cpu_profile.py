@@ -19,15 +19,15 @@ from typing import Any
 
 import torch
 
-from gfgen.cli.ranks import Ranks, admitted_on
+from gfgen.cli.session.ranks import Ranks, admitted_on
 from gfgen.graph import Stage
 from gfgen.jobspec import JobSpec
-from gfgen.models.calibration import median_s
-from gfgen.models.registry import load_adapter
-from gfgen.runtime.admission import AdmittedJob
-from gfgen.runtime.devices import CPU, Devices
-from gfgen.runtime.machine import cpu_name, versions
-from gfgen.runtime.profile import Profile, ProfileRow
+from gfgen.models.families.calibration import median_s
+from gfgen.models.families.registry import load_adapter
+from gfgen.runtime.core.admission import AdmittedJob
+from gfgen.runtime.core.devices import CPU, Devices
+from gfgen.runtime.predict.profile import Profile, ProfileRow
+from gfgen.system.machine import cpu_name, versions
 
 MODEL = "shapes"
 SIZES = ((128, 128, 1), (192, 128, 1), (128, 128, 17), (192, 128, 17), (128, 128, 33), (192, 128, 33))

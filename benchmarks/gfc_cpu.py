@@ -32,9 +32,9 @@ from gfgen.gfc.endpoint import Endpoint
 from gfgen.gfc.group import Group
 from gfgen.graph import Artifact
 from gfgen.layout import Layout
-from gfgen.models.adapter import Fields
-from gfgen.runtime.migration import plan_transfers
-from gfgen.runtime.worker_jobs import receive_state, send_state
+from gfgen.models.families.adapter import Fields
+from gfgen.runtime.ipc.migration import plan_transfers
+from gfgen.runtime.worker.worker_jobs import receive_state, send_state
 
 KIB, MIB = 1 << 10, 1 << 20
 

@@ -31,7 +31,7 @@ from gfgen.gfc.cuda.ranks import CudaRanks
 from gfgen.layout import Layout
 from gfgen.models import measure_forward
 from gfgen.models.measure_forward import NUM_DISPATCHES, Kind, Shape
-from gfgen.runtime.arenas import GPU_PLAN
+from gfgen.runtime.ipc.arenas import GPU_PLAN
 
 KINDS = {
     "attention": re.compile("sdpa|flash|fmha"),

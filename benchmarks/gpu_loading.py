@@ -21,10 +21,10 @@ from typing import Any
 import diffusers
 import torch
 
-from gfgen.models.components import load_pipeline
-from gfgen.models.geometry import CONFIGS
-from gfgen.models.geometry_weights import component_dtypes
-from gfgen.models.random_weights import random_pipeline
+from gfgen.models.geometry.geometry import CONFIGS
+from gfgen.models.geometry.geometry_weights import component_dtypes
+from gfgen.models.loading.components import load_pipeline
+from gfgen.models.loading.random_weights import random_pipeline
 
 SHARDS = "5GB"
 WIDE = {"WanPipeline": ("transformer", "transformer_2")}

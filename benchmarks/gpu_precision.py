@@ -31,13 +31,13 @@ from gfgen.gfc.cuda.ranks import CudaRanks
 from gfgen.gfc.descriptor import Descriptor
 from gfgen.jobspec import JobSpec
 from gfgen.layout import Layout
-from gfgen.models import guidance
-from gfgen.models.adapter import SAMPLE, Fields
-from gfgen.models.geometry import CONFIGS
-from gfgen.models.parallel import parallel_from
-from gfgen.models.random_weights import random_component
-from gfgen.models.registry import load_adapter
-from gfgen.runtime.arenas import GPU_PLAN
+from gfgen.models.families import guidance
+from gfgen.models.families.adapter import SAMPLE, Fields
+from gfgen.models.families.registry import load_adapter
+from gfgen.models.geometry.geometry import CONFIGS
+from gfgen.models.loading.random_weights import random_component
+from gfgen.models.parallel.parallel import parallel_from
+from gfgen.runtime.ipc.arenas import GPU_PLAN
 
 TEXT = {"wan2.2-ti2v-5b": ((512, 512), 4096), "qwen-image": ((64, 8), 3584)}
 """Tokens of the prompt and of the negative prompt, and channels of each."""

@@ -23,15 +23,15 @@ from torch.nn.functional import scaled_dot_product_attention
 from gfgen.bench.gpus import check_count
 from gfgen.errors import GfgenError
 from gfgen.gfc.cuda.measure import captured_us
-from gfgen.models.counted_attention import counted_attention, is_fast
-from gfgen.models.forwards import evaluate
-from gfgen.models.fused import fuse
-from gfgen.models.geometry import CONFIGS
-from gfgen.models.graphs import Graphs
+from gfgen.models.fast.forwards import evaluate
+from gfgen.models.fast.fused import fuse
+from gfgen.models.fast.graphs import Graphs
+from gfgen.models.geometry.geometry import CONFIGS
+from gfgen.models.loading.random_weights import random_component
 from gfgen.models.measure_forward import Shape, inputs_of
-from gfgen.models.random_weights import random_component
-from gfgen.models.sequence_parallel import install
-from gfgen.runtime.worker_graphs import CudaRecorder
+from gfgen.models.parallel.counted_attention import counted_attention, is_fast
+from gfgen.models.parallel.sequence_parallel import install
+from gfgen.runtime.worker.worker_graphs import CudaRecorder
 
 DEVICE = torch.device("cuda:0")
 QWEN = "qwen-image"

@@ -38,13 +38,13 @@ from gfgen.bench.workloads import (
     weightless_model,
 )
 from gfgen.policies.catalog import load_policy
-from gfgen.runtime.admission import AdmittedJob
-from gfgen.runtime.cost import CostModel
-from gfgen.runtime.observer import JobOutcome
-from gfgen.runtime.profile import Profile, load_profile
-from gfgen.runtime.profiled import profiled_times
-from gfgen.runtime.profiles import SHIPPED
-from gfgen.runtime.simulation import simulate
+from gfgen.runtime.core.admission import AdmittedJob
+from gfgen.runtime.core.observer import JobOutcome
+from gfgen.runtime.predict.cost import CostModel
+from gfgen.runtime.predict.profile import Profile, load_profile
+from gfgen.runtime.predict.profiles import SHIPPED
+from gfgen.runtime.simulate.profiled import profiled_times
+from gfgen.runtime.simulate.simulation import simulate
 
 MODELS = ("wan2.2-ti2v-5b", "qwen-image")
 WORKLOADS: tuple[Name, ...] = ("short", "foreground-burst", "steady")

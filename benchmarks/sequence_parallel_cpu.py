@@ -34,9 +34,9 @@ from gfgen.gfc.endpoint import Endpoint
 from gfgen.gfc.group import Group
 from gfgen.jobspec import JobSpec
 from gfgen.layout import Layout
-from gfgen.models.adapter import Fields
-from gfgen.models.parallel import Parallel
-from gfgen.models.registry import load_adapter, resolve_checkpoint
+from gfgen.models.families.adapter import Fields
+from gfgen.models.families.registry import load_adapter, resolve_checkpoint
+from gfgen.models.parallel.parallel import Parallel
 
 SHAPES = ((1, 1), (1, 2), (2, 1), (1, 3), (1, 4), (2, 2))
 """(cfg, ulysses) degrees."""

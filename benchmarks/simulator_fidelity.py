@@ -28,27 +28,27 @@ from random import Random
 from typing import Any
 
 from gfgen.bench import profiling
-from gfgen.cli.admission import Admission
+from gfgen.cli.session.admission import Admission
 from gfgen.jobspec import JobSpec
 from gfgen.policies.catalog import load_policy
-from gfgen.runtime.admission import AdmittedJob
-from gfgen.runtime.clock import Clock
-from gfgen.runtime.control import Control
-from gfgen.runtime.cost import CostModel
-from gfgen.runtime.devices import CPU, Devices
-from gfgen.runtime.dispatch import Dispatch
-from gfgen.runtime.events import Event, OutputWritten, TaskDone
-from gfgen.runtime.machine import cpu_name, versions
-from gfgen.runtime.metrics import Summary
-from gfgen.runtime.observer import JobInfo, Observer
-from gfgen.runtime.pool import WorkerPool
-from gfgen.runtime.profile import Profile
-from gfgen.runtime.profiled import profiled_times
-from gfgen.runtime.records import LOOKAHEAD_S
-from gfgen.runtime.simulate import SimulatedTimes
-from gfgen.runtime.simulation import simulate
-from gfgen.runtime.state import State
-from gfgen.runtime.workers import ProcessBackend
+from gfgen.runtime.control.control import Control
+from gfgen.runtime.control.metrics import Summary
+from gfgen.runtime.control.records import LOOKAHEAD_S
+from gfgen.runtime.control.state import State
+from gfgen.runtime.core.admission import AdmittedJob
+from gfgen.runtime.core.clock import Clock
+from gfgen.runtime.core.devices import CPU, Devices
+from gfgen.runtime.core.dispatch import Dispatch
+from gfgen.runtime.core.events import Event, OutputWritten, TaskDone
+from gfgen.runtime.core.observer import JobInfo, Observer
+from gfgen.runtime.predict.cost import CostModel
+from gfgen.runtime.predict.profile import Profile
+from gfgen.runtime.processes.pool import WorkerPool
+from gfgen.runtime.processes.workers import ProcessBackend
+from gfgen.runtime.simulate.profiled import profiled_times
+from gfgen.runtime.simulate.simulate import SimulatedTimes
+from gfgen.runtime.simulate.simulation import simulate
+from gfgen.system.machine import cpu_name, versions
 
 NUM_RANKS = 2
 DEVICES = Devices(CPU, NUM_RANKS)

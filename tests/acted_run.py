@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from gfgen.graph import Stage, Task, Trajectory
 from gfgen.jobspec import JobSpec
 from gfgen.layout import Layout
-from gfgen.runtime import events
-from gfgen.runtime.content import Content
-from gfgen.runtime.dispatch import Dispatch
-from gfgen.runtime.observer import JobInfo, JobOutcome, Observer
+from gfgen.runtime.core import events
+from gfgen.runtime.core.dispatch import Dispatch
+from gfgen.runtime.core.observer import JobInfo, JobOutcome, Observer
+from gfgen.runtime.ipc.content import Content
 from gfgen.snapshot import Costs, JobView, RankView, RunningTask, Snapshot
 
 WRITE_S = 0.4

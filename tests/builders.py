@@ -10,16 +10,16 @@ from typing import Any
 from gfgen.graph import Artifact, Stage, Trajectory
 from gfgen.jobspec import JobSpec
 from gfgen.policies.catalog import load_policy
-from gfgen.runtime.admission import AdmittedJob
-from gfgen.runtime.clock import Clock
-from gfgen.runtime.control import Control
-from gfgen.runtime.cost import CostModel
-from gfgen.runtime.dispatch import Dispatch
-from gfgen.runtime.events import Event
-from gfgen.runtime.messages import MemoryUse
-from gfgen.runtime.observer import JobInfo, JobOutcome, Observer
-from gfgen.runtime.simulate import SimulatedBackend, SimulatedTimes
-from gfgen.runtime.state import State
+from gfgen.runtime.control.control import Control
+from gfgen.runtime.control.state import State
+from gfgen.runtime.core.admission import AdmittedJob
+from gfgen.runtime.core.clock import Clock
+from gfgen.runtime.core.dispatch import Dispatch
+from gfgen.runtime.core.events import Event
+from gfgen.runtime.core.observer import JobInfo, JobOutcome, Observer
+from gfgen.runtime.ipc.messages import MemoryUse
+from gfgen.runtime.predict.cost import CostModel
+from gfgen.runtime.simulate.simulate import SimulatedBackend, SimulatedTimes
 
 STEP_S = 0.1
 

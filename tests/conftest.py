@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gfgen.models.registry import TINY_NAMES, make_tiny_models, resolve_checkpoint, tiny_dir
+from gfgen.models.families.registry import TINY_NAMES, make_tiny_models, resolve_checkpoint, tiny_dir
 
 
 def pytest_configure() -> None:

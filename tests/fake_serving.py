@@ -22,27 +22,28 @@ from typing import Any
 from gfgen import log
 from gfgen.bench.fake_worker import STATE_BYTES, FakeWorker, WorkerSettings
 from gfgen.bench.fault_plan import FaultFolder, Faults, ScriptedError
-from gfgen.cli.ranks import Ranks
 from gfgen.cli.serve import ServeOptions, serve_on, settings_of
+from gfgen.cli.session.ranks import Ranks
 from gfgen.errors import JobError, Problem
 from gfgen.gfc.arena import Plan
 from gfgen.graph import Artifact, Stage, Task, Trajectory
 from gfgen.jobspec import JobSpec
 from gfgen.layout import Layout
 from gfgen.policies.catalog import load_policy
-from gfgen.runtime import messages, writer
-from gfgen.runtime.admission import AdmittedJob, Model, admit
-from gfgen.runtime.channel import Channel
-from gfgen.runtime.devices import Devices
-from gfgen.runtime.lock import hold_folder
-from gfgen.runtime.outputs import remove_leftovers
-from gfgen.runtime.pool import WorkerPool
-from gfgen.runtime.signals import SignalPipe
-from gfgen.server.bounds import Bounds
-from gfgen.server.catalog import shown_model
-from gfgen.server.choosing import SwitchedChooser
-from gfgen.server.door import Door
-from gfgen.server.supervisor import Supervisor, listen
+from gfgen.runtime.core.admission import AdmittedJob, Model, admit
+from gfgen.runtime.core.devices import Devices
+from gfgen.runtime.files import writer
+from gfgen.runtime.files.lock import hold_folder
+from gfgen.runtime.files.outputs import remove_leftovers
+from gfgen.runtime.ipc import messages
+from gfgen.runtime.ipc.channel import Channel
+from gfgen.runtime.processes.pool import WorkerPool
+from gfgen.server.bridge.door import Door
+from gfgen.server.bridge.supervisor import Supervisor, listen
+from gfgen.server.jobs.choosing import SwitchedChooser
+from gfgen.server.protocol.bounds import Bounds
+from gfgen.server.protocol.catalog import shown_model
+from gfgen.system.signals import SignalPipe
 
 HASTE = bool(os.environ.get("FAKE_HASTE"))
 SIDE = 16

@@ -29,9 +29,9 @@ from typing import Any
 
 import torch
 
-from gfgen.models import stopping
-from gfgen.runtime import worker, worker_gpu
-from gfgen.runtime.worker import WorkerSettings
+from gfgen.models.fast import stopping
+from gfgen.runtime.worker import worker, worker_gpu
+from gfgen.runtime.worker.worker import WorkerSettings
 
 __all__ = ["WorkerSettings", "main"]
 

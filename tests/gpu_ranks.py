@@ -9,7 +9,7 @@ import os
 
 import pytest
 
-from gfgen.runtime.devices import find_gpus
+from gfgen.runtime.core.devices import find_gpus
 
 VARIABLE = "GFGEN_TEST_RANKS_PER_GPU"
 RANKS_PER_GPU = int(os.environ.get(VARIABLE, "1"))

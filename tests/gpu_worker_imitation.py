@@ -27,11 +27,11 @@ from gfgen.gfc.descriptor import Descriptor
 from gfgen.gfc.endpoint import Endpoint
 from gfgen.gfc.group import Group
 from gfgen.layout import Layout
-from gfgen.models.rehearsal import rehearsal
-from gfgen.runtime import worker_forwards, worker_gpu, worker_staging
-from gfgen.runtime.channel import Channel
-from gfgen.runtime.messages import Arenas, Loading
-from gfgen.runtime.worker import Worker, WorkerSettings, load_model, run_worker
+from gfgen.models.parallel.rehearsal import rehearsal
+from gfgen.runtime.ipc.channel import Channel
+from gfgen.runtime.ipc.messages import Arenas, Loading
+from gfgen.runtime.worker import worker_forwards, worker_gpu, worker_staging
+from gfgen.runtime.worker.worker import Worker, WorkerSettings, load_model, run_worker
 
 __all__ = ["WorkerSettings", "main"]
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from gfgen.runtime import worker
-from gfgen.runtime.messages import WarmedUp, WarmUp
-from gfgen.runtime.worker import WorkerSettings
+from gfgen.runtime.ipc.messages import WarmedUp, WarmUp
+from gfgen.runtime.worker import worker
+from gfgen.runtime.worker.worker import WorkerSettings
 
 __all__ = ["WorkerSettings", "die", "main"]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gfgen.runtime.outputs import Frames
+from gfgen.runtime.files.outputs import Frames
 
 
 def decoded(path: Path, *, height: int, width: int) -> Frames:

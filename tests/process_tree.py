@@ -15,7 +15,7 @@ def command_of(pid: int) -> bytes:
 
 def front_of(pid: int) -> int:
     """The HTTP process of a server."""
-    return next(child for child in children_of(pid) if b"gfgen.server.front" in command_of(child))
+    return next(child for child in children_of(pid) if b"gfgen.server.http.front" in command_of(child))
 
 
 def descendants_of(pid: int) -> list[int]:

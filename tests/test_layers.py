@@ -1,4 +1,4 @@
-"""Imports go to a lower floor, or to a module of the same package on the same floor."""
+"""Imports follow one order of packages, without exceptions."""
 
 import ast
 from pathlib import Path
@@ -7,63 +7,54 @@ import pytest
 
 ROOT = Path(__file__).parent.parent / "gfgen"
 
-FLOORS = {
-    "gfgen.errors": 0,
-    "gfgen.log": 0,
-    "gfgen.layout": 1,
-    "gfgen.graph": 2,
-    "gfgen.job": 3,
-    "gfgen.jobspec": 2,
-    "gfgen.jobfields": 3,
-    "gfgen.jobimage": 3,
-    "gfgen.identity": 3,
-    "gfgen.snapshot": 3,
-    "gfgen.models.geometry": 3,
-    "gfgen.policies": 4,
-    "gfgen.gfc": 4,
-    "gfgen.gfc.cuda": 5,
-    "gfgen.runtime": 4,
-    "gfgen.models": 5,
-    "gfgen.runtime.outputs": 5,
-    "gfgen.runtime.writer": 5,
-    "gfgen.runtime.state": 6,
-    "gfgen.runtime.worker": 6,
-    "gfgen.runtime.worker_bare": 6,
-    "gfgen.runtime.worker_forwards": 6,
-    "gfgen.runtime.worker_gpu": 6,
-    "gfgen.runtime.worker_graphs": 6,
-    "gfgen.runtime.worker_jobs": 6,
-    "gfgen.runtime.worker_staging": 6,
-    "gfgen.runtime.arenas": 6,
-    "gfgen.runtime.control": 7,
-    "gfgen.runtime.workers": 7,
-    "gfgen.runtime.pool": 6,
-    "gfgen.runtime.profiles": 6,
-    "gfgen.runtime.run_profile": 6,
-    "gfgen.runtime.scaling": 6,
-    "gfgen.models.calibration": 6,
-    "gfgen.runtime.writes": 7,
-    "gfgen.runtime.simulate": 7,
-    "gfgen.runtime.profiled": 7,
-    "gfgen.runtime.replay": 7,
-    "gfgen.models.measure": 6,
-    "gfgen.models.measure_forward": 6,
-    "gfgen.models.measure_decode": 6,
-    "gfgen.models.shapes": 6,
-    "gfgen.runtime.simulation": 7,
-    "gfgen.runtime.estimate": 7,
-    "gfgen.runtime.plan": 7,
-    "gfgen.runtime.plan_words": 7,
-    "gfgen.runtime.plot_plan": 7,
-    "gfgen.server": 8,
-    "gfgen.bench": 8,
-    "gfgen.cli": 9,
-    "gfgen.__main__": 10,
-}
-MAY_IMPORT_TORCH = ("gfgen.gfc", "gfgen.models", "gfgen.runtime.worker", "gfgen.runtime.outputs")
+ORDER = [
+    "gfgen.errors",
+    "gfgen.log",
+    "gfgen.layout",
+    "gfgen.graph",
+    "gfgen.jobspec",
+    "gfgen.identity",
+    "gfgen.jobfields",
+    "gfgen.jobimage",
+    "gfgen.job",
+    "gfgen.snapshot",
+    "gfgen.system",
+    "gfgen.gfc",
+    "gfgen.gfc.cuda",
+    "gfgen.models.geometry",
+    "gfgen.models.parallel",
+    "gfgen.models.fast",
+    "gfgen.models.loading",
+    "gfgen.models.families",
+    "gfgen.policies",
+    "gfgen.runtime.ipc",
+    "gfgen.runtime.core",
+    "gfgen.runtime.files",
+    "gfgen.runtime.predict",
+    "gfgen.runtime.worker",
+    "gfgen.runtime.control",
+    "gfgen.runtime.processes",
+    "gfgen.runtime.simulate",
+    "gfgen.runtime.report",
+    "gfgen.models",
+    "gfgen.server.protocol",
+    "gfgen.server.jobs",
+    "gfgen.server.http",
+    "gfgen.server.bridge",
+    "gfgen.bench",
+    "gfgen.cli.session",
+    "gfgen.cli.shown",
+    "gfgen.cli",
+    "gfgen.__main__",
+]
+"""Packages and single modules. Each imports itself and what stands before it."""
+MAX_MODULES = 16
+"""Of one folder."""
+MAY_IMPORT_TORCH = ("gfgen.gfc", "gfgen.models", "gfgen.runtime.worker", "gfgen.runtime.files.outputs")
 HEAVY = {"torch", "diffusers", "transformers", "accelerate"}
 
 MODULES = sorted(ROOT.rglob("*.py"))
+FOLDERS = sorted({path.parent for path in MODULES})
 
 
 def name_of(path: Path) -> str:
@@ -71,14 +62,12 @@ def name_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def floor_of(module: str) -> int:
-    """The floor of the longest listed prefix; geometry's parts are on geometry's floor."""
-    if module.startswith("gfgen.models.geometry"):
-        module = "gfgen.models.geometry"
-    while module not in FLOORS:
+def place_of(module: str) -> int:
+    """Of the longest listed name that the module's begins with."""
+    while module not in ORDER:
         module = module.rpartition(".")[0]
-        assert module, "every module has a floor: list it"
-    return FLOORS[module]
+        assert module, "every package has a place in the order: list it"
+    return ORDER.index(module)
 
 
 def imports_of(path: Path) -> set[str]:
@@ -109,26 +98,27 @@ def module_exists(package: str, name: str) -> bool:
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_imports_go_down(path):
+def test_imports_follow_the_order(path):
     module = name_of(path)
-    package = module.rpartition(".")[0]
     if path.name == "__init__.py":
         assert not imports_of(path), "package __init__s import nothing"
         return
     for imported in imports_of(path):
-        if not imported.startswith("gfgen"):
-            continue
-        if floor_of(imported) == floor_of(module):
-            assert imported.rpartition(".")[0] == package, f"{module} imports {imported} beside it"
-        else:
-            assert floor_of(imported) < floor_of(module), f"{module} imports {imported} above it"
+        if imported.startswith("gfgen"):
+            assert place_of(imported) <= place_of(module), f"{module} imports {imported}, which comes later"
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_a_folder_has_few_modules(folder):
+    modules = [path for path in folder.glob("*.py") if path.name != "__init__.py"]
+    assert len(modules) <= MAX_MODULES
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_only_some_modules_import_torch(path):
     module = name_of(path)
     heavy = {imported.split(".")[0] for imported in imports_of(path)} & HEAVY
-    allowed = module.startswith(MAY_IMPORT_TORCH) and not module.startswith("gfgen.models.geometry")
+    allowed = module.startswith(MAY_IMPORT_TORCH) and not module.startswith("gfgen.models.geometry.geometry")
     assert allowed or not heavy, f"{module} imports {heavy}"
 
 

@@ -8,7 +8,9 @@ import click
 from gfgen import errors
 from gfgen.cli.main import cli
 from gfgen.jobfields import FIELDS
-from gfgen.runtime import events, journal, profile
+from gfgen.runtime.core import events
+from gfgen.runtime.files import journal
+from gfgen.runtime.predict import profile
 from gfgen.snapshot import JobView, Snapshot
 
 

@@ -9,10 +9,10 @@ import contextlib
 
 from gfgen.errors import WorkerError
 from gfgen.layout import Layout
-from gfgen.runtime.admission import AdmittedJob
-from gfgen.runtime.messages import BareTimes, RunBare
-from gfgen.runtime.pool import WorkerPool
-from gfgen.runtime.signals import SignalPipe
+from gfgen.runtime.core.admission import AdmittedJob
+from gfgen.runtime.ipc.messages import BareTimes, RunBare
+from gfgen.runtime.processes.pool import WorkerPool
+from gfgen.system.signals import SignalPipe
 
 WORKER_MAIN = "gfgen.runtime.worker_bare:main"
 """Of a pool whose ranks know bare loops."""

@@ -24,10 +24,10 @@ import numpy as np
 from gfgen.errors import PolicyFault
 from gfgen.graph import Task
 from gfgen.layout import Layout
-from gfgen.runtime.admission import AdmittedJob
-from gfgen.runtime.dispatch import Dispatch
-from gfgen.runtime.legality import check_degrees
-from gfgen.runtime.simulate import SimulatedTimes
+from gfgen.runtime.control.legality import check_degrees
+from gfgen.runtime.core.admission import AdmittedJob
+from gfgen.runtime.core.dispatch import Dispatch
+from gfgen.runtime.simulate.simulate import SimulatedTimes
 
 _ROUNDING_S = 1e-9
 """Sums of floats differ by less."""

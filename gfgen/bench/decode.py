@@ -20,7 +20,7 @@ from gfgen.gfc.cuda.ranks import CudaRanks
 from gfgen.layout import Layout
 from gfgen.models import measure_decode
 from gfgen.models.measure_decode import REPEATS, REPEATS_ALONE, Shape
-from gfgen.runtime.arenas import GPU_PLAN
+from gfgen.runtime.ipc.arenas import GPU_PLAN
 
 logger = logging.getLogger(__name__)
 

@@ -32,14 +32,14 @@ from gfgen.bench.timeline import Gap, gaps_of, spans_of
 from gfgen.graph import Stage, Task
 from gfgen.layout import Layout
 from gfgen.policies.catalog import NamedPolicy, load_policy
-from gfgen.runtime.admission import AdmittedJob
-from gfgen.runtime.cost import CostModel
-from gfgen.runtime.durations import in_words
-from gfgen.runtime.pool import WorkerPool
-from gfgen.runtime.records import LOOKAHEAD_S
-from gfgen.runtime.signals import SignalPipe
-from gfgen.runtime.wording import counted
+from gfgen.runtime.control.records import LOOKAHEAD_S
+from gfgen.runtime.core.admission import AdmittedJob
+from gfgen.runtime.core.durations import in_words
+from gfgen.runtime.predict.cost import CostModel
+from gfgen.runtime.processes.pool import WorkerPool
 from gfgen.snapshot import JobView
+from gfgen.system.signals import SignalPipe
+from gfgen.system.wording import counted
 
 SETTLING_STEPS = 4
 """The first of a job, which do not count: what a step will take is learned, memory is taken."""

@@ -13,9 +13,9 @@ from gfgen.bench.scripted import Record
 from gfgen.bench.timeline import Span, gaps_of, lasted_s, spans_of
 from gfgen.errors import WorkerError
 from gfgen.graph import Stage
-from gfgen.runtime.durations import in_words
-from gfgen.runtime.messages import BareTimes
-from gfgen.runtime.metrics import percentile
+from gfgen.runtime.control.metrics import percentile
+from gfgen.runtime.core.durations import in_words
+from gfgen.runtime.ipc.messages import BareTimes
 
 SAME_GOAL_S, SAME_P99_GOAL_S = 0.1e-3, 0.3e-3
 CHANGED_GOAL_S = 1e-3

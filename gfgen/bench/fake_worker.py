@@ -27,10 +27,11 @@ from gfgen.bench.fake_mail import BrokenPromiseError, Mail, VoidError
 from gfgen.bench.fault_plan import FaultFolder, Faults, Kind, Point, ScriptedError
 from gfgen.graph import Stage, Task
 from gfgen.layout import Layout, shard_bounds
-from gfgen.runtime import messages, writer
-from gfgen.runtime.channel import Channel
-from gfgen.runtime.messages import RunTask, SendState, StartJob, TaskFault, TaskReport
-from gfgen.runtime.slab import Slab, SlabPlan
+from gfgen.runtime.files import writer
+from gfgen.runtime.ipc import messages
+from gfgen.runtime.ipc.channel import Channel
+from gfgen.runtime.ipc.messages import RunTask, SendState, StartJob, TaskFault, TaskReport
+from gfgen.runtime.ipc.slab import Slab, SlabPlan
 
 STATE_BYTES = 32
 _POLL_S = 2e-4
@@ -137,7 +138,7 @@ class _Job:
 
 
 class FakeWorker:
-    """Threads: the receiver, main, and the sender of state, as in runtime/worker.py."""
+    """Threads: the receiver, main, and the sender of state, as in runtime/worker/worker.py."""
 
     def __init__(self, channel: Channel, rank: int, faults: Faults) -> None:
         self._channel = channel

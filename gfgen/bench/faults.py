@@ -31,23 +31,23 @@ from gfgen.gfc.arena import Plan
 from gfgen.graph import Artifact, Stage, Trajectory
 from gfgen.jobspec import JobSpec
 from gfgen.policies.catalog import NamedPolicy, load_policy
-from gfgen.runtime.admission import AdmittedJob
-from gfgen.runtime.clock import Clock
-from gfgen.runtime.control import Control
-from gfgen.runtime.cost import CostModel
-from gfgen.runtime.dispatch import Dispatch
-from gfgen.runtime.events import Event, RankLost, TaskDone, TaskFailed
-from gfgen.runtime.journal import Journal, journal_header, read_runs
-from gfgen.runtime.observer import JobInfo, JobOutcome, Observer
-from gfgen.runtime.outputs import remove_leftovers
-from gfgen.runtime.pool import WorkerPool
-from gfgen.runtime.replay import replay
-from gfgen.runtime.state import MAX_LOST_WORKERS, MAX_TASK_FAILURES, State
-from gfgen.runtime.watchdog import Patience
-from gfgen.runtime.wording import counted
-from gfgen.runtime.workers import ProcessBackend
-from gfgen.runtime.writes import MAX_WRITES
+from gfgen.runtime.control.control import Control
+from gfgen.runtime.control.state import MAX_LOST_WORKERS, MAX_TASK_FAILURES, State
+from gfgen.runtime.core.admission import AdmittedJob
+from gfgen.runtime.core.clock import Clock
+from gfgen.runtime.core.dispatch import Dispatch
+from gfgen.runtime.core.events import Event, RankLost, TaskDone, TaskFailed
+from gfgen.runtime.core.observer import JobInfo, JobOutcome, Observer
+from gfgen.runtime.files.journal import Journal, journal_header, read_runs
+from gfgen.runtime.files.outputs import remove_leftovers
+from gfgen.runtime.predict.cost import CostModel
+from gfgen.runtime.processes.pool import WorkerPool
+from gfgen.runtime.processes.watchdog import Patience
+from gfgen.runtime.processes.workers import ProcessBackend
+from gfgen.runtime.processes.writes import MAX_WRITES
+from gfgen.runtime.simulate.replay import replay
 from gfgen.snapshot import Decision, Snapshot
+from gfgen.system.wording import counted
 
 MAX_RANKS = 4
 BOUND_S = 15.0

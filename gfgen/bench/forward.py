@@ -24,7 +24,7 @@ from gfgen.gfc.cuda.ranks import CudaRanks
 from gfgen.layout import Layout
 from gfgen.models import measure_forward
 from gfgen.models.measure_forward import Kind, Shape
-from gfgen.runtime.arenas import GPU_PLAN
+from gfgen.runtime.ipc.arenas import GPU_PLAN
 
 logger = logging.getLogger(__name__)
 

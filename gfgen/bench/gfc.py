@@ -21,7 +21,7 @@ from gfgen.gfc.arena import Plan
 from gfgen.gfc.cuda import measure
 from gfgen.gfc.cuda.ranks import CudaRanks
 from gfgen.gfc.cuda.selector import FLAGGED_LIMIT, Choice, Key, Rule, Selector, store_rules
-from gfgen.runtime.wording import counted
+from gfgen.system.wording import counted
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = [4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gfgen.errors import InputError
 from gfgen.gfc.cuda.driver import driver
-from gfgen.runtime.wording import counted
+from gfgen.system.wording import counted
 
 
 def check_count(num_gpus: int, *, at_least: int = 1) -> None:

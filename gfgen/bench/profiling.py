@@ -24,14 +24,14 @@ from gfgen.errors import InterruptedRunError, WorkerError
 from gfgen.graph import Stage
 from gfgen.layout import Degrees, Layout
 from gfgen.policies.catalog import NamedPolicy
-from gfgen.runtime.admission import AdmittedJob
-from gfgen.runtime.cost import CostModel
-from gfgen.runtime.dispatch import Dispatch
-from gfgen.runtime.events import TaskDone
-from gfgen.runtime.pool import WorkerPool
-from gfgen.runtime.profile import Profile, ProfileRow
-from gfgen.runtime.signals import SignalPipe
+from gfgen.runtime.core.admission import AdmittedJob
+from gfgen.runtime.core.dispatch import Dispatch
+from gfgen.runtime.core.events import TaskDone
+from gfgen.runtime.predict.cost import CostModel
+from gfgen.runtime.predict.profile import Profile, ProfileRow
+from gfgen.runtime.processes.pool import WorkerPool
 from gfgen.snapshot import JobView
+from gfgen.system.signals import SignalPipe
 
 ONE: Degrees = (1, 1, 1)
 WARM_UP_STEPS = 2

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from gfgen.runtime.metrics import percentile
-from gfgen.runtime.observer import JobOutcome, Observer
+from gfgen.runtime.control.metrics import percentile
+from gfgen.runtime.core.observer import JobOutcome, Observer
 
 MAX_KEPT = 1000
 """Runs of at most so many jobs have each of them in the file; for 100,000 it would be 30 MB a policy."""

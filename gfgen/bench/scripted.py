@@ -12,18 +12,18 @@ from gfgen.errors import InterruptedRunError, WorkerError
 from gfgen.graph import Trajectory
 from gfgen.layout import Layout
 from gfgen.policies.catalog import NamedPolicy
-from gfgen.runtime.admission import AdmittedJob
-from gfgen.runtime.clock import Clock
-from gfgen.runtime.control import Control
-from gfgen.runtime.cost import CostModel
-from gfgen.runtime.dispatch import Dispatch
-from gfgen.runtime.events import Event, OutputWritten, TaskDone
-from gfgen.runtime.observer import JobOutcome, Observer
-from gfgen.runtime.pool import WorkerPool
-from gfgen.runtime.signals import SignalPipe
-from gfgen.runtime.state import State
-from gfgen.runtime.workers import ProcessBackend
+from gfgen.runtime.control.control import Control
+from gfgen.runtime.control.state import State
+from gfgen.runtime.core.admission import AdmittedJob
+from gfgen.runtime.core.clock import Clock
+from gfgen.runtime.core.dispatch import Dispatch
+from gfgen.runtime.core.events import Event, OutputWritten, TaskDone
+from gfgen.runtime.core.observer import JobOutcome, Observer
+from gfgen.runtime.predict.cost import CostModel
+from gfgen.runtime.processes.pool import WorkerPool
+from gfgen.runtime.processes.workers import ProcessBackend
 from gfgen.snapshot import Decision, JobView, Snapshot
+from gfgen.system.signals import SignalPipe
 
 Place = Callable[[JobView], Layout]
 """Where a job's next task runs, as soon as these ranks are free."""

@@ -167,7 +167,9 @@ def _front_of(pid: int) -> int:
     """The child that speaks HTTP."""
     children = Path(f"/proc/{pid}/task").glob("*/children")
     pids = [int(child) for path in children for child in path.read_text().split()]
-    return next(pid for pid in pids if b"gfgen.server.front" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    return next(
+        pid for pid in pids if b"gfgen.server.http.front" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    )
 
 
 def _cpu_s(pid: int) -> float:

@@ -14,16 +14,16 @@ from dataclasses import dataclass
 from gfgen.bench.runtime import NUM_RANKS, make_job
 from gfgen.graph import Stage
 from gfgen.policies.catalog import load_policy
-from gfgen.runtime.admission import AdmittedJob
-from gfgen.runtime.clock import Clock
-from gfgen.runtime.control import Control
-from gfgen.runtime.cost import CostModel
-from gfgen.runtime.dispatch import Dispatch
-from gfgen.runtime.profile import Profile, ProfileRow
-from gfgen.runtime.profiled import profiled_times
-from gfgen.runtime.records import LOOKAHEAD_S
-from gfgen.runtime.simulate import SimulatedBackend, SimulatedTimes
-from gfgen.runtime.state import State
+from gfgen.runtime.control.control import Control
+from gfgen.runtime.control.records import LOOKAHEAD_S
+from gfgen.runtime.control.state import State
+from gfgen.runtime.core.admission import AdmittedJob
+from gfgen.runtime.core.clock import Clock
+from gfgen.runtime.core.dispatch import Dispatch
+from gfgen.runtime.predict.cost import CostModel
+from gfgen.runtime.predict.profile import Profile, ProfileRow
+from gfgen.runtime.simulate.profiled import profiled_times
+from gfgen.runtime.simulate.simulate import SimulatedBackend, SimulatedTimes
 
 _SHORTEST_JOB_TASKS = 23
 

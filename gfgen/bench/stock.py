@@ -34,9 +34,9 @@ from gfgen.bench.stock_worker import (
     serve,
 )
 from gfgen.errors import PolicyError, WorkerError
-from gfgen.runtime.admission import AdmittedJob
-from gfgen.runtime.observer import JobOutcome
-from gfgen.runtime.wording import counted
+from gfgen.runtime.core.admission import AdmittedJob
+from gfgen.runtime.core.observer import JobOutcome
+from gfgen.system.wording import counted
 
 logger = logging.getLogger(__name__)
 

@@ -128,7 +128,7 @@ def serve(connection: Connection, settings: StockSettings) -> None:
 def _pipeline(settings: StockSettings) -> Any:
     import torch
 
-    from gfgen.models.stock import StockPipeline, join_group
+    from gfgen.models.loading.stock import StockPipeline, join_group
 
     torch.set_num_threads(settings.num_threads)
     device = settings.device if settings.device == "cpu" else f"cuda:{settings.rank}"
@@ -202,7 +202,7 @@ class _Writer:
             self._connection.send(answer)
 
     def _write(self) -> None:
-        from gfgen.runtime.outputs import write_output
+        from gfgen.runtime.files.outputs import write_output
 
         while True:
             spec, path, frames = self._todo.get()

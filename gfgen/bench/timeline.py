@@ -16,8 +16,8 @@ from itertools import pairwise
 
 from gfgen.bench.scripted import Record
 from gfgen.graph import Stage
-from gfgen.runtime.dispatch import Dispatch
-from gfgen.runtime.events import TaskDone
+from gfgen.runtime.core.dispatch import Dispatch
+from gfgen.runtime.core.events import TaskDone
 
 MAX_DRIFT = 2e-4
 """Of a device's clock against the machine's; what looks like more is noise of a few reports."""

@@ -18,10 +18,10 @@ from typing import Literal
 
 from gfgen.errors import InputError
 from gfgen.jobspec import JobSpec
-from gfgen.models.geometry import weightless_geometry
-from gfgen.models.registry import find_configs
-from gfgen.runtime.admission import AdmittedJob, Model, admit
-from gfgen.runtime.cost import CostModel
+from gfgen.models.families.registry import find_configs
+from gfgen.models.geometry.geometry import weightless_geometry
+from gfgen.runtime.core.admission import AdmittedJob, Model, admit
+from gfgen.runtime.predict.cost import CostModel
 
 Name = Literal["short", "foreground-burst", "steady", "overnight"]
 WORKLOADS: tuple[Name, ...] = ("short", "foreground-burst", "steady", "overnight")

@@ -20,8 +20,8 @@ from gfgen.bench.simulator import measure_simulator
 from gfgen.bench.stock import is_stock
 from gfgen.cli.compare import compare, workload
 from gfgen.cli.elasticity import elasticity
-from gfgen.cli.options import FiniteRange
-from gfgen.runtime.machine import cpu_name
+from gfgen.cli.session.options import FiniteRange
+from gfgen.system.machine import cpu_name
 
 POLICIES = ("srtf", "fcfs", "edf", "triage", "legacy")
 _STARTUP_COMMANDS = ("--help", "policies")

@@ -24,19 +24,19 @@ from gfgen.bench.workloads import (
     mix_of,
 )
 from gfgen.cli.compare_runs import Predicted, on_workers, predicted, predicted_times, simulated
-from gfgen.cli.options import FiniteRange, ranks_per_gpu_option
-from gfgen.cli.ranks import Ranks, rank_options
+from gfgen.cli.session.options import FiniteRange, ranks_per_gpu_option
+from gfgen.cli.session.ranks import Ranks, rank_options
 from gfgen.errors import InputError, InterruptedRunError
 from gfgen.job import to_mapping
 from gfgen.layout import MAX_RANKS
-from gfgen.models.geometry_rules import MAX_STEPS
+from gfgen.models.geometry.geometry_rules import MAX_STEPS
 from gfgen.policies.catalog import load_policy
-from gfgen.runtime.devices import CPU, Devices, choose_devices
-from gfgen.runtime.machine import versions
-from gfgen.runtime.picture import save_figure
-from gfgen.runtime.plot_runs import draw_runs
-from gfgen.runtime.profile import load_profile
-from gfgen.runtime.wording import counted
+from gfgen.runtime.core.devices import CPU, Devices, choose_devices
+from gfgen.runtime.predict.profile import load_profile
+from gfgen.runtime.report.picture import save_figure
+from gfgen.runtime.report.plot_runs import draw_runs
+from gfgen.system.machine import versions
+from gfgen.system.wording import counted
 
 SIMULATED_RANKS, REAL_RANKS = 4, 2
 SIMULATED_JOBS, REAL_JOBS = 100, 40

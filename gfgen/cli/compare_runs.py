@@ -28,22 +28,22 @@ from gfgen.bench.workloads import (
     stand_alone,
     weightless_model,
 )
-from gfgen.cli.prediction import choose_profile
-from gfgen.cli.ranks import Ranks, admitted_on, ready_pool
 from gfgen.cli.run import RunOptions, run_on
-from gfgen.cli.warming import warm_up
+from gfgen.cli.session.ranks import Ranks, admitted_on, ready_pool
+from gfgen.cli.session.warming import warm_up
+from gfgen.cli.shown.prediction import choose_profile
 from gfgen.errors import WorkerError
 from gfgen.jobspec import JobSpec
 from gfgen.policies.catalog import load_policy
-from gfgen.runtime.admission import AdmittedJob, Model
-from gfgen.runtime.cost import CostModel
-from gfgen.runtime.metrics import Summary
-from gfgen.runtime.observer import JobOutcome
-from gfgen.runtime.profile import Profile
-from gfgen.runtime.profiled import profiled_times
-from gfgen.runtime.records import LOOKAHEAD_S
-from gfgen.runtime.signals import SignalPipe
-from gfgen.runtime.simulation import simulate
+from gfgen.runtime.control.metrics import Summary
+from gfgen.runtime.control.records import LOOKAHEAD_S
+from gfgen.runtime.core.admission import AdmittedJob, Model
+from gfgen.runtime.core.observer import JobOutcome
+from gfgen.runtime.predict.cost import CostModel
+from gfgen.runtime.predict.profile import Profile
+from gfgen.runtime.simulate.profiled import profiled_times
+from gfgen.runtime.simulate.simulation import simulate
+from gfgen.system.signals import SignalPipe
 
 WARM_UP_STEPS = 2
 

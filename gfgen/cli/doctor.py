@@ -14,7 +14,7 @@ from pathlib import Path
 
 import click
 
-from gfgen.cli.packages import COMPUTING, SERVING, VIDEOS
+from gfgen.cli.session.packages import COMPUTING, SERVING, VIDEOS
 from gfgen.errors import RunError
 from gfgen.gfc import native
 from gfgen.gfc.cuda.compiler import cache_dir, find_nvrtc, kept, kernels_dir

@@ -18,15 +18,15 @@ from gfgen.bench import elasticity as bench
 from gfgen.bench import elasticity_rows as table
 from gfgen.bench.bare import WORKER_MAIN
 from gfgen.bench.workloads import calibration_jobs
-from gfgen.cli.options import LOOKAHEAD_MS, FiniteRange, lookahead_option
-from gfgen.cli.prediction import choose_profile
-from gfgen.cli.ranks import Ranks, admitted_on, rank_options, ready_pool
+from gfgen.cli.session.options import LOOKAHEAD_MS, FiniteRange, lookahead_option
+from gfgen.cli.session.ranks import Ranks, admitted_on, rank_options, ready_pool
+from gfgen.cli.shown.prediction import choose_profile
 from gfgen.errors import InputError
 from gfgen.layout import MAX_RANKS
-from gfgen.runtime.cost import CostModel
-from gfgen.runtime.devices import choose_devices
-from gfgen.runtime.signals import SignalPipe
-from gfgen.runtime.warming import warm_ups
+from gfgen.runtime.core.devices import choose_devices
+from gfgen.runtime.predict.cost import CostModel
+from gfgen.runtime.worker.warming import warm_ups
+from gfgen.system.signals import SignalPipe
 
 GPU_MODEL, CPU_MODEL = "wan2.2-ti2v-5b", "tiny-wan"
 GPU_SAMPLES, CPU_SAMPLES = 100, 20

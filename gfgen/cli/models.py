@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from gfgen.errors import ModelError
-from gfgen.models.registry import TINY_NAMES, known_models, make_tiny_models
+from gfgen.models.families.registry import TINY_NAMES, known_models, make_tiny_models
 
 
 @click.group(invoke_without_command=True)

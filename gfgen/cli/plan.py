@@ -13,18 +13,25 @@ import click
 from tqdm import tqdm
 
 from gfgen import log
-from gfgen.cli.admission import admit_weightless
-from gfgen.cli.board import has_cursor
-from gfgen.cli.prediction import RankCounts, choose_profile, closer_profile, default_ranks, describe, machine
-from gfgen.cli.simulated_memory import SimulatedMemory, simulated_memory_option
-from gfgen.models.registry import DEFAULT_MODEL
+from gfgen.cli.session.admission import admit_weightless
+from gfgen.cli.shown.board import has_cursor
+from gfgen.cli.shown.prediction import (
+    RankCounts,
+    choose_profile,
+    closer_profile,
+    default_ranks,
+    describe,
+    machine,
+)
+from gfgen.cli.shown.simulated_memory import SimulatedMemory, simulated_memory_option
+from gfgen.models.families.registry import DEFAULT_MODEL
 from gfgen.policies.catalog import BUILT_IN, load_policy
-from gfgen.runtime.closing import closing_at
-from gfgen.runtime.picture import check_suffix
-from gfgen.runtime.plan import Progress, make_plan
-from gfgen.runtime.plan_words import as_json as plan_as_json
-from gfgen.runtime.plan_words import in_plain_words
-from gfgen.runtime.plot_plan import plot_plan
+from gfgen.runtime.control.closing import closing_at
+from gfgen.runtime.report.picture import check_suffix
+from gfgen.runtime.report.plot_plan import plot_plan
+from gfgen.runtime.simulate.plan import Progress, make_plan
+from gfgen.runtime.simulate.plan_words import as_json as plan_as_json
+from gfgen.runtime.simulate.plan_words import in_plain_words
 
 BAR_DELAY_S = 1.0
 NO_CHOICE = ("legacy",)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import click
 
-from gfgen.runtime.plot import plot_timeline
-from gfgen.runtime.plot_runs import find_traces, plot_runs
+from gfgen.runtime.report.plot import plot_timeline
+from gfgen.runtime.report.plot_runs import find_traces, plot_runs
 
 
 @click.command()

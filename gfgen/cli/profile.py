@@ -21,23 +21,20 @@ from gfgen import log
 from gfgen.bench import profiling, profiling_gpu
 from gfgen.bench.profiling import Samples
 from gfgen.bench.workloads import MIXES, calibration_jobs
-from gfgen.cli.admission import admit_file
-from gfgen.cli.board import Board, Line, has_cursor
-from gfgen.cli.options import tell_of_graphs
-from gfgen.cli.ranks import Ranks, admitted_on, rank_options, ready_pool
+from gfgen.cli.session.admission import admit_file
+from gfgen.cli.session.options import tell_of_graphs
+from gfgen.cli.session.ranks import Ranks, admitted_on, rank_options, ready_pool
+from gfgen.cli.shown.board import Board, Line, has_cursor
 from gfgen.errors import InputError, InterruptedRunError
 from gfgen.jobspec import JobSpec
 from gfgen.layout import MAX_RANKS
-from gfgen.models.registry import DEFAULT_MODEL, PACKAGED, TINY_NAMES
-from gfgen.runtime.admission import AdmittedJob
-from gfgen.runtime.cost import CostModel
-from gfgen.runtime.devices import CPU, Devices, choose_devices
-from gfgen.runtime.durations import in_words, on_clock
-from gfgen.runtime.linefile import LineFile
-from gfgen.runtime.machine import versions
-from gfgen.runtime.pool import WorkerPool
-from gfgen.runtime.profile import Profile
-from gfgen.runtime.profiles import (
+from gfgen.models.families.registry import DEFAULT_MODEL, PACKAGED, TINY_NAMES
+from gfgen.runtime.core.admission import AdmittedJob
+from gfgen.runtime.core.devices import CPU, Devices, choose_devices
+from gfgen.runtime.core.durations import in_words, on_clock
+from gfgen.runtime.predict.cost import CostModel
+from gfgen.runtime.predict.profile import Profile
+from gfgen.runtime.predict.profiles import (
     check_replaceable,
     default_path,
     find_profile,
@@ -45,9 +42,12 @@ from gfgen.runtime.profiles import (
     save_profile,
     shipped_profiles,
 )
-from gfgen.runtime.signals import SignalPipe
-from gfgen.runtime.warming import warm_ups
-from gfgen.runtime.wording import counted
+from gfgen.runtime.processes.pool import WorkerPool
+from gfgen.runtime.worker.warming import warm_ups
+from gfgen.system.linefile import LineFile
+from gfgen.system.machine import versions
+from gfgen.system.signals import SignalPipe
+from gfgen.system.wording import counted
 
 logger = logging.getLogger(__name__)
 

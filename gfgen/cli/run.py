@@ -15,9 +15,10 @@ from pathlib import Path
 import click
 
 from gfgen import log
-from gfgen.cli.admission import warn_of_passed_deadlines, with_time
-from gfgen.cli.loop import run_loop
-from gfgen.cli.options import (
+from gfgen.cli.run_files import admit_jobs, check_records, check_watched, check_written, resolved
+from gfgen.cli.session.admission import warn_of_passed_deadlines, with_time
+from gfgen.cli.session.loop import run_loop
+from gfgen.cli.session.options import (
     NamedPath,
     grace_option,
     graphs_option,
@@ -27,38 +28,37 @@ from gfgen.cli.options import (
     ranks_per_gpu_option,
     tell_of_graphs,
 )
-from gfgen.cli.progress import make_file_progress, make_progress
-from gfgen.cli.ranks import Ranks, ready_pool
-from gfgen.cli.run_files import admit_jobs, check_records, check_watched, check_written, resolved
-from gfgen.cli.warming import warm_up
+from gfgen.cli.session.ranks import Ranks, ready_pool
+from gfgen.cli.session.warming import warm_up
+from gfgen.cli.shown.progress import make_file_progress, make_progress
 from gfgen.errors import InputError, InterruptedRunError, Problem
 from gfgen.layout import MAX_RANKS
-from gfgen.models.geometry_weights import VAE_DTYPES
-from gfgen.models.registry import DEFAULT_MODEL
+from gfgen.models.families.registry import DEFAULT_MODEL
+from gfgen.models.geometry.geometry_weights import VAE_DTYPES
 from gfgen.policies.catalog import NamedPolicy, load_policy
-from gfgen.runtime import resume
-from gfgen.runtime.admission import AdmittedJob
-from gfgen.runtime.choosing import ChooserBeside
-from gfgen.runtime.clock import Clock
-from gfgen.runtime.closing import closing_at
-from gfgen.runtime.comparison import numbers
-from gfgen.runtime.control import GRACE_S
-from gfgen.runtime.devices import DEVICES, Devices, choose_devices, parse_memory
-from gfgen.runtime.inbox import Inbox
-from gfgen.runtime.job_bounds import JobBounds
-from gfgen.runtime.journal import JOURNAL_NAME, Journal, first_arrivals, journal_header
-from gfgen.runtime.lock import hold_folder
-from gfgen.runtime.manifest import MANIFEST_NAME, ManifestWriter
-from gfgen.runtime.metrics import Summary
-from gfgen.runtime.observer import Observer
-from gfgen.runtime.ownership import default_folder, job_file_name
-from gfgen.runtime.pool import WorkerPool
-from gfgen.runtime.profile import Profile
-from gfgen.runtime.profiles import find_profile, runs_path
-from gfgen.runtime.residency import Residency
-from gfgen.runtime.signals import SignalPipe
-from gfgen.runtime.trace import TraceWriter
-from gfgen.runtime.wording import counted
+from gfgen.runtime.control.closing import closing_at
+from gfgen.runtime.control.control import GRACE_S
+from gfgen.runtime.control.metrics import Summary
+from gfgen.runtime.control.residency import Residency
+from gfgen.runtime.core.admission import AdmittedJob
+from gfgen.runtime.core.clock import Clock
+from gfgen.runtime.core.devices import DEVICES, Devices, choose_devices, parse_memory
+from gfgen.runtime.core.observer import Observer
+from gfgen.runtime.files import resume
+from gfgen.runtime.files.inbox import Inbox
+from gfgen.runtime.files.journal import JOURNAL_NAME, Journal, first_arrivals, journal_header
+from gfgen.runtime.files.lock import hold_folder
+from gfgen.runtime.files.manifest import MANIFEST_NAME, ManifestWriter
+from gfgen.runtime.files.ownership import default_folder, job_file_name
+from gfgen.runtime.predict.choosing import ChooserBeside
+from gfgen.runtime.predict.job_bounds import JobBounds
+from gfgen.runtime.predict.profile import Profile
+from gfgen.runtime.predict.profiles import find_profile, runs_path
+from gfgen.runtime.processes.pool import WorkerPool
+from gfgen.runtime.report.trace import TraceWriter
+from gfgen.runtime.simulate.comparison import numbers
+from gfgen.system.signals import SignalPipe
+from gfgen.system.wording import counted
 
 logger = logging.getLogger(__name__)
 
@@ -415,7 +415,7 @@ def held_folder(folder: Path) -> Iterator[int]:
     It is made if need be, and removed again if nothing came into it. Yields the lock's descriptor
     (`hold_folder`).
     """
-    from gfgen.runtime.outputs import remove_leftovers  # imports numpy, which --help can do without
+    from gfgen.runtime.files.outputs import remove_leftovers  # imports numpy, which --help can do without
 
     made = [each for each in (folder, *folder.parents) if not os.path.exists(each)]
     _make_folder(folder)

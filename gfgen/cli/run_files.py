@@ -6,15 +6,15 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gfgen.cli.admission import admit_file, check_source
+from gfgen.cli.session.admission import admit_file, check_source
 from gfgen.errors import InputError, Problem
-from gfgen.runtime import resume
-from gfgen.runtime.admission import AdmittedJob
-from gfgen.runtime.inbox import WATCHED_NAME
-from gfgen.runtime.journal import JOURNAL_NAME
-from gfgen.runtime.lock import LOCK_NAME
-from gfgen.runtime.manifest import MANIFEST_NAME, check_own, finished_jobs
-from gfgen.runtime.ownership import claim_files
+from gfgen.runtime.core.admission import AdmittedJob
+from gfgen.runtime.files import resume
+from gfgen.runtime.files.inbox import WATCHED_NAME
+from gfgen.runtime.files.journal import JOURNAL_NAME
+from gfgen.runtime.files.lock import LOCK_NAME
+from gfgen.runtime.files.manifest import MANIFEST_NAME, check_own, finished_jobs
+from gfgen.runtime.files.ownership import claim_files
 
 if TYPE_CHECKING:
     from gfgen.cli.run import RunOptions

@@ -14,8 +14,9 @@ from pathlib import Path
 import click
 
 from gfgen import log
-from gfgen.cli.loop import run_loop
-from gfgen.cli.options import (
+from gfgen.cli.run import default_profile, held_folder, measured_by_runs, of_held_models
+from gfgen.cli.session.loop import run_loop
+from gfgen.cli.session.options import (
     Duration,
     NamedPath,
     grace_option,
@@ -26,37 +27,37 @@ from gfgen.cli.options import (
     ranks_per_gpu_option,
     tell_of_graphs,
 )
-from gfgen.cli.packages import SERVING, check_packages
-from gfgen.cli.progress import LineProgress
-from gfgen.cli.ranks import Ranks, ready_pool
-from gfgen.cli.run import default_profile, held_folder, measured_by_runs, of_held_models
-from gfgen.cli.warming import warm_up
+from gfgen.cli.session.packages import SERVING, check_packages
+from gfgen.cli.session.ranks import Ranks, ready_pool
+from gfgen.cli.session.warming import warm_up
+from gfgen.cli.shown.progress import LineProgress
 from gfgen.errors import InputError, InterruptedRunError
 from gfgen.jobspec import JobSpec
 from gfgen.layout import MAX_RANKS
-from gfgen.models.geometry_weights import VAE_DTYPES
-from gfgen.models.registry import DEFAULT_MODEL
+from gfgen.models.families.registry import DEFAULT_MODEL
+from gfgen.models.geometry.geometry_weights import VAE_DTYPES
 from gfgen.policies.catalog import NamedPolicy, load_policy
-from gfgen.runtime import descriptors, resume
-from gfgen.runtime.admission import AdmittedJob
-from gfgen.runtime.clock import Clock
-from gfgen.runtime.control import GRACE_S
-from gfgen.runtime.devices import DEVICES, choose_devices, parse_memory
-from gfgen.runtime.job_bounds import JobBounds
-from gfgen.runtime.memory import check_addresses
-from gfgen.runtime.observer import Observer
-from gfgen.runtime.pool import WorkerPool
-from gfgen.runtime.profile import Profile
-from gfgen.runtime.residency import Residency
-from gfgen.runtime.signals import SignalPipe
-from gfgen.runtime.wording import counted
-from gfgen.server.bounds import Bounds
-from gfgen.server.catalog import shown_model
-from gfgen.server.choosing import SwitchedChooser
-from gfgen.server.door import Door
-from gfgen.server.link import Admit, Serving, Settings
-from gfgen.server.schemas import Model
-from gfgen.server.supervisor import Supervisor, listen
+from gfgen.runtime.control.control import GRACE_S
+from gfgen.runtime.control.residency import Residency
+from gfgen.runtime.core.admission import AdmittedJob
+from gfgen.runtime.core.clock import Clock
+from gfgen.runtime.core.devices import DEVICES, choose_devices, parse_memory
+from gfgen.runtime.core.memory import check_addresses
+from gfgen.runtime.core.observer import Observer
+from gfgen.runtime.files import resume
+from gfgen.runtime.predict.job_bounds import JobBounds
+from gfgen.runtime.predict.profile import Profile
+from gfgen.runtime.processes.pool import WorkerPool
+from gfgen.server.bridge.door import Door
+from gfgen.server.bridge.supervisor import Supervisor, listen
+from gfgen.server.jobs.choosing import SwitchedChooser
+from gfgen.server.protocol.bounds import Bounds
+from gfgen.server.protocol.catalog import shown_model
+from gfgen.server.protocol.link import Admit, Serving, Settings
+from gfgen.server.protocol.schemas import Model
+from gfgen.system import descriptors
+from gfgen.system.signals import SignalPipe
+from gfgen.system.wording import counted
 
 logger = logging.getLogger(__name__)
 

@@ -14,25 +14,25 @@ from typing import Any
 import click
 
 from gfgen import log
-from gfgen.cli.admission import admit_weightless, warn_of_passed_deadlines
-from gfgen.cli.prediction import RankCounts, choose_profile, closer_profile, default_ranks, describe
-from gfgen.cli.simulated_memory import SimulatedMemory, simulated_memory_option
+from gfgen.cli.session.admission import admit_weightless, warn_of_passed_deadlines
+from gfgen.cli.shown.prediction import RankCounts, choose_profile, closer_profile, default_ranks, describe
+from gfgen.cli.shown.simulated_memory import SimulatedMemory, simulated_memory_option
 from gfgen.errors import InputError, OutputError, RunError
-from gfgen.models.registry import DEFAULT_MODEL
+from gfgen.models.families.registry import DEFAULT_MODEL
 from gfgen.policies.catalog import NamedPolicy, load_policy
-from gfgen.runtime import resume
-from gfgen.runtime.comparison import Compared, table
-from gfgen.runtime.control import FALLBACK
-from gfgen.runtime.cost import uncertain
-from gfgen.runtime.journal import JOURNAL_NAME
-from gfgen.runtime.lock import hold_folder
-from gfgen.runtime.manifest import MANIFEST_NAME, SIMULATED, ManifestWriter, check_own, read_manifest
-from gfgen.runtime.observer import Observer
-from gfgen.runtime.profile import Profile
-from gfgen.runtime.simulation import Simulated
-from gfgen.runtime.simulation import simulate as run_simulation
-from gfgen.runtime.trace import TraceWriter
-from gfgen.runtime.wording import counted
+from gfgen.runtime.control.control import FALLBACK
+from gfgen.runtime.core.observer import Observer
+from gfgen.runtime.files import resume
+from gfgen.runtime.files.journal import JOURNAL_NAME
+from gfgen.runtime.files.lock import hold_folder
+from gfgen.runtime.files.manifest import MANIFEST_NAME, SIMULATED, ManifestWriter, check_own, read_manifest
+from gfgen.runtime.predict.cost import uncertain
+from gfgen.runtime.predict.profile import Profile
+from gfgen.runtime.report.trace import TraceWriter
+from gfgen.runtime.simulate.comparison import Compared, table
+from gfgen.runtime.simulate.simulation import Simulated
+from gfgen.runtime.simulate.simulation import simulate as run_simulation
+from gfgen.system.wording import counted
 
 TRACE_NAME = "trace.json"
 

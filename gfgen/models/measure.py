@@ -19,9 +19,9 @@ from gfgen.gfc.cuda.measure import eager_us, graph_us
 from gfgen.gfc.descriptor import Descriptor
 from gfgen.gfc.reshard import shard_sizes
 from gfgen.layout import Layout
-from gfgen.models.parallel import parallel_from
-from gfgen.models.ring_attention import attend_with_lse, merged
-from gfgen.models.shared_attention import shared_attention
+from gfgen.models.parallel.parallel import parallel_from
+from gfgen.models.parallel.ring_attention import attend_with_lse, merged
+from gfgen.models.parallel.shared_attention import shared_attention
 
 COPIES, REPEATS = 4, 9
 

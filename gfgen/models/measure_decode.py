@@ -22,11 +22,11 @@ from gfgen.gfc.cuda.endpoint import CudaEndpoint
 from gfgen.gfc.descriptor import Descriptor
 from gfgen.layout import Layout
 from gfgen.models import measured
-from gfgen.models.geometry import CONFIGS
-from gfgen.models.parallel import Parallel, parallel_from
-from gfgen.models.pictures import to_uint8
-from gfgen.models.random_weights import random_component
-from gfgen.models.shared_decode import decode_rows, install
+from gfgen.models.families.pictures import to_uint8
+from gfgen.models.geometry.geometry import CONFIGS
+from gfgen.models.loading.random_weights import random_component
+from gfgen.models.parallel.parallel import Parallel, parallel_from
+from gfgen.models.parallel.shared_decode import decode_rows, install
 
 REPEATS = 3
 """Of a decode on several ranks, after a first one that does not count."""

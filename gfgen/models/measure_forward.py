@@ -25,14 +25,14 @@ from gfgen.gfc.cuda.group import CudaGroup
 from gfgen.gfc.descriptor import Descriptor
 from gfgen.layout import Layout
 from gfgen.models import measured
-from gfgen.models.fused import fuse
-from gfgen.models.geometry import CONFIGS
-from gfgen.models.guidance import evaluate_branches
-from gfgen.models.parallel import parallel_from
-from gfgen.models.random_weights import random_component
-from gfgen.models.sequence_parallel import install
-from gfgen.models.stock import join_group
-from gfgen.models.texts import forward_inputs
+from gfgen.models.families.guidance import evaluate_branches
+from gfgen.models.fast.fused import fuse
+from gfgen.models.fast.texts import forward_inputs
+from gfgen.models.geometry.geometry import CONFIGS
+from gfgen.models.loading.random_weights import random_component
+from gfgen.models.loading.stock import join_group
+from gfgen.models.parallel.parallel import parallel_from
+from gfgen.models.parallel.sequence_parallel import install
 
 WARM_UPS, REPEATS = 3, 7
 NUM_DISPATCHES = 2 * (WARM_UPS + REPEATS)

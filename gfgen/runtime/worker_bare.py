@@ -19,12 +19,12 @@ import torch
 
 from gfgen.gfc.descriptor import Descriptor
 from gfgen.layout import Layout
-from gfgen.models.adapter import Adapter
-from gfgen.models.parallel import Parallel, parallel_from
-from gfgen.runtime import worker_gpu
-from gfgen.runtime.channel import Channel
-from gfgen.runtime.messages import BareTimes, RunBare
-from gfgen.runtime.worker import Worker, WorkerSettings, load, load_model, run_worker
+from gfgen.models.families.adapter import Adapter
+from gfgen.models.parallel.parallel import Parallel, parallel_from
+from gfgen.runtime.ipc.channel import Channel
+from gfgen.runtime.ipc.messages import BareTimes, RunBare
+from gfgen.runtime.worker import worker_gpu
+from gfgen.runtime.worker.worker import Worker, WorkerSettings, load, load_model, run_worker
 
 __all__ = ["WorkerSettings", "main"]
 

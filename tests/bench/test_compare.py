@@ -11,13 +11,13 @@ from gfgen.bench.scores import score
 from gfgen.bench.workloads import WorkloadOptions, admitted, make_workload, stand_alone, weightless_model
 from gfgen.cli.main import main
 from gfgen.policies.catalog import load_policy
-from gfgen.runtime.cost import CostModel
-from gfgen.runtime.observer import JobOutcome
-from gfgen.runtime.plot_runs import draw_runs
-from gfgen.runtime.profile import load_profile
-from gfgen.runtime.profiled import profiled_times
-from gfgen.runtime.profiles import SHIPPED
-from gfgen.runtime.simulation import simulate
+from gfgen.runtime.core.observer import JobOutcome
+from gfgen.runtime.predict.cost import CostModel
+from gfgen.runtime.predict.profile import load_profile
+from gfgen.runtime.predict.profiles import SHIPPED
+from gfgen.runtime.report.plot_runs import draw_runs
+from gfgen.runtime.simulate.profiled import profiled_times
+from gfgen.runtime.simulate.simulation import simulate
 
 
 def outcome(job_id, *, ended_s, deadline_s=10.0, status="done"):

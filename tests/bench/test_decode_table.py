@@ -12,7 +12,7 @@ from gfgen.bench import decode, gpus
 from gfgen.bench.decode import SHAPES, Row, measure_decodes, store, table_of
 from gfgen.errors import InputError
 from gfgen.layout import Layout
-from gfgen.models.geometry import shipped_geometry
+from gfgen.models.geometry.geometry import shipped_geometry
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)

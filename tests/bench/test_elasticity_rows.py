@@ -10,9 +10,9 @@ from gfgen.bench.elasticity_rows import bare_rows
 from gfgen.bench.scripted import Record
 from gfgen.graph import Stage, Task
 from gfgen.layout import Layout
-from gfgen.runtime.dispatch import Dispatch
-from gfgen.runtime.events import TaskDone
-from gfgen.runtime.messages import BareTimes
+from gfgen.runtime.core.dispatch import Dispatch
+from gfgen.runtime.core.events import TaskDone
+from gfgen.runtime.ipc.messages import BareTimes
 
 STAGES = (Stage.ENCODE, Stage.PREPARE, Stage.DENOISE, Stage.DENOISE, Stage.DECODE)
 Part = tuple[Sequence[int], float, float]

@@ -11,8 +11,8 @@ from gfgen.bench.scripted import Record
 from gfgen.bench.timeline import gaps_of, lasted_s, spans_of
 from gfgen.graph import Stage, Task
 from gfgen.layout import Layout
-from gfgen.runtime.dispatch import Dispatch
-from gfgen.runtime.events import TaskDone
+from gfgen.runtime.core.dispatch import Dispatch
+from gfgen.runtime.core.events import TaskDone
 
 STEP_S, GAP_S = 0.1, 0.0002
 

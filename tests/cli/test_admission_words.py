@@ -2,12 +2,12 @@
 
 import pytest
 
-from gfgen.cli.admission import find_model, tell_of_unused
+from gfgen.cli.session.admission import find_model, tell_of_unused
 from gfgen.job import JobSpec
-from gfgen.runtime.admission import admit, tell_of_rounding
-from gfgen.runtime.clock import Clock
-from gfgen.runtime.cost import CostModel
-from gfgen.runtime.state import State
+from gfgen.runtime.control.state import State
+from gfgen.runtime.core.admission import admit, tell_of_rounding
+from gfgen.runtime.core.clock import Clock
+from gfgen.runtime.predict.cost import CostModel
 
 NAMED = JobSpec(id="a", prompt="a fox", model="qwen-image")
 NAMELESS = JobSpec(id="b", prompt="a fox")

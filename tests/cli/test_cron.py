@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from gfgen.cli import admission
 from gfgen.cli.main import main
 from gfgen.cli.run import _try_to_write
 from gfgen.cli.run_files import check_written
-from gfgen.runtime.lock import hold_folder
+from gfgen.cli.session import admission
+from gfgen.runtime.files.lock import hold_folder
 
 ROOT = Path(__file__).parents[2]
 FOX = {"id": "fox", "prompt": "a red fox", "model": "tiny-wan", "size": "64x64", "frames": 5, "steps": 3}

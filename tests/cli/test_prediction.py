@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from gfgen.bench.workloads import admitted, calibration_jobs, weightless_model
-from gfgen.cli import prediction
+from gfgen.cli.shown import prediction
 from gfgen.errors import InputError
-from gfgen.runtime.machine import cpu_name
-from gfgen.runtime.profiles import SHIPPED, find_profile
+from gfgen.runtime.predict.profiles import SHIPPED, find_profile
+from gfgen.system.machine import cpu_name
 
 JOBS = admitted(calibration_jobs("wan2.2-ti2v-5b"), weightless_model("wan2.2-ti2v-5b"))
 

@@ -12,9 +12,9 @@ from gfgen.cli import run as run_command
 from gfgen.cli.main import cli
 from gfgen.errors import InputError, InterruptedRunError, JobFileError
 from gfgen.graph import Stage
-from gfgen.runtime import profiles
-from gfgen.runtime.devices import CPU, CUDA, Devices, Gpu
-from gfgen.runtime.profile import load_profile
+from gfgen.runtime.core.devices import CPU, CUDA, Devices, Gpu
+from gfgen.runtime.predict import profiles
+from gfgen.runtime.predict.profile import load_profile
 
 SAMPLES = Samples({str(stage): [0.5] for stage in Stage}, writes=[0.1], gaps=[0.001], moves=[(64, 0.01)])
 
@@ -54,7 +54,7 @@ def measured(monkeypatch, tiny_models, tmp_path):
         return SAMPLES
 
     measured_until = 7
-    monkeypatch.setattr("gfgen.cli.ranks.WorkerPool", NoPool)
+    monkeypatch.setattr("gfgen.cli.session.ranks.WorkerPool", NoPool)
     monkeypatch.setattr(command.profiling, "measure", measure)
     return keys
 
@@ -190,7 +190,7 @@ def test_no_more_gpus_are_measured_together_than_reach_each_other(monkeypatch, t
     dry = profile("--random-weights", "--dry-run")
     assert dry.output.splitlines()[1].startswith("18 measurements on 1 to 2 GPUs: about ")
     samples = Samples({f"{stage} 1x1x1": [0.5] for stage in Stage}, gaps=[0.001], moves=[(64, 0.01)])
-    monkeypatch.setattr("gfgen.cli.ranks.WorkerPool", NoPool)
+    monkeypatch.setattr("gfgen.cli.session.ranks.WorkerPool", NoPool)
     monkeypatch.setattr(command.profiling_gpu, "measure", lambda *_, **__: samples)
     made = profile("--random-weights", "--model", "qwen-image", "--size", "512x512")
     assert made.exit_code == 0, made.output
@@ -208,7 +208,7 @@ def test_gpus_are_measured_with_the_classes_of_the_workloads_unless_told_otherwi
         return Samples({f"{stage} 1x1x1": [0.5] for stage in Stage}, gaps=[0.001], moves=[(64, 0.01)])
 
     monkeypatch.setattr(command, "choose_devices", lambda kind, num_ranks: gpus)
-    monkeypatch.setattr("gfgen.cli.ranks.WorkerPool", NoPool)
+    monkeypatch.setattr("gfgen.cli.session.ranks.WorkerPool", NoPool)
     monkeypatch.setattr(command.profiling_gpu, "measure", measure)
     monkeypatch.setattr(profiles.registry, "cache_dir", lambda: tmp_path)
     dry = profile("--random-weights", "--dry-run")
@@ -235,7 +235,7 @@ def test_gpus_are_measured_with_the_classes_of_the_workloads_unless_told_otherwi
 def test_the_built_in_model_is_measured_within_its_budget(monkeypatch, tmp_path):
     monkeypatch.setattr(profiles.registry, "cache_dir", lambda: tmp_path)
     calibration = {"alone_s": 0.05, "together_s": 0.055, "versions": profiles.versions()}
-    monkeypatch.setattr("gfgen.runtime.scaling._measured", lambda: calibration)
+    monkeypatch.setattr("gfgen.runtime.predict.scaling._measured", lambda: calibration)
     dry = profile("--dry-run")
     assert dry.exit_code == 0, dry.output
     first, second = dry.output.splitlines()[:2]

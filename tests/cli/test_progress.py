@@ -12,9 +12,9 @@ import threading
 import pytest
 from acted_run import ActedRun, Part, batch, job_info
 
-from gfgen.cli import board
-from gfgen.cli.board import Line, bar_formats
-from gfgen.cli.progress import (
+from gfgen.cli.shown import board
+from gfgen.cli.shown.board import Line, bar_formats
+from gfgen.cli.shown.progress import (
     BarProgress,
     LineProgress,
     NoProgress,
@@ -22,8 +22,8 @@ from gfgen.cli.progress import (
     make_progress,
     outcome_line,
 )
-from gfgen.runtime.forecast import forecast
-from gfgen.runtime.observer import JobInfo, JobOutcome, Observer, skipped_outcome
+from gfgen.runtime.core.observer import JobInfo, JobOutcome, Observer, skipped_outcome
+from gfgen.runtime.predict.forecast import forecast
 
 
 class Terminal(io.TextIOWrapper):
@@ -116,9 +116,9 @@ def test_line_of_an_ended_job_has_file_seconds_and_verdict(
 
 
 def test_lines_tell_starts_ends_and_now_and_then_the_batch(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "gfgen.cli.progress"):
+    with caplog.at_level(logging.INFO, "gfgen.cli.shown.progress"):
         ActedRun(batch(12), num_ranks=2, observers=[LineProgress()]).play()
-    records = [record for record in caplog.records if record.name == "gfgen.cli.progress"]
+    records = [record for record in caplog.records if record.name == "gfgen.cli.shown.progress"]
     lines = [record.message for record in records]
     assert lines[0] == "12 jobs on 2 ranks, policy srtf"
     kinds = [line.split()[0] for line in lines[1:]]
@@ -152,7 +152,7 @@ def test_a_failure_is_logged_once_whatever_is_shown(
 
 def test_skipped_jobs_are_counted_and_not_listed(caplog: pytest.LogCaptureFixture) -> None:
     progress = LineProgress()
-    with caplog.at_level(logging.INFO, "gfgen.cli.progress"):
+    with caplog.at_level(logging.INFO, "gfgen.cli.shown.progress"):
         for name in ("x", "y"):
             progress.ended(skipped_outcome(job_info(name)))
         progress.began((job_info("a"),), num_ranks=1, policy="fcfs")

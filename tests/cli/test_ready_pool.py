@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from gfgen.cli import ranks
-from gfgen.cli.ranks import Ranks, ready_pool
-from gfgen.runtime.devices import Devices, Gpu
-from gfgen.runtime.signals import SignalPipe
+from gfgen.cli.session import ranks
+from gfgen.cli.session.ranks import Ranks, ready_pool
+from gfgen.runtime.core.devices import Devices, Gpu
+from gfgen.system.signals import SignalPipe
 
 
 class NoPool:

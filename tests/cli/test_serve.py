@@ -10,14 +10,14 @@ import pytest
 from PIL import Image
 from serving import Server, free_port
 
-from gfgen.cli.admission import Admission, find_weightless
 from gfgen.cli.main import main
 from gfgen.cli.serve import usual_jobs
+from gfgen.cli.session.admission import Admission, find_weightless
 from gfgen.jobspec import JobSpec
-from gfgen.runtime.admission import admit
-from gfgen.runtime.devices import Devices
-from gfgen.runtime.job_bounds import JobBounds, StepTimes, beyond
-from gfgen.runtime.lock import hold_folder
+from gfgen.runtime.core.admission import admit
+from gfgen.runtime.core.devices import Devices
+from gfgen.runtime.files.lock import hold_folder
+from gfgen.runtime.predict.job_bounds import JobBounds, StepTimes, beyond
 
 
 def served(folder, port):
@@ -123,7 +123,7 @@ def test_what_is_warmed_up_is_what_a_request_gets_that_says_nothing(tiny_models)
 
 
 def test_what_was_accepted_is_held_against_limits_and_not_against_what_is_free_now(monkeypatch, tiny_models):
-    monkeypatch.setattr("gfgen.cli.admission.available_bytes", lambda: 10)
+    monkeypatch.setattr("gfgen.cli.session.admission.available_bytes", lambda: 10)
     spec = JobSpec(id="a", prompt="a fox", model="tiny-wan")
 
     def admission(limit):
@@ -155,7 +155,7 @@ def test_a_key_that_no_header_can_bring_is_refused(capsys, key):
 
 
 def test_an_address_that_is_in_use_is_told(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr("gfgen.server.supervisor.BIND_S", 0.1)
+    monkeypatch.setattr("gfgen.server.bridge.supervisor.BIND_S", 0.1)
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()

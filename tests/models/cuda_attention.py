@@ -14,8 +14,8 @@ from gfgen.gfc.cuda.group import CudaGroup, bank_of
 from gfgen.gfc.descriptor import Descriptor
 from gfgen.gfc.reshard import shard_sizes
 from gfgen.layout import Layout
-from gfgen.models.parallel import parallel_from
-from gfgen.models.shared_attention import shared_attention
+from gfgen.models.parallel.parallel import parallel_from
+from gfgen.models.parallel.shared_attention import shared_attention
 
 HEADS, DIM = 12, 64
 

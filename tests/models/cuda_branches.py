@@ -16,11 +16,11 @@ from gfgen.gfc.cuda.endpoint import CudaEndpoint
 from gfgen.gfc.descriptor import Descriptor
 from gfgen.layout import Layout
 from gfgen.models import measure_forward
-from gfgen.models.fused import fuse
-from gfgen.models.geometry import CONFIGS
+from gfgen.models.fast.fused import fuse
+from gfgen.models.geometry.geometry import CONFIGS
+from gfgen.models.loading.random_weights import random_component
 from gfgen.models.measure_forward import Branches, Shape, forward_of, inputs_of
-from gfgen.models.random_weights import random_component
-from gfgen.models.sequence_parallel import install
+from gfgen.models.parallel.sequence_parallel import install
 
 MEETINGS = 8
 """Dispatches of each layout."""

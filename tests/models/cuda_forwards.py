@@ -13,18 +13,19 @@ from gfgen.gfc.cuda.endpoint import CudaEndpoint
 from gfgen.gfc.descriptor import Descriptor
 from gfgen.jobspec import JobSpec
 from gfgen.layout import Layout
-from gfgen.models import graphs as graphs_module
-from gfgen.models import guidance, texts
-from gfgen.models.adapter import Fields
-from gfgen.models.counted_attention import is_fast
-from gfgen.models.forwards import evaluate
-from gfgen.models.graphs import Graphs
-from gfgen.models.parallel import Parallel, parallel_from
-from gfgen.models.registry import find_configs, load_adapter
-from gfgen.models.rehearsal import rehearsal
-from gfgen.runtime.messages import WarmUp
-from gfgen.runtime.worker_forwards import Forwards
-from gfgen.runtime.worker_graphs import CudaRecorder
+from gfgen.models.families import guidance
+from gfgen.models.families.adapter import Fields
+from gfgen.models.families.registry import find_configs, load_adapter
+from gfgen.models.fast import graphs as graphs_module
+from gfgen.models.fast import texts
+from gfgen.models.fast.forwards import evaluate
+from gfgen.models.fast.graphs import Graphs
+from gfgen.models.parallel.counted_attention import is_fast
+from gfgen.models.parallel.parallel import Parallel, parallel_from
+from gfgen.models.parallel.rehearsal import rehearsal
+from gfgen.runtime.ipc.messages import WarmUp
+from gfgen.runtime.worker.worker_forwards import Forwards
+from gfgen.runtime.worker.worker_graphs import CudaRecorder
 
 WAN = {"width": 96, "height": 64, "frames": 9}  # 18 tokens: 5, 5, 4, 4 on four ranks
 QWEN = {"width": 96, "height": 96, "true_cfg_scale": 4.0}  # 36 tokens

@@ -19,7 +19,7 @@ from gfgen.gfc.arena import Plan, create_arena
 from gfgen.gfc.descriptor import Descriptor
 from gfgen.gfc.endpoint import Endpoint
 from gfgen.layout import Layout
-from gfgen.models.parallel import Parallel, parallel_from
+from gfgen.models.parallel.parallel import Parallel, parallel_from
 
 REPLY_TIMEOUT_S = 120
 PLAN = Plan(data_bytes=1 << 20, post_bytes=1 << 12)

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from gfgen.jobspec import JobSpec
-from gfgen.models.adapter import Fields
-from gfgen.models.parallel import Parallel
-from gfgen.models.registry import load_adapter, resolve_checkpoint
+from gfgen.models.families.adapter import Fields
+from gfgen.models.families.registry import load_adapter, resolve_checkpoint
+from gfgen.models.parallel.parallel import Parallel
 
 STEPS = 4
 TOLERANCE = 1e-5

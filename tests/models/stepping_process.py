@@ -42,7 +42,7 @@ def serve_tasks(connection: Connection) -> None:
     """The child: run what is asked until the other end closes."""
     import torch
 
-    from gfgen.models.registry import load_adapter
+    from gfgen.models.families.registry import load_adapter
 
     torch.set_num_threads(1)
     adapters: dict[Path, Any] = {}

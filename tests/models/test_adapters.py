@@ -14,10 +14,10 @@ from PIL import Image
 
 from gfgen.errors import JobError
 from gfgen.jobspec import JobSpec
-from gfgen.models.adapter import Fields
-from gfgen.models.geometry import load_geometry
-from gfgen.models.pictures import load_image
-from gfgen.models.registry import load_adapter
+from gfgen.models.families.adapter import Fields
+from gfgen.models.families.pictures import load_image
+from gfgen.models.families.registry import load_adapter
+from gfgen.models.geometry.geometry import load_geometry
 
 torch.set_num_threads(1)
 

@@ -17,11 +17,11 @@ from shared_steps import CASES, STEPS, TOLERANCE, SharedJob, distance, equal, pr
 
 from gfgen.gfc.fake import FakeCluster
 from gfgen.layout import Layout
-from gfgen.models import guidance
-from gfgen.models.adapter import Fields
-from gfgen.models.fused import fuse
-from gfgen.models.guidance import BatchRule, is_batch_faster
-from gfgen.models.parallel import parallel_from
+from gfgen.models.families import guidance
+from gfgen.models.families.adapter import Fields
+from gfgen.models.families.guidance import BatchRule, is_batch_faster
+from gfgen.models.fast.fused import fuse
+from gfgen.models.parallel.parallel import parallel_from
 
 torch.set_num_threads(1)
 

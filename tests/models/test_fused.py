@@ -13,11 +13,11 @@ from diffusers import QwenImageTransformer2DModel, WanTransformer3DModel
 
 from gfgen.gfc.fake import FakeCluster
 from gfgen.layout import Layout
-from gfgen.models.fused import LinearGelu, fuse
-from gfgen.models.parallel import parallel_from
-from gfgen.models.registry import resolve_checkpoint
-from gfgen.models.sequence_parallel import active, install
-from gfgen.models.texts import with_texts
+from gfgen.models.families.registry import resolve_checkpoint
+from gfgen.models.fast.fused import LinearGelu, fuse
+from gfgen.models.fast.texts import with_texts
+from gfgen.models.parallel.parallel import parallel_from
+from gfgen.models.parallel.sequence_parallel import active, install
 
 torch.set_num_threads(1)
 

@@ -24,13 +24,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from gfgen.gfc.fake import FakeCluster
 from gfgen.layout import Layout
-from gfgen.models import graphs
-from gfgen.models.fused import fuse
-from gfgen.models.graphs import Graphs
-from gfgen.models.parallel import Parallel, parallel_from
-from gfgen.models.rehearsal import RehearsalRanks, rehearsal
-from gfgen.models.sequence_parallel import active
-from gfgen.models.texts import with_texts
+from gfgen.models.fast import graphs
+from gfgen.models.fast.fused import fuse
+from gfgen.models.fast.graphs import Graphs
+from gfgen.models.fast.texts import with_texts
+from gfgen.models.parallel.parallel import Parallel, parallel_from
+from gfgen.models.parallel.rehearsal import RehearsalRanks, rehearsal
+from gfgen.models.parallel.sequence_parallel import active
 
 torch.set_num_threads(1)
 

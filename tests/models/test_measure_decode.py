@@ -11,9 +11,9 @@ from forked_ranks import ForkedRanks
 from test_shared_decode import VAES
 
 from gfgen.layout import Layout
+from gfgen.models.loading.random_weights import draw_weights
 from gfgen.models.measure_decode import Decode, decode_alone, decode_shared, psnr, random_latents
-from gfgen.models.parallel import Parallel
-from gfgen.models.random_weights import draw_weights
+from gfgen.models.parallel.parallel import Parallel
 
 
 @torch.no_grad()

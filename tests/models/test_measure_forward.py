@@ -12,10 +12,10 @@ from diffusers import QwenImageTransformer2DModel, WanTransformer3DModel
 from gfgen.bench.forward import QWEN, WAN
 from gfgen.gfc.fake import FakeCluster
 from gfgen.layout import Layout
-from gfgen.models.fused import fuse
-from gfgen.models.geometry import CONFIGS
+from gfgen.models.fast.fused import fuse
+from gfgen.models.geometry.geometry import CONFIGS
 from gfgen.models.measure_forward import Shape, forward_of, inputs_of
-from gfgen.models.sequence_parallel import install
+from gfgen.models.parallel.sequence_parallel import install
 
 torch.set_num_threads(1)
 

@@ -16,8 +16,8 @@ from diffusers.utils import load_image
 from stepping_process import SteppingProcess, loads
 
 from gfgen.jobspec import JobSpec
-from gfgen.models.geometry import load_geometry
-from gfgen.models.registry import resolve_checkpoint
+from gfgen.models.families.registry import resolve_checkpoint
+from gfgen.models.geometry.geometry import load_geometry
 
 torch.set_num_threads(1)
 

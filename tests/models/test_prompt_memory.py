@@ -13,9 +13,9 @@ from diffusers import WanPipeline
 from torch import Tensor, nn
 
 from gfgen.jobspec import JobSpec
-from gfgen.models import prompt_memory
-from gfgen.models.prompt_memory import Remembering, prompt_bytes, remember_prompts
-from gfgen.models.registry import load_adapter
+from gfgen.models.families.registry import load_adapter
+from gfgen.models.fast import prompt_memory
+from gfgen.models.fast.prompt_memory import Remembering, prompt_bytes, remember_prompts
 
 torch.set_num_threads(1)
 

@@ -16,10 +16,10 @@ from diffusers import QwenImagePipeline, WanPipeline
 
 from gfgen.errors import ModelError
 from gfgen.jobspec import JobSpec
-from gfgen.models.components import load_pipeline
-from gfgen.models.geometry import CONFIGS, SHIPPED
-from gfgen.models.random_weights import random_pipeline
-from gfgen.models.registry import load_adapter, resolve_configs
+from gfgen.models.families.registry import load_adapter, resolve_configs
+from gfgen.models.geometry.geometry import CONFIGS, SHIPPED
+from gfgen.models.loading.components import load_pipeline
+from gfgen.models.loading.random_weights import random_pipeline
 
 COMPONENTS = {WanPipeline: ("transformer", "vae", "text_encoder"), QwenImagePipeline: ("transformer", "vae")}
 

@@ -18,11 +18,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from gfgen.errors import ModelError
-from gfgen.models import components, registry
-from gfgen.models.geometry import load_geometry
-from gfgen.models.geometry_files import model_name
-from gfgen.models.geometry_weights import ComponentFiles
-from gfgen.models.registry import (
+from gfgen.models.families import registry
+from gfgen.models.families.registry import (
     DEFAULT_MODEL,
     find_configs,
     known_models,
@@ -30,7 +27,11 @@ from gfgen.models.registry import (
     resolve_checkpoint,
     resolve_configs,
 )
-from gfgen.runtime.own_modules import PACKAGE_ROOT
+from gfgen.models.geometry.geometry import load_geometry
+from gfgen.models.geometry.geometry_files import model_name
+from gfgen.models.geometry.geometry_weights import ComponentFiles
+from gfgen.models.loading import components
+from gfgen.system.own_modules import PACKAGE_ROOT
 
 
 @pytest.fixture
@@ -82,7 +83,7 @@ def test_a_hub_id_with_a_slip_suggests_the_nearest(monkeypatch: pytest.MonkeyPat
 def test_the_default_model_comes_with_gfgen_and_is_named_first() -> None:
     assert known_models()[0].name == DEFAULT_MODEL
     for resolve in (resolve_checkpoint, resolve_configs, find_configs):
-        assert resolve(DEFAULT_MODEL) == Path(registry.__file__).parent / "weights" / DEFAULT_MODEL
+        assert resolve(DEFAULT_MODEL) == Path(registry.__file__).parents[1] / "weights" / DEFAULT_MODEL
 
 
 def test_a_folder_of_the_built_in_models_name_does_not_take_its_place(
@@ -104,7 +105,7 @@ def test_missing_download_says_what_to_do(name: str, tmp_path: Path) -> None:
     """In a child process: the hub's library reads its environment when it is imported."""
     code = (
         "from gfgen.errors import ModelError\n"
-        "from gfgen.models.registry import resolve_checkpoint\n"
+        "from gfgen.models.families.registry import resolve_checkpoint\n"
         f"try: resolve_checkpoint({name!r})\n"
         "except ModelError as error: print(error)"
     )

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gfgen.models import rows
+from gfgen.models.fast import rows
 
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 

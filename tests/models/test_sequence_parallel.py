@@ -17,8 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from gfgen.errors import LayoutError, ModelError, PeerTimeoutError
 from gfgen.gfc.fake import FakeCluster
 from gfgen.layout import Layout
-from gfgen.models.parallel import Parallel, Ranks, parallel_from
-from gfgen.models.sequence_parallel import active, install, sharded_attention
+from gfgen.models.parallel.parallel import Parallel, Ranks, parallel_from
+from gfgen.models.parallel.sequence_parallel import active, install, sharded_attention
 
 torch.set_num_threads(1)
 

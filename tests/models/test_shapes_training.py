@@ -11,8 +11,8 @@ import torch
 from safetensors import safe_open
 
 from gfgen.jobspec import JobSpec
-from gfgen.models.pictures import load_image
-from gfgen.models.registry import load_adapter
+from gfgen.models.families.pictures import load_image
+from gfgen.models.families.registry import load_adapter
 from gfgen.models.shapes import train
 from gfgen.models.shapes.codec import LatentScale, decode_clip, encode_moments
 from gfgen.models.shapes.flow_model import FlowModel

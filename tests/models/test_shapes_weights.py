@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file
 
 from gfgen.jobspec import JobSpec
-from gfgen.models.geometry import load_geometry, weightless_geometry
-from gfgen.models.registry import WEIGHTS, find_configs, resolve_checkpoint
+from gfgen.models.families.registry import WEIGHTS, find_configs, resolve_checkpoint
+from gfgen.models.geometry.geometry import load_geometry, weightless_geometry
 from gfgen.models.shapes.card import BEGIN, END, figures_table
 from gfgen.models.shapes.parts import DEFAULTS, FLOW_SHIFT, new_tokenizer
 

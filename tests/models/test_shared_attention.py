@@ -17,10 +17,10 @@ from gfgen.errors import LayoutError
 from gfgen.gfc.fake import FakeCluster
 from gfgen.gfc.reshard import shard_sizes
 from gfgen.layout import Layout
-from gfgen.models.chunked_attention import TokenSizes, best_num_chunks, head_chunks
-from gfgen.models.parallel import Parallel, Ranks, parallel_from
-from gfgen.models.ring_attention import attend_with_lse, merged
-from gfgen.models.shared_attention import shared_attention
+from gfgen.models.parallel.chunked_attention import TokenSizes, best_num_chunks, head_chunks
+from gfgen.models.parallel.parallel import Parallel, Ranks, parallel_from
+from gfgen.models.parallel.ring_attention import attend_with_lse, merged
+from gfgen.models.parallel.shared_attention import shared_attention
 
 torch.set_num_threads(1)
 

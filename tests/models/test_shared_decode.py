@@ -20,12 +20,12 @@ from torch.nn import functional
 from gfgen.errors import ModelError
 from gfgen.jobspec import JobSpec
 from gfgen.layout import Layout, shard_bounds
-from gfgen.models.adapter import Fields
-from gfgen.models.geometry import max_decode_degree
-from gfgen.models.parallel import Parallel
-from gfgen.models.random_weights import draw_weights
-from gfgen.models.registry import load_adapter
-from gfgen.models.shared_decode import decode_rows, install
+from gfgen.models.families.adapter import Fields
+from gfgen.models.families.registry import load_adapter
+from gfgen.models.geometry.geometry import max_decode_degree
+from gfgen.models.loading.random_weights import draw_weights
+from gfgen.models.parallel.parallel import Parallel
+from gfgen.models.parallel.shared_decode import decode_rows, install
 
 torch.set_num_threads(1)
 

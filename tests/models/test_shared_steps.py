@@ -19,8 +19,8 @@ from shared_steps import CASES, STEPS, TOLERANCE, SharedJob, distance, equal, pr
 from gfgen.errors import LayoutError
 from gfgen.gfc.fake import FakeCluster
 from gfgen.layout import Layout
-from gfgen.models.adapter import Fields
-from gfgen.models.parallel import Parallel, parallel_from
+from gfgen.models.families.adapter import Fields
+from gfgen.models.parallel.parallel import Parallel, parallel_from
 
 torch.set_num_threads(1)
 

@@ -13,8 +13,8 @@ import torch
 import transformers
 
 from gfgen.jobspec import JobSpec
-from gfgen.models.geometry import CONFIGS, SHIPPED, load_geometry, weightless_geometry
-from gfgen.models.registry import TINY_NAMES
+from gfgen.models.families.registry import TINY_NAMES
+from gfgen.models.geometry.geometry import CONFIGS, SHIPPED, load_geometry, weightless_geometry
 
 RELEASED_BILLIONS = {
     "wan2.2-ti2v-5b": {"transformer": 5.00, "text_encoder": 5.68},

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from gfgen.jobspec import JobSpec
-from gfgen.models.geometry import load_geometry
-from gfgen.models.registry import load_adapter
-from gfgen.models.stock import StockPipeline
+from gfgen.models.families.registry import load_adapter
+from gfgen.models.geometry.geometry import load_geometry
+from gfgen.models.loading.stock import StockPipeline
 
 torch.set_num_threads(1)
 JOBS = {

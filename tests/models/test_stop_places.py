@@ -10,8 +10,8 @@ from diffusers import AutoencoderKLWan
 
 from gfgen.errors import AbortedError
 from gfgen.job import JobSpec
-from gfgen.models import stopping
-from gfgen.models.registry import load_adapter
+from gfgen.models.families.registry import load_adapter
+from gfgen.models.fast import stopping
 
 MODELS = ["tiny-wan", "tiny-wan-moe", "tiny-qwen-image"]
 

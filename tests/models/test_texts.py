@@ -20,15 +20,16 @@ from gfgen.gfc.fake import FakeCluster
 from gfgen.gfc.reshard import shard_sizes
 from gfgen.jobspec import JobSpec
 from gfgen.layout import Layout
-from gfgen.models import counted_attention, graphs, texts
-from gfgen.models.counted_attention import counted_attention as attend
-from gfgen.models.fused import fuse
-from gfgen.models.graphs import Graphs
-from gfgen.models.parallel import parallel_from
-from gfgen.models.registry import load_adapter
-from gfgen.models.rehearsal import rehearsal
-from gfgen.models.sequence_parallel import active, present_degrees
-from gfgen.models.texts import common_length, padded_length, with_texts
+from gfgen.models.families.registry import load_adapter
+from gfgen.models.fast import graphs, texts
+from gfgen.models.fast.fused import fuse
+from gfgen.models.fast.graphs import Graphs
+from gfgen.models.fast.texts import common_length, padded_length, with_texts
+from gfgen.models.parallel import counted_attention
+from gfgen.models.parallel.counted_attention import counted_attention as attend
+from gfgen.models.parallel.parallel import parallel_from
+from gfgen.models.parallel.rehearsal import rehearsal
+from gfgen.models.parallel.sequence_parallel import active, present_degrees
 
 torch.set_num_threads(1)
 

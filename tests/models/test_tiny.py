@@ -14,10 +14,10 @@ from transformers import Qwen2Tokenizer
 from gfgen.errors import ModelError
 from gfgen.graph import Stage
 from gfgen.jobspec import JobSpec
-from gfgen.models import tiny
-from gfgen.models.geometry import load_geometry
-from gfgen.models.geometry_qwen import TYPICAL_TEXT_TOKENS
-from gfgen.models.registry import load_adapter
+from gfgen.models.families.registry import load_adapter
+from gfgen.models.geometry.geometry import load_geometry
+from gfgen.models.geometry.geometry_qwen import TYPICAL_TEXT_TOKENS
+from gfgen.models.loading import tiny
 
 MIB = 2**20
 

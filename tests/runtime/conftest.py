@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from gfgen.gfc.arena import Plan
-from gfgen.models.registry import PACKAGED, resolve_checkpoint
-from gfgen.runtime.pool import WorkerPool
+from gfgen.models.families.registry import PACKAGED, resolve_checkpoint
+from gfgen.runtime.processes.pool import WorkerPool
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -6,8 +6,8 @@ import pytest
 
 from gfgen.errors import ModelError
 from gfgen.jobspec import JobSpec
-from gfgen.models.geometry import CONFIGS, shipped_geometry
-from gfgen.runtime.admission import Model, admit
+from gfgen.models.geometry.geometry import CONFIGS, shipped_geometry
+from gfgen.runtime.core.admission import Model, admit
 
 
 def find_model(name: str) -> Model:

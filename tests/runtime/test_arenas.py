@@ -18,11 +18,11 @@ from gfgen.gfc.cuda.memory import CONTROL_PLAN, arena_bytes
 from gfgen.gfc.descriptor import KINDS
 from gfgen.gfc.reshard import shard_sizes
 from gfgen.jobspec import JobSpec
-from gfgen.models.chunked_attention import TokenSizes
-from gfgen.models.geometry import shipped_geometry
+from gfgen.models.geometry.geometry import shipped_geometry
 from gfgen.models.measure_forward import Shape
-from gfgen.models.shared_attention import _num_chunks
-from gfgen.runtime.arenas import GPU_PLAN, RankArenas
+from gfgen.models.parallel.chunked_attention import TokenSizes
+from gfgen.models.parallel.shared_attention import _num_chunks
+from gfgen.runtime.ipc.arenas import GPU_PLAN, RankArenas
 
 PLAN = Plan(data_bytes=1 << 16, post_bytes=1 << 10)
 MAX_OUTPUT_CHANNELS = 192

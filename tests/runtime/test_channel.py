@@ -2,8 +2,8 @@ import os
 
 import pytest
 
-from gfgen.runtime.channel import Channel
-from gfgen.runtime.messages import ForgetJob
+from gfgen.runtime.ipc.channel import Channel
+from gfgen.runtime.ipc.messages import ForgetJob
 
 
 @pytest.fixture

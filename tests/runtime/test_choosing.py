@@ -4,10 +4,10 @@ from builders import make_job, simulate, simulated_control
 
 from gfgen.policies.auto import choose_auto
 from gfgen.policies.catalog import NamedPolicy, load_policy
-from gfgen.runtime import choosing
-from gfgen.runtime.choosing import ChooserBeside, ChooserInTurn
-from gfgen.runtime.events import JobArrived, PolicyChanged, RankLost, RankReady
-from gfgen.runtime.lookahead import with_foresight
+from gfgen.runtime.core.events import JobArrived, PolicyChanged, RankLost, RankReady
+from gfgen.runtime.predict import choosing
+from gfgen.runtime.predict.choosing import ChooserBeside, ChooserInTurn
+from gfgen.runtime.predict.lookahead import with_foresight
 from gfgen.snapshot import Choice
 
 JOBS = [

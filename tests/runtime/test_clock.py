@@ -1,5 +1,5 @@
-from gfgen.runtime.clock import Clock
-from gfgen.runtime.events import JobArrived, RankReady, TaskDone, Wakeup
+from gfgen.runtime.core.clock import Clock
+from gfgen.runtime.core.events import JobArrived, RankReady, TaskDone, Wakeup
 
 
 def test_virtual_time_stands_still_until_it_is_advanced():

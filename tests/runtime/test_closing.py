@@ -8,8 +8,8 @@ from builders import STEP_S, make_job, simulate, simulated_control
 
 from gfgen.errors import InputError, InterruptedRunError, StalledError
 from gfgen.policies.catalog import NamedPolicy
-from gfgen.runtime.closing import closing_at
-from gfgen.runtime.events import ClosingTime, StopRequested
+from gfgen.runtime.control.closing import closing_at
+from gfgen.runtime.core.events import ClosingTime, StopRequested
 
 NOW = datetime(2026, 11, 20, 22, 0, 0).timestamp()
 

@@ -1,5 +1,5 @@
-from gfgen.runtime.comparison import Compared, table
-from gfgen.runtime.metrics import Attainment, Latency, Summary
+from gfgen.runtime.control.metrics import Attainment, Latency, Summary
+from gfgen.runtime.simulate.comparison import Compared, table
 
 FAST = Summary(
     num_done=3,

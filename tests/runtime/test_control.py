@@ -9,8 +9,8 @@ from gfgen.errors import InterruptedRunError, PolicyFault, StalledError, WorkerE
 from gfgen.graph import Stage
 from gfgen.layout import Layout
 from gfgen.policies.catalog import NamedPolicy, load_policy
-from gfgen.runtime.backlog import MIN_FILES, Backlog
-from gfgen.runtime.events import (
+from gfgen.runtime.control.backlog import MIN_FILES, Backlog
+from gfgen.runtime.core.events import (
     ClosingTime,
     FramesLost,
     JobCancelled,
@@ -22,8 +22,8 @@ from gfgen.runtime.events import (
     TaskFailed,
     Wakeup,
 )
-from gfgen.runtime.observer import Observer
-from gfgen.runtime.simulate import SimulatedBackend
+from gfgen.runtime.core.observer import Observer
+from gfgen.runtime.simulate.simulate import SimulatedBackend
 from gfgen.snapshot import Decision
 
 

@@ -2,7 +2,7 @@ import pytest
 
 from gfgen.graph import Stage, Trajectory
 from gfgen.layout import Layout, Limits
-from gfgen.runtime.cost import CostModel
+from gfgen.runtime.predict.cost import CostModel
 
 ONE = (1, 1, 1)
 

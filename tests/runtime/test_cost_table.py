@@ -1,9 +1,9 @@
 import pytest
 
 from gfgen.graph import Stage
-from gfgen.runtime.cost import CostModel, in_one_line
-from gfgen.runtime.cost_table import CostTable, Provenance, Work
-from gfgen.runtime.profile import Profile, ProfileRow
+from gfgen.runtime.predict.cost import CostModel, in_one_line
+from gfgen.runtime.predict.cost_table import CostTable, Provenance, Work
+from gfgen.runtime.predict.profile import Profile, ProfileRow
 
 ONE = (1, 1, 1)
 

@@ -16,10 +16,10 @@ from test_workers import PICTURE, pixels, run
 from gfgen.job import JobSpec
 from gfgen.layout import Layout
 from gfgen.policies.catalog import NamedPolicy
-from gfgen.runtime.clock import Clock
-from gfgen.runtime.events import FramesLost, RankLost, RankReady, StopRequested, TaskFailed
-from gfgen.runtime.watchdog import Patience
-from gfgen.runtime.workers import ProcessBackend
+from gfgen.runtime.core.clock import Clock
+from gfgen.runtime.core.events import FramesLost, RankLost, RankReady, StopRequested, TaskFailed
+from gfgen.runtime.processes.watchdog import Patience
+from gfgen.runtime.processes.workers import ProcessBackend
 from gfgen.snapshot import Decision
 
 HASTY = Patience(ping_s=0.2, silence_s=2.0, task_s=3.0, task_factor=1.0, leaving_s=2.0)

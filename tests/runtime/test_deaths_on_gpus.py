@@ -16,10 +16,10 @@ from test_elastic import following
 from test_workers import PICTURE, pixels, run
 
 from gfgen.job import JobSpec
-from gfgen.runtime.devices import choose_devices
-from gfgen.runtime.events import RankLost, TaskFailed
-from gfgen.runtime.pool import WorkerPool
-from gfgen.runtime.watchdog import Patience
+from gfgen.runtime.core.devices import choose_devices
+from gfgen.runtime.core.events import RankLost, TaskFailed
+from gfgen.runtime.processes.pool import WorkerPool
+from gfgen.runtime.processes.watchdog import Patience
 
 ALL = tuple(range(NUM_RANKS))
 HASTY = Patience(task_s=10.0, task_factor=1.0, leaving_s=3.0).with_shared_gpus(RANKS_PER_GPU)

@@ -7,7 +7,7 @@ import resource
 import pytest
 
 from gfgen.errors import InputError
-from gfgen.runtime import descriptors
+from gfgen.system import descriptors
 
 
 def test_as_many_files_may_be_open_as_the_system_lets() -> None:

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from gfgen.errors import InputError
-from gfgen.runtime import devices
-from gfgen.runtime.devices import Devices, Gpu, choose_devices, find_gpus, parse_memory
+from gfgen.runtime.core import devices
+from gfgen.runtime.core.devices import Devices, Gpu, choose_devices, find_gpus, parse_memory
 
 FOUR = tuple(Gpu("NVIDIA H200", 150_000_000_000 - idx) for idx in range(4))
 

@@ -14,7 +14,7 @@ from gfgen.graph import Stage
 from gfgen.job import JobSpec
 from gfgen.layout import Layout
 from gfgen.policies.catalog import NamedPolicy
-from gfgen.runtime.events import TaskFailed
+from gfgen.runtime.core.events import TaskFailed
 from gfgen.snapshot import Decision
 
 WANDER = [(0,), (2, 3), (1, 3, 0, 2), (2, 0, 1), (3,), (1, 0)]

@@ -16,13 +16,13 @@ from gfgen.bench.bare import run_bare
 from gfgen.bench.elasticity import BARE_JOBS, Case, Setting, Subject, cases_of, layout_on, measure_cases
 from gfgen.bench.elasticity_rows import Row
 from gfgen.bench.workloads import admitted, calibration_jobs
-from gfgen.cli.admission import find_model
+from gfgen.cli.session.admission import find_model
 from gfgen.errors import InterruptedRunError
 from gfgen.layout import Layout
-from gfgen.runtime.cost import CostModel
-from gfgen.runtime.messages import BareTimes
-from gfgen.runtime.pool import WorkerPool
-from gfgen.runtime.signals import SignalPipe
+from gfgen.runtime.ipc.messages import BareTimes
+from gfgen.runtime.predict.cost import CostModel
+from gfgen.runtime.processes.pool import WorkerPool
+from gfgen.system.signals import SignalPipe
 
 RANKS, SAMPLES = 3, 4
 NUM_FRESH = 3

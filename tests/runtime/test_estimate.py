@@ -12,10 +12,11 @@ from test_plan import PROFILE, plan_of, words
 
 from gfgen.errors import RunError
 from gfgen.policies.catalog import load_policy
-from gfgen.runtime import control, estimate, plan
-from gfgen.runtime.estimate import decides_first, everything_open
-from gfgen.runtime.simulation import simulate
-from gfgen.runtime.timelimit import DecisionTimeout, within
+from gfgen.runtime.control import control
+from gfgen.runtime.simulate import estimate, plan
+from gfgen.runtime.simulate.estimate import decides_first, everything_open
+from gfgen.runtime.simulate.simulation import simulate
+from gfgen.system.timelimit import DecisionTimeout, within
 
 JOBS = [
     make_job(f"job-{n}", steps=3 + n % 5, arrival_s=7.0 * (n // 6), deadline_s=90.0 + 30 * (n % 7))
@@ -135,7 +136,7 @@ def test_what_returns_in_time_is_not_touched():
 
 
 def test_a_function_that_catches_the_first_interruption_is_interrupted_again(monkeypatch):
-    monkeypatch.setattr("gfgen.runtime.timelimit._AGAIN_S", 0.01)
+    monkeypatch.setattr("gfgen.system.timelimit._AGAIN_S", 0.01)
     caught = []
 
     def stubborn(_):

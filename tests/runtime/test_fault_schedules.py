@@ -15,13 +15,13 @@ from gfgen.bench.fault_plan import Fault, Kind, Point
 from gfgen.bench.faults import HASTY, Fleet, Result, Schedule, make_job, make_schedule, run_schedule
 from gfgen.graph import Stage, Task
 from gfgen.layout import Layout
-from gfgen.runtime.clock import Clock
-from gfgen.runtime.dispatch import Dispatch
-from gfgen.runtime.events import TaskDone
-from gfgen.runtime.messages import WriteRequest
-from gfgen.runtime.recovery import Recovery
-from gfgen.runtime.workers import ProcessBackend
-from gfgen.runtime.writes import _Write
+from gfgen.runtime.core.clock import Clock
+from gfgen.runtime.core.dispatch import Dispatch
+from gfgen.runtime.core.events import TaskDone
+from gfgen.runtime.ipc.messages import WriteRequest
+from gfgen.runtime.processes.recovery import Recovery
+from gfgen.runtime.processes.workers import ProcessBackend
+from gfgen.runtime.processes.writes import _Write
 
 NUM_SCHEDULES = 100
 PER_TEST = 20

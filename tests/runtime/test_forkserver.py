@@ -7,11 +7,11 @@ import sys
 import textwrap
 import threading
 
-from gfgen.runtime import forkserver
+from gfgen.system import forkserver
 
 START = """
     import multiprocessing, os, signal, time
-    from gfgen.runtime import forkserver
+    from gfgen.system import forkserver
 
     def start_one():
         forkserver.ensure_running()

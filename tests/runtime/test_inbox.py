@@ -11,12 +11,12 @@ from PIL import Image
 
 from gfgen.errors import OutputError, Problem
 from gfgen.identity import output_name, spec_hash
-from gfgen.runtime import inbox as inbox_module
-from gfgen.runtime import manifest as manifest_module
-from gfgen.runtime.content import content_of
-from gfgen.runtime.inbox import Inbox
-from gfgen.runtime.manifest import ManifestWriter
-from gfgen.runtime.observer import JobOutcome
+from gfgen.runtime.core.observer import JobOutcome
+from gfgen.runtime.files import inbox as inbox_module
+from gfgen.runtime.files import manifest as manifest_module
+from gfgen.runtime.files.inbox import Inbox
+from gfgen.runtime.files.manifest import ManifestWriter
+from gfgen.runtime.ipc.content import content_of
 
 
 def admit(specs):

@@ -3,7 +3,7 @@
 import pytest
 from builders import STEP_S, make_job, simulated_control
 
-from gfgen.runtime.events import StopRequested, Wakeup
+from gfgen.runtime.core.events import StopRequested, Wakeup
 
 
 class Intake:

@@ -12,7 +12,7 @@ from test_elastic import following
 from test_workers import PICTURE, pixels, run
 
 from gfgen.jobspec import JobSpec
-from gfgen.runtime.pool import WorkerPool
+from gfgen.runtime.processes.pool import WorkerPool
 
 ISLANDS = ((0, 1), (2,))
 

@@ -8,15 +8,15 @@ from dataclasses import replace
 
 import pytest
 
-from gfgen.cli.admission import Admission, find_model, with_time
+from gfgen.cli.session.admission import Admission, find_model, with_time
 from gfgen.errors import InputError
 from gfgen.graph import Stage
 from gfgen.jobspec import JobSpec
-from gfgen.runtime import job_bounds
-from gfgen.runtime.admission import AdmittedJob, admit
-from gfgen.runtime.devices import CPU, CUDA, Devices
-from gfgen.runtime.job_bounds import JobBounds, StepTimes, beyond
-from gfgen.runtime.profile import Profile, ProfileRow
+from gfgen.runtime.core.admission import AdmittedJob, admit
+from gfgen.runtime.core.devices import CPU, CUDA, Devices
+from gfgen.runtime.predict import job_bounds
+from gfgen.runtime.predict.job_bounds import JobBounds, StepTimes, beyond
+from gfgen.runtime.predict.profile import Profile, ProfileRow
 
 MINUTE_S = 60.0
 LONG = JobSpec(id="long", prompt="a fox", frames=4000, line=3)
@@ -115,7 +115,7 @@ def test_a_job_that_is_done_is_not_refused() -> None:
 
 
 def until(minutes: float, monkeypatch: pytest.MonkeyPatch) -> float:
-    monkeypatch.setattr("gfgen.cli.admission.time.time", lambda: 1e9)
+    monkeypatch.setattr("gfgen.cli.session.admission.time.time", lambda: 1e9)
     return 1e9 + minutes * MINUTE_S
 
 

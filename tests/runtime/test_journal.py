@@ -2,8 +2,8 @@ import pytest
 from builders import make_job, simulated_control
 
 from gfgen.errors import InputError
-from gfgen.runtime.events import Event, TaskDone, Wakeup
-from gfgen.runtime.journal import Journal, journal_header, read_journal, read_runs
+from gfgen.runtime.core.events import Event, TaskDone, Wakeup
+from gfgen.runtime.files.journal import Journal, journal_header, read_journal, read_runs
 
 HEADER = {"policy": "srtf", "ranks": 2}
 

@@ -10,11 +10,11 @@ from subprocess import PIPE
 
 import pytest
 
-from gfgen.runtime.own_modules import module_command, module_environment
+from gfgen.system.own_modules import module_command, module_environment
 
 FORK = """
 import os
-from gfgen.runtime.lifeline import bind_forks
+from gfgen.system.lifeline import bind_forks
 bind_forks()
 if os.fork() == 0:
     os.fork()  # and what the child forks
@@ -26,7 +26,7 @@ os.wait()
 NATIVE_CALL = """
 import ctypes, os, signal, sys
 from functools import partial
-from gfgen.runtime import forkserver
+from gfgen.system import forkserver
 forkserver.ensure_running([1])
 sleep = "import ctypes, os; os.write(1, b'x'); ctypes.{}(None).sleep(600)"
 for library in ("PyDLL", "CDLL"):  # holds the interpreter's lock, and does not
@@ -57,7 +57,7 @@ def test_what_the_fork_server_forks_is_killed_with_the_run_in_the_middle_of_a_na
 
 
 def test_a_process_whose_parent_was_gone_before_ends_at_once() -> None:
-    code = f"from gfgen.runtime.lifeline import die_with_parent; die_with_parent({os.getppid()})"
+    code = f"from gfgen.system.lifeline import die_with_parent; die_with_parent({os.getppid()})"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 1
 
 

@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from gfgen.errors import OutputError
-from gfgen.runtime.linefile import LineFile
+from gfgen.system.linefile import LineFile
 
 
 @pytest.fixture

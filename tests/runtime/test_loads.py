@@ -17,17 +17,17 @@ import pytest
 from builders import make_job
 
 from gfgen.errors import WorkerError
-from gfgen.models.geometry_weight_files import weights_mark
-from gfgen.runtime.admission import AdmittedJob
-from gfgen.runtime.clock import Clock
-from gfgen.runtime.cost import CostModel
-from gfgen.runtime.events import Event, LoadFailed, RankLoaded, RankLost, RankReady
-from gfgen.runtime.loads import MAX_SPARED, Loads
-from gfgen.runtime.pool import MAX_DEATHS, MAX_FORKS, WorkerPool
-from gfgen.runtime.state import State
-from gfgen.runtime.warming import warm_ups
-from gfgen.runtime.watchdog import Patience
-from gfgen.runtime.workers import ProcessBackend
+from gfgen.models.geometry.geometry_weight_files import weights_mark
+from gfgen.runtime.control.state import State
+from gfgen.runtime.core.admission import AdmittedJob
+from gfgen.runtime.core.clock import Clock
+from gfgen.runtime.core.events import Event, LoadFailed, RankLoaded, RankLost, RankReady
+from gfgen.runtime.predict.cost import CostModel
+from gfgen.runtime.processes.loads import MAX_SPARED, Loads
+from gfgen.runtime.processes.pool import MAX_DEATHS, MAX_FORKS, WorkerPool
+from gfgen.runtime.processes.watchdog import Patience
+from gfgen.runtime.processes.workers import ProcessBackend
+from gfgen.runtime.worker.warming import warm_ups
 
 PATIENCE_S = 60.0
 
@@ -316,7 +316,7 @@ def test_a_rank_that_hangs_at_the_start_ends_what_needs_all_ranks(tmp_path: Path
 
 def test_a_long_start_says_how_far_the_ranks_are(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """As long as it lasts: here until the line that is waited for is there."""
-    log = logging.getLogger("gfgen.runtime.pool")
+    log = logging.getLogger("gfgen.runtime.processes.pool")
     caplog.set_level(logging.INFO, logger=log.name)
 
     def leave(record: logging.LogRecord) -> bool:

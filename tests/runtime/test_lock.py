@@ -9,15 +9,15 @@ from contextlib import suppress
 import pytest
 
 from gfgen.errors import LockedError, OutputError
-from gfgen.runtime import lock
-from gfgen.runtime.lock import LOCK_NAME, hold_folder
+from gfgen.runtime.files import lock
+from gfgen.runtime.files.lock import LOCK_NAME, hold_folder
 
 HOLDER = (
-    "import sys, time\nfrom pathlib import Path\nfrom gfgen.runtime.lock import hold_folder\n"
+    "import sys, time\nfrom pathlib import Path\nfrom gfgen.runtime.files.lock import hold_folder\n"
     "with hold_folder(Path(sys.argv[1])):\n    print('held', flush=True)\n    time.sleep(600)"
 )
 ORPHAN = (
-    "import os, sys, time\nfrom pathlib import Path\nfrom gfgen.runtime.lock import hold_folder\n"
+    "import os, sys, time\nfrom pathlib import Path\nfrom gfgen.runtime.files.lock import hold_folder\n"
     "with hold_folder(Path(sys.argv[1])):\n"
     "    pid = os.fork()\n    pid and print(pid, flush=True)\n    time.sleep(600)"
 )

@@ -7,9 +7,9 @@ from builders import make_job, simulated_control
 from gfgen.layout import Layout
 from gfgen.policies.srtf import srtf
 from gfgen.policies.triage import triage
-from gfgen.runtime import lookahead
-from gfgen.runtime.events import JobArrived, RankReady
-from gfgen.runtime.lookahead import with_foresight
+from gfgen.runtime.core.events import JobArrived, RankReady
+from gfgen.runtime.predict import lookahead
+from gfgen.runtime.predict.lookahead import with_foresight
 from gfgen.snapshot import RunningTask
 
 

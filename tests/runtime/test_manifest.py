@@ -11,15 +11,15 @@ import pytest
 from acted_run import ActedRun, Part, job_info
 
 from gfgen.errors import OutputError
-from gfgen.runtime import manifest
-from gfgen.runtime.content import Content
-from gfgen.runtime.manifest import (
+from gfgen.runtime.core.observer import JobInfo, JobOutcome, skipped_outcome
+from gfgen.runtime.files import manifest
+from gfgen.runtime.files.manifest import (
     GrowingManifest,
     ManifestWriter,
     finished_jobs,
     read_manifest,
 )
-from gfgen.runtime.observer import JobInfo, JobOutcome, skipped_outcome
+from gfgen.runtime.ipc.content import Content
 
 FROZEN_KEYS = [
     "version", "id", "status", "file", "size_bytes", "sha256", "prompt", "negative_prompt", "image", "model",

@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 from builders import make_job
 
-from gfgen.cli.admission import Admission
+from gfgen.cli.session.admission import Admission
 from gfgen.errors import InputError
-from gfgen.models.geometry import CONFIGS
-from gfgen.models.geometry_weight_files import read_header
-from gfgen.models.geometry_weights import Footprint, device_bytes
-from gfgen.runtime import memory
-from gfgen.runtime.devices import Devices, Gpu
-from gfgen.runtime.memory import (
+from gfgen.models.geometry.geometry import CONFIGS
+from gfgen.models.geometry.geometry_weight_files import read_header
+from gfgen.models.geometry.geometry_weights import Footprint, device_bytes
+from gfgen.runtime.core import memory
+from gfgen.runtime.core.devices import Devices, Gpu
+from gfgen.runtime.core.memory import (
     available_bytes,
     check_addresses,
     check_models,

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from gfgen.graph import Trajectory
 from gfgen.layout import Layout
-from gfgen.runtime.dispatch import Dispatch
-from gfgen.runtime.durations import in_words, on_clock
-from gfgen.runtime.events import ModelsChanged, RankLoaded, TaskDone, TaskFailed
-from gfgen.runtime.messages import MemoryUse
-from gfgen.runtime.metrics import Attainment, Latency, Metrics, Summary, percentile
-from gfgen.runtime.observer import JobInfo, JobOutcome, skipped_outcome
+from gfgen.runtime.control.metrics import Attainment, Latency, Metrics, Summary, percentile
+from gfgen.runtime.core.dispatch import Dispatch
+from gfgen.runtime.core.durations import in_words, on_clock
+from gfgen.runtime.core.events import ModelsChanged, RankLoaded, TaskDone, TaskFailed
+from gfgen.runtime.core.observer import JobInfo, JobOutcome, skipped_outcome
+from gfgen.runtime.ipc.messages import MemoryUse
 
 
 def ended(info: JobInfo, *, arrival_s: float, ended_s: float, deadline_s: float | None = None) -> JobOutcome:
@@ -113,7 +113,7 @@ def test_a_task_counts_once_however_many_ranks_ran_it_and_not_when_it_failed() -
 
 
 def test_what_is_kept_does_not_grow_with_the_jobs_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gfgen.runtime.metrics.MAX_LATENCIES", 50)
+    monkeypatch.setattr("gfgen.runtime.control.metrics.MAX_LATENCIES", 50)
     metrics = Metrics()
     for number in range(50):
         metrics.ended(ended(job_info("a"), arrival_s=0.0, ended_s=float(number), deadline_s=10.0))

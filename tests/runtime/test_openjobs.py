@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gfgen.policies.catalog import NamedPolicy, load_policy
-from gfgen.runtime import openjobs
-from gfgen.runtime.cost import CostModel
-from gfgen.runtime.openjobs import MAX_ORDERS, OpenJobs, Orders, is_unbegun, kind_of
-from gfgen.runtime.records import JobRecord
+from gfgen.runtime.control.records import JobRecord
+from gfgen.runtime.core import openjobs
+from gfgen.runtime.core.openjobs import MAX_ORDERS, OpenJobs, Orders, is_unbegun, kind_of
+from gfgen.runtime.predict.cost import CostModel
 from gfgen.snapshot import JobView
 
 by_arrival = attrgetter("arrival_s")

@@ -21,15 +21,14 @@ import pytest
 from movies import decoded
 from PIL import Image
 
-from gfgen.cli.admission import find_weightless
+from gfgen.cli.session.admission import find_weightless
 from gfgen.errors import OutputError
 from gfgen.job import read_job_stream
 from gfgen.jobspec import JobSpec
-from gfgen.runtime import outputs
-from gfgen.runtime.admission import AdmittedJob, admit
-from gfgen.runtime.content import Content, content_of
-from gfgen.runtime.metadata import describe, from_ffmetadata, to_ffmetadata
-from gfgen.runtime.outputs import (
+from gfgen.runtime.core.admission import AdmittedJob, admit
+from gfgen.runtime.files import outputs
+from gfgen.runtime.files.metadata import describe, from_ffmetadata, to_ffmetadata
+from gfgen.runtime.files.outputs import (
     Frames,
     encoder_threads,
     read_metadata,
@@ -37,6 +36,7 @@ from gfgen.runtime.outputs import (
     temporary_name,
     write_output,
 )
+from gfgen.runtime.ipc.content import Content, content_of
 
 SPEC = JobSpec(
     id="fox-1",
@@ -237,7 +237,7 @@ def test_process_that_dies_before_the_rename_leaves_no_file_under_the_name(tmp_p
     script = (
         "import os, sys, numpy as np\n"
         "from pathlib import Path\n"
-        "from gfgen.runtime.outputs import write_output\n"
+        "from gfgen.runtime.files.outputs import write_output\n"
         "os.link = lambda *names: os._exit(9)\n"
         "write_output(np.zeros((1, 8, 8, 3), np.uint8), Path(sys.argv[1]), fps=None, metadata={})\n"
     )

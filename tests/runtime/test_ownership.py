@@ -12,12 +12,12 @@ import pytest
 from builders import make_job
 
 from gfgen.errors import Problem
-from gfgen.runtime.admission import AdmittedJob
-from gfgen.runtime.content import MARK, Content, content_of, remove_mark, set_mark
-from gfgen.runtime.journal import Journal, journal_header
-from gfgen.runtime.manifest import ManifestWriter
-from gfgen.runtime.observer import JobOutcome
-from gfgen.runtime.ownership import claim_files, default_folder, job_file_name
+from gfgen.runtime.core.admission import AdmittedJob
+from gfgen.runtime.core.observer import JobOutcome
+from gfgen.runtime.files.journal import Journal, journal_header
+from gfgen.runtime.files.manifest import ManifestWriter
+from gfgen.runtime.files.ownership import claim_files, default_folder, job_file_name
+from gfgen.runtime.ipc.content import MARK, Content, content_of, remove_mark, set_mark
 
 NIGHT, DAY = "../night.jsonl", "../day.jsonl"
 

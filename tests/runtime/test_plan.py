@@ -7,12 +7,12 @@ from builders import make_job
 
 from gfgen.errors import RunError
 from gfgen.graph import Stage
-from gfgen.runtime import plan_words
-from gfgen.runtime.cost import Doubt, in_one_line
-from gfgen.runtime.cost_table import Provenance
-from gfgen.runtime.plan import Option, _on, best_first, make_plan
-from gfgen.runtime.plot_plan import draw_plan
-from gfgen.runtime.profile import Profile, ProfileRow
+from gfgen.runtime.predict.cost import Doubt, in_one_line
+from gfgen.runtime.predict.cost_table import Provenance
+from gfgen.runtime.predict.profile import Profile, ProfileRow
+from gfgen.runtime.report.plot_plan import draw_plan
+from gfgen.runtime.simulate import plan_words
+from gfgen.runtime.simulate.plan import Option, _on, best_first, make_plan
 
 STEPS = {(1, 1, 1): 10.0, (1, 2, 1): 6.0}
 PROFILE = Profile(

@@ -12,10 +12,10 @@ from matplotlib.colors import to_hex
 from matplotlib.patches import Rectangle
 
 from gfgen.errors import InputError
-from gfgen.runtime.colours import PALETTE, job_colour, luminance, shaded
-from gfgen.runtime.plot import draw, plot_timeline
-from gfgen.runtime.timeline import read_timeline
-from gfgen.runtime.trace import TraceWriter
+from gfgen.runtime.report.colours import PALETTE, job_colour, luminance, shaded
+from gfgen.runtime.report.plot import draw, plot_timeline
+from gfgen.runtime.report.timeline import read_timeline
+from gfgen.runtime.report.trace import TraceWriter
 
 
 def traced(folder: Path, parts: list[Part], *, num_ranks: int) -> Path:

@@ -8,10 +8,10 @@ import pytest
 from acted_run import WRITTEN, ActedRun, Part, batch, job_info
 
 from gfgen.errors import InputError
-from gfgen.runtime.manifest import ManifestWriter, finished_jobs
-from gfgen.runtime.plot_runs import draw_runs, figures_of, find_traces, plot_runs
-from gfgen.runtime.timeline import read_timeline
-from gfgen.runtime.trace import TraceWriter
+from gfgen.runtime.files.manifest import ManifestWriter, finished_jobs
+from gfgen.runtime.report.plot_runs import draw_runs, figures_of, find_traces, plot_runs
+from gfgen.runtime.report.timeline import read_timeline
+from gfgen.runtime.report.trace import TraceWriter
 
 
 def traced(

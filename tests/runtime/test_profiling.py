@@ -11,9 +11,9 @@ from gfgen.bench.profiling import Samples
 from gfgen.bench.scripted import Record
 from gfgen.graph import Stage
 from gfgen.job import JobSpec
-from gfgen.runtime.cost import CostModel
-from gfgen.runtime.events import OutputWritten
-from gfgen.runtime.profile import check_profile, load_profile
+from gfgen.runtime.core.events import OutputWritten
+from gfgen.runtime.predict.cost import CostModel
+from gfgen.runtime.predict.profile import check_profile, load_profile
 
 
 def planned(*jobs, num_ranks):

@@ -1,9 +1,9 @@
 from builders import make_job
 
 from gfgen.layout import Layout
-from gfgen.runtime.dispatch import Dispatch
-from gfgen.runtime.migration import Transfer
-from gfgen.runtime.recovery import Cause, Recovery, given_up
+from gfgen.runtime.core.dispatch import Dispatch
+from gfgen.runtime.ipc.migration import Transfer
+from gfgen.runtime.processes.recovery import Cause, Recovery, given_up
 
 
 def dispatches(*entries):

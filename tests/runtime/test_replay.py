@@ -11,19 +11,19 @@ from gfgen.errors import InputError
 from gfgen.graph import Stage
 from gfgen.jobspec import JobSpec
 from gfgen.policies.catalog import load_policy
-from gfgen.runtime.choosing import ChooserInTurn
-from gfgen.runtime.clock import Clock
-from gfgen.runtime.control import Control
-from gfgen.runtime.cost import CostModel
-from gfgen.runtime.events import JobArrived, JobCancelled, OutputWritten, TaskFailed, Wakeup
-from gfgen.runtime.journal import Journal, journal_header, read_runs
-from gfgen.runtime.observer import Observer
-from gfgen.runtime.profile import Profile, ProfileRow
-from gfgen.runtime.replay import replay
-from gfgen.runtime.resume import ResumePoint
-from gfgen.runtime.simulate import SimulatedBackend, SimulatedTimes
-from gfgen.runtime.state import State
-from gfgen.runtime.workers import ProcessBackend
+from gfgen.runtime.control.control import Control
+from gfgen.runtime.control.state import State
+from gfgen.runtime.core.clock import Clock
+from gfgen.runtime.core.events import JobArrived, JobCancelled, OutputWritten, TaskFailed, Wakeup
+from gfgen.runtime.core.observer import Observer
+from gfgen.runtime.files.journal import Journal, journal_header, read_runs
+from gfgen.runtime.files.resume import ResumePoint
+from gfgen.runtime.predict.choosing import ChooserInTurn
+from gfgen.runtime.predict.cost import CostModel
+from gfgen.runtime.predict.profile import Profile, ProfileRow
+from gfgen.runtime.processes.workers import ProcessBackend
+from gfgen.runtime.simulate.replay import replay
+from gfgen.runtime.simulate.simulate import SimulatedBackend, SimulatedTimes
 
 POLICIES = ["legacy", "fcfs", "fcfs,degree=2", "srtf", "srtf,degree=2", "edf", "makespan", "auto"]
 

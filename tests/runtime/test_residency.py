@@ -12,16 +12,23 @@ from builders import STEP_S, Recorder, make_job
 
 from gfgen.graph import Stage
 from gfgen.policies.catalog import NamedPolicy, load_policy
-from gfgen.runtime.admission import AdmittedJob
-from gfgen.runtime.clock import Clock
-from gfgen.runtime.control import Control
-from gfgen.runtime.cost import CostModel
-from gfgen.runtime.events import LoadFailed, ModelsChanged, RankLoaded, RankLost, RankReady, StopRequested
-from gfgen.runtime.journal import Journal, journal_header, read_runs
-from gfgen.runtime.replay import replay
-from gfgen.runtime.residency import LOAD_BYTES_PER_S, Residency
-from gfgen.runtime.simulate import SimulatedBackend, SimulatedTimes
-from gfgen.runtime.state import State
+from gfgen.runtime.control.control import Control
+from gfgen.runtime.control.residency import LOAD_BYTES_PER_S, Residency
+from gfgen.runtime.control.state import State
+from gfgen.runtime.core.admission import AdmittedJob
+from gfgen.runtime.core.clock import Clock
+from gfgen.runtime.core.events import (
+    LoadFailed,
+    ModelsChanged,
+    RankLoaded,
+    RankLost,
+    RankReady,
+    StopRequested,
+)
+from gfgen.runtime.files.journal import Journal, journal_header, read_runs
+from gfgen.runtime.predict.cost import CostModel
+from gfgen.runtime.simulate.replay import replay
+from gfgen.runtime.simulate.simulate import SimulatedBackend, SimulatedTimes
 from gfgen.snapshot import Decision
 
 GB = 10**9

@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 from builders import make_job
 
-from gfgen.models.geometry_weight_files import weights_mark
-from gfgen.runtime import resume
-from gfgen.runtime.clock import Clock
-from gfgen.runtime.cost import CostModel
-from gfgen.runtime.slab import Slab, SlabPlan
-from gfgen.runtime.state import State
-from gfgen.runtime.workers import ProcessBackend
+from gfgen.models.geometry.geometry_weight_files import weights_mark
+from gfgen.runtime.control.state import State
+from gfgen.runtime.core.clock import Clock
+from gfgen.runtime.files import resume
+from gfgen.runtime.ipc.slab import Slab, SlabPlan
+from gfgen.runtime.predict.cost import CostModel
+from gfgen.runtime.processes.workers import ProcessBackend
 
 JOB = make_job("a")
 ON_CPU = {"device": "cpu", "vae_dtype": "auto", "has_random_weights": False}

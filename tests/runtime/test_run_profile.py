@@ -8,12 +8,12 @@ import pytest
 from builders import make_job
 
 from gfgen.graph import Stage
-from gfgen.runtime import profiles, run_profile, scaling
-from gfgen.runtime.cost import CostModel
-from gfgen.runtime.machine import cpu_name, versions
-from gfgen.runtime.profile import Profile, ProfileRow, load_profile
-from gfgen.runtime.profiles import find_profile, joined, runs_path
-from gfgen.runtime.run_profile import keep_measured
+from gfgen.runtime.predict import profiles, run_profile, scaling
+from gfgen.runtime.predict.cost import CostModel
+from gfgen.runtime.predict.profile import Profile, ProfileRow, load_profile
+from gfgen.runtime.predict.profiles import find_profile, joined, runs_path
+from gfgen.runtime.predict.run_profile import keep_measured
+from gfgen.system.machine import cpu_name, versions
 
 ONE = (1, 1, 1)
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import pytest
 
 from gfgen.errors import InterruptedRunError
-from gfgen.runtime import signals
-from gfgen.runtime.signals import SignalPipe
+from gfgen.system import signals
+from gfgen.system.signals import SignalPipe
 
 ALL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

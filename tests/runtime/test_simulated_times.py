@@ -8,9 +8,9 @@ from builders import Recorder, make_job
 
 from gfgen.graph import Stage
 from gfgen.policies.catalog import NamedPolicy, load_policy
-from gfgen.runtime.events import OutputWritten, TaskDone
-from gfgen.runtime.profile import Profile, ProfileRow
-from gfgen.runtime.simulation import simulate
+from gfgen.runtime.core.events import OutputWritten, TaskDone
+from gfgen.runtime.predict.profile import Profile, ProfileRow
+from gfgen.runtime.simulate.simulation import simulate
 from gfgen.snapshot import Decision
 
 ONE = (1, 1, 1)

@@ -4,8 +4,8 @@ import struct
 import pytest
 from builders import make_job
 
-from gfgen.runtime import slab as slab_module
-from gfgen.runtime.slab import Slab, SlabPlan
+from gfgen.runtime.ipc import slab as slab_module
+from gfgen.runtime.ipc.slab import Slab, SlabPlan
 
 
 @pytest.fixture

@@ -8,11 +8,11 @@ from builders import make_job
 from gfgen.errors import InterruptedRunError, PolicyFault
 from gfgen.graph import Stage, Task
 from gfgen.layout import Layout
-from gfgen.runtime import events
-from gfgen.runtime.clock import Clock
-from gfgen.runtime.cost import CostModel
-from gfgen.runtime.records import lead_s
-from gfgen.runtime.state import State
+from gfgen.runtime.control.records import lead_s
+from gfgen.runtime.control.state import State
+from gfgen.runtime.core import events
+from gfgen.runtime.core.clock import Clock
+from gfgen.runtime.predict.cost import CostModel
 from gfgen.snapshot import Decision
 
 

@@ -9,8 +9,7 @@ from test_workers import PICTURE, admitted, run
 
 from gfgen.job import JobSpec
 from gfgen.layout import Layout
-from gfgen.runtime import resume
-from gfgen.runtime.events import (
+from gfgen.runtime.core.events import (
     ClosingTime,
     GraceOver,
     JobCancelled,
@@ -19,8 +18,9 @@ from gfgen.runtime.events import (
     StopRequested,
     TaskFailed,
 )
-from gfgen.runtime.observer import Observer
-from gfgen.runtime.watchdog import Patience
+from gfgen.runtime.core.observer import Observer
+from gfgen.runtime.files import resume
+from gfgen.runtime.processes.watchdog import Patience
 
 IMPATIENT = Patience(stopping_s=0.3)
 

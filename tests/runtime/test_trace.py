@@ -11,11 +11,11 @@ import pytest
 from acted_run import ActedRun, Part, batch, job_info
 
 from gfgen.errors import InputError
-from gfgen.runtime import events
-from gfgen.runtime.blocks import stretches, task_blocks, tasks_of_jobs, write_blocks
-from gfgen.runtime.messages import MemoryUse
-from gfgen.runtime.timeline import read_timeline
-from gfgen.runtime.trace import TraceWriter
+from gfgen.runtime.core import events
+from gfgen.runtime.ipc.messages import MemoryUse
+from gfgen.runtime.report.blocks import stretches, task_blocks, tasks_of_jobs, write_blocks
+from gfgen.runtime.report.timeline import read_timeline
+from gfgen.runtime.report.trace import TraceWriter
 
 NEEDED = {
     "X": {"name", "cat", "pid", "tid", "ts", "dur", "args"},

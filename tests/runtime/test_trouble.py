@@ -11,11 +11,11 @@ from test_workers import PICTURE, run
 
 from gfgen.errors import OutputError
 from gfgen.job import JobSpec
-from gfgen.runtime.events import TaskFailed
-from gfgen.runtime.journal import Journal, read_journal
-from gfgen.runtime.manifest import ManifestWriter, read_manifest
-from gfgen.runtime.slab import Slab
-from gfgen.runtime.writes import Writes
+from gfgen.runtime.core.events import TaskFailed
+from gfgen.runtime.files.journal import Journal, read_journal
+from gfgen.runtime.files.manifest import ManifestWriter, read_manifest
+from gfgen.runtime.ipc.slab import Slab
+from gfgen.runtime.processes.writes import Writes
 
 
 def failures(recorder):

@@ -12,11 +12,11 @@ import pytest
 from gfgen.errors import InputError
 from gfgen.graph import Stage
 from gfgen.jobspec import JobSpec
-from gfgen.models.geometry import CONFIGS, weightless_geometry
-from gfgen.runtime.admission import AdmittedJob, Model, admit
-from gfgen.runtime.cost import CostModel
-from gfgen.runtime.profile import check_profile, load_profile
-from gfgen.runtime.profiles import SHIPPED, first_fitting
+from gfgen.models.geometry.geometry import CONFIGS, weightless_geometry
+from gfgen.runtime.core.admission import AdmittedJob, Model, admit
+from gfgen.runtime.predict.cost import CostModel
+from gfgen.runtime.predict.profile import check_profile, load_profile
+from gfgen.runtime.predict.profiles import SHIPPED, first_fitting
 
 PROFILE = load_profile(SHIPPED / "h200-goals.json")
 

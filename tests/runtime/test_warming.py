@@ -15,12 +15,12 @@ from builders import make_job
 
 from gfgen.errors import InterruptedRunError, WorkerError
 from gfgen.graph import Stage
-from gfgen.runtime import warming
-from gfgen.runtime.admission import AdmittedJob
-from gfgen.runtime.channel import MAX_MESSAGE_BYTES, Channel
-from gfgen.runtime.messages import WarmedUp, WarmUp
-from gfgen.runtime.pool import MAX_DEATHS, Child, WorkerPool
-from gfgen.runtime.warming import degrees_at_hand, warm_ups
+from gfgen.runtime.core.admission import AdmittedJob
+from gfgen.runtime.ipc.channel import MAX_MESSAGE_BYTES, Channel
+from gfgen.runtime.ipc.messages import WarmedUp, WarmUp
+from gfgen.runtime.processes.pool import MAX_DEATHS, Child, WorkerPool
+from gfgen.runtime.worker import warming
+from gfgen.runtime.worker.warming import degrees_at_hand, warm_ups
 
 
 def test_steps_may_run_on_as_many_ranks_as_the_policy_gives() -> None:

@@ -6,8 +6,8 @@ import pytest
 from builders import make_job
 
 from gfgen.layout import Layout
-from gfgen.runtime.dispatch import Dispatch
-from gfgen.runtime.watchdog import MAX_PAUSES, Patience, Watchdog
+from gfgen.runtime.core.dispatch import Dispatch
+from gfgen.runtime.processes.watchdog import MAX_PAUSES, Patience, Watchdog
 
 PATIENCE = Patience(silence_s=10.0, task_s=300.0, task_factor=20.0, asleep_s=3.0)
 

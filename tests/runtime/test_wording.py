@@ -1,4 +1,4 @@
-from gfgen.runtime.wording import counted
+from gfgen.system.wording import counted
 
 
 def test_one_thing_is_singular_and_large_numbers_have_commas():

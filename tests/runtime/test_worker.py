@@ -20,11 +20,9 @@ from gfgen.errors import AbortedError, JobError, ModelError, Problem
 from gfgen.gfc.descriptor import Descriptor
 from gfgen.jobspec import JobSpec
 from gfgen.layout import Layout
-from gfgen.models.adapter import Fields
-from gfgen.runtime import worker as worker_module
-from gfgen.runtime import worker_jobs
-from gfgen.runtime.channel import Channel
-from gfgen.runtime.messages import (
+from gfgen.models.families.adapter import Fields
+from gfgen.runtime.ipc.channel import Channel
+from gfgen.runtime.ipc.messages import (
     Abandon,
     Arenas,
     ForgetJob,
@@ -39,9 +37,11 @@ from gfgen.runtime.messages import (
     TaskReport,
     WorkerFailed,
 )
-from gfgen.runtime.migration import Transfer
-from gfgen.runtime.slab import Slab, SlabPlan
-from gfgen.runtime.worker import Worker
+from gfgen.runtime.ipc.migration import Transfer
+from gfgen.runtime.ipc.slab import Slab, SlabPlan
+from gfgen.runtime.worker import worker as worker_module
+from gfgen.runtime.worker import worker_jobs
+from gfgen.runtime.worker.worker import Worker
 
 JOB = make_job("a", steps=4)
 PLAN = SlabPlan.of(JOB.trajectory)

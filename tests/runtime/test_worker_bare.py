@@ -9,7 +9,7 @@ import pytest
 
 from gfgen.job import JobSpec
 from gfgen.layout import Layout
-from gfgen.runtime.messages import RunBare
+from gfgen.runtime.ipc.messages import RunBare
 from gfgen.runtime.worker_bare import BareLoop
 
 ONE, BOTH = Layout.single(0), Layout((0, 1), ulysses=2)

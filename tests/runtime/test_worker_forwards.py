@@ -14,14 +14,14 @@ from gpu_worker_imitation import ImitationRecorder
 from gfgen.graph import Task
 from gfgen.jobspec import JobSpec
 from gfgen.layout import Layout
-from gfgen.models.forwards import evaluate
-from gfgen.models.graphs import Graphs
-from gfgen.models.parallel import Parallel
-from gfgen.models.registry import load_adapter
-from gfgen.models.rehearsal import RehearsalRanks
-from gfgen.runtime import worker_forwards
-from gfgen.runtime.messages import WarmUp
-from gfgen.runtime.worker_forwards import Forwards, Kind
+from gfgen.models.families.registry import load_adapter
+from gfgen.models.fast.forwards import evaluate
+from gfgen.models.fast.graphs import Graphs
+from gfgen.models.parallel.parallel import Parallel
+from gfgen.models.parallel.rehearsal import RehearsalRanks
+from gfgen.runtime.ipc.messages import WarmUp
+from gfgen.runtime.worker import worker_forwards
+from gfgen.runtime.worker.worker_forwards import Forwards, Kind
 
 torch.set_num_threads(1)
 

@@ -27,13 +27,12 @@ from gfgen.gfc.arena import Plan
 from gfgen.graph import Stage, Task
 from gfgen.job import JobSpec
 from gfgen.layout import Layout
-from gfgen.models import counted_attention, lanes
-from gfgen.models.adapter import Fields
+from gfgen.models.families.adapter import Fields
+from gfgen.models.parallel import counted_attention, lanes
 from gfgen.policies.catalog import NamedPolicy
-from gfgen.runtime import worker_gpu
-from gfgen.runtime.events import FramesLost, ModelsChanged, RankLoaded, TaskDone, TaskFailed
-from gfgen.runtime.loads import Loads
-from gfgen.runtime.messages import (
+from gfgen.runtime.control.residency import Residency
+from gfgen.runtime.core.events import FramesLost, ModelsChanged, RankLoaded, TaskDone, TaskFailed
+from gfgen.runtime.ipc.messages import (
     Arenas,
     ModelsSet,
     PeerReplaced,
@@ -43,15 +42,16 @@ from gfgen.runtime.messages import (
     SendState,
     WorkerFailed,
 )
-from gfgen.runtime.migration import Transfer
-from gfgen.runtime.pool import WorkerPool
-from gfgen.runtime.residency import Residency
-from gfgen.runtime.warming import warm_ups
-from gfgen.runtime.watchdog import Patience
-from gfgen.runtime.worker import WorkerSettings
-from gfgen.runtime.worker_forwards import Forwards
-from gfgen.runtime.worker_gpu import GpuWorker
-from gfgen.runtime.worker_jobs import InputVoidError, RankJob, Shipment
+from gfgen.runtime.ipc.migration import Transfer
+from gfgen.runtime.processes.loads import Loads
+from gfgen.runtime.processes.pool import WorkerPool
+from gfgen.runtime.processes.watchdog import Patience
+from gfgen.runtime.worker import worker_gpu
+from gfgen.runtime.worker.warming import warm_ups
+from gfgen.runtime.worker.worker import WorkerSettings
+from gfgen.runtime.worker.worker_forwards import Forwards
+from gfgen.runtime.worker.worker_gpu import GpuWorker
+from gfgen.runtime.worker.worker_jobs import InputVoidError, RankJob, Shipment
 
 PLAN = Plan(data_bytes=1 << 20, post_bytes=1 << 12)
 

@@ -13,20 +13,20 @@ from PIL import Image
 from gfgen.errors import WorkerError
 from gfgen.job import JobSpec
 from gfgen.layout import Layout
-from gfgen.models.geometry import load_geometry
-from gfgen.models.registry import resolve_checkpoint
+from gfgen.models.families.registry import resolve_checkpoint
+from gfgen.models.geometry.geometry import load_geometry
 from gfgen.policies.catalog import NamedPolicy, load_policy
-from gfgen.runtime.admission import Model, admit
-from gfgen.runtime.clock import Clock
-from gfgen.runtime.control import Control
-from gfgen.runtime.cost import CostModel
-from gfgen.runtime.events import RankReady, TaskFailed
-from gfgen.runtime.outputs import read_metadata
-from gfgen.runtime.pool import WorkerPool, default_writers
-from gfgen.runtime.slab import Slab, SlabPlan
-from gfgen.runtime.state import State
-from gfgen.runtime.worker_jobs import fetch
-from gfgen.runtime.workers import ProcessBackend
+from gfgen.runtime.control.control import Control
+from gfgen.runtime.control.state import State
+from gfgen.runtime.core.admission import Model, admit
+from gfgen.runtime.core.clock import Clock
+from gfgen.runtime.core.events import RankReady, TaskFailed
+from gfgen.runtime.files.outputs import read_metadata
+from gfgen.runtime.ipc.slab import Slab, SlabPlan
+from gfgen.runtime.predict.cost import CostModel
+from gfgen.runtime.processes.pool import WorkerPool, default_writers
+from gfgen.runtime.processes.workers import ProcessBackend
+from gfgen.runtime.worker.worker_jobs import fetch
 from gfgen.snapshot import Decision
 
 PICTURE = {"model": "tiny-qwen-image", "width": 64, "height": 64, "steps": 4, "seed": 11}

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gfgen.runtime import writer
-from gfgen.runtime.channel import MAX_MESSAGE_BYTES, Channel
-from gfgen.runtime.content import Content, content_of
-from gfgen.runtime.messages import WriteDone, WriteFailed, WriteRequest, WriterReady
-from gfgen.runtime.outputs import Frames, read_metadata
+from gfgen.runtime.files import writer
+from gfgen.runtime.files.outputs import Frames, read_metadata
+from gfgen.runtime.ipc.channel import MAX_MESSAGE_BYTES, Channel
+from gfgen.runtime.ipc.content import Content, content_of
+from gfgen.runtime.ipc.messages import WriteDone, WriteFailed, WriteRequest, WriterReady
 
 
 @pytest.fixture

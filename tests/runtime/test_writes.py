@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from builders import make_job
 
-from gfgen.runtime.messages import WriteRequest
-from gfgen.runtime.outputs import temporary_name
-from gfgen.runtime.writes import Writes
+from gfgen.runtime.files.outputs import temporary_name
+from gfgen.runtime.ipc.messages import WriteRequest
+from gfgen.runtime.processes.writes import Writes
 
 
 class Writer:

@@ -18,10 +18,11 @@ import uvicorn
 from fastapi import FastAPI, Request
 from starlette.responses import Response, StreamingResponse
 
-from gfgen.server import problems, routes_server, schemas
-from gfgen.server.bounds import Bounds
-from gfgen.server.guard import COOKIE, Guard, Keys
-from gfgen.server.problems import ApiError
+from gfgen.server.http import routes_server
+from gfgen.server.http.guard import COOKIE, Guard, Keys
+from gfgen.server.protocol import problems, schemas
+from gfgen.server.protocol.bounds import Bounds
+from gfgen.server.protocol.problems import ApiError
 
 STATE_PATH = "/v1/state/events"
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from PIL import Image
 
-from gfgen.server import schemas
+from gfgen.server.protocol import schemas
 
 MODELS = [
     schemas.Model(

@@ -7,10 +7,10 @@ import json
 
 import pytest
 
-from gfgen.server import bodies
-from gfgen.server.asking import data_url_content
-from gfgen.server.bodies import _from_json, _num_jobs
-from gfgen.server.problems import ApiError
+from gfgen.server.http import bodies
+from gfgen.server.http.bodies import _from_json, _num_jobs
+from gfgen.server.jobs.asking import data_url_content
+from gfgen.server.protocol.problems import ApiError
 
 PICTURE = bytes(range(256)) * 12
 URL = "data:image/png;base64," + base64.b64encode(PICTURE).decode()
@@ -81,7 +81,7 @@ def test_a_hash_tells_requests_apart_and_does_not_depend_on_how_they_are_read():
 
 @pytest.mark.parametrize("spoilt", ["=AAA", "AA=A", "A===", "AAA", "AA\nA", "AAA\u00e9", "AAAA===="])
 def test_base64_is_read_in_parts_as_it_is_as_a_whole(monkeypatch, spoilt):
-    monkeypatch.setattr("gfgen.server.asking._DECODED_AT_ONCE", 8)
+    monkeypatch.setattr("gfgen.server.jobs.asking._DECODED_AT_ONCE", 8)
     assert data_url_content(URL) == PICTURE
     for size in (0, 1, 2, 3, 5, 6, 7, 12):
         text = base64.b64encode(PICTURE[:size]).decode()

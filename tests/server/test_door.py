@@ -13,8 +13,8 @@ from builders import make_job, simulated_control
 
 from gfgen.errors import RunError
 from gfgen.policies.catalog import load_policy
-from gfgen.runtime.dispatch import Dispatch
-from gfgen.runtime.events import (
+from gfgen.runtime.core.dispatch import Dispatch
+from gfgen.runtime.core.events import (
     JobCancelled,
     ModelsChanged,
     PolicyChanged,
@@ -23,11 +23,12 @@ from gfgen.runtime.events import (
     RankReady,
     TaskDone,
 )
-from gfgen.runtime.observer import JobOutcome
-from gfgen.server import door as doors
-from gfgen.server.choosing import SwitchedChooser
-from gfgen.server.door import MAX_AT_ONCE, Door
-from gfgen.server.link import (
+from gfgen.runtime.core.observer import JobOutcome
+from gfgen.server.bridge import door as doors
+from gfgen.server.bridge.door import MAX_AT_ONCE, Door
+from gfgen.server.jobs.choosing import SwitchedChooser
+from gfgen.server.jobs.live import Live
+from gfgen.server.protocol.link import (
     Cancel,
     Ends,
     Framing,
@@ -40,7 +41,6 @@ from gfgen.server.link import (
     Submit,
     pack,
 )
-from gfgen.server.live import Live
 from gfgen.snapshot import RunningTask
 
 SERVING = Serving(max, max, (), "cpu", 2, "srtf", 0.0)

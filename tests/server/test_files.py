@@ -10,8 +10,8 @@ import pytest
 from PIL import Image
 
 from gfgen.errors import OutputError
-from gfgen.server import files
-from gfgen.server.problems import ApiError
+from gfgen.server.jobs import files
+from gfgen.server.protocol.problems import ApiError
 
 
 @pytest.fixture

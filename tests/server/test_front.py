@@ -22,20 +22,21 @@ from test_store import accepted
 
 from gfgen.errors import OutputError, Problem
 from gfgen.jobspec import JobSpec
-from gfgen.runtime import descriptors
-from gfgen.runtime.manifest import manifest_entry
-from gfgen.server import connections, supervisor
-from gfgen.server import desk as desks
-from gfgen.server.asking import Asked
-from gfgen.server.bounds import Bounds
-from gfgen.server.desk import Desk
-from gfgen.server.front import clear_folders
-from gfgen.server.link import Hello, Noted, Serving, Settings, pack
-from gfgen.server.live import Live
-from gfgen.server.manifests import UNTOLD, manifest
-from gfgen.server.problems import ApiError
-from gfgen.server.store import KEPT_REQUESTS_S, STORE_NAME, Ending, RequestKey, Store
-from gfgen.server.streams import job_stream
+from gfgen.runtime.files.manifest import manifest_entry
+from gfgen.server.bridge import supervisor
+from gfgen.server.http import connections
+from gfgen.server.http.front import clear_folders
+from gfgen.server.http.streams import job_stream
+from gfgen.server.jobs import desk as desks
+from gfgen.server.jobs.asking import Asked
+from gfgen.server.jobs.desk import Desk
+from gfgen.server.jobs.live import Live
+from gfgen.server.jobs.manifests import UNTOLD, manifest
+from gfgen.server.jobs.store import KEPT_REQUESTS_S, STORE_NAME, Ending, RequestKey, Store
+from gfgen.server.protocol.bounds import Bounds
+from gfgen.server.protocol.link import Hello, Noted, Serving, Settings, pack
+from gfgen.server.protocol.problems import ApiError
+from gfgen.system import descriptors
 
 SERVING = Serving(lambda specs: ([], []), lambda specs: ([], []), (), "cpu", 2, "srtf", 100.0)
 
@@ -46,7 +47,7 @@ def test_a_front_that_cannot_follow_the_run_says_why_in_one_line_and_ends_at_onc
     with socket.create_server(("127.0.0.1", 0)) as listener, ours:
         with theirs:
             front = subprocess.Popen(
-                [sys.executable, "-m", "gfgen.server.front_main"]
+                [sys.executable, "-m", "gfgen.server.http.front_main"]
                 + [str(number) for number in (theirs.fileno(), listener.fileno())],
                 pass_fds=(theirs.fileno(), listener.fileno()),
                 stderr=subprocess.PIPE,

@@ -12,14 +12,14 @@ from acted_run import ActedRun, Part, job_info
 
 from gfgen.graph import Trajectory
 from gfgen.layout import Layout
-from gfgen.runtime import events
-from gfgen.runtime.dispatch import Dispatch
-from gfgen.runtime.observer import Observer
-from gfgen.server.link import Ends, Rows, Serving
-from gfgen.server.live import Live, Watcher
-from gfgen.server.records import Record
-from gfgen.server.store import Ending, Facts
-from gfgen.server.streams import MAX_FRAMES, Frames, _job_events
+from gfgen.runtime.core import events
+from gfgen.runtime.core.dispatch import Dispatch
+from gfgen.runtime.core.observer import Observer
+from gfgen.server.http.streams import MAX_FRAMES, Frames, _job_events
+from gfgen.server.jobs.live import Live, Watcher
+from gfgen.server.jobs.records import Record
+from gfgen.server.jobs.store import Ending, Facts
+from gfgen.server.protocol.link import Ends, Rows, Serving
 
 START = 1_000_000.0
 

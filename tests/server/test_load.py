@@ -28,7 +28,7 @@ ENDED = ("completed", "failed", "cancelled")
 def processes(server):
     """The front, and the workers, of a server."""
     children = children_of(server.process.pid)
-    fronts = [pid for pid in children if b"gfgen.server.front" in command_of(pid)]
+    fronts = [pid for pid in children if b"gfgen.server.http.front" in command_of(pid)]
     forkers = [pid for pid in children if b"forkserver" in command_of(pid)]
     return fronts, sorted(pid for forker in forkers for pid in children_of(forker))
 

@@ -13,8 +13,8 @@ import page_states as states
 import pytest
 from fake_server import FakeServer
 
-from gfgen.server import schemas
-from gfgen.server.problems import ApiError
+from gfgen.server.protocol import schemas
+from gfgen.server.protocol.problems import ApiError
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 expect = playwright.expect

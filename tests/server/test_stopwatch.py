@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from gfgen.runtime.control import Backend
-from gfgen.server.stopwatch import Stopwatch
+from gfgen.runtime.control.control import Backend
+from gfgen.server.bridge.stopwatch import Stopwatch
 
 CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "wait": ((1.0,), {}),

@@ -11,8 +11,8 @@ from dataclasses import replace
 import pytest
 
 from gfgen.errors import OutputError
-from gfgen.server import store as store_module
-from gfgen.server.store import Accepted, Ending, Facts, KeyTakenError, RequestKey, Store, _Work
+from gfgen.server.jobs import store as store_module
+from gfgen.server.jobs.store import Accepted, Ending, Facts, KeyTakenError, RequestKey, Store, _Work
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from gfgen.models.registry import WEIGHTS
+from gfgen.models.families.registry import WEIGHTS
 
 BEGIN, END = "<!-- figures -->\n", "<!-- end of figures -->"
 

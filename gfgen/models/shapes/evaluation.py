@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from gfgen.models.prompt_memory import remember_prompts
+from gfgen.models.fast.prompt_memory import remember_prompts
 from gfgen.models.shapes.drawing import draw, sketch
 from gfgen.models.shapes.measures import Scores, Sight, judge, look
 from gfgen.models.shapes.parts import FLOW_SHIFT, GUIDANCE_SCALE, STEPS, Parts, load

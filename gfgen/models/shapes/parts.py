@@ -18,8 +18,8 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from torch import nn
 from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
 
-from gfgen.models.components import load_pipeline, without_progress_bars
-from gfgen.models.geometry_files import SETTINGS_NAME
+from gfgen.models.geometry.geometry_files import SETTINGS_NAME
+from gfgen.models.loading.components import load_pipeline, without_progress_bars
 from gfgen.models.shapes.supply import vocabulary
 
 NUM_HEADS = 24

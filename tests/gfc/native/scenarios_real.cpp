@@ -80,7 +80,7 @@ class Later {
   std::vector<Arrival> arrived_;
 };
 
-// Two attentions of one task, as in models/shared_attention.py: the heads' exchange, the ring's beside
+// Two attentions of one task, as in models/parallel/shared_attention.py: the heads' exchange, the ring's beside
 // the attention to what the first one brought, then the way back. `num_chunks` 2: the heads of the
 // next chunk are fetched before those of the present one are read in place.
 Program attentions(int ring, int num_chunks) {

@@ -1,0 +1,185 @@
+"""What ranks there are: chosen by options, admitting jobs, and started."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from gfgen.cli.session.admission import Admission
+from gfgen.cli.session.options import graphs_option
+from gfgen.cli.session.packages import COMPUTING, check_packages
+from gfgen.errors import JobFileError
+from gfgen.gfc.cuda import compiler
+from gfgen.jobspec import JobSpec
+from gfgen.models.geometry.geometry_files import model_name
+from gfgen.models.geometry.geometry_weights import VAE_DTYPES
+from gfgen.runtime.core.admission import AdmittedJob, admit
+from gfgen.runtime.core.devices import CPU, DEVICES, Devices
+from gfgen.runtime.core.memory import check_addresses, check_together
+from gfgen.runtime.predict.job_bounds import JobBounds, StepTimes
+from gfgen.runtime.predict.profiles import find_profile
+from gfgen.runtime.processes.pool import WorkerPool
+from gfgen.system import descriptors
+from gfgen.system.machine import cpu_name
+from gfgen.system.signals import SignalPipe
+from gfgen.system.wording import counted
+
+logger = logging.getLogger(__name__)
+
+Command = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """What workers there are."""
+
+    devices: Devices
+    has_random_weights: bool = False
+    vae_dtype: str = "auto"
+    has_graphs: bool = True
+    """Where they are on GPUs."""
+
+    @property
+    def num_ranks(self) -> int:
+        return self.devices.num_ranks
+
+    @property
+    def are_on_gpus(self) -> bool:
+        return self.devices.kind != CPU
+
+    @property
+    def device_name(self) -> str:
+        """Of a GPU, or of this machine's processor."""
+        return self.devices.gpus[0].name if self.devices.gpus else cpu_name()
+
+    @property
+    def description(self) -> str:
+        """As in '4 x NVIDIA H200'."""
+        if self.devices.gpus:
+            ranks = f"{self.num_ranks} ranks on " if self.devices.ranks_per_gpu > 1 else ""
+            return f"{ranks}{len(self.devices.gpus)} x {self.device_name}"
+        return f"{counted(self.num_ranks, 'CPU rank')} on {self.device_name}"
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """Of the command line, but for the device and the number of ranks."""
+        words = ["--random-weights"] if self.has_random_weights else []
+        shared = self.devices.ranks_per_gpu
+        words += ["--ranks-per-gpu", str(shared)] if shared > 1 else []
+        words += [] if self.vae_dtype == "auto" else ["--vae-dtype", self.vae_dtype]
+        return (*words, *([] if self.has_graphs else ["--no-graphs"]))
+
+    def step_times(self) -> StepTimes:
+        """How long steps take at least, by what is known of this machine."""
+        found = find_profile(self.devices.gpus[0].name if self.devices.gpus else None)
+        profile = None if found is None else found[1]
+        return StepTimes(profile, kind=self.devices.kind, num_ranks=self.num_ranks)
+
+    def admission(self, default_model: str, *, bounds: JobBounds | None = None) -> Admission:
+        """What lets jobs in that they can run."""
+        has_bounded_steps = bounds is not None and bounds.step_s is not None
+        return Admission(
+            default_model=default_model,
+            devices=self.devices,
+            has_random_weights=self.has_random_weights,
+            vae_dtype=self.vae_dtype,
+            bounds=bounds,
+            step_times=self.step_times() if has_bounded_steps else None,
+        )
+
+
+def admitted_on(
+    ranks: Ranks, specs: Sequence[JobSpec], *, default_model: str, source: str
+) -> Sequence[AdmittedJob]:
+    """Jobs that ranks can run which hold all of their models.
+
+    Raises: JobFileError with all that is wrong, `source` named; InputError when the models do not fit.
+    """
+    admission = ranks.admission(default_model)
+    jobs, problems = admit(specs, default_model=default_model, find_model=admission.find_model)
+    models_bytes = admission.check({job.checkpoint for job in jobs})
+    check_together(models_bytes, available=admission.room_bytes)
+    fitting, too_large = admission.refuse_large(jobs, models_bytes=models_bytes)
+    if problems or too_large:
+        raise JobFileError(source, (*problems, *too_large))
+    return fitting
+
+
+@contextlib.contextmanager
+def ready_pool(
+    checkpoints: Collection[Path],
+    ranks: Ranks,
+    signals: SignalPipe,
+    *,
+    worker_main: str | None = None,
+    are_all_needed: bool = False,
+    keep_fds: Sequence[int] = (),
+) -> Iterator[WorkerPool]:
+    """Workers with these models, or such as `worker_main` says; the run's clock starts after this.
+
+    A rank that cannot start is gone without, unless all are needed, as where something is measured.
+    Workers and writers keep `keep_fds` open until they end.
+    """
+    descriptors.check_enough()
+    check_addresses()
+    if worker_main is None:
+        check_packages(COMPUTING)
+    logger.info(
+        "starting %s (%s) with %s",
+        counted(ranks.num_ranks, "rank"),
+        ranks.devices.kind,
+        ", ".join(sorted(model_name(path) for path in checkpoints)),
+    )
+    if ranks.are_on_gpus and not compiler.kept():
+        logger.info("compiling kernels first; this takes about 20 s, once per machine")
+    islands = ranks.devices.islands
+    if len(islands) > 1:
+        logger.info(
+            "only GPUs with peer access can share a step: %s", "; ".join(str(list(i)) for i in islands)
+        )
+    began_s = time.monotonic()
+    with signals.interrupting("the models were loading; nothing was started"):
+        started = WorkerPool(
+            num_ranks=ranks.num_ranks,
+            checkpoints=sorted(checkpoints),
+            worker_main=worker_main,
+            device=ranks.devices.kind,
+            has_random_weights=ranks.has_random_weights,
+            vae_dtype=ranks.vae_dtype,
+            has_graphs=ranks.has_graphs,
+            memory_limit=ranks.devices.rank_limit,
+            num_gpus=len(ranks.devices.gpus),
+            islands=islands,
+            are_all_needed=are_all_needed,
+            keep_fds=keep_fds,
+        )
+    with started as pool:
+        pool.wait_ready(signals)
+        logger.info("ready after %.1f s", time.monotonic() - began_s)
+        yield pool
+
+
+def rank_options(command: Command) -> Command:
+    """--device, --random-weights, --vae-dtype and --no-graphs."""
+    options = (
+        click.option(
+            "--device", type=click.Choice(DEVICES), default="auto", show_default=True,
+            help="Device of the ranks. auto takes GPUs if there are any.",
+        ),
+        click.option("--random-weights", is_flag=True, help="Draw full-size weights at random."),
+        click.option(
+            "--vae-dtype", type=click.Choice(VAE_DTYPES), default="auto", show_default=True,
+            help="Precision of VAEs.",
+        ),
+        graphs_option,
+    )  # fmt: skip
+    for option in reversed(options):
+        command = option(command)
+    return command

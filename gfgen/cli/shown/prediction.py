@@ -1,0 +1,127 @@
+"""What the commands that predict have in common: profiles and numbers of ranks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import click
+
+from gfgen.layout import MAX_RANKS
+from gfgen.models.families.registry import PACKAGED
+from gfgen.runtime.core.admission import AdmittedJob
+from gfgen.runtime.core.devices import find_gpus
+from gfgen.runtime.predict.profile import Profile, check_profile
+from gfgen.runtime.predict.profiles import find_profile, first_fitting, open_profile, shipped_profiles
+from gfgen.system.machine import cpu_name
+from gfgen.system.wording import counted
+
+DEFAULT_RANKS = 4
+
+
+class RankCounts(click.ParamType[tuple[int, ...]]):
+    """Numbers of ranks, as 4, 1,2,4 or 1..8."""
+
+    name = "ranks"
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, ...]:
+        counts: list[int] = []
+        try:
+            for part in str(value).split(","):
+                first, dots, last = part.partition("..")
+                counts += range(int(first), int(last or first if dots else first) + 1)
+        except ValueError:
+            counts = []
+        if not counts or min(counts) < 1 or max(counts) > MAX_RANKS:
+            self.fail(
+                f"{value!r}: give 1 to {MAX_RANKS} ranks, such as 4, 1,2,4 or 1..{MAX_RANKS}", param, ctx
+            )
+        return tuple(sorted(set(counts)))
+
+
+def choose_profile(path: Path | None, jobs: Sequence[AdmittedJob], *, num_ranks: int) -> Profile:
+    """The profile in the file; or this machine's; or one that comes with gfgen and has the jobs' models.
+
+    Raises: InputError when there is none, or when it cannot tell how long the jobs take.
+    """
+    profile = (_fitting(jobs, num_ranks=num_ranks) if path is None else None) or open_profile(path)
+    check_profile(profile, jobs, num_ranks=num_ranks)
+    return profile
+
+
+def default_ranks(path: Path | None, jobs: Sequence[AdmittedJob]) -> tuple[int, ...]:
+    """As many as `gfgen run` takes, or as the profile knows."""
+    profile = _fitting(jobs, num_ranks=DEFAULT_RANKS) if path is None else None
+    return (min(DEFAULT_RANKS, (profile or open_profile(path)).num_ranks),)
+
+
+def closer_profile(path: Path | None, jobs: Sequence[AdmittedJob], *, counts: Sequence[int]) -> str | None:
+    """A line for whoever has several numbers of ranks predicted: another profile is closer to the small ones.
+
+    None where one profile is the first choice for all of them, or was named.
+    """
+    chosen = _fitting(jobs, num_ranks=max(counts)) if path is None else None
+    for count in sorted(set(counts), reverse=True):
+        closer = _fitting(jobs, num_ranks=count) if chosen is not None else None
+        if closer is not None and closer != chosen:
+            fewer = f"1..{count}" if count > 1 else "1"
+            ranks = f"up to {counted(count, 'rank')}" if count > 1 else "1 rank"
+            return f"For {ranks}, {describe(closer)} is closer: --ranks {fewer} predicts with it."
+    return None
+
+
+def machine(profile: Profile, jobs: Sequence[AdmittedJob], *, num_ranks: int) -> str:
+    """Whose predictions these are, and what stands behind them: '4 x NVIDIA H200 (measured here)'."""
+    is_shipped = profile in shipped_profiles()
+    is_here = not is_shipped and profile.device in (gpu_name(), cpu_name())
+    notes = [_basis(profile, jobs, is_here=is_here)]
+    if "core" in profile.device:
+        return f"{counted(num_ranks, 'CPU rank')} ({'; '.join([profile.device, *notes])})"
+    if profile.device != gpu_name():
+        name = gpu_name()
+        notes.append("this machine has no GPU" if name is None else f"this machine has {name}")
+    name = re.sub(r"^\d+x | \(goals\)$", "", profile.device)
+    return f"{num_ranks} x {name} ({'; '.join(notes)})"
+
+
+def _basis(profile: Profile, jobs: Sequence[AdmittedJob], *, is_here: bool) -> str:
+    """What the rows of the jobs' models are."""
+    models = {job.model_in(profile.models) for job in jobs}
+    found = {row.basis for row in profile.rows if row.model in models}
+    if "goals" in found:
+        return "goals, not measured"
+    if "measured" in found:
+        return "measured here" if is_here else "measured on another machine"
+    if "runs" in found:
+        return "measured by runs here" + (", the rest scaled" if "scaled" in found else "")
+    return "scaled from another machine, not measured"
+
+
+@cache
+def gpu_name() -> str | None:
+    """Of this machine's first GPU."""
+    gpus = find_gpus()
+    return gpus[0].name if gpus else None
+
+
+def describe(profile: Profile) -> str:
+    """What predictions rest on."""
+    return f"the profile of {profile.device} ({profile.date})"
+
+
+def _fitting(jobs: Sequence[AdmittedJob], *, num_ranks: int) -> Profile | None:
+    """One that has the models: this machine's, or a shipped one with enough ranks but few beyond.
+
+    Where none has enough, the one with the most.
+    """
+    calibrate = any(job.model_in() in PACKAGED for job in jobs)
+    devices = [name for name in (gpu_name(), cpu_name()) if name]
+    own = [each[1] for name in devices if (each := find_profile(name, calibrate=calibrate))]
+    known = [*own, *sorted(shipped_profiles(), key=lambda each: each.num_ranks)]
+    found = first_fitting(known, jobs, num_ranks=num_ranks)
+    with_models = (each for each in known if each.knows(jobs))
+    return found or max(with_models, key=lambda each: each.num_ranks, default=None)

@@ -1,0 +1,80 @@
+"""What simulations take for granted of memory: that all models fit, or how much there is of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+
+from gfgen.cli.session.admission import Admission
+from gfgen.errors import JobFileError
+from gfgen.runtime.control.residency import LOAD_BYTES_PER_S, Residency
+from gfgen.runtime.core.admission import AdmittedJob
+from gfgen.runtime.core.devices import CUDA, Devices, parse_memory
+
+simulated_memory_option = click.option(
+    "--memory",
+    metavar="SIZE",
+    help='Memory per GPU for weights and jobs, such as "80GB". Models that do not fit take turns. [no limit]',
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedMemory:
+    """The room that these jobs have on each GPU; None: as much as they want."""
+
+    jobs: Sequence[AdmittedJob]
+    weights: Mapping[Path, int]
+    """Bytes of each of their models."""
+    room_bytes: int | None = None
+
+    @classmethod
+    def of(cls, jobs: Sequence[AdmittedJob], memory: str | None, *, source: str) -> SimulatedMemory:
+        """For the text of --memory.
+
+        Raises: InputError when it is no size, or when a model does not fit into it by itself;
+                JobFileError for jobs of the file `source` that do not.
+        """
+        room_bytes = None if memory is None else parse_memory(memory)
+        admission = _admission(1, room_bytes)
+        weights = admission.check({job.checkpoint for job in jobs})
+        if room_bytes is not None:
+            too_large = admission.too_large_for_gpus(jobs, models_bytes=weights)
+            if too_large:
+                raise JobFileError(source, tuple(too_large))
+        return cls(jobs, weights, room_bytes)
+
+    def residency(self, num_ranks: int) -> Residency | None:
+        """Who lets models take turns in one run on so many ranks; None where all of them stay."""
+        if self.room_bytes is None:
+            return None
+        return _admission(num_ranks, self.room_bytes).residency(self.jobs)
+
+    def in_words(self, num_ranks: int) -> str | None:
+        """What is to be known of it; None with one model, or where it is known that all fit."""
+        if len(self.weights) == 1:
+            return None
+        if self.room_bytes is None:
+            sizes = self.weights.values()
+            size = f" (weights of {_size(sum(sizes))})" if all(sizes) else ""
+            return (
+                f"This assumes that all {len(sizes)} models fit into memory at once{size}. "
+                "With --memory SIZE, models that do not fit take turns."
+            )
+        if self.residency(num_ranks) is None:
+            return None
+        return (
+            f"Models take turns in {_size(self.room_bytes)} of each GPU. This assumes that they load at "
+            f"{LOAD_BYTES_PER_S / 1e9:g} GB a second, which is an estimate."
+        )
+
+
+def _admission(num_ranks: int, room_bytes: int | None) -> Admission:
+    devices = Devices(CUDA, num_ranks, memory_limit=room_bytes)
+    return Admission(default_model="", devices=devices, has_random_weights=True)
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:,.0f} GB"

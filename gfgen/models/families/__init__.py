@@ -1,0 +1,1 @@
+"""The executors of each model family."""

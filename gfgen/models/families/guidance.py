@@ -1,0 +1,98 @@
+"""Branches of classifier-free guidance: in turn, in one forward, or on two halves of a layout.
+
+Halves are a layout's own (`cfg` degree 2). Where all ranks evaluate both branches, they do it in the way that
+is known to be faster (`BATCH_RULES`). What the control plane measures and compares, all ranks with two
+halves, follows from that.
+
+Legend: B batch (1 for each branch), L tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gfgen.jobspec import JobSpec
+from gfgen.models.families.adapter import Fields
+from gfgen.models.geometry.geometry import Geometry, check_degrees
+from gfgen.models.parallel.parallel import Parallel
+from gfgen.models.parallel.sequence_parallel import active
+
+Predict = Callable[[Sequence[Tensor]], Tensor]
+"""From the embeddings of one branch or of several to their noise predictions, [branches, ..]."""
+
+
+class BatchRule(NamedTuple):
+    """Where both branches in one forward win: jobs of `from_tokens` up to less than `to_tokens`."""
+
+    family: str
+    sequence_degree: int
+    from_tokens: int
+    to_tokens: int
+    max_padding: int
+    """Tokens by which the texts of the branches may differ: the shorter one is padded."""
+
+
+BATCH_RULES = (
+    BatchRule("qwen-image", sequence_degree=1, from_tokens=1_000, to_tokens=6_000, max_padding=128),
+    BatchRule("qwen-image", sequence_degree=2, from_tokens=1_000, to_tokens=10_000, max_padding=128),
+)
+"""In bf16 on a GPU. By `gfgen bench forward --only "*/both-*"` on H200, ms of both branches in turn and in
+one forward, with texts of 64 and 8 tokens: 1,024 tokens 67.3 and 60.2 on one GPU, 46.5 and 38.7 on two;
+4,096 tokens 252 and 244, 142 and 134; 9,216 tokens 669 and 663, 365 and 358. Wan's differ by 1%, either way.
+Padding is work like that on other tokens, so twice as much of it still leaves most of the gain."""
+
+
+def predict_branches(
+    predict: Predict, prompt: Fields, *, spec: JobSpec, geometry: Geometry, parallel: Parallel | None
+) -> tuple[Tensor, Tensor | None]:
+    """The noise predictions for the prompt and, with guidance, for the negative prompt.
+
+    Every rank has both, in this order, so whatever they compute from it is the same on all of them.
+
+    Raises: LayoutError for degrees that this job does not allow.
+    """
+    names = ("prompt_embeds", "negative_prompt_embeds") if geometry.uses_cfg(spec) else ("prompt_embeds",)
+    embeds = [prompt.tensors[name] for name in names]
+    if parallel is not None:
+        check_degrees(geometry, spec, parallel.degrees)
+    degree = 1 if parallel is None else parallel.sequence.size
+    in_batch = is_batch_faster(geometry, spec, sequence_degree=degree, embeds=embeds)
+    predictions = evaluate_branches(predict, embeds, parallel, in_batch=in_batch)
+    return predictions[0], predictions[1] if len(predictions) == 2 else None
+
+
+def is_batch_faster(
+    geometry: Geometry, spec: JobSpec, *, sequence_degree: int, embeds: Sequence[Tensor]
+) -> bool:
+    """Whether one forward of all branches, with these embeddings, is known to be faster than one each."""
+    if len(embeds) == 1 or not embeds[0].is_cuda or embeds[0].dtype != torch.bfloat16:
+        return False
+    num_tokens, lengths = geometry.num_tokens(spec), [branch.shape[1] for branch in embeds]
+    return any(
+        (rule.family, rule.sequence_degree) == (geometry.family, sequence_degree)
+        and rule.from_tokens <= num_tokens < rule.to_tokens
+        and max(lengths) - min(lengths) <= rule.max_padding
+        for rule in BATCH_RULES
+    )
+
+
+def evaluate_branches(
+    predict: Predict, embeds: Sequence[Tensor], parallel: Parallel | None, *, in_batch: bool
+) -> list[Tensor]:
+    """The prediction for each branch, on every rank.
+
+    in_batch: both in one forward. With two halves each of them evaluates its own branch, whatever that says.
+    """
+    with nullcontext() if parallel is None else active(parallel):
+        if parallel is not None and parallel.cfg.size > 1:
+            own = predict([embeds[parallel.cfg.slot]])
+        elif in_batch:
+            return list(predict(embeds).chunk(len(embeds)))
+        else:
+            return [predict([branch]) for branch in embeds]
+    return list(parallel.cfg.all_gather(own, dim=0).chunk(parallel.cfg.size))

@@ -1,0 +1,207 @@
+"""Adapter of Qwen-Image: text to image, with true classifier-free guidance.
+
+The pipeline's own methods where they are usable as pieces; the denoising loop's body and
+the end of `__call__` as functions of artifacts. In fp32 every result is bitwise the
+pipeline's own.
+
+Legend: B batch (1), S picture tokens, C channels, T H W latent frames (1), rows, columns.
+Source: diffusers 0.42 QwenImagePipeline.__call__.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from diffusers import QwenImagePipeline
+from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from gfgen.jobspec import JobSpec
+from gfgen.layout import Layout
+from gfgen.models.families import solver
+from gfgen.models.families.adapter import PIXEL_SUM, SAMPLE, Fields
+from gfgen.models.families.guidance import is_batch_faster, predict_branches
+from gfgen.models.families.latents import denormalize_latents
+from gfgen.models.families.pictures import to_uint8
+from gfgen.models.fast import stopping
+from gfgen.models.fast.forwards import Forward, evaluate
+from gfgen.models.fast.fused import fuse
+from gfgen.models.fast.prompt_memory import NUM_TEXTS
+from gfgen.models.fast.texts import forward_inputs, text_shape
+from gfgen.models.geometry.geometry import Geometry
+from gfgen.models.geometry.geometry_qwen import MAX_TEXT_TOKENS
+from gfgen.models.geometry.geometry_rules import known
+from gfgen.models.geometry.geometry_weights import component_dtypes
+from gfgen.models.loading.components import LoadPipeline, load_pipeline
+from gfgen.models.parallel import shared_decode
+from gfgen.models.parallel.counted_attention import is_fast
+from gfgen.models.parallel.parallel import Parallel
+from gfgen.models.parallel.sequence_parallel import install
+
+FOR_ANY_LENGTH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""All but cuDNN's attention, whose plan for a new length of prompt takes 42 ms on an H100."""
+
+
+class QwenImageAdapter:
+    """Executors of one Qwen-Image checkpoint; see `adapter.Adapter`."""
+
+    def __init__(self, geometry: Geometry, *, pipeline: Any, device: str) -> None:
+        self.geometry = geometry
+        self.device = torch.device(device)
+        self._pipeline = pipeline
+        self._vae = pipeline.vae
+        self._forward: Forward = evaluate
+        self._embed = functools.lru_cache(NUM_TEXTS)(self._embed_text)
+
+    @torch.no_grad()
+    def encode(self, spec: JobSpec) -> Fields:
+        tensors = {"prompt_embeds": self._embed(spec.prompt)}
+        if self.geometry.uses_cfg(spec):
+            tensors["negative_prompt_embeds"] = self._embed(known(spec.negative_prompt))
+        return Fields(tensors)
+
+    @torch.no_grad()
+    def prepare(self, spec: JobSpec, prompt: Fields) -> tuple[Fields, Fields]:
+        noise_BSC = self._pipeline.prepare_latents(
+            1,
+            self._pipeline.transformer.config.in_channels // 4,
+            spec.height,
+            spec.width,
+            prompt.tensors["prompt_embeds"].dtype,
+            self.device,
+            torch.Generator("cpu").manual_seed(known(spec.seed)),
+        )
+        scheduler = self._scheduler(spec)
+        scheduler.set_begin_index(0)
+        return Fields(), solver.save_state(scheduler, noise_BSC)
+
+    @torch.no_grad()
+    def denoise(
+        self,
+        spec: JobSpec,
+        prompt: Fields,
+        condition: Fields,
+        latents: Fields,
+        *,
+        step: int,
+        parallel: Parallel | None = None,
+    ) -> Fields:
+        scheduler = self._scheduler(spec)
+        sample_BSC = solver.restore_state(scheduler, latents)
+        timestep = scheduler.timesteps[step]
+        inputs = self._model_inputs(spec, sample_BSC, timestep=timestep)
+        predict = functools.partial(self._predict, inputs)
+        predicted_BSC, unguided_BSC = predict_branches(
+            predict, prompt, spec=spec, geometry=self.geometry, parallel=parallel
+        )
+        if unguided_BSC is not None:
+            predicted_BSC = _guide(predicted_BSC, unguided_BSC, scale=known(spec.true_cfg_scale))
+        sample_BSC = scheduler.step(predicted_BSC, timestep, sample_BSC, return_dict=False)[0]
+        return solver.detach_from(latents, solver.save_state(scheduler, sample_BSC))
+
+    @torch.no_grad()
+    def decode(self, spec: JobSpec, latents: Fields, *, parallel: Parallel | None = None) -> Fields:
+        sample_BSC = latents.tensors[SAMPLE].to(self.device)
+        factor = self._pipeline.vae_scale_factor
+        sample_BCTHW = self._pipeline._unpack_latents(sample_BSC, spec.height, spec.width, factor)
+        scaled_BCTHW = denormalize_latents(sample_BCTHW.to(self._vae.dtype), self._vae.config)
+        pixels_BCTHW, first_row = shared_decode.decode_rows(self._vae, scaled_BCTHW, parallel)
+        picture_BCHW = pixels_BCTHW[:, :, 0].float()
+        picture_BCHW = self._pipeline.image_processor.postprocess(picture_BCHW, output_type="pt")
+        tensors = {"frames": to_uint8(picture_BCHW), PIXEL_SUM: pixels_BCTHW.sum(dtype=torch.float32)}
+        return Fields(tensors, {"first_row": first_row})
+
+    def text_shape(self, spec: JobSpec, prompt: Fields, layout: Layout) -> tuple[object, ...]:
+        embeds, degree = list(prompt.tensors.values()), layout.ulysses * layout.ring
+        forwards = [[each] for each in embeds]
+        if layout.cfg == 1 and is_batch_faster(self.geometry, spec, sequence_degree=degree, embeds=embeds):
+            forwards = [embeds]
+        transformer, picture_tokens = self._pipeline.transformer, self.geometry.num_tokens(spec)
+        return tuple(
+            text_shape(transformer, each, picture_tokens=picture_tokens, degrees=layout.degrees)
+            for each in forwards
+        )
+
+    def evaluate_by(self, forward: Forward) -> None:
+        self._forward = forward
+
+    def _embed_text(self, text: str) -> torch.Tensor:
+        """Embeddings of one prompt. One prompt is never padded, so there is no mask."""
+        with sdpa_kernel(FOR_ANY_LENGTH):
+            embeds, mask = self._pipeline.encode_prompt(
+                prompt=text, device=self.device, max_sequence_length=MAX_TEXT_TOKENS
+            )
+        assert mask is None, "a single prompt came back padded"
+        return torch.as_tensor(embeds)
+
+    def _scheduler(self, spec: JobSpec) -> Any:
+        steps = known(spec.steps)
+        config = self._pipeline.scheduler.config
+        shift = calculate_shift(
+            self.geometry.num_tokens(spec),
+            config.get("base_image_seq_len", 256),
+            config.get("max_image_seq_len", 4096),
+            config.get("base_shift", 0.5),
+            config.get("max_shift", 1.15),
+        )
+        sigmas = np.linspace(1.0, 1 / steps, steps)
+        return solver.new_scheduler(
+            self._pipeline.scheduler, set_timesteps=lambda new: new.set_timesteps(sigmas=sigmas, mu=shift)
+        )
+
+    def _model_inputs(
+        self, spec: JobSpec, sample_BSC: torch.Tensor, *, timestep: torch.Tensor
+    ) -> dict[str, Any]:
+        timestep_B = (
+            timestep.to(self.device, non_blocking=True).expand(sample_BSC.shape[0]).to(sample_BSC.dtype)
+        )
+        factor = 2 * self._pipeline.vae_scale_factor
+        grid = (1, known(spec.height) // factor, known(spec.width) // factor)
+        return {
+            "hidden_states": sample_BSC,
+            "timestep": timestep_B / 1000,
+            "img_shapes": [[grid]],
+            "encoder_hidden_states_mask": None,
+            "guidance": None,
+            "attention_kwargs": dict[str, Any](),
+        }
+
+    def _predict(self, inputs: dict[str, Any], embeds: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Branches of classifier-free guidance."""
+        transformer = self._pipeline.transformer
+        assert len(embeds) == 1 or hasattr(transformer, "modulation"), "only fused blocks leave padding out"
+        return self._forward(transformer, forward_inputs(transformer, inputs, embeds))
+
+
+def load_qwen_image(
+    checkpoint: Path,
+    geometry: Geometry,
+    *,
+    device: str,
+    dtype: torch.dtype,
+    vae_dtype: str = "auto",
+    load: LoadPipeline = load_pipeline,
+) -> QwenImageAdapter:
+    """The adapter of a Qwen-Image checkpoint, its components on the device."""
+    dtypes = component_dtypes(QwenImagePipeline.__name__, vae_dtype)
+    pipeline = load(QwenImagePipeline, checkpoint, device=device, dtype=dtype, dtypes=dtypes)
+    install(pipeline.transformer)
+    if dtype != torch.float32:
+        fuse(pipeline.transformer)
+        is_fast(torch.device(device), dtype)  # tried before tasks, in which nobody may wait for the device
+    shared_decode.install(pipeline.vae)
+    stopping.install(pipeline.text_encoder, pipeline.transformer, pipeline.vae)
+    return QwenImageAdapter(geometry, pipeline=pipeline, device=device)
+
+
+def _guide(predicted_BSC: torch.Tensor, unguided_BSC: torch.Tensor, *, scale: float) -> torch.Tensor:
+    """True classifier-free guidance: each token keeps the length of its guided prediction."""
+    combined_BSC = unguided_BSC + scale * (predicted_BSC - unguided_BSC)
+    length_BS1: torch.Tensor = torch.norm(predicted_BSC, dim=-1, keepdim=True)
+    combined_length_BS1: torch.Tensor = torch.norm(combined_BSC, dim=-1, keepdim=True)
+    return combined_BSC * (length_BS1 / combined_length_BS1)

@@ -1,0 +1,312 @@
+"""Names of models to directories, and directories to adapters. Imports no torch by itself.
+
+A model is given as a directory, as a short name, or as a hub id ("org/name"). Of the short names one is
+of a trained model that comes with gfgen, and some are of tiny models, which are written into a cache on
+first use.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import logging
+import os
+import re
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gfgen.errors import ModelError
+from gfgen.models.geometry.geometry import CONFIGS, load_geometry, weightless_geometry
+from gfgen.models.geometry.geometry_files import read_checkpoint
+from gfgen.models.geometry.geometry_weights import VAE_DTYPES
+from gfgen.system.own_modules import module_command, module_environment
+
+if TYPE_CHECKING:
+    from gfgen.models.families.adapter import Adapter
+
+logger = logging.getLogger(__name__)
+
+HUB_IDS = {
+    "wan2.2-ti2v-5b": "Wan-AI/Wan2.2-TI2V-5B-Diffusers",
+    "wan2.2-t2v-a14b": "Wan-AI/Wan2.2-T2V-A14B-Diffusers",
+    "wan2.2-i2v-a14b": "Wan-AI/Wan2.2-I2V-A14B-Diffusers",
+    "qwen-image": "Qwen/Qwen-Image",
+}
+
+WEIGHTS = Path(__file__).parents[1] / "weights"
+"""Whole models that come with gfgen, by their names."""
+
+DEFAULT_MODEL = "shapes"
+"""For jobs that name none, where --model names none either."""
+
+TINY_TIMEOUT_S = 300.0
+
+HUB_TIMEOUT_S = 10.0
+"""For the first answer of the hub: a firewall that drops packets is no reason to wait for minutes."""
+HUB_PATTERNS = ("model_index.json", "gfgen.json", "*/*")
+"""Of a repository: not what lies beside the components, as weights in their original format."""
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, slots=True)
+class KnownModel:
+    """A model that can be given by a short name."""
+
+    name: str
+    summary: str
+
+
+MODELS = (
+    KnownModel(
+        "shapes",
+        "built in, trained: coloured shapes, at rest or moving, as prompts say; in seconds on a CPU",
+    ),
+    KnownModel("tiny-wan", "built in, random weights: text or image to video, in seconds on a CPU"),
+    KnownModel("tiny-wan-moe", "built in, random weights: text to video with two experts"),
+    KnownModel("tiny-wan-moe-i2v", "built in, random weights: image to video with two experts"),
+    KnownModel("tiny-qwen-image", "built in, random weights: text to image"),
+    KnownModel("wan2.2-ti2v-5b", f"text or image to video, 5 B ({HUB_IDS['wan2.2-ti2v-5b']})"),
+    KnownModel("wan2.2-t2v-a14b", f"text to video, 2 x 14 B ({HUB_IDS['wan2.2-t2v-a14b']})"),
+    KnownModel("wan2.2-i2v-a14b", f"image to video, 2 x 14 B ({HUB_IDS['wan2.2-i2v-a14b']})"),
+    KnownModel("qwen-image", f"text to image, 20 B ({HUB_IDS['qwen-image']})"),
+)
+
+PACKAGED = ("shapes",)
+"""Models whose weights come with gfgen."""
+TINY_NAMES = tuple(model.name for model in MODELS if model.name.startswith("tiny-"))
+
+
+def known_models() -> tuple[KnownModel, ...]:
+    """Every model with a short name, each with a line about it."""
+    return MODELS
+
+
+def resolve_checkpoint(name_or_dir: str) -> Path:
+    """The directory of a model; downloads or makes it where that is needed.
+
+    Raises: ModelError for a name that nothing is known by, and for a download that fails.
+    """
+    if (path := _at_hand(name_or_dir)) is not None:
+        return path
+    if name_or_dir in TINY_NAMES:
+        return _tiny_checkpoint(name_or_dir)
+    if name_or_dir in HUB_IDS:
+        return _downloaded(HUB_IDS[name_or_dir])
+    if _is_hub_id(name_or_dir):
+        return _downloaded(name_or_dir)
+    raise ModelError(_unknown(name_or_dir))
+
+
+def check_name(name_or_dir: str) -> None:
+    """Downloads and makes nothing.
+
+    Raises: ModelError for a name that nothing is known by.
+    """
+    is_known = name_or_dir in TINY_NAMES or name_or_dir in HUB_IDS or _is_hub_id(name_or_dir)
+    if not is_known and _at_hand(name_or_dir) is None:
+        raise ModelError(_unknown(name_or_dir))
+
+
+def resolve_configs(name_or_dir: str) -> Path:
+    """A directory with the model's config files, for random weights; nothing is downloaded.
+
+    Raises: ModelError for a name that no config files are here for.
+    """
+    if name_or_dir in TINY_NAMES:
+        return _tiny_checkpoint(name_or_dir)
+    return find_configs(name_or_dir)
+
+
+def find_configs(name_or_dir: str) -> Path:
+    """The directory with a model's config files, for what needs no weights; downloads and makes nothing.
+
+    Raises: ModelError for a name that no config files are here for.
+    """
+    if (path := _at_hand(name_or_dir)) is not None:
+        return path
+    names = {hub_id: name for name, hub_id in HUB_IDS.items()}
+    name = names.get(name_or_dir, name_or_dir)
+    if name in HUB_IDS or name in TINY_NAMES:
+        return CONFIGS / name
+    if _is_hub_id(name):
+        if (folder := _snapshot(name)) is not None:
+            return folder
+        raise ModelError(
+            f"model {name}: its config files are not here and nothing is downloaded for this; "
+            f"{_near_hub_id(name)}run 'hf download {name}', or give its directory"
+        )
+    raise ModelError(_unknown(name))
+
+
+def load_adapter(
+    checkpoint: Path,
+    *,
+    device: str = "cpu",
+    dtype: str | None = None,
+    vae_dtype: str = "auto",
+    has_random_weights: bool = False,
+) -> Adapter:
+    """The adapter of a checkpoint, its weights on the device. Imports torch.
+
+    dtype is float32 on a CPU and bfloat16 elsewhere unless told otherwise; vae_dtype is one of
+    VAE_DTYPES. With random weights the directory need hold config files only.
+
+    Raises: ModelError for a broken directory, an unknown family, or an unknown dtype.
+    """
+    geometry = weightless_geometry(checkpoint) if has_random_weights else load_geometry(checkpoint)
+    name = dtype or ("float32" if device == "cpu" else "bfloat16")
+    if name not in DTYPES:
+        raise ModelError(f"dtype {name!r} is not supported; {', '.join(DTYPES)} are")
+    if vae_dtype not in VAE_DTYPES:
+        raise ModelError(f"dtype {vae_dtype!r} of a VAE is not supported; {', '.join(VAE_DTYPES)} are")
+    import torch
+
+    from gfgen.models.loading.components import load_pipeline
+    from gfgen.models.loading.random_weights import random_pipeline
+
+    load = random_pipeline if has_random_weights else load_pipeline
+    options = {"device": device, "dtype": getattr(torch, name), "vae_dtype": vae_dtype, "load": load}
+    if geometry.family == "qwen-image":
+        from gfgen.models.families.qwen_image import load_qwen_image
+
+        return load_qwen_image(checkpoint, geometry, **options)
+    from gfgen.models.families.wan import load_wan
+
+    return load_wan(checkpoint, geometry, **options)
+
+
+def cache_dir() -> Path:
+    """Where gfgen keeps what it makes for itself."""
+    own = os.environ.get("GFGEN_CACHE")
+    if own:
+        return Path(own).expanduser()
+    shared = os.environ.get("XDG_CACHE_HOME")
+    return (Path(shared).expanduser() if shared else Path.home() / ".cache") / "gfgen"
+
+
+def tiny_dir() -> Path:
+    """Where the built-in models are kept; another place whenever the code that makes them changes."""
+    sources = sorted(Path(__file__).parents[1].glob("loading/tiny*.py"))
+    version = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:12]
+    return cache_dir() / f"tiny-{version}"
+
+
+def make_tiny_models(folder: Path, names: Sequence[str]) -> None:
+    """Write the built-in models of these names into a folder, where they are not there yet.
+
+    Made in a child process, so that this one stays free of torch. The child renames a
+    finished directory into place: when two make the same model at once, both are right.
+
+    Raises: ModelError with the child's reason.
+    """
+    what = f"model{'s' if len(names) > 1 else ''} {', '.join(names)}"
+    command, env = module_command("gfgen.models.loading.tiny", str(folder), *names), module_environment()
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=TINY_TIMEOUT_S, env=env)
+    except subprocess.TimeoutExpired:
+        raise ModelError(f"{what}: took over {TINY_TIMEOUT_S:.0f} s to make in {folder}") from None
+    except subprocess.CalledProcessError as error:
+        reason = (error.stderr.strip().splitlines() or ["no reason given"])[-1]
+        raise ModelError(f"{what}: cannot be made in {folder}: {reason}") from None
+
+
+def _at_hand(name_or_dir: str) -> Path | None:
+    """The directory of a model that comes with gfgen, whatever folders are here, or the one that is given.
+
+    Raises: ModelError for no name at all, as a script gives by mistake: it would be the current folder.
+    """
+    if not name_or_dir:
+        raise ModelError(f"a model's name is empty; accepted: {_accepted()}")
+    if name_or_dir in PACKAGED:
+        return WEIGHTS / name_or_dir
+    path = Path(name_or_dir).expanduser()
+    return path.resolve() if path.is_dir() else None
+
+
+def _is_hub_id(name: str) -> bool:
+    return re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None and name[0] not in "./"
+
+
+def _tiny_checkpoint(name: str) -> Path:
+    """A built-in model from the cache, made there first if need be."""
+    folder = tiny_dir()
+    if not (folder / name).is_dir():
+        logger.info("making the built-in model %s in %s", name, folder)
+        make_tiny_models(folder, [name])
+    return folder / name
+
+
+def _downloaded(hub_id: str) -> Path:
+    """A hub repository's files in the hub's own cache; asks the hub only where they are not all there.
+
+    So a batch goes on with the weights that it began with, and needs no network.
+    """
+    from huggingface_hub import snapshot_download
+
+    lacking = "not in the hub's cache"
+    if (folder := _snapshot(hub_id)) is not None:
+        try:
+            return read_checkpoint(folder, with_weights=True).path
+        except ModelError as error:
+            lacking = f"in the hub's cache, but not to be used ({str(error).partition('; ')[0]})"
+    try:
+        _check_format(hub_id)
+        return Path(snapshot_download(hub_id, allow_patterns=HUB_PATTERNS))
+    except ModelError:
+        raise
+    except Exception as error:  # the hub raises a dozen unrelated classes
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ModelError(
+            f"model {hub_id}: {lacking}, and downloading it failed ({reason}); {_near_hub_id(hub_id)}"
+            f"run 'hf download {hub_id}' where there is a network, or give a directory"
+        ) from error
+
+
+def _snapshot(hub_id: str) -> Path | None:
+    """The folder of a repository in the hub's cache, whole or not; None for what cannot be a hub id, too."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        index = try_to_load_from_cache(hub_id, "model_index.json")
+    except HFValidationError:
+        return None
+    return Path(index).parent if isinstance(index, str) else None
+
+
+def _check_format(hub_id: str) -> None:
+    """Ask what a repository holds, before many gigabytes of it are downloaded.
+
+    Raises: ModelError for one in another format, and what the hub raises.
+    """
+    from huggingface_hub import HfApi
+
+    files = HfApi().model_info(hub_id, timeout=HUB_TIMEOUT_S).siblings or ()
+    if files and not any(file.rfilename == "model_index.json" for file in files):
+        raise ModelError(
+            f"model {hub_id}: has no model_index.json, so it is not in diffusers' format; "
+            f"is there a {hub_id}-Diffusers?"
+        )
+
+
+def _unknown(name: str) -> str:
+    if name[0] in "./~" or name.endswith("/") or name.count("/") > 1:
+        there = "is a file" if Path(name).expanduser().exists() else "there is no such directory"
+        return f"model {name}: {there}; {_accepted()} is accepted"
+    nearest = difflib.get_close_matches(name.lower(), [model.name for model in MODELS], n=1, cutoff=0.5)
+    hint = f"did you mean {nearest[0]!r}? " if nearest else ""
+    return f"model {name}: unknown; {hint}accepted: {_accepted()}"
+
+
+def _accepted() -> str:
+    return f"a directory, a hub id (org/name), or {', '.join(model.name for model in MODELS)}"
+
+
+def _near_hub_id(hub_id: str) -> str:
+    """A question, where it may be one of ours with a slip in it; the original Wan formats are among these."""
+    nearest = difflib.get_close_matches(hub_id, HUB_IDS.values(), n=1, cutoff=0.8)
+    return f"did you mean {nearest[0]!r}? " if nearest and nearest[0] != hub_id else ""

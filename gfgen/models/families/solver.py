@@ -1,0 +1,109 @@
+"""A diffusers scheduler as a function: its state comes in, and goes out, with the latents.
+
+A scheduler object lives for one call. `sigmas` and `timesteps` follow from the number of
+steps and stay on the CPU, where reading one does not wait for a device; what changes from
+step to step is the state that `save_state` names and `restore_state` puts back.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
+
+from gfgen.models.families.adapter import SAMPLE, Fields, Scalar
+from gfgen.models.fast.unipc import HostUniPC
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """Names of a scheduler's attributes that one step leaves to the next."""
+
+    scalars: tuple[str, ...]
+    tensors: tuple[str, ...] = ()
+    tensor_lists: tuple[str, ...] = ()
+
+
+# Source: diffusers 0.42, every attribute that `step` assigns and a later `step` reads.
+# UniPC's `timestep_list` is written only; `this_order` does not exist before the first step.
+STATES: dict[type, State] = {
+    HostUniPC: State(
+        scalars=("_step_index", "_begin_index", "lower_order_nums", "this_order"),
+        tensors=("last_sample",),
+        tensor_lists=("model_outputs",),
+    ),
+    FlowMatchEulerDiscreteScheduler: State(scalars=("_step_index", "_begin_index")),
+}
+IN_PLACE_OF: dict[type, type] = {UniPCMultistepScheduler: HostUniPC}
+"""Schedulers that make the host wait for the device, and the same without that."""
+
+
+def new_scheduler(template: Any, *, set_timesteps: Callable[[Any], None], **overrides: Any) -> Any:
+    """A scheduler of the template's class and config, with some values of its own.
+
+    The template, which all jobs share, stays as it is.
+    """
+    kind: Any = IN_PLACE_OF.get(type(template), type(template))
+    assert kind in STATES, f"no state is known for {kind.__name__}"
+    given = {name: template.config[name] for name in _parameters(kind) if name in template.config}
+    scheduler = kind(**(given | overrides))
+    set_timesteps(scheduler)
+    return scheduler
+
+
+@functools.cache
+def _parameters(kind: type) -> tuple[str, ...]:
+    """Of its config. To look them up at every step, as `from_config` does, takes a millisecond."""
+    return tuple(inspect.signature(kind).parameters)
+
+
+def save_state(scheduler: Any, sample: Any) -> Fields:
+    """The artifact `latents`: the sample, and what the scheduler carries to the next step."""
+    state = STATES[type(scheduler)]
+    tensors = {SAMPLE: sample}
+    for name in state.tensors:
+        if getattr(scheduler, name) is not None:
+            tensors[name] = getattr(scheduler, name)
+    for name in state.tensor_lists:
+        for idx, tensor in enumerate(getattr(scheduler, name)):
+            if tensor is not None:
+                tensors[_item_name(name, idx)] = tensor
+    scalars: dict[str, Scalar] = {name: getattr(scheduler, name, None) for name in state.scalars}
+    return Fields(tensors, scalars)
+
+
+def restore_state(scheduler: Any, latents: Fields) -> Any:
+    """Make a new scheduler continue where `save_state` left another; returns the sample."""
+    state = STATES[type(scheduler)]
+    for name in state.scalars:
+        if latents.scalars[name] is not None:
+            setattr(scheduler, name, latents.scalars[name])
+    for name in state.tensors:
+        setattr(scheduler, name, latents.tensors.get(name))
+    for name in state.tensor_lists:
+        length = len(getattr(scheduler, name))
+        setattr(scheduler, name, [latents.tensors.get(_item_name(name, idx)) for idx in range(length)])
+    return latents.tensors[SAMPLE]
+
+
+def detach_from(given: Fields, result: Fields) -> Fields:
+    """The result with every tensor that shares storage with a given one copied.
+
+    A multistep solver keeps tensors that it was given (the last sample, the output before);
+    without the copy, artifacts would keep each other's storage alive.
+    """
+    storages = {tensor.untyped_storage().data_ptr() for tensor in given.tensors.values()}
+    tensors = {
+        name: tensor.clone() if tensor.untyped_storage().data_ptr() in storages else tensor
+        for name, tensor in result.tensors.items()
+    }
+    return Fields(tensors, result.scalars)
+
+
+def _item_name(name: str, idx: int) -> str:
+    """model_outputs, 1 -> model_output_1."""
+    return f"{name.removesuffix('s')}_{idx}"

@@ -1,0 +1,244 @@
+"""Adapter of the Wan family: Wan2.2-TI2V-5B, Wan2.2-A14B (two experts), Wan 2.1 text to video.
+
+The pipelines' own methods where they are usable as pieces (prompt, noise, condition,
+pictures in and out); the denoising loop's body and the end of `__call__` as functions of
+artifacts. In fp32 every result is bitwise the pipeline's own.
+
+Legend: B batch (1), C latent channels, T H W latent frames, rows, columns; S tokens.
+Source: diffusers 0.42 WanPipeline.__call__ and WanImageToVideoPipeline.__call__.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import WanImageToVideoPipeline, WanPipeline
+
+from gfgen.jobspec import JobSpec
+from gfgen.layout import Layout
+from gfgen.models.families import solver
+from gfgen.models.families.adapter import PIXEL_SUM, SAMPLE, Fields
+from gfgen.models.families.guidance import predict_branches
+from gfgen.models.families.latents import denormalize_latents
+from gfgen.models.families.pictures import load_image, to_uint8
+from gfgen.models.fast import stopping
+from gfgen.models.fast.forwards import Forward, evaluate
+from gfgen.models.fast.fused import fuse
+from gfgen.models.fast.prompt_memory import NUM_TEXTS, remember_prompts
+from gfgen.models.fast.texts import with_texts
+from gfgen.models.geometry.geometry import Geometry
+from gfgen.models.geometry.geometry_rules import known
+from gfgen.models.geometry.geometry_wan import TEXT_TOKENS
+from gfgen.models.geometry.geometry_weights import component_dtypes
+from gfgen.models.loading.components import LoadPipeline, load_pipeline
+from gfgen.models.parallel import shared_decode
+from gfgen.models.parallel.parallel import Parallel
+from gfgen.models.parallel.sequence_parallel import install
+
+SHIFT_NAMES = {"UniPCMultistepScheduler": "flow_shift", "FlowMatchEulerDiscreteScheduler": "shift"}
+"""What each scheduler class calls the flow shift in its config."""
+
+
+class WanAdapter:
+    """Executors of one Wan checkpoint; see `adapter.Adapter`.
+
+    `text_pipeline` and `image_pipeline` are two classes around the same components; each is
+    used for its methods only, and never called.
+    """
+
+    def __init__(self, geometry: Geometry, *, text_pipeline: Any, image_pipeline: Any, device: str) -> None:
+        self.geometry = geometry
+        self.device = torch.device(device)
+        self._text = text_pipeline
+        self._image = image_pipeline
+        self._vae = text_pipeline.vae
+        self._experts = (text_pipeline.transformer, text_pipeline.transformer_2)
+        self._dtype: torch.dtype = text_pipeline.transformer.dtype
+        self._forward: Forward = evaluate
+        self._embed = functools.lru_cache(NUM_TEXTS)(self._embed_text)
+
+    @torch.no_grad()
+    def encode(self, spec: JobSpec) -> Fields:
+        tensors = {"prompt_embeds": self._embed(spec.prompt)}
+        if self.geometry.uses_cfg(spec):
+            tensors["negative_prompt_embeds"] = self._embed(spec.negative_prompt or "")
+        return Fields(tensors)
+
+    def _embed_text(self, text: str) -> torch.Tensor:
+        embeds, _ = self._text.encode_prompt(
+            prompt=text,
+            do_classifier_free_guidance=False,
+            max_sequence_length=TEXT_TOKENS,
+            device=self.device,
+        )
+        return torch.as_tensor(embeds, dtype=self._dtype)
+
+    @torch.no_grad()
+    def prepare(self, spec: JobSpec, prompt: Fields) -> tuple[Fields, Fields]:
+        shape = (1, self._vae.config.z_dim, spec.height, spec.width, spec.frames)
+        noise: tuple[Any, ...] = (
+            torch.float32,
+            self.device,
+            torch.Generator("cpu").manual_seed(known(spec.seed)),
+        )
+        scheduler = self._scheduler(spec)
+        if spec.image is None:
+            # Only the text pipeline sets this; the other finds the first step by its timestep.
+            scheduler.set_begin_index(0)
+            return Fields(), solver.save_state(scheduler, self._text.prepare_latents(*shape, *noise))
+        picture = self._image.video_processor.preprocess(
+            load_image(spec.image, sha256=spec.image_sha256), height=spec.height, width=spec.width
+        )
+        picture = picture.to(self.device, dtype=torch.float32)
+        latents, condition, *_ = self._image.prepare_latents(picture, *shape, *noise)
+        return Fields({"condition": condition}), solver.save_state(scheduler, latents)
+
+    @torch.no_grad()
+    def denoise(
+        self,
+        spec: JobSpec,
+        prompt: Fields,
+        condition: Fields,
+        latents: Fields,
+        *,
+        step: int,
+        parallel: Parallel | None = None,
+    ) -> Fields:
+        scheduler = self._scheduler(spec)
+        sample_BCTHW = solver.restore_state(scheduler, latents)
+        timestep = scheduler.timesteps[step]
+        expert, scale = self._expert(spec, timestep=timestep, num_train=scheduler.config.num_train_timesteps)
+        image_BCTHW = condition.tensors.get("condition")
+        inputs = {
+            "hidden_states": self._model_input(sample_BCTHW, image_BCTHW),
+            "timestep": self._model_timestep(timestep, sample_BCTHW, has_image=image_BCTHW is not None),
+        }
+        predict = functools.partial(self._predict, expert, inputs)
+        predicted, unguided = predict_branches(
+            predict, prompt, spec=spec, geometry=self.geometry, parallel=parallel
+        )
+        if unguided is not None:
+            predicted = unguided + scale * (predicted - unguided)
+        sample_BCTHW = scheduler.step(predicted, timestep, sample_BCTHW, return_dict=False)[0]
+        if step == known(spec.steps) - 1 and image_BCTHW is not None and self._per_token:
+            sample_BCTHW = _pin_first_frame(sample_BCTHW, image_BCTHW)
+        return solver.detach_from(latents, solver.save_state(scheduler, sample_BCTHW))
+
+    @torch.no_grad()
+    def decode(self, spec: JobSpec, latents: Fields, *, parallel: Parallel | None = None) -> Fields:
+        sample_BCTHW = latents.tensors[SAMPLE].to(self.device, dtype=self._vae.dtype)
+        scaled = denormalize_latents(sample_BCTHW, self._vae.config)
+        video, first_row = shared_decode.decode_rows(self._vae, scaled, parallel)
+        pictures = self._text.video_processor.postprocess_video(video.float(), output_type="pt")[0]
+        tensors = {"frames": to_uint8(pictures), PIXEL_SUM: video.sum(dtype=torch.float32)}
+        return Fields(tensors, {"first_row": first_row})
+
+    def text_shape(self, spec: JobSpec, prompt: Fields, layout: Layout) -> tuple[object, ...]:
+        return tuple(x.shape[1] for x in prompt.tensors.values())
+
+    def evaluate_by(self, forward: Forward) -> None:
+        self._forward = forward
+
+    @property
+    def _per_token(self) -> bool:
+        """Whether the transformer takes a timestep per token (Wan2.2-TI2V-5B)."""
+        return bool(self._text.config.expand_timesteps)
+
+    def _scheduler(self, spec: JobSpec) -> Any:
+        template = self._text.scheduler
+        shift = {SHIFT_NAMES[type(template).__name__]: spec.flow_shift}
+        return solver.new_scheduler(
+            template, set_timesteps=lambda new: new.set_timesteps(spec.steps), **shift
+        )
+
+    def _expert(self, spec: JobSpec, *, timestep: torch.Tensor, num_train: int) -> tuple[Any, float]:
+        """The transformer of this timestep, and its guidance scale."""
+        high, low = self._experts
+        if spec.boundary_ratio is None or timestep >= spec.boundary_ratio * num_train:
+            return high, known(spec.guidance_scale)
+        return low, known(spec.guidance_scale_2)
+
+    def _model_input(self, sample_BCTHW: torch.Tensor, image_BCTHW: torch.Tensor | None) -> torch.Tensor:
+        if image_BCTHW is not None and self._per_token:
+            sample_BCTHW = _pin_first_frame(sample_BCTHW, image_BCTHW)
+        elif image_BCTHW is not None:
+            sample_BCTHW = torch.cat([sample_BCTHW, image_BCTHW], dim=1)
+        return sample_BCTHW.to(self._dtype)
+
+    def _model_timestep(
+        self, timestep: torch.Tensor, sample_BCTHW: torch.Tensor, *, has_image: bool
+    ) -> torch.Tensor:
+        """[B], or [B, S] where tokens differ.
+
+        Without an image all tokens have the same timestep. In fp32 it is given per token all
+        the same, as the pipeline does; in bf16 once, which is equal (FACTS.md: no difference)
+        and spares gigabytes of modulation in every block.
+        """
+        timestep = timestep.to(self.device, non_blocking=True)
+        if not self._per_token or (self._dtype != torch.float32 and not has_image):
+            return timestep.expand(sample_BCTHW.shape[0])
+        mask_BCTHW = _first_frame_mask(sample_BCTHW) if has_image else torch.ones_like(sample_BCTHW[:, :1])
+        return (
+            (mask_BCTHW[0][0][:, ::2, ::2] * timestep)
+            .flatten()
+            .unsqueeze(0)
+            .expand(sample_BCTHW.shape[0], -1)
+        )
+
+    def _predict(
+        self, expert: Any, inputs: dict[str, torch.Tensor], embeds: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        """Branches of classifier-free guidance; all texts are padded to the same length."""
+        return self._forward(expert, with_texts(inputs, embeds))
+
+
+def load_wan(
+    checkpoint: Path,
+    geometry: Geometry,
+    *,
+    device: str,
+    dtype: torch.dtype,
+    vae_dtype: str = "auto",
+    load: LoadPipeline = load_pipeline,
+) -> WanAdapter:
+    """The adapter of a Wan checkpoint, its components on the device.
+
+    The VAE stays in fp32 unless told otherwise, as the model cards load it.
+    """
+    pipeline_class = WanImageToVideoPipeline if geometry.family == "wan-moe-i2v" else WanPipeline
+    dtypes = component_dtypes(pipeline_class.__name__, vae_dtype)
+    loaded = load(pipeline_class, checkpoint, device=device, dtype=dtype, dtypes=dtypes)
+    names = ("tokenizer", "text_encoder", "vae", "scheduler", "transformer", "transformer_2")
+    parts = {name: getattr(loaded, name) for name in names}
+    for transformer in filter(None, (loaded.transformer, loaded.transformer_2)):
+        install(transformer)
+        if dtype != torch.float32:
+            fuse(transformer)
+        elif device == "cpu":
+            remember_prompts(transformer)
+    shared_decode.install(loaded.vae)
+    stopping.install(loaded.text_encoder, loaded.transformer, loaded.transformer_2, loaded.vae)
+    flags = {name: loaded.config[name] for name in ("boundary_ratio", "expand_timesteps")}
+    return WanAdapter(
+        geometry,
+        text_pipeline=WanPipeline(**parts, **flags),
+        image_pipeline=WanImageToVideoPipeline(**parts, **flags),
+        device=device,
+    )
+
+
+def _first_frame_mask(sample_BCTHW: torch.Tensor) -> torch.Tensor:
+    """[B, 1, T, H, W]: 0 in the first latent frame, which the image gives; 1 elsewhere."""
+    mask = torch.ones_like(sample_BCTHW[:, :1])
+    mask[:, :, 0] = 0
+    return mask
+
+
+def _pin_first_frame(sample_BCTHW: torch.Tensor, image_BCTHW: torch.Tensor) -> torch.Tensor:
+    """The sample with the encoded image ([B, C, 1, H, W]) as its first latent frame."""
+    mask = _first_frame_mask(sample_BCTHW)
+    return (1 - mask) * image_BCTHW + mask * sample_BCTHW

@@ -1,0 +1,1 @@
+"""What makes forwards faster, and where they can be stopped."""

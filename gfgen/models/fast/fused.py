@@ -1,0 +1,389 @@
+"""Blocks of diffusers' transformers in fewer and larger operations: equal up to rounding, for bf16 on a GPU.
+
+`fuse` changes a transformer in place, after `install` has put its hooks there. Its modules keep their
+weights; what changes is how a block goes through them:
+
+    projections   query, key and value of an attention in one product
+    rows          norms, modulations, gates and rotations in one pass over each row (rows.py)
+    activations   the GELU of a feed-forward in the epilogue of its product
+    modulation    Qwen-Image's, of all blocks at once, each rank its part of the blocks: a third of the
+                  transformer's weights serve nothing else, and are read once in place of on every rank.
+                  Wan's, where tokens have one of two timesteps, for these two and not for every token
+
+Nothing is compiled or tuned at run time: there is no first call to wait for, and every rank adds up in
+the same order.
+
+All samples of a batch have the same timestep, which is given once. Their texts may be padded: then
+`attention_kwargs` has their lengths as `text_lengths`, or how many tokens there are of picture and text as
+`num_tokens`, on the device (texts.py). Nobody attends to padding.
+
+Legend: B batch, L tokens of this rank, N = B L, H heads, D head dimension, C channels (H D).
+Source: diffusers 0.42 transformer_wan.py, transformer_qwenimage.py, attention.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from diffusers.models.activations import GELU
+from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformerBlock
+from diffusers.models.transformers.transformer_wan import WanTransformerBlock
+from torch import Tensor, nn
+
+from gfgen.gfc.reshard import shard_sizes
+from gfgen.layout import shard_bounds
+from gfgen.models.fast.rows import add_gated, add_norm, batched, heads, norm, padded_to
+from gfgen.models.parallel.sequence_parallel import TEXT, attend, own_length, sharing_ranks
+
+
+@torch.no_grad()
+def fuse(transformer: nn.Module) -> None:
+    """Fuse the blocks that are known; once for each instance, on the device where it stays."""
+    modules = list(transformer.modules())
+    wan_blocks = [module for module in modules if isinstance(module, WanTransformerBlock)]
+    if wan_blocks and all(map(_is_usual, wan_blocks)):
+        _fuse_wan(transformer, wan_blocks)
+    qwen_blocks = [module for module in modules if isinstance(module, QwenImageTransformerBlock)]
+    for block in qwen_blocks:
+        _fuse_qwen_block(block)
+    _fuse_activations(transformer)
+    if qwen_blocks:
+        _fuse_modulation(transformer)
+
+
+def _concatenated(linears: Sequence[nn.Linear]) -> nn.Linear:
+    """One layer whose outputs are those of several, one behind the other."""
+    first = linears[0]
+    with torch.device("meta"):
+        width = sum(each.out_features for each in linears)
+        fused = nn.Linear(first.in_features, width, bias=first.bias is not None)
+    names = [name for name, _ in fused.named_parameters()]
+    parts = {name: torch.cat([getattr(each, name).data for each in linears]) for name in names}
+    fused.load_state_dict(parts, assign=True)
+    return fused.requires_grad_(False)
+
+
+# Wan --------------------------------------------------------------------------------------------
+
+
+def _is_usual(block: WanTransformerBlock) -> bool:
+    """Whether a block is as in Wan2.2; Wan 2.1 attends to an image's embeddings, too."""
+    return isinstance(block.norm2, nn.LayerNorm) and block.attn2.add_k_proj is None
+
+
+def _fuse_wan(transformer: Any, blocks: Sequence[WanTransformerBlock]) -> None:
+    current = threading.local()
+    embedder = transformer.condition_embedder
+    embedder.forward = functools.partial(_wan_conditions, embedder, current)
+    for block in blocks:
+        _fuse_wan_block(block, current)
+
+
+def _wan_conditions(
+    embedder: Any,
+    current: threading.local,
+    timestep: Tensor,
+    encoder_hidden_states: Tensor,
+    encoder_hidden_states_image: Tensor | None = None,
+    timestep_seq_len: int | None = None,
+) -> tuple[Tensor, ...]:
+    """In place of the embedder's forward: (timesteps, modulation, text, image), embedded.
+
+    With a timestep per token, [L] of one value or two (image to video: 0 in the frame that is given), the
+    modulation is that of the two, [1, 2, 6 C]; `current.kinds_N` says of each token of the batch which one
+    it takes. A third value makes everything NaN: to ask for it here would be to wait for the device.
+    """
+    conditions = functools.partial(type(embedder).forward, embedder)
+    if timestep_seq_len is None:
+        result: tuple[Tensor, ...] = conditions(timestep, encoder_hidden_states, encoder_hidden_states_image)
+        return result
+    assert len(timestep) == timestep_seq_len, "timesteps that differ between the samples of a batch"
+    low, high = timestep.aminmax()
+    is_high_L = timestep == high
+    has_third = ((timestep != low) & ~is_high_L).any()
+    both = torch.stack((low, high.masked_fill(has_third, torch.nan)))
+    times_KC, modulation, *texts = conditions(both, encoder_hidden_states, encoder_hidden_states_image)
+    kinds_L = is_high_L.int()
+    current.kinds_N = kinds_L.repeat(len(encoder_hidden_states))
+    return times_KC.index_select(0, kinds_L)[None], modulation[None], *texts
+
+
+def _fuse_wan_block(block: WanTransformerBlock, current: threading.local) -> None:
+    block.attn1.fuse_projections()
+    block.attn2.fuse_projections()
+    for attention, names in ((block.attn1, ("to_q", "to_k", "to_v")), (block.attn2, ("to_k", "to_v"))):
+        for name in names:
+            delattr(attention, name)
+    block.forward = functools.partial(_wan_block, block, current)
+
+
+def _wan_block(
+    block: WanTransformerBlock,
+    current: threading.local,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor,
+    temb: Tensor,
+    rotary_emb: tuple[Tensor, Tensor],
+) -> Tensor:
+    """In place of a block's forward. Shapes: hidden_states [B, L, C], encoder_hidden_states [B, text, C],
+    temb [1, 6, C], or [1, 2, 6, C] for two kinds of tokens, rotary_emb cosines and sines [1, L, 1, D], each
+    value twice -> [B, L, C]."""
+    assert temb.shape[0] == 1, "a batch has one timestep"
+    kinds_N = current.kinds_N if temb.ndim == 4 else None
+    rows = (block.scale_shift_table + temb.float())[0].unbind(-2)  # [C] or [2, C] each
+    shift, scale, gate, ff_shift, ff_scale, ff_gate = rows
+    first: dict[str, Any] = {"weight": scale, "bias": shift, "eps": block.norm1.eps, "plus_one": True}
+    x = norm(hidden_states, **first, kinds_N=kinds_N)
+    update = _wan_attention(block.attn1, x, rotary_emb)
+    second = {"weight": block.norm2.weight, "bias": block.norm2.bias, "eps": block.norm2.eps}
+    hidden_states, x = add_norm(hidden_states, update, gate, **second, plus_one=False, kinds_N=kinds_N)
+    update = _wan_cross_attention(block.attn2, x, encoder_hidden_states)
+    third: dict[str, Any] = {"weight": ff_scale, "bias": ff_shift, "eps": block.norm3.eps, "plus_one": True}
+    hidden_states, x = add_norm(hidden_states, update, None, **third, kinds_N=kinds_N)
+    return add_gated(hidden_states, block.ffn(x), ff_gate, kinds_N=kinds_N)
+
+
+def _wan_attention(attention: Any, x: Tensor, rotary_emb: tuple[Tensor, Tensor]) -> Tensor:
+    """Among the tokens of the video, shared among ranks."""
+    cos, sin = (table[0, :, 0] for table in rotary_emb)
+    projected = attention.to_qkv(x)
+    query, key = heads(
+        projected,
+        num_heads=attention.heads,
+        head_dim=cos.shape[-1],
+        weights=(attention.norm_q.weight, attention.norm_k.weight),
+        eps=attention.norm_q.eps,
+        turns=(cos[:, 0::2], sin[:, 1::2]),
+    )
+    value = _last(projected, like=key)
+    return _attended(attention, query, key, value, is_shared=True)
+
+
+def _wan_cross_attention(attention: Any, x: Tensor, text: Tensor) -> Tensor:
+    """To the prompt's tokens, which every rank has."""
+    shape = {"num_heads": attention.heads, "head_dim": x.shape[-1] // attention.heads}
+    projected = attention.to_kv(text)
+    (query,) = heads(attention.to_q(x), **shape, weights=(attention.norm_q.weight,), eps=attention.norm_q.eps)
+    (key,) = heads(projected, **shape, weights=(attention.norm_k.weight,), eps=attention.norm_k.eps)
+    return _attended(attention, query, key, _last(projected, like=key), is_shared=False)
+
+
+def _last(projected: Tensor, *, like: Tensor) -> Tensor:
+    """The values at the end of a projection, as they lie: [B, L, .. C] -> [B, L, H, D]."""
+    return projected[..., -like.shape[-2] * like.shape[-1] :].view(like.shape)
+
+
+def _attended(attention: Any, query: Tensor, key: Tensor, value: Tensor, *, is_shared: bool) -> Tensor:
+    processor = attention.processor
+    result = attend(
+        query,
+        key,
+        value,
+        backend=processor._attention_backend,
+        parallel_config=processor._parallel_config if is_shared else None,
+    )
+    projected: Tensor = attention.to_out[0](result.flatten(2, 3))
+    return projected
+
+
+# Qwen-Image -------------------------------------------------------------------------------------
+
+
+def _fuse_qwen_block(block: QwenImageTransformerBlock) -> None:
+    attention = block.attn
+    attention.to_qkv = _concatenated([attention.to_q, attention.to_k, attention.to_v])
+    attention.to_added_qkv = _concatenated([attention.add_q_proj, attention.add_k_proj, attention.add_v_proj])
+    for name in ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj"):
+        delattr(attention, name)
+    block.forward = functools.partial(_qwen_block, block)
+
+
+def _qwen_block(
+    block: QwenImageTransformerBlock,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor,
+    encoder_hidden_states_mask: Tensor | None,
+    temb: Tensor,
+    image_rotary_emb: tuple[Tensor, Tensor],
+    joint_attention_kwargs: dict[str, Any] | None = None,
+    modulate_index: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """In place of a block's forward. Shapes: hidden_states [B, L, C] of the picture, encoder_hidden_states
+    [B, text, C], temb [2, 6 C] (this block's modulation of picture and text), image_rotary_emb complex
+    [L, D/2] and [text, D/2] -> text, picture."""
+    assert encoder_hidden_states_mask is None, "masks make attention slow; lengths leave padding out"
+    assert modulate_index is None
+    streams = (encoder_hidden_states, hidden_states)
+    modulations = [rows.view(6, -1).unbind(0) for rows in (temb[1], temb[0])]
+    eps = block.img_norm1.eps
+    text, picture = (
+        norm(x, weight=scale, bias=shift, eps=eps, plus_one=True)
+        for x, (shift, scale, *_) in zip(streams, modulations, strict=True)
+    )
+    updates = _joint_attention(block.attn, text, picture, image_rotary_emb, **joint_attention_kwargs or {})
+    results = []
+    feed_forwards = (block.txt_mlp, block.img_mlp)
+    for x, update, modulation, feed_forward in zip(streams, updates, modulations, feed_forwards, strict=True):
+        _, _, gate, shift, scale, ff_gate = modulation
+        x, inner = add_norm(x, update, gate, weight=scale, bias=shift, eps=eps, plus_one=True)
+        results.append(add_gated(x, feed_forward(inner), ff_gate))
+    return results[0], results[1]
+
+
+def _joint_attention(
+    attention: Any,
+    text: Tensor,
+    picture: Tensor,
+    rotary_emb: tuple[Tensor, Tensor],
+    *,
+    text_lengths: Sequence[int] | None = None,
+    num_tokens: Sequence[Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """What each stream gets from the attention of text and picture, in each sample by itself.
+
+    text_lengths: of the whole texts; num_tokens: of each whole picture and text together, int32 [1]. What is
+    here of their padding gets zeros.
+    """
+    projected_text, projected_picture = attention.to_added_qkv(text), attention.to_qkv(picture)
+    assert text_lengths or num_tokens or len(text) == 1, "a batch of texts of unknown lengths"
+    attended = []
+    for idx in range(len(text)):
+        length = text_lengths[idx] if text_lengths else None
+        own = slice(None if length is None else own_length(TEXT, length))
+        attended.append(
+            _joint_sample(
+                attention,
+                projected_text[idx : idx + 1, own],
+                projected_picture[idx : idx + 1],
+                rotary_emb,
+                text_length=length,
+                num_tokens_B=num_tokens[idx] if num_tokens else None,
+            )
+        )
+    texts, pictures = zip(*attended, strict=True)
+    return (
+        attention.to_add_out(batched([padded_to(text.shape[1], x) for x in texts])),
+        attention.to_out[0](batched(pictures)),
+    )
+
+
+def _joint_sample(
+    attention: Any,
+    projected_text: Tensor,
+    projected_picture: Tensor,
+    rotary_emb: tuple[Tensor, Tensor],
+    *,
+    text_length: int | None = None,
+    num_tokens_B: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention among the tokens of one picture and its text, in this order, shared among ranks."""
+    head_dim = attention.inner_dim // attention.heads
+    num_text, num_picture = projected_text.shape[1], projected_picture.shape[1]
+    joint = projected_picture.new_empty((3, 1, num_picture + num_text, attention.heads, head_dim))
+    picture_turns, text_turns = rotary_emb
+    text_norms = (attention.norm_added_q, attention.norm_added_k)
+    for projected, norms, turns, tokens in (
+        (projected_picture, (attention.norm_q, attention.norm_k), picture_turns, slice(0, num_picture)),
+        (projected_text, text_norms, text_turns[:num_text], slice(num_picture, None)),
+    ):
+        heads(
+            projected,
+            num_heads=attention.heads,
+            head_dim=head_dim,
+            weights=tuple(each.weight for each in norms),
+            eps=norms[0].eps,
+            turns=(turns.real, turns.imag),
+            into=joint[:, :, tokens],
+        )
+    processor = attention.processor
+    result = attend(
+        *joint,
+        backend=processor._attention_backend,
+        parallel_config=processor._parallel_config,
+        text_length=text_length,
+        num_tokens_B=num_tokens_B,
+    ).flatten(2, 3)
+    return result[:, num_picture:], result[:, :num_picture]
+
+
+def _fuse_modulation(transformer: Any) -> None:
+    """The modulation of all blocks at the start of a forward, in place of each block's own."""
+    blocks = transformer.transformer_blocks
+    assert not transformer.zero_cond_t
+    transformer.modulation = Modulation(
+        [part[1] for block in blocks for part in (block.img_mod, block.txt_mod)]
+    )
+    for idx, block in enumerate(blocks):
+        del block.img_mod, block.txt_mod
+        hook = functools.partial(_hand_over, modulation=transformer.modulation, idx=idx)
+        block.register_forward_pre_hook(hook, with_kwargs=True)
+    transformer.time_text_embed.register_forward_hook(
+        functools.partial(_modulate, modulation=transformer.modulation)
+    )
+
+
+class Modulation(nn.Module):
+    """Shifts, scales and gates of all blocks: those of picture and text take turns among the layers."""
+
+    def __init__(self, layers: Sequence[nn.Linear]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self.current = threading.local()
+        """`rows`: of the forward that this thread is in."""
+
+    def forward(self, temb: Tensor) -> Tensor:
+        """[1, C] -> [layers, 6 C], whole on each rank; each computes its part of the layers."""
+        activated = nn.functional.silu(temb)
+        ranks = sharing_ranks()
+        size, slot = (1, 0) if ranks is None else (ranks.size, ranks.slot)
+        start, stop = shard_bounds(len(self.layers), size, slot)
+        own = [self.layers[idx](activated) for idx in range(start, stop)]
+        if not own:  # a small model has fewer layers than ranks
+            own = [activated.new_empty(0, 6 * activated.shape[1])]
+        rows = torch.cat(own)
+        if ranks is None:
+            return rows
+        return ranks.all_gather(rows, dim=0, sizes=shard_sizes(len(self.layers), size))
+
+
+def _modulate(module: nn.Module, args: Any, temb: Tensor, *, modulation: Modulation) -> None:
+    """A forward hook of the timestep's embedding, whose output goes on as it is."""
+    assert temb.shape[0] == 1, "a batch has one timestep"
+    modulation.current.rows = modulation(temb)
+
+
+def _hand_over(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, modulation: Modulation, idx: int
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A pre-forward hook of a block: its modulation in place of the timestep's embedding."""
+    return args, {**kwargs, "temb": modulation.current.rows[2 * idx : 2 * idx + 2]}
+
+
+# Both -------------------------------------------------------------------------------------------
+
+
+def _fuse_activations(transformer: nn.Module) -> None:
+    """Every `Linear` with a tanh GELU behind it becomes one operation."""
+    for module in list(transformer.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, GELU) and child.approximate == "tanh" and child.proj.bias is not None:
+                setattr(module, name, LinearGelu(child.proj))
+
+
+class LinearGelu(nn.Module):
+    """[..., C] -> [..., features]: gelu(x W' + b), tanh approximation."""
+
+    def __init__(self, proj: nn.Linear) -> None:
+        super().__init__()
+        self.proj = proj
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias = self.proj.weight, self.proj.bias
+        if not x.is_cuda or not x.numel():  # on a CPU the epilogue is the exact GELU
+            return nn.functional.gelu(nn.functional.linear(x, weight, bias), approximate="tanh")
+        flat = torch._addmm_activation(bias, x.reshape(-1, x.shape[-1]), weight.t(), use_gelu=True)
+        return flat.view(*x.shape[:-1], weight.shape[0])

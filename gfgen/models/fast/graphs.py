@@ -1,0 +1,413 @@
+"""Forwards of transformers recorded once, and replayed with other inputs, on any ranks.
+
+Where launching kernels one by one takes longer than computing, a forward is recorded: all of its
+launches become one (on GPUs a CUDA graph). A record is for one transformer, the shapes of its inputs,
+degrees and local shard lengths. Which ranks share a replay, and in which slot this one is, it finds where
+that was put before (gfc/cuda/graph.py, `Sharing.positions_L`):
+
+    inputs -> copied to where the record reads them -> replayed -> result copied out
+
+Of the ranks that share a forward some may have a record of it and others not: whether launches take long
+enough to be recorded each of them finds by itself. So their exchanges must be the same either way, and all
+begin at the same place (`Recorder.align`).
+
+Recording runs nothing and meets nobody. It is done while no kernel waits for another rank, on ranks
+that have not been entered: who calls `rehearsing` or `recording` sees to that. What is recorded has to be
+loaded before, by an evaluation; a forward that differs in the length of its text only from one that was
+recorded in the same slot is recorded at once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from diffusers.models.transformers.transformer_qwenimage import QwenEmbedRope
+from torch import Tensor
+
+from gfgen.errors import in_one_line
+from gfgen.gfc.reshard import shard_sizes
+from gfgen.models.fast.forwards import evaluate
+from gfgen.models.fast.fused import Modulation
+from gfgen.models.parallel.parallel import Parallel
+from gfgen.models.parallel.sequence_parallel import TEXT, Sharing, active, present_sharing
+
+logger = logging.getLogger(__name__)
+
+MAX_RECORDS = 64
+"""The least recently used goes first. Where prompts are not padded, one of another length is another
+record, so jobs make new ones all the time."""
+OF_ATTENTION = "attention_kwargs"
+OF_TEXT = (TEXT, OF_ATTENTION)
+"""Inputs that depend on the length of a text: embeddings, and lengths where texts are padded (texts.py)."""
+WORTH_RECORDING = 0.65
+"""Launches that take so much of the time until all is done, or more, are recorded in a warm-up, where that
+costs nobody anything. Among other ranks, whose launches it waits for, such a forward may be launch-bound."""
+
+
+class Recorded(Protocol):
+    """A function's launches."""
+
+    def replay(self, parallel: Parallel | None) -> Tensor:
+        """Launches them among these ranks; the result lies where the next replay puts its own."""
+        ...
+
+
+class Recorder(Protocol):
+    """Records what functions launch."""
+
+    def record(self, function: Callable[[Parallel | None], Tensor], parallel: Parallel | None) -> Recorded:
+        """What the function launches on these ranks, which have not been entered. Runs nothing."""
+        ...
+
+    def align(self, parallel: Parallel) -> None:
+        """Before a forward that these ranks share: bring them to where all recorded forwards begin."""
+        ...
+
+    def has_room(self) -> bool:
+        """Whether enough memory is left for another record."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait for all that was launched."""
+        ...
+
+
+class _Call(NamedTuple):
+    """What is called with what, all but the values of tensors."""
+
+    life: int
+    """Of the transformer."""
+    inputs: tuple[object, ...]
+    text: tuple[object, ...]
+    """Those of `OF_TEXT`."""
+    text_names: tuple[str, ...]
+    """Under which attention is told of the text's length."""
+    degrees: tuple[int, int, int] | None
+    """None for a rank alone."""
+
+
+Mode = Callable[[_Call, Any, Mapping[str, Any]], Any]
+
+
+class _Known(NamedTuple):
+    """What an evaluation or a recording has shown of all that are called like it."""
+
+    stream_lengths: Mapping[str, int]
+    result: Tensor
+    """On the device `meta`."""
+
+
+@dataclass(slots=True)
+class _Record:
+    """A recorded forward and the memory that it reads."""
+
+    recorded: Recorded
+    inputs: Mapping[str, Any]
+    slot_1: Tensor
+    transformer: weakref.ref[Any]
+    addresses: tuple[tuple[Tensor, int], ...]
+    """Two of its weights, and where they lay."""
+    tables: object
+    """What it reads beside them, kept alive."""
+    slot: int | None = None
+    """What `slot_1` holds."""
+
+    def is_of(self, transformer: Any) -> bool:
+        """Whether it reads this transformer's weights, where they lie now."""
+        has_moved = any(weight.data_ptr() != address for weight, address in self.addresses)
+        return self.transformer() is transformer and not has_moved
+
+    def replay(self, inputs: Mapping[str, Any], sharing: Sharing | None) -> Tensor:
+        _copy(inputs, into=self.inputs)
+        if sharing is not None and sharing.ranks.slot != self.slot:
+            self.slot = sharing.ranks.slot
+            self.slot_1.fill_(self.slot)
+        return self.recorded.replay(None if sharing is None else sharing.parallel).clone()
+
+
+class Graphs:
+    """Evaluates transformers (a `forwards.Forward`), by a record where there is one.
+
+    For one thread. Records of a transformer go with it; whoever moves its weights calls `clear` before.
+    """
+
+    def __init__(self, recorder: Recorder, device: torch.device, *, may_record: bool = True) -> None:
+        self._recorder, self._device = recorder, device
+        self.may_record = may_record
+        self.num_made = 0
+        """Records that were made so far; some may be gone."""
+        self._records: OrderedDict[object, _Record] = OrderedDict()
+        self._known: dict[_Call, _Known] = {}
+        self._are_loaded: dict[object, bool] = {}
+        """By call with any text, and slot: whether they may be recorded at once, since one of them was."""
+        self._rehearsed: set[object] = set()
+        self._refused: set[object] = set()
+        """What could not be recorded."""
+        self._lives: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        """A number for each transformer, which none that is loaded later gets; an `id` may come back."""
+        self._next_life = itertools.count()
+        self._mode: Mode | None = None
+        self._unentered: Parallel | None = None
+
+    def __call__(self, transformer: Any, inputs: Mapping[str, Any]) -> Tensor:
+        """The transformer's prediction."""
+        sharing = present_sharing()
+        call = self._call(transformer, inputs, sharing)
+        if self._mode is not None:
+            self._mode(call, transformer, inputs)
+            return torch.zeros_like(self._known[call].result, device=self._device)
+        if sharing is not None:
+            self._recorder.align(sharing.parallel)
+        record = self._record_of(call, transformer, sharing)
+        if record is None:
+            return self._evaluate(call, transformer, inputs)
+        return record.replay(inputs, sharing)
+
+    @contextmanager
+    def rehearsing(self, unentered: Parallel | None) -> Iterator[None]:
+        """Inside, each forward is evaluated by this rank alone, and recorded if it is launch-bound.
+
+        No record that is there goes for it. What forwards return is of no use. `unentered` are the ranks of
+        a record; the forwards themselves are made on `rehearsal(unentered)`.
+        """
+        with self._in_mode(self._rehearse, unentered):
+            yield
+
+    @contextmanager
+    def recording(self, unentered: Parallel | None) -> Iterator[None]:
+        """The same for forwards that are to be recorded in any case."""
+        with self._in_mode(self._evaluate_and_record, unentered):
+            yield
+
+    @property
+    def num_records(self) -> int:
+        return len(self._records)
+
+    def clear(self) -> None:
+        """Give the memory of all records back."""
+        self._records.clear()
+
+    def forget(self) -> None:
+        """Models are about to go: nothing is known of any forward any more."""
+        self.clear()
+        self._known.clear()
+        self._are_loaded.clear()
+        self._rehearsed.clear()
+        self._refused.clear()
+
+    @contextmanager
+    def _in_mode(self, mode: Mode, unentered: Parallel | None) -> Iterator[None]:
+        self._mode, self._unentered = mode, unentered
+        try:
+            yield
+        finally:
+            self._mode = self._unentered = None
+
+    def _rehearse(self, call: _Call, transformer: Any, inputs: Mapping[str, Any]) -> None:
+        sharing = present_sharing()
+        if call in self._known and self._key(call, transformer, sharing) in self._rehearsed:
+            return
+        # The first time loads what is launched: where launching is short all the same, it will be shorter.
+        may_be_bound = self._is_launch_bound(call, transformer, inputs, bound=WORTH_RECORDING / 2)
+        self._rehearsed.add(self._key(call, transformer, sharing))
+        if not may_be_bound or len(self._records) >= MAX_RECORDS:
+            return
+        if self._is_launch_bound(call, transformer, inputs, bound=WORTH_RECORDING) and self._may_record_now():
+            self._record(call, transformer, inputs)
+
+    def _is_launch_bound(
+        self, call: _Call, transformer: Any, inputs: Mapping[str, Any], *, bound: float
+    ) -> bool:
+        """Evaluate; whether launching took so much of the time until all was done, or more."""
+        self._recorder.synchronize()
+        began_s = time.monotonic()
+        self._evaluate(call, transformer, inputs)
+        launch_s = time.monotonic() - began_s
+        self._recorder.synchronize()
+        return launch_s >= bound * (time.monotonic() - began_s)
+
+    def _evaluate_and_record(self, call: _Call, transformer: Any, inputs: Mapping[str, Any]) -> None:
+        sharing, is_new = present_sharing(), call not in self._known
+        if not is_new and self._key(call, transformer, sharing) in self._records:
+            return
+        may_record = self._may_record_now()
+        if may_record and self._record_at_once(call, transformer, inputs):
+            return
+        if is_new:  # as a record does, so that what that launches is loaded
+            with _by_slot(None if sharing is None else sharing.parallel, self._new_slot()):
+                self._evaluate(call, transformer, inputs)
+        if may_record:
+            self._record(call, transformer, inputs, is_loaded=is_new)
+
+    def _evaluate(self, call: _Call, transformer: Any, inputs: Mapping[str, Any]) -> Tensor:
+        result = evaluate(transformer, inputs)
+        sharing = present_sharing()
+        lengths = {} if sharing is None else dict(sharing.stream_lengths)
+        self._known[call] = _Known(lengths, torch.empty_like(result, device="meta"))
+        return result
+
+    def _may_record_now(self) -> bool:
+        return self.may_record and self._recorder.has_room()
+
+    def _new_slot(self) -> Tensor:
+        return torch.zeros(1, dtype=torch.int64, device=self._device)
+
+    def _record_at_once(self, call: _Call, transformer: Any, inputs: Mapping[str, Any]) -> bool:
+        """Record without an evaluation before, if what records launch is loaded; whether that went well."""
+        alike = _whatever_the_text(call, present_sharing())
+        if not self._are_loaded.get(alike):
+            return False
+        try:
+            self._make(call, transformer, inputs)
+        except Exception as error:
+            self._are_loaded[alike] = isinstance(error, torch.OutOfMemoryError)  # which has other reasons
+            logger.debug("a forward with a new text cannot be recorded at once: %s", in_one_line(error))
+            return False
+        return True
+
+    def _record(
+        self, call: _Call, transformer: Any, inputs: Mapping[str, Any], *, is_loaded: bool = False
+    ) -> None:
+        """is_loaded: all that a record launches was launched before."""
+        sharing = present_sharing()
+        key = self._key(call, transformer, sharing)
+        if key in self._records or key in self._refused:
+            return
+        try:
+            if sharing is not None and not is_loaded:
+                with _by_slot(sharing.parallel, self._new_slot()):
+                    evaluate(transformer, inputs)
+            self._make(call, transformer, inputs)
+        except Exception as error:
+            level = logging.DEBUG if self._refused else logging.WARNING  # where one cannot be, many cannot
+            self._refused.add(key)
+            logger.log(
+                level,
+                "a forward cannot be recorded, and is launched kernel by kernel: %s",
+                in_one_line(error),
+            )
+            return
+        self._are_loaded.setdefault(_whatever_the_text(call, sharing), True)
+
+    def _make(self, call: _Call, transformer: Any, inputs: Mapping[str, Any]) -> None:
+        """A record, kept as long as the transformer is there, among the last ones used.
+
+        Raises: what the recorder raises.
+        """
+        kept = _cloned(inputs)
+        slot_1 = self._new_slot()
+        tables = _tables_of_positions(transformer, inputs)
+
+        def function(parallel: Parallel | None) -> Tensor:
+            with _by_slot(parallel, slot_1):
+                return self._evaluate(call, transformer, kept)
+
+        sharing = present_sharing()
+        recorded = self._recorder.record(function, None if sharing is None else self._unentered)
+        key = self._key(call, transformer, sharing)
+        weights = tuple(transformer.parameters())
+        addresses = tuple((weight, weight.data_ptr()) for weight in (weights[0], weights[-1]))
+        of = weakref.ref(transformer, lambda _: self._records.pop(key, None))
+        self._records[key] = _Record(recorded, kept, slot_1, of, addresses, tables)
+        self.num_made += 1
+        while len(self._records) > MAX_RECORDS:
+            self._records.popitem(last=False)
+
+    def _record_of(self, call: _Call, transformer: Any, sharing: Sharing | None) -> _Record | None:
+        if call not in self._known:
+            return None
+        key = self._key(call, transformer, sharing)
+        record = self._records.get(key)
+        if record is None:
+            return None
+        if not record.is_of(transformer):
+            del self._records[key]
+            return None
+        self._records.move_to_end(key)
+        return record
+
+    def _call(self, transformer: Any, inputs: Mapping[str, Any], sharing: Sharing | None) -> _Call:
+        if transformer not in self._lives:
+            self._lives[transformer] = next(self._next_life)
+        kinds = {name: _kind_of(x) for name, x in inputs.items()}
+        text = tuple(kinds.pop(name, None) for name in OF_TEXT)
+        names = tuple(inputs.get(OF_ATTENTION) or ())
+        degrees = None if sharing is None else sharing.parallel.degrees
+        return _Call(self._lives[transformer], tuple(kinds.items()), text, names, degrees)
+
+    def _key(self, call: _Call, transformer: Any, sharing: Sharing | None) -> object:
+        """What decides the launches of a forward, whichever ranks share it."""
+        if sharing is None:
+            return call
+        parallel, sequence = sharing.parallel, sharing.ranks
+        shards = [shard_sizes(length, sequence.size) for length in self._known[call].stream_lengths.values()]
+        first = parallel.ring.slot * parallel.ulysses.size
+        together = [sum(lengths) for lengths in zip(*shards, strict=True)]
+        group = tuple(together[first : first + parallel.ulysses.size])
+        heads = shard_sizes(transformer.config.num_attention_heads, parallel.ulysses.size)
+        own = tuple(sizes[sequence.slot] for sizes in shards)
+        # A rank's part of the modulation is that of its slot: it goes through other weights.
+        is_modulated = isinstance(getattr(transformer, "modulation", None), Modulation)
+        return call, own, group, heads[parallel.ulysses.slot], sequence.slot if is_modulated else None
+
+
+def _whatever_the_text(call: _Call, sharing: Sharing | None) -> object:
+    """What decides the kernels of a forward, but for what they are told of the length of its text."""
+    return call._replace(text=()), None if sharing is None else sharing.ranks.slot
+
+
+def _kind_of(x: object) -> object:
+    """All that a forward's launches know of an input."""
+    if isinstance(x, Tensor):
+        return x.shape, x.dtype
+    if isinstance(x, Mapping):
+        return tuple((name, _kind_of(value)) for name, value in x.items())
+    return tuple(map(_kind_of, x)) if isinstance(x, tuple) else repr(x)
+
+
+def _cloned(x: Any) -> Any:
+    """The same, with tensors of its own."""
+    if isinstance(x, Tensor):
+        return x.clone()
+    if isinstance(x, Mapping):
+        return {name: _cloned(value) for name, value in x.items()}
+    return tuple(map(_cloned, x)) if isinstance(x, tuple) else x
+
+
+def _copy(x: Any, into: Any) -> None:
+    """The values of all tensors, to those of what was cloned from something of the same kind."""
+    if isinstance(x, Tensor):
+        into.copy_(x)
+    elif isinstance(x, Mapping):
+        for name, value in x.items():
+            _copy(value, into[name])
+    elif isinstance(x, tuple):
+        for value, target in zip(x, into, strict=True):
+            _copy(value, target)
+
+
+def _by_slot(parallel: Parallel | None, slot_1: Tensor) -> AbstractContextManager[None]:
+    """Inside, forwards find their tokens by the slot that lies there, as records do."""
+    return nullcontext() if parallel is None else active(parallel, slot_1=slot_1)
+
+
+def _tables_of_positions(transformer: Any, inputs: Mapping[str, Any]) -> object:
+    """What such forwards read beside weights and inputs, computed now if need be: Qwen-Image's positions.
+
+    A record keeps them, since the model does so for the last sizes only. One that it would compute while it
+    is recorded would be there after the first replay only, and is read by others.
+    """
+    embedding = getattr(transformer, "pos_embed", None)
+    if not isinstance(embedding, QwenEmbedRope):
+        return None
+    (grids,), device = inputs["img_shapes"], inputs["hidden_states"].device
+    return [embedding._compute_video_freqs(*grid, idx, device) for idx, grid in enumerate(grids)]

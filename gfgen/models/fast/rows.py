@@ -1,0 +1,181 @@
+"""Operations on rows of channels: norms with what comes before and behind them, in one pass each.
+
+On a GPU they are kernels of row_kernels.py, elsewhere what they stand for. Both compute in fp32, and
+round to the tensors' dtype where a result is stored.
+
+Legend: B batch, L tokens, N = B L tokens of all samples, C channels, H heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from gfgen.errors import ModelError
+
+
+def try_kernels(device: torch.device) -> None:
+    """Compile and run one of a GPU's kernels, so that what is missing shows at the start.
+
+    Raises: ModelError when Triton cannot compile here.
+    """
+    x, ones = torch.ones(1, 1, 64, device=device, dtype=torch.bfloat16), torch.ones(64, device=device)
+    try:
+        norm(x, weight=ones, bias=ones, eps=1e-6, plus_one=False)
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+        raise ModelError(
+            f"Triton cannot compile kernels here ({reason}); it needs a C compiler and a writable ~/.triton"
+        ) from error
+
+
+def norm(
+    x: Tensor, *, weight: Tensor, bias: Tensor, eps: float, plus_one: bool, kinds_N: Tensor | None = None
+) -> Tensor:
+    """The layer norm of x, as in `add_norm`."""
+    return add_norm(x, None, None, weight=weight, bias=bias, eps=eps, plus_one=plus_one, kinds_N=kinds_N)[1]
+
+
+def add_norm(
+    x: Tensor,
+    update: Tensor | None,
+    gate: Tensor | None,
+    *,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    plus_one: bool,
+    kinds_N: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """x + gate * update (each of them optional), and its layer norm times weight (or 1 + weight) plus bias.
+
+    kinds_N: for tokens of several kinds, int32: which row of gate, weight and bias each token takes.
+    Shapes: x, update [B, L, C]; gate, weight, bias [C] each, or [kinds, C] -> [B, L, C] twice.
+    """
+    if not x.is_cuda:
+        total = x if update is None else _sum(x, update, gate, kinds_N)
+        factors = _by_token(weight, kinds_N, x) + (1 if plus_one else 0)
+        normed = functional.layer_norm(total.float(), total.shape[-1:], eps=eps)
+        return total, (normed * factors + _by_token(bias, kinds_N, x)).type_as(x)
+    from gfgen.models.fast import row_kernels
+
+    x = x.contiguous()  # the first block's come from a convolution
+    normed = torch.empty_like(x)
+    total = x if update is None else torch.empty_like(x)
+    if x.numel():
+        row_kernels.add_norm(
+            _rows(x),
+            None if update is None else _rows(update),
+            gate,
+            weight,
+            bias,
+            kinds_N,
+            _rows(total),
+            _rows(normed),
+            eps=eps,
+            plus_one=plus_one,
+        )
+    return total, normed
+
+
+def add_gated(x: Tensor, update: Tensor, gate: Tensor, *, kinds_N: Tensor | None = None) -> Tensor:
+    """x + gate * update; shapes and kinds as in `add_norm`."""
+    if not x.is_cuda:
+        return _sum(x, update, gate, kinds_N)
+    from gfgen.models.fast import row_kernels
+
+    total = torch.empty_like(x)
+    if x.numel():
+        row_kernels.add_gated(_rows(x), _rows(update), gate, kinds_N, _rows(total))
+    return total
+
+
+def heads(
+    projected: Tensor,
+    *,
+    num_heads: int,
+    head_dim: int,
+    weights: Sequence[Tensor],
+    eps: float,
+    turns: tuple[Tensor, Tensor] | None = None,
+    into: Tensor | None = None,
+) -> Tensor:
+    """Queries, keys, values out of one projection: [B, L, >= parts H D] -> [parts, B, L, H, D].
+
+    As many parts as there are weights are normalised by their root mean square, over all heads or over
+    each one, as the weights are long, and turned by `turns`: cosines and sines [L, D/2] of the pairs of
+    channels, the same for all samples. into: what takes the result, such as a range of tokens of a larger
+    tensor of one sample; parts beyond the weights are copied to it. Without it there are as many parts as
+    weights.
+    """
+    batch, length, channels = *projected.shape[:2], num_heads * head_dim
+    if into is None:
+        into = projected.new_empty((len(weights), batch, length, num_heads, head_dim))
+    if not projected.is_cuda:
+        _heads_in_steps(projected, weights, eps, turns, into)
+    elif length:
+        from gfgen.models.fast import row_kernels
+
+        cos, sin = turns or (None, None)
+        rows = into.view(len(into), batch * length, channels)
+        row_kernels.heads(_rows(projected), tuple(weights), cos, sin, rows, head_dim=head_dim, eps=eps)
+    assert projected.shape[2] >= into.shape[0] * channels
+    return into
+
+
+def padded_to(length: int, x: Tensor) -> Tensor:
+    """[B, L, C] -> [B, length, C], with zeros behind; the same memory where nothing is missing."""
+    num_missing = length - x.shape[1]
+    return functional.pad(x, (0, 0, 0, num_missing)) if num_missing else x
+
+
+def batched(samples: Sequence[Tensor]) -> Tensor:
+    """[1, ..] each -> [B, ..]; one alone is not copied."""
+    return samples[0] if len(samples) == 1 else torch.cat(list(samples))
+
+
+def _heads_in_steps(
+    projected: Tensor,
+    weights: Sequence[Tensor],
+    eps: float,
+    turns: tuple[Tensor, Tensor] | None,
+    into: Tensor,
+) -> None:
+    num_heads, head_dim = into.shape[3:]
+    for idx, target in enumerate(into):
+        start = idx * num_heads * head_dim
+        value = projected[..., start : start + num_heads * head_dim]
+        if idx < len(weights):
+            weight = weights[idx].float()
+            num_groups = num_heads * head_dim // len(weight)
+            grouped = value.float().reshape(*value.shape[:2], num_groups, len(weight))
+            value = functional.rms_norm(grouped, weight.shape, weight, eps)
+            if turns is not None:
+                value = _turned(value.reshape(target.shape), *turns)
+        target.copy_(value.reshape(target.shape))
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Pairs of channels, rotated: [B, L, H, D] by [L, D/2]."""
+    even, odd = x.reshape(*x.shape[:-1], x.shape[-1] // 2, 2).unbind(-1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(3)
+
+
+def _sum(x: Tensor, update: Tensor, gate: Tensor | None, kinds_N: Tensor | None) -> Tensor:
+    change = update.float() if gate is None else update.float() * _by_token(gate, kinds_N, x)
+    return (x.float() + change).type_as(x)
+
+
+def _by_token(values: Tensor, kinds_N: Tensor | None, x: Tensor) -> Tensor:
+    """[C] as it is, [kinds, C] as [B, L, C]; in fp32."""
+    values = values.float()
+    return values if kinds_N is None or values.dim() == 1 else values[kinds_N].view(x.shape)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """[B, L, ..] -> [B L, ..], the same memory."""
+    return x.view(x.shape[0] * x.shape[1], *x.shape[2:])

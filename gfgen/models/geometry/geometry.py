@@ -1,0 +1,189 @@
+"""What a model's config files tell without torch: a job's shapes, tasks, bytes and FLOPs.
+
+The control plane, the simulator and the job file's admission use this; it imports fast. The
+families have a file each (geometry_wan.py, geometry_qwen.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Protocol
+
+from gfgen.errors import LayoutError, ModelError
+from gfgen.graph import Stage, Trajectory
+from gfgen.jobspec import JobSpec
+from gfgen.models.geometry.geometry_files import Checkpoint, read_checkpoint
+from gfgen.models.geometry.geometry_qwen import qwen_geometry
+from gfgen.models.geometry.geometry_wan import wan_geometry
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+"""Config files of the models with a short name, in diffusers' format and without weights."""
+
+SHIPPED = ("wan2.2-ti2v-5b", "wan2.2-t2v-a14b", "wan2.2-i2v-a14b", "qwen-image")
+"""Short names of the full-size models, which are also the folders of their configs."""
+
+STORED_BYTES = 2
+"""Bytes of a parameter in the released checkpoints (bfloat16)."""
+
+
+class Geometry(Protocol):
+    """Pure functions of a job; all but `resolve` and `output_kind` take the job as run."""
+
+    @property
+    def family(self) -> str:
+        """wan-ti2v, wan-moe-t2v, wan-moe-i2v, wan-t2v or qwen-image."""
+        ...
+
+    @property
+    def kind(self) -> str:
+        """video or image."""
+        ...
+
+    @property
+    def weights_bytes(self) -> int:
+        """Size of all weight files."""
+        ...
+
+    def resolve(self, spec: JobSpec) -> JobSpec:
+        """The job as run: defaults filled in, sizes and frames rounded as the pipeline would.
+
+        Resolving twice changes nothing. `model`, `seed` and what belongs to scheduling stay.
+
+        Raises: JobError with every field that this family cannot do.
+        """
+        ...
+
+    def output_kind(self, spec: JobSpec) -> str:
+        """video or image: the kind of the job's file, as asked or as run, also where it is refused."""
+        ...
+
+    def trajectory(self, spec: JobSpec) -> Trajectory:
+        """The job's tasks and artifacts; shapes of text are upper bounds."""
+        ...
+
+    def num_tokens(self, spec: JobSpec) -> int:
+        """Length of the sequence that the transformer sees of the picture or video."""
+        ...
+
+    @property
+    def num_heads(self) -> int:
+        """Attention heads of the transformer: the highest ulysses degree."""
+        ...
+
+    def num_latent_rows(self, spec: JobSpec) -> int:
+        """Rows of the latents that the VAE decodes: the most bands that a decode can be cut into."""
+        ...
+
+    def uses_cfg(self, spec: JobSpec) -> bool:
+        """Whether a step evaluates two branches of classifier-free guidance."""
+        ...
+
+    def flops(self, spec: JobSpec, stage: Stage) -> float:
+        """Floating-point operations of one task; for DENOISE the whole step, both branches."""
+        ...
+
+    def shape_key(self, spec: JobSpec) -> str:
+        """What tasks of equal cost share, as in "832x480x49+cfg"."""
+        ...
+
+
+BUILDERS: dict[str, Callable[..., Geometry]] = {
+    "WanPipeline": wan_geometry,
+    "WanImageToVideoPipeline": wan_geometry,
+    "QwenImagePipeline": qwen_geometry,
+}
+
+
+def load_geometry(checkpoint: Path) -> Geometry:
+    """The geometry of a diffusers-format directory.
+
+    Raises: ModelError when it is missing, incomplete, broken, or of an unknown pipeline class.
+    """
+    files = read_checkpoint(Path(checkpoint), with_weights=True)
+    return _build(files, weights_bytes=files.file_bytes)
+
+
+def shipped_geometry(name: str) -> Geometry:
+    """The geometry of a full-size model from the config files that come with gfgen.
+
+    Raises: ModelError for a name that is not one of `SHIPPED`.
+    """
+    if name not in SHIPPED:
+        raise ModelError(
+            f"model {name!r}: no config files of it come with gfgen; there are {', '.join(SHIPPED)}"
+        )
+    return weightless_geometry(CONFIGS / name)
+
+
+def twin_of(geometry: Geometry, spec: JobSpec) -> str | None:
+    """The full-size model with a short name, if any, whose tasks are the same for a job as run."""
+    for name in SHIPPED:
+        twin = _shipped(name)
+        is_alike = (twin.family, twin.num_heads) == (geometry.family, geometry.num_heads)
+        if is_alike and all(twin.flops(spec, stage) == geometry.flops(spec, stage) for stage in Stage):
+            return name
+    return None
+
+
+@cache
+def _shipped(name: str) -> Geometry:
+    return shipped_geometry(name)
+
+
+def weightless_geometry(checkpoint: Path) -> Geometry:
+    """The geometry of a directory of which only the config files count: for simulations, random weights.
+
+    Its size is known if gfgen.json says how many parameters it has.
+
+    Raises: ModelError as `load_geometry`.
+    """
+    files = read_checkpoint(Path(checkpoint), with_weights=False)
+    num_parameters = sum(files.settings.get("num_parameters", {}).values())
+    return _build(files, weights_bytes=STORED_BYTES * num_parameters)
+
+
+def max_sequence_degree(geometry: Geometry, spec: JobSpec) -> int:
+    """The most ranks that can share the sequence of one guidance branch of a job as run."""
+    return geometry.num_tokens(spec)
+
+
+def max_degree(geometry: Geometry, spec: JobSpec) -> int:
+    """The most ranks that can share a denoising step of a job as run."""
+    return max_sequence_degree(geometry, spec) * (2 if geometry.uses_cfg(spec) else 1)
+
+
+def max_decode_degree(geometry: Geometry, spec: JobSpec) -> int:
+    """The most ranks that can share the rows of a decode."""
+    return geometry.num_latent_rows(spec)
+
+
+def check_degrees(geometry: Geometry, spec: JobSpec, degrees: tuple[int, int, int]) -> None:
+    """Refuse degrees (`Layout.degrees`) in which a denoising step of this job cannot run.
+
+    Raises: LayoutError that says what the job has and what the degrees would need.
+    """
+    cfg, ulysses, ring = degrees
+    heads, tokens = geometry.num_heads, geometry.num_tokens(spec)
+    if cfg > 1 and not geometry.uses_cfg(spec):
+        raise LayoutError(f"cfg degree {cfg} needs as many guidance branches, and job {spec.id!r} has one")
+    if ulysses > heads:
+        raise LayoutError(
+            f"job {spec.id!r} has {heads} attention heads, too few for ulysses degree {ulysses}; use a ring"
+        )
+    if ulysses * ring > tokens:
+        raise LayoutError(
+            f"job {spec.id!r} has {tokens} tokens, too few for ulysses degree {ulysses} x ring degree {ring}"
+        )
+
+
+def _build(files: Checkpoint, *, weights_bytes: int) -> Geometry:
+    builder = BUILDERS.get(files.pipeline_class)
+    if builder is None:
+        known = ", ".join(sorted(BUILDERS))
+        where = files.path / "model_index.json"
+        raise ModelError(
+            f"{where}: pipeline class {files.pipeline_class!r} is not supported; supported are {known}"
+        )
+    return builder(files, weights_bytes=weights_bytes)

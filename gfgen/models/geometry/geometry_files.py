@@ -1,0 +1,151 @@
+"""Reading a diffusers-format directory without torch: config files and weight files.
+
+Everything wrong with a directory raises `ModelError` with one line: what is missing or
+unknown, where, and what would be accepted.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gfgen.errors import ModelError
+from gfgen.models.geometry.geometry_weight_files import check_weights, refuse_pointer, weight_files
+from gfgen.models.geometry.geometry_weights import WEIGHTLESS, is_component
+
+CONFIG_NAMES = {
+    "scheduler": "scheduler_config.json",
+    "tokenizer": "tokenizer_config.json",
+}
+"""Components whose config file is not `config.json`."""
+
+VOCABULARIES = ("tokenizer.json", "spiece.model", "vocab.json")
+"""What a tokenizer's words may be in."""
+
+SETTINGS_NAME = "gfgen.json"
+"""Optional file of ours in a checkpoint: {"defaults": {...}, "num_parameters": {...}}."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """The config files of one checkpoint, as parsed; what they mean is the family's business."""
+
+    path: Path
+    index: Mapping[str, Any]
+    configs: Mapping[str, Mapping[str, Any]]
+    settings: Mapping[str, Any]
+    file_bytes: int
+    """Size of all weight files; 0 for shipped configs, which have none."""
+
+    @property
+    def pipeline_class(self) -> str:
+        return str(self.index["_class_name"])
+
+    def class_of(self, component: str) -> str | None:
+        """Class name of a component, or None when the pipeline is without it."""
+        entry = self.index.get(component)
+        return entry[1] if isinstance(entry, list) and len(entry) == 2 else None
+
+    def value(self, component: str, key: str, default: Any = None) -> Any:
+        """One value of a component's config; ModelError when it has none and no default is given."""
+        found = self.configs[component].get(key, default)
+        if found is None and default is None:
+            name = CONFIG_NAMES.get(component, "config.json")
+            raise ModelError(f"{self.path / component / name}: no {key!r}, which this family's shapes need")
+        return found
+
+
+def read_checkpoint(path: Path, *, with_weights: bool) -> Checkpoint:
+    """The config files of a diffusers-format directory.
+
+    Raises: ModelError for a missing directory, a missing or broken file, and, with_weights,
+            a component without its weights or its vocabulary.
+    """
+    if not path.is_dir():
+        reason = "is not a directory" if path.exists() else "does not exist"
+        raise ModelError(f"model {path}: {reason}; give a directory that holds a model_index.json")
+    if not (path / "model_index.json").exists() and (snapshots := list(path.glob("snapshots/*"))):
+        newest = max(snapshots, key=lambda snapshot: snapshot.stat().st_mtime_ns)
+        raise ModelError(f"model {path}: is a folder of the hub's cache; give its hub id, or {newest}")
+    index = _read_object(path / "model_index.json", purpose="a diffusers-format model directory has one")
+    if not isinstance(index.get("_class_name"), str):
+        raise ModelError(f"{path / 'model_index.json'}: no '_class_name' of a diffusers pipeline in it")
+    components = [name for name, entry in index.items() if is_component(entry)]
+    configs = {name: _read_config(path, name) for name in components}
+    settings = _read_settings(path / SETTINGS_NAME)
+    file_bytes = 0
+    for name in components if with_weights else ():
+        if name == "tokenizer":
+            _check_vocabulary(path / name)
+        elif name not in WEIGHTLESS:
+            file_bytes += _weight_bytes(path / name, index[name][0])
+    return Checkpoint(path, index, configs, settings, file_bytes)
+
+
+def model_name(path: Path) -> str:
+    """What people call a checkpoint: its folder's name, or its hub id where that is a hash in the cache."""
+    repository = path.parent.parent.name
+    if path.parent.name == "snapshots" and repository.startswith("models--"):
+        return repository.removeprefix("models--").replace("--", "/")
+    return path.name
+
+
+def _read_config(path: Path, component: str) -> Mapping[str, Any]:
+    if not (path / component).is_dir():
+        raise ModelError(f"model {path}: the folder {component!r} is missing, but model_index.json names it")
+    name = CONFIG_NAMES.get(component, "config.json")
+    if component in WEIGHTLESS and component != "scheduler" and not (path / component / name).exists():
+        return {}
+    config = _read_object(path / component / name, purpose=f"the component {component!r} needs it")
+    if config.get("quantization_config"):
+        raise ModelError(f"{path / component / name}: quantized weights are not supported; bf16 and fp32 are")
+    return config
+
+
+def _read_object(path: Path, *, purpose: str) -> dict[str, Any]:
+    try:
+        parsed = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"{path}: no such file; {purpose}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"{path}: cannot be read ({error})") from None
+    except json.JSONDecodeError as error:
+        refuse_pointer(path)
+        raise ModelError(f"{path}: is not valid JSON (line {error.lineno}: {error.msg})") from None
+    if not isinstance(parsed, dict):
+        raise ModelError(f"{path}: must hold a JSON object, not {type(parsed).__name__}")
+    return parsed
+
+
+def _read_settings(path: Path) -> Mapping[str, Any]:
+    if not path.exists():
+        return {}
+    settings = _read_object(path, purpose="optional settings of gfgen")
+    for key in ("defaults", "num_parameters"):
+        if not isinstance(settings.get(key, {}), dict):
+            raise ModelError(f"{path}: {key!r} must be an object")
+    return settings
+
+
+def _weight_bytes(folder: Path, library: str) -> int:
+    """Size of a component's weight files; ModelError when one is missing, or is not whole."""
+    files = weight_files(folder, library)
+    check_weights(files)
+    return sum(file.stat().st_size for file in files)
+
+
+def _check_vocabulary(folder: Path) -> None:
+    """A tokenizer without its words is made all the same, and knows none."""
+    found = [folder / name for name in VOCABULARIES if (folder / name).is_file()]
+    if not found:
+        raise ModelError(
+            f"{folder}: no vocabulary ({' or '.join(VOCABULARIES)}) in it; download the model again"
+        )
+    merges = folder / "merges.txt"
+    if found == [folder / "vocab.json"] and not merges.is_file():
+        raise ModelError(f"{merges}: missing, which belongs to vocab.json; download the model again")
+    for file in found:
+        refuse_pointer(file)

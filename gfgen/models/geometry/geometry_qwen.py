@@ -1,0 +1,213 @@
+"""Geometry of Qwen-Image: one picture, latents packed in patches of 2 x 2.
+
+Shapes: latents [1, S, 64] with S = (height / 16) x (width / 16).
+Source: diffusers 0.42 QwenImagePipeline; FACTS.md for the constants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gfgen.errors import JobError, ModelError, Problem
+from gfgen.graph import Artifact, Stage, Trajectory
+from gfgen.jobspec import JobSpec
+from gfgen.models.geometry import geometry_rules as rules
+from gfgen.models.geometry.geometry_files import SETTINGS_NAME, Checkpoint
+from gfgen.models.geometry.geometry_vae import VaeShape
+
+MAX_TEXT_TOKENS = 512
+"""Where the pipeline cuts a prompt (`max_sequence_length`)."""
+
+TEMPLATE_TOKENS = 39
+"""The pipeline's own words around a prompt: 34 before it, which are cut off again, and 5 after."""
+
+TYPICAL_TEXT_TOKENS = 64
+"""For FLOPs, since only the tokenizer knows; gives FACTS.md's 31, 139 and 379 TF a step."""
+
+FAMILY_DEFAULTS: Mapping[str, Any] = {
+    "width": 1328,
+    "height": 1328,
+    "frames": 1,
+    "steps": 50,
+    "true_cfg_scale": 4.0,
+    "negative_prompt": " ",
+}
+"""Source: the model card of Qwen/Qwen-Image, which gives a blank as the negative prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class QwenGeometry:
+    """What a Qwen-Image checkpoint's config files tell; see `geometry.Geometry` for the methods."""
+
+    family: str
+    defaults: Mapping[str, Any]
+    num_layers: int
+    num_heads: int
+    inner_dim: int
+    text_dim: int
+    in_channels: int
+    min_steps: int
+    encoder_params: int
+    """Of the language model that encodes the prompt: what every token passes through."""
+    vae: VaeShape
+    weights_bytes: int
+
+    @property
+    def kind(self) -> str:
+        return "image"
+
+    @property
+    def multiple(self) -> int:
+        """Pixels of a token's side: the VAE's factor times the packing."""
+        return 2 << len(self.vae.temporal_downsample)
+
+    def resolve(self, spec: JobSpec) -> JobSpec:
+        filled = rules.fill_defaults(spec, self.defaults)
+        width, height = rules.known(filled.width), rules.known(filled.height)
+        rounded = replace(
+            filled,
+            width=rules.floor_to_multiple(width, self.multiple),
+            height=rules.floor_to_multiple(height, self.multiple),
+            frames=1,
+        )
+        multiple = (self.multiple, self.multiple)
+        problems = [*self._field_problems(spec), *rules.size_problems(width, height, multiple=multiple)]
+        if not any(problem.field == "size" for problem in problems):
+            size = f"{width}x{height}"
+            problems += rules.token_problems(self.num_tokens(rounded), field="size", value=size)
+        if problems:
+            raise JobError(*problems)
+        return rounded
+
+    def output_kind(self, spec: JobSpec) -> str:
+        return "image"
+
+    def uses_cfg(self, spec: JobSpec) -> bool:
+        return rules.known(spec.true_cfg_scale) > 1.0
+
+    def num_tokens(self, spec: JobSpec) -> int:
+        return (rules.known(spec.height) // self.multiple) * (rules.known(spec.width) // self.multiple)
+
+    def num_latent_rows(self, spec: JobSpec) -> int:
+        return rules.known(spec.height) // (self.multiple // 2)
+
+    def shape_key(self, spec: JobSpec) -> str:
+        return f"{spec.width}x{spec.height}" + ("+cfg" if self.uses_cfg(spec) else "")
+
+    def trajectory(self, spec: JobSpec) -> Trajectory:
+        names = ["prompt_embeds"] + ["negative_prompt_embeds"] * self.uses_cfg(spec)
+        prompt = tuple((name, (1, MAX_TEXT_TOKENS, self.text_dim), "float32") for name in names)
+        latent = (1, self.num_tokens(spec), self.in_channels)
+        picture = (1, rules.known(spec.height), rules.known(spec.width), 3)
+        artifacts = (
+            Artifact("prompt", prompt),
+            Artifact("condition", ()),
+            Artifact("latents", (("sample", latent, "float32"),)),
+            Artifact("frames", (("frames", picture, "uint8"),)),
+        )
+        return Trajectory(spec.id, rules.known(spec.steps), artifacts)
+
+    def flops(self, spec: JobSpec, stage: Stage) -> float:
+        branches = 2 if self.uses_cfg(spec) else 1
+        if stage is Stage.ENCODE:
+            return branches * 2.0 * self.encoder_params * (TYPICAL_TEXT_TOKENS + TEMPLATE_TOKENS)
+        if stage is Stage.DENOISE:
+            return branches * self._forward_flops(self.num_tokens(spec))
+        if stage is Stage.PREPARE:
+            return 0.0
+        factor = self.multiple // 2
+        return self.vae.decode_flops(
+            frames=1, height=rules.known(spec.height) // factor, width=rules.known(spec.width) // factor
+        )
+
+    def _forward_flops(self, tokens: int) -> float:
+        """One transformer forward; a multiplication with its addition counts as 2.
+
+        Text and picture have weights of their own (4 projections, a feed-forward of 4 x) and
+        attend to each other in one sequence.
+        """
+        dim, sequence = self.inner_dim, tokens + TYPICAL_TEXT_TOKENS
+        per_layer = 24.0 * sequence * dim**2 + 4.0 * sequence**2 * dim
+        modulation = 24.0 * dim**2
+        ends = 2.0 * dim * (tokens * 2 * self.in_channels + TYPICAL_TEXT_TOKENS * self.text_dim)
+        return self.num_layers * (per_layer + modulation) + ends
+
+    def _field_problems(self, spec: JobSpec) -> Iterator[Problem]:
+        unused = "has no effect on Qwen-Image, which takes true_cfg_scale"
+        yield from rules.useless(spec, "guidance_scale", unused)
+        yield from rules.useless(spec, "guidance_scale_2", unused)
+        yield from rules.useless(spec, "boundary_ratio", "needs a model with two experts (Wan2.2-A14B)")
+        yield from rules.useless(
+            spec, "flow_shift", "has no effect on Qwen-Image, whose shift follows from the size"
+        )
+        yield from rules.useless(spec, "image", "this model makes pictures from text only; leave it out")
+        yield from rules.useless(spec, "fps", "this model makes single pictures; leave it out")
+        if spec.frames not in (None, 1):
+            yield Problem.of(
+                "frames", spec.frames, "this model makes single pictures; leave it out or give 1"
+            )
+        yield from rules.whole_problems(spec, "steps", low=self.min_steps, high=rules.MAX_STEPS)
+        yield from rules.number_problems(spec, "true_cfg_scale", low=0, high=rules.MAX_SCALE)
+
+
+def qwen_geometry(checkpoint: Checkpoint, *, weights_bytes: int) -> QwenGeometry:
+    """The geometry of a Qwen-Image checkpoint.
+
+    Raises: ModelError for a variant that the adapter does not run.
+    """
+    _check_variant(checkpoint)
+    where = str(checkpoint.path / SETTINGS_NAME)
+    heads = checkpoint.value("transformer", "num_attention_heads")
+    return QwenGeometry(
+        family="qwen-image",
+        defaults=rules.merge_defaults(FAMILY_DEFAULTS, checkpoint.settings, where=where),
+        num_layers=checkpoint.value("transformer", "num_layers"),
+        num_heads=heads,
+        inner_dim=heads * checkpoint.value("transformer", "attention_head_dim"),
+        text_dim=checkpoint.value("transformer", "joint_attention_dim"),
+        in_channels=checkpoint.value("transformer", "in_channels"),
+        # Stretching a schedule to a terminal value divides by zero when it has one step.
+        min_steps=2 if checkpoint.configs["scheduler"].get("shift_terminal") else 1,
+        encoder_params=_encoder_params(checkpoint.configs["text_encoder"]),
+        vae=_vae_shape(checkpoint),
+        weights_bytes=weights_bytes,
+    )
+
+
+def _check_variant(checkpoint: Checkpoint) -> None:
+    where = checkpoint.path / "model_index.json"
+    for component in ("transformer", "vae", "text_encoder", "tokenizer", "scheduler"):
+        if checkpoint.class_of(component) is None:
+            raise ModelError(f"{where}: names no {component!r}, which Qwen-Image needs")
+    scheduler = checkpoint.class_of("scheduler")
+    if scheduler != "FlowMatchEulerDiscreteScheduler":
+        raise ModelError(
+            f"{where}: scheduler {scheduler} is not supported; FlowMatchEulerDiscreteScheduler is"
+        )
+    if checkpoint.configs["transformer"].get("guidance_embeds"):
+        raise ModelError(f"{where}: guidance-distilled Qwen-Image is not supported; the released one is")
+
+
+def _encoder_params(config: Mapping[str, Any]) -> int:
+    """Parameters of the language layers of a Qwen2.5-VL config, old (flat) or new (nested)."""
+    text = {**config, **config.get("text_config", {})}
+    dim = text["hidden_size"]
+    kv_dim = dim * text["num_key_value_heads"] // text["num_attention_heads"]
+    per_layer = 2 * dim * dim + 2 * dim * kv_dim + 3 * dim * text["intermediate_size"]
+    return int(text["num_hidden_layers"] * per_layer)
+
+
+def _vae_shape(checkpoint: Checkpoint) -> VaeShape:
+    base_dim = checkpoint.value("vae", "base_dim")
+    return VaeShape(
+        z_dim=checkpoint.value("vae", "z_dim"),
+        encoder_dim=base_dim,
+        decoder_dim=base_dim,
+        dim_mult=tuple(checkpoint.value("vae", "dim_mult")),
+        num_res_blocks=checkpoint.value("vae", "num_res_blocks"),
+        temporal_downsample=tuple(checkpoint.value("vae", "temperal_downsample")),
+        is_residual=False,
+        pixel_channels=checkpoint.configs["vae"].get("input_channels", 3),
+    )

@@ -1,0 +1,317 @@
+"""Geometry of the Wan family: one transformer (2.1, 2.2-TI2V-5B) or two experts (2.2-A14B).
+
+Shapes: latents [1, C, T, H, W] with T = (frames - 1) / 4 + 1 and H, W = pixels / 8 or / 16;
+        tokens are patches of (1, 2, 2) of them.
+Source: diffusers 0.42 WanPipeline and WanImageToVideoPipeline; FACTS.md for the constants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gfgen.errors import JobError, ModelError, Problem
+from gfgen.graph import Artifact, Stage, Trajectory
+from gfgen.jobspec import JobSpec
+from gfgen.models.geometry import geometry_rules as rules
+from gfgen.models.geometry.geometry_files import SETTINGS_NAME, Checkpoint
+from gfgen.models.geometry.geometry_vae import VaeShape
+
+TEXT_TOKENS = 512
+"""Length to which the pipelines pad every prompt (`max_sequence_length`)."""
+
+SCHEDULERS = {"UniPCMultistepScheduler": 3, "FlowMatchEulerDiscreteScheduler": 0}
+"""Schedulers whose state an adapter can carry, and how many tensors of the latents' size it is."""
+
+FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "wan-ti2v": {
+        "width": 1280,
+        "height": 704,
+        "frames": 121,
+        "fps": 24,
+        "steps": 50,
+        "guidance_scale": 5.0,
+    },
+    "wan-moe-t2v": {
+        "width": 1280,
+        "height": 720,
+        "frames": 81,
+        "fps": 16,
+        "steps": 40,
+        "guidance_scale": 4.0,
+        "guidance_scale_2": 3.0,
+    },
+    "wan-moe-i2v": {
+        "width": 1280,
+        "height": 720,
+        "frames": 81,
+        "fps": 16,
+        "steps": 40,
+        "guidance_scale": 3.5,
+        "guidance_scale_2": 3.5,
+    },
+    "wan-t2v": {
+        "width": 832,
+        "height": 480,
+        "frames": 81,
+        "fps": 16,
+        "steps": 50,
+        "guidance_scale": 5.0,
+    },
+}
+"""Source: the model cards of Wan-AI on the Hugging Face hub."""
+
+
+@dataclass(frozen=True, slots=True)
+class WanGeometry:
+    """What a Wan checkpoint's config files tell; see `geometry.Geometry` for the methods."""
+
+    family: str
+    defaults: Mapping[str, Any]
+    num_layers: int
+    num_heads: int
+    inner_dim: int
+    ffn_dim: int
+    text_dim: int
+    freq_dim: int
+    in_channels: int
+    patch: tuple[int, int, int]
+    temporal_factor: int
+    spatial_factor: int
+    num_solver_tensors: int
+    text_encoder_flops: float
+    vae: VaeShape
+    weights_bytes: int
+
+    @property
+    def kind(self) -> str:
+        return "video"
+
+    @property
+    def has_two_experts(self) -> bool:
+        return self.family.startswith("wan-moe")
+
+    def resolve(self, spec: JobSpec) -> JobSpec:
+        filled = self._fill_scales(spec)
+        width, height = rules.known(filled.width), rules.known(filled.height)
+        frames = rules.known(filled.frames)
+        multiple = (self.spatial_factor * self.patch[2], self.spatial_factor * self.patch[1])
+        rounded = replace(
+            filled,
+            width=rules.floor_to_multiple(width, multiple[0]),
+            height=rules.floor_to_multiple(height, multiple[1]),
+            frames=self._rounded_frames(frames),
+        )
+        problems = [*self._field_problems(spec), *rules.size_problems(width, height, multiple=multiple)]
+        if not any(problem.field in ("size", "frames") for problem in problems):
+            problems += rules.token_problems(self.num_tokens(rounded), field="frames", value=frames)
+        if problems:
+            raise JobError(*problems)
+        return rounded
+
+    def output_kind(self, spec: JobSpec) -> str:
+        frames = self.defaults["frames"] if spec.frames is None else spec.frames
+        return "image" if self._rounded_frames(frames) == 1 else "video"
+
+    def uses_cfg(self, spec: JobSpec) -> bool:
+        return rules.known(spec.guidance_scale) > 1.0
+
+    def num_tokens(self, spec: JobSpec) -> int:
+        _, frames, height, width = self._latent_shape(spec)
+        return (frames // self.patch[0]) * (height // self.patch[1]) * (width // self.patch[2])
+
+    def num_latent_rows(self, spec: JobSpec) -> int:
+        return self._latent_shape(spec)[2]
+
+    def shape_key(self, spec: JobSpec) -> str:
+        key = f"{spec.width}x{spec.height}x{spec.frames}"
+        return key + ("+cfg" if self.uses_cfg(spec) else "") + ("+image" if spec.image else "")
+
+    def trajectory(self, spec: JobSpec) -> Trajectory:
+        latent = (1, *self._latent_shape(spec))
+        names = ["prompt_embeds"] + ["negative_prompt_embeds"] * self.uses_cfg(spec)
+        prompt = tuple((name, (1, TEXT_TOKENS, self.text_dim), "float32") for name in names)
+        state = ["sample", "last_sample", "model_output_0", "model_output_1"][: 1 + self.num_solver_tensors]
+        artifacts = (
+            Artifact("prompt", prompt),
+            Artifact("condition", self._condition_fields(spec)),
+            Artifact("latents", tuple((name, latent, "float32") for name in state)),
+            Artifact("frames", (("frames", (rules.known(spec.frames), *_picture(spec)), "uint8"),)),
+        )
+        return Trajectory(spec.id, rules.known(spec.steps), artifacts)
+
+    def flops(self, spec: JobSpec, stage: Stage) -> float:
+        branches = 2 if self.uses_cfg(spec) else 1
+        _, frames, height, width = self._latent_shape(spec)
+        if stage is Stage.ENCODE:
+            return branches * self.text_encoder_flops
+        if stage is Stage.DENOISE:
+            return branches * self._forward_flops(self.num_tokens(spec))
+        if stage is Stage.DECODE:
+            return self.vae.decode_flops(frames=frames, height=height, width=width)
+        if spec.image is None:
+            return 0.0
+        encoded = frames if self.has_two_experts else 1
+        return self.vae.encode_flops(frames=encoded, height=height, width=width)
+
+    def _forward_flops(self, tokens: int) -> float:
+        """One transformer forward; a multiplication with its addition counts as 2."""
+        dim, text = self.inner_dim, TEXT_TOKENS
+        self_attention = 8.0 * tokens * dim**2 + 4.0 * tokens**2 * dim
+        cross_attention = 4.0 * (tokens + text) * dim**2 + 4.0 * tokens * text * dim
+        feed_forward = 4.0 * tokens * dim * self.ffn_dim
+        patch_volume = self.patch[0] * self.patch[1] * self.patch[2]
+        ends = 2.0 * tokens * dim * patch_volume * (self.in_channels + self.vae.z_dim)
+        text_in = 2.0 * text * dim * (self.text_dim + dim)
+        num_timesteps = tokens if self.family == "wan-ti2v" else 1
+        modulation = 2.0 * num_timesteps * dim * (self.freq_dim + 7 * dim)
+        return (
+            self.num_layers * (self_attention + cross_attention + feed_forward) + ends + text_in + modulation
+        )
+
+    def _latent_shape(self, spec: JobSpec) -> tuple[int, int, int, int]:
+        """[C, T, H, W] of the latents of a job as run."""
+        frames = (rules.known(spec.frames) - 1) // self.temporal_factor + 1
+        factor = self.spatial_factor
+        return self.vae.z_dim, frames, rules.known(spec.height) // factor, rules.known(spec.width) // factor
+
+    def _condition_fields(self, spec: JobSpec) -> tuple[tuple[str, tuple[int, ...], str], ...]:
+        if spec.image is None:
+            return ()
+        channels, frames, height, width = self._latent_shape(spec)
+        if self.has_two_experts:
+            channels += self.temporal_factor
+        else:
+            frames = 1
+        return (("condition", (1, channels, frames, height, width), "float32"),)
+
+    def _rounded_frames(self, frames: int) -> int:
+        if frames % self.temporal_factor == 1:
+            return frames
+        return max(frames // self.temporal_factor * self.temporal_factor + 1, 1)
+
+    def _field_problems(self, spec: JobSpec) -> Iterator[Problem]:
+        yield from rules.useless(
+            spec, "true_cfg_scale", "belongs to Qwen-Image; this model takes guidance_scale"
+        )
+        if not self.has_two_experts:
+            reason = "needs a model with two experts (Wan2.2-A14B); this one has a single transformer"
+            yield from rules.useless(spec, "guidance_scale_2", reason)
+            yield from rules.useless(spec, "boundary_ratio", reason)
+        if self.family in ("wan-moe-t2v", "wan-t2v"):
+            yield from rules.useless(
+                spec,
+                "image",
+                "this model makes videos from text only; Wan2.2-TI2V-5B and Wan2.2-I2V-A14B take an image",
+            )
+        if self.family == "wan-moe-i2v" and spec.image is None:
+            yield Problem.of("image", None, "this model animates a picture: give the path of one")
+        yield from rules.whole_problems(spec, "frames", low=1, high=rules.MAX_FRAMES)
+        yield from rules.whole_problems(spec, "steps", low=1, high=rules.MAX_STEPS)
+        yield from rules.whole_problems(spec, "fps", low=1, high=rules.MAX_FPS)
+        yield from rules.number_problems(spec, "guidance_scale", low=0, high=rules.MAX_SCALE)
+        yield from rules.number_problems(spec, "guidance_scale_2", low=0, high=rules.MAX_SCALE)
+        yield from rules.number_problems(spec, "boundary_ratio", low=0, high=1)
+        yield from rules.number_problems(spec, "flow_shift", low=0, high=rules.MAX_SHIFT, above=True)
+
+    def _fill_scales(self, spec: JobSpec) -> JobSpec:
+        """Defaults; a job that gives one guidance scale means it for both experts, as in the pipeline."""
+        if self.has_two_experts and spec.guidance_scale is not None and spec.guidance_scale_2 is None:
+            spec = replace(spec, guidance_scale_2=spec.guidance_scale)
+        return rules.fill_defaults(spec, self.defaults)
+
+
+def wan_geometry(checkpoint: Checkpoint, *, weights_bytes: int) -> WanGeometry:
+    """The geometry of a Wan checkpoint.
+
+    Raises: ModelError for a variant that the adapters do not run.
+    """
+    family = _family_of(checkpoint)
+    transformer = checkpoint.configs["transformer"]
+    vae = _vae_shape(checkpoint)
+    heads = checkpoint.value("transformer", "num_attention_heads")
+    patch = tuple(checkpoint.value("transformer", "patch_size"))
+    return WanGeometry(
+        family=family,
+        defaults=_defaults_of(checkpoint, family),
+        num_layers=checkpoint.value("transformer", "num_layers"),
+        num_heads=heads,
+        inner_dim=heads * checkpoint.value("transformer", "attention_head_dim"),
+        ffn_dim=checkpoint.value("transformer", "ffn_dim"),
+        text_dim=transformer.get("text_dim", 4096),
+        freq_dim=transformer.get("freq_dim", 256),
+        in_channels=checkpoint.value("transformer", "in_channels"),
+        patch=(patch[0], patch[1], patch[2]),
+        temporal_factor=checkpoint.value("vae", "scale_factor_temporal", 4),
+        spatial_factor=checkpoint.value("vae", "scale_factor_spatial", 8),
+        num_solver_tensors=SCHEDULERS[str(checkpoint.class_of("scheduler"))],
+        text_encoder_flops=_text_encoder_flops(checkpoint),
+        vae=vae,
+        weights_bytes=weights_bytes,
+    )
+
+
+def _family_of(checkpoint: Checkpoint) -> str:
+    """Which of the Wan models this is, from model_index.json and the channels of its transformer."""
+    where = checkpoint.path / "model_index.json"
+    for component in ("transformer", "vae", "text_encoder", "tokenizer", "scheduler"):
+        if checkpoint.class_of(component) is None:
+            raise ModelError(f"{where}: names no {component!r}, which a Wan pipeline needs")
+    if checkpoint.class_of("scheduler") not in SCHEDULERS:
+        known = " or ".join(SCHEDULERS)
+        raise ModelError(
+            f"{where}: scheduler {checkpoint.class_of('scheduler')} is not supported; {known} is"
+        )
+    if checkpoint.configs["transformer"].get("image_dim") is not None:
+        raise ModelError(f"{where}: Wan 2.1 image to video (CLIP image encoder) is not supported; Wan 2.2 is")
+    from_image = checkpoint.value("transformer", "in_channels") > checkpoint.value("vae", "z_dim")
+    if checkpoint.index.get("expand_timesteps"):
+        return "wan-ti2v"
+    if (
+        checkpoint.class_of("transformer_2") is not None
+        and checkpoint.index.get("boundary_ratio") is not None
+    ):
+        return "wan-moe-i2v" if from_image else "wan-moe-t2v"
+    if from_image or checkpoint.class_of("transformer_2") is not None:
+        raise ModelError(
+            f"{where}: this Wan variant is not supported; TI2V-5B, T2V-A14B, I2V-A14B and 2.1 T2V are"
+        )
+    return "wan-t2v"
+
+
+def _defaults_of(checkpoint: Checkpoint, family: str) -> dict[str, Any]:
+    scheduler = checkpoint.configs["scheduler"]
+    own: dict[str, Any] = {"flow_shift": scheduler.get("flow_shift", scheduler.get("shift", 1.0))}
+    if family.startswith("wan-moe"):
+        own["boundary_ratio"] = checkpoint.index["boundary_ratio"]
+    where = str(checkpoint.path / SETTINGS_NAME)
+    return rules.merge_defaults({**FAMILY_DEFAULTS[family], **own}, checkpoint.settings, where=where)
+
+
+def _vae_shape(checkpoint: Checkpoint) -> VaeShape:
+    config = checkpoint.configs["vae"]
+    base_dim = checkpoint.value("vae", "base_dim")
+    return VaeShape(
+        z_dim=checkpoint.value("vae", "z_dim"),
+        encoder_dim=base_dim,
+        decoder_dim=config.get("decoder_base_dim") or base_dim,
+        dim_mult=tuple(checkpoint.value("vae", "dim_mult")),
+        num_res_blocks=checkpoint.value("vae", "num_res_blocks"),
+        temporal_downsample=tuple(checkpoint.value("vae", "temperal_downsample")),
+        is_residual=bool(config.get("is_residual", False)),
+        pixel_channels=config.get("out_channels", 3),
+    )
+
+
+def _text_encoder_flops(checkpoint: Checkpoint) -> float:
+    """One prompt of TEXT_TOKENS through the UMT5 encoder."""
+    dim = checkpoint.value("text_encoder", "d_model")
+    attention_dim = checkpoint.value("text_encoder", "num_heads") * checkpoint.value("text_encoder", "d_kv")
+    projections = 4 * dim * attention_dim + 3 * dim * checkpoint.value("text_encoder", "d_ff")
+    per_layer = 2.0 * TEXT_TOKENS * projections + 4.0 * TEXT_TOKENS**2 * attention_dim
+    return float(checkpoint.value("text_encoder", "num_layers") * per_layer)
+
+
+def _picture(spec: JobSpec) -> tuple[int, int, int]:
+    return rules.known(spec.height), rules.known(spec.width), 3

@@ -1,0 +1,1 @@
+"""Models from files, or made up."""

@@ -1,0 +1,175 @@
+"""Pipelines of any size with random weights, made on their device from config files alone.
+
+For measuring, and for trying a machine out where no checkpoint is at hand: speed does not depend
+on the values of weights. What such a model draws is noise, but the same noise on every rank and in
+every run on the same kind of device: each parameter is drawn with a seed of its own, from its name.
+
+Values are such that activations stay finite however deep a model is: matrices have the spread that
+torch gives a linear layer, norms are 1, biases 0.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import logging
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+from transformers.initialization import no_init_weights
+
+from gfgen.errors import ModelError
+from gfgen.models.geometry.geometry_files import VOCABULARIES, Checkpoint, read_checkpoint
+from gfgen.models.geometry.geometry_weights import WEIGHTLESS
+from gfgen.models.loading import tiny_text
+from gfgen.models.loading.components import without_progress_bars
+
+logger = logging.getLogger(__name__)
+
+SEED = 20260613
+
+SPREAD = 1 / math.sqrt(3)
+"""Standard deviation of a matrix's entries, times the root of the number of its inputs.
+Source: torch.nn.Linear.reset_parameters, whose values are uniform within 1 / sqrt(inputs)."""
+
+_TOKENIZERS = {"T5": tiny_text.t5_tokenizer, "Qwen2": tiny_text.qwen_tokenizer}
+"""By the beginning of a tokenizer's class: one whose tokens all have a row in the full-size table."""
+
+
+def random_pipeline(
+    pipeline_class: Any,
+    checkpoint: Path,
+    *,
+    device: str,
+    dtype: torch.dtype,
+    dtypes: Mapping[str, str] | None = None,
+) -> Any:
+    """A pipeline of this class with random weights; needs no file but a directory's configs.
+
+    The counterpart of `components.load_pipeline`, with the same dtypes.
+
+    Raises: ModelError for configs that the pipeline's classes do not take.
+    """
+    files = read_checkpoint(checkpoint, with_weights=False)
+    own = {name: getattr(torch, each) for name, each in (dtypes or {}).items()}
+    try:
+        with without_progress_bars():
+            parts = {
+                name: _made(files, name, device=device, dtype=own.get(name, dtype))
+                for name, entry in files.index.items()
+                if isinstance(entry, list)
+            }
+            flags = {
+                name: value
+                for name, value in files.index.items()
+                if not name.startswith("_") and not isinstance(value, list)
+            }
+            pipeline = pipeline_class(**parts, **flags)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelError(
+            f"model {checkpoint}: cannot be made as {pipeline_class.__name__}: {reason}"
+        ) from error
+    logger.info(
+        "made %s of %s on %s in %s: random weights", pipeline_class.__name__, checkpoint, device, dtype
+    )
+    return pipeline
+
+
+def random_component(checkpoint: Path, name: str, *, device: str, dtype: torch.dtype) -> Any:
+    """One component of such a pipeline alone, with the same weights."""
+    return _made(read_checkpoint(checkpoint, with_weights=False), name, device=device, dtype=dtype)
+
+
+def draw_weights(model: torch.nn.Module, *, name: str) -> None:
+    """Random values for every parameter, each from the seed that its name and `name` give."""
+    tables = {
+        f"{prefix}.weight".lstrip(".")
+        for prefix, module in model.named_modules()
+        if isinstance(module, torch.nn.Embedding)
+    }
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            generator = torch.Generator(parameter.device).manual_seed(_seed(f"{name}.{parameter_name}"))
+            _draw(parameter, parameter_name, generator, is_table=parameter_name in tables)
+
+
+def _draw(parameter: Any, name: str, generator: torch.Generator, *, is_table: bool) -> None:
+    last = name.rpartition(".")[2]
+    if last.endswith("bias"):
+        parameter.zero_()
+    elif last == "scale_shift_table":
+        parameter.normal_(0, parameter.shape[-1] ** -0.5, generator=generator)  # as diffusers does
+    elif is_table:
+        parameter.normal_(0, 1, generator=generator)
+    elif parameter.dim() == 1 or last == "gamma":
+        parameter.fill_(1)
+    else:
+        num_inputs = parameter.numel() // parameter.shape[0]
+        parameter.normal_(0, SPREAD / math.sqrt(num_inputs), generator=generator)
+
+
+def _seed(name: str) -> int:
+    digest = hashlib.sha256(f"{SEED} {name}".encode()).digest()
+    return int.from_bytes(digest[:7], "little")
+
+
+def _made(files: Checkpoint, name: str, *, device: str, dtype: torch.dtype) -> Any:
+    library, class_name = files.index[name]
+    if class_name is None:
+        return None
+    if name == "tokenizer":
+        return _tokenizer(files.path / name, class_name)
+    kind = getattr(importlib.import_module(library), class_name)
+    if name in WEIGHTLESS:
+        return kind.from_config(dict(files.configs[name]))
+    with torch.device(device), _default_dtype(dtype), no_init_weights():
+        if library == "transformers":
+            model = kind._from_config(AutoConfig.from_pretrained(files.path / name), dtype=dtype)
+            model.tie_weights()  # which goes with the initialisation that was left out
+        else:
+            model = kind.from_config(dict(files.configs[name]))
+    _keep_in_fp32(model)
+    draw_weights(model, name=name)
+    return model.eval()
+
+
+def _keep_in_fp32(model: Any) -> None:
+    """What diffusers keeps in fp32 when it loads weights.
+
+    transformers has a list of this name, too, but heeds it for fp16 only.
+    Source: diffusers 0.42 load_model_dict_into_meta: parts of a parameter's name.
+    """
+    kept = set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    if not type(model).__module__.startswith("diffusers"):
+        return
+    for name, parameter in model.named_parameters():
+        if kept & set(name.split(".")):
+            parameter.data = parameter.data.float()
+
+
+def _tokenizer(folder: Path, class_name: str) -> Any:
+    """The directory's own, or one that fits if there are only configs."""
+    if any((folder / name).is_file() for name in VOCABULARIES):
+        import transformers
+
+        return getattr(transformers, class_name).from_pretrained(str(folder))
+    for beginning, make in _TOKENIZERS.items():
+        if class_name.startswith(beginning):
+            return make()
+    raise ModelError(f"{folder}: no vocabulary, and none is known that would do for {class_name}")
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

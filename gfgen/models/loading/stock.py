@@ -1,0 +1,123 @@
+"""A stock diffusers pipeline, as a plain script would use it: what gfgen is compared with from outside.
+
+Nothing of gfgen's is installed into it. On several ranks its transformer has diffusers' own context
+parallelism over torch's process group; every rank makes the same calls.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from diffusers import ContextParallelConfig, QwenImagePipeline, WanPipeline
+from numpy.typing import NDArray
+from torch import distributed
+
+from gfgen.jobspec import JobSpec
+from gfgen.models.geometry.geometry_files import read_checkpoint
+from gfgen.models.geometry.geometry_weights import component_dtypes
+from gfgen.models.loading.components import load_pipeline
+from gfgen.models.loading.random_weights import random_component, random_pipeline
+
+PIPELINES: dict[str, Any] = {"WanPipeline": WanPipeline, "QwenImagePipeline": QwenImagePipeline}
+RECOMPILE_LIMIT = 64
+"""Beyond torch's 8, after which a block would run eagerly without a word."""
+
+
+def join_group(*, rank: int, num_ranks: int, store: str, device: str) -> None:
+    """Meet the other ranks, through a file.
+
+    On GPUs NCCL, and gloo beside it: with uneven shards the sizes go by way of the host then, and no GPU is
+    waited for. Gloo on CPU ranks, which diffusers does not foresee: it counts accelerators.
+    Source: diffusers 0.42 commands/run.py, models/_modeling_parallel.py (gather_size_by_comm)
+    """
+    if device == "cpu":
+        torch.accelerator.device_count = lambda: 1
+        backend = "gloo"
+    else:
+        torch.cuda.set_device(device)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this machine
+        backend = "cpu:gloo,cuda:nccl"
+    method = f"file://{store}"
+    distributed.init_process_group(backend, init_method=method, rank=rank, world_size=num_ranks)
+
+
+class StockPipeline:
+    """One rank's pipeline."""
+
+    def __init__(
+        self,
+        checkpoint: Path,
+        *,
+        device: str,
+        num_ranks: int,
+        is_uneven: bool = False,
+        is_compiled: bool = False,
+        has_random_weights: bool = False,
+        vae_dtype: str = "auto",
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._device = device
+        self._dtype = torch.float32 if device == "cpu" else torch.bfloat16
+        self._has_random_weights = has_random_weights
+        name = str(read_checkpoint(checkpoint, with_weights=not has_random_weights).index["_class_name"])
+        load = random_pipeline if has_random_weights else load_pipeline
+        self._pipeline = load(
+            PIPELINES[name],
+            checkpoint,
+            device=device,
+            dtype=self._dtype,
+            dtypes=component_dtypes(name, vae_dtype),
+        )
+        self._pipeline.set_progress_bar_config(disable=True)
+        self._num_ranks, self._is_compiled = num_ranks, is_compiled
+        self._prepare(is_uneven=is_uneven)
+
+    def use_uneven_shards(self) -> None:
+        """Let ranks share what does not divide by their number. One cannot change: the transformer is new."""
+        self._pipeline.transformer = None
+        if self._has_random_weights:
+            made = random_component(self._checkpoint, "transformer", device=self._device, dtype=self._dtype)
+        else:
+            whole = load_pipeline(
+                type(self._pipeline), self._checkpoint, device=self._device, dtype=self._dtype
+            )
+            made = whole.transformer
+        self._pipeline.transformer = made
+        self._prepare(is_uneven=True)
+
+    def _prepare(self, *, is_uneven: bool) -> None:
+        transformer = self._pipeline.transformer
+        if self._num_ranks > 1:
+            config = ContextParallelConfig(ulysses_degree=self._num_ranks, ulysses_anything=is_uneven)
+            transformer.enable_parallelism(config=config)
+        if self._is_compiled:
+            torch._dynamo.reset()
+            torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
+            transformer.compile_repeated_blocks(dynamic=False)
+
+    @torch.no_grad()
+    def generate(self, spec: JobSpec, *, steps: int | None = None, is_to_decode: bool = True) -> Any:
+        """The frames of a job as it would run, uint8 [F, H, W, 3]; None where they are not wanted."""
+        options: dict[str, Any] = {
+            "prompt": spec.prompt,
+            "negative_prompt": spec.negative_prompt,
+            "width": spec.width,
+            "height": spec.height,
+            "num_inference_steps": steps or spec.steps,
+            "generator": torch.Generator("cpu").manual_seed(spec.seed or 0),
+            "output_type": "np" if is_to_decode else "latent",
+        }
+        if isinstance(self._pipeline, WanPipeline):
+            options |= {"num_frames": spec.frames, "guidance_scale": spec.guidance_scale}
+        else:
+            options["true_cfg_scale"] = spec.true_cfg_scale
+        made = self._pipeline(**options)[0]
+        if not is_to_decode:
+            return None
+        pictures = made[0] if isinstance(self._pipeline, WanPipeline) else made
+        frames: NDArray[np.uint8] = (np.asarray(pictures) * 255).round().astype(np.uint8)
+        return frames

@@ -1,0 +1,1 @@
+"""A forward or a decode shared by several ranks."""

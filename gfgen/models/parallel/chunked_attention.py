@@ -1,0 +1,213 @@
+"""Attention in chunks of heads: the exchange of one chunk runs beside the attention of another.
+
+Two uses: exchanges whose results do not fit in a bank of the arena, and overlap where it wins.
+
+Why two banks are enough for any number of chunks: every exchange here gives fresh memory, which
+its kernel fills from the arena before it ends, and a rank's exchanges never overlap each other
+(lanes.py). In place in the arena, chunk i would be overwritten while it is attended to: a peer may
+push chunk i + 2 into the same bank as soon as this rank has begun to push chunk i + 1.
+
+Legend: B batch, L tokens of this rank, H heads, D head dimension.
+Source: Torus attention of StreamFusion, inside one machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gfgen.gfc.reshard import shard_sizes
+from gfgen.layout import shard_bounds
+from gfgen.models.parallel.lanes import Lane, Mark
+from gfgen.models.parallel.parallel import Parallel, Ranks
+from gfgen.models.parallel.ring_attention import Arriving, ring_attention, start_ring
+
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+"""Attention on one rank: query, key, value [B, L, H, D] and a mask -> [B, L, H, D]."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSizes:
+    """Tokens of every shard by slot of the sequence, in the order in which keys come together."""
+
+    by_slot: tuple[int, ...]
+    ulysses_degree: int
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """Tokens of each Ulysses group, by position in the ring."""
+        step = self.ulysses_degree
+        return tuple(sum(self.by_slot[at : at + step]) for at in range(0, len(self.by_slot), step))
+
+    def in_group(self, ring_idx: int) -> tuple[int, ...]:
+        """Tokens of the ranks of one Ulysses group."""
+        start = ring_idx * self.ulysses_degree
+        return self.by_slot[start : start + self.ulysses_degree]
+
+
+class OverlapRule(NamedTuple):
+    """What wins in groups of so many ranks, for sequences of `from_tokens` up to less than `to_tokens`.
+
+    Measured with one sample; samples of a batch, and halves of a layout beside each other, go by it, too.
+    """
+
+    ulysses_degree: int
+    from_tokens: int
+    to_tokens: int
+    num_chunks: int = 1
+    others_first: bool = False
+    """Attention in two parts, from others' queries and then from the own ones."""
+
+
+OVERLAP_RULES = (
+    OverlapRule(2, 4_500, 8_500, others_first=True),
+    OverlapRule(2, 18_000, 30_000, others_first=True),
+    OverlapRule(4, 9_000, 10_000, num_chunks=2),
+)
+"""On GPUs; elsewhere everything goes at once. On 4 H200 two chunks of 9,216 tokens took 568 us in place of
+611. For 1,024 to 27,280 tokens on 2, 3 and 4 ranks no other chunks won: attention to half of the heads
+leaves more of the device idle than the exchange does (benchmarks/results/2026-11-20-attention.md). Two
+parts win where they fill no more rounds of the multiprocessors than the whole: on 2 H200 379 us in place of
+398 for 5,070 tokens, 810 of 834 for 8,190, 4,060 of 4,135 for 18,480, where power limits the clock; but for
+9,216 1,052 in place of 994 (benchmarks/results/2026-11-22-attention.md)."""
+
+CHUNK_BLOCKS = 32
+"""Of an exchange beside attention: a quarter of an H200's multiprocessors."""
+
+OTHERS_FIRST_BLOCKS = 8
+"""Of what is sent beside attention from the own queries; with more, that loses what sending saves."""
+
+
+def best_num_chunks(device: torch.device, ulysses_degree: int, num_tokens: int) -> int:
+    """How many chunks are fastest, where they are not needed for their memory."""
+    rule = _rule_for(device, ulysses_degree, num_tokens)
+    return 1 if rule is None else rule.num_chunks
+
+
+def are_others_first(device: torch.device, ulysses_degree: int, num_tokens: int) -> bool:
+    """Whether attention in two parts is faster, from the others' queries before the own ones."""
+    rule = _rule_for(device, ulysses_degree, num_tokens)
+    return rule is not None and rule.others_first
+
+
+def _rule_for(device: torch.device, ulysses_degree: int, num_tokens: int) -> OverlapRule | None:
+    for rule in OVERLAP_RULES if device.type == "cuda" else ():
+        if rule.ulysses_degree == ulysses_degree and rule.from_tokens <= num_tokens < rule.to_tokens:
+            return rule
+    return None
+
+
+class _Chunk(NamedTuple):
+    """Some heads of the group's tokens, and of all keys where there is a ring."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mark: Mark
+    arriving: Arriving | None
+
+
+def head_chunks(num_heads: int, degree: int, num_chunks: int) -> list[tuple[int, int]]:
+    """First and one-past-last head of each chunk; there may be fewer chunks than asked for.
+
+    Chunks are multiples of the degree, so that ranks get equally many heads of each; what is
+    left over goes with the last one.
+    """
+    rows = num_heads // degree
+    count = max(1, min(num_chunks, rows))
+    bounds = [shard_bounds(rows, count, idx) for idx in range(count)]
+    chunks = [(start * degree, stop * degree) for start, stop in bounds]
+    chunks[-1] = (chunks[-1][0], num_heads)
+    return chunks
+
+
+class ChunkedAttention:
+    """One shared attention, chunk by chunk.
+
+    On the lane: chunk 0 in, 1 in, [attention 0] 0 out, 2 in, [attention 1] 1 out, ..., the same
+    on every rank. Exchanges that nothing runs beside take the whole device, the others a part of it.
+    """
+
+    def __init__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        *,
+        parallel: Parallel,
+        sizes: TokenSizes,
+        attend: Attend,
+        scale: float | None,
+    ) -> None:
+        self._inputs, self._mask = (query, key, value), mask
+        self._parallel, self._sizes = parallel, sizes
+        self._attend, self._scale = attend, scale
+        self._tokens = sizes.in_group(parallel.ring.slot)
+        self._lane = Lane(query.device)
+
+    def run(self, chunks: Sequence[tuple[int, int]]) -> Tensor:
+        """[B, L, H, D], fresh memory."""
+        query = self._inputs[0]
+        result = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        fetched = [self._fetch(*chunks[0], is_alone=True)]
+        parts = []  # until the join: the lane reads them, and the task's stream what was fetched
+        for idx, (start, stop) in enumerate(chunks):
+            is_last = idx + 1 == len(chunks)
+            if not is_last:
+                fetched.append(self._fetch(*chunks[idx + 1], is_alone=False))
+            parts.append(self._attend_to(fetched[idx]).type_as(query))
+            with self._lane.beside():
+                result[:, :, start:stop] = self._returned(parts[idx], stop - start, is_alone=is_last)
+        self._lane.join(self._lane.mark())
+        return result
+
+    def _fetch(self, start: int, stop: int, *, is_alone: bool) -> _Chunk:
+        ulysses, ring = self._parallel.ulysses, self._parallel.ring
+        tensors = tuple(x[:, :, start:stop] for x in self._inputs)
+        mark: Mark = None
+        if ulysses.size > 1:
+            with self._lane.beside():
+                tensors = (ulysses if is_alone else self._sparing()).heads_from_tokens(
+                    *tensors,
+                    token_sizes=self._tokens,
+                    head_sizes=shard_sizes(stop - start, ulysses.size),
+                )
+            mark = self._lane.mark()
+        query, key, value = tensors
+        arriving = None
+        if ring.size > 1:
+            # The lane keeps its order: this comes after the exchange above without a join.
+            arriving = start_ring(
+                key, value, ring=ring, block_sizes=self._sizes.blocks, lane=self._lane, in_arena=False
+            )
+        return _Chunk(query, key, value, mark, arriving)
+
+    def _attend_to(self, chunk: _Chunk) -> Tensor:
+        self._lane.join(chunk.mark)
+        if chunk.arriving is None:
+            return self._attend(chunk.query, chunk.key, chunk.value, self._mask)
+        return ring_attention(
+            chunk.query,
+            (chunk.key, chunk.value),
+            chunk.arriving,
+            self._mask,
+            lane=self._lane,
+            scale=self._scale,
+        )
+
+    def _sparing(self) -> Ranks:
+        """The Ulysses group, for exchanges beside attention."""
+        return self._parallel.ulysses.beside(CHUNK_BLOCKS)
+
+    def _returned(self, part: Tensor, num_heads: int, *, is_alone: bool) -> Tensor:
+        ulysses = self._parallel.ulysses
+        if ulysses.size == 1:
+            return part
+        return (ulysses if is_alone else self._sparing()).tokens_from_heads(
+            part, token_sizes=self._tokens, head_sizes=shard_sizes(num_heads, ulysses.size)
+        )

@@ -1,0 +1,176 @@
+"""One attention on several ranks: heads are split within Ulysses groups, keys among rings of them.
+
+The ranks of a branch of guidance are numbered by slot; slots that follow each other form the Ulysses
+groups, and ranks at the same position of each group form a ring. Inside a group, ranks exchange
+tokens for heads; then members of a ring hold the same heads of different tokens, and each attends
+from its group's queries to the keys of all groups (ring_attention.py). Either degree may be 1.
+
+The order of keys is by slot within a group, in fused joint attention (picture 0, text 0, picture 1, ...),
+and in a ring by group, from the own one on: attention does not depend on it, the mask is put together
+the same way, and the way back restores it.
+
+Where it pays, a rank attends from the other ranks' queries first, and what comes of them is sent while it
+attends from its own, whose result stays here (`_others_first`).
+
+Legend: B batch, S tokens of the whole sequence, L tokens of this rank, H heads, D head dimension.
+Source: USP (arXiv 2405.07719).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gfgen.errors import LayoutError
+from gfgen.gfc.reshard import shard_sizes
+from gfgen.models.parallel.chunked_attention import (
+    OTHERS_FIRST_BLOCKS,
+    Attend,
+    ChunkedAttention,
+    TokenSizes,
+    are_others_first,
+    best_num_chunks,
+    head_chunks,
+)
+from gfgen.models.parallel.lanes import Lane
+from gfgen.models.parallel.parallel import Parallel
+from gfgen.models.parallel.ring_attention import ring_attention, start_ring
+
+
+def shared_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    *,
+    parallel: Parallel,
+    token_sizes: Sequence[int],
+    attend: Attend,
+    scale: float | None = None,
+) -> Tensor:
+    """The attention of this rank's tokens to all tokens.
+
+    token_sizes: of every shard, by slot. attend: attention on one rank, where there is no ring.
+    All exchanges are in the order of the calls on every rank; what stays in an arena is read before it may
+    be overwritten (`parallel.Ranks`), and nothing of it is returned.
+
+    Shapes: query, key, value [B, L, H, D], mask bool [B, 1, 1, L] or None -> [B, L, H, D],
+            fresh memory.
+    Raises: LayoutError when a rank would have no head.
+    """
+    num_heads, degree = query.shape[2], parallel.ulysses.size
+    if num_heads < degree:
+        raise LayoutError(f"{num_heads} heads cannot be shared among {degree} ranks")
+    sizes = TokenSizes(tuple(token_sizes), degree)
+    if mask is not None:
+        # First: its exchanges are of the same kinds as those whose results stay in the arena.
+        mask = _gathered_mask(mask, parallel, sizes)
+    chunks = head_chunks(num_heads, degree, _num_chunks(query, parallel, sizes))
+    if len(chunks) > 1:
+        chunked = ChunkedAttention(
+            query, key, value, mask, parallel=parallel, sizes=sizes, attend=attend, scale=scale
+        )
+        return chunked.run(chunks)
+    if mask is None and _is_others_first(query, parallel, sizes):
+        return _others_first(query, key, value, parallel=parallel, sizes=sizes, attend=attend)
+    return _at_once(query, key, value, mask, parallel=parallel, sizes=sizes, attend=attend, scale=scale)
+
+
+def _gathered_mask(mask: Tensor, parallel: Parallel, sizes: TokenSizes) -> Tensor:
+    """[B, 1, 1, L] -> [B, 1, 1, S], in the order of the keys."""
+    ulysses, ring = parallel.ulysses, parallel.ring
+    if ulysses.size > 1:
+        mask = ulysses.all_gather(mask.contiguous(), dim=3, sizes=sizes.in_group(ring.slot))
+    if ring.size > 1:
+        (mask_BS11,) = ring.gather_tokens(mask.permute(0, 3, 1, 2), token_sizes=sizes.blocks)
+        mask = mask_BS11.permute(0, 2, 3, 1)
+    return mask
+
+
+def _at_once(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    *,
+    parallel: Parallel,
+    sizes: TokenSizes,
+    attend: Attend,
+    scale: float | None,
+) -> Tensor:
+    """All heads together, read where they arrived."""
+    ulysses, ring = parallel.ulysses, parallel.ring
+    tokens, heads = sizes.in_group(ring.slot), shard_sizes(query.shape[2], ulysses.size)
+    q, k, v = query, key, value
+    if ulysses.size > 1:
+        q, k, v = ulysses.heads_from_tokens(
+            query, key, value, token_sizes=tokens, head_sizes=heads, in_arena=True
+        )
+    if ring.size > 1:
+        lane = Lane(query.device)
+        arriving = start_ring(k, v, ring=ring, block_sizes=sizes.blocks, lane=lane, in_arena=True)
+        result = ring_attention(q, (k, v), arriving, mask, lane=lane, scale=scale)
+    else:
+        result = attend(q, k, v, mask)
+    result = result.type_as(query)
+    if ulysses.size == 1:
+        return result.contiguous()
+    return ulysses.tokens_from_heads(result, token_sizes=tokens, head_sizes=heads)
+
+
+def _is_others_first(query: Tensor, parallel: Parallel, sizes: TokenSizes) -> bool:
+    if parallel.ulysses.size == 1 or parallel.ring.size > 1:
+        return False
+    if not _fits(query, parallel, sizes, num_chunks=1):
+        return False
+    if parallel.others_first is not None:
+        return parallel.others_first
+    return are_others_first(query.device, parallel.ulysses.size, sum(sizes.by_slot))
+
+
+def _others_first(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    parallel: Parallel,
+    sizes: TokenSizes,
+    attend: Attend,
+) -> Tensor:
+    """All heads together, in two parts of the queries: the way back of the first is beside the second.
+
+    Keys and values are read where they arrived until the end, when the next bank has been written to already.
+    So the end is a barrier, in the exchange that fills the own heads: the exchange after it is the first one
+    that may write to their bank again (`parallel.Ranks`).
+    """
+    ulysses, lane = parallel.ulysses, Lane(query.device)
+    shards = {"token_sizes": sizes.by_slot, "head_sizes": shard_sizes(query.shape[2], ulysses.size)}
+    q, k, v = ulysses.heads_from_tokens(query, key, value, **shards, in_arena=True, own_first=True)
+    result = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    num_own = sizes.by_slot[ulysses.slot]
+    for_others = attend(q[:, num_own:], k, v, None).type_as(query)
+    with lane.beside():
+        sparing = ulysses.beside(OTHERS_FIRST_BLOCKS)
+        sparing.tokens_from_heads(for_others, **shards, part="others", into=result)
+    own = attend(q[:, :num_own], k, v, None).type_as(query)
+    lane.join(lane.mark())
+    return ulysses.tokens_from_heads(own, **shards, part="own", into=result)
+
+
+def _num_chunks(query: Tensor, parallel: Parallel, sizes: TokenSizes) -> int:
+    """As many as asked for or as pay, and at least so many that each fits in a bank."""
+    wanted = parallel.num_chunks or best_num_chunks(query.device, parallel.ulysses.size, sum(sizes.by_slot))
+    most = query.shape[2] // parallel.ulysses.size
+    fitting = (count for count in range(wanted, most + 1) if _fits(query, parallel, sizes, num_chunks=count))
+    return next(fitting, most)
+
+
+def _fits(query: Tensor, parallel: Parallel, sizes: TokenSizes, *, num_chunks: int) -> bool:
+    """Whether what is exchanged of each chunk of heads fits in a bank."""
+    num_heads, degree = query.shape[2], parallel.ulysses.size
+    longest = max(stop - start for start, stop in head_chunks(num_heads, degree, num_chunks))
+    head_bytes = query.shape[0] * query.shape[3] * query.element_size() * -(-longest // degree)
+    needed = ((parallel.ulysses, 3 * max(sizes.blocks)), (parallel.ring, 2 * sum(sizes.by_slot)))
+    return all(ranks.room_bytes is None or head_bytes * rows <= ranks.room_bytes for ranks, rows in needed)

@@ -1,0 +1,332 @@
+"""What a run was worth: latencies, deadlines, and what the ranks did with their time.
+
+Counts, sums and ends are kept, not jobs and tasks: a run that watches a folder has any number of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from random import Random
+
+from gfgen.runtime.core.dispatch import Dispatch
+from gfgen.runtime.core.durations import in_words
+from gfgen.runtime.core.events import Event, ModelsChanged, RankLoaded, TaskDone, TaskFailed
+from gfgen.runtime.core.observer import JobInfo, JobOutcome, Observer
+from gfgen.runtime.ipc.messages import MemoryUse
+from gfgen.system.wording import MAX_NAMED
+
+MAX_LATENCIES = 10_000
+"""So many jobs' latencies are kept, 80 KB. Percentiles of more jobs are those of a random sample: of ten
+thousand, the 95th is between the 94.5th and the 95.5th of all jobs in 98 of 100 cases."""
+
+
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """Seconds from arrival to renamed file, over the jobs that are done."""
+
+    mean_s: float
+    p50_s: float
+    p95_s: float
+    p99_s: float
+    is_sampled: bool = False
+    """The percentiles (not the mean) are those of a sample of MAX_LATENCIES jobs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attainment:
+    """How many of the jobs with a deadline met it; a failed job has not."""
+
+    num_met: int
+    num_jobs: int
+
+    @property
+    def fraction(self) -> float:
+        return self.num_met / self.num_jobs
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """The run in numbers. Skipped jobs are counted and in nothing else."""
+
+    num_done: int = 0
+    num_failed: int = 0
+    num_skipped: int = 0
+    num_unfinished: int = 0
+    num_tasks: int = 0
+    makespan_s: float = 0.0
+    """From the first arrival to the last end of a job, or of a task where jobs are unfinished."""
+    latency: Latency | None = None
+    deadlines: Attainment | None = None
+    deadlines_by_tag: Mapping[str, Attainment] = field(default_factory=dict)
+    busy_s: tuple[float, ...] = ()
+    """By rank: executing tasks."""
+    waited_s: tuple[float, ...] = ()
+    """By rank: holding a task whose input was not there yet."""
+    moved_s: tuple[float, ...] = ()
+    """By rank: copying a task's input."""
+    num_model_changes: int = 0
+    load_s: float = 0.0
+    """Of a rank's time, on average: loading models at these changes."""
+    memory: Mapping[int, MemoryUse] = field(default_factory=dict)
+    """By rank; empty where nobody could tell."""
+    policy_fault: str | None = None
+    """Why the policy was given up in the middle, and `fcfs` finished the run, if it was."""
+    num_cancelled: int = 0
+    failures: tuple[str, ...] = ()
+    """'id: reason' of the first jobs that failed, MAX_NAMED at most."""
+
+    @property
+    def num_jobs(self) -> int:
+        num_ended = self.num_done + self.num_failed + self.num_cancelled + self.num_skipped
+        return num_ended + self.num_unfinished
+
+    @property
+    def utilisation(self) -> float:
+        """Fraction of all ranks' time in which a task was executing."""
+        return self._share(self.busy_s)
+
+    @property
+    def waited_share(self) -> float:
+        """Fraction of all ranks' time in which a task waited for its input."""
+        return self._share(self.waited_s)
+
+    @property
+    def moved_share(self) -> float:
+        """Fraction of all ranks' time in which a task's input was being moved."""
+        return self._share(self.moved_s)
+
+    @property
+    def jobs_per_min(self) -> float:
+        """Throughput of jobs that are done."""
+        return 60 * self.num_done / self.makespan_s if self.makespan_s > 0 else 0.0
+
+    def lines(self) -> list[str]:
+        """The block that a person reads at the end of a run."""
+        lines = [f"jobs       {self._counts()}"]
+        if self.makespan_s > 0:
+            lines[0] += f" in {in_words(self.makespan_s)} ({self.jobs_per_min:,.1f} a minute)"
+        if self.latency:
+            shown = self.latency
+            about = "about " if shown.is_sampled else ""
+            lines.append(
+                f"latency    mean {in_words(shown.mean_s)}, median {about}{in_words(shown.p50_s)}, "
+                f"p95 {about}{in_words(shown.p95_s)}, p99 {about}{in_words(shown.p99_s)}"
+            )
+        if self.deadlines:
+            lines.append(f"deadlines  {self._deadlines_met()}")
+        if self.makespan_s > 0 and self.busy_s:
+            lines.append(
+                f"ranks      {len(self.busy_s)}, {self.utilisation:.0%} busy, "
+                f"{self.waited_share:.1%} waiting for input, {self.moved_share:.1%} moving it"
+            )
+        if self.num_model_changes:
+            times = "once" if self.num_model_changes == 1 else f"{self.num_model_changes} times"
+            lines.append(f"models     changed {times}, {in_words(self.load_s)} of each rank's time")
+        if self.memory:
+            lines.append(f"memory     {self._memory_taken()}")
+        lines += [f"failed     {failure}" for failure in self.failures]
+        if (num_more := self.num_failed - len(self.failures)) > 0:
+            lines.append(f"failed     {num_more} more; the manifest has the reasons")
+        return lines
+
+    @property
+    def device_peaks(self) -> Mapping[str, int]:
+        """By model: the most that its tasks had in use on a GPU, of all ranks."""
+        peaks: Counter[str] = Counter()
+        for use in self.memory.values():
+            peaks |= Counter(use.device_peaks)
+        return dict(sorted(peaks.items()))
+
+    def _share(self, by_rank: Sequence[float]) -> float:
+        total_s = len(by_rank) * self.makespan_s
+        return sum(by_rank) / total_s if total_s > 0 else 0.0
+
+    def _counts(self) -> str:
+        counts = {
+            "failed": self.num_failed,
+            "cancelled": self.num_cancelled,
+            "unfinished": self.num_unfinished,
+            "skipped (done before)": self.num_skipped,
+        }
+        others = [f"{count} {name}" for name, count in counts.items() if count]
+        return ", ".join([f"{self.num_done} done", *others])
+
+    def _memory_taken(self) -> str:
+        """At most, on any rank."""
+        host = f"{_gigabytes(max(use.host_bytes for use in self.memory.values()))} of main memory a rank"
+        peaks = self.device_peaks
+        if not peaks:
+            return host
+        by_model = ", ".join(f"{model} {_gigabytes(num_bytes)}" for model, num_bytes in peaks.items())
+        reserved = _gigabytes(max(use.reserved_bytes for use in self.memory.values()))
+        arena = _gigabytes(max(use.arena_bytes for use in self.memory.values()))
+        return f"{by_model} of a GPU ({reserved} reserved, {arena} arena), {host}"
+
+    def _deadlines_met(self) -> str:
+        assert self.deadlines is not None
+        text = f"{self.deadlines.num_met} of {self.deadlines.num_jobs} met ({self.deadlines.fraction:.0%})"
+        if len(self.deadlines_by_tag) > 1:
+            tags = sorted(self.deadlines_by_tag.items())
+            text += ": " + ", ".join(f"{tag or 'no tag'} {met.num_met}/{met.num_jobs}" for tag, met in tags)
+        return text
+
+
+class Metrics(Observer):
+    """Adds up what happens; `summary` may be asked at any time."""
+
+    def __init__(self) -> None:
+        self._num_jobs = 0
+        self._num_ranks = 0
+        self._num_skipped = 0
+        self._num_failed = 0
+        self._failures: list[str] = []
+        self._num_cancelled = 0
+        self._num_tasks = 0
+        self._running: set[int] = set()
+        """Dispatches of which no rank has reported."""
+        self._latencies = _Latencies()
+        self._deadlines: dict[str, _Verdicts] = defaultdict(_Verdicts)
+        """By tag."""
+        self._busy_s: dict[int, float] = defaultdict(float)
+        self._waited_s: dict[int, float] = defaultdict(float)
+        self._moved_s: dict[int, float] = defaultdict(float)
+        self._first_s = math.inf
+        """The first arrival of a job that has ended."""
+        self._last_s = 0.0
+        self._num_model_changes = 0
+        self._load_s = 0.0
+        self._memory: Mapping[int, MemoryUse] = {}
+
+    def began(self, jobs: tuple[JobInfo, ...], *, num_ranks: int, policy: str) -> None:
+        self._num_jobs, self._num_ranks = len(jobs), num_ranks
+
+    def added(self, jobs: tuple[JobInfo, ...]) -> None:
+        self._num_jobs += len(jobs)
+
+    def dispatched(self, dispatch: Dispatch) -> None:
+        self._running.add(dispatch.number)
+
+    def applied(self, event: Event) -> None:
+        if isinstance(event, TaskFailed):
+            self._running.discard(event.dispatch)
+        elif isinstance(event, TaskDone):
+            if event.dispatch in self._running:  # of several ranks the first one counts
+                self._running.remove(event.dispatch)
+                self._num_tasks += 1
+            self._last_s = max(self._last_s, event.ended_s)
+            self._busy_s[event.rank] += event.ended_s - event.started_s
+            self._waited_s[event.rank] += event.waited_s
+            self._moved_s[event.rank] += event.moved_s
+        self._num_model_changes += isinstance(event, ModelsChanged)
+        if isinstance(event, RankLoaded):
+            self._load_s += event.load_s
+
+    def ended(self, outcome: JobOutcome) -> None:
+        if outcome.status == "skipped":
+            self._num_skipped += 1
+            return
+        self._first_s = min(self._first_s, outcome.arrival_s)
+        self._last_s = max(self._last_s, outcome.ended_s)
+        if outcome.status == "done":
+            self._latencies.add(outcome.ended_s - outcome.arrival_s)
+        elif outcome.status == "cancelled":
+            self._num_cancelled += 1
+        else:
+            self._num_failed += 1
+            if len(self._failures) < MAX_NAMED:
+                self._failures.append(f"{outcome.info.job_id}: {outcome.error}")
+        if outcome.met_deadline is not None:
+            self._deadlines[outcome.info.spec.tag or ""].add(is_met=outcome.met_deadline)
+
+    def measured(self, use: Mapping[int, MemoryUse]) -> None:
+        self._memory = use
+
+    def summary(self) -> Summary:
+        """The numbers so far."""
+        num_done = self._latencies.num_jobs
+        num_ended = num_done + self._num_failed + self._num_cancelled
+        by_tag = {tag: Attainment(found.num_met, found.num_jobs) for tag, found in self._deadlines.items()}
+        overall = Attainment(
+            sum(met.num_met for met in by_tag.values()), sum(met.num_jobs for met in by_tag.values())
+        )
+        ranks = range(max(self._num_ranks, *(rank + 1 for rank in self._busy_s), 0))
+        return Summary(
+            num_done=num_done,
+            num_failed=self._num_failed,
+            num_cancelled=self._num_cancelled,
+            failures=tuple(self._failures),
+            num_skipped=self._num_skipped,
+            num_unfinished=max(0, self._num_jobs - num_ended),
+            num_tasks=self._num_tasks,
+            makespan_s=self._last_s - self._first_s if num_ended else 0.0,
+            latency=self._latencies.summary(),
+            deadlines=overall if by_tag else None,
+            deadlines_by_tag=by_tag,
+            busy_s=tuple(self._busy_s[rank] for rank in ranks),
+            waited_s=tuple(self._waited_s[rank] for rank in ranks),
+            moved_s=tuple(self._moved_s[rank] for rank in ranks),
+            num_model_changes=self._num_model_changes,
+            load_s=self._load_s / max(1, self._num_ranks),
+            memory=self._memory,
+        )
+
+
+@dataclass(slots=True)
+class _Verdicts:
+    """On the jobs with a deadline that have ended."""
+
+    num_met: int = 0
+    num_jobs: int = 0
+
+    def add(self, *, is_met: bool) -> None:
+        self.num_met += is_met
+        self.num_jobs += 1
+
+
+class _Latencies:
+    """Of the jobs that are done: all of the first MAX_LATENCIES, then a random sample of that size.
+
+    Source: Vitter, "Random sampling with a reservoir" (1985), algorithm R.
+    """
+
+    def __init__(self) -> None:
+        self.num_jobs = 0
+        self._sum_s = 0.0
+        self._kept_s: list[float] = []
+        self._random = Random(0)  # the same run has the same numbers
+
+    def add(self, latency_s: float) -> None:
+        self.num_jobs += 1
+        self._sum_s += latency_s
+        if len(self._kept_s) < MAX_LATENCIES:
+            self._kept_s.append(latency_s)
+        elif (place := self._random.randrange(self.num_jobs)) < MAX_LATENCIES:
+            self._kept_s[place] = latency_s
+
+    def summary(self) -> Latency | None:
+        """None where no job is done."""
+        if not self.num_jobs:
+            return None
+        return Latency(
+            mean_s=self._sum_s / self.num_jobs,
+            p50_s=percentile(self._kept_s, 50),
+            p95_s=percentile(self._kept_s, 95),
+            p99_s=percentile(self._kept_s, 99),
+            is_sampled=self.num_jobs > len(self._kept_s),
+        )
+
+
+def _gigabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:,.1f} GB"
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """Linear between the two nearest values, as numpy's default."""
+    ordered = sorted(values)
+    place = (len(ordered) - 1) * percent / 100
+    below = int(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)

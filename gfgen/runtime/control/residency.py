@@ -1,0 +1,210 @@
+"""Which models are resident where not all of them fit, and when others' turn comes.
+
+Jobs of models that are not resident are out of the policies' sight (state.py). The resident ones are
+changed, on all ranks, each after its present task,
+
+- when nothing of them can run any more, and jobs of others wait;
+- when jobs of others wait, and the last change was so long ago that changes take a hundredth of the time
+  at most; a tenth for a job with a deadline or a raised priority. Whose model comes first is that of the
+  most urgent job, or of one that has waited for a hundred times what a change takes.
+
+So there are never more changes than jobs, and one for each hundred, or ten, times what a change takes.
+A change is an event in the journal, so that a replay needs none of this. A model that no rank can load
+(`LoadFailed`) is resident no more; its jobs fail.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from gfgen.runtime.core.admission import AdmittedJob
+from gfgen.runtime.core.events import Event, LoadFailed, ModelsChanged, RankLoaded, RankReady
+from gfgen.runtime.core.observer import Observer
+
+SHARE, URGENT_SHARE = 0.01, 0.1
+"""Of the time: what changes may take that are made for the sake of jobs that wait."""
+LOAD_BYTES_PER_S = 1e9
+"""Until ranks have loaded something: a disk that is neither slow nor fast."""
+
+_CROWDED = "they do not fit together beside the jobs that have come"
+
+
+class Demand(Protocol):
+    """What there is to do, as the state knows it."""
+
+    @property
+    def num_parked(self) -> int:
+        """Jobs that wait for their models."""
+        ...
+
+    @property
+    def has_urgent_parked(self) -> bool:
+        """Whether one of them has a deadline or a raised priority."""
+        ...
+
+    @property
+    def is_loading(self) -> bool:
+        """Some rank has yet to load the models of the last change."""
+        ...
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Nothing runs, and nothing of the resident models can be started."""
+        ...
+
+    def parked_models(self) -> Sequence[str]:
+        """Models that jobs wait for, the most urgent first."""
+        ...
+
+    @property
+    def longest_parked(self) -> tuple[str, float]:
+        """The model of the job that has waited longest for it, and since when; some job waits."""
+        ...
+
+    def resident_models_at_work(self) -> Collection[str]:
+        """Resident models with jobs that have not ended."""
+        ...
+
+
+@dataclass(slots=True)
+class _Need:
+    """What a model takes."""
+
+    checkpoint: Path
+    work_bytes: list[int] = field(default_factory=list)
+    """Of the largest of its jobs, as many as may run at once, beside the weights."""
+
+
+class Residency(Observer):
+    """Watches a run whose models do not fit together, and says when to change the resident ones.
+
+    `weights` are bytes by checkpoint, `work_bytes` is what a job takes beside them, `room_bytes` what
+    there is for both: of each rank, or of all ranks together, which then run `jobs_at_once`. `names` has the
+    checkpoints of models that may have no jobs yet. The models of the most urgent jobs come first.
+    """
+
+    def __init__(
+        self,
+        jobs: Sequence[AdmittedJob],
+        *,
+        weights: Mapping[Path, int],
+        work_bytes: Callable[[AdmittedJob], int],
+        room_bytes: int,
+        jobs_at_once: int = 1,
+        names: Mapping[str, Path] | None = None,
+    ) -> None:
+        self._weights = weights
+        self._work_bytes = work_bytes
+        self._room_bytes = room_bytes
+        self._jobs_at_once = jobs_at_once
+        self._needs = {model: _Need(checkpoint) for model, checkpoint in (names or {}).items()}
+        self.note(jobs)
+        self._bytes_per_s: float | None = None
+        self._changed_s = 0.0
+        """When the last change was over."""
+        by_urgency = sorted(jobs, key=lambda job: (job.spec.arrival_s, -job.spec.priority))
+        self.resident = self.choose([*(job.spec.model or "" for job in by_urgency), *self._needs])
+        self._lacked_bytes = 0
+        """What ranks had to load by the last change."""
+
+    @property
+    def is_needed(self) -> bool:
+        """Not all models fit together."""
+        return self.resident != self._needs.keys()
+
+    @property
+    def held(self) -> dict[str, Path]:
+        """The resident models and their checkpoints."""
+        return {model: self._needs[model].checkpoint for model in sorted(self.resident)}
+
+    @property
+    def checkpoints(self) -> list[Path]:
+        """Of the resident models."""
+        return sorted(set(self.held.values()))
+
+    def choose(self, wanted: Sequence[str], *, kept: Collection[str] = ()) -> frozenset[str]:
+        """The first wanted model, and of the others, in order, those that fit beside; kept ones last."""
+        chosen = {wanted[0]}
+        for model in (*wanted, *sorted(kept)):
+            if self._fits({*chosen, model}):
+                chosen.add(model)
+        return frozenset(chosen)
+
+    def note(self, jobs: Iterable[AdmittedJob]) -> None:
+        """There are these jobs, too; they may be larger than those before."""
+        for job in jobs:
+            need = self._needs.setdefault(job.spec.model or "", _Need(job.checkpoint))
+            sizes = [*need.work_bytes, self._work_bytes(job)]
+            need.work_bytes = heapq.nlargest(self._jobs_at_once, sizes)
+
+    def change(self, demand: Demand, *, now_s: float) -> ModelsChanged | None:
+        """The change that is due now, if any."""
+        is_crowded = len(self.resident) > 1 and not self._fits(self.resident)
+        if demand.is_loading or not (is_crowded or demand.num_parked):
+            return None
+        reason = _CROWDED if is_crowded else self._reason(demand, now_s)
+        if reason is None:
+            return None
+        wanted, at_work = demand.parked_models(), sorted(demand.resident_models_at_work())
+        if is_crowded:
+            models = self.choose([*at_work, *wanted, *sorted(self.resident)])
+        else:
+            first = self._overdue(demand, now_s) or wanted[0]
+            models = self.choose([first, *at_work, *wanted], kept=self.resident)
+        if models == self.resident:
+            return None
+        return ModelsChanged(now_s, tuple(sorted(models)), self._load_s(models), reason)
+
+    def applied(self, event: Event) -> None:
+        match event:
+            case ModelsChanged():
+                self._lacked_bytes = self._bytes_of(set(event.models) - self.resident)
+                self.resident = frozenset(event.models)
+                self._changed_s = event.time_s
+            case LoadFailed():
+                self.resident -= set(event.models)
+            case RankLoaded():
+                self._changed_s = event.time_s
+                self._observe(self._lacked_bytes, event.load_s)
+            case RankReady():
+                self._observe(self._bytes_of(self.resident), event.startup_s)
+            case _:
+                pass
+
+    def _reason(self, demand: Demand, now_s: float) -> str | None:
+        if demand.is_at_rest:
+            return "nothing is left to do with the others"
+        share = URGENT_SHARE if demand.has_urgent_parked else SHARE
+        return "its jobs have waited long" if now_s >= self._changed_s + self._longest_s / share else None
+
+    def _overdue(self, demand: Demand, now_s: float) -> str | None:
+        """A model that has been waited for so long that more urgent ones come after it."""
+        model, since_s = demand.longest_parked
+        return model if now_s >= since_s + self._longest_s / SHARE else None
+
+    @property
+    def _longest_s(self) -> float:
+        """What the largest model takes to be loaded."""
+        return max(self._load_s([model]) for model in self._needs)
+
+    def _load_s(self, models: Collection[str]) -> float:
+        """How long ranks take to load what they lack of these."""
+        return self._bytes_of(set(models) - self.resident) / (self._bytes_per_s or LOAD_BYTES_PER_S)
+
+    def _observe(self, num_bytes: int, load_s: float) -> None:
+        if load_s > 0 and num_bytes:
+            self._bytes_per_s = num_bytes / load_s
+
+    def _fits(self, models: Collection[str]) -> bool:
+        sizes = itertools.chain.from_iterable(self._needs[model].work_bytes for model in models)
+        work_bytes = sum(heapq.nlargest(self._jobs_at_once, sizes))
+        return self._bytes_of(models) + work_bytes <= self._room_bytes
+
+    def _bytes_of(self, models: Collection[str]) -> int:
+        """Of their weights; models that are one under two names count once."""
+        return sum(self._weights[checkpoint] for checkpoint in {self._needs[m].checkpoint for m in models})

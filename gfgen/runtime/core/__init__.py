@@ -1,0 +1,1 @@
+"""The vocabulary of a run: admitted jobs, events, dispatches, the clock, the devices."""

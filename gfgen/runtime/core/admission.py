@@ -1,0 +1,196 @@
+"""Admission: what a job file asks for becomes jobs as they will run, before anything starts.
+
+The model's geometry fills in defaults, rounds sizes as its pipeline would, and refuses what
+the model cannot do. All problems of all jobs are collected, so that a person mends a file
+once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from gfgen.errors import JobError, ModelError, Problem
+from gfgen.graph import Stage, Trajectory
+from gfgen.identity import output_name, spec_hash, with_defaults
+from gfgen.jobspec import JobSpec
+from gfgen.layout import MAX_RANKS, Limits
+from gfgen.models.geometry.geometry import Geometry, max_decode_degree, max_sequence_degree, twin_of
+from gfgen.runtime.core.observer import JobInfo
+from gfgen.runtime.ipc.content import Content
+from gfgen.system.wording import MAX_NAMED, in_lines
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class AdmittedJob:
+    """A job that can run: as asked and as run, with its trajectory and what it costs."""
+
+    info: JobInfo
+    trajectory: Trajectory
+    shape: str
+    """The cost model's key: jobs of one model and shape take equally long."""
+    flops: Mapping[Stage, float]
+    checkpoint: Path
+    uses_cfg: bool = False
+    max_sequence_degree: int = 1
+    """The most ranks that can share the tokens of one guidance branch."""
+    max_ulysses_degree: int = MAX_RANKS
+    """The most of them that can share the heads."""
+    max_decode_degree: int = 1
+    """The most ranks that can share the rows of its decode."""
+    twin: str | None = None
+    """The model with a short name that computes the same, where its own is another: a directory, a hub id."""
+    replaces: Content | None = None
+    """The file of its output's name that it may replace, as it was at admission (ownership.py)."""
+
+    @property
+    def job_id(self) -> str:
+        return self.info.job_id
+
+    @property
+    def spec(self) -> JobSpec:
+        return self.info.spec
+
+    def model_in(self, models: Collection[str] = ()) -> str:
+        """What a profile of these models calls the job's: by its own name if it is there, or its twin's."""
+        own = self.spec.model or ""
+        return own if own in models else self.twin or own
+
+    @property
+    def limits(self) -> Limits:
+        """How many ranks can share its tasks."""
+        return Limits(
+            self.uses_cfg, self.max_sequence_degree, self.max_ulysses_degree, self.max_decode_degree
+        )
+
+    @property
+    def state_bytes(self) -> int:
+        """What moves when the job moves between two steps."""
+        return self.trajectory.artifact("latents").size_bytes
+
+
+def arriving_after(job: AdmittedJob, offset_s: float) -> AdmittedJob:
+    """The same job, arriving so much later; its relative deadline counts from then."""
+    spec = replace(job.spec, arrival_s=job.spec.arrival_s + offset_s)
+    return replace(job, info=replace(job.info, spec=spec))
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model that jobs of this run use."""
+
+    name: str
+    checkpoint: Path
+    geometry: Geometry
+    has_random_weights: bool = False
+
+
+def admit(
+    specs: Iterable[JobSpec], *, default_model: str, find_model: Callable[[str], Model]
+) -> tuple[tuple[AdmittedJob, ...], tuple[Problem, ...]]:
+    """The jobs that can run, and everything that is wrong with the others.
+
+    `find_model` raises ModelError for a name without a usable checkpoint; each name is
+    looked up once, and is one problem, at its first line, however many jobs want it.
+    """
+    models: dict[str, Model | ModelError] = {}
+    lines_without: dict[str, list[int | None]] = defaultdict(list)
+    twins: dict[tuple[str, str], str | None] = {}
+    jobs: list[AdmittedJob] = []
+    problems: list[Problem] = []
+    for spec in specs:
+        name = spec.model or default_model
+        if name not in models:
+            models[name] = _find(find_model, name)
+        model = models[name]
+        if isinstance(model, ModelError):
+            lines_without[name].append(spec.line)
+            continue
+        try:
+            jobs.append(_admit_one(spec, model, twins))
+        except JobError as error:
+            problems += error.at_line(spec.line)
+    missing = [_missing_model(name, models[name], lines) for name, lines in lines_without.items()]
+    return tuple(jobs), (*problems, *missing)
+
+
+def tell_of_rounding(jobs: Iterable[AdmittedJob]) -> None:
+    """A log line for each size and number of frames that a model rounds, with the lines of the jobs."""
+    lines: dict[str, list[int | None]] = defaultdict(list)
+    for job in jobs:
+        if job.info.rounding is not None:
+            lines[f"{job.spec.model} rounds {job.info.rounding}"].append(job.spec.line)
+    for what, numbers in list(lines.items())[:MAX_NAMED]:
+        logger.info("%s: %s", in_lines(numbers), what)
+    if len(lines) > MAX_NAMED:
+        logger.info("%d more sizes are rounded; the manifest has all of them", len(lines) - MAX_NAMED)
+
+
+def _missing_model(name: str, error: object, lines: Sequence[int | None]) -> Problem:
+    """One problem for all jobs of a model, at the first of their lines."""
+    reason = str(error).removeprefix(f"model {name}: ")
+    if len(lines) > 1:
+        reason += f" (the same model: {in_lines(lines[1:])})"
+    return replace(Problem.of("model", name, reason), line=lines[0])
+
+
+def _find(find_model: Callable[[str], Model], name: str) -> Model | ModelError:
+    try:
+        return find_model(name)
+    except ModelError as error:
+        return error
+
+
+def _resolve(asked: JobSpec, geometry: Geometry) -> tuple[JobSpec, str]:
+    """The job as run and the name of its file.
+
+    Raises: JobError with all that is wrong with either.
+    """
+    problems: list[Problem] = []
+    run, file = asked, ""
+    try:
+        run = geometry.resolve(asked)
+    except JobError as error:
+        problems += error.problems
+    try:
+        file = output_name(asked, geometry.output_kind(asked))
+    except JobError as error:
+        problems += error.problems
+    if problems:
+        raise JobError(*problems)
+    return run, file
+
+
+def _admit_one(spec: JobSpec, model: Model, twins: dict[tuple[str, str], str | None]) -> AdmittedJob:
+    """The job; `twins` keeps what is known of models and shapes."""
+    asked = with_defaults(spec, model=model.name)
+    run, file = _resolve(asked, model.geometry)
+    trajectory = model.geometry.trajectory(run)
+    shape = model.geometry.shape_key(run)
+    if (model.name, shape) not in twins:
+        twins[model.name, shape] = twin_of(model.geometry, run)
+    info = JobInfo(
+        asked=asked,
+        spec=run,
+        num_tasks=trajectory.num_tasks,
+        file=file,
+        spec_hash=spec_hash(asked, has_random_weights=model.has_random_weights),
+        family=model.geometry.family,
+    )
+    return AdmittedJob(
+        info,
+        trajectory,
+        shape=shape,
+        flops={stage: model.geometry.flops(run, stage) for stage in Stage},
+        checkpoint=model.checkpoint,
+        uses_cfg=model.geometry.uses_cfg(run),
+        max_sequence_degree=max_sequence_degree(model.geometry, run),
+        max_ulysses_degree=model.geometry.num_heads,
+        max_decode_degree=max_decode_degree(model.geometry, run),
+        twin=twins[model.name, shape],
+    )

@@ -1,0 +1,95 @@
+"""Time since the start of a run, and what is due when.
+
+One class for wall time and for virtual time: a wall clock reads the machine's monotonic
+clock, a virtual one stands still until it is advanced.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import time
+
+from gfgen.runtime.core import events
+from gfgen.runtime.core.events import Event
+
+_KIND_ORDER = (
+    events.RankLost,
+    events.RankReady,
+    events.RankLoaded,
+    events.TaskFailed,
+    events.TaskDone,
+    events.FramesLost,
+    events.OutputFailed,
+    events.OutputWritten,
+    events.JobTimedOut,
+    events.JobCancelled,
+    events.JobArrived,
+    events.PolicyChanged,
+    events.LoadFailed,
+    events.ModelsChanged,
+    events.StopRequested,
+    events.ClosingTime,
+    events.GraceOver,
+    events.Wakeup,
+)
+"""Ties in time: what ends comes before what begins, so that a rank that gets free at the very
+moment of an arrival can take it."""
+_KINDS = {kind: number for number, kind in enumerate(_KIND_ORDER)}
+
+
+class Clock:
+    """Seconds since the start of the run, and the events that fall due by themselves."""
+
+    def __init__(self, *, virtual: bool = False) -> None:
+        self._epoch_s: float | None = None if virtual else time.monotonic()
+        self._virtual_s = 0.0
+        self._turn_s: float | None = None
+        self._due: list[tuple[float, int, int, Event]] = []
+        self._numbers = itertools.count()
+
+    @property
+    def now_s(self) -> float:
+        return self._virtual_s if self._epoch_s is None else time.monotonic() - self._epoch_s
+
+    @property
+    def turn_s(self) -> float:
+        """The moment for which everything is decided in this turn of the loop.
+
+        It stands still while a policy thinks, so that a decision is judged by the picture that it
+        was made from, and a journal that has this number tells all that there was to see.
+        """
+        return self.now_s if self._turn_s is None else self._turn_s
+
+    def begin_turn(self) -> None:
+        """From now on it is now."""
+        self._turn_s = self.now_s
+
+    def from_monotonic(self, monotonic_s: float) -> float:
+        """A reading of the machine's monotonic clock, in another process too, on this clock."""
+        assert self._epoch_s is not None, "virtual time has no relation to the machine's clock"
+        return monotonic_s - self._epoch_s
+
+    def at(self, event: Event) -> None:
+        """Let an event fall due at its own `time_s`."""
+        heapq.heappush(self._due, (event.time_s, _KINDS[type(event)], next(self._numbers), event))
+
+    def next_wakeup(self) -> float | None:
+        """When the next event falls due; None when nothing is scheduled."""
+        return self._due[0][0] if self._due else None
+
+    def brings_more(self, *, before_s: float, than: tuple[type[Event], ...]) -> bool:
+        """Whether anything but events of these kinds is scheduled before that."""
+        return any(time_s < before_s and not isinstance(event, than) for time_s, _, _, event in self._due)
+
+    def due(self) -> list[Event]:
+        """Take the events that are due by now, in their total order."""
+        now_s, due, released = self.now_s, self._due, []
+        while due and due[0][0] <= now_s:
+            released.append(heapq.heappop(due)[3])
+        return released
+
+    def advance(self, to_s: float) -> None:
+        """Let virtual time pass; it never goes back."""
+        assert self._epoch_s is None, "wall time passes by itself"
+        self._virtual_s = max(self._virtual_s, to_s)

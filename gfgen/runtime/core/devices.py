@@ -1,0 +1,178 @@
+"""Which devices a run uses: all GPUs where there are any, else CPU ranks.
+
+The parent of all ranks never touches CUDA. Where the system shows signs of a GPU, a short child
+process asks the driver.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+from gfgen.errors import InputError
+from gfgen.layout import MAX_RANKS
+from gfgen.system.own_modules import module_command, module_environment
+
+logger = logging.getLogger(__name__)
+
+CPU, CUDA = "cpu", "cuda"
+DEVICES = ("auto", CPU, CUDA)
+DEFAULT_CPU_RANKS = 4
+
+_SIGNS = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/proc/driver/nvidia/version")
+"""One of these is there wherever the driver can find a GPU; /dev/dxg on Windows' Linux."""
+_PROBE_TIMEOUT_S = 60.0
+MIN_MEMORY_BYTES = 10**6
+"""A smaller limit is a unit forgotten."""
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU that ranks may use."""
+
+    name: str
+    memory_bytes: int
+    peers: frozenset[int] | None = None
+    """GPUs whose memory it reaches, as the driver numbers them; None for all of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """What the ranks of a run compute on; rank r uses GPU r modulo the number of GPUs."""
+
+    kind: str
+    num_ranks: int
+    gpus: tuple[Gpu, ...] = ()
+    memory_limit: int | None = None
+    """Bytes that may be used at most: of each GPU, or of main memory for CPU ranks."""
+    ranks_per_gpu: int = 1
+    """How many ranks share each GPU; the last GPUs may have fewer."""
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """What each rank may use of its GPU, or all CPU ranks of main memory; None if nothing limits it.
+
+        The smallest GPU counts. Ranks that share a GPU get equal parts of its memory.
+        """
+        limits = [] if self.memory_limit is None else [self.memory_limit]
+        found = min([*limits, *(gpu.memory_bytes for gpu in self.gpus)], default=None)
+        return None if found is None else found // self.ranks_per_gpu
+
+    @property
+    def rank_limit(self) -> int | None:
+        """Bytes of its GPU that a rank may use; None for all of them."""
+        return self.memory_limit if self.ranks_per_gpu == 1 else self.memory_bytes
+
+    @property
+    def where(self) -> str:
+        """In words, what `memory_bytes` is about where there are GPUs."""
+        shared = self.ranks_per_gpu > 1
+        return f"for each of {self.ranks_per_gpu} ranks that share a GPU" if shared else "on each GPU"
+
+    @property
+    def islands(self) -> tuple[tuple[int, ...], ...]:
+        """Sets of ranks that reach each other's memory, each rank in one of them.
+
+        Only they share layouts; a job goes from one set to another by way of main memory.
+        """
+        islands: list[list[int]] = []
+        for rank in range(self.num_ranks):
+            reached = (island for island in islands if all(self._reach(rank, other) for other in island))
+            island = next(reached, None)
+            if island is None:
+                islands.append([rank])
+            else:
+                island.append(rank)
+        return tuple(map(tuple, islands))
+
+    def _reach(self, rank: int, other: int) -> bool:
+        """Whether two ranks reach each other's memory; CPU ranks do, and ranks that share a GPU."""
+        if not self.gpus:
+            return True
+        one, two = rank % len(self.gpus), other % len(self.gpus)
+        pairs = () if one == two else ((one, two), (two, one))
+        return all(self.gpus[a].peers is None or b in (self.gpus[a].peers or ()) for a, b in pairs)
+
+
+def choose_devices(
+    kind: str = "auto",
+    num_ranks: int | None = None,
+    *,
+    memory_limit: int | None = None,
+    ranks_per_gpu: int = 1,
+    find: Callable[[], Sequence[Gpu]] | None = None,
+) -> Devices:
+    """The devices for --device, --ranks, --memory and --ranks-per-gpu, any of which may be left open.
+
+    Raises: InputError when there are fewer GPUs than asked for.
+    """
+    find = find or (lambda: find_gpus(must_ask=kind == CUDA))
+    gpus: Sequence[Gpu] = () if kind == CPU else find()
+    if not gpus:
+        if kind == CUDA:
+            raise InputError("--device cuda: no GPU that can be used ('gfgen doctor' says why); use cpu")
+        if ranks_per_gpu > 1:
+            logger.info("--ranks-per-gpu has no effect on CPU ranks")
+        return Devices(CPU, num_ranks or DEFAULT_CPU_RANKS, memory_limit=memory_limit)
+    most = min(ranks_per_gpu * len(gpus), MAX_RANKS)
+    count = num_ranks or most
+    if count > most:
+        shared = f" with {ranks_per_gpu} ranks each" if ranks_per_gpu > 1 else ""
+        raise InputError(
+            f"--ranks {count}: there are {len(gpus)} GPUs{shared}; {most} at most, or --device cpu"
+        )
+    if ranks_per_gpu > 1:
+        logger.warning("%d ranks share each GPU and take turns: slower than one rank per GPU", ranks_per_gpu)
+    used = gpus[: -(-count // ranks_per_gpu)]
+    return Devices(CUDA, count, tuple(used), memory_limit, ranks_per_gpu)
+
+
+def parse_memory(text: str, *, option: str = "--memory") -> int:
+    """Bytes of a size like "40GB" or "500 MB".
+
+    Raises: InputError for what is none.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKmMgGtT]?)B?", text.strip())
+    size = 0 if found is None else int(float(found[1]) * _UNITS[found[2].upper()])
+    if size < MIN_MEMORY_BYTES:
+        raise InputError(f"{option} {text!r}: a size like 40GB or 500MB is accepted")
+    return size
+
+
+def find_gpus(*, must_ask: bool = False) -> tuple[Gpu, ...]:
+    """The GPUs that the driver gives this process; none where torch could not use them.
+
+    must_ask: the driver, even if the system shows no sign of a GPU.
+    """
+    if not must_ask and not any(os.path.exists(sign) for sign in _SIGNS):
+        return ()
+    if _is_torch_for_cpus():
+        there = "there is a GPU, but " if any(os.path.exists(sign) for sign in _SIGNS) else ""
+        logger.warning("%sthis PyTorch is built for CPUs only: see 'gfgen doctor'", there)
+        return ()
+    command, env = module_command("gfgen.gfc.cuda.probe"), module_environment()
+    try:
+        done = subprocess.run(
+            command, check=True, capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S, env=env
+        )
+        return tuple(Gpu(name, size, frozenset(peers)) for name, size, peers in json.loads(done.stdout))
+    except subprocess.CalledProcessError as error:
+        reason = (error.stderr.strip().splitlines() or ["no reason given"])[-1]
+    except subprocess.TimeoutExpired:
+        reason = f"the driver did not answer within {_PROBE_TIMEOUT_S:g} s"
+    logger.warning("GPUs cannot be used: %s", reason)
+    return ()
+
+
+def _is_torch_for_cpus() -> bool:
+    try:
+        return version("torch").endswith("+cpu")
+    except PackageNotFoundError:
+        return True

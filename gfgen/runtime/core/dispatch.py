@@ -1,0 +1,49 @@
+"""A task that was given to ranks: the unit of the one global order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gfgen.graph import Task
+from gfgen.layout import Layout
+from gfgen.runtime.ipc.migration import Transfer
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatch:
+    """One attempt at one task on one layout.
+
+    `number` rises by one with every dispatch of the run; a worker refuses a number that does
+    not rise. `producer` is the number of the dispatch that makes this task's input (None for
+    the first task), `source` the layout that holds it.
+    """
+
+    number: int
+    task: Task
+    layout: Layout
+    submitted_s: float
+    predicted_start_s: float
+    predicted_end_s: float
+    producer: int | None = None
+    source: Layout | None = None
+    transfers: tuple[Transfer, ...] = ()
+    """What has to move from `source` to `layout` before the task can start."""
+
+    @property
+    def moved_bytes(self) -> int:
+        return sum(transfer.size_bytes for transfer in self.transfers)
+
+    @property
+    def communicates(self) -> bool:
+        """Whether ranks write into each other's memory for it."""
+        return self.layout.degree > 1 or bool(self.transfers)
+
+    @property
+    def pairs(self) -> set[frozenset[int]]:
+        """Pairs of ranks of which one sends state to the other for it."""
+        return {frozenset((transfer.source, transfer.destination)) for transfer in self.transfers}
+
+    @property
+    def ranks_involved(self) -> set[int]:
+        """The ranks that run it and those that send state for it."""
+        return {*self.layout.ranks, *(transfer.source for transfer in self.transfers)}

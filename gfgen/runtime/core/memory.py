@@ -1,0 +1,256 @@
+"""Is there enough memory? Asked at admission, of what can be known before a model is loaded.
+
+The least that CPU ranks need: weights (what is mapped counts once for all ranks), the job's
+state in its slab, and its frames while they are decoded. GPUs hold the weights, each of them all,
+and the frames while they are decoded; then main memory holds what is in slabs and in writers.
+Activations come on top and are not known; so what is refused here could not have run, and what
+passes may still fail at a task. Models that do not fit together take turns (residency.py).
+"""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+
+from gfgen.errors import InputError, ModelError, Problem
+from gfgen.models.geometry.geometry_files import model_name, read_checkpoint
+from gfgen.models.geometry.geometry_weights import Footprint, count_parameters, device_bytes, footprint
+from gfgen.runtime.core.admission import AdmittedJob
+from gfgen.runtime.ipc.slab import SlabPlan
+from gfgen.system.wording import counted
+
+_FRAME_COPIES = 5
+"""Frames as fp32 on their rank (4 bytes for each of uint8's one) and in the writer's memory."""
+_DECODE_BYTES = 100
+"""Of a decode in fp32 at its peak, for each byte of its frames: 704x1280x81, 219 MB, took 23 GB on H200."""
+_MAX_CGROUP_DEPTH = 32
+LEAST_ADDRESSES_BYTES = 1_500_000_000
+"""Of a rank on a CPU with the built-in model: 1.0 GB does not let it start, 1.3 GB let its tasks fail."""
+CONTEXT_BYTES = 600_000_000
+"""What CUDA and its libraries take of a GPU; an estimate on the low side, as all of this is."""
+
+
+def available_bytes(root: Path = Path("/")) -> int | None:
+    """Memory that this process could still get: the machine's, or what its cgroups leave of it.
+
+    None where the system does not say. Page cache that can be dropped counts as available.
+    """
+    rooms = [_machine_room(root / "proc/meminfo"), *_cgroup_rooms(root)]
+    return min((room for room in rooms if room is not None), default=None)
+
+
+def check_addresses() -> None:
+    """Before processes start, which would fail one after the other.
+
+    Raises: InputError when a process may take fewer addresses (`ulimit -v`) than any rank needs.
+    """
+    most, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if most != resource.RLIM_INFINITY and most < LEAST_ADDRESSES_BYTES:
+        raise InputError(
+            f"a process may take {_size(most)} of memory here (ulimit -v); each rank needs at least "
+            f"{_size(LEAST_ADDRESSES_BYTES)}, and more for larger models: raise the limit"
+        )
+
+
+def check_models(
+    checkpoints: Collection[Path],
+    *,
+    num_ranks: int,
+    available: int | None,
+    has_random_weights: bool = False,
+) -> dict[Path, int]:
+    """Bytes that each of these models takes on all ranks.
+
+    Raises: InputError when one takes more than is available; it says how many ranks would fit.
+    """
+    measure = _random_footprint if has_random_weights else footprint
+    prints = {checkpoint: measure(checkpoint) for checkpoint in sorted(checkpoints)}
+    needs = {checkpoint: found.on(num_ranks) for checkpoint, found in prints.items()}
+    for checkpoint, need in needs.items():
+        if available is None or need <= available:
+            continue
+        fitting = [ranks for ranks in range(1, num_ranks) if prints[checkpoint].on(ranks) <= available]
+        help_ = (
+            f"--ranks {fitting[-1]} would fit"
+            if fitting
+            else "free memory, raise --memory, or run smaller models"
+        )
+        raise InputError(
+            f"{model_name(checkpoint)} on {counted(num_ranks, 'rank')}: at least {_size(need)} of memory "
+            f"needed, {_size(available)} available; {help_}"
+        )
+    return needs
+
+
+def check_together(needs: Mapping[Path, int], *, available: int | None) -> None:
+    """For what holds all models at once.
+
+    Raises: InputError when that is more than is available.
+    """
+    need = sum(needs.values())
+    if available is not None and need > available:
+        names = ", ".join(model_name(checkpoint) for checkpoint in sorted(needs))
+        raise InputError(
+            f"{names}: at least {_size(need)} of memory needed for all of them at once, "
+            f"{_size(available)} available; take one after the other"
+        )
+
+
+def refuse_large(
+    jobs: Sequence[AdmittedJob], *, models_bytes: Mapping[Path, int], available: int | None
+) -> tuple[tuple[AdmittedJob, ...], tuple[Problem, ...]]:
+    """The jobs that fit beside their models, and a problem for each of the others."""
+    if available is None:
+        return tuple(jobs), ()
+    needs = {job.job_id: models_bytes.get(job.checkpoint, 0) + job_bytes(job) for job in jobs}
+    problems = tuple(
+        _problem(job, needs[job.job_id], available) for job in jobs if needs[job.job_id] > available
+    )
+    return tuple(job for job in jobs if needs[job.job_id] <= available), problems
+
+
+def check_models_on_gpu(
+    checkpoints: Collection[Path],
+    *,
+    memory_bytes: int | None,
+    beside_bytes: int,
+    has_random_weights: bool = False,
+    vae_dtype: str = "auto",
+    where: str = "on each GPU",
+) -> dict[Path, int]:
+    """Bytes that the weights of each of these models take of a rank's GPU; `beside_bytes` are there before.
+
+    Raises: InputError when one takes more than the `memory_bytes` that each rank has.
+    """
+    sizes = {
+        path: _gpu_bytes(path, has_random_weights=has_random_weights, vae_dtype=vae_dtype)
+        for path in sorted(checkpoints)
+    }
+    for path, size in sizes.items():
+        need = size + beside_bytes
+        if memory_bytes is not None and need > memory_bytes:
+            raise InputError(
+                f"{model_name(path)} ({_size(size)}): at least {_size(need)} needed {where}, "
+                f"{_size(memory_bytes)} there; run a smaller model"
+            )
+    return sizes
+
+
+def refuse_large_on_gpu(
+    jobs: Sequence[AdmittedJob],
+    *,
+    models_bytes: Mapping[Path, int],
+    beside_bytes: int,
+    memory_bytes: int | None,
+    where: str = "on each GPU",
+) -> tuple[tuple[AdmittedJob, ...], tuple[Problem, ...]]:
+    """The jobs that fit on a GPU beside their models, and a problem for each of the others.
+
+    Whatever the layout: each of its ranks holds all weights and all of the job's state.
+    """
+    if memory_bytes is None:
+        return tuple(jobs), ()
+    needs = {job.job_id: beside_bytes + models_bytes[job.checkpoint] + gpu_job_bytes(job) for job in jobs}
+    problems = tuple(
+        _problem(job, needs[job.job_id], memory_bytes, where=where)
+        for job in jobs
+        if needs[job.job_id] > memory_bytes
+    )
+    return tuple(job for job in jobs if needs[job.job_id] <= memory_bytes), problems
+
+
+def gpu_work_bytes(job: AdmittedJob) -> int:
+    """What a job may take at its peak, for choosing the models that are to be resident beside it."""
+    frames = job.trajectory.artifact("frames")
+    return max(gpu_job_bytes(job), job.state_bytes + _DECODE_BYTES * frames.size_bytes)
+
+
+def gpu_job_bytes(job: AdmittedJob) -> int:
+    """State before and after a step, or frames while they are decoded."""
+    frames = job.trajectory.artifact("frames")
+    return max(2 * job.state_bytes, job.state_bytes + _FRAME_COPIES * frames.size_bytes)
+
+
+def job_bytes(job: AdmittedJob) -> int:
+    """State and frames of one job."""
+    frames = job.trajectory.artifact("frames")
+    return SlabPlan.of(job.trajectory).size_bytes + _FRAME_COPIES * frames.size_bytes
+
+
+def _gpu_bytes(checkpoint: Path, *, has_random_weights: bool, vae_dtype: str) -> int:
+    num_parameters = _random_parameters(checkpoint) if has_random_weights else None
+    return device_bytes(checkpoint, num_parameters=num_parameters, vae_dtype=vae_dtype)
+
+
+def _random_footprint(checkpoint: Path) -> Footprint:
+    """Each rank draws its own, in fp32."""
+    return Footprint(0, 4 * sum(_random_parameters(checkpoint).values()))
+
+
+def _random_parameters(checkpoint: Path) -> Mapping[str, int]:
+    """By component; none where neither gfgen.json nor weight files tell."""
+    settings = read_checkpoint(checkpoint, with_weights=False).settings
+    if "num_parameters" in settings:
+        return dict(settings["num_parameters"])
+    try:
+        return count_parameters(checkpoint)
+    except ModelError:
+        return {}
+
+
+def _problem(job: AdmittedJob, need: int, available: int, *, where: str = "of memory") -> Problem:
+    spec = job.spec
+    size = f"{spec.width}x{spec.height}" + (f", {spec.frames} frames" if (spec.frames or 1) > 1 else "")
+    less = "a smaller size, fewer frames or fewer --ranks" if (spec.frames or 1) > 1 else "a smaller size"
+    accepted = f"at least {_size(need)} {where} needed, {_size(available)} available; {less} would help"
+    return Problem(spec.line, "size", size, accepted)
+
+
+def _machine_room(meminfo: Path) -> int | None:
+    fields = _numbers(meminfo)
+    return fields["MemAvailable:"] * 1024 if "MemAvailable:" in fields else None
+
+
+def _cgroup_rooms(root: Path) -> list[int | None]:
+    """What is left of the limit of each memory cgroup that this process is in (versions 1 and 2)."""
+    rooms: list[int | None] = []
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        names = (
+            ("memory.limit_in_bytes", "memory.usage_in_bytes")
+            if controllers
+            else ("memory.max", "memory.current")
+        )
+        base = root / "sys/fs/cgroup" / ("memory" if controllers else "")
+        parts = Path(path.lstrip("/")).parts[:_MAX_CGROUP_DEPTH]
+        rooms += [_room(base.joinpath(*parts[:depth]), *names) for depth in range(len(parts) + 1)]
+    return rooms
+
+
+def _room(folder: Path, limit_name: str, used_name: str) -> int | None:
+    limit, used = _text(folder / limit_name).strip(), _text(folder / used_name).strip()
+    if not limit.isdigit() or not used.isdigit():
+        return None
+    stat = _numbers(folder / "memory.stat")
+    cache = stat.get("inactive_file", 0) + stat.get("active_file", 0)
+    return max(0, int(limit) - int(used) + cache)
+
+
+def _numbers(path: Path) -> Mapping[str, int]:
+    """Lines of a name and a number."""
+    pairs = (line.split() for line in _text(path).splitlines())
+    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) >= 2 and pair[1].isdigit()}
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:,.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:,.1f} MB"

@@ -1,0 +1,122 @@
+"""Those who watch a run: manifest, trace, metrics, progress. They decide nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from gfgen.jobspec import JobSpec
+from gfgen.runtime.core.dispatch import Dispatch
+from gfgen.runtime.core.events import Event
+from gfgen.runtime.ipc.content import Content
+from gfgen.runtime.ipc.messages import MemoryUse
+from gfgen.snapshot import Snapshot
+
+Status = Literal["done", "failed", "cancelled", "skipped"]
+
+
+@dataclass(frozen=True, slots=True)
+class JobInfo:
+    """What is known of a job before it starts."""
+
+    asked: JobSpec
+    spec: JobSpec
+    """As run: rounded, with defaults filled in."""
+    num_tasks: int
+    file: str
+    """Name of its output inside the output folder."""
+    spec_hash: str
+    family: str
+    job_file: str | None = None
+    """Where the job comes from, as the manifest names it (ownership.py); None for jobs of no file."""
+
+    @property
+    def job_id(self) -> str:
+        return self.spec.id
+
+    @property
+    def rounding(self) -> str | None:
+        """What the model rounded, as '1280x720 -> 1280x704, 50 -> 49 frames'; None when nothing."""
+        asked, spec, notes = self.asked, self.spec, []
+        sizes = ((asked.width or spec.width, asked.height or spec.height), (spec.width, spec.height))
+        if sizes[0] != sizes[1]:
+            notes.append("{}x{} -> {}x{}".format(*sizes[0], *sizes[1]))
+        if asked.frames is not None and asked.frames != spec.frames:
+            notes.append(f"{asked.frames} -> {spec.frames} frames")
+        return ", ".join(notes) or None
+
+
+@dataclass(frozen=True, slots=True)
+class JobOutcome:
+    """How a job ended. Times are seconds since the start of the run."""
+
+    info: JobInfo
+    status: Status
+    arrival_s: float
+    started_s: float | None
+    """Begin of its first task on a rank."""
+    ended_s: float
+    deadline_s: float | None
+    busy_s: float
+    """Time of its tasks on ranks, summed over the tasks."""
+    layouts: tuple[str, ...]
+    """Layouts in the order of use, without repeats in a row."""
+    error: str | None = None
+    warnings: tuple[str, ...] = ()
+    timings: dict[str, Any] = field(default_factory=dict)
+    """Seconds by stage."""
+    written: Content | None = None
+    """Its file, as it was written; None when there is none."""
+
+    @property
+    def met_deadline(self) -> bool | None:
+        """Whether it ended well and in time; None without a deadline, or when it was cancelled."""
+        if self.deadline_s is None or self.status == "cancelled":
+            return None
+        return self.status == "done" and self.ended_s <= self.deadline_s
+
+
+def skipped_outcome(info: JobInfo) -> JobOutcome:
+    """The outcome of a job that an earlier run has finished."""
+    return JobOutcome(
+        info=info,
+        status="skipped",
+        arrival_s=0.0,
+        started_s=None,
+        ended_s=0.0,
+        deadline_s=None,
+        busy_s=0.0,
+        layouts=(),
+    )
+
+
+class Observer:
+    """Does nothing at every point; subclasses override what they watch."""
+
+    refresh_s: float | None = None
+    """How often `refreshed` is wanted, in seconds; None when it is not."""
+
+    def began(self, jobs: tuple[JobInfo, ...], *, num_ranks: int, policy: str) -> None:
+        """The run starts with these jobs (those to run; skipped ones have ended)."""
+
+    def added(self, jobs: tuple[JobInfo, ...]) -> None:
+        """These jobs have joined the run after its start."""
+
+    def dispatched(self, dispatch: Dispatch) -> None:
+        """A task was given to ranks."""
+
+    def applied(self, event: Event) -> None:
+        """The state has changed by this event."""
+
+    def ended(self, outcome: JobOutcome) -> None:
+        """A job has ended, well or not."""
+
+    def refreshed(self, snapshot: Snapshot) -> None:
+        """A look at the state, about every `refresh_s`."""
+
+    def measured(self, use: Mapping[int, MemoryUse]) -> None:
+        """All jobs have ended, or are left: what the ranks that tell it have taken of memory."""
+
+    def close(self) -> None:
+        """The run is over; called once, also after an error."""

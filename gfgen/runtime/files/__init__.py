@@ -1,0 +1,1 @@
+"""The files of a run: journal, manifest, resume points, the lock, outputs."""

@@ -1,0 +1,399 @@
+"""A watched folder: runs the jobs of each job file once, as it arrives.
+
+A file is identified by its name and content. The output folder records which files were taken. After
+a restart, unfinished jobs of those files continue. Finished jobs do not run again, even if their
+outputs were moved away.
+
+A thread scans the folder, so that reading a long file does not delay running jobs. The control loop
+fetches new jobs with `take`, and reports which jobs have ended.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import logging
+import os
+import queue
+import stat
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from gfgen.errors import OutputError, Problem, listed
+from gfgen.identity import name_key
+from gfgen.job import read_job_stream
+from gfgen.jobspec import JobSpec
+from gfgen.runtime.core.admission import AdmittedJob, tell_of_rounding
+from gfgen.runtime.core.observer import JobOutcome, Observer
+from gfgen.runtime.files.manifest import MANIFEST_NAME, GrowingManifest, finished_jobs
+from gfgen.runtime.files.ownership import claim_files, job_file_name
+from gfgen.system.linefile import LineFile
+from gfgen.system.wording import counted
+
+logger = logging.getLogger(__name__)
+
+WATCHED_NAME = "watched.jsonl"
+SCHEMA_VERSION = 1
+JOB_FILE_SUFFIX = ".jsonl"
+REPORT_SUFFIX = ".errors.txt"
+SETTLED_S = 1.0
+"""A file that has not changed for this time is complete."""
+LOOK_S = 0.5
+MAX_FILE_BYTES = 2**28
+"""A watched file is read into memory; 256 MiB hold a million jobs."""
+
+Admit = Callable[[Sequence[JobSpec]], tuple[Sequence[AdmittedJob], Sequence[Problem]]]
+
+
+@dataclass(slots=True)
+class _Sight:
+    """A file as it was at the last scan."""
+
+    mark: tuple[int, int, int]
+    since: float
+    is_dealt_with: bool = False
+    is_unreadable: bool = False
+    """The file could not be read, and the log says so."""
+
+
+@dataclass(slots=True)
+class _Known:
+    """A job that came from a watched file."""
+
+    source: str
+    spec_hash: str
+    file: str
+    image: str | None
+    status: Literal["at work", "done", "failed"] = "at work"
+
+
+class Inbox(Observer):
+    """The job files of a folder and the status of their jobs.
+
+    `admit` returns the jobs that can run and the problems of the others; `now` returns Unix time.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        output_dir: Path,
+        admit: Admit,
+        skip_invalid: bool = False,
+        overwrite: bool = False,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self._folder = folder
+        self._output_dir = output_dir
+        self._manifest_path = output_dir / MANIFEST_NAME
+        self._manifest = GrowingManifest(self._manifest_path)
+        self._admit = admit
+        self._skip_invalid = skip_invalid
+        self._overwrite = overwrite
+        self._now = now
+        self._sights: dict[str, _Sight] = {}
+        self._unseen: set[str] = set()
+        """Names in the folder that cannot be read, which the log has reported."""
+        self._known: dict[str, _Known] = {}
+        self._owners: dict[str, str] = {}
+        """By key of an output name: the key of the job that writes it."""
+        self._taken: set[tuple[str, str]] = set()
+        """Name and content of the files that this process has taken."""
+        self._before = _read_taken(output_dir / WATCHED_NAME)
+        self._record = LineFile(output_dir / WATCHED_NAME)
+        self._is_missing = False
+        self._found: queue.SimpleQueue[list[AdmittedJob] | Exception] = queue.SimpleQueue()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="inbox", daemon=True)
+
+    # The control loop's side ----------------------------------------------------------------
+
+    def start(self, *, admit: Admit) -> None:
+        """Start watching; `admit` knows which models the ranks have loaded."""
+        self._admit = admit
+        self._thread.start()
+
+    def take(self) -> list[AdmittedJob]:
+        """The jobs that have arrived since the last call.
+
+        Raises: the error that ended the watching thread, such as OutputError on a full disk.
+        """
+        jobs: list[AdmittedJob] = []
+        while not self._found.empty():
+            found = self._found.get()
+            if isinstance(found, Exception):
+                raise found
+            jobs += found
+        return jobs
+
+    def ended(self, outcome: JobOutcome) -> None:
+        known = self._known.get(name_key(outcome.info.job_id))
+        if known is not None:
+            known.status = "done" if outcome.status == "done" else "failed"
+
+    def close(self) -> None:
+        self._closed.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._record.close()
+
+    # The thread's side ----------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        try:
+            while not self._closed.wait(LOOK_S):
+                if jobs := self.look():
+                    self._found.put(jobs)
+        except Exception as error:
+            self._found.put(error)
+
+    def look(self) -> list[AdmittedJob]:
+        """The jobs of complete files that were not taken before."""
+        jobs: list[AdmittedJob] = []
+        for path in self._complete_files():
+            try:
+                content = _read(path)
+            except OSError as error:
+                self._note_unreadable(path, error)
+                continue
+            if content is not None:
+                jobs += self._take_file(path, content)
+        return jobs
+
+    def _note_unreadable(self, path: Path, error: OSError) -> None:
+        """Try the file again at the next scan, even if it is unchanged: permissions and disks may change."""
+        sight = self._sights[path.name]
+        sight.is_dealt_with = False
+        if isinstance(error, FileNotFoundError) or sight.is_unreadable:  # taken away again since we saw it
+            return
+        sight.is_unreadable = True
+        _tell_unreadable(path, error)
+
+    def _complete_files(self) -> Iterator[Path]:
+        """Files to read now: first those taken before, in their old order, then the others by age."""
+        found = self._list_folder()
+        self._sights = {name: sight for name, sight in self._sights.items() if name in found}
+        order = {name: number for number, (name, _) in enumerate(self._before)}
+        for name in sorted(found, key=lambda n: (order.get(n, len(order)), found[n].st_mtime_ns, n)):
+            if self._is_complete(name, found[name]):
+                yield self._folder / name
+
+    def _list_folder(self) -> dict[str, os.stat_result]:
+        try:
+            with os.scandir(self._folder) as entries:
+                files = [entry for entry in entries if _is_job_file(entry.name)]
+        except OSError as error:
+            if not self._is_missing:
+                logger.warning(
+                    "--watch %s: %s; waiting until the folder is back", self._folder, error.strerror
+                )
+            self._is_missing = True
+            return {}
+        self._is_missing = False
+        found = {entry.name: seen for entry in files if (seen := self._stat_of(entry)) is not None}
+        self._unseen.intersection_update(entry.name for entry in files)
+        return found
+
+    def _stat_of(self, entry: os.DirEntry[str]) -> os.stat_result | None:
+        """The status of a file; None for a folder, or for an unreadable entry, which is logged once."""
+        try:
+            found = entry.stat()
+        except OSError as error:
+            was_taken_away = isinstance(error, FileNotFoundError) and not entry.is_symlink()
+            if not was_taken_away and entry.name not in self._unseen:
+                self._unseen.add(entry.name)
+                _tell_unreadable(self._folder / entry.name, error)
+            return None
+        self._unseen.discard(entry.name)
+        return found if stat.S_ISREG(found.st_mode) else None
+
+    def _is_complete(self, name: str, seen: os.stat_result) -> bool:
+        """Whether to read the file now: it no longer changes, and this version was not read before."""
+        now = self._now()
+        mark = (seen.st_size, seen.st_mtime_ns, seen.st_ino)
+        sight = self._sights.get(name)
+        if sight is None and seen.st_mtime <= now - SETTLED_S:
+            sight = _Sight(mark, since=seen.st_mtime)  # it was complete before this scan
+        elif sight is None or sight.mark != mark:
+            sight = _Sight(mark, since=now)
+        self._sights[name] = sight
+        if sight.is_dealt_with or now < sight.since + SETTLED_S:
+            return False
+        sight.is_dealt_with = True
+        return True
+
+    def _take_file(self, path: Path, content: bytes) -> list[AdmittedJob]:
+        """The jobs of one file that have to run; none if the file is refused or was taken before."""
+        key = (path.name, hashlib.sha256(content).hexdigest())
+        if key in self._taken:
+            return []
+        jobs, problems = self._judge(path, content)
+        todo = self._todo(jobs, key)
+        jobs, refused = self._claim(path, jobs, todo)
+        problems = sorted((*problems, *refused), key=lambda problem: problem.line or 0)
+        is_refused = bool(problems) and not (self._skip_invalid and jobs)
+        _report(path, problems, is_refused=is_refused)
+        if is_refused:
+            return []
+        self._note(jobs, todo, source=path.name)
+        self._remember(key, num_jobs=len(jobs))
+        started = [job for job in jobs if job.job_id in todo]
+        logger.info("took %s: %s, %d to do", path.name, counted(len(jobs), "job"), len(started))
+        tell_of_rounding(started)
+        return started
+
+    def _judge(self, path: Path, content: bytes) -> tuple[list[AdmittedJob], list[Problem]]:
+        """The jobs of the file that can run here, and the problems of the others."""
+        parsed = read_job_stream(io.BytesIO(content), source=path.name, folder=self._folder)
+        admitted, refused = self._admit(parsed.specs)
+        problems = [*parsed.problems, *refused]
+        jobs = []
+        for job in admitted:
+            problem = self._clash(job, path.name)
+            if problem is None:
+                jobs.append(job)
+            else:
+                problems.append(problem)
+        return jobs, problems
+
+    def _clash(self, job: AdmittedJob, source: str) -> Problem | None:
+        """The problem if another job has the id or the output file of this one.
+
+        A file that replaces one of the same name may change jobs that have ended.
+        """
+        job_key = name_key(job.job_id)
+        line, known = job.spec.line, self._known.get(job_key)
+        owner = self._owners.get(name_key(job.info.file), job_key)
+        if owner != job_key:
+            taken = f"a job of {self._known[owner].source} already writes this file; name another"
+            return Problem(line, "output", job.info.file, taken)
+        if known is None or known.spec_hash == job.info.spec_hash:
+            return None
+        if known.source != source:
+            taken = f"{known.source} has another job with this id; each job needs its own"
+            return Problem(line, "id", job.job_id, taken)
+        if known.status == "at work":
+            later = "the job is still running in its previous form; save the file again when it has ended"
+            return Problem(line, "id", job.job_id, later)
+        return None
+
+    def _claim(
+        self, path: Path, jobs: Sequence[AdmittedJob], todo: Collection[str]
+    ) -> tuple[list[AdmittedJob], list[Problem]]:
+        """The jobs with the files that they may replace, and problems for those whose file name is taken."""
+        at_work = [known.image for known in self._known.values() if known.status == "at work"]
+        return claim_files(
+            jobs,
+            output_dir=self._output_dir,
+            job_file=job_file_name(path, self._output_dir),
+            done={job.job_id for job in jobs}.difference(todo),
+            inputs={Path(image): "the image of a job at work" for image in at_work if image},
+            overwrite=self._overwrite,
+        )
+
+    def _todo(self, jobs: Sequence[AdmittedJob], key: tuple[str, str]) -> set[str]:
+        """Ids of the jobs that are to run."""
+        infos, lines = [job.info for job in jobs], self._manifest.read()
+        if key in self._before:  # taken before: a job with a line in the manifest has ended
+            finished = {
+                info.job_id
+                for info in infos
+                if info.job_id in lines and lines[info.job_id].get("spec_hash") == info.spec_hash
+            }
+        else:
+            finished = set(finished_jobs(self._manifest_path, infos, entries=lines))
+        return {job.job_id for job in jobs if job.job_id not in finished and not self._is_known(job)}
+
+    def _is_known(self, job: AdmittedJob) -> bool:
+        """Whether this very job is at work, or done."""
+        known = self._known.get(name_key(job.job_id))
+        return known is not None and known.spec_hash == job.info.spec_hash and known.status != "failed"
+
+    def _note(self, jobs: Sequence[AdmittedJob], todo: Collection[str], *, source: str) -> None:
+        """Know the jobs of a file from now on."""
+        for job in jobs:
+            if self._is_known(job):
+                continue
+            known = _Known(source, job.info.spec_hash, job.info.file, job.spec.image)
+            known.status = "at work" if job.job_id in todo else "done"
+            self._known[name_key(job.job_id)] = known
+            self._owners[name_key(job.info.file)] = name_key(job.job_id)
+
+    def _remember(self, key: tuple[str, str], *, num_jobs: int) -> None:
+        self._taken.add(key)
+        if key in self._before:
+            return
+        entry = {
+            "version": SCHEMA_VERSION,
+            "file": key[0],
+            "sha256": key[1],
+            "jobs": num_jobs,
+            "taken_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._now())),
+        }
+        self._record.append(json.dumps(entry).encode() + b"\n")
+
+
+def _tell_unreadable(path: Path, error: OSError) -> None:
+    logger.error("%s cannot be read (%s); trying again at every scan", path, error.strerror)
+
+
+def _is_job_file(name: str) -> bool:
+    return name.endswith(JOB_FILE_SUFFIX) and not name.startswith(".")
+
+
+def _read(path: Path) -> bytes | None:
+    """The file's content; None, with a report, when it is too large.
+
+    Raises: OSError when it cannot be read.
+    """
+    with path.open("rb") as file:
+        content = file.read(MAX_FILE_BYTES + 1)
+    if len(content) <= MAX_FILE_BYTES:
+        return content
+    accepted = f"the file has more than {MAX_FILE_BYTES // 2**20} MiB; split it"
+    _report(path, [Problem(None, None, None, accepted)], is_refused=True)
+    return None
+
+
+def _report(path: Path, problems: Sequence[Problem], *, is_refused: bool) -> None:
+    """Log the first problems of a file, and write all of them beside the file; remove an older report."""
+    report = path.with_name(path.name + REPORT_SUFFIX)
+    outcome = "no job was started" if is_refused else "the other jobs were started"
+    headline = f"{path.name}: {counted(len(problems), 'problem')}; {outcome}"
+    try:
+        if not problems:
+            report.unlink(missing_ok=True)
+            return
+        lines = (headline, *listed(problems, limit=len(problems)))
+        report.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    except OSError as error:
+        logger.warning("cannot write %s (%s)", report, error.strerror)
+    if problems:
+        logger.error("%s", headline)
+    for line in listed(problems):
+        logger.error("%s: %s", path.name, line)
+
+
+def _read_taken(path: Path) -> dict[tuple[str, str], None]:
+    """Name and content hash of the files that earlier runs took, in that order."""
+    taken: dict[tuple[str, str], None] = {}
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return taken
+    except OSError as error:
+        raise OutputError(f"cannot read {path}: {error.strerror}") from error
+    for number, line in enumerate(content.split(b"\n"), start=1):
+        with suppress(ValueError, KeyError, TypeError):
+            entry: dict[str, Any] = json.loads(line)
+            taken[str(entry["file"]), str(entry["sha256"])] = None
+            continue
+        if line.strip():
+            logger.warning("%s: line %d is damaged, so its file counts as new", path, number)
+    return taken

@@ -1,0 +1,336 @@
+"""The journal of a run: every event in the order in which it was applied, one JSON per line.
+
+Its first line names the format's version, the policy with its options, ranks and guard, the jobs by
+number and hash, the profile that predictions started from by its hash, and the jobs that an earlier
+run had begun. Each event has the number of the turn of the loop that brought it: events of one turn
+were applied together, before the policy was asked once. A turn ends with a line that tells its moment, and
+what was dispatched if the policy was asked. With the job file that is all that a run's decisions
+depended on, so that it can be replayed (replay.py). Journals of earlier gfgen have no such lines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import json
+import logging
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+from gfgen.errors import InputError, OutputError
+from gfgen.runtime.core import events
+from gfgen.runtime.core.dispatch import Dispatch
+from gfgen.runtime.core.events import Event
+from gfgen.runtime.core.observer import JobInfo
+from gfgen.system.linefile import LineFile
+
+logger = logging.getLogger(__name__)
+
+JOURNAL_NAME = "journal.jsonl"
+"""In the output folder."""
+VERSION = 1
+_MAX_HEADER_BYTES = 65536
+
+_TYPES = {
+    kind.__name__: kind
+    for kind in vars(events).values()
+    if isinstance(kind, type) and issubclass(kind, Event) and kind is not Event
+}
+_ENCODER = json.JSONEncoder(separators=(",", ":"))
+_FIELDS = {kind: tuple(field.name for field in fields(kind)) for kind in _TYPES.values()}
+
+
+class Journal:
+    """Appends events to a file; what a turn of the loop brought is written at its end, as a whole.
+
+    Raises, when it opens and at every flush: OutputError on a full disk, or when the file is
+    gone; the run has to stop then.
+    """
+
+    def __init__(self, path: Path, *, header: dict[str, Any]) -> None:
+        _move_away_foreign(path)
+        self._lines = LineFile(path)
+        self._pending: list[str] = []
+        self._turn = 1
+        self._dispatches: list[Dispatch] | None = None
+        """Those of this turn; None when the policy was not asked in it."""
+        self._write({"gfgen_journal": VERSION, **header})
+        self.flush()
+
+    def append(self, event: Event) -> None:
+        kind = type(event)
+        values = {name: getattr(event, name) for name in _FIELDS[kind]}
+        self._write({"turn": self._turn, "event": kind.__name__, **values})
+
+    def asked(self) -> None:
+        """The policy has been asked in this turn."""
+        self._dispatches = []
+
+    def dispatched(self, dispatch: Dispatch) -> None:
+        """A decision of this turn was legal, and is on its way."""
+        assert self._dispatches is not None, "nothing is dispatched unless the policy was asked"
+        self._dispatches.append(dispatch)
+
+    def end_turn(self, moment_s: float) -> None:
+        """Write what the turn brought, if anything; `moment_s` is what it was decided for."""
+        if self._dispatches is not None:
+            made = [dispatch_summary(dispatch) for dispatch in self._dispatches]
+            self._write({"turn": self._turn, "moment_s": moment_s, "dispatches": made})
+        elif self._pending:
+            self._write({"turn": self._turn, "moment_s": moment_s})
+        self._dispatches = None
+        self.flush()
+
+    def flush(self) -> None:
+        """Hand what there is to the operating system, where it survives this process."""
+        if self._pending:
+            self._turn += 1
+            content, self._pending = "\n".join([*self._pending, ""]), []
+            self._lines.append(content.encode("utf-8", "replace"))
+
+    def close(self) -> None:
+        """Keep also what a turn that was broken off had brought."""
+        try:
+            self.flush()
+        except OutputError as error:
+            logger.error("the end of the journal is lost: %s", error)
+        self._lines.close()
+
+    def _write(self, entry: dict[str, Any]) -> None:
+        self._pending.append(_ENCODER.encode(entry))
+
+
+class NoJournal:
+    """Stands in where nothing is to be kept: benchmarks, simulations, tests."""
+
+    def append(self, event: Event) -> None:
+        pass
+
+    def asked(self) -> None:
+        pass
+
+    def dispatched(self, dispatch: Dispatch) -> None:
+        pass
+
+    def end_turn(self, moment_s: float) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One turn of the loop in which something happened."""
+
+    events: Sequence[Event]
+    moment_s: float | None = None
+    """For when it was decided; None in journals that do not tell."""
+    dispatches: Sequence[Any] | None = None
+    """[number, job, index, ranks, degrees] of each; None when the policy was not asked."""
+
+
+@dataclass(frozen=True, slots=True)
+class JournaledRun:
+    """What a journal has of one run."""
+
+    header: Mapping[str, Any]
+    arrived_at: Mapping[tuple[str, str], float]
+    """As `first_arrivals` of what earlier runs wrote."""
+    turns: Sequence[Turn]
+
+
+def journal_header(
+    jobs: Sequence[JobInfo],
+    *,
+    policy: str,
+    num_ranks: int,
+    guard_s: float,
+    started_at: float,
+    last_number: int = 0,
+    resumed: Mapping[str, tuple[int, int, int]] | None = None,
+    closes_s: float | None = None,
+    profile: str | None = None,
+    resident: Collection[str] | None = None,
+    islands: Sequence[Sequence[int]] | None = None,
+    job_file: str | None = None,
+) -> dict[str, Any]:
+    """What a run starts from; `jobs_hash` is of the ids and spec hashes, in their order.
+
+    `resumed` has, by job, the next task, the dispatch that made its input, and the last one
+    of the run that left it; `profile` is `Profile.hash`; `resident` are the models that ranks hold
+    at first, where not all fit; `islands` as the state takes them. `job_file` is the job file or the watched
+    folder (ownership.py).
+    """
+    return {
+        "policy": policy,
+        "ranks": num_ranks,
+        "guard_s": guard_s,
+        "started_at": started_at,
+        "jobs": len(jobs),
+        "jobs_hash": jobs_hash(jobs),
+        "last_number": last_number,
+        "resumed": dict(resumed or {}),
+        "closes_s": closes_s,
+        "profile": profile,
+        "resident": None if resident is None else sorted(resident),
+        "islands": islands,
+        "job_file": job_file,
+    }
+
+
+def jobs_hash(jobs: Sequence[JobInfo]) -> str:
+    """Of ids and spec hashes, in their order."""
+    lines = "".join(f"{info.job_id} {info.spec_hash}\n" for info in jobs)
+    return hashlib.sha256(lines.encode()).hexdigest()
+
+
+def first_arrivals(path: Path) -> dict[tuple[str, str], float]:
+    """Unix time at which each job, by (id, spec hash), arrived first, in any run of this journal.
+
+    Looks at headers and arrivals only, and passes over what it cannot read: a journal that
+    does not serve costs nothing but the memory of when a job was first asked for.
+    """
+    arrivals: dict[tuple[str, str], float] = {}
+    started_at = 0.0
+    if not path.is_file():
+        return arrivals
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            if "gfgen_journal" not in line and "JobArrived" not in line:
+                continue
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                entry = json.loads(line)
+                if "gfgen_journal" in entry:
+                    started_at = float(entry["started_at"])
+                else:
+                    key = (entry["job_id"], entry["spec_hash"])
+                    arrivals.setdefault(key, started_at + entry["time_s"])
+    return arrivals
+
+
+def first_job_file(path: Path) -> str | None:
+    """The job file that the first run in this journal names; None if there is none, or no journal."""
+    with contextlib.suppress(OSError), path.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            if not line.startswith('{"gfgen_journal"'):
+                continue
+            with contextlib.suppress(ValueError):
+                if isinstance(job_file := json.loads(line).get("job_file"), str):
+                    return job_file
+    return None
+
+
+def read_journal(path: Path) -> Iterator[dict[str, Any] | Event]:
+    """The entries of a journal: a header (a dict) for each run that wrote to it, and events.
+
+    The last line of a run may be torn, since a run can be killed: it is passed over.
+    Raises: InputError for a file that is no journal, or of another version.
+    """
+    for _, entry in _entries(path):
+        if not isinstance(entry, Turn):
+            yield entry
+
+
+def read_runs(path: Path) -> Iterator[JournaledRun]:
+    """What a journal has of each run that wrote to it, the oldest first; errors as `read_journal`."""
+    arrivals: dict[tuple[str, str], float] = {}
+    header: dict[str, Any] | None = None
+    turns: list[Turn] = []
+    for number, entries in itertools.groupby(_entries(path), key=itemgetter(0)):
+        for entry in [entry for _, entry in entries] if number == 0 else ():
+            if header is not None:
+                yield JournaledRun(header, dict(arrivals), turns)
+                _note_arrivals(arrivals, header, turns)
+            assert isinstance(entry, dict)
+            header, turns = entry, []
+        if number:
+            turns.append(_turn_of([entry for _, entry in entries]))
+    if header is not None:
+        yield JournaledRun(header, dict(arrivals), turns)
+
+
+def _turn_of(entries: Sequence[object]) -> Turn:
+    events = [entry for entry in entries if isinstance(entry, Event)]
+    ends = [entry for entry in entries if isinstance(entry, Turn)]
+    return replace(ends[-1], events=events) if ends else Turn(events)
+
+
+def _note_arrivals(
+    arrivals: dict[tuple[str, str], float], header: Mapping[str, Any], turns: Sequence[Turn]
+) -> None:
+    for event in itertools.chain.from_iterable(turn.events for turn in turns):
+        if isinstance(event, events.JobArrived):
+            arrivals.setdefault((event.job_id, event.spec_hash), header["started_at"] + event.time_s)
+
+
+def _entries(path: Path) -> Iterator[tuple[int, dict[str, Any] | Event | Turn]]:
+    """Each entry with the number of its turn; a header comes before the first, as 0."""
+    torn: int | None = None
+    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
+        if not line:
+            continue
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            entry = None
+        is_header = isinstance(entry, dict) and "gfgen_journal" in entry
+        if not is_header and (number == 1 or torn is not None):
+            raise InputError(f"{path}: line {torn or number} is not of a journal of gfgen")
+        torn = None
+        if is_header and entry["gfgen_journal"] != VERSION:
+            raise InputError(f"{path}: line {number} is of another version of gfgen; move the file away")
+        if is_header:
+            yield 0, entry
+        elif (found := _event(entry) or _end_of_turn(entry)) is not None:
+            yield found
+        else:
+            torn = number
+
+
+def _event(entry: object) -> tuple[int, Event] | None:
+    """Turn and event of a line; None for one that is torn or spoilt."""
+    if not isinstance(entry, dict) or entry.get("event") not in _TYPES:
+        return None
+    try:
+        turn = int(entry.pop("turn"))
+        return turn, _TYPES[entry.pop("event")](**entry)
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def _end_of_turn(entry: object) -> tuple[int, Turn] | None:
+    """Turn and end of a turn; None for anything else."""
+    if not isinstance(entry, dict) or "moment_s" not in entry:
+        return None
+    try:
+        return int(entry["turn"]), Turn((), float(entry["moment_s"]), entry.get("dispatches"))
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def dispatch_summary(dispatch: Dispatch) -> list[Any]:
+    """[number, job, index, ranks, degrees]"""
+    layout, task = dispatch.layout, dispatch.task
+    return [dispatch.number, task.job_id, task.index, list(layout.ranks), list(layout.degrees)]
+
+
+def _move_away_foreign(path: Path) -> None:
+    """Let a journal of another version, or what is none, lie beside the one that begins."""
+    try:
+        with path.open("rb") as file:
+            header = json.loads(file.readline(_MAX_HEADER_BYTES))
+        if header["gfgen_journal"] == VERSION:
+            return
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    if path.is_file() and path.stat().st_size:
+        aside = next(name for n in itertools.count(1) if not (name := path.with_suffix(f".{n}.old")).exists())
+        logger.warning("%s is of another version of gfgen, or no journal: it is now %s", path, aside.name)
+        path.rename(aside)

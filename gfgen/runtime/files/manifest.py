@@ -1,0 +1,242 @@
+"""The manifest: a line per job that has ended, in the output folder's manifest.jsonl.
+
+Lines are only ever appended, and the latest line of a job counts. A job that is skipped
+because an earlier run has finished it gets no new line: the line that says so is there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from gfgen.errors import InputError, OutputError
+from gfgen.jobspec import SCALE_FIELDS, JobSpec
+from gfgen.runtime.core.observer import JobInfo, JobOutcome, Observer
+from gfgen.runtime.ipc.content import remove_mark
+from gfgen.system.linefile import LineFile
+
+logger = logging.getLogger(__name__)
+
+MANIFEST_NAME = "manifest.jsonl"
+SCHEMA_VERSION = 1
+_BEGINNING_BYTES = 2**20
+"""Of a list, in which at least one line is whole."""
+SIMULATED = "simulated"
+"""Key, with the value true, of lines whose job was simulated: there is no file."""
+
+Entry = dict[str, Any]
+"""One line, as JSON gives it; the keys are those of `manifest_entry`."""
+
+
+class ManifestWriter(Observer):
+    """Appends a line as each job ends; `now` gives Unix time. Lines of a simulation say so."""
+
+    def __init__(
+        self, path: Path, *, now: Callable[[], float] = time.time, is_simulated: bool = False
+    ) -> None:
+        self.path = path
+        self._now = now
+        self._is_simulated = is_simulated
+        _make_parent(path)
+        self._lines = LineFile(path)
+        self._written: list[str] = []
+
+    def ended(self, outcome: JobOutcome) -> None:
+        if outcome.status == "skipped":
+            return
+        entry = manifest_entry(outcome, written_at=self._now())
+        if self._is_simulated:
+            entry[SIMULATED] = True
+        self._lines.append(json.dumps(entry, ensure_ascii=False).encode("utf-8", "replace") + b"\n")
+        if outcome.written is not None:
+            self._written.append(outcome.info.file)
+
+    def close(self) -> None:
+        self._lines.close()
+        for file in self._written:  # their lines are on the disk now
+            remove_mark(self.path.parent / file)
+
+
+def manifest_entry(outcome: JobOutcome, *, written_at: float) -> Entry:
+    """The line of a job. Its keys are frozen: one that is removed or redefined raises SCHEMA_VERSION."""
+    info, spec, written = outcome.info, outcome.info.spec, outcome.written
+    return {
+        "version": SCHEMA_VERSION,
+        "id": info.job_id,
+        "status": outcome.status,
+        "file": info.file if outcome.status == "done" else None,
+        "size_bytes": None if written is None else written.size_bytes,
+        "sha256": None if written is None else written.sha256,
+        "prompt": spec.prompt,
+        "negative_prompt": spec.negative_prompt,
+        "image": spec.image,
+        "model": spec.model,
+        "family": info.family,
+        "tag": spec.tag,
+        "priority": spec.priority,
+        "seed": spec.seed,
+        "shape_asked": _shape(info.asked),
+        "shape": _shape(spec),
+        "rounded": info.rounding,
+        "steps": spec.steps,
+        "scales": {name: getattr(spec, name) for name in SCALE_FIELDS if getattr(spec, name) is not None},
+        "spec_hash": info.spec_hash,
+        "job_file": info.job_file,
+        "timings": {
+            "arrival_s": _rounded(outcome.arrival_s),
+            "started_s": _rounded(outcome.started_s),
+            "ended_s": _rounded(outcome.ended_s),
+            "latency_s": _rounded(outcome.ended_s - outcome.arrival_s),
+            "busy_s": _rounded(outcome.busy_s),
+            "stages_s": {name: _rounded(value) for name, value in outcome.timings.items()},
+        },
+        "deadline_s": _rounded(outcome.deadline_s),
+        "met_deadline": outcome.met_deadline,
+        "layouts": list(outcome.layouts),
+        "error": outcome.error,
+        "warnings": list(outcome.warnings),
+        "written_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(written_at)),
+    }
+
+
+def read_manifest(path: Path) -> dict[str, Entry]:
+    """The latest line of each job; empty when there is no manifest.
+
+    Lines that are torn, spoilt, or of another version count as absent, with a warning: their
+    jobs run again.
+    """
+    return {entry["id"]: entry for entry in _entries(_read(path), path, first=1)}
+
+
+def read_files(path: Path) -> dict[str, Entry]:
+    """The latest line that says done, of each file; empty when there is no manifest."""
+    lines = _entries(_read(path), path, first=1)
+    done = [entry for entry in lines if entry.get("status") == "done" and not entry.get(SIMULATED)]
+    return {str(entry.get("file")): entry for entry in done}
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return b""
+    except OSError as error:
+        raise OutputError(f"cannot read {path}: {error.strerror}") from error
+
+
+class GrowingManifest:
+    """What `read_manifest` gives, for one who asks again and again: each line is read once.
+
+    A file under its name that is another, or shorter, is read from its beginning.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._begin_anew(inode=None)
+
+    def read(self) -> Mapping[str, Entry]:
+        """The latest line of each job, as of now.
+
+        Raises: OutputError when the file cannot be read.
+        """
+        try:
+            with self._path.open("rb") as file:
+                stat = os.fstat(file.fileno())
+                if stat.st_ino != self._inode or stat.st_size < self._size_bytes:
+                    self._begin_anew(inode=stat.st_ino)
+                file.seek(self._size_bytes)
+                content = file.read()
+        except FileNotFoundError:
+            self._begin_anew(inode=None)
+            return self._entries
+        except OSError as error:
+            raise OutputError(f"cannot read {self._path}: {error.strerror}") from error
+        whole, line_break, rest = content.rpartition(b"\n")
+        self._entries |= {e["id"]: e for e in _entries(whole, self._path, first=1 + self._num_lines)}
+        self._num_lines += content.count(b"\n")
+        self._size_bytes += len(whole + line_break)
+        last = _entry(rest)  # it may lack its line break, or be about to be written
+        return self._entries if last is None else {**self._entries, last["id"]: last}
+
+    def _begin_anew(self, *, inode: int | None) -> None:
+        self._inode, self._size_bytes, self._num_lines = inode, 0, 0
+        self._entries: dict[str, Entry] = {}
+
+
+def _entries(content: bytes, path: Path, *, first: int) -> Iterator[Entry]:
+    """The lines of a part of a manifest, which begins with the line of this number."""
+    for number, line in enumerate(content.split(b"\n"), start=first):
+        entry = _entry(line)
+        if entry is not None:
+            yield entry
+        elif line.strip():
+            logger.warning("%s: line %d is no line of a manifest and counts for nothing", path, number)
+
+
+def _entry(line: bytes) -> Entry | None:
+    """A line that can be used; it may have been edited by hand since it was written."""
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        return None
+    is_ours = isinstance(entry, dict) and entry.get("version") == SCHEMA_VERSION
+    return entry if is_ours and isinstance(entry.get("id"), str) else None
+
+
+def check_own(path: Path) -> None:
+    """Refuse a file that has the name of one of gfgen's lists, and was not written by gfgen.
+
+    Raises: InputError.
+    """
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        beginning = file.read(_BEGINNING_BYTES)
+        if beginning.strip() and b'"version"' not in beginning:
+            raise InputError(f"{path}: was not written by gfgen; name another --output")
+
+
+def _make_parent(path: Path) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(f"cannot write {path}: {error.strerror}; choose another --output") from error
+
+
+def finished_jobs(
+    path: Path, infos: Iterable[JobInfo], *, entries: Mapping[str, Entry] | None = None
+) -> frozenset[str]:
+    """Ids of the jobs that need not run again; `entries` are those of the manifest, where they were read.
+
+    Those whose latest line says done, under the same spec hash and file name, and whose
+    file is there with the size that was written.
+    """
+    entries = read_manifest(path) if entries is None else entries
+    return frozenset(
+        info.job_id
+        for info in infos
+        if info.job_id in entries and _is_finished(path, entries[info.job_id], info)
+    )
+
+
+def _is_finished(path: Path, entry: Entry, info: JobInfo) -> bool:
+    if entry.get("status") != "done" or entry.get(SIMULATED) or entry.get("spec_hash") != info.spec_hash:
+        return False
+    if entry.get("file") != info.file:
+        return False
+    try:
+        return (path.parent / info.file).stat().st_size == entry.get("size_bytes")
+    except OSError:
+        return False
+
+
+def _shape(spec: JobSpec) -> Entry:
+    return {"width": spec.width, "height": spec.height, "frames": spec.frames, "fps": spec.fps}
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 6)

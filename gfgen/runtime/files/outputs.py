@@ -1,0 +1,345 @@
+"""Finished frames to files: PNG, JPEG or WebP for one frame, MP4 for several.
+
+A file appears under its name complete or not at all: it is written to a hidden name in the same folder,
+synced to the disk, and then gets its name, which it takes from no file but its own predecessor. What a killed
+process leaves behind is such a hidden file; `remove_leftovers` removes it at the start of the next run.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gfgen.errors import OutputError
+from gfgen.runtime.files import metadata as labels
+from gfgen.runtime.ipc.content import Content, content_of, is_unchanged, read_mark, set_mark
+from gfgen.system.lifeline import die_with_parent
+
+Frames = NDArray[np.uint8]
+
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
+VIDEO_SUFFIXES = (".mp4",)
+CORES_PER_THREAD, MIN_THREADS, MAX_THREADS = 4, 2, 8
+"""Of one ffmpeg: where cores are few it competes with the models, beside GPUs there are some to spare, and a
+job is done when its file is there. The same for all files of a machine: their bytes depend on it."""
+CONSTANT_RATE_FACTOR = 18
+"""x264's quality; 18 is about where compression stops being visible."""
+_TEMPORARY = re.compile(r"\..{1,40}\.tmp-[0-9]+(?P<suffix>\.[A-Za-z0-9]+)", re.DOTALL)
+"""What `temporary_name` gives."""
+_MP4_SHRINKS = 20
+"""Raw bytes to MP4 bytes, cautiously: for the estimate in a full disk's message only."""
+_EXIF_DESCRIPTION, _EXIF_MAKER_NOTE = 0x010E, 0x927C
+_INSTALL_FFMPEG = "cannot write MP4 files without ffmpeg; pip install imageio-ffmpeg"
+
+
+def write_output(
+    frames: Frames,
+    path: Path,
+    *,
+    fps: int | None,
+    metadata: labels.Metadata,
+    replaces: Content | None = None,
+    made_for: Mapping[str, Any] | None = None,
+) -> Content:
+    """Write frames [F, H, W, 3] and return what the file holds.
+
+    One frame goes to an image, any number to an MP4 (H.264, yuv420p). H.264 with this
+    chroma stores even sizes only: an odd edge is repeated once, nothing is rescaled.
+
+    A file that is already there is replaced only if it holds `replaces`, or if an earlier try with the same
+    `made_for` left it.
+
+    Raises: OutputError, which says what to do; then nothing is left under `path` that was
+    not there before.
+    """
+    _check(frames, path, fps)
+    metadata = labels.clean(metadata)
+    temporary = temporary_name(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix.lower() in VIDEO_SUFFIXES:
+            _write_video(frames, temporary, fps=fps or 1, metadata=metadata)
+        else:
+            _write_image(frames[0], temporary, metadata=metadata)
+        content = content_of(temporary)
+        if made_for is not None:
+            set_mark(temporary, content, name=path.name, made_for=made_for)
+        _sync(temporary)
+        _publish(temporary, path, replaces=replaces, made_for=made_for)
+        _sync(path.parent)
+        return content
+    except OSError as error:
+        raise OutputError(_explain(error, path, frames)) from error
+    finally:
+        with suppress(OSError):
+            temporary.unlink()
+
+
+def _publish(
+    temporary: Path, path: Path, *, replaces: Content | None, made_for: Mapping[str, Any] | None
+) -> None:
+    """Give a complete file its name, which it takes from no file but its own predecessor.
+
+    Raises: OutputError when another file has the name.
+    """
+    try:
+        _link(temporary, path)
+        return
+    except FileExistsError:
+        mark = read_mark(path) if made_for else None
+        is_earlier_try = mark is not None and made_for is not None and made_for.items() <= mark.items()
+        if not is_earlier_try and (replaces is None or not is_unchanged(path, replaces)):
+            raise OutputError(
+                f"{path}: another file got this name during the run and was kept, so the job's own was not "
+                "written; move it away and run again"
+            ) from None
+    os.replace(temporary, path)
+
+
+def _link(temporary: Path, path: Path) -> None:
+    """Rename without replacing; the temporary name may stay. Raises FileExistsError if the name is taken."""
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        raise
+    except OSError:  # no hard links on this file system, or something that the next line tells as well
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
+        try:
+            os.replace(temporary, path)
+        except OSError:
+            path.unlink()
+            raise
+
+
+def encoder_threads(num_cores: int) -> int:
+    """Threads of one ffmpeg where there are so many cores."""
+    return min(MAX_THREADS, max(MIN_THREADS, num_cores // CORES_PER_THREAD))
+
+
+def temporary_name(path: Path, *, pid: int | None = None) -> Path:
+    """The hidden name that a process, this one if no other is named, writes before it renames to `path`."""
+    return path.with_name(f".{path.stem[:40]}.tmp-{os.getpid() if pid is None else pid}{path.suffix}")
+
+
+def remove_unfinished(path: Path, *, pid: int) -> None:
+    """Delete what a writer that has died left of a file."""
+    with suppress(OSError):
+        temporary_name(path, pid=pid).unlink()
+
+
+def remove_leftovers(folder: Path) -> int:
+    """Delete what killed writers left in an output folder; returns how many files.
+
+    Only for the holder of the folder's lock: another run's writers may be at work. And only files that
+    `temporary_name` may have named, in the folder itself: those below it are not ours, or of another run.
+    """
+    leftovers = [path for path in folder.glob(".*.tmp-*") if _is_temporary(path.name) and path.is_file()]
+    for path in leftovers:
+        path.unlink(missing_ok=True)
+    return len(leftovers)
+
+
+def _is_temporary(name: str) -> bool:
+    match = _TEMPORARY.fullmatch(name)
+    return match is not None and match["suffix"].lower() in IMAGE_SUFFIXES + VIDEO_SUFFIXES
+
+
+def read_metadata(path: Path) -> dict[str, str | int | float]:
+    """The metadata that `write_output` put into a file; empty when there is none.
+
+    Raises: OutputError when the file cannot be read.
+    """
+    try:
+        text = _read_video_tag(path) if path.suffix.lower() in VIDEO_SUFFIXES else _read_image_tag(path)
+    except (OSError, SyntaxError) as error:
+        raise OutputError(f"cannot read {path}: {error}") from error
+    return labels.from_json(text)
+
+
+def _check(frames: Frames, path: Path, fps: int | None) -> None:
+    if frames.ndim != 4 or frames.shape[3] != 3 or frames.dtype != np.uint8 or frames.size == 0:
+        raise OutputError(f"{path}: frames must be uint8 [F, H, W, 3], got {frames.dtype} {frames.shape}")
+    suffix = path.suffix.lower()
+    if suffix in VIDEO_SUFFIXES and fps is None:
+        raise OutputError(f"{path}: a video needs fps, got none")
+    if suffix in IMAGE_SUFFIXES and len(frames) > 1:
+        raise OutputError(f"{path}: {len(frames)} frames do not fit an image; name it .mp4")
+    if suffix not in IMAGE_SUFFIXES + VIDEO_SUFFIXES:
+        accepted = ", ".join(IMAGE_SUFFIXES + VIDEO_SUFFIXES)
+        raise OutputError(f"{path}: cannot write '{path.suffix}' files; name it {accepted}")
+
+
+def _write_image(frame: Frames, path: Path, *, metadata: labels.Metadata) -> None:
+    from PIL import Image, PngImagePlugin
+
+    text, as_json = labels.parameters_text(metadata), labels.to_json(metadata)
+    image = Image.fromarray(frame)
+    suffix = path.suffix.lower()
+    try:
+        with path.open("wb") as stream:
+            if suffix == ".png":
+                chunks = PngImagePlugin.PngInfo()
+                chunks.add_text("parameters", text)
+                chunks.add_itxt("gfgen", as_json)
+                image.save(stream, format="PNG", pnginfo=chunks)
+            else:
+                exif = Image.Exif()
+                exif[_EXIF_DESCRIPTION] = text.encode()
+                exif[_EXIF_MAKER_NOTE] = as_json.encode()
+                kind = "WEBP" if suffix == ".webp" else "JPEG"
+                image.save(stream, format=kind, quality=95, exif=exif)
+    except ValueError as error:
+        raise OutputError(f"cannot write {path.name}: {error}") from error
+
+
+def _write_video(frames: Frames, path: Path, *, fps: int, metadata: labels.Metadata) -> None:
+    """Stream the frames through ffmpeg, one at a time; OSError or OutputError when it fails."""
+    tags = {
+        "title": labels.title_of(metadata),
+        "description": labels.parameters_text(metadata),
+        "comment": labels.to_json(metadata),
+    }
+    with _memory_file(labels.to_ffmetadata(tags)) as tag_file, _memory_file() as complaints:
+        command = _encode_command(frames, path, fps=fps, tag_fd=tag_file.fileno())
+        with _ffmpeg(command, complaints=complaints, keep_fd=tag_file.fileno()) as process:
+            assert process.stdin is not None
+            with suppress(BrokenPipeError):  # ffmpeg has ended early; its exit status says why
+                for frame in frames:
+                    process.stdin.write(_even(frame).data)
+                process.stdin.close()
+            status = process.wait()
+        if status != 0:
+            raise _encoder_error(status, complaints)
+
+
+def _encode_command(frames: Frames, path: Path, *, fps: int, tag_fd: int) -> list[str]:
+    _, height, width, _ = frames.shape
+    size = f"{width + width % 2}x{height + height % 2}"
+    threads = encoder_threads(len(os.sched_getaffinity(0)))
+    # RGB becomes BT.709 and says so; ffmpeg's default (BT.601, untagged) shifts the colours.
+    convert = (
+        "scale=flags=accurate_rnd+full_chroma_int:out_color_matrix=bt709:out_range=tv,format=yuv420p,"
+        "setparams=colorspace=bt709:color_primaries=bt709:color_trc=bt709"
+    )
+    return [
+        *(_ffmpeg_path(), "-hide_banner", "-loglevel", "error", "-nostdin", "-y"),
+        *("-f", "rawvideo", "-pix_fmt", "rgb24", "-s", size, "-r", str(fps), "-i", "pipe:0"),
+        *("-f", "ffmetadata", "-i", f"pipe:{tag_fd}", "-map", "0:v", "-map_metadata", "1"),
+        *("-filter_threads", str(threads), "-vf", convert),
+        *("-c:v", "libx264", "-preset", "medium", "-crf", str(CONSTANT_RATE_FACTOR)),
+        *("-threads", str(threads), "-movflags", "+faststart", f"file:{path.absolute()}"),
+    ]
+
+
+@contextmanager
+def _ffmpeg(command: list[str], *, complaints: IO[bytes], keep_fd: int) -> Iterator[subprocess.Popen[bytes]]:
+    """A running ffmpeg, which has ended when the block is left, and dies with this process.
+
+    In a session of its own: Ctrl-C in the terminal is for gfgen, which still wants the file.
+    """
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=complaints,
+        pass_fds=(keep_fd,),
+        start_new_session=True,
+        preexec_fn=partial(die_with_parent, os.getpid()),  # else it would encode what it has got to the end
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+        if process.stdin is not None:
+            with suppress(OSError):
+                process.stdin.close()
+
+
+def _ffmpeg_path() -> str:
+    try:
+        import imageio_ffmpeg
+
+        return str(imageio_ffmpeg.get_ffmpeg_exe())
+    except (ImportError, RuntimeError) as error:
+        raise OutputError(_INSTALL_FFMPEG) from error
+
+
+def _encoder_error(status: int, complaints: IO[bytes]) -> Exception:
+    complaints.seek(0)
+    text = complaints.read().decode("utf-8", "replace").strip()
+    if os.strerror(errno.ENOSPC) in text:
+        return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    if os.strerror(errno.EFBIG) in text:
+        return OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+    ending = f"signal {-status}" if status < 0 else f"status {status}"
+    reason = text.splitlines()[0] if text else "no message"
+    return OutputError(f"ffmpeg ended with {ending}: {reason}")
+
+
+def _even(frame: Frames) -> Frames:
+    """The frame with its last row and column repeated where the size is odd; else itself."""
+    height, width, _ = frame.shape
+    if height % 2 or width % 2:
+        frame = np.pad(frame, ((0, height % 2), (0, width % 2), (0, 0)), mode="edge")
+    return np.ascontiguousarray(frame)
+
+
+@contextmanager
+def _memory_file(text: str = "") -> Iterator[IO[bytes]]:
+    with os.fdopen(os.memfd_create("gfgen-ffmpeg"), "w+b") as stream:
+        stream.write(text.encode())
+        stream.seek(0)
+        yield stream
+
+
+def _sync(path: Path) -> None:
+    """Bring a file or folder to the disk."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _explain(error: OSError, path: Path, frames: Frames) -> str:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        shrinks = _MP4_SHRINKS if path.suffix.lower() in VIDEO_SUFFIXES else 1
+        free = ""
+        with suppress(OSError):
+            free = f", {shutil.disk_usage(path.parent).free / 1e6:.1f} MB are free"
+        need = f"up to {max(frames.nbytes / shrinks / 1e6, 0.1):.1f} MB are needed{free}"
+        return f"cannot write {path}: {error.strerror}; {need}; make room, or choose another --output"
+    if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+        return f"cannot write {path}: {error.strerror}; choose a writable folder with --output"
+    return f"cannot write {path}: {error.strerror or error}"
+
+
+def _read_image_tag(path: Path) -> str:
+    from PIL import Image
+
+    with Image.open(path) as image:
+        if "gfgen" in image.info:
+            return str(image.info["gfgen"])
+        tag = image.getexif().get(_EXIF_MAKER_NOTE, b"")
+        return tag.decode("utf-8", "replace") if isinstance(tag, bytes) else str(tag)
+
+
+def _read_video_tag(path: Path) -> str:
+    command = [_ffmpeg_path(), "-loglevel", "error", "-nostdin", "-i", f"file:{path.absolute()}"]
+    done = subprocess.run([*command, "-f", "ffmetadata", "pipe:1"], capture_output=True, check=False)
+    if done.returncode != 0:
+        raise OSError(done.stderr.decode("utf-8", "replace").strip())
+    return labels.from_ffmetadata(done.stdout.decode("utf-8", "replace")).get("comment", "")

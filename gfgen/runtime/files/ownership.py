@@ -1,0 +1,164 @@
+"""Who owns a file that already has the name of a job's output, and which job file owns an output folder.
+
+gfgen replaces a file only if the folder's manifest says that gfgen made it for a job of the same job file,
+and only if the file has not changed since. The path from the output folder tells job files apart, so both can
+be moved together. Manifests of earlier gfgen do not name the job file; it counts as the same.
+
+Standard input has no name that tells whether it is the same as last time. A job from there replaces only
+what the same job made, with the same hash.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from gfgen.errors import Problem
+from gfgen.identity import name_key
+from gfgen.runtime.core.admission import AdmittedJob
+from gfgen.runtime.files.journal import JOURNAL_NAME, first_job_file
+from gfgen.runtime.files.manifest import MANIFEST_NAME, Entry, read_files
+from gfgen.runtime.ipc.content import Content, content_of, read_mark
+
+STDIN = "-"
+_WHAT_TO_DO = "move it away, name another output, or replace it with --overwrite"
+_SUFFIX_LENGTHS = (6, 12, 64)
+"""Hex digits of a hash. More than the first are needed only where another folder has that very name."""
+
+
+def job_file_name(source: Path | None, output_dir: Path) -> str:
+    """How manifests and journals of a folder name a job file, or a watched folder; None is standard input.
+
+    A pipe has no name that lasts, whatever it is called: it is like standard input.
+    """
+    try:
+        if source is None or (source.exists() and not source.is_file() and not source.is_dir()):
+            return STDIN
+        return os.path.relpath(os.path.realpath(source), os.path.realpath(output_dir))
+    except OSError:  # the current folder is gone
+        return str(source)
+
+
+def default_folder(parent: Path, name: str, source: Path | None) -> Path:
+    """`parent`/`name`, or with a suffix if that belongs to another job file.
+
+    A folder that belongs to this one is found again, whatever became of the others since.
+    """
+    job_file = job_file_name(source, parent / name)
+    digest = hashlib.sha256(job_file.encode("utf-8", "surrogateescape")).hexdigest()
+    folders = [parent / name, *(parent / f"{name}-{digest[:length]}" for length in _SUFFIX_LENGTHS)]
+    owners = [_owner(folder) for folder in folders]
+    for folder, owner in zip(folders, owners, strict=True):
+        if owner is not None and (owner == job_file or owner.startswith(f"{job_file}/")):
+            return folder
+    return next((folder for folder, owner in zip(folders, owners, strict=True) if owner is None), folders[-1])
+
+
+def _owner(folder: Path) -> str | None:
+    """The job file that was the first to use the folder, as far as its records tell."""
+    if job_file := first_job_file(folder / JOURNAL_NAME):
+        return job_file
+    return next(
+        (name for line in read_files(folder / MANIFEST_NAME).values() if (name := line.get("job_file"))), None
+    )
+
+
+def claim_files(
+    jobs: Sequence[AdmittedJob],
+    *,
+    output_dir: Path,
+    job_file: str,
+    done: Collection[str] = (),
+    inputs: Mapping[Path, str] | None = None,
+    overwrite: bool = False,
+) -> tuple[list[AdmittedJob], list[Problem]]:
+    """The jobs with the files that they may replace, and a problem for each job whose file name is taken.
+
+    Jobs in `done` write nothing. No job may replace the image of a job, or one of `inputs`, which come with
+    what messages call them. With `overwrite` it does not matter who made a file.
+    """
+    images = {Path(job.spec.image): f"the image of job {job.job_id}" for job in jobs if job.spec.image}
+    in_use = _inodes({**images, **(inputs or {})})
+    files: dict[str, Entry] | None = None
+    claimed, problems = [], []
+    for job in jobs:
+        job = replace(job, info=replace(job.info, job_file=job_file))
+        path = output_dir / job.info.file
+        if job.job_id not in done and os.path.lexists(path):
+            files = read_files(output_dir / MANIFEST_NAME) if files is None else files
+            found = _use_of(path, in_use) or _replaceable(path, job, files, overwrite=overwrite)
+            if isinstance(found, str):
+                problems.append(Problem(job.spec.line, None, str(path), found))
+                continue
+            job = replace(job, replaces=found)
+        claimed.append(job)
+    return claimed, problems
+
+
+def _inodes(paths: Mapping[Path, str]) -> dict[tuple[int, int], str]:
+    """The names by device and inode: links, and other spellings of a name, lead to the same file."""
+    found = {}
+    for path, what in paths.items():
+        with contextlib.suppress(OSError):
+            stat = path.stat()
+            found[stat.st_dev, stat.st_ino] = what
+    return found
+
+
+def _use_of(path: Path, in_use: Mapping[tuple[int, int], str]) -> str | None:
+    """Why the file is never replaced, if it is in use."""
+    what = next((in_use[inode] for inode in _inodes({path: ""}) if inode in in_use), None)
+    return None if what is None else f"is {what}, too; name another output"
+
+
+def _replaceable(
+    path: Path, job: AdmittedJob, files: Mapping[str, Entry], *, overwrite: bool
+) -> Content | str:
+    """What the file holds if the job may replace it, else why it may not."""
+    if path.is_symlink() or not path.is_file():
+        kind = "a link" if path.is_symlink() else "a folder" if path.is_dir() else "not a file"
+        return f"is {kind}; move it away, or name another output"
+    try:
+        content = content_of(path)
+    except OSError as error:
+        return (
+            f"cannot be read ({error.strerror}), so it is not replaced; move it away, or name another output"
+        )
+    lines = [line for line in (read_mark(path), _line_of(path.name, files)) if line is not None]
+    if overwrite or any(_is_own(line, job) and _is_of(content, line) for line in lines):
+        return content
+    if not lines:
+        return f"is there already, and {MANIFEST_NAME} there does not say that gfgen made it; {_WHAT_TO_DO}"
+    who = _who(lines[-1], path.parent)
+    what = "has changed since" if _is_own(lines[-1], job) else "is there already:"
+    return f"{what} {who} made it; {_WHAT_TO_DO}"
+
+
+def _line_of(name: str, files: Mapping[str, Entry]) -> Entry | None:
+    """The manifest's line of a file; its spelling may differ where the disk ignores upper and lower case."""
+    key = name_key(name)
+    return files.get(name) or next((line for file, line in files.items() if name_key(file) == key), None)
+
+
+def _is_own(line: Entry, job: AdmittedJob) -> bool:
+    """Whether a file was made for a job of the same job file."""
+    made_for, job_file = line.get("job_file"), job.info.job_file
+    if STDIN in (made_for, job_file) and made_for is not None:
+        return made_for == job_file and line.get("spec_hash") == job.info.spec_hash
+    return made_for is None or made_for == job_file
+
+
+def _is_of(content: Content, line: Entry) -> bool:
+    return content.size_bytes == line.get("size_bytes") and line.get("sha256") in (None, content.sha256)
+
+
+def _who(line: Entry, folder: Path) -> str:
+    job_file = line.get("job_file")
+    if job_file is None:
+        return f"job {line.get('id')}"
+    shown = "an earlier standard input" if job_file == STDIN else os.path.normpath(folder / job_file)
+    return f"job {line.get('id')} of {shown}"

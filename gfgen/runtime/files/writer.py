@@ -1,0 +1,94 @@
+"""The writer process: takes finished frames from shared memory and writes files.
+
+Encoding a video takes seconds of CPU, so it happens beside the workers, in a process
+without torch. The frames come as a memfd with the request, are mapped here and never copied
+as a whole.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import mmap
+import os
+import socket
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+
+from gfgen.errors import OutputError
+from gfgen.runtime.files.outputs import Frames, write_output
+from gfgen.runtime.ipc.channel import Channel
+from gfgen.runtime.ipc.messages import WriteDone, WriteFailed, WriteRequest, WriterReady
+from gfgen.system.signals import leave_to_the_run
+
+logger = logging.getLogger(__name__)
+
+
+def main(end: socket.socket) -> None:
+    """Entry of the process: serve until the other end is closed, deaf to signals for the run.
+
+    A terminal sends Ctrl-C, and that it is closed, to every process of the run, and others SIGTERM; the
+    control plane alone decides what it means, and a file that is nearly written is worth finishing.
+    """
+    leave_to_the_run()
+    serve(Channel(end))
+
+
+def serve(channel: Channel) -> None:
+    """Write what is asked, one file after the other, until the other end is closed.
+
+    No job can end this loop: whatever goes wrong with one is its `WriteFailed`.
+    """
+    with suppress(ConnectionError):  # the control plane is gone, and so are we
+        channel.send(WriterReady())
+        while (received := channel.receive()) is not None:
+            request, fds = received
+            assert isinstance(request, WriteRequest), request
+            channel.send(handle(request, fds[0] if fds else None))
+
+
+def handle(request: WriteRequest, frames_fd: int | None) -> WriteDone | WriteFailed:
+    """Write one file from a memfd, which is closed afterwards."""
+    began = time.monotonic()
+    try:
+        if frames_fd is None:
+            raise OutputError("the request came without its frames")
+        frames = map_frames(frames_fd, request.shape)
+        content = write_output(
+            frames,
+            Path(request.path),
+            fps=request.fps,
+            metadata=request.metadata,
+            replaces=request.replaces,
+            made_for=request.made_for,
+        )
+    except OutputError as error:
+        return WriteFailed(request.job_id, reason=str(error))
+    except Exception as error:  # a bug, or memory that ran out: the job's failure, not the writer's
+        logger.exception("job %s: writing %s failed", request.job_id, request.path)
+        return WriteFailed(request.job_id, reason=f"{request.path}: {type(error).__name__}: {error}")
+    finally:
+        if frames_fd is not None:
+            os.close(frames_fd)
+    return WriteDone(
+        request.job_id,
+        request.path,
+        size_bytes=content.size_bytes,
+        write_s=time.monotonic() - began,
+        sha256=content.sha256,
+    )
+
+
+def map_frames(frames_fd: int, shape: tuple[int, int, int, int]) -> Frames:
+    """The frames [F, H, W, 3] uint8 in a memfd, read-only and without a copy.
+
+    Raises: OutputError when the memory is smaller than the shape says.
+    """
+    num_bytes = math.prod(shape)
+    if min(shape) < 1 or os.fstat(frames_fd).st_size < num_bytes:
+        raise OutputError(f"shared memory of {os.fstat(frames_fd).st_size} bytes cannot hold frames {shape}")
+    mapped = mmap.mmap(frames_fd, num_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+    return np.frombuffer(mapped, np.uint8).reshape(shape)  # the array keeps the mapping alive

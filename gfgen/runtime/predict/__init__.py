@@ -1,0 +1,1 @@
+"""How long tasks take: profiles, the cost model, and what follows from them."""

@@ -1,0 +1,237 @@
+"""What a profile tells about tasks that it has measured, and about others like them. Pure.
+
+Shapes between two profiled ones are interpolated over the known work of a task: its floating-point
+operations (those of attention and of matrix products are counted together, and between two shapes a
+straight line is close to both), or the bytes of the job's state for stages without arithmetic. What is
+smaller than all of them takes the share of its time on one rank that the smallest takes. Degrees that are
+not in the table follow from those that are, by Amdahl's law with the serial share that the table itself
+shows.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+from gfgen.graph import Stage
+from gfgen.layout import Degrees
+from gfgen.runtime.predict.profile import Profile, ProfileRow
+
+_ONE: Degrees = (1, 1, 1)
+PARALLEL_EFFICIENCY = 0.9
+"""Share of the ideal speed-up that is assumed until a degree was measured."""
+
+
+class Provenance(IntEnum):
+    """Where an estimate comes from; the higher, the less it can be relied on."""
+
+    MEASURED = 0
+    """In this run."""
+    PROFILED = 1
+    """The profile has exactly this task."""
+    INTERPOLATED = 2
+    """Between shapes that the profile has, on the same degrees."""
+    EXTRAPOLATED = 3
+    """Beyond the profile's shapes, or on other degrees; or from this run's other shapes."""
+    GUESSED = 4
+    """From operations over a rate that nobody has measured here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Seconds of one task, alone and while all other ranks are busy."""
+
+    seconds: float
+    loaded_s: float
+    provenance: Provenance
+    spread_s: float = 0.0
+    """Interquartile range around `seconds`."""
+
+    def scaled(self, factor: float, provenance: Provenance) -> Estimate:
+        seconds, loaded_s, spread_s = self.seconds * factor, self.loaded_s * factor, self.spread_s * factor
+        return Estimate(seconds, loaded_s, max(provenance, self.provenance), spread_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What is known of a task without measuring it."""
+
+    flops: float
+    state_bytes: int
+
+
+Value = Callable[[ProfileRow], float]
+
+
+class CostTable:
+    """A profile, asked for any shape and degrees."""
+
+    def __init__(self, profile: Profile) -> None:
+        self._exact = {(row.model, row.shape, row.stage, row.degrees): row for row in profile.rows}
+        self._rows: dict[tuple[str, Stage], dict[Degrees, list[ProfileRow]]] = defaultdict(dict)
+        for row in profile.rows:
+            self._rows[row.model, row.stage].setdefault(row.degrees, []).append(row)
+        self.models = profile.models
+
+    def has(self, model: str, shape: str, stage: Stage, degrees: Degrees) -> bool:
+        """Whether exactly this was measured."""
+        return (model, shape, stage, degrees) in self._exact
+
+    def has_degrees(self, model: str, stage: Stage, degrees: Degrees) -> bool:
+        """Whether some shape was measured so."""
+        return degrees in self._rows.get((model, stage), {})
+
+    def task(self, model: str, shape: str, stage: Stage, degrees: Degrees, work: Work) -> Estimate | None:
+        """The duration of a task; None when nothing like it was measured."""
+        by_degrees = self._rows.get((model, stage))
+        if not by_degrees:
+            return None
+        base = degrees
+        if degrees not in by_degrees:
+            base = min(by_degrees, key=lambda other: _distance(other, degrees))
+        rows, alone = by_degrees[base], by_degrees.get(_ONE, ())
+        found = _below(rows, alone, shape, work) or _over_shapes(rows, shape, work)
+        if base == degrees:
+            return found
+        factor = self._time_ratio(model, stage, math.prod(degrees), math.prod(base))
+        return found.scaled(factor, Provenance.EXTRAPOLATED)
+
+    def write_s(self, model: str, shape: str, work: Work) -> float | None:
+        """From the end of a decode to its file; None when no decode of this model tells it."""
+        rows = [
+            row for row in self._rows.get((model, Stage.DECODE), {}).get(_ONE, ()) if row.write_s is not None
+        ]
+        return (
+            _value_over_shapes(rows, shape, work, value=lambda row: row.write_s or 0.0)[0] if rows else None
+        )
+
+    def _time_ratio(self, model: str, stage: Stage, num_ranks: int, num_base: int) -> float:
+        """Time on `num_ranks` over time on `num_base`."""
+        serial = self._serial_share(model, stage)
+        return _amdahl(num_ranks, serial) / _amdahl(num_base, serial)
+
+    def _serial_share(self, model: str, stage: Stage) -> float | None:
+        """What of a task does not get faster on more ranks: of this model, or of the others."""
+        shares = self._shares_of(model, stage)
+        if not shares:
+            shares = [
+                share for other in sorted(self.models) for share in self._shares_of(other, Stage.DENOISE)
+            ]
+        return statistics.median(shares) if shares else None
+
+    def _shares_of(self, model: str, stage: Stage) -> list[float]:
+        """By shape, from the most ranks that it was measured on."""
+        by_degrees = self._rows.get((model, stage), {})
+        shares: dict[str, tuple[int, float]] = {}
+        for degrees, rows in by_degrees.items():
+            num_ranks = math.prod(degrees)
+            for row in rows:
+                alone = self._exact.get((model, row.shape, stage, _ONE))
+                if num_ranks > 1 and alone is not None and alone.seconds > 0:
+                    share = (num_ranks * row.seconds / alone.seconds - 1) / (num_ranks - 1)
+                    shares[row.shape] = max(shares.get(row.shape, (0, 0.0)), (num_ranks, max(0.0, share)))
+        return [share for _, share in shares.values()]
+
+
+def speed_up(num_ranks: int) -> float:
+    """What is assumed of several ranks as long as nothing was measured."""
+    return 1.0 if num_ranks == 1 else num_ranks * PARALLEL_EFFICIENCY
+
+
+def _amdahl(num_ranks: int, serial: float | None) -> float:
+    """Time on so many ranks, as a share of that on one."""
+    return 1 / speed_up(num_ranks) if serial is None else serial + (1 - serial) / num_ranks
+
+
+def _distance(other: Degrees, degrees: Degrees) -> tuple[float, float, Degrees]:
+    """Degrees of as many ranks are nearest; then those with the same number of guidance branches."""
+    ratio = math.prod(other) / math.prod(degrees)
+    return abs(math.log(ratio)), abs(other[0] - degrees[0]), other
+
+
+def _over_shapes(rows: Sequence[ProfileRow], shape: str, work: Work) -> Estimate:
+    seconds, provenance = _value_over_shapes(rows, shape, work, value=lambda row: row.seconds)
+    loaded_s, _ = _value_over_shapes(rows, shape, work, value=_loaded_s)
+    spread_s, _ = _value_over_shapes(rows, shape, work, value=lambda row: row.spread_s)
+    return Estimate(seconds, loaded_s, provenance, spread_s)
+
+
+def _below(
+    rows: Sequence[ProfileRow], alone: Sequence[ProfileRow], shape: str, work: Work
+) -> Estimate | None:
+    """A shape below all that were measured on these degrees, by what it takes on one rank; None for others.
+
+    The smallest of them says which share of that it takes. Lines through the shapes of each degree, down to
+    nothing, cross: two ranks would be predicted to be five times as fast as one. Nor is a task taken to gain
+    more than in proportion to its ranks.
+    """
+    points, x = _points(rows, work, lambda row: row.seconds)
+    if not points or x >= points[0][0] or any(row.shape == shape for row in rows):
+        return None
+    smallest = next(row for row in rows if points[0][0] in (row.flops, row.state_bytes))
+    if smallest.degrees == _ONE or not alone:
+        return None
+    there = _over_shapes(alone, smallest.shape, Work(smallest.flops, smallest.state_bytes))
+    if not there.seconds or not there.loaded_s:
+        return None
+    here = _over_shapes(alone, shape, work)
+    share = max(1 / math.prod(smallest.degrees), smallest.seconds / there.seconds)
+    seconds, spread_s = here.seconds * share, here.spread_s * share
+    loaded_s = max(seconds, here.loaded_s * _loaded_s(smallest) / there.loaded_s)
+    return Estimate(seconds, loaded_s, Provenance.EXTRAPOLATED, spread_s)
+
+
+def _loaded_s(row: ProfileRow) -> float:
+    return row.seconds if row.loaded_s is None else row.loaded_s
+
+
+def _value_over_shapes(
+    rows: Sequence[ProfileRow], shape: str, work: Work, *, value: Value
+) -> tuple[float, Provenance]:
+    """The value for a shape from rows of the same model, stage and degrees, of which there are some."""
+    for row in rows:
+        if row.shape == shape:
+            return value(row), Provenance.PROFILED
+    points, x = _points(rows, work, value)
+    if not points:
+        return statistics.median(map(value, rows)), Provenance.GUESSED
+    if points[0][0] <= x <= points[-1][0]:
+        return _between(points, x), Provenance.INTERPOLATED
+    return _beyond(points, x), Provenance.EXTRAPOLATED
+
+
+def _points(rows: Sequence[ProfileRow], work: Work, value: Value) -> tuple[list[tuple[float, float]], float]:
+    """(work, median value) in rising order, and the work in question; empty where work is not known."""
+    by_work: dict[float, list[float]] = defaultdict(list)
+    counts_flops = work.flops > 0 and any(row.flops > 0 for row in rows)
+    for row in rows:
+        amount = row.flops if counts_flops else float(row.state_bytes)
+        if amount > 0:
+            by_work[amount].append(value(row))
+    points = sorted((amount, statistics.median(values)) for amount, values in by_work.items())
+    return points, work.flops if counts_flops else float(work.state_bytes)
+
+
+def _between(points: Sequence[tuple[float, float]], x: float) -> float:
+    idx = bisect_left(points, (x, -math.inf))
+    x1, y1 = points[idx]
+    if x == x1:
+        return y1
+    x0, y0 = points[idx - 1]
+    return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+
+
+def _beyond(points: Sequence[tuple[float, float]], x: float) -> float:
+    """Along the nearest line; in proportion where there is one point, or where the line would sink."""
+    (x0, y0), nearest = (points[0], points[:2]) if x < points[0][0] else (points[-1], points[-2:])
+    proportional = y0 * x / x0
+    if len(points) == 1:
+        return proportional
+    (xa, ya), (xb, yb) = nearest
+    along = y0 + (yb - ya) / (xb - xa) * (x - x0)
+    return max(along, proportional) if x < x0 else max(along, y0)

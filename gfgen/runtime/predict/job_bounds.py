@@ -1,0 +1,126 @@
+"""What one job may ask for, and how long one of its denoising steps takes at least.
+
+A step is the smallest part of a job that policies place and preempt: while it runs, its ranks are busy. So a
+job whose single step takes too long is refused, or the user is warned, before anything starts.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from gfgen.errors import Problem
+from gfgen.graph import Stage
+from gfgen.job import due_at
+from gfgen.layout import Degrees
+from gfgen.runtime.core.admission import AdmittedJob
+from gfgen.runtime.core.devices import CPU
+from gfgen.runtime.core.durations import in_words
+from gfgen.runtime.predict.cost import CostClass, CostModel
+from gfgen.runtime.predict.cost_table import Provenance
+from gfgen.runtime.predict.profile import Profile
+
+_FASTEST_CORE_FLOPS_PER_S = 2e11
+"""No core of today is faster in fp32: two AVX-512 units at 3 GHz have 192 GFLOP/s on paper."""
+_FASTEST_GPU_FLOPS_PER_S = 2.5e15
+"""No GPU of today is faster in bf16: a B200 has 2.25 PFLOP/s on paper, an H200 0.99."""
+_OPTIONS = {"size": "--max-pixels", "frames": "--max-frames", "steps": "--max-steps"}
+
+
+@dataclass(frozen=True, slots=True)
+class JobBounds:
+    """The most that one job may ask for; None where anything goes."""
+
+    pixels: int | None = None
+    """Width x height."""
+    frames: int | None = None
+    steps: int | None = None
+    step_s: float | None = None
+    """Of one denoising step, as predicted."""
+
+
+class StepTimes:
+    """How long a denoising step takes at least: on the ranks that make it quickest, with nothing else to do.
+
+    If the profile knows nothing of the model, the estimate is only a lower bound: the step's floating-point
+    operations at a rate that no machine of today exceeds. So a guess refuses no job that would work.
+    """
+
+    def __init__(self, profile: Profile | None, *, kind: str, num_ranks: int) -> None:
+        self._costs = CostModel(profile)
+        self._num_ranks = num_ranks
+        cores = len(os.sched_getaffinity(0))
+        self._most_flops_per_s = (
+            min(num_ranks, cores) * _FASTEST_CORE_FLOPS_PER_S
+            if kind == CPU
+            else num_ranks * _FASTEST_GPU_FLOPS_PER_S
+        )
+        self._least: dict[tuple[str, str], tuple[float, bool]] = {}
+
+    def least_s(self, job: AdmittedJob) -> float:
+        """Seconds of one step."""
+        return self._of(job)[0]
+
+    def in_words(self, job: AdmittedJob) -> str:
+        """'one step of 4,000 frames in 128x128 is predicted to take 2 h 20 min here'."""
+        seconds, is_bound = self._of(job)
+        spec = job.spec
+        frames = f"{spec.frames:,} frames in " if (spec.frames or 1) > 1 else ""
+        verb = "takes at least" if is_bound else "is predicted to take"
+        return f"one step of {frames}{spec.width}x{spec.height} {verb} {in_words(seconds)} here"
+
+    def _of(self, job: AdmittedJob) -> tuple[float, bool]:
+        """The seconds, and whether they are only a bound."""
+        key = (job.spec.model or "", job.shape)
+        if key not in self._least:
+            cost_class = self._costs.class_of(job)
+            ways = {way for number in range(1, self._num_ranks + 1) for way in job.limits.ways(number)}
+            self._least[key] = min(self._on(cost_class, degrees) for degrees in ways)
+        return self._least[key]
+
+    def _on(self, cost_class: CostClass, degrees: Degrees) -> tuple[float, bool]:
+        estimate = self._costs.estimate(cost_class, Stage.DENOISE, degrees)
+        if estimate.provenance is not Provenance.GUESSED:
+            return estimate.seconds, False
+        return cost_class.flops[Stage.DENOISE] / self._most_flops_per_s, True
+
+
+def beyond(
+    jobs: Sequence[AdmittedJob], bounds: JobBounds, times: StepTimes | None
+) -> Iterator[tuple[AdmittedJob, Problem]]:
+    """A problem for each bound that a job exceeds; it names the option that raises the bound."""
+    for job in jobs:
+        spec = job.spec
+        numbers = (
+            ("size", f"{spec.width}x{spec.height}", (spec.width or 0) * (spec.height or 0), bounds.pixels),
+            ("frames", str(spec.frames), spec.frames or 0, bounds.frames),
+            ("steps", str(spec.steps), spec.steps or 0, bounds.steps),
+        )
+        for field, shown, number, most in numbers:
+            if most is not None and number > most:
+                yield job, Problem(spec.line, field, shown, f"more than {_OPTIONS[field]} {most:,} allows")
+    if bounds.step_s is not None:
+        yield from too_long(jobs, times, bounds.step_s, f"--max-step-time {in_words(bounds.step_s)}")
+
+
+def too_long(
+    jobs: Sequence[AdmittedJob], times: StepTimes | None, most_s: float, named: str
+) -> Iterator[tuple[AdmittedJob, Problem]]:
+    """A problem for each job of which one step takes longer than `most_s`, which is `named`."""
+    assert times is not None
+    for job in jobs:
+        if times.least_s(job) > most_s:
+            less = "fewer frames or a smaller size" if (job.spec.frames or 1) > 1 else "a smaller size"
+            text = f"{times.in_words(job)}, more than {named}; ask for {less}"
+            yield job, Problem(job.spec.line, None, None, text)
+
+
+def certainly_late(jobs: Sequence[AdmittedJob], times: StepTimes, *, now: float) -> Iterator[Problem]:
+    """A warning for each job that cannot make a single step before its deadline, which has not passed yet."""
+    for job in jobs:
+        arrives_at = now + job.spec.arrival_s
+        due = due_at(job.spec, arrived_at=arrives_at)
+        if due is not None and arrives_at < due < arrives_at + times.least_s(job):
+            text = f"{times.in_words(job)}; it ends after its deadline: {job.job_id} runs and counts as late"
+            yield Problem(job.spec.line, None, None, text)

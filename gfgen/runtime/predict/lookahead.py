@@ -1,0 +1,437 @@
+"""Simulating ahead from a snapshot: how the jobs at hand would fare under a policy.
+
+A coarse simulation, cheap enough to be run many times within a run. Jobs, ranks and costs are the
+snapshot's; the policy is the same function that decides for real. What makes it coarse: while
+nothing changes, a job's steps on one layout are one stretch, and only when a job arrives or ends
+are the others asked again at their next boundaries. Behind the present jobs come others like those
+that arrived last, at the pace at which those came: a policy is to be judged in traffic.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from gfgen.graph import Stage, Task
+from gfgen.layout import Degrees, Layout
+from gfgen.runtime.core.openjobs import Kind, OpenJobs, Orders, kind_of
+from gfgen.snapshot import Decision, JobView, Outlook, Policy, RankView, RunningTask, Snapshot
+
+MAX_JOBS = 48
+"""Present jobs that are looked at, the next deadlines first."""
+MAX_TURNS = 1000
+"""Calls of the policy: the bound of one look ahead."""
+_SAME_S = 1e-9
+_NUM_BEFORE_STEPS = 2
+"""Encode and prepare: milliseconds, taken as one."""
+
+
+@dataclass(frozen=True, slots=True)
+class KindCosts:
+    """Seconds of the tasks of one kind of job."""
+
+    stages_s: dict[Stage, float]
+    """Of encoding and preparing."""
+    steps_s: dict[Degrees, float]
+    """Of a step, by degrees."""
+    decodes_s: dict[int, float]
+    """Of a decode, by the number of ranks that it may use."""
+
+
+class Table:
+    """The costs of all kinds at hand, in plain numbers: what was asked once is asked of nobody again.
+
+    So a look ahead in another thread touches nothing that the run is changing.
+    """
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        recent = {job.job_id: job for job in snapshot.recent}
+        self._jobs = (snapshot.open, snapshot.busy, recent)
+        self._kinds: dict[str, Kind] = {}
+        """Of jobs that were asked about."""
+        examples: dict[Kind, JobView] = {}
+        for job in itertools.chain.from_iterable(jobs.values() for jobs in self._jobs):
+            examples.setdefault(kind_of(job), job)
+        self._costs = {kind: _kind_costs(snapshot, job) for kind, job in examples.items()}
+
+    def like(self, job_id: str, other: str) -> None:
+        """A job costs what another one does."""
+        self._kinds[job_id] = self._kind(other)
+
+    def _kind(self, job_id: str) -> Kind:
+        if job_id not in self._kinds:
+            job = next(jobs[job_id] for jobs in self._jobs if job_id in jobs)
+            self._kinds[job_id] = kind_of(job)
+        return self._kinds[job_id]
+
+    def task_s(self, task: Task, layout: Layout) -> float:
+        costs = self._costs[self._kind(task.job_id)]
+        match task.stage:
+            case Stage.DENOISE:
+                return self._step_s(costs, layout.degrees)
+            case Stage.DECODE:
+                return self._decode_s(costs, layout.degree)
+            case stage:
+                return costs.stages_s[stage]
+
+    def remaining_s(self, task: Task, layout: Layout) -> float:
+        kind = self._kind(task.job_id)
+        costs, num_tasks = self._costs[kind], kind[2]
+        num_steps = min(num_tasks - task.index - 1, num_tasks - 3)
+        total_s = self._decode_s(costs, layout.degree)
+        if num_steps > 0:
+            total_s += num_steps * self._step_s(costs, layout.degrees)
+        for stage in (Stage.ENCODE, Stage.PREPARE)[task.index :]:
+            total_s += costs.stages_s[stage]
+        return total_s
+
+    def move_s(self, job_id: str, source: Layout | None, layout: Layout) -> float:
+        """Moves are left out: a few milliseconds, a few times in a job."""
+        return 0.0
+
+    @staticmethod
+    def _step_s(costs: KindCosts, degrees: Degrees) -> float:
+        """Degrees that were not asked for cost what the next lower ones do."""
+        found = costs.steps_s.get(degrees)
+        if found is None:
+            degree = math.prod(degrees)
+            found = min(s for other, s in costs.steps_s.items() if math.prod(other) <= degree)
+            costs.steps_s[degrees] = found
+        return found
+
+    @staticmethod
+    def _decode_s(costs: KindCosts, degree: int) -> float:
+        """The same for numbers of ranks."""
+        if degree not in costs.decodes_s:
+            lower = max(number for number in costs.decodes_s if number <= degree)
+            costs.decodes_s[degree] = costs.decodes_s[lower]
+        return costs.decodes_s[degree]
+
+
+def _kind_costs(snapshot: Snapshot, job: JobView) -> KindCosts:
+    def task_s(index: int, layout: Layout) -> float:
+        return snapshot.costs.task_s(_task(job, index), layout)
+
+    def rank_sets(most: int) -> list[tuple[int, ...]]:
+        numbers = itertools.takewhile(lambda n: n <= min(snapshot.max_degree, most), (1, 2, 4, 8))
+        return [tuple(range(number)) for number in numbers]
+
+    steps = [job.step_layout(ranks) for ranks in rank_sets(job.step_degree)]
+    return KindCosts(
+        {stage: task_s(index, Layout.single(0)) for index, stage in enumerate((Stage.ENCODE, Stage.PREPARE))},
+        {layout.degrees: task_s(2, layout) for layout in steps},
+        {
+            len(ranks): task_s(job.num_tasks - 1, job.decode_layout(ranks))
+            for ranks in rank_sets(job.max_decode_degree)
+        },
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What looks ahead begin from: plain values, safe in another thread."""
+
+    snapshot: Snapshot
+    arrivals: tuple[JobView, ...]
+    """Jobs that are expected to come, by arrival."""
+    pause: Callable[[], None] | None = None
+    """Called in every turn, so that others get the processor."""
+
+    def foresee(self, policy: Policy) -> Outlook:
+        """The outlook under a policy; nothing is remembered from one to the next."""
+        return _Ahead(self, policy).run()
+
+
+def foreseen_ends(
+    snapshot: Snapshot, policy: Policy, *, ended: Callable[[], None] = lambda: None
+) -> Mapping[str, float]:
+    """When each open job of a snapshot ends under a policy, however many there are and long it takes.
+
+    A job whose arrival is in the future joins then. A job that the policy never starts is missing. `ended`
+    is called for each job that ends.
+    """
+    arrivals = sorted(snapshot.open.values(), key=lambda job: job.arrival_s)
+    table = Table(snapshot)
+    start = Start(replace(snapshot, open={}, costs=table, orders=None, recent=()), tuple(arrivals))
+    return _Ahead(start, policy, ended=ended).ends_s()
+
+
+def with_foresight(snapshot: Snapshot, *, pause: Callable[[], None] | None = None) -> Snapshot:
+    """The same snapshot, which can tell what would come of it under a policy.
+
+    It holds plain values alone, so that another thread may look ahead while the run goes on.
+    """
+    start = _start_of(snapshot, pause)
+    return replace(snapshot, costs=start.snapshot.costs, orders=None, foresee=start.foresee)
+
+
+def _start_of(snapshot: Snapshot, pause: Callable[[], None] | None) -> Start:
+    table = Table(snapshot)
+    present = _present(snapshot)
+    arrivals = _expected(snapshot, table)
+    return Start(
+        replace(
+            snapshot,
+            open={job.job_id: job for job in present if job.job_id in snapshot.open},
+            busy={job.job_id: job for job in present if job.job_id in snapshot.busy},
+            costs=table,
+            orders=None,
+            recent=(),
+            foresee=None,
+        ),
+        arrivals,
+        pause,
+    )
+
+
+def _present(snapshot: Snapshot) -> Sequence[JobView]:
+    """The jobs at hand, or so many of them that a look ahead stays cheap: those that run, and the next due.
+
+    With a hundred thousand of them the first in a list that is kept up cost less than a look at each.
+    """
+    if len(snapshot.open) + len(snapshot.busy) <= MAX_JOBS:
+        return (*snapshot.open.values(), *snapshot.busy.values())
+    running = [running.task.job_id for running in snapshot.running]
+    at_work = [snapshot.open[job_id] for job_id in running if job_id in snapshot.open]
+    next_due = itertools.islice(snapshot.in_order(_due), MAX_JOBS)
+    found = {job.job_id: job for job in (*next_due, *at_work, *snapshot.busy.values())}
+    return heapq.nsmallest(MAX_JOBS, found.values(), key=lambda job: (job.job_id not in running, *_due(job)))
+
+
+def _due(job: JobView) -> tuple[float, float]:
+    return job.deadline_s, job.remaining_s
+
+
+def _expected(snapshot: Snapshot, table: Table) -> tuple[JobView, ...]:
+    """The recent arrivals once more, from now on, with as much time between them as then.
+
+    None when they all came at once: that was a batch, and not traffic that goes on.
+    """
+    recent = snapshot.recent
+    if len(recent) < 2 or recent[-1].arrival_s <= recent[0].arrival_s:
+        return ()
+    later_s = snapshot.now_s - recent[0].arrival_s
+    expected = []
+    for job in recent:
+        job_id = f"{job.job_id} again"
+        table.like(job_id, job.job_id)
+        expected.append(
+            replace(
+                job,
+                job_id=job_id,
+                arrival_s=job.arrival_s + later_s,
+                deadline_s=job.deadline_s + later_s,
+                next_task=replace(job.next_task, job_id=job_id),
+                last_layout=None,
+            )
+        )
+    return tuple(expected)
+
+
+@dataclass(slots=True)
+class _Stretch:
+    """Tasks of one job on one layout, in a row."""
+
+    job: JobView
+    """As it was at the begin."""
+    seen: JobView | None
+    """As policies see it meanwhile; None during its last task."""
+    layout: Layout
+    begun_s: float
+    task_s: float
+    num_tasks: int
+
+    @property
+    def end_s(self) -> float:
+        return self.begun_s + self.num_tasks * self.task_s
+
+    def boundary_s(self, now_s: float) -> float:
+        """When the task that runs now ends."""
+        if self.task_s <= 0:
+            return self.end_s
+        num_done = math.floor((now_s - self.begun_s) / self.task_s + _SAME_S) + 1
+        return self.begun_s + min(num_done, self.num_tasks) * self.task_s
+
+
+class _Ahead:
+    """One look ahead."""
+
+    def __init__(self, start: Start, policy: Policy, *, ended: Callable[[], None] = lambda: None) -> None:
+        snapshot = start.snapshot
+        self._ended = ended
+        self._start, self._policy, self._costs = start, policy, snapshot.costs
+        self._now_s = snapshot.now_s
+        self._open = OpenJobs()
+        for view in snapshot.open.values():
+            self._open.put(view)
+        self._stretches: dict[str, _Stretch] = {}
+        self._arrivals = list(reversed(start.arrivals))
+        self._settled_s = math.inf
+        """Until then what starts is a single task: others are about to have to choose again."""
+        self._latencies_s: list[float] = []
+        self._ends_s: dict[str, float] = {}
+        self._num_late = 0
+        self._num_present = len(snapshot.open) + len(snapshot.busy)
+        self._makespan_s = 0.0
+        for running in snapshot.running:
+            if (job := snapshot.busy.get(running.task.job_id)) is not None:
+                left_s = max(0.0, running.predicted_end_s - self._now_s)
+                # One task before `job.next_task`: when it ends, the job stands where the view says.
+                before = replace(job, next_task=running.task)
+                self._stretches[job.job_id] = _Stretch(before, job, running.layout, self._now_s, left_s, 1)
+        covered = {rank for stretch in self._stretches.values() for rank in stretch.layout.ranks}
+        self._decoding_until_s = {
+            view.rank: view.free_at_s
+            for view in snapshot.ranks
+            if not view.can_take and view.rank not in covered and view.free_at_s > self._now_s
+        }
+        """Ranks with the last task of a job, which policies do not see any more."""
+
+    def run(self) -> Outlook:
+        """Let time pass until all have ended, or the policy was asked as often as is allowed."""
+        self._pass_turns(MAX_TURNS)
+        left = [*self._open.frozen().values(), *(stretch.job for stretch in self._stretches.values())]
+        for job in left:  # nobody knows when these would end: at the earliest after all their work
+            self._note_end(job, self._now_s + job.remaining_s)
+        mean_s = sum(self._latencies_s) / len(self._latencies_s) if self._latencies_s else 0.0
+        return Outlook(len(self._latencies_s), self._num_late, mean_s, self._makespan_s)
+
+    def ends_s(self) -> Mapping[str, float]:
+        """Let time pass until all have ended that the policy starts, and say when each of them has."""
+        self._pass_turns(None)
+        return self._ends_s
+
+    def _pass_turns(self, most: int | None) -> None:
+        self._settle()
+        for _ in itertools.count() if most is None else range(most):
+            self._decide()
+            if not self._stretches and not self._arrivals and not self._decoding_until_s:
+                break
+            self._pass_time()
+            if self._start.pause is not None:
+                self._start.pause()
+
+    def _pass_time(self) -> None:
+        """Up to the next end of a stretch, or the next arrival."""
+        ends_s = [stretch.end_s for stretch in self._stretches.values()]
+        next_s = min([*ends_s, *self._decoding_until_s.values()], default=math.inf)
+        if self._arrivals:
+            next_s = min(next_s, self._arrivals[-1].arrival_s)
+        self._now_s = max(self._now_s, next_s)
+        due_s = self._now_s + _SAME_S
+        for rank in [rank for rank, end_s in self._decoding_until_s.items() if end_s <= due_s]:
+            del self._decoding_until_s[rank]
+        has_changed = False
+        for stretch in [stretch for stretch in self._stretches.values() if stretch.end_s <= due_s]:
+            has_changed |= self._end(stretch)
+        while self._arrivals and self._arrivals[-1].arrival_s <= due_s:
+            job = self._arrivals.pop()
+            self._open.put(job)
+            has_changed = True
+        if has_changed:
+            self._cut()
+
+    def _end(self, stretch: _Stretch) -> bool:
+        """The job stands behind the stretch; whether others should choose anew because of it."""
+        job = stretch.job
+        del self._stretches[job.job_id]
+        index = job.next_task.index + stretch.num_tasks
+        if index >= job.num_tasks:
+            self._note_end(job, self._now_s)
+            return True
+        task = _task(job, index)
+        self._open.put(
+            replace(
+                job,
+                next_task=task,
+                remaining_s=self._costs.remaining_s(task, Layout.single(0)),
+                last_layout=stretch.layout,
+            )
+        )
+        return task.stage is Stage.DECODE and stretch.layout.degree > 1  # it may leave ranks to others
+
+    def _cut(self) -> None:
+        """Every job is asked again at its next boundary."""
+        for stretch in self._stretches.values():
+            boundary_s = stretch.boundary_s(self._now_s)
+            if boundary_s < stretch.end_s - _SAME_S:
+                stretch.num_tasks = round((boundary_s - stretch.begun_s) / stretch.task_s)
+        self._settle()
+
+    def _settle(self) -> None:
+        ends_s = [stretch.end_s for stretch in self._stretches.values() if stretch.job.next_task.index > 1]
+        self._settled_s = max(ends_s, default=self._now_s)
+
+    def _decide(self) -> None:
+        """What the policy starts now."""
+        if not len(self._open):
+            return
+        snapshot = self._snapshot()
+        if snapshot.free_ranks:
+            for decision in list(self._policy(snapshot)):
+                self._begin(decision, snapshot.open[decision.task.job_id])
+
+    def _begin(self, decision: Decision, job: JobView) -> None:
+        self._open.discard(job.job_id)
+        task_s = self._costs.task_s(decision.task, decision.layout)
+        num_tasks = 1
+        if decision.task.stage is Stage.DENOISE:
+            num_left = job.num_tasks - 1 - decision.task.index
+            until_settled = math.floor((self._settled_s - self._now_s) / task_s) if task_s > 0 else 1
+            is_settled = self._settled_s <= self._now_s + _SAME_S
+            num_tasks = num_left if is_settled else min(num_left, max(1, until_settled))
+        elif decision.task.stage is Stage.ENCODE:  # and what prepares the first step with it
+            num_tasks = _NUM_BEFORE_STEPS
+            task_s = (task_s + self._costs.task_s(_task(job, 1), decision.layout)) / num_tasks
+        behind = decision.task.index + num_tasks
+        seen = replace(job, next_task=_task(job, behind)) if behind < job.num_tasks else None
+        self._stretches[job.job_id] = _Stretch(job, seen, decision.layout, self._now_s, task_s, num_tasks)
+
+    def _snapshot(self) -> Snapshot:
+        running, busy, taken = [], {}, dict(self._decoding_until_s)
+        for job_id, stretch in self._stretches.items():
+            end_s = stretch.boundary_s(self._now_s)
+            running.append(RunningTask(stretch.job.next_task, stretch.layout, end_s))
+            if stretch.seen is not None:
+                busy[job_id] = stretch.seen
+            taken.update(dict.fromkeys(stretch.layout.ranks, end_s))
+        ranks = tuple(
+            [
+                RankView(view.rank, taken.get(view.rank, self._now_s), view.rank not in taken, view.models)
+                for view in self._start.snapshot.ranks
+            ]
+        )
+        open_jobs = self._open.frozen()
+        start = self._start.snapshot
+        return Snapshot(
+            now_s=self._now_s,
+            open=open_jobs,
+            busy=busy,
+            running=tuple(running),
+            ranks=ranks,
+            islands=start.islands,
+            max_degree=start.max_degree,
+            costs=self._costs,
+            orders=Orders(self._open, open_jobs, joining=[]),
+        )
+
+    def _note_end(self, job: JobView, end_s: float) -> None:
+        self._ends_s[job.job_id] = end_s
+        self._ended()
+        self._latencies_s.append(end_s - job.arrival_s)
+        self._num_late += end_s > job.deadline_s
+        if not job.job_id.endswith(" again"):
+            self._makespan_s = max(self._makespan_s, end_s - self._start.snapshot.now_s)
+
+
+def _task(job: JobView, index: int) -> Task:
+    if index == 0:
+        return Task(job.job_id, 0, Stage.ENCODE)
+    if index == 1:
+        return Task(job.job_id, 1, Stage.PREPARE)
+    if index == job.num_tasks - 1:
+        return Task(job.job_id, index, Stage.DECODE)
+    return Task(job.job_id, index, Stage.DENOISE, index - 2)

@@ -1,0 +1,255 @@
+"""Measured durations of tasks, as reviewed data: a JSON file per device.
+
+A profile is what `gfgen profile` measures, or what a person puts together from measurements and
+says so in `source`. Cost models start from it; simulations and plans rest on it.
+
+    {"format": 1, "device": "2 cores of AMD EPYC", "date": "2026-11-20", "source": "gfgen profile ...",
+     "versions": {"torch": "2.13.0"}, "num_ranks": 2, "dispatch_s": 0.001,
+     "move_s": 0.001, "move_bytes_per_s": 2e9,
+     "rows": [{"model": "tiny-wan", "shape": "64x64x5+cfg", "stage": "denoise", "degrees": [1, 1, 1],
+               "seconds": 0.021, "loaded_s": 0.023, "spread_s": 0.001, "num_samples": 20,
+               "flops": 2.1e8, "state_bytes": 98304}]}
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from gfgen.errors import InputError
+from gfgen.graph import Stage
+from gfgen.layout import MAX_RANKS, Degrees
+from gfgen.runtime.core.admission import AdmittedJob
+
+FORMAT = 1
+BASES = ("measured", "runs", "scaled", "goals")
+"""Where a row comes from: `gfgen profile`; what runs measured; a profile of another machine, scaled to this
+one; or nothing that was measured."""
+MAX_SECONDS = 1e6
+"""Of one task: more than a week is no measurement."""
+_MAX_NAMED = 3
+"""Of models or shapes in one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileRow:
+    """One task on one layout: the median of its measurements, and their interquartile range."""
+
+    model: str
+    shape: str
+    """`AdmittedJob.shape`."""
+    stage: Stage
+    degrees: Degrees
+    seconds: float
+    """While the other ranks idle."""
+    spread_s: float = 0.0
+    num_samples: int = 1
+    loaded_s: float | None = None
+    """While all other ranks are busy, where that makes a difference (CPU ranks share memory)."""
+    flops: float = 0.0
+    """`AdmittedJob.flops` of the task; 0 when it is not known, and for stages without arithmetic."""
+    state_bytes: int = 0
+    """`AdmittedJob.state_bytes`; what stages without arithmetic take is told by it."""
+    write_s: float | None = None
+    """Of a decode: from its end to the renamed file, when the writer has nothing else to do."""
+    basis: str = "measured"
+    """One of BASES."""
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """The table of one device."""
+
+    device: str
+    date: str
+    source: str
+    num_ranks: int
+    """The most ranks that a row has."""
+    rows: tuple[ProfileRow, ...]
+    move_s: float = 0.0
+    """What any move of a job's state takes, beside its bytes."""
+    move_bytes_per_s: float = 2e9
+    write_s: float = 0.0
+    """From the end of a decode to the renamed file, for rows that do not say it themselves."""
+    dispatch_s: float = 0.0
+    """From the end of a task to the start of one that is decided then, on the same rank."""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    calibration_s: float | None = None
+    """What `models/families/calibration.py` takes on the same core: by it other machines scale the rows."""
+
+    @property
+    def models(self) -> frozenset[str]:
+        return frozenset(row.model for row in self.rows)
+
+    def knows(self, jobs: Sequence[AdmittedJob]) -> bool:
+        """Whether it has all their models, by the jobs' names or by their twins'."""
+        models = self.models
+        return all(job.model_in(models) in models for job in jobs)
+
+    @property
+    def has_writes(self) -> bool:
+        """Whether it tells how long the writing of files takes; simulations leave it out otherwise."""
+        return self.write_s > 0 or any(row.write_s is not None for row in self.rows)
+
+    @property
+    def hash(self) -> str:
+        """What tells it apart from another one."""
+        return hashlib.sha256(self.as_json().encode()).hexdigest()
+
+    def as_json(self) -> str:
+        """The content of its file: a line per row, without what is unknown."""
+        head = _known({"format": FORMAT, **asdict(replace(self, rows=()))})
+        del head["rows"]
+        rows = [_known(asdict(row)) for row in self.rows]
+        lines = ",\n  ".join(json.dumps(row) for row in rows)
+        return json.dumps(head, indent=1)[:-2] + f',\n "rows": [\n  {lines}\n ]\n}}\n'
+
+
+def _known(content: dict[str, Any]) -> dict[str, Any]:
+    """Without what is unknown, and without the usual basis."""
+    return {k: v for k, v in content.items() if v is not None and (k, v) != ("basis", "measured")}
+
+
+def load_profile(path: Path) -> Profile:
+    """The profile in a file.
+
+    Raises: InputError that names the file and what is wrong with it.
+    """
+    try:
+        content: Any = json.loads(path.read_text())
+    except OSError as error:
+        raise InputError(f"--profile {path}: {error.strerror or error}") from None
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"--profile {path}: not JSON ({error})") from None
+    try:
+        return _profile_of(content)
+    except ValueError as error:
+        raise InputError(f"--profile {path}: not a profile ({error}); 'gfgen profile' makes one") from None
+
+
+def check_profile(profile: Profile, jobs: Sequence[AdmittedJob], *, num_ranks: int) -> None:
+    """Refuse a profile that cannot tell how long these jobs take on so many ranks.
+
+    Other shapes than the profiled ones are no mistake, nor are other degrees on ranks that it
+    knows: those are extrapolated, and the cost model says so (`CostModel.doubts`).
+
+    Raises: InputError that says what the profile has, what is missing, and what to do.
+    """
+    models = profile.models
+    missing = [job.spec.model or "" for job in jobs if job.model_in(models) not in models]
+    if missing:
+        raise InputError(
+            f"the profile of {profile.device!r} has no {_some(list(dict.fromkeys(missing)))}, which "
+            f"{len(missing)} of {len(jobs)} jobs use; it has {_some(sorted(models))}: measure with "
+            f"'gfgen profile JOBS' or 'gfgen profile --model {missing[0]}', or choose another with --profile"
+        )
+    for model in dict.fromkeys(job.model_in(models) for job in jobs):
+        stages = {row.stage for row in profile.rows if row.model == model}
+        lacking = [str(stage) for stage in Stage if stage not in stages]
+        if lacking:
+            raise InputError(
+                f"the profile of {profile.device!r} has no row of {model} for {_some(lacking)} in any "
+                "layout: measure it anew with 'gfgen profile JOBS'"
+            )
+    if num_ranks > profile.num_ranks:
+        raise InputError(
+            f"--ranks {num_ranks}: the profile of {profile.device!r} knows "
+            f"{'1 rank' if profile.num_ranks == 1 else f'1 to {profile.num_ranks} ranks'}; "
+            f"take so many, or measure with 'gfgen profile --ranks {num_ranks}'"
+        )
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:_MAX_NAMED])
+    return shown if len(names) <= _MAX_NAMED else f"{shown} and {len(names) - _MAX_NAMED} more"
+
+
+def _profile_of(content: object) -> Profile:
+    head = dict(_fields_of(Profile, content, also=("format",)))
+    if head.pop("format") != FORMAT:
+        raise ValueError(f"another format than {FORMAT}")
+    for name in ("device", "date", "source"):
+        _check_text(head, name)
+    for name in ("move_s", "write_s", "dispatch_s"):
+        _check_number(head, name, least=0.0)
+    _check_number(head, "num_ranks", least=1, most=MAX_RANKS, kind=int)
+    _check_number(head, "move_bytes_per_s", least=1.0)
+    _check_number(head, "calibration_s", least=1e-6, is_optional=True)
+    if not isinstance(head.get("versions", {}), dict):
+        raise ValueError(f"versions = {head['versions']!r} are no names with their versions")
+    rows = head.pop("rows")
+    if not isinstance(rows, list) or not rows:
+        raise ValueError("it has no rows")
+    parsed = []
+    for number, row in enumerate(rows, start=1):
+        try:
+            parsed.append(_row_of(row))
+        except ValueError as error:
+            raise ValueError(f"row {number}: {error}") from None
+    return Profile(rows=tuple(parsed), **head)
+
+
+def _row_of(content: object) -> ProfileRow:
+    row = _fields_of(ProfileRow, content)
+    for name in ("model", "shape"):
+        _check_text(row, name)
+    for name in ("seconds", "spread_s", "loaded_s", "write_s"):
+        _check_number(row, name, least=0.0, most=MAX_SECONDS, is_optional=name in ("loaded_s", "write_s"))
+    for name, kind, least in (("flops", float, 0), ("state_bytes", int, 0), ("num_samples", int, 1)):
+        _check_number(row, name, least=least, kind=kind)
+    if row.get("basis", "measured") not in BASES:
+        raise ValueError(f"basis = {row['basis']!r}: one of {', '.join(BASES)} is accepted")
+    degrees = row["degrees"]
+    is_triple = isinstance(degrees, list) and len(degrees) == 3
+    if not is_triple or any(type(degree) is not int or degree < 1 for degree in degrees):
+        raise ValueError(f"degrees {degrees!r}: three whole numbers are accepted, as in [1, 2, 1]")
+    return ProfileRow(**{**row, "stage": Stage(row["stage"]), "degrees": tuple(degrees)})
+
+
+def _fields_of(kind: type, content: object, *, also: Sequence[str] = ()) -> Mapping[str, Any]:
+    """What a JSON object says, which has all fields that it must have and no other ones."""
+    if not isinstance(content, dict):
+        raise ValueError(f"{type(content).__name__} in place of an object with fields")
+    known = [*also, *(entry.name for entry in fields(kind))]
+    for name in content:
+        if name not in known:
+            raise ValueError(f"{name!r} is not a field; {', '.join(known)} are")
+    needed = [
+        entry.name for entry in fields(kind) if entry.default is MISSING and entry.default_factory is MISSING
+    ]
+    for name in (*also, *needed):
+        if name not in content:
+            raise ValueError(f"{name} is missing")
+    return content
+
+
+def _check_text(content: Mapping[str, Any], name: str) -> None:
+    if not isinstance(content[name], str):
+        raise ValueError(f"{name} = {content[name]!r} is no text")
+
+
+def _check_number(
+    content: Mapping[str, Any],
+    name: str,
+    *,
+    least: float,
+    most: float = math.inf,
+    kind: type = float,
+    is_optional: bool = False,
+) -> None:
+    """A number within these bounds, where there is one."""
+    value = content.get(name)
+    if name not in content or (value is None and is_optional):
+        return
+    accepted = int if kind is int else int | float
+    if isinstance(value, bool) or not isinstance(value, accepted) or not math.isfinite(value):
+        raise ValueError(f"{name} = {value!r} is no {'whole ' if kind is int else ''}number")
+    if value < least:
+        raise ValueError(f"{name} = {value!r} is below {least:g}")
+    if value > most:
+        raise ValueError(f"{name} = {value!r} is above {most:g}")

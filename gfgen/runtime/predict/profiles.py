@@ -1,0 +1,215 @@
+"""Where profiles are kept, and which one is this machine's.
+
+<cache>/profiles/<device>-gfgen-<version>.json         what `gfgen profile` measured here
+<cache>/profiles/<device>-gfgen-<version>-runs.json    what runs measured here
+<cache>/profiles/<device>-calibration.json             how fast a core is
+gfgen/models/profiles/*.json                           what comes with gfgen, by the device's name
+gfgen/models/profiles/scaled/*.json                    the same for one CPU core, to be scaled to others
+
+This machine's profile has the rows of all of them: those of `gfgen profile` first, then those of runs, then
+scaled ones.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+from gfgen.errors import InputError
+from gfgen.models.families import registry
+from gfgen.runtime.core.admission import AdmittedJob
+from gfgen.runtime.predict.profile import Profile, ProfileRow, load_profile
+from gfgen.runtime.predict.scaling import calibrated_speed, scaled_profile, speed_by_runs
+from gfgen.system.machine import cpu_name, file_stem, versions
+
+logger = logging.getLogger(__name__)
+
+SHIPPED = Path(registry.__file__).parents[1] / "profiles"
+SCALED = SHIPPED / "scaled"
+BY_RUNS = "runs"
+"""The source of a profile that runs have measured: of tasks alone."""
+MIN_SAMPLES = 3
+"""Of a row that runs measured: the first task of a kind is slow."""
+
+
+def default_path(device: str | None = None, *, kind: str = "") -> Path:
+    """Where a profile of this device (of this machine's CPU ranks) lies, if there is one."""
+    name = file_stem(device or cpu_name())
+    version = versions().get("gfgen", "unknown")
+    return registry.cache_dir() / "profiles" / f"{name}-gfgen-{version}{kind}.json"
+
+
+def runs_path(device: str | None = None) -> Path:
+    """Where runs keep what they measure."""
+    return default_path(device, kind="-runs")
+
+
+def find_profile(device: str | None = None, *, calibrate: bool = False) -> tuple[Path, Profile] | None:
+    """The profile of this device: measured here, or shipped, or scaled; None when there is none.
+
+    The path is that of the first of its sources. `calibrate` allows about two seconds for finding out how
+    fast a CPU is, where nothing else tells it.
+    """
+    device = device or cpu_name()
+    measured = _readable(default_path(device)) or _shipped(device)
+    by_runs = _readable(runs_path(device))
+    found = [each for each in (measured, by_runs) if each is not None]
+    if device == cpu_name():
+        found += _scaled(found, may_measure=calibrate)
+    return (found[0][0], joined([profile for _, profile in found])) if found else None
+
+
+def joined(profiles: Sequence[Profile]) -> Profile:
+    """The rows of all of them; where several have the same one, that of the first.
+
+    Of what runs measured seldom, a row does not replace what another profile knows of the model.
+    """
+    rows: dict[object, ProfileRow] = {}
+    for profile in reversed(profiles):
+        known = {row.model for row in rows.values()}
+        for row in profile.rows:
+            key = (row.model, row.shape, row.stage, row.degrees)
+            if row.basis == "runs" and row.num_samples < MIN_SAMPLES and row.model in known:
+                continue
+            before = rows.get(key)
+            rows[key] = row if before is None or row.write_s else replace(row, write_s=before.write_s)
+    first = profiles[0]
+    times = next((profile for profile in profiles if profile.source != BY_RUNS), first)
+    return replace(
+        first,
+        rows=tuple(rows.values()),
+        num_ranks=max(profile.num_ranks for profile in profiles),
+        move_s=times.move_s,
+        move_bytes_per_s=times.move_bytes_per_s,
+        write_s=times.write_s,
+        dispatch_s=times.dispatch_s,
+    )
+
+
+def _readable(path: Path) -> tuple[Path, Profile] | None:
+    if not path.is_file():
+        return None
+    try:
+        return path, load_profile(path)
+    except InputError as error:
+        logger.warning("%s", error)
+        return None
+
+
+def _shipped(device: str) -> tuple[Path, Profile] | None:
+    found = [_readable(path) for path in sorted(SHIPPED.glob("*.json"))]
+    return next((each for each in found if each is not None and each[1].device == device), None)
+
+
+def _scaled(known: Sequence[tuple[Path, Profile]], *, may_measure: bool) -> list[tuple[Path, Profile]]:
+    """Profiles of one core that come with gfgen, as this machine would need; those of models that are not
+    measured here.
+
+    What runs measured of a model says best how fast it is here; a calibration does where nothing was.
+    """
+    measured = {row.model for _, profile in known for row in profile.rows if row.basis == "measured"}
+    run_rows = [row for _, profile in known for row in profile.rows if row.basis == "runs"]
+    found = []
+    for path in sorted(SCALED.glob("*.json")):
+        if (base := _readable(path)) is None or base[1].models & measured:
+            continue
+        speed = speed_by_runs(base[1], run_rows) or calibrated_speed(base[1], may_measure=may_measure)
+        if speed is not None:
+            found.append((path, scaled_profile(base[1], speed, device=cpu_name())))
+    return found
+
+
+@cache
+def shipped_profiles() -> tuple[Profile, ...]:
+    """Those that come with gfgen; they are of other machines, as a rule."""
+    return tuple([load_profile(path) for path in sorted(SHIPPED.glob("*.json"))])
+
+
+def first_fitting(
+    profiles: Iterable[Profile], jobs: Sequence[AdmittedJob], *, num_ranks: int
+) -> Profile | None:
+    """The first that has the jobs' models and knows so many ranks."""
+    fitting = (each for each in profiles if each.knows(jobs) and num_ranks <= each.num_ranks)
+    return next(fitting, None)
+
+
+def open_profile(path: Path | None) -> Profile:
+    """The profile in a file, or this machine's when none is named.
+
+    Raises: InputError when there is none, or it cannot be read.
+    """
+    if path is not None:
+        return load_profile(path)
+    found = find_profile()
+    if found is None:
+        raise InputError(
+            f"there is no profile of this machine ({cpu_name()}): measure one with 'gfgen profile JOBS', or "
+            "name one with --profile FILE"
+        )
+    return found[1]
+
+
+def save_profile(profile: Profile, path: Path) -> Profile:
+    """Write a profile, with the other shapes of one that is there of the same device, ranks and versions.
+
+    Raises: InputError when the file cannot be written.
+    """
+    if path.is_file():
+        profile = _with_rows_of(profile, path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_profile(profile, path)
+    except OSError as error:
+        raise InputError(f"--output {path}: cannot be written ({error.strerror})") from None
+    return profile
+
+
+def write_profile(profile: Profile, path: Path) -> None:
+    """Write it whole or not at all.
+
+    Raises: OSError.
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        partial.write_text(profile.as_json())
+        partial.rename(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def check_replaceable(path: Path) -> None:
+    """Refuse a file that holds something else than a profile, of whatever format: it would be lost.
+
+    Raises: InputError for it.
+    """
+    if not path.is_file():
+        return
+    try:
+        text = path.read_text()
+        content = json.loads(text) if text else {}
+    except OSError as error:
+        raise InputError(f"--output {path}: cannot be read ({error.strerror})") from None
+    except (ValueError, RecursionError):
+        content = None
+    if not isinstance(content, dict) or (content and not {"format", "rows"} <= content.keys()):
+        raise InputError(f"--output {path}: is there and is no profile; name another file")
+
+
+def _with_rows_of(profile: Profile, path: Path) -> Profile:
+    try:
+        before = load_profile(path)
+    except InputError:
+        return profile
+    same = (before.device, before.num_ranks, before.versions)
+    if same != (profile.device, profile.num_ranks, profile.versions):
+        logger.info("%s was of another device, version or number of ranks: it is replaced", path)
+        return profile
+    measured = {(row.model, row.shape) for row in profile.rows}
+    kept = [row for row in before.rows if (row.model, row.shape) not in measured]
+    return replace(profile, rows=(*kept, *profile.rows))

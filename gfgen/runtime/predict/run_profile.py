@@ -1,0 +1,140 @@
+"""What a run measured of its tasks, kept for the predictions of later runs and plans.
+
+A file of its own beside that of `gfgen profile`, which no run changes. Nothing that goes wrong here harms a
+run: it is one line in the log.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import statistics
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from gfgen.errors import InputError
+from gfgen.runtime.predict.cost import CostClass
+from gfgen.runtime.predict.profile import Profile, ProfileRow, load_profile
+from gfgen.runtime.predict.profiles import BY_RUNS, write_profile
+from gfgen.system.machine import versions
+
+logger = logging.getLogger(__name__)
+
+MAX_ROWS = 500
+"""About 150 KB; the rows that were measured longest ago go first."""
+MAX_WEIGHT = 64
+"""In samples, of what earlier runs measured: so that a row follows the machine."""
+_LOCK_TIMEOUT_S = 2.0
+
+
+def keep_measured(
+    path: Path, classes: Iterable[CostClass], *, device: str, num_ranks: int, share_cores: bool
+) -> None:
+    """Merge what a run measured into the file; several runs may do so at once.
+
+    share_cores: ranks slow each other down, so durations are those under load.
+    """
+    rows = list(_rows(classes, share_cores=share_cores))
+    if not rows:
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(path.with_name(f".{path.name}.lock")):
+            profile = Profile(
+                device=device,
+                date=time.strftime("%Y-%m-%d"),
+                source=BY_RUNS,
+                num_ranks=num_ranks,
+                rows=tuple(rows),
+                versions=versions(),
+            )
+            write_profile(_merged(path, profile), path)
+    except (OSError, InputError) as error:
+        logger.warning("what this run measured is not kept for plans: %s", error)
+
+
+def _rows(classes: Iterable[CostClass], *, share_cores: bool) -> Iterator[ProfileRow]:
+    for each in {id(each): each for each in classes}.values():
+        for (stage, degrees), samples in each.samples.items():
+            seconds = round(statistics.median(samples), 6)
+            yield ProfileRow(
+                model=each.model,
+                shape=each.shape,
+                stage=stage,
+                degrees=degrees,
+                seconds=seconds,
+                spread_s=round(_spread_s(samples), 6),
+                num_samples=len(samples),
+                loaded_s=seconds if share_cores else None,
+                flops=each.flops[stage],
+                state_bytes=each.state_bytes,
+                basis="runs",
+            )
+
+
+def _spread_s(samples: Sequence[float]) -> float:
+    if len(samples) < 2:
+        return 0.0
+    first, _, third = statistics.quantiles(samples, n=4, method="inclusive")
+    return third - first
+
+
+def _merged(path: Path, profile: Profile) -> Profile:
+    """With the rows that are in the file, each the mean of what was measured, by samples.
+
+    Raises: InputError when the file is no profile.
+    """
+    if not path.is_file():
+        return profile
+    before = load_profile(path)
+    if (before.device, before.versions) != (profile.device, profile.versions):
+        logger.info("%s was of another device or of other versions: it is replaced", path)
+        return profile
+    rows = {(row.model, row.shape, row.stage, row.degrees): row for row in before.rows}
+    for row in profile.rows:
+        old = rows.pop((row.model, row.shape, row.stage, row.degrees), None)
+        rows[row.model, row.shape, row.stage, row.degrees] = row if old is None else _mean(old, row)
+    return replace(
+        profile,
+        rows=tuple(rows.values())[-MAX_ROWS:],
+        num_ranks=max(before.num_ranks, profile.num_ranks),
+    )
+
+
+def _mean(old: ProfileRow, new: ProfileRow) -> ProfileRow:
+    weight = min(old.num_samples, MAX_WEIGHT)
+    share = new.num_samples / (weight + new.num_samples)
+    seconds = round(old.seconds + (new.seconds - old.seconds) * share, 6)
+    return replace(
+        new,
+        seconds=seconds,
+        spread_s=round(old.spread_s + (new.spread_s - old.spread_s) * share, 6),
+        num_samples=weight + new.num_samples,
+        loaded_s=None if new.loaded_s is None else seconds,
+    )
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Held by one run at a time; the kernel lets go of it when a process dies.
+
+    Raises: OSError when another one holds it for too long.
+    """
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        end_s = time.monotonic() + _LOCK_TIMEOUT_S
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > end_s:
+                    raise OSError(f"another run holds {path}") from None
+                time.sleep(0.02)
+        yield
+    finally:
+        os.close(lock)

@@ -1,0 +1,151 @@
+"""A profile of one CPU core, scaled to this machine.
+
+The rows that come with gfgen are CPU times of one core. How much slower or faster a core of this machine is
+follows from what runs have measured here, or from a calibration of about two seconds. While all ranks work,
+they share the cores.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import statistics
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from gfgen.graph import Stage
+from gfgen.layout import Degrees
+from gfgen.models.families import registry
+from gfgen.runtime.predict.cost_table import CostTable, Work, speed_up
+from gfgen.runtime.predict.profile import Profile, ProfileRow
+from gfgen.system.machine import cpu_name, file_stem, versions
+from gfgen.system.own_modules import module_command, module_environment
+
+logger = logging.getLogger(__name__)
+
+USUAL_RANKS = 4
+"""Ranks of a run on a CPU, unless told otherwise: they share the cores."""
+_TIMEOUT_S = 60.0
+"""For the calibration, which imports torch first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """Times on this machine over those of the profile."""
+
+    alone: float
+    """While the other ranks idle."""
+    loaded: float
+    """While all of them work."""
+
+
+def scaled_profile(profile: Profile, speed: Speed, *, device: str) -> Profile:
+    """The profile as this machine would need it for the usual number of ranks: no measurements."""
+    rows = [_scaled(row, degrees, speed) for row in profile.rows for degrees in _degrees_of(row.stage)]
+    return replace(profile, device=device, num_ranks=USUAL_RANKS, rows=tuple(rows), calibration_s=None)
+
+
+def _degrees_of(stage: Stage) -> Sequence[Degrees]:
+    """Those that share the tasks of a stage."""
+    alone, bands = [(1, 1, 1)], [(1, number, 1) for number in range(2, USUAL_RANKS + 1)]
+    branches = [(2, number, 1) for number in range(1, USUAL_RANKS // 2 + 1)]
+    return {Stage.DENOISE: [*alone, *bands, *branches], Stage.DECODE: [*alone, *bands]}.get(stage, alone)
+
+
+def _scaled(row: ProfileRow, degrees: Degrees, speed: Speed) -> ProfileRow:
+    """Ranks that share a task need a core each to be quicker."""
+    number = math.prod(degrees)
+    in_turn = max(1.0, number / _num_cores())
+    return replace(
+        row,
+        degrees=degrees,
+        seconds=row.seconds * speed.alone * in_turn / speed_up(number),
+        loaded_s=row.seconds * speed.loaded / speed_up(number),
+        basis="scaled",
+    )
+
+
+def speed_by_runs(profile: Profile, rows: Sequence[ProfileRow]) -> Speed | None:
+    """From steps that runs have measured, when all ranks worked; None where there are none of this model."""
+    table, ratios = CostTable(profile), []
+    for row in rows:
+        if row.model in profile.models and row.stage is Stage.DENOISE:
+            work = Work(row.flops, row.state_bytes)
+            found = table.task(row.model, row.shape, row.stage, row.degrees, work)
+            if found is not None and found.seconds > 0:
+                ratios.append(row.seconds / found.seconds)
+    if not ratios:
+        return None
+    loaded = statistics.median(ratios)
+    return Speed(loaded / _share_of_core(), loaded)
+
+
+def calibrated_speed(profile: Profile, *, may_measure: bool) -> Speed | None:
+    """From the calibration of this machine, which is kept; None where there is none and none may be made."""
+    kept = registry.cache_dir() / "profiles" / f"{file_stem(cpu_name())}-calibration.json"
+    found = _kept(kept)
+    if found is None and may_measure:
+        found = _measured()
+        if found is not None:
+            _keep(kept, found)
+    if found is None or not profile.calibration_s:
+        return None
+    alone, together = (found[name] / profile.calibration_s for name in ("alone_s", "together_s"))
+    return Speed(alone, together * _share_of_core())
+
+
+def _share_of_core() -> float:
+    """How many of the usual ranks share a core."""
+    return max(1.0, USUAL_RANKS / _num_cores())
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+@cache
+def _measured() -> dict[str, Any] | None:
+    num_threads = min(USUAL_RANKS, _num_cores())
+    command = module_command("gfgen.models.families.calibration", str(num_threads))
+    logger.info("calibrating: how fast this machine is, once")
+    try:
+        done = subprocess.run(
+            command, check=True, capture_output=True, text=True, timeout=_TIMEOUT_S, env=module_environment()
+        )
+        return _checked({**json.loads(done.stdout), "versions": versions()})
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        logger.warning("this machine could not be calibrated: %s", error)
+        return None
+
+
+def _kept(path: Path) -> dict[str, Any] | None:
+    try:
+        return _checked(json.loads(path.read_text()))
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
+def _checked(content: Any) -> dict[str, Any] | None:
+    """A calibration of these versions; None for anything else."""
+    if not isinstance(content, dict) or content.get("versions") != versions():
+        return None
+    times = [content.get(name) for name in ("alone_s", "together_s")]
+    is_sound = all(isinstance(each, float) and 0 < each < math.inf for each in times)
+    return content if is_sound else None
+
+
+def _keep(path: Path, content: dict[str, Any]) -> None:
+    """Unless it cannot be written: it is measured again then."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f".{path.name}.{os.getpid()}.part")
+        partial.write_text(json.dumps(content))
+        partial.rename(path)
+    except OSError as error:
+        logger.info("the calibration is not kept: %s", error)

@@ -1,0 +1,1 @@
+"""The processes of a run, as the control plane sees them."""

@@ -1,0 +1,141 @@
+"""Frames on their way from a worker to a file: their memory, and the writer that encodes them.
+
+A writer is given one file at a time; the others wait here, where they can go to another one.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gfgen.runtime.core.admission import AdmittedJob
+from gfgen.runtime.files.metadata import describe
+from gfgen.runtime.ipc.messages import WriteRequest
+from gfgen.runtime.processes.pool import Child, WorkerPool
+
+MAX_WRITES = 2
+"""A file whose writer died so often is given up."""
+SLOWEST_BYTES_PER_S = 1e6
+"""A writer that is slower than this is stuck: encoding takes about 1 s for 50 MB on one core."""
+
+
+@dataclass(slots=True, eq=False)
+class _Write:
+    """Kept until the file is there, should the writer die."""
+
+    request: WriteRequest
+    frames: int
+    writer: Child | None = None
+    begun_s: float = 0.0
+    num_tries: int = 0
+
+
+class Writes:
+    """Hands frames to the writer with the least to do."""
+
+    def __init__(self, pool: WorkerPool, output_dir: Path) -> None:
+        self._pool = pool
+        self._output_dir = output_dir
+        self._frames: dict[str, int] = {}
+        self._writes: dict[str, _Write] = {}
+
+    def new_frames(self, job: AdmittedJob) -> int:
+        """Memory for a job's frames, uint8 [F, H, W, 3]; replaces that of a failed attempt."""
+        self._close_frames(job.job_id)
+        fd = os.memfd_create("gfgen-frames", os.MFD_CLOEXEC)
+        os.truncate(fd, job.trajectory.artifact("frames").size_bytes)
+        self._frames[job.job_id] = fd
+        return fd
+
+    def begin(self, job: AdmittedJob) -> None:
+        """The frames are complete: let them be written."""
+        ((_, shape, _),) = job.trajectory.artifact("frames").fields
+        frames, height, width, channels = shape
+        request = WriteRequest(
+            job_id=job.job_id,
+            shape=(frames, height, width, channels),
+            path=str(self._output_dir / job.info.file),
+            fps=job.spec.fps,
+            metadata=describe(job.spec),
+            replaces=job.replaces,
+            made_for={
+                "id": job.job_id,
+                "spec_hash": job.info.spec_hash,
+                "job_file": job.info.job_file,
+            },
+        )
+        self._writes[job.job_id] = _Write(request, self._frames.pop(job.job_id))
+        self.give_out()
+
+    def ended(self, job_id: str) -> None:
+        """The writer has answered, well or not."""
+        write = self._writes.pop(job_id, None)
+        if write is not None:
+            os.close(write.frames)
+            self.give_out()
+
+    def overdue(self, *, patience_s: float) -> Iterator[Child]:
+        """Writers that have been at one file for so long beyond what the slowest would take."""
+        for write in self._writes.values():
+            allowed_s = patience_s + math.prod(write.request.shape) / SLOWEST_BYTES_PER_S
+            if write.writer is not None and time.monotonic() > write.begun_s + allowed_s:
+                yield write.writer
+
+    def forgive(self, paused_s: float) -> None:
+        """Nobody looked for so long: it counts for no writer."""
+        for write in self._writes.values():
+            write.begun_s += paused_s
+
+    def writer_lost(self, lost: Child) -> Iterator[str]:
+        """Give what a dead writer had to another one; yields the jobs that are given up.
+
+        What was given to one that could not start counts as no try: no file is to blame for that.
+        """
+        from gfgen.runtime.files.outputs import (
+            remove_unfinished,  # imports numpy, which --help can do without
+        )
+
+        for write in [write for write in self._writes.values() if write.writer is lost]:
+            write.writer = None
+            if not lost.is_ready:
+                write.num_tries -= 1
+            if lost.process.pid is not None:
+                remove_unfinished(Path(write.request.path), pid=lost.process.pid)
+            if write.num_tries >= MAX_WRITES:
+                yield write.request.job_id
+        self.give_out()
+
+    def take_back(self) -> Sequence[str]:
+        """The jobs whose files wait for a writer: nothing of them is kept."""
+        waiting = [write.request.job_id for write in self._waiting()]
+        for job_id in waiting:
+            os.close(self._writes.pop(job_id).frames)
+        return waiting
+
+    def release(self, job_id: str) -> None:
+        """The job has ended: nothing of it is kept."""
+        self._close_frames(job_id)
+        self.ended(job_id)
+
+    def close(self) -> None:
+        for job_id in {*self._frames, *self._writes}:
+            self.release(job_id)
+
+    def give_out(self) -> None:
+        """Give every idle writer a file that waits."""
+        busy = [write.writer for write in self._writes.values()]
+        idle = [writer for writer in self._pool.living_writers if writer not in busy]
+        for writer, write in zip(idle, self._waiting(), strict=False):
+            write.writer, write.begun_s, write.num_tries = writer, time.monotonic(), write.num_tries + 1
+            writer.tell(write.request, (write.frames,))
+
+    def _waiting(self) -> list[_Write]:
+        return [w for w in self._writes.values() if w.writer is None and w.num_tries < MAX_WRITES]
+
+    def _close_frames(self, job_id: str) -> None:
+        if job_id in self._frames:
+            os.close(self._frames.pop(job_id))

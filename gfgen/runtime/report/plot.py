@@ -1,0 +1,414 @@
+"""A trace as a picture: above, what each rank did; below, a line for each job.
+
+    rank 0  | #### fox ####|== koi ==|        |     colour: job; shade and hatching: stage
+    rank 1  |  #### fox ####|                       a task on several ranks is one block
+    jobs    | o--------------------v--->            arrival, deadline, end, and the verdict
+
+The rows of the jobs are the legend of the colours. matplotlib is imported when a picture is
+drawn and not before.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from gfgen.errors import InputError
+from gfgen.runtime.core.durations import in_words
+from gfgen.runtime.report.blocks import (
+    WRITE,
+    Block,
+    lanes_of,
+    stretches,
+    task_blocks,
+    tasks_of_jobs,
+    write_blocks,
+)
+from gfgen.runtime.report.colours import hatching, job_colour, luminance, shaded
+from gfgen.runtime.report.picture import GREY, check_suffix, save_figure
+from gfgen.runtime.report.timeline import Timeline, TracedJob, read_timeline
+from gfgen.system.wording import counted
+
+if TYPE_CHECKING:
+    from matplotlib.artist import Artist
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+STAGES = {  # lightness relative to the job's colour, hatching
+    "encode": (1.5, "...."),
+    "prepare": (1.5, "xxxx"),
+    "denoise": (1.0, ""),
+    "decode": (0.78, "////"),
+    "write": (1.6, ""),
+}
+IDLE = "#ECECEC"
+LATE = "#D00000"
+LANE_HEIGHT = 0.78
+
+MAX_ROWS_WITH_PROMPT = 30
+MAX_ROWS_WITH_NAME = 120
+CHAR_INCHES = 0.0088
+"""Width of a character by point of font size: DejaVu Sans has 0.6 em on average, 1/72 inch a point."""
+
+
+WIDTH, TOP, BETWEEN, BOTTOM = 16.0, 0.85, 0.2, 0.55
+"""Of the picture and its margins, in inches."""
+AXES_LEFT, AXES_WIDTH = 0.2, 0.67
+"""Fractions of the width."""
+MAX_BLOCKS = 6000
+"""Beyond this the tasks of a stretch are drawn as one rectangle; drawing costs 0.5 ms each."""
+LONG_PAUSE_INCHES = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """All that is drawn."""
+
+    timeline: Timeline
+    tasks: tuple[Block, ...]
+    writes: tuple[Block, ...]
+    jobs: tuple[TracedJob, ...]
+    colours: dict[str, str]
+    span: tuple[float, float]
+
+    @property
+    def num_lanes(self) -> int:
+        return max([self.timeline.num_ranks, *(block.last_lane + 1 for block in self.writes)])
+
+    @property
+    def row_inches(self) -> float:
+        """Height of a job's row: for text where it fits, and never more than 11 inches in all."""
+        if len(self.jobs) <= MAX_ROWS_WITH_PROMPT:
+            return 0.2
+        return min(max(0.1, 0.2 - len(self.jobs) / 600), 11.0 / len(self.jobs))
+
+    def inches(self, seconds: float) -> float:
+        """Width of a time in the picture."""
+        return seconds * WIDTH * AXES_WIDTH / (self.span[1] - self.span[0])
+
+
+def plot_timeline(trace_path: Path, output_path: Path, *, title: str | None = None) -> None:
+    """Draw the trace; the picture's kind follows from the suffix (.png, .svg, .pdf).
+
+    Raises: InputError when the trace cannot be read, holds no task, the suffix is another
+    one, or matplotlib is missing; OutputError when the picture cannot be written.
+    """
+    check_suffix(output_path)
+    timeline = read_timeline(trace_path)
+    if not any(slice_.rank is not None for slice_ in timeline.slices):
+        raise InputError(f"{trace_path}: no task has ended in this trace; nothing to draw")
+    save_figure(lambda: draw(timeline, title=title), output_path)
+
+
+def draw(timeline: Timeline, *, title: str | None = None) -> Figure:
+    """The picture as a matplotlib figure, on no screen."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    jobs = sorted(timeline.jobs.values(), key=lambda job: (job.arrival_s, job.job_id))
+    scene = Scene(
+        timeline=timeline,
+        tasks=tuple(task_blocks(timeline)),
+        writes=tuple(write_blocks(timeline)),
+        jobs=tuple(jobs),
+        colours={job.job_id: job_colour(idx) for idx, job in enumerate(jobs)},
+        span=_span(timeline),
+    )
+    lanes_inches = scene.num_lanes * (0.5 if scene.num_lanes <= 6 else 0.4) + 0.1
+    rows_inches = len(jobs) * scene.row_inches + 0.1
+    height = TOP + lanes_inches + BETWEEN + rows_inches + BOTTOM
+    figure = Figure(figsize=(WIDTH, height))
+    FigureCanvasAgg(figure)
+    lanes_bottom = (BOTTOM + rows_inches + BETWEEN) / height
+    lanes = figure.add_axes((AXES_LEFT, lanes_bottom, AXES_WIDTH, lanes_inches / height))
+    rows = figure.add_axes((AXES_LEFT, BOTTOM / height, AXES_WIDTH, rows_inches / height), sharex=lanes)
+    _draw_lanes(lanes, scene)
+    _draw_rows(rows, scene)
+    _draw_head(figure, scene, title=title, height=height)
+    return figure
+
+
+# --- Lanes -------------------------------------------------------------------------------
+
+
+def _draw_lanes(axes: Axes, scene: Scene) -> None:
+    start_s, end_s = scene.span
+    num_ranks = scene.timeline.num_ranks
+    for lane in range(num_ranks):
+        axes.barh(lane, end_s - start_s, LANE_HEIGHT, left=start_s, color=IDLE, zorder=0)
+    is_crowded = len(scene.tasks) > MAX_BLOCKS
+    for block in (*(stretches(scene.tasks) if is_crowded else scene.tasks), *scene.writes):
+        _draw_block(axes, block, scene)
+    for job_id, tasks in tasks_of_jobs(scene.tasks).items():
+        _draw_bridges(axes, tasks, colour=scene.colours[job_id])
+        _draw_moves(axes, tasks, scene, colour=scene.colours[job_id])
+    for stretch in stretches((*scene.tasks, *scene.writes)):
+        _draw_label(axes, stretch, scene)
+    for lane in range(scene.num_lanes):
+        is_rank = lane < num_ranks
+        _beside(axes, lane, f"rank {lane}" if is_rank else f"writer {lane - num_ranks}", on="left", size=9)
+        if is_rank:
+            busy = _busy_s(scene.timeline, lane) / (end_s - start_s)
+            _beside(axes, lane, f"{busy:.0%} busy", on="right", size=8, colour=GREY)
+    axes.set_ylim(scene.num_lanes - 0.5, -0.5)
+    axes.tick_params(axis="x", labelbottom=False, length=0)
+    _bare(axes)
+
+
+def _draw_block(axes: Axes, block: Block, scene: Scene) -> None:
+    """A rectangle; hatching and the white gap to its neighbours only where there is room."""
+    from matplotlib.patches import Rectangle
+
+    lightness, hatch = STAGES.get(block.stage, (1.0, ""))
+    colour = scene.colours[block.job_id]
+    thickness = LANE_HEIGHT * (0.5 if block.stage == WRITE else 1)
+    corner = (block.start_s, block.first_lane - thickness / 2)
+    size = (block.duration_s, block.last_lane - block.first_lane + thickness)
+    width_inches = scene.inches(block.duration_s)
+    axes.add_artist(
+        Rectangle(
+            corner,
+            *size,
+            facecolor=shaded(colour, lightness),
+            edgecolor=hatching(colour),
+            linewidth=0,
+            hatch=hatch if width_inches > 0.04 else None,
+        )
+    )
+    if width_inches > 0.04:
+        axes.add_artist(Rectangle(corner, *size, fill=False, edgecolor="white", linewidth=0.5))
+
+
+def _draw_bridges(axes: Axes, tasks: Sequence[Sequence[Block]], *, colour: str) -> None:
+    """Lines between the blocks of a task whose ranks are no neighbours, where that begins."""
+    lanes, end_s = None, 0.0
+    for parts in tasks:
+        goes_on = lanes_of(parts) == lanes and parts[0].start_s - end_s < 0.2 * parts[0].duration_s
+        lanes, end_s = lanes_of(parts), parts[0].end_s
+        if goes_on:
+            continue
+        for upper, lower in itertools.pairwise(sorted(parts, key=lambda part: part.first_lane)):
+            ends = [upper.last_lane, lower.first_lane]
+            axes.plot([upper.start_s] * 2, ends, color=shaded(colour, 0.75), linewidth=1.5, zorder=3)
+
+
+def _draw_moves(axes: Axes, tasks: Sequence[Sequence[Block]], scene: Scene, *, colour: str) -> None:
+    """A line to where a job goes on when it changes ranks; faint after a long pause."""
+    for before, after in itertools.pairwise(tasks):
+        if lanes_of(before) == lanes_of(after):
+            continue
+        start_s, end_s = max(part.end_s for part in before), min(part.start_s for part in after)
+        is_long = scene.inches(end_s - start_s) > LONG_PAUSE_INCHES
+        if is_long and len(scene.jobs) > MAX_ROWS_WITH_PROMPT:
+            continue
+        axes.plot(
+            [start_s, end_s],
+            [before[0].middle, after[0].middle],
+            color=shaded(colour, 0.75),
+            alpha=0.45 if is_long else 1.0,
+            linewidth=0.7 if is_long else 1.1,
+            linestyle=(0, (3, 2)),
+            zorder=3,
+        )
+
+
+def _draw_label(axes: Axes, stretch: Block, scene: Scene) -> None:
+    """The job's id inside, shortened to what fits, on a plain ground: hatching would run through it."""
+    size = 6 if stretch.stage == WRITE else 7.5
+    fits = int(scene.inches(stretch.duration_s) / (size * CHAR_INCHES))
+    if fits < min(4, len(stretch.job_id)):
+        return
+    lightness, _ = STAGES.get(stretch.stage, (1.0, ""))
+    background = shaded(scene.colours[stretch.job_id], lightness)
+    axes.text(
+        (stretch.start_s + stretch.end_s) / 2,
+        stretch.middle,
+        _cut_inside(stretch.job_id, fits),
+        ha="center",
+        va="center",
+        fontsize=size,
+        bbox={"facecolor": background, "edgecolor": "none", "pad": 1.0},
+        color="black" if luminance(background) > 0.3 else "white",
+        parse_math=False,
+        zorder=4,
+        clip_on=True,
+    )
+
+
+# --- Jobs --------------------------------------------------------------------------------
+
+
+def _draw_rows(axes: Axes, scene: Scene) -> None:
+    row_points = 72 * scene.row_inches
+    size = min(8.0, 0.8 * row_points)
+    for row, job in enumerate(scene.jobs):
+        _draw_row(axes, row, job, scene, thickness=min(6.0, 0.5 * row_points))
+        if len(scene.jobs) > MAX_ROWS_WITH_NAME:
+            continue
+        label = _cut_inside(job.job_id, 30)
+        if len(scene.jobs) <= MAX_ROWS_WITH_PROMPT and job.prompt:
+            label += f"  {_shortened(job.prompt, 46 - min(len(label), 30))}"
+        verdict, colour = _verdict(job)
+        _beside(axes, row, label, on="left", size=size)
+        _beside(axes, row, verdict, on="right", size=size, colour=colour)
+    axes.set_ylim(len(scene.jobs) - 0.5, -0.5)
+    axes.set_xlim(*scene.span)
+    axes.set_xlabel("seconds since the start of the run", fontsize=9)
+    axes.tick_params(axis="x", labelsize=9)
+    _bare(axes)
+
+
+def _draw_row(axes: Axes, row: int, job: TracedJob, scene: Scene, *, thickness: float) -> None:
+    """From arrival to end; where it is late, a red line; the deadline as a triangle."""
+    end_s = scene.span[1]
+    ended_s = end_s if job.ended_s is None else job.ended_s
+    colour = scene.colours[job.job_id]
+    axes.plot([job.arrival_s, ended_s], [row, row], color=colour, linewidth=thickness, solid_capstyle="butt")
+    above: dict[str, Any] = {"markersize": 1.1 * thickness, "clip_on": False, "zorder": 5}
+    if job.deadline_s is not None:
+        is_missed = job.met_deadline is False
+        late = [max(job.deadline_s, job.arrival_s), ended_s]
+        if is_missed and late[1] > late[0]:
+            axes.plot(late, [row, row], color=LATE, linewidth=thickness / 3)
+        face, shape = LATE if is_missed else "white", "v" if job.deadline_s <= end_s else ">"
+        place = min(max(job.deadline_s, scene.span[0]), end_s)
+        axes.plot(place, row, marker=shape, color="black", markerfacecolor=face, markeredgewidth=0.8, **above)
+    if job.status == "failed":
+        axes.plot(ended_s, row, marker="x", color=LATE, markeredgewidth=1.8, **above)
+
+
+def _verdict(job: TracedJob) -> tuple[str, str]:
+    if job.status == "failed":
+        return "failed", LATE
+    if job.status == "cancelled":
+        return "cancelled", GREY
+    if job.ended_s is None or job.status == "unfinished":
+        return "unfinished", GREY
+    took = in_words(job.ended_s - job.arrival_s)
+    if job.deadline_s is None:
+        return took, GREY
+    margin = in_words(abs(job.deadline_s - job.ended_s))
+    if job.met_deadline:
+        return f"{took}, met ({margin} early)", "black"
+    return f"{took}, late by {margin}", LATE
+
+
+# --- Title and legend --------------------------------------------------------------------
+
+
+def _draw_head(figure: Figure, scene: Scene, *, title: str | None, height: float) -> None:
+    figure.text(
+        AXES_LEFT,
+        1 - 0.25 / height,
+        title or _title(scene.timeline, scene.span),
+        fontsize=13,
+        weight="bold",
+        va="center",
+        parse_math=False,
+    )
+    figure.legend(
+        handles=list(_legend(scene)),
+        loc="center left",
+        bbox_to_anchor=(AXES_LEFT - 0.005, 1 - 0.6 / height),
+        ncols=12,
+        frameon=False,
+        fontsize=8,
+        handlelength=1.6,
+        columnspacing=1.4,
+        borderpad=0,
+    )
+
+
+def _legend(scene: Scene) -> Iterator[Artist]:
+    """What the shades and marks mean; marks only where the picture has them."""
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    for name, (lightness, hatch) in STAGES.items():
+        face, edge = shaded(GREY, lightness), shaded(GREY, 0.6)
+        yield Patch(facecolor=face, edgecolor=edge, hatch=hatch, linewidth=0, label=name)
+    yield Patch(facecolor=IDLE, label="idle")
+    tasks = tasks_of_jobs(scene.tasks).values()
+    if any(lanes_of(one) != lanes_of(two) for of_job in tasks for one, two in itertools.pairwise(of_job)):
+        yield Line2D([], [], color=GREY, linewidth=1.1, linestyle=(0, (3, 2)), label="moves to other ranks")
+    marker: dict[str, Any] = {"color": "black", "marker": "v", "linestyle": ""}
+    if any(job.deadline_s is not None for job in scene.jobs):
+        yield Line2D([], [], markerfacecolor="white", label="deadline", **marker)
+    if any(job.met_deadline is False for job in scene.jobs):
+        yield Line2D([], [], markerfacecolor=LATE, label="missed", **marker)
+    if any(job.status == "failed" for job in scene.jobs):
+        yield Line2D([], [], color=LATE, marker="x", linestyle="", markeredgewidth=1.8, label="failed")
+
+
+def _title(timeline: Timeline, span: tuple[float, float]) -> str:
+    makespan_s = span[1] - span[0]
+    busy = sum(_busy_s(timeline, rank) for rank in range(timeline.num_ranks)) / (
+        timeline.num_ranks * makespan_s
+    )
+    jobs = timeline.jobs.values()
+    text = f"{counted(len(jobs), 'job')} on {counted(timeline.num_ranks, 'rank')}"
+    text = (f"{timeline.policy}: " if timeline.policy else "") + text
+    text = ("simulated, " if timeline.is_simulated else "") + text
+    text += f" in {in_words(makespan_s)}, ranks {busy:.0%} busy"
+    verdicts = [job.met_deadline for job in jobs if job.met_deadline is not None]
+    if verdicts:
+        text += f", {sum(verdicts)} of {counted(len(verdicts), 'deadline')} met"
+    num_failed = sum(job.status == "failed" for job in jobs)
+    return text + (f", {num_failed} failed" if num_failed else "")
+
+
+# --- Small things ------------------------------------------------------------------------
+
+
+def _span(timeline: Timeline) -> tuple[float, float]:
+    """From the first arrival to the last end."""
+    jobs = timeline.jobs.values()
+    starts = [slice_.start_s for slice_ in timeline.slices] + [job.arrival_s for job in jobs]
+    ends = [slice_.end_s for slice_ in timeline.slices] + [job.ended_s or 0.0 for job in jobs]
+    return min(starts), max(*ends, min(starts) + 1e-6)
+
+
+def _busy_s(timeline: Timeline, rank: int) -> float:
+    return sum(slice_.duration_s for slice_ in timeline.slices if slice_.rank == rank)
+
+
+def _bare(axes: Axes) -> None:
+    axes.set_yticks([])
+    axes.spines[["top", "right", "left", "bottom"]].set_visible(False)
+    axes.grid(axis="x", color="#D5D5D5", linewidth=0.6)
+    axes.set_axisbelow(True)
+
+
+def _beside(
+    axes: Axes, y: float, text: str, *, on: Literal["left", "right"], size: float, colour: str = "black"
+) -> None:
+    """Text left or right of the axes, at the height of a lane or row."""
+    axes.annotate(
+        text,
+        xy=(0 if on == "left" else 1, y),
+        xycoords=("axes fraction", "data"),
+        xytext=(-8 if on == "left" else 8, 0),
+        textcoords="offset points",
+        ha="right" if on == "left" else "left",
+        va="center",
+        fontsize=size,
+        color=colour,
+        parse_math=False,
+        annotation_clip=False,
+    )
+
+
+def _shortened(text: str, limit: int) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= limit else f"{text[: limit - 3].rstrip()}..."
+
+
+def _cut_inside(text: str, limit: int) -> str:
+    """A text of `limit` characters that keeps both ends: ids that differ often do so at the last."""
+    if len(text) <= limit:
+        return text
+    tail = min(max(limit // 3, 2), limit - 2)
+    return f"{text[: limit - tail - 1]}~{text[len(text) - tail :]}"

@@ -1,0 +1,86 @@
+"""A plan as a picture: when each policy, and each number of ranks, would be done."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gfgen.runtime.core.durations import in_words
+from gfgen.runtime.report.picture import GREY, save_figure
+from gfgen.runtime.simulate.plan import Option, Plan
+from gfgen.runtime.simulate.plan_words import answer, clock_time, missed
+from gfgen.system.wording import counted
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+WIDTH, ROW_INCHES, MARGIN = 11.0, 0.36, 0.55
+LEFT, AXES_WIDTH = 0.2, 0.5
+"""Fractions of the width."""
+PLAIN = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
+"""Ground of a text that lines run through."""
+IN_TIME, LATE, BEST = "#88CCEE", "#CC6677", "#44AA99"
+
+
+def plot_plan(plan: Plan, path: Path) -> None:
+    """Write the picture; its kind follows from the suffix.
+
+    Raises: InputError for another suffix or without matplotlib; OutputError when it cannot be written.
+    """
+    save_figure(lambda: draw_plan(plan), path)
+
+
+def draw_plan(plan: Plan) -> Figure:
+    """The picture as a matplotlib figure, on no screen."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    groups = [(plan.by_policy, [option.policy for option in plan.by_policy])]
+    if len(plan.by_ranks) > 1:
+        names = [f"{counted(option.num_ranks, 'rank')}, {option.policy}" for option in plan.by_ranks]
+        groups.append((plan.by_ranks, names))
+    height = MARGIN * (len(groups) + 1) + ROW_INCHES * sum(len(names) for _, names in groups)
+    figure = Figure(figsize=(WIDTH, height))
+    FigureCanvasAgg(figure)
+    figure.text(
+        0.02, 1 - 0.25 / height, answer(plan), fontsize=10, weight="bold", va="center", parse_math=False
+    )
+    longest_s = max([option.end_s for options, _ in groups for option in options])
+    top = height - MARGIN
+    for options, names in groups:
+        rows = ROW_INCHES * len(names)
+        box = (LEFT, (top - rows) / height, AXES_WIDTH, rows / height)
+        _draw_bars(figure.add_axes(box), plan, options, names, longest_s=longest_s)
+        top -= rows + MARGIN
+    return figure
+
+
+def _draw_bars(
+    axes: Axes, plan: Plan, options: Sequence[Option], names: Sequence[str], *, longest_s: float
+) -> None:
+    for row, option in enumerate(options):
+        colour = LATE if option.num_missed else BEST if option == plan.best else IN_TIME
+        axes.barh(row, option.end_s, 0.66, color=colour)
+        note = f", {missed(option)}" if option.num_missed else ""
+        text = f"{clock_time(plan, option.end_s)} ({in_words(option.end_s)}){note}"
+        axes.text(option.end_s + 0.02 * longest_s, row, text, va="center", fontsize=9, bbox=PLAIN, zorder=3)
+    if plan.by_s is not None and plan.by_s < 1.2 * longest_s:
+        axes.axvline(plan.by_s, color="black", linewidth=1.2, linestyle="--")
+        axes.annotate(
+            clock_time(plan, plan.by_s),
+            (plan.by_s, 1),
+            (0, 3),
+            ("data", "axes fraction"),
+            "offset points",
+            ha="center",
+            fontsize=8,
+        )
+    axes.set_xlim(0, longest_s * 1.02)
+    axes.set_ylim(len(options) - 0.5, -0.5)
+    axes.set_xticks([])
+    axes.set_yticks(range(len(names)), names, fontsize=9)
+    axes.tick_params(length=0)
+    axes.spines[["top", "right", "bottom"]].set_visible(False)
+    axes.spines["left"].set_color(GREY)

@@ -1,0 +1,171 @@
+"""A trace file read back: slices, jobs, and what the run was."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from gfgen.errors import InputError
+from gfgen.runtime.report.trace import FIRST_WRITER_TID
+
+Entry = dict[str, Any]
+MAX_LINES_BEFORE_RUN = 64
+"""A trace begins with the names of processes and ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """One task on one rank, or one file's write (stage "write", a writer and no rank)."""
+
+    job_id: str
+    stage: str
+    step: int | None
+    rank: int | None
+    start_s: float
+    end_s: float
+    dispatch: int | None = None
+    layout: str = ""
+    ranks: tuple[int, ...] = ()
+    waited_s: float = 0.0
+    moved_s: float = 0.0
+    writer: int | None = None
+
+    @property
+    def duration_s(self) -> float:
+        return self.end_s - self.start_s
+
+
+@dataclass(frozen=True, slots=True)
+class TracedJob:
+    """What a trace says of a job besides its slices."""
+
+    job_id: str
+    prompt: str = ""
+    arrival_s: float = 0.0
+    ended_s: float | None = None
+    status: str = "unfinished"
+    deadline_s: float | None = None
+    met_deadline: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """A whole trace, slices in order of their begin, jobs in order of their arrival."""
+
+    slices: tuple[Slice, ...]
+    jobs: dict[str, TracedJob] = field(default_factory=dict)
+    policy: str = ""
+    num_ranks: int = 0
+    is_simulated: bool = False
+
+
+def read_timeline(path: Path) -> Timeline:
+    """Read a trace that `TraceWriter` wrote, also one whose end is missing.
+
+    Raises: InputError when the file is not there or is no trace.
+    """
+    slices: list[Slice] = []
+    jobs: dict[str, TracedJob] = {}
+    policy, num_ranks, is_simulated = "", 0, False
+    try:
+        for entry in _entries(path):
+            phase = entry.get("ph")
+            if phase == "X" and "stage" in entry["args"]:
+                slices.append(_slice(entry))
+            elif phase in ("b", "e") and entry.get("cat") == "job":
+                job_id = entry["args"]["job"]
+                jobs[job_id] = _job(jobs.get(job_id, TracedJob(job_id)), entry)
+            elif phase == "i" and entry.get("name") == "run":
+                policy, num_ranks = entry["args"]["policy"], entry["args"]["num_ranks"]
+                is_simulated = entry["args"].get("simulated", False)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"{path}: not a trace that gfgen run --trace wrote ({error!r})") from error
+    slices.sort(key=lambda slice_: (slice_.start_s, -1 if slice_.rank is None else slice_.rank))
+    num_ranks = max([num_ranks, *(slice_.rank + 1 for slice_ in slices if slice_.rank is not None)])
+    for slice_ in slices:
+        jobs.setdefault(slice_.job_id, TracedJob(slice_.job_id, arrival_s=slice_.start_s))
+    return Timeline(tuple(slices), jobs, policy, num_ranks, is_simulated)
+
+
+def place_of(path: Path) -> int | None:
+    """The place of a trace's run among those that were asked for together; None where none is told.
+
+    Reads no further than what the run says of itself, near the begin of the file.
+    """
+    try:
+        with path.open(encoding="utf-8") as stream:
+            entries = _complete_lines("".join(itertools.islice(stream, MAX_LINES_BEFORE_RUN)))
+    except (OSError, UnicodeDecodeError):
+        return None  # whoever reads the whole file says what is wrong with it
+    told = next((entry.get("args") for entry in entries if entry.get("name") == "run"), None)
+    place = told.get("place") if isinstance(told, dict) else None
+    return place if isinstance(place, int) else None
+
+
+def _entries(path: Path) -> Iterable[Entry]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not a text file"
+        raise InputError(f"cannot read the trace {path}: {reason}") from error
+    try:
+        loaded = json.loads(text)
+    except ValueError:
+        loaded = _complete_lines(text)
+    if isinstance(loaded, dict):
+        loaded = loaded.get("traceEvents")
+    found = loaded if isinstance(loaded, list) else []
+    entries = [entry for entry in found if isinstance(entry, dict) and "ph" in entry]
+    if not entries and text.strip() not in ("", "[", "[]"):
+        raise InputError(f"{path}: not a trace; expected a file that gfgen run --trace wrote")
+    return entries
+
+
+def _complete_lines(text: str) -> list[Entry]:
+    """The events of a file whose end is missing: it has one to a line."""
+    entries = []
+    for line in text.splitlines():
+        try:
+            entry = json.loads(line.rstrip(","))
+        except ValueError:
+            continue
+        if isinstance(entry, dict):
+            entries.append(entry)
+    return entries
+
+
+def _slice(entry: Entry) -> Slice:
+    args = entry["args"]
+    is_write = args["stage"] == "write"
+    start_us = entry["ts"]
+    return Slice(
+        job_id=args["job"],
+        stage=args["stage"],
+        step=args.get("step"),
+        rank=None if is_write else entry["tid"],
+        start_s=start_us / 1e6,
+        end_s=(start_us + entry["dur"]) / 1e6,
+        dispatch=args.get("dispatch"),
+        layout=args.get("layout", ""),
+        ranks=tuple(args.get("ranks", ())),
+        waited_s=args.get("waited_ms", 0.0) / 1e3,
+        moved_s=args.get("moved_ms", 0.0) / 1e3,
+        writer=entry["tid"] - FIRST_WRITER_TID if is_write else None,
+    )
+
+
+def _job(job: TracedJob, entry: Entry) -> TracedJob:
+    args, time_s = entry["args"], entry["ts"] / 1e6
+    if entry["ph"] == "b":
+        return replace(job, prompt=args.get("prompt", ""), arrival_s=time_s)
+    return replace(
+        job,
+        ended_s=time_s,
+        status=args["status"],
+        deadline_s=args.get("deadline_s"),
+        met_deadline=args.get("met_deadline"),
+    )

@@ -1,0 +1,372 @@
+"""A run as Chrome trace events, for Perfetto (ui.perfetto.dev) and chrome://tracing.
+
+    process 1 "ranks"     a lane per rank; a slice per (dispatch, rank), waits and moves
+                          before it; lanes for the writers
+    process 2 "jobs"      a span per job, from its arrival to its end
+
+A job's slices are tied together by flow arrows. The file is the array form of the format,
+whose end may be missing, so it opens even if the run was killed; `close` completes it.
+Source: "Trace Event Format" (Google, 2016), the reference that both viewers name.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from gfgen.errors import OutputError
+from gfgen.runtime.core import events
+from gfgen.runtime.core.dispatch import Dispatch
+from gfgen.runtime.core.events import Event
+from gfgen.runtime.core.observer import JobInfo, JobOutcome, Observer
+from gfgen.runtime.ipc.messages import MemoryUse
+
+logger = logging.getLogger(__name__)
+
+RANKS_PID, JOBS_PID = 1, 2
+FIRST_WRITER_TID = 100
+SHORT_PROMPT_CHARS = 80
+MIN_SLICE_S = 10e-6
+"""Waits and moves below this are in the slice's args only."""
+COLOURS = (
+    "thread_state_running",
+    "thread_state_iowait",
+    "rail_response",
+    "rail_animation",
+    "rail_idle",
+    "rail_load",
+    "thread_state_unknown",
+    "cq_build_passed",
+    "cq_build_failed",
+    "startup",
+    "heap_dump_stack_frame",
+    "good",
+    "bad",
+    "terrible",
+)
+"""Colour names that chrome://tracing knows; Perfetto colours by the slice's name instead."""
+
+Args = Mapping[str, Any]
+
+
+@dataclass(slots=True)
+class _JobLane:
+    """What later events of a job need to know of it."""
+
+    number: int
+    info: JobInfo
+    is_flowing: bool = False
+    has_arrived: bool = False
+    has_ended: bool = False
+    last_place: tuple[int, float] | None = None
+    """Lane and time inside its latest slice: where its flow goes on, or ends."""
+
+
+class TraceWriter(Observer):
+    """Writes the trace while the run goes on.
+
+    place: of this run among several that were asked for together, from 0.
+    """
+
+    def __init__(self, path: Path, *, is_simulated: bool = False, place: int | None = None) -> None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._stream: TextIO | None = path.open("w", encoding="ascii")
+        except OSError as error:
+            raise OutputError(f"cannot write the trace {path}: {error.strerror}") from error
+        self._path = path
+        self._is_simulated = is_simulated
+        self._place = place
+        self._separator = "[\n"
+        self._jobs: dict[str, _JobLane] = {}
+        self._dispatches: dict[int, tuple[Dispatch, set[int]]] = {}
+        self._ended_at: dict[int, float] = {}
+        """By lane: end of the latest slice. Slices of a lane must not overlap."""
+        self._num_open = 0
+        self._last_s = 0.0
+
+    # What the run tells ------------------------------------------------------------------
+
+    def began(self, jobs: tuple[JobInfo, ...], *, num_ranks: int, policy: str) -> None:
+        self._jobs = {info.job_id: _JobLane(number, info) for number, info in enumerate(jobs, start=1)}
+        self._name_process(RANKS_PID, "ranks", sort_index=0)
+        self._name_process(JOBS_PID, "jobs", sort_index=1)
+        for rank in range(num_ranks):
+            self._name_lane(rank, f"rank {rank}")
+        args: dict[str, Any] = {"policy": policy, "num_ranks": num_ranks, "num_jobs": len(jobs)}
+        if self._is_simulated:
+            args["simulated"] = True
+        if self._place is not None:
+            args["place"] = self._place
+        self._instant("run", 0.0, scope="g", args=args)
+
+    def added(self, jobs: tuple[JobInfo, ...]) -> None:
+        first = len(self._jobs) + 1
+        self._jobs |= {info.job_id: _JobLane(number, info) for number, info in enumerate(jobs, start=first)}
+
+    def dispatched(self, dispatch: Dispatch) -> None:
+        self._dispatches[dispatch.number] = (dispatch, set(dispatch.layout.ranks))
+
+    def applied(self, event: Event) -> None:
+        self._last_s = max(self._last_s, event.time_s)
+        match event:
+            case events.TaskDone():
+                self._task_done(event)
+            case events.TaskFailed():
+                self._task_failed(event)
+            case events.OutputWritten():
+                self._output_written(event)
+            case events.JobArrived():
+                self._arrived(event)
+            case events.JobTimedOut() if self._is_open(event.job_id):
+                self._instant(f"{event.job_id} timed out", event.time_s, args={"job": event.job_id})
+            case events.JobCancelled() if self._is_open(event.job_id):
+                self._instant(f"{event.job_id} cancelled", event.time_s, args={"job": event.job_id})
+            case events.OutputFailed() | events.FramesLost():
+                args = {"job": event.job_id, "reason": event.reason}
+                self._instant(f"{event.job_id} not written", event.time_s, args=args)
+            case events.RankLost():
+                args = {"reason": event.reason}
+                self._instant(f"rank {event.rank} lost", event.time_s, lane=event.rank, args=args)
+            case events.PolicyChanged():
+                args = {"policy": event.policy, "reason": event.reason}
+                self._instant(f"policy {event.policy}", event.time_s, scope="g", args=args)
+            case events.ModelsChanged():
+                change = {"models": list(event.models), "reason": event.reason}
+                self._instant(f"models {', '.join(event.models)}", event.time_s, scope="g", args=change)
+            case events.LoadFailed():
+                failure = {"models": list(event.models), "reason": event.reason}
+                self._instant(f"{', '.join(event.models)} not loaded", event.time_s, scope="g", args=failure)
+            case events.RankLoaded():
+                start_s = event.time_s - event.load_s
+                self._slice("load models", event.rank, start_s, event.time_s, job=None, args={})
+            case events.StopRequested():
+                signal = {"signal": event.signal_number}
+                self._instant("stop requested", event.time_s, scope="g", args=signal)
+            case _:
+                pass
+
+    def ended(self, outcome: JobOutcome) -> None:
+        job = self._jobs.get(outcome.info.job_id)
+        if job is None or outcome.status == "skipped":
+            return
+        deadline_s = outcome.deadline_s
+        if outcome.met_deadline is False and deadline_s is not None:
+            args = {"job": outcome.info.job_id, "late_s": round(outcome.ended_s - deadline_s, 6)}
+            self._instant(f"{outcome.info.job_id} missed its deadline", max(0.0, deadline_s), args=args)
+        self._end_job(job, outcome.ended_s, status=outcome.status, outcome=outcome)
+
+    def measured(self, use: Mapping[int, MemoryUse]) -> None:
+        for rank, taken in sorted(use.items()):
+            args = {**asdict(taken), "device_peaks": dict(taken.device_peaks)}
+            self._instant("memory", self._last_s, lane=rank, args=args)
+
+    def close(self) -> None:
+        """Complete the file; jobs that are still open are marked unfinished."""
+        for job in self._jobs.values():
+            if job.has_arrived and not job.has_ended:
+                self._end_job(job, self._last_s, status="unfinished")
+        self._write_text("\n]\n" if self._separator == ",\n" else "[]\n")
+        self._end_file()
+
+    # Slices ------------------------------------------------------------------------------
+
+    def _task_done(self, event: events.TaskDone) -> None:
+        dispatch = self._rank_ended(event.dispatch, event.rank)
+        if dispatch is None:
+            return
+        task, layout = dispatch.task, dispatch.layout
+        job = self._jobs.get(task.job_id)
+        moving_s = event.started_s - event.moved_s
+        self._gap(f"wait {task.job_id}", event.rank, start_s=moving_s - event.waited_s, end_s=moving_s)
+        self._gap(f"move {task.job_id}", event.rank, start_s=moving_s, end_s=event.started_s)
+        args = _task_args(dispatch, job) | {
+            "waited_ms": round(event.waited_s * 1e3, 3),
+            "moved_ms": round(event.moved_s * 1e3, 3),
+        }
+        if event.idle_s is not None:
+            args["idle_ms"] = round(event.idle_s * 1e3, 3)
+        slot = layout.slot_of(event.rank)
+        self._slice(f"{task} {task.job_id}", event.rank, event.started_s, event.ended_s, job=job, args=args)
+        if slot == 0 and job is not None:
+            self._flow(job, event.rank, (event.started_s + event.ended_s) / 2)
+
+    def _task_failed(self, event: events.TaskFailed) -> None:
+        dispatch = self._rank_ended(event.dispatch, event.rank)
+        if dispatch is None or event.void:
+            return
+        args = _task_args(dispatch, self._jobs.get(dispatch.task.job_id)) | {"reason": event.reason}
+        name = f"{dispatch.task.job_id}: {dispatch.task} failed"
+        self._instant(name, event.time_s, lane=event.rank, args=args)
+
+    def _output_written(self, event: events.OutputWritten) -> None:
+        start_s = event.time_s - event.write_s
+        lane = self._writer_lane(event.writer)
+        job = self._jobs.get(event.job_id)
+        args = {"job": event.job_id, "stage": "write", "file": event.path, "size_bytes": event.size_bytes}
+        self._slice(f"write {event.job_id}", lane, start_s, event.time_s, job=job, args=args)
+        if job is not None:
+            self._flow(job, lane, (start_s + event.time_s) / 2)
+
+    def _writer_lane(self, writer: int) -> int:
+        """The lane of a writer, which gets its name when it is first used."""
+        lane = FIRST_WRITER_TID + writer
+        if lane not in self._ended_at:
+            self._name_lane(lane, f"writer {writer}")
+        return lane
+
+    def _gap(self, name: str, lane: int, *, start_s: float, end_s: float) -> None:
+        if end_s - max(start_s, self._ended_at.get(lane, 0.0)) >= MIN_SLICE_S:
+            self._slice(name, lane, start_s, end_s, job=None, args={}, colour="grey")
+
+    def _slice(
+        self,
+        name: str,
+        lane: int,
+        start_s: float,
+        end_s: float,
+        *,
+        job: _JobLane | None,
+        args: Args,
+        colour: str | None = None,
+    ) -> None:
+        start_s = max(start_s, self._ended_at.get(lane, 0.0))
+        end_s = max(start_s, end_s)
+        self._ended_at[lane] = end_s
+        if colour is None and job is not None:
+            colour = COLOURS[job.number % len(COLOURS)]
+        category = name.partition(" ")[0]
+        # The duration is a difference of rounded ends, so that neighbours never overlap.
+        entry = {"ph": "X", "name": name, "cat": category, "pid": RANKS_PID, "tid": lane, "ts": _us(start_s)}
+        entry |= {"dur": round(_us(end_s) - _us(start_s), 3), "args": args}
+        self._write(entry | ({"cname": colour} if colour else {}))
+
+    def _flow(self, job: _JobLane, lane: int, time_s: float) -> None:
+        """Go on with the job's arrow inside the slice that was just written."""
+        self._write_flow(job, "t" if job.is_flowing else "s", lane, time_s)
+        job.is_flowing, job.last_place = True, (lane, time_s)
+
+    def _write_flow(self, job: _JobLane, phase: str, lane: int, time_s: float) -> None:
+        entry = {"ph": phase, "name": "job", "cat": "flow", "id": job.number, "pid": RANKS_PID, "tid": lane}
+        self._write(entry | {"ts": _us(time_s)} | ({"bp": "e"} if phase == "f" else {}))
+
+    # Jobs --------------------------------------------------------------------------------
+
+    def _arrived(self, event: events.JobArrived) -> None:
+        job = self._jobs.get(event.job_id)
+        if job is None or job.has_arrived:
+            return
+        job.has_arrived = True
+        self._instant(f"{event.job_id} arrives", event.time_s, args={"job": event.job_id})
+        args = {
+            "job": event.job_id,
+            "prompt": job.info.spec.prompt[:SHORT_PROMPT_CHARS],
+            "tag": job.info.spec.tag,
+        }
+        self._write(_span("b", job) | {"ts": _us(event.time_s), "args": args})
+        self._count_open(event.time_s, change=1)
+
+    def _end_job(
+        self, job: _JobLane, time_s: float, *, status: str, outcome: JobOutcome | None = None
+    ) -> None:
+        job.has_ended = True
+        if job.is_flowing and job.last_place is not None:
+            self._write_flow(job, "f", *job.last_place)
+        args: dict[str, Any] = {"job": job.info.job_id, "status": status, "file": job.info.file}
+        if outcome is not None:
+            args |= {"deadline_s": outcome.deadline_s, "met_deadline": outcome.met_deadline}
+            args |= {"error": outcome.error, "layouts": list(outcome.layouts)}
+        self._write(_span("e", job) | {"ts": _us(time_s), "args": args})
+        self._count_open(time_s, change=-1)
+
+    def _is_open(self, job_id: str) -> bool:
+        return job_id in self._jobs and not self._jobs[job_id].has_ended
+
+    def _count_open(self, time_s: float, *, change: int) -> None:
+        self._num_open += change
+        entry = {"ph": "C", "name": "open jobs", "pid": JOBS_PID, "tid": 0, "ts": _us(time_s)}
+        self._write(entry | {"args": {"jobs": self._num_open}})
+
+    # Single events -----------------------------------------------------------------------
+
+    def _rank_ended(self, number: int, rank: int) -> Dispatch | None:
+        if number not in self._dispatches:
+            return None
+        dispatch, pending = self._dispatches[number]
+        pending.discard(rank)
+        if not pending:
+            del self._dispatches[number]
+        return dispatch
+
+    def _instant(
+        self, name: str, time_s: float, *, args: Args, scope: str = "p", lane: int | None = None
+    ) -> None:
+        pid = JOBS_PID if scope == "p" and lane is None else RANKS_PID
+        entry = {"ph": "i", "name": name, "pid": pid, "tid": lane or 0, "ts": _us(time_s)}
+        self._write(entry | {"s": scope if lane is None else "t", "args": args})
+
+    def _name_process(self, pid: int, name: str, *, sort_index: int) -> None:
+        for kind, args in (
+            ("process_name", {"name": name}),
+            ("process_sort_index", {"sort_index": sort_index}),
+        ):
+            self._write({"ph": "M", "name": kind, "pid": pid, "tid": 0, "args": args})
+
+    def _name_lane(self, lane: int, name: str) -> None:
+        for kind, args in (("thread_name", {"name": name}), ("thread_sort_index", {"sort_index": lane})):
+            self._write({"ph": "M", "name": kind, "pid": RANKS_PID, "tid": lane, "args": args})
+
+    def _write(self, entry: Args) -> None:
+        self._write_text(self._separator + json.dumps(entry))
+        self._separator = ",\n"
+
+    def _write_text(self, text: str) -> None:
+        try:
+            if self._stream is not None:
+                self._stream.write(text)
+        except OSError as error:
+            self._give_up(error)
+
+    def _end_file(self) -> None:
+        stream, self._stream = self._stream, None
+        try:
+            if stream is not None:
+                stream.close()
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        """A trace that cannot be written ends here, with a warning; the run goes on."""
+        logger.warning("the trace %s ends early: %s", self._path, error.strerror)
+        if self._stream is not None:
+            with suppress(OSError):  # it tries again to write what it holds
+                self._stream.close()
+            self._stream = None
+
+
+def _task_args(dispatch: Dispatch, job: _JobLane | None) -> dict[str, Any]:
+    task = dispatch.task
+    return {
+        "job": task.job_id,
+        "prompt": job.info.spec.prompt[:SHORT_PROMPT_CHARS] if job is not None else "",
+        "stage": str(task.stage),
+        "step": task.step,
+        "layout": str(dispatch.layout),
+        "ranks": list(dispatch.layout.ranks),
+        "dispatch": dispatch.number,
+        "source": None if dispatch.source is None else str(dispatch.source),
+        "moved_bytes": dispatch.moved_bytes,
+    }
+
+
+def _span(phase: str, job: _JobLane) -> dict[str, Any]:
+    return {"ph": phase, "name": job.info.job_id, "cat": "job", "id": job.number, "pid": JOBS_PID, "tid": 0}
+
+
+def _us(seconds: float) -> float:
+    return round(seconds * 1e6, 3)

@@ -1,0 +1,105 @@
+"""How jobs would fare under a policy, by the coarse lookahead: many times faster than a simulation."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Sequence
+
+from gfgen.errors import PolicyError
+from gfgen.policies.catalog import NamedPolicy, load_policy
+from gfgen.runtime.control.records import LOOKAHEAD_S, timed_out_after
+from gfgen.runtime.control.state import State
+from gfgen.runtime.core.admission import AdmittedJob
+from gfgen.runtime.core.clock import Clock
+from gfgen.runtime.core.events import JobArrived, RankReady
+from gfgen.runtime.core.observer import JobOutcome
+from gfgen.runtime.predict.choosing import ChooserInTurn
+from gfgen.runtime.predict.cost import CostModel
+from gfgen.runtime.predict.lookahead import foreseen_ends
+from gfgen.runtime.predict.profile import Profile
+from gfgen.snapshot import Decision, Policy, Snapshot
+from gfgen.system.timelimit import DECISION_LIMIT_S, DecisionTimeout, within
+
+
+def everything_open(
+    jobs: Sequence[AdmittedJob], *, num_ranks: int, profile: Profile, started_at: float = 0.0
+) -> Snapshot:
+    """All jobs as open, including those that arrive later: what estimates start from."""
+    state = State(
+        jobs,
+        num_ranks=num_ranks,
+        clock=Clock(virtual=True),
+        costs=CostModel(profile),
+        guard_s=LOOKAHEAD_S,
+        started_at=started_at,
+    )
+    for rank in range(num_ranks):
+        state.apply(RankReady(0.0, rank, 1, 0.0))
+    for job in jobs:
+        state.apply(JobArrived(job.spec.arrival_s, job.job_id))
+    return state.snapshot()
+
+
+def decides_first(policy: NamedPolicy, snapshot: Snapshot) -> Policy:
+    """The policy itself, or its first choice where it chooses between others."""
+    if policy.choose is None:
+        return policy.decide
+    chooser = ChooserInTurn(policy.choose)
+    chooser.consider(snapshot)
+    choice = chooser.take()
+    with contextlib.suppress(PolicyError):  # there may be no such policy
+        return policy.decide if choice is None else load_policy(choice.policy).decide
+    return policy.decide
+
+
+def estimate(
+    jobs: Sequence[AdmittedJob],
+    snapshot: Snapshot,
+    policy: Policy,
+    *,
+    ended: Callable[[], None] = lambda: None,
+) -> Sequence[JobOutcome] | None:
+    """The outcomes of a run from `everything_open`, in a tenth of the time that `simulate` takes, or less.
+
+    The policy is asked only when jobs arrive or end. Every task takes its median time; moves between ranks,
+    the writing of files and changes of models take none. `ended` is called for each job that has ended.
+
+    None when the policy fails or leaves jobs waiting: a simulation says how.
+    Raises: DecisionTimeout when the policy does not return.
+    """
+    try:
+        ends_s = foreseen_ends(snapshot, _in_time(policy), ended=ended)
+    except (KeyboardInterrupt, DecisionTimeout):
+        raise
+    except BaseException:  # a policy may be the user's own, and call sys.exit()
+        return None
+    if len(ends_s) < len(jobs):
+        return None
+    outcomes = [_outcome(job, ends_s[job.job_id], snapshot.open[job.job_id].deadline_s) for job in jobs]
+    return sorted(outcomes, key=lambda outcome: outcome.ended_s)
+
+
+def _in_time(policy: Policy) -> Policy:
+    """The same policy, which is interrupted when it does not return."""
+
+    def decide(snapshot: Snapshot) -> Sequence[Decision]:
+        return list(policy(snapshot))
+
+    return lambda snapshot: within(DECISION_LIMIT_S, decide, snapshot)
+
+
+def _outcome(job: AdmittedJob, ended_s: float, deadline_s: float) -> JobOutcome:
+    arrival_s, timeout_s = job.spec.arrival_s, job.spec.timeout_s
+    is_out = timeout_s is not None and ended_s > arrival_s + timeout_s
+    return JobOutcome(
+        info=job.info,
+        status="failed" if is_out else "done",
+        arrival_s=arrival_s,
+        started_s=None,
+        ended_s=arrival_s + timeout_s if is_out and timeout_s is not None else ended_s,
+        deadline_s=None if deadline_s == math.inf else deadline_s,
+        busy_s=0.0,
+        layouts=(),
+        error=timed_out_after(timeout_s) if is_out and timeout_s is not None else None,
+    )

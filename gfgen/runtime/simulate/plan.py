@@ -1,0 +1,361 @@
+"""What a person wants to know before a night: which policy, done when, what is late, on how many ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import logging
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+
+from gfgen.errors import PolicyError, RunError
+from gfgen.policies.catalog import load_policy
+from gfgen.runtime.control.residency import Residency
+from gfgen.runtime.core.admission import AdmittedJob
+from gfgen.runtime.core.observer import JobOutcome, Observer
+from gfgen.runtime.predict.cost import Doubt
+from gfgen.runtime.predict.profile import Profile
+from gfgen.runtime.simulate.estimate import decides_first, estimate, everything_open
+from gfgen.runtime.simulate.simulation import simulate
+from gfgen.snapshot import Policy, Snapshot
+from gfgen.system.timelimit import DecisionTimeout
+from gfgen.system.wording import counted
+
+logger = logging.getLogger(__name__)
+
+SAME_END = 1.01
+"""Batches whose ends differ by less are equally long: what comes sooner on average decides."""
+FULL_TASKS = 20_000
+"""With more tasks than this in all simulations together (about 3 s) the alternatives are estimated."""
+ESTIMATE_SHARE = 0.15
+"""Of a full simulation's time, which an estimate takes: for the progress bar."""
+
+
+@dataclass(frozen=True, slots=True)
+class Late:
+    """A job that is done, and later than it is due."""
+
+    job_id: str
+    due_s: float
+    """Its deadline, or the end that was asked for where that comes first."""
+    ended_s: float
+
+    @property
+    def late_s(self) -> float:
+        """How late."""
+        return self.ended_s - self.due_s
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A job that is never done: its time-out comes first, say."""
+
+    job_id: str
+    ended_s: float
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One policy on so many ranks, in seconds since the start."""
+
+    policy: str
+    num_ranks: int
+    end_s: float
+    mean_latency_s: float
+    late: tuple[Late, ...]
+    """The latest first."""
+    failed: tuple[Failed, ...]
+    """The first to fail first."""
+    ends_s: tuple[float, ...]
+    """Of the jobs that are done, in order."""
+    num_deadlines: int
+    num_deadlines_missed: int
+    doubts: Sequence[Doubt] = ()
+    is_estimated: bool = False
+    """By the coarse lookahead; every task was simulated otherwise."""
+
+    @property
+    def meets_all(self) -> bool:
+        return not self.num_missed
+
+    @property
+    def num_missed(self) -> int:
+        """Jobs that are late or fail."""
+        return len(self.late) + len(self.failed)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All that was looked at."""
+
+    started_at: float
+    by_s: float | None
+    """When everything is to be done, in seconds since the start."""
+    num_jobs: int
+    by_policy: tuple[Option, ...]
+    """Every policy on the ranks that are there, the best first."""
+    by_ranks: tuple[Option, ...]
+    """The best on each number of ranks, the smallest number first."""
+    refused: tuple[str, ...] = ()
+    """Policies that cannot run these jobs, with the reason."""
+    has_writes: bool = True
+    """Whether the writing of files is predicted, too."""
+    machine: str = ""
+    """Whose times these are, and what stands behind them."""
+
+    @property
+    def best(self) -> Option:
+        return self.by_policy[0]
+
+    @property
+    def fewest(self) -> Option | None:
+        """The smallest number of ranks on which nothing is late, and nothing fails."""
+        return next((option for option in self.by_ranks if option.meets_all), None)
+
+    @property
+    def doubts(self) -> Sequence[Doubt]:
+        """Predictions behind what is shown that no measurement of the like stands behind."""
+        return sorted({doubt for option in (*self.by_policy, *self.by_ranks) for doubt in option.doubts})
+
+
+Progress = Callable[[str, float], None]
+"""Is told what is being looked at, and the share of all work that was done since the last call."""
+
+
+def make_plan(
+    jobs: Sequence[AdmittedJob],
+    *,
+    policies: Sequence[str],
+    num_ranks: int,
+    rank_counts: Sequence[int],
+    profile: Profile,
+    started_at: float,
+    by_s: float | None = None,
+    machine: str = "",
+    progress: Progress = lambda what, share: None,
+    residency: Callable[[int], Residency | None] = lambda _: None,
+) -> Plan:
+    """Look at every policy on `num_ranks`, and at the best one on each of `rank_counts`.
+
+    Few jobs are simulated in full each time. Of many, only the best policy on `num_ranks` is; the others are
+    estimated, and so are other numbers of ranks. A degree that a policy does not take on so many ranks
+    counts as the next one that it does, which the log says. Where the best one misses something on another
+    number, the next ones are tried there, until one does not.
+    `residency` gives, for a number of ranks, what lets models take turns in a run; nothing is estimated then.
+
+    Raises: RunError when no policy can run the jobs.
+    """
+    called = {policy: _on(policy, num_ranks) for policy in policies}
+    for asked, name in called.items():
+        if name != load_policy(asked).name:
+            logger.warning("policy %s: on %s it is %s", asked, counted(num_ranks, "rank"), name)
+    names = list(dict.fromkeys(called.values()))
+    num_looks = len(names) + len([count for count in rank_counts if count != num_ranks])
+    num_tasks = sum(job.trajectory.num_tasks for job in jobs)
+    is_coarse = num_looks > 1 and num_looks * num_tasks > FULL_TASKS and residency(num_ranks) is None
+    looks = _Looks(jobs, profile, started_at, by_s, residency, progress, is_coarse=is_coarse)
+    looks.expect(num_looks)
+    here = best_first(list(looks.at(names, num_ranks)))
+    while is_coarse and here and here[0].is_estimated:
+        full = looks.in_full(here[0].policy, num_ranks)
+        here = (*([full] if full else []), *here[1:])
+    if not here:
+        raise RunError(looks.refused[0])
+    return Plan(
+        started_at,
+        by_s,
+        len(jobs),
+        here,
+        tuple(_by_ranks(looks, here, rank_counts)),
+        refused=tuple(dict.fromkeys(looks.refused)),
+        has_writes=profile.has_writes,
+        machine=machine,
+    )
+
+
+def _by_ranks(looks: _Looks, here: Sequence[Option], rank_counts: Sequence[int]) -> Iterator[Option]:
+    """The best on each number of ranks, the smallest first.
+
+    Fewer ranks than a number on which every policy misses something are not searched for one that does not.
+    """
+    found: dict[int, Option] = {}
+    is_hopeful = here[0].meets_all
+    for count in sorted(rank_counts, reverse=True):
+        if count == here[0].num_ranks:
+            found[count] = here[0]
+            continue
+        is_searched = is_hopeful or count > here[0].num_ranks
+        names = dict.fromkeys(_on(each.policy, count) for each in here)
+        tried: list[Option] = []
+        for option in looks.at(names, count):
+            tried.append(option)
+            if option.meets_all or not is_searched:
+                break
+        if tried:
+            found[count] = best_first(tried)[0]
+        if count < here[0].num_ranks:
+            is_hopeful = is_hopeful and bool(tried) and found[count].meets_all
+    return (found[count] for count in sorted(found))
+
+
+def best_first(options: Sequence[Option]) -> tuple[Option, ...]:
+    """Fewest jobs late or failed first; then the earlier end; of about the same, the lower mean latency."""
+    left, ordered = list(options), []
+    while left:
+        fewest = min(option.num_missed for option in left)
+        candidates = [option for option in left if option.num_missed == fewest]
+        soonest_s = min(option.end_s for option in candidates)
+        as_soon = [option for option in candidates if option.end_s <= SAME_END * soonest_s]
+        best = min(as_soon, key=lambda option: option.mean_latency_s)
+        ordered.append(best)
+        left.remove(best)
+    return tuple(ordered)
+
+
+def _on(policy: str, num_ranks: int) -> str:
+    """The policy as it is called on so many ranks: a larger degree is this, or the next that it takes."""
+    for most in range(num_ranks, 0, -1):
+        text = _with_degree_up_to(most, policy)
+        with contextlib.suppress(PolicyError):
+            return load_policy(text).name
+    return policy
+
+
+def _with_degree_up_to(most: int, policy: str) -> str:
+    return re.sub(r"\bdegree=(\d+)", lambda found: f"degree={min(int(found[1]), most)}", policy)
+
+
+@dataclass(slots=True)
+class _Looks:
+    """Simulations and estimates of the same jobs."""
+
+    jobs: Sequence[AdmittedJob]
+    profile: Profile
+    started_at: float
+    by_s: float | None
+    residency: Callable[[int], Residency | None]
+    progress: Progress
+    is_coarse: bool
+    refused: list[str] = field(default_factory=list)
+    """Why a policy is left out."""
+    _total: float = 1.0
+    """All work, in full simulations."""
+    _snapshots: dict[int, Snapshot] = field(default_factory=dict)
+    _estimates: dict[object, Sequence[JobOutcome] | None] = field(default_factory=dict)
+
+    def expect(self, number: int) -> None:
+        """So many looks are to come."""
+        self._total = 1 + number * ESTIMATE_SHARE if self.is_coarse else number
+
+    def at(self, policies: Iterable[str], num_ranks: int) -> Iterator[Option]:
+        """What comes of each policy, estimated where that will do."""
+        for policy in policies:
+            try:
+                found = self._estimated(policy, num_ranks) if self.is_coarse else None
+            except DecisionTimeout as error:
+                self.refused.append(f"policy {policy}: {error}")
+                continue
+            found = found or self.in_full(policy, num_ranks)
+            if found:
+                yield found
+
+    def in_full(self, policy: str, num_ranks: int) -> Option | None:
+        """What comes of a policy when every task is simulated; None when it cannot run the jobs."""
+        try:
+            run = simulate(
+                self.jobs,
+                policy=load_policy(policy),
+                num_ranks=num_ranks,
+                profile=self.profile,
+                started_at=self.started_at,
+                residency=self.residency(num_ranks),
+                observers=[_Ends(self._note(policy, num_ranks, share=1.0))],
+            )
+        except RunError as error:
+            self.refused.append(str(error))
+            return None
+        if run.summary.policy_fault is not None:
+            self.refused.append(f"policy {policy} failed: {run.summary.policy_fault}")
+            return None
+        return _option(run.outcomes, policy, num_ranks, self.by_s, doubts=run.doubts)
+
+    def _estimated(self, policy: str, num_ranks: int) -> Option | None:
+        """The same by an estimate; None where only a simulation can tell."""
+        if num_ranks not in self._snapshots:
+            self._snapshots[num_ranks] = everything_open(
+                self.jobs, num_ranks=num_ranks, profile=self.profile, started_at=self.started_at
+            )
+        snapshot = self._snapshots[num_ranks]
+        decide = decides_first(load_policy(policy), snapshot)
+        key = (num_ranks, *_as_called(decide))
+        if key not in self._estimates:
+            note = self._note(policy, num_ranks, share=ESTIMATE_SHARE)
+            self._estimates[key] = estimate(self.jobs, snapshot, decide, ended=note)
+        outcomes = self._estimates[key]
+        if outcomes is None:
+            return None
+        return _option(outcomes, policy, num_ranks, self.by_s, is_estimated=True)
+
+    def _note(self, policy: str, num_ranks: int, *, share: float) -> Callable[[], None]:
+        """Tells that another job has ended."""
+        what = f"{policy} on {counted(num_ranks, 'rank')}"
+        return functools.partial(self.progress, what, share / self._total / len(self.jobs))
+
+
+class _Ends(Observer):
+    """Tells that a job has ended."""
+
+    def __init__(self, note: Callable[[], None]) -> None:
+        self._note = note
+
+    def ended(self, outcome: JobOutcome) -> None:
+        self._note()
+
+
+def _as_called(policy: Policy) -> tuple[object, ...]:
+    """The function and all of its options: the same for `triage` and `triage,degree=2`."""
+    parameters = inspect.signature(policy).parameters.values()
+    return getattr(policy, "func", policy), *[(each.name, each.default) for each in parameters]
+
+
+def _option(
+    outcomes: Sequence[JobOutcome],
+    policy: str,
+    num_ranks: int,
+    by_s: float | None,
+    *,
+    doubts: Sequence[Doubt] = (),
+    is_estimated: bool = False,
+) -> Option:
+    done = [outcome for outcome in outcomes if outcome.status == "done"]
+    late = [found for outcome in outcomes if (found := _late(outcome, by_s))]
+    met = [outcome.met_deadline for outcome in outcomes if outcome.met_deadline is not None]
+    return Option(
+        policy=policy,
+        num_ranks=num_ranks,
+        end_s=max(outcome.ended_s for outcome in outcomes),
+        mean_latency_s=fmean(each.ended_s - each.arrival_s for each in done) if done else math.inf,
+        late=tuple(sorted(late, key=lambda job: (-job.late_s, job.job_id))),
+        failed=tuple(
+            Failed(outcome.info.job_id, outcome.ended_s, outcome.error or "")
+            for outcome in outcomes
+            if outcome.status == "failed"
+        ),
+        ends_s=tuple(sorted(outcome.ended_s for outcome in done)),
+        num_deadlines=len(met),
+        num_deadlines_missed=met.count(False),
+        doubts=doubts,
+        is_estimated=is_estimated,
+    )
+
+
+def _late(outcome: JobOutcome, by_s: float | None) -> Late | None:
+    due_s = min([due_s for due_s in (outcome.deadline_s, by_s) if due_s is not None], default=math.inf)
+    if outcome.status == "failed" or outcome.ended_s <= due_s:
+        return None
+    return Late(outcome.info.job_id, due_s, outcome.ended_s)

@@ -1,0 +1,189 @@
+"""A plan in plain language: the answer first, then what is late or fails, then the alternatives."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any
+
+from gfgen.runtime.core.durations import in_words
+from gfgen.runtime.predict.cost import uncertain
+from gfgen.runtime.simulate.plan import Failed, Late, Option, Plan
+from gfgen.system.wording import counted
+
+MAX_LINES, MAX_NAMED = 5, 5
+"""Late jobs with a line each; and of the others, and of those that fail."""
+BAR_CHARS = 30
+ESTIMATED = "~ Estimated, without moves between ranks and without writing files; the rest is simulated."
+_DAY_S = 86400.0
+_SHORT_S = 600.0
+"""Clock times of shorter batches have seconds."""
+
+
+def in_plain_words(plan: Plan, *, device: str) -> list[str]:
+    """One screen of lines; `device` says whose profile the predictions are from."""
+    lines = [answer(plan), *_late_lines(plan), *_failed_lines(plan)]
+    if len(plan.by_policy) > 1:
+        title = f"Policies on {counted(plan.best.num_ranks, 'rank')}"
+        lines += ["", *_chart(plan, plan.by_policy, [option.policy for option in plan.by_policy], title)]
+    if len(plan.by_ranks) > 1:
+        names = [f"{option.num_ranks}  {option.policy}" for option in plan.by_ranks]
+        lines += ["", *_chart(plan, plan.by_ranks, names, "Ranks"), _enough(plan)]
+    if any(option.is_estimated for option in (*plan.by_policy, *plan.by_ranks)):
+        lines += ["", ESTIMATED]
+    lines += ["", f"Predicted with {device}."]
+    if doubts := uncertain(plan.doubts, has_writes=plan.has_writes):
+        lines.append(f"Uncertain: {doubts}.")
+    lines += [f"Left out: {reason}" for reason in plan.refused]
+    return lines
+
+
+def answer(plan: Plan) -> str:
+    """The first line: on what machine, with which policy, done when, and whether that is in time."""
+    best, by_s = plan.best, plan.by_s
+    done = sum(end_s <= (math.inf if by_s is None else by_s) for end_s in best.ends_s)
+    text = f"With {best.policy} on {counted(best.num_ranks, 'rank')} "
+    if plan.machine:
+        text = f"On {plan.machine}: with {best.policy} "
+    if done == plan.num_jobs:
+        text += f"{_all_jobs(plan.num_jobs)} done by {clock_time(plan, best.end_s)}"
+        text += f", in {in_words(best.end_s)}" if by_s is None else f", {_before(plan, by_s - best.end_s)}"
+    else:
+        text += f"{done} of {plan.num_jobs} jobs are done"
+        if by_s is not None:
+            text += f" by {clock_time(plan, by_s)}; the last one ends at {clock_time(plan, best.end_s)}"
+            text += f", {in_words(best.end_s - by_s)} later" if best.end_s > by_s else ""
+    if not best.num_deadlines:
+        return f"{text}."
+    if not best.num_deadlines_missed:
+        met = "its deadline is" if best.num_deadlines == 1 else f"all {best.num_deadlines} deadlines are"
+        return f"{text}; {met} met."
+    missed = f"{best.num_deadlines_missed} of {best.num_deadlines} deadlines"
+    return f"{text}; {missed} {'is' if best.num_deadlines_missed == 1 else 'are'} missed."
+
+
+def clock_time(plan: Plan, seconds: float) -> str:
+    """'03:12' on this machine's clock; with the day when it is more than a day away, or the date."""
+    form = "%H:%M:%S" if max(plan.best.end_s, 60.0) < _SHORT_S else "%H:%M"
+    if abs(seconds) >= _DAY_S:
+        form = f"%a {form}" if 0 < seconds < 6 * _DAY_S else f"%Y-%m-%d {form}"
+    return datetime.fromtimestamp(plan.started_at + seconds).strftime(form)
+
+
+def missed(option: Option) -> str:
+    """'2 late, 1 fails'; nothing where all is well."""
+    late = [f"{len(option.late)} late"] if option.late else []
+    number = len(option.failed)
+    return ", ".join([*late, *([f"{number} fail{'s' if number == 1 else ''}"] if number else [])])
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """The same for programs; times in seconds since the start, which is in Unix time."""
+    fewest = plan.fewest
+    return {
+        "answer": answer(plan),
+        "machine": plan.machine,
+        "started_at": plan.started_at,
+        "by_s": plan.by_s,
+        "num_jobs": plan.num_jobs,
+        "best": _option_as_json(plan.best),
+        "policies": [_option_as_json(option) for option in plan.by_policy],
+        "ranks": [_option_as_json(option) for option in plan.by_ranks],
+        "fewest_ranks": None if fewest is None else fewest.num_ranks,
+        "doubts": uncertain(plan.doubts, has_writes=plan.has_writes),
+        "refused": list(plan.refused),
+    }
+
+
+def _option_as_json(option: Option) -> dict[str, Any]:
+    return {
+        "policy": option.policy,
+        "num_ranks": option.num_ranks,
+        "is_estimated": option.is_estimated,
+        "end_s": option.end_s,
+        "mean_latency_s": None if math.isinf(option.mean_latency_s) else option.mean_latency_s,
+        "deadlines": option.num_deadlines,
+        "deadlines_missed": option.num_deadlines_missed,
+        "late": [{"job": job.job_id, "due_s": job.due_s, "ended_s": job.ended_s} for job in option.late],
+        "failed": [{"job": job.job_id, "ended_s": job.ended_s, "error": job.error} for job in option.failed],
+    }
+
+
+# Parts of the screen ----------------------------------------------------------------------
+
+
+def _late_lines(plan: Plan) -> list[str]:
+    late = plan.best.late
+    if not late:
+        return []
+    head = "One job is late" if len(late) == 1 else f"{len(late)} jobs are late, the latest first"
+    lines = ["", f"{head}:", *(f"  {_late_line(plan, job)}" for job in late[:MAX_LINES])]
+    if others := late[MAX_LINES:]:
+        least, most = in_words(others[-1].late_s), in_words(others[0].late_s)
+        margin = most if least == most else f"{least} to {most}"
+        lines.append(f"  and {len(others)} more, {margin} late: {_named(others)}")
+    return lines
+
+
+def _late_line(plan: Plan, job: Late) -> str:
+    due, ended = clock_time(plan, job.due_s), clock_time(plan, job.ended_s)
+    return f"{job.job_id}: due {due}, done {ended}, {in_words(job.late_s)} late"
+
+
+def _failed_lines(plan: Plan) -> list[str]:
+    failed = plan.best.failed
+    if not failed:
+        return []
+    lines = ["", "One job fails:" if len(failed) == 1 else f"{len(failed)} jobs fail:"]
+    lines += [
+        f"  {job.job_id}: at {clock_time(plan, job.ended_s)}, {job.error}" for job in failed[:MAX_LINES]
+    ]
+    if others := failed[MAX_LINES:]:
+        lines.append(f"  and {len(others)} more: {_named(others)}")
+    return lines
+
+
+def _named(jobs: Sequence[Late | Failed]) -> str:
+    return ", ".join(job.job_id for job in jobs[:MAX_NAMED]) + (", ..." if len(jobs) > MAX_NAMED else "")
+
+
+def _chart(plan: Plan, options: Sequence[Option], names: Sequence[str], title: str) -> list[str]:
+    """A bar for each option, as long as it takes; a mark where everything is to be done."""
+    longest_s = max([option.end_s for option in options])
+    scale_s = max(longest_s, plan.by_s or 0.0) if (plan.by_s or 0.0) < 3 * longest_s else longest_s
+    ends = [("~" if option.is_estimated else "") + clock_time(plan, option.end_s) for option in options]
+    if any(option.is_estimated for option in options):
+        ends = [end.rjust(max(map(len, ends))) for end in ends]
+    name_width, end_width = max(map(len, [title, *names])), max(map(len, [*ends, "done by"]))
+    lines = [f"{title:<{name_width}}  done by"]
+    for option, name, end in zip(options, names, ends, strict=True):
+        bar = _bar(option.end_s, by_s=plan.by_s, scale_s=scale_s)
+        lines.append(f"{name:<{name_width}}  {end:<{end_width}}  {bar}  {missed(option) or 'nothing late'}")
+    return lines
+
+
+def _bar(end_s: float, *, by_s: float | None, scale_s: float) -> str:
+    length = max(1, round(BAR_CHARS * end_s / scale_s)) if scale_s > 0 else 1
+    chars = list(("#" * length).ljust(BAR_CHARS + 1))
+    if by_s is not None and 0 < by_s <= scale_s:
+        chars[round(BAR_CHARS * by_s / scale_s)] = "|"
+    return "".join(chars)
+
+
+def _enough(plan: Plan) -> str:
+    fewest, most = plan.fewest, plan.by_ranks[-1]
+    if fewest is None:
+        ranks = counted(most.num_ranks, "rank")
+        return f"No number of ranks up to {most.num_ranks} meets everything: on {ranks}, {missed(most)}."
+    enough = f"{counted(fewest.num_ranks, 'rank')} {'is' if fewest.num_ranks == 1 else 'are'} enough"
+    about = ", as is estimated" if fewest.is_estimated else ""
+    return f"{enough} for everything to be in time, with {fewest.policy}{about}."
+
+
+def _before(plan: Plan, margin_s: float) -> str:
+    return f"{in_words(margin_s)} before {clock_time(plan, plan.by_s or 0.0)}"
+
+
+def _all_jobs(number: int) -> str:
+    return "the job is" if number == 1 else f"all {number} jobs are"

@@ -1,0 +1,107 @@
+"""How long everything takes in a simulated run, by a profile.
+
+Apart from the cost model that the policies see: what is true of a run does not change because a policy's
+predictions do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from hashlib import blake2b
+from statistics import NormalDist
+
+from gfgen.runtime.core.admission import AdmittedJob
+from gfgen.runtime.core.dispatch import Dispatch
+from gfgen.runtime.predict.cost import CostModel
+from gfgen.runtime.predict.cost_table import CostTable, Estimate
+from gfgen.runtime.predict.profile import Profile
+from gfgen.runtime.simulate.simulate import SimulatedTimes
+
+_NORMAL = NormalDist()
+_QUARTILE = _NORMAL.inv_cdf(0.75)
+
+
+def profiled_times(profile: Profile, jobs: Sequence[AdmittedJob], *, num_ranks: int = 1) -> SimulatedTimes:
+    """The durations of these jobs' tasks, moves and files, on so many ranks.
+
+    Tasks vary around their medians as widely as they did in the measurement, since a prediction that always
+    holds would flatter everything that rests on it. A task of a job varies alike in every simulation, so
+    that policies are compared on the same luck.
+
+    Ranks that do not slow each other down are GPUs, each of which has a writer.
+    """
+    # No profile tells how many cores that machine has: there are taken to be enough. Below four for each GPU
+    # a run has fewer writers (`pool.default_writers`), which counts where many files are written at once.
+    truth = _Truth(profile, jobs)
+    has_load = any(row.loaded_s is not None for row in profile.rows)
+    return SimulatedTimes(
+        task_s=truth.task_s,
+        loaded_s=truth.loaded_s if has_load else None,
+        move_s=truth.move_s,
+        write_s=truth.write_s,
+        num_writers=1 if has_load else num_ranks,
+        dispatch_s=profile.dispatch_s,
+    )
+
+
+class _Truth:
+    """A cost model that never learns, asked by dispatch."""
+
+    def __init__(self, profile: Profile, jobs: Sequence[AdmittedJob]) -> None:
+        self._profile = profile
+        self._table = CostTable(profile)
+        self._costs = CostModel(profile)
+        self._classes = {job.job_id: self._costs.class_of(job) for job in jobs}
+        self._writes: dict[tuple[str, str], float] = {}
+        self._estimates: dict[object, Estimate] = {}
+
+    def estimate(self, dispatch: Dispatch) -> Estimate:
+        """Of a task, without its moves."""
+        cost_class = self._classes[dispatch.task.job_id]
+        key = (cost_class, dispatch.task.stage, dispatch.layout.degrees)
+        if key not in self._estimates:
+            self._estimates[key] = self._costs.estimate(*key)
+        return self._estimates[key]
+
+    def task_s(self, dispatch: Dispatch) -> float:
+        """Of a task while the other ranks idle."""
+        estimate = self.estimate(dispatch)
+        return estimate.seconds * _luck(dispatch, estimate)
+
+    def loaded_s(self, dispatch: Dispatch) -> float:
+        """Of a task while the other ranks are busy."""
+        estimate = self.estimate(dispatch)
+        return estimate.loaded_s * _luck(dispatch, estimate)
+
+    def move_s(self, dispatch: Dispatch) -> float:
+        """Of a task's input: ranks receive beside each other, each its transfers in order."""
+        if not dispatch.transfers:
+            return 0.0
+        received: dict[int, int] = {}
+        for transfer in dispatch.transfers:
+            received[transfer.destination] = received.get(transfer.destination, 0) + transfer.size_bytes
+        return self._profile.move_s + max(received.values()) / self._profile.move_bytes_per_s
+
+    def write_s(self, dispatch: Dispatch) -> float:
+        """Of a job's file."""
+        cost_class = self._classes[dispatch.task.job_id]
+        key = (cost_class.model, cost_class.shape)
+        if key not in self._writes:
+            work = cost_class.work(dispatch.task.stage)
+            written_s = self._table.write_s(*key, work)
+            self._writes[key] = self._profile.write_s if written_s is None else written_s
+        return self._writes[key]
+
+
+def _luck(dispatch: Dispatch, estimate: Estimate) -> float:
+    """A task's duration over the median: log-normal, with the measured interquartile range.
+
+    The quartiles of such a distribution are exp(-_QUARTILE * sigma) and exp(_QUARTILE * sigma).
+    """
+    if not estimate.spread_s or not estimate.seconds:
+        return 1.0
+    sigma = math.asinh(estimate.spread_s / (2 * estimate.seconds)) / _QUARTILE
+    name = f"{dispatch.task.job_id} {dispatch.task.index}".encode()
+    drawn = int.from_bytes(blake2b(name, digest_size=6).digest(), "big")
+    return math.exp(sigma * _NORMAL.inv_cdf((drawn + 0.5) / 2**48))

@@ -1,0 +1,96 @@
+"""A whole run in virtual time: the real control plane, state and policy over simulated ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gfgen.policies.catalog import NamedPolicy
+from gfgen.runtime.control.control import Control
+from gfgen.runtime.control.metrics import Summary
+from gfgen.runtime.control.records import LOOKAHEAD_S
+from gfgen.runtime.control.residency import Residency
+from gfgen.runtime.control.state import State
+from gfgen.runtime.core.admission import AdmittedJob
+from gfgen.runtime.core.clock import Clock
+from gfgen.runtime.core.observer import JobOutcome, Observer
+from gfgen.runtime.predict.choosing import ChooserInTurn
+from gfgen.runtime.predict.cost import CostModel, Doubt
+from gfgen.runtime.predict.profile import Profile
+from gfgen.runtime.simulate.profiled import profiled_times
+from gfgen.runtime.simulate.simulate import SimulatedBackend, SimulatedTimes
+
+
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """What a run would have been."""
+
+    summary: Summary
+    policy: str
+    doubts: Sequence[Doubt] = ()
+    """Predictions that no measurement of the like stands behind (`cost.in_one_line` tells them)."""
+    outcomes: Sequence[JobOutcome] = ()
+    """The jobs in the order in which they end."""
+    num_ranks: int = 1
+
+
+def simulate(
+    jobs: Sequence[AdmittedJob],
+    *,
+    policy: NamedPolicy,
+    num_ranks: int,
+    profile: Profile,
+    guard_s: float = LOOKAHEAD_S,
+    started_at: float = 0.0,
+    observers: Sequence[Observer] = (),
+    times: SimulatedTimes | None = None,
+    residency: Residency | None = None,
+) -> Simulated:
+    """Run these jobs in virtual time; tasks take what the profile says.
+
+    The policy sees the same predictions as in a real run that starts from this profile. `times` take the
+    place of what the profile says is true. `residency`, which is for one run, lets models take turns; without
+    it all of them are in memory.
+
+    Raises: StalledError when the policy lets jobs wait for ever; it names them.
+    """
+    clock, costs, kept = Clock(virtual=True), CostModel(profile), _Kept()
+    times = times or profiled_times(profile, jobs, num_ranks=num_ranks)
+    backend = SimulatedBackend(clock, num_ranks=num_ranks, times=times)
+    state = State(
+        jobs,
+        num_ranks=num_ranks,
+        clock=clock,
+        costs=costs,
+        guard_s=guard_s,
+        started_at=started_at,
+        resident=residency.resident if residency else None,
+    )
+    control = Control(
+        jobs,
+        state=state,
+        backend=backend,
+        clock=clock,
+        policy=policy,
+        observers=[kept, *observers],
+        chooser=None if policy.choose is None else ChooserInTurn(policy.choose),
+        residency=residency,
+    )
+    summary = control.run()
+    return Simulated(
+        summary=summary,
+        policy=policy.name,
+        doubts=costs.doubts,
+        outcomes=kept.outcomes,
+        num_ranks=num_ranks,
+    )
+
+
+class _Kept(Observer):
+    """What becomes of the jobs."""
+
+    def __init__(self) -> None:
+        self.outcomes: list[JobOutcome] = []
+
+    def ended(self, outcome: JobOutcome) -> None:
+        self.outcomes.append(outcome)

@@ -1,0 +1,1 @@
+"""The worker process: one rank that runs tasks."""

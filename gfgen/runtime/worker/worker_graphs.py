@@ -1,0 +1,81 @@
+"""Records of forwards as CUDA graphs (models/fast/graphs.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gfgen.gfc.cuda.graph import Captured, CapturedAlone, SharedPool
+from gfgen.gfc.cuda.group import CudaGroup
+from gfgen.models.fast.graphs import Recorded
+from gfgen.models.parallel.parallel import Parallel
+
+MIN_FREE_SHARE = 0.1
+"""Of what torch may take of a GPU: with less left nothing is recorded, since tasks need it for themselves."""
+
+
+class CudaRecorder:
+    """Captures on one device, in memory that all its graphs share; see `graphs.Recorder`.
+
+    That memory is about as much as the largest of the recorded forwards computes with, beside what the same
+    forward takes when it is not recorded; each graph adds its inputs and its result.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool: SharedPool | None = None
+
+    def record(self, function: Callable[[Parallel | None], Tensor], parallel: Parallel | None) -> Recorded:
+        if self._pool is None:
+            self._pool = SharedPool(self._device)
+        if parallel is None:
+            return _Alone(CapturedAlone(lambda: function(None), capturing=self._pool.capturing))
+        group = _group_of(parallel)
+        return _Shared(Captured(group, lambda _: function(parallel), capturing=self._pool.capturing))
+
+    def align(self, parallel: Parallel) -> None:
+        _group_of(parallel).align_banks()
+
+    def has_room(self) -> bool:
+        if not (is_enough := self._is_enough_free()):
+            torch.cuda.empty_cache()  # a graph's memory is not taken from what is kept for tasks
+            is_enough = self._is_enough_free()
+        return is_enough
+
+    def _is_enough_free(self) -> bool:
+        free, total = torch.cuda.mem_get_info(self._device)
+        allowed = total * torch.cuda.get_per_process_memory_fraction(self._device)  # less under --memory
+        return min(free, allowed - torch.cuda.memory_reserved(self._device)) >= MIN_FREE_SHARE * allowed
+
+    def synchronize(self) -> None:
+        torch.cuda.current_stream(self._device).synchronize()
+
+
+@dataclass(slots=True)
+class _Alone:
+    """Of a rank that shares its forward with nobody."""
+
+    captured: CapturedAlone[Tensor]
+
+    def replay(self, parallel: Parallel | None) -> Tensor:
+        return self.captured.replay()
+
+
+@dataclass(slots=True)
+class _Shared:
+    captured: Captured[Tensor]
+
+    def replay(self, parallel: Parallel | None) -> Tensor:
+        assert parallel is not None
+        group = _group_of(parallel)
+        assert not self.captured.unmatched(group), "a barrier that ranks without this record would not have"
+        return self.captured.replay(group)
+
+
+def _group_of(parallel: Parallel) -> CudaGroup:
+    """Of those who share the tokens; captures count the exchanges of all kinds of groups in its dispatch."""
+    assert isinstance(parallel.sequence, CudaGroup)
+    return parallel.sequence

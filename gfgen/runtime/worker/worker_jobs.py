@@ -1,0 +1,304 @@
+"""What one rank keeps of a job, and how the job's state comes to the rank and leaves it.
+
+State reaches a rank from the ranks that ran the last task (`receive_state`, by transfers that
+the control plane planned), or from the job's slab in host memory: the prompt's embeddings and
+the condition always, the latents when nobody holds them any more.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import mmap
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+from gfgen.errors import ModelError
+from gfgen.graph import Task
+from gfgen.models.families.adapter import SAMPLE, Fields
+from gfgen.runtime.ipc.messages import StartJob
+from gfgen.runtime.ipc.migration import Transfer
+from gfgen.runtime.ipc.slab import Slab
+
+Store = Callable[[torch.Tensor, memoryview], None]
+"""Copies a dense tensor into host memory; it is there when this returns."""
+TakeIn = Callable[[Fields], Fields]
+"""Copies of fields that lie in a slab, where the rank computes; the slab may change when this returns."""
+
+_POLL_S = (0.0, 0.0, 5e-5, 1e-4, 2e-4)
+"""Pauses between looks at a producer's word: short first, a fifth of a millisecond at last."""
+
+Outline = tuple[Mapping[str, tuple[torch.dtype, tuple[int, ...]]], Mapping[str, Any]]
+"""Dtype and shape of each tensor of an artifact, and its scalars."""
+
+
+class Sender(Protocol):
+    """What an endpoint does for a rank that has state."""
+
+    def send(self, x: torch.Tensor, *, to: int, dispatch: int, label: int = 0) -> None:
+        """Push a tensor to a rank."""
+        ...
+
+
+class Receiver(Protocol):
+    """What an endpoint does for a rank that lacks state."""
+
+    def recv(
+        self, shape: Sequence[int], dtype: torch.dtype, *, source: int, dispatch: int, label: int = 0
+    ) -> torch.Tensor:
+        """The tensor that a rank sends under this dispatch and label."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Shipment:
+    """Latents to send on."""
+
+    fields: Fields
+    is_there: Any = None
+    """A device's event, if they are only enqueued; None when they are there."""
+
+
+class InputVoidError(Exception):
+    """The dispatch that was to make this task's input has failed, or this one was given up."""
+
+
+def sum_of(made: Mapping[str, Fields]) -> torch.Tensor | None:
+    """The sum of what a task made: NaN or infinite if any number of it is. None if it made no floats.
+
+    One pass over the numbers, which a GPU only enqueues. Of the latents it takes the sample alone: everything
+    that the solver keeps has gone into it.
+    """
+    tensors: list[torch.Tensor] = []
+    for fields in made.values():
+        sample = fields.tensors.get(SAMPLE)
+        tensors += fields.tensors.values() if sample is None else [sample]
+    sums = [tensor.sum(dtype=torch.float32) for tensor in tensors if tensor.is_floating_point()]
+    return functools.reduce(torch.add, sums) if sums else None
+
+
+def require_finite(made: Mapping[str, Fields], total: torch.Tensor | None) -> None:
+    """Raises ModelError if `total`, which is `sum_of(made)`, shows NaN or infinity in what a task made."""
+    if total is None or math.isfinite(total):
+        return
+    names = " and ".join(name for name, fields in made.items() if fields.tensors)
+    advice = "--vae-dtype float32" if "frames" in made else "a smaller guidance_scale or other weights"
+    raise ModelError(f"NaN or infinity in the {names}; {advice} may help")
+
+
+def copied(fields: Fields) -> Fields:
+    """The same fields in memory of their own."""
+    return Fields({name: tensor.clone() for name, tensor in fields.tensors.items()}, fields.scalars)
+
+
+def store_bytes(tensor: torch.Tensor, place: memoryview) -> None:
+    """Copy a tensor on the CPU into host memory."""
+    torch.frombuffer(place, dtype=torch.uint8).copy_(as_bytes(tensor))
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """What a dense tensor holds, as bytes."""
+    return tensor.detach().view(-1).view(torch.uint8)
+
+
+@dataclass(slots=True, eq=False)
+class RankJob:
+    """A job as one rank knows it."""
+
+    start: StartJob
+    slab: Slab
+    take_in: TakeIn = copied
+    artifacts: dict[str, Fields] = field(default_factory=dict)
+    producer: int | None = None
+    """The dispatch that made the latents in `artifacts`; None when they are not here."""
+    is_there: Any = None
+    """As `Shipment` has it, of those latents."""
+    wanted: dict[int, list[Future[Shipment]]] = field(default_factory=dict)
+    """Who waits for latents of a dispatch, to send them on."""
+
+    def keep(self, made: Mapping[str, Fields], *, dispatch: int, is_there: Any = None) -> None:
+        """Take over what a task has made, or enqueued, and hand it to those who wait to send it on."""
+        self.artifacts.update(made)
+        if "latents" in made:
+            self.producer, self.is_there = dispatch, is_there
+            for future in self.wanted.pop(dispatch, ()):
+                future.set_result(Shipment(made["latents"], is_there))
+
+    def latents_of(self, dispatch: int) -> Future[Shipment]:
+        """The latents that a dispatch made here, or will make here."""
+        future: Future[Shipment] = Future()
+        if self.producer == dispatch:
+            future.set_result(Shipment(self.artifacts["latents"], self.is_there))
+        else:
+            self.wanted.setdefault(dispatch, []).append(future)
+        return future
+
+    def drop(self, dispatch: int) -> None:
+        """A dispatch has failed: nobody will get what it was to make."""
+        if self.producer == dispatch:
+            self.producer = None
+        for future in self.wanted.pop(dispatch, ()):
+            future.set_exception(InputVoidError())
+
+    def drop_all(self) -> None:
+        """The job is forgotten: nobody gets what was not made, nor waits for it."""
+        for dispatch in list(self.wanted):
+            self.drop(dispatch)
+
+    def hold(self, latents: Fields, *, producer: int | None) -> None:
+        """Take over latents that a dispatch made elsewhere.
+
+        producer: its number; None where they are for one attempt alone.
+        """
+        self.artifacts["latents"] = latents
+        self.producer, self.is_there = producer, None
+
+    def fetch_constants(self, task: Task, producer: int | None, *, is_void: Callable[[], bool]) -> None:
+        """Copy prompt and condition out of the slab when they are not here yet.
+
+        What the task before makes, `producer`, may come from elsewhere before that is published.
+
+        Raises: InputVoidError as soon as `is_void` says that it never will be.
+        """
+        versions = {"prompt": 1, "condition": 2} if task.index > 1 else {"prompt": 1} if task.index else {}
+        for name, version in versions.items():
+            if name in self.artifacts:
+                continue
+            if version == task.index:
+                _await_word(partial(self._is_made_by, producer, name, version), is_void)
+            self.artifacts[name] = fetch(self.slab, name, version, self.take_in)
+
+    def _is_made_by(self, producer: int | None, name: str, version: int) -> bool:
+        return self.slab.producer(name, version) == producer
+
+    def fetch_latents(self, task: Task, producer: int) -> None:
+        """Copy the latents that `producer` published out of the slab."""
+        self.hold(fetch(self.slab, "latents", task.index, self.take_in), producer=producer)
+
+    def await_published(self, task: Task, producer: int, *, is_void: Callable[[], bool]) -> None:
+        """Wait until the slab has what the task needs, made by that very dispatch.
+
+        Raises: InputVoidError as soon as `is_void` says that it will not come.
+        """
+        name = "prompt" if task.index == 1 else "latents"
+        _await_word(partial(self._is_made_by, producer, name, task.index), is_void)
+
+    def await_outline(self, task: Task, producer: int, *, is_void: Callable[[], bool]) -> Outline:
+        """What the latents will be like that this very dispatch makes, and that other ranks send.
+
+        Raises: InputVoidError as soon as `is_void` says that they will not come.
+        """
+        _await_word(lambda: self.slab.outliner("latents", task.index) == producer, is_void)
+        listed, scalars = self.slab.outline("latents", task.index)
+        return {name: (dtype, shape) for name, dtype, shape in listed}, scalars
+
+
+def _await_word(is_there: Callable[[], bool], is_void: Callable[[], bool]) -> None:
+    looks = 0
+    while not is_there():
+        if is_void():
+            raise InputVoidError
+        time.sleep(_POLL_S[min(looks, len(_POLL_S) - 1)])
+        looks += 1
+
+
+def frames_shape(job: RankJob) -> tuple[int, ...]:
+    """Of a job's frames as the writer sees them: [F, H, W, 3]."""
+    ((_, shape, _),) = job.start.trajectory.artifact("frames").fields
+    return shape
+
+
+def place_of(frames: Fields, memory: mmap.mmap, shape: Sequence[int]) -> torch.Tensor:
+    """Where a rank's rows of all frames belong in memory of this shape, uint8 [F, H, W, 3]."""
+    rows, first_row = frames.tensors["frames"], frames.scalars["first_row"]
+    assert rows.dtype == torch.uint8
+    assert isinstance(first_row, int)
+    whole = torch.frombuffer(memory, dtype=torch.uint8, count=math.prod(shape)).view(*shape)
+    return whole[:, first_row : first_row + rows.shape[1]]
+
+
+def publish(
+    slab: Slab, name: str, version: int, fields: Fields, *, producer: int, store: Store = store_bytes
+) -> None:
+    """Copy an artifact into the slab and make it visible as made by this dispatch."""
+    places = _places(slab, name, version, fields)
+    for tensor, place in zip(fields.tensors.values(), places, strict=True):
+        if place.nbytes:
+            store(tensor.contiguous(), place)
+    slab.show(name, version, producer=producer)
+
+
+def outline(slab: Slab, name: str, version: int, fields: Fields, *, producer: int) -> None:
+    """Make visible what an artifact will be like that this dispatch makes."""
+    _places(slab, name, version, fields)
+    slab.show_outline(name, version, producer=producer)
+
+
+def _places(slab: Slab, name: str, version: int, fields: Fields) -> list[memoryview]:
+    meta = [(key, tensor.dtype, tuple(tensor.shape)) for key, tensor in fields.tensors.items()]
+    sizes = [tensor.numel() * tensor.element_size() for tensor in fields.tensors.values()]
+    return slab.places(name, version, (meta, fields.scalars), sizes)
+
+
+def fetch(slab: Slab, name: str, version: int, take_in: TakeIn = copied) -> Fields:
+    """An artifact of the slab, copied by `take_in`."""
+    (layout, scalars), memory, position = slab.fetch(name, version)
+    shared = Fields(scalars=scalars)
+    for key, dtype, shape in layout:
+        count = math.prod(shape)
+        if count:
+            found = torch.frombuffer(memory, dtype=dtype, count=count, offset=position)
+            shared.tensors[key] = found.view(shape)
+        else:
+            shared.tensors[key] = torch.empty(shape, dtype=dtype)
+        position += -(-count * dtype.itemsize // 64) * 64
+    return take_in(shared)
+
+
+def send_state(endpoint: Sender, fields: Fields, transfers: Sequence[Transfer], *, dispatch: int) -> None:
+    """Send ranges of a job's latents: to each destination its ranges, in order.
+
+    Fields that the solver does not have yet are passed over; the outline of the latents tells which
+    there are.
+    """
+    for destination in dict.fromkeys(transfer.destination for transfer in transfers):
+        mine = [transfer for transfer in transfers if transfer.destination == destination]
+        for label, transfer in enumerate(mine):
+            if transfer.field in fields.tensors:
+                part = _part(fields.tensors[transfer.field], transfer)
+                endpoint.send(part.contiguous(), to=destination, dispatch=dispatch, label=label)
+
+
+def receive_state(
+    endpoint: Receiver, transfers: Sequence[Transfer], outline: Outline, *, dispatch: int
+) -> Fields:
+    """Put a job's latents together from what the sources send; the counterpart of `send_state`."""
+    listed, scalars = outline
+    fields = Fields(scalars=dict(scalars))
+    for source in dict.fromkeys(transfer.source for transfer in transfers):
+        theirs = [transfer for transfer in transfers if transfer.source == source]
+        for label, transfer in enumerate(theirs):
+            if transfer.field not in listed:
+                continue
+            dtype, shape = listed[transfer.field]
+            part_shape = [*shape]
+            part_shape[transfer.axis] = transfer.stop - transfer.start
+            part = endpoint.recv(part_shape, dtype, source=source, dispatch=dispatch, label=label)
+            if part_shape == list(shape):
+                fields.tensors[transfer.field] = part
+            else:
+                if transfer.field not in fields.tensors:
+                    fields.tensors[transfer.field] = torch.empty(shape, dtype=dtype, device=part.device)
+                whole = fields.tensors[transfer.field]
+                _part(whole, transfer).copy_(part)
+    return fields
+
+
+def _part(tensor: torch.Tensor, transfer: Transfer) -> torch.Tensor:
+    return tensor.narrow(transfer.axis, transfer.start, transfer.stop - transfer.start)

@@ -1,0 +1,1 @@
+"""The run's side of the server."""

@@ -1,0 +1,59 @@
+"""How long the turns of a control loop take: what everything else has to wait for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from gfgen.runtime.control.control import Backend
+from gfgen.runtime.core.admission import AdmittedJob
+from gfgen.runtime.core.dispatch import Dispatch
+from gfgen.runtime.core.events import Event
+from gfgen.runtime.ipc.messages import MemoryUse
+
+
+class Stopwatch:
+    """A backend that notes how long the loop stays away between two waits, and comes back late from one."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._left_s: float | None = None
+        self._longest_s = 0.0
+        self._num_turns = 0
+
+    def take(self) -> tuple[float, int]:
+        """(the longest turn in seconds, number of turns) since the last call."""
+        taken = (self._longest_s, self._num_turns)
+        self._longest_s, self._num_turns = 0.0, 0
+        return taken
+
+    def wait(self, until: float | None) -> Sequence[Event]:
+        now_s = time.perf_counter()
+        if self._left_s is not None:
+            self._longest_s = max(self._longest_s, now_s - self._left_s)
+            self._num_turns += 1
+        events = self._backend.wait(until)
+        self._left_s = time.perf_counter()
+        return events
+
+    def submit(self, dispatch: Dispatch) -> None:
+        self._backend.submit(dispatch)
+
+    def stop(self, dispatches: Sequence[Dispatch]) -> None:
+        self._backend.stop(dispatches)
+
+    def release(self, job_id: str) -> None:
+        self._backend.release(job_id)
+
+    def add(self, jobs: Sequence[AdmittedJob]) -> None:
+        self._backend.add(jobs)
+
+    def load(self, models: Mapping[str, Path], *, load_s: float) -> None:
+        self._backend.load(models, load_s=load_s)
+
+    def save(self, job_id: str, *, next_index: int, producer: int) -> None:
+        self._backend.save(job_id, next_index=next_index, producer=producer)
+
+    def memory_use(self) -> Mapping[int, MemoryUse]:
+        return self._backend.memory_use()

@@ -1,0 +1,156 @@
+"""Keeps a front alive beside the run: starts it, listens to it, starts another when it dies."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import socket
+import subprocess
+import threading
+import time
+
+from gfgen.errors import InputError, RunError
+from gfgen.server.bridge.door import Door
+from gfgen.server.http.front_main import LACKS_PACKAGE
+from gfgen.server.protocol.bounds import BACKLOG
+from gfgen.server.protocol.link import Link, Settings
+from gfgen.system.own_modules import module_command, module_environment
+
+logger = logging.getLogger(__name__)
+
+MAX_DEATHS = 5
+DEATHS_WINDOW_S = 60.0
+"""A front that dies so often within this time is given up, and the run with it."""
+BIND_S = 5.0
+"""How long to wait for the address of a server that was killed: the kernel kills its front too (lifeline)."""
+DRAIN_S = 10.0
+"""How long a front may take to end once the run is over."""
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket.
+
+    Raises: InputError when the address is in use, or is none of this machine's.
+    """
+    deadline_s = time.monotonic() + BIND_S
+    while True:
+        try:
+            return _bound(host, port)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or time.monotonic() > deadline_s:
+                reason = error.strerror or error
+                raise InputError(
+                    f"--host {host} --port {port}: cannot listen there ({reason}); choose another"
+                ) from None
+        time.sleep(0.1)
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+class Supervisor:
+    """The front process, from `start` to `stop`."""
+
+    def __init__(self, listener: socket.socket, settings: Settings, door: Door) -> None:
+        self._listener = listener
+        self._settings = settings
+        self._door = door
+        self._is_over = threading.Event()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._link: Link | None = None
+        self._thread = threading.Thread(target=self._run, name="front", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Let the front end its answers, and end."""
+        self._is_over.set()
+        if self._link is not None:
+            self._link.close()
+        self._thread.join(DRAIN_S + 1.0)
+        self._listener.close()
+
+    def _run(self) -> None:
+        deaths: list[float] = []
+        while not self._is_over.is_set():
+            try:
+                code = self._serve()
+                told = f"is gone ({_ending(code)}); another one is started"
+            except OSError as error:  # no memory, no descriptor: it may be there a moment later
+                code = None
+                told = f"cannot be started ({error.strerror}); it is tried again"
+            if self._is_over.is_set():
+                return
+            if code == LACKS_PACKAGE:
+                self._door.failed(RunError("the HTTP process cannot start; see its message above"))
+                return
+            now_s = time.monotonic()
+            deaths = [at for at in deaths if at > now_s - DEATHS_WINDOW_S] + [now_s]
+            logger.warning("the HTTP process %s", told)
+            if len(deaths) >= MAX_DEATHS:
+                times = f"{len(deaths)} times within {DEATHS_WINDOW_S:g} s"
+                what = f"the HTTP process died, or could not be started, {times}"
+                self._door.failed(RunError(f"{what}; see its messages above"))
+                return
+            self._is_over.wait(0.1 * len(deaths))
+
+    def _serve(self) -> int:
+        """One life of a front; returns its exit status.
+
+        Raises: OSError when it cannot be started.
+        """
+        ours, theirs = socket.socketpair()
+        numbers = map(str, (theirs.fileno(), self._listener.fileno()))
+        command = module_command("gfgen.server.http.front_main", *numbers)
+        try:
+            with theirs:
+                self._process = subprocess.Popen(
+                    command,
+                    pass_fds=(theirs.fileno(), self._listener.fileno()),
+                    env=module_environment(),
+                    stdin=subprocess.DEVNULL,
+                )
+        except OSError:
+            ours.close()
+            raise
+        link = self._link = Link(ours)
+        if self._is_over.is_set():  # between two lives
+            link.close()
+        try:
+            link.send(self._settings)
+            self._door.joined(link)
+            while messages := link.receive():
+                for message in messages:
+                    self._door.received(message)
+        except OSError:
+            pass
+        self._door.left(link)
+        link.close()
+        if self._is_over.is_set():  # this ends it while it imports, for seconds; later it ignores signals
+            self._process.terminate()
+        return self._reap(self._process)
+
+    def _reap(self, process: subprocess.Popen[bytes]) -> int:
+        try:
+            return process.wait(DRAIN_S)
+        except subprocess.TimeoutExpired:
+            logger.warning("the HTTP process does not end and is killed")
+            process.kill()
+            return process.wait()
+
+
+def _ending(code: int) -> str:
+    return f"killed by signal {-code}" if code < 0 else f"exit code {code}"

@@ -1,0 +1,73 @@
+"""The HTTP application: routes, guard, errors, and the OpenAPI document."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.routing import APIRoute
+
+from gfgen.server.http import routes_batches, routes_images, routes_jobs, routes_server
+from gfgen.server.http.guard import Guard, Keys
+from gfgen.server.http.streams import Frames
+from gfgen.server.jobs.desk import Desk
+from gfgen.server.jobs.metrics import Meter
+from gfgen.server.protocol import problems, schemas
+
+TITLE = "gfgen"
+_TEXT = "Pictures and videos, elastically, on all GPUs of one machine. Every error has the shape of `Error`."
+_TOLD_BY_STREAMS = (schemas.JobEvent, schemas.LiveState, schemas.Change)
+"""Models that only streams send: they belong into the document too."""
+
+
+def make_app(
+    desk: Desk, *, frames: Frames, meter: Meter, keys: Keys, is_loopback: bool, version: str
+) -> FastAPI:
+    """The application over one desk."""
+    app = FastAPI(
+        title=TITLE,
+        description=_TEXT,
+        version=version,
+        docs_url=None,  # they load scripts from elsewhere
+        redoc_url=None,
+        generate_unique_id_function=_operation_id,
+        redirect_slashes=False,
+    )
+    app.state.desk, app.state.frames, app.state.meter = desk, frames, meter
+    app.state.keys, app.state.page = keys, routes_server.read_page()
+    for routes in (routes_jobs, routes_images, routes_batches, routes_server):
+        app.include_router(routes.router)
+    problems.install(app)
+    app.add_middleware(Guard, keys=keys, bounds=desk.bounds, is_loopback=is_loopback)
+    app.openapi = lambda: _document(app)  # type: ignore[method-assign]
+    return app
+
+
+def _operation_id(route: APIRoute) -> str:
+    return route.name
+
+
+def _document(app: FastAPI) -> dict[str, Any]:
+    """The OpenAPI document; made once."""
+    if app.openapi_schema is None:
+        document = FastAPI.openapi(app)
+        known = document["components"]["schemas"]
+        for model in _TOLD_BY_STREAMS:
+            schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
+            for name, definition in schema.pop("$defs", {}).items():
+                known.setdefault(name, definition)
+            known.setdefault(model.__name__, schema)
+        for name in ("HTTPValidationError", "ValidationError"):
+            known.pop(name, None)
+        for path in document["paths"].values():
+            for operation in path.values():
+                operation["responses"].pop("422", None) if _is_fastapis(operation) else None
+        document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        document["security"] = [{"key": []}, {}]
+        app.openapi_schema = document
+    return app.openapi_schema
+
+
+def _is_fastapis(operation: dict[str, Any]) -> bool:
+    """Whether its 422 is the one that FastAPI adds to everything, and that is never answered here."""
+    return "HTTPValidationError" in str(operation["responses"].get("422", ""))

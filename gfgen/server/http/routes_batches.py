@@ -1,0 +1,177 @@
+"""/v1/batches: job files over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request
+from starlette.responses import Response
+
+from gfgen.errors import JobFileError, listed
+from gfgen.server.http.bodies import MAX_KEY_CHARS, read_job_file, request_key
+from gfgen.server.http.routes_jobs import JobId, Limit, desk_of
+from gfgen.server.jobs.asking import asked_batch, new_id
+from gfgen.server.jobs.desk import Desk
+from gfgen.server.jobs.manifests import manifest
+from gfgen.server.jobs.store import BatchRow
+from gfgen.server.protocol import schemas
+from gfgen.server.protocol.problems import ApiError, responses
+
+router = APIRouter()
+
+_BODY: dict[str, Any] = {
+    "parameters": [
+        {
+            "name": "Idempotency-Key",
+            "in": "header",
+            "required": False,
+            "schema": {"type": "string", "minLength": 1, "maxLength": MAX_KEY_CHARS, "pattern": "^[!-~]+$"},
+        }
+    ],
+    "requestBody": {
+        "required": True,
+        "content": {
+            "application/jsonl": {"schema": {"type": "string", "description": "A job file."}},
+            "multipart/form-data": {
+                "schema": {
+                    "type": "object",
+                    "required": ["file"],
+                    "properties": {"file": {"type": "string", "format": "binary"}},
+                }
+            },
+        },
+    },
+}
+
+
+@router.post(
+    "/v1/batches",
+    tags=["batches"],
+    response_model=schemas.Batch,
+    responses=responses(400, 408, 413, 422, 429, 503, 507),
+    openapi_extra=_BODY,
+    summary="Run a job file",
+)
+async def create_batch(
+    request: Request,
+    skip_invalid: Annotated[
+        bool,
+        Query(description="Accept the valid jobs of a file with mistakes; `skipped` says which those are."),
+    ] = False,
+) -> Response:
+    """Accepts all jobs of a file or none, with the messages of `gfgen run`; with `skip_invalid` all that the
+    models and this machine can do, if there are any. `image` and `output` of a line name files of the machine
+    that sends them, so pictures are refused and outputs get names of ours."""
+    desk = desk_of(request)
+    models = desk.check_ready().models
+    content, fingerprint = await read_job_file(request, desk=desk)
+    batch_id = new_id("batch")
+    try:
+        asked, problems = await asyncio.to_thread(
+            asked_batch, content, batch_id=batch_id, skip_invalid=skip_invalid, models=models
+        )
+        batch_id, skipped = await desk.take_batch(
+            asked,
+            batch_id=batch_id,
+            key=request_key(request, fingerprint),
+            problems=problems,
+            skip_invalid=skip_invalid,
+        )
+    except JobFileError as error:
+        raise ApiError(400, str(error), code="invalid_job_file", param=error.problems[0].field) from None
+    told = None if skipped is None else listed(skipped, limit=len(skipped))
+    return _answer(desk, desk.store.batch(batch_id), batch_id, skipped=told)
+
+
+@router.get(
+    "/v1/batches",
+    tags=["batches"],
+    responses=responses(400),
+    summary="List batches",
+    response_model=schemas.BatchList,
+)
+async def list_batches(request: Request, limit: Limit = 20) -> Response:
+    desk = desk_of(request)
+    answer = schemas.BatchList(data=[_batch(desk, row) for row in desk.store.batches(limit)])
+    return Response(answer.model_dump_json(), media_type="application/json")
+
+
+@router.get(
+    "/v1/batches/{batch_id}",
+    tags=["batches"],
+    response_model=schemas.Batch,
+    responses=responses(400, 404),
+    summary="Tell how a batch stands",
+)
+async def get_batch(request: Request, batch_id: JobId) -> Response:
+    desk = desk_of(request)
+    return _answer(desk, desk.store.batch(batch_id), batch_id)
+
+
+@router.get(
+    "/v1/batches/{batch_id}/manifest",
+    tags=["batches"],
+    response_class=Response,
+    responses={
+        **responses(400, 404),
+        200: {"content": {"application/jsonl": {"schema": {"type": "string"}}}},
+    },
+    summary="A line for each job of a batch that has ended",
+)
+async def get_manifest(request: Request, batch_id: JobId) -> Response:
+    """As `gfgen run` writes it; `id` is that of the job file, `job` is ours, `file` is where its file is."""
+    desk = desk_of(request)
+    if desk.store.batch(batch_id) is None:
+        raise _no_batch(batch_id)
+    content = await asyncio.to_thread(manifest, desk.store, batch_id)
+    return Response(content, media_type="application/jsonl")
+
+
+@router.post(
+    "/v1/batches/{batch_id}/cancel",
+    tags=["batches"],
+    response_model=schemas.Batch,
+    responses=responses(400, 404, 503, 507),
+    summary="Cancel what has not ended of a batch",
+)
+async def cancel_batch(request: Request, batch_id: JobId) -> Response:
+    desk = desk_of(request)
+    if desk.store.batch(batch_id) is None:
+        raise _no_batch(batch_id)
+    desk.check_ready()
+    open_ids = [r.facts.id for r in desk.live.records.values() if r.facts.batch_id == batch_id]
+    if open_ids:
+        await desk.store.cancel_batch(batch_id)
+        await desk.cancel(open_ids)
+    return _answer(desk, desk.store.batch(batch_id), batch_id)
+
+
+def _answer(desk: Desk, row: BatchRow | None, batch_id: str, *, skipped: list[str] | None = None) -> Response:
+    if row is None:
+        raise _no_batch(batch_id)
+    return Response(_batch(desk, row, skipped=skipped).model_dump_json(), media_type="application/json")
+
+
+def _batch(desk: Desk, row: BatchRow, *, skipped: list[str] | None = None) -> schemas.Batch:
+    is_over = row.completed_at is not None
+    records = [] if is_over else [r for r in desk.live.records.values() if r.facts.batch_id == row.id]
+    ends = [r.predicted_end_at for r in records]
+    known_ends = [end for end in ends if end is not None]
+    return schemas.Batch(
+        id=row.id,
+        status=("cancelled" if row.is_cancelled else "completed") if is_over else "in_progress",
+        created_at=int(row.created_at),
+        completed_at=None if row.completed_at is None else int(row.completed_at),
+        request_counts=schemas.RequestCounts(
+            total=row.total, completed=row.completed, failed=row.failed, cancelled=row.cancelled
+        ),
+        predicted_completion_at=max(known_ends) if ends and len(known_ends) == len(ends) else None,
+        num_late=row.missed + sum(r.will_meet_deadline is False for r in records),
+        manifest_url=f"/v1/batches/{row.id}/manifest",
+        skipped=skipped,
+    )
+
+
+def _no_batch(batch_id: str) -> ApiError:
+    return ApiError(404, f"there is no batch {batch_id}", param="batch_id", code="batch_not_found")

@@ -1,0 +1,501 @@
+"""The last observed state of the run: what every answer is made of, so that no request asks the run.
+
+An observer of the run at a distance: door.py sends what happens, and this applies it. Changes are numbered;
+streams ask for what is newer than the number that they have seen.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from gfgen.graph import Stage
+from gfgen.layout import Layout
+from gfgen.policies.catalog import BUILT_IN
+from gfgen.runtime.core import events
+from gfgen.runtime.core.dispatch import Dispatch
+from gfgen.runtime.predict.forecast import predict
+from gfgen.server.jobs.rank_lane import Flight, RankLane, Stretch
+from gfgen.server.jobs.records import SHOWN_PROMPT_CHARS, Record, layout_view, rounded
+from gfgen.server.jobs.store import Ending
+from gfgen.server.protocol import schemas
+from gfgen.server.protocol.link import Ends, Pace, Rows, Serving
+from gfgen.snapshot import JobView, RunningTask
+
+TIMELINE_S = 120.0
+MAX_STRETCHES = 600
+MAX_SHOWN_OPEN, MAX_SHOWN_FINISHED = 200, 48
+MAX_RECENT = 128
+"""Ended jobs whose events are still there to be read."""
+NOTABLE_S, NOTABLE = 0.5, 0.05
+"""A predicted time that moves by less than the larger of these (a share of what is left) has not changed."""
+
+
+class Watcher:
+    """Who counts what happens; does nothing at every point."""
+
+    def dispatched(self, dispatch: Dispatch, model: str) -> None:
+        """A task was given to ranks."""
+
+    def task_done(self, dispatch: Dispatch, model: str, busy_s: float) -> None:
+        """A task has ended on all of its ranks."""
+
+    def used(self, rank: int, busy_s: float) -> None:
+        """A rank has computed for so long."""
+
+    def rank_lost(self, rank: int) -> None:
+        """A worker process is gone."""
+
+    def ended(self, record: Record) -> None:
+        """A job has ended."""
+
+
+class Live:
+    """Ranks, jobs, timeline and policy; `now` gives Unix time."""
+
+    def __init__(
+        self,
+        *,
+        now: Callable[[], float] = time.time,
+        version: str = "",
+        max_open: int = 0,
+        watcher: Watcher | None = None,
+    ) -> None:
+        self.now = now
+        self.began_at = now()
+        self.status: schemas.ServerStatus = "loading"
+        self.reason: str | None = "the models are being loaded"
+        self.serving: Serving | None = None
+        self.records: dict[str, Record] = {}
+        """Jobs that have not ended, in the order of their acceptance."""
+        self.recent: OrderedDict[str, Record] = OrderedDict()
+        """Jobs that have ended a short while ago."""
+        self.finished: deque[schemas.Job] = deque(maxlen=MAX_SHOWN_FINISHED)
+        """The last first."""
+        self.ranks: list[RankLane] = []
+        self.deciding: str | None = None
+        self.policy_reason: str | None = None
+        self.asked_policy: str | None = None
+        self.version = 1
+        self._watcher = watcher or Watcher()
+        self.num_streams = 0
+        self.longest_turn_s = 0.0
+        """Of the control loop, since this front knows it."""
+        self.num_turns = 0
+        self._gfgen_version = version
+        self._max_open = max_open
+        self._flights: dict[int, Flight] = {}
+        self._stretches: deque[Stretch] = deque(maxlen=MAX_STRETCHES)
+        self._changed: dict[str, int] = defaultdict(int)
+        """By part of the state: the version of its last change."""
+        self._finished_at: deque[tuple[int, schemas.Job]] = deque(maxlen=MAX_SHOWN_FINISHED)
+        self._removed: deque[tuple[int, str]] = deque(maxlen=1000)
+        self._is_forecast_due = True
+
+    # What the run tells -----------------------------------------------------------------------------
+
+    def apply(self, note: Any) -> None:
+        """One thing that has happened; outcomes of jobs are not for here (desk.py)."""
+        match note:
+            case Dispatch():
+                self._dispatched(note)
+            case events.TaskDone() | events.TaskFailed():
+                self._landed(note)
+            case Rows():
+                for row in note.rows:
+                    self._stands(*row)
+            case Ends():
+                self._renew_ends(note)
+            case Pace():
+                self.longest_turn_s = max(self.longest_turn_s, note.longest_s)
+                self.num_turns += note.num_turns
+            case events.RankReady():
+                self._rank_ready(note)
+            case events.RankLost():
+                rank = self._rank(note.rank)
+                rank.status = "retired" if note.is_retired else "lost"
+                self._watcher.rank_lost(note.rank)
+                self._touch("ranks")
+            case events.ModelsChanged():
+                for rank in self.ranks:
+                    rank.status = rank.status if rank.status in ("lost", "retired") else "loading"
+                self._touch("ranks")
+            case events.RankLoaded():
+                rank = self._rank(note.rank)
+                rank.status = "busy" if rank.flights else "idle"
+                self._touch("ranks")
+            case events.FramesLost():
+                self._frames_lost(note.job_id)
+            case events.PolicyChanged():
+                self.deciding, self.policy_reason = note.policy, note.reason
+                self._touch("policy")
+            case events.StopRequested() | events.ClosingTime():
+                self.drain()
+            case Serving():
+                self._serve(note)
+
+    def _serve(self, serving: Serving) -> None:
+        self.serving = serving
+        self.asked_policy = self.asked_policy or serving.policy
+        self.deciding = serving.policy
+        self.ranks = [RankLane(rank) for rank in range(serving.num_ranks)]
+        self._flights.clear()
+        self._stretches.clear()
+        self.status, self.reason = "ready", None
+        self._touch("status", "ranks", "policy", "models")
+
+    def drain(self) -> None:
+        """The run is stopping: what is open goes on at the next start."""
+        self.status, self.reason = "draining", "the server is stopping; open jobs go on when it is back"
+        self._touch("status")
+        for record in self.records.values():
+            record.event("stopping", self.now())
+
+    def policy_asked(self, policy: str) -> None:
+        """Another one is to decide; the run tells when it does, and to whom it hands over."""
+        self.asked_policy = self.deciding = policy
+        self.policy_reason = None
+        self._touch("policy")
+
+    def at(self, time_s: float) -> float:
+        """Unix time of a moment of the run."""
+        assert self.serving is not None
+        return self.serving.started_at + time_s
+
+    def _rank(self, rank: int) -> RankLane:
+        return self.ranks[rank]
+
+    def _rank_ready(self, event: events.RankReady) -> None:
+        rank = self._rank(event.rank)
+        rank.status = "busy" if rank.flights else "idle"
+        rank.num_restarts = event.incarnation - 1
+        self._touch("ranks")
+
+    # Tasks ------------------------------------------------------------------------------------------
+
+    def _dispatched(self, dispatch: Dispatch) -> None:
+        flight = Flight(dispatch, set(dispatch.layout.ranks), dispatch.predicted_end_s)
+        self._flights[dispatch.number] = flight
+        at = self.at(dispatch.submitted_s)
+        for number in dispatch.layout.ranks:
+            rank = self._rank(number)
+            rank.flights.append(flight)
+            if len(rank.flights) == 1:
+                self._begin(rank, at)
+        record = self.records.get(dispatch.task.job_id)
+        if record is not None:
+            self._job_dispatched(record, dispatch, at)
+            self._watcher.dispatched(dispatch, record.facts.model)
+        self._touch("ranks", "timeline")
+
+    def _begin(self, rank: RankLane, at: float) -> None:
+        stretch = rank.begin(at)
+        if stretch is not rank.stretch:
+            rank.stretch = stretch
+            self._stretches.append(stretch)
+        stretch.version = self.version + 1
+
+    def _job_dispatched(self, record: Record, dispatch: Dispatch, at: float) -> None:
+        task, layout = dispatch.task, dispatch.layout
+        is_first = record.started_at is None
+        has_moved = record.layout != layout
+        is_new_stage = record.stage is not task.stage
+        record.status, record.stage = "in_progress", task.stage
+        record.layout, record.position, record.predicted_start_at = layout, None, None
+        if is_first:
+            record.started_at = at
+            record.event("started", at, stage=task.stage.value, layout=layout_view(layout))
+        elif has_moved:
+            record.event("layout", at, stage=task.stage.value, layout=layout_view(layout))
+        if is_new_stage and not is_first:
+            record.event("stage", at, stage=task.stage.value)
+        if record.view is not None and task.index + 1 == record.facts.num_tasks:
+            record.view = replace(record.view, remaining_s=0.0)  # of the last task no row tells
+        self._job_changed(record)
+        self._is_forecast_due = True
+
+    def _renew_ends(self, note: Ends) -> None:
+        """Running tasks are predicted to end at other times than before."""
+        for number, end_s in note.ends:
+            if number in self._flights:
+                self._flights[number].predicted_end_s = end_s
+        self._touch("ranks")
+
+    def _landed(self, event: events.TaskDone | events.TaskFailed) -> None:
+        flight = self._flights.get(event.dispatch)
+        if flight is None:
+            return
+        rank, at = self._rank(event.rank), self.at(event.time_s)
+        was_first = rank.flights[:1] == [flight]
+        if flight in rank.flights:
+            rank.flights.remove(flight)
+        if isinstance(event, events.TaskDone):
+            at = self.at(event.ended_s)
+            flight.busy_s = max(flight.busy_s, event.ended_s - event.started_s)
+            self._watcher.used(rank.rank, event.ended_s - event.started_s)
+            rank.note_use(event.ended_s - event.started_s, at)
+        else:
+            flight.failed = True
+        if was_first and rank.stretch is not None:
+            rank.stretch.ended_at, rank.stretch.version = at, self.version + 1
+        if not rank.flights:
+            rank.status = "idle" if rank.status == "busy" else rank.status
+        elif was_first:
+            self._begin(rank, at)
+        flight.pending.discard(event.rank)
+        if not flight.pending:
+            del self._flights[event.dispatch]
+            if not flight.failed:
+                self._task_done(flight, at)
+        self._touch("ranks", "timeline")
+
+    def _task_done(self, flight: Flight, at: float) -> None:
+        task, record = flight.dispatch.task, self.records.get(flight.dispatch.task.job_id)
+        if record is None:
+            return
+        self._watcher.task_done(flight.dispatch, record.facts.model, flight.busy_s)
+        record.next_index = task.index + 1
+        if task.stage is Stage.DENOISE:
+            record.event("step", at, step=record.step, steps=record.facts.steps)
+        if record.next_index == record.facts.num_tasks:
+            record.is_writing = True
+            record.event("stage", at, stage="write")
+        self._job_changed(record)
+
+    def _frames_lost(self, job_id: str) -> None:
+        """The decode will run again."""
+        record = self.records.get(job_id)
+        if record is not None:
+            record.is_writing, record.next_index = False, record.facts.num_tasks - 1
+            self._job_changed(record)
+
+    def _stands(self, job_id: str, next_index: int, remaining_s: float, layout: Layout | None) -> None:
+        """Where a job stands, and how much work it has left: what predictions are made of."""
+        record = self.records.get(job_id)
+        if record is None:
+            return
+        if next_index > 0 and record.started_at is None:  # it began before this front did
+            record.status, record.next_index, record.layout = "in_progress", next_index, layout
+            record.stage = record.trajectory.task(next_index - 1).stage
+            record.position = None
+            self._job_changed(record)
+        facts = record.facts
+        record.view = JobView(
+            job_id=job_id,
+            tag=facts.tag,
+            model=facts.model,
+            arrival_s=facts.arrives_at,
+            deadline_s=math.inf if facts.deadline_at is None else facts.deadline_at,
+            precedence=-facts.priority,
+            next_task=record.trajectory.task(next_index),
+            num_tasks=facts.num_tasks,
+            remaining_s=remaining_s,
+            last_layout=layout,
+        )
+        self._is_forecast_due = True
+
+    # Jobs -------------------------------------------------------------------------------------------
+
+    def add(self, records: Iterable[Record]) -> None:
+        """Jobs that were accepted."""
+        num_queued = sum(record.status == "queued" for record in self.records.values())
+        for position, record in enumerate(records, start=num_queued + 1):
+            self.records[record.facts.id] = record
+            record.position = position
+            record.event("queued", self.now(), position=position)
+            self._job_changed(record)
+        self._is_forecast_due = True
+
+    def end(self, job_id: str, ending: Ending, *, expires_at: float | None) -> Record | None:
+        """A job has ended, as the store has it."""
+        record = self.records.pop(job_id, None)
+        if record is None:
+            return None
+        record.ending, record.status, record.expires_at = ending, ending.status, expires_at
+        record.position = record.view = record.predicted_start_at = None
+        record.changed()
+        done = record.status == "completed"
+        record.event(
+            ending.status,
+            ending.completed_at,
+            error=record.job().error,
+            content_url=f"/v1/jobs/{job_id}/content" if done else None,
+        )
+        self.recent[job_id] = record
+        while len(self.recent) > MAX_RECENT:
+            self.recent.popitem(last=False)
+        self.show_finished(record.job(shown_chars=SHOWN_PROMPT_CHARS))
+        self._watcher.ended(record)
+        self._is_forecast_due = True
+        return record
+
+    def show_finished(self, job: schemas.Job) -> None:
+        """The job is the last that has ended."""
+        self._touch("open", "finished")
+        self.finished.appendleft(job)
+        self._finished_at.appendleft((self.version, job))
+
+    def remove(self, job_ids: Sequence[str]) -> None:
+        """Ended jobs are gone."""
+        gone = set(job_ids)
+        self._touch("finished")
+        self._removed.extend((self.version, job_id) for job_id in job_ids)
+        kept = [entry for entry in self._finished_at if entry[1].id not in gone]
+        self._finished_at = deque(kept, maxlen=MAX_SHOWN_FINISHED)
+        self.finished = deque((job for _, job in kept), maxlen=MAX_SHOWN_FINISHED)
+        for job_id in job_ids:
+            self.recent.pop(job_id, None)
+
+    def _job_changed(self, record: Record) -> None:
+        self.version += 1
+        record.version = self.version
+        record.changed()
+        self._changed["open"] = self.version
+
+    def forecast(self) -> None:
+        """Predict anew when the open jobs end, if anything has happened since the last time."""
+        if self.serving is None or not (self._is_forecast_due or self._flights):
+            return
+        self._is_forecast_due = False
+        views = {job_id: r.view for job_id, r in self.records.items() if r.view is not None}
+        now, shift_s = self.now(), self.serving.started_at
+        running = [
+            RunningTask(f.dispatch.task, f.dispatch.layout, shift_s + f.predicted_end_s)
+            for f in self._flights.values()
+            if not f.failed
+        ]
+        ranks = [rank.rank for rank in self.ranks if rank.status in ("idle", "busy")]
+        policy = self.deciding or ""
+        predicted = predict(views, running=running, ranks=ranks, now_s=now, policy=policy)
+        queued = [job_id for job_id in predicted.starts_s if self.records[job_id].status == "queued"]
+        for place, job_id in enumerate(queued, start=1):
+            self._set_position(self.records[job_id], place, predicted.starts_s[job_id], now)
+        for job_id in views:
+            record, ends_at = self.records[job_id], predicted.ends_s[job_id]
+            if _is_notable(record.predicted_end_at, ends_at, now):
+                record.predicted_end_at = ends_at
+                self._job_changed(record)
+
+    def _set_position(self, record: Record, place: int, starts_at: float, now: float) -> None:
+        is_new = record.position != place or record.predicted_start_at is None
+        if is_new or _is_notable(record.predicted_start_at, starts_at, now):
+            record.position, record.predicted_start_at = place, starts_at
+            self._job_changed(record)
+        if is_new and record.pulse.has_waiters:
+            record.event("queued", now, position=place, predicted_start_at=rounded(starts_at))
+
+    # What is shown ----------------------------------------------------------------------------------
+
+    def shown_open(self) -> list[Record]:
+        """Open jobs: those that have begun in the order in which they did, then the queue."""
+        started = [r for r in self.records.values() if r.status == "in_progress"]
+        queued = [r for r in self.records.values() if r.status == "queued"]
+        started.sort(key=lambda r: r.started_at or 0.0)
+        queued.sort(key=lambda r: r.position or 10**9)
+        return [*started, *queued][:MAX_SHOWN_OPEN]
+
+    def state(self) -> schemas.LiveState:
+        """All of it, at this moment."""
+        now = self.now()
+        return schemas.LiveState(
+            server_time=round(now, 3),
+            started_at=round(self.began_at, 3),
+            version=self._gfgen_version,
+            status=self.status,
+            reason=self.reason,
+            device="" if self.serving is None else self.serving.device,
+            policy=self.policy(),
+            models=self.models(),
+            ranks=self.shown_ranks(now),
+            timeline=[s.shown() for s in self._recent_stretches(now)],
+            open=[r.job(shown_chars=SHOWN_PROMPT_CHARS) for r in self.shown_open()],
+            num_open=len(self.records),
+            max_open=self._max_open,
+            finished=list(self.finished),
+            streams=self.num_streams,
+        )
+
+    def change(self, since: int) -> schemas.Change | None:
+        """What has changed after a version; None when nothing has."""
+        if self.version <= since:
+            return None
+        now, changed = self.now(), self._changed
+        values: dict[str, Any] = {}
+        if changed["status"] > since:
+            values |= {"status": self.status, "reason": self.reason}
+        if changed["policy"] > since:
+            values["policy"] = self.policy()
+        if changed["models"] > since:
+            values["models"] = self.models()
+        if changed["ranks"] > since:
+            values["ranks"] = self.shown_ranks(now)
+        if changed["timeline"] > since:
+            values["timeline"] = [s.shown() for s in self._recent_stretches(now) if s.version > since]
+        if changed["open"] > since:
+            shown = self.shown_open()
+            new = [r.job(shown_chars=SHOWN_PROMPT_CHARS) for r in shown if r.version > since]
+            values |= {"open": new, "order": [r.facts.id for r in shown], "num_open": len(self.records)}
+        if changed["finished"] > since:
+            values["finished"] = [job for version, job in self._finished_at if version > since]
+            values["removed"] = [job_id for version, job_id in self._removed if version > since]
+        return schemas.Change(server_time=round(now, 3), **values)
+
+    def policy(self) -> schemas.PolicyState:
+        return schemas.PolicyState(
+            policy=self.asked_policy or "",
+            deciding=self.deciding or self.asked_policy or "",
+            reason=self.policy_reason,
+            available=list(BUILT_IN),
+        )
+
+    def models(self) -> list[schemas.Model]:
+        return [] if self.serving is None else list(self.serving.models)
+
+    def shown_ranks(self, now: float) -> list[schemas.Rank]:
+        since = self.began_at if self.serving is None else max(self.began_at, self.serving.started_at)
+        return [
+            schemas.Rank(
+                rank=rank.rank,
+                status=rank.status,
+                task=self._rank_task(rank),
+                utilisation=round(rank.utilisation(now, since=since), 3),
+                restarts=rank.num_restarts,
+            )
+            for rank in self.ranks
+        ]
+
+    def _rank_task(self, rank: RankLane) -> schemas.RankTask | None:
+        if not rank.flights:
+            return None
+        flight = rank.flights[0]
+        dispatch = flight.dispatch
+        record = self.records.get(dispatch.task.job_id) or self.recent.get(dispatch.task.job_id)
+        view = layout_view(dispatch.layout)
+        assert view is not None
+        return schemas.RankTask(
+            job_id=dispatch.task.job_id,
+            stage=dispatch.task.stage.value,
+            step=dispatch.task.step,
+            steps=0 if record is None else record.facts.steps,
+            layout=view,
+            started_at=round(rank.begun_at, 4),
+            predicted_end_at=round(self.at(flight.predicted_end_s), 4),
+        )
+
+    def _recent_stretches(self, now: float) -> Iterator[Stretch]:
+        return (s for s in self._stretches if s.ended_at is None or s.ended_at > now - TIMELINE_S)
+
+    def _touch(self, *parts: str) -> None:
+        self.version += 1
+        for part in parts:
+            self._changed[part] = self.version
+
+
+def _is_notable(before: float | None, after: float, now: float) -> bool:
+    if before is None:
+        return True
+    return abs(after - before) > max(NOTABLE_S, NOTABLE * max(0.0, after - now))

@@ -1,0 +1,153 @@
+"""What Prometheus reads: counted as it happens, and the rest looked up when it asks."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter as Counts
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    ProcessCollector,
+    generate_latest,
+)
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from gfgen.runtime.core.dispatch import Dispatch
+from gfgen.server.jobs.live import Live, Watcher
+from gfgen.server.jobs.records import Record
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+MAX_CLASSES = 32
+"""Tags that have a label of their own; they come from requests, and every new one would cost memory."""
+OTHER = "other"
+_CREATED = re.compile(rb"(# (HELP|TYPE) )?[a-z_]+_created[{ ]")
+"""Lines that say when a counter was made: twice the size for what nobody asks."""
+_STEP_BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_JOB_BOUNDS_S = (0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
+
+
+class Meter(Watcher, Collector):
+    """Counts for one server; a class is a job's tag."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.live: Live | None = None
+        self._classes: set[str] = set()
+        registry = self.registry
+        self._ended = Counter(
+            "gfgen_jobs_ended", "Jobs that have ended.", ["model", "class", "status"], registry=registry
+        )
+        self._deadlines = Counter(
+            "gfgen_deadlines",
+            "Deadlines of jobs that have ended, without cancelled ones.",
+            ["model", "class", "met"],
+            registry=registry,
+        )
+        self._job_s = Histogram(
+            "gfgen_job_seconds",
+            "From a completed job's acceptance to its file.",
+            ["model", "class"],
+            buckets=_JOB_BOUNDS_S,
+            registry=registry,
+        )
+        self._task_s = Histogram(
+            "gfgen_task_seconds",
+            "Execution of tasks: stage=denoise are the steps; ranks is how many shared it.",
+            ["model", "stage", "ranks"],
+            buckets=_STEP_BOUNDS_S,
+            registry=registry,
+        )
+        self._migrations = Counter(
+            "gfgen_migrations",
+            "Tasks whose job had to move to other ranks first.",
+            ["model"],
+            registry=registry,
+        )
+        self._busy_s = Counter(
+            "gfgen_rank_busy_seconds", "Time of tasks on a rank.", ["rank"], registry=registry
+        )
+        self._lost = Counter(
+            "gfgen_worker_restarts", "Worker processes that died or were killed.", ["rank"], registry=registry
+        )
+        registry.register(self)
+        ProcessCollector(registry=registry)
+
+    def text(self) -> bytes:
+        """All of it, as Prometheus reads it."""
+        lines = generate_latest(self.registry).splitlines(keepends=True)
+        return b"".join(line for line in lines if not _CREATED.match(line))
+
+    # As it happens ----------------------------------------------------------------------------------
+
+    def dispatched(self, dispatch: Dispatch, model: str) -> None:
+        if dispatch.task.index > 1 and dispatch.source not in (None, dispatch.layout):
+            self._migrations.labels(model).inc()
+
+    def task_done(self, dispatch: Dispatch, model: str, busy_s: float) -> None:
+        stage, ranks = dispatch.task.stage.value, str(dispatch.layout.degree)
+        self._task_s.labels(model, stage, ranks).observe(busy_s)
+
+    def used(self, rank: int, busy_s: float) -> None:
+        self._busy_s.labels(str(rank)).inc(max(0.0, busy_s))
+
+    def rank_lost(self, rank: int) -> None:
+        self._lost.labels(str(rank)).inc()
+
+    def ended(self, record: Record) -> None:
+        facts, ending = record.facts, record.ending
+        assert ending is not None
+        name = self._class(facts.tag)
+        self._ended.labels(facts.model, name, ending.status).inc()
+        if ending.met_deadline is not None:
+            self._deadlines.labels(facts.model, name, str(ending.met_deadline).lower()).inc()
+        if ending.status == "completed":
+            latency_s = max(0.0, ending.completed_at - facts.arrives_at)
+            self._job_s.labels(facts.model, name).observe(latency_s)
+
+    # When it is asked for ---------------------------------------------------------------------------
+
+    def collect(self) -> Iterator[Metric]:
+        live = self.live
+        if live is None:
+            return
+        ready = GaugeMetricFamily("gfgen_ready", "1 while jobs are taken.")
+        ready.add_metric([], float(live.status == "ready"))
+        yield ready
+        waiting = Counts(
+            (r.facts.model, self._class(r.facts.tag), r.status) for r in list(live.records.values())
+        )
+        yield _gauge("gfgen_jobs_open", "Jobs that have not ended.", ["model", "class", "status"], waiting)
+        now = live.now()
+        use = {(str(rank.rank),): rank.utilisation for rank in live.shown_ranks(now)}
+        yield _gauge(
+            "gfgen_rank_utilisation", "Share of the last minute in which it computed.", ["rank"], use
+        )
+        up = {(str(rank.rank),): float(rank.status in ("loading", "idle", "busy")) for rank in live.ranks}
+        yield _gauge("gfgen_rank_up", "1 while a rank takes tasks.", ["rank"], up)
+        turn = {(): live.longest_turn_s}
+        yield _gauge("gfgen_control_longest_turn_seconds", "The loop's longest turn so far.", [], turn)
+        yield _gauge("gfgen_control_turns", "Turns of the control loop so far.", [], {(): live.num_turns})
+        yield _gauge("gfgen_streams", "Event streams that are read.", [], {(): live.num_streams})
+
+    def describe(self) -> list[Metric]:
+        """Nothing: names are known when they are asked for."""
+        return []
+
+    def _class(self, tag: str | None) -> str:
+        name = tag or ""
+        if name not in self._classes and len(self._classes) >= MAX_CLASSES:
+            return OTHER
+        self._classes.add(name)
+        return name
+
+
+def _gauge(name: str, text: str, labels: list[str], values: Mapping[Any, float]) -> Metric:
+    family = GaugeMetricFamily(name, text, labels=labels)
+    for place, value in values.items():
+        family.add_metric(list(place), value)
+    return family

@@ -1,0 +1,45 @@
+"""What the server tells of a model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from gfgen.errors import JobError
+from gfgen.jobspec import JobSpec
+from gfgen.runtime.core.admission import Model
+from gfgen.server.protocol import schemas
+
+_PLAIN = JobSpec(id="plain", prompt="plain", seed=0)
+
+
+def shown_model(model: Model, *, created: int) -> schemas.Model:
+    """The model with what jobs get that do not say, which its geometry knows."""
+    run = _resolved(model, _PLAIN)
+    with_image = _resolved(model, replace(_PLAIN, image="image"))
+    known = run or with_image
+    return schemas.Model(
+        id=model.name,
+        created=created,
+        kind="image" if model.geometry.kind == "image" else "video",
+        takes_image="no" if with_image is None else "yes" if run is not None else "always",
+        defaults=None if known is None else _defaults(known),
+    )
+
+
+def _resolved(model: Model, spec: JobSpec) -> JobSpec | None:
+    try:
+        return model.geometry.resolve(spec)
+    except JobError:
+        return None
+
+
+def _defaults(run: JobSpec) -> schemas.Defaults:
+    is_video = (run.frames or 1) > 1
+    return schemas.Defaults(
+        size=f"{run.width}x{run.height}",
+        frames=run.frames if is_video else None,
+        fps=run.fps if is_video else None,
+        steps=run.steps or 1,
+        guidance_scale=run.guidance_scale,
+        true_cfg_scale=run.true_cfg_scale,
+    )

@@ -1,0 +1,179 @@
+"""Errors of the HTTP interface, all of them in OpenAI's shape.
+
+400  what was sent is not what this endpoint takes        409  not in this state of the job
+401  the key is missing or wrong                          413  more than the server takes
+403  a page of another site asks                          422  understood, and cannot be done here
+404  there is no such job, batch, model or path           429  too much is open; later (Retry-After)
+500  a mistake of ours                                    503  loading, stopping, too busy (Retry-After)
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, ValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.routing import compile_path
+
+from gfgen.errors import OutputError, Problem
+from gfgen.server.protocol import schemas
+
+logger = logging.getLogger(__name__)
+
+MAX_SHOWN = 5
+"""Problems of one request that are told."""
+
+M = TypeVar("M", bound=BaseModel)
+
+_CODES = {
+    400: "invalid_request",
+    401: "invalid_api_key",
+    403: "forbidden",
+    404: "not_found",
+    405: "method_not_allowed",
+    409: "conflict",
+    413: "too_large",
+    416: "range_not_satisfiable",
+    422: "cannot_be_done",
+    429: "queue_full",
+    500: "internal_error",
+    503: "not_ready",
+    507: "disk_full",
+}
+
+
+class ApiError(Exception):
+    """An answer that says what is wrong, with the field's name."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: float | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code or _CODES.get(status)
+        self.headers = dict(headers or {})
+        if retry_after_s is not None:
+            self.headers["Retry-After"] = str(max(1, round(retry_after_s)))
+
+    def response(self) -> Response:
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        kind = "rate_limit_error" if self.status == 429 else kind
+        body = schemas.ErrorBody(message=self.message, type=kind, param=self.param, code=self.code)
+        return Response(
+            schemas.Error(error=body).model_dump_json(),
+            status_code=self.status,
+            headers=self.headers,
+            media_type="application/json",
+        )
+
+
+def responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """For a route's documentation: these may be answered, all in one shape."""
+    return {status: {"model": schemas.Error} for status in (*statuses, 401, 403)}
+
+
+def install(app: FastAPI) -> None:
+    """Let every error of this app be answered in the one shape."""
+
+    async def ours(_: Request, error: Exception) -> Response:
+        assert isinstance(error, ApiError)
+        return error.response()
+
+    async def invalid(_: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        return _of_validation(error.errors(), (), is_body=False).response()
+
+    async def http(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        what = {404: "there is no such path", 405: "this path does not take that method"}
+        message, headers = what.get(error.status_code, str(error.detail)), dict(error.headers or {})
+        if error.status_code == 405:
+            headers["Allow"] = ", ".join(_methods(app, request.url.path)) or headers.get("Allow", "")
+        return ApiError(error.status_code, message, headers=headers).response()
+
+    async def full(_: Request, error: Exception) -> Response:
+        return ApiError(507, str(error)).response()
+
+    async def unexpected(_: Request, error: Exception) -> Response:
+        return ApiError(500, "a mistake of the server; its log has the details").response()
+
+    app.add_exception_handler(ApiError, ours)
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(OutputError, full)
+    app.add_exception_handler(Exception, unexpected)
+
+
+def _methods(app: FastAPI, path: str) -> list[str]:
+    """What a path takes, by the OpenAPI document: the framework names one of its routes alone."""
+    for template, operations in app.openapi()["paths"].items():
+        pattern, _, _ = compile_path(template)
+        if pattern.match(path):
+            return sorted(name.upper() for name in operations)
+    return []
+
+
+def checked(model: type[M], values: Mapping[str, Any]) -> M:
+    """The values as this model has them.
+
+    Raises: ApiError with what is wrong, and the name of the first field that is.
+    """
+    try:
+        return model.model_validate(dict(values))
+    except ValidationError as error:
+        raise _of_validation(error.errors(include_url=False), model.model_fields, is_body=True) from None
+
+
+def refused(problems: Sequence[Problem], names: Mapping[str, str], *, status: int) -> ApiError:
+    """What is wrong with a job, in the words of the request: `names` has its words for the job file's."""
+    texts = [str(_renamed(problem, names)) for problem in problems[:MAX_SHOWN]]
+    if len(problems) > MAX_SHOWN:
+        texts.append(f"and {len(problems) - MAX_SHOWN} more problems")
+    first = problems[0].field
+    param = None if first is None else names.get(first, first)
+    return ApiError(status, "; ".join(texts), param=param)
+
+
+def _renamed(problem: Problem, names: Mapping[str, str]) -> Problem:
+    field = problem.field
+    return Problem(None, None if field is None else names.get(field, field), problem.value, problem.accepted)
+
+
+def _of_validation(errors: Sequence[Any], fields: Iterable[str], *, is_body: bool) -> ApiError:
+    texts, param = [], None
+    for error in errors[:MAX_SHOWN]:
+        place = [
+            str(part) for part in error["loc"] if is_body or part not in ("query", "path", "body", "header")
+        ]
+        name = place[0] if place else None
+        param = param or name
+        texts.append(_text(error, name, list(fields)))
+    return ApiError(400, "; ".join(texts) or "the request is not valid", param=param)
+
+
+def _text(error: Any, name: str | None, fields: Sequence[str]) -> str:
+    kind = error["type"]
+    if kind == "extra_forbidden" and name is not None:
+        near = difflib.get_close_matches(name[:40], fields, n=1)
+        shown = name if name.isprintable() and len(name) <= 80 else repr(name[:40])
+        hint = f"did you mean {near[0]}?" if near else f"the fields are {', '.join(fields)}"
+        return f"{shown}: not a field; {hint}"
+    if kind == "missing":
+        return f"{name}: missing"
+    message = str(error["msg"])
+    return f"{name}: {message[:1].lower()}{message[1:]}" if name else message

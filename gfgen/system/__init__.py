@@ -1,0 +1,1 @@
+"""What gfgen needs of the operating system: processes that end together, signals, limits, files of lines."""

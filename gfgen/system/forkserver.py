@@ -1,0 +1,132 @@
+"""The fork server, reached through a socket that has no file.
+
+`multiprocessing` keeps its socket in a folder of its own under /tmp until the process exits; one
+that is killed leaves both there. Here they are removed as soon as the server listens, and new
+processes are asked for through the descriptor that is left. Not an abstract socket: any user of
+the machine could connect to that (CVE-2022-42919).
+
+The kernel kills the server with the run, and what the server forks with the server (`lifeline`).
+Neither gets a signal that is meant for the run: `timeout`, `kill -- -GROUP` and a closing terminal
+signal every process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import multiprocessing.forkserver
+import multiprocessing.process
+import multiprocessing.resource_tracker
+import multiprocessing.util
+import os
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from gfgen.system.own_modules import PACKAGE_ROOT
+from gfgen.system.signals import FOR_THE_RUN
+
+_BY_DESCRIPTOR = "/proc/self/fd/"
+
+
+def ensure_running(keep_fds: Sequence[int] = ()) -> None:
+    """Start the fork server unless it runs.
+
+    It and all that it forks ignore signals for the run, die with the run and keep `keep_fds` open.
+    """
+    # The kernel would kill the server at the end of any other thread.
+    assert threading.current_thread() is threading.main_thread(), "the main thread starts processes"
+    server: Any = multiprocessing.forkserver._forkserver
+    address_before = server._forkserver_address
+    if address_before is None:
+        _leave_removed_folder()
+    with (
+        _our_start(keep_fds),
+        tempfile.TemporaryDirectory(prefix="gfgen-") as folder,
+        _temporary_folder(folder),
+    ):
+        with _signals_blocked():
+            multiprocessing.resource_tracker.ensure_running()
+        with _signals_blocked():  # again: the tracker's start lets some of them through
+            server.ensure_running()
+        address = server._forkserver_address
+        if address == address_before:
+            return
+        if address.startswith(folder):
+            server._forkserver_address = f"{_BY_DESCRIPTOR}{os.open(address, os.O_PATH | os.O_CLOEXEC)}"
+    if address_before and address_before.startswith(_BY_DESCRIPTOR):
+        os.close(int(address_before.removeprefix(_BY_DESCRIPTOR)))
+
+
+def _leave_removed_folder() -> None:
+    """A process is told where it is to begin, and nothing can begin in a folder that is gone."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        os.chdir("/")
+
+
+@contextlib.contextmanager
+def _our_start(keep_fds: Sequence[int]) -> Iterator[None]:
+    """Start processes so that they find our modules, and the fork server so that it dies with this process.
+
+    They are started with `-c`, which searches the current folder before the standard library: unless this
+    process does too, `-P` keeps them from taking a random.py there for Python's own.
+    """
+    util: Any = multiprocessing.util
+    spawn = util.spawnv_passfds
+    own_flags = [] if _finds_modules_here() else ["-P"]
+
+    def start(path: bytes, command: Sequence[str], fds: Sequence[int]) -> int:
+        *flags, _, code = command
+        if "forkserver" in code:  # the resource tracker ends when all others have
+            code, fds = f"{_lifeline()}; {code}", [*fds, *keep_fds]
+        pid: int = spawn(path, [*flags, *own_flags, "-c", code], fds)
+        return pid
+
+    util.spawnv_passfds = start
+    try:
+        yield
+    finally:
+        util.spawnv_passfds = spawn
+
+
+def _lifeline() -> str:
+    """Statements for a child of this process, which may not find this package."""
+    bind = f"lifeline.die_with_parent({os.getpid()}); lifeline.bind_forks()"
+    return f"import sys; sys.path.append({str(PACKAGE_ROOT)!r}); from gfgen.runtime import lifeline; {bind}"
+
+
+def _finds_modules_here() -> bool:
+    """Whether this process looks into the current folder before the standard library."""
+    library = os.path.dirname(os.__file__)
+    before = itertools.takewhile(lambda place: place != library, sys.path)
+    return os.getcwd() in map(os.path.abspath, before)
+
+
+@contextlib.contextmanager
+def _temporary_folder(folder: str) -> Iterator[None]:
+    """Let `multiprocessing` put its files there."""
+    config: dict[str, Any] = multiprocessing.process.current_process()._config  # type: ignore[attr-defined]
+    before = config.get("tempdir")
+    config["tempdir"] = folder
+    try:
+        yield
+    finally:
+        config["tempdir"] = before
+
+
+@contextlib.contextmanager
+def _signals_blocked() -> Iterator[None]:
+    """Let a process that is started here get no signal for the run from its first instruction on.
+
+    A process inherits what is blocked, as what is ignored; but this one gets what has come meanwhile.
+    """
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, FOR_THE_RUN)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
