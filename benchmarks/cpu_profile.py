@@ -1,6 +1,6 @@
 """Measure the profile of the built-in model that is scaled to other CPUs (gfgen/models/profiles/scaled).
 
-    python benchmarks/cpu_profile.py -o gfgen/models/profiles/scaled/shapes.json
+    python -m benchmarks.cpu_profile -o gfgen/models/profiles/scaled/shapes.json
 
 One process, one core. All times are CPU times, in proportion to those of the calibration at that moment, so
 other programs on the machine hardly change them.
@@ -49,7 +49,7 @@ def main() -> None:
     profile = Profile(
         device=f"one of {cpu_name()}",
         date=time.strftime("%Y-%m-%d"),
-        source="python benchmarks/cpu_profile.py: CPU time of one process on one core",
+        source="python -m benchmarks.cpu_profile: CPU time of one process on one core",
         num_ranks=MOST_RANKS,
         rows=tuple(row for job in jobs for row in _rows(adapter, job)),
         write_s=0.05,

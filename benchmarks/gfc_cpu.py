@@ -1,6 +1,6 @@
 """Times the CPU collectives between real processes and prints a Markdown table.
 
-    python benchmarks/gfc_cpu.py [--ranks 4] [--repeats 2000]
+    python -m benchmarks.gfc_cpu [--ranks 4] [--repeats 2000]
 
 Times are of a rank's own calls, tensors and Python included: median and mean over repeats, then the
 median over ranks. With more ranks than cores calls come in fast and slow ones (some ranks are not

@@ -1,8 +1,8 @@
 """Where the time of a forward goes, by kernels, on 1 and 2 GPUs, and what the card does meanwhile.
 
-    python benchmarks/gpu_kernels.py [--gpus 1,2] [--shape wan-1280x704x81 ...] [--json FILE]
+    python -m benchmarks.gpu_kernels [--gpus 1,2] [--shape wan-1280x704x81 ...] [--json FILE]
 
-One forward of `gfgen bench forward` ("ours") under torch's profiler, then fourteen in a CUDA graph, beside
+One forward of benchmarks/forward.py ("ours") under torch's profiler, then fourteen in a CUDA graph, beside
 which nvidia-smi reads clock, power and temperature ten times a second. Random weights; about 25 s a shape.
 """
 
@@ -23,14 +23,14 @@ import torch
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from gfgen.bench.forward import SHAPES
+from benchmarks import measure_forward
+from benchmarks.forward import SHAPES
+from benchmarks.measure_forward import NUM_DISPATCHES, Kind, Shape
 from gfgen.bench.gpus import check_count
 from gfgen.errors import GfgenError
 from gfgen.gfc.cuda.endpoint import CudaEndpoint
 from gfgen.gfc.cuda.ranks import CudaRanks
 from gfgen.layout import Layout
-from gfgen.models import measure_forward
-from gfgen.models.measure_forward import NUM_DISPATCHES, Kind, Shape
 from gfgen.runtime.ipc.arenas import GPU_PLAN
 
 KINDS = {

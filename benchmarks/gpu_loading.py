@@ -1,6 +1,6 @@
 """How long ranks take to load a checkpoint of full size, and what of main memory that takes.
 
-    python benchmarks/gpu_loading.py wan2.2-ti2v-5b --folder /dev/shm/checkpoint [--gpus 2]
+    python -m benchmarks.gpu_loading wan2.2-ti2v-5b --folder /dev/shm/checkpoint [--gpus 2]
 
 Random weights are saved as the released checkpoints store them (Wan's transformers in fp32), then loaded
 by as many processes at once, one to each GPU: as gfgen does it, and by diffusers' `from_pretrained` and

@@ -1,6 +1,6 @@
 """How near shared steps in bf16 come to diffusers' own pipeline, on GPUs, full-size random weights.
 
-    python benchmarks/gpu_precision.py [--steps 4] [--json FILE]
+    python -m benchmarks.gpu_precision [--steps 4] [--json FILE]
 
 The measure is what bf16 itself costs: the distance of diffusers' final latents in bf16 from those in
 fp32, relative to the latter's norm. Every layout, layouts that change between steps, and both branches of

@@ -1,6 +1,6 @@
 """What a step with a prompt of a new length costs on a GPU before it is a CUDA graph. Qwen-Image, 512x512.
 
-    python benchmarks/gpu_recording.py
+    python -m benchmarks.gpu_recording
 
 Records forwards with texts of ever other lengths, at once and with an evaluation before, and then compares
 attention as long as what is valid with attention that leaves padding out: by a count on the device, and by a
@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from benchmarks.measure_forward import Shape, inputs_of
 from gfgen.bench.gpus import check_count
 from gfgen.errors import GfgenError
 from gfgen.gfc.cuda.measure import captured_us
@@ -28,7 +29,6 @@ from gfgen.models.fast.fused import fuse
 from gfgen.models.fast.graphs import Graphs
 from gfgen.models.geometry.geometry import CONFIGS
 from gfgen.models.loading.random_weights import random_component
-from gfgen.models.measure_forward import Shape, inputs_of
 from gfgen.models.parallel.counted_attention import counted_attention, is_fast
 from gfgen.models.parallel.sequence_parallel import install
 from gfgen.runtime.worker.worker_graphs import CudaRecorder

@@ -1,6 +1,6 @@
 """Which policy meets the deadlines: `auto` beside fixed ones, simulated on 4 GPUs.
 
-    python benchmarks/policy_study.py --processes 2 --output benchmarks/results/2026-11-23-policies
+    python -m benchmarks.policy_study --processes 2 --output benchmarks/results/2026-11-23-policies
 
 Every point is 20 workloads of 80 jobs; all policies get the same ones, so that differences are paired by
 seed. Durations come from the profile of goals that is shipped (h200-goals.json): nothing here was measured
@@ -265,7 +265,7 @@ def report(
     lines = [
         "# Policies under load, simulated",
         "",
-        f"{date}; command: `python benchmarks/policy_study.py --processes {processes} --output {output}`, "
+        f"{date}; command: `python -m benchmarks.policy_study --processes {processes} --output {output}`, "
         f"{wall_s / 60:.1f} minutes on {machine}; commit {commit}.",
         "",
         f"{NUM_RANKS} ranks of the profile h200-goals.json (goal step times put together, not measured), "

@@ -1,6 +1,6 @@
 """Shares a job's denoising steps among CPU ranks and prints what of a step the exchanges take.
 
-    python benchmarks/sequence_parallel_cpu.py [--model tiny-wan] [--steps 8]
+    python -m benchmarks.sequence_parallel_cpu [--model tiny-wan] [--steps 8]
 
 Columns: the step; the share of it inside exchanges, waiting for peers included; the share that is
 left when a barrier before each exchange takes the waiting out; bytes that a rank sends. All but

@@ -1,6 +1,6 @@
 """How near a simulated run comes to the real one, on CPU ranks.
 
-    python benchmarks/simulator_fidelity.py [--repeat 3] [--workload mixed ...] [--json FILE]
+    python -m benchmarks.simulator_fidelity [--repeat 3] [--workload mixed ...] [--json FILE]
 
 In each repetition: measure a profile of all shapes; then, for each workload, run its jobs on real
 workers, and simulate the same jobs under the same policy by that profile. Twice more, to tell a machine that

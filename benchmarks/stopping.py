@@ -1,7 +1,7 @@
 """How long after a stop the rank of a huge step is free again.
 
-    python benchmarks/stopping.py shapes --frames 2001
-    python benchmarks/stopping.py wan2.2-ti2v-5b --size 1280x704 --frames 601 --options "--random-weights"
+    python -m benchmarks.stopping shapes --frames 2001
+    python -m benchmarks.stopping wan2.2-ti2v-5b --size 1280x704 --frames 601 --options "--random-weights"
 
 Runs jobs whose steps take far longer than their `timeout`, one after the other on one rank, and reads
 from the journal when each timeout came, when the rank was free, and whether it had to be killed.

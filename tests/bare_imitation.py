@@ -8,10 +8,10 @@ from typing import Any
 
 from gpu_worker_imitation import ImitationRecorder, ImitationWorker, imitate_cuda
 
+from benchmarks.worker_bare import BareGpuWorker
 from gfgen.gfc.arena import Plan
 from gfgen.runtime.ipc.channel import Channel
 from gfgen.runtime.worker.worker import Worker, WorkerSettings, load, load_model, run_worker
-from gfgen.runtime.worker_bare import BareGpuWorker
 
 __all__ = ["WorkerSettings", "main"]
 

@@ -1,4 +1,4 @@
-"""The rows of `gfgen bench decode`, and what becomes of them."""
+"""The rows of `python -m benchmarks.decode`, and what becomes of them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from gfgen.bench import decode, gpus
-from gfgen.bench.decode import SHAPES, Row, measure_decodes, store, table_of
+from benchmarks import decode
+from benchmarks.decode import SHAPES, Row, measure_decodes, store, table_of
+from gfgen.bench import gpus
 from gfgen.errors import InputError
 from gfgen.layout import Layout
 from gfgen.models.geometry.geometry import shipped_geometry
@@ -57,7 +58,7 @@ def test_groups_work_side_by_side_and_the_slowest_rank_counts(monkeypatch: pytes
     assert sorted(told, key=repr) == sorted(rows, key=repr)
     assert [row.degree for row in rows] == [1, 2, 4] * 5
     assert [row.seconds for row in rows[:3]] == pytest.approx([8.0, 4.3, 2.3])
-    text = "\n".join(table_of(rows, device="4 x GPU", command="gfgen bench decode"))
+    text = "\n".join(table_of(rows, device="4 x GPU", command="python -m benchmarks.decode"))
     assert "| wan-1280x704x81 | bfloat16 | 4 | 2.300 | 3.48 | 9.0 | 1.0 | 1.0e-04 | 1 | 50.0 |" in text
     assert len(measure_decodes(num_gpus=4, seconds=0)) == 1
     with pytest.raises(InputError, match="this machine has 4 NVIDIA GPUs"):
@@ -66,7 +67,7 @@ def test_groups_work_side_by_side_and_the_slowest_rank_counts(monkeypatch: pytes
 
 def test_rows_are_stored_beside_their_table(tmp_path: Path) -> None:
     row = Row("wan", "float32", 1, seconds=1.0, first_s=2.0, peak_gb=3.0, is_plain=False)
-    text = "\n".join(table_of([row], device="GPU", command="gfgen bench decode"))
+    text = "\n".join(table_of([row], device="GPU", command="python -m benchmarks.decode"))
     assert "not bitwise" in text
     store([row], tmp_path / "decode", text)
     assert json.loads((tmp_path / "decode.json").read_text())[0]["seconds"] == 1.0

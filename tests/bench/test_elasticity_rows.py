@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from gfgen.bench.elasticity_rows import bare_rows
+from benchmarks.elasticity_rows import bare_rows
 from gfgen.bench.scripted import Record
 from gfgen.graph import Stage, Task
 from gfgen.layout import Layout

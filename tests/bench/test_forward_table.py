@@ -1,4 +1,4 @@
-"""The cells of `gfgen bench forward`, and what becomes of their results."""
+"""The cells of `python -m benchmarks.forward`, and what becomes of their results."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from gfgen.bench import forward, gpus
-from gfgen.bench.forward import SHAPES, Measured, cells_of, store, table_of
+from benchmarks import forward
+from benchmarks.forward import SHAPES, Measured, cells_of, store, table_of
+from gfgen.bench import gpus
 from gfgen.cli.bench import bench
 from gfgen.errors import InputError, WorkerError
 
@@ -72,7 +73,7 @@ def test_a_cell_has_the_time_of_its_slowest_rank_or_the_reason_of_the_first():
 def test_tables_say_what_is_gained_and_why_cells_are_empty():
     theirs, other, ours = cells_of(num_gpus=2, only=["qwen-512x512/2/diff*", "qwen-512x512/2/ours"])
     results = [Measured(theirs, ms=60.0), Measured(other, error="ValueError: no"), Measured(ours, ms=20.0)]
-    text = "\n".join(table_of(results, device="2 x GPU", command="gfgen bench forward"))
+    text = "\n".join(table_of(results, device="2 x GPU", command="python -m benchmarks.forward"))
     assert "| qwen-512x512 | 60.0 | - | 20.0 | 3.00 |" in text
     assert f"- {other.name}: ValueError: no" in text
 
@@ -83,7 +84,7 @@ def test_both_branches_have_a_table_of_their_own_which_names_the_fastest_way():
     alone, in_turn, in_batch, on_halves = cells
     results = [Measured(alone, ms=20.0), Measured(in_turn, ms=40.0), Measured(in_batch, ms=30.0)]
     results.append(Measured(on_halves, error="ValueError: no"))
-    text = "\n".join(table_of(results, device="2 x GPU", command="gfgen bench forward"))
+    text = "\n".join(table_of(results, device="2 x GPU", command="python -m benchmarks.forward"))
     assert "| qwen-512x512 | 20.0 |  |" in text
     assert "| qwen-512x512 | 40.0 | 30.0 | - | in-batch |" in text
 

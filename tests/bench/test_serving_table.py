@@ -1,10 +1,10 @@
-"""What `gfgen bench serve` prints."""
+"""What `python -m benchmarks.serve` prints."""
 
 from __future__ import annotations
 
 import pytest
 
-from gfgen.bench.serve import Report, job_of_run, prompt_of, table_of
+from benchmarks.serve import Report, job_of_run, prompt_of, table_of
 
 
 def test_what_http_adds_is_the_difference_of_medians():

@@ -1,4 +1,4 @@
-"""`gfgen bench elasticity`, without workers: what it keeps, and where."""
+"""`python -m benchmarks.elasticity`, without workers: what it keeps, and where."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from gfgen.bench.elasticity_rows import Row
-from gfgen.cli.elasticity import _report, elasticity
+from benchmarks.elasticity import _report, elasticity
+from benchmarks.elasticity_rows import Row
 from gfgen.errors import InputError
 
-ABOUT = {"device": "4 x GPU", "command": "gfgen bench elasticity", "model": "models/wan"}
+ABOUT = {"device": "4 x GPU", "command": "python -m benchmarks.elasticity", "model": "models/wan"}
 
 
 def test_a_folder_that_cannot_be_made_is_told_before_anything_is_measured(tmp_path: Path) -> None:
@@ -30,7 +30,7 @@ def test_a_pattern_that_fits_no_case_is_told_before_anything_is_loaded(
     def load(*_: object, **__: object) -> None:
         raise AssertionError("loading")
 
-    monkeypatch.setattr("gfgen.cli.elasticity.ready_pool", load)
+    monkeypatch.setattr("benchmarks.elasticity.ready_pool", load)
     arguments = ["--device", "cpu", "--ranks", "2"]
     result = CliRunner().invoke(elasticity, [*arguments, "--only", "chagned*", "--only", "fresh*"])
     assert isinstance(result.exception, InputError)

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks import measure_forward
+from benchmarks.measure_forward import Branches, Shape, forward_of, inputs_of
 from gfgen.gfc.cuda.endpoint import CudaEndpoint
 from gfgen.gfc.descriptor import Descriptor
 from gfgen.layout import Layout
-from gfgen.models import measure_forward
 from gfgen.models.fast.fused import fuse
 from gfgen.models.geometry.geometry import CONFIGS
 from gfgen.models.loading.random_weights import random_component
-from gfgen.models.measure_forward import Branches, Shape, forward_of, inputs_of
 from gfgen.models.parallel.sequence_parallel import install
 
 MEETINGS = 8

@@ -13,11 +13,11 @@ import cuda_branches
 import pytest
 from gpu_ranks import NUM_GPUS, NUM_RANKS, needs_a_gpu
 
-from gfgen.bench.forward import QWEN, WAN
+from benchmarks.forward import QWEN, WAN
+from benchmarks.measure_forward import Shape
 from gfgen.gfc.arena import Plan
 from gfgen.gfc.cuda.ranks import CudaRanks
 from gfgen.layout import Layout
-from gfgen.models.measure_forward import Shape
 
 SHAPES = (Shape(WAN, 832, 480, 17), Shape(WAN, 832, 480, 17, has_image=True), Shape(QWEN, 512, 512, 1))
 LIMIT = 1.2

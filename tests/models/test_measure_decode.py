@@ -1,4 +1,4 @@
-"""What `gfgen bench decode` measures, rehearsed on CPU ranks with a small VAE."""
+"""What `python -m benchmarks.decode` measures, rehearsed on CPU ranks with a small VAE."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 from forked_ranks import ForkedRanks
 from test_shared_decode import VAES
 
+from benchmarks.measure_decode import Decode, decode_alone, decode_shared, psnr, random_latents
 from gfgen.layout import Layout
 from gfgen.models.loading.random_weights import draw_weights
-from gfgen.models.measure_decode import Decode, decode_alone, decode_shared, psnr, random_latents
 from gfgen.models.parallel.parallel import Parallel
 
 

@@ -1,4 +1,4 @@
-"""What `gfgen bench forward` measures, rehearsed on CPU ranks with models of few and narrow blocks."""
+"""What benchmarks.forward measures, rehearsed on CPU ranks with models of few and narrow blocks."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import pytest
 import torch
 from diffusers import QwenImageTransformer2DModel, WanTransformer3DModel
 
-from gfgen.bench.forward import QWEN, WAN
+from benchmarks.forward import QWEN, WAN
+from benchmarks.measure_forward import Shape, forward_of, inputs_of
 from gfgen.gfc.fake import FakeCluster
 from gfgen.layout import Layout
 from gfgen.models.fast.fused import fuse
 from gfgen.models.geometry.geometry import CONFIGS
-from gfgen.models.measure_forward import Shape, forward_of, inputs_of
 from gfgen.models.parallel.sequence_parallel import install
 
 torch.set_num_threads(1)

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from gfgen.bench.forward import SHAPES
+from benchmarks.forward import SHAPES
+from benchmarks.measure_forward import Shape
 from gfgen.gfc.arena import Arena, Plan
 from gfgen.gfc.cuda.group import bank_of, canonical
 from gfgen.gfc.cuda.memory import CONTROL_PLAN, arena_bytes
@@ -19,7 +20,6 @@ from gfgen.gfc.descriptor import KINDS
 from gfgen.gfc.reshard import shard_sizes
 from gfgen.jobspec import JobSpec
 from gfgen.models.geometry.geometry import shipped_geometry
-from gfgen.models.measure_forward import Shape
 from gfgen.models.parallel.chunked_attention import TokenSizes
 from gfgen.models.parallel.shared_attention import _num_chunks
 from gfgen.runtime.ipc.arenas import GPU_PLAN, RankArenas

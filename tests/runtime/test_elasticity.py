@@ -1,4 +1,4 @@
-"""`gfgen bench elasticity`, on CPU ranks that imitate GPUs: everything but what the numbers are."""
+"""`python -m benchmarks.elasticity`, on CPU ranks that imitate GPUs: everything but what the numbers are."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from collections.abc import Mapping
 
 import pytest
 
-from gfgen.bench import elasticity
-from gfgen.bench import elasticity_rows as table
-from gfgen.bench.bare import run_bare
-from gfgen.bench.elasticity import BARE_JOBS, Case, Setting, Subject, cases_of, layout_on, measure_cases
-from gfgen.bench.elasticity_rows import Row
+from benchmarks import elasticity_cases as elasticity
+from benchmarks import elasticity_rows as table
+from benchmarks.bare import run_bare
+from benchmarks.elasticity_cases import BARE_JOBS, Case, Setting, Subject, cases_of, layout_on, measure_cases
+from benchmarks.elasticity_rows import Row
 from gfgen.bench.workloads import admitted, calibration_jobs
 from gfgen.cli.session.admission import find_model
 from gfgen.errors import InterruptedRunError
@@ -132,7 +132,7 @@ def test_no_case_is_begun_that_would_end_too_late(setting):
 
 
 def test_the_table_has_the_goals_beside_what_was_found_and_the_file_every_sample():
-    about = {"device": "4 x GPU", "command": "gfgen bench elasticity", "model": "wan"}
+    about = {"device": "4 x GPU", "command": "python -m benchmarks.elasticity", "model": "wan"}
     rows = [
         table.gap_row("unchanged", [0.00005, 0.00006, 0.0001], goal_s=1e-4, p99_goal_s=3e-4),
         table.gap_row("changed", [0.002, 0.003], goal_s=1e-3),

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks.worker_bare import BareLoop
 from gfgen.job import JobSpec
 from gfgen.layout import Layout
 from gfgen.runtime.ipc.messages import RunBare
-from gfgen.runtime.worker_bare import BareLoop
 
 ONE, BOTH = Layout.single(0), Layout((0, 1), ulysses=2)
 

@@ -41,7 +41,7 @@ BATCH_RULES = (
     BatchRule("qwen-image", sequence_degree=1, from_tokens=1_000, to_tokens=6_000, max_padding=128),
     BatchRule("qwen-image", sequence_degree=2, from_tokens=1_000, to_tokens=10_000, max_padding=128),
 )
-"""In bf16 on a GPU. By `gfgen bench forward --only "*/both-*"` on H200, ms of both branches in turn and in
+"""In bf16 on a GPU. By benchmarks/forward.py --only "*/both-*" on H200, ms of both branches in turn and in
 one forward, with texts of 64 and 8 tokens: 1,024 tokens 67.3 and 60.2 on one GPU, 46.5 and 38.7 on two;
 4,096 tokens 252 and 244, 142 and 134; 9,216 tokens 669 and 663, 365 and 358. Wan's differ by 1%, either way.
 Padding is work like that on other tokens, so twice as much of it still leaves most of the gain."""

@@ -1,6 +1,6 @@
 """Jobs on ranks that nobody schedules: what a run's control plane costs is seen beside it.
 
-The ranks' side is runtime/worker_bare.py: the same processes, adapters and exchanges as in a run.
+The ranks' side is benchmarks/worker_bare.py: the same processes, adapters and exchanges as in a run.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from gfgen.runtime.ipc.messages import BareTimes, RunBare
 from gfgen.runtime.processes.pool import WorkerPool
 from gfgen.system.signals import SignalPipe
 
-WORKER_MAIN = "gfgen.runtime.worker_bare:main"
+WORKER_MAIN = "benchmarks.worker_bare:main"
 """Of a pool whose ranks know bare loops."""
 PATIENCE_S = 600.0
 

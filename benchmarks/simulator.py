@@ -7,11 +7,14 @@ profile. For every job that ends another one arrives, so that the number of open
 from __future__ import annotations
 
 import contextlib
+import platform
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gfgen.bench.runtime import NUM_RANKS, make_job
+import click
+
+from benchmarks.runtime import NUM_RANKS, POLICIES, make_job
 from gfgen.graph import Stage
 from gfgen.policies.catalog import load_policy
 from gfgen.runtime.control.control import Control
@@ -24,6 +27,7 @@ from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.predict.profile import Profile, ProfileRow
 from gfgen.runtime.simulate.profiled import profiled_times
 from gfgen.runtime.simulate.simulate import SimulatedBackend, SimulatedTimes
+from gfgen.system.machine import cpu_name
 
 _SHORTEST_JOB_TASKS = 23
 
@@ -108,3 +112,24 @@ def _profile(jobs: Sequence[AdmittedJob]) -> Profile:
         )
     ]
     return Profile("bench", "2026-11-20", "made up", NUM_RANKS, tuple(rows), write_s=0.02)
+
+
+@click.command()
+@click.option("--tasks", type=click.IntRange(1), default=10_000, show_default=True, help="Tasks per run.")
+@click.option(
+    "--runs", type=click.IntRange(1), default=5, show_default=True, help="Runs; the fastest counts."
+)
+def main(*, tasks: int, runs: int) -> None:
+    """Tasks per second of 'gfgen simulate' on one core."""
+    click.echo(f"{time.strftime('%Y-%m-%d')}, {cpu_name()}, Python {platform.python_version()}")
+    click.echo(f"command: python -m benchmarks.simulator --tasks {tasks} --runs {runs}")
+    click.echo("(processor time of one process; the fastest run)\n")
+    click.echo("| policy, 8 ranks | open jobs | tasks a second |\n|---|---|---|")
+    for num_open in (50, 1000):
+        for policy in POLICIES:
+            speed = measure_simulator(policy, num_open=num_open, num_tasks=tasks, num_runs=runs)
+            click.echo(f"| {policy} | {num_open} | {speed.tasks_per_s:,.0f} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,6 +1,6 @@
-"""`gfgen bench forward`: a transformer's forward, ours and diffusers' own, on 1, 2 and 4 GPUs in one run.
+"""A transformer's forward, ours and diffusers' own, on 1, 2 and 4 GPUs in one run.
 
-This process touches no GPU; the ranks do (gfgen/models/measure_forward.py).
+This process touches no GPU; the ranks do (benchmarks/measure_forward.py).
 """
 
 from __future__ import annotations
@@ -18,12 +18,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import click
+
+from benchmarks import measure_forward
+from benchmarks.measure_forward import Kind, Shape
 from gfgen.bench.gpus import check_count
+from gfgen.cli.session.options import FiniteRange
 from gfgen.errors import InputError
 from gfgen.gfc.cuda.ranks import CudaRanks
 from gfgen.layout import Layout
-from gfgen.models import measure_forward
-from gfgen.models.measure_forward import Kind, Shape
 from gfgen.runtime.ipc.arenas import GPU_PLAN
 
 logger = logging.getLogger(__name__)
@@ -314,3 +317,46 @@ def _best(results: Sequence[Measured], shape: Shape, degree: int, *, is_ours: bo
         and (each.cell.shape, each.cell.degree, each.cell.kind.is_ours) == (shape, degree, is_ours)
     ]
     return min(found, default=None)
+
+
+@click.command()
+@click.option("--gpus", type=int, help="GPUs to use [default: all, 4 at most].")
+@click.option(
+    "--only", multiple=True, metavar="PATTERN", help='Cells to run, such as "qwen-*/2/ours*". Repeatable.'
+)
+@click.option("--seconds", type=FiniteRange(0), help="Start no cell after this time.")
+@click.option("--output", type=click.Path(path_type=Path), help="Folder for .json, .md and .png.")
+def main(*, gpus: int | None, only: tuple[str, ...], seconds: float | None, output: Path | None) -> None:
+    """One forward of full-size Wan2.2-5B and Qwen-Image, compared with diffusers, on 1, 2 and 4 GPUs.
+
+    A cell is SHAPE/GPUS/WAY, as in wan-832x480x49/4/ours-graph; the ways are diffusers,
+    diffusers-compiled, diffusers-uneven, diffusers-uneven-compiled, ours, ours-graph; and for both branches
+    of guidance both-in-turn, both-in-batch, both-on-halves.
+    """
+    from gfgen.gfc.cuda.driver import driver
+
+    num_gpus = min(4, driver().num_devices) if gpus is None else gpus
+    began_s = time.monotonic()
+    patterns = "".join(f" --only '{pattern}'" for pattern in only)
+    device = f"{num_gpus} x {driver().name(0)}"
+    command = f"python -m benchmarks.forward --gpus {num_gpus}{patterns}"
+    stem = None
+    if output is not None:
+        output.mkdir(parents=True, exist_ok=True)
+        stem = output / f"{time.strftime('%Y-%m-%d')}-forward"
+
+    def tell(measured: Measured) -> None:
+        result = measured.error or f"{measured.ms:.1f} ms (first {measured.first_s:.1f} s)"
+        click.echo(f"{time.monotonic() - began_s:5.0f} s  {measured.cell.name}: {result}", err=True)
+        if stem is not None:
+            keep([measured], stem, device=device, command=command)  # whatever happens next
+
+    results = measure_forwards(num_gpus=num_gpus, only=only, seconds=seconds, tell=tell)
+    for line in table_of(results, device=device, command=command):
+        click.echo(line)
+    if stem is not None:
+        store(results, stem, device=device, command=command)
+
+
+if __name__ == "__main__":
+    main()

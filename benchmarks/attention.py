@@ -1,21 +1,25 @@
-"""`gfgen bench attention`: attention shared by GPUs beside attention on one, in one run.
+"""`python -m benchmarks.attention`: attention shared by GPUs beside attention on one, in one run.
 
-This process touches no GPU; the ranks do (gfgen/models/measure.py).
+This process touches no GPU; the ranks do (benchmarks/measure_attention.py).
 """
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import click
+
+from benchmarks import measure_attention as measure
+from benchmarks.measure_attention import Variant
 from gfgen.bench.gpus import check_count
 from gfgen.gfc.arena import Plan
 from gfgen.gfc.cuda.ranks import CudaRanks
 from gfgen.layout import Layout
-from gfgen.models import measure
-from gfgen.models.measure import Variant
 
 SHAPES = {
     "Qwen-Image 512": 1024,
@@ -142,3 +146,28 @@ def as_content(rows: Sequence[AttentionRow]) -> list[dict[str, Any]]:
         }
         for row in rows
     ]
+
+
+@click.command()
+@click.option("--gpus", type=int, help="GPUs to use [default: all].")
+@click.option("--output", type=click.Path(path_type=Path), help="Folder for .json and .md.")
+def main(*, gpus: int | None, output: Path | None) -> None:
+    """Attention shared by GPUs: Ulysses, ring, both, and in chunks of heads."""
+    from gfgen.gfc.cuda.driver import driver
+
+    num_gpus = driver().num_devices if gpus is None else gpus
+    rows = measure_attention(num_gpus=num_gpus)
+    device = f"{num_gpus} x {driver().name(0)}"
+    text = "\n".join(
+        table_of(rows, device=device, command=f"python -m benchmarks.attention --gpus {num_gpus}")
+    )
+    click.echo(text)
+    if output is not None:
+        output.mkdir(parents=True, exist_ok=True)
+        stem = f"{time.strftime('%Y-%m-%d')}-attention"
+        (output / f"{stem}.json").write_text(json.dumps(as_content(rows), indent=1) + "\n")
+        (output / f"{stem}.md").write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

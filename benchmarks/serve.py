@@ -1,4 +1,4 @@
-"""`gfgen bench serve`: what HTTP costs, against `gfgen run`, and whether requests disturb the loop.
+"""`python -m benchmarks.serve`: what HTTP costs, against `gfgen run`, and whether requests disturb the loop.
 
 A server of this machine's own is started on small models, asked, and stopped. Everything is seen from
 outside: by a client on the same machine, and in /metrics.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import platform
 import re
 import signal
 import socket
@@ -24,7 +25,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import click
+
+from gfgen.cli.session.options import FiniteRange
 from gfgen.errors import RunError
+from gfgen.system.machine import cpu_name
 
 MODEL, SIZE, STEPS = "tiny-qwen-image", "64x64", 4
 SPACING_S = 0.5
@@ -254,3 +259,25 @@ def _longest_turn(port: int) -> float:
     _, content = _ask(http.client.HTTPConnection("127.0.0.1", port, timeout=60), "GET", "/metrics")
     found = _TURN.search(content.decode())
     return float(found[1]) if found else 0.0
+
+
+@click.command()
+@click.option("--ranks", type=click.IntRange(1, 8), default=2, show_default=True, help="Number of CPU ranks.")
+@click.option(
+    "--jobs", type=click.IntRange(2), default=40, show_default=True, help="Jobs to run one by one, each way."
+)
+@click.option(
+    "--seconds", type=FiniteRange(1), default=10.0, show_default=True, help="Time to send status requests."
+)
+def main(*, ranks: int, jobs: int, seconds: float) -> None:
+    """Cost of HTTP: a job over `gfgen serve` against `gfgen run`, status requests, pauses of the loop."""
+
+    report = measure_serving(num_ranks=ranks, num_jobs=jobs, seconds=seconds)
+    click.echo(f"{time.strftime('%Y-%m-%d')}, {cpu_name()}, Python {platform.python_version()}")
+    click.echo(f"command: python -m benchmarks.serve --ranks {ranks} --jobs {jobs} --seconds {seconds:g}\n")
+    for line in table_of(report):
+        click.echo(line)
+
+
+if __name__ == "__main__":
+    main()

@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gfgen.bench.fake_mail import BrokenPromiseError, Mail, VoidError
-from gfgen.bench.fault_plan import FaultFolder, Faults, Kind, Point, ScriptedError
+from benchmarks.fake_mail import BrokenPromiseError, Mail, VoidError
+from benchmarks.fault_plan import FaultFolder, Faults, Kind, Point, ScriptedError
 from gfgen.graph import Stage, Task
 from gfgen.layout import Layout, shard_bounds
 from gfgen.runtime.files import writer

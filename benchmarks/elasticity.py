@@ -1,4 +1,4 @@
-"""`gfgen bench elasticity`: the price of changing layouts at every step."""
+"""`python -m benchmarks.elasticity`: the price of changing layouts at every step."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from pathlib import Path
 
 import click
 
+from benchmarks import elasticity_cases as bench
+from benchmarks import elasticity_rows as table
+from benchmarks.bare import WORKER_MAIN
 from gfgen import log
-from gfgen.bench import elasticity as bench
-from gfgen.bench import elasticity_rows as table
-from gfgen.bench.bare import WORKER_MAIN
 from gfgen.bench.workloads import calibration_jobs
 from gfgen.cli.session.options import LOOKAHEAD_MS, FiniteRange, lookahead_option
 from gfgen.cli.session.ranks import Ranks, admitted_on, rank_options, ready_pool
@@ -48,7 +48,7 @@ GPU_SAMPLES, CPU_SAMPLES = 100, 20
 )
 @click.option("--json", "as_json", is_flag=True, help="Print every sample as JSON instead of the table.")
 @rank_options
-def elasticity(
+def main(
     *,
     ranks: int | None,
     model: str | None,
@@ -170,3 +170,7 @@ def _words(
 
 def _tell(line: str) -> None:
     click.echo(line, err=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -9,12 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+import platform
 import statistics
+import subprocess
+import sys
 import time
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import click
 
 from gfgen.graph import Artifact, Stage, Trajectory
 from gfgen.jobspec import JobSpec
@@ -30,6 +35,7 @@ from gfgen.runtime.core.observer import JobInfo
 from gfgen.runtime.ipc.messages import RunTask
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.simulate.simulate import SimulatedBackend, SimulatedTimes
+from gfgen.system.machine import cpu_name
 
 NUM_RANKS = 8
 _STEP_FLOPS = 1e9
@@ -138,3 +144,42 @@ def make_job(idx: int, *, num_steps: int) -> AdmittedJob:
     info = JobInfo(spec, spec, trajectory.num_tasks, f"{spec.id}.mp4", "", "bench")
     flops = dict.fromkeys(Stage, _STEP_FLOPS)
     return AdmittedJob(info, trajectory, f"shape {idx % 5}", flops, Path("bench"))
+
+
+POLICIES = ("srtf", "fcfs", "edf", "triage", "legacy")
+_STARTUP_COMMANDS = ("--help", "policies")
+_STARTUP_RUNS = 5
+
+
+@click.command()
+@click.option("--tasks", default=5000, show_default=True, help="Tasks to dispatch per row.")
+def main(*, tasks: int) -> None:
+    """Cost of the scheduler: time per task, message size, start-up time."""
+    click.echo(f"{time.strftime('%Y-%m-%d')}, {cpu_name()}, Python {platform.python_version()}")
+    click.echo(f"command: python -m benchmarks.runtime --tasks {tasks}\n")
+    click.echo("| policy, 8 ranks | open jobs | median us | P99 us | message bytes |")
+    click.echo("|---|---|---|---|---|")
+    for num_open in (50, 1000):
+        for policy in POLICIES:
+            cost = measure_control_plane(policy, num_open=num_open, num_tasks=tasks)
+            click.echo(
+                f"| {policy} | {num_open} | {cost.median_s * 1e6:.0f} | {cost.p99_s * 1e6:.0f} "
+                f"| {cost.message_bytes} |"
+            )
+    click.echo("\n| command | median s |\n|---|---|")
+    for command in _STARTUP_COMMANDS:
+        click.echo(f"| gfgen {command} | {_startup_s(command):.2f} |")
+
+
+def _startup_s(command: str) -> float:
+    """Wall time of a command in a fresh process, median of several."""
+    seconds = []
+    for _ in range(_STARTUP_RUNS):
+        began_s = time.perf_counter()
+        subprocess.run([sys.executable, "-m", "gfgen", command], check=True, capture_output=True)
+        seconds.append(time.perf_counter() - began_s)
+    return statistics.median(seconds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""The table of `gfgen bench elasticity`: from what ranks did to rows, beside the goals. Pure."""
+"""The table of `python -m benchmarks.elasticity`: from what ranks did to rows, beside the goals. Pure."""
 
 from __future__ import annotations
 

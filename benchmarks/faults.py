@@ -7,8 +7,10 @@ Everything is real but the models: control loop, state, pool, channels, slabs, f
 from __future__ import annotations
 
 import contextlib
+import math
 import multiprocessing
 import os
+import platform
 import re
 import shutil
 import signal
@@ -22,10 +24,13 @@ from pathlib import Path
 from random import Random
 from types import FrameType
 
+import click
 from PIL import Image
 
-from gfgen.bench.fake_worker import STATE_BYTES, frames_of_job
-from gfgen.bench.fault_plan import KINDS, SLOW_KINDS, Done, Fault, FaultFolder, Kind, Point
+from benchmarks.fake_worker import STATE_BYTES, frames_of_job
+from benchmarks.fault_plan import KINDS, SLOW_KINDS, Done, Fault, FaultFolder, Kind, Point
+from gfgen import log
+from gfgen.cli.session.options import FiniteRange
 from gfgen.errors import PolicyFault, WorkerError
 from gfgen.gfc.arena import Plan
 from gfgen.graph import Artifact, Stage, Trajectory
@@ -47,6 +52,7 @@ from gfgen.runtime.processes.workers import ProcessBackend
 from gfgen.runtime.processes.writes import MAX_WRITES
 from gfgen.runtime.simulate.replay import replay
 from gfgen.snapshot import Decision, Snapshot
+from gfgen.system.machine import cpu_name
 from gfgen.system.wording import counted
 
 MAX_RANKS = 4
@@ -210,8 +216,8 @@ class Fleet:
             pool = WorkerPool(
                 num_ranks=num_ranks,
                 checkpoints=[self.folder / "faults"],
-                worker_main="gfgen.bench.fake_worker:main",
-                writer_main="gfgen.bench.fake_worker:write",
+                worker_main="benchmarks.fake_worker:main",
+                writer_main="benchmarks.fake_worker:write",
                 preload=self._preload,
                 plan=Plan(data_bytes=1 << 16, post_bytes=1 << 10),
             )
@@ -494,7 +500,7 @@ def _open_fds() -> int:
 
 def soak(seeds: Iterable[int], *, until_s: float) -> Iterator[Result]:
     """Results of the schedules of these seeds; none is begun after `until_s`."""
-    with Fleet(preload=["gfgen.bench.fake_worker"]) as fleet:  # no torch: a fork takes 3 ms, not 20
+    with Fleet(preload=["benchmarks.fake_worker"]) as fleet:  # no torch: a fork takes 3 ms, not 20
         for seed in seeds:
             if time.monotonic() >= until_s:
                 return
@@ -521,3 +527,39 @@ def table_of(results: Sequence[Result], *, wall_s: float) -> Iterator[str]:
     yield "| | count |"
     yield "|---|---|"
     yield from (f"| {name} | {count} |" for name, count in rows.items())
+
+
+@click.command()
+@click.option(
+    "--schedules", type=click.IntRange(1), default=200, show_default=True, help="Most runs to make."
+)
+@click.option("--seed", default=0, show_default=True, help="Seed of the first run; later runs count up.")
+@click.option("--seconds", type=FiniteRange(0), help="Start no run after this time.")
+def main(*, schedules: int, seed: int, seconds: float | None) -> None:
+    """Runs with random jobs and faults: workers and writers that die, hang or raise.
+
+    Everything is real but the models. Afterwards each run is checked: no job is lost or doubled,
+    every file is right, nothing is left behind. Exits with 1 and the seeds when anything is wrong.
+    """
+
+    log.configure(level="critical")  # a thousand deaths are announced, one by one
+    began_s = time.monotonic()
+    until_s = math.inf if seconds is None else began_s + seconds
+    results = []
+    for result in soak(range(seed, seed + schedules), until_s=until_s):
+        results.append(result)
+        for problem in result.problems:
+            click.echo(f"seed {result.seed}: {problem}", err=True)
+    limit = "" if seconds is None else f" --seconds {seconds:g}"
+    click.echo(f"{time.strftime('%Y-%m-%d')}, {cpu_name()}, Python {platform.python_version()}")
+    click.echo(f"command: python -m benchmarks.faults --schedules {schedules} --seed {seed}{limit}\n")
+    for line in table_of(results, wall_s=time.monotonic() - began_s):
+        click.echo(line)
+    wrong = [result.seed for result in results if result.problems]
+    if wrong:
+        click.echo(f"\nwrong: seeds {', '.join(map(str, wrong))}")
+    raise SystemExit(1 if wrong else 0)
+
+
+if __name__ == "__main__":
+    main()

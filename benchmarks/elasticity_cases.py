@@ -1,8 +1,8 @@
-"""`gfgen bench elasticity`: what it costs that every step may run elsewhere, on the devices' timeline.
+"""What it costs that every step may run elsewhere, on the devices' timeline.
 
 Jobs run through the real control plane on real workers, where scripted policies change layouts on purpose.
 What counts is when devices worked (timeline.py), not when anyone heard of it. The control plane's share as
-a whole is seen beside a bare loop over the same adapters, in the same processes (runtime/worker_bare.py).
+a whole is seen beside a bare loop over the same adapters, in the same processes (benchmarks/worker_bare.py).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gfgen.bench.bare import run_bare
-from gfgen.bench.elasticity_rows import (
+from benchmarks.bare import run_bare
+from benchmarks.elasticity_rows import (
     CHANGED_GOAL_S,
     SAME_GOAL_S,
     SAME_P99_GOAL_S,

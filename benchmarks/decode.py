@@ -1,6 +1,6 @@
-"""`gfgen bench decode`: a VAE's decode on 1, 2 and 4 GPUs in one run, in fp32 and bf16.
+"""`python -m benchmarks.decode`: a VAE's decode on 1, 2 and 4 GPUs in one run, in fp32 and bf16.
 
-This process touches no GPU; the ranks do (gfgen/models/measure_decode.py).
+This process touches no GPU; the ranks do (benchmarks/measure_decode.py).
 """
 
 from __future__ import annotations
@@ -15,11 +15,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import click
+
+from benchmarks import measure_decode
+from benchmarks.measure_decode import REPEATS, REPEATS_ALONE, Shape
 from gfgen.bench.gpus import check_count
+from gfgen.cli.session.options import FiniteRange
 from gfgen.gfc.cuda.ranks import CudaRanks
 from gfgen.layout import Layout
-from gfgen.models import measure_decode
-from gfgen.models.measure_decode import REPEATS, REPEATS_ALONE, Shape
 from gfgen.runtime.ipc.arenas import GPU_PLAN
 
 logger = logging.getLogger(__name__)
@@ -164,3 +167,36 @@ def store(rows: Sequence[Row], stem: Path, text: str) -> None:
     """As .json and .md."""
     stem.with_suffix(".json").write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
     stem.with_suffix(".md").write_text(text + "\n")
+
+
+@click.command()
+@click.option("--gpus", type=int, help="GPUs to use [default: all].")
+@click.option("--seconds", type=FiniteRange(0), help="Start no measurement after this time.")
+@click.option("--output", type=click.Path(path_type=Path), help="Folder for .json and .md.")
+def main(*, gpus: int | None, seconds: float | None, output: Path | None) -> None:
+    """Decodes of full-size Wan2.2-5B and Qwen-Image in fp32 and bf16, on 1, 2, 4 and 8 GPUs.
+
+    Compares the result of several GPUs, each with a band of rows, with the result of one GPU.
+    """
+    from gfgen.gfc.cuda.driver import driver
+
+    num_gpus = driver().num_devices if gpus is None else gpus
+    began_s = time.monotonic()
+
+    def tell(row: Row) -> None:
+        click.echo(
+            f"{time.monotonic() - began_s:5.0f} s  {row.shape}/{row.dtype}/{row.degree}: {row.seconds:.3f} s",
+            err=True,
+        )
+
+    rows = measure_decodes(num_gpus=num_gpus, seconds=seconds, tell=tell)
+    device = f"{num_gpus} x {driver().name(0)}"
+    text = "\n".join(table_of(rows, device=device, command=f"python -m benchmarks.decode --gpus {num_gpus}"))
+    click.echo(text)
+    if output is not None:
+        output.mkdir(parents=True, exist_ok=True)
+        store(rows, output / f"{time.strftime('%Y-%m-%d')}-decode", text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""What `gfgen bench attention` runs on each GPU: shared attention beside attention alone.
+"""What `python -m benchmarks.attention` runs on each GPU: shared attention beside attention alone.
 
 Times are microseconds per call in a CUDA graph, medians on the rank's device.
 

@@ -1,4 +1,4 @@
-"""What `gfgen bench decode` runs on each GPU: a VAE's decode, alone and in bands of rows.
+"""What `python -m benchmarks.decode` runs on each GPU: a VAE's decode, alone and in bands of rows.
 
 Random weights and latents, the same on every rank. Each rank decodes the whole picture or video
 first, as diffusers does; what ranks decode together is compared with that.
@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks import measured
 from gfgen.gfc.cuda.endpoint import CudaEndpoint
 from gfgen.gfc.descriptor import Descriptor
 from gfgen.layout import Layout
-from gfgen.models import measured
 from gfgen.models.families.pictures import to_uint8
 from gfgen.models.geometry.geometry import CONFIGS
 from gfgen.models.loading.random_weights import random_component

@@ -1,4 +1,4 @@
-"""What `gfgen bench forward` runs on each GPU: one forward of a transformer, ours or diffusers' own.
+"""What `python -m benchmarks.forward` runs on each GPU: one forward of a transformer, ours or diffusers' own.
 
 Random weights, one branch of guidance, batch 1; or both branches, in each of the ways in which a step may
 evaluate them. Times are milliseconds on the rank's device.
@@ -19,12 +19,12 @@ import torch
 from diffusers import ContextParallelConfig
 from torch import Tensor
 
+from benchmarks import measured
 from gfgen.gfc.cuda.endpoint import CudaEndpoint
 from gfgen.gfc.cuda.graph import CapturedAlone, capture
 from gfgen.gfc.cuda.group import CudaGroup
 from gfgen.gfc.descriptor import Descriptor
 from gfgen.layout import Layout
-from gfgen.models import measured
 from gfgen.models.families.guidance import evaluate_branches
 from gfgen.models.fast.fused import fuse
 from gfgen.models.fast.texts import forward_inputs

@@ -1,0 +1,1 @@
+"""Measurements for those who work on gfgen: python -m benchmarks.NAME."""
