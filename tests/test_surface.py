@@ -146,24 +146,6 @@ def test_options_of_the_other_commands():
     ]
     assert options_of(subcommand("plot")) == ["--output", "--title", "-o"]
     assert options_of(subcommand("models", "make-tiny")) == []
-    assert options_of(subcommand("bench", "runtime")) == ["--tasks"]
-    assert options_of(subcommand("bench", "forward")) == ["--gpus", "--only", "--output", "--seconds"]
-    assert options_of(subcommand("bench", "elasticity")) == [
-        "--device",
-        "--graphs",
-        "--json",
-        "--lookahead",
-        "--model",
-        "--no-graphs",
-        "--only",
-        "--output",
-        "--random-weights",
-        "--ranks",
-        "--samples",
-        "--seconds",
-        "--vae-dtype",
-        "-o",
-    ]
     assert options_of(subcommand("bench", "workload")) == [
         "--deadlines-from",
         "--jobs",
