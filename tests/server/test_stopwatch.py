@@ -13,6 +13,7 @@ from gfgen.server.bridge.stopwatch import Stopwatch
 CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "wait": ((1.0,), {}),
     "submit": (("a dispatch",), {}),
+    "stop": (("a dispatch",), {}),
     "release": (("a job",), {}),
     "add": (((),), {}),
     "load": ((("wan",),), {"load_s": 2.0}),
