@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from benchmarks.elasticity import _report, elasticity
+from benchmarks.elasticity import _report, main
 from benchmarks.elasticity_rows import Row
 from gfgen.errors import InputError
 
@@ -20,7 +20,7 @@ ABOUT = {"device": "4 x GPU", "command": "python -m benchmarks.elasticity", "mod
 def test_a_folder_that_cannot_be_made_is_told_before_anything_is_measured(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     folder = str(tmp_path / "file" / "folder")
-    result = CliRunner().invoke(elasticity, ["--device", "cpu", "--output", folder])
+    result = CliRunner().invoke(main, ["--device", "cpu", "--output", folder])
     assert "cannot be made (Not a directory)" in str(result.exception)
 
 
@@ -32,12 +32,12 @@ def test_a_pattern_that_fits_no_case_is_told_before_anything_is_loaded(
 
     monkeypatch.setattr("benchmarks.elasticity.ready_pool", load)
     arguments = ["--device", "cpu", "--ranks", "2"]
-    result = CliRunner().invoke(elasticity, [*arguments, "--only", "chagned*", "--only", "fresh*"])
+    result = CliRunner().invoke(main, [*arguments, "--only", "chagned*", "--only", "fresh*"])
     assert isinstance(result.exception, InputError)
     assert "--only chagned* fresh*: matches no case; an example is 'unchanged, 1 rank, " in str(
         result.exception
     )
-    result = CliRunner().invoke(elasticity, [*arguments, "--only", "changed*"])
+    result = CliRunner().invoke(main, [*arguments, "--only", "changed*"])
     assert str(result.exception) == "loading"
 
 
