@@ -12,7 +12,6 @@ from click.testing import CliRunner
 from benchmarks import forward
 from benchmarks.forward import SHAPES, Measured, cells_of, store, table_of
 from gfgen.bench import gpus
-from gfgen.cli.bench import bench
 from gfgen.errors import InputError, WorkerError
 
 
@@ -121,7 +120,7 @@ def test_cells_are_kept_as_they_are_measured(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr("gfgen.gfc.cuda.driver.driver", Machine)
     monkeypatch.setattr(forward, "measure_forwards", measure)
-    result = CliRunner().invoke(bench, ["forward", "--output", str(tmp_path)])
+    result = CliRunner().invoke(forward.main, ["--output", str(tmp_path)])
     assert isinstance(result.exception, WorkerError)
     (path,) = tmp_path.iterdir()
     assert json.loads(path.read_text())["cells"][cell.name]["ms"] == 1.5
