@@ -188,9 +188,6 @@ def test_options_of_the_other_commands():
         "--workload",
         "-o",
     ]
-    assert options_of(subcommand("bench", "simulator")) == ["--runs", "--tasks"]
-    assert options_of(subcommand("bench", "attention")) == ["--gpus", "--output"]
-    assert options_of(subcommand("bench", "faults")) == ["--schedules", "--seconds", "--seed"]
 
 
 def test_fields_of_a_job():
