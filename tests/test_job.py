@@ -155,7 +155,7 @@ class TestWhatIsNoJob:
     @pytest.mark.parametrize("line", ["[]", '"a fox"', "5", "true", "null", "NaN"])
     def test_json_that_is_no_object_is_shown(self, line: str) -> None:
         assert read(line).problems[0] == Problem(
-            1, None, line, 'not an object; write the job as {"prompt": "a red fox in the snow"}'
+            1, None, line, 'not an object; write the job as {"prompt": "a red circle falls"}'
         )
 
     def test_bytes_that_are_not_utf8_are_named_with_their_place(self) -> None:
