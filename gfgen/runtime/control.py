@@ -32,7 +32,7 @@ from gfgen.runtime.metrics import Metrics, Summary
 from gfgen.runtime.observer import JobOutcome, Observer, skipped_outcome
 from gfgen.runtime.residency import Residency
 from gfgen.runtime.state import State
-from gfgen.runtime.timelimit import DECISION_LIMIT_S, DecisionTimeout, within
+from gfgen.runtime.timelimit import DECISION_LIMIT_S, within
 from gfgen.runtime.wording import counted
 from gfgen.snapshot import Choice, Decision, Snapshot
 
@@ -412,7 +412,7 @@ class Control:
         self._num_policy_faults += 1
         reason = " ".join(str(error).split()) if isinstance(error, PolicyFault) else in_one_line(error)
         logger.warning("policy %s: %s", self.policy.name, reason)
-        if self._num_policy_faults < MAX_POLICY_FAULTS and not isinstance(error, DecisionTimeout):
+        if self._num_policy_faults < MAX_POLICY_FAULTS:
             return
         times = counted(self._num_policy_faults, "time")
         if self.policy.name == FALLBACK:
