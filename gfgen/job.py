@@ -62,7 +62,7 @@ MAX_INT_DIGITS = 1_000
 
 BYTE_ORDER_MARK = "\ufeff"
 UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
-EXAMPLE = '{"prompt": "a red circle on a blue background"}'
+EXAMPLE = '{"prompt": "a red circle falls"}'
 
 
 @dataclass(frozen=True, slots=True)

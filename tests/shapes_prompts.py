@@ -173,3 +173,57 @@ ANIMATED = {
 }
 """Videos from a given picture, which is their first frame as drawn."""
 EVERY = PICTURES | VIDEOS | ANIMATED
+
+
+def moving(background: str, what: str, motion: str) -> Scene:
+    return scene(background, thing(what, motion=motion))
+
+
+PRINTED = {
+    "a red circle falls": moving("white", "red circle", "down"),
+    "a red circle moves to the right on a blue background": moving("blue", "red circle", "right"),
+    "a yellow star rises on a blue background": moving("blue", "yellow star", "up"),
+    "a yellow star rises on blue": moving("blue", "yellow star", "up"),
+    "a yellow star slides from left to right on a blue background": moving("blue", "yellow star", "right"),
+    "a yellow star moves to the right on a blue background": moving("blue", "yellow star", "right"),
+    "a yellow star does not move, blue background": moving("blue", "yellow star", STILL),
+    "a pink heart rises on black": moving("black", "pink heart", "up"),
+    "a pink heart falls on a black background": moving("black", "pink heart", "down"),
+    "a green square slides to the left on a yellow background": moving("yellow", "green square", "left"),
+    "a purple circle drifts to the left on a yellow background": moving("yellow", "purple circle", "left"),
+    "a video of a black ring that rises on pink": moving("pink", "black ring", "up"),
+    "a square, red, on a blue background": moving("blue", "red square", STILL),
+    "a large yellow star on a black background": moving("black", "large yellow star", STILL),
+    "a large red ring on a yellow background": moving("yellow", "large red ring", STILL),
+    "a white ring on blue": moving("blue", "white ring", STILL),
+    "a small white ball in the top right corner, green background": scene(
+        "green", thing("small white circle"), place="top right"
+    ),
+    "a huge black heart in the middle, a pink backdrop": scene(
+        "pink", thing("large black heart"), place="center"
+    ),
+    "a blue box to the left of a yellow disc, white background": scene(
+        "white", thing("blue square"), thing("yellow circle"), relation="left of"
+    ),
+    "a blue heart above a white ring, black background": scene(
+        "black", thing("blue heart"), thing("white ring"), relation="above"
+    ),
+    "a small yellow star above a large purple heart, white background": scene(
+        "white", thing("small yellow star"), thing("large purple heart"), relation="above"
+    ),
+    "an orange star above a white ring against a purple background": scene(
+        "purple", thing("orange star"), thing("white ring"), relation="above"
+    ),
+    "a red circle glides from left to right above a white square, green background": scene(
+        "green", thing("red circle", motion="right"), thing("white square"), relation="above"
+    ),
+    (
+        "a green triangle moving upwards to the left of an orange diamond that moves down, white background"
+    ): scene(
+        "white",
+        thing("green triangle", motion="up"),
+        thing("orange diamond", motion="down"),
+        relation="left of",
+    ),
+}
+"""Every prompt for the built-in model that users are shown, and what it says."""

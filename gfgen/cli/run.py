@@ -31,7 +31,7 @@ from gfgen.cli.session.options import (
 from gfgen.cli.session.ranks import Ranks, ready_pool
 from gfgen.cli.session.warming import warm_up
 from gfgen.cli.shown.progress import make_file_progress, make_progress
-from gfgen.errors import InputError, InterruptedRunError, Problem
+from gfgen.errors import InputError, InterruptedRunError, LockedError, Problem
 from gfgen.layout import MAX_RANKS
 from gfgen.models.families.registry import DEFAULT_MODEL
 from gfgen.models.geometry.geometry_weights import VAE_DTYPES
@@ -235,6 +235,8 @@ def run(
     else:
         assert jobs is not None
         with held_folder(output_dir) as lock:
+            if output is None and default_folder(Path("outputs"), name, source) != output_dir:
+                raise LockedError(f"another job file has just taken {output_dir}: run the same command again")
             check_records(output_dir)
             admitted, done, problems = admit_jobs(jobs, options)
             summary = run_jobs(admitted, options, done=done, lock=lock)

@@ -12,6 +12,7 @@ import torch
 from gfgen.models.shapes.drawing import draw, sketch
 from gfgen.models.shapes.measures import judge, look
 from gfgen.models.shapes.parts import new_tokenizer
+from gfgen.models.shapes.prompts import describe
 from gfgen.models.shapes.scenes import (
     COLOURS,
     MOTIONS,
@@ -19,11 +20,17 @@ from gfgen.models.shapes.scenes import (
     STILL,
     Scene,
     Thing,
-    describe,
     is_held_out,
     sample_scene,
 )
-from gfgen.models.shapes.supply import MAX_WORDS, SPECIAL, token_ids, vocabulary
+from gfgen.models.shapes.supply import (
+    MAX_WORDS,
+    SPECIAL,
+    some_prompt,
+    some_scene,
+    token_ids,
+    vocabulary,
+)
 
 torch.set_num_threads(1)
 
@@ -94,10 +101,55 @@ def test_prompts_name_each_thing_and_the_background():
         assert all(thing.colour in words for thing in scene.things)
 
 
+@pytest.mark.parametrize("held_out", [False, True])
+def test_a_prompt_may_leave_its_background_out_and_gets_a_plain_one_that_no_thing_has(held_out: bool):
+    rng = Random(11)
+    backgrounds = Counter()
+    for _ in range(300):
+        scene = sample_scene(rng, width=128, height=128, held_out=held_out, says_background=False)
+        colours = {thing.colour for thing in scene.things}
+        assert scene.background == next(name for name in ("white", "black", "blue") if name not in colours)
+        assert all(is_held_out(*combination) == held_out for combination in combinations(scene))
+        backgrounds[scene.background] += 1
+        words = set(describe(scene, rng).replace(",", "").replace(".", "").split())
+        assert words & set(COLOURS) == colours
+        assert not words & {"background", "backdrop"}
+    assert set(backgrounds) >= {"white", "black"}
+
+
+def test_adjectives_may_follow_their_noun():
+    rng = Random(12)
+    prompts = set()
+    for _ in range(200):
+        (scene,) = scenes_of(rng.randrange(10**6), 1)
+        prompt = describe(scene, rng, adjectives_after=True)
+        assert ",," not in prompt
+        assert not prompt.endswith(",")
+        assert {thing.colour for thing in scene.things} < set(
+            prompt.replace(",", "").replace(".", "").split()
+        )
+    square = Thing("square", "red", "medium", STILL, (0.5, 0.5), (0.5, 0.5), radius=0.16, says_size=False)
+    prompts = {describe(Scene("blue", (square,)), rng, adjectives_after=True) for _ in range(2000)}
+    assert "a square, red, on a blue background" in prompts
+    assert "a square that is red on a blue background" in prompts
+
+
+def test_nobody_is_taught_to_draw_something_small_unasked():
+    rng = Random(13)
+    things = [
+        thing
+        for _ in range(300)
+        for thing in some_scene(rng, width=128, height=128).things
+        if thing.size == "small"
+    ]
+    assert all(thing.says_size for thing in things)
+    assert min(thing.radius for thing in things) == 0.125
+
+
 def test_the_tokenizer_knows_every_word_of_every_prompt():
     rng, tokenizer, unknown = Random(7), new_tokenizer(), SPECIAL.index("<unk>")
-    for scene in scenes_of(6, 200):
-        prompt = describe(scene, rng)
+    for _ in range(300):
+        prompt = some_prompt(some_scene(rng, width=128, height=128), rng)
         ids = token_ids(prompt)
         assert unknown not in ids
         assert len(ids) <= MAX_WORDS
@@ -142,7 +194,18 @@ def test_an_empty_picture_has_its_background_and_nothing_else():
     sight = look(empty)
     assert (sight.background, dict(sight.tracks)) == ("green", {})
     scores = judge(moving("red", "up", background="green"), sight, is_video=True)
-    assert [kind for kind, right in scores.items() if right] == ["background"]
+    assert [kind for kind, right in scores.items() if right] == ["background", "clean"]
+
+
+def test_measures_tell_a_mottled_background_from_the_smear_of_what_moves():
+    scene = moving("red", "right")
+    video = pixels_of(scene)
+    assert look(video).stain == 0
+    smeared, mottled = video.copy(), video.copy()
+    smeared[:, 60:70, 10:18] = (230, 150, 170)
+    mottled[-1, ::4, 96:] = (150, 180, 160)
+    assert judge(scene, look(smeared), is_video=True)["clean"]
+    assert not judge(scene, look(mottled), is_video=True)["clean"]
 
 
 def test_a_video_begins_with_the_picture_and_edges_are_smooth():

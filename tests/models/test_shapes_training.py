@@ -150,6 +150,22 @@ def test_a_stopped_run_goes_on_and_leaves_a_pipeline_that_gfgen_loads(tmp_path: 
     assert (job.width, job.height, job.frames, job.steps) == (128, 128, 17, 6)
 
 
+def test_training_goes_on_from_a_pipeline_and_leaves_its_vae_as_it_is(pipeline: Path, tmp_path: Path) -> None:
+    command = [str(tmp_path), "--from", str(pipeline), "--rate", "0.5", "--miniature", "--device", "cpu"]
+    command += ["--processes", "0", "--evaluate", "0", "--max-steps", "1"]
+    train.main(command)
+    assert _notes(tmp_path) == (1, False)
+    train.main([*command, "--finish"])
+    assert _notes(tmp_path) == (2, True)
+    old, new = load(pipeline), load(tmp_path / "shapes")
+    assert new.vae.config.latents_mean == old.vae.config.latents_mean
+    for name, weight in new.vae.state_dict().items():
+        assert torch.equal(weight, old.vae.state_dict()[name].half().float())
+    for name, weight in new.transformer.state_dict().items():
+        # Two steps at a warm-up's rate: near to what it was, so it was no new beginning.
+        assert torch.allclose(weight, old.transformer.state_dict()[name], atol=1e-2), name
+
+
 def _notes(folder: Path) -> tuple[int, bool]:
     with safe_open(str(folder / "flow-0.safetensors"), framework="pt") as file:
         notes = file.metadata()

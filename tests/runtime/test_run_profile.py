@@ -164,7 +164,9 @@ def test_a_calibration_says_how_fast_this_machine_is_and_is_made_once(monkeypatc
 def test_steps_that_runs_measured_scale_the_rest():
     base = load_profile(profiles.SCALED / "shapes.json")
     step = next(each for each in base.rows if each.stage is Stage.DENOISE)
-    speed = scaling.speed_by_runs(base, [replace(step, seconds=3 * step.seconds, basis="runs")])
+    alone = replace(step, seconds=step.seconds, basis="runs", loaded_s=None)  # of a run with one rank
+    together = replace(step, seconds=3 * step.seconds, basis="runs", loaded_s=3 * step.seconds)
+    speed = scaling.speed_by_runs(base, [alone, together])
     assert speed is not None
     assert speed.loaded == pytest.approx(3.0)
     assert scaling.speed_by_runs(base, [row(1.0, basis="runs")]) is None

@@ -85,6 +85,20 @@ def test_a_rank_that_does_not_leave_in_time_is_replaced_and_nobody_is_to_blame(m
     assert all(event.void and not event.lost for event in of_kind(recorder, TaskFailed))
 
 
+def test_only_the_rank_that_does_not_leave_is_replaced(mortal_pool, tmp_path):
+    specs = [job("unwanted", "loop rank=1 step=1 times=9 shared"), job("other")]
+    recorder = run(
+        mortal_pool,
+        tmp_path,
+        *specs,
+        policy=following((0, 1, 2)),
+        watchers=[cancelling("unwanted")],
+        patience=IMPATIENT,
+    )
+    assert statuses(recorder) == {"unwanted": "cancelled", "other": "done"}
+    assert [loss.rank for loss in of_kind(recorder, RankLost)] == [1]
+
+
 def test_a_job_whose_time_is_up_leaves_its_rank(mortal_pool, tmp_path):
     specs = [job("late", "crawl rank=0 step=1 times=9 timed", timeout_s=1.5)]
     recorder = run(mortal_pool, tmp_path, *specs, policy=following((0,)))

@@ -125,5 +125,5 @@ def run_loop(
                     costs.classes,
                     device=ranks.device_name,
                     num_ranks=max(map(len, pool.islands)),
-                    share_cores=not ranks.are_on_gpus,
+                    share_cores=not ranks.are_on_gpus and ranks.num_ranks > 1,
                 )

@@ -47,7 +47,7 @@ class NamedPath(click.Path):
 
 
 class Duration(click.ParamType[float]):
-    """Seconds, written as 30s, 12h or 7d."""
+    """Seconds, written as 30, 30s, 12h or 7d."""
 
     name = "duration"
 
@@ -55,7 +55,8 @@ class Duration(click.ParamType[float]):
         self._may_be_zero = may_be_zero
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        seconds = value if isinstance(value, float) else parse_duration(str(value))
+        text = f"{value}s" if str(value).isdigit() else str(value)
+        seconds = value if isinstance(value, float) else parse_duration(text)
         if seconds is None or (seconds == 0 and not self._may_be_zero):
             self.fail(f"{value!r}: a duration like 30s, 12h or 7d is accepted", param, ctx)
         return seconds

@@ -14,23 +14,31 @@ from typing import Any
 from gfgen.models.families.registry import WEIGHTS
 
 BEGIN, END = "<!-- figures -->\n", "<!-- end of figures -->"
+COLUMNS = {
+    "from_text": "from text",
+    "from_images": "from images",
+    "without_background": "no background named",
+    "adjectives_after": "adjectives after nouns",
+}
+"""Groups of prompts in a report, and what the table calls them."""
 
 
 def figures_table(report: Mapping[str, Any]) -> str:
     """What evaluation.write_report reports, as lines of markdown."""
-    return "\n".join(_lines(report["from_text"], report["from_images"], report)) + "\n"
+    return "\n".join(_lines(report)) + "\n"
 
 
-def _lines(text: Mapping[str, Any], images: Mapping[str, Any], report: Mapping[str, Any]) -> Iterator[str]:
+def _lines(report: Mapping[str, Any]) -> Iterator[str]:
+    columns = [report[name] for name in COLUMNS]
     settings = (
         f"{report['steps']} steps, guidance {report['guidance_scale']:g}, flow shift {report['flow_shift']:g}"
     )
     yield f"{report['questions']} prompts, {settings}:"
     yield ""
-    yield "| right | from text | from images |"
-    yield "|---|---|---|"
-    for kind in text["right"] | images["right"]:
-        yield f"| {kind} | {_share(text, kind)} | {_share(images, kind)} |"
+    yield f"| right | {' | '.join(COLUMNS.values())} |"
+    yield "|---" * (1 + len(columns)) + "|"
+    for kind in dict.fromkeys(kind for column in columns for kind in column["right"]):
+        yield f"| {kind} | {' | '.join(_share(column, kind) for column in columns)} |"
     yield ""
     yield f"Frames that the VAE has encoded and decoded: {report['reconstruction_db']:g} dB (PSNR)."
 

@@ -24,8 +24,9 @@ from gfgen.models.fast.prompt_memory import remember_prompts
 from gfgen.models.shapes.drawing import draw, sketch
 from gfgen.models.shapes.measures import Scores, Sight, judge, look
 from gfgen.models.shapes.parts import FLOW_SHIFT, GUIDANCE_SCALE, STEPS, Parts, load
+from gfgen.models.shapes.prompts import describe
 from gfgen.models.shapes.sampling import Recipe, sample_videos
-from gfgen.models.shapes.scenes import Point, Scene, describe, sample_scene
+from gfgen.models.shapes.scenes import Point, Scene, sample_scene
 from gfgen.models.shapes.supply import Supply
 from gfgen.models.shapes.vae_training import reconstruction_db
 
@@ -39,10 +40,16 @@ SHARES = (
     ((128, 128, 1), 14),
 )
 """Sizes of the held-out prompts, in percent."""
+PART = 5
+"""One prompt without a background is asked, and one with adjectives after nouns, for so many others."""
+CORRECT = ("background", "clean", "colour", "direction", "rest", "shape")
+"""What has to be right for an answer to be called correct."""
 START_DISTANCE = 0.04
 """Of the picture's sides: as far as a thing may be from where the given first frame has it."""
 SHEET_FRAMES = 5
-SHEET_CELLS = 24
+SHEET_CELLS = 16
+SHEET_EXTRA = 6
+"""Cells for prompts without a background, and for such with adjectives after nouns."""
 BATCH = {"cuda": 64, "cpu": 8}
 """Questions answered at once; what is seen does not depend on it."""
 RECONSTRUCTED = 64
@@ -78,14 +85,19 @@ class Figures:
         return cls(right, {kind: len(values) for kind, values in given.items()})
 
 
-def questions(count: int, *, seed: int = SEED) -> list[Question]:
+def questions(
+    count: int, *, seed: int = SEED, says_background: bool = True, adjectives_after: bool = False
+) -> list[Question]:
     """Held-out prompts of all sizes."""
     rng = Random(seed)
     found: list[Question] = []
     for (width, height, frames), percent in SHARES:
         for _ in range(round(count * percent / 100)):
-            scene = sample_scene(rng, width=width, height=height, held_out=True)
-            found.append(Question(len(found), scene, describe(scene, rng), width, height, frames))
+            scene = sample_scene(
+                rng, width=width, height=height, held_out=True, says_background=says_background
+            )
+            prompt = describe(scene, rng, adjectives_after=adjectives_after)
+            found.append(Question(len(found), scene, prompt, width, height, frames))
     return found
 
 
@@ -94,24 +106,30 @@ def write_report(
 ) -> Mapping[str, Any]:
     """figures.json and sheet.png: so many held-out prompts, the videos among them also with a given image."""
     asked = questions(count)
+    fewer = max(1, count // PART)
+    without = questions(fewer, says_background=False)
+    after = questions(fewer, adjectives_after=True)
     recipe = recipe or Recipe()
     with_images = [question for question in asked if question.frames > 1]
-    from_text = evaluate(parts, asked, recipe, each=each)
-    from_images = evaluate(parts, with_images, recipe, with_images=True, each=each)
+    figures = {
+        "from_text": evaluate(parts, asked, recipe, each=each),
+        "from_images": evaluate(parts, with_images, recipe, with_images=True, each=each),
+        "without_background": evaluate(parts, without, recipe, each=each),
+        "adjectives_after": evaluate(parts, after, recipe, each=each),
+    }
     device = next(parts.vae.parameters()).device
+    decibels = reconstruction_db(parts.vae, device, num_videos=min(count, RECONSTRUCTED))
     report = {
         "questions": len(asked),
         "steps": recipe.steps,
         "flow_shift": recipe.flow_shift,
         "guidance_scale": recipe.guidance_scale,
-        "reconstruction_db": round(
-            reconstruction_db(parts.vae, device, num_videos=min(count, RECONSTRUCTED)), 2
-        ),
-        "from_text": {"right": from_text.right, "of": from_text.counts},
-        "from_images": {"right": from_images.right, "of": from_images.counts},
+        "reconstruction_db": round(decibels, 2),
+        **{name: {"right": found.right, "of": found.counts} for name, found in figures.items()},
     }
     (folder / "figures.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    write_sheet(folder / "sheet.png", parts, _pick(asked, count=SHEET_CELLS), recipe)
+    shown = [*_pick(asked, count=SHEET_CELLS), *_pick(without, count=SHEET_EXTRA)]
+    write_sheet(folder / "sheet.png", parts, [*shown, *_pick(after, count=SHEET_EXTRA)], recipe)
     return report
 
 
@@ -161,6 +179,7 @@ def _judged(item: tuple[Question, NDArray[np.uint8], bool]) -> Scores:
     scores = dict(judge(question.scene, sight, is_video=question.frames > 1))
     if has_image:
         scores["start"] = not misplaced(question.scene, sight)
+    scores["correct"] = all(scores.get(kind, True) for kind in CORRECT)
     return scores
 
 

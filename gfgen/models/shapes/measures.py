@@ -42,6 +42,12 @@ MIN_WAY = 0.12
 """Share of the picture's side from which a change of place is a motion."""
 NUM_LOOKS = 6
 """Frames of a video that are looked at; first and last are among them."""
+PAPER_DISTANCE = 25
+"""Of 255: a pixel that differs less from an empty picture in all its colour channels is background."""
+EDGE = 3
+"""Pixels around a thing that may be neither its colour nor the background's."""
+MAX_STAIN = 0.01
+"""Share of the picture that may be neither background nor a thing, in the worst of its frames."""
 MARGIN = 0.03
 """By so much of a side the first thing must be beyond the second."""
 
@@ -94,6 +100,8 @@ class Sight:
 
     background: str
     tracks: Mapping[str, Track]
+    stain: float
+    """The largest share of a frame that is neither background nor a thing."""
 
 
 def look(video_THWC: Pixels) -> Sight:
@@ -104,13 +112,15 @@ def look(video_THWC: Pixels) -> Sight:
     background = _background_of(frames)
     found = [_things_in(frame, background) for frame in frames]
     colours = [name for name in COLOURS if 2 * sum(name in masks for masks in found) > len(found)]
-    return Sight(background, {name: _track(name, found) for name in colours})
+    stains = [_stain(frame, background, masks) for frame, masks in zip(frames, found, strict=True)]
+    return Sight(background, {name: _track(name, found) for name in colours}, max(stains))
 
 
 def judge(scene: Scene, sight: Sight, *, is_video: bool) -> Scores:
     """Which of the things that the scene's prompts tell are so; of each kind, only if it applies.
 
-    colour: exactly the things' colours are there. shape, direction, size: of all things.
+    clean: nothing but things is on the background. colour: exactly the things' colours are there.
+    shape, direction, size: of all things.
     """
     tracks = [sight.tracks.get(thing.colour) for thing in scene.things]
     return dict(_verdicts(scene, sight, tracks, is_video=is_video))
@@ -120,6 +130,7 @@ def _verdicts(
     scene: Scene, sight: Sight, tracks: Sequence[Track | None], *, is_video: bool
 ) -> Iterator[tuple[str, bool]]:
     yield "background", sight.background == scene.background
+    yield "clean", sight.stain <= MAX_STAIN
     yield "colour", set(sight.tracks) == {thing.colour for thing in scene.things}
     pairs = list(zip(scene.things, tracks, strict=True))
     yield "shape", all(track is not None and track.shape == thing.shape for thing, track in pairs)
@@ -200,7 +211,7 @@ def _things_in(frame_HWC: Floats, background: str) -> dict[str, Mask]:
     paper_HWC = _paper(background, height, width)
     labels = _nearest(frame_HWC.reshape(-1, 3)).reshape(height, width)
     behind = _NAMES.index(background)
-    labels[np.abs(frame_HWC - paper_HWC).max(axis=-1) < 25] = behind
+    labels[_is_paper(frame_HWC, paper_HWC)] = behind
     solid = _solid(labels)
     counts = np.bincount(labels[solid], minlength=len(_NAMES))
     present = [
@@ -221,7 +232,23 @@ def _things_in(frame_HWC: Floats, background: str) -> dict[str, Mask]:
     return {name: mask for name, mask in found.items() if mask.mean() > MIN_AREA}
 
 
-def _solid(labels_HW: NDArray[np.intp]) -> Mask:
+def _is_paper(frame_HWC: Floats, paper_HWC: Floats) -> Mask:
+    close: Mask = np.abs(frame_HWC - paper_HWC).max(axis=-1) < PAPER_DISTANCE
+    return close
+
+
+def _stain(frame_HWC: Floats, background: str, masks: Mapping[str, Mask]) -> float:
+    """The share of the picture that is neither background nor a thing or its edge."""
+    away = ~_is_paper(frame_HWC, _paper(background, *frame_HWC.shape[:2]))
+    things = np.zeros_like(away)
+    for mask in masks.values():
+        things |= mask
+    for _ in range(EDGE):
+        things = ~_solid(things) | things
+    return float((away & ~things).mean())
+
+
+def _solid(labels_HW: NDArray[Any]) -> Mask:
     """Pixels whose eight neighbours have the same label."""
     padded = np.pad(labels_HW, 1, mode="edge")
     height, width = labels_HW.shape

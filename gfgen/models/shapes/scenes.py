@@ -1,9 +1,8 @@
-"""What the pictures of `shapes` show, and how prompts say it.
+"""What the pictures of `shapes` show.
 
 A scene is one or two coloured shapes on a coloured background, at rest or on a straight way.
-`sample_scene` makes one up, `describe` puts it into words in one of many ways; drawing.py draws
-it, measures.py finds it again in pixels. Some combinations of shape, colour and background are
-never trained on: `is_held_out`.
+`sample_scene` makes one up; prompts.py puts it into words, drawing.py draws it, measures.py finds it
+again in pixels. Some combinations of shape, colour and background are never trained on: `is_held_out`.
 
 Units: positions are fractions of width and height, x to the right and y down; a radius is a
        fraction of the shorter side.
@@ -12,9 +11,8 @@ Units: positions are fractions of width and height, x to the right and y down; a
 from __future__ import annotations
 
 import itertools
-import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from random import Random
 
 COLOURS: Mapping[str, tuple[int, int, int]] = {
@@ -34,6 +32,8 @@ SIZES: Mapping[str, float] = {"small": 0.12, "medium": 0.16, "large": 0.20}
 EXTENT = 1.2
 """How far a shape reaches from its centre, in radii: the tips of the star and the triangle."""
 
+PLAIN_BACKGROUNDS = ("white", "black", "blue")
+"""Of a prompt that names none: the first of these that none of its things has."""
 STILL = "still"
 MOTIONS: Mapping[str, tuple[int, int]] = {"right": (1, 0), "left": (-1, 0), "down": (0, 1), "up": (0, -1)}
 RELATIONS: Mapping[str, tuple[int, int]] = {
@@ -43,6 +43,7 @@ RELATIONS: Mapping[str, tuple[int, int]] = {
     "right of": (1, 0),
 }
 """Where the first thing is, seen from the second."""
+OPPOSITE = {"above": "below", "below": "above", "left of": "right of", "right of": "left of"}
 
 PLACES: Mapping[str, tuple[int, int]] = {
     "top left": (0, 0),
@@ -87,6 +88,8 @@ class Scene:
     """Of a single thing."""
     relation: str | None = None
     """Of the first thing to the second."""
+    says_background: bool = True
+    """Whether prompts tell it; else it is the plain one."""
 
 
 def is_held_out(shape: str, colour: str, background: str) -> bool:
@@ -100,12 +103,28 @@ def is_held_out(shape: str, colour: str, background: str) -> bool:
     return (2 * apart + SHAPES.index(shape)) % len(colours) == len(SHAPES)
 
 
-def sample_scene(rng: Random, *, width: int, height: int, held_out: bool = False) -> Scene:
+def plain_background(colours: Collection[str]) -> str:
+    """The background of things with these colours where a prompt names none."""
+    return next(name for name in PLAIN_BACKGROUNDS if name not in colours)
+
+
+def sample_scene(
+    rng: Random, *, width: int, height: int, held_out: bool = False, says_background: bool = True
+) -> Scene:
     """A scene made up at random, for pictures of this size.
 
     held_out: all its combinations are of those that are not trained on; else none is.
     """
-    background = rng.choice(list(COLOURS))
+    while True:
+        background = rng.choice(list(COLOURS) if says_background else PLAIN_BACKGROUNDS)
+        scene = _scene_on(background, rng, width=width, height=height, held_out=held_out)
+        if says_background:
+            return scene
+        if background == plain_background([thing.colour for thing in scene.things]):
+            return replace(scene, says_background=False)
+
+
+def _scene_on(background: str, rng: Random, *, width: int, height: int, held_out: bool) -> Scene:
     pairs = [
         (shape, colour)
         for shape, colour in itertools.product(SHAPES, COLOURS)
@@ -196,198 +215,3 @@ def _keeps(place: str, motion: str) -> bool:
     """Whether a way in this direction has this place: one of the middle column or row, across the way."""
     column, row = PLACES[place]
     return column == 1 if MOTIONS[motion][0] else row == 1
-
-
-VERBS = (
-    ("moves", "moving"),
-    ("slides", "sliding"),
-    ("drifts", "drifting"),
-    ("glides", "gliding"),
-    ("travels", "travelling"),
-    ("floats", "floating"),
-    ("flies", "flying"),
-    ("goes", "going"),
-)
-WAYS: Mapping[str, Sequence[str]] = {
-    "right": (
-        "left to right",
-        "from left to right",
-        "to the right",
-        "from the left to the right",
-        "rightwards",
-    ),
-    "left": ("right to left", "from right to left", "to the left", "from the right to the left", "leftwards"),
-    "up": ("up", "upwards", "from bottom to top", "from the bottom to the top", "to the top"),
-    "down": ("down", "downwards", "from top to bottom", "from the top to the bottom", "to the bottom"),
-}
-SPECIAL_VERBS: Mapping[str, Sequence[tuple[str, str]]] = {
-    "up": (("rises", "rising"),),
-    "down": (("falls", "falling"), ("sinks", "sinking")),
-    STILL: (
-        ("stays still", "staying still"),
-        ("rests", "resting"),
-        ("stands still", "standing still"),
-        ("does not move", "not moving"),
-    ),
-}
-PLACE_WORDS: Mapping[str, Sequence[str]] = {
-    "top left": ("at the top left", "in the top left corner", "in the upper left corner", "top left"),
-    "top": ("at the top", "near the top", "in the upper part"),
-    "top right": ("at the top right", "in the top right corner", "in the upper right corner", "top right"),
-    "left": ("on the left", "at the left", "on the left side"),
-    "center": ("in the center", "in the middle", "at the center", "in the centre"),
-    "right": ("on the right", "at the right", "on the right side"),
-    "bottom left": (
-        "at the bottom left",
-        "in the bottom left corner",
-        "in the lower left corner",
-        "bottom left",
-    ),
-    "bottom": ("at the bottom", "near the bottom", "in the lower part"),
-    "bottom right": (
-        "at the bottom right",
-        "in the bottom right corner",
-        "in the lower right corner",
-        "bottom right",
-    ),
-}
-RELATION_WORDS: Mapping[str, Sequence[str]] = {
-    "above": ("above", "over", "above"),
-    "below": ("below", "under", "beneath"),
-    "left of": ("left of", "to the left of"),
-    "right of": ("right of", "to the right of"),
-}
-OPPOSITE = {"above": "below", "below": "above", "left of": "right of", "right of": "left of"}
-SHAPE_WORDS: Mapping[str, Sequence[str]] = {
-    "circle": ("circle", "circle", "disc", "ball"),
-    "square": ("square", "square", "box"),
-    "diamond": ("diamond", "diamond", "rhombus"),
-}
-SIZE_WORDS: Mapping[str, Sequence[str]] = {
-    "small": ("small", "small", "little", "tiny"),
-    "large": ("large", "big", "huge"),
-}
-BACKDROPS = (
-    "on a {} background",
-    "on a {} background",
-    "against a {} background",
-    "on {}",
-    "over a {} backdrop",
-)
-SCENERY = ("{} background", "a {} background", "{} backdrop")
-OPENINGS = (
-    "a video of",
-    "an animation of",
-    "a picture of",
-    "an image of",
-    "a drawing of",
-    "a clip of",
-    "video of",
-)
-PATTERNS_OF_ONE = (
-    "{thing}{does}{place} {on}",
-    "{thing}{doing}{place} {on}",
-    "{thing}{doing}{place}, {scenery}",
-    "{thing}{place}{doing}, {scenery}",
-    "{on}, {thing}{does}{place}",
-    "{scenery} with {thing}{doing}{place}",
-)
-PATTERNS_OF_TWO = (
-    "{thing}{does} {link} {other} {on}",
-    "{thing}{doing} {link} {other} {on}",
-    "{thing}{doing} {link} {other}, {scenery}",
-    "{thing}{does} {on}, {link} {other}",
-    "{on}, {thing}{does} {link} {other}",
-    "{scenery} with {thing}{doing} {link} {other}",
-)
-GLUE = "with that is and , . a an the"
-"""Words that no table above has."""
-
-
-def describe(scene: Scene, rng: Random) -> str:
-    """A prompt for this scene; the words differ from call to call, what they say does not."""
-    things, relation = scene.things, scene.relation
-    if len(things) == 2 and rng.random() < 0.5:
-        things, relation = (things[1], things[0]), OPPOSITE[relation] if relation else None
-    first = things[0]
-    is_clear = len(things) == 1 or things[1].motion == STILL
-    does, doing = _motion_words(first.motion, rng, may_omit=relation is not None or is_clear)
-    parts = {
-        "thing": _noun(first, rng),
-        "does": does,
-        "doing": doing,
-        "on": _with_article(rng.choice(BACKDROPS), scene.background),
-        "scenery": _with_article(rng.choice(SCENERY), scene.background),
-        "place": f" {rng.choice(PLACE_WORDS[scene.place])}" if scene.place else "",
-        "link": "and",
-        "other": "",
-    }
-    if len(things) == 2:
-        parts["link"] = rng.choice(RELATION_WORDS[relation]) if relation else "and"
-        parts["other"] = _other(things[1], rng, links=relation is not None)
-    pattern = rng.choice(PATTERNS_OF_ONE if len(things) == 1 else PATTERNS_OF_TWO)
-    text = pattern.format(**parts)
-    if pattern.startswith("{thing}{doing}") and rng.random() < 0.5:
-        text = f"{rng.choice(OPENINGS)} {text}"
-    return text + "." * (rng.random() < 0.15)
-
-
-def _with_article(pattern: str, colour: str) -> str:
-    return pattern.format(colour).replace(
-        f"a {colour}", f"an {colour}" if colour[0] in "aeiou" else f"a {colour}"
-    )
-
-
-def _noun(thing: Thing, rng: Random) -> str:
-    words = [thing.colour, rng.choice(SHAPE_WORDS.get(thing.shape, (thing.shape,)))]
-    if thing.says_size:
-        words.insert(0, rng.choice(SIZE_WORDS[thing.size]))
-    article = "an" if words[0][0] in "aeiou" else "a"
-    return " ".join([*([article] if rng.random() < 0.9 else []), *words])
-
-
-def _motion_words(motion: str, rng: Random, *, may_omit: bool = True) -> tuple[str, str]:
-    """A finite verb and a participle with all that belongs to them, each after a blank.
-
-    Often nothing for a thing at rest, if that may be left out.
-    """
-    special = SPECIAL_VERBS.get(motion, ())
-    if motion == STILL:
-        if may_omit and rng.random() < 0.6:
-            return "", ""
-        does, doing = rng.choice(special)
-    elif special and rng.random() < 0.25:
-        does, doing = rng.choice(special)
-    else:
-        way = rng.choice(WAYS[motion])
-        does, doing = (f"{verb} {way}" for verb in rng.choice(VERBS))
-    return f" {does}", f" {doing}"
-
-
-def _other(thing: Thing, rng: Random, *, links: bool) -> str:
-    """The second thing with its motion; after a link such as "above", so that only it can be meant."""
-    does, doing = _motion_words(thing.motion, rng)
-    if not does:
-        return _noun(thing, rng)
-    return _noun(thing, rng) + rng.choice((f" that{does}", f" that is{doing}") if links else (does, doing))
-
-
-def words() -> tuple[str, ...]:
-    """All words and marks that prompts may have, sorted."""
-    tables: tuple[Iterable[str], ...] = (
-        COLOURS,
-        SHAPES,
-        BACKDROPS,
-        SCENERY,
-        OPENINGS,
-        (GLUE,),
-        *WAYS.values(),
-        *PLACE_WORDS.values(),
-        *RELATION_WORDS.values(),
-        *SHAPE_WORDS.values(),
-        *SIZE_WORDS.values(),
-        *VERBS,
-        *itertools.chain.from_iterable(SPECIAL_VERBS.values()),
-    )
-    phrases = itertools.chain.from_iterable(tables)
-    return tuple(sorted({word for phrase in phrases for word in re.findall(r"[a-z]+|[.,]", phrase)}))

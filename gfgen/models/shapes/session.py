@@ -58,7 +58,8 @@ class Session:
     """One process's work on one stage; see the module.
 
     `ends_s`: when this process stops, on the monotonic clock; `total_s`: of the stage, over all
-    processes. A session that `finishes` ends the stage when the process stops.
+    processes. A session that `finishes` ends the stage when the process stops. `rate`: the share of
+    the usual learning rates.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Session:
         max_steps: int | None = None,
         uses_graphs: bool = True,
         finishes: bool = False,
+        rate: float = 1.0,
     ) -> None:
         self.folder = folder
         self.stage = stage
@@ -83,6 +85,7 @@ class Session:
         self.max_steps = max_steps
         self.uses_graphs = uses_graphs
         self.finishes = finishes
+        self.rate = rate
         self.step = 0
         self.spent_s = 0.0
         self.is_done = False
@@ -109,7 +112,7 @@ class Session:
         self._average, self._optimizers = average, dict(optimizers)
         for optimizer in self._optimizers.values():
             for group in optimizer.param_groups:
-                group["initial_lr"] = group["lr"]
+                group["initial_lr"] = group["lr"] * self.rate
         self._load()
 
     def steps(self) -> Iterator[int]:

@@ -9,11 +9,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
-from gfgen.models.shapes.scenes import Scene, describe, sample_scene, words
+from gfgen.models.shapes.prompts import describe, words
+from gfgen.models.shapes.scenes import Scene, sample_scene
 
 SPECIAL = ("<pad>", "</s>", "<unk>")
 MAX_WORDS = 55
@@ -22,6 +23,11 @@ EMPTY_SHARE = 0.1
 """Prompts left empty, so that guidance works too."""
 STRANGE_SHARE = 0.08
 """Prompts with a word that is not in the vocabulary, which changes nothing."""
+NO_BACKGROUND_SHARE = 0.25
+"""Scenes whose prompts name no background."""
+AFTER_SHARE = 0.2
+"""Prompts with adjectives after their nouns."""
+MIN_RADIUS = 0.125
 AHEAD = 3
 """Batches of an order that are made before they are asked for."""
 
@@ -82,14 +88,40 @@ class Supply(AbstractContextManager["Supply"]):
 
 def make_batch(order: Order) -> Batch:
     rng = Random(order.seed)
-    scenes = tuple(sample_scene(rng, width=order.width, height=order.height) for _ in range(order.count))
+    scenes = tuple(some_scene(rng, width=order.width, height=order.height) for _ in range(order.count))
     return Batch(scenes, tuple(tuple(_prompt_tokens(scene, rng)) for scene in scenes))
+
+
+def some_scene(rng: Random, *, width: int, height: int, held_out: bool = False) -> Scene:
+    """A scene whose prompts name its background, or not, as often as in training.
+
+    Small things come out less well: so nobody gets one unasked, and none is smaller than need be.
+    """
+    scene = sample_scene(
+        rng,
+        width=width,
+        height=height,
+        held_out=held_out,
+        says_background=rng.random() >= NO_BACKGROUND_SHARE,
+    )
+    things = (
+        replace(thing, says_size=True, radius=max(thing.radius, MIN_RADIUS))
+        if thing.size == "small"
+        else thing
+        for thing in scene.things
+    )
+    return replace(scene, things=tuple(things))
+
+
+def some_prompt(scene: Scene, rng: Random) -> str:
+    """A prompt whose adjectives go before or after their nouns, as often as in training."""
+    return describe(scene, rng, adjectives_after=rng.random() < AFTER_SHARE)
 
 
 def _prompt_tokens(scene: Scene, rng: Random) -> list[int]:
     if rng.random() < EMPTY_SHARE:
         return token_ids("")
-    tokens = token_ids(describe(scene, rng))
+    tokens = token_ids(some_prompt(scene, rng))
     if rng.random() < STRANGE_SHARE:
         tokens.insert(rng.randrange(len(tokens)), SPECIAL.index("<unk>"))
     return tokens

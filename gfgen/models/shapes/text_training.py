@@ -32,11 +32,9 @@ from gfgen.models.shapes.scenes import (
     SIZES,
     STILL,
     Scene,
-    describe,
-    sample_scene,
 )
 from gfgen.models.shapes.session import Average, Session
-from gfgen.models.shapes.supply import Batch, Supply, token_ids
+from gfgen.models.shapes.supply import Batch, Supply, some_prompt, some_scene, token_ids
 
 LEARNING_RATE = 1e-3
 EMA_DECAY = 0.998
@@ -111,7 +109,9 @@ def _is_last(mask_BL: Tensor) -> Tensor:
 
 def answers_of(scene: Scene) -> list[int]:
     """What a prompt for this scene says, a number for each of the Q questions."""
-    by_colour = {scene.background: (ROLES.index("background"), 0, 0, 0)}
+    by_colour = {}
+    if scene.says_background:
+        by_colour[scene.background] = (ROLES.index("background"), 0, 0, 0)
     for idx, thing in enumerate(scene.things):
         relation = scene.relation if idx == 0 or scene.relation is None else OPPOSITE[scene.relation]
         by_colour[thing.colour] = (
@@ -141,8 +141,8 @@ def _on_device(batch: Batch, device: torch.device) -> tuple[Tensor, Tensor]:
 def understood(text_encoder: Any, heads: nn.Linear, *, count: int = 1000) -> float:
     """The share of held-out prompts of whose last token all answers are read rightly."""
     rng = Random("understood")
-    scenes = tuple(sample_scene(rng, width=128, height=128, held_out=True) for _ in range(count))
-    tokens = tuple(tuple(token_ids(describe(scene, rng))) for scene in scenes)
+    scenes = tuple(some_scene(rng, width=128, height=128, held_out=True) for _ in range(count))
+    tokens = tuple(tuple(token_ids(some_prompt(scene, rng))) for scene in scenes)
     tokens_BL, answers_BQ = _on_device(Batch(scenes, tokens), heads.weight.device)
     mask_BL = tokens_BL != 0
     states_BLD = text_states(text_encoder, tokens_BL, mask_BL)

@@ -5,6 +5,7 @@
 On one GPU, in about twenty minutes. Stop it whenever you like: the same command goes on from the
 last checkpoint in DIR. At the end DIR/shapes is the pipeline, figures.json says how well it does on
 prompts held out, sheet.png shows it, and log.jsonl has losses and measures over time.
+`--from PIPELINE` starts the last stage from the weights of a trained one.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from gfgen.models.shapes.parts import (
 )
 from gfgen.models.shapes.reservoir import BUCKETS, MINIATURE_BUCKETS, Bucket
 from gfgen.models.shapes.session import Session, named_weights, read_shards, write_shards
-from gfgen.models.shapes.supply import Supply
+from gfgen.models.shapes.supply import Supply, vocabulary
 from gfgen.models.shapes.text_training import BATCH, train_text
 from gfgen.models.shapes.vae_training import (
     CLIPS,
@@ -75,11 +76,22 @@ def main(arguments: list[str] | None = None) -> None:
     plan = MINIATURE_PLAN if options.miniature else FULL_PLAN
     with Supply(num_processes=options.processes) as supply:
         parts = new_parts(plan.dimensions)
+        if options.start:
+            _take_weights(parts, options.start)
         if options.device != "cpu":
             _set_up_gpu(options)
         stages = (_vae_stage, _text_stage, _flow_stage)
         is_done = all(stage(parts, plan, options, supply) for stage in stages)
     print("done" if is_done else "not done; the same command goes on from here")
+
+
+def _take_weights(parts: Parts, pipeline: Path) -> None:
+    """All weights become those of a pipeline, which has the same vocabulary and dimensions."""
+    old = load(pipeline)
+    assert old.tokenizer.get_vocab() == vocabulary(), f"{pipeline} has another vocabulary"
+    for name in ("text_encoder", "vae", "transformer"):
+        getattr(parts, name).load_state_dict(getattr(old, name).state_dict())
+    set_latent_scale(parts.vae, old.vae.config.latents_mean, old.vae.config.latents_std)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -90,6 +102,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     on_or_off = argparse.BooleanOptionalAction
     parser.add_argument("folder", type=Path, metavar="DIR")
+    parser.add_argument(
+        "--from", dest="start", type=Path, metavar="PIPELINE", help="start the last stage from its weights"
+    )
+    parser.add_argument(
+        "--rate", type=float, default=1, help="share of the usual learning rates (%(default)s)"
+    )
     parser.add_argument("--vae-seconds", type=float, default=280, help="of training, in all (%(default)s)")
     parser.add_argument("--text-seconds", type=float, default=40, help="of training, in all (%(default)s)")
     parser.add_argument("--flow-seconds", type=float, default=700, help="of training, in all (%(default)s)")
@@ -137,11 +155,14 @@ def _session(options: argparse.Namespace, stage: str, *, total_s: float, finishe
         max_steps=options.max_steps,
         uses_graphs=options.graphs,
         finishes=finishes,
+        rate=options.rate,
     )
 
 
 def _vae_stage(parts: Parts, plan: Plan, options: argparse.Namespace, supply: Supply) -> bool:
-    """Whether the VAE is trained; it then is what its checkpoint says."""
+    """Whether the VAE is trained; it then is what its checkpoint says, or the pipeline to go on from."""
+    if options.start:
+        return True
     session = _session(options, "vae", total_s=options.vae_seconds)
     if not _is_done(options.folder, "vae"):
         train_vae(session, parts.vae, supply, plan.clips)
@@ -158,7 +179,9 @@ def _vae_stage(parts: Parts, plan: Plan, options: argparse.Namespace, supply: Su
 
 
 def _text_stage(parts: Parts, plan: Plan, options: argparse.Namespace, supply: Supply) -> bool:
-    """Whether the text encoder understands prompts; it then is what its checkpoint says."""
+    """Whether the text encoder understands prompts; the same of it."""
+    if options.start:
+        return True
     session = _session(options, "text", total_s=options.text_seconds)
     if not _is_done(options.folder, "text"):
         train_text(session, parts.text_encoder, supply, batch=plan.num_prompts)

@@ -33,7 +33,7 @@ from gfgen.runtime.core.observer import JobOutcome, Observer, skipped_outcome
 from gfgen.runtime.files.journal import Journal, NoJournal
 from gfgen.runtime.ipc.messages import MemoryUse
 from gfgen.snapshot import Choice, Decision, Snapshot
-from gfgen.system.timelimit import DECISION_LIMIT_S, DecisionTimeout, within
+from gfgen.system.timelimit import DECISION_LIMIT_S, within
 from gfgen.system.wording import counted
 
 logger = logging.getLogger(__name__)
@@ -412,7 +412,7 @@ class Control:
         self._num_policy_faults += 1
         reason = " ".join(str(error).split()) if isinstance(error, PolicyFault) else in_one_line(error)
         logger.warning("policy %s: %s", self.policy.name, reason)
-        if self._num_policy_faults < MAX_POLICY_FAULTS and not isinstance(error, DecisionTimeout):
+        if self._num_policy_faults < MAX_POLICY_FAULTS:
             return
         times = counted(self._num_policy_faults, "time")
         if self.policy.name == FALLBACK:

@@ -75,7 +75,7 @@ def speed_by_runs(profile: Profile, rows: Sequence[ProfileRow]) -> Speed | None:
     """From steps that runs have measured, when all ranks worked; None where there are none of this model."""
     table, ratios = CostTable(profile), []
     for row in rows:
-        if row.model in profile.models and row.stage is Stage.DENOISE:
+        if row.model in profile.models and row.stage is Stage.DENOISE and row.loaded_s is not None:
             work = Work(row.flops, row.state_bytes)
             found = table.task(row.model, row.shape, row.stage, row.degrees, work)
             if found is not None and found.seconds > 0:

@@ -132,6 +132,8 @@ class ProcessBackend:
         self._recovery: Recovery | None = None
         self._stopped_s: dict[int, float] = {}
         """Dispatches that ranks were asked to leave because nobody wants them, and when."""
+        self._inside: dict[int, set[int]] = {}
+        """By stopped dispatch: the ranks that have not left it."""
         self._watchdog: Watchdog[Child] = Watchdog(patience or pool.patience, looked_s=clock.now_s)
         self._verdicts: dict[Child, str] = {}
         """Why a process was killed, until its end is noticed."""
@@ -229,6 +231,7 @@ class ProcessBackend:
         stopped = {each.number for each in dispatches} & self._dispatches.keys() - known
         if stopped:
             self._stopped_s |= dict.fromkeys(stopped, self._clock.now_s)
+            self._inside |= {number: set(self._dispatches[number].layout.ranks) for number in stopped}
             self._give_up(dict.fromkeys(stopped))
 
     def release(self, job_id: str) -> None:
@@ -510,6 +513,8 @@ class ProcessBackend:
         yield from self._frames_lost_with(child.rank, reason, now_s)
         self._recovery = self._recovery or Recovery()
         self._recovery.dead.add(child.rank)
+        for inside in self._inside.values():
+            inside.discard(child.rank)
         self._warming.discard(child)
         self._arriving = [worker for worker in self._arriving if worker is not child]
         self._held_back = [worker for worker in self._held_back if worker is not child]
@@ -617,7 +622,7 @@ class ProcessBackend:
         causes: dict[int, Cause | None] = dict.fromkeys([*sending, *storing, *running])
         if running and not was_stopped:
             causes[running[0]] = Cause(f"rank {rank}: {reason}", lost=True)
-        for number in storing:
+        for number in [] if was_stopped else storing:
             causes[number] = Cause(f"rank {rank}: {reason}", lost=True)
         return causes
 
@@ -633,6 +638,9 @@ class ProcessBackend:
     def _answered(self, worker: Child, answer: Left | EdgesRestarted) -> Iterator[Event]:
         """A rank has left, or counts anew; answers to an earlier, smaller question do not count."""
         recovery = self._recovery
+        if isinstance(answer, Left):
+            for number in answer.numbers & self._inside.keys():
+                self._inside[number].discard(worker.rank)
         if recovery is None or answer.numbers != recovery.numbers or worker.rank is None:
             return
         if isinstance(answer, EdgesRestarted) is recovery.all_have_left:
@@ -658,6 +666,7 @@ class ProcessBackend:
         for number in sorted(recovery.numbers):
             self._storing.pop(number, None)
             self._stopped_s.pop(number, None)
+            self._inside.pop(number, None)
             del self._dispatches[number]
             cause = recovery.causes.get(number)
             text = cause.reason if cause else "given up with another task"
@@ -707,16 +716,11 @@ class ProcessBackend:
             self._give_up(dict.fromkeys(overdue - known))
         for number, asked_s in self._stopped_s.items():
             if now_s > asked_s + self._watchdog.patience.stopping_s:
-                self._kill_those_inside(number)
+                for rank in self._inside[number]:
+                    self._kill(self._pool.workers[rank], _STOPPED)
         if self._recovery and now_s > self._recovery.deadline_s:
             for rank in self._recovery.waiting_for:
                 self._kill(self._pool.workers[rank], "it hangs in a task that was given up")
-
-    def _kill_those_inside(self, number: int) -> None:
-        """Free the ranks that have not left a stopped dispatch."""
-        assert self._recovery is not None
-        for rank in self._recovery.waiting_for.intersection(self._dispatches[number].layout.ranks):
-            self._kill(self._pool.workers[rank], _STOPPED)
 
     def _leave_stuck_processes(self) -> Iterator[Event]:
         """Go on without those that were killed and do not end: their channels stay open, too."""

@@ -85,7 +85,7 @@ def _object(content: bytes) -> dict[str, Any]:
     except ValueError as error:
         raise ApiError(400, f"the body is not JSON: {str(error)[:200]}") from None
     if not isinstance(value, dict):
-        raise ApiError(400, 'the body is no JSON object; send one like {"prompt": "a red fox"}')
+        raise ApiError(400, 'the body is no JSON object; send one like {"prompt": "a red circle falls"}')
     if len(value) > MAX_FIELDS:
         raise ApiError(400, f"{len(value):,} fields; no request has more than {MAX_FIELDS}")
     return value
