@@ -12,10 +12,10 @@ from movies import decoded
 from numpy.typing import NDArray
 from PIL import Image
 
-from gfgen.models.shapes.drawing import draw, sketch
-from gfgen.models.shapes.evaluation import misplaced
-from gfgen.models.shapes.measures import judge, look
-from gfgen.models.shapes.scenes import MOTIONS, SIZES, STILL, Scene, Thing
+from training.drawing import draw, sketch
+from training.evaluation import misplaced
+from training.measures import judge, look
+from training.scenes import MOTIONS, SIZES, STILL, Scene, Thing
 
 WAY = 0.5
 """Of the picture's side, that a moving thing covers."""

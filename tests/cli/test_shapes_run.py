@@ -17,9 +17,9 @@ from shapes_prompts import ANIMATED, EVERY, PICTURES, VIDEOS
 
 from gfgen.job import read_jobs
 from gfgen.models.families.registry import find_configs
-from gfgen.models.shapes.scenes import is_held_out
-from gfgen.models.shapes.supply import SPECIAL, token_ids
 from gfgen.runtime.files.outputs import write_output
+from training.scenes import is_held_out
+from training.supply import SPECIAL, token_ids
 
 ROOT = Path(__file__).parents[2]
 PLAIN = "a green circle goes up on a yellow background"

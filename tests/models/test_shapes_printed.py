@@ -12,12 +12,12 @@ from shapes_prompts import PRINTED, Frames
 
 from gfgen.models.families.registry import resolve_checkpoint
 from gfgen.models.fast.prompt_memory import remember_prompts
-from gfgen.models.shapes.measures import judge, look
-from gfgen.models.shapes.parts import load
-from gfgen.models.shapes.prompts import SHAPE_WORDS
-from gfgen.models.shapes.sampling import Recipe, sample_videos
-from gfgen.models.shapes.scenes import COLOURS, SHAPES, STILL
-from gfgen.models.shapes.supply import SPECIAL, token_ids
+from training.measures import judge, look
+from training.parts import load
+from training.prompts import SHAPE_WORDS
+from training.sampling import Recipe, sample_videos
+from training.scenes import COLOURS, SHAPES, STILL
+from training.supply import SPECIAL, token_ids
 
 ROOT = Path(__file__).parents[2]
 SUFFIXES = (".md", ".py", ".html", ".js", ".jsonl")

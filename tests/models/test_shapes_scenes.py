@@ -9,11 +9,11 @@ from random import Random
 import pytest
 import torch
 
-from gfgen.models.shapes.drawing import draw, sketch
-from gfgen.models.shapes.measures import judge, look
-from gfgen.models.shapes.parts import new_tokenizer
-from gfgen.models.shapes.prompts import describe
-from gfgen.models.shapes.scenes import (
+from training.drawing import draw, sketch
+from training.measures import judge, look
+from training.parts import new_tokenizer
+from training.prompts import describe
+from training.scenes import (
     COLOURS,
     MOTIONS,
     SHAPES,
@@ -23,7 +23,7 @@ from gfgen.models.shapes.scenes import (
     is_held_out,
     sample_scene,
 )
-from gfgen.models.shapes.supply import (
+from training.supply import (
     MAX_WORDS,
     SPECIAL,
     some_prompt,

@@ -13,13 +13,13 @@ from safetensors import safe_open
 from gfgen.jobspec import JobSpec
 from gfgen.models.families.pictures import load_image
 from gfgen.models.families.registry import load_adapter
-from gfgen.models.shapes import train
-from gfgen.models.shapes.codec import LatentScale, decode_clip, encode_moments
-from gfgen.models.shapes.flow_model import FlowModel
-from gfgen.models.shapes.muon import orthogonalized
-from gfgen.models.shapes.parts import MINIATURE, Parts, load, new_parts, save, set_latent_scale
-from gfgen.models.shapes.sampling import Recipe, prompt_embeds, sample_videos, token_timesteps
-from gfgen.models.shapes.supply import MAX_WORDS
+from training import train
+from training.codec import LatentScale, decode_clip, encode_moments
+from training.flow_model import FlowModel
+from training.muon import orthogonalized
+from training.parts import MINIATURE, Parts, load, new_parts, save, set_latent_scale
+from training.sampling import Recipe, prompt_embeds, sample_videos, token_timesteps
+from training.supply import MAX_WORDS
 
 torch.set_num_threads(1)
 

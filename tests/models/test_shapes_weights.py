@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from gfgen.jobspec import JobSpec
 from gfgen.models.families.registry import WEIGHTS, find_configs, resolve_checkpoint
 from gfgen.models.geometry.geometry import load_geometry, weightless_geometry
-from gfgen.models.shapes.card import BEGIN, END, figures_table
-from gfgen.models.shapes.parts import DEFAULTS, FLOW_SHIFT, new_tokenizer
+from training.card import BEGIN, END, figures_table
+from training.parts import DEFAULTS, FLOW_SHIFT, new_tokenizer
 
 MAX_BYTES = 20_000_000
 FILES = sorted(path for path in WEIGHTS.rglob("*") if path.is_file())

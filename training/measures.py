@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gfgen.models.shapes.drawing import DISTANCES, SHADING
-from gfgen.models.shapes.scenes import (
+from training.drawing import DISTANCES, SHADING
+from training.scenes import (
     CELL,
     COLOURS,
     MOTIONS,

@@ -1,6 +1,6 @@
 """How well a model draws what held-out prompts say: figures, and a sheet to look at.
 
-python -m gfgen.models.shapes.evaluation DIR
+python -m training.evaluation DIR
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from gfgen.models.fast.prompt_memory import remember_prompts
-from gfgen.models.shapes.drawing import draw, sketch
-from gfgen.models.shapes.measures import Scores, Sight, judge, look
-from gfgen.models.shapes.parts import FLOW_SHIFT, GUIDANCE_SCALE, STEPS, Parts, load
-from gfgen.models.shapes.prompts import describe
-from gfgen.models.shapes.sampling import Recipe, sample_videos
-from gfgen.models.shapes.scenes import Point, Scene, sample_scene
-from gfgen.models.shapes.supply import Supply
-from gfgen.models.shapes.vae_training import reconstruction_db
+from training.drawing import draw, sketch
+from training.measures import Scores, Sight, judge, look
+from training.parts import FLOW_SHIFT, GUIDANCE_SCALE, STEPS, Parts, load
+from training.prompts import describe
+from training.sampling import Recipe, sample_videos
+from training.scenes import Point, Scene, sample_scene
+from training.supply import Supply
+from training.vae_training import reconstruction_db
 
 SEED = 20261121
 
@@ -240,7 +240,7 @@ def _pick(asked: Sequence[Question], *, count: int) -> list[Question]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m gfgen.models.shapes.evaluation", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m training.evaluation", description=__doc__)
     parser.add_argument("model", type=Path, metavar="DIR", help="the pipeline")
     parser.add_argument("--output", type=Path, default=Path(), help="folder for figures.json and sheet.png")
     parser.add_argument("--questions", type=int, default=500, help="held-out prompts (%(default)s)")

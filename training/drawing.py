@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gfgen.models.shapes.scenes import COLOURS, Scene
+from training.scenes import COLOURS, Scene
 
 MAX_THINGS = 2
 SHADING = 0.06

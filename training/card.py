@@ -1,6 +1,6 @@
 """The model card's table of figures, from figures.json beside it.
 
-python -m gfgen.models.shapes.card
+python -m training.card
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
-from gfgen.models.shapes.prompts import describe, words
-from gfgen.models.shapes.scenes import Scene, sample_scene
+from training.prompts import describe, words
+from training.scenes import Scene, sample_scene
 
 SPECIAL = ("<pad>", "</s>", "<unk>")
 MAX_WORDS = 55

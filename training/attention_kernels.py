@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from gfgen.models.shapes.parts import NUM_HEADS
+from training.parts import NUM_HEADS
 
 logger = logging.getLogger(__name__)
 

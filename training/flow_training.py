@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gfgen.models.shapes.codec import lay_out
-from gfgen.models.shapes.flow_model import FlowModel
-from gfgen.models.shapes.graphs import Recorder, with_gradients
-from gfgen.models.shapes.muon import Muon
-from gfgen.models.shapes.parts import Parts
-from gfgen.models.shapes.reservoir import BUCKETS, Bucket, Reservoir
-from gfgen.models.shapes.session import Average, Session
-from gfgen.models.shapes.supply import Supply
+from training.codec import lay_out
+from training.flow_model import FlowModel
+from training.graphs import Recorder, with_gradients
+from training.muon import Muon
+from training.parts import Parts
+from training.reservoir import BUCKETS, Bucket, Reservoir
+from training.session import Average, Session
+from training.supply import Supply
 
 LEARNING_RATE = 2e-3
 """Of matrices in blocks (Muon)."""

@@ -1,6 +1,6 @@
 """Train `shapes` from nothing: the VAE, then the text encoder, then the transformer with both.
 
-    python -m gfgen.models.shapes.train DIR
+    python -m training.train DIR
 
 On one GPU, in about twenty minutes. Stop it whenever you like: the same command goes on from the
 last checkpoint in DIR. At the end DIR/shapes is the pipeline, figures.json says how well it does on
@@ -20,10 +20,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from gfgen.models.shapes.attention_kernels import use_fastest_attention
-from gfgen.models.shapes.evaluation import write_report
-from gfgen.models.shapes.flow_training import train_flow
-from gfgen.models.shapes.parts import (
+from training.attention_kernels import use_fastest_attention
+from training.evaluation import write_report
+from training.flow_training import train_flow
+from training.parts import (
     FULL,
     MINIATURE,
     Dimensions,
@@ -33,11 +33,11 @@ from gfgen.models.shapes.parts import (
     save,
     set_latent_scale,
 )
-from gfgen.models.shapes.reservoir import BUCKETS, MINIATURE_BUCKETS, Bucket
-from gfgen.models.shapes.session import Session, named_weights, read_shards, write_shards
-from gfgen.models.shapes.supply import Supply, vocabulary
-from gfgen.models.shapes.text_training import BATCH, train_text
-from gfgen.models.shapes.vae_training import (
+from training.reservoir import BUCKETS, MINIATURE_BUCKETS, Bucket
+from training.session import Session, named_weights, read_shards, write_shards
+from training.supply import Supply, vocabulary
+from training.text_training import BATCH, train_text
+from training.vae_training import (
     CLIPS,
     MINIATURE_CLIPS,
     ClipShape,
@@ -96,7 +96,7 @@ def _take_weights(parts: Parts, pipeline: Path) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m gfgen.models.shapes.train",
+        prog="python -m training.train",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gfgen.models.geometry.geometry_wan import TEXT_TOKENS
-from gfgen.models.shapes.parts import NUM_HEADS, Parts
+from training.parts import NUM_HEADS, Parts
 
 EPS = 1e-6
 """Of all norms. Source: diffusers 0.42 WanTransformer3DModel.__init__."""

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gfgen.models.shapes.codec import LatentScale, encode_moments
-from gfgen.models.shapes.drawing import draw, sketch, to_device
-from gfgen.models.shapes.graphs import Recorder
-from gfgen.models.shapes.parts import Parts
-from gfgen.models.shapes.supply import MAX_WORDS, Batch, Supply
+from training.codec import LatentScale, encode_moments
+from training.drawing import draw, sketch, to_device
+from training.graphs import Recorder
+from training.parts import Parts
+from training.supply import MAX_WORDS, Batch, Supply
 
 REUSE = 16
 """How often a clip is trained on."""

@@ -19,10 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gfgen.models.shapes.flow_model import text_states
-from gfgen.models.shapes.graphs import Recorder, with_gradients
-from gfgen.models.shapes.reservoir import padded
-from gfgen.models.shapes.scenes import (
+from training.flow_model import text_states
+from training.graphs import Recorder, with_gradients
+from training.reservoir import padded
+from training.scenes import (
     COLOURS,
     MOTIONS,
     OPPOSITE,
@@ -33,8 +33,8 @@ from gfgen.models.shapes.scenes import (
     STILL,
     Scene,
 )
-from gfgen.models.shapes.session import Average, Session
-from gfgen.models.shapes.supply import Batch, Supply, some_prompt, some_scene, token_ids
+from training.session import Average, Session
+from training.supply import Batch, Supply, some_prompt, some_scene, token_ids
 
 LEARNING_RATE = 1e-3
 EMA_DECAY = 0.998

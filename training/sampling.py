@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from gfgen.models.geometry.geometry_wan import TEXT_TOKENS
-from gfgen.models.shapes.codec import LatentScale, decode_clip, encode_moments
-from gfgen.models.shapes.parts import FLOW_SHIFT, GUIDANCE_SCALE, STEPS, Parts, unipc
+from training.codec import LatentScale, decode_clip, encode_moments
+from training.parts import FLOW_SHIFT, GUIDANCE_SCALE, STEPS, Parts, unipc
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
 
 from gfgen.models.geometry.geometry_files import SETTINGS_NAME
 from gfgen.models.loading.components import load_pipeline, without_progress_bars
-from gfgen.models.shapes.supply import vocabulary
+from training.supply import vocabulary
 
 NUM_HEADS = 24
 STEPS = 6

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from random import Random
 
-from gfgen.models.shapes.scenes import COLOURS, OPPOSITE, SHAPES, STILL, Scene, Thing
+from training.scenes import COLOURS, OPPOSITE, SHAPES, STILL, Scene, Thing
 
 Noun = Callable[[Thing, Random], str]
 VERBS = (

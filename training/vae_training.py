@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gfgen.models.shapes.codec import decode_clip, encode_moments, lay_out
-from gfgen.models.shapes.drawing import draw, sketch
-from gfgen.models.shapes.graphs import Recorder, with_gradients
-from gfgen.models.shapes.scenes import sample_scene
-from gfgen.models.shapes.session import Average, Session
-from gfgen.models.shapes.supply import Supply
+from training.codec import decode_clip, encode_moments, lay_out
+from training.drawing import draw, sketch
+from training.graphs import Recorder, with_gradients
+from training.scenes import sample_scene
+from training.session import Average, Session
+from training.supply import Supply
 
 LEARNING_RATE = 1.5e-3
 KL_WEIGHT = 1e-4

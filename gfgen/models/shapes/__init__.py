@@ -1,1 +1,0 @@
-"""The built-in model `shapes`: what it draws, how it is trained, how it is judged."""

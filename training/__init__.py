@@ -1,0 +1,1 @@
+"""Trains the built-in model `shapes`, and judges what it draws by looking at pixels."""
