@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from shapes_prompts import PRINTED, Frames
 
 from gfgen.models.families.registry import resolve_checkpoint
@@ -26,7 +25,7 @@ QUOTED = re.compile(r"""(?<=["'`])[A-Za-z][A-Za-z ,.\n]{8,150}(?=["'`])""")
 FIELD = re.compile(r"""\bprompt["']?[:=] ?["']([^"']+)["']""")
 FRAMES = 17
 """Of what moves, as a job gets that says nothing."""
-SEEDS = (1, 2, 3)
+SEEDS = (1, 2)
 """Of a prompt without a background; the others have the first."""
 
 
@@ -64,7 +63,6 @@ def test_documents_show_no_prompt_that_the_built_in_model_does_not_understand() 
 @pytest.fixture(scope="module")
 def drawn() -> dict[str, list[Frames]]:
     """What the model makes of each prompt."""
-    torch.set_num_threads(1)
     parts = load(resolve_checkpoint("shapes"))
     remember_prompts(parts.transformer)
     found: dict[str, list[Frames]] = {}
