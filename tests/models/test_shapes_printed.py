@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from shapes_prompts import PRINTED, Frames
 
 from gfgen.models.prompt_memory import remember_prompts
@@ -17,6 +18,8 @@ from gfgen.models.shapes.prompts import SHAPE_WORDS
 from gfgen.models.shapes.sampling import Recipe, sample_videos
 from gfgen.models.shapes.scenes import COLOURS, SHAPES, STILL
 from gfgen.models.shapes.supply import SPECIAL, token_ids
+
+torch.set_num_threads(1)
 
 ROOT = Path(__file__).parents[2]
 SUFFIXES = (".md", ".py", ".html", ".js", ".jsonl")
