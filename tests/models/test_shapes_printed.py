@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from shapes_prompts import PRINTED, Frames
 
 from gfgen.models.families.registry import resolve_checkpoint
@@ -17,6 +18,8 @@ from training.prompts import SHAPE_WORDS
 from training.sampling import Recipe, sample_videos
 from training.scenes import COLOURS, SHAPES, STILL
 from training.supply import SPECIAL, token_ids
+
+torch.set_num_threads(1)
 
 ROOT = Path(__file__).parents[2]
 SUFFIXES = (".md", ".py", ".html", ".js", ".jsonl")
