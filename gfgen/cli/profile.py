@@ -67,7 +67,7 @@ SIZES = {
 }
 """Of all others. Shapes that are measured unless some are named; those between them are interpolated."""
 BUDGET_S = 90.0
-"""Of the built-in model, when no jobs are given: with loading it is done within two minutes."""
+"""Of the built-in model, when no jobs are given: the aim is two minutes with loading."""
 _LOADING_S = 15.0
 """Starting workers with small models on two cores; large ones are read from disk first."""
 

@@ -87,15 +87,18 @@ def test_one_forward_gives_what_two_give(name: str, make_job: MakeJob, in_turn: 
 @pytest.mark.usefixtures("always_in_batch")
 @pytest.mark.parametrize("degrees", [(1, 2, 1), (1, 5, 1), (1, 1, 3), (1, 2, 2)], ids=str)
 @pytest.mark.parametrize("name", CASES)
-def test_ranks_share_one_forward(name: str, degrees: tuple[int, int, int], make_job: MakeJob) -> None:
+def test_ranks_share_one_forward(
+    name: str, degrees: tuple[int, int, int], make_job: MakeJob, in_turn: Mapping[str, Fields]
+) -> None:
     """As one rank alone in the same batch, which the test above compares with branches in turn."""
     job = make_job(name)
-    wanted = job.denoise()
+    wanted, separate = job.denoise(), in_turn[name]
     cfg, ulysses, ring = degrees
     layout = Layout(tuple(range(cfg * ulysses * ring)), cfg=cfg, ulysses=ulysses, ring=ring)
     results = FakeCluster().run(layout, lambda group: job.denoise(parallel_from(group)))
     assert all(equal(result, results[0]) for result in results)
     assert distance(results[0], wanted) < TOLERANCE
+    assert distance(results[0], separate) < 2 * TOLERANCE  # the batch and the sharing each reorder sums
 
 
 @pytest.mark.usefixtures("always_in_batch")
