@@ -19,8 +19,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.fake_worker import STATE_BYTES, FakeWorker, WorkerSettings
-from benchmarks.fault_plan import FaultFolder, Faults, ScriptedError
+from fake_worker import STATE_BYTES, FakeWorker, WorkerSettings
+from fault_plan import FaultFolder, Faults, ScriptedError
+
 from gfgen import log
 from gfgen.cli.serve import ServeOptions, serve_on, settings_of
 from gfgen.cli.session.ranks import Ranks

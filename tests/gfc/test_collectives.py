@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gfc_oracle as oracle
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -10,7 +11,6 @@ from ranks import Ranks
 from torch import Tensor
 
 from gfgen.errors import CollectiveError, LayoutError
-from gfgen.gfc import oracle
 from gfgen.gfc.arena import Plan, create_arena
 from gfgen.gfc.descriptor import KINDS, Descriptor, Kind, member_slots
 from gfgen.gfc.endpoint import Endpoint

@@ -11,13 +11,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import gfc_oracle as oracle
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gfgen.errors import LayoutError
-from gfgen.gfc import native, oracle
+from gfgen.gfc import native
 from gfgen.gfc.arena import Plan
 from gfgen.gfc.cuda import compiler, structs
 from gfgen.gfc.cuda.endpoint import CudaEndpoint

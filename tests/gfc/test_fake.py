@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import gfc_oracle as oracle
 import pytest
 import torch
+from gfc_fake import FakeCluster, FakeGroup
 
 from gfgen.errors import PeerTimeoutError
-from gfgen.gfc import oracle
-from gfgen.gfc.fake import FakeCluster, FakeGroup
 from gfgen.gfc.group import Collectives
 from gfgen.gfc.reshard import shard_sizes
 from gfgen.layout import Layout

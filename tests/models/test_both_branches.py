@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+from gfc_fake import FakeCluster
 from shared_steps import CASES, STEPS, TOLERANCE, SharedJob, distance, equal, prepare_job
 
-from gfgen.gfc.fake import FakeCluster
 from gfgen.layout import Layout
 from gfgen.models.families import guidance
 from gfgen.models.families.adapter import Fields

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from diffusers import QwenImageTransformer2DModel, WanTransformer3DModel
+from gfc_fake import FakeCluster
 
-from gfgen.gfc.fake import FakeCluster
 from gfgen.layout import Layout
 from gfgen.models.families.registry import resolve_checkpoint
 from gfgen.models.fast.fused import LinearGelu, fuse

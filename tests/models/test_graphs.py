@@ -18,11 +18,11 @@ from unittest.mock import patch
 import pytest
 import torch
 from diffusers import QwenImagePipeline, WanPipeline
+from gfc_fake import FakeCluster
 from gpu_worker_imitation import ImitationRecorder
 from test_sequence_parallel import hooked, qwen_inputs, wan_inputs
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from gfgen.gfc.fake import FakeCluster
 from gfgen.layout import Layout
 from gfgen.models.fast import graphs
 from gfgen.models.fast.fused import fuse

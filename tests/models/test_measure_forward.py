@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from diffusers import QwenImageTransformer2DModel, WanTransformer3DModel
+from gfc_fake import FakeCluster
 
 from benchmarks.forward import QWEN, WAN
 from benchmarks.measure_forward import Shape, forward_of, inputs_of
-from gfgen.gfc.fake import FakeCluster
 from gfgen.layout import Layout
 from gfgen.models.fast.fused import fuse
 from gfgen.models.geometry.geometry import CONFIGS

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 from diffusers import QwenImagePipeline, WanPipeline
+from gfc_fake import FakeCluster
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gfgen.errors import LayoutError, ModelError, PeerTimeoutError
-from gfgen.gfc.fake import FakeCluster
 from gfgen.layout import Layout
 from gfgen.models.parallel.parallel import Parallel, Ranks, parallel_from
 from gfgen.models.parallel.sequence_parallel import active, install, sharded_attention

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from gfc_fake import FakeCluster
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gfgen.errors import LayoutError
-from gfgen.gfc.fake import FakeCluster
 from gfgen.gfc.reshard import shard_sizes
 from gfgen.layout import Layout
 from gfgen.models.parallel.chunked_attention import TokenSizes, best_num_chunks, head_chunks

@@ -1,6 +1,6 @@
 """Every family's steps on one to eight ranks: within rounding of one rank's, and equal on all.
 
-They share heads, keys or both. Ranks are threads around one adapter (`gfc.fake`); the real arenas are
+They share heads, keys or both. Ranks are threads around one adapter (`gfc_fake`); the real arenas are
 tested at the end.
 """
 
@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 from forked_ranks import ForkedRanks
+from gfc_fake import FakeCluster
 from shared_steps import CASES, STEPS, TOLERANCE, SharedJob, distance, equal, prepare_job
 
 from gfgen.errors import LayoutError
-from gfgen.gfc.fake import FakeCluster
 from gfgen.layout import Layout
 from gfgen.models.families.adapter import Fields
 from gfgen.models.parallel.parallel import Parallel, parallel_from

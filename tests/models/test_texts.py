@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 from diffusers import QwenImagePipeline
+from gfc_fake import FakeCluster
 from gpu_worker_imitation import ImitationRecorder
 from test_sequence_parallel import hooked, qwen_inputs
 
-from gfgen.gfc.fake import FakeCluster
 from gfgen.gfc.reshard import shard_sizes
 from gfgen.jobspec import JobSpec
 from gfgen.layout import Layout

@@ -1,4 +1,4 @@
-"""Seeded schedules of faults on fake workers (benchmarks/faults.py), and those that found a bug."""
+"""Seeded schedules of faults on fake workers (fault_schedules.py), and those that found a bug."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 from random import Random
 
 import pytest
+from fault_plan import Fault, Kind, Point
+from fault_schedules import HASTY, Fleet, Result, Schedule, make_job, make_schedule, run_schedule
 
-from benchmarks.fault_plan import Fault, Kind, Point
-from benchmarks.faults import HASTY, Fleet, Result, Schedule, make_job, make_schedule, run_schedule
 from gfgen.graph import Stage, Task
 from gfgen.layout import Layout
 from gfgen.runtime.core.clock import Clock

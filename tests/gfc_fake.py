@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+import gfc_oracle as oracle
 import torch
 from torch import Tensor
 
 from gfgen.errors import LayoutError, PeerTimeoutError
-from gfgen.gfc import oracle
 from gfgen.gfc.descriptor import Descriptor, Kind, member_slots
 from gfgen.gfc.parts import own_tokens_first, send_part
 from gfgen.gfc.reshard import Part, Sizes, shard_sizes

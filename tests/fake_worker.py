@@ -23,8 +23,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.fake_mail import BrokenPromiseError, Mail, VoidError
-from benchmarks.fault_plan import FaultFolder, Faults, Kind, Point, ScriptedError
+from fake_mail import BrokenPromiseError, Mail, VoidError
+from fault_plan import FaultFolder, Faults, Kind, Point, ScriptedError
+
 from gfgen.graph import Stage, Task
 from gfgen.layout import Layout, shard_bounds
 from gfgen.runtime.files import writer
