@@ -3,7 +3,7 @@
     python -m fake_serving PORT FOLDER [option=value ...]
 
 serves `fake-video` and `fake-image` on two ranks. A step takes `flow_shift` seconds if a job gives it,
-and raises if its guidance scale is 13. Options are those of `Bounds`, `key` and `ranks`. With
+and raises if its guidance scale is 13. Options are those of `ServerLimits`, `key` and `ranks`. With
 FAKE_HASTE in the environment jobs have eight steps at most, which take no time.
 """
 
@@ -39,11 +39,11 @@ from gfgen.runtime.files.outputs import remove_leftovers
 from gfgen.runtime.ipc import messages
 from gfgen.runtime.ipc.channel import Channel
 from gfgen.runtime.processes.pool import WorkerPool
-from gfgen.server.bridge.door import Door
+from gfgen.server.bridge.loop_hooks import SwitchableChooser
+from gfgen.server.bridge.run_bridge import RunBridge
 from gfgen.server.bridge.supervisor import Supervisor, listen
-from gfgen.server.jobs.choosing import SwitchedChooser
-from gfgen.server.protocol.bounds import Bounds
-from gfgen.server.protocol.catalog import shown_model
+from gfgen.server.protocol.limits import ServerLimits
+from gfgen.server.protocol.served_model import served_model
 from gfgen.system.signals import SignalPipe
 
 HASTE = bool(os.environ.get("FAKE_HASTE"))
@@ -162,7 +162,7 @@ def _write_all(channel: Channel) -> None:
 def serve_fakes(port: int, folder: Path, **options: str) -> None:
     """Until a signal comes."""
     ranks, key = int(options.pop("ranks", "2")), options.pop("key", None)
-    bounds = Bounds(
+    limits = ServerLimits(
         **{name: float(value) if name.endswith("_s") else int(value) for name, value in options.items()}
     )
     chosen = ServeOptions(
@@ -173,7 +173,7 @@ def serve_fakes(port: int, folder: Path, **options: str) -> None:
         host="127.0.0.1",
         port=port,
         api_key=key,
-        bounds=bounds,
+        limits=limits,
     )
     chosen.output_dir.mkdir(parents=True, exist_ok=True)
     (folder / "faults").mkdir(exist_ok=True)
@@ -184,9 +184,9 @@ def serve_fakes(port: int, folder: Path, **options: str) -> None:
         signals = stack.enter_context(contextlib.closing(SignalPipe()))
         stack.enter_context(hold_folder(chosen.output_dir))
         remove_leftovers(chosen.output_dir)
-        chooser = stack.enter_context(contextlib.closing(SwitchedChooser(None)))
-        door = Door(on_policy=lambda policy: chooser.follow(load_policy(policy).choose))
-        supervisor = Supervisor(listener, settings_of(chosen), door)
+        chooser = stack.enter_context(contextlib.closing(SwitchableChooser(None)))
+        bridge = RunBridge(on_policy=lambda policy: chooser.follow(load_policy(policy).choose))
+        supervisor = Supervisor(listener, settings_of(chosen), bridge)
         supervisor.start()
         stack.callback(supervisor.stop)
         pool = stack.enter_context(
@@ -203,12 +203,12 @@ def serve_fakes(port: int, folder: Path, **options: str) -> None:
         serve_on(
             pool,
             chosen,
-            door=door,
+            bridge=bridge,
             chooser=chooser,
             signals=signals,
             admit=admit_fakes,
             admit_again=admit_fakes,
-            models=[shown_model(model, created=1) for model in MODELS.values()],
+            models=[served_model(model, created=1) for model in MODELS.values()],
         )
 
 

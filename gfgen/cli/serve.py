@@ -48,13 +48,13 @@ from gfgen.runtime.files import resume
 from gfgen.runtime.predict.job_bounds import JobBounds
 from gfgen.runtime.predict.profile import Profile
 from gfgen.runtime.processes.pool import WorkerPool
-from gfgen.server.bridge.door import Door
+from gfgen.server.bridge.loop_hooks import SwitchableChooser
+from gfgen.server.bridge.run_bridge import RunBridge
 from gfgen.server.bridge.supervisor import Supervisor, listen
-from gfgen.server.jobs.choosing import SwitchedChooser
-from gfgen.server.protocol.bounds import Bounds
-from gfgen.server.protocol.catalog import shown_model
-from gfgen.server.protocol.link import Admit, Serving, Settings
-from gfgen.server.protocol.schemas import Model
+from gfgen.server.protocol.limits import ServerLimits
+from gfgen.server.protocol.link import Admit, FrontSettings, RunInfo
+from gfgen.server.protocol.schemas import ServedModel
+from gfgen.server.protocol.served_model import served_model
 from gfgen.system import descriptors
 from gfgen.system.signals import SignalPipe
 from gfgen.system.wording import counted
@@ -62,7 +62,7 @@ from gfgen.system.wording import counted
 logger = logging.getLogger(__name__)
 
 KEY_VARIABLE = "GFGEN_API_KEY"
-DEFAULTS = Bounds()
+DEFAULTS = ServerLimits()
 DEFAULT_JOB_BOUNDS = JobBounds(pixels=2048 * 2048, frames=257, steps=200)
 """All that the models are made for passes: 1280x720 in 121 frames of Wan2.2, 2048x2048 of Qwen-Image."""
 MAX_STEP_TIME = "10m"
@@ -80,7 +80,7 @@ class ServeOptions:
     host: str
     port: int
     api_key: str | None
-    bounds: Bounds
+    limits: ServerLimits
     grace_s: float = GRACE_S
     models: tuple[str, ...] = (DEFAULT_MODEL,)
     job_bounds: JobBounds | None = None
@@ -255,7 +255,7 @@ def serve(
         host=host,
         port=port,
         api_key=api_key,
-        bounds=Bounds(
+        limits=ServerLimits(
             open_jobs=max_open,
             streams=max_streams,
             body_bytes=max_body,
@@ -286,9 +286,9 @@ def serve_models(options: ServeOptions) -> None:
         stack.callback(listener.close)
         signals = stack.enter_context(contextlib.closing(SignalPipe()))
         lock = stack.enter_context(held_folder(options.output_dir))
-        chooser = stack.enter_context(contextlib.closing(SwitchedChooser(options.policy.choose)))
-        door = Door(on_policy=lambda policy: chooser.follow(load_policy(policy).choose))
-        supervisor = Supervisor(listener, settings_of(options), door)
+        chooser = stack.enter_context(contextlib.closing(SwitchableChooser(options.policy.choose)))
+        bridge = RunBridge(on_policy=lambda policy: chooser.follow(load_policy(policy).choose))
+        supervisor = Supervisor(listener, settings_of(options), bridge)
         supervisor.start()
         stack.callback(supervisor.stop)
         logger.info("listening on http://%s:%d; loading the models", options.host, options.port)
@@ -313,12 +313,12 @@ def serve_models(options: ServeOptions) -> None:
         serve_on(
             pool,
             options,
-            door=door,
+            bridge=bridge,
             chooser=chooser,
             signals=signals,
             admit=loaded,
             admit_again=loaded.again,
-            models=[shown_model(model, created=int(time.time())) for model in found],
+            models=[served_model(model, created=int(time.time())) for model in found],
             profile=default_profile(options.ranks.devices),
             residency=residency,
         )
@@ -337,12 +337,12 @@ def serve_on(
     pool: WorkerPool,
     options: ServeOptions,
     *,
-    door: Door,
-    chooser: SwitchedChooser,
+    bridge: RunBridge,
+    chooser: SwitchableChooser,
     signals: SignalPipe,
     admit: Admit,
     admit_again: Admit,
-    models: Sequence[Model],
+    models: Sequence[ServedModel],
     profile: Profile | None = None,
     watchers: Sequence[Observer] = (),
     residency: Residency | None = None,
@@ -350,7 +350,7 @@ def serve_on(
     """The control loop on workers that are ready, from the jobs of the store to the stop."""
     started_at, clock = time.time(), Clock()
     device = options.ranks.devices.gpus[0].name if options.ranks.devices.gpus else options.ranks.devices.kind
-    serving = Serving(
+    run_info = RunInfo(
         admit=admit,
         admit_again=admit_again,
         models=tuple(models),
@@ -359,7 +359,7 @@ def serve_on(
         policy=options.policy.name,
         started_at=started_at,
     )
-    todo = door.open(serving, is_stopped=lambda: _has_signal(signals))
+    todo = bridge.open(run_info, is_stopped=lambda: _has_signal(signals))
     if todo is None:
         told = "stopped before it began; open jobs go on at the next start"
         logger.info("%s", told, extra=log.fields(event="server_stopped"))
@@ -372,7 +372,7 @@ def serve_on(
         residency.note(todo)
     with contextlib.ExitStack() as stack:
         progress = LineProgress()
-        observers: list[Observer] = [progress, *watchers, door]
+        observers: list[Observer] = [progress, *watchers, bridge]
         for observer in observers:
             stack.callback(observer.close)
         logger.info("ready: %s (%s), policy %s", counted(pool.num_ranks, "rank"), device, options.policy.name)
@@ -388,9 +388,9 @@ def serve_on(
             observers=observers,
             residency=residency,
             chooser=chooser,
-            intake=door,
-            requests=door,
-            seen_through=door.timed,
+            intake=bridge,
+            requests=bridge,
+            seen_through=bridge.timed,
             measured_path=measured_by_runs(options.ranks),
         )
     num_open = summary.num_unfinished
@@ -399,13 +399,13 @@ def serve_on(
     logger.info("stopped; %s", told, extra=log.fields(event="server_stopped", open=num_open))
 
 
-def settings_of(options: ServeOptions) -> Settings:
+def settings_of(options: ServeOptions) -> FrontSettings:
     """What the front has to know."""
-    return Settings(
+    return FrontSettings(
         output_dir=options.output_dir.absolute(),
         api_key=options.api_key,
         is_loopback=_is_loopback(options.host),
-        bounds=options.bounds,
+        limits=options.limits,
         version=_own_version(),
         log_level=options.log_level,
         log_json=options.log_json,

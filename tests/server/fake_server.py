@@ -19,16 +19,16 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response, StreamingResponse
 
 from gfgen.server.http import routes_server
-from gfgen.server.http.guard import COOKIE, Guard, Keys
+from gfgen.server.http.guard import COOKIE, ApiKeys, RequestGuard
 from gfgen.server.protocol import problems, schemas
-from gfgen.server.protocol.bounds import Bounds
+from gfgen.server.protocol.limits import ServerLimits
 from gfgen.server.protocol.problems import ApiError
 
 STATE_PATH = "/v1/state/events"
 
 
 @dataclass(slots=True)
-class Asked:
+class RequestedJob:
     """A request that is more than looking."""
 
     method: str
@@ -46,15 +46,15 @@ class FakeServer:
         self.refusal: ApiError | None = None
         self.files: dict[str, tuple[bytes, str]] = {}
         """What GET answers, by path."""
-        self.asked: list[Asked] = []
+        self.asked: list[RequestedJob] = []
         self.num_streams = 0
         self.is_cut = False
-        self._keys = Keys(api_key)
+        self._keys = ApiKeys(api_key)
         self._readers: set[asyncio.Queue[bytes | None]] = set()
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}/"
         config = uvicorn.Config(
-            Guard(self._app(), keys=self._keys, bounds=Bounds(), is_loopback=True),
+            RequestGuard(self._app(), keys=self._keys, limits=ServerLimits(), is_loopback=True),
             log_level="error",
             timeout_graceful_shutdown=1,
         )
@@ -137,7 +137,7 @@ class FakeServer:
 
     async def _session(self, request: Request) -> Response:
         given = (await request.json())["api_key"]
-        self.asked.append(Asked("POST", "/v1/session"))
+        self.asked.append(RequestedJob("POST", "/v1/session"))
         if not self._keys.is_right(given):
             raise ApiError(401, "the key is wrong")
         response = Response(status_code=204)
@@ -145,7 +145,7 @@ class FakeServer:
         return response
 
     async def _set_policy(self, request: Request) -> Response:
-        self.asked.append(Asked("POST", "/v1/policy", await request.json()))
+        self.asked.append(RequestedJob("POST", "/v1/policy", await request.json()))
         return Response(self.state.policy.model_dump_json(), media_type="application/json")
 
     async def _create(self, request: Request) -> Response:
@@ -153,14 +153,14 @@ class FakeServer:
             fields = {
                 name: value if isinstance(value, str) else value.filename for name, value in form.items()
             }
-        self.asked.append(Asked("POST", "/v1/jobs", fields, request.headers.get("idempotency-key")))
+        self.asked.append(RequestedJob("POST", "/v1/jobs", fields, request.headers.get("idempotency-key")))
         if self.refusal is not None:
             raise self.refusal
         assert self.accepted is not None
         return Response(self.accepted.model_dump_json(), media_type="application/json")
 
     async def _delete(self, job_id: str) -> Response:
-        self.asked.append(Asked("DELETE", f"/v1/jobs/{job_id}"))
+        self.asked.append(RequestedJob("DELETE", f"/v1/jobs/{job_id}"))
         if self.refusal is not None:
             raise self.refusal
         answer = schemas.Deleted(id=job_id, object="image.deleted", deleted=False, status="cancelled")

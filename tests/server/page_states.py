@@ -12,14 +12,14 @@ from PIL import Image
 from gfgen.server.protocol import schemas
 
 MODELS = [
-    schemas.Model(
+    schemas.ServedModel(
         id="tiny-wan",
         created=1,
         kind="video",
         takes_image="yes",
         defaults=schemas.Defaults(size="128x128", frames=17, fps=8, steps=8, guidance_scale=5.0),
     ),
-    schemas.Model(
+    schemas.ServedModel(
         id="tiny-qwen-image",
         created=1,
         kind="image",
@@ -34,7 +34,7 @@ def layout(*ranks: int, **degrees: int) -> schemas.LayoutView:
 
 
 def job(
-    job_id: str, *, prompt: str | None = None, kind: schemas.Kind = "image", **values: Any
+    job_id: str, *, prompt: str | None = None, kind: schemas.MediaKind = "image", **values: Any
 ) -> schemas.Job:
     """A job that waits, or whatever else `values` say."""
     video: dict[str, Any] = {"frames": 17, "fps": 8, "seconds": "2.125"} if kind == "video" else {"frames": 1}
@@ -69,7 +69,7 @@ def running(job_id: str, *ranks: int, step: int = 3, **values: Any) -> schemas.J
     return job(job_id, **(fields | values))
 
 
-def ended(job_id: str, *, status: schemas.Status = "completed", **values: Any) -> schemas.Job:
+def ended(job_id: str, *, status: schemas.JobStatus = "completed", **values: Any) -> schemas.Job:
     fields: dict[str, Any] = {"status": status, "progress": 100, "step": 10, "completed_at": int(time.time())}
     if status == "completed":
         url = f"/v1/jobs/{job_id}/content"
@@ -85,11 +85,11 @@ def stretch(
     end: float | None = None,
     ranks: Sequence[int] = (),
     **values: Any,
-) -> schemas.Stretch:
+) -> schemas.TimelineBar:
     """A bar; `begin` and `end` are seconds from now."""
     now = time.time()
     fields: dict[str, Any] = {"stage": "denoise", "first_step": 0, "last_step": 3}
-    return schemas.Stretch(
+    return schemas.TimelineBar(
         key=f"{job_id}-{rank}-{begin}",
         rank=rank,
         job_id=job_id,

@@ -9,7 +9,7 @@ import pytest
 
 from gfgen.server.http import bodies
 from gfgen.server.http.bodies import _from_json, _num_jobs
-from gfgen.server.jobs.asking import data_url_content
+from gfgen.server.jobs.job_requests import data_url_content
 from gfgen.server.protocol.problems import ApiError
 
 PICTURE = bytes(range(256)) * 12
@@ -23,9 +23,9 @@ def read(content, *, json_bytes=BOUND):
     return _from_json(content, ADDRESS, picture_name="input_reference", json_bytes=json_bytes)
 
 
-def refused(content, **bounds):
+def refused(content, **limits):
     with pytest.raises(ApiError) as told:
-        read(content, **bounds)
+        read(content, **limits)
     return told.value.status
 
 
@@ -81,7 +81,7 @@ def test_a_hash_tells_requests_apart_and_does_not_depend_on_how_they_are_read():
 
 @pytest.mark.parametrize("spoilt", ["=AAA", "AA=A", "A===", "AAA", "AA\nA", "AAA\u00e9", "AAAA===="])
 def test_base64_is_read_in_parts_as_it_is_as_a_whole(monkeypatch, spoilt):
-    monkeypatch.setattr("gfgen.server.jobs.asking._DECODED_AT_ONCE", 8)
+    monkeypatch.setattr("gfgen.server.jobs.job_requests._DECODED_AT_ONCE", 8)
     assert data_url_content(URL) == PICTURE
     for size in (0, 1, 2, 3, 5, 6, 7, 12):
         text = base64.b64encode(PICTURE[:size]).decode()

@@ -27,18 +27,18 @@ from gfgen.server.bridge import supervisor
 from gfgen.server.http import connections
 from gfgen.server.http.front import clear_folders
 from gfgen.server.http.streams import job_stream
-from gfgen.server.jobs import desk as desks
-from gfgen.server.jobs.asking import Asked
-from gfgen.server.jobs.desk import Desk
-from gfgen.server.jobs.live import Live
+from gfgen.server.jobs import service as service_module
+from gfgen.server.jobs.job_requests import RequestedJob
 from gfgen.server.jobs.manifests import UNTOLD, manifest
+from gfgen.server.jobs.mirror import RunMirror
+from gfgen.server.jobs.service import JobService
 from gfgen.server.jobs.store import KEPT_REQUESTS_S, STORE_NAME, Ending, RequestKey, Store
-from gfgen.server.protocol.bounds import Bounds
-from gfgen.server.protocol.link import Hello, Noted, Serving, Settings, pack
+from gfgen.server.protocol.limits import ServerLimits
+from gfgen.server.protocol.link import FrontSettings, OpenJobs, OutcomesStored, RunInfo, pack
 from gfgen.server.protocol.problems import ApiError
 from gfgen.system import descriptors
 
-SERVING = Serving(lambda specs: ([], []), lambda specs: ([], []), (), "cpu", 2, "srtf", 100.0)
+SERVING = RunInfo(lambda specs: ([], []), lambda specs: ([], []), (), "cpu", 2, "srtf", 100.0)
 
 
 def test_a_front_that_cannot_follow_the_run_says_why_in_one_line_and_ends_at_once(tmp_path):
@@ -53,7 +53,7 @@ def test_a_front_that_cannot_follow_the_run_says_why_in_one_line_and_ends_at_onc
                 stderr=subprocess.PIPE,
                 text=True,
             )
-        settings = Settings(tmp_path, api_key=None, is_loopback=True, bounds=Bounds(), version="1")
+        settings = FrontSettings(tmp_path, api_key=None, is_loopback=True, limits=ServerLimits(), version="1")
         ours.sendall(pack(settings) + pack(5))
         _, told = front.communicate(timeout=60)
     assert front.returncode == 1
@@ -71,7 +71,7 @@ def test_connections_that_are_too_many_are_told_so_and_far_too_many_are_closed_a
 
     async def answers():
         loop = asyncio.get_running_loop()
-        made = connections.connection_class(Bounds(connections=2))
+        made = connections.connection_class(ServerLimits(connections=2))
         config = uvicorn.Config(app, http=made, limit_concurrency=2, log_config=None, access_log=False)
         state = uvicorn.server.ServerState()
         server = await loop.create_server(
@@ -103,7 +103,7 @@ def test_there_are_no_more_connections_than_descriptors(monkeypatch, hard, expec
         setrlimit=lambda what, pair: limits.append((what, pair)),
     )
     monkeypatch.setattr(descriptors, "resource", fake)
-    assert connections.within_descriptors(Bounds()).connections == expected
+    assert connections.within_descriptors(ServerLimits()).connections == expected
     assert limits == [(7, (hard, hard))]
 
 
@@ -121,11 +121,13 @@ def told():
 
 
 @pytest.fixture
-def desk(store, told, tmp_path):
-    return Desk(store=store, live=Live(), folder=tmp_path, bounds=Bounds(), send=told.append)
+def service(store, told, tmp_path):
+    return JobService(
+        store=store, mirror=RunMirror(), folder=tmp_path, limits=ServerLimits(), send=told.append
+    )
 
 
-def test_a_full_disk_at_the_start_is_waited_for(desk, store, told, tmp_path, monkeypatch):
+def test_a_full_disk_at_the_start_is_waited_for(service, store, told, tmp_path, monkeypatch):
     """A job whose file is there, and one that cannot be done any more, have ended when there is room."""
     note, refusals = store.end_all, []
 
@@ -137,17 +139,17 @@ def test_a_full_disk_at_the_start_is_waited_for(desk, store, told, tmp_path, mon
         return await note(endings)
 
     monkeypatch.setattr(store, "end_all", end_all)
-    monkeypatch.setattr(desks, "RETRY_S", 0.0)
+    monkeypatch.setattr(service_module, "RETRY_S", 0.0)
     (tmp_path / "made.mp4").write_bytes(b"made in time")
 
     async def begin():
         await store.accept([accepted("made"), accepted("lost")], now=100.0)
-        await desk.hear([replace(SERVING, admit_again=lambda specs: ([], ["it is gone"]))])
+        await service.hear([replace(SERVING, admit_again=lambda specs: ([], ["it is gone"]))])
 
     asyncio.run(begin())
     assert [store.job(name).ending.status for name in ("made", "lost")] == ["completed", "failed"]
     assert len(refusals) == 4
-    assert told == [Hello(())]
+    assert told == [OpenJobs(())]
 
 
 def ids(number, kind="video"):
@@ -160,7 +162,7 @@ def touched(folder, *names):
         (folder / name).write_bytes(b"content")
 
 
-def test_a_store_that_is_begun_anew_costs_no_finished_file_and_no_input(desk, tmp_path):
+def test_a_store_that_is_begun_anew_costs_no_finished_file_and_no_input(service, tmp_path):
     """The damaged one was moved away, as its message advises; it may be mended, and come back."""
     touched(tmp_path, f"{ids(1)}.mp4", f"{ids(2, 'image')}.png")
     touched(tmp_path / ".inputs", ids(3))
@@ -195,16 +197,18 @@ def test_what_a_killed_server_left_of_jobs_that_came_to_nothing_is_removed(store
     assert [path.name for path in (tmp_path / ".inputs").iterdir()] == [names["open"]]
 
 
-def test_a_job_that_was_accepted_goes_on_though_memory_is_short_in_this_moment(desk, store, told):
+def test_a_job_that_was_accepted_goes_on_though_memory_is_short_in_this_moment(service, store, told):
     def too_large(specs):
         raise AssertionError("held against what is free now")
 
     async def begin():
         await store.accept([accepted("a")], now=100.0)
-        await desk.hear([replace(SERVING, admit=too_large, admit_again=lambda specs: ([make_job("a")], []))])
+        await service.hear(
+            [replace(SERVING, admit=too_large, admit_again=lambda specs: ([make_job("a")], []))]
+        )
 
     asyncio.run(begin())
-    assert told[-1] == Hello(("a",))
+    assert told[-1] == OpenJobs(("a",))
     assert store.job("a").ending is None
 
 
@@ -221,15 +225,15 @@ def lines_of(store):
     return [json.loads(line) for line in manifest(store, "batch").splitlines()]
 
 
-def test_of_an_end_that_the_run_tells_after_its_file_was_found_the_manifest_has_all(desk, store, tmp_path):
+def test_of_an_end_that_the_run_tells_after_its_file_was_found_the_manifest_has_all(service, store, tmp_path):
     """The HTTP process was killed between the file and the note of it; the run lives."""
     control, recorder = simulated_control([make_job("a")])
     control.run()
 
     async def begin():
         await batch_of(store, tmp_path, "a")
-        await desk.hear([replace(SERVING, admit_again=lambda specs: ([], []))])
-        await desk.hear(recorder.outcomes)
+        await service.hear([replace(SERVING, admit_again=lambda specs: ([], []))])
+        await service.hear(recorder.outcomes)
 
     asyncio.run(begin())
     (line,) = lines_of(store)
@@ -238,7 +242,7 @@ def test_of_an_end_that_the_run_tells_after_its_file_was_found_the_manifest_has_
     assert store.job("a").ending.started_at == 100.0 + recorder.outcomes[0].started_s
 
 
-def test_of_an_end_that_nobody_tells_the_manifest_has_what_is_known(desk, store, tmp_path):
+def test_of_an_end_that_nobody_tells_the_manifest_has_what_is_known(service, store, tmp_path):
     control, recorder = simulated_control([make_job("x")])
     control.run()
     keys = manifest_entry(recorder.outcomes[0], written_at=1.0).keys()
@@ -248,7 +252,7 @@ def test_of_an_end_that_nobody_tells_the_manifest_has_what_is_known(desk, store,
         (tmp_path / "b.mp4").unlink()
         await store.end_all([Ending("b", "cancelled", 103.0, error_message="cancelled")])
         (tmp_path / "c.mp4").unlink()
-        await desk.hear([replace(SERVING, admit_again=lambda specs: ([], ["it is gone"]))])
+        await service.hear([replace(SERVING, admit_again=lambda specs: ([], ["it is gone"]))])
 
     asyncio.run(begin())
     lines = lines_of(store)
@@ -262,13 +266,13 @@ def test_of_an_end_that_nobody_tells_the_manifest_has_what_is_known(desk, store,
     assert [line["warnings"] for line in lines] == [[UNTOLD]] * 3
 
 
-def test_what_happens_to_an_open_job_is_not_known_while_models_load(desk, store):
+def test_what_happens_to_an_open_job_is_not_known_while_models_load(service, store):
     async def ask():
         await store.accept([accepted("a"), accepted("b")], now=100.0)
         await store.end_all([Ending("b", "completed", 101.0)])
-        job_stream(desk, "b", None)
+        job_stream(service, "b", None)
         with pytest.raises(ApiError) as told:
-            job_stream(desk, "a", None)
+            job_stream(service, "a", None)
         return told.value
 
     refusal = asyncio.run(ask())
@@ -278,31 +282,36 @@ def test_what_happens_to_an_open_job_is_not_known_while_models_load(desk, store)
 
 def test_request_keys_are_forgotten_after_a_day_whether_jobs_are_removed_or_not(store, tmp_path):
     now = [100.0]
-    bounds = Bounds(keep_s=10**9)
-    desk = Desk(
-        store=store, live=Live(), folder=tmp_path, bounds=bounds, send=lambda _: None, now=lambda: now[0]
+    limits = ServerLimits(keep_s=10**9)
+    service = JobService(
+        store=store,
+        mirror=RunMirror(),
+        folder=tmp_path,
+        limits=limits,
+        send=lambda _: None,
+        now=lambda: now[0],
     )
     key = RequestKey("key", "hash")
     asyncio.run(store.accept([accepted("a")], key=key, now=now[0]))
-    asyncio.run(desk.keep_within_bounds())
+    asyncio.run(service.remove_expired())
     assert store.request(key, now=now[0]) is not None
     now[0] += KEPT_REQUESTS_S + 1.0
-    asyncio.run(desk.keep_within_bounds())
+    asyncio.run(service.remove_expired())
     assert store._reader.execute("SELECT COUNT(*) FROM requests").fetchone() == (0,)
 
 
 def test_a_front_that_cannot_be_started_counts_as_one_that_dies(monkeypatch, tmp_path, caplog):
     """For want of memory, or of a descriptor; the thread that looks after it goes on."""
-    failures, door = [], SimpleNamespace(failed=lambda error: failures.append(error))
+    failures, bridge = [], SimpleNamespace(failed=lambda error: failures.append(error))
 
     def none_left(*_, **__):
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
     monkeypatch.setattr(supervisor.subprocess, "Popen", none_left)
     monkeypatch.setattr(supervisor, "MAX_DEATHS", 2)
-    settings = Settings(tmp_path, api_key=None, is_loopback=True, bounds=Bounds(), version="1")
+    settings = FrontSettings(tmp_path, api_key=None, is_loopback=True, limits=ServerLimits(), version="1")
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        supervisor.Supervisor(listener, settings, door)._run()
+        supervisor.Supervisor(listener, settings, bridge)._run()
     (failure,) = failures
     assert str(failure).startswith("the HTTP process died, or could not be started, 2 times")
     told = "the HTTP process cannot be started (Cannot allocate memory); it is tried again"
@@ -314,10 +323,10 @@ def test_a_front_that_lacks_a_package_is_not_started_again(monkeypatch, tmp_path
     (tmp_path / "uvicorn.py").write_text(lacking)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     failures = []
-    door = SimpleNamespace(failed=failures.append, joined=lambda _: None, left=lambda _: None)
-    settings = Settings(tmp_path, api_key=None, is_loopback=True, bounds=Bounds(), version="1")
+    bridge = SimpleNamespace(failed=failures.append, joined=lambda _: None, left=lambda _: None)
+    settings = FrontSettings(tmp_path, api_key=None, is_loopback=True, limits=ServerLimits(), version="1")
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        supervisor.Supervisor(listener, settings, door)._run()
+        supervisor.Supervisor(listener, settings, bridge)._run()
     (failure,) = failures
     assert str(failure) == "the HTTP process cannot start; see its message above"
     (line,) = capfd.readouterr().err.splitlines()
@@ -328,9 +337,9 @@ def test_a_front_that_still_imports_when_the_run_ends_is_not_waited_for(monkeypa
     (tmp_path / "uvicorn.py").write_text("print('it imports', flush=True)\nwhile True: pass")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     reader, writer = os.pipe()
-    settings = Settings(tmp_path, api_key=None, is_loopback=True, bounds=Bounds(), version="1")
-    door = SimpleNamespace(joined=lambda _: None, left=lambda _: None)
-    own = supervisor.Supervisor(socket.create_server(("127.0.0.1", 0)), settings, door)
+    settings = FrontSettings(tmp_path, api_key=None, is_loopback=True, limits=ServerLimits(), version="1")
+    bridge = SimpleNamespace(joined=lambda _: None, left=lambda _: None)
+    own = supervisor.Supervisor(socket.create_server(("127.0.0.1", 0)), settings, bridge)
     start = supervisor.subprocess.Popen
     monkeypatch.setattr(supervisor.subprocess, "Popen", lambda *a, **kw: start(*a, **kw, stdout=writer))
     own.start()
@@ -345,15 +354,15 @@ PICTURE = (Path(__file__).parents[2] / "jobs/star.png").read_bytes()
 
 
 @pytest.fixture
-def ready(desk, tmp_path):
+def ready(service, tmp_path):
     """A desk that takes jobs."""
-    desk.live.apply(replace(SERVING, admit=lambda specs: ([make_job(spec.id) for spec in specs], [])))
+    service.mirror.apply(replace(SERVING, admit=lambda specs: ([make_job(spec.id) for spec in specs], [])))
     (tmp_path / ".inputs").mkdir()
-    return desk
+    return service
 
 
 def asked(name="video_1", picture=PICTURE):
-    return Asked(JobSpec(id=name, prompt="a star"), picture=picture)
+    return RequestedJob(JobSpec(id=name, prompt="a star"), picture=picture)
 
 
 def inputs(folder):
@@ -366,7 +375,7 @@ def test_an_input_picture_stays_while_its_job_is_open(ready, tmp_path):
 
 
 def test_there_is_no_room_for_more_jobs_before_anything_is_written(ready, tmp_path):
-    ready.bounds = Bounds(open_jobs=1)
+    ready.limits = ServerLimits(open_jobs=1)
     asyncio.run(ready.take([asked()]))
     with pytest.raises(ApiError) as told:
         asyncio.run(ready.take([asked("video_2", b"never looked at")]))
@@ -393,11 +402,11 @@ def test_whatever_keeps_a_job_from_being_accepted_its_picture_goes(ready, store,
     if what == "full":
         monkeypatch.setattr(store, "accept", full)
     else:
-        ready.live.apply(replace(SERVING, admit=admits[what]))
+        ready.mirror.apply(replace(SERVING, admit=admits[what]))
     with pytest.raises((ApiError, ZeroDivisionError, OutputError)):
         asyncio.run(ready.take([asked()]))
     assert inputs(tmp_path) == []
-    asyncio.run(ready.keep_within_bounds())
+    asyncio.run(ready.remove_expired())
     assert ready._num_reserved == 0
 
 
@@ -409,7 +418,7 @@ def test_a_request_that_came_before_leaves_no_second_picture(ready, tmp_path, st
     assert inputs(tmp_path) == ["video_1"]
 
 
-def test_a_file_that_cannot_be_looked_at_ends_its_job_all_the_same(desk, store, told):
+def test_a_file_that_cannot_be_looked_at_ends_its_job_all_the_same(service, store, told):
     control, recorder = simulated_control([make_job("a")])
     control.run()
     (outcome,) = recorder.outcomes
@@ -417,9 +426,9 @@ def test_a_file_that_cannot_be_looked_at_ends_its_job_all_the_same(desk, store, 
 
     async def end():
         await store.accept([accepted("a")], now=100.0)
-        await desk.hear([replace(SERVING, admit_again=lambda specs: ([make_job("a")], [])), nowhere])
+        await service.hear([replace(SERVING, admit_again=lambda specs: ([make_job("a")], [])), nowhere])
 
     asyncio.run(end())
     ending = store.job("a").ending
     assert (ending.status, ending.size_bytes) == ("completed", None)
-    assert told[-1] == Noted(("a",))
+    assert told[-1] == OutcomesStored(("a",))

@@ -187,7 +187,10 @@ def test_a_prompt_is_never_markup(browser, fake):
         timeline=[states.stretch("fox", 0)],
         finished=[
             states.ended(
-                "bad", status="failed", prompt=prompt, error=states.schemas.JobError(code="x", message=prompt)
+                "bad",
+                status="failed",
+                prompt=prompt,
+                error=states.schemas.JobFailure(code="x", message=prompt),
             )
         ],
     )

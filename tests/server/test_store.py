@@ -12,7 +12,7 @@ import pytest
 
 from gfgen.errors import OutputError
 from gfgen.server.jobs import store as store_module
-from gfgen.server.jobs.store import Accepted, Ending, Facts, KeyTakenError, RequestKey, Store, _Work
+from gfgen.server.jobs.store import Ending, JobFacts, KeyTakenError, NewJob, RequestKey, Store, _Work
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def store(tmp_path):
 
 
 def accepted(job_id, *, batch_id=None, created_at=100.0):
-    facts = Facts(
+    facts = JobFacts(
         id=job_id,
         kind="video",
         model="fake",
@@ -37,7 +37,7 @@ def accepted(job_id, *, batch_id=None, created_at=100.0):
         num_tasks=7,
         batch_id=batch_id,
     )
-    return Accepted(facts, {"id": job_id, "prompt": "a fox"})
+    return NewJob(facts, {"id": job_id, "prompt": "a fox"})
 
 
 def run(*works):
@@ -59,7 +59,7 @@ def test_what_was_accepted_is_there_after_a_restart(store, tmp_path):
     again = Store(tmp_path / "jobs.sqlite3", began_at=2.0)
     assert [facts.id for facts, _ in again.open_jobs()] == ["a", "b"]
     assert again.open_jobs()[0] == (accepted("a").facts, accepted("a").spec)
-    assert again.life == store.life + 1
+    assert again.epoch == store.epoch + 1
     again.close()
 
 
@@ -243,7 +243,7 @@ def test_a_store_is_opened_on_a_full_disk_and_takes_jobs_when_there_is_room(stor
     with pytest.MonkeyPatch.context() as full:
         full.setattr(store_module, "_connect", connect_to_full)
         again, third = (Store(tmp_path / "jobs.sqlite3", began_at=at) for at in (2.0, 3.0))
-    assert len({store.life, again.life, third.life}) == 3
+    assert len({store.epoch, again.epoch, third.epoch}) == 3
     assert again.made_at == store.made_at
     assert [facts.id for facts, _ in again.open_jobs()] == ["a"]
     with pytest.raises(OutputError, match="make room"):

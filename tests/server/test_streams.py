@@ -55,9 +55,9 @@ def test_a_reader_that_comes_back_misses_nothing_and_gets_nothing_twice(server):
         assert rest == whole[cut:]
     anew = list(server.events(f"/v1/jobs/{job_id}/events", **{"Last-Event-ID": "999-3"}))
     assert anew == whole  # numbers of another life of the server mean nothing
-    life = whole[0][0].partition("-")[0]
+    epoch = whole[0][0].partition("-")[0]
     spoilt = server.http.get(
-        f"/v1/jobs/{job_id}/events", headers={"Last-Event-ID": f"{life}-\u00b2".encode("latin-1")}
+        f"/v1/jobs/{job_id}/events", headers={"Last-Event-ID": f"{epoch}-\u00b2".encode("latin-1")}
     )
     assert (spoilt.status_code, spoilt.text.count("event: ")) == (200, len(whole))
 
@@ -93,8 +93,8 @@ def merged(state, change):
     if "order" in change:
         state["open"] = [jobs[job_id] for job_id in change["order"]]
     known = {job["id"] for job in change.get("finished", [])}
-    kept = [job for job in state["finished"] if job["id"] not in known | set(change.get("removed", []))]
-    state["finished"] = [*change.get("finished", []), *kept][:48]
+    stored = [job for job in state["finished"] if job["id"] not in known | set(change.get("removed", []))]
+    state["finished"] = [*change.get("finished", []), *stored][:48]
     bars = {bar["key"]: bar for bar in [*state["timeline"], *change.get("timeline", [])]}
     state["timeline"] = list(bars.values())
     return state

@@ -10,10 +10,10 @@ import threading
 import time
 
 from gfgen.errors import InputError, RunError
-from gfgen.server.bridge.door import Door
+from gfgen.server.bridge.run_bridge import RunBridge
 from gfgen.server.http.front_main import LACKS_PACKAGE
-from gfgen.server.protocol.bounds import BACKLOG
-from gfgen.server.protocol.link import Link, Settings
+from gfgen.server.protocol.limits import BACKLOG
+from gfgen.server.protocol.link import FrontSettings, MessageSocket
 from gfgen.system.own_modules import module_command, module_environment
 
 logger = logging.getLogger(__name__)
@@ -63,13 +63,13 @@ def _bound(host: str, port: int) -> socket.socket:
 class Supervisor:
     """The front process, from `start` to `stop`."""
 
-    def __init__(self, listener: socket.socket, settings: Settings, door: Door) -> None:
+    def __init__(self, listener: socket.socket, settings: FrontSettings, bridge: RunBridge) -> None:
         self._listener = listener
         self._settings = settings
-        self._door = door
+        self._door = bridge
         self._is_over = threading.Event()
         self._process: subprocess.Popen[bytes] | None = None
-        self._link: Link | None = None
+        self._link: MessageSocket | None = None
         self._thread = threading.Thread(target=self._run, name="front", daemon=True)
 
     def start(self) -> None:
@@ -126,7 +126,7 @@ class Supervisor:
         except OSError:
             ours.close()
             raise
-        link = self._link = Link(ours)
+        link = self._link = MessageSocket(ours)
         if self._is_over.is_set():  # between two lives
             link.close()
         try:

@@ -8,10 +8,10 @@ from fastapi import FastAPI
 from fastapi.routing import APIRoute
 
 from gfgen.server.http import routes_batches, routes_images, routes_jobs, routes_server
-from gfgen.server.http.guard import Guard, Keys
-from gfgen.server.http.streams import Frames
-from gfgen.server.jobs.desk import Desk
-from gfgen.server.jobs.metrics import Meter
+from gfgen.server.http.guard import ApiKeys, RequestGuard
+from gfgen.server.http.streams import StateFeed
+from gfgen.server.jobs.prometheus import ServerMetrics
+from gfgen.server.jobs.service import JobService
 from gfgen.server.protocol import problems, schemas
 
 TITLE = "gfgen"
@@ -21,7 +21,13 @@ _TOLD_BY_STREAMS = (schemas.JobEvent, schemas.LiveState, schemas.Change)
 
 
 def make_app(
-    desk: Desk, *, frames: Frames, meter: Meter, keys: Keys, is_loopback: bool, version: str
+    service: JobService,
+    *,
+    feed: StateFeed,
+    metrics: ServerMetrics,
+    keys: ApiKeys,
+    is_loopback: bool,
+    version: str,
 ) -> FastAPI:
     """The application over one desk."""
     app = FastAPI(
@@ -33,12 +39,12 @@ def make_app(
         generate_unique_id_function=_operation_id,
         redirect_slashes=False,
     )
-    app.state.desk, app.state.frames, app.state.meter = desk, frames, meter
+    app.state.service, app.state.feed, app.state.metrics = service, feed, metrics
     app.state.keys, app.state.page = keys, routes_server.read_page()
     for routes in (routes_jobs, routes_images, routes_batches, routes_server):
         app.include_router(routes.router)
     problems.install(app)
-    app.add_middleware(Guard, keys=keys, bounds=desk.bounds, is_loopback=is_loopback)
+    app.add_middleware(RequestGuard, keys=keys, limits=service.limits, is_loopback=is_loopback)
     app.openapi = lambda: _document(app)  # type: ignore[method-assign]
     return app
 

@@ -20,8 +20,8 @@ from fastapi import Request
 from pydantic import BaseModel
 from starlette.datastructures import UploadFile
 
-from gfgen.server.jobs.asking import data_url_content
-from gfgen.server.jobs.desk import Desk
+from gfgen.server.jobs.job_requests import data_url_content
+from gfgen.server.jobs.service import JobService
 from gfgen.server.jobs.store import RequestKey
 from gfgen.server.protocol.problems import ApiError
 
@@ -48,17 +48,17 @@ class Body:
     fingerprint: str
 
 
-async def read_body(request: Request, *, desk: Desk, picture_name: str = "input_reference") -> Body:
+async def read_body(request: Request, *, service: JobService, picture_name: str = "input_reference") -> Body:
     """A request's fields, from JSON or from a form; raises ApiError for anything else."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind == "application/x-www-form-urlencoded":  # what curl -d says, whatever it sends
         raise ApiError(400, "send JSON with -H 'Content-Type: application/json', or a form with -F")
     if kind == "multipart/form-data":
-        return await _from_form(request, desk, picture_name)
+        return await _from_form(request, service, picture_name)
     if kind not in ("application/json", ""):
         raise ApiError(400, f"{kind[:80]}: send application/json or multipart/form-data")
-    content = await _content(request, desk.bounds.body_bytes)
-    address, json_bytes = _address(request), desk.bounds.json_bytes
+    content = await _content(request, service.limits.body_bytes)
+    address, json_bytes = _address(request), service.limits.json_bytes
     return await _beside(
         content, lambda: _from_json(content, address, picture_name=picture_name, json_bytes=json_bytes)
     )
@@ -91,24 +91,24 @@ def _object(content: bytes) -> dict[str, Any]:
     return value
 
 
-async def read_job_file(request: Request, *, desk: Desk) -> tuple[bytes, str]:
+async def read_job_file(request: Request, *, service: JobService) -> tuple[bytes, str]:
     """A job file, as the body or as the file of a form, and its hash.
 
     Raises: ApiError also when it has more jobs than may be open.
     """
-    content, fingerprint = await _job_file(request, desk)
-    desk.check_fits(await _beside(content, lambda: _num_jobs(content)))
+    content, fingerprint = await _job_file(request, service)
+    service.check_fits(await _beside(content, lambda: _num_jobs(content)))
     return content, fingerprint
 
 
-async def _job_file(request: Request, desk: Desk) -> tuple[bytes, str]:
+async def _job_file(request: Request, service: JobService) -> tuple[bytes, str]:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind == "multipart/form-data":
-        body = await _from_form(request, desk, "file")
+        body = await _from_form(request, service, "file")
         if body.picture is None:
             raise ApiError(400, "file: missing", param="file")
         return body.picture, body.fingerprint
-    content = await _content(request, desk.bounds.body_bytes)
+    content = await _content(request, service.limits.body_bytes)
     address = _address(request)
     return content, await _beside(content, lambda: _fingerprint(address, {}, content))
 
@@ -168,11 +168,13 @@ async def _content(request: Request, most_bytes: int) -> bytes:
     return b"".join(pieces)
 
 
-async def _from_form(request: Request, desk: Desk, file_name: str) -> Body:
+async def _from_form(request: Request, service: JobService, file_name: str) -> Body:
     """The fields of a form; all texts, and one file."""
     values: dict[str, Any] = {}
     picture: bytes | None = None
-    async with request.form(max_files=1, max_fields=MAX_FIELDS, max_part_size=desk.bounds.json_bytes) as form:
+    async with request.form(
+        max_files=1, max_fields=MAX_FIELDS, max_part_size=service.limits.json_bytes
+    ) as form:
         for name, value in form.multi_items():
             if isinstance(value, UploadFile):
                 if name != file_name:
@@ -187,8 +189,8 @@ async def _from_form(request: Request, desk: Desk, file_name: str) -> Body:
     for name in _PICTURE_URL:
         if name in values:
             picture = await asyncio.to_thread(data_url_content, values.pop(name))
-    if sum(len(value) for value in values.values() if isinstance(value, str)) > desk.bounds.json_bytes:
-        raise _too_large(desk.bounds.json_bytes)
+    if sum(len(value) for value in values.values() if isinstance(value, str)) > service.limits.json_bytes:
+        raise _too_large(service.limits.json_bytes)
     address, content = _address(request), picture or b""
     return Body(values, picture, await _beside(content, lambda: _fingerprint(address, values, content)))
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from gfgen.server.protocol.bounds import Bounds
+from gfgen.server.protocol.limits import ServerLimits
 from gfgen.system.descriptors import allow_most
 
 MAX_HEADER_BYTES = 1 << 16
@@ -22,14 +22,14 @@ ANSWERED_BEYOND = 64
 """Connections beyond the bound that are still told so, with 503; further ones are closed as they come."""
 
 
-def within_descriptors(bounds: Bounds) -> Bounds:
+def within_descriptors(limits: ServerLimits) -> ServerLimits:
     """The bounds with as many connections as this process may have descriptors for, once it may have all
     that the system lets it."""
     room = allow_most() - OWN_DESCRIPTORS
-    return replace(bounds, connections=int(max(1, min(bounds.connections, room))))
+    return replace(limits, connections=int(max(1, min(limits.connections, room))))
 
 
-def connection_class(bounds: Bounds) -> type[asyncio.Protocol]:
+def connection_class(limits: ServerLimits) -> type[asyncio.Protocol]:
     """uvicorn's connection, with bounds that uvicorn leaves to a proxy.
 
     A request's headers have to be complete in time. What was sent has to be read in time: the kernel drops
@@ -43,12 +43,12 @@ def connection_class(bounds: Bounds) -> type[asyncio.Protocol]:
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
-            if len(self.connections) > bounds.connections + ANSWERED_BEYOND:
+            if len(self.connections) > limits.connections + ANSWERED_BEYOND:
                 transport.abort()
                 return
             own = transport.get_extra_info("socket")
             if own is not None and own.family in (socket.AF_INET, socket.AF_INET6):
-                own.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(bounds.unread_s * 1000))
+                own.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(limits.unread_s * 1000))
             self._await_headers()
 
         def data_received(self, data: bytes) -> None:
@@ -74,7 +74,7 @@ def connection_class(bounds: Bounds) -> type[asyncio.Protocol]:
             super().connection_lost(exc)
 
         def _await_headers(self) -> None:
-            self._header_timer = self.loop.call_later(bounds.header_s, self._close)
+            self._header_timer = self.loop.call_later(limits.header_s, self._close)
 
         def _forget_timer(self) -> None:
             if self._header_timer is not None:

@@ -24,16 +24,16 @@ from gfgen import log
 from gfgen.errors import GfgenError, OutputError
 from gfgen.server.http.app import make_app
 from gfgen.server.http.connections import ACCEPTED_AT_ONCE, connection_class, within_descriptors
-from gfgen.server.http.guard import Keys
-from gfgen.server.http.streams import FRAME_S, Frames
+from gfgen.server.http.guard import ApiKeys
+from gfgen.server.http.streams import FEED_S, StateFeed
 from gfgen.server.jobs import files
-from gfgen.server.jobs.asking import INPUTS_NAME
-from gfgen.server.jobs.desk import FOLDERS, FORECAST_S, THUMBNAILS_NAME, Desk
-from gfgen.server.jobs.live import Live
-from gfgen.server.jobs.metrics import Meter
+from gfgen.server.jobs.job_requests import INPUTS_NAME
+from gfgen.server.jobs.mirror import RunMirror
+from gfgen.server.jobs.prometheus import ServerMetrics
+from gfgen.server.jobs.service import FOLDERS, FORECAST_S, THUMBNAILS_NAME, JobService
 from gfgen.server.jobs.store import STORE_NAME, Store
-from gfgen.server.protocol.bounds import BACKLOG
-from gfgen.server.protocol.link import Framing, Settings, pack
+from gfgen.server.protocol.limits import BACKLOG
+from gfgen.server.protocol.link import FrontSettings, MessageDecoder, pack
 from gfgen.system.signals import leave_to_the_run
 
 logger = logging.getLogger(__name__)
@@ -64,19 +64,19 @@ class Front:
         self._link = link
         self._listener = listener
         self._writer: asyncio.StreamWriter | None = None
-        self._desk: Desk | None = None
+        self._desk: JobService | None = None
         self._is_lost = False
         """The run has gone without having said that it stops, or cannot be followed any more."""
 
     async def run(self) -> int:
         """Serve until the run ends; returns the exit status."""
         reader, self._writer = await asyncio.open_unix_connection(sock=self._link)
-        framing = Framing()
+        framing = MessageDecoder()
         messages = await self._next(reader, framing)
         if not messages:
             return 1
         settings, *rest = messages
-        assert isinstance(settings, Settings)
+        assert isinstance(settings, FrontSettings)
         _configure_log(settings)
         store = Store(settings.output_dir / STORE_NAME, began_at=time.time())
         try:
@@ -99,40 +99,42 @@ class Front:
             store.close()
         return 0
 
-    def _prepare(self, settings: Settings, store: Store) -> _Server:
+    def _prepare(self, settings: FrontSettings, store: Store) -> _Server:
         """Desk, application and server, before anything is loaded."""
-        meter, bounds = Meter(), within_descriptors(settings.bounds)
-        live = Live(version=settings.version, max_open=bounds.open_jobs, watcher=meter)
-        meter.live = live
-        desk = Desk(store=store, live=live, folder=settings.output_dir, bounds=bounds, send=self._send)
+        metrics, limits = ServerMetrics(), within_descriptors(settings.limits)
+        mirror = RunMirror(version=settings.version, max_open=limits.open_jobs, observer=metrics)
+        metrics.mirror = mirror
+        service = JobService(
+            store=store, mirror=mirror, folder=settings.output_dir, limits=limits, send=self._send
+        )
         files.make_folders(settings.output_dir, FOLDERS)
         clear_folders(settings.output_dir, store)
-        self._desk, self._frames = desk, Frames(live)
+        self._desk, self._feed = service, StateFeed(mirror)
         app = make_app(
-            desk,
-            frames=self._frames,
-            meter=meter,
-            keys=Keys(settings.api_key),
+            service,
+            feed=self._feed,
+            metrics=metrics,
+            keys=ApiKeys(settings.api_key),
             is_loopback=settings.is_loopback,
             version=settings.version,
         )
         return _Server(
             uvicorn.Config(
                 app,
-                http=connection_class(bounds),
+                http=connection_class(limits),
                 ws="none",
                 lifespan="off",
                 log_config=None,
                 access_log=False,
                 server_header=False,
-                limit_concurrency=bounds.connections,
+                limit_concurrency=limits.connections,
                 timeout_keep_alive=30,
                 timeout_graceful_shutdown=int(DRAIN_S),
                 backlog=ACCEPTED_AT_ONCE,
             )
         )
 
-    async def _hear(self, reader: asyncio.StreamReader, framing: Framing, rest: Sequence[Any]) -> None:
+    async def _hear(self, reader: asyncio.StreamReader, framing: MessageDecoder, rest: Sequence[Any]) -> None:
         """Take in what the run says, in its order, until it is gone."""
         assert self._desk is not None
         messages: Sequence[Any] | None = rest
@@ -140,12 +142,12 @@ class Front:
             for notes in messages:
                 await self._desk.hear(notes)
             messages = await self._next(reader, framing)
-        self._is_lost = self._desk.live.status != "draining"
-        self._desk.live.drain()
-        self._frames.tick()
-        self._frames.pulse.beat()
+        self._is_lost = self._desk.mirror.status != "draining"
+        self._desk.mirror.drain()
+        self._feed.tick()
+        self._feed.updates.notify()
 
-    async def _next(self, reader: asyncio.StreamReader, framing: Framing) -> list[Any] | None:
+    async def _next(self, reader: asyncio.StreamReader, framing: MessageDecoder) -> list[Any] | None:
         """The next messages; None when the run is gone."""
         while True:
             try:
@@ -163,21 +165,21 @@ class Front:
 
     def _chores(self) -> Iterator[Any]:
         """What is to be done from time to time."""
-        desk = self._desk
-        assert desk is not None
+        service = self._desk
+        assert service is not None
 
         async def retention() -> None:
-            await desk.keep_within_bounds()
+            await service.remove_expired()
 
-        async def frames() -> None:
-            self._frames.tick()
+        async def feed() -> None:
+            self._feed.tick()
 
         async def forecast() -> None:
-            desk.live.forecast()
+            service.mirror.forecast()
 
-        yield _again_and_again(FRAME_S, frames)
+        yield _again_and_again(FEED_S, feed)
         yield _again_and_again(FORECAST_S, forecast)
-        yield _again_and_again(desk.bounds.retention_s, retention)
+        yield _again_and_again(service.limits.retention_s, retention)
 
 
 def clear_folders(folder: Path, store: Store) -> None:
@@ -195,7 +197,7 @@ def clear_folders(folder: Path, store: Store) -> None:
     files.clear(folder, store.without_file, suffixes=(".png", ".mp4"))
 
 
-def _configure_log(settings: Settings) -> None:
+def _configure_log(settings: FrontSettings) -> None:
     """As the run's; of uvicorn and asyncio what is a mistake of ours, and not of some client."""
     log.configure(
         level=settings.log_level,

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gfgen.server.protocol.bounds import Bounds
+from gfgen.server.protocol.limits import ServerLimits
 from gfgen.server.protocol.problems import ApiError
 
 COOKIE = "gfgen_session"
@@ -37,7 +37,7 @@ _SECURITY = [
 ]
 
 
-class Keys:
+class ApiKeys:
     """The one key of a server, if it has one."""
 
     def __init__(self, api_key: str | None) -> None:
@@ -74,13 +74,13 @@ class Keys:
         return hmac.new(self._key, b"gfgen " + what, hashlib.sha256).hexdigest()
 
 
-class Guard:
+class RequestGuard:
     """ASGI middleware: refuses what may not ask, and bounds what is sent."""
 
-    def __init__(self, app: ASGIApp, *, keys: Keys, bounds: Bounds, is_loopback: bool) -> None:
+    def __init__(self, app: ASGIApp, *, keys: ApiKeys, limits: ServerLimits, is_loopback: bool) -> None:
         self._app = app
         self._keys = keys
-        self._bounds = bounds
+        self._limits = limits
         self._checks_host = is_loopback and not keys.is_needed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -90,7 +90,7 @@ class Guard:
         headers = Headers(scope=scope)
         try:
             self._check(scope, headers)
-            body = _BoundedBody(receive, headers, self._bounds)
+            body = _BoundedBody(receive, headers, self._limits)
         except ApiError as error:
             await error.response()(scope, receive, _Secured(send))
             return
@@ -144,38 +144,38 @@ class Guard:
 class _BoundedBody:
     """What the app receives of a request; ends it when it is too large or takes too long."""
 
-    def __init__(self, receive: Receive, headers: Headers, bounds: Bounds) -> None:
+    def __init__(self, receive: Receive, headers: Headers, limits: ServerLimits) -> None:
         self._receive = receive
-        self._left = bounds.body_bytes
-        self._bounds = bounds
+        self._left = limits.body_bytes
+        self._limits = limits
         self._is_complete = False
         self._deadline_s: float | None = None
         length = headers.get("content-length", "0")
-        if not (length.isascii() and length.isdigit()) or int(length[:20]) > bounds.body_bytes:
-            raise _too_large(bounds)
+        if not (length.isascii() and length.isdigit()) or int(length[:20]) > limits.body_bytes:
+            raise _too_large(limits)
 
     async def __call__(self) -> Message:
         if self._is_complete:
             return await self._receive()
         loop = asyncio.get_running_loop()
-        self._deadline_s = self._deadline_s or loop.time() + self._bounds.body_s
+        self._deadline_s = self._deadline_s or loop.time() + self._limits.body_s
         try:
             async with asyncio.timeout_at(self._deadline_s):
                 message = await self._receive()
         except TimeoutError:
             raise ApiError(
-                408, f"the request was not complete after {self._bounds.body_s:g} s", code="too_slow"
+                408, f"the request was not complete after {self._limits.body_s:g} s", code="too_slow"
             ) from None
         self._left -= len(message.get("body", b""))
         if self._left < 0:
-            raise _too_large(self._bounds)
+            raise _too_large(self._limits)
         self._is_complete = message["type"] != "http.request" or not message.get("more_body", False)
         return message
 
 
-def _too_large(bounds: Bounds) -> ApiError:
+def _too_large(limits: ServerLimits) -> ApiError:
     return ApiError(
-        413, f"a request has at most {bounds.body_bytes:,} bytes", headers={"Connection": "close"}
+        413, f"a request has at most {limits.body_bytes:,} bytes", headers={"Connection": "close"}
     )
 
 

@@ -10,10 +10,10 @@ from starlette.responses import Response
 
 from gfgen.errors import JobFileError, listed
 from gfgen.server.http.bodies import MAX_KEY_CHARS, read_job_file, request_key
-from gfgen.server.http.routes_jobs import JobId, Limit, desk_of
-from gfgen.server.jobs.asking import asked_batch, new_id
-from gfgen.server.jobs.desk import Desk
+from gfgen.server.http.routes_jobs import JobId, Limit, service_of
+from gfgen.server.jobs.job_requests import batch_jobs, new_id
 from gfgen.server.jobs.manifests import manifest
+from gfgen.server.jobs.service import JobService
 from gfgen.server.jobs.store import BatchRow
 from gfgen.server.protocol import schemas
 from gfgen.server.protocol.problems import ApiError, responses
@@ -63,16 +63,16 @@ async def create_batch(
     """Accepts all jobs of a file or none, with the messages of `gfgen run`; with `skip_invalid` all that the
     models and this machine can do, if there are any. `image` and `output` of a line name files of the machine
     that sends them, so pictures are refused and outputs get names of ours."""
-    desk = desk_of(request)
-    models = desk.check_ready().models
-    content, fingerprint = await read_job_file(request, desk=desk)
+    service = service_of(request)
+    models = service.check_ready().models
+    content, fingerprint = await read_job_file(request, service=service)
     batch_id = new_id("batch")
     try:
-        asked, problems = await asyncio.to_thread(
-            asked_batch, content, batch_id=batch_id, skip_invalid=skip_invalid, models=models
+        requested, problems = await asyncio.to_thread(
+            batch_jobs, content, batch_id=batch_id, skip_invalid=skip_invalid, models=models
         )
-        batch_id, skipped = await desk.take_batch(
-            asked,
+        batch_id, skipped = await service.take_batch(
+            requested,
             batch_id=batch_id,
             key=request_key(request, fingerprint),
             problems=problems,
@@ -81,7 +81,7 @@ async def create_batch(
     except JobFileError as error:
         raise ApiError(400, str(error), code="invalid_job_file", param=error.problems[0].field) from None
     told = None if skipped is None else listed(skipped, limit=len(skipped))
-    return _answer(desk, desk.store.batch(batch_id), batch_id, skipped=told)
+    return _answer(service, service.store.batch(batch_id), batch_id, skipped=told)
 
 
 @router.get(
@@ -92,8 +92,8 @@ async def create_batch(
     response_model=schemas.BatchList,
 )
 async def list_batches(request: Request, limit: Limit = 20) -> Response:
-    desk = desk_of(request)
-    answer = schemas.BatchList(data=[_batch(desk, row) for row in desk.store.batches(limit)])
+    service = service_of(request)
+    answer = schemas.BatchList(data=[_batch(service, row) for row in service.store.batches(limit)])
     return Response(answer.model_dump_json(), media_type="application/json")
 
 
@@ -105,8 +105,8 @@ async def list_batches(request: Request, limit: Limit = 20) -> Response:
     summary="Tell how a batch stands",
 )
 async def get_batch(request: Request, batch_id: JobId) -> Response:
-    desk = desk_of(request)
-    return _answer(desk, desk.store.batch(batch_id), batch_id)
+    service = service_of(request)
+    return _answer(service, service.store.batch(batch_id), batch_id)
 
 
 @router.get(
@@ -121,10 +121,10 @@ async def get_batch(request: Request, batch_id: JobId) -> Response:
 )
 async def get_manifest(request: Request, batch_id: JobId) -> Response:
     """As `gfgen run` writes it; `id` is that of the job file, `job` is ours, `file` is where its file is."""
-    desk = desk_of(request)
-    if desk.store.batch(batch_id) is None:
+    service = service_of(request)
+    if service.store.batch(batch_id) is None:
         raise _no_batch(batch_id)
-    content = await asyncio.to_thread(manifest, desk.store, batch_id)
+    content = await asyncio.to_thread(manifest, service.store, batch_id)
     return Response(content, media_type="application/jsonl")
 
 
@@ -136,26 +136,28 @@ async def get_manifest(request: Request, batch_id: JobId) -> Response:
     summary="Cancel what has not ended of a batch",
 )
 async def cancel_batch(request: Request, batch_id: JobId) -> Response:
-    desk = desk_of(request)
-    if desk.store.batch(batch_id) is None:
+    service = service_of(request)
+    if service.store.batch(batch_id) is None:
         raise _no_batch(batch_id)
-    desk.check_ready()
-    open_ids = [r.facts.id for r in desk.live.records.values() if r.facts.batch_id == batch_id]
+    service.check_ready()
+    open_ids = [r.facts.id for r in service.mirror.records.values() if r.facts.batch_id == batch_id]
     if open_ids:
-        await desk.store.cancel_batch(batch_id)
-        await desk.cancel(open_ids)
-    return _answer(desk, desk.store.batch(batch_id), batch_id)
+        await service.store.cancel_batch(batch_id)
+        await service.cancel(open_ids)
+    return _answer(service, service.store.batch(batch_id), batch_id)
 
 
-def _answer(desk: Desk, row: BatchRow | None, batch_id: str, *, skipped: list[str] | None = None) -> Response:
+def _answer(
+    service: JobService, row: BatchRow | None, batch_id: str, *, skipped: list[str] | None = None
+) -> Response:
     if row is None:
         raise _no_batch(batch_id)
-    return Response(_batch(desk, row, skipped=skipped).model_dump_json(), media_type="application/json")
+    return Response(_batch(service, row, skipped=skipped).model_dump_json(), media_type="application/json")
 
 
-def _batch(desk: Desk, row: BatchRow, *, skipped: list[str] | None = None) -> schemas.Batch:
+def _batch(service: JobService, row: BatchRow, *, skipped: list[str] | None = None) -> schemas.Batch:
     is_over = row.completed_at is not None
-    records = [] if is_over else [r for r in desk.live.records.values() if r.facts.batch_id == row.id]
+    records = [] if is_over else [r for r in service.mirror.records.values() if r.facts.batch_id == row.id]
     ends = [r.predicted_end_at for r in records]
     known_ends = [end for end in ends if end is not None]
     return schemas.Batch(

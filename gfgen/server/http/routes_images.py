@@ -9,11 +9,11 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from gfgen.server.http.bodies import documented, read_body, request_key
-from gfgen.server.http.routes_jobs import desk_of, results
+from gfgen.server.http.routes_jobs import results, service_of
 from gfgen.server.jobs import files
-from gfgen.server.jobs.asking import asked_images
-from gfgen.server.jobs.desk import Desk
-from gfgen.server.jobs.store import Kept
+from gfgen.server.jobs.job_requests import image_jobs
+from gfgen.server.jobs.service import JobService
+from gfgen.server.jobs.store import StoredJob
 from gfgen.server.protocol import schemas
 from gfgen.server.protocol.problems import ApiError, checked, responses
 
@@ -30,16 +30,16 @@ router = APIRouter()
 )
 async def create_images(request: Request) -> Response:
     """Answers with the pictures. Who goes away before cancels them, unless there is an Idempotency-Key."""
-    desk = desk_of(request)
-    body = await read_body(request, desk=desk)
+    service = service_of(request)
+    body = await read_body(request, service=service)
     asked_for = checked(schemas.ImageRequest, body.values)
     if body.picture is not None:
         raise ApiError(400, "input_reference: pictures are made from text here", param="input_reference")
-    asked = asked_images(asked_for, models=desk.check_ready().models)
-    ids = await desk.take(asked, key=request_key(request, body.fingerprint))
-    await results(request, desk, ids)
-    pictures = [_done(desk, job_id) for job_id in ids]
-    data = [await _image(request, desk, kept, asked_for) for kept in pictures]
+    requested = image_jobs(asked_for, models=service.check_ready().models)
+    ids = await service.take(requested, key=request_key(request, body.fingerprint))
+    await results(request, service, ids)
+    pictures = [_done(service, job_id) for job_id in ids]
+    data = [await _image(request, service, stored, asked_for) for stored in pictures]
     answer = schemas.Images(
         created=int(pictures[0].facts.created_at),
         data=data,
@@ -49,26 +49,30 @@ async def create_images(request: Request) -> Response:
     return Response(await asyncio.to_thread(answer.model_dump_json), media_type="application/json")
 
 
-def _done(desk: Desk, job_id: str) -> Kept:
+def _done(service: JobService, job_id: str) -> StoredJob:
     """The job, which has ended; ApiError when it has not ended well."""
-    kept = desk.store.job(job_id)
-    if kept is None or kept.ending is None:
+    stored = service.store.job(job_id)
+    if stored is None or stored.ending is None:
         raise ApiError(409, f"{job_id} was removed meanwhile", code="job_removed")
-    if kept.ending.status == "cancelled":
+    if stored.ending.status == "cancelled":
         raise ApiError(409, f"{job_id} was cancelled", code="cancelled")
-    if kept.ending.status == "failed":
-        raise ApiError(500, f"{job_id} has failed: {kept.ending.error_message}", code=kept.ending.error_code)
-    return kept
+    if stored.ending.status == "failed":
+        raise ApiError(
+            500, f"{job_id} has failed: {stored.ending.error_message}", code=stored.ending.error_code
+        )
+    return stored
 
 
-async def _image(request: Request, desk: Desk, kept: Kept, asked_for: schemas.ImageRequest) -> schemas.Image:
-    job_id, kind = kept.facts.id, asked_for.output_format
+async def _image(
+    request: Request, service: JobService, stored: StoredJob, asked_for: schemas.ImageRequest
+) -> schemas.Image:
+    job_id, kind = stored.facts.id, asked_for.output_format
     if asked_for.response_format == "url":
         query = [f"format={kind}"] if kind != "png" else []
         if signature := request.app.state.keys.signature(job_id):
             query.append(f"signature={signature}")
         url = f"{request.base_url}v1/jobs/{job_id}/content" + ("?" + "&".join(query) if query else "")
-        return schemas.Image(url=url, id=job_id, seed=kept.facts.seed)
-    content = await files.picture_as(desk.folder / kept.facts.file, kind)
+        return schemas.Image(url=url, id=job_id, seed=stored.facts.seed)
+    content = await files.picture_as(service.folder / stored.facts.file, kind)
     text = (await asyncio.to_thread(base64.b64encode, content)).decode()
-    return schemas.Image(b64_json=text, id=job_id, seed=kept.facts.seed)
+    return schemas.Image(b64_json=text, id=job_id, seed=stored.facts.seed)

@@ -12,9 +12,9 @@ from starlette.responses import Response, StreamingResponse
 from gfgen.server.http.bodies import Body, documented, read_body, request_key
 from gfgen.server.http.streams import job_stream
 from gfgen.server.jobs import files
-from gfgen.server.jobs.asking import Asked, asked_job, asked_video
-from gfgen.server.jobs.desk import Desk
-from gfgen.server.jobs.store import Kept
+from gfgen.server.jobs.job_requests import RequestedJob, plain_job, video_job
+from gfgen.server.jobs.service import JobService
+from gfgen.server.jobs.store import StoredJob
 from gfgen.server.protocol import schemas
 from gfgen.server.protocol.problems import ApiError, checked, responses
 
@@ -32,9 +32,9 @@ Variant = Annotated[
 _CREATE = responses(400, 404, 408, 413, 422, 429, 503, 507)
 
 
-def desk_of(request: Request) -> Desk:
-    desk: Desk = request.app.state.desk
-    return desk
+def service_of(request: Request) -> JobService:
+    service: JobService = request.app.state.service
+    return service
 
 
 # Creating -------------------------------------------------------------------------------------------
@@ -50,9 +50,9 @@ def desk_of(request: Request) -> Desk:
 )
 async def create_video(request: Request) -> Response:
     """Accepts a job and answers at once. `input_reference` is a picture to begin with."""
-    desk = desk_of(request)
-    body = await read_body(request, desk=desk)
-    return _job(desk, (await _take(request, desk, _video(desk, body), body))[0])
+    service = service_of(request)
+    body = await read_body(request, service=service)
+    return _job(service, (await _take(request, service, _video(service, body), body))[0])
 
 
 @router.post(
@@ -69,11 +69,11 @@ async def create_video(request: Request) -> Response:
 )
 async def create_video_and_wait(request: Request) -> Response:
     """Answers with the file. Who goes away before cancels the job, unless it has an Idempotency-Key."""
-    desk = desk_of(request)
-    body = await read_body(request, desk=desk)
-    ids = await _take(request, desk, _video(desk, body), body)
-    await results(request, desk, ids)
-    return _file(request, desk, _ended_well(desk, ids[0]))
+    service = service_of(request)
+    body = await read_body(request, service=service)
+    ids = await _take(request, service, _video(service, body), body)
+    await results(request, service, ids)
+    return _file(request, service, _ended_well(service, ids[0]))
 
 
 @router.post(
@@ -86,10 +86,10 @@ async def create_video_and_wait(request: Request) -> Response:
 )
 async def create_job(request: Request) -> Response:
     """Accepts one job, in the words of the job file, and answers at once."""
-    desk = desk_of(request)
-    body = await read_body(request, desk=desk, picture_name="image")
-    asked = asked_job(checked(schemas.JobRequest, body.values), models=desk.check_ready().models)
-    return _job(desk, (await _take(request, desk, asked, body))[0])
+    service = service_of(request)
+    body = await read_body(request, service=service, picture_name="image")
+    requested = plain_job(checked(schemas.JobRequest, body.values), models=service.check_ready().models)
+    return _job(service, (await _take(request, service, requested, body))[0])
 
 
 # Looking --------------------------------------------------------------------------------------------
@@ -105,7 +105,7 @@ async def create_job(request: Request) -> Response:
 async def list_videos(
     request: Request, limit: Limit = 20, order: Order = "desc", after: After = None
 ) -> Response:
-    return _list(desk_of(request), limit=limit, order=order, after=after, kind="video")
+    return _list(service_of(request), limit=limit, order=order, after=after, kind="video")
 
 
 @router.get(
@@ -123,8 +123,8 @@ async def list_jobs(
     batch_id: Annotated[str | None, Query(max_length=120)] = None,
     ended: Annotated[bool | None, Query(description="Only jobs that have ended, or have not.")] = None,
 ) -> Response:
-    desk = desk_of(request)
-    return _list(desk, limit=limit, order=order, after=after, batch_id=batch_id, has_ended=ended)
+    service = service_of(request)
+    return _list(service, limit=limit, order=order, after=after, batch_id=batch_id, has_ended=ended)
 
 
 @router.get(
@@ -135,7 +135,7 @@ async def list_jobs(
     summary="Tell how a video stands",
 )
 async def get_video(request: Request, job_id: JobId) -> Response:
-    return _job(desk_of(request), job_id, kind="video")
+    return _job(service_of(request), job_id, kind="video")
 
 
 @router.get(
@@ -146,7 +146,7 @@ async def get_video(request: Request, job_id: JobId) -> Response:
     summary="Tell how a job stands",
 )
 async def get_job(request: Request, job_id: JobId) -> Response:
-    return _job(desk_of(request), job_id)
+    return _job(service_of(request), job_id)
 
 
 @router.get(
@@ -165,9 +165,9 @@ async def follow_job(
     last_event_id: Annotated[str | None, Header(max_length=64)] = None,
 ) -> Response:
     """Server-sent events whose data is a `JobEvent`, from the job's beginning, or behind Last-Event-ID."""
-    desk = desk_of(request)
-    _known(desk, job_id)
-    return job_stream(desk, job_id, last_event_id)
+    service = service_of(request)
+    _known(service, job_id)
+    return job_stream(service, job_id, last_event_id)
 
 
 # Files ----------------------------------------------------------------------------------------------
@@ -185,8 +185,8 @@ _FILE = {
 @router.head("/v1/videos/{job_id}/content", include_in_schema=False)
 async def get_video_content(request: Request, job_id: JobId, variant: Variant = None) -> Response:
     """The finished video, or a thumbnail of it."""
-    desk = desk_of(request)
-    return await _content(request, desk, _ended_well(desk, job_id, kind="video"), variant)
+    service = service_of(request)
+    return await _content(request, service, _ended_well(service, job_id, kind="video"), variant)
 
 
 @router.get("/v1/jobs/{job_id}/content", tags=["jobs"], response_class=Response, responses=_FILE)
@@ -198,11 +198,11 @@ async def get_job_content(
     format: Annotated[Literal["png", "jpeg", "webp"] | None, Query(description="Of a picture.")] = None,
 ) -> Response:
     """The finished picture or video, or a thumbnail of it."""
-    desk = desk_of(request)
-    kept = _ended_well(desk, job_id)
-    if format in (None, "png") or variant == "thumbnail" or kept.facts.kind == "video":
-        return await _content(request, desk, kept, variant)
-    content = await files.picture_as(desk.folder / kept.facts.file, str(format))
+    service = service_of(request)
+    stored = _ended_well(service, job_id)
+    if format in (None, "png") or variant == "thumbnail" or stored.facts.kind == "video":
+        return await _content(request, service, stored, variant)
+    content = await files.picture_as(service.folder / stored.facts.file, str(format))
     return Response(content, media_type=files.PICTURE_FORMATS[str(format)])
 
 
@@ -218,7 +218,7 @@ async def get_job_content(
 )
 async def delete_video(request: Request, job_id: JobId) -> Response:
     """Cancels what has not ended, which then stays as cancelled; removes what has, with its file."""
-    return await _delete(desk_of(request), job_id, kind="video")
+    return await _delete(service_of(request), job_id, kind="video")
 
 
 @router.delete(
@@ -230,15 +230,15 @@ async def delete_video(request: Request, job_id: JobId) -> Response:
 )
 async def delete_job(request: Request, job_id: JobId) -> Response:
     """Cancels what has not ended, which then stays as cancelled; removes what has, with its file."""
-    return await _delete(desk_of(request), job_id)
+    return await _delete(service_of(request), job_id)
 
 
 # Parts ----------------------------------------------------------------------------------------------
 
 
-async def results(request: Request, desk: Desk, ids: Sequence[str]) -> None:
+async def results(request: Request, service: JobService, ids: Sequence[str]) -> None:
     """Until these jobs have ended; when the client goes away first, nobody wants them any more."""
-    waiting = asyncio.ensure_future(desk.wait(ids))
+    waiting = asyncio.ensure_future(service.wait(ids))
     leaving = asyncio.ensure_future(_disconnected(request))
     try:
         await asyncio.wait({waiting, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -246,11 +246,11 @@ async def results(request: Request, desk: Desk, ids: Sequence[str]) -> None:
             waiting.result()
             return
         if "idempotency-key" not in request.headers:  # with one it may come back for them
-            await desk.cancel(ids)
+            await service.cancel(ids)
         raise ApiError(499, "the client has gone away")
     except TimeoutError:
         raise ApiError(
-            504, f"not done after {desk.bounds.waiting_s:g} s; the job goes on: GET /v1/jobs/{ids[0]}"
+            504, f"not done after {service.limits.waiting_s:g} s; the job goes on: GET /v1/jobs/{ids[0]}"
         ) from None
     finally:
         waiting.cancel()
@@ -262,24 +262,24 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-def _video(desk: Desk, body: Body) -> Asked:
-    return asked_video(checked(schemas.VideoRequest, body.values), models=desk.check_ready().models)
+def _video(service: JobService, body: Body) -> RequestedJob:
+    return video_job(checked(schemas.VideoRequest, body.values), models=service.check_ready().models)
 
 
-async def _take(request: Request, desk: Desk, asked: Asked, body: Body) -> list[str]:
+async def _take(request: Request, service: JobService, requested: RequestedJob, body: Body) -> list[str]:
     from dataclasses import replace
 
     if body.picture is not None:
-        asked = replace(asked, picture=body.picture)
-    return await desk.take([asked], key=request_key(request, body.fingerprint))
+        requested = replace(requested, picture=body.picture)
+    return await service.take([requested], key=request_key(request, body.fingerprint))
 
 
 def _json(content: bytes) -> Response:
     return Response(content, media_type="application/json")
 
 
-def _job(desk: Desk, job_id: str, *, kind: str | None = None) -> Response:
-    answer = desk.answer(job_id)
+def _job(service: JobService, job_id: str, *, kind: str | None = None) -> Response:
+    answer = service.answer(job_id)
     if answer is None or (kind == "video" and b'"object":"video"' not in answer[:200]):
         raise _no_job(job_id)
     return _json(answer)
@@ -289,67 +289,71 @@ def _no_job(job_id: str) -> ApiError:
     return ApiError(404, f"there is no job {job_id}", param="job_id", code="job_not_found")
 
 
-def _known(desk: Desk, job_id: str, *, kind: str | None = None) -> Kept:
-    kept = desk.store.job(job_id)
-    if kept is None or kind not in (None, kept.facts.kind):
+def _known(service: JobService, job_id: str, *, kind: str | None = None) -> StoredJob:
+    stored = service.store.job(job_id)
+    if stored is None or kind not in (None, stored.facts.kind):
         raise _no_job(job_id)
-    return kept
+    return stored
 
 
-def _ended_well(desk: Desk, job_id: str, *, kind: str | None = None) -> Kept:
-    kept = _known(desk, job_id, kind=kind)
-    if kept.ending is None:
+def _ended_well(service: JobService, job_id: str, *, kind: str | None = None) -> StoredJob:
+    stored = _known(service, job_id, kind=kind)
+    if stored.ending is None:
         raise ApiError(409, f"{job_id} is not done yet", code="not_done")
-    if kept.ending.status != "completed":
-        reason = f": {kept.ending.error_message}" if kept.ending.status == "failed" else ""
-        raise ApiError(409, f"{job_id} was {kept.ending.status}{reason}"[:500], code=kept.ending.error_code)
-    return kept
+    if stored.ending.status != "completed":
+        reason = f": {stored.ending.error_message}" if stored.ending.status == "failed" else ""
+        raise ApiError(
+            409, f"{job_id} was {stored.ending.status}{reason}"[:500], code=stored.ending.error_code
+        )
+    return stored
 
 
-def _list(desk: Desk, *, limit: int, order: str, after: str | None, **which: str | bool | None) -> Response:
-    if after is not None and desk.store.job(after) is None:
+def _list(
+    service: JobService, *, limit: int, order: str, after: str | None, **which: str | bool | None
+) -> Response:
+    if after is not None and service.store.job(after) is None:
         raise ApiError(400, f"after: there is no job {after!r}", param="after")
-    kept = desk.store.jobs(limit=limit + 1, is_ascending=order == "asc", after=after, **which)  # type: ignore[arg-type]
-    jobs = [desk.job_of_kept(one) for one in kept[:limit]]
+    stored = service.store.jobs(limit=limit + 1, is_ascending=order == "asc", after=after, **which)  # type: ignore[arg-type]
+    jobs = [service.job_of_kept(one) for one in stored[:limit]]
     answer = schemas.JobList(
         data=jobs,
         first_id=jobs[0].id if jobs else None,
         last_id=jobs[-1].id if jobs else None,
-        has_more=len(kept) > limit,
+        has_more=len(stored) > limit,
     )
     return _json(answer.model_dump_json().encode())
 
 
-def _file(request: Request, desk: Desk, kept: Kept) -> Response:
+def _file(request: Request, service: JobService, stored: StoredJob) -> Response:
     response = files.file_response(
-        desk.folder / kept.facts.file, request.headers, method=request.method, name=kept.facts.file
+        service.folder / stored.facts.file, request.headers, method=request.method, name=stored.facts.file
     )
-    response.headers["X-Job-Id"] = kept.facts.id
+    response.headers["X-Job-Id"] = stored.facts.id
     return response
 
 
-async def _content(request: Request, desk: Desk, kept: Kept, variant: str | None) -> Response:
-    if variant == "spritesheet" or variant not in (None, "thumbnail", kept.facts.kind):
-        accepted = f"{kept.facts.kind} or thumbnail"
+async def _content(request: Request, service: JobService, stored: StoredJob, variant: str | None) -> Response:
+    if variant == "spritesheet" or variant not in (None, "thumbnail", stored.facts.kind):
+        accepted = f"{stored.facts.kind} or thumbnail"
         raise ApiError(400, f"variant = {variant!r}: {accepted} is accepted", param="variant")
     if variant != "thumbnail":
-        return _file(request, desk, kept)
-    small = await desk.thumbnail(kept)
+        return _file(request, service, stored)
+    small = await service.thumbnail(stored)
     return files.file_response(small, request.headers, method=request.method, name=small.name)
 
 
-async def _delete(desk: Desk, job_id: str, *, kind: str | None = None) -> Response:
-    _known(desk, job_id, kind=kind)
-    cancelled = await desk.cancel([job_id])
-    kept = _known(desk, job_id)
-    if kept.ending is None:  # a server that is loading or stopping knows it from the store alone
-        raise desk.not_ready()
+async def _delete(service: JobService, job_id: str, *, kind: str | None = None) -> Response:
+    _known(service, job_id, kind=kind)
+    cancelled = await service.cancel([job_id])
+    stored = _known(service, job_id)
+    if stored.ending is None:  # a server that is loading or stopping knows it from the store alone
+        raise service.not_ready()
     if not cancelled:
-        await desk.remove([kept])
+        await service.remove([stored])
     answer = schemas.Deleted(
         id=job_id,
-        object="video.deleted" if kept.facts.kind == "video" else "image.deleted",
+        object="video.deleted" if stored.facts.kind == "video" else "image.deleted",
         deleted=not cancelled,
-        status=kept.ending.status,
+        status=stored.ending.status,
     )
     return _json(answer.model_dump_json().encode())

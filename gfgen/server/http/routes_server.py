@@ -11,9 +11,9 @@ from gfgen.errors import PolicyError
 from gfgen.policies.catalog import BUILT_IN, load_policy
 from gfgen.server.http.bodies import read_json
 from gfgen.server.http.guard import COOKIE
-from gfgen.server.http.routes_jobs import desk_of
+from gfgen.server.http.routes_jobs import service_of
 from gfgen.server.http.streams import state_stream
-from gfgen.server.jobs.metrics import CONTENT_TYPE
+from gfgen.server.jobs.prometheus import CONTENT_TYPE
 from gfgen.server.protocol import schemas
 from gfgen.server.protocol.problems import ApiError, checked, responses
 
@@ -52,13 +52,13 @@ async def health() -> Response:
     summary="Are the models loaded and all workers up?",
 )
 async def ready(request: Request) -> Response:
-    desk = desk_of(request)
-    desk.check_ready()
-    waiting = [rank for rank in desk.live.ranks if rank.status in ("starting", "lost")]
+    service = service_of(request)
+    service.check_ready()
+    waiting = [rank for rank in service.mirror.ranks if rank.status in ("starting", "lost")]
     if waiting:
         names = ", ".join(f"rank {rank.rank} ({rank.status})" for rank in waiting)
         raise ApiError(503, f"not up: {names}", code="not_ready", retry_after_s=5)
-    answer = schemas.Ready(ranks=sum(rank.status != "retired" for rank in desk.live.ranks))
+    answer = schemas.Ready(ranks=sum(rank.status != "retired" for rank in service.mirror.ranks))
     return Response(answer.model_dump_json(), media_type="application/json")
 
 
@@ -70,7 +70,7 @@ async def ready(request: Request) -> Response:
     summary="What Prometheus reads",
 )
 async def metrics(request: Request) -> Response:
-    return Response(request.app.state.meter.text(), headers={"Content-Type": CONTENT_TYPE})
+    return Response(request.app.state.metrics.text(), headers={"Content-Type": CONTENT_TYPE})
 
 
 @router.get(
@@ -81,19 +81,19 @@ async def metrics(request: Request) -> Response:
     summary="List models",
 )
 async def list_models(request: Request) -> Response:
-    answer = schemas.ModelList(data=desk_of(request).live.models())
+    answer = schemas.ModelList(data=service_of(request).mirror.models())
     return Response(answer.model_dump_json(), media_type="application/json")
 
 
 @router.get(
     "/v1/models/{model:path}",
     tags=["server"],
-    response_model=schemas.Model,
+    response_model=schemas.ServedModel,
     responses=responses(404),
     summary="Tell of a model",
 )
 async def get_model(request: Request, model: str) -> Response:
-    for each in desk_of(request).live.models():
+    for each in service_of(request).mirror.models():
         if each.id == model:
             return Response(each.model_dump_json(), media_type="application/json")
     raise ApiError(404, "there is no such model", param="model", code="model_not_found")
@@ -107,9 +107,9 @@ async def get_model(request: Request, model: str) -> Response:
     summary="Which policy decides?",
 )
 async def get_policy(request: Request) -> Response:
-    desk = desk_of(request)
-    desk.check_ready()
-    return Response(desk.live.policy().model_dump_json(), media_type="application/json")
+    service = service_of(request)
+    service.check_ready()
+    return Response(service.mirror.policy().model_dump_json(), media_type="application/json")
 
 
 @router.post(
@@ -127,18 +127,18 @@ async def get_policy(request: Request) -> Response:
 )
 async def set_policy(request: Request) -> Response:
     """A built-in policy with its options; what runs goes on, and its next step is decided by the new one."""
-    desk = desk_of(request)
-    desk.check_ready()
-    asked = checked(schemas.PolicyRequest, await read_json(request, most_bytes=desk.bounds.json_bytes))
-    name = asked.policy.partition(",")[0].strip()
+    service = service_of(request)
+    service.check_ready()
+    requested = checked(schemas.PolicyRequest, await read_json(request, most_bytes=service.limits.json_bytes))
+    name = requested.policy.partition(",")[0].strip()
     if name not in BUILT_IN:  # others would be looked for among the server's files
         raise ApiError(400, f"policy: built-in ones are accepted: {', '.join(BUILT_IN)}", param="policy")
     try:
-        policy = load_policy(asked.policy)
+        policy = load_policy(requested.policy)
     except PolicyError as error:
         raise ApiError(400, str(error).removeprefix("--policy "), param="policy") from None
-    desk.set_policy(policy.name)
-    return Response(desk.live.policy().model_dump_json(), media_type="application/json")
+    service.set_policy(policy.name)
+    return Response(service.mirror.policy().model_dump_json(), media_type="application/json")
 
 
 @router.get(
@@ -149,7 +149,7 @@ async def set_policy(request: Request) -> Response:
     summary="All that the page shows",
 )
 async def get_state(request: Request) -> Response:
-    return Response(request.app.state.frames.state(), media_type="application/json")
+    return Response(request.app.state.feed.state(), media_type="application/json")
 
 
 @router.get(
@@ -161,7 +161,7 @@ async def get_state(request: Request) -> Response:
 )
 async def follow_state(request: Request) -> Response:
     """Server-sent events: `state` with a `LiveState`, then `change` with a `Change`."""
-    return state_stream(desk_of(request), request.app.state.frames)
+    return state_stream(service_of(request), request.app.state.feed)
 
 
 @router.post(
@@ -180,9 +180,11 @@ async def follow_state(request: Request) -> Response:
 )
 async def open_session(request: Request) -> Response:
     """For the page: a cookie that its later requests carry, pictures and streams included."""
-    desk, keys = desk_of(request), request.app.state.keys
-    asked = checked(schemas.SessionRequest, await read_json(request, most_bytes=desk.bounds.json_bytes))
-    if not keys.is_right(asked.api_key):
+    service, keys = service_of(request), request.app.state.keys
+    requested = checked(
+        schemas.SessionRequest, await read_json(request, most_bytes=service.limits.json_bytes)
+    )
+    if not keys.is_right(requested.api_key):
         raise ApiError(401, "the key is wrong")
     response = Response(status_code=204)
     if keys.is_needed:

@@ -8,14 +8,14 @@ from contextlib import contextmanager
 
 from starlette.responses import StreamingResponse
 
-from gfgen.server.jobs.desk import Desk
-from gfgen.server.jobs.live import Live
-from gfgen.server.jobs.records import Pulse, Record
+from gfgen.server.jobs.job_record import JobRecord, Notifier
+from gfgen.server.jobs.mirror import RunMirror
+from gfgen.server.jobs.service import JobService
 from gfgen.server.protocol.problems import ApiError
 
-FRAME_S = 0.2
+FEED_S = 0.2
 """The live state's changes are told five times in a second at most."""
-MAX_FRAMES = 50
+MAX_CHANGES = 50
 """Frames that a slow reader may be behind; beyond it the whole state is told anew."""
 QUIET_S = 15.0
 """After so long without an event a comment keeps proxies from closing the stream."""
@@ -23,22 +23,22 @@ RETRY_MS = 2000
 _HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 
-class Frames:
+class StateFeed:
     """Changes of the live state, encoded once for all who read them."""
 
-    def __init__(self, live: Live) -> None:
-        self._live = live
-        self._frames: deque[tuple[int, bytes]] = deque(maxlen=MAX_FRAMES)
+    def __init__(self, mirror: RunMirror) -> None:
+        self._live = mirror
+        self._feed: deque[tuple[int, bytes]] = deque(maxlen=MAX_CHANGES)
         self._seen = 0
         self.number = 0
         """Of the last frame."""
-        self.pulse = Pulse()
+        self.updates = Notifier()
         self._whole = (0.0, 0, b"")
 
     def tick(self) -> None:
         """Make a frame of what has changed since the last one, if anybody reads."""
         if self._live.num_streams == 0:
-            self._frames.clear()
+            self._feed.clear()
             self._seen = self._live.version
             return
         change = self._live.change(self._seen)
@@ -47,20 +47,20 @@ class Frames:
         self._seen = self._live.version
         self.number += 1
         body = change.model_dump_json(include=change.model_fields_set).encode()
-        self._frames.append((self.number, _event(b"change", body)))
-        self.pulse.beat()
+        self._feed.append((self.number, _event(b"change", body)))
+        self.updates.notify()
 
     def after(self, number: int) -> list[tuple[int, bytes]] | None:
         """The frames behind that one; None when some of them are gone."""
-        if self.number > number and (not self._frames or self._frames[0][0] > number + 1):
+        if self.number > number and (not self._feed or self._feed[0][0] > number + 1):
             return None
-        return [frame for frame in self._frames if frame[0] > number]
+        return [frame for frame in self._feed if frame[0] > number]
 
     def state(self) -> bytes:
         """The whole live state as JSON; while nothing changes it is made anew after FRAME_S only."""
         made_at, version, body = self._whole
         now = self._live.now()
-        if version != self._live.version or not made_at <= now < made_at + FRAME_S:
+        if version != self._live.version or not made_at <= now < made_at + FEED_S:
             body = self._live.state().model_dump_json().encode()
             self._whole = (now, self._live.version, body)
         return body
@@ -70,82 +70,82 @@ class Frames:
         return _event(b"state", self._live.state().model_dump_json().encode())
 
 
-def state_stream(desk: Desk, frames: Frames) -> StreamingResponse:
+def state_stream(service: JobService, feed: StateFeed) -> StreamingResponse:
     """The live state, then its changes, until the server stops.
 
     Raises: ApiError when too many streams are read already.
     """
-    return _response(desk, lambda: _state_events(desk, frames))
+    return _response(service, lambda: _state_events(service, feed))
 
 
-def job_stream(desk: Desk, job_id: str, last_event_id: str | None) -> StreamingResponse:
+def job_stream(service: JobService, job_id: str, last_event_id: str | None) -> StreamingResponse:
     """What happens to a job, from its beginning or behind the event that the reader has seen last.
 
     Raises: ApiError when too many streams are read already, or nothing is known of an open job yet.
     """
-    record = desk.record(job_id)
+    record = service.record(job_id)
     if record is None:
-        kept = desk.store.job(job_id)
-        if kept is not None and kept.ending is None:  # of a server that is still loading
-            raise desk.not_ready()
-        return _response(desk, lambda: _end_of_kept(desk, job_id))
-    seen = _seen(last_event_id, desk.store.life)
-    return _response(desk, lambda: _job_events(desk, record, seen))
+        stored = service.store.job(job_id)
+        if stored is not None and stored.ending is None:  # of a server that is still loading
+            raise service.not_ready()
+        return _response(service, lambda: _end_of_kept(service, job_id))
+    seen = _seen(last_event_id, service.store.epoch)
+    return _response(service, lambda: _job_events(service, record, seen))
 
 
-async def _state_events(desk: Desk, frames: Frames) -> AsyncIterator[bytes]:
-    number = frames.number
-    yield b"retry: %d\n\n" % RETRY_MS + frames.whole()
+async def _state_events(service: JobService, feed: StateFeed) -> AsyncIterator[bytes]:
+    number = feed.number
+    yield b"retry: %d\n\n" % RETRY_MS + feed.whole()
     while True:
-        news = frames.after(number)
+        news = feed.after(number)
         if news is None:
-            number = frames.number
-            yield frames.whole()
+            number = feed.number
+            yield feed.whole()
         elif news:
             number = news[-1][0]
             yield b"".join(body for _, body in news)
-        elif desk.live.status == "draining":
+        elif service.mirror.status == "draining":
             return
-        elif not await frames.pulse.wait(QUIET_S):
+        elif not await feed.updates.wait(QUIET_S):
             yield b": still here\n\n"
 
 
-async def _job_events(desk: Desk, record: Record, seen: int) -> AsyncIterator[bytes]:
+async def _job_events(service: JobService, record: JobRecord, seen: int) -> AsyncIterator[bytes]:
     yield b"retry: %d\n\n" % RETRY_MS
-    life = desk.store.life
+    epoch = service.store.epoch
     while True:
         for told in (news := record.events_after(seen)):
             seen = told.number
-            yield _event(told.kind.encode(), told.body, b"%d-%d" % (life, seen))
+            yield _event(told.kind.encode(), told.body, b"%d-%d" % (epoch, seen))
             if told.kind == "stopping":  # a step that ends meanwhile would come behind it
                 return
         if news:
             continue  # more may have happened while these were sent
-        if record.has_ended or desk.live.status == "draining":
+        if record.has_ended or service.mirror.status == "draining":
             return
-        if not await record.pulse.wait(QUIET_S):
+        if not await record.updates.wait(QUIET_S):
             yield b": still here\n\n"
 
 
-async def _end_of_kept(desk: Desk, job_id: str) -> AsyncIterator[bytes]:
+async def _end_of_kept(service: JobService, job_id: str) -> AsyncIterator[bytes]:
     """A job whose events are not kept any more: its end alone."""
-    answer = desk.ended_event(job_id)
+    answer = service.ended_event(job_id)
     if answer is not None:
         kind, body = answer
-        yield _event(kind, body, b"%d-0" % desk.store.life)
+        yield _event(kind, body, b"%d-0" % service.store.epoch)
 
 
-def _response(desk: Desk, events: Callable[[], AsyncIterator[bytes]]) -> StreamingResponse:
-    if desk.live.num_streams >= desk.bounds.streams:
+def _response(service: JobService, events: Callable[[], AsyncIterator[bytes]]) -> StreamingResponse:
+    if service.mirror.num_streams >= service.limits.streams:
         raise ApiError(
             429,
-            f"{desk.bounds.streams} event streams are read already",
+            f"{service.limits.streams} event streams are read already",
             code="too_many_streams",
             retry_after_s=5,
         )
 
     async def counted() -> AsyncIterator[bytes]:
-        with _counted(desk.live):
+        with _counted(service.mirror):
             async for event in events():
                 yield event
 
@@ -153,12 +153,12 @@ def _response(desk: Desk, events: Callable[[], AsyncIterator[bytes]]) -> Streami
 
 
 @contextmanager
-def _counted(live: Live) -> Iterator[None]:
-    live.num_streams += 1
+def _counted(mirror: RunMirror) -> Iterator[None]:
+    mirror.num_streams += 1
     try:
         yield
     finally:
-        live.num_streams -= 1
+        mirror.num_streams -= 1
 
 
 def _event(kind: bytes, body: bytes, number: bytes | None = None) -> bytes:
@@ -166,9 +166,9 @@ def _event(kind: bytes, body: bytes, number: bytes | None = None) -> bytes:
     return head + b"event: %s\ndata: %s\n\n" % (kind, body)
 
 
-def _seen(last_event_id: str | None, life: int) -> int:
+def _seen(last_event_id: str | None, epoch: int) -> int:
     """The number of the last event that was read, if it was of this life of the server."""
     first, _, second = (last_event_id or "").partition("-")
-    if first == str(life) and second.isascii() and second.isdigit() and len(second) < 12:
+    if first == str(epoch) and second.isascii() and second.isdigit() and len(second) < 12:
         return int(second)
     return 0

@@ -10,7 +10,7 @@ from gfgen.jobspec import JobSpec
 from gfgen.runtime.core.observer import JobInfo, JobOutcome, Status
 from gfgen.runtime.files.manifest import Entry, manifest_entry
 from gfgen.runtime.ipc.content import Content
-from gfgen.server.jobs.store import Ended, Facts, Kept, Store
+from gfgen.server.jobs.store import Ended, JobFacts, Store, StoredJob
 
 UNTOLD = "what the run knew of it is lost: times count from its acceptance"
 _STATUS: dict[Ended, Status] = {"completed": "done", "failed": "failed", "cancelled": "cancelled"}
@@ -18,24 +18,24 @@ _STATUS: dict[Ended, Status] = {"completed": "done", "failed": "failed", "cancel
 
 def manifest(store: Store, batch_id: str) -> bytes:
     """JSON lines, in the order of the job file."""
-    lines = [_line(kept, spec, entry) for kept, spec, entry in store.manifest(batch_id)]
+    lines = [_line(stored, spec, entry) for stored, spec, entry in store.manifest(batch_id)]
     return "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode("utf-8", "replace")
 
 
-def _line(kept: Kept, spec: dict[str, Any], entry: Entry | None) -> Entry:
+def _line(stored: StoredJob, spec: dict[str, Any], entry: Entry | None) -> Entry:
     """The run's own entry, or what is known without it; the server's files are known by their address."""
-    facts = kept.facts
-    entry = _without_run(kept, spec) if entry is None else entry
+    facts = stored.facts
+    entry = _without_run(stored, spec) if entry is None else entry
     file = f"/v1/jobs/{facts.id}/content" if entry["status"] == "done" else None
     return {**entry, "id": facts.custom_id, "job": facts.id, "file": file}
 
 
-def _without_run(kept: Kept, spec: dict[str, Any]) -> Entry:
+def _without_run(stored: StoredJob, spec: dict[str, Any]) -> Entry:
     """The entry of a job whose end no run has told: it was killed first, or never began the job.
 
     What is not kept is null.
     """
-    facts, ending = kept.facts, kept.ending
+    facts, ending = stored.facts, stored.ending
     assert ending is not None
     accepted_at = facts.created_at
     outcome = JobOutcome(
@@ -57,16 +57,16 @@ def _without_run(kept: Kept, spec: dict[str, Any]) -> Entry:
     return {**entry, **unknown, "met_deadline": ending.met_deadline}
 
 
-def _info(facts: Facts, asked: JobSpec) -> JobInfo:
+def _info(facts: JobFacts, requested: JobSpec) -> JobInfo:
     width, height = map(int, facts.size.split("x"))
     run = replace(
-        asked,
+        requested,
         model=facts.model,
         width=width,
         height=height,
-        frames=facts.frames or asked.frames,
-        fps=facts.fps or asked.fps,
+        frames=facts.frames or requested.frames,
+        fps=facts.fps or requested.fps,
         steps=facts.steps,
         seed=facts.seed,
     )
-    return JobInfo(asked, run, num_tasks=facts.num_tasks, file=facts.file, spec_hash="", family="")
+    return JobInfo(requested, run, num_tasks=facts.num_tasks, file=facts.file, spec_hash="", family="")

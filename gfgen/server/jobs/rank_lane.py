@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from gfgen.graph import Stage
 from gfgen.layout import Layout
 from gfgen.runtime.core.dispatch import Dispatch
-from gfgen.server.jobs.records import layout_view
+from gfgen.server.jobs.job_record import layout_view
 from gfgen.server.protocol import schemas
 
 GAP_S = 0.25
@@ -18,7 +18,7 @@ USE_S = 60
 
 
 @dataclass(slots=True, eq=False)
-class Flight:
+class RunningDispatch:
     """A task that ranks were given, until all of them have ended it."""
 
     dispatch: Dispatch
@@ -30,7 +30,7 @@ class Flight:
 
 
 @dataclass(slots=True, eq=False)
-class Stretch:
+class LaneBar:
     """A bar of the timeline while it may still grow."""
 
     key: str
@@ -45,7 +45,7 @@ class Stretch:
     version: int = 0
 
     @classmethod
-    def of(cls, dispatch: Dispatch, *, rank: int, at: float) -> Stretch:
+    def of(cls, dispatch: Dispatch, *, rank: int, at: float) -> LaneBar:
         """A new one, of which this is the first task."""
         task, key = dispatch.task, f"{dispatch.number}-{rank}"
         return cls(key, rank, task.job_id, task.stage, dispatch.layout, task.step, task.step, at)
@@ -55,10 +55,10 @@ class Stretch:
         task = dispatch.task
         return (self.job_id, self.stage, self.layout) == (task.job_id, task.stage, dispatch.layout)
 
-    def shown(self) -> schemas.Stretch:
+    def shown(self) -> schemas.TimelineBar:
         view = layout_view(self.layout)
         assert view is not None
-        return schemas.Stretch(
+        return schemas.TimelineBar(
             key=self.key,
             rank=self.rank,
             job_id=self.job_id,
@@ -78,17 +78,17 @@ class RankLane:
     rank: int
     status: schemas.RankStatus = "starting"
     num_restarts: int = 0
-    flights: list[Flight] = field(default_factory=list)
+    dispatches: list[RunningDispatch] = field(default_factory=list)
     begun_at: float = 0.0
     """When the first of its flights began."""
     busy_by_second: dict[int, float] = field(default_factory=lambda: defaultdict(float))
-    stretch: Stretch | None = None
+    bar: LaneBar | None = None
 
     def utilisation(self, now: float, *, since: float) -> float:
         """Share of the last minute in which it computed; what runs counts up to now."""
         span_s = min(float(USE_S), max(now - since, 1e-3))
         busy_s = sum(s for second, s in self.busy_by_second.items() if second > now - USE_S)
-        if self.flights:
+        if self.dispatches:
             busy_s += max(0.0, now - max(self.begun_at, now - span_s))
         return min(1.0, busy_s / span_s)
 
@@ -98,17 +98,17 @@ class RankLane:
         while len(self.busy_by_second) > 2 * USE_S:
             del self.busy_by_second[next(iter(self.busy_by_second))]
 
-    def begin(self, at: float) -> Stretch:
+    def begin(self, at: float) -> LaneBar:
         """The first of its flights begins: the stretch that grows by it, or another one."""
-        dispatch, stretch = self.flights[0].dispatch, self.stretch
+        dispatch, bar = self.dispatches[0].dispatch, self.bar
         self.begun_at = at
         if self.status in ("idle", "busy"):
             self.status = "busy"
-        if stretch is not None and stretch.is_of(dispatch) and at - (stretch.ended_at or at) <= GAP_S:
-            stretch.ended_at = None
+        if bar is not None and bar.is_of(dispatch) and at - (bar.ended_at or at) <= GAP_S:
+            bar.ended_at = None
         else:
-            if stretch is not None and stretch.ended_at is None:
-                stretch.ended_at = at
-            stretch = Stretch.of(dispatch, rank=self.rank, at=at)
-        stretch.last_step = dispatch.task.step
-        return stretch
+            if bar is not None and bar.ended_at is None:
+                bar.ended_at = at
+            bar = LaneBar.of(dispatch, rank=self.rank, at=at)
+        bar.last_step = dispatch.task.step
+        return bar

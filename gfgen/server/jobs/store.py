@@ -82,7 +82,7 @@ CREATE TABLE lives (number INTEGER PRIMARY KEY AUTOINCREMENT, began_at REAL NOT 
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class JobFacts:
     """What is known of a job from its acceptance on and never changes: what answers tell of it."""
 
     id: str
@@ -110,10 +110,10 @@ class Facts:
 
 
 @dataclass(frozen=True, slots=True)
-class Accepted:
+class NewJob:
     """A job as it is put down; `spec` has the job file's words, and the model's defaults are not in it."""
 
-    facts: Facts
+    facts: JobFacts
     spec: dict[str, Any]
 
 
@@ -134,11 +134,11 @@ class Ending:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class StoredJob:
     """A job as the store has it; without an ending it is open."""
 
     seq: int
-    facts: Facts
+    facts: JobFacts
     ending: Ending | None
 
 
@@ -186,7 +186,7 @@ class Store:
         self._queue: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
         self._told: str | None = None
         """Why nothing can be written, if so."""
-        self.life = self._begin_life(began_at)
+        self.epoch = self._begin_life(began_at)
         """Of this process alone, of all that open the store: ids of events begin with it."""
         (first_at,) = self._reader.execute("SELECT MIN(began_at) FROM lives").fetchone()
         self.made_at = began_at if first_at is None else float(first_at)
@@ -205,7 +205,7 @@ class Store:
 
     async def accept(
         self,
-        jobs: Sequence[Accepted],
+        jobs: Sequence[NewJob],
         *,
         batch_id: str | None = None,
         key: RequestKey | None = None,
@@ -278,12 +278,12 @@ class Store:
 
     # Reading ----------------------------------------------------------------------------------------
 
-    def open_jobs(self) -> list[tuple[Facts, dict[str, Any]]]:
+    def open_jobs(self) -> list[tuple[JobFacts, dict[str, Any]]]:
         """Facts and spec of every job that has not ended, the oldest first."""
         rows = self._reader.execute("SELECT facts, spec FROM jobs WHERE status = 'open' ORDER BY seq")
         return [(_facts(facts), json.loads(spec)) for facts, spec in rows]
 
-    def job(self, job_id: str) -> Kept | None:
+    def job(self, job_id: str) -> StoredJob | None:
         rows = self._reader.execute(f"SELECT {_COLUMNS} FROM jobs WHERE id = ?", (job_id,))
         return next(map(_kept, rows), None)
 
@@ -296,7 +296,7 @@ class Store:
         kind: str | None = None,
         batch_id: str | None = None,
         has_ended: bool | None = None,
-    ) -> list[Kept]:
+    ) -> list[StoredJob]:
         """Jobs in the order of their acceptance, behind `after`."""
         tests, values = ["1"], []
         if after is not None:
@@ -312,12 +312,12 @@ class Store:
         sql += f"{'' if is_ascending else ' DESC'} LIMIT {int(limit)}"
         return [_kept(row) for row in self._reader.execute(sql, values)]
 
-    def last_ended(self, limit: int) -> list[Kept]:
+    def last_ended(self, limit: int) -> list[StoredJob]:
         """The jobs that ended last, the last first."""
         sql = f"SELECT {_COLUMNS} FROM jobs WHERE status != 'open' ORDER BY completed_at DESC LIMIT ?"
         return [_kept(row) for row in self._reader.execute(sql, (limit,))]
 
-    def manifest(self, batch_id: str) -> list[tuple[Kept, dict[str, Any], dict[str, Any] | None]]:
+    def manifest(self, batch_id: str) -> list[tuple[StoredJob, dict[str, Any], dict[str, Any] | None]]:
         """A batch's jobs that have ended and are kept, each with its spec, and its manifest entry if any."""
         sql = f"SELECT {_COLUMNS}, spec, manifest FROM jobs"
         rows = self._reader.execute(
@@ -340,7 +340,7 @@ class Store:
         """What a request with this key has made before, unless that is too long ago."""
         return _request(self._reader, key, now)
 
-    def outdated(self, *, before: float, keep_bytes: int) -> list[Kept]:
+    def outdated(self, *, before: float, keep_bytes: int) -> list[StoredJob]:
         """Ended jobs that are kept too long, or beyond the newest `keep_bytes` of files."""
         sql = f"""
             SELECT {_COLUMNS} FROM (
@@ -506,16 +506,16 @@ _COLUMNS = (
 _BATCH_COLUMNS = ", ".join(field.name for field in fields(BatchRow))
 
 
-def _facts(text: str) -> Facts:
-    return Facts(**json.loads(text))
+def _facts(text: str) -> JobFacts:
+    return JobFacts(**json.loads(text))
 
 
-def _kept(row: Sequence[Any]) -> Kept:
+def _kept(row: Sequence[Any]) -> StoredJob:
     seq, text, status, completed_at, started_at, size_bytes, met, step, code, message = row
     facts = _facts(text)
     if status == "open":
-        return Kept(seq, facts, None)
-    return Kept(
+        return StoredJob(seq, facts, None)
+    return StoredJob(
         seq,
         facts,
         Ending(

@@ -29,8 +29,8 @@ from gfgen.errors import Problem
 from gfgen.jobspec import JobSpec
 from gfgen.layout import Layout
 from gfgen.runtime.core.admission import AdmittedJob
-from gfgen.server.protocol.bounds import Bounds
-from gfgen.server.protocol.schemas import Model
+from gfgen.server.protocol.limits import ServerLimits
+from gfgen.server.protocol.schemas import ServedModel
 
 Admit = Callable[[Sequence[JobSpec]], tuple[Sequence[AdmittedJob], Sequence[Problem]]]
 
@@ -42,14 +42,14 @@ _CHUNK_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class FrontSettings:
     """What a front needs before anything is loaded."""
 
     output_dir: Path
     api_key: str | None
     is_loopback: bool
     """Only this machine can connect: then a name that leads here from elsewhere is refused."""
-    bounds: Bounds
+    limits: ServerLimits
     version: str
     log_level: str = "info"
     log_json: bool = False
@@ -57,14 +57,14 @@ class Settings:
 
 
 @dataclass(frozen=True, slots=True)
-class Serving:
+class RunInfo:
     """The ranks are up: from now on jobs are taken."""
 
     admit: Admit
     """For jobs that are asked for."""
     admit_again: Admit
     """For jobs that were accepted before: what is short in this moment alone is no reason against them."""
-    models: tuple[Model, ...]
+    models: tuple[ServedModel, ...]
     device: str
     num_ranks: int
     policy: str
@@ -73,26 +73,26 @@ class Serving:
     """Unix time of the run's second 0."""
 
 
-Row = tuple[str, int, float, Layout | None]
+JobProgress = tuple[str, int, float, Layout | None]
 """Where an open job stands: its id, next task, predicted work on one rank, and last layout."""
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class ProgressUpdate:
     """The open jobs that stand elsewhere than they were last said to."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[JobProgress, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Ends:
+class PredictedEnds:
     """(dispatch, predicted end in seconds of the run) of running tasks whose prediction has been renewed."""
 
     ends: tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class LoopTimings:
     """How long the turns of the control loop took since this was told last."""
 
     longest_s: float
@@ -103,21 +103,21 @@ class Pace:
 
 
 @dataclass(frozen=True, slots=True)
-class Submit:
+class SubmitJobs:
     """Jobs that were accepted: a few, since reading a message keeps the loop from its work."""
 
     jobs: tuple[AdmittedJob, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Hello:
+class OpenJobs:
     """All that the store has open was submitted; these are the ids."""
 
     job_ids: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Cancel:
+class CancelJobs:
     job_ids: tuple[str, ...]
 
 
@@ -127,7 +127,7 @@ class SetPolicy:
 
 
 @dataclass(frozen=True, slots=True)
-class Noted:
+class OutcomesStored:
     """How these jobs have ended is in the store."""
 
     job_ids: tuple[str, ...]
@@ -142,7 +142,7 @@ def pack(message: Any) -> bytes:
     return _HEADER.pack(len(body)) + body
 
 
-class Framing:
+class MessageDecoder:
     """Bytes as they come, to messages."""
 
     def __init__(self) -> None:
@@ -162,12 +162,12 @@ class Framing:
         return messages
 
 
-class Link:
+class MessageSocket:
     """The run's end, for threads: one sends, another receives."""
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
-        self._framing = Framing()
+        self._framing = MessageDecoder()
 
     def send(self, message: Any) -> None:
         """Send a message; waits while the other end does not read.

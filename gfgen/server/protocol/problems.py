@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import difflib
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
@@ -29,6 +30,8 @@ logger = logging.getLogger(__name__)
 MAX_SHOWN = 5
 """Problems of one request that are told."""
 
+_QUOTED = re.compile(r"""(['"`])~?/(?:[^'"`/\n]+/)*([^'"`/\n]+)/?\1""")
+_PLAIN = re.compile(r"""(?<![\w./~:])~?/(?:[^\s/'"`,;:()\[\]<>]+/)*([^\s/'"`,;:()\[\]<>]+)/?""")
 M = TypeVar("M", bound=BaseModel)
 
 _CODES = {
@@ -177,3 +180,15 @@ def _text(error: Any, name: str | None, fields: Sequence[str]) -> str:
         return f"{name}: missing"
     message = str(error["msg"])
     return f"{name}: {message[:1].lower()}{message[1:]}" if name else message
+
+
+def without_folders(text: str, *, known: Collection[str] = ()) -> str:
+    """The text with each absolute path cut to its last part.
+
+    A path that is not in quotes is taken to end at a space; of those that are `known` it does not matter.
+    """
+    for path in sorted(known, key=len, reverse=True):
+        last = path.rpartition("/")[2]
+        text = last.join(re.split(rf"{re.escape(path)}(?![\w.-])", text))
+    text = _QUOTED.sub(r"\1\2\1", text)
+    return _PLAIN.sub(r"\1", text)

@@ -17,11 +17,11 @@ from pydantic_core import PydanticCustomError
 
 from gfgen.jobfields import MAX_FRAMES, MAX_PROMPT_CHARS
 
-Status = Literal["queued", "in_progress", "completed", "failed", "cancelled"]
+JobStatus = Literal["queued", "in_progress", "completed", "failed", "cancelled"]
 ServerStatus = Literal["loading", "ready", "draining"]
 RankStatus = Literal["starting", "loading", "idle", "busy", "lost", "retired"]
 StageName = Literal["encode", "prepare", "denoise", "decode", "write"]
-Kind = Literal["video", "image"]
+MediaKind = Literal["video", "image"]
 
 Prompt = Annotated[str, Field(min_length=1, max_length=MAX_PROMPT_CHARS)]
 NegativePrompt = Annotated[str, Field(max_length=MAX_PROMPT_CHARS)]
@@ -43,13 +43,13 @@ Unused = Annotated[str | None, Field(description="Accepted and not used.", exclu
 """Of a request: what clients written for OpenAI's API may say. `model_dump` leaves it out."""
 
 
-class Answer(BaseModel):
+class ResponseModel(BaseModel):
     """What the server answers: only what is named here."""
 
     model_config = ConfigDict(extra="forbid")
 
 
-class Request(BaseModel):
+class RequestModel(BaseModel):
     """What the server is sent: a field that is not named here is an error, which names the nearest one."""
 
     model_config = ConfigDict(extra="forbid")
@@ -66,14 +66,14 @@ class Request(BaseModel):
 # Jobs ---------------------------------------------------------------------------------------------
 
 
-class JobError(Answer):
+class JobFailure(ResponseModel):
     """Why a job has failed, or was cancelled."""
 
     code: str
     message: str
 
 
-class LayoutView(Answer):
+class LayoutView(ResponseModel):
     """The ranks that share a job's step, and how: cfg x ulysses x ring is their number."""
 
     ranks: list[int]
@@ -82,26 +82,26 @@ class LayoutView(Answer):
     ring: int = 1
 
 
-class Job(Answer):
+class Job(ResponseModel):
     """One picture or one video, wherever it stands: OpenAI's video object, and what is ours.
 
     Every answer that tells of a job tells this: /v1/videos, /v1/jobs, the live state.
     """
 
     id: str
-    object: Kind
+    object: MediaKind
     """Whether the job makes a video or a picture."""
     model: str
     prompt: str
     """In the live state the first 300 characters of it."""
-    status: Status
+    status: JobStatus
     progress: int = Field(ge=0, le=100, description="Percent of the tasks that are done.")
     size: str = Field(description="Width x height as made: the model may have rounded what was asked for.")
     seconds: str | None = Field(None, description="Length of the video as made; none for a picture.")
     created_at: int
     completed_at: int | None = Field(None, description="When it reached its last status.")
     expires_at: int | None = Field(None, description="When it is removed, once it has ended.")
-    error: JobError | None = None
+    error: JobFailure | None = None
 
     frames: int | None = None
     fps: int | None = None
@@ -126,7 +126,7 @@ class Job(Answer):
     thumbnail_url: str | None = Field(None, description="Path of a small picture of it.")
 
 
-class JobList(Answer):
+class JobList(ResponseModel):
     """A page of jobs."""
 
     object: Literal["list"] = "list"
@@ -136,16 +136,16 @@ class JobList(Answer):
     has_more: bool
 
 
-class Deleted(Answer):
+class Deleted(ResponseModel):
     """What a DELETE has done: a job that had ended is gone; one that had not is cancelled, and stays."""
 
     id: str
     object: Literal["video.deleted", "image.deleted"]
     deleted: bool
-    status: Status
+    status: JobStatus
 
 
-class VideoRequest(Request):
+class VideoRequest(RequestModel):
     """POST /v1/videos."""
 
     prompt: Prompt
@@ -168,7 +168,7 @@ class VideoRequest(Request):
     tag: str | None = Field(None, min_length=1, max_length=64)
 
 
-class JobRequest(Request):
+class JobRequest(RequestModel):
     """POST /v1/jobs: a job of any model in the words of the job file."""
 
     prompt: Prompt
@@ -194,7 +194,7 @@ class JobRequest(Request):
     tag: str | None = Field(None, min_length=1, max_length=64)
 
 
-class ImageRequest(Request):
+class ImageRequest(RequestModel):
     """POST /v1/images/generations."""
 
     prompt: Prompt
@@ -218,7 +218,7 @@ class ImageRequest(Request):
     user: Unused = None
 
 
-class Image(Answer):
+class Image(ResponseModel):
     """A finished picture: its bytes, or where they are."""
 
     b64_json: str | None = None
@@ -228,7 +228,7 @@ class Image(Answer):
     seed: int
 
 
-class Images(Answer):
+class Images(ResponseModel):
     created: int
     data: list[Image]
     output_format: Literal["png", "jpeg", "webp"]
@@ -238,14 +238,14 @@ class Images(Answer):
 # Batches ------------------------------------------------------------------------------------------
 
 
-class RequestCounts(Answer):
+class RequestCounts(ResponseModel):
     total: int
     completed: int
     failed: int
     cancelled: int
 
 
-class Batch(Answer):
+class Batch(ResponseModel):
     """The jobs of one job file."""
 
     id: str
@@ -266,7 +266,7 @@ class Batch(Answer):
     )
 
 
-class BatchList(Answer):
+class BatchList(ResponseModel):
     object: Literal["list"] = "list"
     data: list[Batch]
 
@@ -274,7 +274,7 @@ class BatchList(Answer):
 # The server ---------------------------------------------------------------------------------------
 
 
-class Defaults(Answer):
+class Defaults(ResponseModel):
     """What a job of a model gets when it does not say."""
 
     size: str
@@ -285,28 +285,28 @@ class Defaults(Answer):
     true_cfg_scale: float | None = None
 
 
-class Model(Answer):
+class ServedModel(ResponseModel):
     id: str
     object: Literal["model"] = "model"
     created: int
     owned_by: Literal["gfgen"] = "gfgen"
-    kind: Kind
+    kind: MediaKind
     takes_image: Literal["no", "yes", "always"] = Field(description="Whether jobs have an input picture.")
     defaults: Defaults | None = None
 
 
-class ModelList(Answer):
+class ModelList(ResponseModel):
     object: Literal["list"] = "list"
-    data: list[Model]
+    data: list[ServedModel]
 
 
-class PolicyRequest(Request):
+class PolicyRequest(RequestModel):
     policy: str = Field(
         min_length=1, max_length=200, description="A built-in one, as --policy names it.", examples=["edf"]
     )
 
 
-class PolicyState(Answer):
+class PolicyState(ResponseModel):
     """Which policy decides."""
 
     object: Literal["policy"] = "policy"
@@ -316,29 +316,29 @@ class PolicyState(Answer):
     available: list[str]
 
 
-class Health(Answer):
+class Health(ResponseModel):
     status: Literal["ok"] = "ok"
 
 
-class Ready(Answer):
+class Ready(ResponseModel):
     status: Literal["ready"] = "ready"
     ranks: int
 
 
-class ErrorBody(Answer):
+class ErrorBody(ResponseModel):
     message: str
     type: str
     param: str | None
     code: str | None
 
 
-class Error(Answer):
+class Error(ResponseModel):
     """Every error of every endpoint."""
 
     error: ErrorBody
 
 
-class SessionRequest(Request):
+class SessionRequest(RequestModel):
     """POST /v1/session: the key once, in exchange for a cookie that the page's later requests carry."""
 
     api_key: str = Field(max_length=1000)
@@ -347,7 +347,7 @@ class SessionRequest(Request):
 # The live state -----------------------------------------------------------------------------------
 
 
-class RankTask(Answer):
+class RankTask(ResponseModel):
     """What a rank is doing."""
 
     job_id: str
@@ -359,7 +359,7 @@ class RankTask(Answer):
     predicted_end_at: float
 
 
-class Rank(Answer):
+class Rank(ResponseModel):
     rank: int
     status: RankStatus
     task: RankTask | None = None
@@ -367,7 +367,7 @@ class Rank(Answer):
     restarts: int = 0
 
 
-class Stretch(Answer):
+class TimelineBar(ResponseModel):
     """Work of one rank for one job, stage and layout without a gap: one bar of the timeline.
 
     It grows while steps follow each other: `key` stays, `last_step` and `ended_at` rise.
@@ -384,7 +384,7 @@ class Stretch(Answer):
     ended_at: float | None = Field(None, description="None while it goes on.")
 
 
-class LiveState(Answer):
+class LiveState(ResponseModel):
     """All that the page shows, at one moment."""
 
     object: Literal["state"] = "state"
@@ -395,9 +395,9 @@ class LiveState(Answer):
     reason: str | None = Field(None, description="Why the server is not ready.")
     device: str
     policy: PolicyState
-    models: list[Model]
+    models: list[ServedModel]
     ranks: list[Rank]
-    timeline: list[Stretch] = Field(description="Of the last two minutes, the oldest first.")
+    timeline: list[TimelineBar] = Field(description="Of the last two minutes, the oldest first.")
     open: list[Job] = Field(description="Running ones, then the queue in its predicted order; 200 at most.")
     num_open: int
     max_open: int
@@ -405,7 +405,7 @@ class LiveState(Answer):
     streams: int = Field(0, description="Event streams that are being read.")
 
 
-class Change(Answer):
+class Change(ResponseModel):
     """What has changed since the event before: every field that is there takes the old one's place.
 
     `open`, `finished` and `timeline` have only the entries that are new or other than before, by `id` or
@@ -416,9 +416,9 @@ class Change(Answer):
     status: ServerStatus | None = None
     reason: str | None = None
     policy: PolicyState | None = None
-    models: list[Model] | None = None
+    models: list[ServedModel] | None = None
     ranks: list[Rank] | None = None
-    timeline: list[Stretch] | None = None
+    timeline: list[TimelineBar] | None = None
     open: list[Job] | None = None
     order: list[str] | None = Field(None, description="Ids of `open` in their present order.")
     num_open: int | None = None
@@ -426,7 +426,7 @@ class Change(Answer):
     removed: list[str] | None = Field(None, description="Ids of finished jobs that are gone.")
 
 
-class JobEvent(Answer):
+class JobEvent(ResponseModel):
     """The data of an event of GET /v1/jobs/{id}/events; its `type` is the event's name too.
 
     queued     position, predicted_start_at: sent first, and when the position changes
@@ -442,7 +442,7 @@ class JobEvent(Answer):
     ]
     at: float
     job_id: str
-    status: Status
+    status: JobStatus
     progress: int
     position: int | None = None
     step: int | None = None
@@ -452,7 +452,7 @@ class JobEvent(Answer):
     predicted_start_at: float | None = None
     predicted_completion_at: float | None = None
     will_meet_deadline: bool | None = None
-    error: JobError | None = None
+    error: JobFailure | None = None
     content_url: str | None = None
 
 

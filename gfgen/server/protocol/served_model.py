@@ -12,12 +12,12 @@ from gfgen.server.protocol import schemas
 _PLAIN = JobSpec(id="plain", prompt="plain", seed=0)
 
 
-def shown_model(model: Model, *, created: int) -> schemas.Model:
+def served_model(model: Model, *, created: int) -> schemas.ServedModel:
     """The model with what jobs get that do not say, which its geometry knows."""
     run = _resolved(model, _PLAIN)
     with_image = _resolved(model, replace(_PLAIN, image="image"))
     known = run or with_image
-    return schemas.Model(
+    return schemas.ServedModel(
         id=model.name,
         created=created,
         kind="image" if model.geometry.kind == "image" else "video",

@@ -15,11 +15,11 @@ from gfgen.layout import Layout
 from gfgen.runtime.core import events
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.observer import Observer
-from gfgen.server.http.streams import MAX_FRAMES, Frames, _job_events
-from gfgen.server.jobs.live import Live, Watcher
-from gfgen.server.jobs.records import Record
-from gfgen.server.jobs.store import Ending, Facts
-from gfgen.server.protocol.link import Ends, Rows, Serving
+from gfgen.server.http.streams import MAX_CHANGES, StateFeed, _job_events
+from gfgen.server.jobs.job_record import JobRecord
+from gfgen.server.jobs.mirror import MirrorObserver, RunMirror
+from gfgen.server.jobs.store import Ending, JobFacts
+from gfgen.server.protocol.link import PredictedEnds, ProgressUpdate, RunInfo
 
 START = 1_000_000.0
 
@@ -35,7 +35,7 @@ class Clock:
 
 
 def facts_of(info, *, deadline_at=None):
-    return Facts(
+    return JobFacts(
         id=info.job_id,
         kind="video",
         model="tiny-wan",
@@ -54,33 +54,33 @@ def facts_of(info, *, deadline_at=None):
 class Audience(Observer):
     """Tells a live state what a run tells its observers, as the door does."""
 
-    def __init__(self, live, clock):
-        self.live, self.clock = live, clock
+    def __init__(self, mirror, clock):
+        self.mirror, self.clock = mirror, clock
         self.shown = []
 
     def dispatched(self, dispatch):
-        self.live.apply(dispatch)
-        self.shown.append(self.live.state())
+        self.mirror.apply(dispatch)
+        self.shown.append(self.mirror.state())
 
     def applied(self, event):
         self.clock.now_s = event.time_s
-        self.live.apply(event)
+        self.mirror.apply(event)
 
     def ended(self, outcome):
         status = {"done": "completed"}.get(outcome.status, outcome.status)
         ending = Ending(
             outcome.info.job_id, status, START + outcome.ended_s, met_deadline=outcome.met_deadline
         )
-        self.live.end(outcome.info.job_id, ending, expires_at=None)
+        self.mirror.end(outcome.info.job_id, ending, expires_at=None)
 
     def refreshed(self, snapshot):
         views = {**snapshot.open, **snapshot.busy}.values()
         rows = tuple((v.job_id, v.next_task.index, v.remaining_s, v.last_layout) for v in views)
-        self.live.apply(Rows(rows))
-        self.live.forecast()
+        self.mirror.apply(ProgressUpdate(rows))
+        self.mirror.forecast()
 
 
-class Counted(Watcher):
+class Counted(MirrorObserver):
     def __init__(self):
         self.tasks, self.moves, self.ends = [], 0, []
 
@@ -95,30 +95,30 @@ class Counted(Watcher):
 
 
 @pytest.fixture
-def live():
+def mirror():
     clock = Clock()
-    live = Live(now=clock, max_open=10, watcher=Counted())
-    live.clock = clock
-    return live
+    mirror = RunMirror(now=clock, max_open=10, observer=Counted())
+    mirror.clock = clock
+    return mirror
 
 
-def serve(live, *parts, num_ranks=2):
+def serve(mirror, *parts, num_ranks=2):
     """The live state of a server that has accepted these jobs."""
-    live.apply(Serving(max, max, (), "cpu", num_ranks, "srtf", START))
+    mirror.apply(RunInfo(max, max, (), "cpu", num_ranks, "srtf", START))
     for rank in range(num_ranks):
-        live.apply(events.RankReady(0.0, rank, 1, 0.0))
+        mirror.apply(events.RankReady(0.0, rank, 1, 0.0))
     records = []
     for part in parts:
         deadline_s = part.info.spec.deadline_s
         facts = facts_of(part.info, deadline_at=None if deadline_s is None else START + deadline_s)
-        records.append(Record(facts, Trajectory(part.info.job_id, part.info.spec.steps)))
-    live.add(records)
+        records.append(JobRecord(facts, Trajectory(part.info.job_id, part.info.spec.steps)))
+    mirror.add(records)
     return records
 
 
-def play(live, *parts, num_ranks=2):
-    records = serve(live, *parts, num_ranks=num_ranks)
-    audience = Audience(live, live.clock)
+def play(mirror, *parts, num_ranks=2):
+    records = serve(mirror, *parts, num_ranks=num_ranks)
+    audience = Audience(mirror, mirror.clock)
     ActedRun(list(parts), num_ranks=num_ranks, observers=[audience]).play()
     return records, audience
 
@@ -128,36 +128,36 @@ def told(record, *kinds):
     return [body for body in bodies if not kinds or body["type"] in kinds]
 
 
-def test_a_job_goes_from_the_queue_through_its_stages_to_its_end(live):
-    (record,), audience = play(live, Part(job_info("a", steps=3)), num_ranks=1)
+def test_a_job_goes_from_the_queue_through_its_stages_to_its_end(mirror):
+    (record,), audience = play(mirror, Part(job_info("a", steps=3)), num_ranks=1)
     assert [e.kind for e in record.events] == (
         ["queued", "started", "stage", "stage", "step", "step", "step", "stage", "stage", "completed"]
     )
     assert [body["progress"] for body in told(record, "step")] == [42, 57, 71]
     assert record.job().status == "completed"
-    assert live.records == {}
-    assert [job.id for job in live.finished] == ["a"]
+    assert mirror.records == {}
+    assert [job.id for job in mirror.finished] == ["a"]
     statuses = [state.ranks[0].status for state in audience.shown]
     assert set(statuses) == {"busy"}
-    assert live.state().ranks[0].status == "idle"
+    assert mirror.state().ranks[0].status == "idle"
 
 
-def test_ranks_that_share_a_step_are_one_task_of_one_job(live):
+def test_ranks_that_share_a_step_are_one_task_of_one_job(mirror):
     part = Part(job_info("a", steps=2), degree=2)
-    _, audience = play(live, part)
+    _, audience = play(mirror, part)
     shared = [state for state in audience.shown if state.ranks[1].task is not None]
     assert len(shared) == 2
     for state in shared:
         first, second = state.ranks
         assert first.task == second.task
         assert first.task.layout.ranks == [0, 1]
-    bars = [bar for bar in live.state().timeline if bar.stage == "denoise"]
+    bars = [bar for bar in mirror.state().timeline if bar.stage == "denoise"]
     assert [(bar.rank, bar.first_step, bar.last_step) for bar in bars] == [(0, 0, 1), (1, 0, 1)]
 
 
-def test_the_queue_has_places_and_predictions_that_come_true(live):
+def test_the_queue_has_places_and_predictions_that_come_true(mirror):
     parts = [Part(job_info(name, steps=4)) for name in "abc"]
-    records, audience = play(live, *parts, num_ranks=1)
+    records, audience = play(mirror, *parts, num_ranks=1)
     first = {job.id: job for job in audience.shown[1].open}
     assert [first[name].position for name in "abc"] == [None, 1, 2]
     assert first["b"].predicted_start_at == pytest.approx(first["a"].predicted_completion_at, abs=0.6)
@@ -165,138 +165,138 @@ def test_the_queue_has_places_and_predictions_that_come_true(live):
     assert [job.id for job in audience.shown[1].open] == ["a", "b", "c"]
 
 
-def test_a_deadline_that_cannot_be_met_is_foreseen(live):
+def test_a_deadline_that_cannot_be_met_is_foreseen(mirror):
     parts = [Part(job_info("soon", deadline_s=99.0)), Part(job_info("late", deadline_s=8.0))]
-    records, audience = play(live, *parts, num_ranks=1)
+    records, audience = play(mirror, *parts, num_ranks=1)
     middle = {job.id: job.will_meet_deadline for job in audience.shown[2].open}
     assert middle == {"soon": True, "late": False}
     assert [record.job().will_meet_deadline for record in records] == [True, False]
 
 
-def test_the_meter_counts_tasks_once_and_moves(live):
-    play(live, Part(job_info("a", steps=2), degree=2))
-    counted = live._watcher
+def test_the_meter_counts_tasks_once_and_moves(mirror):
+    play(mirror, Part(job_info("a", steps=2), degree=2))
+    counted = mirror._observer
     assert [name for name, _ in counted.tasks] == ["encode", "prepare", "denoise 0", "denoise 1", "decode"]
     assert all(busy_s > 0 for _, busy_s in counted.tasks)
     assert counted.moves == 2
     assert counted.ends == ["a"]
 
 
-def test_a_rank_that_dies_and_comes_back_is_seen(live):
-    serve(live)
-    live.apply(events.RankLost(1.0, 1, 1, "killed"))
-    assert [rank.status for rank in live.state().ranks] == ["idle", "lost"]
-    live.apply(events.RankReady(2.0, 1, 2, 0.5))
-    state = live.state()
+def test_a_rank_that_dies_and_comes_back_is_seen(mirror):
+    serve(mirror)
+    mirror.apply(events.RankLost(1.0, 1, 1, "killed"))
+    assert [rank.status for rank in mirror.state().ranks] == ["idle", "lost"]
+    mirror.apply(events.RankReady(2.0, 1, 2, 0.5))
+    state = mirror.state()
     assert [(rank.status, rank.restarts) for rank in state.ranks] == [("idle", 0), ("idle", 1)]
-    live.apply(events.RankLost(3.0, 1, 2, "killed", is_retired=True))
-    assert live.state().ranks[1].status == "retired"
+    mirror.apply(events.RankLost(3.0, 1, 2, "killed", is_retired=True))
+    assert mirror.state().ranks[1].status == "retired"
 
 
-def test_utilisation_is_the_share_of_the_last_minute(live):
-    play(live, Part(job_info("a", steps=10)))
-    live.clock.now_s = 50.0
+def test_utilisation_is_the_share_of_the_last_minute(mirror):
+    play(mirror, Part(job_info("a", steps=10)))
+    mirror.clock.now_s = 50.0
     busy_s = 12.2  # ten steps of 1 s, and the rest
-    state = live.state()
+    state = mirror.state()
     assert sum(rank.utilisation for rank in state.ranks) == pytest.approx(busy_s / 50, abs=0.01)
-    live.clock.now_s = 200.0
-    assert [rank.utilisation for rank in live.state().ranks] == [0.0, 0.0]
-    assert live.state().timeline == []
+    mirror.clock.now_s = 200.0
+    assert [rank.utilisation for rank in mirror.state().ranks] == [0.0, 0.0]
+    assert mirror.state().timeline == []
 
 
-def test_a_running_task_is_shown_with_the_end_that_was_predicted_last(live):
-    (record,) = serve(live, Part(job_info("a")), num_ranks=1)
-    live.apply(Rows((("a", 3, 10.0, None),)))
-    live.apply(Dispatch(7, record.trajectory.task(2), Layout.single(0), 1.0, 1.0, 5.0))
-    seen = live.version
-    live.apply(Ends(((7, 25.0), (6, 99.0))))
-    live.forecast()
-    (rank,) = live.change(seen).ranks
+def test_a_running_task_is_shown_with_the_end_that_was_predicted_last(mirror):
+    (record,) = serve(mirror, Part(job_info("a")), num_ranks=1)
+    mirror.apply(ProgressUpdate((("a", 3, 10.0, None),)))
+    mirror.apply(Dispatch(7, record.trajectory.task(2), Layout.single(0), 1.0, 1.0, 5.0))
+    seen = mirror.version
+    mirror.apply(PredictedEnds(((7, 25.0), (6, 99.0))))
+    mirror.forecast()
+    (rank,) = mirror.change(seen).ranks
     assert rank.task.predicted_end_at == START + 25.0
     assert record.job().predicted_completion_at == START + 35.0
 
 
-def test_a_front_that_comes_later_learns_where_a_job_stands(live):
-    (record,) = serve(live, Part(job_info("a", steps=5)))
-    live.apply(Rows((("a", 4, 3.0, None),)))
-    live.forecast()
+def test_a_front_that_comes_later_learns_where_a_job_stands(mirror):
+    (record,) = serve(mirror, Part(job_info("a", steps=5)))
+    mirror.apply(ProgressUpdate((("a", 4, 3.0, None),)))
+    mirror.forecast()
     job = record.job()
     assert (job.status, job.step, job.stage, job.position) == ("in_progress", 2, "denoise", None)
     assert job.predicted_completion_at == pytest.approx(START + 3.0)
 
 
-def test_a_policy_that_was_just_asked_for_is_the_one_that_decides(live):
-    serve(live)
-    live.apply(events.PolicyChanged(1.0, "edf", "deadlines are near"))
-    live.policy_asked("fcfs")
-    state = live.policy()
+def test_a_policy_that_was_just_asked_for_is_the_one_that_decides(mirror):
+    serve(mirror)
+    mirror.apply(events.PolicyChanged(1.0, "edf", "deadlines are near"))
+    mirror.policy_asked("fcfs")
+    state = mirror.policy()
     assert (state.policy, state.deciding, state.reason) == ("fcfs", "fcfs", None)
-    live.apply(events.PolicyChanged(2.0, "fcfs", "asked for over HTTP"))
-    assert live.policy().reason == "asked for over HTTP"
+    mirror.apply(events.PolicyChanged(2.0, "fcfs", "asked for over HTTP"))
+    assert mirror.policy().reason == "asked for over HTTP"
 
 
-def test_stopping_is_told_to_whoever_follows_a_job(live):
-    (record,) = serve(live, Part(job_info("a")))
-    live.apply(events.StopRequested(1.0, 15))
-    assert live.status == "draining"
+def test_stopping_is_told_to_whoever_follows_a_job(mirror):
+    (record,) = serve(mirror, Part(job_info("a")))
+    mirror.apply(events.StopRequested(1.0, 15))
+    assert mirror.status == "draining"
     assert told(record)[-1]["type"] == "stopping"
 
 
-def test_a_change_has_what_is_new_and_nothing_else(live):
-    serve(live, Part(job_info("a")), Part(job_info("b")))
-    seen = live.version
-    assert live.change(seen) is None
-    live.apply(Rows((("a", 0, 5.0, None),)))
-    live.forecast()
-    change = live.change(seen)
+def test_a_change_has_what_is_new_and_nothing_else(mirror):
+    serve(mirror, Part(job_info("a")), Part(job_info("b")))
+    seen = mirror.version
+    assert mirror.change(seen) is None
+    mirror.apply(ProgressUpdate((("a", 0, 5.0, None),)))
+    mirror.forecast()
+    change = mirror.change(seen)
     assert [job.id for job in change.open] == ["a"]
     assert change.order == ["a", "b"]
     assert change.model_fields_set == {"server_time", "open", "order", "num_open"}
-    seen = live.version
-    live.end("a", Ending("a", "cancelled", START + 1), expires_at=None)
-    change = live.change(seen)
+    seen = mirror.version
+    mirror.end("a", Ending("a", "cancelled", START + 1), expires_at=None)
+    change = mirror.change(seen)
     assert (change.order, [job.id for job in change.finished]) == (["b"], ["a"])
-    seen = live.version
-    live.remove(["a"])
-    assert live.change(seen).removed == ["a"]
-    assert list(live.finished) == []
+    seen = mirror.version
+    mirror.remove(["a"])
+    assert mirror.change(seen).removed == ["a"]
+    assert list(mirror.finished) == []
 
 
-def test_frames_are_made_for_readers_alone_and_those_who_lag_start_anew(live):
-    frames = Frames(live)
-    serve(live, Part(job_info("a")))
+def test_frames_are_made_for_readers_alone_and_those_who_lag_start_anew(mirror):
+    frames = StateFeed(mirror)
+    serve(mirror, Part(job_info("a")))
     frames.tick()
     assert frames.number == 0
-    live.num_streams = 1
-    for turn in range(MAX_FRAMES + 5):
-        live.apply(events.PolicyChanged(float(turn), f"fcfs,degree={turn}", "x"))
+    mirror.num_streams = 1
+    for turn in range(MAX_CHANGES + 5):
+        mirror.apply(events.PolicyChanged(float(turn), f"fcfs,degree={turn}", "x"))
         frames.tick()
         frames.tick()
-    assert frames.number == MAX_FRAMES + 5
+    assert frames.number == MAX_CHANGES + 5
     assert frames.after(3) is None
     assert [number for number, _ in frames.after(frames.number - 2)] == [frames.number - 1, frames.number]
     assert frames.after(frames.number) == []
 
 
-def test_prompts_in_the_live_state_are_short_and_in_answers_whole(live):
-    (record,) = serve(live, Part(job_info("a", prompt="x" * 5000)))
-    assert len(live.state().open[0].prompt) == 300
+def test_prompts_in_the_live_state_are_short_and_in_answers_whole(mirror):
+    (record,) = serve(mirror, Part(job_info("a", prompt="x" * 5000)))
+    assert len(mirror.state().open[0].prompt) == 300
     assert len(json.loads(record.answer())["prompt"]) == 5000
 
 
 def test_who_follows_a_job_is_told_of_the_stop_that_comes_while_a_step_is_sent():
-    live = Live(now=Clock())
-    record = Record(facts_of(job_info("a")), Trajectory("a", 4))
-    live.add([record])
-    desk = SimpleNamespace(live=live, store=SimpleNamespace(life=1))
+    mirror = RunMirror(now=Clock())
+    record = JobRecord(facts_of(job_info("a")), Trajectory("a", 4))
+    mirror.add([record])
+    service = SimpleNamespace(mirror=mirror, store=SimpleNamespace(epoch=1))
 
     async def follow():
         kinds = []
         record.event("step", START, step=1, steps=4)
-        async for chunk in _job_events(desk, record, 0):
+        async for chunk in _job_events(service, record, 0):
             kinds += re.findall(rb"event: (\w+)", chunk)
             if kinds == [b"queued", b"step"] or kinds == [b"step"]:
-                live.drain()
+                mirror.drain()
                 record.event("step", START, step=2, steps=4)
         return kinds
 

@@ -27,19 +27,19 @@ from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.events import Event
 from gfgen.runtime.core.observer import JobOutcome, Observer
-from gfgen.server.bridge.stopwatch import Stopwatch
+from gfgen.server.bridge.loop_hooks import LoopTimer
 from gfgen.server.protocol.link import (
-    Cancel,
-    Ends,
-    Hello,
-    Link,
-    Noted,
-    Pace,
-    Row,
-    Rows,
-    Serving,
+    CancelJobs,
+    JobProgress,
+    LoopTimings,
+    MessageSocket,
+    OpenJobs,
+    OutcomesStored,
+    PredictedEnds,
+    ProgressUpdate,
+    RunInfo,
     SetPolicy,
-    Submit,
+    SubmitJobs,
 )
 from gfgen.snapshot import JobView, RunningTask, Snapshot
 
@@ -65,17 +65,17 @@ MAX_ROWS = 200
 class _Joined:
     """A front has come."""
 
-    link: Link
+    link: MessageSocket
 
 
 @dataclass(frozen=True, slots=True)
 class _Left:
     """A front is gone."""
 
-    link: Link
+    link: MessageSocket
 
 
-class Door(Observer):
+class RunBridge(Observer):
     """Requests, intake and observer of one run, for one front after the other.
 
     `on_policy` is told when another policy is asked for, by its text.
@@ -85,11 +85,11 @@ class Door(Observer):
 
     def __init__(self, *, on_policy: Callable[[str], None]) -> None:
         self._on_policy = on_policy
-        self.stopwatch: Stopwatch | None = None
+        self.loop_timer: LoopTimer | None = None
         """What times the turns of the loop, if anything does."""
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._serving: Serving | None = None
+        self._serving: RunInfo | None = None
         self._outbox: _Outbox | None = None
         self._waiting: deque[AdmittedJob] = deque()
         """Accepted, and not taken by the loop yet."""
@@ -100,7 +100,7 @@ class Door(Observer):
         self._unnoted: dict[str, JobOutcome] = {}
         self._ranks: dict[int, list[Event]] = {}
         """By rank: the last time that it was lost, if ever, and that it was ready since."""
-        self._flights: dict[int, tuple[Dispatch, set[int]]] = {}
+        self._running: dict[int, tuple[Dispatch, set[int]]] = {}
         """By number: what runs, with its end as it was predicted last, and the ranks that are still at it."""
         self._views: dict[str, JobView] = {}
         """As the front knows them."""
@@ -109,21 +109,21 @@ class Door(Observer):
         """The last change of models, and the ranks that have loaded, or become ready with them, since and
         were not lost after that."""
 
-    def timed(self, backend: Backend) -> Stopwatch:
+    def timed(self, backend: Backend) -> LoopTimer:
         """Note how long the turns are of the loop that asks this backend."""
-        self.stopwatch = Stopwatch(backend)
-        return self.stopwatch
+        self.loop_timer = LoopTimer(backend)
+        return self.loop_timer
 
     # The supervisor's side --------------------------------------------------------------------------
 
-    def joined(self, link: Link) -> None:
+    def joined(self, link: MessageSocket) -> None:
         """A front has come that reads this link."""
         self._put(_Joined(link))
 
     def received(self, message: Any) -> None:
         self._put(message)
 
-    def left(self, link: Link) -> None:
+    def left(self, link: MessageSocket) -> None:
         """The front of this link is gone."""
         self._put(_Left(link))
 
@@ -137,12 +137,12 @@ class Door(Observer):
 
     # The control loop's side: requests and intake ---------------------------------------------------
 
-    def open(self, serving: Serving, *, is_stopped: Callable[[], bool]) -> list[AdmittedJob] | None:
+    def open(self, run_info: RunInfo, *, is_stopped: Callable[[], bool]) -> list[AdmittedJob] | None:
         """Tell the front what is served; the jobs that it has in store, or None when stopped meanwhile.
 
         Raises: RunError when there is no front, or when it does not answer.
         """
-        self._serving = serving
+        self._serving = run_info
         deadline_s = time.monotonic() + HELLO_S
         while time.monotonic() < deadline_s:
             if is_stopped():
@@ -152,7 +152,7 @@ class Door(Observer):
             except queue.Empty:
                 continue
             self._take(message, now_s=0.0)
-            if isinstance(message, Hello):
+            if isinstance(message, OpenJobs):
                 jobs = list(self._waiting)
                 self._waiting.clear()
                 return jobs
@@ -184,16 +184,16 @@ class Door(Observer):
 
     def _take(self, message: Any, *, now_s: float) -> Sequence[Event]:
         match message:
-            case Submit():
+            case SubmitJobs():
                 self._submit(message.jobs)
-            case Hello():
+            case OpenJobs():
                 return self._greet(message.job_ids, now_s)
-            case Cancel():
+            case CancelJobs():
                 return self._cancel(message.job_ids, now_s)
             case SetPolicy():
                 self._on_policy(message.policy)
                 return [events.PolicyChanged(now_s, message.policy, "asked for over HTTP")]
-            case Noted():
+            case OutcomesStored():
                 for job_id in message.job_ids:
                     self._unnoted.pop(job_id, None)
                     self._known.discard(job_id)
@@ -227,7 +227,7 @@ class Door(Observer):
         self._known -= dropped
         return [events.JobCancelled(now_s, job_id) for job_id in job_ids if job_id not in dropped]
 
-    def _welcome(self, link: Link) -> None:
+    def _welcome(self, link: MessageSocket) -> None:
         """Tell a new front where everything stands."""
         assert self._serving is not None
         if self._outbox is not None:
@@ -242,7 +242,7 @@ class Door(Observer):
             self._tell(event)
         if self._policy is not None:
             self._tell(self._policy)
-        for dispatch, _ in self._flights.values():
+        for dispatch, _ in self._running.values():
             self._tell(dispatch)
         for outcome in self._unnoted.values():
             self._tell(outcome)
@@ -251,7 +251,7 @@ class Door(Observer):
 
     def dispatched(self, dispatch: Dispatch) -> None:
         slim = replace(dispatch, transfers=()) if dispatch.transfers else dispatch
-        self._flights[dispatch.number] = (slim, set(dispatch.layout.ranks))
+        self._running[dispatch.number] = (slim, set(dispatch.layout.ranks))
         self._tell(slim)
 
     def applied(self, event: Event) -> None:
@@ -288,30 +288,30 @@ class Door(Observer):
 
         Views that have not changed are the same objects.
         """
-        rows: list[Row] = []
+        rows: list[JobProgress] = []
         for views in (snapshot.busy, snapshot.open):
             changed = (view for job_id, view in views.items() if self._views.get(job_id) is not view)
             for view in itertools.islice(changed, MAX_ROWS - len(rows)):
                 self._views[view.job_id] = view
                 rows.append((view.job_id, view.next_task.index, view.remaining_s, view.last_layout))
         if rows:
-            self._tell(Rows(tuple(rows)))
+            self._tell(ProgressUpdate(tuple(rows)))
         if ends := self._renewed_ends(snapshot.running):
-            self._tell(Ends(ends))
-        if self.stopwatch is not None:
-            self._tell(Pace(*self.stopwatch.take()))
+            self._tell(PredictedEnds(ends))
+        if self.loop_timer is not None:
+            self._tell(LoopTimings(*self.loop_timer.take()))
 
     def _renewed_ends(self, running: Sequence[RunningTask]) -> tuple[tuple[int, float], ...]:
         """Of tasks that are predicted to end at another time than the front was told."""
-        numbers = {dispatch.task: number for number, (dispatch, _) in self._flights.items()}
+        numbers = {dispatch.task: number for number, (dispatch, _) in self._running.items()}
         ends = []
         for view in running:
             number = numbers.get(view.task)
             if number is None:
                 continue
-            dispatch, pending = self._flights[number]
+            dispatch, pending = self._running[number]
             if dispatch.predicted_end_s != view.predicted_end_s:
-                self._flights[number] = replace(dispatch, predicted_end_s=view.predicted_end_s), pending
+                self._running[number] = replace(dispatch, predicted_end_s=view.predicted_end_s), pending
                 ends.append((number, view.predicted_end_s))
         return tuple(ends)
 
@@ -322,11 +322,11 @@ class Door(Observer):
             self._outbox.wait()
 
     def _landed(self, event: events.TaskDone | events.TaskFailed) -> None:
-        flight = self._flights.get(event.dispatch)
-        if flight is not None:
-            flight[1].discard(event.rank)
-            if not flight[1]:
-                del self._flights[event.dispatch]
+        running = self._running.get(event.dispatch)
+        if running is not None:
+            running[1].discard(event.rank)
+            if not running[1]:
+                del self._running[event.dispatch]
 
     def _tell(self, note: Any) -> None:
         if self._outbox is not None:
@@ -336,7 +336,7 @@ class Door(Observer):
 class _Outbox:
     """Notes for one front, and the thread that sends them."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: MessageSocket) -> None:
         self.link = link
         self._notes: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._send, name="notes", daemon=True)

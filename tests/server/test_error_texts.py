@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gfgen.server.protocol.discretion import without_folders
+from gfgen.server.protocol.problems import without_folders
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ BACKLOG = 2048
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class ServerLimits:
     """Bounds of the server; the defaults are those of `gfgen serve`."""
 
     open_jobs: int = 1000

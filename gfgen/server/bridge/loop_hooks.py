@@ -1,4 +1,4 @@
-"""How long the turns of a control loop take: what everything else has to wait for."""
+"""What `gfgen serve` adds to the control loop: turn timing, and a chooser that follows policy changes."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.events import Event
 from gfgen.runtime.ipc.messages import MemoryUse
+from gfgen.runtime.predict.choosing import ChooserBeside
+from gfgen.snapshot import Choice, Choose, Snapshot
 
 
-class Stopwatch:
+class LoopTimer:
     """A backend that notes how long the loop stays away between two waits, and comes back late from one."""
 
     def __init__(self, backend: Backend) -> None:
@@ -57,3 +59,28 @@ class Stopwatch:
 
     def memory_use(self) -> Mapping[int, MemoryUse]:
         return self._backend.memory_use()
+
+
+class SwitchableChooser:
+    """Thinks under policies that hand over to others (`auto`), and does nothing under the rest."""
+
+    def __init__(self, choose: Choose | None) -> None:
+        self._inner: ChooserBeside | None = None
+        self.follow(choose)
+
+    def follow(self, choose: Choose | None) -> None:
+        """From now on this one chooses, or nobody."""
+        if self._inner is not None:
+            self._inner.abandon()
+        self._inner = None if choose is None else ChooserBeside(choose)
+
+    def consider(self, snapshot: Snapshot) -> None:
+        if self._inner is not None:
+            self._inner.consider(snapshot)
+
+    def take(self) -> Choice | None:
+        return None if self._inner is None else self._inner.take()
+
+    def close(self) -> None:
+        if self._inner is not None:
+            self._inner.close()

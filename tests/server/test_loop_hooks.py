@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gfgen.runtime.control.control import Backend
-from gfgen.server.bridge.stopwatch import Stopwatch
+from gfgen.server.bridge.loop_hooks import LoopTimer
 
 CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "wait": ((1.0,), {}),
@@ -32,5 +32,5 @@ def test_every_call_reaches_the_backend(name: str):
         return ()
 
     backend: Any = SimpleNamespace(**{name: answer})
-    getattr(Stopwatch(backend), name)(*arguments, **options)
+    getattr(LoopTimer(backend), name)(*arguments, **options)
     assert asked == [(arguments, options)]

@@ -9,7 +9,7 @@ from typing import Any
 
 from gfgen.graph import Stage, Trajectory
 from gfgen.layout import Layout
-from gfgen.server.jobs.store import Ending, Facts
+from gfgen.server.jobs.store import Ending, JobFacts
 from gfgen.server.protocol import schemas
 from gfgen.snapshot import JobView
 
@@ -21,7 +21,7 @@ _NUM_FRAME = 3
 """Tasks that are no steps: encode, prepare, decode."""
 
 
-class Pulse:
+class Notifier:
     """Wakes whoever waits; costs nothing while nobody does."""
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class Pulse:
     def has_waiters(self) -> bool:
         return bool(self._waiters)
 
-    def beat(self) -> None:
+    def notify(self) -> None:
         for waiter in self._waiters:
             if not waiter.done():
                 waiter.set_result(None)
@@ -51,7 +51,7 @@ class Pulse:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class EncodedEvent:
     """An event of a job, as it is sent."""
 
     number: int
@@ -60,12 +60,12 @@ class Told:
 
 
 @dataclass(slots=True, eq=False)
-class Record:
+class JobRecord:
     """A job that has not ended, or has ended a short while ago. Only live.py changes these."""
 
-    facts: Facts
+    facts: JobFacts
     trajectory: Trajectory
-    status: schemas.Status = "queued"
+    status: schemas.JobStatus = "queued"
     next_index: int = 0
     stage: Stage | None = None
     is_writing: bool = False
@@ -80,8 +80,8 @@ class Record:
     expires_at: float | None = None
     version: int = 0
     """Of the live state, when this was changed last."""
-    pulse: Pulse = field(default_factory=Pulse)
-    events: deque[Told] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
+    updates: Notifier = field(default_factory=Notifier)
+    events: deque[EncodedEvent] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
     num_events: int = 0
     _answer: bytes | None = None
 
@@ -141,10 +141,12 @@ class Record:
             **values,
         )
         self.num_events += 1
-        self.events.append(Told(self.num_events, kind, event.model_dump_json(exclude_none=True).encode()))
-        self.pulse.beat()
+        self.events.append(
+            EncodedEvent(self.num_events, kind, event.model_dump_json(exclude_none=True).encode())
+        )
+        self.updates.notify()
 
-    def events_after(self, number: int) -> list[Told]:
+    def events_after(self, number: int) -> list[EncodedEvent]:
         return [told for told in self.events if told.number > number]
 
     def _open_values(self) -> dict[str, Any]:
@@ -169,7 +171,12 @@ class Record:
 
 
 def job_of(
-    facts: Facts, ending: Ending | None, *, expires_at: float | None, shown_chars: int | None, **values: Any
+    facts: JobFacts,
+    ending: Ending | None,
+    *,
+    expires_at: float | None,
+    shown_chars: int | None,
+    **values: Any,
 ) -> schemas.Job:
     """A job from what is kept of it; `values` are those of one that has not ended."""
     if ending is not None:
@@ -220,7 +227,7 @@ def rounded(moment: float | None) -> float | None:
     return None if moment is None else round(moment, 3)
 
 
-def _error(ending: Ending) -> schemas.JobError | None:
+def _error(ending: Ending) -> schemas.JobFailure | None:
     if ending.error_code is None:
         return None
-    return schemas.JobError(code=ending.error_code, message=ending.error_message or "")
+    return schemas.JobFailure(code=ending.error_code, message=ending.error_message or "")

@@ -24,7 +24,7 @@ from gfgen.jobfields import parse_fields
 from gfgen.jobimage import ImageError, NoImages, check_content
 from gfgen.jobspec import JobSpec
 from gfgen.runtime.core.admission import AdmittedJob
-from gfgen.server.jobs.store import Accepted, Facts
+from gfgen.server.jobs.store import JobFacts, NewJob
 from gfgen.server.protocol import schemas
 from gfgen.server.protocol.link import Admit
 from gfgen.server.protocol.problems import ApiError, refused
@@ -42,14 +42,14 @@ _SOONEST_S = 0.001
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class RequestedJob:
     """A job that is asked for: as the job file would say it, and what came along."""
 
     spec: JobSpec
     picture: bytes | None = None
     batch_id: str | None = None
     custom_id: str | None = None
-    must_be: schemas.Kind | None = None
+    must_be: schemas.MediaKind | None = None
     """The kind that this endpoint makes."""
     words: Mapping[str, str] | None = None
     """The request's word for a field of the job file, where it is another."""
@@ -63,7 +63,7 @@ def new_id(kind: str) -> str:
 # The interfaces ------------------------------------------------------------------------------------
 
 
-def asked_video(request: schemas.VideoRequest, *, models: Sequence[schemas.Model]) -> Asked:
+def video_job(request: schemas.VideoRequest, *, models: Sequence[schemas.ServedModel]) -> RequestedJob:
     """One video; the picture is put in by who has it."""
     model = chosen_model(request.model, models, kind="video")
     values = _job_words(request, _VIDEO_WORDS, leave_out=("seconds", "model"))
@@ -73,10 +73,10 @@ def asked_video(request: schemas.VideoRequest, *, models: Sequence[schemas.Model
         values["frames"] = _frames(request.seconds, request.fps or _default_fps(model))
     words = {ours: theirs for theirs, ours in _VIDEO_WORDS.items()}
     spec = _spec(values | {"model": model.id}, "video", words)
-    return Asked(spec, must_be="video", words=words)
+    return RequestedJob(spec, must_be="video", words=words)
 
 
-def asked_images(request: schemas.ImageRequest, *, models: Sequence[schemas.Model]) -> list[Asked]:
+def image_jobs(request: schemas.ImageRequest, *, models: Sequence[schemas.ServedModel]) -> list[RequestedJob]:
     """As many pictures as were asked for; each after the first has the next seed."""
     model = chosen_model(request.model, models, kind="image")
     left_out = ("n", "model", "response_format", "output_format")
@@ -91,20 +91,20 @@ def asked_images(request: schemas.ImageRequest, *, models: Sequence[schemas.Mode
     for number in range(1, request.n):
         seed = None if request.seed is None else (request.seed + number) % 2**63
         specs.append(replace(first, id=new_id("image"), seed=seed))
-    return [Asked(spec, must_be="image", words=words) for spec in specs]
+    return [RequestedJob(spec, must_be="image", words=words) for spec in specs]
 
 
-def asked_job(request: schemas.JobRequest, *, models: Sequence[schemas.Model]) -> Asked:
+def plain_job(request: schemas.JobRequest, *, models: Sequence[schemas.ServedModel]) -> RequestedJob:
     """One job of any model, in the job file's own words."""
     model = chosen_model(request.model, models, kind=None)
     values = _job_words(request, {}, leave_out=("model",))
     kind = "image" if model.kind == "image" or request.frames == 1 else "video"
-    return Asked(_spec(values | {"model": model.id}, kind, {}))
+    return RequestedJob(_spec(values | {"model": model.id}, kind, {}))
 
 
-def asked_batch(
-    content: bytes, *, batch_id: str, skip_invalid: bool, models: Sequence[schemas.Model]
-) -> tuple[list[Asked], tuple[Problem, ...]]:
+def batch_jobs(
+    content: bytes, *, batch_id: str, skip_invalid: bool, models: Sequence[schemas.ServedModel]
+) -> tuple[list[RequestedJob], tuple[Problem, ...]]:
     """The jobs of a job file, and what is wrong with it if that may be skipped.
 
     A job's seed is the one that `gfgen run` would give it, so the same file gives the same results.
@@ -115,7 +115,7 @@ def asked_batch(
         io.BytesIO(content), source="the job file", folder=Path(), images=NoImages(_NO_PATHS)
     )
     served = {model.id for model in models}
-    problems, asked = list(parsed.problems), []
+    problems, requested = list(parsed.problems), []
     for spec in parsed.specs:
         name = spec.model or models[0].id
         if name not in served:
@@ -123,16 +123,16 @@ def asked_batch(
             continue
         seed = default_seed(spec.id) if spec.seed is None else spec.seed
         own = replace(spec, id=new_id("job"), seed=seed, model=name, output=None)
-        asked.append(Asked(own, batch_id=batch_id, custom_id=spec.id))
+        requested.append(RequestedJob(own, batch_id=batch_id, custom_id=spec.id))
     problems.sort(key=lambda problem: problem.line or 0)
-    if problems and not (skip_invalid and asked):
+    if problems and not (skip_invalid and requested):
         raise JobFileError(parsed.source, tuple(problems))
-    return asked, tuple(problems)
+    return requested, tuple(problems)
 
 
 def chosen_model(
-    name: str | None, models: Sequence[schemas.Model], *, kind: schemas.Kind | None
-) -> schemas.Model:
+    name: str | None, models: Sequence[schemas.ServedModel], *, kind: schemas.MediaKind | None
+) -> schemas.ServedModel:
     """The served model of that name, or the first one for this kind of thing.
 
     Raises: ApiError when it is not served.
@@ -189,40 +189,40 @@ def checked_picture(content: bytes, *, param: str) -> str:
 # Admission ------------------------------------------------------------------------------------------
 
 
-def admitted(asked: Sequence[Asked], admit: Admit) -> list[tuple[Asked, AdmittedJob]]:
+def admitted(requested: Sequence[RequestedJob], admit: Admit) -> list[tuple[RequestedJob, AdmittedJob]]:
     """Each job with itself as it will run.
 
     Raises: ApiError with what the model or this machine cannot do.
     """
-    jobs, problems = admit([one.spec for one in asked])
+    jobs, problems = admit([one.spec for one in requested])
     if problems:
-        raise refused(problems, asked[0].words or {}, status=422)
-    pairs = list(zip(asked, jobs, strict=True))
+        raise refused(problems, requested[0].words or {}, status=422)
+    pairs = list(zip(requested, jobs, strict=True))
     for one, job in pairs:
         _check_kind(one, job)
     return pairs
 
 
 def admitted_of_file(
-    asked: Sequence[Asked], admit: Admit
-) -> tuple[list[tuple[Asked, AdmittedJob]], Sequence[Problem]]:
+    requested: Sequence[RequestedJob], admit: Admit
+) -> tuple[list[tuple[RequestedJob, AdmittedJob]], Sequence[Problem]]:
     """The jobs of a batch that will run, each with itself as it will, and what is wrong with the others."""
-    jobs, problems = admit([one.spec for one in asked])
-    by_id = {one.spec.id: one for one in asked}
+    jobs, problems = admit([one.spec for one in requested])
+    by_id = {one.spec.id: one for one in requested}
     return [(by_id[job.job_id], job) for job in jobs], problems
 
 
-def accepted(asked: Asked, job: AdmittedJob, *, now: float) -> Accepted:
+def accepted(requested: RequestedJob, job: AdmittedJob, *, now: float) -> NewJob:
     """What is put down of a job. Its deadline becomes a moment, which no restart moves."""
-    spec, run = asked.spec, job.spec
+    spec, run = requested.spec, job.spec
     arrives_at = now + spec.arrival_s
     deadline_at = spec.deadline_at
     if spec.deadline_s is not None:
         deadline_at = arrives_at + spec.deadline_s
-    is_video = kind_of(job) == "video"
-    facts = Facts(
+    is_video = media_kind(job) == "video"
+    facts = JobFacts(
         id=job.job_id,
-        kind=kind_of(job),
+        kind=media_kind(job),
         model=run.model or "",
         prompt=run.prompt,
         size=f"{run.width}x{run.height}",
@@ -237,27 +237,27 @@ def accepted(asked: Asked, job: AdmittedJob, *, now: float) -> Accepted:
         fps=run.fps if is_video else None,
         priority=run.priority,
         tag=run.tag,
-        batch_id=asked.batch_id,
-        custom_id=asked.custom_id,
+        batch_id=requested.batch_id,
+        custom_id=requested.custom_id,
         deadline_at=deadline_at,
-        input_file=job.job_id if asked.picture is not None else None,
+        input_file=job.job_id if requested.picture is not None else None,
     )
-    kept = replace(spec, deadline_s=None, deadline_at=deadline_at, seed=run.seed, line=None, image=None)
-    return Accepted(facts, {name: value for name, value in asdict(kept).items() if value is not None})
+    stored = replace(spec, deadline_s=None, deadline_at=deadline_at, seed=run.seed, line=None, image=None)
+    return NewJob(facts, {name: value for name, value in asdict(stored).items() if value is not None})
 
 
-def resumed_spec(facts: Facts, spec: Mapping[str, Any], *, folder: Path, now: float) -> JobSpec:
+def resumed_spec(facts: JobFacts, spec: Mapping[str, Any], *, folder: Path, now: float) -> JobSpec:
     """The spec of a job that was accepted earlier; times count from when it was."""
     image = None if facts.input_file is None else str(folder / INPUTS_NAME / facts.input_file)
-    kept = JobSpec(**{**spec, "image": image})
+    stored = JobSpec(**{**spec, "image": image})
     waited_s = max(0.0, now - facts.arrives_at)
-    timeout_s = kept.timeout_s
+    timeout_s = stored.timeout_s
     if timeout_s is not None:
         timeout_s = max(_SOONEST_S, timeout_s - waited_s)
-    return replace(kept, arrival_s=max(0.0, facts.arrives_at - now), timeout_s=timeout_s)
+    return replace(stored, arrival_s=max(0.0, facts.arrives_at - now), timeout_s=timeout_s)
 
 
-def kind_of(job: AdmittedJob) -> schemas.Kind:
+def media_kind(job: AdmittedJob) -> schemas.MediaKind:
     return "video" if job.info.file.endswith(".mp4") else "image"
 
 
@@ -265,7 +265,7 @@ def kind_of(job: AdmittedJob) -> schemas.Kind:
 
 
 def _job_words(
-    request: schemas.Request, words: Mapping[str, str], *, leave_out: Sequence[str]
+    request: schemas.RequestModel, words: Mapping[str, str], *, leave_out: Sequence[str]
 ) -> dict[str, Any]:
     """What a request says, under the job file's names."""
     given = request.model_dump(exclude_none=True)
@@ -289,7 +289,7 @@ def _frames(seconds: str | float, fps: int) -> int:
     return max(1, math.floor(float(text) * fps + 0.5))
 
 
-def _default_fps(model: schemas.Model) -> int:
+def _default_fps(model: schemas.ServedModel) -> int:
     return (model.defaults.fps if model.defaults else None) or 16
 
 
@@ -298,16 +298,16 @@ def _length(seconds: float) -> str:
     return f"{seconds:.3f}".rstrip("0").rstrip(".")
 
 
-def _check_kind(asked: Asked, job: AdmittedJob) -> None:
-    kind = kind_of(job)
-    if asked.must_be in (None, kind):
+def _check_kind(requested: RequestedJob, job: AdmittedJob) -> None:
+    kind = media_kind(job)
+    if requested.must_be in (None, kind):
         return
     if kind == "image":
-        what = "makes pictures" if asked.spec.frames is None else "makes a picture of a single frame"
+        what = "makes pictures" if requested.spec.frames is None else "makes a picture of a single frame"
         raise ApiError(422, f"model {job.spec.model} {what}: use /v1/images/generations", param="model")
     raise ApiError(422, f"model {job.spec.model} makes videos: use /v1/videos", param="model")
 
 
-def _not_served(line: int | None, name: str, models: Sequence[schemas.Model]) -> Problem:
+def _not_served(line: int | None, name: str, models: Sequence[schemas.ServedModel]) -> Problem:
     served = ", ".join(model.id for model in models)
     return replace(Problem.of("model", name, f"is not served here; there are {served}"), line=line)

@@ -19,15 +19,15 @@ from gfgen.policies.catalog import BUILT_IN
 from gfgen.runtime.core import events
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.predict.forecast import predict
-from gfgen.server.jobs.rank_lane import Flight, RankLane, Stretch
-from gfgen.server.jobs.records import SHOWN_PROMPT_CHARS, Record, layout_view, rounded
+from gfgen.server.jobs.job_record import SHOWN_PROMPT_CHARS, JobRecord, layout_view, rounded
+from gfgen.server.jobs.rank_lane import LaneBar, RankLane, RunningDispatch
 from gfgen.server.jobs.store import Ending
 from gfgen.server.protocol import schemas
-from gfgen.server.protocol.link import Ends, Pace, Rows, Serving
+from gfgen.server.protocol.link import LoopTimings, PredictedEnds, ProgressUpdate, RunInfo
 from gfgen.snapshot import JobView, RunningTask
 
 TIMELINE_S = 120.0
-MAX_STRETCHES = 600
+MAX_BARS = 600
 MAX_SHOWN_OPEN, MAX_SHOWN_FINISHED = 200, 48
 MAX_RECENT = 128
 """Ended jobs whose events are still there to be read."""
@@ -35,7 +35,7 @@ NOTABLE_S, NOTABLE = 0.5, 0.05
 """A predicted time that moves by less than the larger of these (a share of what is left) has not changed."""
 
 
-class Watcher:
+class MirrorObserver:
     """Who counts what happens; does nothing at every point."""
 
     def dispatched(self, dispatch: Dispatch, model: str) -> None:
@@ -50,11 +50,11 @@ class Watcher:
     def rank_lost(self, rank: int) -> None:
         """A worker process is gone."""
 
-    def ended(self, record: Record) -> None:
+    def ended(self, record: JobRecord) -> None:
         """A job has ended."""
 
 
-class Live:
+class RunMirror:
     """Ranks, jobs, timeline and policy; `now` gives Unix time."""
 
     def __init__(
@@ -63,16 +63,16 @@ class Live:
         now: Callable[[], float] = time.time,
         version: str = "",
         max_open: int = 0,
-        watcher: Watcher | None = None,
+        observer: MirrorObserver | None = None,
     ) -> None:
         self.now = now
         self.began_at = now()
         self.status: schemas.ServerStatus = "loading"
         self.reason: str | None = "the models are being loaded"
-        self.serving: Serving | None = None
-        self.records: dict[str, Record] = {}
+        self.run_info: RunInfo | None = None
+        self.records: dict[str, JobRecord] = {}
         """Jobs that have not ended, in the order of their acceptance."""
-        self.recent: OrderedDict[str, Record] = OrderedDict()
+        self.recent: OrderedDict[str, JobRecord] = OrderedDict()
         """Jobs that have ended a short while ago."""
         self.finished: deque[schemas.Job] = deque(maxlen=MAX_SHOWN_FINISHED)
         """The last first."""
@@ -81,15 +81,15 @@ class Live:
         self.policy_reason: str | None = None
         self.asked_policy: str | None = None
         self.version = 1
-        self._watcher = watcher or Watcher()
+        self._observer = observer or MirrorObserver()
         self.num_streams = 0
         self.longest_turn_s = 0.0
         """Of the control loop, since this front knows it."""
         self.num_turns = 0
         self._gfgen_version = version
         self._max_open = max_open
-        self._flights: dict[int, Flight] = {}
-        self._stretches: deque[Stretch] = deque(maxlen=MAX_STRETCHES)
+        self._running: dict[int, RunningDispatch] = {}
+        self._bars: deque[LaneBar] = deque(maxlen=MAX_BARS)
         self._changed: dict[str, int] = defaultdict(int)
         """By part of the state: the version of its last change."""
         self._finished_at: deque[tuple[int, schemas.Job]] = deque(maxlen=MAX_SHOWN_FINISHED)
@@ -105,12 +105,12 @@ class Live:
                 self._dispatched(note)
             case events.TaskDone() | events.TaskFailed():
                 self._landed(note)
-            case Rows():
+            case ProgressUpdate():
                 for row in note.rows:
                     self._stands(*row)
-            case Ends():
+            case PredictedEnds():
                 self._renew_ends(note)
-            case Pace():
+            case LoopTimings():
                 self.longest_turn_s = max(self.longest_turn_s, note.longest_s)
                 self.num_turns += note.num_turns
             case events.RankReady():
@@ -118,7 +118,7 @@ class Live:
             case events.RankLost():
                 rank = self._rank(note.rank)
                 rank.status = "retired" if note.is_retired else "lost"
-                self._watcher.rank_lost(note.rank)
+                self._observer.rank_lost(note.rank)
                 self._touch("ranks")
             case events.ModelsChanged():
                 for rank in self.ranks:
@@ -126,7 +126,7 @@ class Live:
                 self._touch("ranks")
             case events.RankLoaded():
                 rank = self._rank(note.rank)
-                rank.status = "busy" if rank.flights else "idle"
+                rank.status = "busy" if rank.dispatches else "idle"
                 self._touch("ranks")
             case events.FramesLost():
                 self._frames_lost(note.job_id)
@@ -135,16 +135,16 @@ class Live:
                 self._touch("policy")
             case events.StopRequested() | events.ClosingTime():
                 self.drain()
-            case Serving():
+            case RunInfo():
                 self._serve(note)
 
-    def _serve(self, serving: Serving) -> None:
-        self.serving = serving
-        self.asked_policy = self.asked_policy or serving.policy
-        self.deciding = serving.policy
-        self.ranks = [RankLane(rank) for rank in range(serving.num_ranks)]
-        self._flights.clear()
-        self._stretches.clear()
+    def _serve(self, run_info: RunInfo) -> None:
+        self.run_info = run_info
+        self.asked_policy = self.asked_policy or run_info.policy
+        self.deciding = run_info.policy
+        self.ranks = [RankLane(rank) for rank in range(run_info.num_ranks)]
+        self._running.clear()
+        self._bars.clear()
         self.status, self.reason = "ready", None
         self._touch("status", "ranks", "policy", "models")
 
@@ -163,43 +163,43 @@ class Live:
 
     def at(self, time_s: float) -> float:
         """Unix time of a moment of the run."""
-        assert self.serving is not None
-        return self.serving.started_at + time_s
+        assert self.run_info is not None
+        return self.run_info.started_at + time_s
 
     def _rank(self, rank: int) -> RankLane:
         return self.ranks[rank]
 
     def _rank_ready(self, event: events.RankReady) -> None:
         rank = self._rank(event.rank)
-        rank.status = "busy" if rank.flights else "idle"
+        rank.status = "busy" if rank.dispatches else "idle"
         rank.num_restarts = event.incarnation - 1
         self._touch("ranks")
 
     # Tasks ------------------------------------------------------------------------------------------
 
     def _dispatched(self, dispatch: Dispatch) -> None:
-        flight = Flight(dispatch, set(dispatch.layout.ranks), dispatch.predicted_end_s)
-        self._flights[dispatch.number] = flight
+        running = RunningDispatch(dispatch, set(dispatch.layout.ranks), dispatch.predicted_end_s)
+        self._running[dispatch.number] = running
         at = self.at(dispatch.submitted_s)
         for number in dispatch.layout.ranks:
             rank = self._rank(number)
-            rank.flights.append(flight)
-            if len(rank.flights) == 1:
+            rank.dispatches.append(running)
+            if len(rank.dispatches) == 1:
                 self._begin(rank, at)
         record = self.records.get(dispatch.task.job_id)
         if record is not None:
             self._job_dispatched(record, dispatch, at)
-            self._watcher.dispatched(dispatch, record.facts.model)
+            self._observer.dispatched(dispatch, record.facts.model)
         self._touch("ranks", "timeline")
 
     def _begin(self, rank: RankLane, at: float) -> None:
-        stretch = rank.begin(at)
-        if stretch is not rank.stretch:
-            rank.stretch = stretch
-            self._stretches.append(stretch)
-        stretch.version = self.version + 1
+        bar = rank.begin(at)
+        if bar is not rank.bar:
+            rank.bar = bar
+            self._bars.append(bar)
+        bar.version = self.version + 1
 
-    def _job_dispatched(self, record: Record, dispatch: Dispatch, at: float) -> None:
+    def _job_dispatched(self, record: JobRecord, dispatch: Dispatch, at: float) -> None:
         task, layout = dispatch.task, dispatch.layout
         is_first = record.started_at is None
         has_moved = record.layout != layout
@@ -218,46 +218,46 @@ class Live:
         self._job_changed(record)
         self._is_forecast_due = True
 
-    def _renew_ends(self, note: Ends) -> None:
+    def _renew_ends(self, note: PredictedEnds) -> None:
         """Running tasks are predicted to end at other times than before."""
         for number, end_s in note.ends:
-            if number in self._flights:
-                self._flights[number].predicted_end_s = end_s
+            if number in self._running:
+                self._running[number].predicted_end_s = end_s
         self._touch("ranks")
 
     def _landed(self, event: events.TaskDone | events.TaskFailed) -> None:
-        flight = self._flights.get(event.dispatch)
-        if flight is None:
+        running = self._running.get(event.dispatch)
+        if running is None:
             return
         rank, at = self._rank(event.rank), self.at(event.time_s)
-        was_first = rank.flights[:1] == [flight]
-        if flight in rank.flights:
-            rank.flights.remove(flight)
+        was_first = rank.dispatches[:1] == [running]
+        if running in rank.dispatches:
+            rank.dispatches.remove(running)
         if isinstance(event, events.TaskDone):
             at = self.at(event.ended_s)
-            flight.busy_s = max(flight.busy_s, event.ended_s - event.started_s)
-            self._watcher.used(rank.rank, event.ended_s - event.started_s)
+            running.busy_s = max(running.busy_s, event.ended_s - event.started_s)
+            self._observer.used(rank.rank, event.ended_s - event.started_s)
             rank.note_use(event.ended_s - event.started_s, at)
         else:
-            flight.failed = True
-        if was_first and rank.stretch is not None:
-            rank.stretch.ended_at, rank.stretch.version = at, self.version + 1
-        if not rank.flights:
+            running.failed = True
+        if was_first and rank.bar is not None:
+            rank.bar.ended_at, rank.bar.version = at, self.version + 1
+        if not rank.dispatches:
             rank.status = "idle" if rank.status == "busy" else rank.status
         elif was_first:
             self._begin(rank, at)
-        flight.pending.discard(event.rank)
-        if not flight.pending:
-            del self._flights[event.dispatch]
-            if not flight.failed:
-                self._task_done(flight, at)
+        running.pending.discard(event.rank)
+        if not running.pending:
+            del self._running[event.dispatch]
+            if not running.failed:
+                self._task_done(running, at)
         self._touch("ranks", "timeline")
 
-    def _task_done(self, flight: Flight, at: float) -> None:
-        task, record = flight.dispatch.task, self.records.get(flight.dispatch.task.job_id)
+    def _task_done(self, running: RunningDispatch, at: float) -> None:
+        task, record = running.dispatch.task, self.records.get(running.dispatch.task.job_id)
         if record is None:
             return
-        self._watcher.task_done(flight.dispatch, record.facts.model, flight.busy_s)
+        self._observer.task_done(running.dispatch, record.facts.model, running.busy_s)
         record.next_index = task.index + 1
         if task.stage is Stage.DENOISE:
             record.event("step", at, step=record.step, steps=record.facts.steps)
@@ -300,7 +300,7 @@ class Live:
 
     # Jobs -------------------------------------------------------------------------------------------
 
-    def add(self, records: Iterable[Record]) -> None:
+    def add(self, records: Iterable[JobRecord]) -> None:
         """Jobs that were accepted."""
         num_queued = sum(record.status == "queued" for record in self.records.values())
         for position, record in enumerate(records, start=num_queued + 1):
@@ -310,7 +310,7 @@ class Live:
             self._job_changed(record)
         self._is_forecast_due = True
 
-    def end(self, job_id: str, ending: Ending, *, expires_at: float | None) -> Record | None:
+    def end(self, job_id: str, ending: Ending, *, expires_at: float | None) -> JobRecord | None:
         """A job has ended, as the store has it."""
         record = self.records.pop(job_id, None)
         if record is None:
@@ -329,7 +329,7 @@ class Live:
         while len(self.recent) > MAX_RECENT:
             self.recent.popitem(last=False)
         self.show_finished(record.job(shown_chars=SHOWN_PROMPT_CHARS))
-        self._watcher.ended(record)
+        self._observer.ended(record)
         self._is_forecast_due = True
         return record
 
@@ -344,13 +344,13 @@ class Live:
         gone = set(job_ids)
         self._touch("finished")
         self._removed.extend((self.version, job_id) for job_id in job_ids)
-        kept = [entry for entry in self._finished_at if entry[1].id not in gone]
-        self._finished_at = deque(kept, maxlen=MAX_SHOWN_FINISHED)
-        self.finished = deque((job for _, job in kept), maxlen=MAX_SHOWN_FINISHED)
+        stored = [entry for entry in self._finished_at if entry[1].id not in gone]
+        self._finished_at = deque(stored, maxlen=MAX_SHOWN_FINISHED)
+        self.finished = deque((job for _, job in stored), maxlen=MAX_SHOWN_FINISHED)
         for job_id in job_ids:
             self.recent.pop(job_id, None)
 
-    def _job_changed(self, record: Record) -> None:
+    def _job_changed(self, record: JobRecord) -> None:
         self.version += 1
         record.version = self.version
         record.changed()
@@ -358,14 +358,14 @@ class Live:
 
     def forecast(self) -> None:
         """Predict anew when the open jobs end, if anything has happened since the last time."""
-        if self.serving is None or not (self._is_forecast_due or self._flights):
+        if self.run_info is None or not (self._is_forecast_due or self._running):
             return
         self._is_forecast_due = False
         views = {job_id: r.view for job_id, r in self.records.items() if r.view is not None}
-        now, shift_s = self.now(), self.serving.started_at
+        now, shift_s = self.now(), self.run_info.started_at
         running = [
             RunningTask(f.dispatch.task, f.dispatch.layout, shift_s + f.predicted_end_s)
-            for f in self._flights.values()
+            for f in self._running.values()
             if not f.failed
         ]
         ranks = [rank.rank for rank in self.ranks if rank.status in ("idle", "busy")]
@@ -380,17 +380,17 @@ class Live:
                 record.predicted_end_at = ends_at
                 self._job_changed(record)
 
-    def _set_position(self, record: Record, place: int, starts_at: float, now: float) -> None:
+    def _set_position(self, record: JobRecord, place: int, starts_at: float, now: float) -> None:
         is_new = record.position != place or record.predicted_start_at is None
         if is_new or _is_notable(record.predicted_start_at, starts_at, now):
             record.position, record.predicted_start_at = place, starts_at
             self._job_changed(record)
-        if is_new and record.pulse.has_waiters:
+        if is_new and record.updates.has_waiters:
             record.event("queued", now, position=place, predicted_start_at=rounded(starts_at))
 
     # What is shown ----------------------------------------------------------------------------------
 
-    def shown_open(self) -> list[Record]:
+    def shown_open(self) -> list[JobRecord]:
         """Open jobs: those that have begun in the order in which they did, then the queue."""
         started = [r for r in self.records.values() if r.status == "in_progress"]
         queued = [r for r in self.records.values() if r.status == "queued"]
@@ -407,11 +407,11 @@ class Live:
             version=self._gfgen_version,
             status=self.status,
             reason=self.reason,
-            device="" if self.serving is None else self.serving.device,
+            device="" if self.run_info is None else self.run_info.device,
             policy=self.policy(),
             models=self.models(),
             ranks=self.shown_ranks(now),
-            timeline=[s.shown() for s in self._recent_stretches(now)],
+            timeline=[s.shown() for s in self._recent_bars(now)],
             open=[r.job(shown_chars=SHOWN_PROMPT_CHARS) for r in self.shown_open()],
             num_open=len(self.records),
             max_open=self._max_open,
@@ -434,7 +434,7 @@ class Live:
         if changed["ranks"] > since:
             values["ranks"] = self.shown_ranks(now)
         if changed["timeline"] > since:
-            values["timeline"] = [s.shown() for s in self._recent_stretches(now) if s.version > since]
+            values["timeline"] = [s.shown() for s in self._recent_bars(now) if s.version > since]
         if changed["open"] > since:
             shown = self.shown_open()
             new = [r.job(shown_chars=SHOWN_PROMPT_CHARS) for r in shown if r.version > since]
@@ -452,11 +452,11 @@ class Live:
             available=list(BUILT_IN),
         )
 
-    def models(self) -> list[schemas.Model]:
-        return [] if self.serving is None else list(self.serving.models)
+    def models(self) -> list[schemas.ServedModel]:
+        return [] if self.run_info is None else list(self.run_info.models)
 
     def shown_ranks(self, now: float) -> list[schemas.Rank]:
-        since = self.began_at if self.serving is None else max(self.began_at, self.serving.started_at)
+        since = self.began_at if self.run_info is None else max(self.began_at, self.run_info.started_at)
         return [
             schemas.Rank(
                 rank=rank.rank,
@@ -469,10 +469,10 @@ class Live:
         ]
 
     def _rank_task(self, rank: RankLane) -> schemas.RankTask | None:
-        if not rank.flights:
+        if not rank.dispatches:
             return None
-        flight = rank.flights[0]
-        dispatch = flight.dispatch
+        running = rank.dispatches[0]
+        dispatch = running.dispatch
         record = self.records.get(dispatch.task.job_id) or self.recent.get(dispatch.task.job_id)
         view = layout_view(dispatch.layout)
         assert view is not None
@@ -483,11 +483,11 @@ class Live:
             steps=0 if record is None else record.facts.steps,
             layout=view,
             started_at=round(rank.begun_at, 4),
-            predicted_end_at=round(self.at(flight.predicted_end_s), 4),
+            predicted_end_at=round(self.at(running.predicted_end_s), 4),
         )
 
-    def _recent_stretches(self, now: float) -> Iterator[Stretch]:
-        return (s for s in self._stretches if s.ended_at is None or s.ended_at > now - TIMELINE_S)
+    def _recent_bars(self, now: float) -> Iterator[LaneBar]:
+        return (s for s in self._bars if s.ended_at is None or s.ended_at > now - TIMELINE_S)
 
     def _touch(self, *parts: str) -> None:
         self.version += 1

@@ -20,16 +20,15 @@ from gfgen.errors import JobFileError, OutputError, Problem
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.observer import JobOutcome
 from gfgen.runtime.files.manifest import manifest_entry
-from gfgen.server.jobs import asking, files
-from gfgen.server.jobs.asking import Asked
-from gfgen.server.jobs.live import MAX_SHOWN_FINISHED, Live
-from gfgen.server.jobs.records import Record, job_of
-from gfgen.server.jobs.store import Ending, Facts, Kept, KeyTakenError, RequestKey, Store
+from gfgen.server.jobs import files, job_requests
+from gfgen.server.jobs.job_record import JobRecord, job_of
+from gfgen.server.jobs.job_requests import RequestedJob
+from gfgen.server.jobs.mirror import MAX_SHOWN_FINISHED, RunMirror
+from gfgen.server.jobs.store import Ending, JobFacts, KeyTakenError, RequestKey, Store, StoredJob
 from gfgen.server.protocol import schemas
-from gfgen.server.protocol.bounds import Bounds
-from gfgen.server.protocol.discretion import without_folders
-from gfgen.server.protocol.link import Cancel, Hello, Noted, Serving, SetPolicy, Submit
-from gfgen.server.protocol.problems import ApiError
+from gfgen.server.protocol.limits import ServerLimits
+from gfgen.server.protocol.link import CancelJobs, OpenJobs, OutcomesStored, RunInfo, SetPolicy, SubmitJobs
+from gfgen.server.protocol.problems import ApiError, without_folders
 from gfgen.system.wording import counted
 
 logger = logging.getLogger(__name__)
@@ -39,27 +38,27 @@ SUBMITTED_AT_ONCE = 8
 RETRY_S = 5.0
 """How soon a store that could not be written is tried again."""
 THUMBNAILS_NAME = ".thumbnails"
-FOLDERS = (asking.INPUTS_NAME, THUMBNAILS_NAME)
-_ENDED: dict[str, schemas.Status] = {"done": "completed", "failed": "failed", "cancelled": "cancelled"}
+FOLDERS = (job_requests.INPUTS_NAME, THUMBNAILS_NAME)
+_ENDED: dict[str, schemas.JobStatus] = {"done": "completed", "failed": "failed", "cancelled": "cancelled"}
 
 
-class Desk:
+class JobService:
     """The jobs of this server. `send` gives a message to the run."""
 
     def __init__(
         self,
         *,
         store: Store,
-        live: Live,
+        mirror: RunMirror,
         folder: Path,
-        bounds: Bounds,
+        limits: ServerLimits,
         send: Callable[[Any], None],
         now: Callable[[], float] = time.time,
     ) -> None:
         self.store = store
-        self.live = live
+        self.mirror = mirror
         self.folder = folder
-        self.bounds = bounds
+        self.limits = limits
         self._send = send
         self._now = now
         self._num_reserved = 0
@@ -79,29 +78,29 @@ class Desk:
             if isinstance(note, JobOutcome):
                 outcomes.append(note)
                 continue
-            if isinstance(note, Serving):
+            if isinstance(note, RunInfo):
                 await self._open(note)
-            self.live.apply(note)
+            self.mirror.apply(note)
         if outcomes:
             await self._note_ends(outcomes)
 
-    async def _open(self, serving: Serving) -> None:
+    async def _open(self, run_info: RunInfo) -> None:
         """The run is there: bring in all that the store has open, but for what is done or cannot be."""
         await self._note_finished_files()
         records, jobs = [], []
         for facts, spec in self.store.open_jobs():
-            resumed = asking.resumed_spec(facts, spec, folder=self.folder, now=self._now())
-            admitted, problems = serving.admit_again([resumed])
+            resumed = job_requests.resumed_spec(facts, spec, folder=self.folder, now=self._now())
+            admitted, problems = run_info.admit_again([resumed])
             if problems:
                 await self._refuse(facts, problems)
             else:
-                records.append(Record(facts, admitted[0].trajectory))
+                records.append(JobRecord(facts, admitted[0].trajectory))
                 jobs.append(admitted[0])
-        for kept in reversed(self.store.last_ended(MAX_SHOWN_FINISHED)):
-            self.live.show_finished(self.job_of_kept(kept, shown_chars=300))
-        self.live.add(records)
+        for stored in reversed(self.store.last_ended(MAX_SHOWN_FINISHED)):
+            self.mirror.show_finished(self.job_of_kept(stored, shown_chars=300))
+        self.mirror.add(records)
         self._submit(jobs)
-        self._send(Hello(tuple(job.job_id for job in jobs)))
+        self._send(OpenJobs(tuple(job.job_id for job in jobs)))
         if jobs:
             logger.info("%s", "1 open job goes on" if len(jobs) == 1 else f"{len(jobs):,} open jobs go on")
 
@@ -129,7 +128,7 @@ class Desk:
         if endings:
             await self._end_all(endings)
 
-    async def _refuse(self, facts: Facts, problems: Sequence[Problem]) -> None:
+    async def _refuse(self, facts: JobFacts, problems: Sequence[Problem]) -> None:
         """A job that an earlier start accepted, and that this one cannot do."""
         text = "; ".join(str(problem) for problem in problems[:5])
         logger.warning("job %s cannot go on: %s", facts.id, text)
@@ -151,7 +150,7 @@ class Desk:
                 self._ended(ending)
             elif ending.status == "completed":
                 await self._drop_unwanted(outcome)
-        self._send(Noted(tuple(ending.id for ending in endings)))
+        self._send(OutcomesStored(tuple(ending.id for ending in endings)))
 
     async def _end_all(self, endings: Sequence[Ending]) -> list[bool]:
         """Have the store note these ends, however long that takes: the disk may be full."""
@@ -169,15 +168,15 @@ class Desk:
         error = None if outcome.error is None else self._told(outcome.error)
         outcome = replace(outcome, error=error, warnings=tuple(map(self._told, outcome.warnings)))
         job_id = outcome.info.job_id
-        record = self.live.records.get(job_id)
+        record = self.mirror.records.get(job_id)
         now = self._now()
         status = _ENDED[outcome.status]
         assert status in ("completed", "failed", "cancelled")
         return Ending(
             job_id,
             status,
-            completed_at=self.live.at(outcome.ended_s),
-            started_at=None if outcome.started_s is None else self.live.at(outcome.started_s),
+            completed_at=self.mirror.at(outcome.ended_s),
+            started_at=None if outcome.started_s is None else self.mirror.at(outcome.started_s),
             size_bytes=None if outcome.written is None else outcome.written.size_bytes,
             met_deadline=outcome.met_deadline,
             step=outcome.info.spec.steps or 0 if status == "completed" else record.step if record else 0,
@@ -187,55 +186,55 @@ class Desk:
         )
 
     def _ended(self, ending: Ending) -> None:
-        record = self.live.end(ending.id, ending, expires_at=ending.completed_at + self.bounds.keep_s)
+        record = self.mirror.end(ending.id, ending, expires_at=ending.completed_at + self.limits.keep_s)
         if record is not None and record.facts.input_file is not None:
             self._unlink(self._input(record.facts.input_file))
 
     async def _drop_unwanted(self, outcome: JobOutcome) -> None:
         """A job that was cancelled while its file was being written has left one."""
-        kept = self.store.job(outcome.info.job_id)
-        if kept is None or (kept.ending is not None and kept.ending.status != "completed"):
+        stored = self.store.job(outcome.info.job_id)
+        if stored is None or (stored.ending is not None and stored.ending.status != "completed"):
             self._unlink(self.folder / outcome.info.file)
 
     # What is asked ----------------------------------------------------------------------------------
 
-    def check_ready(self) -> Serving:
+    def check_ready(self) -> RunInfo:
         """What is served; raises ApiError, with the reason, while nothing is."""
-        if self.live.status != "ready" or self.live.serving is None:
+        if self.mirror.status != "ready" or self.mirror.run_info is None:
             raise self.not_ready()
-        return self.live.serving
+        return self.mirror.run_info
 
     def not_ready(self) -> ApiError:
         """What is answered while the server loads or stops."""
-        return ApiError(503, self.live.reason or "not ready", code="not_ready", retry_after_s=5)
+        return ApiError(503, self.mirror.reason or "not ready", code="not_ready", retry_after_s=5)
 
-    async def take(self, asked: Sequence[Asked], *, key: RequestKey | None = None) -> list[str]:
+    async def take(self, requested: Sequence[RequestedJob], *, key: RequestKey | None = None) -> list[str]:
         """Accept jobs; returns their ids, or those that an earlier request with this key has made.
 
         Raises: ApiError or OutputError when they are not accepted; nothing is kept then.
         """
         if key is not None and (taken := self.store.request(key, now=self._now())):
             return _same(taken)
-        serving = self.check_ready()
-        async with self._reserved(len(asked)):
+        run_info = self.check_ready()
+        async with self._reserved(len(requested)):
             try:
-                jobs = await self._admitted(asked, serving)
+                jobs = await self._admitted(requested, run_info)
             except BaseException:  # what a thread writes even now goes at the next start (front.py)
-                self._drop_pictures(asked)
+                self._drop_pictures(requested)
                 raise
             try:
                 await self._accept(jobs, batch_id=None, key=key)
             except KeyTakenError as taken:
-                self._drop_pictures(asked)
+                self._drop_pictures(requested)
                 return _same(taken)
             except Exception:  # who is cancelled here may have been accepted all the same
-                self._drop_pictures(asked)
+                self._drop_pictures(requested)
                 raise
         return [job.job_id for _, job in jobs]
 
     async def take_batch(
         self,
-        asked: Sequence[Asked],
+        requested: Sequence[RequestedJob],
         *,
         batch_id: str,
         key: RequestKey | None,
@@ -251,9 +250,9 @@ class Desk:
         """
         if key is not None and (taken := self.store.request(key, now=self._now())):
             return _same(taken)[0], None
-        serving = self.check_ready()
-        async with self._reserved(len(asked)):
-            jobs, refused = await asyncio.to_thread(asking.admitted_of_file, asked, serving.admit)
+        run_info = self.check_ready()
+        async with self._reserved(len(requested)):
+            jobs, refused = await asyncio.to_thread(job_requests.admitted_of_file, requested, run_info.admit)
             problems = sorted((*problems, *refused), key=lambda problem: problem.line or 0)
             if problems and not (skip_invalid and jobs):
                 raise JobFileError("the job file", tuple(problems))
@@ -264,59 +263,67 @@ class Desk:
         return batch_id, problems
 
     async def _accept(
-        self, jobs: Sequence[tuple[Asked, AdmittedJob]], *, batch_id: str | None, key: RequestKey | None
+        self,
+        jobs: Sequence[tuple[RequestedJob, AdmittedJob]],
+        *,
+        batch_id: str | None,
+        key: RequestKey | None,
     ) -> None:
         """Put jobs down, and let them run."""
         now = self._now()
-        accepted = [asking.accepted(one, job, now=now) for one, job in jobs]
+        accepted = [job_requests.accepted(one, job, now=now) for one, job in jobs]
         await self.store.accept(accepted, batch_id=batch_id, key=key, now=now)
-        self.live.add(Record(one.facts, job.trajectory) for one, (_, job) in zip(accepted, jobs, strict=True))
+        self.mirror.add(
+            JobRecord(one.facts, job.trajectory) for one, (_, job) in zip(accepted, jobs, strict=True)
+        )
         self._submit([job for _, job in jobs])
 
     def _submit(self, jobs: Sequence[AdmittedJob]) -> None:
         self._folders |= {str(job.checkpoint) for job in jobs}
         for start in range(0, len(jobs), SUBMITTED_AT_ONCE):
-            self._send(Submit(tuple(jobs[start : start + SUBMITTED_AT_ONCE])))
+            self._send(SubmitJobs(tuple(jobs[start : start + SUBMITTED_AT_ONCE])))
 
     async def _admitted(
-        self, asked: Sequence[Asked], serving: Serving
-    ) -> Sequence[tuple[Asked, AdmittedJob]]:
+        self, requested: Sequence[RequestedJob], run_info: RunInfo
+    ) -> Sequence[tuple[RequestedJob, AdmittedJob]]:
         """The jobs as they will run, their pictures looked at and kept."""
-        if all(one.picture is None for one in asked):
-            return asking.admitted(asked, serving.admit)
-        with_pictures = [await self._with_picture(one) for one in asked]
-        return await asyncio.to_thread(asking.admitted, with_pictures, serving.admit)
+        if all(one.picture is None for one in requested):
+            return job_requests.admitted(requested, run_info.admit)
+        with_pictures = [await self._with_picture(one) for one in requested]
+        return await asyncio.to_thread(job_requests.admitted, with_pictures, run_info.admit)
 
-    async def _with_picture(self, asked: Asked) -> Asked:
+    async def _with_picture(self, requested: RequestedJob) -> RequestedJob:
         """The same, with its picture looked at and kept under the job's own name."""
-        if asked.picture is None:
-            return asked
+        if requested.picture is None:
+            return requested
         async with self._pictures:
-            sha256 = await asyncio.to_thread(asking.checked_picture, asked.picture, param="input_reference")
-        path = self._input(asked.spec.id)
-        await asyncio.to_thread(_write_picture, path, asked.picture)
-        return replace(asked, spec=replace(asked.spec, image=str(path), image_sha256=sha256))
+            sha256 = await asyncio.to_thread(
+                job_requests.checked_picture, requested.picture, param="input_reference"
+            )
+        path = self._input(requested.spec.id)
+        await asyncio.to_thread(_write_picture, path, requested.picture)
+        return replace(requested, spec=replace(requested.spec, image=str(path), image_sha256=sha256))
 
     def _input(self, name: str) -> Path:
         """Where a job's input picture is."""
-        return self.folder / asking.INPUTS_NAME / name
+        return self.folder / job_requests.INPUTS_NAME / name
 
     def check_fits(self, num_jobs: int) -> None:
         """Raises ApiError for a request with so many jobs if that is too much at any time."""
-        if num_jobs > self.bounds.open_jobs:
+        if num_jobs > self.limits.open_jobs:
             raise ApiError(
-                413, f"{counted(num_jobs, 'job')}; {self.bounds.open_jobs:,} may be open at once: split it"
+                413, f"{counted(num_jobs, 'job')}; {self.limits.open_jobs:,} may be open at once: split it"
             )
 
     @asynccontextmanager
     async def _reserved(self, num_jobs: int) -> AsyncIterator[None]:
         """Room for so many more jobs, or ApiError."""
         self.check_fits(num_jobs)
-        num_open = len(self.live.records) + self._num_reserved
-        if num_open + num_jobs > self.bounds.open_jobs:
+        num_open = len(self.mirror.records) + self._num_reserved
+        if num_open + num_jobs > self.limits.open_jobs:
             raise ApiError(
                 429,
-                f"open jobs: {num_open:,} of {self.bounds.open_jobs:,}; try again when some have ended",
+                f"open jobs: {num_open:,} of {self.limits.open_jobs:,}; try again when some have ended",
                 retry_after_s=self._soonest_end_s(),
             )
         self._num_reserved += num_jobs
@@ -327,52 +334,52 @@ class Desk:
 
     def _soonest_end_s(self) -> float:
         now = self._now()
-        ends = [r.predicted_end_at - now for r in self.live.records.values() if r.predicted_end_at]
+        ends = [r.predicted_end_at - now for r in self.mirror.records.values() if r.predicted_end_at]
         return min(60.0, max(1.0, min(ends, default=5.0)))
 
     async def cancel(self, job_ids: Iterable[str]) -> list[str]:
         """Cancel jobs that have not ended; returns those that were cancelled by this."""
-        now, live = self._now(), self.live
+        now, mirror = self._now(), self.mirror
         endings = [
             Ending(
                 job_id,
                 "cancelled",
                 completed_at=now,
-                started_at=live.records[job_id].started_at,
-                step=live.records[job_id].step,
+                started_at=mirror.records[job_id].started_at,
+                step=mirror.records[job_id].step,
                 error_code="cancelled",
                 error_message="cancelled",
             )
             for job_id in job_ids
-            if job_id in live.records
+            if job_id in mirror.records
         ]
         firsts = await self.store.end_all(endings) if endings else []
         cancelled = [ending for ending, is_first in zip(endings, firsts, strict=True) if is_first]
         for ending in cancelled:
             self._ended(ending)
         if cancelled:
-            self._send(Cancel(tuple(ending.id for ending in cancelled)))
+            self._send(CancelJobs(tuple(ending.id for ending in cancelled)))
         return [ending.id for ending in cancelled]
 
-    async def remove(self, kept: Sequence[Kept]) -> None:
+    async def remove(self, stored: Sequence[StoredJob]) -> None:
         """Remove jobs that have ended, with their files."""
-        for one in kept:
+        for one in stored:
             self._unlink(self.folder / one.facts.file)
             self._unlink(self.folder / THUMBNAILS_NAME / f"{one.facts.id}.webp")
-        ids = [one.facts.id for one in kept]
+        ids = [one.facts.id for one in stored]
         await self.store.remove(ids)
-        self.live.remove(ids)
+        self.mirror.remove(ids)
 
-    async def keep_within_bounds(self) -> None:
+    async def remove_expired(self) -> None:
         """Remove what is too old, or too much."""
-        before = self._now() - self.bounds.keep_s
-        if outdated := self.store.outdated(before=before, keep_bytes=self.bounds.keep_bytes):
+        before = self._now() - self.limits.keep_s
+        if outdated := self.store.outdated(before=before, keep_bytes=self.limits.keep_bytes):
             await self.remove(outdated)
             logger.info("removed %s that were kept long enough", counted(len(outdated), "job"))
         await self.store.forget_requests(now=self._now())
 
     def set_policy(self, policy: str) -> None:
-        self.live.policy_asked(policy)
+        self.mirror.policy_asked(policy)
         self._send(SetPolicy(policy))
 
     # What is told -----------------------------------------------------------------------------------
@@ -382,62 +389,62 @@ class Desk:
         record = self.record(job_id)
         if record is not None:
             return record.answer()
-        kept = self.store.job(job_id)
-        return None if kept is None else self.job_of_kept(kept).model_dump_json().encode()
+        stored = self.store.job(job_id)
+        return None if stored is None else self.job_of_kept(stored).model_dump_json().encode()
 
     def ended_event(self, job_id: str) -> tuple[bytes, bytes] | None:
         """Kind and body of the last event of a job whose events are not kept any more."""
-        kept = self.store.job(job_id)
-        if kept is None or kept.ending is None:
+        stored = self.store.job(job_id)
+        if stored is None or stored.ending is None:
             return None
-        job = self.job_of_kept(kept)
+        job = self.job_of_kept(stored)
         event = schemas.JobEvent(
-            type=kept.ending.status,
-            at=kept.ending.completed_at,
+            type=stored.ending.status,
+            at=stored.ending.completed_at,
             job_id=job_id,
-            status=kept.ending.status,
+            status=stored.ending.status,
             progress=job.progress,
             will_meet_deadline=job.will_meet_deadline,
             error=job.error,
             content_url=job.content_url,
         )
-        return kept.ending.status.encode(), event.model_dump_json(exclude_none=True).encode()
+        return stored.ending.status.encode(), event.model_dump_json(exclude_none=True).encode()
 
-    def record(self, job_id: str) -> Record | None:
+    def record(self, job_id: str) -> JobRecord | None:
         """A job that has not ended, or has a short while ago."""
-        return self.live.records.get(job_id) or self.live.recent.get(job_id)
+        return self.mirror.records.get(job_id) or self.mirror.recent.get(job_id)
 
-    def job_of_kept(self, kept: Kept, *, shown_chars: int | None = None) -> schemas.Job:
-        record = self.record(kept.facts.id)
+    def job_of_kept(self, stored: StoredJob, *, shown_chars: int | None = None) -> schemas.Job:
+        record = self.record(stored.facts.id)
         if record is not None:
             return record.job(shown_chars=shown_chars)
-        if kept.ending is None:  # of a server that is still loading
+        if stored.ending is None:  # of a server that is still loading
             values: dict[str, Any] = {"status": "queued", "progress": 0}
-            return job_of(kept.facts, None, expires_at=None, shown_chars=shown_chars, **values)
-        expires_at = kept.ending.completed_at + self.bounds.keep_s
-        return job_of(kept.facts, kept.ending, expires_at=expires_at, shown_chars=shown_chars)
+            return job_of(stored.facts, None, expires_at=None, shown_chars=shown_chars, **values)
+        expires_at = stored.ending.completed_at + self.limits.keep_s
+        return job_of(stored.facts, stored.ending, expires_at=expires_at, shown_chars=shown_chars)
 
-    async def thumbnail(self, kept: Kept) -> Path:
+    async def thumbnail(self, stored: StoredJob) -> Path:
         """A small picture of a finished file."""
-        small = self.folder / THUMBNAILS_NAME / f"{kept.facts.id}.webp"
-        return await files.thumbnail(self.folder / kept.facts.file, small, one_at_a_time=self._pictures)
+        small = self.folder / THUMBNAILS_NAME / f"{stored.facts.id}.webp"
+        return await files.thumbnail(self.folder / stored.facts.file, small, one_at_a_time=self._pictures)
 
     async def wait(self, job_ids: Sequence[str]) -> None:
         """Until all of these jobs have ended.
 
         Raises: ApiError when the server stops first.
         """
-        async with asyncio.timeout(self.bounds.waiting_s):
+        async with asyncio.timeout(self.limits.waiting_s):
             for job_id in job_ids:
-                while (record := self.live.records.get(job_id)) is not None:
-                    if self.live.status == "draining":
+                while (record := self.mirror.records.get(job_id)) is not None:
+                    if self.mirror.status == "draining":
                         raise ApiError(
                             503,
                             f"the server is stopping; {job_id} goes on when it is back",
                             code="not_ready",
                             retry_after_s=10,
                         )
-                    await record.pulse.wait(1.0)
+                    await record.updates.wait(1.0)
 
     def _unlink(self, path: Path) -> None:
         try:
@@ -445,9 +452,9 @@ class Desk:
         except OSError as error:
             logger.warning("cannot remove %s: %s", path, error.strerror)
 
-    def _drop_pictures(self, asked: Sequence[Asked]) -> None:
+    def _drop_pictures(self, requested: Sequence[RequestedJob]) -> None:
         """What may have been kept of jobs that are not accepted."""
-        for one in asked:
+        for one in requested:
             if one.picture is not None:
                 self._unlink(self._input(one.spec.id))
 

@@ -24,41 +24,41 @@ from gfgen.runtime.core.events import (
     TaskDone,
 )
 from gfgen.runtime.core.observer import JobOutcome
-from gfgen.server.bridge import door as doors
-from gfgen.server.bridge.door import MAX_AT_ONCE, Door
-from gfgen.server.jobs.choosing import SwitchedChooser
-from gfgen.server.jobs.live import Live
+from gfgen.server.bridge import run_bridge as run_bridge
+from gfgen.server.bridge.loop_hooks import SwitchableChooser
+from gfgen.server.bridge.run_bridge import MAX_AT_ONCE, RunBridge
+from gfgen.server.jobs.mirror import RunMirror
 from gfgen.server.protocol.link import (
-    Cancel,
-    Ends,
-    Framing,
-    Hello,
-    Link,
-    Noted,
-    Rows,
-    Serving,
+    CancelJobs,
+    MessageDecoder,
+    MessageSocket,
+    OpenJobs,
+    OutcomesStored,
+    PredictedEnds,
+    ProgressUpdate,
+    RunInfo,
     SetPolicy,
-    Submit,
+    SubmitJobs,
     pack,
 )
 from gfgen.snapshot import RunningTask
 
-SERVING = Serving(max, max, (), "cpu", 2, "srtf", 0.0)
+SERVING = RunInfo(max, max, (), "cpu", 2, "srtf", 0.0)
 
 
 class Front:
     """The other end of a link; keeps all notes."""
 
-    def __init__(self, door):
+    def __init__(self, bridge):
         ours, self.end = socket.socketpair()
         self.notes = []
-        self.link = Link(ours)
+        self.link = MessageSocket(ours)
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
-        door.joined(self.link)
+        bridge.joined(self.link)
 
     def _read(self):
-        framing = Framing()
+        framing = MessageDecoder()
         while content := self.end.recv(65536):
             for notes in framing.feed(content):
                 self.notes += notes
@@ -85,167 +85,167 @@ def asked():
 
 
 @pytest.fixture
-def door(asked):
-    made = Door(on_policy=asked.append)
+def bridge(asked):
+    made = RunBridge(on_policy=asked.append)
     made._serving = SERVING
     yield made
     made.close()
 
 
 @pytest.fixture
-def front(door):
-    front = Front(door)
+def front(bridge):
+    front = Front(bridge)
     yield front
     front.leave()
 
 
-def say(door, *messages, now_s=1.0):
+def say(bridge, *messages, now_s=1.0):
     """What the loop learns of these messages."""
     for message in messages:
-        door.received(message)
-    return list(door.take_events(now_s))
+        bridge.received(message)
+    return list(bridge.take_events(now_s))
 
 
 def ids(jobs):
     return [job.job_id for job in jobs]
 
 
-def test_what_the_front_has_accepted_is_taken_once(door):
-    assert say(door, Submit((make_job("a"),)), Submit((make_job("b"), make_job("a")))) == []
-    assert ids(door.take()) == ["a", "b"]
-    assert door.take() == []
-    say(door, Submit((make_job("a"),)))
-    assert door.take() == []
+def test_what_the_front_has_accepted_is_taken_once(bridge):
+    assert say(bridge, SubmitJobs((make_job("a"),)), SubmitJobs((make_job("b"), make_job("a")))) == []
+    assert ids(bridge.take()) == ["a", "b"]
+    assert bridge.take() == []
+    say(bridge, SubmitJobs((make_job("a"),)))
+    assert bridge.take() == []
 
 
-def test_a_job_is_cancelled_by_an_event_or_dropped_while_it_waits(door):
-    say(door, Submit((make_job("a"), make_job("b"))))
-    assert say(door, Cancel(("b",))) == []
-    assert ids(door.take()) == ["a"]
-    assert say(door, Cancel(("a",)), now_s=3.0) == [JobCancelled(3.0, "a")]
+def test_a_job_is_cancelled_by_an_event_or_dropped_while_it_waits(bridge):
+    say(bridge, SubmitJobs((make_job("a"), make_job("b"))))
+    assert say(bridge, CancelJobs(("b",))) == []
+    assert ids(bridge.take()) == ["a"]
+    assert say(bridge, CancelJobs(("a",)), now_s=3.0) == [JobCancelled(3.0, "a")]
 
 
-def test_what_is_much_comes_in_parts_and_rings_for_the_rest(door):
+def test_what_is_much_comes_in_parts_and_rings_for_the_rest(bridge):
     names = [f"job-{number}" for number in range(10 * MAX_AT_ONCE)]
-    say(door, *(Submit((make_job(name),)) for name in names))
+    say(bridge, *(SubmitJobs((make_job(name),)) for name in names))
     parts = []
-    while jobs := door.take():
+    while jobs := bridge.take():
         parts.append(ids(jobs))
     assert [len(part) for part in parts] == [MAX_AT_ONCE] * 10
     assert [name for part in parts for name in part] == names
-    door.received(Cancel(tuple(names)))
+    bridge.received(CancelJobs(tuple(names)))
     told = []
-    while select.select([door], [], [], 0)[0]:
-        told.append([event.job_id for event in door.take_events(1.0)])
+    while select.select([bridge], [], [], 0)[0]:
+        told.append([event.job_id for event in bridge.take_events(1.0)])
     assert [len(part) for part in told if part] == [MAX_AT_ONCE] * 10
     assert [name for part in told for name in part] == names
 
 
-def test_another_policy_is_an_event_and_changes_who_chooses(door, asked):
-    assert say(door, SetPolicy("edf"), now_s=2.0) == [PolicyChanged(2.0, "edf", "asked for over HTTP")]
+def test_another_policy_is_an_event_and_changes_who_chooses(bridge, asked):
+    assert say(bridge, SetPolicy("edf"), now_s=2.0) == [PolicyChanged(2.0, "edf", "asked for over HTTP")]
     assert asked == ["edf"]
 
 
-def test_the_run_begins_with_what_the_store_has_open(door, front):
-    door.received(Submit((make_job("a"),)))
-    door.received(Hello(("a",)))
-    assert ids(door.open(SERVING, is_stopped=lambda: False)) == ["a"]
-    door.close()
+def test_the_run_begins_with_what_the_store_has_open(bridge, front):
+    bridge.received(SubmitJobs((make_job("a"),)))
+    bridge.received(OpenJobs(("a",)))
+    assert ids(bridge.open(SERVING, is_stopped=lambda: False)) == ["a"]
+    bridge.close()
     front.leave()
-    assert front.of(Serving) == [SERVING]
+    assert front.of(RunInfo) == [SERVING]
 
 
-def test_a_stop_while_it_waits_for_the_front_is_heeded(door, monkeypatch):
-    assert door.open(SERVING, is_stopped=lambda: True) is None
-    monkeypatch.setattr(doors, "HELLO_S", 0.1)
+def test_a_stop_while_it_waits_for_the_front_is_heeded(bridge, monkeypatch):
+    assert bridge.open(SERVING, is_stopped=lambda: True) is None
+    monkeypatch.setattr(run_bridge, "HELLO_S", 0.1)
     with pytest.raises(RunError, match=r"has not told within 0\.1 s"):
-        door.open(SERVING, is_stopped=lambda: False)
+        bridge.open(SERVING, is_stopped=lambda: False)
 
 
-def test_a_front_that_dies_too_often_ends_the_run_with_the_reason(door):
-    door.failed(RunError("it died five times"))
+def test_a_front_that_dies_too_often_ends_the_run_with_the_reason(bridge):
+    bridge.failed(RunError("it died five times"))
     with pytest.raises(RunError, match="five times"):
-        door.take_events(1.0)
+        bridge.take_events(1.0)
 
 
-def test_everything_that_happens_is_told_in_its_order(door, front):
+def test_everything_that_happens_is_told_in_its_order(bridge, front):
     control, recorder = simulated_control([make_job("a", steps=2), make_job("b", steps=3)])
-    control.observers = (*control.observers, door)
+    control.observers = (*control.observers, bridge)
     control._refresh_s = 0.0
-    door.take_events(0.0)
+    bridge.take_events(0.0)
     control.run()
-    door.close()
+    bridge.close()
     front.leave()
     assert [d.number for d in front.of(Dispatch)] == [d.number for d in recorder.dispatches]
     assert front.of(TaskDone) == [e for e in recorder.events if isinstance(e, TaskDone)]
     assert [o.info.job_id for o in front.of(JobOutcome)] == recorder.end_order
-    rows = [row for note in front.of(Rows) for row in note.rows]
+    rows = [row for note in front.of(ProgressUpdate) for row in note.rows]
     assert {job_id for job_id, *_ in rows} == {"a", "b"}
     remaining = [remaining_s for job_id, index, remaining_s, _ in rows if job_id == "b" and index > 2]
     assert remaining == sorted(remaining, reverse=True)
 
 
-def test_a_new_front_is_told_where_everything_stands(door):
-    first = Front(door)
-    door.take_events(0.0)
-    door.applied(RankReady(0.0, 0, 1, 0.0))
-    door.applied(RankReady(0.0, 1, 3, 0.0))
-    say(door, Submit((make_job("a"), make_job("b"))))
-    assert ids(door.take()) == ["a", "b"]
+def test_a_new_front_is_told_where_everything_stands(bridge):
+    first = Front(bridge)
+    bridge.take_events(0.0)
+    bridge.applied(RankReady(0.0, 0, 1, 0.0))
+    bridge.applied(RankReady(0.0, 1, 3, 0.0))
+    say(bridge, SubmitJobs((make_job("a"), make_job("b"))))
+    assert ids(bridge.take()) == ["a", "b"]
     control, recorder = simulated_control([make_job("a", steps=1), make_job("done", steps=1)], num_ranks=1)
     control.run()
     dispatch = recorder.dispatches[0]
-    door.dispatched(dispatch)
-    door.applied(PolicyChanged(1.0, "edf", "x"))
-    door.ended(recorder.outcomes[-1])
-    door.left(first.link)
+    bridge.dispatched(dispatch)
+    bridge.applied(PolicyChanged(1.0, "edf", "x"))
+    bridge.ended(recorder.outcomes[-1])
+    bridge.left(first.link)
     first.leave()
-    second = Front(door)
-    wanted = say(door, Submit((make_job("a"),)), Hello(("a",)))
-    door.close()
+    second = Front(bridge)
+    wanted = say(bridge, SubmitJobs((make_job("a"),)), OpenJobs(("a",)))
+    bridge.close()
     second.leave()
     assert second.of(RankReady) == [RankReady(0.0, 0, 1, 0.0), RankReady(0.0, 1, 3, 0.0)]
     assert second.of(Dispatch) == [dispatch]
     assert second.of(PolicyChanged) == [PolicyChanged(1.0, "edf", "x")]
     assert second.of(JobOutcome) == [recorder.outcomes[-1]]
     assert wanted == [JobCancelled(1.0, "b")], "what the store has not open is not wanted any more"
-    assert door.take() == []
+    assert bridge.take() == []
 
 
-def test_an_end_that_is_predicted_anew_is_told_once_and_to_whoever_comes_later(door):
-    first = Front(door)
-    door.take_events(0.0)
+def test_an_end_that_is_predicted_anew_is_told_once_and_to_whoever_comes_later(bridge):
+    first = Front(bridge)
+    bridge.take_events(0.0)
     control, recorder = simulated_control([make_job("a", steps=1)], num_ranks=1)
     control.run()
     dispatch = recorder.dispatches[0]
-    door.dispatched(dispatch)
+    bridge.dispatched(dispatch)
     snapshot = control.state.snapshot()
     view = RunningTask(dispatch.task, dispatch.layout, dispatch.predicted_end_s)
     for end_s in (dispatch.predicted_end_s, 70.0, 70.0, 80.0):
-        door.refreshed(replace(snapshot, running=(replace(view, predicted_end_s=end_s),)))
-    heard = first.hear(Ends, 2)
-    door.left(first.link)
-    second = Front(door)
-    door.take_events(1.0)
-    door.close()
+        bridge.refreshed(replace(snapshot, running=(replace(view, predicted_end_s=end_s),)))
+    heard = first.hear(PredictedEnds, 2)
+    bridge.left(first.link)
+    second = Front(bridge)
+    bridge.take_events(1.0)
+    bridge.close()
     for front in (first, second):
         front.leave()
     assert [note.ends for note in heard] == [((dispatch.number, 70.0),), ((dispatch.number, 80.0),)]
     assert second.of(Dispatch) == [replace(dispatch, predicted_end_s=80.0)]
 
 
-def live_of_a_new_front(door):
+def live_of_a_new_front(bridge):
     """What it shows, by all that it is told when it joins."""
-    live, front = Live(now=lambda: 7.0, max_open=10), Front(door)
-    door.take_events(0.0)
-    door.close()
+    mirror, front = RunMirror(now=lambda: 7.0, max_open=10), Front(bridge)
+    bridge.take_events(0.0)
+    bridge.close()
     front.leave()
     for note in front.notes:
-        live.apply(note)
-    return live
+        mirror.apply(note)
+    return mirror
 
 
-def test_a_new_front_knows_that_a_rank_which_died_over_its_models_is_ready_with_them(door):
+def test_a_new_front_knows_that_a_rank_which_died_over_its_models_is_ready_with_them(bridge):
     for event in (
         RankReady(0.0, 0, 1, 0.0),
         RankReady(0.0, 1, 1, 0.0),
@@ -253,47 +253,47 @@ def test_a_new_front_knows_that_a_rank_which_died_over_its_models_is_ready_with_
         RankLost(2.0, 1, 1, "killed while it was loading"),
         RankReady(6.0, 1, 2, 4.0),
     ):
-        door.applied(event)
-    live = live_of_a_new_front(door)
-    assert [rank.status for rank in live.ranks] == ["loading", "idle"]
-    live.apply(RankLoaded(8.0, 0, 7.0))
-    assert [rank.status for rank in live.ranks] == ["idle", "idle"]
+        bridge.applied(event)
+    mirror = live_of_a_new_front(bridge)
+    assert [rank.status for rank in mirror.ranks] == ["loading", "idle"]
+    mirror.apply(RankLoaded(8.0, 0, 7.0))
+    assert [rank.status for rank in mirror.ranks] == ["idle", "idle"]
 
 
-def test_a_new_front_knows_that_a_rank_with_the_models_of_now_was_lost(door):
+def test_a_new_front_knows_that_a_rank_with_the_models_of_now_was_lost(bridge):
     for event in (
         ModelsChanged(1.0, ("wan",), 5.0, "x"),
         RankLoaded(2.0, 0, 1.0),
         RankLoaded(2.0, 1, 1.0),
         RankLost(3.0, 1, 1, "killed", is_retired=True),
     ):
-        door.applied(event)
-    assert [rank.status for rank in live_of_a_new_front(door).ranks] == ["idle", "retired"]
+        bridge.applied(event)
+    assert [rank.status for rank in live_of_a_new_front(bridge).ranks] == ["idle", "retired"]
 
 
-def test_an_outcome_is_told_until_it_is_noted(door):
+def test_an_outcome_is_told_until_it_is_noted(bridge):
     control, recorder = simulated_control([make_job("a")])
     control.run()
-    say(door, Submit((make_job("a"),)))
-    door.take()
+    say(bridge, SubmitJobs((make_job("a"),)))
+    bridge.take()
     (outcome,) = recorder.outcomes
-    door.ended(outcome)
-    say(door, Noted(("a",)))
-    front = Front(door)
-    door.take_events(0.0)
-    door.close()
+    bridge.ended(outcome)
+    say(bridge, OutcomesStored(("a",)))
+    front = Front(bridge)
+    bridge.take_events(0.0)
+    bridge.close()
     front.leave()
     assert front.of(JobOutcome) == []
 
 
-def test_a_front_that_never_reads_is_given_up_and_the_loop_does_not_wait(door, monkeypatch):
-    monkeypatch.setattr(doors, "MAX_UNSENT", 1000)
+def test_a_front_that_never_reads_is_given_up_and_the_loop_does_not_wait(bridge, monkeypatch):
+    monkeypatch.setattr(run_bridge, "MAX_UNSENT", 1000)
     ours, theirs = socket.socketpair()
-    link = Link(ours)
-    door.joined(link)
-    door.take_events(0.0)
+    link = MessageSocket(ours)
+    bridge.joined(link)
+    bridge.take_events(0.0)
     for number in range(200_000):
-        door.applied(PolicyChanged(float(number), "edf", "x" * 500))
+        bridge.applied(PolicyChanged(float(number), "edf", "x" * 500))
         if link._socket.fileno() < 0:
             break
     assert link._socket.fileno() < 0
@@ -301,17 +301,17 @@ def test_a_front_that_never_reads_is_given_up_and_the_loop_does_not_wait(door, m
 
 
 def test_messages_are_put_together_however_they_are_cut():
-    messages = [Cancel(("a",)), SetPolicy("edf"), Noted(tuple("abc"))]
+    messages = [CancelJobs(("a",)), SetPolicy("edf"), OutcomesStored(tuple("abc"))]
     content = b"".join(pack(message) for message in messages)
     for size in (1, 3, 50, len(content)):
-        framing, found = Framing(), []
+        framing, found = MessageDecoder(), []
         for start in range(0, len(content), size):
             found += framing.feed(content[start : start + size])
         assert found == messages
 
 
 def test_a_chooser_can_be_left_out_and_taken_up_again():
-    chooser = SwitchedChooser(None)
+    chooser = SwitchableChooser(None)
     chooser.consider(None)
     assert chooser.take() is None
     chooser.follow(load_policy("auto").choose)

@@ -18,8 +18,8 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from gfgen.runtime.core.dispatch import Dispatch
-from gfgen.server.jobs.live import Live, Watcher
-from gfgen.server.jobs.records import Record
+from gfgen.server.jobs.job_record import JobRecord
+from gfgen.server.jobs.mirror import MirrorObserver, RunMirror
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 MAX_CLASSES = 32
@@ -31,12 +31,12 @@ _STEP_BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 6
 _JOB_BOUNDS_S = (0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
 
 
-class Meter(Watcher, Collector):
+class ServerMetrics(MirrorObserver, Collector):
     """Counts for one server; a class is a job's tag."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.live: Live | None = None
+        self.mirror: RunMirror | None = None
         self._classes: set[str] = set()
         registry = self.registry
         self._ended = Counter(
@@ -98,7 +98,7 @@ class Meter(Watcher, Collector):
     def rank_lost(self, rank: int) -> None:
         self._lost.labels(str(rank)).inc()
 
-    def ended(self, record: Record) -> None:
+    def ended(self, record: JobRecord) -> None:
         facts, ending = record.facts, record.ending
         assert ending is not None
         name = self._class(facts.tag)
@@ -112,27 +112,27 @@ class Meter(Watcher, Collector):
     # When it is asked for ---------------------------------------------------------------------------
 
     def collect(self) -> Iterator[Metric]:
-        live = self.live
-        if live is None:
+        mirror = self.mirror
+        if mirror is None:
             return
         ready = GaugeMetricFamily("gfgen_ready", "1 while jobs are taken.")
-        ready.add_metric([], float(live.status == "ready"))
+        ready.add_metric([], float(mirror.status == "ready"))
         yield ready
         waiting = Counts(
-            (r.facts.model, self._class(r.facts.tag), r.status) for r in list(live.records.values())
+            (r.facts.model, self._class(r.facts.tag), r.status) for r in list(mirror.records.values())
         )
         yield _gauge("gfgen_jobs_open", "Jobs that have not ended.", ["model", "class", "status"], waiting)
-        now = live.now()
-        use = {(str(rank.rank),): rank.utilisation for rank in live.shown_ranks(now)}
+        now = mirror.now()
+        use = {(str(rank.rank),): rank.utilisation for rank in mirror.shown_ranks(now)}
         yield _gauge(
             "gfgen_rank_utilisation", "Share of the last minute in which it computed.", ["rank"], use
         )
-        up = {(str(rank.rank),): float(rank.status in ("loading", "idle", "busy")) for rank in live.ranks}
+        up = {(str(rank.rank),): float(rank.status in ("loading", "idle", "busy")) for rank in mirror.ranks}
         yield _gauge("gfgen_rank_up", "1 while a rank takes tasks.", ["rank"], up)
-        turn = {(): live.longest_turn_s}
+        turn = {(): mirror.longest_turn_s}
         yield _gauge("gfgen_control_longest_turn_seconds", "The loop's longest turn so far.", [], turn)
-        yield _gauge("gfgen_control_turns", "Turns of the control loop so far.", [], {(): live.num_turns})
-        yield _gauge("gfgen_streams", "Event streams that are read.", [], {(): live.num_streams})
+        yield _gauge("gfgen_control_turns", "Turns of the control loop so far.", [], {(): mirror.num_turns})
+        yield _gauge("gfgen_streams", "Event streams that are read.", [], {(): mirror.num_streams})
 
     def describe(self) -> list[Metric]:
         """Nothing: names are known when they are asked for."""
