@@ -34,7 +34,7 @@ from gfgen.graph import Artifact
 from gfgen.layout import Layout
 from gfgen.models.families.adapter import Fields
 from gfgen.runtime.ipc.migration import plan_transfers
-from gfgen.runtime.worker.worker_jobs import receive_state, send_state
+from gfgen.runtime.worker.jobs import receive_state, send_state
 
 KIB, MIB = 1 << 10, 1 << 20
 

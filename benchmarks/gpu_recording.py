@@ -31,7 +31,7 @@ from gfgen.models.geometry.geometry import CONFIGS
 from gfgen.models.loading.random_weights import random_component
 from gfgen.models.parallel.counted_attention import counted_attention, is_fast
 from gfgen.models.parallel.sequence_parallel import install
-from gfgen.runtime.worker.worker_graphs import CudaRecorder
+from gfgen.runtime.worker.recorder import CudaRecorder
 
 DEVICE = torch.device("cuda:0")
 QWEN = "qwen-image"

@@ -23,8 +23,8 @@ from gfgen.models.families.adapter import Adapter
 from gfgen.models.parallel.parallel import Parallel, parallel_from
 from gfgen.runtime.ipc.channel import Channel
 from gfgen.runtime.ipc.messages import BareTimes, RunBare
-from gfgen.runtime.worker import worker_gpu
-from gfgen.runtime.worker.worker import Worker, WorkerSettings, load, load_model, run_worker
+from gfgen.runtime.worker import gpu as worker_gpu
+from gfgen.runtime.worker.host import Worker, WorkerSettings, load, load_model, run_worker
 
 __all__ = ["WorkerSettings", "main"]
 

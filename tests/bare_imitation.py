@@ -11,7 +11,7 @@ from gpu_worker_imitation import ImitationRecorder, ImitationWorker, imitate_cud
 from benchmarks.worker_bare import BareGpuWorker
 from gfgen.gfc.arena import Plan
 from gfgen.runtime.ipc.channel import Channel
-from gfgen.runtime.worker.worker import Worker, WorkerSettings, load, load_model, run_worker
+from gfgen.runtime.worker.host import Worker, WorkerSettings, load, load_model, run_worker
 
 __all__ = ["WorkerSettings", "main"]
 

@@ -30,8 +30,9 @@ from typing import Any
 import torch
 
 from gfgen.models.fast import stopping
-from gfgen.runtime.worker import worker, worker_gpu
-from gfgen.runtime.worker.worker import WorkerSettings
+from gfgen.runtime.worker import gpu as worker_gpu
+from gfgen.runtime.worker import host as worker
+from gfgen.runtime.worker.host import WorkerSettings
 
 __all__ = ["WorkerSettings", "main"]
 

@@ -1,4 +1,4 @@
-"""A GPU rank's worker on a CPU: everything of worker_gpu.py but the device.
+"""A GPU rank's worker on a CPU: everything of gpu.py but the device.
 
 Streams and events do nothing, since what a CPU is told to do is done when the call returns; arenas
 are memfds that the worker makes itself, as a GPU's rank does. So its threads, what it answers to the
@@ -30,8 +30,10 @@ from gfgen.layout import Layout
 from gfgen.models.parallel.rehearsal import rehearsal
 from gfgen.runtime.ipc.channel import Channel
 from gfgen.runtime.ipc.messages import Arenas, Loading
-from gfgen.runtime.worker import worker_forwards, worker_gpu, worker_staging
-from gfgen.runtime.worker.worker import Worker, WorkerSettings, load_model, run_worker
+from gfgen.runtime.worker import forwards as worker_forwards
+from gfgen.runtime.worker import gpu as worker_gpu
+from gfgen.runtime.worker import staging as worker_staging
+from gfgen.runtime.worker.host import Worker, WorkerSettings, load_model, run_worker
 
 __all__ = ["WorkerSettings", "main"]
 

@@ -15,8 +15,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from gfgen.runtime.ipc.messages import WarmedUp, WarmUp
-from gfgen.runtime.worker import worker
-from gfgen.runtime.worker.worker import WorkerSettings
+from gfgen.runtime.worker import host as worker
+from gfgen.runtime.worker.host import WorkerSettings
 
 __all__ = ["WorkerSettings", "die", "main"]
 

@@ -39,9 +39,9 @@ from gfgen.runtime.ipc.messages import (
 )
 from gfgen.runtime.ipc.migration import Transfer
 from gfgen.runtime.ipc.slab import Slab, SlabPlan
-from gfgen.runtime.worker import worker as worker_module
-from gfgen.runtime.worker import worker_jobs
-from gfgen.runtime.worker.worker import Worker
+from gfgen.runtime.worker import host as worker_module
+from gfgen.runtime.worker import jobs as worker_jobs
+from gfgen.runtime.worker.host import Worker
 
 JOB = make_job("a", steps=4)
 PLAN = SlabPlan.of(JOB.trajectory)

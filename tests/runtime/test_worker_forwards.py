@@ -20,8 +20,8 @@ from gfgen.models.fast.graphs import Graphs
 from gfgen.models.parallel.parallel import Parallel
 from gfgen.models.parallel.rehearsal import RehearsalRanks
 from gfgen.runtime.ipc.messages import WarmUp
-from gfgen.runtime.worker import worker_forwards
-from gfgen.runtime.worker.worker_forwards import Forwards, Kind
+from gfgen.runtime.worker import forwards as worker_forwards
+from gfgen.runtime.worker.forwards import Forwards, Kind
 
 torch.set_num_threads(1)
 

@@ -46,12 +46,12 @@ from gfgen.runtime.ipc.migration import Transfer
 from gfgen.runtime.processes.loads import Loads
 from gfgen.runtime.processes.pool import WorkerPool
 from gfgen.runtime.processes.watchdog import Patience
-from gfgen.runtime.worker import worker_gpu
+from gfgen.runtime.worker import gpu as worker_gpu
+from gfgen.runtime.worker.forwards import Forwards
+from gfgen.runtime.worker.gpu import GpuWorker
+from gfgen.runtime.worker.host import WorkerSettings
+from gfgen.runtime.worker.jobs import InputVoidError, RankJob, Shipment
 from gfgen.runtime.worker.warming import warm_ups
-from gfgen.runtime.worker.worker import WorkerSettings
-from gfgen.runtime.worker.worker_forwards import Forwards
-from gfgen.runtime.worker.worker_gpu import GpuWorker
-from gfgen.runtime.worker.worker_jobs import InputVoidError, RankJob, Shipment
 
 PLAN = Plan(data_bytes=1 << 20, post_bytes=1 << 12)
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from gfgen.runtime.worker.worker_memory import DeviceMemory
+from gfgen.runtime.worker.memory import DeviceMemory
 
 MB = 1 << 20
 DEVICE, TASKS, ARRIVALS = torch.device("cuda", 1), 77, 88

@@ -26,7 +26,7 @@ from gfgen.runtime.ipc.slab import Slab, SlabPlan
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.processes.pool import WorkerPool, default_writers
 from gfgen.runtime.processes.workers import ProcessBackend
-from gfgen.runtime.worker.worker_jobs import fetch
+from gfgen.runtime.worker.jobs import fetch
 from gfgen.snapshot import Decision
 
 PICTURE = {"model": "tiny-qwen-image", "width": 64, "height": 64, "steps": 4, "seed": 11}

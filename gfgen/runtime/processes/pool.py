@@ -52,9 +52,9 @@ logger = logging.getLogger(__name__)
 MAX_DEATHS = 3
 DEATHS_WINDOW_S = 600.0
 """A rank that dies so often within this time is retired: something is wrong with its device."""
-WORKER_MAINS = {"cpu": "gfgen.runtime.worker.worker:main", "cuda": "gfgen.runtime.worker.worker_gpu:main"}
+WORKER_MAINS = {"cpu": "gfgen.runtime.worker.host:main", "cuda": "gfgen.runtime.worker.gpu:main"}
 """By what a rank computes on: where its process begins."""
-_PROGRAMS = ("gfgen.runtime.worker.worker", "gfgen.runtime.files.writer")
+_PROGRAMS = ("gfgen.runtime.worker.host", "gfgen.runtime.files.writer")
 PRELOADS = {
     "cpu": (*_PROGRAMS, "gfgen.models.families.wan", "gfgen.models.families.qwen_image"),
     "cuda": _PROGRAMS,

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from gfgen.runtime.worker.worker_jobs import as_bytes
+from gfgen.runtime.worker.jobs import as_bytes
 
 STAGING_BYTES = 64 << 20
 """Of pinned host memory, for each direction. More is never pinned later, since that waits for the device."""

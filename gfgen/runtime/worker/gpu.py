@@ -66,7 +66,8 @@ from gfgen.runtime.ipc.messages import (
     WarmUp,
     WorkerFailed,
 )
-from gfgen.runtime.worker.worker import (
+from gfgen.runtime.worker.forwards import Forwards, Kind
+from gfgen.runtime.worker.host import (
     LoadModel,
     Worker,
     WorkerSettings,
@@ -75,9 +76,7 @@ from gfgen.runtime.worker.worker import (
     reason_of,
     run_worker,
 )
-from gfgen.runtime.worker.worker_forwards import Forwards, Kind
-from gfgen.runtime.worker.worker_graphs import CudaRecorder
-from gfgen.runtime.worker.worker_jobs import (
+from gfgen.runtime.worker.jobs import (
     InputVoidError,
     Outline,
     RankJob,
@@ -91,8 +90,9 @@ from gfgen.runtime.worker.worker_jobs import (
     send_state,
     sum_of,
 )
-from gfgen.runtime.worker.worker_memory import DeviceMemory
-from gfgen.runtime.worker.worker_staging import Staging
+from gfgen.runtime.worker.memory import DeviceMemory
+from gfgen.runtime.worker.recorder import CudaRecorder
+from gfgen.runtime.worker.staging import Staging
 
 logger = logging.getLogger(__name__)
 

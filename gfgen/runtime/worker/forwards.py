@@ -22,7 +22,7 @@ from gfgen.models.fast.graphs import Graphs
 from gfgen.models.parallel.parallel import Parallel
 from gfgen.models.parallel.rehearsal import rehearsal
 from gfgen.runtime.ipc.messages import WarmUp
-from gfgen.runtime.worker.worker_jobs import RankJob
+from gfgen.runtime.worker.jobs import RankJob
 
 LAUNCH_BOUND = 0.8
 """Launches that take so much of the time until all is done, or more, in two steps of a kind in a row: the

@@ -72,7 +72,7 @@ from gfgen.runtime.ipc.messages import (
     WorkerReady,
 )
 from gfgen.runtime.ipc.slab import Slab, SlabPlan
-from gfgen.runtime.worker.worker_jobs import (
+from gfgen.runtime.worker.jobs import (
     InputVoidError,
     Outline,
     RankJob,
@@ -155,7 +155,7 @@ def run_worker(
 
 
 class Worker:
-    """Runs tasks with the adapters of one rank. What a GPU does otherwise is in worker_gpu.py."""
+    """Runs tasks with the adapters of one rank. What a GPU does otherwise is in gpu.py."""
 
     arena_fds: tuple[int, ...] = ()
     """What the control plane is to hand to the other ranks."""
