@@ -21,7 +21,7 @@ import torch
 
 from gfgen.cli.session.ranks import Ranks, admitted_on
 from gfgen.graph import Stage
-from gfgen.jobspec import JobSpec
+from gfgen.job.spec import JobSpec
 from gfgen.models.families.calibration import median_s
 from gfgen.models.families.registry import load_adapter
 from gfgen.runtime.core.admission import AdmittedJob

@@ -29,7 +29,7 @@ from gfgen.gfc.cuda.driver import driver
 from gfgen.gfc.cuda.endpoint import CudaEndpoint
 from gfgen.gfc.cuda.ranks import CudaRanks
 from gfgen.gfc.descriptor import Descriptor
-from gfgen.jobspec import JobSpec
+from gfgen.job.spec import JobSpec
 from gfgen.layout import Layout
 from gfgen.models.families import guidance
 from gfgen.models.families.adapter import SAMPLE, Fields

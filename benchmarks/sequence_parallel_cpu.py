@@ -32,7 +32,7 @@ from gfgen.gfc.arena import Plan, create_arena
 from gfgen.gfc.descriptor import Descriptor, Kind
 from gfgen.gfc.endpoint import Endpoint
 from gfgen.gfc.group import Group
-from gfgen.jobspec import JobSpec
+from gfgen.job.spec import JobSpec
 from gfgen.layout import Layout
 from gfgen.models.families.adapter import Fields
 from gfgen.models.families.registry import load_adapter, resolve_checkpoint

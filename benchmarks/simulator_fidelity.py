@@ -29,7 +29,7 @@ from typing import Any
 
 from gfgen.bench import profiling
 from gfgen.cli.session.admission import Admission
-from gfgen.jobspec import JobSpec
+from gfgen.job.spec import JobSpec
 from gfgen.policies.catalog import load_policy
 from gfgen.runtime.control.control import Control
 from gfgen.runtime.control.metrics import Summary

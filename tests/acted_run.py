@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from gfgen.graph import Stage, Task, Trajectory
-from gfgen.jobspec import JobSpec
+from gfgen.job.spec import JobSpec
 from gfgen.layout import Layout
 from gfgen.runtime.core import events
 from gfgen.runtime.core.dispatch import Dispatch

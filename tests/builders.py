@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gfgen.graph import Artifact, Stage, Trajectory
-from gfgen.jobspec import JobSpec
+from gfgen.job.spec import JobSpec
 from gfgen.policies.catalog import load_policy
 from gfgen.runtime.control.control import Control
 from gfgen.runtime.control.state import State

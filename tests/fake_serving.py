@@ -28,7 +28,7 @@ from gfgen.cli.session.ranks import Ranks
 from gfgen.errors import JobError, Problem
 from gfgen.gfc.arena import Plan
 from gfgen.graph import Artifact, Stage, Task, Trajectory
-from gfgen.jobspec import JobSpec
+from gfgen.job.spec import JobSpec
 from gfgen.layout import Layout
 from gfgen.policies.catalog import load_policy
 from gfgen.runtime.core.admission import AdmittedJob, Model, admit

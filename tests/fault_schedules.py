@@ -28,7 +28,7 @@ from PIL import Image
 from gfgen.errors import PolicyFault, WorkerError
 from gfgen.gfc.arena import Plan
 from gfgen.graph import Artifact, Stage, Trajectory
-from gfgen.jobspec import JobSpec
+from gfgen.job.spec import JobSpec
 from gfgen.policies.catalog import NamedPolicy, load_policy
 from gfgen.runtime.control.control import Control
 from gfgen.runtime.control.state import MAX_LOST_WORKERS, MAX_TASK_FAILURES, State

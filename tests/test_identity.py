@@ -12,15 +12,14 @@ import pytest
 from PIL import Image
 
 from gfgen.errors import JobError
-from gfgen.job import (
+from gfgen.job.reader import parse_job, read_job_stream
+from gfgen.job.spec import (
     JobSpec,
     canonical_spec,
     default_id,
     default_output,
     default_seed,
     output_name,
-    parse_job,
-    read_job_stream,
     spec_hash,
     with_defaults,
 )

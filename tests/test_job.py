@@ -14,19 +14,11 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from gfgen import job as job_module
-from gfgen import jobimage
 from gfgen.errors import InputError, JobFileError, Problem
-from gfgen.job import (
-    FIELDS,
-    JobSpec,
-    ParsedJobs,
-    due_at,
-    parse_job,
-    passed_deadlines,
-    read_job_stream,
-    read_jobs,
-)
+from gfgen.job import images, reader
+from gfgen.job.fields import FIELDS
+from gfgen.job.reader import ParsedJobs, due_at, parse_job, passed_deadlines, read_job_stream, read_jobs
+from gfgen.job.spec import JobSpec
 
 JOBS = Path(__file__).parent.parent / "jobs"
 DOCS = Path(__file__).parent.parent / "docs" / "job-file.md"
@@ -158,7 +150,7 @@ class TestWhatIsNoJob:
             1,
             None,
             line,
-            f"not an object; write each job as one object, such as {job_module.EXAMPLE}",
+            f"not an object; write each job as one object, such as {reader.EXAMPLE}",
         )
 
     def test_bytes_that_are_not_utf8_are_named_with_their_place(self) -> None:
@@ -195,22 +187,22 @@ class TestBounds:
 
     def test_a_line_of_just_the_limit_is_read(self) -> None:
         line = '{"prompt": "a fox"}'
-        padding = " " * (job_module.MAX_LINE_BYTES - len(line) - 1)
+        padding = " " * (reader.MAX_LINE_BYTES - len(line) - 1)
         assert len(read(line + padding + "\n" + line).specs) == 2
 
     def test_a_stream_without_line_ends_is_given_up(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(job_module, "MAX_FILE_BYTES", 4 * 2**20)
+        monkeypatch.setattr(reader, "MAX_FILE_BYTES", 4 * 2**20)
         found = read_job_stream(_Endless(b"x"), source="zero", folder=Path()).problems
         assert "lines below this one were not read" in found[-1].accepted
 
     def test_a_stream_of_faulty_lines_is_given_up_and_the_first_line_of_the_report_says_so(self) -> None:
         found = read_job_stream(_Endless(b"x\n"), source="yes", folder=Path()).problems
-        assert len(found) == job_module.MAX_PROBLEMS + 1
+        assert len(found) == reader.MAX_PROBLEMS + 1
         first = min(found, key=lambda problem: problem.line or 0)
         assert str(first).startswith("line 1001: this line and those below it were not read")
 
     def test_a_stream_of_jobs_is_given_up(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(job_module, "MAX_JOBS", 50)
+        monkeypatch.setattr(reader, "MAX_JOBS", 50)
         parsed = read_job_stream(_Endless(b'{"prompt": "a fox"}\n'), source="yes", folder=Path())
         assert len(parsed.specs) == 50
         assert str(parsed.problems[0]).startswith("line 51: ")
@@ -572,7 +564,7 @@ class TestImage:
     def test_a_picture_that_unpacks_to_too_much_is_refused(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(jobimage, "MAX_IMAGE_PIXELS", 1000)
+        monkeypatch.setattr(images, "MAX_IMAGE_PIXELS", 1000)
         assert "64x48 is more than 1,000 pixels" in problem(image=str(picture(tmp_path / "a.png"))).accepted
 
     def test_what_pillow_calls_a_bomb_is_refused(
@@ -582,7 +574,7 @@ class TestImage:
         assert "the picture has more than" in problem(image=str(picture(tmp_path / "a.png"))).accepted
 
     def test_a_file_too_large_is_refused(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(jobimage, "MAX_IMAGE_BYTES", 100)
+        monkeypatch.setattr(images, "MAX_IMAGE_BYTES", 100)
         assert problem(image=str(picture(tmp_path / "a.png"))).field == "image"
 
     def test_other_formats_are_refused(self, tmp_path: Path) -> None:
@@ -598,7 +590,7 @@ class TestImage:
     ) -> None:
         picture(tmp_path / "a.png")
         opened: list[bytes] = []
-        monkeypatch.setattr(jobimage, "_decode", opened.append)
+        monkeypatch.setattr(images, "_decode", opened.append)
         read('{"prompt": "a", "image": "a.png"}\n' * 5, tmp_path)
         assert len(opened) == 1
 

@@ -12,7 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gfgen.errors import Problem
-from gfgen.job import FIELDS, JobSpec, ParsedJobs, parse_job, read_job_stream, spec_hash, to_mapping
+from gfgen.job.fields import FIELDS
+from gfgen.job.reader import ParsedJobs, parse_job, read_job_stream, to_mapping
+from gfgen.job.spec import JobSpec, spec_hash
 
 untimed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 """On a busy machine an example may take long; that is no failure."""

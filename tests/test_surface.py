@@ -7,7 +7,7 @@ import click
 
 from gfgen import errors
 from gfgen.cli.main import cli
-from gfgen.jobfields import FIELDS
+from gfgen.job.fields import FIELDS
 from gfgen.runtime.core import events
 from gfgen.runtime.files import journal
 from gfgen.runtime.predict import profile

@@ -23,7 +23,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from gfgen.jobspec import JobSpec
+from gfgen.job.spec import JobSpec
 
 TRIED_STEPS = 2
 """Flow matching with one step divides by zero."""

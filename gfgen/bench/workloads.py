@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from gfgen.errors import InputError
-from gfgen.jobspec import JobSpec
+from gfgen.job.spec import JobSpec
 from gfgen.models.families.registry import find_configs
 from gfgen.models.geometry.geometry import weightless_geometry
 from gfgen.runtime.core.admission import AdmittedJob, Model, admit

@@ -27,7 +27,7 @@ from gfgen.cli.compare_runs import Predicted, on_workers, predicted, predicted_t
 from gfgen.cli.session.options import FiniteRange, ranks_per_gpu_option
 from gfgen.cli.session.ranks import Ranks, rank_options
 from gfgen.errors import InputError, InterruptedRunError
-from gfgen.job import to_mapping
+from gfgen.job.reader import to_mapping
 from gfgen.layout import MAX_RANKS
 from gfgen.models.geometry.geometry_rules import MAX_STEPS
 from gfgen.policies.catalog import load_policy

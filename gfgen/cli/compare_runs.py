@@ -33,7 +33,7 @@ from gfgen.cli.session.ranks import Ranks, admitted_on, ready_pool
 from gfgen.cli.session.warming import warm_up
 from gfgen.cli.shown.prediction import choose_profile
 from gfgen.errors import WorkerError
-from gfgen.jobspec import JobSpec
+from gfgen.job.spec import JobSpec
 from gfgen.policies.catalog import load_policy
 from gfgen.runtime.control.metrics import Summary
 from gfgen.runtime.control.records import LOOKAHEAD_S

@@ -26,7 +26,7 @@ from gfgen.cli.session.options import tell_of_graphs
 from gfgen.cli.session.ranks import Ranks, admitted_on, rank_options, ready_pool
 from gfgen.cli.shown.board import Board, Line, has_cursor
 from gfgen.errors import InputError, InterruptedRunError
-from gfgen.jobspec import JobSpec
+from gfgen.job.spec import JobSpec
 from gfgen.layout import MAX_RANKS
 from gfgen.models.families.registry import DEFAULT_MODEL, PACKAGED, TINY_NAMES
 from gfgen.runtime.core.admission import AdmittedJob

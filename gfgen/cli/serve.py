@@ -32,7 +32,7 @@ from gfgen.cli.session.ranks import Ranks, ready_pool
 from gfgen.cli.session.warming import warm_up
 from gfgen.cli.shown.progress import LineProgress
 from gfgen.errors import InputError, InterruptedRunError
-from gfgen.jobspec import JobSpec
+from gfgen.job.spec import JobSpec
 from gfgen.layout import MAX_RANKS
 from gfgen.models.families.registry import DEFAULT_MODEL
 from gfgen.models.geometry.geometry_weights import VAE_DTYPES

@@ -18,7 +18,7 @@ from gfgen.bench.workloads import (
 )
 from gfgen.errors import InputError
 from gfgen.graph import Stage
-from gfgen.job import parse_job, to_mapping
+from gfgen.job.reader import parse_job, to_mapping
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.predict.profile import load_profile
 from gfgen.runtime.predict.profiles import SHIPPED, shipped_profiles

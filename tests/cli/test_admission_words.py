@@ -3,7 +3,7 @@
 import pytest
 
 from gfgen.cli.session.admission import find_model, tell_of_unused
-from gfgen.job import JobSpec
+from gfgen.job.spec import JobSpec
 from gfgen.runtime.control.state import State
 from gfgen.runtime.core.admission import admit, tell_of_rounding
 from gfgen.runtime.core.clock import Clock

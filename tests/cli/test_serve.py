@@ -13,7 +13,7 @@ from serving import Server, free_port
 from gfgen.cli.main import main
 from gfgen.cli.serve import usual_jobs
 from gfgen.cli.session.admission import Admission, find_weightless
-from gfgen.jobspec import JobSpec
+from gfgen.job.spec import JobSpec
 from gfgen.runtime.core.admission import admit
 from gfgen.runtime.core.devices import Devices
 from gfgen.runtime.files.lock import hold_folder

@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 from shapes_prompts import ANIMATED, EVERY, PICTURES, VIDEOS
 
-from gfgen.job import read_jobs
+from gfgen.job.reader import read_jobs
 from gfgen.models.families.registry import find_configs
 from gfgen.runtime.files.outputs import write_output
 from training.scenes import is_held_out

@@ -11,7 +11,7 @@ import torch
 
 from gfgen.gfc.cuda.endpoint import CudaEndpoint
 from gfgen.gfc.descriptor import Descriptor
-from gfgen.jobspec import JobSpec
+from gfgen.job.spec import JobSpec
 from gfgen.layout import Layout
 from gfgen.models.families import guidance
 from gfgen.models.families.adapter import Fields

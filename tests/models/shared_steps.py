@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from gfgen.jobspec import JobSpec
+from gfgen.job.spec import JobSpec
 from gfgen.models.families.adapter import Fields
 from gfgen.models.families.registry import load_adapter, resolve_checkpoint
 from gfgen.models.parallel.parallel import Parallel

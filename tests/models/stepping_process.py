@@ -8,7 +8,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from gfgen.jobspec import JobSpec
+from gfgen.job.spec import JobSpec
 
 REPLY_TIMEOUT_S = 120
 

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from gfgen.errors import JobError
-from gfgen.jobspec import JobSpec
+from gfgen.job.spec import JobSpec
 from gfgen.models.families.adapter import Fields
 from gfgen.models.families.pictures import load_image
 from gfgen.models.families.registry import load_adapter

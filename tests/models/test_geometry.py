@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gfgen import jobfields
 from gfgen.errors import JobError, LayoutError, ModelError
 from gfgen.graph import INPUTS, OUTPUTS, Stage
-from gfgen.jobspec import JobSpec
+from gfgen.job import fields as job_fields
+from gfgen.job.spec import JobSpec
 from gfgen.layout import Layout
 from gfgen.models.geometry import geometry_rules as rules
 from gfgen.models.geometry.geometry import (
@@ -62,7 +62,7 @@ def test_the_longest_video_fits_in_the_rotary_table() -> None:
     config = json.loads((CONFIGS / "wan2.2-ti2v-5b" / "transformer" / "config.json").read_text())
     assert (rules.MAX_FRAMES - 1) % 4 == 0
     assert config["rope_max_seq_len"] == (rules.MAX_FRAMES - 1) // 4 + 1
-    assert rules.MAX_FRAMES == jobfields.MAX_FRAMES
+    assert rules.MAX_FRAMES == job_fields.MAX_FRAMES
 
 
 def test_defaults_are_fields_of_a_job() -> None:

@@ -15,7 +15,7 @@ from diffusers.image_processor import VaeImageProcessor
 from diffusers.utils import load_image
 from stepping_process import SteppingProcess, loads
 
-from gfgen.jobspec import JobSpec
+from gfgen.job.spec import JobSpec
 from gfgen.models.families.registry import resolve_checkpoint
 from gfgen.models.geometry.geometry import load_geometry
 

@@ -12,7 +12,7 @@ import torch
 from diffusers import WanPipeline
 from torch import Tensor, nn
 
-from gfgen.jobspec import JobSpec
+from gfgen.job.spec import JobSpec
 from gfgen.models.families.registry import load_adapter
 from gfgen.models.fast import prompt_memory
 from gfgen.models.fast.prompt_memory import Remembering, prompt_bytes, remember_prompts

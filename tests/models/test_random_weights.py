@@ -15,7 +15,7 @@ import torch
 from diffusers import QwenImagePipeline, WanPipeline
 
 from gfgen.errors import ModelError
-from gfgen.jobspec import JobSpec
+from gfgen.job.spec import JobSpec
 from gfgen.models.families.registry import load_adapter, resolve_configs
 from gfgen.models.geometry.geometry import CONFIGS, SHIPPED
 from gfgen.models.loading.components import load_pipeline

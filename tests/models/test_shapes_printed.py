@@ -34,10 +34,10 @@ SEEDS = (1, 2)
 
 def shown_texts() -> Iterator[str]:
     """What users read: documents, examples, the page, and the messages of the program."""
-    folders = ("docs", "jobs", "gfgen/cli", "gfgen/server")
+    folders = ("docs", "jobs", "gfgen/cli", "gfgen/job", "gfgen/server")
     files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in SUFFIXES]
     weights = ROOT / "gfgen/models/weights/README.md"
-    for path in (*ROOT.glob("*.md"), *files, weights, ROOT / "gfgen/job.py", ROOT / "gfgen/jobfields.py"):
+    for path in (*ROOT.glob("*.md"), *files, weights):
         yield path.read_text(encoding="utf-8")
 
 
@@ -55,7 +55,7 @@ def test_every_printed_prompt_is_one_that_is_drawn_here() -> None:
 
 
 def test_documents_show_no_prompt_that_the_built_in_model_does_not_understand() -> None:
-    documents = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "gfgen/job.py"]
+    documents = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "gfgen/job/reader.py"]
     lines = [line for path in documents for line in path.read_text(encoding="utf-8").splitlines()]
     prompts = {prompt for line in lines if '"model"' not in line for prompt in FIELD.findall(line)}
     assert len(prompts) > 5

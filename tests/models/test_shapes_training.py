@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from gfgen.jobspec import JobSpec
+from gfgen.job.spec import JobSpec
 from gfgen.models.families.pictures import load_image
 from gfgen.models.families.registry import load_adapter
 from training import train

@@ -7,7 +7,7 @@ import json
 import torch
 from safetensors.torch import load_file
 
-from gfgen.jobspec import JobSpec
+from gfgen.job.spec import JobSpec
 from gfgen.models.families.registry import WEIGHTS, find_configs, resolve_checkpoint
 from gfgen.models.geometry.geometry import load_geometry, weightless_geometry
 from training.card import BEGIN, END, figures_table

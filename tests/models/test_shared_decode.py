@@ -18,7 +18,7 @@ from forked_ranks import ForkedRanks
 from torch.nn import functional
 
 from gfgen.errors import ModelError
-from gfgen.jobspec import JobSpec
+from gfgen.job.spec import JobSpec
 from gfgen.layout import Layout, shard_bounds
 from gfgen.models.families.adapter import Fields
 from gfgen.models.families.registry import load_adapter

@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 
-from gfgen.jobspec import JobSpec
+from gfgen.job.spec import JobSpec
 from gfgen.models.families.registry import TINY_NAMES
 from gfgen.models.geometry.geometry import CONFIGS, SHIPPED, load_geometry, weightless_geometry
 

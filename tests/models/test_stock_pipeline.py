@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from gfgen.jobspec import JobSpec
+from gfgen.job.spec import JobSpec
 from gfgen.models.families.registry import load_adapter
 from gfgen.models.geometry.geometry import load_geometry
 from gfgen.models.loading.stock import StockPipeline

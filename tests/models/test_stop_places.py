@@ -9,7 +9,7 @@ import torch
 from diffusers import AutoencoderKLWan
 
 from gfgen.errors import AbortedError
-from gfgen.job import JobSpec
+from gfgen.job.spec import JobSpec
 from gfgen.models.families.registry import load_adapter
 from gfgen.models.fast import stopping
 

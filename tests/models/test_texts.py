@@ -18,7 +18,7 @@ from gpu_worker_imitation import ImitationRecorder
 from test_sequence_parallel import hooked, qwen_inputs
 
 from gfgen.gfc.reshard import shard_sizes
-from gfgen.jobspec import JobSpec
+from gfgen.job.spec import JobSpec
 from gfgen.layout import Layout
 from gfgen.models.families.registry import load_adapter
 from gfgen.models.fast import graphs, texts

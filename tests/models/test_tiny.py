@@ -13,7 +13,7 @@ from transformers import Qwen2Tokenizer
 
 from gfgen.errors import ModelError
 from gfgen.graph import Stage
-from gfgen.jobspec import JobSpec
+from gfgen.job.spec import JobSpec
 from gfgen.models.families.registry import load_adapter
 from gfgen.models.geometry.geometry import load_geometry
 from gfgen.models.geometry.geometry_qwen import TYPICAL_TEXT_TOKENS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gfgen.errors import ModelError
-from gfgen.jobspec import JobSpec
+from gfgen.job.spec import JobSpec
 from gfgen.models.geometry.geometry import CONFIGS, shipped_geometry
 from gfgen.runtime.core.admission import Model, admit
 

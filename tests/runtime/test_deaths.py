@@ -13,7 +13,7 @@ from builders import make_job
 from test_elastic import following
 from test_workers import PICTURE, pixels, run
 
-from gfgen.job import JobSpec
+from gfgen.job.spec import JobSpec
 from gfgen.layout import Layout
 from gfgen.policies.catalog import NamedPolicy
 from gfgen.runtime.core.clock import Clock

@@ -15,7 +15,7 @@ from gpu_ranks import NUM_GPUS, NUM_RANKS, RANKS_PER_GPU, needs_two_ranks
 from test_elastic import following
 from test_workers import PICTURE, pixels, run
 
-from gfgen.job import JobSpec
+from gfgen.job.spec import JobSpec
 from gfgen.runtime.core.devices import choose_devices
 from gfgen.runtime.core.events import RankLost, TaskFailed
 from gfgen.runtime.processes.pool import WorkerPool

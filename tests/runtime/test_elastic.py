@@ -11,7 +11,7 @@ from PIL import Image
 from test_workers import PICTURE, VIDEO, pixels, run
 
 from gfgen.graph import Stage
-from gfgen.job import JobSpec
+from gfgen.job.spec import JobSpec
 from gfgen.layout import Layout
 from gfgen.policies.catalog import NamedPolicy
 from gfgen.runtime.core.events import TaskFailed

@@ -10,7 +10,7 @@ from builders import make_job
 from PIL import Image
 
 from gfgen.errors import OutputError, Problem
-from gfgen.identity import output_name, spec_hash
+from gfgen.job.spec import output_name, spec_hash
 from gfgen.runtime.core.observer import JobOutcome
 from gfgen.runtime.files import inbox as inbox_module
 from gfgen.runtime.files import manifest as manifest_module

@@ -11,7 +11,7 @@ from test_deaths import lost, statuses
 from test_elastic import following
 from test_workers import PICTURE, pixels, run
 
-from gfgen.jobspec import JobSpec
+from gfgen.job.spec import JobSpec
 from gfgen.runtime.processes.pool import WorkerPool
 
 ISLANDS = ((0, 1), (2,))

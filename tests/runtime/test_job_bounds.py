@@ -11,7 +11,7 @@ import pytest
 from gfgen.cli.session.admission import Admission, find_model, with_time
 from gfgen.errors import InputError
 from gfgen.graph import Stage
-from gfgen.jobspec import JobSpec
+from gfgen.job.spec import JobSpec
 from gfgen.runtime.core.admission import AdmittedJob, admit
 from gfgen.runtime.core.devices import CPU, CUDA, Devices
 from gfgen.runtime.predict import job_bounds

@@ -23,8 +23,8 @@ from PIL import Image
 
 from gfgen.cli.session.admission import find_weightless
 from gfgen.errors import OutputError
-from gfgen.job import read_job_stream
-from gfgen.jobspec import JobSpec
+from gfgen.job.reader import read_job_stream
+from gfgen.job.spec import JobSpec
 from gfgen.runtime.core.admission import AdmittedJob, admit
 from gfgen.runtime.files import outputs
 from gfgen.runtime.files.metadata import describe, from_ffmetadata, to_ffmetadata

@@ -10,7 +10,7 @@ from gfgen.bench import profiling
 from gfgen.bench.profiling import Samples
 from gfgen.bench.scripted import Record
 from gfgen.graph import Stage
-from gfgen.job import JobSpec
+from gfgen.job.spec import JobSpec
 from gfgen.runtime.core.events import OutputWritten
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.predict.profile import check_profile, load_profile

@@ -9,7 +9,7 @@ from test_workers import PICTURE, VIDEO, admitted
 
 from gfgen.errors import InputError
 from gfgen.graph import Stage
-from gfgen.jobspec import JobSpec
+from gfgen.job.spec import JobSpec
 from gfgen.policies.catalog import load_policy
 from gfgen.runtime.control.control import Control
 from gfgen.runtime.control.state import State

@@ -9,7 +9,7 @@ from shapes_prompts import ANIMATED, EVERY
 from test_elastic import assert_nothing_failed, following
 from test_workers import run
 
-from gfgen.jobspec import JobSpec
+from gfgen.job.spec import JobSpec
 
 ONE = [(0,)]
 WANDER = [(2, 3), (0,), (1, 3, 0, 2), (2, 0, 1), (3,), (1, 0), (3, 2, 1, 0), (1,)]

@@ -7,7 +7,7 @@ from builders import Recorder, make_job, simulated_control
 from test_elastic import following
 from test_workers import PICTURE, admitted, run
 
-from gfgen.job import JobSpec
+from gfgen.job.spec import JobSpec
 from gfgen.layout import Layout
 from gfgen.runtime.core.events import (
     ClosingTime,

@@ -10,7 +10,7 @@ from test_elastic import following
 from test_workers import PICTURE, run
 
 from gfgen.errors import OutputError
-from gfgen.job import JobSpec
+from gfgen.job.spec import JobSpec
 from gfgen.runtime.core.events import TaskFailed
 from gfgen.runtime.files.journal import Journal, read_journal
 from gfgen.runtime.files.manifest import ManifestWriter, read_manifest

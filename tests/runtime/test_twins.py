@@ -11,7 +11,7 @@ import pytest
 
 from gfgen.errors import InputError
 from gfgen.graph import Stage
-from gfgen.jobspec import JobSpec
+from gfgen.job.spec import JobSpec
 from gfgen.models.geometry.geometry import CONFIGS, weightless_geometry
 from gfgen.runtime.core.admission import AdmittedJob, Model, admit
 from gfgen.runtime.predict.cost import CostModel

@@ -18,7 +18,7 @@ from builders import make_job
 
 from gfgen.errors import AbortedError, JobError, ModelError, Problem
 from gfgen.gfc.descriptor import Descriptor
-from gfgen.jobspec import JobSpec
+from gfgen.job.spec import JobSpec
 from gfgen.layout import Layout
 from gfgen.models.families.adapter import Fields
 from gfgen.runtime.ipc.channel import Channel

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks.worker_bare import BareLoop
-from gfgen.job import JobSpec
+from gfgen.job.spec import JobSpec
 from gfgen.layout import Layout
 from gfgen.runtime.ipc.messages import RunBare
 

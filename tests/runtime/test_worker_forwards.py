@@ -12,7 +12,7 @@ import torch
 from gpu_worker_imitation import ImitationRecorder
 
 from gfgen.graph import Task
-from gfgen.jobspec import JobSpec
+from gfgen.job.spec import JobSpec
 from gfgen.layout import Layout
 from gfgen.models.families.registry import load_adapter
 from gfgen.models.fast.forwards import evaluate

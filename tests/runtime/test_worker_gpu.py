@@ -25,7 +25,7 @@ from test_workers import PICTURE, admitted, pixels, run
 
 from gfgen.gfc.arena import Plan
 from gfgen.graph import Stage, Task
-from gfgen.job import JobSpec
+from gfgen.job.spec import JobSpec
 from gfgen.layout import Layout
 from gfgen.models.families.adapter import Fields
 from gfgen.models.parallel import counted_attention, lanes

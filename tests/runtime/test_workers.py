@@ -11,7 +11,7 @@ from builders import Recorder
 from PIL import Image
 
 from gfgen.errors import WorkerError
-from gfgen.job import JobSpec
+from gfgen.job.spec import JobSpec
 from gfgen.layout import Layout
 from gfgen.models.families.registry import resolve_checkpoint
 from gfgen.models.geometry.geometry import load_geometry

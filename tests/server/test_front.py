@@ -21,7 +21,7 @@ from builders import make_job, simulated_control
 from test_store import accepted
 
 from gfgen.errors import OutputError, Problem
-from gfgen.jobspec import JobSpec
+from gfgen.job.spec import JobSpec
 from gfgen.runtime.files.manifest import manifest_entry
 from gfgen.server.bridge import supervisor
 from gfgen.server.http import connections

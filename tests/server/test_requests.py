@@ -539,7 +539,8 @@ def test_a_job_file_is_run_and_tells_of_each_line(server):
 
 
 def test_seeds_of_a_batch_are_those_that_the_command_line_would_take(server):
-    from gfgen.job import default_seed, parse_job
+    from gfgen.job.reader import parse_job
+    from gfgen.job.spec import default_seed
 
     spec, _ = parse_job({"prompt": "the sea", "steps": 1})
     accepted = batch(server, {"prompt": "the sea", "steps": 1}).json()

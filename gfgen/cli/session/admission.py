@@ -10,8 +10,8 @@ from pathlib import Path
 
 from gfgen.errors import InputError, JobFileError, ModelError, Problem, listed
 from gfgen.gfc.cuda.memory import arena_bytes
-from gfgen.job import passed_deadlines, read_jobs
-from gfgen.jobspec import JobSpec
+from gfgen.job.reader import passed_deadlines, read_jobs
+from gfgen.job.spec import JobSpec
 from gfgen.models.families.registry import (
     DEFAULT_MODEL,
     check_name,

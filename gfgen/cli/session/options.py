@@ -11,7 +11,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from gfgen.jobfields import parse_duration
+from gfgen.job.fields import parse_duration
 from gfgen.layout import MAX_RANKS
 from gfgen.runtime.control.control import GRACE_S
 from gfgen.runtime.control.records import LOOKAHEAD_S

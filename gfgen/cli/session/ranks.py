@@ -17,7 +17,7 @@ from gfgen.cli.session.options import graphs_option
 from gfgen.cli.session.packages import COMPUTING, check_packages
 from gfgen.errors import JobFileError
 from gfgen.gfc.cuda import compiler
-from gfgen.jobspec import JobSpec
+from gfgen.job.spec import JobSpec
 from gfgen.models.geometry.geometry_files import model_name
 from gfgen.models.geometry.geometry_weights import VAE_DTYPES
 from gfgen.runtime.core.admission import AdmittedJob, admit

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from gfgen.jobspec import JobSpec
+from gfgen.job.spec import JobSpec
 from gfgen.layout import Layout
 from gfgen.models.fast.forwards import Forward
 from gfgen.models.parallel.parallel import Parallel

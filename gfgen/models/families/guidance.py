@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gfgen.jobspec import JobSpec
+from gfgen.job.spec import JobSpec
 from gfgen.models.families.adapter import Fields
 from gfgen.models.geometry.geometry import Geometry, check_degrees
 from gfgen.models.parallel.parallel import Parallel

@@ -21,7 +21,7 @@ from diffusers import QwenImagePipeline
 from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from gfgen.jobspec import JobSpec
+from gfgen.job.spec import JobSpec
 from gfgen.layout import Layout
 from gfgen.models.families import solver
 from gfgen.models.families.adapter import PIXEL_SUM, SAMPLE, Fields

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from diffusers import WanImageToVideoPipeline, WanPipeline
 
-from gfgen.jobspec import JobSpec
+from gfgen.job.spec import JobSpec
 from gfgen.layout import Layout
 from gfgen.models.families import solver
 from gfgen.models.families.adapter import PIXEL_SUM, SAMPLE, Fields

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from gfgen.errors import LayoutError, ModelError
 from gfgen.graph import Stage, Trajectory
-from gfgen.jobspec import JobSpec
+from gfgen.job.spec import JobSpec
 from gfgen.models.geometry.geometry_files import Checkpoint, read_checkpoint
 from gfgen.models.geometry.geometry_qwen import qwen_geometry
 from gfgen.models.geometry.geometry_wan import wan_geometry

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from gfgen.errors import ModelError, Problem
-from gfgen.jobspec import SCALE_FIELDS, SHAPE_FIELDS, JobSpec
+from gfgen.job.spec import SCALE_FIELDS, SHAPE_FIELDS, JobSpec
 
 MAX_SIDE = 8192
 """Pixels of a side. Generous: six times what these models were trained on."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from gfgen.errors import JobError, ModelError, Problem
 from gfgen.graph import Artifact, Stage, Trajectory
-from gfgen.jobspec import JobSpec
+from gfgen.job.spec import JobSpec
 from gfgen.models.geometry import geometry_rules as rules
 from gfgen.models.geometry.geometry_files import SETTINGS_NAME, Checkpoint
 from gfgen.models.geometry.geometry_vae import VaeShape

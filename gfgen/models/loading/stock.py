@@ -16,7 +16,7 @@ from diffusers import ContextParallelConfig, QwenImagePipeline, WanPipeline
 from numpy.typing import NDArray
 from torch import distributed
 
-from gfgen.jobspec import JobSpec
+from gfgen.job.spec import JobSpec
 from gfgen.models.geometry.geometry_files import read_checkpoint
 from gfgen.models.geometry.geometry_weights import component_dtypes
 from gfgen.models.loading.components import load_pipeline

@@ -6,7 +6,7 @@ from datetime import datetime, timedelta
 
 from gfgen.errors import InputError
 from gfgen.graph import Stage, Task
-from gfgen.jobfields import MAX_YEAR, MIN_YEAR, parse_duration
+from gfgen.job.fields import MAX_YEAR, MIN_YEAR, parse_duration
 from gfgen.layout import Degrees, Layout
 from gfgen.runtime.predict.cost import CostClass, CostModel
 

@@ -15,8 +15,7 @@ from pathlib import Path
 
 from gfgen.errors import JobError, ModelError, Problem
 from gfgen.graph import Stage, Trajectory
-from gfgen.identity import output_name, spec_hash, with_defaults
-from gfgen.jobspec import JobSpec
+from gfgen.job.spec import JobSpec, output_name, spec_hash, with_defaults
 from gfgen.layout import MAX_RANKS, Limits
 from gfgen.models.geometry.geometry import Geometry, max_decode_degree, max_sequence_degree, twin_of
 from gfgen.runtime.core.observer import JobInfo

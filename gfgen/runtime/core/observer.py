@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from gfgen.jobspec import JobSpec
+from gfgen.job.spec import JobSpec
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.events import Event
 from gfgen.runtime.ipc.content import Content

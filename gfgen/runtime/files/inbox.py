@@ -26,9 +26,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gfgen.errors import OutputError, Problem, listed
-from gfgen.identity import name_key
-from gfgen.job import read_job_stream
-from gfgen.jobspec import JobSpec
+from gfgen.job.reader import read_job_stream
+from gfgen.job.spec import JobSpec, name_key
 from gfgen.runtime.core.admission import AdmittedJob, tell_of_rounding
 from gfgen.runtime.core.observer import JobOutcome, Observer
 from gfgen.runtime.files.manifest import MANIFEST_NAME, GrowingManifest, finished_jobs

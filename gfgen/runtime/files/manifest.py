@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from gfgen.errors import InputError, OutputError
-from gfgen.jobspec import SCALE_FIELDS, JobSpec
+from gfgen.job.spec import SCALE_FIELDS, JobSpec
 from gfgen.runtime.core.observer import JobInfo, JobOutcome, Observer
 from gfgen.runtime.ipc.content import remove_mark
 from gfgen.system.linefile import LineFile

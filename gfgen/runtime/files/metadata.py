@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import PurePath
 
-from gfgen.job import to_mapping
-from gfgen.jobspec import JobSpec
+from gfgen.job.reader import to_mapping
+from gfgen.job.spec import JobSpec
 
 Metadata = Mapping[str, str | int | float]
 

@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from gfgen.errors import Problem
-from gfgen.identity import name_key
+from gfgen.job.spec import name_key
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.files.journal import JOURNAL_NAME, first_job_file
 from gfgen.runtime.files.manifest import MANIFEST_NAME, Entry, read_files

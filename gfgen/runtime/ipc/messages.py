@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gfgen.graph import Trajectory
-from gfgen.jobspec import JobSpec
+from gfgen.job.spec import JobSpec
 from gfgen.layout import Layout
 from gfgen.runtime.ipc.content import Content
 from gfgen.runtime.ipc.migration import Transfer

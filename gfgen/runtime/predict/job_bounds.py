@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from gfgen.errors import Problem
 from gfgen.graph import Stage
-from gfgen.job import due_at
+from gfgen.job.reader import due_at
 from gfgen.layout import Degrees
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.devices import CPU

@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from gfgen.errors import JobFileError, Problem
-from gfgen.identity import default_seed
-from gfgen.job import read_job_stream
-from gfgen.jobfields import parse_fields
-from gfgen.jobimage import ImageError, NoImages, check_content
-from gfgen.jobspec import JobSpec
+from gfgen.job.fields import parse_fields
+from gfgen.job.images import ImageError, NoImages, check_content
+from gfgen.job.reader import read_job_stream
+from gfgen.job.spec import JobSpec, default_seed
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.server.jobs.store import JobFacts, NewJob
 from gfgen.server.protocol import schemas

@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 from typing import Any
 
-from gfgen.jobspec import JobSpec
+from gfgen.job.spec import JobSpec
 from gfgen.runtime.core.observer import JobInfo, JobOutcome, Status
 from gfgen.runtime.files.manifest import Entry, manifest_entry
 from gfgen.runtime.ipc.content import Content

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from gfgen.errors import Problem
-from gfgen.jobspec import JobSpec
+from gfgen.job.spec import JobSpec
 from gfgen.layout import Layout
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.server.protocol.limits import ServerLimits

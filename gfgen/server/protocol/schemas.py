@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from pydantic_core import PydanticCustomError
 
-from gfgen.jobfields import MAX_FRAMES, MAX_PROMPT_CHARS
+from gfgen.job.fields import MAX_FRAMES, MAX_PROMPT_CHARS
 
 JobStatus = Literal["queued", "in_progress", "completed", "failed", "cancelled"]
 ServerStatus = Literal["loading", "ready", "draining"]

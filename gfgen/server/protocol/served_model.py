@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from gfgen.errors import JobError
-from gfgen.jobspec import JobSpec
+from gfgen.job.spec import JobSpec
 from gfgen.runtime.core.admission import Model
 from gfgen.server.protocol import schemas
 

@@ -1,7 +1,6 @@
-"""Who a job is: its default id, seed and file name, and the hash that says "the same job".
+"""One job as asked or as run, and what follows from it alone: its default id, seed, file name and hash.
 
-All of it follows from the job alone, never from its place in the file, so a line that is
-inserted, moved or removed changes no other job.
+None of these depends on the place in the file: inserting or moving a line changes no other job.
 """
 
 from __future__ import annotations
@@ -10,12 +9,14 @@ import hashlib
 import json
 import re
 import unicodedata
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gfgen.errors import JobError, Problem
-from gfgen.jobspec import SCALE_FIELDS, SHAPE_FIELDS, JobSpec
 
+SHAPE_FIELDS = ("width", "height", "frames", "fps", "steps")
+SCALE_FIELDS = ("guidance_scale", "guidance_scale_2", "boundary_ratio", "flow_shift", "true_cfg_scale")
+"""The numbers that a job may leave to its model."""
 SUFFIXES = {"image": ".png", "video": ".mp4"}
 """File name endings by the kind of thing that a model makes."""
 
@@ -25,6 +26,49 @@ HASHED_FIELDS = ("prompt", "negative_prompt", "model", *SHAPE_FIELDS, *SCALE_FIE
 SLUG_CHARS = 40
 SHORT_HASH_CHARS = 10
 """40 bits: among 100,000 jobs with one slug, a clash has a chance of 0.5% and costs a number."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSpec:
+    """One job, as asked; a model's geometry turns it into the same type as run.
+
+    None means that the job does not say. As run (`Geometry.resolve`), `model`, `width`,
+    `height`, `frames`, `fps`, `steps`, `seed` and the scales that the family uses are set, and sizes are
+    rounded as the family's pipeline would round them.
+    """
+
+    id: str
+    prompt: str
+    negative_prompt: str | None = None
+    model: str | None = None
+    width: int | None = None
+    height: int | None = None
+    frames: int | None = None
+    fps: int | None = None
+    steps: int | None = None
+    guidance_scale: float | None = None
+    guidance_scale_2: float | None = None
+    boundary_ratio: float | None = None
+    flow_shift: float | None = None
+    true_cfg_scale: float | None = None
+    seed: int | None = None
+    image: str | None = None
+    """Absolute path of a picture that was readable when the job was admitted."""
+    image_sha256: str | None = None
+    """Hash of the image file's bytes at that time; it stands for the image in `spec_hash`."""
+    deadline_s: float | None = None
+    """Seconds after the arrival."""
+    deadline_at: float | None = None
+    """Unix time, where the job gave a date."""
+    arrival_s: float = 0.0
+    """Seconds after the start of the run."""
+    timeout_s: float | None = None
+    """Seconds after the arrival; the job fails when it has not ended by then."""
+    priority: int = 0
+    tag: str | None = None
+    output: str | None = None
+    line: int | None = None
+    """Line of the job file it came from; no part of the job's identity."""
 
 
 def spec_hash(spec: JobSpec, *, has_random_weights: bool = False) -> str:

@@ -14,8 +14,8 @@ from datetime import datetime
 from typing import Any
 
 from gfgen.errors import Problem
-from gfgen.identity import SUFFIXES
-from gfgen.jobimage import IMAGE_FORMATS, ImageError, ImageReader
+from gfgen.job.images import IMAGE_FORMATS, ImageError, ImageReader
+from gfgen.job.spec import SUFFIXES
 
 MIN_SIDE, MAX_SIDE = 16, 8192
 MAX_FRAMES = 4093

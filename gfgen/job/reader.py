@@ -1,6 +1,6 @@
 """The job file: JSON Lines to `JobSpec`, with every problem reported at once.
 
-    bytes -> raw lines -> objects -> fields (jobfields) -> ids and file names (identity)
+    bytes -> raw lines -> objects -> fields (fields.py) -> ids and file names (spec.py)
 
 Line length, file size, jobs and problems are bounded: an endless file, or one that is not a job
 file, gives a report and does not fill memory.
@@ -19,39 +19,14 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 from gfgen.errors import InputError, Problem
-from gfgen.identity import (
-    canonical_spec,
+from gfgen.job.fields import FIELDS, RepeatedKeys, parse_fields, printable, shown
+from gfgen.job.images import ImageReader
+from gfgen.job.spec import (
+    JobSpec,
     default_id,
-    default_output,
-    default_seed,
     file_names,
     name_key,
-    output_name,
-    spec_hash,
-    with_defaults,
 )
-from gfgen.jobfields import FIELDS, RepeatedKeys, parse_fields, printable, shown
-from gfgen.jobimage import ImageReader
-from gfgen.jobspec import JobSpec
-
-__all__ = [
-    "FIELDS",
-    "JobSpec",
-    "ParsedJobs",
-    "canonical_spec",
-    "default_id",
-    "default_output",
-    "default_seed",
-    "due_at",
-    "output_name",
-    "parse_job",
-    "passed_deadlines",
-    "read_job_stream",
-    "read_jobs",
-    "spec_hash",
-    "to_mapping",
-    "with_defaults",
-]
 
 MAX_LINE_BYTES = 2**20
 MAX_FILE_BYTES = 2**30

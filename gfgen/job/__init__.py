@@ -1,0 +1,1 @@
+"""The job file: its lines become `JobSpec`s."""
