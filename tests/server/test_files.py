@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+from pathlib import Path
 
 import pytest
 from PIL import Image
@@ -29,7 +30,7 @@ def small(path, kept):
 
 
 WAYS = {
-    "whole": lambda path: files.file_response(path, {}, method="GET", name="x"),
+    "whole": lambda path: files.StoredFile(path),
     "small": lambda path: small(path, path.with_suffix(".webp")),
     "png": lambda path: asyncio.run(files.picture_as(path, "png")),
     "jpeg": lambda path: asyncio.run(files.picture_as(path, "jpeg")),
@@ -57,7 +58,7 @@ def test_a_file_for_which_no_descriptor_is_left_is_not_gone(monkeypatch, picture
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     with monkeypatch.context() as short:
-        short.setattr(os, "open", none_left)
+        short.setattr(Path, "open", none_left)
         with pytest.raises(ApiError) as told:
             WAYS["whole"](picture)
     assert (told.value.status, told.value.code) == (503, "file_unreadable")

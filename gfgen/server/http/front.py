@@ -107,7 +107,8 @@ class Front:
         service = JobService(
             store=store, mirror=mirror, folder=settings.output_dir, limits=limits, send=self._send
         )
-        files.make_folders(settings.output_dir, FOLDERS)
+        for name in FOLDERS:
+            (settings.output_dir / name).mkdir(exist_ok=True)
         clear_folders(settings.output_dir, store)
         self._desk, self._feed = service, StateFeed(mirror)
         app = make_app(

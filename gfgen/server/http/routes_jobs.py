@@ -73,7 +73,7 @@ async def create_video_and_wait(request: Request) -> Response:
     body = await read_body(request, service=service)
     ids = await _take(request, service, _video(service, body), body)
     await results(request, service, ids)
-    return _file(request, service, _ended_well(service, ids[0]))
+    return _file(service, _ended_well(service, ids[0]))
 
 
 @router.post(
@@ -186,7 +186,7 @@ _FILE = {
 async def get_video_content(request: Request, job_id: JobId, variant: Variant = None) -> Response:
     """The finished video, or a thumbnail of it."""
     service = service_of(request)
-    return await _content(request, service, _ended_well(service, job_id, kind="video"), variant)
+    return await _content(service, _ended_well(service, job_id, kind="video"), variant)
 
 
 @router.get("/v1/jobs/{job_id}/content", tags=["jobs"], response_class=Response, responses=_FILE)
@@ -201,7 +201,7 @@ async def get_job_content(
     service = service_of(request)
     stored = _ended_well(service, job_id)
     if format in (None, "png") or variant == "thumbnail" or stored.facts.kind == "video":
-        return await _content(request, service, stored, variant)
+        return await _content(service, stored, variant)
     content = await files.picture_as(service.folder / stored.facts.file, str(format))
     return Response(content, media_type=files.PICTURE_FORMATS[str(format)])
 
@@ -324,22 +324,19 @@ def _list(
     return _json(answer.model_dump_json().encode())
 
 
-def _file(request: Request, service: JobService, stored: StoredJob) -> Response:
-    response = files.file_response(
-        service.folder / stored.facts.file, request.headers, method=request.method, name=stored.facts.file
-    )
+def _file(service: JobService, stored: StoredJob) -> Response:
+    response = files.StoredFile(service.folder / stored.facts.file)
     response.headers["X-Job-Id"] = stored.facts.id
     return response
 
 
-async def _content(request: Request, service: JobService, stored: StoredJob, variant: str | None) -> Response:
+async def _content(service: JobService, stored: StoredJob, variant: str | None) -> Response:
     if variant == "spritesheet" or variant not in (None, "thumbnail", stored.facts.kind):
         accepted = f"{stored.facts.kind} or thumbnail"
         raise ApiError(400, f"variant = {variant!r}: {accepted} is accepted", param="variant")
     if variant != "thumbnail":
-        return _file(request, service, stored)
-    small = await service.thumbnail(stored)
-    return files.file_response(small, request.headers, method=request.method, name=small.name)
+        return _file(service, stored)
+    return files.StoredFile(await service.thumbnail(stored))
 
 
 async def _delete(service: JobService, job_id: str, *, kind: str | None = None) -> Response:
