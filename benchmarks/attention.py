@@ -34,7 +34,6 @@ NUM_HEADS, HEAD_DIM = 24, 128
 ULYSSES = (
     Variant(1, 132),
     *(Variant(chunks, blocks) for chunks in (2, 3) for blocks in (16, 24, 32, 48, 64)),
-    *(Variant(1, blocks, others_first=True) for blocks in (8, 12, 16, 24, 32)),
 )
 RINGS = tuple(Variant(1, blocks) for blocks in (16, 32, 64, 132))
 
@@ -117,7 +116,7 @@ def table_of(rows: Sequence[AttentionRow], *, device: str, command: str) -> Iter
         f"{HEAD_DIM}. u x r: Ulysses and ring degree. local: what each rank computes (in a ring: two parts "
         "and their merging). moved: the exchanges alone. shipped: as the models run it; x: one GPU's time "
         "over it. hidden: how much of the exchange runs beside attention. best: of the variants tried "
-        "(chunks of heads, or others' queries first, x blocks beside attention).\n"
+        "(chunks of heads x blocks beside attention).\n"
     )
     yield "| shape | tokens | u x r | one GPU | local | moved | shipped | x | hidden | eager | best |"
     yield "|---" * 11 + "|"

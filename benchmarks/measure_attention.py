@@ -32,12 +32,10 @@ class Variant:
 
     num_chunks: int
     blocks: int
-    others_first: bool = False
 
     @property
     def name(self) -> str:
-        what = "others first" if self.others_first else self.num_chunks
-        return f"{what} x {self.blocks}"
+        return f"{self.num_chunks} x {self.blocks}"
 
 
 @torch.no_grad()
@@ -80,13 +78,13 @@ def shared(
     tensors = query, key, value = _inputs(endpoint, sizes[group.slot], num_heads, head_dim)
 
     def attention(variant: Variant | None) -> Callable[[CudaGroup], Tensor]:
-        num_chunks, others_first = (variant.num_chunks, variant.others_first) if variant else (None, None)
+        num_chunks = variant.num_chunks if variant else None
         return lambda group: shared_attention(
             query,
             key,
             value,
             None,
-            parallel=parallel_from(group, num_chunks=num_chunks, others_first=others_first),
+            parallel=parallel_from(group, num_chunks=num_chunks),
             token_sizes=sizes,
             attend=_attend,
         )

@@ -9,18 +9,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import gfc_oracle as oracle
-import torch
 from torch import Tensor
 
 from gfgen.errors import LayoutError, PeerTimeoutError
 from gfgen.gfc.descriptor import Descriptor, Kind, member_slots
-from gfgen.gfc.parts import own_tokens_first, send_part
-from gfgen.gfc.reshard import Part, Sizes, shard_sizes
+from gfgen.gfc.reshard import Sizes, shard_sizes
 from gfgen.layout import Layout
 
 T = TypeVar("T")
@@ -124,16 +122,14 @@ class FakeGroup:
         token_sizes: Sizes,
         head_sizes: Sizes | None = None,
         in_arena: bool = False,
-        own_first: bool = False,
     ) -> tuple[Tensor, ...]:
         head_sizes = head_sizes or shard_sizes(tensors[0].shape[2], self.size)
         if min(head_sizes) < 1:
             raise LayoutError(f"{tensors[0].shape[2]} heads cannot be split over {self.size} ranks")
-        results = [
+        return tuple(
             self.all_to_all(x, split_dim=2, concat_dim=1, split_sizes=head_sizes, concat_sizes=token_sizes)
             for x in tensors
-        ]
-        return own_tokens_first(results, token_sizes, self.slot) if own_first else tuple(results)
+        )
 
     def gather_tokens(
         self, *tensors: Tensor, token_sizes: Sizes, in_arena: bool = False
@@ -146,25 +142,8 @@ class FakeGroup:
             found.append(oracle.gather_tokens(inputs)[self.slot])
         return tuple(found)
 
-    def tokens_from_heads(
-        self,
-        x: Tensor,
-        *,
-        token_sizes: Sizes,
-        head_sizes: Sizes,
-        part: Part = "all",
-        into: Tensor | None = None,
-    ) -> Tensor:
-        assert (part == "all") == (into is None)
-        if into is not None:
-            return send_part(self, x, token_sizes=token_sizes, head_sizes=head_sizes, part=part, into=into)
+    def tokens_from_heads(self, x: Tensor, *, token_sizes: Sizes, head_sizes: Sizes) -> Tensor:
         return self.all_to_all(x, split_dim=1, concat_dim=2, split_sizes=token_sizes, concat_sizes=head_sizes)
-
-    def broadcast(self, x: Tensor | None, *, root: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        result = oracle.broadcast(self._share(x), root_slot=self.ranks.index(root))[self.slot]
-        assert tuple(result.shape) == tuple(shape)
-        assert result.dtype == dtype
-        return result
 
     def _share(self, value: Any) -> list[Any]:
         members = (self.descriptor.dispatch, self.ranks)

@@ -39,10 +39,3 @@ def heads_from_tokens(inputs: Sequence[Tensor], *, head_sizes: Sizes) -> list[Te
 def tokens_from_heads(inputs: Sequence[Tensor], *, token_sizes: Sizes) -> list[Tensor]:
     """[B, S, h, D] of each slot -> [B, L, H, D] of each slot."""
     return all_to_all(inputs, split_dim=1, concat_dim=2, split_sizes=token_sizes)
-
-
-def broadcast(inputs: Sequence[Tensor | None], *, root_slot: int) -> list[Tensor]:
-    """The root's tensor, for every slot."""
-    x = inputs[root_slot]
-    assert x is not None
-    return [x.clone() for _ in inputs]

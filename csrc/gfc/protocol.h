@@ -230,8 +230,8 @@ GFC_FN Status collect(Memory& mem, Task& task, const Instance& instance, int mem
 }
 
 // One exchange among the ranks of a kind: all group collectives are this. Every member signals
-// every other one and waits for it, also where it has no bytes for it (a broadcast): the signal
-// is then the credit that lets the other one use the bank again.
+// every other one and waits for it, also where it has no bytes for it: the signal is then the
+// credit that lets the other one use the bank again.
 template <class Memory, class Payload>
 GFC_FN Status exchange(Memory& mem, Task& task, uint32_t kind, Payload& payload) {
   if (task.failure.status != kOk) return static_cast<Status>(task.failure.status);

@@ -25,7 +25,6 @@ from gfgen.system.wording import counted
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = [4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB]
-REDUCE_SIZES = [4 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB]
 FUSED = {"Wan2.2-5B 704x1280x81": 18480, "Qwen-Image 512": 1024, "Qwen-Image 1536": 9216}
 NUM_HEADS, HEAD_DIM = 24, 128
 PAIR_SIZES = [KIB << shift for shift in (0, 4, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16)]
@@ -46,7 +45,6 @@ class Report:
 
     facts: dict[str, Any]
     cells: list[Row] = field(default_factory=list)
-    reduces: list[Row] = field(default_factory=list)
     fused: list[Row] = field(default_factory=list)
     groups: list[Row] = field(default_factory=list)
     barriers: list[Row] = field(default_factory=list)
@@ -151,8 +149,6 @@ class _Bench:
         for pattern, size in itertools.product(measure.PATTERNS, sizes):
             times = run(measure.cell, pattern, size)
             self.report.cells.append({"pattern": pattern, "degree": degree, "bytes": size, **times})
-        for size in REDUCE_SIZES:
-            self.report.reduces.append({"degree": degree, "bytes": size, **run(measure.reduce_cell, size)})
         self.report.barriers.append({"degree": degree, **run(measure.barrier_cell)})
         for model, tokens in FUSED.items():
             if tokens % degree == 0:  # NCCL's equal all-to-all takes nothing else
@@ -235,15 +231,6 @@ def _lines(report: Report, command: str) -> Iterator[str]:
             f"{row['nccl_graph']:.1f} | {row['ours_eager']:.1f} | {row['ours_graph']:.1f} | "
             f"{row['ours_there_graph']:.1f} | {row['nccl_graph'] / row['ours_graph']:.2f} | "
             f"{'yes' if row['is_equal'] else 'NO'} |"
-        )
-    yield "\n## All-reduce, bf16\n"
-    yield "| bytes | GPUs | NCCL eager | NCCL graph | ours eager | ours graph | x |"
-    yield "|---" * 7 + "|"
-    for row in report.reduces:
-        yield (
-            f"| {_bytes(row['bytes'])} | {row['degree']} | {row['nccl_eager']:.1f} | "
-            f"{row['nccl_graph']:.1f} | {row['ours_eager']:.1f} | {row['ours_graph']:.1f} | "
-            f"{row['nccl_graph'] / row['ours_graph']:.2f} |"
         )
     yield "\n## A new group\n"
     yield (

@@ -20,8 +20,7 @@ from gfgen.errors import LayoutError
 from gfgen.gfc import native
 from gfgen.gfc.descriptor import KINDS, Descriptor, Kind, member_slots
 from gfgen.gfc.failure import Failure
-from gfgen.gfc.parts import own_tokens_first, send_part
-from gfgen.gfc.reshard import POINTERS, Part, Reshard, Sizes, reshard, reshard_along, shard_sizes
+from gfgen.gfc.reshard import POINTERS, Reshard, Sizes, reshard, reshard_along, shard_sizes
 
 if TYPE_CHECKING:
     from gfgen.gfc.endpoint import Endpoint
@@ -58,23 +57,11 @@ class Collectives(Protocol):
         token_sizes: Sizes,
         head_sizes: Sizes | None = None,
         in_arena: bool = False,
-        own_first: bool = False,
     ) -> tuple[Tensor, ...]: ...
     def gather_tokens(
         self, *tensors: Tensor, token_sizes: Sizes, in_arena: bool = False
     ) -> tuple[Tensor, ...]: ...
-    def tokens_from_heads(
-        self,
-        x: Tensor,
-        *,
-        token_sizes: Sizes,
-        head_sizes: Sizes,
-        part: Part = "all",
-        into: Tensor | None = None,
-    ) -> Tensor: ...
-    def broadcast(
-        self, x: Tensor | None, *, root: int, shape: Sequence[int], dtype: torch.dtype
-    ) -> Tensor: ...
+    def tokens_from_heads(self, x: Tensor, *, token_sizes: Sizes, head_sizes: Sizes) -> Tensor: ...
 
 
 class Group:
@@ -173,12 +160,10 @@ class Group:
         token_sizes: Sizes,
         head_sizes: Sizes | None = None,
         in_arena: bool = False,
-        own_first: bool = False,
     ) -> tuple[Tensor, ...]:
         """Attention's way in: all tokens of this rank's heads, for q, k and v in one exchange.
 
-        in_arena is a leave that is not made use of: results are fresh here.
-        own_first: the own tokens come first, as in `gather_tokens`.
+        in_arena has no effect: results are always fresh here.
         Shapes: each [B, L, H, D] with any strides -> [B, S, h, D] contiguous.
         Raises: LayoutError when a rank would have no head.
         """
@@ -186,10 +171,9 @@ class Group:
         head_sizes = head_sizes or shard_sizes(num_heads, self.size)
         if min(head_sizes) < 1:
             raise LayoutError(f"{num_heads} heads cannot be split over {self.size} ranks")
-        results = self._exchange(
+        return self._exchange(
             tensors, split_dim=2, concat_dim=1, split_sizes=head_sizes, concat_sizes=token_sizes
         )
-        return own_tokens_first(results, token_sizes, self.slot) if own_first else results
 
     def gather_tokens(
         self, *tensors: Tensor, token_sizes: Sizes, in_arena: bool = False
@@ -202,42 +186,17 @@ class Group:
         gathered = self._exchange(
             tensors, split_dim=-1, concat_dim=1, split_sizes=(), concat_sizes=token_sizes
         )
-        return own_tokens_first(gathered, token_sizes, self.slot)
+        start = sum(token_sizes[: self.slot])
+        return tuple(x if start == 0 else torch.cat((x[:, start:], x[:, :start]), 1) for x in gathered)
 
-    def tokens_from_heads(
-        self,
-        x: Tensor,
-        *,
-        token_sizes: Sizes,
-        head_sizes: Sizes,
-        part: Part = "all",
-        into: Tensor | None = None,
-    ) -> Tensor:
-        """Attention's way out: all heads of this rank's tokens.
+    def tokens_from_heads(self, x: Tensor, *, token_sizes: Sizes, head_sizes: Sizes) -> Tensor:
+        """All heads of this rank's tokens, as attention's output needs them.
 
-        part: "others" sends what is theirs, the tokens of the next rank first, and fills their heads of
-        `into`; "own" fills the own ones, when everyone has come here.
-        Shapes: [B, S, h, D] with any strides (of a part: its tokens) -> [B, L, H, D] contiguous.
+        Shapes: [B, S, h, D] with any strides -> [B, L, H, D] contiguous.
         """
-        assert (part == "all") == (into is None)
-        if into is not None:
-            return send_part(self, x, token_sizes=token_sizes, head_sizes=head_sizes, part=part, into=into)
         return self._exchange(
             (x,), split_dim=1, concat_dim=2, split_sizes=token_sizes, concat_sizes=head_sizes
         )[0]
-
-    def broadcast(self, x: Tensor | None, *, root: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A copy of the root rank's `x`, which the others leave out; `root` is a global rank."""
-        if root not in self.ranks:
-            raise LayoutError(f"root rank {root} is not in the group {self.ranks}")
-        is_root = root == self.ranks[self.slot]
-        if is_root and (x is None or tuple(x.shape) != tuple(shape) or x.dtype != dtype):
-            raise ValueError(f"the root gives {shape} {dtype}, not {x if x is None else x.shape}")
-        num_items = torch.Size(shape).numel()
-        flat = x.reshape(-1) if is_root and x is not None else torch.empty(0, dtype=dtype)
-        sizes = tuple(num_items if rank == root else 0 for rank in self.ranks)
-        result = self._exchange((flat,), split_dim=-1, concat_dim=0, split_sizes=(), concat_sizes=sizes)[0]
-        return result.view(tuple(shape))
 
     def _exchange(
         self,

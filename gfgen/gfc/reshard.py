@@ -11,15 +11,13 @@ import struct
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from math import prod
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from gfgen.errors import LayoutError
 from gfgen.gfc import native
 from gfgen.layout import shard_bounds
 
 Sizes = Sequence[int]
-Part = Literal["all", "others", "own"]
-"""What of an exchange's input a call has: all, what goes to other ranks, or what stays."""
 
 POINTERS = struct.Struct("<QQ")
 _PART = struct.Struct(f"<iiii{3 * native.MAX_DIMS}q{2 * native.MAX_RANKS}q")

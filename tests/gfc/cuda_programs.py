@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import random
 import time
-from collections.abc import Callable, Sequence
 from ctypes import Structure, c_int, c_uint32, c_uint64
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -102,7 +101,7 @@ class Case(NamedTuple):
 
 
 _KINDS: tuple[Kind, ...] = ("whole", "cfg", "ulysses", "ring", "cfg_pair")
-_WHAT = ("gather", "turn", "exchange", "along", "heads", "tokens", "parts", "barrier", "reduce")
+_WHAT = ("gather", "turn", "exchange", "along", "heads", "tokens", "barrier")
 _TOKENS = (0, 1, 2, 5, 8, 33, 64, 130)
 _DIMS = (1, 3, 8, 16, 64, 128)
 
@@ -135,8 +134,6 @@ def run_case(group: CudaGroup, checker: Checker, case: Case) -> torch.Tensor | N
     if case.what == "barrier":
         group.barrier()
         return None
-    if case.what == "reduce":
-        return _run_reduce(group, checker, case)
     heads = shard_sizes(max(6, size), size)
     num_heads = sum(heads)
     if case.what == "along":
@@ -164,19 +161,6 @@ def run_case(group: CudaGroup, checker: Checker, case: Case) -> torch.Tensor | N
             first=0, tokens=case.tokens, heads=1, source_heads=1, dim=case.dim,
         )  # fmt: skip
         return y
-    if case.what == "parts":
-        before, length = sum(sizes[:slot]), sizes[slot]
-        x = checker.filled((1, case.tokens, heads[slot], case.dim), seeds[slot])
-        others = torch.cat((x[:, before + length :], x[:, :before]), 1)
-        y = torch.full((1, length, num_heads, case.dim), 7, dtype=x.dtype, device=x.device)
-        ways: dict[str, Any] = {"token_sizes": sizes, "head_sizes": heads, "into": y}
-        group.tokens_from_heads(others, **ways, part="others")
-        group.tokens_from_heads(x[:, before : before + length], **ways, part="own")
-        checker.verify(
-            y, seeds=seeds, sizes=heads, is_back=1, first=before, tokens=length,
-            heads=num_heads, source_heads=0, dim=case.dim,
-        )  # fmt: skip
-        return None
     if case.what == "tokens":
         x = checker.filled((1, case.tokens, heads[slot], case.dim), seeds[slot])
         y = group.tokens_from_heads(x, token_sizes=sizes, head_sizes=heads, in_arena=case.in_arena)
@@ -200,33 +184,10 @@ def run_case(group: CudaGroup, checker: Checker, case: Case) -> torch.Tensor | N
     return results[0]
 
 
-def _run_reduce(group: CudaGroup, checker: Checker, case: Case) -> None:
-    """Whole numbers, so that the sum is exact; everyone can work out everybody's."""
-    num_items = max(1, case.tokens) * case.dim
-    # Sums of large tensors go another way; here they do with small ones, too.
-    is_wide = case.in_arena and num_items % 4 == 0 and group.size > 1
-    reduce = group._all_reduce_wide if is_wide else group.all_reduce
-    _check_sum(checker, reduce, group.ranks, group.slot, num_items)
-
-
-def _check_sum(
-    checker: Checker, reduce: Callable[[torch.Tensor], torch.Tensor], ranks: Sequence[int], slot: int, n: int
-) -> None:
-    device = f"cuda:{checker.endpoint.device}"
-    steps = torch.arange(n, device=device, dtype=torch.float32)
-    x = (steps * (ranks[slot] + 1)) % 61
-    expected = torch.zeros_like(steps)
-    for rank in ranks:
-        expected += (steps * (rank + 1)) % 61
-    checker.errors[0] += (reduce(x) != expected).sum().to(torch.int32)
-
-
 def warm_up(checker: Checker) -> None:
     """Loads torch's kernels and takes memory: either waits for kernels that run, and they for a peer."""
     torch.empty(1 << 28, dtype=torch.uint8, device=f"cuda:{checker.endpoint.device}")
-    few = torch.full((1, 6, 6, 8), 7, dtype=torch.int16, device=f"cuda:{checker.endpoint.device}")
-    torch.cat((few[:, 4:], few[:, :2]), 1).clone()
-    _check_sum(checker, torch.clone, (0,), 0, 64)
+    torch.full((1, 6, 6, 8), 7, dtype=torch.int16, device=f"cuda:{checker.endpoint.device}").clone()
     torch.cuda.synchronize()
 
 
@@ -376,8 +337,6 @@ def larger_than_a_bank(
         "gather": group.all_gather(x[slot]) != torch.cat(x),
         "along": group.all_to_all(x[slot], split_dim=0, concat_dim=0)
         != torch.cat([y.chunk(size)[slot] for y in x]),
-        "reduce": group.all_reduce(x[slot].half()) != sum(y.half() for y in x),
-        "odd reduce": group.all_reduce(x[slot][:-1].float()) != sum(y[:-1].float() for y in x),
     }
     x = everyones(heads)
     whole = torch.cat(x, 1)

@@ -28,16 +28,14 @@ CHANGES = (
         f"view.bank_offset[gfc_fault == {ONE_BANK} ? 0 : number() % kNumBanks]",
     ),
     (
-        "const uint64_t idx = present.view.own_rank * kNumBanks"
-        " + (present.count(member) + later) % kNumBanks;",
+        "const uint64_t idx = present.view.own_rank * kNumBanks + present.count(member) % kNumBanks;",
         "const uint64_t idx = present.view.own_rank * kNumBanks\n"
-        f"    + (gfc_fault == {ONE_BANK} ? 0 : (present.count(member) + later) % kNumBanks);",
+        f"    + (gfc_fault == {ONE_BANK} ? 0 : present.count(member) % kNumBanks);",
     ),
     (
-        "const uint64_t idx = present.view.rank[member] * kNumBanks"
-        " + (present.count(member) + later) % kNumBanks;",
+        "const uint64_t idx = present.view.rank[member] * kNumBanks + present.count(member) % kNumBanks;",
         "const uint64_t idx = present.view.rank[member] * kNumBanks\n"
-        f"    + (gfc_fault == {ONE_BANK} ? 0 : (present.count(member) + later) % kNumBanks);",
+        f"    + (gfc_fault == {ONE_BANK} ? 0 : present.count(member) % kNumBanks);",
     ),
     (
         "boxes.has_arrived = await_member(context, present, source);",

@@ -86,12 +86,7 @@ def attention_round_trip(
     back = group.tokens_from_heads(strided(found[0], seed=seed), token_sizes=tokens, head_sizes=heads)
     if not equal(back, inputs[0][group.slot]):
         return "differs on the way back"
-    (turned,) = group.heads_from_tokens(own[0], token_sizes=tokens, own_first=True)
-    for part, x in (("others", turned[:, tokens[group.slot] :]), ("own", turned[:, : tokens[group.slot]])):
-        group.tokens_from_heads(x, token_sizes=tokens, head_sizes=heads, part=part, into=back)
-        if part == "others":
-            back.narrow(2, sum(heads[: group.slot]), heads[group.slot]).zero_()
-    return "" if equal(back, inputs[0][group.slot]) else "differs on the way back in parts"
+    return ""
 
 
 @PROPERTY
@@ -121,7 +116,7 @@ def test_attention_exchange_equals_its_oracle_and_comes_back(
     assert results == [""] * layout.degree
 
 
-def gather_and_broadcast(endpoint: Endpoint, descriptor: Descriptor, sizes: list[int], seed: int) -> str:
+def gather_and_mix(endpoint: Endpoint, descriptor: Descriptor, sizes: list[int], seed: int) -> str:
     dtype = DTYPES[seed % len(DTYPES)]
     group = endpoint.group(descriptor)
     group.enter()
@@ -133,12 +128,6 @@ def gather_and_broadcast(endpoint: Endpoint, descriptor: Descriptor, sizes: list
     (turned,) = group.gather_tokens(own, token_sizes=sizes)
     if not equal(turned, oracle.gather_tokens(shards)[group.slot]):
         return "gather_tokens differs"
-    root_slot = seed % group.size
-    root = group.ranks[root_slot]
-    given = own if group.slot == root_slot else None
-    x = group.broadcast(given, root=root, shape=shards[root_slot].shape, dtype=dtype)
-    if not equal(x, shards[root_slot]):
-        return "broadcast differs"
     group.barrier()
     even = [tensor((group.size * 2, 3), dtype, seed=seed + slot) for slot in range(group.size)]
     mixed = group.all_to_all(even[group.slot], split_dim=0, concat_dim=0)
@@ -148,12 +137,12 @@ def gather_and_broadcast(endpoint: Endpoint, descriptor: Descriptor, sizes: list
 
 @PROPERTY
 @given(layout=layouts(), data=st.data(), seed=st.integers(0, 1 << 20))
-def test_gather_broadcast_and_all_to_all_equal_their_oracles(
+def test_gathers_and_all_to_all_equal_their_oracles(
     shared_ranks: Ranks, layout: Layout, data: st.DataObject, seed: int
 ) -> None:
     sizes = data.draw(st.lists(st.integers(0, 900), min_size=layout.degree, max_size=layout.degree))
     descriptor = Descriptor(shared_ranks.next_dispatch(), layout, (1,) * layout.degree)
-    results = shared_ranks.run(layout.ranks, gather_and_broadcast, descriptor, sizes, seed)
+    results = shared_ranks.run(layout.ranks, gather_and_mix, descriptor, sizes, seed)
     assert results == [""] * layout.degree
 
 

@@ -34,7 +34,7 @@ from gfgen.gfc.cuda.selector import (
     tuned_tables,
 )
 from gfgen.gfc.descriptor import Descriptor
-from gfgen.gfc.reshard import Part, shard_sizes
+from gfgen.gfc.reshard import shard_sizes
 from gfgen.layout import Layout
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -74,34 +74,22 @@ def exchange(
     split: tuple[int, ...],
     concat: tuple[int, ...],
     is_rotated: bool = False,
-    own: list[list[torch.Tensor]] | None = None,
 ) -> list[list[torch.Tensor]]:
-    """By slot, then tensor: the results that the kernels' arithmetic gives.
-
-    own: what stays, where the inputs are what goes to others.
-    """
+    """By slot, then tensor: the results that the kernels' arithmetic gives."""
     size = len(inputs)
-    if own is None:
-        rounds = [shapes_of(inputs, split_dim, concat_dim, split, concat, is_rotated)]
-    else:
-        rounds = [
-            shapes_of(each, split_dim, concat_dim, split, concat, is_rotated, part)
-            for each, part in ((inputs, "others"), (own, "own"))
-        ]
-    offsets, num_bytes = offsets_of(rounds[0][0])
+    parts = shapes_of(inputs, split_dim, concat_dim, split, concat, is_rotated)
+    offsets, num_bytes = offsets_of(parts[0])
     banks = [torch.full((num_bytes,), 0xEE, dtype=torch.uint8) for _ in range(size)]
     staging = torch.empty(num_bytes, dtype=torch.uint8)
     outputs = [torch.full_like(bank, 0xDD) for bank in banks]
-    for tensors, parts in zip((inputs, own or []), rounds, strict=False):
-        for source in range(size):
-            for x, part, offset in zip(tensors[source], parts[source], offsets, strict=True):
-                move = part.native(offset)
-                for target in range(size):
-                    pointers = ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(banks[target].data_ptr())
-                    boxes.move_box(ctypes.byref(move), size, source, target, *pointers)
-                    packed = ctypes.c_void_p(staging.data_ptr()), ctypes.c_void_p(outputs[target].data_ptr())
-                    boxes.move_box_packed(ctypes.byref(move), size, source, target, pointers[0], *packed)
-    parts = rounds[0]
+    for source in range(size):
+        for x, part, offset in zip(inputs[source], parts[source], offsets, strict=True):
+            move = part.native(offset)
+            for target in range(size):
+                pointers = ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(banks[target].data_ptr())
+                boxes.move_box(ctypes.byref(move), size, source, target, *pointers)
+                packed = ctypes.c_void_p(staging.data_ptr()), ctypes.c_void_p(outputs[target].data_ptr())
+                boxes.move_box_packed(ctypes.byref(move), size, source, target, pointers[0], *packed)
     for slot in range(size):
         for part, offset in zip(parts[slot], offsets, strict=True):
             span = slice(offset[slot], offset[slot] + part.result_bytes[slot])
@@ -124,14 +112,13 @@ def shapes_of(
     split: tuple[int, ...],
     concat: tuple[int, ...],
     is_rotated: bool,
-    share: Part = "all",
 ) -> list[list[Reshaped]]:
     """Of each slot's tensors."""
     parts = []
     for slot, tensors in enumerate(inputs):
         found = [
             reshaped(
-                (*x.shape[:split_dim], sum(split), *x.shape[split_dim + 1 :]) if split else tuple(x.shape),
+                tuple(x.shape),
                 x.stride(),
                 x.element_size(),
                 slot=slot,
@@ -140,7 +127,6 @@ def shapes_of(
                 split_sizes=split,
                 concat_sizes=concat,
                 is_rotated=is_rotated,
-                part=share,
             )
             for x in tensors
         ]
@@ -184,17 +170,11 @@ def test_attention_exchanges_there_and_back(
         expected = oracle.heads_from_tokens([tensors[idx] for tensors in inputs], head_sizes=head_sizes)
         for slot in range(size):
             assert torch.equal(got[slot][idx], expected[slot])
-    way_back: dict[str, Any] = {"split_dim": 1, "concat_dim": 2, "split": token_sizes, "concat": head_sizes}
-    back = exchange(boxes, [[x[0]] for x in got], **way_back)
-    turned = exchange(
-        boxes, inputs, split_dim=2, concat_dim=1, split=head_sizes, concat=token_sizes, is_rotated=True
+    back = exchange(
+        boxes, [[x[0]] for x in got], split_dim=1, concat_dim=2, split=token_sizes, concat=head_sizes
     )
-    others = [[x[0][:, token_sizes[slot] :]] for slot, x in enumerate(turned)]
-    own = [[x[0][:, : token_sizes[slot]]] for slot, x in enumerate(turned)]
-    in_parts = exchange(boxes, others, **way_back, own=own)
     for slot in range(size):
         assert torch.equal(back[slot][0], inputs[slot][0])
-        assert torch.equal(in_parts[slot][0], inputs[slot][0])
 
 
 @settings(max_examples=60, deadline=None)
@@ -316,7 +296,7 @@ def test_members_with_dense_tensors_find_the_same_unit(
 
 @pytest.mark.parametrize("offset", [0, 1, 2])
 def test_what_lies_at_odd_addresses_is_copied_before_it_is_sent_with_flags(offset: int) -> None:
-    """A broadcast's root may give such a tensor, and the others, who give nothing, cannot know."""
+    """One rank may give such a tensor, and the others cannot know: their messages carry flags, too."""
     asked: list[dict[str, object]] = []
 
     def choose(**sizes: object) -> Choice:
@@ -362,7 +342,7 @@ def test_who_gets_nothing_still_sends_as_to_a_result_outside_the_arena() -> None
     buffer = bytearray(16)
     launch: Any = SimpleNamespace(buffer=buffer, run=lambda stream: None)
     prepared = Prepared(launch, (Result.contiguous((1, 0, 4), torch.int16, 0),), (0,))
-    (result,) = group._launch(prepared, [48], in_arena=False, into=None)
+    (result,) = group._launch(prepared, [48], in_arena=False)
     assert result.data_ptr() == 0
     assert int.from_bytes(buffer[:8], "little") == 48
     assert int.from_bytes(buffer[8:], "little") != 0

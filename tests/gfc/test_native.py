@@ -65,7 +65,6 @@ def test_every_safe_variant_is_found_safe(verdicts: list[list[str]]) -> None:
         "pull from double-buffered staging without exit barrier",
         "entry barrier decided locally",
         "one-way without credit",
-        "heads are read beside the way back",
         "broadcast without acknowledgement",
         "three chunks in flight on two banks",
         "orders that agree pair by pair only",

@@ -56,7 +56,6 @@ def attend(
     tokens: int,
     num_chunks: int | None,
     is_masked: bool,
-    others_first: bool | None = None,
 ) -> tuple[float, int]:
     """(largest error in units of one GPU's own, results compared).
 
@@ -76,7 +75,7 @@ def attend(
         assert query is not None
         assert key is not None
         assert value is not None
-        parallel = parallel_from(group, num_chunks=num_chunks, others_first=others_first)
+        parallel = parallel_from(group, num_chunks=num_chunks)
         return shared_attention(
             query, key, value, mask, parallel=parallel, token_sizes=sizes, attend=on_one_rank
         )

@@ -42,7 +42,6 @@ def attend(
     num_chunks: int | None = None,
     is_masked: bool = False,
     is_captured: bool = False,
-    others_first: bool | None = None,
 ) -> None:
     size = degrees[0] * degrees[1]
     groups = list(itertools.permutations(range(NUM_RANKS), size))
@@ -60,7 +59,6 @@ def attend(
         tokens,
         num_chunks,
         is_masked,
-        others_first,
     )
     assert sum(count for _, count in found) == len(groups) * size * (2 if is_captured else 3)
     assert max(error for error, _ in found) < LIMIT
@@ -85,11 +83,3 @@ def test_one_capture_serves_every_ordered_subset(
     ranks: CudaRanks, degrees: tuple[int, int], num_chunks: int | None
 ) -> None:
     attend(ranks, degrees, tokens=1008, num_chunks=num_chunks, is_captured=True)
-
-
-@pytest.mark.parametrize(("tokens", "is_captured"), [(1003, False), (1008, True), (4000, True)])
-@pytest.mark.parametrize("degrees", [degrees for degrees in DEGREES if degrees[1] == 1], ids=str)
-def test_what_goes_back_beside_attention_is_whole(
-    ranks: CudaRanks, degrees: tuple[int, int], tokens: int, is_captured: bool
-) -> None:
-    attend(ranks, degrees, tokens=tokens, is_captured=is_captured, others_first=True)

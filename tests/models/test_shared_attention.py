@@ -79,7 +79,6 @@ def on_ranks(
     *,
     streams: Sequence[int] = STREAMS,
     num_chunks: int | None = None,
-    others_first: bool | None = None,
     watch: Callable[[Parallel], Parallel] = lambda parallel: parallel,
 ) -> torch.Tensor:
     """The shared attention, put together again in the order of the streams."""
@@ -95,7 +94,7 @@ def on_ranks(
         return shared_attention(
             *(share[slot] for share in shares),
             masks[slot],
-            parallel=watch(parallel_from(group, num_chunks=num_chunks, others_first=others_first)),
+            parallel=watch(parallel_from(group, num_chunks=num_chunks)),
             token_sizes=sizes,
             attend=on_one_rank,
         )
@@ -116,22 +115,6 @@ def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
 def test_any_degrees_give_the_attention_of_one_rank(degrees: tuple[int, int], num_chunks: int | None) -> None:
     inputs = random_inputs()
     assert error(on_ranks(inputs, degrees, num_chunks=num_chunks), alone(inputs)) < TOLERANCE
-
-
-@pytest.mark.parametrize("streams", [STREAMS, (1, 13), (2,)], ids=str)
-@pytest.mark.parametrize("degrees", ULYSSES, ids=str)
-def test_attending_to_others_queries_first_gives_the_same(
-    degrees: tuple[int, int], streams: Sequence[int]
-) -> None:
-    inputs = random_inputs(tokens=sum(streams), batch=2)
-    found = on_ranks(inputs, degrees, streams=streams, others_first=True)
-    assert error(found, alone(inputs)) < TOLERANCE
-
-
-def test_masks_and_rings_know_no_others_first() -> None:
-    inputs = random_inputs(closed=[slice(1, 3)])
-    assert error(on_ranks(inputs, (2, 1), others_first=True), alone(inputs)) < TOLERANCE
-    assert error(on_ranks(inputs, (2, 2), others_first=True), alone(inputs)) < TOLERANCE
 
 
 @pytest.mark.parametrize("num_chunks", [None, 3])

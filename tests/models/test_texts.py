@@ -154,7 +154,7 @@ def test_padded_texts_give_what_they_give_by_themselves(fused_qwen: Any, lengths
         assert torch.allclose(result, best, atol=ROUNDING)
 
 
-@pytest.mark.parametrize("how", [{}, {"num_chunks": 2}, {"others_first": True}], ids=str)
+@pytest.mark.parametrize("how", [{}, {"num_chunks": 2}], ids=str)
 @pytest.mark.parametrize("degree", [2, 3, 4])
 @pytest.mark.parametrize("lengths", [(7,), (21,), (22, 21), (1,)], ids=str)
 def test_ranks_share_padded_texts(

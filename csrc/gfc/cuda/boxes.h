@@ -39,18 +39,9 @@ GFC_FN int64_t concat_begin_of(const Move& move, int num_members, int source, in
   return sum_in_turn(move.concat_sizes, num_members, target, source);
 }
 
-// Where a target's part begins in the input of a source.
-GFC_FN int64_t split_begin_of(const Move& move, int num_members, int source, int target) {
-  if (move.is_split == 0) return 0;
-  if (move.part == kAll) return sum_of(move.split_sizes, target);
-  if (source == target) return 0;
-  return sum_in_turn(move.split_sizes, num_members, (source + 1) % num_members, target);
-}
-
-// Empty where the move leaves this message out.
 GFC_FN Box box_of(const Move& move, int num_members, int source, int target) {
-  if (move.part != kAll && (source == target) != (move.part == kOwn)) return Box{};
-  const int64_t split_begin = split_begin_of(move, num_members, source, target);
+  // Where the target's part begins in the input.
+  const int64_t split_begin = move.is_split == 0 ? 0 : sum_of(move.split_sizes, target);
   const int64_t split = move.split_sizes[target], concat = move.concat_sizes[source];
   const int64_t concat_begin = concat_begin_of(move, num_members, source, target);
   const int64_t concat_all = sum_of(move.concat_sizes, num_members);

@@ -53,13 +53,6 @@ struct Context {
   Edges edges;
 };
 
-// What an input has, and an exchange moves: a result may be put together by two exchanges.
-enum Part : int32_t {
-  kAll = 0,
-  kOthers = 1,  // what goes to other members, the next one's first
-  kOwn = 2,     // what stays: nothing is sent, but everyone waits for everyone
-};
-
 // One tensor of an exchange, as [outer, first, middle, second, inner] with a dense inner part.
 // One of `first` and `second` is concatenated and the other one split; sizes are by member.
 struct Move {
@@ -71,7 +64,7 @@ struct Move {
   int32_t is_concat_first;
   int32_t is_split;  // 0: each member gets the whole input
   int32_t is_rotated;  // the concatenation begins with the receiver's own part, and goes on in turn
-  int32_t part;        // Part
+  int32_t unused;
   int32_t split_sizes[kMaxRanks];
   int32_t concat_sizes[kMaxRanks];
   uint64_t result_offset[kMaxRanks];  // in the bank of each member
@@ -89,19 +82,6 @@ struct Exchange {
   uint32_t tile_bytes;   // of bulk copies
   uint64_t dense_bytes;  // gfc_flagged_dense: the length of every message
   Move moves[kMaxMoves];
-};
-
-// A reduction over the members of a kind in the order of their slots, so that every member gets
-// the same bits. Items are 0: fp32, 1: bf16, 2: fp16.
-struct Reduction {
-  uint64_t context;
-  uint64_t input, output;
-  uint64_t num_items;  // of the output
-  uint64_t stride;     // in items, between the contributions; for gfc_reduce
-  uint32_t kind;
-  uint32_t item_type;
-  uint32_t num_terms;
-  uint32_t unused;
 };
 
 enum TransferStep : uint32_t { kAwait = 1, kCopy = 2, kPublish = 4 };

@@ -89,20 +89,20 @@ __device__ inline void publish_part(Context& context, const Present& present, in
 
 // The last block to come here advances the counts. Relaxed: every block has read them into its
 // shared memory before, and the next kernel is ordered by the end of this one.
-__device__ inline void finish(Context& context, const Present& present, uint32_t num_instances) {
+__device__ inline void finish(Context& context, const Present& present) {
   __shared__ bool is_last;
   __syncthreads();
   if (threadIdx.x == 0) {
     is_last = gridDim.x == 1 || add_relaxed_gpu(&context.finished, 1) + 1 == gridDim.x;
     if (is_last) {
       context.finished = 0;
-      context.task.instances[present.view.kind] = present.number() + num_instances;
+      context.task.instances[present.view.kind] = present.number() + 1;
     }
   }
   __syncthreads();
   const int member = threadIdx.x;
   if (is_last && member < present.view.size && member != present.view.own) {
-    context.task.exchanges[present.view.slot[member]] = present.count(member) + num_instances;
+    context.task.exchanges[present.view.slot[member]] = present.count(member) + 1;
   }
 }
 
@@ -138,14 +138,13 @@ __device__ inline bool take_flagged(Context& context, const Present& present, in
 
 __device__ inline uint64_t flag_of(uint32_t tag) { return static_cast<uint64_t>(tag | 1) << 32; }
 
-// Inboxes for messages with flags: this rank's at a member, and a member's here. `later` counts
-// exchanges of the same kernel.
-__device__ inline char* flagged_outbox(const Present& present, int member, uint32_t later) {
-  const uint64_t idx = present.view.own_rank * kNumBanks + (present.count(member) + later) % kNumBanks;
+// Inboxes for messages with flags: this rank's at a member, and a member's here.
+__device__ inline char* flagged_outbox(const Present& present, int member) {
+  const uint64_t idx = present.view.own_rank * kNumBanks + present.count(member) % kNumBanks;
   return reinterpret_cast<char*>(present.view.base[member]) + present.view.flagged + idx * kFlaggedBytes;
 }
-__device__ inline char* flagged_inbox(const Present& present, int member, uint32_t later) {
-  const uint64_t idx = present.view.rank[member] * kNumBanks + (present.count(member) + later) % kNumBanks;
+__device__ inline char* flagged_inbox(const Present& present, int member) {
+  const uint64_t idx = present.view.rank[member] * kNumBanks + present.count(member) % kNumBanks;
   return present.own_base() + present.view.flagged + idx * kFlaggedBytes;
 }
 
@@ -201,9 +200,8 @@ __device__ inline void enter_with(Context& context, int slot) {
 
 using namespace gfc;
 
-// Sizes that the host mirrors: Context, Move, Exchange, Reduction, Chunk.
-extern "C" __device__ uint32_t gfc_sizes[5] = {sizeof(Context), sizeof(Move), sizeof(Exchange),
-                                               sizeof(Reduction), sizeof(Chunk)};
+// Sizes that the host mirrors: Context, Move, Exchange, Chunk.
+extern "C" __device__ uint32_t gfc_sizes[4] = {sizeof(Context), sizeof(Move), sizeof(Exchange), sizeof(Chunk)};
 
 // Binds the context to a group and runs the dispatch's entry barrier. Grid 1, block 32.
 // On return the task has begun, or is poisoned.
@@ -273,8 +271,8 @@ extern "C" __global__ void __launch_bounds__(512) gfc_flagged(const __grid_const
         due += bytes_of(in[i]) / 8;
       }
       const uint64_t flag = flag_of(present.tag());
-      char* outbox = flagged_outbox(present, target, 0) + 16 * sent_before;
-      char* inbox = flagged_inbox(present, source, 0) + 16 * due_before;
+      char* outbox = flagged_outbox(present, target) + 16 * sent_before;
+      char* inbox = flagged_inbox(present, source) + 16 * due_before;
       const uint32_t num_sent = num_moves == 0 ? 0 : static_cast<uint32_t>(bytes_of(out[idx]) / 8);
       for (uint32_t unit = first; unit < num_sent; unit += stride) {
         const char* address = input + unit_place(out[idx], unit).source;
@@ -293,7 +291,7 @@ extern "C" __global__ void __launch_bounds__(512) gfc_flagged(const __grid_const
       }
     }
   }
-  finish(context, present, 1);
+  finish(context, present);
 }
 
 // The same for one tensor whose every message is `dense_bytes` long and dense on both sides (the
@@ -320,8 +318,8 @@ gfc_flagged_dense(const __grid_constant__ Exchange exchange) {
       for (uint32_t unit = first; unit < num_units; unit += stride) result[unit] = input[unit];
     } else {
       const uint64_t flag = flag_of(present.tag());
-      char* outbox = flagged_outbox(present, target, 0);
-      char* inbox = flagged_inbox(present, source, 0);
+      char* outbox = flagged_outbox(present, target);
+      char* inbox = flagged_inbox(present, source);
       for (uint32_t unit = first; unit < num_units; unit += stride) {
         send_flagged(outbox + 16ull * unit, flag, input[unit]);
       }
@@ -333,7 +331,7 @@ gfc_flagged_dense(const __grid_constant__ Exchange exchange) {
       }
     }
   }
-  finish(context, present, 1);
+  finish(context, present);
 }
 
 namespace gfc {
@@ -402,7 +400,7 @@ __device__ inline void exchange_through_arena(const Exchange& exchange, Context&
   const uint32_t num_pushers = gridDim.x - exchange.num_keepers;
   if (blockIdx.x >= num_pushers) {
     keep(exchange, present, copier, boxes.push, blockIdx.x - num_pushers);
-    finish(context, present, 1);
+    finish(context, present);
     return;
   }
   const int num_moves = exchange.num_moves, num_items = (view.size - 1) * num_moves;
@@ -436,7 +434,7 @@ __device__ inline void exchange_through_arena(const Exchange& exchange, Context&
     const int member = threadIdx.x;
     if (member < view.size && member != view.own) await_member(context, present, member);
   }
-  finish(context, present, 1);
+  finish(context, present);
 }
 
 }  // namespace gfc
@@ -467,241 +465,6 @@ extern "C" __global__ void __launch_bounds__(32) gfc_bulk(const __grid_constant_
   exchange_through_arena(exchange, context, present, copier, boxes);
 }
 #endif
-
-namespace gfc {
-
-__device__ inline float as_float(uint32_t item_type, const void* items, uint64_t idx) {
-  if (item_type == 0) return static_cast<const float*>(items)[idx];
-  const uint32_t bits = static_cast<const uint16_t*>(items)[idx];
-  float value;
-  if (item_type == 1) return __uint_as_float(bits << 16);
-  asm("{ .reg .b16 h; cvt.u16.u32 h, %1; cvt.f32.f16 %0, h; }" : "=f"(value) : "r"(bits));
-  return value;
-}
-
-__device__ inline void store_float(uint32_t item_type, void* items, uint64_t idx, float value) {
-  if (item_type == 0) {
-    static_cast<float*>(items)[idx] = value;
-    return;
-  }
-  uint16_t bits;
-  if (item_type == 1) {
-    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
-  } else {
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
-  }
-  static_cast<uint16_t*>(items)[idx] = bits;
-}
-
-constexpr int kMaxItemsPerUnit = 4;
-
-// Sums of the items in 8-byte units.
-struct UnitSum {
-  uint32_t item_type;
-  float sum[kMaxItemsPerUnit] = {};
-
-  __device__ explicit UnitSum(uint32_t type) : item_type(type) {}
-  __device__ void add(uint2 unit) {
-#pragma unroll
-    for (int i = 0; i < kMaxItemsPerUnit; ++i) {
-      if (i < 2 || item_type != 0) sum[i] += as_float(item_type, &unit, i);
-    }
-  }
-  __device__ uint2 rounded() const {
-    uint2 unit = make_uint2(0, 0);
-#pragma unroll
-    for (int i = 0; i < kMaxItemsPerUnit; ++i) {
-      if (i < 2 || item_type != 0) store_float(item_type, &unit, i, sum[i]);
-    }
-    return unit;
-  }
-};
-
-// Units of a tensor by member, as even as they can be; longer parts come first.
-struct Shares {
-  uint32_t base, longer;
-
-  __device__ uint32_t begin(int member) const {
-    return member * base + min(static_cast<uint32_t>(member), longer);
-  }
-  __device__ uint32_t count(int member) const { return base + (member < static_cast<int>(longer) ? 1 : 0); }
-};
-
-// The sum over all members of one unit, the own one given, in the order of the slots.
-__device__ inline bool sum_flagged(Context& context, const Present& present, uint64_t flag, uint64_t offset,
-                                   uint2 own, UnitSum& sum) {
-  for (int member = 0; member < present.view.size; ++member) {
-    uint2 data = own;
-    if (member != present.view.own) {
-      char* address = flagged_inbox(present, member, 0) + offset;
-      if (!take_flagged(context, present, member, address, flag, data)) return false;
-    }
-    sum.add(data);
-  }
-  return true;
-}
-
-}  // namespace gfc
-
-// All-reduce in one shot, for small tensors: everyone sends everything with flags, and adds the
-// contributions in the order of the slots, in fp32. Any grid, any block. The input is a multiple
-// of 8 bytes and at most kFlaggedBytes / 2. Flags and banks as in gfc_flagged.
-extern "C" __global__ void __launch_bounds__(512)
-gfc_all_reduce(const __grid_constant__ Reduction reduction) {
-  Context& context = *reinterpret_cast<Context*>(reduction.context);
-  __shared__ Present present;
-  if (!start(context, reduction.kind, present)) return;
-  const int size = present.view.size, own = present.view.own;
-  const uint32_t num_units = static_cast<uint32_t>(reduction.num_items / (reduction.item_type == 0 ? 2 : 4));
-  const uint64_t flag = flag_of(present.tag());
-  const uint32_t first = blockIdx.x * blockDim.x + threadIdx.x, stride = gridDim.x * blockDim.x;
-  const uint2* input = reinterpret_cast<const uint2*>(reduction.input);
-  for (uint32_t unit = first; unit < num_units; unit += stride) {
-    const uint2 data = input[unit];
-    for (int step = 1; step < size; ++step) {
-      send_flagged(flagged_outbox(present, (own + step) % size, 0) + 16ull * unit, flag, data);
-    }
-  }
-  for (uint32_t unit = first; unit < num_units; unit += stride) {
-    UnitSum sum(reduction.item_type);
-    if (!sum_flagged(context, present, flag, 16ull * unit, input[unit], sum)) break;
-    reinterpret_cast<uint2*>(reduction.output)[unit] = sum.rounded();
-  }
-  finish(context, present, 1);
-}
-
-// All-reduce in two shots in one launch, for middling tensors: each member adds up its part of
-// them, and sends the sum to all. Counts as two exchanges. The input is a multiple of 8 bytes, and
-// a member's part at most kFlaggedBytes / 2. Grid of resident blocks, any block.
-extern "C" __global__ void __launch_bounds__(512)
-gfc_all_reduce_parts(const __grid_constant__ Reduction reduction) {
-  Context& context = *reinterpret_cast<Context*>(reduction.context);
-  __shared__ Present present;
-  if (!start(context, reduction.kind, present)) return;
-  const int size = present.view.size, own = present.view.own;
-  const uint32_t num_units = static_cast<uint32_t>(reduction.num_items / (reduction.item_type == 0 ? 2 : 4));
-  const Shares shares{num_units / size, num_units % size};
-  const uint64_t flag = flag_of(present.tag());
-  const uint64_t sum_flag = flag_of(make_tag(present.task.seed, present.view.kind, present.number() + 1));
-  const uint32_t first = blockIdx.x * blockDim.x + threadIdx.x, stride = gridDim.x * blockDim.x;
-  const uint2* input = reinterpret_cast<const uint2*>(reduction.input);
-  uint2* output = reinterpret_cast<uint2*>(reduction.output);
-  for (int step = 1; step < size; ++step) {
-    const int target = (own + step) % size;
-    char* outbox = flagged_outbox(present, target, 0);
-    for (uint32_t unit = first; unit < shares.count(target); unit += stride) {
-      send_flagged(outbox + 16ull * unit, flag, input[shares.begin(target) + unit]);
-    }
-  }
-  for (uint32_t unit = first; unit < shares.count(own); unit += stride) {
-    UnitSum sum(reduction.item_type);
-    if (!sum_flagged(context, present, flag, 16ull * unit, input[shares.begin(own) + unit], sum)) break;
-    const uint2 data = sum.rounded();
-    output[shares.begin(own) + unit] = data;
-    // Our clearing of what we have read comes before a peer can write there again: it may do so
-    // in its next kernel, once it has our sums, while this kernel still runs.
-    __threadfence_system();
-    for (int step = 1; step < size; ++step) {
-      send_flagged(flagged_outbox(present, (own + step) % size, 1) + 16ull * unit, sum_flag, data);
-    }
-  }
-  for (int step = 1; step < size; ++step) {
-    const int source = (own + size - step) % size;
-    char* inbox = flagged_inbox(present, source, 1);
-    for (uint32_t unit = first; unit < shares.count(source); unit += stride) {
-      uint2 data;
-      if (!take_flagged(context, present, source, inbox + 16ull * unit, sum_flag, data)) break;
-      output[shares.begin(source) + unit] = data;
-    }
-  }
-  finish(context, present, 2);
-}
-
-namespace gfc {
-
-// Sums of the items in a 16-byte unit.
-struct WideSum {
-  UnitSum low, high;
-
-  __device__ explicit WideSum(uint32_t type) : low(type), high(type) {}
-  __device__ void add(uint4 unit) {
-    low.add(make_uint2(unit.x, unit.y));
-    high.add(make_uint2(unit.z, unit.w));
-  }
-  __device__ uint4 rounded() const {
-    const uint2 a = low.rounded(), b = high.rounded();
-    return make_uint4(a.x, a.y, b.x, b.y);
-  }
-};
-
-}  // namespace gfc
-
-// The second half of a large all-reduce: adds up this rank's part of every member's tensor, which
-// an exchange has brought to `input` in this rank's arena, and pushes the sums to everyone. The
-// result stays in no arena: `output` is whole when the kernel ends. Units of 16 bytes; members'
-// parts are as even as whole units allow, `stride` items apart in `input`. `num_items` of the whole
-// tensor, which has to fit in a bank. Grid of resident blocks, any block. One exchange.
-//
-// A peer writes to the bank that is read here two exchanges later, after our signal of this one,
-// which follows the last read of every block.
-extern "C" __global__ void __launch_bounds__(512)
-gfc_reduce_gather(const __grid_constant__ Reduction reduction) {
-  Context& context = *reinterpret_cast<Context*>(reduction.context);
-  __shared__ Present present;
-  __shared__ bool has_arrived;
-  if (!start(context, reduction.kind, present)) return;
-  const int size = present.view.size, own = present.view.own;
-  const uint32_t num_units = static_cast<uint32_t>(reduction.num_items / (reduction.item_type == 0 ? 4 : 8));
-  const uint64_t row_units = reduction.stride / (reduction.item_type == 0 ? 4 : 8);
-  const Shares shares{num_units / size, num_units % size};
-  const uint32_t first = blockIdx.x * blockDim.x + threadIdx.x, stride = gridDim.x * blockDim.x;
-  const uint4* terms = reinterpret_cast<const uint4*>(reduction.input);
-  uint4* output = reinterpret_cast<uint4*>(reduction.output);
-  uint4* sums = output + shares.begin(own);
-  // In turn from each rank's successor on; by the time of the last one the first sums have come.
-  for (int step = 1; step <= size; ++step) {
-    if (step < size) {
-      const int target = (own + step) % size;
-      char* bank = reinterpret_cast<char*>(present.view.base[target]) + present.bank();
-      uint4* to = reinterpret_cast<uint4*>(bank) + shares.begin(own);
-      for (uint32_t unit = first; unit < shares.count(own); unit += stride) {
-        if (step == 1) {
-          WideSum sum(reduction.item_type);
-          for (int member = 0; member < size; ++member) sum.add(terms[member * row_units + unit]);
-          sums[unit] = sum.rounded();
-        }
-        to[unit] = sums[unit];
-      }
-      __syncthreads();
-      if (threadIdx.x == 0) publish_part(context, present, target, gridDim.x);
-    }
-    if (step == 1) continue;
-    const int source = (own + size - (step - 1)) % size;
-    __syncthreads();
-    if (threadIdx.x == 0) has_arrived = await_member(context, present, source);
-    __syncthreads();
-    if (!has_arrived) return;
-    const uint4* from = reinterpret_cast<const uint4*>(present.own_base() + present.bank());
-    for (uint32_t unit = first; unit < shares.count(source); unit += stride) {
-      output[shares.begin(source) + unit] = __ldcg(from + shares.begin(source) + unit);
-    }
-  }
-  finish(context, present, 1);
-}
-
-// Adds `num_terms` arrays that lie `stride` items apart, in order, in fp32. Any grid, any block.
-extern "C" __global__ void __launch_bounds__(512) gfc_reduce(const __grid_constant__ Reduction reduction) {
-  const void* input = reinterpret_cast<const void*>(reduction.input);
-  const uint64_t step = static_cast<uint64_t>(gridDim.x) * blockDim.x;
-  uint64_t idx = static_cast<uint64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  for (; idx < reduction.num_items; idx += step) {
-    float sum = 0;
-    for (uint32_t term = 0; term < reduction.num_terms; ++term) {
-      sum += as_float(reduction.item_type, input, term * reduction.stride + idx);
-    }
-    store_float(reduction.item_type, reinterpret_cast<void*>(reduction.output), idx, sum);
-  }
-}
 
 namespace gfc {
 

@@ -41,7 +41,7 @@ __device__ inline uint64_t timer_ns() {
 }
 
 // How many polls lie between two looks at the clock and at the host's abort word, which is a read
-// over PCIe: 157 ns a poll (FACTS), so a stop is noticed within about 0.3 ms.
+// over PCIe: 157 ns a poll on an H200, so a stop is noticed within about 0.3 ms.
 constexpr uint32_t kPollsPerLook = 2048;
 
 __device__ inline uint32_t add_relaxed_gpu(uint32_t* address, uint32_t value) {

@@ -5,8 +5,8 @@ stream and return. Results are fresh tensors, but for those asked for `in_arena`
 bank, they lie in this rank's arena and must never leave an operator that is opaque to compilers.
 
 An arena has two banks for each kind of group, which exchanges use in turn. So what lies in one is overwritten
-by the exchange after the next, which other ranks may begin as soon as this one has begun the next; but a
-barrier, or a part "own", writes nothing, and nobody is past it before all ranks have come there.
+by the exchange after the next, which other ranks may begin as soon as this one has begun the next. A barrier
+writes nothing.
 
 Legend: B batch, S tokens of the whole sequence, L tokens of this rank, H heads, h heads of this
 rank, D head dimension.
@@ -28,21 +28,14 @@ from gfgen.gfc import native
 from gfgen.gfc.arena import Plan
 from gfgen.gfc.cuda.launch import PAIR, Launch
 from gfgen.gfc.cuda.moves import Reshaped, offsets_of, reshaped
-from gfgen.gfc.cuda.selector import FLAGGED_LIMIT, MIN_FLAGGED_UNIT, Choice
-from gfgen.gfc.cuda.structs import MAX_MOVES, NUM_BANKS, Exchange, Move, Reduction
+from gfgen.gfc.cuda.selector import MIN_FLAGGED_UNIT, Choice
+from gfgen.gfc.cuda.structs import MAX_MOVES, NUM_BANKS, Exchange, Move
 from gfgen.gfc.descriptor import KINDS, Descriptor, Kind, member_slots
-from gfgen.gfc.reshard import Part, Sizes, shard_sizes
+from gfgen.gfc.reshard import Sizes, shard_sizes
 from gfgen.layout import shard_bounds
 
 if TYPE_CHECKING:
     from gfgen.gfc.cuda.endpoint import CudaEndpoint
-
-_ITEM_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-ONE_SHOT_BYTES = 128 << 10
-"""All-reduces up to here send everything to everyone. On 4 H200 at this size: 7.6 us, NCCL 14.7."""
-
-WIDE_BYTES = 16
-"""The unit of larger ones."""
 
 _THREADS = 512
 _NOWHERE = 16
@@ -90,7 +83,6 @@ class How(NamedTuple):
     """What an exchange does with each of its tensors; sizes are by slot.
 
     split_dim -1: everyone gets all. is_rotated: the own part comes first, then the next ranks' in turn.
-    part: whether the tensors have all along `split_dim`, what goes to others, or what stays.
     """
 
     split_dim: int
@@ -98,7 +90,6 @@ class How(NamedTuple):
     split_sizes: Sizes
     concat_sizes: Sizes
     is_rotated: bool = False
-    part: Part = "all"
 
 
 class Prepared(NamedTuple):
@@ -222,11 +213,9 @@ class CudaGroup:
         token_sizes: Sizes,
         head_sizes: Sizes | None = None,
         in_arena: bool = False,
-        own_first: bool = False,
     ) -> tuple[Tensor, ...]:
         """Attention's way in: all tokens of this rank's heads, for q, k and v in one exchange.
 
-        own_first: the own tokens come first, as in `gather_tokens`.
         Shapes: each [B, L, H, D] with any strides -> [B, S, h, D] contiguous.
         Raises: LayoutError when a rank would have no head.
         """
@@ -234,8 +223,7 @@ class CudaGroup:
         heads = tuple(head_sizes) if head_sizes else shard_sizes(num_heads, self.size)
         if min(heads) < 1:
             raise LayoutError(f"{num_heads} heads cannot be split over {self.size} ranks")
-        how = How(2, 1, heads, tuple(token_sizes), is_rotated=own_first)
-        return self._move(tensors, how, in_arena=in_arena)
+        return self._move(tensors, How(2, 1, heads, tuple(token_sizes)), in_arena=in_arena)
 
     def gather_tokens(
         self, *tensors: Tensor, token_sizes: Sizes, in_arena: bool = False
@@ -250,66 +238,13 @@ class CudaGroup:
         return self._move(tensors, how, in_arena=in_arena)
 
     def tokens_from_heads(
-        self,
-        x: Tensor,
-        *,
-        token_sizes: Sizes,
-        head_sizes: Sizes,
-        in_arena: bool = False,
-        part: Part = "all",
-        into: Tensor | None = None,
+        self, x: Tensor, *, token_sizes: Sizes, head_sizes: Sizes, in_arena: bool = False
     ) -> Tensor:
-        """Attention's way out: all heads of this rank's tokens.
+        """All heads of this rank's tokens, as attention's output needs them.
 
-        part: "others" sends what is theirs, the tokens of the next rank first, and fills their heads of
-        `into`; "own" fills the own ones, when everyone has come here.
-        Shapes: [B, S, h, D] with any strides (of a part: its tokens) -> [B, L, H, D] contiguous.
-        Raises: LayoutError when a part does not fit in a bank.
+        Shapes: [B, S, h, D] with any strides -> [B, L, H, D] contiguous.
         """
-        assert (part == "all") == (into is None)
-        if into is not None:
-            shape = (x.shape[0], token_sizes[self.slot], sum(head_sizes), x.shape[3])
-            assert tuple(into.shape) == shape
-            assert into.dtype == x.dtype
-            assert into.is_contiguous()
-            assert into.data_ptr() % WIDE_BYTES == 0
-            assert not in_arena
-            if self.size == 1:
-                return into if part == "others" else into.copy_(x)
-        how = How(1, 2, tuple(token_sizes), tuple(head_sizes), part=part)
-        return self._move((x,), how, in_arena=in_arena, into=into)[0]
-
-    def broadcast(self, x: Tensor | None, *, root: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A copy of the root rank's `x`, which the others leave out; `root` is a global rank."""
-        if root not in self.ranks:
-            raise LayoutError(f"root rank {root} is not in the group {self.ranks}")
-        is_root = root == self.ranks[self.slot]
-        if is_root and (x is None or tuple(x.shape) != tuple(shape) or x.dtype != dtype):
-            raise ValueError(f"the root gives {shape} {dtype}, not {x if x is None else x.shape}")
-        num_items = torch.Size(shape).numel()
-        flat = x.reshape(-1) if is_root and x is not None else self._empty((0,), dtype)
-        sizes = tuple(num_items if rank == root else 0 for rank in self.ranks)
-        return self._move((flat,), How(-1, 0, (), sizes), in_arena=False)[0].view(tuple(shape))
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over the ranks, in the order of slots and in fp32: the same bits on every rank."""
-        if self.size == 1:
-            return x.clone()
-        x = x.contiguous()
-        if x.data_ptr() % WIDE_BYTES:
-            x = x.clone()
-        num_bytes = x.numel() * x.element_size()
-        if num_bytes % 8 == 0 and 0 < num_bytes <= FLAGGED_LIMIT * self.size:
-            return self._all_reduce_flagged(x, num_shots=1 if num_bytes <= ONE_SHOT_BYTES else 2)
-        num_last = x.numel() % (WIDE_BYTES // x.element_size())
-        if num_last == 0 and num_bytes:
-            return self._all_reduce_wide(x)
-        if num_bytes > FLAGGED_LIMIT:
-            flat = x.view(-1)
-            pieces = (flat[:-num_last], flat[-num_last:])
-            return torch.cat([self.all_reduce(piece) for piece in pieces]).view(x.shape)
-        every = self.all_gather(x.view(1, -1))
-        return self._reduce(every, x.numel(), x.numel()).view(x.shape)
+        return self._move((x,), How(1, 2, tuple(token_sizes), tuple(head_sizes)), in_arena=in_arena)[0]
 
     def _all_to_all_along(self, x: Tensor, dim: int, *, in_arena: bool) -> Tensor:
         if x.shape[dim] % self.size:
@@ -319,9 +254,7 @@ class CudaGroup:
             )
         return self._move((x,), How(dim, dim, (), ()), in_arena=in_arena)[0]
 
-    def _move(
-        self, tensors: Sequence[Tensor], how: How | None, *, in_arena: bool, into: Tensor | None = None
-    ) -> tuple[Tensor, ...]:
+    def _move(self, tensors: Sequence[Tensor], how: How | None, *, in_arena: bool) -> tuple[Tensor, ...]:
         endpoint, run = self._endpoint, self._run
         if self.size == 1:
             return tuple(x.clone(memory_format=torch.contiguous_format) for x in tensors)
@@ -339,19 +272,15 @@ class CudaGroup:
         if prepared is None:
             prepared = endpoint.prepared[key] = self._prepare(tensors, how, in_arena=in_arena)
         if isinstance(prepared, Prepared):
-            return self._launch(prepared, pointers, in_arena=in_arena, into=into)
+            return self._launch(prepared, pointers, in_arena=in_arena)
         assert how is not None
         # Strides or addresses that do not serve, or more than a bank holds.
         if prepared == "strides":
             dense = [x.clone(memory_format=torch.contiguous_format) for x in tensors]
-            return self._move(dense, how, in_arena=in_arena, into=into)
-        if how.part != "all":
-            raise LayoutError(f"a part of {how} does not fit in a bank of {self.bank.num_bytes} bytes")
+            return self._move(dense, how, in_arena=in_arena)
         return tuple(self._in_rounds(x, how) for x in tensors)
 
-    def _launch(
-        self, prepared: Prepared, pointers: list[int], *, in_arena: bool, into: Tensor | None
-    ) -> tuple[Tensor, ...]:
+    def _launch(self, prepared: Prepared, pointers: list[int], *, in_arena: bool) -> tuple[Tensor, ...]:
         endpoint, counts, kind = self._endpoint, self._run.counts, self._kind
         launch, buffer = prepared.launch, prepared.launch.buffer
         results: list[Tensor] = []
@@ -361,8 +290,6 @@ class CudaGroup:
         ):
             if in_arena:
                 result = endpoint.view(bank + offset, shape, dtype)
-            elif into is not None:
-                result = into
             else:
                 result = torch.empty_strided(shape, strides, dtype=dtype, device=endpoint.torch_device)
             # 0 says that it stays in the arena; a tensor of nothing has no address either.
@@ -376,14 +303,14 @@ class CudaGroup:
     def _prepare(self, tensors: Sequence[Tensor], how: How | None, *, in_arena: bool) -> Prepared | str:
         """The launch for such tensors, or why there is none: "strides" or "space".
 
-        Whether messages carry flags is decided by what all members know: a rank's own strides and
-        addresses, of a broadcast's root for one, would have members wait in different places.
+        Whether messages carry flags depends only on what all ranks know. If a rank's own strides or
+        addresses decided, ranks could wait in different places.
         """
         if how is None:
             return self._prepare_launch((), [], Choice("flagged", 1), unit_bytes=8, tensors=())
         if len(tensors) > MAX_MOVES:
             return "space"
-        split_dim, concat_dim, splits, concats, is_rotated, part = how
+        split_dim, concat_dim, splits, concats, is_rotated = how
         if split_dim == concat_dim:
             # [.., P * n, ..] seen as [.., P, 1, n, ..]: split the first, concatenate along the second.
             (x,), ones = tensors, (1,) * self.size
@@ -401,7 +328,7 @@ class CudaGroup:
         unit_bytes = dense_unit_bytes = 16
         for x in tensors:
             move = reshaped(
-                self._whole_shape(x, how),
+                tuple(x.shape),
                 x.stride(),
                 x.element_size(),
                 slot=self.slot,
@@ -410,7 +337,6 @@ class CudaGroup:
                 split_sizes=tuple(splits),
                 concat_sizes=tuple(concats),
                 is_rotated=is_rotated,
-                part=part,
             )
             if move is None:
                 return "strides"
@@ -431,17 +357,7 @@ class CudaGroup:
             return "strides"
         if num_bytes > self.bank.num_bytes and (choice.path != "flagged" or in_arena):
             return "space"
-        return self._prepare_launch(moves, offsets, choice, unit_bytes=unit_bytes, tensors=tensors, part=part)
-
-    def _whole_shape(self, x: Tensor, how: How) -> tuple[int, ...]:
-        """Of the tensor that this is a part of."""
-        if how.part == "all":
-            return tuple(x.shape)
-        own, whole = how.split_sizes[self.slot], sum(how.split_sizes)
-        length = x.shape[how.split_dim]
-        if length != (own if how.part == "own" else whole - own):
-            raise LayoutError(f"{length} is not the part {how.part} of {how.split_sizes} in slot {self.slot}")
-        return (*x.shape[: how.split_dim], whole, *x.shape[how.split_dim + 1 :])
+        return self._prepare_launch(moves, offsets, choice, unit_bytes=unit_bytes, tensors=tensors)
 
     def _prepare_launch(
         self,
@@ -451,7 +367,6 @@ class CudaGroup:
         *,
         unit_bytes: int,
         tensors: Sequence[Tensor],
-        part: Part = "all",
     ) -> Prepared:
         endpoint = self._endpoint
         exchange = Exchange(
@@ -487,11 +402,10 @@ class CudaGroup:
                 shared_bytes = 4 * choice.tile_bytes
             wanted = max(1, -(-longest // per_block))
             # What stays is copied at the speed of the own memory, many times that of a link.
-            most_keepers = {"all": max(1, limit // 12), "others": 0, "own": max(1, limit - items)}[part]
-            exchange.num_keepers = min(wanted * num_moves, most_keepers)
-            at_once = 1 if choice.in_turn and part != "own" else items
+            exchange.num_keepers = min(wanted * num_moves, max(1, limit // 12))
+            at_once = 1 if choice.in_turn else items
             most = max(1, (limit - exchange.num_keepers) // at_once)
-            exchange.num_slices = 1 if part == "own" else min(most, wanted)
+            exchange.num_slices = min(most, wanted)
             grid = at_once * exchange.num_slices + exchange.num_keepers
         launch = Launch(
             endpoint.driver,
@@ -508,7 +422,7 @@ class CudaGroup:
 
     def _in_rounds(self, x: Tensor, how: How) -> Tensor:
         """An exchange that does not fit in a bank: so many parts of each shard at a time."""
-        split_dim, concat_dim, splits, concats, is_rotated, _ = how
+        split_dim, concat_dim, splits, concats, is_rotated = how
         if split_dim == concat_dim:
             return self._rounds_along(x, split_dim)
         shape = list(x.shape)
@@ -549,77 +463,6 @@ class CudaGroup:
         pieces = torch.tensor_split(parts, num_rounds, -1)
         arrived = [self._move((piece.contiguous(),), how, in_arena=False)[0] for piece in pieces]
         return torch.cat([piece.transpose(dim, dim + 1) for piece in arrived], -1).view(x.shape)
-
-    def _all_reduce_flagged(self, x: Tensor, *, num_shots: int) -> Tensor:
-        """In one launch: everyone sends all to all, or the parts and then their sums."""
-        endpoint, run = self._endpoint, self._run
-        if endpoint.failed.value:
-            endpoint.check(run.dispatch)
-        assert run.has_entered, "a collective before the entry barrier"
-        result = torch.empty_like(x)
-        name = "all_reduce" if num_shots == 1 else "all_reduce_parts"
-        key = (name, self._place, x.dtype, x.numel())
-        launch = endpoint.prepared.get(key)
-        if not isinstance(launch, Launch):
-            num_units = x.numel() * x.element_size() // 8 // (1 if num_shots == 1 else self.size)
-            reduction = Reduction(
-                context=endpoint.context, num_items=x.numel(), kind=self._kind, item_type=_ITEM_TYPES[x.dtype]
-            )
-            grid = max(1, min(endpoint.kernels.num_multiprocessors, -(-num_units // _THREADS)))
-            launch = Launch(endpoint.driver, endpoint.kernels[name], reduction, grid=grid, block=_THREADS)
-            endpoint.prepared[key] = launch
-        PAIR.pack_into(launch.buffer, Reduction.input.offset, x.data_ptr(), result.data_ptr())
-        launch.run(endpoint.stream())
-        run.counts[self._kind] += num_shots
-        return result
-
-    def _all_reduce_wide(self, x: Tensor) -> Tensor:
-        """In two launches: everyone's parts come to the one who adds them up, and the sums to all."""
-        endpoint, run = self._endpoint, self._run
-        flat, unit = x.view(-1), WIDE_BYTES // x.element_size()
-        limit = self.bank.num_bytes // WIDE_BYTES - self.size
-        if flat.numel() // unit > limit:
-            if limit < 1:
-                raise LayoutError(f"a bank of {self.bank.num_bytes} bytes is too small for an all-reduce")
-            pieces = [self.all_reduce(piece) for piece in torch.split(flat, limit * unit)]
-            return torch.cat(pieces).view(x.shape)
-        sizes = tuple([share * unit for share in shard_sizes(flat.numel() // unit, self.size)])
-        terms = self._move((flat.view(1, -1),), How(1, 0, sizes, (1,) * self.size), in_arena=True)[0]
-        result = torch.empty_like(x)
-        key = ("reduce_gather", self._place, x.dtype, x.numel())
-        launch = endpoint.prepared.get(key)
-        if not isinstance(launch, Launch):
-            reduction = Reduction(
-                context=endpoint.context,
-                num_items=x.numel(),
-                stride=sizes[self.slot],
-                kind=self._kind,
-                item_type=_ITEM_TYPES[x.dtype],
-            )
-            grid = min(endpoint.kernels.num_multiprocessors, -(-sizes[0] // unit // _THREADS))
-            kernel = endpoint.kernels["reduce_gather"]
-            launch = Launch(endpoint.driver, kernel, reduction, grid=grid, block=_THREADS)
-            endpoint.prepared[key] = launch
-        PAIR.pack_into(launch.buffer, Reduction.input.offset, terms.data_ptr(), result.data_ptr())
-        launch.run(endpoint.stream())
-        run.counts[self._kind] += 1
-        return result
-
-    def _reduce(self, terms: Tensor, num_items: int, stride: int) -> Tensor:
-        endpoint = self._endpoint
-        result = self._empty((num_items,), terms.dtype)
-        reduction = Reduction(
-            input=terms.data_ptr(),
-            output=result.data_ptr(),
-            num_items=num_items,
-            stride=stride,
-            item_type=_ITEM_TYPES[terms.dtype],
-            num_terms=self.size,
-        )
-        grid = max(1, min(4 * endpoint.kernels.num_multiprocessors, -(-num_items // _THREADS)))
-        launch = Launch(endpoint.driver, endpoint.kernels["reduce"], reduction, grid=grid, block=_THREADS)
-        launch.run(endpoint.stream())
-        return result
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=f"cuda:{self._endpoint.device}")

@@ -154,26 +154,6 @@ def barrier_cell(endpoint: CudaEndpoint, ranks: tuple[int, ...], dispatch: int) 
     return times
 
 
-def reduce_cell(endpoint: CudaEndpoint, ranks: tuple[int, ...], dispatch: int, num_bytes: int) -> Times:
-    """All-reduce of bf16."""
-    group = entered(endpoint, ranks, dispatch)
-    x = torch.randn(num_bytes // 2, device=f"cuda:{endpoint.device}").to(torch.bfloat16)
-    theirs = x.clone()
-    nccl = _groups()[ranks]
-
-    def reduce_theirs() -> None:
-        dist.all_reduce(theirs, group=nccl)
-
-    times = {
-        "nccl_eager": eager_us(group, reduce_theirs, 20, 15),
-        "nccl_graph": _nccl_graph_us(group, reduce_theirs, 20, 15),
-        "ours_eager": eager_us(group, lambda: group.all_reduce(x), 20, 15),
-        "ours_graph": graph_us(group, lambda group: group.all_reduce(x), 20, 15),
-    }
-    group.finish()
-    return times
-
-
 def fused_cell(
     endpoint: CudaEndpoint,
     ranks: tuple[int, ...],

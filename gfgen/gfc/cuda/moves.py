@@ -13,11 +13,8 @@ from math import gcd, prod
 from gfgen.errors import LayoutError
 from gfgen.gfc.cuda.structs import Move
 from gfgen.gfc.native import MAX_RANKS
-from gfgen.gfc.reshard import Part
 
 Sizes = tuple[int, ...]
-PARTS: tuple[Part, ...] = ("all", "others", "own")
-"""As csrc/gfc/cuda/context.h numbers them."""
 LINE_BYTES = 128
 
 
@@ -38,7 +35,7 @@ class Reshaped:
     row_bytes: int
     num_members: int
     dense_bytes: int  # of every message, if all are as long and dense on both sides; else 0
-    fields: tuple[int, ...]  # of `Move`, from inner_bytes to part
+    fields: tuple[int, ...]  # of `Move`, from inner_bytes to is_rotated
     split_sizes: Sizes
     concat_sizes: Sizes
 
@@ -62,12 +59,11 @@ def reshaped(
     split_sizes: Sizes,
     concat_sizes: Sizes,
     is_rotated: bool = False,
-    part: Part = "all",
 ) -> Reshaped | None:
     """The exchange of one tensor; None where its strides do not fit the form.
 
     Strides are in items. split_dim -1: every member gets all. is_rotated: each member's own part
-    comes first, then those of the next ones in turn. part: what of the shape the tensor has.
+    comes first, then those of the next ones in turn.
     Raises: LayoutError when the sizes are not those of the shape.
     """
     size = len(concat_sizes)
@@ -118,7 +114,7 @@ def reshaped(
         row_bytes=inner_bytes * (second_most if second_stride == inner_bytes and split_dim >= 0 else 1),
         num_members=size,
         dense_bytes=0
-        if is_rotated or part != "all"
+        if is_rotated
         else _dense_bytes(
             outer=outer[0],
             middle=middle[0],
@@ -140,7 +136,7 @@ def reshaped(
             int(is_concat_first),
             int(split_dim >= 0),
             int(is_rotated),
-            PARTS.index(part),
+            0,
         ),
         split_sizes=splits,
         concat_sizes=concats,

@@ -74,7 +74,7 @@ class Move(Structure):
         ("is_concat_first", c_int32),
         ("is_split", c_int32),
         ("is_rotated", c_int32),
-        ("part", c_int32),
+        ("unused", c_int32),
         ("split_sizes", c_int32 * MAX_RANKS),
         ("concat_sizes", c_int32 * MAX_RANKS),
         ("result_offset", c_uint64 * MAX_RANKS),
@@ -95,20 +95,6 @@ class Exchange(Structure):
     ]
 
 
-class Reduction(Structure):
-    _fields_ = [
-        ("context", c_uint64),
-        ("input", c_uint64),
-        ("output", c_uint64),
-        ("num_items", c_uint64),
-        ("stride", c_uint64),
-        ("kind", c_uint32),
-        ("item_type", c_uint32),
-        ("num_terms", c_uint32),
-        ("unused", c_uint32),
-    ]
-
-
 class Chunk(Structure):
     _fields_ = [
         ("context", c_uint64),
@@ -124,5 +110,5 @@ class Chunk(Structure):
     ]
 
 
-SIZES = tuple(ctypes.sizeof(structure) for structure in (Context, Move, Exchange, Reduction, Chunk))
+SIZES = tuple(ctypes.sizeof(structure) for structure in (Context, Move, Exchange, Chunk))
 """As `gfc_sizes` in the compiled kernels: other sizes mean other sources."""

@@ -50,55 +50,32 @@ class TokenSizes:
 
 
 class OverlapRule(NamedTuple):
-    """What wins in groups of so many ranks, for sequences of `from_tokens` up to less than `to_tokens`.
+    """How many chunks are fastest in groups of this degree, for `from_tokens` up to less than `to_tokens`.
 
-    Measured with one sample; samples of a batch, and halves of a layout beside each other, go by it, too.
+    Measured with one sample. Batches, and halves of a layout that run at the same time, use it too.
     """
 
     ulysses_degree: int
     from_tokens: int
     to_tokens: int
-    num_chunks: int = 1
-    others_first: bool = False
-    """Attention in two parts, from others' queries and then from the own ones."""
+    num_chunks: int
 
 
-OVERLAP_RULES = (
-    OverlapRule(2, 4_500, 8_500, others_first=True),
-    OverlapRule(2, 18_000, 30_000, others_first=True),
-    OverlapRule(4, 9_000, 10_000, num_chunks=2),
-)
-"""On GPUs; elsewhere everything goes at once. On 4 H200 two chunks of 9,216 tokens took 568 us in place of
-611. For 1,024 to 27,280 tokens on 2, 3 and 4 ranks no other chunks won: attention to half of the heads
-leaves more of the device idle than the exchange does (benchmarks/results/2026-11-20-attention.md). Two
-parts win where they fill no more rounds of the multiprocessors than the whole: on 2 H200 379 us in place of
-398 for 5,070 tokens, 810 of 834 for 8,190, 4,060 of 4,135 for 18,480, where power limits the clock; but for
-9,216 1,052 in place of 994 (benchmarks/results/2026-11-22-attention.md)."""
+OVERLAP_RULES = (OverlapRule(4, 9_000, 10_000, num_chunks=2),)
+"""On GPUs; elsewhere one chunk. On 4 H200 two chunks of 9,216 tokens took 568 us, one took 611. For other
+sequences from 1,024 to 27,280 tokens on 2 to 4 ranks one chunk was fastest: attention to half of the heads
+leaves more of the device idle than the exchange does (benchmarks/results/2026-11-20-attention.md)."""
 
 CHUNK_BLOCKS = 32
 """Of an exchange beside attention: a quarter of an H200's multiprocessors."""
 
-OTHERS_FIRST_BLOCKS = 8
-"""Of what is sent beside attention from the own queries; with more, that loses what sending saves."""
-
 
 def best_num_chunks(device: torch.device, ulysses_degree: int, num_tokens: int) -> int:
-    """How many chunks are fastest, where they are not needed for their memory."""
-    rule = _rule_for(device, ulysses_degree, num_tokens)
-    return 1 if rule is None else rule.num_chunks
-
-
-def are_others_first(device: torch.device, ulysses_degree: int, num_tokens: int) -> bool:
-    """Whether attention in two parts is faster, from the others' queries before the own ones."""
-    rule = _rule_for(device, ulysses_degree, num_tokens)
-    return rule is not None and rule.others_first
-
-
-def _rule_for(device: torch.device, ulysses_degree: int, num_tokens: int) -> OverlapRule | None:
+    """How many chunks are fastest where memory does not ask for more."""
     for rule in OVERLAP_RULES if device.type == "cuda" else ():
         if rule.ulysses_degree == ulysses_degree and rule.from_tokens <= num_tokens < rule.to_tokens:
-            return rule
-    return None
+            return rule.num_chunks
+    return 1
 
 
 class _Chunk(NamedTuple):

@@ -17,7 +17,6 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from gfgen.gfc.group import Collectives
-    from gfgen.gfc.reshard import Part
 
 
 class Ranks(Protocol):
@@ -26,8 +25,7 @@ class Ranks(Protocol):
     All ranks of a group make the same calls in the same order. Sizes of shards are by slot and
     follow from global shapes; they are never exchanged. Results are fresh memory, but for those
     asked for `in_arena`: where exchanges go through an arena, they may lie there, and are lost with the
-    exchange of the same kind after the next, which others may begin as soon as this rank has begun the next;
-    a part "own" writes to no arena, and nobody begins another one before all ranks have come there.
+    exchange of the same kind after the next, which others may begin as soon as this rank has begun the next.
     """
 
     @property
@@ -59,12 +57,8 @@ class Ranks(Protocol):
         token_sizes: Sequence[int],
         head_sizes: Sequence[int],
         in_arena: bool = False,
-        own_first: bool = False,
     ) -> tuple[Tensor, ...]:
-        """Each [B, L, H, D] with any strides -> [B, S, h, D] contiguous, in one exchange.
-
-        own_first: as `gather_tokens` has them.
-        """
+        """Each [B, L, H, D] with any strides -> [B, S, h, D] contiguous, in one exchange."""
         ...
 
     def gather_tokens(
@@ -77,20 +71,9 @@ class Ranks(Protocol):
         ...
 
     def tokens_from_heads(
-        self,
-        x: Tensor,
-        *,
-        token_sizes: Sequence[int],
-        head_sizes: Sequence[int],
-        part: Part = "all",
-        into: Tensor | None = None,
+        self, x: Tensor, *, token_sizes: Sequence[int], head_sizes: Sequence[int]
     ) -> Tensor:
-        """[B, S, h, D] with any strides -> [B, L, H, D] contiguous.
-
-        part: "others" takes the tokens of the other ranks only, the next one's first, and fills their heads
-        of `into`; after it "own" takes the own tokens and fills the own heads of the same `into`, when all
-        ranks have come there.
-        """
+        """[B, S, h, D] with any strides -> [B, L, H, D] contiguous."""
         ...
 
 
@@ -103,7 +86,6 @@ class Parallel:
     group `ulysses`, whose ranks follow each other and share heads, and in one `ring`, whose ranks
     have the same heads and share keys.
     num_chunks: of heads, in which exchange and attention overlap; None: as many as pay.
-    others_first: whether ranks attend to each other's queries before their own; None: where it pays.
     """
 
     cfg: Ranks
@@ -111,7 +93,6 @@ class Parallel:
     ulysses: Ranks
     ring: Ranks
     num_chunks: int | None = None
-    others_first: bool | None = None
 
     @property
     def degrees(self) -> tuple[int, int, int]:
@@ -119,9 +100,7 @@ class Parallel:
         return self.cfg.size, self.ulysses.size, self.ring.size
 
 
-def parallel_from(
-    group: Collectives, *, num_chunks: int | None = None, others_first: bool | None = None
-) -> Parallel:
+def parallel_from(group: Collectives, *, num_chunks: int | None = None) -> Parallel:
     """The step's ranks, from the group of a whole layout. Touches no other rank."""
     return Parallel(
         cfg=group.subgroup("cfg_pair"),
@@ -129,5 +108,4 @@ def parallel_from(
         ulysses=group.subgroup("ulysses"),
         ring=group.subgroup("ring"),
         num_chunks=num_chunks,
-        others_first=others_first,
     )

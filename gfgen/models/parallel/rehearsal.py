@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from gfgen.gfc.reshard import Part
 from gfgen.models.parallel.parallel import Parallel, Ranks
 
 
@@ -39,7 +38,6 @@ class RehearsalRanks:
         token_sizes: Sequence[int],
         head_sizes: Sequence[int],
         in_arena: bool = False,
-        own_first: bool = False,
     ) -> tuple[Tensor, ...]:
         return tuple(_zeros(x, {1: sum(token_sizes), 2: head_sizes[self.slot]}) for x in tensors)
 
@@ -49,16 +47,8 @@ class RehearsalRanks:
         return tuple(_zeros(x, {1: sum(token_sizes)}) for x in tensors)
 
     def tokens_from_heads(
-        self,
-        x: Tensor,
-        *,
-        token_sizes: Sequence[int],
-        head_sizes: Sequence[int],
-        part: Part = "all",
-        into: Tensor | None = None,
+        self, x: Tensor, *, token_sizes: Sequence[int], head_sizes: Sequence[int]
     ) -> Tensor:
-        if into is not None:
-            return into.zero_()
         return _zeros(x, {1: token_sizes[self.slot], 2: sum(head_sizes)})
 
 

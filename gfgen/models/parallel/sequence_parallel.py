@@ -21,7 +21,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -366,7 +366,7 @@ def sharded_attention(
         value,
         attn_mask,
         # What counts tokens takes them in the order of slots.
-        parallel=parallel if num_tokens_B is None else replace(parallel, others_first=False),
+        parallel=parallel,
         token_sizes=_token_sizes(sharing, query, key, text_length),
         attend=own,
         scale=scale,

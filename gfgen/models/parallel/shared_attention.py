@@ -9,9 +9,6 @@ The order of keys is by slot within a group, in fused joint attention (picture 0
 and in a ring by group, from the own one on: attention does not depend on it, the mask is put together
 the same way, and the way back restores it.
 
-Where it pays, a rank attends from the other ranks' queries first, and what comes of them is sent while it
-attends from its own, whose result stays here (`_others_first`).
-
 Legend: B batch, S tokens of the whole sequence, L tokens of this rank, H heads, D head dimension.
 Source: USP (arXiv 2405.07719).
 """
@@ -20,17 +17,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from gfgen.errors import LayoutError
 from gfgen.gfc.reshard import shard_sizes
 from gfgen.models.parallel.chunked_attention import (
-    OTHERS_FIRST_BLOCKS,
     Attend,
     ChunkedAttention,
     TokenSizes,
-    are_others_first,
     best_num_chunks,
     head_chunks,
 )
@@ -73,8 +67,6 @@ def shared_attention(
             query, key, value, mask, parallel=parallel, sizes=sizes, attend=attend, scale=scale
         )
         return chunked.run(chunks)
-    if mask is None and _is_others_first(query, parallel, sizes):
-        return _others_first(query, key, value, parallel=parallel, sizes=sizes, attend=attend)
     return _at_once(query, key, value, mask, parallel=parallel, sizes=sizes, attend=attend, scale=scale)
 
 
@@ -118,45 +110,6 @@ def _at_once(
     if ulysses.size == 1:
         return result.contiguous()
     return ulysses.tokens_from_heads(result, token_sizes=tokens, head_sizes=heads)
-
-
-def _is_others_first(query: Tensor, parallel: Parallel, sizes: TokenSizes) -> bool:
-    if parallel.ulysses.size == 1 or parallel.ring.size > 1:
-        return False
-    if not _fits(query, parallel, sizes, num_chunks=1):
-        return False
-    if parallel.others_first is not None:
-        return parallel.others_first
-    return are_others_first(query.device, parallel.ulysses.size, sum(sizes.by_slot))
-
-
-def _others_first(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    parallel: Parallel,
-    sizes: TokenSizes,
-    attend: Attend,
-) -> Tensor:
-    """All heads together, in two parts of the queries: the way back of the first is beside the second.
-
-    Keys and values are read where they arrived until the end, when the next bank has been written to already.
-    So the end is a barrier, in the exchange that fills the own heads: the exchange after it is the first one
-    that may write to their bank again (`parallel.Ranks`).
-    """
-    ulysses, lane = parallel.ulysses, Lane(query.device)
-    shards = {"token_sizes": sizes.by_slot, "head_sizes": shard_sizes(query.shape[2], ulysses.size)}
-    q, k, v = ulysses.heads_from_tokens(query, key, value, **shards, in_arena=True, own_first=True)
-    result = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    num_own = sizes.by_slot[ulysses.slot]
-    for_others = attend(q[:, num_own:], k, v, None).type_as(query)
-    with lane.beside():
-        sparing = ulysses.beside(OTHERS_FIRST_BLOCKS)
-        sparing.tokens_from_heads(for_others, **shards, part="others", into=result)
-    own = attend(q[:, :num_own], k, v, None).type_as(query)
-    lane.join(lane.mark())
-    return ulysses.tokens_from_heads(own, **shards, part="own", into=result)
 
 
 def _num_chunks(query: Tensor, parallel: Parallel, sizes: TokenSizes) -> int:

@@ -4,13 +4,11 @@
 #include "cuda/boxes.h"
 
 static_assert(sizeof(gfc::Context) == 1680 && sizeof(gfc::Move) == 208 &&
-                  sizeof(gfc::Exchange) == 872 && sizeof(gfc::Reduction) == 56 &&
-                  sizeof(gfc::Chunk) == 64,
+                  sizeof(gfc::Exchange) == 872 && sizeof(gfc::Chunk) == 64,
               "gfgen/gfc/cuda/structs.py mirrors these");
 
 extern "C" void sizes(uint32_t* found) {
-  const size_t all[] = {sizeof(gfc::Context), sizeof(gfc::Move), sizeof(gfc::Exchange),
-                        sizeof(gfc::Reduction), sizeof(gfc::Chunk)};
+  const size_t all[] = {sizeof(gfc::Context), sizeof(gfc::Move), sizeof(gfc::Exchange), sizeof(gfc::Chunk)};
   for (size_t size : all) *found++ = static_cast<uint32_t>(size);
 }
 

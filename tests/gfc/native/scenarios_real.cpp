@@ -117,37 +117,6 @@ Scenario attentions_on(int ring, int num_chunks) {
   return scenario;
 }
 
-// Nothing but the signals.
-struct Barrier {
-  void push(int, int, gfc::Span) {}
-  void collect(int, gfc::Span) {}
-  void keep() {}
-};
-
-// Attentions whose way back for others' queries begins while the heads are still read, for the own ones:
-// what keeps others from writing there is the exchange behind it, which fills the own heads.
-Scenario others_first(bool ends_with_barrier) {
-  Scenario scenario;
-  scenario.num_ranks = 2;
-  scenario.program = [ends_with_barrier](Memory& mem) {
-    gfc::Edges edges{};
-    gfc::Task task = gfc::begin_task(describe(TaskSpec{1, {0, 1}, {}}, mem.rank()), 0);
-    mem.demand(gfc::enter(mem, edges, task) == gfc::kOk, "entry failed");
-    for (uint64_t attention = 0; attention < 2; ++attention) {
-      Later heads(mem, (2 * attention + 1) << 8, task, gfc::kUlysses);
-      mem.demand(gfc::exchange(mem, task, gfc::kUlysses, heads) == gfc::kOk, "exchange failed");
-      Tokens back(mem, (2 * attention + 2) << 8, task, gfc::kUlysses);
-      mem.demand(gfc::exchange(mem, task, gfc::kUlysses, back) == gfc::kOk, "exchange failed");
-      heads.read();
-      Barrier barrier;
-      if (ends_with_barrier) {
-        mem.demand(gfc::exchange(mem, task, gfc::kUlysses, barrier) == gfc::kOk, "barrier failed");
-      }
-    }
-  };
-  return scenario;
-}
-
 // Rank 0 sends messages of several chunks to rank 1; with `is_two_way`, rank 1 to rank 0 as well.
 Scenario posts(uint32_t first_sequence, bool is_two_way) {
   Scenario scenario;
@@ -213,8 +182,6 @@ void add_real_cases(std::vector<Case>& cases) {
                    tasks_on(4, {{1, {0, 1, 2, 3}, {kUlysses, kPair, kUlysses, kWhole}, 2, 1}})});
   cases.push_back({"attention reads where its heads arrived", true, "", attentions_on(1, 1)});
   cases.push_back({"heads are read while keys arrive in the ring", true, "", attentions_on(2, 1)});
-  cases.push_back({"heads are read beside the way back, before a barrier", true, "", others_first(true)});
-  cases.push_back({"heads are read beside the way back", false, "bytes:", others_first(false)});
   cases.push_back({"chunks of heads read in place", false, "bytes:", attentions_on(1, 2)});
   for (uint32_t first_sequence : {0u, 0xfffffffeu, 0xffffffffu}) {
     cases.push_back({"point-to-point with credit", true, "", posts(first_sequence, false)});
