@@ -26,7 +26,7 @@ from gfgen.models.families.calibration import median_s
 from gfgen.models.families.registry import load_adapter
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.devices import CPU, Devices
-from gfgen.runtime.predict.profile import Profile, ProfileRow
+from gfgen.runtime.predict.profile_file import Profile, ProfileRow
 from gfgen.system.machine import cpu_name, versions
 
 MODEL = "shapes"

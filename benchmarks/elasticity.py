@@ -83,7 +83,7 @@ def main(
         pool = stack.enter_context(
             ready_pool(checkpoints, options, signals, worker_main=WORKER_MAIN, are_all_needed=True)
         )
-        setting = bench.Setting(pool, folder, CostModel(), guard_s=lookahead / 1000, signals=signals)
+        setting = bench.Setting(pool, folder, CostModel(), lookahead_s=lookahead / 1000, signals=signals)
         _tell(f"{time.monotonic() - began_s:5.0f} s  models are loaded")
         _warm_up(setting, subject)
         setting = replace(setting, expected=_expected(setting, subject))

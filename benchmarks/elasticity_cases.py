@@ -34,12 +34,11 @@ from gfgen.layout import Layout
 from gfgen.policies.catalog import NamedPolicy, load_policy
 from gfgen.runtime.control.records import LOOKAHEAD_S
 from gfgen.runtime.core.admission import AdmittedJob
-from gfgen.runtime.core.durations import in_words
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.processes.pool import WorkerPool
 from gfgen.snapshot import JobView
 from gfgen.system.signals import SignalPipe
-from gfgen.system.wording import counted
+from gfgen.system.wording import counted, in_words
 
 SETTLING_STEPS = 4
 """The first of a job, which do not count: what a step will take is learned, memory is taken."""
@@ -86,11 +85,11 @@ class Setting:
     """What cases are predicted to take by."""
     costs: CostModel = field(default_factory=CostModel)
     """Of the runs, which all learn into it."""
-    guard_s: float = LOOKAHEAD_S
+    lookahead_s: float = LOOKAHEAD_S
     signals: SignalPipe | None = None
 
     def run(
-        self, jobs: Sequence[AdmittedJob], policy: NamedPolicy | Place, *, guard_s: float | None = None
+        self, jobs: Sequence[AdmittedJob], policy: NamedPolicy | Place, *, lookahead_s: float | None = None
     ) -> Record:
         """Jobs to their end, under a policy or a script."""
         record = Record()
@@ -100,7 +99,7 @@ class Setting:
             record,
             policy=policy if isinstance(policy, NamedPolicy) else placed_by(policy),
             folder=self.folder,
-            guard_s=self.guard_s if guard_s is None else guard_s,
+            lookahead_s=self.lookahead_s if lookahead_s is None else lookahead_s,
             costs=self.costs,
             signals=self.signals,
         )
@@ -135,9 +134,9 @@ def cases_of(subject: Subject) -> list[Case]:
     if num_ranks > 1:
         found.append(_changed(subject, (narrow, other), large))
         found.append(_changed(subject, (narrow, wide), small))
-    found.append(_unchanged(subject, num_ranks, small, guard_s=0.0, suffix=OFF))
+    found.append(_unchanged(subject, num_ranks, small, lookahead_s=0.0, suffix=OFF))
     if num_ranks > 1:
-        found.append(_changed(subject, (narrow, wide), small, guard_s=0.0, suffix=OFF))
+        found.append(_changed(subject, (narrow, wide), small, lookahead_s=0.0, suffix=OFF))
     return found
 
 
@@ -162,7 +161,7 @@ def _placed(job: AdmittedJob, task: Task, step_layout: Layout, all_ranks: Sequen
 
 
 def _unchanged(
-    subject: Subject, degree: int, job: AdmittedJob, *, guard_s: float | None = None, suffix: str = ""
+    subject: Subject, degree: int, job: AdmittedJob, *, lookahead_s: float | None = None, suffix: str = ""
 ) -> Case:
     """A job on each of as many groups as there are, all at once."""
     groups = [subject.ranks[at : at + degree] for at in range(0, subject.num_ranks - degree + 1, degree)]
@@ -175,10 +174,10 @@ def _unchanged(
         record = setting.run(
             copies,
             lambda view: _placed(job, view.next_task, layout_on(job, jobs[view.job_id]), jobs[view.job_id]),
-            guard_s=guard_s,
+            lookahead_s=lookahead_s,
         )
         gaps = [gap.seconds for gap in _settled(record) if gap.before.layout == gap.after.layout]
-        has_goal = guard_s != 0.0
+        has_goal = lookahead_s != 0.0
         return [
             gap_row(
                 name,
@@ -205,7 +204,7 @@ def _changed(
     places: Sequence[Sequence[int]],
     job: AdmittedJob,
     *,
-    guard_s: float | None = None,
+    lookahead_s: float | None = None,
     suffix: str = "",
 ) -> Case:
     """A job that goes round these ranks; a row for each change."""
@@ -219,12 +218,12 @@ def _changed(
             lambda view: _placed(
                 job, view.next_task, layouts[min(view.next_task.step or 0, len(layouts) - 1)], subject.ranks
             ),
-            guard_s=guard_s,
+            lookahead_s=lookahead_s,
         )
         gaps: dict[str, list[float]] = defaultdict(list)
         for gap in _settled(record, SETTLING_ROUNDS * len(places)):
             gaps[_change(gap.before.layout.ranks, gap.after.layout.ranks)].append(gap.seconds)
-        goal_s = None if guard_s == 0.0 else CHANGED_GOAL_S
+        goal_s = None if lookahead_s == 0.0 else CHANGED_GOAL_S
         return [
             gap_row(f"changed, {change}, {_size(job)}{suffix}", gaps[change], goal_s=goal_s)
             for change in changes

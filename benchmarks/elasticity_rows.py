@@ -14,8 +14,8 @@ from gfgen.bench.timeline import Span, gaps_of, lasted_s, spans_of
 from gfgen.errors import WorkerError
 from gfgen.graph import Stage
 from gfgen.runtime.control.metrics import percentile
-from gfgen.runtime.core.durations import in_words
 from gfgen.runtime.ipc.messages import BareTimes
+from gfgen.system.wording import in_words
 
 SAME_GOAL_S, SAME_P99_GOAL_S = 0.1e-3, 0.3e-3
 CHANGED_GOAL_S = 1e-3

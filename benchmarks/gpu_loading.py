@@ -21,8 +21,8 @@ from typing import Any
 import diffusers
 import torch
 
-from gfgen.models.geometry.geometry import CONFIGS
-from gfgen.models.geometry.geometry_weights import component_dtypes
+from gfgen.models.geometry.model import CONFIGS
+from gfgen.models.geometry.weights import component_dtypes
 from gfgen.models.loading.components import load_pipeline
 from gfgen.models.loading.random_weights import random_pipeline
 

@@ -34,7 +34,7 @@ from gfgen.layout import Layout
 from gfgen.models.families import guidance
 from gfgen.models.families.adapter import SAMPLE, Fields
 from gfgen.models.families.registry import load_adapter
-from gfgen.models.geometry.geometry import CONFIGS
+from gfgen.models.geometry.model import CONFIGS
 from gfgen.models.loading.random_weights import random_component
 from gfgen.models.parallel.parallel import parallel_from
 from gfgen.runtime.ipc.arenas import GPU_PLAN

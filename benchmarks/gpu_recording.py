@@ -27,7 +27,7 @@ from gfgen.gfc.cuda.measure import captured_us
 from gfgen.models.fast.forwards import evaluate
 from gfgen.models.fast.fused import fuse
 from gfgen.models.fast.graphs import Graphs
-from gfgen.models.geometry.geometry import CONFIGS
+from gfgen.models.geometry.model import CONFIGS
 from gfgen.models.loading.random_weights import random_component
 from gfgen.models.parallel.counted_attention import counted_attention, is_fast
 from gfgen.models.parallel.sequence_parallel import install

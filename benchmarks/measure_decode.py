@@ -23,7 +23,7 @@ from gfgen.gfc.cuda.endpoint import CudaEndpoint
 from gfgen.gfc.descriptor import Descriptor
 from gfgen.layout import Layout
 from gfgen.models.families.pictures import to_uint8
-from gfgen.models.geometry.geometry import CONFIGS
+from gfgen.models.geometry.model import CONFIGS
 from gfgen.models.loading.random_weights import random_component
 from gfgen.models.parallel.parallel import Parallel, parallel_from
 from gfgen.models.parallel.shared_decode import decode_rows, install

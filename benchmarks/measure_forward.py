@@ -28,9 +28,9 @@ from gfgen.layout import Layout
 from gfgen.models.families.guidance import evaluate_branches
 from gfgen.models.fast.fused import fuse
 from gfgen.models.fast.texts import forward_inputs
-from gfgen.models.geometry.geometry import CONFIGS
+from gfgen.models.geometry.model import CONFIGS
 from gfgen.models.loading.random_weights import random_component
-from gfgen.models.loading.stock import join_group
+from gfgen.models.loading.stock_pipeline import join_group
 from gfgen.models.parallel.parallel import parallel_from
 from gfgen.models.parallel.sequence_parallel import install
 

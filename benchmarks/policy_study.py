@@ -41,8 +41,8 @@ from gfgen.policies.catalog import load_policy
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.observer import JobOutcome
 from gfgen.runtime.predict.cost import CostModel
-from gfgen.runtime.predict.profile import Profile, load_profile
-from gfgen.runtime.predict.profiles import SHIPPED
+from gfgen.runtime.predict.profile_file import Profile, load_profile
+from gfgen.runtime.predict.profile_store import SHIPPED
 from gfgen.runtime.simulate.profiled import profiled_times
 from gfgen.runtime.simulate.simulation import simulate
 

@@ -24,9 +24,9 @@ from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.predict.cost import CostModel
-from gfgen.runtime.predict.profile import Profile, ProfileRow
+from gfgen.runtime.predict.profile_file import Profile, ProfileRow
+from gfgen.runtime.simulate.backend import SimulatedBackend, SimulatedTimes
 from gfgen.runtime.simulate.profiled import profiled_times
-from gfgen.runtime.simulate.simulate import SimulatedBackend, SimulatedTimes
 from gfgen.system.machine import cpu_name
 
 _SHORTEST_JOB_TASKS = 23
@@ -83,7 +83,7 @@ def _run_s(policy: str, *, num_open: int, num_tasks: int) -> float:
     backend = _RefillingBackend(
         clock, times=profiled_times(profile, jobs), num_tasks=num_tasks, reserve=jobs[num_open:]
     )
-    state = State(jobs, num_ranks=NUM_RANKS, clock=clock, costs=costs, guard_s=LOOKAHEAD_S)
+    state = State(jobs, num_ranks=NUM_RANKS, clock=clock, costs=costs, lookahead_s=LOOKAHEAD_S)
     control = Control(
         jobs[:num_open],
         state=state,

@@ -42,11 +42,11 @@ from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.events import Event, OutputWritten, TaskDone
 from gfgen.runtime.core.observer import JobInfo, Observer
 from gfgen.runtime.predict.cost import CostModel
-from gfgen.runtime.predict.profile import Profile
+from gfgen.runtime.predict.profile_file import Profile
 from gfgen.runtime.processes.pool import WorkerPool
 from gfgen.runtime.processes.workers import ProcessBackend
+from gfgen.runtime.simulate.backend import SimulatedTimes
 from gfgen.runtime.simulate.profiled import profiled_times
-from gfgen.runtime.simulate.simulate import SimulatedTimes
 from gfgen.runtime.simulate.simulation import simulate
 from gfgen.system.machine import cpu_name, versions
 
@@ -128,7 +128,7 @@ def run_for_real(
         num_ranks=NUM_RANKS,
         clock=clock,
         costs=CostModel(profile),
-        guard_s=LOOKAHEAD_S,
+        lookahead_s=LOOKAHEAD_S,
         last_number=pool.last_number,
     )
     with tempfile.TemporaryDirectory() as folder:
@@ -326,7 +326,7 @@ def compare(workload: Workload, measured: Measured, pool: WorkerPool) -> Result:
 
     def again(truth: Profile, times: SimulatedTimes | None = None) -> Outcome:
         simulated = simulate(
-            jobs, policy=policy, num_ranks=NUM_RANKS, profile=truth, guard_s=LOOKAHEAD_S, times=times
+            jobs, policy=policy, num_ranks=NUM_RANKS, profile=truth, lookahead_s=LOOKAHEAD_S, times=times
         )
         return Outcome.of(simulated.summary)
 

@@ -122,7 +122,7 @@ class RankView:
     free_at_s: float
     """When all that it was given is predicted to have ended; in the past when it is idle or late."""
     can_take: bool
-    """Free now, or predicted free within the guard, with nothing queued."""
+    """Free now, or predicted free within the lookahead, with nothing queued."""
     models: frozenset[str]
     """Models whose weights are resident."""
 

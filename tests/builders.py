@@ -19,7 +19,7 @@ from gfgen.runtime.core.events import Event
 from gfgen.runtime.core.observer import JobInfo, JobOutcome, Observer
 from gfgen.runtime.ipc.messages import MemoryUse
 from gfgen.runtime.predict.cost import CostModel
-from gfgen.runtime.simulate.simulate import SimulatedBackend, SimulatedTimes
+from gfgen.runtime.simulate.backend import SimulatedBackend, SimulatedTimes
 
 STEP_S = 0.1
 
@@ -76,7 +76,7 @@ def simulated_control(
     *,
     policy: str = "srtf",
     num_ranks: int = 2,
-    guard_s: float = 0.0,
+    lookahead_s: float = 0.0,
     max_degree: int | None = None,
     task_s: Callable[[Dispatch], float] = lambda _: STEP_S,
     journal: Any = None,
@@ -94,7 +94,7 @@ def simulated_control(
         num_ranks=num_ranks,
         clock=clock,
         costs=costs,
-        guard_s=guard_s,
+        lookahead_s=lookahead_s,
         max_degree=max_degree,
         closes_s=closes_s,
         islands=islands,

@@ -31,7 +31,7 @@ from gfgen.graph import Artifact, Stage, Task, Trajectory
 from gfgen.job.spec import JobSpec
 from gfgen.layout import Layout
 from gfgen.policies.catalog import load_policy
-from gfgen.runtime.core.admission import AdmittedJob, Model, admit
+from gfgen.runtime.core.admission import AdmittedJob, ResolvedModel, admit
 from gfgen.runtime.core.devices import Devices
 from gfgen.runtime.files import writer
 from gfgen.runtime.files.lock import hold_folder
@@ -106,7 +106,7 @@ class FakeGeometry:
 
 
 MODELS = {
-    name: Model(name, Path("fake"), FakeGeometry(kind))
+    name: ResolvedModel(name, Path("fake"), FakeGeometry(kind))
     for name, kind in (("fake-video", "video"), ("fake-image", "image"))
 }
 
@@ -169,7 +169,7 @@ def serve_fakes(port: int, folder: Path, **options: str) -> None:
         output_dir=folder / "out",
         ranks=Ranks(Devices("cpu", ranks)),
         policy=load_policy("srtf"),
-        guard_s=0.002,
+        lookahead_s=0.002,
         host="127.0.0.1",
         port=port,
         api_key=key,

@@ -234,7 +234,7 @@ class FakeWorker:
         for numbers in list(self._leaving):
             if not numbers & set(self._running.values()):
                 self._leaving.remove(numbers)
-                self._channel.send(messages.Left(numbers))
+                self._channel.send(messages.Abandoned(numbers))
 
     # Being inside a dispatch ------------------------------------------------------------------------
 

@@ -73,7 +73,7 @@ class Schedule:
     num_ranks: int
     jobs: tuple[AdmittedJob, ...]
     policy: str
-    guard_s: float
+    lookahead_s: float
     faults: tuple[Fault, ...]
 
 
@@ -105,7 +105,7 @@ def make_schedule(seed: int) -> Schedule:
         num_ranks=num_ranks,
         jobs=jobs,
         policy=random.choice(["wander", "wander", "wander", "srtf", "fcfs,degree=2", "edf", "legacy"]),
-        guard_s=random.choice([0.0, 0.003, 10.0]),
+        lookahead_s=random.choice([0.0, 0.003, 10.0]),
         faults=tuple(_faults(random, jobs, num_ranks=num_ranks)),
     )
 
@@ -317,10 +317,15 @@ def _run(
     witness: _Witness,
 ) -> None:
     """One run, as `gfgen run` does it."""
-    clock, costs, guard_s = Clock(), CostModel(), schedule.guard_s
+    clock, costs, lookahead_s = Clock(), CostModel(), schedule.lookahead_s
     last_number = max([pool.last_number, *witness.dispatches])
     state = State(
-        jobs, num_ranks=pool.num_ranks, clock=clock, costs=costs, guard_s=guard_s, last_number=last_number
+        jobs,
+        num_ranks=pool.num_ranks,
+        clock=clock,
+        costs=costs,
+        lookahead_s=lookahead_s,
+        last_number=last_number,
     )
     backend = ProcessBackend(pool, jobs, clock=clock, output_dir=output_dir, patience=HASTY)
     witness.runs.append(jobs)
@@ -330,7 +335,7 @@ def _run(
             [job.info for job in jobs],
             policy=schedule.policy,
             num_ranks=pool.num_ranks,
-            guard_s=guard_s,
+            lookahead_s=lookahead_s,
             started_at=0.0,
             last_number=last_number,
         ),
@@ -377,7 +382,8 @@ def _bounded(stand: Callable[[], str]) -> Iterator[None]:
 def _stand(schedule: Schedule, fleet: Fleet, witness: _Witness) -> str:
     """Where a run stands, for whoever has to find out why."""
     lines = [
-        f"{counted(schedule.num_ranks, 'rank')}, policy {schedule.policy}, guard {schedule.guard_s:g} s",
+        f"{counted(schedule.num_ranks, 'rank')}, policy {schedule.policy}",
+        f"lookahead {schedule.lookahead_s:g} s",
         f"plan: {schedule.faults}",
         f"done: {fleet.faults.done()}",
         f"ended: {[outcome.info.job_id for outcome in witness.outcomes]}",

@@ -114,7 +114,7 @@ def test_a_folder_has_few_modules(folder):
 def test_only_some_modules_import_torch(path):
     module = name_of(path)
     heavy = {imported.split(".")[0] for imported in imports_of(path)} & HEAVY
-    allowed = module.startswith(MAY_IMPORT_TORCH) and not module.startswith("gfgen.models.geometry.geometry")
+    allowed = module.startswith(MAY_IMPORT_TORCH) and not module.startswith("gfgen.models.geometry")
     assert allowed or not heavy, f"{module} imports {heavy}"
 
 

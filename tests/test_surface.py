@@ -10,7 +10,7 @@ from gfgen.cli.main import cli
 from gfgen.job.fields import FIELDS
 from gfgen.runtime.core import events
 from gfgen.runtime.files import journal
-from gfgen.runtime.predict import profile
+from gfgen.runtime.predict import profile_file
 from gfgen.snapshot import JobView, Snapshot
 
 
@@ -266,8 +266,8 @@ def test_events_of_the_journal():
 
 
 def test_fields_of_a_profile():
-    assert profile.FORMAT == 1
-    assert [field.name for field in dataclasses.fields(profile.Profile)] == [
+    assert profile_file.FORMAT == 1
+    assert [field.name for field in dataclasses.fields(profile_file.Profile)] == [
         "device",
         "date",
         "source",
@@ -280,7 +280,7 @@ def test_fields_of_a_profile():
         "versions",
         "calibration_s",
     ]
-    assert [field.name for field in dataclasses.fields(profile.ProfileRow)] == [
+    assert [field.name for field in dataclasses.fields(profile_file.ProfileRow)] == [
         "model",
         "shape",
         "stage",

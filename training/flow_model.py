@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gfgen.models.geometry.geometry_wan import TEXT_TOKENS
+from gfgen.models.geometry.wan import TEXT_TOKENS
 from training.parts import NUM_HEADS, Parts
 
 EPS = 1e-6

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from torch import nn
 from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
 
-from gfgen.models.geometry.geometry_files import SETTINGS_NAME
+from gfgen.models.geometry.checkpoint import SETTINGS_NAME
 from gfgen.models.loading.components import load_pipeline, without_progress_bars
 from training.supply import vocabulary
 

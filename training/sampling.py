@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gfgen.models.geometry.geometry_wan import TEXT_TOKENS
+from gfgen.models.geometry.wan import TEXT_TOKENS
 from training.codec import LatentScale, decode_clip, encode_moments
 from training.parts import FLOW_SHIFT, GUIDANCE_SCALE, STEPS, Parts, unipc
 

@@ -27,7 +27,7 @@ from gfgen.layout import Layout
 from gfgen.runtime.control.legality import check_degrees
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.dispatch import Dispatch
-from gfgen.runtime.simulate.simulate import SimulatedTimes
+from gfgen.runtime.simulate.backend import SimulatedTimes
 
 _ROUNDING_S = 1e-9
 """Sums of floats differ by less."""

@@ -12,10 +12,9 @@ from gfgen.bench.scores import JobScore, Score, score
 from gfgen.errors import PolicyFault, StalledError
 from gfgen.runtime.control.control import FALLBACK
 from gfgen.runtime.control.metrics import Summary
-from gfgen.runtime.core.durations import in_words
 from gfgen.runtime.core.observer import JobOutcome
 from gfgen.runtime.report.plot_runs import RunFigures
-from gfgen.system.wording import counted
+from gfgen.system.wording import counted, in_words
 
 REPLICAS = "legacy,degree=1"
 COMPARED = (REPLICAS, "fcfs", "srtf", "edf,rescue=false", "edf", "triage", "makespan", "auto")

@@ -28,7 +28,7 @@ from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.events import TaskDone
 from gfgen.runtime.predict.cost import CostModel
-from gfgen.runtime.predict.profile import Profile, ProfileRow
+from gfgen.runtime.predict.profile_file import Profile, ProfileRow
 from gfgen.runtime.processes.pool import WorkerPool
 from gfgen.snapshot import JobView
 from gfgen.system.signals import SignalPipe

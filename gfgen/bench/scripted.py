@@ -80,7 +80,7 @@ def run_jobs(
     *,
     policy: NamedPolicy,
     folder: Path,
-    guard_s: float = 0.0,
+    lookahead_s: float = 0.0,
     costs: CostModel | None = None,
     signals: SignalPipe | None = None,
 ) -> None:
@@ -96,7 +96,7 @@ def run_jobs(
         num_ranks=pool.num_ranks,
         clock=clock,
         costs=costs,
-        guard_s=guard_s,
+        lookahead_s=lookahead_s,
         last_number=pool.last_number,
         islands=pool.islands,
     )

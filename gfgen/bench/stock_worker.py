@@ -128,7 +128,7 @@ def serve(connection: Connection, settings: StockSettings) -> None:
 def _pipeline(settings: StockSettings) -> Any:
     import torch
 
-    from gfgen.models.loading.stock import StockPipeline, join_group
+    from gfgen.models.loading.stock_pipeline import StockPipeline, join_group
 
     torch.set_num_threads(settings.num_threads)
     device = settings.device if settings.device == "cpu" else f"cuda:{settings.rank}"

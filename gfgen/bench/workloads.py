@@ -19,8 +19,8 @@ from typing import Literal
 from gfgen.errors import InputError
 from gfgen.job.spec import JobSpec
 from gfgen.models.families.registry import find_configs
-from gfgen.models.geometry.geometry import weightless_geometry
-from gfgen.runtime.core.admission import AdmittedJob, Model, admit
+from gfgen.models.geometry.model import weightless_geometry
+from gfgen.runtime.core.admission import AdmittedJob, ResolvedModel, admit
 from gfgen.runtime.predict.cost import CostModel
 
 Name = Literal["short", "foreground-burst", "steady", "overnight"]
@@ -126,7 +126,7 @@ def calibration_jobs(model: str, *, copies: int = 1, steps: int | None = None) -
 
 
 def stand_alone(
-    model: Model, costs: CostModel, *, degrees: Sequence[int] = (1, 4), steps: int | None = None
+    model: ResolvedModel, costs: CostModel, *, degrees: Sequence[int] = (1, 4), steps: int | None = None
 ) -> StandAlone:
     """What the cost model predicts for the classes of a model's mix."""
     jobs = admitted(calibration_jobs(model.name, steps=steps), model)
@@ -142,14 +142,14 @@ def alone_s(job: AdmittedJob, costs: CostModel, *, degree: int) -> float:
     return costs.remaining_s(cost_class, trajectory.task(0), trajectory.num_tasks, degrees)
 
 
-def weightless_model(name: str) -> Model:
+def weightless_model(name: str) -> ResolvedModel:
     """A model by its config files alone: for workloads and simulations."""
     mix_of(name)
     configs = find_configs(name)
-    return Model(name, configs, weightless_geometry(configs))
+    return ResolvedModel(name, configs, weightless_geometry(configs))
 
 
-def admitted(specs: Sequence[JobSpec], model: Model) -> tuple[AdmittedJob, ...]:
+def admitted(specs: Sequence[JobSpec], model: ResolvedModel) -> tuple[AdmittedJob, ...]:
     """The jobs of a workload as they would run; they are made so that each of them can."""
     jobs, problems = admit(specs, default_model=model.name, find_model=lambda _: model)
     assert not problems, problems

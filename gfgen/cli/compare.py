@@ -29,10 +29,10 @@ from gfgen.cli.session.ranks import Ranks, rank_options
 from gfgen.errors import InputError, InterruptedRunError
 from gfgen.job.reader import to_mapping
 from gfgen.layout import MAX_RANKS
-from gfgen.models.geometry.geometry_rules import MAX_STEPS
+from gfgen.models.geometry.rules import MAX_STEPS
 from gfgen.policies.catalog import load_policy
 from gfgen.runtime.core.devices import CPU, Devices, choose_devices
-from gfgen.runtime.predict.profile import load_profile
+from gfgen.runtime.predict.profile_file import load_profile
 from gfgen.runtime.report.picture import save_figure
 from gfgen.runtime.report.plot_runs import draw_runs
 from gfgen.system.machine import versions

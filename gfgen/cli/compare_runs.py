@@ -37,10 +37,10 @@ from gfgen.job.spec import JobSpec
 from gfgen.policies.catalog import load_policy
 from gfgen.runtime.control.metrics import Summary
 from gfgen.runtime.control.records import LOOKAHEAD_S
-from gfgen.runtime.core.admission import AdmittedJob, Model
+from gfgen.runtime.core.admission import AdmittedJob, ResolvedModel
 from gfgen.runtime.core.observer import JobOutcome
 from gfgen.runtime.predict.cost import CostModel
-from gfgen.runtime.predict.profile import Profile
+from gfgen.runtime.predict.profile_file import Profile
 from gfgen.runtime.simulate.profiled import profiled_times
 from gfgen.runtime.simulate.simulation import simulate
 from gfgen.system.signals import SignalPipe
@@ -155,7 +155,9 @@ def _outside(
 class _Bench:
     """Runs on workers that are started once."""
 
-    def __init__(self, model: Model, name: str, output: Path, ranks: Ranks, profile: Profile | None) -> None:
+    def __init__(
+        self, model: ResolvedModel, name: str, output: Path, ranks: Ranks, profile: Profile | None
+    ) -> None:
         self._model, self._name, self._output, self._ranks = model, name, output, ranks
         self._profile = profile
         self._stack = contextlib.ExitStack()
@@ -163,7 +165,7 @@ class _Bench:
             output_dir=output,
             ranks=ranks,
             policy=load_policy("fcfs"),
-            guard_s=LOOKAHEAD_S,
+            lookahead_s=LOOKAHEAD_S,
             trace=None,
             quiet=True,
             log_json=False,

@@ -29,9 +29,9 @@ from gfgen.policies.catalog import BUILT_IN, load_policy
 from gfgen.runtime.control.closing import closing_at
 from gfgen.runtime.report.picture import check_suffix
 from gfgen.runtime.report.plot_plan import plot_plan
-from gfgen.runtime.simulate.plan import Progress, make_plan
-from gfgen.runtime.simulate.plan_words import as_json as plan_as_json
-from gfgen.runtime.simulate.plan_words import in_plain_words
+from gfgen.runtime.simulate.plan_report import as_json as plan_as_json
+from gfgen.runtime.simulate.plan_report import in_plain_words
+from gfgen.runtime.simulate.planner import PlanProgress, make_plan
 
 BAR_DELAY_S = 1.0
 NO_CHOICE = ("legacy",)
@@ -138,7 +138,7 @@ def _usual_policies(num_ranks: int) -> Sequence[str]:
 
 
 @contextlib.contextmanager
-def _progress() -> Iterator[Progress]:
+def _progress() -> Iterator[PlanProgress]:
     """A bar on a terminal, when it takes longer than a second."""
     if not has_cursor(sys.stderr):
         yield lambda what, share: None

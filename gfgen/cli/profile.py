@@ -31,10 +31,9 @@ from gfgen.layout import MAX_RANKS
 from gfgen.models.families.registry import DEFAULT_MODEL, PACKAGED, TINY_NAMES
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.devices import CPU, Devices, choose_devices
-from gfgen.runtime.core.durations import in_words, on_clock
 from gfgen.runtime.predict.cost import CostModel
-from gfgen.runtime.predict.profile import Profile
-from gfgen.runtime.predict.profiles import (
+from gfgen.runtime.predict.profile_file import Profile
+from gfgen.runtime.predict.profile_store import (
     check_replaceable,
     default_path,
     find_profile,
@@ -47,7 +46,7 @@ from gfgen.runtime.worker.warming import warm_ups
 from gfgen.system.linefile import LineFile
 from gfgen.system.machine import versions
 from gfgen.system.signals import SignalPipe
-from gfgen.system.wording import counted
+from gfgen.system.wording import counted, in_words, on_clock
 
 logger = logging.getLogger(__name__)
 

@@ -34,7 +34,7 @@ from gfgen.cli.shown.progress import make_file_progress, make_progress
 from gfgen.errors import InputError, InterruptedRunError, LockedError, Problem
 from gfgen.layout import MAX_RANKS
 from gfgen.models.families.registry import DEFAULT_MODEL
-from gfgen.models.geometry.geometry_weights import VAE_DTYPES
+from gfgen.models.geometry.weights import VAE_DTYPES
 from gfgen.policies.catalog import NamedPolicy, load_policy
 from gfgen.runtime.control.closing import closing_at
 from gfgen.runtime.control.control import GRACE_S
@@ -50,10 +50,10 @@ from gfgen.runtime.files.journal import JOURNAL_NAME, Journal, first_arrivals, j
 from gfgen.runtime.files.lock import hold_folder
 from gfgen.runtime.files.manifest import MANIFEST_NAME, ManifestWriter
 from gfgen.runtime.files.ownership import default_folder, job_file_name
-from gfgen.runtime.predict.choosing import ChooserBeside
+from gfgen.runtime.predict.choosers import ThreadedChooser
 from gfgen.runtime.predict.job_bounds import JobBounds
-from gfgen.runtime.predict.profile import Profile
-from gfgen.runtime.predict.profiles import find_profile, runs_path
+from gfgen.runtime.predict.profile_file import Profile
+from gfgen.runtime.predict.profile_store import find_profile, runs_path
 from gfgen.runtime.processes.pool import WorkerPool
 from gfgen.runtime.report.trace import TraceWriter
 from gfgen.runtime.simulate.comparison import numbers
@@ -70,7 +70,7 @@ class RunOptions:
     output_dir: Path
     ranks: Ranks
     policy: NamedPolicy
-    guard_s: float
+    lookahead_s: float
     trace: Path | None
     quiet: bool
     log_json: bool
@@ -219,7 +219,7 @@ def run(
         skip_invalid=skip_invalid,
         overwrite=overwrite,
         job_file=job_file_name(source, output_dir),
-        guard_s=lookahead / 1000,
+        lookahead_s=lookahead / 1000,
         grace_s=grace,
         trace=trace,
         closes_at=None if until is None else closing_at(until, now=time.time()),
@@ -346,7 +346,7 @@ def run_on(
                 [job.info for job in todo],
                 policy=options.policy.name,
                 num_ranks=pool.num_ranks,
-                guard_s=options.guard_s,
+                lookahead_s=options.lookahead_s,
                 started_at=started_at,
                 last_number=pool.last_number,
                 resumed={
@@ -361,7 +361,7 @@ def run_on(
             ),
         )
         stack.callback(journal.close)
-        chooser = None if options.policy.choose is None else ChooserBeside(options.policy.choose)
+        chooser = None if options.policy.choose is None else ThreadedChooser(options.policy.choose)
         if chooser is not None:
             stack.callback(chooser.close)
         state, summary = run_loop(

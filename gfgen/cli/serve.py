@@ -35,18 +35,18 @@ from gfgen.errors import InputError, InterruptedRunError
 from gfgen.job.spec import JobSpec
 from gfgen.layout import MAX_RANKS
 from gfgen.models.families.registry import DEFAULT_MODEL
-from gfgen.models.geometry.geometry_weights import VAE_DTYPES
+from gfgen.models.geometry.weights import VAE_DTYPES
 from gfgen.policies.catalog import NamedPolicy, load_policy
 from gfgen.runtime.control.control import GRACE_S
 from gfgen.runtime.control.residency import Residency
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.devices import DEVICES, choose_devices, parse_memory
-from gfgen.runtime.core.memory import check_addresses
+from gfgen.runtime.core.memory_check import check_addresses
 from gfgen.runtime.core.observer import Observer
 from gfgen.runtime.files import resume
 from gfgen.runtime.predict.job_bounds import JobBounds
-from gfgen.runtime.predict.profile import Profile
+from gfgen.runtime.predict.profile_file import Profile
 from gfgen.runtime.processes.pool import WorkerPool
 from gfgen.server.bridge.loop_hooks import SwitchableChooser
 from gfgen.server.bridge.run_bridge import RunBridge
@@ -76,7 +76,7 @@ class ServeOptions:
     output_dir: Path
     ranks: Ranks
     policy: NamedPolicy
-    guard_s: float
+    lookahead_s: float
     host: str
     port: int
     api_key: str | None
@@ -250,7 +250,7 @@ def serve(
         output_dir=output,
         ranks=Ranks(devices, random_weights, vae_dtype, graphs),
         policy=load_policy(policy),
-        guard_s=lookahead / 1000,
+        lookahead_s=lookahead / 1000,
         grace_s=grace,
         host=host,
         port=port,

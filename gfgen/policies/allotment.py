@@ -23,7 +23,7 @@ def allot(
     snapshot: Snapshot, queue: Iterable[JobView], *, wanted: Callable[[JobView], int]
 ) -> list[Decision]:
     """Start as many jobs of the queue as there are free ranks for, on as many as each wants."""
-    ranks = _Ranks(snapshot)
+    ranks = _RankClaims(snapshot)
     decisions = []
     for job in queue:
         if not ranks.free:
@@ -47,7 +47,7 @@ def shared_out(snapshot: Snapshot, *, degree: int) -> int:
     return degree
 
 
-class _Ranks:
+class _RankClaims:
     """What is left of the ranks while the queue is gone through."""
 
     def __init__(self, snapshot: Snapshot) -> None:

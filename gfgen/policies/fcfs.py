@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gfgen.policies.groups import Degree, Group, groups_by_rank, home_group
+from gfgen.policies.groups import Degree, RankGroup, groups_by_rank, home_group
 from gfgen.snapshot import Decision, JobView, Snapshot
 
 
@@ -37,13 +37,13 @@ def _begun_then_turn(job: JobView) -> tuple[bool, int, float, float]:
 
 
 def _owners_and_waiting(
-    snapshot: Snapshot, by_rank: dict[int, Group], *, num_wanted: int
-) -> tuple[dict[Group, JobView], list[JobView]]:
+    snapshot: Snapshot, by_rank: dict[int, RankGroup], *, num_wanted: int
+) -> tuple[dict[RankGroup, JobView], list[JobView]]:
     """For each group the job that has begun there (the first to come of several), and the next others.
 
     A job that has begun on ranks that are no group (any more) waits as the others do.
     """
-    owners: dict[Group, JobView] = {}
+    owners: dict[RankGroup, JobView] = {}
     homeless, fresh = [], []
     for job in snapshot.in_order(_begun_then_turn):
         if job.last_layout is None:

@@ -15,15 +15,15 @@ GroupSize = Annotated[int, (1, 2, 4, 8)]
 DegreeOrAll = Annotated[int, range(MAX_RANKS + 1)]
 """The same, where 0 means all ranks."""
 
-Group = tuple[int, ...]
+RankGroup = tuple[int, ...]
 
 
-def groups_by_rank(groups: Iterable[Group]) -> dict[int, Group]:
+def groups_by_rank(groups: Iterable[RankGroup]) -> dict[int, RankGroup]:
     """The group that each rank is in; ranks that are in none are missing."""
     return {rank: group for group in groups for rank in group}
 
 
-def home_group(job: JobView, by_rank: Mapping[int, Group]) -> Group | None:
+def home_group(job: JobView, by_rank: Mapping[int, RankGroup]) -> RankGroup | None:
     """The group that a job ran on last; None before its first task.
 
     Also None when its ranks are not in one of the groups (any more): one of them died.

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
 
-from gfgen.policies.groups import Degree, Group, groups_by_rank, home_group
+from gfgen.policies.groups import Degree, RankGroup, groups_by_rank, home_group
 from gfgen.snapshot import Decision, JobView, Snapshot
 
 _urgency = attrgetter("precedence", "remaining_s", "arrival_s")
@@ -25,7 +25,7 @@ def srtf(snapshot: Snapshot, *, degree: Degree = 1) -> list[Decision]:
     if not idle:
         return []
     jobs = snapshot.in_order(_urgency)
-    chosen: dict[Group, JobView] = {}
+    chosen: dict[RankGroup, JobView] = {}
     taken: set[str] = set()
     for may_move in (False, True):
         for group in idle:
@@ -38,7 +38,12 @@ def srtf(snapshot: Snapshot, *, degree: Degree = 1) -> list[Decision]:
 
 
 def _first(
-    jobs: Sequence[JobView], group: Group, by_rank: Mapping[int, Group], taken: set[str], *, may_move: bool
+    jobs: Sequence[JobView],
+    group: RankGroup,
+    by_rank: Mapping[int, RankGroup],
+    taken: set[str],
+    *,
+    may_move: bool,
 ) -> JobView | None:
     """The most urgent job that is not taken, and is at home here or nowhere unless it may move."""
     for job in jobs:
@@ -49,13 +54,15 @@ def _first(
     return None
 
 
-def _idle_groups(snapshot: Snapshot, groups: list[Group], by_rank: Mapping[int, Group]) -> list[Group]:
+def _idle_groups(
+    snapshot: Snapshot, groups: list[RankGroup], by_rank: Mapping[int, RankGroup]
+) -> list[RankGroup]:
     """Groups whose ranks can all take a task, the one with the least work placed on it first."""
     free = set(snapshot.free_ranks)
     idle = [group for group in groups if free.issuperset(group)]
     if len(idle) < 2:
         return idle
-    load: dict[Group | None, float] = defaultdict(float)
+    load: dict[RankGroup | None, float] = defaultdict(float)
     for job in (*snapshot.open.values(), *snapshot.busy.values()):
         if job.last_layout:
             load[home_group(job, by_rank)] += job.remaining_s

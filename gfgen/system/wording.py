@@ -1,4 +1,4 @@
-"""Numbers of things as a person reads them."""
+"""Counts and durations as text for people."""
 
 from __future__ import annotations
 
@@ -27,3 +27,27 @@ def in_lines(numbers: Sequence[int | None]) -> str:
     shown = ", ".join(map(str, numbers[:MAX_NAMED]))
     rest = f" and {len(numbers) - MAX_NAMED} more" if len(numbers) > MAX_NAMED else ""
     return f"line{'' if len(numbers) == 1 else 's'} {shown}{rest}"
+
+
+def in_words(seconds: float) -> str:
+    """'850 ms', '12.3 s', '2 min 14 s', '1 h 02 min', '2 days 3 h'."""
+    if seconds < 0:
+        return f"-{in_words(-seconds)}"
+    if seconds < 0.9995:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    if minutes < 24 * 60:
+        return f"{minutes // 60} h {minutes % 60:02d} min"
+    days, hours = divmod(minutes // 60, 24)
+    return f"{days} day{'s' if days > 1 else ''} {hours} h"
+
+
+def on_clock(seconds: float) -> str:
+    """'0:12', '2:14', '1:02:14': as short as progress bars need it."""
+    minutes, rest = divmod(max(0, round(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

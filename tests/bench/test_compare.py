@@ -13,8 +13,8 @@ from gfgen.cli.main import main
 from gfgen.policies.catalog import load_policy
 from gfgen.runtime.core.observer import JobOutcome
 from gfgen.runtime.predict.cost import CostModel
-from gfgen.runtime.predict.profile import load_profile
-from gfgen.runtime.predict.profiles import SHIPPED
+from gfgen.runtime.predict.profile_file import load_profile
+from gfgen.runtime.predict.profile_store import SHIPPED
 from gfgen.runtime.report.plot_runs import draw_runs
 from gfgen.runtime.simulate.profiled import profiled_times
 from gfgen.runtime.simulate.simulation import simulate

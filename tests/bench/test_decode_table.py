@@ -13,7 +13,7 @@ from benchmarks.decode import SHAPES, Row, measure_decodes, store, table_of
 from gfgen.bench import gpus
 from gfgen.errors import InputError
 from gfgen.layout import Layout
-from gfgen.models.geometry.geometry import shipped_geometry
+from gfgen.models.geometry.model import shipped_geometry
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)

@@ -20,8 +20,8 @@ from gfgen.errors import InputError
 from gfgen.graph import Stage
 from gfgen.job.reader import parse_job, to_mapping
 from gfgen.runtime.predict.cost import CostModel
-from gfgen.runtime.predict.profile import load_profile
-from gfgen.runtime.predict.profiles import SHIPPED, shipped_profiles
+from gfgen.runtime.predict.profile_file import load_profile
+from gfgen.runtime.predict.profile_store import SHIPPED, shipped_profiles
 
 WAN = "wan2.2-ti2v-5b"
 TIMES = StandAlone({1: {"S": 6.0, "M": 10.0, "L": 28.0}, 4: {"S": 2.4, "M": 4.0, "L": 10.0}})

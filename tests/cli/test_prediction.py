@@ -10,7 +10,7 @@ import pytest
 from gfgen.bench.workloads import admitted, calibration_jobs, weightless_model
 from gfgen.cli.shown import prediction
 from gfgen.errors import InputError
-from gfgen.runtime.predict.profiles import SHIPPED, find_profile
+from gfgen.runtime.predict.profile_store import SHIPPED, find_profile
 from gfgen.system.machine import cpu_name
 
 JOBS = admitted(calibration_jobs("wan2.2-ti2v-5b"), weightless_model("wan2.2-ti2v-5b"))

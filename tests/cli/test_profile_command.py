@@ -13,8 +13,8 @@ from gfgen.cli.main import cli
 from gfgen.errors import InputError, InterruptedRunError, JobFileError
 from gfgen.graph import Stage
 from gfgen.runtime.core.devices import CPU, CUDA, Devices, Gpu
-from gfgen.runtime.predict import profiles
-from gfgen.runtime.predict.profile import load_profile
+from gfgen.runtime.predict import profile_store
+from gfgen.runtime.predict.profile_file import load_profile
 
 SAMPLES = Samples({str(stage): [0.5] for stage in Stage}, writes=[0.1], gaps=[0.001], moves=[(64, 0.01)])
 
@@ -100,18 +100,18 @@ def test_other_shapes_are_added_to_a_profile_that_is_there(measured, tmp_path):
 def test_the_default_profile_is_where_everyone_looks(measured, monkeypatch, tmp_path):
     made = profile("--model", "tiny-qwen-image", "--size", "64x64", "--ranks", 1, "-o", tmp_path / "p.json")
     assert made.exit_code == 0
-    monkeypatch.setattr(profiles.registry, "cache_dir", lambda: tmp_path)
-    assert profiles.find_profile() is None
+    monkeypatch.setattr(profile_store.registry, "cache_dir", lambda: tmp_path)
+    assert profile_store.find_profile() is None
     with pytest.raises(InputError, match=r"no profile of this machine .*with 'gfgen profile JOBS'"):
-        profiles.open_profile(None)
-    default = profiles.default_path()
+        profile_store.open_profile(None)
+    default = profile_store.default_path()
     default.parent.mkdir()
     (tmp_path / "p.json").rename(default)
-    path, found = profiles.find_profile()
+    path, found = profile_store.find_profile()
     assert path == default
-    assert profiles.open_profile(None) == found
+    assert profile_store.open_profile(None) == found
     default.write_text("{")
-    assert profiles.find_profile() is None
+    assert profile_store.find_profile() is None
 
 
 @pytest.mark.parametrize(
@@ -173,20 +173,22 @@ def test_jobs_that_name_no_model_are_those_of_the_one_that_is_given(measured, tm
 def test_a_run_starts_its_predictions_from_the_default_profile_and_says_so(
     measured, tmp_path, monkeypatch, caplog
 ):
-    monkeypatch.setattr(profiles.registry, "cache_dir", lambda: tmp_path / "cache")
+    monkeypatch.setattr(profile_store.registry, "cache_dir", lambda: tmp_path / "cache")
     assert run_command.default_profile(Devices(CPU, 2)) is None
     assert profile("--model", "tiny-qwen-image", "--size", "64x64", "--ranks", 1).exit_code == 0
     monkeypatch.setattr(logging.getLogger("gfgen"), "propagate", True)  # the command has set up its own
     with caplog.at_level("INFO"):
         found = run_command.default_profile(Devices(CPU, 2))
     assert found.models == {"tiny-qwen-image"}
-    assert f"predictions start from the profile of {found.date}: {profiles.default_path()}" in caplog.text
+    assert (
+        f"predictions start from the profile of {found.date}: {profile_store.default_path()}" in caplog.text
+    )
 
 
 def test_no_more_gpus_are_measured_together_than_reach_each_other(monkeypatch, tmp_path):
     pairs = [Gpu("NVIDIA H200", 140 * 10**9, frozenset(peers)) for peers in ((1,), (0,), (3,), (2,))]
     monkeypatch.setattr(command, "choose_devices", lambda kind, num_ranks: Devices(CUDA, 4, tuple(pairs)))
-    monkeypatch.setattr(profiles.registry, "cache_dir", lambda: tmp_path)
+    monkeypatch.setattr(profile_store.registry, "cache_dir", lambda: tmp_path)
     dry = profile("--random-weights", "--dry-run")
     assert dry.output.splitlines()[1].startswith("18 measurements on 1 to 2 GPUs: about ")
     samples = Samples({f"{stage} 1x1x1": [0.5] for stage in Stage}, gaps=[0.001], moves=[(64, 0.01)])
@@ -194,7 +196,7 @@ def test_no_more_gpus_are_measured_together_than_reach_each_other(monkeypatch, t
     monkeypatch.setattr(command.profiling_gpu, "measure", lambda *_, **__: samples)
     made = profile("--random-weights", "--model", "qwen-image", "--size", "512x512")
     assert made.exit_code == 0, made.output
-    _, found = profiles.find_profile("NVIDIA H200")
+    _, found = profile_store.find_profile("NVIDIA H200")
     assert found.num_ranks == 2
     assert found.source == "gfgen profile --model qwen-image --size 512x512 --ranks 4 --random-weights"
 
@@ -210,7 +212,7 @@ def test_gpus_are_measured_with_the_classes_of_the_workloads_unless_told_otherwi
     monkeypatch.setattr(command, "choose_devices", lambda kind, num_ranks: gpus)
     monkeypatch.setattr("gfgen.cli.session.ranks.WorkerPool", NoPool)
     monkeypatch.setattr(command.profiling_gpu, "measure", measure)
-    monkeypatch.setattr(profiles.registry, "cache_dir", lambda: tmp_path)
+    monkeypatch.setattr(profile_store.registry, "cache_dir", lambda: tmp_path)
     dry = profile("--random-weights", "--dry-run")
     assert dry.output.splitlines()[1].startswith("24 measurements on 1 to 4 GPUs: about ")
     assert "a guess" not in dry.output
@@ -219,7 +221,7 @@ def test_gpus_are_measured_with_the_classes_of_the_workloads_unless_told_otherwi
     sizes = ("512x512", "1024x1024", "1536x1536")
     groups = ("1", "2", "4", "1 moving")
     assert keys == [f"qwen-image {size}+cfg on {group}" for size in sizes for group in groups]
-    path, found = profiles.find_profile("NVIDIA H200")
+    path, found = profile_store.find_profile("NVIDIA H200")
     assert path.name.startswith("nvidia-h200-gfgen-")
     assert (found.device, found.num_ranks) == ("NVIDIA H200", 4)
     assert found.source == "gfgen profile --model qwen-image --ranks 4 --random-weights"
@@ -227,14 +229,14 @@ def test_gpus_are_measured_with_the_classes_of_the_workloads_unless_told_otherwi
     assert all(item.spec.prompt[-5:].isdigit() for item in NoPool.warmed[0])  # as long as those measured
     launched = profile("--random-weights", "--model", "qwen-image", "--no-graphs")
     assert launched.exit_code == 0, launched.output
-    _, found = profiles.find_profile("NVIDIA H200")
+    _, found = profile_store.find_profile("NVIDIA H200")
     assert found.source.endswith(" --random-weights --no-graphs")
     assert not NoPool.warmed
 
 
 def test_the_built_in_model_is_measured_within_its_budget(monkeypatch, tmp_path):
-    monkeypatch.setattr(profiles.registry, "cache_dir", lambda: tmp_path)
-    calibration = {"alone_s": 0.05, "together_s": 0.055, "versions": profiles.versions()}
+    monkeypatch.setattr(profile_store.registry, "cache_dir", lambda: tmp_path)
+    calibration = {"alone_s": 0.05, "together_s": 0.055, "versions": profile_store.versions()}
     monkeypatch.setattr("gfgen.runtime.predict.scaling._measured", lambda: calibration)
     dry = profile("--dry-run")
     assert dry.exit_code == 0, dry.output

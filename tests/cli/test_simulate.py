@@ -11,7 +11,7 @@ import pytest
 from gfgen.cli.main import main
 from gfgen.graph import Stage
 from gfgen.runtime.files.lock import hold_folder
-from gfgen.runtime.predict.profile import Profile, ProfileRow
+from gfgen.runtime.predict.profile_file import Profile, ProfileRow
 from gfgen.runtime.simulate.comparison import ALL_TAGS
 
 JOBS = [

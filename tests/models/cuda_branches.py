@@ -18,7 +18,7 @@ from gfgen.gfc.cuda.endpoint import CudaEndpoint
 from gfgen.gfc.descriptor import Descriptor
 from gfgen.layout import Layout
 from gfgen.models.fast.fused import fuse
-from gfgen.models.geometry.geometry import CONFIGS
+from gfgen.models.geometry.model import CONFIGS
 from gfgen.models.loading.random_weights import random_component
 from gfgen.models.parallel.sequence_parallel import install
 

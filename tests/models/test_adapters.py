@@ -17,7 +17,7 @@ from gfgen.job.spec import JobSpec
 from gfgen.models.families.adapter import Fields
 from gfgen.models.families.pictures import load_image
 from gfgen.models.families.registry import load_adapter
-from gfgen.models.geometry.geometry import load_geometry
+from gfgen.models.geometry.model import load_geometry
 
 torch.set_num_threads(1)
 

@@ -17,8 +17,8 @@ from gfgen.graph import INPUTS, OUTPUTS, Stage
 from gfgen.job import fields as job_fields
 from gfgen.job.spec import JobSpec
 from gfgen.layout import Layout
-from gfgen.models.geometry import geometry_rules as rules
-from gfgen.models.geometry.geometry import (
+from gfgen.models.geometry import rules
+from gfgen.models.geometry.model import (
     CONFIGS,
     SHIPPED,
     Geometry,
@@ -50,8 +50,8 @@ def job_for(geometry: Geometry, **values: Any) -> JobSpec:
 def test_importing_it_imports_nothing_heavy() -> None:
     heavy = ("torch", "diffusers", "transformers", "numpy", "PIL")
     code = (
-        "import sys, gfgen.models.geometry.geometry, gfgen.models.families.registry as r;"
-        "import gfgen.models.geometry.geometry as g; g.shipped_geometry('qwen-image'); r.known_models();"
+        "import sys, gfgen.models.geometry.model, gfgen.models.families.registry as r;"
+        "import gfgen.models.geometry.model as g; g.shipped_geometry('qwen-image'); r.known_models();"
         f"print([name for name in {heavy} if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

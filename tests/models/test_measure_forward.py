@@ -14,7 +14,7 @@ from benchmarks.forward import QWEN, WAN
 from benchmarks.measure_forward import Shape, forward_of, inputs_of
 from gfgen.layout import Layout
 from gfgen.models.fast.fused import fuse
-from gfgen.models.geometry.geometry import CONFIGS
+from gfgen.models.geometry.model import CONFIGS
 from gfgen.models.parallel.sequence_parallel import install
 
 torch.set_num_threads(1)

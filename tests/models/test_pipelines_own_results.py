@@ -17,7 +17,7 @@ from stepping_process import SteppingProcess, loads
 
 from gfgen.job.spec import JobSpec
 from gfgen.models.families.registry import resolve_checkpoint
-from gfgen.models.geometry.geometry import load_geometry
+from gfgen.models.geometry.model import load_geometry
 
 torch.set_num_threads(1)
 

@@ -17,7 +17,7 @@ from diffusers import QwenImagePipeline, WanPipeline
 from gfgen.errors import ModelError
 from gfgen.job.spec import JobSpec
 from gfgen.models.families.registry import load_adapter, resolve_configs
-from gfgen.models.geometry.geometry import CONFIGS, SHIPPED
+from gfgen.models.geometry.model import CONFIGS, SHIPPED
 from gfgen.models.loading.components import load_pipeline
 from gfgen.models.loading.random_weights import random_pipeline
 

@@ -27,9 +27,9 @@ from gfgen.models.families.registry import (
     resolve_checkpoint,
     resolve_configs,
 )
-from gfgen.models.geometry.geometry import load_geometry
-from gfgen.models.geometry.geometry_files import model_name
-from gfgen.models.geometry.geometry_weights import ComponentFiles
+from gfgen.models.geometry.checkpoint import model_name
+from gfgen.models.geometry.model import load_geometry
+from gfgen.models.geometry.weights import ComponentFiles
 from gfgen.models.loading import components
 from gfgen.system.own_modules import PACKAGE_ROOT
 

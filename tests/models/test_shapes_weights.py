@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from gfgen.job.spec import JobSpec
 from gfgen.models.families.registry import WEIGHTS, find_configs, resolve_checkpoint
-from gfgen.models.geometry.geometry import load_geometry, weightless_geometry
+from gfgen.models.geometry.model import load_geometry, weightless_geometry
 from training.card import BEGIN, END, figures_table
 from training.parts import DEFAULTS, FLOW_SHIFT, new_tokenizer
 

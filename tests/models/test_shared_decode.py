@@ -22,7 +22,7 @@ from gfgen.job.spec import JobSpec
 from gfgen.layout import Layout, shard_bounds
 from gfgen.models.families.adapter import Fields
 from gfgen.models.families.registry import load_adapter
-from gfgen.models.geometry.geometry import max_decode_degree
+from gfgen.models.geometry.model import max_decode_degree
 from gfgen.models.loading.random_weights import draw_weights
 from gfgen.models.parallel.parallel import Parallel
 from gfgen.models.parallel.shared_decode import decode_rows, install

@@ -14,7 +14,7 @@ import transformers
 
 from gfgen.job.spec import JobSpec
 from gfgen.models.families.registry import TINY_NAMES
-from gfgen.models.geometry.geometry import CONFIGS, SHIPPED, load_geometry, weightless_geometry
+from gfgen.models.geometry.model import CONFIGS, SHIPPED, load_geometry, weightless_geometry
 
 RELEASED_BILLIONS = {
     "wan2.2-ti2v-5b": {"transformer": 5.00, "text_encoder": 5.68},

@@ -15,8 +15,8 @@ from gfgen.errors import ModelError
 from gfgen.graph import Stage
 from gfgen.job.spec import JobSpec
 from gfgen.models.families.registry import load_adapter
-from gfgen.models.geometry.geometry import load_geometry
-from gfgen.models.geometry.geometry_qwen import TYPICAL_TEXT_TOKENS
+from gfgen.models.geometry.model import load_geometry
+from gfgen.models.geometry.qwen import TYPICAL_TEXT_TOKENS
 from gfgen.models.loading import tiny
 
 MIB = 2**20

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from gfgen.errors import ModelError
-from gfgen.models.geometry.geometry import CONFIGS, load_geometry
-from gfgen.models.geometry.geometry_weight_files import check_weights, read_header, weight_files
-from gfgen.models.geometry.geometry_weights import Footprint, device_bytes, footprint
+from gfgen.models.geometry.model import CONFIGS, load_geometry
+from gfgen.models.geometry.weight_files import check_weights, read_header, weight_files
+from gfgen.models.geometry.weights import Footprint, device_bytes, footprint
 
 
 def write(path: Path, tensors: Mapping[str, tuple[str, list[int], int]], *, cut: int = 0) -> Path:

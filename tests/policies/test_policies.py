@@ -212,11 +212,13 @@ jobs_strategy = st.lists(
         ]
     ),
     num_ranks=st.integers(1, 5),
-    guard_s=st.sampled_from([0.0, 0.03]),
+    lookahead_s=st.sampled_from([0.0, 0.03]),
 )
-def test_every_policy_ends_every_batch_without_a_fault(fields, policy, num_ranks, guard_s):
+def test_every_policy_ends_every_batch_without_a_fault(fields, policy, num_ranks, lookahead_s):
     jobs = [make_job(f"job-{i}", **values) for i, values in enumerate(fields)]
-    recorder = simulate(jobs, policy=policy, num_ranks=num_ranks, guard_s=guard_s, max_degree=num_ranks)
+    recorder = simulate(
+        jobs, policy=policy, num_ranks=num_ranks, lookahead_s=lookahead_s, max_degree=num_ranks
+    )
     assert len(recorder.outcomes) == len(jobs)
     assert not [e for e in recorder.events if type(e).__name__ == "PolicyChanged"]
 
@@ -252,13 +254,15 @@ def test_fcfs_lets_jobs_that_another_policy_has_begun_go_on_one_after_the_other(
     islands=st.sampled_from(
         [((0, 1), (2, 3)), ((0, 2), (1, 3)), ((0, 1, 2), (3,)), ((0,), (1,), (2,), (3,))]
     ),
-    guard_s=st.sampled_from([0.0, 0.03]),
+    lookahead_s=st.sampled_from([0.0, 0.03]),
 )
-def test_every_policy_keeps_to_islands(fields, policy, islands, guard_s):
+def test_every_policy_keeps_to_islands(fields, policy, islands, lookahead_s):
     # Jobs of one shape have equally many branches of guidance, and are arranged alike.
     kinds = [{"uses_cfg": True, "shape": "small+cfg"}, {"uses_cfg": False}]
     jobs = [make_job(f"job-{i}", **values, **kinds[i % 2]) for i, values in enumerate(fields)]
-    control, recorder = simulated_control(jobs, policy=policy, num_ranks=4, guard_s=guard_s, islands=islands)
+    control, recorder = simulated_control(
+        jobs, policy=policy, num_ranks=4, lookahead_s=lookahead_s, islands=islands
+    )
     control.run()
     assert len(recorder.outcomes) == len(jobs)
     assert control._num_policy_faults == 0

@@ -6,14 +6,14 @@ import pytest
 
 from gfgen.errors import ModelError
 from gfgen.job.spec import JobSpec
-from gfgen.models.geometry.geometry import CONFIGS, shipped_geometry
-from gfgen.runtime.core.admission import Model, admit
+from gfgen.models.geometry.model import CONFIGS, shipped_geometry
+from gfgen.runtime.core.admission import ResolvedModel, admit
 
 
-def find_model(name: str) -> Model:
+def find_model(name: str) -> ResolvedModel:
     if name.startswith("gone"):
         raise ModelError(f"model {name}: unknown; accepted: a directory")
-    return Model(name, CONFIGS / name, shipped_geometry(name))
+    return ResolvedModel(name, CONFIGS / name, shipped_geometry(name))
 
 
 def job(line: int, **fields: object) -> JobSpec:
@@ -97,7 +97,7 @@ def test_a_job_of_a_model_with_random_weights_is_not_the_same_as_that_of_the_rea
     hashes = set()
     for is_random in (False, True):
         name = "qwen-image"
-        model = Model(name, CONFIGS / name, shipped_geometry(name), has_random_weights=is_random)
+        model = ResolvedModel(name, CONFIGS / name, shipped_geometry(name), has_random_weights=is_random)
         (admitted,), _ = admit([job(1)], default_model=name, find_model=lambda _, model=model: model)
         hashes.add(admitted.info.spec_hash)
     assert len(hashes) == 2

@@ -19,7 +19,7 @@ from gfgen.gfc.cuda.memory import CONTROL_PLAN, arena_bytes
 from gfgen.gfc.descriptor import KINDS
 from gfgen.gfc.reshard import shard_sizes
 from gfgen.job.spec import JobSpec
-from gfgen.models.geometry.geometry import shipped_geometry
+from gfgen.models.geometry.model import shipped_geometry
 from gfgen.models.parallel.chunked_attention import TokenSizes
 from gfgen.models.parallel.shared_attention import _num_chunks
 from gfgen.runtime.ipc.arenas import GPU_PLAN, RankArenas

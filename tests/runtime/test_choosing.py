@@ -5,9 +5,9 @@ from builders import make_job, simulate, simulated_control
 from gfgen.policies.auto import choose_auto
 from gfgen.policies.catalog import NamedPolicy, load_policy
 from gfgen.runtime.core.events import JobArrived, PolicyChanged, RankLost, RankReady
-from gfgen.runtime.predict import choosing
-from gfgen.runtime.predict.choosing import ChooserBeside, ChooserInTurn
-from gfgen.runtime.predict.lookahead import with_foresight
+from gfgen.runtime.predict import choosers
+from gfgen.runtime.predict.choosers import ImmediateChooser, ThreadedChooser
+from gfgen.runtime.predict.rollout import with_foresight
 from gfgen.snapshot import Choice
 
 JOBS = [
@@ -18,7 +18,7 @@ JOBS = [
 
 def run(choose, *, jobs=JOBS, policy="auto"):
     control, recorder = simulated_control(
-        jobs, policy=policy, num_ranks=4, max_degree=4, chooser=ChooserInTurn(choose)
+        jobs, policy=policy, num_ranks=4, max_degree=4, chooser=ImmediateChooser(choose)
     )
     control.run()
     return control, recorder
@@ -80,7 +80,7 @@ def test_nothing_is_thought_about_while_every_rank_is_gone(caplog):
         asked.append(len(snapshot.ranks))
         return choose_auto(snapshot, last)
 
-    control, _ = simulated_control(JOBS[:2], policy="auto", num_ranks=1, chooser=ChooserInTurn(choose))
+    control, _ = simulated_control(JOBS[:2], policy="auto", num_ranks=1, chooser=ImmediateChooser(choose))
     control.state.apply(RankReady(0.0, 0, 1, 0.0))
     control.apply(JobArrived(0.0, "job-00"))
     control.state.apply(RankLost(0.0, 0, 1, "killed"))
@@ -95,7 +95,10 @@ def test_nothing_is_thought_about_while_every_rank_is_gone(caplog):
 def test_policies_are_chosen_again_when_another_one_is_asked_for_after_one_was_given_up():
     asked = []
     control, _ = simulated_control(
-        JOBS, policy="auto", num_ranks=4, chooser=ChooserInTurn(lambda *_: asked.append(control.policy.name))
+        JOBS,
+        policy="auto",
+        num_ranks=4,
+        chooser=ImmediateChooser(lambda *_: asked.append(control.policy.name)),
     )
     control.policy = NamedPolicy("broken", lambda snapshot: None)
     control.clock.at(PolicyChanged(JOBS[len(JOBS) // 2].spec.arrival_s, "auto", "asked for over HTTP"))
@@ -116,9 +119,9 @@ def test_what_is_no_choice_or_no_policy_leaves_the_policy_as_it_is(caplog):
 
 
 def test_a_thought_that_never_ends_is_left_behind(monkeypatch, caplog):
-    monkeypatch.setattr(choosing, "CLOSE_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(choosers, "CLOSE_TIMEOUT_S", 0.01)
     is_let_go = threading.Event()
-    chooser = ChooserBeside(lambda snapshot, last: is_let_go.wait())
+    chooser = ThreadedChooser(lambda snapshot, last: is_let_go.wait())
     control, _ = simulated_control(JOBS, policy="auto", num_ranks=4, max_degree=4)
     chooser.consider(control.state.snapshot())
     chooser.close()
@@ -143,7 +146,7 @@ def test_a_chooser_beside_the_run_thinks_in_a_thread_and_is_asked_again_only_aft
         assert may_end.wait(10)
         return Choice("srtf", "after a while")
 
-    chooser = ChooserBeside(slow)
+    chooser = ThreadedChooser(slow)
     snapshot = simulated_control(JOBS[:1])[0].state.snapshot_of_traffic()
     chooser.consider(snapshot)
     chooser.consider(snapshot)
@@ -167,7 +170,7 @@ def test_a_thought_ends_with_the_run():
             snapshot.foresee(load_policy("srtf").decide)
             looked.set()
 
-    chooser = ChooserBeside(endless)
+    chooser = ThreadedChooser(endless)
     control, _ = simulated_control(JOBS, num_ranks=4)
     control.run()
     chooser.consider(with_arrivals(control))

@@ -23,7 +23,7 @@ from gfgen.runtime.core.events import (
     Wakeup,
 )
 from gfgen.runtime.core.observer import Observer
-from gfgen.runtime.simulate.simulate import SimulatedBackend
+from gfgen.runtime.simulate.backend import SimulatedBackend
 from gfgen.snapshot import Decision
 
 
@@ -37,16 +37,16 @@ def test_every_job_runs_every_task_once_and_in_order():
 
 
 @pytest.mark.parametrize("policy", ["legacy", "fcfs", "srtf", "edf"])
-@pytest.mark.parametrize("guard_s", [0.0, 0.02])
-def test_all_policies_finish_all_jobs_with_and_without_lookahead(policy, guard_s):
+@pytest.mark.parametrize("lookahead_s", [0.0, 0.02])
+def test_all_policies_finish_all_jobs_with_and_without_lookahead(policy, lookahead_s):
     jobs = [make_job(f"job-{i}", steps=1 + i % 4, arrival_s=0.2 * i, deadline_s=2.0 + i) for i in range(12)]
-    recorder = simulate(jobs, policy=policy, num_ranks=3, guard_s=guard_s)
+    recorder = simulate(jobs, policy=policy, num_ranks=3, lookahead_s=lookahead_s)
     assert sorted(recorder.end_order) == sorted(job.job_id for job in jobs)
 
 
 def test_the_same_run_gives_the_same_decisions():
     jobs = [make_job(f"job-{i}", steps=1 + i % 5, arrival_s=0.05 * i) for i in range(20)]
-    first, second = (simulate(jobs, num_ranks=3, guard_s=0.02) for _ in range(2))
+    first, second = (simulate(jobs, num_ranks=3, lookahead_s=0.02) for _ in range(2))
     assert first.dispatches == second.dispatches
     assert first.events == second.events
 
@@ -57,14 +57,14 @@ def test_a_job_waits_for_its_arrival():
 
 
 def test_lookahead_leaves_no_gap_between_the_steps_of_a_job():
-    recorder = simulate([make_job("a", steps=20)], num_ranks=1, guard_s=0.02)
+    recorder = simulate([make_job("a", steps=20)], num_ranks=1, lookahead_s=0.02)
     queued = [d for d in recorder.dispatches[5:] if d.predicted_start_s > d.submitted_s]
     assert len(queued) == len(recorder.dispatches[5:])
 
 
 def test_never_more_than_one_task_is_queued_behind_a_running_one():
     jobs = [make_job(f"job-{i}", steps=5) for i in range(6)]
-    control, _ = simulated_control(jobs, num_ranks=2, guard_s=0.05)
+    control, _ = simulated_control(jobs, num_ranks=2, lookahead_s=0.05)
     depths = []
     submit = control.backend.submit
 
@@ -107,7 +107,7 @@ def test_jobs_that_were_begun_are_kept_when_the_policy_lets_them_lie():
 
 
 def test_jobs_that_ran_on_the_last_ranks_are_kept_from_their_last_task_that_ended():
-    control, _ = simulated_control([make_job("a")], num_ranks=2, guard_s=0.02, backend=Shelf)
+    control, _ = simulated_control([make_job("a")], num_ranks=2, lookahead_s=0.02, backend=Shelf)
     for rank in (0, 1):
         control.clock.at(RankLost(3.5 * STEP_S, rank, 1, "it broke", is_retired=True))
     with pytest.raises(WorkerError, match=r"no rank is left \(it broke\)"):
@@ -397,7 +397,9 @@ def test_the_next_step_is_queued_shortly_before_the_end_whatever_predictions_wer
     def task_s(dispatch):
         return next(durations_s) if dispatch.task.stage is Stage.DENOISE else 0.05
 
-    recorder = simulate([make_job("a", steps=60)], policy="fcfs", num_ranks=1, guard_s=0.005, task_s=task_s)
+    recorder = simulate(
+        [make_job("a", steps=60)], policy="fcfs", num_ranks=1, lookahead_s=0.005, task_s=task_s
+    )
     ends_s = {event.dispatch: event.ended_s for event in recorder.events if isinstance(event, TaskDone)}
     steps = [dispatch for dispatch in recorder.dispatches if dispatch.task.stage is Stage.DENOISE]
     early_s = [ends_s[before.number] - after.submitted_s for before, after in itertools.pairwise(steps)]
@@ -412,7 +414,7 @@ def test_steps_that_move_to_other_ranks_are_queued_shortly_before_the_end_too():
                 yield Decision(view.next_task, Layout.single(rank))
 
     control, recorder = simulated_control(
-        [make_job("a", steps=40)], num_ranks=2, guard_s=0.005, task_s=lambda _: 0.27
+        [make_job("a", steps=40)], num_ranks=2, lookahead_s=0.005, task_s=lambda _: 0.27
     )
     control.policy = NamedPolicy("by turns", by_turns)
     control.run()

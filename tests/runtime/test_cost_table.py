@@ -2,8 +2,8 @@ import pytest
 
 from gfgen.graph import Stage
 from gfgen.runtime.predict.cost import CostModel, in_one_line
-from gfgen.runtime.predict.cost_table import CostTable, Provenance, Work
-from gfgen.runtime.predict.profile import Profile, ProfileRow
+from gfgen.runtime.predict.cost_table import CostTable, Provenance, TaskWork
+from gfgen.runtime.predict.profile_file import Profile, ProfileRow
 
 ONE = (1, 1, 1)
 
@@ -17,7 +17,7 @@ def profile(*rows, **fields):
 
 
 def ask(table, shape, flops, *, degrees=ONE, stage=Stage.DENOISE, state_bytes=0, model="wan"):
-    return table.task(model, shape, stage, degrees, Work(flops, state_bytes))
+    return table.task(model, shape, stage, degrees, TaskWork(flops, state_bytes))
 
 
 SHAPES = (row("S", 1.0, flops=10.0), row("M", 3.0, flops=20.0), row("L", 10.0, flops=40.0))

@@ -37,11 +37,15 @@ def statuses(recorder):
     return {outcome.info.job_id: outcome.status for outcome in recorder.outcomes}
 
 
-@pytest.mark.parametrize("guard_s", [0.0, 1.0])
-def test_a_worker_that_dies_alone_costs_its_step(mortal_pool, tmp_path, guard_s):
-    name = f"alone-{guard_s}"
+@pytest.mark.parametrize("lookahead_s", [0.0, 1.0])
+def test_a_worker_that_dies_alone_costs_its_step(mortal_pool, tmp_path, lookahead_s):
+    name = f"alone-{lookahead_s}"
     recorder = run(
-        mortal_pool, tmp_path, job(name, "die rank=0 step=2 times=1"), policy=following((0,)), guard_s=guard_s
+        mortal_pool,
+        tmp_path,
+        job(name, "die rank=0 step=2 times=1"),
+        policy=following((0,)),
+        lookahead_s=lookahead_s,
     )
     assert lost(recorder) == [(0, "killed by signal 9")]
     assert statuses(recorder) == {name: "done"}
@@ -176,7 +180,7 @@ def test_a_run_that_stops_does_not_wait_for_a_writer_that_cannot_start(without_w
 
 def test_killing_random_workers_at_random_moments_loses_nothing(mortal_pool, tmp_path):
     specs = [job(f"random-{i}", f"die rank={i % 3} step={i % 4} times=1") for i in range(3)]
-    recorder = run(mortal_pool, tmp_path, *specs, policy=following((0, 1, 2), (2, 0), (1,)), guard_s=0.05)
+    recorder = run(mortal_pool, tmp_path, *specs, policy=following((0, 1, 2), (2, 0), (1,)), lookahead_s=0.05)
     assert set(statuses(recorder).values()) == {"done"}
 
 

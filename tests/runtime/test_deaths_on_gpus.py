@@ -70,7 +70,7 @@ def steps_run(recorder: Recorder, job_id: str) -> Mapping[int, int]:
 def test_a_process_killed_in_a_step_of_all_gpus_costs_that_step_only(pool: WorkerPool, tmp_path: Path):
     specs = [job("killed", f"die rank={ALL[-1]} step=2 times=1"), job("other")]
     # Without lookahead: a process takes a while to leave its GPU, and the next step may be queued by then.
-    recorder = run(pool, tmp_path, *specs, policy=following(ALL), guard_s=0.0)
+    recorder = run(pool, tmp_path, *specs, policy=following(ALL), lookahead_s=0.0)
     assert [event.rank for event in recorder.events if isinstance(event, RankLost)] == [ALL[-1]]
     assert statuses(recorder) == {"killed": "done", "other": "done"}
     assert steps_run(recorder, "killed") == {0: 1, 1: 1, 2: 2, 3: 1}

@@ -60,11 +60,11 @@ def assert_nothing_failed(recorder):
 
 
 @pytest.mark.parametrize("fields", [PICTURE, PICTURE | {"negative_prompt": "blurry"}], ids=["plain", "cfg"])
-@pytest.mark.parametrize("guard_s", [0.0, 1.0])
-def test_a_picture_survives_any_change_of_layout(pool, tmp_path, fields, guard_s):
+@pytest.mark.parametrize("lookahead_s", [0.0, 1.0])
+def test_a_picture_survives_any_change_of_layout(pool, tmp_path, fields, lookahead_s):
     spec = JobSpec(id="picture", prompt="a red fox", **fields | {"steps": 6})
     assert_nothing_failed(run(pool, tmp_path / "one", spec, policy="fcfs"))
-    recorder = run(pool, tmp_path / "many", spec, policy=following(*WANDER), guard_s=guard_s)
+    recorder = run(pool, tmp_path / "many", spec, policy=following(*WANDER), lookahead_s=lookahead_s)
     assert_nothing_failed(recorder)
     assert [len(ranks) for ranks in recorder.ranks_of("picture")[2:-1]] == [1, 2, 4, 3, 1, 2]
     one, many = (pixels(tmp_path / folder / "picture.png").astype(int) for folder in ("one", "many"))
@@ -184,11 +184,11 @@ def failing(job_id, *, rank, step, times):
     return JobSpec(id=job_id, prompt=f"a fox | fail rank={rank} step={step} times={times}", **PICTURE)
 
 
-@pytest.mark.parametrize("guard_s", [0.0, 1.0])
-def test_a_failure_on_one_rank_of_a_group_costs_one_attempt(faulty_pool, tmp_path, guard_s):
-    spec = failing(f"picture-{guard_s}", rank=1, step=2, times=1)
+@pytest.mark.parametrize("lookahead_s", [0.0, 1.0])
+def test_a_failure_on_one_rank_of_a_group_costs_one_attempt(faulty_pool, tmp_path, lookahead_s):
+    spec = failing(f"picture-{lookahead_s}", rank=1, step=2, times=1)
     calm = replace(spec, id="calm", prompt="calm")
-    recorder = run(faulty_pool, tmp_path, spec, calm, policy=following((0, 1, 2)), guard_s=guard_s)
+    recorder = run(faulty_pool, tmp_path, spec, calm, policy=following((0, 1, 2)), lookahead_s=lookahead_s)
     failures = [e for e in recorder.events if isinstance(e, TaskFailed) and not e.void]
     assert {e.reason.split(" (")[0] for e in failures} == {"RuntimeError: as told by the prompt"}
     assert len({e.dispatch for e in failures}) == 1
@@ -207,7 +207,7 @@ def test_a_step_that_fails_twice_fails_its_job_and_no_other(faulty_pool, tmp_pat
 @pytest.mark.parametrize("ranks", [(0,), (1, 0)], ids=str)
 def test_latents_with_nan_fail_their_job_at_the_step_that_made_them(faulty_pool, tmp_path, ranks):
     spec = JobSpec(id=f"nan-{len(ranks)}", prompt="a fox | nan rank=0 step=2 times=2", **PICTURE)
-    recorder = run(faulty_pool, tmp_path, spec, policy=following(ranks), guard_s=1.0)
+    recorder = run(faulty_pool, tmp_path, spec, policy=following(ranks), lookahead_s=1.0)
     (outcome,) = recorder.outcomes
     assert outcome.status == "failed"
     assert outcome.error.startswith("denoise 3 of 4: NaN or infinity in the latents; ")
@@ -222,7 +222,7 @@ def test_failures_among_overlapping_groups_lose_nothing(faulty_pool, tmp_path, s
         for i in range(6)
     ]
     layouts = [tuple(random.sample(range(3), random.randint(1, 3))) for _ in range(5)]
-    guard_s = random.choice([0, 0.05, 1])
-    recorder = run(faulty_pool, tmp_path, *specs, policy=following(*layouts), guard_s=guard_s)
+    lookahead_s = random.choice([0, 0.05, 1])
+    recorder = run(faulty_pool, tmp_path, *specs, policy=following(*layouts), lookahead_s=lookahead_s)
     done = [o.info.job_id for o in recorder.outcomes if o.status == "done"]
     assert sorted(done) == sorted(spec.id for spec in specs)

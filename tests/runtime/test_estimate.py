@@ -13,7 +13,7 @@ from test_plan import PROFILE, plan_of, words
 from gfgen.errors import RunError
 from gfgen.policies.catalog import load_policy
 from gfgen.runtime.control import control
-from gfgen.runtime.simulate import estimate, plan
+from gfgen.runtime.simulate import estimate, planner
 from gfgen.runtime.simulate.estimate import decides_first, everything_open
 from gfgen.runtime.simulate.simulation import simulate
 from gfgen.system.timelimit import DecisionTimeout, within
@@ -61,10 +61,12 @@ def test_a_policy_that_chooses_others_is_estimated_as_its_first_choice():
 
 
 def test_of_many_jobs_only_the_best_policy_is_simulated_and_the_rest_is_marked(monkeypatch):
-    monkeypatch.setattr(plan, "FULL_TASKS", 10)
+    monkeypatch.setattr(planner, "FULL_TASKS", 10)
     simulated = []
     monkeypatch.setattr(
-        plan, "simulate", lambda *_, **given: simulated.append(given["policy"].name) or simulate(*_, **given)
+        planner,
+        "simulate",
+        lambda *_, **given: simulated.append(given["policy"].name) or simulate(*_, **given),
     )
     policies = ("fcfs", "srtf", "edf", "auto")
     found = plan_of(JOBS, policies=policies)
@@ -81,7 +83,7 @@ def test_of_many_jobs_only_the_best_policy_is_simulated_and_the_rest_is_marked(m
 
 
 def test_jobs_that_time_out_and_jobs_that_starve_are_found_by_estimates_too(monkeypatch, tmp_path):
-    monkeypatch.setattr(plan, "FULL_TASKS", 10)
+    monkeypatch.setattr(planner, "FULL_TASKS", 10)
     slow = make_job("slow", steps=10, timeout_s=5.0)
     found = plan_of([slow, *JOBS], policies=("fcfs", "srtf"))
     assert all([job.job_id for job in each.failed] == ["slow"] for each in found.by_policy)
@@ -93,9 +95,9 @@ def test_jobs_that_time_out_and_jobs_that_starve_are_found_by_estimates_too(monk
 
 @pytest.mark.parametrize("most", [10, 10_000])
 def test_progress_adds_up_to_the_whole(monkeypatch, most):
-    monkeypatch.setattr(plan, "FULL_TASKS", most)
+    monkeypatch.setattr(planner, "FULL_TASKS", most)
     shares = []
-    plan.make_plan(
+    planner.make_plan(
         JOBS[:12],
         policies=["fcfs", "srtf"],
         num_ranks=2,
@@ -109,7 +111,7 @@ def test_progress_adds_up_to_the_whole(monkeypatch, most):
 
 @pytest.mark.parametrize("most", [10, 10_000])
 def test_a_policy_that_does_not_return_is_left_out_of_a_plan_by_name(hanging, monkeypatch, most):
-    monkeypatch.setattr(plan, "FULL_TASKS", most)
+    monkeypatch.setattr(planner, "FULL_TASKS", most)
     found = plan_of(JOBS, policies=("fcfs", hanging))
     assert [each.policy for each in found.by_policy] == ["fcfs"]
     (reason,) = found.refused

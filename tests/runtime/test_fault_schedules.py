@@ -48,13 +48,13 @@ def test_a_seed_always_makes_the_same_schedule() -> None:
     assert make_schedule(7) != make_schedule(8)
 
 
-def schedule_of(*faults: Fault, num_ranks: int = 1, guard_s: float = 0.0, **options: str) -> Schedule:
+def schedule_of(*faults: Fault, num_ranks: int = 1, lookahead_s: float = 0.0, **options: str) -> Schedule:
     """Two jobs of four steps, and these faults."""
     jobs = [make_job(Random(5), f"job-{idx}") for idx in range(2)]
     jobs = [replace(job, trajectory=replace(job.trajectory, num_steps=4)) for job in jobs]
     policy = options.get("policy", "fcfs")
     return Schedule(
-        seed=0, num_ranks=num_ranks, jobs=tuple(jobs), policy=policy, guard_s=guard_s, faults=faults
+        seed=0, num_ranks=num_ranks, jobs=tuple(jobs), policy=policy, lookahead_s=lookahead_s, faults=faults
     )
 
 
@@ -148,6 +148,6 @@ def test_a_failure_after_publishing_leaves_the_input_for_another_try(fleet: Flee
         Fault(Kind.DELAY, Point.PUBLISHED, rank=1, after=3 + times),
         Fault(Kind.RAISE, Point.PUBLISHED, rank=1, after=3 + times),
     ]
-    result = run_schedule(schedule_of(*late, num_ranks=2, guard_s=10.0, policy="legacy"), fleet)
+    result = run_schedule(schedule_of(*late, num_ranks=2, lookahead_s=10.0, policy="legacy"), fleet)
     assert_as_promised(result)
     assert result.num_done == 2

@@ -30,13 +30,18 @@ def island_pool(tiny_models: Mapping[str, Path]) -> Iterator[WorkerPool]:
         yield pool
 
 
-@pytest.mark.parametrize("guard_s", [0.0, 1.0])
-def test_a_job_that_goes_from_island_to_island_gives_the_same_picture(island_pool, tmp_path, guard_s):
+@pytest.mark.parametrize("lookahead_s", [0.0, 1.0])
+def test_a_job_that_goes_from_island_to_island_gives_the_same_picture(island_pool, tmp_path, lookahead_s):
     spec = JobSpec(id="picture", prompt="a fox", **PICTURE | {"steps": 6})
     shown = []
     for name, layouts in (("still", ((0,),)), ("moving", ((0, 1), (2,), (1,), (2,), (1, 0)))):
         recorder = run(
-            island_pool, tmp_path / name, spec, policy=following(*layouts), guard_s=guard_s, islands=ISLANDS
+            island_pool,
+            tmp_path / name,
+            spec,
+            policy=following(*layouts),
+            lookahead_s=lookahead_s,
+            islands=ISLANDS,
         )
         assert statuses(recorder) == {"picture": "done"}
         shown.append(pixels(tmp_path / name / "picture.png").astype(int))

@@ -16,7 +16,7 @@ from gfgen.runtime.core.admission import AdmittedJob, admit
 from gfgen.runtime.core.devices import CPU, CUDA, Devices
 from gfgen.runtime.predict import job_bounds
 from gfgen.runtime.predict.job_bounds import JobBounds, StepTimes, beyond
-from gfgen.runtime.predict.profile import Profile, ProfileRow
+from gfgen.runtime.predict.profile_file import Profile, ProfileRow
 
 MINUTE_S = 60.0
 LONG = JobSpec(id="long", prompt="a fox", frames=4000, line=3)

@@ -16,7 +16,7 @@ def turns_of(path):
 def test_events_come_back_as_they_were_applied(tmp_path):
     path = tmp_path / "journal.jsonl"
     journal = Journal(path, header=HEADER)
-    control, recorder = simulated_control([make_job("a"), make_job("b")], guard_s=0.01, journal=journal)
+    control, recorder = simulated_control([make_job("a"), make_job("b")], lookahead_s=0.01, journal=journal)
     control.run()
     journal.close()
     header, *events = read_journal(path)
@@ -27,7 +27,7 @@ def test_events_come_back_as_they_were_applied(tmp_path):
 def test_events_that_were_applied_together_are_one_turn(tmp_path):
     path = tmp_path / "journal.jsonl"
     journal = Journal(path, header=HEADER)
-    control, _ = simulated_control([make_job("a"), make_job("b")], guard_s=0.01, journal=journal)
+    control, _ = simulated_control([make_job("a"), make_job("b")], lookahead_s=0.01, journal=journal)
     batches, wait = [], control.backend.wait
 
     def noted(until):
@@ -53,7 +53,7 @@ def test_turns_of_two_runs_are_not_joined(tmp_path):
 def test_the_header_tells_other_jobs_apart():
     def header(*jobs):
         infos = [job.info for job in jobs]
-        return journal_header(infos, policy="srtf", num_ranks=2, guard_s=0.005, started_at=1.5)
+        return journal_header(infos, policy="srtf", num_ranks=2, lookahead_s=0.005, started_at=1.5)
 
     one, two = make_job("a"), make_job("b")
     assert header(one, two) == header(one, two) | {

@@ -17,7 +17,7 @@ import pytest
 from builders import make_job
 
 from gfgen.errors import WorkerError
-from gfgen.models.geometry.geometry_weight_files import weights_mark
+from gfgen.models.geometry.weight_files import weights_mark
 from gfgen.runtime.control.state import State
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.clock import Clock
@@ -261,7 +261,7 @@ def test_a_rank_that_never_starts_stays_away_and_the_run_goes_on_with_the_others
         assert pool.workers[1].incarnation <= MAX_SPARED + MAX_DEATHS
         clock = Clock()
         backend = ProcessBackend(pool, [], clock=clock, output_dir=tmp_path)
-        state = State([], num_ranks=2, clock=clock, costs=CostModel(), guard_s=0.0)
+        state = State([], num_ranks=2, clock=clock, costs=CostModel(), lookahead_s=0.0)
         found = events_until(backend, RankReady)
         for event in found:
             state.apply(event)

@@ -8,12 +8,12 @@ from builders import make_job
 
 from gfgen.cli.session.admission import Admission
 from gfgen.errors import InputError
-from gfgen.models.geometry.geometry import CONFIGS
-from gfgen.models.geometry.geometry_weight_files import read_header
-from gfgen.models.geometry.geometry_weights import Footprint, device_bytes
-from gfgen.runtime.core import memory
+from gfgen.models.geometry.model import CONFIGS
+from gfgen.models.geometry.weight_files import read_header
+from gfgen.models.geometry.weights import Footprint, device_bytes
+from gfgen.runtime.core import memory_check
 from gfgen.runtime.core.devices import Devices, Gpu
-from gfgen.runtime.core.memory import (
+from gfgen.runtime.core.memory_check import (
     available_bytes,
     check_addresses,
     check_models,
@@ -30,12 +30,14 @@ MEMINFO = "MemTotal:       1000 kB\nMemFree:        100 kB\nMemAvailable:   800 
 
 
 def test_a_limit_below_what_any_rank_needs_is_refused(monkeypatch):
-    monkeypatch.setattr(memory.resource, "getrlimit", lambda _: (1_024_000_000, -1))
+    monkeypatch.setattr(memory_check.resource, "getrlimit", lambda _: (1_024_000_000, -1))
     with pytest.raises(
         InputError, match=r"1\.0 GB of memory here \(ulimit -v\); each rank needs at least 1\.5 GB"
     ):
         check_addresses()
-    monkeypatch.setattr(memory.resource, "getrlimit", lambda _: (memory.resource.RLIM_INFINITY, -1))
+    monkeypatch.setattr(
+        memory_check.resource, "getrlimit", lambda _: (memory_check.resource.RLIM_INFINITY, -1)
+    )
     check_addresses()
 
 
@@ -90,7 +92,9 @@ def test_limits_of_the_older_cgroups_count_too(machine):
 
 @pytest.fixture
 def bf16_model(monkeypatch):
-    monkeypatch.setattr(memory, "footprint", lambda _: Footprint(shared_bytes=2 * GB, private_bytes=5 * GB))
+    monkeypatch.setattr(
+        memory_check, "footprint", lambda _: Footprint(shared_bytes=2 * GB, private_bytes=5 * GB)
+    )
     return [Path("wan")]
 
 

@@ -14,10 +14,10 @@ from gfgen.graph import Trajectory
 from gfgen.layout import Layout
 from gfgen.runtime.control.metrics import Attainment, Latency, Metrics, Summary, percentile
 from gfgen.runtime.core.dispatch import Dispatch
-from gfgen.runtime.core.durations import in_words, on_clock
 from gfgen.runtime.core.events import ModelsChanged, RankLoaded, TaskDone, TaskFailed
 from gfgen.runtime.core.observer import JobInfo, JobOutcome, skipped_outcome
 from gfgen.runtime.ipc.messages import MemoryUse
+from gfgen.system.wording import in_words, on_clock
 
 
 def ended(info: JobInfo, *, arrival_s: float, ended_s: float, deadline_s: float | None = None) -> JobOutcome:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from gfgen.policies.catalog import NamedPolicy, load_policy
 from gfgen.runtime.control.records import JobRecord
 from gfgen.runtime.core import openjobs
-from gfgen.runtime.core.openjobs import MAX_ORDERS, OpenJobs, Orders, is_unbegun, kind_of
+from gfgen.runtime.core.openjobs import MAX_ORDERS, OpenJobOrders, OpenJobs, is_unbegun, kind_of
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.snapshot import JobView
 
@@ -84,7 +84,7 @@ def test_a_snapshot_that_a_policy_keeps_stays_as_it_was():
         return load_policy("srtf").decide(snapshot)
 
     jobs = [make_job(f"job-{i}", steps=1 + i % 3, arrival_s=0.1 * i) for i in range(12)]
-    control, _ = simulated_control(jobs, num_ranks=2, guard_s=0.02)
+    control, _ = simulated_control(jobs, num_ranks=2, lookahead_s=0.02)
     control.policy = NamedPolicy("hoarder", hoarder)
     control.run()
     assert len(kept) > 20
@@ -155,7 +155,7 @@ def test_orders_of_a_snapshot_are_of_no_use_once_something_has_changed():
     jobs = OpenJobs()
     jobs.put(view(1))
     views = jobs.frozen()
-    orders = Orders(jobs, views, joining=[])
+    orders = OpenJobOrders(jobs, views, joining=[])
     assert orders.sorted(views, by_arrival) is not None
     assert orders.sorted(dict(views), by_arrival) is None
     jobs.put(view(2))

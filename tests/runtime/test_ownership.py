@@ -229,7 +229,7 @@ def run_of(folder: Path, source: Path | None) -> None:
     """What a run that has only begun leaves."""
     folder.mkdir(parents=True, exist_ok=True)
     header = journal_header(
-        [], policy="srtf", num_ranks=1, guard_s=0, started_at=0, job_file=job_file_name(source, folder)
+        [], policy="srtf", num_ranks=1, lookahead_s=0, started_at=0, job_file=job_file_name(source, folder)
     )
     Journal(folder / "journal.jsonl", header=header).close()
 

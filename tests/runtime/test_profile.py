@@ -5,7 +5,7 @@ from builders import make_job
 
 from gfgen.errors import InputError
 from gfgen.graph import Stage
-from gfgen.runtime.predict.profile import Profile, ProfileRow, check_profile, load_profile
+from gfgen.runtime.predict.profile_file import Profile, ProfileRow, check_profile, load_profile
 
 
 def profile(*, model="fake", stages=tuple(Stage), num_ranks=2):

@@ -13,7 +13,7 @@ from gfgen.graph import Stage
 from gfgen.job.spec import JobSpec
 from gfgen.runtime.core.events import OutputWritten
 from gfgen.runtime.predict.cost import CostModel
-from gfgen.runtime.predict.profile import check_profile, load_profile
+from gfgen.runtime.predict.profile_file import check_profile, load_profile
 
 
 def planned(*jobs, num_ranks):

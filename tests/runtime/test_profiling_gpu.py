@@ -16,7 +16,7 @@ from gfgen.errors import WorkerError
 from gfgen.graph import Stage
 from gfgen.layout import Layout
 from gfgen.runtime.predict.cost import CostModel
-from gfgen.runtime.predict.profile import check_profile, load_profile
+from gfgen.runtime.predict.profile_file import check_profile, load_profile
 
 STAGES = ("encode 1x1x1", "prepare 1x1x1", "denoise 1x1x1", "decode 1x1x1")
 

@@ -18,12 +18,12 @@ from gfgen.runtime.core.events import JobArrived, JobCancelled, OutputWritten, T
 from gfgen.runtime.core.observer import Observer
 from gfgen.runtime.files.journal import Journal, journal_header, read_runs
 from gfgen.runtime.files.resume import ResumePoint
-from gfgen.runtime.predict.choosing import ChooserInTurn
+from gfgen.runtime.predict.choosers import ImmediateChooser
 from gfgen.runtime.predict.cost import CostModel
-from gfgen.runtime.predict.profile import Profile, ProfileRow
+from gfgen.runtime.predict.profile_file import Profile, ProfileRow
 from gfgen.runtime.processes.workers import ProcessBackend
+from gfgen.runtime.simulate.backend import SimulatedBackend, SimulatedTimes
 from gfgen.runtime.simulate.replay import replay
-from gfgen.runtime.simulate.simulate import SimulatedBackend, SimulatedTimes
 
 POLICIES = ["legacy", "fcfs", "fcfs,degree=2", "srtf", "srtf,degree=2", "edf", "makespan", "auto"]
 
@@ -45,7 +45,7 @@ def run(
     clock,
     backend,
     num_ranks,
-    guard_s,
+    lookahead_s,
     profile=None,
     observer=None,
     last_number=0,
@@ -59,7 +59,7 @@ def run(
         [job.info for job in jobs],
         policy=policy,
         num_ranks=num_ranks,
-        guard_s=guard_s,
+        lookahead_s=lookahead_s,
         started_at=started_at,
         last_number=last_number,
         profile=None if profile is None else profile.hash,
@@ -72,7 +72,7 @@ def run(
         num_ranks=num_ranks,
         clock=clock,
         costs=CostModel(profile),
-        guard_s=guard_s,
+        lookahead_s=lookahead_s,
         started_at=started_at,
         last_number=last_number,
         resume=resume,
@@ -84,7 +84,7 @@ def run(
         clock=clock,
         policy=chosen,
         journal=journal,
-        chooser=None if chosen.choose is None else ChooserInTurn(chosen.choose),
+        chooser=None if chosen.choose is None else ImmediateChooser(chosen.choose),
         observers=[observer or Watching()],
         intake=intake,
     )
@@ -174,7 +174,7 @@ def test_random_runs_decide_the_same_again(tmp_path, seed):
         clock=clock,
         backend=Unsteady(clock, num_ranks=num_ranks, random=random),
         num_ranks=num_ranks,
-        guard_s=random.choice([0.0, 0.01, 0.2, 5.0]),
+        lookahead_s=random.choice([0.0, 0.01, 0.2, 5.0]),
         profile=profile,
     )
     (journaled,) = read_runs(tmp_path / "journal.jsonl")
@@ -207,7 +207,7 @@ def test_looking_ahead_leaves_no_trace_in_what_is_decided(tmp_path, seed):
         clock=clock,
         backend=Unsteady(clock, num_ranks=num_ranks, random=random),
         num_ranks=num_ranks,
-        guard_s=random.choice([0.0, 0.01, 0.2]),
+        lookahead_s=random.choice([0.0, 0.01, 0.2]),
         profile=profile,
     )
     (journaled,) = read_runs(tmp_path / "journal.jsonl")
@@ -215,8 +215,8 @@ def test_looking_ahead_leaves_no_trace_in_what_is_decided(tmp_path, seed):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("guard_s", [0.005, 1.0])
-def test_a_run_on_real_workers_decides_the_same_again(pool, tmp_path, policy, guard_s):
+@pytest.mark.parametrize("lookahead_s", [0.005, 1.0])
+def test_a_run_on_real_workers_decides_the_same_again(pool, tmp_path, policy, lookahead_s):
     specs = [
         JobSpec(
             id=f"job-{idx}",
@@ -237,7 +237,7 @@ def test_a_run_on_real_workers_decides_the_same_again(pool, tmp_path, policy, gu
             clock=clock,
             backend=backend,
             num_ranks=pool.num_ranks,
-            guard_s=guard_s,
+            lookahead_s=lookahead_s,
             last_number=pool.last_number,
         )
     finally:
@@ -262,7 +262,7 @@ def test_a_second_run_remembers_arrivals_and_goes_on_where_jobs_stopped(tmp_path
             clock=clock,
             backend=backend,
             num_ranks=2,
-            guard_s=0.0,
+            lookahead_s=0.0,
             started_at=started_at,
             resume=resume,
         )
@@ -296,7 +296,7 @@ def test_jobs_that_came_later_are_given_after_the_others(tmp_path):
             clock=clock,
             backend=backend,
             num_ranks=2,
-            guard_s=0.0,
+            lookahead_s=0.0,
             intake=Intake(late),
         )
     (journaled,) = read_runs(path)
@@ -318,7 +318,7 @@ def test_a_job_that_is_cancelled_before_it_arrives_does_not_arrive_in_the_replay
             clock=clock,
             backend=backend,
             num_ranks=2,
-            guard_s=0.0,
+            lookahead_s=0.0,
             intake=Intake(late),
         )
     (journaled,) = read_runs(path)
@@ -329,7 +329,7 @@ def test_a_job_that_is_cancelled_before_it_arrives_does_not_arrive_in_the_replay
 def journaled_run(tmp_path, *jobs, **options):
     clock, path = Clock(virtual=True), tmp_path / "journal.jsonl"
     backend = SimulatedBackend(clock, num_ranks=2, times=SimulatedTimes(task_s=lambda _: 0.1))
-    options = {"policy": "fcfs", "guard_s": 0.0, **options}
+    options = {"policy": "fcfs", "lookahead_s": 0.0, **options}
     run(path, jobs, clock=clock, backend=backend, num_ranks=2, **options)
     return path
 
@@ -371,7 +371,7 @@ def test_a_journal_of_an_earlier_gfgen_is_read_and_not_replayed(tmp_path):
     header = {"gfgen_journal": 1, "policy": "fcfs", "ranks": 2, "guard_s": 0.0, "started_at": 1.0}
     header |= {
         "jobs": 0,
-        "jobs_hash": journal_header([], policy="", num_ranks=1, guard_s=0, started_at=0)["jobs_hash"],
+        "jobs_hash": journal_header([], policy="", num_ranks=1, lookahead_s=0, started_at=0)["jobs_hash"],
     }
     entries = [header, {"turn": 1, "event": "Wakeup", "time_s": 1.0}]
     path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
@@ -387,6 +387,6 @@ def test_who_looks_on_changes_no_decision(tmp_path):
     for name, observer in (("one", Observer()), ("other", Watching())):
         (tmp_path / name).mkdir()
         jobs = [make_job(f"job-{i}", steps=3 + i % 3, deadline_s=1.0) for i in range(5)]
-        path = journaled_run(tmp_path / name, *jobs, policy="edf", guard_s=0.05, observer=observer)
+        path = journaled_run(tmp_path / name, *jobs, policy="edf", lookahead_s=0.05, observer=observer)
         journals.append(path.read_text())
     assert journals[0] == journals[1]

@@ -27,8 +27,8 @@ from gfgen.runtime.core.events import (
 )
 from gfgen.runtime.files.journal import Journal, journal_header, read_runs
 from gfgen.runtime.predict.cost import CostModel
+from gfgen.runtime.simulate.backend import SimulatedBackend, SimulatedTimes
 from gfgen.runtime.simulate.replay import replay
-from gfgen.runtime.simulate.simulate import SimulatedBackend, SimulatedTimes
 from gfgen.snapshot import Decision
 
 GB = 10**9
@@ -52,7 +52,7 @@ def controlled(
     room: int = 60 * GB,
     policy: str = "srtf",
     num_ranks: int = 2,
-    guard_s: float = 0.0,
+    lookahead_s: float = 0.0,
     step_s: float = STEP_S,
     path: Path | None = None,
     closes_s: float | None = None,
@@ -65,7 +65,7 @@ def controlled(
         num_ranks=num_ranks,
         clock=clock,
         costs=CostModel(),
-        guard_s=guard_s,
+        lookahead_s=lookahead_s,
         closes_s=closes_s,
         resident=residency.resident,
     )
@@ -75,7 +75,7 @@ def controlled(
             [job.info for job in jobs],
             policy=policy,
             num_ranks=num_ranks,
-            guard_s=guard_s,
+            lookahead_s=lookahead_s,
             started_at=0.0,
             closes_s=closes_s,
             resident=residency.resident,
@@ -296,10 +296,10 @@ def test_models_are_known_before_any_job_wants_them():
 
 
 @pytest.mark.parametrize("policy", ["legacy", "fcfs", "srtf", "edf", "triage", "makespan", "auto"])
-@pytest.mark.parametrize("guard_s", [0.0, 0.05])
-def test_a_batch_of_two_models_changes_them_once(policy: str, guard_s: float):
+@pytest.mark.parametrize("lookahead_s", [0.0, 0.05])
+def test_a_batch_of_two_models_changes_them_once(policy: str, lookahead_s: float):
     jobs = [job_of(model, f"{model}-{n}", steps=3 + n) for n in range(4) for model in ("wan", "qwen")]
-    control, recorder = controlled(jobs, policy=policy, guard_s=guard_s)
+    control, recorder = controlled(jobs, policy=policy, lookahead_s=lookahead_s)
     summary = control.run()
     assert summary.num_done == 8
     assert changes(recorder) == [("qwen",)]
@@ -448,14 +448,14 @@ def test_a_policy_that_decides_for_a_parked_job_is_told_so():
 
 
 @pytest.mark.parametrize("policy", ["srtf", "edf", "auto"])
-@pytest.mark.parametrize("guard_s", [0.0, 0.2])
-def test_a_run_with_changes_decides_the_same_again(tmp_path: Path, policy: str, guard_s: float):
+@pytest.mark.parametrize("lookahead_s", [0.0, 0.2])
+def test_a_run_with_changes_decides_the_same_again(tmp_path: Path, policy: str, lookahead_s: float):
     jobs = [
         job_of(("wan", "qwen", "moe")[n % 3], f"job-{n}", steps=2 + n % 4, arrival_s=0.7 * n, deadline_s=50.0)
         for n in range(12)
     ]
     path = tmp_path / "journal.jsonl"
-    control, recorder = controlled(jobs, room=85 * GB, policy=policy, guard_s=guard_s, path=path)
+    control, recorder = controlled(jobs, room=85 * GB, policy=policy, lookahead_s=lookahead_s, path=path)
     control.run()
     control.journal.close()
     assert changes(recorder)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from builders import make_job
 
-from gfgen.models.geometry.geometry_weight_files import weights_mark
+from gfgen.models.geometry.weight_files import weights_mark
 from gfgen.runtime.control.state import State
 from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.files import resume
@@ -172,7 +172,7 @@ def test_what_a_run_that_was_killed_had_not_kept_whole_is_removed(folder):
 def test_dispatch_numbers_go_on_above_all_that_the_slab_may_name(folder):
     points = find(folder)
     state = State(
-        [JOB], num_ranks=1, clock=Clock(virtual=True), costs=CostModel(), guard_s=0.0, resume=points
+        [JOB], num_ranks=1, clock=Clock(virtual=True), costs=CostModel(), lookahead_s=0.0, resume=points
     )
     assert state.last_number == 9
 

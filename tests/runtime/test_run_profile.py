@@ -8,10 +8,10 @@ import pytest
 from builders import make_job
 
 from gfgen.graph import Stage
-from gfgen.runtime.predict import profiles, run_profile, scaling
+from gfgen.runtime.predict import profile_store, run_profile, scaling
 from gfgen.runtime.predict.cost import CostModel
-from gfgen.runtime.predict.profile import Profile, ProfileRow, load_profile
-from gfgen.runtime.predict.profiles import find_profile, joined, runs_path
+from gfgen.runtime.predict.profile_file import Profile, ProfileRow, load_profile
+from gfgen.runtime.predict.profile_store import find_profile, joined, runs_path
 from gfgen.runtime.predict.run_profile import keep_measured
 from gfgen.system.machine import cpu_name, versions
 
@@ -150,7 +150,7 @@ def test_a_calibration_says_how_fast_this_machine_is_and_is_made_once(monkeypatc
     _, again = find_profile()
     assert found == again
     assert len(made) == 1
-    base = load_profile(profiles.SCALED / "shapes.json")
+    base = load_profile(profile_store.SCALED / "shapes.json")
     step = next(each for each in base.rows if each.stage is Stage.DENOISE)
     rows = {each.degrees: each for each in found.rows if (each.shape, each.stage) == (step.shape, step.stage)}
     assert {each.basis for each in found.rows} == {"scaled"}
@@ -162,7 +162,7 @@ def test_a_calibration_says_how_fast_this_machine_is_and_is_made_once(monkeypatc
 
 
 def test_steps_that_runs_measured_scale_the_rest():
-    base = load_profile(profiles.SCALED / "shapes.json")
+    base = load_profile(profile_store.SCALED / "shapes.json")
     step = next(each for each in base.rows if each.stage is Stage.DENOISE)
     alone = replace(step, seconds=step.seconds, basis="runs", loaded_s=None)  # of a run with one rank
     together = replace(step, seconds=3 * step.seconds, basis="runs", loaded_s=3 * step.seconds)
@@ -174,7 +174,7 @@ def test_steps_that_runs_measured_scale_the_rest():
 
 def test_a_model_that_was_measured_here_is_not_scaled(monkeypatch):
     monkeypatch.setattr(scaling, "_measured", lambda: pytest.fail("nothing has to be calibrated"))
-    path = profiles.default_path()
+    path = profile_store.default_path()
     path.parent.mkdir()
     path.write_text(profile(row(1.0, model="shapes")).as_json())
     _, found = find_profile(calibrate=True)
@@ -209,5 +209,5 @@ def test_the_basis_of_a_row_is_kept_in_its_file(tmp_path):
     assert [each.basis for each in found.rows] == ["measured", "goals"]
     assert found.calibration_s == 0.08
     path.write_text(path.read_text().replace('"goals"', '"hopes"'))
-    with pytest.raises(profiles.InputError, match="basis = 'hopes'"):
+    with pytest.raises(profile_store.InputError, match="basis = 'hopes'"):
         load_profile(path)

@@ -9,7 +9,7 @@ from builders import Recorder, make_job
 from gfgen.graph import Stage
 from gfgen.policies.catalog import NamedPolicy, load_policy
 from gfgen.runtime.core.events import OutputWritten, TaskDone
-from gfgen.runtime.predict.profile import Profile, ProfileRow
+from gfgen.runtime.predict.profile_file import Profile, ProfileRow
 from gfgen.runtime.simulate.simulation import simulate
 from gfgen.snapshot import Decision
 
@@ -29,7 +29,7 @@ def profile(*, loaded=1.0, write_s=None, shared_s=6.0, spread_s=0.0, **fields):
     return Profile("a machine", "2026-11-20", "a test", num_ranks=2, rows=tuple(rows), **fields)
 
 
-def run(*jobs, policy="fcfs", num_ranks=2, guard_s=0.0, **fields):
+def run(*jobs, policy="fcfs", num_ranks=2, lookahead_s=0.0, **fields):
     recorder = Recorder()
     chosen = policy if isinstance(policy, NamedPolicy) else load_policy(policy)
     simulated = simulate(
@@ -37,7 +37,7 @@ def run(*jobs, policy="fcfs", num_ranks=2, guard_s=0.0, **fields):
         policy=chosen,
         num_ranks=num_ranks,
         profile=profile(**fields),
-        guard_s=guard_s,
+        lookahead_s=lookahead_s,
         observers=[recorder],
     )
     return simulated, recorder
@@ -80,7 +80,7 @@ def test_gpus_have_a_writer_each():
 def test_a_decision_takes_its_time_unless_it_was_made_ahead():
     _, late = run(make_job("a", steps=2), dispatch_s=0.1)
     assert ended(late)["a"] == pytest.approx(27.5)
-    _, ahead = run(make_job("a", steps=2), dispatch_s=0.1, guard_s=0.5)
+    _, ahead = run(make_job("a", steps=2), dispatch_s=0.1, lookahead_s=0.5)
     assert ended(ahead)["a"] == pytest.approx(27.1)
 
 

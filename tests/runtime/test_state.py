@@ -8,7 +8,7 @@ from builders import make_job
 from gfgen.errors import InterruptedRunError, PolicyFault
 from gfgen.graph import Stage, Task
 from gfgen.layout import Layout
-from gfgen.runtime.control.records import lead_s
+from gfgen.runtime.control.records import lookahead_of
 from gfgen.runtime.control.state import State
 from gfgen.runtime.core import events
 from gfgen.runtime.core.clock import Clock
@@ -19,18 +19,18 @@ from gfgen.snapshot import Decision
 class Cluster:
     """A state with ready ranks and arrived jobs, and short words to drive it."""
 
-    def __init__(self, *jobs, num_ranks=2, guard_s=0.0, max_degree=None):
+    def __init__(self, *jobs, num_ranks=2, lookahead_s=0.0, max_degree=None):
         self.clock = Clock(virtual=True)
         self.jobs = {job.job_id: job for job in jobs}
         costs = CostModel()
-        if guard_s:
+        if lookahead_s:
             self.warm_up(costs, jobs[0])
         self.state = State(
             jobs,
             num_ranks=num_ranks,
             clock=self.clock,
             costs=costs,
-            guard_s=guard_s,
+            lookahead_s=lookahead_s,
             max_degree=max_degree,
         )
         for rank in range(num_ranks):
@@ -232,7 +232,7 @@ def test_a_refused_decision_changes_nothing():
 
 
 def test_a_consumer_may_be_queued_when_its_producer_is_about_to_end():
-    cluster = Cluster(make_job("a"), guard_s=0.05)
+    cluster = Cluster(make_job("a"), lookahead_s=0.05)
     first = cluster.begin("a", 0, 0)
     assert not cluster.state.has_choice or first.predicted_end_s <= 0.05
     cluster.clock.advance(first.predicted_end_s - 0.01)
@@ -243,8 +243,8 @@ def test_a_consumer_may_be_queued_when_its_producer_is_about_to_end():
 
 
 @pytest.mark.parametrize("early_s", [0.0015, 0.0025])
-def test_what_follows_a_task_is_decided_earlier_than_the_guard_says_by_a_share_of_it(early_s):
-    cluster = Cluster(make_job("a"), guard_s=0.0001)
+def test_what_follows_a_task_is_decided_earlier_than_the_lookahead_says_by_a_share_of_it(early_s):
+    cluster = Cluster(make_job("a"), lookahead_s=0.0001)
     running = cluster.begin("a", 0, 0)
     assert cluster.state.take_looks() == [pytest.approx(running.predicted_end_s - 0.0001 - 0.02 * 0.1)]
     cluster.clock.advance(running.predicted_end_s - early_s)
@@ -252,14 +252,16 @@ def test_what_follows_a_task_is_decided_earlier_than_the_guard_says_by_a_share_o
 
 
 @pytest.mark.parametrize(
-    ("predicted_s", "guard_s", "found_s"), [(1.0, 0.005, 0.025), (6.0, 0.005, 0.030), (1.0, 0.0, 0.0)]
+    ("predicted_s", "lookahead_s", "found_s"), [(1.0, 0.005, 0.025), (6.0, 0.005, 0.030), (1.0, 0.0, 0.0)]
 )
-def test_the_lead_is_the_guard_and_a_share_of_the_task_within_bounds(predicted_s, guard_s, found_s):
-    assert lead_s(predicted_s, guard_s=guard_s) == pytest.approx(found_s)
+def test_the_lookahead_of_a_task_grows_by_a_share_of_the_task_within_bounds(
+    predicted_s, lookahead_s, found_s
+):
+    assert lookahead_of(predicted_s, lookahead_s=lookahead_s) == pytest.approx(found_s)
 
 
 def test_nothing_is_queued_by_a_guess():
-    cluster = Cluster(make_job("a"), make_job("b", shape="never seen"), guard_s=10.0)
+    cluster = Cluster(make_job("a"), make_job("b", shape="never seen"), lookahead_s=10.0)
     cluster.begin("b", 0, 0)
     assert cluster.state.snapshot().free_ranks == (1,)
     cluster.begin("a", 0, 1)
@@ -267,7 +269,7 @@ def test_nothing_is_queued_by_a_guess():
 
 
 def test_a_task_that_has_long_begun_does_not_begin_anew_when_another_rank_of_the_one_before_it_ends():
-    cluster = Cluster(make_job("a"), make_job("b"), guard_s=0.01)
+    cluster = Cluster(make_job("a"), make_job("b"), lookahead_s=0.01)
     for index in range(2):
         cluster.done(cluster.begin("a", index, 0))
     wide = cluster.begin("a", 2, 0, 1)
@@ -282,7 +284,7 @@ def test_a_task_that_has_long_begun_does_not_begin_anew_when_another_rank_of_the
 
 
 def test_nothing_is_queued_behind_a_task_that_is_late():
-    cluster = Cluster(make_job("a"), guard_s=0.05)
+    cluster = Cluster(make_job("a"), lookahead_s=0.05)
     running = cluster.begin("a", 0, 0)
     cluster.clock.advance(running.predicted_end_s + 0.04)
     assert cluster.state.snapshot().free_ranks == (0, 1)
@@ -291,7 +293,7 @@ def test_nothing_is_queued_behind_a_task_that_is_late():
 
 
 def test_no_third_task_is_queued():
-    cluster = Cluster(make_job("a"), guard_s=10.0)
+    cluster = Cluster(make_job("a"), lookahead_s=10.0)
     cluster.begin("a", 0, 0)
     cluster.begin("a", 1, 0)
     with pytest.raises(PolicyFault, match="its input does not exist yet"):
@@ -344,7 +346,7 @@ def test_a_task_that_fails_twice_fails_its_job():
 
 
 def test_what_was_queued_on_a_failed_task_is_void_and_counts_no_failure():
-    cluster = Cluster(make_job("a"), guard_s=10.0)
+    cluster = Cluster(make_job("a"), lookahead_s=10.0)
     first, second = cluster.begin("a", 0, 0), cluster.begin("a", 1, 1)
     cluster.failed(first)
     assert "a" in cluster.state.snapshot().busy
@@ -356,7 +358,7 @@ def test_what_was_queued_on_a_failed_task_is_void_and_counts_no_failure():
 
 
 def test_a_queued_task_that_fails_before_its_producer_reports_costs_that_one_nothing():
-    cluster = Cluster(make_job("a"), guard_s=10.0)
+    cluster = Cluster(make_job("a"), lookahead_s=10.0)
     producer = cluster.begin("a", 0, 0)
     queued = cluster.begin("a", 1, 1)
     cluster.failed(queued)
@@ -399,7 +401,7 @@ def test_a_waiting_job_that_is_cancelled_ends_at_once():
 
 
 def test_what_was_queued_behind_a_cancelled_jobs_step_ends_too():
-    cluster = Cluster(make_job("a"), guard_s=10.0)
+    cluster = Cluster(make_job("a"), lookahead_s=10.0)
     running, queued = cluster.begin("a", 0, 0), cluster.begin("a", 1, 1)
     cluster.state.apply(events.JobCancelled(0.0, "a"))
     assert not cluster.done(running)
@@ -569,7 +571,7 @@ def test_layouts_that_a_decode_cannot_use_are_refused(layout, reason):
 
 
 def test_what_was_about_to_end_in_the_snapshot_may_be_late_by_now():
-    cluster = Cluster(make_job("a"), guard_s=0.05)
+    cluster = Cluster(make_job("a"), lookahead_s=0.05)
     running = cluster.begin("a", 0, 0)
     cluster.clock.advance(running.predicted_end_s)
     cluster.clock.begin_turn()
@@ -579,7 +581,7 @@ def test_what_was_about_to_end_in_the_snapshot_may_be_late_by_now():
 
 
 def test_what_is_late_in_the_snapshot_has_no_successor():
-    cluster = Cluster(make_job("a"), guard_s=0.05)
+    cluster = Cluster(make_job("a"), lookahead_s=0.05)
     running = cluster.begin("a", 0, 0)
     cluster.clock.advance(running.predicted_end_s + 1.0)
     cluster.clock.begin_turn()

@@ -12,11 +12,11 @@ import pytest
 from gfgen.errors import InputError
 from gfgen.graph import Stage
 from gfgen.job.spec import JobSpec
-from gfgen.models.geometry.geometry import CONFIGS, weightless_geometry
-from gfgen.runtime.core.admission import AdmittedJob, Model, admit
+from gfgen.models.geometry.model import CONFIGS, weightless_geometry
+from gfgen.runtime.core.admission import AdmittedJob, ResolvedModel, admit
 from gfgen.runtime.predict.cost import CostModel
-from gfgen.runtime.predict.profile import check_profile, load_profile
-from gfgen.runtime.predict.profiles import SHIPPED, first_fitting
+from gfgen.runtime.predict.profile_file import check_profile, load_profile
+from gfgen.runtime.predict.profile_store import SHIPPED, first_fitting
 
 PROFILE = load_profile(SHIPPED / "h200-goals.json")
 
@@ -26,7 +26,7 @@ def job_of(name: str, checkpoint: Path) -> AdmittedJob:
     (job,), problems = admit(
         [spec],
         default_model=name,
-        find_model=lambda name: Model(name, checkpoint, weightless_geometry(checkpoint)),
+        find_model=lambda name: ResolvedModel(name, checkpoint, weightless_geometry(checkpoint)),
     )
     assert not problems
     return job

@@ -24,9 +24,9 @@ from gfgen.models.families.adapter import Fields
 from gfgen.runtime.ipc.channel import Channel
 from gfgen.runtime.ipc.messages import (
     Abandon,
+    Abandoned,
     Arenas,
     ForgetJob,
-    Left,
     Ping,
     Pong,
     Reset,
@@ -115,7 +115,7 @@ class Rank:
 
     def give_up(self, *numbers: int) -> None:
         self.channel.send(Abandon(frozenset(numbers)))
-        assert self.answer() == Left(frozenset(numbers))
+        assert self.answer() == Abandoned(frozenset(numbers))
 
     def publish(self, name: str, version: int, fields: Fields, *, producer: int) -> None:
         """As another rank would have done."""
@@ -425,7 +425,7 @@ def test_a_rank_that_waits_for_an_outline_leaves_when_it_is_given_up(rank: Rank)
     transfers = (Transfer(1, 0, "latents", 1, 0, 4, 64),)
     rank.channel.send(RunTask(4, "a", 3, 3, HERE, (1,), transfers, wait_s=WAIT_S))
     rank.channel.send(Abandon(frozenset({3, 4})))
-    assert rank.answer() == Left(frozenset({3, 4}))
+    assert rank.answer() == Abandoned(frozenset({3, 4}))
 
 
 def test_latents_that_were_arriving_for_an_attempt_that_failed_are_not_used_by_the_next(
@@ -454,7 +454,7 @@ def test_latents_of_a_dispatch_that_was_given_up_are_not_used(rank: Rank) -> Non
     rank.run_to_end(2, 1)
     rank.run_to_end(3, 2)
     rank.channel.send(Abandon(frozenset({3})))
-    assert rank.answer() == Left(frozenset({3}))
+    assert rank.answer() == Abandoned(frozenset({3}))
     assert rank.worker._jobs["a"].producer is None
     rank.run_to_end(4, 2, producer=2)
     assert float(worker_jobs.fetch(rank.slab, "latents", 3).tensors["latents"].sum()) == 16
@@ -465,7 +465,7 @@ def test_a_dispatch_that_waits_for_lost_input_is_left_without_a_report(rank: Ran
     while 3 not in rank.worker._inside:
         time.sleep(1e-4)
     rank.channel.send(Abandon(frozenset({3})))
-    assert rank.answer() == Left(frozenset({3}))
+    assert rank.answer() == Abandoned(frozenset({3}))
     rank.run_to_end(4, 0)
 
 

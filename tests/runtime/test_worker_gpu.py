@@ -89,8 +89,8 @@ def test_every_rank_brings_its_arena_and_is_given_those_of_the_others(gpu_pool):
         assert len(set(fds)) == 4
 
 
-@pytest.mark.parametrize("guard_s", [0.0, 1.0])
-def test_a_picture_is_the_same_on_one_rank_on_several_and_on_changing_ones(gpu_pool, tmp_path, guard_s):
+@pytest.mark.parametrize("lookahead_s", [0.0, 1.0])
+def test_a_picture_is_the_same_on_one_rank_on_several_and_on_changing_ones(gpu_pool, tmp_path, lookahead_s):
     spec = JobSpec(id="picture", prompt="a fox", **PICTURE | {"seed": 3})
     shown = []
     for name, layouts in (
@@ -99,7 +99,9 @@ def test_a_picture_is_the_same_on_one_rank_on_several_and_on_changing_ones(gpu_p
         ("moving", ((2,), (0, 1), (1, 2, 0), (1,))),
     ):
         folder = tmp_path / name
-        recorder = run(gpu_pool, folder, spec, policy=test_elastic.following(*layouts), guard_s=guard_s)
+        recorder = run(
+            gpu_pool, folder, spec, policy=test_elastic.following(*layouts), lookahead_s=lookahead_s
+        )
         assert test_deaths.statuses(recorder) == {"picture": "done"}
         shown.append(pixels(folder / "picture.png").astype(int))
     assert max(np.abs(other - shown[0]).max() for other in shown) <= 1
@@ -151,21 +153,23 @@ def test_frames_that_go_through_the_buffer_in_pieces_are_whole(gpu_pool, pool, t
     assert files[0] == files[1]
 
 
-@pytest.mark.parametrize("guard_s", [0.0, 1.0])
-def test_a_rank_that_dies_alone_costs_its_step(gpu_pool, tmp_path, guard_s):
-    name = f"gpu-alone-{guard_s}"
+@pytest.mark.parametrize("lookahead_s", [0.0, 1.0])
+def test_a_rank_that_dies_alone_costs_its_step(gpu_pool, tmp_path, lookahead_s):
+    name = f"gpu-alone-{lookahead_s}"
     spec = test_deaths.job(name, "die rank=0 step=2 times=1")
-    recorder = run(gpu_pool, tmp_path, spec, policy=test_elastic.following((0,)), guard_s=guard_s)
+    recorder = run(gpu_pool, tmp_path, spec, policy=test_elastic.following((0,)), lookahead_s=lookahead_s)
     assert test_deaths.lost(recorder) == [(0, "killed by signal 9")]
     assert test_deaths.statuses(recorder) == {name: "done"}
 
 
-@pytest.mark.parametrize("guard_s", [0.0, 1.0])
-def test_a_death_in_a_group_is_left_by_the_others_who_go_on_with_its_successor(gpu_pool, tmp_path, guard_s):
-    name = f"gpu-group-{guard_s}"
+@pytest.mark.parametrize("lookahead_s", [0.0, 1.0])
+def test_a_death_in_a_group_is_left_by_the_others_who_go_on_with_its_successor(
+    gpu_pool, tmp_path, lookahead_s
+):
+    name = f"gpu-group-{lookahead_s}"
     spec = test_deaths.job(name, "die rank=1 step=1 times=1", steps=6)
     recorder = run(
-        gpu_pool, tmp_path, spec, policy=test_elastic.following((0, 1, 2), (1, 2)), guard_s=guard_s
+        gpu_pool, tmp_path, spec, policy=test_elastic.following((0, 1, 2), (1, 2)), lookahead_s=lookahead_s
     )
     assert test_deaths.lost(recorder) == [(1, "killed by signal 9")]
     assert test_deaths.statuses(recorder) == {name: "done"}
@@ -182,7 +186,7 @@ def test_a_failure_on_one_rank_of_a_group_costs_one_attempt(gpu_pool, tmp_path):
 def test_latents_with_nan_fail_their_job_at_the_step_that_made_them(gpu_pool, tmp_path, ranks):
     """The step after it may be on its way already."""
     spec = test_deaths.job(f"gpu-nan-{len(ranks)}", "nan rank=0 step=2 times=9")
-    recorder = run(gpu_pool, tmp_path, spec, policy=test_elastic.following(ranks), guard_s=1.0)
+    recorder = run(gpu_pool, tmp_path, spec, policy=test_elastic.following(ranks), lookahead_s=1.0)
     (outcome,) = recorder.outcomes
     assert outcome.error.startswith("denoise 3 of 4: NaN or infinity in the latents; ")
 
@@ -485,7 +489,9 @@ def test_the_first_step_elsewhere_waits_for_the_constants_that_come_by_the_slab(
     spec = JobSpec(id="first", prompt="a fox", **PICTURE | {"seed": 6})
     shown = []
     for name, layouts in (("alone", ((0,),)), ("moving", ((0,), (0,), (1,)))):
-        recorder = run(gpu_pool, tmp_path / name, spec, policy=test_elastic.following(*layouts), guard_s=1.0)
+        recorder = run(
+            gpu_pool, tmp_path / name, spec, policy=test_elastic.following(*layouts), lookahead_s=1.0
+        )
         assert test_deaths.statuses(recorder) == {"first": "done"}
         shown.append(pixels(tmp_path / name / "first.png"))
     assert np.array_equal(*shown)

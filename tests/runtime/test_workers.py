@@ -14,11 +14,11 @@ from gfgen.errors import WorkerError
 from gfgen.job.spec import JobSpec
 from gfgen.layout import Layout
 from gfgen.models.families.registry import resolve_checkpoint
-from gfgen.models.geometry.geometry import load_geometry
+from gfgen.models.geometry.model import load_geometry
 from gfgen.policies.catalog import NamedPolicy, load_policy
 from gfgen.runtime.control.control import Control
 from gfgen.runtime.control.state import State
-from gfgen.runtime.core.admission import Model, admit
+from gfgen.runtime.core.admission import ResolvedModel, admit
 from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.events import RankReady, TaskFailed
 from gfgen.runtime.files.outputs import read_metadata
@@ -35,7 +35,7 @@ VIDEO = {"model": "tiny-wan", "width": 64, "height": 64, "frames": 5, "steps": 4
 
 def find_model(name):
     checkpoint = resolve_checkpoint(name)
-    return Model(name, checkpoint, load_geometry(checkpoint))
+    return ResolvedModel(name, checkpoint, load_geometry(checkpoint))
 
 
 def admitted(*specs):
@@ -49,7 +49,7 @@ def run(
     folder,
     *specs,
     policy="srtf",
-    guard_s=0.005,
+    lookahead_s=0.005,
     patience=None,
     residency=None,
     islands=None,
@@ -64,7 +64,7 @@ def run(
         num_ranks=pool.num_ranks,
         clock=clock,
         costs=costs,
-        guard_s=guard_s,
+        lookahead_s=lookahead_s,
         last_number=pool.last_number,
         resident=residency.resident if residency else None,
         islands=islands,
@@ -138,11 +138,11 @@ def test_pictures_and_videos_are_written_under_their_names(pool, tmp_path):
     assert read_metadata(tmp_path / "video.mp4")["prompt"] == "a lighthouse"
 
 
-@pytest.mark.parametrize("guard_s", [0.0, 0.005, 1.0])
-def test_a_job_that_moves_at_every_step_gives_the_same_picture(pool, tmp_path, guard_s):
+@pytest.mark.parametrize("lookahead_s", [0.0, 0.005, 1.0])
+def test_a_job_that_moves_at_every_step_gives_the_same_picture(pool, tmp_path, lookahead_s):
     spec = JobSpec(id="picture", prompt="a red fox", **PICTURE)
     still = run(pool, tmp_path / "still", spec, policy="fcfs")
-    moving = run(pool, tmp_path / "moving", spec, policy=HOP, guard_s=guard_s)
+    moving = run(pool, tmp_path / "moving", spec, policy=HOP, lookahead_s=lookahead_s)
     assert len(set(still.ranks_of("picture"))) == 1
     ranks = moving.ranks_of("picture")
     assert all(before != after for before, after in pairwise(ranks))

@@ -19,12 +19,11 @@ from gfgen.models.families.registry import (
     resolve_checkpoint,
     resolve_configs,
 )
-from gfgen.models.geometry.geometry import load_geometry, weightless_geometry
+from gfgen.models.geometry.model import load_geometry, weightless_geometry
 from gfgen.runtime.control.residency import Residency
-from gfgen.runtime.core.admission import AdmittedJob, Model, admit, tell_of_rounding
+from gfgen.runtime.core.admission import AdmittedJob, ResolvedModel, admit, tell_of_rounding
 from gfgen.runtime.core.devices import CUDA, Devices
-from gfgen.runtime.core.durations import in_words
-from gfgen.runtime.core.memory import (
+from gfgen.runtime.core.memory_check import (
     CONTEXT_BYTES,
     available_bytes,
     check_models,
@@ -37,7 +36,7 @@ from gfgen.runtime.core.memory import (
 )
 from gfgen.runtime.ipc.arenas import SIDE_BYTES, default_plan
 from gfgen.runtime.predict.job_bounds import JobBounds, StepTimes, beyond, certainly_late, too_long
-from gfgen.system.wording import counted, first_of
+from gfgen.system.wording import counted, first_of, in_words
 
 logger = logging.getLogger(__name__)
 
@@ -164,7 +163,7 @@ class Admission:
         devices: Devices,
         has_random_weights: bool = False,
         vae_dtype: str = "auto",
-        known: dict[str, Model] | None = None,
+        known: dict[str, ResolvedModel] | None = None,
         unusable: dict[str, str] | None = None,
         loaded: frozenset[Path] | None = None,
         help_: str = RESTART,
@@ -329,7 +328,7 @@ class Admission:
             step_times=self._step_times,
         )
 
-    def find_model(self, name: str) -> Model:
+    def find_model(self, name: str) -> ResolvedModel:
         """The model of that name.
 
         Raises: ModelError when there is none, or when it is not loaded.
@@ -348,19 +347,19 @@ class Admission:
             raise ModelError(f"model {name!r} is not loaded; {self._help}")
         return model
 
-    def _look_up(self, name: str) -> Model:
+    def _look_up(self, name: str) -> ResolvedModel:
         if self._has_random_weights:
             checkpoint = resolve_configs(name)
-            return Model(name, checkpoint, weightless_geometry(checkpoint), has_random_weights=True)
+            return ResolvedModel(name, checkpoint, weightless_geometry(checkpoint), has_random_weights=True)
         checkpoint = resolve_checkpoint(name)
-        return Model(name, checkpoint, load_geometry(checkpoint))
+        return ResolvedModel(name, checkpoint, load_geometry(checkpoint))
 
 
-def find_weightless(name: str) -> Model:
+def find_weightless(name: str) -> ResolvedModel:
     configs = find_configs(name)
-    return Model(name, configs, weightless_geometry(configs))
+    return ResolvedModel(name, configs, weightless_geometry(configs))
 
 
-def find_model(name: str) -> Model:
+def find_model(name: str) -> ResolvedModel:
     checkpoint = resolve_checkpoint(name)
-    return Model(name, checkpoint, load_geometry(checkpoint))
+    return ResolvedModel(name, checkpoint, load_geometry(checkpoint))

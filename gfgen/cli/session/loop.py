@@ -20,7 +20,7 @@ from gfgen.runtime.core.observer import Observer
 from gfgen.runtime.files.journal import Journal
 from gfgen.runtime.files.resume import ResumePoint
 from gfgen.runtime.predict.cost import CostModel
-from gfgen.runtime.predict.profile import Profile
+from gfgen.runtime.predict.profile_file import Profile
 from gfgen.runtime.predict.run_profile import keep_measured
 from gfgen.runtime.processes.pool import WorkerPool
 from gfgen.runtime.processes.workers import ProcessBackend, Requests
@@ -40,7 +40,7 @@ class LoopOptions(Protocol):
     def policy(self) -> NamedPolicy: ...
 
     @property
-    def guard_s(self) -> float: ...
+    def lookahead_s(self) -> float: ...
 
     @property
     def grace_s(self) -> float: ...
@@ -81,7 +81,7 @@ def run_loop(
         num_ranks=pool.num_ranks,
         clock=clock,
         costs=costs,
-        guard_s=options.guard_s,
+        lookahead_s=options.lookahead_s,
         started_at=started_at,
         last_number=pool.last_number,
         arrived_at=arrived_at,

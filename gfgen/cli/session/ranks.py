@@ -18,13 +18,13 @@ from gfgen.cli.session.packages import COMPUTING, check_packages
 from gfgen.errors import JobFileError
 from gfgen.gfc.cuda import compiler
 from gfgen.job.spec import JobSpec
-from gfgen.models.geometry.geometry_files import model_name
-from gfgen.models.geometry.geometry_weights import VAE_DTYPES
+from gfgen.models.geometry.checkpoint import model_name
+from gfgen.models.geometry.weights import VAE_DTYPES
 from gfgen.runtime.core.admission import AdmittedJob, admit
 from gfgen.runtime.core.devices import CPU, DEVICES, Devices
-from gfgen.runtime.core.memory import check_addresses, check_together
+from gfgen.runtime.core.memory_check import check_addresses, check_together
 from gfgen.runtime.predict.job_bounds import JobBounds, StepTimes
-from gfgen.runtime.predict.profiles import find_profile
+from gfgen.runtime.predict.profile_store import find_profile
 from gfgen.runtime.processes.pool import WorkerPool
 from gfgen.system import descriptors
 from gfgen.system.machine import cpu_name

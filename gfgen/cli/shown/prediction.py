@@ -13,8 +13,8 @@ from gfgen.layout import MAX_RANKS
 from gfgen.models.families.registry import PACKAGED
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.devices import find_gpus
-from gfgen.runtime.predict.profile import Profile, check_profile
-from gfgen.runtime.predict.profiles import find_profile, first_fitting, open_profile, shipped_profiles
+from gfgen.runtime.predict.profile_file import Profile, check_profile
+from gfgen.runtime.predict.profile_store import find_profile, first_fitting, open_profile, shipped_profiles
 from gfgen.system.machine import cpu_name
 from gfgen.system.wording import counted
 

@@ -19,11 +19,10 @@ from gfgen.graph import Stage, Task
 from gfgen.layout import Layout
 from gfgen.log import FILE_ONLY
 from gfgen.runtime.core.dispatch import Dispatch
-from gfgen.runtime.core.durations import in_words, on_clock
 from gfgen.runtime.core.observer import JobInfo, JobOutcome, Observer
 from gfgen.runtime.predict.forecast import Forecast, forecast
 from gfgen.snapshot import Snapshot
-from gfgen.system.wording import counted
+from gfgen.system.wording import counted, in_words, on_clock
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gfgen.job.spec import JobSpec
 from gfgen.models.families.adapter import Fields
-from gfgen.models.geometry.geometry import Geometry, check_degrees
+from gfgen.models.geometry.model import Geometry, check_degrees
 from gfgen.models.parallel.parallel import Parallel
 from gfgen.models.parallel.sequence_parallel import active
 

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gfgen.errors import ModelError
-from gfgen.models.geometry.geometry import CONFIGS, load_geometry, weightless_geometry
-from gfgen.models.geometry.geometry_files import read_checkpoint
-from gfgen.models.geometry.geometry_weights import VAE_DTYPES
+from gfgen.models.geometry.checkpoint import read_checkpoint
+from gfgen.models.geometry.model import CONFIGS, load_geometry, weightless_geometry
+from gfgen.models.geometry.weights import VAE_DTYPES
 from gfgen.system.own_modules import module_command, module_environment
 
 if TYPE_CHECKING:
@@ -171,10 +171,10 @@ def load_adapter(
     load = random_pipeline if has_random_weights else load_pipeline
     options = {"device": device, "dtype": getattr(torch, name), "vae_dtype": vae_dtype, "load": load}
     if geometry.family == "qwen-image":
-        from gfgen.models.families.qwen_image import load_qwen_image
+        from gfgen.models.families.qwen_adapter import load_qwen_image
 
         return load_qwen_image(checkpoint, geometry, **options)
-    from gfgen.models.families.wan import load_wan
+    from gfgen.models.families.wan_adapter import load_wan
 
     return load_wan(checkpoint, geometry, **options)
 

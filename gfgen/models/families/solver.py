@@ -20,7 +20,7 @@ from gfgen.models.fast.unipc import HostUniPC
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class SolverState:
     """Names of a scheduler's attributes that one step leaves to the next."""
 
     scalars: tuple[str, ...]
@@ -30,13 +30,13 @@ class State:
 
 # Source: diffusers 0.42, every attribute that `step` assigns and a later `step` reads.
 # UniPC's `timestep_list` is written only; `this_order` does not exist before the first step.
-STATES: dict[type, State] = {
-    HostUniPC: State(
+STATES: dict[type, SolverState] = {
+    HostUniPC: SolverState(
         scalars=("_step_index", "_begin_index", "lower_order_nums", "this_order"),
         tensors=("last_sample",),
         tensor_lists=("model_outputs",),
     ),
-    FlowMatchEulerDiscreteScheduler: State(scalars=("_step_index", "_begin_index")),
+    FlowMatchEulerDiscreteScheduler: SolverState(scalars=("_step_index", "_begin_index")),
 }
 IN_PLACE_OF: dict[type, type] = {UniPCMultistepScheduler: HostUniPC}
 """Schedulers that make the host wait for the device, and the same without that."""

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from gfgen.models.geometry.geometry_wan import TEXT_TOKENS
+from gfgen.models.geometry.wan import TEXT_TOKENS
 
 NUM_TEXTS = 8
 """Texts whose embeddings an adapter keeps: jobs often share a negative prompt, or differ only in seeds."""

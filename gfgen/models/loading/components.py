@@ -15,7 +15,7 @@ from diffusers.utils import logging as diffusers_logging
 from transformers.utils import logging as transformers_logging
 
 from gfgen.errors import ModelError
-from gfgen.models.geometry.geometry_weights import ComponentFiles, component_files
+from gfgen.models.geometry.weights import ComponentFiles, component_files
 
 logger = logging.getLogger(__name__)
 

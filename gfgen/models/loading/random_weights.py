@@ -24,8 +24,8 @@ from transformers import AutoConfig
 from transformers.initialization import no_init_weights
 
 from gfgen.errors import ModelError
-from gfgen.models.geometry.geometry_files import VOCABULARIES, Checkpoint, read_checkpoint
-from gfgen.models.geometry.geometry_weights import WEIGHTLESS
+from gfgen.models.geometry.checkpoint import VOCABULARIES, Checkpoint, read_checkpoint
+from gfgen.models.geometry.weights import WEIGHTLESS
 from gfgen.models.loading import tiny_text
 from gfgen.models.loading.components import without_progress_bars
 

@@ -33,7 +33,7 @@ from diffusers import (
 )
 
 from gfgen.errors import ModelError
-from gfgen.models.geometry.geometry_files import SETTINGS_NAME
+from gfgen.models.geometry.checkpoint import SETTINGS_NAME
 from gfgen.models.loading import tiny_text, tiny_weights
 from gfgen.models.loading.components import without_progress_bars
 

@@ -12,11 +12,10 @@ from dataclasses import dataclass, field
 from random import Random
 
 from gfgen.runtime.core.dispatch import Dispatch
-from gfgen.runtime.core.durations import in_words
 from gfgen.runtime.core.events import Event, ModelsChanged, RankLoaded, TaskDone, TaskFailed
 from gfgen.runtime.core.observer import JobInfo, JobOutcome, Observer
 from gfgen.runtime.ipc.messages import MemoryUse
-from gfgen.system.wording import MAX_NAMED
+from gfgen.system.wording import MAX_NAMED, in_words
 
 MAX_LATENCIES = 10_000
 """So many jobs' latencies are kept, 80 KB. Percentiles of more jobs are those of a random sample: of ten

@@ -36,7 +36,7 @@ class Flight:
     pending: set[int]
     is_foreseeable: bool
     """Its predicted end rests on a measurement, so that the next task may be queued by it."""
-    lead_s: float = 0.0
+    lookahead_s: float = 0.0
     """How long before and after its predicted end the next task may be queued; 0: not at all."""
     failure: str | None = None
     void: bool = False
@@ -197,9 +197,9 @@ class RankRecord:
         return free_s + self.load_s if self.is_loading else free_s
 
 
-def lead_s(predicted_s: float, *, guard_s: float) -> float:
+def lookahead_of(predicted_s: float, *, lookahead_s: float) -> float:
     """The lead of a task that is predicted to last so long: long ones vary by more than short ones."""
-    return guard_s + min(LEAD_SHARE * predicted_s, MAX_LEAD_S) if guard_s > 0 else 0.0
+    return lookahead_s + min(LEAD_SHARE * predicted_s, MAX_LEAD_S) if lookahead_s > 0 else 0.0
 
 
 def ending(flights: Iterable[Flight], *, now_s: float) -> list[Flight]:
@@ -211,8 +211,8 @@ def ending(flights: Iterable[Flight], *, now_s: float) -> list[Flight]:
     return [
         flight
         for flight in flights
-        if flight.lead_s > 0
-        and -flight.lead_s <= flight.view.predicted_end_s - now_s <= flight.lead_s + _ROUNDING_S
+        if flight.lookahead_s > 0
+        and -flight.lookahead_s <= flight.view.predicted_end_s - now_s <= flight.lookahead_s + _ROUNDING_S
         and flight.is_foreseeable
         and not flight.failure
     ]

@@ -25,7 +25,7 @@ from gfgen.runtime.control.records import (
     RankRecord,
     ending,
     is_ending,
-    lead_s,
+    lookahead_of,
     timed_out_after,
 )
 from gfgen.runtime.core import events
@@ -34,7 +34,7 @@ from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.events import Event
 from gfgen.runtime.core.observer import JobOutcome
-from gfgen.runtime.core.openjobs import OpenJobs, Orders, is_unbegun, kind_of
+from gfgen.runtime.core.openjobs import OpenJobOrders, OpenJobs, is_unbegun, kind_of
 from gfgen.runtime.files.resume import ResumePoint
 from gfgen.runtime.ipc.content import Content
 from gfgen.runtime.predict.cost import CostModel
@@ -61,7 +61,7 @@ these bounds: early measurements change much, later ones little, and each renewa
 class State:
     """Jobs, ranks and dispatches of one run.
 
-    `guard_s` is how long before its predicted end a running task lets its consumer be
+    `lookahead_s` is how long before its predicted end a running task lets its consumer be
     queued, and a share of the task before that (0: never; then a task is dispatched only when its
     input exists). `last_number` is that of the last dispatch that these ranks have seen, in an
     earlier run. `arrived_at` has the Unix time at which jobs, by (id, spec hash), arrived first;
@@ -77,7 +77,7 @@ class State:
         num_ranks: int,
         clock: Clock,
         costs: CostModel,
-        guard_s: float,
+        lookahead_s: float,
         max_degree: int | None = None,
         started_at: float = 0.0,
         last_number: int = 0,
@@ -89,7 +89,7 @@ class State:
     ) -> None:
         self._clock = clock
         self._costs = costs
-        self._guard_s = guard_s
+        self._lookahead_s = lookahead_s
         self._islands = tuple(map(tuple, islands or [range(num_ranks)]))
         self._max_degree = max_degree or max(map(len, self._islands))
         self._started_at = started_at
@@ -267,7 +267,7 @@ class State:
             islands=self._islands,
             max_degree=self._max_degree,
             costs=self._job_costs,
-            orders=Orders(self._open, open_jobs, joining=joining),
+            orders=OpenJobOrders(self._open, open_jobs, joining=joining),
         )
 
     def snapshot_of_traffic(self) -> Snapshot:
@@ -310,8 +310,10 @@ class State:
         )
         view = RunningTask(task, layout, dispatch.predicted_end_s)
         is_measured = self._costs.has_seen(record.cost_class, task.stage, layout.degrees)
-        lead = lead_s(move_s + task_s, guard_s=self._guard_s)
-        flight = Flight(dispatch, view, pending=set(layout.ranks), is_foreseeable=is_measured, lead_s=lead)
+        lead = lookahead_of(move_s + task_s, lookahead_s=self._lookahead_s)
+        flight = Flight(
+            dispatch, view, pending=set(layout.ranks), is_foreseeable=is_measured, lookahead_s=lead
+        )
         if lead > 0:
             self._looks_s.append(dispatch.predicted_end_s - lead)
         self._flights[dispatch.number] = flight
@@ -458,7 +460,7 @@ class State:
 
         Else what each prediction is off by would add up from step to step.
         """
-        if self._guard_s <= 0:
+        if self._lookahead_s <= 0:
             return
         waiting = record.flights[:1]
         for rank in flight.dispatch.layout.ranks:
@@ -467,12 +469,12 @@ class State:
             task, layout = other.dispatch.task, other.dispatch.layout
             cost_class = self._jobs[task.job_id].cost_class
             end_s = self._began_s(other) + self._costs.expected_s(cost_class, task.stage, layout.degrees)
-            is_off = abs(end_s - other.view.predicted_end_s) > _SAME_END * self._guard_s
+            is_off = abs(end_s - other.view.predicted_end_s) > _SAME_END * self._lookahead_s
             if is_off and self._has_begun(other):
                 other.view = RunningTask(task, layout, end_s)
                 for rank in layout.ranks:
                     self._ranks[rank].view = None
-                self._looks_s.append(end_s - other.lead_s)
+                self._looks_s.append(end_s - other.lookahead_s)
 
     def _has_begun(self, flight: Flight) -> bool:
         """Whether its input is there, and nothing is before it on any rank that has not told its end."""

@@ -17,7 +17,7 @@ from gfgen.errors import JobError, ModelError, Problem
 from gfgen.graph import Stage, Trajectory
 from gfgen.job.spec import JobSpec, output_name, spec_hash, with_defaults
 from gfgen.layout import MAX_RANKS, Limits
-from gfgen.models.geometry.geometry import Geometry, max_decode_degree, max_sequence_degree, twin_of
+from gfgen.models.geometry.model import Geometry, max_decode_degree, max_sequence_degree, twin_of
 from gfgen.runtime.core.observer import JobInfo
 from gfgen.runtime.ipc.content import Content
 from gfgen.system.wording import MAX_NAMED, in_lines
@@ -80,7 +80,7 @@ def arriving_after(job: AdmittedJob, offset_s: float) -> AdmittedJob:
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class ResolvedModel:
     """A model that jobs of this run use."""
 
     name: str
@@ -90,14 +90,14 @@ class Model:
 
 
 def admit(
-    specs: Iterable[JobSpec], *, default_model: str, find_model: Callable[[str], Model]
+    specs: Iterable[JobSpec], *, default_model: str, find_model: Callable[[str], ResolvedModel]
 ) -> tuple[tuple[AdmittedJob, ...], tuple[Problem, ...]]:
     """The jobs that can run, and everything that is wrong with the others.
 
     `find_model` raises ModelError for a name without a usable checkpoint; each name is
     looked up once, and is one problem, at its first line, however many jobs want it.
     """
-    models: dict[str, Model | ModelError] = {}
+    models: dict[str, ResolvedModel | ModelError] = {}
     lines_without: dict[str, list[int | None]] = defaultdict(list)
     twins: dict[tuple[str, str], str | None] = {}
     jobs: list[AdmittedJob] = []
@@ -138,7 +138,7 @@ def _missing_model(name: str, error: object, lines: Sequence[int | None]) -> Pro
     return replace(Problem.of("model", name, reason), line=lines[0])
 
 
-def _find(find_model: Callable[[str], Model], name: str) -> Model | ModelError:
+def _find(find_model: Callable[[str], ResolvedModel], name: str) -> ResolvedModel | ModelError:
     try:
         return find_model(name)
     except ModelError as error:
@@ -165,7 +165,7 @@ def _resolve(asked: JobSpec, geometry: Geometry) -> tuple[JobSpec, str]:
     return run, file
 
 
-def _admit_one(spec: JobSpec, model: Model, twins: dict[tuple[str, str], str | None]) -> AdmittedJob:
+def _admit_one(spec: JobSpec, model: ResolvedModel, twins: dict[tuple[str, str], str | None]) -> AdmittedJob:
     """The job; `twins` keeps what is known of models and shapes."""
     asked = with_defaults(spec, model=model.name)
     run, file = _resolve(asked, model.geometry)

@@ -179,4 +179,4 @@ class GraceOver(Event):
 
 @dataclass(frozen=True, slots=True)
 class Wakeup(Event):
-    """A task is predicted to end within the guard: the next one may be queued behind it."""
+    """A task is predicted to end within the lookahead: the next one may be queued behind it."""

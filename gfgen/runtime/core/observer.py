@@ -13,7 +13,7 @@ from gfgen.runtime.ipc.content import Content
 from gfgen.runtime.ipc.messages import MemoryUse
 from gfgen.snapshot import Snapshot
 
-Status = Literal["done", "failed", "cancelled", "skipped"]
+OutcomeStatus = Literal["done", "failed", "cancelled", "skipped"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class JobOutcome:
     """How a job ended. Times are seconds since the start of the run."""
 
     info: JobInfo
-    status: Status
+    status: OutcomeStatus
     arrival_s: float
     started_s: float | None
     """Begin of its first task on a rank."""

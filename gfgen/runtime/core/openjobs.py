@@ -11,8 +11,8 @@ from typing import Any
 
 from gfgen.snapshot import JobView
 
-Key = Callable[[JobView], Any]
-Kind = tuple[str, str, int]
+SortKey = Callable[[JobView], Any]
+JobKind = tuple[str, str, int]
 """Model, shape and number of tasks: those of one kind that have not begun take equally long."""
 
 MAX_ORDERS = 4
@@ -21,7 +21,7 @@ MAX_CHANGED = 10_000
 """After so many changes nobody asks for an order any more (another policy decides): it is not kept up."""
 
 
-def kind_of(view: JobView) -> Kind:
+def kind_of(view: JobView) -> JobKind:
     return view.model, view.shape, view.num_tasks
 
 
@@ -37,8 +37,8 @@ class OpenJobs:
         self._views: dict[str, JobView] = {}
         self._numbers: dict[str, int] = {}
         self._next_number = itertools.count()
-        self._orders: dict[Key, _Order] = {}
-        self._num_unbegun: Counter[Kind] = Counter()
+        self._orders: dict[SortKey, _SortedViews] = {}
+        self._num_unbegun: Counter[JobKind] = Counter()
         self.generation = 0
         """Rises with every change."""
 
@@ -50,7 +50,7 @@ class OpenJobs:
         return tuple(self._views)
 
     @property
-    def unbegun_kinds(self) -> Set[Kind]:
+    def unbegun_kinds(self) -> Set[JobKind]:
         """Of the jobs of which nothing has been done."""
         return self._num_unbegun.keys()
 
@@ -92,13 +92,13 @@ class OpenJobs:
         views, self._views = self._views, self._views.copy()
         return views
 
-    def sorted(self, key: Key) -> list[JobView]:
+    def sorted(self, key: SortKey) -> list[JobView]:
         """The views, smallest key first, ties in the order in which they opened; the caller's own list.
 
         The order is kept up from one call to the next: it costs what has changed. The key is a
         policy's own function and may raise: its order is forgotten then.
         """
-        order = self._orders.pop(key, None) or _Order(key, changed=set(self._views))
+        order = self._orders.pop(key, None) or _SortedViews(key, changed=set(self._views))
         order.catch_up(self._views, self._numbers)
         if len(self._orders) >= MAX_ORDERS:
             del self._orders[next(iter(self._orders))]
@@ -115,10 +115,10 @@ class OpenJobs:
 
 
 @dataclass(slots=True)
-class _Order:
+class _SortedViews:
     """One sorted list. Keys are computed when a policy asks, never while the state changes."""
 
-    key: Key
+    key: SortKey
     changed: set[str]
     """Jobs that have come, changed or gone since the list was brought up to date."""
     places: dict[str, tuple[Any, int]] = field(default_factory=dict)
@@ -152,7 +152,7 @@ class _Order:
         self.changed.clear()
 
 
-class Orders:
+class OpenJobOrders:
     """`OpenJobs.sorted` for one snapshot, as long as nothing has changed since."""
 
     __slots__ = ("_generation", "_jobs", "_joining", "_of")
@@ -164,7 +164,7 @@ class Orders:
         self._joining = joining
         """Jobs of the snapshot that are open soon rather than now."""
 
-    def sorted(self, views: Mapping[str, JobView], key: Key) -> list[JobView] | None:
+    def sorted(self, views: Mapping[str, JobView], key: SortKey) -> list[JobView] | None:
         """These views in order; None when they are others than the snapshot's, or of the past."""
         if views is not self._of or self._generation != self._jobs.generation:
             return None

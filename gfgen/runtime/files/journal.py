@@ -149,7 +149,7 @@ def journal_header(
     *,
     policy: str,
     num_ranks: int,
-    guard_s: float,
+    lookahead_s: float,
     started_at: float,
     last_number: int = 0,
     resumed: Mapping[str, tuple[int, int, int]] | None = None,
@@ -169,7 +169,7 @@ def journal_header(
     return {
         "policy": policy,
         "ranks": num_ranks,
-        "guard_s": guard_s,
+        "guard_s": lookahead_s,
         "started_at": started_at,
         "jobs": len(jobs),
         "jobs_hash": jobs_hash(jobs),

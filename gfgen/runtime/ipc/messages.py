@@ -140,7 +140,7 @@ class TellMemory:
 
 @dataclass(frozen=True, slots=True)
 class Abandon:
-    """Leave these dispatches and do not start them; answer `Left` when none of them is running."""
+    """Leave these dispatches and do not start them; answer `Abandoned` when none of them is running."""
 
     numbers: frozenset[int]
 
@@ -280,7 +280,7 @@ class MemoryUse:
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
+class Abandoned:
     """None of the abandoned dispatches is running on this rank, and none will."""
 
     numbers: frozenset[int]

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from gfgen.graph import Stage, Task
 from gfgen.layout import MAX_RANKS, Degrees, Layout, Limits
 from gfgen.runtime.core.admission import AdmittedJob
-from gfgen.runtime.predict.cost_table import CostTable, Estimate, Provenance, Work, speed_up
-from gfgen.runtime.predict.profile import Profile
+from gfgen.runtime.predict.cost_table import CostTable, Estimate, Provenance, TaskWork, speed_up
+from gfgen.runtime.predict.profile_file import Profile
 from gfgen.snapshot import Arrangement
 
 _ONE: Degrees = (1, 1, 1)
@@ -71,12 +71,12 @@ class CostClass:
     arrangement: tuple[int, Arrangement] | None = None
     """As chosen at this version of the model."""
 
-    def work(self, stage: Stage) -> Work:
-        return Work(self.flops[stage], self.state_bytes)
+    def work(self, stage: Stage) -> TaskWork:
+        return TaskWork(self.flops[stage], self.state_bytes)
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Doubt:
+class UncertainEstimate:
     """An estimate that was handed out and that no measurement of the like stands behind."""
 
     provenance: Provenance
@@ -99,7 +99,7 @@ class CostModel:
         self._rates: dict[tuple[str, Stage], _Mean] = {}
         self._drifts: dict[tuple[str, Stage], _Mean] = {}
         """Measured durations over what the profile says of them."""
-        self._doubts: set[Doubt] = set()
+        self._doubts: set[UncertainEstimate] = set()
 
     def class_of(self, job: AdmittedJob) -> CostClass:
         """The class of jobs of this one's model and shape."""
@@ -149,7 +149,7 @@ class CostModel:
             published = cost_class.published[key] = estimate.loaded_s
             if estimate.provenance >= Provenance.EXTRAPOLATED:
                 self._doubts.add(
-                    Doubt(estimate.provenance, cost_class.model, cost_class.shape, stage, degrees)
+                    UncertainEstimate(estimate.provenance, cost_class.model, cost_class.shape, stage, degrees)
                 )
         return published
 
@@ -174,7 +174,7 @@ class CostModel:
         return self._classes.values()
 
     @property
-    def doubts(self) -> Sequence[Doubt]:
+    def doubts(self) -> Sequence[UncertainEstimate]:
         """Estimates that were extrapolated or guessed when they were handed out, the worst last."""
         return sorted(self._doubts)
 
@@ -322,15 +322,15 @@ class CostModel:
         return Estimate(seconds, seconds, Provenance.EXTRAPOLATED if rate else Provenance.GUESSED)
 
 
-def uncertain(doubts: Sequence[Doubt], *, has_writes: bool) -> str | None:
+def uncertain(doubts: Sequence[UncertainEstimate], *, has_writes: bool) -> str | None:
     """What `in_one_line` says, and that a simulation leaves out writes where its profile has none."""
     parts = [in_one_line(doubts), None if has_writes else "the writing of files is left out"]
     return "; ".join(filter(None, parts)) or None
 
 
-def in_one_line(doubts: Sequence[Doubt]) -> str | None:
+def in_one_line(doubts: Sequence[UncertainEstimate]) -> str | None:
     """What a person should know of the estimates that a prediction rests on; None when all are sound."""
-    by_kind: dict[Provenance, dict[tuple[str, str], list[Doubt]]] = {}
+    by_kind: dict[Provenance, dict[tuple[str, str], list[UncertainEstimate]]] = {}
     for doubt in doubts:
         shapes = by_kind.setdefault(doubt.provenance, {})
         shapes.setdefault((doubt.model, doubt.shape), []).append(doubt)
@@ -345,7 +345,7 @@ def in_one_line(doubts: Sequence[Doubt]) -> str | None:
     return "; ".join(parts) or None
 
 
-def _tasks(doubts: Sequence[Doubt]) -> str:
+def _tasks(doubts: Sequence[UncertainEstimate]) -> str:
     """'encode, decode, denoise on 1 rank and cfg 2': the stages, and the layouts of the steps."""
     stages = {doubt.stage for doubt in doubts}
     named = [str(stage) for stage in Stage if stage in stages and stage is not Stage.DENOISE]

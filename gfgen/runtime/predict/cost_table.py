@@ -20,7 +20,7 @@ from enum import IntEnum
 
 from gfgen.graph import Stage
 from gfgen.layout import Degrees
-from gfgen.runtime.predict.profile import Profile, ProfileRow
+from gfgen.runtime.predict.profile_file import Profile, ProfileRow
 
 _ONE: Degrees = (1, 1, 1)
 PARALLEL_EFFICIENCY = 0.9
@@ -58,7 +58,7 @@ class Estimate:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class TaskWork:
     """What is known of a task without measuring it."""
 
     flops: float
@@ -86,7 +86,7 @@ class CostTable:
         """Whether some shape was measured so."""
         return degrees in self._rows.get((model, stage), {})
 
-    def task(self, model: str, shape: str, stage: Stage, degrees: Degrees, work: Work) -> Estimate | None:
+    def task(self, model: str, shape: str, stage: Stage, degrees: Degrees, work: TaskWork) -> Estimate | None:
         """The duration of a task; None when nothing like it was measured."""
         by_degrees = self._rows.get((model, stage))
         if not by_degrees:
@@ -101,7 +101,7 @@ class CostTable:
         factor = self._time_ratio(model, stage, math.prod(degrees), math.prod(base))
         return found.scaled(factor, Provenance.EXTRAPOLATED)
 
-    def write_s(self, model: str, shape: str, work: Work) -> float | None:
+    def write_s(self, model: str, shape: str, work: TaskWork) -> float | None:
         """From the end of a decode to its file; None when no decode of this model tells it."""
         rows = [
             row for row in self._rows.get((model, Stage.DECODE), {}).get(_ONE, ()) if row.write_s is not None
@@ -154,7 +154,7 @@ def _distance(other: Degrees, degrees: Degrees) -> tuple[float, float, Degrees]:
     return abs(math.log(ratio)), abs(other[0] - degrees[0]), other
 
 
-def _over_shapes(rows: Sequence[ProfileRow], shape: str, work: Work) -> Estimate:
+def _over_shapes(rows: Sequence[ProfileRow], shape: str, work: TaskWork) -> Estimate:
     seconds, provenance = _value_over_shapes(rows, shape, work, value=lambda row: row.seconds)
     loaded_s, _ = _value_over_shapes(rows, shape, work, value=_loaded_s)
     spread_s, _ = _value_over_shapes(rows, shape, work, value=lambda row: row.spread_s)
@@ -162,7 +162,7 @@ def _over_shapes(rows: Sequence[ProfileRow], shape: str, work: Work) -> Estimate
 
 
 def _below(
-    rows: Sequence[ProfileRow], alone: Sequence[ProfileRow], shape: str, work: Work
+    rows: Sequence[ProfileRow], alone: Sequence[ProfileRow], shape: str, work: TaskWork
 ) -> Estimate | None:
     """A shape below all that were measured on these degrees, by what it takes on one rank; None for others.
 
@@ -176,7 +176,7 @@ def _below(
     smallest = next(row for row in rows if points[0][0] in (row.flops, row.state_bytes))
     if smallest.degrees == _ONE or not alone:
         return None
-    there = _over_shapes(alone, smallest.shape, Work(smallest.flops, smallest.state_bytes))
+    there = _over_shapes(alone, smallest.shape, TaskWork(smallest.flops, smallest.state_bytes))
     if not there.seconds or not there.loaded_s:
         return None
     here = _over_shapes(alone, shape, work)
@@ -191,7 +191,7 @@ def _loaded_s(row: ProfileRow) -> float:
 
 
 def _value_over_shapes(
-    rows: Sequence[ProfileRow], shape: str, work: Work, *, value: Value
+    rows: Sequence[ProfileRow], shape: str, work: TaskWork, *, value: Value
 ) -> tuple[float, Provenance]:
     """The value for a shape from rows of the same model, stage and degrees, of which there are some."""
     for row in rows:
@@ -205,7 +205,9 @@ def _value_over_shapes(
     return _beyond(points, x), Provenance.EXTRAPOLATED
 
 
-def _points(rows: Sequence[ProfileRow], work: Work, value: Value) -> tuple[list[tuple[float, float]], float]:
+def _points(
+    rows: Sequence[ProfileRow], work: TaskWork, value: Value
+) -> tuple[list[tuple[float, float]], float]:
     """(work, median value) in rising order, and the work in question; empty where work is not known."""
     by_work: dict[float, list[float]] = defaultdict(list)
     counts_flops = work.flops > 0 and any(row.flops > 0 for row in rows)

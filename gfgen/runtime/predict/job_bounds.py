@@ -16,10 +16,10 @@ from gfgen.job.reader import due_at
 from gfgen.layout import Degrees
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.devices import CPU
-from gfgen.runtime.core.durations import in_words
 from gfgen.runtime.predict.cost import CostClass, CostModel
 from gfgen.runtime.predict.cost_table import Provenance
-from gfgen.runtime.predict.profile import Profile
+from gfgen.runtime.predict.profile_file import Profile
+from gfgen.system.wording import in_words
 
 _FASTEST_CORE_FLOPS_PER_S = 2e11
 """No core of today is faster in fp32: two AVX-512 units at 3 GHz have 192 GFLOP/s on paper."""

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from gfgen.errors import InputError
 from gfgen.runtime.predict.cost import CostClass
-from gfgen.runtime.predict.profile import Profile, ProfileRow, load_profile
-from gfgen.runtime.predict.profiles import BY_RUNS, write_profile
+from gfgen.runtime.predict.profile_file import Profile, ProfileRow, load_profile
+from gfgen.runtime.predict.profile_store import BY_RUNS, write_profile
 from gfgen.system.machine import versions
 
 logger = logging.getLogger(__name__)

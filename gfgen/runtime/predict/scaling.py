@@ -22,8 +22,8 @@ from typing import Any
 from gfgen.graph import Stage
 from gfgen.layout import Degrees
 from gfgen.models.families import registry
-from gfgen.runtime.predict.cost_table import CostTable, Work, speed_up
-from gfgen.runtime.predict.profile import Profile, ProfileRow
+from gfgen.runtime.predict.cost_table import CostTable, TaskWork, speed_up
+from gfgen.runtime.predict.profile_file import Profile, ProfileRow
 from gfgen.system.machine import cpu_name, file_stem, versions
 from gfgen.system.own_modules import module_command, module_environment
 
@@ -76,7 +76,7 @@ def speed_by_runs(profile: Profile, rows: Sequence[ProfileRow]) -> Speed | None:
     table, ratios = CostTable(profile), []
     for row in rows:
         if row.model in profile.models and row.stage is Stage.DENOISE and row.loaded_s is not None:
-            work = Work(row.flops, row.state_bytes)
+            work = TaskWork(row.flops, row.state_bytes)
             found = table.task(row.model, row.shape, row.stage, row.degrees, work)
             if found is not None and found.seconds > 0:
                 ratios.append(row.seconds / found.seconds)

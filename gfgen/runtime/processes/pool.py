@@ -25,8 +25,8 @@ from typing import Any
 from gfgen.errors import InterruptedRunError, WorkerError
 from gfgen.gfc.arena import Plan
 from gfgen.gfc.cuda.selector import tuned_tables
-from gfgen.models.geometry.geometry_files import model_name
-from gfgen.models.geometry.geometry_weight_files import weights_mark
+from gfgen.models.geometry.checkpoint import model_name
+from gfgen.models.geometry.weight_files import weights_mark
 from gfgen.runtime.ipc.arenas import RankArenas, default_plan
 from gfgen.runtime.ipc.channel import Channel
 from gfgen.runtime.ipc.messages import (
@@ -56,7 +56,7 @@ WORKER_MAINS = {"cpu": "gfgen.runtime.worker.host:main", "cuda": "gfgen.runtime.
 """By what a rank computes on: where its process begins."""
 _PROGRAMS = ("gfgen.runtime.worker.host", "gfgen.runtime.files.writer")
 PRELOADS = {
-    "cpu": (*_PROGRAMS, "gfgen.models.families.wan", "gfgen.models.families.qwen_image"),
+    "cpu": (*_PROGRAMS, "gfgen.models.families.wan_adapter", "gfgen.models.families.qwen_adapter"),
     "cuda": _PROGRAMS,
 }
 """What the fork server imports, once, before it forks the first process; by what ranks compute on. Ranks on

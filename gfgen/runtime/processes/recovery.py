@@ -5,7 +5,7 @@ ranks' memory. So after a failure no rank that took part starts anything new bef
 them have left, and the counts of the transfers between them start anew:
 
     Abandon         to every rank concerned: leave these dispatches, do not start those that wait
-    Left            from every one of them that lives
+    Abandoned            from every one of them that lives
     RestartEdges    to every one: count transfers with these ranks from the beginning
     EdgesRestarted  from every one; then the failures become events, and the ranks are free
 

@@ -37,10 +37,10 @@ from gfgen.runtime.files import resume
 from gfgen.runtime.files.resume import ResumePoint
 from gfgen.runtime.ipc.messages import (
     Abandon,
+    Abandoned,
     EdgesRestarted,
     ForgetJob,
     FramesStored,
-    Left,
     Loading,
     MemoryUse,
     ModelsSet,
@@ -373,7 +373,7 @@ class ProcessBackend:
                     yield from self._take_warm_up(child, answer.seconds, now_s)
             case Loading() as loading:
                 child.loading = loading.checkpoint
-            case Left() | EdgesRestarted() as answer:
+            case Abandoned() | EdgesRestarted() as answer:
                 yield from self._answered(child, answer)
             case WriteDone() as done:
                 self._writes.ended(done.job_id)
@@ -635,10 +635,10 @@ class ProcessBackend:
         for rank in sorted(recovery.waiting_for):
             self._pool.workers[rank].tell(Abandon(recovery.numbers))
 
-    def _answered(self, worker: Child, answer: Left | EdgesRestarted) -> Iterator[Event]:
+    def _answered(self, worker: Child, answer: Abandoned | EdgesRestarted) -> Iterator[Event]:
         """A rank has left, or counts anew; answers to an earlier, smaller question do not count."""
         recovery = self._recovery
-        if isinstance(answer, Left):
+        if isinstance(answer, Abandoned):
             for number in answer.numbers & self._inside.keys():
                 self._inside[number].discard(worker.rank)
         if recovery is None or answer.numbers != recovery.numbers or worker.rank is None:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from gfgen.errors import InputError
-from gfgen.runtime.core.durations import in_words
 from gfgen.runtime.report.blocks import (
     WRITE,
     Block,
@@ -30,7 +29,7 @@ from gfgen.runtime.report.blocks import (
 from gfgen.runtime.report.colours import hatching, job_colour, luminance, shaded
 from gfgen.runtime.report.picture import GREY, check_suffix, save_figure
 from gfgen.runtime.report.timeline import Timeline, TracedJob, read_timeline
-from gfgen.system.wording import counted
+from gfgen.system.wording import counted, in_words
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gfgen.runtime.core.durations import in_words
 from gfgen.runtime.report.picture import GREY, save_figure
-from gfgen.runtime.simulate.plan import Option, Plan
-from gfgen.runtime.simulate.plan_words import answer, clock_time, missed
-from gfgen.system.wording import counted
+from gfgen.runtime.simulate.plan_report import answer, clock_time, missed
+from gfgen.runtime.simulate.planner import Plan, PlanOption
+from gfgen.system.wording import counted, in_words
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -58,7 +57,7 @@ def draw_plan(plan: Plan) -> Figure:
 
 
 def _draw_bars(
-    axes: Axes, plan: Plan, options: Sequence[Option], names: Sequence[str], *, longest_s: float
+    axes: Axes, plan: Plan, options: Sequence[PlanOption], names: Sequence[str], *, longest_s: float
 ) -> None:
     for row, option in enumerate(options):
         colour = LATE if option.num_missed else BEST if option == plan.best else IN_TIME

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING
 
 from gfgen.errors import InputError
 from gfgen.runtime.control.metrics import percentile
-from gfgen.runtime.core.durations import in_words
 from gfgen.runtime.report.colours import job_colour
 from gfgen.runtime.report.picture import GREY, save_figure
 from gfgen.runtime.report.timeline import Timeline, place_of, read_timeline
-from gfgen.system.wording import counted
+from gfgen.system.wording import counted, in_words
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

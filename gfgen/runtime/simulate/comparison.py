@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from gfgen.runtime.control.metrics import Attainment, Latency, Summary
-from gfgen.runtime.core.durations import in_words
+from gfgen.system.wording import in_words
 
 ALL_TAGS = "all"
 NONE = "-"

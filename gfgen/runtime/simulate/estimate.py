@@ -14,10 +14,10 @@ from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.events import JobArrived, RankReady
 from gfgen.runtime.core.observer import JobOutcome
-from gfgen.runtime.predict.choosing import ChooserInTurn
+from gfgen.runtime.predict.choosers import ImmediateChooser
 from gfgen.runtime.predict.cost import CostModel
-from gfgen.runtime.predict.lookahead import foreseen_ends
-from gfgen.runtime.predict.profile import Profile
+from gfgen.runtime.predict.profile_file import Profile
+from gfgen.runtime.predict.rollout import rollout_ends
 from gfgen.snapshot import Decision, Policy, Snapshot
 from gfgen.system.timelimit import DECISION_LIMIT_S, DecisionTimeout, within
 
@@ -31,7 +31,7 @@ def everything_open(
         num_ranks=num_ranks,
         clock=Clock(virtual=True),
         costs=CostModel(profile),
-        guard_s=LOOKAHEAD_S,
+        lookahead_s=LOOKAHEAD_S,
         started_at=started_at,
     )
     for rank in range(num_ranks):
@@ -45,7 +45,7 @@ def decides_first(policy: NamedPolicy, snapshot: Snapshot) -> Policy:
     """The policy itself, or its first choice where it chooses between others."""
     if policy.choose is None:
         return policy.decide
-    chooser = ChooserInTurn(policy.choose)
+    chooser = ImmediateChooser(policy.choose)
     chooser.consider(snapshot)
     choice = chooser.take()
     with contextlib.suppress(PolicyError):  # there may be no such policy
@@ -69,7 +69,7 @@ def estimate(
     Raises: DecisionTimeout when the policy does not return.
     """
     try:
-        ends_s = foreseen_ends(snapshot, _in_time(policy), ended=ended)
+        ends_s = rollout_ends(snapshot, _in_time(policy), ended=ended)
     except (KeyboardInterrupt, DecisionTimeout):
         raise
     except BaseException:  # a policy may be the user's own, and call sys.exit()

@@ -15,8 +15,8 @@ from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.predict.cost_table import CostTable, Estimate
-from gfgen.runtime.predict.profile import Profile
-from gfgen.runtime.simulate.simulate import SimulatedTimes
+from gfgen.runtime.predict.profile_file import Profile
+from gfgen.runtime.simulate.backend import SimulatedTimes
 
 _NORMAL = NormalDist()
 _QUARTILE = _NORMAL.inv_cdf(0.75)

@@ -23,8 +23,8 @@ from gfgen.runtime.core.events import Event, JobArrived, JobCancelled
 from gfgen.runtime.files.journal import JournaledRun, NoJournal, Turn, dispatch_summary, jobs_hash
 from gfgen.runtime.files.resume import ResumePoint
 from gfgen.runtime.predict.cost import CostModel
-from gfgen.runtime.predict.profile import Profile
-from gfgen.runtime.simulate.simulate import SimulatedBackend, SimulatedTimes
+from gfgen.runtime.predict.profile_file import Profile
+from gfgen.runtime.simulate.backend import SimulatedBackend, SimulatedTimes
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ def replay(
         num_ranks=header["ranks"],
         clock=clock,
         costs=CostModel(profile),
-        guard_s=header["guard_s"],
+        lookahead_s=header["guard_s"],
         started_at=header["started_at"],
         last_number=header["last_number"],
         arrived_at=run.arrived_at,

@@ -14,11 +14,11 @@ from gfgen.runtime.control.state import State
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.observer import JobOutcome, Observer
-from gfgen.runtime.predict.choosing import ChooserInTurn
-from gfgen.runtime.predict.cost import CostModel, Doubt
-from gfgen.runtime.predict.profile import Profile
+from gfgen.runtime.predict.choosers import ImmediateChooser
+from gfgen.runtime.predict.cost import CostModel, UncertainEstimate
+from gfgen.runtime.predict.profile_file import Profile
+from gfgen.runtime.simulate.backend import SimulatedBackend, SimulatedTimes
 from gfgen.runtime.simulate.profiled import profiled_times
-from gfgen.runtime.simulate.simulate import SimulatedBackend, SimulatedTimes
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Simulated:
 
     summary: Summary
     policy: str
-    doubts: Sequence[Doubt] = ()
+    doubts: Sequence[UncertainEstimate] = ()
     """Predictions that no measurement of the like stands behind (`cost.in_one_line` tells them)."""
     outcomes: Sequence[JobOutcome] = ()
     """The jobs in the order in which they end."""
@@ -40,7 +40,7 @@ def simulate(
     policy: NamedPolicy,
     num_ranks: int,
     profile: Profile,
-    guard_s: float = LOOKAHEAD_S,
+    lookahead_s: float = LOOKAHEAD_S,
     started_at: float = 0.0,
     observers: Sequence[Observer] = (),
     times: SimulatedTimes | None = None,
@@ -54,7 +54,7 @@ def simulate(
 
     Raises: StalledError when the policy lets jobs wait for ever; it names them.
     """
-    clock, costs, kept = Clock(virtual=True), CostModel(profile), _Kept()
+    clock, costs, kept = Clock(virtual=True), CostModel(profile), _OutcomeRecorder()
     times = times or profiled_times(profile, jobs, num_ranks=num_ranks)
     backend = SimulatedBackend(clock, num_ranks=num_ranks, times=times)
     state = State(
@@ -62,7 +62,7 @@ def simulate(
         num_ranks=num_ranks,
         clock=clock,
         costs=costs,
-        guard_s=guard_s,
+        lookahead_s=lookahead_s,
         started_at=started_at,
         resident=residency.resident if residency else None,
     )
@@ -73,7 +73,7 @@ def simulate(
         clock=clock,
         policy=policy,
         observers=[kept, *observers],
-        chooser=None if policy.choose is None else ChooserInTurn(policy.choose),
+        chooser=None if policy.choose is None else ImmediateChooser(policy.choose),
         residency=residency,
     )
     summary = control.run()
@@ -86,7 +86,7 @@ def simulate(
     )
 
 
-class _Kept(Observer):
+class _OutcomeRecorder(Observer):
     """What becomes of the jobs."""
 
     def __init__(self) -> None:

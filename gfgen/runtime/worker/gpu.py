@@ -50,7 +50,7 @@ from gfgen.models.fast.graphs import Graphs, Recorder
 from gfgen.models.fast.rows import try_kernels
 from gfgen.models.parallel import counted_attention, lanes
 from gfgen.models.parallel.parallel import Parallel, parallel_from
-from gfgen.runtime.core.memory import CONTEXT_BYTES
+from gfgen.runtime.core.memory_check import CONTEXT_BYTES
 from gfgen.runtime.ipc.arenas import SIDE_BYTES
 from gfgen.runtime.ipc.channel import Channel
 from gfgen.runtime.ipc.messages import (

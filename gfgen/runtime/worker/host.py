@@ -46,10 +46,10 @@ from gfgen.models.parallel.parallel import Parallel, parallel_from
 from gfgen.runtime.ipc.channel import Channel
 from gfgen.runtime.ipc.messages import (
     Abandon,
+    Abandoned,
     Arenas,
     EdgesRestarted,
     ForgetJob,
-    Left,
     Loading,
     MemoryUse,
     ModelsSet,
@@ -330,7 +330,7 @@ class Worker:
         for numbers in list(self._leaving):
             if not numbers & self._inside.keys():
                 self._leaving.remove(numbers)
-                self._channel.send(Left(numbers))
+                self._channel.send(Abandoned(numbers))
 
     # Being inside a dispatch: main and sender -------------------------------------------------
 

@@ -11,7 +11,7 @@ from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.events import Event
 from gfgen.runtime.ipc.messages import MemoryUse
-from gfgen.runtime.predict.choosing import ChooserBeside
+from gfgen.runtime.predict.choosers import ThreadedChooser
 from gfgen.snapshot import Choice, Choose, Snapshot
 
 
@@ -65,14 +65,14 @@ class SwitchableChooser:
     """Thinks under policies that hand over to others (`auto`), and does nothing under the rest."""
 
     def __init__(self, choose: Choose | None) -> None:
-        self._inner: ChooserBeside | None = None
+        self._inner: ThreadedChooser | None = None
         self.follow(choose)
 
     def follow(self, choose: Choose | None) -> None:
         """From now on this one chooses, or nobody."""
         if self._inner is not None:
             self._inner.abandon()
-        self._inner = None if choose is None else ChooserBeside(choose)
+        self._inner = None if choose is None else ThreadedChooser(choose)
 
     def consider(self, snapshot: Snapshot) -> None:
         if self._inner is not None:

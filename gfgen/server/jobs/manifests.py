@@ -7,13 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 from gfgen.job.spec import JobSpec
-from gfgen.runtime.core.observer import JobInfo, JobOutcome, Status
+from gfgen.runtime.core.observer import JobInfo, JobOutcome, OutcomeStatus
 from gfgen.runtime.files.manifest import Entry, manifest_entry
 from gfgen.runtime.ipc.content import Content
 from gfgen.server.jobs.store import Ended, JobFacts, Store, StoredJob
 
 UNTOLD = "what the run knew of it is lost: times count from its acceptance"
-_STATUS: dict[Ended, Status] = {"completed": "done", "failed": "failed", "cancelled": "cancelled"}
+_STATUS: dict[Ended, OutcomeStatus] = {"completed": "done", "failed": "failed", "cancelled": "cancelled"}
 
 
 def manifest(store: Store, batch_id: str) -> bytes:

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 from gfgen.errors import JobError
 from gfgen.job.spec import JobSpec
-from gfgen.runtime.core.admission import Model
+from gfgen.runtime.core.admission import ResolvedModel
 from gfgen.server.protocol import schemas
 
 _PLAIN = JobSpec(id="plain", prompt="plain", seed=0)
 
 
-def served_model(model: Model, *, created: int) -> schemas.ServedModel:
+def served_model(model: ResolvedModel, *, created: int) -> schemas.ServedModel:
     """The model with what jobs get that do not say, which its geometry knows."""
     run = _resolved(model, _PLAIN)
     with_image = _resolved(model, replace(_PLAIN, image="image"))
@@ -26,7 +26,7 @@ def served_model(model: Model, *, created: int) -> schemas.ServedModel:
     )
 
 
-def _resolved(model: Model, spec: JobSpec) -> JobSpec | None:
+def _resolved(model: ResolvedModel, spec: JobSpec) -> JobSpec | None:
     try:
         return model.geometry.resolve(spec)
     except JobError:

@@ -17,8 +17,8 @@ from gfgen.policies.catalog import load_policy
 from gfgen.runtime.control.residency import Residency
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.observer import JobOutcome, Observer
-from gfgen.runtime.predict.cost import Doubt
-from gfgen.runtime.predict.profile import Profile
+from gfgen.runtime.predict.cost import UncertainEstimate
+from gfgen.runtime.predict.profile_file import Profile
 from gfgen.runtime.simulate.estimate import decides_first, estimate, everything_open
 from gfgen.runtime.simulate.simulation import simulate
 from gfgen.snapshot import Policy, Snapshot
@@ -36,7 +36,7 @@ ESTIMATE_SHARE = 0.15
 
 
 @dataclass(frozen=True, slots=True)
-class Late:
+class LateJob:
     """A job that is done, and later than it is due."""
 
     job_id: str
@@ -51,7 +51,7 @@ class Late:
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class FailedJob:
     """A job that is never done: its time-out comes first, say."""
 
     job_id: str
@@ -60,22 +60,22 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
-class Option:
+class PlanOption:
     """One policy on so many ranks, in seconds since the start."""
 
     policy: str
     num_ranks: int
     end_s: float
     mean_latency_s: float
-    late: tuple[Late, ...]
+    late: tuple[LateJob, ...]
     """The latest first."""
-    failed: tuple[Failed, ...]
+    failed: tuple[FailedJob, ...]
     """The first to fail first."""
     ends_s: tuple[float, ...]
     """Of the jobs that are done, in order."""
     num_deadlines: int
     num_deadlines_missed: int
-    doubts: Sequence[Doubt] = ()
+    doubts: Sequence[UncertainEstimate] = ()
     is_estimated: bool = False
     """By the coarse lookahead; every task was simulated otherwise."""
 
@@ -97,9 +97,9 @@ class Plan:
     by_s: float | None
     """When everything is to be done, in seconds since the start."""
     num_jobs: int
-    by_policy: tuple[Option, ...]
+    by_policy: tuple[PlanOption, ...]
     """Every policy on the ranks that are there, the best first."""
-    by_ranks: tuple[Option, ...]
+    by_ranks: tuple[PlanOption, ...]
     """The best on each number of ranks, the smallest number first."""
     refused: tuple[str, ...] = ()
     """Policies that cannot run these jobs, with the reason."""
@@ -109,21 +109,21 @@ class Plan:
     """Whose times these are, and what stands behind them."""
 
     @property
-    def best(self) -> Option:
+    def best(self) -> PlanOption:
         return self.by_policy[0]
 
     @property
-    def fewest(self) -> Option | None:
+    def fewest(self) -> PlanOption | None:
         """The smallest number of ranks on which nothing is late, and nothing fails."""
         return next((option for option in self.by_ranks if option.meets_all), None)
 
     @property
-    def doubts(self) -> Sequence[Doubt]:
+    def doubts(self) -> Sequence[UncertainEstimate]:
         """Predictions behind what is shown that no measurement of the like stands behind."""
         return sorted({doubt for option in (*self.by_policy, *self.by_ranks) for doubt in option.doubts})
 
 
-Progress = Callable[[str, float], None]
+PlanProgress = Callable[[str, float], None]
 """Is told what is being looked at, and the share of all work that was done since the last call."""
 
 
@@ -137,7 +137,7 @@ def make_plan(
     started_at: float,
     by_s: float | None = None,
     machine: str = "",
-    progress: Progress = lambda what, share: None,
+    progress: PlanProgress = lambda what, share: None,
     residency: Callable[[int], Residency | None] = lambda _: None,
 ) -> Plan:
     """Look at every policy on `num_ranks`, and at the best one on each of `rank_counts`.
@@ -158,32 +158,34 @@ def make_plan(
     num_looks = len(names) + len([count for count in rank_counts if count != num_ranks])
     num_tasks = sum(job.trajectory.num_tasks for job in jobs)
     is_coarse = num_looks > 1 and num_looks * num_tasks > FULL_TASKS and residency(num_ranks) is None
-    looks = _Looks(jobs, profile, started_at, by_s, residency, progress, is_coarse=is_coarse)
-    looks.expect(num_looks)
-    here = best_first(list(looks.at(names, num_ranks)))
+    evaluator = _Evaluator(jobs, profile, started_at, by_s, residency, progress, is_coarse=is_coarse)
+    evaluator.expect(num_looks)
+    here = best_first(list(evaluator.at(names, num_ranks)))
     while is_coarse and here and here[0].is_estimated:
-        full = looks.in_full(here[0].policy, num_ranks)
+        full = evaluator.in_full(here[0].policy, num_ranks)
         here = (*([full] if full else []), *here[1:])
     if not here:
-        raise RunError(looks.refused[0])
+        raise RunError(evaluator.refused[0])
     return Plan(
         started_at,
         by_s,
         len(jobs),
         here,
-        tuple(_by_ranks(looks, here, rank_counts)),
-        refused=tuple(dict.fromkeys(looks.refused)),
+        tuple(_by_ranks(evaluator, here, rank_counts)),
+        refused=tuple(dict.fromkeys(evaluator.refused)),
         has_writes=profile.has_writes,
         machine=machine,
     )
 
 
-def _by_ranks(looks: _Looks, here: Sequence[Option], rank_counts: Sequence[int]) -> Iterator[Option]:
+def _by_ranks(
+    evaluator: _Evaluator, here: Sequence[PlanOption], rank_counts: Sequence[int]
+) -> Iterator[PlanOption]:
     """The best on each number of ranks, the smallest first.
 
     Fewer ranks than a number on which every policy misses something are not searched for one that does not.
     """
-    found: dict[int, Option] = {}
+    found: dict[int, PlanOption] = {}
     is_hopeful = here[0].meets_all
     for count in sorted(rank_counts, reverse=True):
         if count == here[0].num_ranks:
@@ -191,8 +193,8 @@ def _by_ranks(looks: _Looks, here: Sequence[Option], rank_counts: Sequence[int])
             continue
         is_searched = is_hopeful or count > here[0].num_ranks
         names = dict.fromkeys(_on(each.policy, count) for each in here)
-        tried: list[Option] = []
-        for option in looks.at(names, count):
+        tried: list[PlanOption] = []
+        for option in evaluator.at(names, count):
             tried.append(option)
             if option.meets_all or not is_searched:
                 break
@@ -203,7 +205,7 @@ def _by_ranks(looks: _Looks, here: Sequence[Option], rank_counts: Sequence[int])
     return (found[count] for count in sorted(found))
 
 
-def best_first(options: Sequence[Option]) -> tuple[Option, ...]:
+def best_first(options: Sequence[PlanOption]) -> tuple[PlanOption, ...]:
     """Fewest jobs late or failed first; then the earlier end; of about the same, the lower mean latency."""
     left, ordered = list(options), []
     while left:
@@ -231,7 +233,7 @@ def _with_degree_up_to(most: int, policy: str) -> str:
 
 
 @dataclass(slots=True)
-class _Looks:
+class _Evaluator:
     """Simulations and estimates of the same jobs."""
 
     jobs: Sequence[AdmittedJob]
@@ -239,7 +241,7 @@ class _Looks:
     started_at: float
     by_s: float | None
     residency: Callable[[int], Residency | None]
-    progress: Progress
+    progress: PlanProgress
     is_coarse: bool
     refused: list[str] = field(default_factory=list)
     """Why a policy is left out."""
@@ -249,10 +251,10 @@ class _Looks:
     _estimates: dict[object, Sequence[JobOutcome] | None] = field(default_factory=dict)
 
     def expect(self, number: int) -> None:
-        """So many looks are to come."""
+        """Set the number of plans that will be evaluated, for the progress bar."""
         self._total = 1 + number * ESTIMATE_SHARE if self.is_coarse else number
 
-    def at(self, policies: Iterable[str], num_ranks: int) -> Iterator[Option]:
+    def at(self, policies: Iterable[str], num_ranks: int) -> Iterator[PlanOption]:
         """What comes of each policy, estimated where that will do."""
         for policy in policies:
             try:
@@ -264,7 +266,7 @@ class _Looks:
             if found:
                 yield found
 
-    def in_full(self, policy: str, num_ranks: int) -> Option | None:
+    def in_full(self, policy: str, num_ranks: int) -> PlanOption | None:
         """What comes of a policy when every task is simulated; None when it cannot run the jobs."""
         try:
             run = simulate(
@@ -274,7 +276,7 @@ class _Looks:
                 profile=self.profile,
                 started_at=self.started_at,
                 residency=self.residency(num_ranks),
-                observers=[_Ends(self._note(policy, num_ranks, share=1.0))],
+                observers=[_EndCounter(self._note(policy, num_ranks, share=1.0))],
             )
         except RunError as error:
             self.refused.append(str(error))
@@ -284,7 +286,7 @@ class _Looks:
             return None
         return _option(run.outcomes, policy, num_ranks, self.by_s, doubts=run.doubts)
 
-    def _estimated(self, policy: str, num_ranks: int) -> Option | None:
+    def _estimated(self, policy: str, num_ranks: int) -> PlanOption | None:
         """The same by an estimate; None where only a simulation can tell."""
         if num_ranks not in self._snapshots:
             self._snapshots[num_ranks] = everything_open(
@@ -307,7 +309,7 @@ class _Looks:
         return functools.partial(self.progress, what, share / self._total / len(self.jobs))
 
 
-class _Ends(Observer):
+class _EndCounter(Observer):
     """Tells that a job has ended."""
 
     def __init__(self, note: Callable[[], None]) -> None:
@@ -329,20 +331,20 @@ def _option(
     num_ranks: int,
     by_s: float | None,
     *,
-    doubts: Sequence[Doubt] = (),
+    doubts: Sequence[UncertainEstimate] = (),
     is_estimated: bool = False,
-) -> Option:
+) -> PlanOption:
     done = [outcome for outcome in outcomes if outcome.status == "done"]
     late = [found for outcome in outcomes if (found := _late(outcome, by_s))]
     met = [outcome.met_deadline for outcome in outcomes if outcome.met_deadline is not None]
-    return Option(
+    return PlanOption(
         policy=policy,
         num_ranks=num_ranks,
         end_s=max(outcome.ended_s for outcome in outcomes),
         mean_latency_s=fmean(each.ended_s - each.arrival_s for each in done) if done else math.inf,
         late=tuple(sorted(late, key=lambda job: (-job.late_s, job.job_id))),
         failed=tuple(
-            Failed(outcome.info.job_id, outcome.ended_s, outcome.error or "")
+            FailedJob(outcome.info.job_id, outcome.ended_s, outcome.error or "")
             for outcome in outcomes
             if outcome.status == "failed"
         ),
@@ -354,8 +356,8 @@ def _option(
     )
 
 
-def _late(outcome: JobOutcome, by_s: float | None) -> Late | None:
+def _late(outcome: JobOutcome, by_s: float | None) -> LateJob | None:
     due_s = min([due_s for due_s in (outcome.deadline_s, by_s) if due_s is not None], default=math.inf)
     if outcome.status == "failed" or outcome.ended_s <= due_s:
         return None
-    return Late(outcome.info.job_id, due_s, outcome.ended_s)
+    return LateJob(outcome.info.job_id, due_s, outcome.ended_s)

@@ -30,7 +30,7 @@ MAX_SHIFT = 100.0
 DEFAULT_KEYS = frozenset({"negative_prompt", *SHAPE_FIELDS, *SCALE_FIELDS})
 """Fields of a job for which a checkpoint's gfgen.json may give defaults."""
 
-Defaults = Mapping[str, Any]
+FieldDefaults = Mapping[str, Any]
 T = TypeVar("T")
 
 
@@ -40,7 +40,7 @@ def known(value: T | None) -> T:
     return value
 
 
-def merge_defaults(family: Defaults, settings: Mapping[str, Any], *, where: str) -> dict[str, Any]:
+def merge_defaults(family: FieldDefaults, settings: Mapping[str, Any], *, where: str) -> dict[str, Any]:
     """A family's defaults, overridden by those of a checkpoint's gfgen.json."""
     given = settings.get("defaults", {})
     for key, value in given.items():
@@ -53,7 +53,7 @@ def merge_defaults(family: Defaults, settings: Mapping[str, Any], *, where: str)
     return {**family, **given}
 
 
-def fill_defaults(spec: JobSpec, defaults: Defaults) -> JobSpec:
+def fill_defaults(spec: JobSpec, defaults: FieldDefaults) -> JobSpec:
     """The job with every field that it does not say taken from the defaults."""
     missing = {key: value for key, value in defaults.items() if getattr(spec, key) is None}
     return replace(spec, **missing)

@@ -23,7 +23,7 @@ from pathlib import Path
 from gfgen.errors import InputError
 from gfgen.models.families import registry
 from gfgen.runtime.core.admission import AdmittedJob
-from gfgen.runtime.predict.profile import Profile, ProfileRow, load_profile
+from gfgen.runtime.predict.profile_file import Profile, ProfileRow, load_profile
 from gfgen.runtime.predict.scaling import calibrated_speed, scaled_profile, speed_by_runs
 from gfgen.system.machine import cpu_name, file_stem, versions
 

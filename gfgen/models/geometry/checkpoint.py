@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from gfgen.errors import ModelError
-from gfgen.models.geometry.geometry_weight_files import check_weights, refuse_pointer, weight_files
-from gfgen.models.geometry.geometry_weights import WEIGHTLESS, is_component
+from gfgen.models.geometry.weight_files import check_weights, refuse_pointer, weight_files
+from gfgen.models.geometry.weights import WEIGHTLESS, is_component
 
 CONFIG_NAMES = {
     "scheduler": "scheduler_config.json",

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from torch import distributed
 
 from gfgen.job.spec import JobSpec
-from gfgen.models.geometry.geometry_files import read_checkpoint
-from gfgen.models.geometry.geometry_weights import component_dtypes
+from gfgen.models.geometry.checkpoint import read_checkpoint
+from gfgen.models.geometry.weights import component_dtypes
 from gfgen.models.loading.components import load_pipeline
 from gfgen.models.loading.random_weights import random_component, random_pipeline
 

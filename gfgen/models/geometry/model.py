@@ -1,7 +1,7 @@
 """What a model's config files tell without torch: a job's shapes, tasks, bytes and FLOPs.
 
 The control plane, the simulator and the job file's admission use this; it imports fast. The
-families have a file each (geometry_wan.py, geometry_qwen.py).
+families have a file each (wan.py, qwen.py).
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Protocol
 from gfgen.errors import LayoutError, ModelError
 from gfgen.graph import Stage, Trajectory
 from gfgen.job.spec import JobSpec
-from gfgen.models.geometry.geometry_files import Checkpoint, read_checkpoint
-from gfgen.models.geometry.geometry_qwen import qwen_geometry
-from gfgen.models.geometry.geometry_wan import wan_geometry
+from gfgen.models.geometry.checkpoint import Checkpoint, read_checkpoint
+from gfgen.models.geometry.qwen import qwen_geometry
+from gfgen.models.geometry.wan import wan_geometry
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 """Config files of the models with a short name, in diffusers' format and without weights."""

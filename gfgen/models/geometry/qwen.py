@@ -13,9 +13,9 @@ from typing import Any
 from gfgen.errors import JobError, ModelError, Problem
 from gfgen.graph import Artifact, Stage, Trajectory
 from gfgen.job.spec import JobSpec
-from gfgen.models.geometry import geometry_rules as rules
-from gfgen.models.geometry.geometry_files import SETTINGS_NAME, Checkpoint
-from gfgen.models.geometry.geometry_vae import VaeShape
+from gfgen.models.geometry import rules
+from gfgen.models.geometry.checkpoint import SETTINGS_NAME, Checkpoint
+from gfgen.models.geometry.vae import VaeShape
 
 MAX_TEXT_TOKENS = 512
 """Where the pipeline cuts a prompt (`max_sequence_length`)."""

@@ -8,8 +8,8 @@ from gfgen.layout import Layout
 from gfgen.policies.srtf import srtf
 from gfgen.policies.triage import triage
 from gfgen.runtime.core.events import JobArrived, RankReady
-from gfgen.runtime.predict import lookahead
-from gfgen.runtime.predict.lookahead import with_foresight
+from gfgen.runtime.predict import rollout
+from gfgen.runtime.predict.rollout import with_foresight
 from gfgen.snapshot import RunningTask
 
 
@@ -69,7 +69,7 @@ def test_recent_arrivals_are_expected_again_at_their_pace():
 
 
 def test_a_look_ahead_is_bounded(monkeypatch):
-    monkeypatch.setattr(lookahead, "MAX_TURNS", 5)
+    monkeypatch.setattr(rollout, "MAX_TURNS", 5)
     calls = []
 
     def counted(snapshot):
@@ -86,10 +86,10 @@ def test_a_policy_that_starts_nothing_has_an_outlook_all_the_same():
 
 
 def test_of_many_jobs_those_that_run_are_looked_at_and_those_that_are_due_next():
-    jobs = [make_job(f"job-{n}", deadline_s=1000.0 - n) for n in range(lookahead.MAX_JOBS + 20)]
+    jobs = [make_job(f"job-{n}", deadline_s=1000.0 - n) for n in range(rollout.MAX_JOBS + 20)]
     snapshot = traffic(*jobs)
     running = RunningTask(snapshot.open["job-0"].next_task, Layout.single(0), 1.0)
-    start = lookahead._start_of(replace(snapshot, running=(running,)), None)
+    start = rollout._start_of(replace(snapshot, running=(running,)), None)
     assert list(start.snapshot.open) == ["job-0", *(f"job-{n}" for n in range(len(jobs) - 1, 20, -1))]
     ahead = with_foresight(snapshot)
     costs = [ahead.costs.remaining_s(job.next_task, Layout.single(0)) for job in ahead.open.values()]
@@ -97,5 +97,5 @@ def test_of_many_jobs_those_that_run_are_looked_at_and_those_that_are_due_next()
 
 
 def test_many_jobs_are_looked_at_by_the_next_deadlines():
-    jobs = [make_job(f"job-{n}", deadline_s=1000.0 - n) for n in range(lookahead.MAX_JOBS + 20)]
-    assert with_foresight(traffic(*jobs)).foresee(srtf).num_jobs == lookahead.MAX_JOBS
+    jobs = [make_job(f"job-{n}", deadline_s=1000.0 - n) for n in range(rollout.MAX_JOBS + 20)]
+    assert with_foresight(traffic(*jobs)).foresee(srtf).num_jobs == rollout.MAX_JOBS

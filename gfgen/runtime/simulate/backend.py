@@ -17,20 +17,20 @@ from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.events import Event, OutputWritten, RankLoaded, RankReady, TaskDone, TaskFailed
 from gfgen.runtime.ipc.messages import MemoryUse
 
-Duration = Callable[[Dispatch], float]
+DispatchSeconds = Callable[[Dispatch], float]
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedTimes:
     """Durations in seconds."""
 
-    task_s: Duration
+    task_s: DispatchSeconds
     """Of a task while the other ranks idle."""
-    loaded_s: Duration | None = None
+    loaded_s: DispatchSeconds | None = None
     """While all of them are busy; None when that makes no difference."""
-    move_s: Duration | None = None
+    move_s: DispatchSeconds | None = None
     """Of bringing the task's input to its ranks, once it is made; None for no time."""
-    write_s: float | Duration = 0.0
+    write_s: float | DispatchSeconds = 0.0
     """Of writing the file of a decode; each writer writes one file after the other."""
     num_writers: int = 1
     dispatch_s: float = 0.0

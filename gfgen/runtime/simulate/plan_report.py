@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
-from gfgen.runtime.core.durations import in_words
 from gfgen.runtime.predict.cost import uncertain
-from gfgen.runtime.simulate.plan import Failed, Late, Option, Plan
-from gfgen.system.wording import counted
+from gfgen.runtime.simulate.planner import FailedJob, LateJob, Plan, PlanOption
+from gfgen.system.wording import counted, in_words
 
 MAX_LINES, MAX_NAMED = 5, 5
 """Late jobs with a line each; and of the others, and of those that fail."""
@@ -71,7 +70,7 @@ def clock_time(plan: Plan, seconds: float) -> str:
     return datetime.fromtimestamp(plan.started_at + seconds).strftime(form)
 
 
-def missed(option: Option) -> str:
+def missed(option: PlanOption) -> str:
     """'2 late, 1 fails'; nothing where all is well."""
     late = [f"{len(option.late)} late"] if option.late else []
     number = len(option.failed)
@@ -96,7 +95,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _option_as_json(option: Option) -> dict[str, Any]:
+def _option_as_json(option: PlanOption) -> dict[str, Any]:
     return {
         "policy": option.policy,
         "num_ranks": option.num_ranks,
@@ -126,7 +125,7 @@ def _late_lines(plan: Plan) -> list[str]:
     return lines
 
 
-def _late_line(plan: Plan, job: Late) -> str:
+def _late_line(plan: Plan, job: LateJob) -> str:
     due, ended = clock_time(plan, job.due_s), clock_time(plan, job.ended_s)
     return f"{job.job_id}: due {due}, done {ended}, {in_words(job.late_s)} late"
 
@@ -144,11 +143,11 @@ def _failed_lines(plan: Plan) -> list[str]:
     return lines
 
 
-def _named(jobs: Sequence[Late | Failed]) -> str:
+def _named(jobs: Sequence[LateJob | FailedJob]) -> str:
     return ", ".join(job.job_id for job in jobs[:MAX_NAMED]) + (", ..." if len(jobs) > MAX_NAMED else "")
 
 
-def _chart(plan: Plan, options: Sequence[Option], names: Sequence[str], title: str) -> list[str]:
+def _chart(plan: Plan, options: Sequence[PlanOption], names: Sequence[str], title: str) -> list[str]:
     """A bar for each option, as long as it takes; a mark where everything is to be done."""
     longest_s = max([option.end_s for option in options])
     scale_s = max(longest_s, plan.by_s or 0.0) if (plan.by_s or 0.0) < 3 * longest_s else longest_s

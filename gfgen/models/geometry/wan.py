@@ -14,9 +14,9 @@ from typing import Any
 from gfgen.errors import JobError, ModelError, Problem
 from gfgen.graph import Artifact, Stage, Trajectory
 from gfgen.job.spec import JobSpec
-from gfgen.models.geometry import geometry_rules as rules
-from gfgen.models.geometry.geometry_files import SETTINGS_NAME, Checkpoint
-from gfgen.models.geometry.geometry_vae import VaeShape
+from gfgen.models.geometry import rules
+from gfgen.models.geometry.checkpoint import SETTINGS_NAME, Checkpoint
+from gfgen.models.geometry.vae import VaeShape
 
 TEXT_TOKENS = 512
 """Length to which the pipelines pad every prompt (`max_sequence_length`)."""

@@ -23,17 +23,16 @@ from gfgen.layout import Layout
 from gfgen.models.families import solver
 from gfgen.models.families.adapter import PIXEL_SUM, SAMPLE, Fields
 from gfgen.models.families.guidance import predict_branches
-from gfgen.models.families.latents import denormalize_latents
-from gfgen.models.families.pictures import load_image, to_uint8
+from gfgen.models.families.pictures import denormalize_latents, load_image, to_uint8
 from gfgen.models.fast import stopping
 from gfgen.models.fast.forwards import Forward, evaluate
 from gfgen.models.fast.fused import fuse
 from gfgen.models.fast.prompt_memory import NUM_TEXTS, remember_prompts
 from gfgen.models.fast.texts import with_texts
-from gfgen.models.geometry.geometry import Geometry
-from gfgen.models.geometry.geometry_rules import known
-from gfgen.models.geometry.geometry_wan import TEXT_TOKENS
-from gfgen.models.geometry.geometry_weights import component_dtypes
+from gfgen.models.geometry.model import Geometry
+from gfgen.models.geometry.rules import known
+from gfgen.models.geometry.wan import TEXT_TOKENS
+from gfgen.models.geometry.weights import component_dtypes
 from gfgen.models.loading.components import LoadPipeline, load_pipeline
 from gfgen.models.parallel import shared_decode
 from gfgen.models.parallel.parallel import Parallel

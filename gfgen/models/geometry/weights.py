@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gfgen.models.geometry.geometry_weight_files import read_header, weight_files
+from gfgen.models.geometry.weight_files import read_header, weight_files
 
 WEIGHTLESS = frozenset({"scheduler", "tokenizer", "image_processor", "feature_extractor", "processor"})
 

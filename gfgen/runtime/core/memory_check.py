@@ -14,8 +14,8 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from gfgen.errors import InputError, ModelError, Problem
-from gfgen.models.geometry.geometry_files import model_name, read_checkpoint
-from gfgen.models.geometry.geometry_weights import Footprint, count_parameters, device_bytes, footprint
+from gfgen.models.geometry.checkpoint import model_name, read_checkpoint
+from gfgen.models.geometry.weights import Footprint, count_parameters, device_bytes, footprint
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.ipc.slab import SlabPlan
 from gfgen.system.wording import counted

@@ -7,7 +7,7 @@ import threading
 import time
 
 from gfgen.errors import in_one_line
-from gfgen.runtime.predict.lookahead import with_foresight
+from gfgen.runtime.predict.rollout import with_foresight
 from gfgen.snapshot import Choice, Choose, Snapshot
 
 logger = logging.getLogger(__name__)
@@ -20,7 +20,7 @@ CLOSE_TIMEOUT_S = 5.0
 left behind after so long, and ends with the process."""
 
 
-class ChooserInTurn:
+class ImmediateChooser:
     """Thinks while time stands still: for simulated runs, which are the same every time."""
 
     def __init__(self, choose: Choose) -> None:
@@ -40,7 +40,7 @@ class ChooserInTurn:
         """Nothing is under way."""
 
 
-class ChooserBeside:
+class ThreadedChooser:
     """Thinks in a thread of its own, so that the control loop never waits for it.
 
     One thought at a time: what would begin while another is under way is left out. The control

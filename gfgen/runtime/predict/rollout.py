@@ -2,7 +2,7 @@
 
 A coarse simulation, cheap enough to be run many times within a run. Jobs, ranks and costs are the
 snapshot's; the policy is the same function that decides for real. What makes it coarse: while
-nothing changes, a job's steps on one layout are one stretch, and only when a job arrives or ends
+nothing changes, a job's steps on one layout are one segment, and only when a job arrives or ends
 are the others asked again at their next boundaries. Behind the present jobs come others like those
 that arrived last, at the pace at which those came: a policy is to be judged in traffic.
 """
@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from gfgen.graph import Stage, Task
 from gfgen.layout import Degrees, Layout
-from gfgen.runtime.core.openjobs import Kind, OpenJobs, Orders, kind_of
+from gfgen.runtime.core.openjobs import JobKind, OpenJobOrders, OpenJobs, kind_of
 from gfgen.snapshot import Decision, JobView, Outlook, Policy, RankView, RunningTask, Snapshot
 
 MAX_JOBS = 48
@@ -41,7 +41,7 @@ class KindCosts:
     """Of a decode, by the number of ranks that it may use."""
 
 
-class Table:
+class RolloutCosts:
     """The costs of all kinds at hand, in plain numbers: what was asked once is asked of nobody again.
 
     So a look ahead in another thread touches nothing that the run is changing.
@@ -50,9 +50,9 @@ class Table:
     def __init__(self, snapshot: Snapshot) -> None:
         recent = {job.job_id: job for job in snapshot.recent}
         self._jobs = (snapshot.open, snapshot.busy, recent)
-        self._kinds: dict[str, Kind] = {}
+        self._kinds: dict[str, JobKind] = {}
         """Of jobs that were asked about."""
-        examples: dict[Kind, JobView] = {}
+        examples: dict[JobKind, JobView] = {}
         for job in itertools.chain.from_iterable(jobs.values() for jobs in self._jobs):
             examples.setdefault(kind_of(job), job)
         self._costs = {kind: _kind_costs(snapshot, job) for kind, job in examples.items()}
@@ -61,7 +61,7 @@ class Table:
         """A job costs what another one does."""
         self._kinds[job_id] = self._kind(other)
 
-    def _kind(self, job_id: str) -> Kind:
+    def _kind(self, job_id: str) -> JobKind:
         if job_id not in self._kinds:
             job = next(jobs[job_id] for jobs in self._jobs if job_id in jobs)
             self._kinds[job_id] = kind_of(job)
@@ -131,7 +131,7 @@ def _kind_costs(snapshot: Snapshot, job: JobView) -> KindCosts:
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class RolloutStart:
     """What looks ahead begin from: plain values, safe in another thread."""
 
     snapshot: Snapshot
@@ -142,10 +142,10 @@ class Start:
 
     def foresee(self, policy: Policy) -> Outlook:
         """The outlook under a policy; nothing is remembered from one to the next."""
-        return _Ahead(self, policy).run()
+        return _Rollout(self, policy).run()
 
 
-def foreseen_ends(
+def rollout_ends(
     snapshot: Snapshot, policy: Policy, *, ended: Callable[[], None] = lambda: None
 ) -> Mapping[str, float]:
     """When each open job of a snapshot ends under a policy, however many there are and long it takes.
@@ -154,9 +154,9 @@ def foreseen_ends(
     is called for each job that ends.
     """
     arrivals = sorted(snapshot.open.values(), key=lambda job: job.arrival_s)
-    table = Table(snapshot)
-    start = Start(replace(snapshot, open={}, costs=table, orders=None, recent=()), tuple(arrivals))
-    return _Ahead(start, policy, ended=ended).ends_s()
+    table = RolloutCosts(snapshot)
+    start = RolloutStart(replace(snapshot, open={}, costs=table, orders=None, recent=()), tuple(arrivals))
+    return _Rollout(start, policy, ended=ended).ends_s()
 
 
 def with_foresight(snapshot: Snapshot, *, pause: Callable[[], None] | None = None) -> Snapshot:
@@ -168,11 +168,11 @@ def with_foresight(snapshot: Snapshot, *, pause: Callable[[], None] | None = Non
     return replace(snapshot, costs=start.snapshot.costs, orders=None, foresee=start.foresee)
 
 
-def _start_of(snapshot: Snapshot, pause: Callable[[], None] | None) -> Start:
-    table = Table(snapshot)
+def _start_of(snapshot: Snapshot, pause: Callable[[], None] | None) -> RolloutStart:
+    table = RolloutCosts(snapshot)
     present = _present(snapshot)
     arrivals = _expected(snapshot, table)
-    return Start(
+    return RolloutStart(
         replace(
             snapshot,
             open={job.job_id: job for job in present if job.job_id in snapshot.open},
@@ -205,7 +205,7 @@ def _due(job: JobView) -> tuple[float, float]:
     return job.deadline_s, job.remaining_s
 
 
-def _expected(snapshot: Snapshot, table: Table) -> tuple[JobView, ...]:
+def _expected(snapshot: Snapshot, table: RolloutCosts) -> tuple[JobView, ...]:
     """The recent arrivals once more, from now on, with as much time between them as then.
 
     None when they all came at once: that was a batch, and not traffic that goes on.
@@ -232,7 +232,7 @@ def _expected(snapshot: Snapshot, table: Table) -> tuple[JobView, ...]:
 
 
 @dataclass(slots=True)
-class _Stretch:
+class _Segment:
     """Tasks of one job on one layout, in a row."""
 
     job: JobView
@@ -256,10 +256,12 @@ class _Stretch:
         return self.begun_s + min(num_done, self.num_tasks) * self.task_s
 
 
-class _Ahead:
+class _Rollout:
     """One look ahead."""
 
-    def __init__(self, start: Start, policy: Policy, *, ended: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, start: RolloutStart, policy: Policy, *, ended: Callable[[], None] = lambda: None
+    ) -> None:
         snapshot = start.snapshot
         self._ended = ended
         self._start, self._policy, self._costs = start, policy, snapshot.costs
@@ -267,7 +269,7 @@ class _Ahead:
         self._open = OpenJobs()
         for view in snapshot.open.values():
             self._open.put(view)
-        self._stretches: dict[str, _Stretch] = {}
+        self._segments: dict[str, _Segment] = {}
         self._arrivals = list(reversed(start.arrivals))
         self._settled_s = math.inf
         """Until then what starts is a single task: others are about to have to choose again."""
@@ -281,8 +283,8 @@ class _Ahead:
                 left_s = max(0.0, running.predicted_end_s - self._now_s)
                 # One task before `job.next_task`: when it ends, the job stands where the view says.
                 before = replace(job, next_task=running.task)
-                self._stretches[job.job_id] = _Stretch(before, job, running.layout, self._now_s, left_s, 1)
-        covered = {rank for stretch in self._stretches.values() for rank in stretch.layout.ranks}
+                self._segments[job.job_id] = _Segment(before, job, running.layout, self._now_s, left_s, 1)
+        covered = {rank for segment in self._segments.values() for rank in segment.layout.ranks}
         self._decoding_until_s = {
             view.rank: view.free_at_s
             for view in snapshot.ranks
@@ -293,7 +295,7 @@ class _Ahead:
     def run(self) -> Outlook:
         """Let time pass until all have ended, or the policy was asked as often as is allowed."""
         self._pass_turns(MAX_TURNS)
-        left = [*self._open.frozen().values(), *(stretch.job for stretch in self._stretches.values())]
+        left = [*self._open.frozen().values(), *(segment.job for segment in self._segments.values())]
         for job in left:  # nobody knows when these would end: at the earliest after all their work
             self._note_end(job, self._now_s + job.remaining_s)
         mean_s = sum(self._latencies_s) / len(self._latencies_s) if self._latencies_s else 0.0
@@ -308,15 +310,15 @@ class _Ahead:
         self._settle()
         for _ in itertools.count() if most is None else range(most):
             self._decide()
-            if not self._stretches and not self._arrivals and not self._decoding_until_s:
+            if not self._segments and not self._arrivals and not self._decoding_until_s:
                 break
             self._pass_time()
             if self._start.pause is not None:
                 self._start.pause()
 
     def _pass_time(self) -> None:
-        """Up to the next end of a stretch, or the next arrival."""
-        ends_s = [stretch.end_s for stretch in self._stretches.values()]
+        """Up to the next end of a segment, or the next arrival."""
+        ends_s = [segment.end_s for segment in self._segments.values()]
         next_s = min([*ends_s, *self._decoding_until_s.values()], default=math.inf)
         if self._arrivals:
             next_s = min(next_s, self._arrivals[-1].arrival_s)
@@ -325,8 +327,8 @@ class _Ahead:
         for rank in [rank for rank, end_s in self._decoding_until_s.items() if end_s <= due_s]:
             del self._decoding_until_s[rank]
         has_changed = False
-        for stretch in [stretch for stretch in self._stretches.values() if stretch.end_s <= due_s]:
-            has_changed |= self._end(stretch)
+        for segment in [segment for segment in self._segments.values() if segment.end_s <= due_s]:
+            has_changed |= self._end(segment)
         while self._arrivals and self._arrivals[-1].arrival_s <= due_s:
             job = self._arrivals.pop()
             self._open.put(job)
@@ -334,11 +336,11 @@ class _Ahead:
         if has_changed:
             self._cut()
 
-    def _end(self, stretch: _Stretch) -> bool:
-        """The job stands behind the stretch; whether others should choose anew because of it."""
-        job = stretch.job
-        del self._stretches[job.job_id]
-        index = job.next_task.index + stretch.num_tasks
+    def _end(self, segment: _Segment) -> bool:
+        """The job stands behind the segment; whether others should choose anew because of it."""
+        job = segment.job
+        del self._segments[job.job_id]
+        index = job.next_task.index + segment.num_tasks
         if index >= job.num_tasks:
             self._note_end(job, self._now_s)
             return True
@@ -348,21 +350,21 @@ class _Ahead:
                 job,
                 next_task=task,
                 remaining_s=self._costs.remaining_s(task, Layout.single(0)),
-                last_layout=stretch.layout,
+                last_layout=segment.layout,
             )
         )
-        return task.stage is Stage.DECODE and stretch.layout.degree > 1  # it may leave ranks to others
+        return task.stage is Stage.DECODE and segment.layout.degree > 1  # it may leave ranks to others
 
     def _cut(self) -> None:
         """Every job is asked again at its next boundary."""
-        for stretch in self._stretches.values():
-            boundary_s = stretch.boundary_s(self._now_s)
-            if boundary_s < stretch.end_s - _SAME_S:
-                stretch.num_tasks = round((boundary_s - stretch.begun_s) / stretch.task_s)
+        for segment in self._segments.values():
+            boundary_s = segment.boundary_s(self._now_s)
+            if boundary_s < segment.end_s - _SAME_S:
+                segment.num_tasks = round((boundary_s - segment.begun_s) / segment.task_s)
         self._settle()
 
     def _settle(self) -> None:
-        ends_s = [stretch.end_s for stretch in self._stretches.values() if stretch.job.next_task.index > 1]
+        ends_s = [segment.end_s for segment in self._segments.values() if segment.job.next_task.index > 1]
         self._settled_s = max(ends_s, default=self._now_s)
 
     def _decide(self) -> None:
@@ -388,16 +390,16 @@ class _Ahead:
             task_s = (task_s + self._costs.task_s(_task(job, 1), decision.layout)) / num_tasks
         behind = decision.task.index + num_tasks
         seen = replace(job, next_task=_task(job, behind)) if behind < job.num_tasks else None
-        self._stretches[job.job_id] = _Stretch(job, seen, decision.layout, self._now_s, task_s, num_tasks)
+        self._segments[job.job_id] = _Segment(job, seen, decision.layout, self._now_s, task_s, num_tasks)
 
     def _snapshot(self) -> Snapshot:
         running, busy, taken = [], {}, dict(self._decoding_until_s)
-        for job_id, stretch in self._stretches.items():
-            end_s = stretch.boundary_s(self._now_s)
-            running.append(RunningTask(stretch.job.next_task, stretch.layout, end_s))
-            if stretch.seen is not None:
-                busy[job_id] = stretch.seen
-            taken.update(dict.fromkeys(stretch.layout.ranks, end_s))
+        for job_id, segment in self._segments.items():
+            end_s = segment.boundary_s(self._now_s)
+            running.append(RunningTask(segment.job.next_task, segment.layout, end_s))
+            if segment.seen is not None:
+                busy[job_id] = segment.seen
+            taken.update(dict.fromkeys(segment.layout.ranks, end_s))
         ranks = tuple(
             [
                 RankView(view.rank, taken.get(view.rank, self._now_s), view.rank not in taken, view.models)
@@ -415,7 +417,7 @@ class _Ahead:
             islands=start.islands,
             max_degree=start.max_degree,
             costs=self._costs,
-            orders=Orders(self._open, open_jobs, joining=[]),
+            orders=OpenJobOrders(self._open, open_jobs, joining=[]),
         )
 
     def _note_end(self, job: JobView, end_s: float) -> None:
