@@ -30,7 +30,7 @@ from gfgen.runtime.files.manifest import ManifestWriter
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.processes.workers import ProcessBackend
 from gfgen.runtime.report.trace import TraceWriter
-from gfgen.runtime.simulate.simulate import SimulatedBackend, SimulatedTimes
+from gfgen.runtime.simulate.backend import SimulatedBackend, SimulatedTimes
 
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 
