@@ -36,6 +36,8 @@ sys.path.append(str(Path(__file__).parent.parent / "tests"))
 
 from fault_schedules import Fleet, make_job
 
+from gfgen.runtime.files.start import RunStart
+
 FEW, MANY = 50, 150
 """Steps of the two runs."""
 _PACKAGE = str(Path(gfgen.__file__).parent)
@@ -52,13 +54,14 @@ def _calls(num_steps: int, policy: str, fleet: Fleet | None, folder: Path) -> Co
     """Calls by module in a run of one job."""
     folder.mkdir()
     job, clock = _job(num_steps), Clock(virtual=fleet is None)
-    state = State([job], num_ranks=1, clock=clock, costs=CostModel(), lookahead_s=LOOKAHEAD_S)
+    start = RunStart(num_ranks=1, lookahead_s=LOOKAHEAD_S)
+    state = State([job], start, clock=clock, costs=CostModel())
     backend: Any = (
         SimulatedBackend(clock, num_ranks=1, times=SimulatedTimes(task_s=lambda _: 0.1))
         if fleet is None
         else ProcessBackend(fleet.pool(1), [job], clock=clock, output_dir=folder)
     )
-    header = journal_header([job.info], policy=policy, num_ranks=1, lookahead_s=LOOKAHEAD_S, started_at=0.0)
+    header = journal_header([job.info], start, policy=policy)
     journal = Journal(folder / "journal.jsonl", header=header)
     observers = [TraceWriter(folder / "trace.json"), ManifestWriter(folder / "manifest.jsonl")]
     calls = _counted(

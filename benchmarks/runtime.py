@@ -32,6 +32,7 @@ from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.events import Event
 from gfgen.runtime.core.observer import JobInfo
+from gfgen.runtime.files.start import RunStart
 from gfgen.runtime.ipc.messages import RunTask
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.simulate.backend import SimulatedBackend, SimulatedTimes
@@ -58,7 +59,7 @@ def measure_control_plane(policy: str, *, num_open: int, num_tasks: int) -> Cont
     jobs = [make_job(idx, num_steps=20 + idx % 31) for idx in range(num_open + num_tasks // 20)]
     clock, costs = Clock(virtual=True), CostModel()
     backend = _TimedBackend(clock, num_tasks=num_tasks, jobs=jobs[num_open:])
-    state = State(jobs, num_ranks=NUM_RANKS, clock=clock, costs=costs, lookahead_s=LOOKAHEAD_S)
+    state = State(jobs, RunStart(num_ranks=NUM_RANKS, lookahead_s=LOOKAHEAD_S), clock=clock, costs=costs)
     control = Control(
         jobs[:num_open],
         state=state,

@@ -23,6 +23,7 @@ from gfgen.runtime.control.state import State
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.dispatch import Dispatch
+from gfgen.runtime.files.start import RunStart
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.predict.profile_file import Profile, ProfileRow
 from gfgen.runtime.simulate.backend import SimulatedBackend, SimulatedTimes
@@ -83,7 +84,7 @@ def _run_s(policy: str, *, num_open: int, num_tasks: int) -> float:
     backend = _RefillingBackend(
         clock, times=profiled_times(profile, jobs), num_tasks=num_tasks, reserve=jobs[num_open:]
     )
-    state = State(jobs, num_ranks=NUM_RANKS, clock=clock, costs=costs, lookahead_s=LOOKAHEAD_S)
+    state = State(jobs, RunStart(num_ranks=NUM_RANKS, lookahead_s=LOOKAHEAD_S), clock=clock, costs=costs)
     control = Control(
         jobs[:num_open],
         state=state,

@@ -41,6 +41,7 @@ from gfgen.runtime.core.devices import CPU, Devices
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.events import Event, OutputWritten, TaskDone
 from gfgen.runtime.core.observer import JobInfo, Observer
+from gfgen.runtime.files.start import RunStart
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.predict.profile_file import Profile
 from gfgen.runtime.processes.pool import WorkerPool
@@ -125,11 +126,9 @@ def run_for_real(
     clock = Clock()
     state = State(
         jobs,
-        num_ranks=NUM_RANKS,
+        RunStart(num_ranks=NUM_RANKS, lookahead_s=LOOKAHEAD_S, last_number=pool.last_number),
         clock=clock,
         costs=CostModel(profile),
-        lookahead_s=LOOKAHEAD_S,
-        last_number=pool.last_number,
     )
     with tempfile.TemporaryDirectory() as folder:
         backend = ProcessBackend(pool, jobs, clock=clock, output_dir=Path(folder))

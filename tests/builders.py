@@ -17,6 +17,7 @@ from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.events import Event
 from gfgen.runtime.core.observer import JobInfo, JobOutcome, Observer
+from gfgen.runtime.files.start import RunStart
 from gfgen.runtime.ipc.messages import MemoryUse
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.simulate.backend import SimulatedBackend, SimulatedTimes
@@ -91,13 +92,15 @@ def simulated_control(
     costs = CostModel()
     state = State(
         jobs,
-        num_ranks=num_ranks,
+        RunStart(
+            num_ranks=num_ranks,
+            lookahead_s=lookahead_s,
+            max_degree=max_degree,
+            closes_s=closes_s,
+            islands=islands,
+        ),
         clock=clock,
         costs=costs,
-        lookahead_s=lookahead_s,
-        max_degree=max_degree,
-        closes_s=closes_s,
-        islands=islands,
     )
     control = Control(
         jobs,

@@ -39,6 +39,7 @@ from gfgen.runtime.core.events import Event, RankLost, TaskDone, TaskFailed
 from gfgen.runtime.core.observer import JobInfo, JobOutcome, Observer
 from gfgen.runtime.files.journal import Journal, journal_header, read_runs
 from gfgen.runtime.files.outputs import remove_leftovers
+from gfgen.runtime.files.start import RunStart
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.processes.pool import WorkerPool
 from gfgen.runtime.processes.watchdog import Patience
@@ -317,28 +318,18 @@ def _run(
     witness: _Witness,
 ) -> None:
     """One run, as `gfgen run` does it."""
-    clock, costs, lookahead_s = Clock(), CostModel(), schedule.lookahead_s
-    last_number = max([pool.last_number, *witness.dispatches])
-    state = State(
-        jobs,
+    clock, costs = Clock(), CostModel()
+    start = RunStart(
         num_ranks=pool.num_ranks,
-        clock=clock,
-        costs=costs,
-        lookahead_s=lookahead_s,
-        last_number=last_number,
+        lookahead_s=schedule.lookahead_s,
+        last_number=max([pool.last_number, *witness.dispatches]),
     )
+    state = State(jobs, start, clock=clock, costs=costs)
     backend = ProcessBackend(pool, jobs, clock=clock, output_dir=output_dir, patience=HASTY)
     witness.runs.append(jobs)
     journal = Journal(
         output_dir.with_name("journal.jsonl"),
-        header=journal_header(
-            [job.info for job in jobs],
-            policy=schedule.policy,
-            num_ranks=pool.num_ranks,
-            lookahead_s=lookahead_s,
-            started_at=0.0,
-            last_number=last_number,
-        ),
+        header=journal_header([job.info for job in jobs], start, policy=schedule.policy),
     )
     control = Control(
         jobs,

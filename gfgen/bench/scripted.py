@@ -19,6 +19,7 @@ from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.events import Event, OutputWritten, TaskDone
 from gfgen.runtime.core.observer import JobOutcome, Observer
+from gfgen.runtime.files.start import RunStart
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.processes.pool import WorkerPool
 from gfgen.runtime.processes.workers import ProcessBackend
@@ -93,12 +94,14 @@ def run_jobs(
     clock, costs = Clock(), costs or CostModel()
     state = State(
         jobs,
-        num_ranks=pool.num_ranks,
+        RunStart(
+            num_ranks=pool.num_ranks,
+            lookahead_s=lookahead_s,
+            last_number=pool.last_number,
+            islands=pool.islands,
+        ),
         clock=clock,
         costs=costs,
-        lookahead_s=lookahead_s,
-        last_number=pool.last_number,
-        islands=pool.islands,
     )
     backend = ProcessBackend(pool, jobs, clock=clock, output_dir=folder, signals=signals)
     control = Control(jobs, state=state, backend=backend, clock=clock, policy=policy, observers=[record])

@@ -50,6 +50,7 @@ from gfgen.runtime.files.journal import JOURNAL_NAME, Journal, first_arrivals, j
 from gfgen.runtime.files.lock import hold_folder
 from gfgen.runtime.files.manifest import MANIFEST_NAME, ManifestWriter
 from gfgen.runtime.files.ownership import default_folder, job_file_name
+from gfgen.runtime.files.start import RunStart
 from gfgen.runtime.predict.choosers import ThreadedChooser
 from gfgen.runtime.predict.job_bounds import JobBounds
 from gfgen.runtime.predict.profile_file import Profile
@@ -336,30 +337,28 @@ def run_on(
     started_at, clock = time.time(), Clock()
     measured_path = measured_by_runs(options.ranks) if profile is None else None
     profile = profile or default_profile(options.ranks.devices)
-    closes_s = None if options.closes_at is None else options.closes_at - started_at
+    start = RunStart(
+        num_ranks=pool.num_ranks,
+        lookahead_s=options.lookahead_s,
+        started_at=started_at,
+        last_number=pool.last_number,
+        arrived_at=arrived_at,
+        resume=resume_points,
+        closes_s=None if options.closes_at is None else options.closes_at - started_at,
+        resident=residency.resident if residency else None,
+        islands=pool.islands,
+    )
     _warn_of_passed_deadlines(todo, started_at, arrived_at)
     with contextlib.ExitStack() as stack:
         observers = [stack.enter_context(contextlib.closing(o)) for o in _observers(options)]
-        journal = Journal(
-            options.output_dir / JOURNAL_NAME,
-            header=journal_header(
-                [job.info for job in todo],
-                policy=options.policy.name,
-                num_ranks=pool.num_ranks,
-                lookahead_s=options.lookahead_s,
-                started_at=started_at,
-                last_number=pool.last_number,
-                resumed={
-                    job_id: (point.next_index, point.producer, point.last_number)
-                    for job_id, point in resume_points.items()
-                },
-                closes_s=closes_s,
-                profile=None if profile is None else profile.hash,
-                resident=residency.resident if residency else None,
-                islands=pool.islands,
-                job_file=options.job_file,
-            ),
+        header = journal_header(
+            [job.info for job in todo],
+            start,
+            policy=options.policy.name,
+            profile=None if profile is None else profile.hash,
+            job_file=options.job_file,
         )
+        journal = Journal(options.output_dir / JOURNAL_NAME, header=header)
         stack.callback(journal.close)
         chooser = None if options.policy.choose is None else ThreadedChooser(options.policy.choose)
         if chooser is not None:
@@ -369,15 +368,12 @@ def run_on(
             todo,
             options,
             clock=clock,
-            started_at=started_at,
+            start=start,
             profile=profile,
-            resume_points=resume_points,
             signals=signals,
             observers=[*observers, *watchers, *([] if inbox is None else [inbox])],
             residency=residency,
             chooser=chooser,
-            arrived_at=arrived_at,
-            closes_s=closes_s,
             journal=journal,
             skipped=skipped,
             intake=inbox,

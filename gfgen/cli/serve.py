@@ -45,6 +45,7 @@ from gfgen.runtime.core.devices import DEVICES, choose_devices, parse_memory
 from gfgen.runtime.core.memory_check import check_addresses
 from gfgen.runtime.core.observer import Observer
 from gfgen.runtime.files import resume
+from gfgen.runtime.files.start import RunStart
 from gfgen.runtime.predict.job_bounds import JobBounds
 from gfgen.runtime.predict.profile_file import Profile
 from gfgen.runtime.processes.pool import WorkerPool
@@ -370,6 +371,15 @@ def serve_on(
     )
     if residency is not None:
         residency.note(todo)
+    start = RunStart(
+        num_ranks=pool.num_ranks,
+        lookahead_s=options.lookahead_s,
+        started_at=started_at,
+        last_number=pool.last_number,
+        resume=resume_points,
+        resident=residency.resident if residency else None,
+        islands=pool.islands,
+    )
     with contextlib.ExitStack() as stack:
         progress = LineProgress()
         observers: list[Observer] = [progress, *watchers, bridge]
@@ -381,9 +391,8 @@ def serve_on(
             todo,
             options,
             clock=clock,
-            started_at=started_at,
+            start=start,
             profile=profile,
-            resume_points=resume_points,
             signals=signals,
             observers=observers,
             residency=residency,

@@ -7,6 +7,7 @@ from gfgen.job.spec import JobSpec
 from gfgen.runtime.control.state import State
 from gfgen.runtime.core.admission import admit, tell_of_rounding
 from gfgen.runtime.core.clock import Clock
+from gfgen.runtime.files.start import RunStart
 from gfgen.runtime.predict.cost import CostModel
 
 NAMED = JobSpec(id="a", prompt="a fox", model="qwen-image")
@@ -59,5 +60,5 @@ def test_roundings_that_are_told_are_bounded(caplog):
 
 def test_rounding_is_among_the_warnings_of_the_job():
     (job,) = jobs_of(JobSpec(id="a", prompt="a fox", width=100, height=100, frames=2))
-    state = State([job], num_ranks=1, clock=Clock(virtual=True), costs=CostModel(), lookahead_s=0.0)
+    state = State([job], RunStart(num_ranks=1), clock=Clock(virtual=True), costs=CostModel())
     assert state._jobs["a"].warnings == ["rounded 100x100 -> 96x96, 2 -> 1 frames"]

@@ -4,6 +4,7 @@ from builders import make_job, simulated_control
 from gfgen.errors import InputError
 from gfgen.runtime.core.events import Event, TaskDone, Wakeup
 from gfgen.runtime.files.journal import Journal, journal_header, read_journal, read_runs
+from gfgen.runtime.files.start import RunStart
 
 HEADER = {"policy": "srtf", "ranks": 2}
 
@@ -53,7 +54,7 @@ def test_turns_of_two_runs_are_not_joined(tmp_path):
 def test_the_header_tells_other_jobs_apart():
     def header(*jobs):
         infos = [job.info for job in jobs]
-        return journal_header(infos, policy="srtf", num_ranks=2, lookahead_s=0.005, started_at=1.5)
+        return journal_header(infos, RunStart(num_ranks=2, lookahead_s=0.005, started_at=1.5), policy="srtf")
 
     one, two = make_job("a"), make_job("b")
     assert header(one, two) == header(one, two) | {

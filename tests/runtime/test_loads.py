@@ -22,6 +22,7 @@ from gfgen.runtime.control.state import State
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.events import Event, LoadFailed, RankLoaded, RankLost, RankReady
+from gfgen.runtime.files.start import RunStart
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.processes.loads import MAX_SPARED, Loads
 from gfgen.runtime.processes.pool import MAX_DEATHS, MAX_FORKS, WorkerPool
@@ -261,7 +262,7 @@ def test_a_rank_that_never_starts_stays_away_and_the_run_goes_on_with_the_others
         assert pool.workers[1].incarnation <= MAX_SPARED + MAX_DEATHS
         clock = Clock()
         backend = ProcessBackend(pool, [], clock=clock, output_dir=tmp_path)
-        state = State([], num_ranks=2, clock=clock, costs=CostModel(), lookahead_s=0.0)
+        state = State([], RunStart(num_ranks=2), clock=clock, costs=CostModel())
         found = events_until(backend, RankReady)
         for event in found:
             state.apply(event)

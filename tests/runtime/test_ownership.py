@@ -17,6 +17,7 @@ from gfgen.runtime.core.observer import JobOutcome
 from gfgen.runtime.files.journal import Journal, journal_header
 from gfgen.runtime.files.manifest import ManifestWriter
 from gfgen.runtime.files.ownership import claim_files, default_folder, job_file_name
+from gfgen.runtime.files.start import RunStart
 from gfgen.runtime.ipc.content import MARK, Content, content_of, remove_mark, set_mark
 
 NIGHT, DAY = "../night.jsonl", "../day.jsonl"
@@ -229,7 +230,7 @@ def run_of(folder: Path, source: Path | None) -> None:
     """What a run that has only begun leaves."""
     folder.mkdir(parents=True, exist_ok=True)
     header = journal_header(
-        [], policy="srtf", num_ranks=1, lookahead_s=0, started_at=0, job_file=job_file_name(source, folder)
+        [], RunStart(num_ranks=1, started_at=0), policy="srtf", job_file=job_file_name(source, folder)
     )
     Journal(folder / "journal.jsonl", header=header).close()
 

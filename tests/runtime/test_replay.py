@@ -18,6 +18,7 @@ from gfgen.runtime.core.events import JobArrived, JobCancelled, OutputWritten, T
 from gfgen.runtime.core.observer import Observer
 from gfgen.runtime.files.journal import Journal, journal_header, read_runs
 from gfgen.runtime.files.resume import ResumePoint
+from gfgen.runtime.files.start import RunStart
 from gfgen.runtime.predict.choosers import ImmediateChooser
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.predict.profile_file import Profile, ProfileRow
@@ -54,28 +55,26 @@ def run(
     started_at=0.0,
 ):
     """One run with a journal, as `gfgen run` does it."""
-    resume = resume or {}
-    header = journal_header(
-        [job.info for job in jobs],
-        policy=policy,
+    start = RunStart(
         num_ranks=num_ranks,
         lookahead_s=lookahead_s,
         started_at=started_at,
         last_number=last_number,
+        resume=resume or {},
+    )
+    header = journal_header(
+        [job.info for job in jobs],
+        start,
+        policy=policy,
         profile=None if profile is None else profile.hash,
-        resumed={job_id: (p.next_index, p.producer, p.last_number) for job_id, p in resume.items()},
     )
     journal = Journal(path, header=header)
     chosen = load_policy(policy)
     state = State(
         jobs,
-        num_ranks=num_ranks,
+        start,
         clock=clock,
         costs=CostModel(profile),
-        lookahead_s=lookahead_s,
-        started_at=started_at,
-        last_number=last_number,
-        resume=resume,
     )
     control = Control(
         jobs,
@@ -371,7 +370,7 @@ def test_a_journal_of_an_earlier_gfgen_is_read_and_not_replayed(tmp_path):
     header = {"gfgen_journal": 1, "policy": "fcfs", "ranks": 2, "guard_s": 0.0, "started_at": 1.0}
     header |= {
         "jobs": 0,
-        "jobs_hash": journal_header([], policy="", num_ranks=1, lookahead_s=0, started_at=0)["jobs_hash"],
+        "jobs_hash": journal_header([], RunStart(num_ranks=1, started_at=0), policy="")["jobs_hash"],
     }
     entries = [header, {"turn": 1, "event": "Wakeup", "time_s": 1.0}]
     path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))

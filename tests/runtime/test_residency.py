@@ -26,6 +26,7 @@ from gfgen.runtime.core.events import (
     StopRequested,
 )
 from gfgen.runtime.files.journal import Journal, journal_header, read_runs
+from gfgen.runtime.files.start import RunStart
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.simulate.backend import SimulatedBackend, SimulatedTimes
 from gfgen.runtime.simulate.replay import replay
@@ -62,23 +63,24 @@ def controlled(
     clock, recorder, residency = Clock(virtual=True), Recorder(), residency_of(jobs, room=room)
     state = State(
         jobs,
-        num_ranks=num_ranks,
+        RunStart(
+            num_ranks=num_ranks, lookahead_s=lookahead_s, closes_s=closes_s, resident=residency.resident
+        ),
         clock=clock,
         costs=CostModel(),
-        lookahead_s=lookahead_s,
-        closes_s=closes_s,
-        resident=residency.resident,
     )
     journal = None
     if path is not None:
         header = journal_header(
             [job.info for job in jobs],
+            RunStart(
+                num_ranks=num_ranks,
+                lookahead_s=lookahead_s,
+                started_at=0.0,
+                closes_s=closes_s,
+                resident=residency.resident,
+            ),
             policy=policy,
-            num_ranks=num_ranks,
-            lookahead_s=lookahead_s,
-            started_at=0.0,
-            closes_s=closes_s,
-            resident=residency.resident,
         )
         journal = Journal(path, header=header)
     control = Control(

@@ -10,6 +10,7 @@ from gfgen.models.geometry.weight_files import weights_mark
 from gfgen.runtime.control.state import State
 from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.files import resume
+from gfgen.runtime.files.start import RunStart
 from gfgen.runtime.ipc.slab import Slab, SlabPlan
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.processes.workers import ProcessBackend
@@ -171,9 +172,7 @@ def test_what_a_run_that_was_killed_had_not_kept_whole_is_removed(folder):
 
 def test_dispatch_numbers_go_on_above_all_that_the_slab_may_name(folder):
     points = find(folder)
-    state = State(
-        [JOB], num_ranks=1, clock=Clock(virtual=True), costs=CostModel(), lookahead_s=0.0, resume=points
-    )
+    state = State([JOB], RunStart(num_ranks=1, resume=points), clock=Clock(virtual=True), costs=CostModel())
     assert state.last_number == 9
 
 

@@ -12,6 +12,7 @@ from gfgen.runtime.control.records import lookahead_of
 from gfgen.runtime.control.state import State
 from gfgen.runtime.core import events
 from gfgen.runtime.core.clock import Clock
+from gfgen.runtime.files.start import RunStart
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.snapshot import Decision
 
@@ -27,11 +28,9 @@ class Cluster:
             self.warm_up(costs, jobs[0])
         self.state = State(
             jobs,
-            num_ranks=num_ranks,
+            RunStart(num_ranks=num_ranks, lookahead_s=lookahead_s, max_degree=max_degree),
             clock=self.clock,
             costs=costs,
-            lookahead_s=lookahead_s,
-            max_degree=max_degree,
         )
         for rank in range(num_ranks):
             self.state.apply(events.RankReady(0.0, rank, 1, 0.0))

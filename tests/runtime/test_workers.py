@@ -22,6 +22,7 @@ from gfgen.runtime.core.admission import ResolvedModel, admit
 from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.events import RankReady, TaskFailed
 from gfgen.runtime.files.outputs import read_metadata
+from gfgen.runtime.files.start import RunStart
 from gfgen.runtime.ipc.slab import Slab, SlabPlan
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.processes.pool import WorkerPool, default_writers
@@ -61,13 +62,15 @@ def run(
     jobs, clock, costs, recorder = admitted(*specs), Clock(), CostModel(), Recorder()
     state = State(
         jobs,
-        num_ranks=pool.num_ranks,
+        RunStart(
+            num_ranks=pool.num_ranks,
+            lookahead_s=lookahead_s,
+            last_number=pool.last_number,
+            resident=residency.resident if residency else None,
+            islands=islands,
+        ),
         clock=clock,
         costs=costs,
-        lookahead_s=lookahead_s,
-        last_number=pool.last_number,
-        resident=residency.resident if residency else None,
-        islands=islands,
     )
     backend = ObservedBackend(
         pool, jobs, clock=clock, output_dir=folder, patience=patience, warm_ups=warm_ups

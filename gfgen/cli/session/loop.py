@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -18,7 +18,7 @@ from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.observer import Observer
 from gfgen.runtime.files.journal import Journal
-from gfgen.runtime.files.resume import ResumePoint
+from gfgen.runtime.files.start import RunStart
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.predict.profile_file import Profile
 from gfgen.runtime.predict.run_profile import keep_measured
@@ -40,9 +40,6 @@ class LoopOptions(Protocol):
     def policy(self) -> NamedPolicy: ...
 
     @property
-    def lookahead_s(self) -> float: ...
-
-    @property
     def grace_s(self) -> float: ...
 
 
@@ -52,15 +49,12 @@ def run_loop(
     options: LoopOptions,
     *,
     clock: Clock,
-    started_at: float,
+    start: RunStart,
     profile: Profile | None,
-    resume_points: Mapping[str, ResumePoint],
     signals: SignalPipe,
     observers: Sequence[Observer],
     residency: Residency | None,
     chooser: Chooser | None,
-    arrived_at: Mapping[tuple[str, str], float] | None = None,
-    closes_s: float | None = None,
     journal: Journal | None = None,
     skipped: Sequence[AdmittedJob] = (),
     intake: Intake | None = None,
@@ -70,33 +64,20 @@ def run_loop(
 ) -> tuple[State, Summary]:
     """The state at the end, and the numbers; the workers can be used again.
 
-    `clock` has started at the Unix time `started_at`. `seen_through` gives what stands between the loop and
+    `clock` has started at `start.started_at`. `seen_through` gives what stands between the loop and
     its ranks. What tasks took is kept in the profile `measured_path`, however the run ends.
 
     Raises: InterruptedRunError when a second signal did not let steps end.
     """
     costs = CostModel(profile)
-    state = State(
-        todo,
-        num_ranks=pool.num_ranks,
-        clock=clock,
-        costs=costs,
-        lookahead_s=options.lookahead_s,
-        started_at=started_at,
-        last_number=pool.last_number,
-        arrived_at=arrived_at,
-        resume=resume_points,
-        closes_s=closes_s,
-        resident=residency.resident if residency else None,
-        islands=pool.islands,
-    )
+    state = State(todo, start, clock=clock, costs=costs)
     ranks = options.ranks
     backend = ProcessBackend(
         pool,
         todo,
         clock=clock,
         output_dir=options.output_dir,
-        resume_points=resume_points,
+        resume_points=start.resume,
         signals=signals,
         requests=requests,
         warm_ups=warm_ups_of(ranks.devices, options.policy) if ranks.has_graphs else None,

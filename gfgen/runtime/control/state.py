@@ -35,7 +35,7 @@ from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.events import Event
 from gfgen.runtime.core.observer import JobOutcome
 from gfgen.runtime.core.openjobs import OpenJobOrders, OpenJobs, is_unbegun, kind_of
-from gfgen.runtime.files.resume import ResumePoint
+from gfgen.runtime.files.start import RunStart
 from gfgen.runtime.ipc.content import Content
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.snapshot import Decision, JobView, RankView, RunningTask, Snapshot
@@ -59,44 +59,21 @@ these bounds: early measurements change much, later ones little, and each renewa
 
 
 class State:
-    """Jobs, ranks and dispatches of one run.
-
-    `lookahead_s` is how long before its predicted end a running task lets its consumer be
-    queued, and a share of the task before that (0: never; then a task is dispatched only when its
-    input exists). `last_number` is that of the last dispatch that these ranks have seen, in an
-    earlier run. `arrived_at` has the Unix time at which jobs, by (id, spec hash), arrived first;
-    `resume` where stopped jobs go on. No job begins that is predicted not to end by `closes_s`.
-    Ranks hold the models `resident` (None: all of them); jobs of others are parked until their
-    models' turn comes. `islands` are sets of ranks that reach each other's memory (None: all do).
-    """
+    """Jobs, ranks and dispatches of one run."""
 
     def __init__(
-        self,
-        jobs: Sequence[AdmittedJob],
-        *,
-        num_ranks: int,
-        clock: Clock,
-        costs: CostModel,
-        lookahead_s: float,
-        max_degree: int | None = None,
-        started_at: float = 0.0,
-        last_number: int = 0,
-        arrived_at: Mapping[tuple[str, str], float] | None = None,
-        resume: Mapping[str, ResumePoint] | None = None,
-        closes_s: float | None = None,
-        resident: Iterable[str] | None = None,
-        islands: Sequence[Sequence[int]] | None = None,
+        self, jobs: Sequence[AdmittedJob], start: RunStart, *, clock: Clock, costs: CostModel
     ) -> None:
         self._clock = clock
         self._costs = costs
-        self._lookahead_s = lookahead_s
-        self._islands = tuple(map(tuple, islands or [range(num_ranks)]))
-        self._max_degree = max_degree or max(map(len, self._islands))
-        self._started_at = started_at
-        self._arrived_at = arrived_at or {}
-        self._resume = dict(resume or {})
+        self._lookahead_s = start.lookahead_s
+        self._islands = tuple(map(tuple, start.islands or [range(start.num_ranks)]))
+        self._max_degree = start.max_degree or max(map(len, self._islands))
+        self._started_at = start.started_at
+        self._arrived_at = start.arrived_at
+        self._resume = dict(start.resume)
         last_numbers = [point.last_number for point in self._resume.values()]
-        self._ranks = [RankRecord(rank) for rank in range(num_ranks)]
+        self._ranks = [RankRecord(rank) for rank in range(start.num_ranks)]
         self._jobs = {job.job_id: self._record(job) for job in jobs}
         self._looks_s: list[float] = []
         self._unwanted: set[int] = set()
@@ -104,9 +81,11 @@ class State:
         self._idle: set[int] = set()
         """Ranks that are ready and have nothing to do."""
         self._models = (
-            frozenset(job.spec.model or "" for job in jobs) if resident is None else frozenset(resident)
+            frozenset(job.spec.model or "" for job in jobs)
+            if start.resident is None
+            else frozenset(start.resident)
         )
-        self._is_limited = resident is not None
+        self._is_limited = start.resident is not None
         self._parked: dict[str, JobRecord] = {}
         """Jobs that wait for their models, the longest first."""
         self._urgent: set[str] = set()
@@ -120,11 +99,11 @@ class State:
         self._flights: dict[int, Flight] = {}
         self._num_unfinished = len(self._jobs)
         self._num_writing = 0
-        self._last_number = max([last_number, *last_numbers])
+        self._last_number = max([start.last_number, *last_numbers])
         self._job_costs = _JobCosts(self._jobs, costs)
         self._costs_version = costs.version
         self._renewed_s = 0.0
-        self._closing = None if closes_s is None else Closing(closes_s, costs)
+        self._closing = None if start.closes_s is None else Closing(start.closes_s, costs)
         self.is_closed = False
         """The closing time has come."""
         self.expects_more = False

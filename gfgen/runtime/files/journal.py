@@ -15,7 +15,7 @@ import hashlib
 import itertools
 import json
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from operator import itemgetter
 from pathlib import Path
@@ -26,6 +26,7 @@ from gfgen.runtime.core import events
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.events import Event
 from gfgen.runtime.core.observer import JobInfo
+from gfgen.runtime.files.start import RunStart
 from gfgen.system.linefile import LineFile
 
 logger = logging.getLogger(__name__)
@@ -146,40 +147,23 @@ class JournaledRun:
 
 def journal_header(
     jobs: Sequence[JobInfo],
+    start: RunStart,
     *,
     policy: str,
-    num_ranks: int,
-    lookahead_s: float,
-    started_at: float,
-    last_number: int = 0,
-    resumed: Mapping[str, tuple[int, int, int]] | None = None,
-    closes_s: float | None = None,
     profile: str | None = None,
-    resident: Collection[str] | None = None,
-    islands: Sequence[Sequence[int]] | None = None,
     job_file: str | None = None,
 ) -> dict[str, Any]:
-    """What a run starts from; `jobs_hash` is of the ids and spec hashes, in their order.
+    """What a run starts from; `jobs_hash` covers the ids and spec hashes in their order.
 
-    `resumed` has, by job, the next task, the dispatch that made its input, and the last one
-    of the run that left it; `profile` is `Profile.hash`; `resident` are the models that ranks hold
-    at first, where not all fit; `islands` as the state takes them. `job_file` is the job file or the watched
-    folder (ownership.py).
+    `profile` is `Profile.hash`, `job_file` the job file or the watched folder (ownership.py).
     """
     return {
         "policy": policy,
-        "ranks": num_ranks,
-        "guard_s": lookahead_s,
-        "started_at": started_at,
         "jobs": len(jobs),
         "jobs_hash": jobs_hash(jobs),
-        "last_number": last_number,
-        "resumed": dict(resumed or {}),
-        "closes_s": closes_s,
         "profile": profile,
-        "resident": None if resident is None else sorted(resident),
-        "islands": islands,
         "job_file": job_file,
+        **start.header(),
     }
 
 

@@ -14,6 +14,7 @@ from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.events import JobArrived, RankReady
 from gfgen.runtime.core.observer import JobOutcome
+from gfgen.runtime.files.start import RunStart
 from gfgen.runtime.predict.choosers import ImmediateChooser
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.predict.profile_file import Profile
@@ -28,11 +29,9 @@ def everything_open(
     """All jobs as open, including those that arrive later: what estimates start from."""
     state = State(
         jobs,
-        num_ranks=num_ranks,
+        RunStart(num_ranks=num_ranks, lookahead_s=LOOKAHEAD_S, started_at=started_at),
         clock=Clock(virtual=True),
         costs=CostModel(profile),
-        lookahead_s=LOOKAHEAD_S,
-        started_at=started_at,
     )
     for rank in range(num_ranks):
         state.apply(RankReady(0.0, rank, 1, 0.0))

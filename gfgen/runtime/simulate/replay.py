@@ -22,6 +22,7 @@ from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.events import Event, JobArrived, JobCancelled
 from gfgen.runtime.files.journal import JournaledRun, NoJournal, Turn, dispatch_summary, jobs_hash
 from gfgen.runtime.files.resume import ResumePoint
+from gfgen.runtime.files.start import RunStart
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.predict.profile_file import Profile
 from gfgen.runtime.simulate.backend import SimulatedBackend, SimulatedTimes
@@ -59,17 +60,19 @@ def replay(
     clock, journal = Clock(virtual=True), _Comparison(run.turns)
     state = State(
         first,
-        num_ranks=header["ranks"],
+        RunStart(
+            num_ranks=header["ranks"],
+            lookahead_s=header["guard_s"],
+            started_at=header["started_at"],
+            last_number=header["last_number"],
+            arrived_at=run.arrived_at,
+            resume=_resume_points(header),
+            closes_s=header["closes_s"],
+            resident=header.get("resident"),
+            islands=header.get("islands"),
+        ),
         clock=clock,
         costs=CostModel(profile),
-        lookahead_s=header["guard_s"],
-        started_at=header["started_at"],
-        last_number=header["last_number"],
-        arrived_at=run.arrived_at,
-        resume=_resume_points(header),
-        closes_s=header["closes_s"],
-        resident=header.get("resident"),
-        islands=header.get("islands"),
     )
     control = Control(
         first,

@@ -14,6 +14,7 @@ from gfgen.runtime.control.state import State
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.observer import JobOutcome, Observer
+from gfgen.runtime.files.start import RunStart
 from gfgen.runtime.predict.choosers import ImmediateChooser
 from gfgen.runtime.predict.cost import CostModel, UncertainEstimate
 from gfgen.runtime.predict.profile_file import Profile
@@ -59,12 +60,14 @@ def simulate(
     backend = SimulatedBackend(clock, num_ranks=num_ranks, times=times)
     state = State(
         jobs,
-        num_ranks=num_ranks,
+        RunStart(
+            num_ranks=num_ranks,
+            lookahead_s=lookahead_s,
+            started_at=started_at,
+            resident=residency.resident if residency else None,
+        ),
         clock=clock,
         costs=costs,
-        lookahead_s=lookahead_s,
-        started_at=started_at,
-        resident=residency.resident if residency else None,
     )
     control = Control(
         jobs,

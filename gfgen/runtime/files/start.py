@@ -1,0 +1,54 @@
+"""What a run starts from, besides its jobs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from gfgen.runtime.files.resume import ResumePoint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStart:
+    """The circumstances of a run. Together with its jobs and events they determine every decision.
+
+    The state is built from them, and the journal's header records them.
+    """
+
+    num_ranks: int
+    lookahead_s: float = 0.0
+    """How long before the predicted end of a task its successor may be queued, besides a share of the task.
+    0: a task is dispatched only when its input exists."""
+    max_degree: int | None = None
+    """Most ranks of one task. None: the size of the largest island."""
+    started_at: float = 0.0
+    """Unix time at which the run's clock starts."""
+    last_number: int = 0
+    """The last dispatch that these ranks have seen in an earlier run."""
+    arrived_at: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    """Unix time at which each job, by (id, spec hash), first arrived."""
+    resume: Mapping[str, ResumePoint] = field(default_factory=dict)
+    """By job: where a stopped job continues."""
+    closes_s: float | None = None
+    """No job begins that is predicted to end after this time on the run's clock."""
+    resident: Collection[str] | None = None
+    """Models that ranks hold at first; jobs of other models wait for their turn. None: ranks hold all."""
+    islands: Sequence[Sequence[int]] | None = None
+    """Sets of ranks that reach each other's memory. None: all do."""
+
+    def header(self) -> dict[str, Any]:
+        """The entries of the journal's header."""
+        return {
+            "ranks": self.num_ranks,
+            "guard_s": self.lookahead_s,
+            "started_at": self.started_at,
+            "last_number": self.last_number,
+            "resumed": {
+                job_id: (point.next_index, point.producer, point.last_number)
+                for job_id, point in self.resume.items()
+            },
+            "closes_s": self.closes_s,
+            "resident": None if self.resident is None else sorted(self.resident),
+            "islands": self.islands,
+        }
