@@ -27,8 +27,17 @@ def test_what_was_measured_goes_before_goals_as_far_as_it_goes(num_ranks: int, d
 
 
 def test_predictions_are_for_as_many_ranks_as_a_run_has_by_default() -> None:
-    assert prediction.default_ranks(None, JOBS) == (4,)
+    assert prediction.default_ranks(SHIPPED / "h200-goals.json", JOBS) == (4,)
     assert prediction.default_ranks(SHIPPED / "h200.json", JOBS) == (2,)
+
+
+def test_without_a_number_of_ranks_predictions_rest_on_measurements_and_not_on_goals() -> None:
+    assert prediction.default_ranks(None, JOBS) == (2,)
+    (num_ranks,) = prediction.default_ranks(None, JOBS)
+    chosen = prediction.choose_profile(None, JOBS, num_ranks=num_ranks)
+    assert not chosen.has_goals
+    assert "nobody measured" not in prediction.describe(chosen)
+    assert "nobody measured" in prediction.describe(prediction.choose_profile(None, JOBS, num_ranks=4))
 
 
 def test_more_ranks_than_any_profile_knows_are_refused() -> None:

@@ -54,9 +54,10 @@ def choose_profile(path: Path | None, jobs: Sequence[AdmittedJob], *, num_ranks:
 
 
 def default_ranks(path: Path | None, jobs: Sequence[AdmittedJob]) -> tuple[int, ...]:
-    """As many as `gfgen run` takes, or as the profile knows."""
-    profile = _fitting(jobs, num_ranks=DEFAULT_RANKS) if path is None else None
-    return (min(DEFAULT_RANKS, (profile or open_profile(path)).num_ranks),)
+    """As many as `gfgen run` takes, or as the profile knows; goals count only where nothing was measured."""
+    found = [each for each in _known(jobs) if each.knows(jobs)] if path is None else []
+    found = [each for each in found if not each.has_goals] or found or [open_profile(path)]
+    return (min(DEFAULT_RANKS, max(each.num_ranks for each in found)),)
 
 
 def closer_profile(path: Path | None, jobs: Sequence[AdmittedJob], *, counts: Sequence[int]) -> str | None:
@@ -110,7 +111,8 @@ def gpu_name() -> str | None:
 
 def describe(profile: Profile) -> str:
     """What predictions rest on."""
-    return f"the profile of {profile.device} ({profile.date})"
+    text = f"the profile of {profile.device} ({profile.date})"
+    return f"{text}, whose times are goals that nobody measured" if profile.has_goals else text
 
 
 def _fitting(jobs: Sequence[AdmittedJob], *, num_ranks: int) -> Profile | None:
@@ -118,10 +120,15 @@ def _fitting(jobs: Sequence[AdmittedJob], *, num_ranks: int) -> Profile | None:
 
     Where none has enough, the one with the most.
     """
-    calibrate = any(job.model_in() in PACKAGED for job in jobs)
-    devices = [name for name in (gpu_name(), cpu_name()) if name]
-    own = [each[1] for name in devices if (each := find_profile(name, calibrate=calibrate))]
-    known = [*own, *sorted(shipped_profiles(), key=lambda each: each.num_ranks)]
+    known = _known(jobs)
     found = first_fitting(known, jobs, num_ranks=num_ranks)
     with_models = (each for each in known if each.knows(jobs))
     return found or max(with_models, key=lambda each: each.num_ranks, default=None)
+
+
+def _known(jobs: Sequence[AdmittedJob]) -> list[Profile]:
+    """This machine's profiles, then those that come with gfgen."""
+    calibrate = any(job.model_in() in PACKAGED for job in jobs)
+    devices = [name for name in (gpu_name(), cpu_name()) if name]
+    own = [each[1] for name in devices if (each := find_profile(name, calibrate=calibrate))]
+    return [*own, *shipped_profiles()]

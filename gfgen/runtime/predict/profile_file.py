@@ -92,6 +92,11 @@ class Profile:
         return all(job.model_in(models) in models for job in jobs)
 
     @property
+    def has_goals(self) -> bool:
+        """Whether some of its times are goals: nobody measured them."""
+        return any(row.basis == "goals" for row in self.rows)
+
+    @property
     def has_writes(self) -> bool:
         """Whether it tells how long the writing of files takes; simulations leave it out otherwise."""
         return self.write_s > 0 or any(row.write_s is not None for row in self.rows)

@@ -126,8 +126,9 @@ def _scaled(known: Sequence[tuple[Path, Profile]], *, may_measure: bool) -> list
 
 @cache
 def shipped_profiles() -> tuple[Profile, ...]:
-    """Those that come with gfgen; they are of other machines, as a rule."""
-    return tuple([load_profile(path) for path in sorted(SHIPPED.glob("*.json"))])
+    """The profiles that come with gfgen: measured ones first, then by number of ranks."""
+    found = [load_profile(path) for path in sorted(SHIPPED.glob("*.json"))]
+    return tuple(sorted(found, key=lambda each: (each.has_goals, each.num_ranks)))
 
 
 def first_fitting(
