@@ -16,7 +16,7 @@ import click
 
 from benchmarks import measure_attention as measure
 from benchmarks.measure_attention import Variant
-from gfgen.bench.gpus import check_count
+from gfgen.bench.gfc import check_num_gpus
 from gfgen.gfc.arena import Plan
 from gfgen.gfc.cuda.ranks import CudaRanks
 from gfgen.layout import Layout
@@ -66,7 +66,7 @@ def measure_attention(*, num_gpus: int) -> list[AttentionRow]:
 
     Raises: InputError where there are fewer than two GPUs.
     """
-    check_count(num_gpus, at_least=2)
+    check_num_gpus(num_gpus, at_least=2)
     ranks = CudaRanks(num_gpus, Plan(data_bytes=1 << 31, post_bytes=4 << 20))
     try:
         return [row for shape in SHAPES for row in _rows(ranks, shape, num_gpus)]

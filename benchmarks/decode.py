@@ -19,7 +19,7 @@ import click
 
 from benchmarks import measure_decode
 from benchmarks.measure_decode import REPEATS, REPEATS_ALONE, Shape
-from gfgen.bench.gpus import check_count
+from gfgen.bench.gfc import check_num_gpus
 from gfgen.cli.session.options import FiniteRange
 from gfgen.gfc.cuda.ranks import CudaRanks
 from gfgen.layout import Layout
@@ -69,7 +69,7 @@ def measure_decodes(
 
     Raises: InputError for more GPUs than there are.
     """
-    check_count(num_gpus)
+    check_num_gpus(num_gpus)
     deadline_s = time.monotonic() + (math.inf if seconds is None else seconds)
     rows: list[Row] = []
     ranks = CudaRanks(num_gpus, GPU_PLAN)

@@ -27,7 +27,7 @@ from benchmarks.elasticity_rows import (
     gap_row,
     urgent_row,
 )
-from gfgen.bench.scripted import Place, Record, copy_of, placed_by, run_jobs
+from gfgen.bench.scripted import MeasuredRun, Place, copy_of, placed_by, run_jobs
 from gfgen.bench.timeline import Gap, gaps_of, spans_of
 from gfgen.graph import Stage, Task
 from gfgen.layout import Layout
@@ -90,9 +90,9 @@ class Setting:
 
     def run(
         self, jobs: Sequence[AdmittedJob], policy: NamedPolicy | Place, *, lookahead_s: float | None = None
-    ) -> Record:
+    ) -> MeasuredRun:
         """Jobs to their end, under a policy or a script."""
-        record = Record()
+        record = MeasuredRun()
         run_jobs(
             jobs,
             self.pool,
@@ -191,7 +191,7 @@ def _unchanged(
     return Case(name, measure, lambda costs: _predicted_s(costs, job, [layout] * steps, groups[0]))
 
 
-def _settled(record: Record, num_steps: int = SETTLING_STEPS) -> list[Gap]:
+def _settled(record: MeasuredRun, num_steps: int = SETTLING_STEPS) -> list[Gap]:
     found = gaps_of(record, spans_of(record))
     return [gap for gap in found if (gap.before.task.step or 0) >= num_steps]
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gfgen.bench.scripted import Record
+from gfgen.bench.scripted import MeasuredRun
 from gfgen.bench.timeline import Span, gaps_of, lasted_s, spans_of
 from gfgen.errors import WorkerError
 from gfgen.graph import Stage
@@ -56,7 +56,7 @@ def gap_row(
     return Row(name, ", ".join(goals), found, len(gaps_s), is_met, {"gaps": gaps_s})
 
 
-def fresh_rows(record: Record, name: str, *, num_fresh: int) -> Sequence[Row]:
+def fresh_rows(record: MeasuredRun, name: str, *, num_fresh: int) -> Sequence[Row]:
     """The last so many steps of a job, whose groups are new, beside as many before them, whose are not."""
     spans = spans_of(record)
     gaps = list(gaps_of(record, spans))
@@ -85,7 +85,9 @@ def _ms(values: Sequence[float]) -> str:
     return f"{statistics.median(values) * 1e3:.3f} ms"
 
 
-def bare_rows(name: str, record: Record, job_ids: Sequence[str], bare: Sequence[BareTimes]) -> Sequence[Row]:
+def bare_rows(
+    name: str, record: MeasuredRun, job_ids: Sequence[str], bare: Sequence[BareTimes]
+) -> Sequence[Row]:
     """Steps, and whole jobs: those of a run beside as many in a bare loop, by its slowest rank."""
     jobs_s, steps_s = _scheduled_times(record, job_ids)
     number = len(job_ids)
@@ -97,7 +99,7 @@ def bare_rows(name: str, record: Record, job_ids: Sequence[str], bare: Sequence[
     ]
 
 
-def _scheduled_times(record: Record, job_ids: Sequence[str]) -> tuple[list[float], list[float]]:
+def _scheduled_times(record: MeasuredRun, job_ids: Sequence[str]) -> tuple[list[float], list[float]]:
     """Of each job: from its first task to its last one, and of its steps alone.
 
     One that begins on a rank which the job before it does not need any more begins when that ends.
@@ -139,7 +141,7 @@ def _bare_row(name: str, scheduled_s: Sequence[float], bare_s: Sequence[float]) 
     )
 
 
-def urgent_row(name: str, record: Record, arrivals_s: Mapping[str, float]) -> Row:
+def urgent_row(name: str, record: MeasuredRun, arrivals_s: Mapping[str, float]) -> Row:
     """How long these jobs waited for their first task, beside the steps of the others."""
     spans = spans_of(record)
     begins_s: dict[str, float] = {}

@@ -22,7 +22,7 @@ import click
 
 from benchmarks import measure_forward
 from benchmarks.measure_forward import Kind, Shape
-from gfgen.bench.gpus import check_count
+from gfgen.bench.gfc import check_num_gpus
 from gfgen.cli.session.options import FiniteRange
 from gfgen.errors import InputError
 from gfgen.gfc.cuda.ranks import CudaRanks
@@ -128,7 +128,7 @@ def measure_forwards(
 
     Raises: InputError for more GPUs than there are, or patterns that fit nothing.
     """
-    check_count(num_gpus)
+    check_num_gpus(num_gpus)
     cells = cells_of(num_gpus=num_gpus, only=only)
     if not cells:
         raise InputError(f"--only {' '.join(only)}: fits no name such as {cells_of(num_gpus=1)[0].name}")

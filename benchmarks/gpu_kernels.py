@@ -26,7 +26,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks import measure_forward
 from benchmarks.forward import SHAPES
 from benchmarks.measure_forward import NUM_DISPATCHES, Kind, Shape
-from gfgen.bench.gpus import check_count
+from gfgen.bench.gfc import check_num_gpus
 from gfgen.errors import GfgenError
 from gfgen.gfc.cuda.endpoint import CudaEndpoint
 from gfgen.gfc.cuda.ranks import CudaRanks
@@ -119,7 +119,7 @@ def main() -> None:
     arguments = parser.parse_args()
     degrees = [int(number) for number in arguments.gpus.split(",")]
     try:
-        check_count(max(degrees))
+        check_num_gpus(max(degrees))
     except GfgenError as error:
         raise SystemExit(str(error)) from None
     results: dict[str, Any] = {}

@@ -22,7 +22,7 @@ from unittest.mock import patch
 import torch
 from diffusers import QwenImagePipeline, WanPipeline
 
-from gfgen.bench.gpus import check_count
+from gfgen.bench.gfc import check_num_gpus
 from gfgen.bench.workloads import admitted, weightless_model
 from gfgen.errors import GfgenError
 from gfgen.gfc.cuda.driver import driver
@@ -236,7 +236,7 @@ def main() -> None:
     arguments = parser.parse_args()
     try:
         num_gpus = min(4, driver().num_devices)
-        check_count(num_gpus, at_least=2)
+        check_num_gpus(num_gpus, at_least=2)
     except GfgenError as error:
         raise SystemExit(str(error)) from None
     results = []

@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.measure_forward import Shape, inputs_of
-from gfgen.bench.gpus import check_count
+from gfgen.bench.gfc import check_num_gpus
 from gfgen.errors import GfgenError
 from gfgen.gfc.cuda.measure import captured_us
 from gfgen.models.fast.forwards import evaluate
@@ -102,7 +102,7 @@ def _by_torch(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = N
 def main() -> None:
     """Print both tables."""
     try:
-        check_count(1)
+        check_num_gpus(1)
     except GfgenError as error:
         raise SystemExit(str(error)) from None
     torch.cuda.set_stream(torch.cuda.Stream(DEVICE))  # type: ignore[no-untyped-call]

@@ -16,9 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gfgen.bench.gpus import check_count
+from gfgen.errors import InputError
 from gfgen.gfc.arena import Plan
 from gfgen.gfc.cuda import measure
+from gfgen.gfc.cuda.driver import driver
 from gfgen.gfc.cuda.ranks import CudaRanks
 from gfgen.gfc.cuda.selector import FLAGGED_LIMIT, Choice, Key, Rule, Selector, store_rules
 from gfgen.system.wording import counted
@@ -55,12 +56,20 @@ class Report:
         return json.dumps(content, indent=1) + "\n"
 
 
+def check_num_gpus(num_gpus: int, *, at_least: int = 1) -> None:
+    """Raises: InputError for more GPUs than there are, or fewer than the benchmark needs."""
+    found = driver().num_devices
+    if not at_least <= num_gpus <= found:
+        needed = f"this needs {at_least} at least; " if at_least > 1 else ""
+        raise InputError(f"--gpus {num_gpus}: {needed}this machine has {counted(found, 'NVIDIA GPU')}")
+
+
 def measure_collectives(*, num_gpus: int, tune: bool, sizes: Sequence[int] = SIZES) -> Report:
     """Runs everything; takes about half a minute on four GPUs.
 
     Raises: InputError where there are fewer than two GPUs.
     """
-    check_count(num_gpus, at_least=2)
+    check_num_gpus(num_gpus, at_least=2)
     largest = num_gpus * max(*sizes, 64 * MIB)
     plan = Plan(data_bytes=int(2.1 * largest), post_bytes=8 * MIB)
     ranks = CudaRanks(num_gpus, plan)

@@ -1,10 +1,15 @@
-"""Measuring a profile: every stage and degree of some shapes, on real workers.
+"""Measure a profile: every task of some shapes, on groups of every useful size, on real workers.
 
-A measurement is a small run of the real control plane under a scripted policy. While one group of
-ranks is measured, the others idle, or all of them work (on CPU ranks that makes a difference). What a
-task took counts by what the other ranks really did meanwhile. A third kind lets a job change ranks at each
-step, for the cost of moving. All of it is done in several rounds: what disturbs the machine for some seconds
-touches some of the samples of many rows, where the median leaves it aside, and not all of one.
+A measurement is a small run of the real control plane under a scripted policy. Each group of ranks first
+runs a job that does not count, then jobs whose steps try all the ways in which the group can share a step.
+Where a job moves at each step, the gaps between its steps show what a move costs.
+
+CPU ranks share cores and memory. So each group is measured once while the other ranks idle and once while
+they work, and a task counts only if the other ranks really did so. All of it is done in several rounds: a
+disturbance of some seconds touches a few samples of many rows, and medians leave it out.
+
+A GPU takes the same time whether or not others work. So as many groups of one size as there is room for are
+measured at once, by the devices' own clocks.
 """
 
 from __future__ import annotations
@@ -15,55 +20,51 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
-from gfgen.bench.scripted import Record, new_copy_of, placed_by, run_jobs
+from gfgen.bench.scripted import MeasuredRun, new_copy_of, placed_by, run_jobs
+from gfgen.bench.timeline import Spans, gaps_of, lasted_s, spans_of
 from gfgen.errors import InterruptedRunError, WorkerError
 from gfgen.graph import Stage
 from gfgen.layout import Degrees, Layout
-from gfgen.policies.catalog import NamedPolicy
 from gfgen.runtime.core.admission import AdmittedJob
-from gfgen.runtime.core.dispatch import Dispatch
-from gfgen.runtime.core.events import TaskDone
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.predict.profile_file import Profile, ProfileRow
 from gfgen.runtime.processes.pool import WorkerPool
 from gfgen.snapshot import JobView
 from gfgen.system.signals import SignalPipe
 
+MeasurementKind = Literal["alone", "loaded", "together", "moving"]
+"""CPU ranks: one group while the others idle, or while they work. GPUs: as many groups as there is room for.
+Moving: one job that changes its rank at each step."""
+
 ONE: Degrees = (1, 1, 1)
-WARM_UP_STEPS = 2
-"""Of a first job that does not count: the first task of a shape allocates."""
+GPU_GROUPS = (1, 2, 4, 8)
 ROUNDS = 3
-STEPS = 6
-"""Of a job on one rank, in each round: 18 steps in all, and 3 samples of the stages that a job has one of."""
-SHARED_STEPS = 4
-"""Of a job on several ranks, of which the steps count, and the decode if there are no halves."""
-MOVING_STEPS = 8
-"""In the first round only: a move is a copy, and hardly varies."""
+"""On CPU ranks. Moves are measured in the first round only: a move is a copy, and hardly varies."""
+JOBS = {"alone": 1, "loaded": 1, "together": 2, "moving": 1}
+"""Jobs of each group that count. One before them does not: the first task of a shape allocates."""
+WARM_UP_STEPS = 2
+"""For each way of sharing a step. Some schedules cannot have a single step."""
+STEPS = {"alone": 5, "loaded": 5, "together": 4, "moving": 6}
+"""Steps that count for each way of sharing a step. One before them does not."""
 SHORTEST_MOVE_S = 1e-4
-"""What takes less says nothing of a rate."""
+"""A shorter duration says nothing of a rate."""
 _IDLE, _BUSY = 0.1, 0.75
 """Shares of a task's time in which the other ranks worked: below, it was alone; above, under load.
 Steps of some milliseconds have gaps between them."""
 
-Kind = Literal["alone", "loaded", "moving"]
-
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One model and shape on one layout."""
+    """One model and shape on groups of one size."""
 
     job: AdmittedJob
-    degrees: Degrees
-    kind: Kind
+    num_ranks: int
+    """Of a group."""
+    kind: MeasurementKind
     round: int = 1
-
-    @property
-    def num_ranks(self) -> int:
-        return math.prod(self.degrees)
 
     @property
     def model(self) -> str:
@@ -71,22 +72,28 @@ class Measurement:
 
     @property
     def key(self) -> str:
-        """What tells it apart, in a file of unfinished measurements."""
-        degrees = "x".join(map(str, self.degrees))
-        return f"{self.model} {self.job.shape} {degrees} {self.kind} round {self.round}"
+        """Identifies it in a file of unfinished measurements."""
+        return f"{self.model} {self.job.shape} on {self.num_ranks} {self.kind} round {self.round}"
+
+    def step_degrees(self, *, counts: bool) -> tuple[Degrees, ...]:
+        """Of the steps of a job that counts, or of the one before."""
+        if self.kind == "moving":
+            return (ONE,) * (1 + STEPS["moving"] if counts else WARM_UP_STEPS)
+        num_steps = 1 + STEPS[self.kind] if counts else WARM_UP_STEPS
+        return tuple([way for way in self.job.limits.ways(self.num_ranks) for _ in range(num_steps)])
 
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """What a measurement gave, in seconds."""
+    """The results of a measurement, in seconds."""
 
     tasks: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    """By stage."""
+    """By stage and degrees, as in 'denoise 1x2x1'."""
     writes: Sequence[float] = ()
     gaps: Sequence[float] = ()
     """Between two steps of a job on the same ranks."""
     moves: Sequence[tuple[int, float]] = ()
-    """(bytes, seconds)"""
+    """Bytes, and the gap between two steps on different ranks."""
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -95,18 +102,21 @@ class Samples:
 # What to measure ------------------------------------------------------------------------------
 
 
-def plan_measurements(jobs: Iterable[AdmittedJob], *, num_ranks: int) -> list[Measurement]:
-    """One job of each model and shape, on all degrees that it can use on so many ranks."""
-    shapes = {(job.model_in(), job.shape): job for job in jobs}
+def plan_measurements(
+    jobs: Iterable[AdmittedJob], *, num_ranks: int, are_on_gpus: bool = False
+) -> list[Measurement]:
+    """One job of each model and shape, on groups of every size that it can use."""
     plan = []
-    for job in shapes.values():
-        for degrees in _degrees_of(job, num_ranks):
-            plan.append(Measurement(job, degrees, "alone"))
-            if math.prod(degrees) < num_ranks:
-                plan.append(Measurement(job, degrees, "loaded"))
+    for job in {(job.model_in(), job.shape): job for job in jobs}.values():
+        for size in GPU_GROUPS if are_on_gpus else range(1, num_ranks + 1):
+            if size > num_ranks or math.prod(job.limits.ways(size)[0]) < size:
+                continue
+            plan.append(Measurement(job, size, "together" if are_on_gpus else "alone"))
+            if not are_on_gpus and size < num_ranks:
+                plan.append(Measurement(job, size, "loaded"))
         if num_ranks > 1:
-            plan.append(Measurement(job, ONE, "moving"))
-    again = [entry for entry in plan if entry.kind != "moving"]
+            plan.append(Measurement(job, 1, "moving"))
+    again = [entry for entry in plan if entry.kind in ("alone", "loaded")]
     return plan + [replace(entry, round=number) for number in range(2, ROUNDS + 1) for entry in again]
 
 
@@ -136,68 +146,43 @@ def within(
 
 
 def predicted_s(measurement: Measurement, costs: CostModel, *, num_ranks: int) -> float:
-    """How long a measurement will take."""
+    """How long a measurement takes: as long as the slowest of its groups."""
     cost_class = costs.class_of(measurement.job)
-    return max(
-        sum(
-            costs.remaining_s(cost_class, job.trajectory.task(0), job.trajectory.num_tasks, degrees)
-            for job in group.jobs
-        )
-        for group in _groups(measurement, num_ranks)
-        for degrees in [group.layout.degrees]
-    )
+    groups_s: dict[tuple[int, ...], float] = defaultdict(float)
+    for entry in _scripted_jobs(measurement, [range(num_ranks)]):
+        tasks = [(Stage.ENCODE, ONE), (Stage.PREPARE, ONE), (Stage.DECODE, (1, len(entry.bands), 1))]
+        tasks += [(Stage.DENOISE, degrees) for degrees in entry.steps]
+        groups_s[entry.ranks] += math.fsum(costs.task_s(cost_class, *task) for task in tasks)
+    return max(groups_s.values())
 
 
 def learn(measurement: Measurement, samples: Samples, costs: CostModel) -> None:
-    """Let predictions of what is left follow from what was measured."""
-    cost_class = costs.class_of(measurement.job)
-    for stage, durations in samples.tasks.items():
-        if durations:
-            costs.observe(cost_class, Stage(stage), measurement.degrees, statistics.median(durations))
+    """Let predictions of the remaining measurements follow from what was measured."""
+    for name, durations in samples.tasks.items():
+        costs.observe(costs.class_of(measurement.job), *_parsed(name), statistics.median(durations))
 
 
-def _degrees_of(job: AdmittedJob, num_ranks: int) -> Iterator[Degrees]:
-    for cfg in (1, 2) if job.uses_cfg else (1,):
-        for ulysses in range(1, num_ranks // cfg + 1):
-            if ulysses <= job.max_sequence_degree:
-                yield (cfg, ulysses, 1)
-
-
-@dataclass(frozen=True, slots=True)
-class _Group:
-    """Jobs that run one after the other on the same ranks; the first of them does not count."""
-
-    layout: Layout
-    jobs: tuple[AdmittedJob, ...]
-
-
-def _groups(measurement: Measurement, num_ranks: int) -> list[_Group]:
-    """The groups that work beside each other; the ranks that are left over are kept busy too."""
-    cfg, ulysses, _ = measurement.degrees
-    size = measurement.num_ranks
-    lengths = [WARM_UP_STEPS, STEPS if size == 1 else SHARED_STEPS]
-    if measurement.kind == "moving":
-        lengths = [WARM_UP_STEPS, MOVING_STEPS]
-    num_groups = num_ranks // size if measurement.kind == "loaded" else 1
-    layouts = [
-        Layout(tuple(range(start, start + size)), cfg=cfg, ulysses=ulysses)
-        for start in range(0, num_groups * size, size)
-    ]
-    if measurement.kind == "loaded":
-        layouts += [Layout.single(rank) for rank in range(num_groups * size, num_ranks)]
+def jobs_like(plan: Iterable[Measurement]) -> list[AdmittedJob]:
+    """For warming up, with prompts as long as the measured ones: graphs may depend on their length."""
     return [
-        _Group(
-            layout,
-            tuple(
-                new_copy_of(measurement.job, f"rank-{layout.ranks[0]}-{n}", steps, occasion=measurement.key)
-                for n, steps in enumerate(lengths)
-            ),
-        )
-        for layout in layouts
+        new_copy_of(entry.job, "warm-up", entry.job.trajectory.num_steps, occasion="warm-up")
+        for entry in plan
     ]
 
 
 # Measuring ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _ScriptedJob:
+    """One job of a measurement; the jobs of a group run one after the other on its ranks."""
+
+    job: AdmittedJob
+    ranks: tuple[int, ...]
+    bands: tuple[int, ...]
+    """Ranks that decode."""
+    steps: tuple[Degrees, ...]
+    counts: bool
 
 
 def measure(
@@ -207,102 +192,108 @@ def measure(
 
     Raises: WorkerError when a job fails; InterruptedRunError when a signal comes first.
     """
-    groups = _groups(measurement, pool.num_ranks)
-    jobs = [job for group in groups for job in group.jobs]
-    record = _Record()
-    try:
-        run_jobs(
-            jobs, pool, record, policy=_script(measurement, groups, pool), folder=folder, signals=signals
-        )
-    except InterruptedRunError as error:
-        raise InterruptedRunError(f"{measurement.key}: stopped", signal_number=error.signal_number) from None
-    except WorkerError as error:
-        raise WorkerError(f"{measurement.key}: {error}") from None
-    return record.samples(measurement, warm_ups={group.jobs[0].job_id for group in groups})
-
-
-def _script(measurement: Measurement, groups: Sequence[_Group], pool: WorkerPool) -> NamedPolicy:
-    """Each group's jobs in turn, each task on the group's ranks; a moving job's steps by turns on two."""
-    layouts = {job.job_id: group.layout for group in groups for job in group.jobs}
+    scripted = {entry.job.job_id: entry for entry in _scripted_jobs(measurement, pool.islands)}
+    run = MeasuredRun()
 
     def place(view: JobView) -> Layout:
-        layout, stage = layouts[view.job_id], view.next_task.stage
-        if not _is_shared(measurement, stage):
-            return Layout.single(layout.ranks[0])
-        if measurement.kind == "moving" and stage is Stage.DENOISE:
-            return Layout.single(view.next_task.index % min(2, pool.num_ranks))
-        return layout
+        return _layout_of(measurement, scripted[view.job_id], view)
 
-    return placed_by(place)
-
-
-def _is_shared(measurement: Measurement, stage: Stage) -> bool:
-    """Whether a measurement's ranks run a task together: steps always, a decode where they are bands."""
-    in_bands = measurement.degrees == (1, measurement.num_ranks, 1)
-    can_decode = in_bands and measurement.num_ranks <= measurement.job.max_decode_degree
-    return stage is Stage.DENOISE or (stage is Stage.DECODE and can_decode)
+    try:
+        jobs = [entry.job for entry in scripted.values()]
+        run_jobs(jobs, pool, run, policy=placed_by(place), folder=folder, signals=signals)
+    except InterruptedRunError as error:
+        number = error.signal_number
+        raise InterruptedRunError(f"{measurement.key}: stopped", signal_number=number) from None
+    except WorkerError as error:
+        raise WorkerError(f"{measurement.key}: {error}") from None
+    return _samples(measurement, scripted, run)
 
 
-class _Record(Record):
-    """What counts of a measurement's run."""
-
-    def samples(self, measurement: Measurement, *, warm_ups: set[str]) -> Samples:
-        """What counts: tasks on the measured degrees, with the other ranks as busy as they should be."""
-        tasks: dict[str, list[float]] = defaultdict(list)
-        moves = []
-        for number, done in self.done.items():
-            dispatch = self.dispatches[number]
-            if dispatch.task.job_id in warm_ups or not self._counts(measurement, dispatch, done):
-                continue
-            tasks[str(dispatch.task.stage)].append(_lasted(done))
-            if dispatch.transfers:
-                moves.append((dispatch.moved_bytes, max(event.moved_s for event in done)))
-        if measurement.kind == "moving":
-            tasks.clear()
-        return Samples(dict(tasks), write_times(self, warm_ups=warm_ups), self._gaps(warm_ups), moves)
-
-    def _counts(self, measurement: Measurement, dispatch: Dispatch, done: Sequence[TaskDone]) -> bool:
-        stage, degrees = dispatch.task.stage, dispatch.layout.degrees
-        if degrees != measurement.degrees or (
-            measurement.num_ranks > 1 and not _is_shared(measurement, stage)
-        ):
-            return False
-        load = self._load(dispatch, done)
-        return load is None or (load >= _BUSY if measurement.kind == "loaded" else load <= _IDLE)
-
-    def _load(self, dispatch: Dispatch, done: Sequence[TaskDone]) -> float | None:
-        """The share of the other ranks' time that they worked during a task; None without others."""
-        began_s, ended_s = min(event.started_s for event in done), max(event.ended_s for event in done)
-        busy_s: dict[int, float] = {}
-        for events in self.done.values():
-            for event in events:
-                overlap_s = min(ended_s, event.ended_s) - max(began_s, event.started_s)
-                busy_s[event.rank] = busy_s.get(event.rank, 0.0) + max(0.0, overlap_s)
-        others = [seconds for rank, seconds in busy_s.items() if rank not in dispatch.layout.ranks]
-        return sum(others) / len(others) / (ended_s - began_s) if others else None
-
-    def _gaps(self, warm_ups: set[str]) -> list[float]:
-        """From the end of a step to the start of the next one of the same job in the same place."""
-        by_job: dict[str, list[tuple[Dispatch, TaskDone]]] = defaultdict(list)
-        for number in sorted(self.done):
-            dispatch = self.dispatches[number]
-            if dispatch.task.stage is Stage.DENOISE and dispatch.task.job_id not in warm_ups:
-                by_job[dispatch.task.job_id].append((dispatch, self.done[number][0]))
-        return [
-            later.started_s - later.moved_s - later.waited_s - earlier.ended_s
-            for steps in by_job.values()
-            for (before, earlier), (after, later) in pairwise(steps)
-            if before.layout == after.layout
-        ]
+def _scripted_jobs(measurement: Measurement, islands: Sequence[Sequence[int]]) -> Iterator[_ScriptedJob]:
+    groups = _groups(measurement, islands)
+    for ranks in groups:
+        yield from _jobs_of_group(measurement, ranks)
+    if measurement.kind == "loaded":
+        busy = {rank for ranks in groups for rank in ranks}
+        for rank in {rank for island in islands for rank in island} - busy:
+            for entry in _jobs_of_group(measurement, (rank,)):
+                yield replace(entry, steps=(ONE,) * len(entry.steps), counts=False)
 
 
-def write_times(record: Record, *, warm_ups: set[str]) -> list[float]:
-    """Of each file, by its writer; others may have been written beside it, as in any run."""
-    return [seconds for job_id, seconds in record.written.items() if job_id not in warm_ups]
+def _jobs_of_group(measurement: Measurement, ranks: tuple[int, ...]) -> Iterator[_ScriptedJob]:
+    for number in range(1 + JOBS[measurement.kind]):
+        steps = measurement.step_degrees(counts=number > 0)
+        job_id = f"rank-{ranks[0]}-{number}"
+        job = new_copy_of(measurement.job, job_id, len(steps), occasion=measurement.key)
+        bands = ranks[: min(measurement.num_ranks, job.max_decode_degree)]
+        yield _ScriptedJob(job, ranks, bands, steps, counts=number > 0)
 
 
-def _lasted(done: Sequence[TaskDone]) -> float:
-    return max(event.ended_s - event.started_s for event in done)
+def _groups(measurement: Measurement, islands: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+    """Each inside an island. A job that moves has a group of two ranks."""
+    if measurement.kind == "moving":
+        return [tuple(max(islands, key=len)[:2])]
+    size = measurement.num_ranks
+    groups = [
+        tuple(island[at : at + size]) for island in islands for at in range(0, len(island) - size + 1, size)
+    ]
+    return groups[:1] if measurement.kind == "alone" else groups
+
+
+def _layout_of(measurement: Measurement, entry: _ScriptedJob, view: JobView) -> Layout:
+    task = view.next_task
+    match task.stage:
+        case Stage.DENOISE if measurement.kind == "moving":
+            return Layout.single(entry.ranks[(task.step or 0) % 2])
+        case Stage.DENOISE:
+            cfg, ulysses, ring = entry.steps[task.step or 0]
+            return Layout(entry.ranks[: cfg * ulysses * ring], cfg=cfg, ulysses=ulysses, ring=ring)
+        case Stage.DECODE:
+            return Layout.bands(entry.bands)
+        case _:
+            return Layout.single(entry.ranks[0])
+
+
+def _samples(measurement: Measurement, scripted: Mapping[str, _ScriptedJob], run: MeasuredRun) -> Samples:
+    """What counts: the tasks of counting jobs under the right load, but for the first step of each way."""
+    spans = spans_of(run)
+    gaps = [gap for gap in gaps_of(run, spans) if scripted[gap.after.task.job_id].counts]
+    if measurement.kind == "moving":
+        moves = [(gap.after.moved_bytes, gap.seconds) for gap in gaps if gap.before.task.step != 0]
+        return Samples(moves=moves)
+    tasks: dict[str, list[float]] = defaultdict(list)
+    for number in run.done:
+        task, degrees = run.dispatches[number].task, run.dispatches[number].layout.degrees
+        is_first = task.stage is Stage.DENOISE and (task.step or 0) % (1 + STEPS[measurement.kind]) == 0
+        if scripted[task.job_id].counts and not is_first and _has_right_load(measurement, number, spans):
+            tasks[f"{task.stage} {'x'.join(map(str, degrees))}"].append(lasted_s(spans[number]))
+    same = [gap.seconds for gap in gaps if gap.before.layout == gap.after.layout]
+    writes = [seconds for job_id, seconds in run.written.items() if scripted[job_id].counts]
+    return Samples(dict(tasks), writes, same)
+
+
+def _has_right_load(measurement: Measurement, number: int, spans: Spans) -> bool:
+    """Whether the other ranks idled or worked during a task as they should."""
+    load = None if measurement.kind == "together" else _load(number, spans)
+    return load is None or (load >= _BUSY if measurement.kind == "loaded" else load <= _IDLE)
+
+
+def _load(number: int, spans: Spans) -> float | None:
+    """The share of the other ranks' time that they worked during a task; None without others."""
+    own = spans[number]
+    start_s, end_s = min(span.start_s for span in own.values()), max(span.end_s for span in own.values())
+    busy_s: dict[int, float] = defaultdict(float)
+    for tasks in spans.values():
+        for rank, span in tasks.items():
+            busy_s[rank] += max(0.0, min(end_s, span.end_s) - max(start_s, span.start_s))
+    others = [seconds for rank, seconds in busy_s.items() if rank not in own]
+    return statistics.fmean(others) / (end_s - start_s) if others else None
+
+
+def _parsed(name: str) -> tuple[Stage, Degrees]:
+    stage, _, degrees = name.partition(" ")
+    cfg, ulysses, ring = map(int, degrees.split("x"))
+    return Stage(stage), (cfg, ulysses, ring)
 
 
 # From samples to a profile --------------------------------------------------------------------
@@ -318,60 +309,63 @@ def assemble(
     versions: Mapping[str, str],
 ) -> Profile:
     """The profile of a plan whose measurements are all there."""
-    rows = [
-        row
-        for measurement in plan
-        if (measurement.kind, measurement.round) == ("alone", 1)
-        for row in _rows(
-            measurement,
-            _of_all_rounds(measurement, measured),
-            _of_all_rounds(replace(measurement, kind="loaded"), measured),
-        )
-    ]
     gaps = [gap for samples in measured.values() for gap in samples.gaps]
-    move_s, bytes_per_s = fit_moves([move for samples in measured.values() for move in samples.moves])
+    dispatch_s = max(0.0, statistics.median(gaps)) if gaps else 0.0
+    moves = [
+        (size_bytes, max(0.0, gap_s - dispatch_s))
+        for samples in measured.values()
+        for size_bytes, gap_s in samples.moves
+    ]
+    move_s, bytes_per_s = fit_moves(moves)
+    shapes: dict[tuple[str, str], list[Measurement]] = defaultdict(list)
+    for entry in plan:
+        shapes[entry.model, entry.job.shape].append(entry)
     return Profile(
         device=device,
         date=time.strftime("%Y-%m-%d"),
         source=source,
         num_ranks=num_ranks,
-        rows=tuple(rows),
+        rows=tuple([row for entries in shapes.values() for row in _rows(entries, measured)]),
         move_s=move_s,
         move_bytes_per_s=bytes_per_s,
-        dispatch_s=rounded(max(0.0, statistics.median(gaps))) if gaps else 0.0,
+        dispatch_s=rounded(dispatch_s),
         versions=versions,
     )
 
 
-def _of_all_rounds(measurement: Measurement, measured: Mapping[str, Samples]) -> Samples:
-    """The samples of tasks and files; none of a measurement that is in no plan."""
-    keys = [replace(measurement, round=number).key for number in range(1, ROUNDS + 1)]
-    rounds = [measured[key] for key in keys if key in measured]
-    tasks: dict[str, list[float]] = defaultdict(list)
-    for samples in rounds:
-        for stage, durations in samples.tasks.items():
-            tasks[stage] += durations
-    return Samples(tasks, writes=[write for samples in rounds for write in samples.writes])
-
-
-def _rows(measurement: Measurement, alone: Samples, loaded: Samples) -> Iterator[ProfileRow]:
-    job = measurement.job
-    for stage, durations in alone.tasks.items():
-        under_load = loaded.tasks.get(stage)
-        writes = [*loaded.writes] or [*alone.writes]
+def _rows(shape: Sequence[Measurement], measured: Mapping[str, Samples]) -> Iterator[ProfileRow]:
+    """All tasks of a shape. Groups of every size measure what one rank does alone."""
+    done = [entry for entry in shape if entry.key in measured]
+    alone = _joined(measured[entry.key] for entry in done if entry.kind != "loaded")
+    loaded = _joined(measured[entry.key] for entry in done if entry.kind == "loaded")
+    writes, job = loaded.writes or alone.writes, shape[0].job
+    for name, durations in alone.tasks.items():
+        stage, degrees = _parsed(name)
+        under_load = loaded.tasks.get(name)
         yield ProfileRow(
-            model=measurement.model,
+            model=job.model_in(),
             shape=job.shape,
-            stage=Stage(stage),
-            degrees=measurement.degrees,
+            stage=stage,
+            degrees=degrees,
             seconds=rounded(statistics.median(durations)),
             spread_s=rounded(interquartile_range(durations)),
             num_samples=len(durations),
             loaded_s=rounded(statistics.median(under_load)) if under_load else None,
-            flops=job.flops[Stage(stage)],
+            flops=job.flops[stage],
             state_bytes=job.state_bytes,
-            write_s=rounded(statistics.median(writes)) if stage == Stage.DECODE and writes else None,
+            write_s=rounded(statistics.median(writes)) if stage is Stage.DECODE and writes else None,
         )
+
+
+def _joined(each: Iterable[Samples]) -> Samples:
+    """The tasks and writes of several measurements."""
+    tasks: dict[str, list[float]] = defaultdict(list)
+    writes: list[float] = []
+    for samples in each:
+        writes += samples.writes
+        for name, durations in samples.tasks.items():
+            tasks[name] += durations
+    return Samples(tasks, writes)
 
 
 def fit_moves(moves: Sequence[tuple[int, float]]) -> tuple[float, float]:

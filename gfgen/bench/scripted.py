@@ -30,7 +30,7 @@ Place = Callable[[JobView], Layout]
 """Where a job's next task runs, as soon as these ranks are free."""
 
 
-class Record(Observer):
+class MeasuredRun(Observer):
     """Keeps when which rank did what."""
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ def placed_by(place: Place) -> NamedPolicy:
 def run_jobs(
     jobs: Sequence[AdmittedJob],
     pool: WorkerPool,
-    record: Record,
+    record: MeasuredRun,
     *,
     policy: NamedPolicy,
     folder: Path,

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from gfgen.bench.scripted import Record
+from gfgen.bench.scripted import MeasuredRun
 from gfgen.graph import Stage
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.events import TaskDone
@@ -44,7 +44,7 @@ Spans = Mapping[int, Mapping[int, Span]]
 """By dispatch and rank."""
 
 
-def spans_of(record: Record) -> Spans:
+def spans_of(record: MeasuredRun) -> Spans:
     """Of all tasks that ended."""
     by_rank: dict[int, list[TaskDone]] = defaultdict(list)
     for number in sorted(record.done):
@@ -57,7 +57,7 @@ def spans_of(record: Record) -> Spans:
     return spans
 
 
-def gaps_of(record: Record, spans: Spans) -> Iterator[Gap]:
+def gaps_of(record: MeasuredRun, spans: Spans) -> Iterator[Gap]:
     """Between the steps of each job, in order."""
     last_on_rank = _previous_on_rank(record)
     steps: dict[str, list[Dispatch]] = defaultdict(list)
@@ -85,7 +85,7 @@ def _gap_s(
     return max(span.start_s for span in begins.values()) - max(span.end_s for span in ends.values())
 
 
-def _previous_on_rank(record: Record) -> Mapping[tuple[int, int], int]:
+def _previous_on_rank(record: MeasuredRun) -> Mapping[tuple[int, int], int]:
     """By dispatch and rank: the dispatch that this rank had before it."""
     found: dict[tuple[int, int], int] = {}
     latest: dict[int, int] = {}

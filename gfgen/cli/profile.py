@@ -18,8 +18,8 @@ from typing import Any
 import click
 
 from gfgen import log
-from gfgen.bench import profiling, profiling_gpu
-from gfgen.bench.profiling import Samples
+from gfgen.bench import profiling
+from gfgen.bench.profiling import Measurement, Samples
 from gfgen.bench.workloads import MIXES, calibration_jobs
 from gfgen.cli.session.admission import admit_file
 from gfgen.cli.session.options import tell_of_graphs
@@ -32,7 +32,7 @@ from gfgen.models.families.registry import DEFAULT_MODEL, PACKAGED, TINY_NAMES
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.devices import CPU, Devices, choose_devices
 from gfgen.runtime.predict.cost import CostModel
-from gfgen.runtime.predict.profile_file import Profile
+from gfgen.runtime.predict.profile_file import Profile, ProfileRow
 from gfgen.runtime.predict.profile_store import (
     check_replaceable,
     default_path,
@@ -52,8 +52,6 @@ logger = logging.getLogger(__name__)
 
 _MEASURED_MODELS = {False: (DEFAULT_MODEL,), True: ("wan2.2-ti2v-5b", "qwen-image")}
 """Unless others are named, by whether ranks are on GPUs."""
-_METHODS: Mapping[bool, Any] = {False: profiling, True: profiling_gpu}
-"""Modules with the same functions."""
 DEFAULT_CPU_RANKS = 2
 SMALL_SIZES = {
     "video": ("128x128x1", "128x128x17", "128x128x33"),
@@ -144,7 +142,6 @@ def profile(
         check_replaceable(output)
     options = Ranks(_devices(device, ranks), random_weights, vae_dtype, graphs)
     tell_of_graphs(ctx, options.devices)
-    method = _METHODS[options.are_on_gpus]
     if jobs is not None:
         admission = options.admission(models[0] if models else DEFAULT_MODEL)
         admitted, _ = admit_file(jobs, admission, skip_invalid=False, are_models_together=True)
@@ -153,7 +150,7 @@ def profile(
     path = output or default_path(options.device_name)
     most = _widest(options)
     costs = CostModel(_known_profile(admitted, options))
-    plan = method.plan_measurements(admitted, num_ranks=most)
+    plan = profiling.plan_measurements(admitted, num_ranks=most, are_on_gpus=options.are_on_gpus)
     if jobs is None and not options.are_on_gpus and all(job.spec.model in PACKAGED for job in admitted):
         num_ranks = options.num_ranks
         plan = profiling.within(
@@ -167,7 +164,7 @@ def profile(
         unfinished.open()
         _measure(todo, unfinished, costs, options)
         words = [*_given(jobs, models, sizes), "--ranks", str(options.num_ranks), *options.words]
-        made = method.assemble(
+        made = profiling.assemble(
             unfinished.measured,
             plan,
             device=options.device_name,
@@ -242,7 +239,9 @@ def _given(jobs: str | None, models: Sequence[str], sizes: Sequence[str]) -> Ite
             yield from (option, Path(value).name)
 
 
-def _announce(plan: Sequence[Any], todo: Sequence[Any], costs: CostModel, options: Ranks) -> None:
+def _announce(
+    plan: Sequence[Measurement], todo: Sequence[Measurement], costs: CostModel, options: Ranks
+) -> None:
     shapes = list(dict.fromkeys(f"{entry.model} {entry.job.shape}" for entry in plan))
     click.echo(f"shapes: {', '.join(shapes)}")
     seconds = _predicted_s(todo, costs, options)
@@ -257,42 +256,41 @@ def _announce(plan: Sequence[Any], todo: Sequence[Any], costs: CostModel, option
     )
 
 
-def _predicted_s(todo: Sequence[Any], costs: CostModel, options: Ranks) -> float:
-    method, num_ranks = _METHODS[options.are_on_gpus], options.num_ranks
-    return math.fsum(method.predicted_s(entry, costs, num_ranks=num_ranks) for entry in todo)
+def _predicted_s(todo: Sequence[Measurement], costs: CostModel, options: Ranks) -> float:
+    num_ranks = options.num_ranks
+    return math.fsum(profiling.predicted_s(entry, costs, num_ranks=num_ranks) for entry in todo)
 
 
 # Measuring ------------------------------------------------------------------------------------
 
 
-def _measure(todo: Sequence[Any], unfinished: _Unfinished, costs: CostModel, options: Ranks) -> None:
+def _measure(todo: Sequence[Measurement], unfinished: _Unfinished, costs: CostModel, options: Ranks) -> None:
     """All of it, each kept as soon as it is measured.
 
     Raises: InterruptedRunError when a signal comes first.
     """
     if not todo:
         return
-    method = _METHODS[options.are_on_gpus]
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(contextlib.closing(SignalPipe()))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gfgen-profile-")))
         checkpoints = {entry.job.checkpoint for entry in todo}
         pool = stack.enter_context(ready_pool(checkpoints, options, signals, are_all_needed=True))
         if options.has_graphs and options.are_on_gpus:
-            _record_forwards(pool, profiling_gpu.jobs_like(todo), options, signals)
+            _record_forwards(pool, profiling.jobs_like(todo), options, signals)
         progress = stack.enter_context(contextlib.closing(_Progress(len(todo))))
         for number, entry in enumerate(todo):
             left_s = _predicted_s(todo[number:], costs, options)
             progress.begin(number, entry, left_s)
             try:
-                samples = method.measure(entry, pool, folder=folder, signals=signals)
+                samples = profiling.measure(entry, pool, folder=folder, signals=signals)
             except InterruptedRunError as error:
                 raise InterruptedRunError(
                     f"stopped; {number} of {len(todo)} are measured: run the same command again to go on",
                     signal_number=error.signal_number,
                 ) from None
             unfinished.add(entry, samples)
-            method.learn(entry, samples, costs)
+            profiling.learn(entry, samples, costs)
 
 
 def _record_forwards(
@@ -312,7 +310,7 @@ class _Progress:
         self._total = total
         self._board = Board(sys.stderr, num_slots=0) if has_cursor(sys.stderr) else None
 
-    def begin(self, number: int, entry: Any, left_s: float) -> None:
+    def begin(self, number: int, entry: Measurement, left_s: float) -> None:
         if self._board is None:
             logger.info("%d of %d: %s, %s left", number + 1, self._total, entry.key, in_words(left_s))
             return
@@ -330,7 +328,7 @@ class _Unfinished:
     Counts only on the same device, with the same ranks, options and versions.
     """
 
-    def __init__(self, path: Path, plan: Sequence[Any], options: Ranks) -> None:
+    def __init__(self, path: Path, plan: Sequence[Measurement], options: Ranks) -> None:
         self._path = path.with_name(f".{path.name}.unfinished")
         content = json.dumps([options.device_name, versions(), options.num_ranks, *options.words])
         self._stamp = hashlib.sha256(content.encode()).hexdigest()
@@ -354,7 +352,7 @@ class _Unfinished:
             raise InputError(f"--output {self._path.parent}: cannot be made ({error.strerror})") from None
         self._lines = LineFile(self._path)
 
-    def add(self, entry: Any, samples: Samples) -> None:
+    def add(self, entry: Measurement, samples: Samples) -> None:
         """Keep what was measured."""
         assert self._lines is not None, "it was not opened"
         self.measured[entry.key] = samples
@@ -375,7 +373,7 @@ def _samples_of(content: Mapping[str, Any]) -> Samples:
     return Samples(content["tasks"], content["writes"], content["gaps"], moves)
 
 
-def _table(rows: Sequence[Any]) -> Iterator[str]:
+def _table(rows: Sequence[ProfileRow]) -> Iterator[str]:
     """What was measured, for a person to look over."""
     yield f"{'model and shape':<34}{'stage':<9}{'cfg x u':<9}{'alone':>9}{'spread':>9}{'loaded':>9}  samples"
     for row in rows:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from benchmarks.elasticity_rows import bare_rows
-from gfgen.bench.scripted import Record
+from gfgen.bench.scripted import MeasuredRun
 from gfgen.graph import Stage, Task
 from gfgen.layout import Layout
 from gfgen.runtime.core.dispatch import Dispatch
@@ -19,9 +19,9 @@ Part = tuple[Sequence[int], float, float]
 """Ranks, from when, until when."""
 
 
-def record_of(**jobs: Sequence[Part]) -> Record:
+def record_of(**jobs: Sequence[Part]) -> MeasuredRun:
     """Jobs of two steps, whose tasks ran on these ranks at these times."""
-    record = Record()
+    record = MeasuredRun()
     for job_id, parts in jobs.items():
         for index, (ranks, start_s, end_s) in enumerate(parts):
             number = len(record.dispatches) + 1

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from gfgen.bench.scripted import Record
+from gfgen.bench.scripted import MeasuredRun
 from gfgen.bench.timeline import gaps_of, lasted_s, spans_of
 from gfgen.graph import Stage, Task
 from gfgen.layout import Layout
@@ -19,7 +19,7 @@ STEP_S, GAP_S = 0.1, 0.0002
 
 def record_of(*layouts, heard_late=lambda: 0.0, clocks=(1.0, 1.0, 1.0), gaps=(GAP_S,), has_own_clock=True):
     """A job's steps, one on each of these layouts; ranks hear of their ends late."""
-    record, now_s, ended_s = Record(), 1.0, {}
+    record, now_s, ended_s = MeasuredRun(), 1.0, {}
     for number, ranks in enumerate(layouts, start=1):
         layout = Layout(ranks, ulysses=len(ranks))
         task = Task("job", number, Stage.DENOISE, number - 1)

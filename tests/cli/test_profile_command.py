@@ -16,7 +16,15 @@ from gfgen.runtime.core.devices import CPU, CUDA, Devices, Gpu
 from gfgen.runtime.predict import profile_store
 from gfgen.runtime.predict.profile_file import load_profile
 
-SAMPLES = Samples({str(stage): [0.5] for stage in Stage}, writes=[0.1], gaps=[0.001], moves=[(64, 0.01)])
+STAGES = {f"{stage} 1x1x1": [0.5] for stage in Stage}
+
+
+def samples_of(entry):
+    """As if every task had taken half a second."""
+    steps = {
+        f"denoise {cfg}x{ulysses}x{ring}": [0.5] for cfg, ulysses, ring in entry.step_degrees(counts=True)
+    }
+    return Samples(STAGES | steps, writes=[0.1], gaps=[0.001], moves=[(64, 0.01)])
 
 
 class NoPool:
@@ -51,7 +59,7 @@ def measured(monkeypatch, tiny_models, tmp_path):
         if len(keys) == measured_until:
             raise InterruptedRunError("stopped", signal_number=15)
         keys.append(entry.key)
-        return SAMPLES
+        return samples_of(entry)
 
     measured_until = 7
     monkeypatch.setattr("gfgen.cli.session.ranks.WorkerPool", NoPool)
@@ -67,7 +75,7 @@ def test_the_plan_and_its_duration_are_told_before_anything_starts(measured, tmp
     result = profile("--model", "tiny-wan", "--size", "64x64x5", "--dry-run", "-o", tmp_path / "p.json")
     lines = result.output.splitlines()
     assert lines[0] == "shapes: tiny-wan 64x64x5+cfg"
-    assert lines[1].startswith("13 measurements on 1 to 2 ranks: about ")
+    assert lines[1].startswith("10 measurements on 1 to 2 ranks: about ")
     assert not measured
     assert not list(tmp_path.iterdir())
 
@@ -76,16 +84,16 @@ def test_a_stopped_profile_goes_on_where_it_was(measured, tmp_path):
     arguments = ("--model", "tiny-wan", "--size", "64x64x5", "-o", tmp_path / "p.json")
     result = profile(*arguments)
     assert isinstance(result.exception, InterruptedRunError)
-    assert str(result.exception) == "stopped; 7 of 13 are measured: run the same command again to go on"
+    assert str(result.exception) == "stopped; 7 of 10 are measured: run the same command again to go on"
     assert result.exception.exit_code == 143
     first, measured[:] = list(measured), []
     result = profile(*arguments)
     assert result.exit_code == 0, result.output
-    assert "13 measurements on 1 to 2 ranks, 7 of them already done" in result.output
-    assert len(measured) == 6
+    assert "10 measurements on 1 to 2 ranks, 7 of them already done" in result.output
+    assert len(measured) == 3
     assert not set(first) & set(measured)
     made = load_profile(tmp_path / "p.json")
-    assert len(made.rows) == 4 + 4 + 4
+    assert len(made.rows) == 4 + len(["2x1x1", "1x2x1"])
     assert made.source == "gfgen profile --model tiny-wan --size 64x64x5 --ranks 2"
     assert [path.name for path in tmp_path.iterdir()] == ["p.json"]
 
@@ -191,9 +199,9 @@ def test_no_more_gpus_are_measured_together_than_reach_each_other(monkeypatch, t
     monkeypatch.setattr(profile_store.registry, "cache_dir", lambda: tmp_path)
     dry = profile("--random-weights", "--dry-run")
     assert dry.output.splitlines()[1].startswith("18 measurements on 1 to 2 GPUs: about ")
-    samples = Samples({f"{stage} 1x1x1": [0.5] for stage in Stage}, gaps=[0.001], moves=[(64, 0.01)])
+    samples = Samples(STAGES, gaps=[0.001], moves=[(64, 0.01)])
     monkeypatch.setattr("gfgen.cli.session.ranks.WorkerPool", NoPool)
-    monkeypatch.setattr(command.profiling_gpu, "measure", lambda *_, **__: samples)
+    monkeypatch.setattr(command.profiling, "measure", lambda *_, **__: samples)
     made = profile("--random-weights", "--model", "qwen-image", "--size", "512x512")
     assert made.exit_code == 0, made.output
     _, found = profile_store.find_profile("NVIDIA H200")
@@ -207,11 +215,11 @@ def test_gpus_are_measured_with_the_classes_of_the_workloads_unless_told_otherwi
 
     def measure(entry, pool, *, folder, signals):
         keys.append(entry.key)
-        return Samples({f"{stage} 1x1x1": [0.5] for stage in Stage}, gaps=[0.001], moves=[(64, 0.01)])
+        return Samples(STAGES, gaps=[0.001], moves=[(64, 0.01)])
 
     monkeypatch.setattr(command, "choose_devices", lambda kind, num_ranks: gpus)
     monkeypatch.setattr("gfgen.cli.session.ranks.WorkerPool", NoPool)
-    monkeypatch.setattr(command.profiling_gpu, "measure", measure)
+    monkeypatch.setattr(command.profiling, "measure", measure)
     monkeypatch.setattr(profile_store.registry, "cache_dir", lambda: tmp_path)
     dry = profile("--random-weights", "--dry-run")
     assert dry.output.splitlines()[1].startswith("24 measurements on 1 to 4 GPUs: about ")
@@ -219,8 +227,8 @@ def test_gpus_are_measured_with_the_classes_of_the_workloads_unless_told_otherwi
     made = profile("--random-weights", "--model", "qwen-image")
     assert made.exit_code == 0, made.output
     sizes = ("512x512", "1024x1024", "1536x1536")
-    groups = ("1", "2", "4", "1 moving")
-    assert keys == [f"qwen-image {size}+cfg on {group}" for size in sizes for group in groups]
+    groups = ("1 together", "2 together", "4 together", "1 moving")
+    assert keys == [f"qwen-image {size}+cfg on {group} round 1" for size in sizes for group in groups]
     path, found = profile_store.find_profile("NVIDIA H200")
     assert path.name.startswith("nvidia-h200-gfgen-")
     assert (found.device, found.num_ranks) == ("NVIDIA H200", 4)

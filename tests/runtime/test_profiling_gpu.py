@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from builders import make_job
 
-from gfgen.bench import profiling_gpu as profiling
+from gfgen.bench import profiling
 from gfgen.bench.profiling import Samples, fit_moves
-from gfgen.bench.scripted import Record, copy_of, placed_by, run_jobs
+from gfgen.bench.scripted import MeasuredRun, copy_of, placed_by, run_jobs
 from gfgen.bench.workloads import admitted, calibration_jobs
 from gfgen.cli.session.admission import find_model
 from gfgen.errors import WorkerError
@@ -22,31 +22,34 @@ STAGES = ("encode 1x1x1", "prepare 1x1x1", "denoise 1x1x1", "decode 1x1x1")
 
 
 def test_every_shape_is_measured_on_groups_of_one_two_and_four():
-    plan = profiling.plan_measurements([make_job("a", uses_cfg=True), make_job("b")], num_ranks=5)
+    plan = profiling.plan_measurements(
+        [make_job("a", uses_cfg=True), make_job("b")], num_ranks=5, are_on_gpus=True
+    )
     assert [entry.key for entry in plan] == [
-        "fake small on 1",
-        "fake small on 2",
-        "fake small on 4",
-        "fake small on 1 moving",
+        "fake small on 1 together round 1",
+        "fake small on 2 together round 1",
+        "fake small on 4 together round 1",
+        "fake small on 1 moving round 1",
     ]
-    both_ways = replace(plan[2], job=make_job("a", uses_cfg=True)).ways
-    assert both_ways == ((2, 2, 1), (1, 4, 1))
+    both_ways = replace(plan[2], job=make_job("a", uses_cfg=True)).step_degrees(counts=False)
+    assert both_ways == ((2, 2, 1),) * 2 + ((1, 4, 1),) * 2
 
 
 def test_no_more_ranks_are_measured_than_a_job_can_use():
     job = replace(make_job("a"), max_sequence_degree=2)
-    plan = profiling.plan_measurements([job], num_ranks=4)
-    assert [entry.num_ranks for entry in plan if not entry.is_moving] == [1, 2]
-    alone = profiling.plan_measurements([job], num_ranks=1)
-    assert [entry.key for entry in alone] == ["fake small on 1"]
+    plan = profiling.plan_measurements([job], num_ranks=4, are_on_gpus=True)
+    assert [entry.num_ranks for entry in plan if entry.kind == "together"] == [1, 2]
+    alone = profiling.plan_measurements([job], num_ranks=1, are_on_gpus=True)
+    assert [entry.key for entry in alone] == ["fake small on 1 together round 1"]
 
 
 def test_the_prediction_counts_every_task_of_one_group():
-    (entry, *_) = profiling.plan_measurements([make_job("a")], num_ranks=4)
+    (entry, *_) = profiling.plan_measurements([make_job("a")], num_ranks=4, are_on_gpus=True)
     costs = CostModel()
     profiling.learn(entry, Samples({name: [2.0] for name in STAGES}), costs)
-    num_steps = 1 + profiling.JOBS * (1 + profiling.STEPS)
-    num_others = 3 * (1 + profiling.JOBS)
+    num_jobs = profiling.JOBS["together"]
+    num_steps = profiling.WARM_UP_STEPS + num_jobs * (1 + profiling.STEPS["together"])
+    num_others = 3 * (1 + num_jobs)
     assert profiling.predicted_s(entry, costs, num_ranks=4) == pytest.approx(2.0 * (num_steps + num_others))
 
 
@@ -70,11 +73,13 @@ def test_moves_are_a_time_of_any_and_a_rate(
 
 
 def test_a_profile_has_rows_by_degrees_and_what_a_move_adds_to_a_gap():
-    plan = profiling.plan_measurements([make_job("a", uses_cfg=True)], num_ranks=2)
+    plan = profiling.plan_measurements([make_job("a", uses_cfg=True)], num_ranks=2, are_on_gpus=True)
     measured = {
-        "fake small on 1": Samples({name: [1.0, 2.0, 4.0] for name in STAGES}, gaps=[0.5]),
-        "fake small on 2": Samples({"denoise 2x1x1": [0.6, 0.8], "encode 1x1x1": [3.0]}, writes=[7.0]),
-        "fake small on 1 moving": Samples(moves=[(1000, 2.5), (3000, 4.5)]),
+        "fake small on 1 together round 1": Samples({name: [1.0, 2.0, 4.0] for name in STAGES}, gaps=[0.5]),
+        "fake small on 2 together round 1": Samples(
+            {"denoise 2x1x1": [0.6, 0.8], "encode 1x1x1": [3.0]}, writes=[7.0]
+        ),
+        "fake small on 1 moving round 1": Samples(moves=[(1000, 2.5), (3000, 4.5)]),
     }
     made = profiling.assemble(measured, plan, device="d", source="s", num_ranks=2, versions={})
     rows = {(row.stage, row.degrees): row for row in made.rows}
@@ -88,9 +93,11 @@ def test_a_profile_has_rows_by_degrees_and_what_a_move_adds_to_a_gap():
 def test_each_job_has_a_prompt_that_no_rank_has_encoded_yet():
     """An encode that a rank remembers takes no time."""
     prompts = [
-        part.job.spec.prompt
-        for entry in profiling.plan_measurements([make_job("a", uses_cfg=True)], num_ranks=4)
-        for part in profiling._parts(entry, [range(4)])
+        scripted.job.spec.prompt
+        for entry in profiling.plan_measurements(
+            [make_job("a", uses_cfg=True)], num_ranks=4, are_on_gpus=True
+        )
+        for scripted in profiling._scripted_jobs(entry, [range(4)])
     ]
     assert len(set(prompts)) == len(prompts)
     assert len(set(map(len, prompts))) == 1
@@ -98,25 +105,25 @@ def test_each_job_has_a_prompt_that_no_rank_has_encoded_yet():
 
 def test_groups_on_real_workers_are_measured_in_every_way(bare_pool, tmp_path):
     (job, *_) = admitted(calibration_jobs("tiny-wan"), find_model("tiny-wan"))
-    plan = profiling.plan_measurements([job], num_ranks=bare_pool.num_ranks)
+    plan = profiling.plan_measurements([job], num_ranks=bare_pool.num_ranks, are_on_gpus=True)
     measured = {entry.key: profiling.measure(entry, bare_pool, folder=tmp_path) for entry in plan}
     alone, pair, moving = measured.values()
     counted = {name: len(durations) for name, durations in alone.tasks.items()}
     assert counted == {
         "encode 1x1x1": 6,
         "prepare 1x1x1": 6,
-        "denoise 1x1x1": 6 * profiling.STEPS,
+        "denoise 1x1x1": 6 * profiling.STEPS["together"],
         "decode 1x1x1": 6,
     }
     counted = {name: len(durations) for name, durations in pair.tasks.items()}
     assert counted == {
         "encode 1x1x1": 2,
         "prepare 1x1x1": 2,
-        "denoise 2x1x1": 2 * profiling.STEPS,
-        "denoise 1x2x1": 2 * profiling.STEPS,
+        "denoise 2x1x1": 2 * profiling.STEPS["together"],
+        "denoise 1x2x1": 2 * profiling.STEPS["together"],
         "decode 1x2x1": 2,
     }
-    assert len(moving.moves) == profiling.MOVING_STEPS - 1
+    assert len(moving.moves) == profiling.STEPS["moving"] - 1
     assert {size for size, _ in moving.moves} == {job.state_bytes}
     made = profiling.assemble(measured, plan, device="d", source="s", num_ranks=3, versions={})
     (tmp_path / "p.json").write_text(made.as_json())
@@ -134,7 +141,7 @@ def test_groups_and_moves_stay_inside_islands(bare_pool, tmp_path, monkeypatch):
     monkeypatch.setattr(bare_pool, "islands", ((0,), (1, 2)))
     monkeypatch.setattr(profiling, "run_jobs", run_and_note)
     (job, *_) = admitted(calibration_jobs("tiny-wan"), find_model("tiny-wan"))
-    for entry in profiling.plan_measurements([job], num_ranks=2):
+    for entry in profiling.plan_measurements([job], num_ranks=2, are_on_gpus=True):
         profiling.measure(entry, bare_pool, folder=tmp_path)
     assert list(used.values()) == [{(0,), (1,), (2,)}, {(1,), (1, 2)}, {(1,), (2,)}]
 
@@ -148,4 +155,6 @@ def test_a_run_knows_which_ranks_of_its_pool_reach_each_other(bare_pool, tmp_pat
         return Layout((0, 1), ulysses=2) if is_step else Layout.single(0)
 
     with pytest.raises(WorkerError, match="do not reach each other"):
-        run_jobs([copy_of(job, "across", 1)], bare_pool, Record(), policy=placed_by(place), folder=tmp_path)
+        run_jobs(
+            [copy_of(job, "across", 1)], bare_pool, MeasuredRun(), policy=placed_by(place), folder=tmp_path
+        )
