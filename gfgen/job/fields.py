@@ -1,6 +1,10 @@
-"""The fields of a job: one table of names, what each accepts, and how it is read.
+"""The fields of a job, for the job file and for HTTP: names, what each accepts, and how it is read.
 
 mapping -> parse_fields -> attributes of JobSpec, and every Problem of this job
+
+The parsers are plain functions because pydantic takes 0.16 s to import and to build a model of these fields,
+which every command would pay, and then saves nothing per job. Requests (schemas.py) are pydantic models
+that call these parsers.
 """
 
 from __future__ import annotations
@@ -8,7 +12,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -35,11 +39,15 @@ MAX_UNKNOWN_REPORTED = 10
 MAX_SHOWN_CHARS = 80
 
 NUMBER = r"([0-9]{1,9}(?:\.[0-9]{1,9})?)"
+NUMBER_ALONE = re.compile(rf" *-?{NUMBER} *")
 DURATION = re.compile(rf"(?:{NUMBER}d)? *(?:{NUMBER}h)? *(?:{NUMBER}m)? *(?:{NUMBER}s)?")
 UNITS_S = (86_400, 3_600, 60, 1)
 INSTANT = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}[T ][0-9]{2}:[0-9]{2}.*")
 SIZE = re.compile(r"([0-9]{1,9}) *[xX] *([0-9]{1,9})")
 ID = re.compile(rf"[A-Za-z0-9_-][A-Za-z0-9._-]{{0,{MAX_ID_CHARS - 1}}}")
+
+STRING = {"type": "string"}
+TIME = {"anyOf": [{"type": "number"}, STRING]}
 
 OTHER_NAMES = {
     "cfg_scale": "guidance_scale",
@@ -58,19 +66,22 @@ class Refused(Exception):
     """A value that a field does not accept; the message is a hint, and may be empty."""
 
 
-Parser = Callable[[object], object]
-
-
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One field of a job: its name, what it accepts in words, and its parser.
+    """One field of a job.
 
-    The parser gets any JSON value except null, and raises Refused if it does not accept the value.
+    `accepted` says in words what `parse` accepts, `schema` says it as JSON schema. `parse` gets any JSON
+    value except null, and raises Refused if it does not accept the value.
     """
 
     name: str
     accepted: str
-    parse: Parser
+    parse: Callable[[Any], object]
+    schema: Mapping[str, Any]
+
+    def refusal(self, value: object, hint: str) -> Problem:
+        accepted = f"{self.accepted}; {hint}" if hint else self.accepted
+        return Problem(None, self.name, shown(value), accepted)
 
 
 def _text(name: str, max_chars: int, *, may_be_blank: bool = False) -> Field:
@@ -82,11 +93,13 @@ def _text(name: str, max_chars: int, *, may_be_blank: bool = False) -> Field:
             raise Refused(f"this one has {len(text):,}")
         if not may_be_blank and not text.strip():
             raise Refused("this one is empty")
-        if "\0" in text or any("\ud800" <= char <= "\udfff" for char in text):
+        if "\0" in text or not (text.isascii() or _is_unicode(text)):
             raise Refused("this one contains a NUL or an unpaired surrogate")
         return text
 
-    return Field(name, f"a text of {int(not may_be_blank)} to {max_chars:,} characters", parse)
+    low = int(not may_be_blank)
+    accepted = f"a text of {low} to {max_chars:,} characters"
+    return Field(name, accepted, parse, {"type": "string", "minLength": low, "maxLength": max_chars})
 
 
 def _label(name: str, max_chars: int, what: str) -> Field:
@@ -100,7 +113,8 @@ def _label(name: str, max_chars: int, what: str) -> Field:
             raise Refused("without control characters, and without spaces at its ends")
         return text
 
-    return Field(name, f"{what} of 1 to {max_chars:,} characters in quotes", parse)
+    accepted = f"{what} of 1 to {max_chars:,} characters in quotes"
+    return Field(name, accepted, parse, {"type": "string", "minLength": 1, "maxLength": max_chars})
 
 
 def _whole(name: str, low: int, high: int) -> Field:
@@ -114,7 +128,8 @@ def _whole(name: str, low: int, high: int) -> Field:
             raise Refused("")
         return int(number)
 
-    return Field(name, f"a whole number from {low:,} to {high:,}", parse)
+    schema = {"type": "integer", "minimum": low, "maximum": high}
+    return Field(name, f"a whole number from {low:,} to {high:,}", parse, schema)
 
 
 def _real(name: str, low: float, high: float) -> Field:
@@ -124,7 +139,8 @@ def _real(name: str, low: float, high: float) -> Field:
             raise Refused("")
         return float(number)
 
-    return Field(name, f"a number from {low:g} to {high:g}", parse)
+    schema = {"type": "number", "minimum": low, "maximum": high}
+    return Field(name, f"a number from {low:g} to {high:g}", parse, schema)
 
 
 def _duration(name: str, *, may_be_zero: bool) -> Field:
@@ -135,7 +151,8 @@ def _duration(name: str, *, may_be_zero: bool) -> Field:
         return seconds
 
     low = "0 or more" if may_be_zero else "more than 0"
-    return Field(name, f'seconds ({low}, at most 365 days), or a text like "90s", "1h30m" or "2d"', parse)
+    accepted = f'seconds ({low}, at most 365 days), or a text like "90s", "1h30m" or "2d"'
+    return Field(name, accepted, parse, TIME)
 
 
 def _parse_deadline(value: object) -> float | datetime:
@@ -190,19 +207,20 @@ DEADLINE_ACCEPTED = (
     'seconds after the arrival (more than 0, at most 365 days), a text like "90s", "1h30m" or "2d", '
     'or a time like "2026-11-20T18:00" or "2026-11-20T18:00+01:00"'
 )
+ID_ACCEPTED = f'1 to {MAX_ID_CHARS} characters in quotes, from A-Z a-z 0-9 . _ -, and no leading "."'
+SIZE_ACCEPTED = f'a text like "832x480", each side from {MIN_SIDE} to {MAX_SIDE:,}'
+OUTPUT_ACCEPTED = (
+    f"a file name of at most {MAX_OUTPUT_BYTES} bytes that ends in {' or '.join(SUFFIXES.values())}"
+)
 
 FIELDS: dict[str, Field] = {
     field.name: field
     for field in (
-        Field(
-            "id",
-            f'1 to {MAX_ID_CHARS} characters in quotes, from A-Z a-z 0-9 . _ -, and no leading "."',
-            _parse_id,
-        ),
+        Field("id", ID_ACCEPTED, _parse_id, STRING),
         _text("prompt", MAX_PROMPT_CHARS),
         _text("negative_prompt", MAX_PROMPT_CHARS, may_be_blank=True),
         _label("model", 1024, "a name, a folder or a hub id"),
-        Field("size", f'a text like "832x480", each side from {MIN_SIDE} to {MAX_SIDE:,}', _parse_size),
+        Field("size", SIZE_ACCEPTED, _parse_size, {**STRING, "pattern": f"^{SIZE.pattern}$"}),
         _whole("width", MIN_SIDE, MAX_SIDE),
         _whole("height", MIN_SIDE, MAX_SIDE),
         _whole("frames", 1, MAX_FRAMES),
@@ -215,16 +233,12 @@ FIELDS: dict[str, Field] = {
         _real("true_cfg_scale", 0, 100),
         _whole("seed", 0, 2**63 - 1),
         _label("image", 4096, f"the path of a picture ({', '.join(IMAGE_FORMATS)})"),
-        Field("deadline", DEADLINE_ACCEPTED, _parse_deadline),
+        Field("deadline", DEADLINE_ACCEPTED, _parse_deadline, TIME),
         _duration("arrival", may_be_zero=True),
         _duration("timeout", may_be_zero=False),
         _whole("priority", -1_000_000, 1_000_000),
         _label("tag", 64, "a class for reports"),
-        Field(
-            "output",
-            f"a file name of at most {MAX_OUTPUT_BYTES} bytes that ends in {' or '.join(SUFFIXES.values())}",
-            _parse_output,
-        ),
+        Field("output", OUTPUT_ACCEPTED, _parse_output, STRING),
     )
 }
 """Every field that a job may have; the order is that of docs/job-file.md."""
@@ -237,27 +251,29 @@ class RepeatedKeys(dict[str, Any]):
     repeated: tuple[str, ...] = ()
 
 
-def parse_fields(
-    mapping: Mapping[str, object], *, line: int | None, images: ImageReader
-) -> tuple[dict[str, Any], list[Problem]]:
-    """Attributes for a JobSpec (`id` only if given), and every problem of the job.
+def parse_fields(mapping: Mapping[str, Any], *, images: ImageReader) -> tuple[dict[str, Any], list[Problem]]:
+    """Attributes for a JobSpec (`id` only if given), and every problem of the job, without its line.
 
     If there are problems, the attributes are those of the valid fields.
     """
-    problems = [*_repeated_keys(mapping, line), *_unknown_fields(mapping, line)]
     values: dict[str, Any] = {}
-    for name, field in FIELDS.items():
-        value = mapping.get(name)
-        if value is None:  # null says as much as leaving the field out
-            continue
-        try:
-            values[name] = field.parse(value)
-        except Refused as refused:
-            problems.append(_refusal(field, value, str(refused), line))
-    if mapping.get("prompt") is None:
-        problems.append(Problem(line, "prompt", None, f"missing; {FIELDS['prompt'].accepted}"))
-    problems += _join_shape(values, mapping, line)
-    problems += _join_image(values, line, images)
+    refusals: dict[str, Problem] = {}
+    unknown: list[str] = []
+    for name, value in mapping.items():
+        field = FIELDS.get(name)
+        if field is None:
+            unknown.append(name)
+        elif value is not None:  # null says as much as leaving the field out
+            try:
+                values[name] = field.parse(value)
+            except Refused as refused:
+                refusals[name] = field.refusal(value, str(refused))
+    problems = [*_repeated_keys(mapping), *_unknown_fields(unknown)]
+    problems += [refusals[name] for name in FIELDS if name in refusals] if refusals else ()
+    if "prompt" not in values and "prompt" not in refusals:
+        problems.append(Problem(None, "prompt", None, f"missing; {FIELDS['prompt'].accepted}"))
+    problems += _join_shape(values, mapping)
+    problems += _join_image(values, images)
     _rename_times(values)
     return values, problems
 
@@ -286,62 +302,55 @@ def printable(text: str) -> str:
     return "".join(char if char.isprintable() else f"\\u{ord(char):04x}" for char in text)
 
 
-def _repeated_keys(mapping: Mapping[str, object], line: int | None) -> Iterator[Problem]:
-    repeated = mapping.repeated if isinstance(mapping, RepeatedKeys) else ()
-    for name in repeated[:MAX_UNKNOWN_REPORTED]:
-        yield Problem(line, _plain(name), None, "given more than once")
-
-
-def _unknown_fields(mapping: Mapping[str, object], line: int | None) -> Iterator[Problem]:
-    unknown = [name for name in mapping if name not in FIELDS]
-    for name in unknown[:MAX_UNKNOWN_REPORTED]:
-        suggestion = _suggestion(name)
-        accepted = f"not a field; {suggestion}" if suggestion else "not a field"
-        yield Problem(line, _plain(name), None, accepted, note=None if suggestion else ALL_FIELDS)
-    if len(unknown) > MAX_UNKNOWN_REPORTED:
-        more = len(unknown) - MAX_UNKNOWN_REPORTED
-        yield Problem(line, None, None, f"{more:,} more unknown fields")
-
-
-def _suggestion(name: str) -> str | None:
-    # Comparing takes quadratic time, and what is longer than this resembles no field.
-    spelled = name[:40].strip().lower().replace("-", "_")
-    if spelled == "n":
-        return "write one line per picture"
-    near = (
-        [OTHER_NAMES[spelled]] if spelled in OTHER_NAMES else difflib.get_close_matches(spelled, FIELDS, n=1)
-    )
-    return f"did you mean {near[0]}?" if near else None
-
-
-def _refusal(field: Field, value: object, hint: str, line: int | None) -> Problem:
-    return Problem(line, field.name, shown(value), f"{field.accepted}; {hint}" if hint else field.accepted)
-
-
-def _plain(name: str) -> str:
-    """The name as written where that is safe to print, quoted otherwise."""
+def plain_name(name: str) -> str:
+    """The name of a field as written if that is safe to print, quoted otherwise."""
     return name if name and name.isprintable() and len(name) <= MAX_SHOWN_CHARS else shown(name)
 
 
-def _join_shape(values: dict[str, Any], mapping: Mapping[str, object], line: int | None) -> Iterator[Problem]:
+def suggestion(name: str, fields: Collection[str]) -> str | None:
+    """A question that names the field that an unknown name resembles."""
+    # Comparing takes quadratic time, and what is longer than this resembles no field.
+    spelled = name[:40].strip().lower().replace("-", "_")
+    near = [OTHER_NAMES.get(spelled, "")]
+    if near[0] not in fields:
+        near = difflib.get_close_matches(spelled, fields, n=1)
+    return f"did you mean {near[0]}?" if near else None
+
+
+def _repeated_keys(mapping: Mapping[str, object]) -> Iterator[Problem]:
+    repeated = mapping.repeated if isinstance(mapping, RepeatedKeys) else ()
+    for name in repeated[:MAX_UNKNOWN_REPORTED]:
+        yield Problem(None, plain_name(name), None, "given more than once")
+
+
+def _unknown_fields(unknown: Sequence[str]) -> Iterator[Problem]:
+    for name in unknown[:MAX_UNKNOWN_REPORTED]:
+        hint = "write one line per picture" if name.strip().lower() == "n" else suggestion(name, FIELDS)
+        accepted = f"not a field; {hint}" if hint else "not a field"
+        yield Problem(None, plain_name(name), None, accepted, note=None if hint else ALL_FIELDS)
+    if len(unknown) > MAX_UNKNOWN_REPORTED:
+        more = len(unknown) - MAX_UNKNOWN_REPORTED
+        yield Problem(None, None, None, f"{more:,} more unknown fields")
+
+
+def _join_shape(values: dict[str, Any], mapping: Mapping[str, object]) -> Iterator[Problem]:
     """`size` becomes width and height, which must agree with those that are given."""
     size = values.pop("size", None)
     for position, name, other in ((0, "width", "height"), (1, "height", "width")):
         if size is not None and values.setdefault(name, size[position]) != size[position]:
             text = f"{size[0]}x{size[1]}"
-            yield Problem(
-                line, name, shown(values[name]), f'differs from size = "{text}"; give only one of them'
-            )
+            accepted = f'differs from size = "{text}"; give only one of them'
+            yield Problem(None, name, shown(values[name]), accepted)
         elif name in values and mapping.get("size") is None and mapping.get(other) is None:
-            yield Problem(line, other, None, f"missing; give both {name} and {other}, or neither")
+            yield Problem(None, other, None, f"missing; give both {name} and {other}, or neither")
     sides = values.get("width", 1) * values.get("height", 1)
     if sides * values.get("frames", 1) > MAX_VOLUME_PIXELS:
         # Two sides at their largest stay below it, so the job does give `frames`.
         accepted = f"width x height x frames of at most {MAX_VOLUME_PIXELS:,}"
-        yield Problem(line, "frames", shown(values["frames"]), accepted)
+        yield Problem(None, "frames", shown(values["frames"]), accepted)
 
 
-def _join_image(values: dict[str, Any], line: int | None, images: ImageReader) -> Iterator[Problem]:
+def _join_image(values: dict[str, Any], images: ImageReader) -> Iterator[Problem]:
     """`image` becomes an absolute path and the hash of a file that was decoded."""
     name = values.pop("image", None)
     if name is None:
@@ -349,7 +358,7 @@ def _join_image(values: dict[str, Any], line: int | None, images: ImageReader) -
     try:
         path, sha256 = images.check(name)
     except ImageError as error:
-        yield _refusal(FIELDS["image"], name, str(error), line)
+        yield FIELDS["image"].refusal(name, str(error))
     else:
         values |= {"image": str(path), "image_sha256": sha256}
 
@@ -372,20 +381,27 @@ def _string(value: object) -> str:
     return value
 
 
+def _is_unicode(text: str) -> bool:
+    """Whether the text can be written as UTF-8; half a surrogate pair cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _number(value: object) -> int | float:
-    """A finite JSON number: no bool, NaN or infinity, and no number in quotes."""
-    if isinstance(value, str) and re.fullmatch(rf" *-?{NUMBER} *", value):
+    """A JSON number, or NaN or infinity, which no range contains; no bool, and no number in quotes."""
+    if isinstance(value, str) and NUMBER_ALONE.fullmatch(value):
         raise Refused("write it without quotes")
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise Refused("")
-    if value != value or value in (float("inf"), float("-inf")):
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise Refused("")
     return value
 
 
 def _seconds(value: object) -> float:
     """Seconds of a number or of a text like "1h30m", from 0 to MAX_DURATION_S."""
-    if isinstance(value, str) and not re.fullmatch(rf" *-?{NUMBER} *", value):
+    if isinstance(value, str) and not NUMBER_ALONE.fullmatch(value):
         match = DURATION.fullmatch(value.strip().lower())
         if not match or not any(match.groups()):
             raise Refused("")

@@ -13,20 +13,15 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-from gfgen.errors import InputError, Problem
+from gfgen.errors import InputError, JobError, Problem
 from gfgen.job.fields import FIELDS, RepeatedKeys, parse_fields, printable, shown
 from gfgen.job.images import ImageReader
-from gfgen.job.spec import (
-    JobSpec,
-    default_id,
-    file_names,
-    name_key,
-)
+from gfgen.job.spec import JobSpec, default_id, file_names, name_key
 
 MAX_LINE_BYTES = 2**20
 MAX_FILE_BYTES = 2**30
@@ -102,8 +97,11 @@ def parse_job(
     A job without an id gets the default id of a first occurrence; use `default_id` to tell equal jobs
     apart. Relative image paths start at `folder`, by default the current one.
     """
-    values, problems = parse_fields(mapping, line=line, images=ImageReader(folder or Path()))
-    return (None if problems else _named(_spec(values, line))), tuple(problems)
+    values, problems = parse_fields(mapping, images=ImageReader(folder or Path()))
+    if problems:
+        return None, JobError(*problems).at_line(line)
+    values.setdefault("id", default_id(values))
+    return JobSpec(**values, line=line), ()
 
 
 def to_mapping(spec: JobSpec) -> dict[str, Any]:
@@ -172,24 +170,22 @@ class _JobList:
     def _add_object(self, line: int, mapping: Mapping[str, object]) -> None:
         if len(self.specs) >= MAX_JOBS:
             raise _ReadingEnded(line, f"a file has at most {MAX_JOBS:,} jobs; split it here")
-        values, problems = parse_fields(mapping, line=line, images=self.images)
-        spec = None
-        if not problems:
-            spec = self._numbered(_spec(values, line))
-            values["id"] = spec.id
+        values, problems = parse_fields(mapping, images=self.images)
+        if not problems and "id" not in values:
+            values["id"] = self._next_id(values)
         # Names of a faulty line count as used, so that this report shows its clashes, too.
         problems += self._take_names(line, values.get("id"), values.get("output"))
-        self.problems += problems
-        if spec is not None and not problems:
-            self.specs.append(spec)
+        if problems:
+            self.problems += JobError(*problems).at_line(line)
+        else:
+            self.specs.append(JobSpec(**values, line=line))
 
-    def _numbered(self, spec: JobSpec) -> JobSpec:
-        """The job with its own id, or with a default id that counts equal jobs."""
-        if spec.id:
-            return spec
-        base = default_id(spec)
+    def _next_id(self, values: Mapping[str, Any]) -> str:
+        """A default id, which counts equal jobs."""
+        base = default_id(values)
         self.occurrences[base] += 1
-        return _named(spec, occurrence=self.occurrences[base])
+        number = self.occurrences[base]
+        return base if number == 1 else f"{base}-{number}"
 
     def _take_names(self, line: int, job_id: str | None, output: str | None) -> Iterator[Problem]:
         """Record the names that a line's job uses; yields a problem for each that an earlier line uses."""
@@ -215,14 +211,6 @@ class _JobList:
                     shown(value),
                     f"line {taken_by} already writes {name}; rename one of them",
                 )
-
-
-def _spec(values: Mapping[str, Any], line: int | None) -> JobSpec:
-    return JobSpec(**{"id": "", **values, "line": line})
-
-
-def _named(spec: JobSpec, *, occurrence: int = 1) -> JobSpec:
-    return spec if spec.id else replace(spec, id=default_id(spec, occurrence=occurrence))
 
 
 class _ReadingEnded(Exception):
@@ -282,7 +270,7 @@ def _decode_line(line: int, content: bytes) -> Mapping[str, object] | Problem | 
 
 def _decode_object(line: int, text: str) -> Mapping[str, object] | Problem:
     try:
-        value = json.loads(text, parse_int=_parse_int, object_pairs_hook=_parse_object)
+        value = _DECODER.decode(text)
     except json.JSONDecodeError as error:
         reason = f"not JSON ({error.msg} at column {error.colno})"
         return Problem(
@@ -313,3 +301,6 @@ def _parse_object(pairs: list[tuple[str, Any]]) -> RepeatedKeys:
         counts = Counter(name for name, _ in pairs)
         decoded.repeated = tuple(name for name, count in counts.items() if count > 1)
     return decoded
+
+
+_DECODER = json.JSONDecoder(parse_int=_parse_int, object_pairs_hook=_parse_object)

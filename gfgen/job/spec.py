@@ -9,8 +9,10 @@ import hashlib
 import json
 import re
 import unicodedata
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from gfgen.errors import JobError, Problem
 
@@ -20,8 +22,12 @@ SCALE_FIELDS = ("guidance_scale", "guidance_scale_2", "boundary_ratio", "flow_sh
 SUFFIXES = {"image": ".png", "video": ".mp4"}
 """File name endings by the kind of thing that a model makes."""
 
-HASHED_FIELDS = ("prompt", "negative_prompt", "model", *SHAPE_FIELDS, *SCALE_FIELDS, "seed", "output")
-"""What decides the file's content and name; with the image's bytes, the canonical spec."""
+HASHED_FIELDS = (
+    *("prompt", "negative_prompt", "model", *SHAPE_FIELDS, *SCALE_FIELDS),
+    *("seed", "output", "image_sha256"),
+)
+"""What decides the file's content and name: the canonical spec."""
+_ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
 
 SLUG_CHARS = 40
 SHORT_HASH_CHARS = 10
@@ -88,21 +94,20 @@ def canonical_spec(spec: JobSpec, *, has_random_weights: bool = False) -> str:
 
     Raises: OSError when an image was not hashed at admission and cannot be read now.
     """
-    said: dict[str, object] = {name: _canonical(getattr(spec, name)) for name in HASHED_FIELDS}
+    said = {name: getattr(spec, name) for name in HASHED_FIELDS}
     if spec.seed is None and spec.id:
         said["seed"] = default_seed(spec.id)
-    if spec.image is not None:
-        said["image_sha256"] = spec.image_sha256 or hashlib.sha256(Path(spec.image).read_bytes()).hexdigest()
+    if spec.image is not None and spec.image_sha256 is None:
+        said["image_sha256"] = hashlib.sha256(Path(spec.image).read_bytes()).hexdigest()
     if has_random_weights:
         said["weights"] = "random"
-    present = {name: value for name, value in said.items() if value is not None}
-    return json.dumps(present, sort_keys=True, separators=(",", ":"))
+    return _canonical(said)
 
 
-def default_id(spec: JobSpec, *, occurrence: int = 1) -> str:
-    """slug-hash, and slug-hash-2 for the second job with that much in common, and so on."""
-    base = f"{slug(spec.prompt)}-{spec_hash(replace(spec, id=''))[:SHORT_HASH_CHARS]}"
-    return base if occurrence == 1 else f"{base}-{occurrence}"
+def default_id(said: Mapping[str, Any]) -> str:
+    """slug-hash of the attributes of a job; the reader numbers equal ones."""
+    text = _canonical({name: said[name] for name in HASHED_FIELDS if name in said})
+    return f"{slug(said['prompt'])}-{hashlib.sha256(text.encode()).hexdigest()[:SHORT_HASH_CHARS]}"
 
 
 def default_seed(job_id: str) -> int:
@@ -153,6 +158,11 @@ def slug(text: str) -> str:
     return words or "job"
 
 
-def _canonical(value: object) -> object:
+def _canonical(said: Mapping[str, Any]) -> str:
     """5 and 5.0 are one value, however the spec was made."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+    present = {
+        name: int(value) if isinstance(value, float) and value.is_integer() else value
+        for name, value in said.items()
+        if value is not None
+    }
+    return _ENCODER.encode(present)

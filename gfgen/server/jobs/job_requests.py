@@ -272,7 +272,7 @@ def _job_words(
 
 
 def _spec(values: Mapping[str, Any], kind: str, words: Mapping[str, str]) -> JobSpec:
-    fields, problems = parse_fields(values, line=None, images=NoImages(_NO_PATHS))
+    fields, problems = parse_fields(values, images=NoImages(_NO_PATHS))
     if problems:
         raise refused(problems, words, status=400)
     return JobSpec(**{**fields, "id": new_id(kind)})
