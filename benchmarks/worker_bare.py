@@ -11,8 +11,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,8 +22,9 @@ from gfgen.models.families.adapter import Adapter
 from gfgen.models.parallel.parallel import Parallel, parallel_from
 from gfgen.runtime.ipc.channel import Channel
 from gfgen.runtime.ipc.messages import BareTimes, RunBare
-from gfgen.runtime.worker import gpu as worker_gpu
-from gfgen.runtime.worker.host import Worker, WorkerSettings, load, load_model, run_worker
+from gfgen.runtime.worker import gpu, host
+from gfgen.runtime.worker.entry import WorkerSettings, run_worker
+from gfgen.runtime.worker.loop import Worker
 
 __all__ = ["WorkerSettings", "main"]
 
@@ -34,45 +34,29 @@ MAX_AHEAD = 2
 
 def main(channel_socket: socket.socket, settings: WorkerSettings) -> None:
     """Entry of a rank's process."""
-    if settings.device != "cpu":
-        worker_gpu.main(channel_socket, settings, worker_class=BareGpuWorker)
-        return
+    make_worker = host.make_worker if settings.device == "cpu" else gpu.make_worker
 
-    def make(channel: Channel) -> Worker:
-        adapters = load(settings, channel=channel)
-        return BareWorker(channel, settings.rank, adapters, load_model=partial(load_model, settings))
+    def make(channel: Channel, settings: WorkerSettings) -> Worker:
+        return with_bare_loops(make_worker(channel, settings), channel, settings)
 
     run_worker(channel_socket, settings, make)
 
 
-class BareWorker(Worker):
-    """A CPU rank."""
+def with_bare_loops(worker: Worker, channel: Channel, settings: WorkerSettings) -> Worker:
+    """The same worker, which also answers `RunBare`."""
 
-    def _take(self, message: Any, fds: Sequence[int]) -> None:
-        if isinstance(message, RunBare):
-            self._tasks.put((message, []))
-        else:
-            super()._take(message, fds)
+    def run(message: RunBare, _: Sequence[int]) -> None:
+        device, mark = worker.device, None
+        if isinstance(device, gpu.GpuDevice):
+            device.forwards.attach(message.checkpoint)
+            mark = device.event
+        adapter = device.adapters[message.checkpoint]
+        loop = BareLoop(message, adapter, settings.rank, device.endpoint, wait=device.drain, mark=mark)
+        worker.last_number = message.last_number
+        channel.send(loop.run())
 
-    def _run(self, message: Any, fds: Sequence[int]) -> None:
-        if not isinstance(message, RunBare):
-            super()._run(message, fds)
-            return
-        loop = self._loop_of(message)
-        self._last_number = message.last_number
-        self._channel.send(loop.run())
-
-    def _loop_of(self, message: RunBare) -> BareLoop:
-        adapter = self._adapters[message.checkpoint]
-        return BareLoop(message, adapter, self._rank, self._endpoint, wait=self._drain)
-
-
-class BareGpuWorker(BareWorker, worker_gpu.GpuWorker):
-    """A rank on a GPU."""
-
-    def _loop_of(self, message: RunBare) -> BareLoop:
-        self._forwards.attach(message.checkpoint)
-        return replace(super()._loop_of(message), mark=self._event)
+    worker.on_main[RunBare] = run
+    return worker
 
 
 @dataclass(slots=True)

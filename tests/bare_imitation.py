@@ -4,33 +4,22 @@ from __future__ import annotations
 
 import socket
 from functools import partial
-from typing import Any
 
-from gpu_worker_imitation import ImitationRecorder, ImitationWorker, imitate_cuda
+from gpu_worker_imitation import imitate_cuda, imitation_worker
 
-from benchmarks.worker_bare import BareGpuWorker
-from gfgen.gfc.arena import Plan
+from benchmarks.worker_bare import with_bare_loops
 from gfgen.runtime.ipc.channel import Channel
-from gfgen.runtime.worker.host import Worker, WorkerSettings, load, load_model, run_worker
+from gfgen.runtime.worker.entry import WorkerSettings, load_model, run_worker
+from gfgen.runtime.worker.loop import Worker
 
 __all__ = ["WorkerSettings", "main"]
 
 
-class BareImitation(BareGpuWorker, ImitationWorker):
-    """First what bare loops add, then the imitation, then the worker that is imitated."""
-
-    def __init__(self, *arguments: Any) -> None:
-        ImitationWorker.__init__(self, *arguments)
-
-
 def main(channel_socket: socket.socket, settings: WorkerSettings) -> None:
-    def make(channel: Channel) -> Worker:
+    def make(channel: Channel, settings: WorkerSettings) -> Worker:
         imitate_cuda()
-
-        adapters = load(settings, channel=channel)
-        load_more = partial(load_model, settings)
-        worker = BareImitation(channel, settings.rank, adapters, Plan(*settings.arena_bytes), load_more)
-        worker.set_up_forwards(ImitationRecorder(), may_record=settings.has_graphs)
-        return worker
+        load = partial(load_model, settings)
+        worker = imitation_worker(channel, settings, load, may_record=settings.has_graphs)
+        return with_bare_loops(worker, channel, settings)
 
     run_worker(channel_socket, settings, make)

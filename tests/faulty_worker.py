@@ -30,9 +30,8 @@ from typing import Any
 import torch
 
 from gfgen.models.fast import stopping
-from gfgen.runtime.worker import gpu as worker_gpu
-from gfgen.runtime.worker import host as worker
-from gfgen.runtime.worker.host import WorkerSettings
+from gfgen.runtime.worker import entry, gpu, host
+from gfgen.runtime.worker.entry import WorkerSettings
 
 __all__ = ["WorkerSettings", "main"]
 
@@ -131,18 +130,18 @@ GPU_FAULTS = FAULTS | {
 
 def main(channel_socket: socket.socket, settings: WorkerSettings) -> None:
     _load_faulty(settings.rank, FAULTS)
-    worker.main(channel_socket, settings)
+    host.main(channel_socket, settings)
 
 
 def gpu_main(channel_socket: socket.socket, settings: WorkerSettings) -> None:
     _load_faulty(settings.rank, GPU_FAULTS)
-    worker_gpu.main(channel_socket, settings)
+    gpu.main(channel_socket, settings)
 
 
 def _load_faulty(rank: int, faults: Mapping[str, Callable[[], None]]) -> None:
-    load = worker.load_adapter
+    load = entry.load_adapter
 
     def load_faulty(*arguments: Any, **options: Any) -> Any:
         return FaultyAdapter(load(*arguments, **options), rank, faults=faults)
 
-    worker.load_adapter = load_faulty
+    entry.load_adapter = load_faulty

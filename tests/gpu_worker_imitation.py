@@ -1,4 +1,4 @@
-"""A GPU rank's worker on a CPU: everything of gpu.py but the device.
+"""A GPU rank's worker on a CPU: everything of gpu.py but CUDA.
 
 Streams and events do nothing, since what a CPU is told to do is done when the call returns; arenas
 are memfds that the worker makes itself, as a GPU's rank does. So its threads, what it answers to the
@@ -13,6 +13,7 @@ import signal
 import socket
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,11 +30,11 @@ from gfgen.gfc.group import Group
 from gfgen.layout import Layout
 from gfgen.models.parallel.rehearsal import rehearsal
 from gfgen.runtime.ipc.channel import Channel
-from gfgen.runtime.ipc.messages import Arenas, Loading
-from gfgen.runtime.worker import forwards as worker_forwards
-from gfgen.runtime.worker import gpu as worker_gpu
-from gfgen.runtime.worker import staging as worker_staging
-from gfgen.runtime.worker.host import Worker, WorkerSettings, load_model, run_worker
+from gfgen.runtime.ipc.messages import Abandoned, Arenas
+from gfgen.runtime.worker import forwards, gpu, staging
+from gfgen.runtime.worker.dispatches import Dispatches
+from gfgen.runtime.worker.entry import WorkerSettings, load_model, load_models, run_worker
+from gfgen.runtime.worker.loop import Worker
 
 __all__ = ["WorkerSettings", "main"]
 
@@ -127,44 +128,33 @@ class ImitationEndpoint(Endpoint):
         when_formatted(lambda: super(ImitationEndpoint, self).replace_peer(rank, fd, incarnation))
 
 
-class ImitationWorker(worker_gpu.GpuWorker):
-    def __init__(self, channel: Channel, rank: int, adapters: Any, plan: Plan, load_model: Any) -> None:
-        Worker.__init__(self, channel, rank, adapters, load_model=load_model)
-        self.device = torch.device("cpu")
-        self._plan = plan
-        # Its header needs the incarnation, which comes with the others' arenas.
-        self._fd = os.memfd_create(f"imitation {rank}")
-        os.ftruncate(self._fd, plan.arena_bytes)
-        self.arena_fds = (self._fd,)
-        self._set_up_streams()
+class ImitationDevice(gpu.GpuDevice):
+    """The arena's header needs the incarnation, which comes with the others' arenas."""
 
-    def _use_device(self, stream: Any) -> None:
-        STREAMS.append(stream)
+    def use(self, thread: str) -> None: ...
 
-    def _store_frames(self, decoded: worker_gpu.Decoded) -> None:
+    def store_rows(self, rows: torch.Tensor, target: torch.Tensor) -> None:
         order = taken_order("frames")
         if order == "die":
             os.kill(os.getpid(), signal.SIGKILL)
         if order == "fail":
             raise RuntimeError("as told by a file")
-        super()._store_frames(decoded)
+        super().store_rows(rows, target)
 
-    def _connect(self, message: Arenas, fds: Sequence[int]) -> None:
-        library, plan = native.library(), self._plan.as_native()
-        address = library.gfc_arena_map(self._fd, self._plan.arena_bytes)
-        library.gfc_arena_format(address, plan, self._rank, message.incarnations[self._rank])
+    def connect(self, message: Arenas, fds: Sequence[int]) -> None:
+        rank, library, plan = self._settings.rank, native.library(), self._plan.as_native()
+        (fd,) = self.arena_fds
+        address = library.gfc_arena_map(fd, self._plan.arena_bytes)
+        library.gfc_arena_format(address, plan, rank, message.incarnations[rank])
         library.gfc_arena_unmap(address, self._plan.arena_bytes)
-        self._endpoint = when_formatted(
+        self.endpoint = when_formatted(
             lambda: ImitationEndpoint(
                 self._plan,
-                rank=self._rank,
+                rank=rank,
                 fds=dict(zip(message.ranks, fds[:-1], strict=True)),
                 incarnations=dict(enumerate(message.incarnations)),
             )
         )
-
-
-STREAMS: list[Any] = []
 
 
 def taken_order(name: str) -> str | None:
@@ -196,15 +186,34 @@ def imitate_cuda() -> None:
     torch.cuda.stream = lambda _: contextlib.nullcontext()  # type: ignore[assignment]
     torch.cuda.current_stream = lambda _=None: Stream()  # type: ignore[assignment]
     torch.cuda.empty_cache = lambda: None
+    torch.cuda.synchronize = lambda _=None: None  # type: ignore[assignment]
     torch.Tensor.record_stream = lambda *_: None  # type: ignore[assignment]
     real_empty = torch.empty
     torch.empty = lambda *size, pin_memory=False, **options: real_empty(*size, **options)
-    worker_staging.STAGING_BYTES = STAGING_BYTES
-    worker_forwards.MIN_REPLAYS = 1
+    staging.STAGING_BYTES = STAGING_BYTES
+    forwards.MIN_REPLAYS = 1
+
+
+def imitation_worker(channel: Channel, settings: WorkerSettings, load: Any, *, may_record: bool) -> Worker:
+    """With models as `load` has them."""
+    plan = Plan(*settings.arena_bytes)
+    fd = os.memfd_create(f"imitation {settings.rank}")
+    os.ftruncate(fd, plan.arena_bytes)
+    dispatches = Dispatches(lambda numbers: channel.send(Abandoned(numbers)))
+    device = ImitationDevice(
+        replace(settings, has_graphs=may_record),
+        load_models(channel, settings, load),
+        dispatches,
+        load_model=load,
+        device=torch.device("cpu"),
+        own_arena=(None, fd),  # type: ignore[arg-type]
+        recorder=ImitationRecorder(),
+    )
+    return Worker(channel, settings.rank, device, dispatches)
 
 
 def main(channel_socket: socket.socket, settings: WorkerSettings) -> None:
-    def make(channel: Channel) -> Worker:
+    def make(channel: Channel, settings: WorkerSettings) -> Worker:
         imitate_cuda()
 
         def load(path: str) -> FaultyAdapter:
@@ -212,12 +221,6 @@ def main(channel_socket: socket.socket, settings: WorkerSettings) -> None:
                 raise RuntimeError("as told by a file")
             return FaultyAdapter(load_model(settings, path), settings.rank, faults=FAULTS)
 
-        adapters = {}
-        for path in settings.checkpoints:
-            channel.send(Loading(path))
-            adapters[path] = load(path)
-        worker = ImitationWorker(channel, settings.rank, adapters, Plan(*settings.arena_bytes), load)
-        worker.set_up_forwards(ImitationRecorder(), may_record=True)
-        return worker
+        return imitation_worker(channel, settings, load, may_record=True)
 
     run_worker(channel_socket, settings, make)

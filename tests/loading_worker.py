@@ -15,8 +15,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from gfgen.runtime.ipc.messages import WarmedUp, WarmUp
-from gfgen.runtime.worker import host as worker
-from gfgen.runtime.worker.host import WorkerSettings
+from gfgen.runtime.worker import entry, host, loop
+from gfgen.runtime.worker.entry import WorkerSettings
 
 __all__ = ["WorkerSettings", "die", "main"]
 
@@ -38,14 +38,14 @@ def main(channel_socket: socket.socket, settings: WorkerSettings) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return SimpleNamespace()
 
-    def warm_up(rank: worker.Worker, message: WarmUp) -> WarmedUp:
-        name = f"warm {message.number} on {settings.rank} with {len(rank._adapters)} models"
+    def warm_up(worker: loop.Worker, message: WarmUp, _: object) -> None:
+        name = f"warm {message.number} on {settings.rank} with {len(worker.device.adapters)} models"
         Path(message.checkpoint).with_name(name).touch()
-        return WarmedUp(message.number, 100.0)
+        worker._channel.send(WarmedUp(message.number, 100.0))
 
-    worker.load_adapter = load_name
-    worker.Worker._warm_up = warm_up
-    worker.main(channel_socket, settings)
+    entry.load_adapter = load_name
+    loop.Worker._warm_up = warm_up  # type: ignore[assignment, method-assign]
+    host.main(channel_socket, settings)
 
 
 def die(channel_socket: socket.socket, settings: WorkerSettings) -> None:

@@ -39,9 +39,11 @@ from gfgen.runtime.ipc.messages import (
 )
 from gfgen.runtime.ipc.migration import Transfer
 from gfgen.runtime.ipc.slab import Slab, SlabPlan
-from gfgen.runtime.worker import host as worker_module
+from gfgen.runtime.worker import host, loop
 from gfgen.runtime.worker import jobs as worker_jobs
-from gfgen.runtime.worker.host import Worker
+from gfgen.runtime.worker.dispatches import Dispatches
+from gfgen.runtime.worker.host import HostDevice
+from gfgen.runtime.worker.loop import Worker
 
 JOB = make_job("a", steps=4)
 PLAN = SlabPlan.of(JOB.trajectory)
@@ -83,6 +85,8 @@ class Rank:
     """The control plane's end of a worker."""
 
     worker: Worker
+    device: Any
+    dispatches: Dispatches
     adapter: CountingAdapter
     channel: Channel
     slab_fd: int
@@ -128,9 +132,12 @@ def rank() -> Iterator[Rank]:
     ours, theirs = Channel.pair()
     ours.settimeout(ANSWER_S)
     adapter = CountingAdapter()
-    worker = Worker(Channel(theirs), 0, {"fake": adapter})  # type: ignore[dict-item]
+    channel = Channel(theirs)
+    dispatches = Dispatches(lambda numbers: channel.send(Abandoned(numbers)))
+    device = HostDevice(0, {"fake": adapter}, dispatches, load_model=None)  # type: ignore
+    worker = Worker(channel, 0, device, dispatches)
     fd = Slab.create(PLAN, name="a")
-    rank = Rank(worker, adapter, Channel(ours), fd, Slab(fd, PLAN))
+    rank = Rank(worker, device, dispatches, adapter, Channel(ours), fd, Slab(fd, PLAN))
     thread = threading.Thread(target=rank.serve, daemon=True)
     thread.start()
     rank.channel.send(StartJob(JOB.spec, JOB.trajectory, "fake"), (fd,))
@@ -255,8 +262,8 @@ def meet(rank: Rank, monkeypatch: pytest.MonkeyPatch, *, late_s: float = 0.0) ->
         assert timeout_s == WAIT_S
         return SimpleNamespace(enter=enter)
 
-    rank.worker._endpoint = SimpleNamespace(group=group, abort_through=lambda _: None)
-    monkeypatch.setattr(worker_module, "parallel_from", lambda group: None)
+    rank.device.endpoint = SimpleNamespace(group=group, abort_through=lambda _: None)
+    monkeypatch.setattr(host, "parallel_from", lambda group: None)
     return entered_s
 
 
@@ -274,7 +281,7 @@ def test_waiting_for_the_other_ranks_is_no_part_of_a_tasks_duration(
 def test_what_the_user_can_mend_is_told_without_our_places() -> None:
     with pytest.raises(JobError) as caught:
         raise JobError(Problem.of("image", "fox.png", "cannot be read as a picture"))
-    assert worker_module.reason_of(caught.value) == "image = fox.png: cannot be read as a picture"
+    assert loop.reason_of(caught.value) == "image = fox.png: cannot be read as a picture"
 
 
 def test_a_task_that_raises_is_a_fault_with_its_reason_and_the_worker_goes_on(rank: Rank) -> None:
@@ -340,13 +347,13 @@ def test_who_waits_to_send_what_a_failed_task_was_to_make_goes_on(
 ) -> None:
     sent: list[int] = []
     both = threading.Event()
-    rank.worker._endpoint = SimpleNamespace(abort_through=lambda _: None)  # type: ignore[assignment]
+    rank.device.endpoint = SimpleNamespace(abort_through=lambda _: None)
 
     def send(endpoint: Any, fields: Fields, transfers: Any, *, dispatch: int) -> None:
         sent.append(dispatch)
         both.set()
 
-    monkeypatch.setattr(worker_module, "send_state", send)
+    monkeypatch.setattr(host, "send_state", send)
     rank.run_to_end(1, 0)
     rank.run_to_end(2, 1)
     rank.adapter.fails_at = 0
@@ -370,22 +377,22 @@ def test_who_waits_to_send_what_will_not_be_made_goes_on_when_the_job_is_forgott
     rank.channel.send(SendState(5, "a", 3, ()))
     rank.channel.send(Ping())
     assert rank.answer() == Pong()
-    assert rank.worker._unsent == {5}
+    assert rank.dispatches._unsent.keys() == {5}
     rank.channel.send(message)
-    with rank.worker._told:
-        assert rank.worker._told.wait_for(lambda: not rank.worker._unsent, ANSWER_S)
+    with rank.dispatches._changed:
+        assert rank.dispatches._changed.wait_for(lambda: not rank.dispatches.has_unsent, ANSWER_S)
 
 
 def test_a_transfer_that_is_aborted_without_having_been_given_up_is_told(
     rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An abort of a later dispatch ends it too; whoever waits for it would wait for ever."""
-    rank.worker._endpoint = SimpleNamespace(abort_through=lambda _: None)  # type: ignore[assignment]
+    rank.device.endpoint = SimpleNamespace(abort_through=lambda _: None)
 
     def send(endpoint: Any, fields: Fields, transfers: Any, *, dispatch: int) -> None:
         raise AbortedError("by the host")
 
-    monkeypatch.setattr(worker_module, "send_state", send)
+    monkeypatch.setattr(host, "send_state", send)
     rank.run_to_end(1, 0)
     rank.run_to_end(2, 1)
     rank.channel.send(SendState(3, "a", 2, ()))
@@ -404,7 +411,7 @@ def test_constants_that_the_task_before_makes_are_waited_for(
         arrived.set()
         return Fields({"latents": torch.zeros(1, 4, 1, 2, 2)})
 
-    monkeypatch.setattr(worker_module, "receive_state", receive)
+    monkeypatch.setattr(host, "receive_state", receive)
     latents = Fields({"latents": torch.zeros(1, 4, 1, 2, 2)})
     rank.publish("prompt", 1, Fields(), producer=1)
     rank.publish("condition", 2, Fields(), producer=1)  # of an attempt that failed
@@ -433,8 +440,8 @@ def test_latents_that_were_arriving_for_an_attempt_that_failed_are_not_used_by_t
 ) -> None:
     """On a GPU they are only enqueued: with the attempt their arrival is aborted, and they never come."""
     garbage = Fields({"latents": torch.full((1, 4, 1, 2, 2), 5.0)})
-    monkeypatch.setattr(worker_module, "receive_state", lambda *_, **__: garbage)
-    rank.worker._endpoint = SimpleNamespace(abort_through=lambda _: None)
+    monkeypatch.setattr(host, "receive_state", lambda *_, **__: garbage)
+    rank.device.endpoint = SimpleNamespace(abort_through=lambda _: None)
     rank.publish("prompt", 1, Fields(), producer=1)
     rank.publish("condition", 2, Fields(), producer=2)
     rank.publish("latents", 2, Fields({"latents": torch.zeros(1, 4, 1, 2, 2)}), producer=2)
@@ -462,7 +469,7 @@ def test_latents_of_a_dispatch_that_was_given_up_are_not_used(rank: Rank) -> Non
 
 def test_a_dispatch_that_waits_for_lost_input_is_left_without_a_report(rank: Rank) -> None:
     rank.run(3, 2, producer=2)
-    while 3 not in rank.worker._inside:
+    while 3 not in rank.dispatches._inside:
         time.sleep(1e-4)
     rank.channel.send(Abandon(frozenset({3})))
     assert rank.answer() == Abandoned(frozenset({3}))
@@ -472,12 +479,12 @@ def test_a_dispatch_that_waits_for_lost_input_is_left_without_a_report(rank: Ran
 def test_a_worker_whose_control_plane_is_gone_leaves_what_would_never_end(rank: Rank) -> None:
     """Nobody would abort it any more, and it would keep its GPU and its memory for ever."""
     aborted: list[int] = []
-    rank.worker._endpoint = SimpleNamespace(abort_through=aborted.append)
+    rank.device.endpoint = SimpleNamespace(abort_through=aborted.append)
     rank.run(3, 2, producer=2)  # its input never comes
     rank.run(4, 2, producer=2)
-    while 3 not in rank.worker._inside:
+    while 3 not in rank.dispatches._inside:
         time.sleep(1e-4)
     rank.channel.close()
-    while not (rank.worker._is_over and not rank.worker._inside):
+    while not (rank.dispatches._is_over and not rank.dispatches._inside):
         time.sleep(1e-4)
     assert aborted == [3]

@@ -6,7 +6,6 @@ The device is imitated (tests/gpu_worker_imitation.py); on real ones see tests/c
 from __future__ import annotations
 
 import os
-import queue
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -23,6 +22,7 @@ import torch
 from builders import Recorder
 from test_workers import PICTURE, admitted, pixels, run
 
+from gfgen.errors import ModelError
 from gfgen.gfc.arena import Plan
 from gfgen.graph import Stage, Task
 from gfgen.job.spec import JobSpec
@@ -35,22 +35,22 @@ from gfgen.runtime.core.events import FramesLost, ModelsChanged, RankLoaded, Tas
 from gfgen.runtime.ipc.messages import (
     Arenas,
     ModelsSet,
-    PeerReplaced,
     Pong,
-    ReplacePeer,
     RunTask,
     SendState,
-    WorkerFailed,
 )
 from gfgen.runtime.ipc.migration import Transfer
 from gfgen.runtime.processes.loads import Loads
 from gfgen.runtime.processes.pool import WorkerPool
 from gfgen.runtime.processes.watchdog import Patience
-from gfgen.runtime.worker import gpu as worker_gpu
+from gfgen.runtime.worker import gpu
+from gfgen.runtime.worker.device import RankTask
+from gfgen.runtime.worker.dispatches import Dispatches, InputVoidError
+from gfgen.runtime.worker.entry import WorkerSettings
 from gfgen.runtime.worker.forwards import Forwards
-from gfgen.runtime.worker.gpu import GpuWorker
-from gfgen.runtime.worker.host import WorkerSettings
-from gfgen.runtime.worker.jobs import InputVoidError, RankJob, Shipment
+from gfgen.runtime.worker.gpu import GpuDevice, pad_as_others
+from gfgen.runtime.worker.jobs import RankJob
+from gfgen.runtime.worker.loop import Worker
 from gfgen.runtime.worker.warming import warm_ups
 
 PLAN = Plan(data_bytes=1 << 20, post_bytes=1 << 12)
@@ -306,40 +306,42 @@ def test_a_rank_leaves_a_task_when_nothing_of_it_is_under_way_on_any_stream(monk
         def synchronize(self) -> None:
             waited.append(self.name)
 
-    worker: Any = GpuWorker.__new__(GpuWorker)
-    worker.device = torch.device("cuda", 0)
-    worker._main_stream, worker._arrivals, worker._departures = map(
-        Stream, ("main", "arrivals", "departures")
-    )
+    device: Any = GpuDevice.__new__(GpuDevice)
+    device._device = torch.device("cuda", 0)
+    main, arrivals, departures = map(Stream, ("main", "arrivals", "departures"))
+    device._streams = SimpleNamespace(main=main, arrivals=arrivals, departures=departures)
     monkeypatch.setattr(lanes, "_exchange_stream", lambda device: Stream("lane"))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: worker._main_stream)
-    worker._drain()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: main)
+    device.drain()
     assert sorted(waited) == ["arrivals", "lane", "main"]
     waited.clear()
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: worker._departures)
-    worker._drain()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: departures)
+    device.drain()
     assert waited == ["departures"]
 
 
 def test_a_dispatch_given_up_after_its_input_was_asked_for_is_left_when_none_arrives_any_more():
     waited: list[str] = []
-    worker: Any = GpuWorker.__new__(GpuWorker)
-    worker._arrivals = SimpleNamespace(synchronize=lambda: waited.append("arrivals"))
-    worker._told, worker._num_unsettled, worker._unsent = threading.Condition(), 0, {7}
-    worker._abandoned, worker._is_over = {8}, False
+    device: Any = GpuDevice.__new__(GpuDevice)
+    device._streams = SimpleNamespace(arrivals=SimpleNamespace(synchronize=lambda: waited.append("arrivals")))
+    device.forwards, device._is_short = None, False
+    device._dispatches = dispatches = Dispatches(lambda numbers: None)
+    dispatches.note_to_send(7)
+    dispatches.abandon(frozenset({8}))
     with pytest.raises(InputVoidError):
-        worker._clear_the_way(8, is_new=True)
+        device._get_ready(SimpleNamespace(number=8), None, may_block=True)
     assert waited == ["arrivals"]
 
 
 def test_kinds_of_tasks_differ_where_their_kernels_may():
     """Kernels are loaded when they are first launched, which must not be behind a barrier."""
-    worker: Any = GpuWorker.__new__(GpuWorker)
-    worker._rank = 1
     adapter: Any = SimpleNamespace(
         text_shape=lambda spec, prompt, layout: prompt.tensors["prompt_embeds"].shape
     )
-    worker._forwards = Forwards({"c": adapter}, None, rank=1, unentered=None)  # type: ignore[arg-type]
+    forwards = Forwards({"c": adapter}, None, rank=1, unentered=None)  # type: ignore[arg-type]
+
+    def message(layout: Layout, *transfers: Transfer) -> RunTask:
+        return RunTask(1, "a", 9, 0, layout, (), transfers)
 
     def kinds(layout: Layout, step: int, text_tokens: int = 7) -> frozenset[object]:
         prompt = Fields({"prompt_embeds": torch.empty(1, text_tokens, 4)})
@@ -347,44 +349,26 @@ def test_kinds_of_tasks_differ_where_their_kernels_may():
             start=SimpleNamespace(checkpoint="c", spec=None, trajectory=SimpleNamespace(artifacts=())),
             artifacts={"prompt": prompt},
         )
-        found: frozenset[object] = worker._kinds(
-            job,
-            Task("a", 2 + step, Stage.DENOISE, step),
-            SimpleNamespace(layout=layout),
-            worker._forwards.kind_of(job, layout),
-        )
-        return found
+        work = RankTask(message(layout), job, Task("a", 2 + step, Stage.DENOISE, step))
+        return gpu.task_kinds(work, 1, forwards.kind_of(job, layout))
 
     layouts = Layout((0, 1), ulysses=2), Layout((1, 0), ulysses=2), Layout((0, 1), cfg=2), Layout.single(1)
     found = [kinds(layout, step) for layout in layouts for step in (0, 1, 2)]
     assert len(set(found)) == len(found)
     assert kinds(layouts[-1], 7) == found[-1]
     assert kinds(layouts[-1], 7, text_tokens=8) != found[-1]
+    job: Any = SimpleNamespace(start=SimpleNamespace(trajectory=SimpleNamespace(artifacts=())))
     near, far = (
-        worker._arrival_kind(
-            SimpleNamespace(start=SimpleNamespace(trajectory=SimpleNamespace(artifacts=()))),
-            Task("a", 9, Stage.DENOISE, 7),
-            RunTask(1, "a", 9, 0, layouts[-1], (), (Transfer(0, 1, "sample", 4, 0, stop, 64),)),
+        gpu.arrival_kind(
+            RankTask(
+                message(layouts[-1], Transfer(0, 1, "sample", 4, 0, stop, 64)),
+                job,
+                Task("a", 9, Stage.DENOISE, 7),
+            )
         )
         for stop in (8, 9)
     )
     assert near != far
-
-
-@pytest.mark.parametrize(
-    ("num_unsettled", "unsent", "waits"), [(0, {8}, False), (1, set(), True), (0, {7}, True)]
-)
-def test_what_may_wait_for_the_device_is_launched_when_nobody_waits_for_this_rank(
-    num_unsettled, unsent, waits
-):
-    """What is sent for the task itself may wait for what arrives for it."""
-    worker: Any = GpuWorker.__new__(GpuWorker)
-    worker._told, worker._is_over = threading.Condition(), False
-    worker._num_unsettled, worker._unsent, worker._abandoned = num_unsettled, unsent, set()
-    asked = []
-    worker._told.wait_for = lambda is_done: asked.append(is_done())
-    worker._see_to_the_end(8)
-    assert asked == [not waits]
 
 
 def test_a_rank_tells_how_long_its_device_idled_before_a_task(gpu_pool, tmp_path):
@@ -395,82 +379,39 @@ def test_a_rank_tells_how_long_its_device_idled_before_a_task(gpu_pool, tmp_path
     assert sum(event.idle_s for event in done[1:]) < done[-1].ended_s - done[0].ended_s
 
 
-@pytest.mark.parametrize(
-    ("departing", "is_new", "is_clear"),
-    [(set(), False, False), ({7}, False, True), ({7}, True, False)],
-    ids=["not enqueued", "enqueued", "enqueued, and the launch may wait"],
-)
-def test_a_step_is_entered_when_nothing_is_left_to_be_sent_by_the_host(departing, is_new, is_clear):
-    """What waits for the device with the context locked waits for all that goes out to have arrived."""
-    worker: Any = GpuWorker.__new__(GpuWorker)
-    worker._is_over, worker._abandoned, worker._num_unsettled = False, set(), 0
-    worker._unsent, worker._departing = {7, 9}, departing
-    assert worker._is_clear(8, is_new=is_new) is is_clear
-
-
 def test_latents_go_to_other_ranks_behind_the_event_that_tells_that_they_are_there(monkeypatch):
     """They are enqueued as soon as the task is that makes them; no thread waits for its end."""
     done: list[str] = []
-    worker: Any = GpuWorker.__new__(GpuWorker)
-    worker._told, worker._departing = threading.Condition(), set()
-    worker._num_mapped, worker._mapped_before = 1, {7: 1}
-    worker._abandoned, worker._is_over = set(), False
-    worker._endpoint = SimpleNamespace(require=lambda peer, *, dispatch: done.append(f"looked at {peer}"))
-    worker._departures = SimpleNamespace(
+    device: Any = GpuDevice.__new__(GpuDevice)
+    device.endpoint = SimpleNamespace(require=lambda peer, *, dispatch: done.append(f"looked at {peer}"))
+    dispatches = Dispatches(lambda numbers: None)
+    departures = SimpleNamespace(
         wait_event=lambda event: done.append(f"behind {event}"),
-        synchronize=lambda: done.append(f"{worker._departing} waited for"),
+        synchronize=lambda: done.append(f"{dispatches._enqueued} waited for"),
     )
-    monkeypatch.setattr(worker_gpu, "send_state", lambda *_, dispatch: done.append(f"{dispatch} enqueued"))
+    device._streams = SimpleNamespace(departures=departures)
+    monkeypatch.setattr(gpu, "send_state", lambda *_, dispatch: done.append(f"{dispatch} enqueued"))
+    worker = Worker(None, 0, device, dispatches)  # type: ignore[arg-type]
     job = RankJob(start=None, slab=None)  # type: ignore[arg-type]
     shipment = job.latents_of(6)
     job.keep({"latents": Fields()}, dispatch=6, is_there="the end of 6")
-    message = SendState(7, "a", 6, (Transfer(0, 1, "latents", 0, 0, 1, 4),))
-    worker._ship(message, shipment.result(timeout=0))
+    dispatches.note_to_send(7)
+    worker._send_one(SendState(7, "a", 6, (Transfer(0, 1, "latents", 0, 0, 1, 4),)), shipment)
     assert done == ["behind the end of 6", "7 enqueued", "{7} waited for", "looked at 1"]
 
 
 @pytest.mark.parametrize("others", [True, False])
 @pytest.mark.parametrize("own", [True, False])
 def test_a_rank_pads_texts_as_the_others_do_or_ends(monkeypatch, own, others):
-    forgone, told = threading.Event(), []
+    forgone = threading.Event()
     monkeypatch.setattr(counted_attention, "_FORGONE", forgone)
-    monkeypatch.setattr(os, "_exit", told.append)
-    worker: Any = GpuWorker.__new__(GpuWorker)
-    worker._rank, worker.counts_tokens, worker._channel = 1, own, SimpleNamespace(send=told.append)
-    worker._do_as_others(Arenas(0, 0, (1, 1), (0, 1), counts_tokens=others))
+    message = Arenas(0, 0, (1, 1), (0, 1), counts_tokens=others)
+    if others and not own:
+        with pytest.raises(ModelError, match="works on the other ranks, and not on this one"):
+            pad_as_others(message, can_pad=own)
+    else:
+        pad_as_others(message, can_pad=own)
     assert forgone.is_set() is not others
-    assert [type(each) for each in told] == ([WorkerFailed, int] if others and not own else [])
-
-
-def test_state_is_sent_when_the_arenas_that_came_before_are_mapped(monkeypatch):
-    """Later ones are mapped behind tasks that may need what is sent."""
-    worker: Any = GpuWorker.__new__(GpuWorker)
-    worker._told, worker._tasks = threading.Condition(threading.RLock()), queue.SimpleQueue()
-    worker._num_replaced = worker._num_mapped = 0
-    worker._mapped_before, worker._unsent, worker._shipments = {}, set(), queue.SimpleQueue()
-    worker._abandoned, worker._is_over = set(), False
-    worker._jobs = {"a": RankJob(start=None, slab=None)}  # type: ignore[arg-type]
-    worker._endpoint = SimpleNamespace(replace_peer=lambda *_: None)
-    sent: list[int] = []
-    monkeypatch.setattr(worker_gpu, "send_state", lambda *_, dispatch: sent.append(dispatch))
-    worker._departing, worker._departures = set(), SimpleNamespace(synchronize=lambda: None)
-    fd = os.memfd_create("arena")
-    for message in (ReplacePeer(1, 2), SendState(7, "a", 6, ()), ReplacePeer(2, 2)):
-        worker._take(message, (fd,))
-    told: list[object] = []
-    worker._channel = SimpleNamespace(send=told.append)
-    thread = threading.Thread(target=worker._ship, args=(SendState(7, "a", 6, ()), Shipment(Fields())))
-    thread.start()
-    thread.join(0.05)
-    assert not sent
-    os.close(fd)
-    first, fds = worker._tasks.get()
-    worker._run(first, fds)
-    thread.join(10.0)
-    assert sent == [7]
-    assert told == [PeerReplaced(1, 2)]
-    for number in (*fds, *worker._tasks.get()[1]):
-        os.close(number)
 
 
 def test_a_new_process_takes_tasks_when_all_others_have_mapped_its_arena(gpu_pool, tmp_path):

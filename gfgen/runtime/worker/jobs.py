@@ -25,6 +25,7 @@ from gfgen.models.families.adapter import SAMPLE, Fields
 from gfgen.runtime.ipc.messages import StartJob
 from gfgen.runtime.ipc.migration import Transfer
 from gfgen.runtime.ipc.slab import Slab
+from gfgen.runtime.worker.dispatches import InputVoidError
 
 Store = Callable[[torch.Tensor, memoryview], None]
 """Copies a dense tensor into host memory; it is there when this returns."""
@@ -63,10 +64,6 @@ class Shipment:
     fields: Fields
     is_there: Any = None
     """A device's event, if they are only enqueued; None when they are there."""
-
-
-class InputVoidError(Exception):
-    """The dispatch that was to make this task's input has failed, or this one was given up."""
 
 
 def sum_of(made: Mapping[str, Fields]) -> torch.Tensor | None:
