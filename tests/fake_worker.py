@@ -139,7 +139,7 @@ class _Job:
 
 
 class FakeWorker:
-    """Threads: the receiver, main, and the sender of state, as in runtime/worker/host.py."""
+    """Threads: the receiver, main, and the sender of state, as in runtime/worker/loop.py."""
 
     def __init__(self, channel: Channel, rank: int, faults: Faults) -> None:
         self._channel = channel
