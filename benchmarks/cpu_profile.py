@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-from gfgen.cli.session.ranks import Ranks, admitted_on
 from gfgen.graph import Stage
 from gfgen.job.spec import JobSpec
 from gfgen.models.families.calibration import median_s
@@ -27,6 +26,7 @@ from gfgen.models.families.registry import load_adapter
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.devices import CPU, Devices
 from gfgen.runtime.predict.profile_file import Profile, ProfileRow
+from gfgen.session.ranks import Ranks, admitted_on
 from gfgen.system.machine import cpu_name, versions
 
 MODEL = "shapes"

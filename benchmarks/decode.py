@@ -20,7 +20,7 @@ import click
 from benchmarks import measure_decode
 from benchmarks.measure_decode import REPEATS, REPEATS_ALONE, Shape
 from gfgen.bench.gfc import check_num_gpus
-from gfgen.cli.session.options import FiniteRange
+from gfgen.cli.options import FiniteRange
 from gfgen.gfc.cuda.ranks import CudaRanks
 from gfgen.layout import Layout
 from gfgen.runtime.ipc.arenas import GPU_PLAN

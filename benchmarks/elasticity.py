@@ -18,14 +18,14 @@ from benchmarks import elasticity_rows as table
 from benchmarks.bare import WORKER_MAIN
 from gfgen import log
 from gfgen.bench.workloads import calibration_jobs
-from gfgen.cli.session.options import LOOKAHEAD_MS, FiniteRange, lookahead_option
-from gfgen.cli.session.ranks import Ranks, admitted_on, rank_options, ready_pool
+from gfgen.cli.options import LOOKAHEAD_MS, FiniteRange, lookahead_option, rank_options
 from gfgen.cli.shown.prediction import choose_profile
 from gfgen.errors import InputError
 from gfgen.layout import MAX_RANKS
 from gfgen.runtime.core.devices import choose_devices
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.worker.warming import warm_ups
+from gfgen.session.ranks import Ranks, admitted_on, ready_pool
 from gfgen.system.signals import SignalPipe
 
 GPU_MODEL, CPU_MODEL = "wan2.2-ti2v-5b", "tiny-wan"

@@ -13,7 +13,7 @@ from pathlib import Path
 import click
 
 from gfgen import log
-from gfgen.cli.session.options import FiniteRange
+from gfgen.cli.options import FiniteRange
 from gfgen.system.machine import cpu_name
 
 sys.path.append(str(Path(__file__).parent.parent / "tests"))

@@ -23,7 +23,7 @@ import click
 from benchmarks import measure_forward
 from benchmarks.measure_forward import Kind, Shape
 from gfgen.bench.gfc import check_num_gpus
-from gfgen.cli.session.options import FiniteRange
+from gfgen.cli.options import FiniteRange
 from gfgen.errors import InputError
 from gfgen.gfc.cuda.ranks import CudaRanks
 from gfgen.layout import Layout

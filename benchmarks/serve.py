@@ -27,7 +27,7 @@ from typing import Any
 
 import click
 
-from gfgen.cli.session.options import FiniteRange
+from gfgen.cli.options import FiniteRange
 from gfgen.errors import RunError
 from gfgen.system.machine import cpu_name
 

@@ -28,7 +28,6 @@ from random import Random
 from typing import Any
 
 from gfgen.bench import profiling
-from gfgen.cli.session.admission import Admission
 from gfgen.job.spec import JobSpec
 from gfgen.policies.catalog import load_policy
 from gfgen.runtime.control.control import Control
@@ -49,6 +48,7 @@ from gfgen.runtime.processes.workers import ProcessBackend
 from gfgen.runtime.simulate.backend import SimulatedTimes
 from gfgen.runtime.simulate.profiled import profiled_times
 from gfgen.runtime.simulate.simulation import simulate
+from gfgen.session.admission import Admission
 from gfgen.system.machine import cpu_name, versions
 
 NUM_RANKS = 2

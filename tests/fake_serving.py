@@ -24,7 +24,6 @@ from fault_plan import FaultFolder, Faults, ScriptedError
 
 from gfgen import log
 from gfgen.cli.serve import ServeOptions, serve_on, settings_of
-from gfgen.cli.session.ranks import Ranks
 from gfgen.errors import JobError, Problem
 from gfgen.gfc.arena import Plan
 from gfgen.graph import Artifact, Stage, Task, Trajectory
@@ -44,6 +43,7 @@ from gfgen.server.bridge.run_bridge import RunBridge
 from gfgen.server.bridge.supervisor import Supervisor, listen
 from gfgen.server.protocol.limits import ServerLimits
 from gfgen.server.protocol.served_model import served_model
+from gfgen.session.ranks import Ranks
 from gfgen.system.signals import SignalPipe
 
 HASTE = bool(os.environ.get("FAKE_HASTE"))

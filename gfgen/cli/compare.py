@@ -24,8 +24,7 @@ from gfgen.bench.workloads import (
     mix_of,
 )
 from gfgen.cli.compare_runs import Predicted, on_workers, predicted, predicted_times, simulated
-from gfgen.cli.session.options import FiniteRange, ranks_per_gpu_option
-from gfgen.cli.session.ranks import Ranks, rank_options
+from gfgen.cli.options import FiniteRange, rank_options, ranks_per_gpu_option
 from gfgen.errors import InputError, InterruptedRunError
 from gfgen.job.reader import to_mapping
 from gfgen.layout import MAX_RANKS
@@ -35,6 +34,7 @@ from gfgen.runtime.core.devices import CPU, Devices, choose_devices
 from gfgen.runtime.predict.profile_file import load_profile
 from gfgen.runtime.report.picture import save_figure
 from gfgen.runtime.report.plot_runs import draw_runs
+from gfgen.session.ranks import Ranks
 from gfgen.system.machine import versions
 from gfgen.system.wording import counted
 

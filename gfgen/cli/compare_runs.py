@@ -29,8 +29,6 @@ from gfgen.bench.workloads import (
     weightless_model,
 )
 from gfgen.cli.run import RunOptions, run_on
-from gfgen.cli.session.ranks import Ranks, admitted_on, ready_pool
-from gfgen.cli.session.warming import warm_up
 from gfgen.cli.shown.prediction import choose_profile
 from gfgen.errors import WorkerError
 from gfgen.job.spec import JobSpec
@@ -43,6 +41,8 @@ from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.predict.profile_file import Profile
 from gfgen.runtime.simulate.profiled import profiled_times
 from gfgen.runtime.simulate.simulation import simulate
+from gfgen.session.ranks import Ranks, admitted_on, ready_pool
+from gfgen.session.warming import warm_up
 from gfgen.system.signals import SignalPipe
 
 WARM_UP_STEPS = 2

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import click
 
-from gfgen.cli.session.packages import COMPUTING, SERVING, VIDEOS
 from gfgen.errors import RunError
 from gfgen.gfc import native
 from gfgen.gfc.cuda.compiler import cache_dir, find_nvrtc, kept, kernels_dir
 from gfgen.gfc.cuda.driver import SEE_DOCTOR, Driver, driver
 from gfgen.gfc.cuda.selector import table_path
+from gfgen.session.packages import COMPUTING, SERVING, VIDEOS
 
 _CUDNN = "nvidia-cudnn-frontend"
 _INSTALL = "'pip install gfgen' installs it"

@@ -13,7 +13,6 @@ import click
 from tqdm import tqdm
 
 from gfgen import log
-from gfgen.cli.session.admission import admit_weightless
 from gfgen.cli.shown.board import has_cursor
 from gfgen.cli.shown.prediction import (
     RankCounts,
@@ -32,6 +31,7 @@ from gfgen.runtime.report.plot_plan import plot_plan
 from gfgen.runtime.simulate.plan_report import as_json as plan_as_json
 from gfgen.runtime.simulate.plan_report import in_plain_words
 from gfgen.runtime.simulate.planner import PlanProgress, make_plan
+from gfgen.session.admission import admit_weightless
 
 BAR_DELAY_S = 1.0
 NO_CHOICE = ("legacy",)

@@ -21,9 +21,7 @@ from gfgen import log
 from gfgen.bench import profiling
 from gfgen.bench.profiling import Measurement, Samples
 from gfgen.bench.workloads import MIXES, calibration_jobs
-from gfgen.cli.session.admission import admit_file
-from gfgen.cli.session.options import tell_of_graphs
-from gfgen.cli.session.ranks import Ranks, admitted_on, rank_options, ready_pool
+from gfgen.cli.options import rank_options, tell_of_graphs
 from gfgen.cli.shown.board import Board, Line, has_cursor
 from gfgen.errors import InputError, InterruptedRunError
 from gfgen.job.spec import JobSpec
@@ -43,6 +41,8 @@ from gfgen.runtime.predict.profile_store import (
 )
 from gfgen.runtime.processes.pool import WorkerPool
 from gfgen.runtime.worker.warming import warm_ups
+from gfgen.session.admission import admit_file
+from gfgen.session.ranks import Ranks, admitted_on, ready_pool
 from gfgen.system.linefile import LineFile
 from gfgen.system.machine import versions
 from gfgen.system.signals import SignalPipe

@@ -15,10 +15,7 @@ from pathlib import Path
 import click
 
 from gfgen import log
-from gfgen.cli.run_files import admit_jobs, check_records, check_watched, check_written, resolved
-from gfgen.cli.session.admission import warn_of_passed_deadlines, with_time
-from gfgen.cli.session.loop import run_loop
-from gfgen.cli.session.options import (
+from gfgen.cli.options import (
     NamedPath,
     grace_option,
     graphs_option,
@@ -28,8 +25,7 @@ from gfgen.cli.session.options import (
     ranks_per_gpu_option,
     tell_of_graphs,
 )
-from gfgen.cli.session.ranks import Ranks, ready_pool
-from gfgen.cli.session.warming import warm_up
+from gfgen.cli.run_files import admit_jobs, check_records, check_watched, check_written, resolved
 from gfgen.cli.shown.progress import make_file_progress, make_progress
 from gfgen.errors import InputError, InterruptedRunError, LockedError, Problem
 from gfgen.layout import MAX_RANKS
@@ -58,6 +54,10 @@ from gfgen.runtime.predict.profile_store import find_profile, runs_path
 from gfgen.runtime.processes.pool import WorkerPool
 from gfgen.runtime.report.trace import TraceWriter
 from gfgen.runtime.simulate.comparison import numbers
+from gfgen.session.admission import warn_of_passed_deadlines, with_time
+from gfgen.session.ranks import Ranks, ready_pool
+from gfgen.session.session import run_loop
+from gfgen.session.warming import warm_up
 from gfgen.system.signals import SignalPipe
 from gfgen.system.wording import counted
 

@@ -6,7 +6,6 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gfgen.cli.session.admission import admit_file, check_source
 from gfgen.errors import InputError, Problem
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.files import resume
@@ -15,6 +14,7 @@ from gfgen.runtime.files.journal import JOURNAL_NAME
 from gfgen.runtime.files.lock import LOCK_NAME
 from gfgen.runtime.files.manifest import MANIFEST_NAME, check_own, finished_jobs
 from gfgen.runtime.files.ownership import claim_files
+from gfgen.session.admission import admit_file, check_source
 
 if TYPE_CHECKING:
     from gfgen.cli.run import RunOptions

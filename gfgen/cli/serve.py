@@ -14,9 +14,7 @@ from pathlib import Path
 import click
 
 from gfgen import log
-from gfgen.cli.run import default_profile, held_folder, measured_by_runs, of_held_models
-from gfgen.cli.session.loop import run_loop
-from gfgen.cli.session.options import (
+from gfgen.cli.options import (
     Duration,
     NamedPath,
     grace_option,
@@ -27,9 +25,7 @@ from gfgen.cli.session.options import (
     ranks_per_gpu_option,
     tell_of_graphs,
 )
-from gfgen.cli.session.packages import SERVING, check_packages
-from gfgen.cli.session.ranks import Ranks, ready_pool
-from gfgen.cli.session.warming import warm_up
+from gfgen.cli.run import default_profile, held_folder, measured_by_runs, of_held_models
 from gfgen.cli.shown.progress import LineProgress
 from gfgen.errors import InputError, InterruptedRunError
 from gfgen.job.spec import JobSpec
@@ -56,6 +52,10 @@ from gfgen.server.protocol.limits import ServerLimits
 from gfgen.server.protocol.link import Admit, FrontSettings, RunInfo
 from gfgen.server.protocol.schemas import ServedModel
 from gfgen.server.protocol.served_model import served_model
+from gfgen.session.packages import SERVING, check_packages
+from gfgen.session.ranks import Ranks, ready_pool
+from gfgen.session.session import run_loop
+from gfgen.session.warming import warm_up
 from gfgen.system import descriptors
 from gfgen.system.signals import SignalPipe
 from gfgen.system.wording import counted

@@ -14,7 +14,6 @@ from typing import Any
 import click
 
 from gfgen import log
-from gfgen.cli.session.admission import admit_weightless, warn_of_passed_deadlines
 from gfgen.cli.shown.prediction import RankCounts, choose_profile, closer_profile, default_ranks, describe
 from gfgen.cli.shown.simulated_memory import SimulatedMemory, simulated_memory_option
 from gfgen.errors import InputError, OutputError, RunError
@@ -32,6 +31,7 @@ from gfgen.runtime.report.trace import TraceWriter
 from gfgen.runtime.simulate.comparison import Compared, table
 from gfgen.runtime.simulate.simulation import Simulated
 from gfgen.runtime.simulate.simulation import simulate as run_simulation
+from gfgen.session.admission import admit_weightless, warn_of_passed_deadlines
 from gfgen.system.wording import counted
 
 TRACE_NAME = "trace.json"

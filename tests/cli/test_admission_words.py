@@ -2,13 +2,13 @@
 
 import pytest
 
-from gfgen.cli.session.admission import find_model, tell_of_unused
 from gfgen.job.spec import JobSpec
 from gfgen.runtime.control.state import State
 from gfgen.runtime.core.admission import admit, tell_of_rounding
 from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.files.start import RunStart
 from gfgen.runtime.predict.cost import CostModel
+from gfgen.session.admission import find_model, tell_of_unused
 
 NAMED = JobSpec(id="a", prompt="a fox", model="qwen-image")
 NAMELESS = JobSpec(id="b", prompt="a fox")

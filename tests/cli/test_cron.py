@@ -14,8 +14,8 @@ import pytest
 from gfgen.cli.main import main
 from gfgen.cli.run import _try_to_write
 from gfgen.cli.run_files import check_written
-from gfgen.cli.session import admission
 from gfgen.runtime.files.lock import hold_folder
+from gfgen.session import admission
 
 ROOT = Path(__file__).parents[2]
 FOX = {"id": "fox", "prompt": "a red fox", "model": "tiny-wan", "size": "64x64", "frames": 5, "steps": 3}

@@ -8,9 +8,9 @@ import pytest
 from click.testing import CliRunner
 
 from gfgen.cli.main import cli
-from gfgen.cli.session.ranks import Ranks
 from gfgen.runtime.control.metrics import Summary
 from gfgen.runtime.core.devices import CPU, CUDA, Devices, Gpu
+from gfgen.session.ranks import Ranks
 
 GPUS = Devices(CUDA, 2, (Gpu("NVIDIA H200", 140 * 10**9),) * 2)
 

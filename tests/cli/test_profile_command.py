@@ -62,7 +62,7 @@ def measured(monkeypatch, tiny_models, tmp_path):
         return samples_of(entry)
 
     measured_until = 7
-    monkeypatch.setattr("gfgen.cli.session.ranks.WorkerPool", NoPool)
+    monkeypatch.setattr("gfgen.session.ranks.WorkerPool", NoPool)
     monkeypatch.setattr(command.profiling, "measure", measure)
     return keys
 
@@ -200,7 +200,7 @@ def test_no_more_gpus_are_measured_together_than_reach_each_other(monkeypatch, t
     dry = profile("--random-weights", "--dry-run")
     assert dry.output.splitlines()[1].startswith("18 measurements on 1 to 2 GPUs: about ")
     samples = Samples(STAGES, gaps=[0.001], moves=[(64, 0.01)])
-    monkeypatch.setattr("gfgen.cli.session.ranks.WorkerPool", NoPool)
+    monkeypatch.setattr("gfgen.session.ranks.WorkerPool", NoPool)
     monkeypatch.setattr(command.profiling, "measure", lambda *_, **__: samples)
     made = profile("--random-weights", "--model", "qwen-image", "--size", "512x512")
     assert made.exit_code == 0, made.output
@@ -218,7 +218,7 @@ def test_gpus_are_measured_with_the_classes_of_the_workloads_unless_told_otherwi
         return Samples(STAGES, gaps=[0.001], moves=[(64, 0.01)])
 
     monkeypatch.setattr(command, "choose_devices", lambda kind, num_ranks: gpus)
-    monkeypatch.setattr("gfgen.cli.session.ranks.WorkerPool", NoPool)
+    monkeypatch.setattr("gfgen.session.ranks.WorkerPool", NoPool)
     monkeypatch.setattr(command.profiling, "measure", measure)
     monkeypatch.setattr(profile_store.registry, "cache_dir", lambda: tmp_path)
     dry = profile("--random-weights", "--dry-run")

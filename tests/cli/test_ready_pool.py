@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from gfgen.cli.session import ranks
-from gfgen.cli.session.ranks import Ranks, ready_pool
 from gfgen.runtime.core.devices import Devices, Gpu
+from gfgen.session import ranks
+from gfgen.session.ranks import Ranks, ready_pool
 from gfgen.system.signals import SignalPipe
 
 

@@ -12,12 +12,12 @@ from serving import Server, free_port
 
 from gfgen.cli.main import main
 from gfgen.cli.serve import usual_jobs
-from gfgen.cli.session.admission import Admission, find_weightless
 from gfgen.job.spec import JobSpec
 from gfgen.runtime.core.admission import admit
 from gfgen.runtime.core.devices import Devices
 from gfgen.runtime.files.lock import hold_folder
 from gfgen.runtime.predict.job_bounds import JobBounds, StepTimes, beyond
+from gfgen.session.admission import Admission, find_weightless
 
 
 def served(folder, port):
@@ -123,7 +123,7 @@ def test_what_is_warmed_up_is_what_a_request_gets_that_says_nothing(tiny_models)
 
 
 def test_what_was_accepted_is_held_against_limits_and_not_against_what_is_free_now(monkeypatch, tiny_models):
-    monkeypatch.setattr("gfgen.cli.session.admission.available_bytes", lambda: 10)
+    monkeypatch.setattr("gfgen.session.admission.available_bytes", lambda: 10)
     spec = JobSpec(id="a", prompt="a fox", model="tiny-wan")
 
     def admission(limit):

@@ -16,12 +16,12 @@ from benchmarks.bare import run_bare
 from benchmarks.elasticity_cases import BARE_JOBS, Case, Setting, Subject, cases_of, layout_on, measure_cases
 from benchmarks.elasticity_rows import Row
 from gfgen.bench.workloads import admitted, calibration_jobs
-from gfgen.cli.session.admission import find_model
 from gfgen.errors import InterruptedRunError
 from gfgen.layout import Layout
 from gfgen.runtime.ipc.messages import BareTimes
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.processes.pool import WorkerPool
+from gfgen.session.admission import find_model
 from gfgen.system.signals import SignalPipe
 
 RANKS, SAMPLES = 3, 4

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 
-from gfgen.cli.session.admission import Admission, find_model, with_time
 from gfgen.errors import InputError
 from gfgen.graph import Stage
 from gfgen.job.spec import JobSpec
@@ -17,6 +16,7 @@ from gfgen.runtime.core.devices import CPU, CUDA, Devices
 from gfgen.runtime.predict import job_bounds
 from gfgen.runtime.predict.job_bounds import JobBounds, StepTimes, beyond
 from gfgen.runtime.predict.profile_file import Profile, ProfileRow
+from gfgen.session.admission import Admission, find_model, with_time
 
 MINUTE_S = 60.0
 LONG = JobSpec(id="long", prompt="a fox", frames=4000, line=3)
@@ -115,7 +115,7 @@ def test_a_job_that_is_done_is_not_refused() -> None:
 
 
 def until(minutes: float, monkeypatch: pytest.MonkeyPatch) -> float:
-    monkeypatch.setattr("gfgen.cli.session.admission.time.time", lambda: 1e9)
+    monkeypatch.setattr("gfgen.session.admission.time.time", lambda: 1e9)
     return 1e9 + minutes * MINUTE_S
 
 

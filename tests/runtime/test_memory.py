@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 from builders import make_job
 
-from gfgen.cli.session.admission import Admission
 from gfgen.errors import InputError
 from gfgen.models.geometry.model import CONFIGS
 from gfgen.models.geometry.weight_files import read_header
@@ -24,6 +23,7 @@ from gfgen.runtime.core.memory_check import (
     refuse_large,
     refuse_large_on_gpu,
 )
+from gfgen.session.admission import Admission
 
 GB = 10**9
 MEMINFO = "MemTotal:       1000 kB\nMemFree:        100 kB\nMemAvailable:   800 kB\n"

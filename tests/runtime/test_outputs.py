@@ -21,7 +21,6 @@ import pytest
 from movies import decoded
 from PIL import Image
 
-from gfgen.cli.session.admission import find_weightless
 from gfgen.errors import OutputError
 from gfgen.job.reader import read_job_stream
 from gfgen.job.spec import JobSpec
@@ -37,6 +36,7 @@ from gfgen.runtime.files.outputs import (
     write_output,
 )
 from gfgen.runtime.ipc.content import Content, content_of
+from gfgen.session.admission import find_weightless
 
 SPEC = JobSpec(
     id="fox-1",

@@ -11,12 +11,12 @@ from gfgen.bench import profiling
 from gfgen.bench.profiling import Samples, fit_moves
 from gfgen.bench.scripted import MeasuredRun, copy_of, placed_by, run_jobs
 from gfgen.bench.workloads import admitted, calibration_jobs
-from gfgen.cli.session.admission import find_model
 from gfgen.errors import WorkerError
 from gfgen.graph import Stage
 from gfgen.layout import Layout
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.predict.profile_file import check_profile, load_profile
+from gfgen.session.admission import find_model
 
 STAGES = ("encode 1x1x1", "prepare 1x1x1", "denoise 1x1x1", "decode 1x1x1")
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import click
 
-from gfgen.cli.session.admission import Admission
 from gfgen.errors import JobFileError
 from gfgen.runtime.control.residency import LOAD_BYTES_PER_S, Residency
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.devices import CUDA, Devices, parse_memory
+from gfgen.session.admission import Admission
 
 simulated_memory_option = click.option(
     "--memory",

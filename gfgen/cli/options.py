@@ -13,9 +13,10 @@ from click.core import ParameterSource
 
 from gfgen.job.fields import parse_duration
 from gfgen.layout import MAX_RANKS
+from gfgen.models.geometry.weights import VAE_DTYPES
 from gfgen.runtime.control.control import GRACE_S
 from gfgen.runtime.control.records import LOOKAHEAD_S
-from gfgen.runtime.core.devices import CPU, Devices
+from gfgen.runtime.core.devices import CPU, DEVICES, Devices
 
 logger = logging.getLogger(__name__)
 
@@ -116,3 +117,22 @@ def tell_of_graphs(ctx: click.Context, devices: Devices) -> None:
     if devices.kind == CPU and ctx.get_parameter_source("graphs") is ParameterSource.COMMANDLINE:
         word = "--graphs" if ctx.params["graphs"] else "--no-graphs"
         logger.info("%s has no effect on CPU ranks, which launch no kernels", word)
+
+
+def rank_options(command: Command) -> Command:
+    """--device, --random-weights, --vae-dtype and --no-graphs."""
+    options = (
+        click.option(
+            "--device", type=click.Choice(DEVICES), default="auto", show_default=True,
+            help="Device of the ranks. auto takes GPUs if there are any.",
+        ),
+        click.option("--random-weights", is_flag=True, help="Draw full-size weights at random."),
+        click.option(
+            "--vae-dtype", type=click.Choice(VAE_DTYPES), default="auto", show_default=True,
+            help="Precision of VAEs.",
+        ),
+        graphs_option,
+    )  # fmt: skip
+    for option in reversed(options):
+        command = option(command)
+    return command

@@ -5,35 +5,28 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import click
-
-from gfgen.cli.session.admission import Admission
-from gfgen.cli.session.options import graphs_option
-from gfgen.cli.session.packages import COMPUTING, check_packages
 from gfgen.errors import JobFileError
 from gfgen.gfc.cuda import compiler
 from gfgen.job.spec import JobSpec
 from gfgen.models.geometry.checkpoint import model_name
-from gfgen.models.geometry.weights import VAE_DTYPES
 from gfgen.runtime.core.admission import AdmittedJob, admit
-from gfgen.runtime.core.devices import CPU, DEVICES, Devices
+from gfgen.runtime.core.devices import CPU, Devices
 from gfgen.runtime.core.memory_check import check_addresses, check_together
 from gfgen.runtime.predict.job_bounds import JobBounds, StepTimes
 from gfgen.runtime.predict.profile_store import find_profile
 from gfgen.runtime.processes.pool import WorkerPool
+from gfgen.session.admission import Admission
+from gfgen.session.packages import COMPUTING, check_packages
 from gfgen.system import descriptors
 from gfgen.system.machine import cpu_name
 from gfgen.system.signals import SignalPipe
 from gfgen.system.wording import counted
 
 logger = logging.getLogger(__name__)
-
-Command = Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,22 +157,3 @@ def ready_pool(
         pool.wait_ready(signals)
         logger.info("ready after %.1f s", time.monotonic() - began_s)
         yield pool
-
-
-def rank_options(command: Command) -> Command:
-    """--device, --random-weights, --vae-dtype and --no-graphs."""
-    options = (
-        click.option(
-            "--device", type=click.Choice(DEVICES), default="auto", show_default=True,
-            help="Device of the ranks. auto takes GPUs if there are any.",
-        ),
-        click.option("--random-weights", is_flag=True, help="Draw full-size weights at random."),
-        click.option(
-            "--vae-dtype", type=click.Choice(VAE_DTYPES), default="auto", show_default=True,
-            help="Precision of VAEs.",
-        ),
-        graphs_option,
-    )  # fmt: skip
-    for option in reversed(options):
-        command = option(command)
-    return command

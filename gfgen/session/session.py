@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from gfgen.cli.session.ranks import Ranks
-from gfgen.cli.session.warming import warm_ups_of
 from gfgen.policies.catalog import NamedPolicy
 from gfgen.runtime.control.control import Backend, Chooser, Control, Intake
 from gfgen.runtime.control.metrics import Summary
@@ -24,6 +22,8 @@ from gfgen.runtime.predict.profile_file import Profile
 from gfgen.runtime.predict.run_profile import keep_measured
 from gfgen.runtime.processes.pool import WorkerPool
 from gfgen.runtime.processes.workers import ProcessBackend, Requests
+from gfgen.session.ranks import Ranks
+from gfgen.session.warming import warm_ups_of
 from gfgen.system.signals import SignalPipe
 
 
