@@ -17,8 +17,8 @@ import click
 from benchmarks import measure_attention as measure
 from benchmarks.measure_attention import Variant
 from gfgen.bench.gfc import check_num_gpus
-from gfgen.gfc.arena import Plan
-from gfgen.gfc.cuda.ranks import CudaRanks
+from gfgen.gfc.arena import ArenaPlan
+from gfgen.gfc.cuda.rank_processes import CudaRanks
 from gfgen.layout import Layout
 
 SHAPES = {
@@ -67,7 +67,7 @@ def measure_attention(*, num_gpus: int) -> list[AttentionRow]:
     Raises: InputError where there are fewer than two GPUs.
     """
     check_num_gpus(num_gpus, at_least=2)
-    ranks = CudaRanks(num_gpus, Plan(data_bytes=1 << 31, post_bytes=4 << 20))
+    ranks = CudaRanks(num_gpus, ArenaPlan(data_bytes=1 << 31, post_bytes=4 << 20))
     try:
         return [row for shape in SHAPES for row in _rows(ranks, shape, num_gpus)]
     finally:

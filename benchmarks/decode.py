@@ -21,7 +21,7 @@ from benchmarks import measure_decode
 from benchmarks.measure_decode import REPEATS, REPEATS_ALONE, Shape
 from gfgen.bench.gfc import check_num_gpus
 from gfgen.cli.options import FiniteRange
-from gfgen.gfc.cuda.ranks import CudaRanks
+from gfgen.gfc.cuda.rank_processes import CudaRanks
 from gfgen.layout import Layout
 from gfgen.runtime.ipc.arenas import GPU_PLAN
 

@@ -25,7 +25,7 @@ from benchmarks.measure_forward import Kind, Shape
 from gfgen.bench.gfc import check_num_gpus
 from gfgen.cli.options import FiniteRange
 from gfgen.errors import InputError
-from gfgen.gfc.cuda.ranks import CudaRanks
+from gfgen.gfc.cuda.rank_processes import CudaRanks
 from gfgen.layout import Layout
 from gfgen.runtime.ipc.arenas import GPU_PLAN
 

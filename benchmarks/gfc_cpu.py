@@ -26,10 +26,10 @@ from typing import NamedTuple
 
 import torch
 
-from gfgen.gfc.arena import Plan, create_arena
+from gfgen.gfc.arena import ArenaPlan, create_arena
 from gfgen.gfc.descriptor import Descriptor
 from gfgen.gfc.endpoint import Endpoint
-from gfgen.gfc.group import Group
+from gfgen.gfc.group import CpuGroup
 from gfgen.graph import Artifact
 from gfgen.layout import Layout
 from gfgen.models.families.adapter import Fields
@@ -86,7 +86,7 @@ def measure(endpoint: Endpoint, layout: Layout, repeats: int) -> dict[str, Timin
     return found
 
 
-def attention(group: Group, repeats: int) -> Timing:
+def attention(group: CpuGroup, repeats: int) -> Timing:
     num_tokens = 64 // group.size
     q, k, v = torch.zeros(3, 1, num_tokens, 8, 16)
     tokens, heads = (num_tokens,) * group.size, (8 // group.size,) * group.size
@@ -123,7 +123,9 @@ MIGRATIONS = (
 )
 
 
-def migration(endpoint: Endpoint, group: Group, source: Layout, destination: Layout, repeats: int) -> Timing:
+def migration(
+    endpoint: Endpoint, group: CpuGroup, source: Layout, destination: Layout, repeats: int
+) -> Timing:
     """From the moment at which all ranks are ready until this one has sent or received its part."""
     transfers = plan_transfers(STATE, source=source, destination=destination)
     sent = [transfer for transfer in transfers if transfer.source == endpoint.rank]
@@ -147,7 +149,7 @@ def label(size: int) -> str:
 
 def serve(rank: int, num_ranks: int, fds: dict[int, int], repeats: int, pipe: Connection) -> None:
     torch.set_num_threads(1)
-    endpoint = Endpoint(Plan(), rank=rank, fds=fds, incarnations=dict.fromkeys(fds, 1))
+    endpoint = Endpoint(ArenaPlan(), rank=rank, fds=fds, incarnations=dict.fromkeys(fds, 1))
     layout = Layout(tuple(range(num_ranks)), ulysses=num_ranks)
     pipe.send(measure(endpoint, layout, repeats))
 
@@ -158,7 +160,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=2000)
     options = parser.parse_args()
     fork = multiprocessing.get_context("fork")
-    fds = {rank: create_arena(Plan(), rank=rank, incarnation=1) for rank in range(options.ranks)}
+    fds = {rank: create_arena(ArenaPlan(), rank=rank, incarnation=1) for rank in range(options.ranks)}
     pipes = []
     for rank in range(options.ranks):
         ours, theirs = fork.Pipe()

@@ -28,8 +28,8 @@ from benchmarks.forward import SHAPES
 from benchmarks.measure_forward import NUM_DISPATCHES, Kind, Shape
 from gfgen.bench.gfc import check_num_gpus
 from gfgen.errors import GfgenError
-from gfgen.gfc.cuda.endpoint import CudaEndpoint
-from gfgen.gfc.cuda.ranks import CudaRanks
+from gfgen.gfc.cuda.device_endpoint import CudaEndpoint
+from gfgen.gfc.cuda.rank_processes import CudaRanks
 from gfgen.layout import Layout
 from gfgen.runtime.ipc.arenas import GPU_PLAN
 

@@ -25,9 +25,9 @@ from diffusers import QwenImagePipeline, WanPipeline
 from gfgen.bench.gfc import check_num_gpus
 from gfgen.bench.workloads import admitted, weightless_model
 from gfgen.errors import GfgenError
+from gfgen.gfc.cuda.device_endpoint import CudaEndpoint
 from gfgen.gfc.cuda.driver import driver
-from gfgen.gfc.cuda.endpoint import CudaEndpoint
-from gfgen.gfc.cuda.ranks import CudaRanks
+from gfgen.gfc.cuda.rank_processes import CudaRanks
 from gfgen.gfc.descriptor import Descriptor
 from gfgen.job.spec import JobSpec
 from gfgen.layout import Layout

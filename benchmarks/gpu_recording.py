@@ -24,9 +24,9 @@ from benchmarks.measure_forward import Shape, inputs_of
 from gfgen.bench.gfc import check_num_gpus
 from gfgen.errors import GfgenError
 from gfgen.gfc.cuda.measure import captured_us
-from gfgen.models.fast.forwards import evaluate
+from gfgen.models.fast.evaluation import evaluate
 from gfgen.models.fast.fused import fuse
-from gfgen.models.fast.graphs import Graphs
+from gfgen.models.fast.recording import Graphs
 from gfgen.models.geometry.model import CONFIGS
 from gfgen.models.loading.random_weights import random_component
 from gfgen.models.parallel.counted_attention import counted_attention, is_fast

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gfgen.gfc.cuda.endpoint import CudaEndpoint
-from gfgen.gfc.cuda.group import CudaGroup
+from gfgen.gfc.cuda.device_endpoint import CudaEndpoint
+from gfgen.gfc.cuda.device_group import CudaGroup
 from gfgen.gfc.cuda.measure import eager_us, graph_us
 from gfgen.gfc.descriptor import Descriptor
 from gfgen.gfc.reshard import shard_sizes

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import measured
-from gfgen.gfc.cuda.endpoint import CudaEndpoint
+from gfgen.gfc.cuda.device_endpoint import CudaEndpoint
 from gfgen.gfc.descriptor import Descriptor
 from gfgen.layout import Layout
 from gfgen.models.families.pictures import to_uint8

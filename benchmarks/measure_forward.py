@@ -20,9 +20,9 @@ from diffusers import ContextParallelConfig
 from torch import Tensor
 
 from benchmarks import measured
-from gfgen.gfc.cuda.endpoint import CudaEndpoint
-from gfgen.gfc.cuda.graph import CapturedAlone, capture
-from gfgen.gfc.cuda.group import CudaGroup
+from gfgen.gfc.cuda.captured import CapturedAlone, capture
+from gfgen.gfc.cuda.device_endpoint import CudaEndpoint
+from gfgen.gfc.cuda.device_group import CudaGroup
 from gfgen.gfc.descriptor import Descriptor
 from gfgen.layout import Layout
 from gfgen.models.families.guidance import evaluate_branches

@@ -28,10 +28,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gfgen.gfc.arena import Plan, create_arena
-from gfgen.gfc.descriptor import Descriptor, Kind
+from gfgen.gfc.arena import ArenaPlan, create_arena
+from gfgen.gfc.descriptor import Descriptor, GroupKind
 from gfgen.gfc.endpoint import Endpoint
-from gfgen.gfc.group import Group
+from gfgen.gfc.group import CpuGroup
 from gfgen.job.spec import JobSpec
 from gfgen.layout import Layout
 from gfgen.models.families.adapter import Fields
@@ -57,7 +57,7 @@ class Job:
 class Timed:
     """Ranks whose exchanges are timed; with `apart`, waiting for peers is kept out of it."""
 
-    group: Group
+    group: CpuGroup
     apart: bool
     moving_s: float = 0.0
     sent_bytes: int = 0
@@ -119,7 +119,7 @@ def measure(endpoint: Endpoint, job: Job, layout: Layout, dispatch: int, *, apar
     group.enter()
     steps, latents = [], job.latents
     for idx in range(job.spec.steps or 0):
-        kinds: tuple[Kind, ...] = ("cfg_pair", "cfg", "ulysses", "ring")
+        kinds: tuple[GroupKind, ...] = ("cfg_pair", "cfg", "ulysses", "ring")
         cfg, sequence, ulysses, ring = timed = [Timed(group.subgroup(kind), apart) for kind in kinds]
         group.barrier()
         start = time.perf_counter()
@@ -139,7 +139,7 @@ def measure(endpoint: Endpoint, job: Job, layout: Layout, dispatch: int, *, apar
 
 def serve(rank: int, fds: dict[int, int], job: Job, pipe: Connection) -> None:
     torch.set_num_threads(1)
-    endpoint = Endpoint(Plan(), rank=rank, fds=fds, incarnations=dict.fromkeys(fds, 1))
+    endpoint = Endpoint(ArenaPlan(), rank=rank, fds=fds, incarnations=dict.fromkeys(fds, 1))
     dispatch = 0
     for cfg, ulysses in SHAPES:
         layout = Layout(tuple(range(cfg * ulysses)), cfg=cfg, ulysses=ulysses)
@@ -176,7 +176,7 @@ def main() -> None:
     torch.set_num_threads(1)  # or forked ranks would inherit threads that do not exist
     job = prepare(options.model, options.steps)
     num_ranks = max(cfg * ulysses for cfg, ulysses in SHAPES)
-    fds = {rank: create_arena(Plan(), rank=rank, incarnation=1) for rank in range(num_ranks)}
+    fds = {rank: create_arena(ArenaPlan(), rank=rank, incarnation=1) for rank in range(num_ranks)}
     fork = multiprocessing.get_context("fork")
     pipes = []
     for rank in range(num_ranks):

@@ -25,7 +25,7 @@ from fault_plan import FaultFolder, Faults, ScriptedError
 from gfgen import log
 from gfgen.cli.serve import ServeOptions, serve_on, settings_of
 from gfgen.errors import JobError, Problem
-from gfgen.gfc.arena import Plan
+from gfgen.gfc.arena import ArenaPlan
 from gfgen.graph import Artifact, Stage, Task, Trajectory
 from gfgen.job.spec import JobSpec
 from gfgen.layout import Layout
@@ -196,7 +196,7 @@ def serve_fakes(port: int, folder: Path, **options: str) -> None:
                 worker_main="fake_serving:work",
                 writer_main="fake_serving:write",
                 preload=["fake_serving"],
-                plan=Plan(data_bytes=1 << 16, post_bytes=1 << 10),
+                plan=ArenaPlan(data_bytes=1 << 16, post_bytes=1 << 10),
             )
         )
         pool.wait_ready(signals)

@@ -26,7 +26,7 @@ from fault_plan import KINDS, SLOW_KINDS, Done, Fault, FaultFolder, Kind, Point
 from PIL import Image
 
 from gfgen.errors import PolicyFault, WorkerError
-from gfgen.gfc.arena import Plan
+from gfgen.gfc.arena import ArenaPlan
 from gfgen.graph import Artifact, Stage, Trajectory
 from gfgen.job.spec import JobSpec
 from gfgen.policies.catalog import NamedPolicy, load_policy
@@ -213,7 +213,7 @@ class Fleet:
                 worker_main="fake_worker:main",
                 writer_main="fake_worker:write",
                 preload=self._preload,
-                plan=Plan(data_bytes=1 << 16, post_bytes=1 << 10),
+                plan=ArenaPlan(data_bytes=1 << 16, post_bytes=1 << 10),
             )
             self._pools[num_ranks] = pool
             pool.wait_ready()

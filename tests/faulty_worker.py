@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from gfgen.models.fast import stopping
+from gfgen.models.fast import stop_checks
 from gfgen.runtime.worker import entry, gpu, host
 from gfgen.runtime.worker.entry import WorkerSettings
 
@@ -92,7 +92,7 @@ def _loop() -> None:
 
 def _crawl() -> None:
     part = torch.nn.Identity()
-    stopping.install(torch.nn.Sequential(torch.nn.ModuleList([part])))
+    stop_checks.install(torch.nn.Sequential(torch.nn.ModuleList([part])))
     while True:
         part(torch.zeros(1))
         time.sleep(0.01)

@@ -17,7 +17,7 @@ import gfc_oracle as oracle
 from torch import Tensor
 
 from gfgen.errors import LayoutError, PeerTimeoutError
-from gfgen.gfc.descriptor import Descriptor, Kind, member_slots
+from gfgen.gfc.descriptor import Descriptor, GroupKind, member_slots
 from gfgen.gfc.reshard import Sizes, shard_sizes
 from gfgen.layout import Layout
 
@@ -62,7 +62,7 @@ class FakeGroup:
         descriptor: Descriptor,
         layout_slot: int,
         *,
-        kind: Kind,
+        kind: GroupKind,
         counts: dict[object, int] | None = None,
     ) -> None:
         self._cluster = cluster
@@ -84,7 +84,7 @@ class FakeGroup:
     def beside(self, max_blocks: int) -> FakeGroup:
         return self
 
-    def subgroup(self, kind: Kind) -> FakeGroup:
+    def subgroup(self, kind: GroupKind) -> FakeGroup:
         return FakeGroup(self._cluster, self.descriptor, self._layout_slot, kind=kind, counts=self._counts)
 
     def enter(self) -> None:

@@ -23,10 +23,10 @@ from faulty_worker import FAULTS, FaultyAdapter
 
 from gfgen.errors import ProtocolError
 from gfgen.gfc import native
-from gfgen.gfc.arena import Plan
+from gfgen.gfc.arena import ArenaPlan
 from gfgen.gfc.descriptor import Descriptor
 from gfgen.gfc.endpoint import Endpoint
-from gfgen.gfc.group import Group
+from gfgen.gfc.group import CpuGroup
 from gfgen.layout import Layout
 from gfgen.models.parallel.rehearsal import rehearsal
 from gfgen.runtime.ipc.channel import Channel
@@ -108,7 +108,7 @@ class ImitationRecorder:
 class ImitationEndpoint(Endpoint):
     """A CPU's endpoint with what a GPU's has beside it."""
 
-    def unentered(self, layout: Layout) -> Group:
+    def unentered(self, layout: Layout) -> CpuGroup:
         return self.group(Descriptor(1, layout, (1,) * layout.degree))
 
     def outcome(self, dispatch: int, *, sources: Sequence[int] = ()) -> Outcome:
@@ -196,7 +196,7 @@ def imitate_cuda() -> None:
 
 def imitation_worker(channel: Channel, settings: WorkerSettings, load: Any, *, may_record: bool) -> Worker:
     """With models as `load` has them."""
-    plan = Plan(*settings.arena_bytes)
+    plan = ArenaPlan(*settings.arena_bytes)
     fd = os.memfd_create(f"imitation {settings.rank}")
     os.ftruncate(fd, plan.arena_bytes)
     dispatches = Dispatches(lambda numbers: channel.send(Abandoned(numbers)))

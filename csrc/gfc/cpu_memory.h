@@ -26,7 +26,7 @@ struct ArenaHeader {
   alignas(kLineBytes) std::atomic<uint64_t> failure[sizeof(Record) / sizeof(uint64_t)];
 };
 static_assert(sizeof(ArenaHeader) <= kPageBytes);
-// CUDA ranks pin this page; gfgen/gfc/cuda/memory.py knows these offsets.
+// CUDA ranks pin this page; gfgen/gfc/cuda/device_arena.py knows these offsets.
 static_assert(offsetof(ArenaHeader, aborted_through) == 128 && offsetof(ArenaHeader, failure) == 384);
 static_assert(sizeof(Record) % sizeof(uint64_t) == 0);
 static_assert(std::atomic<uint64_t>::is_always_lock_free, "lines are shared between processes");

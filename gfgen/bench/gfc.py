@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from gfgen.errors import InputError
-from gfgen.gfc.arena import Plan
+from gfgen.gfc.arena import ArenaPlan
 from gfgen.gfc.cuda import measure
 from gfgen.gfc.cuda.driver import driver
-from gfgen.gfc.cuda.ranks import CudaRanks
-from gfgen.gfc.cuda.selector import FLAGGED_LIMIT, Choice, Key, Rule, Selector, store_rules
+from gfgen.gfc.cuda.rank_processes import CudaRanks
+from gfgen.gfc.cuda.selector import FLAGGED_LIMIT, KernelChoice, Rule, Selector, TableKey, store_rules
 from gfgen.system.wording import counted
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -30,11 +30,11 @@ FUSED = {"Wan2.2-5B 704x1280x81": 18480, "Qwen-Image 512": 1024, "Qwen-Image 153
 NUM_HEADS, HEAD_DIM = 24, 128
 PAIR_SIZES = [KIB << shift for shift in (0, 4, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16)]
 CHOICES = [
-    Choice("flagged", 32),
-    Choice("flagged", 132),
-    Choice("threads", 132),
-    *(Choice("bulk", 132, tile << 10) for tile in (8, 16, 24, 48)),
-    *(Choice("bulk", 132, tile << 10, in_turn=True) for tile in (16, 24, 48)),
+    KernelChoice("flagged", 32),
+    KernelChoice("flagged", 132),
+    KernelChoice("threads", 132),
+    *(KernelChoice("bulk", 132, tile << 10) for tile in (8, 16, 24, 48)),
+    *(KernelChoice("bulk", 132, tile << 10, in_turn=True) for tile in (16, 24, 48)),
 ]
 Row = dict[str, Any]
 _log = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ def measure_collectives(*, num_gpus: int, tune: bool, sizes: Sequence[int] = SIZ
     """
     check_num_gpus(num_gpus, at_least=2)
     largest = num_gpus * max(*sizes, 64 * MIB)
-    plan = Plan(data_bytes=int(2.1 * largest), post_bytes=8 * MIB)
+    plan = ArenaPlan(data_bytes=int(2.1 * largest), post_bytes=8 * MIB)
     ranks = CudaRanks(num_gpus, plan)
     try:
         bench = _Bench(ranks, num_gpus)
@@ -111,7 +111,7 @@ class _Bench:
 
     def tune(self) -> None:
         """Fills the selector: at each message size, what is best for both patterns together."""
-        rules: dict[Key, tuple[Rule, ...]] = {}
+        rules: dict[TableKey, tuple[Rule, ...]] = {}
         for degree in range(2, self.num_gpus + 1):
             members = tuple(range(degree))
             rows = []

@@ -20,7 +20,7 @@ MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ArenaPlan:
     """The configured sizes, from which every offset in an arena follows.
 
     data_bytes: for exchanges; what does not fit goes in several rounds.
@@ -40,8 +40,8 @@ class Plan:
                 f"a multiple of 128 from 1024 on (got {self.post_bytes})"
             )
 
-    def as_native(self) -> native.Plan:
-        return native.Plan(self.data_bytes, self.post_bytes, self.first_sequence, 0)
+    def as_native(self) -> native.PlanStruct:
+        return native.PlanStruct(self.data_bytes, self.post_bytes, self.first_sequence, 0)
 
     @property
     def arena_bytes(self) -> int:
@@ -53,7 +53,7 @@ class Plan:
         return int(native.library().gfc_plan_hash(self.as_native()))
 
 
-def create_arena(plan: Plan, *, rank: int, incarnation: int) -> int:
+def create_arena(plan: ArenaPlan, *, rank: int, incarnation: int) -> int:
     """File descriptor of a fresh arena; the caller owns it.
 
     Pages are allocated when first written, so an unused arena costs next to nothing.
@@ -71,7 +71,7 @@ def create_arena(plan: Plan, *, rank: int, incarnation: int) -> int:
 class Arena:
     """One rank's arena, mapped into this process. Does not own the file descriptor."""
 
-    def __init__(self, fd: int, plan: Plan, *, rank: int, incarnation: int) -> None:
+    def __init__(self, fd: int, plan: ArenaPlan, *, rank: int, incarnation: int) -> None:
         self.rank = rank
         self.incarnation = incarnation
         self._num_bytes = plan.arena_bytes
@@ -93,7 +93,7 @@ class Arena:
 
     def last_failure(self) -> Failure | None:
         """The last failed wait of this rank; for reading after it reported, or after its death."""
-        record = native.Record()
+        record = native.RecordStruct()
         native.library().gfc_arena_last_failure(self.address, record)
         return Failure.from_record(record) if record.status != native.OK else None
 
@@ -104,7 +104,7 @@ class Arena:
             self.address = 0
 
 
-def _map(fd: int, plan: Plan) -> int:
+def _map(fd: int, plan: ArenaPlan) -> int:
     num_bytes = plan.arena_bytes
     if os.fstat(fd).st_size < num_bytes:
         raise ProtocolError(f"an arena of {os.fstat(fd).st_size} bytes, the plan has {num_bytes}")

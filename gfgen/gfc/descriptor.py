@@ -14,11 +14,11 @@ from gfgen.errors import LayoutError
 from gfgen.gfc import native
 from gfgen.layout import Layout
 
-Kind = Literal["whole", "cfg", "ulysses", "ring", "cfg_pair"]
+GroupKind = Literal["whole", "cfg", "ulysses", "ring", "cfg_pair"]
 """whole: all ranks. cfg: the half with the same guidance branch. ulysses, ring: the ranks of one
 such group. cfg_pair: the ranks at the same position of each half, who combine the branches."""
 
-KINDS: dict[Kind, int] = {
+GROUP_KINDS: dict[GroupKind, int] = {
     "whole": native.WHOLE,
     "cfg": native.HALF,
     "ulysses": native.ULYSSES,
@@ -55,7 +55,7 @@ class Descriptor:
         self.encode_into(encoded, self.layout.slot_of(rank))
         return bytes(encoded)
 
-    def encode_into(self, buffer: bytearray | native.Descriptor, slot: int) -> None:
+    def encode_into(self, buffer: bytearray | native.DescriptorStruct, slot: int) -> None:
         """The same for the rank in a slot, into memory that a launch reads."""
         layout = self.layout
         ranks = layout.ranks
@@ -75,7 +75,7 @@ class Descriptor:
 
 
 @cache
-def member_slots(degrees: tuple[int, int, int], kind: Kind, slot: int) -> tuple[int, ...]:
+def member_slots(degrees: tuple[int, int, int], kind: GroupKind, slot: int) -> tuple[int, ...]:
     """Slots of the group of this kind that a slot belongs to, in order (csrc/gfc/descriptor.h)."""
     cfg, ulysses, ring = degrees
     half = ulysses * ring

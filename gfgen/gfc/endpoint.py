@@ -13,10 +13,10 @@ from torch import Tensor
 
 from gfgen.errors import RunError
 from gfgen.gfc import native
-from gfgen.gfc.arena import Arena, Plan
+from gfgen.gfc.arena import Arena, ArenaPlan
 from gfgen.gfc.descriptor import Descriptor
 from gfgen.gfc.failure import Failure
-from gfgen.gfc.group import Group
+from gfgen.gfc.group import CpuGroup
 
 
 class Endpoint:
@@ -30,7 +30,7 @@ class Endpoint:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: ArenaPlan,
         *,
         rank: int,
         fds: Mapping[int, int],
@@ -48,19 +48,19 @@ class Endpoint:
         for peer, fd in fds.items():
             self._map(peer, fd, incarnations[peer])
 
-    def group(self, descriptor: Descriptor, *, timeout_s: float | None = None) -> Group:
+    def group(self, descriptor: Descriptor, *, timeout_s: float | None = None) -> CpuGroup:
         """The whole layout's group, as this rank sees it; `timeout_s` in place of the endpoint's own."""
         timeout_ns = self.timeout_ns if timeout_s is None else _nanoseconds(timeout_s)
-        task = native.Task()
+        task = native.TaskStruct()
         self.native.gfc_task_begin(task, descriptor.encode(self.rank), timeout_ns)
-        return Group(self, descriptor, task)
+        return CpuGroup(self, descriptor, task)
 
     def send(
         self, x: Tensor, *, to: int, dispatch: int, label: int = 0, timeout_s: float | None = None
     ) -> None:
         """Pushes a tensor to a rank; returns when its last bytes lie in that rank's arena.
 
-        Waits for the receiver only beyond two chunks of `Plan.post_bytes`. `label` tells
+        Waits for the receiver only beyond two chunks of `ArenaPlan.post_bytes`. `label` tells
         transfers of one dispatch between the same ranks apart. Without `timeout_s` it waits
         until the host aborts the dispatch.
         """
@@ -132,8 +132,8 @@ class Endpoint:
         assert peer in self._arenas
         item_bytes = x.element_size()
         strides = [stride * item_bytes for stride in x.stride()]
-        block = native.Block(x.data_ptr(), x.dim(), item_bytes, tuple(x.shape), tuple(strides))
-        failure = native.Record()
+        block = native.BlockStruct(x.data_ptr(), x.dim(), item_bytes, tuple(x.shape), tuple(strides))
+        failure = native.RecordStruct()
         status = function(self.context, peer, dispatch, label, block, _nanoseconds(timeout_s), failure)
         if status != native.OK:
             raise Failure.from_record(failure).as_error()

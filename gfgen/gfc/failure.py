@@ -24,7 +24,7 @@ class Failure:
     seen: tuple[int, int]
 
     @classmethod
-    def from_record(cls, record: native.Record) -> Failure:
+    def from_record(cls, record: native.RecordStruct) -> Failure:
         return cls(
             status=record.status,
             rank=record.rank,

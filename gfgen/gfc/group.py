@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gfgen.errors import LayoutError
 from gfgen.gfc import native
-from gfgen.gfc.descriptor import KINDS, Descriptor, Kind, member_slots
+from gfgen.gfc.descriptor import GROUP_KINDS, Descriptor, GroupKind, member_slots
 from gfgen.gfc.failure import Failure
 from gfgen.gfc.reshard import POINTERS, Reshard, Sizes, reshard, reshard_along, shard_sizes
 
@@ -37,7 +37,7 @@ class Collectives(Protocol):
     def size(self) -> int: ...
     @property
     def room_bytes(self) -> int | None: ...
-    def subgroup(self, kind: Kind) -> Collectives: ...
+    def subgroup(self, kind: GroupKind) -> Collectives: ...
     def beside(self, max_blocks: int) -> Collectives: ...
     def enter(self) -> None: ...
     def barrier(self) -> None: ...
@@ -64,7 +64,7 @@ class Collectives(Protocol):
     def tokens_from_heads(self, x: Tensor, *, token_sizes: Sizes, head_sizes: Sizes) -> Tensor: ...
 
 
-class Group:
+class CpuGroup:
     """The ranks of a dispatch, or a subgroup of them, as one rank sees it.
 
     Made by `Endpoint.group`. Once a wait fails, the task is poisoned: every later collective of
@@ -77,15 +77,15 @@ class Group:
         self,
         endpoint: Endpoint,
         descriptor: Descriptor,
-        task: native.Task,
+        task: native.TaskStruct,
         *,
-        kind: Kind = "whole",
+        kind: GroupKind = "whole",
     ) -> None:
         layout = descriptor.layout
         slots = member_slots(layout.degrees, kind, task.group.slot)
         self._endpoint = endpoint
         self._task = task
-        self._kind = KINDS[kind]
+        self._kind = GROUP_KINDS[kind]
         self.descriptor = descriptor
         self.ranks = tuple(layout.ranks[slot] for slot in slots)
         self.slot = slots.index(task.group.slot)
@@ -99,13 +99,13 @@ class Group:
         """None: what does not fit in an arena goes in rounds."""
         return None
 
-    def beside(self, max_blocks: int) -> Group:
+    def beside(self, max_blocks: int) -> CpuGroup:
         """The same: calls are over when they return, so nothing is computed meanwhile."""
         return self
 
-    def subgroup(self, kind: Kind) -> Group:
+    def subgroup(self, kind: GroupKind) -> CpuGroup:
         """The group of this kind that this rank belongs to; costs no communication."""
-        return Group(self._endpoint, self.descriptor, self._task, kind=kind)
+        return CpuGroup(self._endpoint, self.descriptor, self._task, kind=kind)
 
     def enter(self) -> None:
         """The entry barrier of the dispatch: once, on the whole layout, before anything else.

@@ -21,7 +21,7 @@ OK, TIMED_OUT, ABORTED, PROTOCOL, STALE_MAP, NOT_ENTERED, NOT_RISING, BROKEN_EDG
 WHOLE, HALF, ULYSSES, RING, PAIR = range(NUM_KINDS)
 
 
-class Plan(Structure):
+class PlanStruct(Structure):
     """csrc/gfc/plan.h"""
 
     _fields_ = [
@@ -32,7 +32,7 @@ class Plan(Structure):
     ]
 
 
-class Descriptor(Structure):
+class DescriptorStruct(Structure):
     """csrc/gfc/descriptor.h"""
 
     _fields_ = [
@@ -48,7 +48,7 @@ class Descriptor(Structure):
     ]
 
 
-class Record(Structure):
+class RecordStruct(Structure):
     """csrc/gfc/protocol.h"""
 
     _fields_ = [
@@ -62,21 +62,21 @@ class Record(Structure):
     ]
 
 
-class Task(Structure):
+class TaskStruct(Structure):
     """csrc/gfc/protocol.h"""
 
     _fields_ = [
-        ("group", Descriptor),
+        ("group", DescriptorStruct),
         ("seed", c_uint64),
         ("timeout_ns", c_uint64),
         ("exchanges", c_uint64 * MAX_RANKS),
         ("instances", c_uint64 * NUM_KINDS),
         ("has_entered", c_uint64),
-        ("failure", Record),
+        ("failure", RecordStruct),
     ]
 
 
-class Part(Structure):
+class PartStruct(Structure):
     """csrc/gfc/reshard.h"""
 
     _fields_ = [
@@ -94,7 +94,7 @@ class Part(Structure):
     ]
 
 
-class Block(Structure):
+class BlockStruct(Structure):
     """csrc/gfc/strided.h"""
 
     _fields_ = [
@@ -108,8 +108,13 @@ class Block(Structure):
 
 # Name -> result, arguments. Addresses are plain integers: they come from mmap and data_ptr().
 _ADDRESS = c_uint64
-_PLAN, _RECORD, _TASK, _BLOCK = POINTER(Plan), POINTER(Record), POINTER(Task), POINTER(Block)
-_STRUCTURES = (Plan, Descriptor, Record, Task, Part, Block)
+_PLAN, _RECORD, _TASK, _BLOCK = (
+    POINTER(PlanStruct),
+    POINTER(RecordStruct),
+    POINTER(TaskStruct),
+    POINTER(BlockStruct),
+)
+_STRUCTURES = (PlanStruct, DescriptorStruct, RecordStruct, TaskStruct, PartStruct, BlockStruct)
 _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "gfc_struct_bytes": (None, (POINTER(c_uint64),)),
     "gfc_arena_bytes": (c_uint64, (_PLAN,)),

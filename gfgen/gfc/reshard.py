@@ -22,11 +22,11 @@ Sizes = Sequence[int]
 POINTERS = struct.Struct("<QQ")
 _PART = struct.Struct(f"<iiii{3 * native.MAX_DIMS}q{2 * native.MAX_RANKS}q")
 assert native.MAX_DIMS == native.MAX_RANKS  # _padded serves both
-assert POINTERS.size + _PART.size == ctypes.sizeof(native.Part)
+assert POINTERS.size + _PART.size == ctypes.sizeof(native.PartStruct)
 
 
 class Reshard(NamedTuple):
-    """What one tensor of an exchange becomes, and the native.Part behind its two pointers."""
+    """What one tensor of an exchange becomes, and the native.PartStruct behind its two pointers."""
 
     result_shape: tuple[int, ...]
     native_part: bytes

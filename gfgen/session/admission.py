@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from gfgen.errors import InputError, JobFileError, ModelError, Problem, listed
-from gfgen.gfc.cuda.memory import arena_bytes
+from gfgen.gfc.cuda.device_arena import arena_bytes
 from gfgen.job.reader import passed_deadlines, read_jobs
 from gfgen.job.spec import JobSpec
 from gfgen.models.families.registry import (

@@ -26,7 +26,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from gfgen.system.own_modules import PACKAGE_ROOT
+from gfgen.system.lifeline import PACKAGE_ROOT
 from gfgen.system.signals import FOR_THE_RUN
 
 _BY_DESCRIPTOR = "/proc/self/fd/"

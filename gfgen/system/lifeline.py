@@ -1,10 +1,11 @@
-"""Processes that the kernel kills with the one that they work for, whatever they compute.
+"""Child processes that the kernel kills when their parent ends.
 
     python -m gfgen.system.lifeline PARENT MODULE [ARGUMENT...]
 
-runs a module in a process that dies with PARENT (own_modules.py). No thread of the process has to notice the
-end, so a native call that holds the interpreter's lock cannot delay it. The kernel sends the signal when the
-*thread* ends that started the process: start it from one that lives as long as its own process.
+runs a module in a process that dies with PARENT; `module_command` builds such a command. No thread of the
+child has to notice the end, so a native call that holds the interpreter's lock cannot delay it. The kernel
+sends the signal when the *thread* that started the child ends: so start it from
+one that lives as long as its process.
 """
 
 from __future__ import annotations
@@ -14,19 +15,36 @@ import os
 import runpy
 import signal
 import sys
+from pathlib import Path
 
+PACKAGE_ROOT = Path(__file__).parents[2]
+"""The folder from which this package is imported, installed or not."""
 _PR_SET_PDEATHSIG = 1
 
 
+def module_command(module: str, *arguments: str) -> list[str]:
+    """Command that runs a module of this package in a process that dies with the thread that starts it.
+
+    With -P, a random.py in the current folder does not replace Python's own.
+    """
+    return [sys.executable, "-P", "-m", "gfgen.system.lifeline", str(os.getpid()), module, *arguments]
+
+
+def module_environment() -> dict[str, str]:
+    """This process's environment, in which such a command finds this package."""
+    paths = (str(PACKAGE_ROOT), os.environ.get("PYTHONPATH"))
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
 def die_with_parent(parent: int) -> None:
-    """Let the kernel kill this process when `parent`, which started it, ends; exit if it already has."""
+    """Make the kernel kill this process when `parent`, which started it, ends; exit if it has ended."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
 
 
 def bind_forks() -> None:
-    """Let each process that this one forks from now on die with it, from the child's first instruction on."""
+    """Make each process that this one forks from now on die with it, from its first instruction on."""
     parent = [os.getpid()]
 
     def note_parent() -> None:  # a child forks with the same hooks

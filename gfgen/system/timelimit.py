@@ -16,15 +16,15 @@ DECISION_LIMIT_S = 10.0
 _AGAIN_S = 0.5
 """The interruption is repeated at this interval, because the function may catch the first one."""
 
-Argument = TypeVar("Argument")
-Result = TypeVar("Result")
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 class DecisionTimeout(PolicyFault):
     """A policy did not return in time."""
 
 
-def within(limit_s: float, function: Callable[[Argument], Result], argument: Argument) -> Result:
+def within(limit_s: float, function: Callable[[T], R], argument: T) -> R:
     """Call a function, and interrupt it when it does not return within `limit_s`.
 
     Signals reach the main thread only, so in other threads there is no limit. A timer that was already

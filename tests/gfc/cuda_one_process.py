@@ -11,14 +11,14 @@ import random
 import cuda_programs as programs
 import torch
 
-from gfgen.gfc.arena import Plan, create_arena
-from gfgen.gfc.cuda.endpoint import CudaEndpoint
-from gfgen.gfc.cuda.memory import CONTROL_PLAN, DeviceArena
+from gfgen.gfc.arena import ArenaPlan, create_arena
+from gfgen.gfc.cuda.device_arena import CONTROL_PLAN, DeviceArena
+from gfgen.gfc.cuda.device_endpoint import CudaEndpoint
 from gfgen.gfc.descriptor import Descriptor
 from gfgen.layout import Layout
 
 NUM_RANKS, NUM_DISPATCHES = 2, 60
-PLAN = Plan(data_bytes=8 << 20, post_bytes=1 << 20)
+PLAN = ArenaPlan(data_bytes=8 << 20, post_bytes=1 << 20)
 
 
 def main() -> None:

@@ -11,23 +11,23 @@ from typing import Any, NamedTuple
 
 import torch
 
+from gfgen.gfc.cuda.captured import capture
 from gfgen.gfc.cuda.compiler import compiled
-from gfgen.gfc.cuda.endpoint import CudaEndpoint
-from gfgen.gfc.cuda.graph import capture
-from gfgen.gfc.cuda.group import CudaGroup
+from gfgen.gfc.cuda.device_endpoint import CudaEndpoint
+from gfgen.gfc.cuda.device_group import CudaGroup
 from gfgen.gfc.cuda.launch import Launch
-from gfgen.gfc.cuda.ranks import CudaRanks
-from gfgen.gfc.cuda.selector import Choice, Rule, Selector
-from gfgen.gfc.descriptor import Descriptor, Kind
+from gfgen.gfc.cuda.rank_processes import CudaRanks
+from gfgen.gfc.cuda.selector import KernelChoice, Rule, Selector
+from gfgen.gfc.descriptor import Descriptor, GroupKind
 from gfgen.gfc.reshard import shard_sizes
 from gfgen.layout import Layout
 
 NATIVE = Path(__file__).parent / "native"
 MIXED_RULES = (
-    Rule(2 << 10, Choice("flagged", 16)),
-    Rule(24 << 10, Choice("threads", 16)),
-    Rule(40 << 10, Choice("bulk", 16, 4 << 10)),
-    Rule(1 << 62, Choice("bulk", 16, 4 << 10, in_turn=True)),
+    Rule(2 << 10, KernelChoice("flagged", 16)),
+    Rule(24 << 10, KernelChoice("threads", 16)),
+    Rule(40 << 10, KernelChoice("bulk", 16, 4 << 10)),
+    Rule(1 << 62, KernelChoice("bulk", 16, 4 << 10, in_turn=True)),
 )
 """Every path at sizes small enough for many instances."""
 
@@ -93,14 +93,14 @@ class Case(NamedTuple):
     """One random collective, the same on every member."""
 
     what: str
-    kind: Kind
+    kind: GroupKind
     tokens: int
     dim: int
     seed: int
     in_arena: bool
 
 
-_KINDS: tuple[Kind, ...] = ("whole", "cfg", "ulysses", "ring", "cfg_pair")
+_KINDS: tuple[GroupKind, ...] = ("whole", "cfg", "ulysses", "ring", "cfg_pair")
 _WHAT = ("gather", "turn", "exchange", "along", "heads", "tokens", "barrier")
 _TOKENS = (0, 1, 2, 5, 8, 33, 64, 130)
 _DIMS = (1, 3, 8, 16, 64, 128)

@@ -10,9 +10,9 @@ import shutil
 from ctypes import byref, c_size_t, c_uint64
 from pathlib import Path
 
-from gfgen.gfc.cuda import compiler, group
-from gfgen.gfc.cuda.endpoint import CudaEndpoint
-from gfgen.gfc.cuda.group import Bank
+from gfgen.gfc.cuda import compiler, device_group
+from gfgen.gfc.cuda.device_endpoint import CudaEndpoint
+from gfgen.gfc.cuda.device_group import Bank
 from gfgen.gfc.cuda.kernels import Kernels
 from gfgen.gfc.cuda.launch import Launch
 
@@ -80,5 +80,5 @@ def plant(endpoint: CudaEndpoint, sources: Path, fault: int) -> None:
         kernels.driver, kernels["enter"], c_uint64(endpoint.context), descriptor, bound_ns, grid=1, block=32
     )
     if fault == ONE_BANK:  # the host says where results lie in the arena
-        bank_of = group.bank_of
-        group.bank_of = lambda *key: Bank(bank_of(*key).offsets[:1] * 2, bank_of(*key).num_bytes)
+        bank_of = device_group.bank_of
+        device_group.bank_of = lambda *key: Bank(bank_of(*key).offsets[:1] * 2, bank_of(*key).num_bytes)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from gfgen.gfc.arena import Arena, Plan, create_arena
+from gfgen.gfc.arena import Arena, ArenaPlan, create_arena
 from gfgen.gfc.endpoint import Endpoint
 
 Program = Callable[..., Any]
@@ -27,9 +27,9 @@ REPLY_TIMEOUT_S = 60.0
 class Ranks:
     """Processes with an endpoint each, the host's view of their arenas, and their lives."""
 
-    def __init__(self, num_ranks: int, *, plan: Plan | None = None, timeout_s: float = 30.0) -> None:
+    def __init__(self, num_ranks: int, *, plan: ArenaPlan | None = None, timeout_s: float = 30.0) -> None:
         # Small arenas: exchanges of a few KB already need several rounds.
-        self.plan = plan or Plan(data_bytes=1 << 16, post_bytes=1 << 10)
+        self.plan = plan or ArenaPlan(data_bytes=1 << 16, post_bytes=1 << 10)
         self.timeout_s = timeout_s
         self.incarnations = dict.fromkeys(range(num_ranks), 1)
         self.fds = {rank: create_arena(self.plan, rank=rank, incarnation=1) for rank in range(num_ranks)}

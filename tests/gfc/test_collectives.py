@@ -11,8 +11,8 @@ from ranks import Ranks
 from torch import Tensor
 
 from gfgen.errors import CollectiveError, LayoutError
-from gfgen.gfc.arena import Plan, create_arena
-from gfgen.gfc.descriptor import KINDS, Descriptor, Kind, member_slots
+from gfgen.gfc.arena import ArenaPlan, create_arena
+from gfgen.gfc.descriptor import GROUP_KINDS, Descriptor, GroupKind, member_slots
 from gfgen.gfc.endpoint import Endpoint
 from gfgen.gfc.reshard import shard_sizes
 from gfgen.layout import Layout
@@ -60,7 +60,7 @@ def equal(x: Tensor, y: Tensor) -> bool:
 
 
 def attention_round_trip(
-    endpoint: Endpoint, descriptor: Descriptor, kind: Kind, sizes: tuple[int, ...], seed: int
+    endpoint: Endpoint, descriptor: Descriptor, kind: GroupKind, sizes: tuple[int, ...], seed: int
 ) -> str:
     """Both exchanges of attention on one rank, compared to the oracle over all members."""
     batch, num_tokens, num_heads, head_dim = sizes
@@ -92,7 +92,7 @@ def attention_round_trip(
 @PROPERTY
 @given(
     layout=layouts(),
-    kind=st.sampled_from(sorted(KINDS)),
+    kind=st.sampled_from(sorted(GROUP_KINDS)),
     batch=st.integers(1, 2),
     num_tokens=st.integers(0, 40),
     extra_heads=st.integers(0, 5),
@@ -102,7 +102,7 @@ def attention_round_trip(
 def test_attention_exchange_equals_its_oracle_and_comes_back(
     shared_ranks: Ranks,
     layout: Layout,
-    kind: Kind,
+    kind: GroupKind,
     batch: int,
     num_tokens: int,
     extra_heads: int,
@@ -182,7 +182,7 @@ def test_results_do_not_change_with_later_exchanges(shared_ranks: Ranks) -> None
 
 
 def alone() -> Endpoint:
-    plan = Plan(data_bytes=1 << 16, post_bytes=1 << 10)
+    plan = ArenaPlan(data_bytes=1 << 16, post_bytes=1 << 10)
     fd = create_arena(plan, rank=0, incarnation=1)
     return Endpoint(plan, rank=0, fds={0: fd}, incarnations={0: 1})
 
@@ -205,7 +205,7 @@ def test_sizes_that_do_not_fit_name_dimension_and_sizes() -> None:
 
 
 def test_arena_of_another_plan_is_refused() -> None:
-    plan, other = Plan(data_bytes=1 << 16), Plan(data_bytes=1 << 16, first_sequence=1)
+    plan, other = ArenaPlan(data_bytes=1 << 16), ArenaPlan(data_bytes=1 << 16, first_sequence=1)
     fd = create_arena(plan, rank=0, incarnation=1)
     with pytest.raises(CollectiveError, match="another rank, incarnation or plan"):
         Endpoint(other, rank=0, fds={0: fd}, incarnations={0: 1})

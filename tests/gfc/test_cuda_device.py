@@ -15,12 +15,12 @@ import cuda_programs as programs
 import pytest
 from gpu_ranks import NUM_GPUS, NUM_RANKS, RANKS_PER_GPU, needs_two_ranks
 
-from gfgen.gfc.arena import Plan
-from gfgen.gfc.cuda.ranks import CudaRanks
+from gfgen.gfc.arena import ArenaPlan
+from gfgen.gfc.cuda.rank_processes import CudaRanks
 from gfgen.layout import Layout
 
 TIMEOUT_S = 2.0
-PLAN = Plan(data_bytes=64 << 20, post_bytes=4 << 20, first_sequence=2**32 - 500)
+PLAN = ArenaPlan(data_bytes=64 << 20, post_bytes=4 << 20, first_sequence=2**32 - 500)
 NUM_DISPATCHES = 2000 // RANKS_PER_GPU
 """On a shared GPU each exchange takes milliseconds."""
 pytestmark = [pytest.mark.gpu, needs_two_ranks]

@@ -19,14 +19,14 @@ from hypothesis import strategies as st
 
 from gfgen.errors import LayoutError
 from gfgen.gfc import native
-from gfgen.gfc.arena import Plan
+from gfgen.gfc.arena import ArenaPlan
 from gfgen.gfc.cuda import compiler, structs
-from gfgen.gfc.cuda.endpoint import CudaEndpoint
-from gfgen.gfc.cuda.graph import SharedPool
-from gfgen.gfc.cuda.group import Bank, CudaGroup, How, Prepared, Result, bank_of, canonical
+from gfgen.gfc.cuda.captured import SharedPool
+from gfgen.gfc.cuda.device_endpoint import CudaEndpoint
+from gfgen.gfc.cuda.device_group import Bank, CudaGroup, How, Prepared, ResultSpec, bank_of, canonical
 from gfgen.gfc.cuda.moves import Reshaped, offsets_of, reshaped
 from gfgen.gfc.cuda.selector import (
-    Choice,
+    KernelChoice,
     Rule,
     Selector,
     load_selector,
@@ -299,9 +299,9 @@ def test_what_lies_at_odd_addresses_is_copied_before_it_is_sent_with_flags(offse
     """One rank may give such a tensor, and the others cannot know: their messages carry flags, too."""
     asked: list[dict[str, object]] = []
 
-    def choose(**sizes: object) -> Choice:
+    def choose(**sizes: object) -> KernelChoice:
         asked.append(sizes)
-        return Choice("flagged", 4)
+        return KernelChoice("flagged", 4)
 
     group: Any = LooseGroup.__new__(LooseGroup)
     group.size, group.slot, group.bank = 2, 0, Bank((0, 0), 1 << 20)
@@ -341,7 +341,7 @@ def test_who_gets_nothing_still_sends_as_to_a_result_outside_the_arena() -> None
     group._endpoint = SimpleNamespace(torch_device="cpu", stream=lambda: 0)
     buffer = bytearray(16)
     launch: Any = SimpleNamespace(buffer=buffer, run=lambda stream: None)
-    prepared = Prepared(launch, (Result.contiguous((1, 0, 4), torch.int16, 0),), (0,))
+    prepared = Prepared(launch, (ResultSpec.contiguous((1, 0, 4), torch.int16, 0),), (0,))
     (result,) = group._launch(prepared, [48], in_arena=False)
     assert result.data_ptr() == 0
     assert int.from_bytes(buffer[:8], "little") == 48
@@ -403,10 +403,10 @@ def test_sizes_that_do_not_fit_are_named() -> None:
 )
 def test_banks_are_where_kernels_find_them(boxes: ctypes.CDLL, degrees: tuple[int, int, int]) -> None:
     cfg, ulysses, ring = degrees
-    plan = Plan(data_bytes=(1 << 20) + 4096 * 3, post_bytes=1 << 12)
+    plan = ArenaPlan(data_bytes=(1 << 20) + 4096 * 3, post_bytes=1 << 12)
     layout = Layout(tuple(range(cfg * ulysses * ring)), cfg=cfg, ulysses=ulysses, ring=ring)
     encoded = Descriptor(1, layout, (1,) * layout.degree).encode(0)
-    group = native.Descriptor.from_buffer_copy(encoded)
+    group = native.DescriptorStruct.from_buffer_copy(encoded)
     for kind in range(native.NUM_KINDS):
         bank = bank_of(plan.data_bytes, plan.post_bytes, degrees, canonical(degrees, kind))
         if bank.num_bytes == 0:
@@ -418,7 +418,7 @@ def test_banks_are_where_kernels_find_them(boxes: ctypes.CDLL, degrees: tuple[in
 
 
 def test_selector_falls_back_where_a_kernel_cannot_serve() -> None:
-    rules = (Rule(1 << 10, Choice("flagged", 8)), Rule(1 << 62, Choice("bulk", 64, 1 << 14)))
+    rules = (Rule(1 << 10, KernelChoice("flagged", 8)), Rule(1 << 62, KernelChoice("bulk", 64, 1 << 14)))
     selector = Selector({(2, True): rules}, has_bulk=True)
 
     def path(pair_bytes: int, unit_bytes: int = 16, row_bytes: int = 4096) -> str:
@@ -443,12 +443,12 @@ def test_selector_falls_back_where_a_kernel_cannot_serve() -> None:
 
 def test_after_a_fault_messages_with_flags_are_cleared_before_the_next_entry_with_their_rank() -> None:
     """What an aborted task has left there would be a protocol error in the next one."""
-    plan = Plan(data_bytes=1 << 20, post_bytes=1 << 12)
+    plan = ArenaPlan(data_bytes=1 << 20, post_bytes=1 << 12)
     enqueued: list[tuple[object, ...]] = []
     endpoint: Any = CudaEndpoint.__new__(CudaEndpoint)
     endpoint.rank, endpoint.plan, endpoint.last_dispatch = 1, plan, 0
     endpoint.incarnations, endpoint._mapped, endpoint._unclean = dict.fromkeys(range(3), 1), {}, set()
-    endpoint._native_descriptor, endpoint._bound_ns = native.Descriptor(), ctypes.c_uint64()
+    endpoint._native_descriptor, endpoint._bound_ns = native.DescriptorStruct(), ctypes.c_uint64()
     endpoint.arenas = {1: SimpleNamespace(address=1 << 40)}
     endpoint.driver = SimpleNamespace(call=lambda *arguments: enqueued.append(arguments))
     endpoint._enter = SimpleNamespace(run=lambda stream: enqueued.append(("enter", stream)))
@@ -483,7 +483,7 @@ def test_state_is_sent_without_waiting_on_the_host(num_bytes: int, steps: list[i
     """Before a large chunk one block waits on the device: many would keep others from it."""
     endpoint: Any = CudaEndpoint.__new__(CudaEndpoint)
     endpoint.rank, endpoint.context = 0, 1 << 30
-    endpoint.plan = Plan(data_bytes=1 << 20, post_bytes=1 << 20)
+    endpoint.plan = ArenaPlan(data_bytes=1 << 20, post_bytes=1 << 20)
     endpoint.arenas = {1: None}
     endpoint.driver = None  # which would have to be asked to wait
     found: list[int] = []
@@ -616,7 +616,7 @@ def test_ranks_choose_by_the_tables_that_were_there_when_they_were_read(
 ) -> None:
     """A rank that is started again after `gfgen bench gfc --tune` must choose as the others do."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    first, second = ({(2, False): (Rule(1 << 62, Choice("threads", blocks)),)} for blocks in (3, 4))
+    first, second = ({(2, False): (Rule(1 << 62, KernelChoice("threads", blocks)),)} for blocks in (3, 4))
     path = store_rules("NVIDIA H200", first)
     tables = tuned_tables()
     store_rules("NVIDIA H200", second)

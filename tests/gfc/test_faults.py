@@ -272,9 +272,9 @@ def test_receiver_with_another_dispatch_gets_a_protocol_error(make_ranks: MakeRa
 
 @pytest.mark.parametrize("first_sequence", [0xFFFFFFFD, 0xFFFFFFFF])
 def test_counts_wrap(make_ranks: MakeRanks, first_sequence: int) -> None:
-    from gfgen.gfc.arena import Plan
+    from gfgen.gfc.arena import ArenaPlan
 
-    plan = Plan(data_bytes=1 << 16, post_bytes=1 << 10, first_sequence=first_sequence)
+    plan = ArenaPlan(data_bytes=1 << 16, post_bytes=1 << 10, first_sequence=first_sequence)
     ranks = make_ranks(2, plan=plan)
     for dispatch in ((1 << 31) - 1, 1 << 31, (1 << 32) - 1, 1 << 32):
         group = Descriptor(dispatch, Layout((0, 1), ulysses=2), (1, 1))

@@ -16,10 +16,10 @@ import pytest
 from gpu_ranks import NUM_GPUS, needs_two_ranks
 
 from gfgen.errors import WorkerError
-from gfgen.gfc.arena import Plan
-from gfgen.gfc.cuda.ranks import CudaRanks
+from gfgen.gfc.arena import ArenaPlan
+from gfgen.gfc.cuda.rank_processes import CudaRanks
 
-PLAN = Plan(data_bytes=64 << 20, post_bytes=4 << 20)
+PLAN = ArenaPlan(data_bytes=64 << 20, post_bytes=4 << 20)
 TIMEOUT_S = 2.0
 NUM_DISPATCHES = 200
 STUCK_S = 40.0

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from test_shared_attention import Inputs, alone, on_one_rank
 
-from gfgen.gfc.cuda.endpoint import CudaEndpoint
-from gfgen.gfc.cuda.graph import capture
-from gfgen.gfc.cuda.group import CudaGroup, bank_of
+from gfgen.gfc.cuda.captured import capture
+from gfgen.gfc.cuda.device_endpoint import CudaEndpoint
+from gfgen.gfc.cuda.device_group import CudaGroup, bank_of
 from gfgen.gfc.descriptor import Descriptor
 from gfgen.gfc.reshard import shard_sizes
 from gfgen.layout import Layout

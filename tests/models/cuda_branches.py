@@ -14,7 +14,7 @@ from torch import Tensor
 
 from benchmarks import measure_forward
 from benchmarks.measure_forward import Branches, Shape, forward_of, inputs_of
-from gfgen.gfc.cuda.endpoint import CudaEndpoint
+from gfgen.gfc.cuda.device_endpoint import CudaEndpoint
 from gfgen.gfc.descriptor import Descriptor
 from gfgen.layout import Layout
 from gfgen.models.fast.fused import fuse

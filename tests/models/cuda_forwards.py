@@ -9,17 +9,17 @@ from unittest.mock import patch
 
 import torch
 
-from gfgen.gfc.cuda.endpoint import CudaEndpoint
+from gfgen.gfc.cuda.device_endpoint import CudaEndpoint
 from gfgen.gfc.descriptor import Descriptor
 from gfgen.job.spec import JobSpec
 from gfgen.layout import Layout
 from gfgen.models.families import guidance
 from gfgen.models.families.adapter import Fields
 from gfgen.models.families.registry import find_configs, load_adapter
-from gfgen.models.fast import graphs as graphs_module
+from gfgen.models.fast import recording as graphs_module
 from gfgen.models.fast import texts
-from gfgen.models.fast.forwards import evaluate
-from gfgen.models.fast.graphs import Graphs
+from gfgen.models.fast.evaluation import evaluate
+from gfgen.models.fast.recording import Graphs
 from gfgen.models.parallel.counted_attention import is_fast
 from gfgen.models.parallel.parallel import Parallel, parallel_from
 from gfgen.models.parallel.rehearsal import rehearsal

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from stepping_process import dumps, loads
 
-from gfgen.gfc.arena import Plan, create_arena
+from gfgen.gfc.arena import ArenaPlan, create_arena
 from gfgen.gfc.descriptor import Descriptor
 from gfgen.gfc.endpoint import Endpoint
 from gfgen.layout import Layout
 from gfgen.models.parallel.parallel import Parallel, parallel_from
 
 REPLY_TIMEOUT_S = 120
-PLAN = Plan(data_bytes=1 << 20, post_bytes=1 << 12)
+PLAN = ArenaPlan(data_bytes=1 << 20, post_bytes=1 << 12)
 _FORK = multiprocessing.get_context("fork")
 
 

@@ -12,10 +12,13 @@ import cuda_attention
 import pytest
 from gpu_ranks import NUM_GPUS, NUM_RANKS, needs_two_ranks
 
-from gfgen.gfc.arena import Plan
-from gfgen.gfc.cuda.ranks import CudaRanks
+from gfgen.gfc.arena import ArenaPlan
+from gfgen.gfc.cuda.rank_processes import CudaRanks
 
-SMALL, LARGE = Plan(data_bytes=3 << 20, post_bytes=1 << 20), Plan(data_bytes=96 << 20, post_bytes=1 << 20)
+SMALL, LARGE = (
+    ArenaPlan(data_bytes=3 << 20, post_bytes=1 << 20),
+    ArenaPlan(data_bytes=96 << 20, post_bytes=1 << 20),
+)
 DEGREES = [
     degrees
     for degrees in [(2, 1), (1, 2), (3, 1), (1, 3), (4, 1), (1, 4), (2, 2)]

@@ -15,8 +15,8 @@ from gpu_ranks import NUM_GPUS, NUM_RANKS, needs_a_gpu
 
 from benchmarks.forward import QWEN, WAN
 from benchmarks.measure_forward import Shape
-from gfgen.gfc.arena import Plan
-from gfgen.gfc.cuda.ranks import CudaRanks
+from gfgen.gfc.arena import ArenaPlan
+from gfgen.gfc.cuda.rank_processes import CudaRanks
 from gfgen.layout import Layout
 
 SHAPES = (Shape(WAN, 832, 480, 17), Shape(WAN, 832, 480, 17, has_image=True), Shape(QWEN, 512, 512, 1))
@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.gpu, needs_a_gpu]
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[CudaRanks]:
-    plan = Plan(data_bytes=512 << 20, post_bytes=1 << 20)
+    plan = ArenaPlan(data_bytes=512 << 20, post_bytes=1 << 20)
     started = CudaRanks(NUM_RANKS, plan, timeout_s=60, num_devices=NUM_GPUS)
     yield started
     started.close()

@@ -14,8 +14,8 @@ import cuda_forwards
 import pytest
 from gpu_ranks import NUM_GPUS, NUM_RANKS, needs_two_ranks
 
-from gfgen.gfc.arena import Plan
-from gfgen.gfc.cuda.ranks import CudaRanks
+from gfgen.gfc.arena import ArenaPlan
+from gfgen.gfc.cuda.rank_processes import CudaRanks
 from gfgen.layout import Layout
 
 pytestmark = [pytest.mark.gpu, needs_two_ranks]
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.gpu, needs_two_ranks]
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[CudaRanks]:
-    plan = Plan(data_bytes=96 << 20, post_bytes=1 << 20)
+    plan = ArenaPlan(data_bytes=96 << 20, post_bytes=1 << 20)
     started = CudaRanks(NUM_RANKS, plan, timeout_s=20, num_devices=NUM_GPUS)
     yield started
     started.close()

@@ -24,9 +24,9 @@ from test_sequence_parallel import hooked, qwen_inputs, wan_inputs
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from gfgen.layout import Layout
-from gfgen.models.fast import graphs
+from gfgen.models.fast import recording
 from gfgen.models.fast.fused import fuse
-from gfgen.models.fast.graphs import Graphs
+from gfgen.models.fast.recording import Graphs
 from gfgen.models.fast.texts import with_texts
 from gfgen.models.parallel.parallel import Parallel, parallel_from
 from gfgen.models.parallel.rehearsal import RehearsalRanks, rehearsal
@@ -126,7 +126,7 @@ def on_ranks(size: int, program: Callable[[Parallel], torch.Tensor], *, ring: in
 def evaluated(transformer: Any, inputs: Mapping[str, Any]) -> Callable[[Parallel], torch.Tensor]:
     def program(parallel: Parallel) -> torch.Tensor:
         with active(parallel):
-            return graphs.evaluate(transformer, inputs)
+            return recording.evaluate(transformer, inputs)
 
     return program
 
@@ -158,7 +158,7 @@ def test_record_made_in_one_slot_is_replayed_in_another(
 def test_rank_alone_has_records_too(wan: Any) -> None:
     of = Graphs(recorder := ImitationRecorder(), CPU)
     record_alone(of, wan, wan_inputs())
-    assert torch.equal(of(wan, other(wan_inputs())), graphs.evaluate(wan, other(wan_inputs())))
+    assert torch.equal(of(wan, other(wan_inputs())), recording.evaluate(wan, other(wan_inputs())))
     assert (recorder.num_records, recorder.num_replays) == (1, 1)
 
 
@@ -170,7 +170,7 @@ def traced(
 
     def function(slot_1: torch.Tensor | None) -> torch.Tensor:
         with active(parallel, slot_1=slot_1):
-            return graphs.evaluate(transformer, inputs)
+            return recording.evaluate(transformer, inputs)
 
     graph = make_fx(function)(slot_1)
     reads = [getattr(graph, str(node.target)) for node in graph.graph.nodes if node.op == "get_attr"]
@@ -187,7 +187,7 @@ def test_launches_are_the_same_in_every_slot_with_equally_many_tokens(
     # 18 and 12 tokens, on four ranks 4 for the last two slots and 3 for all.
     timestep = torch.tensor([[0.0] * 6 + [500.0] * 12]) if has_image else torch.tensor([500.0])
     inputs = qwen_inputs(8) if model == "qwen" else wan_inputs() | {"timestep": timestep}
-    graphs.evaluate(transformer, inputs)  # tables of positions are kept from the first forward on
+    recording.evaluate(transformer, inputs)  # tables of positions are kept from the first forward on
     places = [place(degrees[0], slot, ring=degrees[1]) for slot in slots]
     with_slot = {traced(transformer, inputs, each, is_placed=True) for each in places}
     without = {traced(transformer, inputs, each, is_placed=False) for each in places}
@@ -216,9 +216,9 @@ def test_forwards_of_both_branches_are_recorded_by_the_lengths_of_their_texts(fu
 
     of = Graphs(recorder := ImitationRecorder(), CPU)
     record_alone(of, fused_qwen, both(4))
-    assert torch.equal(of(fused_qwen, other(both(4))), graphs.evaluate(fused_qwen, other(both(4))))
+    assert torch.equal(of(fused_qwen, other(both(4))), recording.evaluate(fused_qwen, other(both(4))))
     assert (of.num_records, recorder.num_replays) == (1, 1)
-    assert torch.equal(of(fused_qwen, both(5)), graphs.evaluate(fused_qwen, both(5)))
+    assert torch.equal(of(fused_qwen, both(5)), recording.evaluate(fused_qwen, both(5)))
     assert recorder.num_replays == 1
 
 
@@ -227,8 +227,8 @@ def test_new_text_is_recorded_without_an_evaluation(
     size: int, fused_qwen: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once one with another text was: what a record launches is loaded."""
-    evaluate, evaluations = graphs.evaluate, list[Any]()
-    monkeypatch.setattr(graphs, "evaluate", lambda *call: evaluations.append(call) or evaluate(*call))
+    evaluate, evaluations = recording.evaluate, list[Any]()
+    monkeypatch.setattr(recording, "evaluate", lambda *call: evaluations.append(call) or evaluate(*call))
     of = Graphs(recorder := ImitationRecorder(), CPU)
     parallel = place(size, 0) if size > 1 else None
     for text_tokens, num_evaluations in ((6, 2), (7, 1), (9, 1), (7, 0)):
@@ -247,7 +247,7 @@ def test_new_text_that_cannot_be_recorded_at_once_is_evaluated_before(
     is_late: bool, fused_qwen: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """is_late: what is not loaded shows when the forward has been captured, and not before."""
-    loaded, evaluate = set[int](), graphs.evaluate
+    loaded, evaluate = set[int](), recording.evaluate
 
     class Lazy(ImitationRecorder):
         is_recording = False
@@ -270,7 +270,7 @@ def test_new_text_that_cannot_be_recorded_at_once_is_evaluated_before(
             loaded.add(inputs["encoder_hidden_states"].shape[1])
         return evaluate(transformer, inputs)
 
-    monkeypatch.setattr(graphs, "evaluate", noted)
+    monkeypatch.setattr(recording, "evaluate", noted)
     of = Graphs(recorder := Lazy(), CPU)
     for text_tokens, num_failures in (
         (6, 0),
@@ -292,7 +292,10 @@ def test_new_text_is_recorded_at_once_again_after_memory_was_short(fused_qwen: A
     record_alone(of, fused_qwen, qwen_inputs(6))
     recorder.num_short = 1
     record_alone(of, fused_qwen, qwen_inputs(7))
-    with patch.object(graphs, "evaluate", side_effect=graphs.evaluate) as evaluations, of.recording(None):
+    with (
+        patch.object(recording, "evaluate", side_effect=recording.evaluate) as evaluations,
+        of.recording(None),
+    ):
         of(fused_qwen, qwen_inputs(8))
     assert evaluations.call_count == 1  # the recorder's
     assert of.num_records == 3
@@ -302,7 +305,7 @@ def test_other_lengths_of_shards_are_evaluated_before_they_are_recorded(wan: Any
     """18 tokens on 4 ranks: 5, 5, 4, 4."""
     of = Graphs(ImitationRecorder(), CPU)
     for slot, num_evaluations in ((0, 2), (0, 0), (3, 2)):
-        with patch.object(graphs, "evaluate", side_effect=graphs.evaluate) as evaluations:
+        with patch.object(recording, "evaluate", side_effect=recording.evaluate) as evaluations:
             recorded(of, wan, wan_inputs(), place(4, slot), is_known=False)
         assert evaluations.call_count == num_evaluations
 
@@ -352,7 +355,7 @@ def test_launch_bound_forward_is_recorded_when_it_is_rehearsed(
 ) -> None:
     """On a CPU every forward is over when it is launched."""
     for bound, num_records in ((0.5, 1), (1.1, 0)):
-        monkeypatch.setattr(graphs, "WORTH_RECORDING", bound)
+        monkeypatch.setattr(recording, "WORTH_RECORDING", bound)
         of = Graphs(ImitationRecorder(), CPU)
         for _ in range(2):
             with of.rehearsing(None):
@@ -363,7 +366,7 @@ def test_launch_bound_forward_is_recorded_when_it_is_rehearsed(
 
 def test_rehearsal_pushes_no_record_out(qwen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """What has the most work is warmed up first."""
-    monkeypatch.setattr(graphs, "MAX_RECORDS", 1)
+    monkeypatch.setattr(recording, "MAX_RECORDS", 1)
     of = Graphs(recorder := ImitationRecorder(), CPU)
     for text_tokens in (5, 6):
         with of.rehearsing(None):
@@ -392,9 +395,9 @@ def test_forward_that_computes_far_longer_than_it_is_launched_is_rehearsed_once(
             nonlocal now_s
             now_s += computes_s
 
-    real = graphs.evaluate
-    monkeypatch.setattr(graphs, "evaluate", evaluate)
-    monkeypatch.setattr(graphs, "time", SimpleNamespace(monotonic=lambda: now_s))
+    real = recording.evaluate
+    monkeypatch.setattr(recording, "evaluate", evaluate)
+    monkeypatch.setattr(recording, "time", SimpleNamespace(monotonic=lambda: now_s))
     of = Graphs(Device(), CPU)
     with of.rehearsing(None):
         of(wan, wan_inputs())
@@ -423,7 +426,7 @@ def test_record_is_of_no_use_when_weights_have_moved(wan: Any) -> None:
     record_alone(of, wan, wan_inputs())
     weight = next(wan.parameters())
     weight.data = weight.data.clone()
-    assert torch.equal(of(wan, wan_inputs()), graphs.evaluate(wan, wan_inputs()))
+    assert torch.equal(of(wan, wan_inputs()), recording.evaluate(wan, wan_inputs()))
     assert (recorder.num_replays, of.num_records) == (0, 0)
 
 
@@ -442,7 +445,7 @@ def test_nothing_is_known_of_a_transformer_that_lies_where_another_one_lay(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Models that take turns get each other's memory, and with it the ids of their transformers."""
-    monkeypatch.setattr(graphs, "id", lambda _: 7, raising=False)
+    monkeypatch.setattr(recording, "id", lambda _: 7, raising=False)
     of = Graphs(recorder := ImitationRecorder(), CPU)
     inputs = {"x": torch.ones(3)}
     record_alone(of, Doubling(2.0), inputs)
@@ -479,7 +482,7 @@ def test_what_cannot_be_recorded_is_evaluated(wan: Any, caplog: pytest.LogCaptur
         recorded(of, wan, wan_inputs(), place(4, 0))
     assert (of.num_records, broken.num_records) == (0, 2)
     assert caplog.text.count("no memory for a graph") == 1
-    assert torch.equal(of(wan, wan_inputs()), graphs.evaluate(wan, wan_inputs()))
+    assert torch.equal(of(wan, wan_inputs()), recording.evaluate(wan, wan_inputs()))
 
 
 def test_nothing_is_recorded_where_memory_is_short(wan: Any) -> None:
@@ -493,7 +496,7 @@ def test_nothing_is_recorded_where_memory_is_short(wan: Any) -> None:
 
 
 def test_least_recently_used_record_goes_first(qwen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "MAX_RECORDS", 2)
+    monkeypatch.setattr(recording, "MAX_RECORDS", 2)
     of = Graphs(recorder := ImitationRecorder(), CPU)
 
     def record(text_tokens: int) -> None:

@@ -31,7 +31,7 @@ from gfgen.models.geometry.checkpoint import model_name
 from gfgen.models.geometry.model import load_geometry
 from gfgen.models.geometry.weights import ComponentFiles
 from gfgen.models.loading import components
-from gfgen.system.own_modules import PACKAGE_ROOT
+from gfgen.system.lifeline import PACKAGE_ROOT
 
 
 @pytest.fixture

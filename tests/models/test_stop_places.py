@@ -11,12 +11,12 @@ from diffusers import AutoencoderKLWan
 from gfgen.errors import AbortedError
 from gfgen.job.spec import JobSpec
 from gfgen.models.families.registry import load_adapter
-from gfgen.models.fast import stopping
+from gfgen.models.fast import stop_checks
 
 MODELS = ["tiny-wan", "tiny-wan-moe", "tiny-qwen-image"]
 
 
-class Counting(stopping.Watch):
+class Counting(stop_checks.Watch):
     """Counts its checks and stops at one of them."""
 
     def __init__(self, stop_at=None):
@@ -52,10 +52,10 @@ def test_every_stage_can_be_stopped_in_its_middle_and_then_run_as_before(adapter
     _, denoise, decode = stages(adapter, spec)
     for stage in (denoise, decode):
         whole = stage()
-        with stopping.watching(counting := Counting()):
+        with stop_checks.watching(counting := Counting()):
             stage()
         assert counting.num_checks >= 2
-        with stopping.watching(Counting(stop_at=2)), pytest.raises(AbortedError, match="was stopped"):
+        with stop_checks.watching(Counting(stop_at=2)), pytest.raises(AbortedError, match="was stopped"):
             stage()
         again = stage()
         assert all(torch.equal(again.tensors[name], tensor) for name, tensor in whole.tensors.items())
@@ -69,7 +69,7 @@ def test_a_decode_of_a_video_is_asked_in_every_latent_frame(tiny_models):
             JobSpec(id="a", prompt="a fox", model="", width=64, height=64, frames=frames, steps=1, seed=3)
         )
         _, latents = adapter.prepare(spec, adapter.encode(spec))
-        with stopping.watching(counting := Counting()):
+        with stop_checks.watching(counting := Counting()):
             adapter.decode(spec, latents)
         num_checks.append(counting.num_checks)
     first, second, third = num_checks
@@ -79,11 +79,11 @@ def test_a_decode_of_a_video_is_asked_in_every_latent_frame(tiny_models):
 
 def test_hooks_do_nothing_where_nobody_watches():
     model = torch.nn.Sequential(torch.nn.ModuleList([torch.nn.Identity()]))
-    stopping.install(model, None)
+    stop_checks.install(model, None)
     model[0][0](torch.zeros(1))
-    with stopping.watching(counting := Counting()):
+    with stop_checks.watching(counting := Counting()):
         model[0][0](torch.zeros(1))
-        with stopping.watching(None):
+        with stop_checks.watching(None):
             model[0][0](torch.zeros(1))
     assert counting.num_checks == 1
 
@@ -122,7 +122,7 @@ class Device:
 )
 def test_the_host_runs_ahead_of_a_device_by_little_and_the_device_never_waits(part_s, ahead_s):
     device = Device(part_s)
-    watch = stopping.DeviceWatch(lambda: False, record=device.record, now_s=lambda: device.now_s)
+    watch = stop_checks.DeviceWatch(lambda: False, record=device.record, now_s=lambda: device.now_s)
     num_parts, ahead = 200, []
     for _ in range(num_parts):
         watch.check()
@@ -130,7 +130,7 @@ def test_the_host_runs_ahead_of_a_device_by_little_and_the_device_never_waits(pa
         ahead.append(device.free_s - device.now_s)
     assert max(ahead[20:]) <= ahead_s
     slowest_s = max(part_s, 0.001)
-    gaps_s = 0.001 if part_s > stopping.LONG_S else 0.0
+    gaps_s = 0.001 if part_s > stop_checks.LONG_S else 0.0
     assert device.free_s == pytest.approx(num_parts * (slowest_s + gaps_s), rel=0.02)
 
 
@@ -142,7 +142,9 @@ def launch_for_ever(device, watch):
 
 def test_a_stop_that_comes_while_the_host_waits_is_seen_before_the_next_launch():
     device = Device(1.0)
-    watch = stopping.DeviceWatch(lambda: device.now_s > 2.5, record=device.record, now_s=lambda: device.now_s)
+    watch = stop_checks.DeviceWatch(
+        lambda: device.now_s > 2.5, record=device.record, now_s=lambda: device.now_s
+    )
     with pytest.raises(AbortedError):
         launch_for_ever(device, watch)
     assert device.free_s < 4.1

@@ -21,9 +21,9 @@ from gfgen.gfc.reshard import shard_sizes
 from gfgen.job.spec import JobSpec
 from gfgen.layout import Layout
 from gfgen.models.families.registry import load_adapter
-from gfgen.models.fast import graphs, texts
+from gfgen.models.fast import recording, texts
 from gfgen.models.fast.fused import fuse
-from gfgen.models.fast.graphs import Graphs
+from gfgen.models.fast.recording import Graphs
 from gfgen.models.fast.texts import common_length, padded_length, with_texts
 from gfgen.models.parallel import counted_attention
 from gfgen.models.parallel.counted_attention import counted_attention as attend
@@ -187,7 +187,7 @@ def test_one_record_serves_texts_of_many_lengths(fused_qwen: Any) -> None:
         with of.recording(None):
             of(fused_qwen, of_length(length))
         found = of(fused_qwen, of_length(length))
-        assert torch.equal(found, graphs.evaluate(fused_qwen, of_length(length)))
+        assert torch.equal(found, recording.evaluate(fused_qwen, of_length(length)))
     assert (of.num_made, recorder.num_replays) == (1, 3)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gfgen.gfc.arena import Plan
+from gfgen.gfc.arena import ArenaPlan
 from gfgen.models.families.registry import PACKAGED, resolve_checkpoint
 from gfgen.runtime.processes.pool import WorkerPool
 
@@ -45,7 +45,7 @@ def bare_pool(tiny_models: Mapping[str, Path]) -> Iterator[WorkerPool]:
         checkpoints=[tiny_models["tiny-wan"]],
         worker_main="bare_imitation:main",
         device="cuda",
-        plan=Plan(data_bytes=1 << 20, post_bytes=1 << 12),
+        plan=ArenaPlan(data_bytes=1 << 20, post_bytes=1 << 12),
     ) as pool:
         pool.wait_ready()
         yield pool

@@ -13,10 +13,10 @@ import torch
 
 from benchmarks.forward import SHAPES
 from benchmarks.measure_forward import Shape
-from gfgen.gfc.arena import Arena, Plan
-from gfgen.gfc.cuda.group import bank_of, canonical
-from gfgen.gfc.cuda.memory import CONTROL_PLAN, arena_bytes
-from gfgen.gfc.descriptor import KINDS
+from gfgen.gfc.arena import Arena, ArenaPlan
+from gfgen.gfc.cuda.device_arena import CONTROL_PLAN, arena_bytes
+from gfgen.gfc.cuda.device_group import bank_of, canonical
+from gfgen.gfc.descriptor import GROUP_KINDS
 from gfgen.gfc.reshard import shard_sizes
 from gfgen.job.spec import JobSpec
 from gfgen.models.geometry.model import shipped_geometry
@@ -24,7 +24,7 @@ from gfgen.models.parallel.chunked_attention import TokenSizes
 from gfgen.models.parallel.shared_attention import _num_chunks
 from gfgen.runtime.ipc.arenas import GPU_PLAN, RankArenas
 
-PLAN = Plan(data_bytes=1 << 16, post_bytes=1 << 10)
+PLAN = ArenaPlan(data_bytes=1 << 16, post_bytes=1 << 10)
 MAX_OUTPUT_CHANNELS = 192
 """Of a token, as it is gathered at the end of a forward: Wan2.2-5B's patches of 2 x 2 x 48."""
 
@@ -113,9 +113,9 @@ def test_a_gpus_arena_holds_every_exchange_of_an_attention_at_once(shape: Shape,
                 GPU_PLAN.data_bytes,
                 GPU_PLAN.post_bytes,
                 (cfg, ulysses, ring),
-                canonical((cfg, ulysses, ring), KINDS[kind]),
+                canonical((cfg, ulysses, ring), GROUP_KINDS[kind]),
             ).num_bytes
-            for kind in KINDS
+            for kind in GROUP_KINDS
         }
         parallel: Any = SimpleNamespace(
             ulysses=SimpleNamespace(size=ulysses, room_bytes=rooms["ulysses"] if ulysses > 1 else None),

@@ -10,7 +10,7 @@ from subprocess import PIPE
 
 import pytest
 
-from gfgen.system.own_modules import module_command, module_environment
+from gfgen.system.lifeline import module_command, module_environment
 
 FORK = """
 import os

@@ -15,8 +15,8 @@ from gfgen.graph import Task
 from gfgen.job.spec import JobSpec
 from gfgen.layout import Layout
 from gfgen.models.families.registry import load_adapter
-from gfgen.models.fast.forwards import evaluate
-from gfgen.models.fast.graphs import Graphs
+from gfgen.models.fast.evaluation import evaluate
+from gfgen.models.fast.recording import Graphs
 from gfgen.models.parallel.parallel import Parallel
 from gfgen.models.parallel.rehearsal import RehearsalRanks
 from gfgen.runtime.ipc.messages import WarmUp

@@ -23,7 +23,7 @@ from builders import Recorder
 from test_workers import PICTURE, admitted, pixels, run
 
 from gfgen.errors import ModelError
-from gfgen.gfc.arena import Plan
+from gfgen.gfc.arena import ArenaPlan
 from gfgen.graph import Stage, Task
 from gfgen.job.spec import JobSpec
 from gfgen.layout import Layout
@@ -53,7 +53,7 @@ from gfgen.runtime.worker.jobs import RankJob
 from gfgen.runtime.worker.loop import Worker
 from gfgen.runtime.worker.warming import warm_ups
 
-PLAN = Plan(data_bytes=1 << 20, post_bytes=1 << 12)
+PLAN = ArenaPlan(data_bytes=1 << 20, post_bytes=1 << 12)
 
 
 @pytest.fixture(scope="module")

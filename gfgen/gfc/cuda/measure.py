@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gfgen.gfc.cuda.endpoint import CudaEndpoint
-from gfgen.gfc.cuda.graph import CapturedAlone, capture
-from gfgen.gfc.cuda.group import CudaGroup
-from gfgen.gfc.cuda.selector import Choice, Selector
+from gfgen.gfc.cuda.captured import CapturedAlone, capture
+from gfgen.gfc.cuda.device_endpoint import CudaEndpoint
+from gfgen.gfc.cuda.device_group import CudaGroup
+from gfgen.gfc.cuda.selector import KernelChoice, Selector
 from gfgen.gfc.descriptor import Descriptor
 from gfgen.gfc.reshard import shard_sizes
 from gfgen.layout import Layout
@@ -199,7 +199,11 @@ def fused_cell(
 
 
 def tune_cell(
-    endpoint: CudaEndpoint, ranks: tuple[int, ...], dispatch: int, pair_bytes: int, choices: Sequence[Choice]
+    endpoint: CudaEndpoint,
+    ranks: tuple[int, ...],
+    dispatch: int,
+    pair_bytes: int,
+    choices: Sequence[KernelChoice],
 ) -> list[list[float]]:
     """For each choice, graph times at this message size: all-to-all and all-gather, in the arena; fresh."""
     group = entered(endpoint, ranks, dispatch)
@@ -224,10 +228,10 @@ def use_rules(endpoint: CudaEndpoint, selector: Selector) -> None:
     endpoint.prepared.clear()
 
 
-_Call = Callable[[CudaGroup], Any]
+_GroupCall = Callable[[CudaGroup], Any]
 
 
-def _calls(pattern: str, x: Tensor, out: Tensor, nccl: Any) -> tuple[_Call, _Call, _Call]:
+def _calls(pattern: str, x: Tensor, out: Tensor, nccl: Any) -> tuple[_GroupCall, _GroupCall, _GroupCall]:
     if pattern == "all_to_all":
         return (
             lambda group: group.all_to_all(x, split_dim=0, concat_dim=0, in_arena=True),
@@ -263,7 +267,7 @@ def _random_bytes(endpoint: CudaEndpoint, num_bytes: int) -> Tensor:
     return x.view(torch.int16).random_(-30000, 30000).view(torch.bfloat16).nan_to_num_()
 
 
-def graph_us(group: CudaGroup, call: _Call, copies: int, repeats: int) -> float:
+def graph_us(group: CudaGroup, call: _GroupCall, copies: int, repeats: int) -> float:
     call(group)
     call(group)
     captured = capture(group, call, copies=copies)

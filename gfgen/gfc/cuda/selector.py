@@ -16,19 +16,19 @@ from typing import Literal
 
 from gfgen.gfc.cuda.compiler import cache_dir, put
 
-Path_ = Literal["flagged", "threads", "bulk"]
+KernelPath = Literal["flagged", "threads", "bulk"]
 KIB, MIB = 1 << 10, 1 << 20
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class KernelChoice:
     """A kernel and its launch: blocks is the most of the whole grid; tile_bytes for bulk copies.
 
     in_turn: all blocks push to one member after the other, not to all at once.
     """
 
-    path: Path_
+    path: KernelPath
     blocks: int
     tile_bytes: int = 0
     in_turn: bool = False
@@ -39,18 +39,18 @@ class Rule:
     """The choice for messages (of one pair of members) of up to so many bytes."""
 
     up_to_bytes: int
-    choice: Choice
+    choice: KernelChoice
 
 
 # Measured on 4 H200, 2026-11-20, with `gfgen bench gfc --tune`.
 DEFAULT_RULES = (
-    Rule(362 * KIB, Choice("flagged", 132)),
-    Rule(12 * MIB, Choice("bulk", 132, 24 * KIB)),
-    Rule(1 << 62, Choice("bulk", 132, 24 * KIB, in_turn=True)),
+    Rule(362 * KIB, KernelChoice("flagged", 132)),
+    Rule(12 * MIB, KernelChoice("bulk", 132, 24 * KIB)),
+    Rule(1 << 62, KernelChoice("bulk", 132, 24 * KIB, in_turn=True)),
 )
-Key = tuple[int, bool]
+TableKey = tuple[int, bool]
 """Number of members, and whether the result stays in the arena."""
-FALLBACK = Choice("threads", 128)
+FALLBACK = KernelChoice("threads", 128)
 """For what the choice cannot take: bulk copies need units of 16 bytes, flags units of 8."""
 
 FLAGGED_LIMIT = 512 * KIB
@@ -63,9 +63,9 @@ MIN_BULK_ROW = 256
 class Selector:
     """Rules by number of members and kind of result; `forced` overrides them, for measurements."""
 
-    rules: Mapping[Key, tuple[Rule, ...]]
+    rules: Mapping[TableKey, tuple[Rule, ...]]
     has_bulk: bool
-    forced: Choice | None = None
+    forced: KernelChoice | None = None
 
     def choose(
         self,
@@ -76,7 +76,7 @@ class Selector:
         unit_bytes: int,
         dense_unit_bytes: int,
         row_bytes: int,
-    ) -> Choice:
+    ) -> KernelChoice:
         """All members choose flags or none does: by sizes, and by the unit of dense tensors.
 
         Threads and bulk copies do the same in two ways: each rank may choose by its own unit and rows.
@@ -90,7 +90,7 @@ class Selector:
             return FALLBACK
         return choice
 
-    def _by_size(self, key: Key, pair_bytes: int) -> Choice:
+    def _by_size(self, key: TableKey, pair_bytes: int) -> KernelChoice:
         for rule in self.rules.get(key, DEFAULT_RULES):
             if pair_bytes <= rule.up_to_bytes:
                 return rule.choice
@@ -115,12 +115,14 @@ def tuned_tables() -> dict[str, str]:
 
 def load_selector(device_name: str, *, has_bulk: bool, tables: Mapping[str, str] | None = None) -> Selector:
     """The device's tuned table, or the shipped one; tables: of `tuned_tables`, those of now without."""
-    path, rules = table_path(device_name), dict[Key, tuple[Rule, ...]]()
+    path, rules = table_path(device_name), dict[TableKey, tuple[Rule, ...]]()
     text = (tuned_tables() if tables is None else tables).get(path.name)
     if text is not None:
         try:
             for table in json.loads(text)["tables"]:
-                rows = tuple(Rule(row["up_to_bytes"], Choice(**row["choice"])) for row in table["rules"])
+                rows = tuple(
+                    Rule(row["up_to_bytes"], KernelChoice(**row["choice"])) for row in table["rules"]
+                )
                 rules[table["num_members"], table["in_arena"]] = rows
         except (ValueError, KeyError, TypeError) as error:
             _log.warning("%s is not a table of rules (%s): using the shipped one", path, error)
@@ -128,7 +130,7 @@ def load_selector(device_name: str, *, has_bulk: bool, tables: Mapping[str, str]
     return Selector(rules, has_bulk)
 
 
-def store_rules(device_name: str, rules: Mapping[Key, tuple[Rule, ...]]) -> Path:
+def store_rules(device_name: str, rules: Mapping[TableKey, tuple[Rule, ...]]) -> Path:
     path = table_path(device_name)
     tables = [
         {"num_members": size, "in_arena": in_arena, "rules": [asdict(rule) for rule in rows]}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from ctypes import Structure, c_int32, c_int64, c_uint32, c_uint64
 
-from gfgen.gfc.native import MAX_RANKS, NUM_KINDS, Plan, Task
+from gfgen.gfc.native import MAX_RANKS, NUM_KINDS, PlanStruct, TaskStruct
 
 NUM_BANKS = 2
 MAX_MOVES = 4
@@ -42,7 +42,7 @@ class Edges(Structure):
 
 class Context(Structure):
     _fields_ = [
-        ("plan", Plan),
+        ("plan", PlanStruct),
         ("rank", c_int32),
         ("unused", c_int32),
         ("base", c_uint64 * MAX_RANKS),
@@ -54,7 +54,7 @@ class Context(Structure):
         ("poison_lock", c_uint32),
         ("sent_blocks", c_uint32 * MAX_RANKS),
         ("received_blocks", c_uint32 * MAX_RANKS),
-        ("task", Task),
+        ("task", TaskStruct),
         ("views", View * NUM_KINDS),
         ("edges", Edges),
     ]

@@ -15,7 +15,7 @@ import torch
 
 from gfgen.job.spec import JobSpec
 from gfgen.layout import Layout
-from gfgen.models.fast.forwards import Forward
+from gfgen.models.fast.evaluation import Evaluator
 from gfgen.models.parallel.parallel import Parallel
 
 Scalar = int | float | bool | str | None | list[int] | list[float]
@@ -87,6 +87,6 @@ class Adapter(Protocol):
         """What the launches of steps on this layout know of the lengths of the prompts."""
         ...
 
-    def evaluate_by(self, forward: Forward) -> None:
+    def evaluate_by(self, forward: Evaluator) -> None:
         """Evaluate transformers by this from now on."""
         ...

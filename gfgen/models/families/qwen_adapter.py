@@ -27,8 +27,8 @@ from gfgen.models.families import solver
 from gfgen.models.families.adapter import PIXEL_SUM, SAMPLE, Fields
 from gfgen.models.families.guidance import is_batch_faster, predict_branches
 from gfgen.models.families.pictures import denormalize_latents, to_uint8
-from gfgen.models.fast import stopping
-from gfgen.models.fast.forwards import Forward, evaluate
+from gfgen.models.fast import stop_checks
+from gfgen.models.fast.evaluation import Evaluator, evaluate
 from gfgen.models.fast.fused import fuse
 from gfgen.models.fast.prompt_memory import NUM_TEXTS
 from gfgen.models.fast.texts import forward_inputs, text_shape
@@ -54,7 +54,7 @@ class QwenImageAdapter:
         self.device = torch.device(device)
         self._pipeline = pipeline
         self._vae = pipeline.vae
-        self._forward: Forward = evaluate
+        self._forward: Evaluator = evaluate
         self._embed = functools.lru_cache(NUM_TEXTS)(self._embed_text)
 
     @torch.no_grad()
@@ -126,7 +126,7 @@ class QwenImageAdapter:
             for each in forwards
         )
 
-    def evaluate_by(self, forward: Forward) -> None:
+    def evaluate_by(self, forward: Evaluator) -> None:
         self._forward = forward
 
     def _embed_text(self, text: str) -> torch.Tensor:
@@ -194,7 +194,7 @@ def load_qwen_image(
         fuse(pipeline.transformer)
         is_fast(torch.device(device), dtype)  # tried before tasks, in which nobody may wait for the device
     shared_decode.install(pipeline.vae)
-    stopping.install(pipeline.text_encoder, pipeline.transformer, pipeline.vae)
+    stop_checks.install(pipeline.text_encoder, pipeline.transformer, pipeline.vae)
     return QwenImageAdapter(geometry, pipeline=pipeline, device=device)
 
 

@@ -22,7 +22,7 @@ from gfgen.errors import ModelError
 from gfgen.models.geometry.checkpoint import read_checkpoint
 from gfgen.models.geometry.model import CONFIGS, load_geometry, weightless_geometry
 from gfgen.models.geometry.weights import VAE_DTYPES
-from gfgen.system.own_modules import module_command, module_environment
+from gfgen.system.lifeline import module_command, module_environment
 
 if TYPE_CHECKING:
     from gfgen.models.families.adapter import Adapter

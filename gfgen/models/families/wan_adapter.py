@@ -24,8 +24,8 @@ from gfgen.models.families import solver
 from gfgen.models.families.adapter import PIXEL_SUM, SAMPLE, Fields
 from gfgen.models.families.guidance import predict_branches
 from gfgen.models.families.pictures import denormalize_latents, load_image, to_uint8
-from gfgen.models.fast import stopping
-from gfgen.models.fast.forwards import Forward, evaluate
+from gfgen.models.fast import stop_checks
+from gfgen.models.fast.evaluation import Evaluator, evaluate
 from gfgen.models.fast.fused import fuse
 from gfgen.models.fast.prompt_memory import NUM_TEXTS, remember_prompts
 from gfgen.models.fast.texts import with_texts
@@ -57,7 +57,7 @@ class WanAdapter:
         self._vae = text_pipeline.vae
         self._experts = (text_pipeline.transformer, text_pipeline.transformer_2)
         self._dtype: torch.dtype = text_pipeline.transformer.dtype
-        self._forward: Forward = evaluate
+        self._forward: Evaluator = evaluate
         self._embed = functools.lru_cache(NUM_TEXTS)(self._embed_text)
 
     @torch.no_grad()
@@ -139,7 +139,7 @@ class WanAdapter:
     def text_shape(self, spec: JobSpec, prompt: Fields, layout: Layout) -> tuple[object, ...]:
         return tuple(x.shape[1] for x in prompt.tensors.values())
 
-    def evaluate_by(self, forward: Forward) -> None:
+    def evaluate_by(self, forward: Evaluator) -> None:
         self._forward = forward
 
     @property
@@ -220,7 +220,7 @@ def load_wan(
         elif device == "cpu":
             remember_prompts(transformer)
     shared_decode.install(loaded.vae)
-    stopping.install(loaded.text_encoder, loaded.transformer, loaded.transformer_2, loaded.vae)
+    stop_checks.install(loaded.text_encoder, loaded.transformer, loaded.transformer_2, loaded.vae)
     flags = {name: loaded.config[name] for name in ("boundary_ratio", "expand_timesteps")}
     return WanAdapter(
         geometry,

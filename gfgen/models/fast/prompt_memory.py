@@ -11,7 +11,7 @@ remember along: what one returns from memory is the same object to the next. Not
 memory goes with the tensor that it is about, or when other prompts have taken its place.
 
 Transformers remember on processors only. Blocks fused for GPUs go other ways (fused.py), and a recorded
-forward would replay what it remembered for the prompt that it was recorded with (graphs.py).
+forward would replay what it remembered for the prompt that it was recorded with (recording.py).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def prompt_bytes(transformer: Any) -> int:
     return TEXT_TOKENS * width * num_tensors * itemsize
 
 
-class _Memory(NamedTuple):
+class _RememberedResult(NamedTuple):
     of: weakref.ref[Tensor]
     version: int
     """How often the tensor had been written to."""
@@ -68,7 +68,7 @@ class Remembering:
     def __init__(self, function: Callable[[Tensor], Tensor], *, num_inputs: int) -> None:
         self._function = function
         self._num_inputs = num_inputs
-        self._memories: OrderedDict[int, _Memory] = OrderedDict()
+        self._memories: OrderedDict[int, _RememberedResult] = OrderedDict()
         self._lock = threading.RLock()
         """Taken again by a tensor that is freed while it is held."""
 
@@ -82,7 +82,9 @@ class Remembering:
         result = self._function(x)
         with self._lock:
             key = id(x)
-            self._memories[key] = _Memory(weakref.ref(x, lambda _: self._forget(key)), x._version, result)
+            self._memories[key] = _RememberedResult(
+                weakref.ref(x, lambda _: self._forget(key)), x._version, result
+            )
             self._memories.move_to_end(key)
             while len(self._memories) > self._num_inputs:
                 self._memories.popitem(last=False)

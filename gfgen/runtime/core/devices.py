@@ -17,7 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from gfgen.errors import InputError
 from gfgen.layout import MAX_RANKS
-from gfgen.system.own_modules import module_command, module_environment
+from gfgen.system.lifeline import module_command, module_environment
 
 logger = logging.getLogger(__name__)
 

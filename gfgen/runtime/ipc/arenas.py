@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Sequence
 
-from gfgen.gfc.arena import MIB, Plan, create_arena
-from gfgen.gfc.cuda.memory import CONTROL_PLAN
+from gfgen.gfc.arena import MIB, ArenaPlan, create_arena
+from gfgen.gfc.cuda.device_arena import CONTROL_PLAN
 
-GPU_PLAN = Plan(data_bytes=2048 * MIB, post_bytes=16 * MIB)
+GPU_PLAN = ArenaPlan(data_bytes=2048 * MIB, post_bytes=16 * MIB)
 """2.4 GB on each GPU. The largest exchanges at once are those of Wan2.2-5B at 704x1280x121, 27,280 tokens, on
 2 x 2 ranks: q, k and v of half of the heads, 251 MB, and in a ring, for both branches of guidance in one
 forward, k and v of all tokens, 335 MB; beside two other kinds of groups, with two banks for each."""
@@ -18,9 +18,9 @@ SIDE_BYTES = 256 * MIB
 job of 704x1280x81, which is put together from parts."""
 
 
-def default_plan(*, num_ranks: int, are_on_gpus: bool) -> Plan:
+def default_plan(*, num_ranks: int, are_on_gpus: bool) -> ArenaPlan:
     """The arenas of a run's ranks; a rank alone exchanges nothing, and gets the smallest that serves."""
-    return GPU_PLAN if are_on_gpus and num_ranks > 1 else Plan()
+    return GPU_PLAN if are_on_gpus and num_ranks > 1 else ArenaPlan()
 
 
 class RankArenas:
@@ -30,7 +30,7 @@ class RankArenas:
     for it is a page in host memory, through which the rank's kernels can be told to stop.
     """
 
-    def __init__(self, plan: Plan, *, num_ranks: int, are_on_gpus: bool) -> None:
+    def __init__(self, plan: ArenaPlan, *, num_ranks: int, are_on_gpus: bool) -> None:
         self.plan, self.are_on_gpus = plan, are_on_gpus
         self._arenas: dict[int, int] = {}
         self._pages: dict[int, int] = {}

@@ -24,8 +24,8 @@ from gfgen.layout import Degrees
 from gfgen.models.families import registry
 from gfgen.runtime.predict.cost_table import CostTable, TaskWork, speed_up
 from gfgen.runtime.predict.profile_file import Profile, ProfileRow
+from gfgen.system.lifeline import module_command, module_environment
 from gfgen.system.machine import cpu_name, file_stem, versions
-from gfgen.system.own_modules import module_command, module_environment
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from gfgen.errors import InterruptedRunError, WorkerError
-from gfgen.gfc.arena import Plan
+from gfgen.gfc.arena import ArenaPlan
 from gfgen.gfc.cuda.selector import tuned_tables
 from gfgen.models.geometry.checkpoint import model_name
 from gfgen.models.geometry.weight_files import weights_mark
@@ -220,7 +220,7 @@ class WorkerPool:
         islands: Sequence[Sequence[int]] | None = None,
         num_writers: int | None = None,
         preload: Sequence[str] | None = None,
-        plan: Plan | None = None,
+        plan: ArenaPlan | None = None,
         are_all_needed: bool = False,
         keep_fds: Sequence[int] = (),
     ) -> None:

@@ -4,7 +4,7 @@ Either takes a while, in which other ranks must not wait for this one inside a t
 rank enters a task: by a *rehearsal*, in which the rank runs a step alone, with zeros for what others would
 send (models/parallel/rehearsal.py). `warm_up` does so for what is at hand before a run begins. Later on, a
 forward whose launches turn out to take as long as its computing is recorded before the next step of its kind
-(models/fast/graphs.py). Where that was so with one prompt, steps with prompts of another length, which are
+(models/fast/recording.py). Where that was so with one prompt, steps with prompts of another length, which are
 another kind where texts are not padded, are recorded before their first one.
 """
 
@@ -18,7 +18,7 @@ from typing import NamedTuple
 from gfgen.graph import Task
 from gfgen.layout import MAX_RANKS, Layout
 from gfgen.models.families.adapter import Adapter
-from gfgen.models.fast.graphs import Graphs
+from gfgen.models.fast.recording import Graphs
 from gfgen.models.parallel.parallel import Parallel
 from gfgen.models.parallel.rehearsal import rehearsal
 from gfgen.runtime.ipc.messages import WarmUp

@@ -31,16 +31,16 @@ from typing import Any
 import torch
 
 from gfgen.errors import ModelError, RunError
-from gfgen.gfc.arena import Plan
+from gfgen.gfc.arena import ArenaPlan
+from gfgen.gfc.cuda.device_arena import DeviceArena, arena_bytes
+from gfgen.gfc.cuda.device_endpoint import CudaEndpoint, DispatchOutcome
 from gfgen.gfc.cuda.driver import driver
-from gfgen.gfc.cuda.endpoint import CudaEndpoint, Outcome
 from gfgen.gfc.cuda.kernels import Kernels
-from gfgen.gfc.cuda.memory import DeviceArena, arena_bytes
 from gfgen.graph import Stage
 from gfgen.layout import Layout
 from gfgen.models.families.adapter import Adapter, Fields
-from gfgen.models.fast import stopping
-from gfgen.models.fast.graphs import Graphs, Recorder
+from gfgen.models.fast import stop_checks
+from gfgen.models.fast.recording import Graphs, LaunchRecorder
 from gfgen.models.fast.rows import try_kernels
 from gfgen.models.parallel import counted_attention, lanes
 from gfgen.models.parallel.parallel import Parallel, parallel_from
@@ -95,7 +95,7 @@ def make_worker(channel: Channel, settings: WorkerSettings) -> Worker:
         dispatches,
         load_model=load,
         device=device,
-        own_arena=DeviceArena.create(Plan(*settings.arena_bytes), device=settings.gpu),
+        own_arena=DeviceArena.create(ArenaPlan(*settings.arena_bytes), device=settings.gpu),
         recorder=CudaRecorder(device),
     )
     return Worker(channel, settings.rank, gpu, dispatches)
@@ -122,7 +122,7 @@ class GpuRun(Run):
     work: RankTask
     begun: torch.cuda.Event
     entered: torch.cuda.Event
-    outcome: Outcome | None
+    outcome: DispatchOutcome | None
     arrival: Arrival | None
     """Of the input, where other ranks send it."""
     forward: Kind | None
@@ -190,7 +190,7 @@ class GpuDevice:
         load_model: Callable[[str], Adapter],
         device: torch.device,
         own_arena: tuple[DeviceArena, int],
-        recorder: Recorder,
+        recorder: LaunchRecorder,
     ) -> None:
         self.counts_tokens = counted_attention.is_fast(device, torch.bfloat16)
         self.adapters = adapters
@@ -198,7 +198,7 @@ class GpuDevice:
         self._own_arena, arena_fd = own_arena
         self.arena_fds: tuple[int, ...] = (arena_fd,)
         self._settings = settings
-        self._plan = Plan(*settings.arena_bytes)
+        self._plan = ArenaPlan(*settings.arena_bytes)
         self._device = device
         self._dispatches = dispatches
         self._load_model = load_model
@@ -319,7 +319,7 @@ class GpuDevice:
             group = meet(self.endpoint, message)
             entered = self.event()
             watch = self._watch_of(message)
-            with stopping.watching(watch):
+            with stop_checks.watching(watch):
                 made = execute(self.adapters, work, None if group is None else parallel_from(group))
             made = {name: _dense(fields) for name, fields in made.items()}
             if (total := sum_of(made)) is not None:  # copied to where the watcher reads it
@@ -343,11 +343,11 @@ class GpuDevice:
             launch_s=launched_s - ready_s - watch.waited_s,
         )
 
-    def _watch_of(self, message: RunTask) -> stopping.Watch:
+    def _watch_of(self, message: RunTask) -> stop_checks.Watch:
         is_void = partial(self._dispatches.is_void, message.number)
         if message.expected_s < _SHORT_S:
-            return stopping.Watch(is_void)
-        return stopping.DeviceWatch(is_void, record=self.event, now_s=time.monotonic)
+            return stop_checks.Watch(is_void)
+        return stop_checks.DeviceWatch(is_void, record=self.event, now_s=time.monotonic)
 
     def _get_ready(self, work: RankTask, forward: Kind | None, *, may_block: bool) -> None:
         """See to it that nobody will wait for this rank inside the task; `forward` is a step's.
@@ -502,5 +502,5 @@ def _limit_memory(settings: WorkerSettings, device: torch.device) -> None:
     """Let torch take no more of the device than what is left of the limit beside the rest."""
     assert settings.memory_limit is not None
     total = torch.cuda.get_device_properties(device).total_memory
-    left = settings.memory_limit - arena_bytes(Plan(*settings.arena_bytes)) - CONTEXT_BYTES
+    left = settings.memory_limit - arena_bytes(ArenaPlan(*settings.arena_bytes)) - CONTEXT_BYTES
     torch.cuda.set_per_process_memory_fraction(min(1.0, max(0.0, left / total)), device)

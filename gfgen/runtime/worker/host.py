@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from gfgen.gfc.arena import Plan
+from gfgen.gfc.arena import ArenaPlan
 from gfgen.gfc.endpoint import Endpoint
 from gfgen.models.families.adapter import Adapter, Fields
-from gfgen.models.fast import stopping
+from gfgen.models.fast import stop_checks
 from gfgen.models.parallel.parallel import parallel_from
 from gfgen.runtime.ipc.channel import Channel
 from gfgen.runtime.ipc.messages import Abandoned, Arenas, MemoryUse, RunTask, SendState, WarmUp
@@ -76,7 +76,7 @@ class HostDevice:
 
     def connect(self, message: Arenas, fds: Sequence[int]) -> None:
         self.endpoint = Endpoint(
-            Plan(message.data_bytes, message.post_bytes),
+            ArenaPlan(message.data_bytes, message.post_bytes),
             rank=self._rank,
             fds=dict(zip(message.ranks, fds, strict=True)),
             incarnations=dict(enumerate(message.incarnations)),
@@ -104,7 +104,7 @@ class HostDevice:
         arrived_s = time.monotonic()
         group = meet(self.endpoint, work.message)
         started_s = time.monotonic()
-        with stopping.watching(stopping.Watch(partial(self._dispatches.is_void, work.number))):
+        with stop_checks.watching(stop_checks.Watch(partial(self._dispatches.is_void, work.number))):
             made = execute(self.adapters, work, None if group is None else parallel_from(group))
         return Run(made, sum_of(made), started_s, waited_s=started_s - arrived_s)
 

@@ -1,4 +1,4 @@
-"""Records of forwards as CUDA graphs (models/fast/graphs.py)."""
+"""Records of forwards as CUDA graphs (models/fast/recording.py)."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gfgen.gfc.cuda.graph import Captured, CapturedAlone, SharedPool
-from gfgen.gfc.cuda.group import CudaGroup
-from gfgen.models.fast.graphs import Recorded
+from gfgen.gfc.cuda.captured import Captured, CapturedAlone, SharedPool
+from gfgen.gfc.cuda.device_group import CudaGroup
+from gfgen.models.fast.recording import Recorded
 from gfgen.models.parallel.parallel import Parallel
 
 MIN_FREE_SHARE = 0.1
@@ -18,7 +18,7 @@ MIN_FREE_SHARE = 0.1
 
 
 class CudaRecorder:
-    """Captures on one device, in memory that all its graphs share; see `graphs.Recorder`.
+    """Captures on one device, in memory that all its graphs share; see `recording.LaunchRecorder`.
 
     That memory is about as much as the largest of the recorded forwards computes with, beside what the same
     forward takes when it is not recorded; each graph adds its inputs and its result.

@@ -14,7 +14,7 @@ from gfgen.server.bridge.run_bridge import RunBridge
 from gfgen.server.http.front_main import LACKS_PACKAGE
 from gfgen.server.protocol.limits import BACKLOG
 from gfgen.server.protocol.link import FrontSettings, MessageSocket
-from gfgen.system.own_modules import module_command, module_environment
+from gfgen.system.lifeline import module_command, module_environment
 
 logger = logging.getLogger(__name__)
 

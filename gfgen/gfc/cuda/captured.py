@@ -21,7 +21,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from gfgen.errors import LayoutError
-from gfgen.gfc.cuda.group import CudaGroup
+from gfgen.gfc.cuda.device_group import CudaGroup
 from gfgen.gfc.cuda.structs import NUM_BANKS
 
 T = TypeVar("T")

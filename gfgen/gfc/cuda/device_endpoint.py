@@ -19,12 +19,12 @@ from torch import Tensor
 
 from gfgen.errors import LayoutError, ProtocolError
 from gfgen.gfc import native
-from gfgen.gfc.arena import Plan
+from gfgen.gfc.arena import ArenaPlan
+from gfgen.gfc.cuda.device_arena import ControlPage, DeviceArena
+from gfgen.gfc.cuda.device_group import CudaGroup, DispatchState, GroupSlot
 from gfgen.gfc.cuda.driver import driver
-from gfgen.gfc.cuda.group import CudaGroup, Run, Seat
 from gfgen.gfc.cuda.kernels import Kernels
 from gfgen.gfc.cuda.launch import Launch
-from gfgen.gfc.cuda.memory import ControlPage, DeviceArena
 from gfgen.gfc.cuda.selector import load_selector
 from gfgen.gfc.cuda.structs import AWAIT, COPY, FLAGGED_BYTES, NUM_BANKS, PUBLISH, Chunk, Context, Edges
 from gfgen.gfc.descriptor import Descriptor
@@ -53,7 +53,7 @@ class CudaEndpoint:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: ArenaPlan,
         *,
         rank: int,
         device: int,
@@ -84,7 +84,7 @@ class CudaEndpoint:
         self.arena_bytes_1d = _as_tensor(own.address, own.num_bytes, device)
         self.context_bytes_1d = _as_tensor(self.context, ctypes.sizeof(Context), device)
         self.failed = c_uint32.from_address(self.control.failure_address)
-        self._native_descriptor, self._bound_ns = native.Descriptor(), c_uint64()
+        self._native_descriptor, self._bound_ns = native.DescriptorStruct(), c_uint64()
         self._enter = Launch(
             self.driver,
             self.kernels["enter"],
@@ -96,7 +96,7 @@ class CudaEndpoint:
         )
         self.last_dispatch = 0
         self.prepared: dict[object, object] = {}
-        self.seats: dict[object, Seat] = {}
+        self.group_slots: dict[object, GroupSlot] = {}
         """Places in groups that this rank has had; like `prepared`, so that each is worked out once."""
         self._unclean: set[int] = set()
         """Ranks of which messages with flags may lie here half-read, since a fault."""
@@ -110,12 +110,12 @@ class CudaEndpoint:
     def group(self, descriptor: Descriptor, *, timeout_s: float | None = None) -> CudaGroup:
         """The whole layout's group, as this rank sees it; `timeout_s` in place of the endpoint's own."""
         timeout_ns = self.timeout_ns if timeout_s is None else _nanoseconds(timeout_s)
-        return CudaGroup(self, descriptor, Run(descriptor, timeout_ns))
+        return CudaGroup(self, descriptor, DispatchState(descriptor, timeout_ns))
 
     def unentered(self, layout: Layout) -> CudaGroup:
         """A group that meets nobody: for what is captured, which no rank takes part in."""
         descriptor = Descriptor(_NO_DISPATCH, layout, (0,) * layout.degree)
-        run = Run(descriptor, self.timeout_ns)
+        run = DispatchState(descriptor, self.timeout_ns)
         run.has_entered = True
         return CudaGroup(self, descriptor, run)
 
@@ -164,14 +164,14 @@ class CudaEndpoint:
             if failure is not None and failure.dispatch == dispatch:
                 raise failure.as_error()
 
-    def outcome(self, dispatch: int, *, sources: Collection[int] = ()) -> Outcome:
+    def outcome(self, dispatch: int, *, sources: Collection[int] = ()) -> DispatchOutcome:
         """Enqueues, on the current stream, a note of how this dispatch and its transfers here went.
 
         For when the next dispatch is enqueued before anyone looks: that starts the context's task anew,
         and the host's record is of the last failure only. Looked at before so many more are noted as
         there are notes: a rank has at most two dispatches under way.
         """
-        return Outcome(self, dispatch, sources, note=next(self._notes))
+        return DispatchOutcome(self, dispatch, sources, note=next(self._notes))
 
     def require(self, peer: int, *, dispatch: int) -> None:
         """Raises if a transfer with this rank has failed; its stream has been waited for."""
@@ -218,7 +218,7 @@ class CudaEndpoint:
         timeout_s: float | None = None,
         stream: int | None = None,
     ) -> None:
-        """Enqueues the push of a contiguous tensor to a rank, by chunks of `Plan.post_bytes`.
+        """Enqueues the push of a contiguous tensor to a rank, by chunks of `ArenaPlan.post_bytes`.
 
         Nothing waits on the host: where a bank still holds one of the last two chunks, the device waits for
         the receiver. Failures show in `check` and `require`.
@@ -354,7 +354,7 @@ class CudaEndpoint:
         Launch(self.driver, self.kernels[name], chunk, grid=grid, block=block).run(stream)
 
 
-class Outcome:
+class DispatchOutcome:
     """How a dispatch went on this rank; to be read when the device has come so far."""
 
     def __init__(
@@ -368,25 +368,25 @@ class Outcome:
     def require(self) -> None:
         """Raises what went wrong, as the CPU's collectives and transfers do."""
         content = self._note.numpy().tobytes()
-        record = native.Record.from_buffer_copy(content)
+        record = native.RecordStruct.from_buffer_copy(content)
         if record.status != native.OK and record.dispatch == self._dispatch:
             raise Failure.from_record(record).as_error()
-        broken = (c_int * native.MAX_RANKS).from_buffer_copy(content, ctypes.sizeof(native.Record))
+        broken = (c_int * native.MAX_RANKS).from_buffer_copy(content, ctypes.sizeof(native.RecordStruct))
         for source in self._sources:
             if broken[source]:
                 raise self._endpoint._transfer_failure(source, broken[source], self._dispatch).as_error()
 
 
-_RECORD_OFFSET = Context.task.offset + native.Task.failure.offset
+_RECORD_OFFSET = Context.task.offset + native.TaskStruct.failure.offset
 _BROKEN_OFFSET = Context.edges.offset + Edges.broken.offset
-_RECORD_BYTES = ctypes.sizeof(native.Record)
+_RECORD_BYTES = ctypes.sizeof(native.RecordStruct)
 _NOTE_BYTES = _RECORD_BYTES + 4 * native.MAX_RANKS
 _NUM_NOTES = 16
 _NOTES = ((0, _RECORD_OFFSET, _RECORD_BYTES), (_RECORD_BYTES, _BROKEN_OFFSET, 4 * native.MAX_RANKS))
 """What is noted of a context: (place in the note, offset, bytes)."""
 
 
-class _Memory:
+class _DeviceMemory:
     """Device memory as torch takes it."""
 
     def __init__(self, address: int, num_bytes: int) -> None:
@@ -403,4 +403,4 @@ def _nanoseconds(timeout_s: float) -> int:
 
 
 def _as_tensor(address: int, num_bytes: int, device: int) -> Tensor:
-    return torch.as_tensor(_Memory(address, num_bytes), device=f"cuda:{device}")
+    return torch.as_tensor(_DeviceMemory(address, num_bytes), device=f"cuda:{device}")

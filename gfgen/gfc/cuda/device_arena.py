@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gfgen.gfc.arena import Arena, Plan
+from gfgen.gfc.arena import Arena, ArenaPlan
 from gfgen.gfc.cuda.driver import Driver, driver
 from gfgen.gfc.cuda.structs import FLAGGED_BYTES, NUM_BANKS
 from gfgen.gfc.native import MAX_RANKS
 
 MIB = 1 << 20
-CONTROL_PLAN = Plan(data_bytes=1 << 16, post_bytes=1 << 10)
+CONTROL_PLAN = ArenaPlan(data_bytes=1 << 16, post_bytes=1 << 10)
 """Of the CPU arena that serves as a rank's page in host memory; see `arena.create_arena`."""
 
 # csrc/gfc/cpu_memory.h, struct ArenaHeader.
@@ -27,7 +27,7 @@ ABORTED_THROUGH_OFFSET, FAILURE_OFFSET, HEADER_BYTES = 128, 384, 4096
 SIGNALS_OFFSET, LINE_BYTES = 4096, 128
 
 
-def arena_bytes(plan: Plan) -> int:
+def arena_bytes(plan: ArenaPlan) -> int:
     """csrc/gfc/cuda/context.h: the plan's arena, and the inboxes of messages with flags."""
     return plan.arena_bytes + MAX_RANKS * NUM_BANKS * FLAGGED_BYTES
 
@@ -41,7 +41,7 @@ class DeviceArena:
     driver: Driver
 
     @classmethod
-    def create(cls, plan: Plan, *, device: int) -> tuple[DeviceArena, int]:
+    def create(cls, plan: ArenaPlan, *, device: int) -> tuple[DeviceArena, int]:
         """A fresh arena on this device, and the file descriptor to hand to the other ranks."""
         cuda = driver()
         cuda.use(device)
@@ -56,7 +56,7 @@ class DeviceArena:
         return cls(address, num_bytes, cuda), fd
 
     @classmethod
-    def open(cls, fd: int, plan: Plan, *, device: int) -> DeviceArena:
+    def open(cls, fd: int, plan: ArenaPlan, *, device: int) -> DeviceArena:
         """Another rank's arena, for use by kernels of this device. The descriptor may be closed."""
         cuda = driver()
         cuda.use(device)
@@ -74,7 +74,7 @@ class DeviceArena:
             self.address = 0
 
 
-def _fresh_lines(plan: Plan) -> bytes:
+def _fresh_lines(plan: ArenaPlan) -> bytes:
     """Signal lines before anything was signalled: counts stand at their start, entries at nothing."""
     entry = bytes(LINE_BYTES)
     other = plan.first_sequence.to_bytes(8, "little").ljust(LINE_BYTES, b"\0")

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 from torch import Tensor
 
 
-class Forward(Protocol):
-    """`evaluate`, or what takes its place (graphs.py)."""
+class Evaluator(Protocol):
+    """`evaluate`, or what takes its place (recording.py)."""
 
     def __call__(self, transformer: Any, inputs: Mapping[str, Any]) -> Tensor:
         """A transformer's prediction, in fresh memory; the inputs are those of its `forward`."""

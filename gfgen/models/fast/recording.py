@@ -3,13 +3,13 @@
 Where launching kernels one by one takes longer than computing, a forward is recorded: all of its
 launches become one (on GPUs a CUDA graph). A record is for one transformer, the shapes of its inputs,
 degrees and local shard lengths. Which ranks share a replay, and in which slot this one is, it finds where
-that was put before (gfc/cuda/graph.py, `Sharing.positions_L`):
+that was put before (gfc/cuda/captured.py, `Sharing.positions_L`):
 
     inputs -> copied to where the record reads them -> replayed -> result copied out
 
 Of the ranks that share a forward some may have a record of it and others not: whether launches take long
 enough to be recorded each of them finds by itself. So their exchanges must be the same either way, and all
-begin at the same place (`Recorder.align`).
+begin at the same place (`LaunchRecorder.align`).
 
 Recording runs nothing and meets nobody. It is done while no kernel waits for another rank, on ranks
 that have not been entered: who calls `rehearsing` or `recording` sees to that. What is recorded has to be
@@ -35,7 +35,7 @@ from torch import Tensor
 
 from gfgen.errors import in_one_line
 from gfgen.gfc.reshard import shard_sizes
-from gfgen.models.fast.forwards import evaluate
+from gfgen.models.fast.evaluation import evaluate
 from gfgen.models.fast.fused import Modulation
 from gfgen.models.parallel.parallel import Parallel
 from gfgen.models.parallel.sequence_parallel import TEXT, Sharing, active, present_sharing
@@ -61,7 +61,7 @@ class Recorded(Protocol):
         ...
 
 
-class Recorder(Protocol):
+class LaunchRecorder(Protocol):
     """Records what functions launch."""
 
     def record(self, function: Callable[[Parallel | None], Tensor], parallel: Parallel | None) -> Recorded:
@@ -81,7 +81,7 @@ class Recorder(Protocol):
         ...
 
 
-class _Call(NamedTuple):
+class _ForwardCall(NamedTuple):
     """What is called with what, all but the values of tensors."""
 
     life: int
@@ -95,10 +95,10 @@ class _Call(NamedTuple):
     """None for a rank alone."""
 
 
-Mode = Callable[[_Call, Any, Mapping[str, Any]], Any]
+_Handler = Callable[[_ForwardCall, Any, Mapping[str, Any]], Any]
 
 
-class _Known(NamedTuple):
+class _KnownForward(NamedTuple):
     """What an evaluation or a recording has shown of all that are called like it."""
 
     stream_lengths: Mapping[str, int]
@@ -107,7 +107,7 @@ class _Known(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Record:
+class _ForwardRecord:
     """A recorded forward and the memory that it reads."""
 
     recorded: Recorded
@@ -135,18 +135,18 @@ class _Record:
 
 
 class Graphs:
-    """Evaluates transformers (a `forwards.Forward`), by a record where there is one.
+    """Evaluates transformers (a `evaluation.Evaluator`), by a record where there is one.
 
     For one thread. Records of a transformer go with it; whoever moves its weights calls `clear` before.
     """
 
-    def __init__(self, recorder: Recorder, device: torch.device, *, may_record: bool = True) -> None:
+    def __init__(self, recorder: LaunchRecorder, device: torch.device, *, may_record: bool = True) -> None:
         self._recorder, self._device = recorder, device
         self.may_record = may_record
         self.num_made = 0
         """Records that were made so far; some may be gone."""
-        self._records: OrderedDict[object, _Record] = OrderedDict()
-        self._known: dict[_Call, _Known] = {}
+        self._records: OrderedDict[object, _ForwardRecord] = OrderedDict()
+        self._known: dict[_ForwardCall, _KnownForward] = {}
         self._are_loaded: dict[object, bool] = {}
         """By call with any text, and slot: whether they may be recorded at once, since one of them was."""
         self._rehearsed: set[object] = set()
@@ -155,7 +155,7 @@ class Graphs:
         self._lives: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         """A number for each transformer, which none that is loaded later gets; an `id` may come back."""
         self._next_life = itertools.count()
-        self._mode: Mode | None = None
+        self._mode: _Handler | None = None
         self._unentered: Parallel | None = None
 
     def __call__(self, transformer: Any, inputs: Mapping[str, Any]) -> Tensor:
@@ -205,14 +205,14 @@ class Graphs:
         self._refused.clear()
 
     @contextmanager
-    def _in_mode(self, mode: Mode, unentered: Parallel | None) -> Iterator[None]:
+    def _in_mode(self, mode: _Handler, unentered: Parallel | None) -> Iterator[None]:
         self._mode, self._unentered = mode, unentered
         try:
             yield
         finally:
             self._mode = self._unentered = None
 
-    def _rehearse(self, call: _Call, transformer: Any, inputs: Mapping[str, Any]) -> None:
+    def _rehearse(self, call: _ForwardCall, transformer: Any, inputs: Mapping[str, Any]) -> None:
         sharing = present_sharing()
         if call in self._known and self._key(call, transformer, sharing) in self._rehearsed:
             return
@@ -225,7 +225,7 @@ class Graphs:
             self._record(call, transformer, inputs)
 
     def _is_launch_bound(
-        self, call: _Call, transformer: Any, inputs: Mapping[str, Any], *, bound: float
+        self, call: _ForwardCall, transformer: Any, inputs: Mapping[str, Any], *, bound: float
     ) -> bool:
         """Evaluate; whether launching took so much of the time until all was done, or more."""
         self._recorder.synchronize()
@@ -235,7 +235,7 @@ class Graphs:
         self._recorder.synchronize()
         return launch_s >= bound * (time.monotonic() - began_s)
 
-    def _evaluate_and_record(self, call: _Call, transformer: Any, inputs: Mapping[str, Any]) -> None:
+    def _evaluate_and_record(self, call: _ForwardCall, transformer: Any, inputs: Mapping[str, Any]) -> None:
         sharing, is_new = present_sharing(), call not in self._known
         if not is_new and self._key(call, transformer, sharing) in self._records:
             return
@@ -248,11 +248,11 @@ class Graphs:
         if may_record:
             self._record(call, transformer, inputs, is_loaded=is_new)
 
-    def _evaluate(self, call: _Call, transformer: Any, inputs: Mapping[str, Any]) -> Tensor:
+    def _evaluate(self, call: _ForwardCall, transformer: Any, inputs: Mapping[str, Any]) -> Tensor:
         result = evaluate(transformer, inputs)
         sharing = present_sharing()
         lengths = {} if sharing is None else dict(sharing.stream_lengths)
-        self._known[call] = _Known(lengths, torch.empty_like(result, device="meta"))
+        self._known[call] = _KnownForward(lengths, torch.empty_like(result, device="meta"))
         return result
 
     def _may_record_now(self) -> bool:
@@ -261,7 +261,7 @@ class Graphs:
     def _new_slot(self) -> Tensor:
         return torch.zeros(1, dtype=torch.int64, device=self._device)
 
-    def _record_at_once(self, call: _Call, transformer: Any, inputs: Mapping[str, Any]) -> bool:
+    def _record_at_once(self, call: _ForwardCall, transformer: Any, inputs: Mapping[str, Any]) -> bool:
         """Record without an evaluation before, if what records launch is loaded; whether that went well."""
         alike = _whatever_the_text(call, present_sharing())
         if not self._are_loaded.get(alike):
@@ -275,7 +275,7 @@ class Graphs:
         return True
 
     def _record(
-        self, call: _Call, transformer: Any, inputs: Mapping[str, Any], *, is_loaded: bool = False
+        self, call: _ForwardCall, transformer: Any, inputs: Mapping[str, Any], *, is_loaded: bool = False
     ) -> None:
         """is_loaded: all that a record launches was launched before."""
         sharing = present_sharing()
@@ -298,7 +298,7 @@ class Graphs:
             return
         self._are_loaded.setdefault(_whatever_the_text(call, sharing), True)
 
-    def _make(self, call: _Call, transformer: Any, inputs: Mapping[str, Any]) -> None:
+    def _make(self, call: _ForwardCall, transformer: Any, inputs: Mapping[str, Any]) -> None:
         """A record, kept as long as the transformer is there, among the last ones used.
 
         Raises: what the recorder raises.
@@ -317,12 +317,14 @@ class Graphs:
         weights = tuple(transformer.parameters())
         addresses = tuple((weight, weight.data_ptr()) for weight in (weights[0], weights[-1]))
         of = weakref.ref(transformer, lambda _: self._records.pop(key, None))
-        self._records[key] = _Record(recorded, kept, slot_1, of, addresses, tables)
+        self._records[key] = _ForwardRecord(recorded, kept, slot_1, of, addresses, tables)
         self.num_made += 1
         while len(self._records) > MAX_RECORDS:
             self._records.popitem(last=False)
 
-    def _record_of(self, call: _Call, transformer: Any, sharing: Sharing | None) -> _Record | None:
+    def _record_of(
+        self, call: _ForwardCall, transformer: Any, sharing: Sharing | None
+    ) -> _ForwardRecord | None:
         if call not in self._known:
             return None
         key = self._key(call, transformer, sharing)
@@ -335,16 +337,16 @@ class Graphs:
         self._records.move_to_end(key)
         return record
 
-    def _call(self, transformer: Any, inputs: Mapping[str, Any], sharing: Sharing | None) -> _Call:
+    def _call(self, transformer: Any, inputs: Mapping[str, Any], sharing: Sharing | None) -> _ForwardCall:
         if transformer not in self._lives:
             self._lives[transformer] = next(self._next_life)
         kinds = {name: _kind_of(x) for name, x in inputs.items()}
         text = tuple(kinds.pop(name, None) for name in OF_TEXT)
         names = tuple(inputs.get(OF_ATTENTION) or ())
         degrees = None if sharing is None else sharing.parallel.degrees
-        return _Call(self._lives[transformer], tuple(kinds.items()), text, names, degrees)
+        return _ForwardCall(self._lives[transformer], tuple(kinds.items()), text, names, degrees)
 
-    def _key(self, call: _Call, transformer: Any, sharing: Sharing | None) -> object:
+    def _key(self, call: _ForwardCall, transformer: Any, sharing: Sharing | None) -> object:
         """What decides the launches of a forward, whichever ranks share it."""
         if sharing is None:
             return call
@@ -360,7 +362,7 @@ class Graphs:
         return call, own, group, heads[parallel.ulysses.slot], sequence.slot if is_modulated else None
 
 
-def _whatever_the_text(call: _Call, sharing: Sharing | None) -> object:
+def _whatever_the_text(call: _ForwardCall, sharing: Sharing | None) -> object:
     """What decides the kernels of a forward, but for what they are told of the length of its text."""
     return call._replace(text=()), None if sharing is None else sharing.ranks.slot
 

@@ -17,10 +17,10 @@ from multiprocessing.reduction import recv_handle, send_handle
 from typing import TYPE_CHECKING, Any
 
 from gfgen.errors import WorkerError
-from gfgen.gfc.arena import Arena, Plan, create_arena
+from gfgen.gfc.arena import Arena, ArenaPlan, create_arena
 
 if TYPE_CHECKING:
-    from gfgen.gfc.cuda.endpoint import CudaEndpoint
+    from gfgen.gfc.cuda.device_endpoint import CudaEndpoint
 
 # A program's first argument is the rank's endpoint; it is sent by name.
 Program = Callable[..., Any]
@@ -35,7 +35,9 @@ class CudaRanks:
     Ranks that share a device take turns on it, so all waits may take that many times as long.
     """
 
-    def __init__(self, num_ranks: int, plan: Plan, *, timeout_s: float = 30.0, num_devices: int = 0) -> None:
+    def __init__(
+        self, num_ranks: int, plan: ArenaPlan, *, timeout_s: float = 30.0, num_devices: int = 0
+    ) -> None:
         self.num_devices = num_devices or num_ranks
         self.ranks_per_device = -(-num_ranks // self.num_devices)
         self.plan, self.timeout_s = plan, self.ranks_per_device * timeout_s
@@ -90,7 +92,7 @@ class CudaRanks:
         return results
 
     def abort(self, rank: int, dispatch: int) -> None:
-        from gfgen.gfc.cuda.memory import CONTROL_PLAN
+        from gfgen.gfc.cuda.device_arena import CONTROL_PLAN
 
         page = Arena(self.control_fds[rank], CONTROL_PLAN, rank=rank, incarnation=self.incarnations[rank])
         page.abort_through(dispatch)
@@ -131,7 +133,7 @@ class CudaRanks:
             os.close(fd)
 
     def _start(self, rank: int) -> None:
-        from gfgen.gfc.cuda.memory import CONTROL_PLAN
+        from gfgen.gfc.cuda.device_arena import CONTROL_PLAN
 
         ours, theirs = _SPAWN.Pipe()
         device = rank % self.num_devices
@@ -163,7 +165,9 @@ class CudaRanks:
             send_handle(self.pipes[rank], self.arena_fds[peer], pid)
 
 
-def _serve(pipe: Connection, plan: Plan, rank: int, device: int, incarnation: int, timeout_s: float) -> None:
+def _serve(
+    pipe: Connection, plan: ArenaPlan, rank: int, device: int, incarnation: int, timeout_s: float
+) -> None:
     """A rank's process: sets itself up, then runs programs until it gets None."""
     endpoint = _set_up(pipe, plan, rank, device, incarnation, timeout_s)
     pipe.send((True, None))
@@ -186,12 +190,12 @@ def _serve(pipe: Connection, plan: Plan, rank: int, device: int, incarnation: in
 
 
 def _set_up(
-    pipe: Connection, plan: Plan, rank: int, device: int, incarnation: int, timeout_s: float
+    pipe: Connection, plan: ArenaPlan, rank: int, device: int, incarnation: int, timeout_s: float
 ) -> CudaEndpoint:
     import torch
 
-    from gfgen.gfc.cuda.endpoint import CudaEndpoint
-    from gfgen.gfc.cuda.memory import DeviceArena
+    from gfgen.gfc.cuda.device_arena import DeviceArena
+    from gfgen.gfc.cuda.device_endpoint import CudaEndpoint
 
     torch.set_num_threads(1)
     torch.cuda.set_device(device)

@@ -25,17 +25,17 @@ from torch import Tensor
 
 from gfgen.errors import LayoutError
 from gfgen.gfc import native
-from gfgen.gfc.arena import Plan
+from gfgen.gfc.arena import ArenaPlan
 from gfgen.gfc.cuda.launch import PAIR, Launch
 from gfgen.gfc.cuda.moves import Reshaped, offsets_of, reshaped
-from gfgen.gfc.cuda.selector import MIN_FLAGGED_UNIT, Choice
+from gfgen.gfc.cuda.selector import MIN_FLAGGED_UNIT, KernelChoice
 from gfgen.gfc.cuda.structs import MAX_MOVES, NUM_BANKS, Exchange, Move
-from gfgen.gfc.descriptor import KINDS, Descriptor, Kind, member_slots
+from gfgen.gfc.descriptor import GROUP_KINDS, Descriptor, GroupKind, member_slots
 from gfgen.gfc.reshard import Sizes, shard_sizes
 from gfgen.layout import shard_bounds
 
 if TYPE_CHECKING:
-    from gfgen.gfc.cuda.endpoint import CudaEndpoint
+    from gfgen.gfc.cuda.device_endpoint import CudaEndpoint
 
 _THREADS = 512
 _NOWHERE = 16
@@ -43,7 +43,7 @@ _NOWHERE = 16
 _IN_FLIGHT = 8  # units that a thread of gfc_exchange has under way
 
 
-class Run:
+class DispatchState:
     """What this process knows of a dispatch: how many exchanges of each kind it has enqueued.
 
     The device counts the same; the parity of a count says which bank the next one uses.
@@ -65,7 +65,7 @@ class Bank(NamedTuple):
     num_bytes: int
 
 
-class Result(NamedTuple):
+class ResultSpec(NamedTuple):
     """A contiguous tensor that a launch makes."""
 
     shape: tuple[int, ...]
@@ -74,7 +74,7 @@ class Result(NamedTuple):
     offset: int  # in the bank
 
     @classmethod
-    def contiguous(cls, shape: Sequence[int], dtype: torch.dtype, offset: int) -> Result:
+    def contiguous(cls, shape: Sequence[int], dtype: torch.dtype, offset: int) -> ResultSpec:
         strides = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
         return cls(tuple(shape), strides, dtype, offset)
 
@@ -96,7 +96,7 @@ class Prepared(NamedTuple):
     """A launch and what it makes, for one shape of call."""
 
     launch: Launch
-    results: tuple[Result, ...]
+    results: tuple[ResultSpec, ...]
     pointers: tuple[int, ...]  # offsets of each tensor's pair of addresses in the arguments
 
 
@@ -107,8 +107,8 @@ class CudaGroup:
         "_endpoint",
         "_kind",
         "_most_blocks",
-        "_place",
         "_run",
+        "_slot_number",
         "bank",
         "descriptor",
         "ranks",
@@ -117,14 +117,16 @@ class CudaGroup:
     )
 
     def __init__(
-        self, endpoint: CudaEndpoint, descriptor: Descriptor, run: Run, *, kind: Kind = "whole"
+        self, endpoint: CudaEndpoint, descriptor: Descriptor, run: DispatchState, *, kind: GroupKind = "whole"
     ) -> None:
         layout = descriptor.layout
         key = (layout.degrees, kind, layout.slot_of(endpoint.rank))
-        seat = endpoint.seats.get(key)
-        if seat is None:
-            seat = endpoint.seats[key] = _seat(endpoint.plan, *key, number=len(endpoint.seats))
-        slots, self.slot, self._kind, self.bank, self._place = seat
+        group_slot = endpoint.group_slots.get(key)
+        if group_slot is None:
+            group_slot = endpoint.group_slots[key] = _group_slot(
+                endpoint.plan, *key, number=len(endpoint.group_slots)
+            )
+        slots, self.slot, self._kind, self.bank, self._slot_number = group_slot
         self._endpoint, self._run = endpoint, run
         self._most_blocks = endpoint.kernels.num_multiprocessors
         self.descriptor = descriptor
@@ -147,13 +149,13 @@ class CudaGroup:
         sparing._most_blocks = min(self._most_blocks, self._endpoint.beside_blocks or max_blocks)
         return sparing
 
-    def subgroup(self, kind: Kind) -> CudaGroup:
+    def subgroup(self, kind: GroupKind) -> CudaGroup:
         """The group of this kind that this rank belongs to; costs no communication."""
         return CudaGroup(self._endpoint, self.descriptor, self._run, kind=kind)
 
     def of_kind(self, kind: int) -> CudaGroup:
         """The same, by the kind's native number."""
-        return self.subgroup(next(name for name, number in KINDS.items() if number == kind))
+        return self.subgroup(next(name for name, number in GROUP_KINDS.items() if number == kind))
 
     def enter(self) -> None:
         """Enqueues the entry barrier of the dispatch: once, on the whole layout, before anything else."""
@@ -261,7 +263,7 @@ class CudaGroup:
         if endpoint.failed.value:
             endpoint.check(run.dispatch)
         assert run.has_entered, "a collective before the entry barrier"
-        call: list[object] = [self._place, self._most_blocks, how, in_arena]
+        call: list[object] = [self._slot_number, self._most_blocks, how, in_arena]
         pointers = []
         for x in tensors:
             at = x.data_ptr()
@@ -307,7 +309,7 @@ class CudaGroup:
         addresses decided, ranks could wait in different places.
         """
         if how is None:
-            return self._prepare_launch((), [], Choice("flagged", 1), unit_bytes=8, tensors=())
+            return self._prepare_launch((), [], KernelChoice("flagged", 1), unit_bytes=8, tensors=())
         if len(tensors) > MAX_MOVES:
             return "space"
         split_dim, concat_dim, splits, concats, is_rotated = how
@@ -320,7 +322,7 @@ class CudaGroup:
             )
             if isinstance(prepared, str):
                 return prepared
-            result = Result.contiguous(x.shape, x.dtype, prepared.results[0].offset)
+            result = ResultSpec.contiguous(x.shape, x.dtype, prepared.results[0].offset)
             return prepared._replace(results=(result,))
         if len(concats) != self.size:
             raise LayoutError(f"{self.size} ranks need as many sizes, got {concats}")
@@ -363,7 +365,7 @@ class CudaGroup:
         self,
         moves: Sequence[Reshaped],
         offsets: Sequence[Sequence[int]],
-        choice: Choice,
+        choice: KernelChoice,
         *,
         unit_bytes: int,
         tensors: Sequence[Tensor],
@@ -379,7 +381,7 @@ class CudaGroup:
         results = []
         for idx, (move, offset, x) in enumerate(zip(moves, offsets, tensors, strict=True)):
             exchange.moves[idx] = move.native(offset)
-            results.append(Result.contiguous(move.result_shape, x.dtype, offset[self.slot]))
+            results.append(ResultSpec.contiguous(move.result_shape, x.dtype, offset[self.slot]))
         longest = max((move.pair_bytes for move in moves), default=0)
         num_moves = max(1, len(moves))
         limit = min(choice.blocks, self._most_blocks)
@@ -475,21 +477,23 @@ def _unfolded(x: Tensor, dim: int, size: int) -> Tensor:
     return x.as_strided(shape, (*x.stride()[:dim], length * step, length * step, *x.stride()[dim:]))
 
 
-class Seat(NamedTuple):
+class GroupSlot(NamedTuple):
     """A rank's place in a group, whichever ranks it is made of."""
 
     slots: tuple[int, ...]
     slot: int
     kind: int
     bank: Bank
-    number: int  # of the seat among those of its endpoint
+    number: int  # of the group_slot among those of its endpoint
 
 
-def _seat(plan: Plan, degrees: tuple[int, int, int], kind: Kind, layout_slot: int, *, number: int) -> Seat:
+def _group_slot(
+    plan: ArenaPlan, degrees: tuple[int, int, int], kind: GroupKind, layout_slot: int, *, number: int
+) -> GroupSlot:
     slots = member_slots(degrees, kind, layout_slot)
-    native_kind = canonical(degrees, KINDS[kind])
+    native_kind = canonical(degrees, GROUP_KINDS[kind])
     bank = bank_of(plan.data_bytes, plan.post_bytes, degrees, native_kind)
-    return Seat(slots, slots.index(layout_slot), native_kind, bank, number)
+    return GroupSlot(slots, slots.index(layout_slot), native_kind, bank, number)
 
 
 @cache
