@@ -166,8 +166,7 @@ class Durations(Observer):
 
     def applied(self, event: Event) -> None:
         if isinstance(event, TaskDone):
-            lasted_s = event.ended_s - event.started_s
-            self._seconds[event.dispatch] = max(lasted_s, self._seconds.get(event.dispatch, 0.0))
+            self._seconds[event.dispatch] = event.busy_s
         elif isinstance(event, OutputWritten):
             self._writes[event.job_id] = event.write_s
 

@@ -211,14 +211,13 @@ class ActedRun:
         part.flight = None
         part.busy_s += self.now_s - start_s
         fails = part.fails and part.index == 4
-        for rank in dispatch.layout.ranks:
-            if fails:
-                self._apply(events.TaskFailed(self.now_s, dispatch.number, rank, "out of memory"))
-            else:
-                done = events.TaskDone(
-                    self.now_s, dispatch.number, rank, start_s, self.now_s, moved_s=moved_s
-                )
-                self._apply(done)
+        if fails:
+            self._apply(events.TaskFailed(self.now_s, dispatch.number, "out of memory"))
+        else:
+            times = [
+                events.RankTimes(rank, start_s, self.now_s, moved_s=moved_s) for rank in dispatch.layout.ranks
+            ]
+            self._apply(events.TaskDone(self.now_s, dispatch.number, tuple(times)))
         if fails:
             self._conclude(part, error="denoise 1: out of memory")
         elif part.index < part.info.num_tasks:

@@ -248,22 +248,18 @@ class _Witness(Observer):
         """By job: its tasks that have ended well, in order, since the job began last."""
         self.runs: list[Sequence[AdmittedJob]] = []
         """What each run had to do."""
-        self._pending: Counter[int] = Counter()
 
     def began(self, jobs: tuple[JobInfo, ...], *, num_ranks: int, policy: str) -> None:
         self.completed |= {job.job_id: [] for job in jobs}
 
     def dispatched(self, dispatch: Dispatch) -> None:
         self.dispatches[dispatch.number] = dispatch
-        self._pending[dispatch.number] = dispatch.layout.degree
 
     def applied(self, event: Event) -> None:
         self.events.append(event)
         if isinstance(event, TaskDone):
-            self._pending[event.dispatch] -= 1
-            if not self._pending[event.dispatch]:
-                task = self.dispatches[event.dispatch].task
-                self.completed[task.job_id].append(task.index)
+            task = self.dispatches[event.dispatch].task
+            self.completed[task.job_id].append(task.index)
 
     def ended(self, outcome: JobOutcome) -> None:
         self.outcomes.append(outcome)

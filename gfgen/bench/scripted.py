@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import zlib
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from gfgen.runtime.control.state import State
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.dispatch import Dispatch
-from gfgen.runtime.core.events import Event, OutputWritten, TaskDone
+from gfgen.runtime.core.events import Event, OutputWritten, RankTimes, TaskDone
 from gfgen.runtime.core.observer import JobOutcome, Observer
 from gfgen.runtime.files.start import RunStart
 from gfgen.runtime.predict.cost import CostModel
@@ -35,8 +34,8 @@ class MeasuredRun(Observer):
 
     def __init__(self) -> None:
         self.dispatches: dict[int, Dispatch] = {}
-        self.done: dict[int, list[TaskDone]] = defaultdict(list)
-        """By dispatch: what its ranks have told."""
+        self.done: dict[int, Sequence[RankTimes]] = {}
+        """By dispatch that ended well: what its ranks took, by slot."""
         self.written: dict[str, float] = {}
         """By job: seconds that its writer took for the file."""
         self.outcomes: list[JobOutcome] = []
@@ -51,7 +50,7 @@ class MeasuredRun(Observer):
     def applied(self, event: Event) -> None:
         match event:
             case TaskDone():
-                self.done[event.dispatch].append(event)
+                self.done[event.dispatch] = event.times
             case OutputWritten():
                 self.written[event.job_id] = event.write_s
 

@@ -17,7 +17,7 @@ from itertools import pairwise
 from gfgen.bench.scripted import MeasuredRun
 from gfgen.graph import Stage
 from gfgen.runtime.core.dispatch import Dispatch
-from gfgen.runtime.core.events import TaskDone
+from gfgen.runtime.core.events import RankTimes
 
 MAX_DRIFT = 2e-4
 """Of a device's clock against the machine's; what looks like more is noise of a few reports."""
@@ -46,14 +46,14 @@ Spans = Mapping[int, Mapping[int, Span]]
 
 def spans_of(record: MeasuredRun) -> Spans:
     """Of all tasks that ended."""
-    by_rank: dict[int, list[TaskDone]] = defaultdict(list)
+    by_rank: dict[int, dict[int, RankTimes]] = defaultdict(dict)
     for number in sorted(record.done):
-        for event in record.done[number]:
-            by_rank[event.rank].append(event)
+        for times in record.done[number]:
+            by_rank[times.rank][number] = times
     spans: dict[int, dict[int, Span]] = defaultdict(dict)
-    for rank, events in by_rank.items():
-        for event, span in zip(events, _rank_spans(events), strict=True):
-            spans[event.dispatch][rank] = span
+    for rank, tasks in by_rank.items():
+        for number, span in zip(tasks, _rank_spans(list(tasks.values())), strict=True):
+            spans[number][rank] = span
     return spans
 
 
@@ -90,22 +90,22 @@ def _previous_on_rank(record: MeasuredRun) -> Mapping[tuple[int, int], int]:
     found: dict[tuple[int, int], int] = {}
     latest: dict[int, int] = {}
     for number in sorted(record.done):
-        for event in record.done[number]:
-            if event.rank in latest:
-                found[number, event.rank] = latest[event.rank]
-            latest[event.rank] = number
+        for times in record.done[number]:
+            if times.rank in latest:
+                found[number, times.rank] = latest[times.rank]
+            latest[times.rank] = number
     return found
 
 
-def _rank_spans(events: Sequence[TaskDone]) -> list[Span]:
+def _rank_spans(tasks: Sequence[RankTimes]) -> list[Span]:
     """One rank's tasks, in their order."""
-    if any(event.idle_s is None for event in events[1:]):
-        return [Span(event.started_s, event.ended_s) for event in events]
+    if any(times.idle_s is None for times in tasks[1:]):
+        return [Span(times.started_s, times.ended_s) for times in tasks]
     own: list[Span] = []
-    for event in events:
-        start_s = own[-1].end_s + (event.idle_s or 0.0) if own else 0.0
-        own.append(Span(start_s, start_s + event.ended_s - event.started_s))
-    late = [event.ended_s - span.end_s for event, span in zip(events, own, strict=True)]
+    for times in tasks:
+        start_s = own[-1].end_s + (times.idle_s or 0.0) if own else 0.0
+        own.append(Span(start_s, start_s + times.busy_s))
+    late = [times.ended_s - span.end_s for times, span in zip(tasks, own, strict=True)]
     drift = _drift([span.end_s for span in own], late)
     offset_s = min(each - drift * span.end_s for each, span in zip(late, own, strict=True))
     rate = 1 + drift

@@ -11,7 +11,7 @@ from gfgen.bench.scripted import MeasuredRun
 from gfgen.graph import Stage, Task
 from gfgen.layout import Layout
 from gfgen.runtime.core.dispatch import Dispatch
-from gfgen.runtime.core.events import TaskDone
+from gfgen.runtime.core.events import RankTimes
 from gfgen.runtime.ipc.messages import BareTimes
 
 STAGES = (Stage.ENCODE, Stage.PREPARE, Stage.DENOISE, Stage.DENOISE, Stage.DECODE)
@@ -29,7 +29,7 @@ def record_of(**jobs: Sequence[Part]) -> MeasuredRun:
             task = Task(job_id, index, stage, index - 2 if stage is Stage.DENOISE else None)
             layout = Layout(tuple(ranks), ulysses=len(ranks))
             record.dispatches[number] = Dispatch(number, task, layout, 0.0, 0.0, 0.0)
-            record.done[number] = [TaskDone(end_s, number, rank, start_s, end_s) for rank in ranks]
+            record.done[number] = [RankTimes(rank, start_s, end_s) for rank in ranks]
     return record
 
 

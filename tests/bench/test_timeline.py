@@ -12,7 +12,7 @@ from gfgen.bench.timeline import gaps_of, lasted_s, spans_of
 from gfgen.graph import Stage, Task
 from gfgen.layout import Layout
 from gfgen.runtime.core.dispatch import Dispatch
-from gfgen.runtime.core.events import TaskDone
+from gfgen.runtime.core.events import RankTimes
 
 STEP_S, GAP_S = 0.1, 0.0002
 
@@ -28,16 +28,9 @@ def record_of(*layouts, heard_late=lambda: 0.0, clocks=(1.0, 1.0, 1.0), gaps=(GA
         for rank in ranks:
             idle_s = (start_s - ended_s[rank]) * clocks[rank] if rank in ended_s else None
             heard_s = end_s + heard_late()
-            record.done[number].append(
-                TaskDone(
-                    heard_s,
-                    number,
-                    rank,
-                    heard_s - STEP_S * clocks[rank],
-                    heard_s,
-                    idle_s=idle_s if has_own_clock else None,
-                )
-            )
+            started_s, idle_s = heard_s - STEP_S * clocks[rank], idle_s if has_own_clock else None
+            times = RankTimes(rank, started_s, heard_s, idle_s=idle_s)
+            record.done[number] = (*record.done.get(number, ()), times)
             ended_s[rank] = end_s
         now_s = end_s + gaps[(number - 1) % len(gaps)]
     return record

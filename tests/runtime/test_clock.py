@@ -1,5 +1,5 @@
 from gfgen.runtime.core.clock import Clock
-from gfgen.runtime.core.events import JobArrived, RankReady, TaskDone, Wakeup
+from gfgen.runtime.core.events import JobArrived, RankReady, RankTimes, TaskDone, Wakeup
 
 
 def test_virtual_time_stands_still_until_it_is_advanced():
@@ -21,7 +21,7 @@ def test_events_fall_due_in_order_of_time():
 
 def test_what_ends_comes_before_what_begins_at_the_same_time():
     clock = Clock(virtual=True)
-    done = TaskDone(1.0, 7, 0, 0.5, 1.0)
+    done = TaskDone(1.0, 7, (RankTimes(0, 0.5, 1.0),))
     for event in (Wakeup(1.0), JobArrived(1.0, "a"), done, RankReady(1.0, 0, 1, 0.0)):
         clock.at(event)
     clock.advance(1.0)

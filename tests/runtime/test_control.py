@@ -455,7 +455,7 @@ def test_a_decode_that_failed_counts_no_more_and_may_be_tried_again():
     asked = Decision(replace(decode, job_id="job-3"), Layout.single(0))
     assert backlog.holds_back(asked)
     assert not backlog.holds_back(replace(asked, task=replace(decode, stage=Stage.DENOISE, step=0)))
-    backlog.applied(TaskFailed(0.0, 3, 0, "out of memory"))
+    backlog.applied(TaskFailed(0.0, 3, "out of memory"))
     assert not backlog.holds_back(asked)
     backlog.dispatched(SimpleNamespace(task=asked.task, number=99))
     assert backlog.holds_back(asked)

@@ -13,11 +13,7 @@ import pytest
 from fault_plan import Fault, Kind, Point
 from fault_schedules import HASTY, Fleet, Result, Schedule, make_job, make_schedule, run_schedule
 
-from gfgen.graph import Stage, Task
-from gfgen.layout import Layout
 from gfgen.runtime.core.clock import Clock
-from gfgen.runtime.core.dispatch import Dispatch
-from gfgen.runtime.core.events import TaskDone
 from gfgen.runtime.ipc.messages import WriteRequest
 from gfgen.runtime.processes.recovery import Recovery
 from gfgen.runtime.processes.workers import ProcessBackend
@@ -124,21 +120,6 @@ def test_a_pause_of_the_control_plane_counts_for_nobody_who_is_waited_for(
     del backend._writes._writes["a"]
     backend.close()
     assert not backend._verdicts
-
-
-def test_what_is_given_up_does_not_count_as_done_when_its_producer_ends(fleet: Fleet, tmp_path: Path) -> None:
-    """Its ranks reported before those of the producer, and then another failure dragged it along."""
-    backend = ProcessBackend(fleet.pool(1), [], clock=Clock(), output_dir=tmp_path, patience=HASTY)
-    for number, producer in ((6, None), (7, 6)):
-        task, layout = Task("a", number, Stage.DENOISE, number), Layout.single(0)
-        backend._dispatches[number] = Dispatch(number, task, layout, 0.0, 0.0, 1.0, producer=producer)
-    backend._unreported = {6: set(), 7: set()}
-    backend._untold = {6: [TaskDone(1.0, 6, 0, 0.0, 1.0)], 7: [TaskDone(1.0, 7, 0, 1.0, 1.0)]}
-    backend._recovery = Recovery(numbers=frozenset({7}))
-    told = [event.dispatch for event in backend._tell_what_is_done(6)]
-    backend.close()
-    assert told == [6]
-    assert backend._dispatches.keys() == backend._unreported.keys() == backend._untold.keys() == {7}
 
 
 @pytest.mark.parametrize("times", range(5))

@@ -2,7 +2,7 @@ import pytest
 from builders import make_job, simulated_control
 
 from gfgen.errors import InputError
-from gfgen.runtime.core.events import Event, TaskDone, Wakeup
+from gfgen.runtime.core.events import Event, RankTimes, TaskDone, Wakeup
 from gfgen.runtime.files.journal import Journal, journal_header, read_journal, read_runs
 from gfgen.runtime.files.start import RunStart
 
@@ -21,7 +21,7 @@ def test_events_come_back_as_they_were_applied(tmp_path):
     control.run()
     journal.close()
     header, *events = read_journal(path)
-    assert header == {"gfgen_journal": 1, **HEADER}
+    assert header == {"gfgen_journal": 2, **HEADER}
     assert events == recorder.events
 
 
@@ -84,7 +84,7 @@ def test_a_second_run_appends_a_header_of_its_own(tmp_path):
 def test_a_torn_last_line_is_passed_over(tmp_path):
     path = tmp_path / "journal.jsonl"
     journal = Journal(path, header=HEADER)
-    journal.append(TaskDone(1.0, 1, 0, 0.0, 1.0))
+    journal.append(TaskDone(1.0, 1, (RankTimes(0, 0.0, 1.0),)))
     journal.close()
     whole = path.read_text()
     path.write_text(whole + whole.splitlines()[-1][:20])

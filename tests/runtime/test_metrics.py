@@ -10,11 +10,8 @@ from acted_run import ActedRun, Part, batch, job_info
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gfgen.graph import Trajectory
-from gfgen.layout import Layout
 from gfgen.runtime.control.metrics import Attainment, Latency, Metrics, Summary, percentile
-from gfgen.runtime.core.dispatch import Dispatch
-from gfgen.runtime.core.events import ModelsChanged, RankLoaded, TaskDone, TaskFailed
+from gfgen.runtime.core.events import ModelsChanged, RankLoaded, RankTimes, TaskDone, TaskFailed
 from gfgen.runtime.core.observer import JobInfo, JobOutcome, skipped_outcome
 from gfgen.runtime.ipc.messages import MemoryUse
 from gfgen.system.wording import in_words, on_clock
@@ -88,28 +85,19 @@ def test_skipped_and_unfinished_jobs_are_counted_and_nothing_else() -> None:
 
 def test_ranks_time_is_split_into_executing_waiting_and_moving() -> None:
     metrics = metrics_of(ended(job_info("a"), arrival_s=0.0, ended_s=10.0))
-    metrics.applied(TaskDone(3.0, 1, 0, started_s=1.0, ended_s=3.0, waited_s=0.5, moved_s=0.25))
-    metrics.applied(TaskDone(8.0, 2, 1, started_s=2.0, ended_s=8.0))
+    metrics.applied(TaskDone(3.0, 1, (RankTimes(0, 1.0, 3.0, waited_s=0.5, moved_s=0.25),)))
+    metrics.applied(TaskDone(8.0, 2, (RankTimes(1, 2.0, 8.0),)))
     summary = metrics.summary()
     assert summary.busy_s == (2.0, 6.0)
     assert (summary.waited_s, summary.moved_s) == ((0.5, 0.0), (0.25, 0.0))
     assert summary.utilisation == 8.0 / 20.0
 
 
-def dispatch(number: int, *ranks: int) -> Dispatch:
-    task = Trajectory("a", 4).task(2)
-    return Dispatch(number, task, Layout(ranks, ulysses=len(ranks)), 0.0, 0.0, 1.0)
-
-
 def test_a_task_counts_once_however_many_ranks_ran_it_and_not_when_it_failed() -> None:
     metrics = Metrics()
-    for number in (1, 2, 3):
-        metrics.dispatched(dispatch(number, 0, 1))
-    metrics.applied(TaskDone(3.0, 1, 0, started_s=1.0, ended_s=3.0))
-    metrics.applied(TaskFailed(3.5, 2, 0, "boom"))
-    metrics.applied(TaskDone(4.0, 1, 1, started_s=1.0, ended_s=4.0))
+    metrics.applied(TaskFailed(3.5, 2, "boom"))
+    metrics.applied(TaskDone(4.0, 1, (RankTimes(0, 1.0, 3.0), RankTimes(1, 1.0, 4.0))))
     assert metrics.summary().num_tasks == 1
-    assert metrics._running == {3}
 
 
 def test_what_is_kept_does_not_grow_with_the_jobs_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,8 +108,7 @@ def test_what_is_kept_does_not_grow_with_the_jobs_of_a_run(monkeypatch: pytest.M
     size, exact = sizes_of(metrics), metrics.summary().latency
     assert exact == Latency(24.5, 24.5, pytest.approx(46.55), pytest.approx(48.51))
     for number in range(2000):
-        metrics.dispatched(dispatch(number, 0))
-        metrics.applied(TaskDone(9.0, number, 0, started_s=1.0, ended_s=2.0))
+        metrics.applied(TaskDone(9.0, number, (RankTimes(0, 1.0, 2.0),)))
         metrics.ended(ended(job_info("a"), arrival_s=0.0, ended_s=float(number % 100), deadline_s=10.0))
     assert sizes_of(metrics) == size
     summary = metrics.summary()
@@ -135,7 +122,7 @@ def test_what_is_kept_does_not_grow_with_the_jobs_of_a_run(monkeypatch: pytest.M
 
 
 def sizes_of(metrics: Metrics) -> list[int]:
-    return [len(metrics._running), len(metrics._latencies._kept_s), len(metrics._deadlines)]
+    return [len(metrics._latencies._kept_s), len(metrics._deadlines)]
 
 
 def test_run_without_jobs_has_a_summary() -> None:

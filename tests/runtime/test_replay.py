@@ -131,7 +131,7 @@ class Unsteady(SimulatedBackend):
         number = getattr(event, "dispatch", None)
         if number not in self._failed:
             return event
-        return TaskFailed(event.time_s, number, event.rank, "by chance")
+        return TaskFailed(event.time_s, number, "by chance")
 
 
 def random_jobs(random):

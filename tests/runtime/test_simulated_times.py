@@ -95,7 +95,7 @@ def test_moves_are_no_part_of_a_task():
     policy = NamedPolicy("wandering", wandering)
     _, recorder = run(make_job("a", steps=2), policy=policy, move_s=0.5, move_bytes_per_s=64.0)
     done = [e for e in recorder.events if isinstance(e, TaskDone)]
-    assert [e.moved_s for e in done] == [0.0, 0.0, 1.5, 1.5, 1.5]
+    assert [e.times[0].moved_s for e in done] == [0.0, 0.0, 1.5, 1.5, 1.5]
     assert [e.ended_s - e.started_s for e in done] == pytest.approx([*list(SECONDS.values())[:3], 10.0, 5.0])
     assert ended(recorder)["a"] == pytest.approx(27 + 3 * 1.5)
 

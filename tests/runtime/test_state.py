@@ -52,18 +52,11 @@ class Cluster:
     def done(self, dispatch, seconds=0.1):
         end_s = self.clock.now_s + seconds
         self.clock.advance(end_s)
-        outcomes = []
-        for rank in dispatch.layout.ranks:
-            event = events.TaskDone(end_s, dispatch.number, rank, end_s - seconds, end_s)
-            outcomes += self.state.apply(event)
-        return outcomes
+        times = [events.RankTimes(rank, end_s - seconds, end_s) for rank in dispatch.layout.ranks]
+        return self.state.apply(events.TaskDone(end_s, dispatch.number, tuple(times)))
 
     def failed(self, dispatch, reason="boom", *, void=False):
-        outcomes = []
-        for rank in dispatch.layout.ranks:
-            event = events.TaskFailed(self.clock.now_s, dispatch.number, rank, reason, void)
-            outcomes += self.state.apply(event)
-        return outcomes
+        return self.state.apply(events.TaskFailed(self.clock.now_s, dispatch.number, reason, void))
 
 
 def test_a_job_is_open_from_its_arrival_on():
@@ -267,19 +260,19 @@ def test_nothing_is_queued_by_a_guess():
     assert cluster.state.snapshot().free_ranks == (1,)
 
 
-def test_a_task_that_has_long_begun_does_not_begin_anew_when_another_rank_of_the_one_before_it_ends():
-    cluster = Cluster(make_job("a"), make_job("b"), lookahead_s=0.01)
+def test_a_task_that_is_queued_begins_when_its_own_rank_has_ended_the_one_before_it():
+    cluster = Cluster(make_job("a"), make_job("b"), lookahead_s=10.0)
     for index in range(2):
         cluster.done(cluster.begin("a", index, 0))
-    wide = cluster.begin("a", 2, 0, 1)
+    cluster.done(cluster.begin("a", 2, 0, 1))  # so that the next one is foreseeable
+    wide = cluster.begin("a", 3, 0, 1)
     begun_s = cluster.clock.now_s
-    cluster.state.apply(events.TaskDone(begun_s + 0.1, wide.number, 0, begun_s, begun_s + 0.1))
-    cluster.clock.advance(begun_s + 0.1)
-    beside = cluster.begin("b", 0, 0)
+    cluster.begin("b", 0, 0)
     cluster.clock.advance(begun_s + 0.15)
-    cluster.state.apply(events.TaskDone(begun_s + 0.15, wide.number, 1, begun_s, begun_s + 0.15))
+    times = (events.RankTimes(0, begun_s, begun_s + 0.1), events.RankTimes(1, begun_s, begun_s + 0.15))
+    cluster.state.apply(events.TaskDone(begun_s + 0.15, wide.number, times))
     (running,) = cluster.state.snapshot().running
-    assert running.predicted_end_s == pytest.approx(beside.predicted_end_s) == pytest.approx(begun_s + 0.2)
+    assert running.predicted_end_s == pytest.approx(begun_s + 0.2)
 
 
 def test_nothing_is_queued_behind_a_task_that_is_late():
@@ -480,16 +473,16 @@ def test_a_second_signal_does_not_wait():
     assert stopped.value.exit_code == 143
 
 
-def test_a_task_on_several_ranks_ends_when_the_last_of_them_reports():
+def test_a_task_on_several_ranks_frees_all_of_them():
     cluster = Cluster(make_job("a"), max_degree=2)
     cluster.done(cluster.begin("a", 0, 0))
     cluster.done(cluster.begin("a", 1, 0))
     dispatch = cluster.begin("a", 2, 1, 0)
-    cluster.state.apply(events.TaskDone(0.1, dispatch.number, 0, 0.0, 0.1))
     snapshot = cluster.state.snapshot()
-    assert (list(snapshot.busy), snapshot.free_ranks) == (["a"], (0,))
-    cluster.state.apply(events.TaskDone(0.1, dispatch.number, 1, 0.0, 0.1))
-    assert list(cluster.state.snapshot().open) == ["a"]
+    assert (list(snapshot.busy), snapshot.free_ranks) == (["a"], ())
+    cluster.done(dispatch)
+    snapshot = cluster.state.snapshot()
+    assert (list(snapshot.open), snapshot.free_ranks) == (["a"], (0, 1))
 
 
 def test_a_task_that_moves_says_what_has_to_come_from_where():

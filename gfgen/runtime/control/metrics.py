@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
-from gfgen.runtime.core.dispatch import Dispatch
-from gfgen.runtime.core.events import Event, ModelsChanged, RankLoaded, TaskDone, TaskFailed
+from gfgen.runtime.core.events import Event, ModelsChanged, RankLoaded, TaskDone
 from gfgen.runtime.core.observer import JobInfo, JobOutcome, Observer
 from gfgen.runtime.ipc.messages import MemoryUse
 from gfgen.system.wording import MAX_NAMED, in_words
@@ -184,8 +183,6 @@ class Metrics(Observer):
         self._failures: list[str] = []
         self._num_cancelled = 0
         self._num_tasks = 0
-        self._running: set[int] = set()
-        """Dispatches of which no rank has reported."""
         self._latencies = _Latencies()
         self._deadlines: dict[str, _Verdicts] = defaultdict(_Verdicts)
         """By tag."""
@@ -205,20 +202,14 @@ class Metrics(Observer):
     def added(self, jobs: tuple[JobInfo, ...]) -> None:
         self._num_jobs += len(jobs)
 
-    def dispatched(self, dispatch: Dispatch) -> None:
-        self._running.add(dispatch.number)
-
     def applied(self, event: Event) -> None:
-        if isinstance(event, TaskFailed):
-            self._running.discard(event.dispatch)
-        elif isinstance(event, TaskDone):
-            if event.dispatch in self._running:  # of several ranks the first one counts
-                self._running.remove(event.dispatch)
-                self._num_tasks += 1
+        if isinstance(event, TaskDone):
+            self._num_tasks += 1
             self._last_s = max(self._last_s, event.ended_s)
-            self._busy_s[event.rank] += event.ended_s - event.started_s
-            self._waited_s[event.rank] += event.waited_s
-            self._moved_s[event.rank] += event.moved_s
+            for times in event.times:
+                self._busy_s[times.rank] += times.busy_s
+                self._waited_s[times.rank] += times.waited_s
+                self._moved_s[times.rank] += times.moved_s
         self._num_model_changes += isinstance(event, ModelsChanged)
         if isinstance(event, RankLoaded):
             self._load_s += event.load_s

@@ -28,12 +28,11 @@ _ROUNDING_S = 1e-9
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """A dispatch that has not ended on all of its ranks."""
+    """A dispatch that has not ended."""
 
     dispatch: Dispatch
     view: RunningTask
     """Its predicted end is put right when the task before it has ended."""
-    pending: set[int]
     is_foreseeable: bool
     """Its predicted end rests on a measurement, so that the next task may be queued by it."""
     lookahead_s: float = 0.0
@@ -41,10 +40,6 @@ class Flight:
     failure: str | None = None
     void: bool = False
     lost: bool = False
-    started_s: float = math.inf
-    ended_s: float = 0.0
-    """On the last of the ranks that have told."""
-    busy_s: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -186,7 +181,7 @@ class RankRecord:
     flights: list[Flight] = field(default_factory=list)
     idle_since_s: float = 0.0
     ended_s: float = 0.0
-    """Its part of the last task that it has told the end of."""
+    """When its part of the last finished task ended."""
     view: RankView | None = None
     """What policies saw last of this rank; None when it must be made anew."""
 

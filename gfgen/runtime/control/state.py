@@ -290,9 +290,7 @@ class State:
         view = RunningTask(task, layout, dispatch.predicted_end_s)
         is_measured = self._costs.has_seen(record.cost_class, task.stage, layout.degrees)
         lead = lookahead_of(move_s + task_s, lookahead_s=self._lookahead_s)
-        flight = Flight(
-            dispatch, view, pending=set(layout.ranks), is_foreseeable=is_measured, lookahead_s=lead
-        )
+        flight = Flight(dispatch, view, is_foreseeable=is_measured, lookahead_s=lead)
         if lead > 0:
             self._looks_s.append(dispatch.predicted_end_s - lead)
         self._flights[dispatch.number] = flight
@@ -386,50 +384,48 @@ class State:
         logger.warning("stopping after the running tasks; %s to stop at once", again)
 
     def _task_done(self, event: events.TaskDone) -> Iterable[JobOutcome]:
-        flight = self._flights[event.dispatch]
-        flight.started_s = min(flight.started_s, event.started_s)
-        flight.ended_s = max(flight.ended_s, event.ended_s)
-        flight.busy_s = max(flight.busy_s, event.ended_s - event.started_s)
-        self._ranks[event.rank].ended_s = event.ended_s
-        return self._rank_ended(flight, event.rank, at_s=event.time_s)
-
-    def _task_failed(self, event: events.TaskFailed) -> Iterable[JobOutcome]:
-        flight = self._flights[event.dispatch]
-        flight.failure = flight.failure or event.reason
-        flight.void = flight.void or event.void
-        flight.lost = flight.lost or event.lost
-        return self._rank_ended(flight, event.rank, at_s=event.time_s)
-
-    def _rank_ended(self, flight: Flight, rank: int, *, at_s: float) -> Iterable[JobOutcome]:
-        flight.pending.remove(rank)
-        self._ranks[rank].flights.remove(flight)
-        self._ranks[rank].view = None
-        self._note_idle(rank, since_s=at_s)
-        if flight.pending:
-            return ()
-        del self._flights[flight.dispatch.number]
-        record = self._jobs[flight.dispatch.task.job_id]
-        record.flights.remove(flight)
+        for times in event.times:
+            self._ranks[times.rank].ended_s = max(self._ranks[times.rank].ended_s, times.ended_s)
+        flight, record = self._landed(event)
         if flight.failure is None:
-            self._completed(record, flight)
+            self._completed(record, flight, event)
             self._renew_ends_behind(record, flight)
         else:
             self._failed(record, flight)
         return self._settle(record)
 
-    def _completed(self, record: JobRecord, flight: Flight) -> None:
-        task, layout = flight.dispatch.task, flight.dispatch.layout
-        record.last_completed, record.last_ended_s = flight.dispatch.number, flight.ended_s
+    def _task_failed(self, event: events.TaskFailed) -> Iterable[JobOutcome]:
+        flight, record = self._landed(event)
+        flight.failure = flight.failure or event.reason
+        flight.void = flight.void or event.void
+        flight.lost = flight.lost or event.lost
+        self._failed(record, flight)
+        return self._settle(record)
+
+    def _landed(self, event: events.TaskDone | events.TaskFailed) -> tuple[Flight, JobRecord]:
+        """A dispatch has ended: its ranks are free of it."""
+        flight = self._flights.pop(event.dispatch)
+        record = self._jobs[flight.dispatch.task.job_id]
+        record.flights.remove(flight)
+        for rank in flight.dispatch.layout.ranks:
+            self._ranks[rank].flights.remove(flight)
+            self._ranks[rank].view = None
+            self._note_idle(rank, since_s=event.time_s)
+        return flight, record
+
+    def _completed(self, record: JobRecord, flight: Flight, event: events.TaskDone) -> None:
+        task, layout, busy_s = flight.dispatch.task, flight.dispatch.layout, event.busy_s
+        record.last_completed, record.last_ended_s = flight.dispatch.number, event.ended_s
         if task.stage is not Stage.DECODE:
             record.made_latents = flight.dispatch.number
         if record.started_s is None:
-            record.started_s = flight.started_s
-        record.busy_s += flight.busy_s
-        record.timings[task.stage] = record.timings.get(task.stage, 0.0) + flight.busy_s
+            record.started_s = event.started_s
+        record.busy_s += busy_s
+        record.timings[task.stage] = record.timings.get(task.stage, 0.0) + busy_s
         if record.last_layout != layout:
             record.last_layout = layout
             record.layouts.append(str(layout))
-        self._costs.observe(record.cost_class, task.stage, layout.degrees, flight.busy_s)
+        self._costs.observe(record.cost_class, task.stage, layout.degrees, busy_s)
         if task.index + 1 == record.num_tasks:
             record.is_writing = True
             self._num_writing += 1
@@ -456,14 +452,14 @@ class State:
                 self._looks_s.append(end_s - other.lookahead_s)
 
     def _has_begun(self, flight: Flight) -> bool:
-        """Whether its input is there, and nothing is before it on any rank that has not told its end."""
+        """Whether its input is there, and nothing is before it on any of its ranks."""
         record = self._jobs[flight.dispatch.task.job_id]
         return record.flights[0] is flight and all(
-            self._ranks[rank].flights[0] is flight for rank in flight.pending
+            self._ranks[rank].flights[0] is flight for rank in flight.dispatch.layout.ranks
         )
 
     def _began_s(self, flight: Flight) -> float:
-        """When its input was there, and its ranks had ended what was before: not all of them do at once."""
+        """When its input was there, and its ranks had ended what was before."""
         record = self._jobs[flight.dispatch.task.job_id]
         ended_s = [self._ranks[rank].ended_s for rank in flight.dispatch.layout.ranks]
         return max(flight.dispatch.submitted_s, record.last_ended_s, *ended_s)
@@ -687,7 +683,7 @@ class State:
         behind = [
             rank
             for flight in about_to_end
-            for rank in flight.pending
+            for rank in flight.dispatch.layout.ranks
             if len(self._ranks[rank].flights) == 1
             and self._ranks[rank].is_ready
             and not self._ranks[rank].is_loading

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,34 +60,56 @@ class RankLost(Event):
     is_retired: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class TaskDone(Event):
-    """One rank has finished its part of a dispatch.
+class RankTimes(NamedTuple):
+    """When one rank ran its part of a dispatch; a tuple, so that a journal writes it as a list."""
 
-    `started_s` to `ended_s` is the execution alone; `waited_s` is the time before it in which
-    the rank waited for the task's input, `moved_s` that in which the input was copied. `idle_s` is what a
-    GPU's own clock says of the time from the end of the rank's last task to `started_s`.
-    """
-
-    dispatch: int
     rank: int
     started_s: float
     ended_s: float
+    """From `started_s` to here the rank executes, and does nothing else."""
     waited_s: float = 0.0
+    """Before `started_s`: waiting for the task's input."""
     moved_s: float = 0.0
+    """Before `started_s`: copying the input."""
     idle_s: float | None = None
+    """By a GPU's own clock: from the end of the rank's last task to `started_s`."""
+
+    @property
+    def busy_s(self) -> float:
+        return self.ended_s - self.started_s
+
+
+@dataclass(frozen=True, slots=True)
+class TaskDone(Event):
+    """A dispatch has ended on all of its ranks."""
+
+    dispatch: int
+    times: tuple[RankTimes, ...]
+    """Of each rank of its layout, by slot."""
+
+    @property
+    def started_s(self) -> float:
+        return min([each.started_s for each in self.times])
+
+    @property
+    def ended_s(self) -> float:
+        return max([each.ended_s for each in self.times])
+
+    @property
+    def busy_s(self) -> float:
+        """The execution on the rank that took longest."""
+        return max([each.busy_s for each in self.times])
 
 
 @dataclass(frozen=True, slots=True)
 class TaskFailed(Event):
-    """A task has failed on one rank.
+    """A dispatch has failed, and all of its ranks have left it.
 
-    It raised there; or its worker died (`lost`); or it was given up for no fault of its own,
+    It raised on a rank; or a worker died (`lost`); or it was given up for no fault of its own,
     because something that it depends on failed (`void`).
     """
 
     dispatch: int
-    rank: int
     reason: str
     void: bool = False
     lost: bool = False

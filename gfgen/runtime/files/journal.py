@@ -6,6 +6,8 @@ run had begun. Each event has the number of the turn of the loop that brought it
 were applied together, before the policy was asked once. A turn ends with a line that tells its moment, and
 what was dispatched if the policy was asked. With the job file that is all that a run's decisions
 depended on, so that it can be replayed (replay.py). Journals of earlier gfgen have no such lines.
+
+Version 1 has an entry for each rank of a dispatch; this module reads it as well.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ logger = logging.getLogger(__name__)
 
 JOURNAL_NAME = "journal.jsonl"
 """In the output folder."""
-VERSION = 1
+VERSION = 2
+_READABLE = (1, VERSION)
 _MAX_HEADER_BYTES = 65536
 
 _TYPES = {
@@ -41,6 +44,7 @@ _TYPES = {
     for kind in vars(events).values()
     if isinstance(kind, type) and issubclass(kind, Event) and kind is not Event
 }
+_OF_TASKS = (events.TaskDone.__name__, events.TaskFailed.__name__)
 _ENCODER = json.JSONEncoder(separators=(",", ":"))
 _FIELDS = {kind: tuple(field.name for field in fields(kind)) for kind in _TYPES.values()}
 
@@ -255,6 +259,7 @@ def _note_arrivals(
 def _entries(path: Path) -> Iterator[tuple[int, dict[str, Any] | Event | Turn]]:
     """Each entry with the number of its turn; a header comes before the first, as 0."""
     torn: int | None = None
+    tasks = _TasksByRank()
     for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
         if not line:
             continue
@@ -266,11 +271,18 @@ def _entries(path: Path) -> Iterator[tuple[int, dict[str, Any] | Event | Turn]]:
         if not is_header and (number == 1 or torn is not None):
             raise InputError(f"{path}: line {torn or number} is not of a journal of gfgen")
         torn = None
-        if is_header and entry["gfgen_journal"] != VERSION:
+        if is_header and entry["gfgen_journal"] not in _READABLE:
             raise InputError(f"{path}: line {number} is of another version of gfgen; move the file away")
         if is_header:
             yield 0, entry
-        elif (found := _event(entry) or _end_of_turn(entry)) is not None:
+            tasks = _TasksByRank()
+        elif (end := _end_of_turn(entry)) is not None:
+            tasks.note(end[1])
+            yield end
+        elif tasks.takes(entry):
+            if (joined := tasks.join(entry)) is not None:
+                yield joined
+        elif (found := _event(entry)) is not None:
             yield found
         else:
             torn = number
@@ -281,10 +293,45 @@ def _event(entry: object) -> tuple[int, Event] | None:
     if not isinstance(entry, dict) or entry.get("event") not in _TYPES:
         return None
     try:
-        turn = int(entry.pop("turn"))
-        return turn, _TYPES[entry.pop("event")](**entry)
+        turn, kind = int(entry.pop("turn")), _TYPES[entry.pop("event")]
+        if kind is events.TaskDone:
+            entry["times"] = tuple([events.RankTimes(*times) for times in entry["times"]])
+        return turn, kind(**entry)
     except (KeyError, TypeError, ValueError):
         return None
+
+
+class _TasksByRank:
+    """Joins the entries that version 1 has for the ranks of a dispatch: where the last of them is."""
+
+    def __init__(self) -> None:
+        self._ranks: dict[int, Sequence[int]] = {}
+        """By dispatch: of its layout, by slot."""
+        self._ends: dict[int, dict[int, dict[str, Any]]] = {}
+        """By dispatch and rank."""
+
+    def note(self, turn: Turn) -> None:
+        """What was dispatched at the end of this turn."""
+        self._ranks |= {number: ranks for number, _, _, ranks, _ in turn.dispatches or ()}
+
+    def takes(self, entry: object) -> bool:
+        """Whether an entry tells how a task ended on one rank."""
+        return isinstance(entry, dict) and entry.get("event") in _OF_TASKS and "rank" in entry
+
+    def join(self, entry: dict[str, Any]) -> tuple[int, Event] | None:
+        """Turn and event of a dispatch that has ended on its last rank."""
+        number, ends = entry["dispatch"], self._ends.setdefault(entry["dispatch"], {})
+        ends[entry["rank"]] = entry
+        ranks = self._ranks.get(number, [entry["rank"]])
+        if len(ends) < len(ranks):
+            return None
+        parts = [self._ends[number][rank] for rank in ranks]
+        del self._ends[number]
+        if not (failures := [part for part in parts if part["event"] == events.TaskFailed.__name__]):
+            times = [events.RankTimes(*[part[name] for name in events.RankTimes._fields]) for part in parts]
+            return entry["turn"], events.TaskDone(entry["time_s"], number, tuple(times))
+        void, lost = (any(part[name] for part in failures) for name in ("void", "lost"))
+        return entry["turn"], events.TaskFailed(entry["time_s"], number, failures[0]["reason"], void, lost)
 
 
 def _end_of_turn(entry: object) -> tuple[int, Turn] | None:
@@ -308,7 +355,7 @@ def _move_away_foreign(path: Path) -> None:
     try:
         with path.open("rb") as file:
             header = json.loads(file.readline(_MAX_HEADER_BYTES))
-        if header["gfgen_journal"] == VERSION:
+        if header["gfgen_journal"] in _READABLE:
             return
     except FileNotFoundError:
         return

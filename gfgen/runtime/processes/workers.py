@@ -29,6 +29,7 @@ from gfgen.runtime.core.events import (
     RankLoaded,
     RankLost,
     RankReady,
+    RankTimes,
     StopRequested,
     TaskDone,
     TaskFailed,
@@ -64,6 +65,7 @@ from gfgen.runtime.ipc.messages import (
     WriterReady,
 )
 from gfgen.runtime.ipc.slab import Slab, SlabPlan
+from gfgen.runtime.processes.attempts import Attempt, Attempts
 from gfgen.runtime.processes.loads import Loads
 from gfgen.runtime.processes.pool import Child, WorkerPool
 from gfgen.runtime.processes.recovery import Cause, Recovery, given_up
@@ -117,23 +119,10 @@ class ProcessBackend:
         self._output_dir = output_dir
         self._slabs: dict[str, int] = {}
         self._writes = Writes(pool, output_dir)
-        self._dispatches: dict[int, Dispatch] = {}
-        """Those that have not ended on all of their ranks."""
-        self._unreported: dict[int, set[int]] = {}
-        """By dispatch: the ranks that have not reported."""
-        self._untold: dict[int, list[TaskDone]] = {}
-        """By dispatch: reports that came before those of the dispatch that made its input."""
-        self._storing: dict[int, dict[int, float]] = {}
-        """By decode: ranks whose frames have yet to reach the writer's memory, and since when they do."""
-        self._unwritten: dict[int, str] = {}
-        """By decode that has ended: its job, of which some frames are yet to come."""
-        self._unsent: list[tuple[Dispatch, str]] = []
-        """Dispatches that could not be handed out, and why."""
+        self._attempts = Attempts()
+        self._unsent: list[TaskFailed] = []
+        """Of dispatches that could not be handed out."""
         self._recovery: Recovery | None = None
-        self._stopped_s: dict[int, float] = {}
-        """Dispatches that ranks were asked to leave because nobody wants them, and when."""
-        self._inside: dict[int, set[int]] = {}
-        """By stopped dispatch: the ranks that have not left it."""
         self._watchdog: Watchdog[Child] = Watchdog(patience or pool.patience, looked_s=clock.now_s)
         self._verdicts: dict[Child, str] = {}
         """Why a process was killed, until its end is noticed."""
@@ -175,7 +164,8 @@ class ProcessBackend:
 
     def wait(self, until: float | None) -> list[Event]:
         """Events in order of receipt, and what has fallen due; none when nothing happened for a tick."""
-        events = [*self._greet(), *self._tell_unloadable(), *self._tell_unsent()]
+        events = [*self._greet(), *self._tell_unloadable(), *self._unsent]
+        self._unsent.clear()
         timeout_s = _TICK_S if until is None else min(_TICK_S, max(0.0, until - self._clock.now_s))
         for key, _ in self._selector.select(0 if events else timeout_s):
             if isinstance(key.data, Child):
@@ -199,10 +189,10 @@ class ProcessBackend:
             slab = self._slab(task.job_id)
             fds = (self._writes.new_frames(self._jobs[task.job_id]),) if task.stage is Stage.DECODE else ()
         except (OSError, ValueError, KeyError) as error:  # too many open files, or what was kept is gone
-            self._unsent.append((dispatch, f"its state has no place here: {in_one_line(error)}"))
+            reason = f"its state has no place here: {in_one_line(error)}"
+            self._unsent.append(TaskFailed(self._clock.now_s, dispatch.number, reason))
             return
-        self._dispatches[dispatch.number] = dispatch
-        self._unreported[dispatch.number] = set(ranks)
+        self._attempts.begin(dispatch)
         self._pool.last_number = dispatch.number
         incarnations = tuple([self._pool.workers[rank].incarnation for rank in ranks])
         self._ask_for_state(dispatch)
@@ -222,17 +212,17 @@ class ProcessBackend:
                 expected_s=dispatch.predicted_end_s - dispatch.predicted_start_s,
             )
             worker.tell(message, fds)
-        if self._recovery and given_up(self._recovery.numbers, self._dispatches) - self._recovery.numbers:
+        if given_up(self._given_up, self._attempts.dispatches) - self._given_up:
             self._give_up({})
 
     def stop(self, dispatches: Sequence[Dispatch]) -> None:
         """Let ranks leave tasks that nobody wants; those that do not in time are killed and replaced."""
-        known = self._recovery.numbers if self._recovery else frozenset()
-        stopped = {each.number for each in dispatches} & self._dispatches.keys() - known
+        numbers = {each.number for each in dispatches} - self._given_up
+        stopped = [attempt for attempt in map(self._attempts.running, numbers) if attempt is not None]
+        for attempt in stopped:
+            attempt.stop(self._clock.now_s)
         if stopped:
-            self._stopped_s |= dict.fromkeys(stopped, self._clock.now_s)
-            self._inside |= {number: set(self._dispatches[number].layout.ranks) for number in stopped}
-            self._give_up(dict.fromkeys(stopped))
+            self._give_up({attempt.dispatch.number: None for attempt in stopped})
 
     def release(self, job_id: str) -> None:
         """Close the job's memory and let workers forget it."""
@@ -243,7 +233,7 @@ class ProcessBackend:
         if job_id in self._slabs:
             os.close(self._slabs.pop(job_id))
         self._writes.release(job_id)
-        self._unwritten = {number: other for number, other in self._unwritten.items() if other != job_id}
+        self._attempts.forget(job_id)
         self._resume_points.pop(job_id, None)
         self._jobs.pop(job_id, None)
         resume.forget(self._output_dir, job_id)
@@ -329,13 +319,6 @@ class ProcessBackend:
                 self._known_unloadable.add(model)
                 yield LoadFailed(self._clock.now_s, (model,), reason)
 
-    def _tell_unsent(self) -> Iterator[TaskFailed]:
-        """Dispatches of which nobody was told, for lack of what they need here."""
-        unsent, self._unsent = self._unsent, []
-        for dispatch, reason in unsent:
-            for rank in dispatch.layout.ranks:
-                yield TaskFailed(self._clock.now_s, dispatch.number, rank, reason)
-
     def _take_in(self) -> Iterator[RankReady]:
         """The workers that have arrived take tasks from now on."""
         arrived = [each for each in self._arriving if each not in self._warming and not each.unknown_to]
@@ -408,12 +391,10 @@ class ProcessBackend:
 
     def _task_done(self, worker: Child, report: TaskReport, now_s: float) -> Iterator[Event]:
         """A rank has done its part; what is being given up counts no more."""
-        if self._is_given_up(report.number):
+        if report.number in self._given_up:
             return
         assert worker.rank is not None
-        event = TaskDone(
-            now_s,
-            report.number,
+        times = RankTimes(
             worker.rank,
             started_s=self._clock.from_monotonic(report.started_s),
             ended_s=self._clock.from_monotonic(report.ended_s),
@@ -421,70 +402,50 @@ class ProcessBackend:
             moved_s=report.moved_s,
             idle_s=report.idle_s,
         )
-        if report.do_frames_follow:
-            self._storing.setdefault(report.number, {})[worker.rank] = now_s
-        self._unreported[report.number].remove(worker.rank)
-        self._untold.setdefault(report.number, []).append(event)
-        yield from self._tell_what_is_done(report.number)
+        self._attempts.report(report.number, times, now_s=now_s, do_frames_follow=report.do_frames_follow)
+        for attempt in self._attempts.take_done(report.number, given_up=self._given_up):
+            yield TaskDone(now_s, attempt.dispatch.number, attempt.times)
+            self._write_what_is_there(attempt)
 
-    def _tell_what_is_done(self, number: int) -> Iterator[TaskDone]:
-        """Reports of a dispatch, unless its producer is still under way: causes come before effects.
+    @property
+    def _given_up(self) -> frozenset[int]:
+        """Dispatches that ranks are leaving."""
+        return self._recovery.numbers if self._recovery else frozenset()
 
-        A task can overtake its producer, whose output is there before all of its ranks have
-        reported; should one of them fail, both are given up. What is being given up for another reason
-        stays so when its producer ends.
-        """
-        dispatch = self._dispatches[number]
-        if dispatch.producer in self._dispatches or self._is_given_up(number):
-            return
-        yield from self._untold.pop(number, ())
-        if self._unreported[number]:
-            return
-        del self._dispatches[number], self._unreported[number]
-        if dispatch.task.stage is Stage.DECODE:
-            self._unwritten[number] = dispatch.task.job_id
-            self._write_what_is_there(number)
-        for consumer in [n for n, other in self._dispatches.items() if other.producer == number]:
-            yield from self._tell_what_is_done(consumer)
-
-    def _is_given_up(self, number: int) -> bool:
-        return self._recovery is not None and number in self._recovery.numbers
-
-    def _write_what_is_there(self, number: int) -> None:
+    def _write_what_is_there(self, attempt: Attempt) -> None:
         """Let a job be written whose decode has ended, once all of its frames have come."""
-        if number in self._unwritten and not self._storing.get(number):
-            self._storing.pop(number, None)
-            self._writes.begin(self._jobs[self._unwritten.pop(number)])
+        task = attempt.dispatch.task
+        if task.stage is Stage.DECODE and attempt.is_done and not attempt.storing:
+            self._writes.begin(self._jobs[task.job_id])
 
     def _frames_stored(self, worker: Child, stored: FramesStored, now_s: float) -> Iterator[Event]:
         """A rank's frames have reached the writer's memory, or never will."""
         assert worker.rank is not None
-        if worker.rank not in self._storing.get(stored.number, {}):
+        attempt = self._attempts.stored(stored.number, worker.rank, are_lost=stored.reason is not None)
+        if attempt is None:
             return  # of an earlier run, or given up
         if stored.reason is None:
-            del self._storing[stored.number][worker.rank]
-            self._write_what_is_there(stored.number)
-            return
-        del self._storing[stored.number]
-        if stored.number in self._unwritten:
-            yield FramesLost(now_s, self._unwritten.pop(stored.number), stored.reason)
+            self._write_what_is_there(attempt)
+        elif attempt.is_done:
+            yield FramesLost(now_s, attempt.dispatch.task.job_id, stored.reason)
         else:
             self._task_failed(worker, TaskFault(stored.number, stored.reason))
 
     def _frames_lost_with(self, rank: int, reason: str, now_s: float) -> Iterator[Event]:
         """What a dead rank had decoded and not stored, of decodes that had ended."""
-        for number in [n for n, ranks in self._storing.items() if rank in ranks and n in self._unwritten]:
-            del self._storing[number]
-            yield FramesLost(now_s, self._unwritten.pop(number), f"rank {rank}: {reason}", lost=True)
+        for attempt in self._attempts:
+            if attempt.is_done and rank in attempt.storing:
+                self._attempts.drop(attempt)
+                yield FramesLost(now_s, attempt.dispatch.task.job_id, f"rank {rank}: {reason}", lost=True)
 
     # Failures: recovery.py has the rounds ---------------------------------------------------------
 
     def _task_failed(self, worker: Child, fault: TaskFault) -> None:
         """A task, or its transfer, failed on one rank: all that take part, and what needs it, stop."""
-        if fault.number not in self._dispatches:
+        if self._attempts.running(fault.number) is None:
             return
         cause = None if fault.void else Cause(fault.reason)
-        if self._recovery and self._is_given_up(fault.number):
+        if self._recovery and fault.number in self._recovery.numbers:
             if cause and self._recovery.causes.get(fault.number) is None:
                 self._recovery.causes[fault.number] = cause
             return
@@ -513,8 +474,8 @@ class ProcessBackend:
         yield from self._frames_lost_with(child.rank, reason, now_s)
         self._recovery = self._recovery or Recovery()
         self._recovery.dead.add(child.rank)
-        for inside in self._inside.values():
-            inside.discard(child.rank)
+        for attempt in self._attempts:
+            attempt.inside.discard(child.rank)
         self._warming.discard(child)
         self._arriving = [worker for worker in self._arriving if worker is not child]
         self._held_back = [worker for worker in self._held_back if worker is not child]
@@ -612,25 +573,28 @@ class ProcessBackend:
 
     def _died_with(self, rank: int, reason: str, *, was_stopped: bool) -> dict[int, Cause | None]:
         """The dispatches that a dead rank was still needed for; it was running the first of them."""
-        running = sorted(number for number, ranks in self._unreported.items() if rank in ranks)
-        sending = [
-            number
-            for number, dispatch in self._dispatches.items()
-            if any(transfer.source == rank for transfer in dispatch.transfers)
-        ]
-        storing = [number for number, ranks in self._storing.items() if rank in ranks]
-        causes: dict[int, Cause | None] = dict.fromkeys([*sending, *storing, *running])
-        if running and not was_stopped:
-            causes[running[0]] = Cause(f"rank {rank}: {reason}", lost=True)
-        for number in [] if was_stopped else storing:
-            causes[number] = Cause(f"rank {rank}: {reason}", lost=True)
+        causes: dict[int, Cause | None] = {}
+        lost = None if was_stopped else Cause(f"rank {rank}: {reason}", lost=True)
+        is_running = False
+        for attempt in self._attempts:
+            number = attempt.dispatch.number
+            if attempt.is_done:
+                continue
+            if rank in attempt.unreported:
+                causes[number] = None if is_running else lost
+                is_running = True
+            elif rank in attempt.storing:
+                causes[number] = lost
+            elif attempt.is_sent_by(rank):
+                causes[number] = None
         return causes
 
     def _give_up(self, causes: Mapping[int, Cause | None]) -> None:
         """Ask every rank concerned to leave the failed dispatches, and all that goes with them."""
         recovery = self._recovery = self._recovery or Recovery()
-        recovery.extend(causes, self._dispatches)
-        lost = [self._dispatches[number] for number in recovery.numbers]
+        dispatches = self._attempts.dispatches
+        recovery.extend(causes, dispatches)
+        lost = [dispatches[number] for number in recovery.numbers]
         recovery.deadline_s = self._clock.now_s + self._watchdog.time_to_leave_s(lost)
         for rank in sorted(recovery.waiting_for):
             self._pool.workers[rank].tell(Abandon(recovery.numbers))
@@ -639,8 +603,9 @@ class ProcessBackend:
         """A rank has left, or counts anew; answers to an earlier, smaller question do not count."""
         recovery = self._recovery
         if isinstance(answer, Abandoned):
-            for number in answer.numbers & self._inside.keys():
-                self._inside[number].discard(worker.rank)
+            for attempt in self._attempts:
+                if attempt.dispatch.number in answer.numbers:
+                    attempt.inside.discard(worker.rank)
         if recovery is None or answer.numbers != recovery.numbers or worker.rank is None:
             return
         if isinstance(answer, EdgesRestarted) is recovery.all_have_left:
@@ -656,7 +621,7 @@ class ProcessBackend:
             recovery.ask()
             recovery.deadline_s = self._clock.now_s + self._watchdog.patience.leaving_s
             for rank in sorted(recovery.waiting_for):
-                peers = recovery.peers_of(rank, self._dispatches)
+                peers = recovery.peers_of(rank, self._attempts.dispatches)
                 self._pool.workers[rank].tell(RestartEdges(recovery.numbers, peers))
         if recovery.waiting_for:
             return
@@ -664,16 +629,12 @@ class ProcessBackend:
         recovery.blame()
         now_s = self._clock.now_s
         for number in sorted(recovery.numbers):
-            self._storing.pop(number, None)
-            self._stopped_s.pop(number, None)
-            self._inside.pop(number, None)
-            del self._dispatches[number]
+            attempt = self._attempts.running(number)
+            assert attempt is not None, f"dispatch {number} ended while ranks left it"
+            self._attempts.drop(attempt)
             cause = recovery.causes.get(number)
             text = cause.reason if cause else "given up with another task"
-            untold = [event.rank for event in self._untold.pop(number, ())]
-            for rank in sorted([*self._unreported.pop(number), *untold]):
-                is_lost = bool(cause and cause.lost)
-                yield TaskFailed(now_s, number, rank, text, void=cause is None, lost=is_lost)
+            yield TaskFailed(now_s, number, text, void=cause is None, lost=bool(cause and cause.lost))
         held_back, self._held_back = self._held_back, []
         for worker in held_back:
             self._let_in(worker)
@@ -701,23 +662,22 @@ class ProcessBackend:
                 self._kill(child, why)
         for writer in list(self._writes.overdue(patience_s=self._watchdog.patience.write_s)):
             self._kill(writer, "it does not finish a file")
-        for storing in self._storing.values():
-            for rank, since_s in storing.items():
+        overdue = set()
+        for attempt in self._attempts:
+            for rank, since_s in attempt.storing.items():
                 if now_s > since_s + self._watchdog.patience.task_s:
                     self._kill(self._pool.workers[rank], "it does not store its frames")
-        known = self._recovery.numbers if self._recovery else frozenset()
-        overdue = {
-            n for n, dispatch in self._dispatches.items() if self._watchdog.is_overdue(dispatch, now_s)
-        }
-        if overdue - known:
+            if not attempt.is_done and self._watchdog.is_overdue(attempt.dispatch, now_s):
+                overdue.add(attempt.dispatch.number)
+            stopped_s = attempt.stopped_s
+            if stopped_s is not None and now_s > stopped_s + self._watchdog.patience.stopping_s:
+                for rank in attempt.inside:
+                    self._kill(self._pool.workers[rank], _STOPPED)
+        if overdue - self._given_up:
             # Those who wait for the hung rank will leave; it will not, and is known by that.
             self._recovery = self._recovery or Recovery()
             self._recovery.overdue |= overdue
-            self._give_up(dict.fromkeys(overdue - known))
-        for number, asked_s in self._stopped_s.items():
-            if now_s > asked_s + self._watchdog.patience.stopping_s:
-                for rank in self._inside[number]:
-                    self._kill(self._pool.workers[rank], _STOPPED)
+            self._give_up(dict.fromkeys(overdue - self._given_up))
         if self._recovery and now_s > self._recovery.deadline_s:
             for rank in self._recovery.waiting_for:
                 self._kill(self._pool.workers[rank], "it hangs in a task that was given up")
@@ -735,11 +695,9 @@ class ProcessBackend:
             worker.started_s += paused_s
             if worker.asked_to_load_s is not None:
                 worker.asked_to_load_s += paused_s
-        for storing in self._storing.values():
-            for rank in storing:
-                storing[rank] += paused_s
+        for attempt in self._attempts:
+            attempt.forgive(paused_s)
         self._writes.forgive(paused_s)
-        self._stopped_s = {number: at_s + paused_s for number, at_s in self._stopped_s.items()}
         if self._recovery:
             self._recovery.deadline_s += paused_s
 

@@ -84,9 +84,9 @@ class TraceWriter(Observer):
         self._place = place
         self._separator = "[\n"
         self._jobs: dict[str, _JobLane] = {}
-        self._dispatches: dict[int, tuple[Dispatch, set[int]]] = {}
-        self._ended_at: dict[int, float] = {}
-        """By lane: end of the latest slice. Slices of a lane must not overlap."""
+        self._dispatches: dict[int, Dispatch] = {}
+        self._latest: dict[int, tuple[float, float]] = {}
+        """By lane: begin and end of the latest slice. Slices of a lane must not overlap."""
         self._num_open = 0
         self._last_s = 0.0
 
@@ -110,7 +110,7 @@ class TraceWriter(Observer):
         self._jobs |= {info.job_id: _JobLane(number, info) for number, info in enumerate(jobs, start=first)}
 
     def dispatched(self, dispatch: Dispatch) -> None:
-        self._dispatches[dispatch.number] = (dispatch, set(dispatch.layout.ranks))
+        self._dispatches[dispatch.number] = dispatch
 
     def applied(self, event: Event) -> None:
         self._last_s = max(self._last_s, event.time_s)
@@ -177,32 +177,35 @@ class TraceWriter(Observer):
     # Slices ------------------------------------------------------------------------------
 
     def _task_done(self, event: events.TaskDone) -> None:
-        dispatch = self._rank_ended(event.dispatch, event.rank)
+        dispatch = self._dispatches.pop(event.dispatch, None)
         if dispatch is None:
             return
-        task, layout = dispatch.task, dispatch.layout
-        job = self._jobs.get(task.job_id)
-        moving_s = event.started_s - event.moved_s
-        self._gap(f"wait {task.job_id}", event.rank, start_s=moving_s - event.waited_s, end_s=moving_s)
-        self._gap(f"move {task.job_id}", event.rank, start_s=moving_s, end_s=event.started_s)
-        args = _task_args(dispatch, job) | {
-            "waited_ms": round(event.waited_s * 1e3, 3),
-            "moved_ms": round(event.moved_s * 1e3, 3),
-        }
-        if event.idle_s is not None:
-            args["idle_ms"] = round(event.idle_s * 1e3, 3)
-        slot = layout.slot_of(event.rank)
-        self._slice(f"{task} {task.job_id}", event.rank, event.started_s, event.ended_s, job=job, args=args)
-        if slot == 0 and job is not None:
-            self._flow(job, event.rank, (event.started_s + event.ended_s) / 2)
+        job_id = dispatch.task.job_id
+        job = self._jobs.get(job_id)
+        task_args = _task_args(dispatch, job)
+        for times in event.times:
+            moving_s = times.started_s - times.moved_s
+            self._gap(f"wait {job_id}", times.rank, start_s=moving_s - times.waited_s, end_s=moving_s)
+            self._gap(f"move {job_id}", times.rank, start_s=moving_s, end_s=times.started_s)
+            args = task_args | {
+                "waited_ms": round(times.waited_s * 1e3, 3),
+                "moved_ms": round(times.moved_s * 1e3, 3),
+            }
+            if times.idle_s is not None:
+                args["idle_ms"] = round(times.idle_s * 1e3, 3)
+            name = f"{dispatch.task} {job_id}"
+            self._slice(name, times.rank, times.started_s, times.ended_s, job=job, args=args)
+            if dispatch.layout.slot_of(times.rank) == 0 and job is not None:
+                self._flow(job, times.rank, (times.started_s + times.ended_s) / 2)
 
     def _task_failed(self, event: events.TaskFailed) -> None:
-        dispatch = self._rank_ended(event.dispatch, event.rank)
+        dispatch = self._dispatches.pop(event.dispatch, None)
         if dispatch is None or event.void:
             return
         args = _task_args(dispatch, self._jobs.get(dispatch.task.job_id)) | {"reason": event.reason}
         name = f"{dispatch.task.job_id}: {dispatch.task} failed"
-        self._instant(name, event.time_s, lane=event.rank, args=args)
+        for rank in dispatch.layout.ranks:
+            self._instant(name, event.time_s, lane=rank, args=args)
 
     def _output_written(self, event: events.OutputWritten) -> None:
         start_s = event.time_s - event.write_s
@@ -216,12 +219,12 @@ class TraceWriter(Observer):
     def _writer_lane(self, writer: int) -> int:
         """The lane of a writer, which gets its name when it is first used."""
         lane = FIRST_WRITER_TID + writer
-        if lane not in self._ended_at:
+        if lane not in self._latest:
             self._name_lane(lane, f"writer {writer}")
         return lane
 
     def _gap(self, name: str, lane: int, *, start_s: float, end_s: float) -> None:
-        if end_s - max(start_s, self._ended_at.get(lane, 0.0)) >= MIN_SLICE_S:
+        if end_s - max(start_s, self._latest.get(lane, (0.0, 0.0))[1]) >= MIN_SLICE_S:
             self._slice(name, lane, start_s, end_s, job=None, args={}, colour="grey")
 
     def _slice(
@@ -235,9 +238,13 @@ class TraceWriter(Observer):
         args: Args,
         colour: str | None = None,
     ) -> None:
-        start_s = max(start_s, self._ended_at.get(lane, 0.0))
-        end_s = max(start_s, end_s)
-        self._ended_at[lane] = end_s
+        latest_start_s, latest_end_s = self._latest.get(lane, (0.0, 0.0))
+        if start_s >= latest_start_s:
+            start_s = max(start_s, latest_end_s)
+            end_s = max(start_s, end_s)
+            self._latest[lane] = (start_s, end_s)
+        else:  # the rank had ended this one before, but another rank of its layout ended it later
+            end_s = min(end_s, latest_start_s)
         if colour is None and job is not None:
             colour = COLOURS[job.number % len(COLOURS)]
         category = name.partition(" ")[0]
@@ -293,15 +300,6 @@ class TraceWriter(Observer):
         self._write(entry | {"args": {"jobs": self._num_open}})
 
     # Single events -----------------------------------------------------------------------
-
-    def _rank_ended(self, number: int, rank: int) -> Dispatch | None:
-        if number not in self._dispatches:
-            return None
-        dispatch, pending = self._dispatches[number]
-        pending.discard(rank)
-        if not pending:
-            del self._dispatches[number]
-        return dispatch
 
     def _instant(
         self, name: str, time_s: float, *, args: Args, scope: str = "p", lane: int | None = None

@@ -14,7 +14,15 @@ from gfgen.graph import Stage
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.dispatch import Dispatch
-from gfgen.runtime.core.events import Event, OutputWritten, RankLoaded, RankReady, TaskDone, TaskFailed
+from gfgen.runtime.core.events import (
+    Event,
+    OutputWritten,
+    RankLoaded,
+    RankReady,
+    RankTimes,
+    TaskDone,
+    TaskFailed,
+)
 from gfgen.runtime.ipc.messages import MemoryUse
 
 DispatchSeconds = Callable[[Dispatch], float]
@@ -85,7 +93,7 @@ class SimulatedBackend:
             for rank in dispatch.layout.ranks:
                 if self._free_s[rank] == ended_s:  # nothing is queued behind it
                     self._free_s[rank] = now_s
-                self._clock.at(TaskFailed(now_s, dispatch.number, rank, "stopped", void=True))
+            self._clock.at(TaskFailed(now_s, dispatch.number, "stopped", void=True))
 
     def release(self, job_id: str) -> None:
         """Nothing is kept for a job."""
@@ -131,8 +139,8 @@ class SimulatedBackend:
         waited_s = input_s - queued_s
         for rank in ranks:
             self._free_s[rank] = ended_s
-            done = TaskDone(ended_s, dispatch.number, rank, started_s, ended_s, waited_s, moved_s)
-            self._clock.at(done)
+        parts = tuple([RankTimes(rank, started_s, ended_s, waited_s, moved_s) for rank in ranks])
+        self._clock.at(TaskDone(ended_s, dispatch.number, parts))
         if dispatch.task.stage is Stage.DECODE:
             self._write(dispatch, ended_s)
 

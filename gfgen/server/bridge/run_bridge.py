@@ -100,8 +100,8 @@ class RunBridge(Observer):
         self._unnoted: dict[str, JobOutcome] = {}
         self._ranks: dict[int, list[Event]] = {}
         """By rank: the last time that it was lost, if ever, and that it was ready since."""
-        self._running: dict[int, tuple[Dispatch, set[int]]] = {}
-        """By number: what runs, with its end as it was predicted last, and the ranks that are still at it."""
+        self._running: dict[int, Dispatch] = {}
+        """By number: what runs, with its last predicted end."""
         self._views: dict[str, JobView] = {}
         """As the front knows them."""
         self._policy: events.PolicyChanged | None = None
@@ -242,7 +242,7 @@ class RunBridge(Observer):
             self._tell(event)
         if self._policy is not None:
             self._tell(self._policy)
-        for dispatch, _ in self._running.values():
+        for dispatch in self._running.values():
             self._tell(dispatch)
         for outcome in self._unnoted.values():
             self._tell(outcome)
@@ -251,13 +251,13 @@ class RunBridge(Observer):
 
     def dispatched(self, dispatch: Dispatch) -> None:
         slim = replace(dispatch, transfers=()) if dispatch.transfers else dispatch
-        self._running[dispatch.number] = (slim, set(dispatch.layout.ranks))
+        self._running[dispatch.number] = slim
         self._tell(slim)
 
     def applied(self, event: Event) -> None:
         match event:
             case events.TaskDone() | events.TaskFailed():
-                self._landed(event)
+                self._running.pop(event.dispatch, None)
             case events.RankReady():
                 self._ranks.setdefault(event.rank, []).append(event)
                 if self._loads:
@@ -303,15 +303,15 @@ class RunBridge(Observer):
 
     def _renewed_ends(self, running: Sequence[RunningTask]) -> tuple[tuple[int, float], ...]:
         """Of tasks that are predicted to end at another time than the front was told."""
-        numbers = {dispatch.task: number for number, (dispatch, _) in self._running.items()}
+        numbers = {dispatch.task: number for number, dispatch in self._running.items()}
         ends = []
         for view in running:
             number = numbers.get(view.task)
             if number is None:
                 continue
-            dispatch, pending = self._running[number]
+            dispatch = self._running[number]
             if dispatch.predicted_end_s != view.predicted_end_s:
-                self._running[number] = replace(dispatch, predicted_end_s=view.predicted_end_s), pending
+                self._running[number] = replace(dispatch, predicted_end_s=view.predicted_end_s)
                 ends.append((number, view.predicted_end_s))
         return tuple(ends)
 
@@ -320,13 +320,6 @@ class RunBridge(Observer):
         if self._outbox is not None:
             self._outbox.close()
             self._outbox.wait()
-
-    def _landed(self, event: events.TaskDone | events.TaskFailed) -> None:
-        running = self._running.get(event.dispatch)
-        if running is not None:
-            running[1].discard(event.rank)
-            if not running[1]:
-                del self._running[event.dispatch]
 
     def _tell(self, note: Any) -> None:
         if self._outbox is not None:

@@ -178,7 +178,7 @@ class RunMirror:
     # Tasks ------------------------------------------------------------------------------------------
 
     def _dispatched(self, dispatch: Dispatch) -> None:
-        running = RunningDispatch(dispatch, set(dispatch.layout.ranks), dispatch.predicted_end_s)
+        running = RunningDispatch(dispatch, dispatch.predicted_end_s)
         self._running[dispatch.number] = running
         at = self.at(dispatch.submitted_s)
         for number in dispatch.layout.ranks:
@@ -226,44 +226,44 @@ class RunMirror:
         self._touch("ranks")
 
     def _landed(self, event: events.TaskDone | events.TaskFailed) -> None:
-        running = self._running.get(event.dispatch)
+        running = self._running.pop(event.dispatch, None)
         if running is None:
             return
-        rank, at = self._rank(event.rank), self.at(event.time_s)
+        times = {each.rank: each for each in event.times} if isinstance(event, events.TaskDone) else {}
+        for number in running.dispatch.layout.ranks:
+            rank, at = self._rank(number), self.at(event.time_s)
+            if number in times:
+                at, busy_s = self.at(times[number].ended_s), times[number].busy_s
+                self._observer.used(number, busy_s)
+                rank.note_use(busy_s, at)
+            self._leave(rank, running, at)
+        if isinstance(event, events.TaskDone):
+            self._task_done(running.dispatch, event)
+        self._touch("ranks", "timeline")
+
+    def _leave(self, rank: RankLane, running: RunningDispatch, at: float) -> None:
+        """A rank is free of a task; the next one that it was given begins."""
         was_first = rank.dispatches[:1] == [running]
         if running in rank.dispatches:
             rank.dispatches.remove(running)
-        if isinstance(event, events.TaskDone):
-            at = self.at(event.ended_s)
-            running.busy_s = max(running.busy_s, event.ended_s - event.started_s)
-            self._observer.used(rank.rank, event.ended_s - event.started_s)
-            rank.note_use(event.ended_s - event.started_s, at)
-        else:
-            running.failed = True
         if was_first and rank.bar is not None:
             rank.bar.ended_at, rank.bar.version = at, self.version + 1
         if not rank.dispatches:
             rank.status = "idle" if rank.status == "busy" else rank.status
         elif was_first:
             self._begin(rank, at)
-        running.pending.discard(event.rank)
-        if not running.pending:
-            del self._running[event.dispatch]
-            if not running.failed:
-                self._task_done(running, at)
-        self._touch("ranks", "timeline")
 
-    def _task_done(self, running: RunningDispatch, at: float) -> None:
-        task, record = running.dispatch.task, self.records.get(running.dispatch.task.job_id)
+    def _task_done(self, dispatch: Dispatch, event: events.TaskDone) -> None:
+        task, record = dispatch.task, self.records.get(dispatch.task.job_id)
         if record is None:
             return
-        self._observer.task_done(running.dispatch, record.facts.model, running.busy_s)
+        self._observer.task_done(dispatch, record.facts.model, event.busy_s)
         record.next_index = task.index + 1
         if task.stage is Stage.DENOISE:
-            record.event("step", at, step=record.step, steps=record.facts.steps)
+            record.event("step", self.at(event.ended_s), step=record.step, steps=record.facts.steps)
         if record.next_index == record.facts.num_tasks:
             record.is_writing = True
-            record.event("stage", at, stage="write")
+            record.event("stage", self.at(event.ended_s), stage="write")
         self._job_changed(record)
 
     def _frames_lost(self, job_id: str) -> None:
@@ -366,7 +366,6 @@ class RunMirror:
         running = [
             RunningTask(f.dispatch.task, f.dispatch.layout, shift_s + f.predicted_end_s)
             for f in self._running.values()
-            if not f.failed
         ]
         ranks = [rank.rank for rank in self.ranks if rank.status in ("idle", "busy")]
         policy = self.deciding or ""

@@ -19,14 +19,11 @@ USE_S = 60
 
 @dataclass(slots=True, eq=False)
 class RunningDispatch:
-    """A task that ranks were given, until all of them have ended it."""
+    """A task that ranks were given, until it has ended."""
 
     dispatch: Dispatch
-    pending: set[int]
     predicted_end_s: float
     """As it was predicted last, in seconds of the run."""
-    failed: bool = False
-    busy_s: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
