@@ -4,6 +4,7 @@ import math
 import signal
 import threading
 import time
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -14,7 +15,7 @@ from gfgen.errors import RunError
 from gfgen.policies.catalog import load_policy
 from gfgen.runtime.control import control
 from gfgen.runtime.simulate import estimate, planner
-from gfgen.runtime.simulate.estimate import decides_first, everything_open
+from gfgen.runtime.simulate.estimate import SeldomAsked, decides_first, everything_open
 from gfgen.runtime.simulate.simulation import simulate
 from gfgen.system.timelimit import DecisionTimeout, within
 
@@ -50,6 +51,23 @@ def test_an_estimate_is_close_to_the_simulation(policy):
     tolerance = 0.2 if policy == "triage" else 0.05
     assert max(found.values()) == pytest.approx(max(really.values()), rel=tolerance)
     assert math.fsum(found.values()) == pytest.approx(math.fsum(really.values()), rel=tolerance)
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "srtf,degree=2", "edf", "triage", "makespan"])
+def test_a_policy_that_is_asked_seldom_ends_the_jobs_at_about_the_same_time(policy):
+    jobs = [make_job(f"job-{n}", steps=30, arrival_s=40.0 * (n // 3), deadline_s=400.0) for n in range(9)]
+    named = load_policy(policy)
+    numbers, ends_s = [], []
+    for seldom in (False, True):
+        asked = []
+        decide = lambda snapshot: asked.append(1) or list(named.decide(snapshot))  # noqa: B023, E731
+        each = replace(named, decide=SeldomAsked(decide) if seldom else decide)
+        run = simulate(jobs, policy=each, num_ranks=2, profile=PROFILE)
+        assert [outcome.status for outcome in run.outcomes] == ["done"] * len(jobs)
+        numbers.append(len(asked))
+        ends_s.append(math.fsum(outcome.ended_s for outcome in run.outcomes))
+    assert numbers[1] < numbers[0] / 3
+    assert ends_s[1] == pytest.approx(ends_s[0], rel=0.05)
 
 
 def test_a_policy_that_chooses_others_is_estimated_as_its_first_choice():

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from gfgen.errors import PolicyError
+from gfgen.graph import Stage
 from gfgen.policies.catalog import NamedPolicy, load_policy
 from gfgen.runtime.control.records import LOOKAHEAD_S, timed_out_after
 from gfgen.runtime.control.state import State
@@ -50,6 +51,45 @@ def decides_first(policy: NamedPolicy, snapshot: Snapshot) -> Policy:
     with contextlib.suppress(PolicyError):  # there may be no such policy
         return policy.decide if choice is None else load_policy(choice.policy).decide
     return policy.decide
+
+
+class SeldomAsked:
+    """A policy that decides when jobs arrive or end; in between, jobs continue their steps where they are.
+
+    After each change the policy is asked until every task of that moment has ended, and then once more for
+    each rank, as in estimates. A simulation of many jobs spends most of its time in the policy otherwise.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._num_jobs = 0
+        self._settled_s = 0.0
+        self._job_on: dict[int, str] = {}
+        """By rank, the job that the policy has put there since everything settled."""
+
+    def __call__(self, snapshot: Snapshot) -> Sequence[Decision]:
+        num_jobs = len(snapshot.open) + len(snapshot.busy)
+        if num_jobs != self._num_jobs:
+            self._num_jobs = num_jobs
+            self._settled_s = max([each.predicted_end_s for each in snapshot.running], default=0.0)
+            self._job_on.clear()
+        decisions = self._continued(snapshot) or list(self._policy(snapshot))
+        if snapshot.now_s > self._settled_s:
+            for decision in decisions:
+                self._job_on |= dict.fromkeys(decision.layout.ranks, decision.task.job_id)
+        return decisions
+
+    def _continued(self, snapshot: Snapshot) -> Sequence[Decision] | None:
+        """The next step of the job on each free rank; None where the policy has to decide."""
+        free, found = set(snapshot.free_ranks), {}
+        for rank in free:
+            job = snapshot.open.get(self._job_on.get(rank, ""))
+            if job is None or job.last_layout is None or not free.issuperset(job.last_layout.ranks):
+                return None
+            if job.next_task.stage is not Stage.DENOISE or not job.next_task.step:
+                return None
+            found[job.job_id] = Decision(job.next_task, job.last_layout)
+        return list(found.values())
 
 
 def estimate(

@@ -9,7 +9,7 @@ import logging
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 
 from gfgen.errors import PolicyError, RunError
@@ -19,7 +19,7 @@ from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.observer import JobOutcome, Observer
 from gfgen.runtime.predict.cost import UncertainEstimate
 from gfgen.runtime.predict.profile_file import Profile
-from gfgen.runtime.simulate.estimate import decides_first, estimate, everything_open
+from gfgen.runtime.simulate.estimate import SeldomAsked, decides_first, estimate, everything_open
 from gfgen.runtime.simulate.simulation import simulate
 from gfgen.snapshot import Policy, Snapshot
 from gfgen.system.timelimit import DecisionTimeout
@@ -268,10 +268,13 @@ class _Evaluator:
 
     def in_full(self, policy: str, num_ranks: int) -> PlanOption | None:
         """What comes of a policy when every task is simulated; None when it cannot run the jobs."""
+        named = load_policy(policy)
+        if self.is_coarse:
+            named = replace(named, decide=SeldomAsked(named.decide))
         try:
             run = simulate(
                 self.jobs,
-                policy=load_policy(policy),
+                policy=named,
                 num_ranks=num_ranks,
                 profile=self.profile,
                 started_at=self.started_at,
