@@ -20,7 +20,7 @@ from gfgen.errors import LayoutError
 from gfgen.gfc import native
 from gfgen.gfc.descriptor import GROUP_KINDS, Descriptor, GroupKind, member_slots
 from gfgen.gfc.failure import Failure
-from gfgen.gfc.reshard import POINTERS, Reshard, Sizes, reshard, reshard_along, shard_sizes
+from gfgen.gfc.reshard import POINTERS, NativePart, Resharding, Sizes, reshard, reshard_along, shard_sizes
 
 if TYPE_CHECKING:
     from gfgen.gfc.endpoint import Endpoint
@@ -122,10 +122,8 @@ class CpuGroup:
     def all_gather(self, x: Tensor, *, dim: int = 0, sizes: Sizes | None = None) -> Tensor:
         """Every rank's `x` behind each other along `dim`; `sizes` (by slot) if they differ."""
         dim %= x.dim()
-        concat_sizes = sizes or (x.shape[dim],) * self.size
-        return self._exchange((x,), split_dim=-1, concat_dim=dim, split_sizes=(), concat_sizes=concat_sizes)[
-            0
-        ]
+        concat_sizes = tuple(sizes or (x.shape[dim],) * self.size)
+        return self._exchange((x,), Resharding(-1, dim, (), concat_sizes))[0]
 
     def all_to_all(
         self,
@@ -144,15 +142,11 @@ class CpuGroup:
         """
         split_dim, concat_dim = split_dim % x.dim(), concat_dim % x.dim()
         if split_dim == concat_dim:
-            shape = reshard_along(x.shape, x.stride(), x.element_size(), self.slot, split_dim, self.size)
-            return self._move((x,), (shape,))[0]
-        return self._exchange(
-            (x,),
-            split_dim=split_dim,
-            concat_dim=concat_dim,
-            split_sizes=split_sizes or shard_sizes(x.shape[split_dim], self.size),
-            concat_sizes=concat_sizes or (x.shape[concat_dim],) * self.size,
-        )[0]
+            part = reshard_along(x.shape, x.stride(), x.element_size(), self.slot, split_dim, self.size)
+            return self._move((x,), (part,))[0]
+        splits = tuple(split_sizes or shard_sizes(x.shape[split_dim], self.size))
+        concats = tuple(concat_sizes or (x.shape[concat_dim],) * self.size)
+        return self._exchange((x,), Resharding(split_dim, concat_dim, splits, concats))[0]
 
     def heads_from_tokens(
         self,
@@ -171,9 +165,7 @@ class CpuGroup:
         head_sizes = head_sizes or shard_sizes(num_heads, self.size)
         if min(head_sizes) < 1:
             raise LayoutError(f"{num_heads} heads cannot be split over {self.size} ranks")
-        return self._exchange(
-            tensors, split_dim=2, concat_dim=1, split_sizes=head_sizes, concat_sizes=token_sizes
-        )
+        return self._exchange(tensors, Resharding(2, 1, tuple(head_sizes), tuple(token_sizes)))
 
     def gather_tokens(
         self, *tensors: Tensor, token_sizes: Sizes, in_arena: bool = False
@@ -183,9 +175,7 @@ class CpuGroup:
         The own tokens come first, then those of the next ranks in turn.
         Shapes: each [B, L, H, D] with any strides -> [B, S, H, D] contiguous.
         """
-        gathered = self._exchange(
-            tensors, split_dim=-1, concat_dim=1, split_sizes=(), concat_sizes=token_sizes
-        )
+        gathered = self._exchange(tensors, Resharding(-1, 1, (), tuple(token_sizes)))
         start = sum(token_sizes[: self.slot])
         return tuple(x if start == 0 else torch.cat((x[:, start:], x[:, :start]), 1) for x in gathered)
 
@@ -194,42 +184,27 @@ class CpuGroup:
 
         Shapes: [B, S, h, D] with any strides -> [B, L, H, D] contiguous.
         """
-        return self._exchange(
-            (x,), split_dim=1, concat_dim=2, split_sizes=token_sizes, concat_sizes=head_sizes
-        )[0]
+        return self._exchange((x,), Resharding(1, 2, tuple(token_sizes), tuple(head_sizes)))[0]
 
-    def _exchange(
-        self,
-        tensors: Sequence[Tensor],
-        *,
-        split_dim: int,
-        concat_dim: int,
-        split_sizes: Sizes,
-        concat_sizes: Sizes,
-    ) -> tuple[Tensor, ...]:
-        split, concat, slot = tuple(split_sizes), tuple(concat_sizes), self.slot
-        if len(concat) != self.size:
-            raise LayoutError(f"{self.size} ranks need as many sizes, got {concat}")
+    def _exchange(self, tensors: Sequence[Tensor], resharding: Resharding) -> tuple[Tensor, ...]:
+        if len(resharding.concat_sizes) != self.size:
+            raise LayoutError(f"{self.size} ranks need as many sizes, got {resharding.concat_sizes}")
         return self._move(
-            tensors,
-            [
-                reshard(x.shape, x.stride(), x.element_size(), slot, split_dim, concat_dim, split, concat)
-                for x in tensors
-            ],
+            tensors, [reshard(x.shape, x.stride(), x.element_size(), self.slot, resharding) for x in tensors]
         )
 
-    def _move(self, tensors: Sequence[Tensor], shapes: Sequence[Reshard]) -> tuple[Tensor, ...]:
+    def _move(self, tensors: Sequence[Tensor], parts: Sequence[NativePart]) -> tuple[Tensor, ...]:
         results = []
-        parts = b""
-        for x, shape in zip(tensors, shapes, strict=True):
+        content = b""
+        for x, part in zip(tensors, parts, strict=True):
             assert x.device.type == "cpu"
             assert not x.is_conj()
             assert not x.is_neg()
-            result = torch.empty(shape.result_shape, dtype=x.dtype)
-            parts += POINTERS.pack(x.data_ptr(), result.data_ptr()) + shape.native_part
+            result = torch.empty(part.result_shape, dtype=x.dtype)
+            content += POINTERS.pack(x.data_ptr(), result.data_ptr()) + part.content
             results.append(result)
         endpoint = self._endpoint
-        status = endpoint.native.gfc_exchange(endpoint.context, self._task, self._kind, parts, len(results))
+        status = endpoint.native.gfc_exchange(endpoint.context, self._task, self._kind, content, len(results))
         self._check(status)
         return tuple(results)
 

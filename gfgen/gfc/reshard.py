@@ -1,7 +1,7 @@
 """Shapes of an exchange: from a shard of one dimension to a shard of another.
 
-Pure arithmetic, remembered by its arguments: a model asks for the same few over and over, and
-working one out takes longer than the exchange of a small tensor.
+Pure arithmetic, cached by its arguments: a model asks for the same few again and again, and computing one
+takes longer than the exchange of a small tensor.
 """
 
 from __future__ import annotations
@@ -25,11 +25,54 @@ assert native.MAX_DIMS == native.MAX_RANKS  # _padded serves both
 assert POINTERS.size + _PART.size == ctypes.sizeof(native.PartStruct)
 
 
-class Reshard(NamedTuple):
-    """What one tensor of an exchange becomes, and the native.PartStruct behind its two pointers."""
+class Resharding(NamedTuple):
+    """What an exchange does with a tensor: from a shard of `concat_dim` to a shard of `split_dim`.
+
+    Sizes are by slot. split_dim -1: every rank gets the whole input. With `split_dim == concat_dim` every
+    rank gets an equal part of every input, and there are no sizes.
+    is_rotated: a result begins with the own part, then come those of the next slots in turn.
+    """
+
+    split_dim: int
+    concat_dim: int
+    split_sizes: tuple[int, ...] = ()
+    concat_sizes: tuple[int, ...] = ()
+    is_rotated: bool = False
+
+    def result_shape(self, shape: Sequence[int], slot: int) -> tuple[int, ...]:
+        """Of the tensor that a slot gets when it gives one of this shape.
+
+        Raises: LayoutError when the sizes are not those of the shape.
+        """
+        split_dim, concat_dim, split, concat, _ = self
+        num_slots = len(concat)
+        if not 0 <= slot < num_slots or shape[concat_dim] != concat[slot]:
+            raise LayoutError(
+                f"slot {slot} gives {shape[concat_dim]} along dimension {concat_dim} of {tuple(shape)}, but "
+                f"the sizes by slot are {concat}"
+            )
+        result = list(shape)
+        if split_dim >= 0:
+            if len(split) != num_slots or shape[split_dim] != sum(split):
+                raise LayoutError(
+                    f"dimension {split_dim} of {tuple(shape)} is not the sum of {split} for {num_slots} slots"
+                )
+            result[split_dim] = split[slot]
+        result[concat_dim] = sum(concat)
+        return tuple(result)
+
+
+def equal_parts(dim: int, num_slots: int) -> Resharding:
+    """The same as `Resharding(dim, dim)`, for tensors [.., P * n, ..] seen as [.., P, 1, n, ..]."""
+    ones = (1,) * num_slots
+    return Resharding(dim, dim + 1, ones, ones)
+
+
+class NativePart(NamedTuple):
+    """One tensor of an exchange on CPUs; `content` is a native.PartStruct without its two pointers."""
 
     result_shape: tuple[int, ...]
-    native_part: bytes
+    content: bytes
 
 
 @lru_cache(maxsize=1024)
@@ -45,17 +88,14 @@ def reshard(
     stride: tuple[int, ...],
     item_bytes: int,
     slot: int,
-    split_dim: int,
-    concat_dim: int,
-    split_sizes: tuple[int, ...],
-    concat_sizes: tuple[int, ...],
-) -> Reshard:
-    """The exchange as one slot sees it; split_dim -1 sends the whole tensor to every slot."""
-    _check(shape, slot, split_dim, concat_dim, split_sizes, concat_sizes)
-    result = list(shape)
-    if split_dim >= 0:
-        result[split_dim] = split_sizes[slot]
-    result[concat_dim] = sum(concat_sizes)
+    resharding: Resharding,
+) -> NativePart:
+    """The exchange of one tensor as one slot sees it."""
+    if len(shape) > native.MAX_DIMS:
+        raise LayoutError(f"tensors have at most {native.MAX_DIMS} dimensions, got {shape}")
+    split_dim, concat_dim, split_sizes, concat_sizes, is_rotated = resharding
+    assert not is_rotated
+    result = resharding.result_shape(shape, slot)
     part = _PART.pack(
         item_bytes,
         len(shape),
@@ -67,7 +107,7 @@ def reshard(
         *_padded(split_sizes),
         *_padded(concat_sizes),
     )
-    return Reshard(tuple(result), part)
+    return NativePart(result, part)
 
 
 @lru_cache(maxsize=1024)
@@ -78,8 +118,8 @@ def reshard_along(
     slot: int,
     dim: int,
     num_slots: int,
-) -> Reshard:
-    """Equal parts of one dimension, part p to slot p; what comes is joined along it by slot."""
+) -> NativePart:
+    """Equal parts of one dimension, part p to slot p; a result joins what arrives, by slot."""
     if shape[dim] % num_slots:
         raise LayoutError(
             f"dimension {dim} of {shape} cannot be cut in {num_slots} equal parts; give another concat_dim"
@@ -88,31 +128,13 @@ def reshard_along(
     n = shape[dim] // num_slots
     parts = (*shape[:dim], num_slots, 1, n, *shape[dim + 1 :])
     steps = (*stride[:dim], n * stride[dim], 0, *stride[dim:])
-    ones = (1,) * num_slots
-    inner = reshard(parts, steps, item_bytes, slot, dim, dim + 1, ones, ones)
-    return Reshard(shape, inner.native_part)
+    inner = reshard(parts, steps, item_bytes, slot, equal_parts(dim, num_slots))
+    return NativePart(shape, inner.content)
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
     """Strides, in items, of a contiguous tensor."""
     return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
-
-
-def _check(
-    shape: tuple[int, ...], slot: int, split_dim: int, concat_dim: int, split: Sizes, concat: Sizes
-) -> None:
-    num_slots = len(concat)
-    if len(shape) > native.MAX_DIMS:
-        raise LayoutError(f"tensors have at most {native.MAX_DIMS} dimensions, got {shape}")
-    if not 0 <= slot < num_slots or shape[concat_dim] != concat[slot]:
-        raise LayoutError(
-            f"slot {slot} gives {shape[concat_dim]} along dimension {concat_dim} of {shape}, but "
-            f"the sizes by slot are {concat}"
-        )
-    if split_dim < 0:
-        return
-    if len(split) != num_slots or shape[split_dim] != sum(split):
-        raise LayoutError(f"dimension {split_dim} of {shape} is not the sum of {split} for {num_slots} slots")
 
 
 def _padded(values: Iterable[int]) -> tuple[int, ...]:

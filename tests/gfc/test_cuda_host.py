@@ -23,8 +23,8 @@ from gfgen.gfc.arena import ArenaPlan
 from gfgen.gfc.cuda import compiler, structs
 from gfgen.gfc.cuda.captured import SharedPool
 from gfgen.gfc.cuda.device_endpoint import CudaEndpoint
-from gfgen.gfc.cuda.device_group import Bank, CudaGroup, How, Prepared, ResultSpec, bank_of, canonical
-from gfgen.gfc.cuda.moves import Reshaped, offsets_of, reshaped
+from gfgen.gfc.cuda.device_group import Bank, CudaGroup, Prepared, ResultSpec, bank_of, canonical
+from gfgen.gfc.cuda.moves import TensorMove, move_of, offsets_of
 from gfgen.gfc.cuda.selector import (
     KernelChoice,
     Rule,
@@ -34,7 +34,7 @@ from gfgen.gfc.cuda.selector import (
     tuned_tables,
 )
 from gfgen.gfc.descriptor import Descriptor
-from gfgen.gfc.reshard import shard_sizes
+from gfgen.gfc.reshard import Resharding, shard_sizes
 from gfgen.layout import Layout
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -84,7 +84,7 @@ def exchange(
     outputs = [torch.full_like(bank, 0xDD) for bank in banks]
     for source in range(size):
         for x, part, offset in zip(inputs[source], parts[source], offsets, strict=True):
-            move = part.native(offset)
+            move = part.placed(offset)
             for target in range(size):
                 pointers = ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(banks[target].data_ptr())
                 boxes.move_box(ctypes.byref(move), size, source, target, *pointers)
@@ -112,21 +112,17 @@ def shapes_of(
     split: tuple[int, ...],
     concat: tuple[int, ...],
     is_rotated: bool,
-) -> list[list[Reshaped]]:
+) -> list[list[TensorMove]]:
     """Of each slot's tensors."""
     parts = []
     for slot, tensors in enumerate(inputs):
         found = [
-            reshaped(
+            move_of(
                 tuple(x.shape),
                 x.stride(),
                 x.element_size(),
                 slot=slot,
-                split_dim=split_dim,
-                concat_dim=concat_dim,
-                split_sizes=split,
-                concat_sizes=concat,
-                is_rotated=is_rotated,
+                resharding=Resharding(split_dim, concat_dim, split, concat, is_rotated),
             )
             for x in tensors
         ]
@@ -243,15 +239,8 @@ def test_all_to_all_of_any_two_dimensions(
 
 def test_units_are_as_wide_as_lengths_allow() -> None:
     def unit(length: int, item_bytes: int) -> int:
-        part = reshaped(
-            (length,),
-            (1,),
-            item_bytes,
-            slot=0,
-            split_dim=-1,
-            concat_dim=0,
-            split_sizes=(),
-            concat_sizes=(length, length),
+        part = move_of(
+            (length,), (1,), item_bytes, slot=0, resharding=Resharding(-1, 0, (), (length, length))
         )
         assert part is not None
         return part.unit_bytes
@@ -278,15 +267,12 @@ def test_members_with_dense_tensors_find_the_same_unit(
     units = set()
     for slot, length in enumerate(sizes):
         mine = [length if dim == concat_dim else extent for dim, extent in enumerate(shape)]
-        part = reshaped(
+        part = move_of(
             tuple(mine),
             torch.empty(mine, device="meta").stride(),
             item_bytes,
             slot=slot,
-            split_dim=split_dim,
-            concat_dim=concat_dim,
-            split_sizes=split,
-            concat_sizes=tuple(sizes),
+            resharding=Resharding(split_dim, concat_dim, split, tuple(sizes)),
         )
         assert part is not None
         assert part.unit_bytes == part.dense_unit_bytes
@@ -309,10 +295,10 @@ def test_what_lies_at_odd_addresses_is_copied_before_it_is_sent_with_flags(offse
     group._prepare_launch = lambda *_, **__: "a launch"
     x = torch.zeros(68, dtype=torch.int16)[offset : offset + 64]
     assert x.storage_offset() == offset
-    how = How(-1, 0, (), (64, 0))
-    assert group._prepare((x,), how, in_arena=False) == ("strides" if offset else "a launch")
+    resharding = Resharding(-1, 0, (), (64, 0))
+    assert group._prepare((x,), resharding, in_arena=False) == ("strides" if offset else "a launch")
     group.slot = 1
-    assert group._prepare((x[:0],), how, in_arena=False) == "a launch"
+    assert group._prepare((x[:0],), resharding, in_arena=False) == "a launch"
     assert asked[0]["dense_unit_bytes"] == asked[1]["dense_unit_bytes"] == 16
 
 
@@ -357,9 +343,9 @@ def test_who_gets_nothing_still_sends_as_to_a_result_outside_the_arena() -> None
 def test_all_ranks_take_as_many_rounds(splits: list[int], concats: list[int], bank_bytes: int) -> None:
     rounds: list[int] = []
 
-    def move(tensors: Any, how: How, *, in_arena: bool) -> tuple[torch.Tensor]:
+    def move(tensors: Any, resharding: Resharding, *, in_arena: bool) -> tuple[torch.Tensor]:
         rounds[-1] += 1
-        return (torch.zeros(sum(how.concat_sizes), how.split_sizes[group.slot], 8),)
+        return (torch.zeros(sum(resharding.concat_sizes), resharding.split_sizes[group.slot], 8),)
 
     size = len(splits)
     for slot in range(size):
@@ -368,9 +354,9 @@ def test_all_ranks_take_as_many_rounds(splits: list[int], concats: list[int], ba
         group._endpoint = SimpleNamespace(device=0)
         group._move, group._empty = move, lambda shape, dtype: torch.empty(shape, dtype=dtype)
         rounds.append(0)
-        how = How(1, 0, tuple(splits), tuple(concats[:size]))
+        resharding = Resharding(1, 0, tuple(splits), tuple(concats[:size]))
         try:
-            group._in_rounds(torch.zeros(concats[slot], sum(splits), 8), how)
+            group._in_rounds(torch.zeros(concats[slot], sum(splits), 8), resharding)
         except LayoutError:
             rounds[-1] = -1
     assert len(set(rounds)) == 1
@@ -378,24 +364,13 @@ def test_all_ranks_take_as_many_rounds(splits: list[int], concats: list[int], ba
 
 def test_strides_that_no_kernel_takes_are_reported() -> None:
     x = random((2, 3, 4, 8)).transpose(2, 3)  # the innermost dimension is not dense
-    found = reshaped(
-        tuple(x.shape),
-        x.stride(),
-        2,
-        slot=0,
-        split_dim=2,
-        concat_dim=1,
-        split_sizes=(4, 4),
-        concat_sizes=(3, 3),
-    )
+    found = move_of(tuple(x.shape), x.stride(), 2, slot=0, resharding=Resharding(2, 1, (4, 4), (3, 3)))
     assert found is None
 
 
 def test_sizes_that_do_not_fit_are_named() -> None:
     with pytest.raises(LayoutError, match="slot 1 gives 3"):
-        reshaped(
-            (3, 4), (4, 1), 2, slot=1, split_dim=1, concat_dim=0, split_sizes=(2, 2), concat_sizes=(3, 2)
-        )
+        move_of((3, 4), (4, 1), 2, slot=1, resharding=Resharding(1, 0, (2, 2), (3, 2)))
 
 
 @pytest.mark.parametrize(
@@ -423,7 +398,7 @@ def test_selector_falls_back_where_a_kernel_cannot_serve() -> None:
 
     def path(pair_bytes: int, unit_bytes: int = 16, row_bytes: int = 4096) -> str:
         choice = selector.choose(
-            num_members=2,
+            num_ranks=2,
             in_arena=True,
             pair_bytes=pair_bytes,
             unit_bytes=unit_bytes,

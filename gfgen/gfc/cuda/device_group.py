@@ -27,11 +27,11 @@ from gfgen.errors import LayoutError
 from gfgen.gfc import native
 from gfgen.gfc.arena import ArenaPlan
 from gfgen.gfc.cuda.launch import PAIR, Launch
-from gfgen.gfc.cuda.moves import Reshaped, offsets_of, reshaped
+from gfgen.gfc.cuda.moves import TensorMove, move_of, offsets_of
 from gfgen.gfc.cuda.selector import MIN_FLAGGED_UNIT, KernelChoice
 from gfgen.gfc.cuda.structs import MAX_MOVES, NUM_BANKS, Exchange, Move
 from gfgen.gfc.descriptor import GROUP_KINDS, Descriptor, GroupKind, member_slots
-from gfgen.gfc.reshard import Sizes, shard_sizes
+from gfgen.gfc.reshard import Resharding, Sizes, equal_parts, shard_sizes
 from gfgen.layout import shard_bounds
 
 if TYPE_CHECKING:
@@ -77,19 +77,6 @@ class ResultSpec(NamedTuple):
     def contiguous(cls, shape: Sequence[int], dtype: torch.dtype, offset: int) -> ResultSpec:
         strides = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
         return cls(tuple(shape), strides, dtype, offset)
-
-
-class How(NamedTuple):
-    """What an exchange does with each of its tensors; sizes are by slot.
-
-    split_dim -1: everyone gets all. is_rotated: the own part comes first, then the next ranks' in turn.
-    """
-
-    split_dim: int
-    concat_dim: int
-    split_sizes: Sizes
-    concat_sizes: Sizes
-    is_rotated: bool = False
 
 
 class Prepared(NamedTuple):
@@ -189,7 +176,7 @@ class CudaGroup:
         """Every rank's `x` behind each other along `dim`; `sizes` (by slot) if they differ."""
         dim %= x.dim()
         concat_sizes = tuple(sizes) if sizes else (x.shape[dim],) * self.size
-        return self._move((x,), How(-1, dim, (), concat_sizes), in_arena=in_arena)[0]
+        return self._move((x,), Resharding(-1, dim, (), concat_sizes), in_arena=in_arena)[0]
 
     def all_to_all(
         self,
@@ -207,7 +194,7 @@ class CudaGroup:
             return self._all_to_all_along(x, split_dim, in_arena=in_arena)
         splits = tuple(split_sizes) if split_sizes else shard_sizes(x.shape[split_dim], self.size)
         concats = tuple(concat_sizes) if concat_sizes else (x.shape[concat_dim],) * self.size
-        return self._move((x,), How(split_dim, concat_dim, splits, concats), in_arena=in_arena)[0]
+        return self._move((x,), Resharding(split_dim, concat_dim, splits, concats), in_arena=in_arena)[0]
 
     def heads_from_tokens(
         self,
@@ -225,7 +212,7 @@ class CudaGroup:
         heads = tuple(head_sizes) if head_sizes else shard_sizes(num_heads, self.size)
         if min(heads) < 1:
             raise LayoutError(f"{num_heads} heads cannot be split over {self.size} ranks")
-        return self._move(tensors, How(2, 1, heads, tuple(token_sizes)), in_arena=in_arena)
+        return self._move(tensors, Resharding(2, 1, heads, tuple(token_sizes)), in_arena=in_arena)
 
     def gather_tokens(
         self, *tensors: Tensor, token_sizes: Sizes, in_arena: bool = False
@@ -236,8 +223,8 @@ class CudaGroup:
         on the slot, so a captured graph serves all slots.
         Shapes: each [B, L, H, D] with any strides -> [B, S, H, D] contiguous.
         """
-        how = How(-1, 1, (), tuple(token_sizes), is_rotated=True)
-        return self._move(tensors, how, in_arena=in_arena)
+        resharding = Resharding(-1, 1, (), tuple(token_sizes), is_rotated=True)
+        return self._move(tensors, resharding, in_arena=in_arena)
 
     def tokens_from_heads(
         self, x: Tensor, *, token_sizes: Sizes, head_sizes: Sizes, in_arena: bool = False
@@ -246,7 +233,7 @@ class CudaGroup:
 
         Shapes: [B, S, h, D] with any strides -> [B, L, H, D] contiguous.
         """
-        return self._move((x,), How(1, 2, tuple(token_sizes), tuple(head_sizes)), in_arena=in_arena)[0]
+        return self._move((x,), Resharding(1, 2, tuple(token_sizes), tuple(head_sizes)), in_arena=in_arena)[0]
 
     def _all_to_all_along(self, x: Tensor, dim: int, *, in_arena: bool) -> Tensor:
         if x.shape[dim] % self.size:
@@ -254,16 +241,18 @@ class CudaGroup:
                 f"dimension {dim} of {tuple(x.shape)} cannot be cut in {self.size} equal parts; "
                 "give another concat_dim"
             )
-        return self._move((x,), How(dim, dim, (), ()), in_arena=in_arena)[0]
+        return self._move((x,), Resharding(dim, dim), in_arena=in_arena)[0]
 
-    def _move(self, tensors: Sequence[Tensor], how: How | None, *, in_arena: bool) -> tuple[Tensor, ...]:
+    def _move(
+        self, tensors: Sequence[Tensor], resharding: Resharding | None, *, in_arena: bool
+    ) -> tuple[Tensor, ...]:
         endpoint, run = self._endpoint, self._run
         if self.size == 1:
             return tuple(x.clone(memory_format=torch.contiguous_format) for x in tensors)
         if endpoint.failed.value:
             endpoint.check(run.dispatch)
         assert run.has_entered, "a collective before the entry barrier"
-        call: list[object] = [self._slot_number, self._most_blocks, how, in_arena]
+        call: list[object] = [self._slot_number, self._most_blocks, resharding, in_arena]
         pointers = []
         for x in tensors:
             at = x.data_ptr()
@@ -272,15 +261,15 @@ class CudaGroup:
         key = tuple(call)
         prepared = endpoint.prepared.get(key)
         if prepared is None:
-            prepared = endpoint.prepared[key] = self._prepare(tensors, how, in_arena=in_arena)
+            prepared = endpoint.prepared[key] = self._prepare(tensors, resharding, in_arena=in_arena)
         if isinstance(prepared, Prepared):
             return self._launch(prepared, pointers, in_arena=in_arena)
-        assert how is not None
+        assert resharding is not None
         # Strides or addresses that do not serve, or more than a bank holds.
         if prepared == "strides":
             dense = [x.clone(memory_format=torch.contiguous_format) for x in tensors]
-            return self._move(dense, how, in_arena=in_arena)
-        return tuple(self._in_rounds(x, how) for x in tensors)
+            return self._move(dense, resharding, in_arena=in_arena)
+        return tuple(self._in_rounds(x, resharding) for x in tensors)
 
     def _launch(self, prepared: Prepared, pointers: list[int], *, in_arena: bool) -> tuple[Tensor, ...]:
         endpoint, counts, kind = self._endpoint, self._run.counts, self._kind
@@ -302,24 +291,24 @@ class CudaGroup:
         counts[kind] += 1
         return tuple(results)
 
-    def _prepare(self, tensors: Sequence[Tensor], how: How | None, *, in_arena: bool) -> Prepared | str:
+    def _prepare(
+        self, tensors: Sequence[Tensor], resharding: Resharding | None, *, in_arena: bool
+    ) -> Prepared | str:
         """The launch for such tensors, or why there is none: "strides" or "space".
 
         Whether messages carry flags depends only on what all ranks know. If a rank's own strides or
         addresses decided, ranks could wait in different places.
         """
-        if how is None:
+        if resharding is None:
             return self._prepare_launch((), [], KernelChoice("flagged", 1), unit_bytes=8, tensors=())
         if len(tensors) > MAX_MOVES:
             return "space"
-        split_dim, concat_dim, splits, concats, is_rotated = how
+        split_dim, concat_dim, _, concats, _ = resharding
         if split_dim == concat_dim:
             # [.., P * n, ..] seen as [.., P, 1, n, ..]: split the first, concatenate along the second.
-            (x,), ones = tensors, (1,) * self.size
+            (x,) = tensors
             unfolded = _unfolded(x, split_dim, self.size)
-            prepared = self._prepare(
-                (unfolded,), How(split_dim, split_dim + 1, ones, ones), in_arena=in_arena
-            )
+            prepared = self._prepare((unfolded,), equal_parts(split_dim, self.size), in_arena=in_arena)
             if isinstance(prepared, str):
                 return prepared
             result = ResultSpec.contiguous(x.shape, x.dtype, prepared.results[0].offset)
@@ -329,17 +318,7 @@ class CudaGroup:
         moves = []
         unit_bytes = dense_unit_bytes = 16
         for x in tensors:
-            move = reshaped(
-                tuple(x.shape),
-                x.stride(),
-                x.element_size(),
-                slot=self.slot,
-                split_dim=split_dim,
-                concat_dim=concat_dim,
-                split_sizes=tuple(splits),
-                concat_sizes=tuple(concats),
-                is_rotated=is_rotated,
-            )
+            move = move_of(x.shape, x.stride(), x.element_size(), slot=self.slot, resharding=resharding)
             if move is None:
                 return "strides"
             moves.append(move)
@@ -348,7 +327,7 @@ class CudaGroup:
             unit_bytes = min(unit_bytes, move.unit_bytes, pointer & -pointer or 16)
         offsets, num_bytes = offsets_of(moves)
         choice = self._endpoint.selector.choose(
-            num_members=self.size,
+            num_ranks=self.size,
             in_arena=in_arena,
             pair_bytes=sum(move.pair_bytes for move in moves),
             unit_bytes=unit_bytes,
@@ -363,7 +342,7 @@ class CudaGroup:
 
     def _prepare_launch(
         self,
-        moves: Sequence[Reshaped],
+        moves: Sequence[TensorMove],
         offsets: Sequence[Sequence[int]],
         choice: KernelChoice,
         *,
@@ -380,7 +359,7 @@ class CudaGroup:
         )
         results = []
         for idx, (move, offset, x) in enumerate(zip(moves, offsets, tensors, strict=True)):
-            exchange.moves[idx] = move.native(offset)
+            exchange.moves[idx] = move.placed(offset)
             results.append(ResultSpec.contiguous(move.result_shape, x.dtype, offset[self.slot]))
         longest = max((move.pair_bytes for move in moves), default=0)
         num_moves = max(1, len(moves))
@@ -422,9 +401,9 @@ class CudaGroup:
         pointers = tuple(first + idx * size_of_move + Move.input.offset for idx in range(len(moves)))
         return Prepared(launch, tuple(results), pointers)
 
-    def _in_rounds(self, x: Tensor, how: How) -> Tensor:
+    def _in_rounds(self, x: Tensor, resharding: Resharding) -> Tensor:
         """An exchange that does not fit in a bank: so many parts of each shard at a time."""
-        split_dim, concat_dim, splits, concats, is_rotated = how
+        split_dim, concat_dim, splits, concats, is_rotated = resharding
         if split_dim == concat_dim:
             return self._rounds_along(x, split_dim)
         shape = list(x.shape)
@@ -445,7 +424,7 @@ class CudaGroup:
             begin, end = bounds[self.slot]
             lengths = tuple(stop - start for start, stop in bounds)
             piece = x.narrow(concat_dim, begin, end - begin)
-            part_of = how._replace(concat_sizes=lengths)
+            part_of = resharding._replace(concat_sizes=lengths)
             got = self._move((piece,), part_of, in_arena=False)[0]
             at = 0
             for member, part in zip(
@@ -460,10 +439,9 @@ class CudaGroup:
         size = self.size
         parts = x.contiguous().view(*x.shape[:dim], size, 1, -1)
         num_rounds = min(parts.shape[-1], x.numel() * x.element_size() // max(1, self.bank.num_bytes) + 2)
-        ones = (1,) * size
-        how = How(dim, dim + 1, ones, ones)
+        resharding = equal_parts(dim, size)
         pieces = torch.tensor_split(parts, num_rounds, -1)
-        arrived = [self._move((piece.contiguous(),), how, in_arena=False)[0] for piece in pieces]
+        arrived = [self._move((piece.contiguous(),), resharding, in_arena=False)[0] for piece in pieces]
         return torch.cat([piece.transpose(dim, dim + 1) for piece in arrived], -1).view(x.shape)
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -70,7 +70,7 @@ class Selector:
     def choose(
         self,
         *,
-        num_members: int,
+        num_ranks: int,
         in_arena: bool,
         pair_bytes: int,
         unit_bytes: int,
@@ -81,7 +81,7 @@ class Selector:
 
         Threads and bulk copies do the same in two ways: each rank may choose by its own unit and rows.
         """
-        choice = self.forced or self._by_size((num_members, in_arena), pair_bytes)
+        choice = self.forced or self._by_size((num_ranks, in_arena), pair_bytes)
         if choice.path == "flagged" and (dense_unit_bytes < MIN_FLAGGED_UNIT or pair_bytes > FLAGGED_LIMIT):
             return FALLBACK
         if choice.path == "bulk" and not (
