@@ -24,6 +24,7 @@ from types import FrameType
 from fake_worker import STATE_BYTES, frames_of_job
 from fault_plan import KINDS, SLOW_KINDS, Done, Fault, FaultFolder, Kind, Point
 from PIL import Image
+from replay import replay
 
 from gfgen.errors import PolicyFault, WorkerError
 from gfgen.gfc.arena import ArenaPlan
@@ -45,7 +46,6 @@ from gfgen.runtime.processes.pool import WorkerPool
 from gfgen.runtime.processes.watchdog import Patience
 from gfgen.runtime.processes.workers import ProcessBackend
 from gfgen.runtime.processes.writes import MAX_WRITES
-from gfgen.runtime.simulate.replay import replay
 from gfgen.snapshot import Decision, Snapshot
 from gfgen.system.wording import counted
 

@@ -13,6 +13,7 @@ import shutil
 from pathlib import Path
 
 from builders import make_job
+from replay import replay
 from test_workers import find_model
 
 from gfgen.job.reader import read_jobs
@@ -21,7 +22,6 @@ from gfgen.runtime.core.events import RankTimes, TaskDone, TaskFailed
 from gfgen.runtime.files import resume
 from gfgen.runtime.files.journal import Journal, first_arrivals, first_job_file, read_runs
 from gfgen.runtime.ipc.slab import Slab, SlabPlan
-from gfgen.runtime.simulate.replay import replay
 
 DATA = Path(__file__).parent.parent / "data" / "one_event_per_rank"
 

@@ -5,6 +5,7 @@ from random import Random
 
 import pytest
 from builders import Recorder, make_job
+from replay import replay
 from test_workers import PICTURE, VIDEO, admitted
 
 from gfgen.errors import InputError
@@ -24,7 +25,6 @@ from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.predict.profile_file import Profile, ProfileRow
 from gfgen.runtime.processes.workers import ProcessBackend
 from gfgen.runtime.simulate.backend import SimulatedBackend, SimulatedTimes
-from gfgen.runtime.simulate.replay import replay
 
 POLICIES = ["legacy", "fcfs", "fcfs,degree=2", "srtf", "srtf,degree=2", "edf", "makespan", "auto"]
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from builders import STEP_S, Recorder, make_job
+from replay import replay
 
 from gfgen.graph import Stage
 from gfgen.policies.catalog import NamedPolicy, load_policy
@@ -29,7 +30,6 @@ from gfgen.runtime.files.journal import Journal, journal_header, read_runs
 from gfgen.runtime.files.start import RunStart
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.simulate.backend import SimulatedBackend, SimulatedTimes
-from gfgen.runtime.simulate.replay import replay
 from gfgen.snapshot import Decision
 
 GB = 10**9

@@ -5,7 +5,7 @@ number and hash, the profile that predictions started from by its hash, and the 
 run had begun. Each event has the number of the turn of the loop that brought it: events of one turn
 were applied together, before the policy was asked once. A turn ends with a line that tells its moment, and
 what was dispatched if the policy was asked. With the job file that is all that a run's decisions
-depended on, so that it can be replayed (replay.py). Journals of earlier gfgen have no such lines.
+depended on, so that it can be replayed (tests/replay.py). Journals of earlier gfgen have no such lines.
 
 Version 1 has an entry for each rank of a dispatch; this module reads it as well.
 """

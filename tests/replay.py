@@ -1,8 +1,8 @@
-"""Replaying a run from its journal: the same events at the same moments lead to the same decisions.
+"""Replays a run from its journal: the same events at the same moments lead to the same decisions.
 
-The real control plane, state and policy run in virtual time over a backend that brings what the
-journal says. What they decide is compared with what the run decided, so that a difference between
-two versions of gfgen, or between what a journal keeps and what decisions depend on, comes to light.
+The real control plane, state and policy run in virtual time over a backend that delivers the events of the
+journal. A decision that differs from the run's shows a difference between two versions of gfgen, or that
+decisions depend on something that the journal does not keep.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def replay(
     header = run.header
     first, later = _split(header, jobs)
     _check_profile(header, profile)
-    clock, journal = Clock(virtual=True), _Comparison(run.turns)
+    clock, journal = Clock(virtual=True), _DecisionCheck(run.turns)
     state = State(
         first,
         RunStart(
@@ -141,7 +141,7 @@ class _RecordedBackend(SimulatedBackend):
         """That they ended by this is in the journal, too."""
 
 
-class _Comparison(NoJournal):
+class _DecisionCheck(NoJournal):
     """In place of a journal: holds what is decided beside what was decided."""
 
     def __init__(self, turns: Sequence[Turn]) -> None:
