@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from benchmarks import measure_attention as measure
-from benchmarks.measure_attention import Variant
+from benchmarks.measure_attention import AttentionVariant
 from gfgen.bench.gfc import check_num_gpus
 from gfgen.gfc.arena import ArenaPlan
 from gfgen.gfc.cuda.rank_processes import CudaRanks
@@ -32,10 +32,10 @@ SHAPES = {
 """Tokens of the whole sequence."""
 NUM_HEADS, HEAD_DIM = 24, 128
 ULYSSES = (
-    Variant(1, 132),
-    *(Variant(chunks, blocks) for chunks in (2, 3) for blocks in (16, 24, 32, 48, 64)),
+    AttentionVariant(1, 132),
+    *(AttentionVariant(chunks, blocks) for chunks in (2, 3) for blocks in (16, 24, 32, 48, 64)),
 )
-RINGS = tuple(Variant(1, blocks) for blocks in (16, 32, 64, 132))
+RINGS = tuple(AttentionVariant(1, blocks) for blocks in (16, 32, 64, 132))
 
 
 @dataclass(frozen=True, slots=True)

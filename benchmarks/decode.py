@@ -40,7 +40,7 @@ DEGREES = (8, 4, 2)
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class DecodeRow:
     """One shape in one dtype on so many GPUs; of several ranks the slowest, or the farthest."""
 
     shape: str
@@ -63,15 +63,15 @@ class Row:
 
 
 def measure_decodes(
-    *, num_gpus: int, seconds: float | None = None, tell: Callable[[Row], None] = lambda row: None
-) -> list[Row]:
+    *, num_gpus: int, seconds: float | None = None, tell: Callable[[DecodeRow], None] = lambda row: None
+) -> list[DecodeRow]:
     """All shapes in all dtypes, on one GPU and on each power of two of them; no row begins after `seconds`.
 
     Raises: InputError for more GPUs than there are.
     """
     check_num_gpus(num_gpus)
     deadline_s = time.monotonic() + (math.inf if seconds is None else seconds)
-    rows: list[Row] = []
+    rows: list[DecodeRow] = []
     ranks = CudaRanks(num_gpus, GPU_PLAN)
     try:
         for row in _measured(ranks, num_gpus):
@@ -86,7 +86,7 @@ def measure_decodes(
     return sorted(rows, key=lambda row: (order.index((row.shape, row.dtype)), row.degree))
 
 
-def _measured(ranks: CudaRanks, num_gpus: int) -> Iterator[Row]:
+def _measured(ranks: CudaRanks, num_gpus: int) -> Iterator[DecodeRow]:
     """A row when it is asked for."""
     for shape in SHAPES:
         for dtype in DTYPES[:1] if shape.is_exact else DTYPES:
@@ -108,7 +108,7 @@ def _side_by_side(ranks: CudaRanks, num_gpus: int, shape: Shape, degree: int) ->
     return [ranks.result(rank) for layout in layouts for rank in layout.ranks]
 
 
-def _row(shape: Shape, dtype: str, degree: int, results: Sequence[dict[str, Any]]) -> Row:
+def _row(shape: Shape, dtype: str, degree: int, results: Sequence[dict[str, Any]]) -> DecodeRow:
     def most(name: str) -> Any:
         values = [result[name] for result in results if result.get(name) is not None]
         return max(values) if values else None
@@ -116,7 +116,7 @@ def _row(shape: Shape, dtype: str, degree: int, results: Sequence[dict[str, Any]
     psnrs = [result["psnr_db"] for result in results if result["psnr_db"] is not None]
     # On several GPUs a decode has ended when the last of them has.
     medians = [statistics.median(result["times_s"]) for result in results]
-    return Row(
+    return DecodeRow(
         shape.name,
         dtype,
         degree,
@@ -131,7 +131,7 @@ def _row(shape: Shape, dtype: str, degree: int, results: Sequence[dict[str, Any]
     )
 
 
-def table_of(rows: Sequence[Row], *, device: str, command: str) -> Iterator[str]:
+def table_of(rows: Sequence[DecodeRow], *, device: str, command: str) -> Iterator[str]:
     """Markdown: a line for each row."""
     yield f"# Decodes of VAEs, {time.strftime('%Y-%m-%d')}\n"
     yield f"{device}; command: `{command}`\n"
@@ -163,7 +163,7 @@ def _text(value: float | None, form: str) -> str:
     return "" if value is None else format(value, form)
 
 
-def store(rows: Sequence[Row], stem: Path, text: str) -> None:
+def store(rows: Sequence[DecodeRow], stem: Path, text: str) -> None:
     """As .json and .md."""
     stem.with_suffix(".json").write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
     stem.with_suffix(".md").write_text(text + "\n")
@@ -183,7 +183,7 @@ def main(*, gpus: int | None, seconds: float | None, output: Path | None) -> Non
     num_gpus = driver().num_devices if gpus is None else gpus
     began_s = time.monotonic()
 
-    def tell(row: Row) -> None:
+    def tell(row: DecodeRow) -> None:
         click.echo(
             f"{time.monotonic() - began_s:5.0f} s  {row.shape}/{row.dtype}/{row.degree}: {row.seconds:.3f} s",
             err=True,

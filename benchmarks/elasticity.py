@@ -91,7 +91,7 @@ def main(
         _tell(f"{time.monotonic() - began_s:5.0f} s  warm; {_announced(cases, setting.expected)}")
         words = _words(options, model=model, samples=samples, lookahead=lookahead, only=only)
         about = {"device": options.description, "command": " ".join(words), "model": model}
-        rows: list[table.Row] = []
+        rows: list[table.ElasticityRow] = []
         try:
             for row in bench.measure_cases(cases, setting, seconds=left_s, tell=_tell):
                 rows.append(row)
@@ -108,7 +108,7 @@ def _make(folder: Path) -> None:
 
 
 def _report(
-    rows: Sequence[table.Row], about: Mapping[str, str], output: Path | None, *, as_json: bool
+    rows: Sequence[table.ElasticityRow], about: Mapping[str, str], output: Path | None, *, as_json: bool
 ) -> None:
     content = json.dumps(table.as_content(rows, **about), indent=1) + "\n"
     text = "\n".join(table.table_of(rows, **about)) + "\n"
@@ -125,7 +125,7 @@ def _subject(model: str, options: Ranks, num_samples: int) -> bench.Subject:
     return bench.Subject(options.num_ranks, small, large, num_samples)
 
 
-def _wanted(cases: Sequence[bench.Case], patterns: Sequence[str]) -> Sequence[bench.Case]:
+def _wanted(cases: Sequence[bench.ElasticityCase], patterns: Sequence[str]) -> Sequence[bench.ElasticityCase]:
     """Those that fit one of the patterns, if there are any; InputError where none does."""
     fitting = [case for case in cases if any(fnmatch(case.name, pattern) for pattern in patterns or ("*",))]
     if not fitting:
@@ -150,7 +150,7 @@ def _expected(setting: bench.Setting, subject: bench.Subject) -> CostModel:
         return setting.costs
 
 
-def _announced(cases: Sequence[bench.Case], costs: CostModel) -> str:
+def _announced(cases: Sequence[bench.ElasticityCase], costs: CostModel) -> str:
     noun = "case" if len(cases) == 1 else "cases"
     return f"{len(cases)} {noun}, about {sum(case.predicted_s(costs) for case in cases):.0f} s"
 

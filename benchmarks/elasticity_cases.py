@@ -21,14 +21,14 @@ from benchmarks.elasticity_rows import (
     CHANGED_GOAL_S,
     SAME_GOAL_S,
     SAME_P99_GOAL_S,
-    Row,
+    ElasticityRow,
     bare_rows,
     fresh_rows,
     gap_row,
     urgent_row,
 )
+from gfgen.bench.device_times import Gap, gaps_of, spans_of
 from gfgen.bench.scripted import MeasuredRun, Place, copy_of, placed_by, run_jobs
-from gfgen.bench.timeline import Gap, gaps_of, spans_of
 from gfgen.graph import Stage, Task
 from gfgen.layout import Layout
 from gfgen.policies.catalog import NamedPolicy, load_policy
@@ -107,18 +107,18 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class ElasticityCase:
     """A run, or some, that give rows."""
 
     name: str
-    measure: Callable[[Setting], Sequence[Row]]
+    measure: Callable[[Setting], Sequence[ElasticityRow]]
     predicted_s: Callable[[CostModel], float]
 
 
 # What there is to measure -------------------------------------------------------------------------
 
 
-def cases_of(subject: Subject) -> list[Case]:
+def cases_of(subject: Subject) -> list[ElasticityCase]:
     """Everything that so many ranks allow, what has goals first."""
     num_ranks, half, small, large = subject.num_ranks, subject.half, subject.small, subject.large
     found = [_unchanged(subject, degree, small) for degree in sorted({1, half, num_ranks})]
@@ -162,14 +162,14 @@ def _placed(job: AdmittedJob, task: Task, step_layout: Layout, all_ranks: Sequen
 
 def _unchanged(
     subject: Subject, degree: int, job: AdmittedJob, *, lookahead_s: float | None = None, suffix: str = ""
-) -> Case:
+) -> ElasticityCase:
     """A job on each of as many groups as there are, all at once."""
     groups = [subject.ranks[at : at + degree] for at in range(0, subject.num_ranks - degree + 1, degree)]
     steps = math.ceil(subject.num_samples / len(groups)) + SETTLING_STEPS + 1
     jobs = {f"same-{group[0]}": group for group in groups}
     name = f"unchanged, {counted(degree, 'rank')}, {_size(job)}{suffix}"
 
-    def measure(setting: Setting) -> Sequence[Row]:
+    def measure(setting: Setting) -> Sequence[ElasticityRow]:
         copies = [copy_of(job, job_id, steps) for job_id in jobs]
         record = setting.run(
             copies,
@@ -188,7 +188,7 @@ def _unchanged(
         ]
 
     layout = layout_on(job, groups[0])
-    return Case(name, measure, lambda costs: _predicted_s(costs, job, [layout] * steps, groups[0]))
+    return ElasticityCase(name, measure, lambda costs: _predicted_s(costs, job, [layout] * steps, groups[0]))
 
 
 def _settled(record: MeasuredRun, num_steps: int = SETTLING_STEPS) -> list[Gap]:
@@ -206,13 +206,13 @@ def _changed(
     *,
     lookahead_s: float | None = None,
     suffix: str = "",
-) -> Case:
+) -> ElasticityCase:
     """A job that goes round these ranks; a row for each change."""
     rounds = math.ceil(subject.num_samples / 2) + SETTLING_ROUNDS + 1
     layouts = [layout_on(job, places[step % len(places)]) for step in range(rounds * len(places))]
     changes = {_change(*pair): None for pair in itertools.pairwise([*places, places[0]])}
 
-    def measure(setting: Setting) -> Sequence[Row]:
+    def measure(setting: Setting) -> Sequence[ElasticityRow]:
         record = setting.run(
             [copy_of(job, "changing", len(layouts))],
             lambda view: _placed(
@@ -230,7 +230,7 @@ def _changed(
         ]
 
     name = f"changed, {' and '.join(changes)}, {_size(job)}{suffix}"
-    return Case(name, measure, lambda costs: _predicted_s(costs, job, layouts, subject.ranks))
+    return ElasticityCase(name, measure, lambda costs: _predicted_s(costs, job, layouts, subject.ranks))
 
 
 def _change(before: Sequence[int], after: Sequence[int]) -> str:
@@ -241,7 +241,7 @@ def _change(before: Sequence[int], after: Sequence[int]) -> str:
 # Fresh groups -----------------------------------------------------------------------------------------
 
 
-def _fresh(subject: Subject, job: AdmittedJob) -> Case:
+def _fresh(subject: Subject, job: AdmittedJob) -> ElasticityCase:
     """Switches between two orders of all ranks that are in use for long, then to orders that never were.
 
     First every rank has every place of a layout: what it computes there is loaded then, and what is left to
@@ -255,7 +255,7 @@ def _fresh(subject: Subject, job: AdmittedJob) -> Case:
     orders = [*shifts * SETTLING_ROUNDS, *known * uses, *fresh]
     name = f"group of {subject.num_ranks}, first use and use {uses}, {_size(job)}"
 
-    def measure(setting: Setting) -> Sequence[Row]:
+    def measure(setting: Setting) -> Sequence[ElasticityRow]:
         record = setting.run(
             [copy_of(job, "orders", len(orders))],
             lambda view: _placed(
@@ -265,19 +265,19 @@ def _fresh(subject: Subject, job: AdmittedJob) -> Case:
         return fresh_rows(record, name, num_fresh=len(fresh))
 
     layouts = [layout_on(job, order) for order in orders]
-    return Case(name, measure, lambda costs: _predicted_s(costs, job, layouts, subject.ranks))
+    return ElasticityCase(name, measure, lambda costs: _predicted_s(costs, job, layouts, subject.ranks))
 
 
 # A bare loop ------------------------------------------------------------------------------------------
 
 
-def _pinned(subject: Subject, job: AdmittedJob) -> Case:
+def _pinned(subject: Subject, job: AdmittedJob) -> ElasticityCase:
     """`fcfs` with all ranks for every job, beside a loop that nobody schedules."""
     degree = subject.num_ranks
     steps = min(BARE_STEPS, max(4, subject.num_samples // 4))
     name = f"fcfs on {counted(degree, 'rank')} over a bare loop, {_size(job)}, {steps} steps"
 
-    def measure(setting: Setting) -> Sequence[Row]:
+    def measure(setting: Setting) -> Sequence[ElasticityRow]:
         jobs = [copy_of(job, f"pinned-{number}", steps) for number in range(BARE_JOBS)]
         record = setting.run(jobs, load_policy(f"fcfs,degree={degree}"))
         last = [record.dispatches[number] for number in sorted(record.done)]
@@ -290,13 +290,13 @@ def _pinned(subject: Subject, job: AdmittedJob) -> Case:
     def predicted_s(costs: CostModel) -> float:
         return 2 * BARE_JOBS * _predicted_s(costs, job, [layout] * steps, subject.ranks)
 
-    return Case(name, measure, predicted_s)
+    return ElasticityCase(name, measure, predicted_s)
 
 
 # Urgent jobs ------------------------------------------------------------------------------------------
 
 
-def _urgent(subject: Subject) -> Case:
+def _urgent(subject: Subject) -> ElasticityCase:
     """Large jobs on every rank, and small ones that go before them."""
     small, large = subject.small, subject.large
     num_urgent = min(URGENT_JOBS, subject.num_samples)
@@ -312,7 +312,7 @@ def _urgent(subject: Subject) -> Case:
         """Of the others, so that they are there until the last urgent job is done."""
         return math.ceil(spacing(costs) * (num_urgent + 2)) + 1
 
-    def measure(setting: Setting) -> Sequence[Row]:
+    def measure(setting: Setting) -> Sequence[ElasticityRow]:
         step_s = _step_s(setting.costs, large)  # such steps were seen by now
         spacing_s = spacing(setting.expected) * step_s
         jobs = [copy_of(large, f"long-{rank}", num_steps(setting.expected)) for rank in subject.ranks]
@@ -327,7 +327,7 @@ def _urgent(subject: Subject) -> Case:
         long_s = _predicted_s(costs, large, [Layout.single(0)] * num_steps(costs), (0,))
         return long_s + num_urgent * _step_s(costs, large)
 
-    return Case(name, measure, predicted_s)
+    return ElasticityCase(name, measure, predicted_s)
 
 
 def _step_s(costs: CostModel, job: AdmittedJob) -> float:
@@ -338,12 +338,12 @@ def _step_s(costs: CostModel, job: AdmittedJob) -> float:
 
 
 def measure_cases(
-    cases: Sequence[Case],
+    cases: Sequence[ElasticityCase],
     setting: Setting,
     *,
     seconds: float | None = None,
     tell: Callable[[str], None] = lambda line: None,
-) -> Iterator[Row]:
+) -> Iterator[ElasticityRow]:
     """Rows, as they come; no case is begun that is predicted to end after so many seconds."""
     began_s = time.monotonic()
     for case in cases:

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from gfgen.bench.device_times import Span, gaps_of, lasted_s, spans_of
 from gfgen.bench.scripted import MeasuredRun
-from gfgen.bench.timeline import Span, gaps_of, lasted_s, spans_of
 from gfgen.errors import WorkerError
 from gfgen.graph import Stage
 from gfgen.runtime.control.metrics import percentile
@@ -25,7 +25,7 @@ BARE_GOAL = 0.01
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ElasticityRow:
     """One thing that was measured."""
 
     name: str
@@ -42,7 +42,7 @@ class Row:
 
 def gap_row(
     name: str, gaps_s: Sequence[float], *, goal_s: float | None, p99_goal_s: float | None = None
-) -> Row:
+) -> ElasticityRow:
     """Idle times between steps; WorkerError where there are none."""
     if not gaps_s:
         raise WorkerError(f"{name}: no two steps followed each other")
@@ -53,10 +53,10 @@ def gap_row(
     if goal_s is not None:
         is_met = median_s <= goal_s and (p99_goal_s is None or p99_s <= p99_goal_s)
     found = f"{median_s * 1e3:.3f} ms, P99 {p99_s * 1e3:.3f} ms"
-    return Row(name, ", ".join(goals), found, len(gaps_s), is_met, {"gaps": gaps_s})
+    return ElasticityRow(name, ", ".join(goals), found, len(gaps_s), is_met, {"gaps": gaps_s})
 
 
-def fresh_rows(record: MeasuredRun, name: str, *, num_fresh: int) -> Sequence[Row]:
+def fresh_rows(record: MeasuredRun, name: str, *, num_fresh: int) -> Sequence[ElasticityRow]:
     """The last so many steps of a job, whose groups are new, beside as many before them, whose are not."""
     spans = spans_of(record)
     gaps = list(gaps_of(record, spans))
@@ -69,7 +69,7 @@ def fresh_rows(record: MeasuredRun, name: str, *, num_fresh: int) -> Sequence[Ro
         once, often = [values_of(gap) for gap in first], [values_of(gap) for gap in late]
         differs_s = statistics.median(once) - statistics.median(often)
         rows.append(
-            Row(
+            ElasticityRow(
                 f"{name}: {what}",
                 "no difference",
                 f"{_ms(once)} and {_ms(often)}: {differs_s * 1e3:+.3f} ms",
@@ -87,7 +87,7 @@ def _ms(values: Sequence[float]) -> str:
 
 def bare_rows(
     name: str, record: MeasuredRun, job_ids: Sequence[str], bare: Sequence[BareTimes]
-) -> Sequence[Row]:
+) -> Sequence[ElasticityRow]:
     """Steps, and whole jobs: those of a run beside as many in a bare loop, by its slowest rank."""
     jobs_s, steps_s = _scheduled_times(record, job_ids)
     number = len(job_ids)
@@ -129,9 +129,9 @@ def _end_s(spans: Mapping[int, Span]) -> float:
     return max(span.end_s for span in spans.values())
 
 
-def _bare_row(name: str, scheduled_s: Sequence[float], bare_s: Sequence[float]) -> Row:
+def _bare_row(name: str, scheduled_s: Sequence[float], bare_s: Sequence[float]) -> ElasticityRow:
     ratio = statistics.median(scheduled_s) / statistics.median(bare_s) - 1
-    return Row(
+    return ElasticityRow(
         name,
         f"within {BARE_GOAL:.0%}",
         f"{in_words(statistics.median(scheduled_s))} and {in_words(statistics.median(bare_s))}: {ratio:+.2%}",
@@ -141,7 +141,7 @@ def _bare_row(name: str, scheduled_s: Sequence[float], bare_s: Sequence[float]) 
     )
 
 
-def urgent_row(name: str, record: MeasuredRun, arrivals_s: Mapping[str, float]) -> Row:
+def urgent_row(name: str, record: MeasuredRun, arrivals_s: Mapping[str, float]) -> ElasticityRow:
     """How long these jobs waited for their first task, beside the steps of the others."""
     spans = spans_of(record)
     begins_s: dict[str, float] = {}
@@ -155,7 +155,7 @@ def urgent_row(name: str, record: MeasuredRun, arrivals_s: Mapping[str, float]) 
             steps_s.append(lasted_s(spans[number]))
     delays_s = [begins_s[job_id] - arrival_s for job_id, arrival_s in arrivals_s.items()]
     step_s = statistics.median(steps_s)
-    return Row(
+    return ElasticityRow(
         name,
         "one step at most",
         f"median {in_words(statistics.median(delays_s))}, worst {in_words(max(delays_s))} "
@@ -169,7 +169,7 @@ def urgent_row(name: str, record: MeasuredRun, arrivals_s: Mapping[str, float]) 
 # The table ----------------------------------------------------------------------------------------------
 
 
-def table_of(rows: Sequence[Row], *, device: str, command: str, model: str) -> Iterator[str]:
+def table_of(rows: Sequence[ElasticityRow], *, device: str, command: str, model: str) -> Iterator[str]:
     """Markdown."""
     yield f"# The price of elasticity, {time.strftime('%Y-%m-%d')}\n"
     yield f"{device}; {model}; command: `{command}`\n"
@@ -185,7 +185,7 @@ def table_of(rows: Sequence[Row], *, device: str, command: str, model: str) -> I
         yield f"| {row.name} | {row.goal} | {row.found} | {row.num_samples} | {met} |"
 
 
-def as_content(rows: Sequence[Row], *, device: str, command: str, model: str) -> dict[str, Any]:
+def as_content(rows: Sequence[ElasticityRow], *, device: str, command: str, model: str) -> dict[str, Any]:
     """For a JSON file: every sample, in seconds."""
     return {
         "device": device,

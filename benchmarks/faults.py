@@ -18,11 +18,11 @@ from gfgen.system.machine import cpu_name
 
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 
-from fault_plan import Kind
-from fault_schedules import Fleet, Result, make_schedule, run_schedule
+from fault_plan import FaultKind
+from fault_schedules import Fleet, ScheduleResult, make_schedule, run_schedule
 
 
-def soak(seeds: Iterable[int], *, until_s: float) -> Iterator[Result]:
+def soak(seeds: Iterable[int], *, until_s: float) -> Iterator[ScheduleResult]:
     """Results of the schedules of these seeds; none is begun after `until_s`."""
     with Fleet(preload=["fake_worker"]) as fleet:  # no torch: a fork takes 3 ms, not 20
         for seed in seeds:
@@ -31,10 +31,10 @@ def soak(seeds: Iterable[int], *, until_s: float) -> Iterator[Result]:
             yield run_schedule(make_schedule(seed), fleet)
 
 
-def table_of(results: Sequence[Result], *, wall_s: float) -> Iterator[str]:
+def table_of(results: Sequence[ScheduleResult], *, wall_s: float) -> Iterator[str]:
     """The lines of a Markdown table."""
     faults = sum((result.faults for result in results), Counter[str]())
-    num_delays = faults.pop(Kind.DELAY, 0)
+    num_delays = faults.pop(FaultKind.DELAY, 0)
     rows = {
         "schedules": len(results),
         "wall time, s": round(wall_s),

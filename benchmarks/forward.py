@@ -21,7 +21,7 @@ from typing import Any
 import click
 
 from benchmarks import measure_forward
-from benchmarks.measure_forward import Kind, Shape
+from benchmarks.measure_forward import ForwardKind, Shape
 from gfgen.bench.gfc import check_num_gpus
 from gfgen.cli.options import FiniteRange
 from gfgen.errors import InputError
@@ -44,35 +44,35 @@ SHAPES = (
 )
 DEGREES = (1, 2, 4)
 THEIRS = {
-    "diffusers": Kind(is_ours=False),
-    "diffusers-compiled": Kind(is_ours=False, is_compiled=True),
+    "diffusers": ForwardKind(is_ours=False),
+    "diffusers-compiled": ForwardKind(is_ours=False, is_compiled=True),
 }
 UNEVEN = {
-    "diffusers-uneven": Kind(is_ours=False, takes_anything=True),
-    "diffusers-uneven-compiled": Kind(is_ours=False, is_compiled=True, takes_anything=True),
+    "diffusers-uneven": ForwardKind(is_ours=False, takes_anything=True),
+    "diffusers-uneven-compiled": ForwardKind(is_ours=False, is_compiled=True, takes_anything=True),
 }
 """Context parallelism only, for shapes whose tokens do not divide by the ranks: it refuses them otherwise."""
 OURS = {
-    "ours": Kind(is_ours=True),
-    "ours-graph": Kind(is_ours=True, in_graph=True),
+    "ours": ForwardKind(is_ours=True),
+    "ours-graph": ForwardKind(is_ours=True, in_graph=True),
 }
 BOTH = {
-    "both-in-turn": Kind(is_ours=True, in_graph=True, branches="in turn"),
-    "both-in-batch": Kind(is_ours=True, in_graph=True, branches="in batch"),
-    "both-on-halves": Kind(is_ours=True, in_graph=True, branches="in turn"),
+    "both-in-turn": ForwardKind(is_ours=True, in_graph=True, branches="in turn"),
+    "both-in-batch": ForwardKind(is_ours=True, in_graph=True, branches="in batch"),
+    "both-on-halves": ForwardKind(is_ours=True, in_graph=True, branches="in turn"),
 }
 """Both branches of guidance, as a step evaluates them; halves need an even number of GPUs."""
 ON_HALVES = "both-on-halves"
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class ForwardCell:
     """One shape on so many GPUs in one way."""
 
     shape: Shape
     degree: int
     way: str
-    kind: Kind
+    kind: ForwardKind
 
     @property
     def name(self) -> str:
@@ -86,17 +86,17 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredForward:
     """A cell's result: the slowest rank's median, or why there is none."""
 
-    cell: Cell
+    cell: ForwardCell
     ms: float | None = None
     first_s: float | None = None
     peak_gb: float | None = None
     error: str | None = None
 
 
-def cells_of(*, num_gpus: int, only: Sequence[str] = ()) -> list[Cell]:
+def cells_of(*, num_gpus: int, only: Sequence[str] = ()) -> list[ForwardCell]:
     """All cells whose name fits one of the patterns, in an order that makes each transformer once.
 
     diffusers' own come first: what ours leaves in the process would change them.
@@ -106,13 +106,13 @@ def cells_of(*, num_gpus: int, only: Sequence[str] = ()) -> list[Cell]:
     for degree, model in itertools.product(degrees, (WAN, QWEN)):
         shapes = [shape for shape in SHAPES if shape.model == model]
         for way, kind in THEIRS.items():
-            found += [Cell(shape, degree, way, kind) for shape in shapes]
+            found += [ForwardCell(shape, degree, way, kind) for shape in shapes]
         for way, kind in UNEVEN.items():
-            found += [Cell(shape, degree, way, kind) for shape in shapes if shape.num_tokens % degree]
+            found += [ForwardCell(shape, degree, way, kind) for shape in shapes if shape.num_tokens % degree]
     for degree, model in itertools.product(degrees, (WAN, QWEN)):
         for way, kind in (OURS | BOTH).items():
             if way != ON_HALVES or degree % 2 == 0:
-                found += [Cell(shape, degree, way, kind) for shape in SHAPES if shape.model == model]
+                found += [ForwardCell(shape, degree, way, kind) for shape in SHAPES if shape.model == model]
     chosen = [cell for cell in found if not only or any(fnmatch.fnmatch(cell.name, each) for each in only)]
     return sorted(chosen, key=lambda cell: (cell.degree, cell.kind.is_ours))
 
@@ -122,8 +122,8 @@ def measure_forwards(
     num_gpus: int,
     only: Sequence[str] = (),
     seconds: float | None = None,
-    tell: Callable[[Measured], None] = lambda measured: None,
-) -> list[Measured]:
+    tell: Callable[[MeasuredForward], None] = lambda measured: None,
+) -> list[MeasuredForward]:
     """Measures what is asked for, and begins no cell after so many seconds.
 
     Raises: InputError for more GPUs than there are, or patterns that fit nothing.
@@ -134,7 +134,7 @@ def measure_forwards(
         raise InputError(f"--only {' '.join(only)}: fits no name such as {cells_of(num_gpus=1)[0].name}")
     os.environ["NCCL_NVLS_ENABLE"] = "0"  # multicast: see DESIGN.md on killed peers
     deadline_s = time.monotonic() + (seconds or float("inf"))
-    results: list[Measured] = []
+    results: list[MeasuredForward] = []
     for degree, group in itertools.groupby(cells, key=lambda cell: cell.degree):
         for measured in _measured(degree, list(group), deadline_s):
             results.append(measured)
@@ -142,7 +142,7 @@ def measure_forwards(
     return results
 
 
-def _measured(degree: int, cells: Sequence[Cell], deadline_s: float) -> Iterator[Measured]:
+def _measured(degree: int, cells: Sequence[ForwardCell], deadline_s: float) -> Iterator[MeasuredForward]:
     """The cells of one degree, on processes of their own: NCCL's world has its size."""
     if time.monotonic() > deadline_s:
         return
@@ -160,11 +160,11 @@ def _measured(degree: int, cells: Sequence[Cell], deadline_s: float) -> Iterator
         ranks.close()
 
 
-def _summary(cell: Cell, ranks: Sequence[dict[str, Any]]) -> Measured:
+def _summary(cell: ForwardCell, ranks: Sequence[dict[str, Any]]) -> MeasuredForward:
     errors = [rank["error"] for rank in ranks if "error" in rank]
     if errors:
-        return Measured(cell, error=errors[0])
-    return Measured(
+        return MeasuredForward(cell, error=errors[0])
+    return MeasuredForward(
         cell,
         ms=max(statistics.median(rank["times_ms"]) for rank in ranks),
         first_s=max(rank["first_s"] for rank in ranks),
@@ -172,7 +172,7 @@ def _summary(cell: Cell, ranks: Sequence[dict[str, Any]]) -> Measured:
     )
 
 
-def table_of(results: Sequence[Measured], *, device: str, command: str) -> Iterator[str]:
+def table_of(results: Sequence[MeasuredForward], *, device: str, command: str) -> Iterator[str]:
     """Markdown: a table for each number of GPUs, then why cells are empty."""
     yield f"# Forwards of transformers, {time.strftime('%Y-%m-%d')}\n"
     yield f"{device}; command: `{command}`\n"
@@ -204,11 +204,11 @@ def table_of(results: Sequence[Measured], *, device: str, command: str) -> Itera
 
 
 def _rows_of(
-    results: Sequence[Measured],
+    results: Sequence[MeasuredForward],
     degree: int,
     all_ways: Sequence[str],
     last: str,
-    conclusion: Callable[[Sequence[Measured], Shape, int], str],
+    conclusion: Callable[[Sequence[MeasuredForward], Shape, int], str],
 ) -> Iterator[str]:
     """The table of one number of GPUs: a row for each shape, a column for each way that was measured."""
     ways = [way for way in all_ways if any(each.cell.way == way for each in results)]
@@ -221,27 +221,31 @@ def _rows_of(
     yield ""
 
 
-def _fastest(found: Sequence[Measured], shape: Shape, degree: int) -> str:
+def _fastest(found: Sequence[MeasuredForward], shape: Shape, degree: int) -> str:
     known = {each.cell.way: each.ms for each in found if each.cell.shape == shape and each.ms is not None}
     return min(known, key=known.__getitem__).removeprefix("both-") if len(known) > 1 else ""
 
 
-def _number(measured: Measured | None) -> str:
+def _number(measured: MeasuredForward | None) -> str:
     if measured is None:
         return ""
     return "-" if measured.ms is None else f"{measured.ms:.1f}"
 
 
-def _gain(found: Sequence[Measured], shape: Shape, degree: int) -> str:
+def _gain(found: Sequence[MeasuredForward], shape: Shape, degree: int) -> str:
     theirs, ours = (_best(found, shape, degree, is_ours=is_ours) for is_ours in (False, True))
     return f"{theirs / ours:.2f}" if theirs and ours else ""
 
 
-def store(results: Sequence[Measured], stem: Path, *, device: str, command: str) -> None:
+def store(results: Sequence[MeasuredForward], stem: Path, *, device: str, command: str) -> None:
     """As .json, and as table and chart of all that the .json then holds: earlier runs' cells stay in it."""
     content = keep(results, stem, device=device, command=command)
     cells = sorted(cells_of(num_gpus=max(DEGREES)), key=lambda cell: (cell.degree, SHAPES.index(cell.shape)))
-    known = [Measured(cell, **content["cells"][cell.name]) for cell in cells if cell.name in content["cells"]]
+    known = [
+        MeasuredForward(cell, **content["cells"][cell.name])
+        for cell in cells
+        if cell.name in content["cells"]
+    ]
     lines = table_of(known, device=content["device"], command="`, `".join(content["commands"]))
     stem.with_suffix(".md").write_text("\n".join(lines) + "\n")
     try:
@@ -250,7 +254,7 @@ def store(results: Sequence[Measured], stem: Path, *, device: str, command: str)
         logger.warning("no chart: matplotlib is missing (pip install 'gfgen[plot]')")
 
 
-def keep(results: Sequence[Measured], stem: Path, *, device: str, command: str) -> Mapping[str, Any]:
+def keep(results: Sequence[MeasuredForward], stem: Path, *, device: str, command: str) -> Mapping[str, Any]:
     """As .json beside what an earlier run has left there, and all of that."""
     path = stem.with_suffix(".json")
     content: dict[str, Any] = {"device": "", "commands": [], "cells": {}}
@@ -266,7 +270,7 @@ def keep(results: Sequence[Measured], stem: Path, *, device: str, command: str) 
     return content
 
 
-def chart(results: Sequence[Measured], path: Path, *, device: str) -> None:
+def chart(results: Sequence[MeasuredForward], path: Path, *, device: str) -> None:
     """The best of diffusers beside the best of ours, by shape and number of GPUs. Needs matplotlib."""
     import matplotlib
 
@@ -308,7 +312,7 @@ def chart(results: Sequence[Measured], path: Path, *, device: str) -> None:
     pyplot.close(figure)
 
 
-def _best(results: Sequence[Measured], shape: Shape, degree: int, *, is_ours: bool) -> float | None:
+def _best(results: Sequence[MeasuredForward], shape: Shape, degree: int, *, is_ours: bool) -> float | None:
     found = [
         each.ms
         for each in results
@@ -345,7 +349,7 @@ def main(*, gpus: int | None, only: tuple[str, ...], seconds: float | None, outp
         output.mkdir(parents=True, exist_ok=True)
         stem = output / f"{time.strftime('%Y-%m-%d')}-forward"
 
-    def tell(measured: Measured) -> None:
+    def tell(measured: MeasuredForward) -> None:
         result = measured.error or f"{measured.ms:.1f} ms (first {measured.first_s:.1f} s)"
         click.echo(f"{time.monotonic() - began_s:5.0f} s  {measured.cell.name}: {result}", err=True)
         if stem is not None:

@@ -48,7 +48,7 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True)
-class Case:
+class PrecisionCase:
     """Layouts of the steps, in turn."""
 
     name: str
@@ -57,19 +57,29 @@ class Case:
     """Both branches in one forward."""
 
 
-def cases(num_gpus: int) -> list[Case]:
+def cases(num_gpus: int) -> list[PrecisionCase]:
     """What is compared with diffusers."""
     single, pair, other = Layout((0,)), Layout((0, 1), ulysses=2), Layout((1, 0), ulysses=2)
-    found = [Case("1", (single,)), Case("2", (pair,)), Case("2, other ranks", (other,))]
+    found = [
+        PrecisionCase("1", (single,)),
+        PrecisionCase("2", (pair,)),
+        PrecisionCase("2, other ranks", (other,)),
+    ]
     halves = Layout((0, 1), cfg=2)
-    found.append(Case("cfg 2", (halves,)))
-    found += [Case(f"{each.degree}, in one forward", (each,), in_batch=True) for each in (single, pair)]
+    found.append(PrecisionCase("cfg 2", (halves,)))
+    found += [
+        PrecisionCase(f"{each.degree}, in one forward", (each,), in_batch=True) for each in (single, pair)
+    ]
     if num_gpus >= 4:
         four, turned = Layout((0, 1, 2, 3), ulysses=4), Layout((2, 0, 3, 1), ulysses=4)
         both = Layout((3, 1, 0, 2), cfg=2, ulysses=2)
-        found += [Case("4", (four,)), Case("4, other order", (turned,)), Case("cfg 2 x 2", (both,))]
-        found.append(Case("1, 2, 4, cfg 2 x 2 in turn", (single, pair, four, both)))
-        found.append(Case("4, in one forward", (four,), in_batch=True))
+        found += [
+            PrecisionCase("4", (four,)),
+            PrecisionCase("4, other order", (turned,)),
+            PrecisionCase("cfg 2 x 2", (both,)),
+        ]
+        found.append(PrecisionCase("1, 2, 4, cfg 2 x 2 in turn", (single, pair, four, both)))
+        found.append(PrecisionCase("4, in one forward", (four,), in_batch=True))
     return found
 
 

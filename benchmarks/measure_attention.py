@@ -27,7 +27,7 @@ COPIES, REPEATS = 4, 9
 
 
 @dataclass(frozen=True, slots=True)
-class Variant:
+class AttentionVariant:
     """A way of sharing an attention, as it is or in chunks of heads; blocks: of an exchange beside it."""
 
     num_chunks: int
@@ -70,14 +70,14 @@ def shared(
     num_tokens: int,
     num_heads: int,
     head_dim: int,
-    variants: Sequence[Variant],
+    variants: Sequence[AttentionVariant],
 ) -> dict[str, float]:
     """The time of each variant by name, as shipped, and of exchanges only."""
     group = _entered(endpoint, layout, dispatch)
     sizes = shard_sizes(num_tokens, layout.degree)
     tensors = query, key, value = _inputs(endpoint, sizes[group.slot], num_heads, head_dim)
 
-    def attention(variant: Variant | None) -> Callable[[CudaGroup], Tensor]:
+    def attention(variant: AttentionVariant | None) -> Callable[[CudaGroup], Tensor]:
         num_chunks = variant.num_chunks if variant else None
         return lambda group: shared_attention(
             query,

@@ -33,7 +33,7 @@ REPEATS = 3
 REPEATS_ALONE = 1
 """Of one on a rank alone; all GPUs of the machine do it at the same time, each for itself."""
 
-Result = dict[str, Any]
+DecodeResult = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ _KEPT: dict[Shape, Decode] = {}
 
 
 @torch.no_grad()
-def alone(endpoint: CudaEndpoint, shape: Shape, dtype: str) -> Result:
+def alone(endpoint: CudaEndpoint, shape: Shape, dtype: str) -> DecodeResult:
     """Times of a whole decode on this GPU; in bf16 also how far it is from fp32, measured before."""
     torch.cuda.set_device(endpoint.device)
     torch.backends.cudnn.allow_tf32 = not shape.is_exact
@@ -90,7 +90,7 @@ def alone(endpoint: CudaEndpoint, shape: Shape, dtype: str) -> Result:
 
 
 @torch.no_grad()
-def shared(endpoint: CudaEndpoint, shape: Shape, layout: Layout, dispatch: int) -> Result:
+def shared(endpoint: CudaEndpoint, shape: Shape, layout: Layout, dispatch: int) -> DecodeResult:
     """Times of a decode with other GPUs, and how far this one's rows are from those of `alone`."""
     torch.cuda.set_device(endpoint.device)
     numbers = iter(range(dispatch, dispatch + REPEATS + 1))
@@ -111,7 +111,7 @@ def random_latents(shape: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(device)
 
 
-def decode_alone(decode: Decode) -> Result:
+def decode_alone(decode: Decode) -> DecodeResult:
     """A whole decode by diffusers as it comes, then with hooks that do nothing; the latter is timed."""
     latents_BCTHW = decode.latents_BCTHW.to(decode.vae.dtype)
     first_s, plain = _timed(lambda: decode.vae.decode(latents_BCTHW, return_dict=False)[0])
@@ -136,7 +136,7 @@ def decode_alone(decode: Decode) -> Result:
     }
 
 
-def decode_shared(decode: Decode, meet: Callable[[], Parallel]) -> Result:
+def decode_shared(decode: Decode, meet: Callable[[], Parallel]) -> DecodeResult:
     """A decode of this rank's rows; the clock runs from when all ranks have come until this one is done."""
     assert decode.whole is not None
     latents_BCTHW = decode.latents_BCTHW.to(decode.vae.dtype)

@@ -42,8 +42,8 @@ TEXT_TOKENS = {"wan2.2-ti2v-5b": (512, 512), "qwen-image": (64, 8)}
 RECOMPILE_LIMIT = 64
 """Beyond torch's 8, after which a block would run eagerly without a word."""
 
-Result = dict[str, Any]
-Forward = Callable[[CudaGroup | None], Sequence[Tensor]]
+ForwardResult = dict[str, Any]
+RunForward = Callable[[CudaGroup | None], Sequence[Tensor]]
 Groups = Callable[[], CudaGroup | None]
 
 
@@ -69,7 +69,7 @@ class Shape(measured.Shape):
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class ForwardKind:
     """How a forward runs."""
 
     is_ours: bool
@@ -83,8 +83,8 @@ class Kind:
 
 @torch.no_grad()
 def measure(
-    endpoint: CudaEndpoint, shape: Shape, kind: Kind, layout: Layout, dispatch: int, store: str
-) -> Result:
+    endpoint: CudaEndpoint, shape: Shape, kind: ForwardKind, layout: Layout, dispatch: int, store: str
+) -> ForwardResult:
     """Times of a forward, how long the first one took, memory; or why there are none.
 
     store: a file through which NCCL's ranks find each other.
@@ -100,8 +100,8 @@ def measure(
 
 
 def _measure(
-    endpoint: CudaEndpoint, shape: Shape, kind: Kind, layout: Layout, dispatch: int, store: str
-) -> Result:
+    endpoint: CudaEndpoint, shape: Shape, kind: ForwardKind, layout: Layout, dispatch: int, store: str
+) -> ForwardResult:
     if not kind.is_ours and layout.degree > 1 and not torch.distributed.is_initialized():
         device = str(endpoint.torch_device)
         join_group(rank=endpoint.rank, num_ranks=layout.degree, store=store, device=device)
@@ -124,8 +124,8 @@ def _measure(
 
 
 def prepare(
-    endpoint: CudaEndpoint, shape: Shape, kind: Kind, layout: Layout, dispatch: int
-) -> tuple[Forward, Groups | None]:
+    endpoint: CudaEndpoint, shape: Shape, kind: ForwardKind, layout: Layout, dispatch: int
+) -> tuple[RunForward, Groups | None]:
     """What is measured, and what makes a group for each call of it: nothing does for diffusers' own."""
     torch.cuda.set_device(endpoint.device)
     transformer = _transformer(shape.model, kind, layout.degree, str(endpoint.torch_device))
@@ -136,7 +136,7 @@ def prepare(
 
 def forward_of(
     transformer: Any, inputs: dict[str, Any], texts: Sequence[Tensor], branches: Branches
-) -> Forward:
+) -> RunForward:
     """What is measured: from a group, or none, to the prediction of each branch."""
 
     def predict(embeds: Sequence[Tensor]) -> Tensor:
@@ -151,7 +151,7 @@ def forward_of(
     return forward
 
 
-def timed_ms(run: Forward, groups: Groups | None) -> float:
+def timed_ms(run: RunForward, groups: Groups | None) -> float:
     """From when all ranks have come together, if they do, until this rank's device is done."""
     group = groups() if groups else None
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
@@ -176,7 +176,7 @@ def _groups(endpoint: CudaEndpoint, layout: Layout, dispatch: int) -> Groups:
     return entered
 
 
-def captured(run: Forward, group: CudaGroup | None) -> Forward:
+def captured(run: RunForward, group: CudaGroup | None) -> RunForward:
     """The same in a CUDA graph; it has run before."""
     if group is None:
         alone = CapturedAlone(lambda: run(None))
@@ -194,7 +194,7 @@ _KEPT: dict[object, Any] = {}
 """The transformer of the last call: shapes follow each other, and it takes a second to make."""
 
 
-def _transformer(model: str, kind: Kind, degree: int, device: str) -> Any:
+def _transformer(model: str, kind: ForwardKind, degree: int, device: str) -> Any:
     key = (model, kind.is_ours, kind.is_compiled, kind.takes_anything, degree)
     if key not in _KEPT:
         _KEPT.clear()
@@ -205,7 +205,7 @@ def _transformer(model: str, kind: Kind, degree: int, device: str) -> Any:
     return _KEPT[key]
 
 
-def _made(model: str, kind: Kind, degree: int, device: str) -> Any:
+def _made(model: str, kind: ForwardKind, degree: int, device: str) -> Any:
     torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     transformer = random_component(CONFIGS / model, "transformer", device=device, dtype=torch.bfloat16)

@@ -63,12 +63,12 @@ NIGHT_FIELDS = ("makespan_s", "bound_s", "excess", "attainment", "mean_s")
 """What is kept of every run."""
 CONDITIONS = ("wall_s", "processes", "commit", "date", "machine")
 """And of all of them."""
-Point = tuple[Name, str, float, int]
+StudyPoint = tuple[Name, str, float, int]
 """Workload, model, load, seed."""
-Rows = list[dict[str, Any]]
-Cell = tuple[str, str, int, float]
+StudyRows = list[dict[str, Any]]
+StudyCell = tuple[str, str, int, float]
 """Model, workload, GPUs that deadlines are set from, load."""
-Cells = dict[Cell, dict[str, list[float | None]]]
+Cells = dict[StudyCell, dict[str, list[float | None]]]
 """By policy: values by seed; no latency where no job was done."""
 TICKS = (1, 2, 5)
 """On each decade of an axis of seconds."""
@@ -95,14 +95,14 @@ def outcomes_of(jobs: Sequence[AdmittedJob], policy: str) -> list[JobOutcome]:
     return watch.ended_jobs
 
 
-def run_point(point: Point) -> Rows:
+def run_point(point: StudyPoint) -> StudyRows:
     """All policies on one workload, with deadlines of both kinds."""
     workload, model, load, seed = point
     slack_s = MIXES[model].slack_s
     by_kind = {
         n: jobs_of(model, workload, load=load, seed=seed, deadlines_from=n, num_jobs=NUM_JOBS) for n in (1, 4)
     }
-    rows: Rows = []
+    rows: StudyRows = []
 
     def note(found: Score, deadlines_from: int) -> None:
         keys = {"workload": workload, "model": model, "load": load, "seed": seed, "from": deadlines_from}
@@ -119,7 +119,7 @@ def run_point(point: Point) -> Rows:
     return rows
 
 
-def run_overnight(point: tuple[str, int]) -> Rows:
+def run_overnight(point: tuple[str, int]) -> StudyRows:
     model, seed = point
     jobs = jobs_of(model, "overnight", load=1.0, seed=seed, deadlines_from=1, num_jobs=OVERNIGHT_JOBS)
     times = profiled_times(profile(), jobs, num_ranks=NUM_RANKS)
@@ -134,7 +134,7 @@ def run_overnight(point: tuple[str, int]) -> Rows:
 # Tables -----------------------------------------------------------------------------------
 
 
-def gathered(rows: Rows, keys: tuple[str, ...], fields: tuple[str, ...]) -> Rows:
+def gathered(rows: StudyRows, keys: tuple[str, ...], fields: tuple[str, ...]) -> StudyRows:
     """A row for each point and policy, with lists of values by seed."""
     found: dict[Any, dict[str, Any]] = {}
     for row in sorted(rows, key=lambda row: row["seed"]):
@@ -146,7 +146,7 @@ def gathered(rows: Rows, keys: tuple[str, ...], fields: tuple[str, ...]) -> Rows
     return list(found.values())
 
 
-def by_cell(rows: Rows, field: str) -> Cells:
+def by_cell(rows: StudyRows, field: str) -> Cells:
     """Values by seed, of each policy at each point."""
     cells: Cells = defaultdict(dict)
     for row in rows:
@@ -172,7 +172,7 @@ def interval(values: Sequence[float | None]) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def bars(rows: Rows, overnight: Rows) -> list[str]:
+def bars(rows: StudyRows, overnight: StudyRows) -> list[str]:
     """What issue 6 asks of `auto`, and what was found."""
     lines = []
     for field, words in (
@@ -222,18 +222,18 @@ def _best(of: dict[str, list[float | None]]) -> str:
     return max(BASELINES, key=lambda name: mean(of[name]))
 
 
-def _burst_gains(cells: Cells) -> Iterator[tuple[float, Cell]]:
+def _burst_gains(cells: Cells) -> Iterator[tuple[float, StudyCell]]:
     for cell, of in cells.items():
         if cell[1] == "foreground-burst" and 0.6 <= cell[3] <= 1.1:
             yield mean(of["auto"]) - mean(of[_best(of)]), cell
 
 
-def _name(cell: Cell) -> str:
+def _name(cell: StudyCell) -> str:
     model, workload, n, load = cell
     return f"{model}, {workload}, deadlines from {n}, load {load:g}"
 
 
-def table(rows: Rows, model: str, workload: str, n: int) -> list[str]:
+def table(rows: StudyRows, model: str, workload: str, n: int) -> list[str]:
     """Attainment with its interval and mean latency, a line per load."""
     met, taken = by_cell(rows, "attainment"), by_cell(rows, "mean_s")
     client = by_cell(rows, "attainment_client")
@@ -251,8 +251,8 @@ def table(rows: Rows, model: str, workload: str, n: int) -> list[str]:
 
 
 def report(
-    rows: Rows,
-    overnight: Rows,
+    rows: StudyRows,
+    overnight: StudyRows,
     *,
     output: Path,
     wall_s: float,
@@ -292,7 +292,7 @@ def report(
     return "\n".join(lines) + "\n"
 
 
-def charts(rows: Rows, folder: Path) -> None:
+def charts(rows: StudyRows, folder: Path) -> None:
     """For each way of setting deadlines: attainment and mean latency against load (the paper's Figure 10)."""
     import matplotlib
 
@@ -385,7 +385,7 @@ def _commit() -> str:
     return asked.stdout.strip() or "unknown"
 
 
-def _as_lines(header: dict[str, Any], **tables: Rows) -> str:
+def _as_lines(header: dict[str, Any], **tables: StudyRows) -> str:
     """JSON with a line per row."""
     parts = [json.dumps(header)[1:-1]]
     for name, rows in tables.items():

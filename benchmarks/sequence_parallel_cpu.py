@@ -43,7 +43,7 @@ SHAPES = ((1, 1), (1, 2), (2, 1), (1, 3), (1, 4), (2, 2))
 
 
 @dataclass(slots=True)
-class Job:
+class MeasuredJob:
     """A prepared job, made before the ranks are forked."""
 
     adapter: Any
@@ -113,7 +113,9 @@ class Step:
     sent_bytes: int
 
 
-def measure(endpoint: Endpoint, job: Job, layout: Layout, dispatch: int, *, apart: bool) -> list[Step]:
+def measure(
+    endpoint: Endpoint, job: MeasuredJob, layout: Layout, dispatch: int, *, apart: bool
+) -> list[Step]:
     """All steps but the first, which warms up."""
     group = endpoint.group(Descriptor(dispatch, layout, (1,) * layout.degree))
     group.enter()
@@ -137,7 +139,7 @@ def measure(endpoint: Endpoint, job: Job, layout: Layout, dispatch: int, *, apar
     return steps[1:]
 
 
-def serve(rank: int, fds: dict[int, int], job: Job, pipe: Connection) -> None:
+def serve(rank: int, fds: dict[int, int], job: MeasuredJob, pipe: Connection) -> None:
     torch.set_num_threads(1)
     endpoint = Endpoint(ArenaPlan(), rank=rank, fds=fds, incarnations=dict.fromkeys(fds, 1))
     dispatch = 0
@@ -158,14 +160,14 @@ def medians(results: list[list[Step]]) -> tuple[float, float, float]:
     return step_s, share, median(median(step.sent_bytes for step in steps) for steps in members)
 
 
-def prepare(model: str, steps: int) -> Job:
+def prepare(model: str, steps: int) -> MeasuredJob:
     adapter: Any = load_adapter(resolve_checkpoint(model))
     geometry = adapter.geometry
     spec = geometry.resolve(JobSpec(id="benchmark", prompt="a red fox", seed=1, steps=steps))
     prompt = adapter.encode(spec)
     condition, latents = adapter.prepare(spec, prompt)
     print(f"{model} {geometry.shape_key(spec)}: {geometry.num_tokens(spec)} tokens, ", end="")
-    return Job(adapter, spec, prompt, condition, latents)
+    return MeasuredJob(adapter, spec, prompt, condition, latents)
 
 
 def main() -> None:

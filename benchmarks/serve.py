@@ -44,7 +44,7 @@ _TURN = re.compile(r"^gfgen_control_longest_turn_seconds\s+(\S+)", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class ServingReport:
     """What was found; times in seconds."""
 
     num_ranks: int
@@ -66,7 +66,7 @@ class Report:
         return statistics.median(self.http_s) - statistics.median(self.run_s)
 
 
-def measure_serving(*, num_ranks: int, num_jobs: int, seconds: float) -> Report:
+def measure_serving(*, num_ranks: int, num_jobs: int, seconds: float) -> ServingReport:
     """Jobs one by one, then status requests for so long while jobs run, then one large batch.
 
     Raises: RunError when `gfgen run` or the server fails.
@@ -84,12 +84,12 @@ def measure_serving(*, num_ranks: int, num_jobs: int, seconds: float) -> Report:
             _batch(port)
             time.sleep(1.0)  # until /metrics has heard of it
             burst_turn_s = _longest_turn(port)
-    return Report(
+    return ServingReport(
         num_ranks, run_s, http_s[1:], asked / seconds, front_cpu_s, turn_s=turn_s, burst_turn_s=burst_turn_s
     )
 
 
-def table_of(report: Report) -> Iterator[str]:
+def table_of(report: ServingReport) -> Iterator[str]:
     """Markdown."""
     run_ms, http_ms = (1000 * statistics.median(times) for times in (report.run_s, report.http_s))
     yield "| | asked | found |"

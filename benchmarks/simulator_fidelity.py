@@ -249,39 +249,39 @@ def spin_ms() -> float:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class FidelityOutcome:
     """A run in the two numbers that count."""
 
     met: float
     makespan_s: float
 
     @classmethod
-    def of(cls, summary: Summary) -> Outcome:
+    def of(cls, summary: Summary) -> FidelityOutcome:
         assert summary.deadlines is not None
         return cls(summary.deadlines.fraction, summary.makespan_s)
 
-    def against(self, real: Outcome) -> str:
+    def against(self, real: FidelityOutcome) -> str:
         points, error = self.points(real), self.error(real)
         return f"{self.met:.0%} ({points:+.1f}), {self.makespan_s:.1f} s ({error:+.1%})"
 
-    def points(self, real: Outcome) -> float:
+    def points(self, real: FidelityOutcome) -> float:
         return 100 * (self.met - real.met)
 
-    def error(self, real: Outcome) -> float:
+    def error(self, real: FidelityOutcome) -> float:
         return self.makespan_s / real.makespan_s - 1
 
 
 @dataclass(frozen=True)
-class Result:
+class FidelityResult:
     """One workload, once."""
 
     workload: str
     policy: str
-    real: Outcome
-    simulated: Outcome
-    by_means: Outcome
+    real: FidelityOutcome
+    simulated: FidelityOutcome
+    by_means: FidelityOutcome
     """Simulated by what the run's own tasks took on average: the profile's error is left out."""
-    by_tasks: Outcome
+    by_tasks: FidelityOutcome
     """Simulated with every task as long as it was: what is left is the simulator's own error."""
     elsewhere: float
     """The share of the processors' time that other processes took during the run."""
@@ -293,7 +293,7 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredTimes:
     """A profile, and the machine meanwhile."""
 
     profile: Profile
@@ -301,7 +301,7 @@ class Measured:
     spin_ms: float
 
 
-def measure_profile(pool: WorkerPool, folder: Path) -> Measured:
+def measure_profile(pool: WorkerPool, folder: Path) -> MeasuredTimes:
     jobs, _ = Admission(default_model="tiny-wan", devices=DEVICES)(
         [JobSpec(id=kind, prompt="a fox", steps=4, seed=0, **shape) for kind, shape in SHAPES.items()]
     )
@@ -311,10 +311,10 @@ def measure_profile(pool: WorkerPool, folder: Path) -> Measured:
     profile = profiling.assemble(
         measured, plan, device=cpu_name(), source="fidelity", num_ranks=NUM_RANKS, versions=versions()
     )
-    return Measured(profile, elsewhere.look(), spun_ms)
+    return MeasuredTimes(profile, elsewhere.look(), spun_ms)
 
 
-def compare(workload: Workload, measured: Measured, pool: WorkerPool) -> Result:
+def compare(workload: Workload, measured: MeasuredTimes, pool: WorkerPool) -> FidelityResult:
     """Run and simulate."""
     profile, watch = measured.profile, Durations()
     jobs, policy = make_jobs(workload, profile), load_policy(workload.policy)
@@ -322,16 +322,16 @@ def compare(workload: Workload, measured: Measured, pool: WorkerPool) -> Result:
     real = run_for_real(jobs, workload.policy, profile, pool, watch)
     share = elsewhere.look()
 
-    def again(truth: Profile, times: SimulatedTimes | None = None) -> Outcome:
+    def again(truth: Profile, times: SimulatedTimes | None = None) -> FidelityOutcome:
         simulated = simulate(
             jobs, policy=policy, num_ranks=NUM_RANKS, profile=truth, lookahead_s=LOOKAHEAD_S, times=times
         )
-        return Outcome.of(simulated.summary)
+        return FidelityOutcome.of(simulated.summary)
 
-    return Result(
+    return FidelityResult(
         workload.name,
         workload.policy,
-        real=Outcome.of(real),
+        real=FidelityOutcome.of(real),
         simulated=again(profile),
         by_means=again(watch.means(profile)),
         by_tasks=again(profile, watch.times(jobs, profile)),
@@ -342,7 +342,7 @@ def compare(workload: Workload, measured: Measured, pool: WorkerPool) -> Result:
     )
 
 
-def table(results: Sequence[Result]) -> Iterator[str]:
+def table(results: Sequence[FidelityResult]) -> Iterator[str]:
     yield "| workload, policy | real | simulated | by its own means | task by task | elsewhere | spin |"
     yield "|---|---|---|---|---|---|---|"
     for r in results:
@@ -354,7 +354,7 @@ def table(results: Sequence[Result]) -> Iterator[str]:
         )
 
 
-def verdicts(results: Sequence[Result]) -> Iterator[str]:
+def verdicts(results: Sequence[FidelityResult]) -> Iterator[str]:
     """By workload: the median difference over the repetitions."""
     for name in dict.fromkeys(result.workload for result in results):
         mine = [result for result in results if result.workload == name]

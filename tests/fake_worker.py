@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from fake_mail import BrokenPromiseError, Mail, VoidError
-from fault_plan import FaultFolder, Faults, Kind, Point, ScriptedError
+from fault_plan import FaultFolder, FaultKind, FaultPoint, Faults, ScriptedError
 
 from gfgen.graph import Stage, Task
 from gfgen.layout import Layout, shard_bounds
@@ -81,7 +81,7 @@ def main(end: socket.socket, settings: WorkerSettings) -> None:
     channel = Channel(end)
     faults = Faults(FaultFolder(Path(settings.checkpoints[0])), rank=settings.rank)
     try:
-        faults.visit(Point.LOADING)
+        faults.visit(FaultPoint.LOADING)
     except ScriptedError as error:
         channel.send(messages.WorkerFailed(settings.rank, repr(error)))
         return
@@ -97,17 +97,17 @@ def write(end: socket.socket) -> None:
         request, fds = received
         faults = Faults(FaultFolder(Path(request.path).parent.parent / "faults"), rank=None)
         try:
-            faults.visit(Point.WRITING, job_id=request.job_id)
+            faults.visit(FaultPoint.WRITING, job_id=request.job_id)
         except ScriptedError as error:
             channel.send(messages.WriteFailed(request.job_id, repr(error)))
             continue
         answer = writer.handle(request, fds[0])
-        faults.visit(Point.WRITTEN, job_id=request.job_id)
+        faults.visit(FaultPoint.WRITTEN, job_id=request.job_id)
         channel.send(answer)
 
 
 @dataclass(slots=True, eq=False)
-class _Job:
+class _HeldJob:
     """A job as one rank knows it."""
 
     start: StartJob
@@ -150,7 +150,7 @@ class FakeWorker:
         self._shipments: queue.SimpleQueue[tuple[SendState, Future[bytes]]] = queue.SimpleQueue()
         self._lock = threading.RLock()
         self._told = threading.Condition(self._lock)
-        self._jobs: dict[str, _Job] = {}
+        self._jobs: dict[str, _HeldJob] = {}
         self._abandoned: set[int] = set()
         self._running: dict[str, int] = {}
         self._leaving: list[frozenset[int]] = []
@@ -175,7 +175,7 @@ class FakeWorker:
 
     def _receive(self) -> None:
         while (received := self._channel.receive()) is not None:
-            self._faults.visit(Point.RECEIVING)
+            self._faults.visit(FaultPoint.RECEIVING)
             message, fds = received
             if isinstance(message, RunTask):
                 self._tasks.put((message, fds))
@@ -192,7 +192,7 @@ class FakeWorker:
                 self._shipments.put((message, self._jobs[message.job_id].latents_of(message.producer)))
             case StartJob():
                 slab = Slab(fds[0], SlabPlan.of(message.trajectory))
-                self._jobs[message.spec.id] = _Job(message, slab)
+                self._jobs[message.spec.id] = _HeldJob(message, slab)
             case messages.ForgetJob():
                 self._jobs.pop(message.job_id, None)
             case messages.Abandon():
@@ -257,7 +257,7 @@ class FakeWorker:
             try:
                 state = latents.result()
                 self._enter("sender", message.number)
-                self._faults.visit(Point.SENDING, job_id=message.job_id)
+                self._faults.visit(FaultPoint.SENDING, job_id=message.job_id)
                 self._ship(message, state)
             except VoidError:
                 pass
@@ -282,7 +282,7 @@ class FakeWorker:
             self._run(message, fds)
             for fd in fds:
                 os.close(fd)
-            self._faults.visit(Point.BETWEEN, job_id=message.job_id, index=message.index)
+            self._faults.visit(FaultPoint.BETWEEN, job_id=message.job_id, index=message.index)
 
     def _run(self, message: RunTask, fds: Sequence[int]) -> None:
         if message.number <= self._last_number:
@@ -305,17 +305,17 @@ class FakeWorker:
         finally:
             self._leave("main")
 
-    def _perform(self, job: _Job, message: RunTask, fds: Sequence[int]) -> TaskReport | None:
+    def _perform(self, job: _HeldJob, message: RunTask, fds: Sequence[int]) -> TaskReport | None:
         began_s = time.monotonic()
         task = job.start.trajectory.task(message.index)
-        self._visit(Point.BEFORE, message)
+        self._visit(FaultPoint.BEFORE, message)
         self._bring_input(job, task, message)
         peers = message.layout.ranks
         self._check_incarnations(message)
         is_void = self._is_void(message)
         if len(peers) > 1:
             self.mail.enter(peers, dispatch=message.number, is_void=is_void)
-            self._visit(Point.MEETING, message)
+            self._visit(FaultPoint.MEETING, message)
         made = self._compute(job, task, message.layout, fds)
         if len(peers) > 1:
             self.mail.compare(made, peers, dispatch=message.number, is_void=is_void)
@@ -326,15 +326,15 @@ class FakeWorker:
                 job.prompt = made
             elif task.stage is not Stage.DECODE:
                 job.keep(made, message.number)
-        if self._visit(Point.PUBLISHED, message) is Kind.MUTE:
+        if self._visit(FaultPoint.PUBLISHED, message) is FaultKind.MUTE:
             return None
         return TaskReport(message.number, began_s, time.monotonic(), 0.0, 0.0)
 
-    def _bring_input(self, job: _Job, task: Task, message: RunTask) -> None:
+    def _bring_input(self, job: _HeldJob, task: Task, message: RunTask) -> None:
         """Latents by transfers or out of the slab; the prompt always out of the slab."""
         if message.producer is None:
             return
-        self._visit(Point.WAITING, message)
+        self._visit(FaultPoint.WAITING, message)
         if message.transfers:
             self._receive_latents(job, message)
         elif task.index > 1 and job.producer != message.producer:
@@ -345,7 +345,7 @@ class FakeWorker:
             made_by = message.producer if task.index == 1 else None
             job.prompt = self._fetch(job, "prompt", 1, message, made_by=made_by)
 
-    def _receive_latents(self, job: _Job, message: RunTask) -> None:
+    def _receive_latents(self, job: _HeldJob, message: RunTask) -> None:
         """Put the latents together; what is not sent is here already."""
         latents, num_bytes = bytearray(STATE_BYTES), 0
         for transfer in message.transfers:
@@ -361,7 +361,9 @@ class FakeWorker:
         with self._lock:
             job.keep(bytes(latents), message.producer)
 
-    def _fetch(self, job: _Job, name: str, version: int, message: RunTask, *, made_by: int | None) -> bytes:
+    def _fetch(
+        self, job: _HeldJob, name: str, version: int, message: RunTask, *, made_by: int | None
+    ) -> bytes:
         """An artifact out of the slab, made by that very dispatch; None trusts that it is there."""
         slab, is_void = job.slab, self._is_void(message)
         while made_by is not None and slab.producer(name, version) != made_by:
@@ -375,7 +377,7 @@ class FakeWorker:
             raise BrokenPromiseError(f"the slab has {meta}, not {name} {version} of {job.start.spec.id}")
         return state
 
-    def _compute(self, job: _Job, task: Task, layout: Layout, fds: Sequence[int]) -> bytes:
+    def _compute(self, job: _HeldJob, task: Task, layout: Layout, fds: Sequence[int]) -> bytes:
         if task.stage is Stage.ENCODE:
             return prompt_of(task.job_id)
         assert job.prompt is not None
@@ -388,7 +390,7 @@ class FakeWorker:
         os.pwrite(fds[0], frames[start:stop], start)
         return job.latents
 
-    def _publish(self, job: _Job, task: Task, made: bytes, number: int) -> None:
+    def _publish(self, job: _HeldJob, task: Task, made: bytes, number: int) -> None:
         if task.stage is not Stage.DECODE:
             name = "prompt" if task.stage is Stage.ENCODE else "latents"
             meta = (task.job_id, name, task.index + 1)
@@ -403,7 +405,7 @@ class FakeWorker:
     def _is_void(self, message: RunTask) -> Any:
         return lambda: message.number in self._abandoned
 
-    def _visit(self, point: Point, message: RunTask) -> Kind | None:
+    def _visit(self, point: FaultPoint, message: RunTask) -> FaultKind | None:
         return self._faults.visit(point, job_id=message.job_id, index=message.index)
 
 

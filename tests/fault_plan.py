@@ -17,7 +17,7 @@ from enum import StrEnum
 from pathlib import Path
 
 
-class Kind(StrEnum):
+class FaultKind(StrEnum):
     """What a process does to itself."""
 
     KILL = "kill"
@@ -34,7 +34,7 @@ class Kind(StrEnum):
     """No fault: lets others overtake."""
 
 
-class Point(StrEnum):
+class FaultPoint(StrEnum):
     """Where it does it."""
 
     LOADING = "loading"
@@ -51,21 +51,50 @@ class Point(StrEnum):
 
 
 KINDS = {
-    Point.LOADING: (Kind.KILL, Kind.EXIT, Kind.RAISE, Kind.STOP),
-    Point.RECEIVING: (Kind.KILL, Kind.HANG, Kind.DELAY),
-    Point.BEFORE: (Kind.KILL, Kind.EXIT, Kind.RAISE, Kind.STOP, Kind.HANG, Kind.DELAY),
-    Point.WAITING: (Kind.KILL, Kind.EXIT, Kind.RAISE, Kind.STOP, Kind.HANG, Kind.DELAY),
-    Point.MEETING: (Kind.KILL, Kind.EXIT, Kind.RAISE, Kind.STOP, Kind.HANG, Kind.DELAY),
-    Point.SENDING: (Kind.KILL, Kind.EXIT, Kind.STOP, Kind.HANG, Kind.DELAY),
-    Point.PUBLISHED: (Kind.KILL, Kind.EXIT, Kind.RAISE, Kind.STOP, Kind.HANG, Kind.MUTE, Kind.DELAY),
-    Point.BETWEEN: (Kind.KILL, Kind.EXIT, Kind.STOP, Kind.DELAY),
-    Point.WRITING: (Kind.KILL, Kind.EXIT, Kind.RAISE, Kind.STOP, Kind.DELAY),
-    Point.WRITTEN: (Kind.KILL, Kind.EXIT, Kind.STOP, Kind.DELAY),
+    FaultPoint.LOADING: (FaultKind.KILL, FaultKind.EXIT, FaultKind.RAISE, FaultKind.STOP),
+    FaultPoint.RECEIVING: (FaultKind.KILL, FaultKind.HANG, FaultKind.DELAY),
+    FaultPoint.BEFORE: (
+        FaultKind.KILL,
+        FaultKind.EXIT,
+        FaultKind.RAISE,
+        FaultKind.STOP,
+        FaultKind.HANG,
+        FaultKind.DELAY,
+    ),
+    FaultPoint.WAITING: (
+        FaultKind.KILL,
+        FaultKind.EXIT,
+        FaultKind.RAISE,
+        FaultKind.STOP,
+        FaultKind.HANG,
+        FaultKind.DELAY,
+    ),
+    FaultPoint.MEETING: (
+        FaultKind.KILL,
+        FaultKind.EXIT,
+        FaultKind.RAISE,
+        FaultKind.STOP,
+        FaultKind.HANG,
+        FaultKind.DELAY,
+    ),
+    FaultPoint.SENDING: (FaultKind.KILL, FaultKind.EXIT, FaultKind.STOP, FaultKind.HANG, FaultKind.DELAY),
+    FaultPoint.PUBLISHED: (
+        FaultKind.KILL,
+        FaultKind.EXIT,
+        FaultKind.RAISE,
+        FaultKind.STOP,
+        FaultKind.HANG,
+        FaultKind.MUTE,
+        FaultKind.DELAY,
+    ),
+    FaultPoint.BETWEEN: (FaultKind.KILL, FaultKind.EXIT, FaultKind.STOP, FaultKind.DELAY),
+    FaultPoint.WRITING: (FaultKind.KILL, FaultKind.EXIT, FaultKind.RAISE, FaultKind.STOP, FaultKind.DELAY),
+    FaultPoint.WRITTEN: (FaultKind.KILL, FaultKind.EXIT, FaultKind.STOP, FaultKind.DELAY),
 }
 """What can go wrong where."""
 _DELAY_S = 0.03
 """Several tasks of others."""
-SLOW_KINDS = (Kind.STOP, Kind.HANG, Kind.MUTE)
+SLOW_KINDS = (FaultKind.STOP, FaultKind.HANG, FaultKind.MUTE)
 """Noticed by silence or slowness alone, and so the dear ones in a test."""
 
 
@@ -80,15 +109,15 @@ class Fault:
     None matches every rank, job or task. Visits are counted by each process from its start.
     """
 
-    kind: Kind
-    point: Point
+    kind: FaultKind
+    point: FaultPoint
     rank: int | None = None
     job_id: str | None = None
     index: int | None = None
     after: int = 0
     times: int = 1
 
-    def matches(self, point: Point, *, rank: int | None, job_id: str | None, index: int | None) -> bool:
+    def matches(self, point: FaultPoint, *, rank: int | None, job_id: str | None, index: int | None) -> bool:
         wanted = (self.rank, self.job_id, self.index)
         there = (rank, job_id, index)
         return point is self.point and all(w in (None, t) for w, t in zip(wanted, there, strict=True))
@@ -98,8 +127,8 @@ class Fault:
 class Done:
     """A fault that was done, and to whom."""
 
-    kind: Kind
-    point: Point
+    kind: FaultKind
+    point: FaultPoint
     rank: int | None
     job_id: str | None
     index: int | None
@@ -118,7 +147,7 @@ class FaultFolder:
             if path.name != "plan":
                 path.unlink()
 
-    def disarm(self, point: Point) -> None:
+    def disarm(self, point: FaultPoint) -> None:
         """Nothing more happens at this point."""
         self._put([replace(fault, times=0) if fault.point is point else fault for fault in self.plan()])
 
@@ -173,7 +202,9 @@ class Faults:
         self._plan = self.folder.plan()
         self._visits.clear()
 
-    def visit(self, point: Point, *, job_id: str | None = None, index: int | None = None) -> Kind | None:
+    def visit(
+        self, point: FaultPoint, *, job_id: str | None = None, index: int | None = None
+    ) -> FaultKind | None:
         """Do what the plan has for this point; returns what the caller has to do itself."""
         for idx, fault in enumerate(self._plan):
             if not fault.matches(point, rank=self._rank, job_id=job_id, index=index):
@@ -185,21 +216,21 @@ class Faults:
         return None
 
 
-def _do(kind: Kind) -> Kind:
+def _do(kind: FaultKind) -> FaultKind:
     match kind:
-        case Kind.KILL:
+        case FaultKind.KILL:
             os.kill(os.getpid(), signal.SIGKILL)
-        case Kind.STOP:
+        case FaultKind.STOP:
             os.kill(os.getpid(), signal.SIGSTOP)
-        case Kind.EXIT:
+        case FaultKind.EXIT:
             os._exit(7)
-        case Kind.RAISE:
+        case FaultKind.RAISE:
             raise ScriptedError("as the plan says")
-        case Kind.HANG:
+        case FaultKind.HANG:
             while True:
                 time.sleep(60)
-        case Kind.DELAY:
+        case FaultKind.DELAY:
             time.sleep(_DELAY_S)
-        case Kind.MUTE:
+        case FaultKind.MUTE:
             pass
     return kind

@@ -22,7 +22,7 @@ from random import Random
 from types import FrameType
 
 from fake_worker import STATE_BYTES, frames_of_job
-from fault_plan import KINDS, SLOW_KINDS, Done, Fault, FaultFolder, Kind, Point
+from fault_plan import KINDS, SLOW_KINDS, Done, Fault, FaultFolder, FaultKind, FaultPoint
 from PIL import Image
 from replay import replay
 
@@ -79,7 +79,7 @@ class Schedule:
 
 
 @dataclass(slots=True)
-class Result:
+class ScheduleResult:
     """What came of a schedule; `problems` is empty when all is as promised."""
 
     seed: int
@@ -150,25 +150,30 @@ def make_job(random: Random, job_id: str) -> AdmittedJob:
 def _faults(random: Random, jobs: Sequence[AdmittedJob], *, num_ranks: int) -> Iterator[Fault]:
     """Mostly one or two, sometimes none or a handful; slow ones are rare."""
     for _ in range(random.choice([0, 1, 1, 2, 2, 3, 4, 6])):
-        point = random.choice(list(Point))
+        point = random.choice(list(FaultPoint))
         kinds = [kind for kind in KINDS[point] if kind not in SLOW_KINDS or random.random() < 0.08]
         if not kinds:
             continue
         kind = random.choice(kinds)
         job = random.choice(jobs)
-        if point in (Point.WRITING, Point.WRITTEN):
+        if point in (FaultPoint.WRITING, FaultPoint.WRITTEN):
             yield Fault(kind, point, job_id=job.job_id, times=random.choice([1, 1, MAX_WRITES]))
-        elif point not in (Point.LOADING, Point.RECEIVING, Point.SENDING) and random.random() < 0.4:
+        elif (
+            point not in (FaultPoint.LOADING, FaultPoint.RECEIVING, FaultPoint.SENDING)
+            and random.random() < 0.4
+        ):
             index = random.randrange(job.trajectory.num_tasks)
             times = random.choice([1, 1, MAX_TASK_FAILURES, MAX_LOST_WORKERS])
             yield Fault(kind, point, job_id=job.job_id, index=index, times=times)
         else:
             yield Fault(kind, point, rank=random.randrange(num_ranks), after=random.randrange(12))
-            if point is Point.LOADING:  # which comes after something else
-                yield Fault(Kind.KILL, Point.BEFORE, rank=random.randrange(num_ranks))
+            if point is FaultPoint.LOADING:  # which comes after something else
+                yield Fault(FaultKind.KILL, FaultPoint.BEFORE, rank=random.randrange(num_ranks))
     for _ in range(random.choice([0, 1, 3])):
-        point = random.choice([Point.BEFORE, Point.MEETING, Point.SENDING, Point.PUBLISHED])
-        yield Fault(Kind.DELAY, point, rank=random.randrange(num_ranks), after=random.randrange(20))
+        point = random.choice(
+            [FaultPoint.BEFORE, FaultPoint.MEETING, FaultPoint.SENDING, FaultPoint.PUBLISHED]
+        )
+        yield Fault(FaultKind.DELAY, point, rank=random.randrange(num_ranks), after=random.randrange(20))
 
 
 def wandering(random: Random) -> NamedPolicy:
@@ -265,11 +270,11 @@ class _Witness(Observer):
         self.outcomes.append(outcome)
 
 
-def run_schedule(schedule: Schedule, fleet: Fleet) -> Result:
+def run_schedule(schedule: Schedule, fleet: Fleet) -> ScheduleResult:
     """Run a schedule and check everything; in the main thread."""
     output_dir = fleet.folder / "outputs"
     output_dir.mkdir()
-    witness, result = _Witness(), Result(schedule.seed)
+    witness, result = _Witness(), ScheduleResult(schedule.seed)
     fleet.faults.begin(())
     pool = fleet.pool(schedule.num_ranks)
     processes_before = set(multiprocessing.active_children()) - {c.process for c in pool.children}
@@ -301,7 +306,7 @@ def _run_until_all_ended(schedule: Schedule, fleet: Fleet, output_dir: Path, wit
             if len(pool.retired) < pool.num_ranks:
                 raise
             fleet.drop(schedule.num_ranks)
-            fleet.faults.disarm(Point.LOADING)  # a run without a rank that starts is none
+            fleet.faults.disarm(FaultPoint.LOADING)  # a run without a rank that starts is none
         ended = {outcome.info.job_id for outcome in witness.outcomes}
         jobs = [job for job in schedule.jobs if job.job_id not in ended]
 
@@ -383,7 +388,9 @@ def _stand(schedule: Schedule, fleet: Fleet, witness: _Witness) -> str:
 # Checking it ------------------------------------------------------------------------------------
 
 
-def _settle(schedule: Schedule, result: Result, fleet: Fleet, witness: _Witness, output_dir: Path) -> None:
+def _settle(
+    schedule: Schedule, result: ScheduleResult, fleet: Fleet, witness: _Witness, output_dir: Path
+) -> None:
     """Count, and compare with what was promised."""
     done = fleet.faults.done()
     result.faults = Counter(fault.kind for fault in done)
@@ -416,14 +423,14 @@ def _unexplained(outcome: JobOutcome, done: Sequence[Done], witness: _Witness) -
         and event.lost
         and witness.dispatches[event.dispatch].task.job_id == job_id
     }
-    raised = Counter(fault.index for fault in mine if fault.kind is Kind.RAISE)
-    at_file = [fault for fault in mine if fault.point in (Point.WRITING, Point.WRITTEN)]
+    raised = Counter(fault.index for fault in mine if fault.kind is FaultKind.RAISE)
+    at_file = [fault for fault in mine if fault.point in (FaultPoint.WRITING, FaultPoint.WRITTEN)]
     reasons = {
         r"[a-z]+( \d+ of \d+)?: ScriptedError: as the plan says": max(raised.values(), default=0)
         >= MAX_TASK_FAILURES,
         r"\d+ workers died under it: .*": len(deaths) >= MAX_LOST_WORKERS,
         r"its writer died twice: .*": len(at_file) >= MAX_WRITES,
-        r"ScriptedError\('as the plan says'\)": any(fault.kind is Kind.RAISE for fault in at_file),
+        r"ScriptedError\('as the plan says'\)": any(fault.kind is FaultKind.RAISE for fault in at_file),
         r"[a-z]+( \d+ of \d+)?: it did not end in time.*": any(fault.kind in SLOW_KINDS for fault in done),
         r"timed out .*": outcome.info.spec.timeout_s is not None,
     }

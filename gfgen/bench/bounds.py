@@ -47,7 +47,7 @@ class Bound:
 
 
 @dataclass(frozen=True, slots=True)
-class Demand:
+class JobDemand:
     """What a job takes on any schedule."""
 
     arrival_s: float
@@ -112,18 +112,20 @@ Way = tuple[float, float]
 """(work, seconds) of a task on some layout."""
 
 
-def demands_of(jobs: Sequence[AdmittedJob], times: SimulatedTimes, *, num_ranks: int) -> tuple[Demand, ...]:
+def demands_of(
+    jobs: Sequence[AdmittedJob], times: SimulatedTimes, *, num_ranks: int
+) -> tuple[JobDemand, ...]:
     """What each job takes of so many ranks."""
     return tuple(_demand(job, times, num_ranks) for job in jobs)
 
 
-def _demand(job: AdmittedJob, times: SimulatedTimes, num_ranks: int) -> Demand:
+def _demand(job: AdmittedJob, times: SimulatedTimes, num_ranks: int) -> JobDemand:
     spec, trajectory = job.spec, job.trajectory
     tasks = [trajectory.task(index) for index in range(trajectory.num_tasks)]
     hulls = [_hull(_ways(job, task, times, num_ranks)) for task in tasks]
     savings = [saving for hull in hulls for saving in _savings(hull)]
     write_s = times.write_s
-    return Demand(
+    return JobDemand(
         arrival_s=spec.arrival_s,
         due_s=math.inf if spec.deadline_s is None else spec.arrival_s + spec.deadline_s,
         gives_up_s=math.inf if spec.timeout_s is None else spec.arrival_s + spec.timeout_s,
@@ -196,7 +198,7 @@ def _savings(hull: Sequence[Way]) -> Iterator[tuple[float, float]]:
 # Makespan and throughput ------------------------------------------------------------------
 
 
-def least_makespan_s(demands: Sequence[Demand], *, num_ranks: int) -> float:
+def least_makespan_s(demands: Sequence[JobDemand], *, num_ranks: int) -> float:
     """From the first arrival to the last end, if no job fails.
 
     Each job ends its latency after its arrival at the earliest; and after any moment all work of the jobs
@@ -210,7 +212,7 @@ def least_makespan_s(demands: Sequence[Demand], *, num_ranks: int) -> float:
     return ends_s - min(each.arrival_s for each in demands)
 
 
-def most_jobs_per_s(demands: Sequence[Demand], *, num_ranks: int) -> float:
+def most_jobs_per_s(demands: Sequence[JobDemand], *, num_ranks: int) -> float:
     """Jobs that are done over the time from the first arrival to the last end.
 
     Either all of them, in the least makespan; or some fail. Then the others take at least the time for the
@@ -231,7 +233,7 @@ def most_jobs_per_s(demands: Sequence[Demand], *, num_ranks: int) -> float:
 # Latency ----------------------------------------------------------------------------------
 
 
-def least_mean_s(demands: Sequence[Demand], *, num_ranks: int) -> float:
+def least_mean_s(demands: Sequence[JobDemand], *, num_ranks: int) -> float:
     """Mean latency, if no job fails.
 
     The sum over all jobs is at least the sum of bounds for parts of them, since a schedule of all is one of
@@ -247,9 +249,9 @@ def least_mean_s(demands: Sequence[Demand], *, num_ranks: int) -> float:
     return total_s / len(demands)
 
 
-def _busy_periods(demands: Sequence[Demand], num_ranks: int) -> Iterator[Sequence[Demand]]:
+def _busy_periods(demands: Sequence[JobDemand], num_ranks: int) -> Iterator[Sequence[JobDemand]]:
     """Jobs between two moments at which a machine that never pauses has nothing to do."""
-    part: list[Demand] = []
+    part: list[JobDemand] = []
     ends_s = -math.inf
     for each in sorted(demands, key=lambda each: each.release_s):
         if each.release_s >= ends_s and part:
@@ -260,7 +262,7 @@ def _busy_periods(demands: Sequence[Demand], num_ranks: int) -> Iterator[Sequenc
     yield part
 
 
-def _least_ends_s(demands: Sequence[Demand], num_ranks: int) -> float:
+def _least_ends_s(demands: Sequence[JobDemand], num_ranks: int) -> float:
     """The sum of the moments at which such a machine ends jobs, the one with the least work left first."""
     coming = sorted(((each.release_s, each.work) for each in demands), reverse=True)
     left: list[float] = []
@@ -284,7 +286,7 @@ def _least_ends_s(demands: Sequence[Demand], num_ranks: int) -> float:
 # Deadlines --------------------------------------------------------------------------------
 
 
-def most_in_time(demands: Sequence[Demand], *, num_ranks: int, slack_s: float = 0.0) -> float:
+def most_in_time(demands: Sequence[JobDemand], *, num_ranks: int, slack_s: float = 0.0) -> float:
     """Share of the jobs with a deadline that can be done by then; 1 where none has one.
 
     Jobs that cannot meet their deadline alone are left out. Of the others, each has a window, and takes the

@@ -36,20 +36,20 @@ CHOICES = [
     *(KernelChoice("bulk", 132, tile << 10) for tile in (8, 16, 24, 48)),
     *(KernelChoice("bulk", 132, tile << 10, in_turn=True) for tile in (16, 24, 48)),
 ]
-Row = dict[str, Any]
+MeasuredRow = dict[str, Any]
 _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class Report:
+class CollectivesReport:
     """All that was measured, and on what."""
 
     facts: dict[str, Any]
-    cells: list[Row] = field(default_factory=list)
-    fused: list[Row] = field(default_factory=list)
-    groups: list[Row] = field(default_factory=list)
-    barriers: list[Row] = field(default_factory=list)
-    tuning: list[Row] = field(default_factory=list)
+    cells: list[MeasuredRow] = field(default_factory=list)
+    fused: list[MeasuredRow] = field(default_factory=list)
+    groups: list[MeasuredRow] = field(default_factory=list)
+    barriers: list[MeasuredRow] = field(default_factory=list)
+    tuning: list[MeasuredRow] = field(default_factory=list)
 
     def as_json(self) -> str:
         content = {name: getattr(self, name) for name in self.__slots__}
@@ -64,7 +64,7 @@ def check_num_gpus(num_gpus: int, *, at_least: int = 1) -> None:
         raise InputError(f"--gpus {num_gpus}: {needed}this machine has {counted(found, 'NVIDIA GPU')}")
 
 
-def measure_collectives(*, num_gpus: int, tune: bool, sizes: Sequence[int] = SIZES) -> Report:
+def measure_collectives(*, num_gpus: int, tune: bool, sizes: Sequence[int] = SIZES) -> CollectivesReport:
     """Runs everything; takes about half a minute on four GPUs.
 
     Raises: InputError where there are fewer than two GPUs.
@@ -99,7 +99,7 @@ class _Bench:
         (versions,) = ranks.run([0], measure.versions)
         (copy_rate,) = ranks.run([0], measure.copy_engine, 1, 64 * MIB)
         self.name = name
-        self.report = Report(
+        self.report = CollectivesReport(
             {
                 "date": time.strftime("%Y-%m-%d"),
                 "device": f"{num_gpus} x {name}",
@@ -151,7 +151,7 @@ class _Bench:
     def measure_degree(self, degree: int, sizes: Sequence[int]) -> None:
         members = tuple(range(degree))
 
-        def run(program: Any, *arguments: Any) -> Row:
+        def run(program: Any, *arguments: Any) -> MeasuredRow:
             dispatch = self.ranks.next_dispatch()
             return _slowest(self.ranks.run(members, program, members, dispatch, *arguments))
 
@@ -165,7 +165,7 @@ class _Bench:
                 self.report.fused.append({"model": model, "degree": degree, "tokens": tokens, **times})
 
 
-def _slowest(found: Sequence[dict[str, float]]) -> Row:
+def _slowest(found: Sequence[dict[str, float]]) -> MeasuredRow:
     """By key, the largest over the ranks that took part; for checks, the smallest."""
     found = [times for times in found if times]
     return {key: (min if key == "is_equal" else max)(times[key] for times in found) for key in found[0]}
@@ -195,12 +195,12 @@ def _rules(rows: Sequence[Sequence[Sequence[float]]], columns: tuple[int, int]) 
     return tuple(rules)
 
 
-def markdown(report: Report, command: str) -> str:
+def markdown(report: CollectivesReport, command: str) -> str:
     """The report as tables."""
     return "\n".join(_lines(report, command)) + "\n"
 
 
-def _lines(report: Report, command: str) -> Iterator[str]:
+def _lines(report: CollectivesReport, command: str) -> Iterator[str]:
     facts = report.facts
     yield f"# Group-free collectives, {facts['date']}\n"
     yield (
@@ -259,7 +259,7 @@ def _lines(report: Report, command: str) -> Iterator[str]:
         yield f"- {counted(row['degree'], 'GPU')}: {row['ours_graph']:.2f} us"
 
 
-def _cell_line(row: Row, copy_rate: float) -> str:
+def _cell_line(row: MeasuredRow, copy_rate: float) -> str:
     degree, size = row["degree"], row["bytes"]
     sent = size * (degree - 1) / (degree if row["pattern"] == "all_to_all" else 1)
     rate = sent / (row["ours_arena_graph"] * 1e-6) / 1e9

@@ -23,14 +23,14 @@ from pathlib import Path
 from typing import Any
 
 from gfgen.bench.stock_worker import (
-    Answer,
-    Made,
-    Make,
+    FileWritten,
+    JobMade,
+    MakeJob,
+    RankAnswer,
     StockSettings,
-    Try,
+    StockWarmUp,
+    TryJob,
     UseUneven,
-    WarmUp,
-    Written,
     serve,
 )
 from gfgen.errors import PolicyError, WorkerError
@@ -118,7 +118,7 @@ def run_stock(
     """
     with _AcceptedGroups(jobs, options, ranks, tell, ends_s=ends_s) as (groups, way):
         for group in groups:
-            group.tell(*[WarmUp(job.spec) for job in _kinds(jobs)])
+            group.tell(*[StockWarmUp(job.spec) for job in _kinds(jobs)])
         for error in (error for group in groups for error in group.answers(len(_kinds(jobs)))):
             if error is not None:
                 raise WorkerError(f"{options.text}: warming up: {error}")
@@ -131,7 +131,7 @@ def run_stock(
 
 
 @dataclass(slots=True)
-class _Group:
+class _StockGroup:
     """Ranks that make one job at a time."""
 
     processes: list[BaseProcess]
@@ -166,7 +166,7 @@ class _Group:
             for connection in ready:
                 assert isinstance(connection, Connection)
                 answer = _received(connection, error)
-                assert isinstance(answer, Answer), answer
+                assert isinstance(answer, RankAnswer), answer
                 found[connection].append(answer.error)
                 error = error or answer.error
         return [each for answers in found.values() for each in answers]
@@ -216,14 +216,14 @@ class _AcceptedGroups:
         self._ends_s = math.inf if ends_s is None else ends_s
         self._stack = ExitStack()
 
-    def __enter__(self) -> tuple[list[_Group], str]:
+    def __enter__(self) -> tuple[list[_StockGroup], str]:
         try:
             return self._accepting()
         except BaseException:
             self._stack.close()
             raise
 
-    def _accepting(self) -> tuple[list[_Group], str]:
+    def _accepting(self) -> tuple[list[_StockGroup], str]:
         options, refusal = self._options, None
         is_uneven = bool(options.is_uneven)
         degrees = [options.degree] if options.degree else _degrees(self._ranks.num_ranks)
@@ -247,14 +247,14 @@ class _AcceptedGroups:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def _start(self, degree: int, *, is_uneven: bool) -> list[_Group]:
+    def _start(self, degree: int, *, is_uneven: bool) -> list[_StockGroup]:
         """As many groups as there are ranks for, each a world of its own."""
         ranks, context = self._ranks, multiprocessing.get_context("spawn")
         stores = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="gfgen-stock-")))
         visible = _visible_devices(ranks.num_ranks) if ranks.device != "cpu" else None
         groups = []
         for first in range(0, ranks.num_ranks - degree + 1, degree):
-            group = _Group([], [], ends_s=self._ends_s)
+            group = _StockGroup([], [], ends_s=self._ends_s)
             self._stack.callback(group.close)
             groups.append(group)
             for rank in range(degree):
@@ -280,14 +280,14 @@ class _AcceptedGroups:
         _require(error for group in groups for error in group.answers())
         return groups
 
-    def _refusal(self, group: _Group, *, is_uneven: bool) -> str | None:
+    def _refusal(self, group: _StockGroup, *, is_uneven: bool) -> str | None:
         """Why one of the jobs would not run; each kind is tried on one group.
 
         Uneven shards only have to have something in them, so that the shortest text tells it.
         """
         texts = sorted(_texts(self._jobs), key=lambda job: len(job.spec.prompt))
         for job in [*_kinds(self._jobs), *(texts[:1] if is_uneven else texts)]:
-            group.tell(Try(job.spec))
+            group.tell(TryJob(job.spec))
             for error in group.answers():
                 if error is not None:
                     return error
@@ -345,7 +345,7 @@ class _Service:
     def __init__(
         self,
         jobs: Sequence[AdmittedJob],
-        groups: Sequence[_Group],
+        groups: Sequence[_StockGroup],
         *,
         folder: Path,
         way: str,
@@ -400,7 +400,7 @@ class _Service:
                 job = group.job = self._waiting.popleft()
                 group.started_s = self._started_s[job.job_id] = self.now_s
                 group.pending = set(range(len(group.connections)))
-                group.tell(Make(job.spec, self._folder / job.info.file))
+                group.tell(MakeJob(job.spec, self._folder / job.info.file))
 
     def _give_up_those_left_alone(self) -> None:
         """A group is of no more use whose ranks wait for one that has failed."""
@@ -432,9 +432,9 @@ class _Service:
         due_s += [] if self._limit_s is None else [self._limit_s]
         return max(0.0, min(due_s, default=PATIENCE_S) - self.now_s) + 1e-3
 
-    def _take(self, group: _Group, rank: int, message: object) -> None:
+    def _take(self, group: _StockGroup, rank: int, message: object) -> None:
         match message:
-            case Made():
+            case JobMade():
                 group.pending.discard(rank)
                 if message.error is not None:
                     self._end(message.job_id, message.error)
@@ -442,7 +442,7 @@ class _Service:
                 if not group.pending:
                     self._busy_s[message.job_id] = self.now_s - group.started_s
                     group.job = group.failed = None
-            case Written():
+            case FileWritten():
                 self._end(message.job_id, message.error)
             case _:
                 raise AssertionError(f"unknown message {message!r}")

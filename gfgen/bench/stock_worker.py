@@ -51,7 +51,7 @@ class StockSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Try:
+class TryJob:
     """Whether this job can be made at all."""
 
     spec: JobSpec
@@ -63,14 +63,14 @@ class UseUneven:
 
 
 @dataclass(frozen=True, slots=True)
-class WarmUp:
+class StockWarmUp:
     """Load and compile what this job needs."""
 
     spec: JobSpec
 
 
 @dataclass(frozen=True, slots=True)
-class Make:
+class MakeJob:
     """This job, and its file."""
 
     spec: JobSpec
@@ -78,14 +78,14 @@ class Make:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class RankAnswer:
     """A rank has done what it was told, or has not, for a reason."""
 
     error: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class JobMade:
     """A rank is free again; its job's frames are there, but their file may not be."""
 
     job_id: str
@@ -94,7 +94,7 @@ class Made:
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class FileWritten:
     """A job's file is there, or never will be."""
 
     job_id: str
@@ -113,10 +113,10 @@ def serve(connection: Connection, settings: StockSettings) -> None:
         try:
             pipeline = _pipeline(settings)
         except Exception as error:
-            connection.send(Answer(_in_one_line(error)))
+            connection.send(RankAnswer(_in_one_line(error)))
             return
-        connection.send(Answer())
-        writer = _Writer(connection) if settings.rank == 0 else None
+        connection.send(RankAnswer())
+        writer = _FileWriter(connection) if settings.rank == 0 else None
         while (message := _received(connection)) is not None:
             answer = _answer(pipeline, message, writer)
             if writer is None:
@@ -145,33 +145,33 @@ def _pipeline(settings: StockSettings) -> Any:
     )
 
 
-def _answer(pipeline: Any, message: object, writer: _Writer | None) -> Answer | Made:
+def _answer(pipeline: Any, message: object, writer: _FileWriter | None) -> RankAnswer | JobMade:
     match message:
-        case Try(spec):
+        case TryJob(spec):
             return _attempt(lambda: pipeline.generate(spec, steps=TRIED_STEPS, is_to_decode=False))
-        case WarmUp(spec):
+        case StockWarmUp(spec):
             return _attempt(lambda: pipeline.generate(spec, steps=TRIED_STEPS))
         case UseUneven():
             return _attempt(pipeline.use_uneven_shards)
-        case Make(spec, path):
+        case MakeJob(spec, path):
             began_s = time.monotonic()
             try:
                 frames = pipeline.generate(spec)
             except Exception as error:
-                return Made(spec.id, time.monotonic() - began_s, _in_one_line(error))
+                return JobMade(spec.id, time.monotonic() - began_s, _in_one_line(error))
             if writer is not None:
                 writer.begin(spec, path, frames)
-            return Made(spec.id, time.monotonic() - began_s)
+            return JobMade(spec.id, time.monotonic() - began_s)
         case _:
             raise AssertionError(f"unknown message {message!r}")
 
 
-def _attempt(function: Callable[[], Any]) -> Answer:
+def _attempt(function: Callable[[], Any]) -> RankAnswer:
     try:
         function()
     except Exception as error:  # what diffusers refuses is a result, too
-        return Answer(_in_one_line(error))
-    return Answer()
+        return RankAnswer(_in_one_line(error))
+    return RankAnswer()
 
 
 def _received(connection: Connection) -> Any:
@@ -185,7 +185,7 @@ def _in_one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
-class _Writer:
+class _FileWriter:
     """A thread that writes files, so that the device goes on; as kind to a plain script as can be."""
 
     def __init__(self, connection: Connection) -> None:
@@ -212,4 +212,4 @@ class _Writer:
             except Exception as problem:
                 error = _in_one_line(problem)
             with suppress(OSError):
-                self.send(Written(spec.id, error))
+                self.send(FileWritten(spec.id, error))

@@ -13,7 +13,14 @@ from typing import Any
 import click
 
 from gfgen import log
-from gfgen.bench.compare import COMPARED, Comparison, Run, fidelity_table, scores_of, surprises
+from gfgen.bench.policy_comparison import (
+    COMPARED,
+    PolicyComparison,
+    PolicyRun,
+    fidelity_table,
+    scores_of,
+    surprises,
+)
 from gfgen.bench.scores import Score
 from gfgen.bench.stock import NAME, is_stock, stock_options
 from gfgen.bench.workloads import (
@@ -262,7 +269,7 @@ def compare(
         "versions": versions(),
         "deadlines_from": deadlines_from,
     }
-    comparison = Comparison(tuple(texts), baseline=against, slack_s=slack_s)
+    comparison = PolicyComparison(tuple(texts), baseline=against, slack_s=slack_s)
     for path in earlier:
         _take_in(path, comparison, conditions)
     if beside is not None and ranked is not None:
@@ -309,7 +316,7 @@ def _runs_of_same_jobs(path: Path, conditions: Mapping[str, Any]) -> Sequence[Sc
         return scores_of(_same_workload(path, conditions, alike, remedy="it needs --profile"))
 
 
-def _take_in(path: Path, comparison: Comparison, conditions: Mapping[str, Any]) -> None:
+def _take_in(path: Path, comparison: PolicyComparison, conditions: Mapping[str, Any]) -> None:
     """The runs of an earlier comparison, which must have been of the same workload, on the same ranks.
 
     Raises: InputError that says what was different.
@@ -354,7 +361,9 @@ def _devices(device: str, num_ranks: int | None, ranks_per_gpu: int) -> Devices:
     return Devices(CPU, num_ranks or REAL_RANKS) if devices.kind == CPU else devices
 
 
-def _in_time(runs: Iterator[Run], comparison: Comparison, ends_s: float | None) -> Iterator[Run]:
+def _in_time(
+    runs: Iterator[PolicyRun], comparison: PolicyComparison, ends_s: float | None
+) -> Iterator[PolicyRun]:
     """Runs, until one that takes as long as the longest so far would end too late."""
     while comparison.not_run:
         longest_s = max([score.makespan_s for score in comparison.scores], default=0.0)
@@ -368,7 +377,7 @@ def _in_time(runs: Iterator[Run], comparison: Comparison, ends_s: float | None) 
 
 
 def _interrupted(
-    stop: BaseException, comparison: Comparison, conditions: dict[str, Any], output: Path
+    stop: BaseException, comparison: PolicyComparison, conditions: dict[str, Any], output: Path
 ) -> InterruptedRunError:
     """Keep what is done; the error that tells what is, and what is not."""
     number = stop.signal_number if isinstance(stop, InterruptedRunError) else signal.SIGINT
@@ -383,7 +392,7 @@ def _interrupted(
     )
 
 
-def _report(comparison: Comparison, conditions: dict[str, Any], output: Path) -> None:
+def _report(comparison: PolicyComparison, conditions: dict[str, Any], output: Path) -> None:
     """Show the table, and write the files, with whatever there is."""
     tables = list(filter(None, ["\n".join(comparison.table()), "\n".join(comparison.gains_table())]))
     remarks = comparison.remarks()
@@ -399,7 +408,7 @@ def _report(comparison: Comparison, conditions: dict[str, Any], output: Path) ->
     click.echo(f"{files} are in {output}/")
 
 
-def _draw(comparison: Comparison, conditions: dict[str, Any], chart: Path) -> bool:
+def _draw(comparison: PolicyComparison, conditions: dict[str, Any], chart: Path) -> bool:
     """Whether there is a chart now; why not is told."""
     simulated = ", simulated" if conditions["simulated"] else ""
     title = f"{conditions['workload']}{simulated}; deadlines with {comparison.slack_s:g} s of slack"

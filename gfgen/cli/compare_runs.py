@@ -15,7 +15,7 @@ from pathlib import Path
 import click
 
 from gfgen.bench.bounds import Bound, bound_of
-from gfgen.bench.compare import Run, attempt
+from gfgen.bench.policy_comparison import PolicyRun, attempt
 from gfgen.bench.scores import Outcomes
 from gfgen.bench.stock import StockRanks, is_stock, run_stock, stock_options
 from gfgen.bench.workloads import (
@@ -78,7 +78,7 @@ def predicted(name: Name, model: str, options: WorkloadOptions, path: Path | Non
     return Predicted(admitted(make_workload(name, model, times, options), weightless_model(model)), profile)
 
 
-def simulated(texts: Sequence[str], workload: Predicted, *, num_ranks: int) -> Iterator[Run]:
+def simulated(texts: Sequence[str], workload: Predicted, *, num_ranks: int) -> Iterator[PolicyRun]:
     """One workload under these policies, in virtual time."""
 
     def run(text: str) -> tuple[Sequence[JobOutcome], Summary]:
@@ -100,7 +100,7 @@ def on_workers(
     ranks: Ranks,
     workload: Predicted | None,
     ends_s: float | None,
-) -> Iterator[Run]:
+) -> Iterator[PolicyRun]:
     """One pool of workers for all policies, so that they start once; stock diffusers after it has ended.
 
     Classes are timed on it first, unless the workload is made by a profile's times. Files are made as in any
@@ -114,7 +114,7 @@ def on_workers(
     if workload is not None:
         specs, profile = [job.info.asked for job in workload.jobs], workload.profile
     if policies or not specs:
-        with _Bench(found, model, output, ranks, profile) as bench:
+        with _StartedWorkers(found, model, output, ranks, profile) as bench:
             if specs:
                 bench.warm_up(specs, steps=WARM_UP_STEPS)
             else:
@@ -135,7 +135,7 @@ def on_workers(
 
 def _outside(
     text: str, jobs: Sequence[AdmittedJob], ranks: StockRanks, output: Path, limit_s: float | None
-) -> Run:
+) -> PolicyRun:
     """Stock diffusers; why it has no numbers is told in their place."""
     with tempfile.TemporaryDirectory(prefix="files-", dir=output) as folder:
         try:
@@ -148,11 +148,11 @@ def _outside(
                 tell=lambda line: click.echo(line, err=True),
             )
         except WorkerError as error:
-            return Run(text, error=str(error))
-    return Run(text, outcomes, note=f"{text}: {way}")
+            return PolicyRun(text, error=str(error))
+    return PolicyRun(text, outcomes, note=f"{text}: {way}")
 
 
-class _Bench:
+class _StartedWorkers:
     """Runs on workers that are started once."""
 
     def __init__(
@@ -171,7 +171,7 @@ class _Bench:
             log_json=False,
         )
 
-    def __enter__(self) -> _Bench:
+    def __enter__(self) -> _StartedWorkers:
         with contextlib.ExitStack() as stack:
             self._signals = stack.enter_context(contextlib.closing(SignalPipe()))
             checkpoints = {self._model.checkpoint}

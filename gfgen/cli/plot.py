@@ -6,8 +6,8 @@ from pathlib import Path
 
 import click
 
-from gfgen.runtime.report.plot import plot_timeline
 from gfgen.runtime.report.plot_runs import find_traces, plot_runs
+from gfgen.runtime.report.plot_timeline import plot_timeline
 
 
 @click.command()

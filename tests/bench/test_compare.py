@@ -6,7 +6,7 @@ import pytest
 from builders import make_job
 
 from gfgen.bench.bounds import Bound, demands_of, least_makespan_s
-from gfgen.bench.compare import Comparison, Run, scores_of, surprises
+from gfgen.bench.policy_comparison import PolicyComparison, PolicyRun, scores_of, surprises
 from gfgen.bench.scores import score
 from gfgen.bench.workloads import WorkloadOptions, admitted, make_workload, stand_alone, weightless_model
 from gfgen.cli.main import main
@@ -49,28 +49,30 @@ def test_deadlines_can_be_replaced_by_others():
 
 
 def test_ratios_are_to_the_first_policy():
-    slow = Run("legacy", [outcome("a", ended_s=8.0), outcome("b", ended_s=40.0)])
-    fast = Run("auto", [outcome("a", ended_s=4.0), outcome("b", ended_s=8.0)])
+    slow = PolicyRun("legacy", [outcome("a", ended_s=8.0), outcome("b", ended_s=40.0)])
+    fast = PolicyRun("auto", [outcome("a", ended_s=4.0), outcome("b", ended_s=8.0)])
     line = comparison_of(slow, fast).table()[-1]
     assert line.startswith("| auto | 100% |")
     assert line.endswith("| 0.25 | 0.20 | 5.00 | 0.00 |")
 
 
 def comparison_of(*runs, baseline="legacy"):
-    comparison = Comparison(tuple(run.policy for run in runs), baseline=baseline, slack_s=0.0)
+    comparison = PolicyComparison(tuple(run.policy for run in runs), baseline=baseline, slack_s=0.0)
     for run in runs:
         comparison.add(run)
     return comparison
 
 
 def test_without_the_baseline_there_are_no_ratios():
-    comparison = comparison_of(Run("legacy", error="it starves"), Run("auto", [outcome("a", ended_s=4.0)]))
+    comparison = comparison_of(
+        PolicyRun("legacy", error="it starves"), PolicyRun("auto", [outcome("a", ended_s=4.0)])
+    )
     assert comparison.table()[-1].endswith("| 0 | - | - | - | - |")
     assert comparison.remarks() == ["legacy: it starves"]
 
 
 def test_where_no_job_is_done_there_is_no_latency():
-    comparison = comparison_of(Run("legacy", [outcome("a", ended_s=4.0, status="failed")]))
+    comparison = comparison_of(PolicyRun("legacy", [outcome("a", ended_s=4.0, status="failed")]))
     assert comparison.table()[-1] == "| legacy | 0% | 0% | - | - | - | 0.0 | 1 | - | - | - | 1.00 |"
     (run,) = json.loads(comparison.as_json({}))["runs"]
     assert (run["mean_s"], run["p50_s"], run["p95_s"], run["num_failed"]) == (None, None, None, 1)
@@ -80,7 +82,7 @@ def test_where_no_job_is_done_there_is_no_latency():
 
 
 def test_a_policy_that_was_replaced_is_marked_wherever_it_is_shown():
-    comparison = comparison_of(Run("mine", [outcome("a", ended_s=4.0)], fault="boom"), baseline="mine")
+    comparison = comparison_of(PolicyRun("mine", [outcome("a", ended_s=4.0)], fault="boom"), baseline="mine")
     assert comparison.table()[-1].startswith("| mine (replaced by fcfs) | 100% |")
     assert comparison.figures()[0].name == "mine\n(replaced by fcfs)"
     assert json.loads(comparison.as_json({}))["runs"][0]["replaced_by"] == "fcfs"
@@ -104,9 +106,9 @@ def test_no_policy_ends_a_night_before_the_bound():
 
 
 def test_a_gain_is_the_way_from_the_baseline_to_the_bound():
-    slow = Run("legacy", [outcome("a", ended_s=8.0), outcome("b", ended_s=40.0)])
-    fast = Run("auto", [outcome("a", ended_s=4.0), outcome("b", ended_s=12.0)])
-    broken = Run("mine", [outcome("a", ended_s=4.0), outcome("b", ended_s=24.0, status="failed")])
+    slow = PolicyRun("legacy", [outcome("a", ended_s=8.0), outcome("b", ended_s=40.0)])
+    fast = PolicyRun("auto", [outcome("a", ended_s=4.0), outcome("b", ended_s=12.0)])
+    broken = PolicyRun("mine", [outcome("a", ended_s=4.0), outcome("b", ended_s=24.0, status="failed")])
     comparison = comparison_of(slow, fast, broken)
     assert comparison.gains_table() == []
     assert comparison.gains() == {}
@@ -303,14 +305,16 @@ def test_a_file_of_something_else_is_no_comparison(tmp_path, capsys, option):
 
 
 def test_jobs_whose_deadlines_a_simulation_gets_wrong_are_named():
-    simulated = comparison_of(Run("auto", [outcome("a", ended_s=9.75), outcome("b", ended_s=12.0)])).scores
-    ran = comparison_of(Run("auto", [outcome("a", ended_s=10.5), outcome("b", ended_s=12.5)]))
+    simulated = comparison_of(
+        PolicyRun("auto", [outcome("a", ended_s=9.75), outcome("b", ended_s=12.0)])
+    ).scores
+    ran = comparison_of(PolicyRun("auto", [outcome("a", ended_s=10.5), outcome("b", ended_s=12.5)]))
     kept = scores_of(json.loads(ran.as_json({})))
     assert [job.id for job in kept[0].jobs] == ["a", "b"]
     assert list(surprises(simulated, kept)) == [
         "auto, in time in one of the two alone: a 500 ms late (simulated 250 ms early)"
     ]
-    failed = comparison_of(Run("auto", [outcome("a", ended_s=1.0, status="failed")])).scores
+    failed = comparison_of(PolicyRun("auto", [outcome("a", ended_s=1.0, status="failed")])).scores
     assert next(surprises(simulated, failed)).endswith("a failed (simulated 250 ms early)")
     without = [replace(found, jobs=()) for found in kept]  # of a file of before they were kept
     assert list(surprises(simulated, without)) == []
@@ -326,7 +330,7 @@ def test_every_class_has_its_own_share():
     for each, tag in zip(tagged, "LSS", strict=True):
         info = replace(each.info, spec=replace(each.info.spec, tag=tag))
         object.__setattr__(each, "info", info)
-    comparison = comparison_of(Run("legacy", tagged))
+    comparison = comparison_of(PolicyRun("legacy", tagged))
     assert comparison.scores[0].by_class == {"L": 1.0, "S": 0.5}
     assert "| S 50%, L 100% |" in comparison.table()[-1]
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from benchmarks import decode
-from benchmarks.decode import SHAPES, Row, measure_decodes, store, table_of
-from gfgen.bench import gpus
+from benchmarks.decode import SHAPES, DecodeRow, measure_decodes, store, table_of
+from gfgen.bench import gfc
 from gfgen.errors import InputError
 from gfgen.layout import Layout
 from gfgen.models.geometry.model import shipped_geometry
@@ -50,9 +50,9 @@ def test_groups_work_side_by_side_and_the_slowest_rank_counts(monkeypatch: pytes
     def result(seconds: float, *, psnr_db: float | None = 50.0, **fields: Any) -> dict[str, Any]:
         return {"times_s": [seconds], "first_s": 9.0, "peak_gb": 1.0, "psnr_db": psnr_db, **fields}
 
-    monkeypatch.setattr(gpus, "driver", FourGpus)
+    monkeypatch.setattr(gfc, "driver", FourGpus)
     monkeypatch.setattr(decode, "CudaRanks", FakeRanks)
-    told: list[Row] = []
+    told: list[DecodeRow] = []
     rows = measure_decodes(num_gpus=4, tell=told.append)
     assert {row.shape for row in told} == {shape.name for shape in SHAPES}
     assert sorted(told, key=repr) == sorted(rows, key=repr)
@@ -66,7 +66,7 @@ def test_groups_work_side_by_side_and_the_slowest_rank_counts(monkeypatch: pytes
 
 
 def test_rows_are_stored_beside_their_table(tmp_path: Path) -> None:
-    row = Row("wan", "float32", 1, seconds=1.0, first_s=2.0, peak_gb=3.0, is_plain=False)
+    row = DecodeRow("wan", "float32", 1, seconds=1.0, first_s=2.0, peak_gb=3.0, is_plain=False)
     text = "\n".join(table_of([row], device="GPU", command="python -m benchmarks.decode"))
     assert "not bitwise" in text
     store([row], tmp_path / "decode", text)

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks.elasticity import _report, main
-from benchmarks.elasticity_rows import Row
+from benchmarks.elasticity_rows import ElasticityRow
 from gfgen.errors import InputError
 
 ABOUT = {"device": "4 x GPU", "command": "python -m benchmarks.elasticity", "model": "models/wan"}
@@ -43,7 +43,7 @@ def test_a_pattern_that_fits_no_case_is_told_before_anything_is_loaded(
 
 def test_each_model_has_files_of_its_own(tmp_path: Path) -> None:
     for model in ("models/wan", "qwen"):
-        _report([Row(model, "", "found", 1)], {**ABOUT, "model": model}, tmp_path, as_json=False)
+        _report([ElasticityRow(model, "", "found", 1)], {**ABOUT, "model": model}, tmp_path, as_json=False)
     day = time.strftime("%Y-%m-%d")
     content = json.loads((tmp_path / f"{day}-elasticity-wan.json").read_text())
     assert content["rows"][0]["name"] == "models/wan"

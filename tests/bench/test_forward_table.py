@@ -10,8 +10,8 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks import forward
-from benchmarks.forward import SHAPES, Measured, cells_of, store, table_of
-from gfgen.bench import gpus
+from benchmarks.forward import SHAPES, MeasuredForward, cells_of, store, table_of
+from gfgen.bench import gfc
 from gfgen.errors import InputError, WorkerError
 
 
@@ -52,7 +52,7 @@ def test_patterns_that_fit_nothing_are_refused(monkeypatch: pytest.MonkeyPatch):
     class Machine:
         num_devices = 4
 
-    monkeypatch.setattr(gpus, "driver", Machine)
+    monkeypatch.setattr(gfc, "driver", Machine)
     with pytest.raises(InputError, match="fits no name such as wan-832x480x49/1/diffusers"):
         forward.measure_forwards(num_gpus=4, only=["nothing"])
     with pytest.raises(InputError, match="this machine has 4 NVIDIA GPUs"):
@@ -65,13 +65,17 @@ def test_a_cell_has_the_time_of_its_slowest_rank_or_the_reason_of_the_first():
         {"times_ms": [3.0, 1.0, 2.0], "first_s": 4.0, "peak_gb": 5.0},
         {"times_ms": [2.5, 2.5, 9.0], "first_s": 3.0, "peak_gb": 6.0},
     ]
-    assert forward._summary(cell, ranks) == Measured(cell, ms=2.5, first_s=4.0, peak_gb=6.0)
+    assert forward._summary(cell, ranks) == MeasuredForward(cell, ms=2.5, first_s=4.0, peak_gb=6.0)
     assert forward._summary(cell, [ranks[0], {"error": "ValueError: no"}]).error == "ValueError: no"
 
 
 def test_tables_say_what_is_gained_and_why_cells_are_empty():
     theirs, other, ours = cells_of(num_gpus=2, only=["qwen-512x512/2/diff*", "qwen-512x512/2/ours"])
-    results = [Measured(theirs, ms=60.0), Measured(other, error="ValueError: no"), Measured(ours, ms=20.0)]
+    results = [
+        MeasuredForward(theirs, ms=60.0),
+        MeasuredForward(other, error="ValueError: no"),
+        MeasuredForward(ours, ms=20.0),
+    ]
     text = "\n".join(table_of(results, device="2 x GPU", command="python -m benchmarks.forward"))
     assert "| qwen-512x512 | 60.0 | - | 20.0 | 3.00 |" in text
     assert f"- {other.name}: ValueError: no" in text
@@ -81,8 +85,12 @@ def test_both_branches_have_a_table_of_their_own_which_names_the_fastest_way():
     cells = cells_of(num_gpus=2, only=["qwen-512x512/2/both-*", "qwen-512x512/2/ours-graph"])
     assert [cell.layout.degrees for cell in cells] == [(1, 2, 1), (1, 2, 1), (1, 2, 1), (2, 1, 1)]
     alone, in_turn, in_batch, on_halves = cells
-    results = [Measured(alone, ms=20.0), Measured(in_turn, ms=40.0), Measured(in_batch, ms=30.0)]
-    results.append(Measured(on_halves, error="ValueError: no"))
+    results = [
+        MeasuredForward(alone, ms=20.0),
+        MeasuredForward(in_turn, ms=40.0),
+        MeasuredForward(in_batch, ms=30.0),
+    ]
+    results.append(MeasuredForward(on_halves, error="ValueError: no"))
     text = "\n".join(table_of(results, device="2 x GPU", command="python -m benchmarks.forward"))
     assert "| qwen-512x512 | 20.0 |  |" in text
     assert "| qwen-512x512 | 40.0 | 30.0 | - | in-batch |" in text
@@ -94,8 +102,8 @@ def test_halves_need_an_even_number_of_gpus():
 
 def test_results_of_several_runs_come_together_in_one_table_and_one_chart(tmp_path: Path):
     first, second = (cells_of(num_gpus=2, only=[name])[0] for name in ("*49/1/ours", "*49/2/diffusers"))
-    store([Measured(first, ms=1.5)], tmp_path / "x", device="1 x GPU", command="one")
-    store([Measured(second, ms=2.5)], tmp_path / "x", device="2 x GPU, more", command="two")
+    store([MeasuredForward(first, ms=1.5)], tmp_path / "x", device="1 x GPU", command="one")
+    store([MeasuredForward(second, ms=2.5)], tmp_path / "x", device="2 x GPU, more", command="two")
     found = json.loads((tmp_path / "x.json").read_text())["cells"]
     assert {name: entry["ms"] for name, entry in found.items()} == {first.name: 1.5, second.name: 2.5}
     text = (tmp_path / "x.md").read_text()
@@ -114,8 +122,8 @@ def test_cells_are_kept_as_they_are_measured(tmp_path: Path, monkeypatch: pytest
         def name(self, device: int) -> str:
             return "GPU"
 
-    def measure(*, tell: Callable[[Measured], None], **_: object) -> None:
-        tell(Measured(cell, ms=1.5, first_s=2.0))
+    def measure(*, tell: Callable[[MeasuredForward], None], **_: object) -> None:
+        tell(MeasuredForward(cell, ms=1.5, first_s=2.0))
         raise WorkerError("rank 1 did not answer")
 
     monkeypatch.setattr("gfgen.gfc.cuda.driver.driver", Machine)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.serve import Report, job_of_run, prompt_of, table_of
+from benchmarks.serve import ServingReport, job_of_run, prompt_of, table_of
 
 
 def test_what_http_adds_is_the_difference_of_medians():
-    report = Report(
+    report = ServingReport(
         num_ranks=2,
         run_s=[0.100, 0.110, 0.900],
         http_s=[0.111, 0.113, 0.800],

@@ -17,7 +17,7 @@ from builders import make_job
 
 from gfgen.bench import stock, stock_worker
 from gfgen.bench.stock import StockOptions, is_stock, stock_options
-from gfgen.bench.stock_worker import Answer, Made, Make, Try, UseUneven, Written
+from gfgen.bench.stock_worker import FileWritten, JobMade, MakeJob, RankAnswer, TryJob, UseUneven
 from gfgen.cli.bench import _spelled_out
 from gfgen.errors import PolicyError, WorkerError
 
@@ -36,20 +36,20 @@ def serving(
         with suppress(EOFError, OSError):  # the service is over
             while True:
                 message = connection.recv()
-                assert isinstance(message, Make)
+                assert isinstance(message, MakeJob)
                 time.sleep(step_s)
                 if message.spec.id in fails_alone:
                     if writes:
-                        connection.send(Made(message.spec.id, step_s, "out of memory"))
+                        connection.send(JobMade(message.spec.id, step_s, "out of memory"))
                     continue
                 error = "out of memory" if message.spec.id in fails else None
-                connection.send(Made(message.spec.id, step_s, error))
+                connection.send(JobMade(message.spec.id, step_s, error))
                 if writes and error is None:
-                    connection.send(Written(message.spec.id))
+                    connection.send(FileWritten(message.spec.id))
 
     groups = []
     for _ in range(num_groups):
-        group = stock._Group([], [])
+        group = stock._StockGroup([], [])
         for number in range(num_ranks):
             ours, theirs = multiprocessing.Pipe()
             threading.Thread(target=rank, args=(theirs,), kwargs={"writes": number == 0}, daemon=True).start()
@@ -106,7 +106,7 @@ def test_a_job_that_waits_too_long_fails_and_is_not_made():
 
 def test_deadlines_count_from_the_arrival():
     jobs = [arriving("a", 0.01, deadline_s=5.0)]
-    group = stock._Group([], [])
+    group = stock._StockGroup([], [])
     service = stock._Service(jobs, [group], folder=Path("."), way="", ends_s=None)
     service._end("a", None)
     (outcome,) = service._outcomes
@@ -135,9 +135,11 @@ class Picky:
 
 def test_a_refusal_is_an_answer():
     pipeline, spec = Picky(), make_job("a").spec
-    assert stock_worker._answer(pipeline, Try(spec), None) == Answer("AssertionError: must be divisible")
-    assert stock_worker._answer(pipeline, UseUneven(), None) == Answer()
-    assert stock_worker._answer(pipeline, Try(spec), None) == Answer()
+    assert stock_worker._answer(pipeline, TryJob(spec), None) == RankAnswer(
+        "AssertionError: must be divisible"
+    )
+    assert stock_worker._answer(pipeline, UseUneven(), None) == RankAnswer()
+    assert stock_worker._answer(pipeline, TryJob(spec), None) == RankAnswer()
 
 
 class Pickier:
@@ -215,8 +217,8 @@ def test_a_group_of_more_ranks_than_there_are_is_refused():
 
 def test_answers_are_not_waited_for_when_the_time_is_up():
     pairs = [multiprocessing.Pipe() for _ in range(2)]
-    group = stock._Group([], [ours for ours, _ in pairs], ends_s=time.monotonic())
-    pairs[0][1].send(Answer("out of memory"))
+    group = stock._StockGroup([], [ours for ours, _ in pairs], ends_s=time.monotonic())
+    pairs[0][1].send(RankAnswer("out of memory"))
     with pytest.raises(WorkerError, match="no answer after 0 s; another rank: out of memory"):
         group.answers()
 
@@ -226,8 +228,8 @@ def test_ranks_that_one_has_left_alone_are_not_waited_for_long(monkeypatch, fail
     """One that fails while the others load, or wait for it in a collective, whichever it is."""
     monkeypatch.setattr(stock, "LEFT_ALONE_S", 0.0)
     pairs = [multiprocessing.Pipe() for _ in range(3)]
-    group = stock._Group([], [ours for ours, _ in pairs])
-    pairs[failing][1].send(Answer("out of memory"))
+    group = stock._StockGroup([], [ours for ours, _ in pairs])
+    pairs[failing][1].send(RankAnswer("out of memory"))
     with pytest.raises(WorkerError, match="another rank: out of memory"):
         group.answers()
     assert not group.connections[2].poll()
@@ -235,16 +237,16 @@ def test_ranks_that_one_has_left_alone_are_not_waited_for_long(monkeypatch, fail
 
 def test_answers_come_in_the_order_of_ranks():
     pairs = [multiprocessing.Pipe() for _ in range(2)]
-    group = stock._Group([], [ours for ours, _ in pairs])
+    group = stock._StockGroup([], [ours for ours, _ in pairs])
     for rank in (1, 0):
         for number in range(2):
-            pairs[rank][1].send(Answer(f"{rank}.{number}"))
+            pairs[rank][1].send(RankAnswer(f"{rank}.{number}"))
     assert group.answers(2) == ["0.0", "0.1", "1.0", "1.1"]
 
 
 def test_a_process_that_dies_is_told_at_once():
     pairs = [multiprocessing.Pipe() for _ in range(2)]
-    group = stock._Group([], [ours for ours, _ in pairs])
+    group = stock._StockGroup([], [ours for ours, _ in pairs])
     pairs[1][1].close()
     with pytest.raises(WorkerError, match="a process died"):
         group.answers()

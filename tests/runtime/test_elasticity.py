@@ -13,8 +13,16 @@ import pytest
 from benchmarks import elasticity_cases as elasticity
 from benchmarks import elasticity_rows as table
 from benchmarks.bare import run_bare
-from benchmarks.elasticity_cases import BARE_JOBS, Case, Setting, Subject, cases_of, layout_on, measure_cases
-from benchmarks.elasticity_rows import Row
+from benchmarks.elasticity_cases import (
+    BARE_JOBS,
+    ElasticityCase,
+    Setting,
+    Subject,
+    cases_of,
+    layout_on,
+    measure_cases,
+)
+from benchmarks.elasticity_rows import ElasticityRow
 from gfgen.bench.workloads import admitted, calibration_jobs
 from gfgen.errors import InterruptedRunError
 from gfgen.layout import Layout
@@ -41,7 +49,7 @@ def setting(bare_pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.fixture(scope="module")
-def rows(setting: Setting, subject: Subject) -> Mapping[str, Row]:
+def rows(setting: Setting, subject: Subject) -> Mapping[str, ElasticityRow]:
     """Of every case, in one go."""
     elasticity.warm(setting, subject)
     return {row.name: row for row in measure_cases(cases_of(subject), setting)}
@@ -123,10 +131,13 @@ def test_urgent_jobs_arrive_while_others_work(rows):
 
 def test_no_case_is_begun_that_would_end_too_late(setting):
     def measured(name):
-        return lambda _: [Row(name, "", "found", 1)]
+        return lambda _: [ElasticityRow(name, "", "found", 1)]
 
     told: list[str] = []
-    cases = [Case("long", measured("long"), lambda _: 100.0), Case("short", measured("short"), lambda _: 0.5)]
+    cases = [
+        ElasticityCase("long", measured("long"), lambda _: 100.0),
+        ElasticityCase("short", measured("short"), lambda _: 0.5),
+    ]
     assert [row.name for row in measure_cases(cases, setting, seconds=1.0, tell=told.append)] == ["short"]
     assert "long: left out, it would take 1 min 40 s" in told[0]
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from fault_plan import Fault, Kind, Point
-from fault_schedules import HASTY, Fleet, Result, Schedule, make_job, make_schedule, run_schedule
+from fault_plan import Fault, FaultKind, FaultPoint
+from fault_schedules import HASTY, Fleet, Schedule, ScheduleResult, make_job, make_schedule, run_schedule
 
 from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.ipc.messages import WriteRequest
@@ -29,7 +29,7 @@ def fleet() -> Iterator[Fleet]:
         yield fleet
 
 
-def assert_as_promised(result: Result) -> None:
+def assert_as_promised(result: ScheduleResult) -> None:
     assert not result.problems, f"seed {result.seed}:\n" + "\n".join(result.problems)
 
 
@@ -55,37 +55,40 @@ def schedule_of(*faults: Fault, num_ranks: int = 1, lookahead_s: float = 0.0, **
 
 
 def test_a_worker_that_stops_while_it_loads_is_replaced(fleet: Fleet) -> None:
-    faults = [Fault(Kind.KILL, Point.BEFORE, rank=0, after=3), Fault(Kind.STOP, Point.LOADING, rank=0)]
+    faults = [
+        Fault(FaultKind.KILL, FaultPoint.BEFORE, rank=0, after=3),
+        Fault(FaultKind.STOP, FaultPoint.LOADING, rank=0),
+    ]
     result = run_schedule(schedule_of(*faults), fleet)
     assert_as_promised(result)
-    assert result.faults == {Kind.KILL: 1, Kind.STOP: 1}
+    assert result.faults == {FaultKind.KILL: 1, FaultKind.STOP: 1}
     assert result.num_done == 2
     assert result.num_deaths in (1, 2), "the others may be done before the successor is found out"
 
 
 def test_a_task_that_never_reports_fails_its_job_and_no_other(fleet: Fleet) -> None:
-    mute = Fault(Kind.MUTE, Point.PUBLISHED, job_id="job-1", index=3, times=100)
+    mute = Fault(FaultKind.MUTE, FaultPoint.PUBLISHED, job_id="job-1", index=3, times=100)
     result = run_schedule(schedule_of(mute), fleet)
     assert_as_promised(result)
     assert (result.num_done, result.num_failed) == (1, 1)
 
 
 def test_a_writer_that_stops_is_replaced(fleet: Fleet) -> None:
-    result = run_schedule(schedule_of(Fault(Kind.STOP, Point.WRITING, job_id="job-0")), fleet)
+    result = run_schedule(schedule_of(Fault(FaultKind.STOP, FaultPoint.WRITING, job_id="job-0")), fleet)
     assert_as_promised(result)
     assert result.num_done == 2
 
 
 def test_a_run_whose_ranks_have_all_died_too_often_ends_and_the_next_one_goes_on(fleet: Fleet) -> None:
-    faults = [Fault(Kind.KILL, Point.BEFORE, rank=0, after=2) for _ in range(3)]
+    faults = [Fault(FaultKind.KILL, FaultPoint.BEFORE, rank=0, after=2) for _ in range(3)]
     result = run_schedule(schedule_of(*faults), fleet)
     assert_as_promised(result)
     assert result.num_done == 2
 
 
-@pytest.mark.parametrize("kind", [Kind.STOP, Kind.KILL])
+@pytest.mark.parametrize("kind", [FaultKind.STOP, FaultKind.KILL])
 def test_a_worker_that_no_signal_ends_is_left_behind_and_the_others_go_on(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: Kind
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: FaultKind
 ) -> None:
     """As a process that hangs in a driver: it stays alive, and its channel open or not."""
     pool = fleet.pool(2)
@@ -94,7 +97,7 @@ def test_a_worker_that_no_signal_ends_is_left_behind_and_the_others_go_on(
     kill = stuck.process.kill
     monkeypatch.setattr(stuck.process, "kill", lambda: None)
     monkeypatch.setattr(stuck.process, "is_alive", lambda: True)
-    result = run_schedule(schedule_of(Fault(kind, Point.BEFORE, rank=0, after=3), num_ranks=2), fleet)
+    result = run_schedule(schedule_of(Fault(kind, FaultPoint.BEFORE, rank=0, after=3), num_ranks=2), fleet)
     kill()
     assert_as_promised(result)
     assert (result.num_deaths, result.num_done) == (1, 2)
@@ -126,8 +129,8 @@ def test_a_pause_of_the_control_plane_counts_for_nobody_who_is_waited_for(
 def test_a_failure_after_publishing_leaves_the_input_for_another_try(fleet: Fleet, times: int) -> None:
     """The queued task ran to its end meanwhile, and once overwrote what the failed one needed again."""
     late = [
-        Fault(Kind.DELAY, Point.PUBLISHED, rank=1, after=3 + times),
-        Fault(Kind.RAISE, Point.PUBLISHED, rank=1, after=3 + times),
+        Fault(FaultKind.DELAY, FaultPoint.PUBLISHED, rank=1, after=3 + times),
+        Fault(FaultKind.RAISE, FaultPoint.PUBLISHED, rank=1, after=3 + times),
     ]
     result = run_schedule(schedule_of(*late, num_ranks=2, lookahead_s=10.0, policy="legacy"), fleet)
     assert_as_promised(result)

@@ -47,11 +47,11 @@ LOOK_S = 0.5
 MAX_FILE_BYTES = 2**28
 """A watched file is read into memory; 256 MiB hold a million jobs."""
 
-Admit = Callable[[Sequence[JobSpec]], tuple[Sequence[AdmittedJob], Sequence[Problem]]]
+AdmitSpecs = Callable[[Sequence[JobSpec]], tuple[Sequence[AdmittedJob], Sequence[Problem]]]
 
 
 @dataclass(slots=True)
-class _Sight:
+class _FileScan:
     """A file as it was at the last scan."""
 
     mark: tuple[int, int, int]
@@ -62,7 +62,7 @@ class _Sight:
 
 
 @dataclass(slots=True)
-class _Known:
+class _WatchedJob:
     """A job that came from a watched file."""
 
     source: str
@@ -83,7 +83,7 @@ class Inbox(Observer):
         folder: Path,
         *,
         output_dir: Path,
-        admit: Admit,
+        admit: AdmitSpecs,
         skip_invalid: bool = False,
         overwrite: bool = False,
         now: Callable[[], float] = time.time,
@@ -96,10 +96,10 @@ class Inbox(Observer):
         self._skip_invalid = skip_invalid
         self._overwrite = overwrite
         self._now = now
-        self._sights: dict[str, _Sight] = {}
+        self._sights: dict[str, _FileScan] = {}
         self._unseen: set[str] = set()
         """Names in the folder that cannot be read, which the log has reported."""
-        self._known: dict[str, _Known] = {}
+        self._known: dict[str, _WatchedJob] = {}
         self._owners: dict[str, str] = {}
         """By key of an output name: the key of the job that writes it."""
         self._taken: set[tuple[str, str]] = set()
@@ -113,7 +113,7 @@ class Inbox(Observer):
 
     # The control loop's side ----------------------------------------------------------------
 
-    def start(self, *, admit: Admit) -> None:
+    def start(self, *, admit: AdmitSpecs) -> None:
         """Start watching; `admit` knows which models the ranks have loaded."""
         self._admit = admit
         self._thread.start()
@@ -218,9 +218,9 @@ class Inbox(Observer):
         mark = (seen.st_size, seen.st_mtime_ns, seen.st_ino)
         sight = self._sights.get(name)
         if sight is None and seen.st_mtime <= now - SETTLED_S:
-            sight = _Sight(mark, since=seen.st_mtime)  # it was complete before this scan
+            sight = _FileScan(mark, since=seen.st_mtime)  # it was complete before this scan
         elif sight is None or sight.mark != mark:
-            sight = _Sight(mark, since=now)
+            sight = _FileScan(mark, since=now)
         self._sights[name] = sight
         if sight.is_dealt_with or now < sight.since + SETTLED_S:
             return False
@@ -319,7 +319,7 @@ class Inbox(Observer):
         for job in jobs:
             if self._is_known(job):
                 continue
-            known = _Known(source, job.info.spec_hash, job.info.file, job.spec.image)
+            known = _WatchedJob(source, job.info.spec_hash, job.info.file, job.spec.image)
             known.status = "at work" if job.job_id in todo else "done"
             self._known[name_key(job.job_id)] = known
             self._owners[name_key(job.info.file)] = name_key(job.job_id)

@@ -30,7 +30,7 @@ _BEGINNING_BYTES = 2**20
 SIMULATED = "simulated"
 """Key, with the value true, of lines whose job was simulated: there is no file."""
 
-Entry = dict[str, Any]
+ManifestLine = dict[str, Any]
 """One line, as JSON gives it; the keys are those of `manifest_entry`."""
 
 
@@ -63,7 +63,7 @@ class ManifestWriter(Observer):
             remove_mark(self.path.parent / file)
 
 
-def manifest_entry(outcome: JobOutcome, *, written_at: float) -> Entry:
+def manifest_entry(outcome: JobOutcome, *, written_at: float) -> ManifestLine:
     """The line of a job. Its keys are frozen: one that is removed or redefined raises SCHEMA_VERSION."""
     info, spec, written = outcome.info, outcome.info.spec, outcome.written
     return {
@@ -105,7 +105,7 @@ def manifest_entry(outcome: JobOutcome, *, written_at: float) -> Entry:
     }
 
 
-def read_manifest(path: Path) -> dict[str, Entry]:
+def read_manifest(path: Path) -> dict[str, ManifestLine]:
     """The latest line of each job; empty when there is no manifest.
 
     Lines that are torn, spoilt, or of another version count as absent, with a warning: their
@@ -114,7 +114,7 @@ def read_manifest(path: Path) -> dict[str, Entry]:
     return {entry["id"]: entry for entry in _entries(_read(path), path, first=1)}
 
 
-def read_files(path: Path) -> dict[str, Entry]:
+def read_files(path: Path) -> dict[str, ManifestLine]:
     """The latest line that says done, of each file; empty when there is no manifest."""
     lines = _entries(_read(path), path, first=1)
     done = [entry for entry in lines if entry.get("status") == "done" and not entry.get(SIMULATED)]
@@ -140,7 +140,7 @@ class GrowingManifest:
         self._path = path
         self._begin_anew(inode=None)
 
-    def read(self) -> Mapping[str, Entry]:
+    def read(self) -> Mapping[str, ManifestLine]:
         """The latest line of each job, as of now.
 
         Raises: OutputError when the file cannot be read.
@@ -166,10 +166,10 @@ class GrowingManifest:
 
     def _begin_anew(self, *, inode: int | None) -> None:
         self._inode, self._size_bytes, self._num_lines = inode, 0, 0
-        self._entries: dict[str, Entry] = {}
+        self._entries: dict[str, ManifestLine] = {}
 
 
-def _entries(content: bytes, path: Path, *, first: int) -> Iterator[Entry]:
+def _entries(content: bytes, path: Path, *, first: int) -> Iterator[ManifestLine]:
     """The lines of a part of a manifest, which begins with the line of this number."""
     for number, line in enumerate(content.split(b"\n"), start=first):
         entry = _entry(line)
@@ -179,7 +179,7 @@ def _entries(content: bytes, path: Path, *, first: int) -> Iterator[Entry]:
             logger.warning("%s: line %d is no line of a manifest and counts for nothing", path, number)
 
 
-def _entry(line: bytes) -> Entry | None:
+def _entry(line: bytes) -> ManifestLine | None:
     """A line that can be used; it may have been edited by hand since it was written."""
     try:
         entry = json.loads(line)
@@ -208,7 +208,7 @@ def _make_parent(path: Path) -> None:
 
 
 def finished_jobs(
-    path: Path, infos: Iterable[JobInfo], *, entries: Mapping[str, Entry] | None = None
+    path: Path, infos: Iterable[JobInfo], *, entries: Mapping[str, ManifestLine] | None = None
 ) -> frozenset[str]:
     """Ids of the jobs that need not run again; `entries` are those of the manifest, where they were read.
 
@@ -223,7 +223,7 @@ def finished_jobs(
     )
 
 
-def _is_finished(path: Path, entry: Entry, info: JobInfo) -> bool:
+def _is_finished(path: Path, entry: ManifestLine, info: JobInfo) -> bool:
     if entry.get("status") != "done" or entry.get(SIMULATED) or entry.get("spec_hash") != info.spec_hash:
         return False
     if entry.get("file") != info.file:
@@ -234,7 +234,7 @@ def _is_finished(path: Path, entry: Entry, info: JobInfo) -> bool:
         return False
 
 
-def _shape(spec: JobSpec) -> Entry:
+def _shape(spec: JobSpec) -> ManifestLine:
     return {"width": spec.width, "height": spec.height, "frames": spec.frames, "fps": spec.fps}
 
 

@@ -21,7 +21,7 @@ from gfgen.errors import Problem
 from gfgen.job.spec import name_key
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.files.journal import JOURNAL_NAME, first_job_file
-from gfgen.runtime.files.manifest import MANIFEST_NAME, Entry, read_files
+from gfgen.runtime.files.manifest import MANIFEST_NAME, ManifestLine, read_files
 from gfgen.runtime.ipc.content import Content, content_of, read_mark
 
 STDIN = "-"
@@ -83,7 +83,7 @@ def claim_files(
     """
     images = {Path(job.spec.image): f"the image of job {job.job_id}" for job in jobs if job.spec.image}
     in_use = _inodes({**images, **(inputs or {})})
-    files: dict[str, Entry] | None = None
+    files: dict[str, ManifestLine] | None = None
     claimed, problems = [], []
     for job in jobs:
         job = replace(job, info=replace(job.info, job_file=job_file))
@@ -116,7 +116,7 @@ def _use_of(path: Path, in_use: Mapping[tuple[int, int], str]) -> str | None:
 
 
 def _replaceable(
-    path: Path, job: AdmittedJob, files: Mapping[str, Entry], *, overwrite: bool
+    path: Path, job: AdmittedJob, files: Mapping[str, ManifestLine], *, overwrite: bool
 ) -> Content | str:
     """What the file holds if the job may replace it, else why it may not."""
     if path.is_symlink() or not path.is_file():
@@ -138,13 +138,13 @@ def _replaceable(
     return f"{what} {who} made it; {_WHAT_TO_DO}"
 
 
-def _line_of(name: str, files: Mapping[str, Entry]) -> Entry | None:
+def _line_of(name: str, files: Mapping[str, ManifestLine]) -> ManifestLine | None:
     """The manifest's line of a file; its spelling may differ where the disk ignores upper and lower case."""
     key = name_key(name)
     return files.get(name) or next((line for file, line in files.items() if name_key(file) == key), None)
 
 
-def _is_own(line: Entry, job: AdmittedJob) -> bool:
+def _is_own(line: ManifestLine, job: AdmittedJob) -> bool:
     """Whether a file was made for a job of the same job file."""
     made_for, job_file = line.get("job_file"), job.info.job_file
     if STDIN in (made_for, job_file) and made_for is not None:
@@ -152,11 +152,11 @@ def _is_own(line: Entry, job: AdmittedJob) -> bool:
     return made_for is None or made_for == job_file
 
 
-def _is_of(content: Content, line: Entry) -> bool:
+def _is_of(content: Content, line: ManifestLine) -> bool:
     return content.size_bytes == line.get("size_bytes") and line.get("sha256") in (None, content.sha256)
 
 
-def _who(line: Entry, folder: Path) -> str:
+def _who(line: ManifestLine, folder: Path) -> str:
     job_file = line.get("job_file")
     if job_file is None:
         return f"job {line.get('id')}"

@@ -13,7 +13,7 @@ WRITE = "write"
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class PlotBlock:
     """A task on neighbouring lanes, or a write: what is drawn as one rectangle."""
 
     job_id: str
@@ -37,7 +37,7 @@ class Block:
         return self.end_s - self.start_s
 
 
-def task_blocks(timeline: Timeline) -> Iterator[Block]:
+def task_blocks(timeline: Timeline) -> Iterator[PlotBlock]:
     """Each dispatch as one rectangle per run of neighbouring ranks; lanes are ranks."""
     by_dispatch: dict[tuple[int | None, str], list[tuple[int, Slice]]] = defaultdict(list)
     for slice_ in timeline.slices:
@@ -47,7 +47,7 @@ def task_blocks(timeline: Timeline) -> Iterator[Block]:
         parts.sort(key=lambda part: part[0])
         for _, run in itertools.groupby(enumerate(parts), key=lambda pair: pair[1][0] - pair[0]):
             neighbours = [part for _, part in run]
-            yield Block(
+            yield PlotBlock(
                 job_id=job_id,
                 stage=neighbours[0][1].stage,
                 first_lane=neighbours[0][0],
@@ -58,21 +58,21 @@ def task_blocks(timeline: Timeline) -> Iterator[Block]:
             )
 
 
-def write_blocks(timeline: Timeline) -> Iterator[Block]:
+def write_blocks(timeline: Timeline) -> Iterator[PlotBlock]:
     """Each write as one rectangle, on the lane of its writer below the ranks."""
     for slice_ in timeline.slices:
         if slice_.writer is None:
             continue
         lane = timeline.num_ranks + slice_.writer
-        yield Block(slice_.job_id, WRITE, lane, lane, slice_.start_s, slice_.end_s, None)
+        yield PlotBlock(slice_.job_id, WRITE, lane, lane, slice_.start_s, slice_.end_s, None)
 
 
-def stretches(blocks: Iterable[Block]) -> Iterator[Block]:
+def stretches(blocks: Iterable[PlotBlock]) -> Iterator[PlotBlock]:
     """Blocks of a job that follow each other on the same lanes, as one: room for a label.
 
     A stretch has the stage of its longest block.
     """
-    current: Block | None = None
+    current: PlotBlock | None = None
     longest_s = 0.0
     for block in sorted(blocks, key=lambda block: (block.lanes, block.start_s)):
         if current is not None and _continues(current, block):
@@ -87,19 +87,19 @@ def stretches(blocks: Iterable[Block]) -> Iterator[Block]:
         yield current
 
 
-def tasks_of_jobs(blocks: Iterable[Block]) -> dict[str, list[list[Block]]]:
+def tasks_of_jobs(blocks: Iterable[PlotBlock]) -> dict[str, list[list[PlotBlock]]]:
     """By job, the blocks of each of its tasks, in the order of dispatch."""
-    by_job: dict[str, dict[int, list[Block]]] = defaultdict(lambda: defaultdict(list))
+    by_job: dict[str, dict[int, list[PlotBlock]]] = defaultdict(lambda: defaultdict(list))
     for block in blocks:
         by_job[block.job_id][block.dispatch or 0].append(block)
     return {job_id: [tasks[number] for number in sorted(tasks)] for job_id, tasks in by_job.items()}
 
 
-def lanes_of(parts: Sequence[Block]) -> list[tuple[int, int]]:
+def lanes_of(parts: Sequence[PlotBlock]) -> list[tuple[int, int]]:
     """The lanes that a task's blocks cover, to compare with another task's."""
     return sorted(part.lanes for part in parts)
 
 
-def _continues(before: Block, after: Block) -> bool:
+def _continues(before: PlotBlock, after: PlotBlock) -> bool:
     is_same = before.job_id == after.job_id and before.lanes == after.lanes
     return is_same and after.start_s - before.end_s < 0.2 * after.duration_s

@@ -12,7 +12,7 @@ from typing import Any
 from gfgen.errors import InputError
 from gfgen.runtime.report.trace import FIRST_WRITER_TID
 
-Entry = dict[str, Any]
+TraceEvent = dict[str, Any]
 MAX_LINES_BEFORE_RUN = 64
 """A trace begins with the names of processes and ranks."""
 
@@ -106,7 +106,7 @@ def place_of(path: Path) -> int | None:
     return place if isinstance(place, int) else None
 
 
-def _entries(path: Path) -> Iterable[Entry]:
+def _entries(path: Path) -> Iterable[TraceEvent]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -125,7 +125,7 @@ def _entries(path: Path) -> Iterable[Entry]:
     return entries
 
 
-def _complete_lines(text: str) -> list[Entry]:
+def _complete_lines(text: str) -> list[TraceEvent]:
     """The events of a file whose end is missing: it has one to a line."""
     entries = []
     for line in text.splitlines():
@@ -138,7 +138,7 @@ def _complete_lines(text: str) -> list[Entry]:
     return entries
 
 
-def _slice(entry: Entry) -> Slice:
+def _slice(entry: TraceEvent) -> Slice:
     args = entry["args"]
     is_write = args["stage"] == "write"
     start_us = entry["ts"]
@@ -158,7 +158,7 @@ def _slice(entry: Entry) -> Slice:
     )
 
 
-def _job(job: TracedJob, entry: Entry) -> TracedJob:
+def _job(job: TracedJob, entry: TraceEvent) -> TracedJob:
     args, time_s = entry["args"], entry["ts"] / 1e6
     if entry["ph"] == "b":
         return replace(job, prompt=args.get("prompt", ""), arrival_s=time_s)

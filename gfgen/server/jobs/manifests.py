@@ -8,7 +8,7 @@ from typing import Any
 
 from gfgen.job.spec import JobSpec
 from gfgen.runtime.core.observer import JobInfo, JobOutcome, OutcomeStatus
-from gfgen.runtime.files.manifest import Entry, manifest_entry
+from gfgen.runtime.files.manifest import ManifestLine, manifest_entry
 from gfgen.runtime.ipc.content import Content
 from gfgen.server.jobs.store import Ended, JobFacts, Store, StoredJob
 
@@ -22,7 +22,7 @@ def manifest(store: Store, batch_id: str) -> bytes:
     return "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode("utf-8", "replace")
 
 
-def _line(stored: StoredJob, spec: dict[str, Any], entry: Entry | None) -> Entry:
+def _line(stored: StoredJob, spec: dict[str, Any], entry: ManifestLine | None) -> ManifestLine:
     """The run's own entry, or what is known without it; the server's files are known by their address."""
     facts = stored.facts
     entry = _without_run(stored, spec) if entry is None else entry
@@ -30,7 +30,7 @@ def _line(stored: StoredJob, spec: dict[str, Any], entry: Entry | None) -> Entry
     return {**entry, "id": facts.custom_id, "job": facts.id, "file": file}
 
 
-def _without_run(stored: StoredJob, spec: dict[str, Any]) -> Entry:
+def _without_run(stored: StoredJob, spec: dict[str, Any]) -> ManifestLine:
     """The entry of a job whose end no run has told: it was killed first, or never began the job.
 
     What is not kept is null.

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from gfgen.errors import InputError
 from gfgen.runtime.report.blocks import (
     WRITE,
-    Block,
+    PlotBlock,
     lanes_of,
     stretches,
     task_blocks,
@@ -63,12 +63,12 @@ LONG_PAUSE_INCHES = 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
+class PlotData:
     """All that is drawn."""
 
     timeline: Timeline
-    tasks: tuple[Block, ...]
-    writes: tuple[Block, ...]
+    tasks: tuple[PlotBlock, ...]
+    writes: tuple[PlotBlock, ...]
     jobs: tuple[TracedJob, ...]
     colours: dict[str, str]
     span: tuple[float, float]
@@ -108,7 +108,7 @@ def draw(timeline: Timeline, *, title: str | None = None) -> Figure:
     from matplotlib.figure import Figure
 
     jobs = sorted(timeline.jobs.values(), key=lambda job: (job.arrival_s, job.job_id))
-    scene = Scene(
+    scene = PlotData(
         timeline=timeline,
         tasks=tuple(task_blocks(timeline)),
         writes=tuple(write_blocks(timeline)),
@@ -133,7 +133,7 @@ def draw(timeline: Timeline, *, title: str | None = None) -> Figure:
 # --- Lanes -------------------------------------------------------------------------------
 
 
-def _draw_lanes(axes: Axes, scene: Scene) -> None:
+def _draw_lanes(axes: Axes, scene: PlotData) -> None:
     start_s, end_s = scene.span
     num_ranks = scene.timeline.num_ranks
     for lane in range(num_ranks):
@@ -157,7 +157,7 @@ def _draw_lanes(axes: Axes, scene: Scene) -> None:
     _bare(axes)
 
 
-def _draw_block(axes: Axes, block: Block, scene: Scene) -> None:
+def _draw_block(axes: Axes, block: PlotBlock, scene: PlotData) -> None:
     """A rectangle; hatching and the white gap to its neighbours only where there is room."""
     from matplotlib.patches import Rectangle
 
@@ -181,7 +181,7 @@ def _draw_block(axes: Axes, block: Block, scene: Scene) -> None:
         axes.add_artist(Rectangle(corner, *size, fill=False, edgecolor="white", linewidth=0.5))
 
 
-def _draw_bridges(axes: Axes, tasks: Sequence[Sequence[Block]], *, colour: str) -> None:
+def _draw_bridges(axes: Axes, tasks: Sequence[Sequence[PlotBlock]], *, colour: str) -> None:
     """Lines between the blocks of a task whose ranks are no neighbours, where that begins."""
     lanes, end_s = None, 0.0
     for parts in tasks:
@@ -194,7 +194,7 @@ def _draw_bridges(axes: Axes, tasks: Sequence[Sequence[Block]], *, colour: str) 
             axes.plot([upper.start_s] * 2, ends, color=shaded(colour, 0.75), linewidth=1.5, zorder=3)
 
 
-def _draw_moves(axes: Axes, tasks: Sequence[Sequence[Block]], scene: Scene, *, colour: str) -> None:
+def _draw_moves(axes: Axes, tasks: Sequence[Sequence[PlotBlock]], scene: PlotData, *, colour: str) -> None:
     """A line to where a job goes on when it changes ranks; faint after a long pause."""
     for before, after in itertools.pairwise(tasks):
         if lanes_of(before) == lanes_of(after):
@@ -214,7 +214,7 @@ def _draw_moves(axes: Axes, tasks: Sequence[Sequence[Block]], scene: Scene, *, c
         )
 
 
-def _draw_label(axes: Axes, stretch: Block, scene: Scene) -> None:
+def _draw_label(axes: Axes, stretch: PlotBlock, scene: PlotData) -> None:
     """The job's id inside, shortened to what fits, on a plain ground: hatching would run through it."""
     size = 6 if stretch.stage == WRITE else 7.5
     fits = int(scene.inches(stretch.duration_s) / (size * CHAR_INCHES))
@@ -240,7 +240,7 @@ def _draw_label(axes: Axes, stretch: Block, scene: Scene) -> None:
 # --- Jobs --------------------------------------------------------------------------------
 
 
-def _draw_rows(axes: Axes, scene: Scene) -> None:
+def _draw_rows(axes: Axes, scene: PlotData) -> None:
     row_points = 72 * scene.row_inches
     size = min(8.0, 0.8 * row_points)
     for row, job in enumerate(scene.jobs):
@@ -260,7 +260,7 @@ def _draw_rows(axes: Axes, scene: Scene) -> None:
     _bare(axes)
 
 
-def _draw_row(axes: Axes, row: int, job: TracedJob, scene: Scene, *, thickness: float) -> None:
+def _draw_row(axes: Axes, row: int, job: TracedJob, scene: PlotData, *, thickness: float) -> None:
     """From arrival to end; where it is late, a red line; the deadline as a triangle."""
     end_s = scene.span[1]
     ended_s = end_s if job.ended_s is None else job.ended_s
@@ -298,7 +298,7 @@ def _verdict(job: TracedJob) -> tuple[str, str]:
 # --- Title and legend --------------------------------------------------------------------
 
 
-def _draw_head(figure: Figure, scene: Scene, *, title: str | None, height: float) -> None:
+def _draw_head(figure: Figure, scene: PlotData, *, title: str | None, height: float) -> None:
     figure.text(
         AXES_LEFT,
         1 - 0.25 / height,
@@ -321,7 +321,7 @@ def _draw_head(figure: Figure, scene: Scene, *, title: str | None, height: float
     )
 
 
-def _legend(scene: Scene) -> Iterator[Artist]:
+def _legend(scene: PlotData) -> Iterator[Artist]:
     """What the shades and marks mean; marks only where the picture has them."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch

@@ -32,7 +32,7 @@ _HEAD = (
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class PolicyRun:
     """One policy on the workload: how its jobs ended, or why there are no numbers."""
 
     policy: str
@@ -45,17 +45,17 @@ class Run:
     """What belongs beside its numbers."""
 
 
-def attempt(policy: str, run: Callable[[], tuple[Sequence[JobOutcome], Summary]]) -> Run:
+def attempt(policy: str, run: Callable[[], tuple[Sequence[JobOutcome], Summary]]) -> PolicyRun:
     """Run the workload; what is the policy's own fault ends its run, and not the comparison."""
     try:
         outcomes, summary = run()
     except (StalledError, PolicyFault) as error:
-        return Run(policy, error=str(error))
-    return Run(policy, outcomes, summary.policy_fault)
+        return PolicyRun(policy, error=str(error))
+    return PolicyRun(policy, outcomes, summary.policy_fault)
 
 
 @dataclass(slots=True)
-class Comparison:
+class PolicyComparison:
     """What has come of the policies so far, in the order in which they were asked for."""
 
     policies: tuple[str, ...]
@@ -86,7 +86,7 @@ class Comparison:
         self.policies = tuple(dict.fromkeys([*(each.policy for each in found), *self.policies]))
         self.notes += content.get("notes", [])
 
-    def add(self, run: Run) -> None:
+    def add(self, run: PolicyRun) -> None:
         """Take the next run in."""
         if run.error is not None:
             self.failures[run.policy] = run.error
@@ -290,7 +290,7 @@ def _percent(share: float | None) -> str:
     return NONE if share is None else f"{share:.0%}"
 
 
-def _starved(run: Run) -> list[str]:
+def _starved(run: PolicyRun) -> list[str]:
     """Jobs that failed without ever having had a rank: they timed out while they waited."""
     never = [outcome for outcome in run.outcomes if outcome.status == "failed" and outcome.started_s is None]
     if not never:
