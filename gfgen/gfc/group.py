@@ -27,41 +27,67 @@ if TYPE_CHECKING:
 
 
 class Collectives(Protocol):
-    """What models use of a group; the real one and the fake of tests have it."""
+    """A group of ranks as one of them sees it: what models use of it.
+
+    All ranks of a group make the same calls in the same order. Sizes of shards are by slot and follow from
+    global shapes; they are never exchanged. Results are fresh memory, except those asked for `in_arena`: these
+    may lie in an arena. They are lost with the exchange of the same kind after the next one, which other ranks
+    may begin as soon as this rank has begun the next one.
+    """
 
     @property
-    def ranks(self) -> tuple[int, ...]: ...
+    def size(self) -> int:
+        """Number of ranks."""
+        ...
+
     @property
-    def slot(self) -> int: ...
+    def slot(self) -> int:
+        """Position of this rank in the group."""
+        ...
+
     @property
-    def size(self) -> int: ...
-    @property
-    def room_bytes(self) -> int | None: ...
-    def subgroup(self, kind: GroupKind) -> Collectives: ...
-    def beside(self, max_blocks: int) -> Collectives: ...
-    def enter(self) -> None: ...
-    def barrier(self) -> None: ...
-    def all_gather(self, x: Tensor, *, dim: int = 0, sizes: Sizes | None = None) -> Tensor: ...
-    def all_to_all(
-        self,
-        x: Tensor,
-        *,
-        split_dim: int,
-        concat_dim: int,
-        split_sizes: Sizes | None = None,
-        concat_sizes: Sizes | None = None,
-    ) -> Tensor: ...
+    def room_bytes(self) -> int | None:
+        """The largest results of one exchange; None: of any size."""
+        ...
+
+    def beside(self, max_blocks: int) -> Collectives:
+        """The same ranks. Their exchanges use at most this many of a GPU's multiprocessors."""
+        ...
+
+    def all_gather(self, x: Tensor, *, dim: int = 0, sizes: Sizes | None = None) -> Tensor:
+        """Every rank's `x`, by slot, joined along `dim`; `sizes` where they differ."""
+        ...
+
     def heads_from_tokens(
-        self,
-        *tensors: Tensor,
-        token_sizes: Sizes,
-        head_sizes: Sizes | None = None,
-        in_arena: bool = False,
-    ) -> tuple[Tensor, ...]: ...
+        self, *tensors: Tensor, token_sizes: Sizes, head_sizes: Sizes, in_arena: bool = False
+    ) -> tuple[Tensor, ...]:
+        """Each [B, L, H, D] with any strides -> [B, S, h, D] contiguous, in one exchange."""
+        ...
+
     def gather_tokens(
         self, *tensors: Tensor, token_sizes: Sizes, in_arena: bool = False
-    ) -> tuple[Tensor, ...]: ...
-    def tokens_from_heads(self, x: Tensor, *, token_sizes: Sizes, head_sizes: Sizes) -> Tensor: ...
+    ) -> tuple[Tensor, ...]:
+        """Each [B, L, H, D] with any strides -> [B, S, H, D] contiguous, in one exchange.
+
+        The own tokens come first, then those of the next slots in turn.
+        """
+        ...
+
+    def tokens_from_heads(self, x: Tensor, *, token_sizes: Sizes, head_sizes: Sizes) -> Tensor:
+        """[B, S, h, D] with any strides -> [B, L, H, D] contiguous."""
+        ...
+
+
+class LayoutGroup(Collectives, Protocol):
+    """The ranks of a whole layout."""
+
+    def enter(self) -> None:
+        """The entry barrier: once per dispatch, before anything else."""
+        ...
+
+    def subgroup(self, kind: GroupKind) -> Collectives:
+        """The group of this kind that this rank belongs to."""
+        ...
 
 
 class CpuGroup:

@@ -30,8 +30,8 @@ def main() -> None:
         peers = {peer: os.dup(fd) for peer, (_, fd) in enumerate(arenas) if peer != rank}
         control = create_arena(CONTROL_PLAN, rank=rank, incarnation=1)
         endpoint = CudaEndpoint(
-            PLAN, rank=rank, device=0, own=arenas[rank][0], peer_fds=peers, incarnations=incarnations,
-            control_fd=control, timeout_s=60,
+            arenas[rank][0], rank=rank, peer_fds=peers, incarnations=incarnations, control_fd=control,
+            timeout_s=60,
         )  # fmt: skip
         endpoint.selector = programs.mixed_selector(endpoint)
         endpoints.append(endpoint)

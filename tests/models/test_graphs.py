@@ -29,7 +29,7 @@ from gfgen.models.fast.fused import fuse
 from gfgen.models.fast.recording import Graphs
 from gfgen.models.fast.texts import with_texts
 from gfgen.models.parallel.parallel import Parallel, parallel_from
-from gfgen.models.parallel.rehearsal import RehearsalRanks, rehearsal
+from gfgen.models.parallel.rehearsal import RehearsalGroup, rehearsal
 from gfgen.models.parallel.sequence_parallel import active
 
 torch.set_num_threads(1)
@@ -71,10 +71,10 @@ def place(ulysses: int, slot: int, *, ring: int = 1) -> Parallel:
     """One rank's view of a step of which nobody else has come."""
     size = ulysses * ring
     return Parallel(
-        cfg=RehearsalRanks(1, 0, None),
-        sequence=RehearsalRanks(size, slot, None),
-        ulysses=RehearsalRanks(ulysses, slot % ulysses, None),
-        ring=RehearsalRanks(ring, slot // ulysses, None),
+        cfg=RehearsalGroup(1, 0, None),
+        sequence=RehearsalGroup(size, slot, None),
+        ulysses=RehearsalGroup(ulysses, slot % ulysses, None),
+        ring=RehearsalGroup(ring, slot // ulysses, None),
     )
 
 

@@ -16,8 +16,9 @@ from gfc_fake import FakeCluster
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gfgen.errors import LayoutError, ModelError, PeerTimeoutError
+from gfgen.gfc.group import Collectives
 from gfgen.layout import Layout
-from gfgen.models.parallel.parallel import Parallel, Ranks, parallel_from
+from gfgen.models.parallel.parallel import Parallel, parallel_from
 from gfgen.models.parallel.sequence_parallel import active, install, sharded_attention
 
 torch.set_num_threads(1)
@@ -101,12 +102,12 @@ def largest_difference(results: list[torch.Tensor], wanted: torch.Tensor) -> flo
 class Watched:
     """Ranks that note what is exchanged, with the shapes of slot 0."""
 
-    def __init__(self, ranks: Ranks, log: list[tuple[str, tuple[int, ...]]]) -> None:
+    def __init__(self, ranks: Collectives, log: list[tuple[str, tuple[int, ...]]]) -> None:
         self._ranks = ranks
         self._log = log
         self.size, self.slot, self.room_bytes = ranks.size, ranks.slot, ranks.room_bytes
 
-    def beside(self, max_blocks: int) -> Ranks:
+    def beside(self, max_blocks: int) -> Collectives:
         return self
 
     def __getattr__(self, name: str) -> Any:

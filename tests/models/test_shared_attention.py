@@ -15,10 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gfgen.errors import LayoutError
+from gfgen.gfc.group import Collectives
 from gfgen.gfc.reshard import shard_sizes
 from gfgen.layout import Layout
 from gfgen.models.parallel.chunked_attention import TokenSizes, best_num_chunks, head_chunks
-from gfgen.models.parallel.parallel import Parallel, Ranks, parallel_from
+from gfgen.models.parallel.parallel import Parallel, parallel_from
 from gfgen.models.parallel.ring_attention import attend_with_lse, merged
 from gfgen.models.parallel.shared_attention import shared_attention
 
@@ -165,7 +166,7 @@ def test_sixteen_bit_inputs_keep_their_type_and_lose_no_more_than_on_one_rank(
 class Logged:
     """Ranks that note their exchanges and how many bytes each brings; a bank may be small."""
 
-    def __init__(self, ranks: Ranks, log: list[tuple[str, int]], room_bytes: int | None) -> None:
+    def __init__(self, ranks: Collectives, log: list[tuple[str, int]], room_bytes: int | None) -> None:
         self._ranks, self._log = ranks, log
         self.size, self.slot = ranks.size, ranks.slot
         self.room_bytes = room_bytes if ranks.size > 1 else None

@@ -18,7 +18,7 @@ from gfgen.models.families.registry import load_adapter
 from gfgen.models.fast.evaluation import evaluate
 from gfgen.models.fast.recording import Graphs
 from gfgen.models.parallel.parallel import Parallel
-from gfgen.models.parallel.rehearsal import RehearsalRanks
+from gfgen.models.parallel.rehearsal import RehearsalGroup
 from gfgen.runtime.ipc.messages import WarmUp
 from gfgen.runtime.worker import forwards as worker_forwards
 from gfgen.runtime.worker.forwards import Forwards, Kind
@@ -49,12 +49,12 @@ def unentered(layout: Layout) -> Parallel | None:
     if layout.degree == 1:
         return None
     slot, shards = layout.slot_of(RANK), layout.sequence_degree
-    sequence = RehearsalRanks(shards, slot % shards, None)
+    sequence = RehearsalGroup(shards, slot % shards, None)
     return Parallel(
-        cfg=RehearsalRanks(layout.cfg, slot // shards, None),
+        cfg=RehearsalGroup(layout.cfg, slot // shards, None),
         sequence=sequence,
         ulysses=sequence,
-        ring=RehearsalRanks(1, 0, None),
+        ring=RehearsalGroup(1, 0, None),
     )
 
 

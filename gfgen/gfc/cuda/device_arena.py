@@ -34,8 +34,10 @@ def arena_bytes(plan: ArenaPlan) -> int:
 
 @dataclass(slots=True)
 class DeviceArena:
-    """One rank's arena as this process maps it."""
+    """One rank's arena as this process maps it, for kernels of one device."""
 
+    plan: ArenaPlan
+    device: int
     address: int
     num_bytes: int
     driver: Driver
@@ -53,7 +55,7 @@ class DeviceArena:
         flagged = address + plan.arena_bytes
         cuda.call("cuMemsetD8_v2", flagged, 0, MAX_RANKS * NUM_BANKS * FLAGGED_BYTES)
         cuda.call("cuCtxSynchronize")
-        return cls(address, num_bytes, cuda), fd
+        return cls(plan, device, address, num_bytes, cuda), fd
 
     @classmethod
     def open(cls, fd: int, plan: ArenaPlan, *, device: int) -> DeviceArena:
@@ -65,7 +67,7 @@ class DeviceArena:
         num_bytes = -(-arena_bytes(plan) // unit) * unit
         address = cuda.map(handle, num_bytes, device)
         cuda.call("cuMemRelease", handle)
-        return cls(address, num_bytes, cuda)
+        return cls(plan, device, address, num_bytes, cuda)
 
     def close(self) -> None:
         """Unmaps; harmless when repeated."""

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from gfgen.errors import LayoutError, ProtocolError
 from gfgen.gfc import native
-from gfgen.gfc.arena import ArenaPlan
 from gfgen.gfc.cuda.device_arena import ControlPage, DeviceArena
 from gfgen.gfc.cuda.device_group import CudaGroup, DispatchState, GroupSlot
 from gfgen.gfc.cuda.driver import driver
@@ -42,33 +41,31 @@ _NO_DISPATCH = 2**63
 class CudaEndpoint:
     """One rank's collectives and transfers on one device.
 
-    control_fd: the rank's page in host memory (`memory.CONTROL_PLAN`). own: its arena.
-    peer_fds: the other ranks' arenas, by rank; may be closed afterwards.
+    own: the rank's arena. peer_fds: the other ranks' arenas, by rank; may be closed afterwards.
+    control_fd: the rank's page in host memory (`device_arena.CONTROL_PLAN`).
     Tasks run on torch's current stream: always the same one, or another one that events order after
     all earlier exchanges and before all later ones. Transfers run on the stream given to them. One thread
     launches groups and arrivals, another one may send; `restart_edges` and `abort_through` may come from
     any.
-    beside_blocks: of exchanges beside computation, for measurements; None: as they ask for.
     """
 
     def __init__(
         self,
-        plan: ArenaPlan,
+        own: DeviceArena,
         *,
         rank: int,
-        device: int,
-        own: DeviceArena,
         peer_fds: Mapping[int, int],
         incarnations: Mapping[int, int],
         control_fd: int,
         timeout_s: float = 30.0,
         tables: Mapping[str, str] | None = None,
-        beside_blocks: int | None = None,
     ) -> None:
+        plan, device = own.plan, own.device
         self.plan, self.rank, self.device = plan, rank, device
         self.torch_device = torch.device("cuda", device)
         self.timeout_ns = _nanoseconds(timeout_s)
-        self.beside_blocks = beside_blocks
+        self.beside_blocks: int | None = None
+        """Blocks of exchanges that run beside computation, set by measurements; None: as callers ask."""
         self.driver = driver()
         self.kernels = Kernels(device)
         # By the first device's table on every rank: all members of a group must choose alike.

@@ -207,10 +207,8 @@ def _set_up(
     incarnations: dict[int, int] = pipe.recv()
     peer_fds = {peer: recv_handle(pipe) for peer in incarnations}
     endpoint = CudaEndpoint(
-        plan,
+        own,
         rank=rank,
-        device=device,
-        own=own,
         peer_fds=peer_fds,
         incarnations={**incarnations, rank: incarnation},
         control_fd=control_fd,

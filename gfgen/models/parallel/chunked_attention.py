@@ -20,10 +20,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gfgen.gfc.group import Collectives
 from gfgen.gfc.reshard import shard_sizes
 from gfgen.layout import shard_bounds
 from gfgen.models.parallel.lanes import Lane, Mark
-from gfgen.models.parallel.parallel import Parallel, Ranks
+from gfgen.models.parallel.parallel import Parallel
 from gfgen.models.parallel.ring_attention import Arriving, ring_attention, start_ring
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
@@ -177,7 +178,7 @@ class ChunkedAttention:
             scale=self._scale,
         )
 
-    def _sparing(self) -> Ranks:
+    def _sparing(self) -> Collectives:
         """The Ulysses group, for exchanges beside attention."""
         return self._parallel.ulysses.beside(CHUNK_BLOCKS)
 

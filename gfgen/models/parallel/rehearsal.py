@@ -15,18 +15,19 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from gfgen.models.parallel.parallel import Parallel, Ranks
+from gfgen.gfc.group import Collectives
+from gfgen.models.parallel.parallel import Parallel
 
 
 @dataclass(frozen=True, slots=True)
-class RehearsalRanks:
-    """One rank's view of a group of which nobody else has come; see `parallel.Ranks`."""
+class RehearsalGroup:
+    """One rank's view of a group of which nobody else has come; see `group.Collectives`."""
 
     size: int
     slot: int
     room_bytes: int | None
 
-    def beside(self, max_blocks: int) -> RehearsalRanks:
+    def beside(self, max_blocks: int) -> RehearsalGroup:
         return self
 
     def all_gather(self, x: Tensor, *, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
@@ -55,8 +56,8 @@ class RehearsalRanks:
 def rehearsal(parallel: Parallel) -> Parallel:
     """The same step, for this rank alone."""
 
-    def alone(ranks: Ranks) -> RehearsalRanks:
-        return RehearsalRanks(ranks.size, ranks.slot, ranks.room_bytes)
+    def alone(ranks: Collectives) -> RehearsalGroup:
+        return RehearsalGroup(ranks.size, ranks.slot, ranks.room_bytes)
 
     return replace(
         parallel,

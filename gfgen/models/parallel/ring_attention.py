@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
+from gfgen.gfc.group import Collectives
 from gfgen.models.parallel.lanes import Lane, Mark
-from gfgen.models.parallel.parallel import Ranks
 
 BESIDE_RULES = ((14_000, 32), (0, 64))
 """(tokens from which on, blocks) of an exchange beside attention, whose work grows faster than the
@@ -50,7 +50,7 @@ class Partial(NamedTuple):
 
 
 def start_ring(
-    key: Tensor, value: Tensor, *, ring: Ranks, block_sizes: Sequence[int], lane: Lane, in_arena: bool
+    key: Tensor, value: Tensor, *, ring: Collectives, block_sizes: Sequence[int], lane: Lane, in_arena: bool
 ) -> Arriving:
     """Begin to gather the ring's keys and values, beside what follows.
 

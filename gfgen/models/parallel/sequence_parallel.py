@@ -29,11 +29,12 @@ from diffusers.models._modeling_parallel import ContextParallelInput, ContextPar
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 
 from gfgen.errors import LayoutError, ModelError
+from gfgen.gfc.group import Collectives
 from gfgen.gfc.reshard import Sizes, shard_sizes
 from gfgen.layout import shard_bounds
 from gfgen.models.parallel.chunked_attention import Attend
 from gfgen.models.parallel.counted_attention import counted_attention
-from gfgen.models.parallel.parallel import Parallel, Ranks
+from gfgen.models.parallel.parallel import Parallel
 from gfgen.models.parallel.shared_attention import shared_attention
 
 PICTURE, TEXT = "hidden_states", "encoder_hidden_states"
@@ -57,7 +58,7 @@ class Sharing:
     _positions: dict[int, torch.Tensor] = field(default_factory=dict)
 
     @property
-    def ranks(self) -> Ranks:
+    def ranks(self) -> Collectives:
         """All who share the tokens."""
         return self.parallel.sequence
 
@@ -96,7 +97,7 @@ def active(parallel: Parallel, *, slot_1: torch.Tensor | None = None) -> Iterato
         _SHARING.reset(token)
 
 
-def sharing_ranks() -> Ranks | None:
+def sharing_ranks() -> Collectives | None:
     """Who shares the forward that this thread is in; None when it is alone."""
     sharing = _SHARING.get()
     return None if sharing is None else sharing.ranks
@@ -223,7 +224,7 @@ def _gather_output(
     return sharing.ranks.all_gather(output, dim=spec.gather_dim, sizes=sizes)
 
 
-def _stream_length(name: str, value: torch.Tensor, spec: ContextParallelInput, ranks: Ranks) -> int:
+def _stream_length(name: str, value: torch.Tensor, spec: ContextParallelInput, ranks: Collectives) -> int:
     length = int(value.shape[spec.split_dim])
     if name == PICTURE and length < ranks.size:
         raise LayoutError(f"{length} tokens cannot be shared among {ranks.size} ranks")
@@ -359,14 +360,12 @@ def sharded_attention(
     if backend is not None and sharing.parallel.ring.size > 1:
         raise ModelError(f"attention backend {backend!r} does not work in a ring, which needs log-sum-exps")
     assert key.shape[2] == query.shape[2], "a shared attention whose queries and keys differ in heads"
-    parallel = sharing.parallel
     return shared_attention(
         query,
         key,
         value,
         attn_mask,
-        # What counts tokens takes them in the order of slots.
-        parallel=parallel,
+        parallel=sharing.parallel,
         token_sizes=_token_sizes(sharing, query, key, text_length),
         attend=own,
         scale=scale,

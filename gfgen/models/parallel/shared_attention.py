@@ -48,7 +48,7 @@ def shared_attention(
 
     token_sizes: of every shard, by slot. attend: attention on one rank, where there is no ring.
     All exchanges are in the order of the calls on every rank; what stays in an arena is read before it may
-    be overwritten (`parallel.Ranks`), and nothing of it is returned.
+    be overwritten (`group.Collectives`), and nothing of it is returned.
 
     Shapes: query, key, value [B, L, H, D], mask bool [B, 1, 1, L] or None -> [B, L, H, D],
             fresh memory.

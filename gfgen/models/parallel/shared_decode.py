@@ -33,16 +33,17 @@ from torch import Tensor
 from torch.nn import functional
 
 from gfgen.errors import LayoutError, ModelError
+from gfgen.gfc.group import Collectives
 from gfgen.gfc.reshard import Sizes, shard_sizes
 from gfgen.layout import shard_bounds
-from gfgen.models.parallel.parallel import Parallel, Ranks
+from gfgen.models.parallel.parallel import Parallel
 
 
 @dataclass(frozen=True, slots=True)
 class _Bands:
     """Who shares the present decode, and the rows of latents that each has."""
 
-    ranks: Ranks
+    ranks: Collectives
     rows: Sizes
 
     def halo(self, x: Tensor) -> tuple[Tensor | None, Tensor | None]:

@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from gfgen.gfc.descriptor import Descriptor
-from gfgen.gfc.group import Collectives
+from gfgen.gfc.group import LayoutGroup
 from gfgen.graph import Stage, Task
 from gfgen.models.families.adapter import Adapter, Fields
 from gfgen.models.parallel.parallel import Parallel
@@ -159,11 +159,11 @@ def bring_input(
         job.fetch_latents(task, message.producer)
 
 
-def meet(endpoint: Any, message: RunTask) -> Collectives | None:
+def meet(endpoint: Any, message: RunTask) -> LayoutGroup | None:
     """The group of a task on several ranks, once all of them have come; None for one rank."""
     if message.layout.degree == 1:
         return None
-    group: Collectives = endpoint.group(
+    group: LayoutGroup = endpoint.group(
         Descriptor(message.number, message.layout, message.incarnations), timeout_s=message.wait_s
     )
     group.enter()

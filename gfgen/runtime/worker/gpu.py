@@ -232,10 +232,8 @@ class GpuDevice:
         arenas = dict(zip(message.ranks, fds[:-1], strict=True))
         rank = self._settings.rank
         self.endpoint = CudaEndpoint(
-            self._plan,
+            self._own_arena,
             rank=rank,
-            device=self._settings.gpu,
-            own=self._own_arena,
             peer_fds={peer: fd for peer, fd in arenas.items() if peer != rank},
             incarnations=dict(enumerate(message.incarnations)),
             control_fd=fds[-1],

@@ -1,4 +1,4 @@
-// Scripts for the checker: the real protocol, and variants of it that DESIGN section 7 names.
+// Scripts for the checker: the real protocol, and broken and safe variants of it.
 #pragma once
 
 #include <initializer_list>

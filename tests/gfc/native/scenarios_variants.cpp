@@ -1,4 +1,4 @@
-// Other ways to move data, safe and broken (DESIGN section 7), and mutants of the shipped one.
+// Other ways to move data, safe and broken, and mutants of the shipped one.
 //
 // Each broken variant is one that somebody might write; the checker has to reject it.
 #include "scenarios.h"
