@@ -1,8 +1,6 @@
 """Groups of ranks and their collectives on CPU tensors.
 
-Bytes only move, so any dtype will do. Sizes of shards are arguments, derived by the caller from
-global shapes, and are never exchanged. Results are fresh tensors; nothing that is returned lies
-in an arena. Every rank of a group makes the same calls in the same order.
+Collectives only move bytes, so they take any dtype. All results are fresh tensors.
 
 Legend: B batch, S tokens of the whole sequence, L tokens of this rank, H heads, h heads of this
 rank, D head dimension.
@@ -30,9 +28,9 @@ class Collectives(Protocol):
     """A group of ranks as one of them sees it: what models use of it.
 
     All ranks of a group make the same calls in the same order. Sizes of shards are by slot and follow from
-    global shapes; they are never exchanged. Results are fresh memory, except those asked for `in_arena`: these
-    may lie in an arena. They are lost with the exchange of the same kind after the next one, which other ranks
-    may begin as soon as this rank has begun the next one.
+    global shapes; they are never exchanged. Results are fresh memory. Only those asked for `in_arena` may
+    lie in an arena, and are lost with the exchange of the same kind after the next one. Other ranks may
+    begin that one as soon as this rank has begun the next one.
     """
 
     @property
@@ -93,8 +91,8 @@ class LayoutGroup(Collectives, Protocol):
 class CpuGroup:
     """The ranks of a dispatch, or a subgroup of them, as one rank sees it.
 
-    Made by `Endpoint.group`. Once a wait fails, the task is poisoned: every later collective of
-    it, in any subgroup, raises the same error at once.
+    `Endpoint.group` makes it. A wait that fails poisons the task: every later collective of the task, in any
+    subgroup, raises the same error at once.
     """
 
     __slots__ = ("_endpoint", "_kind", "_task", "descriptor", "ranks", "slot")
@@ -122,22 +120,22 @@ class CpuGroup:
 
     @property
     def room_bytes(self) -> int | None:
-        """None: what does not fit in an arena goes in rounds."""
+        """None: results that do not fit in an arena arrive in rounds."""
         return None
 
     def beside(self, max_blocks: int) -> CpuGroup:
-        """The same: calls are over when they return, so nothing is computed meanwhile."""
+        """This group: calls return when they are complete, so they never overlap computation."""
         return self
 
     def subgroup(self, kind: GroupKind) -> CpuGroup:
-        """The group of this kind that this rank belongs to; costs no communication."""
+        """The group of this kind that this rank belongs to. Needs no communication."""
         return CpuGroup(self._endpoint, self.descriptor, self._task, kind=kind)
 
     def enter(self) -> None:
         """The entry barrier of the dispatch: once, on the whole layout, before anything else.
 
-        Waits until every rank has come or the host aborts the dispatch; a peer behind a long
-        task is not dead.
+        Waits without a timeout until every rank has entered or the host aborts the dispatch: a peer that is
+        late may be busy with a long task.
         """
         self._check(self._endpoint.native.gfc_enter(self._endpoint.context, self._task))
 
@@ -146,7 +144,7 @@ class CpuGroup:
         self._move((), ())
 
     def all_gather(self, x: Tensor, *, dim: int = 0, sizes: Sizes | None = None) -> Tensor:
-        """Every rank's `x` behind each other along `dim`; `sizes` (by slot) if they differ."""
+        """Every rank's `x`, by slot, joined along `dim`; `sizes` (by slot) if they differ."""
         dim %= x.dim()
         concat_sizes = tuple(sizes or (x.shape[dim],) * self.size)
         return self._exchange((x,), Resharding(-1, dim, (), concat_sizes))[0]
@@ -160,11 +158,11 @@ class CpuGroup:
         split_sizes: Sizes | None = None,
         concat_sizes: Sizes | None = None,
     ) -> Tensor:
-        """From a shard of `concat_dim` with all of `split_dim` to the contrary.
+        """From a shard of `concat_dim`, with all of `split_dim`, to the reverse.
 
-        Sizes are by slot. Without `split_sizes`, the dimension is cut as `shard_bounds` does;
-        without `concat_sizes`, every rank has as many as this one. With `split_dim ==
-        concat_dim` each rank gets an equal part of every rank's `x`, in the order of slots.
+        Sizes are by slot. By default `shard_bounds` cuts `split_dim`, and every rank has as much of
+        `concat_dim` as this one. With `split_dim == concat_dim` each rank gets an equal part of every
+        rank's `x`, by slot.
         """
         split_dim, concat_dim = split_dim % x.dim(), concat_dim % x.dim()
         if split_dim == concat_dim:
@@ -181,7 +179,7 @@ class CpuGroup:
         head_sizes: Sizes | None = None,
         in_arena: bool = False,
     ) -> tuple[Tensor, ...]:
-        """Attention's way in: all tokens of this rank's heads, for q, k and v in one exchange.
+        """All tokens of this rank's heads, as attention's inputs, in one exchange.
 
         in_arena has no effect: results are always fresh here.
         Shapes: each [B, L, H, D] with any strides -> [B, S, h, D] contiguous.

@@ -602,4 +602,4 @@ def test_ranks_choose_by_the_tables_that_were_there_when_they_were_read(
     path.write_bytes(b"\xff")
     assert tuned_tables() == {}
     assert load_selector("NVIDIA H200", has_bulk=True, tables={path.name: "{"}).rules == {}
-    assert caplog.text.count("using the shipped one") == 2
+    assert caplog.text.count("using the shipped table") == 2

@@ -1,12 +1,12 @@
-"""Captured sequences of collectives that know no group.
+"""CUDA graphs of collectives that run on any group of the same degrees.
 
     captured = capture(group, lambda group: step(group))      # once per shape and degrees
     group = endpoint.group(other_descriptor); group.enter()   # any ranks, same degrees
     captured.replay(group)
 
-A capture holds the context's address, local shapes and compile-time degrees, no ranks and no
-slot: kernels find both in the context, where `enter` has put them. Local shard lengths are part of
-what was captured, so a capture serves all slots that have the same.
+A graph holds the context's address, local shapes and degrees, but no ranks and no slot: kernels read both
+from the context, where `enter` has put them. Local shard lengths are part of the graph, so it serves all
+slots that have the same lengths.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from gfgen.gfc.cuda.structs import NUM_BANKS
 
 T = TypeVar("T")
 Capturing = Callable[[Any], AbstractContextManager[Any]]
-"""From a graph to what captures in it all that is launched inside."""
+"""Makes a context manager that captures in this graph what is launched inside."""
 
 
 class Captured(Generic[T]):
@@ -55,9 +55,9 @@ class Captured(Generic[T]):
             run.counts[:] = before
 
     def replay(self, group: CudaGroup) -> T:
-        """Runs the sequence on the current stream among the ranks of an entered group.
+        """Runs the graph on the current stream among the ranks of an entered group.
 
-        Raises: what has gone wrong in the group's dispatch, as far as it is known.
+        Raises: the failure of the group's dispatch, if it is known already.
         """
         run, endpoint = group._run, group._endpoint
         if endpoint.failed.value:
@@ -70,9 +70,9 @@ class Captured(Generic[T]):
         return self.result
 
     def match_banks(self, group: CudaGroup) -> None:
-        """What `replay` does first: brings the group's counts to where those of the capture began.
+        """Brings the group's counts to where those of the capture began; `replay` does it first.
 
-        Addresses in the graph fix the bank of each exchange; a barrier more sets it right.
+        Addresses in the graph fix the bank of each exchange. One barrier more selects the other bank.
         """
         if group.descriptor.layout.degrees != self._degrees:
             raise LayoutError(f"captured for degrees {self._degrees}, replayed on {group.descriptor.layout}")
@@ -80,7 +80,7 @@ class Captured(Generic[T]):
             group.of_kind(kind).barrier()
 
     def unmatched(self, group: CudaGroup) -> list[int]:
-        """Kinds whose next exchange would use another bank than the first of them in the capture."""
+        """Kinds whose next exchange would use another bank than their first one in the capture."""
         counts = group._run.counts
         return [
             kind
@@ -90,7 +90,7 @@ class Captured(Generic[T]):
 
 
 class CapturedAlone(Generic[T]):
-    """A CUDA graph of a call that knows no group of ours."""
+    """A CUDA graph of a call without collectives."""
 
     def __init__(self, function: Callable[[], T], *, capturing: Capturing = torch.cuda.graph) -> None:
         self._graph = torch.cuda.CUDAGraph()
@@ -104,16 +104,13 @@ class CapturedAlone(Generic[T]):
 
 
 def capture(group: CudaGroup, function: Callable[[CudaGroup], T], *, copies: int = 1) -> Captured[T]:
-    """Captures what a function does on a group that has been entered.
-
-    The function has run once before, so that everything is loaded and prepared.
-    """
+    """Captures a function on an entered group. Run the function once before, so that everything is loaded."""
     return Captured(group, function, copies=copies)
 
 
 @contextlib.contextmanager
 def _without_collections() -> Iterator[None]:
-    """Inside, no cycle is collected: with a graph in one, whose end would be the end of a capture."""
+    """Disables garbage collection: freeing a graph in a cycle would end the capture."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -126,9 +123,8 @@ def _without_collections() -> Iterator[None]:
 class SharedPool:
     """Memory that many graphs share, and the stream on which they are captured.
 
-    What one graph computes with, another one does, too: their replays follow each other on one stream,
-    and a result is used up before the next replay. The pool's memory is given back when its last graph
-    is gone.
+    Graphs may use the same memory, since their replays follow each other on one stream and each result is
+    used up before the next replay. The pool's memory is released with its last graph.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -145,7 +141,7 @@ class SharedPool:
 
     @contextlib.contextmanager
     def capturing(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
-        """For `Captured`. Waits for nothing; other threads may do what they like on streams of theirs."""
+        """For `Captured`. Does not wait; other threads may use their own streams meanwhile."""
         if not self._graphs:  # torch may have the old one left, and then refuses to take it up again
             self._pool = torch.cuda.graph_pool_handle()
         with torch.cuda.stream(self._stream), _without_collections():
@@ -169,10 +165,10 @@ class SharedPool:
             raise
 
     def _end_what_is_invalid(self) -> None:
-        """CUDA has ended a capture that became invalid, torch 2.11 has not.
+        """Ends in torch 2.11 a capture that became invalid, which CUDA has ended already.
 
-        Its allocator waits for the end; the pool counts one graph more than there are, and takes no more;
-        nobody gets random numbers until another capture ends as it should.
+        Without this, torch's allocator waits for the end, the pool counts one graph too many and takes no
+        more, and random numbers fail until another capture ends properly.
         """
         torch._C._cuda_endAllocateToPool(self._stream.device_index, self._pool)
         torch._C._cuda_releasePool(self._stream.device_index, self._pool)

@@ -1,10 +1,10 @@
 """A rank's end of the group-free collectives on a GPU.
 
-Set up once per process; groups are then made from descriptors without touching anyone: a group
-is one launch of the entry kernel, which writes the descriptor into the rank's context.
+A process sets it up once. Making a group from a descriptor involves no other rank: the entry kernel writes
+the descriptor into this rank's context.
 
-Failures arrive later than calls: kernels leave them in a page of host memory, every call looks
-there first, and `Group.finish` looks after the device has come so far.
+Failures arrive after calls: kernels leave them in a page of host memory. Every call checks that page first,
+and `CudaGroup.finish` checks it when the device has finished.
 """
 
 from __future__ import annotations
@@ -42,11 +42,10 @@ class CudaEndpoint:
     """One rank's collectives and transfers on one device.
 
     own: the rank's arena. peer_fds: the other ranks' arenas, by rank; may be closed afterwards.
-    control_fd: the rank's page in host memory (`device_arena.CONTROL_PLAN`).
-    Tasks run on torch's current stream: always the same one, or another one that events order after
-    all earlier exchanges and before all later ones. Transfers run on the stream given to them. One thread
-    launches groups and arrivals, another one may send; `restart_edges` and `abort_through` may come from
-    any.
+    control_fd: the rank's page in host memory (`device_arena.CONTROL_PLAN`). Tasks run on torch's current
+    stream: always the same one, or another one that events order after all earlier exchanges and before all
+    later ones. Transfers run on the stream given to them. One thread launches groups and arrivals, another
+    one may send. Any thread may call `restart_edges` and `abort_through`.
     """
 
     def __init__(
@@ -94,13 +93,13 @@ class CudaEndpoint:
         self.last_dispatch = 0
         self.prepared: dict[object, object] = {}
         self.group_slots: dict[object, GroupSlot] = {}
-        """Places in groups that this rank has had; like `prepared`, so that each is worked out once."""
+        """Slots in groups that this rank has had, computed once each."""
         self._unclean: set[int] = set()
-        """Ranks of which messages with flags may lie here half-read, since a fault."""
+        """Ranks whose flagged messages may lie here unread since a fault."""
         self._views: dict[object, Tensor] = {}
         notes = torch.empty((_NUM_NOTES, _NOTE_BYTES), dtype=torch.uint8, pin_memory=True)
         self._notes = itertools.cycle(notes.unbind())
-        """Host memory for outcomes, in turn; made now, since pinning memory waits for the device."""
+        """Host memory for outcomes, used in turn; allocated now, since pinning waits for the device."""
         self._mapped: dict[tuple[int, ...], tuple[int | None, ...]] = {}
         """Incarnations by ranks, in their order, as `incarnations` has them."""
 
@@ -110,7 +109,7 @@ class CudaEndpoint:
         return CudaGroup(self, descriptor, DispatchState(descriptor, timeout_ns))
 
     def unentered(self, layout: Layout) -> CudaGroup:
-        """A group that meets nobody: for what is captured, which no rank takes part in."""
+        """A group for capturing: no rank enters it."""
         descriptor = Descriptor(_NO_DISPATCH, layout, (0,) * layout.degree)
         run = DispatchState(descriptor, self.timeout_ns)
         run.has_entered = True
@@ -147,7 +146,7 @@ class CudaEndpoint:
         self._enter.run(self.stream())
 
     def _clear_flags(self, peers: Collection[int]) -> None:
-        """Enqueues the clearing of inboxes for messages with flags; nothing comes before the next entry."""
+        """Enqueues the clearing of inboxes for flagged messages; peers send nothing before the next entry."""
         self._unclean.difference_update(peers)  # first: what another fault leaves meanwhile is for later
         num_bytes = NUM_BANKS * FLAGGED_BYTES
         for peer in sorted(peers):
@@ -162,11 +161,11 @@ class CudaEndpoint:
                 raise failure.as_error()
 
     def outcome(self, dispatch: int, *, sources: Collection[int] = ()) -> DispatchOutcome:
-        """Enqueues, on the current stream, a note of how this dispatch and its transfers here went.
+        """Enqueues, on the current stream, a note of how this dispatch and its transfers to here went.
 
-        For when the next dispatch is enqueued before anyone looks: that starts the context's task anew,
-        and the host's record is of the last failure only. Looked at before so many more are noted as
-        there are notes: a rank has at most two dispatches under way.
+        The next dispatch may be enqueued before anyone reads the outcome. It resets the context's task, and
+        the host's record keeps the last failure only. Notes are reused in turn, which is safe because a
+        rank has at most two dispatches under way.
         """
         return DispatchOutcome(self, dispatch, sources, note=next(self._notes))
 
@@ -177,12 +176,12 @@ class CudaEndpoint:
             raise self._transfer_failure(peer, status, dispatch).as_error()
 
     def _status_of(self, peer: int) -> int:
-        """Of the transfers with this rank, as the device has left it."""
+        """Status of the transfers with this rank, read from the device."""
         address = self.context + _BROKEN_OFFSET + 4 * peer
         return int.from_bytes(self.driver.read(address, 4), "little")
 
     def _transfer_failure(self, peer: int, status: int, dispatch: int) -> Failure:
-        """The host's record if it is still that of this transfer, or what is known without it."""
+        """The host's record if it still belongs to this transfer; else a failure without details."""
         failure = self.last_failure()
         if failure is not None and (failure.peer, failure.dispatch) == (peer, dispatch):
             return failure
@@ -196,7 +195,7 @@ class CudaEndpoint:
         self.control.arena.abort_through(dispatch)
 
     def view(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A tensor over the own arena's memory; remembered, because making one costs microseconds."""
+        """A tensor over the own arena's memory; cached, because making one takes microseconds."""
         key = (offset, shape, dtype)
         found = self._views.get(key)
         if found is None:
@@ -217,8 +216,8 @@ class CudaEndpoint:
     ) -> None:
         """Enqueues the push of a contiguous tensor to a rank, by chunks of `ArenaPlan.post_bytes`.
 
-        Nothing waits on the host: where a bank still holds one of the last two chunks, the device waits for
-        the receiver. Failures show in `check` and `require`.
+        The host does not wait. While both banks hold unread chunks, the device waits for the receiver.
+        `check` and `require` raise failures.
         """
         assert x.is_contiguous()
         assert to != self.rank
@@ -244,7 +243,7 @@ class CudaEndpoint:
     ) -> Tensor:
         """Enqueues the arrival of the tensor that `source` sends under this dispatch and label.
 
-        begun: recorded, on torch's current stream, when the first of it is there.
+        begun: an event, recorded on torch's current stream when the first chunk has arrived.
         """
         x = torch.empty(tuple(shape), dtype=dtype, device=f"cuda:{self.device}")
         stream = self.stream() if stream is None else stream
@@ -260,8 +259,9 @@ class CudaEndpoint:
     def replace_peer(self, rank: int, fd: int, incarnation: int) -> None:
         """Maps the arena of a rank's new incarnation in place of the old one.
 
-        For when nothing that involves that rank runs or is queued here, and before that rank sends anything
-        here: the edge between them starts anew. Waits for the device, since memory is unmapped.
+        Call it when nothing that involves that rank runs or is queued here, and before that rank sends
+        anything
+        here: the edge between them starts again. Waits for the device, since memory is unmapped.
         """
         torch.cuda.synchronize(self.device)
         old = self.arenas.pop(rank, None)
@@ -276,12 +276,12 @@ class CudaEndpoint:
             old.close()
 
     def restart_edges(self, peers: Sequence[int]) -> None:
-        """Starts the edges to these ranks anew, after an aborted dispatch or a failed transfer.
+        """Restarts the edges to these ranks after an aborted dispatch or a failed transfer.
 
-        Every survivor of the layout does it after all of them have left the dispatch, on the device
-        too, and before any of them gets the next one; those without such an edge with no peers, since
-        exchanges leave something behind, too. Other dispatches may run meanwhile, and any thread may
-        call.
+        Every survivor of the layout calls it after all of them have left the dispatch, also on the device,
+        and before any of them gets the next one. A survivor without such an edge calls it with no peers,
+        since exchanges leave words behind, too. Other dispatches may run meanwhile, and any thread may call
+        it.
         """
         self._unclean.update(self.incarnations.keys() - {self.rank})
         for peer in peers:
@@ -352,7 +352,7 @@ class CudaEndpoint:
 
 
 class DispatchOutcome:
-    """How a dispatch went on this rank; to be read when the device has come so far."""
+    """How a dispatch went on this rank; valid when the device has reached the note."""
 
     def __init__(
         self, endpoint: CudaEndpoint, dispatch: int, sources: Collection[int], *, note: Tensor
@@ -363,7 +363,7 @@ class DispatchOutcome:
             self._note[at : at + num_bytes].copy_(source[offset : offset + num_bytes], non_blocking=True)
 
     def require(self) -> None:
-        """Raises what went wrong, as the CPU's collectives and transfers do."""
+        """Raises the failure, if any, as the CPU's collectives and transfers do."""
         content = self._note.numpy().tobytes()
         record = native.RecordStruct.from_buffer_copy(content)
         if record.status != native.OK and record.dispatch == self._dispatch:
@@ -380,11 +380,11 @@ _RECORD_BYTES = ctypes.sizeof(native.RecordStruct)
 _NOTE_BYTES = _RECORD_BYTES + 4 * native.MAX_RANKS
 _NUM_NOTES = 16
 _NOTES = ((0, _RECORD_OFFSET, _RECORD_BYTES), (_RECORD_BYTES, _BROKEN_OFFSET, 4 * native.MAX_RANKS))
-"""What is noted of a context: (place in the note, offset, bytes)."""
+"""What a note copies from the context: (position in the note, offset, bytes)."""
 
 
 class _DeviceMemory:
-    """Device memory as torch takes it."""
+    """Device memory in the form that torch.as_tensor accepts."""
 
     def __init__(self, address: int, num_bytes: int) -> None:
         self.__cuda_array_interface__ = {

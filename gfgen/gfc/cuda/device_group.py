@@ -1,12 +1,12 @@
 """Groups of ranks and their collectives on GPU tensors.
 
-The interface is that of the CPU's `gfgen.gfc.group.Group`; calls enqueue kernels on torch's current
-stream and return. Results are fresh tensors, but for those asked for `in_arena`: if they fit in a
-bank, they lie in this rank's arena and must never leave an operator that is opaque to compilers.
+`CudaGroup` has the interface of `gfgen.gfc.group.CpuGroup`. Calls enqueue kernels on torch's current stream
+and return. Results are fresh tensors. Only those asked for `in_arena` lie in this rank's arena if they fit
+in a bank; they must never leave an operator that is opaque to compilers.
 
-An arena has two banks for each kind of group, which exchanges use in turn. So what lies in one is overwritten
-by the exchange after the next, which other ranks may begin as soon as this one has begun the next. A barrier
-writes nothing.
+An arena has two banks for each kind of group. Exchanges use them in turn. So the exchange after the next
+one overwrites a result in a bank, and other ranks may begin it as soon as this rank has begun the next one.
+A barrier writes nothing.
 
 Legend: B batch, S tokens of the whole sequence, L tokens of this rank, H heads, h heads of this
 rank, D head dimension.
@@ -44,9 +44,9 @@ _IN_FLIGHT = 8  # units that a thread of gfc_exchange has under way
 
 
 class DispatchState:
-    """What this process knows of a dispatch: how many exchanges of each kind it has enqueued.
+    """A dispatch on the host's side: how many exchanges of each kind this process has enqueued.
 
-    The device counts the same; the parity of a count says which bank the next one uses.
+    The device counts the same. The parity of a count selects the bank of the next exchange.
     """
 
     __slots__ = ("counts", "dispatch", "has_entered", "timeout_ns")
@@ -123,25 +123,26 @@ class CudaGroup:
 
     @property
     def room_bytes(self) -> int | None:
-        """The largest results that one exchange brings at once; what is larger goes in slow rounds."""
+        """The largest results of one exchange; larger ones arrive in slow rounds."""
         return None if self.size == 1 else self.bank.num_bytes
 
     def beside(self, max_blocks: int) -> CudaGroup:
-        """The same ranks, whose exchanges use few blocks: the rest of the device computes meanwhile.
+        """The same ranks; exchanges use few blocks, so that the rest of the device can compute.
 
-        For calls on a stream of their own that follow all earlier exchanges of this rank, and come
-        before all later ones: two at a time would share the context's counters.
+        For calls on a separate stream. They must follow all earlier exchanges of this rank and precede all
+        later
+        ones: two exchanges at a time would share the context's counters.
         """
         sparing = copy(self)
         sparing._most_blocks = min(self._most_blocks, self._endpoint.beside_blocks or max_blocks)
         return sparing
 
     def subgroup(self, kind: GroupKind) -> CudaGroup:
-        """The group of this kind that this rank belongs to; costs no communication."""
+        """The group of this kind that this rank belongs to. Needs no communication."""
         return CudaGroup(self._endpoint, self.descriptor, self._run, kind=kind)
 
     def of_kind(self, kind: int) -> CudaGroup:
-        """The same, by the kind's native number."""
+        """As `subgroup`, by the kind's native number."""
         return self.subgroup(next(name for name, number in GROUP_KINDS.items() if number == kind))
 
     def enter(self) -> None:
@@ -150,21 +151,21 @@ class CudaGroup:
         self._run.has_entered = True
 
     def finish(self) -> None:
-        """Waits for the current stream, and raises what went wrong in this dispatch."""
+        """Waits for the current stream, then raises the failure of this dispatch, if any."""
         torch.cuda.current_stream(self._endpoint.device).synchronize()
         self._endpoint.check(self._run.dispatch)
 
     def barrier(self) -> None:
-        """What is enqueued after it runs after every rank of the group has come here."""
+        """Work enqueued after it runs when every rank of the group has reached the barrier."""
         if self.size > 1:
             self._move((), None, in_arena=False)
 
     def align_banks(self) -> None:
-        """Lets the next exchange of each kind use the first bank, as the first one of a dispatch does.
+        """Makes the next exchange of each kind use the first bank, as the first one of a dispatch does.
 
-        By one barrier of each kind whose next one would use the second bank. What is captured before a
-        group is entered begins so, and a replay on one rank goes with launches on others only where all
-        of them do.
+        A kind whose next exchange would use the second bank gets a barrier. A graph captured before a group
+        is entered starts with the first bank. If one rank replays it and others launch the same exchanges,
+        all of them must start there.
         """
         for kind, count in enumerate(self._run.counts):
             if count % NUM_BANKS:
@@ -173,7 +174,7 @@ class CudaGroup:
     def all_gather(
         self, x: Tensor, *, dim: int = 0, sizes: Sizes | None = None, in_arena: bool = False
     ) -> Tensor:
-        """Every rank's `x` behind each other along `dim`; `sizes` (by slot) if they differ."""
+        """Every rank's `x`, by slot, joined along `dim`; `sizes` (by slot) if they differ."""
         dim %= x.dim()
         concat_sizes = tuple(sizes) if sizes else (x.shape[dim],) * self.size
         return self._move((x,), Resharding(-1, dim, (), concat_sizes), in_arena=in_arena)[0]
@@ -188,7 +189,7 @@ class CudaGroup:
         concat_sizes: Sizes | None = None,
         in_arena: bool = False,
     ) -> Tensor:
-        """From a shard of `concat_dim` with all of `split_dim` to the contrary; see the CPU's."""
+        """As `CpuGroup.all_to_all`."""
         split_dim, concat_dim = split_dim % x.dim(), concat_dim % x.dim()
         if split_dim == concat_dim:
             return self._all_to_all_along(x, split_dim, in_arena=in_arena)
@@ -203,7 +204,7 @@ class CudaGroup:
         head_sizes: Sizes | None = None,
         in_arena: bool = False,
     ) -> tuple[Tensor, ...]:
-        """Attention's way in: all tokens of this rank's heads, for q, k and v in one exchange.
+        """All tokens of this rank's heads, as attention's inputs, in one exchange.
 
         Shapes: each [B, L, H, D] with any strides -> [B, S, h, D] contiguous.
         Raises: LayoutError when a rank would have no head.
@@ -265,7 +266,7 @@ class CudaGroup:
         if isinstance(prepared, Prepared):
             return self._launch(prepared, pointers, in_arena=in_arena)
         assert resharding is not None
-        # Strides or addresses that do not serve, or more than a bank holds.
+        # Strides or addresses that no kernel takes, or more than a bank holds.
         if prepared == "strides":
             dense = [x.clone(memory_format=torch.contiguous_format) for x in tensors]
             return self._move(dense, resharding, in_arena=in_arena)
@@ -283,7 +284,7 @@ class CudaGroup:
                 result = endpoint.view(bank + offset, shape, dtype)
             else:
                 result = torch.empty_strided(shape, strides, dtype=dtype, device=endpoint.torch_device)
-            # 0 says that it stays in the arena; a tensor of nothing has no address either.
+            # 0 means that the result stays in the arena. An empty tensor has address 0, too.
             output = 0 if in_arena else result.data_ptr() or _NOWHERE
             PAIR.pack_into(buffer, at, pointer, output)
             results.append(result)
@@ -382,7 +383,7 @@ class CudaGroup:
                 name, block, per_block = "bulk", 32, choice.tile_bytes
                 shared_bytes = 4 * choice.tile_bytes
             wanted = max(1, -(-longest // per_block))
-            # What stays is copied at the speed of the own memory, many times that of a link.
+            # Own memory is many times faster than a link, so few blocks copy what stays here.
             exchange.num_keepers = min(wanted * num_moves, max(1, limit // 12))
             at_once = 1 if choice.in_turn else items
             most = max(1, (limit - exchange.num_keepers) // at_once)
@@ -402,7 +403,7 @@ class CudaGroup:
         return Prepared(launch, tuple(results), pointers)
 
     def _in_rounds(self, x: Tensor, resharding: Resharding) -> Tensor:
-        """An exchange that does not fit in a bank: so many parts of each shard at a time."""
+        """An exchange that does not fit in a bank, in rounds: one part of each shard at a time."""
         split_dim, concat_dim, splits, concats, is_rotated = resharding
         if split_dim == concat_dim:
             return self._rounds_along(x, split_dim)
@@ -435,7 +436,7 @@ class CudaGroup:
         return result
 
     def _rounds_along(self, x: Tensor, dim: int) -> Tensor:
-        """The same for equal parts of one dimension: so much of every part at a time."""
+        """The same for equal parts of one dimension."""
         size = self.size
         parts = x.contiguous().view(*x.shape[:dim], size, 1, -1)
         num_rounds = min(parts.shape[-1], x.numel() * x.element_size() // max(1, self.bank.num_bytes) + 2)
@@ -456,13 +457,13 @@ def _unfolded(x: Tensor, dim: int, size: int) -> Tensor:
 
 
 class GroupSlot(NamedTuple):
-    """A rank's place in a group, whichever ranks it is made of."""
+    """A rank's slot in a kind of group, for layouts of any ranks."""
 
     slots: tuple[int, ...]
     slot: int
     kind: int
     bank: Bank
-    number: int  # of the group_slot among those of its endpoint
+    number: int  # among those of the endpoint, as part of keys
 
 
 def _group_slot(

@@ -1,8 +1,8 @@
 """Which kernel moves an exchange, and with how many blocks, by size.
 
-Filled by `gfgen bench gfc --tune` and stored per device; without that, the shipped table. All ranks of a run
-have to choose alike, also one that is started again after a table was tuned anew: who starts them reads the
-tables once, for all of them.
+`gfgen bench gfc --tune` writes a table per device; without one the shipped table applies. All ranks of a
+run must choose alike, also a rank that restarts after the table was tuned again. So the process that starts
+the ranks reads the tables once, for all of them.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class KernelChoice:
-    """A kernel and its launch: blocks is the most of the whole grid; tile_bytes for bulk copies.
+    """A kernel and its launch: at most `blocks` in the grid; `tile_bytes` for bulk copies.
 
-    in_turn: all blocks push to one member after the other, not to all at once.
+    in_turn: all blocks push to one rank after the other, not to all at once.
     """
 
     path: KernelPath
@@ -36,7 +36,7 @@ class KernelChoice:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """The choice for messages (of one pair of members) of up to so many bytes."""
+    """The choice for messages between two ranks of up to `up_to_bytes`."""
 
     up_to_bytes: int
     choice: KernelChoice
@@ -49,19 +49,19 @@ DEFAULT_RULES = (
     Rule(1 << 62, KernelChoice("bulk", 132, 24 * KIB, in_turn=True)),
 )
 TableKey = tuple[int, bool]
-"""Number of members, and whether the result stays in the arena."""
+"""Number of ranks, and whether the result stays in the arena."""
 FALLBACK = KernelChoice("threads", 128)
-"""For what the choice cannot take: bulk copies need units of 16 bytes, flags units of 8."""
+"""Where the choice does not apply: bulk copies need units of 16 bytes, flags units of 8."""
 
 FLAGGED_LIMIT = 512 * KIB
 MIN_FLAGGED_UNIT, MIN_BULK_UNIT = 8, 16
 MIN_BULK_ROW = 256
-"""Bytes; shorter rows make bulk copies too small to be worth their setting up."""
+"""Bytes; with shorter rows bulk copies are too small to pay for their setup."""
 
 
 @dataclass(frozen=True, slots=True)
 class Selector:
-    """Rules by number of members and kind of result; `forced` overrides them, for measurements."""
+    """Rules by number of ranks and kind of result; `forced` overrides them, for measurements."""
 
     rules: Mapping[TableKey, tuple[Rule, ...]]
     has_bulk: bool
@@ -77,9 +77,11 @@ class Selector:
         dense_unit_bytes: int,
         row_bytes: int,
     ) -> KernelChoice:
-        """All members choose flags or none does: by sizes, and by the unit of dense tensors.
+        """The kernel for an exchange.
 
-        Threads and bulk copies do the same in two ways: each rank may choose by its own unit and rows.
+        Either all ranks choose flags or none does, so that choice depends on sizes and the unit of dense
+        tensors. Threads and bulk copies write the same bytes, so each rank may choose by its own unit and
+        rows.
         """
         choice = self.forced or self._by_size((num_ranks, in_arena), pair_bytes)
         if choice.path == "flagged" and (dense_unit_bytes < MIN_FLAGGED_UNIT or pair_bytes > FLAGGED_LIMIT):
@@ -103,18 +105,18 @@ def table_path(device_name: str) -> Path:
 
 
 def tuned_tables() -> dict[str, str]:
-    """What is in the files of all tables that were tuned here, by name."""
+    """Contents of all tables that were tuned on this machine, by file name."""
     found = {}
     for path in cache_dir().glob("gfc-*.json"):
         try:
             found[path.name] = path.read_text()
         except (OSError, UnicodeDecodeError) as error:
-            _log.warning("%s cannot be read (%s): using the shipped one", path, error)
+            _log.warning("cannot read %s (%s): using the shipped table", path, error)
     return found
 
 
 def load_selector(device_name: str, *, has_bulk: bool, tables: Mapping[str, str] | None = None) -> Selector:
-    """The device's tuned table, or the shipped one; tables: of `tuned_tables`, those of now without."""
+    """The device's tuned table, or the shipped one. tables: of `tuned_tables`; None: those on the disk now."""
     path, rules = table_path(device_name), dict[TableKey, tuple[Rule, ...]]()
     text = (tuned_tables() if tables is None else tables).get(path.name)
     if text is not None:
@@ -125,7 +127,11 @@ def load_selector(device_name: str, *, has_bulk: bool, tables: Mapping[str, str]
                 )
                 rules[table["num_members"], table["in_arena"]] = rows
         except (ValueError, KeyError, TypeError) as error:
-            _log.warning("%s is not a table of rules (%s): using the shipped one", path, error)
+            _log.warning(
+                "%s is not a table of rules (%s): using the shipped table",
+                path,
+                error,
+            )
             rules = {}
     return Selector(rules, has_bulk)
 
