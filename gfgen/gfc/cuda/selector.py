@@ -116,7 +116,7 @@ def tuned_tables() -> dict[str, str]:
 
 
 def load_selector(device_name: str, *, has_bulk: bool, tables: Mapping[str, str] | None = None) -> Selector:
-    """The device's tuned table, or the shipped one. tables: of `tuned_tables`; None: those on the disk now."""
+    """The device's tuned table, or the shipped one. tables: of `tuned_tables`; None: those on disk."""
     path, rules = table_path(device_name), dict[TableKey, tuple[Rule, ...]]()
     text = (tuned_tables() if tables is None else tables).get(path.name)
     if text is not None:
