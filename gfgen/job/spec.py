@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import unicodedata
 from collections.abc import Mapping
@@ -132,7 +133,7 @@ def output_name(spec: JobSpec, kind: str) -> str:
     Raises: JobError when the job's own name has the suffix of another kind.
     """
     name = spec.output or default_output(spec, kind)
-    if Path(name).suffix.lower() != SUFFIXES[kind]:
+    if os.path.splitext(name)[1].lower() != SUFFIXES[kind]:
         accepted = f"a name that ends in {SUFFIXES[kind]}, because the model makes {kind}s"
         raise JobError(Problem.of("output", name, accepted))
     return name

@@ -7,7 +7,7 @@ Source: diffusers 0.42 QwenImagePipeline; FACTS.md for the constants.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from gfgen.errors import JobError, ModelError, Problem
@@ -66,7 +66,7 @@ class QwenGeometry:
     def resolve(self, spec: JobSpec) -> JobSpec:
         filled = rules.fill_defaults(spec, self.defaults)
         width, height = rules.known(filled.width), rules.known(filled.height)
-        rounded = replace(
+        rounded = rules.changed(
             filled,
             width=rules.floor_to_multiple(width, self.multiple),
             height=rules.floor_to_multiple(height, self.multiple),

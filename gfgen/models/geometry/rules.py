@@ -56,7 +56,14 @@ def merge_defaults(family: FieldDefaults, settings: Mapping[str, Any], *, where:
 def fill_defaults(spec: JobSpec, defaults: FieldDefaults) -> JobSpec:
     """The job with every field that it does not say taken from the defaults."""
     missing = {key: value for key, value in defaults.items() if getattr(spec, key) is None}
-    return replace(spec, **missing)
+    return changed(spec, **missing)
+
+
+def changed(spec: JobSpec, **values: Any) -> JobSpec:
+    """The job with these values. Usually it has them already, and a copy would take most of admission."""
+    if all(getattr(spec, name) == value for name, value in values.items()):
+        return spec
+    return replace(spec, **values)
 
 
 def floor_to_multiple(value: int, multiple: int) -> int:

@@ -97,7 +97,7 @@ class WanGeometry:
         width, height = rules.known(filled.width), rules.known(filled.height)
         frames = rules.known(filled.frames)
         multiple = (self.spatial_factor * self.patch[2], self.spatial_factor * self.patch[1])
-        rounded = replace(
+        rounded = rules.changed(
             filled,
             width=rules.floor_to_multiple(width, multiple[0]),
             height=rules.floor_to_multiple(height, multiple[1]),

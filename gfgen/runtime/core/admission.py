@@ -99,7 +99,7 @@ def admit(
     """
     models: dict[str, ResolvedModel | ModelError] = {}
     lines_without: dict[str, list[int | None]] = defaultdict(list)
-    twins: dict[tuple[str, str], str | None] = {}
+    alike: dict[tuple[str, str], AdmittedJob] = {}
     jobs: list[AdmittedJob] = []
     problems: list[Problem] = []
     for spec in specs:
@@ -111,7 +111,7 @@ def admit(
             lines_without[name].append(spec.line)
             continue
         try:
-            jobs.append(_admit_one(spec, model, twins))
+            jobs.append(_admit_one(spec, model, alike))
         except JobError as error:
             problems += error.at_line(spec.line)
     missing = [_missing_model(name, models[name], lines) for name, lines in lines_without.items()]
@@ -165,31 +165,38 @@ def _resolve(asked: JobSpec, geometry: Geometry) -> tuple[JobSpec, str]:
     return run, file
 
 
-def _admit_one(spec: JobSpec, model: ResolvedModel, twins: dict[tuple[str, str], str | None]) -> AdmittedJob:
-    """The job; `twins` keeps what is known of models and shapes."""
+def _admit_one(spec: JobSpec, model: ResolvedModel, alike: dict[tuple[str, str], AdmittedJob]) -> AdmittedJob:
+    """The job; `alike` keeps the first job of each model and shape, for what depends on these alone."""
     asked = with_defaults(spec, model=model.name)
     run, file = _resolve(asked, model.geometry)
-    trajectory = model.geometry.trajectory(run)
-    shape = model.geometry.shape_key(run)
-    if (model.name, shape) not in twins:
-        twins[model.name, shape] = twin_of(model.geometry, run)
+    assert run.steps is not None, "the job is not resolved"
     info = JobInfo(
         asked=asked,
         spec=run,
-        num_tasks=trajectory.num_tasks,
+        num_tasks=Trajectory(run.id, run.steps).num_tasks,
         file=file,
         spec_hash=spec_hash(asked, has_random_weights=model.has_random_weights),
         family=model.geometry.family,
     )
+    key = (model.name, model.geometry.shape_key(run))
+    if key not in alike:
+        alike[key] = _first_of_shape(info, model)
+    first = alike[key]
+    trajectory = Trajectory(run.id, run.steps, first.trajectory.artifacts)
+    return replace(first, info=info, trajectory=trajectory)
+
+
+def _first_of_shape(info: JobInfo, model: ResolvedModel) -> AdmittedJob:
+    geometry, run = model.geometry, info.spec
     return AdmittedJob(
         info,
-        trajectory,
-        shape=shape,
-        flops={stage: model.geometry.flops(run, stage) for stage in Stage},
+        geometry.trajectory(run),
+        shape=geometry.shape_key(run),
+        flops={stage: geometry.flops(run, stage) for stage in Stage},
         checkpoint=model.checkpoint,
-        uses_cfg=model.geometry.uses_cfg(run),
-        max_sequence_degree=max_sequence_degree(model.geometry, run),
-        max_ulysses_degree=model.geometry.num_heads,
-        max_decode_degree=max_decode_degree(model.geometry, run),
-        twin=twins[model.name, shape],
+        uses_cfg=geometry.uses_cfg(run),
+        max_sequence_degree=max_sequence_degree(geometry, run),
+        max_ulysses_degree=geometry.num_heads,
+        max_decode_degree=max_decode_degree(geometry, run),
+        twin=twin_of(geometry, run),
     )
