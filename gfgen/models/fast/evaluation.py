@@ -1,4 +1,4 @@
-"""How an adapter evaluates its transformers: as they are, or by what takes its place."""
+"""How an adapter evaluates its transformers: directly, or through recorded forwards."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Evaluator(Protocol):
-    """`evaluate`, or what takes its place (recording.py)."""
+    """`evaluate`, or `recording.Graphs`."""
 
     def __call__(self, transformer: Any, inputs: Mapping[str, Any]) -> Tensor:
         """A transformer's prediction, in fresh memory; the inputs are those of its `forward`."""

@@ -1,17 +1,17 @@
-"""What models make of prompts, kept: embeddings from job to job, and what a transformer makes of them.
+"""Cached results for prompts: a Wan transformer's projections, keys and values.
 
-All steps of a job have the same prompt embeddings, and so, in a Wan transformer, the same projections of
-them, and the same keys and values in every block. Where a picture has fewer tokens than its prompt has
-places, these are most of the work: of a 128x128 picture by the built-in model, 64 tokens beside 512 places,
-more than half.
+All steps of a job have the same prompt embeddings. So a Wan transformer computes the same projections of
+them, and the same keys and values in every block. If a picture has fewer tokens than its prompt, that is
+most of the work: more than half for a 128x128 picture by the built-in model, with 64 tokens of the picture
+and 512 of the prompt.
 
-A linear layer or norm that remembers returns what it returned before if it is given the same tensor: the
-same object, unchanged since, so nothing is compared and equal bits are certain. Layers behind each other
-remember along: what one returns from memory is the same object to the next. Nothing refers to a job:
-memory goes with the tensor that it is about, or when other prompts have taken its place.
+A linear layer or norm with a cache returns its earlier result for the same tensor: the same object,
+unchanged since. So nothing is compared, and results are bitwise equal. The cached result is again the same
+object for the next layer, whose cache then applies, too. Entries do not refer to jobs: they are dropped
+with their tensor, or when other prompts take their place.
 
-Transformers remember on processors only. Blocks fused for GPUs go other ways (fused.py), and a recorded
-forward would replay what it remembered for the prompt that it was recorded with (recording.py).
+Transformers cache on CPUs only. Blocks fused for GPUs work differently (fused.py), and a recorded forward
+would always replay the results of the prompt that it was recorded with (recording.py).
 """
 
 from __future__ import annotations
@@ -29,13 +29,12 @@ from gfgen.models.geometry.wan import TEXT_TOKENS
 NUM_TEXTS = 8
 """Texts whose embeddings an adapter keeps: jobs often share a negative prompt, or differ only in seeds."""
 ROOM_BYTES = 96 * 2**20
-"""What one transformer may remember on a rank: 8 prompts of the built-in model, which are 4 jobs with
-guidance. Models that are so large that 2 prompts need more remember nothing; the share of their work would be
-small, too."""
+"""Cache of one transformer on a rank: 8 prompts of the built-in model, or 4 jobs with guidance. A model
+whose 2 prompts need more has no cache; it would save only a small share of its work."""
 
 
 def remember_prompts(transformer: Any) -> None:
-    """Let a Wan transformer remember, for good; once for each instance."""
+    """Give a Wan transformer its caches, permanently; once for each instance."""
     num_prompts = ROOM_BYTES // prompt_bytes(transformer)
     if num_prompts < 2:
         return
@@ -47,7 +46,7 @@ def remember_prompts(transformer: Any) -> None:
 
 
 def prompt_bytes(transformer: Any) -> int:
-    """What is remembered of one prompt: its projection, and keys twice (as norms have them) and values."""
+    """Bytes cached for one prompt: its projection, and per block keys (before and after norms) and values."""
     config = transformer.config
     width: int = config.num_attention_heads * config.attention_head_dim
     num_tensors = 1 + 3 * len(transformer.blocks)
@@ -63,7 +62,7 @@ class _RememberedResult(NamedTuple):
 
 
 class Remembering:
-    """A function of one tensor that remembers its results for the last tensors. For any thread."""
+    """A function of one tensor with a cache for its last inputs. Thread-safe."""
 
     def __init__(self, function: Callable[[Tensor], Tensor], *, num_inputs: int) -> None:
         self._function = function
@@ -73,7 +72,7 @@ class Remembering:
         """Taken again by a tensor that is freed while it is held."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        """What the function returns; nobody may write to it."""
+        """The function's result; do not write to it."""
         with self._lock:
             memory = self._memories.get(id(x))
             if memory is not None and memory.of() is x and memory.version == x._version:

@@ -1,20 +1,20 @@
 """Forwards of transformers recorded once, and replayed with other inputs, on any ranks.
 
-Where launching kernels one by one takes longer than computing, a forward is recorded: all of its
-launches become one (on GPUs a CUDA graph). A record is for one transformer, the shapes of its inputs,
-degrees and local shard lengths. Which ranks share a replay, and in which slot this one is, it finds where
-that was put before (gfc/cuda/captured.py, `Sharing.positions_L`):
+If launching kernels one by one takes longer than computing, a forward is recorded: all of its launches
+become one (on GPUs a CUDA graph). A record is for one transformer, the shapes of its inputs, degrees and
+local shard lengths. It reads the ranks that share a replay, and the slot of this rank, from memory
+(gfc/cuda/captured.py, `Sharing.positions_L`):
 
     inputs -> copied to where the record reads them -> replayed -> result copied out
 
-Of the ranks that share a forward some may have a record of it and others not: whether launches take long
-enough to be recorded each of them finds by itself. So their exchanges must be the same either way, and all
-begin at the same place (`LaunchRecorder.align`).
+Each rank decides by itself whether its launches take long enough to record them. So of the ranks that share
+a forward some may replay it and others launch it. Their exchanges must be the same, and all of them start
+at the same bank (`LaunchRecorder.align`).
 
-Recording runs nothing and meets nobody. It is done while no kernel waits for another rank, on ranks
-that have not been entered: who calls `rehearsing` or `recording` sees to that. What is recorded has to be
-loaded before, by an evaluation; a forward that differs in the length of its text only from one that was
-recorded in the same slot is recorded at once.
+Recording runs no kernel and involves no other rank. Callers of `rehearsing` and `recording` make sure that
+no kernel waits for another rank meanwhile, and that the ranks of the record have not been entered. An
+evaluation must have loaded all kernels before. A forward that differs only in the length of its text from
+one that was recorded in the same slot needs no such evaluation.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ from gfgen.models.parallel.sequence_parallel import TEXT, Sharing, active, prese
 logger = logging.getLogger(__name__)
 
 MAX_RECORDS = 64
-"""The least recently used goes first. Where prompts are not padded, one of another length is another
-record, so jobs make new ones all the time."""
+"""The least recently used record goes first. If prompts are not padded, each length has its own record, so
+jobs make new ones all the time."""
 OF_ATTENTION = "attention_kwargs"
 OF_TEXT = (TEXT, OF_ATTENTION)
 """Inputs that depend on the length of a text: embeddings, and lengths where texts are padded (texts.py)."""
 WORTH_RECORDING = 0.65
-"""Launches that take so much of the time until all is done, or more, are recorded in a warm-up, where that
-costs nobody anything. Among other ranks, whose launches it waits for, such a forward may be launch-bound."""
+"""A warm-up records forwards whose launches take at least this share of their whole time. Among other ranks,
+for whose launches it waits, such a forward may be launch-bound."""
 
 
 class Recorded(Protocol):
     """A function's launches."""
 
     def replay(self, parallel: Parallel | None) -> Tensor:
-        """Launches them among these ranks; the result lies where the next replay puts its own."""
+        """Launches them among these ranks; the next replay overwrites the result."""
         ...
 
 
@@ -69,7 +69,7 @@ class LaunchRecorder(Protocol):
         ...
 
     def align(self, parallel: Parallel) -> None:
-        """Before a forward that these ranks share: bring them to where all recorded forwards begin."""
+        """Before a forward that these ranks share: select the bank with which recorded forwards begin."""
         ...
 
     def has_room(self) -> bool:
@@ -77,20 +77,20 @@ class LaunchRecorder(Protocol):
         ...
 
     def synchronize(self) -> None:
-        """Wait for all that was launched."""
+        """Wait for all launched work."""
         ...
 
 
 class _ForwardCall(NamedTuple):
-    """What is called with what, all but the values of tensors."""
+    """A transformer and its inputs, except the values of tensors."""
 
     life: int
-    """Of the transformer."""
+    """Number of the transformer (`Graphs._lives`)."""
     inputs: tuple[object, ...]
     text: tuple[object, ...]
     """Those of `OF_TEXT`."""
     text_names: tuple[str, ...]
-    """Under which attention is told of the text's length."""
+    """Names of the attention arguments that hold the text's length."""
     degrees: tuple[int, int, int] | None
     """None for a rank alone."""
 
@@ -99,7 +99,7 @@ _Handler = Callable[[_ForwardCall, Any, Mapping[str, Any]], Any]
 
 
 class _KnownForward(NamedTuple):
-    """What an evaluation or a recording has shown of all that are called like it."""
+    """What an evaluation or recording has shown about all equal calls."""
 
     stream_lengths: Mapping[str, int]
     result: Tensor
@@ -115,14 +115,14 @@ class _ForwardRecord:
     slot_1: Tensor
     transformer: weakref.ref[Any]
     addresses: tuple[tuple[Tensor, int], ...]
-    """Two of its weights, and where they lay."""
+    """Two of its weights, and their addresses."""
     tables: object
-    """What it reads beside them, kept alive."""
+    """Other tensors that it reads, kept alive."""
     slot: int | None = None
     """What `slot_1` holds."""
 
     def is_of(self, transformer: Any) -> bool:
-        """Whether it reads this transformer's weights, where they lie now."""
+        """Whether it reads this transformer's weights at their present addresses."""
         has_moved = any(weight.data_ptr() != address for weight, address in self.addresses)
         return self.transformer() is transformer and not has_moved
 
@@ -135,25 +135,25 @@ class _ForwardRecord:
 
 
 class Graphs:
-    """Evaluates transformers (a `evaluation.Evaluator`), by a record where there is one.
+    """Evaluates transformers (an `evaluation.Evaluator`), with a record if there is one.
 
-    For one thread. Records of a transformer go with it; whoever moves its weights calls `clear` before.
+    For one thread. Records are dropped with their transformer; call `clear` before you move its weights.
     """
 
     def __init__(self, recorder: LaunchRecorder, device: torch.device, *, may_record: bool = True) -> None:
         self._recorder, self._device = recorder, device
         self.may_record = may_record
         self.num_made = 0
-        """Records that were made so far; some may be gone."""
+        """Records made so far; some may have been dropped."""
         self._records: OrderedDict[object, _ForwardRecord] = OrderedDict()
         self._known: dict[_ForwardCall, _KnownForward] = {}
         self._are_loaded: dict[object, bool] = {}
-        """By call with any text, and slot: whether they may be recorded at once, since one of them was."""
+        """By call with any text, and slot: whether it may be recorded at once, since one like it was."""
         self._rehearsed: set[object] = set()
         self._refused: set[object] = set()
-        """What could not be recorded."""
+        """Forwards that could not be recorded."""
         self._lives: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        """A number for each transformer, which none that is loaded later gets; an `id` may come back."""
+        """A unique number for each transformer; an `id` may occur again later."""
         self._next_life = itertools.count()
         self._mode: _Handler | None = None
         self._unentered: Parallel | None = None
@@ -174,17 +174,17 @@ class Graphs:
 
     @contextmanager
     def rehearsing(self, unentered: Parallel | None) -> Iterator[None]:
-        """Inside, each forward is evaluated by this rank alone, and recorded if it is launch-bound.
+        """Inside, this rank alone evaluates each forward, and records it if it is launch-bound.
 
-        No record that is there goes for it. What forwards return is of no use. `unentered` are the ranks of
-        a record; the forwards themselves are made on `rehearsal(unentered)`.
+        It drops no existing record. Results are meaningless. `unentered` are the ranks of a record; call the
+        forwards themselves on `rehearsal(unentered)`.
         """
         with self._in_mode(self._rehearse, unentered):
             yield
 
     @contextmanager
     def recording(self, unentered: Parallel | None) -> Iterator[None]:
-        """The same for forwards that are to be recorded in any case."""
+        """As `rehearsing`, but records every forward."""
         with self._in_mode(self._evaluate_and_record, unentered):
             yield
 
@@ -193,11 +193,11 @@ class Graphs:
         return len(self._records)
 
     def clear(self) -> None:
-        """Give the memory of all records back."""
+        """Release the memory of all records."""
         self._records.clear()
 
     def forget(self) -> None:
-        """Models are about to go: nothing is known of any forward any more."""
+        """Drop all records and all knowledge of forwards, before models are unloaded."""
         self.clear()
         self._known.clear()
         self._are_loaded.clear()
@@ -216,7 +216,7 @@ class Graphs:
         sharing = present_sharing()
         if call in self._known and self._key(call, transformer, sharing) in self._rehearsed:
             return
-        # The first time loads what is launched: where launching is short all the same, it will be shorter.
+        # The first evaluation also loads kernels. If launching is short even then, it stays short.
         may_be_bound = self._is_launch_bound(call, transformer, inputs, bound=WORTH_RECORDING / 2)
         self._rehearsed.add(self._key(call, transformer, sharing))
         if not may_be_bound or len(self._records) >= MAX_RECORDS:
@@ -227,7 +227,7 @@ class Graphs:
     def _is_launch_bound(
         self, call: _ForwardCall, transformer: Any, inputs: Mapping[str, Any], *, bound: float
     ) -> bool:
-        """Evaluate; whether launching took so much of the time until all was done, or more."""
+        """Evaluate; whether launching took at least this share of the whole time."""
         self._recorder.synchronize()
         began_s = time.monotonic()
         self._evaluate(call, transformer, inputs)
@@ -242,7 +242,7 @@ class Graphs:
         may_record = self._may_record_now()
         if may_record and self._record_at_once(call, transformer, inputs):
             return
-        if is_new:  # as a record does, so that what that launches is loaded
+        if is_new:  # as a record does, so that its kernels are loaded
             with _by_slot(None if sharing is None else sharing.parallel, self._new_slot()):
                 self._evaluate(call, transformer, inputs)
         if may_record:
@@ -262,7 +262,7 @@ class Graphs:
         return torch.zeros(1, dtype=torch.int64, device=self._device)
 
     def _record_at_once(self, call: _ForwardCall, transformer: Any, inputs: Mapping[str, Any]) -> bool:
-        """Record without an evaluation before, if what records launch is loaded; whether that went well."""
+        """Record without an evaluation before, if kernels are loaded; whether it worked."""
         alike = _whatever_the_text(call, present_sharing())
         if not self._are_loaded.get(alike):
             return False
@@ -277,7 +277,7 @@ class Graphs:
     def _record(
         self, call: _ForwardCall, transformer: Any, inputs: Mapping[str, Any], *, is_loaded: bool = False
     ) -> None:
-        """is_loaded: all that a record launches was launched before."""
+        """is_loaded: every kernel of the record was launched before."""
         sharing = present_sharing()
         key = self._key(call, transformer, sharing)
         if key in self._records or key in self._refused:
@@ -299,10 +299,7 @@ class Graphs:
         self._are_loaded.setdefault(_whatever_the_text(call, sharing), True)
 
     def _make(self, call: _ForwardCall, transformer: Any, inputs: Mapping[str, Any]) -> None:
-        """A record, kept as long as the transformer is there, among the last ones used.
-
-        Raises: what the recorder raises.
-        """
+        """Make a record and keep it as long as the transformer, while it is among the last ones used."""
         kept = _cloned(inputs)
         slot_1 = self._new_slot()
         tables = _tables_of_positions(transformer, inputs)
@@ -347,7 +344,7 @@ class Graphs:
         return _ForwardCall(self._lives[transformer], tuple(kinds.items()), text, names, degrees)
 
     def _key(self, call: _ForwardCall, transformer: Any, sharing: Sharing | None) -> object:
-        """What decides the launches of a forward, whichever ranks share it."""
+        """What determines the launches of a forward, whichever ranks share it."""
         if sharing is None:
             return call
         parallel, sequence = sharing.parallel, sharing.ranks
@@ -363,12 +360,12 @@ class Graphs:
 
 
 def _whatever_the_text(call: _ForwardCall, sharing: Sharing | None) -> object:
-    """What decides the kernels of a forward, but for what they are told of the length of its text."""
+    """What determines the kernels of a forward, without the length of its text."""
     return call._replace(text=()), None if sharing is None else sharing.ranks.slot
 
 
 def _kind_of(x: object) -> object:
-    """All that a forward's launches know of an input."""
+    """What a forward's launches depend on in an input."""
     if isinstance(x, Tensor):
         return x.shape, x.dtype
     if isinstance(x, Mapping):
@@ -377,7 +374,7 @@ def _kind_of(x: object) -> object:
 
 
 def _cloned(x: Any) -> Any:
-    """The same, with tensors of its own."""
+    """A copy, including tensors."""
     if isinstance(x, Tensor):
         return x.clone()
     if isinstance(x, Mapping):
@@ -386,7 +383,7 @@ def _cloned(x: Any) -> Any:
 
 
 def _copy(x: Any, into: Any) -> None:
-    """The values of all tensors, to those of what was cloned from something of the same kind."""
+    """Copy the values of all tensors to the tensors of an equally nested clone."""
     if isinstance(x, Tensor):
         into.copy_(x)
     elif isinstance(x, Mapping):
@@ -398,15 +395,16 @@ def _copy(x: Any, into: Any) -> None:
 
 
 def _by_slot(parallel: Parallel | None, slot_1: Tensor) -> AbstractContextManager[None]:
-    """Inside, forwards find their tokens by the slot that lies there, as records do."""
+    """Inside, forwards read this rank's slot from `slot_1`, as records do."""
     return nullcontext() if parallel is None else active(parallel, slot_1=slot_1)
 
 
 def _tables_of_positions(transformer: Any, inputs: Mapping[str, Any]) -> object:
-    """What such forwards read beside weights and inputs, computed now if need be: Qwen-Image's positions.
+    """Qwen-Image's tables of positions, which forwards read in addition to weights and inputs.
 
-    A record keeps them, since the model does so for the last sizes only. One that it would compute while it
-    is recorded would be there after the first replay only, and is read by others.
+    They are computed before recording, since one that is computed inside a recording is filled only by its
+    first replay, and other forwards read it, too. A record keeps them, since the model keeps those of the
+    last sizes only.
     """
     embedding = getattr(transformer, "pos_embed", None)
     if not isinstance(embedding, QwenEmbedRope):

@@ -1,10 +1,10 @@
-"""Where a task can be stopped: before each block of a transformer or text encoder, and each part of a VAE.
+"""Places where a task can stop: before each block of a transformer or text encoder, and each part of a VAE.
 
 `install` puts a hook on these modules of unmodified diffusers and transformers models. Inside
 `with watching(watch)` each of them first asks the watch; elsewhere, and on other threads, hooks do nothing.
 
-On a GPU, Python launches a whole forward in a fraction of the time that the device needs for it. A stop
-would then wait for all that is launched. So a `DeviceWatch` lets Python run ahead by a few blocks only.
+On a GPU, Python launches a whole forward in a fraction of the device's time for it, and a stop would have
+to wait for all launched work. So a `DeviceWatch` lets Python run ahead by a few blocks only.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ import torch
 from gfgen.errors import AbortedError
 
 AHEAD_S = 0.04
-"""Launched work that the device has yet to do: enough to hide a slow launch, short enough to wait for."""
+"""Launched work that is not done yet: enough to hide a slow launch, short enough to wait for."""
 MIN_AHEAD = 2
-"""Parts: one that runs and one behind it, so that the device goes from part to part without a gap."""
+"""Parts: one that runs and the next one, so that the device has no gap between parts."""
 LONG_S = 0.25
-"""A part that takes so long stands alone: the gap before the next one is nothing to it."""
+"""If a part takes this long, the next one is not launched ahead: the gap is negligible."""
 
 
 class Watch:
-    """What a task asks at each place where it can be stopped; on a CPU a part is done when it returns."""
+    """Checks whether a task is to stop. On a CPU a part is done when it returns."""
 
     waited_s = 0.0
-    """How long the task was held up by its checks."""
+    """Time that the task has spent waiting in checks."""
 
     def __init__(self, is_stopped: Callable[[], bool]) -> None:
         self._is_stopped = is_stopped
 
     def check(self) -> None:
-        """Raises: AbortedError when the task is to stop."""
+        """Raises: AbortedError if the task is to stop."""
         if self._is_stopped():
             raise AbortedError("the task was stopped")
 
 
 class DeviceWatch(Watch):
-    """For a stream of a device: also waits until little of what is launched there is left to do.
+    """For a stream of a device: also waits until little launched work is left on it.
 
     `record` returns an event that is recorded on that stream.
     """
@@ -56,10 +56,10 @@ class DeviceWatch(Watch):
         self._record = record
         self._now_s = now_s
         self._marks: deque[Any] = deque()
-        """One behind each part that the device may not have done, the oldest first."""
+        """One event after each part that may not be done yet, the oldest first."""
         self._last_done: Any = None
         self._part_s = 0.0
-        """Average of the parts done, later ones weighing more."""
+        """Moving average of the parts done."""
 
     def check(self) -> None:
         super().check()
@@ -72,7 +72,7 @@ class DeviceWatch(Watch):
 
     @property
     def _max_ahead(self) -> int:
-        """Marks that may be unreached before the next part is launched."""
+        """How many marks may be pending when the next part is launched."""
         if self._part_s >= LONG_S:
             return 0
         return MIN_AHEAD - 1 if self._part_s == 0.0 else max(MIN_AHEAD, math.ceil(AHEAD_S / self._part_s)) - 1
@@ -101,9 +101,9 @@ def watching(watch: Watch | None) -> Iterator[None]:
 
 
 def install(*models: torch.nn.Module | None) -> None:
-    """Put hooks on the members of every list of modules in these models, for good; once for each model.
+    """Put hooks on the elements of every list of modules in these models, permanently; once for each model.
 
-    Lists are what diffusers and transformers build blocks, layers and the stages of a VAE from.
+    diffusers and transformers keep blocks, layers and the stages of a VAE in such lists.
     """
     for model in filter(None, models):
         for module in model.modules():

@@ -1,11 +1,11 @@
-"""Attention in chunks of heads: the exchange of one chunk runs beside the attention of another.
+"""Attention in chunks of heads: the exchange of one chunk overlaps the attention of another.
 
-Two uses: exchanges whose results do not fit in a bank of the arena, and overlap where it wins.
+It serves exchanges whose results do not fit in a bank of the arena, and shapes for which overlap is faster.
 
-Why two banks are enough for any number of chunks: every exchange here gives fresh memory, which
-its kernel fills from the arena before it ends, and a rank's exchanges never overlap each other
-(lanes.py). In place in the arena, chunk i would be overwritten while it is attended to: a peer may
-push chunk i + 2 into the same bank as soon as this rank has begun to push chunk i + 1.
+Two banks are enough for any number of chunks: every exchange here returns fresh memory, which its kernel
+fills from the arena before it ends, and a rank's exchanges never overlap each other (lanes.py). In the
+arena, chunk i would be overwritten while it is in use: a peer may push chunk i + 2 into the same bank as
+soon as this rank has begun to push chunk i + 1.
 
 Legend: B batch, L tokens of this rank, H heads, D head dimension.
 Source: Torus attention of StreamFusion, inside one machine.
@@ -33,7 +33,7 @@ Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class TokenSizes:
-    """Tokens of every shard by slot of the sequence, in the order in which keys come together."""
+    """Tokens of every shard by slot of the sequence, and as Ulysses groups and rings join them."""
 
     by_slot: tuple[int, ...]
     ulysses_degree: int
@@ -68,7 +68,7 @@ sequences from 1,024 to 27,280 tokens on 2 to 4 ranks one chunk was fastest: att
 leaves more of the device idle than the exchange does (benchmarks/results/2026-11-20-attention.md)."""
 
 CHUNK_BLOCKS = 32
-"""Of an exchange beside attention: a quarter of an H200's multiprocessors."""
+"""Blocks of an exchange during attention: a quarter of an H200's multiprocessors."""
 
 
 def best_num_chunks(device: torch.device, ulysses_degree: int, num_tokens: int) -> int:
@@ -90,10 +90,10 @@ class _Chunk(NamedTuple):
 
 
 def head_chunks(num_heads: int, degree: int, num_chunks: int) -> list[tuple[int, int]]:
-    """First and one-past-last head of each chunk; there may be fewer chunks than asked for.
+    """First and one-past-last head of each chunk; at most `num_chunks`.
 
-    Chunks are multiples of the degree, so that ranks get equally many heads of each; what is
-    left over goes with the last one.
+    Chunks are multiples of the degree, so that all ranks get equally many heads. The last one also has the
+    rest.
     """
     rows = num_heads // degree
     count = max(1, min(num_chunks, rows))
@@ -106,8 +106,8 @@ def head_chunks(num_heads: int, degree: int, num_chunks: int) -> list[tuple[int,
 class ChunkedAttention:
     """One shared attention, chunk by chunk.
 
-    On the lane: chunk 0 in, 1 in, [attention 0] 0 out, 2 in, [attention 1] 1 out, ..., the same
-    on every rank. Exchanges that nothing runs beside take the whole device, the others a part of it.
+    Order on the lane of every rank: chunk 0 in, 1 in, [attention 0] 0 out, 2 in, [attention 1] 1 out, ...
+    Exchanges that overlap no attention use the whole device, the others a part of it.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class ChunkedAttention:
         query = self._inputs[0]
         result = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         fetched = [self._fetch(*chunks[0], is_alone=True)]
-        parts = []  # until the join: the lane reads them, and the task's stream what was fetched
+        parts = []  # kept until the join: the lane reads them, and the task's stream reads what was fetched
         for idx, (start, stop) in enumerate(chunks):
             is_last = idx + 1 == len(chunks)
             if not is_last:
@@ -179,7 +179,7 @@ class ChunkedAttention:
         )
 
     def _sparing(self) -> Collectives:
-        """The Ulysses group, for exchanges beside attention."""
+        """The Ulysses group, for exchanges during attention."""
         return self._parallel.ulysses.beside(CHUNK_BLOCKS)
 
     def _returned(self, part: Tensor, num_heads: int, *, is_alone: bool) -> Tensor:

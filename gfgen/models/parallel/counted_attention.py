@@ -1,8 +1,8 @@
-"""Attention among the first tokens of each sample, as many as a tensor says.
+"""Attention among the first tokens of each sample; a tensor on the device holds their number.
 
-How many that is lies on the device, so one CUDA graph serves samples of all lengths that were padded to one.
-On NVIDIA GPUs it is cuDNN's own attention with a padding mask, by NVIDIA's Python package for it; without
-that package texts are not padded (texts.py), and each of their lengths is a graph of its own.
+So one CUDA graph serves samples of all lengths that were padded to one. On NVIDIA GPUs it is cuDNN's
+attention with a padding mask, called through NVIDIA's Python package. Without that package texts are not
+padded (texts.py), and each length has a graph of its own.
 
 Legend: B batch, L tokens, H heads, D head dimension.
 Source: https://docs.nvidia.com/deeplearning/cudnn/frontend/latest/operations/Attention.html
@@ -25,30 +25,30 @@ from gfgen.errors import in_one_line
 logger = logging.getLogger(__name__)
 
 MODULE = "cudnn"
-"""Of the package nvidia-cudnn-frontend."""
+"""Module of the package nvidia-cudnn-frontend."""
 
 Attention = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 _FORGONE = threading.Event()
 
 
 def is_fast(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether it is there, about as fast as attention that needs no mask; measured on H100 and H200.
+    """Whether it works here, about as fast as attention without a mask (measured on H100 and H200).
 
-    Ranks that share a step all pad texts, or none does: each tells whether it could, and does without
-    (`forgo`) where another one cannot. The first time takes a second; adapters ask when they are loaded,
-    while there is memory to try it and nobody waits.
+    Ranks that share a step all pad texts, or none does: each rank reports whether it could, and calls
+    `forgo` if another one cannot. The first call takes a second; adapters call it while they load, when
+    memory is free.
     """
     is_for_it = device.type == "cuda" and dtype == torch.bfloat16 and not _FORGONE.is_set()
     return is_for_it and _works(device)
 
 
 def forgo() -> None:
-    """Do without it in this process, whether it works or not."""
+    """Disable it in this process."""
     _FORGONE.set()
 
 
 def counted_attention(query: Tensor, key: Tensor, value: Tensor, num_tokens_B: Tensor) -> Tensor:
-    """Among the first tokens of each sample; what comes of those behind them is zero.
+    """Attention among the first tokens of each sample; results of the other tokens are zero.
 
     Shapes: query, key, value [B, L, H, D], num_tokens_B int32 [B] -> [B, L, H, D], contiguous.
     """
@@ -65,16 +65,16 @@ def counted_attention(query: Tensor, key: Tensor, value: Tensor, num_tokens_B: T
 
 @cache
 def _works(device: torch.device) -> bool:
-    """Whether NVIDIA's package is there, and goes with the cuDNN and the GPU that are."""
+    """Whether NVIDIA's package is installed and works with this cuDNN and GPU."""
     try:
         with torch.cuda.device(device):
             x = torch.ones(1, 64, 1, 128, dtype=torch.bfloat16, device=device)
             found = _plan(x, x, x)(x, x, x, torch.full((1,), 32, dtype=torch.int32, device=device))
-            x[:, 32:] = 0  # what attention among ones gives, and nothing behind them
+            x[:, 32:] = 0  # attention among ones gives ones
             if not torch.equal(found, x):
                 raise ValueError("its result is wrong")
     except torch.OutOfMemoryError:
-        raise  # which says nothing of whether it works
+        raise  # it may work all the same
     except Exception as error:
         if getattr(error, "name", None) != MODULE:
             logger.warning("cuDNN's attention with padding does not work: %s", in_one_line(error))
@@ -91,10 +91,9 @@ def _by_mask(query: Tensor, key: Tensor, value: Tensor, num_tokens_B: Tensor) ->
 
 
 class _OfThread(threading.local):
-    """What cuDNN has for one thread each.
+    """cuDNN's handles, and plans by shapes and strides, of one thread.
 
-    Plans, by what is called with what, stay, since graphs launch their kernels; of texts there are 16 lengths
-    for each size of picture.
+    Plans are kept, since graphs launch their kernels. Texts have 16 lengths for each size of picture.
     """
 
     def __init__(self) -> None:
@@ -115,7 +114,7 @@ def _handle(device: torch.device) -> Any:
 
 
 def _plan(query: Tensor, key: Tensor, value: Tensor) -> Attention:
-    """What runs on tensors like these, on the device that is current; takes some 40 ms."""
+    """A function for tensors of these shapes, on the current device; building it takes about 40 ms."""
     import cudnn
 
     handle, (batch, length, num_heads, head_dim) = _handle(query.device), query.shape

@@ -1,14 +1,13 @@
-"""Exchanges beside computation: on a GPU on a stream of their own, on a CPU in the order of the calls.
+"""Exchanges that overlap computation: on a GPU on a separate stream, on a CPU in the order of the calls.
 
-Order: a rank's exchanges never run at the same time, for they share its context (csrc/gfc/cuda/
-context.h). So all of them from a `beside` to the next `join` are issued inside `beside`, and with
-them only; what the task's stream does meanwhile is computation. `beside` makes them wait for what
-the task's stream was given before, `join` makes the task's stream wait for them. Forks and joins
-are events, which a captured graph keeps as dependencies.
+A rank's exchanges must not overlap each other, since they share its context (csrc/gfc/cuda/context.h). So
+all exchanges from a `beside` to the next `join` are issued inside `beside`, and nothing else is; the task's
+stream only computes meanwhile. `beside` makes them wait for earlier work of the task's stream, `join` makes
+the task's stream wait for them. Both are events, which a captured graph keeps as dependencies.
 
-Memory that is allocated inside `beside` belongs to the lane's stream. It is used again by what
-comes later inside a `beside`, which waits for all readers on the task's stream that were enqueued
-before; so holding it until those readers are enqueued is enough.
+Memory allocated inside `beside` belongs to the lane's stream. Only later work inside a `beside` reuses it,
+and that waits for all readers that were enqueued before on the task's stream. So keep the memory until its
+readers are enqueued.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class Lane:
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """What is called inside starts after all that came before, and runs beside what follows."""
+        """Work issued inside starts after all earlier work and overlaps what follows."""
         if self._stream is None:
             yield
             return
@@ -39,17 +38,17 @@ class Lane:
             yield
 
     def mark(self) -> Mark:
-        """All that has been called beside so far."""
+        """All work issued inside `beside` so far."""
         return None if self._stream is None else self._stream.record_event()
 
     def join(self, mark: Mark) -> None:
-        """What follows runs after what was called beside up to the mark."""
+        """Later work runs after what was issued inside `beside` up to the mark."""
         if self._stream is not None and mark is not None:
             torch.cuda.current_stream(self._stream.device).wait_event(mark)
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for all that was called beside, also where an exception came before the join."""
+    """Wait for all work issued inside `beside`, also if an exception prevented the join."""
     if device.type == "cuda":
         _exchange_stream(device).synchronize()
 

@@ -1,7 +1,7 @@
 """The ranks that share one denoising step, as an adapter sees them.
 
-The worker makes a `Parallel` from the dispatch's group; adapters and hooks know nothing else of
-layouts, processes or arenas.
+The worker makes a `Parallel` from the dispatch's group. It is all that adapters and hooks know of layouts,
+processes and arenas.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 class Parallel:
     """How the ranks of a layout share a denoising step.
 
-    cfg: one rank of each guidance branch, in the order of the branches: who exchange noise
-    predictions. sequence: all who share the tokens of one branch, by slot; each of them is in one
-    group `ulysses`, whose ranks follow each other and share heads, and in one `ring`, whose ranks
-    have the same heads and share keys.
-    num_chunks: of heads, in which exchange and attention overlap; None: as many as pay.
+    cfg: one rank of each guidance branch, in the order of the branches; they exchange noise predictions.
+    sequence: the ranks that share the tokens of one branch, by slot. Each of them is in one group
+    `ulysses`, whose ranks have consecutive slots and share heads, and in one `ring`, whose ranks have the
+    same heads and share keys.
+    num_chunks: chunks of heads, for which exchange and attention overlap; None: the fastest number.
     """
 
     cfg: Collectives
@@ -37,7 +37,7 @@ class Parallel:
 
 
 def parallel_from(group: LayoutGroup, *, num_chunks: int | None = None) -> Parallel:
-    """The step's ranks, from the group of a whole layout. Touches no other rank."""
+    """The step's ranks, from the group of a whole layout. Involves no other rank."""
     return Parallel(
         cfg=group.subgroup("cfg_pair"),
         sequence=group.subgroup("cfg"),

@@ -1,8 +1,8 @@
-"""A rank by itself, as if all ranks of a layout were there.
+"""Shared forwards on one rank alone, for warming up.
 
-What a shared forward needs before it can run without delay (kernels compiled and loaded) depends on
-shapes alone. So a rank can get it ready without the others: exchanges then give zeros, in the shapes
-of what the others would have sent. Nothing that is computed so is of any use.
+What a shared forward needs before it runs without delay (kernels compiled and loaded) depends on shapes
+alone. So a rank can prepare without the others: exchanges return zeros in the shapes that the others would
+have sent. The results are meaningless.
 
 Legend: B batch, S tokens of the whole sequence, L tokens of this rank, H heads, h heads of this
 rank, D head dimension.
@@ -21,7 +21,7 @@ from gfgen.models.parallel.parallel import Parallel
 
 @dataclass(frozen=True, slots=True)
 class RehearsalGroup:
-    """One rank's view of a group of which nobody else has come; see `group.Collectives`."""
+    """A group as one rank sees it whose other ranks take no part; see `group.Collectives`."""
 
     size: int
     slot: int

@@ -1,11 +1,11 @@
 """Attention to keys that other ranks hold, in parts that are merged by their log-sum-exp.
 
-Each rank keeps its queries. The keys and values of the other members of its ring are pushed into
-its arena by one exchange, which runs beside the attention to its own keys; then it attends to the
-others. All links carry all blocks at once that way, where passing blocks from neighbour to neighbour
-would wait at every step; the volume is the same. The own keys come first and the others in turn: so
-the order follows from the slot alone (equal layouts give equal bits), and a captured graph, which
-knows no slot, finds them at the same places in all slots.
+Each rank keeps its queries. One exchange pushes the keys and values of the other ranks of the ring into its
+arena while it attends to its own keys; then it attends to the others. So all links carry all blocks at
+once. Passing blocks from neighbour to neighbour would move as many bytes, but wait at every step. The own
+keys come first, then those of the next slots in turn. So the order follows from the slot alone (equal
+layouts give equal bits), and a captured graph, which knows no slot, finds the own keys at the same place in
+all slots.
 
 Legend: B batch, L tokens of the queries here, S tokens of the whole sequence, H heads, D head
 dimension.
@@ -26,7 +26,7 @@ from gfgen.gfc.group import Collectives
 from gfgen.models.parallel.lanes import Lane, Mark
 
 BESIDE_RULES = ((14_000, 32), (0, 64))
-"""(tokens from which on, blocks) of an exchange beside attention, whose work grows faster than the
+"""(least number of tokens, blocks) of an exchange during attention, whose work grows faster than the
 exchange's. On 4 H200 in rings of 4: 9,216 tokens 952 us with 32 blocks, 713 with 64, 768 with all;
 18,480 tokens 2323, 2355 and 2533."""
 
@@ -35,7 +35,7 @@ _BIAS_ALIGNMENT = 16
 
 
 class Arriving(NamedTuple):
-    """Keys and values of a whole ring [B, S, H, D], the own ones first; they are there at the mark."""
+    """Keys and values of a whole ring [B, S, H, D], the own ones first; complete at the mark."""
 
     key: Tensor
     value: Tensor
@@ -43,7 +43,7 @@ class Arriving(NamedTuple):
 
 
 class Partial(NamedTuple):
-    """Attention to some of the keys: `out` [B, L, H, D], and `lse` [B, H, L], -inf where none is open."""
+    """Attention to some of the keys: `out` [B, L, H, D], and `lse` [B, H, L], -inf where all are masked."""
 
     out: Tensor
     lse: Tensor
@@ -52,9 +52,9 @@ class Partial(NamedTuple):
 def start_ring(
     key: Tensor, value: Tensor, *, ring: Collectives, block_sizes: Sequence[int], lane: Lane, in_arena: bool
 ) -> Arriving:
-    """Begin to gather the ring's keys and values, beside what follows.
+    """Start to gather the ring's keys and values during what follows.
 
-    in_arena: no other exchange of the ring comes before the attention to them has been issued.
+    in_arena: the caller issues the attention to them before any other exchange of the ring.
     Shapes: key, value [B, L, H, D] with any strides.
     """
     with lane.beside():
@@ -89,9 +89,9 @@ def ring_attention(
 
 
 def merged(parts: Sequence[Partial]) -> Tensor:
-    """The attention to all keys from those to some of them, in fp32 at least; 0 where none is open."""
+    """Attention to all keys, from attentions to some of them; in fp32 at least; 0 where all are masked."""
     lse_NBHL = torch.stack([part.lse for part in parts])
-    # A column of nothing but -inf has no softmax: nobody is attended to there.
+    # A column of only -inf has no softmax: all its keys are masked.
     weights = torch.softmax(lse_NBHL, 0).nan_to_num(0.0).transpose(2, 3).unsqueeze(-1)
     total = parts[0].out * weights[0]
     for part, weight_BLH1 in zip(parts[1:], weights[1:], strict=True):
@@ -104,7 +104,7 @@ def attend_with_lse(
 ) -> Partial:
     """Attention to these keys alone, by the kernel that torch itself would choose.
 
-    A block of keys may be masked altogether, or empty: its part then has no weight.
+    A block of keys may be empty or completely masked: its part then has no weight.
     Shapes: query [B, L, H, D], key and value [B, S, H, D], mask bool [B, 1, 1, S] or None.
     """
     batch, length, heads, _ = query.shape
@@ -115,7 +115,7 @@ def attend_with_lse(
     if mask is None:
         out, lse = _fused(q, k, v, None, scale)
         return Partial(out.transpose(1, 2), lse)
-    # Kernels differ in what they make of a row without keys; so none of them gets to see one.
+    # Kernels differ in their results for a row without keys, so they never get one.
     is_closed_B111 = ~mask.any(dim=-1, keepdim=True)
     out, lse = _fused(q, k, v, _bias(mask | is_closed_B111, query.dtype), scale)
     return Partial(out.transpose(1, 2), lse.masked_fill(is_closed_B111[..., 0], -math.inf))
@@ -144,7 +144,7 @@ def _fused(
 
 
 def _choice(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float | None) -> SDPBackend:
-    """What `scaled_dot_product_attention` would choose; where it would pad heads first, nothing fused."""
+    """What `scaled_dot_product_attention` would choose; not a fused kernel where it would pad heads first."""
     if q.device.type == "cuda" and q.shape[-1] % 8 != 0:
         return SDPBackend.MATH
     return SDPBackend(torch._fused_sdp_choice(q, k, v, attn_mask=bias, scale=scale))
@@ -153,7 +153,7 @@ def _choice(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float |
 def _exactly(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Written out, for what no fused kernel takes: all scores at once, in fp32 at least."""
+    """Without a fused kernel: all scores at once, in fp32 at least."""
     dtype = _exact(q.dtype)
     scores = q.to(dtype) @ k.to(dtype).transpose(2, 3) * (scale or q.shape[-1] ** -0.5)
     if bias is not None:

@@ -1,13 +1,13 @@
 """One attention on several ranks: heads are split within Ulysses groups, keys among rings of them.
 
-The ranks of a branch of guidance are numbered by slot; slots that follow each other form the Ulysses
-groups, and ranks at the same position of each group form a ring. Inside a group, ranks exchange
-tokens for heads; then members of a ring hold the same heads of different tokens, and each attends
-from its group's queries to the keys of all groups (ring_attention.py). Either degree may be 1.
+The ranks of a guidance branch are numbered by slot. Consecutive slots form the Ulysses groups; ranks at the
+same position of each group form a ring. Inside a group, ranks exchange tokens for heads. Then the ranks of
+a ring hold the same heads of different tokens, and each attends from its group's queries to the keys of all
+groups (ring_attention.py). Either degree may be 1.
 
-The order of keys is by slot within a group, in fused joint attention (picture 0, text 0, picture 1, ...),
-and in a ring by group, from the own one on: attention does not depend on it, the mask is put together
-the same way, and the way back restores it.
+Within a group, keys are in the order of slots (in fused joint attention: picture 0, text 0, picture 1,
+...). In a ring, they are in the order of groups, starting with the own group. Attention does not depend on
+this order; the mask is joined in the same order, and the exchange of results restores the order of tokens.
 
 Legend: B batch, S tokens of the whole sequence, L tokens of this rank, H heads, D head dimension.
 Source: USP (arXiv 2405.07719).
@@ -46,9 +46,9 @@ def shared_attention(
 ) -> Tensor:
     """The attention of this rank's tokens to all tokens.
 
-    token_sizes: of every shard, by slot. attend: attention on one rank, where there is no ring.
-    All exchanges are in the order of the calls on every rank; what stays in an arena is read before it may
-    be overwritten (`group.Collectives`), and nothing of it is returned.
+    token_sizes: of every shard, by slot. attend: attention on one rank, if there is no ring. All ranks make
+    the same exchanges in the same order. Attention reads results in an arena before they may be overwritten
+    (`group.Collectives`), and nothing in an arena is returned.
 
     Shapes: query, key, value [B, L, H, D], mask bool [B, 1, 1, L] or None -> [B, L, H, D],
             fresh memory.
@@ -92,7 +92,7 @@ def _at_once(
     attend: Attend,
     scale: float | None,
 ) -> Tensor:
-    """All heads together, read where they arrived."""
+    """All heads in one exchange, whose results attention reads in the arena."""
     ulysses, ring = parallel.ulysses, parallel.ring
     tokens, heads = sizes.in_group(ring.slot), shard_sizes(query.shape[2], ulysses.size)
     q, k, v = query, key, value
@@ -113,7 +113,7 @@ def _at_once(
 
 
 def _num_chunks(query: Tensor, parallel: Parallel, sizes: TokenSizes) -> int:
-    """As many as asked for or as pay, and at least so many that each fits in a bank."""
+    """The requested or fastest number of chunks, or more until each chunk fits in a bank."""
     wanted = parallel.num_chunks or best_num_chunks(query.device, parallel.ulysses.size, sum(sizes.by_slot))
     most = query.shape[2] // parallel.ulysses.size
     fitting = (count for count in range(wanted, most + 1) if _fits(query, parallel, sizes, num_chunks=count))
@@ -121,7 +121,7 @@ def _num_chunks(query: Tensor, parallel: Parallel, sizes: TokenSizes) -> int:
 
 
 def _fits(query: Tensor, parallel: Parallel, sizes: TokenSizes, *, num_chunks: int) -> bool:
-    """Whether what is exchanged of each chunk of heads fits in a bank."""
+    """Whether the exchanges of each chunk of heads fit in a bank."""
     num_heads, degree = query.shape[2], parallel.ulysses.size
     longest = max(stop - start for start, stop in head_chunks(num_heads, degree, num_chunks))
     head_bytes = query.shape[0] * query.shape[3] * query.element_size() * -(-longest // degree)
