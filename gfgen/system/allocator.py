@@ -1,4 +1,4 @@
-"""The C library's memory allocator, as a process that computes on the CPU wants it."""
+"""Settings of the C library's memory allocator for processes that compute."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import ctypes
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """Source: malloc.h of glibc."""
 KEPT_BYTES = 256 << 20
-"""Of freed memory at the heap's end. Decoding 33 frames of 192x128 by the small Wan model peaks at 530 MB
-with it and without, and ends with 90 MB more."""
+"""Freed memory kept at the end of the heap. Decoding 33 frames of 192x128 by the small Wan model peaks at
+530 MB with and without it, and ends with 90 MB more."""
 LARGEST_KEPT_BYTES = 1 << 30
-"""Larger blocks go back to the kernel when they are freed."""
+"""Larger blocks return to the kernel when they are freed."""
 
 
 def keep_freed_memory() -> None:
-    """Reuse freed memory in place of giving it back to the kernel and asking for it again.
+    """Reuse freed memory instead of returning it to the kernel.
 
-    By default glibc maps each large tensor anew, and the kernel has to clear its pages one by one: 430,000
-    page faults and 45% of the processor time of the decode above (1.8 s; without them 1.0 s, each time
-    alike). Other C libraries are left as they are.
+    By default glibc maps each large tensor again, and the kernel clears its pages one by one: 430,000 page
+    faults and 45% of the processor time of the decode above (1.8 s; without them 1.0 s). Works with glibc
+    only.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -27,11 +27,11 @@ def keep_freed_memory() -> None:
 
 
 def give_back_freed_memory() -> None:
-    """To the kernel, wherever in the heap it lies; for after what will not be done again soon.
+    """Return all freed memory to the kernel, wherever in the heap it is.
 
-    As loading a model for a GPU: weights that are stored in another dtype are converted in main memory, block
-    by block below LARGEST_KEPT_BYTES, and all of it would stay with the process. Other C libraries are left
-    as they are.
+    Use it after large work that will not be repeated soon, such as loading a model for a GPU: weights
+    stored in another dtype are converted in main memory in blocks below LARGEST_KEPT_BYTES, which the
+    process would keep.
     """
     malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if malloc_trim is not None:

@@ -1,4 +1,4 @@
-"""How many files this process may have open."""
+"""Limits on open files."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ import resource
 from gfgen.errors import InputError
 
 LEAST = 64
-"""What a run needs on 8 ranks (3 for each process, one for each arena, 14 of its own), and some for jobs."""
+"""A run on 8 ranks needs 3 for each process, one for each arena, 14 of its own, and some for jobs."""
 
 
 def allow_most() -> float:
-    """As many as the system lets it, which is returned: a run holds a few for each job that has begun, a
-    server one for each connection. What it starts inherits that."""
+    """Raise this process's limit to what the system allows, and return it.
+
+    A run holds a few files for each started job, a server one for each connection. Child processes inherit
+    it.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -21,10 +24,7 @@ def allow_most() -> float:
 
 
 def check_enough() -> None:
-    """Before processes start, which would fail one after the other.
-
-    Raises: InputError when this process may not open as many files as a run needs.
-    """
+    """Raises: InputError if this process may not open as many files as a run needs."""
     most = allow_most()
     if most < LEAST:
         raise InputError(

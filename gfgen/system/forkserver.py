@@ -1,13 +1,12 @@
 """The fork server, reached through a socket that has no file.
 
-`multiprocessing` keeps its socket in a folder of its own under /tmp until the process exits; one
-that is killed leaves both there. Here they are removed as soon as the server listens, and new
-processes are asked for through the descriptor that is left. Not an abstract socket: any user of
-the machine could connect to that (CVE-2022-42919).
+`multiprocessing` keeps its socket in a folder under /tmp until the process exits; a killed process leaves
+both there. Here they are removed as soon as the server listens, and a descriptor serves to ask for new
+processes. An abstract socket would let any user of the machine connect (CVE-2022-42919).
 
-The kernel kills the server with the run, and what the server forks with the server (`lifeline`).
-Neither gets a signal that is meant for the run: `timeout`, `kill -- -GROUP` and a closing terminal
-signal every process.
+The kernel kills the server with the run, and the server's children with the server (`lifeline`). None of
+them gets signals meant for the run, which `timeout`, `kill -- -GROUP` and a closing terminal send to every
+process.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ def ensure_running(keep_fds: Sequence[int] = ()) -> None:
 
 
 def _leave_removed_folder() -> None:
-    """A process is told where it is to begin, and nothing can begin in a folder that is gone."""
+    """Leave a deleted current folder, in which no process can start."""
     try:
         os.getcwd()
     except FileNotFoundError:

@@ -1,7 +1,7 @@
-"""A file of lines that is only appended to: the journal, the manifest, the list of taken files.
+"""Append-only files of lines: the journal, the manifest, the list of files taken from a watched folder.
 
-What is appended is there as a whole or not at all, also on a full disk. A killed run can tear
-its last line; the next run ends that line, and whoever reads the file passes over it.
+An append is written completely or not at all, also on a full disk. A killed run can leave an incomplete
+last line. The next run ends that line, and readers skip it.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 class LineFile:
-    """Appends to a file that this process alone writes.
+    """Appends to a file that only this process writes.
 
-    Raises, at every call: OutputError, which says what to do; the run has to stop then, since
-    what it does could not be recorded.
+    Raises: OutputError from any call. The run must stop then, since it can no longer record what it does.
     """
 
     def __init__(self, path: Path) -> None:
@@ -35,7 +34,7 @@ class LineFile:
             self.append(b"\n")
 
     def append(self, content: bytes) -> None:
-        """Hand the content to the operating system, all of it: it survives the death of this process."""
+        """Write all of the content; it survives the death of this process."""
         self._check_place()
         try:
             written = 0
@@ -48,20 +47,20 @@ class LineFile:
         self._size += len(content)
 
     def close(self) -> None:
-        """Bring everything to the disk; what cannot be is no reason to fail at the very end."""
+        """Flush to disk if possible, and close."""
         with suppress(OSError):
             os.fsync(self._fd)
         os.close(self._fd)
 
     def _check_place(self) -> None:
-        """What is appended to a file without a name is lost; a stat costs two microseconds."""
+        """Fail if the file no longer has its name: appends would be lost. A stat takes two microseconds."""
         try:
             is_there = os.path.samestat(os.stat(self.path), os.fstat(self._fd))
         except OSError:
             is_there = False
         if not is_there:
             raise OutputError(
-                f"{self.path} was removed or replaced during the run; run again to begin it anew"
+                f"{self.path} was removed or replaced during the run; run again to start a new one"
             )
 
 

@@ -1,4 +1,4 @@
-"""What a measurement was made on: the device's name and the versions of what runs there."""
+"""Device name and package versions, as records of a measurement."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def cpu_name() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of the packages that a task's duration depends on."""
+    """Versions of Python and of the packages that task durations depend on."""
     found = {"python": platform.python_version()}
     for name in _PACKAGES:
         try:

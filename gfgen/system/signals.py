@@ -1,4 +1,4 @@
-"""SIGINT, SIGTERM and SIGHUP as something to select on, in place of an exception anywhere."""
+"""SIGINT, SIGTERM and SIGHUP as a readable descriptor instead of an exception anywhere."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from collections.abc import Iterator
 from gfgen.errors import InterruptedRunError
 
 FOR_THE_RUN = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Terminals, `timeout` and others send them to all processes of a run; its control plane alone decides."""
+"""Terminals, `timeout` and others send them to all processes of a run; only its control plane reacts."""
 
 
 ECHO_S = 1.0
-"""A second SIGTERM or SIGHUP that comes sooner belongs to the first signal."""
+"""A second SIGTERM or SIGHUP within this time counts as the first signal."""
 
 
 def leave_to_the_run() -> None:
-    """Ignore them in this process, which ends when the control plane lets it."""
+    """Ignore these signals in this process, which the control plane ends."""
     for number in FOR_THE_RUN:
         signal.signal(number, signal.SIG_IGN)
 
 
 class SignalPipe:
-    """Readable when a signal has come; restores the previous handlers when it is closed.
+    """Readable after a signal; `close` restores the previous handlers.
 
-    What this process was started to ignore stays ignored, as `nohup` wants of SIGHUP, and a shell without
-    job control of Ctrl-C for what it starts in the background.
+    Signals that were ignored when this process started stay ignored: `nohup` sets this for SIGHUP, and a
+    shell without job control for Ctrl-C in background processes.
     """
 
     def __init__(self) -> None:
         self._interrupted: str | None = None
-        """What a signal is to interrupt."""
+        """The activity that a signal interrupts."""
         self._reader, self._writer = socket.socketpair()
         for end in (self._reader, self._writer):
             end.setblocking(False)
@@ -44,17 +44,17 @@ class SignalPipe:
             if signal.getsignal(number) is not signal.SIG_IGN
         }
         self._first_s: float | None = None
-        """When the first signal came, by the machine's monotonic clock."""
+        """Time of the first signal, by the monotonic clock."""
 
     def fileno(self) -> int:
         return self._reader.fileno()
 
     def take(self) -> list[int]:
-        """Numbers of the signals that came, without the echoes of the first one.
+        """Numbers of the signals received, without echoes of the first one.
 
-        `timeout` sends its signal to the process and then to the group in which that is; when a terminal
-        closes, both the kernel and the shell send SIGHUP; systemd may send SIGTERM and SIGHUP. These come
-        within moments and are one wish. Each Ctrl-C counts.
+        `timeout` sends its signal to the process and then to its process group. When a terminal closes,
+        both the kernel and the shell send SIGHUP. systemd may send SIGTERM and SIGHUP. These arrive within
+        moments and count once. Each Ctrl-C counts.
         """
         now_s = time.monotonic()
         counted = []
@@ -68,9 +68,9 @@ class SignalPipe:
 
     @contextlib.contextmanager
     def interrupting(self, doing: str) -> Iterator[None]:
-        """Around calls that wait for something else: here a signal does raise an exception.
+        """Inside, a signal raises an exception; for calls that wait for something else.
 
-        Raises: InterruptedRunError at the first signal, also one that came before and was not taken.
+        Raises: InterruptedRunError at the first signal, including one that arrived earlier and was not taken.
         """
         self._interrupted = doing
         try:

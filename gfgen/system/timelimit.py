@@ -1,4 +1,4 @@
-"""Calling what may never return, such as a policy of the user's own."""
+"""Time limits for functions that may never return, such as a user's policy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TypeVar
 from gfgen.errors import PolicyFault
 
 DECISION_LIMIT_S = 10.0
-"""For one decision of a policy. Built-in policies take a millisecond at most."""
+"""Limit for one decision of a policy. Built-in policies take at most a millisecond."""
 _AGAIN_S = 0.5
 """The interruption is repeated at this interval, because the function may catch the first one."""
 
@@ -25,10 +25,10 @@ class DecisionTimeout(PolicyFault):
 
 
 def within(limit_s: float, function: Callable[[T], R], argument: T) -> R:
-    """Call a function, and interrupt it when it does not return within `limit_s`.
+    """Call a function, and interrupt it if it does not return within `limit_s`.
 
     Signals reach the main thread only, so in other threads there is no limit. A timer that was already
-    running (a test's, say) goes on afterwards.
+    running (a test's, for example) continues afterwards.
 
     Raises: DecisionTimeout inside the function, and so from here unless the function catches it.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 MAX_NAMED = 10
-"""Of things that are named one by one; the others are counted."""
+"""Messages name this many things and count the others."""
 
 
 def counted(number: int, noun: str) -> str:
