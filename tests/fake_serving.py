@@ -23,7 +23,7 @@ from fake_worker import STATE_BYTES, FakeWorker, WorkerSettings
 from fault_plan import FaultFolder, Faults, ScriptedError
 
 from gfgen import log
-from gfgen.cli.serve import ServeOptions, serve_on, settings_of
+from gfgen.cli.serve import Served, ServeOptions, serve_on, settings_of
 from gfgen.errors import JobError, Problem
 from gfgen.gfc.arena import ArenaPlan
 from gfgen.graph import Artifact, Stage, Task, Trajectory
@@ -33,8 +33,6 @@ from gfgen.policies.catalog import load_policy
 from gfgen.runtime.core.admission import AdmittedJob, ResolvedModel, admit
 from gfgen.runtime.core.devices import Devices
 from gfgen.runtime.files import writer
-from gfgen.runtime.files.lock import hold_folder
-from gfgen.runtime.files.outputs import remove_leftovers
 from gfgen.runtime.ipc import messages
 from gfgen.runtime.ipc.channel import Channel
 from gfgen.runtime.processes.pool import WorkerPool
@@ -44,7 +42,7 @@ from gfgen.server.bridge.supervisor import Supervisor, listen
 from gfgen.server.protocol.limits import ServerLimits
 from gfgen.server.protocol.served_model import served_model
 from gfgen.session.ranks import Ranks
-from gfgen.system.signals import SignalPipe
+from gfgen.session.session import Session
 
 HASTE = bool(os.environ.get("FAKE_HASTE"))
 SIDE = 16
@@ -181,35 +179,25 @@ def serve_fakes(port: int, folder: Path, **options: str) -> None:
     with contextlib.ExitStack() as stack:
         listener = listen(chosen.host, chosen.port)
         stack.callback(listener.close)
-        signals = stack.enter_context(contextlib.closing(SignalPipe()))
-        stack.enter_context(hold_folder(chosen.output_dir))
-        remove_leftovers(chosen.output_dir)
+        pool = WorkerPool(
+            num_ranks=ranks,
+            checkpoints=[folder / "faults"],
+            worker_main="fake_serving:work",
+            writer_main="fake_serving:write",
+            preload=["fake_serving"],
+            plan=ArenaPlan(data_bytes=1 << 16, post_bytes=1 << 10),
+        )
+        session = stack.enter_context(Session(chosen, pool=pool))
+        _ = session.signals
         chooser = stack.enter_context(contextlib.closing(SwitchableChooser(None)))
         bridge = RunBridge(on_policy=lambda policy: chooser.follow(load_policy(policy).choose))
         supervisor = Supervisor(listener, settings_of(chosen), bridge)
         supervisor.start()
         stack.callback(supervisor.stop)
-        pool = stack.enter_context(
-            WorkerPool(
-                num_ranks=ranks,
-                checkpoints=[folder / "faults"],
-                worker_main="fake_serving:work",
-                writer_main="fake_serving:write",
-                preload=["fake_serving"],
-                plan=ArenaPlan(data_bytes=1 << 16, post_bytes=1 << 10),
-            )
-        )
-        pool.wait_ready(signals)
-        serve_on(
-            pool,
-            chosen,
-            bridge=bridge,
-            chooser=chooser,
-            signals=signals,
-            admit=admit_fakes,
-            admit_again=admit_fakes,
-            models=[served_model(model, created=1) for model in MODELS.values()],
-        )
+        stack.enter_context(pool)
+        pool.wait_ready(session.signals)
+        models = [served_model(model, created=1) for model in MODELS.values()]
+        serve_on(session, bridge, chooser, Served(admit_fakes, admit_fakes, models))
 
 
 if __name__ == "__main__":

@@ -28,22 +28,20 @@ from gfgen.bench.workloads import (
     stand_alone,
     weightless_model,
 )
-from gfgen.cli.run import RunOptions, run_on
 from gfgen.cli.shown.prediction import choose_profile
-from gfgen.errors import WorkerError
+from gfgen.cli.shown.progress import make_progress
+from gfgen.errors import InterruptedRunError, WorkerError
 from gfgen.job.spec import JobSpec
 from gfgen.policies.catalog import load_policy
 from gfgen.runtime.control.metrics import Summary
-from gfgen.runtime.control.records import LOOKAHEAD_S
 from gfgen.runtime.core.admission import AdmittedJob, ResolvedModel
 from gfgen.runtime.core.observer import JobOutcome
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.predict.profile_file import Profile
 from gfgen.runtime.simulate.profiled import profiled_times
 from gfgen.runtime.simulate.simulation import simulate
-from gfgen.session.ranks import Ranks, admitted_on, ready_pool
-from gfgen.session.warming import warm_up
-from gfgen.system.signals import SignalPipe
+from gfgen.session.ranks import Ranks, admitted_on
+from gfgen.session.session import Session, SessionOptions
 
 WARM_UP_STEPS = 2
 
@@ -161,32 +159,17 @@ class _StartedWorkers:
         self._model, self._name, self._output, self._ranks = model, name, output, ranks
         self._profile = profile
         self._stack = contextlib.ExitStack()
-        self._options = RunOptions(
-            output_dir=output,
-            ranks=ranks,
-            policy=load_policy("fcfs"),
-            lookahead_s=LOOKAHEAD_S,
-            trace=None,
-            quiet=True,
-            log_json=False,
-        )
 
     def __enter__(self) -> _StartedWorkers:
         with contextlib.ExitStack() as stack:
-            self._signals = stack.enter_context(contextlib.closing(SignalPipe()))
-            checkpoints = {self._model.checkpoint}
-            self._pool = stack.enter_context(
-                ready_pool(checkpoints, self._ranks, self._signals, are_all_needed=True)
+            files = tempfile.TemporaryDirectory(prefix="files-", dir=self._output)
+            self._folder = Path(stack.enter_context(files))
+            options = SessionOptions(
+                output_dir=self._folder, ranks=self._ranks, policy=load_policy("auto"), model=self._name
             )
-            if self._ranks.has_graphs:
-                jobs = admitted(calibration_jobs(self._name), self._model)
-                warm_up(
-                    self._pool,
-                    jobs,
-                    devices=self._ranks.devices,
-                    policy=load_policy("auto"),
-                    signals=self._signals,
-                )
+            self._session = stack.enter_context(Session(options))
+            jobs = admitted(calibration_jobs(self._name), self._model)
+            self._session.load(jobs, are_all_needed=True)
             self._stack = stack.pop_all()
         return self
 
@@ -195,13 +178,15 @@ class _StartedWorkers:
 
     def run(self, text: str, specs: Sequence[JobSpec]) -> tuple[Sequence[JobOutcome], Summary]:
         """The jobs under a policy."""
-        watch = Outcomes()
-        jobs: Sequence[AdmittedJob] = admitted(specs, self._model)
-        with tempfile.TemporaryDirectory(prefix="files-", dir=self._output) as folder:
-            under = replace(self._options, output_dir=Path(folder), policy=load_policy(text))
-            summary = run_on(
-                self._pool, jobs, under, signals=self._signals, watchers=[watch], profile=self._profile
+        watch, jobs = Outcomes(), admitted(specs, self._model)
+        with tempfile.TemporaryDirectory(dir=self._folder) as folder:
+            options = replace(self._session.options, output_dir=Path(folder), policy=load_policy(text))
+            progress = make_progress(quiet=True, log_json=False)
+            summary = self._session.run(
+                jobs, options=options, observers=[progress, watch], profile=self._profile
             )
+        if (number := self._session.stop_signal) is not None:
+            raise InterruptedRunError("stopped", signal_number=number)
         return watch.ended_jobs, summary
 
     def warm_up(self, specs: Sequence[JobSpec], *, steps: int) -> None:

@@ -14,7 +14,7 @@ from gfgen.runtime.files.journal import JOURNAL_NAME
 from gfgen.runtime.files.lock import LOCK_NAME
 from gfgen.runtime.files.manifest import MANIFEST_NAME, check_own, finished_jobs
 from gfgen.runtime.files.ownership import claim_files
-from gfgen.session.admission import admit_file, check_source
+from gfgen.session.admission import Admission, admit_file, check_source
 
 if TYPE_CHECKING:
     from gfgen.cli.run import RunOptions
@@ -58,7 +58,7 @@ def check_records(output_dir: Path) -> None:
 
 
 def admit_jobs(
-    source: str, options: RunOptions
+    source: str, admission: Admission, options: RunOptions
 ) -> tuple[Sequence[AdmittedJob], Collection[str], Sequence[Problem]]:
     """The jobs of a file, the ids of those that an earlier run has done, and what is wrong with others.
 
@@ -72,7 +72,7 @@ def admit_jobs(
 
     admitted, problems = admit_file(
         source,
-        options.ranks.admission(options.model, bounds=options.job_bounds),
+        admission,
         skip_invalid=options.skip_invalid,
         done=find_done,
         claim=lambda jobs: _claim(jobs, source, options, done=find_done(jobs)),
@@ -84,7 +84,6 @@ def _claim(
     jobs: Sequence[AdmittedJob], source: str, options: RunOptions, *, done: Collection[str]
 ) -> tuple[Sequence[AdmittedJob], Sequence[Problem]]:
     """The jobs with the files that they may replace, and problems for those whose file name is taken."""
-    assert options.job_file is not None
     return claim_files(
         jobs,
         output_dir=options.output_dir,

@@ -25,26 +25,20 @@ from gfgen.cli.options import (
     ranks_per_gpu_option,
     tell_of_graphs,
 )
-from gfgen.cli.run import default_profile, held_folder, measured_by_runs, of_held_models
 from gfgen.cli.shown.progress import LineProgress
 from gfgen.errors import InputError, InterruptedRunError
 from gfgen.job.spec import JobSpec
 from gfgen.layout import MAX_RANKS
 from gfgen.models.families.registry import DEFAULT_MODEL
 from gfgen.models.geometry.weights import VAE_DTYPES
-from gfgen.policies.catalog import NamedPolicy, load_policy
-from gfgen.runtime.control.control import GRACE_S
-from gfgen.runtime.control.residency import Residency
+from gfgen.policies.catalog import load_policy
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.devices import DEVICES, choose_devices, parse_memory
 from gfgen.runtime.core.memory_check import check_addresses
 from gfgen.runtime.core.observer import Observer
 from gfgen.runtime.files import resume
-from gfgen.runtime.files.start import RunStart
 from gfgen.runtime.predict.job_bounds import JobBounds
-from gfgen.runtime.predict.profile_file import Profile
-from gfgen.runtime.processes.pool import WorkerPool
 from gfgen.server.bridge.loop_hooks import SwitchableChooser
 from gfgen.server.bridge.run_bridge import RunBridge
 from gfgen.server.bridge.supervisor import Supervisor, listen
@@ -53,9 +47,8 @@ from gfgen.server.protocol.link import Admit, FrontSettings, RunInfo
 from gfgen.server.protocol.schemas import ServedModel
 from gfgen.server.protocol.served_model import served_model
 from gfgen.session.packages import SERVING, check_packages
-from gfgen.session.ranks import Ranks, ready_pool
-from gfgen.session.session import run_loop
-from gfgen.session.warming import warm_up
+from gfgen.session.ranks import Ranks
+from gfgen.session.session import Arrivals, Session, SessionOptions
 from gfgen.system import descriptors
 from gfgen.system.signals import SignalPipe
 from gfgen.system.wording import counted
@@ -70,21 +63,16 @@ MAX_STEP_TIME = "10m"
 _SIZES = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 
 
-@dataclass(frozen=True, slots=True)
-class ServeOptions:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeOptions(SessionOptions):
     """The options of `gfgen serve`, after click has read them."""
 
-    output_dir: Path
-    ranks: Ranks
-    policy: NamedPolicy
-    lookahead_s: float
+    keeps_records: bool = False
     host: str
     port: int
     api_key: str | None
     limits: ServerLimits
-    grace_s: float = GRACE_S
     models: tuple[str, ...] = (DEFAULT_MODEL,)
-    job_bounds: JobBounds | None = None
     log_level: str = "info"
     log_json: bool = False
     log_file: Path | None = None
@@ -264,6 +252,7 @@ def serve(
             keep_bytes=keep_bytes,
         ),
         job_bounds=JobBounds(max_pixels, max_frames, max_steps, max_step_time),
+        model=(models or (DEFAULT_MODEL,))[0],
         models=models or (DEFAULT_MODEL,),
         log_level=level,
         log_json=log_json,
@@ -285,44 +274,37 @@ def serve_models(options: ServeOptions) -> None:
     with contextlib.ExitStack() as stack:
         listener = listen(options.host, options.port)
         stack.callback(listener.close)
-        signals = stack.enter_context(contextlib.closing(SignalPipe()))
-        lock = stack.enter_context(held_folder(options.output_dir))
+        session = stack.enter_context(Session(options))
+        _ = session.signals  # caught from here on: the HTTP process is stopped in any case
         chooser = stack.enter_context(contextlib.closing(SwitchableChooser(options.policy.choose)))
         bridge = RunBridge(on_policy=lambda policy: chooser.follow(load_policy(policy).choose))
         supervisor = Supervisor(listener, settings_of(options), bridge)
         supervisor.start()
         stack.callback(supervisor.stop)
         logger.info("listening on http://%s:%d; loading the models", options.host, options.port)
-        admit = options.ranks.admission(options.models[0], bounds=options.job_bounds)
-        found = [admit.find_model(name) for name in options.models]
-        checkpoints = {model.checkpoint for model in found}
-        admit.check(checkpoints)
-        residency = admit.residency([], names={model.name: model.checkpoint for model in found})
-        held = residency.checkpoints if residency else checkpoints
-        loaded = admit.of_loaded(
-            checkpoints, help_="it is not served any more: start the server with --model NAME too"
-        )
+        found = [session.admission.find_model(name) for name in options.models]
         try:
-            pool = stack.enter_context(ready_pool(held, options.ranks, signals, keep_fds=[lock]))
-            if options.ranks.has_graphs:
-                usual = of_held_models(usual_jobs(options.models, loaded), residency)
-                warm_up(pool, usual, devices=options.ranks.devices, policy=options.policy, signals=signals)
+            session.load([], models=options.models)
+            loaded = session.admission.of_loaded(
+                session.checkpoints, help_="it is not served any more: start the server with --model NAME too"
+            )
+            session.warm_up(usual_jobs(options.models, loaded))
         except InterruptedRunError:
-            told = "stopped while the models were loading; open jobs go on at the next start"
-            logger.info("%s", told, extra=log.fields(event="server_stopped"))
+            text = "stopped while the models were loading; open jobs continue at the next start"
+            logger.info("%s", text, extra=log.fields(event="server_stopped"))
             return
-        serve_on(
-            pool,
-            options,
-            bridge=bridge,
-            chooser=chooser,
-            signals=signals,
-            admit=loaded,
-            admit_again=loaded.again,
-            models=[served_model(model, created=int(time.time())) for model in found],
-            profile=default_profile(options.ranks.devices),
-            residency=residency,
-        )
+        models = [served_model(model, created=int(time.time())) for model in found]
+        serve_on(session, bridge, chooser, Served(loaded, loaded.again, models))
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What the front admits jobs with."""
+
+    admit: Admit
+    admit_again: Admit
+    """For jobs that were admitted before."""
+    models: Sequence[ServedModel]
 
 
 def usual_jobs(models: Sequence[str], admit: Admit) -> Sequence[AdmittedJob]:
@@ -335,77 +317,43 @@ def usual_jobs(models: Sequence[str], admit: Admit) -> Sequence[AdmittedJob]:
 
 
 def serve_on(
-    pool: WorkerPool,
-    options: ServeOptions,
-    *,
+    session: Session,
     bridge: RunBridge,
     chooser: SwitchableChooser,
-    signals: SignalPipe,
-    admit: Admit,
-    admit_again: Admit,
-    models: Sequence[ServedModel],
-    profile: Profile | None = None,
+    served: Served,
+    *,
     watchers: Sequence[Observer] = (),
-    residency: Residency | None = None,
 ) -> None:
-    """The control loop on workers that are ready, from the jobs of the store to the stop."""
-    started_at, clock = time.time(), Clock()
+    """The control loop on ranks that are ready, from the jobs of the store to the stop."""
+    options, clock = session.options, Clock()
     device = options.ranks.devices.gpus[0].name if options.ranks.devices.gpus else options.ranks.devices.kind
-    run_info = RunInfo(
-        admit=admit,
-        admit_again=admit_again,
-        models=tuple(models),
+    info = RunInfo(
+        admit=served.admit,
+        admit_again=served.admit_again,
+        models=tuple(served.models),
         device=device,
-        num_ranks=pool.num_ranks,
+        num_ranks=session.pool.num_ranks,
         policy=options.policy.name,
-        started_at=started_at,
+        started_at=clock.started_at,
     )
-    todo = bridge.open(run_info, is_stopped=lambda: _has_signal(signals))
+    todo = bridge.open(info, is_stopped=lambda: _has_signal(session.signals))
     if todo is None:
-        told = "stopped before it began; open jobs go on at the next start"
-        logger.info("%s", told, extra=log.fields(event="server_stopped"))
+        text = "stopped before it began; open jobs continue at the next start"
+        logger.info("%s", text, extra=log.fields(event="server_stopped"))
         return
     resume.forget_others(options.output_dir, {job.job_id for job in todo})
-    resume_points = resume.find(
-        options.output_dir, todo, weights_mark=pool.weights_mark, computed_with=pool.computed_with
-    )
-    if residency is not None:
-        residency.note(todo)
-    start = RunStart(
-        num_ranks=pool.num_ranks,
-        lookahead_s=options.lookahead_s,
-        started_at=started_at,
-        last_number=pool.last_number,
-        resume=resume_points,
-        resident=residency.resident if residency else None,
-        islands=pool.islands,
-    )
-    with contextlib.ExitStack() as stack:
-        progress = LineProgress()
-        observers: list[Observer] = [progress, *watchers, bridge]
-        for observer in observers:
-            stack.callback(observer.close)
-        logger.info("ready: %s (%s), policy %s", counted(pool.num_ranks, "rank"), device, options.policy.name)
-        _, summary = run_loop(
-            pool,
-            todo,
-            options,
-            clock=clock,
-            start=start,
-            profile=profile,
-            signals=signals,
-            observers=observers,
-            residency=residency,
-            chooser=chooser,
-            intake=bridge,
-            requests=bridge,
-            seen_through=bridge.timed,
-            measured_path=measured_by_runs(options.ranks),
-        )
+    if session.residency is not None:
+        session.residency.note(todo)
+    num_ranks = counted(session.pool.num_ranks, "rank")
+    logger.info("ready: %s (%s), policy %s", num_ranks, device, options.policy.name)
+    arrivals = Arrivals(bridge, requests=bridge, chooser=chooser, wrap=bridge.timed)
+    with contextlib.closing(bridge):
+        observers = [LineProgress(), *watchers, bridge]
+        summary = session.run(todo, observers=observers, arrivals=arrivals, clock=clock)
     num_open = summary.num_unfinished
-    some = "1 job is open and goes" if num_open == 1 else f"{num_open} jobs are open and go"
-    told = f"{some} on at the next start" if num_open else "no job is open"
-    logger.info("stopped; %s", told, extra=log.fields(event="server_stopped", open=num_open))
+    some = "1 job is open and continues" if num_open == 1 else f"{num_open} jobs are open and continue"
+    text = f"{some} at the next start" if num_open else "no job is open"
+    logger.info("stopped; %s", text, extra=log.fields(event="server_stopped", open=num_open))
 
 
 def settings_of(options: ServeOptions) -> FrontSettings:

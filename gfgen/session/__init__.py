@@ -1,1 +1,1 @@
-"""What the commands share to set up a run."""
+"""One run from admission to its end: what `run`, `serve` and `bench` share, and gfgen from Python."""

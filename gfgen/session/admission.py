@@ -114,10 +114,12 @@ def tell_of_unused(default_model: str, specs: Sequence[JobSpec]) -> None:
 
 
 def warn_of_passed_deadlines(
-    jobs: Sequence[AdmittedJob], *, now: float, arrived_at: Mapping[str, float] | None = None
+    jobs: Sequence[AdmittedJob], *, now: float, arrived_at: Mapping[tuple[str, str], float] | None = None
 ) -> None:
-    """A log line for each job that cannot meet its deadline whatever is done."""
-    for warning in passed_deadlines([job.spec for job in jobs], now=now, arrived_at=arrived_at):
+    """Log each job that cannot meet its deadline. `arrived_at` has first arrivals by (id, spec hash)."""
+    keys = {job.job_id: (job.job_id, job.info.spec_hash) for job in jobs}
+    known = {job_id: arrived_at[key] for job_id, key in keys.items() if arrived_at and key in arrived_at}
+    for warning in passed_deadlines([job.spec for job in jobs], now=now, arrived_at=known):
         logger.warning("%s", warning)
 
 

@@ -1,110 +1,335 @@
-"""One run of the control loop on workers that are ready: what `gfgen run` and `gfgen serve` share."""
+"""One session: ranks with their models, a folder, and runs of the control loop on them (docs/python.md)."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+import functools
+import io
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
+from gfgen.errors import InputError, JobFileError
+from gfgen.job.reader import read_job_stream
+from gfgen.models.families.registry import DEFAULT_MODEL
 from gfgen.policies.catalog import NamedPolicy
-from gfgen.runtime.control.control import Backend, Chooser, Control, Intake
+from gfgen.runtime.control.control import GRACE_S, Backend, Chooser, Control, Intake
 from gfgen.runtime.control.metrics import Summary
+from gfgen.runtime.control.records import LOOKAHEAD_S
 from gfgen.runtime.control.residency import Residency
 from gfgen.runtime.control.state import State
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.observer import Observer
-from gfgen.runtime.files.journal import Journal
+from gfgen.runtime.files import resume
+from gfgen.runtime.files.journal import JOURNAL_NAME, Journal, first_arrivals, journal_header
+from gfgen.runtime.files.lock import hold_folder
+from gfgen.runtime.files.manifest import MANIFEST_NAME, ManifestWriter, finished_jobs
+from gfgen.runtime.files.ownership import claim_files
 from gfgen.runtime.files.start import RunStart
+from gfgen.runtime.predict.choosers import ThreadedChooser
 from gfgen.runtime.predict.cost import CostModel
+from gfgen.runtime.predict.job_bounds import JobBounds
 from gfgen.runtime.predict.profile_file import Profile
+from gfgen.runtime.predict.profile_store import find_profile, runs_path
 from gfgen.runtime.predict.run_profile import keep_measured
 from gfgen.runtime.processes.pool import WorkerPool
 from gfgen.runtime.processes.workers import ProcessBackend, Requests
-from gfgen.session.ranks import Ranks
-from gfgen.session.warming import warm_ups_of
+from gfgen.session.admission import Admission, warn_of_passed_deadlines
+from gfgen.session.ranks import Ranks, ready_pool
+from gfgen.session.warming import warm_up, warm_ups_of
 from gfgen.system.signals import SignalPipe
+from gfgen.system.wording import counted
+
+logger = logging.getLogger(__name__)
 
 
-class LoopOptions(Protocol):
-    """Those that both commands have."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionOptions:
+    """What a session has to know before it starts."""
 
-    @property
-    def output_dir(self) -> Path: ...
+    output_dir: Path
+    ranks: Ranks
+    policy: NamedPolicy
+    model: str = DEFAULT_MODEL
+    """For jobs that name none."""
+    lookahead_s: float = LOOKAHEAD_S
+    grace_s: float = GRACE_S
+    """Time that running steps get to end by themselves when a run stops."""
+    closes_at: float | None = None
+    """Unix time at which a run ends by itself."""
+    job_file: str = ""
+    """The job file or the watched folder, as the folder's records name it."""
+    job_bounds: JobBounds | None = None
+    keeps_records: bool = True
+    """Journal and manifest, in the output folder."""
 
-    @property
-    def ranks(self) -> Ranks: ...
 
-    @property
-    def policy(self) -> NamedPolicy: ...
+@dataclass(frozen=True, slots=True)
+class Arrivals:
+    """Where jobs and requests come from while a run goes on."""
 
-    @property
-    def grace_s(self) -> float: ...
+    intake: Intake
+    requests: Requests | None = None
+    chooser: Chooser | None = None
+    """In place of the policy's own."""
+    wrap: Callable[[Backend], Backend] = lambda backend: backend
+    """Gives what stands between the loop and its ranks."""
 
 
-def run_loop(
-    pool: WorkerPool,
-    todo: Sequence[AdmittedJob],
-    options: LoopOptions,
-    *,
-    clock: Clock,
-    start: RunStart,
-    profile: Profile | None,
-    signals: SignalPipe,
-    observers: Sequence[Observer],
-    residency: Residency | None,
-    chooser: Chooser | None,
-    journal: Journal | None = None,
-    skipped: Sequence[AdmittedJob] = (),
-    intake: Intake | None = None,
-    requests: Requests | None = None,
-    seen_through: Callable[[ProcessBackend], Backend] = lambda backend: backend,
-    measured_path: Path | None = None,
-) -> tuple[State, Summary]:
-    """The state at the end, and the numbers; the workers can be used again.
+class Session:
+    """Holds the output folder from `with` to its end, and the ranks from `load` on.
 
-    `clock` has started at `start.started_at`. `seen_through` gives what stands between the loop and
-    its ranks. What tasks took is kept in the profile `measured_path`, however the run ends.
-
-    Raises: InterruptedRunError when a second signal did not let steps end.
+    With a `pool`, its ranks are used, and nothing is loaded.
     """
-    costs = CostModel(profile)
-    state = State(todo, start, clock=clock, costs=costs)
-    ranks = options.ranks
-    backend = ProcessBackend(
-        pool,
-        todo,
-        clock=clock,
-        output_dir=options.output_dir,
-        resume_points=start.resume,
-        signals=signals,
-        requests=requests,
-        warm_ups=warm_ups_of(ranks.devices, options.policy) if ranks.has_graphs else None,
-    )
-    with contextlib.closing(backend):
-        control = Control(
-            todo,
-            state=state,
-            backend=seen_through(backend),
-            clock=clock,
-            policy=options.policy,
-            journal=journal,
-            observers=observers,
-            skipped=skipped,
-            intake=intake,
-            chooser=chooser,
-            residency=residency,
-            grace_s=options.grace_s,
+
+    def __init__(self, options: SessionOptions, *, pool: WorkerPool | None = None) -> None:
+        self.options = options
+        self.residency: Residency | None = None
+        """Lets models take turns, where not all of them fit."""
+        self.checkpoints: frozenset[Path] = frozenset()
+        """Those of the models of `load`, also of models that wait for their turn."""
+        self._pool = pool
+        self._stack = contextlib.ExitStack()
+        self._lock = -1
+        self.stop_signal: int | None = None
+        """The signal that stopped the last run before all of its jobs had ended."""
+
+    def __enter__(self) -> Session:
+        """Raises: LockedError when another run holds the folder; InputError when it cannot be written."""
+        self._lock = self._stack.enter_context(_held_folder(self.options.output_dir))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    @functools.cached_property
+    def signals(self) -> SignalPipe:
+        """Catches signals from the first time it is asked for."""
+        return self._stack.enter_context(contextlib.closing(SignalPipe()))
+
+    @functools.cached_property
+    def admission(self) -> Admission:
+        return self.options.ranks.admission(self.options.model, bounds=self.options.job_bounds)
+
+    @property
+    def pool(self) -> WorkerPool:
+        assert self._pool is not None, "load() comes first"
+        return self._pool
+
+    def admit(self, lines: Sequence[Mapping[str, Any]]) -> Sequence[AdmittedJob]:
+        """The jobs that lines of a job file describe, without those that an earlier session has done.
+
+        Raises: JobFileError with every problem.
+        """
+        text = "\n".join(json.dumps(line) for line in lines)
+        parsed = read_job_stream(io.BytesIO(text.encode()), source="the jobs", folder=Path())
+        admitted, problems = self.admission(parsed.specs)
+        done = finished_jobs(self.options.output_dir / MANIFEST_NAME, [job.info for job in admitted])
+        claimed, taken = claim_files(
+            admitted, output_dir=self.options.output_dir, job_file=self.options.job_file, done=done, inputs={}
         )
-        try:
-            return state, control.run()
-        finally:
-            if measured_path is not None:
-                keep_measured(
-                    measured_path,
-                    costs.classes,
-                    device=ranks.device_name,
-                    num_ranks=max(map(len, pool.islands)),
-                    share_cores=not ranks.are_on_gpus and ranks.num_ranks > 1,
-                )
+        if found := (*parsed.problems, *problems, *taken):
+            raise JobFileError(parsed.source, found)
+        return [job for job in claimed if job.job_id not in done]
+
+    def load(
+        self, jobs: Sequence[AdmittedJob], *, models: Sequence[str] = (), are_all_needed: bool = False
+    ) -> None:
+        """Start the ranks with the models of these jobs, and those that are named, and warm up.
+
+        Raises: InputError when a model does not fit; InterruptedRunError when a signal comes first;
+                WorkerError when no rank starts, or when one does not although all are needed.
+        """
+        options = self.options
+        named = {name: self.admission.find_model(name).checkpoint for name in models}
+        checkpoints = {*named.values(), *(job.checkpoint for job in jobs)}
+        self.admission.check(checkpoints)
+        self.residency = self.admission.residency(jobs, names=named or None)
+        self.checkpoints = frozenset(checkpoints)
+        held = checkpoints if self.residency is None else self.residency.checkpoints
+        ready = ready_pool(
+            held, options.ranks, self.signals, are_all_needed=are_all_needed, keep_fds=[self._lock]
+        )
+        self._pool = self._stack.enter_context(ready)
+        self.warm_up(jobs)
+
+    def warm_up(self, jobs: Sequence[AdmittedJob], *, policy: NamedPolicy | None = None) -> None:
+        """Run steps like those of the jobs whose models ranks hold. CPU ranks need none."""
+        ranks, residency = self.options.ranks, self.residency
+        if ranks.has_graphs:
+            held = [job for job in jobs if residency is None or job.spec.model in residency.resident]
+            policy = policy or self.options.policy
+            warm_up(self.pool, held, devices=ranks.devices, policy=policy, signals=self.signals)
+
+    def run(
+        self,
+        jobs: Sequence[AdmittedJob],
+        *,
+        options: SessionOptions | None = None,
+        observers: Sequence[Observer] = (),
+        skipped: Sequence[AdmittedJob] = (),
+        arrivals: Arrivals | None = None,
+        profile: Profile | None = None,
+        clock: Clock | None = None,
+    ) -> Summary:
+        """One run of the control loop, until all jobs have ended or the run stops; ranks can be used again.
+
+        options: with another folder or policy than the session's.
+        profile: what predictions start from, in place of what is known of this machine. Then what tasks take
+                 is not kept either.
+
+        Raises: InterruptedRunError when a second signal did not let steps end.
+        """
+        options, clock = options or self.options, clock or Clock()
+        measured_path = _measured_by_runs(options.ranks) if profile is None else None
+        profile = profile or known_profile(options.ranks)
+        start = self._start(jobs, options, clock)
+        if options.keeps_records:
+            warn_of_passed_deadlines(jobs, now=clock.started_at, arrived_at=start.arrived_at)
+        costs, ranks = CostModel(profile), options.ranks
+        state = State(jobs, start, clock=clock, costs=costs)
+        if options.keeps_records:
+            observers = (ManifestWriter(options.output_dir / MANIFEST_NAME), *observers)
+        with contextlib.ExitStack() as stack:
+            for observer in observers:
+                if arrivals is None or id(observer) != id(arrivals.intake):  # which was there before the run
+                    stack.callback(observer.close)
+            backend = ProcessBackend(
+                self.pool,
+                jobs,
+                clock=clock,
+                output_dir=options.output_dir,
+                resume_points=start.resume,
+                signals=self.signals,
+                requests=None if arrivals is None else arrivals.requests,
+                warm_ups=warm_ups_of(ranks.devices, options.policy) if ranks.has_graphs else None,
+            )
+            chooser = arrivals.chooser if arrivals and arrivals.chooser else _chooser(options.policy, stack)
+            journal = self._journal(jobs, start, options, profile, stack)
+            control = Control(
+                jobs,
+                state=state,
+                backend=backend if arrivals is None else arrivals.wrap(backend),
+                clock=clock,
+                policy=options.policy,
+                journal=journal,
+                observers=observers,
+                skipped=skipped,
+                intake=None if arrivals is None else arrivals.intake,
+                chooser=chooser,
+                residency=self.residency,
+                grace_s=options.grace_s,
+            )
+            stack.callback(backend.close)
+            try:
+                summary = control.run()
+            finally:
+                if measured_path is not None:
+                    keep_measured(
+                        measured_path,
+                        costs.classes,
+                        device=ranks.device_name,
+                        num_ranks=max(map(len, self.pool.islands)),
+                        share_cores=not ranks.are_on_gpus and ranks.num_ranks > 1,
+                    )
+        self.stop_signal = None if state.all_ended else state.stop_signal
+        return summary
+
+    def _start(self, jobs: Sequence[AdmittedJob], options: SessionOptions, clock: Clock) -> RunStart:
+        pool, folder = self.pool, options.output_dir
+        return RunStart(
+            num_ranks=pool.num_ranks,
+            lookahead_s=options.lookahead_s,
+            started_at=clock.started_at,
+            last_number=pool.last_number,
+            arrived_at=first_arrivals(folder / JOURNAL_NAME) if options.keeps_records else {},
+            resume=resume.find(
+                folder, jobs, weights_mark=pool.weights_mark, computed_with=pool.computed_with
+            ),
+            closes_s=None if options.closes_at is None else options.closes_at - clock.started_at,
+            resident=None if self.residency is None else self.residency.resident,
+            islands=pool.islands,
+        )
+
+    def _journal(
+        self,
+        jobs: Sequence[AdmittedJob],
+        start: RunStart,
+        options: SessionOptions,
+        profile: Profile | None,
+        stack: contextlib.ExitStack,
+    ) -> Journal | None:
+        if not options.keeps_records:
+            return None
+        header = journal_header(
+            [job.info for job in jobs],
+            start,
+            policy=options.policy.name,
+            profile=None if profile is None else profile.hash,
+            job_file=options.job_file or None,
+        )
+        journal = Journal(options.output_dir / JOURNAL_NAME, header=header)
+        stack.callback(journal.close)
+        return journal
+
+
+def _chooser(policy: NamedPolicy, stack: contextlib.ExitStack) -> Chooser | None:
+    return (
+        None
+        if policy.choose is None
+        else stack.enter_context(contextlib.closing(ThreadedChooser(policy.choose)))
+    )
+
+
+def known_profile(ranks: Ranks) -> Profile | None:
+    """What tasks take on this machine, if it is known."""
+    found = find_profile(ranks.devices.gpus[0].name if ranks.devices.gpus else None)
+    if found is None:
+        return None
+    path, profile = found
+    logger.info("predictions start from the profile of %s: %s", profile.date, path)
+    return profile
+
+
+def _measured_by_runs(ranks: Ranks) -> Path | None:
+    """Where a run keeps what tasks take; None for one whose options change that."""
+    is_usual = ranks.vae_dtype == "auto" and ranks.has_graphs
+    return runs_path(ranks.device_name) if is_usual else None
+
+
+@contextlib.contextmanager
+def _held_folder(folder: Path) -> Iterator[int]:
+    """The output folder, held for this run and cleared of what killed runs left.
+
+    Makes the folder if need be, and removes it again if nothing came into it. Yields the lock's descriptor.
+    """
+    from gfgen.runtime.files.outputs import remove_leftovers  # imports numpy, which --help can do without
+
+    made = [each for each in (folder, *folder.parents) if not os.path.exists(each)]
+    try:
+        try_to_write(folder)
+    except OSError as error:
+        reason = "this is a file" if folder.is_file() else f"cannot write there ({error.strerror})"
+        raise InputError(f"--output {folder}: {reason}; name another folder") from None
+    try:
+        with hold_folder(folder) as lock:
+            if num_leftovers := remove_leftovers(folder):
+                logger.info("removed %s of an earlier run", counted(num_leftovers, "unfinished file"))
+            yield lock
+    finally:
+        with contextlib.suppress(OSError):
+            for each in made:
+                each.rmdir()
+
+
+def try_to_write(folder: Path) -> None:
+    """Make the folder if need be, and a file there. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder):
+        pass

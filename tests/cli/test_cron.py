@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from gfgen.cli.main import main
-from gfgen.cli.run import _try_to_write
 from gfgen.cli.run_files import check_written
 from gfgen.runtime.files.lock import hold_folder
 from gfgen.session import admission
+from gfgen.session.session import try_to_write
 
 ROOT = Path(__file__).parents[2]
 FOX = {"id": "fox", "prompt": "a red fox", "model": "tiny-wan", "size": "64x64", "frames": 5, "steps": 3}
@@ -269,7 +269,7 @@ def test_any_other_file_may_be_named(tmp_path, name):
 
 def test_runs_that_start_at_the_same_time_find_one_folder_writable(tmp_path):
     with ThreadPoolExecutor(4) as threads:
-        list(threads.map(_try_to_write, [tmp_path / "out"] * 400))
+        list(threads.map(try_to_write, [tmp_path / "out"] * 400))
     assert not list((tmp_path / "out").iterdir())
 
 

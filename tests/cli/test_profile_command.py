@@ -8,13 +8,14 @@ from click.testing import CliRunner
 from gfgen.bench import profiling
 from gfgen.bench.profiling import Samples
 from gfgen.cli import profile as command
-from gfgen.cli import run as run_command
 from gfgen.cli.main import cli
 from gfgen.errors import InputError, InterruptedRunError, JobFileError
 from gfgen.graph import Stage
 from gfgen.runtime.core.devices import CPU, CUDA, Devices, Gpu
 from gfgen.runtime.predict import profile_store
 from gfgen.runtime.predict.profile_file import load_profile
+from gfgen.session.ranks import Ranks
+from gfgen.session.session import known_profile
 
 STAGES = {f"{stage} 1x1x1": [0.5] for stage in Stage}
 
@@ -182,11 +183,11 @@ def test_a_run_starts_its_predictions_from_the_default_profile_and_says_so(
     measured, tmp_path, monkeypatch, caplog
 ):
     monkeypatch.setattr(profile_store.registry, "cache_dir", lambda: tmp_path / "cache")
-    assert run_command.default_profile(Devices(CPU, 2)) is None
+    assert known_profile(Ranks(Devices(CPU, 2))) is None
     assert profile("--model", "tiny-qwen-image", "--size", "64x64", "--ranks", 1).exit_code == 0
     monkeypatch.setattr(logging.getLogger("gfgen"), "propagate", True)  # the command has set up its own
     with caplog.at_level("INFO"):
-        found = run_command.default_profile(Devices(CPU, 2))
+        found = known_profile(Ranks(Devices(CPU, 2)))
     assert found.models == {"tiny-qwen-image"}
     assert (
         f"predictions start from the profile of {found.date}: {profile_store.default_path()}" in caplog.text

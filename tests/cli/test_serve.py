@@ -58,7 +58,7 @@ def test_pictures_and_videos_are_made_and_a_stop_costs_nothing(tmp_path, tiny_mo
     while server.job(long)["step"] < 3:
         time.sleep(0.05)
     assert server.stop() == 0
-    assert "1 job is open and goes on at the next start" in server.log
+    assert "1 job is open and continues at the next start" in server.log
     assert "not all models fit together: they take turns, tiny-wan first" in server.log
 
     again = served(tmp_path, port)

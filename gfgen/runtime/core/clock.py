@@ -43,6 +43,8 @@ class Clock:
 
     def __init__(self, *, virtual: bool = False) -> None:
         self._epoch_s: float | None = None if virtual else time.monotonic()
+        self.started_at = 0.0 if virtual else time.time()
+        """Unix time at which the run's time began; 0 in virtual time."""
         self._virtual_s = 0.0
         self._turn_s: float | None = None
         self._due: list[tuple[float, int, int, Event]] = []
