@@ -16,7 +16,7 @@ from typing import Any
 import click
 
 from gfgen import log
-from gfgen.errors import GfgenError, InterruptedRunError, RunError
+from gfgen.errors import GfgenError, InputError, InterruptedRunError, RunError
 
 _COMMANDS = {
     "run": ("gfgen.cli.run:run", "Generate the pictures and videos of a job file."),
@@ -36,7 +36,7 @@ _COMMANDS = {
 
 
 class _LazyGroup(click.Group):
-    """Knows its commands by name and imports one when it is called: --help stays instant."""
+    """Imports a command when it is called, so that --help stays fast."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_COMMANDS)
@@ -66,19 +66,19 @@ def cli(ctx: click.Context, *, debug: bool) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry point: every error of ours becomes one line and an exit code."""
+    """Entry point: turns every GfgenError into one line and an exit code."""
     _stand_in_for_missing_streams()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in arguments
     try:
         exit_code = _invoke(arguments)
     except GfgenError as error:
-        if isinstance(error, InterruptedRunError):  # a signal more finds a run that has ended already
+        if isinstance(error, InterruptedRunError):  # the run has ended, so a further signal changes nothing
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, signal.SIG_IGN)
         if debug:
             logging.getLogger(__name__).exception("failed")
-        if logging.getLogger("gfgen").handlers:  # whoever reads the log file only is to know, too
+        if logging.getLogger("gfgen").handlers:  # the log file records the end of the command, too
             _log_end(error)
         if not log.is_json():
             with contextlib.suppress(OSError):  # the terminal may be gone
@@ -89,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _log_end(error: GfgenError) -> None:
-    """What ended the command; for programs an event with the exit code."""
+    """Log the error that ended the command, with an event and exit code in JSON."""
     event = "stopped" if isinstance(error, InterruptedRunError) else "failed"
     fields = log.fields(event=event, exit_code=error.exit_code)
     extra = fields if log.is_json() else fields | log.FILE_ONLY
@@ -97,9 +97,9 @@ def _log_end(error: GfgenError) -> None:
 
 
 def _stand_in_for_missing_streams() -> None:
-    """Started without one (`2>&-`), we have the null device in its place, under its number.
+    """Open the null device for each closed stream (`2>&-`).
 
-    Else the next file that is opened would have that number, and get what is meant for the stream.
+    Otherwise the next opened file would get its number, and the output meant for the stream.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
@@ -109,7 +109,7 @@ def _stand_in_for_missing_streams() -> None:
 
 
 def _let_go_of_closed_streams() -> None:
-    """What a closed terminal or pipe did not take would be written once more at the exit: with code 120."""
+    """Drop output that a closed terminal or pipe refused: at exit Python would retry, and exit with 120."""
     for stream in (sys.stdout, sys.stderr):
         try:
             if not stream.closed:
@@ -119,6 +119,10 @@ def _let_go_of_closed_streams() -> None:
 
 
 def _invoke(arguments: list[str]) -> int:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise InputError("the current folder was removed; change to another one") from None
     try:
         result: Any = cli.main(args=arguments, prog_name="gfgen", standalone_mode=False)
     except click.exceptions.Exit as end:
@@ -144,6 +148,6 @@ def _invoke(arguments: list[str]) -> int:
 
 
 def _is_of_echo(error: OSError) -> bool:
-    """Whether it says that what was to be shown could not be written; all is shown by `click.echo`."""
+    """Whether the error comes from `click.echo`, which prints all output."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return frames[-1].f_code is click.echo.__code__

@@ -1,4 +1,4 @@
-"""Which files `gfgen run` reads and writes: none may be two things, and none of someone else is replaced."""
+"""Check the files that `gfgen run` reads and writes: each has one purpose, and foreign files stay."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".mp4")
 
 
 def check_written(jobs: str | None, output_dir: Path, written: Mapping[str, Path | None]) -> None:
-    """Before anything is written: that the job file is a file, and that what an option names is no other."""
+    """Check the job file, and that no option names a file that has another purpose."""
     named: dict[Path, str] = {}
     if jobs is not None and jobs != "-":
         check_source(jobs)
         if _is_record(Path(jobs), output_dir):
-            raise InputError(f"{jobs}: is a record of the runs in {output_dir}, not a job file to run there")
+            raise InputError(f"{jobs}: is a record of the runs in {output_dir}, not a job file")
         named[Path(jobs)] = "the job file itself"
     for option, path in written.items():
         if path is None:
@@ -52,7 +52,7 @@ def check_watched(folder: Path, output_dir: Path) -> None:
 
 
 def check_records(output_dir: Path) -> None:
-    """That the lists in the folder are gfgen's: it appends lines to them. Raises InputError."""
+    """Raises InputError if another program wrote the lists in the folder, to which gfgen appends lines."""
     for name in (MANIFEST_NAME, WATCHED_NAME):
         check_own(output_dir / name)
 
@@ -60,7 +60,7 @@ def check_records(output_dir: Path) -> None:
 def admit_jobs(
     source: str, admission: Admission, options: RunOptions
 ) -> tuple[Sequence[AdmittedJob], Collection[str], Sequence[Problem]]:
-    """The jobs of a file, the ids of those that an earlier run has done, and what is wrong with others.
+    """The jobs of a file, the ids of the finished ones, and the problems of the others.
 
     Raises: as `admit_file`.
     """
@@ -95,7 +95,7 @@ def _claim(
 
 
 def _is_record(path: Path, output_dir: Path) -> bool:
-    """Whether it is one of the files that runs keep in their output folder."""
+    """Whether runs keep this file in their output folder."""
     kept = [output_dir / name for name in (MANIFEST_NAME, JOURNAL_NAME, WATCHED_NAME, LOCK_NAME)]
     if any(_is_same(path, record) for record in kept):
         return True
@@ -110,8 +110,8 @@ def _is_same(path: Path, other: Path) -> bool:
 
 
 def resolved(path: Path) -> Path:
-    """The path without links, as far as it can be told."""
+    """The absolute path without links; the path itself if links form a loop."""
     try:
         return path.resolve()
-    except (OSError, RuntimeError):  # the current folder is gone; links that form a loop
+    except RuntimeError:
         return path

@@ -97,7 +97,7 @@ def test_a_record_of_runs_is_no_job_file_of_its_own_folder(capsys, folder, admit
         for named in (f"out/{name}", "link.jsonl"):
             code, err = gfgen(capsys, named, "-o", "out")
             assert code == 2
-            assert f"{named}: is a record of the runs in out, not a job file to run there" in err
+            assert f"{named}: is a record of the runs in out, not a job file" in err
         assert json.loads(path.read_text()) == FOX
         path.unlink()
     assert admitted == []

@@ -246,3 +246,12 @@ def test_an_error_of_another_file_is_not_told_as_one_of_the_output(monkeypatch):
     )
     with pytest.raises(FileNotFoundError):
         main(["doctor"])
+
+
+def test_a_removed_current_folder_is_one_line(tmp_path):
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    script = f"cd {folder} && rmdir {folder} && exec {sys.executable} -m gfgen policies"
+    done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "gfgen: the current folder was removed; change to another one\n"

@@ -110,7 +110,7 @@ def test_a_spoilt_line_in_the_middle_is_named(tmp_path):
     path.write_text(
         '{"gfgen_journal":1}\n{"turn":1,"event":"Wakeup"}\n{"turn":1,"event":"Wakeup","time_s":1.0}\n'
     )
-    with pytest.raises(InputError, match="line 2 is not of a journal"):
+    with pytest.raises(InputError, match="line 2 is not a line of a gfgen journal"):
         list(read_journal(path))
 
 
@@ -122,7 +122,7 @@ def test_a_foreign_journal_is_moved_aside_and_a_new_one_begins(tmp_path, caplog,
         Journal(path, header=HEADER).close()
         assert (tmp_path / f"journal.{number}.old").read_text() == content
         assert [entry["policy"] for entry in read_journal(path)] == ["srtf"]
-    assert "it is now journal.1.old" in caplog.text
+    assert "renamed to journal.1.old" in caplog.text
 
 
 def test_an_unfinished_turn_is_kept_when_the_run_breaks_off(tmp_path):
@@ -137,7 +137,7 @@ def test_an_unfinished_turn_is_kept_when_the_run_breaks_off(tmp_path):
 def test_a_file_that_is_no_journal_is_named(tmp_path):
     path = tmp_path / "notes.txt"
     path.write_text("hello\nworld\n")
-    with pytest.raises(InputError, match="line 1 is not of a journal"):
+    with pytest.raises(InputError, match="line 1 is not a line of a gfgen journal"):
         list(read_journal(path))
 
 

@@ -126,7 +126,7 @@ def test_lines_that_are_not_ours_count_as_absent_and_are_named(
     path = write(tmp_path, outcome(job_info("b")))
     path.write_bytes(line.encode("utf-8", "surrogateescape") + b"\n" + path.read_bytes())
     assert list(read_manifest(path)) == ["b"]
-    assert "manifest.jsonl: line 1 is no line of a manifest and counts for nothing" in caplog.text
+    assert "manifest.jsonl: line 1 is not a manifest line; it is ignored" in caplog.text
 
 
 def test_a_job_whose_line_lost_its_keys_runs_again(tmp_path: Path) -> None:
@@ -243,4 +243,4 @@ def test_another_file_under_the_name_of_a_growing_manifest_is_read_anew(
     with path.open("ab") as file:
         file.write(b"spoilt\n")
     assert set(growing.read()) == {"c"}
-    assert "line 2 is no line of a manifest" in caplog.text
+    assert "line 2 is not a manifest line" in caplog.text

@@ -50,10 +50,10 @@ _FIELDS = {kind: tuple(field.name for field in fields(kind)) for kind in _TYPES.
 
 
 class Journal:
-    """Appends events to a file; what a turn of the loop brought is written at its end, as a whole.
+    """Appends events to a file, and writes them at the end of each turn.
 
-    Raises, when it opens and at every flush: OutputError on a full disk, or when the file is
-    gone; the run has to stop then.
+    Opening and flushing raise OutputError on a full disk, or when the file was removed. Then the run must
+    stop.
     """
 
     def __init__(self, path: Path, *, header: dict[str, Any]) -> None:
@@ -62,7 +62,7 @@ class Journal:
         self._pending: list[str] = []
         self._turn = 1
         self._dispatches: list[Dispatch] | None = None
-        """Those of this turn; None when the policy was not asked in it."""
+        """Of this turn; None if the policy was not asked in it."""
         self._write({"gfgen_journal": VERSION, **header})
         self.flush()
 
@@ -76,12 +76,12 @@ class Journal:
         self._dispatches = []
 
     def dispatched(self, dispatch: Dispatch) -> None:
-        """A decision of this turn was legal, and is on its way."""
+        """A decision of this turn was legal, and was submitted."""
         assert self._dispatches is not None, "nothing is dispatched unless the policy was asked"
         self._dispatches.append(dispatch)
 
     def end_turn(self, moment_s: float) -> None:
-        """Write what the turn brought, if anything; `moment_s` is what it was decided for."""
+        """Write the events and dispatches of the turn, if any; `moment_s` is the time of its decisions."""
         if self._dispatches is not None:
             made = [dispatch_summary(dispatch) for dispatch in self._dispatches]
             self._write({"turn": self._turn, "moment_s": moment_s, "dispatches": made})
@@ -91,14 +91,14 @@ class Journal:
         self.flush()
 
     def flush(self) -> None:
-        """Hand what there is to the operating system, where it survives this process."""
+        """Pass pending lines to the operating system, where they survive this process."""
         if self._pending:
             self._turn += 1
             content, self._pending = "\n".join([*self._pending, ""]), []
             self._lines.append(content.encode("utf-8", "replace"))
 
     def close(self) -> None:
-        """Keep also what a turn that was broken off had brought."""
+        """Write the events of an interrupted turn, and close the file."""
         try:
             self.flush()
         except OutputError as error:
@@ -110,7 +110,7 @@ class Journal:
 
 
 class NoJournal:
-    """Stands in where nothing is to be kept: benchmarks, simulations, tests."""
+    """For benchmarks, simulations and tests, which keep no journal."""
 
     def append(self, event: Event) -> None:
         pass
@@ -134,18 +134,18 @@ class Turn:
 
     events: Sequence[Event]
     moment_s: float | None = None
-    """For when it was decided; None in journals that do not tell."""
+    """The time of its decisions; None in older journals."""
     dispatches: Sequence[Any] | None = None
     """[number, job, index, ranks, degrees] of each; None when the policy was not asked."""
 
 
 @dataclass(frozen=True, slots=True)
 class JournaledRun:
-    """What a journal has of one run."""
+    """One run of a journal."""
 
     header: Mapping[str, Any]
     arrived_at: Mapping[tuple[str, str], float]
-    """As `first_arrivals` of what earlier runs wrote."""
+    """`first_arrivals` of the earlier runs."""
     turns: Sequence[Turn]
 
 
@@ -178,10 +178,9 @@ def jobs_hash(jobs: Sequence[JobInfo]) -> str:
 
 
 def first_arrivals(path: Path) -> dict[tuple[str, str], float]:
-    """Unix time at which each job, by (id, spec hash), arrived first, in any run of this journal.
+    """Unix time at which each job, by (id, spec hash), first arrived, in any run of this journal.
 
-    Looks at headers and arrivals only, and passes over what it cannot read: a journal that
-    does not serve costs nothing but the memory of when a job was first asked for.
+    Skips lines that it cannot read.
     """
     arrivals: dict[tuple[str, str], float] = {}
     started_at = 0.0
@@ -214,10 +213,10 @@ def first_job_file(path: Path) -> str | None:
 
 
 def read_journal(path: Path) -> Iterator[dict[str, Any] | Event]:
-    """The entries of a journal: a header (a dict) for each run that wrote to it, and events.
+    """The entries of a journal: a header (a dict) for each run, and events.
 
-    The last line of a run may be torn, since a run can be killed: it is passed over.
-    Raises: InputError for a file that is no journal, or of another version.
+    Skips the torn last line of a killed run.
+    Raises: InputError for a file that is not a journal, or has another version.
     """
     for _, entry in _entries(path):
         if not isinstance(entry, Turn):
@@ -225,7 +224,7 @@ def read_journal(path: Path) -> Iterator[dict[str, Any] | Event]:
 
 
 def read_runs(path: Path) -> Iterator[JournaledRun]:
-    """What a journal has of each run that wrote to it, the oldest first; errors as `read_journal`."""
+    """The runs of a journal, oldest first. Raises: as `read_journal`."""
     arrivals: dict[tuple[str, str], float] = {}
     header: dict[str, Any] | None = None
     turns: list[Turn] = []
@@ -257,7 +256,7 @@ def _note_arrivals(
 
 
 def _entries(path: Path) -> Iterator[tuple[int, dict[str, Any] | Event | Turn]]:
-    """Each entry with the number of its turn; a header comes before the first, as 0."""
+    """Each entry with the number of its turn; a header has the number 0."""
     torn: int | None = None
     tasks = _TasksByRank()
     for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
@@ -269,7 +268,7 @@ def _entries(path: Path) -> Iterator[tuple[int, dict[str, Any] | Event | Turn]]:
             entry = None
         is_header = isinstance(entry, dict) and "gfgen_journal" in entry
         if not is_header and (number == 1 or torn is not None):
-            raise InputError(f"{path}: line {torn or number} is not of a journal of gfgen")
+            raise InputError(f"{path}: line {torn or number} is not a line of a gfgen journal")
         torn = None
         if is_header and entry["gfgen_journal"] not in _READABLE:
             raise InputError(f"{path}: line {number} is of another version of gfgen; move the file away")
@@ -289,7 +288,7 @@ def _entries(path: Path) -> Iterator[tuple[int, dict[str, Any] | Event | Turn]]:
 
 
 def _event(entry: object) -> tuple[int, Event] | None:
-    """Turn and event of a line; None for one that is torn or spoilt."""
+    """Turn and event of a line; None if it is torn or invalid."""
     if not isinstance(entry, dict) or entry.get("event") not in _TYPES:
         return None
     try:
@@ -351,7 +350,7 @@ def dispatch_summary(dispatch: Dispatch) -> list[Any]:
 
 
 def _move_away_foreign(path: Path) -> None:
-    """Let a journal of another version, or what is none, lie beside the one that begins."""
+    """Rename a journal of another version, or a file that is no journal."""
     try:
         with path.open("rb") as file:
             header = json.loads(file.readline(_MAX_HEADER_BYTES))
@@ -363,5 +362,5 @@ def _move_away_foreign(path: Path) -> None:
         pass
     if path.is_file() and path.stat().st_size:
         aside = next(name for n in itertools.count(1) if not (name := path.with_suffix(f".{n}.old")).exists())
-        logger.warning("%s is of another version of gfgen, or no journal: it is now %s", path, aside.name)
+        logger.warning("%s is not a journal of this version of gfgen: renamed to %s", path, aside.name)
         path.rename(aside)

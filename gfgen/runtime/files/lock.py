@@ -1,8 +1,7 @@
 """The lock of an output folder: one run at a time writes there.
 
-The kernel holds the lock on behalf of the run and of the workers and writers that it has started, which keep
-its descriptor open, and releases it when the last of them ends, in whatever way. So the file alone means
-nothing: one that a killed run has left is taken over when all of that run's processes are gone.
+The run, its workers and its writers keep the lock's descriptor open. The kernel releases the lock when the
+last of them ends, in whatever way. So a file that a killed run left behind does not block the next run.
 """
 
 from __future__ import annotations
@@ -20,16 +19,15 @@ from pathlib import Path
 from gfgen.errors import LockedError, OutputError
 
 LOCK_NAME = ".gfgen.lock"
-"""Hidden, and removed at the end of a run: it is no result."""
 ORPHANS_S = 5.0
-"""How long to wait for processes of a run that was killed: the kernel kills them too, and frees memory."""
+"""How long to wait for the processes of a killed run: the kernel kills them too, and frees their memory."""
 _POLL_S = 0.05
 _MAX_NOTE_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class _Note:
-    """What the holder has written into the file."""
+    """The content of the lock file."""
 
     pid: int
     since: str
@@ -37,12 +35,10 @@ class _Note:
 
 @contextmanager
 def hold_folder(folder: Path) -> Iterator[int]:
-    """Inside, no other run writes to this folder.
+    """Keep other runs out of this folder.
 
-    Yields the lock's descriptor, for processes that the next run must not start beside.
-
-    Raises: LockedError when another run holds it, with its process and since when, or when processes of a run
-    that was killed do not end.
+    Yields the lock's descriptor. The next run cannot start while any process holds it.
+    Raises: LockedError when another run holds the folder, or processes of a killed run do not end.
     """
     path = folder / LOCK_NAME
     fd = _lock(path)
@@ -50,14 +46,14 @@ def hold_folder(folder: Path) -> Iterator[int]:
         _write_note(fd)
         yield fd
     finally:
-        # Before the lock is released: who opened this file meanwhile finds that it is gone.
+        # Before the lock is released: a run that has opened this file sees that it is gone.
         with suppress(OSError):
             path.unlink()
         os.close(fd)
 
 
 def _lock(path: Path) -> int:
-    """A descriptor of the locked file that is under this name; Python's are not inherited."""
+    """A descriptor of the file that has this name now, locked."""
     deadline_s = time.monotonic() + ORPHANS_S
     while True:
         try:
@@ -82,7 +78,6 @@ def _lock(path: Path) -> int:
 
 
 def _locked(path: Path, holder: _Note | None) -> LockedError:
-    """What to tell of a lock that cannot be had."""
     who = f" (process {holder.pid}, since {holder.since})" if holder else ""
     orphans = _processes_with(path) if _was_killed(holder) else []
     if not orphans:
@@ -91,12 +86,12 @@ def _locked(path: Path, holder: _Note | None) -> LockedError:
         )
     return LockedError(
         f"{path.parent}: the run before was killed{who}, but its processes {', '.join(map(str, orphans))} "
-        "have not ended yet: a driver or a disk may hold them; wait for them, or name another --output"
+        "have not ended yet (a driver or a disk may hold them); wait for them, or name another --output"
     )
 
 
 def _was_killed(holder: _Note | None) -> bool:
-    """Whether the run has ended, though some of its processes have not; a zombie has."""
+    """Whether the run has ended (or is a zombie), though some of its processes still hold the lock."""
     if holder is None:
         return False
     try:
@@ -106,7 +101,7 @@ def _was_killed(holder: _Note | None) -> bool:
 
 
 def _processes_with(path: Path) -> list[int]:
-    """Processes that have this file open, as far as this one may know."""
+    """Processes that have this file open, except those of other users."""
     name, found = os.path.realpath(path), set()
     for link in glob.iglob("/proc/[0-9]*/fd/*"):
         with suppress(OSError):  # it has just been closed, or belongs to another user
@@ -123,7 +118,7 @@ def _is_under(path: Path, fd: int) -> bool:
 
 
 def _write_note(fd: int) -> None:
-    """Say who holds the lock; without room for it the lock is as good."""
+    """Record who holds the lock. On a full disk the lock works without the note."""
     note = {"pid": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
     with suppress(OSError):
         os.ftruncate(fd, 0)
@@ -131,7 +126,7 @@ def _write_note(fd: int) -> None:
 
 
 def _read_note(fd: int) -> _Note | None:
-    """None when the holder has not said who it is."""
+    """None when the holder has left no note."""
     try:
         note = json.loads(os.pread(fd, _MAX_NOTE_BYTES, 0))
         return _Note(int(note["pid"]), str(note["since"]))

@@ -1,7 +1,6 @@
-"""The manifest: a line per job that has ended, in the output folder's manifest.jsonl.
+"""The manifest: one line per job that has ended, in manifest.jsonl of the output folder.
 
-Lines are only ever appended, and the latest line of a job counts. A job that is skipped
-because an earlier run has finished it gets no new line: the line that says so is there.
+gfgen only appends lines, and the latest line of a job counts. A skipped job gets no new line.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ logger = logging.getLogger(__name__)
 MANIFEST_NAME = "manifest.jsonl"
 SCHEMA_VERSION = 1
 _BEGINNING_BYTES = 2**20
-"""Of a list, in which at least one line is whole."""
+"""How much of a file `check_own` reads. It holds at least one whole line."""
 SIMULATED = "simulated"
-"""Key, with the value true, of lines whose job was simulated: there is no file."""
+"""Key of lines of simulated jobs, which have no file. Its value is true."""
 
 ManifestLine = dict[str, Any]
-"""One line, as JSON gives it; the keys are those of `manifest_entry`."""
+"""One line as parsed JSON, with the keys of `manifest_entry`."""
 
 
 class ManifestWriter(Observer):
-    """Appends a line as each job ends; `now` gives Unix time. Lines of a simulation say so."""
+    """Appends a line when a job ends; `now` returns Unix time."""
 
     def __init__(
         self, path: Path, *, now: Callable[[], float] = time.time, is_simulated: bool = False
@@ -64,7 +63,7 @@ class ManifestWriter(Observer):
 
 
 def manifest_entry(outcome: JobOutcome, *, written_at: float) -> ManifestLine:
-    """The line of a job. Its keys are frozen: one that is removed or redefined raises SCHEMA_VERSION."""
+    """The line of a job. Removing or redefining a key requires a new SCHEMA_VERSION."""
     info, spec, written = outcome.info, outcome.info.spec, outcome.written
     return {
         "version": SCHEMA_VERSION,
@@ -108,14 +107,13 @@ def manifest_entry(outcome: JobOutcome, *, written_at: float) -> ManifestLine:
 def read_manifest(path: Path) -> dict[str, ManifestLine]:
     """The latest line of each job; empty when there is no manifest.
 
-    Lines that are torn, spoilt, or of another version count as absent, with a warning: their
-    jobs run again.
+    Torn or invalid lines, and lines of another version, are skipped with a warning: their jobs run again.
     """
     return {entry["id"]: entry for entry in _entries(_read(path), path, first=1)}
 
 
 def read_files(path: Path) -> dict[str, ManifestLine]:
-    """The latest line that says done, of each file; empty when there is no manifest."""
+    """The latest line with status done of each file; empty when there is no manifest."""
     lines = _entries(_read(path), path, first=1)
     done = [entry for entry in lines if entry.get("status") == "done" and not entry.get(SIMULATED)]
     return {str(entry.get("file")): entry for entry in done}
@@ -131,9 +129,9 @@ def _read(path: Path) -> bytes:
 
 
 class GrowingManifest:
-    """What `read_manifest` gives, for one who asks again and again: each line is read once.
+    """`read_manifest` for repeated calls: reads each line once.
 
-    A file under its name that is another, or shorter, is read from its beginning.
+    A replaced or truncated file is read again from its start.
     """
 
     def __init__(self, path: Path) -> None:
@@ -141,10 +139,7 @@ class GrowingManifest:
         self._begin_anew(inode=None)
 
     def read(self) -> Mapping[str, ManifestLine]:
-        """The latest line of each job, as of now.
-
-        Raises: OutputError when the file cannot be read.
-        """
+        """The latest line of each job. Raises: OutputError when the file cannot be read."""
         try:
             with self._path.open("rb") as file:
                 stat = os.fstat(file.fileno())
@@ -170,17 +165,17 @@ class GrowingManifest:
 
 
 def _entries(content: bytes, path: Path, *, first: int) -> Iterator[ManifestLine]:
-    """The lines of a part of a manifest, which begins with the line of this number."""
+    """The valid lines of a part of a manifest that starts with line `first`."""
     for number, line in enumerate(content.split(b"\n"), start=first):
         entry = _entry(line)
         if entry is not None:
             yield entry
         elif line.strip():
-            logger.warning("%s: line %d is no line of a manifest and counts for nothing", path, number)
+            logger.warning("%s: line %d is not a manifest line; it is ignored", path, number)
 
 
 def _entry(line: bytes) -> ManifestLine | None:
-    """A line that can be used; it may have been edited by hand since it was written."""
+    """The parsed line; None if it is invalid, for example after an edit by hand."""
     try:
         entry = json.loads(line)
     except ValueError:
@@ -190,10 +185,7 @@ def _entry(line: bytes) -> ManifestLine | None:
 
 
 def check_own(path: Path) -> None:
-    """Refuse a file that has the name of one of gfgen's lists, and was not written by gfgen.
-
-    Raises: InputError.
-    """
+    """Raises: InputError if the file has the name of one of gfgen's lists but another program wrote it."""
     with contextlib.suppress(OSError), path.open("rb") as file:
         beginning = file.read(_BEGINNING_BYTES)
         if beginning.strip() and b'"version"' not in beginning:
@@ -210,10 +202,9 @@ def _make_parent(path: Path) -> None:
 def finished_jobs(
     path: Path, infos: Iterable[JobInfo], *, entries: Mapping[str, ManifestLine] | None = None
 ) -> frozenset[str]:
-    """Ids of the jobs that need not run again; `entries` are those of the manifest, where they were read.
+    """Ids of the jobs that need not run again; `entries` are the manifest's lines if they were read before.
 
-    Those whose latest line says done, under the same spec hash and file name, and whose
-    file is there with the size that was written.
+    Their latest line says done with the same spec hash and file name, and the file has its recorded size.
     """
     entries = read_manifest(path) if entries is None else entries
     return frozenset(

@@ -4,8 +4,8 @@ gfgen replaces a file only if the folder's manifest says that gfgen made it for 
 and only if the file has not changed since. The path from the output folder tells job files apart, so both can
 be moved together. Manifests of earlier gfgen do not name the job file; it counts as the same.
 
-Standard input has no name that tells whether it is the same as last time. A job from there replaces only
-what the same job made, with the same hash.
+Standard input has no lasting name, so a job from there replaces only a file that the same job (with the same
+hash) made.
 """
 
 from __future__ import annotations
@@ -27,27 +27,18 @@ from gfgen.runtime.ipc.content import Content, content_of, read_mark
 STDIN = "-"
 _WHAT_TO_DO = "move it away, name another output, or replace it with --overwrite"
 _SUFFIX_LENGTHS = (6, 12, 64)
-"""Hex digits of a hash. More than the first are needed only where another folder has that very name."""
+"""Hex digits of a hash. More are used only if another job file has a folder with the shorter suffix."""
 
 
 def job_file_name(source: Path | None, output_dir: Path) -> str:
-    """How manifests and journals of a folder name a job file, or a watched folder; None is standard input.
-
-    A pipe has no name that lasts, whatever it is called: it is like standard input.
-    """
-    try:
-        if source is None or (source.exists() and not source.is_file() and not source.is_dir()):
-            return STDIN
-        return os.path.relpath(os.path.realpath(source), os.path.realpath(output_dir))
-    except OSError:  # the current folder is gone
-        return str(source)
+    """The name of a job file or watched folder in manifests and journals; a pipe counts as standard input."""
+    if source is None or (source.exists() and not source.is_file() and not source.is_dir()):
+        return STDIN
+    return os.path.relpath(os.path.realpath(source), os.path.realpath(output_dir))
 
 
 def default_folder(parent: Path, name: str, source: Path | None) -> Path:
-    """`parent`/`name`, or with a suffix if that belongs to another job file.
-
-    A folder that belongs to this one is found again, whatever became of the others since.
-    """
+    """The folder of this job file: `parent`/`name`, with a suffix if that belongs to another job file."""
     job_file = job_file_name(source, parent / name)
     digest = hashlib.sha256(job_file.encode("utf-8", "surrogateescape")).hexdigest()
     folders = [parent / name, *(parent / f"{name}-{digest[:length]}" for length in _SUFFIX_LENGTHS)]
@@ -59,7 +50,7 @@ def default_folder(parent: Path, name: str, source: Path | None) -> Path:
 
 
 def _owner(folder: Path) -> str | None:
-    """The job file that was the first to use the folder, as far as its records tell."""
+    """The job file that used the folder first, according to its journal or manifest."""
     if job_file := first_job_file(folder / JOURNAL_NAME):
         return job_file
     return next(
@@ -78,8 +69,8 @@ def claim_files(
 ) -> tuple[list[AdmittedJob], list[Problem]]:
     """The jobs with the files that they may replace, and a problem for each job whose file name is taken.
 
-    Jobs in `done` write nothing. No job may replace the image of a job, or one of `inputs`, which come with
-    what messages call them. With `overwrite` it does not matter who made a file.
+    Jobs in `done` write nothing. No job may replace the image of a job or one of `inputs`, which maps paths
+    to their descriptions in messages. With `overwrite` a job may replace files that others made.
     """
     images = {Path(job.spec.image): f"the image of job {job.job_id}" for job in jobs if job.spec.image}
     in_use = _inodes({**images, **(inputs or {})})
@@ -100,7 +91,7 @@ def claim_files(
 
 
 def _inodes(paths: Mapping[Path, str]) -> dict[tuple[int, int], str]:
-    """The names by device and inode: links, and other spellings of a name, lead to the same file."""
+    """Descriptions by device and inode: links and other spellings of a name are the same file."""
     found = {}
     for path, what in paths.items():
         with contextlib.suppress(OSError):
@@ -110,7 +101,7 @@ def _inodes(paths: Mapping[Path, str]) -> dict[tuple[int, int], str]:
 
 
 def _use_of(path: Path, in_use: Mapping[tuple[int, int], str]) -> str | None:
-    """Why the file is never replaced, if it is in use."""
+    """Why the file is never replaced; None if it is not in use."""
     what = next((in_use[inode] for inode in _inodes({path: ""}) if inode in in_use), None)
     return None if what is None else f"is {what}, too; name another output"
 
@@ -118,7 +109,7 @@ def _use_of(path: Path, in_use: Mapping[tuple[int, int], str]) -> str | None:
 def _replaceable(
     path: Path, job: AdmittedJob, files: Mapping[str, ManifestLine], *, overwrite: bool
 ) -> Content | str:
-    """What the file holds if the job may replace it, else why it may not."""
+    """The content of the file if the job may replace it, otherwise the reason why not."""
     if path.is_symlink() or not path.is_file():
         kind = "a link" if path.is_symlink() else "a folder" if path.is_dir() else "not a file"
         return f"is {kind}; move it away, or name another output"
@@ -139,7 +130,7 @@ def _replaceable(
 
 
 def _line_of(name: str, files: Mapping[str, ManifestLine]) -> ManifestLine | None:
-    """The manifest's line of a file; its spelling may differ where the disk ignores upper and lower case."""
+    """The manifest's line of a file. Case may differ, because some file systems ignore it."""
     key = name_key(name)
     return files.get(name) or next((line for file, line in files.items() if name_key(file) == key), None)
 

@@ -1,9 +1,8 @@
-"""Resume files: the state of jobs that a stopped run leaves, for the next run to go on with.
+"""Resume files: the state of unfinished jobs of a stopped run, from which the next run continues.
 
-One file per job in the output folder's `.resume/`: a line of JSON, the parts of the job's slab that
-hold something, and the SHA-256 of all that. A file counts only for the very job, weights and slab layout that
-it was made for, and where tensors are as they were then: those of a GPU are in other dtypes than those of a
-CPU. With any other file the job starts at the beginning, and so it does where the checksum is wrong.
+The output folder's `.resume/` has one file per job: a line of JSON, the used parts of the job's slab, and the
+SHA-256 of both. The next run uses it only if the job, its weights, the slab layout and the kind of device are
+unchanged (GPUs use other dtypes than CPUs). Otherwise the job starts at the beginning.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ _CHECKSUM_BYTES = hashlib.sha256().digest_size
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """Where a job goes on: at task `next_index`, whose input dispatch `producer` made.
+    """A job continues at task `next_index`, whose input dispatch `producer` made.
 
-    `last_number` is that of the last dispatch of the run that stopped: the slab may name any
-    number up to it, so the next run counts from there.
+    `last_number` is the last dispatch of the stopped run. The slab may name any number up to it, so the next
+    run counts from there.
     """
 
     next_index: int
@@ -59,9 +58,9 @@ def save(
     weights: str,
     computed_with: Mapping[str, Any],
 ) -> None:
-    """Write a job's resume file, whole or not at all; `weights` and `computed_with` are those of the pool.
+    """Write a job's resume file atomically; `weights` and `computed_with` come from the pool.
 
-    Raises: OSError when the file system does not take it.
+    Raises: OSError when it cannot be written.
     """
     path.parent.mkdir(exist_ok=True)
     extents = list(_extents(slab_fd, SlabPlan.of(job.trajectory).size_bytes))
@@ -90,7 +89,7 @@ def find(
     weights_mark: Callable[[Path], str],
     computed_with: Mapping[str, Any],
 ) -> dict[str, ResumePoint]:
-    """The jobs that can go on where an earlier run stopped, on workers that hold and compute this."""
+    """The jobs that can continue on workers with these weights and devices."""
     points = {}
     for job in jobs:
         path = resume_path(output_dir, job.job_id)
@@ -101,12 +100,12 @@ def find(
             logger.info("job %s starts at the beginning: it has changed since it was stopped", job.job_id)
             continue
         if header.get("weights") != weights_mark(job.checkpoint):
-            logger.info("job %s starts at the beginning: its model's weights are others now", job.job_id)
+            logger.info("job %s starts at the beginning: its model's weights have changed", job.job_id)
             continue
         if header.get("computed_with") != dict(computed_with):
             logger.info(
                 "job %s starts at the beginning: it was stopped on another kind of device, or with other "
-                "options for the models",
+                "model options",
                 job.job_id,
             )
             continue
@@ -118,7 +117,7 @@ def find(
 def restore(point: ResumePoint, job: AdmittedJob) -> int:
     """A slab with the state of a resume file; the caller owns the descriptor.
 
-    Raises: OSError, ValueError or KeyError when the file cannot be read any more.
+    Raises: OSError, ValueError or KeyError when the file cannot be read.
     """
     with point.path.open("rb") as file:
         header = json.loads(file.readline())
@@ -134,20 +133,20 @@ def restore(point: ResumePoint, job: AdmittedJob) -> int:
 
 
 def forget(output_dir: Path, job_id: str) -> None:
-    """The job has ended: its resume file, if any, has served. One that stays does no harm."""
+    """Remove the resume file of a job that has ended. A file that cannot be removed does no harm."""
     path = resume_path(output_dir, job_id)
     try:
         path.unlink()
     except (FileNotFoundError, NotADirectoryError):
         pass
     except OSError as error:
-        logger.warning("%s is of no use any more and cannot be removed: %s", path, error.strerror)
+        logger.warning("the old resume file %s cannot be removed: %s", path, error.strerror)
     with contextlib.suppress(OSError):
         path.parent.rmdir()
 
 
 def forget_others(output_dir: Path, job_ids: Collection[str]) -> None:
-    """Remove the files of all other jobs, and those of a run that was killed: nobody will go on with them."""
+    """Remove the files of all other jobs, and partial files of a killed run."""
     for path in (output_dir / FOLDER).glob("*.partial"):
         with contextlib.suppress(OSError):
             path.unlink()
@@ -157,7 +156,7 @@ def forget_others(output_dir: Path, job_ids: Collection[str]) -> None:
 
 
 def _identity(job: AdmittedJob) -> dict[str, Any]:
-    """What a file and a job must agree on."""
+    """The header fields that must match the job."""
     plan = SlabPlan.of(job.trajectory)
     return {
         "gfgen_resume": VERSION,
@@ -170,7 +169,7 @@ def _identity(job: AdmittedJob) -> dict[str, Any]:
 
 
 def _header(path: Path, job_id: str) -> dict[str, Any] | None:
-    """The first line of a resume file that is as it was written, for this job; None for any other."""
+    """The header of an undamaged resume file of this job; None for any other file."""
     try:
         with path.open("rb") as file:
             if _has_checksum(file):
@@ -180,7 +179,7 @@ def _header(path: Path, job_id: str) -> dict[str, Any] | None:
                     return header
                 why = f"it is of job {header['job_id']}"
             else:
-                why = "its checksum is wrong: it is damaged, or from an earlier version of gfgen"
+                why = "its checksum is wrong: it is damaged, or an earlier version of gfgen wrote it"
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -190,7 +189,7 @@ def _header(path: Path, job_id: str) -> dict[str, Any] | None:
 
 
 def _has_checksum(file: BinaryIO) -> bool:
-    """Whether a file ends with the checksum of all that comes before."""
+    """Whether a file ends with the checksum of its content."""
     checksum = hashlib.sha256()
     left = os.fstat(file.fileno()).st_size - _CHECKSUM_BYTES
     while left > 0 and (piece := file.read(min(_CHUNK_BYTES, left))):
@@ -206,7 +205,7 @@ def _pieces(fd: int, extents: Sequence[tuple[int, int]]) -> Iterator[bytes]:
 
 
 def _extents(fd: int, size_bytes: int) -> Iterator[tuple[int, int]]:
-    """(offset, length) of the parts of a sparse file that hold something."""
+    """(offset, length) of the data extents of a sparse file."""
     position = 0
     while position < size_bytes:
         try:

@@ -1,8 +1,7 @@
 """The writer process: takes finished frames from shared memory and writes files.
 
-Encoding a video takes seconds of CPU, so it happens beside the workers, in a process
-without torch. The frames come as a memfd with the request, are mapped here and never copied
-as a whole.
+Encoding a video takes seconds of CPU, so a separate process without torch does it. Each request comes with a
+memfd of frames, which is mapped and never copied as a whole.
 """
 
 from __future__ import annotations
@@ -28,21 +27,18 @@ logger = logging.getLogger(__name__)
 
 
 def main(end: socket.socket) -> None:
-    """Entry of the process: serve until the other end is closed, deaf to signals for the run.
+    """Entry of the process: serve until the other end is closed.
 
-    A terminal sends Ctrl-C, and that it is closed, to every process of the run, and others SIGTERM; the
-    control plane alone decides what it means, and a file that is nearly written is worth finishing.
+    A terminal sends SIGINT and SIGHUP to every process of the run. The writer ignores them: the control plane
+    decides when the run stops, and a file that is nearly written is worth finishing.
     """
     leave_to_the_run()
     serve(Channel(end))
 
 
 def serve(channel: Channel) -> None:
-    """Write what is asked, one file after the other, until the other end is closed.
-
-    No job can end this loop: whatever goes wrong with one is its `WriteFailed`.
-    """
-    with suppress(ConnectionError):  # the control plane is gone, and so are we
+    """Write files until the other end is closed. A failure becomes a `WriteFailed` of its job."""
+    with suppress(ConnectionError):  # the control plane is gone
         channel.send(WriterReady())
         while (received := channel.receive()) is not None:
             request, fds = received
@@ -67,7 +63,7 @@ def handle(request: WriteRequest, frames_fd: int | None) -> WriteDone | WriteFai
         )
     except OutputError as error:
         return WriteFailed(request.job_id, reason=str(error))
-    except Exception as error:  # a bug, or memory that ran out: the job's failure, not the writer's
+    except Exception as error:  # a bug or a lack of memory fails the job, not the writer
         logger.exception("job %s: writing %s failed", request.job_id, request.path)
         return WriteFailed(request.job_id, reason=f"{request.path}: {type(error).__name__}: {error}")
     finally:
@@ -85,7 +81,7 @@ def handle(request: WriteRequest, frames_fd: int | None) -> WriteDone | WriteFai
 def map_frames(frames_fd: int, shape: tuple[int, int, int, int]) -> Frames:
     """The frames [F, H, W, 3] uint8 in a memfd, read-only and without a copy.
 
-    Raises: OutputError when the memory is smaller than the shape says.
+    Raises: OutputError when the memory is smaller than the shape requires.
     """
     num_bytes = math.prod(shape)
     if min(shape) < 1 or os.fstat(frames_fd).st_size < num_bytes:
