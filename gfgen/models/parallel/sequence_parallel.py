@@ -1,12 +1,12 @@
 """Sequence parallelism over unmodified diffusers transformers, without a process group.
 
-`install` reads a transformer's own `_cp_plan` once and leaves hooks that cut tokens where the
-plan says so, and put them together again. Inside `with active(parallel)` they cut for this rank's
-slot; outside, and on other threads, they do nothing. Attentions that diffusers' own context
-parallelism would share go through one operator (shared_attention.py).
+`install` reads a transformer's own `_cp_plan` once and adds hooks that cut tokens as the plan says, and
+join them again. Inside `with active(parallel)` they cut for this rank's slot; outside, and on other
+threads, they do nothing. Attentions that diffusers' own context parallelism would share go through one
+operator (shared_attention.py).
 
-Every cut follows from global shapes (`layout.shard_bounds`): uneven shards are as good as even
-ones, nothing is padded, and no rank is asked for its sizes.
+Every cut follows from global shapes (`layout.shard_bounds`): shards may be uneven, nothing is padded, and
+ranks never exchange sizes.
 
 Legend: B batch, L tokens of this rank, H heads, D head dimension.
 Source: diffusers 0.42 hooks/context_parallel.py and ModelMixin.enable_parallelism.
@@ -43,29 +43,29 @@ gathered from, and the prompt's. What else a plan cuts (rotary tables, timesteps
 along with one of them."""
 
 SHARED = object()
-"""What marks an attention as one to be shared."""
+"""Marks an attention to share."""
 
 
 @dataclass(slots=True)
 class Sharing:
-    """Who shares the forwards of a `with active(...)`, and what the present one has cut."""
+    """The ranks that share the forwards of a `with active(...)`, and what the current forward has cut."""
 
     parallel: Parallel
     slot_1: torch.Tensor | None = None
-    """Where a recorded forward finds the slot of this rank when it is replayed; else it is in `parallel`."""
+    """For recorded forwards: holds this rank's slot during a replay. Other forwards use `parallel`."""
     stream_lengths: dict[str, int] = field(default_factory=dict)
     """Whole length of each stream; each forward writes them before its first attention."""
     _positions: dict[int, torch.Tensor] = field(default_factory=dict)
 
     @property
     def ranks(self) -> Collectives:
-        """All who share the tokens."""
+        """All ranks that share the tokens."""
         return self.parallel.sequence
 
     def positions_L(self, length: int) -> torch.Tensor:
-        """Of this rank's tokens among so many, worked out on the device from the slot that is there.
+        """Positions of this rank's tokens among `length`, computed on the device from the slot there.
 
-        As `shard_bounds`, for all slots that have equally many.
+        As `shard_bounds`, for all slots with equally long shards.
         """
         assert self.slot_1 is not None
         if length not in self._positions:
@@ -98,24 +98,24 @@ def active(parallel: Parallel, *, slot_1: torch.Tensor | None = None) -> Iterato
 
 
 def sharing_ranks() -> Collectives | None:
-    """Who shares the forward that this thread is in; None when it is alone."""
+    """The ranks that share this thread's forward; None if the rank is alone."""
     sharing = _SHARING.get()
     return None if sharing is None else sharing.ranks
 
 
 def present_sharing() -> Sharing | None:
-    """Of the `with active(...)` around the caller; None where a rank works alone."""
+    """The `Sharing` of the `with active(...)` around the caller; None if the rank is alone."""
     return _SHARING.get()
 
 
 def present_degrees() -> tuple[int, int, int]:
-    """Of the layout whose ranks share the caller's forward, (cfg, ulysses, ring); ones for a rank alone."""
+    """(cfg, ulysses, ring) of the layout that shares the caller's forward; ones for a rank alone."""
     sharing = _SHARING.get()
     return (1, 1, 1) if sharing is None else sharing.parallel.degrees
 
 
 def own_length(stream: str, length: int) -> int:
-    """How many of the first `length` tokens of a stream are this rank's: all where it works alone."""
+    """How many of the first `length` tokens of a stream are this rank's; all if it is alone."""
     sharing = _SHARING.get()
     if sharing is None:
         return length
@@ -129,10 +129,9 @@ def _shares(length: int, num_shards: int, *, of_first: int) -> Sizes:
 
 
 def install(transformer: torch.nn.Module) -> None:
-    """Put hooks on a diffusers transformer, for good; once for each instance.
+    """Put hooks on a diffusers transformer, permanently; once for each instance.
 
-    Raises: ModelError for a class without a `_cp_plan`, or with one that asks for what is not
-            built here.
+    Raises: ModelError for a class without a `_cp_plan`, or with an unsupported one.
     """
     name = type(transformer).__name__
     plan: Mapping[str, Any] | None = getattr(transformer, "_cp_plan", None)
@@ -156,7 +155,7 @@ def install(transformer: torch.nn.Module) -> None:
 
 
 def _modules(transformer: torch.nn.Module, pattern: str) -> list[torch.nn.Module]:
-    """Modules whose name a plan's key means; `*` stands for any one part of a name."""
+    """Modules whose name matches a plan's key; `*` matches one part of a name."""
     expression = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
     found = [module for name, module in transformer.named_modules() if expression.fullmatch(name)]
     if not found:
@@ -258,7 +257,7 @@ def _wrap_globals(module: Any) -> None:
 
 
 def _passing_empty(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Rotation that takes no tokens, too.
+    """Rotation that also accepts an empty tensor.
 
     It reshapes with an inferred dimension, which is undefined for a tensor of no elements. This
     is all that keeps a text shorter than the degree from being cut like any other, and cheaper

@@ -1,14 +1,14 @@
 """One decode on several ranks: each makes the pixels of its own band of rows.
 
-The latents' rows are cut into bands, by slot. Nearly all of a causal video VAE looks at one place at
-a time; what looks further asks the other ranks, through hooks that are put on unmodified diffusers
-modules once and do nothing while nobody shares:
+The latents' rows are cut into bands, by slot. Nearly all layers of a causal video VAE work on one position
+at a time. The others get data from other ranks, through hooks on unmodified diffusers modules, which do
+nothing if no decode is shared:
 
     convolutions of 3 rows    the row above a band and the row below it, from the neighbours
     middle attention          the keys and values of all bands
 
-Upsampling repeats rows, so that a band stays a band, with as many more rows on every rank. What the
-decoder keeps of earlier frames (its feature cache) is the own band's.
+Upsampling repeats rows, so a band stays a band and grows by the same factor on every rank. The decoder's
+cache of earlier frames holds the own band only.
 
 Rows are fetched at every convolution. To compute them instead, a rank would need 14 rows of latents
 on either side of its band behind the middle attention (8 before the first upsampling, half as many
@@ -41,7 +41,7 @@ from gfgen.models.parallel.parallel import Parallel
 
 @dataclass(frozen=True, slots=True)
 class _Bands:
-    """Who shares the present decode, and the rows of latents that each has."""
+    """The ranks that share the current decode, and the rows of latents of each."""
 
     ranks: Collectives
     rows: Sizes
@@ -49,8 +49,8 @@ class _Bands:
     def halo(self, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """The rows right above and below the own ones; None at the picture's edge.
 
-        Everyone gets everyone's two outer rows: a collective that exists, whose surplus is nothing
-        beside a convolution (a megabyte to each rank where rows are longest).
+        Every rank gets every rank's two outer rows, with an existing collective. The surplus is negligible
+        compared with a convolution (a megabyte to each rank where rows are longest).
 
         Shapes: x [..., H, W], as many columns on every rank -> each [..., W].
         """
@@ -78,9 +78,9 @@ _BANDS: ContextVar[_Bands | None] = ContextVar("bands", default=None)
 
 
 def install(vae: torch.nn.Module) -> None:
-    """Put hooks on a diffusers VAE, for good; once for each instance.
+    """Put hooks on a diffusers VAE, permanently; once for each instance.
 
-    Raises: ModelError for a decoder with layers that are not known here.
+    Raises: ModelError for a decoder with unknown layers.
     """
     decoder: Any = vae.decoder
     for name, module in decoder.named_modules():
@@ -94,12 +94,12 @@ def install(vae: torch.nn.Module) -> None:
 
 
 def decode_rows(vae: Any, latents_BCTHW: Tensor, parallel: Parallel | None) -> tuple[Tensor, int]:
-    """The decoded pixels of this rank's rows, and which is the first of them.
+    """The decoded pixels of this rank's rows, and the index of the first row.
 
-    All ranks of a layout make the same call with the same latents, whole on each; one rank alone
-    decodes all. What a rank gets depends on the degree and its slot, not on which ranks they are.
+    All ranks of a layout make the same call with the same whole latents; one rank alone decodes all rows. The
+    result depends on the degree and the slot, not on the ranks.
 
-    Shapes: latents_BCTHW -> [B, 3, T, H, W] of so many more frames, rows and columns.
+    Shapes: latents_BCTHW -> [B, 3, T, H, W] with the VAE's factors for frames, rows and columns.
     Raises: LayoutError when a rank would have no row, and for ranks of two guidance branches.
     """
     if parallel is None or (ranks := parallel.sequence).size * parallel.cfg.size == 1:
@@ -118,7 +118,7 @@ def decode_rows(vae: Any, latents_BCTHW: Tensor, parallel: Parallel | None) -> t
 
 
 def _decoded(vae: Any, latents_BCTHW: Tensor) -> Tensor:
-    """What the VAE makes of them; one that fails keeps nothing of its frames."""
+    """The VAE's pixels; after a failure its cache of frames is empty."""
     try:
         pixels: Tensor = vae.decode(latents_BCTHW, return_dict=False)[0]
     except BaseException:
