@@ -5,12 +5,17 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from gfgen.models.families.registry import TINY_NAMES, make_tiny_models, resolve_checkpoint, tiny_dir
+from gfgen.runtime.control.state import State
+
+MAX_CHECKED_JOBS = 100
+"""A check looks at every job, so the few tests with thousands of jobs go without."""
 
 
 def pytest_configure() -> None:
@@ -32,6 +37,23 @@ def logging_as_it_was() -> Iterator[None]:
         handler.close()
     logger.setLevel(level)
     logger.propagate, logger.handlers[:] = propagate, handlers
+
+
+@pytest.fixture(autouse=True)
+def checked_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The invariants of every state hold after each event and each dispatch."""
+
+    def checked(change: Callable[[State, Any], Any]) -> Callable[[State, Any], Any]:
+        def change_and_check(state: State, argument: Any) -> Any:
+            result = change(state, argument)
+            if len(state.jobs.records) <= MAX_CHECKED_JOBS:
+                state.check()
+            return result
+
+        return change_and_check
+
+    monkeypatch.setattr(State, "apply", checked(State.apply))
+    monkeypatch.setattr(State, "begin", checked(State.begin))
 
 
 @pytest.fixture(scope="session")

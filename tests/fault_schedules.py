@@ -32,7 +32,8 @@ from gfgen.graph import Artifact, Stage, Trajectory
 from gfgen.job.spec import JobSpec
 from gfgen.policies.catalog import NamedPolicy, load_policy
 from gfgen.runtime.control.control import Control
-from gfgen.runtime.control.state import MAX_LOST_WORKERS, MAX_TASK_FAILURES, State
+from gfgen.runtime.control.jobs import MAX_LOST_WORKERS, MAX_TASK_FAILURES
+from gfgen.runtime.control.state import State
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.dispatch import Dispatch
@@ -346,8 +347,8 @@ def _run(
     finally:
         backend.close()
         journal.close()
-    if control.given_up is not None:
-        raise PolicyFault(f"policy {schedule.policy} was given up: {control.given_up}")
+    if control.decider.given_up is not None:
+        raise PolicyFault(f"policy {schedule.policy} was given up: {control.decider.given_up}")
 
 
 def _policy_of(schedule: Schedule) -> NamedPolicy:

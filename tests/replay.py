@@ -129,7 +129,7 @@ class _RecordedBackend(SimulatedBackend):
         for event in turn.events:
             if isinstance(event, JobArrived) and event.job_id in self._later:
                 job = self._later.pop(event.job_id)
-                self._state.add(arriving_after(job, event.time_s - job.spec.arrival_s))
+                self._state.jobs.add(arriving_after(job, event.time_s - job.spec.arrival_s))
             elif isinstance(event, JobCancelled):  # before it arrived: then it never will
                 self._later.pop(event.job_id, None)
         return list(turn.events)

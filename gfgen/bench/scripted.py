@@ -108,8 +108,8 @@ def run_jobs(
         summary = control.run()
     finally:
         backend.close()
-    if state.stop_signal is not None:
-        raise InterruptedRunError("stopped", signal_number=state.stop_signal)
+    if state.closing.stop_signal is not None:
+        raise InterruptedRunError("stopped", signal_number=state.closing.stop_signal)
     if record.errors or summary.policy_fault:
         raise WorkerError((record.errors or [summary.policy_fault or ""])[0])
 

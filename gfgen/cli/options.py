@@ -15,7 +15,7 @@ from gfgen.job.fields import parse_duration
 from gfgen.layout import MAX_RANKS
 from gfgen.models.geometry.weights import VAE_DTYPES
 from gfgen.runtime.control.control import GRACE_S
-from gfgen.runtime.control.records import LOOKAHEAD_S
+from gfgen.runtime.control.flights import LOOKAHEAD_S
 from gfgen.runtime.core.devices import CPU, DEVICES, Devices
 
 logger = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from gfgen.cli.shown.simulated_memory import SimulatedMemory, simulated_memory_o
 from gfgen.errors import InputError, OutputError, RunError
 from gfgen.models.families.registry import DEFAULT_MODEL
 from gfgen.policies.catalog import NamedPolicy, load_policy
-from gfgen.runtime.control.control import FALLBACK
+from gfgen.runtime.control.decider import FALLBACK
 from gfgen.runtime.core.observer import Observer
 from gfgen.runtime.files import resume
 from gfgen.runtime.files.journal import JOURNAL_NAME

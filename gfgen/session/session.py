@@ -18,9 +18,10 @@ from gfgen.errors import InputError, JobFileError
 from gfgen.job.reader import read_job_stream
 from gfgen.models.families.registry import DEFAULT_MODEL
 from gfgen.policies.catalog import NamedPolicy
-from gfgen.runtime.control.control import GRACE_S, Backend, Chooser, Control, Intake
+from gfgen.runtime.control.control import GRACE_S, Backend, Control, Intake
+from gfgen.runtime.control.decider import Chooser
+from gfgen.runtime.control.flights import LOOKAHEAD_S
 from gfgen.runtime.control.metrics import Summary
-from gfgen.runtime.control.records import LOOKAHEAD_S
 from gfgen.runtime.control.residency import Residency
 from gfgen.runtime.control.state import State
 from gfgen.runtime.core.admission import AdmittedJob
@@ -238,7 +239,7 @@ class Session:
                         num_ranks=max(map(len, self.pool.islands)),
                         share_cores=not ranks.are_on_gpus and ranks.num_ranks > 1,
                     )
-        self.stop_signal = None if state.all_ended else state.stop_signal
+        self.stop_signal = state.closing.stop_signal if state.jobs.records else None
         return summary
 
     def _start(self, jobs: Sequence[AdmittedJob], options: SessionOptions, clock: Clock) -> RunStart:

@@ -61,4 +61,4 @@ def test_roundings_that_are_told_are_bounded(caplog):
 def test_rounding_is_among_the_warnings_of_the_job():
     (job,) = jobs_of(JobSpec(id="a", prompt="a fox", width=100, height=100, frames=2))
     state = State([job], RunStart(num_ranks=1), clock=Clock(virtual=True), costs=CostModel())
-    assert state._jobs["a"].warnings == ["rounded 100x100 -> 96x96, 2 -> 1 frames"]
+    assert state.jobs.records["a"].trouble.warnings == ["rounded 100x100 -> 96x96, 2 -> 1 frames"]

@@ -265,8 +265,8 @@ def test_every_policy_keeps_to_islands(fields, policy, islands, lookahead_s):
     )
     control.run()
     assert len(recorder.outcomes) == len(jobs)
-    assert control._num_policy_faults == 0
-    assert control.given_up is None
+    assert control.decider.num_faults == 0
+    assert control.decider.given_up is None
     assert control.state.max_degree == max(map(len, islands))
 
 

@@ -37,7 +37,7 @@ def in_turns(*policies):
 def test_a_choice_takes_effect_by_an_event():
     control, recorder = run(in_turns("srtf", "fcfs"))
     assert [event.policy for event in changes(recorder)] == ["srtf", "fcfs"]
-    assert control.policy.name == "fcfs"
+    assert control.decider.policy.name == "fcfs"
     assert len(recorder.outcomes) == len(JOBS)
 
 
@@ -67,7 +67,7 @@ def test_a_chooser_that_raises_leaves_the_policy_as_it_is(caplog):
         raise ValueError("no idea")
 
     control, recorder = run(broken)
-    assert control.policy.name == "auto"
+    assert control.decider.policy.name == "auto"
     assert len(recorder.outcomes) == len(JOBS)
     assert "choosing a policy failed: ValueError: no idea" in caplog.text
 
@@ -98,12 +98,12 @@ def test_policies_are_chosen_again_when_another_one_is_asked_for_after_one_was_g
         JOBS,
         policy="auto",
         num_ranks=4,
-        chooser=ImmediateChooser(lambda *_: asked.append(control.policy.name)),
+        chooser=ImmediateChooser(lambda *_: asked.append(control.decider.policy.name)),
     )
-    control.policy = NamedPolicy("broken", lambda snapshot: None)
+    control.decider.policy = NamedPolicy("broken", lambda snapshot: None)
     control.clock.at(PolicyChanged(JOBS[len(JOBS) // 2].spec.arrival_s, "auto", "asked for over HTTP"))
     control.run()
-    assert control.given_up is not None
+    assert control.decider.given_up is not None
     assert asked
     assert asked[-1] == "auto"
 
@@ -111,7 +111,7 @@ def test_policies_are_chosen_again_when_another_one_is_asked_for_after_one_was_g
 def test_what_is_no_choice_or_no_policy_leaves_the_policy_as_it_is(caplog):
     left = ["srtf", Choice("srfft", "a typing error"), Choice("srtf,degree=0", "none that can be")]
     control, recorder = run(lambda snapshot, last: left.pop(0) if left else None)
-    assert control.policy.name == "auto"
+    assert control.decider.policy.name == "auto"
     assert len(recorder.outcomes) == len(JOBS)
     assert "type str; a Choice or None is accepted" in caplog.text
     assert "--policy srfft: unknown" in caplog.text
@@ -133,7 +133,7 @@ def test_nothing_is_chosen_any_more_after_the_fallback(tmp_path):
     path = tmp_path / "broken.py"
     path.write_text("def policy(snapshot):\n    raise ValueError('broken')\n")
     control, recorder = run(lambda snapshot, last: Choice(str(path), "a bad idea"))
-    assert control.policy.name == "fcfs"
+    assert control.decider.policy.name == "fcfs"
     assert changes(recorder)[-1].policy == "fcfs"
     assert len(recorder.outcomes) == len(JOBS)
 

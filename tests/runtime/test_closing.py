@@ -37,7 +37,7 @@ def test_what_has_begun_goes_on_when_jobs_like_it_are_held_back():
     control, recorder = simulated_control(jobs, policy="fcfs", num_ranks=1, closes_s=1.6)
     control.run()
     assert recorder.end_order == ["begun", "short"]
-    assert set(control.state.open_jobs) == {"like it"}
+    assert set(control.state.jobs.open.ids) == {"like it"}
 
 
 def test_what_runs_at_closing_time_ends_its_task_and_is_left():
@@ -91,7 +91,7 @@ def test_the_first_signal_after_closing_time_does_not_break_the_run_off():
     control, _ = simulated_control([make_job("a", steps=50)], num_ranks=1, closes_s=1.01)
     control.clock.at(StopRequested(1.05, 2))
     control.run()
-    assert control.state.stop_signal == 2
+    assert control.state.closing.stop_signal == 2
 
 
 def test_a_second_signal_still_does():
@@ -104,7 +104,7 @@ def test_a_second_signal_still_does():
 
 def test_a_policy_that_starts_nothing_is_named_long_before_closing_time():
     control, _ = simulated_control([make_job("a")], closes_s=1e6)
-    control.policy = NamedPolicy("lazy", lambda snapshot: [])
+    control.decider.policy = NamedPolicy("lazy", lambda snapshot: [])
     with pytest.raises(StalledError, match="policy lazy"):
         control.run()
     assert control.clock.now_s == 0.0

@@ -1,6 +1,5 @@
 import itertools
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 from builders import STEP_S, make_job, simulate, simulated_control
@@ -9,17 +8,15 @@ from gfgen.errors import InterruptedRunError, PolicyFault, StalledError, WorkerE
 from gfgen.graph import Stage
 from gfgen.layout import Layout
 from gfgen.policies.catalog import NamedPolicy, load_policy
-from gfgen.runtime.control.backlog import MIN_FILES, Backlog
+from gfgen.runtime.control.state import MIN_FILES
 from gfgen.runtime.core.events import (
     ClosingTime,
-    FramesLost,
     JobCancelled,
     OutputWritten,
     PolicyChanged,
     RankLost,
     StopRequested,
     TaskDone,
-    TaskFailed,
     Wakeup,
 )
 from gfgen.runtime.core.observer import Observer
@@ -70,7 +67,7 @@ def test_never_more_than_one_task_is_queued_behind_a_running_one():
 
     def counted(dispatch):
         submit(dispatch)
-        depths.append(max(len(rank.flights) for rank in control.state._ranks))
+        depths.append(max(len(rank.flights) for rank in control.state.ranks.records))
 
     control.backend.submit = counted
     control.run()
@@ -79,7 +76,7 @@ def test_never_more_than_one_task_is_queued_behind_a_running_one():
 
 def test_a_policy_that_starts_nothing_is_named_with_the_jobs_that_wait():
     control, _ = simulated_control([make_job("a"), make_job("b")])
-    control.policy = NamedPolicy("lazy", lambda snapshot: [])
+    control.decider.policy = NamedPolicy("lazy", lambda snapshot: [])
     with pytest.raises(StalledError, match=r"policy lazy .* 2 jobs wait: a, b"):
         control.run()
 
@@ -98,7 +95,7 @@ class Shelf(SimulatedBackend):
 def test_jobs_that_were_begun_are_kept_when_the_policy_lets_them_lie():
     control, _ = simulated_control([make_job("a"), make_job("b")], num_ranks=1, backend=Shelf)
     fcfs = load_policy("fcfs")
-    control.policy = NamedPolicy(
+    control.decider.policy = NamedPolicy(
         "tired", lambda snapshot: fcfs.decide(snapshot) if control.clock.now_s < 3.5 * STEP_S else []
     )
     with pytest.raises(StalledError):
@@ -131,7 +128,7 @@ def test_a_policy_may_wait_for_more_jobs_where_some_may_come(caplog, monkeypatch
     control, recorder = simulated_control([make_job("a")], intake=lambda clock: Later(clock, make_job("b")))
     monkeypatch.setattr(control.clock, "brings_more", lambda **_: False)
     fcfs = load_policy("fcfs")
-    control.policy = NamedPolicy(
+    control.decider.policy = NamedPolicy(
         "pairs",
         lambda snapshot: fcfs.decide(snapshot) if len(snapshot.open) > 1 or recorder.end_order else [],
     )
@@ -142,7 +139,7 @@ def test_a_policy_may_wait_for_more_jobs_where_some_may_come(caplog, monkeypatch
 
 def test_jobs_that_would_time_out_one_day_are_no_reason_to_wait():
     control, _ = simulated_control([make_job("a", timeout_s=3600.0), make_job("b", arrival_s=5.0)])
-    control.policy = NamedPolicy("lazy", lambda snapshot: [])
+    control.decider.policy = NamedPolicy("lazy", lambda snapshot: [])
     with pytest.raises(StalledError, match=r"2 jobs wait: a, b"):
         control.run()
     assert control.clock.now_s == 5.0, "an arrival may change what a policy does"
@@ -153,7 +150,7 @@ def test_a_policy_that_raises_is_replaced_after_three_faults(caplog):
         raise ZeroDivisionError("division by zero")
 
     control, recorder = simulated_control([make_job("a")])
-    control.policy = NamedPolicy("mine.py", broken)
+    control.decider.policy = NamedPolicy("mine.py", broken)
     control.run()
     assert recorder.end_order == ["a"]
     assert [e.policy for e in recorder.events if isinstance(e, PolicyChanged)] == ["fcfs"]
@@ -166,7 +163,7 @@ def test_a_policy_that_decides_the_impossible_is_replaced(caplog):
         return [Decision(job.next_task, Layout.single(layout)) for job in snapshot.open.values()]
 
     control, recorder = simulated_control([make_job("a"), make_job("b"), make_job("c")])
-    control.policy = NamedPolicy("greedy", greedy)
+    control.decider.policy = NamedPolicy("greedy", greedy)
     control.run()
     assert sorted(recorder.end_order) == ["a", "b", "c"]
     assert "rank 0 is not free" in caplog.text
@@ -214,7 +211,7 @@ def mute(snapshot):
 )
 def test_whatever_a_policy_returns_or_raises_is_a_named_fault_and_the_run_goes_on(policy, reason, caplog):
     control, recorder = simulated_control([make_job("a")])
-    control.policy = policy
+    control.decider.policy = policy
     control.run()
     assert recorder.end_order == ["a"]
     faults = [record.getMessage() for record in caplog.records if reason in record.getMessage()]
@@ -227,7 +224,7 @@ def test_ctrl_c_in_a_policy_ends_the_run():
         raise KeyboardInterrupt
 
     control, _ = simulated_control([make_job("a")])
-    control.policy = NamedPolicy("mine.py", interrupted)
+    control.decider.policy = NamedPolicy("mine.py", interrupted)
     with pytest.raises(KeyboardInterrupt):
         control.run()
 
@@ -240,13 +237,13 @@ def first_is_legal(snapshot):
 
 def test_a_call_of_a_policy_counts_one_fault_however_much_is_wrong(caplog):
     control, _ = simulated_control([make_job("a"), make_job("b"), make_job("c")], num_ranks=8)
-    control.policy = NamedPolicy("mine.py", first_is_legal)
+    control.decider.policy = NamedPolicy("mine.py", first_is_legal)
     control.begin()
     for event in control.backend.wait(until=0.0):
         control.apply(event)
     decisions = control.decide()
     assert [control.start(decision) for decision in decisions[:2]] == [True, False]
-    assert control._num_policy_faults == 1
+    assert control.decider.num_faults == 1
     control.run()
     messages = [record.getMessage() for record in caplog.records]
     assert sum("policy mine.py: " in message for message in messages) == 3
@@ -262,7 +259,7 @@ def test_the_rest_of_a_batch_with_an_illegal_decision_is_dropped():
         return [Decision(job.next_task, Layout.single(rank)) for rank, job in enumerate(jobs)]
 
     control, recorder = simulated_control([make_job("a"), make_job("b")])
-    control.policy = NamedPolicy("mine.py", confused)
+    control.decider.policy = NamedPolicy("mine.py", confused)
     control.run()
     assert [d.task.job_id for d in recorder.dispatches[:2]] == ["a", "b"]  # what fcfs decides
     assert sorted(recorder.end_order) == ["a", "b"]
@@ -270,7 +267,7 @@ def test_the_rest_of_a_batch_with_an_illegal_decision_is_dropped():
 
 def test_fcfs_is_not_replaced_by_itself():
     control, _ = simulated_control([make_job("a")], policy="fcfs")
-    control.policy = NamedPolicy("fcfs", lambda snapshot: "x")
+    control.decider.policy = NamedPolicy("fcfs", lambda snapshot: "x")
     with pytest.raises(PolicyFault, match="policy fcfs failed 3 times"):
         control.run()
 
@@ -370,7 +367,7 @@ def test_two_signals_at_once_lose_no_job_that_is_between_two_steps():
         views = sorted(snapshot.open.values(), key=lambda view: view.next_task.index)
         return [Decision(views[0].next_task, Layout.single(0))] if snapshot.free_ranks and views else []
 
-    control.policy = NamedPolicy("in turn", in_turn)
+    control.decider.policy = NamedPolicy("in turn", in_turn)
     for _ in range(2):
         control.clock.at(StopRequested(6.5, 2))
     with pytest.raises(InterruptedRunError):
@@ -416,7 +413,7 @@ def test_steps_that_move_to_other_ranks_are_queued_shortly_before_the_end_too():
     control, recorder = simulated_control(
         [make_job("a", steps=40)], num_ranks=2, lookahead_s=0.005, task_s=lambda _: 0.27
     )
-    control.policy = NamedPolicy("by turns", by_turns)
+    control.decider.policy = NamedPolicy("by turns", by_turns)
     control.run()
     ends_s = {event.dispatch: event.ended_s for event in recorder.events if isinstance(event, TaskDone)}
     early_s = [ends_s[b.number] - a.submitted_s for b, a in itertools.pairwise(recorder.dispatches)]
@@ -444,20 +441,3 @@ def test_decodes_wait_for_writers_that_are_slow(policy):
     control.run()
     assert len(recorder.end_order) == 60
     assert max(most) == MIN_FILES
-
-
-def test_a_decode_that_failed_counts_no_more_and_may_be_tried_again():
-    backlog = Backlog(num_ranks=1)
-    decode = make_job("a").trajectory.task(make_job("a").trajectory.num_tasks - 1)
-    for number in range(MIN_FILES):
-        task = replace(decode, job_id=f"job-{number}")
-        backlog.dispatched(SimpleNamespace(task=task, number=number))
-    asked = Decision(replace(decode, job_id="job-3"), Layout.single(0))
-    assert backlog.holds_back(asked)
-    assert not backlog.holds_back(replace(asked, task=replace(decode, stage=Stage.DENOISE, step=0)))
-    backlog.applied(TaskFailed(0.0, 3, "out of memory"))
-    assert not backlog.holds_back(asked)
-    backlog.dispatched(SimpleNamespace(task=asked.task, number=99))
-    assert backlog.holds_back(asked)
-    backlog.applied(FramesLost(0.0, "job-3", "its rank died"))
-    assert not backlog.holds_back(asked)

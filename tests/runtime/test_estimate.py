@@ -13,7 +13,7 @@ from test_plan import PROFILE, plan_of, words
 
 from gfgen.errors import RunError
 from gfgen.policies.catalog import load_policy
-from gfgen.runtime.control import control
+from gfgen.runtime.control import decider
 from gfgen.runtime.simulate import estimate, planner
 from gfgen.runtime.simulate.estimate import SeldomAsked, decides_first, everything_open
 from gfgen.runtime.simulate.simulation import simulate
@@ -28,7 +28,7 @@ HANGING = "def policy(snapshot):\n    while True:\n        pass\n"
 
 @pytest.fixture
 def hanging(tmp_path, monkeypatch):
-    for module in (control, estimate):
+    for module in (decider, estimate):
         monkeypatch.setattr(module, "DECISION_LIMIT_S", 0.05)
     path = tmp_path / "hangs.py"
     path.write_text(HANGING)

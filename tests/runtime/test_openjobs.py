@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gfgen.policies.catalog import NamedPolicy, load_policy
-from gfgen.runtime.control.records import JobRecord
+from gfgen.runtime.control.jobs import JobRecord
 from gfgen.runtime.core import openjobs
 from gfgen.runtime.core.openjobs import MAX_ORDERS, OpenJobOrders, OpenJobs, is_unbegun, kind_of
 from gfgen.runtime.predict.cost import CostModel
@@ -85,7 +85,7 @@ def test_a_snapshot_that_a_policy_keeps_stays_as_it_was():
 
     jobs = [make_job(f"job-{i}", steps=1 + i % 3, arrival_s=0.1 * i) for i in range(12)]
     control, _ = simulated_control(jobs, num_ranks=2, lookahead_s=0.02)
-    control.policy = NamedPolicy("hoarder", hoarder)
+    control.decider.policy = NamedPolicy("hoarder", hoarder)
     control.run()
     assert len(kept) > 20
     for snapshot, opened, in_order, ranks in kept:
@@ -103,7 +103,7 @@ def test_a_snapshot_with_other_jobs_in_it_is_sorted_by_those():
         return load_policy("fcfs").decide(snapshot)
 
     control, _ = simulated_control([make_job(f"job-{i}") for i in range(6)])
-    control.policy = NamedPolicy("choosy", choosy)
+    control.decider.policy = NamedPolicy("choosy", choosy)
     control.run()
     assert all(some == sorted_ for some, sorted_ in seen)
 

@@ -180,7 +180,7 @@ def test_random_runs_decide_the_same_again(tmp_path, seed):
     outcome = replay(journaled, jobs, profile=profile)
     assert outcome.difference is None
     assert outcome.num_turns == len(journaled.turns)
-    assert outcome.num_dispatches == control.state.last_number
+    assert outcome.num_dispatches == control.state.flights.last_number
 
 
 @pytest.mark.parametrize("seed", [11, 16, 30, 42])

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -134,24 +135,29 @@ def test_models_part_when_a_job_comes_that_is_too_large_beside_both():
     )
     assert residency.resident == {"wan", "qwen"}
     residency.note([large])
-    event = residency.change(Idle(at_work=["wan"]), now_s=5.0)
+    event = residency.change(idle_state(["wan"]), now_s=5.0)
     assert event is not None
     assert event.models == ("wan",)
 
 
-@dataclass
-class Idle:
-    """No job waits for its model."""
+def idle_state(at_work: Sequence[str], *, num_parked: int = 0) -> Any:
+    """What a residency asks a state; whoever looks at each job that waits is told so."""
 
-    at_work: Sequence[str]
-    num_parked: int = 0
-    has_urgent_parked = is_loading = is_at_rest = False
+    def look_at_jobs() -> Sequence[str]:
+        raise AssertionError("asked for models that jobs wait for")
 
-    def parked_models(self) -> Sequence[str]:
-        return []
-
-    def resident_models_at_work(self) -> Collection[str]:
-        return self.at_work
+    turns = SimpleNamespace(
+        num_parked=num_parked,
+        has_urgent=False,
+        resident={"wan", "qwen"},
+        wanted=look_at_jobs if num_parked else list,
+    )
+    return SimpleNamespace(
+        models=turns,
+        ranks=SimpleNamespace(are_loading=False),
+        jobs=SimpleNamespace(models_at_work=set(at_work)),
+        is_at_rest=False,
+    )
 
 
 # A model that no rank can load --------------------------------------------------------------------
@@ -208,21 +214,10 @@ def test_a_run_in_which_a_model_could_not_be_loaded_decides_the_same_again(tmp_p
 # Nothing to do, nothing to pay --------------------------------------------------------------------
 
 
-@dataclass
-class Bare(Idle):
-    """Fails when it is asked what costs a look at every job."""
-
-    def parked_models(self) -> Sequence[str]:
-        raise AssertionError("asked for models that jobs wait for")
-
-    def resident_models_at_work(self) -> Collection[str]:
-        raise AssertionError("asked for models at work")
-
-
 def test_turns_of_the_loop_in_which_nothing_is_to_be_changed_look_at_no_jobs():
     residency = residency_of([job_of("wan", "a"), job_of("qwen", "b")], room=60 * GB)
-    assert residency.change(Bare([]), now_s=1.0) is None
-    assert residency.change(Bare([], num_parked=1), now_s=1.0) is None
+    assert residency.change(idle_state([]), now_s=1.0) is None
+    assert residency.change(idle_state([], num_parked=1), now_s=1.0) is None
 
 
 # Which models ----------------------------------------------------------------------------------
@@ -262,7 +257,7 @@ def test_one_model_stays_although_its_jobs_do_not_all_fit_at_once():
     jobs = [job_of("wan", str(number)) for number in range(4)]
     residency = Residency(jobs, weights=WEIGHTS, work_bytes=lambda _: GB, room_bytes=26 * GB, jobs_at_once=4)
     assert residency.resident == {"wan"}
-    assert residency.change(Bare([]), now_s=5.0) is None
+    assert residency.change(idle_state([]), now_s=5.0) is None
 
 
 def test_the_first_to_be_resident_is_the_model_of_the_most_urgent_job():
@@ -337,7 +332,7 @@ def test_ranks_that_load_are_predicted_free_when_they_have_loaded():
         seen.append(snapshot)
         return list(load_policy("srtf").decide(snapshot))
 
-    control.policy = NamedPolicy("looking", look)
+    control.decider.policy = NamedPolicy("looking", look)
     change = ModelsChanged(0.0, ("qwen",), 5.0, "as told")
     control.state.apply(RankReady(0.0, 0, 1, 0.0))
     control.state.apply(change)
@@ -361,7 +356,7 @@ def test_a_rank_that_dies_while_it_loads_comes_back_with_the_new_models():
         RankReady(6.0, 0, 2, 5.0),
     ):
         state.apply(event)
-    assert not state.is_loading
+    assert not state.ranks.are_loading
     assert state.snapshot().free_ranks == (0, 1)
 
 
@@ -444,9 +439,9 @@ def test_a_policy_that_decides_for_a_parked_job_is_told_so():
         view = next(iter(snapshot.open.values()))
         return [Decision(parked.trajectory.task(0), view.layout(snapshot.free_ranks))]
 
-    control.policy = NamedPolicy("stubborn", stubborn)
+    control.decider.policy = NamedPolicy("stubborn", stubborn)
     control.run()
-    assert control.given_up == "job b: ranks do not hold qwen now"
+    assert control.decider.given_up == "job b: ranks do not hold qwen now"
 
 
 @pytest.mark.parametrize("policy", ["srtf", "edf", "auto"])

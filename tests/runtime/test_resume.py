@@ -173,7 +173,7 @@ def test_what_a_run_that_was_killed_had_not_kept_whole_is_removed(folder):
 def test_dispatch_numbers_go_on_above_all_that_the_slab_may_name(folder):
     points = find(folder)
     state = State([JOB], RunStart(num_ranks=1, resume=points), clock=Clock(virtual=True), costs=CostModel())
-    assert state.last_number == 9
+    assert state.flights.last_number == 9
 
 
 def test_a_job_that_was_not_touched_stays_as_it_was_kept(folder):

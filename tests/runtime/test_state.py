@@ -1,3 +1,4 @@
+import math
 import re
 import signal
 from dataclasses import replace
@@ -8,8 +9,8 @@ from builders import make_job
 from gfgen.errors import InterruptedRunError, PolicyFault
 from gfgen.graph import Stage, Task
 from gfgen.layout import Layout
-from gfgen.runtime.control.records import lookahead_of
-from gfgen.runtime.control.state import State
+from gfgen.runtime.control.flights import lookahead_of
+from gfgen.runtime.control.state import MIN_FILES, State
 from gfgen.runtime.core import events
 from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.files.start import RunStart
@@ -157,7 +158,7 @@ def test_what_is_no_decision_at_all_is_a_named_fault(decision, reason):
 
 def test_ranks_that_do_not_reach_each_other_share_no_task():
     cluster = Cluster(make_job("a"), num_ranks=4)
-    cluster.state._islands = ((0, 1), (2, 3))
+    cluster.state.ranks.islands = ((0, 1), (2, 3))
     for index in (0, 1):
         cluster.done(cluster.begin("a", index, 0))
     with pytest.raises(PolicyFault, match="do not reach each other"):
@@ -177,7 +178,7 @@ def test_lost_frames_are_decoded_again_from_the_same_latents(lost):
         if attempt == 0 or lost:
             assert not list(outcomes)
             assert cluster.state.snapshot().open["a"].next_task.stage is Stage.DECODE
-            assert cluster.state.stopped_at == {"a": (3, made.number)}
+            assert cluster.state.stopped_at() == {"a": (3, made.number)}
         else:
             (outcome,) = outcomes
             assert (outcome.status, outcome.error) == ("failed", "decode: no room")
@@ -194,7 +195,7 @@ def test_a_job_whose_time_was_up_when_its_frames_were_lost_is_not_decoded_again(
 
 def test_state_goes_to_another_island_by_way_of_main_memory():
     cluster = Cluster(make_job("a"), num_ranks=4)
-    cluster.state._islands = ((0, 1), (2, 3))
+    cluster.state.ranks.islands = ((0, 1), (2, 3))
     for index in (0, 1):
         cluster.done(cluster.begin("a", index, 0))
     near = cluster.begin("a", 2, 1)
@@ -238,7 +239,9 @@ def test_a_consumer_may_be_queued_when_its_producer_is_about_to_end():
 def test_what_follows_a_task_is_decided_earlier_than_the_lookahead_says_by_a_share_of_it(early_s):
     cluster = Cluster(make_job("a"), lookahead_s=0.0001)
     running = cluster.begin("a", 0, 0)
-    assert cluster.state.take_looks() == [pytest.approx(running.predicted_end_s - 0.0001 - 0.02 * 0.1)]
+    look_s = running.predicted_end_s - 0.0001 - 0.02 * 0.1
+    assert cluster.state.flights.next_look_s(0.0) == pytest.approx(look_s)
+    assert cluster.state.flights.next_look_s(cluster.state.flights.next_look_s(0.0)) == math.inf
     cluster.clock.advance(running.predicted_end_s - early_s)
     assert cluster.state.snapshot().free_ranks == ((0, 1) if early_s < 0.0021 else (1,))
 
@@ -360,6 +363,33 @@ def test_a_queued_task_that_fails_before_its_producer_reports_costs_that_one_not
     cluster.done(again)
 
 
+def test_decodes_wait_while_too_many_files_are_under_way_and_failed_ones_count_no_more():
+    jobs = [make_job(f"job-{number}", steps=1) for number in range(MIN_FILES + 1)]
+    cluster, last = Cluster(*jobs), jobs[0].trajectory.num_tasks - 1
+    for job in jobs:
+        for index in range(last):
+            cluster.done(cluster.begin(job.job_id, index, 0))
+    for job in jobs[2:-1]:
+        cluster.done(cluster.begin(job.job_id, last, 0))
+    asked = cluster.decision(jobs[-1].job_id, last, 0)
+    decodes, held_back = [], []
+    for happens in (
+        lambda: decodes.append(cluster.begin("job-0", last, 0)),
+        lambda: decodes.append(cluster.begin("job-1", last, 1)),
+        lambda: cluster.failed(decodes[1], "out of memory"),
+        lambda: decodes.append(cluster.begin("job-1", last, 1)),
+        lambda: cluster.done(decodes[0]),
+        lambda: cluster.state.apply(events.FramesLost(9.0, "job-0", "its rank died")),
+        lambda: cluster.begin("job-0", last, 0),
+        lambda: cluster.done(decodes[2]),
+        lambda: cluster.state.apply(events.OutputWritten(9.0, "job-1", "a.png", 1, 0.1)),
+    ):
+        happens()
+        held_back.append(cluster.state.holds_back(asked))
+        assert not cluster.state.holds_back(cluster.decision(jobs[-1].job_id, last - 1, 0))
+    assert held_back == [False, True, False, True, True, False, True, True, False]
+
+
 def test_a_timed_out_job_ends_at_its_next_task_boundary():
     cluster = Cluster(make_job("a", timeout_s=1.0))
     running = cluster.begin("a", 0, 0)
@@ -382,7 +412,7 @@ def test_a_cancelled_job_ends_at_its_next_task_boundary_and_releases_its_ranks()
     (outcome,) = cluster.done(running)
     assert (outcome.status, outcome.error, outcome.met_deadline) == ("cancelled", "cancelled", None)
     assert cluster.state.snapshot().free_ranks == (0,)
-    assert cluster.state.all_ended
+    assert not cluster.state.jobs.records
 
 
 def test_a_waiting_job_that_is_cancelled_ends_at_once():
@@ -403,11 +433,11 @@ def test_what_was_queued_behind_a_cancelled_jobs_step_ends_too():
 
 def test_a_job_that_is_cancelled_before_it_arrives_never_does():
     cluster = Cluster(make_job("a"))
-    cluster.state.add(make_job("b", arrival_s=5.0))
+    cluster.state.jobs.add(make_job("b", arrival_s=5.0))
     (outcome,) = cluster.state.apply(events.JobCancelled(0.0, "b"))
     assert outcome.info.job_id == "b"
     assert not cluster.state.apply(events.JobArrived(5.0, "b"))
-    assert cluster.state.open_jobs == ("a",)
+    assert cluster.state.jobs.open.ids == ("a",)
 
 
 @pytest.mark.parametrize(
@@ -432,7 +462,7 @@ def test_a_model_that_could_not_be_loaded_fails_later_jobs_too_where_no_rank_loa
     job = make_job("a")
     cluster = Cluster(make_job("other"))
     cluster.state.apply(events.LoadFailed(0.0, (job.spec.model or "",), "no such file"))
-    cluster.state.add(job)
+    cluster.state.jobs.add(job)
     (outcome,) = cluster.state.apply(events.JobArrived(1e6, "a"))
     assert "no such file" in outcome.error
 
@@ -452,7 +482,7 @@ def test_stopping_waits_for_what_runs_and_no_longer():
     assert not cluster.state.finished
     cluster.done(running)
     assert cluster.state.finished
-    assert not cluster.state.all_ended
+    assert len(cluster.state.jobs.records)
 
 
 @pytest.mark.parametrize(

@@ -155,7 +155,7 @@ def test_simulated_ranks_leave_a_task_at_once():
 def test_a_simulated_decode_that_is_stopped_writes_no_file():
     # encode, prepare and four steps take 0.1 s each: the decode runs from 0.6 to 0.7 s
     control, recorder = simulated_control([make_job("late", timeout_s=0.65), make_job("next")], num_ranks=1)
-    control.policy = following((0,))
+    control.decider.policy = following((0,))
     control.run()
     assert statuses(recorder)["next"] == "done"
     assert [event.job_id for event in of_kind(recorder, OutputWritten)] == ["next"]

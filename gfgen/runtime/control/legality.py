@@ -1,16 +1,19 @@
-"""What makes a decision illegal by itself, whatever the state of the cluster. Pure."""
+"""What makes a decision illegal."""
 
 from __future__ import annotations
 
 from gfgen.errors import PolicyFault
 from gfgen.graph import Stage, Task
 from gfgen.layout import Layout
+from gfgen.runtime.control.jobs import JobRecord, Jobs
+from gfgen.runtime.control.modelturns import ModelTurns
+from gfgen.runtime.control.ranks import Ranks
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.snapshot import Decision
 
 
 def check_types(decision: object) -> None:
-    """Refuse what is no decision at all: a policy may be the user's own, and untyped."""
+    """Refuse a value that is not a decision: a policy may be the user's own, and untyped."""
     if not isinstance(decision, Decision):
         raise PolicyFault(
             f"it decided a value of type {type(decision).__name__}; a Decision(task, layout) is accepted"
@@ -22,11 +25,42 @@ def check_types(decision: object) -> None:
         raise PolicyFault(
             f"job {task.job_id}: it decided a layout of type {type(layout).__name__}; a Layout is accepted"
         )
-    numbers = (*layout.ranks, *layout.degrees)
+    numbers = (*layout.ranks, layout.cfg, layout.ulysses, layout.ring)
     if not isinstance(layout.ranks, tuple) or set(map(type, numbers)) != {int}:
         raise PolicyFault(
             f"job {task.job_id}: {layout} is made of other things than a tuple of whole numbers"
         )
+
+
+def legal_job(
+    decision: Decision, jobs: Jobs, ranks: Ranks, models: ModelTurns, *, max_degree: int, now_s: float
+) -> JobRecord:
+    """The job of a decision.
+
+    Raises: PolicyFault for a task that its job cannot run now, and for ranks that cannot take it.
+    """
+    check_types(decision)
+    task, layout = decision.task, decision.layout
+    record = jobs.records.get(task.job_id)
+    if record is None or not record.arrived or record.trouble.doom:
+        raise PolicyFault(f"there is no open job {task.job_id}")
+    if models.is_limited and record.model not in models.resident:
+        raise PolicyFault(f"job {task.job_id}: ranks do not hold {record.model} now")
+    if record.progress.next_index == record.num_tasks or task != record.next_task:
+        raise PolicyFault(f"job {task.job_id}: {task} (number {task.index}) is not its next task")
+    flights = record.flights
+    if flights and not (len(flights) == 1 and flights[0].is_ending(now_s)):
+        raise PolicyFault(f"job {task.job_id}: {task} is not open, its input does not exist yet")
+    if len(layout.ranks) > max_degree:
+        raise PolicyFault(f"job {task.job_id}: {layout} has more than {max_degree} ranks")
+    if len(layout.ranks) > 1:
+        check_degrees(record.job, task, layout)
+    if not ranks.share_island(layout.ranks):
+        raise PolicyFault(f"job {task.job_id}: the ranks of {layout} do not reach each other")
+    for rank in layout.ranks:
+        if not ranks.can_take(rank, now_s):
+            raise PolicyFault(f"job {task.job_id}: rank {rank} is not free")
+    return record
 
 
 def check_degrees(job: AdmittedJob, task: Task, layout: Layout) -> None:

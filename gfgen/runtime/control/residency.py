@@ -20,8 +20,9 @@ import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
+from gfgen.runtime.control.modelturns import ModelTurns
+from gfgen.runtime.control.state import State
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.events import Event, LoadFailed, ModelsChanged, RankLoaded, RankReady
 from gfgen.runtime.core.observer import Observer
@@ -32,43 +33,6 @@ LOAD_BYTES_PER_S = 1e9
 """Until ranks have loaded something: a disk that is neither slow nor fast."""
 
 _CROWDED = "they do not fit together beside the jobs that have come"
-
-
-class Demand(Protocol):
-    """What there is to do, as the state knows it."""
-
-    @property
-    def num_parked(self) -> int:
-        """Jobs that wait for their models."""
-        ...
-
-    @property
-    def has_urgent_parked(self) -> bool:
-        """Whether one of them has a deadline or a raised priority."""
-        ...
-
-    @property
-    def is_loading(self) -> bool:
-        """Some rank has yet to load the models of the last change."""
-        ...
-
-    @property
-    def is_at_rest(self) -> bool:
-        """Nothing runs, and nothing of the resident models can be started."""
-        ...
-
-    def parked_models(self) -> Sequence[str]:
-        """Models that jobs wait for, the most urgent first."""
-        ...
-
-    @property
-    def longest_parked(self) -> tuple[str, float]:
-        """The model of the job that has waited longest for it, and since when; some job waits."""
-        ...
-
-    def resident_models_at_work(self) -> Collection[str]:
-        """Resident models with jobs that have not ended."""
-        ...
 
 
 @dataclass(slots=True)
@@ -142,19 +106,20 @@ class Residency(Observer):
             sizes = [*need.work_bytes, self._work_bytes(job)]
             need.work_bytes = heapq.nlargest(self._jobs_at_once, sizes)
 
-    def change(self, demand: Demand, *, now_s: float) -> ModelsChanged | None:
+    def change(self, state: State, *, now_s: float) -> ModelsChanged | None:
         """The change that is due now, if any."""
+        turns = state.models
         is_crowded = len(self.resident) > 1 and not self._fits(self.resident)
-        if demand.is_loading or not (is_crowded or demand.num_parked):
+        if state.ranks.are_loading or not (is_crowded or turns.num_parked):
             return None
-        reason = _CROWDED if is_crowded else self._reason(demand, now_s)
+        reason = _CROWDED if is_crowded else self._reason(state, now_s)
         if reason is None:
             return None
-        wanted, at_work = demand.parked_models(), sorted(demand.resident_models_at_work())
+        wanted, at_work = turns.wanted(), sorted(state.jobs.models_at_work & turns.resident)
         if is_crowded:
             models = self.choose([*at_work, *wanted, *sorted(self.resident)])
         else:
-            first = self._overdue(demand, now_s) or wanted[0]
+            first = self._overdue(turns, now_s) or wanted[0]
             models = self.choose([first, *at_work, *wanted], kept=self.resident)
         if models == self.resident:
             return None
@@ -176,15 +141,15 @@ class Residency(Observer):
             case _:
                 pass
 
-    def _reason(self, demand: Demand, now_s: float) -> str | None:
-        if demand.is_at_rest:
+    def _reason(self, state: State, now_s: float) -> str | None:
+        if state.is_at_rest:
             return "nothing is left to do with the others"
-        share = URGENT_SHARE if demand.has_urgent_parked else SHARE
+        share = URGENT_SHARE if state.models.has_urgent else SHARE
         return "its jobs have waited long" if now_s >= self._changed_s + self._longest_s / share else None
 
-    def _overdue(self, demand: Demand, now_s: float) -> str | None:
-        """A model that has been waited for so long that more urgent ones come after it."""
-        model, since_s = demand.longest_parked
+    def _overdue(self, turns: ModelTurns, now_s: float) -> str | None:
+        """A model that jobs have waited for so long that more urgent ones come after it."""
+        model, since_s = turns.longest_parked
         return model if now_s >= since_s + self._longest_s / SHARE else None
 
     @property

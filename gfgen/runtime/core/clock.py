@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import time
 
 from gfgen.runtime.core import events
@@ -49,6 +50,8 @@ class Clock:
         self._turn_s: float | None = None
         self._due: list[tuple[float, int, int, Event]] = []
         self._numbers = itertools.count()
+        self.look_s = math.inf
+        """When to turn although no event falls due: what follows a task is to be decided."""
 
     @property
     def now_s(self) -> float:
@@ -77,8 +80,9 @@ class Clock:
         heapq.heappush(self._due, (event.time_s, _KINDS[type(event)], next(self._numbers), event))
 
     def next_wakeup(self) -> float | None:
-        """When the next event falls due; None when nothing is scheduled."""
-        return self._due[0][0] if self._due else None
+        """When the next event falls due, or the next look is; None when nothing is scheduled."""
+        next_s = min(self._due[0][0], self.look_s) if self._due else self.look_s
+        return None if next_s == math.inf else next_s
 
     def brings_more(self, *, before_s: float, than: tuple[type[Event], ...]) -> bool:
         """Whether anything but events of these kinds is scheduled before that."""

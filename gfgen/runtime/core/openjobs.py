@@ -45,6 +45,9 @@ class OpenJobs:
     def __len__(self) -> int:
         return len(self._views)
 
+    def __contains__(self, job_id: str) -> bool:
+        return job_id in self._views
+
     @property
     def ids(self) -> tuple[str, ...]:
         return tuple(self._views)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from gfgen.policies.catalog import NamedPolicy
 from gfgen.runtime.control.control import Control
+from gfgen.runtime.control.flights import LOOKAHEAD_S
 from gfgen.runtime.control.metrics import Summary
-from gfgen.runtime.control.records import LOOKAHEAD_S
 from gfgen.runtime.control.residency import Residency
 from gfgen.runtime.control.state import State
 from gfgen.runtime.core.admission import AdmittedJob

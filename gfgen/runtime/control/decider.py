@@ -1,0 +1,120 @@
+"""The policy in charge: asking it, counting its faults, and replacing it."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Iterable
+from typing import Protocol
+
+from gfgen.errors import PolicyError, PolicyFault, in_one_line
+from gfgen.policies.catalog import NamedPolicy, load_policy
+from gfgen.runtime.core.clock import Clock
+from gfgen.runtime.core.events import PolicyChanged
+from gfgen.snapshot import Choice, Decision, Snapshot
+from gfgen.system.timelimit import DECISION_LIMIT_S, within
+from gfgen.system.wording import counted
+
+logger = logging.getLogger(__name__)
+
+MAX_POLICY_FAULTS = 3
+"""After this many calls in which the policy was at fault the run goes on under FALLBACK."""
+FALLBACK = "fcfs"
+CHANGES_PER_CHOICE = 24
+"""A policy is chosen again after this many arrivals and ends of jobs; at the start of a run sooner, when each
+of them changes the picture. More often gained nothing in the study of policies."""
+
+
+class Chooser(Protocol):
+    """Thinks about which policy is to decide, in its own time."""
+
+    def consider(self, snapshot: Snapshot) -> None:
+        """Begin to think about this, unless it is still busy."""
+        ...
+
+    def take(self) -> Choice | None:
+        """What it has chosen since the last call; returns at once."""
+        ...
+
+
+class Decider:
+    """Asks the policy. `fcfs` replaces a policy that fails too often, and a chooser may replace any."""
+
+    def __init__(self, policy: NamedPolicy, *, clock: Clock, num_ranks: int, chooser: Chooser | None) -> None:
+        self.policy = policy
+        self.given_up: str | None = None
+        """Why FALLBACK has replaced the policy, if it has."""
+        self.num_faults = 0
+        self._clock = clock
+        self._num_ranks = num_ranks
+        self.chooser = self._usual_chooser = chooser
+        """None after FALLBACK has replaced the policy, until another one is asked for."""
+        self._num_changes = 0
+        """Arrivals and ends of jobs so far."""
+        self._next_choice = 1
+
+    def decide(self, snapshot: Snapshot) -> list[Decision]:
+        """The policy's decisions; those of `fcfs` for this once when it raises."""
+        try:
+            return within(DECISION_LIMIT_S, self._decided, snapshot)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a policy may be the user's own, and call sys.exit()
+            logger.debug("policy %s raised", self.policy.name, exc_info=True)
+            self.blame(error)
+            return list(load_policy(FALLBACK).decide(snapshot))
+
+    def _decided(self, snapshot: Snapshot) -> list[Decision]:
+        decided = self.policy.decide(snapshot)
+        if not isinstance(decided, Iterable):
+            raise PolicyFault(
+                f"it returned a value of type {type(decided).__name__}; a list of Decision is accepted"
+            )
+        # Each rank takes one task, so one more than ranks is a fault; a generator may be endless.
+        return list(itertools.islice(decided, self._num_ranks + 1))
+
+    def blame(self, error: BaseException) -> None:
+        """Count a fault; after too many `fcfs` takes over, and the log says so.
+
+        Raises: PolicyFault when it is `fcfs` itself that failed too often.
+        """
+        self.num_faults += 1
+        reason = " ".join(str(error).split()) if isinstance(error, PolicyFault) else in_one_line(error)
+        logger.warning("policy %s: %s", self.policy.name, reason)
+        if self.num_faults < MAX_POLICY_FAULTS:
+            return
+        times = counted(self.num_faults, "time")
+        if self.policy.name == FALLBACK:
+            raise PolicyFault(f"policy {FALLBACK} failed {times}: {reason}")
+        logger.error("policy %s failed %s; going on with %s", self.policy.name, times, FALLBACK)
+        self.policy, self.chooser = load_policy(FALLBACK), None
+        self.num_faults, self.given_up = 0, reason
+        self._clock.at(PolicyChanged(self._clock.now_s, self.policy.name, reason))
+
+    def follow(self, event: PolicyChanged) -> None:
+        """Let another policy decide."""
+        if event.policy != self.policy.name:
+            self.policy, self.chooser = load_policy(event.policy), self._usual_chooser
+            logger.info("from now on %s decides: %s", event.policy, event.reason)
+
+    def note_change(self) -> None:
+        """A job has arrived or ended."""
+        self._num_changes += 1
+
+    def can_follow(self, choice: Choice) -> bool:
+        """Whether this is another policy than the present one, and exists."""
+        if choice.policy == self.policy.name:
+            return False
+        try:
+            load_policy(choice.policy)
+        except PolicyError as error:
+            logger.warning("choosing a policy failed: %s", error)
+            return False
+        return True
+
+    def is_choice_due(self) -> bool:
+        """Whether enough jobs have come or gone since this was true last."""
+        if self._num_changes < self._next_choice:
+            return False
+        self._next_choice = self._num_changes + min(self._num_changes, CHANGES_PER_CHOICE)
+        return True

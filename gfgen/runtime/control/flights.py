@@ -1,0 +1,121 @@
+"""Dispatches that have not ended, when they are predicted to end, and when to decide what follows them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from gfgen.runtime.core.dispatch import Dispatch
+from gfgen.snapshot import RunningTask
+
+LOOKAHEAD_S = 0.005
+"""The default: dispatching takes a millisecond or two, on a busy machine more."""
+SHARE, MAX_SHARE_S = 0.02, 0.025
+"""A task adds this share of its predicted time, by which it may vary, to the lookahead. The share is limited:
+an early decision may be wrong, and a long task can bear a gap."""
+_ROUNDING_S = 1e-9
+"""The loop turns at the predicted end less the lookahead, and sums of floats are not exact."""
+_SAME_END = 0.1
+"""A predicted end that is off by less than this share of the lookahead stays as it is."""
+
+
+def lookahead_of(predicted_s: float, *, lookahead_s: float) -> float:
+    """How long before its predicted end the task after this one may be queued."""
+    return lookahead_s + min(SHARE * predicted_s, MAX_SHARE_S) if lookahead_s > 0 else 0.0
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """A dispatch that has not ended."""
+
+    dispatch: Dispatch
+    view: RunningTask
+    """Its predicted end is corrected when the task before it has ended."""
+    lookahead_s: float
+    """How long before and after its predicted end the next task may be queued; 0 if never."""
+    failure: str | None = None
+    is_void: bool = False
+
+    @property
+    def look_s(self) -> float:
+        """When to decide what follows it; infinity if nothing may be queued behind it."""
+        return self.view.predicted_end_s - self.lookahead_s if self.lookahead_s > 0 else math.inf
+
+    def is_ending(self, now_s: float) -> bool:
+        """Whether the next task may be queued behind it: it is predicted to end within its lookahead.
+
+        A task that is later than that may end at any time, or not for long: a task queued
+        behind it would wait on a rank that other jobs could use.
+        """
+        left_s = self.view.predicted_end_s - now_s
+        return (
+            self.lookahead_s > 0
+            and -self.lookahead_s <= left_s <= self.lookahead_s + _ROUNDING_S
+            and self.failure is None
+        )
+
+
+class Flights:
+    """All flights of a run, in the order of their dispatches."""
+
+    def __init__(self, *, lookahead_s: float, last_number: int) -> None:
+        self._lookahead_s = lookahead_s
+        self._flights: dict[int, Flight] = {}
+        self._unwanted: set[int] = set()
+        """Dispatches to stop that `take_unwanted` has not returned yet."""
+        self.last_number = last_number
+        """Of the last dispatch."""
+
+    def __len__(self) -> int:
+        return len(self._flights)
+
+    def __iter__(self) -> Iterator[Flight]:
+        return iter(self._flights.values())
+
+    def add(self, dispatch: Dispatch, *, is_foreseeable: bool) -> Flight:
+        """Note a dispatch; nothing is queued behind it by a mere guess of when it ends."""
+        assert dispatch.number == self.last_number + 1, f"{dispatch} is not the next dispatch"
+        view = RunningTask(dispatch.task, dispatch.layout, dispatch.predicted_end_s)
+        predicted_s = dispatch.predicted_end_s - dispatch.predicted_start_s
+        own_s = lookahead_of(predicted_s, lookahead_s=self._lookahead_s) if is_foreseeable else 0.0
+        flight = self._flights[dispatch.number] = Flight(dispatch, view, own_s)
+        self.last_number = dispatch.number
+        return flight
+
+    def remove(self, number: int) -> Flight:
+        """The flight of a dispatch that has ended."""
+        return self._flights.pop(number)
+
+    def ending(self, now_s: float) -> list[Flight]:
+        """Flights behind which the next tasks may be queued."""
+        return [flight for flight in self._flights.values() if flight.is_ending(now_s)]
+
+    def next_look_s(self, now_s: float) -> float:
+        """When to decide next what follows a flight; infinity if there is nothing to decide."""
+        looks_s = [flight.look_s for flight in self._flights.values()]
+        return min([look_s for look_s in looks_s if look_s > now_s], default=math.inf)
+
+    def move_end(self, flight: Flight, end_s: float) -> bool:
+        """Predict another end, unless it is nearly the same; whether it changed."""
+        if abs(end_s - flight.view.predicted_end_s) <= _SAME_END * self._lookahead_s:
+            return False
+        flight.view = RunningTask(flight.view.task, flight.view.layout, end_s)
+        return True
+
+    def give_up(self, flights: Iterable[Flight]) -> None:
+        """Nobody wants the results of these dispatches any more."""
+        self._unwanted.update(flight.dispatch.number for flight in flights)
+
+    def take_unwanted(self) -> list[Dispatch]:
+        """Dispatches to stop, each returned once."""
+        if not self._unwanted:
+            return []
+        unwanted, self._unwanted = self._unwanted, set()
+        return [self._flights[number].dispatch for number in sorted(unwanted & self._flights.keys())]
+
+    def check(self) -> None:
+        """Assert what always holds."""
+        numbers = list(self._flights)
+        assert numbers == sorted(numbers), f"dispatches out of order: {numbers}"
+        assert not numbers or numbers[-1] <= self.last_number, f"{numbers[-1]} is past {self.last_number}"

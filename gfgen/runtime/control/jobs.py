@@ -1,0 +1,418 @@
+"""The jobs of a run that have not ended: how far each is, what went wrong, and what policies see of it."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from gfgen.graph import Stage, Task
+from gfgen.layout import Layout
+from gfgen.runtime.control.closing import Closing
+from gfgen.runtime.control.flights import Flight
+from gfgen.runtime.control.modelturns import ModelTurns
+from gfgen.runtime.core.admission import AdmittedJob
+from gfgen.runtime.core.events import TaskDone
+from gfgen.runtime.core.observer import JobOutcome
+from gfgen.runtime.core.openjobs import OpenJobs
+from gfgen.runtime.files.start import RunStart
+from gfgen.runtime.ipc.content import Content
+from gfgen.runtime.predict.cost import CostClass, CostModel
+from gfgen.snapshot import JobView
+
+logger = logging.getLogger(__name__)
+
+MAX_TASK_FAILURES = 2
+"""A task that fails this often fails its job."""
+MAX_LOST_WORKERS = 3
+"""A job under which this many workers died fails."""
+NUM_RECENT = 24
+"""Arrivals that are remembered, as a sample of what may be expected."""
+_RENEWALS_S = (0.25, 10.0)
+"""Predictions of waiting jobs are renewed about twice in the time that a run has lasted, within
+these bounds: early measurements change much, later ones little, and each renewal takes 4 us a job."""
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far a job is, and where the input of its next task is."""
+
+    next_index: int = 0
+    holder: Layout | None = None
+    """The layout that holds that input, or will when its producer ends."""
+    is_held: bool = False
+    """All ranks of the holder have lived since: what a rank holds dies with its process."""
+    producer: int | None = None
+    """The dispatch that makes that input."""
+    last_completed: int | None = None
+    last_ended_s: float = 0.0
+    """When the last completed dispatch ended."""
+    made_latents: int | None = None
+    """The dispatch that made the last latents, which are in the slab until the job ends."""
+
+    def begin(self, index: int, layout: Layout, number: int) -> None:
+        """A dispatch makes the output of this task on this layout."""
+        self.next_index, self.producer = index + 1, number
+        self.holder, self.is_held = layout, True
+
+    def complete(self, number: int, ended_s: float, *, is_decode: bool) -> None:
+        self.last_completed, self.last_ended_s = number, ended_s
+        if not is_decode:
+            self.made_latents = number
+
+    def go_back(self, index: int, producer: int | None) -> None:
+        """Run this task again, from what the producer has left in the slab."""
+        self.next_index = min(self.next_index, index)
+        self.holder, self.producer = None, producer
+
+
+@dataclass(slots=True)
+class Trouble:
+    """What went wrong with a job."""
+
+    warnings: list[str] = field(default_factory=list)
+    failures: Counter[int] = field(default_factory=Counter)
+    """By task."""
+    num_lost_workers: int = 0
+    doom: str | None = None
+    """Why the job fails as soon as nothing of it is in flight."""
+    is_cancelled: bool = False
+    """That is because nobody wants it any more."""
+
+    def fail(self, reason: str) -> None:
+        """The first reason counts."""
+        self.doom = self.doom or reason
+
+    def blame(self, job_id: str, index: int, name: str, reason: str, *, is_lost: bool) -> None:
+        """Count a failure of a task, or the death of a worker that ran it; too many fail the job."""
+        if is_lost:
+            self.num_lost_workers += 1
+            logger.warning("job %s: %s lost its worker: %s", job_id, name, reason)
+            self.warnings.append(f"{name} lost its worker ({reason})")
+            if self.num_lost_workers >= MAX_LOST_WORKERS:
+                self.fail(f"{self.num_lost_workers} workers died under it: {reason}")
+            return
+        self.failures[index] += 1
+        logger.warning("job %s: %s failed: %s", job_id, name, reason)
+        self.warnings.append(f"{name} failed ({reason})")
+        if self.failures[index] >= MAX_TASK_FAILURES:
+            self.fail(f"{name}: {reason}")
+
+
+@dataclass(slots=True)
+class Usage:
+    """What the ranks did for a job."""
+
+    started_s: float | None = None
+    busy_s: float = 0.0
+    timings: dict[str, float] = field(default_factory=dict)
+    """Seconds by stage."""
+    layouts: list[str] = field(default_factory=list)
+    """As text, in the order of use, without repeats in a row."""
+    last_layout: Layout | None = None
+    written: Content | None = None
+    """Its file, once that is there."""
+
+    def add(self, stage: Stage, layout: Layout, event: TaskDone, busy_s: float) -> None:
+        """A task has run."""
+        if self.started_s is None:
+            self.started_s = event.started_s
+        self.busy_s += busy_s
+        self.timings[stage] = self.timings.get(stage, 0.0) + busy_s
+        if self.last_layout != layout:
+            self.last_layout = layout
+            self.layouts.append(str(layout))
+
+
+@dataclass(slots=True, eq=False)
+class JobRecord:
+    """A job that has not ended."""
+
+    job: AdmittedJob
+    cost_class: CostClass
+    arrival_s: float
+    deadline_s: float
+    """Infinity without a deadline."""
+    job_id: str = field(init=False)
+    model: str = field(init=False)
+    num_tasks: int = field(init=False)
+    arrived: bool = False
+    is_writing: bool = False
+    flights: list[Flight] = field(default_factory=list)
+    """Its dispatches that have not ended: a running task and a queued one at most."""
+    progress: Progress = field(default_factory=Progress)
+    trouble: Trouble = field(default_factory=Trouble)
+    usage: Usage = field(default_factory=Usage)
+    _next_task: Task | None = None
+    _view: JobView | None = None
+    _view_version: int = 0
+
+    def __post_init__(self) -> None:
+        self.job_id, self.num_tasks = self.job.job_id, self.job.trajectory.num_tasks
+        self.model = self.job.spec.model or ""
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a task is left to dispatch, and ought to be."""
+        return self.arrived and not self.trouble.doom and self.progress.next_index < self.num_tasks
+
+    @property
+    def first_open_index(self) -> int:
+        """The first task that has not ended."""
+        return min([self.progress.next_index, *(flight.dispatch.task.index for flight in self.flights)])
+
+    @property
+    def next_task(self) -> Task:
+        """The task at `next_index`, which is not past the last one."""
+        task, index = self._next_task, self.progress.next_index
+        if task is None or task.index != index:
+            task = self._next_task = self.job.trajectory.task(index)
+        return task
+
+    @property
+    def flying_ranks(self) -> set[int]:
+        """Ranks that its dispatches are on."""
+        return {rank for flight in self.flights for rank in flight.dispatch.layout.ranks}
+
+    @property
+    def times_out_s(self) -> float:
+        """When its time is up; infinity without a timeout."""
+        timeout_s = self.job.spec.timeout_s
+        return math.inf if timeout_s is None else self.arrival_s + timeout_s
+
+    def time_out(self) -> None:
+        assert self.job.spec.timeout_s is not None
+        self.trouble.fail(timed_out_after(self.job.spec.timeout_s))
+
+    def view(self, costs: CostModel) -> JobView:
+        """What policies see of it; a new one when that, or the predictions, have changed."""
+        task, view = self.next_task, self._view
+        is_same = view is not None and view.next_task is task and view.last_layout is self.progress.holder
+        if view is None or not is_same or self._view_version != costs.version:
+            view = self._view = self._new_view(task, costs)
+            self._view_version = costs.version
+        return view
+
+    def _new_view(self, task: Task, costs: CostModel) -> JobView:
+        job, cost_class = self.job, self.cost_class
+        spec = job.spec
+        return JobView(
+            job_id=self.job_id,
+            tag=spec.tag,
+            model=self.model,
+            arrival_s=self.arrival_s,
+            deadline_s=self.deadline_s,
+            precedence=-spec.priority,
+            next_task=task,
+            num_tasks=self.num_tasks,
+            remaining_s=costs.rest_alone_s(cost_class, task, self.num_tasks),
+            last_layout=self.progress.holder,
+            uses_cfg=job.uses_cfg,
+            max_sequence_degree=job.max_sequence_degree,
+            shape=cost_class.shape,
+            max_ulysses_degree=job.max_ulysses_degree,
+            max_decode_degree=job.max_decode_degree,
+            arrangement=costs.arrangement(cost_class),
+        )
+
+    def outcome(self, *, ended_s: float, error: str | None) -> JobOutcome:
+        """How it has ended."""
+        usage, trouble = self.usage, self.trouble
+        return JobOutcome(
+            info=self.job.info,
+            status="done" if error is None else "cancelled" if trouble.is_cancelled else "failed",
+            arrival_s=self.arrival_s,
+            started_s=usage.started_s,
+            ended_s=ended_s,
+            deadline_s=None if self.deadline_s == math.inf else self.deadline_s,
+            busy_s=usage.busy_s,
+            layouts=tuple(usage.layouts),
+            error=error,
+            warnings=tuple(trouble.warnings),
+            timings=dict(usage.timings),
+            written=usage.written,
+        )
+
+    def fail_flight(self, flight: Flight, reason: str, *, is_lost: bool) -> None:
+        """Go back to a failed task; what is queued on its output is void and ends by itself."""
+        task, number = flight.dispatch.task, flight.dispatch.number
+        for queued in [other for other in self.flights if other.dispatch.number > number]:
+            queued.failure, queued.is_void = "its input failed", True
+        if is_lost or not flight.is_void:
+            self.blame(task, reason, is_lost=is_lost)
+        # A task that fails early may do so before its producer has reported.
+        under_way = [other.dispatch.number for other in self.flights if other.dispatch.number < number]
+        self.progress.go_back(task.index, under_way[0] if under_way else self.progress.last_completed)
+
+    def lose_frames(self, reason: str, *, is_lost: bool) -> None:
+        """The decode runs again, from latents in the slab."""
+        progress = self.progress
+        progress.last_completed = progress.made_latents
+        progress.go_back(self.num_tasks - 1, progress.made_latents)
+        self.blame(self.next_task, reason, is_lost=is_lost)
+
+    def blame(self, task: Task, reason: str, *, is_lost: bool) -> None:
+        name = self.job.trajectory.name_of(task)
+        self.trouble.blame(self.job_id, task.index, name, reason, is_lost=is_lost)
+
+    def check(self) -> None:
+        """Assert what always holds."""
+        numbers = [flight.dispatch.number for flight in self.flights]
+        assert numbers == sorted(numbers), f"job {self.job_id}: dispatches {numbers} out of order"
+        assert len(numbers) <= 2, f"job {self.job_id} has {len(numbers)} tasks under way"
+        assert 0 <= self.progress.next_index <= self.num_tasks, f"job {self.job_id}: {self.progress}"
+        if self.is_writing:
+            assert not numbers, f"job {self.job_id} is decoded and written at once"
+            assert self.progress.next_index == self.num_tasks, f"job {self.job_id} is written too early"
+
+
+def timed_out_after(timeout_s: float) -> str:
+    """Why a job fails whose time is up."""
+    return f"timed out {timeout_s:g} s after its arrival"
+
+
+class Jobs:
+    """Records by id; the views of visible jobs are open, or busy while a task of the job is in flight."""
+
+    def __init__(
+        self, jobs: Sequence[AdmittedJob], start: RunStart, *, costs: CostModel, models: ModelTurns
+    ) -> None:
+        self._start = start
+        self._resume = dict(start.resume)
+        """Where stopped jobs go on that have not been added yet."""
+        self._costs = costs
+        self._models = models
+        self.records: dict[str, JobRecord] = {}
+        self.open = OpenJobs()
+        self.busy: dict[str, JobView] = {}
+        self.recent: deque[tuple[JobRecord, JobView]] = deque(maxlen=NUM_RECENT)
+        """The last arrivals, as they were then."""
+        self.num_writing = 0
+        """Jobs whose files are being written."""
+        self._costs_version = costs.version
+        self._renewed_s = 0.0
+        for job in jobs:
+            self.add(job)
+
+    @property
+    def models_at_work(self) -> set[str]:
+        """Models of jobs that have arrived and not ended."""
+        return {record.model for record in self.records.values() if record.arrived}
+
+    def add(self, job: AdmittedJob) -> None:
+        """One more job, which arrives by its event."""
+        assert job.job_id not in self.records, f"job {job.job_id} is at work"
+        spec, start = job.spec, self._start
+        deadline_s = math.inf
+        if spec.deadline_s is not None:
+            now = start.started_at + spec.arrival_s
+            arrived_at = start.arrived_at.get((job.job_id, job.info.spec_hash), now)
+            deadline_s = arrived_at + spec.deadline_s - start.started_at
+        elif spec.deadline_at is not None:
+            deadline_s = spec.deadline_at - start.started_at
+        record = JobRecord(job, self._costs.class_of(job), spec.arrival_s, deadline_s)
+        if job.info.rounding is not None:
+            record.trouble.warnings.append(f"rounded {job.info.rounding}")
+        if (point := self._resume.pop(job.job_id, None)) is not None:
+            made = point.producer
+            record.progress = Progress(
+                point.next_index, producer=made, last_completed=made, made_latents=made
+            )
+            record.trouble.warnings.append(f"resumed at {job.trajectory.task(point.next_index)}")
+        self.records[job.job_id] = record
+
+    def arrive(self, record: JobRecord) -> None:
+        record.arrived = True
+        self.recent.append((record, record.view(self._costs)))
+
+    def write(self, record: JobRecord) -> None:
+        """Its frames are made, and its file is being written."""
+        record.is_writing = True
+        self.num_writing += 1
+
+    def end_write(self, record: JobRecord) -> None:
+        record.is_writing = False
+        self.num_writing -= 1
+
+    def remove(self, record: JobRecord) -> None:
+        """The job has ended."""
+        del self.records[record.job_id]
+        self.open.discard(record.job_id)
+        self.busy.pop(record.job_id, None)
+        self._models.unpark(record.job_id)
+
+    def place(self, record: JobRecord) -> None:
+        """Move the job's view to where it belongs: open, busy, or out of the policies' sight."""
+        job_id = record.job_id
+        self.busy.pop(job_id, None)
+        is_visible = record.is_waiting
+        if self._models.is_limited:
+            if is_visible:
+                urgency = (-record.job.spec.priority, record.deadline_s)
+                is_visible = self._models.admit(job_id, record.model, urgency)
+            else:
+                self._models.unpark(job_id)
+        if is_visible and not record.flights:
+            self.open.put(record.view(self._costs))
+            return
+        self.open.discard(job_id)
+        if is_visible:
+            self.busy[job_id] = record.view(self._costs)
+
+    def joining(self, ending: Iterable[Flight]) -> list[str]:
+        """Jobs whose next task may be queued behind the running one: one step ahead and no more."""
+        job_ids = [flight.dispatch.task.job_id for flight in ending]
+        return [each for each in job_ids if each in self.busy and len(self.records[each].flights) == 1]
+
+    def open_in_time(self, closing: Closing, now_s: float) -> dict[str, JobView]:
+        """The open jobs, without those that would begin now and not end by the closing time."""
+        views = self.open.frozen()
+        if closing.closes_s == math.inf:
+            return views
+        late = closing.late_kinds(self.open.unbegun_kinds, now_s=now_s)
+        if not late:  # nearly all night: to look at each job would cost more than all else
+            return views
+        return {
+            job_id: view
+            for job_id, view in views.items()
+            if view.next_task.index > 0 or (view.model, view.shape, view.num_tasks) not in late
+        }
+
+    def renew_predictions(self, now_s: float) -> None:
+        """Let what was learned reach all views, now and then: it costs a view for every job.
+
+        Before a policy is asked, and never for observers: what a policy sees does not depend on them.
+        """
+        if self._costs_version == self._costs.version:
+            return
+        soonest, latest = _RENEWALS_S
+        if now_s < self._renewed_s + min(latest, max(soonest, self._renewed_s / 2)):
+            return
+        self._costs_version, self._renewed_s = self._costs.version, now_s
+        self.open.renew(lambda job_id: self.records[job_id].view(self._costs))
+        for job_id in self.busy:
+            self.busy[job_id] = self.records[job_id].view(self._costs)
+
+    def forget_held(self, rank: int) -> None:
+        """The rank has died: what it held is in the slabs."""
+        for record in self.records.values():
+            holder = record.progress.holder
+            if holder is not None and rank in holder.ranks:
+                record.progress.is_held = False
+
+    def check(self) -> None:
+        """Assert what always holds."""
+        assert not self.busy.keys() & set(self.open.ids), "a job is open and busy"
+        assert self.busy.keys() | set(self.open.ids) <= self.records.keys(), "a job that has ended is visible"
+        assert self.num_writing == sum(record.is_writing for record in self.records.values()), (
+            "files being written"
+        )
+        for record in self.records.values():
+            record.check()
+            is_open = record.job_id in self.open
+            assert not (is_open and record.flights), f"job {record.job_id} is open and runs"
+            is_resident = not self._models.is_limited or record.model in self._models.resident
+            is_visible = is_open or record.job_id in self.busy
+            assert is_visible is (record.is_waiting and is_resident), f"job {record.job_id} and policies"
