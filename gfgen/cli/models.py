@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from gfgen.errors import ModelError
-from gfgen.models.families.registry import TINY_NAMES, known_models, make_tiny_models
+from gfgen.models.families.registry import MODELS, TINY_NAMES, make_tiny_models
 
 
 @click.group(invoke_without_command=True)
@@ -16,8 +16,8 @@ def models(ctx: click.Context) -> None:
     """List the models that you can name in jobs and with --model."""
     if ctx.invoked_subcommand is not None:
         return
-    width = max(len(model.name) for model in known_models())
-    for model in known_models():
+    width = max(len(model.name) for model in MODELS)
+    for model in MODELS:
         click.echo(f"{model.name:<{width}}  {model.summary}")
     click.echo("Or name a directory in diffusers' format, or the hub id of a Wan or Qwen-Image pipeline.")
 

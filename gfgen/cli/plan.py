@@ -7,6 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -30,7 +31,7 @@ from gfgen.runtime.report.picture import check_suffix
 from gfgen.runtime.report.plot_plan import plot_plan
 from gfgen.runtime.simulate.plan_report import as_json as plan_as_json
 from gfgen.runtime.simulate.plan_report import in_plain_words
-from gfgen.runtime.simulate.planner import PlanProgress, make_plan
+from gfgen.runtime.simulate.planner import PlanProgress, PlanWindow, make_plan
 from gfgen.session.admission import admit_weightless
 
 BAR_DELAY_S = 1.0
@@ -113,12 +114,11 @@ def plan(
             num_ranks=num_ranks,
             rank_counts=rank_counts,
             profile=profile,
-            started_at=started_at,
-            by_s=by_s,
-            machine=machine(profile, admitted, num_ranks=num_ranks),
+            window=PlanWindow(started_at, by_s),
             progress=progress,
             residency=room.residency,
         )
+    made = replace(made, machine=machine(profile, admitted, num_ranks=num_ranks))
     turns, closer = room.in_words(num_ranks), closer_profile(profile_path, admitted, counts=rank_counts)
     if as_json:
         click.echo(json.dumps(plan_as_json(made) | {"memory": turns, "closer_profile": closer}, indent=1))

@@ -24,7 +24,6 @@ from gfgen.models.geometry.model import (
     Geometry,
     check_degrees,
     max_degree,
-    max_sequence_degree,
     shipped_geometry,
 )
 
@@ -51,7 +50,7 @@ def test_importing_it_imports_nothing_heavy() -> None:
     heavy = ("torch", "diffusers", "transformers", "numpy", "PIL")
     code = (
         "import sys, gfgen.models.geometry.model, gfgen.models.families.registry as r;"
-        "import gfgen.models.geometry.model as g; g.shipped_geometry('qwen-image'); r.known_models();"
+        "import gfgen.models.geometry.model as g; g.shipped_geometry('qwen-image'); r.MODELS;"
         f"print([name for name in {heavy} if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -259,7 +258,7 @@ def test_degrees_end_at_the_tokens_of_a_branch(
     geometry: Geometry, spec: JobSpec, degrees: tuple[int, int]
 ) -> None:
     spec = geometry.resolve(spec)
-    assert (max_sequence_degree(geometry, spec), max_degree(geometry, spec)) == degrees
+    assert (geometry.num_tokens(spec), max_degree(geometry, spec)) == degrees
 
 
 def test_degrees_that_a_job_allows_pass() -> None:

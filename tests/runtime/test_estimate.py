@@ -121,7 +121,7 @@ def test_progress_adds_up_to_the_whole(monkeypatch, most):
         num_ranks=2,
         rank_counts=[1, 2],
         profile=PROFILE,
-        started_at=0.0,
+        window=planner.PlanWindow(0.0),
         progress=lambda what, share: shares.append(share),
     )
     assert math.fsum(shares) >= 0.99

@@ -12,7 +12,7 @@ from gfgen.runtime.predict.cost_table import Provenance
 from gfgen.runtime.predict.profile_file import Profile, ProfileRow
 from gfgen.runtime.report.plot_plan import draw_plan
 from gfgen.runtime.simulate import plan_report
-from gfgen.runtime.simulate.planner import PlanOption, _on, best_first, make_plan
+from gfgen.runtime.simulate.planner import PlanOption, PlanWindow, _on, best_first, make_plan
 
 STEPS = {(1, 1, 1): 10.0, (1, 2, 1): 6.0}
 PROFILE = Profile(
@@ -36,8 +36,7 @@ def plan_of(jobs, *, policies=("srtf", "fcfs"), num_ranks=2, rank_counts=(1, 2),
         num_ranks=num_ranks,
         rank_counts=rank_counts,
         profile=profile,
-        started_at=1_800_000_000.0,
-        by_s=by_s,
+        window=PlanWindow(1_800_000_000.0, by_s),
     )
 
 

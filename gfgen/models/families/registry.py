@@ -80,11 +80,6 @@ PACKAGED = ("shapes",)
 TINY_NAMES = tuple(model.name for model in MODELS if model.name.startswith("tiny-"))
 
 
-def known_models() -> tuple[KnownModel, ...]:
-    """Every model with a short name, each with a line about it."""
-    return MODELS
-
-
 def resolve_checkpoint(name_or_dir: str) -> Path:
     """The directory of a model; downloads or makes it where that is needed.
 

@@ -144,19 +144,9 @@ def weightless_geometry(checkpoint: Path) -> Geometry:
     return _build(files, weights_bytes=STORED_BYTES * num_parameters)
 
 
-def max_sequence_degree(geometry: Geometry, spec: JobSpec) -> int:
-    """The most ranks that can share the sequence of one guidance branch of a job as run."""
-    return geometry.num_tokens(spec)
-
-
 def max_degree(geometry: Geometry, spec: JobSpec) -> int:
     """The most ranks that can share a denoising step of a job as run."""
-    return max_sequence_degree(geometry, spec) * (2 if geometry.uses_cfg(spec) else 1)
-
-
-def max_decode_degree(geometry: Geometry, spec: JobSpec) -> int:
-    """The most ranks that can share the rows of a decode."""
-    return geometry.num_latent_rows(spec)
+    return geometry.num_tokens(spec) * (2 if geometry.uses_cfg(spec) else 1)
 
 
 def check_degrees(geometry: Geometry, spec: JobSpec, degrees: tuple[int, int, int]) -> None:

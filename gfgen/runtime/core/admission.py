@@ -17,7 +17,7 @@ from gfgen.errors import JobError, ModelError, Problem
 from gfgen.graph import Stage, Trajectory
 from gfgen.job.spec import JobSpec, output_name, spec_hash, with_defaults
 from gfgen.layout import MAX_RANKS, Limits
-from gfgen.models.geometry.model import Geometry, max_decode_degree, max_sequence_degree, twin_of
+from gfgen.models.geometry.model import Geometry, twin_of
 from gfgen.runtime.core.observer import JobInfo
 from gfgen.runtime.ipc.content import Content
 from gfgen.system.wording import MAX_NAMED, in_lines
@@ -195,8 +195,8 @@ def _first_of_shape(info: JobInfo, model: ResolvedModel) -> AdmittedJob:
         flops={stage: geometry.flops(run, stage) for stage in Stage},
         checkpoint=model.checkpoint,
         uses_cfg=geometry.uses_cfg(run),
-        max_sequence_degree=max_sequence_degree(geometry, run),
+        max_sequence_degree=geometry.num_tokens(run),
         max_ulysses_degree=geometry.num_heads,
-        max_decode_degree=max_decode_degree(geometry, run),
+        max_decode_degree=geometry.num_latent_rows(run),
         twin=twin_of(geometry, run),
     )

@@ -65,11 +65,11 @@ def _draw_bars(
         note = f", {missed(option)}" if option.num_missed else ""
         text = f"{clock_time(plan, option.end_s)} ({in_words(option.end_s)}){note}"
         axes.text(option.end_s + 0.02 * longest_s, row, text, va="center", fontsize=9, bbox=PLAIN, zorder=3)
-    if plan.by_s is not None and plan.by_s < 1.2 * longest_s:
-        axes.axvline(plan.by_s, color="black", linewidth=1.2, linestyle="--")
+    if plan.window.by_s is not None and plan.window.by_s < 1.2 * longest_s:
+        axes.axvline(plan.window.by_s, color="black", linewidth=1.2, linestyle="--")
         axes.annotate(
-            clock_time(plan, plan.by_s),
-            (plan.by_s, 1),
+            clock_time(plan, plan.window.by_s),
+            (plan.window.by_s, 1),
             (0, 3),
             ("data", "axes fraction"),
             "offset points",

@@ -1,4 +1,4 @@
-"""A plan in plain language: the answer first, then what is late or fails, then the alternatives."""
+"""A plan as text: the answer first, then late and failed jobs, then the alternatives."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from gfgen.runtime.simulate.planner import FailedJob, LateJob, Plan, PlanOption
 from gfgen.system.wording import counted, in_words
 
 MAX_LINES, MAX_NAMED = 5, 5
-"""Late jobs with a line each; and of the others, and of those that fail."""
+"""Jobs with a line each, and further jobs named in one line."""
 BAR_CHARS = 30
 ESTIMATED = "~ Estimated, without moves between ranks and without writing files; the rest is simulated."
 _DAY_S = 86400.0
 _SHORT_S = 600.0
-"""Clock times of shorter batches have seconds."""
+"""Below this duration, clock times have seconds."""
 
 
 def in_plain_words(plan: Plan, *, device: str) -> list[str]:
-    """One screen of lines; `device` says whose profile the predictions are from."""
+    """One screen of lines; `device` describes the profile."""
     lines = [answer(plan), *_late_lines(plan), *_failed_lines(plan)]
     if len(plan.by_policy) > 1:
         title = f"Policies on {counted(plan.best.num_ranks, 'rank')}"
@@ -39,8 +39,8 @@ def in_plain_words(plan: Plan, *, device: str) -> list[str]:
 
 
 def answer(plan: Plan) -> str:
-    """The first line: on what machine, with which policy, done when, and whether that is in time."""
-    best, by_s = plan.best, plan.by_s
+    """The first line: machine, policy, end, and whether everything is in time."""
+    best, by_s = plan.best, plan.window.by_s
     done = sum(end_s <= (math.inf if by_s is None else by_s) for end_s in best.ends_s)
     text = f"With {best.policy} on {counted(best.num_ranks, 'rank')} "
     if plan.machine:
@@ -63,28 +63,28 @@ def answer(plan: Plan) -> str:
 
 
 def clock_time(plan: Plan, seconds: float) -> str:
-    """'03:12' on this machine's clock; with the day when it is more than a day away, or the date."""
+    """'03:12' in local time, with the weekday or the date if it is more than a day away."""
     form = "%H:%M:%S" if max(plan.best.end_s, 60.0) < _SHORT_S else "%H:%M"
     if abs(seconds) >= _DAY_S:
         form = f"%a {form}" if 0 < seconds < 6 * _DAY_S else f"%Y-%m-%d {form}"
-    return datetime.fromtimestamp(plan.started_at + seconds).strftime(form)
+    return datetime.fromtimestamp(plan.window.started_at + seconds).strftime(form)
 
 
 def missed(option: PlanOption) -> str:
-    """'2 late, 1 fails'; nothing where all is well."""
+    """'2 late, 1 fails'; empty if nothing is missed."""
     late = [f"{len(option.late)} late"] if option.late else []
     number = len(option.failed)
     return ", ".join([*late, *([f"{number} fail{'s' if number == 1 else ''}"] if number else [])])
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """The same for programs; times in seconds since the start, which is in Unix time."""
+    """The plan for programs. Times are seconds since `started_at`, which is Unix time."""
     fewest = plan.fewest
     return {
         "answer": answer(plan),
         "machine": plan.machine,
-        "started_at": plan.started_at,
-        "by_s": plan.by_s,
+        "started_at": plan.window.started_at,
+        "by_s": plan.window.by_s,
         "num_jobs": plan.num_jobs,
         "best": _option_as_json(plan.best),
         "policies": [_option_as_json(option) for option in plan.by_policy],
@@ -148,16 +148,18 @@ def _named(jobs: Sequence[LateJob | FailedJob]) -> str:
 
 
 def _chart(plan: Plan, options: Sequence[PlanOption], names: Sequence[str], title: str) -> list[str]:
-    """A bar for each option, as long as it takes; a mark where everything is to be done."""
+    """A bar per option, in proportion to its duration, with `|` at the time of `--by`."""
     longest_s = max([option.end_s for option in options])
-    scale_s = max(longest_s, plan.by_s or 0.0) if (plan.by_s or 0.0) < 3 * longest_s else longest_s
+    scale_s = (
+        max(longest_s, plan.window.by_s or 0.0) if (plan.window.by_s or 0.0) < 3 * longest_s else longest_s
+    )
     ends = [("~" if option.is_estimated else "") + clock_time(plan, option.end_s) for option in options]
     if any(option.is_estimated for option in options):
         ends = [end.rjust(max(map(len, ends))) for end in ends]
     name_width, end_width = max(map(len, [title, *names])), max(map(len, [*ends, "done by"]))
     lines = [f"{title:<{name_width}}  done by"]
     for option, name, end in zip(options, names, ends, strict=True):
-        bar = _bar(option.end_s, by_s=plan.by_s, scale_s=scale_s)
+        bar = _bar(option.end_s, by_s=plan.window.by_s, scale_s=scale_s)
         lines.append(f"{name:<{name_width}}  {end:<{end_width}}  {bar}  {missed(option) or 'nothing late'}")
     return lines
 
@@ -181,7 +183,7 @@ def _enough(plan: Plan) -> str:
 
 
 def _before(plan: Plan, margin_s: float) -> str:
-    return f"{in_words(margin_s)} before {clock_time(plan, plan.by_s or 0.0)}"
+    return f"{in_words(margin_s)} before {clock_time(plan, plan.window.by_s or 0.0)}"
 
 
 def _all_jobs(number: int) -> str:

@@ -1,4 +1,4 @@
-"""What a person wants to know before a night: which policy, done when, what is late, on how many ranks."""
+"""Plans: the best policy, when everything is done, what is late, and how many ranks are enough."""
 
 from __future__ import annotations
 
@@ -37,22 +37,21 @@ ESTIMATE_SHARE = 0.15
 
 @dataclass(frozen=True, slots=True)
 class LateJob:
-    """A job that is done, and later than it is due."""
+    """A job that is done after it was due."""
 
     job_id: str
     due_s: float
-    """Its deadline, or the end that was asked for where that comes first."""
+    """Its deadline, or `PlanWindow.by_s` if that comes first."""
     ended_s: float
 
     @property
     def late_s(self) -> float:
-        """How late."""
         return self.ended_s - self.due_s
 
 
 @dataclass(frozen=True, slots=True)
 class FailedJob:
-    """A job that is never done: its time-out comes first, say."""
+    """A job that fails, for example because it times out."""
 
     job_id: str
     ended_s: float
@@ -61,7 +60,7 @@ class FailedJob:
 
 @dataclass(frozen=True, slots=True)
 class PlanOption:
-    """One policy on so many ranks, in seconds since the start."""
+    """One policy on one number of ranks. Times are seconds since the start."""
 
     policy: str
     num_ranks: int
@@ -70,14 +69,14 @@ class PlanOption:
     late: tuple[LateJob, ...]
     """The latest first."""
     failed: tuple[FailedJob, ...]
-    """The first to fail first."""
+    """In the order in which they fail."""
     ends_s: tuple[float, ...]
     """Of the jobs that are done, in order."""
     num_deadlines: int
     num_deadlines_missed: int
     doubts: Sequence[UncertainEstimate] = ()
     is_estimated: bool = False
-    """By the coarse lookahead; every task was simulated otherwise."""
+    """By a coarse rollout; otherwise every task was simulated."""
 
     @property
     def meets_all(self) -> bool:
@@ -90,23 +89,29 @@ class PlanOption:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """All that was looked at."""
+class PlanWindow:
+    """When the run starts, in Unix time, and when everything must be done, in seconds since the start."""
 
     started_at: float
-    by_s: float | None
-    """When everything is to be done, in seconds since the start."""
+    by_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Every policy and every number of ranks that was evaluated."""
+
+    window: PlanWindow
     num_jobs: int
     by_policy: tuple[PlanOption, ...]
-    """Every policy on the ranks that are there, the best first."""
+    """Every policy on the given ranks, the best first."""
     by_ranks: tuple[PlanOption, ...]
-    """The best on each number of ranks, the smallest number first."""
+    """The best policy on each number of ranks, the smallest number first."""
     refused: tuple[str, ...] = ()
-    """Policies that cannot run these jobs, with the reason."""
+    """Policies that cannot run these jobs, with reasons."""
     has_writes: bool = True
-    """Whether the writing of files is predicted, too."""
+    """Whether the times include writing files."""
     machine: str = ""
-    """Whose times these are, and what stands behind them."""
+    """The machine, and the source of its times."""
 
     @property
     def best(self) -> PlanOption:
@@ -114,17 +119,17 @@ class Plan:
 
     @property
     def fewest(self) -> PlanOption | None:
-        """The smallest number of ranks on which nothing is late, and nothing fails."""
+        """The smallest number of ranks on which no job is late or fails."""
         return next((option for option in self.by_ranks if option.meets_all), None)
 
     @property
     def doubts(self) -> Sequence[UncertainEstimate]:
-        """Predictions behind what is shown that no measurement of the like stands behind."""
+        """Times in this plan that were extrapolated or guessed."""
         return sorted({doubt for option in (*self.by_policy, *self.by_ranks) for doubt in option.doubts})
 
 
 PlanProgress = Callable[[str, float], None]
-"""Is told what is being looked at, and the share of all work that was done since the last call."""
+"""Called with what is being evaluated, and the share of all work done since the last call."""
 
 
 def make_plan(
@@ -134,19 +139,17 @@ def make_plan(
     num_ranks: int,
     rank_counts: Sequence[int],
     profile: Profile,
-    started_at: float,
-    by_s: float | None = None,
-    machine: str = "",
+    window: PlanWindow,
     progress: PlanProgress = lambda what, share: None,
     residency: Callable[[int], Residency | None] = lambda _: None,
 ) -> Plan:
-    """Look at every policy on `num_ranks`, and at the best one on each of `rank_counts`.
+    """Evaluate every policy on `num_ranks`, and the best one on each of `rank_counts`.
 
-    Few jobs are simulated in full each time. Of many, only the best policy on `num_ranks` is; the others are
-    estimated, and so are other numbers of ranks. A degree that a policy does not take on so many ranks
-    counts as the next one that it does, which the log says. Where the best one misses something on another
-    number, the next ones are tried there, until one does not.
-    `residency` gives, for a number of ranks, what lets models take turns in a run; nothing is estimated then.
+    Few jobs are always simulated in full. With many jobs only the best policy on `num_ranks` is simulated;
+    everything else is estimated. A degree that a policy does not accept on that many ranks is lowered to
+    the next one that it accepts, which the log says. If the best policy misses something on another number
+    of ranks, the next ones are tried there until one does not.
+    `residency` returns what lets models take turns on a number of ranks; then nothing is estimated.
 
     Raises: RunError when no policy can run the jobs.
     """
@@ -158,7 +161,7 @@ def make_plan(
     num_looks = len(names) + len([count for count in rank_counts if count != num_ranks])
     num_tasks = sum(job.trajectory.num_tasks for job in jobs)
     is_coarse = num_looks > 1 and num_looks * num_tasks > FULL_TASKS and residency(num_ranks) is None
-    evaluator = _Evaluator(jobs, profile, started_at, by_s, residency, progress, is_coarse=is_coarse)
+    evaluator = _Evaluator(jobs, profile, window, residency, progress, is_coarse=is_coarse)
     evaluator.expect(num_looks)
     here = best_first(list(evaluator.at(names, num_ranks)))
     while is_coarse and here and here[0].is_estimated:
@@ -167,23 +170,21 @@ def make_plan(
     if not here:
         raise RunError(evaluator.refused[0])
     return Plan(
-        started_at,
-        by_s,
+        window,
         len(jobs),
         here,
         tuple(_by_ranks(evaluator, here, rank_counts)),
         refused=tuple(dict.fromkeys(evaluator.refused)),
         has_writes=profile.has_writes,
-        machine=machine,
     )
 
 
 def _by_ranks(
     evaluator: _Evaluator, here: Sequence[PlanOption], rank_counts: Sequence[int]
 ) -> Iterator[PlanOption]:
-    """The best on each number of ranks, the smallest first.
+    """The best policy on each number of ranks, the smallest number first.
 
-    Fewer ranks than a number on which every policy misses something are not searched for one that does not.
+    Once every policy misses something on a number of ranks, smaller numbers are not searched further.
     """
     found: dict[int, PlanOption] = {}
     is_hopeful = here[0].meets_all
@@ -206,7 +207,7 @@ def _by_ranks(
 
 
 def best_first(options: Sequence[PlanOption]) -> tuple[PlanOption, ...]:
-    """Fewest jobs late or failed first; then the earlier end; of about the same, the lower mean latency."""
+    """Sorted by late and failed jobs, then by end; among about equal ends, by mean latency."""
     left, ordered = list(options), []
     while left:
         fewest = min(option.num_missed for option in left)
@@ -220,7 +221,7 @@ def best_first(options: Sequence[PlanOption]) -> tuple[PlanOption, ...]:
 
 
 def _on(policy: str, num_ranks: int) -> str:
-    """The policy as it is called on so many ranks: a larger degree is this, or the next that it takes."""
+    """The policy's name on this many ranks, its degree lowered to one that it accepts."""
     for most in range(num_ranks, 0, -1):
         text = _with_degree_up_to(most, policy)
         with contextlib.suppress(PolicyError):
@@ -238,15 +239,14 @@ class _Evaluator:
 
     jobs: Sequence[AdmittedJob]
     profile: Profile
-    started_at: float
-    by_s: float | None
+    window: PlanWindow
     residency: Callable[[int], Residency | None]
     progress: PlanProgress
     is_coarse: bool
     refused: list[str] = field(default_factory=list)
-    """Why a policy is left out."""
+    """Why policies are left out."""
     _total: float = 1.0
-    """All work, in full simulations."""
+    """All work, in units of one full simulation."""
     _snapshots: dict[int, Snapshot] = field(default_factory=dict)
     _estimates: dict[object, Sequence[JobOutcome] | None] = field(default_factory=dict)
 
@@ -255,7 +255,7 @@ class _Evaluator:
         self._total = 1 + number * ESTIMATE_SHARE if self.is_coarse else number
 
     def at(self, policies: Iterable[str], num_ranks: int) -> Iterator[PlanOption]:
-        """What comes of each policy, estimated where that will do."""
+        """Each policy's option, estimated if the evaluator is coarse."""
         for policy in policies:
             try:
                 found = self._estimated(policy, num_ranks) if self.is_coarse else None
@@ -267,7 +267,7 @@ class _Evaluator:
                 yield found
 
     def in_full(self, policy: str, num_ranks: int) -> PlanOption | None:
-        """What comes of a policy when every task is simulated; None when it cannot run the jobs."""
+        """The option with every task simulated; None if the policy cannot run the jobs."""
         named = load_policy(policy)
         if self.is_coarse:
             named = replace(named, decide=SeldomAsked(named.decide))
@@ -277,7 +277,7 @@ class _Evaluator:
                 policy=named,
                 num_ranks=num_ranks,
                 profile=self.profile,
-                started_at=self.started_at,
+                started_at=self.window.started_at,
                 residency=self.residency(num_ranks),
                 observers=[_EndCounter(self._note(policy, num_ranks, share=1.0))],
             )
@@ -287,13 +287,13 @@ class _Evaluator:
         if run.summary.policy_fault is not None:
             self.refused.append(f"policy {policy} failed: {run.summary.policy_fault}")
             return None
-        return _option(run.outcomes, policy, num_ranks, self.by_s, doubts=run.doubts)
+        return _option(run.outcomes, policy, num_ranks, self.window.by_s, doubts=run.doubts)
 
     def _estimated(self, policy: str, num_ranks: int) -> PlanOption | None:
-        """The same by an estimate; None where only a simulation can tell."""
+        """The estimated option; None if only a simulation can tell."""
         if num_ranks not in self._snapshots:
             self._snapshots[num_ranks] = everything_open(
-                self.jobs, num_ranks=num_ranks, profile=self.profile, started_at=self.started_at
+                self.jobs, num_ranks=num_ranks, profile=self.profile, started_at=self.window.started_at
             )
         snapshot = self._snapshots[num_ranks]
         decide = decides_first(load_policy(policy), snapshot)
@@ -304,16 +304,16 @@ class _Evaluator:
         outcomes = self._estimates[key]
         if outcomes is None:
             return None
-        return _option(outcomes, policy, num_ranks, self.by_s, is_estimated=True)
+        return _option(outcomes, policy, num_ranks, self.window.by_s, is_estimated=True)
 
     def _note(self, policy: str, num_ranks: int, *, share: float) -> Callable[[], None]:
-        """Tells that another job has ended."""
+        """A function that reports one more ended job as progress."""
         what = f"{policy} on {counted(num_ranks, 'rank')}"
         return functools.partial(self.progress, what, share / self._total / len(self.jobs))
 
 
 class _EndCounter(Observer):
-    """Tells that a job has ended."""
+    """Calls `note` whenever a job ends."""
 
     def __init__(self, note: Callable[[], None]) -> None:
         self._note = note
@@ -323,7 +323,7 @@ class _EndCounter(Observer):
 
 
 def _as_called(policy: Policy) -> tuple[object, ...]:
-    """The function and all of its options: the same for `triage` and `triage,degree=2`."""
+    """The function and all its options: equal for `triage` and `triage,degree=2`."""
     parameters = inspect.signature(policy).parameters.values()
     return getattr(policy, "func", policy), *[(each.name, each.default) for each in parameters]
 
