@@ -1,19 +1,22 @@
-"""What a step with a prompt of a new length costs on a GPU before it is a CUDA graph. Qwen-Image, 512x512.
+"""When a forward is recorded as a CUDA graph, what gains, and what a prompt of a new length costs.
 
     python -m benchmarks.gpu_recording
 
-Records forwards with texts of ever other lengths, at once and with an evaluation before, and then compares
-attention as long as what is valid with attention that leaves padding out: by a count on the device, and by a
-bias. Random weights; a minute.
+Measures, for some shapes, the share of a block's time that its launches take, by which forwards are recorded,
+and what a forward takes launched and as a graph. Records forwards of Qwen-Image at 512x512 with texts of ever
+other lengths, at once and with an evaluation before. Compares attention as long as what is valid with
+attention that leaves padding out: by a count on the device, and by a bias. Random weights; two minutes.
 """
 
 from __future__ import annotations
 
 import itertools
+import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -24,6 +27,7 @@ from benchmarks.measure_forward import Shape, inputs_of
 from gfgen.bench.gfc import check_num_gpus
 from gfgen.errors import GfgenError
 from gfgen.gfc.cuda.measure import captured_us
+from gfgen.models.fast import recording as graphs_module
 from gfgen.models.fast.evaluation import evaluate
 from gfgen.models.fast.fused import fuse
 from gfgen.models.fast.recording import Graphs
@@ -42,13 +46,57 @@ PADDED = ((1056, 1044), (1088, 1044), (2368, 2330), (4160, 4120), (9280, 9250))
 """Tokens of text and picture, and how many of them are valid."""
 HEADS = (24, 12)
 CALLS, REPEATS = 20, 7
+WAN = "wan2.2-ti2v-5b"
+SHAPES = (
+    *(Shape(QWEN, size, size, 1) for size in (512, 640, 768, 896, 1024)),
+    *(Shape(WAN, 832, 480, frames) for frames in (5, 17, 33, 49)),
+)
+
+
+def launch_shares() -> Iterator[str]:
+    """Of a forward of one branch: the share that decides, and milliseconds launched and as a graph."""
+    for model, shapes in itertools.groupby(SHAPES, key=lambda shape: shape.model):
+        transformer = _transformer(model)
+        graphs = Graphs(CudaRecorder(DEVICE), DEVICE)
+        for shape in shapes:
+            inputs, texts = inputs_of(shape, DEVICE)
+            del inputs["return_dict"]
+            given = {**inputs, "encoder_hidden_states": texts[0]}
+            found: list[float] = []
+            evaluate(transformer, given)
+            with graphs_module._timed_blocks(transformer, torch.cuda.synchronize, found.append):
+                evaluate(transformer, given)
+            with patch.object(graphs_module, "WORTH_RECORDING", 0.0), graphs.recording(None):
+                graphs(transformer, given)
+            launched_ms, replayed_ms = (
+                _median_ms(partial(forward, transformer, given)) for forward in (evaluate, graphs)
+            )
+            size = f"{shape.width}x{shape.height}x{shape.frames}"
+            yield f"| {model} {size} | {found[0]:.2f} | {launched_ms:.1f} | {replayed_ms:.1f} |"
+        graphs.forget()
+
+
+def _transformer(model: str) -> Any:
+    transformer = random_component(CONFIGS / model, "transformer", device=str(DEVICE), dtype=torch.bfloat16)
+    install(transformer)
+    fuse(transformer)
+    return transformer
+
+
+def _median_ms(call: Callable[[], object]) -> float:
+    times_ms = []
+    for _ in range(REPEATS):
+        torch.cuda.synchronize()
+        began_s = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        times_ms.append(1e3 * (time.perf_counter() - began_s))
+    return statistics.median(times_ms)
 
 
 def recordings() -> Iterator[str]:
     """Milliseconds of each; the results must be bitwise those of launches one by one."""
-    transformer = random_component(CONFIGS / QWEN, "transformer", device=str(DEVICE), dtype=torch.bfloat16)
-    install(transformer)
-    fuse(transformer)
+    transformer = _transformer(QWEN)
     inputs, _ = inputs_of(Shape(QWEN, 512, 512, 1), DEVICE)
     del inputs["return_dict"]
     recorder = CudaRecorder(DEVICE)
@@ -100,13 +148,16 @@ def _by_torch(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = N
 
 @torch.no_grad()
 def main() -> None:
-    """Print both tables."""
+    """Print the tables."""
     try:
         check_num_gpus(1)
     except GfgenError as error:
         raise SystemExit(str(error)) from None
     torch.cuda.set_stream(torch.cuda.Stream(DEVICE))  # type: ignore[no-untyped-call]
-    print("| | recorded in, ms |\n|---|---|")
+    print("| shape | launches of a block | launched, ms | graph, ms |\n|---|---|---|---|")
+    for row in launch_shares():
+        print(row, flush=True)
+    print("\n| | recorded in, ms |\n|---|---|")
     for row in recordings():
         print(row, flush=True)
     if not is_fast(DEVICE, torch.bfloat16):

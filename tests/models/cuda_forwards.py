@@ -200,7 +200,7 @@ def _record_new_texts(
                 for name, tensor in results[1].tensors.items()
             )
             num_steps += 1
-    replays, records = recorder.num_replays, graphs.num_made
+    replays, records = recorder.num_replays, graphs.num_records
     return {"different": num_different, "replays": replays, "steps": num_steps, "records": records}
 
 

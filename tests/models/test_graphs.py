@@ -5,6 +5,7 @@ What is recorded on a GPU is imitated (`ImitationRecorder`), and looked at as a 
 
 from __future__ import annotations
 
+import copy
 import gc
 import logging
 import weakref
@@ -236,7 +237,7 @@ def test_new_text_is_recorded_without_an_evaluation(
         with nullcontext() if parallel is None else active(rehearsal(parallel)), of.recording(parallel):
             of(fused_qwen, qwen_inputs(text_tokens))
         assert len(evaluations) == num_evaluations  # of which one is the recorder's
-    assert of.num_made == recorder.num_records == 3
+    assert of.num_records == recorder.num_records == 3
     if parallel is None:
         assert torch.equal(of(fused_qwen, qwen_inputs(7)), evaluate(fused_qwen, qwen_inputs(7)))
         assert recorder.num_replays == 1
@@ -374,34 +375,90 @@ def test_rehearsal_pushes_no_record_out(qwen: Any, monkeypatch: pytest.MonkeyPat
     of(qwen, qwen_inputs(6))
     assert recorder.num_replays == 0
     of(qwen, qwen_inputs(5))
-    assert (of.num_made, recorder.num_replays) == (1, 1)
+    assert (of.num_records, recorder.num_replays) == (1, 1)
 
 
-@pytest.mark.parametrize(("computes_s", "num_evaluations"), [(9.0, 1), (1.0, 2)])
-def test_forward_that_computes_far_longer_than_it_is_launched_is_rehearsed_once(
-    computes_s: float, num_evaluations: int, wan: Any, monkeypatch: pytest.MonkeyPatch
+class SlowDevice(ImitationRecorder):
+    """A block is launched for a second, the first one for nine, and computes for some time after that."""
+
+    def __init__(self, transformer: Any, monkeypatch: pytest.MonkeyPatch, *computes_s: float) -> None:
+        super().__init__()
+        self.now_s, self._is_under_way = 0.0, False
+        self._computes_s = iter(computes_s)
+        self.num_blocks = 0
+        monkeypatch.setattr(recording, "time", SimpleNamespace(monotonic=lambda: self.now_s))
+        for block in transformer.blocks:
+            monkeypatch.setattr(block, "forward", self._launched(block.forward))
+
+    def _launched(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*inputs: Any, **options: Any) -> Any:
+            self.now_s += 1.0 if self.num_blocks else 9.0
+            self.num_blocks += 1
+            self._is_under_way = True
+            return forward(*inputs, **options)
+
+        return call
+
+    def synchronize(self) -> None:
+        if self._is_under_way:
+            self.now_s += next(self._computes_s, 0.0)
+        self._is_under_way = False
+
+
+@pytest.fixture
+def deep_wan(wan: Any) -> Any:
+    """Of eight blocks."""
+    deep = copy.deepcopy(wan)
+    deep.blocks.extend(copy.deepcopy(wan.blocks[-1]) for _ in range(8 - len(wan.blocks)))
+    return deep
+
+
+@pytest.mark.parametrize(
+    ("computes_s", "num_records"),
+    [
+        ((99.0, 0.4, 0.4, 0.4, 0.4, 0.4), 1),  # what the first block loads does not count
+        ((0.0, 0.6, 0.6, 0.6, 0.6, 0.6), 0),
+        ((0.0, 99.0, 99.0, 0.4, 0.4, 0.4), 1),  # the median does
+    ],
+)
+def test_median_of_a_few_blocks_decides_whether_forwards_are_recorded(
+    deep_wan: Any, monkeypatch: pytest.MonkeyPatch, computes_s: tuple[float, ...], num_records: int
 ) -> None:
-    """Loading and launching take a second here."""
-    now_s, evaluations = 0.0, []
+    of = Graphs(SlowDevice(deep_wan, monkeypatch, *computes_s), CPU)
+    for _ in range(2):
+        with of.rehearsing(None):
+            of(deep_wan, wan_inputs())
+    assert of.num_records == num_records
+    assert not any(block._forward_hooks for block in deep_wan.blocks[1:7])
 
-    def evaluate(*call: Any) -> Any:
-        nonlocal now_s
-        now_s += 1.0
-        evaluations.append(call)
-        return real(*call)
 
-    class Device(ImitationRecorder):
-        def synchronize(self) -> None:
-            nonlocal now_s
-            now_s += computes_s
+def test_forward_that_is_not_worth_a_record_ends_after_a_few_blocks_where_a_step_waits(
+    deep_wan: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is measured once; another text of the same shape changes nothing."""
+    device = SlowDevice(deep_wan, monkeypatch, *[3.0] * 99)
+    of = Graphs(device, CPU)
+    for num_blocks in (1 + recording.TIMED_BLOCKS, 1 + recording.TIMED_BLOCKS):
+        with pytest.raises(recording.NotWorthRecordingError), of.recording(None):
+            of(deep_wan, wan_inputs())
+        assert device.num_blocks == num_blocks
+    assert of.num_records == 0
+    of.forget()
+    with pytest.raises(recording.NotWorthRecordingError), of.recording(None):
+        of(deep_wan, wan_inputs())
+    assert device.num_blocks == 2 * (1 + recording.TIMED_BLOCKS)
 
-    real = recording.evaluate
-    monkeypatch.setattr(recording, "evaluate", evaluate)
-    monkeypatch.setattr(recording, "time", SimpleNamespace(monotonic=lambda: now_s))
-    of = Graphs(Device(), CPU)
-    with of.rehearsing(None):
-        of(wan, wan_inputs())
-    assert (len(evaluations), of.num_made) == (num_evaluations, 0)
+
+def test_decision_for_one_text_and_slot_is_one_for_all(
+    fused_qwen: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of = Graphs(ImitationRecorder(), CPU)
+    recorded(of, fused_qwen, qwen_inputs(6), place(2, 0))
+    monkeypatch.setattr(recording, "WORTH_RECORDING", 1.1)
+    recorded(of, fused_qwen, qwen_inputs(9), place(2, 1))
+    assert of.num_records == 2
+    with pytest.raises(recording.NotWorthRecordingError):
+        recorded(of, fused_qwen, qwen_inputs(6), place(4, 0))
 
 
 def test_ranks_with_a_record_and_without_begin_a_shared_forward_at_the_same_place(wan: Any) -> None:
@@ -491,7 +548,10 @@ def test_nothing_is_recorded_where_memory_is_short(wan: Any) -> None:
             return False
 
     of = Graphs(Short(), CPU)
-    recorded(of, wan, wan_inputs(), place(2, 0))
+    with pytest.raises(recording.NotWorthRecordingError):
+        recorded(of, wan, wan_inputs(), place(2, 0))
+    with of.rehearsing(None):
+        of(wan, wan_inputs())
     assert of.num_records == 0
 
 

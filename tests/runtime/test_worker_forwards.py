@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,13 +15,14 @@ from gfgen.graph import Task
 from gfgen.job.spec import JobSpec
 from gfgen.layout import Layout
 from gfgen.models.families.registry import load_adapter
+from gfgen.models.fast import recording
 from gfgen.models.fast.evaluation import evaluate
 from gfgen.models.fast.recording import Graphs
 from gfgen.models.parallel.parallel import Parallel
 from gfgen.models.parallel.rehearsal import RehearsalGroup
 from gfgen.runtime.ipc.messages import WarmUp
 from gfgen.runtime.worker import forwards as worker_forwards
-from gfgen.runtime.worker.forwards import Forwards, Kind
+from gfgen.runtime.worker.forwards import Forwards
 
 torch.set_num_threads(1)
 
@@ -105,16 +106,10 @@ def test_both_experts_are_warmed_up(adapters: dict[str, Any]) -> None:
     assert of.num_records == 0
 
 
-def test_step_that_is_launched_as_long_as_it_computes_is_recorded(adapters: dict[str, Any]) -> None:
+def test_first_step_of_a_kind_is_recorded_before_it_runs(adapters: dict[str, Any]) -> None:
     job = rank_job(adapters, "tiny-qwen-image")
     forwards, of = forwards_of(adapters)
     kind = forwards.kind_of(job, ALONE)
-    forwards.attach(job.start.checkpoint)
-    adapters["tiny-qwen-image"].denoise(job.start.spec, *job.artifacts.values(), step=0)
-    for launch_s in (0.01, 0.09, 0.01, 0.09):  # once is no rule
-        forwards.observe(kind, launch_s=launch_s, device_s=0.1)
-        assert not forwards.is_to_record(job, step(job, 1), kind)
-    forwards.observe(kind, launch_s=0.09, device_s=0.1)
     assert forwards.is_to_record(job, step(job, 20 - worker_forwards.MIN_REPLAYS), kind)
     assert not forwards.is_to_record(job, step(job, 21 - worker_forwards.MIN_REPLAYS), kind)
     forwards.record(job, step(job, 1), kind, ALONE)
@@ -122,26 +117,56 @@ def test_step_that_is_launched_as_long_as_it_computes_is_recorded(adapters: dict
     assert not forwards.is_to_record(job, step(job, 2), kind)
 
 
+def test_step_whose_forwards_are_not_worth_it_is_not_recorded_with_any_prompt_in_any_slot(
+    adapters: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recording, "WORTH_RECORDING", 1.1)
+    job, other = (rank_job(adapters, "tiny-qwen-image", prompt=text) for text in ("a fox", "a fox " * 9))
+    forwards, of = forwards_of(adapters)
+    forwards.record(job, step(job), forwards.kind_of(job, PAIR), PAIR)
+    assert of.num_records == 0
+    for each in (job, other):
+        for layout in (PAIR, Layout((1, 0), ulysses=2)):
+            assert not forwards.is_to_record(each, step(each), forwards.kind_of(each, layout))
+    assert forwards.is_to_record(job, step(job), forwards.kind_of(job, ALONE))
+    forwards.forget()
+    assert forwards.is_to_record(job, step(job), forwards.kind_of(job, PAIR))
+
+
+def test_steps_that_were_warmed_up_are_not_got_ready_again(adapters: dict[str, Any]) -> None:
+    job = rank_job(adapters, "tiny-qwen-image")
+    forwards, _ = forwards_of(adapters)
+    forwards.warm_up(warm_up(job, (1, 1, 1), (1, 2, 1)))
+    for layout in (ALONE, PAIR, Layout((1, 0), ulysses=2)):
+        assert not forwards.is_to_record(job, step(job), forwards.kind_of(job, layout))
+    assert forwards.is_to_record(job, step(job), forwards.kind_of(job, HALVES))
+
+
 def test_steps_with_a_prompt_of_another_length_are_recorded_before_their_first_one(
     adapters: dict[str, Any],
 ) -> None:
-    """That such steps are launch-bound is known from others; each length has records of its own."""
+    """Each length has records of its own."""
     job, other = (rank_job(adapters, "tiny-qwen-image", prompt=text) for text in ("a fox", "a fox " * 9))
     forwards, of = forwards_of(adapters)
     kind, other_kind = forwards.kind_of(job, ALONE), forwards.kind_of(other, ALONE)
     assert kind != other_kind
-    assert not forwards.is_to_record(other, step(other), other_kind)
-    be_slow(forwards, kind)
+    forwards.record(job, step(job), kind, ALONE)
     assert forwards.is_to_record(other, step(other), other_kind)
-    assert not forwards.is_to_record(other, step(other), forwards.kind_of(other, PAIR))
     forwards.record(other, step(other), other_kind, ALONE)
-    assert of.num_records == 2
+    assert of.num_records == 3  # the negative prompt is the same
     assert not forwards.is_to_record(other, step(other, 1), other_kind)
     adapter = adapters["tiny-qwen-image"]
     found = adapter.denoise(other.start.spec, *other.artifacts.values(), step=0)
     adapter.evaluate_by(evaluate)
     wanted = adapter.denoise(other.start.spec, *other.artifacts.values(), step=0)
     assert all(torch.equal(found.tensors[name], wanted.tensors[name]) for name in wanted.tensors)
+
+
+def test_both_experts_are_recorded_before_the_first_step(adapters: dict[str, Any]) -> None:
+    job = rank_job(adapters, "tiny-wan-moe", frames=5, boundary_ratio=0.6)
+    forwards, of = forwards_of(adapters)
+    forwards.record(job, step(job), forwards.kind_of(job, ALONE), ALONE)
+    assert of.num_records == 2
 
 
 @pytest.mark.parametrize("layout", [ALONE, PAIR, HALVES], ids=str)
@@ -157,62 +182,47 @@ def test_rehearsal_changes_no_result(adapters: dict[str, Any], layout: Layout) -
     assert all(torch.equal(found.tensors[name], wanted.tensors[name]) for name in wanted.tensors)
 
 
-def be_slow(forwards: Forwards, kind: Kind) -> None:
-    """Two steps that are launched as long as they compute."""
-    for _ in range(2):
-        forwards.observe(kind, launch_s=worker_forwards.LAUNCH_BOUND, device_s=1.0)
-
-
-def num_attempts(forwards: Forwards, of: Graphs, job: Any, *, most: int) -> int:
-    """How often the steps of a job are recorded whose records have gone each time."""
+def num_attempts(forwards: Forwards, job: Any, *, most: int, lose: Callable[[], None]) -> int:
+    """How often the first steps of a job are recorded if the records are lost each time."""
     kind = forwards.kind_of(job, ALONE)
     for number in range(most):
-        of.clear()
-        be_slow(forwards, kind)
         if not forwards.is_to_record(job, step(job), kind):
             return number
         forwards.record(job, step(job), kind, ALONE)
+        lose()
     return most
 
 
-def test_recording_in_vain_is_given_up_after_some_attempts(
-    adapters: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recording_in_vain_is_tried_once(adapters: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ImitationRecorder, "has_room", lambda _: False)
     job = rank_job(adapters, "tiny-qwen-image")
     forwards, of = forwards_of(adapters)
-    assert num_attempts(forwards, of, job, most=9) == worker_forwards.MAX_ATTEMPTS
-    assert of.num_made == 0
+    assert num_attempts(forwards, job, most=9, lose=lambda: None) == 1
+    assert of.num_records == 0
 
 
-def test_steps_whose_records_had_to_go_are_recorded_again_for_as_long_as_memory_is_not_short(
-    adapters: dict[str, Any],
-) -> None:
+def test_steps_whose_records_had_to_go_are_recorded_again_by_the_next_job(adapters: dict[str, Any]) -> None:
     """Where prompts of ever other lengths come, all records are pushed out by others some day."""
     job = rank_job(adapters, "tiny-qwen-image")
     forwards, of = forwards_of(adapters)
-    assert num_attempts(forwards, of, job, most=9) == 9
-    forwards.clear()
-    assert num_attempts(forwards, of, job, most=9) == worker_forwards.MAX_ATTEMPTS
-    forwards.forget()
-    assert num_attempts(forwards, of, job, most=9) == 9
+    assert num_attempts(forwards, job, most=9, lose=of.clear) == 9
+    assert of.num_records == 0
+    kind = forwards.kind_of(job, ALONE)
+    assert not forwards.is_to_record(job, step(job, 1), kind)  # a job that has begun is not held up
 
 
-def test_what_was_slow_before_models_changed_is_not_recorded_for_it(adapters: dict[str, Any]) -> None:
+def test_steps_are_recorded_again_after_memory_was_short_but_not_for_ever(adapters: dict[str, Any]) -> None:
     job = rank_job(adapters, "tiny-qwen-image")
     forwards, _ = forwards_of(adapters)
-    kind = forwards.kind_of(job, ALONE)
-    be_slow(forwards, kind)
-    assert forwards.is_to_record(job, step(job), kind)
-    forwards.forget()
-    assert not forwards.is_to_record(job, step(job), kind)
+    for _ in range(2):
+        most = worker_forwards.MAX_SHORTAGES
+        assert num_attempts(forwards, job, most=9, lose=forwards.clear) == most
+        forwards.forget()
 
 
 def test_nothing_is_recorded_where_that_is_not_wanted(adapters: dict[str, Any]) -> None:
     job = rank_job(adapters, "tiny-qwen-image")
     forwards, of = forwards_of(adapters, may_record=False)
     forwards.warm_up(warm_up(job, (1, 1, 1)))
-    kind = forwards.kind_of(job, ALONE)
-    be_slow(forwards, kind)
-    assert not forwards.is_to_record(job, step(job), kind)
+    assert not forwards.is_to_record(job, step(job), forwards.kind_of(job, PAIR))
     assert of.num_records == 0

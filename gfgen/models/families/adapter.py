@@ -16,6 +16,7 @@ import torch
 from gfgen.job.spec import JobSpec
 from gfgen.layout import Layout
 from gfgen.models.fast.evaluation import Evaluator
+from gfgen.models.geometry.model import Geometry
 from gfgen.models.parallel.parallel import Parallel
 
 Scalar = int | float | bool | str | None | list[int] | list[float]
@@ -40,6 +41,8 @@ class Adapter(Protocol):
     `spec` is always the job as run (`Geometry.resolve`). Given artifacts are immutable:
     an executor returns new tensors and never writes to those it was given.
     """
+
+    geometry: Geometry
 
     def encode(self, spec: JobSpec) -> Fields:
         """The artifact `prompt`: embeddings of the prompt and of the negative prompt."""

@@ -1,15 +1,16 @@
 """Forwards of transformers recorded once, and replayed with other inputs, on any ranks.
 
-If launching kernels one by one takes longer than computing, a forward is recorded: all of its launches
+If launching kernels one by one takes about as long as computing, a forward is recorded: all of its launches
 become one (on GPUs a CUDA graph). A record is for one transformer, the shapes of its inputs, degrees and
 local shard lengths. It reads the ranks that share a replay, and the slot of this rank, from memory
 (gfc/cuda/captured.py, `Sharing.positions_L`):
 
     inputs -> copied to where the record reads them -> replayed -> result copied out
 
-Each rank decides by itself whether its launches take long enough to record them. So of the ranks that share
-a forward some may replay it and others launch it. Their exchanges must be the same, and all of them start
-at the same bank (`LaunchRecorder.align`).
+One measurement decides for each shape and degree whether forwards are recorded: the first evaluation times a
+few blocks, each by itself, while nothing else is under way. Each rank measures for itself. So of the ranks
+that share a forward some may replay it and others launch it. Their exchanges must be the same, and all of
+them start at the same bank (`LaunchRecorder.align`).
 
 Recording runs no kernel and involves no other rank. Callers of `rehearsing` and `recording` make sure that
 no kernel waits for another rank meanwhile, and that the ranks of the record have not been entered. An
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import statistics
 import time
 import weakref
 from collections import OrderedDict
@@ -49,8 +51,17 @@ OF_ATTENTION = "attention_kwargs"
 OF_TEXT = (TEXT, OF_ATTENTION)
 """Inputs that depend on the length of a text: embeddings, and lengths where texts are padded (texts.py)."""
 WORTH_RECORDING = 0.65
-"""A warm-up records forwards whose launches take at least this share of their whole time. Among other ranks,
-for whose launches it waits, such a forward may be launch-bound."""
+"""Forwards are recorded if the launches of a block take at least this share of its time. Below it records
+gain next to nothing: on an H200 a forward of 832x480x49, with a share of about 0.45, took 92.2 ms as a graph
+and 93.5 launched; one of 1024x1024, with 0.5, 123.7 both (benchmarks/results/2026-11-22-forward.md). The
+bound lies below 1 because ranks that share a forward wait for each other's launches, too."""
+TIMED_BLOCKS = 5
+"""The median of these counts: one launch may be held up by something else. The first block is not timed,
+because it loads what all of them launch."""
+
+
+class NotWorthRecordingError(Exception):
+    """A forward is launched kernel by kernel: it computes longer than it is launched, or memory is short."""
 
 
 class Recorded(Protocol):
@@ -95,7 +106,8 @@ class _ForwardCall(NamedTuple):
     """None for a rank alone."""
 
 
-_Handler = Callable[[_ForwardCall, Any, Mapping[str, Any]], Any]
+_Handler = Callable[[_ForwardCall, Any, Mapping[str, Any]], bool]
+"""Gets a forward ready; False if it should be tried again."""
 
 
 class _KnownForward(NamedTuple):
@@ -143,15 +155,17 @@ class Graphs:
     def __init__(self, recorder: LaunchRecorder, device: torch.device, *, may_record: bool = True) -> None:
         self._recorder, self._device = recorder, device
         self.may_record = may_record
-        self.num_made = 0
-        """Records made so far; some may have been dropped."""
+        self.num_gone = 0
+        """Records that were dropped while their models stayed."""
         self._records: OrderedDict[object, _ForwardRecord] = OrderedDict()
         self._known: dict[_ForwardCall, _KnownForward] = {}
+        self._is_worth: dict[object, bool] = {}
+        """By call with any text: whether its forwards are recorded."""
         self._are_loaded: dict[object, bool] = {}
         """By call with any text, and slot: whether it may be recorded at once, since one like it was."""
-        self._rehearsed: set[object] = set()
-        self._refused: set[object] = set()
-        """Forwards that could not be recorded."""
+        self._ready: set[object] = set()
+        """Forwards that need nothing more: they are recorded, or never will be."""
+        self._has_warned = False
         self._lives: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         """A unique number for each transformer; an `id` may occur again later."""
         self._next_life = itertools.count()
@@ -163,7 +177,9 @@ class Graphs:
         sharing = present_sharing()
         call = self._call(transformer, inputs, sharing)
         if self._mode is not None:
-            self._mode(call, transformer, inputs)
+            is_ready = call in self._known and self._key(call, transformer, sharing) in self._ready
+            if not is_ready and self._mode(call, transformer, inputs):
+                self._ready.add(self._key(call, transformer, sharing))
             return torch.zeros_like(self._known[call].result, device=self._device)
         if sharing is not None:
             self._recorder.align(sharing.parallel)
@@ -184,8 +200,11 @@ class Graphs:
 
     @contextmanager
     def recording(self, unentered: Parallel | None) -> Iterator[None]:
-        """As `rehearsing`, but records every forward."""
-        with self._in_mode(self._evaluate_and_record, unentered):
+        """As `rehearsing`, while a step waits: it evaluates as little as possible.
+
+        Raises: NotWorthRecordingError at the first forward that is not recorded.
+        """
+        with self._in_mode(self._record_now, unentered):
             yield
 
     @property
@@ -194,15 +213,13 @@ class Graphs:
 
     def clear(self) -> None:
         """Release the memory of all records."""
-        self._records.clear()
+        for key in list(self._records):
+            self._drop(key)
 
     def forget(self) -> None:
         """Drop all records and all knowledge of forwards, before models are unloaded."""
-        self.clear()
-        self._known.clear()
-        self._are_loaded.clear()
-        self._rehearsed.clear()
-        self._refused.clear()
+        for known in (self._records, self._known, self._is_worth, self._are_loaded, self._ready):
+            known.clear()
 
     @contextmanager
     def _in_mode(self, mode: _Handler, unentered: Parallel | None) -> Iterator[None]:
@@ -212,41 +229,51 @@ class Graphs:
         finally:
             self._mode = self._unentered = None
 
-    def _rehearse(self, call: _ForwardCall, transformer: Any, inputs: Mapping[str, Any]) -> None:
+    def _drop(self, key: object) -> None:
+        del self._records[key]
+        self._ready.discard(key)
+        self.num_gone += 1
+
+    def _rehearse(self, call: _ForwardCall, transformer: Any, inputs: Mapping[str, Any]) -> bool:
+        if not self._is_worth_recording(call, transformer, inputs):
+            return True
+        if len(self._records) >= MAX_RECORDS or not self._recorder.has_room():
+            return False
+        self._record(call, transformer, inputs, is_loaded=present_sharing() is None)
+        return True
+
+    def _record_now(self, call: _ForwardCall, transformer: Any, inputs: Mapping[str, Any]) -> bool:
         sharing = present_sharing()
-        if call in self._known and self._key(call, transformer, sharing) in self._rehearsed:
-            return
-        # The first evaluation also loads kernels. If launching is short even then, it stays short.
-        may_be_bound = self._is_launch_bound(call, transformer, inputs, bound=WORTH_RECORDING / 2)
-        self._rehearsed.add(self._key(call, transformer, sharing))
-        if not may_be_bound or len(self._records) >= MAX_RECORDS:
-            return
-        if self._is_launch_bound(call, transformer, inputs, bound=WORTH_RECORDING) and self._may_record_now():
-            self._record(call, transformer, inputs)
-
-    def _is_launch_bound(
-        self, call: _ForwardCall, transformer: Any, inputs: Mapping[str, Any], *, bound: float
-    ) -> bool:
-        """Evaluate; whether launching took at least this share of the whole time."""
-        self._recorder.synchronize()
-        began_s = time.monotonic()
-        self._evaluate(call, transformer, inputs)
-        launch_s = time.monotonic() - began_s
-        self._recorder.synchronize()
-        return launch_s >= bound * (time.monotonic() - began_s)
-
-    def _evaluate_and_record(self, call: _ForwardCall, transformer: Any, inputs: Mapping[str, Any]) -> None:
-        sharing, is_new = present_sharing(), call not in self._known
-        if not is_new and self._key(call, transformer, sharing) in self._records:
-            return
-        may_record = self._may_record_now()
-        if may_record and self._record_at_once(call, transformer, inputs):
-            return
-        if is_new:  # as a record does, so that its kernels are loaded
+        may_be_worth = self.may_record and self._is_worth.get(_with_any_text(call), True)
+        if not may_be_worth or not self._recorder.has_room():
+            raise NotWorthRecordingError
+        if not self._record_at_once(call, transformer, inputs):
+            # As a record does, so that its kernels are loaded.
             with _by_slot(None if sharing is None else sharing.parallel, self._new_slot()):
-                self._evaluate(call, transformer, inputs)
-        if may_record:
-            self._record(call, transformer, inputs, is_loaded=is_new)
+                self._is_worth_recording(call, transformer, inputs, is_hasty=True)
+            self._record(call, transformer, inputs, is_loaded=True)
+        return True
+
+    def _is_worth_recording(
+        self, call: _ForwardCall, transformer: Any, inputs: Mapping[str, Any], *, is_hasty: bool = False
+    ) -> bool:
+        """Evaluate; whether such forwards are recorded, which is measured now if it was not before.
+
+        is_hasty: end the evaluation, with NotWorthRecordingError, when it is clear that they are not.
+        """
+        alike = _with_any_text(call)
+        if not self.may_record or alike in self._is_worth:
+            self._evaluate(call, transformer, inputs)
+            return self.may_record and self._is_worth[alike]
+
+        def decide(launch_share: float) -> None:
+            self._is_worth[alike] = launch_share >= WORTH_RECORDING
+            if is_hasty and not self._is_worth[alike]:
+                raise NotWorthRecordingError
+
+        with _timed_blocks(transformer, self._recorder.synchronize, decide):
+            self._evaluate(call, transformer, inputs)
+        return self._is_worth.setdefault(alike, False)
 
     def _evaluate(self, call: _ForwardCall, transformer: Any, inputs: Mapping[str, Any]) -> Tensor:
         result = evaluate(transformer, inputs)
@@ -254,9 +281,6 @@ class Graphs:
         lengths = {} if sharing is None else dict(sharing.stream_lengths)
         self._known[call] = _KnownForward(lengths, torch.empty_like(result, device="meta"))
         return result
-
-    def _may_record_now(self) -> bool:
-        return self.may_record and self._recorder.has_room()
 
     def _new_slot(self) -> Tensor:
         return torch.zeros(1, dtype=torch.int64, device=self._device)
@@ -275,21 +299,18 @@ class Graphs:
         return True
 
     def _record(
-        self, call: _ForwardCall, transformer: Any, inputs: Mapping[str, Any], *, is_loaded: bool = False
+        self, call: _ForwardCall, transformer: Any, inputs: Mapping[str, Any], *, is_loaded: bool
     ) -> None:
         """is_loaded: every kernel of the record was launched before."""
         sharing = present_sharing()
-        key = self._key(call, transformer, sharing)
-        if key in self._records or key in self._refused:
-            return
         try:
             if sharing is not None and not is_loaded:
                 with _by_slot(sharing.parallel, self._new_slot()):
                     evaluate(transformer, inputs)
             self._make(call, transformer, inputs)
         except Exception as error:
-            level = logging.DEBUG if self._refused else logging.WARNING  # where one cannot be, many cannot
-            self._refused.add(key)
+            level = logging.DEBUG if self._has_warned else logging.WARNING  # if one cannot be, many cannot
+            self._has_warned = True
             logger.log(
                 level,
                 "a forward cannot be recorded, and is launched kernel by kernel: %s",
@@ -315,9 +336,8 @@ class Graphs:
         addresses = tuple((weight, weight.data_ptr()) for weight in (weights[0], weights[-1]))
         of = weakref.ref(transformer, lambda _: self._records.pop(key, None))
         self._records[key] = _ForwardRecord(recorded, kept, slot_1, of, addresses, tables)
-        self.num_made += 1
         while len(self._records) > MAX_RECORDS:
-            self._records.popitem(last=False)
+            self._drop(next(iter(self._records)))
 
     def _record_of(
         self, call: _ForwardCall, transformer: Any, sharing: Sharing | None
@@ -329,7 +349,7 @@ class Graphs:
         if record is None:
             return None
         if not record.is_of(transformer):
-            del self._records[key]
+            self._drop(key)
             return None
         self._records.move_to_end(key)
         return record
@@ -359,9 +379,50 @@ class Graphs:
         return call, own, group, heads[parallel.ulysses.slot], sequence.slot if is_modulated else None
 
 
+def _with_any_text(call: _ForwardCall) -> object:
+    """What determines the times of a forward: the length of its text hardly counts."""
+    return call._replace(text=())
+
+
 def _whatever_the_text(call: _ForwardCall, sharing: Sharing | None) -> object:
     """What determines the kernels of a forward, without the length of its text."""
-    return call._replace(text=()), None if sharing is None else sharing.ranks.slot
+    return _with_any_text(call), None if sharing is None else sharing.ranks.slot
+
+
+@contextmanager
+def _timed_blocks(
+    transformer: Any, synchronize: Callable[[], None], decide: Callable[[float], None]
+) -> Iterator[None]:
+    """Inside, a forward ends in `decide`, with the share of a block's time that its launches take.
+
+    `decide` is called when the last timed block is done.
+    """
+    lists = [child for child in transformer.children() if isinstance(child, torch.nn.ModuleList)]
+    blocks = list(max(lists, key=len, default=[transformer]))
+    timed = blocks[1 : 1 + TIMED_BLOCKS] or blocks
+    shares: list[float] = []
+    began_s = 0.0
+
+    def before(*_: object) -> None:
+        nonlocal began_s
+        synchronize()
+        began_s = time.monotonic()
+
+    def after(*_: object) -> None:
+        launched_s = time.monotonic()
+        synchronize()
+        done_s = time.monotonic()
+        shares.append((launched_s - began_s) / max(done_s - began_s, 1e-9))
+        if len(shares) == len(timed):
+            decide(statistics.median(shares))
+
+    hooks = [block.register_forward_pre_hook(before) for block in timed]
+    hooks += [block.register_forward_hook(after) for block in timed]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _kind_of(x: object) -> object:

@@ -31,9 +31,6 @@ LONG_S = 0.25
 class Watch:
     """Checks whether a task is to stop. On a CPU a part is done when it returns."""
 
-    waited_s = 0.0
-    """Time that the task has spent waiting in checks."""
-
     def __init__(self, is_stopped: Callable[[], bool]) -> None:
         self._is_stopped = is_stopped
 
@@ -49,12 +46,9 @@ class DeviceWatch(Watch):
     `record` returns an event that is recorded on that stream.
     """
 
-    def __init__(
-        self, is_stopped: Callable[[], bool], *, record: Callable[[], Any], now_s: Callable[[], float]
-    ) -> None:
+    def __init__(self, is_stopped: Callable[[], bool], *, record: Callable[[], Any]) -> None:
         super().__init__(is_stopped)
         self._record = record
-        self._now_s = now_s
         self._marks: deque[Any] = deque()
         """One event after each part that may not be done yet, the oldest first."""
         self._last_done: Any = None
@@ -64,10 +58,8 @@ class DeviceWatch(Watch):
     def check(self) -> None:
         super().check()
         self._marks.append(self._record())
-        began_s = self._now_s()
         while len(self._marks) > self._max_ahead:
             self._take_oldest()
-        self.waited_s += self._now_s() - began_s
         super().check()
 
     @property

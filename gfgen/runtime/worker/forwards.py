@@ -2,39 +2,32 @@
 
 Either takes a while, in which other ranks must not wait for this one inside a task. So it comes before the
 rank enters a task: by a *rehearsal*, in which the rank runs a step alone, with zeros for what others would
-send (models/parallel/rehearsal.py). `warm_up` does so for what is at hand before a run begins. Later on, a
-forward whose launches turn out to take as long as its computing is recorded before the next step of its kind
-(models/fast/recording.py). Where that was so with one prompt, steps with prompts of another length, which are
-another kind where texts are not padded, are recorded before their first one.
+send (models/parallel/rehearsal.py). `warm_up` does this for the shapes that are known before a run begins.
+For others, the first step of a kind is recorded before it runs, if records of such forwards are worth it
+(models/fast/recording.py). Prompts of another length are another kind where texts are not padded.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 from gfgen.graph import Task
 from gfgen.layout import MAX_RANKS, Layout
 from gfgen.models.families.adapter import Adapter
-from gfgen.models.fast.recording import Graphs
+from gfgen.models.fast.recording import Graphs, NotWorthRecordingError
 from gfgen.models.parallel.parallel import Parallel
 from gfgen.models.parallel.rehearsal import rehearsal
 from gfgen.runtime.ipc.messages import WarmUp
 from gfgen.runtime.worker.jobs import RankJob
 
-LAUNCH_BOUND = 0.8
-"""Launches that take so much of the time until all is done, or more, in two steps of a kind in a row: the
-device waits for the host. One such step may be the host's having had something else to do."""
 MIN_REPLAYS = 5
 """Recording takes about as long as launching a forward once or twice, so it pays if a few steps follow."""
-MAX_ATTEMPTS = 4
-"""At recording one kind of steps in vain: one that cannot be recorded is given up."""
+MAX_SHORTAGES = 4
+"""Records are made again after memory was short, but not for ever: they might let tasks fail for ever."""
 
 Unentered = Callable[[Layout], Parallel | None]
 """The ranks of a step on this layout, of whom none has come; None for a rank alone."""
-Mode = Callable[[Parallel | None], AbstractContextManager[None]]
 
 
 class Kind(NamedTuple):
@@ -42,85 +35,74 @@ class Kind(NamedTuple):
 
     checkpoint: str
     artifacts: object
+    degrees: tuple[int, int, int]
     texts: tuple[object, ...]
     """By the lengths of the prompts."""
-    degrees: tuple[int, int, int]
     slot: int
 
     @property
-    def whatever_the_texts(self) -> Kind:
-        """The same with any prompt: lengths of prompts change little of what a step takes."""
-        return self._replace(texts=())
+    def shape(self) -> tuple[object, ...]:
+        """The same with any prompt in any slot: records are worth it for all of them or for none."""
+        return self[:3]
 
 
 class Forwards:
-    """The forwards of one rank's steps. For its main thread, but for `observe`."""
+    """The forwards of one rank's steps, for its main thread."""
 
     def __init__(
         self, adapters: Mapping[str, Adapter], graphs: Graphs, *, rank: int, unentered: Unentered
     ) -> None:
         self._adapters, self._graphs = adapters, graphs
         self._rank, self._unentered = rank, unentered
-        self._was_slow: set[Kind] = set()
-        """The last such step was launch-bound, whatever its texts."""
-        self._is_slow: set[Kind] = set()
-        """Steps that are to be recorded."""
-        self._often_slow: set[Kind] = set()
-        """The same, whatever the texts: some of them were."""
-        self._seen: set[Kind] = set()
-        """Steps that have run or were recorded here."""
-        self._num_attempts: Counter[Kind] = Counter()
-        """In vain; where memory has been short, all of them."""
-        self._was_short = False
-        """Records had to be given back: made again for ever, they might let tasks fail for ever."""
+        self._ready: dict[Kind, int] = {}
+        """Steps that were got ready, and how many records were gone by then."""
+        self._not_worth: set[object] = set()
+        """Shapes whose steps are launched kernel by kernel."""
+        self._num_shortages = 0
 
     def kind_of(self, job: RankJob, layout: Layout) -> Kind:
         """Of a job's next step on this layout."""
         start, prompt = job.start, job.artifacts["prompt"]
         texts = self._adapters[start.checkpoint].text_shape(start.spec, prompt, layout)
         artifacts = start.trajectory.artifacts
-        return Kind(start.checkpoint, artifacts, texts, layout.degrees, layout.slot_of(self._rank))
+        return Kind(start.checkpoint, artifacts, layout.degrees, texts, layout.slot_of(self._rank))
 
     def attach(self, checkpoint: str) -> None:
         """Before a step of this model: its forwards go through records."""
         self._adapters[checkpoint].evaluate_by(self._graphs)
 
     def is_to_record(self, job: RankJob, task: Task, kind: Kind) -> bool:
-        """Whether the forwards of such steps had better be recorded before this one."""
-        is_slow = kind in self._is_slow or (
-            kind not in self._seen and kind.whatever_the_texts in self._often_slow
-        )
-        return is_slow and job.start.trajectory.num_steps - (task.step or 0) >= MIN_REPLAYS
+        """Whether the forwards of such steps are recorded before this one: the first of its kind.
+
+        If records had to go since, the next job may record them again, before its own first step.
+        """
+        if not self._graphs.may_record or self._num_shortages >= MAX_SHORTAGES:
+            return False
+        step = task.step or 0
+        num_gone = self._ready.get(kind)
+        is_due = num_gone is None or (step == 0 and num_gone != self._graphs.num_gone)
+        num_left = job.start.trajectory.num_steps - step
+        return is_due and kind.shape not in self._not_worth and num_left >= MIN_REPLAYS
 
     def record(self, job: RankJob, task: Task, kind: Kind, layout: Layout) -> None:
-        """Record the forwards of a job's next step, while nothing that this rank has launched runs."""
-        self._is_slow.discard(kind)
-        self._seen.add(kind)
-        self._num_attempts[kind] += 1
-        num_made = self._graphs.num_made
+        """Record the forwards of a job's next step, while nothing that this rank has launched runs.
+
+        If they turn out not to be worth it, this takes a part of one forward.
+        """
+        self._ready[kind] = self._graphs.num_gone
         self.attach(job.start.checkpoint)
         unentered = self._unentered(layout)
-        with self._graphs.recording(unentered):
-            self._adapters[job.start.checkpoint].denoise(
-                job.start.spec,
-                *(job.artifacts[name] for name in ("prompt", "condition", "latents")),
-                step=task.step or 0,
-                parallel=None if unentered is None else rehearsal(unentered),
-            )
-        if self._graphs.num_made > num_made and not self._was_short:
-            del self._num_attempts[kind]
-
-    def observe(self, kind: Kind, *, launch_s: float, device_s: float) -> None:
-        """A step took so long to launch, and so long from its first launch until it had run."""
-        alike = kind.whatever_the_texts
-        self._seen.add(kind)
-        if launch_s < LAUNCH_BOUND * device_s:
-            self._was_slow.discard(alike)
-        elif alike not in self._was_slow:
-            self._was_slow.add(alike)
-        elif self._graphs.may_record and self._num_attempts[kind] < MAX_ATTEMPTS:
-            self._is_slow.add(kind)
-            self._often_slow.add(alike)
+        inputs = [job.artifacts[name] for name in ("prompt", "condition", "latents")]
+        adapter, spec = self._adapters[job.start.checkpoint], job.start.spec
+        alone = None if unentered is None else rehearsal(unentered)
+        try:
+            for step in _steps_of_experts(
+                job.start.trajectory.num_steps, spec.boundary_ratio, task.step or 0
+            ):
+                with self._graphs.recording(unentered):
+                    adapter.denoise(spec, *inputs, step=step, parallel=alone)
+        except NotWorthRecordingError:
+            self._not_worth.add(kind.shape)
 
     def warm_up(self, message: WarmUp) -> None:
         """Run steps like the message's, in every slot of its layouts.
@@ -131,26 +113,29 @@ class Forwards:
         self.attach(message.checkpoint)
         prompt = adapter.encode(spec)
         condition, latents = adapter.prepare(spec, prompt)
-        last = (spec.steps or 1) - 1 if spec.boundary_ratio is not None else 0
+        artifacts = adapter.geometry.trajectory(spec).artifacts
         for layout in (each for degrees in message.degrees for each in self._layouts(degrees)):
             unentered = self._unentered(layout)
             alone = None if unentered is None else rehearsal(unentered)
-            for step in sorted({0, last}):  # both experts
+            for step in _steps_of_experts(spec.steps or 1, spec.boundary_ratio, 0):
                 with self._graphs.rehearsing(unentered):
                     adapter.denoise(spec, prompt, condition, latents, step=step, parallel=alone)
+            texts = adapter.text_shape(spec, prompt, layout)
+            kind = Kind(message.checkpoint, artifacts, layout.degrees, texts, layout.slot_of(self._rank))
+            self._ready[kind] = self._graphs.num_gone
 
     def clear(self) -> None:
         """Give the memory of records back, which is short."""
-        self._was_short = True
+        self._num_shortages += 1
         self._graphs.clear()
+        self._ready.clear()
 
     def forget(self) -> None:
         """Models are about to go: no record is kept, nothing that was seen counts, all may be tried again."""
         self._graphs.forget()
-        for kinds in (self._was_slow, self._is_slow, self._often_slow, self._seen):
-            kinds.clear()
-        self._num_attempts.clear()
-        self._was_short = False
+        self._ready.clear()
+        self._not_worth.clear()
+        self._num_shortages = 0
 
     def _layouts(self, degrees: tuple[int, int, int]) -> Iterator[Layout]:
         """With this rank in each slot in turn; who the others are does not matter."""
@@ -159,3 +144,8 @@ class Forwards:
         for slot in range(number := cfg * ulysses * ring):
             ranks = (*others[:slot], self._rank, *others[slot : number - 1])
             yield Layout(ranks, cfg=cfg, ulysses=ulysses, ring=ring)
+
+
+def _steps_of_experts(num_steps: int, boundary_ratio: float | None, step: int) -> list[int]:
+    """This step and, if later ones have another transformer, the last one."""
+    return sorted({step, num_steps - 1 if boundary_ratio is not None else step})

@@ -125,9 +125,6 @@ class GpuRun(Run):
     outcome: DispatchOutcome | None
     arrival: Arrival | None
     """Of the input, where other ranks send it."""
-    forward: Kind | None
-    """Of a step whose launches are all timed: nothing was loaded between them."""
-    launch_s: float
 
 
 @dataclass(slots=True)
@@ -316,13 +313,11 @@ class GpuDevice:
             begun = self.event()
             group = meet(self.endpoint, message)
             entered = self.event()
-            watch = self._watch_of(message)
-            with stop_checks.watching(watch):
+            with stop_checks.watching(self._watch_of(message)):
                 made = execute(self.adapters, work, None if group is None else parallel_from(group))
             made = {name: _dense(fields) for name, fields in made.items()}
             if (total := sum_of(made)) is not None:  # copied to where the watcher reads it
                 total = next(self._sums).copy_(total, non_blocking=True)
-        launched_s = time.monotonic()
         outcome = None
         if group is not None or message.transfers:
             sources = {transfer.source for transfer in message.transfers}
@@ -337,15 +332,13 @@ class GpuDevice:
             entered=entered,
             outcome=outcome,
             arrival=arrival,
-            forward=forward if is_familiar else None,
-            launch_s=launched_s - ready_s - watch.waited_s,
         )
 
     def _watch_of(self, message: RunTask) -> stop_checks.Watch:
         is_void = partial(self._dispatches.is_void, message.number)
         if message.expected_s < _SHORT_S:
             return stop_checks.Watch(is_void)
-        return stop_checks.DeviceWatch(is_void, record=self.event, now_s=time.monotonic)
+        return stop_checks.DeviceWatch(is_void, record=self.event)
 
     def _get_ready(self, work: RankTask, forward: Kind | None, *, may_block: bool) -> None:
         """See to it that nobody will wait for this rank inside the task; `forward` is a step's.
@@ -383,8 +376,6 @@ class GpuDevice:
         if run.outcome is not None:
             run.outcome.require()
         device_s = run.entered.elapsed_time(run.is_there) / 1e3
-        if run.forward is not None:
-            self.forwards.observe(run.forward, launch_s=run.launch_s, device_s=device_s)
         run.started_s = run.ended_s - device_s
         run.waited_s += run.begun.elapsed_time(run.entered) / 1e3
         run.moved_s += 0.0 if run.arrival is None else run.arrival.seconds
