@@ -84,10 +84,10 @@ def test_nothing_is_thought_about_while_every_rank_is_gone(caplog):
     control.state.apply(RankReady(0.0, 0, 1, 0.0))
     control.apply(JobArrived(0.0, "job-00"))
     control.state.apply(RankLost(0.0, 0, 1, "killed"))
-    control.reconsider()
+    control.reconsider(control.decider.chooser)
     assert asked == []
     control.state.apply(RankReady(1.0, 0, 2, 0.0))
-    control.reconsider()
+    control.reconsider(control.decider.chooser)
     assert asked == [1]
     assert "choosing a policy failed" not in caplog.text
 

@@ -160,7 +160,8 @@ class Control:
                 self.reconsider(self.decider.chooser)
             if self._residency is not None:
                 self.change_models(self._residency)
-            self.dispatch()
+            if self.state.has_choice:
+                self.dispatch()
         self.journal.end_turn(self.clock.turn_s)
 
     def begin(self) -> None:
@@ -196,7 +197,7 @@ class Control:
         self.clock.begin_turn()
         for event in events:
             self.record(event)
-        if unwanted := self.state.flights.take_unwanted():
+        if self.state.flights.unwanted and (unwanted := self.state.flights.take_unwanted()):
             self.backend.stop(unwanted)
         if not events and not self.state.flights:
             self.state.check()
@@ -276,15 +277,13 @@ class Control:
         self.backend.load(residency.held, load_s=event.load_s)
 
     def dispatch(self) -> None:
-        """Ask the policy, if it has a choice, and start what it decides."""
+        """Ask the policy, and start what it decides."""
         for decision in self.decide():
             if not self.start(decision):
                 break  # what follows was decided for a state that did not come about
 
     def decide(self) -> Iterable[Decision]:
-        """What the policy wants now; nothing while no rank is free."""
-        if not self.state.has_choice:
-            return ()
+        """What the policy wants now."""
         self.state.jobs.renew_predictions(self.clock.turn_s)
         snapshot = self.state.snapshot()
         self.journal.asked()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.snapshot import RunningTask
@@ -36,24 +36,24 @@ class Flight:
     """How long before and after its predicted end the next task may be queued; 0 if never."""
     failure: str | None = None
     is_void: bool = False
+    look_s: float = field(init=False)
+    """When to decide what follows it; infinity if nothing may be queued behind it."""
+    late_s: float = field(init=False)
+    """From here on nothing may be queued: a task that is so late may end at any time, or not for long,
+    and a task queued behind it would wait on a rank that other jobs could use."""
 
-    @property
-    def look_s(self) -> float:
-        """When to decide what follows it; infinity if nothing may be queued behind it."""
-        return self.view.predicted_end_s - self.lookahead_s if self.lookahead_s > 0 else math.inf
+    def __post_init__(self) -> None:
+        self.set_end(self.view)
+
+    def set_end(self, view: RunningTask) -> None:
+        """Predict this end."""
+        self.view, end_s = view, view.predicted_end_s
+        self.look_s = end_s - self.lookahead_s if self.lookahead_s > 0 else math.inf
+        self.late_s = end_s + self.lookahead_s
 
     def is_ending(self, now_s: float) -> bool:
-        """Whether the next task may be queued behind it: it is predicted to end within its lookahead.
-
-        A task that is later than that may end at any time, or not for long: a task queued
-        behind it would wait on a rank that other jobs could use.
-        """
-        left_s = self.view.predicted_end_s - now_s
-        return (
-            self.lookahead_s > 0
-            and -self.lookahead_s <= left_s <= self.lookahead_s + _ROUNDING_S
-            and self.failure is None
-        )
+        """Whether the next task may be queued behind it."""
+        return self.look_s - _ROUNDING_S <= now_s <= self.late_s and self.failure is None
 
 
 class Flights:
@@ -62,7 +62,7 @@ class Flights:
     def __init__(self, *, lookahead_s: float, last_number: int) -> None:
         self._lookahead_s = lookahead_s
         self._flights: dict[int, Flight] = {}
-        self._unwanted: set[int] = set()
+        self.unwanted: set[int] = set()
         """Dispatches to stop that `take_unwanted` has not returned yet."""
         self.last_number = last_number
         """Of the last dispatch."""
@@ -89,7 +89,9 @@ class Flights:
 
     def ending(self, now_s: float) -> list[Flight]:
         """Flights behind which the next tasks may be queued."""
-        return [flight for flight in self._flights.values() if flight.is_ending(now_s)]
+        soon_s = now_s + _ROUNDING_S
+        near = [each for each in self._flights.values() if each.look_s <= soon_s]
+        return [flight for flight in near if flight.is_ending(now_s)]
 
     def next_look_s(self, now_s: float) -> float:
         """When to decide next what follows a flight; infinity if there is nothing to decide."""
@@ -100,18 +102,16 @@ class Flights:
         """Predict another end, unless it is nearly the same; whether it changed."""
         if abs(end_s - flight.view.predicted_end_s) <= _SAME_END * self._lookahead_s:
             return False
-        flight.view = RunningTask(flight.view.task, flight.view.layout, end_s)
+        flight.set_end(RunningTask(flight.view.task, flight.view.layout, end_s))
         return True
 
     def give_up(self, flights: Iterable[Flight]) -> None:
         """Nobody wants the results of these dispatches any more."""
-        self._unwanted.update(flight.dispatch.number for flight in flights)
+        self.unwanted.update(flight.dispatch.number for flight in flights)
 
     def take_unwanted(self) -> list[Dispatch]:
         """Dispatches to stop, each returned once."""
-        if not self._unwanted:
-            return []
-        unwanted, self._unwanted = self._unwanted, set()
+        unwanted, self.unwanted = self.unwanted, set()
         return [self._flights[number].dispatch for number in sorted(unwanted & self._flights.keys())]
 
     def check(self) -> None:

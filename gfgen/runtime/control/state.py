@@ -7,6 +7,7 @@ applies events to them, and gives policies a frozen snapshot that costs what has
 from __future__ import annotations
 
 import logging
+import math
 from collections import ChainMap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -194,7 +195,7 @@ class State:
         is_measured = self._costs.has_seen(cost_class, task.stage, degrees)
         flight = self.flights.add(dispatch, is_foreseeable=is_measured)
         self.ranks.take(flight)
-        if task.stage is Stage.DENOISE:
+        if task.stage is Stage.DENOISE and self.closing.closes_s < math.inf:
             self.closing.note(cost_class, degrees)
         record.flights.append(flight)
         progress.begin(task.index, layout, dispatch.number)

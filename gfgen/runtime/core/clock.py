@@ -47,7 +47,13 @@ class Clock:
         self.started_at = 0.0 if virtual else time.time()
         """Unix time at which the run's time began; 0 in virtual time."""
         self._virtual_s = 0.0
-        self._turn_s: float | None = None
+        self._has_turned = False
+        self.turn_s = 0.0
+        """The moment for which everything is decided in this turn of the loop.
+
+        It stands still while a policy thinks, so that a decision is judged by the picture that it
+        was made from, and a journal that has this number tells all that there was to see.
+        """
         self._due: list[tuple[float, int, int, Event]] = []
         self._numbers = itertools.count()
         self.look_s = math.inf
@@ -57,18 +63,10 @@ class Clock:
     def now_s(self) -> float:
         return self._virtual_s if self._epoch_s is None else time.monotonic() - self._epoch_s
 
-    @property
-    def turn_s(self) -> float:
-        """The moment for which everything is decided in this turn of the loop.
-
-        It stands still while a policy thinks, so that a decision is judged by the picture that it
-        was made from, and a journal that has this number tells all that there was to see.
-        """
-        return self.now_s if self._turn_s is None else self._turn_s
-
     def begin_turn(self) -> None:
-        """From now on it is now."""
-        self._turn_s = self.now_s
+        """Decide for this moment from now on."""
+        self._has_turned = True
+        self.turn_s = self.now_s
 
     def from_monotonic(self, monotonic_s: float) -> float:
         """A reading of the machine's monotonic clock, in another process too, on this clock."""
@@ -99,3 +97,5 @@ class Clock:
         """Let virtual time pass; it never goes back."""
         assert self._epoch_s is None, "wall time passes by itself"
         self._virtual_s = max(self._virtual_s, to_s)
+        if not self._has_turned:
+            self.turn_s = self._virtual_s

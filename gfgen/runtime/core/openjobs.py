@@ -59,7 +59,8 @@ class OpenJobs:
 
     def put(self, view: JobView) -> None:
         """The job is open, or has changed; it comes last among equals."""
-        self.discard(view.job_id)
+        if view.job_id in self._views:
+            self.discard(view.job_id)
         self._views[view.job_id] = view
         self._numbers[view.job_id] = next(self._next_number)
         if is_unbegun(view):
