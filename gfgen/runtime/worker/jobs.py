@@ -1,4 +1,4 @@
-"""What one rank keeps of a job, and how the job's state comes to the rank and leaves it.
+"""The state of a job on one rank, and how it comes to the rank and leaves it.
 
 State reaches a rank from the ranks that ran the last task (`receive_state`, by transfers that
 the control plane planned), or from the job's slab in host memory: the prompt's embeddings and
@@ -40,7 +40,7 @@ Outline = tuple[Mapping[str, tuple[torch.dtype, tuple[int, ...]]], Mapping[str, 
 
 
 class Sender(Protocol):
-    """What an endpoint does for a rank that has state."""
+    """An endpoint, for a rank that has state."""
 
     def send(self, x: torch.Tensor, *, to: int, dispatch: int, label: int = 0) -> None:
         """Push a tensor to a rank."""
@@ -48,7 +48,7 @@ class Sender(Protocol):
 
 
 class Receiver(Protocol):
-    """What an endpoint does for a rank that lacks state."""
+    """An endpoint, for a rank that lacks state."""
 
     def recv(
         self, shape: Sequence[int], dtype: torch.dtype, *, source: int, dispatch: int, label: int = 0
@@ -63,14 +63,14 @@ class Shipment:
 
     fields: Fields
     is_there: Any = None
-    """A device's event, if they are only enqueued; None when they are there."""
+    """The device's event behind them if they are only enqueued, else None."""
 
 
 def sum_of(made: Mapping[str, Fields]) -> torch.Tensor | None:
     """The sum of what a task made: NaN or infinite if any number of it is. None if it made no floats.
 
-    One pass over the numbers, which a GPU only enqueues. Of the latents it takes the sample alone: everything
-    that the solver keeps has gone into it.
+    One pass over the numbers, which a GPU only enqueues. For latents it takes only the sample, because all
+    other tensors of the solver have gone into it.
     """
     tensors: list[torch.Tensor] = []
     for fields in made.values():
@@ -100,7 +100,7 @@ def store_bytes(tensor: torch.Tensor, place: memoryview) -> None:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """What a dense tensor holds, as bytes."""
+    """A dense tensor as bytes."""
     return tensor.detach().view(-1).view(torch.uint8)
 
 
@@ -117,10 +117,10 @@ class RankJob:
     is_there: Any = None
     """As `Shipment` has it, of those latents."""
     wanted: dict[int, list[Future[Shipment]]] = field(default_factory=dict)
-    """Who waits for latents of a dispatch, to send them on."""
+    """By dispatch: futures of its latents, for the sender thread."""
 
     def keep(self, made: Mapping[str, Fields], *, dispatch: int, is_there: Any = None) -> None:
-        """Take over what a task has made, or enqueued, and hand it to those who wait to send it on."""
+        """Take over what a task has made or enqueued, and hand latents to the sender."""
         self.artifacts.update(made)
         if "latents" in made:
             self.producer, self.is_there = dispatch, is_there
@@ -128,7 +128,7 @@ class RankJob:
                 future.set_result(Shipment(made["latents"], is_there))
 
     def latents_of(self, dispatch: int) -> Future[Shipment]:
-        """The latents that a dispatch made here, or will make here."""
+        """The latents that a dispatch has made or will make on this rank."""
         future: Future[Shipment] = Future()
         if self.producer == dispatch:
             future.set_result(Shipment(self.artifacts["latents"], self.is_there))
@@ -137,14 +137,14 @@ class RankJob:
         return future
 
     def drop(self, dispatch: int) -> None:
-        """A dispatch has failed: nobody will get what it was to make."""
+        """A dispatch has failed: its latents will not come."""
         if self.producer == dispatch:
             self.producer = None
         for future in self.wanted.pop(dispatch, ()):
             future.set_exception(InputVoidError())
 
     def drop_all(self) -> None:
-        """The job is forgotten: nobody gets what was not made, nor waits for it."""
+        """The job has ended: no latents will come that are not there yet."""
         for dispatch in list(self.wanted):
             self.drop(dispatch)
 
@@ -159,9 +159,9 @@ class RankJob:
     def fetch_constants(self, task: Task, producer: int | None, *, is_void: Callable[[], bool]) -> None:
         """Copy prompt and condition out of the slab when they are not here yet.
 
-        What the task before makes, `producer`, may come from elsewhere before that is published.
+        Latents of the previous task, dispatch `producer`, may arrive before its condition is published.
 
-        Raises: InputVoidError as soon as `is_void` says that it never will be.
+        Raises: InputVoidError as soon as `is_void` says that it will not be.
         """
         versions = {"prompt": 1, "condition": 2} if task.index > 1 else {"prompt": 1} if task.index else {}
         for name, version in versions.items():
@@ -175,11 +175,11 @@ class RankJob:
         return self.slab.producer(name, version) == producer
 
     def fetch_latents(self, task: Task, producer: int) -> None:
-        """Copy the latents that `producer` published out of the slab."""
+        """Copy the latents that `producer` published from the slab."""
         self.hold(fetch(self.slab, "latents", task.index, self.take_in), producer=producer)
 
     def await_published(self, task: Task, producer: int, *, is_void: Callable[[], bool]) -> None:
-        """Wait until the slab has what the task needs, made by that very dispatch.
+        """Wait until the slab has the input of the task, made by exactly this dispatch.
 
         Raises: InputVoidError as soon as `is_void` says that it will not come.
         """
@@ -187,7 +187,7 @@ class RankJob:
         _await_word(partial(self._is_made_by, producer, name, task.index), is_void)
 
     def await_outline(self, task: Task, producer: int, *, is_void: Callable[[], bool]) -> Outline:
-        """What the latents will be like that this very dispatch makes, and that other ranks send.
+        """The outline of the latents that exactly this dispatch makes and other ranks send.
 
         Raises: InputVoidError as soon as `is_void` says that they will not come.
         """
@@ -232,7 +232,7 @@ def publish(
 
 
 def outline(slab: Slab, name: str, version: int, fields: Fields, *, producer: int) -> None:
-    """Make visible what an artifact will be like that this dispatch makes."""
+    """Publish the outline of an artifact that this dispatch makes."""
     _places(slab, name, version, fields)
     slab.show_outline(name, version, producer=producer)
 
@@ -261,8 +261,7 @@ def fetch(slab: Slab, name: str, version: int, take_in: TakeIn = copied) -> Fiel
 def send_state(endpoint: Sender, fields: Fields, transfers: Sequence[Transfer], *, dispatch: int) -> None:
     """Send ranges of a job's latents: to each destination its ranges, in order.
 
-    Fields that the solver does not have yet are passed over; the outline of the latents tells which
-    there are.
+    It skips fields that the solver does not have yet; the outline of the latents lists those that exist.
     """
     for destination in dict.fromkeys(transfer.destination for transfer in transfers):
         mine = [transfer for transfer in transfers if transfer.destination == destination]
@@ -275,7 +274,7 @@ def send_state(endpoint: Sender, fields: Fields, transfers: Sequence[Transfer], 
 def receive_state(
     endpoint: Receiver, transfers: Sequence[Transfer], outline: Outline, *, dispatch: int
 ) -> Fields:
-    """Put a job's latents together from what the sources send; the counterpart of `send_state`."""
+    """Assemble a job's latents from the parts that the sources send; the counterpart of `send_state`."""
     listed, scalars = outline
     fields = Fields(scalars=dict(scalars))
     for source in dict.fromkeys(transfer.source for transfer in transfers):

@@ -1,15 +1,14 @@
-"""What a rank's tasks take of its GPU's memory.
+"""The GPU memory that a rank's tasks take.
 
-torch keeps the memory that it has taken from the device, and gives it out again. Where that is not
-enough it asks the device for more, or gives back what it keeps; then it waits for all that runs on
-the device, with the context locked, so that no other thread of the rank can send or publish. Where
-the device waits for a rank that waits for this one, nothing moves before the control plane gives the
-task up (watchdog.py). So a task counts as familiar when one of its kind was launched before without
-asking the device, and when as much is free as that one took, on the stream that it is launched on:
-what torch keeps for another stream, or for records, serves no task.
+torch keeps the memory that it has taken from the device and reuses it. If that is not enough, it asks the
+device for more or gives memory back. Then it waits for everything that runs on the device, with the context
+locked, so that no other thread of the rank can send or publish. If the device waits for a rank that waits for
+this one, nothing moves until the control plane gives the task up (watchdog.py). So a task counts as familiar
+if a task of its kind was launched before without asking the device, and if as much memory is free as that one
+took, on the stream of the launch: a task cannot use what torch keeps for another stream or for records.
 
-That its launch asks for nothing is then likely, not certain: free memory may lie in pieces that are too
-small. A launch that asked all the same is not familiar the next time.
+A familiar launch is unlikely to ask the device, but it may: free memory may lie in pieces that are too small.
+A kind whose launch asked the device is not familiar the next time.
 """
 
 from __future__ import annotations
@@ -33,28 +32,28 @@ class _Look:
     peak_bytes: int
     reserved_bytes: int
     num_asked: int
-    """How often it took memory from the device, or gave some back."""
+    """How often torch took memory from the device, or gave some back."""
 
     @property
     def free_bytes(self) -> int:
-        """Kept by torch, and used by nobody."""
+        """Kept by torch and not in use."""
         return self.reserved_bytes - self.allocated_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class _Segments:
-    """What torch has taken from the device at a moment, by a list of all of it."""
+    """The memory that torch has taken from the device at a moment, by a list of all segments."""
 
     num_asked: int
-    """The same number later on: the same segments."""
+    """If the number is unchanged, the segments are the same."""
     allocated_bytes: int
-    """The same number, too: as good as the same use of them."""
+    """If this is unchanged as well, assume that the same parts of the segments are in use."""
     own_bytes: int
-    """Of the stream of tasks."""
+    """In segments of the stream of tasks."""
     free_bytes: int
-    """Of that, what nobody used."""
+    """The unused part of `own_bytes`."""
     settled_bytes: int
-    """In use on the stream on which no task runs: weights, which stay until models change."""
+    """In use on the stream without tasks: weights, which stay until models change."""
 
 
 class DeviceMemory:
@@ -85,14 +84,14 @@ class DeviceMemory:
         return needed <= segments.free_bytes
 
     def is_known(self, kinds: Collection[Hashable]) -> bool:
-        """The same, by what torch keeps for all streams together: for what is launched on another stream."""
+        """The same for launches on another stream, by the memory that torch keeps for all streams."""
         if not all(kind in self._needed for kind in kinds):
             return False
         return max(self._needed[kind] for kind in kinds) <= self._look().free_bytes
 
     @contextmanager
     def launching(self, kinds: Collection[Hashable], *, model: str | None = None) -> Iterator[None]:
-        """Around the launch of a task; one that raises leaves its kinds as they were."""
+        """Wrap the launch of a task; if it raises, its kinds stay as they were."""
         self._reset_peak()
         before = self._look()
         yield
@@ -112,11 +111,11 @@ class DeviceMemory:
 
     @property
     def reserved_bytes(self) -> int:
-        """What torch has taken from the device by now."""
+        """Memory that torch has taken from the device."""
         return self._look().reserved_bytes
 
     def forget(self) -> None:
-        """Count anew: another run begins."""
+        """Forget the peaks: another run begins."""
         self._peaks.clear()
 
     def _list_segments(self, look: _Look) -> _Segments:

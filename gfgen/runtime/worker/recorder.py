@@ -14,14 +14,14 @@ from gfgen.models.fast.recording import Recorded
 from gfgen.models.parallel.parallel import Parallel
 
 MIN_FREE_SHARE = 0.1
-"""Of what torch may take of a GPU: with less left nothing is recorded, since tasks need it for themselves."""
+"""Share of the memory that torch may use. With less free nothing is recorded: tasks need it."""
 
 
 class CudaRecorder:
     """Captures on one device, in memory that all its graphs share; see `recording.LaunchRecorder`.
 
-    That memory is about as much as the largest of the recorded forwards computes with, beside what the same
-    forward takes when it is not recorded; each graph adds its inputs and its result.
+    That memory is about as large as the working memory of the largest recorded forward, in addition to what
+    the same forward takes when it is launched; each graph adds its inputs and its result.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -56,7 +56,7 @@ class CudaRecorder:
 
 @dataclass(slots=True)
 class _Alone:
-    """Of a rank that shares its forward with nobody."""
+    """For a forward that one rank evaluates alone."""
 
     captured: CapturedAlone[Tensor]
 
@@ -76,6 +76,6 @@ class _Shared:
 
 
 def _group_of(parallel: Parallel) -> CudaGroup:
-    """Of those who share the tokens; captures count the exchanges of all kinds of groups in its dispatch."""
+    """The ranks that share the tokens; captures count the exchanges of all groups in its dispatch."""
     assert isinstance(parallel.sequence, CudaGroup)
     return parallel.sequence

@@ -1,4 +1,4 @@
-"""Bytes between a GPU and host memory, through pinned memory that is taken once."""
+"""Copies between a GPU and host memory, through pinned memory that is allocated once."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 from gfgen.runtime.worker.jobs import as_bytes
 
 STAGING_BYTES = 64 << 20
-"""Of pinned host memory, for each direction. More is never pinned later, since that waits for the device."""
+"""Pinned host memory for each direction. No more is pinned later, because pinning waits for the device."""
 
 
 class Staging:
     """Between a device and host memory, through a pinned buffer, on one stream; for one thread.
 
-    In halves of the buffer: the device copies to or from one of them, the host from or to the other.
+    The buffer has two halves: the device copies to or from one of them, the host from or to the other.
     """
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
@@ -60,12 +60,12 @@ class Staging:
             _empty(*each)
 
     def _spans(self, source: torch.Tensor) -> Iterator[slice]:
-        """Of so many bytes as a half takes."""
+        """Slices of as many bytes as a half holds."""
         size = self._halves[0].numel()
         return (slice(begin, begin + size) for begin in range(0, source.numel(), size))
 
     def _next_half(self, piece: torch.Tensor) -> torch.Tensor:
-        """As much of the half that is free as a piece takes, in its shape."""
+        """A part of the free half in the shape of a piece."""
         self._turn = 1 - self._turn
         if (used := self._used[self._turn]) is not None:
             used.synchronize()
@@ -79,7 +79,7 @@ class Staging:
 
 
 def _pieces(shape: Sequence[int], room_bytes: int) -> Iterator[tuple[slice, slice]]:
-    """Frames, or rows of a frame, of uint8 [F, H, W, 3] that fit into so much room, one after the other."""
+    """Frames, or rows of a frame, of uint8 [F, H, W, 3] that fit into `room_bytes`, one after the other."""
     num_frames, num_rows, row_bytes = shape[0], shape[1], math.prod(shape[2:])
     rows = min(num_rows, room_bytes // row_bytes)
     frames = max(1, room_bytes // (num_rows * row_bytes))

@@ -1,8 +1,7 @@
-"""What is got ready before a run on GPUs, and when its models change: steps of the shapes at hand, in the
-layouts that they may get.
+"""Which steps ranks on GPUs warm up before a run, and when its models change.
 
-The first step of a kind loads kernels, or compiles them, and is launched slowly. Nothing that is scheduled
-depends on whether it was done before.
+The first step of a kind loads or compiles kernels and is launched slowly. Scheduling does not depend on
+whether a kind was warmed up.
 """
 
 from __future__ import annotations
@@ -16,17 +15,17 @@ from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.ipc.messages import WarmUp
 
 MAX_WARM_UPS = 16
-"""Kinds of jobs: each takes up to some seconds. Those with less work find out in the run."""
+"""Kinds of jobs; each takes up to some seconds. Kinds with less work are loaded in the run."""
 MAX_FLOPS = 2e15
-"""Of a step, on each of its ranks. One of more computes for seconds (two forwards of Wan2.2-5B at
-1280x704x81, 586e12 together, took 1.0 s on an H200: benchmarks/results/2026-11-22-forward.md), so that
-loading is a small part of the first one, and launching holds none up."""
+"""Operations of a step on each of its ranks. A larger step computes for seconds (two forwards of Wan2.2-5B at
+1280x704x81, 586e12 together, took 1.0 s on an H200: benchmarks/results/2026-11-22-forward.md). Loading is
+a small part of the first such step, and launching delays none."""
 ONE_DEGREE: Mapping[str, int] = {"fcfs": 1, "srtf": 1, "legacy": 0}
 """Policies whose steps all have one degree, their option `degree`, and its default; 0 means all ranks."""
 
 
 def degrees_at_hand(policy: str, options: Mapping[str, Any], num_ranks: int) -> tuple[int, ...]:
-    """On how many ranks a step may run: what the policy says, or powers of two and all ranks."""
+    """Degrees that a step may have: the policy's own, or powers of two and all ranks."""
     name = policy.partition(",")[0]
     if name in ONE_DEGREE:
         degree = int(options.get("degree", ONE_DEGREE[name])) or num_ranks
@@ -36,7 +35,7 @@ def degrees_at_hand(policy: str, options: Mapping[str, Any], num_ranks: int) -> 
 
 
 def warm_ups(jobs: Iterable[AdmittedJob], degrees: Sequence[int]) -> tuple[WarmUp, ...]:
-    """One for each model and shape, those with the most work first; none where steps compute for seconds."""
+    """One warm-up per model and shape, those with the most work first; none if steps compute for seconds."""
     examples: dict[tuple[Path, str], AdmittedJob] = {}
     work: dict[tuple[Path, str], float] = {}
     for job in jobs:
