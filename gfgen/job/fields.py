@@ -3,7 +3,8 @@
 mapping -> parse_fields -> attributes of JobSpec, and every Problem of this job
 
 The parsers are plain functions because pydantic takes 0.16 s to import and to build a model of these fields,
-which every command would pay, and then saves 6 us per job. Requests over HTTP pass these parsers, too.
+which every command would pay, and then saves 6 us per job. Requests over HTTP (schemas.py) are pydantic
+models that call these parsers.
 """
 
 from __future__ import annotations
@@ -45,6 +46,9 @@ INSTANT = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}[T ][0-9]{2}:[0-9]{2}.*")
 SIZE = re.compile(r"([0-9]{1,9}) *[xX] *([0-9]{1,9})")
 ID = re.compile(rf"[A-Za-z0-9_-][A-Za-z0-9._-]{{0,{MAX_ID_CHARS - 1}}}")
 
+STRING = {"type": "string"}
+TIME = {"anyOf": [{"type": "number"}, STRING]}
+
 OTHER_NAMES = {
     "cfg_scale": "guidance_scale",
     "image_path": "image",
@@ -66,13 +70,14 @@ class Refused(Exception):
 class Field:
     """One field of a job.
 
-    `accepted` says in words what `parse` accepts. `parse` gets any JSON value except null, and raises
-    Refused if it does not accept the value.
+    `accepted` says in words what `parse` accepts, `schema` says it as JSON schema. `parse` gets any JSON
+    value except null, and raises Refused if it does not accept the value.
     """
 
     name: str
     accepted: str
     parse: Callable[[Any], object]
+    schema: Mapping[str, Any]
 
     def refusal(self, value: object, hint: str) -> Problem:
         accepted = f"{self.accepted}; {hint}" if hint else self.accepted
@@ -94,7 +99,7 @@ def _text(name: str, max_chars: int, *, may_be_blank: bool = False) -> Field:
 
     low = int(not may_be_blank)
     accepted = f"a text of {low} to {max_chars:,} characters"
-    return Field(name, accepted, parse)
+    return Field(name, accepted, parse, {"type": "string", "minLength": low, "maxLength": max_chars})
 
 
 def _label(name: str, max_chars: int, what: str) -> Field:
@@ -109,7 +114,7 @@ def _label(name: str, max_chars: int, what: str) -> Field:
         return text
 
     accepted = f"{what} of 1 to {max_chars:,} characters in quotes"
-    return Field(name, accepted, parse)
+    return Field(name, accepted, parse, {"type": "string", "minLength": 1, "maxLength": max_chars})
 
 
 def _whole(name: str, low: int, high: int) -> Field:
@@ -123,7 +128,8 @@ def _whole(name: str, low: int, high: int) -> Field:
             raise Refused("")
         return int(number)
 
-    return Field(name, f"a whole number from {low:,} to {high:,}", parse)
+    schema = {"type": "integer", "minimum": low, "maximum": high}
+    return Field(name, f"a whole number from {low:,} to {high:,}", parse, schema)
 
 
 def _real(name: str, low: float, high: float) -> Field:
@@ -133,7 +139,8 @@ def _real(name: str, low: float, high: float) -> Field:
             raise Refused("")
         return float(number)
 
-    return Field(name, f"a number from {low:g} to {high:g}", parse)
+    schema = {"type": "number", "minimum": low, "maximum": high}
+    return Field(name, f"a number from {low:g} to {high:g}", parse, schema)
 
 
 def _duration(name: str, *, may_be_zero: bool) -> Field:
@@ -145,7 +152,7 @@ def _duration(name: str, *, may_be_zero: bool) -> Field:
 
     low = "0 or more" if may_be_zero else "more than 0"
     accepted = f'seconds ({low}, at most 365 days), or a text like "90s", "1h30m" or "2d"'
-    return Field(name, accepted, parse)
+    return Field(name, accepted, parse, TIME)
 
 
 def _parse_deadline(value: object) -> float | datetime:
@@ -209,11 +216,11 @@ OUTPUT_ACCEPTED = (
 FIELDS: dict[str, Field] = {
     field.name: field
     for field in (
-        Field("id", ID_ACCEPTED, _parse_id),
+        Field("id", ID_ACCEPTED, _parse_id, STRING),
         _text("prompt", MAX_PROMPT_CHARS),
         _text("negative_prompt", MAX_PROMPT_CHARS, may_be_blank=True),
         _label("model", 1024, "a name, a folder or a hub id"),
-        Field("size", SIZE_ACCEPTED, _parse_size),
+        Field("size", SIZE_ACCEPTED, _parse_size, {**STRING, "pattern": f"^{SIZE.pattern}$"}),
         _whole("width", MIN_SIDE, MAX_SIDE),
         _whole("height", MIN_SIDE, MAX_SIDE),
         _whole("frames", 1, MAX_FRAMES),
@@ -226,12 +233,12 @@ FIELDS: dict[str, Field] = {
         _real("true_cfg_scale", 0, 100),
         _whole("seed", 0, 2**63 - 1),
         _label("image", 4096, f"the path of a picture ({', '.join(IMAGE_FORMATS)})"),
-        Field("deadline", DEADLINE_ACCEPTED, _parse_deadline),
+        Field("deadline", DEADLINE_ACCEPTED, _parse_deadline, TIME),
         _duration("arrival", may_be_zero=True),
         _duration("timeout", may_be_zero=False),
         _whole("priority", -1_000_000, 1_000_000),
         _label("tag", 64, "a class for reports"),
-        Field("output", OUTPUT_ACCEPTED, _parse_output),
+        Field("output", OUTPUT_ACCEPTED, _parse_output, STRING),
     )
 }
 """Every field that a job may have; the order is that of docs/job-file.md."""

@@ -178,6 +178,8 @@ def _text(error: Any, name: str | None, fields: Sequence[str]) -> str:
         return f"{shown}: not a field; {hint}"
     if kind == "missing":
         return f"{name}: missing"
+    if kind == "job_field":
+        return str(Problem(None, name, error["ctx"]["shown"], error["ctx"]["accepted"]))
     message = str(error["msg"])
     return f"{name}: {message[:1].lower()}{message[1:]}" if name else message
 

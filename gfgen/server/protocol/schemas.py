@@ -10,12 +10,14 @@ The page at `/` needs two of these: `LiveState` (GET /v1/state), and `Change`, t
 
 from __future__ import annotations
 
+import contextlib
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
-from pydantic_core import PydanticCustomError
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from gfgen.job.fields import MAX_FRAMES, MAX_PROMPT_CHARS
+from gfgen.job.fields import FIELDS, Refused
 
 JobStatus = Literal["queued", "in_progress", "completed", "failed", "cancelled"]
 ServerStatus = Literal["loading", "ready", "draining"]
@@ -23,22 +25,62 @@ RankStatus = Literal["starting", "loading", "idle", "busy", "lost", "retired"]
 StageName = Literal["encode", "prepare", "denoise", "decode", "write"]
 MediaKind = Literal["video", "image"]
 
-Prompt = Annotated[str, Field(min_length=1, max_length=MAX_PROMPT_CHARS)]
-NegativePrompt = Annotated[str, Field(max_length=MAX_PROMPT_CHARS)]
-Scale = Annotated[float, Field(ge=0, le=100)]
-Steps = Annotated[int, Field(ge=1, le=1000)]
-Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
-Priority = Annotated[int, Field(ge=-1_000_000, le=1_000_000)]
-Size = Annotated[
-    str, Field(pattern=r"^[0-9]{1,9} *[xX] *[0-9]{1,9}$", examples=["832x480"], description="Width x height.")
-]
-Deadline = Annotated[
-    float | str,
-    Field(
-        description='Seconds from now, a text like "90s" or "1h30m", or a time: "2026-11-20T18:00+01:00".',
-        examples=["10m"],
-    ),
-]
+
+@dataclass(frozen=True, slots=True)
+class JobField:
+    """Marks a field of a request as this field of a job: it accepts what the job file accepts.
+
+    A number may be in quotes, because forms have only texts.
+    """
+
+    name: str
+
+    def __get_pydantic_core_schema__(self, _: Any, __: Any) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(self._validate)
+
+    def __get_pydantic_json_schema__(self, _: Any, __: Any) -> dict[str, Any]:
+        field = FIELDS[self.name]
+        return {**field.schema, "description": f"{field.accepted[:1].upper()}{field.accepted[1:]}."}
+
+    def _validate(self, value: object) -> object:
+        field = FIELDS[self.name]
+        is_number = field.schema.get("type") in ("integer", "number")
+        try:
+            parsed = field.parse(_unquoted(value) if is_number else value)
+        except Refused as refused:
+            problem = field.refusal(value, str(refused))
+            context = {"shown": problem.value, "accepted": problem.accepted}
+            raise PydanticCustomError("job_field", "{accepted}", context) from None
+        return parsed if is_number else value
+
+
+def _unquoted(value: object) -> object:
+    """The number that a text contains, or the value."""
+    if not isinstance(value, str):
+        return value
+    with contextlib.suppress(ValueError):
+        return int(value)
+    with contextlib.suppress(ValueError):
+        return float(value)
+    return value
+
+
+Prompt = Annotated[str, JobField("prompt")]
+NegativePrompt = Annotated[str, JobField("negative_prompt")]
+Model = Annotated[str, JobField("model")]
+Size = Annotated[str, JobField("size")]
+Fps = Annotated[int, JobField("fps")]
+Frames = Annotated[int, JobField("frames")]
+Steps = Annotated[int, JobField("steps")]
+Guidance = Annotated[float, JobField("guidance_scale")]
+Guidance2 = Annotated[float, JobField("guidance_scale_2")]
+TrueCfg = Annotated[float, JobField("true_cfg_scale")]
+BoundaryRatio = Annotated[float, JobField("boundary_ratio")]
+FlowShift = Annotated[float, JobField("flow_shift")]
+Seed = Annotated[int, JobField("seed")]
+Deadline = Annotated[float | str, JobField("deadline")]
+Priority = Annotated[int, JobField("priority")]
+Tag = Annotated[str, JobField("tag")]
 Unused = Annotated[str | None, Field(description="Accepted and not used.", exclude=True)]
 """Of a request: what clients written for OpenAI's API may say. `model_dump` leaves it out."""
 
@@ -149,23 +191,23 @@ class VideoRequest(RequestModel):
     """POST /v1/videos."""
 
     prompt: Prompt
-    model: str | None = Field(None, max_length=1024, description="One of GET /v1/models. [the first one]")
+    model: Model | None = Field(None, description="One of GET /v1/models. [the first one]")
     seconds: str | float | None = Field(
         None, description="Length; becomes frames by the fps, rounded as the model rounds.", examples=["4"]
     )
     size: Size | None = None
-    num_frames: int | None = Field(None, ge=1, le=MAX_FRAMES)
-    fps: int | None = Field(None, ge=1, le=240)
+    num_frames: Frames | None = None
+    fps: Fps | None = None
     num_inference_steps: Steps | None = None
-    guidance_scale: Scale | None = None
-    guidance_scale_2: Scale | None = None
-    boundary_ratio: float | None = Field(None, ge=0, le=1)
-    flow_shift: float | None = Field(None, ge=0.01, le=100)
+    guidance_scale: Guidance | None = None
+    guidance_scale_2: Guidance2 | None = None
+    boundary_ratio: BoundaryRatio | None = None
+    flow_shift: FlowShift | None = None
     negative_prompt: NegativePrompt | None = None
     seed: Seed | None = None
     deadline: Deadline | None = None
     priority: Priority | None = None
-    tag: str | None = Field(None, min_length=1, max_length=64)
+    tag: Tag | None = None
 
 
 class JobRequest(RequestModel):
@@ -173,44 +215,44 @@ class JobRequest(RequestModel):
 
     prompt: Prompt
     negative_prompt: NegativePrompt | None = None
-    model: str | None = Field(None, max_length=1024)
+    model: Model | None = None
     size: Size | None = None
-    width: int | None = Field(None, ge=16, le=8192)
-    height: int | None = Field(None, ge=16, le=8192)
-    frames: int | None = Field(None, ge=1, le=MAX_FRAMES)
-    fps: int | None = Field(None, ge=1, le=240)
+    width: Annotated[int, JobField("width")] | None = None
+    height: Annotated[int, JobField("height")] | None = None
+    frames: Frames | None = None
+    fps: Fps | None = None
     steps: Steps | None = None
-    guidance_scale: Scale | None = None
-    guidance_scale_2: Scale | None = None
-    boundary_ratio: float | None = Field(None, ge=0, le=1)
-    flow_shift: float | None = Field(None, ge=0.01, le=100)
-    true_cfg_scale: Scale | None = None
+    guidance_scale: Guidance | None = None
+    guidance_scale_2: Guidance2 | None = None
+    boundary_ratio: BoundaryRatio | None = None
+    flow_shift: FlowShift | None = None
+    true_cfg_scale: TrueCfg | None = None
     seed: Seed | None = None
     deadline: Deadline | None = None
-    timeout: Deadline | None = Field(
-        None, description="The job fails when it has not ended so long from now."
+    timeout: Annotated[float | str, JobField("timeout")] | None = Field(
+        None, description="The job fails if it has not ended this long from now."
     )
     priority: Priority | None = None
-    tag: str | None = Field(None, min_length=1, max_length=64)
+    tag: Tag | None = None
 
 
 class ImageRequest(RequestModel):
     """POST /v1/images/generations."""
 
     prompt: Prompt
-    model: str | None = Field(None, max_length=1024, description="[the first one that makes pictures]")
+    model: Model | None = Field(None, description="[the first one that makes pictures]")
     n: int = Field(1, ge=1, le=10)
     size: Size | Literal["auto"] | None = None
     response_format: Literal["b64_json", "url"] = "b64_json"
     output_format: Literal["png", "jpeg", "webp"] = "png"
     negative_prompt: NegativePrompt | None = None
     num_inference_steps: Steps | None = None
-    guidance_scale: Scale | None = None
-    true_cfg_scale: Scale | None = None
+    guidance_scale: Guidance | None = None
+    true_cfg_scale: TrueCfg | None = None
     seed: Seed | None = Field(None, description="Of the first picture; each further one has the next number.")
     deadline: Deadline | None = None
     priority: Priority | None = None
-    tag: str | None = Field(None, min_length=1, max_length=64)
+    tag: Tag | None = None
     quality: Unused = None
     style: Unused = None
     background: Unused = None
