@@ -11,7 +11,7 @@ from gfgen.errors import WorkerError
 from gfgen.layout import Layout
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.ipc.messages import BareTimes, RunBare
-from gfgen.runtime.processes.pool import WorkerPool
+from gfgen.runtime.processes.pool import Lost, WorkerPool
 from gfgen.system.signals import SignalPipe
 
 WORKER_MAIN = "benchmarks.worker_bare:main"
@@ -39,16 +39,15 @@ def run_bare(
     for worker in pool.workers:
         worker.tell(message)
     answers: dict[int, BareTimes] = {}
-    speakers = pool.speakers(signals, doing="ranks ran a bare loop", left_s=lambda: PATIENCE_S)
-    with contextlib.closing(speakers):
+    heard = pool.heard(signals, doing="ranks ran a bare loop", left_s=lambda: PATIENCE_S)
+    with contextlib.closing(heard):
         while len(answers) < pool.num_ranks:
-            speaker = next(speakers)
-            if speaker is None:
+            found = next(heard)
+            if found is None:
                 raise WorkerError(f"no rank has ended its bare loop after {PATIENCE_S:g} s")
-            received = pool.receive(speaker)
-            if received is None:
-                raise WorkerError(f"{speaker.name} died in a bare loop")
-            if isinstance(received[0], BareTimes):
-                assert speaker.rank is not None
-                answers[speaker.rank] = received[0]
+            worker, message = found
+            if isinstance(message, Lost):
+                raise WorkerError(f"{worker.name} died in a bare loop")
+            if isinstance(message, BareTimes):
+                answers[worker.rank] = message
     return [answers[rank] for rank in sorted(answers)]

@@ -55,9 +55,8 @@ def bare_pool(tiny_models: Mapping[str, Path]) -> Iterator[WorkerPool]:
 def mortal_pool(faulty_pool: WorkerPool) -> Iterator[WorkerPool]:
     """The same pool with all its ranks, who have not died yet as far as it remembers."""
     faulty_pool.wait_ready()
-    for deaths in faulty_pool._deaths.values():
-        deaths.clear()
+    faulty_pool.forgive()
     yield faulty_pool
     for rank in list(faulty_pool.retired):
-        faulty_pool.retired.discard(rank)
-        faulty_pool.replace_worker(rank, now_s=1e9)
+        faulty_pool.forgive()
+        faulty_pool.replace_worker(rank, is_to_blame=False)

@@ -15,6 +15,7 @@ from fault_schedules import HASTY, Fleet, Schedule, ScheduleResult, make_job, ma
 
 from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.ipc.messages import WriteRequest
+from gfgen.runtime.processes.lifecycle import Phase
 from gfgen.runtime.processes.recovery import Recovery
 from gfgen.runtime.processes.workers import ProcessBackend
 from gfgen.runtime.processes.writes import _Write
@@ -114,15 +115,15 @@ def test_a_pause_of_the_control_plane_counts_for_nobody_who_is_waited_for(
     backend = ProcessBackend(pool, [], clock=clock, output_dir=tmp_path, patience=HASTY)
     write = _Write(WriteRequest("a", (1, 1, 1, 3), "a.png", None, {}), frames=-1, writer=pool.writers[0])
     write.begun_s = started_s = time.monotonic() - 60.0
-    pool.workers[0].is_ready, pool.workers[0].started_s = False, started_s
+    pool.workers[0].phase, pool.workers[0].since_s = Phase.STARTING, started_s
     backend._writes._writes["a"] = write
     backend._recovery = Recovery(deadline_s=clock.now_s - 59.0, waiting_for={0})
     backend._watchdog.looked_s = clock.now_s - 60.0
     backend._look_for_hung_processes()
-    pool.workers[0].is_ready = True
+    pool.workers[0].phase, verdicts = Phase.SERVING, {child.verdict for child in pool.children}
     del backend._writes._writes["a"]
     backend.close()
-    assert not backend._verdicts
+    assert verdicts == {None}
 
 
 @pytest.mark.parametrize("times", range(5))

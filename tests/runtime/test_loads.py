@@ -24,8 +24,10 @@ from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.events import Event, LoadFailed, RankLoaded, RankLost, RankReady
 from gfgen.runtime.files.start import RunStart
 from gfgen.runtime.predict.cost import CostModel
+from gfgen.runtime.processes.launcher import MAX_FORKS
+from gfgen.runtime.processes.lifecycle import Phase
 from gfgen.runtime.processes.loads import MAX_SPARED, Loads
-from gfgen.runtime.processes.pool import MAX_DEATHS, MAX_FORKS, WorkerPool
+from gfgen.runtime.processes.pool import MAX_DEATHS, WorkerPool
 from gfgen.runtime.processes.watchdog import Patience
 from gfgen.runtime.processes.workers import ProcessBackend
 from gfgen.runtime.worker.warming import warm_ups
@@ -127,7 +129,7 @@ def test_a_model_that_no_rank_can_load_is_told_and_costs_no_rank(
     assert failure.models == ("bad",)
     assert failure.reason.startswith(("rank 0: ", "rank 1: "))
     assert reason in failure.reason
-    while not all(worker.is_ready for worker in backend._pool.workers):
+    while not all(worker.has_started for worker in backend._pool.workers):
         found += events_until(backend, RankReady)
     backend.load({"good": tmp_path / "good", "other": tmp_path / "other"}, load_s=1.0)
     found += events_until(backend, RankLoaded, 2)
@@ -153,7 +155,7 @@ def test_a_rank_has_loaded_when_it_has_got_ready_what_its_jobs_will_run(
         f"warm {number} on {rank} with 2 models" for number in (0, 1) for rank in (0, 1)
     }
     assert all(event.load_s >= 200.0 for event in loaded)
-    assert all(worker.asked_to_load_s is None for worker in backend._pool.workers)
+    assert all(worker.phase is Phase.SERVING for worker in backend._pool.workers)
 
 
 def kill_where_steps_are_got_ready(backend: ProcessBackend, tmp_path: Path) -> None:
@@ -172,7 +174,7 @@ def test_a_rank_in_the_place_of_a_dead_one_gets_ready_what_its_jobs_will_run(
     (ready,) = (event for event in events_until(backend, RankReady) if isinstance(event, RankReady))
     assert (ready.rank, ready.incarnation) == (1, 2)
     assert [path.name for path in tmp_path.glob("warm*")] == ["warm 0 on 1 with 1 models"]
-    assert backend._pool.workers[1].asked_to_load_s is None
+    assert backend._pool.workers[1].phase is Phase.SERVING
 
 
 def test_a_rank_that_is_told_to_load_while_it_gets_ready_is_ready_and_has_loaded_after_all_of_it(
@@ -180,7 +182,7 @@ def test_a_rank_that_is_told_to_load_while_it_gets_ready_is_ready_and_has_loaded
 ) -> None:
     kill_where_steps_are_got_ready(backend, tmp_path)
     deadline_s = time.monotonic() + PATIENCE_S
-    while not backend._warming:
+    while backend._pool.workers[1].phase is not Phase.WARMING:
         assert time.monotonic() < deadline_s
         assert not any(isinstance(event, RankReady) for event in backend.wait(until=None))
     backend.load({"good": tmp_path / "good", "other": tmp_path / "other"}, load_s=1.0)
@@ -188,7 +190,7 @@ def test_a_rank_that_is_told_to_load_while_it_gets_ready_is_ready_and_has_loaded
     assert [event.rank for event in found if isinstance(event, RankReady)] == [1]
     (again,) = (event for event in found if isinstance(event, RankLoaded) and event.rank == 1)
     assert found.index(again) > [isinstance(event, RankReady) for event in found].index(True)
-    assert backend._pool.workers[1].num_to_warm == 0
+    assert not backend._pool.workers[1].warm_ups
 
 
 def test_one_rank_that_cannot_load_is_replaced_and_the_model_is_kept(
@@ -203,7 +205,7 @@ def test_one_rank_that_cannot_load_is_replaced_and_the_model_is_kept(
     victim.kill()
     found = events_until(backend, RankReady)
     assert not any(isinstance(event, LoadFailed) for event in found)
-    assert str(tmp_path / "other") in backend._pool._settings["checkpoints"]
+    assert str(tmp_path / "other") in backend._pool.checkpoints
 
 
 def test_a_rank_that_becomes_ready_with_the_models_of_before_has_not_loaded_those_of_now(
@@ -215,11 +217,11 @@ def test_a_rank_that_becomes_ready_with_the_models_of_before_has_not_loaded_thos
     events_until(backend, RankLost)
     backend.load({"bad": tmp_path / "broken"}, load_s=1.0)
     deadline_s = time.monotonic() + PATIENCE_S
-    while not backend._pool.workers[1].is_ready:
+    while not backend._pool.workers[1].has_started:
         assert time.monotonic() < deadline_s
         backend.wait(until=None)
-    assert backend._loads is not None
-    assert backend._loads.spares(0)
+    assert backend._pool.loads is not None
+    assert backend._pool.loads.spares(0)
 
 
 @pytest.mark.parametrize("name", ["broken", "deadly"])
@@ -251,7 +253,7 @@ def test_a_rank_that_fails_at_the_start_is_started_again(tmp_path: Path) -> None
     with two_ranks(tmp_path / "shaky", are_all_needed=True) as pool:
         pool.wait_ready()
         assert pool.incarnations == (1, 2)
-        assert all(worker.is_ready and worker.has_arenas for worker in pool.workers)
+        assert all(worker.phase is Phase.SERVING and worker.has_arenas for worker in pool.workers)
         assert not pool.retired
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pickle
+import selectors
 import socket
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +19,11 @@ from gfgen.errors import InterruptedRunError, WorkerError
 from gfgen.graph import Stage
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.ipc.channel import MAX_MESSAGE_BYTES, Channel
-from gfgen.runtime.ipc.messages import WarmedUp, WarmUp
-from gfgen.runtime.processes.pool import MAX_DEATHS, Child, WorkerPool
+from gfgen.runtime.ipc.messages import Arenas, WarmedUp, WarmUp
+from gfgen.runtime.processes.child import RankProcess
+from gfgen.runtime.processes.lifecycle import Phase
+from gfgen.runtime.processes.pool import MAX_DEATHS, WorkerPool
+from gfgen.runtime.processes.watchdog import Patience
 from gfgen.runtime.worker import warming
 from gfgen.runtime.worker.warming import degrees_at_hand, warm_ups
 
@@ -85,13 +90,21 @@ def channel_pair() -> tuple[Channel, Channel]:
     return ours, theirs
 
 
-class Rank(Child):
+class Rank(RankProcess):
     """A worker that answers at once."""
 
     def __init__(self, rank: int, *, fails: bool = False) -> None:
         ours, self._theirs = channel_pair()
         process: Any = None
-        super().__init__(f"rank {rank}", process, ours, rank=rank, is_ready=True, has_arenas=True)
+        super().__init__(
+            name=f"rank {rank}",
+            process=process,
+            channel=ours,
+            phase=Phase.SERVING,
+            has_started=True,
+            rank=rank,
+            has_arenas=True,
+        )
         self._fails = fails
 
     def tell(self, message: WarmUp, fds: tuple[int, ...] = ()) -> None:
@@ -101,6 +114,7 @@ class Rank(Child):
         self._theirs.close()
 
     def reap(self, *, patience_s: float) -> str:
+        self.enter(Phase.ENDED)
         return "killed by signal 9"
 
 
@@ -112,9 +126,9 @@ class Slow(Rank):
     """Reads what it was told when the test lets it, from a socket like any other."""
 
     def tell(self, message: WarmUp, fds: tuple[int, ...] = ()) -> None:
-        Child.tell(self, message, fds)
+        RankProcess.tell(self, message, fds)
 
-    def kill(self) -> None:
+    def kill(self, why: str | None = None) -> None:
         raise AssertionError("it is not stuck")
 
     def answer(self) -> int | None:
@@ -131,10 +145,14 @@ class Slow(Rank):
 
 def pool_of(*ranks: Rank, are_all_needed: bool = False) -> WorkerPool:
     pool: Any = WorkerPool.__new__(WorkerPool)
-    pool.workers, pool.num_ranks, pool.retired = list(ranks), len(ranks), set()
-    pool._settings, pool._arenas = {"checkpoints": ()}, SimpleNamespace(are_on_gpus=True)
-    pool._are_all_needed, pool._counts_tokens, pool._left_out = are_all_needed, None, set()
-    pool._deaths = {rank.rank: [0.0] * (MAX_DEATHS - 1) for rank in ranks}
+    pool.workers, pool.writers, pool._left_out, pool._held_back = list(ranks), [], set(), set()
+    pool._launcher, pool.loads, pool.unloadable = SimpleNamespace(settings={"checkpoints": ()}), None, {}
+    pool._are_all_needed, pool._counts_tokens, pool._news = are_all_needed, None, []
+    pool.is_stopping, pool.steps_at_hand, pool.patience = False, None, Patience()
+    pool._deaths = {rank.rank: [time.monotonic()] * (MAX_DEATHS - 1) for rank in ranks}
+    pool._selector = selectors.DefaultSelector()
+    for rank in ranks:
+        pool._listen(rank)
     made: WorkerPool = pool
     return made
 
@@ -190,16 +208,20 @@ def test_signal_ends_the_warm_up() -> None:
 def test_texts_are_padded_on_all_ranks_or_on_none_and_that_is_settled_once(could: tuple[bool, ...]) -> None:
     ranks = [Rank(number) for number in range(len(could))]
     pool: Any = pool_of(*ranks)
-    pool._plan, pool.islands = SimpleNamespace(data_bytes=0, post_bytes=0), ((0, 1),)
-    pool._arenas.known_to = lambda rank, among: ((), ())
-    told: list[bool] = []
+    pool.islands, plan = ((0, 1),), SimpleNamespace(data_bytes=0, post_bytes=0)
+    pool._arenas = SimpleNamespace(plan=plan, known_to=lambda rank, among: ((), ()), arena=lambda rank: 0)
+    told: list[Any] = []
     for rank, counts_tokens in zip(ranks, could, strict=True):
         rank.counts_tokens = counts_tokens
-        rank.tell = lambda message, fds: told.append(message.counts_tokens)  # type: ignore
-    pool._send_arenas(ranks)
-    ranks[1].counts_tokens = not could[1]  # a new process, after a package was installed or removed
-    pool._send_arenas(ranks[1:])
-    assert told == [all(could)] * 3
+        rank.tell = lambda message, fds: told.append(message)  # type: ignore
+    for rank in ranks:
+        rank.phase, rank.has_arenas = Phase.INTRODUCING, False
+    assert len(list(pool._introduce())) == 2
+    # A new process, after a package was installed or removed:
+    ranks[1].counts_tokens, ranks[1].phase, ranks[1].has_arenas = not could[1], Phase.INTRODUCING, False
+    list(pool._introduce())
+    counts = [message.counts_tokens for message in told if isinstance(message, Arenas)]
+    assert counts == [all(could)] * 3
 
 
 def long_items(count: int) -> list[WarmUp]:
@@ -215,24 +237,24 @@ def test_long_prompts_do_not_overflow_the_socket_of_a_rank_that_is_busy() -> Non
         if number == 0:
             rank.warm_up(items)
         assert (rank.answer(), rank.answer()) == (number, None)
-        pool.receive(rank)
+        list(pool.turn(0.0))
     assert rank.answer() is None
 
 
 def test_other_models_end_what_was_yet_to_be_told_of_those_of_before() -> None:
     rank = Slow(0)
     pool = pool_of(rank)
-    pool.unloadable, pool._weights_marks = {}, {}
+    pool._weights_marks = {}
     told: list[str] = []
     rank.tell = lambda message, fds=(): told.append(  # type: ignore[method-assign, misc]
         message.number if isinstance(message, WarmUp) else type(message).__name__
     )
     pool.set_models([Path("/a")], warm_ups=long_items(3))
     pool.set_models([Path("/b")], warm_ups=[replace(item, number=10 + item.number) for item in long_items(2)])
-    assert (told, rank.num_to_warm) == (["SetModels", 0, "SetModels"], 3)
+    assert (told, len(rank.warm_ups)) == (["SetModels", 0, "SetModels"], 3)
     for number in (0, 10, 11):
         rank._theirs.send(WarmedUp(number, 0.1))
-        pool.receive(rank)
+        list(pool.turn(0.0))
     assert told == ["SetModels", 0, "SetModels", 10, 11]
 
 

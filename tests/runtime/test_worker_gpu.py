@@ -40,6 +40,7 @@ from gfgen.runtime.ipc.messages import (
     SendState,
 )
 from gfgen.runtime.ipc.migration import Transfer
+from gfgen.runtime.processes.lifecycle import Phase
 from gfgen.runtime.processes.loads import Loads
 from gfgen.runtime.processes.pool import WorkerPool
 from gfgen.runtime.processes.watchdog import Patience
@@ -280,14 +281,18 @@ def test_a_rank_that_cannot_load_is_replaced_and_says_why(swapping_pool, tmp_pat
     assert test_deaths.statuses(recorder) == {"picture": "done", "video": "done"}
 
 
-@pytest.mark.parametrize(("message", "asked_to_load_s"), [(ModelsSet(2.0), None), (Pong(), 1.0)])
-def test_what_a_rank_says_while_others_start_is_no_surprise(message, asked_to_load_s):
+@pytest.mark.parametrize(("message", "phase"), [(ModelsSet(2.0), Phase.SERVING), (Pong(), Phase.LOADING)])
+def test_what_a_rank_says_while_others_start_is_no_surprise(message, phase):
     """Between two runs nobody else reads it."""
     pool: Any = WorkerPool.__new__(WorkerPool)
-    channel = SimpleNamespace(receive=lambda: (message, []))
-    worker: Any = SimpleNamespace(name="rank 0", rank=0, channel=channel, is_ready=True, asked_to_load_s=1.0)
-    assert pool._note_start(worker, Loads({})) is None
-    assert worker.asked_to_load_s == asked_to_load_s
+    pool.loads = Loads({})
+    channel: Any = SimpleNamespace(receive=lambda: (message, []))
+    process: Any = None
+    worker = RankProcess(
+        name="rank 0", process=process, channel=channel, rank=0, phase=Phase.LOADING, num_to_load=1
+    )
+    assert (worker, message) in list(pool._hear(worker))
+    assert worker.phase is phase
 
 
 @pytest.mark.parametrize("seed", [11, 12, 13])

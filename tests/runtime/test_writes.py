@@ -12,6 +12,7 @@ from builders import make_job
 
 from gfgen.runtime.files.outputs import temporary_name
 from gfgen.runtime.ipc.messages import WriteRequest
+from gfgen.runtime.processes.lifecycle import Phase
 from gfgen.runtime.processes.writes import Writes
 
 
@@ -20,7 +21,7 @@ class Writer:
 
     def __init__(self, pid: int) -> None:
         self.process = SimpleNamespace(pid=pid)
-        self.is_ready = True
+        self.phase = Phase.SERVING
         self.asked: list[WriteRequest] = []
 
     def tell(self, message: WriteRequest, fds: tuple[int, ...]) -> None:
@@ -31,13 +32,13 @@ class Writers:
     """One at a time; each successor has another process."""
 
     def __init__(self) -> None:
-        self.living_writers = [Writer(1001)]
+        self.writers = [Writer(1001)]
 
-    def replace(self, *, is_ready: bool = True) -> Writer:
-        """The writer that is gone; another is in its place."""
-        (lost,) = self.living_writers
-        lost.is_ready = is_ready
-        self.living_writers = [Writer(lost.process.pid + 1)]
+    def replace(self, *, phase: Phase = Phase.SERVING) -> Writer:
+        """The writer that is gone; another is in its place, in this phase."""
+        (lost,) = self.writers
+        self.writers = [Writer(lost.process.pid + 1)]
+        self.writers[0].phase = phase
         return lost
 
 
@@ -63,7 +64,7 @@ def test_what_a_dead_writer_left_of_its_file_is_removed(pool: Any, writes: Write
         each.write_bytes(b"half")
     assert list(writes.writer_lost(pool.replace())) == []
     assert (left.exists(), of_another.exists()) == (False, True)
-    assert [request.job_id for request in pool.living_writers[0].asked] == ["fox"]
+    assert [request.job_id for request in pool.writers[0].asked] == ["fox"]
 
 
 def test_a_file_is_given_up_with_its_second_writer_but_for_those_that_could_not_start(
@@ -73,10 +74,12 @@ def test_a_file_is_given_up_with_its_second_writer_but_for_those_that_could_not_
     writes.new_frames(job)
     writes.begin(job)
     for _ in range(3):
-        assert list(writes.writer_lost(pool.replace(is_ready=False))) == []
-    assert list(writes.writer_lost(pool.replace())) == []
+        assert list(writes.writer_lost(pool.replace(phase=Phase.STARTING))) == []
+        assert pool.writers[0].asked == [], "it cannot start"
+    pool.writers[0].phase = Phase.SERVING
+    writes.give_out()
     assert list(writes.writer_lost(pool.replace())) == ["fox"]
-    assert pool.living_writers[0].asked == []
+    assert pool.writers[0].asked == []
 
 
 def test_what_waits_for_a_writer_can_be_taken_back(pool: Any, writes: Writes) -> None:
@@ -85,4 +88,4 @@ def test_what_waits_for_a_writer_can_be_taken_back(pool: Any, writes: Writes) ->
         writes.begin(make_job(name))
     assert list(writes.take_back()) == ["owl"]
     writes.ended("fox")
-    assert [request.job_id for request in pool.living_writers[0].asked] == ["fox"]
+    assert [request.job_id for request in pool.writers[0].asked] == ["fox"]

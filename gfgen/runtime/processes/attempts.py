@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.events import RankTimes
+from gfgen.runtime.processes.recovery import Cause
 
 
 @dataclass(slots=True, eq=False)
@@ -115,6 +116,28 @@ class Attempts:
         for other in self:
             if other.dispatch.producer == number:
                 yield from self.take_done(other.dispatch.number, given_up=given_up)
+
+    def lose(self, rank: int, cause: Cause | None) -> dict[int, Cause | None]:
+        """The dispatches that a dead rank was still needed for, and why each fails.
+
+        The rank was running the first of those that it has not reported, which dies of the cause, as do
+        those whose frames are lost.
+        """
+        causes: dict[int, Cause | None] = {}
+        is_running = False
+        for attempt in self:
+            attempt.inside.discard(rank)
+            number = attempt.dispatch.number
+            if attempt.is_done:
+                continue
+            if rank in attempt.unreported:
+                causes[number] = None if is_running else cause
+                is_running = True
+            elif attempt.storing.pop(rank, None) is not None:
+                causes[number] = cause
+            elif attempt.is_sent_by(rank):
+                causes[number] = None
+        return causes
 
     def stored(self, number: int, rank: int, *, are_lost: bool) -> Attempt | None:
         """The dispatch whose frames a rank has stored, or lost; None if nobody waits for them."""

@@ -1,26 +1,22 @@
-"""Worker and writer processes: starting, replacing and ending them.
+"""The processes of a machine: workers, one for each rank, and writers; from their start to their end.
 
-CUDA and its like must not be initialised before a process starts, and importing torch takes
-seconds: so processes are forked from a fork server that has the imports done and has run
-nothing yet. A pool outlives a run: the next one starts on warm workers.
+`WorkerPool.turn` is the one loop over their channels. A start waits in it until nobody starts any more; a run
+takes what it brings as events (workers.py). lifecycle.py has the phases of a process. A pool outlives a
+run: the next one starts on warm workers.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import multiprocessing
-import multiprocessing.process
 import os
 import selectors
-import socket
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
-from multiprocessing.process import BaseProcess
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from gfgen.errors import InterruptedRunError, WorkerError
 from gfgen.gfc.arena import ArenaPlan
@@ -28,7 +24,6 @@ from gfgen.gfc.cuda.selector import tuned_tables
 from gfgen.models.geometry.checkpoint import model_name
 from gfgen.models.geometry.weight_files import weights_mark
 from gfgen.runtime.ipc.arenas import RankArenas, default_plan
-from gfgen.runtime.ipc.channel import Channel
 from gfgen.runtime.ipc.messages import (
     Arenas,
     Loading,
@@ -40,10 +35,13 @@ from gfgen.runtime.ipc.messages import (
     WarmUp,
     WorkerFailed,
     WorkerReady,
+    WriterReady,
 )
+from gfgen.runtime.processes.child import Child, RankProcess, WriterProcess
+from gfgen.runtime.processes.launcher import Launcher
+from gfgen.runtime.processes.lifecycle import GONE, STARTS, Phase
 from gfgen.runtime.processes.loads import Loads
 from gfgen.runtime.processes.watchdog import Patience
-from gfgen.system import descriptors, forkserver
 from gfgen.system.signals import SignalPipe
 from gfgen.system.wording import counted
 
@@ -52,23 +50,50 @@ logger = logging.getLogger(__name__)
 MAX_DEATHS = 3
 DEATHS_WINDOW_S = 600.0
 """A rank that dies so often within this time is retired: something is wrong with its device."""
-WORKER_MAINS = {"cpu": "gfgen.runtime.worker.host:main", "cuda": "gfgen.runtime.worker.gpu:main"}
-"""By what a rank computes on: where its process begins."""
-_PROGRAMS = ("gfgen.runtime.worker.host", "gfgen.runtime.files.writer")
-PRELOADS = {
-    "cpu": (*_PROGRAMS, "gfgen.models.families.wan_adapter", "gfgen.models.families.qwen_adapter"),
-    "cuda": _PROGRAMS,
-}
-"""What the fork server imports, once, before it forks the first process; by what ranks compute on. Ranks on
-GPUs import diffusers by themselves, all at the same time: whatever it asks CUDA then, no fork inherits."""
-MAX_FORKS = 3
-"""Tries to start a process when it, or the fork server, is killed before it is known."""
-TELL_S = 10.0
-"""While ranks start, a line says so often what they are doing."""
+LOG_EVERY_S = 10.0
+"""While ranks start, the log says this often how far they are."""
+_MAY_LOAD = (Phase.WARMING, Phase.SERVING, Phase.LOADING)
 _EXIT_S = 5.0
-"""How long a process may take to end after its channel is closed, before it is killed."""
+"""How long a process may take to end after the pool has closed its channel, before it is killed."""
+_REAP_S = 1.0
+"""The same after the process has closed its channel."""
 WRITER_PAUSE_S, MAX_WRITER_PAUSE_S = 0.1, 10.0
 """Before there is another writer in place of one that could not start; doubles each time."""
+
+
+ChildT = TypeVar("ChildT", bound=Child)
+
+
+class File(Protocol):
+    """Anything that a selector can watch."""
+
+    def fileno(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A process takes tasks, or files, from now on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A worker holds the models of the last change, and has their steps ready."""
+
+    load_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """A process is gone, and its successor is being started unless the rank is retired."""
+
+    reason: str
+    was_told: bool = False
+    """The reason is why it was killed, or its own words; else how the process ended."""
+    is_retired: bool = False
+    pause_s: float = 0.0
+    """In how many seconds a writer's successor is started."""
+    unloadable: Sequence[str] = ()
+    """Names of the model that it was loading, now that no rank can load it."""
 
 
 def default_writers(*, num_ranks: int, num_cores: int) -> int:
@@ -77,132 +102,8 @@ def default_writers(*, num_ranks: int, num_cores: int) -> int:
     return max(1, min(num_ranks, num_cores // 4))
 
 
-@dataclass(slots=True, eq=False)
-class Child:
-    """A process and the channel to it."""
-
-    name: str
-    process: BaseProcess
-    channel: Channel
-    rank: int | None = None
-    """None for a writer."""
-    incarnation: int = 1
-    is_ready: bool = False
-    has_arenas: bool = False
-    """A worker that knows the others' arenas, and whose own the others know or will be told of."""
-    counts_tokens: bool = False
-    """It could pad texts."""
-    unknown_to: set[int] = field(default_factory=set)
-    """Ranks that were told of this new incarnation, and are yet to map its arena."""
-    startup_s: float = 0.0
-    """How long it took to load its models."""
-    started_s: float = field(default_factory=time.monotonic)
-    asked_to_load_s: float | None = None
-    """Since when it has had models to load, or steps to get ready; None when it has none."""
-    loading: str | None = None
-    """The checkpoint that it said it begins to load; None when it is ready."""
-    num_to_warm: int = 0
-    """Kinds of steps that it has yet to get ready before it counts as loaded."""
-    untold_warm_ups: deque[WarmUp] = field(default_factory=deque)
-    """Kinds of steps to get ready that it is told of one by one."""
-    is_warming: bool = False
-    """It was told of one, and has not answered yet."""
-    load_s: float = 0.0
-    """What it has taken for the models of the last change so far."""
-    jobs: set[str] = field(default_factory=set)
-    """Jobs that this worker knows."""
-    killed_s: float | None = None
-    """When it was killed, by the machine's monotonic clock."""
-    ends_within_s: float = Patience().killed_s
-    """How long it may take to end once it is killed."""
-    is_stuck: bool = False
-    """It was killed and does not end. It runs nothing of ours any more, but its device is not free."""
-
-    @property
-    def is_starting_for_s(self) -> float:
-        """How long it has been getting ready; 0 when it is."""
-        return 0.0 if self.is_ready else time.monotonic() - self.started_s
-
-    @property
-    def is_loading_for_s(self) -> float:
-        """How long it has been about to hold other models; 0 when it is not."""
-        return 0.0 if self.asked_to_load_s is None else time.monotonic() - self.asked_to_load_s
-
-    def tell(self, message: Any, fds: tuple[int, ...] = ()) -> None:
-        """Send a message, without ever waiting for the process.
-
-        To one that is gone, nothing: the end of its channel tells later. One whose socket takes no more is
-        taken for stopped or stuck, and is killed. It takes about 200 KB (hundreds of small messages, five
-        with the longest prompts), so what comes in bursts and may be large has to wait for answers, as
-        `warm_up` does.
-        """
-        try:
-            self.channel.send(message, fds, wait=False)
-        except BlockingIOError:
-            logger.warning("%s takes no messages and is killed", self.name)
-            self.kill()
-        except OSError:
-            logger.debug("%s is gone", self.name)
-
-    def warm_up(self, items: Sequence[WarmUp]) -> None:
-        """Let it get these steps ready: it is told of each when it has answered the one before."""
-        self.untold_warm_ups.extend(items)
-        self._tell_of_warm_up()
-
-    def forget_warm_ups(self) -> None:
-        """What it was not told of yet is no longer wanted."""
-        self.num_to_warm = max(0, self.num_to_warm - len(self.untold_warm_ups))
-        self.untold_warm_ups.clear()
-
-    def has_warmed_up(self) -> None:
-        """It has answered, and can be told of the next."""
-        self.is_warming = False
-        self._tell_of_warm_up()
-
-    def _tell_of_warm_up(self) -> None:
-        if self.untold_warm_ups and not self.is_warming:
-            self.is_warming = True
-            self.tell(self.untold_warm_ups.popleft())
-
-    def kill(self) -> None:
-        """Kill the process; does not wait for its end."""
-        self.killed_s = self.killed_s or time.monotonic()
-        self.process.kill()
-
-    @property
-    def should_have_ended(self) -> bool:
-        """It was killed so long ago that its end will not come, nor the end of its channel."""
-        return self.killed_s is not None and time.monotonic() > self.killed_s + self.ends_within_s
-
-    def reap(self, *, patience_s: float) -> str:
-        """Wait for the process's end, kill it if it does not come; returns how it ended.
-
-        One that does not end then either is left to itself (`is_stuck`). A killed process returns from
-        the kernel no more. What it launched on a GPU before waits for signals that will not come, so
-        it writes to nobody's arena.
-        """
-        self.channel.close()
-        self.process.join(patience_s)
-        if self.process.is_alive() and not self.killed_s:
-            logger.warning("%s did not end within %g s and is killed", self.name, patience_s)
-            self.kill()
-        if self.killed_s:
-            self.process.join(max(0.0, self.killed_s + self.ends_within_s - time.monotonic()))
-        if self.process.is_alive():
-            self.is_stuck = True
-            _forget(self.process)
-            ending = f"killed, and has not ended {self.ends_within_s:g} s later: a driver or a disk holds it"
-            logger.error("%s (process %s): %s", self.name, self.process.pid, ending)
-            return ending
-        code = self.process.exitcode
-        return f"killed by signal {-code}" if code is not None and code < 0 else f"exit code {code}"
-
-
 class WorkerPool:
     """One worker per rank, and writers; each rank's arena for exchanges with the others."""
-
-    patience = Patience()
-    """With its ranks; longer where they share GPUs."""
 
     def __init__(
         self,
@@ -224,98 +125,101 @@ class WorkerPool:
         are_all_needed: bool = False,
         keep_fds: Sequence[int] = (),
     ) -> None:
-        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # their warnings are not the user's to mend
-        os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
-        # So that nothing that the fork server imports initialises CUDA by asking whether it is there: it does
-        # not survive a fork. NVML, which is asked then, does.
-        os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-        descriptors.allow_most()
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(list(PRELOADS[device] if preload is None else preload))
-        self._keep_fds = keep_fds
-        """What all processes keep open until they end."""
-        forkserver.ensure_running(keep_fds)
-        self._worker_main = worker_main or WORKER_MAINS[device]
-        self._writer_main = writer_main
         are_on_gpus = device != "cpu"
-        self._plan = plan or default_plan(num_ranks=num_ranks, are_on_gpus=are_on_gpus)
-        self._settings: dict[str, Any] = {
-            "checkpoints": tuple(map(str, checkpoints)),
-            "device": device,
-            "has_random_weights": has_random_weights,
-            "vae_dtype": vae_dtype,
-            "arena_bytes": (self._plan.data_bytes, self._plan.post_bytes),
-            "has_graphs": has_graphs,
-            "memory_limit": memory_limit,
-            "num_gpus": num_gpus,
-            "tuned_tables": tuned_tables() if are_on_gpus else {},
-        }
-        if num_gpus:
-            self.patience = self.patience.with_shared_gpus(-(-num_ranks // num_gpus))
+        plan = plan or default_plan(num_ranks=num_ranks, are_on_gpus=are_on_gpus)
+        self.patience = Patience().with_shared_gpus(-(-num_ranks // num_gpus)) if num_gpus else Patience()
+        """With its ranks; longer where they share GPUs."""
+        self._launcher = Launcher(
+            {
+                "checkpoints": tuple(map(str, checkpoints)),
+                "device": device,
+                "has_random_weights": has_random_weights,
+                "vae_dtype": vae_dtype,
+                "arena_bytes": (plan.data_bytes, plan.post_bytes),
+                "has_graphs": has_graphs,
+                "memory_limit": memory_limit,
+                "num_gpus": num_gpus,
+                "tuned_tables": tuned_tables() if are_on_gpus else {},
+            },
+            worker_main=worker_main,
+            writer_main=writer_main,
+            preload=preload,
+            keep_fds=keep_fds,
+            ends_within_s=self.patience.killed_s,
+        )
+        self._arenas = RankArenas(plan, num_ranks=num_ranks, are_on_gpus=are_on_gpus)
+        self._selector = selectors.DefaultSelector()
         self.islands = tuple([tuple(island) for island in islands or [range(num_ranks)]])
         """Sets of ranks that map each other's arenas, and so can share a layout."""
         self._weights_marks = {path: weights_mark(path) for path in checkpoints}
         self._are_all_needed = are_all_needed
-        """Whether a rank that cannot be had ends the start, as where something is measured."""
-        self._deaths: dict[int, list[float]] = {rank: [] for rank in range(num_ranks)}
-        self.num_ranks = num_ranks
+        """A rank that cannot be had ends the start, as where something is measured."""
+        self._deaths: dict[int, list[float]] = defaultdict(list)
+        """By rank, by the machine's monotonic clock."""
         self.last_number = 0
         """Of the last dispatch that these workers were given, in any run."""
+        self.loads: Loads | None = None
+        """What became of the last change of models; None in a run that has changed none."""
         self.unloadable: dict[str, str] = {}
         """Checkpoints that no rank could load when the workers started, and why."""
-        self.retired: set[int] = set()
-        """Ranks that died too often, or whose process does not end; they stay away."""
+        self.steps_at_hand: Callable[[], Sequence[WarmUp]] | None = None
+        """Steps that a worker gets ready before it joins a run."""
+        self.is_stopping = False
+        """The run is about to end: no rank is replaced."""
         self._left_out: set[int] = set()
-        """Of those: the ones that only a run goes without that is about to end."""
-        self._arenas = RankArenas(self._plan, num_ranks=num_ranks, are_on_gpus=are_on_gpus)
+        """Ranks that were not replaced for that reason."""
+        self._held_back: set[int] = set()
+        """Ranks whose new workers nobody is to know yet: others may be inside the predecessor's arena."""
         self._counts_tokens: bool | None = None
         """Whether ranks pad texts: settled when they meet, and for all that come later."""
-        self.workers: list[Child] = []
-        self.writers: list[Child] = []
-        self._writer_pauses: dict[int, float] = {}
-        """By writer: how long was waited with its successor, which has not started well since, in seconds."""
-        self._writers_due: dict[int, float] = {}
-        """By writer that is gone: when its successor is started, by the machine's monotonic clock."""
+        self._news: list[tuple[RankProcess, Joined]] = []
+        self.workers: list[RankProcess] = []
+        self.writers: list[WriterProcess] = []
         if num_writers is None:
             cores = len(os.sched_getaffinity(0))
             num_writers = default_writers(num_ranks=num_ranks, num_cores=cores) if are_on_gpus else 1
         try:
             for rank in range(num_ranks):
-                self.workers.append(self._start_worker(rank, incarnation=1))
+                self.workers.append(self._listen(self._launcher.start_worker(rank, incarnation=1)))
             for idx in range(num_writers):
-                self.writers.append(self._start_writer(idx))
+                self.writers.append(self._listen(self._launcher.start_writer(idx)))
         except BaseException:  # those that were started would load their models first, and are waited for
             self.close(at_once=True)
             raise
-        if not are_on_gpus:
-            self._send_arenas(self.workers)
+
+    # What there is --------------------------------------------------------------------------
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.workers)
 
     @property
     def children(self) -> list[Child]:
-        """All processes that are meant to live."""
-        return [*self.living, *self.living_writers]
+        """All processes that have not ended."""
+        return [each for each in (*self.workers, *self.writers) if each.phase not in GONE]
 
     @property
-    def living(self) -> list[Child]:
+    def living(self) -> list[RankProcess]:
         """The workers of all ranks that are not retired."""
-        return [worker for rank, worker in enumerate(self.workers) if rank not in self.retired]
+        return [worker for worker in self.workers if worker.phase not in GONE]
 
     @property
-    def living_writers(self) -> list[Child]:
-        """The writers but for those whose successors are yet to be started."""
-        return [writer for idx, writer in enumerate(self.writers) if idx not in self._writers_due]
+    def retired(self) -> set[int]:
+        """Ranks that died too often, or whose process does not end; they stay away."""
+        return {worker.rank for worker in self.workers if worker.phase in GONE}
 
     @property
     def checkpoints(self) -> tuple[str, ...]:
         """Of the models that a worker which starts now holds."""
-        held: tuple[str, ...] = self._settings["checkpoints"]
+        held: tuple[str, ...] = self._launcher.settings["checkpoints"]
         return held
 
     @property
     def computed_with(self) -> Mapping[str, Any]:
         """What must be the same for another pool to go on with a job's state: what its tensors are like,
         and which weights made them."""
-        return {name: self._settings[name] for name in ("device", "vae_dtype", "has_random_weights")}
+        settings = self._launcher.settings
+        return {name: settings[name] for name in ("device", "vae_dtype", "has_random_weights")}
 
     def weights_mark(self, checkpoint: Path) -> str:
         """Of a model's weight files as they were before a rank first loaded them."""
@@ -328,12 +232,110 @@ class WorkerPool:
         """By rank."""
         return tuple([worker.incarnation for worker in self.workers])
 
+    # The loop -------------------------------------------------------------------------------
+
+    def listen(self, file: File) -> None:
+        """Let `turn` tell when there is something to read in this file."""
+        self._selector.register(file, selectors.EVENT_READ, file)
+
+    def ignore(self, file: File) -> None:
+        self._selector.unregister(file)
+
+    def _listen(self, child: ChildT) -> ChildT:
+        self._selector.register(child.channel, selectors.EVENT_READ, child)
+        return child
+
+    def turn(self, timeout_s: float) -> Iterator[tuple[Any, Any]]:
+        """What happens within this time: (process, its message), (process, what became of it), (file, None).
+
+        A message comes after it has had its effect here.
+        """
+        news, self._news = self._news, []
+        yield from news
+        for key, _ in self._selector.select(0 if news else max(0.0, timeout_s)):
+            if not isinstance(key.data, Child):
+                yield key.data, None
+            elif key.data.phase not in GONE:
+                yield from self._hear(key.data)
+        for child in self.children:
+            if child.should_have_ended:
+                yield from self._lose(child)
+        self._start_due_writers()
+        yield from self._introduce()
+
+    def _hear(self, child: Child) -> Iterator[tuple[Child, Any]]:
+        received = child.channel.receive()
+        if received is None:
+            yield from self._lose(child)
+            return
+        message, fds = received
+        if isinstance(child, RankProcess):
+            became = self._effect(child, message, fds)
+        else:
+            became = Joined() if isinstance(message, WriterReady) and child.phase is Phase.STARTING else None
+            if became:
+                child.enter(Phase.SERVING)
+        yield child, message
+        if became is not None:
+            yield child, became
+
+    def _effect(self, worker: RankProcess, message: Any, fds: Sequence[int]) -> Joined | Loaded | None:
+        """Change the worker's record by its message; what it has become by that, if anything."""
+        match message:
+            case PeerReplaced():
+                peer = self.workers[message.rank]
+                if peer.incarnation == message.incarnation:
+                    peer.unknown_to.discard(worker.rank)
+            case WorkerFailed():
+                worker.verdict = worker.verdict or message.reason
+            case Loading():
+                worker.loading = message.checkpoint
+            case WorkerReady():
+                self._arenas.take(worker.rank, fds)
+                worker.startup_s, worker.counts_tokens = message.startup_s, message.counts_tokens
+                worker.loading = None
+                if not worker.num_to_load:  # else it holds those of before
+                    self._note_loaded(worker)
+                if worker.phase is Phase.STARTING:
+                    worker.enter(Phase.INTRODUCING)
+            case ModelsSet():
+                self._note_loaded(worker)
+                worker.num_to_load = max(0, worker.num_to_load - 1)
+                worker.load_s += message.load_s
+                return self._settled(worker)
+            case WarmedUp() if worker.warm_ups:
+                worker.has_warmed_up()
+                worker.load_s += message.seconds
+                return self._settled(worker)
+        return None
+
+    @staticmethod
+    def _settled(worker: RankProcess) -> Joined | Loaded | None:
+        """What a worker has become that has answered: nothing while it has more to answer."""
+        if worker.num_to_load or worker.warm_ups:
+            return None
+        if worker.phase is Phase.INTRODUCING:  # it was told to load while it started
+            return Loaded(worker.load_s)
+        if worker.phase not in (Phase.WARMING, Phase.LOADING):
+            return None
+        became = Joined() if worker.phase is Phase.WARMING else Loaded(worker.load_s)
+        worker.enter(Phase.SERVING)
+        return became
+
+    def _note_loaded(self, worker: RankProcess) -> None:
+        """A worker holds the models of now, as far as anybody does."""
+        worker.loading = None
+        if self.loads is not None:
+            self.loads.succeeded(worker.rank)
+
+    # Starting -------------------------------------------------------------------------------
+
     def wait_ready(
         self,
         signals: SignalPipe | None = None,
         *,
         patience_s: float | None = None,
-        tell_s: float = TELL_S,
+        tell_s: float = LOG_EVERY_S,
     ) -> None:
         """Wait until every worker has loaded its models, but for those that none of them can (`unloadable`),
         and all know each other. The log tells every `tell_s` seconds how far they are.
@@ -347,47 +349,26 @@ class WorkerPool:
         patience_s = self.patience.starting_s if patience_s is None else patience_s
         began_s = time.monotonic()
         deadline_s, told_s = began_s + patience_s, began_s
-        loads = self._new_loads()
-        self._bring_back()
-        speakers = self.speakers(
+        self.loads = Loads({path: Path(path) for path in self.checkpoints})
+        self.is_stopping = False
+        left_out, self._left_out = self._left_out, set()
+        for rank in left_out:
+            self.replace_worker(rank, is_to_blame=False)
+        heard = self.heard(
             signals,
             doing="the models were loading; nothing was started",
             left_s=lambda: min(deadline_s, told_s + tell_s) - time.monotonic(),
         )
-        with contextlib.closing(speakers):
-            while not self._know_each_other():
-                worker = next(speakers)
-                if worker is None and (now_s := time.monotonic()) < deadline_s:
+        with contextlib.closing(heard):
+            while any(worker.phase in STARTS for worker in self.living):
+                found = next(heard)
+                if found is not None:
+                    self._note_start(*found, doing="started")
+                elif (now_s := time.monotonic()) < deadline_s:
                     logger.info("still starting after %.0f s: %s", now_s - began_s, self._how_far())
                     told_s = now_s
-                elif worker is None:
-                    why = f"the models are not loaded after {patience_s:g} s"
-                    self._leave_behind(why)
-                elif reason := self._note_start(worker, loads):
-                    self._start_again(worker, loads, reason)
-
-    def _how_far(self) -> str:
-        """'1 of 4 ranks ready, 3 loading qwen-image', say."""
-        num_ready = sum(worker.is_ready for worker in self.living)
-        others = Counter(
-            "not loading yet" if worker.loading is None else f"loading {model_name(Path(worker.loading))}"
-            for worker in self.living
-            if not worker.is_ready
-        )
-        parts = [f"{num_ready} of {counted(self.num_ranks, 'rank')} ready"]
-        return ", ".join([*parts, *(f"{number} {doing}" for doing, number in others.items())])
-
-    def _know_each_other(self) -> bool:
-        """Whether all are ready and have mapped all arenas; those that can are told to by this."""
-        if not all(worker.is_ready for worker in self.living):
-            return False
-        late = [worker for worker in self.living if not worker.has_arenas]
-        if self._arenas.are_on_gpus:
-            self._send_arenas([worker for worker in late if worker.incarnation == 1])
-        for worker in late:
-            if not worker.has_arenas:
-                self.welcome(worker)
-        return not any(worker.unknown_to for worker in self.living)
+                else:
+                    self._leave_behind(f"the models are not loaded after {patience_s:g} s")
 
     def warm_up(
         self,
@@ -404,261 +385,272 @@ class WorkerPool:
         InterruptedRunError at a signal.
         """
         patience_s = self.patience.warm_up_s if patience_s is None else patience_s
-        by_number = {item.number: item for item in items}
         awaited = {item.number: {worker.rank for worker in self.living} for item in items}
-        for worker in self.living:
+        for worker in self.living if items else ():
+            worker.enter(Phase.WARMING)
             worker.warm_up(items)
-        loads = self._new_loads()
-        speakers = self.speakers(
+        heard = self.heard(
             signals, doing="ranks were warmed up; nothing was started", left_s=lambda: patience_s
         )
-        with contextlib.closing(speakers):
+        with contextlib.closing(heard):
             while awaited:
-                speaker = next(speakers)
-                if speaker is None:
+                found = next(heard)
+                if found is None:
                     raise WorkerError(f"no rank has run a step within {patience_s:g} s of the last one")
-                for answer in self._warmed_up(speaker, loads, awaited):
-                    awaited[answer.number].discard(speaker.rank)
+                worker, message = found
+                self._note_start(worker, message, doing="was warmed up")
+                answers = [message] if isinstance(message, WarmedUp) and message.number in awaited else []
+                if isinstance(message, Lost):
+                    answers = [WarmedUp(number, 0.0) for number in awaited]
+                for answer in answers:
+                    awaited[answer.number].discard(worker.rank)
                     if answer.reason is not None or not awaited[answer.number]:
                         del awaited[answer.number]
-                        yield by_number[answer.number], answer
+                        yield next(item for item in items if item.number == answer.number), answer
         self.wait_ready(signals)
 
-    def _warmed_up(self, worker: Child, loads: Loads, numbers: Collection[int]) -> Sequence[WarmedUp]:
-        """What a worker has to say of items with these numbers: of all of them, where it has died."""
-        if not worker.is_ready:  # it takes the place of one that has died
-            if reason := self._note_start(worker, loads):
-                self._start_again(worker, loads, reason)
-            return ()
-        received = self.receive(worker)
-        if received is None:
-            reason = f"{worker.name} died while it was warmed up: {worker.reap(patience_s=_EXIT_S)}"
-            self._start_again(worker, loads, reason)
-            return [WarmedUp(number, 0.0) for number in numbers]
-        answer = received[0]
-        return [answer] if isinstance(answer, WarmedUp) and answer.number in numbers else ()
-
-    def receive(self, child: Child) -> tuple[Any, Sequence[int]] | None:
-        """The next message of a child, with its descriptors; None when the child is gone."""
-        received = child.channel.receive()
-        if received is not None and isinstance(received[0], PeerReplaced):
-            peer = self.workers[received[0].rank]
-            if peer.incarnation == received[0].incarnation and child.rank is not None:
-                peer.unknown_to.discard(child.rank)
-        elif received is not None and isinstance(received[0], WarmedUp):
-            child.has_warmed_up()
-        return received
-
-    def speakers(
+    def heard(
         self, signals: SignalPipe | None, *, doing: str, left_s: Callable[[], float]
-    ) -> Generator[Child | None, None, None]:
-        """Workers that have something to say, as it comes, without end; None when nobody does in time.
+    ) -> Generator[tuple[Any, Any] | None, None, None]:
+        """What `turn` brings of workers while no run goes on, without end; None when nothing comes in time.
 
         Raises: InterruptedRunError when a signal comes.
         """
-        with selectors.DefaultSelector() as selector:
+        with contextlib.ExitStack() as stack:
             if signals is not None:
-                selector.register(signals, selectors.EVENT_READ)
+                self.listen(signals)
+                stack.callback(self.ignore, signals)
             while True:
-                self._listen_to_workers(selector)
-                ready = selector.select(max(0.0, left_s()))
-                if not ready:
+                self.let_in()
+                began_s, wait_s, is_quiet = time.monotonic(), left_s(), True
+                for source, what in self.turn(wait_s):
+                    is_quiet = False
+                    if source is signals and signals is not None:
+                        if numbers := signals.take():
+                            raise InterruptedRunError(f"stopped while {doing}", signal_number=numbers[0])
+                    elif isinstance(source, RankProcess):
+                        yield source, what
+                if is_quiet and time.monotonic() >= began_s + wait_s:
                     yield None
-                for key, _ in ready:
-                    if key.data is not None or signals is None:
-                        yield key.data
-                    elif numbers := signals.take():
-                        raise InterruptedRunError(f"stopped while {doing}", signal_number=numbers[0])
 
-    def _listen_to_workers(self, selector: selectors.BaseSelector) -> None:
-        """To those of now: some may have been replaced, or retired."""
-        heard = {key.data: key.fileobj for key in selector.get_map().values() if key.data is not None}
-        for worker in heard.keys() - set(self.living):
-            selector.unregister(heard[worker])
-        for worker in self.living:
-            if worker not in heard:
-                selector.register(worker.channel, selectors.EVENT_READ, worker)
-
-    def _new_loads(self) -> Loads:
-        return Loads({path: Path(path) for path in self.checkpoints})
-
-    def _note_start(self, worker: Child, loads: Loads) -> str | None:
-        """A starting worker has said something, or has died; why it does not get ready, if it does not."""
-        received = self.receive(worker)
-        if received is None:
-            return f"{worker.name} died while it started: {worker.reap(patience_s=_EXIT_S)}"
-        if isinstance(received[0], WorkerFailed):
-            worker.reap(patience_s=_EXIT_S)
-            return f"{worker.name} cannot start: {received[0].reason}"
-        if isinstance(received[0], Loading):
-            worker.loading = received[0].checkpoint
-        elif isinstance(received[0], ModelsSet | WarmedUp):  # of a worker that was ready, or is by now
-            worker.asked_to_load_s = worker.loading = None
-        elif isinstance(received[0], WorkerReady):  # else it answers an earlier run, which has ended
-            self.take_ready(worker, received[0], received[1])
-            if worker.rank is not None and not self.unloadable:
-                loads.succeeded(worker.rank)
-        return None
-
-    def _start_again(self, worker: Child, loads: Loads, reason: str) -> None:
-        """Another process for a rank that could not start, without the model that it was at if no rank can
-        load that; none for a rank that is retired.
+    def _note_start(self, worker: RankProcess, happened: Any, *, doing: str) -> None:
+        """Judge the death of a worker while nobody runs tasks.
 
         Raises: WorkerError when nothing is left to go on with.
         """
-        rank, checkpoint = worker.rank, worker.loading
-        assert rank is not None
-        loads.lost(rank)
-        ranks = set(range(self.num_ranks)) - self.retired
-        if checkpoint is not None and loads.failed(checkpoint, rank, ranks=ranks):
-            if not set(self.checkpoints) - {checkpoint}:
-                raise WorkerError(reason)
-            self.do_without(checkpoint)
-            self.unloadable[checkpoint] = reason
-        is_of_no_rank = checkpoint is not None and (checkpoint in self.unloadable or loads.spares(rank))
-        # The run's clock is yet to start: what happens here counts in its first ten minutes.
-        successor = self.replace_worker(rank, now_s=0.0, is_to_blame=not is_of_no_rank)
-        if successor is None and (self._are_all_needed or not self.living):
+        if not isinstance(happened, Lost):
+            return
+        how = "cannot start" if happened.was_told else f"died while it {doing}"
+        reason = f"{worker.name} {how}: {happened.reason}"
+        self.unloadable |= dict.fromkeys(happened.unloadable, reason)
+        is_missing = happened.is_retired and (self._are_all_needed or not self.living)
+        if is_missing or (happened.unloadable and not self.checkpoints):
             raise WorkerError(reason)
-        logger.warning("%s; %s", reason, "it stays away" if successor is None else "a new worker is started")
+        logger.warning(
+            "%s; %s", reason, "it stays away" if happened.is_retired else "a new worker is started"
+        )
+
+    def _how_far(self) -> str:
+        """'1 of 4 ranks ready, 3 loading qwen-image', say."""
+        num_ready = sum(worker.has_started for worker in self.living)
+        others = Counter(
+            "not loading yet" if worker.loading is None else f"loading {model_name(Path(worker.loading))}"
+            for worker in self.living
+            if not worker.has_started
+        )
+        parts = [f"{num_ready} of {counted(self.num_ranks, 'rank')} ready"]
+        return ", ".join([*parts, *(f"{number} {doing}" for doing, number in others.items())])
 
     def _leave_behind(self, reason: str) -> None:
         """Retire the ranks that are not ready.
 
         Raises: WorkerError when nothing is left to go on with.
         """
-        late = [worker for worker in self.living if not worker.is_ready]
+        late = [worker for worker in self.living if not worker.has_started]
         late = late or [self.workers[rank] for each in self.living for rank in each.unknown_to]
         reason = f"{', '.join(worker.name for worker in late)}: {reason}"
         if self._are_all_needed or len(late) == len(self.living):
             raise WorkerError(reason)
         for worker in late:
-            assert worker.rank is not None
             worker.kill()
-            worker.reap(patience_s=_EXIT_S)
-            self._expect_nothing_of(worker.rank)
-            self.retired.add(worker.rank)
+            self._bury(worker)
         logger.error("%s; the others go on without", reason)
 
-    def take_ready(self, worker: Child, ready: WorkerReady, fds: Sequence[int]) -> None:
-        """A worker has loaded its models and brings its arena, if it makes that itself."""
-        assert worker.rank is not None
-        self._arenas.take(worker.rank, fds)
-        worker.is_ready, worker.startup_s, worker.loading = True, ready.startup_s, None
-        worker.counts_tokens = ready.counts_tokens
+    # Meeting --------------------------------------------------------------------------------
 
-    def replace_worker(self, rank: int, *, now_s: float, is_to_blame: bool = True) -> Child | None:
-        """A new process for a rank whose old one is reaped; None when the rank is retired.
+    def let_in(self) -> None:
+        """Nobody is inside the arena of a dead worker any more: its successor may be introduced."""
+        self._held_back.clear()
 
-        It is when it died too often by its own fault, or when the old process does not end and so holds
-        its device.
-        The new one is to be told of the others, and they of it, by `welcome`: when it is ready, and nobody is
-        inside its predecessor's arena any more.
+    def _introduce(self) -> Iterator[tuple[RankProcess, Joined]]:
+        """Let new workers and all others map each other's arenas; those that are known to all go on.
+
+        A worker takes tasks when all have answered: a rank that begins to count anew after the first
+        transfer from there waits for that for ever. The first meeting is of all at once, before any task.
         """
-        self._expect_nothing_of(rank)
-        deaths = self._deaths[rank]
-        if is_to_blame:
-            deaths.append(now_s)
-        num_deaths = len([death for death in deaths if death > now_s - DEATHS_WINDOW_S])
-        if num_deaths >= MAX_DEATHS:
-            logger.error("rank %d died %d times in %g min", rank, num_deaths, DEATHS_WINDOW_S / 60)
-        if num_deaths >= MAX_DEATHS or self.workers[rank].is_stuck:
-            self.retired.add(rank)
-            return None
-        incarnation = self.workers[rank].incarnation + 1
-        self._arenas.renew(rank, incarnation=incarnation)
-        self.workers[rank] = self._start_worker(rank, incarnation=incarnation)
-        return self.workers[rank]
+        new = [worker for worker in self.living if worker.phase is Phase.INTRODUCING]
+        if new and self._counts_tokens is None:
+            if any(worker.phase is Phase.STARTING for worker in self.living):
+                return
+            self._counts_tokens = all(worker.counts_tokens for worker in self.living)
+            for worker in new:
+                self._send_arenas(worker)
+        for worker in new:
+            if not worker.has_arenas and worker.rank not in self._held_back:
+                self._welcome(worker)
+            if worker.has_arenas and not worker.unknown_to:
+                yield from self._go_on(worker)
 
-    def leave_out(self, rank: int) -> None:
-        """Go without a rank, whose old process is reaped, until workers are waited for the next time."""
-        self._expect_nothing_of(rank)
-        if not self.workers[rank].is_stuck:
-            self._left_out.add(rank)
-        self.retired.add(rank)
+    def _go_on(self, worker: RankProcess) -> Iterator[tuple[RankProcess, Joined]]:
+        """A worker that all know joins, or gets ready what jobs at hand need."""
+        steps = self.steps_at_hand() if self.steps_at_hand and not worker.num_to_load else ()
+        if steps:
+            worker.enter(Phase.WARMING)
+            worker.warm_up(steps)
+            return
+        worker.enter(Phase.LOADING if worker.num_to_load else Phase.SERVING)
+        yield worker, Joined()
 
-    def _bring_back(self) -> None:
-        """Start the ranks that the last run did without while it stopped."""
-        left_out, self._left_out = self._left_out, set()
-        for rank in left_out:
-            self.retired.discard(rank)
-            self.replace_worker(rank, now_s=0.0, is_to_blame=False)
+    def _welcome(self, worker: RankProcess) -> None:
+        """Send a new worker all arenas, and its own to the others."""
+        arena = self._arenas.arena(worker.rank)
+        assert arena is not None, f"{worker.name} has no arena"
+        self._send_arenas(worker)
+        message = ReplacePeer(worker.rank, worker.incarnation)
+        for other in self._peers(worker.rank):
+            peer = self.workers[other]
+            # One that has none yet will be given all of them when it is welcome itself.
+            if peer.phase not in GONE and peer.has_arenas:
+                worker.unknown_to.add(other)
+                peer.tell(message, (arena,))
 
-    def _expect_nothing_of(self, rank: int) -> None:
-        """It is dead: its successor is given all arenas as they are then."""
-        for worker in self.workers:
-            worker.unknown_to.discard(rank)
+    def _send_arenas(self, worker: RankProcess) -> None:
+        plan, island = self._arenas.plan, {worker.rank, *self._peers(worker.rank)}
+        ranks, fds = self._arenas.known_to(worker.rank, among=island)
+        counts_tokens = bool(self._counts_tokens)
+        worker.tell(Arenas(plan.data_bytes, plan.post_bytes, self.incarnations, ranks, counts_tokens), fds)
+        worker.has_arenas = True
+
+    def _peers(self, rank: int) -> Set[int]:
+        """The ranks with which this one exchanges."""
+        return set(next(island for island in self.islands if rank in island)) - {rank}
+
+    # Models ---------------------------------------------------------------------------------
 
     def set_models(self, checkpoints: Collection[Path], *, warm_ups: Sequence[WarmUp] = ()) -> None:
         """Let all workers hold these models and no others, each after what it was given before.
 
-        Those that are ready are to get these steps ready, too; one that still starts finds out in its tasks.
+        Those that are known get these steps ready, too; one that still starts finds out in its tasks.
         """
         message = SetModels(tuple(sorted(map(str, checkpoints))))
         for path in message.checkpoints:  # they are tried again
             self.unloadable.pop(path, None)
             self.weights_mark(Path(path))
-        self._settings["checkpoints"] = message.checkpoints
-        for rank, worker in enumerate(self.workers):
-            if rank not in self.retired:
-                items = warm_ups if worker.is_ready and worker.has_arenas else ()
-                worker.asked_to_load_s = time.monotonic()
-                worker.forget_warm_ups()
-                worker.num_to_warm += len(items)  # one that is new may be about to answer for others
-                worker.load_s = 0.0
-                worker.tell(message)
-                worker.warm_up(items)
+        self._launcher.settings["checkpoints"] = message.checkpoints
+        for worker in self.living:
+            if worker.phase is Phase.ENDING:
+                continue
+            worker.num_to_load += 1
+            worker.load_s = 0.0
+            worker.forget_warm_ups()
+            worker.tell(message)
+            if worker.phase is Phase.WARMING:
+                self._news.append((worker, Joined()))
+            if worker.phase in _MAY_LOAD:
+                worker.enter(Phase.LOADING)
+                worker.warm_up(warm_ups)
 
-    def do_without(self, checkpoint: str) -> None:
-        """Start no worker with this model."""
-        self._settings["checkpoints"] = tuple([path for path in self.checkpoints if path != checkpoint])
+    # Ends -----------------------------------------------------------------------------------
+
+    def _lose(self, child: Child) -> Iterator[tuple[Child, Lost]]:
+        """A process is gone, or will never be: start another."""
+        ending = self._bury(child)
+        reason, was_told = child.verdict or ending, child.verdict is not None
+        if was_told and child.phase is Phase.STUCK:
+            reason = f"{reason}; {ending}"
+        if isinstance(child, WriterProcess):
+            yield child, Lost(reason, was_told, pause_s=self._put_off(child))
+            return
+        assert isinstance(child, RankProcess)
+        unloadable, is_spared = self._judge_load(child)
+        self._held_back.add(child.rank)
+        if self.is_stopping:
+            if child.phase is not Phase.STUCK:
+                self._left_out.add(child.rank)
+        else:
+            self.replace_worker(child.rank, is_to_blame=child.is_to_blame and not is_spared)
+        yield child, Lost(reason, was_told, child.rank in self.retired, unloadable=unloadable)
+
+    def _bury(self, child: Child) -> str:
+        """Reap a process, and expect nothing of it; returns how it ended."""
+        self._selector.unregister(child.channel)
+        if isinstance(child, RankProcess):
+            for worker in self.workers:  # its successor is given all arenas as they are then
+                worker.unknown_to.discard(child.rank)
+        return child.reap(patience_s=_REAP_S)
+
+    def _judge_load(self, worker: RankProcess) -> tuple[Sequence[str], bool]:
+        """The names of the model that a dead worker was loading, if no rank can load it; and whether the
+        model is to blame for this death."""
+        if self.loads is None:
+            return (), False
+        self.loads.lost(worker.rank)
+        if worker.loading is None:
+            return (), False
+        ranks = {worker.rank, *(each.rank for each in self.living)}
+        names = self.loads.failed(worker.loading, worker.rank, ranks=ranks)
+        if names:
+            left = tuple([path for path in self.checkpoints if path != worker.loading])
+            self._launcher.settings["checkpoints"] = left
+        return names, worker.loading not in self.checkpoints or self.loads.spares(worker.rank)
+
+    def replace_worker(self, rank: int, *, is_to_blame: bool = True) -> None:
+        """Start a new process for a rank whose old one is reaped, unless the rank is retired.
+
+        It is when it died too often by its own fault, or when the old process does not end and so holds
+        its device.
+        """
+        deaths, now_s = self._deaths[rank], time.monotonic()
+        if is_to_blame:
+            deaths.append(now_s)
+        num_deaths = len([death_s for death_s in deaths if death_s > now_s - DEATHS_WINDOW_S])
+        if num_deaths >= MAX_DEATHS:
+            logger.error("rank %d died %d times in %g min", rank, num_deaths, DEATHS_WINDOW_S / 60)
+        if num_deaths >= MAX_DEATHS or self.workers[rank].phase is Phase.STUCK:
+            return
+        incarnation = self.workers[rank].incarnation + 1
+        self._arenas.renew(rank, incarnation=incarnation)
+        self.workers[rank] = self._listen(self._launcher.start_worker(rank, incarnation=incarnation))
+
+    def _put_off(self, writer: WriterProcess) -> float:
+        """When a writer's successor is started: at once, unless the writer could not start.
+
+        Whatever the reason, it may be there for long.
+        """
+        pause_s = 0.0
+        if not writer.has_started:
+            pause_s = min(MAX_WRITER_PAUSE_S, max(WRITER_PAUSE_S, 2 * writer.pause_s))
+        writer.pause_s, writer.due_s = pause_s, time.monotonic() + pause_s
+        self._start_due_writers()
+        return pause_s
+
+    def _start_due_writers(self) -> None:
+        for idx, writer in enumerate(self.writers):
+            if writer.phase in GONE and time.monotonic() >= writer.due_s:
+                self.writers[idx] = self._listen(self._launcher.start_writer(idx, pause_s=writer.pause_s))
+
+    def begin_run(self, steps_at_hand: Callable[[], Sequence[WarmUp]]) -> None:
+        """Another run begins: nobody is inside any arena."""
+        self.steps_at_hand, self.loads, self.is_stopping = steps_at_hand, None, False
+        self.let_in()
 
     def forgive(self) -> None:
         """Count deaths from here on: another run begins, which has not seen them."""
-        for deaths in self._deaths.values():
-            deaths.clear()
-
-    def welcome(self, worker: Child) -> None:
-        """Let a new incarnation that is ready map all arenas, and all others map its own.
-
-        It may take tasks when all of them have (`unknown_to` is empty): a rank that begins to count anew
-        after the first transfer from there waits for that for ever.
-        """
-        assert worker.rank is not None
-        arena = self._arenas.arena(worker.rank)
-        assert arena is not None, f"{worker.name} is not ready"
-        self._send_arenas([worker])
-        message = ReplacePeer(worker.rank, worker.incarnation)
-        for other, peer in enumerate(self.workers):
-            # One that has none yet will be given all of them when it is welcome itself.
-            if other in self._others(worker.rank) and other not in self.retired and peer.has_arenas:
-                worker.unknown_to.add(other)
-                peer.tell(message, (arena,))
-
-    def replace_writer(self, writer: Child) -> float:
-        """Let a new process take the place of a writer whose old one is reaped; returns in how many seconds.
-
-        That is at once, unless the old one could not start: whatever the reason, it may be there for long.
-        """
-        idx = self.writers.index(writer)
-        last_s, pause_s = self._writer_pauses.pop(idx, 0.0), 0.0
-        if not writer.is_ready:
-            pause_s = min(MAX_WRITER_PAUSE_S, max(WRITER_PAUSE_S, 2 * last_s))
-            self._writer_pauses[idx] = pause_s
-        self._writers_due[idx] = time.monotonic() + pause_s
-        self.start_writers()
-        return pause_s
-
-    def start_writers(self) -> bool:
-        """Start the writers that are due; tells whether there were any."""
-        due = [idx for idx, due_s in self._writers_due.items() if time.monotonic() >= due_s]
-        for idx in due:
-            self.writers[idx] = self._start_writer(idx)
-            del self._writers_due[idx]
-        return bool(due)
+        self._deaths.clear()
 
     def close(self, *, at_once: bool = False) -> None:
         """End all processes: they leave when their channel closes, and are killed if not."""
+        self._selector.close()
         for child in self.children:
             child.channel.close()
             if at_once:
@@ -672,73 +664,3 @@ class WorkerPool:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close(at_once=kind is not None)
-
-    def _start_worker(self, rank: int, *, incarnation: int) -> Child:
-        child = self._start(f"rank {rank}", self._worker_main, {"rank": rank, **self._settings})
-        child.rank, child.incarnation = rank, incarnation
-        return child
-
-    def _start_writer(self, idx: int) -> Child:
-        return self._start(f"writer {idx}", self._writer_main, None)
-
-    def _start(self, name: str, target: str, settings: Mapping[str, Any] | None) -> Child:
-        tries_left = MAX_FORKS
-        while True:
-            tries_left -= 1
-            try:
-                return self._fork(name, target, settings)
-            except (OSError, EOFError) as error:
-                was_killed = isinstance(error, ConnectionError | EOFError)
-                if not (was_killed and tries_left):
-                    raise WorkerError(f"{name} cannot be started: {error}; run again to go on") from error
-                logger.warning("%s was killed as it was started (%s); it is started again", name, error)
-
-    def _fork(self, name: str, target: str, settings: Mapping[str, Any] | None) -> Child:
-        """One try. A process that has begun though nobody knows it ends with its channel."""
-        forkserver.ensure_running(self._keep_fds)  # anew, should it have died
-        ours, theirs = Channel.pair()
-        process = self._context.Process(
-            target=_enter, args=(target, theirs, settings), name=f"gfgen {name}", daemon=True
-        )
-        try:
-            process.start()
-        except BaseException:
-            ours.close()
-            raise
-        finally:
-            theirs.close()
-        return Child(name, process, Channel(ours), ends_within_s=self.patience.killed_s)
-
-    def _send_arenas(self, workers: Sequence[Child]) -> None:
-        if self._counts_tokens is None:
-            self._counts_tokens = all(worker.counts_tokens for worker in self.living)
-        for worker in workers:
-            assert worker.rank is not None
-            island = {worker.rank, *self._others(worker.rank)}
-            ranks, fds = self._arenas.known_to(worker.rank, among=island)
-            message = Arenas(
-                self._plan.data_bytes, self._plan.post_bytes, self.incarnations, ranks, self._counts_tokens
-            )
-            worker.tell(message, fds)
-            worker.has_arenas = True
-
-    def _others(self, rank: int) -> Set[int]:
-        """The ranks with which this one exchanges."""
-        return set(next(island for island in self.islands if rank in island)) - {rank}
-
-
-def _forget(process: BaseProcess) -> None:
-    """Let this process end without it: `multiprocessing` waits for all its children at the exit."""
-    children: set[BaseProcess] = multiprocessing.process._children  # type: ignore[attr-defined]
-    children.discard(process)
-
-
-def _enter(target: str, end: socket.socket, settings: Mapping[str, Any] | None) -> None:
-    """First function of a child process: import its main and go there."""
-    module_name, _, attribute = target.partition(":")
-    module = __import__(module_name, fromlist=[attribute])
-    main: Callable[..., None] = getattr(module, attribute)
-    if settings is None:
-        main(end)
-    else:
-        main(end, module.WorkerSettings(**settings))

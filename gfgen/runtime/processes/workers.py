@@ -7,12 +7,11 @@ it becomes an event: when the control plane learns of a failure, its ranks are f
 from __future__ import annotations
 
 import logging
-import os
-import selectors
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from gfgen.errors import in_one_line
 from gfgen.graph import Stage
@@ -34,7 +33,6 @@ from gfgen.runtime.core.events import (
     TaskDone,
     TaskFailed,
 )
-from gfgen.runtime.files import resume
 from gfgen.runtime.files.resume import ResumePoint
 from gfgen.runtime.ipc.messages import (
     Abandon,
@@ -42,32 +40,26 @@ from gfgen.runtime.ipc.messages import (
     EdgesRestarted,
     ForgetJob,
     FramesStored,
-    Loading,
     MemoryUse,
-    ModelsSet,
-    PeerReplaced,
     Ping,
-    Pong,
     Reset,
     RestartEdges,
     RunTask,
     SendState,
-    StartJob,
     TaskFault,
     TaskReport,
     TellMemory,
     WarmedUp,
     WarmUp,
-    WorkerFailed,
-    WorkerReady,
     WriteDone,
     WriteFailed,
-    WriterReady,
 )
-from gfgen.runtime.ipc.slab import Slab, SlabPlan
 from gfgen.runtime.processes.attempts import Attempt, Attempts
+from gfgen.runtime.processes.child import RankProcess, WriterProcess
+from gfgen.runtime.processes.job_memory import JobMemory
+from gfgen.runtime.processes.lifecycle import GONE, Phase
 from gfgen.runtime.processes.loads import Loads
-from gfgen.runtime.processes.pool import Child, WorkerPool
+from gfgen.runtime.processes.pool import Joined, Loaded, Lost, WorkerPool
 from gfgen.runtime.processes.recovery import Cause, Recovery, given_up
 from gfgen.runtime.processes.watchdog import Patience, Watchdog
 from gfgen.runtime.processes.writes import Writes
@@ -79,10 +71,8 @@ _TICK_S = 0.25
 """The control loop turns at least this often: progress is shown, and silence noticed."""
 _ANSWER_S = 1.0
 """How long is waited, at the end of a run, for what ranks tell of themselves."""
-_CANNOT_LOAD = "it cannot load its models: "
-_STOPPED = "it did not leave a task that was stopped"
-_REAP_S = 1.0
-"""How long a process whose channel has ended may take to end itself."""
+_ON_OWN_TIME = (Phase.WARMING, Phase.LOADING)
+"""Phases in which a worker may be silent for as long as its start may take."""
 
 
 class Requests(Protocol):
@@ -113,84 +103,67 @@ class ProcessBackend:
         warm_ups: Callable[[Sequence[AdmittedJob]], Sequence[WarmUp]] | None = None,
     ) -> None:
         self._pool = pool
-        self._jobs = {job.job_id: job for job in jobs}
+        self._memory = JobMemory(jobs, output_dir, resume_points)
         self._clock = clock
-        self._resume_points = dict(resume_points or {})
-        self._output_dir = output_dir
-        self._slabs: dict[str, int] = {}
         self._writes = Writes(pool, output_dir)
         self._attempts = Attempts()
-        self._unsent: list[TaskFailed] = []
-        """Of dispatches that could not be handed out."""
         self._recovery: Recovery | None = None
-        self._watchdog: Watchdog[Child] = Watchdog(patience or pool.patience, looked_s=clock.now_s)
-        self._verdicts: dict[Child, str] = {}
-        """Why a process was killed, until its end is noticed."""
-        self._arriving: list[Child] = []
-        """Workers that take tasks when all others know them and they have ready what jobs at hand need."""
-        self._warming: set[Child] = set()
-        """Of those: the ones that still get steps ready."""
-        self._held_back: list[Child] = []
-        """New workers that wait until the others have left what their predecessors died in."""
-        self._loads: Loads | None = None
-        """Of the last change of models; None before the first one."""
+        self._watchdog: Watchdog[RankProcess] = Watchdog(patience or pool.patience, looked_s=clock.now_s)
+        self._models: Mapping[str, Path] = {}
+        """Those of the last change, by name."""
         self._memory_use: dict[int, MemoryUse] = {}
-        self._selector = selectors.DefaultSelector()
         self._own_signals = SignalPipe() if signals is None else None
-        self._signals = signals or self._own_signals
-        assert self._signals is not None
-        self._selector.register(self._signals, selectors.EVENT_READ, self._signals)
+        self._inputs = [each for each in (signals, self._own_signals, requests) if each is not None]
+        for source in self._inputs:
+            pool.listen(source)
         self._warm_ups = warm_ups
-        """What ranks get ready for jobs when they load other models; None for nothing."""
-        self._requests = requests
-        if requests is not None:
-            self._selector.register(requests, selectors.EVENT_READ, requests)
-        for child in pool.children:
-            self._selector.register(child.channel, selectors.EVENT_READ, child)
-            if child.rank is not None:
-                child.jobs.clear()
-                child.tell(Reset())
-        self._unannounced = [worker for worker in pool.living if worker.is_ready]
-        self._absent = [worker for worker in pool.workers if worker.rank in pool.retired]
-        """Of ranks that were retired before this run began."""
-        self._unchecked = list(self._jobs)
+        """What ranks get ready for jobs before they join, or when they load other models."""
+        self._unchecked = [job.job_id for job in jobs]
         """Jobs of which it may have to be told that no rank could load their model at the start."""
         self._known_unloadable: set[str] = set()
         """Models of which that was told."""
-        self._is_stopping = False
-        """The run has been asked to stop: nothing more is dispatched."""
+        self._pending: list[Event] = []
+        """Events that no message brings."""
+        self._begin()
+
+    def _begin(self) -> None:
+        """Take over a pool: workers that take tasks are ready, and retired ranks are lost."""
+        pool, now_s = self._pool, self._clock.now_s
+        pool.begin_run(partial(self._warm_ups_of, None))
+        for worker in pool.workers:
+            worker.jobs.clear()
+            if worker.phase in GONE:
+                why = "it was given up before the run began"
+                self._pending.append(RankLost(now_s, worker.rank, worker.incarnation, why, is_retired=True))
+                continue
+            worker.tell(Reset())
+            if worker.phase in (Phase.SERVING, Phase.LOADING):
+                self._watchdog.heard(worker, now_s)
+                self._pending.append(RankReady(now_s, worker.rank, worker.incarnation, worker.startup_s))
 
     # What the control loop calls ------------------------------------------------------------
 
     def wait(self, until: float | None) -> list[Event]:
         """Events in order of receipt, and what has fallen due; none when nothing happened for a tick."""
-        events = [*self._greet(), *self._tell_unloadable(), *self._unsent]
-        self._unsent.clear()
-        timeout_s = _TICK_S if until is None else min(_TICK_S, max(0.0, until - self._clock.now_s))
-        for key, _ in self._selector.select(0 if events else timeout_s):
-            if isinstance(key.data, Child):
-                events.extend(self._receive(key.data))
-            elif self._requests is not None and key.data is self._requests:
-                events.extend(self._requests.take_events(self._clock.now_s))
-            else:
-                events.extend(StopRequested(self._clock.now_s, n) for n in key.data.take())
+        events, self._pending = [*self._pending, *self._tell_unloadable()], []
+        timeout_s = _TICK_S if until is None else min(_TICK_S, until - self._clock.now_s)
+        for source, what in self._pool.turn(0.0 if events else timeout_s):
+            events.extend(self._events_of(source, what))
         self._look_for_hung_processes()
-        events.extend(self._leave_stuck_processes())
-        self._start_writers()
-        events.extend(self._take_in())
         events += self._clock.due()
-        self._is_stopping = self._is_stopping or any(map(_ends_run, events))
+        self._pool.is_stopping = self._pool.is_stopping or any(map(_ends_run, events))
         return events
 
     def submit(self, dispatch: Dispatch) -> None:
         """Send a task to its ranks, and before it what they do not know yet of the job."""
         task, ranks = dispatch.task, dispatch.layout.ranks
         try:
-            slab = self._slab(task.job_id)
-            fds = (self._writes.new_frames(self._jobs[task.job_id]),) if task.stage is Stage.DECODE else ()
+            self._memory.slab(task.job_id)
+            job = self._memory.jobs[task.job_id]
+            fds = (self._writes.new_frames(job),) if task.stage is Stage.DECODE else ()
         except (OSError, ValueError, KeyError) as error:  # too many open files, or what was kept is gone
             reason = f"its state has no place here: {in_one_line(error)}"
-            self._unsent.append(TaskFailed(self._clock.now_s, dispatch.number, reason))
+            self._pending.append(TaskFailed(self._clock.now_s, dispatch.number, reason))
             return
         self._attempts.begin(dispatch)
         self._pool.last_number = dispatch.number
@@ -198,8 +171,7 @@ class ProcessBackend:
         self._ask_for_state(dispatch)
         for rank in ranks:
             worker = self._pool.workers[rank]
-            if task.job_id not in worker.jobs:
-                self._introduce_job(worker, task.job_id, slab)
+            self._memory.introduce(task.job_id, worker)
             message = RunTask(
                 number=dispatch.number,
                 job_id=task.job_id,
@@ -230,166 +202,105 @@ class ProcessBackend:
             if job_id in worker.jobs:
                 worker.jobs.discard(job_id)
                 worker.tell(ForgetJob(job_id))
-        if job_id in self._slabs:
-            os.close(self._slabs.pop(job_id))
         self._writes.release(job_id)
         self._attempts.forget(job_id)
-        self._resume_points.pop(job_id, None)
-        self._jobs.pop(job_id, None)
-        resume.forget(self._output_dir, job_id)
+        self._memory.release(job_id)
 
     def save(self, job_id: str, *, next_index: int, producer: int) -> None:
-        """Keep a stopped job's state for the next run; a job that cannot be kept starts anew then."""
-        if job_id in self._resume_points:  # no task of it was begun: what was kept is as it was
-            return
-        path = resume.resume_path(self._output_dir, job_id)
-        try:
-            resume.save(
-                path,
-                self._jobs[job_id],
-                self._slab(job_id),
-                next_index=next_index,
-                producer=producer,
-                last_number=self._pool.last_number,
-                weights=self._pool.weights_mark(self._jobs[job_id].checkpoint),
-                computed_with=self._pool.computed_with,
-            )
-        except OSError as error:
-            logger.warning("job %s will start at the beginning: its state is not kept (%s)", job_id, error)
+        """Keep a stopped job's state for the next run."""
+        self._memory.save(job_id, self._pool, next_index=next_index, producer=producer)
 
     def load(self, models: Mapping[str, Path], *, load_s: float) -> None:
         """Let all ranks hold these models and no others."""
         checkpoints = set(models.values())
+        self._models = models
         self._pool.set_models(checkpoints, warm_ups=self._warm_ups_of(set(map(str, checkpoints))))
-        self._loads = Loads(models)
-        self._warming.clear()  # what they got ready was for other models than those they are to load
+        self._pool.loads = Loads(models)
 
     def add(self, jobs: Sequence[AdmittedJob]) -> None:
         """Know these jobs too; workers are told of one before its first task."""
-        self._jobs |= {job.job_id: job for job in jobs}
+        self._memory.jobs |= {job.job_id: job for job in jobs}
         self._unchecked += [job.job_id for job in jobs]
 
     def memory_use(self) -> dict[int, MemoryUse]:
         """What the ranks have taken in this run, as far as they answer in time."""
-        asked = [worker for worker in self._pool.living if worker.is_ready]
+        asked = [worker for worker in self._pool.living if worker.has_started]
         for worker in asked:
             worker.tell(TellMemory())
         deadline_s = self._clock.now_s + _ANSWER_S
         while len(self._memory_use) < len(asked) and (left_s := deadline_s - self._clock.now_s) > 0:
-            ready = [key.data for key, _ in self._selector.select(left_s)]
-            for child in ready:
-                if not isinstance(child, Child):  # a signal: nobody is to wait any more
+            for source, what in self._pool.turn(left_s):
+                if source in self._inputs:  # a signal: nobody is to wait any more
                     return self._memory_use
-                list(self._receive(child))
+                list(self._events_of(source, what))
         return self._memory_use
 
     def close(self) -> None:
         """Let go of the pool, which stays usable, and of all memory."""
+        for source in self._inputs:
+            self._pool.ignore(source)
         if self._own_signals:
             self._own_signals.close()
-        self._selector.close()
-        for fd in self._slabs.values():
-            os.close(fd)
-        self._slabs.clear()
+        self._pool.steps_at_hand = None
+        self._memory.close()
         self._writes.close()
 
     # What children say ------------------------------------------------------------------------
 
-    def _greet(self) -> Iterator[Event]:
-        """Workers that were ready before this run began, or before they were told to load other models; and
-        before them the ranks that this run goes without."""
-        for worker in self._absent:
-            assert worker.rank is not None
-            why = "it was given up before the run began"
-            yield RankLost(self._clock.now_s, worker.rank, worker.incarnation, why, is_retired=True)
-        self._absent = []
-        for worker in self._unannounced:
-            if not worker.has_arenas:  # the last run ended before it could be told
-                self._pool.welcome(worker)
-        self._arriving += self._unannounced
-        self._unannounced = []
-        yield from self._take_in()
-
     def _tell_unloadable(self) -> Iterator[LoadFailed]:
         """Models of jobs at hand that no rank could load when the workers started."""
         unchecked, self._unchecked = self._unchecked, []
-        for job in filter(None, map(self._jobs.get, unchecked)):
+        for job in filter(None, map(self._memory.jobs.get, unchecked)):
             model, reason = job.spec.model or "", self._pool.unloadable.get(str(job.checkpoint))
             if reason is not None and model not in self._known_unloadable:
                 self._known_unloadable.add(model)
                 yield LoadFailed(self._clock.now_s, (model,), reason)
 
-    def _take_in(self) -> Iterator[RankReady]:
-        """The workers that have arrived take tasks from now on."""
-        arrived = [each for each in self._arriving if each not in self._warming and not each.unknown_to]
-        for worker in arrived:
-            assert worker.rank is not None
-            self._arriving.remove(worker)
-            self._watchdog.heard(worker, self._clock.now_s)
-            yield RankReady(self._clock.now_s, worker.rank, worker.incarnation, worker.startup_s)
-
-    def _receive(self, child: Child) -> Iterator[Event]:
-        received = self._pool.receive(child)
-        if received is None:
-            yield from self._lost(child)
-            return
+    def _events_of(self, source: Any, what: Any) -> Iterator[Event]:
+        """What a message, or what became of a process, means for the run."""
         now_s = self._clock.now_s
-        if child.is_ready and child.rank is not None:
-            self._watchdog.heard(child, now_s)
-        match received[0]:
-            case TaskReport() as report:
-                yield from self._task_done(child, report, now_s)
-            case TaskFault() as fault:
-                self._task_failed(child, fault)
-            case FramesStored() as stored:
-                yield from self._frames_stored(child, stored, now_s)
-            case ModelsSet() as answer:
-                self._note_loaded(child)
-                yield from self._take_load(child, answer.load_s, now_s)
-            case WarmedUp() as answer:
-                if answer.reason is not None:
-                    logger.warning(
-                        "%s: warming up: %s; jobs are tried all the same", child.name, answer.reason
-                    )
-                if child.num_to_warm:
-                    child.num_to_warm -= 1
-                    yield from self._take_warm_up(child, answer.seconds, now_s)
-            case Loading() as loading:
-                child.loading = loading.checkpoint
-            case Abandoned() | EdgesRestarted() as answer:
-                yield from self._answered(child, answer)
-            case WriteDone() as done:
-                self._writes.ended(done.job_id)
-                writer = self._pool.writers.index(child)
-                yield OutputWritten(
-                    now_s, done.job_id, done.path, done.size_bytes, done.write_s, writer, done.sha256
-                )
-            case WriteFailed() as failed:
-                self._writes.ended(failed.job_id)
-                yield OutputFailed(now_s, failed.job_id, failed.reason)
-            case WriterReady():
-                child.is_ready = True
-            case WorkerReady() as ready:
-                self._pool.take_ready(child, ready, received[1])
-                if child.asked_to_load_s is None:  # else it holds those of before, and has yet to change
-                    self._note_loaded(child)
-                child.is_ready = True
-                self._watchdog.heard(child, now_s)
-                if self._recovery and child.rank in self._recovery.dead:
-                    self._held_back.append(child)
-                else:
-                    self._let_in(child)
-            case WorkerFailed() as failure:
-                self._verdicts[child] = f"{_CANNOT_LOAD if child.loading else ''}{failure.reason}"
-            case MemoryUse() as use:
-                assert child.rank is not None
-                self._memory_use[child.rank] = use
-            case Pong() | PeerReplaced():
+        if isinstance(source, RankProcess) and source.has_started and source.phase not in GONE:
+            self._watchdog.heard(source, now_s)
+        match what:
+            case TaskReport():
+                yield from self._task_done(source, what, now_s)
+            case TaskFault():
+                self._task_failed(source, what)
+            case FramesStored():
+                yield from self._frames_stored(source, what, now_s)
+            case Abandoned() | EdgesRestarted():
+                yield from self._answered(source, what)
+            case Joined() if isinstance(source, RankProcess):
+                yield RankReady(now_s, source.rank, source.incarnation, source.startup_s)
+            case Joined():
+                self._writes.give_out()
+            case Loaded():
+                yield RankLoaded(now_s, source.rank, what.load_s)
+            case Lost() if isinstance(source, RankProcess):
+                yield from self._worker_lost(source, what, now_s)
+            case Lost():
+                yield from self._writer_lost(source, what, now_s)
+            case WarmedUp() if what.reason is not None:
+                text = "%s: warming up: %s; jobs are tried all the same"
+                logger.warning(text, source.name, what.reason)
+            case WriteDone():
+                self._writes.ended(what.job_id)
+                writer = self._pool.writers.index(source)
+                size_bytes, write_s = what.size_bytes, what.write_s
+                yield OutputWritten(now_s, what.job_id, what.path, size_bytes, write_s, writer, what.sha256)
+            case WriteFailed():
+                self._writes.ended(what.job_id)
+                yield OutputFailed(now_s, what.job_id, what.reason)
+            case MemoryUse():
+                self._memory_use[source.rank] = what
+            case None if isinstance(source, SignalPipe):
+                yield from (StopRequested(now_s, number) for number in source.take())
+            case None:
+                yield from source.take_events(now_s)
+            case _:  # the pool has taken it
                 pass
-            case message:
-                raise AssertionError(f"{child.name} sent {message!r}")
 
-    def _task_done(self, worker: Child, report: TaskReport, now_s: float) -> Iterator[Event]:
+    def _task_done(self, worker: RankProcess, report: TaskReport, now_s: float) -> Iterator[Event]:
         """A rank has done its part; what is being given up counts no more."""
         if report.number in self._given_up:
             return
@@ -416,9 +327,9 @@ class ProcessBackend:
         """Let a job be written whose decode has ended, once all of its frames have come."""
         task = attempt.dispatch.task
         if task.stage is Stage.DECODE and attempt.is_done and not attempt.storing:
-            self._writes.begin(self._jobs[task.job_id])
+            self._writes.begin(self._memory.jobs[task.job_id])
 
-    def _frames_stored(self, worker: Child, stored: FramesStored, now_s: float) -> Iterator[Event]:
+    def _frames_stored(self, worker: RankProcess, stored: FramesStored, now_s: float) -> Iterator[Event]:
         """A rank's frames have reached the writer's memory, or never will."""
         assert worker.rank is not None
         attempt = self._attempts.stored(stored.number, worker.rank, are_lost=stored.reason is not None)
@@ -440,7 +351,7 @@ class ProcessBackend:
 
     # Failures: recovery.py has the rounds ---------------------------------------------------------
 
-    def _task_failed(self, worker: Child, fault: TaskFault) -> None:
+    def _task_failed(self, worker: RankProcess, fault: TaskFault) -> None:
         """A task, or its transfer, failed on one rank: all that take part, and what needs it, stop."""
         if self._attempts.running(fault.number) is None:
             return
@@ -453,141 +364,41 @@ class ProcessBackend:
             logger.info("%s: dispatch %d was given up: %s", worker.name, fault.number, fault.reason)
         self._give_up({fault.number: cause})
 
-    def _lost(self, child: Child) -> Iterator[Event]:
-        """A process is gone: reap it, start another, and give up what it was part of."""
-        self._selector.unregister(child.channel)
-        self._watchdog.forget(child)
-        ending, verdict = child.reap(patience_s=_REAP_S), self._verdicts.pop(child, None)
-        reason = verdict or ending
-        if verdict and child.is_stuck:
-            reason = f"{verdict}; {ending}"
-        now_s = self._clock.now_s
-        if child.rank is None:
-            yield from self._writer_lost(child, reason, now_s)
-            return
-        unloadable, is_to_blame = self._note_failed_load(child)
-        is_to_blame = is_to_blame and verdict != _STOPPED
-        yield self._replace(child, reason, now_s=now_s, is_to_blame=is_to_blame)
-        if unloadable:
-            why = reason.removeprefix(_CANNOT_LOAD) if verdict else f"{reason} while it was loading"
-            yield LoadFailed(now_s, unloadable, f"rank {child.rank}: {why}")
-        yield from self._frames_lost_with(child.rank, reason, now_s)
+    def _worker_lost(self, worker: RankProcess, lost: Lost, now_s: float) -> Iterator[Event]:
+        """A rank is gone: give up what it was part of."""
+        self._watchdog.forget(worker)
+        reason = lost.reason
+        if lost.was_told and worker.loading is not None:
+            reason = f"it cannot load its models: {reason}"
+        # Without its last rank a run that stops would end as one that cannot go on, and keep nothing.
+        is_retired = lost.is_retired and bool(self._pool.living or not self._pool.is_stopping)
+        yield RankLost(now_s, worker.rank, worker.incarnation, reason, is_retired=is_retired)
+        if lost.unloadable:
+            why = lost.reason if lost.was_told else f"{lost.reason} while it was loading"
+            yield LoadFailed(now_s, lost.unloadable, f"rank {worker.rank}: {why}")
+        yield from self._frames_lost_with(worker.rank, reason, now_s)
         self._recovery = self._recovery or Recovery()
-        self._recovery.dead.add(child.rank)
-        for attempt in self._attempts:
-            attempt.inside.discard(child.rank)
-        self._warming.discard(child)
-        self._arriving = [worker for worker in self._arriving if worker is not child]
-        self._held_back = [worker for worker in self._held_back if worker is not child]
-        self._give_up(self._died_with(child.rank, reason, was_stopped=verdict == _STOPPED))
+        self._recovery.dead.add(worker.rank)
+        cause = Cause(f"rank {worker.rank}: {reason}", lost=True) if worker.is_to_blame else None
+        self._give_up(self._attempts.lose(worker.rank, cause))
         yield from self._advance_recovery()
 
-    def _writer_lost(self, writer: Child, reason: str, now_s: float) -> Iterator[Event]:
-        """Start another one, and let it write what this one has not."""
-        pause_s = self._pool.replace_writer(writer)
-        when = f" in {pause_s:g} s" if pause_s else ""
-        logger.warning("%s is gone (%s); a new one is started%s", writer.name, reason, when)
+    def _writer_lost(self, writer: WriterProcess, lost: Lost, now_s: float) -> Iterator[Event]:
+        """Let another writer write what this one has not."""
+        when = f" in {lost.pause_s:g} s" if lost.pause_s else ""
+        logger.warning("%s is gone (%s); a new one is started%s", writer.name, lost.reason, when)
         for job_id in self._writes.writer_lost(writer):
-            yield OutputFailed(now_s, job_id, f"its writer died twice: {reason}")
-        if self._is_stopping and not writer.is_ready:  # the run would never end
+            yield OutputFailed(now_s, job_id, f"its writer died twice: {lost.reason}")
+        if self._pool.is_stopping and not writer.has_started:  # the run would never end
             for job_id in self._writes.take_back():
-                yield FramesLost(now_s, job_id, f"{writer.name} cannot start: {reason}", lost=True)
-        self._register_new_children()
+                yield FramesLost(now_s, job_id, f"{writer.name} cannot start: {lost.reason}", lost=True)
 
-    def _start_writers(self) -> None:
-        """Start those that were to wait because others could not start, once it is time."""
-        if self._pool.start_writers():
-            self._register_new_children()
-            self._writes.give_out()
-
-    def _replace(self, dead: Child, reason: str, *, now_s: float, is_to_blame: bool) -> RankLost:
-        """Start a successor; not while the run stops, which would end before that has loaded its models."""
-        assert dead.rank is not None
-        if self._is_stopping:
-            self._pool.leave_out(dead.rank)
-            # Without its last rank a run would end as one that cannot go on, and keep nothing.
-            is_retired = bool(self._pool.living)
-        else:
-            is_retired = self._pool.replace_worker(dead.rank, now_s=now_s, is_to_blame=is_to_blame) is None
-            self._register_new_children()
-        return RankLost(now_s, dead.rank, dead.incarnation, reason, is_retired=is_retired)
-
-    def _let_in(self, worker: Child) -> None:
-        """Make a new worker known to the others, and let it get ready what jobs at hand need.
-
-        One that has other models to load yet does not: what it got ready for these would be in vain.
-        """
-        self._pool.welcome(worker)
-        self._arriving.append(worker)
-        items = () if worker.asked_to_load_s is not None else self._warm_ups_of(self._pool.checkpoints)
-        if not items:
-            return
-        self._warming.add(worker)
-        worker.asked_to_load_s, worker.num_to_warm = time.monotonic(), len(items)
-        worker.warm_up(items)
-
-    def _warm_ups_of(self, checkpoints: Collection[str]) -> Sequence[WarmUp]:
-        """What is to be got ready for the jobs at hand of these models."""
+    def _warm_ups_of(self, checkpoints: Collection[str] | None) -> Sequence[WarmUp]:
+        """What is to be got ready for the jobs at hand of these models; None for those that ranks hold."""
         if self._warm_ups is None:
             return ()
-        return self._warm_ups([job for job in self._jobs.values() if str(job.checkpoint) in checkpoints])
-
-    def _take_warm_up(self, worker: Child, seconds: float, now_s: float) -> Iterator[Event]:
-        """Steps of a kind are ready on a rank that has loaded other models, or that is new."""
-        if worker not in self._warming:
-            yield from self._take_load(worker, seconds, now_s)
-        elif not worker.num_to_warm:
-            self._warming.discard(worker)
-            worker.asked_to_load_s = None
-
-    def _take_load(self, worker: Child, seconds: float, now_s: float) -> Iterator[RankLoaded]:
-        """A part of what a rank has to do about other models; it takes tasks again after the last one."""
-        worker.load_s += seconds
-        if not worker.num_to_warm:
-            assert worker.rank is not None
-            worker.asked_to_load_s = None
-            yield RankLoaded(now_s, worker.rank, worker.load_s)
-
-    def _note_loaded(self, worker: Child) -> None:
-        """A worker holds the models of now, as far as anybody does."""
-        worker.loading = None
-        if self._loads is not None and worker.rank is not None:
-            self._loads.succeeded(worker.rank)
-
-    def _note_failed_load(self, worker: Child) -> tuple[Sequence[str], bool]:
-        """What the death of a worker says of the model that it was loading, if it was.
-
-        Returns the names of that model where no rank can load it, and whether the rank is to blame.
-        """
-        loads, rank = self._loads, worker.rank
-        if loads is None or rank is None:
-            return (), True
-        loads.lost(rank)
-        if worker.loading is None:
-            return (), True
-        ranks = set(range(self._pool.num_ranks)) - self._pool.retired
-        names = loads.failed(worker.loading, rank, ranks=ranks)
-        if names:
-            self._pool.do_without(worker.loading)
-        return names, not loads.spares(rank)
-
-    def _died_with(self, rank: int, reason: str, *, was_stopped: bool) -> dict[int, Cause | None]:
-        """The dispatches that a dead rank was still needed for; it was running the first of them."""
-        causes: dict[int, Cause | None] = {}
-        lost = None if was_stopped else Cause(f"rank {rank}: {reason}", lost=True)
-        is_running = False
-        for attempt in self._attempts:
-            number = attempt.dispatch.number
-            if attempt.is_done:
-                continue
-            if rank in attempt.unreported:
-                causes[number] = None if is_running else lost
-                is_running = True
-            elif rank in attempt.storing:
-                causes[number] = lost
-            elif attempt.is_sent_by(rank):
-                causes[number] = None
-        return causes
+        held = self._pool.checkpoints if checkpoints is None else checkpoints
+        return self._warm_ups([job for job in self._memory.jobs.values() if str(job.checkpoint) in held])
 
     def _give_up(self, causes: Mapping[int, Cause | None]) -> None:
         """Ask every rank concerned to leave the failed dispatches, and all that goes with them."""
@@ -599,7 +410,7 @@ class ProcessBackend:
         for rank in sorted(recovery.waiting_for):
             self._pool.workers[rank].tell(Abandon(recovery.numbers))
 
-    def _answered(self, worker: Child, answer: Abandoned | EdgesRestarted) -> Iterator[Event]:
+    def _answered(self, worker: RankProcess, answer: Abandoned | EdgesRestarted) -> Iterator[Event]:
         """A rank has left, or counts anew; answers to an earlier, smaller question do not count."""
         recovery = self._recovery
         if isinstance(answer, Abandoned):
@@ -635,44 +446,43 @@ class ProcessBackend:
             cause = recovery.causes.get(number)
             text = cause.reason if cause else "given up with another task"
             yield TaskFailed(now_s, number, text, void=cause is None, lost=bool(cause and cause.lost))
-        held_back, self._held_back = self._held_back, []
-        for worker in held_back:
-            self._let_in(worker)
+        self._pool.let_in()
 
     # Processes that live and yet do nothing ---------------------------------------------------------
 
     def _look_for_hung_processes(self) -> None:
         """Kill what is hung; its end is then noticed like any other."""
-        now_s = self._clock.now_s
+        now_s, patience = self._clock.now_s, self._watchdog.patience
         living = self._pool.living
         if paused_s := self._watchdog.look(now_s):
             self._forgive(paused_s, living)
         for worker in living:
-            if worker.is_starting_for_s > self._watchdog.patience.starting_s:
-                self._kill(worker, "it does not get ready")
-            if worker.is_loading_for_s > self._watchdog.patience.starting_s:
-                self._kill(worker, "it does not get its models or its steps ready")
+            if time.monotonic() > worker.since_s + patience.starting_s:
+                if worker.phase is Phase.STARTING:
+                    worker.kill("it does not get ready")
+                elif worker.phase in _ON_OWN_TIME:
+                    worker.kill("it does not get its models or its steps ready")
         if self._watchdog.wants_ping(now_s):
             for worker in living:
-                if worker.is_ready:
+                if worker.has_started:
                     worker.tell(Ping())
-        for child, why in list(self._watchdog.silent(now_s)):
-            is_loading = isinstance(child, Child) and child.asked_to_load_s is not None
-            if not is_loading:  # which has a bound of its own
-                self._kill(child, why)
-        for writer in list(self._writes.overdue(patience_s=self._watchdog.patience.write_s)):
-            self._kill(writer, "it does not finish a file")
+        for worker, why in list(self._watchdog.silent(now_s)):
+            if worker.phase not in _ON_OWN_TIME:
+                worker.kill(why)
+        for writer in list(self._writes.overdue(patience_s=patience.write_s)):
+            writer.kill("it does not finish a file")
         overdue = set()
         for attempt in self._attempts:
             for rank, since_s in attempt.storing.items():
-                if now_s > since_s + self._watchdog.patience.task_s:
-                    self._kill(self._pool.workers[rank], "it does not store its frames")
+                if now_s > since_s + patience.task_s:
+                    self._pool.workers[rank].kill("it does not store its frames")
             if not attempt.is_done and self._watchdog.is_overdue(attempt.dispatch, now_s):
                 overdue.add(attempt.dispatch.number)
             stopped_s = attempt.stopped_s
-            if stopped_s is not None and now_s > stopped_s + self._watchdog.patience.stopping_s:
-                for rank in attempt.inside:
-                    self._kill(self._pool.workers[rank], _STOPPED)
+            if stopped_s is not None and now_s > stopped_s + patience.stopping_s:
+                for worker in [self._pool.workers[rank] for rank in attempt.inside]:
+                    worker.is_to_blame = worker.phase is Phase.ENDING and worker.is_to_blame
+                    worker.kill("it did not leave a task that was stopped")
         if overdue - self._given_up:
             # Those who wait for the hung rank will leave; it will not, and is known by that.
             self._recovery = self._recovery or Recovery()
@@ -680,37 +490,18 @@ class ProcessBackend:
             self._give_up(dict.fromkeys(overdue - self._given_up))
         if self._recovery and now_s > self._recovery.deadline_s:
             for rank in self._recovery.waiting_for:
-                self._kill(self._pool.workers[rank], "it hangs in a task that was given up")
+                self._pool.workers[rank].kill("it hangs in a task that was given up")
 
-    def _leave_stuck_processes(self) -> Iterator[Event]:
-        """Go on without those that were killed and do not end: their channels stay open, too."""
-        for child in self._pool.children:
-            if child.should_have_ended:
-                yield from self._lost(child)
-
-    def _forgive(self, paused_s: float, workers: Sequence[Child]) -> None:
+    def _forgive(self, paused_s: float, workers: Sequence[RankProcess]) -> None:
         """This process was stopped itself for so long: nobody could be heard, whatever they did."""
         logger.info("not at work for %.0f s: that counts for nobody", paused_s)
         for worker in workers:
-            worker.started_s += paused_s
-            if worker.asked_to_load_s is not None:
-                worker.asked_to_load_s += paused_s
+            worker.since_s += paused_s
         for attempt in self._attempts:
             attempt.forgive(paused_s)
         self._writes.forgive(paused_s)
         if self._recovery:
             self._recovery.deadline_s += paused_s
-
-    def _kill(self, child: Child, why: str) -> None:
-        if child not in self._verdicts:
-            self._verdicts[child] = why
-            child.kill()
-
-    def _register_new_children(self) -> None:
-        known = {key.data for key in self._selector.get_map().values()}
-        for child in self._pool.children:
-            if child not in known:
-                self._selector.register(child.channel, selectors.EVENT_READ, child)
 
     # What workers need to know -----------------------------------------------------------------------
 
@@ -721,24 +512,6 @@ class ProcessBackend:
             mine = tuple([transfer for transfer in dispatch.transfers if transfer.source == source])
             message = SendState(dispatch.number, dispatch.task.job_id, dispatch.producer, mine)
             self._pool.workers[source].tell(message)
-
-    def _introduce_job(self, worker: Child, job_id: str, slab: int) -> None:
-        job = self._jobs[job_id]
-        worker.tell(StartJob(job.spec, job.trajectory, str(job.checkpoint)), (slab,))
-        worker.jobs.add(job_id)
-
-    def _slab(self, job_id: str) -> int:
-        """The job's slab; made at its first task, with what an earlier run has left of it.
-
-        Raises: OSError when there is no descriptor for it; that, ValueError or KeyError when what was left
-        cannot be read any more.
-        """
-        if job_id not in self._slabs:
-            job, point = self._jobs[job_id], self._resume_points.get(job_id)
-            plan = SlabPlan.of(job.trajectory)
-            self._slabs[job_id] = resume.restore(point, job) if point else Slab.create(plan, name=job_id)
-            self._resume_points.pop(job_id, None)
-        return self._slabs[job_id]
 
 
 def _ends_run(event: Event) -> bool:

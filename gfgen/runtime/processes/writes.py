@@ -15,7 +15,9 @@ from pathlib import Path
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.files.metadata import describe
 from gfgen.runtime.ipc.messages import WriteRequest
-from gfgen.runtime.processes.pool import Child, WorkerPool
+from gfgen.runtime.processes.child import WriterProcess
+from gfgen.runtime.processes.lifecycle import Phase
+from gfgen.runtime.processes.pool import WorkerPool
 
 MAX_WRITES = 2
 """A file whose writer died so often is given up."""
@@ -29,7 +31,7 @@ class _Write:
 
     request: WriteRequest
     frames: int
-    writer: Child | None = None
+    writer: WriterProcess | None = None
     begun_s: float = 0.0
     num_tries: int = 0
 
@@ -78,7 +80,7 @@ class Writes:
             os.close(write.frames)
             self.give_out()
 
-    def overdue(self, *, patience_s: float) -> Iterator[Child]:
+    def overdue(self, *, patience_s: float) -> Iterator[WriterProcess]:
         """Writers that have been at one file for so long beyond what the slowest would take."""
         for write in self._writes.values():
             allowed_s = patience_s + math.prod(write.request.shape) / SLOWEST_BYTES_PER_S
@@ -90,19 +92,14 @@ class Writes:
         for write in self._writes.values():
             write.begun_s += paused_s
 
-    def writer_lost(self, lost: Child) -> Iterator[str]:
-        """Give what a dead writer had to another one; yields the jobs that are given up.
-
-        What was given to one that could not start counts as no try: no file is to blame for that.
-        """
+    def writer_lost(self, lost: WriterProcess) -> Iterator[str]:
+        """Give what a dead writer had to another one; yields the jobs that are given up."""
         from gfgen.runtime.files.outputs import (
             remove_unfinished,  # imports numpy, which --help can do without
         )
 
         for write in [write for write in self._writes.values() if write.writer is lost]:
             write.writer = None
-            if not lost.is_ready:
-                write.num_tries -= 1
             if lost.process.pid is not None:
                 remove_unfinished(Path(write.request.path), pid=lost.process.pid)
             if write.num_tries >= MAX_WRITES:
@@ -128,7 +125,7 @@ class Writes:
     def give_out(self) -> None:
         """Give every idle writer a file that waits."""
         busy = [write.writer for write in self._writes.values()]
-        idle = [writer for writer in self._pool.living_writers if writer not in busy]
+        idle = [each for each in self._pool.writers if each.phase is Phase.SERVING and each not in busy]
         for writer, write in zip(idle, self._waiting(), strict=False):
             write.writer, write.begun_s, write.num_tries = writer, time.monotonic(), write.num_tries + 1
             writer.tell(write.request, (write.frames,))

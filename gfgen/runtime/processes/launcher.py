@@ -1,0 +1,127 @@
+"""Starts processes: forks them from a fork server that has the imports done and has run nothing yet.
+
+CUDA and its like must not be initialised before a process starts, and importing torch takes seconds.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from gfgen.errors import WorkerError
+from gfgen.runtime.ipc.channel import Channel
+from gfgen.runtime.processes.child import RankProcess, WriterProcess
+from gfgen.system import descriptors, forkserver
+
+logger = logging.getLogger(__name__)
+
+WORKER_MAINS = {"cpu": "gfgen.runtime.worker.host:main", "cuda": "gfgen.runtime.worker.gpu:main"}
+"""By what a rank computes on: where its process begins."""
+_PROGRAMS = ("gfgen.runtime.worker.host", "gfgen.runtime.files.writer")
+PRELOADS = {
+    "cpu": (*_PROGRAMS, "gfgen.models.families.wan_adapter", "gfgen.models.families.qwen_adapter"),
+    "cuda": _PROGRAMS,
+}
+"""What the fork server imports, once, before it forks the first process; by what ranks compute on. Ranks on
+GPUs import diffusers by themselves, all at the same time: whatever it asks CUDA then, no fork inherits."""
+MAX_FORKS = 3
+"""Tries to start a process when it, or the fork server, is killed before it is known."""
+
+
+class Launcher:
+    """Starts workers with these settings, and writers."""
+
+    def __init__(
+        self,
+        settings: dict[str, Any],
+        *,
+        worker_main: str | None,
+        writer_main: str,
+        preload: Sequence[str] | None,
+        keep_fds: Sequence[int],
+        ends_within_s: float,
+    ) -> None:
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # their warnings are not the user's to mend
+        os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
+        # So that nothing that the fork server imports initialises CUDA by asking whether it is there: it does
+        # not survive a fork. NVML, which is asked then, does.
+        os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+        descriptors.allow_most()
+        self.settings = settings
+        """Of the next worker that starts."""
+        device = settings["device"]
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(list(PRELOADS[device] if preload is None else preload))
+        self._keep_fds = keep_fds
+        """What all processes keep open until they end."""
+        self._worker_main = worker_main or WORKER_MAINS[device]
+        self._writer_main = writer_main
+        self._ends_within_s = ends_within_s
+        forkserver.ensure_running(keep_fds)
+
+    def start_worker(self, rank: int, *, incarnation: int) -> RankProcess:
+        name = f"rank {rank}"
+        process, channel = self._start(name, self._worker_main, {"rank": rank, **self.settings})
+        return RankProcess(
+            name=name,
+            process=process,
+            channel=channel,
+            ends_within_s=self._ends_within_s,
+            rank=rank,
+            incarnation=incarnation,
+        )
+
+    def start_writer(self, idx: int, *, pause_s: float = 0.0) -> WriterProcess:
+        name = f"writer {idx}"
+        process, channel = self._start(name, self._writer_main, None)
+        return WriterProcess(
+            name=name, process=process, channel=channel, ends_within_s=self._ends_within_s, pause_s=pause_s
+        )
+
+    def _start(
+        self, name: str, target: str, settings: Mapping[str, Any] | None
+    ) -> tuple[BaseProcess, Channel]:
+        tries_left = MAX_FORKS
+        while True:
+            tries_left -= 1
+            try:
+                return self._fork(name, target, settings)
+            except (OSError, EOFError) as error:
+                was_killed = isinstance(error, ConnectionError | EOFError)
+                if not (was_killed and tries_left):
+                    raise WorkerError(f"{name} cannot be started: {error}; run again to go on") from error
+                logger.warning("%s was killed as it was started (%s); it is started again", name, error)
+
+    def _fork(
+        self, name: str, target: str, settings: Mapping[str, Any] | None
+    ) -> tuple[BaseProcess, Channel]:
+        """One try. A process that has begun though nobody knows it ends with its channel."""
+        forkserver.ensure_running(self._keep_fds)  # it may have died
+        ours, theirs = Channel.pair()
+        process = self._context.Process(
+            target=_enter, args=(target, theirs, settings), name=f"gfgen {name}", daemon=True
+        )
+        try:
+            process.start()
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        return process, Channel(ours)
+
+
+def _enter(target: str, end: socket.socket, settings: Mapping[str, Any] | None) -> None:
+    """First function of a child process: import its main and go there."""
+    module_name, _, attribute = target.partition(":")
+    module = __import__(module_name, fromlist=[attribute])
+    main: Callable[..., None] = getattr(module, attribute)
+    if settings is None:
+        main(end)
+    else:
+        main(end, module.WorkerSettings(**settings))
