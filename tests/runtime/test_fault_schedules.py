@@ -13,15 +13,22 @@ import pytest
 from fault_plan import Fault, FaultKind, FaultPoint
 from fault_schedules import HASTY, Fleet, Schedule, ScheduleResult, make_job, make_schedule, run_schedule
 
+from gfgen.graph import Stage, Task
+from gfgen.layout import Layout
 from gfgen.runtime.core.clock import Clock
-from gfgen.runtime.ipc.messages import WriteRequest
+from gfgen.runtime.core.dispatch import Dispatch
+from gfgen.runtime.core.events import FramesLost, LoadFailed, RankLost, RankTimes, TaskFailed
+from gfgen.runtime.ipc.messages import Abandoned, EdgesRestarted, TaskFault, WriteRequest
 from gfgen.runtime.processes.lifecycle import Phase
-from gfgen.runtime.processes.recovery import Recovery
+from gfgen.runtime.processes.pool import Lost
+from gfgen.runtime.processes.recovery import Cause, Recovery
 from gfgen.runtime.processes.workers import ProcessBackend
 from gfgen.runtime.processes.writes import _Write
 
 NUM_SCHEDULES = 100
 PER_TEST = 20
+NUMBER = 10**9
+"""Of a dispatch that no worker is given."""
 
 
 @pytest.fixture(scope="module")
@@ -136,3 +143,50 @@ def test_a_failure_after_publishing_leaves_the_input_for_another_try(fleet: Flee
     result = run_schedule(schedule_of(*late, num_ranks=2, lookahead_s=10.0, policy="legacy"), fleet)
     assert_as_promised(result)
     assert result.num_done == 2
+
+
+def decode_with_frames(backend: ProcessBackend, *ranks: int) -> None:
+    """A decode on these ranks; rank 0 has reported, and its frames are on their way."""
+    layout = Layout(ranks, ulysses=len(ranks))
+    backend._attempts.begin(Dispatch(NUMBER, Task("a", 9, Stage.DECODE), layout, 0.0, 0.0, 1.0))
+    backend._attempts.report(NUMBER, RankTimes(0, 0.0, 1.0), now_s=1.0, do_frames_follow=True)
+
+
+def test_a_rank_that_dies_between_its_report_and_its_frames_costs_the_decode(
+    fleet: Fleet, tmp_path: Path
+) -> None:
+    for ranks in ((0,), (0, 1)):  # all have reported, or one is still at it
+        pool = fleet.pool(2)
+        backend = ProcessBackend(pool, [], clock=Clock(), output_dir=tmp_path, patience=HASTY)
+        decode_with_frames(backend, *ranks)
+        list(backend._attempts.take_done(NUMBER, given_up=()))
+        found = list(backend._worker_lost(pool.workers[0], Lost("killed"), 2.0))
+        if ranks == (0,):
+            assert found[1:] == [FramesLost(2.0, "a", "rank 0: killed", lost=True)]
+        else:
+            assert backend._recovery is not None
+            assert backend._recovery.causes == {NUMBER: Cause("rank 0: killed", lost=True)}
+        backend.close()
+
+
+def test_a_load_that_fails_while_a_dispatch_is_given_up_does_not_end_that(
+    fleet: Fleet, tmp_path: Path
+) -> None:
+    pool = fleet.pool(2)
+    backend = ProcessBackend(pool, [], clock=Clock(), output_dir=tmp_path, patience=HASTY)
+    decode_with_frames(backend, 0, 1)
+    backend._task_failed(pool.workers[0], TaskFault(NUMBER, "boom"))
+    pool._held_back.add(1)  # by its death
+    found = list(backend._worker_lost(pool.workers[1], Lost("killed", unloadable=("bad",)), 2.0))
+    assert [type(event) for event in found] == [RankLost, LoadFailed]
+    assert backend._recovery is not None
+    assert (backend._recovery.waiting_for, pool._held_back) == ({0}, {1}), "rank 0 is still inside"
+    numbers = frozenset({NUMBER})
+    for answer in (Abandoned(numbers), EdgesRestarted(numbers)):
+        assert pool._held_back == {1}
+        found += backend._answered(pool.workers[0], answer)
+    (failure,) = found[2:]
+    assert isinstance(failure, TaskFailed)
+    assert (failure.dispatch, failure.reason, failure.lost) == (NUMBER, "boom", False)
+    assert pool._held_back == set()
+    backend.close()

@@ -40,6 +40,7 @@ from gfgen.runtime.ipc.messages import (
     SendState,
 )
 from gfgen.runtime.ipc.migration import Transfer
+from gfgen.runtime.processes.child import RankProcess
 from gfgen.runtime.processes.lifecycle import Phase
 from gfgen.runtime.processes.loads import Loads
 from gfgen.runtime.processes.pool import WorkerPool

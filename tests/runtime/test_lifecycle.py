@@ -1,0 +1,82 @@
+"""The phases of a process, and what happens to it on the way."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_warming import ITEMS, Rank, Silent, closed_ends, pool_of
+
+from gfgen.runtime.ipc.messages import ModelsSet, WarmedUp, WorkerReady
+from gfgen.runtime.processes.lifecycle import GONE, TRANSITIONS, Phase
+from gfgen.runtime.processes.pool import Joined, Loaded, Lost
+
+__all__ = ["closed_ends"]
+
+
+def test_every_phase_has_its_row_and_every_life_can_end() -> None:
+    assert set(TRANSITIONS) == set(Phase)
+    for phase in set(Phase) - GONE:
+        assert Phase.ENDED in TRANSITIONS[phase]
+    assert all(not TRANSITIONS[phase] for phase in GONE)
+
+
+def test_the_table_in_the_documentation_is_that_of_the_code() -> None:
+    text = (Path(__file__).parents[2] / "ARCHITECTURE.md").read_text()
+    rows = re.findall(r"^\| (\w+) \| ([^|]*) \| ([^|]*) \|$", text, flags=re.MULTILINE)
+    found = {(row[0], row[1]): row[2] for row in rows if row[0] in list(Phase)}
+    expected = {
+        (phase.value, after.value): why for phase in Phase for after, why in TRANSITIONS[phase].items()
+    }
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(Phase.STARTING, Phase.LOADING), (Phase.ENDING, Phase.SERVING), (Phase.ENDED, Phase.STARTING)],
+)
+def test_a_way_that_is_not_in_the_table_is_a_mistake_of_ours(before: Phase, after: Phase) -> None:
+    rank = Rank(0)
+    rank.phase = before
+    with pytest.raises(AssertionError, match=f"rank 0 goes from {before} to {after}"):
+        rank.enter(after)
+
+
+def test_what_a_killed_worker_had_sent_does_not_bring_it_back() -> None:
+    rank: Any = Silent(0)
+    pool: Any = pool_of(rank)
+    pool._arenas.take = lambda rank, fds: None
+    rank.phase = Phase.ENDING
+    for message in (WorkerReady(0, 1.0), WarmedUp(0, 1.0), ModelsSet(1.0)):
+        rank._theirs.send(message)
+        assert [what for _, what in pool.turn(0.0)] == [message]
+    assert rank.phase is Phase.ENDING
+
+
+def test_a_worker_that_is_told_to_load_while_it_starts_joins_and_loads_after() -> None:
+    rank: Any = Silent(0)
+    pool: Any = pool_of(rank)
+    pool._arenas.take, pool._weights_marks = lambda rank, fds: None, {}
+    pool.steps_at_hand = lambda: ITEMS
+    pool._counts_tokens, pool._welcome = True, lambda worker: setattr(worker, "has_arenas", True)
+    rank.phase, rank.has_arenas = Phase.STARTING, False
+    pool.set_models([Path("/other")])
+    rank._theirs.send(WorkerReady(0, 1.0))
+    assert [what for _, what in pool.turn(0.0)] == [WorkerReady(0, 1.0), Joined()]
+    assert rank.phase is Phase.LOADING, "and gets no steps ready for the models of before"
+    rank._theirs.send(ModelsSet(2.0))
+    assert [what for _, what in pool.turn(0.0)] == [ModelsSet(2.0), Loaded(2.0)]
+    assert rank.phase is Phase.SERVING
+
+
+def test_a_rank_that_dies_while_the_run_stops_holds_up_no_introduction() -> None:
+    new, peer = Silent(0), Silent(1)
+    pool: Any = pool_of(new, peer)
+    pool._counts_tokens, pool.is_stopping = True, True
+    new.phase, new.unknown_to = Phase.INTRODUCING, {1}
+    assert list(pool.turn(0.0)) == []
+    peer.die()
+    assert list(pool.turn(0.0)) == [(peer, Lost("killed by signal 9", is_retired=True)), (new, Joined())]
+    assert (pool._left_out, pool.retired) == ({1}, {1})
