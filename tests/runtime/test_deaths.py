@@ -144,7 +144,7 @@ def test_a_writer_that_dies_is_replaced_and_the_file_is_there(mortal_pool, tmp_p
 @pytest.fixture
 def without_writer(mortal_pool, monkeypatch):
     """The pool, whose writer is gone; none can start in its place until `monkeypatch` undoes it."""
-    monkeypatch.setattr(mortal_pool, "_writer_main", "faulty_worker:missing")
+    monkeypatch.setattr(mortal_pool._launcher, "_writer_main", "faulty_worker:missing")
     for writer in mortal_pool.writers:
         writer.kill()
     return mortal_pool

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -47,7 +48,7 @@ def test_a_way_that_is_not_in_the_table_is_a_mistake_of_ours(before: Phase, afte
 def test_what_a_killed_worker_had_sent_does_not_bring_it_back() -> None:
     rank: Any = Silent(0)
     pool: Any = pool_of(rank)
-    pool._arenas.take = lambda rank, fds: None
+    pool._arenas = SimpleNamespace(take=lambda rank, fds: None)
     rank.phase = Phase.ENDING
     for message in (WorkerReady(0, 1.0), WarmedUp(0, 1.0), ModelsSet(1.0)):
         rank._theirs.send(message)
@@ -58,7 +59,7 @@ def test_what_a_killed_worker_had_sent_does_not_bring_it_back() -> None:
 def test_a_worker_that_is_told_to_load_while_it_starts_joins_and_loads_after() -> None:
     rank: Any = Silent(0)
     pool: Any = pool_of(rank)
-    pool._arenas.take, pool._weights_marks = lambda rank, fds: None, {}
+    pool._arenas, pool._weights_marks = SimpleNamespace(take=lambda rank, fds: None), {}
     pool.steps_at_hand = lambda: ITEMS
     pool._counts_tokens, pool._welcome = True, lambda worker: setattr(worker, "has_arenas", True)
     rank.phase, rank.has_arenas = Phase.STARTING, False

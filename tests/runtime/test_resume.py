@@ -2,6 +2,7 @@ import hashlib
 import json
 import os
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from builders import make_job
@@ -13,7 +14,7 @@ from gfgen.runtime.files import resume
 from gfgen.runtime.files.start import RunStart
 from gfgen.runtime.ipc.slab import Slab, SlabPlan
 from gfgen.runtime.predict.cost import CostModel
-from gfgen.runtime.processes.workers import ProcessBackend
+from gfgen.runtime.processes.job_memory import JobMemory
 
 JOB = make_job("a")
 ON_CPU = {"device": "cpu", "vae_dtype": "auto", "has_random_weights": False}
@@ -177,19 +178,17 @@ def test_dispatch_numbers_go_on_above_all_that_the_slab_may_name(folder):
 
 
 def test_a_job_that_was_not_touched_stays_as_it_was_kept(folder):
-    backend = ProcessBackend.__new__(ProcessBackend)
-    backend._resume_points = find(folder)
+    memory = JobMemory([JOB], folder, find(folder))
     before = resume.resume_path(folder, "a").stat()
-    backend.save("a", next_index=3, producer=7)
+    memory.save("a", SimpleNamespace(), next_index=3, producer=7)
     assert resume.resume_path(folder, "a").stat() == before
 
 
 def test_a_file_that_has_gone_since_it_was_found_fails_its_job_each_time(folder):
-    backend = ProcessBackend.__new__(ProcessBackend)
-    backend._resume_points, backend._slabs, backend._jobs = find(folder), {}, {"a": JOB}
+    memory = JobMemory([JOB], folder, find(folder))
     resume.resume_path(folder, "a").unlink()
     fds = os.listdir("/proc/self/fd")
     for _ in range(2):
         with pytest.raises(FileNotFoundError):
-            backend._slab("a")
+            memory.slab("a")
     assert len(os.listdir("/proc/self/fd")) == len(fds)

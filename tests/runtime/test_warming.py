@@ -73,7 +73,7 @@ def test_steps_that_compute_for_seconds_are_not_run_before() -> None:
 
 # --- warming workers up
 
-ENDS: list[Channel] = []
+ENDS: list[Channel | selectors.BaseSelector] = []
 ITEMS = warm_ups([make_job(f"job {idx}", shape=f"{idx}") for idx in range(3)], (1,))
 
 
@@ -151,6 +151,7 @@ def pool_of(*ranks: Rank, are_all_needed: bool = False) -> WorkerPool:
     pool.is_stopping, pool.steps_at_hand, pool.patience = False, None, Patience()
     pool._deaths = {rank.rank: [time.monotonic()] * (MAX_DEATHS - 1) for rank in ranks}
     pool._selector = selectors.DefaultSelector()
+    ENDS.append(pool._selector)
     for rank in ranks:
         pool._listen(rank)
     made: WorkerPool = pool

@@ -103,8 +103,8 @@ class ObservedBackend(ProcessBackend):
         self.latents = {}
 
     def release(self, job_id):
-        trajectory = self._jobs[job_id].trajectory
-        slab, version = Slab(self._slab(job_id), SlabPlan.of(trajectory)), trajectory.num_tasks - 1
+        trajectory = self._memory.jobs[job_id].trajectory
+        slab, version = Slab(self._memory.slab(job_id), SlabPlan.of(trajectory)), trajectory.num_tasks - 1
         if slab.producer("latents", version):
             self.latents[job_id] = fetch(slab, "latents", version).tensors
         super().release(job_id)
