@@ -17,7 +17,7 @@ import gfc_oracle as oracle
 from torch import Tensor
 
 from gfgen.errors import LayoutError, PeerTimeoutError
-from gfgen.gfc.descriptor import Descriptor, GroupKind, member_slots
+from gfgen.gfc.descriptor import Descriptor, GroupKind, subgroup_slots
 from gfgen.gfc.reshard import Sizes, shard_sizes
 from gfgen.layout import Layout
 
@@ -67,7 +67,7 @@ class FakeGroup:
     ) -> None:
         self._cluster = cluster
         self._layout_slot = layout_slot
-        self._slots = member_slots(descriptor.layout.degrees, kind, layout_slot)
+        self._slots = subgroup_slots(descriptor.layout.degrees, kind, layout_slot)
         self._counts: dict[object, int] = {} if counts is None else counts
         self.descriptor = descriptor
         self.ranks = tuple(descriptor.layout.ranks[slot] for slot in self._slots)

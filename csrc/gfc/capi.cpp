@@ -154,15 +154,15 @@ int gfc_enter(gfc_context* context, gfc::Task* task) {
 int gfc_exchange(gfc_context* context, gfc::Task* task, uint32_t kind, const gfc::Part* parts,
                  int num_parts) {
   const uint32_t canonical = gfc::canonical(task->group, kind);
-  const gfc::Members members = gfc::members_of(task->group, canonical);
-  gfc::Reshard payload(context->mem, parts, num_parts, members);
+  const gfc::Subgroup subgroup = gfc::subgroup_of(task->group, canonical);
+  gfc::Reshard payload(context->mem, parts, num_parts, subgroup);
   uint64_t round = 0, longest = 0, chunk = 1;
-  if (members.size > 1) {
+  if (subgroup.size > 1) {
     longest = payload.longest_message();
     const gfc::Region region = gfc::region_of(task->group, canonical);
-    chunk = gfc::exchange_inbox(context->mem.plan(), region, members.size, 0, 0).bytes;
+    chunk = gfc::exchange_inbox(context->mem.plan(), region, subgroup.size, 0, 0).bytes;
   }
-  do {  // at least one round: an exchange without bytes still orders its members
+  do {  // at least one round: an exchange without bytes still orders its ranks
     payload.start_round(round);
     const Status status = gfc::exchange(context->mem, *task, canonical, payload);
     if (status != gfc::kOk) return status;

@@ -33,12 +33,12 @@ enum Kind : uint32_t {
 };
 
 // The slots first, first + step, ...; `own` is the position of this rank among them.
-struct Members {
+struct Subgroup {
   int first, step, size, own;
-  GFC_FN int slot(int idx) const { return first + idx * step; }
+  GFC_FN int layout_slot(int idx) const { return first + idx * step; }
 };
 
-GFC_FN Members members_of(const Descriptor& group, uint32_t kind) {
+GFC_FN Subgroup subgroup_of(const Descriptor& group, uint32_t kind) {
   const int half = group.ring * group.ulysses;
   const int slot = group.slot, in_half = slot % half, start = slot - in_half;
   const int ulysses_idx = in_half % group.ulysses, ring_idx = in_half / group.ulysses;
@@ -51,7 +51,7 @@ GFC_FN Members members_of(const Descriptor& group, uint32_t kind) {
   }
 }
 
-// Kinds with the same members are one kind, so that they share memory and a count.
+// Kinds with the same ranks are one kind, so that they share memory and a count.
 GFC_FN uint32_t canonical(const Descriptor& group, uint32_t kind) {
   if (kind == kRing && group.ulysses == 1) kind = kHalf;
   if (kind == kUlysses && group.ring == 1) kind = kHalf;
@@ -70,7 +70,7 @@ struct Region {
 GFC_FN Region region_of(const Descriptor& group, uint32_t kind) {
   Region region{0, 0};
   for (uint32_t other = 0; other < kNumKinds; ++other) {
-    if (canonical(group, other) != other || members_of(group, other).size == 1) continue;
+    if (canonical(group, other) != other || subgroup_of(group, other).size == 1) continue;
     if (other == kind) region.idx = region.count;
     ++region.count;
   }

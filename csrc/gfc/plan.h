@@ -59,7 +59,7 @@ GFC_FN Span post_inbox(const Plan& plan, int source_rank, uint64_t count) {
   return {posts_offset() + idx * plan.post_bytes, plan.post_bytes};
 }
 
-// Where member `source` of a group writes in each other member's arena for this instance.
+// Where slot `source` of a group writes in the arena of every other rank for this instance.
 GFC_FN Span exchange_inbox(const Plan& plan, Region region, int group_size, uint64_t instance,
                            int source) {
   const uint64_t unit = plan.data_bytes >= kPageBytes ? kLineBytes : 1;  // 1: the checker's cells

@@ -12,8 +12,8 @@
 //   void report(record)                     leave a record of a failure where the host sees it
 //   const Plan& plan()
 //
-// Bytes move through a payload: push(rank, member, span) writes to a peer's arena,
-// collect(member, span) reads the own one, keep() handles what stays on this rank.
+// Bytes move through a payload: push(rank, slot, span) writes to a peer's arena,
+// collect(slot, span) reads the own one, keep() handles what stays on this rank.
 //
 // Why no byte is overwritten before it was read (the checker in tests/gfc exhausts this):
 //   - `enter` waits for every rank of the layout, and a rank enters a task only after it has read
@@ -183,9 +183,9 @@ GFC_FN Status enter(Memory& mem, Edges& edges, Task& task) {
   return kOk;
 }
 
-// What one instance of a collective needs to know, equal on all members but for `members.own`.
+// What one instance of a collective needs to know, equal on all ranks but for `subgroup.own`.
 struct Instance {
-  Members members;
+  Subgroup subgroup;
   Region region;
   uint64_t number;
   uint32_t tag;
@@ -194,42 +194,42 @@ struct Instance {
 GFC_FN Instance next_instance(Task& task, uint32_t kind) {
   kind = canonical(task.group, kind);
   const uint64_t number = task.instances[kind]++;
-  return {members_of(task.group, kind), region_of(task.group, kind), number,
+  return {subgroup_of(task.group, kind), region_of(task.group, kind), number,
           make_tag(task.seed, kind, number)};
 }
 
-// Pushes to one member, then signals it. The release in `publish` orders the bytes before it.
+// Pushes to the rank in one slot, then signals it. The release in `publish` orders the bytes before it.
 template <class Memory, class Payload>
-GFC_FN void push(Memory& mem, Task& task, const Instance& instance, int member, Payload& payload) {
-  const Members& members = instance.members;
-  const int slot = members.slot(member), rank = task.group.rank[slot];
-  payload.push(rank, member, exchange_inbox(mem.plan(), instance.region, members.size,
-                                            instance.number, members.own));
+GFC_FN void push(Memory& mem, Task& task, const Instance& instance, int slot, Payload& payload) {
+  const Subgroup& subgroup = instance.subgroup;
+  const int layout_slot = subgroup.layout_slot(slot), rank = task.group.rank[layout_slot];
+  payload.push(rank, slot, exchange_inbox(mem.plan(), instance.region, subgroup.size,
+                                          instance.number, subgroup.own));
   const uint32_t sequence =
-      mem.plan().first_sequence + static_cast<uint32_t>(++task.exchanges[slot]);
+      mem.plan().first_sequence + static_cast<uint32_t>(++task.exchanges[layout_slot]);
   mem.publish(rank, kExchangeLine + sequence % 2, Word{instance.tag, sequence});
 }
 
-// Waits for one member's push and reads it. The edge's count is the one that `push` advanced:
+// Waits for the push from one slot and reads it. The edge's count is the one that `push` advanced:
 // both directions of an edge count the same exchanges.
 template <class Memory, class Payload>
-GFC_FN Status collect(Memory& mem, Task& task, const Instance& instance, int member,
+GFC_FN Status collect(Memory& mem, Task& task, const Instance& instance, int slot,
                       Payload& payload) {
-  const Members& members = instance.members;
-  const int slot = members.slot(member);
+  const Subgroup& subgroup = instance.subgroup;
+  const int layout_slot = subgroup.layout_slot(slot);
   const uint32_t sequence =
-      mem.plan().first_sequence + static_cast<uint32_t>(task.exchanges[slot]);
-  const Wait wait{task.group.rank[task.group.slot], task.group.rank[slot],
+      mem.plan().first_sequence + static_cast<uint32_t>(task.exchanges[layout_slot]);
+  const Wait wait{task.group.rank[task.group.slot], task.group.rank[layout_slot],
                   kExchangeLine + sequence % 2,     Word{instance.tag, sequence},
                   task.group.dispatch,              task.timeout_ns};
   const Status status = await_word(mem, wait, task.failure);
   if (status != kOk) return status;
-  payload.collect(member, exchange_inbox(mem.plan(), instance.region, members.size,
-                                         instance.number, member));
+  payload.collect(slot, exchange_inbox(mem.plan(), instance.region, subgroup.size,
+                                       instance.number, slot));
   return kOk;
 }
 
-// One exchange among the ranks of a kind: all group collectives are this. Every member signals
+// One exchange among the ranks of a kind: all group collectives are this. Every rank signals
 // every other one and waits for it, also where it has no bytes for it: the signal is then the
 // credit that lets the other one use the bank again.
 template <class Memory, class Payload>
@@ -242,15 +242,15 @@ GFC_FN Status exchange(Memory& mem, Task& task, uint32_t kind, Payload& payload)
     return fail(mem, nobody, kAborted, Word{}, task.failure);
   }
   const Instance instance = next_instance(task, kind);
-  const Members& members = instance.members;
+  const Subgroup& subgroup = instance.subgroup;
   // Each rank starts with its successor, so that the pushes do not all meet at one receiver.
-  for (int step = 1; step < members.size; ++step) {
-    push(mem, task, instance, (members.own + step) % members.size, payload);
+  for (int step = 1; step < subgroup.size; ++step) {
+    push(mem, task, instance, (subgroup.own + step) % subgroup.size, payload);
   }
   payload.keep();
-  for (int step = 1; step < members.size; ++step) {
-    const int member = (members.own + members.size - step) % members.size;
-    const Status status = collect(mem, task, instance, member, payload);
+  for (int step = 1; step < subgroup.size; ++step) {
+    const int slot = (subgroup.own + subgroup.size - step) % subgroup.size;
+    const Status status = collect(mem, task, instance, slot, payload);
     if (status != kOk) return status;
   }
   return kOk;

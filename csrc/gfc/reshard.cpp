@@ -3,9 +3,9 @@
 namespace gfc {
 namespace {
 
-int64_t sum_before(const int64_t* sizes, int member) {
+int64_t sum_before(const int64_t* sizes, int slot) {
   int64_t sum = 0;
-  for (int i = 0; i < member; ++i) sum += sizes[i];
+  for (int i = 0; i < slot; ++i) sum += sizes[i];
   return sum;
 }
 
@@ -53,8 +53,8 @@ Block incoming(const Part& part, int source, int target) {
 
 uint64_t Reshard::longest_message() const {
   uint64_t longest = 0;
-  for (int source = 0; source < members_.size; ++source) {
-    for (int target = 0; target < members_.size; ++target) {
+  for (int source = 0; source < subgroup_.size; ++source) {
+    for (int target = 0; target < subgroup_.size; ++target) {
       if (source == target) continue;
       uint64_t bytes = 0;
       for (int i = 0; i < num_parts_; ++i) bytes += bytes_of(outgoing(parts_[i], source, target));
@@ -64,20 +64,20 @@ uint64_t Reshard::longest_message() const {
   return longest;
 }
 
-void Reshard::push(int rank, int member, Span inbox) {
+void Reshard::push(int rank, int slot, Span inbox) {
   char* target = mem_.base(rank) + inbox.offset;
   for_chunk(
-      num_parts_, [&](int i) { return outgoing(parts_[i], members_.own, member); },
+      num_parts_, [&](int i) { return outgoing(parts_[i], subgroup_.own, slot); },
       round_ * inbox.bytes, inbox.bytes,
       [&](const Block& block, uint64_t first, uint64_t count, uint64_t at) {
         pack(block, first, count, target + at);
       });
 }
 
-void Reshard::collect(int member, Span inbox) {
+void Reshard::collect(int slot, Span inbox) {
   const char* source = mem_.base(mem_.rank()) + inbox.offset;
   for_chunk(
-      num_parts_, [&](int i) { return incoming(parts_[i], member, members_.own); },
+      num_parts_, [&](int i) { return incoming(parts_[i], slot, subgroup_.own); },
       round_ * inbox.bytes, inbox.bytes,
       [&](const Block& block, uint64_t first, uint64_t count, uint64_t at) {
         unpack(source + at, first, count, block);
@@ -87,8 +87,8 @@ void Reshard::collect(int member, Span inbox) {
 void Reshard::keep() {
   if (round_ != 0) return;
   for (int i = 0; i < num_parts_; ++i) {
-    copy(outgoing(parts_[i], members_.own, members_.own),
-         incoming(parts_[i], members_.own, members_.own));
+    copy(outgoing(parts_[i], subgroup_.own, subgroup_.own),
+         incoming(parts_[i], subgroup_.own, subgroup_.own));
   }
 }
 

@@ -75,7 +75,7 @@ class Descriptor:
 
 
 @cache
-def member_slots(degrees: tuple[int, int, int], kind: GroupKind, slot: int) -> tuple[int, ...]:
+def subgroup_slots(degrees: tuple[int, int, int], kind: GroupKind, slot: int) -> tuple[int, ...]:
     """Slots of the group of this kind that a slot belongs to, in order (csrc/gfc/descriptor.h)."""
     cfg, ulysses, ring = degrees
     half = ulysses * ring

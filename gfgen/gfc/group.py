@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gfgen.errors import LayoutError
 from gfgen.gfc import native
-from gfgen.gfc.descriptor import GROUP_KINDS, Descriptor, GroupKind, member_slots
+from gfgen.gfc.descriptor import GROUP_KINDS, Descriptor, GroupKind, subgroup_slots
 from gfgen.gfc.failure import Failure
 from gfgen.gfc.reshard import POINTERS, NativePart, Resharding, Sizes, reshard, reshard_along, shard_sizes
 
@@ -106,7 +106,7 @@ class CpuGroup:
         kind: GroupKind = "whole",
     ) -> None:
         layout = descriptor.layout
-        slots = member_slots(layout.degrees, kind, task.group.slot)
+        slots = subgroup_slots(layout.degrees, kind, task.group.slot)
         self._endpoint = endpoint
         self._task = task
         self._kind = GROUP_KINDS[kind]

@@ -24,22 +24,22 @@ CHANGES = (
         f"if (gfc_fault != {NO_BARRIER} && await_entry(mem, wait, failure) != kOk)",
     ),
     (
-        "view.bank_offset[number() % kNumBanks]",
-        f"view.bank_offset[gfc_fault == {ONE_BANK} ? 0 : number() % kNumBanks]",
+        "peers.bank_offset[number() % kNumBanks]",
+        f"peers.bank_offset[gfc_fault == {ONE_BANK} ? 0 : number() % kNumBanks]",
     ),
     (
-        "const uint64_t idx = present.view.own_rank * kNumBanks + present.count(member) % kNumBanks;",
-        "const uint64_t idx = present.view.own_rank * kNumBanks\n"
-        f"    + (gfc_fault == {ONE_BANK} ? 0 : present.count(member) % kNumBanks);",
+        "const uint64_t idx = present.peers.own_rank * kNumBanks + present.count(slot) % kNumBanks;",
+        "const uint64_t idx = present.peers.own_rank * kNumBanks\n"
+        f"    + (gfc_fault == {ONE_BANK} ? 0 : present.count(slot) % kNumBanks);",
     ),
     (
-        "const uint64_t idx = present.view.rank[member] * kNumBanks + present.count(member) % kNumBanks;",
-        "const uint64_t idx = present.view.rank[member] * kNumBanks\n"
-        f"    + (gfc_fault == {ONE_BANK} ? 0 : present.count(member) % kNumBanks);",
+        "const uint64_t idx = present.peers.rank[slot] * kNumBanks + present.count(slot) % kNumBanks;",
+        "const uint64_t idx = present.peers.rank[slot] * kNumBanks\n"
+        f"    + (gfc_fault == {ONE_BANK} ? 0 : present.count(slot) % kNumBanks);",
     ),
     (
-        "boxes.has_arrived = await_member(context, present, source);",
-        f"boxes.has_arrived = gfc_fault == {COPY_AT_ONCE} || await_member(context, present, source);",
+        "boxes.has_arrived = await_peer(context, present, source);",
+        f"boxes.has_arrived = gfc_fault == {COPY_AT_ONCE} || await_peer(context, present, source);",
     ),
     (
         "if (!await_transfer(context, chunk, kPostLine + bank, post)) return;",

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gfgen.errors import CollectiveError, LayoutError
 from gfgen.gfc.arena import ArenaPlan, create_arena
-from gfgen.gfc.descriptor import GROUP_KINDS, Descriptor, GroupKind, member_slots
+from gfgen.gfc.descriptor import GROUP_KINDS, Descriptor, GroupKind, subgroup_slots
 from gfgen.gfc.endpoint import Endpoint
 from gfgen.gfc.reshard import shard_sizes
 from gfgen.layout import Layout
@@ -109,7 +109,7 @@ def test_attention_exchange_equals_its_oracle_and_comes_back(
     head_dim: int,
     seed: int,
 ) -> None:
-    size = len(member_slots(layout.degrees, kind, 0))
+    size = len(subgroup_slots(layout.degrees, kind, 0))
     descriptor = Descriptor(shared_ranks.next_dispatch(), layout, (1,) * layout.degree)
     sizes = (batch, num_tokens, size + extra_heads, head_dim)
     results = shared_ranks.run(layout.ranks, attention_round_trip, descriptor, kind, sizes, seed)
@@ -215,7 +215,7 @@ def test_descriptor_is_small_and_its_members_match_the_native_ones() -> None:
     layout = Layout((5, 2, 7, 0, 1, 3, 4, 6), cfg=2, ulysses=2, ring=2)
     descriptor = Descriptor(9, layout, (1,) * 8)
     assert len(descriptor.encode(7)) <= 64
-    assert member_slots(layout.degrees, "cfg", 5) == (4, 5, 6, 7)
-    assert member_slots(layout.degrees, "ulysses", 5) == (4, 5)
-    assert member_slots(layout.degrees, "ring", 5) == (5, 7)
-    assert member_slots(layout.degrees, "cfg_pair", 5) == (1, 5)
+    assert subgroup_slots(layout.degrees, "cfg", 5) == (4, 5, 6, 7)
+    assert subgroup_slots(layout.degrees, "ulysses", 5) == (4, 5)
+    assert subgroup_slots(layout.degrees, "ring", 5) == (5, 7)
+    assert subgroup_slots(layout.degrees, "cfg_pair", 5) == (1, 5)

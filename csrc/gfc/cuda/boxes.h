@@ -1,4 +1,4 @@
-// Which bytes go where: the message of one tensor from one member to another, as a box of rows.
+// Which bytes go where: the message of one tensor from one rank to another, as a box of rows.
 // Host code includes this too, for tests without a GPU.
 #pragma once
 
@@ -25,26 +25,26 @@ GFC_FN int64_t sum_of(const int32_t* sizes, int count) {
   return sum;
 }
 
-// The sizes of the members from `begin` on, in turn, up to but not `end`.
-GFC_FN int64_t sum_in_turn(const int32_t* sizes, int num_members, int begin, int end) {
+// The sum of the sizes of the slots from `begin` in turn, up to but not including `end`.
+GFC_FN int64_t sum_in_turn(const int32_t* sizes, int num_slots, int begin, int end) {
   int64_t sum = 0;
-  for (int member = begin; member != end; member = (member + 1) % num_members) sum += sizes[member];
+  for (int slot = begin; slot != end; slot = (slot + 1) % num_slots) sum += sizes[slot];
   return sum;
 }
 
 // Where a source's part begins in the concatenation of a target. One that begins with the target's
 // own part has the same places on every rank, so that what is captured with it knows no slot.
-GFC_FN int64_t concat_begin_of(const Move& move, int num_members, int source, int target) {
+GFC_FN int64_t concat_begin_of(const Move& move, int num_slots, int source, int target) {
   if (move.is_rotated == 0) return sum_of(move.concat_sizes, source);
-  return sum_in_turn(move.concat_sizes, num_members, target, source);
+  return sum_in_turn(move.concat_sizes, num_slots, target, source);
 }
 
-GFC_FN Box box_of(const Move& move, int num_members, int source, int target) {
+GFC_FN Box box_of(const Move& move, int num_slots, int source, int target) {
   // Where the target's part begins in the input.
   const int64_t split_begin = move.is_split == 0 ? 0 : sum_of(move.split_sizes, target);
   const int64_t split = move.split_sizes[target], concat = move.concat_sizes[source];
-  const int64_t concat_begin = concat_begin_of(move, num_members, source, target);
-  const int64_t concat_all = sum_of(move.concat_sizes, num_members);
+  const int64_t concat_begin = concat_begin_of(move, num_slots, source, target);
+  const int64_t concat_all = sum_of(move.concat_sizes, num_slots);
   const bool is_concat_first = move.is_concat_first != 0;
   // The result of the target is dense: [outer, first, middle, second, inner].
   const int64_t second_all = is_concat_first ? split : concat_all;

@@ -2,7 +2,7 @@
 // of launches. Plain structs; gfgen/gfc/cuda/structs.py mirrors them field by field.
 //
 // A context belongs to one rank of one process. Kernels of a task, one after the other, read and
-// write `task`, `views` and `arrived`: those of the task stream, and exchanges beside computation on
+// write `task`, `peers` and `arrived`: those of the task stream, and exchanges beside computation on
 // another stream, which events order after all earlier exchanges and before all later ones. Kernels of
 // the transfer streams use the rest. So a captured graph holds no group: it finds the group in the
 // context, where `gfc_enter` has put it.
@@ -23,8 +23,8 @@ GFC_FN uint64_t cuda_arena_bytes(const Plan& plan) {
 }
 
 // One kind of group of the present task, worked out once by `gfc_enter` so that a collective finds
-// all it needs with loads that do not depend on each other. Arrays are by member.
-struct View {
+// all it needs with loads that do not depend on each other. Arrays are by slot in that group.
+struct Peers {
   int32_t size, own;
   uint32_t kind;  // canonical
   uint32_t first_sequence;
@@ -32,7 +32,7 @@ struct View {
   uint64_t own_base;
   uint64_t flagged;  // offset of the inboxes of messages with flags
   uint64_t bank_offset[kNumBanks];
-  int32_t slot[kMaxRanks], rank[kMaxRanks];
+  int32_t layout_slot[kMaxRanks], rank[kMaxRanks];
   uint64_t base[kMaxRanks];
 };
 
@@ -44,17 +44,17 @@ struct Context {
   uint64_t aborted_through;       // address of the host's word
   uint64_t record;                // address of the host's copy of the last failure
   uint32_t incarnation[kMaxRanks];
-  uint32_t arrived[kMaxRanks];    // blocks that have pushed to a member
+  uint32_t arrived[kMaxRanks];    // by slot: blocks that have pushed to that rank
   uint32_t finished;              // blocks that are done with an exchange
   uint32_t poison_lock;           // whoever raises it writes the task's failure
   uint32_t sent_blocks[kMaxRanks], received_blocks[kMaxRanks];
   Task task;
-  View views[kNumKinds];
+  Peers peers[kNumKinds];
   Edges edges;
 };
 
 // One tensor of an exchange, as [outer, first, middle, second, inner] with a dense inner part.
-// One of `first` and `second` is concatenated and the other one split; sizes are by member.
+// One of `first` and `second` is concatenated and the other one split; sizes are by slot.
 struct Move {
   uint64_t input;
   uint64_t output;  // 0: the result stays in the arena
@@ -62,12 +62,12 @@ struct Move {
   int64_t outer_stride, first_stride, middle_stride, second_stride;  // of the input, in bytes
   int32_t outer, middle;
   int32_t is_concat_first;
-  int32_t is_split;  // 0: each member gets the whole input
+  int32_t is_split;  // 0: each rank gets the whole input
   int32_t is_rotated;  // the concatenation begins with the receiver's own part, and goes on in turn
   int32_t unused;
   int32_t split_sizes[kMaxRanks];
   int32_t concat_sizes[kMaxRanks];
-  uint64_t result_offset[kMaxRanks];  // in the bank of each member
+  uint64_t result_offset[kMaxRanks];  // in the bank of each slot's rank
 };
 
 constexpr int kMaxMoves = 4;

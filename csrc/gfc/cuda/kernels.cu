@@ -15,75 +15,75 @@ namespace gfc {
 // One instance of a collective, as a block finds it at its start, in shared memory.
 struct Present {
   Task task;
-  View view;
+  Peers peers;
 
-  __device__ uint64_t number() const { return task.instances[view.kind]; }
-  __device__ uint32_t tag() const { return make_tag(task.seed, view.kind, number()); }
-  __device__ uint64_t bank() const { return view.bank_offset[number() % kNumBanks]; }
-  __device__ char* own_base() const { return reinterpret_cast<char*>(view.own_base); }
-  // Exchanges on the edge to a member before this one: picks line, inbox and sequence.
-  __device__ uint64_t count(int member) const { return task.exchanges[view.slot[member]]; }
-  __device__ Word word(int member) const {
-    return Word{tag(), view.first_sequence + static_cast<uint32_t>(count(member)) + 1};
+  __device__ uint64_t number() const { return task.instances[peers.kind]; }
+  __device__ uint32_t tag() const { return make_tag(task.seed, peers.kind, number()); }
+  __device__ uint64_t bank() const { return peers.bank_offset[number() % kNumBanks]; }
+  __device__ char* own_base() const { return reinterpret_cast<char*>(peers.own_base); }
+  // Earlier exchanges on the edge to a slot's rank: selects line, inbox and sequence.
+  __device__ uint64_t count(int slot) const { return task.exchanges[peers.layout_slot[slot]]; }
+  __device__ Word word(int slot) const {
+    return Word{tag(), peers.first_sequence + static_cast<uint32_t>(count(slot)) + 1};
   }
-  __device__ Wait wait(int member, Word expected) const {
-    return Wait{view.own_rank, view.rank[member], kExchangeLine + expected.sequence % 2, expected,
+  __device__ Wait wait(int slot, Word expected) const {
+    return Wait{peers.own_rank, peers.rank[slot], kExchangeLine + expected.sequence % 2, expected,
                 task.group.dispatch, task.timeout_ns};
   }
-  __device__ char* result(const Move& move, int member) const {
-    return reinterpret_cast<char*>(view.base[member]) + bank() + move.result_offset[member];
+  __device__ char* result(const Move& move, int slot) const {
+    return reinterpret_cast<char*>(peers.base[slot]) + bank() + move.result_offset[slot];
   }
   // Where this rank's result is to be: the caller's tensor, or the arena.
   __device__ char* own_result(const Move& move) const {
-    return move.output != 0 ? reinterpret_cast<char*>(move.output) : result(move, view.own);
+    return move.output != 0 ? reinterpret_cast<char*>(move.output) : result(move, peers.own);
   }
 };
 
-constexpr int kTaskWords = sizeof(Task) / sizeof(uint64_t), kViewWords = sizeof(View) / sizeof(uint64_t);
-static_assert(kTaskWords <= 32 && kViewWords <= 32);
+constexpr int kTaskWords = sizeof(Task) / sizeof(uint64_t), kPeersWords = sizeof(Peers) / sizeof(uint64_t);
+static_assert(kTaskWords <= 32 && kPeersWords <= 32);
 
 // Reads the state with one load per thread, all at once; at least a warp. False: do nothing.
 __device__ inline bool start(Context& context, uint32_t kind, Present& present) {
   const uint64_t* task = reinterpret_cast<const uint64_t*>(&context.task);
-  const uint64_t* view = reinterpret_cast<const uint64_t*>(&context.views[kind]);
+  const uint64_t* peers = reinterpret_cast<const uint64_t*>(&context.peers[kind]);
   const uint32_t lane = threadIdx.x;
   if (lane < 32) {
-    uint64_t task_word = 0, view_word = 0;
+    uint64_t task_word = 0, peers_word = 0;
     if (lane < kTaskWords) task_word = __ldcg(task + lane);
-    if (lane < kViewWords) view_word = __ldcg(view + lane);
+    if (lane < kPeersWords) peers_word = __ldcg(peers + lane);
     if (lane < kTaskWords) reinterpret_cast<uint64_t*>(&present.task)[lane] = task_word;
-    if (lane < kViewWords) reinterpret_cast<uint64_t*>(&present.view)[lane] = view_word;
+    if (lane < kPeersWords) reinterpret_cast<uint64_t*>(&present.peers)[lane] = peers_word;
   }
   __syncthreads();
   if (present.task.failure.status != kOk) return false;
   if (present.task.has_entered != 0) return true;
-  const int own = present.view.own_rank;
+  const int own = present.peers.own_rank;
   if (lane == 0) {
     leave(context, Record{kNotEntered, own, own, kExchangeLine, present.task.group.dispatch, 0, 0});
   }
   return false;
 }
 
-__device__ inline bool await_member(Context& context, const Present& present, int member) {
+__device__ inline bool await_peer(Context& context, const Present& present, int slot) {
   CudaMemory mem(context);
   Record failure;
-  if (await_word(mem, present.wait(member, present.word(member)), failure) == kOk) return true;
+  if (await_word(mem, present.wait(slot, present.word(slot)), failure) == kOk) return true;
   leave(context, failure);
   return false;
 }
 
-// Counts this block as done with a message; the last one of them signals the member. One thread,
+// Counts this block as done with a message; the last one of them signals the receiver. One thread,
 // after a barrier of the block.
-__device__ inline void publish_part(Context& context, const Present& present, int member,
+__device__ inline void publish_part(Context& context, const Present& present, int slot,
                                     uint32_t num_blocks) {
   if (num_blocks > 1) {
-    uint32_t& arrived = context.arrived[member];
+    uint32_t& arrived = context.arrived[slot];
     if (add_acq_rel_gpu(&arrived, 1) + 1 != num_blocks) return;
     arrived = 0;
   }
-  const Word word = present.word(member);
-  char* base = reinterpret_cast<char*>(present.view.base[member]);
-  store_release_sys(base + line_offset(present.view.own_rank, kExchangeLine + word.sequence % 2),
+  const Word word = present.word(slot);
+  char* base = reinterpret_cast<char*>(present.peers.base[slot]);
+  store_release_sys(base + line_offset(present.peers.own_rank, kExchangeLine + word.sequence % 2),
                     pack(word));
 }
 
@@ -96,13 +96,13 @@ __device__ inline void finish(Context& context, const Present& present) {
     is_last = gridDim.x == 1 || add_relaxed_gpu(&context.finished, 1) + 1 == gridDim.x;
     if (is_last) {
       context.finished = 0;
-      context.task.instances[present.view.kind] = present.number() + 1;
+      context.task.instances[present.peers.kind] = present.number() + 1;
     }
   }
   __syncthreads();
-  const int member = threadIdx.x;
-  if (is_last && member < present.view.size && member != present.view.own) {
-    context.task.exchanges[present.view.slot[member]] = present.count(member) + 1;
+  const int slot = threadIdx.x;
+  if (is_last && slot < present.peers.size && slot != present.peers.own) {
+    context.task.exchanges[present.peers.layout_slot[slot]] = present.count(slot) + 1;
   }
 }
 
@@ -113,7 +113,7 @@ __device__ inline void send_flagged(char* address, uint64_t flag, uint2 data) {
 }
 
 // Waits for one unit, and clears it: see gfc_flagged. False: the task is poisoned.
-__device__ inline bool take_flagged(Context& context, const Present& present, int member, char* address,
+__device__ inline bool take_flagged(Context& context, const Present& present, int slot, char* address,
                                     uint64_t flag, uint2& data) {
   uint64_t low, high, started_ns = 0;
   for (uint32_t polls = 1;; ++polls) {
@@ -123,7 +123,7 @@ __device__ inline bool take_flagged(Context& context, const Present& present, in
     const bool is_strange = low >> 32 != 0 && ((low ^ flag) >> 32) != 0;
     if (!is_strange && polls % kPollsPerLook != 0) continue;
     CudaMemory mem(context);
-    const Wait wait = present.wait(member, unpack(flag));
+    const Wait wait = present.wait(slot, unpack(flag));
     const Status status = is_strange             ? kProtocol
                           : is_poisoned(context) ? kAborted
                                                  : give_up(mem, wait, started_ns);
@@ -138,14 +138,14 @@ __device__ inline bool take_flagged(Context& context, const Present& present, in
 
 __device__ inline uint64_t flag_of(uint32_t tag) { return static_cast<uint64_t>(tag | 1) << 32; }
 
-// Inboxes for messages with flags: this rank's at a member, and a member's here.
-__device__ inline char* flagged_outbox(const Present& present, int member) {
-  const uint64_t idx = present.view.own_rank * kNumBanks + present.count(member) % kNumBanks;
-  return reinterpret_cast<char*>(present.view.base[member]) + present.view.flagged + idx * kFlaggedBytes;
+// Inboxes for messages with flags: this rank's in a peer's arena, and a peer's here.
+__device__ inline char* flagged_outbox(const Present& present, int slot) {
+  const uint64_t idx = present.peers.own_rank * kNumBanks + present.count(slot) % kNumBanks;
+  return reinterpret_cast<char*>(present.peers.base[slot]) + present.peers.flagged + idx * kFlaggedBytes;
 }
-__device__ inline char* flagged_inbox(const Present& present, int member) {
-  const uint64_t idx = present.view.rank[member] * kNumBanks + present.count(member) % kNumBanks;
-  return present.own_base() + present.view.flagged + idx * kFlaggedBytes;
+__device__ inline char* flagged_inbox(const Present& present, int slot) {
+  const uint64_t idx = present.peers.rank[slot] * kNumBanks + present.count(slot) % kNumBanks;
+  return present.own_base() + present.peers.flagged + idx * kFlaggedBytes;
 }
 
 // Where an 8-byte unit of a box lies on both sides.
@@ -158,27 +158,27 @@ __device__ inline Place unit_place(const Box& box, uint32_t unit) {
   return place;
 }
 
-__device__ inline void build_view(Context& context, uint32_t kind) {
+__device__ inline void build_peers(Context& context, uint32_t kind) {
   const Descriptor& group = context.task.group;
-  View view{};
-  view.kind = canonical(group, kind);
-  const Members members = members_of(group, view.kind);
-  const Region region = region_of(group, view.kind);
-  view.size = members.size;
-  view.own = members.own;
-  view.first_sequence = context.plan.first_sequence;
-  view.own_rank = context.rank;
-  view.own_base = context.base[context.rank];
-  view.flagged = flagged_offset(context.plan, 0, 0);
+  Peers peers{};
+  peers.kind = canonical(group, kind);
+  const Subgroup subgroup = subgroup_of(group, peers.kind);
+  const Region region = region_of(group, peers.kind);
+  peers.size = subgroup.size;
+  peers.own = subgroup.own;
+  peers.first_sequence = context.plan.first_sequence;
+  peers.own_rank = context.rank;
+  peers.own_base = context.base[context.rank];
+  peers.flagged = flagged_offset(context.plan, 0, 0);
   for (int bank = 0; bank < kNumBanks && region.count != 0; ++bank) {
-    view.bank_offset[bank] = exchange_inbox(context.plan, region, 1, bank, 0).offset;
+    peers.bank_offset[bank] = exchange_inbox(context.plan, region, 1, bank, 0).offset;
   }
-  for (int member = 0; member < members.size; ++member) {
-    view.slot[member] = members.slot(member);
-    view.rank[member] = group.rank[members.slot(member)];
-    view.base[member] = context.base[view.rank[member]];
+  for (int slot = 0; slot < subgroup.size; ++slot) {
+    peers.layout_slot[slot] = subgroup.layout_slot(slot);
+    peers.rank[slot] = group.rank[subgroup.layout_slot(slot)];
+    peers.base[slot] = context.base[peers.rank[slot]];
   }
-  context.views[kind] = view;
+  context.peers[kind] = peers;
 }
 
 // The parallel form of protocol.h's `enter`: a thread for each peer.
@@ -215,7 +215,7 @@ gfc_enter(uint64_t address, const __grid_constant__ Descriptor group, uint64_t t
   }
   if (thread < kMaxRanks) context.arrived[thread] = 0;
   __syncwarp();
-  if (thread < kNumKinds) build_view(context, thread);
+  if (thread < kNumKinds) build_peers(context, thread);
   if (thread < group.num_ranks && thread != group.slot) enter_with(context, thread);
   __syncwarp();
   if (thread == 0 && !is_poisoned(context)) context.task.has_entered = 1;
@@ -235,7 +235,7 @@ extern "C" __global__ void __launch_bounds__(512) gfc_flagged(const __grid_const
   __shared__ Present present;
   __shared__ Box outgoing[kMaxRanks * kMaxMoves], incoming[kMaxRanks * kMaxMoves];
   if (!start(context, exchange.kind, present)) return;
-  const int size = present.view.size, own = present.view.own;
+  const int size = present.peers.size, own = present.peers.own;
   const int num_moves = exchange.num_moves, num_columns = max(num_moves, 1);
   const int thread = threadIdx.x;
   if (thread < 2 * size * num_moves) {
@@ -302,7 +302,7 @@ gfc_flagged_dense(const __grid_constant__ Exchange exchange) {
   Context& context = *reinterpret_cast<Context*>(exchange.context);
   __shared__ Present present;
   if (!start(context, exchange.kind, present)) return;
-  const int size = present.view.size, own = present.view.own;
+  const int size = present.peers.size, own = present.peers.own;
   const uint32_t warp = (blockIdx.x * blockDim.x + threadIdx.x) / 32;
   const int step = warp / exchange.num_slices;
   if (step < size) {
@@ -354,19 +354,19 @@ struct Boxes {
 template <class Copier>
 __device__ inline bool take_item(const Exchange& exchange, Context& context, const Present& present,
                                  Copier& copier, Boxes& boxes, int item, uint32_t slice) {
-  const View& view = present.view;
+  const Peers& peers = present.peers;
   const Move& move = exchange.moves[item % exchange.num_moves];
-  const int source = (view.own + view.size - (item / exchange.num_moves + 1)) % view.size;
+  const int source = (peers.own + peers.size - (item / exchange.num_moves + 1)) % peers.size;
   __syncthreads();
   if (threadIdx.x == 0) {
-    boxes.has_arrived = await_member(context, present, source);
-    boxes.take = as_unpacked(box_of(move, view.size, source, view.own),
-                             packed_offset(move, source, view.own));
+    boxes.has_arrived = await_peer(context, present, source);
+    boxes.take = as_unpacked(box_of(move, peers.size, source, peers.own),
+                             packed_offset(move, source, peers.own));
   }
   __syncthreads();
   if (!boxes.has_arrived) return false;
   copier.before_reading();
-  copier.copy(present.result(move, view.own), reinterpret_cast<char*>(move.output), boxes.take, slice,
+  copier.copy(present.result(move, peers.own), reinterpret_cast<char*>(move.output), boxes.take, slice,
               exchange.num_slices);
   return true;
 }
@@ -375,45 +375,45 @@ __device__ inline bool take_item(const Exchange& exchange, Context& context, con
 template <class Copier>
 __device__ inline void keep(const Exchange& exchange, const Present& present, Copier& copier, Box& box,
                             uint32_t slice) {
-  const View& view = present.view;
+  const Peers& peers = present.peers;
   for (int i = 0; i < exchange.num_moves; ++i) {
     const Move& move = exchange.moves[i];
     __syncthreads();
-    if (threadIdx.x == 0) box = box_of(move, view.size, view.own, view.own);
+    if (threadIdx.x == 0) box = box_of(move, peers.size, peers.own, peers.own);
     __syncthreads();
     copier.copy(reinterpret_cast<const char*>(move.input), present.own_result(move), box, slice,
                 exchange.num_keepers);
   }
 }
 
-// The body of gfc_exchange and gfc_bulk. An item is the message of one tensor to one member, and
+// The body of gfc_exchange and gfc_bulk. An item is the message of one tensor to one rank, and
 // num_slices blocks share it. The blocks in front of the keepers take all items at once, or, where
 // num_slices is larger, some at a time, in turn from each rank's successor on.
 //
-// A member is signalled when all of its items are pushed. So a block waits for a member's items
+// A rank is signalled when all of its items are pushed. So a block waits for a rank's items
 // only after it has pushed all that its own rank sends in that turn: each turn's waits depend on
 // pushes that depend on waits of earlier turns only, and no ring of ranks waits for itself.
 template <class Copier>
 __device__ inline void exchange_through_arena(const Exchange& exchange, Context& context,
                                               const Present& present, Copier& copier, Boxes& boxes) {
-  const View& view = present.view;
+  const Peers& peers = present.peers;
   const uint32_t num_pushers = gridDim.x - exchange.num_keepers;
   if (blockIdx.x >= num_pushers) {
     keep(exchange, present, copier, boxes.push, blockIdx.x - num_pushers);
     finish(context, present);
     return;
   }
-  const int num_moves = exchange.num_moves, num_items = (view.size - 1) * num_moves;
+  const int num_moves = exchange.num_moves, num_items = (peers.size - 1) * num_moves;
   const int begin = blockIdx.x / exchange.num_slices, stride = num_pushers / exchange.num_slices;
   const uint32_t slice = blockIdx.x % exchange.num_slices;
   const bool is_taken = exchange.moves[0].output != 0;
   int next = begin;  // the first item that is not taken yet
   for (int item = begin; item < num_items; item += stride) {
     const Move& move = exchange.moves[item % num_moves];
-    const int target = (view.own + item / num_moves + 1) % view.size;
+    const int target = (peers.own + item / num_moves + 1) % peers.size;
     if (threadIdx.x == 0) {
-      const Box box = box_of(move, view.size, view.own, target);
-      boxes.push = is_taken ? as_packed(box, packed_offset(move, view.own, target)) : box;
+      const Box box = box_of(move, peers.size, peers.own, target);
+      boxes.push = is_taken ? as_packed(box, packed_offset(move, peers.own, target)) : box;
     }
     __syncthreads();
     copier.copy(reinterpret_cast<const char*>(move.input), present.result(move, target), boxes.push, slice,
@@ -431,15 +431,15 @@ __device__ inline void exchange_through_arena(const Exchange& exchange, Context&
     }
   } else if (blockIdx.x == 0) {
     // One block waits, a thread for each peer; the end of the kernel passes it on.
-    const int member = threadIdx.x;
-    if (member < view.size && member != view.own) await_member(context, present, member);
+    const int slot = threadIdx.x;
+    if (slot < peers.size && slot != peers.own) await_peer(context, present, slot);
   }
   finish(context, present);
 }
 
 }  // namespace gfc
 
-// An exchange by threads, straight into the result's place in each member's arena.
+// An exchange by threads, straight into the result's place in each rank's arena.
 // Grid num_slices * (1 to (size - 1) * moves) + num_keepers, block of 32 to 512. A result without an
 // output of its own stays in the arena until this rank's next exchange of the kind.
 extern "C" __global__ void __launch_bounds__(512) gfc_exchange(const __grid_constant__ Exchange exchange) {

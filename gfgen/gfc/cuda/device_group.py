@@ -30,7 +30,7 @@ from gfgen.gfc.cuda.launch import PAIR, Launch
 from gfgen.gfc.cuda.moves import TensorMove, move_of, offsets_of
 from gfgen.gfc.cuda.selector import MIN_FLAGGED_UNIT, KernelChoice
 from gfgen.gfc.cuda.structs import MAX_MOVES, NUM_BANKS, Exchange, Move
-from gfgen.gfc.descriptor import GROUP_KINDS, Descriptor, GroupKind, member_slots
+from gfgen.gfc.descriptor import GROUP_KINDS, Descriptor, GroupKind, subgroup_slots
 from gfgen.gfc.reshard import Resharding, Sizes, equal_parts, shard_sizes
 from gfgen.layout import shard_bounds
 
@@ -469,7 +469,7 @@ class GroupSlot(NamedTuple):
 def _group_slot(
     plan: ArenaPlan, degrees: tuple[int, int, int], kind: GroupKind, layout_slot: int, *, number: int
 ) -> GroupSlot:
-    slots = member_slots(degrees, kind, layout_slot)
+    slots = subgroup_slots(degrees, kind, layout_slot)
     native_kind = canonical(degrees, GROUP_KINDS[kind])
     bank = bank_of(plan.data_bytes, plan.post_bytes, degrees, native_kind)
     return GroupSlot(slots, slots.index(layout_slot), native_kind, bank, number)

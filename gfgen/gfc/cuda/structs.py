@@ -13,7 +13,7 @@ FLAGGED_BYTES = 1 << 20
 AWAIT, COPY, PUBLISH = 1, 2, 4
 
 
-class View(Structure):
+class Peers(Structure):
     _fields_ = [
         ("size", c_int32),
         ("own", c_int32),
@@ -24,7 +24,7 @@ class View(Structure):
         ("own_base", c_uint64),
         ("flagged", c_uint64),
         ("bank_offset", c_uint64 * NUM_BANKS),
-        ("slot", c_int32 * MAX_RANKS),
+        ("layout_slot", c_int32 * MAX_RANKS),
         ("rank", c_int32 * MAX_RANKS),
         ("base", c_uint64 * MAX_RANKS),
     ]
@@ -55,7 +55,7 @@ class Context(Structure):
         ("sent_blocks", c_uint32 * MAX_RANKS),
         ("received_blocks", c_uint32 * MAX_RANKS),
         ("task", TaskStruct),
-        ("views", View * NUM_KINDS),
+        ("peers", Peers * NUM_KINDS),
         ("edges", Edges),
     ]
 

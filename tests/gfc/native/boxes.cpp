@@ -13,9 +13,9 @@ extern "C" void sizes(uint32_t* found) {
 }
 
 // What the kernels do with one message of one tensor, row by row.
-extern "C" void move_box(const gfc::Move* move, int num_members, int source, int target,
+extern "C" void move_box(const gfc::Move* move, int num_slots, int source, int target,
                          const char* input, char* bank) {
-  const gfc::Box box = gfc::box_of(*move, num_members, source, target);
+  const gfc::Box box = gfc::box_of(*move, num_slots, source, target);
   char* result = bank + move->result_offset[target];
   for (uint32_t row = 0; row < box.num_rows; ++row) {
     const gfc::Place place = gfc::locate(box, row);
@@ -24,9 +24,9 @@ extern "C" void move_box(const gfc::Move* move, int num_members, int source, int
 }
 
 // The same by way of the packed form in the arena, as for results that leave it.
-extern "C" void move_box_packed(const gfc::Move* move, int num_members, int source, int target,
+extern "C" void move_box_packed(const gfc::Move* move, int num_slots, int source, int target,
                                 const char* input, char* bank, char* output) {
-  const gfc::Box box = gfc::box_of(*move, num_members, source, target);
+  const gfc::Box box = gfc::box_of(*move, num_slots, source, target);
   const gfc::Box there = gfc::as_packed(box, gfc::packed_offset(*move, source, target));
   const gfc::Box out = gfc::as_unpacked(box, gfc::packed_offset(*move, source, target));
   char* staging = bank + move->result_offset[target];

@@ -31,9 +31,9 @@ class Tokens {
   Tokens(Memory& mem, uint64_t token, const gfc::Task& task, uint32_t kind)
       : mem_(mem), token_(token), group_(task.group), kind_(kind) {}
   void push(int rank, int, gfc::Span span) { mem_.write_bytes(rank, span, token_ + mem_.rank()); }
-  void collect(int member, gfc::Span span) {
-    const gfc::Members members = gfc::members_of(group_, gfc::canonical(group_, kind_));
-    mem_.read_bytes(mem_.rank(), span, token_ + group_.rank[members.slot(member)]);
+  void collect(int slot, gfc::Span span) {
+    const gfc::Subgroup subgroup = gfc::subgroup_of(group_, gfc::canonical(group_, kind_));
+    mem_.read_bytes(mem_.rank(), span, token_ + group_.rank[subgroup.layout_slot(slot)]);
   }
   void keep() {}
 

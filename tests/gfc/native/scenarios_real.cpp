@@ -64,16 +64,16 @@ class Later {
  public:
   Later(Memory& mem, uint64_t token, const gfc::Task& task, uint32_t kind)
       : tokens_(mem, token, task, kind) {}
-  void push(int rank, int member, gfc::Span span) { tokens_.push(rank, member, span); }
-  void collect(int member, gfc::Span span) { arrived_.push_back({member, span}); }
+  void push(int rank, int slot, gfc::Span span) { tokens_.push(rank, slot, span); }
+  void collect(int slot, gfc::Span span) { arrived_.push_back({slot, span}); }
   void keep() {}
   void read() {
-    for (const Arrival& arrival : arrived_) tokens_.collect(arrival.member, arrival.span);
+    for (const Arrival& arrival : arrived_) tokens_.collect(arrival.slot, arrival.span);
   }
 
  private:
   struct Arrival {
-    int member;
+    int slot;
     gfc::Span span;
   };
   Tokens tokens_;

@@ -26,8 +26,8 @@ void await_count(Memory& mem, int peer, uint32_t line, uint32_t count) {
 }
 
 bool contains(const Ranks& group, int rank) {
-  for (int member : group) {
-    if (member == rank) return true;
+  for (int other : group) {
+    if (other == rank) return true;
   }
   return false;
 }
@@ -82,7 +82,7 @@ Scenario pull(int num_ranks, std::vector<Ranks> groups, int num_banks, bool has_
     std::vector<uint32_t> staged(gfc::kMaxRanks);  // of every rank: all follow the whole script
     const int own = mem.rank();
     for (size_t i = 0; i < groups.size(); ++i) {
-      for (int member : groups[i]) ++staged[member];
+      for (int rank : groups[i]) ++staged[rank];
       if (!contains(groups[i], own)) continue;
       mem.write_bytes(own, cells(mem, staged[own] % num_banks), token_of(i, own));
       edges.barrier(mem, groups[i]);
@@ -189,7 +189,7 @@ Scenario kinds_share_banks() {
       instance.region = {0, 1};
       instance.number = number++;
       Tokens payload(mem, number << 8, task, kind);
-      const int other = 1 - instance.members.own;
+      const int other = 1 - instance.subgroup.own;
       gfc::push(mem, task, instance, other, payload);
       gfc::collect(mem, task, instance, other, payload);
     }

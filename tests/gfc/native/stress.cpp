@@ -125,8 +125,8 @@ void verify(Rank& self, Prepared& item, int64_t item_bytes, uint64_t dispatch) {
 }
 
 void exchange(Rank& self, gfc::Task& task, uint32_t kind, uint64_t shape_seed) {
-  Random random(shape_seed);  // the same on all members
-  const gfc::Members members = gfc::members_of(task.group, gfc::canonical(task.group, kind));
+  Random random(shape_seed);  // the same on all ranks
+  const gfc::Subgroup subgroup = gfc::subgroup_of(task.group, gfc::canonical(task.group, kind));
   const int num_parts = draw(random, 0, 3);
   const int high = draw(random, 0, 15) == 0 ? 40 : 5;  // now and then more than fits a bank
   std::vector<gfc::Part> parts;
@@ -137,17 +137,17 @@ void exchange(Rank& self, gfc::Task& task, uint32_t kind, uint64_t shape_seed) {
     const int split_dim = draw(random, -1, num_dims - 1);
     int concat_dim = draw(random, 0, num_dims - 1);
     if (concat_dim == split_dim) concat_dim = (split_dim + 1) % num_dims;
-    const std::vector<int64_t> split = uneven(random, members.size, high);
-    const std::vector<int64_t> concat = uneven(random, members.size, high);
+    const std::vector<int64_t> split = uneven(random, subgroup.size, high);
+    const std::vector<int64_t> concat = uneven(random, subgroup.size, high);
     std::vector<int64_t> global(static_cast<size_t>(num_dims));
     for (int64_t& extent : global) extent = draw(random, 1, 4);
-    if (split_dim >= 0) global[split_dim] = sum(split, members.size);
-    global[concat_dim] = sum(concat, members.size);
+    if (split_dim >= 0) global[split_dim] = sum(split, subgroup.size);
+    global[concat_dim] = sum(concat, subgroup.size);
     std::vector<int64_t> in = global, out = global, in_first(global.size()), out_first(global.size());
-    in[concat_dim] = concat[members.own];
-    in_first[concat_dim] = sum(concat, members.own);
-    if (split_dim >= 0) out[split_dim] = split[members.own];
-    if (split_dim >= 0) out_first[split_dim] = sum(split, members.own);
+    in[concat_dim] = concat[subgroup.own];
+    in_first[concat_dim] = sum(concat, subgroup.own);
+    if (split_dim >= 0) out[split_dim] = split[subgroup.own];
+    if (split_dim >= 0) out_first[split_dim] = sum(split, subgroup.own);
     Prepared item{Tensor(self.delays, in, item_bytes), Tensor(self.delays, out, item_bytes), out,
                   out_first, global, random()};
     for_items(item.input, in, in_first, global, [&](char* at, uint64_t linear) {
@@ -236,9 +236,9 @@ void run_script(Rank& self, int num_ranks, int num_instances, uint64_t seed) {
     dispatch += static_cast<uint64_t>(draw(script, 1, 2));
     const gfc::Descriptor group = draw_group(script, num_ranks, dispatch, self.rank);
     const int num_exchanges = draw(script, 0, 5);
-    const bool is_member = group.slot != 0xff;
+    const bool takes_part = group.slot != 0xff;
     gfc::Task task;
-    if (is_member) {
+    if (takes_part) {
       gfc_task_begin(&task, &group, kTimeoutNs);
       delay(self.delays);
       self.demand(gfc_enter(self.context, &task) == gfc::kOk, "entry failed", dispatch);
@@ -246,10 +246,10 @@ void run_script(Rank& self, int num_ranks, int num_instances, uint64_t seed) {
     for (int i = 0; i < num_exchanges; ++i, ++done) {
       const uint32_t kind = static_cast<uint32_t>(draw(script, 0, gfc::kNumKinds - 1));
       const uint64_t shape_seed = script();
-      if (!is_member || !self.fault.empty()) continue;
+      if (!takes_part || !self.fault.empty()) continue;
       // Groups of one kind are disjoint: each draws shapes of its own.
-      const gfc::Members members = gfc::members_of(group, gfc::canonical(group, kind));
-      exchange(self, task, kind, shape_seed + static_cast<uint64_t>(members.first));
+      const gfc::Subgroup subgroup = gfc::subgroup_of(group, gfc::canonical(group, kind));
+      exchange(self, task, kind, shape_seed + static_cast<uint64_t>(subgroup.first));
     }
     if (num_ranks > 1 && draw(script, 0, 2) == 0) {
       const int source = draw(script, 0, num_ranks - 1);
