@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gfgen.errors import LayoutError, PeerTimeoutError
 from gfgen.gfc.descriptor import Descriptor, GroupKind, subgroup_slots
-from gfgen.gfc.reshard import Sizes, shard_sizes
+from gfgen.gfc.reshard import Sizes
 from gfgen.layout import Layout
 
 T = TypeVar("T")
@@ -99,20 +99,19 @@ class FakeGroup:
             raise LayoutError(f"sizes are {sizes}, shards {[tuple(y.shape) for y in inputs]}")
         return oracle.all_gather(inputs, dim=dim)[self.slot]
 
-    def all_to_all(
+    def _all_to_all(
         self,
         x: Tensor,
         *,
         split_dim: int,
         concat_dim: int,
-        split_sizes: Sizes | None = None,
-        concat_sizes: Sizes | None = None,
+        split_sizes: Sizes,
+        concat_sizes: Sizes,
     ) -> Tensor:
         inputs = self._share(x)
-        sizes = split_sizes or shard_sizes(x.shape[split_dim], self.size)
-        if concat_sizes is not None and [y.shape[concat_dim] for y in inputs] != list(concat_sizes):
+        if [y.shape[concat_dim] for y in inputs] != list(concat_sizes):
             raise LayoutError(f"sizes are {concat_sizes}, {[tuple(y.shape) for y in inputs]} came")
-        return oracle.all_to_all(inputs, split_dim=split_dim, concat_dim=concat_dim, split_sizes=sizes)[
+        return oracle.all_to_all(inputs, split_dim=split_dim, concat_dim=concat_dim, split_sizes=split_sizes)[
             self.slot
         ]
 
@@ -120,14 +119,13 @@ class FakeGroup:
         self,
         *tensors: Tensor,
         token_sizes: Sizes,
-        head_sizes: Sizes | None = None,
+        head_sizes: Sizes,
         in_arena: bool = False,
     ) -> tuple[Tensor, ...]:
-        head_sizes = head_sizes or shard_sizes(tensors[0].shape[2], self.size)
         if min(head_sizes) < 1:
             raise LayoutError(f"{tensors[0].shape[2]} heads cannot be split over {self.size} ranks")
         return tuple(
-            self.all_to_all(x, split_dim=2, concat_dim=1, split_sizes=head_sizes, concat_sizes=token_sizes)
+            self._all_to_all(x, split_dim=2, concat_dim=1, split_sizes=head_sizes, concat_sizes=token_sizes)
             for x in tensors
         )
 
@@ -143,7 +141,9 @@ class FakeGroup:
         return tuple(found)
 
     def tokens_from_heads(self, x: Tensor, *, token_sizes: Sizes, head_sizes: Sizes) -> Tensor:
-        return self.all_to_all(x, split_dim=1, concat_dim=2, split_sizes=token_sizes, concat_sizes=head_sizes)
+        return self._all_to_all(
+            x, split_dim=1, concat_dim=2, split_sizes=token_sizes, concat_sizes=head_sizes
+        )
 
     def _share(self, value: Any) -> list[Any]:
         members = (self.descriptor.dispatch, self.ranks)

@@ -18,7 +18,7 @@ from gfgen.errors import LayoutError
 from gfgen.gfc import native
 from gfgen.gfc.descriptor import GROUP_KINDS, Descriptor, GroupKind, subgroup_slots
 from gfgen.gfc.failure import Failure
-from gfgen.gfc.reshard import POINTERS, NativePart, Resharding, Sizes, reshard, reshard_along, shard_sizes
+from gfgen.gfc.reshard import POINTERS, Resharding, Sizes, reshard
 
 if TYPE_CHECKING:
     from gfgen.gfc.endpoint import Endpoint
@@ -59,7 +59,10 @@ class Collectives(Protocol):
     def heads_from_tokens(
         self, *tensors: Tensor, token_sizes: Sizes, head_sizes: Sizes, in_arena: bool = False
     ) -> tuple[Tensor, ...]:
-        """Each [B, L, H, D] with any strides -> [B, S, h, D] contiguous, in one exchange."""
+        """Each [B, L, H, D] with any strides -> [B, S, h, D] contiguous, in one exchange.
+
+        Raises: LayoutError when a rank would have no head.
+        """
         ...
 
     def gather_tokens(
@@ -67,7 +70,8 @@ class Collectives(Protocol):
     ) -> tuple[Tensor, ...]:
         """Each [B, L, H, D] with any strides -> [B, S, H, D] contiguous, in one exchange.
 
-        The own tokens come first, then those of the next slots in turn.
+        The own tokens come first, then those of the next slots in turn: places that do not depend on the
+        slot, so a captured graph serves all slots.
         """
         ...
 
@@ -88,10 +92,51 @@ class LayoutGroup(Collectives, Protocol):
         ...
 
 
-class CpuGroup:
+class Exchanges:
+    """The exchanges of `Collectives`, made from one method that moves tensors."""
+
+    __slots__ = ("size",)
+
+    size: int
+
+    def all_gather(
+        self, x: Tensor, *, dim: int = 0, sizes: Sizes | None = None, in_arena: bool = False
+    ) -> Tensor:
+        dim %= x.dim()
+        concat_sizes = tuple(sizes or (x.shape[dim],) * self.size)
+        return self._move((x,), Resharding(-1, dim, (), concat_sizes), in_arena=in_arena)[0]
+
+    def heads_from_tokens(
+        self, *tensors: Tensor, token_sizes: Sizes, head_sizes: Sizes, in_arena: bool = False
+    ) -> tuple[Tensor, ...]:
+        if min(head_sizes) < 1:
+            raise LayoutError(f"{tensors[0].shape[2]} heads cannot be split over {self.size} ranks")
+        resharding = Resharding(2, 1, tuple(head_sizes), tuple(token_sizes))
+        return self._move(tensors, resharding, in_arena=in_arena)
+
+    def gather_tokens(
+        self, *tensors: Tensor, token_sizes: Sizes, in_arena: bool = False
+    ) -> tuple[Tensor, ...]:
+        resharding = Resharding(-1, 1, (), tuple(token_sizes), is_rotated=True)
+        return self._move(tensors, resharding, in_arena=in_arena)
+
+    def tokens_from_heads(
+        self, x: Tensor, *, token_sizes: Sizes, head_sizes: Sizes, in_arena: bool = False
+    ) -> Tensor:
+        return self._move((x,), Resharding(1, 2, tuple(token_sizes), tuple(head_sizes)), in_arena=in_arena)[0]
+
+    def _move(
+        self, tensors: Sequence[Tensor], resharding: Resharding | None, *, in_arena: bool
+    ) -> tuple[Tensor, ...]:
+        """One exchange of all tensors; without a resharding, a barrier."""
+        raise NotImplementedError
+
+
+class CpuGroup(Exchanges):
     """The ranks of a dispatch, or a subgroup of them, as one rank sees it.
 
-    `Endpoint.group` makes it. A wait that fails poisons the task: every later collective of the task, in any
+    `Endpoint.group` makes it. Results are always fresh memory, and calls return when they are complete. A
+    wait that fails poisons the task: every later collective of the task, in any
     subgroup, raises the same error at once.
     """
 
@@ -112,11 +157,8 @@ class CpuGroup:
         self._kind = GROUP_KINDS[kind]
         self.descriptor = descriptor
         self.ranks = tuple(layout.ranks[slot] for slot in slots)
+        self.size = len(slots)
         self.slot = slots.index(task.group.slot)
-
-    @property
-    def size(self) -> int:
-        return len(self.ranks)
 
     @property
     def room_bytes(self) -> int | None:
@@ -124,7 +166,6 @@ class CpuGroup:
         return None
 
     def beside(self, max_blocks: int) -> CpuGroup:
-        """This group: calls return when they are complete, so they never overlap computation."""
         return self
 
     def subgroup(self, kind: GroupKind) -> CpuGroup:
@@ -141,89 +182,28 @@ class CpuGroup:
 
     def barrier(self) -> None:
         """Returns after every rank of the group has called it."""
-        self._move((), ())
-
-    def all_gather(self, x: Tensor, *, dim: int = 0, sizes: Sizes | None = None) -> Tensor:
-        """Every rank's `x`, by slot, joined along `dim`; `sizes` (by slot) if they differ."""
-        dim %= x.dim()
-        concat_sizes = tuple(sizes or (x.shape[dim],) * self.size)
-        return self._exchange((x,), Resharding(-1, dim, (), concat_sizes))[0]
-
-    def all_to_all(
-        self,
-        x: Tensor,
-        *,
-        split_dim: int,
-        concat_dim: int,
-        split_sizes: Sizes | None = None,
-        concat_sizes: Sizes | None = None,
-    ) -> Tensor:
-        """From a shard of `concat_dim`, with all of `split_dim`, to the reverse.
-
-        Sizes are by slot. By default `shard_bounds` cuts `split_dim`, and every rank has as much of
-        `concat_dim` as this one. With `split_dim == concat_dim` each rank gets an equal part of every
-        rank's `x`, by slot.
-        """
-        split_dim, concat_dim = split_dim % x.dim(), concat_dim % x.dim()
-        if split_dim == concat_dim:
-            part = reshard_along(x.shape, x.stride(), x.element_size(), self.slot, split_dim, self.size)
-            return self._move((x,), (part,))[0]
-        splits = tuple(split_sizes or shard_sizes(x.shape[split_dim], self.size))
-        concats = tuple(concat_sizes or (x.shape[concat_dim],) * self.size)
-        return self._exchange((x,), Resharding(split_dim, concat_dim, splits, concats))[0]
-
-    def heads_from_tokens(
-        self,
-        *tensors: Tensor,
-        token_sizes: Sizes,
-        head_sizes: Sizes | None = None,
-        in_arena: bool = False,
-    ) -> tuple[Tensor, ...]:
-        """All tokens of this rank's heads, as attention's inputs, in one exchange.
-
-        in_arena has no effect: results are always fresh here.
-        Shapes: each [B, L, H, D] with any strides -> [B, S, h, D] contiguous.
-        Raises: LayoutError when a rank would have no head.
-        """
-        num_heads = tensors[0].shape[2]
-        head_sizes = head_sizes or shard_sizes(num_heads, self.size)
-        if min(head_sizes) < 1:
-            raise LayoutError(f"{num_heads} heads cannot be split over {self.size} ranks")
-        return self._exchange(tensors, Resharding(2, 1, tuple(head_sizes), tuple(token_sizes)))
+        self._move((), None, in_arena=False)
 
     def gather_tokens(
         self, *tensors: Tensor, token_sizes: Sizes, in_arena: bool = False
     ) -> tuple[Tensor, ...]:
-        """All tokens of the same heads, for keys and values in one exchange.
-
-        The own tokens come first, then those of the next ranks in turn.
-        Shapes: each [B, L, H, D] with any strides -> [B, S, H, D] contiguous.
-        """
-        gathered = self._exchange(tensors, Resharding(-1, 1, (), tuple(token_sizes)))
+        gathered = self._move(tensors, Resharding(-1, 1, (), tuple(token_sizes)), in_arena=in_arena)
         start = sum(token_sizes[: self.slot])
         return tuple(x if start == 0 else torch.cat((x[:, start:], x[:, :start]), 1) for x in gathered)
 
-    def tokens_from_heads(self, x: Tensor, *, token_sizes: Sizes, head_sizes: Sizes) -> Tensor:
-        """All heads of this rank's tokens, as attention's output needs them.
-
-        Shapes: [B, S, h, D] with any strides -> [B, L, H, D] contiguous.
-        """
-        return self._exchange((x,), Resharding(1, 2, tuple(token_sizes), tuple(head_sizes)))[0]
-
-    def _exchange(self, tensors: Sequence[Tensor], resharding: Resharding) -> tuple[Tensor, ...]:
-        if len(resharding.concat_sizes) != self.size:
-            raise LayoutError(f"{self.size} ranks need as many sizes, got {resharding.concat_sizes}")
-        return self._move(
-            tensors, [reshard(x.shape, x.stride(), x.element_size(), self.slot, resharding) for x in tensors]
-        )
-
-    def _move(self, tensors: Sequence[Tensor], parts: Sequence[NativePart]) -> tuple[Tensor, ...]:
+    def _move(
+        self, tensors: Sequence[Tensor], resharding: Resharding | None, *, in_arena: bool
+    ) -> tuple[Tensor, ...]:
         results = []
         content = b""
-        for x, part in zip(tensors, parts, strict=True):
+        for x in tensors:
+            assert resharding is not None
             assert x.device.type == "cpu"
             assert not x.is_conj()
             assert not x.is_neg()
+            if len(resharding.concat_sizes) != self.size:
+                raise LayoutError(f"{self.size} ranks need as many sizes, got {resharding.concat_sizes}")
+            part = reshard(x.shape, x.stride(), x.element_size(), self.slot, resharding)
             result = torch.empty(part.result_shape, dtype=x.dtype)
             content += POINTERS.pack(x.data_ptr(), result.data_ptr()) + part.content
             results.append(result)

@@ -1,6 +1,6 @@
 """Shapes of an exchange: from a shard of one dimension to a shard of another.
 
-Pure arithmetic, cached by its arguments: a model asks for the same few again and again, and computing one
+Pure arithmetic, cached by its arguments: a model repeats the same few exchanges, and computing one shape
 takes longer than the exchange of a small tensor.
 """
 
@@ -28,8 +28,8 @@ assert POINTERS.size + _PART.size == ctypes.sizeof(native.PartStruct)
 class Resharding(NamedTuple):
     """What an exchange does with a tensor: from a shard of `concat_dim` to a shard of `split_dim`.
 
-    Sizes are by slot. split_dim -1: every rank gets the whole input. With `split_dim == concat_dim` every
-    rank gets an equal part of every input, and there are no sizes.
+    Sizes are by slot. split_dim -1: every rank gets the whole input. (0, 0) without sizes: every rank gets
+    an equal part of every input (`CudaGroup.all_to_all`).
     is_rotated: a result begins with the own part, then come those of the next slots in turn.
     """
 
@@ -40,9 +40,9 @@ class Resharding(NamedTuple):
     is_rotated: bool = False
 
     def result_shape(self, shape: Sequence[int], slot: int) -> tuple[int, ...]:
-        """Of the tensor that a slot gets when it gives one of this shape.
+        """The shape that a slot receives when it gives a tensor of this shape.
 
-        Raises: LayoutError when the sizes are not those of the shape.
+        Raises: LayoutError when the sizes do not match the shape.
         """
         split_dim, concat_dim, split, concat, _ = self
         num_slots = len(concat)
@@ -62,12 +62,6 @@ class Resharding(NamedTuple):
         return tuple(result)
 
 
-def equal_parts(dim: int, num_slots: int) -> Resharding:
-    """The same as `Resharding(dim, dim)`, for tensors [.., P * n, ..] seen as [.., P, 1, n, ..]."""
-    ones = (1,) * num_slots
-    return Resharding(dim, dim + 1, ones, ones)
-
-
 class NativePart(NamedTuple):
     """One tensor of an exchange on CPUs; `content` is a native.PartStruct without its two pointers."""
 
@@ -84,11 +78,7 @@ def shard_sizes(length: int, num_shards: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=1024)
 def reshard(
-    shape: tuple[int, ...],
-    stride: tuple[int, ...],
-    item_bytes: int,
-    slot: int,
-    resharding: Resharding,
+    shape: tuple[int, ...], stride: tuple[int, ...], item_bytes: int, slot: int, resharding: Resharding
 ) -> NativePart:
     """The exchange of one tensor as one slot sees it."""
     if len(shape) > native.MAX_DIMS:
@@ -108,28 +98,6 @@ def reshard(
         *_padded(concat_sizes),
     )
     return NativePart(result, part)
-
-
-@lru_cache(maxsize=1024)
-def reshard_along(
-    shape: tuple[int, ...],
-    stride: tuple[int, ...],
-    item_bytes: int,
-    slot: int,
-    dim: int,
-    num_slots: int,
-) -> NativePart:
-    """Equal parts of one dimension, part p to slot p; a result joins what arrives, by slot."""
-    if shape[dim] % num_slots:
-        raise LayoutError(
-            f"dimension {dim} of {shape} cannot be cut in {num_slots} equal parts; give another concat_dim"
-        )
-    # [.., P * n, ..] seen as [.., P, 1, n, ..]: split the first, concatenate along the second.
-    n = shape[dim] // num_slots
-    parts = (*shape[:dim], num_slots, 1, n, *shape[dim + 1 :])
-    steps = (*stride[:dim], n * stride[dim], 0, *stride[dim:])
-    inner = reshard(parts, steps, item_bytes, slot, equal_parts(dim, num_slots))
-    return NativePart(shape, inner.content)
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:

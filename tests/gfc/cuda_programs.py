@@ -138,7 +138,7 @@ def run_case(group: CudaGroup, checker: Checker, case: Case) -> torch.Tensor | N
     num_heads = sum(heads)
     if case.what == "along":
         x = checker.filled((size * case.dim,), seeds[slot])
-        y = group.all_to_all(x, split_dim=0, concat_dim=0, in_arena=case.in_arena)
+        y = group.all_to_all(x, in_arena=case.in_arena)
         checker.verify(
             y, seeds=seeds, sizes=[1] * size, is_back=0, first=slot, tokens=size, heads=1,
             source_heads=size, dim=case.dim,
@@ -335,8 +335,7 @@ def larger_than_a_bank(
     x = everyones(flat)
     wrong = {
         "gather": group.all_gather(x[slot]) != torch.cat(x),
-        "along": group.all_to_all(x[slot], split_dim=0, concat_dim=0)
-        != torch.cat([y.chunk(size)[slot] for y in x]),
+        "along": group.all_to_all(x[slot]) != torch.cat([y.chunk(size)[slot] for y in x]),
     }
     x = everyones(heads)
     whole = torch.cat(x, 1)

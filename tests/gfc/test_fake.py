@@ -21,7 +21,7 @@ def test_fake_attention_exchange_comes_back() -> None:
     def program(whole: FakeGroup) -> torch.Tensor:
         group: Collectives = whole.subgroup("ulysses")
         own = shards[group.slot]
-        (found,) = group.heads_from_tokens(own, token_sizes=tokens)
+        (found,) = group.heads_from_tokens(own, token_sizes=tokens, head_sizes=heads)
         assert torch.equal(found, oracle.heads_from_tokens(shards, head_sizes=heads)[group.slot])
         return group.tokens_from_heads(found, token_sizes=tokens, head_sizes=heads)
 

@@ -111,7 +111,7 @@ def test_a_torch_for_cpus_means_no_gpus_and_a_warning(machine_with_gpus, monkeyp
 
 
 def test_the_probe_lists_names_memory_and_who_reaches_whom(monkeypatch: pytest.MonkeyPatch):
-    from gfgen.gfc.cuda import probe
+    from gfgen.gfc.cuda import driver
 
     names = SimpleNamespace(
         num_devices=2,
@@ -119,8 +119,8 @@ def test_the_probe_lists_names_memory_and_who_reaches_whom(monkeypatch: pytest.M
         memory_bytes=lambda idx: 7 + idx,
         can_access=lambda device, peer: device < peer,
     )
-    monkeypatch.setattr(probe, "driver", lambda: names)
-    assert probe.probe() == '[["GPU 0", 7, [1]], ["GPU 1", 8, []]]'
+    monkeypatch.setattr(driver, "driver", lambda: names)
+    assert driver.probe() == '[["GPU 0", 7, [1]], ["GPU 1", 8, []]]'
 
 
 def test_ranks_may_share_gpus_and_their_memory():

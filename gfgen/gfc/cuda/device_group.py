@@ -31,7 +31,8 @@ from gfgen.gfc.cuda.moves import TensorMove, move_of, offsets_of
 from gfgen.gfc.cuda.selector import MIN_FLAGGED_UNIT, KernelChoice
 from gfgen.gfc.cuda.structs import MAX_MOVES, NUM_BANKS, Exchange, Move
 from gfgen.gfc.descriptor import GROUP_KINDS, Descriptor, GroupKind, subgroup_slots
-from gfgen.gfc.reshard import Resharding, Sizes, equal_parts, shard_sizes
+from gfgen.gfc.group import Exchanges
+from gfgen.gfc.reshard import Resharding
 from gfgen.layout import shard_bounds
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ class Prepared(NamedTuple):
     pointers: tuple[int, ...]  # offsets of each tensor's pair of addresses in the arguments
 
 
-class CudaGroup:
+class CudaGroup(Exchanges):
     """The ranks of a dispatch, or a subgroup of them, as one rank sees it."""
 
     __slots__ = (
@@ -99,7 +100,6 @@ class CudaGroup:
         "bank",
         "descriptor",
         "ranks",
-        "size",
         "slot",
     )
 
@@ -130,8 +130,7 @@ class CudaGroup:
         """The same ranks; exchanges use few blocks, so that the rest of the device can compute.
 
         For calls on a separate stream. They must follow all earlier exchanges of this rank and precede all
-        later
-        ones: two exchanges at a time would share the context's counters.
+        later ones: two exchanges at a time would share the context's counters.
         """
         sparing = copy(self)
         sparing._most_blocks = min(self._most_blocks, self._endpoint.beside_blocks or max_blocks)
@@ -171,78 +170,11 @@ class CudaGroup:
             if count % NUM_BANKS:
                 self.of_kind(kind).barrier()
 
-    def all_gather(
-        self, x: Tensor, *, dim: int = 0, sizes: Sizes | None = None, in_arena: bool = False
-    ) -> Tensor:
-        """Every rank's `x`, by slot, joined along `dim`; `sizes` (by slot) if they differ."""
-        dim %= x.dim()
-        concat_sizes = tuple(sizes) if sizes else (x.shape[dim],) * self.size
-        return self._move((x,), Resharding(-1, dim, (), concat_sizes), in_arena=in_arena)[0]
-
-    def all_to_all(
-        self,
-        x: Tensor,
-        *,
-        split_dim: int,
-        concat_dim: int,
-        split_sizes: Sizes | None = None,
-        concat_sizes: Sizes | None = None,
-        in_arena: bool = False,
-    ) -> Tensor:
-        """As `CpuGroup.all_to_all`."""
-        split_dim, concat_dim = split_dim % x.dim(), concat_dim % x.dim()
-        if split_dim == concat_dim:
-            return self._all_to_all_along(x, split_dim, in_arena=in_arena)
-        splits = tuple(split_sizes) if split_sizes else shard_sizes(x.shape[split_dim], self.size)
-        concats = tuple(concat_sizes) if concat_sizes else (x.shape[concat_dim],) * self.size
-        return self._move((x,), Resharding(split_dim, concat_dim, splits, concats), in_arena=in_arena)[0]
-
-    def heads_from_tokens(
-        self,
-        *tensors: Tensor,
-        token_sizes: Sizes,
-        head_sizes: Sizes | None = None,
-        in_arena: bool = False,
-    ) -> tuple[Tensor, ...]:
-        """All tokens of this rank's heads, as attention's inputs, in one exchange.
-
-        Shapes: each [B, L, H, D] with any strides -> [B, S, h, D] contiguous.
-        Raises: LayoutError when a rank would have no head.
-        """
-        num_heads = tensors[0].shape[2]
-        heads = tuple(head_sizes) if head_sizes else shard_sizes(num_heads, self.size)
-        if min(heads) < 1:
-            raise LayoutError(f"{num_heads} heads cannot be split over {self.size} ranks")
-        return self._move(tensors, Resharding(2, 1, heads, tuple(token_sizes)), in_arena=in_arena)
-
-    def gather_tokens(
-        self, *tensors: Tensor, token_sizes: Sizes, in_arena: bool = False
-    ) -> tuple[Tensor, ...]:
-        """All tokens of the same heads, for keys and values in one exchange.
-
-        The own tokens come first, then those of the next ranks in turn: places that do not depend
-        on the slot, so a captured graph serves all slots.
-        Shapes: each [B, L, H, D] with any strides -> [B, S, H, D] contiguous.
-        """
-        resharding = Resharding(-1, 1, (), tuple(token_sizes), is_rotated=True)
-        return self._move(tensors, resharding, in_arena=in_arena)
-
-    def tokens_from_heads(
-        self, x: Tensor, *, token_sizes: Sizes, head_sizes: Sizes, in_arena: bool = False
-    ) -> Tensor:
-        """All heads of this rank's tokens, as attention's output needs them.
-
-        Shapes: [B, S, h, D] with any strides -> [B, L, H, D] contiguous.
-        """
-        return self._move((x,), Resharding(1, 2, tuple(token_sizes), tuple(head_sizes)), in_arena=in_arena)[0]
-
-    def _all_to_all_along(self, x: Tensor, dim: int, *, in_arena: bool) -> Tensor:
-        if x.shape[dim] % self.size:
-            raise LayoutError(
-                f"dimension {dim} of {tuple(x.shape)} cannot be cut in {self.size} equal parts; "
-                "give another concat_dim"
-            )
-        return self._move((x,), Resharding(dim, dim), in_arena=in_arena)[0]
+    def all_to_all(self, x: Tensor, *, in_arena: bool = False) -> Tensor:
+        """An equal part of dimension 0 to each slot; a result joins what arrives, by slot."""
+        if len(x) % self.size:
+            raise LayoutError(f"dimension 0 of {tuple(x.shape)} cannot be cut in {self.size} equal parts")
+        return self._move((x,), Resharding(0, 0), in_arena=in_arena)[0]
 
     def _move(
         self, tensors: Sequence[Tensor], resharding: Resharding | None, *, in_arena: bool
@@ -306,10 +238,8 @@ class CudaGroup:
             return "space"
         split_dim, concat_dim, _, concats, _ = resharding
         if split_dim == concat_dim:
-            # [.., P * n, ..] seen as [.., P, 1, n, ..]: split the first, concatenate along the second.
             (x,) = tensors
-            unfolded = _unfolded(x, split_dim, self.size)
-            prepared = self._prepare((unfolded,), equal_parts(split_dim, self.size), in_arena=in_arena)
+            prepared = self._prepare((_unfolded(x, self.size),), _equal_parts(self.size), in_arena=in_arena)
             if isinstance(prepared, str):
                 return prepared
             result = ResultSpec.contiguous(x.shape, x.dtype, prepared.results[0].offset)
@@ -406,7 +336,7 @@ class CudaGroup:
         """An exchange that does not fit in a bank, in rounds: one part of each shard at a time."""
         split_dim, concat_dim, splits, concats, is_rotated = resharding
         if split_dim == concat_dim:
-            return self._rounds_along(x, split_dim)
+            return self._parts_in_rounds(x)
         shape = list(x.shape)
         shape[concat_dim] = sum(concats)
         if split_dim >= 0:
@@ -418,7 +348,7 @@ class CudaGroup:
             raise LayoutError(
                 f"{tuple(x.shape)} does not fit in a bank of {self.bank.num_bytes} bytes, at all"
             )
-        result = self._empty(tuple(shape), x.dtype)
+        result = x.new_empty(shape)
         order = [(self.slot * is_rotated + idx) % self.size for idx in range(self.size)]
         for idx in range(num_rounds):
             bounds = [shard_bounds(length, num_rounds, idx) for length in concats]
@@ -428,32 +358,32 @@ class CudaGroup:
             part_of = resharding._replace(concat_sizes=lengths)
             got = self._move((piece,), part_of, in_arena=False)[0]
             at = 0
-            for member, part in zip(
-                order, torch.split(got, [lengths[member] for member in order], concat_dim), strict=True
-            ):
-                result.narrow(concat_dim, at + bounds[member][0], lengths[member]).copy_(part)
-                at += concats[member]
+            parts = torch.split(got, [lengths[slot] for slot in order], concat_dim)
+            for slot, part in zip(order, parts, strict=True):
+                result.narrow(concat_dim, at + bounds[slot][0], lengths[slot]).copy_(part)
+                at += concats[slot]
         return result
 
-    def _rounds_along(self, x: Tensor, dim: int) -> Tensor:
-        """The same for equal parts of one dimension."""
-        size = self.size
-        parts = x.contiguous().view(*x.shape[:dim], size, 1, -1)
+    def _parts_in_rounds(self, x: Tensor) -> Tensor:
+        """`_in_rounds` for `all_to_all`."""
+        parts = x.contiguous().view(self.size, 1, -1)
         num_rounds = min(parts.shape[-1], x.numel() * x.element_size() // max(1, self.bank.num_bytes) + 2)
-        resharding = equal_parts(dim, size)
+        resharding = _equal_parts(self.size)
         pieces = torch.tensor_split(parts, num_rounds, -1)
         arrived = [self._move((piece.contiguous(),), resharding, in_arena=False)[0] for piece in pieces]
-        return torch.cat([piece.transpose(dim, dim + 1) for piece in arrived], -1).view(x.shape)
-
-    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=f"cuda:{self._endpoint.device}")
+        return torch.cat([piece.transpose(0, 1) for piece in arrived], -1).view(x.shape)
 
 
-def _unfolded(x: Tensor, dim: int, size: int) -> Tensor:
-    """[.., P * n, ..] as [.., P, 1, n, ..]."""
-    length, step = x.shape[dim] // size, x.stride(dim)
-    shape = (*x.shape[:dim], size, 1, length, *x.shape[dim + 1 :])
-    return x.as_strided(shape, (*x.stride()[:dim], length * step, length * step, *x.stride()[dim:]))
+def _unfolded(x: Tensor, size: int) -> Tensor:
+    """[P * n, ..] as [P, 1, n, ..]."""
+    length, step = len(x) // size, x.stride(0)
+    return x.as_strided((size, 1, length, *x.shape[1:]), (length * step, length * step, *x.stride()))
+
+
+def _equal_parts(size: int) -> Resharding:
+    """`all_to_all` of [P * n, ..] seen as [P, 1, n, ..]: split the first, concatenate along the second."""
+    ones = (1,) * size
+    return Resharding(0, 1, ones, ones)
 
 
 class GroupSlot(NamedTuple):
@@ -477,7 +407,7 @@ def _group_slot(
 
 @cache
 def canonical(degrees: tuple[int, int, int], kind: int) -> int:
-    """csrc/gfc/descriptor.h: kinds with the same members are one."""
+    """csrc/gfc/descriptor.h: kinds with the same ranks are one."""
     cfg, ulysses, ring = degrees
     if kind == native.RING and ulysses == 1:
         kind = native.HALF
@@ -492,7 +422,7 @@ def canonical(degrees: tuple[int, int, int], kind: int) -> int:
 
 @cache
 def bank_of(data_bytes: int, post_bytes: int, degrees: tuple[int, int, int], kind: int) -> Bank:
-    """csrc/gfc/plan.h: exchange_inbox with one member, for the bank as a whole."""
+    """csrc/gfc/plan.h: the exchange_inbox of a group of one rank, which is the whole bank."""
     cfg, ulysses, ring = degrees
     sizes = (cfg * ulysses * ring, ulysses * ring, ulysses, ring, cfg)
     kinds = [k for k in range(native.NUM_KINDS) if canonical(degrees, k) == k and sizes[k] > 1]

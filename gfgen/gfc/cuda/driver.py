@@ -1,11 +1,16 @@
 """The CUDA driver by ctypes: what the collectives and `gfgen doctor` need of it.
 
 No torch and no toolkit: `libcuda.so.1` comes with the driver. Loading it initialises nothing.
+
+Run as a program, it prints the GPUs as JSON (`probe`). Parents that fork need this: asking the driver
+initialises CUDA, which must not happen in a process whose children use it.
 """
 
 from __future__ import annotations
 
 import ctypes
+import json
+import sys
 from ctypes import (
     POINTER,
     Structure,
@@ -260,3 +265,26 @@ def driver() -> Driver:
     except OSError as error:
         raise RunError(f"needs a GPU; no NVIDIA driver ({error}){SEE_DOCTOR}") from error
     return Driver(loaded)
+
+
+def probe() -> str:
+    """[[name, bytes of memory, [devices whose memory it reaches]], ...], in the order of the driver."""
+    cuda = driver()
+    devices = range(cuda.num_devices)
+    return json.dumps(
+        [
+            [
+                cuda.name(device),
+                cuda.memory_bytes(device),
+                [peer for peer in devices if peer != device and cuda.can_access(device, peer)],
+            ]
+            for device in devices
+        ]
+    )
+
+
+if __name__ == "__main__":
+    try:
+        sys.stdout.write(probe())
+    except RunError as error:
+        sys.exit(str(error))

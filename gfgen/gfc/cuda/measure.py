@@ -234,8 +234,8 @@ _GroupCall = Callable[[CudaGroup], Any]
 def _calls(pattern: str, x: Tensor, out: Tensor, nccl: Any) -> tuple[_GroupCall, _GroupCall, _GroupCall]:
     if pattern == "all_to_all":
         return (
-            lambda group: group.all_to_all(x, split_dim=0, concat_dim=0, in_arena=True),
-            lambda group: group.all_to_all(x, split_dim=0, concat_dim=0),
+            lambda group: group.all_to_all(x, in_arena=True),
+            lambda group: group.all_to_all(x),
             lambda _: dist.all_to_all_single(out, x, group=nccl),
         )
     return (

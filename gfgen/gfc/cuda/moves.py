@@ -12,9 +12,8 @@ from math import gcd, prod
 
 from gfgen.gfc.cuda.structs import Move
 from gfgen.gfc.native import MAX_RANKS
-from gfgen.gfc.reshard import Resharding
+from gfgen.gfc.reshard import Resharding, Sizes
 
-Sizes = tuple[int, ...]
 LINE_BYTES = 128
 
 
@@ -23,11 +22,11 @@ class TensorMove:
     """One tensor of an exchange: the kernels' `move`, without addresses, and what its launch depends on.
 
     result_bytes: by slot.
-    pair_bytes: of the longest message between two ranks.
+    pair_bytes: the longest message between two ranks.
     unit_bytes: the largest power of two up to 16 that divides every length, stride and offset.
     dense_unit_bytes: the same if the tensor were dense, which is equal on all ranks.
-    row_bytes: what is dense in both the input and the result.
-    dense_bytes: of every message, if all are equally long and dense on both sides; else 0.
+    row_bytes: the length of a piece that is dense in both the input and the result.
+    dense_bytes: the length of every message if all are equally long and dense on both sides; else 0.
     """
 
     move: Move
@@ -51,7 +50,7 @@ def move_of(
 ) -> TensorMove | None:
     """The exchange of one tensor; None where its strides do not fit the form. Strides are in items.
 
-    Raises: LayoutError when the sizes are not those of the shape.
+    Raises: LayoutError when the sizes do not match the shape.
     """
     split_dim, concat_dim, split_sizes, concat_sizes, is_rotated = resharding
     size, is_split = len(concat_sizes), split_dim >= 0
@@ -97,7 +96,7 @@ def move_of(
         concat_sizes=concats,
     )
     lengths = [inner_bytes]
-    if prod(shape):  # strides of nothing say nothing
+    if prod(shape):  # strides of an empty tensor mean nothing
         lengths += [first_stride, second_stride]
         lengths += [outer[1]] if outer[0] > 1 else []
         lengths += [middle[1]] if middle[0] > 1 else []
@@ -116,7 +115,7 @@ def move_of(
 
 
 def _dense_bytes(move: Move, splits: Sizes, concats: Sizes) -> int:
-    """Of gathers along the first dimension, and of equal parts of it to everyone."""
+    """The length of each message of `all_gather` and `all_to_all` along the first dimension; else 0."""
     if move.is_rotated or move.outer != 1 or move.middle != 1 or set(splits) != {1} or set(concats) != {1}:
         return 0
     is_dense = not move.is_split or (not move.is_concat_first and move.first_stride == move.inner_bytes)
@@ -148,7 +147,7 @@ def _joined(extents: Sequence[int], steps: Sequence[int]) -> tuple[int, int] | N
     return extent, stride
 
 
-def _folded(inner_bytes: int, sizes: Sizes) -> tuple[int, Sizes]:
+def _folded(inner_bytes: int, sizes: Sizes) -> tuple[int, tuple[int, ...]]:
     common = _common(sizes)
     return inner_bytes * common, tuple(size // common for size in sizes)
 

@@ -157,7 +157,7 @@ def find_gpus(*, must_ask: bool = False) -> tuple[Gpu, ...]:
         there = "there is a GPU, but " if any(os.path.exists(sign) for sign in _SIGNS) else ""
         logger.warning("%sthis PyTorch is built for CPUs only: see 'gfgen doctor'", there)
         return ()
-    command, env = module_command("gfgen.gfc.cuda.probe"), module_environment()
+    command, env = module_command("gfgen.gfc.cuda.driver"), module_environment()
     try:
         done = subprocess.run(
             command, check=True, capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S, env=env
