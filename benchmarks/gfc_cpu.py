@@ -64,9 +64,11 @@ def measure(endpoint: Endpoint, layout: Layout, repeats: int) -> dict[str, Timin
     group = endpoint.group(descriptor)
     group.enter()
     found = {"barrier": timing(group.barrier, repeats)}
+    ones = (1,) * group.size
     for size, times in ((4 * KIB, repeats), (64 * KIB, repeats), (MIB, repeats // 10)):
         x = torch.zeros(size // 4)
-        exchange = partial(group.all_to_all, x, split_dim=0, concat_dim=0)
+        heads = x.view(1, 1, group.size, -1)
+        exchange = partial(group.heads_from_tokens, heads, token_sizes=ones, head_sizes=ones)
         found[f"all-to-all, {label(size)} a rank"] = timing(exchange, times)
         found[f"all-gather, {label(size)} a rank"] = timing(partial(group.all_gather, x), times)
     found["attention there and back, q k v of [1, 64, 8, 16]"] = attention(group, repeats)
