@@ -251,7 +251,7 @@ def watch_folder(session: Session, folder: Path, options: RunOptions) -> Summary
     with contextlib.closing(inbox):
         first = inbox.look()
         session.load(first, models=[options.model])
-        inbox.start(admit=session.admission.of_loaded(session.checkpoints))
+        inbox.start(admit=replace(session.admission, loaded=session.checkpoints))
         return _run(session, first, options, inbox=inbox)
 
 

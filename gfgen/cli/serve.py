@@ -7,7 +7,7 @@ import ipaddress
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -285,8 +285,10 @@ def serve_models(options: ServeOptions) -> None:
         found = [session.admission.find_model(name) for name in options.models]
         try:
             session.load([], models=options.models)
-            loaded = session.admission.of_loaded(
-                session.checkpoints, help_="it is not served any more: start the server with --model NAME too"
+            loaded = replace(
+                session.admission,
+                loaded=session.checkpoints,
+                help_="it is not served any more: start the server with --model NAME too",
             )
             session.warm_up(usual_jobs(options.models, loaded))
         except InterruptedRunError:

@@ -1,16 +1,18 @@
-"""From what a job file asks for to jobs that this machine can run: with its models and its memory."""
+"""Admit the jobs of a file that this machine can run, with its models and its memory."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from gfgen.errors import InputError, JobFileError, ModelError, Problem, listed
 from gfgen.gfc.cuda.device_arena import arena_bytes
-from gfgen.job.reader import passed_deadlines, read_jobs
+from gfgen.job.reader import ParsedJobs, passed_deadlines, read_jobs
 from gfgen.job.spec import JobSpec
 from gfgen.models.families.registry import (
     DEFAULT_MODEL,
@@ -41,7 +43,6 @@ from gfgen.system.wording import counted, first_of, in_words
 logger = logging.getLogger(__name__)
 
 Claim = Callable[[Sequence[AdmittedJob]], tuple[Sequence[AdmittedJob], Sequence[Problem]]]
-RESTART = "stop the run and start it again: it loads what the files in its folder name"
 
 
 def admit_file(
@@ -53,30 +54,21 @@ def admit_file(
     done: Callable[[Sequence[AdmittedJob]], Collection[str]] = lambda jobs: (),
     claim: Claim = lambda jobs: (jobs, ()),
 ) -> tuple[Sequence[AdmittedJob], Sequence[Problem]]:
-    """The jobs to run, and what was wrong with others if those may be skipped.
+    """The jobs to run, and the problems of the others if `skip_invalid`.
 
-    `done` gives the ids of those that need not run again: no bound applies to them. `claim` gives the jobs
-    their files, and problems for those that cannot have them.
+    `done` returns the ids of finished jobs, to which no bound applies. `claim` gives the jobs their files,
+    and returns problems for those that cannot have them.
 
     Raises: JobFileError with every problem; InputError when a model does not fit into memory, or
-            when all of them are to be there together and do not.
+            when all of them must fit together and do not.
     """
-    check_source(source)
-    parsed = read_jobs("-" if source == "-" else Path(source))
-    tell_of_unused(admission.default_model, parsed.specs)
-    admitted, refused = admit(
-        parsed.specs, default_model=admission.default_model, find_model=admission.find_model
-    )
-    models_bytes = admission.check({job.checkpoint for job in admitted})
-    if are_models_together:
-        check_together(models_bytes, available=admission.room_bytes)
-    fitting, too_large = admission.refuse_large(admitted, models_bytes=models_bytes)
+    parsed = _read(source, admission.default_model)
+    fitting, refused = admission.fitting(parsed.specs, are_models_together=are_models_together)
     fitting, beyond_bounds = admission.keep_bounds(fitting, done=done)
     fitting, without_file = claim(fitting)
-    found = (*parsed.problems, *refused, *too_large, *beyond_bounds, *without_file)
-    problems = sorted(found, key=lambda problem: problem.line or 0)
+    problems = _by_line(parsed.problems, refused, beyond_bounds, without_file)
     if problems and not (skip_invalid and fitting):
-        raise JobFileError(parsed.source, tuple(problems))
+        raise JobFileError(parsed.source, problems)
     if problems:
         logger.warning("%s: %s; these jobs are skipped", parsed.source, counted(len(problems), "problem"))
     for line in listed(problems):
@@ -86,28 +78,33 @@ def admit_file(
 
 
 def admit_weightless(source: str, *, default_model: str) -> Sequence[AdmittedJob]:
-    """The jobs of a file as they would run, for simulations: no weights are needed, nothing is loaded.
-
-    Raises: JobFileError with every problem, as `admit_file`.
-    """
-    check_source(source)
-    parsed = read_jobs("-" if source == "-" else Path(source))
-    tell_of_unused(default_model, parsed.specs)
+    """The jobs of a file for a simulation, which needs no weights. Raises JobFileError with every problem."""
+    parsed = _read(source, default_model)
     admitted, refused = admit(parsed.specs, default_model=default_model, find_model=find_weightless)
-    problems = sorted((*parsed.problems, *refused), key=lambda problem: problem.line or 0)
-    if problems:
-        raise JobFileError(parsed.source, tuple(problems))
+    if problems := _by_line(parsed.problems, refused):
+        raise JobFileError(parsed.source, problems)
     return admitted
 
 
+def _read(source: str, default_model: str) -> ParsedJobs:
+    check_source(source)
+    parsed = read_jobs("-" if source == "-" else Path(source))
+    tell_of_unused(default_model, parsed.specs)
+    return parsed
+
+
+def _by_line(*problems: Sequence[Problem]) -> tuple[Problem, ...]:
+    return tuple(sorted(itertools.chain(*problems), key=lambda problem: problem.line or 0))
+
+
 def check_source(source: str) -> None:
-    """That a job file was named. Raises InputError for no name at all, as a script gives by mistake."""
+    """Raises InputError for an empty name, as a script with an unset variable gives."""
     if not source:
         raise InputError("JOBS is empty; name a job file, or - for standard input")
 
 
 def tell_of_unused(default_model: str, specs: Sequence[JobSpec]) -> None:
-    """A log line when all jobs name another model than --model does."""
+    """Log that --model has no effect if every job names another model."""
     names = {spec.model for spec in specs}
     if names and default_model != DEFAULT_MODEL and not names & {None, default_model}:
         logger.warning("--model %s has no effect: every job names its own", default_model)
@@ -126,9 +123,9 @@ def warn_of_passed_deadlines(
 def with_time(
     jobs: Sequence[AdmittedJob], step_times: Callable[[], StepTimes], *, closes_at: float | None
 ) -> tuple[Sequence[AdmittedJob], int]:
-    """The jobs of which one step fits before --until, and how many others are left for another run.
+    """The jobs with time for one step before --until, and the number of the others, which are logged.
 
-    Names those, and warns of jobs that cannot make a step before their deadline.
+    Also warns of jobs that cannot make a step before their deadline.
 
     Raises: InputError if no job fits.
     """
@@ -152,44 +149,44 @@ def with_time(
     return kept, len(left)
 
 
+@dataclass(kw_only=True)
 class Admission:
-    """Admits the jobs of one file after the other; each model is looked up once.
+    """Admits jobs; each model is looked up once."""
 
-    With `loaded`, jobs of other models than those are refused, and nothing is downloaded.
-    """
-
-    def __init__(
-        self,
-        *,
-        default_model: str,
-        devices: Devices,
-        has_random_weights: bool = False,
-        vae_dtype: str = "auto",
-        known: dict[str, ResolvedModel] | None = None,
-        unusable: dict[str, str] | None = None,
-        loaded: frozenset[Path] | None = None,
-        help_: str = RESTART,
-        bounds: JobBounds | None = None,
-        step_times: StepTimes | None = None,
-    ) -> None:
-        self._help = help_
-        self.default_model = default_model
-        self._devices = devices
-        self._has_random_weights = has_random_weights
-        self._vae_dtype = vae_dtype
-        self._known = {} if known is None else known
-        self._unusable = {} if unusable is None else unusable
-        """By name, what was wrong with a model that was asked for before any was loaded."""
-        self._loaded = loaded
-        self._bounds = bounds
-        self._step_times = step_times
-        """For the bound of a step, where there is one."""
+    default_model: str
+    devices: Devices
+    has_random_weights: bool = False
+    vae_dtype: str = "auto"
+    known: dict[str, ResolvedModel] = field(default_factory=dict)
+    unusable: dict[str, str] = field(default_factory=dict)
+    """By name, what was wrong with a model that was looked up before any was loaded."""
+    loaded: frozenset[Path] | None = None
+    """Jobs of other models than these are refused, and nothing is downloaded. None: any model."""
+    help_: str = "stop the run and start it again: it loads what the files in its folder name"
+    """What to do about a model that is not loaded."""
+    bounds: JobBounds | None = None
+    step_times: StepTimes | None = None
+    """For the bound of a step."""
 
     def __call__(self, specs: Sequence[JobSpec]) -> tuple[Sequence[AdmittedJob], Sequence[Problem]]:
-        admitted, refused = admit(specs, default_model=self.default_model, find_model=self.find_model)
-        fitting, too_large = self.refuse_large(admitted, models_bytes=self._loaded_bytes)
+        admitted, refused = self._admit(specs)
+        fitting, too_large = self._refuse_large(admitted, self._loaded_bytes)
         kept, beyond_bounds = self.keep_bounds(fitting)
         return kept, (*refused, *too_large, *beyond_bounds)
+
+    def fitting(
+        self, specs: Sequence[JobSpec], *, are_models_together: bool = False
+    ) -> tuple[Sequence[AdmittedJob], Sequence[Problem]]:
+        """The jobs that fit into memory, and the problems of the others.
+
+        Raises: InputError when a model does not fit, or when all of them must fit together and do not.
+        """
+        admitted, refused = self._admit(specs)
+        models_bytes = self.check({job.checkpoint for job in admitted})
+        if are_models_together:
+            check_together(models_bytes, available=self.room_bytes)
+        fitting, too_large = self._refuse_large(admitted, models_bytes)
+        return fitting, (*refused, *too_large)
 
     def keep_bounds(
         self,
@@ -197,8 +194,8 @@ class Admission:
         *,
         done: Callable[[Sequence[AdmittedJob]], Collection[str]] = lambda jobs: (),
     ) -> tuple[Sequence[AdmittedJob], Sequence[Problem]]:
-        """The jobs within the bounds of one job, and problems for the others but those that are done."""
-        found = [] if self._bounds is None else list(beyond(jobs, self._bounds, self._step_times))
+        """The jobs that are within the bounds or done, and problems for the others."""
+        found = [] if self.bounds is None else list(beyond(jobs, self.bounds, self.step_times))
         if not found:
             return jobs, ()
         exempt = done([job for job, _ in found])
@@ -209,73 +206,70 @@ class Admission:
         )
 
     def again(self, specs: Sequence[JobSpec]) -> tuple[Sequence[AdmittedJob], Sequence[Problem]]:
-        """As a call, for jobs that were admitted before: they may be running.
+        """Admit jobs that were admitted before and may be running.
 
-        They are held against what does not change while a server lives: models, --memory, and what GPUs
-        have. Main memory that is short in this moment may be so because of these very jobs.
+        This checks only what does not change while a server lives: models, --memory, and the memory of
+        GPUs. If main memory is short now, these very jobs may be the reason.
         """
-        admitted, refused = admit(specs, default_model=self.default_model, find_model=self.find_model)
-        if self._devices.kind == CUDA:
-            fitting, too_large = self._on_gpus(admitted, self._loaded_bytes)
+        admitted, refused = self._admit(specs)
+        if self.devices.kind == CUDA:
+            fitting, too_large = self.refuse_large_on_gpus(admitted, self._loaded_bytes)
         else:
-            fitting, too_large = refuse_large(admitted, models_bytes={}, available=self._devices.memory_bytes)
+            fitting, too_large = refuse_large(admitted, models_bytes={}, available=self.devices.memory_bytes)
         return fitting, (*refused, *too_large)
 
     def check(self, checkpoints: Collection[Path]) -> Mapping[Path, int]:
-        """Bytes that the weights of each of these models take: of main memory on all ranks, or of each GPU.
+        """Bytes of weights by model: in main memory for all ranks, or on each GPU.
 
-        Raises: InputError when there is less.
+        Raises: InputError when a model does not fit.
         """
-        if self._devices.kind != CUDA:
+        if self.devices.kind != CUDA:
             return check_models(
                 checkpoints,
-                num_ranks=self._devices.num_ranks,
+                num_ranks=self.devices.num_ranks,
                 available=self.room_bytes,
-                has_random_weights=self._has_random_weights,
+                has_random_weights=self.has_random_weights,
             )
         return check_models_on_gpu(
             checkpoints,
-            memory_bytes=self._devices.memory_bytes,
+            memory_bytes=self.devices.memory_bytes,
             beside_bytes=self._beside_bytes,
-            has_random_weights=self._has_random_weights,
-            vae_dtype=self._vae_dtype,
-            where=self._devices.where,
+            has_random_weights=self.has_random_weights,
+            vae_dtype=self.vae_dtype,
+            where=self.devices.where,
         )
 
-    def refuse_large(
-        self, jobs: Sequence[AdmittedJob], *, models_bytes: Mapping[Path, int]
+    def _admit(self, specs: Sequence[JobSpec]) -> tuple[Sequence[AdmittedJob], Sequence[Problem]]:
+        return admit(specs, default_model=self.default_model, find_model=self.find_model)
+
+    def _refuse_large(
+        self, jobs: Sequence[AdmittedJob], models_bytes: Mapping[Path, int]
     ) -> tuple[Sequence[AdmittedJob], Sequence[Problem]]:
-        """The jobs that fit beside their models, and a problem for each of the others."""
-        if self._devices.kind != CUDA:
+        """The jobs that fit together with their models, and a problem for each of the others."""
+        if self.devices.kind != CUDA:
             return refuse_large(jobs, models_bytes=models_bytes, available=self.room_bytes)
-        fitting, too_large = self._on_gpus(jobs, models_bytes)
+        fitting, too_large = self.refuse_large_on_gpus(jobs, models_bytes)
         kept, too_much = refuse_large(fitting, models_bytes={}, available=available_bytes())
         return kept, (*too_large, *too_much)
 
-    def too_large_for_gpus(
-        self, jobs: Sequence[AdmittedJob], *, models_bytes: Mapping[Path, int]
-    ) -> Sequence[Problem]:
-        """A problem for each of the jobs that do not fit on a GPU beside their models."""
-        return self._on_gpus(jobs, models_bytes)[1]
-
-    def _on_gpus(
+    def refuse_large_on_gpus(
         self, jobs: Sequence[AdmittedJob], models_bytes: Mapping[Path, int]
     ) -> tuple[Sequence[AdmittedJob], Sequence[Problem]]:
         return refuse_large_on_gpu(
             jobs,
             models_bytes=models_bytes,
             beside_bytes=self._beside_bytes,
-            memory_bytes=self._devices.memory_bytes,
-            where=self._devices.where,
+            memory_bytes=self.devices.memory_bytes,
+            where=self.devices.where,
         )
 
     def residency(
         self, jobs: Sequence[AdmittedJob], *, names: Mapping[str, Path] | None = None
     ) -> Residency | None:
-        """Who lets the models of these jobs take turns; None where all of them fit together for good.
+        """Lets the models of these jobs take turns; None if all of them always fit together.
 
-        `names` are models that are to be there although no job wants them yet: their jobs may turn out to be
-        too large for all of them to stay.
+        `names` are models that must be loaded although no job uses them yet. Their jobs may be too large for
+        all models to stay.
         """
         room_bytes = self.room_bytes
         if room_bytes is None:
@@ -284,9 +278,9 @@ class Admission:
         found = Residency(
             jobs,
             weights=self.check(checkpoints),
-            work_bytes=gpu_work_bytes if self._devices.kind == CUDA else job_bytes,
+            work_bytes=gpu_work_bytes if self.devices.kind == CUDA else job_bytes,
             room_bytes=room_bytes,
-            jobs_at_once=1 if self._devices.kind == CUDA else self._devices.num_ranks,
+            jobs_at_once=1 if self.devices.kind == CUDA else self.devices.num_ranks,
             names=names,
         )
         if not found.is_needed:
@@ -298,59 +292,41 @@ class Admission:
 
     @property
     def room_bytes(self) -> int | None:
-        """What there is for models and jobs: of each GPU, or of main memory; None where nobody knows."""
-        limit = self._devices.memory_bytes
-        if self._devices.kind == CUDA:
+        """Memory for models and jobs, of each GPU or of main memory; None if unknown."""
+        limit = self.devices.memory_bytes
+        if self.devices.kind == CUDA:
             return None if limit is None else limit - self._beside_bytes
         return min((room for room in (limit, available_bytes()) if room is not None), default=None)
 
     @property
     def _beside_bytes(self) -> int:
-        """What is taken of each GPU before any model."""
-        plan = default_plan(num_ranks=self._devices.num_ranks, are_on_gpus=True)
+        """Memory of each GPU that is used before any model is loaded."""
+        plan = default_plan(num_ranks=self.devices.num_ranks, are_on_gpus=True)
         return arena_bytes(plan) + SIDE_BYTES + CONTEXT_BYTES
 
     @functools.cached_property
     def _loaded_bytes(self) -> Mapping[Path, int]:
-        """What loaded models take of each GPU; of main memory they have it already. Read once."""
-        return self.check(self._loaded) if self._loaded and self._devices.kind == CUDA else {}
-
-    def of_loaded(self, checkpoints: Collection[Path], *, help_: str = RESTART) -> Admission:
-        """The same, once the workers have loaded these models and load no others; `help_` says what to do."""
-        return Admission(
-            default_model=self.default_model,
-            devices=self._devices,
-            has_random_weights=self._has_random_weights,
-            vae_dtype=self._vae_dtype,
-            known=self._known,
-            unusable=self._unusable,
-            loaded=frozenset(checkpoints),
-            help_=help_,
-            bounds=self._bounds,
-            step_times=self._step_times,
-        )
+        """Bytes of loaded models on each GPU. In main memory, available memory already excludes them."""
+        return self.check(self.loaded) if self.loaded and self.devices.kind == CUDA else {}
 
     def find_model(self, name: str) -> ResolvedModel:
-        """The model of that name.
-
-        Raises: ModelError when there is none, or when it is not loaded.
-        """
-        if name not in self._known and (self._loaded is None or Path(name).is_dir()):
+        """Raises ModelError when there is no such model, or when it is not loaded."""
+        if name not in self.known and (self.loaded is None or Path(name).is_dir()):
             try:
-                self._known[name] = self._look_up(name)
+                self.known[name] = self._look_up(name)
             except ModelError as error:
-                self._unusable[name] = str(error)
+                self.unusable[name] = str(error)
                 raise
-        model = self._known.get(name)
-        if model is None and name in self._unusable:
-            raise ModelError(self._unusable[name])
-        if model is None or (self._loaded is not None and model.checkpoint not in self._loaded):
+        model = self.known.get(name)
+        if model is None and name in self.unusable:
+            raise ModelError(self.unusable[name])
+        if model is None or (self.loaded is not None and model.checkpoint not in self.loaded):
             check_name(name)
-            raise ModelError(f"model {name!r} is not loaded; {self._help}")
+            raise ModelError(f"model {name!r} is not loaded; {self.help_}")
         return model
 
     def _look_up(self, name: str) -> ResolvedModel:
-        if self._has_random_weights:
+        if self.has_random_weights:
             checkpoint = resolve_configs(name)
             return ResolvedModel(name, checkpoint, weightless_geometry(checkpoint), has_random_weights=True)
         checkpoint = resolve_checkpoint(name)
@@ -360,8 +336,3 @@ class Admission:
 def find_weightless(name: str) -> ResolvedModel:
     configs = find_configs(name)
     return ResolvedModel(name, configs, weightless_geometry(configs))
-
-
-def find_model(name: str) -> ResolvedModel:
-    checkpoint = resolve_checkpoint(name)
-    return ResolvedModel(name, checkpoint, load_geometry(checkpoint))

@@ -1,4 +1,4 @@
-"""The packages that come with gfgen: what `gfgen doctor` names, and what is looked for before ranks start."""
+"""The packages that gfgen needs, for `gfgen doctor` and for checks before processes start."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ COMPUTING: Mapping[str, str] = {
     "pillow": "PIL",
     "tqdm": "tqdm",
 }
-"""What every run needs: the package's name -> the module's."""
+"""Every run needs these: package name -> module name."""
 
 VIDEOS: Mapping[str, str] = {"ftfy": "ftfy", "imageio": "imageio", "imageio-ffmpeg": "imageio_ffmpeg"}
-"""What videos need besides."""
+"""Videos need these, too."""
 
 SERVING: Mapping[str, str] = {
     "fastapi": "fastapi",
@@ -29,14 +29,11 @@ SERVING: Mapping[str, str] = {
     "python-multipart": "python_multipart",
     "prometheus_client": "prometheus_client",
 }
-"""What the HTTP process needs besides."""
+"""The HTTP process needs these, too."""
 
 
 def check_packages(packages: Mapping[str, str]) -> None:
-    """Before processes start, each of which would die of it again and again; imports nothing.
-
-    Raises: ModuleNotFoundError for the first one that is missing.
-    """
+    """Raises ModuleNotFoundError for the first missing package, before processes fail; imports nothing."""
     for module in packages.values():
         if importlib.util.find_spec(module) is None:
             raise ModuleNotFoundError(f"No module named {module!r}", name=module)

@@ -1,4 +1,4 @@
-"""What ranks there are: chosen by options, admitting jobs, and started."""
+"""The ranks of a run: their options, their admission, and their start."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from gfgen.errors import JobFileError
 from gfgen.gfc.cuda import compiler
 from gfgen.job.spec import JobSpec
 from gfgen.models.geometry.checkpoint import model_name
-from gfgen.runtime.core.admission import AdmittedJob, admit
+from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.devices import CPU, Devices
-from gfgen.runtime.core.memory_check import check_addresses, check_together
+from gfgen.runtime.core.memory_check import check_addresses
 from gfgen.runtime.predict.job_bounds import JobBounds, StepTimes
 from gfgen.runtime.predict.profile_store import find_profile
 from gfgen.runtime.processes.pool import WorkerPool
@@ -31,13 +31,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """What workers there are."""
-
     devices: Devices
     has_random_weights: bool = False
     vae_dtype: str = "auto"
     has_graphs: bool = True
-    """Where they are on GPUs."""
+    """CUDA graphs, on GPUs."""
 
     @property
     def num_ranks(self) -> int:
@@ -49,12 +47,11 @@ class Ranks:
 
     @property
     def device_name(self) -> str:
-        """Of a GPU, or of this machine's processor."""
         return self.devices.gpus[0].name if self.devices.gpus else cpu_name()
 
     @property
     def description(self) -> str:
-        """As in '4 x NVIDIA H200'."""
+        """Such as '4 x NVIDIA H200'."""
         if self.devices.gpus:
             ranks = f"{self.num_ranks} ranks on " if self.devices.ranks_per_gpu > 1 else ""
             return f"{ranks}{len(self.devices.gpus)} x {self.device_name}"
@@ -62,7 +59,7 @@ class Ranks:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """Of the command line, but for the device and the number of ranks."""
+        """The command line options, except for the device and the number of ranks."""
         words = ["--random-weights"] if self.has_random_weights else []
         shared = self.devices.ranks_per_gpu
         words += ["--ranks-per-gpu", str(shared)] if shared > 1 else []
@@ -70,13 +67,12 @@ class Ranks:
         return (*words, *([] if self.has_graphs else ["--no-graphs"]))
 
     def step_times(self) -> StepTimes:
-        """How long steps take at least, by what is known of this machine."""
+        """How long steps take at least, by this machine's profile."""
         found = find_profile(self.devices.gpus[0].name if self.devices.gpus else None)
         profile = None if found is None else found[1]
         return StepTimes(profile, kind=self.devices.kind, num_ranks=self.num_ranks)
 
     def admission(self, default_model: str, *, bounds: JobBounds | None = None) -> Admission:
-        """What lets jobs in that they can run."""
         has_bounded_steps = bounds is not None and bounds.step_s is not None
         return Admission(
             default_model=default_model,
@@ -91,18 +87,14 @@ class Ranks:
 def admitted_on(
     ranks: Ranks, specs: Sequence[JobSpec], *, default_model: str, source: str
 ) -> Sequence[AdmittedJob]:
-    """Jobs that ranks can run which hold all of their models.
+    """Admit jobs for ranks that hold all models at once.
 
-    Raises: JobFileError with all that is wrong, `source` named; InputError when the models do not fit.
+    Raises: JobFileError with every problem, which names `source`; InputError when the models do not fit.
     """
-    admission = ranks.admission(default_model)
-    jobs, problems = admit(specs, default_model=default_model, find_model=admission.find_model)
-    models_bytes = admission.check({job.checkpoint for job in jobs})
-    check_together(models_bytes, available=admission.room_bytes)
-    fitting, too_large = admission.refuse_large(jobs, models_bytes=models_bytes)
-    if problems or too_large:
-        raise JobFileError(source, (*problems, *too_large))
-    return fitting
+    jobs, problems = ranks.admission(default_model).fitting(specs, are_models_together=True)
+    if problems:
+        raise JobFileError(source, tuple(problems))
+    return jobs
 
 
 @contextlib.contextmanager
@@ -115,10 +107,10 @@ def ready_pool(
     are_all_needed: bool = False,
     keep_fds: Sequence[int] = (),
 ) -> Iterator[WorkerPool]:
-    """Workers with these models, or such as `worker_main` says; the run's clock starts after this.
+    """Start workers with these models.
 
-    A rank that cannot start is gone without, unless all are needed, as where something is measured.
-    Workers and writers keep `keep_fds` open until they end.
+    The pool goes on without a rank that cannot start, unless all are needed, as in measurements. Workers and
+    writers keep `keep_fds` open until they end. `worker_main` replaces the program of the workers.
     """
     descriptors.check_enough()
     check_addresses()

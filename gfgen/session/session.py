@@ -52,8 +52,6 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionOptions:
-    """What a session has to know before it starts."""
-
     output_dir: Path
     ranks: Ranks
     policy: NamedPolicy
@@ -61,45 +59,42 @@ class SessionOptions:
     """For jobs that name none."""
     lookahead_s: float = LOOKAHEAD_S
     grace_s: float = GRACE_S
-    """Time that running steps get to end by themselves when a run stops."""
+    """How long running steps may continue when a run stops."""
     closes_at: float | None = None
-    """Unix time at which a run ends by itself."""
+    """Unix time at which the run stops."""
     job_file: str = ""
     """The job file or the watched folder, as the folder's records name it."""
     job_bounds: JobBounds | None = None
     keeps_records: bool = True
-    """Journal and manifest, in the output folder."""
+    """Writes a journal and a manifest into the output folder."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """Where jobs and requests come from while a run goes on."""
+    """Sources of jobs and requests during a run."""
 
     intake: Intake
     requests: Requests | None = None
     chooser: Chooser | None = None
-    """In place of the policy's own."""
+    """Replaces the policy's own."""
     wrap: Callable[[Backend], Backend] = lambda backend: backend
-    """Gives what stands between the loop and its ranks."""
+    """Returns the backend that the loop uses."""
 
 
 class Session:
-    """Holds the output folder from `with` to its end, and the ranks from `load` on.
-
-    With a `pool`, its ranks are used, and nothing is loaded.
-    """
+    """Holds the output folder inside `with`, and ranks after `load`, or the ranks of a given `pool`."""
 
     def __init__(self, options: SessionOptions, *, pool: WorkerPool | None = None) -> None:
         self.options = options
         self.residency: Residency | None = None
-        """Lets models take turns, where not all of them fit."""
+        """Lets models take turns if they do not all fit."""
         self.checkpoints: frozenset[Path] = frozenset()
-        """Those of the models of `load`, also of models that wait for their turn."""
+        """The models of `load`, including those that wait for their turn."""
         self._pool = pool
         self._stack = contextlib.ExitStack()
         self._lock = -1
         self.stop_signal: int | None = None
-        """The signal that stopped the last run before all of its jobs had ended."""
+        """The signal that stopped the last run, if jobs were left."""
 
     def __enter__(self) -> Session:
         """Raises: LockedError when another run holds the folder; InputError when it cannot be written."""
@@ -111,7 +106,7 @@ class Session:
 
     @functools.cached_property
     def signals(self) -> SignalPipe:
-        """Catches signals from the first time it is asked for."""
+        """Catches signals from the first access on."""
         return self._stack.enter_context(contextlib.closing(SignalPipe()))
 
     @functools.cached_property
@@ -124,7 +119,7 @@ class Session:
         return self._pool
 
     def admit(self, lines: Sequence[Mapping[str, Any]]) -> Sequence[AdmittedJob]:
-        """The jobs that lines of a job file describe, without those that an earlier session has done.
+        """The jobs that these lines of a job file describe, except those that an earlier session finished.
 
         Raises: JobFileError with every problem.
         """
@@ -142,10 +137,10 @@ class Session:
     def load(
         self, jobs: Sequence[AdmittedJob], *, models: Sequence[str] = (), are_all_needed: bool = False
     ) -> None:
-        """Start the ranks with the models of these jobs, and those that are named, and warm up.
+        """Start ranks with the models of these jobs and with `models`, and warm up.
 
         Raises: InputError when a model does not fit; InterruptedRunError when a signal comes first;
-                WorkerError when no rank starts, or when one does not although all are needed.
+                WorkerError when no rank starts, or when one does not and all are needed.
         """
         options = self.options
         named = {name: self.admission.find_model(name).checkpoint for name in models}
@@ -161,7 +156,7 @@ class Session:
         self.warm_up(jobs)
 
     def warm_up(self, jobs: Sequence[AdmittedJob], *, policy: NamedPolicy | None = None) -> None:
-        """Run steps like those of the jobs whose models ranks hold. CPU ranks need none."""
+        """Run steps like those of the jobs on GPUs; only for models that ranks hold."""
         ranks, residency = self.options.ranks, self.residency
         if ranks.has_graphs:
             held = [job for job in jobs if residency is None or job.spec.model in residency.resident]
@@ -179,11 +174,10 @@ class Session:
         profile: Profile | None = None,
         clock: Clock | None = None,
     ) -> Summary:
-        """One run of the control loop, until all jobs have ended or the run stops; ranks can be used again.
+        """Run the control loop until all jobs have ended or the run stops. The ranks can be used again.
 
-        options: with another folder or policy than the session's.
-        profile: what predictions start from, in place of what is known of this machine. Then what tasks take
-                 is not kept either.
+        options: replaces the session's, with another folder or policy.
+        profile: replaces this machine's. Then measured task times are not kept.
 
         Raises: InterruptedRunError when a second signal did not let steps end.
         """
@@ -199,7 +193,7 @@ class Session:
             observers = (ManifestWriter(options.output_dir / MANIFEST_NAME), *observers)
         with contextlib.ExitStack() as stack:
             for observer in observers:
-                if arrivals is None or id(observer) != id(arrivals.intake):  # which was there before the run
+                if arrivals is None or id(observer) != id(arrivals.intake):  # open until the session ends
                     stack.callback(observer.close)
             backend = ProcessBackend(
                 self.pool,
@@ -281,15 +275,13 @@ class Session:
 
 
 def _chooser(policy: NamedPolicy, stack: contextlib.ExitStack) -> Chooser | None:
-    return (
-        None
-        if policy.choose is None
-        else stack.enter_context(contextlib.closing(ThreadedChooser(policy.choose)))
-    )
+    if policy.choose is None:
+        return None
+    return stack.enter_context(contextlib.closing(ThreadedChooser(policy.choose)))
 
 
 def known_profile(ranks: Ranks) -> Profile | None:
-    """What tasks take on this machine, if it is known."""
+    """This machine's profile, if there is one."""
     found = find_profile(ranks.devices.gpus[0].name if ranks.devices.gpus else None)
     if found is None:
         return None
@@ -299,16 +291,16 @@ def known_profile(ranks: Ranks) -> Profile | None:
 
 
 def _measured_by_runs(ranks: Ranks) -> Path | None:
-    """Where a run keeps what tasks take; None for one whose options change that."""
+    """The file for measured task times; None if an option changes them."""
     is_usual = ranks.vae_dtype == "auto" and ranks.has_graphs
     return runs_path(ranks.device_name) if is_usual else None
 
 
 @contextlib.contextmanager
 def _held_folder(folder: Path) -> Iterator[int]:
-    """The output folder, held for this run and cleared of what killed runs left.
+    """Create and lock the output folder and remove what killed runs left; yields the lock's descriptor.
 
-    Makes the folder if need be, and removes it again if nothing came into it. Yields the lock's descriptor.
+    An empty folder that this created is removed at the end.
     """
     from gfgen.runtime.files.outputs import remove_leftovers  # imports numpy, which --help can do without
 
@@ -330,7 +322,7 @@ def _held_folder(folder: Path) -> Iterator[int]:
 
 
 def try_to_write(folder: Path) -> None:
-    """Make the folder if need be, and a file there. Raises OSError."""
+    """Create the folder and a temporary file in it. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder):
         pass

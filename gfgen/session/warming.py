@@ -1,4 +1,4 @@
-"""Before a run on GPUs: getting the steps of the jobs at hand ready, and saying so."""
+"""Warm-up steps before a run on GPUs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def warm_up(
     policy: NamedPolicy,
     signals: SignalPipe | None = None,
 ) -> None:
-    """Returns when all ranks have run steps like those of the jobs; at once on CPU ranks."""
+    """Run steps like those of the jobs on all ranks; CPU ranks need none."""
     choose = warm_ups_of(devices, policy)
     jobs = [job for job in jobs if str(job.checkpoint) in pool.checkpoints]
     if choose is None or not jobs:
@@ -47,7 +47,7 @@ def warm_up(
 def warm_ups_of(
     devices: Devices, policy: NamedPolicy
 ) -> Callable[[Sequence[AdmittedJob]], Sequence[WarmUp]] | None:
-    """What chooses the steps that are to be got ready for jobs; None on CPU ranks."""
+    """The function that chooses warm-up steps for jobs; None on CPU ranks."""
     if devices.kind == CPU:
         return None
     widest = max(map(len, devices.islands))
@@ -56,7 +56,7 @@ def warm_ups_of(
 
 
 def _name_of(item: WarmUp) -> str:
-    """wan2.2-ti2v-5b 832x480x49, say."""
+    """Such as 'wan2.2-ti2v-5b 832x480x49'."""
     spec = item.spec
     frames = f"x{spec.frames}" if spec.frames and spec.frames > 1 else ""
     return f"{spec.model or Path(item.checkpoint).name} {spec.width}x{spec.height}{frames}"

@@ -8,7 +8,7 @@ from gfgen.runtime.core.admission import admit, tell_of_rounding
 from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.files.start import RunStart
 from gfgen.runtime.predict.cost import CostModel
-from gfgen.session.admission import find_model, tell_of_unused
+from gfgen.session.admission import find_weightless, tell_of_unused
 
 NAMED = JobSpec(id="a", prompt="a fox", model="qwen-image")
 NAMELESS = JobSpec(id="b", prompt="a fox")
@@ -32,7 +32,7 @@ def test_a_model_that_no_job_takes_is_told_to_have_no_effect(caplog, model, jobs
 
 
 def jobs_of(*specs):
-    admitted, problems = admit(specs, default_model="shapes", find_model=find_model)
+    admitted, problems = admit(specs, default_model="shapes", find_model=find_weightless)
     assert not problems
     return admitted
 

@@ -9,6 +9,7 @@ import signal
 from collections.abc import Mapping
 
 import pytest
+from test_workers import find_model
 
 from benchmarks import elasticity_cases as elasticity
 from benchmarks import elasticity_rows as table
@@ -29,7 +30,6 @@ from gfgen.layout import Layout
 from gfgen.runtime.ipc.messages import BareTimes
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.processes.pool import WorkerPool
-from gfgen.session.admission import find_model
 from gfgen.system.signals import SignalPipe
 
 RANKS, SAMPLES = 3, 4

@@ -16,7 +16,7 @@ from gfgen.runtime.core.devices import CPU, CUDA, Devices
 from gfgen.runtime.predict import job_bounds
 from gfgen.runtime.predict.job_bounds import JobBounds, StepTimes, beyond
 from gfgen.runtime.predict.profile_file import Profile, ProfileRow
-from gfgen.session.admission import Admission, find_model, with_time
+from gfgen.session.admission import Admission, find_weightless, with_time
 
 MINUTE_S = 60.0
 LONG = JobSpec(id="long", prompt="a fox", frames=4000, line=3)
@@ -24,7 +24,7 @@ SHORT = JobSpec(id="short", prompt="a fox", line=4)
 
 
 def admitted(*specs: JobSpec) -> Sequence[AdmittedJob]:
-    jobs, problems = admit(specs, default_model="shapes", find_model=find_model)
+    jobs, problems = admit(specs, default_model="shapes", find_model=find_weightless)
     assert not problems
     return jobs
 
@@ -99,7 +99,8 @@ def admission(bounds: JobBounds, times: StepTimes | None = None) -> Admission:
 def test_bounds_hold_for_new_jobs_and_not_for_those_that_were_accepted_before() -> None:
     of_start = admission(JobBounds(step_s=MINUTE_S), measured(2.0))
     model = of_start.find_model("shapes")
-    within = pickle.loads(pickle.dumps(of_start.of_loaded({model.checkpoint})))  # for the HTTP process
+    of_loaded = replace(of_start, loaded=frozenset({model.checkpoint}))
+    within = pickle.loads(pickle.dumps(of_loaded))  # for the HTTP process
     jobs, problems = within([LONG, SHORT])
     assert [job.job_id for job in jobs] == ["short"]
     assert ["--max-step-time" in str(problem) for problem in problems] == [True]

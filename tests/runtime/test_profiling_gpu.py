@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from builders import make_job
+from test_workers import find_model
 
 from gfgen.bench import profiling
 from gfgen.bench.profiling import Samples, fit_moves
@@ -16,7 +17,6 @@ from gfgen.graph import Stage
 from gfgen.layout import Layout
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.predict.profile_file import check_profile, load_profile
-from gfgen.session.admission import find_model
 
 STAGES = ("encode 1x1x1", "prepare 1x1x1", "denoise 1x1x1", "decode 1x1x1")
 

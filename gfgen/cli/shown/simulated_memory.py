@@ -41,7 +41,7 @@ class SimulatedMemory:
         admission = _admission(1, room_bytes)
         weights = admission.check({job.checkpoint for job in jobs})
         if room_bytes is not None:
-            too_large = admission.too_large_for_gpus(jobs, models_bytes=weights)
+            _, too_large = admission.refuse_large_on_gpus(jobs, weights)
             if too_large:
                 raise JobFileError(source, tuple(too_large))
         return cls(jobs, weights, room_bytes)
