@@ -18,7 +18,7 @@ from typing import Any
 import click
 
 from benchmarks import measure_decode
-from benchmarks.measure_decode import REPEATS, REPEATS_ALONE, Shape
+from benchmarks.measure_decode import REPEATS, REPEATS_ALONE, DecodeShape
 from gfgen.bench.gfc import check_num_gpus
 from gfgen.cli.options import FiniteRange
 from gfgen.gfc.cuda.rank_processes import CudaRanks
@@ -29,9 +29,9 @@ logger = logging.getLogger(__name__)
 
 WAN, QWEN = "wan2.2-ti2v-5b", "qwen-image"
 SHAPES = (
-    Shape(WAN, 256, 256, 9, is_exact=True),
-    Shape(WAN, 1280, 704, 81),
-    Shape(QWEN, 1024, 1024, 1),
+    DecodeShape(WAN, 256, 256, 9, is_exact=True),
+    DecodeShape(WAN, 1280, 704, 81),
+    DecodeShape(QWEN, 1024, 1024, 1),
 )
 DTYPES = ("float32", "bfloat16")
 """In this order: bf16 is compared with fp32."""
@@ -97,7 +97,7 @@ def _measured(ranks: CudaRanks, num_gpus: int) -> Iterator[DecodeRow]:
                     yield _row(shape, dtype, degree, _side_by_side(ranks, num_gpus, shape, degree))
 
 
-def _side_by_side(ranks: CudaRanks, num_gpus: int, shape: Shape, degree: int) -> list[dict[str, Any]]:
+def _side_by_side(ranks: CudaRanks, num_gpus: int, shape: DecodeShape, degree: int) -> list[dict[str, Any]]:
     """Groups of so many ranks, all at the same time."""
     starts = range(0, num_gpus - degree + 1, degree)
     layouts = [Layout.bands(tuple(range(start, start + degree))) for start in starts]
@@ -108,7 +108,7 @@ def _side_by_side(ranks: CudaRanks, num_gpus: int, shape: Shape, degree: int) ->
     return [ranks.result(rank) for layout in layouts for rank in layout.ranks]
 
 
-def _row(shape: Shape, dtype: str, degree: int, results: Sequence[dict[str, Any]]) -> DecodeRow:
+def _row(shape: DecodeShape, dtype: str, degree: int, results: Sequence[dict[str, Any]]) -> DecodeRow:
     def most(name: str) -> Any:
         values = [result[name] for result in results if result.get(name) is not None]
         return max(values) if values else None

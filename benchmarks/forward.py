@@ -21,7 +21,7 @@ from typing import Any
 import click
 
 from benchmarks import measure_forward
-from benchmarks.measure_forward import ForwardKind, Shape
+from benchmarks.measure_forward import ForwardKind, ForwardShape
 from gfgen.bench.gfc import check_num_gpus
 from gfgen.cli.options import FiniteRange
 from gfgen.errors import InputError
@@ -33,14 +33,14 @@ logger = logging.getLogger(__name__)
 
 WAN, QWEN = "wan2.2-ti2v-5b", "qwen-image"
 SHAPES = (
-    Shape(WAN, 832, 480, 49),
-    Shape(WAN, 832, 480, 81),
-    Shape(WAN, 1280, 704, 81),
-    Shape(WAN, 1280, 704, 121),
-    Shape(WAN, 1280, 704, 81, has_image=True),
-    Shape(QWEN, 512, 512, 1),
-    Shape(QWEN, 1024, 1024, 1),
-    Shape(QWEN, 1536, 1536, 1),
+    ForwardShape(WAN, 832, 480, 49),
+    ForwardShape(WAN, 832, 480, 81),
+    ForwardShape(WAN, 1280, 704, 81),
+    ForwardShape(WAN, 1280, 704, 121),
+    ForwardShape(WAN, 1280, 704, 81, has_image=True),
+    ForwardShape(QWEN, 512, 512, 1),
+    ForwardShape(QWEN, 1024, 1024, 1),
+    ForwardShape(QWEN, 1536, 1536, 1),
 )
 DEGREES = (1, 2, 4)
 THEIRS = {
@@ -69,7 +69,7 @@ ON_HALVES = "both-on-halves"
 class ForwardCell:
     """One shape on so many GPUs in one way."""
 
-    shape: Shape
+    shape: ForwardShape
     degree: int
     way: str
     kind: ForwardKind
@@ -208,7 +208,7 @@ def _rows_of(
     degree: int,
     all_ways: Sequence[str],
     last: str,
-    conclusion: Callable[[Sequence[MeasuredForward], Shape, int], str],
+    conclusion: Callable[[Sequence[MeasuredForward], ForwardShape, int], str],
 ) -> Iterator[str]:
     """The table of one number of GPUs: a row for each shape, a column for each way that was measured."""
     ways = [way for way in all_ways if any(each.cell.way == way for each in results)]
@@ -221,7 +221,7 @@ def _rows_of(
     yield ""
 
 
-def _fastest(found: Sequence[MeasuredForward], shape: Shape, degree: int) -> str:
+def _fastest(found: Sequence[MeasuredForward], shape: ForwardShape, degree: int) -> str:
     known = {each.cell.way: each.ms for each in found if each.cell.shape == shape and each.ms is not None}
     return min(known, key=known.__getitem__).removeprefix("both-") if len(known) > 1 else ""
 
@@ -232,7 +232,7 @@ def _number(measured: MeasuredForward | None) -> str:
     return "-" if measured.ms is None else f"{measured.ms:.1f}"
 
 
-def _gain(found: Sequence[MeasuredForward], shape: Shape, degree: int) -> str:
+def _gain(found: Sequence[MeasuredForward], shape: ForwardShape, degree: int) -> str:
     theirs, ours = (_best(found, shape, degree, is_ours=is_ours) for is_ours in (False, True))
     return f"{theirs / ours:.2f}" if theirs and ours else ""
 
@@ -312,7 +312,9 @@ def chart(results: Sequence[MeasuredForward], path: Path, *, device: str) -> Non
     pyplot.close(figure)
 
 
-def _best(results: Sequence[MeasuredForward], shape: Shape, degree: int, *, is_ours: bool) -> float | None:
+def _best(
+    results: Sequence[MeasuredForward], shape: ForwardShape, degree: int, *, is_ours: bool
+) -> float | None:
     found = [
         each.ms
         for each in results

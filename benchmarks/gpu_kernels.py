@@ -25,7 +25,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import measure_forward
 from benchmarks.forward import SHAPES
-from benchmarks.measure_forward import NUM_DISPATCHES, ForwardKind, Shape
+from benchmarks.measure_forward import NUM_DISPATCHES, ForwardKind, ForwardShape
 from gfgen.bench.gfc import check_num_gpus
 from gfgen.errors import GfgenError
 from gfgen.gfc.cuda.device_endpoint import CudaEndpoint
@@ -44,7 +44,7 @@ QUERY = "clocks.sm,power.draw,temperature.gpu"
 
 
 @torch.no_grad()
-def measure(endpoint: CudaEndpoint, shape: Shape, layout: Layout, first: int) -> dict[str, Any]:
+def measure(endpoint: CudaEndpoint, shape: ForwardShape, layout: Layout, first: int) -> dict[str, Any]:
     """A rank's kernels (microseconds and number, by name), and milliseconds in a graph."""
     run, groups = measure_forward.prepare(endpoint, shape, ForwardKind(is_ours=True), layout, first)
     assert groups is not None

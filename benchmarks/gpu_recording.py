@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.measure_forward import Shape, inputs_of
+from benchmarks.measure_forward import ForwardShape, inputs_of
 from gfgen.bench.gfc import check_num_gpus
 from gfgen.errors import GfgenError
 from gfgen.gfc.cuda.measure import captured_us
@@ -48,8 +48,8 @@ HEADS = (24, 12)
 CALLS, REPEATS = 20, 7
 WAN = "wan2.2-ti2v-5b"
 SHAPES = (
-    *(Shape(QWEN, size, size, 1) for size in (512, 640, 768, 896, 1024)),
-    *(Shape(WAN, 832, 480, frames) for frames in (5, 17, 33, 49)),
+    *(ForwardShape(QWEN, size, size, 1) for size in (512, 640, 768, 896, 1024)),
+    *(ForwardShape(WAN, 832, 480, frames) for frames in (5, 17, 33, 49)),
 )
 
 
@@ -97,7 +97,7 @@ def _median_ms(call: Callable[[], object]) -> float:
 def recordings() -> Iterator[str]:
     """Milliseconds of each; the results must be bitwise those of launches one by one."""
     transformer = _transformer(QWEN)
-    inputs, _ = inputs_of(Shape(QWEN, 512, 512, 1), DEVICE)
+    inputs, _ = inputs_of(ForwardShape(QWEN, 512, 512, 1), DEVICE)
     del inputs["return_dict"]
     recorder = CudaRecorder(DEVICE)
     graphs = Graphs(recorder, DEVICE)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import measured
+from benchmarks.measured import MeasuredShape
 from gfgen.gfc.cuda.device_endpoint import CudaEndpoint
 from gfgen.gfc.descriptor import Descriptor
 from gfgen.layout import Layout
@@ -37,7 +37,7 @@ DecodeResult = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Shape(measured.Shape):
+class DecodeShape(MeasuredShape):
     """What is decoded."""
 
     is_exact: bool = False
@@ -65,12 +65,12 @@ class Decode:
     """What it made in fp32, as bytes."""
 
 
-_KEPT: dict[Shape, Decode] = {}
+_KEPT: dict[DecodeShape, Decode] = {}
 """The last shape's, between calls: bands are compared with it."""
 
 
 @torch.no_grad()
-def alone(endpoint: CudaEndpoint, shape: Shape, dtype: str) -> DecodeResult:
+def alone(endpoint: CudaEndpoint, shape: DecodeShape, dtype: str) -> DecodeResult:
     """Times of a whole decode on this GPU; in bf16 also how far it is from fp32, measured before."""
     torch.cuda.set_device(endpoint.device)
     torch.backends.cudnn.allow_tf32 = not shape.is_exact
@@ -90,7 +90,7 @@ def alone(endpoint: CudaEndpoint, shape: Shape, dtype: str) -> DecodeResult:
 
 
 @torch.no_grad()
-def shared(endpoint: CudaEndpoint, shape: Shape, layout: Layout, dispatch: int) -> DecodeResult:
+def shared(endpoint: CudaEndpoint, shape: DecodeShape, layout: Layout, dispatch: int) -> DecodeResult:
     """Times of a decode with other GPUs, and how far this one's rows are from those of `alone`."""
     torch.cuda.set_device(endpoint.device)
     numbers = iter(range(dispatch, dispatch + REPEATS + 1))

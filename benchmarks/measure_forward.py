@@ -19,7 +19,7 @@ import torch
 from diffusers import ContextParallelConfig
 from torch import Tensor
 
-from benchmarks import measured
+from benchmarks.measured import MeasuredShape
 from gfgen.gfc.cuda.captured import CapturedAlone, capture
 from gfgen.gfc.cuda.device_endpoint import CudaEndpoint
 from gfgen.gfc.cuda.device_group import CudaGroup
@@ -51,7 +51,7 @@ Branches = Literal["one", "in turn", "in batch"]
 
 
 @dataclass(frozen=True, slots=True)
-class Shape(measured.Shape):
+class ForwardShape(MeasuredShape):
     """What a transformer is given."""
 
     has_image: bool = False
@@ -83,7 +83,7 @@ class ForwardKind:
 
 @torch.no_grad()
 def measure(
-    endpoint: CudaEndpoint, shape: Shape, kind: ForwardKind, layout: Layout, dispatch: int, store: str
+    endpoint: CudaEndpoint, shape: ForwardShape, kind: ForwardKind, layout: Layout, dispatch: int, store: str
 ) -> ForwardResult:
     """Times of a forward, how long the first one took, memory; or why there are none.
 
@@ -100,7 +100,7 @@ def measure(
 
 
 def _measure(
-    endpoint: CudaEndpoint, shape: Shape, kind: ForwardKind, layout: Layout, dispatch: int, store: str
+    endpoint: CudaEndpoint, shape: ForwardShape, kind: ForwardKind, layout: Layout, dispatch: int, store: str
 ) -> ForwardResult:
     if not kind.is_ours and layout.degree > 1 and not torch.distributed.is_initialized():
         device = str(endpoint.torch_device)
@@ -124,7 +124,7 @@ def _measure(
 
 
 def prepare(
-    endpoint: CudaEndpoint, shape: Shape, kind: ForwardKind, layout: Layout, dispatch: int
+    endpoint: CudaEndpoint, shape: ForwardShape, kind: ForwardKind, layout: Layout, dispatch: int
 ) -> tuple[RunForward, Groups | None]:
     """What is measured, and what makes a group for each call of it: nothing does for diffusers' own."""
     torch.cuda.set_device(endpoint.device)
@@ -221,7 +221,7 @@ def _made(model: str, kind: ForwardKind, degree: int, device: str) -> Any:
     return transformer
 
 
-def inputs_of(shape: Shape, device: torch.device) -> tuple[dict[str, Any], list[Tensor]]:
+def inputs_of(shape: ForwardShape, device: torch.device) -> tuple[dict[str, Any], list[Tensor]]:
     """Random inputs but for the texts, and those of both branches; the same on every rank."""
     generator = torch.Generator("cpu").manual_seed(1)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class MeasuredShape:
     """A picture (1 frame) or video of a model of the named ones."""
 
     model: str

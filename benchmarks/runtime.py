@@ -68,7 +68,7 @@ def measure_control_plane(policy: str, *, num_open: int, num_tasks: int) -> Cont
         policy=load_policy(policy),
     )
     backend.control = control
-    with contextlib.suppress(_Enough):
+    with contextlib.suppress(AllTasksRun):
         control.run()
     costs_s = sorted(backend.turn_s)
     return ControlPlaneCost(
@@ -81,8 +81,8 @@ def measure_control_plane(policy: str, *, num_open: int, num_tasks: int) -> Cont
     )
 
 
-class _Enough(Exception):
-    """All tasks that were asked for are measured."""
+class AllTasksRun(Exception):
+    """Ends a measurement after its number of tasks."""
 
 
 class _TimedBackend(SimulatedBackend):
@@ -106,7 +106,7 @@ class _TimedBackend(SimulatedBackend):
             self.turn_s += [self._spent_s / self._num_sent] * self._num_sent
             self._num_sent, self._spent_s = 0, 0.0
         if len(self.turn_s) >= self._num_tasks:
-            raise _Enough
+            raise AllTasksRun
         events = super().wait(until)
         self._began_s = time.perf_counter()
         return events

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import click
 
-from benchmarks.runtime import NUM_RANKS, POLICIES, make_job
+from benchmarks.runtime import NUM_RANKS, POLICIES, AllTasksRun, make_job
 from gfgen.graph import Stage
 from gfgen.policies.catalog import load_policy
 from gfgen.runtime.control.control import Control
@@ -49,10 +49,6 @@ def measure_simulator(policy: str, *, num_open: int, num_tasks: int, num_runs: i
     return SimulatorSpeed(policy, num_open, num_tasks, num_tasks / fastest_s)
 
 
-class _Enough(Exception):
-    """As many tasks as were asked for are simulated."""
-
-
 class _RefillingBackend(SimulatedBackend):
     """Lets another job arrive for every one that ends, and stops after so many tasks."""
 
@@ -68,7 +64,7 @@ class _RefillingBackend(SimulatedBackend):
         super().submit(dispatch)
         self._num_left -= 1
         if not self._num_left:
-            raise _Enough
+            raise AllTasksRun
 
     def release(self, job_id: str) -> None:
         if self._reserve and self.control is not None:
@@ -94,7 +90,7 @@ def _run_s(policy: str, *, num_open: int, num_tasks: int) -> float:
     )
     backend.control = control
     began_s = time.process_time()
-    with contextlib.suppress(_Enough):
+    with contextlib.suppress(AllTasksRun):
         control.run()
     return time.process_time() - began_s
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import measure_forward
-from benchmarks.measure_forward import Branches, Shape, forward_of, inputs_of
+from benchmarks.measure_forward import Branches, ForwardShape, forward_of, inputs_of
 from gfgen.gfc.cuda.device_endpoint import CudaEndpoint
 from gfgen.gfc.descriptor import Descriptor
 from gfgen.layout import Layout
@@ -41,7 +41,7 @@ def few_layers(model: str, folder: Path, **changes: Any) -> Path:
 
 @torch.no_grad()
 def compare(
-    endpoint: CudaEndpoint, checkpoint: Path, shape: Shape, layouts: Sequence[Layout], first: int
+    endpoint: CudaEndpoint, checkpoint: Path, shape: ForwardShape, layouts: Sequence[Layout], first: int
 ) -> dict[str, float]:
     """By way and layout of this rank: the distance from fp32 over that of diffusers in bf16.
 
@@ -73,7 +73,7 @@ def compare(
 class Beside:
     """Fused blocks of a transformer, and how near the same blocks of diffusers come to fp32."""
 
-    def __init__(self, checkpoint: Path, shape: Shape, device: torch.device) -> None:
+    def __init__(self, checkpoint: Path, shape: ForwardShape, device: torch.device) -> None:
         plain = random_component(checkpoint, "transformer", device=str(device), dtype=torch.bfloat16)
         self._inputs, self._texts = inputs_of(shape, device)
         exact = copy.deepcopy(plain).float()

@@ -14,12 +14,16 @@ import pytest
 from gpu_ranks import NUM_GPUS, NUM_RANKS, needs_a_gpu
 
 from benchmarks.forward import QWEN, WAN
-from benchmarks.measure_forward import Shape
+from benchmarks.measure_forward import ForwardShape
 from gfgen.gfc.arena import ArenaPlan
 from gfgen.gfc.cuda.rank_processes import CudaRanks
 from gfgen.layout import Layout
 
-SHAPES = (Shape(WAN, 832, 480, 17), Shape(WAN, 832, 480, 17, has_image=True), Shape(QWEN, 512, 512, 1))
+SHAPES = (
+    ForwardShape(WAN, 832, 480, 17),
+    ForwardShape(WAN, 832, 480, 17, has_image=True),
+    ForwardShape(QWEN, 512, 512, 1),
+)
 LIMIT = 1.2
 """Times the distance of diffusers in bf16: parts of a ring are rounded once more."""
 
@@ -48,7 +52,9 @@ def layouts() -> list[Layout]:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
-def test_every_way_is_as_near_to_fp32_as_diffusers(ranks: CudaRanks, shape: Shape, tmp_path: Path) -> None:
+def test_every_way_is_as_near_to_fp32_as_diffusers(
+    ranks: CudaRanks, shape: ForwardShape, tmp_path: Path
+) -> None:
     checkpoint = cuda_branches.few_layers(shape.model, tmp_path)
     cases = layouts()
     first = ranks.next_dispatch(len(cases) * cuda_branches.MEETINGS)

@@ -11,7 +11,7 @@ from diffusers import QwenImageTransformer2DModel, WanTransformer3DModel
 from gfc_fake import FakeCluster
 
 from benchmarks.forward import QWEN, WAN
-from benchmarks.measure_forward import Shape, forward_of, inputs_of
+from benchmarks.measure_forward import ForwardShape, forward_of, inputs_of
 from gfgen.layout import Layout
 from gfgen.models.fast.fused import fuse
 from gfgen.models.geometry.model import CONFIGS
@@ -19,7 +19,11 @@ from gfgen.models.parallel.sequence_parallel import install
 
 torch.set_num_threads(1)
 
-SHAPES = (Shape(WAN, 96, 64, 9), Shape(WAN, 96, 64, 9, has_image=True), Shape(QWEN, 64, 64, 1))
+SHAPES = (
+    ForwardShape(WAN, 96, 64, 9),
+    ForwardShape(WAN, 96, 64, 9, has_image=True),
+    ForwardShape(QWEN, 64, 64, 1),
+)
 KINDS: dict[str, tuple[Any, dict[str, int]]] = {
     WAN: (WanTransformer3DModel, {"num_attention_heads": 4, "attention_head_dim": 24, "ffn_dim": 64}),
     QWEN: (QwenImageTransformer2DModel, {"num_attention_heads": 2}),
@@ -39,7 +43,7 @@ def transformer_of(model: str) -> Any:
 
 @torch.no_grad()
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
-def test_all_ways_to_evaluate_both_branches_give_the_same(shape: Shape) -> None:
+def test_all_ways_to_evaluate_both_branches_give_the_same(shape: ForwardShape) -> None:
     transformer = transformer_of(shape.model)
     given, texts = inputs_of(shape, torch.device("cpu"))
     inputs = {

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks.forward import SHAPES
-from benchmarks.measure_forward import Shape
+from benchmarks.measure_forward import ForwardShape
 from gfgen.gfc.arena import Arena, ArenaPlan
 from gfgen.gfc.cuda.device_arena import CONTROL_PLAN, arena_bytes
 from gfgen.gfc.cuda.device_group import bank_of, canonical
@@ -99,7 +99,7 @@ def layouts(num_ranks: int) -> Iterator[tuple[int, int, int]]:
 
 @pytest.mark.parametrize("num_ranks", range(2, 9))
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
-def test_a_gpus_arena_holds_every_exchange_of_an_attention_at_once(shape: Shape, num_ranks: int):
+def test_a_gpus_arena_holds_every_exchange_of_an_attention_at_once(shape: ForwardShape, num_ranks: int):
     """Of all shapes that are measured, on all degrees: none has to go in several chunks of heads."""
     geometry = shipped_geometry(shape.model)
     spec = JobSpec(id="a", prompt="a", width=shape.width, height=shape.height, frames=shape.frames, steps=2)

@@ -13,7 +13,7 @@ from acted_run import ActedRun, Part, batch, job_info
 from gfgen.errors import InputError
 from gfgen.runtime.core import events
 from gfgen.runtime.ipc.messages import MemoryUse
-from gfgen.runtime.report.blocks import stretches, task_blocks, tasks_of_jobs, write_blocks
+from gfgen.runtime.report.blocks import merged, task_blocks, tasks_of_jobs, write_blocks
 from gfgen.runtime.report.timeline import read_timeline
 from gfgen.runtime.report.trace import TraceWriter
 
@@ -210,13 +210,13 @@ def test_trace_that_cannot_be_written_does_not_end_the_run(
     assert "the trace /dev/full ends early: No space left on device" in caplog.text
 
 
-def test_blocks_join_neighbouring_ranks_and_stretches_join_steps(tmp_path: Path) -> None:
+def test_blocks_join_neighbouring_ranks_and_steps_of_a_job_are_merged(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
     ActedRun([Part(job_info("a"), degree=4)], num_ranks=4, observers=[TraceWriter(path)]).play()
     timeline = read_timeline(path)
     blocks = list(task_blocks(timeline))
     assert [block.lanes for block in blocks] == [(0, 0), (0, 0), *[(0, 3)] * 4, (0, 0)]
-    assert [(s.stage, s.lanes) for s in stretches(blocks)] == [
+    assert [(s.stage, s.lanes) for s in merged(blocks)] == [
         ("encode", (0, 0)),
         ("decode", (0, 0)),
         ("denoise", (0, 3)),

@@ -1,4 +1,4 @@
-"""What a picture of a trace draws: rectangles over lanes, from slices per rank."""
+"""The rectangles that a picture of a trace draws on its lanes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WRITE = "write"
 
 @dataclass(frozen=True, slots=True)
 class PlotBlock:
-    """A task on neighbouring lanes, or a write: what is drawn as one rectangle."""
+    """One rectangle: a task on neighbouring lanes, or a write."""
 
     job_id: str
     stage: str
@@ -38,7 +38,7 @@ class PlotBlock:
 
 
 def task_blocks(timeline: Timeline) -> Iterator[PlotBlock]:
-    """Each dispatch as one rectangle per run of neighbouring ranks; lanes are ranks."""
+    """One rectangle per dispatch and group of neighbouring ranks; lanes are ranks."""
     by_dispatch: dict[tuple[int | None, str], list[tuple[int, Slice]]] = defaultdict(list)
     for slice_ in timeline.slices:
         if slice_.rank is not None:
@@ -59,7 +59,7 @@ def task_blocks(timeline: Timeline) -> Iterator[PlotBlock]:
 
 
 def write_blocks(timeline: Timeline) -> Iterator[PlotBlock]:
-    """Each write as one rectangle, on the lane of its writer below the ranks."""
+    """One rectangle per write, on the lane of its writer below the ranks."""
     for slice_ in timeline.slices:
         if slice_.writer is None:
             continue
@@ -67,10 +67,10 @@ def write_blocks(timeline: Timeline) -> Iterator[PlotBlock]:
         yield PlotBlock(slice_.job_id, WRITE, lane, lane, slice_.start_s, slice_.end_s, None)
 
 
-def stretches(blocks: Iterable[PlotBlock]) -> Iterator[PlotBlock]:
-    """Blocks of a job that follow each other on the same lanes, as one: room for a label.
+def merged(blocks: Iterable[PlotBlock]) -> Iterator[PlotBlock]:
+    """Join consecutive blocks of a job on the same lanes, to make room for a label.
 
-    A stretch has the stage of its longest block.
+    The result has the stage of its longest block.
     """
     current: PlotBlock | None = None
     longest_s = 0.0
@@ -88,7 +88,7 @@ def stretches(blocks: Iterable[PlotBlock]) -> Iterator[PlotBlock]:
 
 
 def tasks_of_jobs(blocks: Iterable[PlotBlock]) -> dict[str, list[list[PlotBlock]]]:
-    """By job, the blocks of each of its tasks, in the order of dispatch."""
+    """By job, the blocks of each task, in the order of dispatch."""
     by_job: dict[str, dict[int, list[PlotBlock]]] = defaultdict(lambda: defaultdict(list))
     for block in blocks:
         by_job[block.job_id][block.dispatch or 0].append(block)
@@ -96,7 +96,6 @@ def tasks_of_jobs(blocks: Iterable[PlotBlock]) -> dict[str, list[list[PlotBlock]
 
 
 def lanes_of(parts: Sequence[PlotBlock]) -> list[tuple[int, int]]:
-    """The lanes that a task's blocks cover, to compare with another task's."""
     return sorted(part.lanes for part in parts)
 
 

@@ -21,7 +21,7 @@ from gfgen.runtime.report.blocks import (
     WRITE,
     PlotBlock,
     lanes_of,
-    stretches,
+    merged,
     task_blocks,
     tasks_of_jobs,
     write_blocks,
@@ -58,7 +58,7 @@ WIDTH, TOP, BETWEEN, BOTTOM = 16.0, 0.85, 0.2, 0.55
 AXES_LEFT, AXES_WIDTH = 0.2, 0.67
 """Fractions of the width."""
 MAX_BLOCKS = 6000
-"""Beyond this the tasks of a stretch are drawn as one rectangle; drawing costs 0.5 ms each."""
+"""Beyond this the tasks of a block are drawn as one rectangle; drawing costs 0.5 ms each."""
 LONG_PAUSE_INCHES = 0.25
 
 
@@ -139,13 +139,13 @@ def _draw_lanes(axes: Axes, scene: PlotData) -> None:
     for lane in range(num_ranks):
         axes.barh(lane, end_s - start_s, LANE_HEIGHT, left=start_s, color=IDLE, zorder=0)
     is_crowded = len(scene.tasks) > MAX_BLOCKS
-    for block in (*(stretches(scene.tasks) if is_crowded else scene.tasks), *scene.writes):
+    for block in (*(merged(scene.tasks) if is_crowded else scene.tasks), *scene.writes):
         _draw_block(axes, block, scene)
     for job_id, tasks in tasks_of_jobs(scene.tasks).items():
         _draw_bridges(axes, tasks, colour=scene.colours[job_id])
         _draw_moves(axes, tasks, scene, colour=scene.colours[job_id])
-    for stretch in stretches((*scene.tasks, *scene.writes)):
-        _draw_label(axes, stretch, scene)
+    for block in merged((*scene.tasks, *scene.writes)):
+        _draw_label(axes, block, scene)
     for lane in range(scene.num_lanes):
         is_rank = lane < num_ranks
         _beside(axes, lane, f"rank {lane}" if is_rank else f"writer {lane - num_ranks}", on="left", size=9)
@@ -214,18 +214,18 @@ def _draw_moves(axes: Axes, tasks: Sequence[Sequence[PlotBlock]], scene: PlotDat
         )
 
 
-def _draw_label(axes: Axes, stretch: PlotBlock, scene: PlotData) -> None:
+def _draw_label(axes: Axes, block: PlotBlock, scene: PlotData) -> None:
     """The job's id inside, shortened to what fits, on a plain ground: hatching would run through it."""
-    size = 6 if stretch.stage == WRITE else 7.5
-    fits = int(scene.inches(stretch.duration_s) / (size * CHAR_INCHES))
-    if fits < min(4, len(stretch.job_id)):
+    size = 6 if block.stage == WRITE else 7.5
+    fits = int(scene.inches(block.duration_s) / (size * CHAR_INCHES))
+    if fits < min(4, len(block.job_id)):
         return
-    lightness, _ = STAGES.get(stretch.stage, (1.0, ""))
-    background = shaded(scene.colours[stretch.job_id], lightness)
+    lightness, _ = STAGES.get(block.stage, (1.0, ""))
+    background = shaded(scene.colours[block.job_id], lightness)
     axes.text(
-        (stretch.start_s + stretch.end_s) / 2,
-        stretch.middle,
-        _cut_inside(stretch.job_id, fits),
+        (block.start_s + block.end_s) / 2,
+        block.middle,
+        _cut_inside(block.job_id, fits),
         ha="center",
         va="center",
         fontsize=size,
