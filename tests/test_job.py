@@ -6,6 +6,7 @@ import io
 import os
 import re
 import sys
+import threading
 from datetime import UTC, datetime
 from itertools import cycle
 from pathlib import Path
@@ -133,6 +134,31 @@ class TestReadingTheFile:
     def test_a_path_that_no_file_can_have_is_refused(self) -> None:
         with pytest.raises(InputError, match="cannot be read"):
             read_jobs(Path("a\0b"))
+
+
+class TestBar:
+    LINES = b'{"prompt": "a fox"}\n' * 40
+
+    def read(self, tmp_path: Path, *, has_bar: bool) -> ParsedJobs:
+        path = tmp_path / "jobs.jsonl"
+        path.write_bytes(self.LINES)
+        return read_jobs(path, has_bar=has_bar)
+
+    def test_a_bar_counts_the_lines_of_a_long_file(self, monkeypatch, tmp_path, capsys):
+        monkeypatch.setattr(reader, "BAR_FROM", 30)
+        with_bar = self.read(tmp_path, has_bar=True)
+        assert "reading: 3" in capsys.readouterr().err
+        assert with_bar == self.read(tmp_path, has_bar=False)
+        assert capsys.readouterr().err == ""
+
+    def test_a_short_file_has_no_bar(self, tmp_path, capsys):
+        self.read(tmp_path, has_bar=True)
+        assert capsys.readouterr().err == ""
+
+    def test_the_bar_starts_no_thread(self, monkeypatch, tmp_path):
+        monkeypatch.setattr(reader, "BAR_FROM", 1)
+        self.read(tmp_path, has_bar=True)
+        assert not any("tqdm" in type(thread).__module__ for thread in threading.enumerate())
 
 
 class TestWhatIsNoJob:

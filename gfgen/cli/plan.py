@@ -102,7 +102,7 @@ def plan(
     now = time.time()
     started_at = now if at is None else closing_at(at, now=now, option="--at")
     by_s = None if by is None else closing_at(by, now=started_at, option="--by") - started_at
-    admitted = admit_weightless(jobs, default_model=model)
+    admitted = admit_weightless(jobs, default_model=model, has_bar=has_cursor(sys.stderr))
     room = SimulatedMemory.of(admitted, memory, source=jobs)
     num_ranks = max(ranks or default_ranks(profile_path, admitted))
     profile = choose_profile(profile_path, admitted, num_ranks=num_ranks)

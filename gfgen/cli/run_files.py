@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gfgen.cli.shown.board import has_cursor
 from gfgen.errors import InputError, Problem
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.files import resume
@@ -74,6 +76,7 @@ def admit_jobs(
         source,
         admission,
         skip_invalid=options.skip_invalid,
+        has_bar=has_cursor(sys.stderr) and not (options.quiet or options.log_json),
         done=find_done,
         claim=lambda jobs: _claim(jobs, source, options, done=find_done(jobs)),
     )

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import re
+import sys
 import time
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import click
 
 from gfgen import log
+from gfgen.cli.shown.board import has_cursor
 from gfgen.cli.shown.prediction import RankCounts, choose_profile, closer_profile, default_ranks, describe
 from gfgen.cli.shown.simulated_memory import SimulatedMemory, simulated_memory_option
 from gfgen.errors import InputError, OutputError, RunError
@@ -82,7 +84,7 @@ def simulate(
     """
     log.configure(level="debug" if ctx.obj["debug"] else "warning")
     named = [load_policy(text) for text in dict.fromkeys(policies)]
-    admitted = admit_weightless(jobs, default_model=model)
+    admitted = admit_weightless(jobs, default_model=model, has_bar=has_cursor(sys.stderr))
     room = SimulatedMemory.of(admitted, memory, source=jobs)
     counts = ranks or default_ranks(profile_path, admitted)
     profile = choose_profile(profile_path, admitted, num_ranks=max(counts))

@@ -11,12 +11,13 @@ from __future__ import annotations
 import itertools
 import json
 import sys
+import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO, Literal, TypeVar
 
 from gfgen.errors import InputError, JobError, Problem
 from gfgen.job.fields import FIELDS, RepeatedKeys, parse_fields, printable, shown
@@ -27,11 +28,14 @@ MAX_LINE_BYTES = 2**20
 MAX_FILE_BYTES = 2**30
 MAX_JOBS = 100_000
 MAX_PROBLEMS = 1_000
+BAR_FROM = 10_000
+"""Lines that are read, or jobs that are admitted, without a progress bar."""
 MAX_INT_DIGITS = 1_000
 """Python does not read integers of more than 4,300 digits; no field needs that many."""
 
 BYTE_ORDER_MARK = "\ufeff"
 UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
+T = TypeVar("T")
 EXAMPLE = '{"prompt": "a red circle falls"}'
 
 
@@ -47,17 +51,19 @@ class ParsedJobs:
     problems: tuple[Problem, ...]
 
 
-def read_jobs(source: Path | Literal["-"]) -> ParsedJobs:
+def read_jobs(source: Path | Literal["-"], *, has_bar: bool = False) -> ParsedJobs:
     """Every job and every problem of a job file, or of standard input for "-".
+
+    With `has_bar`, a bar on the terminal counts the lines of a long file.
 
     Raises: InputError when the file cannot be read at all.
     """
     if source == "-":
-        return read_job_stream(sys.stdin.buffer, source="standard input", folder=Path())
+        return read_job_stream(sys.stdin.buffer, source="standard input", folder=Path(), has_bar=has_bar)
     path = Path(source)
     try:
         with path.open("rb") as stream:
-            return read_job_stream(stream, source=str(path), folder=path.parent)
+            return read_job_stream(stream, source=str(path), folder=path.parent, has_bar=has_bar)
     except FileNotFoundError:
         raise InputError(
             f"job file {path}: no such file; name a file of JSON lines, or - for standard input"
@@ -70,15 +76,16 @@ def read_jobs(source: Path | Literal["-"]) -> ParsedJobs:
 
 
 def read_job_stream(
-    stream: BinaryIO, *, source: str, folder: Path, images: ImageReader | None = None
+    stream: BinaryIO, *, source: str, folder: Path, images: ImageReader | None = None, has_bar: bool = False
 ) -> ParsedJobs:
     """As `read_jobs`, from an open binary stream; relative image paths start at `folder`.
 
     `images` checks the images; by default an `ImageReader` does.
     """
     jobs = _JobList(images or ImageReader(folder))
+    lines = with_bar(_raw_lines(stream), "reading", is_shown=has_bar, unit=" lines")
     try:
-        for number, content in _raw_lines(stream):
+        for number, content in lines:
             jobs.add_line(number, content)
     except _ReadingEnded as end:
         jobs.problems.append(end.problem)
@@ -87,6 +94,21 @@ def read_job_stream(
             Problem(None, None, None, f"no jobs in {source}; write one job per line, such as {EXAMPLE}")
         )
     return ParsedJobs(source, tuple(jobs.specs), tuple(jobs.problems))
+
+
+def with_bar(
+    items: Iterable[T], what: str, *, is_shown: bool, unit: str, total: int | None = None
+) -> Iterator[T]:
+    """The items; if it is shown, a bar on standard error counts them once there are more than BAR_FROM."""
+    iterator = iter(items)
+    yield from itertools.islice(iterator, BAR_FROM if is_shown else None)
+    for item in iterator:
+        from tqdm import tqdm  # 20 ms that only long files pay
+
+        tqdm.monitor_interval = 0  # workers are forked later: no thread
+        tqdm.set_lock(threading.RLock())
+        rest = itertools.chain([item], iterator)
+        yield from tqdm(rest, what, initial=BAR_FROM, total=total, unit=unit, leave=False, mininterval=0.2)
 
 
 def parse_job(

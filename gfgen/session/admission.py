@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import gc
 import itertools
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from gfgen.errors import InputError, JobFileError, ModelError, Problem, listed
 from gfgen.gfc.cuda.device_arena import arena_bytes
-from gfgen.job.reader import ParsedJobs, passed_deadlines, read_jobs
+from gfgen.job.reader import ParsedJobs, passed_deadlines, read_jobs, with_bar
 from gfgen.job.spec import JobSpec
 from gfgen.models.families.registry import (
     DEFAULT_MODEL,
@@ -42,28 +44,44 @@ from gfgen.system.wording import counted, first_of, in_words
 
 logger = logging.getLogger(__name__)
 
+
+@contextlib.contextmanager
+def no_collection() -> Iterator[None]:
+    """No garbage collection: jobs have no cycles, and visiting them takes time."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.freeze()  # nor does the run visit them
+
+
 Claim = Callable[[Sequence[AdmittedJob]], tuple[Sequence[AdmittedJob], Sequence[Problem]]]
 
 
+@no_collection()
 def admit_file(
     source: str,
     admission: Admission,
     *,
     skip_invalid: bool,
     are_models_together: bool = False,
+    has_bar: bool = False,
     done: Callable[[Sequence[AdmittedJob]], Collection[str]] = lambda jobs: (),
     claim: Claim = lambda jobs: (jobs, ()),
 ) -> tuple[Sequence[AdmittedJob], Sequence[Problem]]:
     """The jobs to run, and the problems of the others if `skip_invalid`.
 
+    With `has_bar`, bars on the terminal show how far a long file is.
     `done` returns the ids of finished jobs, to which no bound applies. `claim` gives the jobs their files,
     and returns problems for those that cannot have them.
 
     Raises: JobFileError with every problem; InputError when a model does not fit into memory, or
             when all of them must fit together and do not.
     """
-    parsed = _read(source, admission.default_model)
-    fitting, refused = admission.fitting(parsed.specs, are_models_together=are_models_together)
+    parsed = _read(source, admission.default_model, has_bar=has_bar)
+    specs = _with_bar(parsed.specs, has_bar=has_bar)
+    fitting, refused = admission.fitting(specs, are_models_together=are_models_together)
     fitting, beyond_bounds = admission.keep_bounds(fitting, done=done)
     fitting, without_file = claim(fitting)
     problems = _by_line(parsed.problems, refused, beyond_bounds, without_file)
@@ -77,20 +95,26 @@ def admit_file(
     return fitting, problems
 
 
-def admit_weightless(source: str, *, default_model: str) -> Sequence[AdmittedJob]:
+@no_collection()
+def admit_weightless(source: str, *, default_model: str, has_bar: bool = False) -> Sequence[AdmittedJob]:
     """The jobs of a file for a simulation, which needs no weights. Raises JobFileError with every problem."""
-    parsed = _read(source, default_model)
-    admitted, refused = admit(parsed.specs, default_model=default_model, find_model=find_weightless)
+    parsed = _read(source, default_model, has_bar=has_bar)
+    specs = _with_bar(parsed.specs, has_bar=has_bar)
+    admitted, refused = admit(specs, default_model=default_model, find_model=find_weightless)
     if problems := _by_line(parsed.problems, refused):
         raise JobFileError(parsed.source, problems)
     return admitted
 
 
-def _read(source: str, default_model: str) -> ParsedJobs:
+def _read(source: str, default_model: str, *, has_bar: bool) -> ParsedJobs:
     check_source(source)
-    parsed = read_jobs("-" if source == "-" else Path(source))
+    parsed = read_jobs("-" if source == "-" else Path(source), has_bar=has_bar)
     tell_of_unused(default_model, parsed.specs)
     return parsed
+
+
+def _with_bar(specs: Sequence[JobSpec], *, has_bar: bool) -> Iterator[JobSpec]:
+    return with_bar(specs, "checking", is_shown=has_bar, unit=" jobs", total=len(specs))
 
 
 def _by_line(*problems: Sequence[Problem]) -> tuple[Problem, ...]:
@@ -175,7 +199,7 @@ class Admission:
         return kept, (*refused, *too_large, *beyond_bounds)
 
     def fitting(
-        self, specs: Sequence[JobSpec], *, are_models_together: bool = False
+        self, specs: Iterable[JobSpec], *, are_models_together: bool = False
     ) -> tuple[Sequence[AdmittedJob], Sequence[Problem]]:
         """The jobs that fit into memory, and the problems of the others.
 
@@ -239,7 +263,7 @@ class Admission:
             where=self.devices.where,
         )
 
-    def _admit(self, specs: Sequence[JobSpec]) -> tuple[Sequence[AdmittedJob], Sequence[Problem]]:
+    def _admit(self, specs: Iterable[JobSpec]) -> tuple[Sequence[AdmittedJob], Sequence[Problem]]:
         return admit(specs, default_model=self.default_model, find_model=self.find_model)
 
     def _refuse_large(
