@@ -40,10 +40,7 @@ def test_norm_of_a_gated_sum(device: str, dtype: torch.dtype, length: int, chann
         x.to(device),
         update.to(device),
         gate.to(device),
-        weight=weight.to(device),
-        bias=bias.to(device),
-        eps=1e-6,
-        plus_one=True,
+        rows.RowNorm(weight.to(device), bias.to(device), eps=1e-6, plus_one=True),
     )
     wanted = x.double() + update.double() * gate.double()
     assert_close(total, wanted)
@@ -70,10 +67,10 @@ def test_tokens_of_several_kinds_take_each_their_own_modulation(
     found: dict[str, tuple[Tensor, Tensor]] = {}
     kinds = kinds_N.to(device)
     for name, factors in (("own", weight), ("same", plain.to(device))):
-        found[name] = rows.add_norm(
-            *on_device, gate, weight=factors, bias=bias, eps=1e-6, plus_one=True, kinds_N=kinds
-        )
-    alone = rows.norm(on_device[0], weight=weight, bias=bias, eps=1e-6, plus_one=False, kinds_N=kinds)
+        norm = rows.RowNorm(factors, bias, eps=1e-6, plus_one=True)
+        found[name] = rows.add_norm(*on_device, gate, norm, kinds_N=kinds)
+    plain_norm = rows.RowNorm(weight, bias, eps=1e-6, plus_one=False)
+    alone = rows.norm(on_device[0], plain_norm, kinds_N=kinds)
 
     def by_token(idx: int) -> Tensor:
         return rows_of[:, idx][kinds_N].double().view(2, length, channels)
@@ -94,7 +91,7 @@ def test_tokens_of_several_kinds_take_each_their_own_modulation(
 def test_a_norm_alone_takes_any_strides(device: str) -> None:
     x = random(1, 64, 6, seed=0).to(device, torch.float32).transpose(1, 2)
     ones, zeros = torch.ones(64, device=device), torch.zeros(64, device=device)
-    result = rows.norm(x, weight=ones, bias=zeros, eps=1e-6, plus_one=False)
+    result = rows.norm(x, rows.RowNorm(ones, zeros, eps=1e-6, plus_one=False))
     assert_close(result, torch.nn.functional.layer_norm(x.cpu().double(), (64,), eps=1e-6))
 
 

@@ -1,21 +1,20 @@
 """Blocks of diffusers' transformers in fewer and larger operations: equal up to rounding, for bf16 on a GPU.
 
 `fuse` changes a transformer in place, after `install` has put its hooks there. Its modules keep their
-weights; what changes is how a block goes through them:
+weights; their operations are fused:
 
-    projections   query, key and value of an attention in one product
+    projections   one product computes query, key and value of an attention
     rows          norms, modulations, gates and rotations in one pass over each row (rows.py)
     activations   the GELU of a feed-forward in the epilogue of its product
-    modulation    Qwen-Image's, of all blocks at once, each rank its part of the blocks: a third of the
-                  transformer's weights serve nothing else, and are read once in place of on every rank.
-                  Wan's, where tokens have one of two timesteps, for these two and not for every token
+    modulation    Qwen-Image's, for all blocks at once: each rank computes some of the blocks. A third of the
+                  transformer's weights serves only this, and is read once instead of by every rank.
+                  Wan's, where tokens have one of two timesteps, for these two instead of every token
 
-Nothing is compiled or tuned at run time: there is no first call to wait for, and every rank adds up in
-the same order.
+Nothing is compiled or tuned at run time, so no first call is slow and every rank adds in the same order.
 
 All samples of a batch have the same timestep, which is given once. Their texts may be padded: then
-`attention_kwargs` has their lengths as `text_lengths`, or how many tokens there are of picture and text as
-`num_tokens`, on the device (texts.py). Nobody attends to padding.
+`attention_kwargs` has their lengths as `text_lengths`, or the number of tokens of picture and text as
+`num_tokens`, on the device (texts.py). Attention ignores padding.
 
 Legend: B batch, L tokens of this rank, N = B L, H heads, D head dimension, C channels (H D).
 Source: diffusers 0.42 transformer_wan.py, transformer_qwenimage.py, attention.py.
@@ -36,13 +35,13 @@ from torch import Tensor, nn
 
 from gfgen.gfc.reshard import shard_sizes
 from gfgen.layout import shard_bounds
-from gfgen.models.fast.rows import add_gated, add_norm, batched, heads, norm, padded_to
+from gfgen.models.fast.rows import RowNorm, add_gated, add_norm, batched, heads, norm, padded_to
 from gfgen.models.parallel.sequence_parallel import TEXT, attend, own_length, sharing_ranks
 
 
 @torch.no_grad()
 def fuse(transformer: nn.Module) -> None:
-    """Fuse the blocks that are known; once for each instance, on the device where it stays."""
+    """Fuse all known blocks; once for each instance, on the device where it stays."""
     modules = list(transformer.modules())
     wan_blocks = [module for module in modules if isinstance(module, WanTransformerBlock)]
     if wan_blocks and all(map(_is_usual, wan_blocks)):
@@ -56,7 +55,7 @@ def fuse(transformer: nn.Module) -> None:
 
 
 def _concatenated(linears: Sequence[nn.Linear]) -> nn.Linear:
-    """One layer whose outputs are those of several, one behind the other."""
+    """One layer with the outputs of several, concatenated."""
     first = linears[0]
     with torch.device("meta"):
         width = sum(each.out_features for each in linears)
@@ -71,7 +70,7 @@ def _concatenated(linears: Sequence[nn.Linear]) -> nn.Linear:
 
 
 def _is_usual(block: WanTransformerBlock) -> bool:
-    """Whether a block is as in Wan2.2; Wan 2.1 attends to an image's embeddings, too."""
+    """Whether a block has the form of Wan2.2; Wan 2.1 also attends to an image's embeddings."""
     return isinstance(block.norm2, nn.LayerNorm) and block.attn2.add_k_proj is None
 
 
@@ -93,15 +92,15 @@ def _wan_conditions(
 ) -> tuple[Tensor, ...]:
     """In place of the embedder's forward: (timesteps, modulation, text, image), embedded.
 
-    With a timestep per token, [L] of one value or two (image to video: 0 in the frame that is given), the
-    modulation is that of the two, [1, 2, 6 C]; `current.kinds_N` says of each token of the batch which one
-    it takes. A third value makes everything NaN: to ask for it here would be to wait for the device.
+    With a timestep per token, [L] of one or two values (image to video: 0 in the given frame), the
+    modulation is [1, 2, 6 C], and `current.kinds_N` selects one of the two for each token of the batch. A
+    third value makes everything NaN, since an error here would have to wait for the device.
     """
     conditions = functools.partial(type(embedder).forward, embedder)
     if timestep_seq_len is None:
         result: tuple[Tensor, ...] = conditions(timestep, encoder_hidden_states, encoder_hidden_states_image)
         return result
-    assert len(timestep) == timestep_seq_len, "timesteps that differ between the samples of a batch"
+    assert len(timestep) == timestep_seq_len, "timesteps differ between the samples of a batch"
     low, high = timestep.aminmax()
     is_high_L = timestep == high
     has_third = ((timestep != low) & ~is_high_L).any()
@@ -136,19 +135,19 @@ def _wan_block(
     kinds_N = current.kinds_N if temb.ndim == 4 else None
     rows = (block.scale_shift_table + temb.float())[0].unbind(-2)  # [C] or [2, C] each
     shift, scale, gate, ff_shift, ff_scale, ff_gate = rows
-    first: dict[str, Any] = {"weight": scale, "bias": shift, "eps": block.norm1.eps, "plus_one": True}
-    x = norm(hidden_states, **first, kinds_N=kinds_N)
+    first = RowNorm(scale, shift, eps=block.norm1.eps, plus_one=True)
+    x = norm(hidden_states, first, kinds_N=kinds_N)
     update = _wan_attention(block.attn1, x, rotary_emb)
-    second = {"weight": block.norm2.weight, "bias": block.norm2.bias, "eps": block.norm2.eps}
-    hidden_states, x = add_norm(hidden_states, update, gate, **second, plus_one=False, kinds_N=kinds_N)
+    second = RowNorm(block.norm2.weight, block.norm2.bias, eps=block.norm2.eps, plus_one=False)
+    hidden_states, x = add_norm(hidden_states, update, gate, second, kinds_N=kinds_N)
     update = _wan_cross_attention(block.attn2, x, encoder_hidden_states)
-    third: dict[str, Any] = {"weight": ff_scale, "bias": ff_shift, "eps": block.norm3.eps, "plus_one": True}
-    hidden_states, x = add_norm(hidden_states, update, None, **third, kinds_N=kinds_N)
+    third = RowNorm(ff_scale, ff_shift, eps=block.norm3.eps, plus_one=True)
+    hidden_states, x = add_norm(hidden_states, update, None, third, kinds_N=kinds_N)
     return add_gated(hidden_states, block.ffn(x), ff_gate, kinds_N=kinds_N)
 
 
 def _wan_attention(attention: Any, x: Tensor, rotary_emb: tuple[Tensor, Tensor]) -> Tensor:
-    """Among the tokens of the video, shared among ranks."""
+    """Self-attention among the tokens of the video, shared among ranks."""
     cos, sin = (table[0, :, 0] for table in rotary_emb)
     projected = attention.to_qkv(x)
     query, key = heads(
@@ -164,7 +163,7 @@ def _wan_attention(attention: Any, x: Tensor, rotary_emb: tuple[Tensor, Tensor])
 
 
 def _wan_cross_attention(attention: Any, x: Tensor, text: Tensor) -> Tensor:
-    """To the prompt's tokens, which every rank has."""
+    """Attention to the prompt's tokens, which every rank has."""
     shape = {"num_heads": attention.heads, "head_dim": x.shape[-1] // attention.heads}
     projected = attention.to_kv(text)
     (query,) = heads(attention.to_q(x), **shape, weights=(attention.norm_q.weight,), eps=attention.norm_q.eps)
@@ -173,7 +172,7 @@ def _wan_cross_attention(attention: Any, x: Tensor, text: Tensor) -> Tensor:
 
 
 def _last(projected: Tensor, *, like: Tensor) -> Tensor:
-    """The values at the end of a projection, as they lie: [B, L, .. C] -> [B, L, H, D]."""
+    """The values at the end of a projection, not copied: [B, L, .. C] -> [B, L, H, D]."""
     return projected[..., -like.shape[-2] * like.shape[-1] :].view(like.shape)
 
 
@@ -221,7 +220,7 @@ def _qwen_block(
     modulations = [rows.view(6, -1).unbind(0) for rows in (temb[1], temb[0])]
     eps = block.img_norm1.eps
     text, picture = (
-        norm(x, weight=scale, bias=shift, eps=eps, plus_one=True)
+        norm(x, RowNorm(scale, shift, eps=eps, plus_one=True))
         for x, (shift, scale, *_) in zip(streams, modulations, strict=True)
     )
     updates = _joint_attention(block.attn, text, picture, image_rotary_emb, **joint_attention_kwargs or {})
@@ -229,7 +228,7 @@ def _qwen_block(
     feed_forwards = (block.txt_mlp, block.img_mlp)
     for x, update, modulation, feed_forward in zip(streams, updates, modulations, feed_forwards, strict=True):
         _, _, gate, shift, scale, ff_gate = modulation
-        x, inner = add_norm(x, update, gate, weight=scale, bias=shift, eps=eps, plus_one=True)
+        x, inner = add_norm(x, update, gate, RowNorm(scale, shift, eps=eps, plus_one=True))
         results.append(add_gated(x, feed_forward(inner), ff_gate))
     return results[0], results[1]
 
@@ -243,10 +242,10 @@ def _joint_attention(
     text_lengths: Sequence[int] | None = None,
     num_tokens: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """What each stream gets from the attention of text and picture, in each sample by itself.
+    """The output of joint attention for text and picture; samples do not attend to each other.
 
-    text_lengths: of the whole texts; num_tokens: of each whole picture and text together, int32 [1]. What is
-    here of their padding gets zeros.
+    text_lengths: of the whole texts; num_tokens: of each whole picture and text together, int32 [1]. The
+    local part of their padding gets zeros.
     """
     projected_text, projected_picture = attention.to_added_qkv(text), attention.to_qkv(picture)
     assert text_lengths or num_tokens or len(text) == 1, "a batch of texts of unknown lengths"
@@ -311,7 +310,7 @@ def _joint_sample(
 
 
 def _fuse_modulation(transformer: Any) -> None:
-    """The modulation of all blocks at the start of a forward, in place of each block's own."""
+    """Compute the modulation of all blocks at the start of a forward, not in each block."""
     blocks = transformer.transformer_blocks
     assert not transformer.zero_cond_t
     transformer.modulation = Modulation(
@@ -327,16 +326,16 @@ def _fuse_modulation(transformer: Any) -> None:
 
 
 class Modulation(nn.Module):
-    """Shifts, scales and gates of all blocks: those of picture and text take turns among the layers."""
+    """Shifts, scales and gates of all blocks: layers of picture and text alternate."""
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layers)
         self.current = threading.local()
-        """`rows`: of the forward that this thread is in."""
+        """`rows`: the modulation in this thread's present forward."""
 
     def forward(self, temb: Tensor) -> Tensor:
-        """[1, C] -> [layers, 6 C], whole on each rank; each computes its part of the layers."""
+        """[1, C] -> [layers, 6 C] on every rank; each computes some of the layers."""
         activated = nn.functional.silu(temb)
         ranks = sharing_ranks()
         size, slot = (1, 0) if ranks is None else (ranks.size, ranks.slot)
@@ -351,7 +350,7 @@ class Modulation(nn.Module):
 
 
 def _modulate(module: nn.Module, args: Any, temb: Tensor, *, modulation: Modulation) -> None:
-    """A forward hook of the timestep's embedding, whose output goes on as it is."""
+    """A forward hook of the timestep's embedding; does not change its output."""
     assert temb.shape[0] == 1, "a batch has one timestep"
     modulation.current.rows = modulation(temb)
 
@@ -359,7 +358,7 @@ def _modulate(module: nn.Module, args: Any, temb: Tensor, *, modulation: Modulat
 def _hand_over(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, modulation: Modulation, idx: int
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A pre-forward hook of a block: its modulation in place of the timestep's embedding."""
+    """A pre-forward hook of a block: replaces the timestep's embedding by the block's modulation."""
     return args, {**kwargs, "temb": modulation.current.rows[2 * idx : 2 * idx + 2]}
 
 
@@ -367,7 +366,7 @@ def _hand_over(
 
 
 def _fuse_activations(transformer: nn.Module) -> None:
-    """Every `Linear` with a tanh GELU behind it becomes one operation."""
+    """Replace every `Linear` followed by a tanh GELU by one operation."""
     for module in list(transformer.modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, GELU) and child.approximate == "tanh" and child.proj.bias is not None:

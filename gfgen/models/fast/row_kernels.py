@@ -1,58 +1,50 @@
-"""Triton kernels of rows.py. Each program has whole rows of channels in registers: one pass over memory.
+"""Triton kernels of rows.py. Each program holds whole rows of channels in registers: one pass over memory.
 
-Nothing is tuned when it runs, so every rank adds in the same order and gets the same bits.
+Nothing is tuned at run time, so every rank adds in the same order and gets the same bits.
 """
 
 # mypy: ignore-errors
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from gfgen.models.fast.rows import RowNorm
+
 NUM_WARPS = 8
 MANY_ROWS = 2048
-"""From so many on, a program takes several rows with the same weights, which it loads once."""
+"""From this number of rows, a program takes `ROWS_EACH` rows with the same weights, which it loads once."""
 ROWS_EACH = 4
 
 
 def add_norm(
-    x: Tensor, update: Tensor | None, gate: Tensor | None, weight: Tensor, bias: Tensor, kinds: Tensor | None,
-    total: Tensor, normed: Tensor, *, eps: float, plus_one: bool,
+    x: Tensor, update: Tensor | None, gate: Tensor | None, norm: RowNorm | None, kinds: Tensor | None,
+    total: Tensor, normed: Tensor,
 ) -> None:  # fmt: skip
-    """x, update, total, normed [N, C] contiguous; gate, weight, bias [C], or [kinds, C] and kinds [N], int32.
+    """x, update, total, normed [.., C] contiguous; gate, weight, bias [C], or [kinds, C] and int32 kinds [N].
 
-    Without an update nothing is totalled.
+    Without an update it writes no total, without a norm nothing to `normed`. Pointers that a kernel does not
+    use are those of other tensors.
     """
-    _launch_add_norm(
-        x, x if update is None else update, weight if gate is None else gate, weight, bias, kinds, total,
-        normed, eps=eps,
-        HAS_UPDATE=update is not None, HAS_GATE=gate is not None, PLUS_ONE=plus_one, HAS_NORM=True,
-    )  # fmt: skip
-
-
-def add_gated(x: Tensor, update: Tensor, gate: Tensor, kinds: Tensor | None, total: Tensor) -> None:
-    """As in `add_norm`, without a norm."""
-    _launch_add_norm(
-        x, update, gate, gate, gate, kinds, total, total, eps=0.0,
-        HAS_UPDATE=True, HAS_GATE=True, PLUS_ONE=False, HAS_NORM=False,
-    )  # fmt: skip
-
-
-def _launch_add_norm(
-    x: Tensor, update: Tensor, gate: Tensor, weight: Tensor, bias: Tensor, kinds: Tensor | None,
-    total: Tensor, normed: Tensor, **settings: float,
-) -> None:  # fmt: skip
-    assert all(each.is_contiguous() for each in (x, update, total, normed))
-    assert all(each.stride(-1) == 1 for each in (gate, weight, bias))
-    num_rows, channels = x.shape
+    assert all(each.is_contiguous() for each in (x, update, total, normed) if each is not None)
+    weight, bias = (gate, gate) if norm is None else (norm.weight, norm.bias)
+    factors = (weight if gate is None else gate, weight, bias)
+    assert all(each.stride(-1) == 1 for each in factors)
+    channels = x.shape[-1]
+    num_rows = x.numel() // channels
     rows_each = ROWS_EACH if num_rows >= MANY_ROWS else 1
-    strides = [each.stride(0) if each.dim() == 2 else 0 for each in (gate, weight, bias)]
     _add_norm[(triton.cdiv(num_rows, rows_each),)](
-        x, update, gate, weight, bias, x if kinds is None else kinds, total, normed, *strides, num_rows,
+        x, x if update is None else update, *factors, x if kinds is None else kinds, total, normed,
+        *(each.stride(0) if each.dim() == 2 else 0 for each in factors), num_rows,
+        0.0 if norm is None else norm.eps,
         CHANNELS=channels, BLOCK=triton.next_power_of_2(channels), ROWS=rows_each,
-        HAS_KINDS=kinds is not None, num_warps=NUM_WARPS, **settings,
+        HAS_KINDS=kinds is not None, HAS_UPDATE=update is not None, HAS_GATE=gate is not None,
+        PLUS_ONE=norm is not None and norm.plus_one, HAS_NORM=norm is not None, num_warps=NUM_WARPS,
     )  # fmt: skip
 
 
@@ -62,8 +54,8 @@ def heads(
 ) -> None:  # fmt: skip
     """x [N, >= parts C], out [parts, N, C]: rows of any stride; cos, sin [L, D/2] of any strides, or None.
 
-    The first parts, one for each weight, are normalised over as many channels as it has, and turned; the
-    turns of L rows are those of the next L rows, too.
+    Each weight normalises one part, over as many channels as the weight has, and the part is turned. Every L
+    rows use the same turns.
     """
     num_parts, num_rows, channels = out.shape
     width = weights[0].shape[0]

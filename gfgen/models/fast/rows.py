@@ -1,6 +1,6 @@
-"""Operations on rows of channels: norms with what comes before and behind them, in one pass each.
+"""Operations on rows of channels: norms with the operations before and after them, in one pass each.
 
-On a GPU they are kernels of row_kernels.py, elsewhere what they stand for. Both compute in fp32, and
+On a GPU they are kernels of row_kernels.py, elsewhere the plain operations. Both compute in fp32 and
 round to the tensors' dtype where a result is stored.
 
 Legend: B batch, L tokens, N = B L tokens of all samples, C channels, H heads, D head dimension.
@@ -9,6 +9,7 @@ Legend: B batch, L tokens, N = B L tokens of all samples, C channels, H heads, D
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,13 +19,13 @@ from gfgen.errors import ModelError
 
 
 def try_kernels(device: torch.device) -> None:
-    """Compile and run one of a GPU's kernels, so that what is missing shows at the start.
+    """Compile and run one of a GPU's kernels, so that a missing compiler shows at the start.
 
     Raises: ModelError when Triton cannot compile here.
     """
     x, ones = torch.ones(1, 1, 64, device=device, dtype=torch.bfloat16), torch.ones(64, device=device)
     try:
-        norm(x, weight=ones, bias=ones, eps=1e-6, plus_one=False)
+        norm(x, RowNorm(ones, ones, eps=1e-6, plus_one=False))
     except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
         raise ModelError(
@@ -32,52 +33,41 @@ def try_kernels(device: torch.device) -> None:
         ) from error
 
 
-def norm(
-    x: Tensor, *, weight: Tensor, bias: Tensor, eps: float, plus_one: bool, kinds_N: Tensor | None = None
-) -> Tensor:
-    """The layer norm of x, as in `add_norm`."""
-    return add_norm(x, None, None, weight=weight, bias=bias, eps=eps, plus_one=plus_one, kinds_N=kinds_N)[1]
+@dataclass(frozen=True, slots=True)
+class RowNorm:
+    """A layer norm times weight (or 1 + weight) plus bias, each [C] or [kinds, C]."""
+
+    weight: Tensor
+    bias: Tensor
+    eps: float
+    plus_one: bool
+
+
+def norm(x: Tensor, of: RowNorm, *, kinds_N: Tensor | None = None) -> Tensor:
+    """The norm of x, as in `add_norm`."""
+    return add_norm(x, None, None, of, kinds_N=kinds_N)[1]
 
 
 def add_norm(
-    x: Tensor,
-    update: Tensor | None,
-    gate: Tensor | None,
-    *,
-    weight: Tensor,
-    bias: Tensor,
-    eps: float,
-    plus_one: bool,
-    kinds_N: Tensor | None = None,
+    x: Tensor, update: Tensor | None, gate: Tensor | None, norm: RowNorm, *, kinds_N: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """x + gate * update (each of them optional), and its layer norm times weight (or 1 + weight) plus bias.
+    """x + gate * update (both optional), and the norm of this sum.
 
     kinds_N: for tokens of several kinds, int32: which row of gate, weight and bias each token takes.
-    Shapes: x, update [B, L, C]; gate, weight, bias [C] each, or [kinds, C] -> [B, L, C] twice.
+    Shapes: x, update [B, L, C]; gate [C] or [kinds, C] -> [B, L, C] twice.
     """
     if not x.is_cuda:
         total = x if update is None else _sum(x, update, gate, kinds_N)
-        factors = _by_token(weight, kinds_N, x) + (1 if plus_one else 0)
-        normed = functional.layer_norm(total.float(), total.shape[-1:], eps=eps)
-        return total, (normed * factors + _by_token(bias, kinds_N, x)).type_as(x)
+        factors = _by_token(norm.weight, kinds_N, x) + (1 if norm.plus_one else 0)
+        normed = functional.layer_norm(total.float(), total.shape[-1:], eps=norm.eps)
+        return total, (normed * factors + _by_token(norm.bias, kinds_N, x)).type_as(x)
     from gfgen.models.fast import row_kernels
 
-    x = x.contiguous()  # the first block's come from a convolution
+    x = x.contiguous()  # the input of the first block comes from a convolution
     normed = torch.empty_like(x)
     total = x if update is None else torch.empty_like(x)
     if x.numel():
-        row_kernels.add_norm(
-            _rows(x),
-            None if update is None else _rows(update),
-            gate,
-            weight,
-            bias,
-            kinds_N,
-            _rows(total),
-            _rows(normed),
-            eps=eps,
-            plus_one=plus_one,
-        )
+        row_kernels.add_norm(x, update, gate, norm, kinds_N, total, normed)
     return total, normed
 
 
@@ -89,7 +79,7 @@ def add_gated(x: Tensor, update: Tensor, gate: Tensor, *, kinds_N: Tensor | None
 
     total = torch.empty_like(x)
     if x.numel():
-        row_kernels.add_gated(_rows(x), _rows(update), gate, kinds_N, _rows(total))
+        row_kernels.add_norm(x, update, gate, None, kinds_N, total, total)
     return total
 
 
@@ -105,11 +95,10 @@ def heads(
 ) -> Tensor:
     """Queries, keys, values out of one projection: [B, L, >= parts H D] -> [parts, B, L, H, D].
 
-    As many parts as there are weights are normalised by their root mean square, over all heads or over
-    each one, as the weights are long, and turned by `turns`: cosines and sines [L, D/2] of the pairs of
-    channels, the same for all samples. into: what takes the result, such as a range of tokens of a larger
-    tensor of one sample; parts beyond the weights are copied to it. Without it there are as many parts as
-    weights.
+    Each weight normalises one part by its root mean square, over all heads or over each one, depending on
+    the weight's length. The part is turned by `turns`: cosines and sines [L, D/2] of the pairs of channels,
+    the same for all samples. into: takes the result, such as a range of tokens of a larger tensor of one
+    sample; parts without a weight are copied to it. By default there is one part per weight.
     """
     batch, length, channels = *projected.shape[:2], num_heads * head_dim
     if into is None:
@@ -127,13 +116,13 @@ def heads(
 
 
 def padded_to(length: int, x: Tensor) -> Tensor:
-    """[B, L, C] -> [B, length, C], with zeros behind; the same memory where nothing is missing."""
+    """[B, L, C] -> [B, length, C], with zeros at the end; the same memory if the length is right."""
     num_missing = length - x.shape[1]
     return functional.pad(x, (0, 0, 0, num_missing)) if num_missing else x
 
 
 def batched(samples: Sequence[Tensor]) -> Tensor:
-    """[1, ..] each -> [B, ..]; one alone is not copied."""
+    """[1, ..] each -> [B, ..]; a single sample is not copied."""
     return samples[0] if len(samples) == 1 else torch.cat(list(samples))
 
 
@@ -171,7 +160,7 @@ def _sum(x: Tensor, update: Tensor, gate: Tensor | None, kinds_N: Tensor | None)
 
 
 def _by_token(values: Tensor, kinds_N: Tensor | None, x: Tensor) -> Tensor:
-    """[C] as it is, [kinds, C] as [B, L, C]; in fp32."""
+    """[C] unchanged, [kinds, C] as [B, L, C]; in fp32."""
     values = values.float()
     return values if kinds_N is None or values.dim() == 1 else values[kinds_N].view(x.shape)
 
