@@ -323,9 +323,7 @@ def compare(workload: Workload, measured: MeasuredTimes, pool: WorkerPool) -> Fi
     share = elsewhere.look()
 
     def again(truth: Profile, times: SimulatedTimes | None = None) -> FidelityOutcome:
-        simulated = simulate(
-            jobs, policy=policy, num_ranks=NUM_RANKS, profile=truth, lookahead_s=LOOKAHEAD_S, times=times
-        )
+        simulated = simulate(jobs, policy=policy, num_ranks=NUM_RANKS, profile=truth, times=times)
         return FidelityOutcome.of(simulated.summary)
 
     return FidelityResult(

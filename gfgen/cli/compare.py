@@ -33,9 +33,9 @@ from gfgen.bench.workloads import (
 from gfgen.cli.compare_runs import Predicted, on_workers, predicted, predicted_times, simulated
 from gfgen.cli.options import FiniteRange, rank_options, ranks_per_gpu_option
 from gfgen.errors import InputError, InterruptedRunError
+from gfgen.job.fields import MAX_STEPS
 from gfgen.job.reader import to_mapping
 from gfgen.layout import MAX_RANKS
-from gfgen.models.geometry.rules import MAX_STEPS
 from gfgen.policies.catalog import load_policy
 from gfgen.runtime.core.devices import CPU, Devices, choose_devices
 from gfgen.runtime.predict.profile_file import load_profile

@@ -22,8 +22,15 @@ from gfgen.job.images import IMAGE_FORMATS, ImageError, ImageReader
 from gfgen.job.spec import SUFFIXES
 
 MIN_SIDE, MAX_SIDE = 16, 8192
+"""Pixels of a side; the largest is six times what the models were trained on."""
 MAX_FRAMES = 4093
 """The capacity of Wan's rotary table: the first frame, and 4 for each of 1,023 more latent frames."""
+MAX_STEPS = 1000
+"""More than the training timesteps would repeat some of them."""
+MAX_FPS = 240
+MAX_SCALE = 100
+"""Guidance scales; 1 turns guidance off, and pictures burn out above 20."""
+MAX_SHIFT = 100
 MAX_VOLUME_PIXELS = 2**32
 """Width x height x frames; 13 GB of RGB, about 4,000 frames of 1280x720."""
 MAX_PROMPT_CHARS = 20_000
@@ -224,13 +231,13 @@ FIELDS: dict[str, Field] = {
         _whole("width", MIN_SIDE, MAX_SIDE),
         _whole("height", MIN_SIDE, MAX_SIDE),
         _whole("frames", 1, MAX_FRAMES),
-        _whole("fps", 1, 240),
-        _whole("steps", 1, 1000),
-        _real("guidance_scale", 0, 100),
-        _real("guidance_scale_2", 0, 100),
+        _whole("fps", 1, MAX_FPS),
+        _whole("steps", 1, MAX_STEPS),
+        _real("guidance_scale", 0, MAX_SCALE),
+        _real("guidance_scale_2", 0, MAX_SCALE),
         _real("boundary_ratio", 0, 1),
-        _real("flow_shift", 0.01, 100),
-        _real("true_cfg_scale", 0, 100),
+        _real("flow_shift", 0.01, MAX_SHIFT),
+        _real("true_cfg_scale", 0, MAX_SCALE),
         _whole("seed", 0, 2**63 - 1),
         _label("image", 4096, f"the path of a picture ({', '.join(IMAGE_FORMATS)})"),
         Field("deadline", DEADLINE_ACCEPTED, _parse_deadline, TIME),

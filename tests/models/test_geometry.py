@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from gfgen.errors import JobError, LayoutError, ModelError
 from gfgen.graph import INPUTS, OUTPUTS, Stage
-from gfgen.job import fields as job_fields
+from gfgen.job.fields import MAX_FRAMES
 from gfgen.job.spec import JobSpec
 from gfgen.layout import Layout
 from gfgen.models.geometry import rules
@@ -59,9 +59,8 @@ def test_importing_it_imports_nothing_heavy() -> None:
 
 def test_the_longest_video_fits_in_the_rotary_table() -> None:
     config = json.loads((CONFIGS / "wan2.2-ti2v-5b" / "transformer" / "config.json").read_text())
-    assert (rules.MAX_FRAMES - 1) % 4 == 0
-    assert config["rope_max_seq_len"] == (rules.MAX_FRAMES - 1) // 4 + 1
-    assert rules.MAX_FRAMES == job_fields.MAX_FRAMES
+    assert (MAX_FRAMES - 1) % 4 == 0
+    assert config["rope_max_seq_len"] == (MAX_FRAMES - 1) // 4 + 1
 
 
 def test_defaults_are_fields_of_a_job() -> None:
@@ -218,10 +217,10 @@ def test_more_pixels_never_cost_less(name: str, tokens: int) -> None:
         (QWEN, (1536, 1536, 1), 9_216, 379),
     ],
 )
-def test_flops_and_tokens_are_those_of_the_facts(
+def test_flops_and_tokens_of_a_step(
     geometry: Geometry, shape: tuple[int, int, int], tokens: int, tera_flops: float
 ) -> None:
-    """FACTS.md, model constants, which are rounded to a teraflop."""
+    """Two branches of guidance; rounded to a teraflop."""
     spec = geometry.resolve(job(width=shape[0], height=shape[1], frames=shape[2]))
     assert geometry.num_tokens(spec) == tokens
     assert geometry.flops(spec, Stage.DENOISE) / TERA == pytest.approx(tera_flops, abs=0.6)

@@ -22,7 +22,7 @@ RELEASED_BILLIONS = {
     "wan2.2-i2v-a14b": {"transformer": 14.29, "transformer_2": 14.29, "text_encoder": 5.68},
     "qwen-image": {"transformer": 20.43, "text_encoder": 8.29},
 }
-"""FACTS.md, model constants."""
+"""Billions of parameters, counted in the released weight files."""
 
 
 @pytest.mark.parametrize("name", SHIPPED)

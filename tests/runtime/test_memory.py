@@ -133,7 +133,7 @@ def test_only_jobs_that_cannot_fit_are_refused():
 
 
 def test_shipped_models_have_the_weights_on_a_gpu_that_were_measured():
-    # FACTS: Wan2.2-5B 24 GB with UMT5 and VAE, Qwen-Image 58 GB.
+    # Measured on an H200: Wan2.2-5B with UMT5 and VAE takes 24 GB, Qwen-Image 58 GB.
     expected = {CONFIGS / "wan2.2-ti2v-5b": 24.2, CONFIGS / "qwen-image": 57.7}
     found = check_models_on_gpu(expected, memory_bytes=None, beside_bytes=3 * GB, has_random_weights=True)
     assert {path: size / 1e9 for path, size in found.items()} == pytest.approx(expected, abs=0.1)

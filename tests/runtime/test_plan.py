@@ -119,7 +119,7 @@ def test_a_batch_that_takes_no_time_has_a_plan():
 def test_a_degree_is_called_by_what_it_counts_on_other_numbers_of_ranks():
     plan = plan_of([make_job("a", steps=3), make_job("b", steps=3)], policies=["srtf,degree=2"])
     assert [(each.num_ranks, each.policy) for each in plan.by_ranks] == [
-        (1, "srtf,degree=1"),
+        (1, "srtf"),
         (2, "srtf,degree=2"),
     ]
 

@@ -2,6 +2,7 @@
 
 import statistics
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 from builders import Recorder, make_job
@@ -10,6 +11,7 @@ from gfgen.graph import Stage
 from gfgen.policies.catalog import NamedPolicy, load_policy
 from gfgen.runtime.core.events import OutputWritten, TaskDone
 from gfgen.runtime.predict.profile_file import Profile, ProfileRow
+from gfgen.runtime.simulate import simulation
 from gfgen.runtime.simulate.simulation import simulate
 from gfgen.snapshot import Decision
 
@@ -32,14 +34,14 @@ def profile(*, loaded=1.0, write_s=None, shared_s=6.0, spread_s=0.0, **fields):
 def run(*jobs, policy="fcfs", num_ranks=2, lookahead_s=0.0, **fields):
     recorder = Recorder()
     chosen = policy if isinstance(policy, NamedPolicy) else load_policy(policy)
-    simulated = simulate(
-        jobs,
-        policy=chosen,
-        num_ranks=num_ranks,
-        profile=profile(**fields),
-        lookahead_s=lookahead_s,
-        observers=[recorder],
-    )
+    with patch.object(simulation, "LOOKAHEAD_S", lookahead_s):
+        simulated = simulate(
+            jobs,
+            policy=chosen,
+            num_ranks=num_ranks,
+            profile=profile(**fields),
+            observers=[recorder],
+        )
     return simulated, recorder
 
 

@@ -1,7 +1,7 @@
 """Geometry of Qwen-Image: one picture, latents packed in patches of 2 x 2.
 
 Shapes: latents [1, S, 64] with S = (height / 16) x (width / 16).
-Source: diffusers 0.42 QwenImagePipeline; FACTS.md for the constants.
+Source: diffusers 0.42 QwenImagePipeline.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 from gfgen.errors import JobError, ModelError, Problem
 from gfgen.graph import Artifact, Stage, Trajectory
+from gfgen.job.fields import MAX_SCALE, MAX_STEPS
 from gfgen.job.spec import JobSpec
 from gfgen.models.geometry import rules
 from gfgen.models.geometry.checkpoint import SETTINGS_NAME, Checkpoint
@@ -24,7 +25,7 @@ TEMPLATE_TOKENS = 39
 """The pipeline's own words around a prompt: 34 before it, which are cut off again, and 5 after."""
 
 TYPICAL_TEXT_TOKENS = 64
-"""For FLOPs, since only the tokenizer knows; gives FACTS.md's 31, 139 and 379 TF a step."""
+"""For FLOPs, because only the tokenizer knows the length. A guided step at 1024x1024 is then 139 TFLOP."""
 
 FAMILY_DEFAULTS: Mapping[str, Any] = {
     "width": 1328,
@@ -148,8 +149,8 @@ class QwenGeometry:
             yield Problem.of(
                 "frames", spec.frames, "this model makes single pictures; leave it out or give 1"
             )
-        yield from rules.whole_problems(spec, "steps", low=self.min_steps, high=rules.MAX_STEPS)
-        yield from rules.number_problems(spec, "true_cfg_scale", low=0, high=rules.MAX_SCALE)
+        yield from rules.whole_problems(spec, "steps", low=self.min_steps, high=MAX_STEPS)
+        yield from rules.number_problems(spec, "true_cfg_scale", low=0, high=MAX_SCALE)
 
 
 def qwen_geometry(checkpoint: Checkpoint, *, weights_bytes: int) -> QwenGeometry:

@@ -12,20 +12,11 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from gfgen.errors import ModelError, Problem
+from gfgen.job.fields import MAX_SIDE
 from gfgen.job.spec import SCALE_FIELDS, SHAPE_FIELDS, JobSpec
 
-MAX_SIDE = 8192
-"""Pixels of a side. Generous: six times what these models were trained on."""
-MAX_FRAMES = 4093
-"""Frames of a video: the 1,024 latent frames that Wan's rotary table holds, of which the first is of one."""
 MAX_TOKENS = 1 << 20
-"""Tokens of a job: 38 times the largest default (27,280), so a slip of the pen is caught."""
-MAX_STEPS = 1000
-"""Steps: more than the training timesteps would repeat some of them."""
-MAX_SCALE = 100.0
-"""Guidance scales; 1 turns guidance off, and beyond 20 pictures burn out."""
-MAX_FPS = 240
-MAX_SHIFT = 100.0
+"""Tokens of a job: 38 times the largest default (27,280)."""
 
 DEFAULT_KEYS = frozenset({"negative_prompt", *SHAPE_FIELDS, *SCALE_FIELDS})
 """Fields of a job for which a checkpoint's gfgen.json may give defaults."""

@@ -2,7 +2,7 @@
 
 Shapes: latents [1, C, T, H, W] with T = (frames - 1) / 4 + 1 and H, W = pixels / 8 or / 16;
         tokens are patches of (1, 2, 2) of them.
-Source: diffusers 0.42 WanPipeline and WanImageToVideoPipeline; FACTS.md for the constants.
+Source: diffusers 0.42 WanPipeline and WanImageToVideoPipeline.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 from gfgen.errors import JobError, ModelError, Problem
 from gfgen.graph import Artifact, Stage, Trajectory
+from gfgen.job.fields import MAX_FPS, MAX_FRAMES, MAX_SCALE, MAX_SHIFT, MAX_STEPS
 from gfgen.job.spec import JobSpec
 from gfgen.models.geometry import rules
 from gfgen.models.geometry.checkpoint import SETTINGS_NAME, Checkpoint
@@ -207,13 +208,13 @@ class WanGeometry:
             )
         if self.family == "wan-moe-i2v" and spec.image is None:
             yield Problem.of("image", None, "this model animates a picture: give the path of one")
-        yield from rules.whole_problems(spec, "frames", low=1, high=rules.MAX_FRAMES)
-        yield from rules.whole_problems(spec, "steps", low=1, high=rules.MAX_STEPS)
-        yield from rules.whole_problems(spec, "fps", low=1, high=rules.MAX_FPS)
-        yield from rules.number_problems(spec, "guidance_scale", low=0, high=rules.MAX_SCALE)
-        yield from rules.number_problems(spec, "guidance_scale_2", low=0, high=rules.MAX_SCALE)
+        yield from rules.whole_problems(spec, "frames", low=1, high=MAX_FRAMES)
+        yield from rules.whole_problems(spec, "steps", low=1, high=MAX_STEPS)
+        yield from rules.whole_problems(spec, "fps", low=1, high=MAX_FPS)
+        yield from rules.number_problems(spec, "guidance_scale", low=0, high=MAX_SCALE)
+        yield from rules.number_problems(spec, "guidance_scale_2", low=0, high=MAX_SCALE)
         yield from rules.number_problems(spec, "boundary_ratio", low=0, high=1)
-        yield from rules.number_problems(spec, "flow_shift", low=0, high=rules.MAX_SHIFT, above=True)
+        yield from rules.number_problems(spec, "flow_shift", low=0, high=MAX_SHIFT, above=True)
 
     def _fill_scales(self, spec: JobSpec) -> JobSpec:
         """Defaults; a job that gives one guidance scale means it for both experts, as in the pipeline."""

@@ -5,7 +5,7 @@ is, in this order: what this run has measured; what the profile says of exactly 
 around it, or of other degrees (cost_table.py), times what this run has shown the profile to be off
 by; the class's floating-point operations over the rate that the same model has reached in the same
 stage with other shapes, or in its denoising steps; or over a default rate. Every estimate knows its
-`Provenance`. Waiting and moving are no part of a duration (DESIGN section 4).
+`Provenance`. Waiting and moving are not part of a duration.
 """
 
 from __future__ import annotations

@@ -155,7 +155,7 @@ def make_plan(
     """
     called = {policy: _on(policy, num_ranks) for policy in policies}
     for asked, name in called.items():
-        if name != load_policy(asked).name:
+        if name != asked:
             logger.warning("policy %s: on %s it is %s", asked, counted(num_ranks, "rank"), name)
     names = list(dict.fromkeys(called.values()))
     num_looks = len(names) + len([count for count in rank_counts if count != num_ranks])
@@ -221,16 +221,20 @@ def best_first(options: Sequence[PlanOption]) -> tuple[PlanOption, ...]:
 
 
 def _on(policy: str, num_ranks: int) -> str:
-    """The policy's name on this many ranks, its degree lowered to one that it accepts."""
+    """The policy's name on this many ranks, its degree lowered to one that it accepts.
+
+    If the policy has the lower degree by default, its name alone.
+    """
     for most in range(num_ranks, 0, -1):
-        text = _with_degree_up_to(most, policy)
+        lowered = re.sub(
+            r"\bdegree=(\d+)", lambda found, most=most: f"degree={min(int(found[1]), most)}", policy
+        )
         with contextlib.suppress(PolicyError):
-            return load_policy(text).name
+            decide = load_policy(lowered).decide
+            plain = policy.partition(",")[0]
+            is_plain = lowered != policy and _as_called(load_policy(plain).decide) == _as_called(decide)
+            return plain if is_plain else lowered
     return policy
-
-
-def _with_degree_up_to(most: int, policy: str) -> str:
-    return re.sub(r"\bdegree=(\d+)", lambda found: f"degree={min(int(found[1]), most)}", policy)
 
 
 @dataclass(slots=True)

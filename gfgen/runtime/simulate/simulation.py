@@ -41,7 +41,6 @@ def simulate(
     policy: NamedPolicy,
     num_ranks: int,
     profile: Profile,
-    lookahead_s: float = LOOKAHEAD_S,
     started_at: float = 0.0,
     observers: Sequence[Observer] = (),
     times: SimulatedTimes | None = None,
@@ -62,7 +61,7 @@ def simulate(
         jobs,
         RunStart(
             num_ranks=num_ranks,
-            lookahead_s=lookahead_s,
+            lookahead_s=LOOKAHEAD_S,
             started_at=started_at,
             resident=residency.resident if residency else None,
         ),
