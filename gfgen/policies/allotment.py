@@ -1,8 +1,8 @@
-"""Giving ranks to a queue of jobs: the part that `triage` and `makespan` share.
+"""Assign ranks to a queue of jobs, for `triage` and `makespan`.
 
-The first jobs of the queue divide all ranks among themselves, each as many as it wants. What one of
-them cannot have at once, because it is busy or ranks are, is held for it until its next boundary.
-Meanwhile a held rank may run a task of a job behind them, if that is predicted to end in time.
+The first jobs of the queue divide all ranks, each as many as it wants. If a job cannot have its ranks now,
+because it or they are busy, free ranks are held for it until its next boundary. Meanwhile a held rank may run
+a task of a later job that is predicted to end in time.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from gfgen.policies.speed import power_of_two, step_s, widest
 from gfgen.snapshot import Decision, JobView, Snapshot
 
 WAIT_SHARE = 0.25
-"""A job waits for the ranks that it wants for so much of a step at most: they idle meanwhile."""
+"""The longest wait for ranks, as a share of a step: free ranks idle meanwhile."""
 OVERRUN_S = 0.01
-"""A task that ends so much later than a held rank is wanted is in time all the same."""
+"""A task on a held rank may end this much after the rank is wanted."""
 
 
 def allot(
     snapshot: Snapshot, queue: Iterable[JobView], *, wanted: Callable[[JobView], int]
 ) -> list[Decision]:
-    """Start as many jobs of the queue as there are free ranks for, on as many as each wants."""
+    """Start jobs of the queue while ranks are free, each on as many as it wants."""
     ranks = _RankClaims(snapshot)
     decisions = []
     for job in queue:
@@ -38,7 +38,7 @@ def allot(
 
 
 def shared_out(snapshot: Snapshot, *, degree: int) -> int:
-    """`degree`, or more when there are fewer jobs than groups of that size: no rank is to idle."""
+    """`degree`, or more if there are fewer jobs than groups of that size, so that no rank idles."""
     num_jobs = len(snapshot.open) + len(snapshot.busy)
     most = min(snapshot.max_degree, len(snapshot.ranks))
     degree = power_of_two(min(degree, most))
@@ -48,7 +48,7 @@ def shared_out(snapshot: Snapshot, *, degree: int) -> int:
 
 
 class _RankClaims:
-    """What is left of the ranks while the queue is gone through."""
+    """The ranks that the jobs of the queue have not claimed yet."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
@@ -57,18 +57,18 @@ class _RankClaims:
         """Ranks, free or not, that no job of the queue has claimed yet."""
         self._held_until_s: dict[int, float] = {}
         self._kept: set[int] = set()
-        """Ranks that run a job which goes on there."""
+        """Ranks whose running job continues there."""
         self.free = list(snapshot.free_ranks)
 
     @property
     def unheld(self) -> list[int]:
-        """Free ranks that anyone may have."""
+        """Free ranks that any job may use."""
         return [rank for rank in self.free if rank not in self._held_until_s]
 
     def start(self, job: JobView, wanted: int) -> list[Decision]:
-        """The job's next task now, on what is free of what it wants; the rest is held for it.
+        """Start the job's next task on the free ranks that it wants, and hold the others for it.
 
-        Nothing now if all that it wants is about to be free, and its step would end sooner then.
+        Start nothing if all its ranks are about to be free and its step would end sooner then.
         """
         wanted = self._claim(job, wanted)
         island = self._island_for(job, wanted)
@@ -84,7 +84,7 @@ class _RankClaims:
         return [Decision(job.next_task, layout)]
 
     def hold_for_busy(self, job: JobView, wanted: int) -> None:
-        """Keep free ranks with which a running job can go on wider at its next boundary."""
+        """Hold free ranks so that a running job can use more of them from its next boundary."""
         running = self._running.get(job.job_id)
         if running is not None and self._num_left > 0:
             self._kept.update(running.layout.ranks)
@@ -93,7 +93,7 @@ class _RankClaims:
             self._hold(wanted - running.layout.degree, running.predicted_end_s, island)
 
     def fill_gap(self, job: JobView) -> Decision | None:
-        """One task on a held rank, if it ends before the rank is wanted."""
+        """Run one task on a held rank, if it ends before the rank is wanted."""
         for rank in self.free:
             layout = job.layout((rank,))
             end_s = self._snapshot.now_s + self._snapshot.costs.task_s(job.next_task, layout)
@@ -103,13 +103,13 @@ class _RankClaims:
         return None
 
     def _better_later(self, job: JobView, wanted: int, island: Collection[int]) -> float | None:
-        """When all ranks of an island are free that a step wants, if it had better wait; else None."""
+        """When the island has all ranks for a step; None if the step should not wait for them."""
         num_unheld = len(self._unheld_of(island))
         num_missing = wanted - num_unheld
         if num_missing <= 0 or job.next_task.stage is not Stage.DENOISE:
             return None
         now_s = self._snapshot.now_s
-        ends_s = [  # a task that is later than predicted may end at any time, or not for long
+        ends_s = [  # the end of an overdue task cannot be predicted
             view.free_at_s
             for view in self._snapshot.ranks
             if view.rank in island
@@ -126,14 +126,14 @@ class _RankClaims:
         return ready_s if is_soon else None
 
     def _claim(self, job: JobView, wanted: int) -> int:
-        """How many ranks it shall have: of those that the jobs before it left."""
+        """The number of ranks for the job, of those that earlier jobs left."""
         wanted = min(wanted, widest(self._snapshot, job), max(1, self._num_left))
         claimed = power_of_two(wanted)
         self._num_left -= claimed
         return claimed
 
     def _hold(self, number: int, until_s: float, island: Collection[int]) -> None:
-        """Keep so many free ranks of an island: those of another would not go with what the job has."""
+        """Hold free ranks of one island, because a layout cannot span islands."""
         for rank in self._unheld_of(island)[: max(0, number)]:
             self._held_until_s[rank] = until_s
 
@@ -144,7 +144,7 @@ class _RankClaims:
         return next(island for island in self._snapshot.islands if rank in island)
 
     def _island_for(self, job: JobView, wanted: int) -> Collection[int]:
-        """The one with the most free ranks, up to those wanted; of several that where the job's state is."""
+        """The island with the most free ranks, up to `wanted`; among equals, the one with the job's state."""
         own = set(job.last_layout.ranks if job.last_layout else ())
 
         def worth(island: Collection[int]) -> tuple[int, int]:
@@ -154,10 +154,10 @@ class _RankClaims:
         return max(self._snapshot.islands, key=worth)
 
     def _choose(self, job: JobView, number: int, island: Collection[int]) -> tuple[int, ...]:
-        """As many free ranks of an island as there are up to `number`, a power of two of them.
+        """Up to `number` free ranks of an island, a power of two.
 
-        Those that hold the job's state come first; a new group begins at a multiple of its size
-        where that is possible, so that two of them make a larger one later.
+        Ranks with the job's state come first. A new group begins at a multiple of its size if possible, so
+        that two groups make a larger one later.
         """
         own, unheld = job.last_layout.ranks if job.last_layout else (), self._unheld_of(island)
         number = power_of_two(min(number, len(unheld)))

@@ -1,4 +1,4 @@
-"""The policy that serves best here and now, found by simulating ahead."""
+"""Choose the policy that serves the current jobs best, by simulating ahead."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from gfgen.policies.triage import triage
 from gfgen.snapshot import Choice, Decision, Outlook, Policy, Snapshot
 
 LATENCY_WEIGHT = 0.03
-"""A mean latency that is a third longer counts as one deadline in a hundred that is missed."""
+"""A third more mean latency counts as much as one missed deadline in a hundred."""
 MEMORY = 0.7
-"""Weight of what earlier looks ahead have found."""
+"""Weight of earlier looks ahead."""
 NOTABLE = 3.0
-"""So many late jobs, summed over looks ahead, another policy must have less than the present one: changing
-to and fro costs more than either."""
+"""Another policy must have this many fewer late jobs than the present one, summed over looks ahead:
+changing back and forth costs more than either policy."""
 NOTABLE_WAIT = 0.3
-"""The same where no job at hand has a deadline: latency alone hardly ever adds up to NOTABLE. In 186
-simulated workloads on 2 to 8 ranks the mean latency fell in 10, by 11% at most, and rose in one, by 0.8%;
-with 0.15 it rose by up to 18%."""
+"""The same if no job has a deadline: latency alone rarely adds up to NOTABLE. In 186 simulated workloads on
+2 to 8 ranks the mean latency fell in 10, by 11% at most, and rose in one, by 0.8%; with 0.15 it rose by up to
+18%."""
 THRIFT = 1.04
-"""A degree is compared if it saves more than so much of the work of the next larger one: two GPUs share the
-branches of guidance with a loss of a percent or two, which measurements vary by."""
+"""A degree is a candidate if the next larger one takes more than this factor of its work. Two GPUs share the
+branches of guidance with a loss of one or two percent, which is within the variation of measurements."""
 DEGREES = (2, 1, 4, 8)
-"""In case of a tie the first one: pairs share a step with guidance almost without loss."""
+"""The first wins a tie: pairs share a step with guidance almost without loss."""
 
 
 def auto(snapshot: Snapshot) -> list[Decision]:
@@ -41,7 +41,7 @@ def auto(snapshot: Snapshot) -> list[Decision]:
 
 
 def choose_auto(snapshot: Snapshot, last: Choice | None = None) -> Choice | None:
-    """The candidate with the best outlook; None when there is nothing to choose."""
+    """The candidate with the best outlook; None if there is no choice."""
     foresee = snapshot.foresee
     candidates = _candidates(snapshot, None if last is None else last.policy)
     if foresee is None or len(candidates) < 2:
@@ -60,12 +60,12 @@ def choose_auto(snapshot: Snapshot, last: Choice | None = None) -> Choice | None
 
 
 def _candidates(snapshot: Snapshot, present: str | None) -> dict[str, Policy]:
-    """By name; the first one wins a tie.
+    """The candidates by name; the first wins a tie.
 
-    Triage with groups of each degree that is more thrifty than the next larger one for some job at hand, and
-    with all ranks; and the shortest job first on all ranks, whose steps are the shortest of all: nobody waits
-    long for a boundary. The present degree is always compared: costs are learnt for one degree before
-    another, a few percent move its thrift, and what is no candidate is left without notable evidence.
+    Triage with groups of each degree that saves work for some job compared with twice the degree, and with
+    all ranks; and the shortest job first on all ranks, with the shortest steps and thus the shortest waits
+    for a boundary. The present degree always stays a candidate: a change of a few percent in the costs learnt
+    for one degree could otherwise drop it without notable evidence.
     """
     most = power_of_two(min(snapshot.max_degree, len(snapshot.ranks)))
     degrees = [n for n in DEGREES if n < most and (_triage_on(n) == present or _saves_work(snapshot, n))]
@@ -88,8 +88,8 @@ def _has_deadlines(snapshot: Snapshot) -> bool:
 
 
 def _saves_work(snapshot: Snapshot, degree: int) -> bool:
-    """Whether some job at hand takes notably less of all ranks' time than with twice as many ranks."""
-    kinds = set()  # of a hundred thousand jobs there are a few kinds
+    """Whether some job takes notably less rank time on `degree` ranks than on twice as many."""
+    kinds = set()  # a hundred thousand jobs have a few kinds
     for job in (*snapshot.open.values(), *snapshot.busy.values(), *snapshot.recent):
         kind = (job.model, job.shape)
         if kind in kinds or job.next_task.index >= job.num_tasks - 1:
@@ -106,7 +106,7 @@ def _saves_work(snapshot: Snapshot, degree: int) -> bool:
 
 
 def _losses(outlooks: Mapping[str, Outlook]) -> dict[str, float]:
-    """For each outlook its late jobs, and a little for how much longer jobs take than at best."""
+    """The late jobs of each outlook, plus a small term for mean latency above the best one."""
     quickest_s = min(outlook.mean_latency_s for outlook in outlooks.values())
     return {
         policy: outlook.num_late
@@ -118,7 +118,7 @@ def _losses(outlooks: Mapping[str, Outlook]) -> dict[str, float]:
 
 
 def _smoothed(losses: Mapping[str, float], last: Choice | None) -> dict[str, float]:
-    """Added to what is left of those of earlier looks: one look is at few jobs, and chance is large."""
+    """Add the decayed losses of earlier looks, because one look covers few jobs and varies by chance."""
     if last is None:
         return dict(losses)
     return {policy: loss + MEMORY * last.losses.get(policy, loss) for policy, loss in losses.items()}

@@ -1,10 +1,9 @@
-"""Finding a policy by the text of `--policy`: NAME[,option=value...].
+"""Find a policy by the text of `--policy`: NAME[,option=value...].
 
-NAME is a built-in, `package.module:attribute`, or `path/to/file.py[:attribute]` (the
-attribute is `policy` unless named). A policy is a function whose one positional parameter is
-the snapshot and whose keyword-only parameters are its options, with a default and an
-annotation of int, float, bool or str; `Annotated[int, range(1, 9)]` or `Annotated[int, (1, 2, 4)]` says
-which are accepted.
+NAME is a built-in, `package.module:attribute`, or `path/to/file.py[:attribute]`, where the attribute is
+`policy` by default. A policy is a function with one positional parameter, the snapshot. Its keyword-only
+parameters are its options, each with a default and an annotation of int, float, bool or str;
+`Annotated[int, range(1, 9)]` or `Annotated[int, (1, 2, 4)]` restricts the accepted values.
 """
 
 from __future__ import annotations
@@ -37,20 +36,19 @@ _TYPES: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "str": st
 
 @dataclass(frozen=True, slots=True)
 class NamedPolicy:
-    """A policy with its options bound, and the text that names it."""
+    """A policy with bound options, and the text that names it."""
 
     name: str
     decide: Policy
     options: Mapping[str, Any] = field(default_factory=dict)
     choose: Choose | None = None
-    """Says from time to time which policy is to decide instead; None for one that decides itself."""
+    """Chooses from time to time which policy decides; None if this policy always decides itself."""
 
 
 def load_policy(text: str) -> NamedPolicy:
-    """The policy that `text` names, options bound.
+    """The policy that `text` names, with its options bound.
 
-    Raises: PolicyError when there is none, when it cannot be called as a policy, or when an
-            option is unknown or has a wrong value.
+    Raises: PolicyError if there is no such policy, it cannot be called as one, or an option is wrong.
     """
     name, *assignments = (part.strip() for part in text.split(","))
     function = _find(name)
@@ -98,7 +96,7 @@ def _import_module(name: str) -> Any:
         return importlib.import_module(name)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # a user's module may raise anything while it is imported
+    except BaseException as error:  # a user's module may raise anything
         raise PolicyError(f"--policy: cannot import {name}: {in_one_line(error)}") from error
 
 
@@ -113,13 +111,13 @@ def _import_file(path: Path) -> Any:
         spec.loader.exec_module(module)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # a user's file may raise anything while it is imported
+    except BaseException as error:  # a user's file may raise anything
         raise PolicyError(f"--policy {path}: {in_one_line(error)}") from error
     return module
 
 
 def _check_signature(name: str, function: Callable[..., Any]) -> None:
-    """Refuse what cannot be called with a snapshot alone, and options that nobody could set."""
+    """Check that the function can be called with a snapshot alone and that its options can be set."""
     accepted = "a function policy(snapshot, *, option: int = 1) is accepted"
     if inspect.isclass(function) or inspect.iscoroutinefunction(function):
         kind = "a class" if inspect.isclass(function) else "asynchronous"
@@ -127,14 +125,14 @@ def _check_signature(name: str, function: Callable[..., Any]) -> None:
     try:
         parameters = _signature(function).parameters.values()
     except (TypeError, ValueError):
-        raise PolicyError(f"--policy {name}: nothing tells what it takes; {accepted}") from None
+        raise PolicyError(f"--policy {name}: its parameters are unknown; {accepted}") from None
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     if not positional and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
         raise PolicyError(f"--policy {name}: it takes no snapshot; {accepted}")
     if len(positional) > 1:
         raise PolicyError(
             f"--policy {name}: {positional[1].name!r} is a second positional parameter; {accepted}, "
-            "with the options behind the *"
+            "with options after the *"
         )
     for parameter in parameters:
         if parameter.kind is parameter.KEYWORD_ONLY and parameter.default is parameter.empty:
@@ -142,10 +140,10 @@ def _check_signature(name: str, function: Callable[..., Any]) -> None:
 
 
 def _signature(function: Callable[..., Any]) -> inspect.Signature:
-    """With annotations as types where they can be found out, as text otherwise."""
+    """The signature with annotations as types, or as text if they cannot be evaluated."""
     try:
         return inspect.signature(function, eval_str=True)
-    except Exception:  # an annotation may name what exists for type checkers alone
+    except Exception:  # an annotation may exist only for type checkers
         return inspect.signature(function)
 
 

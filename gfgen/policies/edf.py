@@ -11,8 +11,8 @@ from gfgen.policies.speed import is_past_rescue
 from gfgen.snapshot import Decision, JobView, Snapshot
 
 _order = attrgetter("precedence", "deadline_s", "arrival_s", "remaining_s")
-"""A job that has begun keeps its place among those that came with it and are due with it: they would take
-turns otherwise, since a job that opens anew comes last among equals, and all end late."""
+"""A started job stays ahead of the other jobs with its arrival and deadline. They would take turns otherwise,
+because a job that reopens comes last among equals, and all would end late."""
 _rest = attrgetter("precedence", "remaining_s", "arrival_s")
 
 
@@ -37,7 +37,7 @@ def edf(snapshot: Snapshot, *, rescue: bool = True) -> list[Decision]:
 
 
 def _queue(snapshot: Snapshot, number: int, *, rescue: bool) -> list[tuple[JobView, bool]]:
-    """The next jobs, each with whether it is past rescue: these last, among those of their priority."""
+    """The next jobs, and whether each is past rescue; those come last within their priority."""
     queue: list[tuple[JobView, bool]] = []
     for _, jobs in itertools.groupby(snapshot.in_order(_order), key=attrgetter("precedence")):
         lost = []
@@ -53,9 +53,9 @@ def _queue(snapshot: Snapshot, number: int, *, rescue: bool) -> list[tuple[JobVi
 
 
 def _ranks_for(snapshot: Snapshot, job: JobView, free: set[int]) -> tuple[int, ...]:
-    """The fewest free ranks that meet the deadline, or as many as can be had.
+    """The fewest free ranks that meet the deadline, or as many as possible.
 
-    Ranks that hold the job's state come first: then nothing has to move.
+    Ranks with the job's state come first, so that nothing has to move.
     """
     choice: tuple[int, ...] = ()
     degree = 1
@@ -75,7 +75,7 @@ def _ranks_for(snapshot: Snapshot, job: JobView, free: set[int]) -> tuple[int, .
 
 
 def _nearest(snapshot: Snapshot, job: JobView, free: set[int], degree: int) -> tuple[int, ...]:
-    """`degree` free ranks of one island, the ones that the job used last first; () if too few."""
+    """`degree` free ranks of one island, those of the job's last layout first; () if there are too few."""
     held = job.last_layout.ranks if job.last_layout else ()
     for island in sorted(snapshot.islands, key=lambda island: -len(set(island) & set(held))):
         ranks = [rank for rank in held if rank in free and rank in island]

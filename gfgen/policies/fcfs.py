@@ -28,9 +28,9 @@ def fcfs(snapshot: Snapshot, *, degree: Degree = 1) -> list[Decision]:
 
 
 def _begun_then_turn(job: JobView) -> tuple[bool, int, float, float]:
-    """Of jobs that came together and have begun, as another policy leaves them behind, the shortest goes on.
+    """Among started jobs with equal arrivals, which another policy may leave, the shortest comes first.
 
-    They would take turns otherwise: a job that opens anew comes last among equals.
+    They would take turns otherwise, because a job that reopens comes last among equals.
     """
     has_begun = job.last_layout is not None
     return not has_begun, job.precedence, job.arrival_s, job.remaining_s if has_begun else 0.0
@@ -39,9 +39,9 @@ def _begun_then_turn(job: JobView) -> tuple[bool, int, float, float]:
 def _owners_and_waiting(
     snapshot: Snapshot, by_rank: dict[int, RankGroup], *, num_wanted: int
 ) -> tuple[dict[RankGroup, JobView], list[JobView]]:
-    """For each group the job that has begun there (the first to come of several), and the next others.
+    """For each group the first job that started there, and the next waiting jobs.
 
-    A job that has begun on ranks that are no group (any more) waits as the others do.
+    A job whose last ranks are not one of the groups waits like the others.
     """
     owners: dict[RankGroup, JobView] = {}
     homeless, fresh = [], []

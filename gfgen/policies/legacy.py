@@ -1,4 +1,4 @@
-"""What fixed pipelines do today: the baseline of every comparison."""
+"""Fixed pipelines, the baseline of every comparison."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The whole batch done as early as possible."""
+"""Finish the whole batch as early as possible."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gfgen.policies.groups import GroupSize
 from gfgen.snapshot import Decision, JobView, Snapshot
 
 NUM_CONSIDERED = 16
-"""Jobs at the head of the queue that can matter now: twice as many as there can be ranks."""
+"""Jobs at the head of the queue to consider: twice the maximum number of ranks."""
 
 
 def makespan(snapshot: Snapshot, *, degree: GroupSize = 1) -> list[Decision]:
@@ -29,5 +29,5 @@ def makespan(snapshot: Snapshot, *, degree: GroupSize = 1) -> list[Decision]:
 
 
 def _order(job: JobView) -> tuple[int, bool, float, float]:
-    """Without regard to what has begun the longest is another one at every step: all would end together."""
+    """Started jobs first: otherwise the longest job changes at every step, and all end together."""
     return job.precedence, job.last_layout is None, -job.remaining_s, job.arrival_s

@@ -1,4 +1,4 @@
-"""How long the rest of a job would take on more or fewer ranks."""
+"""The predicted rest of a job on more or fewer ranks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from gfgen.layout import MAX_RANKS
 from gfgen.snapshot import JobView, Snapshot
 
 _SOME = tuple(range(MAX_RANKS))
-"""Any ranks: predictions depend on degrees alone."""
+"""Predictions depend on degrees alone, so any ranks will do."""
 
 
 def rest_s(snapshot: Snapshot, job: JobView, degree: int) -> float:
@@ -23,9 +23,9 @@ def step_s(snapshot: Snapshot, job: JobView, degree: int) -> float:
 
 
 def widest(snapshot: Snapshot, job: JobView) -> int:
-    """The most ranks that a step of the job, or its decode if none is left, can have here, as a power of two.
+    """The most ranks for a step of the job, or for its decode if no step is left.
 
-    Halves of a power of two are equal again, so that groups of these sizes fit into each other.
+    A power of two, so that groups of these sizes fit into each other.
     """
     most = min(snapshot.max_degree, len(snapshot.ranks))
     if job.next_task.stage is Stage.DECODE:
@@ -34,9 +34,9 @@ def widest(snapshot: Snapshot, job: JobView) -> int:
 
 
 def is_past_rescue(snapshot: Snapshot, job: JobView) -> bool:
-    """Even with every rank to itself, and no loss by sharing, it could not meet its deadline.
+    """Whether the job would miss its deadline even with all ranks and no loss by sharing.
 
-    A quick look, which errs on the side of hope: no cost is asked for.
+    Optimistic, because it looks up no costs.
     """
     if snapshot.now_s + job.remaining_s <= job.deadline_s:
         return False
@@ -44,5 +44,5 @@ def is_past_rescue(snapshot: Snapshot, job: JobView) -> bool:
 
 
 def power_of_two(number: int) -> int:
-    """The largest power of two that is not above a number of at least 1."""
+    """The largest power of two up to `number`, which is at least 1."""
     return 1 << (number.bit_length() - 1)

@@ -45,7 +45,7 @@ def _first(
     *,
     may_move: bool,
 ) -> JobView | None:
-    """The most urgent job that is not taken, and is at home here or nowhere unless it may move."""
+    """The most urgent job not yet taken; unless jobs may move, one that belongs to this group or none."""
     for job in jobs:
         if job.job_id in taken:
             continue
@@ -57,7 +57,7 @@ def _first(
 def _idle_groups(
     snapshot: Snapshot, groups: list[RankGroup], by_rank: Mapping[int, RankGroup]
 ) -> list[RankGroup]:
-    """Groups whose ranks can all take a task, the one with the least work placed on it first."""
+    """Groups whose ranks can all take a task, the least loaded first."""
     free = set(snapshot.free_ranks)
     idle = [group for group in groups if free.issuperset(group)]
     if len(idle) < 2:

@@ -1,4 +1,4 @@
-"""Triage: as many as possible are saved, and nobody waits who is in no one's way."""
+"""Triage: save as many deadlines as possible; other jobs go first if they make none late."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from gfgen.policies.speed import is_past_rescue, rest_s, widest
 from gfgen.snapshot import Decision, JobView, Snapshot
 
 NUM_CONSIDERED = 256
-"""Those that are saved are chosen among so many, the next deadlines first, so that a decision stays cheap
-with a thousand open jobs (0.7 ms): what is due later comes as if it had no deadline. Of 600 jobs at once on
-four ranks, due within a tenth of the time, 64 meet up to 14 in a hundred deadlines less, and 512 no more."""
+"""Jobs with the next deadlines among which the saved ones are chosen; later ones count as without a deadline.
+A decision with a thousand open jobs then takes 0.7 ms. With 600 jobs at once on four ranks, due within a
+tenth of the time, 64 misses up to 14 more deadlines in a hundred, and 512 meets no more."""
 ROOM = 2.0
-"""Short jobs overtake long ones as long as those would be in time even if everything took twice as long:
-others will come, and a long job without room keeps everyone from the ranks when its time has come."""
+"""Short jobs overtake long ones if those would be in time even if everything took twice as long: more jobs
+will arrive, and a long job without slack later keeps all others from the ranks."""
 MARGIN = 1.25
-"""A job runs on few ranks if that leaves a fifth of the time to its deadline unused: every boundary at
-which it has to wait for others costs part of a step, and what is left at the end cannot be made up."""
+"""A job runs on few ranks if that leaves a fifth of the time to its deadline unused, because each wait at a
+boundary costs part of a step."""
 
 NUM_FIRST = 16
-"""So many jobs at the head of the queue matter: twice as many as there can be ranks."""
+"""Jobs at the head of the queue to consider: twice the maximum number of ranks."""
 
 _due = attrgetter("precedence", "deadline_s", "remaining_s", "arrival_s")
-"""Of jobs that are due together the shortest goes first: one that has begun keeps its place, where they
-would otherwise take turns, since a job that opens anew comes last among equals, and all end late."""
+"""The shortest goes first among jobs with equal deadlines, so a started job keeps its place. They would take
+turns otherwise, because a job that reopens comes last among equals, and all would end late."""
 _short = attrgetter("precedence", "remaining_s", "arrival_s")
 
 
@@ -63,16 +63,16 @@ def triage(snapshot: Snapshot, *, degree: GroupSize = 2) -> list[Decision]:
 
 
 class _Rest(NamedTuple):
-    """What is left of a job."""
+    """The rest of a job."""
 
     work_s: float
-    """How long it would keep all ranks busy, run at the degree in question."""
+    """Rank time at the given degree, divided by the number of ranks."""
     least_s: float
-    """How long it takes on as many ranks as it can use."""
+    """Duration on as many ranks as it can use."""
 
 
 def _rests(snapshot: Snapshot, jobs: Iterable[JobView], degree: int) -> Mapping[str, _Rest]:
-    """By job; jobs that are alike are asked about once."""
+    """By job; equal jobs are looked up once."""
     alike: dict[tuple[str, str, int, float], _Rest] = {}
     found = {}
     for job in jobs:
@@ -86,13 +86,13 @@ def _rests(snapshot: Snapshot, jobs: Iterable[JobView], degree: int) -> Mapping[
     return found
 
 
-# Who is saved ---------------------------------------------------------------------------------
+# Choosing the jobs to save -----------------------------------------------------------------------
 
 
 def _first(
     snapshot: Snapshot, key: Callable[[JobView], Any], number: int, is_meant: Callable[[JobView], bool]
 ) -> list[JobView]:
-    """The first open jobs that are meant, and all busy ones that are, in order."""
+    """The first open jobs and all busy jobs that meet the condition, in order."""
     found = list(itertools.islice(filter(is_meant, snapshot.in_order(key)), number))
     return sorted([*found, *filter(is_meant, snapshot.busy.values())], key=key)
 
@@ -100,10 +100,10 @@ def _first(
 def _most_in_time(
     snapshot: Snapshot, by_deadline: Sequence[JobView], rests: Mapping[str, _Rest]
 ) -> tuple[list[JobView], list[JobView]]:
-    """The most jobs that can meet their deadlines one after the other, and those given up for them.
+    """The largest set of jobs that meet their deadlines one after another, and the jobs given up for them.
 
-    All ranks count as one fast machine. Whenever a job would be late, the one with the most work so
-    far is given up, which makes the most room for the others; but none of higher priority than others.
+    All ranks count as one fast machine. Whenever a job would be late, the job with the most work so
+    far, among those of the lowest priority, is given up, which makes the most room for the others.
 
     Source: Moore 1968, "An n job, one machine sequencing algorithm for minimizing the number of late jobs".
     """
@@ -127,20 +127,20 @@ def _most_in_time(
 
 
 def _degree_in_time(snapshot: Snapshot, job: JobView, degree: int) -> int:
-    """The fewest ranks, from `degree` on, with which the job is predicted to meet its deadline with ease."""
+    """The fewest ranks, at least `degree`, that are predicted to meet the deadline with MARGIN."""
     most = widest(snapshot, job)
     while degree < most and snapshot.now_s + MARGIN * rest_s(snapshot, job, degree) > job.deadline_s:
         degree *= 2
     return min(degree, most)
 
 
-# Who goes first -------------------------------------------------------------------------------
+# Order of the jobs ------------------------------------------------------------------------------
 
 
 def _queue(
     snapshot: Snapshot, saved: Sequence[JobView], others: Sequence[JobView], rests: Mapping[str, _Rest]
 ) -> Iterator[JobView]:
-    """All of them, those of a higher priority before the others; each is found when it is asked for."""
+    """All jobs, higher priorities first, computed lazily."""
     before_s = 0.0
     for precedence in sorted({job.precedence for job in (*saved, *others)}):
         due = [job for job in saved if job.precedence == precedence]
@@ -158,7 +158,7 @@ def _shortest_first(
     *,
     before_s: float,
 ) -> Iterator[JobView]:
-    """By what is left of them, as far as those who are saved, by their deadlines here, keep room for it.
+    """The shortest first, as long as the saved jobs, given by deadline, keep enough room.
 
     before_s: the work that goes before all of them.
     """
@@ -179,10 +179,10 @@ def _shortest_first(
 def _room_before(
     snapshot: Snapshot, saved: Iterable[JobView], work_s: Mapping[str, float], *, before_s: float
 ) -> tuple[Mapping[str, float], float]:
-    """For each of them how much work may come in before those that are due earlier; and before all of them.
+    """How much work may go before the jobs due earlier than each saved job, and before all saved jobs.
 
-    They would be in time even if everything took ROOM times as long as predicted. Before the first of them
-    nobody is due: it always fits.
+    With that work, they would be in time even if everything took ROOM times as long as predicted. No job is
+    due before the first one, so it always fits.
     """
     room_s, least_s, now_s = {}, math.inf, snapshot.now_s
     for job in saved:

@@ -277,7 +277,7 @@ def test_degrees_that_a_job_allows_pass() -> None:
         ((1, 25, 1), "job 'j' has 24 attention heads, too few for ulysses degree 25"),
         ((1, 3, 1), "job 'j' has 2 tokens, too few for ulysses degree 3 x ring degree 1"),
         ((1, 1, 3), "job 'j' has 2 tokens, too few for ulysses degree 1 x ring degree 3"),
-        ((2, 1, 1), "cfg degree 2 needs as many guidance branches, and job 'j' has one"),
+        ((2, 1, 1), "cfg degree 2 needs 2 guidance branches, but job 'j' has one"),
     ],
 )
 def test_degrees_that_a_job_does_not_allow_are_refused(degrees: tuple[int, int, int], message: str) -> None:

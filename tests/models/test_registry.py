@@ -297,7 +297,7 @@ def test_damaged_weights_are_a_model_error(broken_copy: Path) -> None:
 
 def test_half_a_vocabulary_is_refused(broken_copy: Path) -> None:
     (broken_copy / "tokenizer" / "tokenizer.json").rename(broken_copy / "tokenizer" / "vocab.json")
-    with pytest.raises(ModelError, match=r"merges\.txt: missing, which belongs to vocab\.json"):
+    with pytest.raises(ModelError, match=r"merges\.txt: missing; vocab\.json"):
         load_geometry(broken_copy)
 
 

@@ -113,7 +113,7 @@ def test_decoded_pictures_differ_by_one_grey_level_at_most(
 @pytest.mark.parametrize(
     ("layout", "message"),
     [
-        (Layout((0, 1), cfg=2), "cfg degree 2 needs as many guidance branches, and job '5b-text' has one"),
+        (Layout((0, 1), cfg=2), "cfg degree 2 needs 2 guidance branches, but job '5b-text' has one"),
         (Layout((0, 1, 2), ulysses=3), "job '5b-text' has 2 tokens, too few for ulysses degree 3"),
         (Layout((0, 1, 2), ring=3), "too few for ulysses degree 1 x ring degree 3"),
     ],

@@ -148,7 +148,7 @@ def test_weights_that_would_not_be_loaded_are_refused(tmp_path: Path, name: str,
 
 def test_a_link_to_a_file_that_is_gone_is_named(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").symlink_to("../blobs/gone")
-    with pytest.raises(ModelError, match=r"model\.safetensors: is a link to a file that is not there"):
+    with pytest.raises(ModelError, match=r"model\.safetensors: is a link to a file that does not exist"):
         weight_files(tmp_path, "transformers")
 
 

@@ -1,1 +1,1 @@
-"""What a model makes of a job, from its config files alone: sizes, operations, memory. No torch."""
+"""Sizes, operations and memory of a job, computed from a model's config files. No torch."""

@@ -1,7 +1,7 @@
 """Reading a diffusers-format directory without torch: config files and weight files.
 
-Everything wrong with a directory raises `ModelError` with one line: what is missing or
-unknown, where, and what would be accepted.
+Anything wrong with a directory raises `ModelError`: one line that says what is missing or unknown, where,
+and what would be accepted.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ CONFIG_NAMES = {
 """Components whose config file is not `config.json`."""
 
 VOCABULARIES = ("tokenizer.json", "spiece.model", "vocab.json")
-"""What a tokenizer's words may be in."""
+"""Files that can hold a tokenizer's vocabulary."""
 
 SETTINGS_NAME = "gfgen.json"
-"""Optional file of ours in a checkpoint: {"defaults": {...}, "num_parameters": {...}}."""
+"""Optional gfgen file in a checkpoint: {"defaults": {...}, "num_parameters": {...}}."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """The config files of one checkpoint, as parsed; what they mean is the family's business."""
+    """The parsed config files of one checkpoint; the family interprets them."""
 
     path: Path
     index: Mapping[str, Any]
@@ -45,12 +45,12 @@ class Checkpoint:
         return str(self.index["_class_name"])
 
     def class_of(self, component: str) -> str | None:
-        """Class name of a component, or None when the pipeline is without it."""
+        """Class name of a component; None if the pipeline does not have it."""
         entry = self.index.get(component)
         return entry[1] if isinstance(entry, list) and len(entry) == 2 else None
 
     def value(self, component: str, key: str, default: Any = None) -> Any:
-        """One value of a component's config; ModelError when it has none and no default is given."""
+        """One value of a component's config; ModelError if it is missing and has no default."""
         found = self.configs[component].get(key, default)
         if found is None and default is None:
             name = CONFIG_NAMES.get(component, "config.json")
@@ -61,8 +61,8 @@ class Checkpoint:
 def read_checkpoint(path: Path, *, with_weights: bool) -> Checkpoint:
     """The config files of a diffusers-format directory.
 
-    Raises: ModelError for a missing directory, a missing or broken file, and, with_weights,
-            a component without its weights or its vocabulary.
+    Raises: ModelError for a missing directory, a missing or broken file, and, if `with_weights`, a component
+            without weights or vocabulary.
     """
     if not path.is_dir():
         reason = "is not a directory" if path.exists() else "does not exist"
@@ -86,7 +86,7 @@ def read_checkpoint(path: Path, *, with_weights: bool) -> Checkpoint:
 
 
 def model_name(path: Path) -> str:
-    """What people call a checkpoint: its folder's name, or its hub id where that is a hash in the cache."""
+    """The name for people: the folder's name, or the hub id if it is a snapshot in the hub's cache."""
     repository = path.parent.parent.name
     if path.parent.name == "snapshots" and repository.startswith("models--"):
         return repository.removeprefix("models--").replace("--", "/")
@@ -131,14 +131,14 @@ def _read_settings(path: Path) -> Mapping[str, Any]:
 
 
 def _weight_bytes(folder: Path, library: str) -> int:
-    """Size of a component's weight files; ModelError when one is missing, or is not whole."""
+    """Size of a component's weight files; ModelError if one is missing or incomplete."""
     files = weight_files(folder, library)
     check_weights(files)
     return sum(file.stat().st_size for file in files)
 
 
 def _check_vocabulary(folder: Path) -> None:
-    """A tokenizer without its words is made all the same, and knows none."""
+    """Without this check, a tokenizer loads without its vocabulary and maps every word to nothing."""
     found = [folder / name for name in VOCABULARIES if (folder / name).is_file()]
     if not found:
         raise ModelError(
@@ -146,6 +146,6 @@ def _check_vocabulary(folder: Path) -> None:
         )
     merges = folder / "merges.txt"
     if found == [folder / "vocab.json"] and not merges.is_file():
-        raise ModelError(f"{merges}: missing, which belongs to vocab.json; download the model again")
+        raise ModelError(f"{merges}: missing; vocab.json needs it; download the model again")
     for file in found:
         refuse_pointer(file)

@@ -1,7 +1,6 @@
-"""What a model's config files tell without torch: a job's shapes, tasks, bytes and FLOPs.
+"""A job's shapes, tasks, bytes and FLOPs, from a model's config files and without torch.
 
-The control plane, the simulator and the job file's admission use this; it imports fast. The
-families have a file each (wan.py, qwen.py).
+Each family has its own file (wan.py, qwen.py).
 """
 
 from __future__ import annotations
@@ -19,17 +18,17 @@ from gfgen.models.geometry.qwen import qwen_geometry
 from gfgen.models.geometry.wan import wan_geometry
 
 CONFIGS = Path(__file__).parents[1] / "configs"
-"""Config files of the models with a short name, in diffusers' format and without weights."""
+"""Config files of the models with a short name, in diffusers format, without weights."""
 
 SHIPPED = ("wan2.2-ti2v-5b", "wan2.2-t2v-a14b", "wan2.2-i2v-a14b", "qwen-image")
-"""Short names of the full-size models, which are also the folders of their configs."""
+"""Short names of the full-size models; their configs are in folders of the same names."""
 
 STORED_BYTES = 2
-"""Bytes of a parameter in the released checkpoints (bfloat16)."""
+"""Bytes per parameter in the released checkpoints (bfloat16)."""
 
 
 class Geometry(Protocol):
-    """Pure functions of a job; all but `resolve` and `output_kind` take the job as run."""
+    """Pure functions of a job. All except `resolve` and `output_kind` take the job as run."""
 
     @property
     def family(self) -> str:
@@ -47,16 +46,16 @@ class Geometry(Protocol):
         ...
 
     def resolve(self, spec: JobSpec) -> JobSpec:
-        """The job as run: defaults filled in, sizes and frames rounded as the pipeline would.
+        """The job as run: defaults filled in, sizes and frames rounded as the pipeline rounds them.
 
-        Resolving twice changes nothing. `model`, `seed` and what belongs to scheduling stay.
+        Resolving twice changes nothing. `model`, `seed` and the scheduling fields stay as they are.
 
-        Raises: JobError with every field that this family cannot do.
+        Raises: JobError with every field that this family does not support.
         """
         ...
 
     def output_kind(self, spec: JobSpec) -> str:
-        """video or image: the kind of the job's file, as asked or as run, also where it is refused."""
+        """video or image: the kind of the job's file. Also works for a job that `resolve` refuses."""
         ...
 
     def trajectory(self, spec: JobSpec) -> Trajectory:
@@ -64,7 +63,7 @@ class Geometry(Protocol):
         ...
 
     def num_tokens(self, spec: JobSpec) -> int:
-        """Length of the sequence that the transformer sees of the picture or video."""
+        """Tokens of the picture or video in the transformer's sequence."""
         ...
 
     @property
@@ -73,7 +72,7 @@ class Geometry(Protocol):
         ...
 
     def num_latent_rows(self, spec: JobSpec) -> int:
-        """Rows of the latents that the VAE decodes: the most bands that a decode can be cut into."""
+        """Rows of the latents that the VAE decodes: the most bands of a shared decode."""
         ...
 
     def uses_cfg(self, spec: JobSpec) -> bool:
@@ -85,7 +84,7 @@ class Geometry(Protocol):
         ...
 
     def shape_key(self, spec: JobSpec) -> str:
-        """What tasks of equal cost share, as in "832x480x49+cfg"."""
+        """Equal for tasks of equal cost, for example "832x480x49+cfg"."""
         ...
 
 
@@ -99,9 +98,9 @@ BUILDERS: dict[str, Callable[..., Geometry]] = {
 def load_geometry(checkpoint: Path) -> Geometry:
     """The geometry of a diffusers-format directory.
 
-    Raises: ModelError when it is missing, incomplete, broken, or of an unknown pipeline class.
+    Raises: ModelError if it is missing, incomplete or broken, or its pipeline class is unknown.
     """
-    files = read_checkpoint(Path(checkpoint), with_weights=True)
+    files = read_checkpoint(checkpoint, with_weights=True)
     return _build(files, weights_bytes=files.file_bytes)
 
 
@@ -112,13 +111,13 @@ def shipped_geometry(name: str) -> Geometry:
     """
     if name not in SHIPPED:
         raise ModelError(
-            f"model {name!r}: no config files of it come with gfgen; there are {', '.join(SHIPPED)}"
+            f"model {name!r}: gfgen has no config files for it; it has them for {', '.join(SHIPPED)}"
         )
     return weightless_geometry(CONFIGS / name)
 
 
 def twin_of(geometry: Geometry, spec: JobSpec) -> str | None:
-    """The full-size model with a short name, if any, whose tasks are the same for a job as run."""
+    """The short name of the full-size model with the same tasks for a job as run; None if there is none."""
     for name in SHIPPED:
         twin = _shipped(name)
         is_alike = (twin.family, twin.num_heads) == (geometry.family, geometry.num_heads)
@@ -133,13 +132,13 @@ def _shipped(name: str) -> Geometry:
 
 
 def weightless_geometry(checkpoint: Path) -> Geometry:
-    """The geometry of a directory of which only the config files count: for simulations, random weights.
+    """The geometry from config files alone, for simulations and random weights.
 
-    Its size is known if gfgen.json says how many parameters it has.
+    `weights_bytes` is 0 if gfgen.json does not give the number of parameters.
 
-    Raises: ModelError as `load_geometry`.
+    Raises: ModelError like `load_geometry`.
     """
-    files = read_checkpoint(Path(checkpoint), with_weights=False)
+    files = read_checkpoint(checkpoint, with_weights=False)
     num_parameters = sum(files.settings.get("num_parameters", {}).values())
     return _build(files, weights_bytes=STORED_BYTES * num_parameters)
 
@@ -150,14 +149,14 @@ def max_degree(geometry: Geometry, spec: JobSpec) -> int:
 
 
 def check_degrees(geometry: Geometry, spec: JobSpec, degrees: tuple[int, int, int]) -> None:
-    """Refuse degrees (`Layout.degrees`) in which a denoising step of this job cannot run.
+    """Check that a denoising step of this job can run with these degrees (`Layout.degrees`).
 
-    Raises: LayoutError that says what the job has and what the degrees would need.
+    Raises: LayoutError that says what the job has and what the degrees need.
     """
     cfg, ulysses, ring = degrees
     heads, tokens = geometry.num_heads, geometry.num_tokens(spec)
     if cfg > 1 and not geometry.uses_cfg(spec):
-        raise LayoutError(f"cfg degree {cfg} needs as many guidance branches, and job {spec.id!r} has one")
+        raise LayoutError(f"cfg degree {cfg} needs {cfg} guidance branches, but job {spec.id!r} has one")
     if ulysses > heads:
         raise LayoutError(
             f"job {spec.id!r} has {heads} attention heads, too few for ulysses degree {ulysses}; use a ring"

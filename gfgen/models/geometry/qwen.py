@@ -22,7 +22,7 @@ MAX_TEXT_TOKENS = 512
 """Where the pipeline cuts a prompt (`max_sequence_length`)."""
 
 TEMPLATE_TOKENS = 39
-"""The pipeline's own words around a prompt: 34 before it, which are cut off again, and 5 after."""
+"""The pipeline's template around a prompt: 34 tokens before it, later cut off, and 5 after it."""
 
 TYPICAL_TEXT_TOKENS = 64
 """For FLOPs, because only the tokenizer knows the length. A guided step at 1024x1024 is then 139 TFLOP."""
@@ -35,12 +35,12 @@ FAMILY_DEFAULTS: Mapping[str, Any] = {
     "true_cfg_scale": 4.0,
     "negative_prompt": " ",
 }
-"""Source: the model card of Qwen/Qwen-Image, which gives a blank as the negative prompt."""
+"""Source: the model card of Qwen/Qwen-Image; its negative prompt is one space."""
 
 
 @dataclass(frozen=True, slots=True)
 class QwenGeometry:
-    """What a Qwen-Image checkpoint's config files tell; see `geometry.Geometry` for the methods."""
+    """See `Geometry` for the methods."""
 
     family: str
     defaults: Mapping[str, Any]
@@ -51,7 +51,7 @@ class QwenGeometry:
     in_channels: int
     min_steps: int
     encoder_params: int
-    """Of the language model that encodes the prompt: what every token passes through."""
+    """Parameters of the language model's layers, which every prompt token passes through."""
     vae: VaeShape
     weights_bytes: int
 
@@ -61,7 +61,7 @@ class QwenGeometry:
 
     @property
     def multiple(self) -> int:
-        """Pixels of a token's side: the VAE's factor times the packing."""
+        """Side of a token in pixels: the VAE's factor times the packing."""
         return 2 << len(self.vae.temporal_downsample)
 
     def resolve(self, spec: JobSpec) -> JobSpec:
@@ -124,10 +124,10 @@ class QwenGeometry:
         )
 
     def _forward_flops(self, tokens: int) -> float:
-        """One transformer forward; a multiplication with its addition counts as 2.
+        """One transformer forward; a multiply-add counts as 2.
 
-        Text and picture have weights of their own (4 projections, a feed-forward of 4 x) and
-        attend to each other in one sequence.
+        Text and picture have separate weights (4 projections, a feed-forward of 4 x) and attend to each
+        other in one sequence.
         """
         dim, sequence = self.inner_dim, tokens + TYPICAL_TEXT_TOKENS
         per_layer = 24.0 * sequence * dim**2 + 4.0 * sequence**2 * dim
@@ -136,12 +136,12 @@ class QwenGeometry:
         return self.num_layers * (per_layer + modulation) + ends
 
     def _field_problems(self, spec: JobSpec) -> Iterator[Problem]:
-        unused = "has no effect on Qwen-Image, which takes true_cfg_scale"
+        unused = "has no effect on Qwen-Image; use true_cfg_scale"
         yield from rules.useless(spec, "guidance_scale", unused)
         yield from rules.useless(spec, "guidance_scale_2", unused)
         yield from rules.useless(spec, "boundary_ratio", "needs a model with two experts (Wan2.2-A14B)")
         yield from rules.useless(
-            spec, "flow_shift", "has no effect on Qwen-Image, whose shift follows from the size"
+            spec, "flow_shift", "has no effect on Qwen-Image; its shift depends on the size"
         )
         yield from rules.useless(spec, "image", "this model makes pictures from text only; leave it out")
         yield from rules.useless(spec, "fps", "this model makes single pictures; leave it out")
@@ -154,10 +154,7 @@ class QwenGeometry:
 
 
 def qwen_geometry(checkpoint: Checkpoint, *, weights_bytes: int) -> QwenGeometry:
-    """The geometry of a Qwen-Image checkpoint.
-
-    Raises: ModelError for a variant that the adapter does not run.
-    """
+    """Raises: ModelError for a variant that the adapter does not run."""
     _check_variant(checkpoint)
     where = str(checkpoint.path / SETTINGS_NAME)
     heads = checkpoint.value("transformer", "num_attention_heads")
@@ -169,7 +166,7 @@ def qwen_geometry(checkpoint: Checkpoint, *, weights_bytes: int) -> QwenGeometry
         inner_dim=heads * checkpoint.value("transformer", "attention_head_dim"),
         text_dim=checkpoint.value("transformer", "joint_attention_dim"),
         in_channels=checkpoint.value("transformer", "in_channels"),
-        # Stretching a schedule to a terminal value divides by zero when it has one step.
+        # Stretching a schedule of one step to a terminal value divides by zero.
         min_steps=2 if checkpoint.configs["scheduler"].get("shift_terminal") else 1,
         encoder_params=_encoder_params(checkpoint.configs["text_encoder"]),
         vae=_vae_shape(checkpoint),
@@ -181,7 +178,7 @@ def _check_variant(checkpoint: Checkpoint) -> None:
     where = checkpoint.path / "model_index.json"
     for component in ("transformer", "vae", "text_encoder", "tokenizer", "scheduler"):
         if checkpoint.class_of(component) is None:
-            raise ModelError(f"{where}: names no {component!r}, which Qwen-Image needs")
+            raise ModelError(f"{where}: no component {component!r}; Qwen-Image needs one")
     scheduler = checkpoint.class_of("scheduler")
     if scheduler != "FlowMatchEulerDiscreteScheduler":
         raise ModelError(

@@ -1,7 +1,7 @@
-"""What all families share when a job is admitted: bounds, rounding and defaults.
+"""Bounds, rounding and defaults that all families share at admission.
 
-A number that a job gives is either accepted, or rounded (as the family's pipeline would round it, or
-down where that refuses it), or is a `Problem` that says what would be accepted.
+A number in a job is accepted, rounded (as the family's pipeline rounds it, or down if the pipeline refuses
+it), or a `Problem` that says what would be accepted.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ MAX_TOKENS = 1 << 20
 """Tokens of a job: 38 times the largest default (27,280)."""
 
 DEFAULT_KEYS = frozenset({"negative_prompt", *SHAPE_FIELDS, *SCALE_FIELDS})
-"""Fields of a job for which a checkpoint's gfgen.json may give defaults."""
+"""Job fields that may have defaults in a checkpoint's gfgen.json."""
 
-FieldDefaults = Mapping[str, Any]
 T = TypeVar("T")
 
 
@@ -31,7 +30,7 @@ def known(value: T | None) -> T:
     return value
 
 
-def merge_defaults(family: FieldDefaults, settings: Mapping[str, Any], *, where: str) -> dict[str, Any]:
+def merge_defaults(family: Mapping[str, Any], settings: Mapping[str, Any], *, where: str) -> dict[str, Any]:
     """A family's defaults, overridden by those of a checkpoint's gfgen.json."""
     given = settings.get("defaults", {})
     for key, value in given.items():
@@ -44,14 +43,14 @@ def merge_defaults(family: FieldDefaults, settings: Mapping[str, Any], *, where:
     return {**family, **given}
 
 
-def fill_defaults(spec: JobSpec, defaults: FieldDefaults) -> JobSpec:
-    """The job with every field that it does not say taken from the defaults."""
+def fill_defaults(spec: JobSpec, defaults: Mapping[str, Any]) -> JobSpec:
+    """The job with the defaults in its empty fields."""
     missing = {key: value for key, value in defaults.items() if getattr(spec, key) is None}
     return changed(spec, **missing)
 
 
 def changed(spec: JobSpec, **values: Any) -> JobSpec:
-    """The job with these values. Usually it has them already, and a copy would take most of admission."""
+    """The job with these values. Usually it has them already, and copies would dominate admission."""
     if all(getattr(spec, name) == value for name, value in values.items()):
         return spec
     return replace(spec, **values)
@@ -62,10 +61,7 @@ def floor_to_multiple(value: int, multiple: int) -> int:
 
 
 def size_problems(width: int, height: int, *, multiple: tuple[int, int]) -> Iterator[Problem]:
-    """Sizes that round to nothing, or that nobody can mean.
-
-    `multiple` is (width, height) of the smallest picture and of what sizes are rounded to.
-    """
+    """A size below `multiple` (width, height), to which sizes are rounded down, or above MAX_SIDE."""
     if width < multiple[0] or height < multiple[1] or max(width, height) > MAX_SIDE:
         smallest, largest = f"{multiple[0]}x{multiple[1]}", f"{MAX_SIDE}x{MAX_SIDE}"
         accepted = (
@@ -75,7 +71,6 @@ def size_problems(width: int, height: int, *, multiple: tuple[int, int]) -> Iter
 
 
 def token_problems(num_tokens: int, *, field: str, value: object) -> Iterator[Problem]:
-    """More tokens than anybody can mean."""
     if num_tokens > MAX_TOKENS:
         accepted = f"is {num_tokens:,} tokens together with the rest; at most {MAX_TOKENS:,} are accepted"
         yield Problem.of(field, value, accepted)
@@ -91,7 +86,7 @@ def whole_problems(spec: JobSpec, field: str, *, low: int, high: int) -> Iterato
 def number_problems(
     spec: JobSpec, field: str, *, low: float, high: float, above: bool = False
 ) -> Iterator[Problem]:
-    """A number outside [low, high], or (low, high] when it must be above; None passes."""
+    """A number outside [low, high], or outside (low, high] if `above`; None passes."""
     value = getattr(spec, field)
     if value is None:
         return
@@ -102,7 +97,7 @@ def number_problems(
 
 
 def useless(spec: JobSpec, field: str, reason: str) -> Iterator[Problem]:
-    """A field that this family has no use for, when the job gives it."""
+    """A field that this family does not use, if the job gives it."""
     value = getattr(spec, field)
     if value is not None:
         yield Problem.of(field, value, reason)

@@ -1,8 +1,8 @@
 """FLOPs of the causal video VAEs of Wan and Qwen-Image, from their config files.
 
-Counts the convolutions (which are nearly all of it) and the one attention per latent frame
-in the middle. Both classes have one architecture in two variants: Wan 2.1 and Qwen-Image
-halve the channels in the upsampler; Wan 2.2 keeps them and adds a patch of pixels.
+Counts the convolutions, which are nearly all of it, and the attention in the middle, one per latent frame.
+Both classes share one architecture: Wan 2.1 and Qwen-Image halve the channels in the upsampler; Wan 2.2
+keeps them and adds a patch of pixels.
 
 Source: diffusers 0.42 AutoencoderKLWan and AutoencoderKLQwenImage.
 """
@@ -15,8 +15,6 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class VaeShape:
-    """What the config file of a VAE says about its layers."""
-
     z_dim: int
     encoder_dim: int
     decoder_dim: int
@@ -25,7 +23,7 @@ class VaeShape:
     temporal_downsample: tuple[bool, ...]
     is_residual: bool
     pixel_channels: int
-    """Channels of a picture after its pixels are folded into patches: 3, or 12 for patches of 2."""
+    """Channels after pixels are folded into patches: 3, or 12 for patches of 2 x 2."""
 
     def decode_flops(self, *, frames: int, height: int, width: int) -> float:
         """FLOPs of decoding latents [z_dim, frames, height, width]."""

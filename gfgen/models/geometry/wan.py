@@ -23,7 +23,7 @@ TEXT_TOKENS = 512
 """Length to which the pipelines pad every prompt (`max_sequence_length`)."""
 
 SCHEDULERS = {"UniPCMultistepScheduler": 3, "FlowMatchEulerDiscreteScheduler": 0}
-"""Schedulers whose state an adapter can carry, and how many tensors of the latents' size it is."""
+"""Supported schedulers, each with the number of latent-sized tensors in its state."""
 
 FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "wan-ti2v": {
@@ -66,7 +66,7 @@ FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class WanGeometry:
-    """What a Wan checkpoint's config files tell; see `geometry.Geometry` for the methods."""
+    """See `Geometry` for the methods."""
 
     family: str
     defaults: Mapping[str, Any]
@@ -157,7 +157,7 @@ class WanGeometry:
         return self.vae.encode_flops(frames=encoded, height=height, width=width)
 
     def _forward_flops(self, tokens: int) -> float:
-        """One transformer forward; a multiplication with its addition counts as 2."""
+        """One transformer forward; a multiply-add counts as 2."""
         dim, text = self.inner_dim, TEXT_TOKENS
         self_attention = 8.0 * tokens * dim**2 + 4.0 * tokens**2 * dim
         cross_attention = 4.0 * (tokens + text) * dim**2 + 4.0 * tokens * text * dim
@@ -172,7 +172,7 @@ class WanGeometry:
         )
 
     def _latent_shape(self, spec: JobSpec) -> tuple[int, int, int, int]:
-        """[C, T, H, W] of the latents of a job as run."""
+        """[C, T, H, W]."""
         frames = (rules.known(spec.frames) - 1) // self.temporal_factor + 1
         factor = self.spatial_factor
         return self.vae.z_dim, frames, rules.known(spec.height) // factor, rules.known(spec.width) // factor
@@ -193,9 +193,7 @@ class WanGeometry:
         return max(frames // self.temporal_factor * self.temporal_factor + 1, 1)
 
     def _field_problems(self, spec: JobSpec) -> Iterator[Problem]:
-        yield from rules.useless(
-            spec, "true_cfg_scale", "belongs to Qwen-Image; this model takes guidance_scale"
-        )
+        yield from rules.useless(spec, "true_cfg_scale", "belongs to Qwen-Image; use guidance_scale")
         if not self.has_two_experts:
             reason = "needs a model with two experts (Wan2.2-A14B); this one has a single transformer"
             yield from rules.useless(spec, "guidance_scale_2", reason)
@@ -207,7 +205,7 @@ class WanGeometry:
                 "this model makes videos from text only; Wan2.2-TI2V-5B and Wan2.2-I2V-A14B take an image",
             )
         if self.family == "wan-moe-i2v" and spec.image is None:
-            yield Problem.of("image", None, "this model animates a picture: give the path of one")
+            yield Problem.of("image", None, "this model animates a picture; give the path of one")
         yield from rules.whole_problems(spec, "frames", low=1, high=MAX_FRAMES)
         yield from rules.whole_problems(spec, "steps", low=1, high=MAX_STEPS)
         yield from rules.whole_problems(spec, "fps", low=1, high=MAX_FPS)
@@ -217,17 +215,14 @@ class WanGeometry:
         yield from rules.number_problems(spec, "flow_shift", low=0, high=MAX_SHIFT, above=True)
 
     def _fill_scales(self, spec: JobSpec) -> JobSpec:
-        """Defaults; a job that gives one guidance scale means it for both experts, as in the pipeline."""
+        """Fill in defaults. A single guidance scale applies to both experts, as in the pipeline."""
         if self.has_two_experts and spec.guidance_scale is not None and spec.guidance_scale_2 is None:
             spec = replace(spec, guidance_scale_2=spec.guidance_scale)
         return rules.fill_defaults(spec, self.defaults)
 
 
 def wan_geometry(checkpoint: Checkpoint, *, weights_bytes: int) -> WanGeometry:
-    """The geometry of a Wan checkpoint.
-
-    Raises: ModelError for a variant that the adapters do not run.
-    """
+    """Raises: ModelError for a variant that the adapters do not run."""
     family = _family_of(checkpoint)
     transformer = checkpoint.configs["transformer"]
     vae = _vae_shape(checkpoint)
@@ -258,7 +253,7 @@ def _family_of(checkpoint: Checkpoint) -> str:
     where = checkpoint.path / "model_index.json"
     for component in ("transformer", "vae", "text_encoder", "tokenizer", "scheduler"):
         if checkpoint.class_of(component) is None:
-            raise ModelError(f"{where}: names no {component!r}, which a Wan pipeline needs")
+            raise ModelError(f"{where}: no component {component!r}; a Wan pipeline needs one")
     if checkpoint.class_of("scheduler") not in SCHEDULERS:
         known = " or ".join(SCHEDULERS)
         raise ModelError(

@@ -1,12 +1,11 @@
-"""Which files a component's weights are in, and are they whole? Told by names and headers alone.
+"""Find a component's weight files and check that they are complete, by names and headers alone.
 
 A folder may hold the same weights more than once: as safetensors and as .bin, in another precision
-(`*.fp16.safetensors`), in one file and in shards of an older download. What counts is what
-`from_pretrained` reads.
+(`*.fp16.safetensors`), in one file and in shards of an older download. The files that `from_pretrained`
+reads count.
 
 A safetensors file begins with the length of a JSON header (8 bytes, little endian), the header
-(name -> dtype, shape, data_offsets), then the tensors. So a download that broke off shows in
-the file's size, without reading a tensor.
+(name -> dtype, shape, data_offsets), then the tensors. So the file's size shows an incomplete download.
 
 Source: https://github.com/huggingface/safetensors#format
 """
@@ -28,28 +27,28 @@ _MAX_HEADER_BYTES = 100_000_000
 """The format's own bound."""
 _AGAIN = "download the model again"
 _REMOVE = "remove it"
-"""Downloads leave a file as it is that is there."""
+"""A new download does not replace an existing file."""
 _SUFFIXES = (".safetensors", ".bin")
 _POINTER = b"version https://git-lfs"
-"""How a file begins that git leaves in place of a large one where git-lfs is not set up."""
+"""First bytes of the file that git leaves in place of a large one if git-lfs is not set up."""
 
 _STEMS = {
     "diffusers": ("diffusion_pytorch_model", "diffusion_pytorch_model"),
     "transformers": ("model", "pytorch_model"),
 }
-"""By library, what weight files are called: as *.safetensors, and as *.bin."""
+"""By library: the stem of *.safetensors, and that of *.bin."""
 
 
 def weight_files(folder: Path, library: str) -> tuple[Path, ...]:
     """The files that `from_pretrained` of this library reads a component's weights from.
 
-    Raises: ModelError when there are none, when one is missing that an index names, and when there
-            are only files that it does not take.
+    Raises: ModelError if there are none, if a file in the index is missing, or if the library reads none of
+            the files that are there.
     Source: diffusers 0.42 ModelMixin.from_pretrained, transformers 5 _get_resolved_checkpoint_files.
     """
     if library not in _STEMS:
         raise ModelError(
-            f"{folder}: is of {library!r}; only components of {' and '.join(_STEMS)} are supported"
+            f"{folder}: belongs to {library!r}; only components of {' and '.join(_STEMS)} are supported"
         )
     safe, pickled = _STEMS[library]
     single, index = folder / f"{safe}.safetensors", folder / f"{safe}.safetensors.index.json"
@@ -58,15 +57,14 @@ def weight_files(folder: Path, library: str) -> tuple[Path, ...]:
         if path.is_file():
             return _shards(path) if path.suffix == ".json" else (path,)
         if path.is_symlink():
-            raise ModelError(f"{path}: is a link to a file that is not there; {_AGAIN}")
+            raise ModelError(f"{path}: is a link to a file that does not exist; {_AGAIN}")
     raise ModelError(f"{folder}: {_what_is_wrong(folder, safe)}")
 
 
 def check_weights(files: Sequence[Path]) -> None:
-    """Refuse a component with a weight file that is cut short or lacks tensors.
+    """Check the files that `weight_files` found.
 
-    files: as `weight_files` finds them.
-    Raises: ModelError that names the file, what it has and what it should have.
+    Raises: ModelError if one is truncated or lacks tensors.
     """
     headers = {path: read_header(path) for path in files if path.suffix == ".safetensors"}
     for index in {index for path in headers for index in path.parent.glob("*.safetensors.index.json")}:
@@ -76,7 +74,7 @@ def check_weights(files: Sequence[Path]) -> None:
 
 
 def weights_mark(checkpoint: Path) -> str:
-    """The same for the same weight files, told by their names, sizes and times of change; no file is read."""
+    """A mark that changes with the weight files' names, sizes and modification times; reads no file."""
     files = sorted(path for suffix in _SUFFIXES for path in checkpoint.glob(f"*/*{suffix}") if path.is_file())
     facts = [(str(path.relative_to(checkpoint)), path.stat()) for path in files]
     text = json.dumps([(name, fact.st_size, fact.st_mtime_ns) for name, fact in facts])
@@ -86,7 +84,7 @@ def weights_mark(checkpoint: Path) -> str:
 def read_header(path: Path) -> Mapping[str, Any]:
     """The tensors of a safetensors file: name -> dtype, shape, data_offsets.
 
-    Raises: ModelError when it is no such file, or not as long as its header says.
+    Raises: ModelError if it is not such a file, or its size differs from what its header says.
     """
     refuse_pointer(path)
     try:
@@ -113,7 +111,7 @@ def read_header(path: Path) -> Mapping[str, Any]:
 
 
 def refuse_pointer(path: Path) -> None:
-    """Raises: ModelError for a file in whose place git left a pointer to it, and one that cannot be read."""
+    """Raises: ModelError if git-lfs left a pointer in place of the file, or it cannot be read."""
     try:
         with path.open("rb") as file:
             is_pointer = file.read(len(_POINTER)) == _POINTER
@@ -134,19 +132,19 @@ def _shards(index: Path) -> tuple[Path, ...]:
 
 
 def _what_is_wrong(folder: Path, stem: str) -> str:
-    """With a folder that holds nothing that would be read."""
+    """The reason why `from_pretrained` reads nothing in this folder."""
     there = sorted(path.name for path in folder.iterdir() if path.suffix in _SUFFIXES)
     if not there:
         return f"no weight files ({stem}.safetensors) in it; {_AGAIN}"
     if any(name.startswith(f"{stem}-") for name in there):
-        return f"{stem}.safetensors.index.json is missing, which says what is in {there[0]}; {_AGAIN}"
+        return f"{stem}.safetensors.index.json is missing; it lists the contents of {there[0]}; {_AGAIN}"
     if any(name.startswith(f"{stem}.") for name in there):
         return f"{stem}.safetensors is missing, and a variant ({there[0]}) is not read; download that, too"
     return f"{stem}.safetensors is missing, and {there[0]} is not read; {_AGAIN}"
 
 
 def _ends(header: Any) -> Iterator[int]:
-    """Where each tensor ends, and that its shape is there."""
+    """The offset at which each tensor ends; raises if a shape is missing."""
     for name, entry in header.items():
         if name != "__metadata__":
             math.prod(entry["shape"])
@@ -160,4 +158,4 @@ def _weight_map(index: Path) -> Mapping[str, str]:
         found = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         return {str(tensor): str(shard) for tensor, shard in found.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        raise ModelError(f"{index}: is no index of weight files; {_AGAIN}") from None
+        raise ModelError(f"{index}: is not an index of weight files; {_AGAIN}") from None

@@ -1,4 +1,4 @@
-"""What a checkpoint's weights cost in memory, told by the headers of its files alone."""
+"""The memory that a checkpoint's weights take, from the headers of its files alone."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ FP32_ON_DEVICE: Mapping[str, tuple[str, ...]] = {
     "WanPipeline": ("vae",),
     "WanImageToVideoPipeline": ("vae",),
 }
-"""By pipeline class, the components that adapters load in fp32 on every device, unless told otherwise."""
+"""By pipeline class, the components that adapters load in fp32 on every device by default."""
 
 VAE_DTYPES = ("auto", "float32", "bfloat16")
-"""What a VAE may compute in; auto: as FP32_ON_DEVICE says, else as everything does."""
+"""dtypes for a VAE; auto follows FP32_ON_DEVICE, and otherwise uses the dtype of the other components."""
 
 
 def component_dtypes(pipeline_class: str, vae_dtype: str) -> Mapping[str, str]:
-    """The components that have a dtype of their own, and which."""
+    """The dtypes of the components that differ from the others."""
     dtypes = dict.fromkeys(FP32_ON_DEVICE.get(pipeline_class, ()), "float32")
     return dtypes if vae_dtype == "auto" else {**dtypes, "vae": vae_dtype}
 
 
 @dataclass(frozen=True, slots=True)
 class ComponentFiles:
-    """A component of a checkpoint, as model_index.json has it, and the files that it is loaded from."""
+    """A component in model_index.json, and its weight files."""
 
     folder: Path
     library: str
@@ -45,23 +45,19 @@ class ComponentFiles:
 class Footprint:
     """Main memory that a checkpoint's weights take on CPU ranks, in fp32.
 
-    What is stored in fp32 is mapped, and all ranks share one copy of it; the rest is converted,
-    so each rank has a copy of its own.
+    All ranks share one mapping of weights that are stored in fp32; each rank has its own converted copy of
+    the others.
     """
 
     shared_bytes: int
     private_bytes: int
 
     def on(self, num_ranks: int) -> int:
-        """Bytes on so many ranks."""
         return self.shared_bytes + num_ranks * self.private_bytes
 
 
 def footprint(checkpoint: Path) -> Footprint:
-    """Of all components of a diffusers-format directory, each weight counted once.
-
-    Raises: ModelError as `weight_files`.
-    """
+    """Raises: ModelError like `weight_files`."""
     shared = private = 0
     for component in component_files(checkpoint).values():
         for path in component.files:
@@ -78,10 +74,10 @@ def footprint(checkpoint: Path) -> Footprint:
 def device_bytes(
     checkpoint: Path, *, num_parameters: Mapping[str, int] | None = None, vae_dtype: str = "auto"
 ) -> int:
-    """Bytes that a checkpoint's weights take on a GPU: bf16, and fp32 where `component_dtypes` says so.
+    """Bytes that a checkpoint's weights take on a GPU: in bf16, or fp32 if `component_dtypes` says so.
 
-    num_parameters: by component, where there are no weight files to count them in.
-    Raises: ModelError as `weight_files`.
+    num_parameters: by component; None counts them in the weight files.
+    Raises: ModelError like `weight_files`.
     """
     if num_parameters is None:
         num_parameters = count_parameters(checkpoint)
@@ -93,17 +89,17 @@ def device_bytes(
 
 
 def count_parameters(checkpoint: Path) -> Mapping[str, int]:
-    """By component, from the weight files.
+    """Parameters of each component.
 
-    Raises: ModelError as `weight_files`.
+    Raises: ModelError like `weight_files`.
     """
     return {name: sum(map(_count, each.files)) for name, each in component_files(checkpoint).items()}
 
 
 def component_files(checkpoint: Path) -> Mapping[str, ComponentFiles]:
-    """Of each component that has weights.
+    """The files of each component that has weights.
 
-    Raises: ModelError as `weight_files`.
+    Raises: ModelError like `weight_files`.
     """
     return {
         name: ComponentFiles(folder := checkpoint / name, entry[0], entry[1], weight_files(folder, entry[0]))
@@ -113,12 +109,11 @@ def component_files(checkpoint: Path) -> Mapping[str, ComponentFiles]:
 
 
 def is_component(entry: object) -> bool:
-    """Whether this is a component in model_index.json, [library, class]; [null, null] is one left out."""
+    """Whether an entry of model_index.json is a component, [library, class]; [null, null] is one left out."""
     return isinstance(entry, list) and len(entry) == 2 and all(isinstance(part, str) for part in entry)
 
 
 def _count(path: Path) -> int:
-    """Parameters in a weight file."""
     if path.suffix == ".bin":
         return path.stat().st_size // _BF16_BYTES
     return sum(math.prod(entry["shape"]) for entry in read_header(path).values())
