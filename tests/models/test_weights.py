@@ -153,7 +153,7 @@ def test_a_link_to_a_file_that_is_gone_is_named(tmp_path: Path) -> None:
 
 
 def test_components_of_other_libraries_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="of 'os'; only components of diffusers and transformers"):
+    with pytest.raises(ModelError, match="belongs to 'os'; only components of diffusers and transformers"):
         weight_files(tmp_path, "os")
 
 

@@ -223,18 +223,20 @@ def best_first(options: Sequence[PlanOption]) -> tuple[PlanOption, ...]:
 def _on(policy: str, num_ranks: int) -> str:
     """The policy's name on this many ranks, its degree lowered to one that it accepts.
 
-    If the policy has the lower degree by default, its name alone.
+    On one rank, the name alone if its defaults are the same policy.
     """
+    plain = policy.partition(",")[0]
     for most in range(num_ranks, 0, -1):
-        lowered = re.sub(
-            r"\bdegree=(\d+)", lambda found, most=most: f"degree={min(int(found[1]), most)}", policy
-        )
+        text = _with_degree_up_to(most, policy)
         with contextlib.suppress(PolicyError):
-            decide = load_policy(lowered).decide
-            plain = policy.partition(",")[0]
-            is_plain = lowered != policy and _as_called(load_policy(plain).decide) == _as_called(decide)
-            return plain if is_plain else lowered
+            decide = load_policy(text).decide
+            is_plain = num_ranks == 1 and _as_called(decide) == _as_called(load_policy(plain).decide)
+            return plain if is_plain else text
     return policy
+
+
+def _with_degree_up_to(most: int, policy: str) -> str:
+    return re.sub(r"\bdegree=(\d+)", lambda found: f"degree={min(int(found[1]), most)}", policy)
 
 
 @dataclass(slots=True)
