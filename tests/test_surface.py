@@ -47,6 +47,7 @@ def test_commands():
 def test_options_of_run():
     assert options_of(subcommand("run")) == [
         "--device",
+        "--frames",
         "--grace",
         "--graphs",
         "--log-file",
@@ -63,7 +64,11 @@ def test_options_of_run():
         "--random-weights",
         "--ranks",
         "--ranks-per-gpu",
+        "--seed",
+        "--set",
+        "--size",
         "--skip-invalid",
+        "--steps",
         "--trace",
         "--until",
         "--vae-dtype",

@@ -6,9 +6,10 @@ import contextlib
 import logging
 import signal
 import time
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -26,6 +27,7 @@ from gfgen.cli.options import (
 from gfgen.cli.run_files import admit_jobs, check_records, check_watched, check_written, resolved
 from gfgen.cli.shown.progress import make_file_progress, make_progress
 from gfgen.errors import InputError, InterruptedRunError, LockedError, Problem
+from gfgen.job.shared import parse_overrides
 from gfgen.layout import MAX_RANKS
 from gfgen.models.families.registry import DEFAULT_MODEL
 from gfgen.models.geometry.weights import VAE_DTYPES
@@ -58,6 +60,8 @@ class RunOptions(SessionOptions):
     skip_invalid: bool = False
     overwrite: bool = False
     log_file: Path | None = None
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of all jobs, from --set and its short forms."""
 
 
 @click.command()
@@ -68,6 +72,17 @@ class RunOptions(SessionOptions):
     type=NamedPath(),
     help="Folder for results and the manifest. [outputs/NAME, after JOBS or DIR; a suffix if that is taken]",
 )
+@click.option(
+    "--set",
+    "settings",
+    multiple=True,
+    metavar="FIELD=VALUE",
+    help="Set this field of all jobs, whatever the job file says. May be repeated.",
+)
+@click.option("--size", metavar="WxH", help="The same as --set size=WxH, such as 832x480.")
+@click.option("--steps", metavar="N", help="The same as --set steps=N.")
+@click.option("--seed", metavar="N", help="The same as --set seed=N.")
+@click.option("--frames", metavar="N", help="The same as --set frames=N.")
 @click.option(
     "--overwrite",
     is_flag=True,
@@ -142,6 +157,11 @@ def run(
     *,
     jobs: str | None,
     output: Path | None,
+    settings: tuple[str, ...],
+    size: str | None,
+    steps: str | None,
+    seed: str | None,
+    frames: str | None,
     overwrite: bool,
     ranks: int | None,
     device: str,
@@ -171,6 +191,11 @@ def run(
     file_level = "debug" if ctx.obj["debug"] else "info"
     log.configure(level=level, as_json=log_json)
     name = _name_of(jobs, watch)
+    short = {"size": size, "steps": steps, "seed": seed, "frames": frames}
+    pairs = [("--set", text) for text in settings]
+    pairs += [(f"--{name}", f"{name}={value}") for name, value in short.items() if value is not None]
+    if pairs and watch is not None:
+        raise click.UsageError(f"{pairs[0][0]} goes with JOBS; with --watch, write defaults in the job files")
     source = watch or (None if jobs in (None, "-") else Path(jobs or ""))
     output_dir = output or default_folder(Path("outputs"), name, source)
     check_written(jobs, output_dir, {"--trace": trace, "--log-file": log_file})
@@ -186,6 +211,7 @@ def run(
         model=model,
         skip_invalid=skip_invalid,
         overwrite=overwrite,
+        overrides=parse_overrides(pairs),
         job_file=job_file_name(source, output_dir),
         lookahead_s=lookahead / 1000,
         grace_s=grace,

@@ -76,6 +76,7 @@ def admit_jobs(
         source,
         admission,
         skip_invalid=options.skip_invalid,
+        overrides=options.overrides,
         has_bar=has_cursor(sys.stderr) and not (options.quiet or options.log_json),
         done=find_done,
         claim=lambda jobs: _claim(jobs, source, options, done=find_done(jobs)),

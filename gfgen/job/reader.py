@@ -17,11 +17,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, BinaryIO, Literal, TypeVar
 
 from gfgen.errors import InputError, JobError, Problem
 from gfgen.job.fields import FIELDS, RepeatedKeys, parse_fields, printable, shown
 from gfgen.job.images import ImageReader
+from gfgen.job.shared import check_defaults, is_defaults, over
 from gfgen.job.spec import JobSpec, default_id, file_names, name_key
 
 MAX_LINE_BYTES = 2**20
@@ -35,6 +37,7 @@ MAX_INT_DIGITS = 1_000
 
 BYTE_ORDER_MARK = "\ufeff"
 UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 T = TypeVar("T")
 EXAMPLE = '{"prompt": "a red circle falls"}'
 
@@ -51,19 +54,23 @@ class ParsedJobs:
     problems: tuple[Problem, ...]
 
 
-def read_jobs(source: Path | Literal["-"], *, has_bar: bool = False) -> ParsedJobs:
+def read_jobs(
+    source: Path | Literal["-"], *, overrides: Mapping[str, Any] = NOTHING, has_bar: bool = False
+) -> ParsedJobs:
     """Every job and every problem of a job file, or of standard input for "-".
+
+    `overrides` has fields that replace those of each line (shared.py).
 
     With `has_bar`, a bar on the terminal counts the lines of a long file.
 
     Raises: InputError when the file cannot be read at all.
     """
     if source == "-":
-        return read_job_stream(sys.stdin.buffer, source="standard input", folder=Path(), has_bar=has_bar)
+        return _read(sys.stdin.buffer, "standard input", _JobList(ImageReader(Path()), overrides), has_bar)
     path = Path(source)
     try:
         with path.open("rb") as stream:
-            return read_job_stream(stream, source=str(path), folder=path.parent, has_bar=has_bar)
+            return _read(stream, str(path), _JobList(ImageReader(path.parent), overrides), has_bar)
     except FileNotFoundError:
         raise InputError(
             f"job file {path}: no such file; name a file of JSON lines, or - for standard input"
@@ -76,13 +83,16 @@ def read_jobs(source: Path | Literal["-"], *, has_bar: bool = False) -> ParsedJo
 
 
 def read_job_stream(
-    stream: BinaryIO, *, source: str, folder: Path, images: ImageReader | None = None, has_bar: bool = False
+    stream: BinaryIO, *, source: str, folder: Path, images: ImageReader | None = None
 ) -> ParsedJobs:
     """As `read_jobs`, from an open binary stream; relative image paths start at `folder`.
 
     `images` checks the images; by default an `ImageReader` does.
     """
-    jobs = _JobList(images or ImageReader(folder))
+    return _read(stream, source, _JobList(images or ImageReader(folder), NOTHING), False)
+
+
+def _read(stream: BinaryIO, source: str, jobs: _JobList, has_bar: bool) -> ParsedJobs:
     lines = with_bar(_raw_lines(stream), "reading", is_shown=has_bar, unit=" lines")
     try:
         for number, content in lines:
@@ -171,6 +181,9 @@ class _JobList:
     """Collects jobs line by line, and records which line uses which id and file name."""
 
     images: ImageReader
+    overrides: Mapping[str, Any]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    is_first: bool = True
     specs: list[JobSpec] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     occurrences: Counter[str] = field(default_factory=Counter)
@@ -186,8 +199,17 @@ class _JobList:
         decoded = _decode_line(line, content)
         if isinstance(decoded, Problem):
             self.problems.append(decoded)
+        elif decoded is not None and self.is_first and is_defaults(decoded):
+            self._take_defaults(line, decoded["defaults"])
         elif decoded is not None:
-            self._add_object(line, decoded)
+            self._add_object(line, over(over(self.defaults, decoded), self.overrides))
+        self.is_first = self.is_first and decoded is None
+
+    def _take_defaults(self, line: int, defaults: Any) -> None:
+        if problems := check_defaults(defaults):
+            self.problems += JobError(*problems).at_line(line)
+        else:
+            self.defaults = defaults
 
     def _add_object(self, line: int, mapping: Mapping[str, object]) -> None:
         if len(self.specs) >= MAX_JOBS:

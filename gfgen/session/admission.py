@@ -11,10 +11,11 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from gfgen.errors import InputError, JobFileError, ModelError, Problem, listed
 from gfgen.gfc.cuda.device_arena import arena_bytes
-from gfgen.job.reader import ParsedJobs, passed_deadlines, read_jobs, with_bar
+from gfgen.job.reader import NOTHING, ParsedJobs, passed_deadlines, read_jobs, with_bar
 from gfgen.job.spec import JobSpec
 from gfgen.models.families.registry import (
     DEFAULT_MODEL,
@@ -67,19 +68,20 @@ def admit_file(
     skip_invalid: bool,
     are_models_together: bool = False,
     has_bar: bool = False,
+    overrides: Mapping[str, Any] = NOTHING,
     done: Callable[[Sequence[AdmittedJob]], Collection[str]] = lambda jobs: (),
     claim: Claim = lambda jobs: (jobs, ()),
 ) -> tuple[Sequence[AdmittedJob], Sequence[Problem]]:
     """The jobs to run, and the problems of the others if `skip_invalid`.
 
-    With `has_bar`, bars on the terminal show how far a long file is.
+    `overrides` has fields of all jobs. With `has_bar`, bars on the terminal show how far a long file is.
     `done` returns the ids of finished jobs, to which no bound applies. `claim` gives the jobs their files,
     and returns problems for those that cannot have them.
 
     Raises: JobFileError with every problem; InputError when a model does not fit into memory, or
             when all of them must fit together and do not.
     """
-    parsed = _read(source, admission.default_model, has_bar=has_bar)
+    parsed = _read(source, admission.default_model, has_bar=has_bar, overrides=overrides)
     specs = _with_bar(parsed.specs, has_bar=has_bar)
     fitting, refused = admission.fitting(specs, are_models_together=are_models_together)
     fitting, beyond_bounds = admission.keep_bounds(fitting, done=done)
@@ -106,9 +108,11 @@ def admit_weightless(source: str, *, default_model: str, has_bar: bool = False) 
     return admitted
 
 
-def _read(source: str, default_model: str, *, has_bar: bool) -> ParsedJobs:
+def _read(
+    source: str, default_model: str, *, has_bar: bool, overrides: Mapping[str, Any] = NOTHING
+) -> ParsedJobs:
     check_source(source)
-    parsed = read_jobs("-" if source == "-" else Path(source), has_bar=has_bar)
+    parsed = read_jobs("-" if source == "-" else Path(source), overrides=overrides, has_bar=has_bar)
     tell_of_unused(default_model, parsed.specs)
     return parsed
 

@@ -10,7 +10,6 @@ The page at `/` needs two of these: `LiveState` (GET /v1/state), and `Change`, t
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -18,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from gfgen.job.fields import FIELDS, Refused
+from gfgen.job.shared import number_of
 
 JobStatus = Literal["queued", "in_progress", "completed", "failed", "cancelled"]
 ServerStatus = Literal["loading", "ready", "draining"]
@@ -46,23 +46,12 @@ class JobField:
         field = FIELDS[self.name]
         is_number = field.schema.get("type") in ("integer", "number")
         try:
-            parsed = field.parse(_unquoted(value) if is_number else value)
+            parsed = field.parse(number_of(value) if is_number and isinstance(value, str) else value)
         except Refused as refused:
             problem = field.refusal(value, str(refused))
             context = {"shown": problem.value, "accepted": problem.accepted}
             raise PydanticCustomError("job_field", "{accepted}", context) from None
         return parsed if is_number else value
-
-
-def _unquoted(value: object) -> object:
-    """The number that a text contains, or the value."""
-    if not isinstance(value, str):
-        return value
-    with contextlib.suppress(ValueError):
-        return int(value)
-    with contextlib.suppress(ValueError):
-        return float(value)
-    return value
 
 
 Prompt = Annotated[str, JobField("prompt")]

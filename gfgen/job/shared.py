@@ -1,0 +1,91 @@
+"""Fields that several jobs share: the defaults of a file, and the overrides of a command line.
+
+overrides (--set) count before a line's own fields, and these before the file's defaults.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from gfgen.errors import InputError, Problem
+from gfgen.job.fields import FIELDS, Refused, RepeatedKeys, parse_fields, plain_name, shown, suggestion
+from gfgen.job.images import NoImages
+
+OWN_FIELDS = ("id", "output")
+"""Each job needs its own."""
+SIDES = {"size", "width", "height"}
+
+
+def is_defaults(mapping: Mapping[str, object]) -> bool:
+    """Whether this object of a job file is its defaults."""
+    return list(mapping) == ["defaults"]
+
+
+def over(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The fields of both; those of `upper` count. A size replaces a width and a height, and the reverse."""
+    if not lower or not upper:
+        return upper or lower
+    if not SIDES.isdisjoint(upper):
+        lower = {name: value for name, value in lower.items() if name not in SIDES}
+    merged = RepeatedKeys({**lower, **upper})
+    merged.repeated = getattr(upper, "repeated", ()) or getattr(lower, "repeated", ())
+    return merged
+
+
+def check_defaults(defaults: object) -> list[Problem]:
+    """Every problem of the defaults of a file, without the line."""
+    if not isinstance(defaults, Mapping):
+        example = '{"defaults": {"steps": 20, "size": "832x480"}}'
+        return [Problem(None, "defaults", shown(defaults), f"an object of fields, such as {example}")]
+    own = [
+        Problem(None, name, shown(defaults[name]), "each job needs its own; write it on the job's line")
+        for name in OWN_FIELDS
+        if name in defaults
+    ]
+    # The lines check images, for which the folder counts, and the sides, which may come from both.
+    alone = {name: value for name, value in defaults.items() if name not in ("image", *OWN_FIELDS)}
+    example_job = over({"prompt": "an example"}, alone)
+    _, problems = parse_fields(example_job, images=NoImages(""))
+    is_half = SIDES & alone.keys() in ({"width"}, {"height"})
+    return own + [
+        replace(problem, field=problem.field and f"defaults.{problem.field}")
+        for problem in problems
+        if not (is_half and problem.field in SIDES and problem.value is None)
+    ]
+
+
+def parse_overrides(options: Iterable[tuple[str, str]]) -> dict[str, Any]:
+    """Fields of (option, "NAME=VALUE") pairs, with which every job is read; the last value of a name counts.
+
+    Raises: InputError for the first value that its field does not accept.
+    """
+    found: dict[str, Any] = {}
+    for option, text in options:
+        name, equals, value = text.partition("=")
+        field = FIELDS.get(name)
+        if not equals:
+            raise InputError(f"{option} {text}: NAME=VALUE is accepted, such as {option} steps=20")
+        if field is None:
+            hint = suggestion(name, FIELDS) or f"the fields of a job are {', '.join(FIELDS)}"
+            raise InputError(f"{option}: {plain_name(name)}: not a field; {hint}")
+        if name in OWN_FIELDS:
+            raise InputError(f"{option}: {name}: each job needs its own; write it in the job file")
+        is_text = field.schema.get("type") == "string"
+        found = dict(over(found, {name: value if is_text else number_of(value)}))
+        try:
+            field.parse(found[name])
+        except Refused as refused:
+            raise InputError(f"{option}: {field.refusal(found[name], str(refused))}") from None
+    return found
+
+
+def number_of(text: str) -> int | float | str:
+    """The number that a text contains, or the text."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
