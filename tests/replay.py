@@ -146,21 +146,13 @@ class _DecisionCheck(NoJournal):
 
     def __init__(self, turns: Sequence[Turn]) -> None:
         self._turns: Iterator[Turn] = iter(turns)
-        self._dispatches: list[Any] | None = None
         self.num_turns = 0
         self.num_dispatches = 0
         self.difference: str | None = None
 
-    def asked(self) -> None:
-        self._dispatches = []
-
-    def dispatched(self, dispatch: Dispatch) -> None:
-        assert self._dispatches is not None
-        self._dispatches.append(dispatch_summary(dispatch))
-
-    def end_turn(self, moment_s: float) -> None:
-        turn, made = next(self._turns), self._dispatches
-        self._dispatches = None
+    def end_turn(self, moment_s: float, dispatches: Sequence[Dispatch] | None) -> None:
+        turn = next(self._turns)
+        made = None if dispatches is None else [dispatch_summary(dispatch) for dispatch in dispatches]
         if made != turn.dispatches:
             self.difference = (
                 f"turn {self.num_turns + 1}, at {moment_s:.6f} s: {_words(turn.dispatches)} in the run, "

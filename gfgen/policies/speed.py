@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from gfgen.graph import Stage
 from gfgen.layout import MAX_RANKS
 from gfgen.snapshot import JobView, Snapshot
@@ -27,10 +29,17 @@ def widest(snapshot: Snapshot, job: JobView) -> int:
 
     A power of two, so that groups of these sizes fit into each other.
     """
-    most = min(snapshot.max_degree, len(snapshot.ranks))
     if job.next_task.stage is Stage.DECODE:
+        most = min(snapshot.max_degree, len(snapshot.ranks))
         return power_of_two(job.decode_layout(_SOME[:most]).degree)
-    return power_of_two(min(job.step_degree, most))
+    return _widest(job.uses_cfg, job.max_sequence_degree, snapshot.max_degree, len(snapshot.ranks))
+
+
+@functools.lru_cache(maxsize=256)
+def _widest(uses_cfg: bool, max_sequence_degree: int, max_degree: int, num_ranks: int) -> int:
+    """`widest` of a step; kept, since a decision asks for every job."""
+    step_degree = max_sequence_degree * (2 if uses_cfg else 1)
+    return power_of_two(min(step_degree, max_degree, num_ranks))
 
 
 def is_past_rescue(snapshot: Snapshot, job: JobView) -> bool:

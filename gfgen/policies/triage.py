@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+from bisect import insort
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -44,12 +45,14 @@ def triage(snapshot: Snapshot, *, degree: GroupSize = 2) -> list[Decision]:
     if not snapshot.open or not snapshot.free_ranks:
         return []
     base = shared_out(snapshot, degree=degree)
-    hopeful = _first(
-        snapshot,
-        _due,
-        NUM_CONSIDERED,
-        lambda job: job.deadline_s < math.inf and not is_past_rescue(snapshot, job),
-    )
+    now_s = snapshot.now_s
+
+    def may_be_in_time(job: JobView) -> bool:
+        if now_s + job.remaining_s <= job.deadline_s:
+            return job.deadline_s < math.inf
+        return not is_past_rescue(snapshot, job)
+
+    hopeful = _first(snapshot, _due, NUM_CONSIDERED, may_be_in_time)
     known = {job.job_id for job in hopeful}
     others = _first(snapshot, _short, NUM_FIRST, lambda job: job.job_id not in known)
     rests = _rests(snapshot, (*hopeful, *others), base)
@@ -75,14 +78,19 @@ def _rests(snapshot: Snapshot, jobs: Iterable[JobView], degree: int) -> Mapping[
     """By job; equal jobs are looked up once."""
     alike: dict[tuple[str, str, int, float], _Rest] = {}
     found = {}
+    num_ranks = len(snapshot.ranks)
     for job in jobs:
+        most = widest(snapshot, job)
+        if most == 1:  # the view says it, no cost is asked for
+            found[job.job_id] = _Rest(job.remaining_s / num_ranks, job.remaining_s)
+            continue
         key = (job.model, job.shape, job.next_task.index, job.remaining_s)
-        if key not in alike:
-            most = widest(snapshot, job)
+        rest = alike.get(key)
+        if rest is None:
             used = min(degree, most)
-            work_s = rest_s(snapshot, job, used) * used / len(snapshot.ranks)
-            alike[key] = _Rest(work_s, rest_s(snapshot, job, most))
-        found[job.job_id] = alike[key]
+            work_s = rest_s(snapshot, job, used) * used / num_ranks
+            rest = alike[key] = _Rest(work_s, rest_s(snapshot, job, most))
+        found[job.job_id] = rest
     return found
 
 
@@ -94,7 +102,9 @@ def _first(
 ) -> list[JobView]:
     """The first open jobs and all busy jobs that meet the condition, in order."""
     found = list(itertools.islice(filter(is_meant, snapshot.in_order(key)), number))
-    return sorted([*found, *filter(is_meant, snapshot.busy.values())], key=key)
+    for job in filter(is_meant, snapshot.busy.values()):
+        insort(found, job, key=key)
+    return found
 
 
 def _most_in_time(
@@ -107,18 +117,19 @@ def _most_in_time(
 
     Source: Moore 1968, "An n job, one machine sequencing algorithm for minimizing the number of late jobs".
     """
-    end_s = snapshot.now_s
+    end_s = now_s = snapshot.now_s
     taken: list[tuple[int, float, str]] = []
     given_up = []
     by_id = {job.job_id: job for job in by_deadline}
     for job in by_deadline:
         work_s, least_s = rests[job.job_id]
-        if snapshot.now_s + least_s > job.deadline_s:
+        deadline_s = job.deadline_s
+        if now_s + least_s > deadline_s:
             given_up.append(job)
             continue
         heapq.heappush(taken, (-job.precedence, -work_s, job.job_id))
         end_s += work_s
-        if end_s > job.deadline_s:
+        if end_s > deadline_s:
             _, minus_work_s, job_id = heapq.heappop(taken)
             end_s += minus_work_s
             given_up.append(by_id[job_id])

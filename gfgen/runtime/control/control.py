@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -116,6 +116,9 @@ class Control:
         self.journal = journal or NoJournal()
         self.metrics = Metrics()
         self.observers = (self.metrics, *observers, *([] if residency is None else [residency]))
+        self._tell_applied: list[Callable[[Event], None]] = []
+        self._tell_dispatched: list[Callable[[Dispatch], None]] = []
+        """Both are called at every step, so observers that do not watch them are left out."""
         self._refresh_s = min((o.refresh_s for o in self.observers if o.refresh_s is not None), default=None)
         self._next_refresh_s = 0.0
         self._jobs = tuple(jobs)
@@ -149,6 +152,7 @@ class Control:
     def turn(self) -> None:
         """Take in what has happened, and dispatch what follows from it."""
         self.receive()
+        dispatches = None
         if self._refresh_s is not None:
             self.refresh(self._refresh_s)
         if self.state.closing.is_stopping:
@@ -161,8 +165,8 @@ class Control:
             if self._residency is not None:
                 self.change_models(self._residency)
             if self.state.has_choice:
-                self.dispatch()
-        self.journal.end_turn(self.clock.turn_s)
+                dispatches = self.dispatch()
+        self.journal.end_turn(self.clock.turn_s, dispatches)
 
     def begin(self) -> None:
         """Schedule the arrivals, and tell all observers what is to be done."""
@@ -171,6 +175,10 @@ class Control:
         if isinstance(degree, int) and degree > most:
             ranks = counted(most, "rank")
             logger.warning("policy %s: a task has %s here at most, whatever the degree", policy.name, ranks)
+        ignored = (Observer.applied, Observer.dispatched)
+        watched = [(o.applied, o.dispatched) for o in self.observers]
+        self._tell_applied = [a for a, _ in watched if getattr(a, "__func__", None) not in ignored]
+        self._tell_dispatched = [d for _, d in watched if getattr(d, "__func__", None) not in ignored]
         infos = tuple(job.info for job in self._jobs)
         for observer in self.observers:
             observer.began(infos, num_ranks=len(self.state.ranks.records), policy=policy.name)
@@ -219,8 +227,8 @@ class Control:
             case _:
                 pass
         outcomes = self.state.apply(event)
-        for observer in self.observers:
-            observer.applied(event)
+        for tell in self._tell_applied:
+            tell(event)
         for outcome in outcomes:
             self.conclude(outcome)
 
@@ -276,37 +284,39 @@ class Control:
         self.record(event)
         self.backend.load(residency.held, load_s=event.load_s)
 
-    def dispatch(self) -> None:
+    def dispatch(self) -> list[Dispatch]:
         """Ask the policy, and start what it decides."""
+        dispatches: list[Dispatch] = []
         for decision in self.decide():
-            if not self.start(decision):
+            if self.state.holds_back(decision):
+                continue  # the policy is asked again when a file is written
+            dispatch = self.start(decision)
+            if dispatch is None:
                 break  # what follows was decided for a state that did not come about
+            dispatches.append(dispatch)
+        return dispatches
 
     def decide(self) -> Iterable[Decision]:
         """What the policy wants now."""
         self.state.jobs.renew_predictions(self.clock.turn_s)
         snapshot = self.state.snapshot()
-        self.journal.asked()
         decisions = self.decider.decide(snapshot)
         if not decisions and self.state.is_stuck:
             self._explain_standstill(snapshot)
         return decisions
 
-    def start(self, decision: Decision) -> bool:
-        """Dispatch a decision, or let it wait; False when it is illegal, which is the policy's fault."""
-        if self.state.holds_back(decision):
-            return True  # the policy is asked again when a file is written
+    def start(self, decision: Decision) -> Dispatch | None:
+        """Dispatch a decision; None when it is illegal, which is the policy's fault."""
         try:
             dispatch = self.state.begin(decision)
         except PolicyFault as fault:
             self.decider.blame(fault)
             self.clock.at(Wakeup(self.clock.now_s))  # it is asked again, for the ranks that are left
-            return False
+            return None
         self.backend.submit(dispatch)
-        self.journal.dispatched(dispatch)
-        for observer in self.observers:
-            observer.dispatched(dispatch)
-        return True
+        for tell in self._tell_dispatched:
+            tell(dispatch)
+        return dispatch
 
     def save_stopped(self) -> None:
         """Keep the state of each job that has come to its stop, at once: the others may take long to stop."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.snapshot import RunningTask
@@ -36,14 +36,11 @@ class Flight:
     """How long before and after its predicted end the next task may be queued; 0 if never."""
     failure: str | None = None
     is_void: bool = False
-    look_s: float = field(init=False)
+    look_s: float = math.inf
     """When to decide what follows it; infinity if nothing may be queued behind it."""
-    late_s: float = field(init=False)
+    late_s: float = 0.0
     """From here on nothing may be queued: a task that is so late may end at any time, or not for long,
     and a task queued behind it would wait on a rank that other jobs could use."""
-
-    def __post_init__(self) -> None:
-        self.set_end(self.view)
 
     def set_end(self, view: RunningTask) -> None:
         """Predict this end."""
@@ -80,6 +77,7 @@ class Flights:
         predicted_s = dispatch.predicted_end_s - dispatch.predicted_start_s
         own_s = lookahead_of(predicted_s, lookahead_s=self._lookahead_s) if is_foreseeable else 0.0
         flight = self._flights[dispatch.number] = Flight(dispatch, view, own_s)
+        flight.set_end(view)
         self.last_number = dispatch.number
         return flight
 
@@ -91,7 +89,7 @@ class Flights:
         """Flights behind which the next tasks may be queued."""
         soon_s = now_s + _ROUNDING_S
         near = [each for each in self._flights.values() if each.look_s <= soon_s]
-        return [flight for flight in near if flight.is_ending(now_s)]
+        return [flight for flight in near if flight.is_ending(now_s)] if near else near
 
     def next_look_s(self, now_s: float) -> float:
         """When to decide next what follows a flight; infinity if there is nothing to decide."""

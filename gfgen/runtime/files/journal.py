@@ -45,7 +45,7 @@ _TYPES = {
     if isinstance(kind, type) and issubclass(kind, Event) and kind is not Event
 }
 _OF_TASKS = (events.TaskDone.__name__, events.TaskFailed.__name__)
-_ENCODER = json.JSONEncoder(separators=(",", ":"))
+_encode = json.JSONEncoder(separators=(",", ":")).encode
 _FIELDS = {kind: tuple(field.name for field in fields(kind)) for kind in _TYPES.values()}
 
 
@@ -61,34 +61,28 @@ class Journal:
         self._lines = LineFile(path)
         self._pending: list[str] = []
         self._turn = 1
-        self._dispatches: list[Dispatch] | None = None
-        """Of this turn; None if the policy was not asked in it."""
-        self._write({"gfgen_journal": VERSION, **header})
+        self._pending.append(_encode({"gfgen_journal": VERSION, **header}))
         self.flush()
 
     def append(self, event: Event) -> None:
         kind = type(event)
-        values = {name: getattr(event, name) for name in _FIELDS[kind]}
-        self._write({"turn": self._turn, "event": kind.__name__, **values})
+        entry = {"turn": self._turn, "event": kind.__name__}
+        for name in _FIELDS[kind]:
+            entry[name] = getattr(event, name)
+        self._pending.append(_encode(entry))
 
-    def asked(self) -> None:
-        """The policy has been asked in this turn."""
-        self._dispatches = []
+    def end_turn(self, moment_s: float, dispatches: Sequence[Dispatch] | None) -> None:
+        """Write the events of the turn, if any, and its dispatches, unless the policy was not asked.
 
-    def dispatched(self, dispatch: Dispatch) -> None:
-        """A decision of this turn was legal, and was submitted."""
-        assert self._dispatches is not None, "nothing is dispatched unless the policy was asked"
-        self._dispatches.append(dispatch)
-
-    def end_turn(self, moment_s: float) -> None:
-        """Write the events and dispatches of the turn, if any; `moment_s` is the time of its decisions."""
-        if self._dispatches is not None:
-            made = [dispatch_summary(dispatch) for dispatch in self._dispatches]
-            self._write({"turn": self._turn, "moment_s": moment_s, "dispatches": made})
+        `moment_s` is the time of its decisions.
+        """
+        if dispatches is not None:
+            made = [dispatch_summary(dispatch) for dispatch in dispatches]
+            self._pending.append(_encode({"turn": self._turn, "moment_s": moment_s, "dispatches": made}))
         elif self._pending:
-            self._write({"turn": self._turn, "moment_s": moment_s})
-        self._dispatches = None
-        self.flush()
+            self._pending.append(_encode({"turn": self._turn, "moment_s": moment_s}))
+        if self._pending:
+            self.flush()
 
     def flush(self) -> None:
         """Pass pending lines to the operating system, where they survive this process."""
@@ -105,9 +99,6 @@ class Journal:
             logger.error("the end of the journal is lost: %s", error)
         self._lines.close()
 
-    def _write(self, entry: dict[str, Any]) -> None:
-        self._pending.append(_ENCODER.encode(entry))
-
 
 class NoJournal:
     """For benchmarks, simulations and tests, which keep no journal."""
@@ -115,13 +106,7 @@ class NoJournal:
     def append(self, event: Event) -> None:
         pass
 
-    def asked(self) -> None:
-        pass
-
-    def dispatched(self, dispatch: Dispatch) -> None:
-        pass
-
-    def end_turn(self, moment_s: float) -> None:
+    def end_turn(self, moment_s: float, dispatches: Sequence[Dispatch] | None) -> None:
         pass
 
     def close(self) -> None:

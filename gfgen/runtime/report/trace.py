@@ -11,6 +11,7 @@ Source: "Trace Event Format" (Google, 2016), the reference that both viewers nam
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 from collections.abc import Mapping
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from gfgen.errors import OutputError
+from gfgen.layout import Layout
 from gfgen.runtime.core import events
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.events import Event
@@ -51,6 +53,7 @@ COLOURS = (
 )
 """Colour names that chrome://tracing knows; Perfetto colours by the slice's name instead."""
 
+_encode = json.JSONEncoder().encode
 Args = Mapping[str, Any]
 
 
@@ -182,20 +185,21 @@ class TraceWriter(Observer):
             return
         job_id = dispatch.task.job_id
         job = self._jobs.get(job_id)
-        task_args = _task_args(dispatch, job)
+        task_args, name = _task_args(dispatch, job), f"{dispatch.task} {job_id}"
         for times in event.times:
             moving_s = times.started_s - times.moved_s
-            self._gap(f"wait {job_id}", times.rank, start_s=moving_s - times.waited_s, end_s=moving_s)
-            self._gap(f"move {job_id}", times.rank, start_s=moving_s, end_s=times.started_s)
+            if times.waited_s >= MIN_SLICE_S:
+                self._gap(f"wait {job_id}", times.rank, start_s=moving_s - times.waited_s, end_s=moving_s)
+            if times.moved_s >= MIN_SLICE_S:
+                self._gap(f"move {job_id}", times.rank, start_s=moving_s, end_s=times.started_s)
             args = task_args | {
                 "waited_ms": round(times.waited_s * 1e3, 3),
                 "moved_ms": round(times.moved_s * 1e3, 3),
             }
             if times.idle_s is not None:
                 args["idle_ms"] = round(times.idle_s * 1e3, 3)
-            name = f"{dispatch.task} {job_id}"
             self._slice(name, times.rank, times.started_s, times.ended_s, job=job, args=args)
-            if dispatch.layout.slot_of(times.rank) == 0 and job is not None:
+            if job is not None and times.rank == dispatch.layout.ranks[0]:
                 self._flow(job, times.rank, (times.started_s + times.ended_s) / 2)
 
     def _task_failed(self, event: events.TaskFailed) -> None:
@@ -249,9 +253,12 @@ class TraceWriter(Observer):
             colour = COLOURS[job.number % len(COLOURS)]
         category = name.partition(" ")[0]
         # The duration is a difference of rounded ends, so that neighbours never overlap.
-        entry = {"ph": "X", "name": name, "cat": category, "pid": RANKS_PID, "tid": lane, "ts": _us(start_s)}
-        entry |= {"dur": round(_us(end_s) - _us(start_s), 3), "args": args}
-        self._write(entry | ({"cname": colour} if colour else {}))
+        ts = _us(start_s)
+        entry = {"ph": "X", "name": name, "cat": category, "pid": RANKS_PID, "tid": lane, "ts": ts}
+        entry |= {"dur": round(_us(end_s) - ts, 3), "args": args}
+        if colour:
+            entry["cname"] = colour
+        self._write(entry)
 
     def _flow(self, job: _JobLane, lane: int, time_s: float) -> None:
         """Go on with the job's arrow inside the slice that was just written."""
@@ -320,8 +327,9 @@ class TraceWriter(Observer):
             self._write({"ph": "M", "name": kind, "pid": RANKS_PID, "tid": lane, "args": args})
 
     def _write(self, entry: Args) -> None:
-        self._write_text(self._separator + json.dumps(entry))
-        self._separator = ",\n"
+        if self._stream is not None:
+            self._write_text(self._separator + _encode(entry))
+            self._separator = ",\n"
 
     def _write_text(self, text: str) -> None:
         try:
@@ -354,12 +362,18 @@ def _task_args(dispatch: Dispatch, job: _JobLane | None) -> dict[str, Any]:
         "prompt": job.info.spec.prompt[:SHORT_PROMPT_CHARS] if job is not None else "",
         "stage": str(task.stage),
         "step": task.step,
-        "layout": str(dispatch.layout),
+        "layout": _text_of(dispatch.layout),
         "ranks": list(dispatch.layout.ranks),
         "dispatch": dispatch.number,
-        "source": None if dispatch.source is None else str(dispatch.source),
-        "moved_bytes": dispatch.moved_bytes,
+        "source": None if dispatch.source is None else _text_of(dispatch.source),
+        "moved_bytes": dispatch.moved_bytes if dispatch.transfers else 0,
     }
+
+
+@functools.lru_cache(maxsize=1024)
+def _text_of(layout: Layout) -> str:
+    """Kept, since the same few layouts come again at every step."""
+    return str(layout)
 
 
 def _span(phase: str, job: _JobLane) -> dict[str, Any]:
