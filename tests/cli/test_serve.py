@@ -39,7 +39,7 @@ def test_pictures_and_videos_are_made_and_a_stop_costs_nothing(tmp_path, tiny_mo
             assert time.monotonic() < deadline_s
             time.sleep(0.05)
     assert loading.status_code == 503
-    assert loading.json()["error"]["message"] == "the models are being loaded"
+    assert loading.json()["error"]["message"] == "the models are loading"
     assert early.post("/v1/videos", json={"prompt": "x"}).status_code == 503
     assert early.get("/health").status_code == 200
     server.wait_ready()

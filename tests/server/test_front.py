@@ -29,7 +29,7 @@ from gfgen.server.http.front import clear_folders
 from gfgen.server.http.streams import job_stream
 from gfgen.server.jobs import service as service_module
 from gfgen.server.jobs.job_requests import RequestedJob
-from gfgen.server.jobs.manifests import UNTOLD, manifest
+from gfgen.server.jobs.manifests import NO_DETAILS, manifest
 from gfgen.server.jobs.mirror import RunMirror
 from gfgen.server.jobs.service import JobService
 from gfgen.server.jobs.store import KEPT_REQUESTS_S, STORE_NAME, Ending, RequestKey, Store
@@ -58,7 +58,7 @@ def test_a_front_that_cannot_follow_the_run_says_why_in_one_line_and_ends_at_onc
         _, told = front.communicate(timeout=60)
     assert front.returncode == 1
     (line,) = told.splitlines()
-    assert line.endswith("the HTTP process cannot go on: TypeError: 'int' object is not iterable")
+    assert line.endswith("the HTTP process failed: TypeError: 'int' object is not iterable")
 
 
 def test_connections_that_are_too_many_are_told_so_and_far_too_many_are_closed_as_they_come(monkeypatch):
@@ -263,7 +263,7 @@ def test_of_an_end_that_nobody_tells_the_manifest_has_what_is_known(service, sto
     assert lines[0]["size_bytes"] == len(b"made in time")
     assert (lines[1]["timings"]["latency_s"], lines[1]["timings"]["busy_s"]) == (3.0, None)
     assert (lines[0]["shape"]["width"], lines[0]["steps"], lines[0]["seed"]) == (64, 4, 7)
-    assert [line["warnings"] for line in lines] == [[UNTOLD]] * 3
+    assert [line["warnings"] for line in lines] == [[NO_DETAILS]] * 3
 
 
 def test_what_happens_to_an_open_job_is_not_known_while_models_load(service, store):
@@ -277,7 +277,7 @@ def test_what_happens_to_an_open_job_is_not_known_while_models_load(service, sto
 
     refusal = asyncio.run(ask())
     assert (refusal.status, refusal.headers["Retry-After"]) == (503, "5")
-    assert "being loaded" in refusal.message
+    assert "models are loading" in refusal.message
 
 
 def test_request_keys_are_forgotten_after_a_day_whether_jobs_are_removed_or_not(store, tmp_path):
@@ -314,7 +314,7 @@ def test_a_front_that_cannot_be_started_counts_as_one_that_dies(monkeypatch, tmp
         supervisor.Supervisor(listener, settings, bridge)._run()
     (failure,) = failures
     assert str(failure).startswith("the HTTP process died, or could not be started, 2 times")
-    told = "the HTTP process cannot be started (Cannot allocate memory); it is tried again"
+    told = "the HTTP process cannot be started (Cannot allocate memory); retrying"
     assert [record.getMessage() for record in caplog.records] == [told, told]
 
 
@@ -385,7 +385,7 @@ def test_there_is_no_room_for_more_jobs_before_anything_is_written(ready, tmp_pa
 
 def test_an_input_picture_that_cannot_be_written_is_a_full_disk_and_leaves_nothing(ready, tmp_path):
     (tmp_path / ".inputs/video_1").symlink_to("/dev/full")
-    with pytest.raises(OutputError, match="cannot keep the input picture"):
+    with pytest.raises(OutputError, match="cannot save the input picture"):
         asyncio.run(ready.take([asked()]))
     assert inputs(tmp_path) == []
 

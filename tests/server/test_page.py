@@ -95,13 +95,13 @@ def test_the_page_shows_ranks_queue_and_results(browser, fake):
 
 
 def test_an_empty_server_says_so(browser, fake):
-    fake.state = states.live(status="loading", reason="the models are being loaded", ranks=[], models=[])
+    fake.state = states.live(status="loading", reason="the models are loading", ranks=[], models=[])
     with opened(browser, fake.url) as page:
         expect(page.locator("#status")).to_have_text("loading")
         expect(page.get_by_text("Nothing is waiting, nothing runs.")).to_be_visible()
         page.locator("#prompt").fill("a fox")
         page.locator("#send").click(force=True)
-        expect(page.locator("#sent")).to_have_text("the models are being loaded")
+        expect(page.locator("#sent")).to_have_text("the models are loading")
     assert fake.asked == []
 
 

@@ -100,10 +100,10 @@ def test_a_large_picture_inside_json_is_taken_and_large_json_without_one_is_not(
     assert first == again
     assert server.wait_for(first)["status"] == "completed"
     error = error_of(server.post("/v1/videos", prompt="x" * 1_500_000), 413)
-    assert "1,048,576 bytes beside its picture" in error["message"]
+    assert "1,048,576 bytes without its picture" in error["message"]
     texts = dict.fromkeys(("prompt", "negative_prompt"), "x" * 600000)
     form = server.http.post("/v1/videos", data=texts, files={"input_reference": ("x.png", LIGHTHOUSE)})
-    assert "beside its picture" in error_of(form, 413)["message"]
+    assert "without its picture" in error_of(form, 413)["message"]
 
 
 @pytest.mark.parametrize("url", ["http://example.com/x.png", "file:///etc/passwd", "/etc/passwd", "x", ""])
@@ -567,7 +567,7 @@ def test_a_faulty_job_file_is_refused_with_the_messages_of_the_command_line(serv
     assert "3 problems; nothing was started" in error["message"]
     assert "line 2: stpes: not a field; did you mean steps?" in error["message"]
     assert "line 3: image" in error["message"]
-    assert "cannot be named over HTTP" in error["message"]
+    assert "not accepted over HTTP" in error["message"]
     assert "line 4" in error["message"]
     refused = error_of(batch(server, {"prompt": "x", "model": "/etc"}), 400)
     assert "is not served here" in refused["message"]

@@ -87,7 +87,7 @@ def asked():
 @pytest.fixture
 def bridge(asked):
     made = RunBridge(on_policy=asked.append)
-    made._serving = SERVING
+    made._run_info = SERVING
     yield made
     made.close()
 
@@ -142,7 +142,7 @@ def test_what_is_much_comes_in_parts_and_rings_for_the_rest(bridge):
 
 
 def test_another_policy_is_an_event_and_changes_who_chooses(bridge, asked):
-    assert say(bridge, SetPolicy("edf"), now_s=2.0) == [PolicyChanged(2.0, "edf", "asked for over HTTP")]
+    assert say(bridge, SetPolicy("edf"), now_s=2.0) == [PolicyChanged(2.0, "edf", "requested over HTTP")]
     assert asked == ["edf"]
 
 
@@ -157,8 +157,8 @@ def test_the_run_begins_with_what_the_store_has_open(bridge, front):
 
 def test_a_stop_while_it_waits_for_the_front_is_heeded(bridge, monkeypatch):
     assert bridge.open(SERVING, is_stopped=lambda: True) is None
-    monkeypatch.setattr(run_bridge, "HELLO_S", 0.1)
-    with pytest.raises(RunError, match=r"has not told within 0\.1 s"):
+    monkeypatch.setattr(run_bridge, "OPEN_JOBS_S", 0.1)
+    with pytest.raises(RunError, match=r"did not send the open jobs within 0\.1 s"):
         bridge.open(SERVING, is_stopped=lambda: False)
 
 

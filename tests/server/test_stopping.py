@@ -56,7 +56,7 @@ def test_a_stopped_server_goes_on_at_the_step_where_it_stopped(start):
     waiter.join(10)
     follower.join(10)
     assert answers["waited"].status_code == 503
-    assert "goes on when it is back" in answers["waited"].json()["error"]["message"]
+    assert "continues after its restart" in answers["waited"].json()["error"]["message"]
     assert kinds[-1] == "stopping"
     assert "4 jobs are open and continue at the next start" in server.log
     assert len(list((server.folder / "out/.resume").iterdir())) >= 1

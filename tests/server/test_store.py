@@ -210,7 +210,7 @@ def test_a_full_disk_refuses_and_keeps_what_was_there(store):
     big = replace(big, spec={"prompt": "x" * 100_000})
     (error,) = run(store.accept([big], now=1.0))
     assert isinstance(error, OutputError)
-    assert "make room" in str(error)
+    assert "free some space" in str(error)
     store._writer.execute("PRAGMA max_page_count = 1000000")
     accept(store, "c")
     assert [facts.id for facts, _ in store.open_jobs()] == ["a", "c"]
@@ -227,8 +227,8 @@ def test_a_full_disk_is_told_of_once_until_something_is_written(store, caplog):
             store._commit([work])
     assert len(caplog.records) == 1
     store._commit(works[3:])
-    assert works[3].asked.done()
-    assert store._told is None
+    assert works[3].future.done()
+    assert store._logged_error is None
 
 
 def test_a_store_is_opened_on_a_full_disk_and_takes_jobs_when_there_is_room(store, tmp_path, caplog):
@@ -246,7 +246,7 @@ def test_a_store_is_opened_on_a_full_disk_and_takes_jobs_when_there_is_room(stor
     assert len({store.epoch, again.epoch, third.epoch}) == 3
     assert again.made_at == store.made_at
     assert [facts.id for facts, _ in again.open_jobs()] == ["a"]
-    with pytest.raises(OutputError, match="make room"):
+    with pytest.raises(OutputError, match="free some space"):
         accept(again, "b")
     assert len(caplog.records) == 2, "once for each"
     again._writer.execute("PRAGMA query_only = 0")
@@ -260,7 +260,7 @@ def test_a_store_that_cannot_be_begun_says_what_to_do(tmp_path):
     Store(tmp_path / "jobs.sqlite3", began_at=1.0).close()
     with contextlib.closing(sqlite3.connect(tmp_path / "jobs.sqlite3")) as db, db:
         db.execute("CREATE TRIGGER broken BEFORE INSERT ON lives BEGIN SELECT RAISE(ABORT, 'broken'); END")
-    with pytest.raises(OutputError, match="broken; move it away, or name another --output"):
+    with pytest.raises(OutputError, match="broken; move the file away or choose another --output"):
         Store(tmp_path / "jobs.sqlite3", began_at=2.0)
 
 

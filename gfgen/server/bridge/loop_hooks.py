@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
+from typing import Any
 
 from gfgen.runtime.control.control import Backend
-from gfgen.runtime.core.admission import AdmittedJob
-from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.events import Event
-from gfgen.runtime.ipc.messages import MemoryUse
 from gfgen.runtime.predict.choosers import ThreadedChooser
 from gfgen.snapshot import Choice, Choose, Snapshot
 
 
 class LoopTimer:
-    """A backend that notes how long the loop stays away between two waits, and comes back late from one."""
+    """A backend that measures the time between two waits, that is, the turns of the control loop."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -39,37 +36,19 @@ class LoopTimer:
         self._left_s = time.perf_counter()
         return events
 
-    def submit(self, dispatch: Dispatch) -> None:
-        self._backend.submit(dispatch)
-
-    def stop(self, dispatches: Sequence[Dispatch]) -> None:
-        self._backend.stop(dispatches)
-
-    def release(self, job_id: str) -> None:
-        self._backend.release(job_id)
-
-    def add(self, jobs: Sequence[AdmittedJob]) -> None:
-        self._backend.add(jobs)
-
-    def load(self, models: Mapping[str, Path], *, load_s: float) -> None:
-        self._backend.load(models, load_s=load_s)
-
-    def save(self, job_id: str, *, next_index: int, producer: int) -> None:
-        self._backend.save(job_id, next_index=next_index, producer=producer)
-
-    def memory_use(self) -> Mapping[int, MemoryUse]:
-        return self._backend.memory_use()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
 
 
 class SwitchableChooser:
-    """Thinks under policies that hand over to others (`auto`), and does nothing under the rest."""
+    """Runs the chooser of the current policy (`auto`), if it has one."""
 
     def __init__(self, choose: Choose | None) -> None:
         self._inner: ThreadedChooser | None = None
         self.follow(choose)
 
     def follow(self, choose: Choose | None) -> None:
-        """From now on this one chooses, or nobody."""
+        """Use another chooser, or none, from now on."""
         if self._inner is not None:
             self._inner.abandon()
         self._inner = None if choose is None else ThreadedChooser(choose)

@@ -1,4 +1,4 @@
-"""Keeps a front alive beside the run: starts it, listens to it, starts another when it dies."""
+"""Starts the front, receives its messages, and restarts it when it dies."""
 
 from __future__ import annotations
 
@@ -20,18 +20,15 @@ logger = logging.getLogger(__name__)
 
 MAX_DEATHS = 5
 DEATHS_WINDOW_S = 60.0
-"""A front that dies so often within this time is given up, and the run with it."""
+"""After MAX_DEATHS within this time the run ends with an error."""
 BIND_S = 5.0
-"""How long to wait for the address of a server that was killed: the kernel kills its front too (lifeline)."""
+"""How long to wait for the port of a killed server, whose front the kernel kills too (lifeline.py)."""
 DRAIN_S = 10.0
-"""How long a front may take to end once the run is over."""
+"""Timeout for the front to end after the run."""
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket.
-
-    Raises: InputError when the address is in use, or is none of this machine's.
-    """
+    """A listening socket; raises InputError if the address is in use or not available."""
     deadline_s = time.monotonic() + BIND_S
     while True:
         try:
@@ -61,7 +58,7 @@ def _bound(host: str, port: int) -> socket.socket:
 
 
 class Supervisor:
-    """The front process, from `start` to `stop`."""
+    """Runs the front process from `start` to `stop`."""
 
     def __init__(self, listener: socket.socket, settings: FrontSettings, bridge: RunBridge) -> None:
         self._listener = listener
@@ -76,7 +73,7 @@ class Supervisor:
         self._thread.start()
 
     def stop(self) -> None:
-        """Let the front end its answers, and end."""
+        """Let the front finish its responses and end."""
         self._is_over.set()
         if self._link is not None:
             self._link.close()
@@ -88,10 +85,10 @@ class Supervisor:
         while not self._is_over.is_set():
             try:
                 code = self._serve()
-                told = f"is gone ({_ending(code)}); another one is started"
-            except OSError as error:  # no memory, no descriptor: it may be there a moment later
+                what = f"ended ({_ending(code)}); starting another one"
+            except OSError as error:  # no memory or descriptor: perhaps temporary
                 code = None
-                told = f"cannot be started ({error.strerror}); it is tried again"
+                what = f"cannot be started ({error.strerror}); retrying"
             if self._is_over.is_set():
                 return
             if code == LACKS_PACKAGE:
@@ -99,7 +96,7 @@ class Supervisor:
                 return
             now_s = time.monotonic()
             deaths = [at for at in deaths if at > now_s - DEATHS_WINDOW_S] + [now_s]
-            logger.warning("the HTTP process %s", told)
+            logger.warning("the HTTP process %s", what)
             if len(deaths) >= MAX_DEATHS:
                 times = f"{len(deaths)} times within {DEATHS_WINDOW_S:g} s"
                 what = f"the HTTP process died, or could not be started, {times}"
@@ -108,10 +105,7 @@ class Supervisor:
             self._is_over.wait(0.1 * len(deaths))
 
     def _serve(self) -> int:
-        """One life of a front; returns its exit status.
-
-        Raises: OSError when it cannot be started.
-        """
+        """Run one front until it ends; returns its exit status; raises OSError if it cannot be started."""
         ours, theirs = socket.socketpair()
         numbers = map(str, (theirs.fileno(), self._listener.fileno()))
         command = module_command("gfgen.server.http.front_main", *numbers)
@@ -127,7 +121,7 @@ class Supervisor:
             ours.close()
             raise
         link = self._link = MessageSocket(ours)
-        if self._is_over.is_set():  # between two lives
+        if self._is_over.is_set():  # stop() came between two fronts
             link.close()
         try:
             link.send(self._settings)
@@ -139,7 +133,7 @@ class Supervisor:
             pass
         self._door.left(link)
         link.close()
-        if self._is_over.is_set():  # this ends it while it imports, for seconds; later it ignores signals
+        if self._is_over.is_set():  # ends it while it still imports; later it ignores signals
             self._process.terminate()
         return self._reap(self._process)
 
@@ -147,7 +141,7 @@ class Supervisor:
         try:
             return process.wait(DRAIN_S)
         except subprocess.TimeoutExpired:
-            logger.warning("the HTTP process does not end and is killed")
+            logger.warning("the HTTP process does not end; killing it")
             process.kill()
             return process.wait()
 

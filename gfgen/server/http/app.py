@@ -15,9 +15,9 @@ from gfgen.server.jobs.service import JobService
 from gfgen.server.protocol import problems, schemas
 
 TITLE = "gfgen"
-_TEXT = "Pictures and videos, elastically, on all GPUs of one machine. Every error has the shape of `Error`."
-_TOLD_BY_STREAMS = (schemas.JobEvent, schemas.LiveState, schemas.Change)
-"""Models that only streams send: they belong into the document too."""
+_TEXT = "Pictures and videos, elastically, on all GPUs of one machine. Every error response is an `Error`."
+_STREAMED_MODELS = (schemas.JobEvent, schemas.LiveState, schemas.Change)
+"""Models that only event streams send; FastAPI does not find them."""
 
 
 def make_app(
@@ -29,12 +29,12 @@ def make_app(
     is_loopback: bool,
     version: str,
 ) -> FastAPI:
-    """The application over one desk."""
+    """The application for one JobService."""
     app = FastAPI(
         title=TITLE,
         description=_TEXT,
         version=version,
-        docs_url=None,  # they load scripts from elsewhere
+        docs_url=None,  # would load scripts from other hosts
         redoc_url=None,
         generate_unique_id_function=_operation_id,
         redirect_slashes=False,
@@ -54,11 +54,11 @@ def _operation_id(route: APIRoute) -> str:
 
 
 def _document(app: FastAPI) -> dict[str, Any]:
-    """The OpenAPI document; made once."""
+    """The OpenAPI document, cached."""
     if app.openapi_schema is None:
         document = FastAPI.openapi(app)
         known = document["components"]["schemas"]
-        for model in _TOLD_BY_STREAMS:
+        for model in _STREAMED_MODELS:
             schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
             for name, definition in schema.pop("$defs", {}).items():
                 known.setdefault(name, definition)
@@ -75,5 +75,5 @@ def _document(app: FastAPI) -> dict[str, Any]:
 
 
 def _is_fastapis(operation: dict[str, Any]) -> bool:
-    """Whether its 422 is the one that FastAPI adds to everything, and that is never answered here."""
+    """Whether its 422 is the one that FastAPI adds to every route and this server never sends."""
     return "HTTPValidationError" in str(operation["responses"].get("422", ""))

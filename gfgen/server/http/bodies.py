@@ -1,7 +1,7 @@
-"""Reading what a request brings: JSON, forms with a picture, job files, and its Idempotency-Key.
+"""Reads request bodies (JSON, forms with a picture, job files) and Idempotency-Key.
 
-A picture may be as large as a request may be, the rest of a request is small. JSON cannot be parsed in parts,
-and nothing else runs in this process meanwhile; so a large body's picture is cut out of it first.
+A picture may be large, the other fields are small. Parsing JSON blocks this process, so the picture is cut
+out of a large body first.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from gfgen.server.protocol.problems import ApiError
 MAX_FIELDS = 64
 MAX_KEY_CHARS = 255
 MAX_LINES = 1_000_000
-"""Of a job file, blank ones included."""
+"""Of a job file, including blank lines."""
 _BRIEF_BYTES = 1 << 16
-"""What is read in less time than it takes to hand it to another thread and back."""
+"""Smaller bodies are parsed faster than a thread switch takes."""
 _DATA_URL_START = b'"data:image'
 T = TypeVar("T")
 _NUMBER = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
 _NUMERIC = ("deadline", "timeout", "seconds")
-"""Fields that are a number or a text: in a form all are texts."""
+"""Fields that accept a number or a string; forms have only strings."""
 _PICTURE_URL = ("input_reference[image_url]", "input_reference[image_url][url]")
 
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """The fields of a request but for its picture, the picture's bytes, and a hash of all of it."""
+    """The fields of a request, its picture, and a hash of both."""
 
     values: Mapping[str, Any]
     picture: bytes | None
@@ -49,7 +49,7 @@ class Body:
 
 
 async def read_body(request: Request, *, service: JobService, picture_name: str = "input_reference") -> Body:
-    """A request's fields, from JSON or from a form; raises ApiError for anything else."""
+    """Read JSON or a form; raises ApiError for any other content type."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind == "application/x-www-form-urlencoded":  # what curl -d says, whatever it sends
         raise ApiError(400, "send JSON with -H 'Content-Type: application/json', or a form with -F")
@@ -59,19 +59,19 @@ async def read_body(request: Request, *, service: JobService, picture_name: str 
         raise ApiError(400, f"{kind[:80]}: send application/json or multipart/form-data")
     content = await _content(request, service.limits.body_bytes)
     address, json_bytes = _address(request), service.limits.json_bytes
-    return await _beside(
+    return await _parse(
         content, lambda: _from_json(content, address, picture_name=picture_name, json_bytes=json_bytes)
     )
 
 
 async def read_json(request: Request, *, most_bytes: int) -> dict[str, Any]:
-    """The object that a request's body is."""
+    """Read a small JSON object."""
     content = await _content(request, most_bytes)
-    return await _beside(content, lambda: _object(content))
+    return await _parse(content, lambda: _object(content))
 
 
-async def _beside(content: bytes, work: Callable[[], T]) -> T:
-    """What the work gives that there is with a body, done in another thread unless it is brief."""
+async def _parse(content: bytes, work: Callable[[], T]) -> T:
+    """The result of `work`, which runs in another thread if the body is large."""
     return work() if len(content) <= _BRIEF_BYTES else await asyncio.to_thread(work)
 
 
@@ -85,19 +85,16 @@ def _object(content: bytes) -> dict[str, Any]:
     except ValueError as error:
         raise ApiError(400, f"the body is not JSON: {str(error)[:200]}") from None
     if not isinstance(value, dict):
-        raise ApiError(400, 'the body is no JSON object; send one like {"prompt": "a red circle falls"}')
+        raise ApiError(400, 'the body is not a JSON object; send one like {"prompt": "a red circle falls"}')
     if len(value) > MAX_FIELDS:
-        raise ApiError(400, f"{len(value):,} fields; no request has more than {MAX_FIELDS}")
+        raise ApiError(400, f"{len(value):,} fields; at most {MAX_FIELDS} are accepted")
     return value
 
 
 async def read_job_file(request: Request, *, service: JobService) -> tuple[bytes, str]:
-    """A job file, as the body or as the file of a form, and its hash.
-
-    Raises: ApiError also when it has more jobs than may be open.
-    """
+    """A job file, from the body or from a form, and its hash; raises ApiError if it has too many jobs."""
     content, fingerprint = await _job_file(request, service)
-    service.check_fits(await _beside(content, lambda: _num_jobs(content)))
+    service.check_fits(await _parse(content, lambda: _num_jobs(content)))
     return content, fingerprint
 
 
@@ -110,11 +107,11 @@ async def _job_file(request: Request, service: JobService) -> tuple[bytes, str]:
         return body.picture, body.fingerprint
     content = await _content(request, service.limits.body_bytes)
     address = _address(request)
-    return content, await _beside(content, lambda: _fingerprint(address, {}, content))
+    return content, await _parse(content, lambda: _fingerprint(address, {}, content))
 
 
 def _num_jobs(content: bytes) -> int:
-    """Lines of a job file that are neither blank nor comments; raises ApiError for lines without end."""
+    """Number of lines that are neither blank nor comments; raises ApiError if the file has too many lines."""
     if content.count(b"\n") > MAX_LINES:
         raise ApiError(413, f"a job file has at most {MAX_LINES:,} lines")
     lines = map(bytes.strip, io.BytesIO(content.removeprefix(b"\xef\xbb\xbf")))
@@ -122,7 +119,7 @@ def _num_jobs(content: bytes) -> int:
 
 
 def request_key(request: Request, fingerprint: str) -> RequestKey | None:
-    """The request's Idempotency-Key, if it has one."""
+    """The request's Idempotency-Key, if any."""
     key = request.headers.get("idempotency-key")
     if key is None:
         return None
@@ -134,7 +131,7 @@ def request_key(request: Request, fingerprint: str) -> RequestKey | None:
 
 
 def documented(model: type[BaseModel], *, picture: str | None = None, is_json: bool = True) -> dict[str, Any]:
-    """For a route's documentation: what its body is, where the route reads it by itself."""
+    """OpenAPI description of a body that the route reads itself."""
     schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
     content: dict[str, Any] = {"application/json": {"schema": schema}} if is_json else {}
     if picture is not None:
@@ -146,13 +143,13 @@ def documented(model: type[BaseModel], *, picture: str | None = None, is_json: b
         "in": "header",
         "required": False,
         "schema": {"type": "string", "minLength": 1, "maxLength": MAX_KEY_CHARS, "pattern": "^[!-~]+$"},
-        "description": "A request that comes again with its key makes nothing new.",
+        "description": "A repeated request with the same key creates nothing new.",
     }
     return {"requestBody": {"required": True, "content": content}, "parameters": [key]}
 
 
 def _without_null(schema: dict[str, Any]) -> dict[str, Any]:
-    """A form leaves out what JSON may say as null."""
+    """The schema of a form field: forms have no null."""
     kinds = [kind for kind in schema.get("anyOf", ()) if kind != {"type": "null"}]
     rest = {name: value for name, value in schema.items() if name not in ("anyOf", "default")}
     return schema if not kinds else rest | (kinds[0] if len(kinds) == 1 else {"anyOf": kinds})
@@ -163,13 +160,13 @@ async def _content(request: Request, most_bytes: int) -> bytes:
     async for piece in request.stream():
         size += len(piece)
         if size > most_bytes:
-            raise ApiError(413, f"a request has at most {most_bytes:,} bytes")
+            raise ApiError(413, f"the request exceeds {most_bytes:,} bytes")
         pieces.append(piece)
     return b"".join(pieces)
 
 
 async def _from_form(request: Request, service: JobService, file_name: str) -> Body:
-    """The fields of a form; all texts, and one file."""
+    """The fields of a form, all strings, and one file."""
     values: dict[str, Any] = {}
     picture: bytes | None = None
     async with request.form(
@@ -179,7 +176,7 @@ async def _from_form(request: Request, service: JobService, file_name: str) -> B
             if isinstance(value, UploadFile):
                 if name != file_name:
                     raise ApiError(
-                        400, f"{name[:80]!r}: not a file of this form; {file_name} is", param=file_name
+                        400, f"{name[:80]!r}: not a file of this form; send {file_name}", param=file_name
                     )
                 picture = await value.read()
             elif name in values:
@@ -192,7 +189,7 @@ async def _from_form(request: Request, service: JobService, file_name: str) -> B
     if sum(len(value) for value in values.values() if isinstance(value, str)) > service.limits.json_bytes:
         raise _too_large(service.limits.json_bytes)
     address, content = _address(request), picture or b""
-    return Body(values, picture, await _beside(content, lambda: _fingerprint(address, values, content)))
+    return Body(values, picture, await _parse(content, lambda: _fingerprint(address, values, content)))
 
 
 def _from_json(content: bytes, address: list[str], *, picture_name: str, json_bytes: int) -> Body:
@@ -205,7 +202,7 @@ def _from_json(content: bytes, address: list[str], *, picture_name: str, json_by
         values = _object(content)
     url = _picture_url(values, picture_name)
     if token is not None:
-        if url != token:  # the long text is something else's
+        if url != token:  # the long string belongs to another field
             raise _too_large(json_bytes)
         url = _text(content[start:stop])
     picture = None if url is None else data_url_content(url)
@@ -213,11 +210,11 @@ def _from_json(content: bytes, address: list[str], *, picture_name: str, json_by
 
 
 def _longest_picture(content: bytes, json_bytes: int) -> tuple[int, int]:
-    """Where in JSON its longest picture is, with its quotes: a text that begins as a data: URL.
+    """Start and end of the longest quoted data: URL in JSON.
 
-    Quotes inside a text are escaped, and a text with such quotes is no data: URL.
+    Quotes inside a string are escaped, and a string with such quotes is not a data: URL.
 
-    Raises: ApiError when the rest is too large; no more than that is looked through piece by piece.
+    Raises: ApiError if the rest of the body is too large.
     """
     longest = 0, 0
     start = content.find(_DATA_URL_START)
@@ -235,7 +232,7 @@ def _longest_picture(content: bytes, json_bytes: int) -> tuple[int, int]:
 
 
 def _text(quoted: bytes) -> str:
-    """A text of JSON; escapes are rare in URLs, and what has none is read much faster."""
+    """Decode a JSON string; without escapes, the usual case, this is much faster than json.loads."""
     try:
         return str(json.loads(quoted)) if b"\\" in quoted else quoted[1:-1].decode()
     except ValueError:
@@ -243,20 +240,18 @@ def _text(quoted: bytes) -> str:
 
 
 def _too_large(json_bytes: int) -> ApiError:
-    return ApiError(413, f"a request has at most {json_bytes:,} bytes beside its picture")
+    return ApiError(413, f"the request exceeds {json_bytes:,} bytes without its picture")
 
 
 def _picture_url(values: dict[str, Any], name: str) -> str | None:
-    """The picture inside a JSON body, as a data: URL, where OpenAI's clients put it."""
+    """Take the picture's data: URL out of a JSON body, from where OpenAI's clients put it."""
     given = values.pop(name, None)
     if given is None:
         return None
     if isinstance(given, Mapping) and isinstance(given.get("image_url"), str) and len(given) == 1:
         given = given["image_url"]
     if not isinstance(given, str):
-        raise ApiError(
-            400, f"{name}: a file of a form, or a data:image/...;base64 URL is accepted", param=name
-        )
+        raise ApiError(400, f"{name}: send a file in a form, or a data:image/...;base64 URL", param=name)
     return given
 
 
@@ -272,4 +267,4 @@ def _fingerprint(address: list[str], values: Mapping[str, Any], content: bytes) 
 
 
 def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")

@@ -1,4 +1,4 @@
-"""Connections that do not hold the server: slow headers, clients that never read, and too many of them."""
+"""Limits on connections: slow headers, clients that do not read, and too many connections."""
 
 from __future__ import annotations
 
@@ -14,32 +14,31 @@ from gfgen.system.descriptors import allow_most
 
 MAX_HEADER_BYTES = 1 << 16
 ACCEPTED_AT_ONCE = 16
-"""Connections that one turn of the event loop accepts: some turns go by until those that are too many are
-closed, and each has a descriptor meanwhile."""
+"""Connections accepted per turn of the event loop. Excess connections are closed some turns later and occupy
+descriptors until then."""
 OWN_DESCRIPTORS = 200
-"""For all that is no connection within the bound: store, log, files that are sent, answers of 503."""
+"""Reserved for the store, the log, files that are sent, and 503 responses."""
 ANSWERED_BEYOND = 64
-"""Connections beyond the bound that are still told so, with 503; further ones are closed as they come."""
+"""Connections beyond the limit that get a 503; further ones are closed immediately."""
 
 
 def within_descriptors(limits: ServerLimits) -> ServerLimits:
-    """The bounds with as many connections as this process may have descriptors for, once it may have all
-    that the system lets it."""
+    """Raise this process's descriptor limit; returns the limits with as many connections as fit it."""
     room = allow_most() - OWN_DESCRIPTORS
     return replace(limits, connections=int(max(1, min(limits.connections, room))))
 
 
 def connection_class(limits: ServerLimits) -> type[asyncio.Protocol]:
-    """uvicorn's connection, with bounds that uvicorn leaves to a proxy.
+    """uvicorn's connection with limits that uvicorn leaves to a proxy.
 
-    A request's headers have to be complete in time. What was sent has to be read in time: the kernel drops
-    a connection whose peer has acknowledged nothing, or left its window closed, for so long.
+    Headers must be complete within `header_s`. TCP_USER_TIMEOUT drops a peer that acknowledges nothing, or
+    keeps its window closed, for `unread_s`.
     """
 
     class Connection(HttpToolsProtocol):
         _header_timer: asyncio.TimerHandle | None = None
         _header_bytes = 0
-        """Since the end of the last request."""
+        """Received since the end of the last request."""
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)

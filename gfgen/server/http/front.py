@@ -1,8 +1,8 @@
-"""The front: the process that speaks HTTP (front_main.py starts it).
+"""The front: the HTTP process (front_main.py starts it).
 
-It is given two descriptors that the run has opened: the socket to it, and the one that clients connect to.
-It ends when the run's end of the link is closed: after its answers if the run has said that it stops, at once
-otherwise; and with the run, should that be killed.
+The run passes it two descriptors: the socket to the run, and the listening socket. The front ends when the
+run closes its socket: after pending responses if the run announced the stop, immediately otherwise. The
+kernel kills it together with the run.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from gfgen.system.signals import leave_to_the_run
 logger = logging.getLogger(__name__)
 
 DRAIN_S = 3.0
-"""For answers that are under way when the run has stopped."""
+"""Grace period for pending responses after the run has stopped."""
 _CHUNK_BYTES = 1 << 18
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals alone: the run decides when it is over."""
+    """uvicorn without signal handlers: the run decides when to stop."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn's; its `backlog` is for asyncio two things at once, of which it is wanted for one."""
+        """Restore the kernel's backlog: uvicorn's `backlog` sets both it and the accepts per turn."""
         await super().startup(sockets)
         for listener in sockets or ():
             listener.listen(BACKLOG)
@@ -58,7 +58,7 @@ class _Server(uvicorn.Server):
 
 
 class Front:
-    """All that the front keeps, and its life."""
+    """The front's parts and its main coroutine."""
 
     def __init__(self, link: socket.socket, listener: socket.socket) -> None:
         self._link = link
@@ -66,7 +66,7 @@ class Front:
         self._writer: asyncio.StreamWriter | None = None
         self._desk: JobService | None = None
         self._is_lost = False
-        """The run has gone without having said that it stops, or cannot be followed any more."""
+        """The run ended without announcing it, or the front failed."""
 
     async def run(self) -> int:
         """Serve until the run ends; returns the exit status."""
@@ -81,15 +81,15 @@ class Front:
         store = Store(settings.output_dir / STORE_NAME, began_at=time.time())
         try:
             server = self._prepare(settings, store)
-            helpers = [asyncio.create_task(work) for work in self._chores()]
+            helpers = [asyncio.create_task(work) for work in self._periodic_tasks()]
             serving = asyncio.create_task(server.serve(sockets=[self._listener]))
             hearing = asyncio.create_task(self._hear(reader, framing, rest))
             ended, _ = await asyncio.wait({serving, hearing}, return_when=asyncio.FIRST_COMPLETED)
             server.should_exit = True
             for error in filter(None, [task.exception() for task in ended]):
-                _tell_failure(error)
+                _log_failure(error)
                 self._is_lost = True
-            if self._is_lost:  # nobody is told anything: answers that are under way could only be wrong
+            if self._is_lost:  # pending responses could only be wrong
                 store.close()
                 os._exit(1)
             await asyncio.wait({serving}, timeout=2 * DRAIN_S)
@@ -100,7 +100,7 @@ class Front:
         return 0
 
     def _prepare(self, settings: FrontSettings, store: Store) -> _Server:
-        """Desk, application and server, before anything is loaded."""
+        """Create service, application and server, while the models load."""
         metrics, limits = ServerMetrics(), within_descriptors(settings.limits)
         mirror = RunMirror(version=settings.version, max_open=limits.open_jobs, observer=metrics)
         metrics.mirror = mirror
@@ -136,7 +136,7 @@ class Front:
         )
 
     async def _hear(self, reader: asyncio.StreamReader, framing: MessageDecoder, rest: Sequence[Any]) -> None:
-        """Take in what the run says, in its order, until it is gone."""
+        """Apply the run's notes in order until its socket closes."""
         assert self._desk is not None
         messages: Sequence[Any] | None = rest
         while messages is not None:
@@ -149,7 +149,7 @@ class Front:
         self._feed.updates.notify()
 
     async def _next(self, reader: asyncio.StreamReader, framing: MessageDecoder) -> list[Any] | None:
-        """The next messages; None when the run is gone."""
+        """The next messages; None if the socket is closed."""
         while True:
             try:
                 content = await reader.read(_CHUNK_BYTES)
@@ -164,8 +164,8 @@ class Front:
         assert self._writer is not None
         self._writer.write(pack(message))
 
-    def _chores(self) -> Iterator[Any]:
-        """What is to be done from time to time."""
+    def _periodic_tasks(self) -> Iterator[Any]:
+        """Periodic work."""
         service = self._desk
         assert service is not None
 
@@ -178,17 +178,16 @@ class Front:
         async def forecast() -> None:
             service.mirror.forecast()
 
-        yield _again_and_again(FEED_S, feed)
-        yield _again_and_again(FORECAST_S, forecast)
-        yield _again_and_again(service.limits.retention_s, retention)
+        yield _repeat(FEED_S, feed)
+        yield _repeat(FORECAST_S, forecast)
+        yield _repeat(service.limits.retention_s, retention)
 
 
 def clear_folders(folder: Path, store: Store) -> None:
-    """Remove what a killed server has left of jobs that were cancelled, have failed, or were never accepted.
+    """Remove files that a killed server left for jobs that were cancelled, failed, or never accepted.
 
-    A store that was moved away because it is damaged may be mended and come back. So finished files go only
-    if this store says that their jobs have none, and input pictures only if they came in its time.
-    Thumbnails can be made again.
+    A damaged store may be repaired and put back later. So finished files are removed only if this store knows
+    that their jobs have none, and input pictures only if they are newer than the store.
     """
     open_ids = {facts.id for facts, _ in store.open_jobs()}
     files.clear(folder / INPUTS_NAME, lambda ids: ids - open_ids, suffixes=("",), made_after=store.made_at)
@@ -199,7 +198,7 @@ def clear_folders(folder: Path, store: Store) -> None:
 
 
 def _configure_log(settings: FrontSettings) -> None:
-    """As the run's; of uvicorn and asyncio what is a mistake of ours, and not of some client."""
+    """Log like the run; uvicorn and asyncio log errors only, not client mistakes."""
     log.configure(
         level=settings.log_level,
         as_json=settings.log_json,
@@ -212,15 +211,15 @@ def _configure_log(settings: FrontSettings) -> None:
         other.setLevel(logging.ERROR)
 
 
-def _tell_failure(error: BaseException) -> None:
-    """One line of what ends this process; the run starts another, and tells it all that was not noted."""
+def _log_failure(error: BaseException) -> None:
+    """Log one line for the error that ends this process; the run then starts another."""
     text = str(error) if isinstance(error, GfgenError) else f"{type(error).__name__}: {error}"
-    logger.error("the HTTP process cannot go on: %s", text)
-    logger.debug("it ends with", exc_info=error)
+    logger.error("the HTTP process failed: %s", text)
+    logger.debug("traceback", exc_info=error)
 
 
-async def _again_and_again(pause_s: float, work: Callable[[], Any]) -> None:
-    """One failure of a chore is logged, and is not its last time."""
+async def _repeat(pause_s: float, work: Callable[[], Any]) -> None:
+    """Repeat the work; a failure is logged."""
     while True:
         await asyncio.sleep(pause_s)
         try:
@@ -228,13 +227,13 @@ async def _again_and_again(pause_s: float, work: Callable[[], Any]) -> None:
         except asyncio.CancelledError:
             raise
         except OutputError:
-            pass  # the store has told it, and tells it once only
+            pass  # the store has logged it
         except Exception:
-            logger.exception("a chore of the HTTP process failed")
+            logger.exception("periodic work of the HTTP process failed")
 
 
 def main(link_fd: int, listener_fd: int) -> None:
-    """The life of the process: deaf to the signals of the terminal, which are for the run."""
+    """Main function of the process; ignores the terminal's signals, which are for the run."""
     leave_to_the_run()
     link, listener = (socket.socket(fileno=fd) for fd in (link_fd, listener_fd))
     for own in (link, listener):
@@ -243,7 +242,7 @@ def main(link_fd: int, listener_fd: int) -> None:
     try:
         code = asyncio.run(Front(link, listener).run())
     except Exception as error:
-        _tell_failure(error)
+        _log_failure(error)
         code = 1
     sys.stdout.flush()
-    os._exit(code)  # threads that still read a file are not waited for
+    os._exit(code)  # does not wait for threads that still read files

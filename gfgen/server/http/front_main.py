@@ -2,7 +2,7 @@
 
     python -m gfgen.server.http.front_main LINK LISTENER
 
-LINK and LISTENER are descriptors. If a package is missing, the process says so and exits with its own code.
+LINK and LISTENER are descriptors. A missing package is reported in one line and with its own exit code.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from __future__ import annotations
 import sys
 
 LACKS_PACKAGE = 78
-"""Exit code of a front that lacks a package, as every other one would; EX_CONFIG of sysexits.h."""
+"""Exit code for a missing package, which a restart does not fix; EX_CONFIG of sysexits.h."""
 
 
-def _told_of(error: ImportError) -> int:
-    """One line for a package that is missing or broken, which is no mistake of ours."""
+def _report(error: ImportError) -> int:
+    """Report a missing or broken package; an error in gfgen itself is raised."""
     if (error.name or "gfgen").partition(".")[0] == "gfgen":
         raise error
     what = f"the HTTP process cannot start: {error}"
-    sys.stderr.write(f"gfgen: {what}; 'pip install gfgen' installs the packages that it needs\n")
+    sys.stderr.write(f"gfgen: {what}; 'pip install gfgen' installs what it needs\n")
     return LACKS_PACKAGE
 
 
@@ -27,5 +27,5 @@ if __name__ == "__main__":
     try:
         from gfgen.server.http import front
     except ImportError as error:
-        sys.exit(_told_of(error))
+        sys.exit(_report(error))
     front.main(link, listener)

@@ -1,9 +1,9 @@
-"""Who may ask, and how much: in front of every path.
+"""Access control and body limits for every path.
 
-the key         `Authorization: Bearer KEY`, compared in constant time; or the cookie of POST /v1/session
-other sites     a page of another site may not make this browser ask (Origin, Sec-Fetch-Site); and while
-                only this machine can connect and there is no key, only its own names lead here (Host)
-bodies          their size, and the time in which they have to come
+API key         `Authorization: Bearer KEY`, compared in constant time; or the cookie of POST /v1/session
+cross-site      requests from pages of other sites are refused (Origin, Sec-Fetch-Site); a loopback server
+                without a key also refuses foreign Host headers, against DNS rebinding
+bodies          limits on size and time
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _SECURITY = [
 
 
 class ApiKeys:
-    """The one key of a server, if it has one."""
+    """The server's API key, if it has one, and what is signed with it."""
 
     def __init__(self, api_key: str | None) -> None:
         self._key = None if api_key is None else api_key.encode()
@@ -48,21 +48,21 @@ class ApiKeys:
         return self._key is not None
 
     def is_right(self, given: str) -> bool:
-        """Whether this is the key; takes as long for any wrong one."""
+        """Whether this is the key, compared in constant time."""
         if self._key is None:
             return True
         return hmac.compare_digest(_digest(given.encode("utf-8", "replace")), _digest(self._key))
 
     @property
     def cookie(self) -> str:
-        """What the page's browser keeps in place of the key."""
+        """The session cookie, which the browser keeps instead of the key."""
         return self._signed(b"session")
 
     def is_cookie(self, given: str) -> bool:
         return self._key is not None and hmac.compare_digest(given.encode(), self.cookie.encode())
 
     def signature(self, job_id: str) -> str | None:
-        """What lets somebody without the key have one job's file; None when no key is needed."""
+        """A signature that gives access to one job's file; None if no key is needed."""
         return None if self._key is None else self._signed(b"content " + job_id.encode())
 
     def is_signature(self, given: str, job_id: str) -> bool:
@@ -75,7 +75,7 @@ class ApiKeys:
 
 
 class RequestGuard:
-    """ASGI middleware: refuses what may not ask, and bounds what is sent."""
+    """ASGI middleware: refuses unauthorised requests, limits bodies, adds security headers."""
 
     def __init__(self, app: ASGIApp, *, keys: ApiKeys, limits: ServerLimits, is_loopback: bool) -> None:
         self._app = app
@@ -97,7 +97,7 @@ class RequestGuard:
         sending = _Secured(send)
         try:
             await self._app(scope, body, sending)
-        except asyncio.CancelledError:  # by a server that stops and has waited long enough
+        except asyncio.CancelledError:  # the server stops and its grace period is over
             if sending.has_begun:
                 raise
             stopping = ApiError(503, "the server is stopping", code="not_ready", retry_after_s=10)
@@ -106,9 +106,9 @@ class RequestGuard:
     def _check(self, scope: Scope, headers: Headers) -> None:
         host = headers.get("host", "")
         if self._checks_host and not _is_of_this_machine(host):
-            raise ApiError(403, f"{host[:80]!r} is no name of this machine; ask for localhost, or use a key")
+            raise ApiError(403, f"host {host[:80]!r} is not this machine; use localhost, or serve with a key")
         if scope["method"] not in _SAFE_METHODS and _is_of_another_site(headers, host):
-            raise ApiError(403, "a page of another site may not ask for this")
+            raise ApiError(403, "requests from pages of other sites are refused")
         path = scope["path"]
         if not self._keys.is_needed or path in _OPEN_PATHS or path.startswith(_OPEN_PREFIXES):
             return
@@ -142,7 +142,7 @@ class RequestGuard:
 
 
 class _BoundedBody:
-    """What the app receives of a request; ends it when it is too large or takes too long."""
+    """Receives a request's body; raises ApiError if it is too large or too slow."""
 
     def __init__(self, receive: Receive, headers: Headers, limits: ServerLimits) -> None:
         self._receive = receive
@@ -164,7 +164,7 @@ class _BoundedBody:
                 message = await self._receive()
         except TimeoutError:
             raise ApiError(
-                408, f"the request was not complete after {self._limits.body_s:g} s", code="too_slow"
+                408, f"the request body was incomplete after {self._limits.body_s:g} s", code="too_slow"
             ) from None
         self._left -= len(message.get("body", b""))
         if self._left < 0:
@@ -174,13 +174,11 @@ class _BoundedBody:
 
 
 def _too_large(limits: ServerLimits) -> ApiError:
-    return ApiError(
-        413, f"a request has at most {limits.body_bytes:,} bytes", headers={"Connection": "close"}
-    )
+    return ApiError(413, f"the request exceeds {limits.body_bytes:,} bytes", headers={"Connection": "close"})
 
 
 class _Secured:
-    """Sends an answer with the headers that every answer has."""
+    """Adds the security headers to a response."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -202,7 +200,7 @@ def _is_of_this_machine(host: str) -> bool:
         return True
     try:
         return ipaddress.ip_address(name).is_loopback
-    except ValueError:  # a name, which may begin with 127. too
+    except ValueError:  # a host name; it may start with "127."
         return False
 
 

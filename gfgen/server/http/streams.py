@@ -1,4 +1,4 @@
-"""Server-sent events: the life of one job, and the live state of all."""
+"""Server-sent events: the events of one job, and the live state."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from gfgen.server.jobs.service import JobService
 from gfgen.server.protocol.problems import ApiError
 
 FEED_S = 0.2
-"""The live state's changes are told five times in a second at most."""
+"""Smallest interval between two changes of the live state."""
 MAX_CHANGES = 50
-"""Frames that a slow reader may be behind; beyond it the whole state is told anew."""
+"""Changes a slow reader may be behind; beyond it the reader gets the whole state again."""
 QUIET_S = 15.0
-"""After so long without an event a comment keeps proxies from closing the stream."""
+"""Interval of comments that keep proxies from closing a quiet stream."""
 RETRY_MS = 2000
 _HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 
 class StateFeed:
-    """Changes of the live state, encoded once for all who read them."""
+    """Changes of the live state, encoded once for all readers."""
 
     def __init__(self, mirror: RunMirror) -> None:
         self._live = mirror
         self._feed: deque[tuple[int, bytes]] = deque(maxlen=MAX_CHANGES)
         self._seen = 0
         self.number = 0
-        """Of the last frame."""
+        """Of the last change."""
         self.updates = Notifier()
         self._whole = (0.0, 0, b"")
 
     def tick(self) -> None:
-        """Make a frame of what has changed since the last one, if anybody reads."""
+        """Encode the changes since the last call, if there are readers."""
         if self._live.num_streams == 0:
             self._feed.clear()
             self._seen = self._live.version
@@ -51,13 +51,13 @@ class StateFeed:
         self.updates.notify()
 
     def after(self, number: int) -> list[tuple[int, bytes]] | None:
-        """The frames behind that one; None when some of them are gone."""
+        """The changes after this number; None if some of them are no longer kept."""
         if self.number > number and (not self._feed or self._feed[0][0] > number + 1):
             return None
         return [frame for frame in self._feed if frame[0] > number]
 
     def state(self) -> bytes:
-        """The whole live state as JSON; while nothing changes it is made anew after FRAME_S only."""
+        """The live state as JSON; cached for FEED_S while nothing changes."""
         made_at, version, body = self._whole
         now = self._live.now()
         if version != self._live.version or not made_at <= now < made_at + FEED_S:
@@ -66,27 +66,24 @@ class StateFeed:
         return body
 
     def whole(self) -> bytes:
-        """The same as an event, of this very moment: changes that are told later build on it."""
+        """The current state as an event; later changes build on it."""
         return _event(b"state", self._live.state().model_dump_json().encode())
 
 
 def state_stream(service: JobService, feed: StateFeed) -> StreamingResponse:
-    """The live state, then its changes, until the server stops.
-
-    Raises: ApiError when too many streams are read already.
-    """
+    """The live state, then its changes, until the server stops; ApiError if there are too many streams."""
     return _response(service, lambda: _state_events(service, feed))
 
 
 def job_stream(service: JobService, job_id: str, last_event_id: str | None) -> StreamingResponse:
-    """What happens to a job, from its beginning or behind the event that the reader has seen last.
+    """The events of a job, from the first or after `last_event_id`.
 
-    Raises: ApiError when too many streams are read already, or nothing is known of an open job yet.
+    Raises: ApiError if there are too many streams, or if the server is still loading.
     """
     record = service.record(job_id)
     if record is None:
         stored = service.store.job(job_id)
-        if stored is not None and stored.ending is None:  # of a server that is still loading
+        if stored is not None and stored.ending is None:  # the server is still loading
             raise service.not_ready()
         return _response(service, lambda: _end_of_kept(service, job_id))
     seen = _seen(last_event_id, service.store.epoch)
@@ -117,10 +114,10 @@ async def _job_events(service: JobService, record: JobRecord, seen: int) -> Asyn
         for told in (news := record.events_after(seen)):
             seen = told.number
             yield _event(told.kind.encode(), told.body, b"%d-%d" % (epoch, seen))
-            if told.kind == "stopping":  # a step that ends meanwhile would come behind it
+            if told.kind == "stopping":  # a step that ends now would follow it
                 return
         if news:
-            continue  # more may have happened while these were sent
+            continue  # there may be more events by now
         if record.has_ended or service.mirror.status == "draining":
             return
         if not await record.updates.wait(QUIET_S):
@@ -128,7 +125,7 @@ async def _job_events(service: JobService, record: JobRecord, seen: int) -> Asyn
 
 
 async def _end_of_kept(service: JobService, job_id: str) -> AsyncIterator[bytes]:
-    """A job whose events are not kept any more: its end alone."""
+    """The final event of a job whose events are no longer in memory."""
     answer = service.ended_event(job_id)
     if answer is not None:
         kind, body = answer
@@ -139,7 +136,7 @@ def _response(service: JobService, events: Callable[[], AsyncIterator[bytes]]) -
     if service.mirror.num_streams >= service.limits.streams:
         raise ApiError(
             429,
-            f"{service.limits.streams} event streams are read already",
+            f"all {service.limits.streams} event streams are in use",
             code="too_many_streams",
             retry_after_s=5,
         )
@@ -167,7 +164,7 @@ def _event(kind: bytes, body: bytes, number: bytes | None = None) -> bytes:
 
 
 def _seen(last_event_id: str | None, epoch: int) -> int:
-    """The number of the last event that was read, if it was of this life of the server."""
+    """The number in Last-Event-ID, if it comes from this process; otherwise 0."""
     first, _, second = (last_event_id or "").partition("-")
     if first == str(epoch) and second.isascii() and second.isdigit() and len(second) < 12:
         return int(second)

@@ -1,4 +1,4 @@
-"""A job as the front knows it, and what answers tell of it."""
+"""A job in the front's memory, and its representation in responses."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from gfgen.server.protocol import schemas
 from gfgen.snapshot import JobView
 
 MAX_EVENTS = 600
-"""Events of a job that are kept for those who come late, or come again."""
+"""Events kept per job, for readers that connect late or reconnect."""
 SHOWN_PROMPT_CHARS = 300
-"""Of a prompt in the live state."""
-_NUM_FRAME = 3
-"""Tasks that are no steps: encode, prepare, decode."""
+"""Length to which the live state shortens prompts."""
+_NUM_OTHER_TASKS = 3
+"""Encode, prepare and decode."""
 
 
 class Notifier:
-    """Wakes whoever waits; costs nothing while nobody does."""
+    """Wakes all waiting coroutines."""
 
     def __init__(self) -> None:
         self._waiters: set[asyncio.Future[None]] = set()
@@ -38,7 +38,7 @@ class Notifier:
         self._waiters.clear()
 
     async def wait(self, timeout_s: float) -> bool:
-        """Whether it beat before the time was up."""
+        """False if the timeout came first."""
         waiter = asyncio.get_running_loop().create_future()
         self._waiters.add(waiter)
         try:
@@ -52,7 +52,7 @@ class Notifier:
 
 @dataclass(frozen=True, slots=True)
 class EncodedEvent:
-    """An event of a job, as it is sent."""
+    """An event of a job, ready to send."""
 
     number: int
     kind: str
@@ -61,7 +61,7 @@ class EncodedEvent:
 
 @dataclass(slots=True, eq=False)
 class JobRecord:
-    """A job that has not ended, or has ended a short while ago. Only live.py changes these."""
+    """An open or recently ended job. Only mirror.py changes it."""
 
     facts: JobFacts
     trajectory: Trajectory
@@ -76,10 +76,10 @@ class JobRecord:
     predicted_end_at: float | None = None
     ending: Ending | None = None
     view: JobView | None = None
-    """For predictions; None until the run has told where the job stands."""
+    """For predictions; None until the run has reported the job's progress."""
     expires_at: float | None = None
     version: int = 0
-    """Of the live state, when this was changed last."""
+    """Version of the live state at the last change."""
     updates: Notifier = field(default_factory=Notifier)
     events: deque[EncodedEvent] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
     num_events: int = 0
@@ -91,12 +91,12 @@ class JobRecord:
 
     @property
     def step(self) -> int:
-        """Denoising steps that are done."""
+        """Number of finished denoising steps."""
         return max(0, min(self.next_index - 2, self.facts.steps))
 
     @property
     def progress(self) -> int:
-        """Percent of the tasks that are done; the writing of the file counts as one."""
+        """Percent of finished tasks; writing the file counts as one."""
         if self.status == "completed":
             return 100
         return 100 * self.next_index // (self.facts.num_tasks + 1)
@@ -110,7 +110,7 @@ class JobRecord:
         return self.predicted_end_at <= self.facts.deadline_at
 
     def answer(self) -> bytes:
-        """The job as JSON; made once for each change."""
+        """The job as JSON, cached until the next change."""
         if self._answer is None:
             self._answer = self.job().model_dump_json().encode()
         return self._answer
@@ -129,7 +129,7 @@ class JobRecord:
         )
 
     def event(self, kind: Any, at: float, **values: Any) -> None:
-        """Something has happened to it: kept for who follows it, and told."""
+        """Append an event and wake the readers."""
         event = schemas.JobEvent(
             type=kind,
             at=round(at, 4),
@@ -147,7 +147,7 @@ class JobRecord:
         self.updates.notify()
 
     def events_after(self, number: int) -> list[EncodedEvent]:
-        return [told for told in self.events if told.number > number]
+        return [event for event in self.events if event.number > number]
 
     def _open_values(self) -> dict[str, Any]:
         return {
@@ -178,12 +178,12 @@ def job_of(
     shown_chars: int | None,
     **values: Any,
 ) -> schemas.Job:
-    """A job from what is kept of it; `values` are those of one that has not ended."""
+    """The public form of a job; `values` are the variable fields of an open one."""
     if ending is not None:
         is_done = ending.status == "completed"
         values = {
             "status": ending.status,
-            "progress": 100 if is_done else 100 * ending.step // (facts.steps + _NUM_FRAME + 1),
+            "progress": 100 if is_done else 100 * ending.step // (facts.steps + _NUM_OTHER_TASKS + 1),
             "step": ending.step,
             "started_at": rounded(ending.started_at),
             "completed_at": int(ending.completed_at),
@@ -223,7 +223,7 @@ def layout_view(layout: Layout | None) -> schemas.LayoutView | None:
 
 
 def rounded(moment: float | None) -> float | None:
-    """A Unix time in milliseconds: what JSON readers print without noise."""
+    """A Unix time rounded to milliseconds, which keeps JSON short."""
     return None if moment is None else round(moment, 3)
 
 

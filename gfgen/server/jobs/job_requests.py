@@ -1,7 +1,7 @@
-"""From what a request asks for to jobs: the words of each interface become those of the job file.
+"""Converts requests to jobs: the fields of each endpoint become those of the job file.
 
-No name that a request gives reaches the file system: models are those that are served, pictures come as
-bytes, and ids and file names are made here.
+No name from a request reaches the file system: models are the served ones, pictures come as bytes, and ids
+and file names are generated here.
 """
 
 from __future__ import annotations
@@ -29,46 +29,46 @@ from gfgen.server.protocol.link import Admit
 from gfgen.server.protocol.problems import ApiError, refused
 
 INPUTS_NAME = ".inputs"
-"""Folder of the pictures that came with jobs that have not ended."""
-_NO_PATHS = "files of the server cannot be named over HTTP; send the job with its picture to /v1/videos"
+"""Folder of the input pictures of open jobs."""
+_NO_PATHS = "paths are not accepted over HTTP; send the job with its picture to /v1/videos"
 _VIDEO_WORDS = {"num_frames": "frames", "num_inference_steps": "steps"}
 _IMAGE_WORDS = {"num_inference_steps": "steps"}
 _SECONDS = re.compile(r"[0-9]{1,6}(\.[0-9]{1,6})?")
 _DATA_URL = re.compile(r"data:image/[a-z.+-]{1,20};base64,", re.IGNORECASE)
 _DECODED_AT_ONCE = 1 << 20
-"""Characters of base64, a multiple of 4: other threads wait for as long as one part takes."""
-_SOONEST_S = 0.001
+"""Characters of base64 decoded per call, a multiple of 4: other threads wait during each call."""
+_MIN_TIMEOUT_S = 0.001
 
 
 @dataclass(frozen=True, slots=True)
 class RequestedJob:
-    """A job that is asked for: as the job file would say it, and what came along."""
+    """A requested job in the terms of the job file, with its picture and its origin."""
 
     spec: JobSpec
     picture: bytes | None = None
     batch_id: str | None = None
     custom_id: str | None = None
     must_be: schemas.MediaKind | None = None
-    """The kind that this endpoint makes."""
+    """The kind that the endpoint produces."""
     words: Mapping[str, str] | None = None
-    """The request's word for a field of the job file, where it is another."""
+    """The request's name of a job file field, where they differ."""
 
 
 def new_id(kind: str) -> str:
-    """An id that nobody can guess, and that is a file name everywhere."""
+    """An unguessable id that is a valid file name."""
     return f"{kind}_{secrets.token_hex(12)}"
 
 
-# The interfaces ------------------------------------------------------------------------------------
+# Endpoints ---------------------------------------------------------------------------------------
 
 
 def video_job(request: schemas.VideoRequest, *, models: Sequence[schemas.ServedModel]) -> RequestedJob:
-    """One video; the picture is put in by who has it."""
+    """The job of a video request; the caller adds the picture."""
     model = chosen_model(request.model, models, kind="video")
     values = _job_words(request, _VIDEO_WORDS, leave_out=("seconds", "model"))
     if request.seconds is not None:
         if request.num_frames is not None:
-            raise ApiError(400, "num_frames and seconds both say how long it is; give one", param="seconds")
+            raise ApiError(400, "num_frames and seconds exclude each other; give one", param="seconds")
         values["frames"] = _frames(request.seconds, request.fps or _default_fps(model))
     words = {ours: theirs for theirs, ours in _VIDEO_WORDS.items()}
     spec = _spec(values | {"model": model.id}, "video", words)
@@ -76,7 +76,7 @@ def video_job(request: schemas.VideoRequest, *, models: Sequence[schemas.ServedM
 
 
 def image_jobs(request: schemas.ImageRequest, *, models: Sequence[schemas.ServedModel]) -> list[RequestedJob]:
-    """As many pictures as were asked for; each after the first has the next seed."""
+    """One job per picture; each after the first has the next seed."""
     model = chosen_model(request.model, models, kind="image")
     left_out = ("n", "model", "response_format", "output_format")
     values = _job_words(request, _IMAGE_WORDS, leave_out=left_out)
@@ -94,7 +94,7 @@ def image_jobs(request: schemas.ImageRequest, *, models: Sequence[schemas.Served
 
 
 def plain_job(request: schemas.JobRequest, *, models: Sequence[schemas.ServedModel]) -> RequestedJob:
-    """One job of any model, in the job file's own words."""
+    """The job of a request that uses the job file's fields."""
     model = chosen_model(request.model, models, kind=None)
     values = _job_words(request, {}, leave_out=("model",))
     kind = "image" if model.kind == "image" or request.frames == 1 else "video"
@@ -104,11 +104,11 @@ def plain_job(request: schemas.JobRequest, *, models: Sequence[schemas.ServedMod
 def batch_jobs(
     content: bytes, *, batch_id: str, skip_invalid: bool, models: Sequence[schemas.ServedModel]
 ) -> tuple[list[RequestedJob], tuple[Problem, ...]]:
-    """The jobs of a job file, and what is wrong with it if that may be skipped.
+    """The jobs of a job file, and its problems if those may be skipped.
 
-    A job's seed is the one that `gfgen run` would give it, so the same file gives the same results.
+    A job without a seed gets the one that `gfgen run` would use, so the same file gives the same results.
 
-    Raises: JobFileError with every problem, as the command line would.
+    Raises: JobFileError with all problems, as on the command line.
     """
     parsed = read_job_stream(
         io.BytesIO(content), source="the job file", folder=Path(), images=NoImages(_NO_PATHS)
@@ -132,10 +132,7 @@ def batch_jobs(
 def chosen_model(
     name: str | None, models: Sequence[schemas.ServedModel], *, kind: schemas.MediaKind | None
 ) -> schemas.ServedModel:
-    """The served model of that name, or the first one for this kind of thing.
-
-    Raises: ApiError when it is not served.
-    """
+    """The served model of this name, or the first one of this kind; raises ApiError if there is none."""
     if name is None:
         return next((model for model in models if kind in (None, model.kind)), models[0])
     for model in models:
@@ -152,7 +149,7 @@ def chosen_model(
 
 
 def data_url_content(url: str) -> bytes:
-    """The bytes of a data: URL with a picture; any other URL is refused, nothing is fetched."""
+    """The content of a data: URL. Raises ApiError for any other URL: the server fetches nothing."""
     match = _DATA_URL.match(url)
     if match is None:
         raise ApiError(
@@ -162,7 +159,7 @@ def data_url_content(url: str) -> bytes:
             param="input_reference",
         )
     padding = url.find("=", match.end())
-    if 0 <= padding < len(url) - 2:  # which a part that ends there would take
+    if 0 <= padding < len(url) - 2:  # padding inside the text, which decoding in parts would accept
         raise _not_base64()
     try:
         parts = range(match.end(), len(url), _DECODED_AT_ONCE)
@@ -178,7 +175,7 @@ def _not_base64() -> ApiError:
 
 
 def checked_picture(content: bytes, *, param: str) -> str:
-    """SHA-256 of a picture's bytes; raises ApiError for what is none."""
+    """SHA-256 of a picture; raises ApiError if it is not one."""
     try:
         return check_content(content)
     except ImageError as error:
@@ -189,10 +186,7 @@ def checked_picture(content: bytes, *, param: str) -> str:
 
 
 def admitted(requested: Sequence[RequestedJob], admit: Admit) -> list[tuple[RequestedJob, AdmittedJob]]:
-    """Each job with itself as it will run.
-
-    Raises: ApiError with what the model or this machine cannot do.
-    """
+    """Each request with its admitted job; raises ApiError if the model or this machine cannot do one."""
     jobs, problems = admit([one.spec for one in requested])
     if problems:
         raise refused(problems, requested[0].words or {}, status=422)
@@ -205,14 +199,14 @@ def admitted(requested: Sequence[RequestedJob], admit: Admit) -> list[tuple[Requ
 def admitted_of_file(
     requested: Sequence[RequestedJob], admit: Admit
 ) -> tuple[list[tuple[RequestedJob, AdmittedJob]], Sequence[Problem]]:
-    """The jobs of a batch that will run, each with itself as it will, and what is wrong with the others."""
+    """The requests of a batch with their admitted jobs, and the problems of the others."""
     jobs, problems = admit([one.spec for one in requested])
     by_id = {one.spec.id: one for one in requested}
     return [(by_id[job.job_id], job) for job in jobs], problems
 
 
 def accepted(requested: RequestedJob, job: AdmittedJob, *, now: float) -> NewJob:
-    """What is put down of a job. Its deadline becomes a moment, which no restart moves."""
+    """The job to store. Its deadline becomes a point in time, which no restart moves."""
     spec, run = requested.spec, job.spec
     arrives_at = now + spec.arrival_s
     deadline_at = spec.deadline_at
@@ -246,13 +240,13 @@ def accepted(requested: RequestedJob, job: AdmittedJob, *, now: float) -> NewJob
 
 
 def resumed_spec(facts: JobFacts, spec: Mapping[str, Any], *, folder: Path, now: float) -> JobSpec:
-    """The spec of a job that was accepted earlier; times count from when it was."""
+    """The spec of a job from the store; its times still count from its acceptance."""
     image = None if facts.input_file is None else str(folder / INPUTS_NAME / facts.input_file)
     stored = JobSpec(**{**spec, "image": image})
     waited_s = max(0.0, now - facts.arrives_at)
     timeout_s = stored.timeout_s
     if timeout_s is not None:
-        timeout_s = max(_SOONEST_S, timeout_s - waited_s)
+        timeout_s = max(_MIN_TIMEOUT_S, timeout_s - waited_s)
     return replace(stored, arrival_s=max(0.0, facts.arrives_at - now), timeout_s=timeout_s)
 
 
@@ -260,13 +254,13 @@ def media_kind(job: AdmittedJob) -> schemas.MediaKind:
     return "video" if job.info.file.endswith(".mp4") else "image"
 
 
-# Parts ----------------------------------------------------------------------------------------------
+# Helpers --------------------------------------------------------------------------------------------
 
 
 def _job_words(
     request: schemas.RequestModel, words: Mapping[str, str], *, leave_out: Sequence[str]
 ) -> dict[str, Any]:
-    """What a request says, under the job file's names."""
+    """The fields of a request, under the job file's names."""
     given = request.model_dump(exclude_none=True)
     return {words.get(name, name): value for name, value in given.items() if name not in leave_out}
 
@@ -279,7 +273,7 @@ def _spec(values: Mapping[str, Any], kind: str, words: Mapping[str, str]) -> Job
 
 
 def _frames(seconds: str | float, fps: int) -> int:
-    """Frames of so many seconds; the model rounds them."""
+    """Number of frames for a length in seconds; the model rounds it."""
     text = str(seconds)
     if not _SECONDS.fullmatch(text) or not float(text) > 0:
         raise ApiError(
@@ -293,7 +287,7 @@ def _default_fps(model: schemas.ServedModel) -> int:
 
 
 def _length(seconds: float) -> str:
-    """'5.063', '4': as OpenAI's clients read it."""
+    """A length as OpenAI's clients read it, for example "5.063" or "4"."""
     return f"{seconds:.3f}".rstrip("0").rstrip(".")
 
 
@@ -302,7 +296,7 @@ def _check_kind(requested: RequestedJob, job: AdmittedJob) -> None:
     if requested.must_be in (None, kind):
         return
     if kind == "image":
-        what = "makes pictures" if requested.spec.frames is None else "makes a picture of a single frame"
+        what = "makes pictures" if requested.spec.frames is None else "makes a picture from a single frame"
         raise ApiError(422, f"model {job.spec.model} {what}: use /v1/images/generations", param="model")
     raise ApiError(422, f"model {job.spec.model} makes videos: use /v1/videos", param="model")
 

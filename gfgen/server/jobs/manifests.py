@@ -1,4 +1,4 @@
-"""The manifest of a batch: a line for each of its jobs that has ended, as `gfgen run` writes it."""
+"""The manifest of a batch: one line per ended job, in the format of `gfgen run`."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from gfgen.runtime.files.manifest import ManifestLine, manifest_entry
 from gfgen.runtime.ipc.content import Content
 from gfgen.server.jobs.store import Ended, JobFacts, Store, StoredJob
 
-UNTOLD = "what the run knew of it is lost: times count from its acceptance"
+NO_DETAILS = "the run's details of this job are lost: times count from its acceptance"
 _STATUS: dict[Ended, OutcomeStatus] = {"completed": "done", "failed": "failed", "cancelled": "cancelled"}
 
 
 def manifest(store: Store, batch_id: str) -> bytes:
-    """JSON lines, in the order of the job file."""
+    """The manifest as JSON lines, in the order of the job file."""
     lines = [_line(stored, spec, entry) for stored, spec, entry in store.manifest(batch_id)]
     return "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode("utf-8", "replace")
 
 
 def _line(stored: StoredJob, spec: dict[str, Any], entry: ManifestLine | None) -> ManifestLine:
-    """The run's own entry, or what is known without it; the server's files are known by their address."""
+    """The run's entry, or what is known without it; `file` becomes a URL path."""
     facts = stored.facts
     entry = _without_run(stored, spec) if entry is None else entry
     file = f"/v1/jobs/{facts.id}/content" if entry["status"] == "done" else None
@@ -31,9 +31,9 @@ def _line(stored: StoredJob, spec: dict[str, Any], entry: ManifestLine | None) -
 
 
 def _without_run(stored: StoredJob, spec: dict[str, Any]) -> ManifestLine:
-    """The entry of a job whose end no run has told: it was killed first, or never began the job.
+    """The entry of a job without an outcome from the run, which was killed or never started the job.
 
-    What is not kept is null.
+    Unknown values are null.
     """
     facts, ending = stored.facts, stored.ending
     assert ending is not None
@@ -48,7 +48,7 @@ def _without_run(stored: StoredJob, spec: dict[str, Any]) -> ManifestLine:
         busy_s=0.0,
         layouts=(),
         error=ending.error_message,
-        warnings=(UNTOLD,),
+        warnings=(NO_DETAILS,),
         written=None if ending.size_bytes is None else Content(ending.size_bytes),
     )
     entry = manifest_entry(outcome, written_at=ending.completed_at)

@@ -1,7 +1,7 @@
-"""The last observed state of the run: what every answer is made of, so that no request asks the run.
+"""The front's copy of the run's state. All responses come from it, so no request waits for the run.
 
-An observer of the run at a distance: door.py sends what happens, and this applies it. Changes are numbered;
-streams ask for what is newer than the number that they have seen.
+run_bridge.py sends what happens in the run, and `RunMirror.apply` follows. Changes are numbered; a stream
+asks for those after the last number it has seen.
 """
 
 from __future__ import annotations
@@ -30,32 +30,33 @@ TIMELINE_S = 120.0
 MAX_BARS = 600
 MAX_SHOWN_OPEN, MAX_SHOWN_FINISHED = 200, 48
 MAX_RECENT = 128
-"""Ended jobs whose events are still there to be read."""
+"""Ended jobs whose events stay in memory."""
 NOTABLE_S, NOTABLE = 0.5, 0.05
-"""A predicted time that moves by less than the larger of these (a share of what is left) has not changed."""
+"""A prediction counts as changed if it moves by more than the larger of these: seconds, and a share of the
+remaining time."""
 
 
 class MirrorObserver:
-    """Who counts what happens; does nothing at every point."""
+    """Callbacks for metrics; each does nothing by default."""
 
     def dispatched(self, dispatch: Dispatch, model: str) -> None:
-        """A task was given to ranks."""
+        """A task was submitted to ranks."""
 
     def task_done(self, dispatch: Dispatch, model: str, busy_s: float) -> None:
-        """A task has ended on all of its ranks."""
+        """A task ended on all of its ranks."""
 
     def used(self, rank: int, busy_s: float) -> None:
-        """A rank has computed for so long."""
+        """A rank was busy for this long."""
 
     def rank_lost(self, rank: int) -> None:
-        """A worker process is gone."""
+        """A worker process died."""
 
     def ended(self, record: JobRecord) -> None:
-        """A job has ended."""
+        """A job ended."""
 
 
 class RunMirror:
-    """Ranks, jobs, timeline and policy; `now` gives Unix time."""
+    """Ranks, jobs, timeline and policy; `now` returns Unix time."""
 
     def __init__(
         self,
@@ -68,14 +69,13 @@ class RunMirror:
         self.now = now
         self.began_at = now()
         self.status: schemas.ServerStatus = "loading"
-        self.reason: str | None = "the models are being loaded"
+        self.reason: str | None = "the models are loading"
         self.run_info: RunInfo | None = None
         self.records: dict[str, JobRecord] = {}
-        """Jobs that have not ended, in the order of their acceptance."""
+        """Open jobs in the order of acceptance."""
         self.recent: OrderedDict[str, JobRecord] = OrderedDict()
-        """Jobs that have ended a short while ago."""
         self.finished: deque[schemas.Job] = deque(maxlen=MAX_SHOWN_FINISHED)
-        """The last first."""
+        """Most recent first."""
         self.ranks: list[RankLane] = []
         self.deciding: str | None = None
         self.policy_reason: str | None = None
@@ -84,22 +84,22 @@ class RunMirror:
         self._observer = observer or MirrorObserver()
         self.num_streams = 0
         self.longest_turn_s = 0.0
-        """Of the control loop, since this front knows it."""
+        """Of the control loop, since this front started."""
         self.num_turns = 0
         self._gfgen_version = version
         self._max_open = max_open
         self._running: dict[int, RunningDispatch] = {}
         self._bars: deque[LaneBar] = deque(maxlen=MAX_BARS)
         self._changed: dict[str, int] = defaultdict(int)
-        """By part of the state: the version of its last change."""
+        """Version of the last change of each part of the state."""
         self._finished_at: deque[tuple[int, schemas.Job]] = deque(maxlen=MAX_SHOWN_FINISHED)
         self._removed: deque[tuple[int, str]] = deque(maxlen=1000)
         self._is_forecast_due = True
 
-    # What the run tells -----------------------------------------------------------------------------
+    # Notes from the run -----------------------------------------------------------------------------
 
     def apply(self, note: Any) -> None:
-        """One thing that has happened; outcomes of jobs are not for here (desk.py)."""
+        """Apply one note; job outcomes do not come here (service.py)."""
         match note:
             case Dispatch():
                 self._dispatched(note)
@@ -107,7 +107,7 @@ class RunMirror:
                 self._landed(note)
             case ProgressUpdate():
                 for row in note.rows:
-                    self._stands(*row)
+                    self._update_progress(*row)
             case PredictedEnds():
                 self._renew_ends(note)
             case LoopTimings():
@@ -149,20 +149,20 @@ class RunMirror:
         self._touch("status", "ranks", "policy", "models")
 
     def drain(self) -> None:
-        """The run is stopping: what is open goes on at the next start."""
-        self.status, self.reason = "draining", "the server is stopping; open jobs go on when it is back"
+        """The run is stopping; open jobs resume at the next start."""
+        self.status, self.reason = "draining", "the server is stopping; open jobs continue after its restart"
         self._touch("status")
         for record in self.records.values():
             record.event("stopping", self.now())
 
     def policy_asked(self, policy: str) -> None:
-        """Another one is to decide; the run tells when it does, and to whom it hands over."""
+        """Another policy was requested; the run reports which one decides."""
         self.asked_policy = self.deciding = policy
         self.policy_reason = None
         self._touch("policy")
 
     def at(self, time_s: float) -> float:
-        """Unix time of a moment of the run."""
+        """Convert seconds of the run to Unix time."""
         assert self.run_info is not None
         return self.run_info.started_at + time_s
 
@@ -214,12 +214,14 @@ class RunMirror:
         if is_new_stage and not is_first:
             record.event("stage", at, stage=task.stage.value)
         if record.view is not None and task.index + 1 == record.facts.num_tasks:
-            record.view = replace(record.view, remaining_s=0.0)  # of the last task no row tells
+            record.view = replace(
+                record.view, remaining_s=0.0
+            )  # the run reports no progress for the last task
         self._job_changed(record)
         self._is_forecast_due = True
 
     def _renew_ends(self, note: PredictedEnds) -> None:
-        """Running tasks are predicted to end at other times than before."""
+        """Update the predicted ends of running tasks."""
         for number, end_s in note.ends:
             if number in self._running:
                 self._running[number].predicted_end_s = end_s
@@ -267,18 +269,20 @@ class RunMirror:
         self._job_changed(record)
 
     def _frames_lost(self, job_id: str) -> None:
-        """The decode will run again."""
+        """The frames are lost, so the decode runs again."""
         record = self.records.get(job_id)
         if record is not None:
             record.is_writing, record.next_index = False, record.facts.num_tasks - 1
             self._job_changed(record)
 
-    def _stands(self, job_id: str, next_index: int, remaining_s: float, layout: Layout | None) -> None:
-        """Where a job stands, and how much work it has left: what predictions are made of."""
+    def _update_progress(
+        self, job_id: str, next_index: int, remaining_s: float, layout: Layout | None
+    ) -> None:
+        """Update a job's next task and remaining work, the input of predictions."""
         record = self.records.get(job_id)
         if record is None:
             return
-        if next_index > 0 and record.started_at is None:  # it began before this front did
+        if next_index > 0 and record.started_at is None:  # it started before this front
             record.status, record.next_index, record.layout = "in_progress", next_index, layout
             record.stage = record.trajectory.task(next_index - 1).stage
             record.position = None
@@ -301,7 +305,7 @@ class RunMirror:
     # Jobs -------------------------------------------------------------------------------------------
 
     def add(self, records: Iterable[JobRecord]) -> None:
-        """Jobs that were accepted."""
+        """Add accepted jobs."""
         num_queued = sum(record.status == "queued" for record in self.records.values())
         for position, record in enumerate(records, start=num_queued + 1):
             self.records[record.facts.id] = record
@@ -311,7 +315,7 @@ class RunMirror:
         self._is_forecast_due = True
 
     def end(self, job_id: str, ending: Ending, *, expires_at: float | None) -> JobRecord | None:
-        """A job has ended, as the store has it."""
+        """A job has ended; the store already has this ending."""
         record = self.records.pop(job_id, None)
         if record is None:
             return None
@@ -334,13 +338,13 @@ class RunMirror:
         return record
 
     def show_finished(self, job: schemas.Job) -> None:
-        """The job is the last that has ended."""
+        """Put the job at the head of the finished list."""
         self._touch("open", "finished")
         self.finished.appendleft(job)
         self._finished_at.appendleft((self.version, job))
 
     def remove(self, job_ids: Sequence[str]) -> None:
-        """Ended jobs are gone."""
+        """Ended jobs were removed."""
         gone = set(job_ids)
         self._touch("finished")
         self._removed.extend((self.version, job_id) for job_id in job_ids)
@@ -357,7 +361,7 @@ class RunMirror:
         self._changed["open"] = self.version
 
     def forecast(self) -> None:
-        """Predict anew when the open jobs end, if anything has happened since the last time."""
+        """Update the predicted ends of open jobs if anything has happened since the last call."""
         if self.run_info is None or not (self._is_forecast_due or self._running):
             return
         self._is_forecast_due = False
@@ -387,10 +391,10 @@ class RunMirror:
         if is_new and record.updates.has_waiters:
             record.event("queued", now, position=place, predicted_start_at=rounded(starts_at))
 
-    # What is shown ----------------------------------------------------------------------------------
+    # Responses -------------------------------------------------------------------------------------
 
     def shown_open(self) -> list[JobRecord]:
-        """Open jobs: those that have begun in the order in which they did, then the queue."""
+        """Started jobs in the order of their start, then the queue."""
         started = [r for r in self.records.values() if r.status == "in_progress"]
         queued = [r for r in self.records.values() if r.status == "queued"]
         started.sort(key=lambda r: r.started_at or 0.0)
@@ -398,7 +402,7 @@ class RunMirror:
         return [*started, *queued][:MAX_SHOWN_OPEN]
 
     def state(self) -> schemas.LiveState:
-        """All of it, at this moment."""
+        """The whole state."""
         now = self.now()
         return schemas.LiveState(
             server_time=round(now, 3),
@@ -419,7 +423,7 @@ class RunMirror:
         )
 
     def change(self, since: int) -> schemas.Change | None:
-        """What has changed after a version; None when nothing has."""
+        """The changes after version `since`; None if there are none."""
         if self.version <= since:
             return None
         now, changed = self.now(), self._changed

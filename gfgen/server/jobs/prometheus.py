@@ -1,4 +1,4 @@
-"""What Prometheus reads: counted as it happens, and the rest looked up when it asks."""
+"""Prometheus metrics: counters updated as events happen, gauges read on each scrape."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from gfgen.server.jobs.mirror import MirrorObserver, RunMirror
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 MAX_CLASSES = 32
-"""Tags that have a label of their own; they come from requests, and every new one would cost memory."""
+"""Tags with their own label. The rest share OTHER, since clients choose tags and each label costs memory."""
 OTHER = "other"
 _CREATED = re.compile(rb"(# (HELP|TYPE) )?[a-z_]+_created[{ ]")
-"""Lines that say when a counter was made: twice the size for what nobody asks."""
+"""Creation times of counters, which double the size of the output."""
 _STEP_BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _JOB_BOUNDS_S = (0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
 
 
 class ServerMetrics(MirrorObserver, Collector):
-    """Counts for one server; a class is a job's tag."""
+    """The metrics of one server; `class` is a job's tag."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -78,11 +78,11 @@ class ServerMetrics(MirrorObserver, Collector):
         ProcessCollector(registry=registry)
 
     def text(self) -> bytes:
-        """All of it, as Prometheus reads it."""
+        """All metrics in Prometheus's text format."""
         lines = generate_latest(self.registry).splitlines(keepends=True)
         return b"".join(line for line in lines if not _CREATED.match(line))
 
-    # As it happens ----------------------------------------------------------------------------------
+    # Counters ---------------------------------------------------------------------------------------
 
     def dispatched(self, dispatch: Dispatch, model: str) -> None:
         if dispatch.task.index > 1 and dispatch.source not in (None, dispatch.layout):
@@ -109,7 +109,7 @@ class ServerMetrics(MirrorObserver, Collector):
             latency_s = max(0.0, ending.completed_at - facts.arrives_at)
             self._job_s.labels(facts.model, name).observe(latency_s)
 
-    # When it is asked for ---------------------------------------------------------------------------
+    # Gauges -----------------------------------------------------------------------------------------
 
     def collect(self) -> Iterator[Metric]:
         mirror = self.mirror
@@ -135,7 +135,7 @@ class ServerMetrics(MirrorObserver, Collector):
         yield _gauge("gfgen_streams", "Event streams that are read.", [], {(): mirror.num_streams})
 
     def describe(self) -> list[Metric]:
-        """Nothing: names are known when they are asked for."""
+        """Empty, so that registration does not call `collect`."""
         return []
 
     def _class(self, tag: str | None) -> str:

@@ -1,4 +1,4 @@
-"""A rank's lane of the live timeline: what it is doing, in stretches of work of one job. Pure."""
+"""One rank's lane of the live timeline, as bars of uninterrupted work for one job. Pure."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from gfgen.server.jobs.job_record import layout_view
 from gfgen.server.protocol import schemas
 
 GAP_S = 0.25
-"""Work of one job on a rank is one stretch when no more than this lies between its tasks."""
+"""Largest pause between two tasks within one bar."""
 USE_S = 60
-"""Seconds over which a rank's utilisation is taken."""
+"""Window of a rank's utilisation, in seconds."""
 
 
 @dataclass(slots=True, eq=False)
 class RunningDispatch:
-    """A task that ranks were given, until it has ended."""
+    """A dispatched task, until it has ended."""
 
     dispatch: Dispatch
     predicted_end_s: float
-    """As it was predicted last, in seconds of the run."""
+    """Latest prediction, in seconds of the run."""
 
 
 @dataclass(slots=True, eq=False)
 class LaneBar:
-    """A bar of the timeline while it may still grow."""
+    """A bar of the timeline, which may still grow."""
 
     key: str
     rank: int
@@ -43,12 +43,12 @@ class LaneBar:
 
     @classmethod
     def of(cls, dispatch: Dispatch, *, rank: int, at: float) -> LaneBar:
-        """A new one, of which this is the first task."""
+        """A new bar that starts with this task."""
         task, key = dispatch.task, f"{dispatch.number}-{rank}"
         return cls(key, rank, task.job_id, task.stage, dispatch.layout, task.step, task.step, at)
 
     def is_of(self, dispatch: Dispatch) -> bool:
-        """Whether a task goes on with what this shows."""
+        """Whether the task extends this bar."""
         task = dispatch.task
         return (self.job_id, self.stage, self.layout) == (task.job_id, task.stage, dispatch.layout)
 
@@ -70,19 +70,19 @@ class LaneBar:
 
 @dataclass(slots=True, eq=False)
 class RankLane:
-    """What a rank is doing and has done, as the front knows it."""
+    """What a rank is doing and has done."""
 
     rank: int
     status: schemas.RankStatus = "starting"
     num_restarts: int = 0
     dispatches: list[RunningDispatch] = field(default_factory=list)
     begun_at: float = 0.0
-    """When the first of its flights began."""
+    """Start of the first of its dispatches."""
     busy_by_second: dict[int, float] = field(default_factory=lambda: defaultdict(float))
     bar: LaneBar | None = None
 
     def utilisation(self, now: float, *, since: float) -> float:
-        """Share of the last minute in which it computed; what runs counts up to now."""
+        """Busy share of the last minute; a running task counts up to now."""
         span_s = min(float(USE_S), max(now - since, 1e-3))
         busy_s = sum(s for second, s in self.busy_by_second.items() if second > now - USE_S)
         if self.dispatches:
@@ -90,13 +90,12 @@ class RankLane:
         return min(1.0, busy_s / span_s)
 
     def note_use(self, busy_s: float, ended_at: float) -> None:
-        """It has computed for so long."""
         self.busy_by_second[int(ended_at)] += busy_s
         while len(self.busy_by_second) > 2 * USE_S:
             del self.busy_by_second[next(iter(self.busy_by_second))]
 
     def begin(self, at: float) -> LaneBar:
-        """The first of its flights begins: the stretch that grows by it, or another one."""
+        """The first of its dispatches starts; returns the bar that it extends, or a new one."""
         dispatch, bar = self.dispatches[0].dispatch, self.bar
         self.begun_at = at
         if self.status in ("idle", "busy"):

@@ -1,7 +1,7 @@
-"""Where jobs are taken in, followed, cancelled and handed out: between HTTP, the store and the run.
+"""Accepts, follows, cancels and removes jobs: the layer between HTTP, the store and the run.
 
-Runs in the front's event loop. The store decides what is true of a job: it is accepted when the store has
-it, and has ended when the store says how; `Live` follows, and the run is told.
+Runs in the front's event loop. The store is the authority: a job is accepted once the store has it, and has
+ended once the store records how. `RunMirror` is updated and the run is notified after that.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from gfgen.server.jobs import files, job_requests
 from gfgen.server.jobs.job_record import JobRecord, job_of
 from gfgen.server.jobs.job_requests import RequestedJob
 from gfgen.server.jobs.mirror import MAX_SHOWN_FINISHED, RunMirror
-from gfgen.server.jobs.store import Ending, JobFacts, KeyTakenError, RequestKey, Store, StoredJob
+from gfgen.server.jobs.store import Ended, Ending, JobFacts, KeyTakenError, RequestKey, Store, StoredJob
 from gfgen.server.protocol import schemas
 from gfgen.server.protocol.limits import ServerLimits
 from gfgen.server.protocol.link import CancelJobs, OpenJobs, OutcomesStored, RunInfo, SetPolicy, SubmitJobs
@@ -36,14 +36,14 @@ logger = logging.getLogger(__name__)
 FORECAST_S = 0.5
 SUBMITTED_AT_ONCE = 8
 RETRY_S = 5.0
-"""How soon a store that could not be written is tried again."""
+"""Pause before a failed write to the store is retried."""
 THUMBNAILS_NAME = ".thumbnails"
 FOLDERS = (job_requests.INPUTS_NAME, THUMBNAILS_NAME)
-_ENDED: dict[str, schemas.JobStatus] = {"done": "completed", "failed": "failed", "cancelled": "cancelled"}
+_ENDED: dict[str, Ended] = {"done": "completed", "failed": "failed", "cancelled": "cancelled"}
 
 
 class JobService:
-    """The jobs of this server. `send` gives a message to the run."""
+    """The jobs of this server. `send` passes a message to the run."""
 
     def __init__(
         self,
@@ -62,17 +62,17 @@ class JobService:
         self._send = send
         self._now = now
         self._num_reserved = 0
-        """Jobs that are being put down."""
+        """Jobs that are being written to the store."""
         self._pictures = asyncio.Semaphore(1)
-        """Pictures that are looked at, or made smaller, at the same time."""
+        """Limits how many pictures are decoded at the same time."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._folders = {str(folder)}
-        """Where this server and its models are, which is not for clients."""
+        """Paths of this server and its models; clients do not see them."""
 
-    # What the run says ------------------------------------------------------------------------------
+    # Notes from the run -----------------------------------------------------------------------------
 
     async def hear(self, notes: Sequence[Any]) -> None:
-        """What has happened, in its order; ends of jobs count once the store has them."""
+        """Apply the run's notes in order; outcomes of jobs go to the store first."""
         outcomes: list[JobOutcome] = []
         for note in notes:
             if isinstance(note, JobOutcome):
@@ -85,7 +85,7 @@ class JobService:
             await self._note_ends(outcomes)
 
     async def _open(self, run_info: RunInfo) -> None:
-        """The run is there: bring in all that the store has open, but for what is done or cannot be."""
+        """The run is ready: submit the open jobs of the store, except those that are done or impossible."""
         await self._note_finished_files()
         records, jobs = [], []
         for facts, spec in self.store.open_jobs():
@@ -102,12 +102,12 @@ class JobService:
         self._submit(jobs)
         self._send(OpenJobs(tuple(job.job_id for job in jobs)))
         if jobs:
-            logger.info("%s", "1 open job goes on" if len(jobs) == 1 else f"{len(jobs):,} open jobs go on")
+            logger.info("resuming %s", counted(len(jobs), "open job"))
 
     async def _note_finished_files(self) -> None:
-        """Jobs whose file is there have ended, though a server that was killed could not note it.
+        """Record jobs as completed if their file exists: a server that was killed could not record it.
 
-        If only this process was, the run tells more of them soon, which is added then.
+        If only this process was killed, the run soon sends their full outcomes, which are then added.
         """
         endings = []
         for facts, _ in self.store.open_jobs():
@@ -129,16 +129,15 @@ class JobService:
             await self._end_all(endings)
 
     async def _refuse(self, facts: JobFacts, problems: Sequence[Problem]) -> None:
-        """A job that an earlier start accepted, and that this one cannot do."""
+        """Fail a job that an earlier server accepted and this one cannot run."""
         text = "; ".join(str(problem) for problem in problems[:5])
-        logger.warning("job %s cannot go on: %s", facts.id, text)
+        logger.warning("job %s cannot be resumed: %s", facts.id, text)
         ending = Ending(
             facts.id,
             "failed",
             self._now(),
             error_code="cannot_be_done",
-            error_message=self._told(text),
-            met_deadline=None,
+            error_message=self._public(text),
         )
         await self._end_all([ending])
 
@@ -153,25 +152,22 @@ class JobService:
         self._send(OutcomesStored(tuple(ending.id for ending in endings)))
 
     async def _end_all(self, endings: Sequence[Ending]) -> list[bool]:
-        """Have the store note these ends, however long that takes: the disk may be full."""
+        """Record these endings; retry until it succeeds, since the disk may be full."""
         while True:
             try:
                 return await self.store.end_all(endings)
-            except OutputError:  # it is in the log; the run goes on, and so do those that can
+            except OutputError:  # the store has logged it
                 await asyncio.sleep(RETRY_S)
 
-    def _told(self, text: str) -> str:
-        """As clients are told of it."""
+    def _public(self, text: str) -> str:
         return without_folders(text, known=self._folders)
 
     def _ending(self, outcome: JobOutcome) -> Ending:
-        error = None if outcome.error is None else self._told(outcome.error)
-        outcome = replace(outcome, error=error, warnings=tuple(map(self._told, outcome.warnings)))
+        error = None if outcome.error is None else self._public(outcome.error)
+        outcome = replace(outcome, error=error, warnings=tuple(map(self._public, outcome.warnings)))
         job_id = outcome.info.job_id
         record = self.mirror.records.get(job_id)
-        now = self._now()
         status = _ENDED[outcome.status]
-        assert status in ("completed", "failed", "cancelled")
         return Ending(
             job_id,
             status,
@@ -182,7 +178,7 @@ class JobService:
             step=outcome.info.spec.steps or 0 if status == "completed" else record.step if record else 0,
             error_code=None if outcome.error is None else _code(outcome),
             error_message=outcome.error,
-            manifest=manifest_entry(outcome, written_at=now),
+            manifest=manifest_entry(outcome, written_at=self._now()),
         )
 
     def _ended(self, ending: Ending) -> None:
@@ -191,27 +187,26 @@ class JobService:
             self._unlink(self._input(record.facts.input_file))
 
     async def _drop_unwanted(self, outcome: JobOutcome) -> None:
-        """A job that was cancelled while its file was being written has left one."""
+        """Remove the file of a job that was cancelled while the file was being written."""
         stored = self.store.job(outcome.info.job_id)
         if stored is None or (stored.ending is not None and stored.ending.status != "completed"):
             self._unlink(self.folder / outcome.info.file)
 
-    # What is asked ----------------------------------------------------------------------------------
+    # Requests ---------------------------------------------------------------------------------------
 
     def check_ready(self) -> RunInfo:
-        """What is served; raises ApiError, with the reason, while nothing is."""
+        """The ready run; raises ApiError with the reason if there is none."""
         if self.mirror.status != "ready" or self.mirror.run_info is None:
             raise self.not_ready()
         return self.mirror.run_info
 
     def not_ready(self) -> ApiError:
-        """What is answered while the server loads or stops."""
         return ApiError(503, self.mirror.reason or "not ready", code="not_ready", retry_after_s=5)
 
     async def take(self, requested: Sequence[RequestedJob], *, key: RequestKey | None = None) -> list[str]:
-        """Accept jobs; returns their ids, or those that an earlier request with this key has made.
+        """Accept jobs and return their ids, or the ids that an earlier request with this key created.
 
-        Raises: ApiError or OutputError when they are not accepted; nothing is kept then.
+        Raises: ApiError or OutputError if they are not accepted; then nothing is stored.
         """
         if key is not None and (taken := self.store.request(key, now=self._now())):
             return _same(taken)
@@ -219,7 +214,7 @@ class JobService:
         async with self._reserved(len(requested)):
             try:
                 jobs = await self._admitted(requested, run_info)
-            except BaseException:  # what a thread writes even now goes at the next start (front.py)
+            except BaseException:  # a thread may still write a picture; the next start removes it (front.py)
                 self._drop_pictures(requested)
                 raise
             try:
@@ -227,7 +222,7 @@ class JobService:
             except KeyTakenError as taken:
                 self._drop_pictures(requested)
                 return _same(taken)
-            except Exception:  # who is cancelled here may have been accepted all the same
+            except Exception:  # not CancelledError: the jobs may have been accepted all the same
                 self._drop_pictures(requested)
                 raise
         return [job.job_id for _, job in jobs]
@@ -241,12 +236,12 @@ class JobService:
         problems: Sequence[Problem],
         skip_invalid: bool,
     ) -> tuple[str, Sequence[Problem] | None]:
-        """Accept the jobs of a file; returns the batch, and what is wrong with those that were left out.
+        """Accept the jobs of a file; returns the batch id and the problems of the jobs that were skipped.
 
-        `problems` are what is known to be wrong with the file. Of a batch that an earlier request with this
-        key has made, it is not known any more.
+        `problems` are those already found in the file. If an earlier request with this key created the
+        batch, its problems are unknown (None).
 
-        Raises: as `take`; JobFileError with all problems unless they may be skipped and jobs are left.
+        Raises: as `take`; JobFileError with all problems, unless they may be skipped and valid jobs remain.
         """
         if key is not None and (taken := self.store.request(key, now=self._now())):
             return _same(taken)[0], None
@@ -269,7 +264,7 @@ class JobService:
         batch_id: str | None,
         key: RequestKey | None,
     ) -> None:
-        """Put jobs down, and let them run."""
+        """Store jobs and submit them to the run."""
         now = self._now()
         accepted = [job_requests.accepted(one, job, now=now) for one, job in jobs]
         await self.store.accept(accepted, batch_id=batch_id, key=key, now=now)
@@ -286,14 +281,14 @@ class JobService:
     async def _admitted(
         self, requested: Sequence[RequestedJob], run_info: RunInfo
     ) -> Sequence[tuple[RequestedJob, AdmittedJob]]:
-        """The jobs as they will run, their pictures looked at and kept."""
+        """The admitted jobs; their pictures are checked and saved."""
         if all(one.picture is None for one in requested):
             return job_requests.admitted(requested, run_info.admit)
         with_pictures = [await self._with_picture(one) for one in requested]
         return await asyncio.to_thread(job_requests.admitted, with_pictures, run_info.admit)
 
     async def _with_picture(self, requested: RequestedJob) -> RequestedJob:
-        """The same, with its picture looked at and kept under the job's own name."""
+        """Check the picture and save it under the job's id."""
         if requested.picture is None:
             return requested
         async with self._pictures:
@@ -305,11 +300,10 @@ class JobService:
         return replace(requested, spec=replace(requested.spec, image=str(path), image_sha256=sha256))
 
     def _input(self, name: str) -> Path:
-        """Where a job's input picture is."""
         return self.folder / job_requests.INPUTS_NAME / name
 
     def check_fits(self, num_jobs: int) -> None:
-        """Raises ApiError for a request with so many jobs if that is too much at any time."""
+        """Raises ApiError if a request has more jobs than may ever be open."""
         if num_jobs > self.limits.open_jobs:
             raise ApiError(
                 413, f"{counted(num_jobs, 'job')}; {self.limits.open_jobs:,} may be open at once: split it"
@@ -317,13 +311,13 @@ class JobService:
 
     @asynccontextmanager
     async def _reserved(self, num_jobs: int) -> AsyncIterator[None]:
-        """Room for so many more jobs, or ApiError."""
+        """Reserve room for this many jobs; raises ApiError if there is none."""
         self.check_fits(num_jobs)
         num_open = len(self.mirror.records) + self._num_reserved
         if num_open + num_jobs > self.limits.open_jobs:
             raise ApiError(
                 429,
-                f"open jobs: {num_open:,} of {self.limits.open_jobs:,}; try again when some have ended",
+                f"{num_open:,} of {self.limits.open_jobs:,} jobs are open; retry when some have ended",
                 retry_after_s=self._soonest_end_s(),
             )
         self._num_reserved += num_jobs
@@ -338,7 +332,7 @@ class JobService:
         return min(60.0, max(1.0, min(ends, default=5.0)))
 
     async def cancel(self, job_ids: Iterable[str]) -> list[str]:
-        """Cancel jobs that have not ended; returns those that were cancelled by this."""
+        """Cancel the jobs that have not ended; returns the ids of those that this call cancelled."""
         now, mirror = self._now(), self.mirror
         endings = [
             Ending(
@@ -362,7 +356,7 @@ class JobService:
         return [ending.id for ending in cancelled]
 
     async def remove(self, stored: Sequence[StoredJob]) -> None:
-        """Remove jobs that have ended, with their files."""
+        """Remove ended jobs and their files."""
         for one in stored:
             self._unlink(self.folder / one.facts.file)
             self._unlink(self.folder / THUMBNAILS_NAME / f"{one.facts.id}.webp")
@@ -371,21 +365,21 @@ class JobService:
         self.mirror.remove(ids)
 
     async def remove_expired(self) -> None:
-        """Remove what is too old, or too much."""
+        """Remove jobs that are older than `keep_s`, and the oldest beyond `keep_bytes`."""
         before = self._now() - self.limits.keep_s
         if outdated := self.store.outdated(before=before, keep_bytes=self.limits.keep_bytes):
             await self.remove(outdated)
-            logger.info("removed %s that were kept long enough", counted(len(outdated), "job"))
+            logger.info("removed %s past the retention limits", counted(len(outdated), "ended job"))
         await self.store.forget_requests(now=self._now())
 
     def set_policy(self, policy: str) -> None:
         self.mirror.policy_asked(policy)
         self._send(SetPolicy(policy))
 
-    # What is told -----------------------------------------------------------------------------------
+    # Responses --------------------------------------------------------------------------------------
 
     def answer(self, job_id: str) -> bytes | None:
-        """A job as JSON; None when there is none."""
+        """The job as JSON; None if there is no such job."""
         record = self.record(job_id)
         if record is not None:
             return record.answer()
@@ -393,7 +387,7 @@ class JobService:
         return None if stored is None else self.job_of_kept(stored).model_dump_json().encode()
 
     def ended_event(self, job_id: str) -> tuple[bytes, bytes] | None:
-        """Kind and body of the last event of a job whose events are not kept any more."""
+        """Type and body of the final event of a job whose events are no longer in memory."""
         stored = self.store.job(job_id)
         if stored is None or stored.ending is None:
             return None
@@ -411,36 +405,32 @@ class JobService:
         return stored.ending.status.encode(), event.model_dump_json(exclude_none=True).encode()
 
     def record(self, job_id: str) -> JobRecord | None:
-        """A job that has not ended, or has a short while ago."""
+        """The job's record while it is open and shortly after its end."""
         return self.mirror.records.get(job_id) or self.mirror.recent.get(job_id)
 
     def job_of_kept(self, stored: StoredJob, *, shown_chars: int | None = None) -> schemas.Job:
         record = self.record(stored.facts.id)
         if record is not None:
             return record.job(shown_chars=shown_chars)
-        if stored.ending is None:  # of a server that is still loading
+        if stored.ending is None:  # the server is still loading
             values: dict[str, Any] = {"status": "queued", "progress": 0}
             return job_of(stored.facts, None, expires_at=None, shown_chars=shown_chars, **values)
         expires_at = stored.ending.completed_at + self.limits.keep_s
         return job_of(stored.facts, stored.ending, expires_at=expires_at, shown_chars=shown_chars)
 
     async def thumbnail(self, stored: StoredJob) -> Path:
-        """A small picture of a finished file."""
         small = self.folder / THUMBNAILS_NAME / f"{stored.facts.id}.webp"
         return await files.thumbnail(self.folder / stored.facts.file, small, one_at_a_time=self._pictures)
 
     async def wait(self, job_ids: Sequence[str]) -> None:
-        """Until all of these jobs have ended.
-
-        Raises: ApiError when the server stops first.
-        """
+        """Wait until all of these jobs have ended; raises ApiError if the server stops first."""
         async with asyncio.timeout(self.limits.waiting_s):
             for job_id in job_ids:
                 while (record := self.mirror.records.get(job_id)) is not None:
                     if self.mirror.status == "draining":
                         raise ApiError(
                             503,
-                            f"the server is stopping; {job_id} goes on when it is back",
+                            f"the server is stopping; {job_id} continues after its restart",
                             code="not_ready",
                             retry_after_s=10,
                         )
@@ -453,24 +443,23 @@ class JobService:
             logger.warning("cannot remove %s: %s", path, error.strerror)
 
     def _drop_pictures(self, requested: Sequence[RequestedJob]) -> None:
-        """What may have been kept of jobs that are not accepted."""
         for one in requested:
             if one.picture is not None:
                 self._unlink(self._input(one.spec.id))
 
 
 def _write_picture(path: Path, content: bytes) -> None:
-    """Raises: OutputError when there is no room; who calls removes what was written."""
+    """Raises: OutputError if the disk is full; the caller removes the partial file."""
     try:
         path.write_bytes(content)
     except OSError as error:
         raise OutputError(
-            f"cannot keep the input picture ({error.strerror}); make room, then try again"
+            f"cannot save the input picture ({error.strerror}); free some space and retry"
         ) from None
 
 
 def _stat(path: Path) -> os.stat_result | None:
-    """None when there is no such file, or none that can be had."""
+    """None if the file is missing or inaccessible."""
     try:
         return path.stat()
     except OSError:
@@ -478,10 +467,12 @@ def _stat(path: Path) -> os.stat_result | None:
 
 
 def _same(taken: KeyTakenError) -> list[str]:
-    """What the request has made before; raises ApiError when it was another request."""
+    """The ids that the same request created earlier; raises ApiError if that request was a different one."""
     if not taken.is_same:
         raise ApiError(
-            422, "this Idempotency-Key came with another request before", code="idempotency_key_reused"
+            422,
+            "this Idempotency-Key was used for a different request",
+            code="idempotency_key_reused",
         )
     return list(taken.ids)
 

@@ -1,9 +1,8 @@
-"""The record of what was accepted: jobs, batches and request keys in SQLite, in write-ahead mode.
+"""Accepted jobs, batches and request keys in SQLite, in write-ahead mode.
 
-A job that is in here was accepted; its status is `open` until it has ended, and then never changes again,
-which a trigger sees to. All writing is done by one thread, which puts what has come meanwhile into one
-transaction and answers when that is on the disk: 200 clients at once wait for one sync, not for 200.
-Reading is done by whoever asks, beside it.
+A job in the store was accepted. Its status is `open` until it ends; after that a trigger forbids changes.
+One thread does all writes: it puts everything that is queued into one transaction and replies once that is
+on the disk, so 200 concurrent clients wait for one sync instead of 200. Callers read directly.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ logger = logging.getLogger(__name__)
 STORE_NAME = "jobs.sqlite3"
 VERSION = 1
 BUSY_S = 10.0
-"""A front that was killed may still hold the file for a moment."""
+"""SQLite lock timeout: a front that was killed may still hold the file for a moment."""
 KEPT_REQUESTS_S = 86400.0
-"""How long an Idempotency-Key is remembered."""
+"""How long an Idempotency-Key is kept."""
 MAX_GROUP = 256
 
 Ended = Literal["completed", "failed", "cancelled"]
@@ -83,7 +82,7 @@ CREATE TABLE lives (number INTEGER PRIMARY KEY AUTOINCREMENT, began_at REAL NOT 
 
 @dataclass(frozen=True, slots=True)
 class JobFacts:
-    """What is known of a job from its acceptance on and never changes: what answers tell of it."""
+    """The part of a job that is fixed when it is accepted."""
 
     id: str
     kind: Literal["video", "image"]
@@ -95,7 +94,7 @@ class JobFacts:
     created_at: float
     arrives_at: float
     file: str
-    """Name of its output; made by the server."""
+    """Name of its output, chosen by the server."""
     num_tasks: int
     seconds: str | None = None
     frames: int | None = None
@@ -106,12 +105,12 @@ class JobFacts:
     custom_id: str | None = None
     deadline_at: float | None = None
     input_file: str | None = None
-    """Name of its input picture, which the server keeps until the job has ended."""
+    """Name of its input picture, which the server keeps until the job ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class NewJob:
-    """A job as it is put down; `spec` has the job file's words, and the model's defaults are not in it."""
+    """A job to store; `spec` has the fields of the job file, without the model's defaults."""
 
     facts: JobFacts
     spec: dict[str, Any]
@@ -119,8 +118,6 @@ class NewJob:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a job has ended."""
-
     id: str
     status: Ended
     completed_at: float
@@ -135,7 +132,7 @@ class Ending:
 
 @dataclass(frozen=True, slots=True)
 class StoredJob:
-    """A job as the store has it; without an ending it is open."""
+    """A job in the store; it is open if it has no ending."""
 
     seq: int
     facts: JobFacts
@@ -157,45 +154,41 @@ class BatchRow:
 
 @dataclass(frozen=True, slots=True)
 class RequestKey:
-    """An Idempotency-Key and the hash of the request that came with it."""
+    """An Idempotency-Key and the hash of its request."""
 
     key: str
     fingerprint: str
 
 
 class KeyTakenError(Exception):
-    """A request with this key was accepted before; `ids` are the jobs, or the batch, that it made."""
+    """An earlier request with this key was accepted; `ids` are the jobs, or the batch, that it created."""
 
     def __init__(self, ids: Sequence[str], *, is_same: bool) -> None:
         super().__init__(", ".join(ids))
         self.ids = tuple(ids)
         self.is_same = is_same
-        """The request was the same one."""
 
 
 class Store:
-    """The jobs of one output folder; `open_store` opens it.
-
-    Raises, from every writing call: OutputError on a full disk and the like.
-    """
+    """The jobs of one output folder. Every write raises OutputError if the disk is full or fails."""
 
     def __init__(self, path: Path, *, began_at: float) -> None:
         self._path = path
         self._reader = _connect(path)
         self._writer = _connect(path)
         self._queue: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
-        self._told: str | None = None
-        """Why nothing can be written, if so."""
+        self._logged_error: str | None = None
+        """The last reported reason why writes fail."""
         self.epoch = self._begin_life(began_at)
-        """Of this process alone, of all that open the store: ids of events begin with it."""
+        """Unique number of this process among all that opened the store: event ids begin with it."""
         (first_at,) = self._reader.execute("SELECT MIN(began_at) FROM lives").fetchone()
         self.made_at = began_at if first_at is None else float(first_at)
-        """Unix time at which this store was begun: of what is older it cannot know anything."""
+        """Unix time at which this store was created: it knows nothing about older files."""
         self._thread = threading.Thread(target=self._write, name="store", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Finish what was asked, and close."""
+        """Finish the queued writes and close."""
         self._queue.put(None)
         self._thread.join()
         self._writer.close()
@@ -211,9 +204,9 @@ class Store:
         key: RequestKey | None = None,
         now: float,
     ) -> None:
-        """Put jobs down, all or none; returns when they are on the disk.
+        """Store all of these jobs or none; returns when they are on the disk.
 
-        Raises: KeyTakenError when a request with this key was accepted before.
+        Raises: KeyTakenError if an earlier request with this key was accepted.
         """
 
         def work(db: sqlite3.Connection) -> None:
@@ -235,9 +228,9 @@ class Store:
         await self._do(work)
 
     async def end_all(self, endings: Sequence[Ending]) -> list[bool]:
-        """Note how jobs have ended; False for one that had ended before, or is not there.
+        """Record how jobs ended; False for a job that had ended before or does not exist.
 
-        One that had ended in the same way, without a manifest entry, gets this one.
+        A job that had ended in the same way without a manifest entry gets this one.
         """
 
         def work(db: sqlite3.Connection) -> list[bool]:
@@ -246,7 +239,7 @@ class Store:
         return await self._do(work)
 
     async def cancel_batch(self, batch_id: str) -> None:
-        """Note that a batch was cancelled; its jobs are cancelled one by one."""
+        """Mark a batch as cancelled; the caller cancels its jobs."""
 
         def work(db: sqlite3.Connection) -> None:
             db.execute("UPDATE batches SET is_cancelled = 1 WHERE id = ?", (batch_id,))
@@ -254,7 +247,7 @@ class Store:
         await self._do(work)
 
     async def remove(self, job_ids: Iterable[str]) -> None:
-        """Forget jobs that have ended, and batches of which none is left."""
+        """Delete ended jobs, and batches without jobs."""
         ids = [(job_id,) for job_id in job_ids]
 
         def work(db: sqlite3.Connection) -> None:
@@ -265,7 +258,7 @@ class Store:
         await self._do(work)
 
     async def forget_requests(self, *, now: float) -> None:
-        """Forget request keys that are too old to count; writes nothing while there are none."""
+        """Delete expired request keys; writes nothing if there are none."""
         too_old = "FROM requests WHERE created_at < ?"
         values = (now - KEPT_REQUESTS_S,)
         if self._reader.execute(f"SELECT 1 {too_old} LIMIT 1", values).fetchone() is None:
@@ -279,7 +272,7 @@ class Store:
     # Reading ----------------------------------------------------------------------------------------
 
     def open_jobs(self) -> list[tuple[JobFacts, dict[str, Any]]]:
-        """Facts and spec of every job that has not ended, the oldest first."""
+        """Facts and spec of every open job, oldest first."""
         rows = self._reader.execute("SELECT facts, spec FROM jobs WHERE status = 'open' ORDER BY seq")
         return [(_facts(facts), json.loads(spec)) for facts, spec in rows]
 
@@ -297,7 +290,7 @@ class Store:
         batch_id: str | None = None,
         has_ended: bool | None = None,
     ) -> list[StoredJob]:
-        """Jobs in the order of their acceptance, behind `after`."""
+        """Jobs in the order of acceptance, starting after job `after`."""
         tests, values = ["1"], []
         if after is not None:
             tests.append(f"seq {'>' if is_ascending else '<'} (SELECT seq FROM jobs WHERE id = ?)")
@@ -313,12 +306,12 @@ class Store:
         return [_kept(row) for row in self._reader.execute(sql, values)]
 
     def last_ended(self, limit: int) -> list[StoredJob]:
-        """The jobs that ended last, the last first."""
+        """The jobs that ended last, most recent first."""
         sql = f"SELECT {_COLUMNS} FROM jobs WHERE status != 'open' ORDER BY completed_at DESC LIMIT ?"
         return [_kept(row) for row in self._reader.execute(sql, (limit,))]
 
     def manifest(self, batch_id: str) -> list[tuple[StoredJob, dict[str, Any], dict[str, Any] | None]]:
-        """A batch's jobs that have ended and are kept, each with its spec, and its manifest entry if any."""
+        """The ended jobs of a batch, each with its spec and its manifest entry, if any."""
         sql = f"SELECT {_COLUMNS}, spec, manifest FROM jobs"
         rows = self._reader.execute(
             f"{sql} WHERE batch_id = ? AND status != 'open' ORDER BY seq", (batch_id,)
@@ -337,11 +330,11 @@ class Store:
         return [_batch(row) for row in self._reader.execute(sql, (limit,))]
 
     def request(self, key: RequestKey, *, now: float) -> KeyTakenError | None:
-        """What a request with this key has made before, unless that is too long ago."""
+        """What an earlier request with this key created, unless the key has expired."""
         return _request(self._reader, key, now)
 
     def outdated(self, *, before: float, keep_bytes: int) -> list[StoredJob]:
-        """Ended jobs that are kept too long, or beyond the newest `keep_bytes` of files."""
+        """Jobs that ended before `before`, and those beyond the newest `keep_bytes` of files."""
         sql = f"""
             SELECT {_COLUMNS} FROM (
                 SELECT *, SUM(COALESCE(size_bytes, 0)) OVER (ORDER BY completed_at DESC, seq DESC) AS total
@@ -350,35 +343,36 @@ class Store:
         return [_kept(row) for row in self._reader.execute(sql, (before, keep_bytes))]
 
     def with_file(self, job_ids: Iterable[str]) -> set[str]:
-        """Those of these jobs that have a file, or may have one yet."""
-        sql = "SELECT id FROM jobs WHERE status IN ('open', 'completed')"
-        sql += " AND id IN (SELECT value FROM json_each(?))"
-        return {row[0] for row in self._reader.execute(sql, (json.dumps(list(job_ids)),))}
+        """The subset of these jobs that have a file or may still get one."""
+        return self._with_status(job_ids, "'open', 'completed'")
 
     def without_file(self, job_ids: Iterable[str]) -> set[str]:
-        """Those of these jobs that have ended without a file; none that is not known here."""
-        sql = "SELECT id FROM jobs WHERE status IN ('cancelled', 'failed')"
-        sql += " AND id IN (SELECT value FROM json_each(?))"
+        """The subset of these jobs that ended without a file; excludes unknown jobs."""
+        return self._with_status(job_ids, "'cancelled', 'failed'")
+
+    def _with_status(self, job_ids: Iterable[str], statuses: str) -> set[str]:
+        sql = f"SELECT id FROM jobs WHERE status IN ({statuses}) AND id IN (SELECT value FROM json_each(?))"
         return {row[0] for row in self._reader.execute(sql, (json.dumps(list(job_ids)),))}
 
     # The writing thread -----------------------------------------------------------------------------
 
     def _begin_life(self, began_at: float) -> int:
-        """A number that no other life has: the next one, or the time where a full disk does not take that."""
+        """A unique number: the next one, or the time if a full disk does not allow the insert."""
         try:
             sql = "INSERT INTO lives (began_at) VALUES (?)"
             return self._writer.execute(sql, (began_at,)).lastrowid or 0
-        except sqlite3.OperationalError as error:  # what is open goes on, and can be read
-            self._tell_of(error)
+        except sqlite3.OperationalError as error:  # open jobs still run and can be read
+            self._log_failure(error)
             return int(began_at * 1000)
         except sqlite3.Error as error:
-            what = f"cannot write {self._path}: {error}"
-            raise OutputError(f"{what}; move it away, or name another --output") from None
+            raise OutputError(
+                f"cannot write {self._path}: {error}; move the file away or choose another --output"
+            ) from None
 
     async def _do(self, work: Callable[[sqlite3.Connection], T]) -> T:
-        asked: Future[T] = Future()
-        self._queue.put(_Work(work, asked))
-        return await asyncio.wrap_future(asked)
+        future: Future[T] = Future()
+        self._queue.put(_Work(work, future))
+        return await asyncio.wrap_future(future)
 
     def _write(self) -> None:
         while True:
@@ -391,43 +385,43 @@ class Store:
                 return
 
     def _commit(self, works: Sequence[_Work]) -> None:
-        """One transaction; a work that fails takes back its own writes alone."""
+        """Run these in one transaction; one that fails rolls back only its own writes."""
         db, done = self._writer, []
         try:
             db.execute("BEGIN IMMEDIATE")
             for work in works:
                 done.append((work, _attempt(db, work.work)))
             db.execute("COMMIT")
-            self._told = None
-        except Exception as error:  # a full disk above all: nothing of the group is there
+            self._logged_error = None
+        except Exception as error:  # most likely a full disk: nothing of the group was written
             if db.in_transaction:
                 db.execute("ROLLBACK")
-            self._tell_of(error)
-            reason = OutputError(f"cannot write {self._path.name} ({error}); make room, then try again")
+            self._log_failure(error)
+            reason = OutputError(f"cannot write {self._path.name} ({error}); free some space and retry")
             done = [(work, reason) for work in works]
         for work, result in done:
-            if not work.asked.set_running_or_notify_cancel():
+            if not work.future.set_running_or_notify_cancel():
                 continue
             if isinstance(result, Exception):
-                work.asked.set_exception(result)
+                work.future.set_exception(result)
             else:
-                work.asked.set_result(result)
+                work.future.set_result(result)
 
-    def _tell_of(self, error: Exception) -> None:
-        """Once until something is written again: clients try again, and the log may be on the same disk."""
-        if str(error) != self._told:
-            logger.error("cannot write %s: %s; requests are refused until it can be", self._path, error)
-        self._told = str(error)
+    def _log_failure(self, error: Exception) -> None:
+        """Log a reason once until a write succeeds: clients retry, and the log may be on the same disk."""
+        if str(error) != self._logged_error:
+            logger.error("cannot write %s: %s; requests are refused until writes succeed", self._path, error)
+        self._logged_error = str(error)
 
 
 @dataclass(slots=True, eq=False)
 class _Work:
     work: Callable[[sqlite3.Connection], Any]
-    asked: Future[Any]
+    future: Future[Any]
 
 
 def _attempt(db: sqlite3.Connection, work: Callable[[sqlite3.Connection], Any]) -> Any:
-    """What the work returns, or the exception that it raised for a reason of its own."""
+    """The result of the work, or the exception that concerns this work only."""
     db.execute("SAVEPOINT work")
     try:
         result = work(db)
@@ -448,11 +442,11 @@ def _connect(path: Path) -> sqlite3.Connection:
             db.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA user_version = {VERSION}; COMMIT;")
         elif version != VERSION:
             raise OutputError(
-                f"{path} is of another version of gfgen; move it away, or name another --output"
+                f"{path} belongs to another version of gfgen; move it away or choose another --output"
             )
         return db
     except sqlite3.Error as error:
-        raise OutputError(f"cannot open {path}: {error}; move it away, or name another --output") from None
+        raise OutputError(f"cannot open {path}: {error}; move it away or choose another --output") from None
 
 
 def _take_key(db: sqlite3.Connection, key: RequestKey, ids: Sequence[str], now: float) -> None:
@@ -491,7 +485,7 @@ def _end(db: sqlite3.Connection, ending: Ending) -> bool:
 
 
 def _add_to_end(db: sqlite3.Connection, values: dict[str, Any]) -> None:
-    """What a run tells of an end that was noted without it, as when the job was cancelled."""
+    """Add the run's details to an ending that was recorded without them, for example by a cancel."""
     if values["manifest"] is not None:
         db.execute(
             "UPDATE jobs SET manifest = :manifest, started_at = COALESCE(:started_at, started_at) "

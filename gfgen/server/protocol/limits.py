@@ -1,38 +1,38 @@
-"""How much of everything the server takes on; what goes beyond is refused, never queued without end."""
+"""Limits of the server; what exceeds them is refused."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 BACKLOG = 2048
-"""Connections that wait in the kernel until they are accepted."""
+"""Connections that may wait in the kernel to be accepted."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerLimits:
-    """Bounds of the server; the defaults are those of `gfgen serve`."""
+    """The defaults are those of `gfgen serve`."""
 
     open_jobs: int = 1000
-    """Jobs that have not ended; beyond it 429."""
+    """Beyond it: 429."""
     streams: int = 256
-    """Event streams that are read at the same time; beyond it 429."""
+    """Concurrent event streams; beyond it: 429."""
     connections: int = 2048
-    """Beyond it 503, and far beyond it none; fewer where the system gives too few descriptors."""
+    """Beyond it: 503; far beyond it connections are closed. Lower if the system grants fewer descriptors."""
     body_bytes: int = 64_000_000
-    """Of one request, pictures included; beyond it 413."""
+    """Size of one request with its picture; beyond it: 413."""
     json_bytes: int = 2**20
-    """Of a request without its picture; beyond it 413. Job files are not meant."""
+    """Size of one request without its picture, except for job files; beyond it: 413."""
     header_s: float = 15.0
-    """In which a request's headers have to be complete."""
+    """Timeout for a request's headers."""
     body_s: float = 120.0
-    """In which its body has to be complete."""
+    """Timeout for its body."""
     unread_s: float = 60.0
-    """How long a client may leave what it was sent unread."""
+    """Timeout for a client that does not read what it was sent."""
     waiting_s: float = 3600.0
-    """How long a request that waits for its result may take."""
+    """Timeout for a request that waits for its result."""
     keep_s: float = 7 * 86400.0
-    """How long an ended job and its file are kept."""
+    """Retention of ended jobs and their files."""
     retention_s: float = 30.0
-    """How often it is looked for what is kept too long."""
+    """Interval between two searches for expired jobs."""
     keep_bytes: int = 100 * 10**9
-    """Of finished files; beyond it the oldest are removed."""
+    """Total size of finished files; beyond it the oldest are removed."""

@@ -1,17 +1,17 @@
-"""What the run and the front tell each other, and the socket between them.
+"""Messages between the run and the front, and the socket that carries them.
 
-The run (control loop, ranks, signals) is one process, the front (HTTP, the store of jobs) another: so no
-request can hold up the loop, and a front that dies costs no step. Both are of one machine and one
-version of gfgen; messages are pickled values, framed by their length.
+The run (control loop, ranks, signals) and the front (HTTP, job store) are two processes, so a request cannot
+delay the loop and a front that dies costs no step. Both run on one machine with the same version of gfgen;
+messages are pickled values, each preceded by its length.
 
-    the front starts            run -> front   Settings
-    models loaded, ranks up     run -> front   Serving
-                                front -> run   Submit: the jobs of the store that are open; then Hello
-    from then on                run -> front   lists of notes: events, dispatches, outcomes, rows
-                                front -> run   Submit, Cancel, SetPolicy, Noted
+    the front starts            run -> front   FrontSettings
+    models loaded, ranks up     run -> front   RunInfo
+                                front -> run   SubmitJobs for the open jobs of the store; then OpenJobs
+    from then on                run -> front   lists of notes: events, dispatches, outcomes, progress
+                                front -> run   SubmitJobs, CancelJobs, SetPolicy, OutcomesStored
 
-A front that is started anew is told where everything stands by the same notes. An outcome is told until the
-front has noted it in the store.
+A new front gets the whole state as the same notes. The run repeats an outcome to each new front until
+OutcomesStored confirms it.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ _CHUNK_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class FrontSettings:
-    """What a front needs before anything is loaded."""
+    """What a front needs before the models are loaded."""
 
     output_dir: Path
     api_key: str | None
     is_loopback: bool
-    """Only this machine can connect: then a name that leads here from elsewhere is refused."""
+    """Only this machine can connect; then foreign Host headers are refused."""
     limits: ServerLimits
     version: str
     log_level: str = "info"
@@ -58,42 +58,42 @@ class FrontSettings:
 
 @dataclass(frozen=True, slots=True)
 class RunInfo:
-    """The ranks are up: from now on jobs are taken."""
+    """The ranks are up; the server accepts jobs from now on."""
 
     admit: Admit
-    """For jobs that are asked for."""
+    """For new jobs."""
     admit_again: Admit
-    """For jobs that were accepted before: what is short in this moment alone is no reason against them."""
+    """For jobs that were accepted earlier: ignores temporary shortages."""
     models: tuple[ServedModel, ...]
     device: str
     num_ranks: int
     policy: str
-    """As asked for."""
+    """As requested on the command line."""
     started_at: float
-    """Unix time of the run's second 0."""
+    """Unix time of second 0 of the run."""
 
 
 JobProgress = tuple[str, int, float, Layout | None]
-"""Where an open job stands: its id, next task, predicted work on one rank, and last layout."""
+"""An open job's id, next task, predicted remaining work on one rank, and last layout."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProgressUpdate:
-    """The open jobs that stand elsewhere than they were last said to."""
+    """The open jobs whose progress has changed."""
 
     rows: tuple[JobProgress, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class PredictedEnds:
-    """(dispatch, predicted end in seconds of the run) of running tasks whose prediction has been renewed."""
+    """(dispatch, predicted end in seconds of the run) of running tasks whose prediction has changed."""
 
     ends: tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class LoopTimings:
-    """How long the turns of the control loop took since this was told last."""
+    """Duration and number of the control loop's turns since the last report."""
 
     longest_s: float
     num_turns: int
@@ -104,14 +104,14 @@ class LoopTimings:
 
 @dataclass(frozen=True, slots=True)
 class SubmitJobs:
-    """Jobs that were accepted: a few, since reading a message keeps the loop from its work."""
+    """A few accepted jobs: reading a message takes time from the control loop."""
 
     jobs: tuple[AdmittedJob, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class OpenJobs:
-    """All that the store has open was submitted; these are the ids."""
+    """The ids of all open jobs of the store; all of them were submitted."""
 
     job_ids: tuple[str, ...]
 
@@ -128,7 +128,7 @@ class SetPolicy:
 
 @dataclass(frozen=True, slots=True)
 class OutcomesStored:
-    """How these jobs have ended is in the store."""
+    """The store has recorded the outcomes of these jobs."""
 
     job_ids: tuple[str, ...]
 
@@ -137,19 +137,19 @@ class OutcomesStored:
 
 
 def pack(message: Any) -> bytes:
-    """One message as it goes through the socket."""
+    """Encode one message."""
     body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
     return _HEADER.pack(len(body)) + body
 
 
 class MessageDecoder:
-    """Bytes as they come, to messages."""
+    """Decodes messages from a stream of bytes."""
 
     def __init__(self) -> None:
         self._pending = bytearray()
 
     def feed(self, content: bytes) -> list[Any]:
-        """The messages that are complete now."""
+        """Add received bytes; returns the messages that are complete."""
         self._pending += content
         messages = []
         while len(self._pending) >= _HEADER.size:
@@ -163,21 +163,18 @@ class MessageDecoder:
 
 
 class MessageSocket:
-    """The run's end, for threads: one sends, another receives."""
+    """The run's end of the socket; one thread sends, another receives."""
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
         self._framing = MessageDecoder()
 
     def send(self, message: Any) -> None:
-        """Send a message; waits while the other end does not read.
-
-        Raises: OSError when the other end is gone.
-        """
+        """Send a message; blocks until there is room; raises OSError if the other end is closed."""
         self._socket.sendall(pack(message))
 
     def receive(self) -> list[Any]:
-        """The next messages; empty when the other end is gone."""
+        """The next messages; empty if the other end is closed."""
         while True:
             try:
                 content = self._socket.recv(_CHUNK_BYTES)
@@ -189,7 +186,7 @@ class MessageSocket:
                 return messages
 
     def close(self) -> None:
-        """Let both directions end, whoever is waiting in them."""
+        """Close both directions; wakes threads that wait in them."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()

@@ -1,10 +1,10 @@
-"""Errors of the HTTP interface, all of them in OpenAI's shape.
+"""Errors of the HTTP interface, all in OpenAI's shape.
 
-400  what was sent is not what this endpoint takes        409  not in this state of the job
-401  the key is missing or wrong                          413  more than the server takes
-403  a page of another site asks                          422  understood, and cannot be done here
-404  there is no such job, batch, model or path           429  too much is open; later (Retry-After)
-500  a mistake of ours                                    503  loading, stopping, too busy (Retry-After)
+400  invalid request                                      413  request too large
+401  key missing or wrong                                 422  the model or machine cannot do it
+403  request from another site                            429  too many open jobs or streams (Retry-After)
+404  no such job, batch, model or path                    500  internal error
+409  not possible in the job's state                      503  loading, stopping, overloaded (Retry-After)
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from gfgen.server.protocol import schemas
 logger = logging.getLogger(__name__)
 
 MAX_SHOWN = 5
-"""Problems of one request that are told."""
+"""Problems reported per request."""
 
 _QUOTED = re.compile(r"""(['"`])~?/(?:[^'"`/\n]+/)*([^'"`/\n]+)/?\1""")
 _PLAIN = re.compile(r"""(?<![\w./~:])~?/(?:[^\s/'"`,;:()\[\]<>]+/)*([^\s/'"`,;:()\[\]<>]+)/?""")
@@ -52,7 +52,7 @@ _CODES = {
 
 
 class ApiError(Exception):
-    """An answer that says what is wrong, with the field's name."""
+    """An error response."""
 
     def __init__(
         self,
@@ -86,12 +86,12 @@ class ApiError(Exception):
 
 
 def responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """For a route's documentation: these may be answered, all in one shape."""
+    """OpenAPI entries for a route's error statuses."""
     return {status: {"model": schemas.Error} for status in (*statuses, 401, 403)}
 
 
 def install(app: FastAPI) -> None:
-    """Let every error of this app be answered in the one shape."""
+    """Answer every error of this app in OpenAI's shape."""
 
     async def ours(_: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
@@ -103,7 +103,7 @@ def install(app: FastAPI) -> None:
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        what = {404: "there is no such path", 405: "this path does not take that method"}
+        what = {404: "there is no such path", 405: "this path does not accept that method"}
         message, headers = what.get(error.status_code, str(error.detail)), dict(error.headers or {})
         if error.status_code == 405:
             headers["Allow"] = ", ".join(_methods(app, request.url.path)) or headers.get("Allow", "")
@@ -113,7 +113,7 @@ def install(app: FastAPI) -> None:
         return ApiError(507, str(error)).response()
 
     async def unexpected(_: Request, error: Exception) -> Response:
-        return ApiError(500, "a mistake of the server; its log has the details").response()
+        return ApiError(500, "internal error; see the server log").response()
 
     app.add_exception_handler(ApiError, ours)
     app.add_exception_handler(RequestValidationError, invalid)
@@ -123,7 +123,7 @@ def install(app: FastAPI) -> None:
 
 
 def _methods(app: FastAPI, path: str) -> list[str]:
-    """What a path takes, by the OpenAPI document: the framework names one of its routes alone."""
+    """The methods of a path, from the OpenAPI document: starlette's Allow header names only one route."""
     for template, operations in app.openapi()["paths"].items():
         pattern, _, _ = compile_path(template)
         if pattern.match(path):
@@ -132,10 +132,7 @@ def _methods(app: FastAPI, path: str) -> list[str]:
 
 
 def checked(model: type[M], values: Mapping[str, Any]) -> M:
-    """The values as this model has them.
-
-    Raises: ApiError with what is wrong, and the name of the first field that is.
-    """
+    """Validate values; raises ApiError with all problems and the name of the first invalid field."""
     try:
         return model.model_validate(dict(values))
     except ValidationError as error:
@@ -143,7 +140,7 @@ def checked(model: type[M], values: Mapping[str, Any]) -> M:
 
 
 def refused(problems: Sequence[Problem], names: Mapping[str, str], *, status: int) -> ApiError:
-    """What is wrong with a job, in the words of the request: `names` has its words for the job file's."""
+    """An ApiError for problems of a job; `names` maps job file fields to the request's fields."""
     texts = [str(_renamed(problem, names)) for problem in problems[:MAX_SHOWN]]
     if len(problems) > MAX_SHOWN:
         texts.append(f"and {len(problems) - MAX_SHOWN} more problems")
@@ -185,9 +182,9 @@ def _text(error: Any, name: str | None, fields: Sequence[str]) -> str:
 
 
 def without_folders(text: str, *, known: Collection[str] = ()) -> str:
-    """The text with each absolute path cut to its last part.
+    """The text with each absolute path shortened to its last part: clients do not see the server's folders.
 
-    A path that is not in quotes is taken to end at a space; of those that are `known` it does not matter.
+    An unquoted path ends at a space, except for those in `known`.
     """
     for path in sorted(known, key=len, reverse=True):
         last = path.rpartition("/")[2]

@@ -1,11 +1,10 @@
-"""What the server takes and answers: every body of the HTTP interface as a pydantic model.
+"""Request and response bodies of the HTTP interface, as pydantic models.
 
-The names that OpenAI's clients know (`Video`'s first fields, `Image`, `Error`) mean what they mean
-there. All that is ours comes beside them. Times that end in `_at` are Unix seconds; those that
-OpenAI's clients read are whole numbers, the others have fractions.
+Fields with OpenAI's names have OpenAI's meaning; gfgen adds its own. Fields that end in `_at` are Unix
+seconds; those that OpenAI's clients read are integers, the others have fractions.
 
-The page at `/` needs two of these: `LiveState` (GET /v1/state), and `Change`, the event of GET
-/v1/state/events. docs/serving.md says how they go together.
+The page at `/` uses `LiveState` (GET /v1/state) and `Change`, the event of GET /v1/state/events;
+docs/serving.md describes them.
 """
 
 from __future__ import annotations
@@ -70,25 +69,25 @@ Seed = Annotated[int, JobField("seed")]
 Deadline = Annotated[float | str, JobField("deadline")]
 Priority = Annotated[int, JobField("priority")]
 Tag = Annotated[str, JobField("tag")]
-Unused = Annotated[str | None, Field(description="Accepted and not used.", exclude=True)]
-"""Of a request: what clients written for OpenAI's API may say. `model_dump` leaves it out."""
+Unused = Annotated[str | None, Field(description="Accepted and ignored.", exclude=True)]
+"""A field of OpenAI's API without a meaning here; `model_dump` leaves it out."""
 
 
 class ResponseModel(BaseModel):
-    """What the server answers: only what is named here."""
+    """Base of response bodies."""
 
     model_config = ConfigDict(extra="forbid")
 
 
 class RequestModel(BaseModel):
-    """What the server is sent: a field that is not named here is an error, which names the nearest one."""
+    """Base of request bodies: an unknown field is an error that suggests the nearest name."""
 
     model_config = ConfigDict(extra="forbid")
 
     @field_validator("*", mode="before")
     @classmethod
     def _is_no_bool(cls, value: object) -> object:
-        """True and false are no numbers; no field here is either of them."""
+        """pydantic accepts booleans as numbers; no field here is a boolean."""
         if isinstance(value, bool):
             raise PydanticCustomError("no_bool", "true and false are not accepted")
         return value
@@ -98,14 +97,14 @@ class RequestModel(BaseModel):
 
 
 class JobFailure(ResponseModel):
-    """Why a job has failed, or was cancelled."""
+    """Why a job failed or was cancelled."""
 
     code: str
     message: str
 
 
 class LayoutView(ResponseModel):
-    """The ranks that share a job's step, and how: cfg x ulysses x ring is their number."""
+    """The ranks that share a step; their number is cfg x ulysses x ring."""
 
     ranks: list[int]
     cfg: int = 1
@@ -114,52 +113,45 @@ class LayoutView(ResponseModel):
 
 
 class Job(ResponseModel):
-    """One picture or one video, wherever it stands: OpenAI's video object, and what is ours.
-
-    Every answer that tells of a job tells this: /v1/videos, /v1/jobs, the live state.
-    """
+    """One picture or video: OpenAI's video object with more fields, the same in all endpoints."""
 
     id: str
     object: MediaKind
-    """Whether the job makes a video or a picture."""
     model: str
-    prompt: str
-    """In the live state the first 300 characters of it."""
+    prompt: str = Field(description="The live state has its first 300 characters.")
     status: JobStatus
-    progress: int = Field(ge=0, le=100, description="Percent of the tasks that are done.")
-    size: str = Field(description="Width x height as made: the model may have rounded what was asked for.")
-    seconds: str | None = Field(None, description="Length of the video as made; none for a picture.")
+    progress: int = Field(ge=0, le=100, description="Percent of finished tasks.")
+    size: str = Field(description="Actual width x height; the model may round the request.")
+    seconds: str | None = Field(None, description="Actual length of the video; null for a picture.")
     created_at: int
-    completed_at: int | None = Field(None, description="When it reached its last status.")
-    expires_at: int | None = Field(None, description="When it is removed, once it has ended.")
+    completed_at: int | None = Field(None, description="When it reached its final status.")
+    expires_at: int | None = Field(None, description="When an ended job is removed.")
     error: JobFailure | None = None
 
     frames: int | None = None
     fps: int | None = None
     steps: int
-    step: int = Field(0, description="Denoising steps that are done.")
-    stage: StageName | None = Field(None, description="What is being done, or was done last.")
-    layout: LayoutView | None = Field(None, description="Where its last task runs or ran.")
+    step: int = Field(0, description="Finished denoising steps.")
+    stage: StageName | None = Field(None, description="The current or last stage.")
+    layout: LayoutView | None = Field(None, description="The ranks of its current or last task.")
     seed: int
     priority: int = 0
     tag: str | None = None
     batch_id: str | None = None
-    custom_id: str | None = Field(None, description="The id that its line of a batch gave it.")
-    position: int | None = Field(None, description="Place in the queue, 1 is next; none once it has begun.")
+    custom_id: str | None = Field(None, description="The id from its line of the batch.")
+    position: int | None = Field(None, description="Place in the queue, from 1; null once it has started.")
     started_at: float | None = None
     predicted_start_at: float | None = Field(None, description="While it is queued.")
     predicted_completion_at: float | None = Field(None, description="While it is queued or in progress.")
     deadline_at: float | None = None
     will_meet_deadline: bool | None = Field(
-        None, description="By the prediction; once it has ended, whether it did. None without a deadline."
+        None, description="A prediction; the fact once the job has ended. Null without a deadline."
     )
     content_url: str | None = Field(None, description="Path of the finished file.")
-    thumbnail_url: str | None = Field(None, description="Path of a small picture of it.")
+    thumbnail_url: str | None = Field(None, description="Path of its thumbnail.")
 
 
 class JobList(ResponseModel):
-    """A page of jobs."""
-
     object: Literal["list"] = "list"
     data: list[Job]
     first_id: str | None
@@ -168,7 +160,7 @@ class JobList(ResponseModel):
 
 
 class Deleted(ResponseModel):
-    """What a DELETE has done: a job that had ended is gone; one that had not is cancelled, and stays."""
+    """Result of a DELETE: an ended job is removed; an open one is cancelled and kept."""
 
     id: str
     object: Literal["video.deleted", "image.deleted"]
@@ -182,7 +174,9 @@ class VideoRequest(RequestModel):
     prompt: Prompt
     model: Model | None = Field(None, description="One of GET /v1/models. [the first one]")
     seconds: str | float | None = Field(
-        None, description="Length; becomes frames by the fps, rounded as the model rounds.", examples=["4"]
+        None,
+        description="Length; the server converts it to frames, rounded as the model requires.",
+        examples=["4"],
     )
     size: Size | None = None
     num_frames: Frames | None = None
@@ -200,7 +194,7 @@ class VideoRequest(RequestModel):
 
 
 class JobRequest(RequestModel):
-    """POST /v1/jobs: a job of any model in the words of the job file."""
+    """POST /v1/jobs: a job of any model with the fields of the job file."""
 
     prompt: Prompt
     negative_prompt: NegativePrompt | None = None
@@ -238,7 +232,7 @@ class ImageRequest(RequestModel):
     num_inference_steps: Steps | None = None
     guidance_scale: Guidance | None = None
     true_cfg_scale: TrueCfg | None = None
-    seed: Seed | None = Field(None, description="Of the first picture; each further one has the next number.")
+    seed: Seed | None = Field(None, description="Seed of the first picture; further ones count up.")
     deadline: Deadline | None = None
     priority: Priority | None = None
     tag: Tag | None = None
@@ -250,12 +244,12 @@ class ImageRequest(RequestModel):
 
 
 class Image(ResponseModel):
-    """A finished picture: its bytes, or where they are."""
+    """A finished picture, as base64 or as a URL."""
 
     b64_json: str | None = None
     url: str | None = None
     revised_prompt: str | None = None
-    id: str = Field(description="Its job, as in /v1/jobs.")
+    id: str = Field(description="Its job in /v1/jobs.")
     seed: int
 
 
@@ -282,18 +276,17 @@ class Batch(ResponseModel):
     id: str
     object: Literal["batch"] = "batch"
     status: Literal["in_progress", "completed", "cancelled"] = Field(
-        description="completed once every job has ended, in whatever way"
+        description="completed once every job has ended, even if some failed"
     )
     created_at: int
     completed_at: int | None = None
     request_counts: RequestCounts
     predicted_completion_at: float | None = None
-    num_late: int = Field(0, description="Jobs that have missed their deadline, or are predicted to.")
+    num_late: int = Field(0, description="Jobs that missed their deadline or are predicted to miss it.")
     manifest_url: str
     skipped: list[str] | None = Field(
         None,
-        description="What is wrong with the lines that were left out; only in the answer that tells of the "
-        "batch's creation.",
+        description="Problems of the skipped lines; only in the response that creates the batch.",
     )
 
 
@@ -306,7 +299,7 @@ class BatchList(ResponseModel):
 
 
 class Defaults(ResponseModel):
-    """What a job of a model gets when it does not say."""
+    """Defaults of a model's jobs."""
 
     size: str
     frames: int | None = None
@@ -322,7 +315,7 @@ class ServedModel(ResponseModel):
     created: int
     owned_by: Literal["gfgen"] = "gfgen"
     kind: MediaKind
-    takes_image: Literal["no", "yes", "always"] = Field(description="Whether jobs have an input picture.")
+    takes_image: Literal["no", "yes", "always"] = Field(description="Whether jobs take an input picture.")
     defaults: Defaults | None = None
 
 
@@ -333,16 +326,14 @@ class ModelList(ResponseModel):
 
 class PolicyRequest(RequestModel):
     policy: str = Field(
-        min_length=1, max_length=200, description="A built-in one, as --policy names it.", examples=["edf"]
+        min_length=1, max_length=200, description="A built-in policy, as for --policy.", examples=["edf"]
     )
 
 
 class PolicyState(ResponseModel):
-    """Which policy decides."""
-
     object: Literal["policy"] = "policy"
-    policy: str = Field(description="As asked for, at the start or by POST /v1/policy.")
-    deciding: str = Field(description="The one that decides now: auto hands over to others.")
+    policy: str = Field(description="The requested policy.")
+    deciding: str = Field(description="The active policy: auto selects among others.")
     reason: str | None = None
     available: list[str]
 
@@ -364,13 +355,13 @@ class ErrorBody(ResponseModel):
 
 
 class Error(ResponseModel):
-    """Every error of every endpoint."""
+    """Every error response."""
 
     error: ErrorBody
 
 
 class SessionRequest(RequestModel):
-    """POST /v1/session: the key once, in exchange for a cookie that the page's later requests carry."""
+    """POST /v1/session: exchanges the key for the cookie that the page uses."""
 
     api_key: str = Field(max_length=1000)
 
@@ -379,11 +370,9 @@ class SessionRequest(RequestModel):
 
 
 class RankTask(ResponseModel):
-    """What a rank is doing."""
-
     job_id: str
     stage: StageName
-    step: int | None = Field(None, description="From 0, of a denoising step.")
+    step: int | None = Field(None, description="Index of the denoising step, from 0.")
     steps: int
     layout: LayoutView
     started_at: float
@@ -394,14 +383,14 @@ class Rank(ResponseModel):
     rank: int
     status: RankStatus
     task: RankTask | None = None
-    utilisation: float = Field(ge=0, le=1, description="Share of the last minute in which it computed.")
+    utilisation: float = Field(ge=0, le=1, description="Busy share of the last minute.")
     restarts: int = 0
 
 
 class TimelineBar(ResponseModel):
-    """Work of one rank for one job, stage and layout without a gap: one bar of the timeline.
+    """A bar of the timeline: uninterrupted work of one rank for one job, stage and layout.
 
-    It grows while steps follow each other: `key` stays, `last_step` and `ended_at` rise.
+    While it grows, `key` stays the same and `last_step` and `ended_at` rise.
     """
 
     key: str
@@ -412,14 +401,14 @@ class TimelineBar(ResponseModel):
     first_step: int | None = None
     last_step: int | None = None
     started_at: float
-    ended_at: float | None = Field(None, description="None while it goes on.")
+    ended_at: float | None = Field(None, description="Null while it grows.")
 
 
 class LiveState(ResponseModel):
-    """All that the page shows, at one moment."""
+    """Everything that the page shows."""
 
     object: Literal["state"] = "state"
-    server_time: float = Field(description="Every time in this answer is of this clock.")
+    server_time: float = Field(description="Now, by the clock of all times here.")
     started_at: float
     version: str
     status: ServerStatus
@@ -428,19 +417,19 @@ class LiveState(ResponseModel):
     policy: PolicyState
     models: list[ServedModel]
     ranks: list[Rank]
-    timeline: list[TimelineBar] = Field(description="Of the last two minutes, the oldest first.")
-    open: list[Job] = Field(description="Running ones, then the queue in its predicted order; 200 at most.")
+    timeline: list[TimelineBar] = Field(description="The last two minutes, oldest first.")
+    open: list[Job] = Field(description="Started jobs, then the queue in predicted order; at most 200.")
     num_open: int
     max_open: int
-    finished: list[Job] = Field(description="Ended in whatever way, the last first; 48 at most.")
-    streams: int = Field(0, description="Event streams that are being read.")
+    finished: list[Job] = Field(description="Ended jobs, most recent first; at most 48.")
+    streams: int = Field(0, description="Open event streams.")
 
 
 class Change(ResponseModel):
-    """What has changed since the event before: every field that is there takes the old one's place.
+    """Changes since the previous event: each field present replaces the old value.
 
-    `open`, `finished` and `timeline` have only the entries that are new or other than before, by `id` or
-    `key`. An entry of `open` whose job has come to `finished` has left `open`.
+    `open`, `finished` and `timeline` have only new or changed entries, by `id` or `key`. A job that appears
+    in `finished` has left `open`.
     """
 
     server_time: float
@@ -451,21 +440,22 @@ class Change(ResponseModel):
     ranks: list[Rank] | None = None
     timeline: list[TimelineBar] | None = None
     open: list[Job] | None = None
-    order: list[str] | None = Field(None, description="Ids of `open` in their present order.")
+    order: list[str] | None = Field(None, description="Ids of `open` in their current order.")
     num_open: int | None = None
     finished: list[Job] | None = None
-    removed: list[str] | None = Field(None, description="Ids of finished jobs that are gone.")
+    removed: list[str] | None = Field(None, description="Ids of removed jobs.")
 
 
 class JobEvent(ResponseModel):
-    """The data of an event of GET /v1/jobs/{id}/events; its `type` is the event's name too.
+    """The data of an event of GET /v1/jobs/{id}/events; `type` is also the event's name.
 
-    queued     position, predicted_start_at: sent first, and when the position changes
-    started    the first task is on its ranks
-    layout     the ranks, or how they share the work, have changed
-    stage      another stage than denoising begins
-    step       a denoising step is done
-    completed, failed, cancelled    the last event: the stream ends
+    queued     position, predicted_start_at: the first event; repeated when the position changes
+    started    the first task was submitted
+    layout     the ranks, or how they share the work, changed
+    stage      another stage starts
+    step       a denoising step finished
+    stopping   the server stops; the stream ends
+    completed, failed, cancelled    the last event; the stream ends
     """
 
     type: Literal[
@@ -485,6 +475,3 @@ class JobEvent(ResponseModel):
     will_meet_deadline: bool | None = None
     error: JobFailure | None = None
     content_url: str | None = None
-
-
-JsonObject = dict[str, Any]

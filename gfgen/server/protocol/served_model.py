@@ -1,4 +1,4 @@
-"""What the server tells of a model."""
+"""The public description of a served model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PLAIN = JobSpec(id="plain", prompt="plain", seed=0)
 
 
 def served_model(model: ResolvedModel, *, created: int) -> schemas.ServedModel:
-    """The model with what jobs get that do not say, which its geometry knows."""
+    """The model with its geometry's defaults for jobs that leave fields out."""
     run = _resolved(model, _PLAIN)
     with_image = _resolved(model, replace(_PLAIN, image="image"))
     known = run or with_image
