@@ -21,11 +21,11 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class ArenaPlan:
-    """The configured sizes, from which every offset in an arena follows.
+    """The configured sizes, which determine every offset in an arena.
 
-    data_bytes: for exchanges; what does not fit goes in several rounds.
+    data_bytes: for exchanges; larger ones take several rounds.
     post_bytes: one chunk of point-to-point; each source rank has two of them.
-    first_sequence: where counts start; tests start just before 2**32.
+    first_sequence: the start of counts; tests start just before 2**32.
     """
 
     data_bytes: int = 64 * MIB
@@ -36,8 +36,8 @@ class ArenaPlan:
         # 64 KiB: 8 ranks x 2 banks x 5 kinds of groups keep inboxes of several lines each.
         if self.data_bytes < 1 << 16 or self.post_bytes < 1 << 10 or self.post_bytes % 128:
             raise InputError(
-                f"arena sizes: data_bytes starts at 65536 (got {self.data_bytes}), post_bytes is "
-                f"a multiple of 128 from 1024 on (got {self.post_bytes})"
+                f"arena sizes: data_bytes must be at least 65536 (got {self.data_bytes}), post_bytes a "
+                f"multiple of 128 and at least 1024 (got {self.post_bytes})"
             )
 
     def as_native(self) -> native.PlanStruct:
@@ -92,7 +92,7 @@ class Arena:
         native.library().gfc_arena_abort_through(self.address, dispatch)
 
     def last_failure(self) -> Failure | None:
-        """The last failed wait of this rank; for reading after it reported, or after its death."""
+        """The last failed wait of this rank; read it after the rank has reported or died."""
         record = native.RecordStruct()
         native.library().gfc_arena_last_failure(self.address, record)
         return Failure.from_record(record) if record.status != native.OK else None
@@ -107,7 +107,7 @@ class Arena:
 def _map(fd: int, plan: ArenaPlan) -> int:
     num_bytes = plan.arena_bytes
     if os.fstat(fd).st_size < num_bytes:
-        raise ProtocolError(f"an arena of {os.fstat(fd).st_size} bytes, the plan has {num_bytes}")
+        raise ProtocolError(f"an arena of {os.fstat(fd).st_size} bytes, but its plan has {num_bytes}")
     address = int(native.library().gfc_arena_map(fd, num_bytes))
     if not address:
         reason = os.strerror(ctypes.get_errno())

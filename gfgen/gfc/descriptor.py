@@ -1,6 +1,6 @@
 """The descriptor of a group: all that ranks need to work together, in 56 bytes.
 
-It travels with the dispatch. Subgroups follow from it without a word to anyone.
+It travels with the dispatch. Each rank computes subgroups from it alone.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _STRUCTS = tuple(
     struct.Struct(f"<Q{n}I{4 * (native.MAX_RANKS - n)}x{n}B{native.MAX_RANKS - n}x5B3x")
     for n in range(native.MAX_RANKS + 1)
 )
-"""By number of ranks; what is left out is zero."""
+"""By number of ranks; unused entries are zero."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Descriptor:
         return bytes(encoded)
 
     def encode_into(self, buffer: bytearray | native.DescriptorStruct, slot: int) -> None:
-        """The same for the rank in a slot, into memory that a launch reads."""
+        """`encode` for the rank in a slot, into memory that a launch reads."""
         layout = self.layout
         ranks = layout.ranks
         num_ranks = len(ranks)

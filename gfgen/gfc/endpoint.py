@@ -1,6 +1,6 @@
-"""A rank's end of the group-free collectives: its view of all arenas.
+"""A rank's end of the group-free collectives on CPUs.
 
-Set up once per process; groups are then made from descriptors without touching anyone.
+A process sets it up once. Making a group from a descriptor involves no other rank.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from gfgen.gfc.group import CpuGroup
 class Endpoint:
     """One rank's collectives and point-to-point transfers.
 
-    fds: arena of every rank, the own one included, as `create_arena` made them; may be closed
-    afterwards. timeout_s bounds each wait inside a task that does not say otherwise.
+    fds: arenas of all ranks, including its own, from `create_arena`; may be closed afterwards.
+    timeout_s bounds each wait inside a task, unless `group` gives another bound.
     One thread runs tasks. Another may send and receive, if each edge and direction is used by
     one thread at a time. `abort_through` may be called from any thread at any time.
     """
@@ -60,9 +60,9 @@ class Endpoint:
     ) -> None:
         """Pushes a tensor to a rank; returns when its last bytes lie in that rank's arena.
 
-        Waits for the receiver only beyond two chunks of `ArenaPlan.post_bytes`. `label` tells
-        transfers of one dispatch between the same ranks apart. Without `timeout_s` it waits
-        until the host aborts the dispatch.
+        Waits for the receiver only beyond two chunks of `ArenaPlan.post_bytes`. `label` distinguishes
+        transfers of one dispatch between the same ranks. Without `timeout_s` it waits until the host
+        aborts the dispatch.
         """
         self._transfer(self.native.gfc_send, x, to, dispatch, label, timeout_s)
 
@@ -88,8 +88,8 @@ class Endpoint:
     def replace_peer(self, rank: int, fd: int, incarnation: int) -> None:
         """Maps the arena of a rank's new incarnation in place of the old one.
 
-        For when this rank runs nothing that involves that rank, and before that rank sends anything here
-        or waits for what this one sends: the edge between them starts anew.
+        Call it when this rank runs nothing that involves that rank, and before that rank sends anything
+        here or waits for this one: the edge between them starts again.
         """
         old = self._arenas.pop(rank, None)
         self._map(rank, fd, incarnation)
@@ -97,10 +97,10 @@ class Endpoint:
             old.close()
 
     def restart_edges(self, peers: Sequence[int]) -> None:
-        """Starts point-to-point with these ranks anew, after an aborted dispatch.
+        """Restarts point-to-point with these ranks after an aborted dispatch.
 
-        Every survivor of the layout does it after all of them have left the dispatch and before
-        any of them gets the next one. Exchanges need nothing: they start anew at each entry.
+        Every survivor of the layout calls it after all of them have left the dispatch and before any of
+        them gets the next one. Exchanges need nothing: they restart at each entry.
         """
         for peer in peers:
             if peer != self.rank:

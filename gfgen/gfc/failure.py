@@ -1,4 +1,4 @@
-"""What a failed wait says: who waited for whom, in which dispatch, and what the line held."""
+"""The record of a failed wait: which rank waited for which, in which dispatch, and what the line held."""
 
 from __future__ import annotations
 
@@ -61,11 +61,10 @@ class Failure:
         )
 
     def as_error(self) -> CollectiveError:
-        """The exception that this failure is raised as."""
         kinds: dict[int, type[CollectiveError]] = {
             native.TIMED_OUT: PeerTimeoutError,
             native.ABORTED: AbortedError,
-            native.BROKEN_EDGE: AbortedError,  # not tried: what failed before is at fault, and says so itself
+            native.BROKEN_EDGE: AbortedError,  # not tried: an earlier failure is the cause
         }
         return kinds.get(self.status, ProtocolError)(str(self))
 

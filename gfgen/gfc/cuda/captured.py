@@ -26,7 +26,7 @@ from gfgen.gfc.cuda.structs import NUM_BANKS
 
 T = TypeVar("T")
 Capturing = Callable[[Any], AbstractContextManager[Any]]
-"""Makes a context manager that captures in this graph what is launched inside."""
+"""Makes a context manager that captures all launches inside it in this graph."""
 
 
 class Captured(Generic[T]):
@@ -57,7 +57,7 @@ class Captured(Generic[T]):
     def replay(self, group: CudaGroup) -> T:
         """Runs the graph on the current stream among the ranks of an entered group.
 
-        Raises: the failure of the group's dispatch, if it is known already.
+        Raises: the failure of the group's dispatch, if it is already known.
         """
         run, endpoint = group._run, group._endpoint
         if endpoint.failed.value:
@@ -130,27 +130,27 @@ class SharedPool:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
-        """Those whose memory it is."""
-        # Its own: the allocator notes the streams that use a block when that is freed, which must
-        # not be one that is being captured (pytorch issue 193982).
+        """The graphs that use the memory."""
+        # A separate stream: the allocator notes the streams that use a block when it is freed, and none of
+        # them may be captured at that moment (pytorch issue 193982).
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self._stream):
-            for dtype in (torch.float32, torch.bfloat16):  # so that cuBLAS' workspace is not the pool's
+            for dtype in (torch.float32, torch.bfloat16):  # allocates cuBLAS' workspace outside the pool
                 x = torch.ones(16, 16, device=device, dtype=dtype)
                 torch.nn.functional.linear(x, x, x[0])
 
     @contextlib.contextmanager
     def capturing(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
         """For `Captured`. Does not wait; other threads may use their own streams meanwhile."""
-        if not self._graphs:  # torch may have the old one left, and then refuses to take it up again
+        if not self._graphs:  # torch may have freed the old pool, and then refuses to use it again
             self._pool = torch.cuda.graph_pool_handle()
         with torch.cuda.stream(self._stream), _without_collections():
-            # "global" would let another thread's allocation of pinned memory, say, end the capture.
+            # With "global", another thread's allocation of pinned memory would end the capture.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 yield
             except BaseException:
-                with contextlib.suppress(RuntimeError):  # that it has failed, which is being told
+                with contextlib.suppress(RuntimeError):  # the capture has failed, which is raised below
                     self._end(graph)
                 raise
             self._end(graph)
@@ -160,7 +160,7 @@ class SharedPool:
         try:
             graph.capture_end()
         except RuntimeError:
-            with contextlib.suppress(RuntimeError):  # where torch has ended it by itself
+            with contextlib.suppress(RuntimeError):  # if torch has already ended it
                 self._end_what_is_invalid()
             raise
 

@@ -1,7 +1,7 @@
 """Kernels compiled at first use by NVRTC, which PyTorch's CUDA wheels bring, and kept on disk.
 
-The cache is keyed by the sources, the options and the compiler's version, so it never has to be
-cleared by hand. No toolkit, no torch, no GPU is needed to compile.
+The cache key covers the sources, the options and the compiler's version, so you never have to clear it.
+Compiling needs no toolkit, no torch and no GPU.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 
 def source_dir() -> Path:
-    """csrc/gfc: beside this module in an installed package, at the root in a checkout."""
+    """csrc/gfc: in the package if it is installed, at the root in a checkout."""
     installed = Path(__file__).parent.parent / "csrc"
     return installed if installed.is_dir() else Path(__file__).parents[3] / "csrc" / "gfc"
 
@@ -37,12 +37,12 @@ def kernels_dir() -> Path:
 
 
 def kept() -> list[Path]:
-    """What was compiled on this machine; empty before ranks have run on its GPUs."""
+    """Kernels compiled on this machine; empty before ranks have run on its GPUs."""
     return sorted(kernels_dir().glob("*.cubin"))
 
 
 def compiled(architecture: str, *, name: str = "cuda/kernels.cu", sources: Path | None = None) -> bytes:
-    """The machine code of the kernels for `sm_90` and the like; from the cache if it is there."""
+    """The kernels' machine code for an architecture such as `sm_90`, from the cache if possible."""
     sources = sources or source_dir()
     library = load_nvrtc()
     key = _key(sources, sources / name, architecture, _version(library))
@@ -56,7 +56,7 @@ def compiled(architecture: str, *, name: str = "cuda/kernels.cu", sources: Path 
 
 
 def put(path: Path, content: bytes) -> None:
-    """Write a file, renamed into place: others may write and read it meanwhile, and none reads half of it."""
+    """Write a file and rename it into place, so that concurrent readers never see half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
         file.write(content)
@@ -82,7 +82,7 @@ def load_nvrtc() -> ctypes.CDLL:
         raise RunError(
             "NVRTC is missing: install a CUDA build of PyTorch, or `pip install nvidia-cuda-nvrtc`"
         )
-    # The compiler opens this by name only, which finds it if it is loaded already.
+    # The compiler opens this library by name only, which works if it is already loaded.
     for builtins in path.parent.glob("libnvrtc-builtins.so.*"):
         ctypes.CDLL(str(builtins))
     library = ctypes.CDLL(str(path))
@@ -114,7 +114,7 @@ def _compile(library: ctypes.CDLL, source: Path, includes: tuple[Path, ...], arc
     program = c_void_p()
     text = source.read_bytes()
     if library.nvrtcCreateProgram(byref(program), text, str(source).encode(), 0, None, None) != 0:
-        raise RunError(f"NVRTC did not take {source.name}")
+        raise RunError(f"NVRTC rejected {source.name}")
     options = [f"--gpu-architecture={architecture}", *OPTIONS, *(f"-I{path}" for path in includes)]
     encoded = (c_char_p * len(options))(*(option.encode() for option in options))
     if library.nvrtcCompileProgram(program, len(options), encoded) != 0:

@@ -1,11 +1,11 @@
 """Arenas on GPUs: memory of one rank's device that the processes of all ranks map.
 
-Each rank makes its own and hands the file descriptor to the others, through whatever passes
-descriptors between the processes (SCM_RIGHTS). Plain VMM allocations: a peer that is killed while
-it writes leaves the survivors' contexts whole, which cudaIpc mappings do not (measured).
+Each rank makes its own and passes the file descriptor to the others (SCM_RIGHTS). Arenas are VMM
+allocations: if a peer is killed while it writes, the survivors' contexts stay valid. With cudaIpc mappings
+they do not (measured).
 
-Beside it, each rank has a page in host memory that the host maps too: the word that aborts, and
-the record of the last failure. It is the header of a small CPU arena, so the host needs no GPU.
+Each rank also has a page in host memory that the host maps, too: the word that aborts, and the record of the
+last failure. It is the header of a small CPU arena, so the host needs no GPU.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gfgen.gfc.native import MAX_RANKS
 
 MIB = 1 << 20
 CONTROL_PLAN = ArenaPlan(data_bytes=1 << 16, post_bytes=1 << 10)
-"""Of the CPU arena that serves as a rank's page in host memory; see `arena.create_arena`."""
+"""Sizes of the CPU arena that serves as a rank's page in host memory; see `arena.create_arena`."""
 
 # csrc/gfc/cpu_memory.h, struct ArenaHeader.
 ABORTED_THROUGH_OFFSET, FAILURE_OFFSET, HEADER_BYTES = 128, 384, 4096
@@ -50,7 +50,7 @@ class DeviceArena:
         handle, num_bytes, fd = cuda.shareable(device, arena_bytes(plan))
         address = cuda.map(handle, num_bytes, device)
         cuda.call("cuMemRelease", handle)  # the mapping and the descriptor keep the memory
-        # Inboxes with flags start from zeros; what else there is is written before it is read.
+        # Inboxes with flags start with zeros; everything else is written before it is read.
         cuda.write(address + SIGNALS_OFFSET, _fresh_lines(plan))
         flagged = address + plan.arena_bytes
         cuda.call("cuMemsetD8_v2", flagged, 0, MAX_RANKS * NUM_BANKS * FLAGGED_BYTES)
@@ -77,7 +77,7 @@ class DeviceArena:
 
 
 def _fresh_lines(plan: ArenaPlan) -> bytes:
-    """Signal lines before anything was signalled: counts stand at their start, entries at nothing."""
+    """Signal lines before the first signal: counts at their start, entries at zero."""
     entry = bytes(LINE_BYTES)
     other = plan.first_sequence.to_bytes(8, "little").ljust(LINE_BYTES, b"\0")
     return (entry * 2 + other * 6) * MAX_RANKS
@@ -94,12 +94,12 @@ class ControlPage:
 
     @property
     def aborted_through(self) -> int:
-        """Of the word, as kernels see it."""
+        """Device address of the word."""
         return self._device_address + ABORTED_THROUGH_OFFSET
 
     @property
     def record(self) -> int:
-        """Of the record, as kernels see it."""
+        """Device address of the record."""
         return self._device_address + FAILURE_OFFSET
 
     def close(self) -> None:

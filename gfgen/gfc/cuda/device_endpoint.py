@@ -31,8 +31,8 @@ from gfgen.gfc.failure import Failure
 from gfgen.layout import Layout
 
 _ONE_BLOCK_BYTES = 1 << 14
-"""Larger chunks are copied by many blocks. One alone waits for them before, a small one: what else the device
-computes meanwhile keeps its multiprocessors."""
+"""Many blocks copy larger chunks. A separate launch of one small block waits for such a chunk, so that other
+work on the device keeps its multiprocessors meanwhile."""
 _TRANSFER_BLOCKS, _BLOCK, _WAITING_BLOCK = 32, 512, 32
 _NO_DISPATCH = 2**63
 """A number that no dispatch has."""
@@ -43,9 +43,9 @@ class CudaEndpoint:
 
     own: the rank's arena. peer_fds: the other ranks' arenas, by rank; may be closed afterwards.
     control_fd: the rank's page in host memory (`device_arena.CONTROL_PLAN`). Tasks run on torch's current
-    stream: always the same one, or another one that events order after all earlier exchanges and before all
-    later ones. Transfers run on the stream given to them. One thread launches groups and arrivals, another
-    one may send. Any thread may call `restart_edges` and `abort_through`.
+    stream: always the same one, or one that events order after all earlier exchanges and before all later
+    ones. One thread launches groups and arrivals, another may send. Any thread may call `restart_edges` and
+    `abort_through`.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class CudaEndpoint:
         """Blocks of exchanges that run beside computation, set by measurements; None: as callers ask."""
         self.driver = driver()
         self.kernels = Kernels(device)
-        # By the first device's table on every rank: all members of a group must choose alike.
+        # Every rank uses the first device's table: all ranks of a group must choose alike.
         self.selector = load_selector(self.driver.name(0), has_bulk=self.kernels.has_bulk, tables=tables)
         self.control = ControlPage(control_fd, rank=rank, incarnation=incarnations[rank])
         self.incarnations = dict(incarnations)
@@ -101,7 +101,7 @@ class CudaEndpoint:
         self._notes = itertools.cycle(notes.unbind())
         """Host memory for outcomes, used in turn; allocated now, since pinning waits for the device."""
         self._mapped: dict[tuple[int, ...], tuple[int | None, ...]] = {}
-        """Incarnations by ranks, in their order, as `incarnations` has them."""
+        """Mapped incarnations by a layout's ranks, in their order."""
 
     def group(self, descriptor: Descriptor, *, timeout_s: float | None = None) -> CudaGroup:
         """The whole layout's group, as this rank sees it; `timeout_s` in place of the endpoint's own."""
@@ -147,7 +147,8 @@ class CudaEndpoint:
 
     def _clear_flags(self, peers: Collection[int]) -> None:
         """Enqueues the clearing of inboxes for flagged messages; peers send nothing before the next entry."""
-        self._unclean.difference_update(peers)  # first: what another fault leaves meanwhile is for later
+        # First: another fault may add ranks meanwhile, for the next call.
+        self._unclean.difference_update(peers)
         num_bytes = NUM_BANKS * FLAGGED_BYTES
         for peer in sorted(peers):
             address = self.arenas[self.rank].address + self.plan.arena_bytes + peer * num_bytes
@@ -260,8 +261,7 @@ class CudaEndpoint:
         """Maps the arena of a rank's new incarnation in place of the old one.
 
         Call it when nothing that involves that rank runs or is queued here, and before that rank sends
-        anything
-        here: the edge between them starts again. Waits for the device, since memory is unmapped.
+        anything here: the edge between them starts again. Waits for the device, since memory is unmapped.
         """
         torch.cuda.synchronize(self.device)
         old = self.arenas.pop(rank, None)
@@ -280,8 +280,7 @@ class CudaEndpoint:
 
         Every survivor of the layout calls it after all of them have left the dispatch, also on the device,
         and before any of them gets the next one. A survivor without such an edge calls it with no peers,
-        since exchanges leave words behind, too. Other dispatches may run meanwhile, and any thread may call
-        it.
+        since exchanges leave words behind, too. Other dispatches may run meanwhile.
         """
         self._unclean.update(self.incarnations.keys() - {self.rank})
         for peer in peers:

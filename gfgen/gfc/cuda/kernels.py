@@ -7,22 +7,15 @@ from gfgen.gfc.cuda.compiler import compiled
 from gfgen.gfc.cuda.driver import MULTIPROCESSORS, SHARED_PER_BLOCK, Driver, driver
 from gfgen.gfc.cuda.structs import SIZES
 
-NAMES = (
-    "enter",
-    "flagged",
-    "flagged_dense",
-    "exchange",
-    "send",
-    "recv",
-    "restart_edge",
-)
+NAMES = ("enter", "flagged", "flagged_dense", "exchange", "send", "recv", "restart_edge")
 MAX_SHARED_BYTES = 200 << 10
-"""Of one block on sm_90, less some; four stages of tiles. Desktop cards of compute capability 12.0 have bulk
-copies, but 99 KiB (CUDA C++ Programming Guide, table of compute capabilities): theirs are done by threads."""
+"""Of one block: four stages of tiles, somewhat below the limit of sm_90. Desktop cards of compute capability
+12.0 have bulk copies but only 99 KiB (CUDA C++ Programming Guide, table of compute capabilities), so threads
+copy there."""
 
 
 class Kernels:
-    """Functions by name; `bulk` only where the device has bulk copies, and room for their stages."""
+    """Functions by name; `bulk` only if the device has bulk copies and shared memory for their stages."""
 
     def __init__(self, device: int) -> None:
         self.driver: Driver = driver()

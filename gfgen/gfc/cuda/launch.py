@@ -1,8 +1,7 @@
 """Launches through the driver: one prepared argument buffer per kind of call.
 
-The driver copies a launch's arguments before it returns, so the buffer is used again at once.
-What ctypes has to convert anew in each call costs as much as the launch itself: all but the
-stream is converted once.
+The driver copies a launch's arguments before it returns, so the buffer can be reused at once. Converting
+arguments with ctypes costs as much as the launch itself, so everything but the stream is converted once.
 """
 
 from __future__ import annotations

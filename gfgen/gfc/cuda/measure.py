@@ -27,7 +27,7 @@ from gfgen.layout import Layout
 Times = dict[str, float]
 MIB = 1 << 20
 _HEAD_START_CYCLES = 400_000
-"""0.2 ms: what a process may be late by when it launches a graph."""
+"""0.2 ms: the largest delay of a process when it launches a graph."""
 PATTERNS = ("all_to_all", "all_gather")
 
 
@@ -49,7 +49,7 @@ def init_nccl(endpoint: CudaEndpoint, num_ranks: int, store: str) -> None:
 
 
 def new_nccl_group(endpoint: CudaEndpoint, ranks: tuple[int, ...]) -> Times:
-    """Makes a NCCL group, and says what it and its first collective cost."""
+    """Makes a NCCL group and measures it and its first collective."""
     torch.cuda.synchronize()
     free_before = torch.cuda.mem_get_info()[0]
     began = time.perf_counter()
@@ -75,8 +75,8 @@ def _groups() -> dict[tuple[int, ...], Any]:
 
 
 def group_cost(endpoint: CudaEndpoint, dispatches: Sequence[tuple[tuple[int, ...], int]]) -> Times:
-    """What a new group of ours costs: the host's time until it is made, until its entry barrier is
-    enqueued too, and until all have entered."""
+    """The cost of a new group of ours: the host's time until it is made, until its entry barrier is
+    enqueued, and until all ranks have entered."""
     free_before = torch.cuda.mem_get_info()[0]
     made, host, whole = [], [], []
     for ranks, dispatch in dispatches:
@@ -286,7 +286,7 @@ def _nccl_graph_us(group: CudaGroup, call: Callable[[], object], copies: int, re
 def captured_us(
     call: Callable[[], object], align: Callable[[], object], *, copies: int, repeats: int
 ) -> float:
-    """Of a call without a group of ours, in a graph of so many; the median. `align` as `_event_us` has it."""
+    """The median time of a call without our collectives, in a graph of `copies`; `align`: see `_event_us`."""
 
     def calls() -> None:
         for _ in range(copies):
@@ -299,7 +299,7 @@ def captured_us(
 
 
 def _start_late(group: CudaGroup) -> None:
-    """Lets all ranks begin at once, and so late that the graph's launch is in the queue by then."""
+    """Lets all ranks begin together, late enough that the graph's launch is queued by then."""
     torch.cuda._sleep(_HEAD_START_CYCLES)  # type: ignore[no-untyped-call]
     group.barrier()
 
@@ -315,9 +315,8 @@ def eager_us(group: CudaGroup, call: Callable[[], object], copies: int, repeats:
 def _event_us(run: Callable[[], object], align: Callable[[], object], *, warmups: int, repeats: int) -> float:
     """The device's time from the first of its work to the last, median of several runs.
 
-    `align` is enqueued before the first, and ends with a barrier, so that no rank's clock runs
-    while it waits for processes that are a few dozen microseconds behind. One that does nothing leaves the
-    launch of the first work within the time.
+    `align` is enqueued first and ends with a barrier, so that no rank's clock runs while it waits for
+    processes that are a few dozen microseconds late. If it does nothing, the time includes the first launch.
     """
     for _ in range(warmups):
         run()

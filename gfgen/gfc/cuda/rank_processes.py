@@ -58,7 +58,7 @@ class CudaRanks:
             self.result(rank)
 
     def next_dispatch(self, count: int = 1) -> int:
-        """The first of so many dispatch numbers that nobody had."""
+        """The first of `count` unused dispatch numbers."""
         first = self._dispatch + 1
         self._dispatch += count
         return first
@@ -67,7 +67,7 @@ class CudaRanks:
         self.pipes[rank].send((program, arguments))
 
     def result(self, rank: int, timeout_s: float | None = None) -> Any:
-        """What the rank's oldest open program returned; raises WorkerError with its traceback."""
+        """The result of the rank's oldest open program; raises WorkerError with its traceback."""
         timeout_s = self.reply_timeout_s if timeout_s is None else timeout_s
         if not self.pipes[rank].poll(timeout_s):
             raise WorkerError(f"rank {rank} did not answer within {timeout_s:.0f} s")
@@ -82,7 +82,7 @@ class CudaRanks:
         for rank in ranks:
             self.submit(rank, program, *arguments)
         results, errors = [], []
-        for rank in ranks:  # all of them, so that none is taken for the next program's
+        for rank in ranks:  # all of them, so that no result is taken for the next program's
             try:
                 results.append(self.result(rank))
             except WorkerError as error:
@@ -99,7 +99,7 @@ class CudaRanks:
         page.close()
 
     def kill(self, rank: int) -> None:
-        """SIGKILL, and the reaping that has to come before anyone goes on."""
+        """Kill the process and reap it, which must happen before other ranks continue."""
         process = self.processes[rank]
         assert process.pid is not None
         os.kill(process.pid, signal.SIGKILL)
@@ -185,7 +185,7 @@ def _serve(
         except Exception:
             pipe.send((False, traceback.format_exc()))
     endpoint.close()
-    # At once: NCCL's teardown waits for its peers and for graphs that captured it, here for ever.
+    # At once: NCCL's teardown waits for its peers and for graphs that captured it, which never ends here.
     os._exit(0)
 
 

@@ -51,12 +51,12 @@ DEFAULT_RULES = (
 TableKey = tuple[int, bool]
 """Number of ranks, and whether the result stays in the arena."""
 FALLBACK = KernelChoice("threads", 128)
-"""Where the choice does not apply: bulk copies need units of 16 bytes, flags units of 8."""
+"""If the choice does not apply: bulk copies need units of 16 bytes, flags units of 8."""
 
 FLAGGED_LIMIT = 512 * KIB
 MIN_FLAGGED_UNIT, MIN_BULK_UNIT = 8, 16
 MIN_BULK_ROW = 256
-"""Bytes; with shorter rows bulk copies are too small to pay for their setup."""
+"""Bytes; the setup of bulk copies costs too much for shorter rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ def tuned_tables() -> dict[str, str]:
 
 
 def load_selector(device_name: str, *, has_bulk: bool, tables: Mapping[str, str] | None = None) -> Selector:
-    """The device's tuned table, or the shipped one. tables: of `tuned_tables`; None: those on disk."""
+    """The device's tuned table, or the shipped one. tables: from `tuned_tables`; None: read them now."""
     path, rules = table_path(device_name), dict[TableKey, tuple[Rule, ...]]()
     text = (tuned_tables() if tables is None else tables).get(path.name)
     if text is not None:
@@ -127,11 +127,7 @@ def load_selector(device_name: str, *, has_bulk: bool, tables: Mapping[str, str]
                 )
                 rules[table["num_members"], table["in_arena"]] = rows
         except (ValueError, KeyError, TypeError) as error:
-            _log.warning(
-                "%s is not a table of rules (%s): using the shipped table",
-                path,
-                error,
-            )
+            _log.warning("%s is not a table of rules (%s): using the shipped table", path, error)
             rules = {}
     return Selector(rules, has_bulk)
 

@@ -1,9 +1,8 @@
-"""What a worker needs from a model family: run one task, and nothing about placement.
+"""The interface between a worker and a model family: run one task, independent of placement.
 
-An adapter holds the components of one checkpoint (text encoder, transformer, VAE,
-scheduler config), loaded once and shared by all jobs. Its executors are functions of the
-artifacts they are given, so that a job's tasks may run in different processes: nothing about a
-job stays on the adapter between two calls but what only spares work (prompt_memory.py).
+An adapter holds the components of one checkpoint (text encoder, transformer, VAE, scheduler config), loaded
+once and shared by all jobs. Its executors are functions of artifacts, so a job's tasks may run in different
+processes. Between calls an adapter keeps nothing of a job except caches (prompt_memory.py).
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ Scalar = int | float | bool | str | None | list[int] | list[float]
 SAMPLE = "sample"
 """Name of the latents themselves among the tensors of the artifact `latents`."""
 PIXEL_SUM = "pixel_sum"
-"""Name of the sum of all pixels, before they became bytes, among the tensors of the artifact `frames`."""
+"""Name of the sum of all pixels as floats among the tensors of the artifact `frames`."""
 
 
 @dataclass(slots=True)
 class Fields:
-    """The value of one artifact: named tensors, and host-only metadata."""
+    """The value of one artifact: named tensors and host-only metadata."""
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     scalars: dict[str, Scalar] = field(default_factory=dict)
@@ -38,8 +37,8 @@ class Fields:
 class Adapter(Protocol):
     """Executors of one model family. All run under `torch.no_grad()`.
 
-    `spec` is always the job as run (`Geometry.resolve`). Given artifacts are immutable:
-    an executor returns new tensors and never writes to those it was given.
+    `spec` is always the job as run (`Geometry.resolve`). Artifacts are immutable: an executor returns new
+    tensors and never writes to its inputs.
     """
 
     geometry: Geometry
@@ -51,7 +50,7 @@ class Adapter(Protocol):
     def prepare(self, spec: JobSpec, prompt: Fields) -> tuple[Fields, Fields]:
         """The artifacts `condition` (empty but for image to video) and `latents`.
 
-        `latents` holds the noise and everything that the solver carries between steps.
+        `latents` holds the noise and the solver's state.
         """
         ...
 
@@ -67,29 +66,27 @@ class Adapter(Protocol):
     ) -> Fields:
         """The artifact `latents` after denoising step `step` (from 0).
 
-        With `parallel`, all ranks of a layout make the same call together: each is given all of
-        every artifact and returns all of the result, bitwise the same on each, and the same for
-        the same degrees on any other ranks.
+        With `parallel`, all ranks of a layout make the same call. Each gets whole artifacts and returns the
+        whole result, with the same bits on every rank and for the same degrees on any other ranks.
 
         Raises: LayoutError for degrees that this job does not allow.
         """
         ...
 
     def decode(self, spec: JobSpec, latents: Fields, *, parallel: Parallel | None = None) -> Fields:
-        """The artifact `frames`: uint8 [F, H, W, 3], on the adapter's device, and the pixels' sum as floats.
+        """The artifact `frames`: uint8 [F, H, W, 3] on the adapter's device, and the sum of the pixels.
 
-        With `parallel`, all ranks of a layout make the same call together, and each returns its own
-        rows of all frames: [F, h, W, 3] from row `first_row` on. Bitwise the same for the same
-        degrees on any other ranks.
+        With `parallel`, all ranks of a layout make the same call, and each returns its own rows of all
+        frames: [F, h, W, 3] from row `first_row`. The bits are the same for the same degrees on any ranks.
 
         Raises: LayoutError for degrees that this job does not allow.
         """
         ...
 
     def text_shape(self, spec: JobSpec, prompt: Fields, layout: Layout) -> tuple[object, ...]:
-        """What the launches of steps on this layout know of the lengths of the prompts."""
+        """How the launches of steps on this layout depend on the lengths of the prompts."""
         ...
 
     def evaluate_by(self, forward: Evaluator) -> None:
-        """Evaluate transformers by this from now on."""
+        """Use this evaluator for all later calls."""
         ...

@@ -1,8 +1,8 @@
-"""How fast a core of this machine is: a fixed piece of work like a step and a decode of the built-in model.
+"""Measures a core of this machine by fixed work similar to a step and a decode of the built-in model.
 
-`python -m gfgen.models.families.calibration NUM` prints JSON: the seconds that the work takes on one core
-while the others idle (`alone_s`), and while NUM of them work (`together_s`). Both are CPU time, which other
-programs on the machine hardly change.
+`python -m gfgen.models.families.calibration NUM` prints JSON: the seconds for the work on one core while the
+others idle (`alone_s`), and while NUM of them work (`together_s`). Both are CPU time, which other programs on
+the machine hardly change.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ _BUDGET_S = 1.0
 
 @torch.no_grad()
 def main() -> None:
-    """Measure, and print what was found."""
     torch.set_num_threads(1)
     num_threads = int(sys.argv[1])
     _work_s()  # allocates
@@ -41,7 +40,7 @@ def main() -> None:
 
 
 def median_s() -> float:
-    """The median of several times, as many as fit into the budget."""
+    """The median of as many measurements as the budget allows."""
     end_s = time.monotonic() + _BUDGET_S
     times: list[float] = []
     while len(times) < REPEATS and (len(times) < 2 or time.monotonic() < end_s):

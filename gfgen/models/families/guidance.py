@@ -1,8 +1,7 @@
 """Branches of classifier-free guidance: in turn, in one forward, or on two halves of a layout.
 
-Halves are a layout's own (`cfg` degree 2). Where all ranks evaluate both branches, they do it in the way that
-is known to be faster (`BATCH_RULES`). What the control plane measures and compares, all ranks with two
-halves, follows from that.
+A layout with `cfg` degree 2 has two halves. On other layouts all ranks evaluate both branches, in the faster
+of the first two ways (`BATCH_RULES`), and the control plane compares this with two halves.
 
 Legend: B batch (1 for each branch), L tokens.
 """
@@ -27,24 +26,24 @@ Predict = Callable[[Sequence[Tensor]], Tensor]
 
 
 class BatchRule(NamedTuple):
-    """Where both branches in one forward win: jobs of `from_tokens` up to less than `to_tokens`."""
+    """Both branches in one forward are faster for jobs with `from_tokens` <= tokens < `to_tokens`."""
 
     family: str
     sequence_degree: int
     from_tokens: int
     to_tokens: int
     max_padding: int
-    """Tokens by which the texts of the branches may differ: the shorter one is padded."""
+    """The largest difference between the branches' texts, in tokens; the shorter text is padded."""
 
 
 BATCH_RULES = (
     BatchRule("qwen-image", sequence_degree=1, from_tokens=1_000, to_tokens=6_000, max_padding=128),
     BatchRule("qwen-image", sequence_degree=2, from_tokens=1_000, to_tokens=10_000, max_padding=128),
 )
-"""In bf16 on a GPU. By benchmarks/forward.py --only "*/both-*" on H200, ms of both branches in turn and in
+"""For bf16 on a GPU. By benchmarks/forward.py --only "*/both-*" on H200, ms of both branches in turn and in
 one forward, with texts of 64 and 8 tokens: 1,024 tokens 67.3 and 60.2 on one GPU, 46.5 and 38.7 on two;
-4,096 tokens 252 and 244, 142 and 134; 9,216 tokens 669 and 663, 365 and 358. Wan's differ by 1%, either way.
-Padding is work like that on other tokens, so twice as much of it still leaves most of the gain."""
+4,096 tokens 252 and 244, 142 and 134; 9,216 tokens 669 and 663, 365 and 358. For Wan they differ by 1% in
+either direction. A padded token costs as much as any other; twice as much padding keeps most of the gain."""
 
 
 def predict_branches(
@@ -52,7 +51,7 @@ def predict_branches(
 ) -> tuple[Tensor, Tensor | None]:
     """The noise predictions for the prompt and, with guidance, for the negative prompt.
 
-    Every rank has both, in this order, so whatever they compute from it is the same on all of them.
+    Every rank gets both, in this order, so all of them compute the same from it.
 
     Raises: LayoutError for degrees that this job does not allow.
     """
@@ -69,7 +68,7 @@ def predict_branches(
 def is_batch_faster(
     geometry: Geometry, spec: JobSpec, *, sequence_degree: int, embeds: Sequence[Tensor]
 ) -> bool:
-    """Whether one forward of all branches, with these embeddings, is known to be faster than one each."""
+    """Whether one forward of all branches with these embeddings is known to be faster than one per branch."""
     if len(embeds) == 1 or not embeds[0].is_cuda or embeds[0].dtype != torch.bfloat16:
         return False
     num_tokens, lengths = geometry.num_tokens(spec), [branch.shape[1] for branch in embeds]
@@ -86,7 +85,7 @@ def evaluate_branches(
 ) -> list[Tensor]:
     """The prediction for each branch, on every rank.
 
-    in_batch: both in one forward. With two halves each of them evaluates its own branch, whatever that says.
+    in_batch: both in one forward. Two halves ignore it: each evaluates its own branch.
     """
     with nullcontext() if parallel is None else active(parallel):
         if parallel is not None and parallel.cfg.size > 1:

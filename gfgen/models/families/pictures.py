@@ -16,9 +16,9 @@ from gfgen.errors import JobError, Problem
 def load_image(path: str | Path, *, sha256: str | None = None) -> Image.Image:
     """The picture at a path as RGB, upright as its EXIF data says.
 
-    `sha256` is that of the file when its job was admitted; None accepts any file.
+    sha256: the file's hash when its job was admitted; None accepts any file.
 
-    Raises: JobError when it is missing, no picture, or another file than admission has seen.
+    Raises: JobError when it is missing, no picture, or has changed since admission.
     Source: diffusers.utils.load_image.
     """
     try:
@@ -48,7 +48,7 @@ def to_uint8(pictures_FCHW: torch.Tensor) -> torch.Tensor:
 def denormalize_latents(latents_BCTHW: torch.Tensor, config: Any) -> torch.Tensor:
     """Latents in the VAE's own scale.
 
-    Term by term as the pipelines write it (a division by the inverse), for equal bits.
+    Divides by the inverse, as the pipelines do, for equal bits.
 
     Source: diffusers 0.42, the end of WanPipeline.__call__ and QwenImagePipeline.__call__.
     """

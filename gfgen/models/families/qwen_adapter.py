@@ -1,8 +1,7 @@
 """Adapter of Qwen-Image: text to image, with true classifier-free guidance.
 
-The pipeline's own methods where they are usable as pieces; the denoising loop's body and
-the end of `__call__` as functions of artifacts. In fp32 every result is bitwise the
-pipeline's own.
+It uses the pipeline's methods where possible. The body of the denoising loop and the end of `__call__` are
+functions of artifacts here. In fp32 every result is bitwise equal to the pipeline's.
 
 Legend: B batch (1), S picture tokens, C channels, T H W latent frames (1), rows, columns.
 Source: diffusers 0.42 QwenImagePipeline.__call__.
@@ -43,7 +42,7 @@ from gfgen.models.parallel.parallel import Parallel
 from gfgen.models.parallel.sequence_parallel import install
 
 FOR_ANY_LENGTH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-"""All but cuDNN's attention, whose plan for a new length of prompt takes 42 ms on an H100."""
+"""Without cuDNN's attention, which plans 42 ms for each new length of prompt on an H100."""
 
 
 class QwenImageAdapter:
@@ -173,7 +172,7 @@ class QwenImageAdapter:
     def _predict(self, inputs: dict[str, Any], embeds: Sequence[torch.Tensor]) -> torch.Tensor:
         """Branches of classifier-free guidance."""
         transformer = self._pipeline.transformer
-        assert len(embeds) == 1 or hasattr(transformer, "modulation"), "only fused blocks leave padding out"
+        assert len(embeds) == 1 or hasattr(transformer, "modulation"), "only fused blocks ignore padding"
         return self._forward(transformer, forward_inputs(transformer, inputs, embeds))
 
 
@@ -192,14 +191,14 @@ def load_qwen_image(
     install(pipeline.transformer)
     if dtype != torch.float32:
         fuse(pipeline.transformer)
-        is_fast(torch.device(device), dtype)  # tried before tasks, in which nobody may wait for the device
+        is_fast(torch.device(device), dtype)  # tries it now: no task may wait for the device
     shared_decode.install(pipeline.vae)
     stop_checks.install(pipeline.text_encoder, pipeline.transformer, pipeline.vae)
     return QwenImageAdapter(geometry, pipeline=pipeline, device=device)
 
 
 def _guide(predicted_BSC: torch.Tensor, unguided_BSC: torch.Tensor, *, scale: float) -> torch.Tensor:
-    """True classifier-free guidance: each token keeps the length of its guided prediction."""
+    """True classifier-free guidance: each token keeps the norm of its conditional prediction."""
     combined_BSC = unguided_BSC + scale * (predicted_BSC - unguided_BSC)
     length_BS1: torch.Tensor = torch.norm(predicted_BSC, dim=-1, keepdim=True)
     combined_length_BS1: torch.Tensor = torch.norm(combined_BSC, dim=-1, keepdim=True)

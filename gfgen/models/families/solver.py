@@ -1,8 +1,8 @@
-"""A diffusers scheduler as a function: its state comes in, and goes out, with the latents.
+"""A diffusers scheduler as a function: its state is part of the latents.
 
-A scheduler object lives for one call. `sigmas` and `timesteps` follow from the number of
-steps and stay on the CPU, where reading one does not wait for a device; what changes from
-step to step is the state that `save_state` names and `restore_state` puts back.
+A scheduler object lives for one call. `sigmas` and `timesteps` follow from the number of steps and stay on
+the CPU, where reading one does not wait for a device. `save_state` saves everything that changes from step
+to step, `restore_state` restores it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gfgen.models.fast.unipc import HostUniPC
 
 @dataclass(frozen=True, slots=True)
 class SolverState:
-    """Names of a scheduler's attributes that one step leaves to the next."""
+    """Names of the scheduler's attributes that one step passes to the next."""
 
     scalars: tuple[str, ...]
     tensors: tuple[str, ...] = ()
@@ -39,14 +39,11 @@ STATES: dict[type, SolverState] = {
     FlowMatchEulerDiscreteScheduler: SolverState(scalars=("_step_index", "_begin_index")),
 }
 IN_PLACE_OF: dict[type, type] = {UniPCMultistepScheduler: HostUniPC}
-"""Schedulers that make the host wait for the device, and the same without that."""
+"""Replacements of schedulers that make the host wait for the device."""
 
 
 def new_scheduler(template: Any, *, set_timesteps: Callable[[Any], None], **overrides: Any) -> Any:
-    """A scheduler of the template's class and config, with some values of its own.
-
-    The template, which all jobs share, stays as it is.
-    """
+    """A scheduler of the template's class and config with some values replaced; the template is unchanged."""
     kind: Any = IN_PLACE_OF.get(type(template), type(template))
     assert kind in STATES, f"no state is known for {kind.__name__}"
     given = {name: template.config[name] for name in _parameters(kind) if name in template.config}
@@ -57,12 +54,12 @@ def new_scheduler(template: Any, *, set_timesteps: Callable[[Any], None], **over
 
 @functools.cache
 def _parameters(kind: type) -> tuple[str, ...]:
-    """Of its config. To look them up at every step, as `from_config` does, takes a millisecond."""
+    """Parameters of its config; looking them up at every step, as `from_config` does, takes a millisecond."""
     return tuple(inspect.signature(kind).parameters)
 
 
 def save_state(scheduler: Any, sample: Any) -> Fields:
-    """The artifact `latents`: the sample, and what the scheduler carries to the next step."""
+    """The artifact `latents`: the sample and the scheduler's state."""
     state = STATES[type(scheduler)]
     tensors = {SAMPLE: sample}
     for name in state.tensors:
@@ -93,8 +90,8 @@ def restore_state(scheduler: Any, latents: Fields) -> Any:
 def detach_from(given: Fields, result: Fields) -> Fields:
     """The result with every tensor that shares storage with a given one copied.
 
-    A multistep solver keeps tensors that it was given (the last sample, the output before);
-    without the copy, artifacts would keep each other's storage alive.
+    A multistep solver keeps given tensors (the last sample, the previous output). Without the copy, artifacts
+    would keep each other's storage alive.
     """
     storages = {tensor.untyped_storage().data_ptr() for tensor in given.tensors.values()}
     tensors = {

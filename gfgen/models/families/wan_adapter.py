@@ -1,8 +1,8 @@
 """Adapter of the Wan family: Wan2.2-TI2V-5B, Wan2.2-A14B (two experts), Wan 2.1 text to video.
 
-The pipelines' own methods where they are usable as pieces (prompt, noise, condition,
-pictures in and out); the denoising loop's body and the end of `__call__` as functions of
-artifacts. In fp32 every result is bitwise the pipeline's own.
+It uses the pipelines' methods where possible (prompt, noise, condition, pictures in and out). The body of
+the denoising loop and the end of `__call__` are functions of artifacts here. In fp32 every result is bitwise
+equal to the pipeline's.
 
 Legend: B batch (1), C latent channels, T H W latent frames, rows, columns; S tokens.
 Source: diffusers 0.42 WanPipeline.__call__ and WanImageToVideoPipeline.__call__.
@@ -45,8 +45,8 @@ SHIFT_NAMES = {"UniPCMultistepScheduler": "flow_shift", "FlowMatchEulerDiscreteS
 class WanAdapter:
     """Executors of one Wan checkpoint; see `adapter.Adapter`.
 
-    `text_pipeline` and `image_pipeline` are two classes around the same components; each is
-    used for its methods only, and never called.
+    `text_pipeline` and `image_pipeline` have the same components. Only their methods are used; they are
+    never called.
     """
 
     def __init__(self, geometry: Geometry, *, text_pipeline: Any, image_pipeline: Any, device: str) -> None:
@@ -86,7 +86,7 @@ class WanAdapter:
         )
         scheduler = self._scheduler(spec)
         if spec.image is None:
-            # Only the text pipeline sets this; the other finds the first step by its timestep.
+            # Only the text pipeline sets this; the image pipeline finds the first step by its timestep.
             scheduler.set_begin_index(0)
             return Fields(), solver.save_state(scheduler, self._text.prepare_latents(*shape, *noise))
         picture = self._image.video_processor.preprocess(
@@ -173,20 +173,16 @@ class WanAdapter:
     ) -> torch.Tensor:
         """[B], or [B, S] where tokens differ.
 
-        Without an image all tokens have the same timestep. In fp32 it is given per token all
-        the same, as the pipeline does; in bf16 once, which gives equal results (measured)
-        and spares gigabytes of modulation in every block.
+        Without an image all tokens have the same timestep. In fp32 it is given per token, as in the
+        pipeline; in bf16 once, which gives equal results (measured) and saves gigabytes of modulation in
+        every block.
         """
         timestep = timestep.to(self.device, non_blocking=True)
         if not self._per_token or (self._dtype != torch.float32 and not has_image):
             return timestep.expand(sample_BCTHW.shape[0])
         mask_BCTHW = _first_frame_mask(sample_BCTHW) if has_image else torch.ones_like(sample_BCTHW[:, :1])
-        return (
-            (mask_BCTHW[0][0][:, ::2, ::2] * timestep)
-            .flatten()
-            .unsqueeze(0)
-            .expand(sample_BCTHW.shape[0], -1)
-        )
+        per_token = (mask_BCTHW[0][0][:, ::2, ::2] * timestep).flatten()
+        return per_token.unsqueeze(0).expand(sample_BCTHW.shape[0], -1)
 
     def _predict(
         self, expert: Any, inputs: dict[str, torch.Tensor], embeds: Sequence[torch.Tensor]
@@ -206,7 +202,7 @@ def load_wan(
 ) -> WanAdapter:
     """The adapter of a Wan checkpoint, its components on the device.
 
-    The VAE stays in fp32 unless told otherwise, as the model cards load it.
+    By default the VAE stays in fp32, as on the model cards.
     """
     pipeline_class = WanImageToVideoPipeline if geometry.family == "wan-moe-i2v" else WanPipeline
     dtypes = component_dtypes(pipeline_class.__name__, vae_dtype)

@@ -1,8 +1,8 @@
-"""Texts of prompts as transformers take them: one, or those of several branches of guidance in a batch.
+"""Texts of prompts as inputs of transformers: one, or a batch with one for each branch of guidance.
 
-Where prompts are as long as they are (Qwen-Image), every length is another shape, and a forward that is
-recorded for one serves no other. So texts are padded to a few lengths where attention that leaves padding out
-costs next to nothing (counted_attention.py): then a new prompt is new data and no new shape.
+Qwen-Image does not pad prompts, so every length is another shape, and a recorded forward serves one length
+only. Where attention can ignore padding at almost no cost (counted_attention.py), texts are therefore padded
+to a few lengths: a new prompt is then new data, not a new shape.
 
 Legend: B batch (1 for each branch), L tokens, C channels.
 """
@@ -20,22 +20,20 @@ from gfgen.models.parallel.counted_attention import is_fast
 from gfgen.models.parallel.sequence_parallel import present_degrees
 
 STEPS = (32, 16, 8, 4, 2, 1)
-"""Texts are padded to a multiple of one of these. With 64 there would be half as many shapes, and up to twice
-the rows of a short prompt."""
+"""Texts are padded to a multiple of one of these. A step of 64 would halve the number of shapes, but up to
+double the rows of a short prompt."""
 MAX_PICTURE_TOKENS = 4_000
-"""Of larger pictures recording is a small part of a job, and attention that counts may take longer: on H200,
-with 24 heads, 40 us in place of 39 for 1,088 tokens, 144 of 140 for 2,368, but 409 of 357 for 4,160."""
+"""For larger pictures recording is a small part of a job, and attention that ignores padding takes longer: on
+H200, with 24 heads, 40 us instead of 39 for 1,088 tokens, 144 instead of 140 for 2,368, but 409 instead of
+357 for 4,160."""
 
 
 def common_length(
     transformer: Any, embeds: Sequence[Tensor], *, picture_tokens: int, degrees: tuple[int, int, int]
 ) -> int | None:
-    """What the texts of one forward are padded to, like others of about their lengths; None: they are not.
-
-    degrees: of the layout whose ranks share it.
-    """
+    """The length to which the texts of a forward are padded on these degrees; None: no padding."""
     if not hasattr(transformer, "modulation") or picture_tokens >= MAX_PICTURE_TOKENS:
-        return None  # only fused blocks leave padding out
+        return None  # only fused blocks ignore padding
     _, ulysses, ring = degrees
     if ring > 1 or not is_fast(embeds[0].device, embeds[0].dtype):
         return None  # in a ring keys come in blocks, of which several would end in padding
@@ -45,7 +43,7 @@ def common_length(
 def text_shape(
     transformer: Any, embeds: Sequence[Tensor], *, picture_tokens: int, degrees: tuple[int, int, int]
 ) -> object:
-    """What the launches of a forward with these texts know of their lengths."""
+    """How the launches of a forward depend on the lengths of these texts."""
     lengths = tuple(branch.shape[1] for branch in embeds)
     common = common_length(transformer, embeds, picture_tokens=picture_tokens, degrees=degrees)
     return lengths if common is None else (common, tuple(length < common for length in lengths))
@@ -54,7 +52,7 @@ def text_shape(
 def padded_length(lengths: Sequence[int], *, num_shards: int) -> int | None:
     """A multiple of the largest step that leaves all padding in the last shard; None if none does.
 
-    Keys are in the order of shards, each with its part of the picture first: so padding is behind all keys.
+    Keys are in the order of shards, each with its part of the picture first, so padding follows all keys.
     """
     for step in STEPS:
         length = -(-max(lengths) // step) * step
@@ -64,7 +62,7 @@ def padded_length(lengths: Sequence[int], *, num_shards: int) -> int | None:
 
 
 def forward_inputs(transformer: Any, inputs: Mapping[str, Any], embeds: Sequence[Tensor]) -> dict[str, Any]:
-    """As `with_texts`, padded where that lets texts of other lengths be of the same shape."""
+    """As `with_texts`, padded if that gives texts of several lengths the same shape."""
     length = common_length(
         transformer, embeds, picture_tokens=inputs["hidden_states"].shape[1], degrees=present_degrees()
     )
@@ -74,14 +72,16 @@ def forward_inputs(transformer: Any, inputs: Mapping[str, Any], embeds: Sequence
 def with_texts(
     inputs: Mapping[str, Any], embeds: Sequence[Tensor], *, length: int | None = None
 ) -> dict[str, Any]:
-    """A transformer's inputs for these branches, from those that the branches share, `hidden_states` and all.
+    """A transformer's inputs for these branches, from the inputs that the branches share.
 
-    length: what `common_length` says of them. Timesteps stay as they are, for one sample: those of the others
-    are equal. Texts of different lengths are padded with zeros; fused blocks leave them out (fused.py),
-    diffusers' own know nothing of it.
+    length: from `common_length`. Timesteps stay those of one sample, since all samples have the same. Texts
+    of different lengths are padded with zeros, which only fused blocks ignore (fused.py).
     """
     picture, lengths = inputs["hidden_states"], [branch.shape[1] for branch in embeds]
-    batch = {**inputs, "encoder_hidden_states": embeds[0]}  # one is itself: what it led to may be remembered
+    batch = {
+        **inputs,
+        "encoder_hidden_states": embeds[0],
+    }  # one text stays the same object: its results may be cached
     if len(embeds) > 1:
         batch["hidden_states"] = picture.repeat(len(embeds), *[1] * (picture.dim() - 1))
     if len(embeds) > 1 or length is not None:

@@ -1,11 +1,10 @@
 """UniPC that never waits for a device.
 
-diffusers' moves each step's coefficients to the samples' device and solves for them there, and every
-such copy and solution makes the host wait until the device has done all that it was given. Here they
-are computed where the sigmas are, on the CPU, and meet the samples as numbers. On a CPU it is the same
-arithmetic in the same order, and so the same bits.
+diffusers' solver moves each step's coefficients to the samples' device and solves for them there. Every such
+copy and solution makes the host wait for all work on the device. Here the coefficients are computed on the
+CPU, where the sigmas are. On a CPU the arithmetic and its order are the same, so the bits are, too.
 
-Legend: t the sigma that a step goes to, s the one that it comes from.
+Legend: t the target sigma of a step, s its source.
 Source: diffusers 0.42 UniPCMultistepScheduler.multistep_uni_p_bh_update and multistep_uni_c_bh_update.
 """
 
@@ -21,13 +20,13 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class _Coefficients:
-    """Of one step, as tensors without dimensions on the CPU."""
+    """Coefficients of one step: tensors without dimensions on the CPU."""
 
     of_sample: Tensor
     of_output: Tensor
     of_rest: Tensor
     rks: list[Tensor]
-    """Of the outputs before, the latest first, and 1 for the newest."""
+    """For the earlier outputs, the latest first, and 1 for the newest."""
     matrix: Tensor
     right_side: Tensor
 
@@ -45,7 +44,7 @@ class HostUniPC(UniPCMultistepScheduler):  # type: ignore[misc]
         m_s = self.model_outputs[-1]
         found = self._coefficients(self.step_index + 1, order)
         differences = self._differences(found, m_s)
-        rhos = torch.ones(1, dtype=sample.dtype) * 0.5  # of order 2 diffusers has a simplified version
+        rhos = torch.ones(1, dtype=sample.dtype) * 0.5  # diffusers simplifies order 2
         if order > 2:
             rhos = torch.linalg.solve(found.matrix[:-1, :-1], found.right_side[:-1]).to(sample.dtype)
         predicted: Tensor = found.of_sample * sample - found.of_output * m_s
@@ -61,7 +60,7 @@ class HostUniPC(UniPCMultistepScheduler):  # type: ignore[misc]
         order: int,
         **kwargs: Any,
     ) -> Tensor:
-        """The corrector: from the sigma before to the present one, once more, with what is known there."""
+        """The corrector: repeats the step to the present sigma with the model's output there."""
         assert not args
         assert not kwargs
         m_s = self.model_outputs[-1]
@@ -76,7 +75,7 @@ class HostUniPC(UniPCMultistepScheduler):  # type: ignore[misc]
         return corrected.to(last_sample.dtype)
 
     def _coefficients(self, t_idx: int, order: int) -> _Coefficients:
-        """Of the step from sigma `t_idx` - 1 to sigma `t_idx`."""
+        """Coefficients of the step from sigma `t_idx` - 1 to sigma `t_idx`."""
         alpha_t, sigma_t = self._sigma_to_alpha_sigma_t(self.sigmas[t_idx])
         alpha_s, sigma_s = self._sigma_to_alpha_sigma_t(self.sigmas[t_idx - 1])
         lambda_s = self._lambda(t_idx - 1)
@@ -117,6 +116,6 @@ def _combined(rhos: Tensor, differences: list[Tensor]) -> Tensor | int:
     if not differences:
         return 0
     if len(differences) == 1:
-        return rhos[0] * differences[0]  # the same bits, and nothing is copied to the device
+        return rhos[0] * differences[0]  # the same bits without a copy to the device
     on_device = rhos.to(differences[0].device, non_blocking=True)
     return torch.einsum("k,bkc...->bc...", on_device, torch.stack(differences, dim=1))

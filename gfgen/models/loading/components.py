@@ -21,11 +21,11 @@ logger = logging.getLogger(__name__)
 
 
 _UNUSED = ("lm_head.weight",)
-"""Of a text encoder hidden states alone are used: one without its head is as good."""
+"""Only hidden states of a text encoder are used, so it may lack its head."""
 
 
 class LoadPipeline(Protocol):
-    """`load_pipeline`, or what takes its place."""
+    """The type of `load_pipeline` and `random_pipeline`."""
 
     def __call__(
         self,
@@ -36,7 +36,7 @@ class LoadPipeline(Protocol):
         dtype: torch.dtype,
         dtypes: Mapping[str, str] | None = None,
     ) -> Any:
-        """A pipeline of this class with its weights on the device, ready for inference."""
+        """See `load_pipeline`."""
         ...
 
 
@@ -51,8 +51,8 @@ def load_pipeline(
     """A pipeline of this class with its weights on the device, ready for inference.
 
     Components named in `dtypes` have a dtype of their own; modules that diffusers keeps in fp32 stay so.
-    On a CPU, weights of the dtype in which they are stored are mapped and not copied. To another device they
-    go one by one, and a component takes no main memory beyond the file's own pages.
+    On a CPU, weights stored in the wanted dtype are mapped, not copied. To another device weights are copied
+    one by one, so a component needs no main memory beyond the file's pages.
 
     Raises: ModelError when the directory does not hold what the class needs.
     """
@@ -70,7 +70,7 @@ def load_pipeline(
             )
     except (OSError, ValueError, KeyError, RuntimeError, TypeError, ImportError, AttributeError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        reason = reason.partition(". If you want to instead")[0]  # which is for those who write programs
+        reason = reason.partition(". If you want to instead")[0]  # advice for programmers
         raise ModelError(
             f"model {checkpoint}: cannot be loaded as {pipeline_class.__name__}: {reason}"
         ) from error
@@ -81,7 +81,7 @@ def load_pipeline(
 def _load_model(component: ComponentFiles, *, device: str, dtype: torch.dtype) -> Any:
     """One component, with every weight from its files.
 
-    Raises: ModelError when they lack some: libraries leave these out, or draw them at random.
+    Raises: ModelError for missing weights, which libraries would leave out or draw at random.
     """
     kind = getattr(importlib.import_module(component.library), component.class_name)
     place = {} if device == "cpu" else {"device_map": {"": torch.device(device)}}
@@ -101,12 +101,12 @@ def _load_model(component: ComponentFiles, *, device: str, dtype: torch.dtype) -
             f"{component.folder}: its files lack {missing[0]!r}{others}, which its config.json asks for; "
             "download the model again"
         )
-    return model.to(device)  # what is in no file: tables of positions
+    return model.to(device)  # tables of positions, which are in no file
 
 
 @contextmanager
 def without_progress_bars() -> Iterator[None]:
-    """Inside, diffusers and transformers show no bars: they would tear the run's own display."""
+    """Inside, diffusers and transformers show no progress bars, which would disturb the run's display."""
     shown = [lib for lib in (diffusers_logging, transformers_logging) if lib.is_progress_bar_enabled()]
     for library in shown:
         library.disable_progress_bar()

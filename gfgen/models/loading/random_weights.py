@@ -1,11 +1,11 @@
 """Pipelines of any size with random weights, made on their device from config files alone.
 
-For measuring, and for trying a machine out where no checkpoint is at hand: speed does not depend
-on the values of weights. What such a model draws is noise, but the same noise on every rank and in
-every run on the same kind of device: each parameter is drawn with a seed of its own, from its name.
+They are for measurements and for trying a machine without a checkpoint: speed does not depend on the values
+of weights. Such a model draws noise, but the same noise on every rank and in every run on the same kind of
+device: the seed of each parameter follows from its name.
 
-Values are such that activations stay finite however deep a model is: matrices have the spread that
-torch gives a linear layer, norms are 1, biases 0.
+Activations stay finite at any depth: matrices have the spread of torch's linear layers, norms are 1,
+biases 0.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SPREAD = 1 / math.sqrt(3)
 Source: torch.nn.Linear.reset_parameters, whose values are uniform within 1 / sqrt(inputs)."""
 
 _TOKENIZERS = {"T5": tiny_text.t5_tokenizer, "Qwen2": tiny_text.qwen_tokenizer}
-"""By the beginning of a tokenizer's class: one whose tokens all have a row in the full-size table."""
+"""By the beginning of a tokenizer's class name; all tokens have a row in the full-size table."""
 
 
 def random_pipeline(
@@ -49,11 +49,9 @@ def random_pipeline(
     dtype: torch.dtype,
     dtypes: Mapping[str, str] | None = None,
 ) -> Any:
-    """A pipeline of this class with random weights; needs no file but a directory's configs.
+    """A pipeline of this class with random weights, from config files; dtypes as in `load_pipeline`.
 
-    The counterpart of `components.load_pipeline`, with the same dtypes.
-
-    Raises: ModelError for configs that the pipeline's classes do not take.
+    Raises: ModelError for configs that the pipeline's classes reject.
     """
     files = read_checkpoint(checkpoint, with_weights=False)
     own = {name: getattr(torch, each) for name, each in (dtypes or {}).items()}
@@ -82,12 +80,12 @@ def random_pipeline(
 
 
 def random_component(checkpoint: Path, name: str, *, device: str, dtype: torch.dtype) -> Any:
-    """One component of such a pipeline alone, with the same weights."""
+    """One component of `random_pipeline`, with the same weights."""
     return _made(read_checkpoint(checkpoint, with_weights=False), name, device=device, dtype=dtype)
 
 
 def draw_weights(model: torch.nn.Module, *, name: str) -> None:
-    """Random values for every parameter, each from the seed that its name and `name` give."""
+    """Random values for every parameter, seeded by its name and `name`."""
     tables = {
         f"{prefix}.weight".lstrip(".")
         for prefix, module in model.named_modules()
@@ -131,7 +129,7 @@ def _made(files: Checkpoint, name: str, *, device: str, dtype: torch.dtype) -> A
     with torch.device(device), _default_dtype(dtype), no_init_weights():
         if library == "transformers":
             model = kind._from_config(AutoConfig.from_pretrained(files.path / name), dtype=dtype)
-            model.tie_weights()  # which goes with the initialisation that was left out
+            model.tie_weights()  # part of the initialisation that was skipped
         else:
             model = kind.from_config(dict(files.configs[name]))
     _keep_in_fp32(model)
@@ -140,9 +138,9 @@ def _made(files: Checkpoint, name: str, *, device: str, dtype: torch.dtype) -> A
 
 
 def _keep_in_fp32(model: Any) -> None:
-    """What diffusers keeps in fp32 when it loads weights.
+    """Convert the parameters that diffusers keeps in fp32 when it loads weights.
 
-    transformers has a list of this name, too, but heeds it for fp16 only.
+    transformers has a list of this name, too, but uses it for fp16 only.
     Source: diffusers 0.42 load_model_dict_into_meta: parts of a parameter's name.
     """
     kept = set(getattr(model, "_keep_in_fp32_modules", None) or ())
@@ -154,7 +152,7 @@ def _keep_in_fp32(model: Any) -> None:
 
 
 def _tokenizer(folder: Path, class_name: str) -> Any:
-    """The directory's own, or one that fits if there are only configs."""
+    """The directory's tokenizer, or a substitute if it has no vocabulary."""
     if any((folder / name).is_file() for name in VOCABULARIES):
         import transformers
 
@@ -162,7 +160,7 @@ def _tokenizer(folder: Path, class_name: str) -> Any:
     for beginning, make in _TOKENIZERS.items():
         if class_name.startswith(beginning):
             return make()
-    raise ModelError(f"{folder}: no vocabulary, and none is known that would do for {class_name}")
+    raise ModelError(f"{folder}: no vocabulary, and there is no substitute for {class_name}")
 
 
 @contextmanager

@@ -1,7 +1,7 @@
-"""A stock diffusers pipeline, as a plain script would use it: what gfgen is compared with from outside.
+"""A stock diffusers pipeline, used as in a plain script, for comparison with gfgen.
 
-Nothing of gfgen's is installed into it. On several ranks its transformer has diffusers' own context
-parallelism over torch's process group; every rank makes the same calls.
+gfgen changes nothing in it. On several ranks its transformer uses diffusers' context parallelism over torch's
+process group; every rank makes the same calls.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ RECOMPILE_LIMIT = 64
 
 
 def join_group(*, rank: int, num_ranks: int, store: str, device: str) -> None:
-    """Meet the other ranks, through a file.
+    """Meet the other ranks through a file.
 
-    On GPUs NCCL, and gloo beside it: with uneven shards the sizes go by way of the host then, and no GPU is
-    waited for. Gloo on CPU ranks, which diffusers does not foresee: it counts accelerators.
+    GPUs use NCCL, and gloo for the sizes of uneven shards, so that the host waits for no GPU. CPU ranks use
+    gloo. diffusers does not support these: it counts accelerators.
     Source: diffusers 0.42 commands/run.py, models/_modeling_parallel.py (gather_size_by_comm)
     """
     if device == "cpu":
@@ -77,7 +77,7 @@ class StockPipeline:
         self._prepare(is_uneven=is_uneven)
 
     def use_uneven_shards(self) -> None:
-        """Let ranks share what does not divide by their number. One cannot change: the transformer is new."""
+        """Allow lengths that the number of ranks does not divide. Loads the transformer again for it."""
         self._pipeline.transformer = None
         if self._has_random_weights:
             made = random_component(self._checkpoint, "transformer", device=self._device, dtype=self._dtype)
@@ -101,7 +101,7 @@ class StockPipeline:
 
     @torch.no_grad()
     def generate(self, spec: JobSpec, *, steps: int | None = None, is_to_decode: bool = True) -> Any:
-        """The frames of a job as it would run, uint8 [F, H, W, 3]; None where they are not wanted."""
+        """The frames of a job, uint8 [F, H, W, 3]; None without decoding."""
         options: dict[str, Any] = {
             "prompt": spec.prompt,
             "negative_prompt": spec.negative_prompt,

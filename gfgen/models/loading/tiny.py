@@ -2,9 +2,9 @@
 
     python -m gfgen.models.loading.tiny DIR [NAME...]
 
-They run every line that the full-size models run, at a size for one CPU core, and their
-pictures show colourful shapes rather than noise, so that a person sees that something
-happens. 24 heads let every degree from 1 to 8 be tried. The same bytes come out each time.
+They run the same code as the full-size models, at a size for one CPU core. Their pictures show colourful
+shapes instead of noise, so that people see progress. 24 heads allow every degree from 1 to 8. The bytes are
+reproducible.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ HEAD_DIM = 8
 def make_tiny(directory: Path, names: Sequence[str] | None = None) -> list[Path]:
     """The directories of the tiny models of these names (all by default), made where missing.
 
-    Each appears complete or not at all: it is written beside and renamed into place.
+    Each is written to a temporary folder and renamed, so it appears complete or not at all.
 
     Raises: ModelError for an unknown name or a directory that cannot be written.
     """
@@ -74,10 +74,10 @@ def _make_one(directory: Path, name: str) -> Path:
         (partial / SETTINGS_NAME).write_text(
             json.dumps({"defaults": defaults}, indent=2) + "\n", encoding="utf-8"
         )
-        partial.chmod(0o755)  # mkdtemp makes it private; a model is not
+        partial.chmod(0o755)  # mkdtemp makes it private
         os.rename(partial, final)
     except OSError:
-        if not final.is_dir():  # else another process was first, with the same bytes
+        if not final.is_dir():  # else another process made the same bytes first
             raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)

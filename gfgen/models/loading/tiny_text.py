@@ -28,7 +28,7 @@ standing slowly fast small big old new ancient modern wide close shot view portr
 cinematic photo painting watercolor oil style bright dark soft warm cold blurry quality detailed
 colourful colorful waves glass neon lantern lanterns
 """
-"""Words that prompts often have; all others are spelt out."""
+"""Frequent words of prompts; all others are split into characters."""
 
 QWEN_TEMPLATE = (
     "Describe the image by detailing the color, shape, size, texture, quantity, text, "
@@ -73,7 +73,7 @@ def qwen_tokenizer() -> Any:
 
 
 def qwen_encoder(*, vocab_size: int) -> Any:
-    """A Qwen2.5-VL with random weights; its vision part, which is never used, as small as can be."""
+    """A Qwen2.5-VL with random weights and a minimal vision part, which is never used."""
     text = {
         "vocab_size": vocab_size,
         "hidden_size": TEXT_DIM,
@@ -106,10 +106,7 @@ def _t5_vocabulary() -> list[tuple[str, float]]:
 
 
 def _qwen_merges() -> list[tuple[str, str]]:
-    """Merges that build each word from its first letter on.
-
-    The template's come first, so no other merge can split one of its words.
-    """
+    """Merges that build each word letter by letter; those of the template come first."""
     space = "\u0120"  # how byte-level tokenizers write a blank
     template = QWEN_TEMPLATE.replace(",", "").replace(":", "").split()
     starts = ["Describe", "system", "user", "assistant"]

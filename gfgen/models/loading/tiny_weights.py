@@ -1,12 +1,11 @@
 """Weights that make a tiny untrained model draw soft, colourful shapes instead of noise.
 
-Plain random weights give grey mush. These are random too, with two ideas built in:
+Plain random weights give uniform grey. These are random, too, with two changes:
 
-- the VAE's convolutions mix channels at random but blur in space and time, so that a decoder
-  is a smooth enlargement of its latents, in random colours;
-- the transformer predicts its input minus a local mean of it (attention whose logits fall
-  with distance, by way of the rotary embedding), so that denoising keeps what neighbouring
-  tokens have in common; the prompt adds a tint.
+- the VAE's convolutions mix channels at random but blur in space and time, so a decoder enlarges its latents
+  smoothly, in random colours;
+- the transformer predicts its input minus a local mean (attention whose logits fall with distance, by the
+  rotary embedding), so denoising keeps what neighbouring tokens have in common; the prompt adds a tint.
 """
 
 from __future__ import annotations
@@ -95,10 +94,9 @@ def _shape_conv(conv: Any, *, taps: tuple[float, float, float] | None = None) ->
 
 
 def _shape_upsamplers(decoder: Any) -> None:
-    """Enlarge smoothly: blur what nearest-neighbour enlargement makes of it.
+    """Enlarge smoothly: blur the nearest-neighbour enlargement.
 
-    The residual variant adds the nearest-neighbour enlargement itself, so there the branch is
-    blur minus identity and the sum is the blur.
+    The residual variant adds the nearest-neighbour enlargement itself, so its branch is blur minus identity.
     """
     for block in decoder.up_blocks:
         residual = getattr(block, "avg_shortcut", None) is not None
