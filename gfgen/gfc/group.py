@@ -136,8 +136,8 @@ class CpuGroup(Exchanges):
     """The ranks of a dispatch, or a subgroup of them, as one rank sees it.
 
     `Endpoint.group` makes it. Results are always fresh memory, and calls return when they are complete. A
-    wait that fails poisons the task: every later collective of the task, in any
-    subgroup, raises the same error at once.
+    wait that fails poisons the task: every later collective of the task, in any subgroup, raises the same
+    error at once.
     """
 
     __slots__ = ("_endpoint", "_kind", "_task", "descriptor", "ranks", "slot")

@@ -28,8 +28,7 @@ def add_norm(
 ) -> None:  # fmt: skip
     """x, update, total, normed [.., C] contiguous; gate, weight, bias [C], or [kinds, C] and int32 kinds [N].
 
-    Without an update it writes no total, without a norm nothing to `normed`. Pointers that a kernel does not
-    use are those of other tensors.
+    Without an update it writes no total, without a norm nothing to `normed`.
     """
     assert all(each.is_contiguous() for each in (x, update, total, normed) if each is not None)
     weight, bias = (gate, gate) if norm is None else (norm.weight, norm.bias)
