@@ -1,13 +1,12 @@
-"""What no schedule of a workload can surpass, by the durations that a simulation of it would use.
+"""Bounds on every schedule of a workload, from the task times of a simulation.
 
-Bounds of relaxed problems: ranks are one machine as fast as all of them together, which changes between
-jobs at any moment and for nothing; every task is at once as quick as on the best layout and as thrifty as
-on the cheapest, whatever ranks the others use; moves, and the writers' time for other files, cost nothing.
-What holds for all schedules of a relaxed problem holds for all policies, since each of their schedules is
-one of it. How a bound follows is said where it is computed.
+The bounds solve relaxed problems: the ranks are one machine with their total speed, which changes between
+jobs at any time and for free; every task has a mixture of the times and work of its layouts, whatever ranks
+other tasks use; moves, and waits for the writers, take no time. Every schedule of the workload is also a
+schedule of the relaxed problem, so its bounds hold for all policies. Each function proves its bound.
 
-Words: *work* is rank-seconds; a job's *least* time is that of its tasks one after the other, each on the
-ranks that make it quickest. Moments are seconds since the start of the run.
+*Work* is rank-seconds; a job's *least* time is that of its tasks one after the other, each on its fastest
+layout. Times are seconds since the start of the run.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.simulate.backend import SimulatedTimes
 
 _ROUNDING_S = 1e-9
-"""Sums of floats differ by less."""
+"""More than the rounding error of sums."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """The best that is possible, in the terms of a `Score`; each by itself, maybe not all at once."""
+    """Best values of a `Score`, each by itself; one schedule may not reach all."""
 
     jobs_per_min: float
     mean_s: float
@@ -48,40 +47,40 @@ class Bound:
 
 @dataclass(frozen=True, slots=True)
 class JobDemand:
-    """What a job takes on any schedule."""
+    """The demand of a job in any schedule."""
 
     arrival_s: float
     due_s: float
     """Infinity without a deadline."""
     gives_up_s: float
-    """When it fails if it is not done; infinity without a time-out."""
+    """When it times out, or infinity."""
     head_s: float
-    """From its arrival to its first task, at least: no rank works for it."""
+    """Least time from its arrival to its first task; uses no rank."""
     tail_s: float
-    """From its last task to its file."""
+    """Time from its last task to its file."""
     least_s: float
     work: float
-    """On the cheapest layouts."""
+    """With the cheapest layouts."""
     cheapest_s: float
-    """Its least time on those."""
+    """Time with the cheapest layouts."""
     savings: tuple[tuple[float, float], ...]
-    """How it gets quicker than that: (work for each second that is saved, seconds), the cheapest first."""
+    """Ways to be faster: (extra work per saved second, saved seconds), the cheapest first."""
 
     @property
     def release_s(self) -> float:
-        """When ranks can begin with it."""
+        """When ranks can begin."""
         return self.arrival_s + self.head_s
 
     @property
     def latency_s(self) -> float:
-        """Where it never waits."""
+        """Without any wait."""
         return self.head_s + self.least_s + self.tail_s
 
     def work_within(self, span_s: float) -> float:
-        """The least work with which its tasks take no longer; infinite for less than its least time.
+        """The least work to finish within this time; infinite below its least time.
 
-        Each task is on a mixture of layouts (a point of the lower hull of their seconds and work), and the
-        cheapest savings are made first: the optimum of the relaxed choice.
+        Each task uses a mixture of layouts (a point of the lower hull of their seconds and work). Taking the
+        cheapest savings first is optimal for this relaxed choice.
         """
         if span_s < self.least_s - _ROUNDING_S:
             return math.inf
@@ -95,7 +94,7 @@ class JobDemand:
 
 
 def bound_of(jobs: Sequence[AdmittedJob], times: SimulatedTimes, *, num_ranks: int, slack_s: float) -> Bound:
-    """Of a workload of at least one job, on so many ranks; `slack_s` is what the client allows."""
+    """The bounds for a workload of at least one job; `slack_s` is the client's slack."""
     demands = demands_of(jobs, times, num_ranks=num_ranks)
     return Bound(
         jobs_per_min=60 * most_jobs_per_s(demands, num_ranks=num_ranks),
@@ -106,7 +105,7 @@ def bound_of(jobs: Sequence[AdmittedJob], times: SimulatedTimes, *, num_ranks: i
     )
 
 
-# What jobs take ---------------------------------------------------------------------------
+# Demands of jobs --------------------------------------------------------------------------
 
 Way = tuple[float, float]
 """(work, seconds) of a task on some layout."""
@@ -115,7 +114,6 @@ Way = tuple[float, float]
 def demands_of(
     jobs: Sequence[AdmittedJob], times: SimulatedTimes, *, num_ranks: int
 ) -> tuple[JobDemand, ...]:
-    """What each job takes of so many ranks."""
     return tuple(_demand(job, times, num_ranks) for job in jobs)
 
 
@@ -139,7 +137,7 @@ def _demand(job: AdmittedJob, times: SimulatedTimes, num_ranks: int) -> JobDeman
 
 
 def _ways(job: AdmittedJob, task: Task, times: SimulatedTimes, num_ranks: int) -> Iterator[Way]:
-    """On every legal layout of the task, while the other ranks idle or while they work: what is less."""
+    """Work and time on each legal layout, with the other ranks idle or busy, whichever is less."""
     for layout in _legal_layouts(job, task, num_ranks):
         dispatch = _dispatch(task, layout)
         seconds = times.task_s(dispatch)
@@ -159,7 +157,7 @@ def _legal_layouts(job: AdmittedJob, task: Task, num_ranks: int) -> Iterator[Lay
 
 @functools.cache
 def _layouts(num_ranks: int) -> tuple[Layout, ...]:
-    """One for all degrees that so many ranks allow."""
+    """One layout for each combination of degrees."""
     numbers = range(1, num_ranks + 1)
     return tuple(
         Layout(tuple(range(cfg * ulysses * ring)), cfg=cfg, ulysses=ulysses, ring=ring)
@@ -169,12 +167,11 @@ def _layouts(num_ranks: int) -> tuple[Layout, ...]:
 
 
 def _dispatch(task: Task, layout: Layout) -> Dispatch:
-    """What durations are asked by."""
     return Dispatch(0, task, layout, 0.0, 0.0, 0.0)
 
 
 def _hull(ways: Iterable[Way]) -> Sequence[Way]:
-    """The corners of the lower hull, from the cheapest way to the quickest: each saving costs more."""
+    """The corners of the lower hull, from the cheapest to the fastest; prices rise."""
     corners: list[Way] = []
     for work, seconds in sorted(ways):
         if corners and seconds >= corners[-1][1]:
@@ -186,7 +183,7 @@ def _hull(ways: Iterable[Way]) -> Sequence[Way]:
 
 
 def _price(cheaper: Way, quicker: Way) -> float:
-    """Of each second saved."""
+    """Extra work per saved second."""
     return (quicker[0] - cheaper[0]) / (cheaper[1] - quicker[1])
 
 
@@ -199,10 +196,10 @@ def _savings(hull: Sequence[Way]) -> Iterator[tuple[float, float]]:
 
 
 def least_makespan_s(demands: Sequence[JobDemand], *, num_ranks: int) -> float:
-    """From the first arrival to the last end, if no job fails.
+    """Least time from the first arrival to the last end, if no job fails.
 
-    Each job ends its latency after its arrival at the earliest; and after any moment all work of the jobs
-    that are released from then on is still to be done, by `num_ranks` ranks, before the last of their files.
+    No job ends earlier than its latency after its arrival. And after any time, `num_ranks` ranks still have
+    to do all work of the jobs that are released from then on, before the last of their files.
     """
     ends_s = max(each.arrival_s + each.latency_s for each in demands)
     work, tail_s = 0.0, math.inf
@@ -213,10 +210,10 @@ def least_makespan_s(demands: Sequence[JobDemand], *, num_ranks: int) -> float:
 
 
 def most_jobs_per_s(demands: Sequence[JobDemand], *, num_ranks: int) -> float:
-    """Jobs that are done over the time from the first arrival to the last end.
+    """Most done jobs per second from the first arrival to the last end.
 
-    Either all of them, in the least makespan; or some fail. Then the others take at least the time for the
-    cheapest ones, and those that fail end as well, at their time-outs: n of them not before the nth time-out.
+    Either all jobs are done, in the least makespan, or some fail. Then the done ones take at least the time
+    of the cheapest ones, and n failed jobs end at their timeouts, so not before the nth timeout.
     """
     num_jobs = len(demands)
     first_s = min(each.arrival_s for each in demands)
@@ -234,12 +231,12 @@ def most_jobs_per_s(demands: Sequence[JobDemand], *, num_ranks: int) -> float:
 
 
 def least_mean_s(demands: Sequence[JobDemand], *, num_ranks: int) -> float:
-    """Mean latency, if no job fails.
+    """Least mean latency, if no job fails.
 
-    The sum over all jobs is at least the sum of bounds for parts of them, since a schedule of all is one of
-    each part. The parts are those that keep one machine, as fast as all ranks, busy without a pause; and for
-    each the better of two bounds counts. No job waits; or jobs end as on that machine when it always serves
-    the one with the least work left, which ends them soonest on average (Schrage 1968), and then their files.
+    A schedule of all jobs is also one of each part of them, so the sum over all jobs is at least the sum of
+    the bounds of parts. A part is a busy period of one machine as fast as all ranks. The larger of two bounds
+    counts for each part: no job waits; or that machine always serves the job with the least remaining work,
+    which minimizes the mean end (Schrage 1968), and files follow.
     """
     total_s = 0.0
     for part in _busy_periods(demands, num_ranks):
@@ -250,7 +247,7 @@ def least_mean_s(demands: Sequence[JobDemand], *, num_ranks: int) -> float:
 
 
 def _busy_periods(demands: Sequence[JobDemand], num_ranks: int) -> Iterator[Sequence[JobDemand]]:
-    """Jobs between two moments at which a machine that never pauses has nothing to do."""
+    """Groups of jobs between the idle times of a machine that never waits with work."""
     part: list[JobDemand] = []
     ends_s = -math.inf
     for each in sorted(demands, key=lambda each: each.release_s):
@@ -263,7 +260,7 @@ def _busy_periods(demands: Sequence[JobDemand], num_ranks: int) -> Iterator[Sequ
 
 
 def _least_ends_s(demands: Sequence[JobDemand], num_ranks: int) -> float:
-    """The sum of the moments at which such a machine ends jobs, the one with the least work left first."""
+    """The sum of the ends when the machine serves the job with the least remaining work first."""
     coming = sorted(((each.release_s, each.work) for each in demands), reverse=True)
     left: list[float] = []
     now_s = total_s = 0.0
@@ -287,14 +284,14 @@ def _least_ends_s(demands: Sequence[JobDemand], num_ranks: int) -> float:
 
 
 def most_in_time(demands: Sequence[JobDemand], *, num_ranks: int, slack_s: float = 0.0) -> float:
-    """Share of the jobs with a deadline that can be done by then; 1 where none has one.
+    """Largest share of the jobs with a deadline that can meet it; 1 if none has one.
 
-    Jobs that cannot meet their deadline alone are left out. Of the others, each has a window, and takes the
-    least work with which it fits into that. Parts of jobs count as such parts (of their work): with amounts
-    that are possible if no stretch of time has to hold more than ranks can do in it (on one machine that is
-    enough, serving what is due first), these amounts form a polymatroid, and the greedy choice is optimal:
-    job after job, those with the least work first, each as much as the former leave possible (Edmonds 1970).
-    Where windows do not overlap, whole jobs are counted on either side.
+    This leaves out jobs that cannot meet their deadline alone. Each other job has a window and needs the
+    least work that fits into it. A part of a job counts as its share of the work. Amounts of work are
+    feasible if no interval contains more than the ranks can do in it (sufficient on one machine, by earliest
+    deadline first). They form a polymatroid, so the greedy choice is optimal: take jobs by increasing work,
+    each with as much as the earlier ones leave (Edmonds 1970). Groups of windows that do not overlap count
+    whole jobs separately.
     """
     with_deadline = [each for each in demands if each.due_s < math.inf]
     if not with_deadline:
@@ -310,11 +307,11 @@ def most_in_time(demands: Sequence[JobDemand], *, num_ranks: int, slack_s: float
 
 
 _Window = tuple[float, float, float]
-"""When a job can run, from and until, and its work."""
+"""Start, end and work of a job."""
 
 
 def _apart(windows: Sequence[_Window]) -> Iterator[Sequence[_Window]]:
-    """Those that overlap, be it by way of others, together."""
+    """Groups of windows that overlap directly or through others."""
     part: list[_Window] = []
     ends_s = -math.inf
     for window in sorted(windows):
@@ -328,10 +325,10 @@ def _apart(windows: Sequence[_Window]) -> Iterator[Sequence[_Window]]:
 
 
 def _most_whole(windows: Sequence[_Window], num_ranks: int) -> int:
-    """The most jobs, rounded down from the sum of parts of jobs.
+    """The most jobs: the sum of the parts of jobs, rounded down.
 
-    room_FU [from, until]: what ranks can still do between two moments, beside what was chosen and has to be
-    done within them. F and U index the distinct starts and ends of windows.
+    room_FU [from, until]: the work that ranks can still do in an interval, besides what was chosen in it.
+    F and U index the distinct starts and ends of windows.
     """
     from_F, first = np.unique([window[0] for window in windows], return_inverse=True)
     until_U, last = np.unique([window[1] for window in windows], return_inverse=True)

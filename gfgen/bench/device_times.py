@@ -1,9 +1,9 @@
-"""When the devices really worked: a run's tasks by the devices' own clocks, and the gaps between them. Pure.
+"""The times of a run's tasks, and the gaps between them, by the clocks of the devices. Pure.
 
-A CPU rank's times are the machine's. What a GPU's rank tells the host is late by what a thread takes to wake
-up, which is as long as the gaps in question. So times are put together from what the device's own clock
-says: how long each task took, and how long the device idled before it. Where that clock stands beside the
-machine's, the reports tell too: none is heard before its end, and the earliest of them hardly after it.
+The times of CPU ranks come from the machine's clock. The host hears of a GPU's task only after a thread wakes
+up, which takes as long as the gaps to measure. So the times of GPUs add up durations and idle times by the
+device's clock. Its offset follows from the reports: none comes before the end of its task, and the earliest
+come almost at once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.events import RankTimes
 
 MAX_DRIFT = 2e-4
-"""Of a device's clock against the machine's; what looks like more is noise of a few reports."""
+"""Of a device's clock against the machine's; a larger estimate is noise of a few reports."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """From one step of a job to its next one."""
+    """Time between two steps of a job."""
 
     before: Dispatch
     after: Dispatch
@@ -45,7 +45,6 @@ Spans = Mapping[int, Mapping[int, Span]]
 
 
 def spans_of(record: MeasuredRun) -> Spans:
-    """Of all tasks that ended."""
     by_rank: dict[int, dict[int, RankTimes]] = defaultdict(dict)
     for number in sorted(record.done):
         for times in record.done[number]:
@@ -58,7 +57,6 @@ def spans_of(record: MeasuredRun) -> Spans:
 
 
 def gaps_of(record: MeasuredRun, spans: Spans) -> Iterator[Gap]:
-    """Between the steps of each job, in order."""
     last_on_rank = _previous_on_rank(record)
     steps: dict[str, list[Dispatch]] = defaultdict(list)
     for number in sorted(record.done):
@@ -70,14 +68,14 @@ def gaps_of(record: MeasuredRun, spans: Spans) -> Iterator[Gap]:
 
 
 def lasted_s(spans: Mapping[int, Span]) -> float:
-    """A dispatch's time on the rank that took longest."""
+    """The time of a dispatch on its slowest rank."""
     return max(span.end_s - span.start_s for span in spans.values())
 
 
 def _gap_s(
     before: Dispatch, after: Dispatch, spans: Spans, last_on_rank: Mapping[tuple[int, int], int]
 ) -> float:
-    """The longest that a rank idled which ran both; from the last end to the last start where none did."""
+    """The longest idle time of a rank that ran both; else from the last end to the last start."""
     begins, ends = spans[after.number], spans[before.number]
     both = [rank for rank in begins if last_on_rank.get((after.number, rank)) == before.number]
     if both:
@@ -86,7 +84,7 @@ def _gap_s(
 
 
 def _previous_on_rank(record: MeasuredRun) -> Mapping[tuple[int, int], int]:
-    """By dispatch and rank: the dispatch that this rank had before it."""
+    """By dispatch and rank: the rank's previous dispatch."""
     found: dict[tuple[int, int], int] = {}
     latest: dict[int, int] = {}
     for number in sorted(record.done):
@@ -98,7 +96,6 @@ def _previous_on_rank(record: MeasuredRun) -> Mapping[tuple[int, int], int]:
 
 
 def _rank_spans(tasks: Sequence[RankTimes]) -> list[Span]:
-    """One rank's tasks, in their order."""
     if any(times.idle_s is None for times in tasks[1:]):
         return [Span(times.started_s, times.ended_s) for times in tasks]
     own: list[Span] = []
@@ -113,9 +110,9 @@ def _rank_spans(tasks: Sequence[RankTimes]) -> list[Span]:
 
 
 def _drift(own_s: Sequence[float], late_s: Sequence[float]) -> float:
-    """How much the machine's clock gains on the device's, per second.
+    """Seconds per second that the machine's clock gains on the device's.
 
-    Of all lines below the reports, the slope of the one that is nearest to them: an edge of their lower hull.
+    This is the slope of the highest line below all reports, an edge of their lower hull.
     """
     hull: list[tuple[float, float]] = []
     for point in zip(own_s, late_s, strict=True):

@@ -1,4 +1,4 @@
-"""The same workload under several policies: what each is worth, and how it stands to a baseline."""
+"""Compare the scores of policies on one workload with a baseline."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from gfgen.system.wording import counted, in_words
 
 REPLICAS = "legacy,degree=1"
 COMPARED = (REPLICAS, "fcfs", "srtf", "edf,rescue=false", "edf", "triage", "makespan", "auto")
-"""Compared with the baseline unless told otherwise: single-rank replicas, then every policy."""
+"""The default: single-rank replicas, then every policy."""
 GAINS = ("jobs_per_min", "mean_s", "attainment", "attainment_client")
-"""What is bounded, by the names of `Score` and `Bound`."""
+"""Fields that `Score` and `Bound` share."""
 LEAST_GAIN = 0.01
-"""A bound that is nearer to the baseline, as a share of it, leaves nothing to gain."""
+"""If a bound is closer to the baseline than this share of it, there is nothing to gain."""
 MAX_NAMED = 5
 NONE = "-"
 _HEAD = (
@@ -33,20 +33,20 @@ _HEAD = (
 
 @dataclass(frozen=True, slots=True)
 class PolicyRun:
-    """One policy on the workload: how its jobs ended, or why there are no numbers."""
+    """The jobs of one policy, or the reason that there are none."""
 
     policy: str
     outcomes: Sequence[JobOutcome] = ()
     fault: str | None = None
-    """Why the policy was replaced in the middle, if it was."""
+    """Why the policy was replaced during the run."""
     error: str | None = None
-    """Why it cannot run this workload: it lets jobs wait for ever, say."""
+    """Why it cannot run this workload, for example because jobs wait forever."""
     note: str | None = None
-    """What belongs beside its numbers."""
+    """A remark on its numbers."""
 
 
 def attempt(policy: str, run: Callable[[], tuple[Sequence[JobOutcome], Summary]]) -> PolicyRun:
-    """Run the workload; what is the policy's own fault ends its run, and not the comparison."""
+    """Run the workload; a fault of the policy ends its run, not the comparison."""
     try:
         outcomes, summary = run()
     except (StalledError, PolicyFault) as error:
@@ -56,38 +56,34 @@ def attempt(policy: str, run: Callable[[], tuple[Sequence[JobOutcome], Summary]]
 
 @dataclass(slots=True)
 class PolicyComparison:
-    """What has come of the policies so far, in the order in which they were asked for."""
+    """The results so far, in the order of `policies`."""
 
     policies: tuple[str, ...]
     baseline: str
     slack_s: float
     bound: Bound | None = None
-    """What no schedule can surpass; None where no profile tells it."""
+    """The best of any schedule; None without a profile."""
     scores: list[Score] = field(default_factory=list)
     failures: dict[str, str] = field(default_factory=dict)
     """Policies without numbers, with the reason."""
     why_not_run: str = "interrupted"
     notes: list[str] = field(default_factory=list)
-    """What the numbers alone do not tell."""
+    """Remarks on the numbers."""
 
     @property
     def not_run(self) -> tuple[str, ...]:
-        """Policies that have not had their turn: the comparison was interrupted."""
+        """Policies without a result after an interruption."""
         have_run = {*self.failures, *(found.policy for found in self.scores)}
         return tuple(policy for policy in self.policies if policy not in have_run)
 
     def know(self, content: Mapping[str, Any]) -> None:
-        """Take in the runs that an earlier comparison of the same workload has kept.
-
-        Raises: ValueError for what is none.
-        """
+        """Add the runs of an earlier comparison of this workload. Raises ValueError for other content."""
         found = scores_of(content)
         self.scores += found
         self.policies = tuple(dict.fromkeys([*(each.policy for each in found), *self.policies]))
         self.notes += content.get("notes", [])
 
     def add(self, run: PolicyRun) -> None:
-        """Take the next run in."""
         if run.error is not None:
             self.failures[run.policy] = run.error
             return
@@ -99,12 +95,12 @@ class PolicyComparison:
         self.notes += _starved(run)
 
     def table(self) -> list[str]:
-        """Markdown, a line per policy; the last columns are ratios to the baseline."""
+        """A Markdown line per policy; the last columns are ratios to the baseline."""
         rows = [f"| {' | '.join(_cells(found, self._baseline))} |" for found in self.scores]
         return [_HEAD, "|---" * _HEAD.count(" |") + "|", *rows] if rows else []
 
     def gains_table(self) -> list[str]:
-        """Markdown: the bound, and how far each policy comes from the baseline towards it."""
+        """The bound in Markdown, and how much of the gain each policy reaches."""
         gains = self.gains()
         if self.bound is None or not gains:
             return []
@@ -126,10 +122,9 @@ class PolicyComparison:
         ]
 
     def gains(self) -> dict[str, dict[str, float | None]]:
-        """By policy and number of `Score`: the way that it comes from the baseline (0) to the bound (1).
+        """By policy and field: its place between the baseline (0) and the bound (1).
 
-        None where the baseline leaves nothing to gain, and for the latency where jobs failed: the bound is
-        of all jobs.
+        None if there is nothing to gain, and for the latency if jobs failed, since its bound is for all jobs.
         """
         bound, baseline = self.bound, self._baseline
         if bound is None or baseline is None:
@@ -145,14 +140,13 @@ class PolicyComparison:
         return next((found for found in self.scores if found.policy == self.baseline), None)
 
     def remarks(self) -> list[str]:
-        """A line for each thing that belongs beside the table."""
         lines = [*self.notes, *(f"{policy}: {error}" for policy, error in self.failures.items())]
         if self.not_run:
             lines.append(f"{self.why_not_run}; not run: {', '.join(self.not_run)}")
         return lines
 
     def figures(self) -> list[RunFigures]:
-        """What the chart shows: the client's deadlines, latencies, throughput."""
+        """The numbers of the chart: deadlines with slack, latencies, throughput."""
         return [
             RunFigures(
                 name="\n".join([found.policy, *([f"(replaced by {FALLBACK})"] if found.replaced_by else [])]),
@@ -166,7 +160,7 @@ class PolicyComparison:
         ]
 
     def as_json(self, conditions: dict[str, Any]) -> str:
-        """The raw numbers, with what they were found under; null for latencies where no job is done."""
+        """The numbers with their conditions; latencies are null if no job is done."""
         content = {
             **conditions,
             "baseline": self.baseline,
@@ -182,11 +176,11 @@ class PolicyComparison:
 
 
 ATTAINMENT_GOAL, MAKESPAN_GOAL = 0.03, 0.05
-"""How far a simulation may be from the run that it predicts."""
+"""Largest errors of a simulation."""
 
 
 def fidelity_table(simulated: Sequence[Score], ran: Sequence[Score]) -> Iterator[str]:
-    """Markdown: what was simulated beside what was so, for policies that have both."""
+    """Simulated and real results in Markdown, for policies with both."""
     real = {found.policy: found for found in ran}
     yield (
         "| policy | deadlines met: run | simulated | off by, points | makespan: run | simulated | off by "
@@ -208,10 +202,7 @@ def fidelity_table(simulated: Sequence[Score], ran: Sequence[Score]) -> Iterator
 
 
 def surprises(simulated: Sequence[Score], ran: Sequence[Score]) -> Iterator[str]:
-    """A line for each policy with jobs that met their deadlines in one of the two alone.
-
-    Policies whose jobs are not in the file are left out.
-    """
+    """A line per policy with jobs that met their deadlines only in the run or only in the simulation."""
     real = {found.policy: {job.id: job for job in found.jobs} for found in ran}
     for found in simulated:
         twins = [(job, real.get(found.policy, {}).get(job.id)) for job in found.jobs]
@@ -232,10 +223,7 @@ def _margin(job: JobScore) -> str:
 
 
 def scores_of(content: Mapping[str, Any]) -> list[Score]:
-    """Those in a comparison's file.
-
-    Raises: ValueError for what is none.
-    """
+    """The scores in a compare.json. Raises ValueError for other content."""
     try:
         return [
             Score(**{**run, "jobs": [JobScore(**job) for job in run.get("jobs", ())]})
@@ -260,7 +248,7 @@ def _cells(found: Score, baseline: Score | None) -> list[str]:
 
 
 def _size(entry: tuple[str, float]) -> tuple[int, str]:
-    """Small before middle before large, and those before others."""
+    """Order S, M, L, then others."""
     order = "SML".find(entry[0])
     return (order if order >= 0 else 3, entry[0])
 
@@ -291,7 +279,7 @@ def _percent(share: float | None) -> str:
 
 
 def _starved(run: PolicyRun) -> list[str]:
-    """Jobs that failed without ever having had a rank: they timed out while they waited."""
+    """Name jobs that timed out before they got a rank."""
     never = [outcome for outcome in run.outcomes if outcome.status == "failed" and outcome.started_s is None]
     if not never:
         return []

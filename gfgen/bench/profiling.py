@@ -1,15 +1,15 @@
-"""Measure a profile: every task of some shapes, on groups of every useful size, on real workers.
+"""Measure a profile: every task of some shapes on real workers, with groups of every useful size.
 
-A measurement is a small run of the real control plane under a scripted policy. Each group of ranks first
-runs a job that does not count, then jobs whose steps try all the ways in which the group can share a step.
-Where a job moves at each step, the gaps between its steps show what a move costs.
+A measurement is a small run of the real control plane with a scripted policy. Each group of ranks first runs
+a job that does not count, then jobs whose steps use all layouts of the group. The gaps between the steps of
+a job that moves at each step show the cost of moves.
 
-CPU ranks share cores and memory. So each group is measured once while the other ranks idle and once while
-they work, and a task counts only if the other ranks really did so. All of it is done in several rounds: a
-disturbance of some seconds touches a few samples of many rows, and medians leave it out.
+CPU ranks share cores and memory. So each group is measured with idle and with busy other ranks, and a task
+counts only if the other ranks really were so. Measurements repeat in several rounds, so that a disturbance of
+some seconds affects few samples of each row, which the medians ignore.
 
-A GPU takes the same time whether or not others work. So as many groups of one size as there is room for are
-measured at once, by the devices' own clocks.
+The time of a GPU does not depend on the others. So as many groups of one size as possible run at once, and
+the devices' clocks measure them.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ from gfgen.snapshot import JobView
 from gfgen.system.signals import SignalPipe
 
 MeasurementKind = Literal["alone", "loaded", "together", "moving"]
-"""CPU ranks: one group while the others idle, or while they work. GPUs: as many groups as there is room for.
-Moving: one job that changes its rank at each step."""
+"""alone, loaded: one group of CPU ranks while the others idle or work. together: as many groups as possible,
+on GPUs. moving: one job that changes its rank at each step."""
 
 ONE: Degrees = (1, 1, 1)
 GPU_GROUPS = (1, 2, 4, 8)
 ROUNDS = 3
-"""On CPU ranks. Moves are measured in the first round only: a move is a copy, and hardly varies."""
+"""On CPU ranks. Only the first round measures moves, whose times hardly vary."""
 JOBS = {"alone": 1, "loaded": 1, "together": 2, "moving": 1}
-"""Jobs of each group that count. One before them does not: the first task of a shape allocates."""
+"""Jobs per group that count, after one that does not, because the first task of a shape allocates."""
 WARM_UP_STEPS = 2
-"""For each way of sharing a step. Some schedules cannot have a single step."""
+"""For each layout. Some schedules cannot have a single step."""
 STEPS = {"alone": 5, "loaded": 5, "together": 4, "moving": 6}
-"""Steps that count for each way of sharing a step. One before them does not."""
+"""Steps per layout that count, after one that does not."""
 SHORTEST_MOVE_S = 1e-4
-"""A shorter duration says nothing of a rate."""
+"""Shorter times are too inexact for a rate."""
 _IDLE, _BUSY = 0.1, 0.75
-"""Shares of a task's time in which the other ranks worked: below, it was alone; above, under load.
-Steps of some milliseconds have gaps between them."""
+"""Share of a task's time in which the other ranks worked: up to 0.1 it is alone, from 0.75 it is loaded.
+The limits allow for gaps between short steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class Measurement:
         return f"{self.model} {self.job.shape} on {self.num_ranks} {self.kind} round {self.round}"
 
     def step_degrees(self, *, counts: bool) -> tuple[Degrees, ...]:
-        """Of the steps of a job that counts, or of the one before."""
+        """The layouts of the steps of a job."""
         if self.kind == "moving":
             return (ONE,) * (1 + STEPS["moving"] if counts else WARM_UP_STEPS)
         num_steps = 1 + STEPS[self.kind] if counts else WARM_UP_STEPS
@@ -88,12 +88,12 @@ class Samples:
     """The results of a measurement, in seconds."""
 
     tasks: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    """By stage and degrees, as in 'denoise 1x2x1'."""
+    """By stage and degrees, such as 'denoise 1x2x1'."""
     writes: Sequence[float] = ()
     gaps: Sequence[float] = ()
     """Between two steps of a job on the same ranks."""
     moves: Sequence[tuple[int, float]] = ()
-    """Bytes, and the gap between two steps on different ranks."""
+    """Bytes and gap of two steps on different ranks."""
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -105,7 +105,7 @@ class Samples:
 def plan_measurements(
     jobs: Iterable[AdmittedJob], *, num_ranks: int, are_on_gpus: bool = False
 ) -> list[Measurement]:
-    """One job of each model and shape, on groups of every size that it can use."""
+    """Measure each model and shape on groups of every size that it can use."""
     plan = []
     for job in {(job.model_in(), job.shape): job for job in jobs}.values():
         for size in GPU_GROUPS if are_on_gpus else range(1, num_ranks + 1):
@@ -123,9 +123,9 @@ def plan_measurements(
 def within(
     plan: Sequence[Measurement], seconds_of: Callable[[Measurement], float], *, budget_s: float
 ) -> list[Measurement]:
-    """As many rounds as fit into the budget, the quickest shapes first; the first round in any case.
+    """The first round, and as many later ones as fit into the budget, the fastest shapes first.
 
-    Moving is measured with the shape that is quickest alone, since a move is a copy.
+    Only the fastest shape measures moves, because a move is a copy.
     """
     shapes: dict[tuple[int, str, str], list[Measurement]] = defaultdict(list)
     for entry in plan:
@@ -146,7 +146,7 @@ def within(
 
 
 def predicted_s(measurement: Measurement, costs: CostModel, *, num_ranks: int) -> float:
-    """How long a measurement takes: as long as the slowest of its groups."""
+    """The time of a measurement's slowest group."""
     cost_class = costs.class_of(measurement.job)
     groups_s: dict[tuple[int, ...], float] = defaultdict(float)
     for entry in _scripted_jobs(measurement, [range(num_ranks)]):
@@ -157,13 +157,13 @@ def predicted_s(measurement: Measurement, costs: CostModel, *, num_ranks: int) -
 
 
 def learn(measurement: Measurement, samples: Samples, costs: CostModel) -> None:
-    """Let predictions of the remaining measurements follow from what was measured."""
+    """Improve the predictions of the remaining measurements."""
     for name, durations in samples.tasks.items():
         costs.observe(costs.class_of(measurement.job), *_parsed(name), statistics.median(durations))
 
 
 def jobs_like(plan: Iterable[Measurement]) -> list[AdmittedJob]:
-    """For warming up, with prompts as long as the measured ones: graphs may depend on their length."""
+    """Warm-up jobs with prompts of the same length, on which graphs may depend."""
     return [
         new_copy_of(entry.job, "warm-up", entry.job.trajectory.num_steps, occasion="warm-up")
         for entry in plan
@@ -175,7 +175,7 @@ def jobs_like(plan: Iterable[Measurement]) -> list[AdmittedJob]:
 
 @dataclass(frozen=True, slots=True)
 class _ScriptedJob:
-    """One job of a measurement; the jobs of a group run one after the other on its ranks."""
+    """A job of a measurement. The jobs of a group run one after the other."""
 
     job: AdmittedJob
     ranks: tuple[int, ...]
@@ -188,7 +188,7 @@ class _ScriptedJob:
 def measure(
     measurement: Measurement, pool: WorkerPool, *, folder: Path, signals: SignalPipe | None = None
 ) -> Samples:
-    """Run a measurement on a pool that is ready.
+    """Run a measurement on a ready pool.
 
     Raises: WorkerError when a job fails; InterruptedRunError when a signal comes first.
     """
@@ -230,7 +230,7 @@ def _jobs_of_group(measurement: Measurement, ranks: tuple[int, ...]) -> Iterator
 
 
 def _groups(measurement: Measurement, islands: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
-    """Each inside an island. A job that moves has a group of two ranks."""
+    """Groups inside islands; two ranks for a moving job."""
     if measurement.kind == "moving":
         return [tuple(max(islands, key=len)[:2])]
     size = measurement.num_ranks
@@ -255,7 +255,7 @@ def _layout_of(measurement: Measurement, entry: _ScriptedJob, view: JobView) -> 
 
 
 def _samples(measurement: Measurement, scripted: Mapping[str, _ScriptedJob], run: MeasuredRun) -> Samples:
-    """What counts: the tasks of counting jobs under the right load, but for the first step of each way."""
+    """The tasks of jobs that count, under the right load, without the first step of each layout."""
     spans = spans_of(run)
     gaps = [gap for gap in gaps_of(run, spans) if scripted[gap.after.task.job_id].counts]
     if measurement.kind == "moving":
@@ -273,13 +273,13 @@ def _samples(measurement: Measurement, scripted: Mapping[str, _ScriptedJob], run
 
 
 def _has_right_load(measurement: Measurement, number: int, spans: Spans) -> bool:
-    """Whether the other ranks idled or worked during a task as they should."""
+    """Whether the other ranks idled or worked as required."""
     load = None if measurement.kind == "together" else _load(number, spans)
     return load is None or (load >= _BUSY if measurement.kind == "loaded" else load <= _IDLE)
 
 
 def _load(number: int, spans: Spans) -> float | None:
-    """The share of the other ranks' time that they worked during a task; None without others."""
+    """The share of a task's time in which the other ranks worked; None without others."""
     own = spans[number]
     start_s, end_s = min(span.start_s for span in own.values()), max(span.end_s for span in own.values())
     busy_s: dict[int, float] = defaultdict(float)
@@ -308,7 +308,6 @@ def assemble(
     num_ranks: int,
     versions: Mapping[str, str],
 ) -> Profile:
-    """The profile of a plan whose measurements are all there."""
     gaps = [gap for samples in measured.values() for gap in samples.gaps]
     dispatch_s = max(0.0, statistics.median(gaps)) if gaps else 0.0
     moves = [
@@ -334,7 +333,7 @@ def assemble(
 
 
 def _rows(shape: Sequence[Measurement], measured: Mapping[str, Samples]) -> Iterator[ProfileRow]:
-    """All tasks of a shape. Groups of every size measure what one rank does alone."""
+    """The rows of a shape. Groups of every size also measure single ranks."""
     done = [entry for entry in shape if entry.key in measured]
     alone = _joined(measured[entry.key] for entry in done if entry.kind != "loaded")
     loaded = _joined(measured[entry.key] for entry in done if entry.kind == "loaded")
@@ -358,7 +357,6 @@ def _rows(shape: Sequence[Measurement], measured: Mapping[str, Samples]) -> Iter
 
 
 def _joined(each: Iterable[Samples]) -> Samples:
-    """The tasks and writes of several measurements."""
     tasks: dict[str, list[float]] = defaultdict(list)
     writes: list[float] = []
     for samples in each:
@@ -369,9 +367,9 @@ def _joined(each: Iterable[Samples]) -> Samples:
 
 
 def fit_moves(moves: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """(seconds of any move, bytes per second beyond) through the medians by size.
+    """Fit (seconds per move, bytes per second) to the medians by size.
 
-    Where more bytes took no longer, any move takes what the fastest did, and the rate is too high to be told.
+    If larger moves take no longer, the time is that of the fastest, and the rate is a lower bound.
     """
     by_size: dict[int, list[float]] = defaultdict(list)
     for size_bytes, seconds in moves:
@@ -395,7 +393,6 @@ def fit_moves(moves: Sequence[tuple[int, float]]) -> tuple[float, float]:
 
 
 def interquartile_range(values: Sequence[float]) -> float:
-    """The spread of the middle half; 0 of a single value."""
     if len(values) < 2:
         return 0.0
     first, _, third = statistics.quantiles(values, n=4, method="inclusive")
@@ -403,5 +400,5 @@ def interquartile_range(values: Sequence[float]) -> float:
 
 
 def rounded(seconds: float) -> float:
-    """Microseconds: a profile is read by people too."""
+    """Round to microseconds, since people read profiles."""
     return round(seconds, 6)

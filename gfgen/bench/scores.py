@@ -1,7 +1,6 @@
-"""What a run was worth on a workload, counted as in the paper.
+"""Score a run as in the paper: failed jobs miss their deadline, and latencies are those of done jobs.
 
-A failed request (a time-out, say) counts as a missed deadline; latencies are of completed requests
-alone. The client allows a fixed slack beyond the deadline that nobody tells the policies.
+The client allows a fixed slack after the deadline, which policies do not see.
 """
 
 from __future__ import annotations
@@ -13,12 +12,12 @@ from gfgen.runtime.control.metrics import percentile
 from gfgen.runtime.core.observer import JobOutcome, Observer
 
 MAX_KEPT = 1000
-"""Runs of at most so many jobs have each of them in the file; for 100,000 it would be 30 MB a policy."""
+"""Larger runs store no jobs: 100,000 of them would take 30 MB per policy."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobScore:
-    """How one job of a run ended; times are seconds since the start of the run."""
+    """The result of one job, in seconds since the start of the run."""
 
     id: str
     tag: str | None
@@ -27,48 +26,44 @@ class JobScore:
     started_s: float | None
     ended_s: float
     due_s: float | None
-    """Its deadline, without the client's slack."""
+    """The deadline without slack."""
     busy_s: float
     layouts: Sequence[str]
 
     def is_in_time(self, slack_s: float = 0.0) -> bool:
-        """Whether it ended well and so long after its deadline at most, or without one."""
+        """Whether it is done by its deadline plus slack, or has no deadline."""
         return self.status == "done" and (self.due_s is None or self.ended_s <= self.due_s + slack_s)
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """One run in numbers."""
-
     policy: str
     num_jobs: int
     num_failed: int
     attainment: float
     """Share of the jobs with a deadline that were done in time."""
     attainment_client: float
-    """The same, by the client's clock: with its slack."""
+    """The same with slack."""
     mean_s: float | None
-    """Latency, as the next two; None where no job is done."""
+    """Latencies; None if no job is done."""
     p50_s: float | None
     p95_s: float | None
     jobs_per_min: float
     makespan_s: float
     by_class: Mapping[str, float] = field(default_factory=dict)
-    """By tag, the share that was done in time by the client's clock."""
+    """Share of jobs in time with slack, by tag."""
     replaced_by: str | None = None
-    """What finished the run in place of the policy, which had failed too often."""
+    """The policy that finished the run after this one failed too often."""
     jobs: Sequence[JobScore] = ()
-    """In the order in which they ended; none where there are more than MAX_KEPT, or in older files."""
+    """In the order of their ends; empty with more than MAX_KEPT jobs, or in older files."""
 
     @property
     def name(self) -> str:
-        """The policy, marked where these are not its own numbers alone."""
+        """The policy and its replacement."""
         return self.policy if self.replaced_by is None else f"{self.policy} (replaced by {self.replaced_by})"
 
 
 class Outcomes(Observer):
-    """Keeps how each job ended."""
-
     def __init__(self) -> None:
         self.ended_jobs: list[JobOutcome] = []
 

@@ -1,4 +1,4 @@
-"""Runs of the real control plane, for measurements: a script says where tasks go, and everything is kept."""
+"""Measured runs of the real control plane, whose policy is a script."""
 
 from __future__ import annotations
 
@@ -26,18 +26,16 @@ from gfgen.snapshot import Decision, JobView, Snapshot
 from gfgen.system.signals import SignalPipe
 
 Place = Callable[[JobView], Layout]
-"""Where a job's next task runs, as soon as these ranks are free."""
+"""The layout of a job's next task, which starts when these ranks are free."""
 
 
 class MeasuredRun(Observer):
-    """Keeps when which rank did what."""
-
     def __init__(self) -> None:
         self.dispatches: dict[int, Dispatch] = {}
         self.done: dict[int, Sequence[RankTimes]] = {}
-        """By dispatch that ended well: what its ranks took, by slot."""
+        """By successful dispatch: the times of its ranks, by slot."""
         self.written: dict[str, float] = {}
-        """By job: seconds that its writer took for the file."""
+        """By job: seconds to write its file."""
         self.outcomes: list[JobOutcome] = []
 
     @property
@@ -59,7 +57,7 @@ class MeasuredRun(Observer):
 
 
 def placed_by(place: Place) -> NamedPolicy:
-    """A policy that places each task by itself; of jobs that want the same ranks the furthest goes first."""
+    """A policy from `place`; if jobs need the same ranks, the one with the most steps done goes first."""
 
     def decide(snapshot: Snapshot) -> list[Decision]:
         free, decisions = set(snapshot.free_ranks), []
@@ -84,11 +82,11 @@ def run_jobs(
     costs: CostModel | None = None,
     signals: SignalPipe | None = None,
 ) -> None:
-    """Run jobs on a pool that is ready; `record` keeps what happens.
+    """Run jobs on a ready pool and record them.
 
     Raises: WorkerError when a job fails; InterruptedRunError when a signal comes first.
     """
-    for job in jobs:  # of an earlier measurement, in this folder of ours
+    for job in jobs:  # files of an earlier measurement
         (folder / job.info.file).unlink(missing_ok=True)
     clock, costs = Clock(), costs or CostModel()
     state = State(
@@ -117,7 +115,7 @@ def run_jobs(
 def copy_of(
     job: AdmittedJob, job_id: str, steps: int, *, arrival_s: float = 0.0, priority: int = 0
 ) -> AdmittedJob:
-    """The same work under another name, with so many steps and without end."""
+    """The same work under another id, with other steps and without deadline and timeout."""
     spec = replace(
         job.spec,
         id=job_id,
@@ -142,9 +140,9 @@ def copy_of(
 
 
 def new_copy_of(job: AdmittedJob, job_id: str, steps: int, *, occasion: str) -> AdmittedJob:
-    """The same, with a prompt of its own each time: a rank does not encode again what it encoded lately.
+    """`copy_of` with another prompt, because ranks cache encoded prompts.
 
-    Five digits are as many tokens whatever they are, so that all such prompts are of one length.
+    The prompts end in five digits, so all have the same number of tokens.
     """
     number = zlib.crc32(f"{occasion} {job_id}".encode()) % 100_000
     spec = replace(job.spec, prompt=f"{job.spec.prompt} {number:05d}")

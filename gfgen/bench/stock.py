@@ -1,8 +1,8 @@
-"""A workload on stock diffusers, first come first served: what a user has without gfgen.
+"""Run a workload on stock diffusers, first come first served.
 
-Groups of processes share all devices between them; within a group diffusers' own context parallelism is at
-the largest degree that it accepts for every kind of job. The next job in the order of arrival goes to the
-first group that is free. Jobs arrive, time out and are counted as under gfgen's policies.
+The devices are divided into groups of processes. A group uses diffusers' own context parallelism, at the
+largest degree that it accepts for every kind of job. The next job by arrival goes to the first free group.
+Arrivals, timeouts and scores are those of gfgen's runs.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ logger = logging.getLogger(__name__)
 
 NAME = "diffusers"
 PATIENCE_S = 300.0
-"""For loading, and for any one answer: the first step of a shape may have to be compiled."""
+"""For loading and for any answer: the first step of a shape may compile."""
 LEFT_ALONE_S = 10.0
-"""For the other ranks of a group when one has failed: what fails alike on all of them is told by all within
-it, and after a failure of one alone the others would wait for it in a collective for minutes."""
+"""For the other ranks of a group after a failure. If all fail alike, all answer within it; if one fails
+alone, the others would wait for it in a collective for minutes."""
 ENDING_S = 2.0
-"""For all ranks of a group together; then they are killed."""
+"""For all ranks of a group to end; then they are killed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +56,14 @@ class StockOptions:
 
     text: str = NAME
     degree: int | None = None
-    """Ranks of a group; None: the most that it accepts."""
+    """Ranks per group; None: as many as diffusers accepts."""
     is_uneven: bool | None = None
-    """Whether shards may differ in length; None: only where it refuses otherwise."""
+    """Whether shards may differ in length; None: only if diffusers refuses otherwise."""
     is_compiled: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class StockRanks:
-    """What it runs on."""
-
     checkpoint: Path
     num_ranks: int
     device: str
@@ -74,15 +72,12 @@ class StockRanks:
 
 
 def is_stock(text: str) -> bool:
-    """Whether this names stock diffusers and no policy."""
+    """Whether the text names stock diffusers instead of a policy."""
     return text.partition(",")[0].strip() == NAME
 
 
 def stock_options(text: str, *, num_ranks: int | None = None) -> StockOptions:
-    """The options in a text, for so many ranks where it is known.
-
-    Raises: PolicyError for others than there are, and for groups of more ranks than there are.
-    """
+    """Parse the options. Raises PolicyError for unknown ones, and for groups of more than `num_ranks`."""
     found = StockOptions(text)
     for assignment in text.split(",")[1:]:
         name, _, value = assignment.strip().partition("=")
@@ -94,11 +89,11 @@ def stock_options(text: str, *, num_ranks: int | None = None) -> StockOptions:
             found = replace(found, is_compiled=value == "true")
         else:
             raise PolicyError(
-                f"{text}: {assignment.strip()!r} is no option of {NAME}; degree=N, uneven=true and "
-                "compiled=true are"
+                f"{text}: {assignment.strip()!r} is not an option of {NAME}; it has degree=N, "
+                "uneven=true and compiled=true"
             )
     if num_ranks is not None and (found.degree or 1) > num_ranks:
-        raise PolicyError(f"{text}: degree={num_ranks} is accepted at most, on {counted(num_ranks, 'rank')}")
+        raise PolicyError(f"{text}: the largest degree on {counted(num_ranks, 'rank')} is {num_ranks}")
     return found
 
 
@@ -111,10 +106,10 @@ def run_stock(
     ends_s: float | None = None,
     tell: Callable[[str], None] = lambda line: None,
 ) -> tuple[Sequence[JobOutcome], str]:
-    """How the jobs ended, and in which way diffusers took them.
+    """The outcomes of the jobs, and the groups in words.
 
-    Raises: WorkerError when a process dies, when diffusers accepts the jobs in no way that is asked for, or
-            when not all is done at `ends_s`, by the machine's monotonic clock.
+    Raises: WorkerError when a process dies, when diffusers refuses the jobs with these options, or when jobs
+            are left at `ends_s` on the monotonic clock.
     """
     with _AcceptedGroups(jobs, options, ranks, tell, ends_s=ends_s) as (groups, way):
         for group in groups:
@@ -132,18 +127,16 @@ def run_stock(
 
 @dataclass(slots=True)
 class _StockGroup:
-    """Ranks that make one job at a time."""
-
     processes: list[BaseProcess]
     connections: list[Connection]
     job: AdmittedJob | None = None
     started_s: float = 0.0
     pending: set[int] = field(default_factory=set)
-    """Its ranks that are still at it."""
+    """Ranks that have not answered."""
     failed: tuple[float, str] | None = None
-    """When one of its ranks failed while others are still at it, and the error."""
+    """Time and error of a failed rank while others have not answered."""
     ends_s: float = math.inf
-    """No answer is waited for beyond it, by the machine's monotonic clock."""
+    """Limit of all waits, on the monotonic clock."""
 
     def tell(self, *messages: Any) -> None:
         for connection in self.connections:
@@ -151,9 +144,9 @@ class _StockGroup:
                 connection.send(message)
 
     def answers(self, number: int = 1) -> list[str | None]:
-        """To so many messages, from each rank: None, or what went wrong.
+        """Each rank's answers to `number` messages: None or an error.
 
-        Raises: WorkerError when a process dies or is not heard of, with what another rank said of it.
+        Raises: WorkerError when a process dies or does not answer, with the error of another rank.
         """
         found: dict[Connection, list[str | None]] = {connection: [] for connection in self.connections}
         error: str | None = None
@@ -172,7 +165,7 @@ class _StockGroup:
         return [each for answers in found.values() for each in answers]
 
     def close(self) -> None:
-        """End the processes; what hangs in a collective is killed."""
+        """End the processes; kill those that hang in a collective."""
         for connection in self.connections:
             connection.close()
         until_s = time.monotonic() + ENDING_S
@@ -184,10 +177,7 @@ class _StockGroup:
 
 
 def _received(connection: Connection, error: str | None) -> object:
-    """What a rank tells; another one has failed with `error`, if any.
-
-    Raises: WorkerError when it is dead.
-    """
+    """The rank's next message. Raises WorkerError, with the `error` of another rank, when it is dead."""
     try:
         return connection.recv()
     except (EOFError, ConnectionError):
@@ -195,13 +185,12 @@ def _received(connection: Connection, error: str | None) -> object:
 
 
 def _lost(what: str, error: str | None) -> WorkerError:
-    """A rank is of no more use; another one has failed with `error`, if any."""
     others = "" if error is None else f"; another rank: {error}"
     return WorkerError(f"{NAME}: {what}{others}")
 
 
 class _AcceptedGroups:
-    """Groups at the largest degree at which every kind of job runs, and what that is, in words."""
+    """Starts groups of the largest degree at which every kind of job runs."""
 
     def __init__(
         self,
@@ -248,7 +237,7 @@ class _AcceptedGroups:
         self._stack.close()
 
     def _start(self, degree: int, *, is_uneven: bool) -> list[_StockGroup]:
-        """As many groups as there are ranks for, each a world of its own."""
+        """Start all groups, each with its own process group."""
         ranks, context = self._ranks, multiprocessing.get_context("spawn")
         stores = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="gfgen-stock-")))
         visible = _visible_devices(ranks.num_ranks) if ranks.device != "cpu" else None
@@ -281,9 +270,9 @@ class _AcceptedGroups:
         return groups
 
     def _refusal(self, group: _StockGroup, *, is_uneven: bool) -> str | None:
-        """Why one of the jobs would not run; each kind is tried on one group.
+        """Try each kind of job on one group; returns the first error.
 
-        Uneven shards only have to have something in them, so that the shortest text tells it.
+        Uneven shards must only not be empty, so the shortest text is enough.
         """
         texts = sorted(_texts(self._jobs), key=lambda job: len(job.spec.prompt))
         for job in [*_kinds(self._jobs), *(texts[:1] if is_uneven else texts)]:
@@ -301,17 +290,17 @@ def _require(errors: Iterator[str | None]) -> None:
 
 
 def _degrees(num_ranks: int) -> list[int]:
-    """From all ranks down."""
+    """Divisors, the largest first."""
     return [degree for degree in range(num_ranks, 0, -1) if num_ranks % degree == 0]
 
 
 def _kinds(jobs: Sequence[AdmittedJob]) -> list[AdmittedJob]:
-    """One of each shape."""
+    """One job of each shape."""
     return list({job.shape: job for job in jobs}.values())
 
 
 def _texts(jobs: Sequence[AdmittedJob]) -> list[AdmittedJob]:
-    """One of each prompt, where prompts are not padded to one length: they are shared among ranks, too."""
+    """One job of each prompt, if ranks share prompts without padding."""
     if not jobs or jobs[0].info.family != "qwen-image":
         return []
     smallest = min(jobs, key=lambda job: job.state_bytes)
@@ -326,12 +315,12 @@ def _words(degree: int, num_groups: int, options: StockOptions, *, is_uneven: bo
 
 
 def _threads_of(ranks: StockRanks) -> int:
-    """One for a CPU rank, as gfgen's have; beside a GPU its share of the cores, as a plain script's."""
+    """One per CPU rank, as in gfgen; with GPUs a share of the cores, as in a plain script."""
     return 1 if ranks.device == "cpu" else max(1, len(os.sched_getaffinity(0)) // ranks.num_ranks)
 
 
 def _visible_devices(num_ranks: int) -> list[str]:
-    """What to call the devices of the ranks in a child's environment."""
+    """The devices in the terms of CUDA_VISIBLE_DEVICES."""
     own = os.environ.get("CUDA_VISIBLE_DEVICES")
     return own.split(",")[:num_ranks] if own else [str(rank) for rank in range(num_ranks)]
 
@@ -340,8 +329,6 @@ def _visible_devices(num_ranks: int) -> list[str]:
 
 
 class _Service:
-    """One workload, from its first arrival to its last file."""
-
     def __init__(
         self,
         jobs: Sequence[AdmittedJob],
@@ -374,7 +361,7 @@ class _Service:
             if self._limit_s is not None and self.now_s > self._limit_s:
                 done, of = len(self._outcomes), counted(len(self._outcomes) + len(self._open), "job")
                 raise WorkerError(
-                    f"{NAME}: its time was over when {done} of {of} were done, "
+                    f"{NAME}: stopped by --seconds when {done} of {of} were done, "
                     f"{self.now_s:.0f} s after the first"
                 )
             self._give_up_those_left_alone()
@@ -386,7 +373,7 @@ class _Service:
             self._waiting.append(self._coming.popleft())
 
     def _time_out(self) -> None:
-        """Whoever has waited too long fails; what is being made goes on, since nothing can stop it."""
+        """Fail jobs after their timeout. Running ones continue, since nothing can stop them."""
         for job in list(self._open.values()):
             timeout_s = job.spec.timeout_s
             if timeout_s is not None and self.now_s > job.spec.arrival_s + timeout_s:
@@ -403,7 +390,7 @@ class _Service:
                 group.tell(MakeJob(job.spec, self._folder / job.info.file))
 
     def _give_up_those_left_alone(self) -> None:
-        """A group is of no more use whose ranks wait for one that has failed."""
+        """Give up if ranks of a group wait for one that failed."""
         for group in self._groups:
             if group.failed is not None and self.now_s > group.failed[0] + LEFT_ALONE_S:
                 raise _lost(f"no answer after {LEFT_ALONE_S:.0f} s", group.failed[1])
@@ -421,7 +408,7 @@ class _Service:
             self._take(group, rank, _received(connection, error))
 
     def _patience_s(self) -> float:
-        """Until something is due by itself."""
+        """Time until the next arrival, timeout or limit."""
         due_s = [job.spec.arrival_s for job in list(self._coming)[:1]]
         due_s += [
             job.spec.arrival_s + job.spec.timeout_s

@@ -1,12 +1,11 @@
-"""One rank of a stock diffusers pipeline: a process that is told what to make, by a connection.
+"""The process of one rank of a stock diffusers pipeline, which receives messages through a connection.
 
     Try(spec)            two steps of a job, undecoded           -> None, or why it refuses
     UseUneven()          shards of any length from now on        -> None
     WarmUp(spec)         two steps of a job, with its decode     -> None, or why it refuses
     Make(spec, path)     a job                                   -> Made; later Written, by rank 0
 
-An answer comes from every rank. Nothing here imports torch before the process knows which devices it may
-see.
+Every rank answers. Nothing here imports torch before the process has set its visible devices.
 """
 
 from __future__ import annotations
@@ -31,35 +30,35 @@ TRIED_STEPS = 2
 
 @dataclass(frozen=True, slots=True)
 class StockSettings:
-    """What a rank is told when it starts."""
+    """The settings of a rank."""
 
     checkpoint: Path
     rank: int
     num_ranks: int
     store: str
-    """A file through which the ranks of a group meet."""
+    """The file of the group's FileStore."""
     device: str
-    """"cpu", or "cuda" for the one of its number among those that it may see."""
+    """"cpu", or "cuda" for visible device number `rank`."""
     visible: str | None = None
-    """What to set CUDA_VISIBLE_DEVICES to."""
+    """The value of CUDA_VISIBLE_DEVICES."""
     is_uneven: bool = False
     is_compiled: bool = False
     has_random_weights: bool = False
     vae_dtype: str = "auto"
     num_threads: int = 1
-    """Of torch, on the host."""
+    """Threads of torch on the host."""
 
 
 @dataclass(frozen=True, slots=True)
 class TryJob:
-    """Whether this job can be made at all."""
+    """Try whether diffusers accepts this job."""
 
     spec: JobSpec
 
 
 @dataclass(frozen=True, slots=True)
 class UseUneven:
-    """Whatever was refused because it does not divide is wanted all the same."""
+    """Accept shards of different lengths from now on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,22 +70,20 @@ class StockWarmUp:
 
 @dataclass(frozen=True, slots=True)
 class MakeJob:
-    """This job, and its file."""
-
     spec: JobSpec
     path: Path
 
 
 @dataclass(frozen=True, slots=True)
 class RankAnswer:
-    """A rank has done what it was told, or has not, for a reason."""
+    """The result of a message, except `MakeJob`."""
 
     error: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class JobMade:
-    """A rank is free again; its job's frames are there, but their file may not be."""
+    """A rank is free again; the file may not be written yet."""
 
     job_id: str
     seconds: float
@@ -95,7 +92,7 @@ class JobMade:
 
 @dataclass(frozen=True, slots=True)
 class FileWritten:
-    """A job's file is there, or never will be."""
+    """The file of a job is written or has failed."""
 
     job_id: str
     error: str | None = None
@@ -103,13 +100,13 @@ class FileWritten:
 
 def serve(connection: Connection, settings: StockSettings) -> None:
     """Entry of a rank's process; returns when the connection ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's: it closes the connection
-    os.environ["NCCL_NVLS_ENABLE"] = "0"  # multicast: see DESIGN.md on killed peers
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and closes the connection
+    os.environ["NCCL_NVLS_ENABLE"] = "0"  # no NVLink multicast (benchmarks/README.md)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
     if settings.visible is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = settings.visible
-    with suppress(OSError):  # nobody waits for an answer any more
+    with suppress(OSError):  # the parent has closed the connection
         try:
             pipeline = _pipeline(settings)
         except Exception as error:
@@ -169,7 +166,7 @@ def _answer(pipeline: Any, message: object, writer: _FileWriter | None) -> RankA
 def _attempt(function: Callable[[], Any]) -> RankAnswer:
     try:
         function()
-    except Exception as error:  # what diffusers refuses is a result, too
+    except Exception as error:  # a refusal is a result, too
         return RankAnswer(_in_one_line(error))
     return RankAnswer()
 
@@ -186,7 +183,7 @@ def _in_one_line(error: BaseException) -> str:
 
 
 class _FileWriter:
-    """A thread that writes files, so that the device goes on; as kind to a plain script as can be."""
+    """A thread that writes files while the device continues, to give plain diffusers every advantage."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection

@@ -1,8 +1,7 @@
-"""Job files with arrivals, made from a seed: what policies are compared on.
+"""Workloads for comparisons of policies, generated from a seed.
 
-Every workload is a mix of three classes of a model (S, M and L: 60, 25 and 15 of a hundred jobs),
-with deadlines and time-outs. Arrivals come so fast that the ranks would be loaded to `load` if each
-were a replica that runs whole jobs alone.
+A workload mixes three job classes of a model (S, M and L: 60, 25 and 15% of the jobs), with deadlines and
+timeouts. The arrival rate makes single-rank replicas busy for the share `load` of the time.
 
 Source: GF-DiT (arXiv 2606.13501), evaluation: classes, alpha, time-outs, the client's allowance.
 """
@@ -26,11 +25,11 @@ from gfgen.runtime.predict.cost import CostModel
 Name = Literal["short", "foreground-burst", "steady", "overnight"]
 WORKLOADS: tuple[Name, ...] = ("short", "foreground-burst", "steady", "overnight")
 BURST_SIZES = (4, 12)
-"""Fewest and most short jobs of a burst."""
+"""Short jobs per burst, at least and at most."""
 BURST_GAP_S = 0.1
-"""Between two jobs of a burst, on average."""
+"""Mean time between two jobs of a burst."""
 BLOCK = 20
-"""`steady` has every class in its exact share in each block of so many jobs."""
+"""Each block of this many jobs of `steady` has the exact share of every class."""
 OVERNIGHT_WITH_DEADLINE = 0.2
 SUBJECTS = ("a harbour", "a paper kite", "an old tram", "a glass city", "two herons", "a night market")
 SETTINGS = ("at dawn", "in heavy rain", "seen from above", "in thick fog", "under lanterns", "in winter")
@@ -38,12 +37,10 @@ SETTINGS = ("at dawn", "in heavy rain", "seen from above", "in thick fog", "unde
 
 @dataclass(frozen=True, slots=True)
 class JobClass:
-    """Jobs of one size."""
-
     tag: str
     share: float
     alpha: float
-    """A deadline is so many times what the job takes when it has its ranks to itself."""
+    """Deadline / time of the job alone."""
     width: int
     height: int
     frames: int | None = None
@@ -51,13 +48,13 @@ class JobClass:
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """The classes of one model, and what its clients expect."""
+    """The job classes of a model and the expectations of its clients."""
 
     classes: tuple[JobClass, ...]
     steps: int
     timeout_s: float
     slack_s: float
-    """How much later than the deadline a result still counts for the client; no policy sees it."""
+    """The client accepts results this long after the deadline; policies do not see it."""
     guidance: Mapping[str, float | str]
 
 
@@ -85,20 +82,14 @@ MIXES = {
     ),
     "tiny-qwen-image": Mix(_classes("image", (64, 64), (96, 96), (160, 160)), 6, 1500, 0.1, _IMAGE_GUIDANCE),
 }
-"""By model. Built-in ones have classes for CPU ranks, of a second or a few, and a slack to match."""
+"""By model. Built-in models have jobs of a few seconds on CPU ranks, and less slack."""
 
 
-def mix_of(model: str) -> Mix:
-    """The mix of a model; InputError for a model that has none."""
+def mix_of(model: str, *, steps: int | None = None) -> Mix:
+    """The mix, with its own or other steps. Raises InputError for a model without a mix."""
     if model not in MIXES:
         raise InputError(f"--model {model}: no workload is defined for it; there are {', '.join(MIXES)}")
-    return MIXES[model]
-
-
-def _mix(model: str, steps: int | None) -> Mix:
-    """With so many steps, if told."""
-    mix = mix_of(model)
-    return mix if steps is None else replace(mix, steps=steps)
+    return MIXES[model] if steps is None else replace(MIXES[model], steps=steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +107,8 @@ class StandAlone:
 
 
 def calibration_jobs(model: str, *, copies: int = 1, steps: int | None = None) -> tuple[JobSpec, ...]:
-    """One job of each class, or several, to find out how long they take; with the mix's steps or others."""
-    mix, rng = _mix(model, steps), random.Random(0)
+    """Jobs of each class to measure its time."""
+    mix, rng = mix_of(model, steps=steps), random.Random(0)
     return tuple(
         replace(_spec(f"{cls.tag}-{number}", cls, mix, model, rng), seed=number)
         for cls in mix.classes
@@ -128,7 +119,7 @@ def calibration_jobs(model: str, *, copies: int = 1, steps: int | None = None) -
 def stand_alone(
     model: ResolvedModel, costs: CostModel, *, degrees: Sequence[int] = (1, 4), steps: int | None = None
 ) -> StandAlone:
-    """What the cost model predicts for the classes of a model's mix."""
+    """The cost model's prediction for each class."""
     jobs = admitted(calibration_jobs(model.name, steps=steps), model)
     return StandAlone(
         {n: {job.spec.tag or "": alone_s(job, costs, degree=n) for job in jobs} for n in degrees}
@@ -136,21 +127,21 @@ def stand_alone(
 
 
 def alone_s(job: AdmittedJob, costs: CostModel, *, degree: int) -> float:
-    """Predicted seconds of a job from first to last task, its steps on `degree` ranks."""
+    """Predicted seconds of a job with its steps on `degree` ranks."""
     cost_class, trajectory = costs.class_of(job), job.trajectory
     degrees = costs.arrangement(cost_class).steps[degree - 1]
     return costs.remaining_s(cost_class, trajectory.task(0), trajectory.num_tasks, degrees)
 
 
 def weightless_model(name: str) -> ResolvedModel:
-    """A model by its config files alone: for workloads and simulations."""
+    """A model from its config files, for workloads and simulations."""
     mix_of(name)
     configs = find_configs(name)
     return ResolvedModel(name, configs, weightless_geometry(configs))
 
 
 def admitted(specs: Sequence[JobSpec], model: ResolvedModel) -> tuple[AdmittedJob, ...]:
-    """The jobs of a workload as they would run; they are made so that each of them can."""
+    """Admit jobs that are valid by construction."""
     jobs, problems = admit(specs, default_model=model.name, find_model=lambda _: model)
     assert not problems, problems
     return jobs
@@ -158,28 +149,28 @@ def admitted(specs: Sequence[JobSpec], model: ResolvedModel) -> tuple[AdmittedJo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkloadOptions:
-    """What distinguishes two workloads of one name."""
+    """The options of a workload."""
 
     load: float = 0.8
-    """Fraction of what static single-rank replicas sustain on the mix."""
+    """Share of the throughput of single-rank replicas."""
     seed: int = 1
     num_jobs: int = 100
     num_ranks: int = 4
     deadlines_from: int = 1
-    """Deadlines are multiples of what a job takes alone on so many ranks."""
+    """Deadlines are multiples of the time of a job alone on this many ranks."""
     timeout_s: float | None = None
-    """In place of the mix's own."""
+    """Replaces that of the mix."""
     minutes: float | None = None
     """No job arrives later than this."""
     steps: int | None = None
-    """In place of the mix's own."""
+    """Replaces that of the mix."""
 
 
 def make_workload(name: Name, model: str, times: StandAlone, options: WorkloadOptions) -> tuple[JobSpec, ...]:
-    """The jobs, by arrival. The same arguments give the same jobs, on any machine."""
-    mix = _mix(model, options.steps)
+    """The jobs by arrival. Equal arguments give equal jobs on any machine."""
+    mix = mix_of(model, steps=options.steps)
     rng = random.Random(f"{name} {model} {options.seed}")
-    # Ranks that serve one job at a time each are busy for load of the time at this rate.
+    # At this rate, single-rank replicas are busy for the share `load` of the time.
     rate = options.load * options.num_ranks / times.mean_s(mix)
     until_s = math.inf if options.minutes is None else 60 * options.minutes
     endless = itertools.takewhile(lambda arrival: arrival[0] <= until_s, _ARRIVALS[name](rng, mix, rate))
@@ -205,7 +196,7 @@ def make_workload(name: Name, model: str, times: StandAlone, options: WorkloadOp
 def _with_some_deadlines(
     jobs: Sequence[JobSpec], rng: random.Random, times: StandAlone, options: WorkloadOptions
 ) -> tuple[JobSpec, ...]:
-    """A fifth of the jobs have to be done at some time of the night; nobody waits for the others."""
+    """Give a fifth of the jobs a deadline during the night; the others have none."""
     night_s = sum(times.of(job.tag or "") for job in jobs) / options.num_ranks
     chosen = [rng.random() < OVERNIGHT_WITH_DEADLINE for _ in jobs]
     due_s = [(job.deadline_s or 0.0) + rng.random() * night_s for job in jobs]
@@ -229,13 +220,13 @@ def _spec(job_id: str, cls: JobClass, mix: Mix, model: str, rng: random.Random) 
     )
 
 
-# When jobs of which class arrive: endless -------------------------------------------------
+# Endless arrivals -------------------------------------------------
 
 Arrivals = Iterator[tuple[float, JobClass]]
 
 
 def _short(rng: random.Random, mix: Mix, rate: float) -> Arrivals:
-    """Mixed arrivals without memory."""
+    """Poisson arrivals of mixed classes."""
     now_s = 0.0
     weights = [cls.share for cls in mix.classes]
     while True:
@@ -244,7 +235,7 @@ def _short(rng: random.Random, mix: Mix, rate: float) -> Arrivals:
 
 
 def _steady(rng: random.Random, mix: Mix, rate: float) -> Arrivals:
-    """One job in every interval, at some moment of it; the classes in turns."""
+    """One job at a random time of each interval, with exact shares of the classes."""
     block = [cls for cls in mix.classes for _ in range(round(BLOCK * cls.share))]
     for number in itertools.count():
         if number % BLOCK == 0:
@@ -253,7 +244,7 @@ def _steady(rng: random.Random, mix: Mix, rate: float) -> Arrivals:
 
 
 def _foreground_burst(rng: random.Random, mix: Mix, rate: float) -> Arrivals:
-    """Long jobs arrive without memory, and short ones in bursts in between."""
+    """Poisson arrivals of long jobs, and bursts of short ones."""
     foreground, *background = mix.classes
     burst_rate = rate * foreground.share / (sum(BURST_SIZES) / 2)
     weights = [cls.share for cls in background]
@@ -272,7 +263,7 @@ def _foreground_burst(rng: random.Random, mix: Mix, rate: float) -> Arrivals:
 
 
 def _overnight(rng: random.Random, mix: Mix, rate: float) -> Arrivals:
-    """Everything at once."""
+    """All jobs at once."""
     weights = [cls.share for cls in mix.classes]
     while True:
         yield 0.0, rng.choices(mix.classes, weights)[0]

@@ -1,4 +1,4 @@
-"""`gfgen bench`: measurements of gfgen on this machine."""
+"""`gfgen bench`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,7 @@ from gfgen.cli.compare import compare, workload
 
 
 class _BenchGroup(click.Group):
-    """Reads `bench --compare POLICY ...` as `bench compare --against POLICY ...`.
-
-    What more is compared comes as `--compare` again: `diffusers` from outside, or another policy.
-    """
+    """Reads `bench --compare POLICY` as `bench compare --against POLICY`; each further --compare adds one."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if args and args[0].partition("=")[0] == "--compare":
@@ -25,7 +22,6 @@ class _BenchGroup(click.Group):
 
 
 def _spelled_out(args: Sequence[str]) -> Iterator[str]:
-    """With the options of `bench compare` in place of each `--compare`."""
     is_first, rest = True, iter(args)
     for word in rest:
         option, equals, text = word.partition("=")
@@ -42,7 +38,7 @@ def _spelled_out(args: Sequence[str]) -> Iterator[str]:
 def bench() -> None:
     """Measure gfgen on this machine. Tables are Markdown, as in benchmarks/results/.
 
-    `gfgen bench --compare legacy` shows what policies are worth here: `gfgen bench compare --help`.
+    `gfgen bench --compare legacy` compares the policies; see `gfgen bench compare --help`.
     """
 
 

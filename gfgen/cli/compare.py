@@ -56,7 +56,6 @@ Option = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def _workload_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """What the two commands have in common."""
     options: tuple[Option, ...] = (
         click.option(
             "--load", type=FiniteRange(0.01, 100), default=0.9, show_default=True,
@@ -291,7 +290,7 @@ def compare(
     try:
         for run in _in_time(runs, comparison, ends_s):
             comparison.add(run)
-            (output / JSON_NAME).write_text(comparison.as_json(conditions))  # whatever happens next
+            (output / JSON_NAME).write_text(comparison.as_json(conditions))
             at = f"{time.monotonic() - began_s:5.0f} s  "
             click.echo(f"{at}{run.policy}: {'done' if run.error is None else 'failed'}")
     except (KeyboardInterrupt, InterruptedRunError) as stop:
@@ -307,20 +306,14 @@ def compare(
 
 
 def _runs_of_same_jobs(path: Path, conditions: Mapping[str, Any]) -> Sequence[Score]:
-    """What was run of the workload that is about to be simulated, by the same profile.
-
-    Raises: InputError that says what was different.
-    """
+    """The real runs of this workload. Raises InputError that names the difference."""
     alike = ("workload", "profile", "deadlines_from")
     with _naming("--beside", path):
         return scores_of(_same_workload(path, conditions, alike, remedy="it needs --profile"))
 
 
 def _take_in(path: Path, comparison: PolicyComparison, conditions: Mapping[str, Any]) -> None:
-    """The runs of an earlier comparison, which must have been of the same workload, on the same ranks.
-
-    Raises: InputError that says what was different.
-    """
+    """Include earlier runs of this workload on these ranks. Raises InputError that names the difference."""
     alike = ("workload", "where", "options", "profile", "deadlines_from")
     with _naming("--with", path):
         comparison.know(_same_workload(path, conditions, alike, remedy="give --profile"))
@@ -328,7 +321,7 @@ def _take_in(path: Path, comparison: PolicyComparison, conditions: Mapping[str, 
 
 @contextmanager
 def _naming(option: str, path: Path) -> Iterator[None]:
-    """What is wrong with a compare.json that an option names, as InputError."""
+    """Turn errors of a compare.json into InputError."""
     try:
         yield
     except KeyError as error:
@@ -340,23 +333,22 @@ def _naming(option: str, path: Path) -> Iterator[None]:
 def _same_workload(
     path: Path, conditions: Mapping[str, Any], alike: Sequence[str], *, remedy: str
 ) -> Mapping[str, Any]:
-    """What a compare.json has, where these of its conditions are as here.
+    """The content of a compare.json whose conditions `alike` equal these.
 
-    Raises: ValueError that says what was different; KeyError for what is none; OSError.
+    Raises: ValueError that names the difference; KeyError for another file; OSError.
     """
     content = json.loads(path.read_text())
     if not isinstance(content, dict):
-        raise ValueError("is no compare.json: it holds no object")
+        raise ValueError("this is not a compare.json; it has no object")
     for key in alike:
         if content[key] != conditions[key]:
-            raise ValueError(f"{key} is {content[key]!r}, and here {conditions[key]!r}")
+            raise ValueError(f"its {key} is {content[key]!r}, but here it is {conditions[key]!r}")
     if conditions["profile"] is None and not content["simulated"]:
-        raise ValueError(f"its times were measured, and so its arrivals were others; {remedy}")
+        raise ValueError(f"its arrivals follow from measured times, so they differ; {remedy}")
     return content
 
 
 def _devices(device: str, num_ranks: int | None, ranks_per_gpu: int) -> Devices:
-    """What runs are made on."""
     devices = choose_devices(device, num_ranks, ranks_per_gpu=ranks_per_gpu)
     return Devices(CPU, num_ranks or REAL_RANKS) if devices.kind == CPU else devices
 
@@ -364,11 +356,11 @@ def _devices(device: str, num_ranks: int | None, ranks_per_gpu: int) -> Devices:
 def _in_time(
     runs: Iterator[PolicyRun], comparison: PolicyComparison, ends_s: float | None
 ) -> Iterator[PolicyRun]:
-    """Runs, until one that takes as long as the longest so far would end too late."""
+    """Run policies until one as long as the longest so far would end too late."""
     while comparison.not_run:
         longest_s = max([score.makespan_s for score in comparison.scores], default=0.0)
         if ends_s is not None and time.monotonic() + longest_s > ends_s:
-            comparison.why_not_run = "the time was up"
+            comparison.why_not_run = "--seconds left no time"
             return
         run = next(runs, None)
         if run is None:
@@ -379,7 +371,7 @@ def _in_time(
 def _interrupted(
     stop: BaseException, comparison: PolicyComparison, conditions: dict[str, Any], output: Path
 ) -> InterruptedRunError:
-    """Keep what is done; the error that tells what is, and what is not."""
+    """Report finished runs; returns the error that counts them."""
     number = stop.signal_number if isinstance(stop, InterruptedRunError) else signal.SIGINT
     num_asked, num_left = len(comparison.policies), len(comparison.not_run)
     if num_left == num_asked:
@@ -393,7 +385,7 @@ def _interrupted(
 
 
 def _report(comparison: PolicyComparison, conditions: dict[str, Any], output: Path) -> None:
-    """Show the table, and write the files, with whatever there is."""
+    """Print the tables and write the files."""
     tables = list(filter(None, ["\n".join(comparison.table()), "\n".join(comparison.gains_table())]))
     remarks = comparison.remarks()
     click.echo("\n" + "\n\n".join([*tables, "\n".join(remarks)]).strip("\n") + "\n")
@@ -401,7 +393,7 @@ def _report(comparison: PolicyComparison, conditions: dict[str, Any], output: Pa
     paragraphs = [conditions["workload"], *tables, *remarks]
     (output / "compare.md").write_text("\n\n".join(paragraphs) + "\n")
     chart = output / "compare.png"
-    chart.unlink(missing_ok=True)  # that of an earlier comparison
+    chart.unlink(missing_ok=True)  # of an earlier comparison
     files = "compare.json and compare.md"
     if comparison.scores and _draw(comparison, conditions, chart):
         files = "compare.json, compare.md and compare.png"
@@ -409,7 +401,7 @@ def _report(comparison: PolicyComparison, conditions: dict[str, Any], output: Pa
 
 
 def _draw(comparison: PolicyComparison, conditions: dict[str, Any], chart: Path) -> bool:
-    """Whether there is a chart now; why not is told."""
+    """Draw the chart, or say why not; returns whether it exists."""
     simulated = ", simulated" if conditions["simulated"] else ""
     title = f"{conditions['workload']}{simulated}; deadlines with {comparison.slack_s:g} s of slack"
     try:

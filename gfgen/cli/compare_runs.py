@@ -1,4 +1,4 @@
-"""The runs of `gfgen bench compare`: policies in virtual time or on workers, stock diffusers from outside."""
+"""The runs of `gfgen bench compare`: policies in virtual time or on workers, and stock diffusers."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ WARM_UP_STEPS = 2
 def predicted_times(
     model: str, path: Path | None, *, num_ranks: int, steps: int | None
 ) -> tuple[StandAlone, Profile]:
-    """Of the model's classes, alone on 1 rank and on more, and the profile that says so."""
+    """The times of the model's classes alone on each number of ranks, and their profile."""
     found = weightless_model(model)
     profile = choose_profile(path, admitted(calibration_jobs(model), found), num_ranks=num_ranks)
     degrees = range(1, num_ranks + 1)
@@ -58,27 +58,24 @@ def predicted_times(
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """A workload made by a profile's times."""
+    """A workload from the times of a profile."""
 
     jobs: tuple[AdmittedJob, ...]
     profile: Profile
 
     def bound(self, *, num_ranks: int, slack_s: float) -> Bound:
-        """What no schedule of it on so many ranks can surpass."""
+        """The best that any schedule could reach."""
         times = profiled_times(self.profile, self.jobs, num_ranks=num_ranks)
         return bound_of(self.jobs, times, num_ranks=num_ranks, slack_s=slack_s)
 
 
 def predicted(name: Name, model: str, options: WorkloadOptions, path: Path | None) -> Predicted:
-    """A workload by the profile in a file, or one that is at hand."""
     most = max(options.num_ranks, options.deadlines_from)
     times, profile = predicted_times(model, path, num_ranks=most, steps=options.steps)
     return Predicted(admitted(make_workload(name, model, times, options), weightless_model(model)), profile)
 
 
 def simulated(texts: Sequence[str], workload: Predicted, *, num_ranks: int) -> Iterator[PolicyRun]:
-    """One workload under these policies, in virtual time."""
-
     def run(text: str) -> tuple[Sequence[JobOutcome], Summary]:
         found = simulate(
             workload.jobs, policy=load_policy(text), num_ranks=num_ranks, profile=workload.profile
@@ -99,10 +96,9 @@ def on_workers(
     workload: Predicted | None,
     ends_s: float | None,
 ) -> Iterator[PolicyRun]:
-    """One pool of workers for all policies, so that they start once; stock diffusers after it has ended.
+    """Run all policies on one pool of workers, then stock diffusers.
 
-    Classes are timed on it first, unless the workload is made by a profile's times. Files are made as in any
-    run, and not kept.
+    Without a workload from a profile, this first measures the classes. Files are written and not kept.
     """
     found = ranks.admission(model).find_model(model)
     admitted_on(ranks, calibration_jobs(model, steps=options.steps), default_model=model, source="--model")
@@ -134,7 +130,6 @@ def on_workers(
 def _outside(
     text: str, jobs: Sequence[AdmittedJob], ranks: StockRanks, output: Path, limit_s: float | None
 ) -> PolicyRun:
-    """Stock diffusers; why it has no numbers is told in their place."""
     with tempfile.TemporaryDirectory(prefix="files-", dir=output) as folder:
         try:
             outcomes, way = run_stock(
@@ -151,8 +146,6 @@ def _outside(
 
 
 class _StartedWorkers:
-    """Runs on workers that are started once."""
-
     def __init__(
         self, model: ResolvedModel, name: str, output: Path, ranks: Ranks, profile: Profile | None
     ) -> None:
@@ -177,7 +170,6 @@ class _StartedWorkers:
         self._stack.close()
 
     def run(self, text: str, specs: Sequence[JobSpec]) -> tuple[Sequence[JobOutcome], Summary]:
-        """The jobs under a policy."""
         watch, jobs = Outcomes(), admitted(specs, self._model)
         with tempfile.TemporaryDirectory(dir=self._folder) as folder:
             options = replace(self._session.options, output_dir=Path(folder), policy=load_policy(text))
@@ -190,7 +182,7 @@ class _StartedWorkers:
         return watch.ended_jobs, summary
 
     def warm_up(self, specs: Sequence[JobSpec], *, steps: int) -> None:
-        """A short job of each class on every rank, on every two, and on all of them together."""
+        """Run a short job of each class on each rank, on each pair of ranks, and on all ranks together."""
         examples = {spec.tag: spec for spec in specs}.values()
         for degree in sorted({1, min(2, self._ranks.num_ranks), self._ranks.num_ranks}):
             text, copies = f"legacy,degree={degree}", self._ranks.num_ranks // degree
@@ -202,7 +194,7 @@ class _StartedWorkers:
             self.run(text, jobs)
 
     def measured_times(self, options: WorkloadOptions) -> StandAlone:
-        """Each class on one rank while the others work, as replicas do; on more if deadlines need it."""
+        """Measure each class on one rank while the others work, and on more ranks if deadlines need it."""
         by_degree = {}
         for degree in sorted({1, options.deadlines_from}):
             copies = options.num_ranks if degree == 1 else 1

@@ -1,7 +1,4 @@
-"""`gfgen doctor`: what this machine offers, what is missing, and how to get it.
-
-Imports no torch, so that it answers in a moment: versions come from the packages' metadata.
-"""
+"""`gfgen doctor`. It reads versions from package metadata and does not import torch, to be fast."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ from gfgen.session.packages import COMPUTING, SERVING, VIDEOS
 _CUDNN = "nvidia-cudnn-frontend"
 _INSTALL = "'pip install gfgen' installs it"
 _MIN_CUDA = (12, 4)
-"""The driver calls that the collectives make are all there from here on."""
+"""The first version with all driver calls that the collectives need."""
 _GIB = 1 << 30
 
 

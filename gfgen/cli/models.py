@@ -1,4 +1,4 @@
-"""`gfgen models`: the models that can be named, and small ones for trying things out."""
+"""`gfgen models`."""
 
 from __future__ import annotations
 

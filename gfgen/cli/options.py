@@ -26,7 +26,7 @@ LOOKAHEAD_MS = 1e3 * LOOKAHEAD_S
 
 
 class FiniteRange(click.FloatRange):
-    """Numbers within bounds, and no others: neither `nan` nor `inf`."""
+    """Refuses `nan` and `inf`."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         number = float(super().convert(value, param, ctx))
@@ -36,7 +36,7 @@ class FiniteRange(click.FloatRange):
 
 
 class NamedPath(click.Path):
-    """A path that was named: the empty text, as a script gives whose variable is not set, is none."""
+    """Refuses the empty path, which a script with an unset variable gives."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(path_type=Path, **options)
@@ -102,7 +102,6 @@ grace_option = click.option(
 
 
 def max_step_time_option(default: str | None) -> Callable[[Command], Command]:
-    """--max-step-time, with a default or without a bound."""
     return click.option(
         "--max-step-time",
         type=Duration(),
@@ -113,14 +112,13 @@ def max_step_time_option(default: str | None) -> Callable[[Command], Command]:
 
 
 def tell_of_graphs(ctx: click.Context, devices: Devices) -> None:
-    """That --graphs or --no-graphs has no effect, where it was given and has none."""
+    """Log that --graphs or --no-graphs has no effect on CPU ranks."""
     if devices.kind == CPU and ctx.get_parameter_source("graphs") is ParameterSource.COMMANDLINE:
         word = "--graphs" if ctx.params["graphs"] else "--no-graphs"
         logger.info("%s has no effect on CPU ranks, which launch no kernels", word)
 
 
 def rank_options(command: Command) -> Command:
-    """--device, --random-weights, --vae-dtype and --no-graphs."""
     options = (
         click.option(
             "--device", type=click.Choice(DEVICES), default="auto", show_default=True,

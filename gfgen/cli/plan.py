@@ -1,4 +1,4 @@
-"""`gfgen plan`: before a nightly batch, which policy, done when, and what would be late."""
+"""`gfgen plan`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from gfgen.session.admission import admit_weightless
 
 BAR_DELAY_S = 1.0
 NO_CHOICE = ("legacy",)
-"""What nobody would choose for a batch: the baseline of comparisons."""
+"""Not useful for a batch: the baseline of comparisons."""
 
 
 @click.command()
@@ -132,14 +132,14 @@ def plan(
 
 
 def _usual_policies(num_ranks: int) -> Sequence[str]:
-    """The built-in ones; those with fixed groups also with groups of all ranks."""
+    """The built-in policies, and srtf with groups of all ranks."""
     usual = [name for name in BUILT_IN if name not in NO_CHOICE]
     return usual if num_ranks == 1 else [*usual, f"srtf,degree={num_ranks}"]
 
 
 @contextlib.contextmanager
 def _progress() -> Iterator[PlanProgress]:
-    """A bar on a terminal, when it takes longer than a second."""
+    """Show a bar on a terminal after a second."""
     if not has_cursor(sys.stderr):
         yield lambda what, share: None
         return

@@ -1,4 +1,4 @@
-"""`gfgen plot`: traces as pictures."""
+"""`gfgen plot`."""
 
 from __future__ import annotations
 

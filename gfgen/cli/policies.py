@@ -1,4 +1,4 @@
-"""`gfgen policies`: what can be said after --policy."""
+"""`gfgen policies`."""
 
 from __future__ import annotations
 

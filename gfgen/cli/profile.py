@@ -62,21 +62,20 @@ SIZES = {
     "video": ("832x480x49", "832x480x81", "1280x704x81", "1280x704x121"),
     "image": ("512x512", "1024x1024", "1536x1536"),
 }
-"""Of all others. Shapes that are measured unless some are named; those between them are interpolated."""
+"""Of all other models. Shapes between these are interpolated."""
 BUDGET_S = 90.0
-"""Of the built-in model, when no jobs are given: the aim is two minutes with loading."""
+"""For the built-in model without JOBS: two minutes with loading."""
 _LOADING_S = 15.0
-"""Starting workers with small models on two cores; large ones are read from disk first."""
+"""To start workers with small models on two cores; large models take longer."""
 
 
 def _devices(kind: str, num_ranks: int | None) -> Devices:
-    """All GPUs, or two CPU ranks, unless told otherwise."""
     devices = choose_devices(kind, num_ranks)
     return Devices(CPU, num_ranks or DEFAULT_CPU_RANKS) if devices.kind == CPU else devices
 
 
 def _known_profile(jobs: Sequence[AdmittedJob], options: Ranks) -> Profile | None:
-    """What predictions start from: this machine's profile, or on GPUs a shipped one that knows more."""
+    """This machine's profile, or on GPUs a shipped one that has the jobs' models."""
     calibrate = any(job.spec.model in PACKAGED for job in jobs)
     found = find_profile(options.device_name, calibrate=calibrate and not options.are_on_gpus)
     own = None if found is None else found[1]
@@ -188,10 +187,7 @@ def _widest(options: Ranks) -> int:
 
 
 def _default_jobs(models: Sequence[str], sizes: Sequence[str], options: Ranks) -> Sequence[AdmittedJob]:
-    """A job of each model and size; those that a model cannot do are errors.
-
-    On GPUs the classes of the workloads that policies are compared on, unless sizes are named.
-    """
+    """One job per model and size; on GPUs without sizes, the job classes of `gfgen bench`."""
     specs: list[JobSpec] = []
     for model in models:
         if options.are_on_gpus and model in MIXES and not sizes:
@@ -218,7 +214,6 @@ def _default_jobs(models: Sequence[str], sizes: Sequence[str], options: Ranks) -
 
 
 def _kind_of(model: str, options: Ranks) -> str:
-    """'video' or 'image'."""
     return options.admission(model).find_model(model).geometry.kind
 
 
@@ -231,7 +226,7 @@ def _size(text: str) -> tuple[int, int, int | None]:
 
 
 def _given(jobs: str | None, models: Sequence[str], sizes: Sequence[str]) -> Iterator[str]:
-    """The command line again, without the names of folders."""
+    """The command line without folders."""
     if jobs is not None:
         yield Path(jobs).name
     for option, values in (("--model", models), ("--size", sizes)):
@@ -265,10 +260,7 @@ def _predicted_s(todo: Sequence[Measurement], costs: CostModel, options: Ranks) 
 
 
 def _measure(todo: Sequence[Measurement], unfinished: _Unfinished, costs: CostModel, options: Ranks) -> None:
-    """All of it, each kept as soon as it is measured.
-
-    Raises: InterruptedRunError when a signal comes first.
-    """
+    """Measure and keep each entry. Raises InterruptedRunError when a signal comes first."""
     if not todo:
         return
     with contextlib.ExitStack() as stack:
@@ -296,7 +288,7 @@ def _measure(todo: Sequence[Measurement], unfinished: _Unfinished, costs: CostMo
 def _record_forwards(
     pool: WorkerPool, jobs: Sequence[AdmittedJob], options: Ranks, signals: SignalPipe
 ) -> None:
-    """Steps that launching would hold up are recorded, as before a run with graphs."""
+    """Warm up and record CUDA graphs, as before a run."""
     sizes = [size for size in (1, 2, 4, 8) if size <= _widest(options)]
     for item, answer in pool.warm_up(warm_ups(jobs, sizes), signals):
         if answer.reason is not None:
@@ -304,7 +296,7 @@ def _record_forwards(
 
 
 class _Progress:
-    """A bar on a terminal, a line for each measurement elsewhere."""
+    """A bar on a terminal, otherwise a log line per measurement."""
 
     def __init__(self, total: int) -> None:
         self._total = total
@@ -323,9 +315,9 @@ class _Progress:
 
 
 class _Unfinished:
-    """What is measured already of a profile that is not complete: a line each, in a file beside it.
+    """Finished measurements of an incomplete profile, in a file next to it.
 
-    Counts only on the same device, with the same ranks, options and versions.
+    They count only on the same device, with the same ranks, options and versions.
     """
 
     def __init__(self, path: Path, plan: Sequence[Measurement], options: Ranks) -> None:
@@ -335,16 +327,16 @@ class _Unfinished:
         keys = {entry.key for entry in plan}
         self.measured: dict[str, Samples] = {}
         for line in self._path.read_bytes().splitlines() if self._path.is_file() else ():
-            with contextlib.suppress(ValueError, KeyError, TypeError):  # a torn line is measured anew
+            with contextlib.suppress(ValueError, KeyError, TypeError):  # of an incomplete line
                 entry = json.loads(line)
                 if entry["stamp"] == self._stamp and entry["key"] in keys:
                     self.measured[entry["key"]] = _samples_of(entry["samples"])
         self._lines: LineFile | None = None
 
     def open(self) -> None:
-        """Make the file, so that a place that cannot be written is told before anything is measured.
+        """Create the file before anything is measured.
 
-        Raises: InputError when its folder cannot be made; OutputError when the file cannot.
+        Raises: InputError when its folder cannot be created; OutputError when the file cannot.
         """
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -353,14 +345,12 @@ class _Unfinished:
         self._lines = LineFile(self._path)
 
     def add(self, entry: Measurement, samples: Samples) -> None:
-        """Keep what was measured."""
         assert self._lines is not None, "it was not opened"
         self.measured[entry.key] = samples
         line = {"stamp": self._stamp, "key": entry.key, "at": time.time(), "samples": samples.as_json()}
         self._lines.append(json.dumps(line).encode() + b"\n")
 
     def remove(self) -> None:
-        """The profile is complete."""
         self._path.unlink(missing_ok=True)
 
     def close(self) -> None:
@@ -374,7 +364,6 @@ def _samples_of(content: Mapping[str, Any]) -> Samples:
 
 
 def _table(rows: Sequence[ProfileRow]) -> Iterator[str]:
-    """What was measured, for a person to look over."""
     yield f"{'model and shape':<34}{'stage':<9}{'cfg x u':<9}{'alone':>9}{'spread':>9}{'loaded':>9}  samples"
     for row in rows:
         loaded = "" if row.loaded_s is None else in_words(row.loaded_s)

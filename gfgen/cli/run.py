@@ -1,4 +1,4 @@
-"""`gfgen run`: from a job file to files."""
+"""`gfgen run`."""
 
 from __future__ import annotations
 
@@ -52,8 +52,6 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions(SessionOptions):
-    """The options of `gfgen run`, after click has read them."""
-
     trace: Path | None
     quiet: bool
     log_json: bool
@@ -261,9 +259,9 @@ def run_jobs(
 
 
 def watch_folder(session: Session, folder: Path, options: RunOptions) -> Summary:
-    """Run the jobs of files that come to a folder, until a signal or the closing time.
+    """Run the jobs of files that arrive in a folder, until a signal or the closing time.
 
-    The models are those of the files that are there at the start, and the default one.
+    Ranks hold the default model and those of the files that exist at the start.
     """
     check_watched(folder, options.output_dir)
     check_trace(options.trace)
@@ -289,7 +287,6 @@ def _run(
     skipped: Sequence[AdmittedJob] = (),
     inbox: Inbox | None = None,
 ) -> Summary:
-    """One run with its progress and trace."""
     arrivals = None if inbox is None else Arrivals(inbox)
     observers = [*_observers(options), *([] if inbox is None else [inbox])]
     summary = session.run(todo, observers=observers, skipped=skipped, arrivals=arrivals)
@@ -305,7 +302,7 @@ def _run(
 
 
 def _name_of(jobs: str | None, watch: Path | None) -> str:
-    """What the output folder is called after; tells a command line without a source of jobs."""
+    """The default name of the output folder. Raises UsageError without a source of jobs."""
     if (jobs is None) == (watch is None):
         raise click.UsageError("give either JOBS, a job file, or --watch DIR, a folder of job files")
     if watch is not None:
@@ -314,7 +311,7 @@ def _name_of(jobs: str | None, watch: Path | None) -> str:
 
 
 def check_trace(trace: Path | None) -> None:
-    """Before models are loaded."""
+    """Raises InputError if the trace cannot be written, before models are loaded."""
     if trace is None:
         return
     try:
@@ -327,9 +324,7 @@ def check_trace(trace: Path | None) -> None:
 
 
 def _observers(options: RunOptions) -> list[Observer]:
-    observers: list[Observer] = [
-        make_progress(quiet=options.quiet, log_json=options.log_json),
-    ]
+    observers: list[Observer] = [make_progress(quiet=options.quiet, log_json=options.log_json)]
     if options.log_file:
         observers.append(make_file_progress(quiet=options.quiet, log_json=options.log_json))
     if options.trace:
@@ -338,7 +333,7 @@ def _observers(options: RunOptions) -> list[Observer]:
 
 
 def _report(summary: Summary, options: RunOptions) -> None:
-    """The end-of-run block; its last lines say where the files are, and what is left. Or JSON."""
+    """Print the summary, the folder of the files and the number of jobs left, or JSON."""
     if options.log_json:
         _tell_of_end(summary, options)
         return
@@ -356,7 +351,7 @@ def _report(summary: Summary, options: RunOptions) -> None:
 
 
 def _tell_of_end(summary: Summary, options: RunOptions, *, stopped_by: str | None = None) -> None:
-    """The event `run_ended`, to standard output and the log file; `stopped_by` names a signal."""
+    """Write the event `run_ended` to standard output and the log file; `stopped_by` names a signal."""
     ended = {"event": "run_ended", "output": str(options.output_dir), "stopped_by": stopped_by}
     ended |= numbers(summary)
     message = "the run has ended" if stopped_by is None else f"the run was stopped by {stopped_by}"
@@ -365,6 +360,5 @@ def _tell_of_end(summary: Summary, options: RunOptions, *, stopped_by: str | Non
 
 
 def _say(line: str) -> None:
-    """To whoever reads it; that they have gone is no failure of a run that has ended."""
-    with contextlib.suppress(OSError):  # a pipe that nobody reads, or a terminal that was closed
+    with contextlib.suppress(OSError):  # a closed pipe or terminal does not fail a run that has ended
         click.echo(line)

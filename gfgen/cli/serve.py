@@ -58,15 +58,13 @@ logger = logging.getLogger(__name__)
 KEY_VARIABLE = "GFGEN_API_KEY"
 DEFAULTS = ServerLimits()
 DEFAULT_JOB_BOUNDS = JobBounds(pixels=2048 * 2048, frames=257, steps=200)
-"""All that the models are made for passes: 1280x720 in 121 frames of Wan2.2, 2048x2048 of Qwen-Image."""
+"""Accept all that the models are made for: Wan2.2 in 1280x720 with 121 frames, Qwen-Image in 2048x2048."""
 MAX_STEP_TIME = "10m"
 _SIZES = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions(SessionOptions):
-    """The options of `gfgen serve`, after click has read them."""
-
     keeps_records: bool = False
     host: str
     port: int
@@ -266,7 +264,7 @@ def serve(
 def serve_models(options: ServeOptions) -> None:
     """Serve until a signal comes.
 
-    Raises: InputError when the address or the models cannot be had; LockedError when another run holds
+    Raises: InputError when the address or a model is unavailable; LockedError when another run holds
             the output folder; InterruptedRunError when a second signal did not let steps end.
     """
     descriptors.check_enough()
@@ -275,7 +273,7 @@ def serve_models(options: ServeOptions) -> None:
         listener = listen(options.host, options.port)
         stack.callback(listener.close)
         session = stack.enter_context(Session(options))
-        _ = session.signals  # caught from here on: the HTTP process is stopped in any case
+        _ = session.signals  # caught from here on, so that the HTTP process is always stopped
         chooser = stack.enter_context(contextlib.closing(SwitchableChooser(options.policy.choose)))
         bridge = RunBridge(on_policy=lambda policy: chooser.follow(load_policy(policy).choose))
         supervisor = Supervisor(listener, settings_of(options), bridge)
@@ -301,8 +299,6 @@ def serve_models(options: ServeOptions) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What the front admits jobs with."""
-
     admit: Admit
     admit_again: Admit
     """For jobs that were admitted before."""
@@ -310,7 +306,7 @@ class Served:
 
 
 def usual_jobs(models: Sequence[str], admit: Admit) -> Sequence[AdmittedJob]:
-    """What a request for each model gets that says nothing; none for one that wants more than a prompt."""
+    """The default job of each model; none for a model that needs more than a prompt."""
     specs = [
         JobSpec(id=f"usual-{number}", prompt="as usual", model=name) for number, name in enumerate(models)
     ]
@@ -326,7 +322,7 @@ def serve_on(
     *,
     watchers: Sequence[Observer] = (),
 ) -> None:
-    """The control loop on ranks that are ready, from the jobs of the store to the stop."""
+    """Run the control loop on ready ranks, first with the jobs of the store, until the stop."""
     options, clock = session.options, Clock()
     device = options.ranks.devices.gpus[0].name if options.ranks.devices.gpus else options.ranks.devices.kind
     info = RunInfo(
@@ -359,7 +355,6 @@ def serve_on(
 
 
 def settings_of(options: ServeOptions) -> FrontSettings:
-    """What the front has to know."""
     return FrontSettings(
         output_dir=options.output_dir.absolute(),
         api_key=options.api_key,

@@ -1,4 +1,4 @@
-"""`gfgen simulate`: a job file in virtual time, under one policy or several."""
+"""`gfgen simulate`."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def simulate(
     room = SimulatedMemory.of(admitted, memory, source=jobs)
     counts = ranks or default_ranks(profile_path, admitted)
     profile = choose_profile(profile_path, admitted, num_ranks=max(counts))
-    now = time.time()  # one moment for all: deadlines by the clock are as far away for each policy
+    now = time.time()  # the same for all policies, since deadlines may be times of day
     warn_of_passed_deadlines(admitted, now=now)
     asked = [
         (policy, num_ranks, policy.name + (f" on {num_ranks}" if len(counts) > 1 else ""))
@@ -140,9 +140,9 @@ def _simulate(
 
 @contextlib.contextmanager
 def _held(output: Path | None, folders: Sequence[Path | None]) -> Iterator[None]:
-    """The folder of the output and those in it, made if need be, held and cleared of earlier simulations.
+    """Create and lock the output folders, and remove earlier simulations.
 
-    Raises: LockedError while a run is at work in one; InputError for one that a run has written to.
+    Raises: LockedError while a run uses a folder; InputError for a folder of a real run.
     """
     with contextlib.ExitStack() as stack:
         held = [folder for folder in dict.fromkeys([output, *folders]) if folder is not None]
@@ -151,7 +151,7 @@ def _held(output: Path | None, folders: Sequence[Path | None]) -> Iterator[None]
             stack.enter_context(hold_folder(folder))
             check_own(folder / MANIFEST_NAME)
             if _is_of_a_run(folder):
-                raise InputError(f"--output {folder}: a run has written there; name another folder")
+                raise InputError(f"--output {folder}: contains files of a run; name another folder")
         if output is not None:
             _clear(output, held)
         yield
@@ -165,14 +165,14 @@ def _make(folder: Path) -> None:
 
 
 def _is_of_a_run(folder: Path) -> bool:
-    """Whether there is what a simulation does not write: one that is stopped has an empty manifest, too."""
+    """Whether a run wrote to the folder. A stopped simulation leaves an empty manifest, too."""
     if any((folder / name).exists() for name in (JOURNAL_NAME, resume.FOLDER)):
         return True
     return any(not entry.get(SIMULATED) for entry in read_manifest(folder / MANIFEST_NAME).values())
 
 
 def _clear(output: Path, held: Collection[Path]) -> None:
-    """Remove what an earlier simulation left: it is not to be compared with this one."""
+    """Remove earlier simulations, which must not be compared with this one."""
     for manifest in (output / MANIFEST_NAME, *output.glob(f"*/{MANIFEST_NAME}")):
         folder = manifest.parent
         if not read_manifest(manifest) or (folder not in held and _is_of_a_run(folder)):
@@ -181,12 +181,11 @@ def _clear(output: Path, held: Collection[Path]) -> None:
             manifest.unlink()
             (folder / TRACE_NAME).unlink(missing_ok=True)
         if folder not in held:
-            with contextlib.suppress(OSError):  # something else is in it, too
+            with contextlib.suppress(OSError):  # it contains other files
                 folder.rmdir()
 
 
 def _observers(folder: Path | None, *, place: int) -> Iterator[Observer]:
-    """What writes the files of a run; those of an earlier simulation give way."""
     if folder is None:
         return
     manifest = folder / MANIFEST_NAME
@@ -196,7 +195,7 @@ def _observers(folder: Path | None, *, place: int) -> Iterator[Observer]:
 
 
 def _folder(output: Path | None, name: str, *, is_only: bool) -> Path | None:
-    """Where a run's files go: into a folder of its own when there are several runs."""
+    """The folder of a run: a subfolder if there are several runs."""
     if output is None or is_only:
         return output
     return output / re.sub(r"[^\w.=]+", "-", name).strip("-.")

@@ -283,7 +283,7 @@ def test_a_simulation_stands_beside_the_run_that_it_predicts(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("changes", "what"),
-    [({"simulated": False}, "its arrivals were others; it needs --profile"), ({}, "it lacks 'simulated'")],
+    [({"simulated": False}, "so they differ; it needs --profile"), ({}, "it lacks 'simulated'")],
 )
 def test_a_run_of_other_arrivals_is_not_compared_with_a_simulation(tmp_path, capsys, changes, what):
     content = compare_simulated(tmp_path, "--policy", "srtf")
@@ -301,7 +301,10 @@ def test_a_file_of_something_else_is_no_comparison(tmp_path, capsys, option):
     with pytest.raises(SystemExit) as end:
         main(["bench", "compare", "--simulate", option, str(tmp_path / "list.json"), "-o", str(tmp_path)])
     assert end.value.code == 2
-    assert f"{option} {tmp_path}/list.json: is no compare.json: it holds no object" in capsys.readouterr().err
+    assert (
+        f"{option} {tmp_path}/list.json: this is not a compare.json; it has no object"
+        in capsys.readouterr().err
+    )
 
 
 def test_jobs_whose_deadlines_a_simulation_gets_wrong_are_named():
@@ -353,7 +356,7 @@ def test_a_workload_is_written_as_a_job_file(tmp_path, capsys):
     [
         (["compare", "--profile", "x.json"], "--profile x.json: No such file"),
         (["compare", "--simulate", "--outside", "diffusers"], "diffusers: cannot be simulated, because it"),
-        (["compare", "--outside", "diffusers,ring=2"], "'ring=2' is no option of diffusers"),
+        (["compare", "--outside", "diffusers,ring=2"], "'ring=2' is not an option of diffusers"),
         (["compare", "--simulate", "--model", "wan2.2-t2v-a14b"], "no workload is defined for it"),
         (["compare", "--simulate", "--policy", "atuo"], "did you mean auto"),
         (["workload", "overnight", "--minutes", "3"], "--minutes"),

@@ -204,14 +204,14 @@ def test_options_are_read_and_others_refused():
         "diffusers,degree=2,uneven=true,compiled=true", 2, True, True
     )
     for text in ("diffusers,degree=0", "diffusers,uneven=maybe", "diffusers,ring=2"):
-        with pytest.raises(PolicyError, match="is no option of diffusers"):
+        with pytest.raises(PolicyError, match="is not an option of diffusers"):
             stock_options(text)
 
 
 def test_a_group_of_more_ranks_than_there_are_is_refused():
     assert stock_options("diffusers,degree=2", num_ranks=2).degree == 2
     assert stock_options("diffusers", num_ranks=1).degree is None
-    with pytest.raises(PolicyError, match="diffusers,degree=4: degree=2 is accepted at most, on 2 ranks"):
+    with pytest.raises(PolicyError, match="diffusers,degree=4: the largest degree on 2 ranks is 2"):
         stock_options("diffusers,degree=4", num_ranks=2)
 
 

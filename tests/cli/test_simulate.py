@@ -176,7 +176,7 @@ def test_the_folder_of_a_real_run_is_left_alone(gfgen, folder, policies, inside,
         *options,
     )
     assert code == 2
-    assert f"--output {real}: a run has written there" in err
+    assert f"--output {real}: contains files of a run" in err
     left = {str(path.relative_to(real)) for path in real.rglob("*") if path.is_file()}
     assert left == {name, "manifest.jsonl", "trace.json"}
     assert ((real / name).read_text(), (real / "trace.json").read_text()) == (content, "[]")

@@ -63,7 +63,7 @@ def test_a_folder_stands_for_the_traces_in_it(tmp_path: Path) -> None:
     plot_runs(find_traces([tmp_path]), tmp_path / "both.png")
     assert (tmp_path / "both.png").exists()
     (tmp_path / "empty").mkdir()
-    with pytest.raises(InputError, match=r"no trace\.json in it"):
+    with pytest.raises(InputError, match=r"contains no trace\.json"):
         find_traces([tmp_path / "empty"])
 
 

@@ -1,4 +1,4 @@
-"""The bars at the bottom of a terminal, and the lines that scroll by above them."""
+"""Bars at the bottom of a terminal, with scrolling lines above them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 MIN_BAR, MAX_BAR = 8, 40
-"""Columns of the bar itself; a line without room for the least has none."""
+"""Columns of a bar; a line with less room has no bar."""
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One bar: name, how far, and texts for its right, from the longest to the shortest."""
+    """One bar. `texts` are wordings for its right side, from the longest to the shortest."""
 
     name: str
     done: int
@@ -26,25 +26,24 @@ class Line:
 
 
 class _Bar(tqdm):  # type: ignore[misc]
-    """A bar that is drawn when told so: no monitor thread, and a lock without semaphores."""
+    """A bar without tqdm's monitor thread and semaphore."""
 
     monitor_interval = 0
     _lock = threading.RLock()
 
     def refresh(self, **_: Any) -> None:
-        """Draw it; that of tqdm keeps the lock for ever when the stream raises."""
+        """Draw it. tqdm's own method never releases the lock if the stream raises."""
         with self._lock:
             super().refresh(nolock=True)
 
     def __del__(self) -> None:
-        """Its board takes it away; here tqdm writes to the terminal, which may be gone."""
+        """Do nothing: tqdm would write to the terminal, which may be gone."""
 
 
 class Board:
-    """The bars at the bottom of a terminal; the first is the batch, the rest are slots.
+    """The bars at the bottom of a terminal: the first is the batch, the others are job slots.
 
-    When the terminal takes nothing more (it was closed: EIO), the bars are given up for good. Nothing here
-    raises then: a run does not end because nobody looks on.
+    If the terminal is closed (EIO), the bars end and nothing here raises, so that the run goes on.
     """
 
     def __init__(self, stream: TextIO, *, num_slots: int) -> None:
@@ -54,12 +53,12 @@ class Board:
         self._slots: dict[str, int] = {}
         self._size = (0, 0)
         self.given_up: OSError | None = None
-        """Why there are no bars any more, if they were given up."""
+        """Why the bars ended early."""
         encoding = getattr(stream, "encoding", None) or ""
         self._charset: str | bool = False if encoding.lower().startswith("utf") else " #"
 
     def write(self, text: str) -> None:
-        """A line above the bars; where these were given up, a line if the stream takes it."""
+        """Write a line above the bars."""
         text = printable(text, self._stream)
         if self.given_up is not None:
             with suppress(OSError):
@@ -71,19 +70,18 @@ class Board:
             self._stream.flush()
 
     def draw(self, lines: Sequence[Line]) -> None:
-        """Show the batch, and as many jobs as there are slots and rows."""
+        """Show the batch, and as many jobs as the slots and rows allow."""
         if self.given_up is None:
             with self._giving_up():
                 self._draw(lines)
 
     def close(self) -> None:
-        """Take the bars away; what was written above stays."""
+        """Remove the bars; the lines above stay."""
         with self._giving_up():
             self._take_away()
 
     @contextmanager
     def _giving_up(self) -> Iterator[None]:
-        """The terminal may be gone by now: then all bars are let go, without a further word to it."""
         try:
             yield
         except OSError as error:
@@ -110,7 +108,7 @@ class Board:
         self._bars.clear()
 
     def _resize(self, columns: int, rows: int) -> None:
-        """Begin anew: the terminal has wrapped or cut the lines that were there."""
+        """Create new bars, because the terminal has wrapped or cut the old lines."""
         self._take_away()
         if self._size != (0, 0):
             self._stream.write("\r\x1b[J")
@@ -123,7 +121,7 @@ class Board:
             self._bars.append(bar)
 
     def _assign(self, names: Sequence[str]) -> None:
-        """A job keeps its slot while it is shown; the rest fill what is free."""
+        """Jobs keep their slots; new jobs get free ones."""
         wanted = names[: len(self._bars) - 1]
         self._slots = {name: slot for name, slot in self._slots.items() if name in wanted}
         free = sorted(set(range(len(self._bars) - 1)) - set(self._slots.values()))
@@ -131,7 +129,7 @@ class Board:
 
 
 class AboveBars:
-    """A stream for log handlers: whole records go above the bars."""
+    """A stream for log handlers that writes above the bars."""
 
     def __init__(self, board: Board, lock: threading.RLock) -> None:
         self._board = board
@@ -148,9 +146,9 @@ class AboveBars:
 
 
 def bar_formats(lines: Sequence[Line | None], columns: int) -> list[str]:
-    """tqdm's format for each line: the longest texts that leave room for bars, all as wide.
+    """tqdm's format for each line: the longest texts that leave room for bars of equal width.
 
-    The first line (the batch) and the others (jobs) each keep to one wording.
+    All jobs use the same level of wording.
     """
     width = min(24, columns // 4, max(len(line.name) for line in lines if line is not None))
     texts = [*_fitting(lines[:1], columns - width - 4), *_fitting(lines[1:], columns - width - 4)]
@@ -181,12 +179,12 @@ def _format(line: Line | None, text: str, *, name_width: int, bar_width: int) ->
 
 
 def has_cursor(stream: TextIO) -> bool:
-    """Whether it is a terminal on which what was written can be written over."""
+    """Whether this is a terminal that can overwrite lines."""
     return stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def terminal_size(stream: TextIO) -> tuple[int, int]:
-    """Columns and rows; 80 x 24 where there is no terminal."""
+    """Columns and rows; 80 x 24 without a terminal."""
     try:
         size = os.get_terminal_size(stream.fileno())
     except (OSError, ValueError):
@@ -199,7 +197,7 @@ def _literal(text: str) -> str:
 
 
 def printable(text: str, stream: TextIO) -> str:
-    """The text with what the stream cannot encode replaced, and without control characters."""
+    """Replace control characters and what the stream cannot encode."""
     encoding = getattr(stream, "encoding", None) or "ascii"
     text = "".join(char if char.isprintable() else " " for char in text)
     return text.encode(encoding, "replace").decode(encoding)

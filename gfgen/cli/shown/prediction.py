@@ -1,4 +1,4 @@
-"""What the commands that predict have in common: profiles and numbers of ranks."""
+"""Profiles and numbers of ranks for `plan`, `simulate` and `bench`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DEFAULT_RANKS = 4
 
 
 class RankCounts(click.ParamType[tuple[int, ...]]):
-    """Numbers of ranks, as 4, 1,2,4 or 1..8."""
+    """Numbers of ranks, such as 4, 1,2,4 or 1..8."""
 
     name = "ranks"
 
@@ -44,9 +44,9 @@ class RankCounts(click.ParamType[tuple[int, ...]]):
 
 
 def choose_profile(path: Path | None, jobs: Sequence[AdmittedJob], *, num_ranks: int) -> Profile:
-    """The profile in the file; or this machine's; or one that comes with gfgen and has the jobs' models.
+    """The profile in the file, or this machine's, or a shipped one that has the jobs' models.
 
-    Raises: InputError when there is none, or when it cannot tell how long the jobs take.
+    Raises: InputError when there is none, or when it cannot predict the jobs.
     """
     profile = (_fitting(jobs, num_ranks=num_ranks) if path is None else None) or open_profile(path)
     check_profile(profile, jobs, num_ranks=num_ranks)
@@ -54,16 +54,16 @@ def choose_profile(path: Path | None, jobs: Sequence[AdmittedJob], *, num_ranks:
 
 
 def default_ranks(path: Path | None, jobs: Sequence[AdmittedJob]) -> tuple[int, ...]:
-    """As many as `gfgen run` takes, or as the profile knows; goals count only where nothing was measured."""
+    """The default of `gfgen run`, or fewer if no profile has as many; profiles of goals count last."""
     found = [each for each in _known(jobs) if each.knows(jobs)] if path is None else []
     found = [each for each in found if not each.has_goals] or found or [open_profile(path)]
     return (min(DEFAULT_RANKS, max(each.num_ranks for each in found)),)
 
 
 def closer_profile(path: Path | None, jobs: Sequence[AdmittedJob], *, counts: Sequence[int]) -> str | None:
-    """A line for whoever has several numbers of ranks predicted: another profile is closer to the small ones.
+    """Say that another profile fits smaller numbers of ranks better.
 
-    None where one profile is the first choice for all of them, or was named.
+    None if one profile is best for all numbers, or if `path` names it.
     """
     chosen = _fitting(jobs, num_ranks=max(counts)) if path is None else None
     for count in sorted(set(counts), reverse=True):
@@ -76,7 +76,7 @@ def closer_profile(path: Path | None, jobs: Sequence[AdmittedJob], *, counts: Se
 
 
 def machine(profile: Profile, jobs: Sequence[AdmittedJob], *, num_ranks: int) -> str:
-    """Whose predictions these are, and what stands behind them: '4 x NVIDIA H200 (measured here)'."""
+    """The predicted machine and the basis of the prediction, such as '4 x NVIDIA H200 (measured here)'."""
     is_shipped = profile in shipped_profiles()
     is_here = not is_shipped and profile.device in (gpu_name(), cpu_name())
     notes = [_basis(profile, jobs, is_here=is_here)]
@@ -90,7 +90,6 @@ def machine(profile: Profile, jobs: Sequence[AdmittedJob], *, num_ranks: int) ->
 
 
 def _basis(profile: Profile, jobs: Sequence[AdmittedJob], *, is_here: bool) -> str:
-    """What the rows of the jobs' models are."""
     models = {job.model_in(profile.models) for job in jobs}
     found = {row.basis for row in profile.rows if row.model in models}
     if "goals" in found:
@@ -104,21 +103,19 @@ def _basis(profile: Profile, jobs: Sequence[AdmittedJob], *, is_here: bool) -> s
 
 @cache
 def gpu_name() -> str | None:
-    """Of this machine's first GPU."""
     gpus = find_gpus()
     return gpus[0].name if gpus else None
 
 
 def describe(profile: Profile) -> str:
-    """What predictions rest on."""
     text = f"the profile of {profile.device} ({profile.date})"
     return f"{text}, whose times are goals that nobody measured" if profile.has_goals else text
 
 
 def _fitting(jobs: Sequence[AdmittedJob], *, num_ranks: int) -> Profile | None:
-    """One that has the models: this machine's, or a shipped one with enough ranks but few beyond.
+    """This machine's profile or a shipped one that has the models and enough ranks, but few more.
 
-    Where none has enough, the one with the most.
+    If none has enough ranks, the one with the most.
     """
     known = _known(jobs)
     found = first_fitting(known, jobs, num_ranks=num_ranks)

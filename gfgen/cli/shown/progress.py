@@ -1,7 +1,4 @@
-"""What a run shows while it works: bars on a terminal, log lines elsewhere, or nothing.
-
-All of it goes to standard error, so that standard output stays free for results.
-"""
+"""The progress of a run on standard error: bars on a terminal, otherwise log lines, or nothing."""
 
 from __future__ import annotations
 
@@ -28,15 +25,15 @@ logger = logging.getLogger(__name__)
 
 REDRAW_S = 0.1
 TICK_S = 0.5
-"""The bars are redrawn so often when nothing happens, so that clocks go on."""
+"""Bars are redrawn at this interval without events, to update the times."""
 FORECAST_S = 0.5
 CHEAP_FORECAST_JOBS = 64
-"""With more open jobs than this, predictions are renewed every FORECAST_S only."""
+"""With more open jobs, forecasts are limited to one per FORECAST_S."""
 SUMMARY_S = 30.0
 
 
 def make_progress(*, quiet: bool, log_json: bool = False, stream: TextIO | None = None) -> Observer:
-    """Bars where a person looks on, log records elsewhere, nothing when told so."""
+    """Bars on a terminal, otherwise log records; only failures if `quiet`."""
     stream = stream or sys.stderr
     if quiet:
         return NoProgress()
@@ -46,14 +43,14 @@ def make_progress(*, quiet: bool, log_json: bool = False, stream: TextIO | None 
 
 
 def make_file_progress(*, quiet: bool, log_json: bool = False, stream: TextIO | None = None) -> Observer:
-    """Lines for the log file, where what is shown does not go there anyway."""
+    """Lines for the log file, unless `make_progress` already logs them."""
     if log_json or not (quiet or has_cursor(stream or sys.stderr)):
         return Observer()
     return LineProgress(only_to_file=True, with_failures=not quiet)
 
 
 class NoProgress(Observer):
-    """Shows nothing but failures, in the log."""
+    """Logs failures only."""
 
     def ended(self, outcome: JobOutcome) -> None:
         if outcome.status == "failed":
@@ -61,9 +58,9 @@ class NoProgress(Observer):
 
 
 class LineProgress(Observer):
-    """A log record when a job starts and when it ends, and now and then one for the batch.
+    """Logs the start and end of each job, and the state of the batch every SUMMARY_S.
 
-    Each carries as fields, for logs of JSON objects, what its line says in words.
+    For JSON logs, each record has the values of its line as fields.
     """
 
     refresh_s = 1.0
@@ -125,11 +122,10 @@ class LineProgress(Observer):
 
 
 class BarProgress(Observer):
-    """A bar for the batch and one for each running job, below the lines of those that ended.
+    """A bar for the batch and one for each running job, below the lines of ended jobs.
 
-    Drawn by whoever calls, at most every REDRAW_S, and by a thread of its own when nobody
-    does. `_lock` guards everything; log records of `gfgen` to the same stream go above the
-    bars until `close`. A terminal that is closed ends the bars, and not the run.
+    Callers draw at most every REDRAW_S, and a thread draws between calls. `_lock` guards everything. Until
+    `close`, log records of `gfgen` to the same stream go above the bars.
     """
 
     refresh_s = REDRAW_S
@@ -197,8 +193,7 @@ class BarProgress(Observer):
             self._tell_of_end()
 
     def _tell_of_end(self) -> None:
-        """Say in the log that the bars were given up; without the lock, for which a handler may wait that
-        another thread holds."""
+        """Log that the bars ended. The log call is outside of the lock, which AboveBars also takes."""
         with self._lock:
             error = None if self._board is None or self._has_told_of_end else self._board.given_up
             self._has_told_of_end = self._has_told_of_end or error is not None
@@ -260,7 +255,7 @@ class ShownJob:
 
 
 class Batch:
-    """What the progress displays know of the run."""
+    """The state of the run for all displays."""
 
     def __init__(self) -> None:
         self.policy = ""
@@ -281,7 +276,7 @@ class Batch:
         self._infos |= {info.job_id: info for info in jobs}
 
     def dispatched(self, dispatch: Dispatch) -> bool:
-        """Whether it is the job's first task."""
+        """Returns whether this is the job's first task."""
         job_id = dispatch.task.job_id
         is_first = job_id not in self._started
         if job_id in self._infos:
@@ -299,7 +294,7 @@ class Batch:
         self.num_missed += outcome.status == "done" and outcome.met_deadline is False
 
     def shown(self, running: set[str]) -> list[ShownJob]:
-        """Started jobs, those that run first; in each the order of their start."""
+        """Started jobs in order of their start, running jobs first."""
         return sorted(self._started.values(), key=lambda job: job.info.job_id not in running)
 
     def headline(self, num_ranks: int) -> str:
@@ -307,7 +302,7 @@ class Batch:
         return text + (f"; {self.num_skipped} done before and skipped" if self.num_skipped else "")
 
     def texts(self, now_s: float, predicted: Forecast) -> tuple[str, ...]:
-        """How the batch stands, from the longest wording to the shortest."""
+        """The state of the batch, from the longest wording to the shortest."""
         count = f"{self.num_ended}/{self.num_jobs}"
         num_late = self.num_missed + len(predicted.late)
         notes = [f"{self.num_failed} failed"] if self.num_failed else []
@@ -324,7 +319,7 @@ class Batch:
 
 
 def outcome_line(outcome: JobOutcome) -> str:
-    """'done fox-1: fox-1.mp4 in 12.3 s, 2.1 s before its deadline'."""
+    """Such as 'done fox-1: fox-1.mp4 in 12.3 s, 2.1 s before its deadline'."""
     info = outcome.info
     if outcome.status == "failed":
         return f"failed {info.job_id}: {outcome.error}"
@@ -338,7 +333,7 @@ def outcome_line(outcome: JobOutcome) -> str:
 
 
 def outcome_fields(outcome: JobOutcome) -> dict[str, Any]:
-    """The same for programs; times in seconds."""
+    """The same as fields."""
     known = {
         "event": f"job_{outcome.status}",
         "job": outcome.info.job_id,
@@ -351,5 +346,5 @@ def outcome_fields(outcome: JobOutcome) -> dict[str, Any]:
 
 
 def ranks_text(layout: Layout) -> str:
-    """'rank 0' or 'ranks 0,2,3'."""
+    """Such as 'rank 0' or 'ranks 0,2,3'."""
     return f"rank{'s' if layout.degree > 1 else ''} {','.join(map(str, layout.ranks))}"

@@ -1,4 +1,4 @@
-"""What simulations take for granted of memory: that all models fit, or how much there is of it."""
+"""The memory that simulations assume."""
 
 from __future__ import annotations
 
@@ -23,20 +23,16 @@ simulated_memory_option = click.option(
 
 @dataclass(frozen=True, slots=True)
 class SimulatedMemory:
-    """The room that these jobs have on each GPU; None: as much as they want."""
+    """The memory of these jobs on each GPU; `room_bytes` None: no limit."""
 
     jobs: Sequence[AdmittedJob]
     weights: Mapping[Path, int]
-    """Bytes of each of their models."""
+    """Bytes of weights by model."""
     room_bytes: int | None = None
 
     @classmethod
     def of(cls, jobs: Sequence[AdmittedJob], memory: str | None, *, source: str) -> SimulatedMemory:
-        """For the text of --memory.
-
-        Raises: InputError when it is no size, or when a model does not fit into it by itself;
-                JobFileError for jobs of the file `source` that do not.
-        """
+        """Raises InputError if --memory is no size or a model does not fit; JobFileError for large jobs."""
         room_bytes = None if memory is None else parse_memory(memory)
         admission = _admission(1, room_bytes)
         weights = admission.check({job.checkpoint for job in jobs})
@@ -47,13 +43,13 @@ class SimulatedMemory:
         return cls(jobs, weights, room_bytes)
 
     def residency(self, num_ranks: int) -> Residency | None:
-        """Who lets models take turns in one run on so many ranks; None where all of them stay."""
+        """Lets models take turns in one run; None if all of them fit."""
         if self.room_bytes is None:
             return None
         return _admission(num_ranks, self.room_bytes).residency(self.jobs)
 
     def in_words(self, num_ranks: int) -> str | None:
-        """What is to be known of it; None with one model, or where it is known that all fit."""
+        """The assumption in words; None with one model, or if all models are known to fit."""
         if len(self.weights) == 1:
             return None
         if self.room_bytes is None:

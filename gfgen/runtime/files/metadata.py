@@ -1,8 +1,7 @@
-"""What a file says about how it was made: prompt, seed and parameters.
+"""The metadata of an output file: prompt, seed and parameters.
 
-The writers put it into the file twice: as one readable block in the form that other tools
-write and read (`parameters_text`), and as JSON, which `outputs.read_metadata` gives back. The JSON is a line
-of a job file: the same fields, numbers as numbers.
+A file has them twice: as text that other tools read (`parameters_text`), and as JSON for
+`outputs.read_metadata`. The JSON is a line of a job file.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from gfgen.job.spec import JobSpec
 Metadata = Mapping[str, str | int | float]
 
 MAX_TEXT_CHARS = 4000
-"""Longest prompt in a file's metadata. The text encoders here read 512 to 1024 tokens, and a
-JPEG's Exif block ends at 64 KB; the manifest has the whole prompt."""
+"""Longest prompt in metadata. Text encoders read 512 to 1024 tokens, and a JPEG's Exif block has at most
+64 KB; the manifest has the whole prompt."""
 
 _LEFT_OUT = ("arrival", "deadline", "timeout", "priority", "output")
 _TITLES = {"steps": "Steps", "guidance_scale": "CFG scale", "seed": "Seed", "model": "Model"}
@@ -27,9 +26,9 @@ _IN_WORDS = ("prompt", "negative_prompt", "width", "height")
 
 
 def describe(spec: JobSpec) -> dict[str, str | int | float]:
-    """The metadata of a job as run: every field of the job file that decides what is in the picture."""
+    """The metadata of a job as run: every field that determines the picture."""
     if spec.image is not None:
-        spec = replace(spec, image=PurePath(spec.image).name)  # pictures are passed on; folders are private
+        spec = replace(spec, image=PurePath(spec.image).name)  # pictures are shared, folders are private
     fields = {name: value for name, value in to_mapping(spec).items() if name not in _LEFT_OUT}
     return {name: _shortened(value) if isinstance(value, str) else value for name, value in fields.items()}
 
@@ -51,18 +50,17 @@ def parameters_text(metadata: Metadata) -> str:
 
 
 def title_of(metadata: Metadata) -> str:
-    """One short line for players that show a title."""
+    """A short title for players."""
     text = " ".join(str(metadata.get("prompt") or metadata.get("id") or "").split())
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def to_json(metadata: Metadata) -> str:
-    """The metadata as one line of JSON, which is a line of a job file."""
     return json.dumps(dict(metadata), ensure_ascii=False)
 
 
 def from_json(text: str) -> dict[str, str | int | float]:
-    """The reverse of `to_json`; empty for text that is not ours."""
+    """The reverse of `to_json`; empty for other text."""
     try:
         loaded = json.loads(text)
     except ValueError:
@@ -71,12 +69,12 @@ def from_json(text: str) -> dict[str, str | int | float]:
 
 
 def clean(metadata: Metadata) -> Metadata:
-    """Without what files cannot hold: NUL, and lone surrogates (JSON may contain them)."""
+    """Remove what files cannot hold: NUL, and lone surrogates, which JSON may contain."""
     return {name: _writable(value) if isinstance(value, str) else value for name, value in metadata.items()}
 
 
 def to_ffmetadata(tags: Mapping[str, str]) -> str:
-    """ffmpeg's own text form of tags; a file, because an argument ends at 128 KB.
+    """Tags in ffmpeg's text format, for a file, because an argument has at most 128 KB.
 
     Source: https://ffmpeg.org/ffmpeg-formats.html#Metadata-1
     """
@@ -84,7 +82,7 @@ def to_ffmetadata(tags: Mapping[str, str]) -> str:
 
 
 def from_ffmetadata(text: str) -> dict[str, str]:
-    """The tags in ffmpeg's text form, the reverse of `to_ffmetadata`."""
+    """The reverse of `to_ffmetadata`."""
     tags: dict[str, str] = {}
     name, current, is_escaped = None, "", False
     for char in text.partition("\n")[2]:

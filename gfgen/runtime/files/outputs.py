@@ -1,8 +1,8 @@
-"""Finished frames to files: PNG, JPEG or WebP for one frame, MP4 for several.
+"""Write frames to files: PNG, JPEG or WebP for one frame, MP4 for several.
 
-A file appears under its name complete or not at all: it is written to a hidden name in the same folder,
-synced to the disk, and then gets its name, which it takes from no file but its own predecessor. What a killed
-process leaves behind is such a hidden file; `remove_leftovers` removes it at the start of the next run.
+A file appears under its name only when it is complete: it is written under a hidden name in the same folder,
+synced to disk and renamed. It replaces only its own predecessor. A killed process leaves a hidden file, which
+`remove_leftovers` removes at the start of the next run.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ Frames = NDArray[np.uint8]
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 VIDEO_SUFFIXES = (".mp4",)
 CORES_PER_THREAD, MIN_THREADS, MAX_THREADS = 4, 2, 8
-"""Of one ffmpeg: where cores are few it competes with the models, beside GPUs there are some to spare, and a
-job is done when its file is there. The same for all files of a machine: their bytes depend on it."""
+"""Threads of one ffmpeg. With few cores it competes with the models; with GPUs cores are free, and a job ends
+only with its file. The number is the same for all files of a machine, because their bytes depend on it."""
 CONSTANT_RATE_FACTOR = 18
-"""x264's quality; 18 is about where compression stops being visible."""
+"""x264's quality; at 18 compression is hardly visible."""
 _TEMPORARY = re.compile(r"\..{1,40}\.tmp-[0-9]+(?P<suffix>\.[A-Za-z0-9]+)", re.DOTALL)
-"""What `temporary_name` gives."""
+"""The names of `temporary_name`."""
 _MP4_SHRINKS = 20
-"""Raw bytes to MP4 bytes, cautiously: for the estimate in a full disk's message only."""
+"""Raw bytes per MP4 byte, a low estimate for the message about a full disk."""
 _EXIF_DESCRIPTION, _EXIF_MAKER_NOTE = 0x010E, 0x927C
 _INSTALL_FFMPEG = "cannot write MP4 files without ffmpeg; pip install imageio-ffmpeg"
 
@@ -52,16 +52,15 @@ def write_output(
     replaces: Content | None = None,
     made_for: Mapping[str, Any] | None = None,
 ) -> Content:
-    """Write frames [F, H, W, 3] and return what the file holds.
+    """Write frames [F, H, W, 3] and return the content of the file.
 
-    One frame goes to an image, any number to an MP4 (H.264, yuv420p). H.264 with this
-    chroma stores even sizes only: an odd edge is repeated once, nothing is rescaled.
+    An image has one frame, an MP4 (H.264, yuv420p) any number. H.264 with this chroma has even sizes only,
+    so an odd edge is repeated once; nothing is rescaled.
 
-    A file that is already there is replaced only if it holds `replaces`, or if an earlier try with the same
-    `made_for` left it.
+    This replaces an existing file only if it holds `replaces`, or if an earlier try with the same `made_for`
+    wrote it.
 
-    Raises: OutputError, which says what to do; then nothing is left under `path` that was
-    not there before.
+    Raises: OutputError, which says what to do; `path` is then unchanged.
     """
     _check(frames, path, fps)
     metadata = labels.clean(metadata)
@@ -89,10 +88,7 @@ def write_output(
 def _publish(
     temporary: Path, path: Path, *, replaces: Content | None, made_for: Mapping[str, Any] | None
 ) -> None:
-    """Give a complete file its name, which it takes from no file but its own predecessor.
-
-    Raises: OutputError when another file has the name.
-    """
+    """Rename a complete file. Raises OutputError when a file other than its predecessor has the name."""
     try:
         _link(temporary, path)
         return
@@ -108,12 +104,12 @@ def _publish(
 
 
 def _link(temporary: Path, path: Path) -> None:
-    """Rename without replacing; the temporary name may stay. Raises FileExistsError if the name is taken."""
+    """Rename without replacing; the temporary name may stay. Raises FileExistsError."""
     try:
         os.link(temporary, path)
     except FileExistsError:
         raise
-    except OSError:  # no hard links on this file system, or something that the next line tells as well
+    except OSError:  # no hard links on this file system, or an error that the next line raises, too
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
         try:
             os.replace(temporary, path)
@@ -123,27 +119,23 @@ def _link(temporary: Path, path: Path) -> None:
 
 
 def encoder_threads(num_cores: int) -> int:
-    """Threads of one ffmpeg where there are so many cores."""
     return min(MAX_THREADS, max(MIN_THREADS, num_cores // CORES_PER_THREAD))
 
 
 def temporary_name(path: Path, *, pid: int | None = None) -> Path:
-    """The hidden name that a process, this one if no other is named, writes before it renames to `path`."""
+    """The hidden name under which a process, by default this one, writes `path`."""
     return path.with_name(f".{path.stem[:40]}.tmp-{os.getpid() if pid is None else pid}{path.suffix}")
 
 
 def remove_unfinished(path: Path, *, pid: int) -> None:
-    """Delete what a writer that has died left of a file."""
+    """Delete the partial file of a dead writer."""
     with suppress(OSError):
         temporary_name(path, pid=pid).unlink()
 
 
 def remove_leftovers(folder: Path) -> int:
-    """Delete what killed writers left in an output folder; returns how many files.
-
-    Only for the holder of the folder's lock: another run's writers may be at work. And only files that
-    `temporary_name` may have named, in the folder itself: those below it are not ours, or of another run.
-    """
+    """Delete the partial files of killed writers in an output folder, but not in subfolders; returns how
+    many.  The caller must hold the folder's lock, because another run's writers may be active."""
     leftovers = [path for path in folder.glob(".*.tmp-*") if _is_temporary(path.name) and path.is_file()]
     for path in leftovers:
         path.unlink(missing_ok=True)
@@ -156,10 +148,7 @@ def _is_temporary(name: str) -> bool:
 
 
 def read_metadata(path: Path) -> dict[str, str | int | float]:
-    """The metadata that `write_output` put into a file; empty when there is none.
-
-    Raises: OutputError when the file cannot be read.
-    """
+    """The metadata from `write_output`, or nothing. Raises OutputError when the file cannot be read."""
     try:
         text = _read_video_tag(path) if path.suffix.lower() in VIDEO_SUFFIXES else _read_image_tag(path)
     except (OSError, SyntaxError) as error:
@@ -204,7 +193,7 @@ def _write_image(frame: Frames, path: Path, *, metadata: labels.Metadata) -> Non
 
 
 def _write_video(frames: Frames, path: Path, *, fps: int, metadata: labels.Metadata) -> None:
-    """Stream the frames through ffmpeg, one at a time; OSError or OutputError when it fails."""
+    """Stream the frames through ffmpeg. Raises OSError or OutputError."""
     tags = {
         "title": labels.title_of(metadata),
         "description": labels.parameters_text(metadata),
@@ -244,9 +233,9 @@ def _encode_command(frames: Frames, path: Path, *, fps: int, tag_fd: int) -> lis
 
 @contextmanager
 def _ffmpeg(command: list[str], *, complaints: IO[bytes], keep_fd: int) -> Iterator[subprocess.Popen[bytes]]:
-    """A running ffmpeg, which has ended when the block is left, and dies with this process.
+    """A running ffmpeg, which ends with the block and dies with this process.
 
-    In a session of its own: Ctrl-C in the terminal is for gfgen, which still wants the file.
+    It has its own session, so that Ctrl-C in the terminal does not reach it: gfgen still needs the file.
     """
     process = subprocess.Popen(
         command,
@@ -255,7 +244,7 @@ def _ffmpeg(command: list[str], *, complaints: IO[bytes], keep_fd: int) -> Itera
         stderr=complaints,
         pass_fds=(keep_fd,),
         start_new_session=True,
-        preexec_fn=partial(die_with_parent, os.getpid()),  # else it would encode what it has got to the end
+        preexec_fn=partial(die_with_parent, os.getpid()),  # otherwise it encodes what it has received
     )
     try:
         yield process
@@ -290,7 +279,7 @@ def _encoder_error(status: int, complaints: IO[bytes]) -> Exception:
 
 
 def _even(frame: Frames) -> Frames:
-    """The frame with its last row and column repeated where the size is odd; else itself."""
+    """Repeat the last row or column of an odd size."""
     height, width, _ = frame.shape
     if height % 2 or width % 2:
         frame = np.pad(frame, ((0, height % 2), (0, width % 2), (0, 0)), mode="edge")
@@ -306,7 +295,6 @@ def _memory_file(text: str = "") -> Iterator[IO[bytes]]:
 
 
 def _sync(path: Path) -> None:
-    """Bring a file or folder to the disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

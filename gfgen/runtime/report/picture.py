@@ -1,4 +1,4 @@
-"""What all pictures share: where they are written, in which kinds, with which fonts."""
+"""Save figures: formats and fonts of all pictures."""
 
 from __future__ import annotations
 
@@ -15,20 +15,18 @@ if TYPE_CHECKING:
 SUFFIXES = (".png", ".svg", ".pdf")
 GREY = "#777777"
 FONTS = ("Noto Sans CJK SC", "Noto Sans CJK JP", "Source Han Sans SC", "WenQuanYi Zen Hei", "Noto Emoji")
-"""Used where installed, for prompts that the usual font cannot show."""
+"""For prompts that the default font cannot show, if installed."""
 
 
 def check_suffix(path: Path) -> None:
-    """Refuse a picture of another kind than those that can be drawn."""
     if path.suffix.lower() not in SUFFIXES:
         raise InputError(f"{path}: a picture's name ends in {', '.join(SUFFIXES)}")
 
 
 def save_figure(draw: Callable[[], Figure], path: Path) -> None:
-    """Draw, and write the picture; its kind follows from the suffix (.png, .svg, .pdf).
+    """Draw and write a picture in the format of its suffix.
 
-    Raises: InputError when the suffix is another one or matplotlib is missing; OutputError when
-            the picture cannot be written.
+    Raises: InputError for another suffix or without matplotlib; OutputError when it cannot be written.
     """
     check_suffix(path)
     try:

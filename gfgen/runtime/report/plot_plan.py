@@ -1,4 +1,4 @@
-"""A plan as a picture: when each policy, and each number of ranks, would be done."""
+"""Draw a plan: the end of each policy and of each number of ranks."""
 
 from __future__ import annotations
 
@@ -19,20 +19,16 @@ WIDTH, ROW_INCHES, MARGIN = 11.0, 0.36, 0.55
 LEFT, AXES_WIDTH = 0.2, 0.5
 """Fractions of the width."""
 PLAIN = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
-"""Ground of a text that lines run through."""
+"""Background of a text on lines."""
 IN_TIME, LATE, BEST = "#88CCEE", "#CC6677", "#44AA99"
 
 
 def plot_plan(plan: Plan, path: Path) -> None:
-    """Write the picture; its kind follows from the suffix.
-
-    Raises: InputError for another suffix or without matplotlib; OutputError when it cannot be written.
-    """
+    """Raises as `save_figure`."""
     save_figure(lambda: draw_plan(plan), path)
 
 
 def draw_plan(plan: Plan) -> Figure:
-    """The picture as a matplotlib figure, on no screen."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""Several runs as a picture: bars for deadlines met, latencies and throughput, a row for each run."""
+"""Compare runs in a picture: a row per run with bars for deadlines met, latencies and throughput."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 WIDTH, ROW_INCHES, TOP, BOTTOM = 14.0, 0.42, 1.0, 0.25
 NAME_WIDTH = 0.17
-"""Of the picture, for the runs' names."""
+"""Fraction of the width for the names of the runs."""
 TRACE_NAMES = ("trace.json", "*/trace.json")
-"""Where a folder's traces are looked for."""
+"""The traces of a folder."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunFigures:
-    """What the bars of one run show; None where the run has no such number."""
+    """The numbers of one run; None if it has no such number."""
 
     name: str
     attainment: float | None
@@ -40,13 +40,11 @@ class RunFigures:
 
 @dataclass(frozen=True, slots=True)
 class _Panel:
-    """One number of all runs."""
-
     title: str
     value: Callable[[RunFigures], float | None]
     text: Callable[[float], str]
     limit: float | None = None
-    """The end of the axis, where that is no matter of the largest value."""
+    """The end of the axis. None: the largest value."""
 
 
 DEADLINES = _Panel("deadlines met", lambda run: run.attainment, lambda value: f"{value:.0%}", limit=1.0)
@@ -59,10 +57,11 @@ OTHERS = (
 
 
 def find_traces(paths: Sequence[Path]) -> list[Path]:
-    """Traces as named, and in place of a folder those in it and one level below: in the order in which
-    they were asked for, where they tell it, and by name.
+    """The named traces; a folder stands for the traces in it and one level below.
 
-    Raises: InputError for a folder without any.
+    Traces of a folder are in the order of their command, then by name.
+
+    Raises: InputError for a folder without traces.
     """
     found: list[Path] = []
     for path in paths:
@@ -72,7 +71,7 @@ def find_traces(paths: Sequence[Path]) -> list[Path]:
         inside = [trace for pattern in TRACE_NAMES for trace in sorted(path.glob(pattern), key=_place)]
         if not inside:
             raise InputError(
-                f"{path}: no trace.json in it; 'gfgen simulate --output' and 'run --trace' write them"
+                f"{path}: contains no trace.json; 'gfgen simulate --output' and 'run --trace' write them"
             )
         found += inside
     return found
@@ -84,11 +83,7 @@ def _place(trace: Path) -> tuple[float, Path]:
 
 
 def plot_runs(traces: Sequence[Path], output: Path, *, title: str | None = None) -> None:
-    """Draw the runs of these traces beside each other; the picture's kind follows from the suffix.
-
-    Raises: InputError when a trace cannot be read or has no job that has ended; OutputError when
-            the picture cannot be written.
-    """
+    """Raises InputError when a trace cannot be read or no job has ended; otherwise as `save_figure`."""
     timelines = [read_timeline(trace) for trace in traces]
     for trace, timeline in zip(traces, timelines, strict=True):
         if not any(job.ended_s is not None for job in timeline.jobs.values()):
@@ -99,7 +94,6 @@ def plot_runs(traces: Sequence[Path], output: Path, *, title: str | None = None)
 
 
 def figures_of(timeline: Timeline, *, name: str) -> RunFigures:
-    """The numbers of a traced run."""
     jobs = timeline.jobs.values()
     latencies = [
         job.ended_s - job.arrival_s for job in jobs if job.ended_s is not None and job.status == "done"
@@ -118,10 +112,7 @@ def figures_of(timeline: Timeline, *, name: str) -> RunFigures:
 
 
 def draw_runs(runs: Sequence[RunFigures], *, title: str) -> Figure:
-    """The picture as a matplotlib figure, on no screen: a panel for each number, a bar for each run.
-
-    Without deadlines the first panel has the makespan.
-    """
+    """Draw a panel per number. Without deadlines the first panel shows the makespan."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -157,7 +148,7 @@ def _draw_panel(axes: Axes, panel: _Panel, runs: Sequence[RunFigures], *, has_na
 
 
 def _names(traces: Sequence[Path], timelines: Sequence[Timeline]) -> list[str]:
-    """Policies where they tell the runs apart, with the ranks where only those do, or folders."""
+    """Policies if they differ, or policies with ranks, or folders, or paths."""
     policies = [timeline.policy for timeline in timelines]
     with_ranks = [f"{timeline.policy}, {counted(timeline.num_ranks, 'rank')}" for timeline in timelines]
     folders = [trace.parent.name if trace.name in TRACE_NAMES else trace.name for trace in traces]

@@ -50,22 +50,18 @@ LANE_HEIGHT = 0.78
 MAX_ROWS_WITH_PROMPT = 30
 MAX_ROWS_WITH_NAME = 120
 CHAR_INCHES = 0.0088
-"""Width of a character by point of font size: DejaVu Sans has 0.6 em on average, 1/72 inch a point."""
-
-
+"""Width of a character per point of font size: DejaVu Sans has 0.6 em on average, a point is 1/72 inch."""
 WIDTH, TOP, BETWEEN, BOTTOM = 16.0, 0.85, 0.2, 0.55
-"""Of the picture and its margins, in inches."""
+"""Inches of the picture and its margins."""
 AXES_LEFT, AXES_WIDTH = 0.2, 0.67
 """Fractions of the width."""
 MAX_BLOCKS = 6000
-"""Beyond this the tasks of a block are drawn as one rectangle; drawing costs 0.5 ms each."""
+"""With more blocks, consecutive ones are merged; drawing takes 0.5 ms each."""
 LONG_PAUSE_INCHES = 0.25
 
 
 @dataclass(frozen=True, slots=True)
 class PlotData:
-    """All that is drawn."""
-
     timeline: Timeline
     tasks: tuple[PlotBlock, ...]
     writes: tuple[PlotBlock, ...]
@@ -79,22 +75,17 @@ class PlotData:
 
     @property
     def row_inches(self) -> float:
-        """Height of a job's row: for text where it fits, and never more than 11 inches in all."""
+        """Height of a job's row; all rows together have at most 11 inches."""
         if len(self.jobs) <= MAX_ROWS_WITH_PROMPT:
             return 0.2
         return min(max(0.1, 0.2 - len(self.jobs) / 600), 11.0 / len(self.jobs))
 
     def inches(self, seconds: float) -> float:
-        """Width of a time in the picture."""
         return seconds * WIDTH * AXES_WIDTH / (self.span[1] - self.span[0])
 
 
 def plot_timeline(trace_path: Path, output_path: Path, *, title: str | None = None) -> None:
-    """Draw the trace; the picture's kind follows from the suffix (.png, .svg, .pdf).
-
-    Raises: InputError when the trace cannot be read, holds no task, the suffix is another
-    one, or matplotlib is missing; OutputError when the picture cannot be written.
-    """
+    """Raises InputError when the trace cannot be read or has no task; otherwise as `save_figure`."""
     check_suffix(output_path)
     timeline = read_timeline(trace_path)
     if not any(slice_.rank is not None for slice_ in timeline.slices):
@@ -103,7 +94,6 @@ def plot_timeline(trace_path: Path, output_path: Path, *, title: str | None = No
 
 
 def draw(timeline: Timeline, *, title: str | None = None) -> Figure:
-    """The picture as a matplotlib figure, on no screen."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -158,7 +148,7 @@ def _draw_lanes(axes: Axes, scene: PlotData) -> None:
 
 
 def _draw_block(axes: Axes, block: PlotBlock, scene: PlotData) -> None:
-    """A rectangle; hatching and the white gap to its neighbours only where there is room."""
+    """Draw a rectangle, with hatching and a white gap to its neighbours if it is wide enough."""
     from matplotlib.patches import Rectangle
 
     lightness, hatch = STAGES.get(block.stage, (1.0, ""))
@@ -182,7 +172,7 @@ def _draw_block(axes: Axes, block: PlotBlock, scene: PlotData) -> None:
 
 
 def _draw_bridges(axes: Axes, tasks: Sequence[Sequence[PlotBlock]], *, colour: str) -> None:
-    """Lines between the blocks of a task whose ranks are no neighbours, where that begins."""
+    """Connect the blocks of a task on distant ranks, at the start of each such layout."""
     lanes, end_s = None, 0.0
     for parts in tasks:
         goes_on = lanes_of(parts) == lanes and parts[0].start_s - end_s < 0.2 * parts[0].duration_s
@@ -195,7 +185,7 @@ def _draw_bridges(axes: Axes, tasks: Sequence[Sequence[PlotBlock]], *, colour: s
 
 
 def _draw_moves(axes: Axes, tasks: Sequence[Sequence[PlotBlock]], scene: PlotData, *, colour: str) -> None:
-    """A line to where a job goes on when it changes ranks; faint after a long pause."""
+    """Draw a line when a job changes ranks; faint after a long pause."""
     for before, after in itertools.pairwise(tasks):
         if lanes_of(before) == lanes_of(after):
             continue
@@ -215,7 +205,7 @@ def _draw_moves(axes: Axes, tasks: Sequence[Sequence[PlotBlock]], scene: PlotDat
 
 
 def _draw_label(axes: Axes, block: PlotBlock, scene: PlotData) -> None:
-    """The job's id inside, shortened to what fits, on a plain ground: hatching would run through it."""
+    """Write the job's id, shortened to fit, on a plain background without hatching."""
     size = 6 if block.stage == WRITE else 7.5
     fits = int(scene.inches(block.duration_s) / (size * CHAR_INCHES))
     if fits < min(4, len(block.job_id)):
@@ -261,7 +251,7 @@ def _draw_rows(axes: Axes, scene: PlotData) -> None:
 
 
 def _draw_row(axes: Axes, row: int, job: TracedJob, scene: PlotData, *, thickness: float) -> None:
-    """From arrival to end; where it is late, a red line; the deadline as a triangle."""
+    """Draw a job from arrival to end, its lateness as a red line and its deadline as a triangle."""
     end_s = scene.span[1]
     ended_s = end_s if job.ended_s is None else job.ended_s
     colour = scene.colours[job.job_id]
@@ -322,7 +312,7 @@ def _draw_head(figure: Figure, scene: PlotData, *, title: str | None, height: fl
 
 
 def _legend(scene: PlotData) -> Iterator[Artist]:
-    """What the shades and marks mean; marks only where the picture has them."""
+    """Explain the shades, and the marks that the picture has."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -359,11 +349,8 @@ def _title(timeline: Timeline, span: tuple[float, float]) -> str:
     return text + (f", {num_failed} failed" if num_failed else "")
 
 
-# --- Small things ------------------------------------------------------------------------
-
-
 def _span(timeline: Timeline) -> tuple[float, float]:
-    """From the first arrival to the last end."""
+    """First arrival and last end."""
     jobs = timeline.jobs.values()
     starts = [slice_.start_s for slice_ in timeline.slices] + [job.arrival_s for job in jobs]
     ends = [slice_.end_s for slice_ in timeline.slices] + [job.ended_s or 0.0 for job in jobs]
@@ -384,7 +371,7 @@ def _bare(axes: Axes) -> None:
 def _beside(
     axes: Axes, y: float, text: str, *, on: Literal["left", "right"], size: float, colour: str = "black"
 ) -> None:
-    """Text left or right of the axes, at the height of a lane or row."""
+    """Write left or right of the axes, at the height of a lane or row."""
     axes.annotate(
         text,
         xy=(0 if on == "left" else 1, y),
@@ -406,7 +393,7 @@ def _shortened(text: str, limit: int) -> str:
 
 
 def _cut_inside(text: str, limit: int) -> str:
-    """A text of `limit` characters that keeps both ends: ids that differ often do so at the last."""
+    """Shorten to `limit` characters and keep both ends, because ids often differ in the last ones."""
     if len(text) <= limit:
         return text
     tail = min(max(limit // 3, 2), limit - 2)

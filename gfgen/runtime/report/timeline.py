@@ -1,4 +1,4 @@
-"""A trace file read back: slices, jobs, and what the run was."""
+"""Read a trace file: its slices, its jobs and its run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gfgen.runtime.report.trace import FIRST_WRITER_TID
 
 TraceEvent = dict[str, Any]
 MAX_LINES_BEFORE_RUN = 64
-"""A trace begins with the names of processes and ranks."""
+"""The names of processes and ranks come first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,6 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class TracedJob:
-    """What a trace says of a job besides its slices."""
-
     job_id: str
     prompt: str = ""
     arrival_s: float = 0.0
@@ -54,7 +52,7 @@ class TracedJob:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """A whole trace, slices in order of their begin, jobs in order of their arrival."""
+    """Slices are in order of their start, jobs in order of their arrival."""
 
     slices: tuple[Slice, ...]
     jobs: dict[str, TracedJob] = field(default_factory=dict)
@@ -64,10 +62,7 @@ class Timeline:
 
 
 def read_timeline(path: Path) -> Timeline:
-    """Read a trace that `TraceWriter` wrote, also one whose end is missing.
-
-    Raises: InputError when the file is not there or is no trace.
-    """
+    """Read a trace, complete or not. Raises InputError when there is no trace."""
     slices: list[Slice] = []
     jobs: dict[str, TracedJob] = {}
     policy, num_ranks, is_simulated = "", 0, False
@@ -92,15 +87,12 @@ def read_timeline(path: Path) -> Timeline:
 
 
 def place_of(path: Path) -> int | None:
-    """The place of a trace's run among those that were asked for together; None where none is told.
-
-    Reads no further than what the run says of itself, near the begin of the file.
-    """
+    """The place of a run among those of one command, from the first lines of its trace; None if unknown."""
     try:
         with path.open(encoding="utf-8") as stream:
             entries = _complete_lines("".join(itertools.islice(stream, MAX_LINES_BEFORE_RUN)))
     except (OSError, UnicodeDecodeError):
-        return None  # whoever reads the whole file says what is wrong with it
+        return None  # read_timeline reports the problem
     told = next((entry.get("args") for entry in entries if entry.get("name") == "run"), None)
     place = told.get("place") if isinstance(told, dict) else None
     return place if isinstance(place, int) else None
@@ -126,7 +118,7 @@ def _entries(path: Path) -> Iterable[TraceEvent]:
 
 
 def _complete_lines(text: str) -> list[TraceEvent]:
-    """The events of a file whose end is missing: it has one to a line."""
+    """The events of an incomplete file, one per line."""
     entries = []
     for line in text.splitlines():
         try:

@@ -59,7 +59,7 @@ Args = Mapping[str, Any]
 
 @dataclass(slots=True)
 class _JobLane:
-    """What later events of a job need to know of it."""
+    """The state of a job in the trace."""
 
     number: int
     info: JobInfo
@@ -67,13 +67,13 @@ class _JobLane:
     has_arrived: bool = False
     has_ended: bool = False
     last_place: tuple[int, float] | None = None
-    """Lane and time inside its latest slice: where its flow goes on, or ends."""
+    """Lane and time inside its latest slice, where its flow continues or ends."""
 
 
 class TraceWriter(Observer):
-    """Writes the trace while the run goes on.
+    """Writes the trace during the run.
 
-    place: of this run among several that were asked for together, from 0.
+    place: of this run among those of one command, from 0.
     """
 
     def __init__(self, path: Path, *, is_simulated: bool = False, place: int | None = None) -> None:
@@ -89,11 +89,11 @@ class TraceWriter(Observer):
         self._jobs: dict[str, _JobLane] = {}
         self._dispatches: dict[int, Dispatch] = {}
         self._latest: dict[int, tuple[float, float]] = {}
-        """By lane: begin and end of the latest slice. Slices of a lane must not overlap."""
+        """By lane: start and end of the latest slice. Slices of a lane must not overlap."""
         self._num_open = 0
         self._last_s = 0.0
 
-    # What the run tells ------------------------------------------------------------------
+    # Observer ----------------------------------------------------------------------------
 
     def began(self, jobs: tuple[JobInfo, ...], *, num_ranks: int, policy: str) -> None:
         self._jobs = {info.job_id: _JobLane(number, info) for number, info in enumerate(jobs, start=1)}
@@ -221,7 +221,7 @@ class TraceWriter(Observer):
             self._flow(job, lane, (start_s + event.time_s) / 2)
 
     def _writer_lane(self, writer: int) -> int:
-        """The lane of a writer, which gets its name when it is first used."""
+        """The lane of a writer, named at its first use."""
         lane = FIRST_WRITER_TID + writer
         if lane not in self._latest:
             self._name_lane(lane, f"writer {writer}")
@@ -247,7 +247,7 @@ class TraceWriter(Observer):
             start_s = max(start_s, latest_end_s)
             end_s = max(start_s, end_s)
             self._latest[lane] = (start_s, end_s)
-        else:  # the rank had ended this one before, but another rank of its layout ended it later
+        else:  # another rank of the layout ended this dispatch later
             end_s = min(end_s, latest_start_s)
         if colour is None and job is not None:
             colour = COLOURS[job.number % len(COLOURS)]
@@ -261,7 +261,7 @@ class TraceWriter(Observer):
         self._write(entry)
 
     def _flow(self, job: _JobLane, lane: int, time_s: float) -> None:
-        """Go on with the job's arrow inside the slice that was just written."""
+        """Continue the job's arrow in the slice that was just written."""
         self._write_flow(job, "t" if job.is_flowing else "s", lane, time_s)
         job.is_flowing, job.last_place = True, (lane, time_s)
 
@@ -347,10 +347,10 @@ class TraceWriter(Observer):
             self._give_up(error)
 
     def _give_up(self, error: OSError) -> None:
-        """A trace that cannot be written ends here, with a warning; the run goes on."""
+        """End the trace with a warning; the run goes on."""
         logger.warning("the trace %s ends early: %s", self._path, error.strerror)
         if self._stream is not None:
-            with suppress(OSError):  # it tries again to write what it holds
+            with suppress(OSError):  # it tries to write its buffer again
                 self._stream.close()
             self._stream = None
 
