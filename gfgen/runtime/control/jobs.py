@@ -357,7 +357,8 @@ class Jobs:
         if is_visible and not record.flights:
             self.open.put(record.view(self._costs))
             return
-        self.open.discard(job_id)
+        if job_id in self.open:
+            self.open.discard(job_id)
         if is_visible:
             self.busy[job_id] = record.view(self._costs)
 

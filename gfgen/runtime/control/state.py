@@ -174,11 +174,12 @@ class State:
         cost_class, degrees = record.cost_class, layout.degrees
         source = progress.holder if progress.is_held else None
         start_s = max([now_s, *[self.ranks.records[rank].free_at_s for rank in layout.ranks]])
-        move_s = self._costs.move_s(cost_class, source, layout)
+        stays = source is None or source == layout
+        move_s = 0.0 if stays else self._costs.move_s(cost_class, source, layout)
         task_s = self._costs.expected_s(cost_class, task.stage, degrees)
         transfers: tuple[Transfer, ...] = ()
         # Otherwise ranks take the state from the slab, where its last holders publish it.
-        if task.index >= 2 and source not in (None, layout) and self.ranks.can_send(source, layout):
+        if task.index >= 2 and source is not None and not stays and self.ranks.can_send(source, layout):
             latents = record.job.trajectory.artifact("latents")
             transfers = plan_transfers(latents, source=source, destination=layout)
         dispatch = Dispatch(
@@ -267,7 +268,9 @@ class State:
         """
         waiting = record.flights[:1]
         for rank in flight.dispatch.layout.ranks:
-            waiting += [other for other in self.ranks.records[rank].flights[:1] if other not in waiting]
+            for other in self.ranks.records[rank].flights[:1]:
+                if other not in waiting:
+                    waiting.append(other)
         for other in waiting:
             task, layout = other.dispatch.task, other.dispatch.layout
             job = self.jobs.records[task.job_id]

@@ -64,7 +64,7 @@ class CostClass:
     published: dict[tuple[Stage, Degrees], float] = field(default_factory=dict)
     """Estimates handed out since the last notable change."""
     rests: dict[tuple[int, int], float] = field(default_factory=dict)
-    """What `rest_alone_s` has said since then, by next task and number of tasks."""
+    """What `rest_alone_s` has said since then, by next task, 2 for any step or the decode, and tasks left."""
     profiled: dict[tuple[Stage, Degrees], Estimate | None] = field(default_factory=dict)
     """What the profile says, looked up once."""
     limits: Limits = field(default_factory=Limits)
@@ -217,10 +217,11 @@ class CostModel:
 
     def rest_alone_s(self, cost_class: CostClass, task: Task, num_tasks: int) -> float:
         """The same on one rank, which is asked for every job: of jobs that are alike it is added up once."""
-        key = (task.index, num_tasks)
-        if key not in cost_class.rests:
-            cost_class.rests[key] = self.remaining_s(cost_class, task, num_tasks, _ONE)
-        return cost_class.rests[key]
+        key = (min(task.index, 2), num_tasks - task.index)  # all that `remaining_s` depends on
+        rest_s = cost_class.rests.get(key)
+        if rest_s is None:
+            rest_s = cost_class.rests[key] = self.remaining_s(cost_class, task, num_tasks, _ONE)
+        return rest_s
 
     def arrangement(self, cost_class: CostClass) -> Arrangement:
         """How tasks of this class use ranks best, as far as is predicted; changes with `version` only."""
