@@ -479,7 +479,7 @@ class TestUnknownFields:
         assert lines[21:] == ["  and 981 more problems", f"  the fields of a job are {', '.join(FIELDS)}"]
 
     def test_a_number_of_pictures_is_no_field(self) -> None:
-        assert problem(n=4).accepted == "not a field; write one line per picture"
+        assert problem(n=4).accepted == "not a field; did you mean num_images?"
 
     def test_a_huge_name_is_shortened(self) -> None:
         assert len(problem(**{"x" * 100_000: 1}).field or "") <= 80

@@ -72,6 +72,7 @@ def test_options_of_run():
         "--trace",
         "--until",
         "--vae-dtype",
+        "--vary",
         "--watch",
         "-o",
         "-q",

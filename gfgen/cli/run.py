@@ -77,6 +77,9 @@ class RunOptions(SessionOptions):
     metavar="FIELD=VALUE",
     help="Set this field of all jobs, whatever the job file says. May be repeated.",
 )
+@click.option(
+    "--vary", is_flag=True, help='Expand {a|b} and {@file} in all prompts, as if each line had "vary": true.'
+)
 @click.option("--size", metavar="WxH", help="The same as --set size=WxH, such as 832x480.")
 @click.option("--steps", metavar="N", help="The same as --set steps=N.")
 @click.option("--seed", metavar="N", help="The same as --set seed=N.")
@@ -156,6 +159,7 @@ def run(
     jobs: str | None,
     output: Path | None,
     settings: tuple[str, ...],
+    vary: bool,
     size: str | None,
     steps: str | None,
     seed: str | None,
@@ -192,8 +196,9 @@ def run(
     short = {"size": size, "steps": steps, "seed": seed, "frames": frames}
     pairs = [("--set", text) for text in settings]
     pairs += [(f"--{name}", f"{name}={value}") for name, value in short.items() if value is not None]
-    if pairs and watch is not None:
-        raise click.UsageError(f"{pairs[0][0]} goes with JOBS; with --watch, write defaults in the job files")
+    if (pairs or vary) and watch is not None:
+        option = pairs[0][0] if pairs else "--vary"
+        raise click.UsageError(f"{option} goes with JOBS; with --watch, write defaults in the job files")
     source = watch or (None if jobs in (None, "-") else Path(jobs or ""))
     output_dir = output or default_folder(Path("outputs"), name, source)
     check_written(jobs, output_dir, {"--trace": trace, "--log-file": log_file})
@@ -209,7 +214,7 @@ def run(
         model=model,
         skip_invalid=skip_invalid,
         overwrite=overwrite,
-        overrides=parse_overrides(pairs),
+        overrides=parse_overrides(pairs) | ({"vary": True} if vary else {}),
         job_file=job_file_name(source, output_dir),
         lookahead_s=lookahead / 1000,
         grace_s=grace,

@@ -332,7 +332,7 @@ def _repeated_keys(mapping: Mapping[str, object]) -> Iterator[Problem]:
 
 def _unknown_fields(unknown: Sequence[str]) -> Iterator[Problem]:
     for name in unknown[:MAX_UNKNOWN_REPORTED]:
-        hint = "write one line per picture" if name.strip().lower() == "n" else suggestion(name, FIELDS)
+        hint = "did you mean num_images?" if name.strip().lower() == "n" else suggestion(name, FIELDS)
         if name == "defaults":
             hint = 'the first line of a file may be {"defaults": {...}}, with nothing else on it'
         accepted = f"not a field; {hint}" if hint else "not a field"

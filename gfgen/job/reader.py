@@ -25,6 +25,7 @@ from gfgen.job.fields import FIELDS, RepeatedKeys, parse_fields, printable, show
 from gfgen.job.images import ImageReader
 from gfgen.job.shared import check_defaults, is_defaults, over
 from gfgen.job.spec import JobSpec, default_id, file_names, name_key
+from gfgen.job.variations import variations
 
 MAX_LINE_BYTES = 2**20
 MAX_FILE_BYTES = 2**30
@@ -66,11 +67,15 @@ def read_jobs(
     Raises: InputError when the file cannot be read at all.
     """
     if source == "-":
-        return _read(sys.stdin.buffer, "standard input", _JobList(ImageReader(Path()), overrides), has_bar)
+        return _read(
+            sys.stdin.buffer, "standard input", _JobList(ImageReader(Path()), overrides, Path()), has_bar
+        )
     path = Path(source)
     try:
         with path.open("rb") as stream:
-            return _read(stream, str(path), _JobList(ImageReader(path.parent), overrides), has_bar)
+            return _read(
+                stream, str(path), _JobList(ImageReader(path.parent), overrides, path.parent), has_bar
+            )
     except FileNotFoundError:
         raise InputError(
             f"job file {path}: no such file; name a file of JSON lines, or - for standard input"
@@ -87,9 +92,10 @@ def read_job_stream(
 ) -> ParsedJobs:
     """As `read_jobs`, from an open binary stream; relative image paths start at `folder`.
 
-    `images` checks the images; by default an `ImageReader` does.
+    `images` checks the images; by default an `ImageReader` does. With it, lines cannot vary.
     """
-    return _read(stream, source, _JobList(images or ImageReader(folder), NOTHING), False)
+    jobs = _JobList(images or ImageReader(folder), NOTHING, folder if images is None else None)
+    return _read(stream, source, jobs, False)
 
 
 def _read(stream: BinaryIO, source: str, jobs: _JobList, has_bar: bool) -> ParsedJobs:
@@ -182,6 +188,8 @@ class _JobList:
 
     images: ImageReader
     overrides: Mapping[str, Any]
+    folder: Path | None
+    """Of lists of texts; None for jobs that come from other machines, whose lines cannot vary."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     is_first: bool = True
     specs: list[JobSpec] = field(default_factory=list)
@@ -202,7 +210,7 @@ class _JobList:
         elif decoded is not None and self.is_first and is_defaults(decoded):
             self._take_defaults(line, decoded["defaults"])
         elif decoded is not None:
-            self._add_object(line, over(over(self.defaults, decoded), self.overrides))
+            self._add_line_of_jobs(line, over(over(self.defaults, decoded), self._overrides_of(decoded)))
         self.is_first = self.is_first and decoded is None
 
     def _take_defaults(self, line: int, defaults: Any) -> None:
@@ -211,7 +219,22 @@ class _JobList:
         else:
             self.defaults = defaults
 
-    def _add_object(self, line: int, mapping: Mapping[str, object]) -> None:
+    def _overrides_of(self, mapping: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The overrides; --vary leaves a matrix as it is."""
+        matrix = mapping.get("vary", self.defaults.get("vary"))
+        if isinstance(matrix, Mapping) and "vary" in self.overrides:
+            return {**self.overrides, "vary": matrix}
+        return self.overrides
+
+    def _add_line_of_jobs(self, line: int, mapping: Mapping[str, Any]) -> None:
+        try:
+            for job in variations(mapping, fixed=self.overrides, folder=self.folder):
+                if not self._add_job(line, job):
+                    return  # the other variations have the same problem
+        except JobError as error:
+            self.problems += error.at_line(line)
+
+    def _add_job(self, line: int, mapping: Mapping[str, object]) -> bool:
         if len(self.specs) >= MAX_JOBS:
             raise _ReadingEnded(line, f"a file has at most {MAX_JOBS:,} jobs; split it here")
         values, problems = parse_fields(mapping, images=self.images)
@@ -223,6 +246,7 @@ class _JobList:
             self.problems += JobError(*problems).at_line(line)
         else:
             self.specs.append(JobSpec(**values, line=line))
+        return not problems
 
     def _next_id(self, values: Mapping[str, Any]) -> str:
         """A default id, which counts equal jobs."""

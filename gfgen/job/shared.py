@@ -15,7 +15,10 @@ from gfgen.job.images import NoImages
 
 OWN_FIELDS = ("id", "output")
 """Each job needs its own."""
+VARIATION_FIELDS = ("vary", "seeds", "num_images")
+"""Fields of a line, not of a job (variations.py)."""
 SIDES = {"size", "width", "height"}
+SEEDS = {"seed", "seeds"}
 
 
 def is_defaults(mapping: Mapping[str, object]) -> bool:
@@ -24,11 +27,15 @@ def is_defaults(mapping: Mapping[str, object]) -> bool:
 
 
 def over(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The fields of both; those of `upper` count. A size replaces a width and a height, and the reverse."""
+    """The fields of both; those of `upper` count. A size replaces a width and a height, and the reverse.
+
+    `seed` and `seeds` replace each other, too.
+    """
     if not lower or not upper:
         return upper or lower
-    if not SIDES.isdisjoint(upper):
-        lower = {name: value for name, value in lower.items() if name not in SIDES}
+    for names in (SIDES, SEEDS):
+        if not names.isdisjoint(upper):
+            lower = {name: value for name, value in lower.items() if name not in names}
     merged = RepeatedKeys({**lower, **upper})
     merged.repeated = getattr(upper, "repeated", ()) or getattr(lower, "repeated", ())
     return merged
@@ -45,7 +52,11 @@ def check_defaults(defaults: object) -> list[Problem]:
         if name in defaults
     ]
     # The lines check images, for which the folder counts, and the sides, which may come from both.
-    alone = {name: value for name, value in defaults.items() if name not in ("image", *OWN_FIELDS)}
+    alone = {
+        name: value
+        for name, value in defaults.items()
+        if name not in ("image", *OWN_FIELDS, *VARIATION_FIELDS)
+    }
     example_job = over({"prompt": "an example"}, alone)
     _, problems = parse_fields(example_job, images=NoImages(""))
     is_half = SIDES & alone.keys() in ({"width"}, {"height"})

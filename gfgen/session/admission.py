@@ -114,6 +114,9 @@ def _read(
     check_source(source)
     parsed = read_jobs("-" if source == "-" else Path(source), overrides=overrides, has_bar=has_bar)
     tell_of_unused(default_model, parsed.specs)
+    if (num_lines := len({spec.line for spec in parsed.specs})) < len(parsed.specs):
+        lines, jobs = counted(num_lines, "line"), counted(len(parsed.specs), "job")
+        logger.info("%s: %s with variations: %s", parsed.source, lines, jobs)
     return parsed
 
 
