@@ -77,7 +77,7 @@ def test_cpu_ranks_can_be_forced_and_nobody_looks_for_gpus():
 
 
 def test_gpus_that_are_not_there_are_refused():
-    with pytest.raises(InputError, match="no GPU that can be used"):
+    with pytest.raises(InputError, match="no usable GPU"):
         choose_devices("cuda", find=tuple)
     with pytest.raises(InputError, match="--ranks 5: there are 4 GPUs"):
         choose_devices(num_ranks=5, find=lambda: FOUR)

@@ -287,7 +287,7 @@ def test_jobs_that_came_later_are_given_after_the_others(tmp_path):
     early, late = make_job("early", steps=9), make_job("late", steps=2, deadline_s=0.5)
     clock, path = Clock(virtual=True), tmp_path / "journal.jsonl"
     backend = SimulatedBackend(clock, num_ranks=2, times=SimulatedTimes(task_s=lambda _: 0.1))
-    with pytest.raises(AssertionError, match="wait for ever"):  # who would bring a third job?
+    with pytest.raises(AssertionError, match="wait forever"):  # who would bring a third job?
         run(
             path,
             [early],
@@ -309,7 +309,7 @@ def test_a_job_that_is_cancelled_before_it_arrives_does_not_arrive_in_the_replay
     clock, path = Clock(virtual=True), tmp_path / "journal.jsonl"
     clock.at(JobCancelled(0.25, "late"))
     backend = SimulatedBackend(clock, num_ranks=2, times=SimulatedTimes(task_s=lambda _: 0.1))
-    with pytest.raises(AssertionError, match="wait for ever"):
+    with pytest.raises(AssertionError, match="wait forever"):
         run(
             path,
             [early],

@@ -1,8 +1,7 @@
-"""Admission: what a job file asks for becomes jobs as they will run, before anything starts.
+"""Admission: turn the jobs of a job file into jobs as they run, before anything starts.
 
-The model's geometry fills in defaults, rounds sizes as its pipeline would, and refuses what
-the model cannot do. All problems of all jobs are collected, so that a person mends a file
-once.
+The model's geometry fills in defaults, rounds sizes as its pipeline does, and refuses what the model does not
+support. Admission collects all problems of all jobs, so that you fix a file once.
 """
 
 from __future__ import annotations
@@ -27,25 +26,25 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class AdmittedJob:
-    """A job that can run: as asked and as run, with its trajectory and what it costs."""
+    """A job that can run: as asked and as run, with its trajectory and its cost."""
 
     info: JobInfo
     trajectory: Trajectory
     shape: str
-    """The cost model's key: jobs of one model and shape take equally long."""
+    """The cost model's key: jobs of one model and shape have equal durations."""
     flops: Mapping[Stage, float]
     checkpoint: Path
     uses_cfg: bool = False
     max_sequence_degree: int = 1
     """The most ranks that can share the tokens of one guidance branch."""
     max_ulysses_degree: int = MAX_RANKS
-    """The most of them that can share the heads."""
+    """The most of these ranks that can share the heads."""
     max_decode_degree: int = 1
-    """The most ranks that can share the rows of its decode."""
+    """The most ranks that can share the rows of a decode."""
     twin: str | None = None
-    """The model with a short name that computes the same, where its own is another: a directory, a hub id."""
+    """The short name of an equal model, if the job names its model by a directory or a hub id."""
     replaces: Content | None = None
-    """The file of its output's name that it may replace, as it was at admission (ownership.py)."""
+    """The existing file that its output may replace, as it was at admission (ownership.py)."""
 
     @property
     def job_id(self) -> str:
@@ -56,25 +55,24 @@ class AdmittedJob:
         return self.info.spec
 
     def model_in(self, models: Collection[str] = ()) -> str:
-        """What a profile of these models calls the job's: by its own name if it is there, or its twin's."""
+        """The name of the job's model in a profile of these models: its own if present, else its twin's."""
         own = self.spec.model or ""
         return own if own in models else self.twin or own
 
     @property
     def limits(self) -> Limits:
-        """How many ranks can share its tasks."""
         return Limits(
             self.uses_cfg, self.max_sequence_degree, self.max_ulysses_degree, self.max_decode_degree
         )
 
     @property
     def state_bytes(self) -> int:
-        """What moves when the job moves between two steps."""
+        """Bytes that move when the job moves between two steps."""
         return self.trajectory.artifact("latents").size_bytes
 
 
 def arriving_after(job: AdmittedJob, offset_s: float) -> AdmittedJob:
-    """The same job, arriving so much later; its relative deadline counts from then."""
+    """The same job with a later arrival; a relative deadline moves with it."""
     spec = replace(job.spec, arrival_s=job.spec.arrival_s + offset_s)
     return replace(job, info=replace(job.info, spec=spec))
 
@@ -92,10 +90,10 @@ class ResolvedModel:
 def admit(
     specs: Iterable[JobSpec], *, default_model: str, find_model: Callable[[str], ResolvedModel]
 ) -> tuple[tuple[AdmittedJob, ...], tuple[Problem, ...]]:
-    """The jobs that can run, and everything that is wrong with the others.
+    """The jobs that can run, and all problems of the others.
 
-    `find_model` raises ModelError for a name without a usable checkpoint; each name is
-    looked up once, and is one problem, at its first line, however many jobs want it.
+    `find_model` raises ModelError for a name without a usable checkpoint. Each name is looked up once and
+    makes at most one problem, at its first line.
     """
     models: dict[str, ResolvedModel | ModelError] = {}
     lines_without: dict[str, list[int | None]] = defaultdict(list)
@@ -119,7 +117,7 @@ def admit(
 
 
 def tell_of_rounding(jobs: Iterable[AdmittedJob]) -> None:
-    """A log line for each size and number of frames that a model rounds, with the lines of the jobs."""
+    """Log each size and number of frames that a model rounds, with the lines of the jobs."""
     lines: dict[str, list[int | None]] = defaultdict(list)
     for job in jobs:
         if job.info.rounding is not None:
@@ -131,7 +129,7 @@ def tell_of_rounding(jobs: Iterable[AdmittedJob]) -> None:
 
 
 def _missing_model(name: str, error: object, lines: Sequence[int | None]) -> Problem:
-    """One problem for all jobs of a model, at the first of their lines."""
+    """One problem for all jobs of a model, at their first line."""
     reason = str(error).removeprefix(f"model {name}: ")
     if len(lines) > 1:
         reason += f" (the same model: {in_lines(lines[1:])})"
@@ -148,7 +146,7 @@ def _find(find_model: Callable[[str], ResolvedModel], name: str) -> ResolvedMode
 def _resolve(asked: JobSpec, geometry: Geometry) -> tuple[JobSpec, str]:
     """The job as run and the name of its file.
 
-    Raises: JobError with all that is wrong with either.
+    Raises: JobError with the problems of both.
     """
     problems: list[Problem] = []
     run, file = asked, ""
@@ -166,7 +164,7 @@ def _resolve(asked: JobSpec, geometry: Geometry) -> tuple[JobSpec, str]:
 
 
 def _admit_one(spec: JobSpec, model: ResolvedModel, alike: dict[tuple[str, str], AdmittedJob]) -> AdmittedJob:
-    """The job; `alike` keeps the first job of each model and shape, for what depends on these alone."""
+    """The job; `alike` caches the first job of each model and shape."""
     asked = with_defaults(spec, model=model.name)
     run, file = _resolve(asked, model.geometry)
     assert run.steps is not None, "the job is not resolved"

@@ -1,7 +1,7 @@
-"""Time since the start of a run, and what is due when.
+"""Time since the start of a run, and scheduled events.
 
-One class for wall time and for virtual time: a wall clock reads the machine's monotonic
-clock, a virtual one stands still until it is advanced.
+One class serves wall time and virtual time: a wall clock reads the machine's monotonic clock, and a virtual
+one stands still until it is advanced.
 """
 
 from __future__ import annotations
@@ -34,67 +34,66 @@ _KIND_ORDER = (
     events.GraceOver,
     events.Wakeup,
 )
-"""Ties in time: what ends comes before what begins, so that a rank that gets free at the very
-moment of an arrival can take it."""
+"""Order of simultaneous events: ends come before beginnings, so that a rank that becomes free at the moment
+of an arrival can take that job."""
 _KINDS = {kind: number for number, kind in enumerate(_KIND_ORDER)}
 
 
 class Clock:
-    """Seconds since the start of the run, and the events that fall due by themselves."""
+    """Seconds since the start of the run, and scheduled events."""
 
     def __init__(self, *, virtual: bool = False) -> None:
         self._epoch_s: float | None = None if virtual else time.monotonic()
         self.started_at = 0.0 if virtual else time.time()
-        """Unix time at which the run's time began; 0 in virtual time."""
+        """Unix time at the start of the run; 0 in virtual time."""
         self._virtual_s = 0.0
         self._has_turned = False
         self.turn_s = 0.0
-        """The moment for which everything is decided in this turn of the loop.
+        """The moment for which this turn of the loop decides.
 
-        It stands still while a policy thinks, so that a decision is judged by the picture that it
-        was made from, and a journal that has this number tells all that there was to see.
+        It stands still while a policy runs, so decisions are checked against the snapshot that they were made
+        from, and the journal's record of it is enough to replay them.
         """
         self._due: list[tuple[float, int, int, Event]] = []
         self._numbers = itertools.count()
         self.look_s = math.inf
-        """When to turn although no event falls due: what follows a task is to be decided."""
+        """When to turn without an event, to decide what follows a task."""
 
     @property
     def now_s(self) -> float:
         return self._virtual_s if self._epoch_s is None else time.monotonic() - self._epoch_s
 
     def begin_turn(self) -> None:
-        """Decide for this moment from now on."""
         self._has_turned = True
         self.turn_s = self.now_s
 
     def from_monotonic(self, monotonic_s: float) -> float:
-        """A reading of the machine's monotonic clock, in another process too, on this clock."""
+        """Convert a reading of the machine's monotonic clock, from any process, to this clock."""
         assert self._epoch_s is not None, "virtual time has no relation to the machine's clock"
         return monotonic_s - self._epoch_s
 
     def at(self, event: Event) -> None:
-        """Let an event fall due at its own `time_s`."""
+        """Schedule an event at its `time_s`."""
         heapq.heappush(self._due, (event.time_s, _KINDS[type(event)], next(self._numbers), event))
 
     def next_wakeup(self) -> float | None:
-        """When the next event falls due, or the next look is; None when nothing is scheduled."""
+        """When the next event or look is due; None if nothing is scheduled."""
         next_s = min(self._due[0][0], self.look_s) if self._due else self.look_s
         return None if next_s == math.inf else next_s
 
     def brings_more(self, *, before_s: float, than: tuple[type[Event], ...]) -> bool:
-        """Whether anything but events of these kinds is scheduled before that."""
+        """Whether an event of a kind other than `than` is scheduled before `before_s`."""
         return any(time_s < before_s and not isinstance(event, than) for time_s, _, _, event in self._due)
 
     def due(self) -> list[Event]:
-        """Take the events that are due by now, in their total order."""
+        """Take the events that are due, in their total order."""
         now_s, due, released = self.now_s, self._due, []
         while due and due[0][0] <= now_s:
             released.append(heapq.heappop(due)[3])
         return released
 
     def advance(self, to_s: float) -> None:
-        """Let virtual time pass; it never goes back."""
+        """Advance virtual time; it never goes back."""
         assert self._epoch_s is None, "wall time passes by itself"
         self._virtual_s = max(self._virtual_s, to_s)
         if not self._has_turned:

@@ -1,7 +1,7 @@
-"""Which devices a run uses: all GPUs where there are any, else CPU ranks.
+"""Choose the devices of a run: all GPUs if there are any, otherwise CPU ranks.
 
-The parent of all ranks never touches CUDA. Where the system shows signs of a GPU, a short child
-process asks the driver.
+The parent of all ranks never touches CUDA. If the system shows signs of a GPU, a short child process asks the
+driver.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ DEVICES = ("auto", CPU, CUDA)
 DEFAULT_CPU_RANKS = 4
 
 _SIGNS = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/proc/driver/nvidia/version")
-"""One of these is there wherever the driver can find a GPU; /dev/dxg on Windows' Linux."""
+"""One of these exists wherever the driver can find a GPU; /dev/dxg on WSL."""
 _PROBE_TIMEOUT_S = 60.0
 MIN_MEMORY_BYTES = 10**6
-"""A smaller limit is a unit forgotten."""
+"""A smaller limit probably lacks its unit."""
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
@@ -40,24 +40,24 @@ class Gpu:
     name: str
     memory_bytes: int
     peers: frozenset[int] | None = None
-    """GPUs whose memory it reaches, as the driver numbers them; None for all of them."""
+    """GPUs whose memory it reaches, by the driver's numbers; None for all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """What the ranks of a run compute on; rank r uses GPU r modulo the number of GPUs."""
+    """The devices of a run's ranks; rank r uses GPU r modulo the number of GPUs."""
 
     kind: str
     num_ranks: int
     gpus: tuple[Gpu, ...] = ()
     memory_limit: int | None = None
-    """Bytes that may be used at most: of each GPU, or of main memory for CPU ranks."""
+    """The most bytes that a run may use of each GPU, or of main memory for CPU ranks."""
     ranks_per_gpu: int = 1
     """How many ranks share each GPU; the last GPUs may have fewer."""
 
     @property
     def memory_bytes(self) -> int | None:
-        """What each rank may use of its GPU, or all CPU ranks of main memory; None if nothing limits it.
+        """Bytes of its GPU for each rank, or of main memory for all CPU ranks; None without a limit.
 
         The smallest GPU counts. Ranks that share a GPU get equal parts of its memory.
         """
@@ -67,20 +67,20 @@ class Devices:
 
     @property
     def rank_limit(self) -> int | None:
-        """Bytes of its GPU that a rank may use; None for all of them."""
+        """Bytes of its GPU that a rank may use; None for all."""
         return self.memory_limit if self.ranks_per_gpu == 1 else self.memory_bytes
 
     @property
     def where(self) -> str:
-        """In words, what `memory_bytes` is about where there are GPUs."""
+        """Describes `memory_bytes` on GPUs in words."""
         shared = self.ranks_per_gpu > 1
         return f"for each of {self.ranks_per_gpu} ranks that share a GPU" if shared else "on each GPU"
 
     @property
     def islands(self) -> tuple[tuple[int, ...], ...]:
-        """Sets of ranks that reach each other's memory, each rank in one of them.
+        """Sets of ranks that reach each other's memory; each rank is in one.
 
-        Only they share layouts; a job goes from one set to another by way of main memory.
+        A layout stays within an island. A job moves between islands through main memory.
         """
         islands: list[list[int]] = []
         for rank in range(self.num_ranks):
@@ -93,7 +93,7 @@ class Devices:
         return tuple(map(tuple, islands))
 
     def _reach(self, rank: int, other: int) -> bool:
-        """Whether two ranks reach each other's memory; CPU ranks do, and ranks that share a GPU."""
+        """Whether two ranks reach each other's memory. CPU ranks and ranks on one GPU do."""
         if not self.gpus:
             return True
         one, two = rank % len(self.gpus), other % len(self.gpus)
@@ -109,15 +109,15 @@ def choose_devices(
     ranks_per_gpu: int = 1,
     find: Callable[[], Sequence[Gpu]] | None = None,
 ) -> Devices:
-    """The devices for --device, --ranks, --memory and --ranks-per-gpu, any of which may be left open.
+    """The devices for --device, --ranks, --memory and --ranks-per-gpu, each of them optional.
 
-    Raises: InputError when there are fewer GPUs than asked for.
+    Raises: InputError if there are fewer GPUs than requested.
     """
     find = find or (lambda: find_gpus(must_ask=kind == CUDA))
     gpus: Sequence[Gpu] = () if kind == CPU else find()
     if not gpus:
         if kind == CUDA:
-            raise InputError("--device cuda: no GPU that can be used ('gfgen doctor' says why); use cpu")
+            raise InputError("--device cuda: no usable GPU ('gfgen doctor' says why); use cpu")
         if ranks_per_gpu > 1:
             logger.info("--ranks-per-gpu has no effect on CPU ranks")
         return Devices(CPU, num_ranks or DEFAULT_CPU_RANKS, memory_limit=memory_limit)
@@ -137,7 +137,7 @@ def choose_devices(
 def parse_memory(text: str, *, option: str = "--memory") -> int:
     """Bytes of a size like "40GB" or "500 MB".
 
-    Raises: InputError for what is none.
+    Raises: InputError if the text is not a size.
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKmMgGtT]?)B?", text.strip())
     size = 0 if found is None else int(float(found[1]) * _UNITS[found[2].upper()])
@@ -147,9 +147,9 @@ def parse_memory(text: str, *, option: str = "--memory") -> int:
 
 
 def find_gpus(*, must_ask: bool = False) -> tuple[Gpu, ...]:
-    """The GPUs that the driver gives this process; none where torch could not use them.
+    """The GPUs that the driver gives this process; none if torch cannot use them.
 
-    must_ask: the driver, even if the system shows no sign of a GPU.
+    must_ask: ask the driver even if the system shows no sign of a GPU.
     """
     if not must_ask and not any(os.path.exists(sign) for sign in _SIGNS):
         return ()

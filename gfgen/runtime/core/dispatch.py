@@ -1,4 +1,4 @@
-"""A task that was given to ranks: the unit of the one global order."""
+"""A task on its ranks: the unit of the global order."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from gfgen.runtime.ipc.migration import Transfer
 class Dispatch:
     """One attempt at one task on one layout.
 
-    `number` rises by one with every dispatch of the run; a worker refuses a number that does
-    not rise. `producer` is the number of the dispatch that makes this task's input (None for
-    the first task), `source` the layout that holds it.
+    `number` rises by one with every dispatch of the run; a worker refuses a number that does not rise.
+    `producer` is the number of the dispatch that makes this task's input (None for the first task), and
+    `source` is the layout that holds the input.
     """
 
     number: int
@@ -27,7 +27,7 @@ class Dispatch:
     producer: int | None = None
     source: Layout | None = None
     transfers: tuple[Transfer, ...] = ()
-    """What has to move from `source` to `layout` before the task can start."""
+    """Moves from `source` to `layout` before the task can start."""
 
     @property
     def moved_bytes(self) -> int:
@@ -35,12 +35,12 @@ class Dispatch:
 
     @property
     def communicates(self) -> bool:
-        """Whether ranks write into each other's memory for it."""
+        """Whether its ranks write into each other's memory."""
         return self.layout.degree > 1 or bool(self.transfers)
 
     @property
     def pairs(self) -> set[frozenset[int]]:
-        """Pairs of ranks of which one sends state to the other for it."""
+        """Pairs of ranks between which state moves for it."""
         return {frozenset((transfer.source, transfer.destination)) for transfer in self.transfers}
 
     @property

@@ -1,8 +1,7 @@
-"""Everything that can happen to a run. State changes on events and on nothing else.
+"""All events of a run. The state changes only on events.
 
-`time_s` counts from the start of the run. Events have a total order: order of receipt, and
-among those that a clock releases together (time_s, kind, number), so that a simulated run
-is the same every time.
+`time_s` counts from the start of the run. Events have a total order: the order of receipt, and (time_s, kind,
+number) among events that a clock releases together. So a simulated run is the same every time.
 """
 
 from __future__ import annotations
@@ -14,29 +13,27 @@ from typing import NamedTuple
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that happened; `time_s` is when the control plane learned of it."""
+    """`time_s` is when the control plane learned of the event."""
 
     time_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class JobArrived(Event):
-    """A job's arrival time has come."""
-
     job_id: str
     spec_hash: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class JobTimedOut(Event):
-    """A job's timeout has passed: unless it has ended, its running task is stopped and it fails."""
+    """A job's timeout has passed: unless the job has ended, its running task is stopped and it fails."""
 
     job_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class JobCancelled(Event):
-    """Nobody wants a job any more: its running task is stopped, and nothing new begins."""
+    """A job was cancelled: its running task is stopped, and no other task starts."""
 
     job_id: str
 
@@ -52,7 +49,7 @@ class RankReady(Event):
 
 @dataclass(frozen=True, slots=True)
 class RankLost(Event):
-    """A worker process is gone; unless the rank is retired, a new one is being started."""
+    """A worker process has died; unless the rank is retired, a new one is starting."""
 
     rank: int
     incarnation: int
@@ -61,18 +58,18 @@ class RankLost(Event):
 
 
 class RankTimes(NamedTuple):
-    """When one rank ran its part of a dispatch; a tuple, so that a journal writes it as a list."""
+    """When one rank ran its part of a dispatch; a tuple, so that the journal writes it as a list."""
 
     rank: int
     started_s: float
     ended_s: float
-    """From `started_s` to here the rank executes, and does nothing else."""
+    """The rank executes nothing else from `started_s` until then."""
     waited_s: float = 0.0
-    """Before `started_s`: waiting for the task's input."""
+    """Wait for the task's input, before `started_s`."""
     moved_s: float = 0.0
-    """Before `started_s`: copying the input."""
+    """Copy of the input, before `started_s`."""
     idle_s: float | None = None
-    """By a GPU's own clock: from the end of the rank's last task to `started_s`."""
+    """From the end of the rank's last task to `started_s`, by the GPU's clock."""
 
     @property
     def busy_s(self) -> float:
@@ -85,7 +82,7 @@ class TaskDone(Event):
 
     dispatch: int
     times: tuple[RankTimes, ...]
-    """Of each rank of its layout, by slot."""
+    """By slot of its layout."""
 
     @property
     def started_s(self) -> float:
@@ -97,7 +94,7 @@ class TaskDone(Event):
 
     @property
     def busy_s(self) -> float:
-        """The execution on the rank that took longest."""
+        """Execution time on the slowest rank."""
         return max([each.busy_s for each in self.times])
 
 
@@ -105,8 +102,8 @@ class TaskDone(Event):
 class TaskFailed(Event):
     """A dispatch has failed, and all of its ranks have left it.
 
-    It raised on a rank; or a worker died (`lost`); or it was given up for no fault of its own,
-    because something that it depends on failed (`void`).
+    The task raised on a rank, a worker died (`lost`), or the dispatch was given up because something that it
+    depends on failed (`void`).
     """
 
     dispatch: int
@@ -117,16 +114,16 @@ class TaskFailed(Event):
 
 @dataclass(frozen=True, slots=True)
 class OutputWritten(Event):
-    """A job's file is renamed into place: the job has ended well."""
+    """A job's file has its final name: the job is done."""
 
     job_id: str
     path: str
     size_bytes: int
     write_s: float
     writer: int = 0
-    """Which of the writer processes wrote it."""
+    """Index of the writer process."""
     sha256: str | None = None
-    """Of the file, in hex."""
+    """In hex."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,9 +136,9 @@ class OutputFailed(Event):
 
 @dataclass(frozen=True, slots=True)
 class FramesLost(Event):
-    """A decode has run, and what it made did not reach the writer: it has to run again.
+    """A decode has run, but its frames did not reach the writer: it runs again.
 
-    The rank failed to copy it; or its worker died (`lost`).
+    The rank failed to copy them, or its worker died (`lost`).
     """
 
     job_id: str
@@ -151,7 +148,7 @@ class FramesLost(Event):
 
 @dataclass(frozen=True, slots=True)
 class PolicyChanged(Event):
-    """Decisions are made by another policy from here on."""
+    """Another policy decides from now on."""
 
     policy: str
     reason: str
@@ -159,7 +156,7 @@ class PolicyChanged(Event):
 
 @dataclass(frozen=True, slots=True)
 class ModelsChanged(Event):
-    """From here on ranks hold these models, and load after their present task what they lack."""
+    """Ranks hold these models from now on, and load missing ones after their current task."""
 
     models: Sequence[str]
     load_s: float
@@ -169,7 +166,7 @@ class ModelsChanged(Event):
 
 @dataclass(frozen=True, slots=True)
 class RankLoaded(Event):
-    """A rank holds the models of the last change, and takes tasks again."""
+    """A rank holds the models of the last change and takes tasks again."""
 
     rank: int
     load_s: float
@@ -177,7 +174,7 @@ class RankLoaded(Event):
 
 @dataclass(frozen=True, slots=True)
 class LoadFailed(Event):
-    """No rank can load these models, which are one: ranks hold them no more, and their jobs fail."""
+    """No rank can load this one model: ranks no longer hold it, and its jobs fail."""
 
     models: Sequence[str]
     reason: str
@@ -185,21 +182,21 @@ class LoadFailed(Event):
 
 @dataclass(frozen=True, slots=True)
 class StopRequested(Event):
-    """A signal asks the run to stop at the next task boundaries."""
+    """A signal stops the run at the next task boundaries."""
 
     signal_number: int
 
 
 @dataclass(frozen=True, slots=True)
 class ClosingTime(Event):
-    """The time until which the run may work has come, or nothing that is left fits before it."""
+    """The closing time has come, or nothing left fits before it."""
 
 
 @dataclass(frozen=True, slots=True)
 class GraceOver(Event):
-    """Tasks that still run although the run is to stop have had their time: they are stopped, too."""
+    """The grace period of a stopping run is over: tasks that still run are stopped."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wakeup(Event):
-    """A task is predicted to end within the lookahead: the next one may be queued behind it."""
+    """A task is predicted to end within the lookahead, so the next one may be queued behind it."""

@@ -1,10 +1,9 @@
-"""Is there enough memory? Asked at admission, of what can be known before a model is loaded.
+"""Check at admission, before a model is loaded, whether there is enough memory.
 
-The least that CPU ranks need: weights (what is mapped counts once for all ranks), the job's
-state in its slab, and its frames while they are decoded. GPUs hold the weights, each of them all,
-and the frames while they are decoded; then main memory holds what is in slabs and in writers.
-Activations come on top and are not known; so what is refused here could not have run, and what
-passes may still fail at a task. Models that do not fit together take turns (residency.py).
+CPU ranks need at least the weights (mapped ones count once for all ranks), the job's state in its slab, and
+its frames during a decode. Each GPU holds all weights, and the frames during a decode; slabs and writers then
+use main memory. Activations come on top but are unknown: a job that is refused here could not have run, and a
+job that passes may still fail at a task. Models that do not fit together take turns (residency.py).
 """
 
 from __future__ import annotations
@@ -21,30 +20,27 @@ from gfgen.runtime.ipc.slab import SlabPlan
 from gfgen.system.wording import counted
 
 _FRAME_COPIES = 5
-"""Frames as fp32 on their rank (4 bytes for each of uint8's one) and in the writer's memory."""
+"""Bytes per byte of uint8 frames: 4 as fp32 on their rank, and 1 in the writer's memory."""
 _DECODE_BYTES = 100
-"""Of a decode in fp32 at its peak, for each byte of its frames: 704x1280x81, 219 MB, took 23 GB on H200."""
+"""Peak bytes of an fp32 decode per byte of its frames: 704x1280x81, 219 MB, took 23 GB on an H200."""
 _MAX_CGROUP_DEPTH = 32
 LEAST_ADDRESSES_BYTES = 1_500_000_000
-"""Of a rank on a CPU with the built-in model: 1.0 GB does not let it start, 1.3 GB let its tasks fail."""
+"""For a CPU rank with the built-in model: with 1.0 GB it does not start, with 1.3 GB its tasks fail."""
 CONTEXT_BYTES = 600_000_000
-"""What CUDA and its libraries take of a GPU; an estimate on the low side, as all of this is."""
+"""GPU memory of CUDA and its libraries; a low estimate, like all others here."""
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:
-    """Memory that this process could still get: the machine's, or what its cgroups leave of it.
+    """Memory that this process can still get, within its cgroups' limits; None if the system does not say.
 
-    None where the system does not say. Page cache that can be dropped counts as available.
+    Page cache that can be dropped counts as available.
     """
     rooms = [_machine_room(root / "proc/meminfo"), *_cgroup_rooms(root)]
     return min((room for room in rooms if room is not None), default=None)
 
 
 def check_addresses() -> None:
-    """Before processes start, which would fail one after the other.
-
-    Raises: InputError when a process may take fewer addresses (`ulimit -v`) than any rank needs.
-    """
+    """Raises: InputError if `ulimit -v` is below the address space that any rank needs."""
     most, _ = resource.getrlimit(resource.RLIMIT_AS)
     if most != resource.RLIM_INFINITY and most < LEAST_ADDRESSES_BYTES:
         raise InputError(
@@ -62,7 +58,7 @@ def check_models(
 ) -> dict[Path, int]:
     """Bytes that each of these models takes on all ranks.
 
-    Raises: InputError when one takes more than is available; it says how many ranks would fit.
+    Raises: InputError if one takes more than is available; it says how many ranks would fit.
     """
     measure = _random_footprint if has_random_weights else footprint
     prints = {checkpoint: measure(checkpoint) for checkpoint in sorted(checkpoints)}
@@ -84,23 +80,20 @@ def check_models(
 
 
 def check_together(needs: Mapping[Path, int], *, available: int | None) -> None:
-    """For what holds all models at once.
-
-    Raises: InputError when that is more than is available.
-    """
+    """Raises: InputError if all models at once take more than is available."""
     need = sum(needs.values())
     if available is not None and need > available:
         names = ", ".join(model_name(checkpoint) for checkpoint in sorted(needs))
         raise InputError(
             f"{names}: at least {_size(need)} of memory needed for all of them at once, "
-            f"{_size(available)} available; take one after the other"
+            f"{_size(available)} available; use one after the other"
         )
 
 
 def refuse_large(
     jobs: Sequence[AdmittedJob], *, models_bytes: Mapping[Path, int], available: int | None
 ) -> tuple[tuple[AdmittedJob, ...], tuple[Problem, ...]]:
-    """The jobs that fit beside their models, and a problem for each of the others."""
+    """The jobs that fit in memory with their models, and a problem for each of the others."""
     if available is None:
         return tuple(jobs), ()
     needs = {job.job_id: models_bytes.get(job.checkpoint, 0) + job_bytes(job) for job in jobs}
@@ -119,9 +112,9 @@ def check_models_on_gpu(
     vae_dtype: str = "auto",
     where: str = "on each GPU",
 ) -> dict[Path, int]:
-    """Bytes that the weights of each of these models take of a rank's GPU; `beside_bytes` are there before.
+    """Bytes of a rank's GPU that each model's weights take, in addition to `beside_bytes`.
 
-    Raises: InputError when one takes more than the `memory_bytes` that each rank has.
+    Raises: InputError if one takes more than the `memory_bytes` of each rank.
     """
     sizes = {
         path: _gpu_bytes(path, has_random_weights=has_random_weights, vae_dtype=vae_dtype)
@@ -145,9 +138,9 @@ def refuse_large_on_gpu(
     memory_bytes: int | None,
     where: str = "on each GPU",
 ) -> tuple[tuple[AdmittedJob, ...], tuple[Problem, ...]]:
-    """The jobs that fit on a GPU beside their models, and a problem for each of the others.
+    """The jobs that fit on a GPU with their models, and a problem for each of the others.
 
-    Whatever the layout: each of its ranks holds all weights and all of the job's state.
+    The layout does not matter: each of its ranks holds all weights and all of the job's state.
     """
     if memory_bytes is None:
         return tuple(jobs), ()
@@ -161,13 +154,13 @@ def refuse_large_on_gpu(
 
 
 def gpu_work_bytes(job: AdmittedJob) -> int:
-    """What a job may take at its peak, for choosing the models that are to be resident beside it."""
+    """A job's peak memory, for choosing the models that stay resident with it."""
     frames = job.trajectory.artifact("frames")
     return max(gpu_job_bytes(job), job.state_bytes + _DECODE_BYTES * frames.size_bytes)
 
 
 def gpu_job_bytes(job: AdmittedJob) -> int:
-    """State before and after a step, or frames while they are decoded."""
+    """State before and after a step, or frames during a decode."""
     frames = job.trajectory.artifact("frames")
     return max(2 * job.state_bytes, job.state_bytes + _FRAME_COPIES * frames.size_bytes)
 
@@ -184,12 +177,12 @@ def _gpu_bytes(checkpoint: Path, *, has_random_weights: bool, vae_dtype: str) ->
 
 
 def _random_footprint(checkpoint: Path) -> Footprint:
-    """Each rank draws its own, in fp32."""
+    """Each rank draws its own weights, in fp32."""
     return Footprint(0, 4 * sum(_random_parameters(checkpoint).values()))
 
 
 def _random_parameters(checkpoint: Path) -> Mapping[str, int]:
-    """By component; none where neither gfgen.json nor weight files tell."""
+    """By component; empty if neither gfgen.json nor weight files give the counts."""
     settings = read_checkpoint(checkpoint, with_weights=False).settings
     if "num_parameters" in settings:
         return dict(settings["num_parameters"])
@@ -213,7 +206,7 @@ def _machine_room(meminfo: Path) -> int | None:
 
 
 def _cgroup_rooms(root: Path) -> list[int | None]:
-    """What is left of the limit of each memory cgroup that this process is in (versions 1 and 2)."""
+    """The rest of the limit of each memory cgroup of this process (versions 1 and 2)."""
     rooms: list[int | None] = []
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -240,7 +233,7 @@ def _room(folder: Path, limit_name: str, used_name: str) -> int | None:
 
 
 def _numbers(path: Path) -> Mapping[str, int]:
-    """Lines of a name and a number."""
+    """The lines of a file that have a name and a number."""
     pairs = (line.split() for line in _text(path).splitlines())
     return {pair[0]: int(pair[1]) for pair in pairs if len(pair) >= 2 and pair[1].isdigit()}
 

@@ -1,4 +1,4 @@
-"""Those who watch a run: manifest, trace, metrics, progress. They decide nothing."""
+"""Observers of a run: manifest, trace, metrics, progress. They decide nothing."""
 
 from __future__ import annotations
 
@@ -18,18 +18,16 @@ OutcomeStatus = Literal["done", "failed", "cancelled", "skipped"]
 
 @dataclass(frozen=True, slots=True)
 class JobInfo:
-    """What is known of a job before it starts."""
-
     asked: JobSpec
     spec: JobSpec
     """As run: rounded, with defaults filled in."""
     num_tasks: int
     file: str
-    """Name of its output inside the output folder."""
+    """Name of its output in the output folder."""
     spec_hash: str
     family: str
     job_file: str | None = None
-    """Where the job comes from, as the manifest names it (ownership.py); None for jobs of no file."""
+    """The job file, as the manifest names it (ownership.py); None for a job without one."""
 
     @property
     def job_id(self) -> str:
@@ -37,7 +35,7 @@ class JobInfo:
 
     @property
     def rounding(self) -> str | None:
-        """What the model rounded, as '1280x720 -> 1280x704, 50 -> 49 frames'; None when nothing."""
+        """What the model rounded, for example '1280x720 -> 1280x704, 50 -> 49 frames'; None if nothing."""
         asked, spec, notes = self.asked, self.spec, []
         sizes = ((asked.width or spec.width, asked.height or spec.height), (spec.width, spec.height))
         if sizes[0] != sizes[1]:
@@ -55,30 +53,30 @@ class JobOutcome:
     status: OutcomeStatus
     arrival_s: float
     started_s: float | None
-    """Begin of its first task on a rank."""
+    """Start of its first task on a rank."""
     ended_s: float
     deadline_s: float | None
     busy_s: float
-    """Time of its tasks on ranks, summed over the tasks."""
+    """Time on ranks, summed over its tasks."""
     layouts: tuple[str, ...]
-    """Layouts in the order of use, without repeats in a row."""
+    """In order of use, without consecutive repeats."""
     error: str | None = None
     warnings: tuple[str, ...] = ()
     timings: dict[str, Any] = field(default_factory=dict)
     """Seconds by stage."""
     written: Content | None = None
-    """Its file, as it was written; None when there is none."""
+    """Its file as written; None if there is none."""
 
     @property
     def met_deadline(self) -> bool | None:
-        """Whether it ended well and in time; None without a deadline, or when it was cancelled."""
+        """Whether it was done in time; None without a deadline, or if it was cancelled."""
         if self.deadline_s is None or self.status == "cancelled":
             return None
         return self.status == "done" and self.ended_s <= self.deadline_s
 
 
 def skipped_outcome(info: JobInfo) -> JobOutcome:
-    """The outcome of a job that an earlier run has finished."""
+    """The outcome of a job that an earlier run finished."""
     return JobOutcome(
         info=info,
         status="skipped",
@@ -92,31 +90,31 @@ def skipped_outcome(info: JobInfo) -> JobOutcome:
 
 
 class Observer:
-    """Does nothing at every point; subclasses override what they watch."""
+    """Does nothing; subclasses override what they watch."""
 
     refresh_s: float | None = None
-    """How often `refreshed` is wanted, in seconds; None when it is not."""
+    """Interval of `refreshed` in seconds; None for never."""
 
     def began(self, jobs: tuple[JobInfo, ...], *, num_ranks: int, policy: str) -> None:
-        """The run starts with these jobs (those to run; skipped ones have ended)."""
+        """The run starts with these jobs; skipped ones have already ended."""
 
     def added(self, jobs: tuple[JobInfo, ...]) -> None:
-        """These jobs have joined the run after its start."""
+        """These jobs joined the run after its start."""
 
     def dispatched(self, dispatch: Dispatch) -> None:
-        """A task was given to ranks."""
+        """A task was submitted to ranks."""
 
     def applied(self, event: Event) -> None:
         """The state has changed by this event."""
 
     def ended(self, outcome: JobOutcome) -> None:
-        """A job has ended, well or not."""
+        """A job has ended, successfully or not."""
 
     def refreshed(self, snapshot: Snapshot) -> None:
-        """A look at the state, about every `refresh_s`."""
+        """Called about every `refresh_s`."""
 
     def measured(self, use: Mapping[int, MemoryUse]) -> None:
-        """All jobs have ended, or are left: what the ranks that tell it have taken of memory."""
+        """The run has no more tasks: memory use by rank, as far as ranks report it."""
 
     def close(self) -> None:
-        """The run is over; called once, also after an error."""
+        """Called once at the end of the run, also after an error."""

@@ -1,4 +1,4 @@
-"""The open jobs as policies see them: by id, and sorted by whatever a policy sorts them by."""
+"""The open jobs as policies see them: by id, and sorted by a policy's key."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from gfgen.snapshot import JobView
 
 SortKey = Callable[[JobView], Any]
 JobKind = tuple[str, str, int]
-"""Model, shape and number of tasks: those of one kind that have not begun take equally long."""
+"""Model, shape and number of tasks: jobs of one kind that have not started have equal durations."""
 
 MAX_ORDERS = 4
-"""Sort keys that are kept up; a policy has one or two. A key made anew at each call evicts others."""
+"""Sort orders that are maintained. A policy has one or two; a key created at each call evicts others."""
 MAX_CHANGED = 10_000
-"""After so many changes nobody asks for an order any more (another policy decides): it is not kept up."""
+"""An order is dropped after this many changes, because the policy that used it no longer decides."""
 
 
 def kind_of(view: JobView) -> JobKind:
@@ -26,7 +26,6 @@ def kind_of(view: JobView) -> JobKind:
 
 
 def is_unbegun(view: JobView) -> bool:
-    """Whether its first task is its next one."""
     return view.next_task.index == 0
 
 
@@ -54,11 +53,11 @@ class OpenJobs:
 
     @property
     def unbegun_kinds(self) -> Set[JobKind]:
-        """Of the jobs of which nothing has been done."""
+        """The kinds of jobs that have not started."""
         return self._num_unbegun.keys()
 
     def put(self, view: JobView) -> None:
-        """The job is open, or has changed; it comes last among equals."""
+        """Add or replace a job; it comes last among equals."""
         if view.job_id in self._views:
             self.discard(view.job_id)
         self._views[view.job_id] = view
@@ -68,7 +67,7 @@ class OpenJobs:
         self._note(view.job_id)
 
     def discard(self, job_id: str) -> None:
-        """The job is not open any more, if it was."""
+        """Remove a job, if it is open."""
         view = self._views.pop(job_id, None)
         if view is None:
             return
@@ -81,26 +80,26 @@ class OpenJobs:
         self._note(job_id)
 
     def renew(self, view_of: Callable[[str], JobView]) -> None:
-        """Replace every view; the order in which they opened stays."""
+        """Replace every view; the order of opening stays."""
         self.generation += 1
         self._orders.clear()
         for job_id in self._views:
             self._views[job_id] = view_of(job_id)
 
     def frozen(self) -> dict[str, JobView]:
-        """The views by id, for a snapshot: changes from now on are made to a copy.
+        """The views by id, for a snapshot; later changes apply to a copy.
 
-        The copy is what goes on, since it has no gaps: copying a dictionary without gaps is
-        five times faster than copying one from which much was taken.
+        This object keeps the copy, because it has no gaps: copying a dictionary without gaps is five times
+        faster than copying one with many removed entries.
         """
         views, self._views = self._views, self._views.copy()
         return views
 
     def sorted(self, key: SortKey) -> list[JobView]:
-        """The views, smallest key first, ties in the order in which they opened; the caller's own list.
+        """A new list of the views, smallest key first, ties in the order of opening.
 
-        The order is kept up from one call to the next: it costs what has changed. The key is a
-        policy's own function and may raise: its order is forgotten then.
+        The order is maintained between calls, so a call costs only the changes. The key is a policy's
+        function and may raise; its order is then dropped.
         """
         order = self._orders.pop(key, None) or _SortedViews(key, changed=set(self._views))
         order.catch_up(self._views, self._numbers)
@@ -120,19 +119,18 @@ class OpenJobs:
 
 @dataclass(slots=True)
 class _SortedViews:
-    """One sorted list. Keys are computed when a policy asks, never while the state changes."""
+    """One sorted list. Keys are computed when a policy asks, not when the state changes."""
 
     key: SortKey
     changed: set[str]
-    """Jobs that have come, changed or gone since the list was brought up to date."""
+    """Jobs added, changed or removed since the last update of the list."""
     places: dict[str, tuple[Any, int]] = field(default_factory=dict)
-    """By job: its sort key, and when it opened."""
+    """By job: its sort key, and its number in the order of opening."""
     keys: list[tuple[Any, int]] = field(default_factory=list)
-    """The places in order; `views` are the jobs at them."""
+    """The places in order; `views` has the jobs in the same order."""
     views: list[JobView] = field(default_factory=list)
 
     def catch_up(self, views: Mapping[str, JobView], numbers: Mapping[str, int]) -> None:
-        """Let the list hold these views."""
         if len(self.changed) * 4 > len(views):
             self._sort(views, numbers)
             return
@@ -157,7 +155,7 @@ class _SortedViews:
 
 
 class OpenJobOrders:
-    """`OpenJobs.sorted` for one snapshot, as long as nothing has changed since."""
+    """`OpenJobs.sorted` for one snapshot, until the open jobs change."""
 
     __slots__ = ("_generation", "_jobs", "_joining", "_of")
 
@@ -166,15 +164,15 @@ class OpenJobOrders:
         self._generation = jobs.generation
         self._of = of
         self._joining = joining
-        """Jobs of the snapshot that are open soon rather than now."""
+        """Jobs of the snapshot that are not open yet."""
 
     def sorted(self, views: Mapping[str, JobView], key: SortKey) -> list[JobView] | None:
-        """These views in order; None when they are others than the snapshot's, or of the past."""
+        """These views in order; None if they are not the snapshot's, or the snapshot is out of date."""
         if views is not self._of or self._generation != self._jobs.generation:
             return None
         in_order = self._jobs.sorted(key)
         for view in self._joining:
             insort(in_order, view, key=key)
-        if len(in_order) > len(views):  # some are held back: they would not be done by closing time
+        if len(in_order) > len(views):  # jobs that would not be done by closing time are left out
             in_order = [view for view in in_order if view.job_id in views]
         return in_order

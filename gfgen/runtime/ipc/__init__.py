@@ -1,1 +1,1 @@
-"""What the processes of a run exchange: messages, job state in shared memory, plans of transfers."""
+"""Exchange between the processes of a run: messages, job state in shared memory, plans of transfers."""

@@ -1,4 +1,4 @@
-"""Descriptors of every rank's arena: made here for CPU ranks, by the ranks themselves on GPUs."""
+"""Descriptors of all ranks' arenas: created here for CPU ranks, and by the ranks themselves on GPUs."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from gfgen.gfc.arena import MIB, ArenaPlan, create_arena
 from gfgen.gfc.cuda.device_arena import CONTROL_PLAN
 
 GPU_PLAN = ArenaPlan(data_bytes=2048 * MIB, post_bytes=16 * MIB)
-"""2.4 GB on each GPU. The largest exchanges at once are those of Wan2.2-5B at 704x1280x121, 27,280 tokens, on
-2 x 2 ranks: q, k and v of half of the heads, 251 MB, and in a ring, for both branches of guidance in one
-forward, k and v of all tokens, 335 MB; beside two other kinds of groups, with two banks for each."""
+"""2.4 GB on each GPU. Wan2.2-5B at 704x1280x121 (27,280 tokens) on 2 x 2 ranks needs the most at once: q, k
+and v of half of the heads, 251 MB; in a ring, with both branches of guidance in one forward, k and v of all
+tokens, 335 MB; and two other kinds of groups, with two banks for each."""
 
 SIDE_BYTES = 256 * MIB
-"""Of each GPU, beside its arena: kept for state that arrives and departs, half for each. Twice the state of a
-job of 704x1280x81, which is put together from parts."""
+"""On each GPU, in addition to its arena: half for arriving and half for departing state. Twice the state of a
+job of 704x1280x81, which is assembled from parts."""
 
 
 def default_plan(*, num_ranks: int, are_on_gpus: bool) -> ArenaPlan:
-    """The arenas of a run's ranks; a rank alone exchanges nothing, and gets the smallest that serves."""
+    """The arenas of a run's ranks; a single rank exchanges nothing and gets the smallest arena."""
     return GPU_PLAN if are_on_gpus and num_ranks > 1 else ArenaPlan()
 
 
 class RankArenas:
-    """The arenas of all ranks, as descriptors to hand to them; owns the descriptors.
+    """Owns the descriptors of all ranks' arenas.
 
-    A GPU's rank makes its arena and sends it along when it is ready. What the control plane makes
-    for it is a page in host memory, through which the rank's kernels can be told to stop.
+    A rank on a GPU creates its arena and sends it when it is ready. The control plane creates a page in host
+    memory for it, which can stop the rank's kernels.
     """
 
     def __init__(self, plan: ArenaPlan, *, num_ranks: int, are_on_gpus: bool) -> None:
@@ -38,7 +38,7 @@ class RankArenas:
             self.renew(rank, incarnation=1)
 
     def renew(self, rank: int, *, incarnation: int) -> None:
-        """For a new process; the old one's memory goes when nobody maps it any more."""
+        """Create memory for a new process; the old memory is freed when no process maps it."""
         for fds in (self._arenas, self._pages):
             if rank in fds:
                 os.close(fds.pop(rank))
@@ -48,17 +48,17 @@ class RankArenas:
             self._arenas[rank] = create_arena(self.plan, rank=rank, incarnation=incarnation)
 
     def take(self, rank: int, fds: Sequence[int]) -> None:
-        """What a rank has sent along when it got ready: its arena, if it is on a GPU."""
+        """Keep the descriptors that a rank sent when it became ready: its arena, if it is on a GPU."""
         assert len(fds) == int(self.are_on_gpus), f"rank {rank} brought {len(fds)} arenas"
         if fds:
             self._arenas[rank] = fds[0]
 
     def arena(self, rank: int) -> int | None:
-        """None while a rank on a GPU is not ready."""
+        """The rank's arena; None until a rank on a GPU is ready."""
         return self._arenas.get(rank)
 
     def known_to(self, rank: int, *, among: Collection[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """What a rank is given: who of these has an arena, and their descriptors; a GPU's own page last."""
+        """The ranks of `among` with an arena, and the descriptors for `rank`; a GPU's own page is last."""
         ranks = tuple(sorted(self._arenas.keys() & among))
         page = (self._pages[rank],) if self.are_on_gpus else ()
         return ranks, (*(self._arenas[other] for other in ranks), *page)

@@ -1,7 +1,7 @@
 """One end of a Unix socket pair that carries messages and file descriptors.
 
-SOCK_SEQPACKET keeps messages apart and in order, and tells the other end's death. Messages
-are frozen dataclasses of plain values, pickled; no tensor passes here.
+SOCK_SEQPACKET keeps message boundaries and order, and reports the death of the other end. Messages are
+pickled frozen dataclasses of plain values, without tensors.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import socket
 from typing import Any
 
 MAX_MESSAGE_BYTES = 1 << 18
-"""More than Linux lets one message be with its usual socket buffers (208 KiB)."""
+"""Above Linux's limit for one message with default socket buffers (208 KiB)."""
 MAX_FDS = 9
-"""The arenas of 8 ranks, and a page of the own one."""
+"""The arenas of 8 ranks, and the receiver's own page."""
 
 
 class Channel:
@@ -25,7 +25,6 @@ class Channel:
 
     @staticmethod
     def pair() -> tuple[socket.socket, socket.socket]:
-        """Two connected ends."""
         return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
     def fileno(self) -> int:
@@ -34,8 +33,7 @@ class Channel:
     def send(self, message: Any, fds: tuple[int, ...] = (), *, wait: bool = True) -> None:
         """Send one message; descriptors are duplicated into the receiver.
 
-        Raises: OSError when the other end is gone; BlockingIOError when it takes no more
-        messages for now and `wait` is false.
+        Raises: OSError if the other end is closed; BlockingIOError if its queue is full and `wait` is false.
         """
         packed = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
         self.sent_bytes += len(packed)
@@ -46,10 +44,10 @@ class Channel:
             self._socket.send(packed, flags)
 
     def receive(self) -> tuple[Any, list[int]] | None:
-        """The next message with its descriptors (now the caller's to close); None at the end."""
+        """The next message and its descriptors, which the caller must close; None at the end."""
         try:
             packed, fds = self._receive()
-        except ConnectionResetError:  # it has left messages unread; what it said before is still there
+        except ConnectionResetError:  # the peer left messages unread; its own are still here
             try:
                 packed, fds = self._receive()
             except ConnectionError:

@@ -1,8 +1,8 @@
-"""What a file holds, as size and hash: by these gfgen knows the files that it made.
+"""The content of a file, as size and hash, by which gfgen recognizes the files that it made.
 
-A run can be killed after a file got its name and before the manifest has its line. In between, the file
-carries a *mark* that says what the line will say. The mark is an extended attribute. On a file system without
-them there is no mark, and the next run takes such a file for someone else's.
+A run can be killed after a file gets its name and before the manifest gets its line. In between, the file has
+a *mark*, an extended attribute with the same facts as the line. A file system without extended attributes has
+no marks, and the next run does not recognize such a file as its own.
 """
 
 from __future__ import annotations
@@ -23,18 +23,13 @@ _NO_BLOCK = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """What a file held when it was written."""
-
     size_bytes: int
     sha256: str | None = None
-    """In hex; None where it is not known: then the size decides."""
+    """In hex; None if unknown: then only the size is compared."""
 
 
 def content_of(path: Path) -> Content:
-    """What the file holds now.
-
-    Raises: OSError when it cannot be read, or is a link, a folder, or anything else but a file.
-    """
+    """Raises: OSError if it cannot be read or is not a regular file."""
     with open(os.open(path, _NO_BLOCK), "rb") as file:
         before = os.fstat(file.fileno())
         if not stat.S_ISREG(before.st_mode):
@@ -43,7 +38,7 @@ def content_of(path: Path) -> Content:
 
 
 def is_unchanged(path: Path, content: Content) -> bool:
-    """Whether a file of this content is there, itself and not by a link."""
+    """Whether the path is a regular file, not a link, with this content."""
     try:
         before = path.lstat()
         if not stat.S_ISREG(before.st_mode) or before.st_size != content.size_bytes:
@@ -51,14 +46,14 @@ def is_unchanged(path: Path, content: Content) -> bool:
         if content.sha256 is None:
             return True
         is_same = content_of(path) == content
-        after = path.lstat()  # reading a long video takes a while
+        after = path.lstat()  # it may have changed while it was read
         return is_same and (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
     except OSError:
         return False
 
 
 def set_mark(path: Path, content: Content, *, name: str, made_for: Mapping[str, Any]) -> None:
-    """Mark a file that will get this name in its folder: what it holds, and for which job it was made."""
+    """Mark a file that will get this name in its folder with its content and its job."""
     with contextlib.suppress(OSError):
         place = {"file": name, "folder": path.parent.stat().st_ino}
         value = {**made_for, **place, "size_bytes": content.size_bytes, "sha256": content.sha256}
@@ -66,7 +61,7 @@ def set_mark(path: Path, content: Content, *, name: str, made_for: Mapping[str, 
 
 
 def read_mark(path: Path) -> dict[str, Any] | None:
-    """What the mark of a file says; None without one, or if the file was changed, moved or copied since."""
+    """The mark of a file; None if it has none or was changed, moved or copied since."""
     try:
         mark = json.loads(os.getxattr(path, MARK, follow_symlinks=False))
         is_in_place = (mark["file"], mark["folder"]) == (path.name, path.parent.stat().st_ino)
@@ -77,6 +72,6 @@ def read_mark(path: Path) -> dict[str, Any] | None:
 
 
 def remove_mark(path: Path) -> None:
-    """The manifest has the file's line."""
+    """Called when the manifest has the file's line."""
     with contextlib.suppress(OSError):
         os.removexattr(path, MARK, follow_symlinks=False)

@@ -1,4 +1,4 @@
-"""What the control plane and its processes send each other: frozen values, no tensors."""
+"""Messages between the control plane and its processes: frozen values, no tensors."""
 
 from __future__ import annotations
 
@@ -17,10 +17,7 @@ from gfgen.runtime.ipc.migration import Transfer
 
 @dataclass(frozen=True, slots=True)
 class StartJob:
-    """What a worker keeps of a job; sent once, before its first task there.
-
-    The job's slab comes along as a memfd.
-    """
+    """Make a job known to a worker; sent once, before its first task there, with the slab as a memfd."""
 
     spec: JobSpec
     trajectory: Trajectory
@@ -29,9 +26,9 @@ class StartJob:
 
 @dataclass(frozen=True, slots=True)
 class RunTask:
-    """Run a task as dispatch `number`; for a decode, the memfd for its frames comes along.
+    """Run a task as dispatch `number`; sent with a memfd for the frames of a decode.
 
-    The task's input is on this rank already, or comes by `transfers`, or is in the slab.
+    The task's input is on this rank already, arrives by `transfers`, or is in the slab.
     """
 
     number: int
@@ -44,14 +41,14 @@ class RunTask:
     transfers: tuple[Transfer, ...] = ()
     """To this rank, in order."""
     wait_s: float | None = None
-    """Bounds each wait for another rank in the middle of the task; None: as the collectives do."""
+    """Bounds each wait for another rank during the task; None for the collectives' default."""
     expected_s: float = 0.0
-    """How long the task is predicted to take."""
+    """Predicted duration of the task."""
 
 
 @dataclass(frozen=True, slots=True)
 class SendState:
-    """Send what dispatch `producer` makes to the ranks that run dispatch `number`."""
+    """Send the output of dispatch `producer` to the ranks that run dispatch `number`."""
 
     number: int
     job_id: str
@@ -62,16 +59,16 @@ class SendState:
 
 @dataclass(frozen=True, slots=True)
 class SetModels:
-    """Hold the models of these checkpoints and no others, after the tasks before; answer `ModelsSet`."""
+    """After earlier tasks, hold only the models of these checkpoints; answer `ModelsSet`."""
 
     checkpoints: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Arenas:
-    """The memory for exchanges between ranks: arenas come along as file descriptors.
+    """The memory for exchanges between ranks; sent with the arenas as file descriptors.
 
-    For a rank on a GPU, its own page in host memory comes behind them.
+    For a rank on a GPU, the last descriptor is its own page in host memory.
     """
 
     data_bytes: int
@@ -79,16 +76,16 @@ class Arenas:
     incarnations: tuple[int, ...]
     """Of all ranks, by rank."""
     ranks: tuple[int, ...]
-    """Whose arenas these are, in the order of the descriptors."""
+    """The ranks of the arenas, in the order of the descriptors."""
     counts_tokens: bool = False
-    """All ranks of the run pad texts (models/parallel/counted_attention.py); else none does."""
+    """Whether all ranks of the run pad texts (models/parallel/counted_attention.py); otherwise none does."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplacePeer:
-    """A rank has died and a new process has its number: map its new arena, which comes along.
+    """A new process replaces a rank that died: map its arena, which is sent with this message.
 
-    Answer `PeerReplaced`. Transfers with it are counted anew, so there may be none before that.
+    Answer `PeerReplaced`. The count of transfers with it restarts, so there are none before the answer.
     """
 
     rank: int
@@ -97,28 +94,27 @@ class ReplacePeer:
 
 @dataclass(frozen=True, slots=True)
 class WarmUp:
-    """Get steps of jobs like this one ready, before any job of its model runs; answer `WarmedUp`."""
+    """Prepare steps of jobs like this one, before any job of its model runs; answer `WarmedUp`."""
 
     number: int
     spec: JobSpec
     checkpoint: str
     degrees: tuple[tuple[int, int, int], ...]
-    """(cfg, ulysses, ring) of the layouts that are to be ready, in any slot."""
+    """(cfg, ulysses, ring) of the layouts to prepare, in any slot."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunBare:
-    """Run jobs without a control plane, one after the other, as comparisons do; answer `BareTimes`.
+    """Run jobs one after the other without a control plane, for comparisons; answer `BareTimes`.
 
-    For workers of worker_bare.py, all of them at once. Numbers from `first_number` on are used up, one for
-    each task of each job.
+    For all workers of worker_bare.py at once. Each task of each job takes one number, from `first_number` on.
     """
 
     first_number: int
     spec: JobSpec
     checkpoint: str
     layouts: tuple[Layout, ...]
-    """Of each task of a job; encode and prepare are done by every rank for itself."""
+    """One for each task of a job; every rank runs encode and prepare for itself."""
     incarnations: tuple[int, ...]
     """Of all ranks, by rank."""
     num_jobs: int
@@ -130,7 +126,7 @@ class RunBare:
 
 @dataclass(frozen=True, slots=True)
 class Ping:
-    """Answer `Pong`, whatever the rank is doing."""
+    """Answer `Pong` at once, also during a task."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,17 +136,17 @@ class TellMemory:
 
 @dataclass(frozen=True, slots=True)
 class Abandon:
-    """Leave these dispatches and do not start them; answer `Abandoned` when none of them is running."""
+    """Leave these dispatches and do not start them; answer `Abandoned` when none is running."""
 
     numbers: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)
 class RestartEdges:
-    """Count transfers to and from these ranks, if any, from the beginning; answer `EdgesRestarted`."""
+    """Restart the count of transfers to and from these ranks; answer `EdgesRestarted`."""
 
     numbers: frozenset[int]
-    """The dispatches that were abandoned before."""
+    """The abandoned dispatches."""
     ranks: frozenset[int]
 
 
@@ -163,7 +159,7 @@ class ForgetJob:
 
 @dataclass(frozen=True, slots=True)
 class Reset:
-    """A new run begins on this worker: forget all jobs. Dispatch numbers go on rising."""
+    """A new run begins on this worker: forget all jobs. Dispatch numbers continue to rise."""
 
 
 # --- Workers: to the control plane; times are readings of the machine's monotonic clock ------
@@ -171,17 +167,17 @@ class Reset:
 
 @dataclass(frozen=True, slots=True)
 class WorkerReady:
-    """The models are loaded. The arena of a rank on a GPU comes along."""
+    """The models are loaded. A rank on a GPU sends its arena with this message."""
 
     rank: int
     startup_s: float
     counts_tokens: bool = False
-    """It could pad texts, and leave the padding out of attention."""
+    """Whether it can pad texts and exclude the padding from attention."""
 
 
 @dataclass(frozen=True, slots=True)
 class PeerReplaced:
-    """This rank knows the new incarnation, and counts its transfers with it from the beginning."""
+    """This rank knows the new incarnation, and restarts the count of transfers with it."""
 
     rank: int
     """Of the new process."""
@@ -190,14 +186,14 @@ class PeerReplaced:
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """The worker begins to load a model: whatever ends it before it is ready is laid to that model."""
+    """The worker begins to load a model; if it dies before it is ready, that model is the cause."""
 
     checkpoint: str
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerFailed:
-    """The worker is of no use, because it cannot load a model for example, and ends."""
+    """The worker cannot work, for example because a model does not load, and ends."""
 
     rank: int
     reason: str
@@ -205,7 +201,7 @@ class WorkerFailed:
 
 @dataclass(frozen=True, slots=True)
 class WarmedUp:
-    """What `WarmUp` asked for is ready here, or why it is not."""
+    """The result of `WarmUp`; `reason` says why it failed."""
 
     number: int
     seconds: float
@@ -214,16 +210,16 @@ class WarmedUp:
 
 @dataclass(frozen=True, slots=True)
 class BareTimes:
-    """What `RunBare` asked for took: seconds by job."""
+    """Durations of the jobs of `RunBare`."""
 
     jobs_s: tuple[float, ...]
     steps_s: tuple[float, ...]
-    """Of them, from the begin of the first step to the end of the last one."""
+    """By job, from the start of the first step to the end of the last one."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelsSet:
-    """Done as told by `SetModels`; a rank that cannot sends `WorkerFailed`, and ends."""
+    """`SetModels` is done; a rank that cannot do it sends `WorkerFailed` and ends."""
 
     load_s: float
 
@@ -238,14 +234,14 @@ class TaskReport:
     waited_s: float
     moved_s: float
     do_frames_follow: bool = False
-    """Its frames are still on their way to the writer's memory; `FramesStored` says when they are there."""
+    """Its frames are still being copied to the writer's memory; `FramesStored` follows."""
     idle_s: float | None = None
-    """On a GPU, by its own clock: from the end of the task before it until this one had begun."""
+    """On a GPU, by its clock: from the end of the previous task to the start of this one."""
 
 
 @dataclass(frozen=True, slots=True)
 class FramesStored:
-    """The frames of a decode are in the writer's memory; or they are lost, for a reason."""
+    """The frames of a decode are in the writer's memory; with a reason, they are lost."""
 
     number: int
     reason: str | None = None
@@ -253,7 +249,7 @@ class FramesStored:
 
 @dataclass(frozen=True, slots=True)
 class TaskFault:
-    """A task raised; `void` means that it was given up for no fault of its own."""
+    """A task raised; `void` if it was given up because something that it depends on failed."""
 
     number: int
     reason: str
@@ -262,21 +258,21 @@ class TaskFault:
 
 @dataclass(frozen=True, slots=True)
 class Pong:
-    """This process is alive."""
+    """Answers `Ping`."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """What a rank has taken since its run began, or since it started, in bytes."""
+    """Bytes of memory that a rank has used since the start of its run or process."""
 
     host_bytes: int
-    """Of main memory at most; mapped weights, which ranks share, are in it as far as they were read."""
+    """Peak of main memory, including the pages read of mapped weights, which ranks share."""
     device_peaks: Mapping[str, int] = field(default_factory=dict)
-    """By model: what was in use on its GPU at most while one of its tasks was launched, weights included."""
+    """By model: the peak on its GPU during the launch of one of its tasks, including weights."""
     reserved_bytes: int = 0
-    """What torch has taken from the GPU by now."""
+    """GPU memory that torch has reserved."""
     arena_bytes: int = 0
-    """Of the GPU, for exchanges with other ranks."""
+    """GPU memory for exchanges with other ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,7 +284,7 @@ class Abandoned:
 
 @dataclass(frozen=True, slots=True)
 class EdgesRestarted:
-    """Done as told by `RestartEdges`."""
+    """`RestartEdges` is done."""
 
     numbers: frozenset[int]
 
@@ -298,12 +294,12 @@ class EdgesRestarted:
 
 @dataclass(frozen=True, slots=True)
 class WriterReady:
-    """This process has started: should it end, then by what it was asked to write."""
+    """This process has started; if it ends later, the cause is a request."""
 
 
 @dataclass(frozen=True, slots=True)
 class WriteRequest:
-    """Write a job's frames; they come along as a memfd, uint8 [F, H, W, 3]."""
+    """Write a job's frames; sent with a memfd of uint8 [F, H, W, 3]."""
 
     job_id: str
     shape: tuple[int, int, int, int]
@@ -311,14 +307,14 @@ class WriteRequest:
     fps: int | None
     metadata: Mapping[str, str | int | float]
     replaces: Content | None = None
-    """What a file of that name has to hold to be replaced; None: it is not replaced."""
+    """An existing file is replaced only if it has this content; None: it is never replaced."""
     made_for: Mapping[str, Any] | None = None
-    """The file's mark until the manifest has its line. An earlier try of the same job has the same one."""
+    """The file's mark until the manifest has its line; equal for all attempts of the same job."""
 
 
 @dataclass(frozen=True, slots=True)
 class WriteDone:
-    """The file is complete under its name."""
+    """The complete file has its final name."""
 
     job_id: str
     path: str
@@ -329,7 +325,7 @@ class WriteDone:
 
 @dataclass(frozen=True, slots=True)
 class WriteFailed:
-    """There is no file, or the one that was there before; the reason says what to do."""
+    """No file was written; an earlier one remains. The reason says what to do."""
 
     job_id: str
     reason: str

@@ -1,7 +1,7 @@
-"""Which ranges of a job's state go from which rank to which, when its next task runs elsewhere.
+"""Plan which ranges of a job's state move between which ranks before its next task runs elsewhere.
 
-Every rank of a layout holds all of it, so a rank that had none needs all, and those that have it share the
-work. The planner is a pure function of metadata that the control plane has anyway: no rank is asked anything.
+Every rank of a layout holds the whole state, so each new rank needs all of it, and the ranks that have it
+share the work. The planner is a pure function of metadata that the control plane has.
 
     field        source [0,1]           destination [2,0]
     latents      both hold all of it    2 needs all: rows 0..n/2 from 0, rows n/2..n from 1
@@ -19,7 +19,7 @@ from gfgen.layout import Layout, shard_bounds
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One range of one field, from one rank to another: elements start to stop along an axis."""
+    """Elements `start` to `stop` of a field along an axis, from one rank to another."""
 
     source: int
     destination: int
@@ -31,9 +31,9 @@ class Transfer:
 
 
 def plan_transfers(artifact: Artifact, *, source: Layout, destination: Layout) -> tuple[Transfer, ...]:
-    """Everything that has to move, each element to each rank that lacks it exactly once.
+    """All transfers, in order of field, destination and range.
 
-    The sources share the work. In order of field, destination and range.
+    Each rank that lacks an element gets it exactly once.
     """
     lacking = [rank for rank in destination.ranks if rank not in source.ranks]
     return tuple(
@@ -46,7 +46,7 @@ def plan_transfers(artifact: Artifact, *, source: Layout, destination: Layout) -
 
 
 def longest_axis(shape: tuple[int, ...]) -> int:
-    """The axis along which a field is cut; the first of the longest ones."""
+    """The axis along which a field is cut: the first of the longest."""
     return max(range(len(shape)), key=lambda axis: shape[axis])
 
 
@@ -56,7 +56,7 @@ def _axis_of(shape: tuple[int, ...], dtype: str) -> tuple[int, int]:
 
 
 def _pieces(source: Layout, length: int) -> Iterator[tuple[int, int, int]]:
-    """(rank, start, stop) of the pieces of a range, spread over all who have it."""
+    """(rank, start, stop) of the pieces of a range, one for each source rank."""
     for idx, rank in enumerate(source.ranks):
         start, stop = shard_bounds(length, source.degree, idx)
         if start < stop:

@@ -1,35 +1,33 @@
-"""A job's artifacts in shared memory: how its state gets from one rank to the next.
+"""A job's artifacts in shared memory, through which its state moves from rank to rank.
 
-One memfd per job, made by the control plane and mapped by every worker that runs a task of
-the job. After each task its rank copies what the task made into the slab, so the slab always
-holds the job's last complete state, whoever dies.
+The control plane creates one memfd per job, and every worker that runs a task of the job maps it. After each
+task its rank copies the output into the slab, so the slab always holds the job's last complete state,
+whichever process dies.
 
     line 0..4    one 64-byte line per region: the dispatch that made what the region holds,
                  and the dispatch that has outlined what it will hold
     regions      prompt | condition | latents, bank 0 | bank 1 | bank 2
 
-An artifact's version is the number of tasks that led to it: `encode` makes version 1 and so
-on. Latents go to bank `version % 3`: a task reads version n and publishes n + 1, and the one
-that is queued on it may publish n + 2 before all ranks of the first have ended. Should one of
-those fail, version n is needed again; two banks would have lost it. On GPUs both may be on
-their way at once, from two ranks. One rank at a time writes to a region, and only what no task
-reads: it stores the payload first and the word last; readers look at the word first, and wait
-until it names the very dispatch that they were told to expect. So nothing of an attempt that
-failed is ever read.
+An artifact's version is the number of tasks that led to it: `encode` makes version 1 and so on. Latents go to
+bank `version % 3`: a task reads version n and publishes n + 1, and the task queued on it may publish n + 2
+before all ranks of the first have ended. If one of those fails, version n is needed again; with two banks it
+would be lost. On GPUs, two ranks may write both versions at once. One rank at a time writes to a region, and
+only while no task reads it. The writer stores the payload first and the word last. Readers wait until the
+word names the dispatch that they expect, and then read the payload, so they never read the output of a failed
+attempt.
 
-An outline is an artifact's names, shapes and scalars without its tensors. A GPU's rank knows it
-as soon as a task is launched, and shows it then; the ranks to which the tensors go from device to
-device can enqueue their arrival, and the task behind it, before there is anything to arrive. They may
-read it while the artifact is published, which leaves it as it is.
+An outline is an artifact's names, shapes and scalars without its tensors. A rank on a GPU knows and shows it
+as soon as a task is launched. The ranks that receive the tensors from device to device can then enqueue their
+arrival, and the next task, before the tensors exist. They may read the outline during publication, which does
+not change it.
 
-Why that is safe. The word lies at the start of a 64-byte line, and a native "Q" is packed and
-unpacked by one copy of 8 bytes, which is one move: it is seen whole or not at all, as what it was
-or, since Python clears what it packs into, as 0, which names no dispatch. Payload and
-word are plain stores; x86-64 makes one core's stores visible in their order and does not
-reorder loads (total store order), so who sees the word sees the payload. A machine with a
-weaker order (AArch64, POWER) may show the word first. There this is not right: the word would
-have to be stored with release and loaded with acquire order, as signals in csrc/gfc are, and
-Python has no word for either.
+This is safe for two reasons. The word lies at the start of a 64-byte line, and Python packs and unpacks a
+native "Q" by one copy of 8 bytes, which is one move. So a reader sees the old word, the new word, or 0,
+because Python clears the memory that it packs into, and 0 names no dispatch. Payload and word are plain
+stores; x86-64 makes one core's stores visible in their order and does not reorder loads (total store order),
+so a reader that sees the word sees the payload. A machine with a weaker order (AArch64, POWER) may show the
+word first. It needs a store with release order and a load with acquire order, like signals in csrc/gfc, and
+Python has neither.
 """
 
 from __future__ import annotations
@@ -48,18 +46,18 @@ _LINE_BYTES = 64
 _NUM_BANKS = 3
 _REGIONS = ("prompt", "condition", *[f"latents {bank}" for bank in range(_NUM_BANKS)])
 _WORD = struct.Struct("Q")
-"""Native, since a format with a byte order of its own may be stored byte by byte."""
+"""Native, because a format with an explicit byte order may be stored byte by byte."""
 _OUTLINE_WORD = 8
-"""Where a line has the word of an outline."""
+"""Offset of an outline's word in its line."""
 _LENGTHS = struct.Struct("<QQ")
 _META_BYTES = 64 * 1024
-"""Room for names, shapes and scalars beside an artifact's tensors."""
+"""Space for an artifact's names, shapes and scalars."""
 _PAGE_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class SlabPlan:
-    """Where each region of a job's slab begins, from its trajectory alone."""
+    """The offset of each region of a job's slab, from its trajectory alone."""
 
     offsets: tuple[int, ...]
     size_bytes: int
@@ -86,25 +84,25 @@ class Slab:
 
     @staticmethod
     def create(plan: SlabPlan, *, name: str) -> int:
-        """A file descriptor of a new slab; its pages are taken as they are written."""
+        """A file descriptor of a new slab; a page takes memory when it is first written."""
         fd = os.memfd_create(f"gfgen-{name[:100]}", os.MFD_CLOEXEC)
         os.truncate(fd, plan.size_bytes)
         return fd
 
     def producer(self, name: str, version: int) -> int:
-        """The dispatch that made what is published where this version belongs; 0 for none."""
+        """The dispatch that made the content of this version's region; 0 for none."""
         return int(_WORD.unpack_from(self._map, _region(name, version) * _LINE_BYTES)[0])
 
     def outliner(self, name: str, version: int) -> int:
-        """The dispatch that has outlined what belongs where this version does; 0 for none."""
+        """The dispatch that outlined the content of this version's region; 0 for none."""
         return int(_WORD.unpack_from(self._map, _region(name, version) * _LINE_BYTES + _OUTLINE_WORD)[0])
 
     def publish(
         self, name: str, version: int, meta: Any, buffers: Sequence[memoryview], *, producer: int
     ) -> None:
-        """Store an artifact, then make it visible as made by dispatch `producer`.
+        """Store an artifact, then show it as the output of dispatch `producer`.
 
-        Raises: ValueError when it is larger than the trajectory said.
+        Raises: ValueError if it is larger than planned.
         """
         places = self.places(name, version, meta, [buffer.nbytes for buffer in buffers])
         for place, buffer in zip(places, buffers, strict=True):
@@ -112,9 +110,9 @@ class Slab:
         self.show(name, version, producer=producer)
 
     def places(self, name: str, version: int, meta: Any, sizes: Sequence[int]) -> list[memoryview]:
-        """Memory for an artifact's buffers of so many bytes; nobody reads it before `show`.
+        """Memory for an artifact's buffers of these sizes; no process reads it before `show`.
 
-        Raises: ValueError when they are larger than the trajectory said.
+        Raises: ValueError if they are larger than planned.
         """
         region = _region(name, version)
         start, limit = self._bounds(region)
@@ -135,17 +133,17 @@ class Slab:
         return places
 
     def show_outline(self, name: str, version: int, *, producer: int) -> None:
-        """Make visible what `places` was told, as what dispatch `producer` makes."""
+        """Show the meta from `places` as that of dispatch `producer`."""
         _WORD.pack_into(self._map, _region(name, version) * _LINE_BYTES + _OUTLINE_WORD, producer)
 
     def show(self, name: str, version: int, *, producer: int) -> None:
-        """Make what was stored visible, as made by dispatch `producer`."""
+        """Show the stored artifact as the output of dispatch `producer`."""
         if self.outliner(name, version) != producer:
             self.show_outline(name, version, producer=producer)
         _WORD.pack_into(self._map, _region(name, version) * _LINE_BYTES, producer)
 
     def outline(self, name: str, version: int) -> Any:
-        """The meta of a version that has been outlined."""
+        """The meta of an outlined version."""
         assert self.outliner(name, version), f"{name} version {version} is not outlined"
         meta, _ = self._meta(name, version)
         return meta
@@ -153,15 +151,15 @@ class Slab:
     def fetch(self, name: str, version: int) -> tuple[Any, memoryview, int]:
         """(meta, the slab's memory, offset of the first buffer) of a published version.
 
-        The buffers follow each other, each at the next multiple of 64 bytes; the memory is
-        overwritten by version + 3, so copy what is needed.
+        Each buffer starts at the next multiple of 64 bytes. Version + 3 overwrites the memory, so copy what
+        you need.
         """
         assert self.producer(name, version), f"{name} version {version} is not there"
         meta, end = self._meta(name, version)
         return meta, memoryview(self._map), _aligned(end)
 
     def _meta(self, name: str, version: int) -> tuple[Any, int]:
-        """What `places` was told, and where it ends."""
+        """The meta from `places`, and the offset of its end."""
         start, _ = self._bounds(_region(name, version))
         num_meta_bytes, _ = _LENGTHS.unpack_from(self._map, start)
         position = start + _LINE_BYTES

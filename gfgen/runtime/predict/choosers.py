@@ -1,4 +1,4 @@
-"""Who thinks about which policy is to decide: at once in virtual time, beside the run in real time."""
+"""Choose the deciding policy: at once in virtual time, in a thread in real time."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from gfgen.snapshot import Choice, Choose, Snapshot
 logger = logging.getLogger(__name__)
 
 PAUSE_S = 5e-5
-"""In each turn of a look ahead that a thread makes: so long the interpreter is everyone else's. A turn
-takes about 0.1 ms, which is then the longest that the control loop waits for it."""
+"""Sleep in each turn of a look ahead in a thread, which frees the interpreter. A turn takes about 0.1 ms, so
+the control loop waits at most that long."""
 CLOSE_TIMEOUT_S = 5.0
-"""A thought that is under way when the run ends breaks off within a turn; one that never looks ahead is
-left behind after so long, and ends with the process."""
+"""At the end of the run, a choice in progress stops within a turn. One that never looks ahead is left behind
+after this timeout and ends with the process."""
 
 
 class ImmediateChooser:
-    """Thinks while time stands still: for simulated runs, which are the same every time."""
+    """Chooses while time stands still, so that simulated runs are the same every time."""
 
     def __init__(self, choose: Choose) -> None:
         self._choose = choose
@@ -37,14 +37,14 @@ class ImmediateChooser:
         return choice
 
     def close(self) -> None:
-        """Nothing is under way."""
+        """No effect: no choice is in progress."""
 
 
 class ThreadedChooser:
-    """Thinks in a thread of its own, so that the control loop never waits for it.
+    """Chooses in its own thread, so that the control loop never waits for it.
 
-    One thought at a time: what would begin while another is under way is left out. The control
-    loop alone calls `consider` and `take`; the thread alone writes `_choice`, once, before it ends.
+    One choice at a time: `consider` does nothing while another is in progress. Only the control loop calls
+    `consider` and `take`; only the thread writes `_choice`, once, before it ends.
     """
 
     def __init__(self, choose: Choose) -> None:
@@ -70,16 +70,16 @@ class ThreadedChooser:
         return choice
 
     def wait(self) -> None:
-        """Until the thought that is under way has ended."""
+        """Wait until the choice in progress has ended."""
         if self._thread is not None:
             self._thread.join()
 
     def abandon(self) -> None:
-        """Let a thought that is under way break off, without waiting for that."""
+        """Stop a choice in progress without waiting."""
         self._is_closed = True
 
     def close(self) -> None:
-        """Let a thought that is under way break off."""
+        """Stop a choice in progress, and wait up to CLOSE_TIMEOUT_S."""
         self.abandon()
         if self._thread is not None:
             self._thread.join(CLOSE_TIMEOUT_S)
@@ -96,11 +96,11 @@ class ThreadedChooser:
 
 
 class _Closed(Exception):
-    """The run is over: nobody waits for the choice."""
+    """The run is over and needs no choice."""
 
 
 def _asked(choose: Choose, snapshot: Snapshot, last: Choice | None) -> Choice | None:
-    """Its choice; None when it raises, which the log tells: the present policy goes on."""
+    """The choice; None, with a warning, if `choose` raises: the present policy continues."""
     try:
         choice = choose(snapshot, last)
         if choice is not None and not isinstance(choice, Choice):
@@ -110,6 +110,6 @@ def _asked(choose: Choose, snapshot: Snapshot, last: Choice | None) -> Choice | 
         return choice
     except _Closed:
         return None
-    except Exception as error:  # who chooses may be the user's own
+    except Exception as error:  # `choose` may be the user's own
         logger.warning("choosing a policy failed: %s", in_one_line(error))
         return None

@@ -1,11 +1,12 @@
-"""Predicted durations: from a profile or by arithmetic at first, measured as soon as they were.
+"""Predicted durations: from a profile or by arithmetic at first, then from measurements.
 
-Jobs of one model and shape share a `CostClass`. For each (stage, degrees) of a class the estimate
-is, in this order: what this run has measured; what the profile says of exactly this, of shapes
-around it, or of other degrees (cost_table.py), times what this run has shown the profile to be off
-by; the class's floating-point operations over the rate that the same model has reached in the same
-stage with other shapes, or in its denoising steps; or over a default rate. Every estimate knows its
-`Provenance`. Waiting and moving are not part of a duration.
+Jobs of one model and shape share a `CostClass`. The estimate for a (stage, degrees) of a class is the first
+of: 1. this run's measurement; 2. the profile's time for this task, for shapes around it, or for other degrees
+(cost_table.py), times the
+   ratio of measured to profiled times in this run;
+3. the task's floating-point operations over the rate of the same model in the same stage with other shapes,
+   or in its denoising steps, or over a default rate.
+Every estimate has a `Provenance`. Waiting and moving are not part of a duration.
 """
 
 from __future__ import annotations
@@ -24,20 +25,20 @@ from gfgen.snapshot import Arrangement
 
 _ONE: Degrees = (1, 1, 1)
 DEFAULT_FLOPS_PER_S = 2e10
-"""One CPU rank before anything was measured; 20 GFLOP/s is a core's order of magnitude."""
+"""One CPU rank without measurements; a core reaches the order of 20 GFLOP/s."""
 OVERHEAD_S = 2e-3
-"""Per task: launching from Python, publishing the state."""
+"""Per task, for launching from Python and publishing the state."""
 MOVE_BYTES_PER_S = 2e9
 """Copy through shared memory on one core."""
 _RECENT = 0.2
-"""Weight of a new measurement once five were seen; follows drift, damps noise."""
+"""Weight of a new measurement after the first five: follows drift, damps noise."""
 _MAX_SAMPLES = 64
 _NOTABLE = 0.1
-"""A change of an estimate below this share does not reorder jobs."""
+"""A smaller relative change of an estimate does not reorder jobs."""
 _MAX_NAMED = 3
-"""Shapes with doubtful estimates of one kind that are named in a line, and layouts of one of them."""
+"""The most uncertain shapes per provenance, and layouts per shape, that a line names."""
 _CLEAR_GAIN = 0.98
-"""Other degrees than the usual ones are chosen for a step that takes less than this share of its time."""
+"""Other degrees replace the usual ones if a step on them takes less than this share of the time."""
 
 
 @dataclass(slots=True)
@@ -62,14 +63,14 @@ class CostClass:
     samples: dict[tuple[Stage, Degrees], deque[float]] = field(default_factory=dict)
     """The last durations of each kind of task, for a profile."""
     published: dict[tuple[Stage, Degrees], float] = field(default_factory=dict)
-    """Estimates handed out since the last notable change."""
+    """Estimates returned since the last notable change."""
     rests: dict[tuple[int, int], float] = field(default_factory=dict)
-    """What `rest_alone_s` has said since then, by next task, 2 for any step or the decode, and tasks left."""
+    """Results of `rest_alone_s` since then, by next task (2 for any step or the decode) and tasks left."""
     profiled: dict[tuple[Stage, Degrees], Estimate | None] = field(default_factory=dict)
-    """What the profile says, looked up once."""
+    """The profile's estimates, looked up once."""
     limits: Limits = field(default_factory=Limits)
     arrangement: tuple[int, Arrangement] | None = None
-    """As chosen at this version of the model."""
+    """The version of the model, and the arrangement chosen for it."""
 
     def work(self, stage: Stage) -> TaskWork:
         return TaskWork(self.flops[stage], self.state_bytes)
@@ -77,7 +78,7 @@ class CostClass:
 
 @dataclass(frozen=True, slots=True, order=True)
 class UncertainEstimate:
-    """An estimate that was handed out and that no measurement of the like stands behind."""
+    """An estimate that was used without a measurement of the same task."""
 
     provenance: Provenance
     model: str
@@ -91,18 +92,17 @@ class CostModel:
 
     def __init__(self, profile: Profile | None = None) -> None:
         self.version = 0
-        """Rises when an estimate that was handed out has changed notably."""
+        """Rises when a returned estimate changes notably."""
         self._table = None if profile is None else CostTable(profile)
         self._move_s = 0.0 if profile is None else profile.move_s
         self._move_bytes_per_s = MOVE_BYTES_PER_S if profile is None else profile.move_bytes_per_s
         self._classes: dict[tuple[str, str], CostClass] = {}
         self._rates: dict[tuple[str, Stage], _Mean] = {}
         self._drifts: dict[tuple[str, Stage], _Mean] = {}
-        """Measured durations over what the profile says of them."""
+        """Ratios of measured to profiled durations."""
         self._doubts: set[UncertainEstimate] = set()
 
     def class_of(self, job: AdmittedJob) -> CostClass:
-        """The class of jobs of this one's model and shape."""
         key = (job.spec.model or "", job.shape)
         if key not in self._classes:
             self._classes[key] = self.cost_class(
@@ -123,22 +123,23 @@ class CostModel:
         state_bytes: int,
         limits: Limits | None = None,
     ) -> CostClass:
-        """The class of jobs of this model and shape; made when it is new."""
+        """The class of jobs of this model and shape, created if new."""
         key = (model, shape)
         if key not in self._classes:
             self._classes[key] = CostClass(model, shape, flops, state_bytes, limits=limits or Limits())
         return self._classes[key]
 
     def known_class(self, model: str, shape: str) -> CostClass:
-        """The class of jobs of this model and shape, which has been made."""
+        """The existing class of this model and shape."""
         return self._classes[model, shape]
 
     def task_s(
         self, cost_class: CostClass, stage: Stage, degrees: Degrees, *, is_handed_out: bool = True
     ) -> float:
-        """Predicted execution time of one task, as long as the other ranks are busy.
+        """Predicted execution time of one task while the other ranks are busy.
 
-        What is handed out stays as it is until a notable change; who asks only to look ahead leaves no trace.
+        The value stays constant until a notable change. If not `is_handed_out`, for lookaheads, it is not
+        recorded.
         """
         key = (stage, degrees)
         published = cost_class.published.get(key)
@@ -154,12 +155,12 @@ class CostModel:
         return published
 
     def expected_s(self, cost_class: CostClass, stage: Stage, degrees: Degrees) -> float:
-        """The same for saying when a task ends: all that was measured counts at once."""
+        """The same for predicting the end of a task: every measurement counts at once."""
         measured = cost_class.measured.get((stage, degrees))
         return self.task_s(cost_class, stage, degrees) if measured is None else measured.value
 
     def estimate(self, cost_class: CostClass, stage: Stage, degrees: Degrees) -> Estimate:
-        """The same as of this moment, with its provenance."""
+        """The current estimate with its provenance."""
         measured = cost_class.measured.get((stage, degrees))
         if measured is not None:
             return Estimate(measured.value, measured.value, Provenance.MEASURED)
@@ -170,23 +171,23 @@ class CostModel:
 
     @property
     def classes(self) -> Collection[CostClass]:
-        """All that were asked for, some of them under two names."""
+        """All classes; a class may appear under two names."""
         return self._classes.values()
 
     @property
     def doubts(self) -> Sequence[UncertainEstimate]:
-        """Estimates that were extrapolated or guessed when they were handed out, the worst last."""
+        """Estimates that were extrapolated or guessed when they were returned, the worst last."""
         return sorted(self._doubts)
 
     def is_measured(self, cost_class: CostClass) -> bool:
-        """Whether estimates rest on a measurement of this model, be it with another shape."""
+        """Whether estimates rest on a measurement of this model, possibly with another shape."""
         if self._table is not None and cost_class.model in self._table.models:
             return True
         denoise = (cost_class.model, Stage.DENOISE)
         return denoise in self._rates or any(stage is Stage.DENOISE for stage, _ in cost_class.measured)
 
     def has_seen(self, cost_class: CostClass, stage: Stage, degrees: Degrees) -> bool:
-        """Whether a task like this has run, here or for the profile: its prediction is more than a guess."""
+        """Whether such a task has run, in this run or for the profile."""
         if (stage, degrees) in cost_class.measured:
             return True
         return self._table is not None and self._table.has(cost_class.model, cost_class.shape, stage, degrees)
@@ -202,7 +203,7 @@ class CostModel:
     ) -> float:
         """Predicted time from `task` to the end of its job, with its steps on these degrees.
 
-        The decode is on the same ranks, or on as many of them as make it quickest.
+        The decode runs on as many of the same ranks as make it fastest.
         """
         num_left = num_tasks - task.index
         num_steps = min(num_left - 1, num_tasks - 3)
@@ -216,7 +217,7 @@ class CostModel:
         return total_s
 
     def rest_alone_s(self, cost_class: CostClass, task: Task, num_tasks: int) -> float:
-        """The same on one rank, which is asked for every job: of jobs that are alike it is added up once."""
+        """The same on one rank, computed once for equal jobs because every job needs it."""
         key = (min(task.index, 2), num_tasks - task.index)  # all that `remaining_s` depends on
         rest_s = cost_class.rests.get(key)
         if rest_s is None:
@@ -224,7 +225,7 @@ class CostModel:
         return rest_s
 
     def arrangement(self, cost_class: CostClass) -> Arrangement:
-        """How tasks of this class use ranks best, as far as is predicted; changes with `version` only."""
+        """The best predicted use of ranks by tasks of this class; changes only with `version`."""
         if cost_class.arrangement is None or cost_class.arrangement[0] != self.version:
             steps = [self._best_way(cost_class, number) for number in range(1, MAX_RANKS + 1)]
             chosen = Arrangement(steps=tuple(steps), decodes=tuple(self._best_numbers(cost_class)))
@@ -232,7 +233,7 @@ class CostModel:
         return cost_class.arrangement[1]
 
     def _best_way(self, cost_class: CostClass, num_ranks: int) -> Degrees:
-        """Of the degrees in which a step can use so many ranks: the usual ones, or clearly quicker ones."""
+        """The usual degrees of a step on this many ranks, or clearly faster ones."""
         usual, *others = cost_class.limits.ways(num_ranks)
         best, best_s = usual, _CLEAR_GAIN * self._known_s(cost_class, Stage.DENOISE, usual)
         for degrees in others:
@@ -242,7 +243,8 @@ class CostModel:
         return best
 
     def _best_numbers(self, cost_class: CostClass) -> Iterator[int]:
-        """Of 1 rank, of 2 and so on: all of them for a decode, or fewer that are known to be as quick."""
+        """For 1 rank, 2 ranks and so on: how many of them a decode uses; fewer if those are known to be as
+        fast."""
         chosen, best, best_s = 1, 1, math.inf
         for number in range(1, MAX_RANKS + 1):
             if number <= cost_class.limits.max_decode_degree:
@@ -253,7 +255,7 @@ class CostModel:
             yield chosen
 
     def _known_s(self, cost_class: CostClass, stage: Stage, degrees: Degrees) -> float:
-        """An estimate that rests on tasks of the same degrees; infinite where there were none."""
+        """An estimate from tasks of the same degrees; infinite if there are none."""
         if (stage, degrees) in cost_class.measured or self._has_degrees(cost_class, stage, degrees):
             return self.estimate(cost_class, stage, degrees).loaded_s
         return math.inf
@@ -264,7 +266,7 @@ class CostModel:
         return (1, self.arrangement(cost_class).decodes[num_ranks - 1], 1)
 
     def move_s(self, cost_class: CostClass, source: Layout | None, layout: Layout) -> float:
-        """Predicted time to bring a job's state to a layout; 0 where it is already."""
+        """Predicted time to move a job's state to a layout; 0 if it is already there."""
         if source is None or source == layout or set(layout.ranks).issubset(source.ranks):
             return 0.0
         return self._move_s + cost_class.state_bytes / self._move_bytes_per_s
@@ -289,7 +291,7 @@ class CostModel:
         if published is None:
             return
         if abs(cost_class.measured[key].value - published) > _NOTABLE * published:
-            for other in self._classes.values():  # some under two names
+            for other in self._classes.values():  # a class may appear under two names
                 if other.model == cost_class.model:
                     other.published.clear()
                     other.rests.clear()
@@ -306,11 +308,11 @@ class CostModel:
         return cost_class.profiled[key]
 
     def _has_degrees(self, cost_class: CostClass, stage: Stage, degrees: Degrees) -> bool:
-        """Whether the profile has them; else it may be off because of them and not of the machine."""
+        """Whether the profile has these degrees; otherwise a deviation may not be due to the machine."""
         return self._table is not None and self._table.has_degrees(cost_class.model, stage, degrees)
 
     def _drift(self, model: str, stage: Stage) -> float:
-        """What the profile is off by here; 1 until something was measured."""
+        """The ratio of measured to profiled times; 1 until there is a measurement."""
         drift = self._drifts.get((model, stage)) or self._drifts.get((model, Stage.DENOISE))
         return drift.value if drift else 1.0
 
@@ -324,13 +326,13 @@ class CostModel:
 
 
 def uncertain(doubts: Sequence[UncertainEstimate], *, has_writes: bool) -> str | None:
-    """What `in_one_line` says, and that a simulation leaves out writes where its profile has none."""
+    """`in_one_line`, plus a note if the profile has no times for writing files."""
     parts = [in_one_line(doubts), None if has_writes else "the writing of files is left out"]
     return "; ".join(filter(None, parts)) or None
 
 
 def in_one_line(doubts: Sequence[UncertainEstimate]) -> str | None:
-    """What a person should know of the estimates that a prediction rests on; None when all are sound."""
+    """Describe the uncertain estimates of a prediction; None if there are none."""
     by_kind: dict[Provenance, dict[tuple[str, str], list[UncertainEstimate]]] = {}
     for doubt in doubts:
         shapes = by_kind.setdefault(doubt.provenance, {})

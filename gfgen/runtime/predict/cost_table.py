@@ -1,11 +1,10 @@
-"""What a profile tells about tasks that it has measured, and about others like them. Pure.
+"""Task times from a profile, for measured tasks and similar ones. Pure.
 
-Shapes between two profiled ones are interpolated over the known work of a task: its floating-point
-operations (those of attention and of matrix products are counted together, and between two shapes a
-straight line is close to both), or the bytes of the job's state for stages without arithmetic. What is
-smaller than all of them takes the share of its time on one rank that the smallest takes. Degrees that are
-not in the table follow from those that are, by Amdahl's law with the serial share that the table itself
-shows.
+Shapes between two profiled ones are interpolated over the work of a task: its floating-point operations
+(attention and matrix products together; between two shapes a straight line is close to both), or the bytes of
+the job's state for stages without arithmetic. A shape below all profiled ones takes the same share of its
+time on one rank as the smallest profiled one. Missing degrees follow from existing ones by Amdahl's law, with
+the serial share that the table shows.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ from gfgen.runtime.predict.profile_file import Profile, ProfileRow
 
 _ONE: Degrees = (1, 1, 1)
 PARALLEL_EFFICIENCY = 0.9
-"""Share of the ideal speed-up that is assumed until a degree was measured."""
+"""Assumed share of the ideal speed-up of a degree without measurements."""
 
 
 class Provenance(IntEnum):
-    """Where an estimate comes from; the higher, the less it can be relied on."""
+    """The source of an estimate; higher is less reliable."""
 
     MEASURED = 0
     """In this run."""
@@ -39,7 +38,7 @@ class Provenance(IntEnum):
     EXTRAPOLATED = 3
     """Beyond the profile's shapes, or on other degrees; or from this run's other shapes."""
     GUESSED = 4
-    """From operations over a rate that nobody has measured here."""
+    """From operations over an assumed rate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +58,6 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class TaskWork:
-    """What is known of a task without measuring it."""
-
     flops: float
     state_bytes: int
 
@@ -69,7 +66,7 @@ Value = Callable[[ProfileRow], float]
 
 
 class CostTable:
-    """A profile, asked for any shape and degrees."""
+    """A profile's times for any shape and degrees."""
 
     def __init__(self, profile: Profile) -> None:
         self._exact = {(row.model, row.shape, row.stage, row.degrees): row for row in profile.rows}
@@ -83,11 +80,11 @@ class CostTable:
         return (model, shape, stage, degrees) in self._exact
 
     def has_degrees(self, model: str, stage: Stage, degrees: Degrees) -> bool:
-        """Whether some shape was measured so."""
+        """Whether some shape was measured with these degrees."""
         return degrees in self._rows.get((model, stage), {})
 
     def task(self, model: str, shape: str, stage: Stage, degrees: Degrees, work: TaskWork) -> Estimate | None:
-        """The duration of a task; None when nothing like it was measured."""
+        """The duration of a task; None if no similar task was measured."""
         by_degrees = self._rows.get((model, stage))
         if not by_degrees:
             return None
@@ -102,7 +99,7 @@ class CostTable:
         return found.scaled(factor, Provenance.EXTRAPOLATED)
 
     def write_s(self, model: str, shape: str, work: TaskWork) -> float | None:
-        """From the end of a decode to its file; None when no decode of this model tells it."""
+        """From the end of a decode to its file; None if no row of this model has it."""
         rows = [
             row for row in self._rows.get((model, Stage.DECODE), {}).get(_ONE, ()) if row.write_s is not None
         ]
@@ -116,7 +113,7 @@ class CostTable:
         return _amdahl(num_ranks, serial) / _amdahl(num_base, serial)
 
     def _serial_share(self, model: str, stage: Stage) -> float | None:
-        """What of a task does not get faster on more ranks: of this model, or of the others."""
+        """The share of a task that more ranks do not speed up, from this model or else from the others."""
         shares = self._shares_of(model, stage)
         if not shares:
             shares = [
@@ -125,7 +122,7 @@ class CostTable:
         return statistics.median(shares) if shares else None
 
     def _shares_of(self, model: str, stage: Stage) -> list[float]:
-        """By shape, from the most ranks that it was measured on."""
+        """The serial share by shape, from the most ranks that the shape was measured on."""
         by_degrees = self._rows.get((model, stage), {})
         shares: dict[str, tuple[int, float]] = {}
         for degrees, rows in by_degrees.items():
@@ -139,17 +136,17 @@ class CostTable:
 
 
 def speed_up(num_ranks: int) -> float:
-    """What is assumed of several ranks as long as nothing was measured."""
+    """The assumed speed-up on several ranks without measurements."""
     return 1.0 if num_ranks == 1 else num_ranks * PARALLEL_EFFICIENCY
 
 
 def _amdahl(num_ranks: int, serial: float | None) -> float:
-    """Time on so many ranks, as a share of that on one."""
+    """Time on several ranks as a share of the time on one."""
     return 1 / speed_up(num_ranks) if serial is None else serial + (1 - serial) / num_ranks
 
 
 def _distance(other: Degrees, degrees: Degrees) -> tuple[float, float, Degrees]:
-    """Degrees of as many ranks are nearest; then those with the same number of guidance branches."""
+    """Nearest are degrees with an equal number of ranks, then those with equal guidance branches."""
     ratio = math.prod(other) / math.prod(degrees)
     return abs(math.log(ratio)), abs(other[0] - degrees[0]), other
 
@@ -164,11 +161,11 @@ def _over_shapes(rows: Sequence[ProfileRow], shape: str, work: TaskWork) -> Esti
 def _below(
     rows: Sequence[ProfileRow], alone: Sequence[ProfileRow], shape: str, work: TaskWork
 ) -> Estimate | None:
-    """A shape below all that were measured on these degrees, by what it takes on one rank; None for others.
+    """The estimate for a shape below all that were measured on these degrees, from its time on one rank.
 
-    The smallest of them says which share of that it takes. Lines through the shapes of each degree, down to
-    nothing, cross: two ranks would be predicted to be five times as fast as one. Nor is a task taken to gain
-    more than in proportion to its ranks.
+    It takes the same share of that time as the smallest measured shape. Lines through the shapes of each
+    degree would cross near zero and predict two ranks to be five times as fast as one. The gain is at most
+    proportional to the ranks. None for other shapes.
     """
     points, x = _points(rows, work, lambda row: row.seconds)
     if not points or x >= points[0][0] or any(row.shape == shape for row in rows):
@@ -193,7 +190,7 @@ def _loaded_s(row: ProfileRow) -> float:
 def _value_over_shapes(
     rows: Sequence[ProfileRow], shape: str, work: TaskWork, *, value: Value
 ) -> tuple[float, Provenance]:
-    """The value for a shape from rows of the same model, stage and degrees, of which there are some."""
+    """The value for a shape from at least one row of the same model, stage and degrees."""
     for row in rows:
         if row.shape == shape:
             return value(row), Provenance.PROFILED
@@ -208,7 +205,7 @@ def _value_over_shapes(
 def _points(
     rows: Sequence[ProfileRow], work: TaskWork, value: Value
 ) -> tuple[list[tuple[float, float]], float]:
-    """(work, median value) in rising order, and the work in question; empty where work is not known."""
+    """Rising (work, median value), empty if work is unknown, and the work of the task."""
     by_work: dict[float, list[float]] = defaultdict(list)
     counts_flops = work.flops > 0 and any(row.flops > 0 for row in rows)
     for row in rows:
@@ -229,7 +226,7 @@ def _between(points: Sequence[tuple[float, float]], x: float) -> float:
 
 
 def _beyond(points: Sequence[tuple[float, float]], x: float) -> float:
-    """Along the nearest line; in proportion where there is one point, or where the line would sink."""
+    """Along the nearest line; proportional with one point, or if the line would fall below that."""
     (x0, y0), nearest = (points[0], points[:2]) if x < points[0][0] else (points[-1], points[-2:])
     proportional = y0 * x / x0
     if len(points) == 1:

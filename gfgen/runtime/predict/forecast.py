@@ -1,4 +1,4 @@
-"""When the open jobs are predicted to end: for progress displays, not for policies."""
+"""Predict when the open jobs end, for progress displays and not for policies."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ class Forecast:
     late: frozenset[str]
     """Jobs that are predicted to miss their deadline."""
     starts_s: dict[str, float] = field(default_factory=dict)
-    """When the jobs that are not running get a rank, in the order in which they do."""
+    """When the waiting jobs get a rank, in that order."""
 
     @property
     def end_s(self) -> float | None:
-        """When the last of them ends; None when no job is open."""
+        """When the last job ends; None if no job is open."""
         return max(self.ends_s.values(), default=None)
 
 
 def forecast(snapshot: Snapshot, *, policy: str) -> Forecast:
-    """What `predict` says of a snapshot's jobs."""
+    """`predict` for the jobs of a snapshot."""
     return predict(
         {**snapshot.open, **snapshot.busy},
         running=snapshot.running,
@@ -46,10 +46,10 @@ def predict(
     now_s: float,
     policy: str,
 ) -> Forecast:
-    """Let running jobs go on where they are, and the others follow in the policy's order.
+    """Running jobs continue on their ranks; the others follow in the policy's order.
 
-    A rough list schedule, one rank a job, without preemption: right for the batch as a whole,
-    and for the next jobs; it is renewed all the time.
+    A rough list schedule, one rank per job, without preemption: right for the whole batch and for the next
+    jobs, and updated often.
     """
     ends_s: dict[str, float] = {}
     starts_s: dict[str, float] = {}
@@ -72,7 +72,7 @@ def predict(
 
 
 def _order(policy: str) -> Callable[[JobView], Any]:
-    """Roughly that of the policy; ties as it breaks them, so that what has begun keeps its place."""
+    """Roughly the policy's order, with its tie-breaks, so that started jobs keep their place."""
     name = policy.partition(",")[0]
     if name == "srtf":
         return attrgetter("precedence", "remaining_s", "arrival_s")

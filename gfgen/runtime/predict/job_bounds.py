@@ -1,7 +1,7 @@
-"""What one job may ask for, and how long one of its denoising steps takes at least.
+"""Bounds on one job, and the least duration of its denoising step.
 
-A step is the smallest part of a job that policies place and preempt: while it runs, its ranks are busy. So a
-job whose single step takes too long is refused, or the user is warned, before anything starts.
+A step is the smallest unit that policies place and preempt: while it runs, its ranks are busy. So a job with
+a step that takes too long is refused, or a warning is logged, before anything starts.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from gfgen.runtime.predict.profile_file import Profile
 from gfgen.system.wording import in_words
 
 _FASTEST_CORE_FLOPS_PER_S = 2e11
-"""No core of today is faster in fp32: two AVX-512 units at 3 GHz have 192 GFLOP/s on paper."""
+"""An upper bound for fp32: two AVX-512 units at 3 GHz have a nominal 192 GFLOP/s."""
 _FASTEST_GPU_FLOPS_PER_S = 2.5e15
-"""No GPU of today is faster in bf16: a B200 has 2.25 PFLOP/s on paper, an H200 0.99."""
+"""An upper bound for bf16: a B200 has a nominal 2.25 PFLOP/s, an H200 0.99."""
 _OPTIONS = {"size": "--max-pixels", "frames": "--max-frames", "steps": "--max-steps"}
 
 
 @dataclass(frozen=True, slots=True)
 class JobBounds:
-    """The most that one job may ask for; None where anything goes."""
+    """Upper bounds on one job; None for no bound."""
 
     pixels: int | None = None
     """Width x height."""
     frames: int | None = None
     steps: int | None = None
     step_s: float | None = None
-    """Of one denoising step, as predicted."""
+    """Predicted time of one denoising step."""
 
 
 class StepTimes:
-    """How long a denoising step takes at least: on the ranks that make it quickest, with nothing else to do.
+    """The least duration of a denoising step: on the fastest set of ranks, without other load.
 
-    If the profile knows nothing of the model, the estimate is only a lower bound: the step's floating-point
-    operations at a rate that no machine of today exceeds. So a guess refuses no job that would work.
+    If the profile does not have the model, this is only a lower bound: the step's floating-point operations
+    at a rate that no machine exceeds. So a guess refuses no job that would work.
     """
 
     def __init__(self, profile: Profile | None, *, kind: str, num_ranks: int) -> None:
@@ -59,7 +59,6 @@ class StepTimes:
         self._least: dict[tuple[str, str], tuple[float, bool]] = {}
 
     def least_s(self, job: AdmittedJob) -> float:
-        """Seconds of one step."""
         return self._of(job)[0]
 
     def in_words(self, job: AdmittedJob) -> str:

@@ -1,7 +1,6 @@
-"""The simulated backend: dispatches take the time they are said to take, on a virtual clock.
+"""The simulated backend: dispatches take given times on a virtual clock.
 
-It differs from the process backend in `wait` and `submit` alone; control plane, state and
-policies are the same.
+Control plane, state and policies are the same as with the process backend.
 """
 
 from __future__ import annotations
@@ -33,20 +32,20 @@ class SimulatedTimes:
     """Durations in seconds."""
 
     task_s: DispatchSeconds
-    """Of a task while the other ranks idle."""
+    """A task while the other ranks idle."""
     loaded_s: DispatchSeconds | None = None
-    """While all of them are busy; None when that makes no difference."""
+    """A task while all other ranks are busy; None if they make no difference."""
     move_s: DispatchSeconds | None = None
-    """Of bringing the task's input to its ranks, once it is made; None for no time."""
+    """The move of a task's input to its ranks; None for no time."""
     write_s: float | DispatchSeconds = 0.0
-    """Of writing the file of a decode; each writer writes one file after the other."""
+    """The file of a decode; each writer writes one file after the other."""
     num_writers: int = 1
     dispatch_s: float = 0.0
-    """From a decision to the task's start on a rank that is free."""
+    """From a decision to the task's start on a free rank."""
 
 
 class SimulatedBackend:
-    """Ranks that work through what they are given, in order, in virtual time."""
+    """Ranks that run their dispatches in order, in virtual time."""
 
     def __init__(self, clock: Clock, *, num_ranks: int, times: SimulatedTimes) -> None:
         self._clock = clock
@@ -54,36 +53,36 @@ class SimulatedBackend:
         self._free_s = [0.0] * num_ranks
         self._made_s: dict[int, float] = {}
         self._submitted: list[Dispatch] = []
-        """In this turn of the loop: what they take depends on each other."""
+        """Dispatches of this turn of the loop; their durations depend on each other."""
         self._writers_free_s = [0.0] * times.num_writers
         self._stopped: set[int] = set()
-        """Dispatches whose scheduled ends no longer come."""
+        """Stopped dispatches; their scheduled ends are dropped."""
         self._called_off: set[str] = set()
-        """Jobs whose decode was stopped: its file is not written."""
+        """Jobs with a stopped decode; their files are not written."""
         for rank in range(num_ranks):
             clock.at(RankReady(clock.now_s, rank, 1, 0.0))
 
     def wait(self, until: float | None) -> list[Event]:
-        """Let time pass until the next event falls due."""
+        """Advance the clock to the next event."""
         if self._submitted:
             self._start_submitted()
             until = self._clock.next_wakeup()
-        assert until is not None, "nothing is scheduled: the run would wait for ever"
+        assert until is not None, "nothing is scheduled: the run would wait forever"
         self._clock.advance(until)
         return [event for event in self._clock.due() if self._comes_about(event)]
 
     def _comes_about(self, event: Event) -> bool:
-        """Whether the task behind a scheduled event was not stopped meanwhile."""
+        """Whether the task of a scheduled event was not stopped."""
         if isinstance(event, TaskDone):
             return event.dispatch not in self._stopped
         return not (isinstance(event, OutputWritten) and event.job_id in self._called_off)
 
     def submit(self, dispatch: Dispatch) -> None:
-        """A task starts when its ranks are free and its input is there."""
+        """A task starts when its ranks are free and its input has arrived."""
         self._submitted.append(dispatch)
 
     def stop(self, dispatches: Sequence[Dispatch]) -> None:
-        """Ranks leave a task at once."""
+        """Stop dispatches; their ranks leave them at once."""
         now_s = self._clock.now_s
         for dispatch in dispatches:
             self._stopped.add(dispatch.number)
@@ -91,18 +90,18 @@ class SimulatedBackend:
             if dispatch.task.stage is Stage.DECODE:
                 self._called_off.add(dispatch.task.job_id)
             for rank in dispatch.layout.ranks:
-                if self._free_s[rank] == ended_s:  # nothing is queued behind it
+                if self._free_s[rank] == ended_s:  # no other task is queued
                     self._free_s[rank] = now_s
             self._clock.at(TaskFailed(now_s, dispatch.number, "stopped", void=True))
 
     def release(self, job_id: str) -> None:
-        """Nothing is kept for a job."""
+        """No effect: jobs take no memory."""
 
     def add(self, jobs: Sequence[AdmittedJob]) -> None:
-        """Nothing has to be known of a job."""
+        """No effect: jobs need no preparation."""
 
     def load(self, models: Mapping[str, Path], *, load_s: float) -> None:
-        """Each rank takes as long as predicted, after what it was given."""
+        """Each rank loads for the predicted time, after its dispatches."""
         if self._submitted:
             self._start_submitted()
         for rank, free_s in enumerate(self._free_s):
@@ -110,10 +109,10 @@ class SimulatedBackend:
             self._clock.at(RankLoaded(self._free_s[rank], rank, load_s))
 
     def save(self, job_id: str, *, next_index: int, producer: int) -> None:
-        """Nothing is kept of a job."""
+        """No effect: there is no state to save."""
 
     def memory_use(self) -> Mapping[int, MemoryUse]:
-        """Nothing is taken."""
+        """Simulated ranks take no memory."""
         return {}
 
     def _start_submitted(self) -> None:
@@ -145,7 +144,7 @@ class SimulatedBackend:
             self._write(dispatch, ended_s)
 
     def _duration(self, dispatch: Dispatch, started_s: float, busy_s: Sequence[float]) -> float:
-        """Between that alone and that under load, by the share of the other ranks that are busy."""
+        """Interpolated between the times alone and under load, by the share of other ranks that are busy."""
         alone_s, ranks = self._times.task_s(dispatch), dispatch.layout.ranks
         if self._times.loaded_s is None or len(ranks) == len(busy_s):
             return alone_s

@@ -1,4 +1,4 @@
-"""Several runs of the same jobs side by side: a table for people, and numbers for programs."""
+"""Compare runs of the same jobs: a table for people, numbers for programs."""
 
 from __future__ import annotations
 
@@ -15,18 +15,17 @@ NONE = "-"
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """One run of a comparison, under the name that tells it from the others."""
+    """One run of a comparison."""
 
     name: str
     summary: Summary
 
     def as_json(self) -> dict[str, Any]:
-        """Everything that is known of it, as `numbers`."""
         return {"name": self.name, **numbers(self.summary)}
 
 
 def numbers(summary: Summary) -> dict[str, Any]:
-    """A run for programs; times in seconds, shares from 0 to 1."""
+    """The numbers of a run; times in seconds, shares from 0 to 1."""
     return {
         "jobs": {
             "done": summary.num_done,
@@ -58,7 +57,7 @@ def numbers(summary: Summary) -> dict[str, Any]:
 
 
 def table(runs: Sequence[Compared]) -> list[str]:
-    """Lines with a column for each run: numbers that belong together stand side by side."""
+    """The lines of a table with a column for each run."""
     rows = [("", *(run.name for run in runs))]
     rows += [(name, *(cell(run.summary) for run in runs)) for name, cell in _ROWS.items()]
     if any(run.summary.num_failed for run in runs):
@@ -83,7 +82,7 @@ def _line(row: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def _attained(summary: Summary) -> dict[str, Attainment]:
-    """Overall, and by tag where jobs have some."""
+    """Overall, and by tag if jobs have tags."""
     if summary.deadlines is None:
         return {}
     by_tag = {tag: met for tag, met in summary.deadlines_by_tag.items() if tag}
@@ -95,7 +94,7 @@ def _met(attained: Attainment | None) -> str:
 
 
 def _changes(summary: Summary) -> str:
-    """How often other models were loaded, and what of each rank's time that took."""
+    """The number of model changes, and their time on each rank."""
     return f"{summary.num_model_changes} in {in_words(summary.load_s)}" if summary.num_model_changes else NONE
 
 
@@ -113,4 +112,4 @@ _ROWS: dict[str, Callable[[Summary], str]] = {
     "ranks busy": lambda summary: f"{summary.utilisation:.0%}",
     "moving state": lambda summary: f"{in_words(sum(summary.moved_s))} {summary.moved_share:.1%}",
 }
-"""What is told of every run, in order."""
+"""The rows for every run, in order."""

@@ -1,4 +1,4 @@
-"""How jobs would fare under a policy, by the coarse lookahead: many times faster than a simulation."""
+"""Estimate the outcomes of jobs under a policy by a coarse rollout, many times faster than a simulation."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from gfgen.system.timelimit import DECISION_LIMIT_S, DecisionTimeout, within
 def everything_open(
     jobs: Sequence[AdmittedJob], *, num_ranks: int, profile: Profile, started_at: float = 0.0
 ) -> Snapshot:
-    """All jobs as open, including those that arrive later: what estimates start from."""
+    """The snapshot from which estimates start: all jobs are open, including those that arrive later."""
     state = State(
         jobs,
         RunStart(num_ranks=num_ranks, lookahead_s=LOOKAHEAD_S, started_at=started_at),
@@ -43,22 +43,22 @@ def everything_open(
 
 
 def decides_first(policy: NamedPolicy, snapshot: Snapshot) -> Policy:
-    """The policy itself, or its first choice where it chooses between others."""
+    """The policy itself, or its first choice if it chooses between policies."""
     if policy.choose is None:
         return policy.decide
     chooser = ImmediateChooser(policy.choose)
     chooser.consider(snapshot)
     choice = chooser.take()
-    with contextlib.suppress(PolicyError):  # there may be no such policy
+    with contextlib.suppress(PolicyError):  # the chosen policy may not exist
         return policy.decide if choice is None else load_policy(choice.policy).decide
     return policy.decide
 
 
 class SeldomAsked:
-    """A policy that decides when jobs arrive or end; in between, jobs continue their steps where they are.
+    """Calls a policy only when jobs arrive or end; in between, jobs continue their steps on their ranks.
 
-    After each change the policy is asked until every task of that moment has ended, and then once more for
-    each rank, as in estimates. A simulation of many jobs spends most of its time in the policy otherwise.
+    After each change the policy is called until every task of that moment has ended, and then once more for
+    each rank, as in estimates. Otherwise a simulation of many jobs spends most of its time in the policy.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -66,7 +66,7 @@ class SeldomAsked:
         self._num_jobs = 0
         self._settled_s = 0.0
         self._job_on: dict[int, str] = {}
-        """By rank, the job that the policy has put there since everything settled."""
+        """By rank, the job that the policy placed there since `_settled_s`."""
 
     def __call__(self, snapshot: Snapshot) -> Sequence[Decision]:
         num_jobs = len(snapshot.open) + len(snapshot.busy)
@@ -81,7 +81,7 @@ class SeldomAsked:
         return decisions
 
     def _continued(self, snapshot: Snapshot) -> Sequence[Decision] | None:
-        """The next step of the job on each free rank; None where the policy has to decide."""
+        """The next step of the job on each free rank; None if the policy must decide."""
         free, found = set(snapshot.free_ranks), {}
         for rank in free:
             job = snapshot.open.get(self._job_on.get(rank, ""))
@@ -102,11 +102,11 @@ def estimate(
 ) -> Sequence[JobOutcome] | None:
     """The outcomes of a run from `everything_open`, in a tenth of the time that `simulate` takes, or less.
 
-    The policy is asked only when jobs arrive or end. Every task takes its median time; moves between ranks,
-    the writing of files and changes of models take none. `ended` is called for each job that has ended.
+    The policy is called only when jobs arrive or end. Every task takes its median time; moves between ranks,
+    writing files and changing models take no time. `ended` is called for each job that ends.
 
-    None when the policy fails or leaves jobs waiting: a simulation says how.
-    Raises: DecisionTimeout when the policy does not return.
+    None if the policy fails or leaves jobs waiting; a simulation shows the details.
+    Raises: DecisionTimeout if the policy does not return.
     """
     try:
         ends_s = rollout_ends(snapshot, _in_time(policy), ended=ended)
@@ -121,7 +121,7 @@ def estimate(
 
 
 def _in_time(policy: Policy) -> Policy:
-    """The same policy, which is interrupted when it does not return."""
+    """The same policy, interrupted if it does not return."""
 
     def decide(snapshot: Snapshot) -> Sequence[Decision]:
         return list(policy(snapshot))

@@ -1,7 +1,6 @@
-"""How long everything takes in a simulated run, by a profile.
+"""The true durations of a simulated run, from a profile.
 
-Apart from the cost model that the policies see: what is true of a run does not change because a policy's
-predictions do.
+They are independent of the cost model that the policies see, which changes during the run.
 """
 
 from __future__ import annotations
@@ -23,16 +22,14 @@ _QUARTILE = _NORMAL.inv_cdf(0.75)
 
 
 def profiled_times(profile: Profile, jobs: Sequence[AdmittedJob], *, num_ranks: int = 1) -> SimulatedTimes:
-    """The durations of these jobs' tasks, moves and files, on so many ranks.
+    """The durations of these jobs' tasks, moves and files.
 
-    Tasks vary around their medians as widely as they did in the measurement, since a prediction that always
-    holds would flatter everything that rests on it. A task of a job varies alike in every simulation, so
-    that policies are compared on the same luck.
-
-    Ranks that do not slow each other down are GPUs, each of which has a writer.
+    Tasks vary around their medians as much as in the measurement, because exact predictions would flatter the
+    policies that use them. A task varies equally in every simulation, so that policies are compared on equal
+    terms. Ranks that do not slow each other down are GPUs, each with its own writer.
     """
-    # No profile tells how many cores that machine has: there are taken to be enough. Below four for each GPU
-    # a run has fewer writers (`pool.default_writers`), which counts where many files are written at once.
+    # A profile does not give the number of cores; this assumes enough. With fewer than four per GPU, a run
+    # has fewer writers (`pool.default_writers`), which matters if many files are written at once.
     truth = _Truth(profile, jobs)
     has_load = any(row.loaded_s is not None for row in profile.rows)
     return SimulatedTimes(
@@ -46,7 +43,7 @@ def profiled_times(profile: Profile, jobs: Sequence[AdmittedJob], *, num_ranks: 
 
 
 class _Truth:
-    """A cost model that never learns, asked by dispatch."""
+    """A cost model that never learns, queried by dispatch."""
 
     def __init__(self, profile: Profile, jobs: Sequence[AdmittedJob]) -> None:
         self._profile = profile
@@ -57,7 +54,6 @@ class _Truth:
         self._estimates: dict[object, Estimate] = {}
 
     def estimate(self, dispatch: Dispatch) -> Estimate:
-        """Of a task, without its moves."""
         cost_class = self._classes[dispatch.task.job_id]
         key = (cost_class, dispatch.task.stage, dispatch.layout.degrees)
         if key not in self._estimates:
@@ -65,17 +61,15 @@ class _Truth:
         return self._estimates[key]
 
     def task_s(self, dispatch: Dispatch) -> float:
-        """Of a task while the other ranks idle."""
         estimate = self.estimate(dispatch)
         return estimate.seconds * _luck(dispatch, estimate)
 
     def loaded_s(self, dispatch: Dispatch) -> float:
-        """Of a task while the other ranks are busy."""
         estimate = self.estimate(dispatch)
         return estimate.loaded_s * _luck(dispatch, estimate)
 
     def move_s(self, dispatch: Dispatch) -> float:
-        """Of a task's input: ranks receive beside each other, each its transfers in order."""
+        """Ranks receive in parallel, each its own transfers in order."""
         if not dispatch.transfers:
             return 0.0
         received: dict[int, int] = {}
@@ -84,7 +78,6 @@ class _Truth:
         return self._profile.move_s + max(received.values()) / self._profile.move_bytes_per_s
 
     def write_s(self, dispatch: Dispatch) -> float:
-        """Of a job's file."""
         cost_class = self._classes[dispatch.task.job_id]
         key = (cost_class.model, cost_class.shape)
         if key not in self._writes:
@@ -95,7 +88,7 @@ class _Truth:
 
 
 def _luck(dispatch: Dispatch, estimate: Estimate) -> float:
-    """A task's duration over the median: log-normal, with the measured interquartile range.
+    """A task's duration relative to the median: log-normal, with the measured interquartile range.
 
     The quartiles of such a distribution are exp(-_QUARTILE * sigma) and exp(_QUARTILE * sigma).
     """

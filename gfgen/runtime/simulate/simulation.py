@@ -24,14 +24,12 @@ from gfgen.runtime.simulate.profiled import profiled_times
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """What a run would have been."""
-
     summary: Summary
     policy: str
     doubts: Sequence[UncertainEstimate] = ()
-    """Predictions that no measurement of the like stands behind (`cost.in_one_line` tells them)."""
+    """Predictions without a measurement of the same task (`cost.in_one_line` describes them)."""
     outcomes: Sequence[JobOutcome] = ()
-    """The jobs in the order in which they end."""
+    """In the order in which the jobs end."""
     num_ranks: int = 1
 
 
@@ -46,13 +44,13 @@ def simulate(
     times: SimulatedTimes | None = None,
     residency: Residency | None = None,
 ) -> Simulated:
-    """Run these jobs in virtual time; tasks take what the profile says.
+    """Run these jobs in virtual time, with task times from the profile.
 
-    The policy sees the same predictions as in a real run that starts from this profile. `times` take the
-    place of what the profile says is true. `residency`, which is for one run, lets models take turns; without
-    it all of them are in memory.
+    The policy sees the same predictions as in a real run that starts from this profile. `times` replaces the
+    profile's true times. `residency`, for one run only, lets models take turns; without it all of them are in
+    memory.
 
-    Raises: StalledError when the policy lets jobs wait for ever; it names them.
+    Raises: StalledError if the policy leaves jobs waiting forever; it names them.
     """
     clock, costs, kept = Clock(virtual=True), CostModel(profile), _OutcomeRecorder()
     times = times or profiled_times(profile, jobs, num_ranks=num_ranks)
@@ -89,8 +87,6 @@ def simulate(
 
 
 class _OutcomeRecorder(Observer):
-    """What becomes of the jobs."""
-
     def __init__(self) -> None:
         self.outcomes: list[JobOutcome] = []
 
