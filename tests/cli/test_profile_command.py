@@ -152,7 +152,7 @@ def test_a_file_that_is_no_profile_is_not_replaced(measured, tmp_path, content):
     jobs.write_text(content)
     result = profile(jobs, "-o", jobs)
     assert isinstance(result.exception, InputError)
-    assert str(result.exception) == f"--output {jobs}: is there and is no profile; name another file"
+    assert str(result.exception) == f"--output {jobs}: exists and is not a profile; name another file"
     assert jobs.read_text() == content
     assert not measured
 

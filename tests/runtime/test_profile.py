@@ -43,7 +43,7 @@ def spoilt(change):
         (spoilt(lambda c: c["rows"][0].update(model=["a"])), r"row 1: model = \['a'\] is no text"),
         (spoilt(lambda c: c["rows"][0].update(seconds=None)), "row 1: seconds = None is no number"),
         (spoilt(lambda c: c["rows"][0].update(seconds=1e300)), "row 1: seconds = .* is above"),
-        (spoilt(lambda c: c.update(format=9)), "another format than 1"),
+        (spoilt(lambda c: c.update(format=9)), "its format is not 1"),
         (spoilt(lambda c: c.update(rows=[])), "it has no rows"),
         (spoilt(lambda c: c.update(speed=1)), "'speed' is not a field; format, device, date"),
         (spoilt(lambda c: c.update(num_ranks=0)), "num_ranks = 0 is below 1"),

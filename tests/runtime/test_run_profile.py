@@ -81,7 +81,7 @@ def test_a_file_that_is_no_profile_stays_as_it_is(content, caplog):
     keep(runs_path(), observed(1.0))
     assert runs_path().read_text() == content
     (line,) = caplog.messages
-    assert line.startswith("what this run measured is not kept for plans: ")
+    assert line.startswith("this run's measurements are not kept for plans: ")
 
 
 def test_what_cannot_be_written_is_one_line(tmp_path, caplog):

@@ -1,7 +1,7 @@
 """Measured durations of tasks, as reviewed data: a JSON file per device.
 
-A profile is what `gfgen profile` measures, or what a person puts together from measurements and
-says so in `source`. Cost models start from it; simulations and plans rest on it.
+`gfgen profile` measures a profile, or a person assembles it from measurements and says so in `source`. Cost
+models start from it, and simulations and plans use it.
 
     {"format": 1, "device": "2 cores of AMD EPYC", "date": "2026-11-20", "source": "gfgen profile ...",
      "versions": {"torch": "2.13.0"}, "num_ranks": 2, "dispatch_s": 0.001,
@@ -28,12 +28,12 @@ from gfgen.runtime.core.admission import AdmittedJob
 
 FORMAT = 1
 BASES = ("measured", "runs", "scaled", "goals")
-"""Where a row comes from: `gfgen profile`; what runs measured; a profile of another machine, scaled to this
-one; or nothing that was measured."""
+"""The source of a row: `gfgen profile`, measurements of runs, a scaled profile of another machine, or
+goals."""
 MAX_SECONDS = 1e6
-"""Of one task: more than a week is no measurement."""
+"""Limit for one task: more than a week is not a measurement."""
 _MAX_NAMED = 3
-"""Of models or shapes in one line."""
+"""Limit for models or shapes in one line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +50,13 @@ class ProfileRow:
     spread_s: float = 0.0
     num_samples: int = 1
     loaded_s: float | None = None
-    """While all other ranks are busy, where that makes a difference (CPU ranks share memory)."""
+    """While all other ranks are busy; None if they make no difference. CPU ranks share memory."""
     flops: float = 0.0
-    """`AdmittedJob.flops` of the task; 0 when it is not known, and for stages without arithmetic."""
+    """`AdmittedJob.flops` of the task; 0 if unknown, and for stages without arithmetic."""
     state_bytes: int = 0
-    """`AdmittedJob.state_bytes`; what stages without arithmetic take is told by it."""
+    """`AdmittedJob.state_bytes`, which determines the time of stages without arithmetic."""
     write_s: float | None = None
-    """Of a decode: from its end to the renamed file, when the writer has nothing else to do."""
+    """For a decode: from its end to the renamed file, with an idle writer."""
     basis: str = "measured"
     """One of BASES."""
 
@@ -69,45 +69,44 @@ class Profile:
     date: str
     source: str
     num_ranks: int
-    """The most ranks that a row has."""
+    """The most ranks of any row."""
     rows: tuple[ProfileRow, ...]
     move_s: float = 0.0
-    """What any move of a job's state takes, beside its bytes."""
+    """Fixed time of a move of a job's state, in addition to the time for its bytes."""
     move_bytes_per_s: float = 2e9
     write_s: float = 0.0
-    """From the end of a decode to the renamed file, for rows that do not say it themselves."""
+    """From the end of a decode to the renamed file, for rows without their own value."""
     dispatch_s: float = 0.0
-    """From the end of a task to the start of one that is decided then, on the same rank."""
+    """From the end of a task to the start of the next one, decided at that end, on the same rank."""
     versions: Mapping[str, str] = field(default_factory=dict)
     calibration_s: float | None = None
-    """What `models/families/calibration.py` takes on the same core: by it other machines scale the rows."""
+    """Time of `models/families/calibration.py` on the same core, by which other machines scale the rows."""
 
     @property
     def models(self) -> frozenset[str]:
         return frozenset(row.model for row in self.rows)
 
     def knows(self, jobs: Sequence[AdmittedJob]) -> bool:
-        """Whether it has all their models, by the jobs' names or by their twins'."""
+        """Whether it has all models of the jobs, by their own names or their twins'."""
         models = self.models
         return all(job.model_in(models) in models for job in jobs)
 
     @property
     def has_goals(self) -> bool:
-        """Whether some of its times are goals: nobody measured them."""
+        """Whether some of its times are goals and not measurements."""
         return any(row.basis == "goals" for row in self.rows)
 
     @property
     def has_writes(self) -> bool:
-        """Whether it tells how long the writing of files takes; simulations leave it out otherwise."""
+        """Whether it has times for writing files; otherwise simulations leave writing out."""
         return self.write_s > 0 or any(row.write_s is not None for row in self.rows)
 
     @property
     def hash(self) -> str:
-        """What tells it apart from another one."""
         return hashlib.sha256(self.as_json().encode()).hexdigest()
 
     def as_json(self) -> str:
-        """The content of its file: a line per row, without what is unknown."""
+        """The content of its file: a line per row, without unknown values."""
         head = _known({"format": FORMAT, **asdict(replace(self, rows=()))})
         del head["rows"]
         rows = [_known(asdict(row)) for row in self.rows]
@@ -116,15 +115,12 @@ class Profile:
 
 
 def _known(content: dict[str, Any]) -> dict[str, Any]:
-    """Without what is unknown, and without the usual basis."""
+    """Without null values and the default basis."""
     return {k: v for k, v in content.items() if v is not None and (k, v) != ("basis", "measured")}
 
 
 def load_profile(path: Path) -> Profile:
-    """The profile in a file.
-
-    Raises: InputError that names the file and what is wrong with it.
-    """
+    """Raises: InputError that names the file and what is wrong with it."""
     try:
         content: Any = json.loads(path.read_text())
     except OSError as error:
@@ -138,10 +134,10 @@ def load_profile(path: Path) -> Profile:
 
 
 def check_profile(profile: Profile, jobs: Sequence[AdmittedJob], *, num_ranks: int) -> None:
-    """Refuse a profile that cannot tell how long these jobs take on so many ranks.
+    """Check that a profile can predict these jobs on this many ranks.
 
-    Other shapes than the profiled ones are no mistake, nor are other degrees on ranks that it
-    knows: those are extrapolated, and the cost model says so (`CostModel.doubts`).
+    Shapes and degrees that the profile lacks are allowed: the cost model extrapolates and reports them
+    (`CostModel.doubts`).
 
     Raises: InputError that says what the profile has, what is missing, and what to do.
     """
@@ -159,7 +155,7 @@ def check_profile(profile: Profile, jobs: Sequence[AdmittedJob], *, num_ranks: i
         if lacking:
             raise InputError(
                 f"the profile of {profile.device!r} has no row of {model} for {_some(lacking)} in any "
-                "layout: measure it anew with 'gfgen profile JOBS'"
+                "layout: measure it again with 'gfgen profile JOBS'"
             )
     if num_ranks > profile.num_ranks:
         raise InputError(
@@ -177,7 +173,7 @@ def _some(names: Sequence[str]) -> str:
 def _profile_of(content: object) -> Profile:
     head = dict(_fields_of(Profile, content, also=("format",)))
     if head.pop("format") != FORMAT:
-        raise ValueError(f"another format than {FORMAT}")
+        raise ValueError(f"its format is not {FORMAT}")
     for name in ("device", "date", "source"):
         _check_text(head, name)
     for name in ("move_s", "write_s", "dispatch_s"):
@@ -217,7 +213,7 @@ def _row_of(content: object) -> ProfileRow:
 
 
 def _fields_of(kind: type, content: object, *, also: Sequence[str] = ()) -> Mapping[str, Any]:
-    """What a JSON object says, which has all fields that it must have and no other ones."""
+    """The JSON object, after checking that it has all required fields and no unknown ones."""
     if not isinstance(content, dict):
         raise ValueError(f"{type(content).__name__} in place of an object with fields")
     known = [*also, *(entry.name for entry in fields(kind))]
@@ -247,7 +243,7 @@ def _check_number(
     kind: type = float,
     is_optional: bool = False,
 ) -> None:
-    """A number within these bounds, where there is one."""
+    """Check a number against these bounds, if it is there."""
     value = content.get(name)
     if name not in content or (value is None and is_optional):
         return

@@ -1,13 +1,12 @@
-"""Where profiles are kept, and which one is this machine's.
+"""Find and save the profiles of this machine.
 
 <cache>/profiles/<device>-gfgen-<version>.json         what `gfgen profile` measured here
 <cache>/profiles/<device>-gfgen-<version>-runs.json    what runs measured here
-<cache>/profiles/<device>-calibration.json             how fast a core is
-gfgen/models/profiles/*.json                           what comes with gfgen, by the device's name
-gfgen/models/profiles/scaled/*.json                    the same for one CPU core, to be scaled to others
+<cache>/profiles/<device>-calibration.json             the speed of a core
+gfgen/models/profiles/*.json                           profiles that come with gfgen, by device name
+gfgen/models/profiles/scaled/*.json                    times on one CPU core, to be scaled to others
 
-This machine's profile has the rows of all of them: those of `gfgen profile` first, then those of runs, then
-scaled ones.
+This machine's profile joins their rows: first those of `gfgen profile`, then those of runs, then scaled ones.
 """
 
 from __future__ import annotations
@@ -32,28 +31,28 @@ logger = logging.getLogger(__name__)
 SHIPPED = Path(registry.__file__).parents[1] / "profiles"
 SCALED = SHIPPED / "scaled"
 BY_RUNS = "runs"
-"""The source of a profile that runs have measured: of tasks alone."""
+"""The source of a profile that runs measured, which has only task times."""
 MIN_SAMPLES = 3
-"""Of a row that runs measured: the first task of a kind is slow."""
+"""Samples that a row of runs needs, because the first task of a kind is slow."""
 
 
 def default_path(device: str | None = None, *, kind: str = "") -> Path:
-    """Where a profile of this device (of this machine's CPU ranks) lies, if there is one."""
+    """The path for a profile of this device, by default this machine's CPU."""
     name = file_stem(device or cpu_name())
     version = versions().get("gfgen", "unknown")
     return registry.cache_dir() / "profiles" / f"{name}-gfgen-{version}{kind}.json"
 
 
 def runs_path(device: str | None = None) -> Path:
-    """Where runs keep what they measure."""
+    """The path for the measurements of runs."""
     return default_path(device, kind="-runs")
 
 
 def find_profile(device: str | None = None, *, calibrate: bool = False) -> tuple[Path, Profile] | None:
-    """The profile of this device: measured here, or shipped, or scaled; None when there is none.
+    """The profile of this device, measured here, shipped or scaled, and the path of its first source.
 
-    The path is that of the first of its sources. `calibrate` allows about two seconds for finding out how
-    fast a CPU is, where nothing else tells it.
+    None if there is none. `calibrate` allows about two seconds to measure the speed of a CPU if it is
+    unknown.
     """
     device = device or cpu_name()
     measured = _readable(default_path(device)) or _shipped(device)
@@ -65,9 +64,9 @@ def find_profile(device: str | None = None, *, calibrate: bool = False) -> tuple
 
 
 def joined(profiles: Sequence[Profile]) -> Profile:
-    """The rows of all of them; where several have the same one, that of the first.
+    """The rows of all profiles; the first profile wins for equal tasks.
 
-    Of what runs measured seldom, a row does not replace what another profile knows of the model.
+    A row of runs with few samples is left out if a later profile has the model.
     """
     rows: dict[object, ProfileRow] = {}
     for profile in reversed(profiles):
@@ -107,10 +106,9 @@ def _shipped(device: str) -> tuple[Path, Profile] | None:
 
 
 def _scaled(known: Sequence[tuple[Path, Profile]], *, may_measure: bool) -> list[tuple[Path, Profile]]:
-    """Profiles of one core that come with gfgen, as this machine would need; those of models that are not
-    measured here.
+    """The shipped profiles of one core, scaled to this machine, for models without a measured profile here.
 
-    What runs measured of a model says best how fast it is here; a calibration does where nothing was.
+    The speed comes from measurements of runs with the model, or else from a calibration.
     """
     measured = {row.model for _, profile in known for row in profile.rows if row.basis == "measured"}
     run_rows = [row for _, profile in known for row in profile.rows if row.basis == "runs"]
@@ -134,15 +132,15 @@ def shipped_profiles() -> tuple[Profile, ...]:
 def first_fitting(
     profiles: Iterable[Profile], jobs: Sequence[AdmittedJob], *, num_ranks: int
 ) -> Profile | None:
-    """The first that has the jobs' models and knows so many ranks."""
+    """The first profile with the jobs' models and at least this many ranks."""
     fitting = (each for each in profiles if each.knows(jobs) and num_ranks <= each.num_ranks)
     return next(fitting, None)
 
 
 def open_profile(path: Path | None) -> Profile:
-    """The profile in a file, or this machine's when none is named.
+    """The profile in a file, or this machine's if `path` is None.
 
-    Raises: InputError when there is none, or it cannot be read.
+    Raises: InputError if there is none or it cannot be read.
     """
     if path is not None:
         return load_profile(path)
@@ -156,9 +154,9 @@ def open_profile(path: Path | None) -> Profile:
 
 
 def save_profile(profile: Profile, path: Path) -> Profile:
-    """Write a profile, with the other shapes of one that is there of the same device, ranks and versions.
+    """Write a profile; keep other shapes of an existing one with the same device, ranks and versions.
 
-    Raises: InputError when the file cannot be written.
+    Raises: InputError if the file cannot be written.
     """
     if path.is_file():
         profile = _with_rows_of(profile, path)
@@ -171,7 +169,7 @@ def save_profile(profile: Profile, path: Path) -> Profile:
 
 
 def write_profile(profile: Profile, path: Path) -> None:
-    """Write it whole or not at all.
+    """Write the whole file or nothing.
 
     Raises: OSError.
     """
@@ -185,10 +183,7 @@ def write_profile(profile: Profile, path: Path) -> None:
 
 
 def check_replaceable(path: Path) -> None:
-    """Refuse a file that holds something else than a profile, of whatever format: it would be lost.
-
-    Raises: InputError for it.
-    """
+    """Raises: InputError if the file exists and is not a profile of any format, since it would be lost."""
     if not path.is_file():
         return
     try:
@@ -199,7 +194,7 @@ def check_replaceable(path: Path) -> None:
     except (ValueError, RecursionError):
         content = None
     if not isinstance(content, dict) or (content and not {"format", "rows"} <= content.keys()):
-        raise InputError(f"--output {path}: is there and is no profile; name another file")
+        raise InputError(f"--output {path}: exists and is not a profile; name another file")
 
 
 def _with_rows_of(profile: Profile, path: Path) -> Profile:
@@ -209,7 +204,7 @@ def _with_rows_of(profile: Profile, path: Path) -> Profile:
         return profile
     same = (before.device, before.num_ranks, before.versions)
     if same != (profile.device, profile.num_ranks, profile.versions):
-        logger.info("%s was of another device, version or number of ranks: it is replaced", path)
+        logger.info("%s is for another device, version or number of ranks: replacing it", path)
         return profile
     measured = {(row.model, row.shape) for row in profile.rows}
     kept = [row for row in before.rows if (row.model, row.shape) not in measured]

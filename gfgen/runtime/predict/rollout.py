@@ -1,10 +1,9 @@
-"""Simulating ahead from a snapshot: how the jobs at hand would fare under a policy.
+"""Simulate ahead from a snapshot, to see the outcome of its jobs under a policy.
 
-A coarse simulation, cheap enough to be run many times within a run. Jobs, ranks and costs are the
-snapshot's; the policy is the same function that decides for real. What makes it coarse: while
-nothing changes, a job's steps on one layout are one segment, and only when a job arrives or ends
-are the others asked again at their next boundaries. Behind the present jobs come others like those
-that arrived last, at the pace at which those came: a policy is to be judged in traffic.
+The simulation is coarse and cheap enough to run many times within a run. Jobs, ranks and costs are those of
+the snapshot, and the policy is the function that decides in the run. A job's steps on one layout are one
+segment; the policy decides again, at the jobs' next boundaries, only when a job arrives or ends. The recent
+arrivals repeat after the present jobs at the same pace, so that a policy is judged under continuing traffic.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from gfgen.runtime.core.openjobs import JobKind, OpenJobOrders, OpenJobs, kind_o
 from gfgen.snapshot import Decision, JobView, Outlook, Policy, RankView, RunningTask, Snapshot
 
 MAX_JOBS = 48
-"""Present jobs that are looked at, the next deadlines first."""
+"""The most present jobs to consider, the next deadlines first."""
 MAX_TURNS = 1000
-"""Calls of the policy: the bound of one look ahead."""
+"""The most calls of the policy in one look ahead."""
 _SAME_S = 1e-9
 _NUM_BEFORE_STEPS = 2
-"""Encode and prepare: milliseconds, taken as one."""
+"""Encode and prepare, which take milliseconds and count as one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,31 +33,28 @@ class KindCosts:
     """Seconds of the tasks of one kind of job."""
 
     stages_s: dict[Stage, float]
-    """Of encoding and preparing."""
+    """Encode and prepare."""
     steps_s: dict[Degrees, float]
-    """Of a step, by degrees."""
+    """A step, by degrees."""
     decodes_s: dict[int, float]
-    """Of a decode, by the number of ranks that it may use."""
+    """A decode, by the number of ranks that it may use."""
 
 
 class RolloutCosts:
-    """The costs of all kinds at hand, in plain numbers: what was asked once is asked of nobody again.
-
-    So a look ahead in another thread touches nothing that the run is changing.
-    """
+    """The costs of all kinds of jobs as plain numbers, so that another thread reads nothing that changes."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         recent = {job.job_id: job for job in snapshot.recent}
         self._jobs = (snapshot.open, snapshot.busy, recent)
         self._kinds: dict[str, JobKind] = {}
-        """Of jobs that were asked about."""
+        """A cache by job."""
         examples: dict[JobKind, JobView] = {}
         for job in itertools.chain.from_iterable(jobs.values() for jobs in self._jobs):
             examples.setdefault(kind_of(job), job)
         self._costs = {kind: _kind_costs(snapshot, job) for kind, job in examples.items()}
 
     def like(self, job_id: str, other: str) -> None:
-        """A job costs what another one does."""
+        """Give a job the costs of another one."""
         self._kinds[job_id] = self._kind(other)
 
     def _kind(self, job_id: str) -> JobKind:
@@ -89,12 +85,12 @@ class RolloutCosts:
         return total_s
 
     def move_s(self, job_id: str, source: Layout | None, layout: Layout) -> float:
-        """Moves are left out: a few milliseconds, a few times in a job."""
+        """Moves are left out: they take a few milliseconds, a few times per job."""
         return 0.0
 
     @staticmethod
     def _step_s(costs: KindCosts, degrees: Degrees) -> float:
-        """Degrees that were not asked for cost what the next lower ones do."""
+        """Unknown degrees cost the same as the next lower ones."""
         found = costs.steps_s.get(degrees)
         if found is None:
             degree = math.prod(degrees)
@@ -104,7 +100,7 @@ class RolloutCosts:
 
     @staticmethod
     def _decode_s(costs: KindCosts, degree: int) -> float:
-        """The same for numbers of ranks."""
+        """Unknown numbers of ranks cost the same as the next lower one."""
         if degree not in costs.decodes_s:
             lower = max(number for number in costs.decodes_s if number <= degree)
             costs.decodes_s[degree] = costs.decodes_s[lower]
@@ -132,26 +128,26 @@ def _kind_costs(snapshot: Snapshot, job: JobView) -> KindCosts:
 
 @dataclass(frozen=True, slots=True)
 class RolloutStart:
-    """What looks ahead begin from: plain values, safe in another thread."""
+    """The start of looks ahead: plain values, safe in another thread."""
 
     snapshot: Snapshot
     arrivals: tuple[JobView, ...]
-    """Jobs that are expected to come, by arrival."""
+    """Expected jobs, by arrival."""
     pause: Callable[[], None] | None = None
-    """Called in every turn, so that others get the processor."""
+    """Called in every turn to yield the processor."""
 
     def foresee(self, policy: Policy) -> Outlook:
-        """The outlook under a policy; nothing is remembered from one to the next."""
+        """The outlook under a policy; independent of earlier calls."""
         return _Rollout(self, policy).run()
 
 
 def rollout_ends(
     snapshot: Snapshot, policy: Policy, *, ended: Callable[[], None] = lambda: None
 ) -> Mapping[str, float]:
-    """When each open job of a snapshot ends under a policy, however many there are and long it takes.
+    """When each open job of a snapshot ends under a policy, without bounds on jobs or turns.
 
-    A job whose arrival is in the future joins then. A job that the policy never starts is missing. `ended`
-    is called for each job that ends.
+    A job with a future arrival joins then. A job that the policy never starts is missing. `ended` is called
+    for each job that ends.
     """
     arrivals = sorted(snapshot.open.values(), key=lambda job: job.arrival_s)
     table = RolloutCosts(snapshot)
@@ -160,9 +156,9 @@ def rollout_ends(
 
 
 def with_foresight(snapshot: Snapshot, *, pause: Callable[[], None] | None = None) -> Snapshot:
-    """The same snapshot, which can tell what would come of it under a policy.
+    """The same snapshot with `foresee`.
 
-    It holds plain values alone, so that another thread may look ahead while the run goes on.
+    It holds only plain values, so that another thread can look ahead during the run.
     """
     start = _start_of(snapshot, pause)
     return replace(snapshot, costs=start.snapshot.costs, orders=None, foresee=start.foresee)
@@ -188,9 +184,9 @@ def _start_of(snapshot: Snapshot, pause: Callable[[], None] | None) -> RolloutSt
 
 
 def _present(snapshot: Snapshot) -> Sequence[JobView]:
-    """The jobs at hand, or so many of them that a look ahead stays cheap: those that run, and the next due.
+    """At most MAX_JOBS present jobs: those that run, and the next due.
 
-    With a hundred thousand of them the first in a list that is kept up cost less than a look at each.
+    With a hundred thousand jobs, the head of a maintained list is cheaper than a pass over all.
     """
     if len(snapshot.open) + len(snapshot.busy) <= MAX_JOBS:
         return (*snapshot.open.values(), *snapshot.busy.values())
@@ -206,9 +202,9 @@ def _due(job: JobView) -> tuple[float, float]:
 
 
 def _expected(snapshot: Snapshot, table: RolloutCosts) -> tuple[JobView, ...]:
-    """The recent arrivals once more, from now on, with as much time between them as then.
+    """The recent arrivals repeated from now on, with the same intervals.
 
-    None when they all came at once: that was a batch, and not traffic that goes on.
+    None if they all came at once, because a batch is not continuing traffic.
     """
     recent = snapshot.recent
     if len(recent) < 2 or recent[-1].arrival_s <= recent[0].arrival_s:
@@ -233,12 +229,12 @@ def _expected(snapshot: Snapshot, table: RolloutCosts) -> tuple[JobView, ...]:
 
 @dataclass(slots=True)
 class _Segment:
-    """Tasks of one job on one layout, in a row."""
+    """Consecutive tasks of one job on one layout."""
 
     job: JobView
-    """As it was at the begin."""
+    """The job at the start of the segment."""
     seen: JobView | None
-    """As policies see it meanwhile; None during its last task."""
+    """The job as policies see it during the segment; None during its last task."""
     layout: Layout
     begun_s: float
     task_s: float
@@ -249,7 +245,7 @@ class _Segment:
         return self.begun_s + self.num_tasks * self.task_s
 
     def boundary_s(self, now_s: float) -> float:
-        """When the task that runs now ends."""
+        """When the current task ends."""
         if self.task_s <= 0:
             return self.end_s
         num_done = math.floor((now_s - self.begun_s) / self.task_s + _SAME_S) + 1
@@ -272,7 +268,7 @@ class _Rollout:
         self._segments: dict[str, _Segment] = {}
         self._arrivals = list(reversed(start.arrivals))
         self._settled_s = math.inf
-        """Until then what starts is a single task: others are about to have to choose again."""
+        """Until then the policy starts single tasks, because other jobs reach their boundaries."""
         self._latencies_s: list[float] = []
         self._ends_s: dict[str, float] = {}
         self._num_late = 0
@@ -281,7 +277,7 @@ class _Rollout:
         for running in snapshot.running:
             if (job := snapshot.busy.get(running.task.job_id)) is not None:
                 left_s = max(0.0, running.predicted_end_s - self._now_s)
-                # One task before `job.next_task`: when it ends, the job stands where the view says.
+                # The running task precedes `job.next_task`, where the job stands when it ends.
                 before = replace(job, next_task=running.task)
                 self._segments[job.job_id] = _Segment(before, job, running.layout, self._now_s, left_s, 1)
         covered = {rank for segment in self._segments.values() for rank in segment.layout.ranks}
@@ -290,19 +286,19 @@ class _Rollout:
             for view in snapshot.ranks
             if not view.can_take and view.rank not in covered and view.free_at_s > self._now_s
         }
-        """Ranks with the last task of a job, which policies do not see any more."""
+        """Ranks with the last task of a job, which policies no longer see."""
 
     def run(self) -> Outlook:
-        """Let time pass until all have ended, or the policy was asked as often as is allowed."""
+        """Simulate until all jobs have ended, or MAX_TURNS is reached."""
         self._pass_turns(MAX_TURNS)
         left = [*self._open.frozen().values(), *(segment.job for segment in self._segments.values())]
-        for job in left:  # nobody knows when these would end: at the earliest after all their work
+        for job in left:  # a lower bound: their ends are unknown
             self._note_end(job, self._now_s + job.remaining_s)
         mean_s = sum(self._latencies_s) / len(self._latencies_s) if self._latencies_s else 0.0
         return Outlook(len(self._latencies_s), self._num_late, mean_s, self._makespan_s)
 
     def ends_s(self) -> Mapping[str, float]:
-        """Let time pass until all have ended that the policy starts, and say when each of them has."""
+        """Simulate until all jobs that the policy starts have ended; their ends by job."""
         self._pass_turns(None)
         return self._ends_s
 
@@ -317,7 +313,7 @@ class _Rollout:
                 self._start.pause()
 
     def _pass_time(self) -> None:
-        """Up to the next end of a segment, or the next arrival."""
+        """Advance to the next end of a segment or the next arrival."""
         ends_s = [segment.end_s for segment in self._segments.values()]
         next_s = min([*ends_s, *self._decoding_until_s.values()], default=math.inf)
         if self._arrivals:
@@ -337,7 +333,7 @@ class _Rollout:
             self._cut()
 
     def _end(self, segment: _Segment) -> bool:
-        """The job stands behind the segment; whether others should choose anew because of it."""
+        """Move the job past the segment; return whether the policy should decide again for others."""
         job = segment.job
         del self._segments[job.job_id]
         index = job.next_task.index + segment.num_tasks
@@ -356,7 +352,7 @@ class _Rollout:
         return task.stage is Stage.DECODE and segment.layout.degree > 1  # it may leave ranks to others
 
     def _cut(self) -> None:
-        """Every job is asked again at its next boundary."""
+        """Cut every segment at its next boundary, so that the policy decides again."""
         for segment in self._segments.values():
             boundary_s = segment.boundary_s(self._now_s)
             if boundary_s < segment.end_s - _SAME_S:
@@ -368,7 +364,7 @@ class _Rollout:
         self._settled_s = max(ends_s, default=self._now_s)
 
     def _decide(self) -> None:
-        """What the policy starts now."""
+        """Start the policy's decisions."""
         if not len(self._open):
             return
         snapshot = self._snapshot()
@@ -385,7 +381,7 @@ class _Rollout:
             until_settled = math.floor((self._settled_s - self._now_s) / task_s) if task_s > 0 else 1
             is_settled = self._settled_s <= self._now_s + _SAME_S
             num_tasks = num_left if is_settled else min(num_left, max(1, until_settled))
-        elif decision.task.stage is Stage.ENCODE:  # and what prepares the first step with it
+        elif decision.task.stage is Stage.ENCODE:  # together with prepare
             num_tasks = _NUM_BEFORE_STEPS
             task_s = (task_s + self._costs.task_s(_task(job, 1), decision.layout)) / num_tasks
         behind = decision.task.index + num_tasks

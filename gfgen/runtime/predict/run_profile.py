@@ -1,7 +1,7 @@
-"""What a run measured of its tasks, kept for the predictions of later runs and plans.
+"""Keep a run's task times for the predictions of later runs and plans.
 
-A file of its own beside that of `gfgen profile`, which no run changes. Nothing that goes wrong here harms a
-run: it is one line in the log.
+They have a separate file, because no run changes the file of `gfgen profile`. A failure here is one line in
+the log and does not affect the run.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from gfgen.system.machine import versions
 logger = logging.getLogger(__name__)
 
 MAX_ROWS = 500
-"""About 150 KB; the rows that were measured longest ago go first."""
+"""About 150 KB; the rows with the oldest measurements are dropped first."""
 MAX_WEIGHT = 64
-"""In samples, of what earlier runs measured: so that a row follows the machine."""
+"""The most samples that earlier measurements count as, so that a row follows the machine."""
 _LOCK_TIMEOUT_S = 2.0
 
 
 def keep_measured(
     path: Path, classes: Iterable[CostClass], *, device: str, num_ranks: int, share_cores: bool
 ) -> None:
-    """Merge what a run measured into the file; several runs may do so at once.
+    """Merge a run's measurements into the file; several runs may do so at once.
 
     share_cores: ranks slow each other down, so durations are those under load.
     """
@@ -54,7 +54,7 @@ def keep_measured(
             )
             write_profile(_merged(path, profile), path)
     except (OSError, InputError) as error:
-        logger.warning("what this run measured is not kept for plans: %s", error)
+        logger.warning("this run's measurements are not kept for plans: %s", error)
 
 
 def _rows(classes: Iterable[CostClass], *, share_cores: bool) -> Iterator[ProfileRow]:
@@ -84,15 +84,15 @@ def _spread_s(samples: Sequence[float]) -> float:
 
 
 def _merged(path: Path, profile: Profile) -> Profile:
-    """With the rows that are in the file, each the mean of what was measured, by samples.
+    """The profile merged with the rows of the file; equal tasks get the mean, weighted by samples.
 
-    Raises: InputError when the file is no profile.
+    Raises: InputError if the file is not a profile.
     """
     if not path.is_file():
         return profile
     before = load_profile(path)
     if (before.device, before.versions) != (profile.device, profile.versions):
-        logger.info("%s was of another device or of other versions: it is replaced", path)
+        logger.info("%s is for another device or other versions: replacing it", path)
         return profile
     rows = {(row.model, row.shape, row.stage, row.degrees): row for row in before.rows}
     for row in profile.rows:
@@ -120,9 +120,9 @@ def _mean(old: ProfileRow, new: ProfileRow) -> ProfileRow:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Held by one run at a time; the kernel lets go of it when a process dies.
+    """Hold a lock for one run at a time; the kernel releases it when a process dies.
 
-    Raises: OSError when another one holds it for too long.
+    Raises: OSError if another run holds it for too long.
     """
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:

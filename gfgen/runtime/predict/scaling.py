@@ -1,8 +1,7 @@
-"""A profile of one CPU core, scaled to this machine.
+"""Scale a profile of one CPU core to this machine.
 
-The rows that come with gfgen are CPU times of one core. How much slower or faster a core of this machine is
-follows from what runs have measured here, or from a calibration of about two seconds. While all ranks work,
-they share the cores.
+gfgen comes with times of one core. The relative speed of this machine's cores follows from measurements of
+runs, or from a calibration of about two seconds. Busy ranks share the cores.
 """
 
 from __future__ import annotations
@@ -30,36 +29,36 @@ from gfgen.system.machine import cpu_name, file_stem, versions
 logger = logging.getLogger(__name__)
 
 USUAL_RANKS = 4
-"""Ranks of a run on a CPU, unless told otherwise: they share the cores."""
+"""Default number of CPU ranks, which share the cores."""
 _TIMEOUT_S = 60.0
-"""For the calibration, which imports torch first."""
+"""For the calibration, including the import of torch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Times on this machine over those of the profile."""
+    """Ratios of times on this machine to those of the profile."""
 
     alone: float
     """While the other ranks idle."""
     loaded: float
-    """While all of them work."""
+    """While all ranks are busy."""
 
 
 def scaled_profile(profile: Profile, speed: Speed, *, device: str) -> Profile:
-    """The profile as this machine would need it for the usual number of ranks: no measurements."""
+    """The profile scaled to this machine and the usual number of ranks."""
     rows = [_scaled(row, degrees, speed) for row in profile.rows for degrees in _degrees_of(row.stage)]
     return replace(profile, device=device, num_ranks=USUAL_RANKS, rows=tuple(rows), calibration_s=None)
 
 
 def _degrees_of(stage: Stage) -> Sequence[Degrees]:
-    """Those that share the tasks of a stage."""
+    """The degrees in which ranks share a task of this stage."""
     alone, bands = [(1, 1, 1)], [(1, number, 1) for number in range(2, USUAL_RANKS + 1)]
     branches = [(2, number, 1) for number in range(1, USUAL_RANKS // 2 + 1)]
     return {Stage.DENOISE: [*alone, *bands, *branches], Stage.DECODE: [*alone, *bands]}.get(stage, alone)
 
 
 def _scaled(row: ProfileRow, degrees: Degrees, speed: Speed) -> ProfileRow:
-    """Ranks that share a task need a core each to be quicker."""
+    """Ranks that share a task need one core each to be faster."""
     number = math.prod(degrees)
     in_turn = max(1.0, number / _num_cores())
     return replace(
@@ -72,7 +71,7 @@ def _scaled(row: ProfileRow, degrees: Degrees, speed: Speed) -> ProfileRow:
 
 
 def speed_by_runs(profile: Profile, rows: Sequence[ProfileRow]) -> Speed | None:
-    """From steps that runs have measured, when all ranks worked; None where there are none of this model."""
+    """The speed from steps that runs measured with all ranks busy; None if there are none of these models."""
     table, ratios = CostTable(profile), []
     for row in rows:
         if row.model in profile.models and row.stage is Stage.DENOISE and row.loaded_s is not None:
@@ -87,7 +86,7 @@ def speed_by_runs(profile: Profile, rows: Sequence[ProfileRow]) -> Speed | None:
 
 
 def calibrated_speed(profile: Profile, *, may_measure: bool) -> Speed | None:
-    """From the calibration of this machine, which is kept; None where there is none and none may be made."""
+    """The speed from a calibration, which is kept; None if there is none and `may_measure` is false."""
     kept = registry.cache_dir() / "profiles" / f"{file_stem(cpu_name())}-calibration.json"
     found = _kept(kept)
     if found is None and may_measure:
@@ -101,7 +100,7 @@ def calibrated_speed(profile: Profile, *, may_measure: bool) -> Speed | None:
 
 
 def _share_of_core() -> float:
-    """How many of the usual ranks share a core."""
+    """The number of the usual ranks that share a core."""
     return max(1.0, USUAL_RANKS / _num_cores())
 
 
@@ -113,7 +112,7 @@ def _num_cores() -> int:
 def _measured() -> dict[str, Any] | None:
     num_threads = min(USUAL_RANKS, _num_cores())
     command = module_command("gfgen.models.families.calibration", str(num_threads))
-    logger.info("calibrating: how fast this machine is, once")
+    logger.info("calibrating the speed of this machine, once")
     try:
         done = subprocess.run(
             command, check=True, capture_output=True, text=True, timeout=_TIMEOUT_S, env=module_environment()
@@ -132,7 +131,7 @@ def _kept(path: Path) -> dict[str, Any] | None:
 
 
 def _checked(content: Any) -> dict[str, Any] | None:
-    """A calibration of these versions; None for anything else."""
+    """The content if it is a calibration of these versions; None otherwise."""
     if not isinstance(content, dict) or content.get("versions") != versions():
         return None
     times = [content.get(name) for name in ("alone_s", "together_s")]
@@ -141,7 +140,7 @@ def _checked(content: Any) -> dict[str, Any] | None:
 
 
 def _keep(path: Path, content: dict[str, Any]) -> None:
-    """Unless it cannot be written: it is measured again then."""
+    """Write the calibration; if that fails, the next command measures again."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f".{path.name}.{os.getpid()}.part")
