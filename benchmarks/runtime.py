@@ -1,4 +1,4 @@
-"""What the control plane costs: host time per dispatched task, and bytes per message.
+"""What the control plane costs: CPU time per dispatched task, and bytes per message.
 
 Runs the real control loop, state and policy over simulated ranks, so that nothing but the
 control plane takes time. Each turn of the loop is timed from the moment at which its events
@@ -44,7 +44,7 @@ _STEP_FLOPS = 1e9
 
 @dataclass(frozen=True, slots=True)
 class ControlPlaneCost:
-    """Host time of the control plane, per dispatched task."""
+    """CPU time of the control plane, per dispatched task."""
 
     policy: str
     num_open: int
@@ -86,7 +86,7 @@ class AllTasksRun(Exception):
 
 
 class _TimedBackend(SimulatedBackend):
-    """Notes the host time between the end of a wait and the begin of the next one."""
+    """Notes the CPU time between the end of a wait and the begin of the next one."""
 
     def __init__(self, clock: Clock, *, num_tasks: int, jobs: Sequence[AdmittedJob]) -> None:
         super().__init__(clock, num_ranks=NUM_RANKS, times=SimulatedTimes(task_s=_duration_s))
@@ -101,14 +101,14 @@ class _TimedBackend(SimulatedBackend):
 
     def wait(self, until: float | None) -> list[Event]:
         """As simulated; the time since the last wait belongs to the tasks sent in it."""
-        self._spent_s += time.perf_counter() - self._began_s if self._began_s else 0.0
+        self._spent_s += time.process_time() - self._began_s if self._began_s else 0.0
         if self._num_sent:
             self.turn_s += [self._spent_s / self._num_sent] * self._num_sent
             self._num_sent, self._spent_s = 0, 0.0
         if len(self.turn_s) >= self._num_tasks:
             raise AllTasksRun
         events = super().wait(until)
-        self._began_s = time.perf_counter()
+        self._began_s = time.process_time()
         return events
 
     def submit(self, dispatch: Dispatch) -> None:
