@@ -104,6 +104,7 @@ def load_geometry(checkpoint: Path) -> Geometry:
     return _build(files, weights_bytes=files.file_bytes)
 
 
+@cache
 def shipped_geometry(name: str) -> Geometry:
     """The geometry of a full-size model from the config files that come with gfgen.
 
@@ -119,16 +120,11 @@ def shipped_geometry(name: str) -> Geometry:
 def twin_of(geometry: Geometry, spec: JobSpec) -> str | None:
     """The short name of the full-size model with the same tasks for a job as run; None if there is none."""
     for name in SHIPPED:
-        twin = _shipped(name)
+        twin = shipped_geometry(name)
         is_alike = (twin.family, twin.num_heads) == (geometry.family, geometry.num_heads)
         if is_alike and all(twin.flops(spec, stage) == geometry.flops(spec, stage) for stage in Stage):
             return name
     return None
-
-
-@cache
-def _shipped(name: str) -> Geometry:
-    return shipped_geometry(name)
 
 
 def weightless_geometry(checkpoint: Path) -> Geometry:
