@@ -77,6 +77,8 @@ async def thumbnail(path: Path, small: Path, *, one_at_a_time: asyncio.Semaphore
 
     Raises: ApiError if the file is missing or unreadable; OutputError if the thumbnail cannot be written.
     """
+    if small.exists():
+        return small
     async with one_at_a_time:
         if not small.exists():
             await asyncio.to_thread(_shrink, path, small)
