@@ -34,7 +34,7 @@ from gfgen.server.jobs.mirror import RunMirror
 from gfgen.server.jobs.service import JobService
 from gfgen.server.jobs.store import KEPT_REQUESTS_S, STORE_NAME, Ending, RequestKey, Store
 from gfgen.server.protocol.limits import ServerLimits
-from gfgen.server.protocol.link import FrontSettings, OpenJobs, OutcomesStored, RunInfo, pack
+from gfgen.server.protocol.link import FrontSettings, OpenJobIds, OutcomesStored, RunInfo, pack
 from gfgen.server.protocol.problems import ApiError
 from gfgen.system import descriptors
 
@@ -149,7 +149,7 @@ def test_a_full_disk_at_the_start_is_waited_for(service, store, told, tmp_path, 
     asyncio.run(begin())
     assert [store.job(name).ending.status for name in ("made", "lost")] == ["completed", "failed"]
     assert len(refusals) == 4
-    assert told == [OpenJobs(())]
+    assert told == [OpenJobIds(())]
 
 
 def ids(number, kind="video"):
@@ -208,7 +208,7 @@ def test_a_job_that_was_accepted_goes_on_though_memory_is_short_in_this_moment(s
         )
 
     asyncio.run(begin())
-    assert told[-1] == OpenJobs(("a",))
+    assert told[-1] == OpenJobIds(("a",))
     assert store.job("a").ending is None
 
 

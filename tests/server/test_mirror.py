@@ -16,8 +16,8 @@ from gfgen.runtime.core import events
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.observer import Observer
 from gfgen.server.http.streams import MAX_CHANGES, StateFeed, _job_events
-from gfgen.server.jobs.job_record import JobRecord
 from gfgen.server.jobs.mirror import MirrorObserver, RunMirror
+from gfgen.server.jobs.served_job import ServedJob
 from gfgen.server.jobs.store import Ending, JobFacts
 from gfgen.server.protocol.link import PredictedEnds, ProgressUpdate, RunInfo
 
@@ -111,7 +111,7 @@ def serve(mirror, *parts, num_ranks=2):
     for part in parts:
         deadline_s = part.info.spec.deadline_s
         facts = facts_of(part.info, deadline_at=None if deadline_s is None else START + deadline_s)
-        records.append(JobRecord(facts, Trajectory(part.info.job_id, part.info.spec.steps)))
+        records.append(ServedJob(facts, Trajectory(part.info.job_id, part.info.spec.steps)))
     mirror.add(records)
     return records
 
@@ -286,7 +286,7 @@ def test_prompts_in_the_live_state_are_short_and_in_answers_whole(mirror):
 
 def test_who_follows_a_job_is_told_of_the_stop_that_comes_while_a_step_is_sent():
     mirror = RunMirror(now=Clock())
-    record = JobRecord(facts_of(job_info("a")), Trajectory("a", 4))
+    record = ServedJob(facts_of(job_info("a")), Trajectory("a", 4))
     mirror.add([record])
     service = SimpleNamespace(mirror=mirror, store=SimpleNamespace(epoch=1))
 

@@ -32,7 +32,7 @@ from gfgen.server.protocol.link import (
     CancelJobs,
     MessageDecoder,
     MessageSocket,
-    OpenJobs,
+    OpenJobIds,
     OutcomesStored,
     PredictedEnds,
     ProgressUpdate,
@@ -148,7 +148,7 @@ def test_another_policy_is_an_event_and_changes_who_chooses(bridge, asked):
 
 def test_the_run_begins_with_what_the_store_has_open(bridge, front):
     bridge.received(SubmitJobs((make_job("a"),)))
-    bridge.received(OpenJobs(("a",)))
+    bridge.received(OpenJobIds(("a",)))
     assert ids(bridge.open(SERVING, is_stopped=lambda: False)) == ["a"]
     bridge.close()
     front.leave()
@@ -201,7 +201,7 @@ def test_a_new_front_is_told_where_everything_stands(bridge):
     bridge.left(first.link)
     first.leave()
     second = Front(bridge)
-    wanted = say(bridge, SubmitJobs((make_job("a"),)), OpenJobs(("a",)))
+    wanted = say(bridge, SubmitJobs((make_job("a"),)), OpenJobIds(("a",)))
     bridge.close()
     second.leave()
     assert second.of(RankReady) == [RankReady(0.0, 0, 1, 0.0), RankReady(0.0, 1, 3, 0.0)]

@@ -68,7 +68,7 @@ class LineProgress(Observer):
     def __init__(self, *, only_to_file: bool = False, with_failures: bool = True) -> None:
         self._marks = FILE_ONLY if only_to_file else {}
         self._with_failures = with_failures
-        self._batch = Batch()
+        self._batch = RunProgress()
         self._next_summary_s = SUMMARY_S
 
     def began(self, jobs: tuple[JobInfo, ...], *, num_ranks: int, policy: str) -> None:
@@ -134,7 +134,7 @@ class BarProgress(Observer):
         self._stream = stream or sys.stderr
         self._now = now
         self._lock = threading.RLock()
-        self._batch = Batch()
+        self._batch = RunProgress()
         self._board: Board | None = None
         self._snapshot: Snapshot | None = None
         self._seen_at = self._drawn_at = self._predicted_at = -1e9
@@ -254,7 +254,7 @@ class ShownJob:
         return Line(self.info.job_id, self.task.index, self.info.num_tasks, texts)
 
 
-class Batch:
+class RunProgress:
     """The state of the run for all displays."""
 
     def __init__(self) -> None:

@@ -32,7 +32,7 @@ from gfgen.server.protocol.link import (
     JobProgress,
     LoopTimings,
     MessageSocket,
-    OpenJobs,
+    OpenJobIds,
     OutcomesStored,
     PredictedEnds,
     ProgressUpdate,
@@ -52,7 +52,7 @@ interpreter lock, wakes a few hundred times per second at most."""
 MAX_UNSENT = 200_000
 """Unread notes after which a front counts as hung."""
 OPEN_JOBS_S = 60.0
-"""Timeout for the first front to send OpenJobs."""
+"""Timeout for the first front to send OpenJobIds."""
 MAX_AT_ONCE = 8
 """Jobs and events that one turn of the loop takes from the front; each costs tens of microseconds."""
 MAX_ROWS = 200
@@ -148,7 +148,7 @@ class RunBridge(Observer):
             except queue.Empty:
                 continue
             self._take(message, now_s=0.0)
-            if isinstance(message, OpenJobs):
+            if isinstance(message, OpenJobIds):
                 jobs = list(self._waiting)
                 self._waiting.clear()
                 return jobs
@@ -182,7 +182,7 @@ class RunBridge(Observer):
         match message:
             case SubmitJobs():
                 self._submit(message.jobs)
-            case OpenJobs():
+            case OpenJobIds():
                 return self._cancel_forgotten(message.job_ids, now_s)
             case CancelJobs():
                 return self._cancel(message.job_ids, now_s)

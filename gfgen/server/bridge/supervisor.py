@@ -63,7 +63,7 @@ class Supervisor:
     def __init__(self, listener: socket.socket, settings: FrontSettings, bridge: RunBridge) -> None:
         self._listener = listener
         self._settings = settings
-        self._door = bridge
+        self._bridge = bridge
         self._is_over = threading.Event()
         self._process: subprocess.Popen[bytes] | None = None
         self._link: MessageSocket | None = None
@@ -92,7 +92,7 @@ class Supervisor:
             if self._is_over.is_set():
                 return
             if code == LACKS_PACKAGE:
-                self._door.failed(RunError("the HTTP process cannot start; see its message above"))
+                self._bridge.failed(RunError("the HTTP process cannot start; see its message above"))
                 return
             now_s = time.monotonic()
             deaths = [at for at in deaths if at > now_s - DEATHS_WINDOW_S] + [now_s]
@@ -100,7 +100,7 @@ class Supervisor:
             if len(deaths) >= MAX_DEATHS:
                 times = f"{len(deaths)} times within {DEATHS_WINDOW_S:g} s"
                 what = f"the HTTP process died, or could not be started, {times}"
-                self._door.failed(RunError(f"{what}; see its messages above"))
+                self._bridge.failed(RunError(f"{what}; see its messages above"))
                 return
             self._is_over.wait(0.1 * len(deaths))
 
@@ -125,13 +125,13 @@ class Supervisor:
             link.close()
         try:
             link.send(self._settings)
-            self._door.joined(link)
+            self._bridge.joined(link)
             while messages := link.receive():
                 for message in messages:
-                    self._door.received(message)
+                    self._bridge.received(message)
         except OSError:
             pass
-        self._door.left(link)
+        self._bridge.left(link)
         link.close()
         if self._is_over.is_set():  # ends it while it still imports; later it ignores signals
             self._process.terminate()

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 from starlette.responses import StreamingResponse
 
-from gfgen.server.jobs.job_record import JobRecord, Notifier
 from gfgen.server.jobs.mirror import RunMirror
+from gfgen.server.jobs.served_job import Notifier, ServedJob
 from gfgen.server.jobs.service import JobService
 from gfgen.server.protocol.problems import ApiError
 
@@ -107,7 +107,7 @@ async def _state_events(service: JobService, feed: StateFeed) -> AsyncIterator[b
             yield b": still here\n\n"
 
 
-async def _job_events(service: JobService, record: JobRecord, seen: int) -> AsyncIterator[bytes]:
+async def _job_events(service: JobService, record: ServedJob, seen: int) -> AsyncIterator[bytes]:
     yield b"retry: %d\n\n" % RETRY_MS
     epoch = service.store.epoch
     while True:

@@ -19,8 +19,8 @@ from gfgen.policies.catalog import BUILT_IN
 from gfgen.runtime.core import events
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.predict.forecast import predict
-from gfgen.server.jobs.job_record import SHOWN_PROMPT_CHARS, JobRecord, layout_view, rounded
 from gfgen.server.jobs.rank_lane import LaneBar, RankLane, RunningDispatch
+from gfgen.server.jobs.served_job import SHOWN_PROMPT_CHARS, ServedJob, layout_view, rounded
 from gfgen.server.jobs.store import Ending
 from gfgen.server.protocol import schemas
 from gfgen.server.protocol.link import LoopTimings, PredictedEnds, ProgressUpdate, RunInfo
@@ -51,7 +51,7 @@ class MirrorObserver:
     def rank_lost(self, rank: int) -> None:
         """A worker process died."""
 
-    def ended(self, record: JobRecord) -> None:
+    def ended(self, record: ServedJob) -> None:
         """A job ended."""
 
 
@@ -71,9 +71,9 @@ class RunMirror:
         self.status: schemas.ServerStatus = "loading"
         self.reason: str | None = "the models are loading"
         self.run_info: RunInfo | None = None
-        self.records: dict[str, JobRecord] = {}
+        self.records: dict[str, ServedJob] = {}
         """Open jobs in the order of acceptance."""
-        self.recent: OrderedDict[str, JobRecord] = OrderedDict()
+        self.recent: OrderedDict[str, ServedJob] = OrderedDict()
         self.finished: deque[schemas.Job] = deque(maxlen=MAX_SHOWN_FINISHED)
         """Most recent first."""
         self.ranks: list[RankLane] = []
@@ -199,7 +199,7 @@ class RunMirror:
             self._bars.append(bar)
         bar.version = self.version + 1
 
-    def _job_dispatched(self, record: JobRecord, dispatch: Dispatch, at: float) -> None:
+    def _job_dispatched(self, record: ServedJob, dispatch: Dispatch, at: float) -> None:
         task, layout = dispatch.task, dispatch.layout
         is_first = record.started_at is None
         has_moved = record.layout != layout
@@ -304,7 +304,7 @@ class RunMirror:
 
     # Jobs -------------------------------------------------------------------------------------------
 
-    def add(self, records: Iterable[JobRecord]) -> None:
+    def add(self, records: Iterable[ServedJob]) -> None:
         """Add accepted jobs."""
         num_queued = sum(record.status == "queued" for record in self.records.values())
         for position, record in enumerate(records, start=num_queued + 1):
@@ -314,7 +314,7 @@ class RunMirror:
             self._job_changed(record)
         self._is_forecast_due = True
 
-    def end(self, job_id: str, ending: Ending, *, expires_at: float | None) -> JobRecord | None:
+    def end(self, job_id: str, ending: Ending, *, expires_at: float | None) -> ServedJob | None:
         """A job has ended; the store already has this ending."""
         record = self.records.pop(job_id, None)
         if record is None:
@@ -354,7 +354,7 @@ class RunMirror:
         for job_id in job_ids:
             self.recent.pop(job_id, None)
 
-    def _job_changed(self, record: JobRecord) -> None:
+    def _job_changed(self, record: ServedJob) -> None:
         self.version += 1
         record.version = self.version
         record.changed()
@@ -383,7 +383,7 @@ class RunMirror:
                 record.predicted_end_at = ends_at
                 self._job_changed(record)
 
-    def _set_position(self, record: JobRecord, place: int, starts_at: float, now: float) -> None:
+    def _set_position(self, record: ServedJob, place: int, starts_at: float, now: float) -> None:
         is_new = record.position != place or record.predicted_start_at is None
         if is_new or _is_notable(record.predicted_start_at, starts_at, now):
             record.position, record.predicted_start_at = place, starts_at
@@ -393,7 +393,7 @@ class RunMirror:
 
     # Responses -------------------------------------------------------------------------------------
 
-    def shown_open(self) -> list[JobRecord]:
+    def shown_open(self) -> list[ServedJob]:
         """Started jobs in the order of their start, then the queue."""
         started = [r for r in self.records.values() if r.status == "in_progress"]
         queued = [r for r in self.records.values() if r.status == "queued"]

@@ -18,8 +18,8 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from gfgen.runtime.core.dispatch import Dispatch
-from gfgen.server.jobs.job_record import JobRecord
 from gfgen.server.jobs.mirror import MirrorObserver, RunMirror
+from gfgen.server.jobs.served_job import ServedJob
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 MAX_CLASSES = 32
@@ -98,7 +98,7 @@ class ServerMetrics(MirrorObserver, Collector):
     def rank_lost(self, rank: int) -> None:
         self._lost.labels(str(rank)).inc()
 
-    def ended(self, record: JobRecord) -> None:
+    def ended(self, record: ServedJob) -> None:
         facts, ending = record.facts, record.ending
         assert ending is not None
         name = self._class(facts.tag)

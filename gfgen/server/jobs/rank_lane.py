@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from gfgen.graph import Stage
 from gfgen.layout import Layout
 from gfgen.runtime.core.dispatch import Dispatch
-from gfgen.server.jobs.job_record import layout_view
+from gfgen.server.jobs.served_job import layout_view
 from gfgen.server.protocol import schemas
 
 GAP_S = 0.25

@@ -21,13 +21,13 @@ from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.observer import JobOutcome
 from gfgen.runtime.files.manifest import manifest_entry
 from gfgen.server.jobs import files, job_requests
-from gfgen.server.jobs.job_record import JobRecord, job_of
 from gfgen.server.jobs.job_requests import RequestedJob
 from gfgen.server.jobs.mirror import MAX_SHOWN_FINISHED, RunMirror
+from gfgen.server.jobs.served_job import ServedJob, job_of
 from gfgen.server.jobs.store import Ended, Ending, JobFacts, KeyTakenError, RequestKey, Store, StoredJob
 from gfgen.server.protocol import schemas
 from gfgen.server.protocol.limits import ServerLimits
-from gfgen.server.protocol.link import CancelJobs, OpenJobs, OutcomesStored, RunInfo, SetPolicy, SubmitJobs
+from gfgen.server.protocol.link import CancelJobs, OpenJobIds, OutcomesStored, RunInfo, SetPolicy, SubmitJobs
 from gfgen.server.protocol.problems import ApiError, without_folders
 from gfgen.system.wording import counted
 
@@ -94,13 +94,13 @@ class JobService:
             if problems:
                 await self._refuse(facts, problems)
             else:
-                records.append(JobRecord(facts, admitted[0].trajectory))
+                records.append(ServedJob(facts, admitted[0].trajectory))
                 jobs.append(admitted[0])
         for stored in reversed(self.store.last_ended(MAX_SHOWN_FINISHED)):
             self.mirror.show_finished(self.job_of_kept(stored, shown_chars=300))
         self.mirror.add(records)
         self._submit(jobs)
-        self._send(OpenJobs(tuple(job.job_id for job in jobs)))
+        self._send(OpenJobIds(tuple(job.job_id for job in jobs)))
         if jobs:
             logger.info("resuming %s", counted(len(jobs), "open job"))
 
@@ -269,7 +269,7 @@ class JobService:
         accepted = [job_requests.accepted(one, job, now=now) for one, job in jobs]
         await self.store.accept(accepted, batch_id=batch_id, key=key, now=now)
         self.mirror.add(
-            JobRecord(one.facts, job.trajectory) for one, (_, job) in zip(accepted, jobs, strict=True)
+            ServedJob(one.facts, job.trajectory) for one, (_, job) in zip(accepted, jobs, strict=True)
         )
         self._submit([job for _, job in jobs])
 
@@ -404,7 +404,7 @@ class JobService:
         )
         return stored.ending.status.encode(), event.model_dump_json(exclude_none=True).encode()
 
-    def record(self, job_id: str) -> JobRecord | None:
+    def record(self, job_id: str) -> ServedJob | None:
         """The job's record while it is open and shortly after its end."""
         return self.mirror.records.get(job_id) or self.mirror.recent.get(job_id)
 

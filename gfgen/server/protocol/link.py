@@ -6,7 +6,7 @@ messages are pickled values, each preceded by its length.
 
     the front starts            run -> front   FrontSettings
     models loaded, ranks up     run -> front   RunInfo
-                                front -> run   SubmitJobs for the open jobs of the store; then OpenJobs
+                                front -> run   SubmitJobs for the open jobs of the store; then OpenJobIds
     from then on                run -> front   lists of notes: events, dispatches, outcomes, progress
                                 front -> run   SubmitJobs, CancelJobs, SetPolicy, OutcomesStored
 
@@ -110,7 +110,7 @@ class SubmitJobs:
 
 
 @dataclass(frozen=True, slots=True)
-class OpenJobs:
+class OpenJobIds:
     """The ids of all open jobs of the store; all of them were submitted."""
 
     job_ids: tuple[str, ...]

@@ -60,7 +60,7 @@ class EncodedEvent:
 
 
 @dataclass(slots=True, eq=False)
-class JobRecord:
+class ServedJob:
     """An open or recently ended job. Only mirror.py changes it."""
 
     facts: JobFacts
