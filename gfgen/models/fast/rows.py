@@ -64,6 +64,7 @@ def add_norm(
     from gfgen.models.fast import row_kernels
 
     x = x.contiguous()  # the input of the first block comes from a convolution
+    update = None if update is None else update.contiguous()  # that of a batch may be part of a larger tensor
     normed = torch.empty_like(x)
     total = x if update is None else torch.empty_like(x)
     if x.numel():
@@ -79,7 +80,7 @@ def add_gated(x: Tensor, update: Tensor, gate: Tensor, *, kinds_N: Tensor | None
 
     total = torch.empty_like(x)
     if x.numel():
-        row_kernels.add_norm(x, update, gate, None, kinds_N, total, total)
+        row_kernels.add_norm(x.contiguous(), update.contiguous(), gate, None, kinds_N, total, total)
     return total
 
 
