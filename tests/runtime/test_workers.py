@@ -25,6 +25,7 @@ from gfgen.runtime.files.outputs import read_metadata
 from gfgen.runtime.files.start import RunStart
 from gfgen.runtime.ipc.slab import Slab, SlabPlan
 from gfgen.runtime.predict.cost import CostModel
+from gfgen.runtime.processes.launcher import Launcher
 from gfgen.runtime.processes.pool import WorkerPool, default_writers
 from gfgen.runtime.processes.workers import ProcessBackend
 from gfgen.runtime.worker.jobs import fetch
@@ -170,7 +171,7 @@ def test_a_task_that_raises_fails_its_job_and_the_others_finish(pool, tmp_path):
     recorder = run(pool, tmp_path, bad, good, policy="fcfs")
     outcomes = {o.info.job_id: o for o in recorder.outcomes}
     assert (outcomes["bad"].status, outcomes["good"].status) == ("failed", "done")
-    assert "gone.png" in (outcomes["bad"].error or "")
+    assert "cannot be read as a picture (No such file or directory)" in (outcomes["bad"].error or "")
     assert len([e for e in recorder.events if isinstance(e, TaskFailed) and not e.void]) == 2
     assert sorted(os.listdir(tmp_path)) == ["good.png"]
 
@@ -219,16 +220,16 @@ def test_the_files_path_may_lie_in_a_folder_with_spaces(pool, tmp_path):
 
 def test_a_pool_that_cannot_be_started_leaves_no_process(monkeypatch):
     """They get no SIGTERM, by which Python would end them at its own exit."""
-    started, start = [], WorkerPool._start
+    started, start = [], Launcher._start
 
-    def start_ranks_only(pool, name, *arguments):
+    def start_ranks_only(launcher, name, *arguments):
         if name.startswith("writer"):
             raise WorkerError("no more processes")
-        started.append(start(pool, name, *arguments))
+        started.append(start(launcher, name, *arguments))
         return started[-1]
 
-    monkeypatch.setattr(WorkerPool, "_start", start_ranks_only)
+    monkeypatch.setattr(Launcher, "_start", start_ranks_only)
     with pytest.raises(WorkerError, match="no more processes"):
         WorkerPool(num_ranks=2, checkpoints=[])
     assert len(started) == 2
-    assert all(child.process.exitcode is not None for child in started)
+    assert all(process.exitcode is not None for process, _ in started)
