@@ -1,4 +1,4 @@
-"""Live states for tests of the page: ranks, jobs and stretches with times around now."""
+"""Live states for tests of the page: ranks, jobs and bars with times around now."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def ended(job_id: str, *, status: schemas.JobStatus = "completed", **values: Any
     return job(job_id, **(fields | values))
 
 
-def stretch(
+def bar(
     job_id: str,
     rank: int,
     *,

@@ -98,7 +98,7 @@ def test_an_empty_server_says_so(browser, fake):
     fake.state = states.live(status="loading", reason="the models are loading", ranks=[], models=[])
     with opened(browser, fake.url) as page:
         expect(page.locator("#status")).to_have_text("loading")
-        expect(page.get_by_text("Nothing is waiting, nothing runs.")).to_be_visible()
+        expect(page.get_by_text("No open jobs.")).to_be_visible()
         page.locator("#prompt").fill("a fox")
         page.locator("#send").click(force=True)
         expect(page.locator("#sent")).to_have_text("the models are loading")
@@ -124,8 +124,8 @@ def colours_of_lanes(page: Any, num_ranks: int, *, before_now_s: float) -> list[
 
 
 def test_a_job_has_one_colour_in_all_the_lanes_that_it_has_at_a_time(browser, fake):
-    wide = [states.stretch("fox", rank, begin=-20, end=-10, ranks=(0, 1, 3)) for rank in (0, 1, 3)]
-    alone = [states.stretch("whale", 2, begin=-20), states.stretch("fox", 0, begin=-10)]
+    wide = [states.bar("fox", rank, begin=-20, end=-10, ranks=(0, 1, 3)) for rank in (0, 1, 3)]
+    alone = [states.bar("whale", 2, begin=-20), states.bar("fox", 0, begin=-10)]
     jobs = [states.running("fox", 0), states.running("whale", 2)]
     fake.state = states.live(open=jobs, timeline=[*wide, *alone], ranks=[states.rank(n) for n in range(5)])
     with opened(browser, fake.url) as page:
@@ -184,7 +184,7 @@ def test_a_prompt_is_never_markup(browser, fake):
     prompt = "<img src=x onerror=\"document.title='broken into'\"><b>bold</b> \u202eback"
     fake.state = states.live(
         open=[states.running("fox", 0, prompt=prompt)],
-        timeline=[states.stretch("fox", 0)],
+        timeline=[states.bar("fox", 0)],
         finished=[
             states.ended(
                 "bad",
@@ -237,7 +237,7 @@ def test_a_picture_goes_along_where_the_model_takes_one(browser, fake):
     with opened(browser, fake.url) as page:
         page.get_by_label("Prompt", exact=True).fill("the boat turns home")
         picture = {"name": "boat.png", "mimeType": "image/png", "buffer": states.png()}
-        page.get_by_label("Picture to begin with").set_input_files(picture)
+        page.get_by_label("Start image").set_input_files(picture)
         page.get_by_role("button", name="Submit").click()
         expect(page.locator("#sent")).to_contain_text("Accepted, next in the queue")
     assert fake.asked[0].fields["image"] == "boat.png"
@@ -248,7 +248,7 @@ def test_mistakes_are_told_at_their_fields_without_asking(browser, fake):
         page.get_by_label("Steps").fill("12.5")
         page.get_by_label("Priority").fill("high")
         page.get_by_role("button", name="Submit").click()
-        expect(page.locator("#sent")).to_have_text("Not right: 3 fields.")
+        expect(page.locator("#sent")).to_have_text("Correct 3 fields.")
         expect(page.get_by_label("Prompt", exact=True)).to_be_focused()
         expect(page.get_by_label("Steps")).to_have_accessible_description("A whole number from 1 to 1,000.")
         expect(page.get_by_label("Priority")).to_have_attribute("aria-invalid", "true")
@@ -327,7 +327,7 @@ def test_removing_a_file_asks_first(browser, fake):
 
 
 def test_a_job_that_is_picked_stands_out_until_escape(browser, fake):
-    timeline = [states.stretch("fox", 0, begin=-20), states.stretch("whale", 1, begin=-20)]
+    timeline = [states.bar("fox", 0, begin=-20), states.bar("whale", 1, begin=-20)]
     fake.state = states.live(open=[states.running("fox", 0), states.running("whale", 1)], timeline=timeline)
     with opened(browser, fake.url) as page:
         entry = page.locator("#legend button", has_text="prompt of fox")
@@ -381,13 +381,13 @@ def test_the_page_asks_once_for_the_key(browser):
         page.keyboard.press("Escape")
         key.fill("sesame")
         page.get_by_role("button", name="Open").click()
-        expect(page.locator("#door-wrong")).to_have_text("That is not the key.")
+        expect(page.locator("#key-dialog-wrong")).to_have_text("Wrong key.")
         key.fill("opensesame")
         page.keyboard.press("Enter")
         expect(page.locator("#status")).to_have_text("ready")
         page.reload()
         expect(page.locator("#status")).to_have_text("ready")
-        expect(page.locator("#door")).to_be_hidden()
+        expect(page.locator("#key-dialog")).to_be_hidden()
 
 
 # For everybody --------------------------------------------------------------------------------------
@@ -413,7 +413,7 @@ def busy_state() -> schemas.LiveState:
                 for n in range(1, 9)
             ),
         ],
-        timeline=[states.stretch("fox", n, ranks=(0, 1)) for n in (0, 1)],
+        timeline=[states.bar("fox", n, ranks=(0, 1)) for n in (0, 1)],
         finished=[states.ended(f"bad-{n}", status="failed") for n in range(5)],
     )
 
@@ -524,7 +524,7 @@ def test_what_changes_moves_nothing_else(browser, fake):
                 open=[states.running("fox", *range(step - 3), step=step)],
                 ranks=[states.rank(n, "fox", ranks=range(step - 3)) for n in range(8)],
                 timeline=[
-                    states.stretch("fox", n, begin=-0.5, ranks=range(step - 3)) for n in range(step - 3)
+                    states.bar("fox", n, begin=-0.5, ranks=range(step - 3)) for n in range(step - 3)
                 ],
             )
             expect(page.locator("#queue progress").first).to_have_js_property("value", 10 * step)

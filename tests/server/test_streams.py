@@ -140,7 +140,7 @@ def test_the_live_state_and_its_changes_are_the_state_of_the_end(server):
     assert all(bars[bar["key"]] == bar for bar in mine)
 
 
-def test_bars_of_the_timeline_are_stretches_of_steps(server):
+def test_a_bar_of_the_timeline_covers_consecutive_steps(server):
     job_id = made(server, num_inference_steps=8)
     server.wait_for(job_id)
     bars = [bar for bar in server.http.get("/v1/state").json()["timeline"] if bar["job_id"] == job_id]

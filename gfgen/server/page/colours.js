@@ -1,21 +1,21 @@
-// A colour for each job that runs: the same wherever the job is shown.
+// A colour for each running job, the same in all parts of the page.
 
-// Seven colours in three weaves. Each is at least 3:1 against the panel, and they stay apart for people who
-// see no red, no green or no blue: least distance 0.117 (light), 0.121 (dark) in OKLab under simulated
-// protanopia, deuteranopia and tritanopia.
+// Seven colours in three patterns. Each has a contrast of at least 3:1 against the panel. They stay distinct for
+// people who cannot see red, green or blue: the least distance is 0.117 (light) and 0.121 (dark) in OKLab under
+// simulated protanopia, deuteranopia and tritanopia.
 const PLAIN = 7;
-const WEAVES = ["", " striped", " lined"];
-const NUM = PLAIN * WEAVES.length;
+const PATTERNS = ["", " striped", " lined"];
+const NUM = PLAIN * PATTERNS.length;
 
 export class Colours {
-  #byJob = new Map(); // colour by job, in the order in which they were given
+  #byJob = new Map(); // colour by job, in order of assignment
 
   /** The colour of a job, or null when it has none yet. */
   of(jobId) {
     return this.#byJob.get(jobId) ?? null;
   }
 
-  /** Give each of these jobs a colour, which it keeps for as long as it is among them. */
+  /** Give each of these jobs a colour, which it keeps while it is shown. */
   share(jobIds) {
     const shown = new Set(jobIds);
     for (const id of [...this.#byJob.keys()]) {
@@ -24,7 +24,7 @@ export class Colours {
     for (const id of shown) if (!this.#byJob.has(id)) this.#byJob.set(id, this.#next(shown));
   }
 
-  /** One that no job has; else one that no shown job has; else the one that was given first. */
+  /** A colour that no job has; else one that no shown job has; else the one assigned first. */
   #next(shown) {
     const inUse = new Set(this.#byJob.values());
     const inSight = new Set([...this.#byJob].filter(([id]) => shown.has(id)).map(([, colour]) => colour));
@@ -36,13 +36,13 @@ export class Colours {
   }
 }
 
-/** Let an element show a job's colour. */
+/** Give an element a job's colour. */
 export function dye(element, colour) {
-  const own = colour === null ? " none" : ` c${colour % PLAIN}${WEAVES[Math.floor(colour / PLAIN)]}`;
+  const own = colour === null ? " none" : ` c${colour % PLAIN}${PATTERNS[Math.floor(colour / PLAIN)]}`;
   element.className = `swatch${own}`;
 }
 
-/** The colours as a canvas needs them: read from the style sheet, which knows whether it is dark. */
+/** The colours for a canvas, read from the style sheet, which depends on the colour scheme. */
 export class Paints {
   constructor(context) {
     const style = getComputedStyle(document.documentElement);
@@ -55,8 +55,8 @@ export class Paints {
     this.bad = get("--bad");
     this.font = style.fontFamily;
     this.plain = Array.from({ length: PLAIN }, (_, place) => get(`--c${place}`));
-    const woven = (draw) => this.plain.map((colour) => weave(context, colour, this.panel, draw));
-    this.fills = [...this.plain, ...woven(stripes), ...woven(lines)];
+    const patterned = (draw) => this.plain.map((colour) => pattern(context, colour, this.panel, draw));
+    this.fills = [...this.plain, ...patterned(stripes), ...patterned(lines)];
   }
 
   edge(colour) {
@@ -67,7 +67,7 @@ export class Paints {
     return this.fills[colour];
   }
 
-  /** Black or white, whichever is easier to read on it. */
+  /** Black or white, whichever has more contrast. */
   text(colour) {
     const [r, g, b] = [1, 3, 5].map((from) => parseInt(this.edge(colour).slice(from, from + 2), 16) / 255);
     const light = [r, g, b].map((c) => (c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4));
@@ -75,7 +75,7 @@ export class Paints {
   }
 }
 
-function weave(context, colour, ground, draw) {
+function pattern(context, colour, ground, draw) {
   const tile = new OffscreenCanvas(10, 10);
   const brush = tile.getContext("2d");
   brush.fillStyle = colour;

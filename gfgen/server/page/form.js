@@ -1,4 +1,4 @@
-// The form: a model's defaults, what is wrong at the field that it is about, and submitting once.
+// The form: a model's defaults, errors at their fields, and submission.
 
 import { ask, parse } from "./live.js";
 import { byId, countdown, make, mark, ordinal, say, sentence, write } from "./words.js";
@@ -20,7 +20,7 @@ export class Form {
   #models = "";
   #key = null;
   #isBusy = false;
-  #own = new Set(); // jobs of this page whose end is still to be said
+  #own = new Set(); // open jobs submitted on this page; their ends are announced
 
   constructor({ live }) {
     this.#live = live;
@@ -29,7 +29,7 @@ export class Form {
       field.setAttribute("aria-describedby", `${name}-wrong`);
       field.addEventListener("input", () => {
         this.#touched.add(name);
-        this.#key = null; // another job from here on
+        this.#key = null; // a changed form is a new request
         this.#blame(name, "");
       });
     }
@@ -43,7 +43,7 @@ export class Form {
     });
   }
 
-  /** The state has changed: perhaps the models are there now, or the server takes nothing. */
+  /** Update the models and the button after a change of the state. */
   show() {
     const { models, status } = this.#live.state;
     const names = JSON.stringify(models);
@@ -61,7 +61,7 @@ export class Form {
     }
   }
 
-  /** Fill in what another job was made with. */
+  /** Copy the settings of another job. */
   fill(job) {
     const values = {
       prompt: job.prompt, model: job.model, size: job.size, frames: job.frames ?? "", steps: job.steps,
@@ -75,14 +75,14 @@ export class Form {
     this.#blameNothing();
     this.#suggest();
     byId("prompt").focus();
-    write(byId("sent"), "Filled in as it was; change the seed for another one.");
+    write(byId("sent"), "Settings copied. Change the seed for a different result.");
   }
 
   get #model() {
     return this.#live.state.models.find((model) => model.id === byId("model").value);
   }
 
-  /** The model's defaults, in fields that nobody has written in. */
+  /** Put the model's defaults into untouched fields. */
   #suggest() {
     const model = this.#model;
     if (!model) return;
@@ -94,17 +94,17 @@ export class Form {
       this.#blame(name, "");
     }
     byId("frames-field").hidden = model.kind === "image";
-    write(byId("frames-hint"), defaults.fps ? `${defaults.fps} a second` : "");
+    write(byId("frames-hint"), defaults.fps ? `${defaults.fps} per second` : "");
     const takesImage = model.takes_image !== "no";
     byId("image-field").hidden = !takesImage;
-    write(byId("image-hint"), model.takes_image === "always" ? "needed" : "optional");
+    write(byId("image-hint"), model.takes_image === "always" ? "required" : "optional");
     const sizes = new Set([defaults.size, ...SIZES[model.kind]].filter(Boolean));
     byId("sizes").replaceChildren(...[...sizes].map((size) => make("option", { value: size })));
   }
 
   async #submit() {
     if (byId("send").getAttribute("aria-disabled") === "true") {
-      if (!this.#isBusy) this.#tell(this.#live.state?.reason ?? "The server takes no jobs now.", "bad");
+      if (!this.#isBusy) this.#tell(this.#live.state?.reason ?? "The server accepts no jobs now.", "bad");
       return;
     }
     this.#blameNothing();
@@ -112,10 +112,10 @@ export class Form {
     if (wrong.length) {
       for (const [name, text] of wrong) this.#blame(name, text);
       this.#go(wrong[0][0]);
-      this.#tell(`Not right: ${wrong.length} ${wrong.length === 1 ? "field" : "fields"}.`, "bad");
+      this.#tell(`Correct ${wrong.length} ${wrong.length === 1 ? "field" : "fields"}.`, "bad");
       return;
     }
-    // A request that is sent again after the line was cut makes no second job.
+    // The server makes one job for all requests with the same key.
     this.#key ??= [...crypto.getRandomValues(new Uint32Array(4))].map((part) => part.toString(36)).join("-");
     this.#wait(true);
     try {
@@ -145,13 +145,13 @@ export class Form {
     return body;
   }
 
-  /** What can be said without asking: [field, what it accepts]. */
+  /** Errors found without a request: [field, message]. */
   #mistakes() {
     const wrong = [];
     const blame = (name, text) => wrong.push([name, text]);
-    if (!byId("prompt").value.trim()) blame("prompt", "Write what you want to see.");
+    if (!byId("prompt").value.trim()) blame("prompt", "Describe what you want to see.");
     const needsImage = this.#model?.takes_image === "always";
-    if (needsImage && !byId("image").files.length) blame("image", "This model begins with a picture.");
+    if (needsImage && !byId("image").files.length) blame("image", "This model needs an image.");
     const size = byId("size").value.trim();
     if (size && !/^\d{1,9} *x *\d{1,9}$/i.test(size)) blame("size", "Width x height, like 832x480.");
     for (const [name, [low, high]] of Object.entries(WHOLE)) {
@@ -187,7 +187,7 @@ export class Form {
     this.#tell(`${sentence(problem.message)}${later}`, "bad");
   }
 
-  /** Go to a field that is wrong, also where it is folded away. */
+  /** Focus an invalid field, and unfold it if it is hidden. */
   #go(name) {
     const folded = byId(name).closest("details");
     if (folded) folded.open = true;

@@ -1,23 +1,23 @@
-// The live state: the stream of it, what has changed put in, and the server's clock.
+// The live state: follows its stream, applies changes, and estimates the server's clock.
 
 import { sentence } from "./words.js";
 
 const SILENCE_S = 40; // the server sends something every 15 s
 const PAUSES_S = [0.5, 1, 2, 4, 8];
 
-/** Answers of the server are JSON; a seed may have more digits than a number of JavaScript holds. */
+/** Parse JSON from the server; a seed may have more digits than a JavaScript number holds. */
 export const parse = (text) => JSON.parse(text.replace(/"seed":\s*(\d{16,})/g, '"seed":"$1"'));
 
 class Problem extends Error {
   constructor(status, body, retryAfter) {
-    super(body?.message || (status ? `the server answered ${status}` : "the server cannot be reached"));
+    super(body?.message || (status ? `the server responded with status ${status}` : "the server cannot be reached"));
     this.status = status;
     this.param = body?.param ?? null;
     this.retryAfter = retryAfter;
   }
 }
 
-/** The answer to a request; throws a Problem that says what is wrong, and with which field. */
+/** The response to a request; throws a Problem with the error and its field. */
 export async function ask(method, path, { json, form, key, signal } = {}) {
   const headers = {};
   if (json !== undefined) headers["Content-Type"] = "application/json";
@@ -34,12 +34,12 @@ export async function ask(method, path, { json, form, key, signal } = {}) {
   try {
     body = parse(await response.text()).error;
   } catch {
-    // not in our shape: a proxy in between has answered
+    // not the server's format: a proxy responded
   }
   throw new Problem(response.status, body, Number(response.headers.get("Retry-After")) || null);
 }
 
-/** Yields [event, data] of a stream of server-sent events; `alive` is called for anything that comes. */
+/** Yields [event, data] of a stream of server-sent events; calls `alive` for any data. */
 async function* events(response, alive) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
@@ -58,19 +58,19 @@ async function* events(response, alive) {
   }
 }
 
-/** Fires "change" when the state is another, "connection" when the line to the server is. */
+/** Fires "change" when the state changes and "connection" when the connection does. */
 export class Live extends EventTarget {
   state = null;
-  open = new Map(); // jobs by id, in their order
-  finished = []; // the last first
-  timeline = new Map(); // stretches by key
+  open = new Map(); // jobs by id, in order
+  finished = []; // latest first
+  timeline = new Map(); // bars by key
   connection = { kind: "connecting", reason: "", when: "" }; // connecting, live, lost, locked
-  #ahead = -Infinity; // what the server's clock is ahead of performance.now()
-  #stoppedAt = null; // while the connection is lost, time stands still
+  #ahead = -Infinity; // server's clock minus performance.now(), in seconds
+  #stoppedAt = null; // the time shown while the connection is lost
   #wake = null;
-  #line = null;
+  #request = null;
 
-  /** Seconds by the server's clock, as far as it is known. */
+  /** Unix seconds by the server's clock, estimated. */
   now() {
     if (this.#stoppedAt !== null) return this.#stoppedAt;
     return this.state ? performance.now() / 1000 + this.#ahead : Date.now() / 1000;
@@ -80,7 +80,7 @@ export class Live extends EventTarget {
     return this.open.get(id) ?? this.finished.find((job) => job.id === id);
   }
 
-  /** Follow the server for as long as the page is there. */
+  /** Follow the stream, reconnecting, until the page closes. */
   async follow() {
     for (let failures = 0; ; failures += 1) {
       let problem = null;
@@ -88,7 +88,7 @@ export class Live extends EventTarget {
         await this.#listen(() => (failures = 0));
       } catch (error) {
         if (error instanceof Problem) problem = error;
-        else console.info("the stream of the state has ended:", error);
+        else console.info("the state stream ended:", error);
       }
       if (problem?.status === 401) {
         this.#connect("locked");
@@ -100,22 +100,22 @@ export class Live extends EventTarget {
     }
   }
 
-  /** Try now: the network is back, the key is there, or somebody has asked for it. */
+  /** Try now: the network is back, the key was accepted, or the user clicked the button. */
   retry() {
     this.#wake?.();
-    if (this.connection.kind === "lost") this.#line?.abort();
+    if (this.connection.kind === "lost") this.#request?.abort();
   }
 
   async #listen(succeeded) {
-    const line = (this.#line = new AbortController());
+    const request = (this.#request = new AbortController());
     let watch = 0;
     const alive = () => {
       clearTimeout(watch);
-      watch = setTimeout(() => line.abort(), SILENCE_S * 1000);
+      watch = setTimeout(() => request.abort(), SILENCE_S * 1000);
     };
     alive();
     try {
-      const response = await ask("GET", "/v1/state/events", { signal: line.signal });
+      const response = await ask("GET", "/v1/state/events", { signal: request.signal });
       for await (const [name, data] of events(response, alive)) {
         if (name === "state") this.#begin(parse(data));
         else if (name === "change") this.#apply(parse(data));
@@ -126,7 +126,7 @@ export class Live extends EventTarget {
       }
     } finally {
       clearTimeout(watch);
-      line.abort();
+      request.abort();
     }
   }
 
@@ -157,7 +157,7 @@ export class Live extends EventTarget {
     this.#stoppedAt = null;
     this.open = new Map(state.open.map((job) => [job.id, job]));
     this.finished = state.finished;
-    this.timeline = new Map(state.timeline.map((stretch) => [stretch.key, stretch]));
+    this.timeline = new Map(state.timeline.map((bar) => [bar.key, bar]));
     this.#tick(state.server_time);
   }
 
@@ -166,7 +166,7 @@ export class Live extends EventTarget {
     for (const name of ["status", "reason", "policy", "models", "ranks", "num_open"]) {
       if (name in change) this.state[name] = change[name];
     }
-    for (const stretch of change.timeline ?? []) this.timeline.set(stretch.key, stretch);
+    for (const bar of change.timeline ?? []) this.timeline.set(bar.key, bar);
     for (const job of change.open ?? []) this.open.set(job.id, job);
     const gone = new Set(change.removed ?? []);
     const news = change.finished ?? [];
@@ -183,15 +183,15 @@ export class Live extends EventTarget {
     this.#forget();
   }
 
-  /** What has scrolled out of the longest timeline is not kept. */
+  /** Remove bars that are older than the longest timeline. */
   #forget() {
     const since = this.now() - 125;
-    for (const [key, stretch] of this.timeline) {
-      if (stretch.ended_at !== null && stretch.ended_at < since) this.timeline.delete(key);
+    for (const [key, bar] of this.timeline) {
+      if (bar.ended_at !== null && bar.ended_at < since) this.timeline.delete(key);
     }
   }
 
-  /** The least delayed of the server's times is the truest. */
+  /** The least delayed message gives the best estimate. */
   #tick(serverTime) {
     this.#ahead = Math.max(this.#ahead, serverTime - performance.now() / 1000);
   }

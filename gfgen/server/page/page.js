@@ -1,4 +1,4 @@
-// The page at /: the parts put together, and what is around them.
+// The page at /: connects the parts, and shows the header, the connection and the key dialog.
 
 import { Colours } from "./colours.js";
 import { Form } from "./form.js";
@@ -8,7 +8,7 @@ import { Results } from "./results.js";
 import { Timeline } from "./timeline.js";
 import { byId, counted, make, mark, say, write } from "./words.js";
 
-/** The job that is looked at: kept by a click, touched while the pointer is over it. */
+/** The highlighted job: `kept` after a click, `touched` while the pointer is over it. */
 class Picked extends EventTarget {
   kept = null;
   #touched = null;
@@ -27,7 +27,7 @@ class Picked extends EventTarget {
     this.dispatchEvent(new Event("change"));
   }
 
-  /** A row that is gone tells of no pointer that leaves it. */
+  /** For a removed row, which sends no pointerleave event. */
   leave(id) {
     if (this.#touched === id) this.touch(null);
   }
@@ -89,7 +89,7 @@ byId("policy").addEventListener("change", async (event) => {
     say(`The policy is ${select.value}`);
   } catch (problem) {
     select.value = live.state.policy.policy;
-    warn(`The policy stays: ${problem.message}`);
+    warn(`The policy did not change: ${problem.message}`);
   }
 });
 
@@ -100,17 +100,17 @@ live.addEventListener("connection", () => {
   const wasLost = !byId("lost").hidden;
   if (kind === "lost") {
     const hasStopped = live.state?.status === "draining";
-    const what = hasStopped ? "The server has stopped; open jobs go on when it is back." : "Connection lost.";
+    const what = hasStopped ? "The server stopped. Open jobs continue after a restart." : "Connection lost.";
     write(byId("lost-text"), `${what} ${reason}`);
     write(byId("lost-when"), when);
     byId("lost-retry").hidden = false;
-  } else if (wasLost && kind === "live") say("Connected again");
+  } else if (wasLost && kind === "live") say("Reconnected");
   byId("lost").hidden = kind !== "lost";
-  if (kind === "locked") openDoor();
+  if (kind === "locked") askForKey();
   showHead();
 });
 
-/** Something did not work that belongs to no field. */
+/** Show an error that belongs to no field. */
 function warn(text) {
   write(byId("lost-text"), text);
   write(byId("lost-when"), "");
@@ -124,30 +124,30 @@ addEventListener("online", () => live.retry());
 
 // The key --------------------------------------------------------------------------------------------
 
-function openDoor() {
-  byId("door").returnValue = "";
-  if (!byId("door").open) byId("door").showModal();
+function askForKey() {
+  byId("key-dialog").returnValue = "";
+  if (!byId("key-dialog").open) byId("key-dialog").showModal();
 }
 
-byId("door").addEventListener("close", () => {
-  if (byId("door").returnValue !== "open") openDoor(); // there is nothing behind it without the key
+byId("key-dialog").addEventListener("close", () => {
+  if (byId("key-dialog").returnValue !== "open") askForKey(); // the page is empty without the key
 });
-byId("door-form").addEventListener("submit", async (event) => {
+byId("key-dialog-form").addEventListener("submit", async (event) => {
   event.preventDefault();
-  write(byId("door-wrong"), "");
+  write(byId("key-dialog-wrong"), "");
   try {
-    await ask("POST", "/v1/session", { json: { api_key: byId("door-key").value } });
+    await ask("POST", "/v1/session", { json: { api_key: byId("api-key").value } });
   } catch (problem) {
-    write(byId("door-wrong"), problem.status === 401 ? "That is not the key." : problem.message);
-    byId("door-key").select();
+    write(byId("key-dialog-wrong"), problem.status === 401 ? "Wrong key." : problem.message);
+    byId("api-key").select();
     return;
   }
-  byId("door-key").value = "";
-  byId("door").close("open");
+  byId("api-key").value = "";
+  byId("key-dialog").close("open");
   live.retry();
 });
 
-// Always up to date ----------------------------------------------------------------------------------
+// Updates ----------------------------------------------------------------------------------
 
 let isDue = false;
 live.addEventListener("change", () => {

@@ -1,4 +1,4 @@
-// The open jobs: those that run, then the queue in its predicted order.
+// The open jobs: started ones, then the queue in its predicted order.
 
 import { dye } from "./colours.js";
 import { ask } from "./live.js";
@@ -6,14 +6,14 @@ import { arrange, byId, make, mark, say, write } from "./words.js";
 import { clock, countdown, doing, facts, ordinal, ranksOf, sharing } from "./words.js";
 
 const PAUSE_S = 1;
-const SHORT = 5; // rows that a narrow screen shows until it is asked for all (page.css)
+const SHORT = 5; // rows on a narrow screen before "Show all" (page.css)
 
 export class Queue {
   #live;
   #colours;
   #picked;
   #rows = new Map();
-  #busy = new Set(); // jobs that ranks work for
+  #busy = new Set(); // jobs with a running task
 
   constructor({ live, colours, picked }) {
     [this.#live, this.#colours, this.#picked] = [live, colours, picked];
@@ -43,7 +43,7 @@ export class Queue {
     this.#showPicked();
   }
 
-  /** Between two steps a rank is free for a moment; that is no pause. */
+  /** Jobs with work in the last PAUSE_S: the gap between two steps does not count as a pause. */
   #busyNow() {
     const since = this.#live.now() - PAUSE_S;
     const recent = [...this.#live.timeline.values()].filter((s) => s.ended_at === null || s.ended_at > since);
@@ -56,7 +56,7 @@ export class Queue {
     const paused = begun.filter((job) => !this.#busy.has(job.id) && job.stage !== "write").length;
     const parts = [`${begun.length - paused} running`, `${numOpen - begun.length} waiting`];
     if (paused) parts.splice(1, 0, `${paused} paused`);
-    if (numOpen > jobs.length) parts.push(`the first ${jobs.length} are shown`);
+    if (numOpen > jobs.length) parts.push(`showing the first ${jobs.length}`);
     write(byId("queue-count"), parts.join(", "));
     byId("queue-all").hidden = jobs.length <= SHORT;
     const isShort = byId("queue").classList.contains("short");
@@ -110,7 +110,7 @@ export class Queue {
     for (const [id, { row }] of this.#rows) row.classList.toggle("picked", this.#picked.job === id);
   }
 
-  /** The row that had the focus is gone: its successor gets it. */
+  /** Move the focus from a removed row to the next one. */
   #keepFocus(place) {
     const rows = byId("queue").children;
     const next = rows[Math.min(place, rows.length - 1)]?.querySelector("button") ?? byId("queue-title");
@@ -151,7 +151,7 @@ function running(job) {
   return `${what} on ${ranksOf(job.layout)}${how ? ` (${how})` : ""}`;
 }
 
-/** A sign and words, so that nothing hangs on the colour alone. */
+/** A symbol and text, so that colour is not the only cue. */
 function deadlineOf(job, now) {
   if (job.deadline_at === null) return ["no deadline", "none"];
   const leftS = job.deadline_at - now;

@@ -1,4 +1,4 @@
-// What has ended: thumbnails, and the dialog that shows one in full.
+// Ended jobs: thumbnails, and the dialog that shows one job.
 
 import { ask, parse } from "./live.js";
 import { arrange, byId, make, mark, say, stillness, write } from "./words.js";
@@ -38,7 +38,7 @@ export class Results {
     if (focusedId && !known.has(focusedId)) byId("results-title").focus({ preventScroll: true });
     byId("results-empty").hidden = finished.length > 0;
     const done = finished.filter((job) => job.status === "completed").length;
-    write(byId("results-count"), finished.length ? `${done} done, ${finished.length - done} not` : "");
+    write(byId("results-count"), finished.length ? `${done} completed, ${finished.length - done} not` : "");
     if (byId("viewer").open) this.#showSteps();
   }
 
@@ -85,7 +85,7 @@ export class Results {
     if (job.prompt.length >= 300 || job.status === "completed") this.#complete(job);
   }
 
-  /** What the live state leaves out: the whole of a long prompt, and how large the file is. */
+  /** Add what the live state omits: the rest of a long prompt, and the file size. */
   async #complete(job) {
     try {
       const whole = await complete(job);
@@ -94,7 +94,7 @@ export class Results {
       const size = Number((await ask("HEAD", job.content_url)).headers.get("Content-Length"));
       if (this.#shownId === job.id && size) byId("viewer-facts").append(...fact("file", bytesOf(size)));
     } catch {
-      // the picture is there without it
+      // the dialog works without it
     }
   }
 
@@ -102,8 +102,8 @@ export class Results {
     const now = this.#live.now();
     const took = job.completed_at && job.started_at ? duration(job.completed_at - job.started_at) : null;
     const late = { true: "met", false: "missed" }[job.will_meet_deadline] ?? null;
-    const length = job.object === "video" ? `${job.frames} at ${job.fps} a second` : null;
-    const after = took ? `, ${took} after it began` : "";
+    const length = job.object === "video" ? `${job.frames} at ${job.fps} per second` : null;
+    const after = took ? `, ${took} after its start` : "";
     const ended = job.completed_at ? `${clock(job.completed_at, now)}${after}` : null;
     return [
       ...fact("model", job.model), ...fact("size", sized(job.size)), ...fact("frames", length),
@@ -130,7 +130,7 @@ export class Results {
   }
 
   #closed() {
-    if (byId("viewer").open) return; // opened again before this was told
+    if (byId("viewer").open) return; // reopened before this event
     byId("viewer-show").replaceChildren();
     const tile = this.#tiles.get(this.#shownId)?.querySelector("button") ?? byId("results-title");
     if (document.activeElement === document.body) tile.focus({ preventScroll: true });
@@ -149,7 +149,7 @@ export class Results {
     }
   }
 
-  /** A file that is removed does not come back, so the first click only asks. */
+  /** Removal is final, so the first click only asks. */
   #askFirst() {
     const button = byId("viewer-remove");
     delete button.dataset.sure;
@@ -192,7 +192,7 @@ function picture(job) {
 
 function ending(job) {
   const sign = job.status === "failed" ? "\u2717 Failed: " : "";
-  return make("p", { class: `end ${job.status}` }, `${sign}${job.error?.message ?? `It was ${job.status}.`}`);
+  return make("p", { class: `end ${job.status}` }, `${sign}${job.error?.message ?? `This job was ${job.status}.`}`);
 }
 
 function fact(name, value) {

@@ -1,13 +1,13 @@
-// The ranks over time: a lane for each, bars coloured by job; and the legend.
+// The timeline: one lane for each rank, bars coloured by job; and the legend.
 
 import { dye, Paints } from "./colours.js";
 import { arrange, byId, make, mark, stillness, write } from "./words.js";
 import { counted, doing, duration, hour, ranksOf, sharing } from "./words.js";
 
-const LAG_S = 0.3; // behind the server's time, so that a bar's end is known when it is drawn
+const LAG_S = 0.3; // delay behind the server's time, so that a bar's end is known when it is drawn
 const AXIS = 22;
 const GAP = 5; // between the bars of two lanes; bars of one job are joined across it
-const AHEAD = 0.06; // share of the width that lies behind the present
+const AHEAD = 0.06; // share of the width after now
 const MAX_LEGEND = 14;
 
 export class Timeline {
@@ -57,8 +57,8 @@ export class Timeline {
     const begun = open.filter((job) => job.status === "in_progress").map((job) => job.id);
     const since = this.#live.now() - this.#spanS;
     const recent = [...this.#live.timeline.values()].filter((s) => s.ended_at === null || s.ended_at > since);
-    const busy = recent.filter((stretch) => stretch.ended_at === null).map((stretch) => stretch.job_id);
-    const shown = recent.map((stretch) => stretch.job_id);
+    const busy = recent.filter((bar) => bar.ended_at === null).map((bar) => bar.job_id);
+    const shown = recent.map((bar) => bar.job_id);
     this.#colours.share([...shown, ...begun]);
     this.#showRanks();
     this.#showLegend(new Set(shown), new Set(busy));
@@ -70,7 +70,8 @@ export class Timeline {
     while (this.#lanes.length < ranks.length) this.#lanes.push(lane());
     this.#lanes.length = ranks.length;
     arrange(byId("ranks"), this.#lanes.map((each) => each.row));
-    mark(this.#canvas, "aria-label", `Timeline of ${counted(ranks.length, "rank")}; the lists beside it say the same`);
+    const label = `Timeline of ${counted(ranks.length, "rank")}; the lists next to it have the same information`;
+    mark(this.#canvas, "aria-label", label);
     ranks.forEach((rank, place) => this.#showRank(rank, this.#lanes[place]));
     if (this.#size.ranks !== ranks.length) this.#fit();
   }
@@ -86,7 +87,7 @@ export class Timeline {
     write(use, `${Math.round(100 * rank.utilisation)}%`);
   }
 
-  /** Those that have not ended, then the others, at last those that are listed nowhere; each the last first. */
+  /** Open jobs, then ended ones, then jobs that no list has; latest first in each group. */
   #showLegend(shown, busy) {
     for (const id of [...this.#entries.keys()]) {
       if (!shown.has(id) && this.#entries.delete(id)) this.#picked.leave(id);
@@ -113,7 +114,7 @@ export class Timeline {
   #entry(id) {
     const swatch = make("i", { class: "swatch none" });
     const [title, where] = [make("b"), make("small")];
-    const button = make("button", { type: "button", title: "Show this job alone" }, swatch, title, where);
+    const button = make("button", { type: "button", title: "Highlight this job" }, swatch, title, where);
     button.addEventListener("click", () => this.#picked.keep(this.#picked.kept === id ? null : id));
     button.addEventListener("pointerenter", () => this.#picked.touch(id));
     button.addEventListener("pointerleave", () => this.#picked.touch(null));
@@ -142,7 +143,7 @@ export class Timeline {
     this.#draw();
   }
 
-  /** Draw when it would move by half a pixel: no more often, since the server may share this machine. */
+  /** Draw at most once per half pixel of movement, because the server may run on the same machine. */
   #turn(at) {
     const halfPixelMs = (500 * this.#spanS) / Math.max(1, this.#size.width);
     const pauseMs = stillness.matches ? 1000 : Math.max(33, halfPixelMs);
@@ -178,10 +179,10 @@ export class Timeline {
     });
     this.#drawAxis(nowS);
     const bars = this.#bars(nowS);
-    for (const bar of bars) this.#drawJoint(bar);
-    for (const bar of bars) this.#drawBar(bar);
+    for (const each of bars) this.#drawJoint(each);
+    for (const each of bars) this.#drawBar(each);
     for (const rank of this.#live.state.ranks) this.#drawPrediction(rank, nowS);
-    for (const bar of bars) this.#drawWords(bar);
+    for (const each of bars) this.#drawWords(each);
     brush.globalAlpha = 1;
     brush.fillStyle = this.#paints.ink;
     brush.fillRect(Math.round(this.#x(nowS, nowS)), 0, 1.5, height - AXIS + 4);
@@ -207,42 +208,42 @@ export class Timeline {
     brush.fillText("now", Math.min(nowX, width - 14), height - 5);
   }
 
-  /** What is to be drawn: the stretches that are in sight, with their places. */
+  /** The visible bars with their positions. */
   #bars(nowS) {
     const { width, lane } = this.#size;
-    const bars = [];
-    const stretches = [...this.#live.timeline.values()];
-    const picked = stretches.some((each) => each.job_id === this.#picked.job) ? this.#picked.job : null;
-    for (const stretch of stretches) {
-      const colour = this.#colours.of(stretch.job_id);
-      const from = this.#x(stretch.started_at, nowS);
-      const to = this.#x(Math.min(stretch.ended_at ?? nowS, nowS), nowS);
+    const visible = [];
+    const all = [...this.#live.timeline.values()];
+    const picked = all.some((each) => each.job_id === this.#picked.job) ? this.#picked.job : null;
+    for (const bar of all) {
+      const colour = this.#colours.of(bar.job_id);
+      const from = this.#x(bar.started_at, nowS);
+      const to = this.#x(Math.min(bar.ended_at ?? nowS, nowS), nowS);
       if (colour === null || to < 0 || from > width || from > to) continue;
       const left = Math.max(from, -8);
-      const isFaint = picked !== null && picked !== stretch.job_id;
-      const top = stretch.rank * lane + GAP / 2;
+      const isFaint = picked !== null && picked !== bar.job_id;
+      const top = bar.rank * lane + GAP / 2;
       const barWidth = Math.max(1.5, to - left - 1);
-      bars.push({ stretch, colour, isFaint, left, top, width: barWidth, height: lane - GAP });
+      visible.push({ bar, colour, isFaint, left, top, width: barWidth, height: lane - GAP });
     }
-    return bars;
+    return visible;
   }
 
-  /** Lanes of one job are one block: the gap is filled, or bridged where another rank lies between. */
-  #drawJoint({ stretch, colour, left, width, top, height, isFaint }) {
-    const next = Math.min(...stretch.layout.ranks.filter((rank) => rank > stretch.rank));
+  /** Join the lanes of one step: fill the gap, or draw a line across another rank. */
+  #drawJoint({ bar, colour, left, width, top, height, isFaint }) {
+    const next = Math.min(...bar.layout.ranks.filter((rank) => rank > bar.rank));
     if (next === Infinity) return;
     const brush = this.#brush;
-    const isNear = next === stretch.rank + 1;
-    const isPale = isNear && stretch.stage !== "denoise";
+    const isNear = next === bar.rank + 1;
+    const isPale = isNear && bar.stage !== "denoise";
     brush.globalAlpha = isFaint ? 0.2 : isPale ? 0.4 : 1;
     brush.fillStyle = isNear && !isPale ? this.#paints.fill(colour) : this.#paints.edge(colour);
-    const gap = (next - stretch.rank) * this.#size.lane - height;
+    const gap = (next - bar.rank) * this.#size.lane - height;
     brush.fillRect(left, top + height - 1, isNear ? width : Math.min(2.5, width), gap + 2);
   }
 
-  #drawBar({ stretch, colour, left, width, top, height, isFaint }) {
+  #drawBar({ bar, colour, left, width, top, height, isFaint }) {
     const brush = this.#brush;
-    const isPale = stretch.stage !== "denoise";
+    const isPale = bar.stage !== "denoise";
     brush.beginPath();
     brush.roundRect(left, top, width, height, Math.min(3, width / 2));
     if (isPale) {
@@ -263,7 +264,7 @@ export class Timeline {
     }
   }
 
-  /** The rest of the task that runs, as predicted. */
+  /** The predicted rest of the running task. */
   #drawPrediction({ rank, task }, nowS) {
     if (!task) return;
     const colour = this.#colours.of(task.job_id);
@@ -275,30 +276,30 @@ export class Timeline {
     this.#brush.fillRect(from, rank * this.#size.lane + GAP / 2, to - from, this.#size.lane - GAP);
   }
 
-  /** The prompt in the first of a job's lanes, and how they share the work in the second. */
-  #drawWords({ stretch, colour, left, width, top, height, isFaint }) {
+  /** The prompt in a job's first lane, and how the ranks share the step in the second. */
+  #drawWords({ bar, colour, left, width, top, height, isFaint }) {
     const from = Math.max(left, 0);
     const room = left + width - from - 10;
     if (room < 30 || isFaint) return;
-    const slot = stretch.layout.ranks.filter((rank) => rank < stretch.rank).length;
+    const slot = bar.layout.ranks.filter((rank) => rank < bar.rank).length;
     const brush = this.#brush;
     brush.font = `${slot ? "" : "500 "}12px ${this.#paints.font}`;
-    const words = [this.#title(stretch.job_id).slice(0, 90), sharing(stretch.layout)];
+    const words = [this.#title(bar.job_id).slice(0, 90), sharing(bar.layout)];
     const text = this.#fitting(words[slot] ?? "", room);
     if (!text) return;
-    const isPale = stretch.stage !== "denoise";
+    const isPale = bar.stage !== "denoise";
     brush.globalAlpha = 1;
     brush.textBaseline = "middle";
     brush.textAlign = "left";
     if (colour >= this.#paints.plain.length && !isPale) {
-      brush.fillStyle = this.#paints.edge(colour); // a quiet ground: the weave would run through the letters
+      brush.fillStyle = this.#paints.edge(colour); // a plain background keeps the text readable
       brush.fillRect(from + 3, top + height / 2 - 8, brush.measureText(text).width + 6, 16);
     }
     brush.fillStyle = isPale ? this.#paints.ink : this.#paints.text(colour);
     brush.fillText(text, from + 6, top + height / 2 + 0.5);
   }
 
-  /** As much of a text as there is room for; nothing when that would say nothing. */
+  /** The text shortened to fit; empty if fewer than 5 characters fit. */
   #fitting(text, room) {
     const width = this.#brush.measureText(text).width;
     if (width <= room) return text;
@@ -315,14 +316,14 @@ export class Timeline {
     const at = nowS + ((x - nowX) * this.#spanS) / nowX;
     const nearS = (2 * this.#spanS) / nowX;
     const rank = Math.floor(y / lane);
-    for (const stretch of this.#live.timeline.values()) {
-      const end = stretch.ended_at ?? nowS;
-      if (stretch.rank === rank && stretch.started_at - nearS <= at && at <= end + nearS) return stretch;
+    for (const bar of this.#live.timeline.values()) {
+      const end = bar.ended_at ?? nowS;
+      if (bar.rank === rank && bar.started_at - nearS <= at && at <= end + nearS) return bar;
     }
     return null;
   }
 
-  /** Tell what is under the pointer. Nothing is told here alone: the lists have it too. */
+  /** Describe the bar under the pointer. The lists have the same information. */
   #point() {
     const tip = byId("tip");
     const found = this.#pointer && this.#under(...this.#pointer);

@@ -1,4 +1,4 @@
-// Texts and elements: what several parts of the page use. Texts of others go in as text, never as HTML.
+// Texts and elements for all parts of the page. Text from others is never inserted as HTML.
 
 export const byId = (id) => document.getElementById(id);
 
@@ -15,18 +15,18 @@ export function make(name, values = {}, ...content) {
   return element;
 }
 
-/** Set a text if it is another, so that nothing is drawn, selected or read out for nothing. */
+/** Set a text if it differs, to avoid needless drawing, lost selections and announcements. */
 export function write(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
-/** Set an attribute (null: none) if it is another. */
+/** Set an attribute if it differs; null removes it. */
 export function mark(element, name, value) {
   if (value === null) element.removeAttribute(name);
   else if (element.getAttribute(name) !== String(value)) element.setAttribute(name, value);
 }
 
-/** Put these children in this order, moving as few as possible: a moved one would lose the focus. */
+/** Put these children in this order with few moves, because a moved element loses the focus. */
 export function arrange(parent, children) {
   const wanted = new Set(children);
   for (const child of [...parent.children]) if (!wanted.has(child)) child.remove();
@@ -56,14 +56,14 @@ export function duration(seconds) {
 /** A countdown: whole seconds, so that it does not flicker. */
 export const countdown = (seconds) => duration(Math.max(1, Math.round(seconds))).replace(".0", "");
 
-/** The time of day in as few signs as can be, for the axis. */
+/** The time of day, short, for the axis. */
 export function hour(at) {
   const time = new Date(at * 1000);
   const parts = [time.getHours(), time.getMinutes(), time.getSeconds()];
   return parts.map((part) => String(part).padStart(2, "0")).join(":");
 }
 
-/** The time of day, and the date if it is another day than `now`. */
+/** The time of day, with the date if it is not today. */
 export function clock(at, now) {
   const day = new Date(at * 1000);
   const time = day.toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", second: "2-digit" });
@@ -80,7 +80,7 @@ export function bytesOf(size) {
   return `${place && size < 10 ? size.toFixed(1) : Math.round(size)} ${units[place]}`;
 }
 
-/** With a capital letter in front and a dot behind. */
+/** Text with a capital letter and a full stop. */
 export const sentence = (text) => `${text[0].toUpperCase()}${text.slice(1)}${/[.!?]$/.test(text) ? "" : "."}`;
 
 export function ordinal(number) {
@@ -115,12 +115,12 @@ export function counted(number, noun) {
   return `${number} ${noun}${number === 1 ? "" : "s"}`;
 }
 
-/** What is being done: "step 5 of 25", "decoding". */
+/** The current work: "step 5 of 25", "decoding". */
 export function doing(stage, step, steps) {
   return stage === "denoise" && steps ? `step ${step + 1} of ${steps}` : STAGES[stage] ?? "";
 }
 
-/** What kind of job it is, on one line. */
+/** A job's settings on one line. */
 export function facts(job) {
   const parts = [job.model, sized(job.size)];
   if ((job.frames ?? 1) > 1) parts.push(`${job.frames} frames`);
@@ -130,7 +130,7 @@ export function facts(job) {
   return parts.join(" \u00b7 ");
 }
 
-/** Say something to those who listen rather than look. */
+/** Announce a text to screen readers. */
 export function say(text) {
   byId("said").textContent = "";
   setTimeout(() => (byId("said").textContent = text), 50);
