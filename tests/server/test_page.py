@@ -523,9 +523,7 @@ def test_what_changes_moves_nothing_else(browser, fake):
             fake.tell(
                 open=[states.running("fox", *range(step - 3), step=step)],
                 ranks=[states.rank(n, "fox", ranks=range(step - 3)) for n in range(8)],
-                timeline=[
-                    states.bar("fox", n, begin=-0.5, ranks=range(step - 3)) for n in range(step - 3)
-                ],
+                timeline=[states.bar("fox", n, begin=-0.5, ranks=range(step - 3)) for n in range(step - 3)],
             )
             expect(page.locator("#queue progress").first).to_have_js_property("value", 10 * step)
         fake.cut()

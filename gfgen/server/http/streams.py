@@ -111,10 +111,10 @@ async def _job_events(service: JobService, record: ServedJob, seen: int) -> Asyn
     yield b"retry: %d\n\n" % RETRY_MS
     epoch = service.store.epoch
     while True:
-        for told in (news := record.events_after(seen)):
-            seen = told.number
-            yield _event(told.kind.encode(), told.body, b"%d-%d" % (epoch, seen))
-            if told.kind == "stopping":  # a step that ends now would follow it
+        for event in (news := record.events_after(seen)):
+            seen = event.number
+            yield _event(event.kind.encode(), event.body, b"%d-%d" % (epoch, seen))
+            if event.kind == "stopping":  # a step that ends now would follow it
                 return
         if news:
             continue  # there may be more events by now

@@ -1,1 +1,1 @@
-"""The jobs of the server: the store, what is accepted, what is shown."""
+"""The server's jobs: requests, the store, the live state."""
