@@ -29,7 +29,7 @@ router = APIRouter()
     summary="Make pictures and wait for them",
 )
 async def create_images(request: Request) -> Response:
-    """Waits for the pictures. If the client disconnects, the jobs are cancelled, unless it sent an Idempotency-Key."""
+    """Waits for the pictures. A client that disconnects cancels them, unless it sent an Idempotency-Key."""
     service = service_of(request)
     body = await read_body(request, service=service)
     asked_for = checked(schemas.ImageRequest, body.values)

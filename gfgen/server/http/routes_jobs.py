@@ -68,7 +68,7 @@ async def create_video(request: Request) -> Response:
     summary="Make a video and wait for it",
 )
 async def create_video_and_wait(request: Request) -> Response:
-    """Waits for the file. If the client disconnects, the job is cancelled, unless it sent an Idempotency-Key."""
+    """Waits for the file. A client that disconnects cancels the job, unless it sent an Idempotency-Key."""
     service = service_of(request)
     body = await read_body(request, service=service)
     ids = await _take(request, service, _video(service, body), body)
