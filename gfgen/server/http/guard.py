@@ -38,7 +38,7 @@ _SECURITY = [
 
 
 class ApiKeys:
-    """The server's API key, if it has one, and the cookies signed with it."""
+    """The server's API key, if it has one, and the cookie and links signed with it."""
 
     def __init__(self, api_key: str | None) -> None:
         self._key = None if api_key is None else api_key.encode()

@@ -80,8 +80,8 @@ async def create_batch(
         )
     except JobFileError as error:
         raise ApiError(400, str(error), code="invalid_job_file", param=error.problems[0].field) from None
-    problems = None if skipped is None else listed(skipped, limit=len(skipped))
-    return _answer(service, service.store.batch(batch_id), batch_id, skipped=problems)
+    lines = None if skipped is None else listed(skipped, limit=len(skipped))
+    return _answer(service, service.store.batch(batch_id), batch_id, skipped=lines)
 
 
 @router.get(
