@@ -94,7 +94,7 @@ export class Form {
       this.#blame(name, "");
     }
     byId("frames-field").hidden = model.kind === "image";
-    write(byId("frames-hint"), defaults.fps ? `${defaults.fps} per second` : "");
+    write(byId("frames-hint"), defaults.fps ? `${defaults.fps} fps` : "");
     const takesImage = model.takes_image !== "no";
     byId("image-field").hidden = !takesImage;
     write(byId("image-hint"), model.takes_image === "always" ? "required" : "optional");
