@@ -270,6 +270,7 @@ def watch_folder(session: Session, folder: Path, options: RunOptions) -> Summary
     """
     check_watched(folder, options.output_dir)
     check_trace(options.trace)
+    _ = session.signals  # caught from here on: looking at the folder and loading may take long
     inbox = Inbox(
         folder,
         output_dir=options.output_dir,
