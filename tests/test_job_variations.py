@@ -11,6 +11,7 @@ import pytest
 
 from gfgen.job.images import NoImages
 from gfgen.job.reader import ParsedJobs, read_job_stream, read_jobs
+from gfgen.job.shared import parse_overrides
 
 
 def read(tmp_path: Path, *lines: object, **overrides: Any) -> ParsedJobs:
@@ -55,6 +56,37 @@ def test_images_with_names_and_a_seed_are_numbered(tmp_path):
     line = {"prompt": "a", "num_images": 2, "seed": 7, "id": "fox", "output": "my.fox.png"}
     found = [(spec.id, spec.output, spec.seed) for spec in read(tmp_path, line).specs]
     assert found == [("fox-1", "my.fox-1.png", 7), ("fox-2", "my.fox-2.png", 8)]
+
+
+def test_whole_floats_count_images_and_seeds(tmp_path):
+    line = {"prompt": "a", "num_images": 3.0, "seed": 5.0}
+    assert [spec.seed for spec in read(tmp_path, line).specs] == [5, 6, 7]
+    overrides = parse_overrides([("--set", "seed=8.0")])
+    assert [spec.seed for spec in read(tmp_path, line, **overrides).specs] == [8, 9, 10]
+
+
+@pytest.mark.parametrize("vary", [{"width": [32, 64], "height": [32]}, {"size": ["64x64", "32x32"]}])
+@pytest.mark.parametrize("overrides", [{"size": "48x16"}, {"width": 48, "height": 16}])
+def test_a_size_of_the_command_line_replaces_every_side_of_a_matrix(tmp_path, vary, overrides):
+    (spec,) = read(tmp_path, {"prompt": "a", "vary": vary}, **overrides).specs
+    assert (spec.width, spec.height) == (48, 16)
+
+
+def test_a_problem_of_one_variation_withdraws_its_line(tmp_path):
+    matrix = {"steps": [2, 0, 3, 0, -1], "seed": [1, 2]}
+    parsed = read(tmp_path, {"prompt": "a", "vary": matrix}, {"prompt": "b"})
+    assert [spec.line for spec in parsed.specs] == [2]
+    assert [(found.line, found.field, found.value) for found in parsed.problems] == [
+        (1, "steps", "0"),
+        (1, "steps", "-1"),
+    ]
+
+
+def test_reading_stops_within_a_line_with_many_problems(tmp_path):
+    parsed = read(tmp_path, {"prompt": "a", "vary": {"steps": list(range(2_000, 5_000))}}, {"prompt": "b"})
+    assert parsed.specs == ()
+    assert len(parsed.problems) == 1_001
+    assert "line 2: this line and those below it were not read" in str(parsed.problems[-1])
 
 
 def test_a_matrix_varies_any_field_but_those_of_the_command_line(tmp_path):

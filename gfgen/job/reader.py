@@ -13,7 +13,7 @@ import json
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -227,26 +227,35 @@ class _JobList:
         return self.overrides
 
     def _add_line_of_jobs(self, line: int, mapping: Mapping[str, Any]) -> None:
+        """Add all jobs of a line, or each distinct problem of its variations once."""
+        specs: list[JobSpec] = []
+        problems: dict[Problem, None] = {}
         try:
             for job in variations(mapping, fixed=self.overrides, folder=self.folder):
-                if not self._add_job(line, job):
-                    return  # the other variations have the same problem
+                if len(self.specs) + len(specs) >= MAX_JOBS:
+                    raise _ReadingEnded(line, f"a file has at most {MAX_JOBS:,} jobs; split it here")
+                spec, found = self._parse(line, job)
+                problems |= dict.fromkeys(found)
+                if spec is not None:
+                    specs.append(spec)
+                if len(self.problems) + len(problems) >= MAX_PROBLEMS:
+                    break
         except JobError as error:
-            self.problems += error.at_line(line)
+            problems = dict.fromkeys(error.at_line(line))
+        if problems:
+            self.problems += problems
+        else:
+            self.specs += specs
 
-    def _add_job(self, line: int, mapping: Mapping[str, object]) -> bool:
-        if len(self.specs) >= MAX_JOBS:
-            raise _ReadingEnded(line, f"a file has at most {MAX_JOBS:,} jobs; split it here")
+    def _parse(self, line: int, mapping: Mapping[str, object]) -> tuple[JobSpec | None, Sequence[Problem]]:
         values, problems = parse_fields(mapping, images=self.images)
         if not problems and "id" not in values:
             values["id"] = self._next_id(values)
         # Names of a faulty line count as used, so that this report shows its clashes, too.
         problems += self._take_names(line, values.get("id"), values.get("output"))
         if problems:
-            self.problems += JobError(*problems).at_line(line)
-        else:
-            self.specs.append(JobSpec(**values, line=line))
-        return not problems
+            return None, JobError(*problems).at_line(line)
+        return JobSpec(**values, line=line), ()
 
     def _next_id(self, values: Mapping[str, Any]) -> str:
         """A default id, which counts equal jobs."""

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from gfgen.errors import JobError, Problem
-from gfgen.job.fields import FIELDS, RepeatedKeys, plain_name, shown, suggestion
-from gfgen.job.shared import OWN_FIELDS, VARIATION_FIELDS, over
+from gfgen.job.fields import FIELDS, Refused, RepeatedKeys, plain_name, shown, suggestion
+from gfgen.job.shared import OWN_FIELDS, SIDES, VARIATION_FIELDS, over
 
 MAX_VARIATIONS = 100_000
 MAX_LIST_BYTES = 2**24
@@ -28,8 +28,8 @@ def variations(
 ) -> Iterator[Mapping[str, Any]]:
     """The single jobs of a line: the line itself, unless it asks for more.
 
-    A matrix does not vary the fields in `fixed`. Lists of texts are files relative to `folder`; if it is
-    None, lines cannot vary.
+    A matrix does not vary the fields in `fixed`; a size or a side in it fixes all of them. Lists of texts
+    are files relative to `folder`; if it is None, lines cannot vary.
 
     Raises: JobError when the line asks for something that it cannot have.
     """
@@ -54,14 +54,21 @@ def _jobs(
     combinations = itertools.product(*axes.values(), range(number))
     for position, (*values, image) in enumerate(combinations, start=1):
         job = dict(over(plain, dict(zip(axes, values, strict=True))))
-        if image and isinstance(job.get("seed"), int):
-            job["seed"] = (job["seed"] + image) % 2**63
+        if image and job.get("seed") is not None:
+            job["seed"] = _later_seed(job["seed"], image)
         if is_numbered and isinstance(job.get("id"), str):
             job["id"] += f"-{position}"
         if is_numbered and isinstance(job.get("output"), str):
             stem, dot, suffix = job["output"].rpartition(".")
             job["output"] = f"{stem}-{position}{dot}{suffix}"
         yield over(plain, job)
+
+
+def _later_seed(seed: object, image: int) -> object:
+    try:
+        return (FIELDS["seed"].parse(seed) + image) % 2**63  # type: ignore[operator]
+    except Refused:
+        return seed  # the job's own check reports it
 
 
 def _axes(
@@ -79,7 +86,8 @@ def _axes(
             raise JobError(Problem(None, f"vary.{plain_name(name)}", None, accepted))
         if not isinstance(values, list) or not values:
             raise _refused(f"vary.{name}", values, "a list of values")
-    axes: dict[str, Sequence[Any]] = {name: matrix[name] for name in matrix if name not in fixed}
+    constant = set(fixed) if SIDES.isdisjoint(fixed) else {*fixed, *SIDES}
+    axes: dict[str, Sequence[Any]] = {name: matrix[name] for name in matrix if name not in constant}
     if vary not in (None, False):
         for name in TEXTS:
             texts = axes.get(name, [plain[name]] if name in plain else [])
@@ -106,6 +114,8 @@ def _seeds(seeds: object) -> Sequence[Any]:
 def _number_of_images(number: object) -> int:
     if number is None:
         return 1
+    if isinstance(number, float) and number.is_integer():
+        number = int(number)
     if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= MAX_VARIATIONS:
         raise _refused("num_images", number, "a whole number from 1 to 100,000")
     return number

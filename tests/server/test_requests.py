@@ -128,6 +128,7 @@ def test_only_models_that_are_served_can_be_named(server, model):
         ({"prompt": "   "}, "prompt", "this one is empty"),
         ({"prompt": "x" * 20_001}, "prompt", "this one has 20,001"),
         ({"prompt": "x", "sice": "64x64"}, "sice", "did you mean size?"),
+        ({"prompt": "x", "num_images": 2}, "num_images", "only in job files; send one request for each"),
         ({"prompt": "x", "size": "64"}, "size", 'size = "64": a text like "832x480"'),
         ({"prompt": "x", "size": "9x9"}, "size", "each side from 16"),
         ({"prompt": "x", "num_frames": 0}, "num_frames", "num_frames = 0: a whole number from 1 to 4,093"),

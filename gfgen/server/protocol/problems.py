@@ -23,6 +23,7 @@ from starlette.responses import Response
 from starlette.routing import compile_path
 
 from gfgen.errors import OutputError, Problem
+from gfgen.job.shared import VARIATION_FIELDS
 from gfgen.server.protocol import schemas
 
 logger = logging.getLogger(__name__)
@@ -170,6 +171,8 @@ def _text(error: Any, name: str | None, fields: Sequence[str]) -> str:
     kind = error["type"]
     if kind == "extra_forbidden" and name is not None:
         near = difflib.get_close_matches(name[:40], fields, n=1)
+        if name in VARIATION_FIELDS:
+            return f"{name}: only in job files; send one request for each"
         shown = name if name.isprintable() and len(name) <= 80 else repr(name[:40])
         hint = f"did you mean {near[0]}?" if near else f"the fields are {', '.join(fields)}"
         return f"{shown}: not a field; {hint}"
