@@ -47,7 +47,7 @@ ORDER = [
 """Packages and single modules. Each imports itself and what stands before it."""
 MAX_MODULES = 16
 """Of one folder."""
-MAY_IMPORT_TORCH = ("gfgen.gfc", "gfgen.models", "gfgen.runtime.worker", "gfgen.runtime.files.outputs")
+MAY_IMPORT_TORCH = ("gfgen.gfc", "gfgen.models", "gfgen.runtime.worker")
 HEAVY = {"torch", "diffusers", "transformers", "accelerate"}
 
 MODULES = sorted(ROOT.rglob("*.py"))

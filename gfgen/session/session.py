@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from gfgen.errors import InputError, JobFileError
@@ -31,7 +32,7 @@ from gfgen.runtime.files import resume
 from gfgen.runtime.files.journal import JOURNAL_NAME, Journal, first_arrivals, journal_header
 from gfgen.runtime.files.lock import hold_folder
 from gfgen.runtime.files.manifest import MANIFEST_NAME, ManifestWriter, finished_jobs
-from gfgen.runtime.files.ownership import claim_files
+from gfgen.runtime.files.ownership import STDIN, claim_files
 from gfgen.runtime.files.start import RunStart
 from gfgen.runtime.predict.choosers import ThreadedChooser
 from gfgen.runtime.predict.cost import CostModel
@@ -62,8 +63,9 @@ class SessionOptions:
     """How long running steps may continue when a run stops."""
     closes_at: float | None = None
     """Unix time at which the run stops."""
-    job_file: str = ""
-    """The job file or the watched folder, as the folder's records name it."""
+    job_file: str = STDIN
+    """The job file or the watched folder, as the folder's records name it. STDIN: unknown, so files of
+    other jobs stay."""
     job_bounds: JobBounds | None = None
     keeps_records: bool = True
     """Writes a journal and a manifest into the output folder."""
@@ -101,8 +103,11 @@ class Session:
         self._lock = self._stack.enter_context(_held_folder(self.options.output_dir))
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End the ranks: at once after an error."""
+        self._stack.__exit__(kind, error, trace)
 
     @functools.cached_property
     def signals(self) -> SignalPipe:
@@ -205,6 +210,7 @@ class Session:
                 requests=None if arrivals is None else arrivals.requests,
                 warm_ups=warm_ups_of(ranks.devices, options.policy) if ranks.has_graphs else None,
             )
+            stack.callback(backend.close)
             chooser = arrivals.chooser if arrivals and arrivals.chooser else _chooser(options.policy, stack)
             journal = self._journal(jobs, start, options, profile, stack)
             control = Control(
@@ -221,7 +227,6 @@ class Session:
                 residency=self.residency,
                 grace_s=options.grace_s,
             )
-            stack.callback(backend.close)
             try:
                 summary = control.run()
             finally:
@@ -267,7 +272,7 @@ class Session:
             start,
             policy=options.policy.name,
             profile=None if profile is None else profile.hash,
-            job_file=options.job_file or None,
+            job_file=options.job_file,
         )
         journal = Journal(options.output_dir / JOURNAL_NAME, header=header)
         stack.callback(journal.close)

@@ -1,5 +1,7 @@
 """The Python interface, as docs/python.md shows it."""
 
+import hashlib
+import json
 import re
 import subprocess
 import sys
@@ -44,3 +46,34 @@ def test_a_session_that_made_nothing_leaves_no_folder(tmp_path: Path) -> None:
     with Session(options_in(tmp_path / "out")):
         pass
     assert not (tmp_path / "out").exists()
+
+
+def test_an_error_inside_a_session_reaches_what_it_holds(tmp_path: Path) -> None:
+    """Ranks end at once then, without waiting for their steps."""
+    seen: list[type[BaseException] | None] = []
+
+    class Held:
+        def __enter__(self) -> None: ...
+
+        def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+            seen.append(kind)
+
+    def interrupted() -> None:
+        with Session(options_in(tmp_path / "out")) as session:
+            session._stack.enter_context(Held())
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert seen == [KeyboardInterrupt]
+
+
+def test_a_session_replaces_no_file_of_an_earlier_one_with_another_job(tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    folder.mkdir()
+    (folder / "cover.png").write_bytes(b"picture")
+    line = {"id": "cover", "status": "done", "file": "cover.png", "spec_hash": "0" * 64, "size_bytes": 7}
+    line |= {"job_file": options_in(folder).job_file, "sha256": hashlib.sha256(b"picture").hexdigest()}
+    (folder / "manifest.jsonl").write_text(json.dumps(line) + "\n")
+    with Session(options_in(folder)) as session, pytest.raises(JobFileError, match=r"cover\.png"):
+        session.admit([{"id": "cover", "prompt": "a fox", "frames": 1}])

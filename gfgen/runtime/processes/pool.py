@@ -39,7 +39,7 @@ from gfgen.runtime.ipc.messages import (
 )
 from gfgen.runtime.processes.child import Child, RankProcess, WriterProcess
 from gfgen.runtime.processes.launcher import Launcher
-from gfgen.runtime.processes.lifecycle import GONE, STARTS, Phase
+from gfgen.runtime.processes.lifecycle import GONE, STARTS, TRANSITIONS, Phase
 from gfgen.runtime.processes.loads import Loads
 from gfgen.runtime.processes.watchdog import Patience
 from gfgen.system.signals import SignalPipe
@@ -385,8 +385,9 @@ class WorkerPool:
         InterruptedRunError at a signal.
         """
         patience_s = self.patience.warm_up_s if patience_s is None else patience_s
-        awaited = {item.number: {worker.rank for worker in self.living} for item in items}
-        for worker in self.living if items else ():
+        ready = [worker for worker in self.living if Phase.WARMING in TRANSITIONS[worker.phase]]
+        awaited = {item.number: {worker.rank for worker in ready} for item in items}
+        for worker in ready if items else ():
             worker.enter(Phase.WARMING)
             worker.warm_up(items)
         heard = self.heard(
@@ -468,6 +469,7 @@ class WorkerPool:
         """
         late = [worker for worker in self.living if not worker.has_started]
         late = late or [self.workers[rank] for each in self.living for rank in each.unknown_to]
+        late = list(dict.fromkeys(late))  # several may wait for the same one
         reason = f"{', '.join(worker.name for worker in late)}: {reason}"
         if self._are_all_needed or len(late) == len(self.living):
             raise WorkerError(reason)
