@@ -72,6 +72,11 @@ def test_a_size_of_the_command_line_replaces_every_side_of_a_matrix(tmp_path, va
     assert (spec.width, spec.height) == (48, 16)
 
 
+def test_one_side_varies_with_the_other_on_the_line(tmp_path):
+    specs = read(tmp_path, {"prompt": "a", "height": 16, "vary": {"width": [32, 64]}}).specs
+    assert [(spec.width, spec.height) for spec in specs] == [(32, 16), (64, 16)]
+
+
 def test_a_problem_of_one_variation_withdraws_its_line(tmp_path):
     matrix = {"steps": [2, 0, 3, 0, -1], "seed": [1, 2]}
     parsed = read(tmp_path, {"prompt": "a", "vary": matrix}, {"prompt": "b"})

@@ -51,9 +51,11 @@ def variations(
 def _jobs(
     plain: Mapping[str, Any], axes: Mapping[str, Sequence[Any]], number: int, *, is_numbered: bool
 ) -> Iterator[Mapping[str, Any]]:
+    is_half = SIDES & axes.keys() in ({"width"}, {"height"})  # the other side may be on the line
+    sides = {name: plain[name] for name in ("width", "height") if is_half and name in plain}
     combinations = itertools.product(*axes.values(), range(number))
     for position, (*values, image) in enumerate(combinations, start=1):
-        job = dict(over(plain, dict(zip(axes, values, strict=True))))
+        job = dict(over(plain, sides | dict(zip(axes, values, strict=True))))
         if image and job.get("seed") is not None:
             job["seed"] = _later_seed(job["seed"], image)
         if is_numbered and isinstance(job.get("id"), str):
