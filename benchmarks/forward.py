@@ -132,7 +132,7 @@ def measure_forwards(
     cells = cells_of(num_gpus=num_gpus, only=only)
     if not cells:
         raise InputError(f"--only {' '.join(only)}: fits no name such as {cells_of(num_gpus=1)[0].name}")
-    os.environ["NCCL_NVLS_ENABLE"] = "0"  # multicast: see DESIGN.md on killed peers
+    os.environ["NCCL_NVLS_ENABLE"] = "0"  # multicast does not survive a killed peer
     deadline_s = time.monotonic() + (seconds or float("inf"))
     results: list[MeasuredForward] = []
     for degree, group in itertools.groupby(cells, key=lambda cell: cell.degree):

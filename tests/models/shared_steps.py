@@ -16,7 +16,7 @@ from gfgen.models.parallel.parallel import Parallel
 
 STEPS = 4
 TOLERANCE = 1e-5
-"""Of the final latents' largest magnitude, in fp32 on a CPU: the promise of DESIGN section 8."""
+"""Of the final latents' largest magnitude, in fp32 on a CPU."""
 
 # Token counts are even for some degrees from 2 to 8 and uneven for others: 18, 30 and 20. Video is
 # cut across rows and frames. Qwen-Image's prompts have 7 and 6 tokens, fewer than 8 ranks.

@@ -233,7 +233,7 @@ def test_guidance_doubles_a_step() -> None:
 
 
 def test_latents_carry_the_solvers_state() -> None:
-    """FACTS.md: latents with UniPC's state are 57 MB at 1280x704x81."""
+    """Latents with UniPC's state are 57 MB at 1280x704x81."""
     spec = WAN_5B.resolve(job(width=1280, height=704, frames=81))
     assert WAN_5B.trajectory(spec).artifact("latents").size_bytes == pytest.approx(57e6, rel=0.01)
     assert WAN_5B.trajectory(spec).artifact("condition").size_bytes == 0
