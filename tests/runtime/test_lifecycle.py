@@ -81,3 +81,15 @@ def test_a_rank_that_dies_while_the_run_stops_holds_up_no_introduction() -> None
     peer.die()
     assert list(pool.turn(0.0)) == [(peer, Lost("killed by signal 9", is_retired=True)), (new, Joined())]
     assert (pool._left_out, pool.retired) == ({1}, {1})
+
+
+def test_a_rank_that_several_wait_for_is_left_behind_once() -> None:
+    ranks: list[Any] = [Rank(number) for number in range(3)]
+    pool: Any = pool_of(*ranks)
+    for rank in ranks:
+        rank.phase, rank.process = Phase.INTRODUCING, SimpleNamespace(kill=lambda: None)
+    ranks[1].unknown_to, ranks[2].unknown_to = {0}, {0}
+    buried: list[Rank] = []
+    pool._bury = buried.append
+    pool._leave_behind("it does not answer")
+    assert buried == [ranks[0]]
