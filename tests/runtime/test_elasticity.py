@@ -118,9 +118,7 @@ def test_a_bare_loop_is_left_at_a_signal(setting, subject, number):
         with pytest.raises(InterruptedRunError, match="stopped while ranks ran a bare loop") as stop:
             run_bare(setting.pool, job, (Layout.single(0),) * job.info.num_tasks, num_jobs=1, signals=signals)
     assert stop.value.signal_number == number
-    for (
-        worker
-    ) in setting.pool.workers:  # others use them after this; an answer may have come before the signal
+    for worker in setting.pool.workers:  # other tests use them; some may have answered before the signal
         while select.select([worker.channel], [], [], 5.0)[0]:
             if isinstance(worker.channel.receive()[0], BareTimes):
                 break
