@@ -23,6 +23,7 @@ from types import FrameType
 
 from fake_worker import STATE_BYTES, frames_of_job
 from fault_plan import KINDS, SLOW_KINDS, Done, Fault, FaultFolder, FaultKind, FaultPoint
+from journal_reader import read_runs
 from PIL import Image
 from replay import replay
 
@@ -39,7 +40,7 @@ from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.events import Event, RankLost, TaskDone, TaskFailed
 from gfgen.runtime.core.observer import JobInfo, JobOutcome, Observer
-from gfgen.runtime.files.journal import Journal, journal_header, read_runs
+from gfgen.runtime.files.journal import Journal, journal_header
 from gfgen.runtime.files.outputs import remove_leftovers
 from gfgen.runtime.files.start import RunStart
 from gfgen.runtime.predict.cost import CostModel

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from journal_reader import JournaledRun, Turn
+
 from gfgen.errors import GfgenError, InputError
 from gfgen.policies.catalog import NamedPolicy, load_policy
 from gfgen.runtime.control.control import Control
@@ -20,7 +22,7 @@ from gfgen.runtime.core.admission import AdmittedJob, arriving_after
 from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.events import Event, JobArrived, JobCancelled
-from gfgen.runtime.files.journal import JournaledRun, NoJournal, Turn, dispatch_summary, jobs_hash
+from gfgen.runtime.files.journal import NoJournal, dispatch_summary, jobs_hash
 from gfgen.runtime.files.resume import ResumePoint
 from gfgen.runtime.files.start import RunStart
 from gfgen.runtime.predict.cost import CostModel

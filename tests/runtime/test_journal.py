@@ -1,9 +1,10 @@
 import pytest
 from builders import make_job, simulated_control
+from journal_reader import read_journal, read_runs
 
 from gfgen.errors import InputError
 from gfgen.runtime.core.events import Event, RankTimes, TaskDone, Wakeup
-from gfgen.runtime.files.journal import Journal, journal_header, read_journal, read_runs
+from gfgen.runtime.files.journal import Journal, journal_header
 from gfgen.runtime.files.start import RunStart
 
 HEADER = {"policy": "srtf", "ranks": 2}

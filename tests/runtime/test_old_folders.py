@@ -13,6 +13,7 @@ import shutil
 from pathlib import Path
 
 from builders import make_job
+from journal_reader import read_runs
 from replay import replay
 from test_workers import find_model
 
@@ -20,7 +21,7 @@ from gfgen.job.reader import read_jobs
 from gfgen.runtime.core.admission import admit
 from gfgen.runtime.core.events import RankTimes, TaskDone, TaskFailed
 from gfgen.runtime.files import resume
-from gfgen.runtime.files.journal import Journal, first_arrivals, first_job_file, read_runs
+from gfgen.runtime.files.journal import Journal, first_arrivals, first_job_file
 from gfgen.runtime.ipc.slab import Slab, SlabPlan
 
 DATA = Path(__file__).parent.parent / "data" / "one_event_per_rank"

@@ -5,6 +5,7 @@ from random import Random
 
 import pytest
 from builders import Recorder, make_job
+from journal_reader import read_runs
 from replay import replay
 from test_workers import PICTURE, VIDEO, admitted
 
@@ -17,7 +18,7 @@ from gfgen.runtime.control.state import State
 from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.events import JobArrived, JobCancelled, OutputWritten, TaskFailed, Wakeup
 from gfgen.runtime.core.observer import Observer
-from gfgen.runtime.files.journal import Journal, journal_header, read_runs
+from gfgen.runtime.files.journal import Journal, journal_header
 from gfgen.runtime.files.resume import ResumePoint
 from gfgen.runtime.files.start import RunStart
 from gfgen.runtime.predict.choosers import ImmediateChooser

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from builders import STEP_S, Recorder, make_job
+from journal_reader import read_runs
 from replay import replay
 
 from gfgen.graph import Stage
@@ -27,7 +28,7 @@ from gfgen.runtime.core.events import (
     RankReady,
     StopRequested,
 )
-from gfgen.runtime.files.journal import Journal, journal_header, read_runs
+from gfgen.runtime.files.journal import Journal, journal_header
 from gfgen.runtime.files.start import RunStart
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.simulate.backend import SimulatedBackend, SimulatedTimes

@@ -6,13 +6,14 @@ import subprocess
 
 import pytest
 from builders import make_job, simulated_control
+from journal_reader import read_journal
 from test_elastic import following
 from test_workers import PICTURE, run
 
 from gfgen.errors import OutputError
 from gfgen.job.spec import JobSpec
 from gfgen.runtime.core.events import TaskFailed
-from gfgen.runtime.files.journal import Journal, read_journal
+from gfgen.runtime.files.journal import Journal
 from gfgen.runtime.files.manifest import ManifestWriter, read_manifest
 from gfgen.runtime.ipc.slab import Slab
 from gfgen.runtime.processes.writes import Writes
