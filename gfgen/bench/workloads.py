@@ -17,10 +17,9 @@ from typing import Literal
 
 from gfgen.errors import InputError
 from gfgen.job.spec import JobSpec
-from gfgen.models.families.registry import find_configs
-from gfgen.models.geometry.model import weightless_geometry
 from gfgen.runtime.core.admission import AdmittedJob, ResolvedModel, admit
 from gfgen.runtime.predict.cost import CostModel
+from gfgen.session.admission import find_weightless
 
 Name = Literal["short", "foreground-burst", "steady", "overnight"]
 WORKLOADS: tuple[Name, ...] = ("short", "foreground-burst", "steady", "overnight")
@@ -134,10 +133,9 @@ def alone_s(job: AdmittedJob, costs: CostModel, *, degree: int) -> float:
 
 
 def weightless_model(name: str) -> ResolvedModel:
-    """A model from its config files, for workloads and simulations."""
+    """A model from its config files. Raises InputError for a model without a mix."""
     mix_of(name)
-    configs = find_configs(name)
-    return ResolvedModel(name, configs, weightless_geometry(configs))
+    return find_weightless(name)
 
 
 def admitted(specs: Sequence[JobSpec], model: ResolvedModel) -> tuple[AdmittedJob, ...]:

@@ -293,9 +293,8 @@ def _run(
     skipped: Sequence[AdmittedJob] = (),
     inbox: Inbox | None = None,
 ) -> Summary:
-    arrivals = None if inbox is None else Arrivals(inbox)
-    observers = [*_observers(options), *([] if inbox is None else [inbox])]
-    summary = session.run(todo, observers=observers, skipped=skipped, arrivals=arrivals)
+    arrivals = None if inbox is None else Arrivals(inbox, observers=[inbox])
+    summary = session.run(todo, observers=_observers(options), skipped=skipped, arrivals=arrivals)
     if session.stop_signal is not None:
         if options.log_json:
             _tell_of_end(summary, options, stopped_by=signal.Signals(session.stop_signal).name)

@@ -324,7 +324,7 @@ def serve_on(
 ) -> None:
     """Run the control loop on ready ranks, first with the jobs of the store, until the stop."""
     options, clock = session.options, Clock()
-    device = options.ranks.devices.gpus[0].name if options.ranks.devices.gpus else options.ranks.devices.kind
+    device = options.ranks.gpu_name or options.ranks.devices.kind
     info = RunInfo(
         admit=served.admit,
         admit_again=served.admit_again,
@@ -344,9 +344,9 @@ def serve_on(
         session.residency.note(todo)
     num_ranks = counted(session.pool.num_ranks, "rank")
     logger.info("ready: %s (%s), policy %s", num_ranks, device, options.policy.name)
-    arrivals = Arrivals(bridge, requests=bridge, chooser=chooser, wrap=bridge.timed)
+    arrivals = Arrivals(bridge, observers=[bridge], requests=bridge, chooser=chooser, wrap=bridge.timed)
     with contextlib.closing(bridge):
-        observers = [LineProgress(), *watchers, bridge]
+        observers = [LineProgress(), *watchers]
         summary = session.run(todo, observers=observers, arrivals=arrivals, clock=clock)
     num_open = summary.num_unfinished
     some = "1 job is open and continues" if num_open == 1 else f"{num_open} jobs are open and continue"

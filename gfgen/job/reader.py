@@ -23,13 +23,12 @@ from typing import Any, BinaryIO, Literal, TypeVar
 from gfgen.errors import InputError, JobError, Problem
 from gfgen.job.fields import FIELDS, RepeatedKeys, parse_fields, printable, shown
 from gfgen.job.images import ImageReader
-from gfgen.job.shared import check_defaults, is_defaults, over
+from gfgen.job.shared import MAX_JOBS, check_defaults, is_defaults, over
 from gfgen.job.spec import JobSpec, default_id, file_names, name_key
 from gfgen.job.variations import variations
 
 MAX_LINE_BYTES = 2**20
 MAX_FILE_BYTES = 2**30
-MAX_JOBS = 100_000
 MAX_PROBLEMS = 1_000
 BAR_FROM = 10_000
 """Lines that are read, or jobs that are admitted, without a progress bar."""

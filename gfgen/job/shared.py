@@ -5,7 +5,7 @@ overrides (--set) count before a line's own fields, and these before the file's 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import replace
 from typing import Any
 
@@ -19,11 +19,18 @@ VARIATION_FIELDS = ("vary", "seeds", "num_images")
 """Fields of a line, not of a job (variations.py)."""
 SIDES = {"size", "width", "height"}
 SEEDS = {"seed", "seeds"}
+MAX_JOBS = 100_000
+"""Of a file, and of a line with variations."""
 
 
 def is_defaults(mapping: Mapping[str, object]) -> bool:
     """Whether this object of a job file is its defaults."""
     return list(mapping) == ["defaults"]
+
+
+def has_one_side(names: Set[str]) -> bool:
+    """Whether these fields give only one side of a size, so that the other one comes from elsewhere."""
+    return len(SIDES & names) == 1 and "size" not in names
 
 
 def over(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -59,7 +66,7 @@ def check_defaults(defaults: object) -> list[Problem]:
     }
     example_job = over({"prompt": "an example"}, alone)
     _, problems = parse_fields(example_job, images=NoImages(""))
-    is_half = SIDES & alone.keys() in ({"width"}, {"height"})
+    is_half = has_one_side(alone.keys())
     return own + [
         replace(problem, field=problem.field and f"defaults.{problem.field}")
         for problem in problems

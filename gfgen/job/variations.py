@@ -14,9 +14,8 @@ from typing import Any
 
 from gfgen.errors import JobError, Problem
 from gfgen.job.fields import FIELDS, Refused, RepeatedKeys, plain_name, shown, suggestion
-from gfgen.job.shared import OWN_FIELDS, SIDES, VARIATION_FIELDS, over
+from gfgen.job.shared import MAX_JOBS, OWN_FIELDS, SIDES, VARIATION_FIELDS, has_one_side, over
 
-MAX_VARIATIONS = 100_000
 MAX_LIST_BYTES = 2**24
 CHOICE = re.compile(r"\{([^{}]*)\}")
 SEED_RANGE = re.compile(r" *([0-9]{1,19}) *\.\. *([0-9]{1,19}) *")
@@ -43,15 +42,15 @@ def variations(
     axes = _axes(mapping, plain, fixed, folder)
     number = _number_of_images(mapping.get("num_images"))
     count = number * math.prod(len(values) for values in axes.values())
-    if count > MAX_VARIATIONS:
-        raise _refused(asked[0], mapping[asked[0]], f"this line makes {count:,} jobs; at most 100,000")
+    if count > MAX_JOBS:
+        raise _refused(asked[0], mapping[asked[0]], f"this line makes {count:,} jobs; at most {MAX_JOBS:,}")
     return _jobs(plain, axes, number, is_numbered=count > 1)
 
 
 def _jobs(
     plain: Mapping[str, Any], axes: Mapping[str, Sequence[Any]], number: int, *, is_numbered: bool
 ) -> Iterator[Mapping[str, Any]]:
-    is_half = SIDES & axes.keys() in ({"width"}, {"height"})  # the other side may be on the line
+    is_half = has_one_side(axes.keys())
     sides = {name: plain[name] for name in ("width", "height") if is_half and name in plain}
     combinations = itertools.product(*axes.values(), range(number))
     for position, (*values, image) in enumerate(combinations, start=1):
@@ -108,8 +107,10 @@ def _seeds(seeds: object) -> Sequence[Any]:
         return seeds
     match = SEED_RANGE.fullmatch(seeds) if isinstance(seeds, str) else None
     found = range(int(match[1]), int(match[2]) + 1) if match else range(0)
-    if not 1 <= found.stop - found.start <= MAX_VARIATIONS:
-        raise _refused("seeds", seeds, 'a range like "1..8" of at most 100,000 seeds, or a list like [3, 5]')
+    if not 1 <= found.stop - found.start <= MAX_JOBS:
+        raise _refused(
+            "seeds", seeds, f'a range like "1..8" of at most {MAX_JOBS:,} seeds, or a list like [3, 5]'
+        )
     return found
 
 
@@ -118,8 +119,8 @@ def _number_of_images(number: object) -> int:
         return 1
     if isinstance(number, float) and number.is_integer():
         number = int(number)
-    if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= MAX_VARIATIONS:
-        raise _refused("num_images", number, "a whole number from 1 to 100,000")
+    if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= MAX_JOBS:
+        raise _refused("num_images", number, f"a whole number from 1 to {MAX_JOBS:,}")
     return number
 
 
@@ -133,8 +134,8 @@ def _expanded(name: str, text: object, folder: Path) -> list[Any]:
     ]
     if any(char in piece for piece in pieces[::2] for char in "{}"):
         raise _refused(name, text, 'braces around choices, such as "a {red|blue} fox"; not nested')
-    if math.prod(map(len, choices)) > MAX_VARIATIONS:
-        raise _refused(name, text, "a text that stands for at most 100,000 texts")
+    if math.prod(map(len, choices)) > MAX_JOBS:
+        raise _refused(name, text, f"a text that stands for at most {MAX_JOBS:,} texts")
     return ["".join(parts) for parts in itertools.product(*choices)]
 
 

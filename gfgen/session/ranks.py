@@ -46,8 +46,13 @@ class Ranks:
         return self.devices.kind != CPU
 
     @property
+    def gpu_name(self) -> str | None:
+        """None for CPU ranks."""
+        return self.devices.gpus[0].name if self.devices.gpus else None
+
+    @property
     def device_name(self) -> str:
-        return self.devices.gpus[0].name if self.devices.gpus else cpu_name()
+        return self.gpu_name or cpu_name()
 
     @property
     def description(self) -> str:
@@ -68,7 +73,7 @@ class Ranks:
 
     def step_times(self) -> StepTimes:
         """How long steps take at least, by this machine's profile."""
-        found = find_profile(self.devices.gpus[0].name if self.devices.gpus else None)
+        found = find_profile(self.gpu_name)
         profile = None if found is None else found[1]
         return StepTimes(profile, kind=self.devices.kind, num_ranks=self.num_ranks)
 

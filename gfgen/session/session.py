@@ -76,6 +76,8 @@ class Arrivals:
     """Sources of jobs and requests during a run."""
 
     intake: Intake
+    observers: Sequence[Observer] = ()
+    """Observers of the run that stay open after it, such as the source itself."""
     requests: Requests | None = None
     chooser: Chooser | None = None
     """Replaces the policy's own."""
@@ -150,7 +152,6 @@ class Session:
         options = self.options
         named = {name: self.admission.find_model(name).checkpoint for name in models}
         checkpoints = {*named.values(), *(job.checkpoint for job in jobs)}
-        self.admission.check(checkpoints)
         self.residency = self.admission.residency(jobs, names=named or None)
         self.checkpoints = frozenset(checkpoints)
         held = checkpoints if self.residency is None else self.residency.checkpoints
@@ -160,12 +161,12 @@ class Session:
         self._pool = self._stack.enter_context(ready)
         self.warm_up(jobs)
 
-    def warm_up(self, jobs: Sequence[AdmittedJob], *, policy: NamedPolicy | None = None) -> None:
+    def warm_up(self, jobs: Sequence[AdmittedJob]) -> None:
         """Run steps like those of the jobs on GPUs; only for models that ranks hold."""
         ranks, residency = self.options.ranks, self.residency
         if ranks.has_graphs:
             held = [job for job in jobs if residency is None or job.spec.model in residency.resident]
-            policy = policy or self.options.policy
+            policy = self.options.policy
             warm_up(self.pool, held, devices=ranks.devices, policy=policy, signals=self.signals)
 
     def run(
@@ -198,8 +199,7 @@ class Session:
             observers = (ManifestWriter(options.output_dir / MANIFEST_NAME), *observers)
         with contextlib.ExitStack() as stack:
             for observer in observers:
-                if arrivals is None or id(observer) != id(arrivals.intake):  # open until the session ends
-                    stack.callback(observer.close)
+                stack.callback(observer.close)
             backend = ProcessBackend(
                 self.pool,
                 jobs,
@@ -220,7 +220,7 @@ class Session:
                 clock=clock,
                 policy=options.policy,
                 journal=journal,
-                observers=observers,
+                observers=observers if arrivals is None else [*observers, *arrivals.observers],
                 skipped=skipped,
                 intake=None if arrivals is None else arrivals.intake,
                 chooser=chooser,
@@ -287,7 +287,7 @@ def _chooser(policy: NamedPolicy, stack: contextlib.ExitStack) -> Chooser | None
 
 def known_profile(ranks: Ranks) -> Profile | None:
     """This machine's profile, if there is one."""
-    found = find_profile(ranks.devices.gpus[0].name if ranks.devices.gpus else None)
+    found = find_profile(ranks.gpu_name)
     if found is None:
         return None
     path, profile = found
