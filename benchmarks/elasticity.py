@@ -18,11 +18,9 @@ from benchmarks import elasticity_rows as table
 from benchmarks.bare import WORKER_MAIN
 from gfgen import log
 from gfgen.bench.workloads import calibration_jobs
-from gfgen.cli.options import LOOKAHEAD_MS, FiniteRange, lookahead_option, rank_options
+from gfgen.cli.options import LOOKAHEAD_MS, FiniteRange, RankOptions, lookahead_option, rank_options
 from gfgen.cli.shown.prediction import choose_profile
 from gfgen.errors import InputError
-from gfgen.layout import MAX_RANKS
-from gfgen.runtime.core.devices import choose_devices
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.worker.warming import warm_ups
 from gfgen.session.ranks import Ranks, admitted_on, ready_pool
@@ -33,7 +31,6 @@ GPU_SAMPLES, CPU_SAMPLES = 100, 20
 
 
 @click.command()
-@click.option("--ranks", type=click.IntRange(1, MAX_RANKS), help="Number of ranks. [all GPUs, or 4 on a CPU]")
 @click.option("--model", help=f"Model whose small and large jobs run. [{GPU_MODEL}; CPU: {CPU_MODEL}]")
 @click.option(
     "--samples", type=click.IntRange(4), help=f"Samples of each gap. [{GPU_SAMPLES}; CPU: {CPU_SAMPLES}]"
@@ -47,10 +44,10 @@ GPU_SAMPLES, CPU_SAMPLES = 100, 20
     "--output", "-o", type=click.Path(file_okay=False, path_type=Path), help="Folder for .json and .md."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print every sample as JSON instead of the table.")
-@rank_options
+@rank_options()
 def main(
     *,
-    ranks: int | None,
+    ranks: RankOptions,
     model: str | None,
     samples: int | None,
     lookahead: float,
@@ -58,10 +55,6 @@ def main(
     seconds: float | None,
     output: Path | None,
     as_json: bool,
-    device: str,
-    random_weights: bool,
-    vae_dtype: str,
-    graphs: bool,
 ) -> None:
     """Idle time of the devices when steps move between ranks, compared with the goals.
 
@@ -72,7 +65,7 @@ def main(
     began_s = time.monotonic()
     if output is not None:
         _make(output)
-    options = Ranks(choose_devices(device, ranks), random_weights, vae_dtype, graphs)
+    options = ranks.found()
     model = model or (GPU_MODEL if options.are_on_gpus else CPU_MODEL)
     subject = _subject(model, options, samples or (GPU_SAMPLES if options.are_on_gpus else CPU_SAMPLES))
     cases = _wanted(bench.cases_of(subject), only)

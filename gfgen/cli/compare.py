@@ -30,14 +30,21 @@ from gfgen.bench.workloads import (
     make_workload,
     mix_of,
 )
-from gfgen.cli.compare_runs import Predicted, on_workers, predicted, predicted_times, simulated
-from gfgen.cli.options import FiniteRange, rank_options, ranks_per_gpu_option
+from gfgen.cli.compare_runs import on_workers, predicted, predicted_times, simulated
+from gfgen.cli.options import (
+    FiniteRange,
+    Option,
+    RankOptions,
+    all_of,
+    profile_option,
+    rank_options,
+    ranks_per_gpu_option,
+)
 from gfgen.errors import InputError, InterruptedRunError
 from gfgen.job.fields import MAX_STEPS
 from gfgen.job.reader import to_mapping
 from gfgen.layout import MAX_RANKS
 from gfgen.policies.catalog import load_policy
-from gfgen.runtime.core.devices import CPU, Devices, choose_devices
 from gfgen.runtime.predict.profile_file import load_profile
 from gfgen.runtime.report.picture import save_figure
 from gfgen.runtime.report.plot_runs import draw_runs
@@ -50,9 +57,6 @@ SIMULATED_JOBS, REAL_JOBS = 100, 40
 SIMULATED_MODEL, REAL_MODEL = "wan2.2-ti2v-5b", "tiny-wan"
 DEGREES = (1, 2, 4, 8)
 JSON_NAME = "compare.json"
-
-
-Option = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def _workload_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -74,14 +78,9 @@ def _workload_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--steps", type=click.IntRange(1, MAX_STEPS), help="Steps of each job. [25; tiny models: 6]",
         ),
-        click.option(
-            "--profile", "profile_path", type=click.Path(dir_okay=False, path_type=Path),
-            help="Profile with task times. [this machine's, or one shipped with gfgen]",
-        ),
+        profile_option,
     )  # fmt: skip
-    for option in reversed(options):
-        command = option(command)
-    return command
+    return all_of(*options)(command)
 
 
 @click.command()
@@ -167,11 +166,6 @@ def workload(
     "--model", help=f"Model whose job classes are used. [{REAL_MODEL}; simulated: {SIMULATED_MODEL}]",
 )  # fmt: skip
 @click.option(
-    "--ranks", type=click.IntRange(1, MAX_RANKS),
-    help=f"Number of ranks. [{REAL_RANKS} on a CPU; all GPUs; simulated: {SIMULATED_RANKS}]",
-)  # fmt: skip
-@ranks_per_gpu_option
-@click.option(
     "--outside", multiple=True, metavar=NAME,
     help="Also run stock diffusers: diffusers[,degree=N][,uneven=true][,compiled=true].",
 )  # fmt: skip
@@ -194,7 +188,10 @@ def workload(
     show_default=True, help="Folder for compare.json, .md and .png.",
 )  # fmt: skip
 @_workload_options
-@rank_options
+@rank_options(
+    ranks_per_gpu_option,
+    ranks_help=f"Number of ranks. [{REAL_RANKS} on a CPU; all GPUs; simulated: {SIMULATED_RANKS}]",
+)
 def compare(
     *,
     against: str,
@@ -203,14 +200,9 @@ def compare(
     seconds: float | None,
     earlier: tuple[Path, ...],
     beside: Path | None,
-    device: str,
-    random_weights: bool,
-    vae_dtype: str,
-    graphs: bool,
     name: Name,
     model: str | None,
-    ranks: int | None,
-    ranks_per_gpu: int,
+    ranks: RankOptions,
     is_simulated: bool,
     slack: float | None,
     output: Path,
@@ -230,44 +222,35 @@ def compare(
     """
     log.configure(level="warning")
     began_s = time.monotonic()
-    devices = None if is_simulated else _devices(device, ranks, ranks_per_gpu)
-    ranked = None if devices is None else Ranks(devices, random_weights, vae_dtype, graphs)
+    ends_s = None if seconds is None else began_s + seconds
+    ranked = None if is_simulated else ranks.found(cpu_ranks=REAL_RANKS)
     usual = SIMULATED_MODEL if is_simulated or (ranked is not None and ranked.are_on_gpus) else REAL_MODEL
     model = model or usual
     mix = mix_of(model)
     texts = list(dict.fromkeys([against, *(policies or COMPARED), *outside]))
-    if ranks_per_gpu > 1 and any(map(is_stock, texts)):
-        raise InputError("--ranks-per-gpu: diffusers' own ranks cannot share a GPU; leave it out")
-    for text in texts:
-        num_ranks = None if ranked is None else ranked.num_ranks
-        stock_options(text, num_ranks=num_ranks) if is_stock(text) else load_policy(text)
+    _check_policies(texts, ranked)
     options = WorkloadOptions(
         load=load,
         seed=seed,
         num_jobs=num_jobs or (SIMULATED_JOBS if is_simulated else REAL_JOBS),
-        num_ranks=ranks or SIMULATED_RANKS if ranked is None else ranked.num_ranks,
+        num_ranks=ranks.ranks or SIMULATED_RANKS if ranked is None else ranked.num_ranks,
         deadlines_from=deadlines_from,
         timeout_s=timeout,
         steps=steps,
     )
-    slack_s = mix.slack_s if slack is None else slack
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"--output {output}: cannot be made ({error.strerror})") from None
-    ends_s = None if seconds is None else began_s + seconds
-    where = "simulated" if ranked is None else f"on {ranked.description}"
+    _make(output)
     conditions = {
         "workload": f"{name}, {model}, load {load:g} of {options.num_ranks} ranks, {options.num_jobs} jobs "
         f"of {steps or mix.steps} steps, seed {seed}",
         "simulated": is_simulated,
-        "where": where,
+        "where": "simulated" if ranked is None else f"on {ranked.description}",
         "options": [] if ranked is None else list(ranked.words),
         "profile": None if profile_path is None else load_profile(profile_path).hash,
         "date": time.strftime("%Y-%m-%d"),
         "versions": versions(),
         "deadlines_from": deadlines_from,
     }
+    slack_s = mix.slack_s if slack is None else slack
     comparison = PolicyComparison(tuple(texts), baseline=against, slack_s=slack_s)
     for path in earlier:
         _take_in(path, comparison, conditions)
@@ -275,18 +258,17 @@ def compare(
         raise InputError("--beside: has no effect without --simulate")
     ran = [] if beside is None else _runs_of_same_jobs(beside, conditions)
     todo = comparison.not_run
-    known: Predicted | None = None
-    if ranked is None:
-        if any(map(is_stock, todo)):
-            raise InputError(f"{NAME}: cannot be simulated, because it has no profile; leave out --simulate")
-        known = predicted(name, model, options, profile_path)
-        runs = simulated(todo, known, num_ranks=options.num_ranks)
-    else:
-        known = None if profile_path is None else predicted(name, model, options, profile_path)
-        runs = on_workers(todo, name, model, options, output, ranked, known, ends_s)
+    if ranked is None and any(map(is_stock, todo)):
+        raise InputError(f"{NAME}: cannot be simulated, because it has no profile; leave out --simulate")
+    known = predicted(name, model, options, profile_path) if ranked is None or profile_path else None
     if known is not None:
         comparison.bound = known.bound(num_ranks=options.num_ranks, slack_s=slack_s)
-    click.echo(f"{conditions['workload']}, {where}")
+    if ranked is None:
+        assert known is not None
+        runs = simulated(todo, known, num_ranks=options.num_ranks)
+    else:
+        runs = on_workers(todo, name, model, options, output, ranked, known, ends_s)
+    click.echo(f"{conditions['workload']}, {conditions['where']}")
     try:
         for run in _in_time(runs, comparison, ends_s):
             comparison.add(run)
@@ -296,13 +278,29 @@ def compare(
     except (KeyboardInterrupt, InterruptedRunError) as stop:
         raise _interrupted(stop, comparison, conditions, output) from None
     _report(comparison, conditions, output)
-    if comparison.bound is None:
-        click.echo("to see how much any schedule could gain, name a profile with --profile")
     if ran:
         click.echo("\n" + "\n".join(fidelity_table(comparison.scores, ran)))
         for line in surprises(comparison.scores, ran):
             click.echo(f"\n{line}")
     return 1 if comparison.failures else 0
+
+
+def _check_policies(texts: Sequence[str], ranked: Ranks | None) -> None:
+    """Raises InputError or PolicyError for a policy that cannot run here; loads no model."""
+    if ranked is not None and ranked.devices.ranks_per_gpu > 1 and any(map(is_stock, texts)):
+        raise InputError("--ranks-per-gpu: diffusers' own ranks cannot share a GPU; leave it out")
+    for text in texts:
+        if is_stock(text):
+            stock_options(text, num_ranks=None if ranked is None else ranked.num_ranks)
+        else:
+            load_policy(text)
+
+
+def _make(output: Path) -> None:
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--output {output}: cannot be made ({error.strerror})") from None
 
 
 def _runs_of_same_jobs(path: Path, conditions: Mapping[str, Any]) -> Sequence[Score]:
@@ -346,11 +344,6 @@ def _same_workload(
     if conditions["profile"] is None and not content["simulated"]:
         raise ValueError(f"its arrivals follow from measured times, so they differ; {remedy}")
     return content
-
-
-def _devices(device: str, num_ranks: int | None, ranks_per_gpu: int) -> Devices:
-    devices = choose_devices(device, num_ranks, ranks_per_gpu=ranks_per_gpu)
-    return Devices(CPU, num_ranks or REAL_RANKS) if devices.kind == CPU else devices
 
 
 def _in_time(
@@ -398,6 +391,8 @@ def _report(comparison: PolicyComparison, conditions: dict[str, Any], output: Pa
     if comparison.scores and _draw(comparison, conditions, chart):
         files = "compare.json, compare.md and compare.png"
     click.echo(f"{files} are in {output}/")
+    if comparison.bound is None:
+        click.echo("to see how much any schedule could gain, name a profile with --profile")
 
 
 def _draw(comparison: PolicyComparison, conditions: dict[str, Any], chart: Path) -> bool:

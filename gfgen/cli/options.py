@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import click
 from click.core import ParameterSource
 
+from gfgen import log
 from gfgen.job.fields import parse_duration
+from gfgen.job.shared import parse_overrides
 from gfgen.layout import MAX_RANKS
+from gfgen.models.families.registry import DEFAULT_MODEL
 from gfgen.models.geometry.weights import VAE_DTYPES
 from gfgen.runtime.control.control import GRACE_S
 from gfgen.runtime.control.flights import LOOKAHEAD_S
-from gfgen.runtime.core.devices import CPU, DEVICES, Devices
+from gfgen.runtime.core.devices import CPU, DEFAULT_CPU_RANKS, DEVICES, choose_devices, parse_memory
+from gfgen.session.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
 Command = Callable[..., Any]
+Option = Callable[[Command], Command]
 
 LOOKAHEAD_MS = 1e3 * LOOKAHEAD_S
 
@@ -63,24 +71,49 @@ class Duration(click.ParamType[float]):
         return seconds
 
 
-memory_option = click.option(
-    "--memory",
-    metavar="SIZE",
-    help='Memory limit for weights and jobs, such as "40GB": per GPU, or of main memory. [all available]',
-)
-graphs_option = click.option(
-    "--graphs/--no-graphs",
-    default=True,
+def taken_as(name: str, kind: type[Any], *options: Option) -> Option:
+    """A decorator that adds options, and gives them to the command as one argument: `kind`, a dataclass.
+
+    Each option has the name of a field; a field without an option keeps its default.
+    """
+    fields = {field.name for field in dataclasses.fields(kind)}
+
+    def add(command: Command) -> Command:
+        @functools.wraps(command)
+        def taking_one(*arguments: Any, **values: Any) -> Any:
+            own = {field: values.pop(field) for field in fields & values.keys()}
+            return command(*arguments, **values, **{name: kind(**own)})
+
+        return all_of(*options)(taking_one)
+
+    return add
+
+
+def all_of(*options: Option) -> Option:
+    """A decorator that adds several options, in this order."""
+
+    def add(command: Command) -> Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add
+
+
+model_option = click.option(
+    "--model",
+    default=DEFAULT_MODEL,
     show_default=True,
-    help="On GPUs: run warm-up steps first, and use CUDA graphs where they are faster (docs/models.md).",
+    help="Model for jobs without one: a name from 'gfgen models', a directory or a hub id.",
 )
-ranks_per_gpu_option = click.option(
-    "--ranks-per-gpu",
-    type=click.IntRange(1, MAX_RANKS),
-    default=1,
-    show_default=True,
-    metavar="N",
-    help="Let N ranks share each GPU, to try layouts of several ranks on one GPU. This is slower.",
+policy_option = click.option(
+    "--policy", default="auto", show_default=True, help="NAME[,option=value...]; 'gfgen policies' lists them."
+)
+profile_option = click.option(
+    "--profile",
+    "profile_path",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Profile with task times. [this machine's, or one shipped with gfgen]",
 )
 lookahead_option = click.option(
     "--lookahead",
@@ -91,7 +124,6 @@ lookahead_option = click.option(
     help="Queue the next task this long before the predicted end of the current one, plus 2% of the current "
     "task's time. With 0, gfgen waits until the task has ended.",
 )
-
 grace_option = click.option(
     "--grace",
     type=Duration(may_be_zero=True),
@@ -101,7 +133,7 @@ grace_option = click.option(
 )
 
 
-def max_step_time_option(default: str | None) -> Callable[[Command], Command]:
+def max_step_time_option(default: str | None) -> Option:
     return click.option(
         "--max-step-time",
         type=Duration(),
@@ -111,26 +143,192 @@ def max_step_time_option(default: str | None) -> Callable[[Command], Command]:
     )
 
 
-def tell_of_graphs(ctx: click.Context, devices: Devices) -> None:
+# Ranks ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankOptions:
+    """The ranks that the command line asks for."""
+
+    ranks: int | None = None
+    device: str = "auto"
+    ranks_per_gpu: int = 1
+    memory: str | None = None
+    random_weights: bool = False
+    vae_dtype: str = "auto"
+    graphs: bool = True
+
+    def found(self, *, cpu_ranks: int = DEFAULT_CPU_RANKS) -> Ranks:
+        """These ranks on this machine; without GPUs and --ranks, `cpu_ranks` of them.
+
+        Raises: InputError if the machine has fewer GPUs, or if --memory is no size.
+        """
+        limit = None if self.memory is None else parse_memory(self.memory)
+        devices = choose_devices(
+            self.device, self.ranks, memory_limit=limit, ranks_per_gpu=self.ranks_per_gpu
+        )
+        if devices.kind == CPU:
+            devices = replace(devices, num_ranks=self.ranks or cpu_ranks)
+            _tell_of_graphs()
+        return Ranks(devices, self.random_weights, self.vae_dtype, self.graphs)
+
+
+def _tell_of_graphs() -> None:
     """Log that --graphs or --no-graphs has no effect on CPU ranks."""
-    if devices.kind == CPU and ctx.get_parameter_source("graphs") is ParameterSource.COMMANDLINE:
-        word = "--graphs" if ctx.params["graphs"] else "--no-graphs"
+    context = click.get_current_context()
+    if context.get_parameter_source("graphs") is ParameterSource.COMMANDLINE:
+        word = "--graphs" if context.params["graphs"] else "--no-graphs"
         logger.info("%s has no effect on CPU ranks, which launch no kernels", word)
 
 
-def rank_options(command: Command) -> Command:
-    options = (
+memory_option = click.option(
+    "--memory",
+    metavar="SIZE",
+    help='Memory limit for weights and jobs, such as "40GB": per GPU, or of main memory. [all available]',
+)
+ranks_per_gpu_option = click.option(
+    "--ranks-per-gpu",
+    type=click.IntRange(1, MAX_RANKS),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Let N ranks share each GPU, to try layouts of several ranks on one GPU. This is slower.",
+)
+RANKS_HELP = f"Number of workers, one process each. [all GPUs, or {DEFAULT_CPU_RANKS} on a CPU]"
+
+
+def rank_options(*more: Option, ranks_help: str = RANKS_HELP) -> Option:
+    """Options of commands that start ranks, as one argument `ranks`."""
+    return taken_as(
+        "ranks",
+        RankOptions,
+        click.option("--ranks", type=click.IntRange(1, MAX_RANKS), help=ranks_help),
         click.option(
-            "--device", type=click.Choice(DEVICES), default="auto", show_default=True,
-            help="Device of the ranks. auto takes GPUs if there are any.",
+            "--device",
+            type=click.Choice(DEVICES),
+            default="auto",
+            show_default=True,
+            help="Device of the workers. auto takes GPUs if there are any.",
         ),
-        click.option("--random-weights", is_flag=True, help="Draw full-size weights at random."),
+        *more,
         click.option(
-            "--vae-dtype", type=click.Choice(VAE_DTYPES), default="auto", show_default=True,
-            help="Precision of VAEs.",
+            "--random-weights",
+            is_flag=True,
+            help="Draw full-size weights at random from config files, to measure speed without checkpoints.",
         ),
-        graphs_option,
-    )  # fmt: skip
-    for option in reversed(options):
-        command = option(command)
-    return command
+        click.option(
+            "--vae-dtype",
+            type=click.Choice(VAE_DTYPES),
+            default="auto",
+            show_default=True,
+            help="Precision of VAEs. auto follows the model cards (Wan: float32).",
+        ),
+        click.option(
+            "--graphs/--no-graphs",
+            default=True,
+            show_default=True,
+            help="On GPUs: run warm-up steps first, and use CUDA graphs where they are faster "
+            "(docs/models.md).",
+        ),
+    )
+
+
+# Logs -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogOptions:
+    """What a run or a server logs, and where."""
+
+    quiet: bool = False
+    log_json: bool = False
+    log_file: Path | None = None
+
+    @property
+    def level(self) -> str:
+        return "debug" if _is_debug() else "warning" if self.quiet else "info"
+
+    def configure(self, *, file: Path | None) -> None:
+        """Log to standard error, and to a file if there is one."""
+        file_level = "debug" if _is_debug() else "info"
+        log.configure(level=self.level, as_json=self.log_json, file=file, file_level=file_level)
+
+
+log_options = taken_as(
+    "logs",
+    LogOptions,
+    click.option(
+        "--log-file",
+        type=NamedPath(dir_okay=False),
+        help="Also append log lines to FILE. It may be rotated at any time.",
+    ),
+    click.option("--quiet", "-q", is_flag=True, help="Print only problems, failures and how a run ended."),
+    click.option(
+        "--log-json", is_flag=True, help="Log one JSON object per line instead of progress bars and text."
+    ),
+)
+
+
+def configure_log(level: str) -> None:
+    """Log to standard error from this level on; with --debug, log everything."""
+    log.configure(level="debug" if _is_debug() else level)
+
+
+def _is_debug() -> bool:
+    context = click.get_current_context()
+    return bool(context.obj and context.obj["debug"])
+
+
+# Jobs -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverrideOptions:
+    """Fields of all jobs that the command line sets."""
+
+    settings: tuple[str, ...] = ()
+    vary: bool = False
+    size: str | None = None
+    steps: str | None = None
+    seed: str | None = None
+    frames: str | None = None
+
+    @property
+    def pairs(self) -> Sequence[tuple[str, str]]:
+        """Each option with FIELD=VALUE."""
+        short = {"size": self.size, "steps": self.steps, "seed": self.seed, "frames": self.frames}
+        pairs = [("--set", text) for text in self.settings]
+        return pairs + [
+            (f"--{name}", f"{name}={value}") for name, value in short.items() if value is not None
+        ]
+
+    @property
+    def given(self) -> str | None:
+        """The first of these options that was given."""
+        return self.pairs[0][0] if self.pairs else "--vary" if self.vary else None
+
+    def fields(self) -> Mapping[str, Any]:
+        """Raises InputError for a value that its field does not accept."""
+        return parse_overrides(self.pairs) | ({"vary": True} if self.vary else {})
+
+
+override_options = taken_as(
+    "overrides",
+    OverrideOptions,
+    click.option(
+        "--set",
+        "settings",
+        multiple=True,
+        metavar="FIELD=VALUE",
+        help="Set this field of all jobs, whatever the job file says. May be repeated.",
+    ),
+    click.option(
+        "--vary",
+        is_flag=True,
+        help='Expand {a|b} and {@file} in all prompts, as if each line had "vary": true.',
+    ),
+    click.option("--size", metavar="WxH", help="The same as --set size=WxH, such as 832x480."),
+    click.option("--steps", metavar="N", help="The same as --set steps=N."),
+    click.option("--seed", metavar="N", help="The same as --set seed=N."),
+    click.option("--frames", metavar="N", help="The same as --set frames=N."),
+)

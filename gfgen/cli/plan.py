@@ -13,7 +13,7 @@ from pathlib import Path
 import click
 from tqdm import tqdm
 
-from gfgen import log
+from gfgen.cli.options import configure_log, model_option, profile_option
 from gfgen.cli.shown.board import has_cursor
 from gfgen.cli.shown.prediction import (
     RankCounts,
@@ -24,7 +24,6 @@ from gfgen.cli.shown.prediction import (
     machine,
 )
 from gfgen.cli.shown.simulated_memory import SimulatedMemory, simulated_memory_option
-from gfgen.models.families.registry import DEFAULT_MODEL
 from gfgen.policies.catalog import BUILT_IN, load_policy
 from gfgen.runtime.control.closing import closing_at
 from gfgen.runtime.report.picture import check_suffix
@@ -65,21 +64,14 @@ NO_CHOICE = ("legacy",)
     help="When all jobs must be done: the next such time of day after the start (06:00), a time after the "
     "start (8h) or a date (2026-11-22T06:00).",
 )
-@click.option(
-    "--profile",
-    "profile_path",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Profile with task times. [this machine's, or one shipped with gfgen]",
-)
-@click.option("--model", default=DEFAULT_MODEL, show_default=True, help="Model for jobs without one.")
+@profile_option
+@model_option
 @simulated_memory_option
 @click.option(
     "--chart", type=click.Path(path_type=Path), help="Also draw the plan: a .png, .svg or .pdf file."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
-@click.pass_context
 def plan(
-    ctx: click.Context,
     *,
     jobs: str,
     policies: tuple[str, ...],
@@ -96,7 +88,7 @@ def plan(
 
     The plan comes from simulations with a profile. It generates nothing.
     """
-    log.configure(level="debug" if ctx.obj["debug"] else "warning")
+    configure_log("warning")
     if chart is not None:
         check_suffix(chart)
     now = time.time()

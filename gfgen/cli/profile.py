@@ -17,18 +17,15 @@ from typing import Any
 
 import click
 
-from gfgen import log
 from gfgen.bench import profiling
 from gfgen.bench.profiling import Measurement, Samples
 from gfgen.bench.workloads import MIXES, calibration_jobs
-from gfgen.cli.options import rank_options, tell_of_graphs
+from gfgen.cli.options import RankOptions, configure_log, rank_options
 from gfgen.cli.shown.board import Board, Line, has_cursor
 from gfgen.errors import InputError, InterruptedRunError
 from gfgen.job.spec import JobSpec
-from gfgen.layout import MAX_RANKS
 from gfgen.models.families.registry import DEFAULT_MODEL, PACKAGED, TINY_NAMES
 from gfgen.runtime.core.admission import AdmittedJob
-from gfgen.runtime.core.devices import CPU, Devices, choose_devices
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.predict.profile_file import Profile, ProfileRow
 from gfgen.runtime.predict.profile_store import (
@@ -52,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 _MEASURED_MODELS = {False: (DEFAULT_MODEL,), True: ("wan2.2-ti2v-5b", "qwen-image")}
 """Unless others are named, by whether ranks are on GPUs."""
-DEFAULT_CPU_RANKS = 2
+CPU_RANKS = 2
 SMALL_SIZES = {
     "video": ("128x128x1", "128x128x17", "128x128x33"),
     "image": ("128x128", "256x256", "384x384"),
@@ -67,11 +64,6 @@ BUDGET_S = 90.0
 """For the built-in model without JOBS: two minutes with loading."""
 _LOADING_S = 15.0
 """To start workers with small models on two cores; large models take longer."""
-
-
-def _devices(kind: str, num_ranks: int | None) -> Devices:
-    devices = choose_devices(kind, num_ranks)
-    return Devices(CPU, num_ranks or DEFAULT_CPU_RANKS) if devices.kind == CPU else devices
 
 
 def _known_profile(jobs: Sequence[AdmittedJob], options: Ranks) -> Profile | None:
@@ -102,45 +94,33 @@ def _known_profile(jobs: Sequence[AdmittedJob], options: Ranks) -> Profile | Non
     help="Without JOBS: size to measure; repeatable. [three or four sizes]",
 )
 @click.option(
-    "--ranks",
-    type=click.IntRange(1, MAX_RANKS),
-    help="Measure on 1 up to this many ranks. [2 on a CPU; all GPUs]",
-)
-@click.option(
     "--output",
     "-o",
     type=click.Path(dir_okay=False, path_type=Path),
     help="File for the profile. [where 'gfgen run' finds it]",
 )
 @click.option("--dry-run", is_flag=True, help="Only print what would be measured and how long it takes.")
-@rank_options
-@click.pass_context
+@rank_options(ranks_help=f"Measure on 1 up to this many ranks. [{CPU_RANKS} on a CPU; all GPUs]")
 def profile(
-    ctx: click.Context,
     *,
     jobs: str | None,
     models: tuple[str, ...],
     sizes: tuple[str, ...],
-    ranks: int | None,
+    ranks: RankOptions,
     output: Path | None,
     dry_run: bool,
-    device: str,
-    random_weights: bool,
-    vae_dtype: str,
-    graphs: bool,
 ) -> None:
     """Measure how long each task takes on this machine. Runs, plans and simulations predict from it.
 
     Measures each stage of the models and shapes of JOBS, on every number of ranks (GPUs: 1, 2, 4, 8).
     Run nothing else in the meantime. If you stop it, the same command continues where it stopped.
     """
-    log.configure(level="debug" if ctx.obj["debug"] else "info")
+    configure_log("info")
     if jobs is not None and (len(models) > 1 or sizes):
         raise click.UsageError("give either JOBS, with at most one --model, or --model and --size")
     if output is not None:
         check_replaceable(output)
-    options = Ranks(_devices(device, ranks), random_weights, vae_dtype, graphs)
-    tell_of_graphs(ctx, options.devices)
+    options = ranks.found(cpu_ranks=CPU_RANKS)
     if jobs is not None:
         admission = options.admission(models[0] if models else DEFAULT_MODEL)
         admitted, _ = admit_file(jobs, admission, skip_invalid=False, are_models_together=True)

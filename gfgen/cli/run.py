@@ -15,27 +15,28 @@ import click
 
 from gfgen import log
 from gfgen.cli.options import (
+    LogOptions,
     NamedPath,
+    OverrideOptions,
+    RankOptions,
     grace_option,
-    graphs_option,
+    log_options,
     lookahead_option,
     max_step_time_option,
     memory_option,
+    model_option,
+    override_options,
+    policy_option,
+    rank_options,
     ranks_per_gpu_option,
-    tell_of_graphs,
 )
 from gfgen.cli.run_files import admit_jobs, check_records, check_watched, check_written, resolved
 from gfgen.cli.shown.progress import make_file_progress, make_progress
 from gfgen.errors import InputError, InterruptedRunError, LockedError, Problem
-from gfgen.job.shared import parse_overrides
-from gfgen.layout import MAX_RANKS
-from gfgen.models.families.registry import DEFAULT_MODEL
-from gfgen.models.geometry.weights import VAE_DTYPES
 from gfgen.policies.catalog import load_policy
 from gfgen.runtime.control.closing import closing_at
 from gfgen.runtime.control.metrics import Summary
 from gfgen.runtime.core.admission import AdmittedJob
-from gfgen.runtime.core.devices import DEVICES, choose_devices, parse_memory
 from gfgen.runtime.core.observer import Observer
 from gfgen.runtime.files.inbox import Inbox
 from gfgen.runtime.files.ownership import default_folder, job_file_name
@@ -43,7 +44,6 @@ from gfgen.runtime.predict.job_bounds import JobBounds
 from gfgen.runtime.report.trace import TraceWriter
 from gfgen.runtime.simulate.comparison import numbers
 from gfgen.session.admission import with_time
-from gfgen.session.ranks import Ranks
 from gfgen.session.session import Arrivals, Session, SessionOptions, try_to_write
 from gfgen.system.wording import counted
 
@@ -53,11 +53,9 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions(SessionOptions):
     trace: Path | None
-    quiet: bool
-    log_json: bool
+    logs: LogOptions
     skip_invalid: bool = False
     overwrite: bool = False
-    log_file: Path | None = None
     overrides: Mapping[str, Any] = field(default_factory=dict)
     """Fields of all jobs, from --set and its short forms."""
 
@@ -70,61 +68,15 @@ class RunOptions(SessionOptions):
     type=NamedPath(),
     help="Folder for results and the manifest. [outputs/NAME, after JOBS or DIR; a suffix if that is taken]",
 )
-@click.option(
-    "--set",
-    "settings",
-    multiple=True,
-    metavar="FIELD=VALUE",
-    help="Set this field of all jobs, whatever the job file says. May be repeated.",
-)
-@click.option(
-    "--vary", is_flag=True, help='Expand {a|b} and {@file} in all prompts, as if each line had "vary": true.'
-)
-@click.option("--size", metavar="WxH", help="The same as --set size=WxH, such as 832x480.")
-@click.option("--steps", metavar="N", help="The same as --set steps=N.")
-@click.option("--seed", metavar="N", help="The same as --set seed=N.")
-@click.option("--frames", metavar="N", help="The same as --set frames=N.")
+@override_options
 @click.option(
     "--overwrite",
     is_flag=True,
     help="Replace files that are already in the folder under the names of outputs, whoever made them.",
 )
-@click.option(
-    "--ranks",
-    type=click.IntRange(1, MAX_RANKS),
-    help="Number of workers, one process each. [all GPUs, or 4 on a CPU]",
-)
-@click.option(
-    "--device",
-    type=click.Choice(DEVICES),
-    default="auto",
-    show_default=True,
-    help="Device of the workers. auto takes GPUs if there are any.",
-)
-@ranks_per_gpu_option
-@memory_option
-@click.option(
-    "--policy", default="auto", show_default=True, help="NAME[,option=value...]; 'gfgen policies' lists them."
-)
-@click.option(
-    "--model",
-    default=DEFAULT_MODEL,
-    show_default=True,
-    help="Model for jobs without one: a name from 'gfgen models', a directory or a hub id.",
-)
-@click.option(
-    "--random-weights",
-    is_flag=True,
-    help="Draw full-size weights at random from config files, to measure speed without checkpoints.",
-)
-@click.option(
-    "--vae-dtype",
-    type=click.Choice(VAE_DTYPES),
-    default="auto",
-    show_default=True,
-    help="Precision of VAEs. auto follows the model cards (Wan: float32).",
-)
-@graphs_option
+@rank_options(ranks_per_gpu_option, memory_option)
+@policy_option
+@model_option
 @click.option(
     "--skip-invalid", is_flag=True, help="Run the valid jobs of a file with errors; the exit code is 1."
 )
@@ -143,37 +95,16 @@ class RunOptions(SessionOptions):
     metavar="TIME",
     help='Stop at this time, and start no job that cannot finish by then: "06:00", "8h" or an ISO time.',
 )
-@click.option(
-    "--log-file",
-    type=NamedPath(dir_okay=False),
-    help="Also append log lines to FILE. It may be rotated at any time.",
-)
-@click.option("--quiet", "-q", is_flag=True, help="Print only problems, failures and the last line.")
-@click.option(
-    "--log-json", is_flag=True, help="Log one JSON object per line instead of progress bars and text."
-)
-@click.pass_context
+@log_options
 def run(
-    ctx: click.Context,
     *,
     jobs: str | None,
     output: Path | None,
-    settings: tuple[str, ...],
-    vary: bool,
-    size: str | None,
-    steps: str | None,
-    seed: str | None,
-    frames: str | None,
+    overrides: OverrideOptions,
     overwrite: bool,
-    ranks: int | None,
-    device: str,
-    ranks_per_gpu: int,
-    memory: str | None,
+    ranks: RankOptions,
     policy: str,
     model: str,
-    random_weights: bool,
-    vae_dtype: str,
-    graphs: bool,
     skip_invalid: bool,
     lookahead: float,
     grace: float,
@@ -181,52 +112,41 @@ def run(
     watch: Path | None,
     until: str | None,
     max_step_time: float | None,
-    log_file: Path | None,
-    quiet: bool,
-    log_json: bool,
+    logs: LogOptions,
 ) -> int:
     """Generate the pictures and videos of JOBS, a file of JSON lines (- reads standard input).
 
     Run the same command again to continue: it skips finished jobs and retries failed ones.
     """
-    level = "debug" if ctx.obj["debug"] else "warning" if quiet else "info"
-    file_level = "debug" if ctx.obj["debug"] else "info"
-    log.configure(level=level, as_json=log_json)
+    logs.configure(file=None)
     name = _name_of(jobs, watch)
-    short = {"size": size, "steps": steps, "seed": seed, "frames": frames}
-    pairs = [("--set", text) for text in settings]
-    pairs += [(f"--{name}", f"{name}={value}") for name, value in short.items() if value is not None]
-    if (pairs or vary) and watch is not None:
-        option = pairs[0][0] if pairs else "--vary"
-        raise click.UsageError(f"{option} goes with JOBS; with --watch, write defaults in the job files")
+    if overrides.given and watch is not None:
+        raise click.UsageError(
+            f"{overrides.given} goes with JOBS; with --watch, write defaults in the job files"
+        )
     source = watch or (None if jobs in (None, "-") else Path(jobs or ""))
     output_dir = output or default_folder(Path("outputs"), name, source)
-    check_written(jobs, output_dir, {"--trace": trace, "--log-file": log_file})
-    log.configure(level=level, as_json=log_json, file=log_file, file_level=file_level)
+    check_written(jobs, output_dir, {"--trace": trace, "--log-file": logs.log_file})
+    logs.configure(file=logs.log_file)
     if output is None and output_dir.name != name:
         logger.info("outputs/%s belongs to another job file: files go to %s", name, output_dir)
-    memory_limit = None if memory is None else parse_memory(memory)
-    devices = choose_devices(device, ranks, memory_limit=memory_limit, ranks_per_gpu=ranks_per_gpu)
     options = RunOptions(
         output_dir=output_dir,
-        ranks=Ranks(devices, random_weights, vae_dtype, graphs),
+        ranks=ranks.found(),
         policy=load_policy(policy),
         model=model,
         skip_invalid=skip_invalid,
         overwrite=overwrite,
-        overrides=parse_overrides(pairs) | ({"vary": True} if vary else {}),
+        overrides=overrides.fields(),
         job_file=job_file_name(source, output_dir),
         lookahead_s=lookahead / 1000,
         grace_s=grace,
         trace=trace,
         closes_at=None if until is None else closing_at(until, now=time.time()),
-        log_file=log_file,
         job_bounds=JobBounds(step_s=max_step_time),
-        quiet=quiet,
-        log_json=log_json,
+        logs=logs,
     )
     problems: Sequence[Problem] = ()
-    tell_of_graphs(ctx, devices)
     with Session(options) as session:
         if output is None and default_folder(Path("outputs"), name, source) != output_dir:
             raise LockedError(f"another job file has just taken {output_dir}: run the same command again")
@@ -296,7 +216,7 @@ def _run(
     arrivals = None if inbox is None else Arrivals(inbox, observers=[inbox])
     summary = session.run(todo, observers=_observers(options), skipped=skipped, arrivals=arrivals)
     if session.stop_signal is not None:
-        if options.log_json:
+        if options.logs.log_json:
             _tell_of_end(summary, options, stopped_by=signal.Signals(session.stop_signal).name)
         raise InterruptedRunError(
             f"stopped; {counted(summary.num_done, 'job')} done, {summary.num_unfinished} left: "
@@ -329,9 +249,10 @@ def check_trace(trace: Path | None) -> None:
 
 
 def _observers(options: RunOptions) -> list[Observer]:
-    observers: list[Observer] = [make_progress(quiet=options.quiet, log_json=options.log_json)]
-    if options.log_file:
-        observers.append(make_file_progress(quiet=options.quiet, log_json=options.log_json))
+    logs = options.logs
+    observers: list[Observer] = [make_progress(quiet=logs.quiet, log_json=logs.log_json)]
+    if logs.log_file:
+        observers.append(make_file_progress(quiet=logs.quiet, log_json=logs.log_json))
     if options.trace:
         observers.append(TraceWriter(options.trace))
     return observers
@@ -339,12 +260,12 @@ def _observers(options: RunOptions) -> list[Observer]:
 
 def _report(summary: Summary, options: RunOptions) -> None:
     """Print the summary, the folder of the files and the number of jobs left, or JSON."""
-    if options.log_json:
+    if options.logs.log_json:
         _tell_of_end(summary, options)
         return
     for line in summary.lines():
         logger.info("%s", line, extra=log.FILE_ONLY)
-        if not options.quiet:
+        if not options.logs.quiet:
             _say(line)
     failed = f"; {counted(summary.num_failed, 'job')} failed" if summary.num_failed else ""
     _say(f"files and manifest.jsonl are in {options.output_dir}/{failed}")

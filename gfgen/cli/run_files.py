@@ -77,7 +77,7 @@ def admit_jobs(
         admission,
         skip_invalid=options.skip_invalid,
         overrides=options.overrides,
-        has_bar=has_cursor(sys.stderr) and not (options.quiet or options.log_json),
+        has_bar=has_cursor(sys.stderr) and not (options.logs.quiet or options.logs.log_json),
         done=find_done,
         claim=lambda jobs: _claim(jobs, source, options, done=find_done(jobs)),
     )

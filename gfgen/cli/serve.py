@@ -16,25 +16,25 @@ import click
 from gfgen import log
 from gfgen.cli.options import (
     Duration,
+    LogOptions,
     NamedPath,
+    RankOptions,
     grace_option,
-    graphs_option,
+    log_options,
     lookahead_option,
     max_step_time_option,
     memory_option,
+    policy_option,
+    rank_options,
     ranks_per_gpu_option,
-    tell_of_graphs,
 )
 from gfgen.cli.shown.progress import LineProgress
 from gfgen.errors import InputError, InterruptedRunError
 from gfgen.job.spec import JobSpec
-from gfgen.layout import MAX_RANKS
 from gfgen.models.families.registry import DEFAULT_MODEL
-from gfgen.models.geometry.weights import VAE_DTYPES
 from gfgen.policies.catalog import load_policy
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.clock import Clock
-from gfgen.runtime.core.devices import DEVICES, choose_devices, parse_memory
 from gfgen.runtime.core.memory_check import check_addresses
 from gfgen.runtime.core.observer import Observer
 from gfgen.runtime.files import resume
@@ -47,7 +47,6 @@ from gfgen.server.protocol.link import Admit, FrontSettings, RunInfo
 from gfgen.server.protocol.schemas import ServedModel
 from gfgen.server.protocol.served_model import served_model
 from gfgen.session.packages import SERVING, check_packages
-from gfgen.session.ranks import Ranks
 from gfgen.session.session import Arrivals, Session, SessionOptions
 from gfgen.system import descriptors
 from gfgen.system.signals import SignalPipe
@@ -122,22 +121,8 @@ class _Size(click.ParamType[int]):
     help="Model to serve: a name from 'gfgen models', a directory or a hub id. Repeatable. "
     f"[{DEFAULT_MODEL}]",
 )
-@click.option("--random-weights", is_flag=True, help="Draw full-size weights at random, to measure.")
-@click.option(
-    "--vae-dtype", type=click.Choice(VAE_DTYPES), default="auto", show_default=True, help="Precision of VAEs."
-)
-@click.option(
-    "--ranks", type=click.IntRange(1, MAX_RANKS), help="Number of workers. [all GPUs, or 4 on a CPU]"
-)
-@click.option(
-    "--device", type=click.Choice(DEVICES), default="auto", show_default=True, help="Device of the workers."
-)
-@ranks_per_gpu_option
-@memory_option
-@graphs_option
-@click.option(
-    "--policy", default="auto", show_default=True, help="NAME[,option=value...]; 'gfgen policies' lists them."
-)
+@rank_options(ranks_per_gpu_option, memory_option)
+@policy_option
 @lookahead_option
 @grace_option
 @max_step_time_option(MAX_STEP_TIME)
@@ -187,12 +172,8 @@ class _Size(click.ParamType[int]):
     show_default=True,
     help="Remove the oldest jobs when files exceed this.",
 )
-@click.option("--log-file", type=NamedPath(dir_okay=False), help="Also append log lines to FILE.")
-@click.option("--quiet", "-q", is_flag=True, help="Print only problems and failures.")
-@click.option("--log-json", is_flag=True, help="Log one JSON object per line instead of text.")
-@click.pass_context
+@log_options
 def serve(
-    ctx: click.Context,
     *,
     port: int,
     host: str,
@@ -200,13 +181,7 @@ def serve(
     no_key: bool,
     output: Path,
     models: tuple[str, ...],
-    random_weights: bool,
-    vae_dtype: str,
-    ranks: int | None,
-    device: str,
-    ranks_per_gpu: int,
-    memory: str | None,
-    graphs: bool,
+    ranks: RankOptions,
     policy: str,
     lookahead: float,
     grace: float,
@@ -219,23 +194,18 @@ def serve(
     max_body: int,
     keep: float,
     keep_bytes: int,
-    log_file: Path | None,
-    quiet: bool,
-    log_json: bool,
+    logs: LogOptions,
 ) -> int:
     """Generate pictures and videos over HTTP: OpenAI's image and video API, and a web page.
 
     SIGTERM stops the server within --grace. After a restart it continues every accepted job.
     """
-    level = "debug" if ctx.obj["debug"] else "warning" if quiet else "info"
-    log.configure(level=level, as_json=log_json, file=log_file)
+    logs.configure(file=logs.log_file)
     _check_exposure(host, api_key, no_key=no_key)
     check_packages(SERVING)
-    memory_limit = None if memory is None else parse_memory(memory)
-    devices = choose_devices(device, ranks, memory_limit=memory_limit, ranks_per_gpu=ranks_per_gpu)
     options = ServeOptions(
         output_dir=output,
-        ranks=Ranks(devices, random_weights, vae_dtype, graphs),
+        ranks=ranks.found(),
         policy=load_policy(policy),
         lookahead_s=lookahead / 1000,
         grace_s=grace,
@@ -252,11 +222,10 @@ def serve(
         job_bounds=JobBounds(max_pixels, max_frames, max_steps, max_step_time),
         model=(models or (DEFAULT_MODEL,))[0],
         models=models or (DEFAULT_MODEL,),
-        log_level=level,
-        log_json=log_json,
-        log_file=log_file,
+        log_level=logs.level,
+        log_json=logs.log_json,
+        log_file=logs.log_file,
     )
-    tell_of_graphs(ctx, devices)
     serve_models(options)
     return 0
 

@@ -14,12 +14,11 @@ from typing import Any
 
 import click
 
-from gfgen import log
+from gfgen.cli.options import configure_log, model_option, profile_option
 from gfgen.cli.shown.board import has_cursor
 from gfgen.cli.shown.prediction import RankCounts, choose_profile, closer_profile, default_ranks, describe
 from gfgen.cli.shown.simulated_memory import SimulatedMemory, simulated_memory_option
 from gfgen.errors import InputError, OutputError, RunError
-from gfgen.models.families.registry import DEFAULT_MODEL
 from gfgen.policies.catalog import NamedPolicy, load_policy
 from gfgen.runtime.control.decider import FALLBACK
 from gfgen.runtime.core.observer import Observer
@@ -50,13 +49,8 @@ TRACE_NAME = "trace.json"
     help="NAME[,option=value...]; 'gfgen policies' lists them. Repeat to compare.",
 )
 @click.option("--ranks", type=RankCounts(), metavar="N", help="Numbers of ranks: 4, 1,2,4 or 1..8. [4]")
-@click.option(
-    "--profile",
-    "profile_path",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Profile with task times. [this machine's, or one shipped with gfgen]",
-)
-@click.option("--model", default=DEFAULT_MODEL, show_default=True, help="Model for jobs without one.")
+@profile_option
+@model_option
 @simulated_memory_option
 @click.option(
     "--output",
@@ -65,9 +59,7 @@ TRACE_NAME = "trace.json"
     help="Folder for the simulated manifests and traces.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of the table.")
-@click.pass_context
 def simulate(
-    ctx: click.Context,
     *,
     jobs: str,
     policies: tuple[str, ...],
@@ -82,7 +74,7 @@ def simulate(
 
     The simulation uses the scheduler and the policies of a real run. Only task times are predicted.
     """
-    log.configure(level="debug" if ctx.obj["debug"] else "warning")
+    configure_log("warning")
     named = [load_policy(text) for text in dict.fromkeys(policies)]
     admitted = admit_weightless(jobs, default_model=model, has_bar=has_cursor(sys.stderr))
     room = SimulatedMemory.of(admitted, memory, source=jobs)
