@@ -10,12 +10,11 @@ from types import SimpleNamespace
 import pytest
 from acted_run import ActedRun, Part, job_info
 
-from gfgen.graph import Trajectory
 from gfgen.layout import Layout
 from gfgen.runtime.core import events
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.observer import Observer
-from gfgen.server.http.streams import MAX_CHANGES, StateFeed, _job_events
+from gfgen.server.http.streams import MAX_CHANGES, StateFeed, _job_events, change_between
 from gfgen.server.jobs.mirror import MirrorObserver, RunMirror
 from gfgen.server.jobs.served_job import ServedJob
 from gfgen.server.jobs.store import Ending, JobFacts
@@ -111,7 +110,7 @@ def serve(mirror, *parts, num_ranks=2):
     for part in parts:
         deadline_s = part.info.spec.deadline_s
         facts = facts_of(part.info, deadline_at=None if deadline_s is None else START + deadline_s)
-        records.append(ServedJob(facts, Trajectory(part.info.job_id, part.info.spec.steps)))
+        records.append(ServedJob(facts))
     mirror.add(records)
     return records
 
@@ -207,11 +206,11 @@ def test_utilisation_is_the_share_of_the_last_minute(mirror):
 def test_a_running_task_is_shown_with_the_end_that_was_predicted_last(mirror):
     (record,) = serve(mirror, Part(job_info("a")), num_ranks=1)
     mirror.apply(ProgressUpdate((("a", 3, 10.0, None),)))
-    mirror.apply(Dispatch(7, record.trajectory.task(2), Layout.single(0), 1.0, 1.0, 5.0))
-    seen = mirror.version
+    mirror.apply(Dispatch(7, record.task(2), Layout.single(0), 1.0, 1.0, 5.0))
+    seen = mirror.state()
     mirror.apply(PredictedEnds(((7, 25.0), (6, 99.0))))
     mirror.forecast()
-    (rank,) = mirror.change(seen).ranks
+    (rank,) = change_between(seen, mirror.state()).ranks
     assert rank.task.predicted_end_at == START + 25.0
     assert record.job().predicted_completion_at == START + 35.0
 
@@ -229,10 +228,10 @@ def test_a_policy_that_was_just_asked_for_is_the_one_that_decides(mirror):
     serve(mirror)
     mirror.apply(events.PolicyChanged(1.0, "edf", "deadlines are near"))
     mirror.policy_asked("fcfs")
-    state = mirror.policy()
+    state = mirror.policy
     assert (state.policy, state.deciding, state.reason) == ("fcfs", "fcfs", None)
     mirror.apply(events.PolicyChanged(2.0, "fcfs", "asked for over HTTP"))
-    assert mirror.policy().reason == "asked for over HTTP"
+    assert mirror.policy.reason == "asked for over HTTP"
 
 
 def test_stopping_is_told_to_whoever_follows_a_job(mirror):
@@ -244,21 +243,21 @@ def test_stopping_is_told_to_whoever_follows_a_job(mirror):
 
 def test_a_change_has_what_is_new_and_nothing_else(mirror):
     serve(mirror, Part(job_info("a")), Part(job_info("b")))
-    seen = mirror.version
-    assert mirror.change(seen) is None
+    seen = mirror.state()
+    assert change_between(seen, mirror.state()) is None
     mirror.apply(ProgressUpdate((("a", 0, 5.0, None),)))
     mirror.forecast()
-    change = mirror.change(seen)
+    change = change_between(seen, mirror.state())
     assert [job.id for job in change.open] == ["a"]
     assert change.order == ["a", "b"]
     assert change.model_fields_set == {"server_time", "open", "order", "num_open"}
-    seen = mirror.version
+    seen = mirror.state()
     mirror.end("a", Ending("a", "cancelled", START + 1), expires_at=None)
-    change = mirror.change(seen)
+    change = change_between(seen, mirror.state())
     assert (change.order, [job.id for job in change.finished]) == (["b"], ["a"])
-    seen = mirror.version
+    seen = mirror.state()
     mirror.remove(["a"])
-    assert mirror.change(seen).removed == ["a"]
+    assert change_between(seen, mirror.state()).removed == ["a"]
     assert list(mirror.finished) == []
 
 
@@ -267,7 +266,8 @@ def test_frames_are_made_for_readers_alone_and_those_who_lag_start_anew(mirror):
     serve(mirror, Part(job_info("a")))
     frames.tick()
     assert frames.number == 0
-    mirror.num_streams = 1
+    frames.num_readers = 1
+    assert frames.whole().startswith(b"event: state")
     for turn in range(MAX_CHANGES + 5):
         mirror.apply(events.PolicyChanged(float(turn), f"fcfs,degree={turn}", "x"))
         frames.tick()
@@ -286,7 +286,7 @@ def test_prompts_in_the_live_state_are_short_and_in_answers_whole(mirror):
 
 def test_who_follows_a_job_is_told_of_the_stop_that_comes_while_a_step_is_sent():
     mirror = RunMirror(now=Clock())
-    record = ServedJob(facts_of(job_info("a")), Trajectory("a", 4))
+    record = ServedJob(facts_of(job_info("a")))
     mirror.add([record])
     service = SimpleNamespace(mirror=mirror, store=SimpleNamespace(epoch=1))
 

@@ -255,9 +255,9 @@ def test_a_new_front_knows_that_a_rank_which_died_over_its_models_is_ready_with_
     ):
         bridge.applied(event)
     mirror = live_of_a_new_front(bridge)
-    assert [rank.status for rank in mirror.ranks] == ["loading", "idle"]
+    assert [rank.status for rank in mirror.lanes.lanes] == ["loading", "idle"]
     mirror.apply(RankLoaded(8.0, 0, 7.0))
-    assert [rank.status for rank in mirror.ranks] == ["idle", "idle"]
+    assert [rank.status for rank in mirror.lanes.lanes] == ["idle", "idle"]
 
 
 def test_a_new_front_knows_that_a_rank_with_the_models_of_now_was_lost(bridge):
@@ -268,7 +268,7 @@ def test_a_new_front_knows_that_a_rank_with_the_models_of_now_was_lost(bridge):
         RankLost(3.0, 1, 1, "killed", is_retired=True),
     ):
         bridge.applied(event)
-    assert [rank.status for rank in live_of_a_new_front(bridge).ranks] == ["idle", "retired"]
+    assert [rank.status for rank in live_of_a_new_front(bridge).lanes.lanes] == ["idle", "retired"]
 
 
 def test_an_outcome_is_told_until_it_is_noted(bridge):

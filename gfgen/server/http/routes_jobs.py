@@ -279,10 +279,10 @@ def _json(content: bytes) -> Response:
 
 
 def _job(service: JobService, job_id: str, *, kind: str | None = None) -> Response:
-    answer = service.answer(job_id)
-    if answer is None or (kind == "video" and b'"object":"video"' not in answer[:200]):
+    record = service.job(job_id)
+    if record is None or kind not in (None, record.facts.kind):
         raise _no_job(job_id)
-    return _json(answer)
+    return _json(record.answer())
 
 
 def _no_job(job_id: str) -> ApiError:
@@ -314,7 +314,7 @@ def _list(
     if after is not None and service.store.job(after) is None:
         raise ApiError(400, f"after: there is no job {after!r}", param="after")
     stored = service.store.jobs(limit=limit + 1, is_ascending=order == "asc", after=after, **which)  # type: ignore[arg-type]
-    jobs = [service.job_of_kept(one) for one in stored[:limit]]
+    jobs = [service.served(one).job() for one in stored[:limit]]
     answer = schemas.JobList(
         data=jobs,
         first_id=jobs[0].id if jobs else None,

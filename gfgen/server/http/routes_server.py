@@ -54,11 +54,11 @@ async def health() -> Response:
 async def ready(request: Request) -> Response:
     service = service_of(request)
     service.check_ready()
-    waiting = [rank for rank in service.mirror.ranks if rank.status in ("starting", "lost")]
+    waiting = [rank for rank in service.mirror.lanes.lanes if rank.status in ("starting", "lost")]
     if waiting:
         names = ", ".join(f"rank {rank.rank} ({rank.status})" for rank in waiting)
         raise ApiError(503, f"not up: {names}", code="not_ready", retry_after_s=5)
-    answer = schemas.Ready(ranks=sum(rank.status != "retired" for rank in service.mirror.ranks))
+    answer = schemas.Ready(ranks=sum(rank.status != "retired" for rank in service.mirror.lanes.lanes))
     return Response(answer.model_dump_json(), media_type="application/json")
 
 
@@ -109,7 +109,7 @@ async def get_model(request: Request, model: str) -> Response:
 async def get_policy(request: Request) -> Response:
     service = service_of(request)
     service.check_ready()
-    return Response(service.mirror.policy().model_dump_json(), media_type="application/json")
+    return Response(service.mirror.policy.model_dump_json(), media_type="application/json")
 
 
 @router.post(
@@ -138,7 +138,7 @@ async def set_policy(request: Request) -> Response:
     except PolicyError as error:
         raise ApiError(400, str(error).removeprefix("--policy "), param="policy") from None
     service.set_policy(policy.name)
-    return Response(service.mirror.policy().model_dump_json(), media_type="application/json")
+    return Response(service.mirror.policy.model_dump_json(), media_type="application/json")
 
 
 @router.get(
@@ -149,7 +149,7 @@ async def set_policy(request: Request) -> Response:
     summary="All that the page shows",
 )
 async def get_state(request: Request) -> Response:
-    return Response(request.app.state.feed.state(), media_type="application/json")
+    return Response(service_of(request).mirror.state().model_dump_json(), media_type="application/json")
 
 
 @router.get(

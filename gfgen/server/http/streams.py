@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import Any
 
 from starlette.responses import StreamingResponse
 
 from gfgen.server.jobs.mirror import RunMirror
 from gfgen.server.jobs.served_job import Notifier, ServedJob
 from gfgen.server.jobs.service import JobService
+from gfgen.server.protocol import schemas
 from gfgen.server.protocol.problems import ApiError
 
 FEED_S = 0.2
@@ -27,47 +29,71 @@ class StateFeed:
     """Changes of the live state, encoded once for all readers."""
 
     def __init__(self, mirror: RunMirror) -> None:
-        self._live = mirror
-        self._feed: deque[tuple[int, bytes]] = deque(maxlen=MAX_CHANGES)
-        self._seen = 0
+        self._mirror = mirror
+        self._changes: deque[tuple[int, bytes]] = deque(maxlen=MAX_CHANGES)
+        self._seen: schemas.LiveState | None = None
+        """The state to which the next change refers; None while there are no readers."""
         self.number = 0
         """Of the last change."""
+        self.num_readers = 0
         self.updates = Notifier()
-        self._whole = (0.0, 0, b"")
 
     def tick(self) -> None:
         """Encode the changes since the last call, if there are readers."""
-        if self._live.num_streams == 0:
-            self._feed.clear()
-            self._seen = self._live.version
+        if self.num_readers == 0 or self._seen is None:
+            self._changes.clear()
+            self._seen = None
             return
-        change = self._live.change(self._seen)
+        state = self._mirror.state()
+        change = change_between(self._seen, state)
         if change is None:
             return
-        self._seen = self._live.version
+        self._seen = state
         self.number += 1
         body = change.model_dump_json(include=change.model_fields_set).encode()
-        self._feed.append((self.number, _event(b"change", body)))
+        self._changes.append((self.number, _event(b"change", body)))
         self.updates.notify()
 
     def after(self, number: int) -> list[tuple[int, bytes]] | None:
         """The changes after this number; None if some of them are no longer kept."""
-        if self.number > number and (not self._feed or self._feed[0][0] > number + 1):
+        if self.number > number and (not self._changes or self._changes[0][0] > number + 1):
             return None
-        return [frame for frame in self._feed if frame[0] > number]
-
-    def state(self) -> bytes:
-        """The live state as JSON; cached for FEED_S while nothing changes."""
-        made_at, version, body = self._whole
-        now = self._live.now()
-        if version != self._live.version or not made_at <= now < made_at + FEED_S:
-            body = self._live.state().model_dump_json().encode()
-            self._whole = (now, self._live.version, body)
-        return body
+        return [frame for frame in self._changes if frame[0] > number]
 
     def whole(self) -> bytes:
         """The current state as an event; later changes build on it."""
-        return _event(b"state", self._live.state().model_dump_json().encode())
+        state = self._mirror.state()
+        self._seen = self._seen or state
+        return _event(b"state", state.model_dump_json().encode())
+
+
+def change_between(before: schemas.LiveState, after: schemas.LiveState) -> schemas.Change | None:
+    """What differs, or None. A job or bar has changed if it is another object; time alone changes nothing."""
+    values: dict[str, Any] = {}
+    if (before.status, before.reason) != (after.status, after.reason):
+        values |= {"status": after.status, "reason": after.reason}
+    for name in ("policy", "models"):
+        if getattr(before, name) != getattr(after, name):
+            values[name] = getattr(after, name)
+    if list(map(_without_use, before.ranks)) != list(map(_without_use, after.ranks)):
+        values["ranks"] = after.ranks
+    bars = {bar.key: bar for bar in before.timeline}
+    if news := [bar for bar in after.timeline if bars.get(bar.key) is not bar]:
+        values["timeline"] = news
+    jobs, order = {job.id: job for job in before.open}, [job.id for job in after.open]
+    changed = [job for job in after.open if jobs.get(job.id) is not job]
+    if changed or order != list(jobs) or before.num_open != after.num_open:
+        values |= {"open": changed, "order": order, "num_open": after.num_open}
+    old, new = ({job.id for job in state.finished} for state in (before, after))
+    if old != new:
+        values["finished"] = [job for job in after.finished if job.id not in old]
+        values["removed"] = [job.id for job in before.finished if job.id not in new]
+    return schemas.Change(server_time=after.server_time, **values) if values else None
+
+
+def _without_use(rank: schemas.Rank) -> Any:
+    """What counts as a change of a rank: its utilisation changes all the time."""
+    return rank.status, rank.task, rank.restarts
 
 
 def state_stream(service: JobService, feed: StateFeed) -> StreamingResponse:
@@ -76,38 +102,42 @@ def state_stream(service: JobService, feed: StateFeed) -> StreamingResponse:
 
 
 def job_stream(service: JobService, job_id: str, last_event_id: str | None) -> StreamingResponse:
-    """The events of a job, from the first or after `last_event_id`.
+    """The events of a job, from the first or after `last_event_id`; only the last one if it ended long ago.
 
     Raises: ApiError if there are too many streams, or if the server is still loading.
     """
-    record = service.record(job_id)
-    if record is None:
-        stored = service.store.job(job_id)
-        if stored is not None and stored.ending is None:  # the server is still loading
-            raise service.not_ready()
-        return _response(service, lambda: _end_of_kept(service, job_id))
+    record = service.mirror.find(job_id)
     seen = _seen(last_event_id, service.store.epoch)
+    if record is None:
+        record, seen = service.job(job_id), 0
+        if record is None or not record.has_ended:  # removed meanwhile, or the server is still loading
+            raise service.not_ready()
+        record.end_event()
     return _response(service, lambda: _job_events(service, record, seen))
 
 
-async def _state_events(service: JobService, feed: StateFeed) -> AsyncIterator[bytes]:
-    number = feed.number
-    yield b"retry: %d\n\n" % RETRY_MS + feed.whole()
-    while True:
-        news = feed.after(number)
-        if news is None:
-            number = feed.number
-            yield feed.whole()
-        elif news:
-            number = news[-1][0]
-            yield b"".join(body for _, body in news)
-        elif service.mirror.status == "draining":
-            return
-        elif not await feed.updates.wait(QUIET_S):
-            yield b": still here\n\n"
+async def _state_events(service: JobService, feed: StateFeed) -> AsyncGenerator[bytes]:
+    feed.num_readers += 1
+    try:
+        number = feed.number
+        yield b"retry: %d\n\n" % RETRY_MS + feed.whole()
+        while True:
+            news = feed.after(number)
+            if news is None:
+                number = feed.number
+                yield feed.whole()
+            elif news:
+                number = news[-1][0]
+                yield b"".join(body for _, body in news)
+            elif service.mirror.status == "draining":
+                return
+            elif not await feed.updates.wait(QUIET_S):
+                yield b": still here\n\n"
+    finally:
+        feed.num_readers -= 1
 
 
-async def _job_events(service: JobService, record: ServedJob, seen: int) -> AsyncIterator[bytes]:
+async def _job_events(service: JobService, record: ServedJob, seen: int) -> AsyncGenerator[bytes]:
     yield b"retry: %d\n\n" % RETRY_MS
     epoch = service.store.epoch
     while True:
@@ -124,15 +154,7 @@ async def _job_events(service: JobService, record: ServedJob, seen: int) -> Asyn
             yield b": still here\n\n"
 
 
-async def _end_of_kept(service: JobService, job_id: str) -> AsyncIterator[bytes]:
-    """The final event of a job whose events are no longer in memory."""
-    answer = service.ended_event(job_id)
-    if answer is not None:
-        kind, body = answer
-        yield _event(kind, body, b"%d-0" % service.store.epoch)
-
-
-def _response(service: JobService, events: Callable[[], AsyncIterator[bytes]]) -> StreamingResponse:
+def _response(service: JobService, events: Callable[[], AsyncGenerator[bytes]]) -> StreamingResponse:
     if service.mirror.num_streams >= service.limits.streams:
         raise ApiError(
             429,
@@ -141,21 +163,16 @@ def _response(service: JobService, events: Callable[[], AsyncIterator[bytes]]) -
             retry_after_s=5,
         )
 
-    async def counted() -> AsyncIterator[bytes]:
-        with _counted(service.mirror):
-            async for event in events():
-                yield event
+    async def counted() -> AsyncGenerator[bytes]:
+        service.mirror.num_streams += 1
+        try:
+            async with aclosing(events()) as each:
+                async for event in each:
+                    yield event
+        finally:
+            service.mirror.num_streams -= 1
 
     return StreamingResponse(counted(), media_type="text/event-stream", headers=_HEADERS)
-
-
-@contextmanager
-def _counted(mirror: RunMirror) -> Iterator[None]:
-    mirror.num_streams += 1
-    try:
-        yield
-    finally:
-        mirror.num_streams -= 1
 
 
 def _event(kind: bytes, body: bytes, number: bytes | None = None) -> bytes:

@@ -1,15 +1,14 @@
 """The front's copy of the run's state. All responses come from it, so no request waits for the run.
 
-run_bridge.py sends what happens in the run, and `RunMirror.apply` follows. Changes are numbered; a stream
-asks for those after the last number it has seen.
+run_bridge.py sends what happens in the run, and `RunMirror.apply` follows.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,15 +18,13 @@ from gfgen.policies.catalog import BUILT_IN
 from gfgen.runtime.core import events
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.predict.forecast import predict
-from gfgen.server.jobs.rank_lane import LaneBar, RankLane, RunningDispatch
-from gfgen.server.jobs.served_job import SHOWN_PROMPT_CHARS, ServedJob, layout_view, rounded
+from gfgen.server.jobs.rank_lane import RankLanes
+from gfgen.server.jobs.served_job import ServedJob, layout_view, rounded
 from gfgen.server.jobs.store import Ending
 from gfgen.server.protocol import schemas
 from gfgen.server.protocol.link import LoopTimings, PredictedEnds, ProgressUpdate, RunInfo
-from gfgen.snapshot import JobView, RunningTask
+from gfgen.snapshot import JobView
 
-TIMELINE_S = 120.0
-MAX_BARS = 600
 MAX_SHOWN_OPEN, MAX_SHOWN_FINISHED = 200, 48
 MAX_RECENT = 128
 """Ended jobs whose events stay in memory."""
@@ -76,24 +73,15 @@ class RunMirror:
         self.recent: OrderedDict[str, ServedJob] = OrderedDict()
         self.finished: deque[schemas.Job] = deque(maxlen=MAX_SHOWN_FINISHED)
         """Most recent first."""
-        self.ranks: list[RankLane] = []
-        self.deciding: str | None = None
-        self.policy_reason: str | None = None
-        self.asked_policy: str | None = None
-        self.version = 1
-        self._observer = observer or MirrorObserver()
+        self.lanes = RankLanes(0, started_at=self.began_at)
+        self.policy = schemas.PolicyState(policy="", deciding="", available=list(BUILT_IN))
         self.num_streams = 0
         self.longest_turn_s = 0.0
         """Of the control loop, since this front started."""
         self.num_turns = 0
-        self._gfgen_version = version
+        self._observer = observer or MirrorObserver()
+        self._version = version
         self._max_open = max_open
-        self._running: dict[int, RunningDispatch] = {}
-        self._bars: deque[LaneBar] = deque(maxlen=MAX_BARS)
-        self._changed: dict[str, int] = defaultdict(int)
-        """Version of the last change of each part of the state."""
-        self._finished_at: deque[tuple[int, schemas.Job]] = deque(maxlen=MAX_SHOWN_FINISHED)
-        self._removed: deque[tuple[int, str]] = deque(maxlen=1000)
         self._is_forecast_due = True
 
     # Notes from the run -----------------------------------------------------------------------------
@@ -109,30 +97,23 @@ class RunMirror:
                 for row in note.rows:
                     self._update_progress(*row)
             case PredictedEnds():
-                self._renew_ends(note)
+                self.lanes.renew_ends(note.ends)
             case LoopTimings():
                 self.longest_turn_s = max(self.longest_turn_s, note.longest_s)
                 self.num_turns += note.num_turns
             case events.RankReady():
-                self._rank_ready(note)
+                self.lanes.ready(note)
             case events.RankLost():
-                rank = self._rank(note.rank)
-                rank.status = "retired" if note.is_retired else "lost"
+                self.lanes.lost(note)
                 self._observer.rank_lost(note.rank)
-                self._touch("ranks")
             case events.ModelsChanged():
-                for rank in self.ranks:
-                    rank.status = rank.status if rank.status in ("lost", "retired") else "loading"
-                self._touch("ranks")
+                self.lanes.loading()
             case events.RankLoaded():
-                rank = self._rank(note.rank)
-                rank.status = "busy" if rank.dispatches else "idle"
-                self._touch("ranks")
+                self.lanes.loaded(note.rank)
             case events.FramesLost():
                 self._frames_lost(note.job_id)
             case events.PolicyChanged():
-                self.deciding, self.policy_reason = note.policy, note.reason
-                self._touch("policy")
+                self._set_policy(deciding=note.policy, reason=note.reason)
             case events.StopRequested() | events.ClosingTime():
                 self.drain()
             case RunInfo():
@@ -140,67 +121,34 @@ class RunMirror:
 
     def _serve(self, run_info: RunInfo) -> None:
         self.run_info = run_info
-        self.asked_policy = self.asked_policy or run_info.policy
-        self.deciding = run_info.policy
-        self.ranks = [RankLane(rank) for rank in range(run_info.num_ranks)]
-        self._running.clear()
-        self._bars.clear()
+        self._set_policy(policy=self.policy.policy or run_info.policy, deciding=run_info.policy)
+        self.lanes = RankLanes(run_info.num_ranks, started_at=run_info.started_at)
         self.status, self.reason = "ready", None
-        self._touch("status", "ranks", "policy", "models")
 
     def drain(self) -> None:
         """The run is stopping; open jobs resume at the next start."""
         self.status, self.reason = "draining", "the server is stopping; open jobs continue after its restart"
-        self._touch("status")
         for record in self.records.values():
             record.event("stopping", self.now())
 
     def policy_asked(self, policy: str) -> None:
         """Another policy was requested; the run reports which one decides."""
-        self.asked_policy = self.deciding = policy
-        self.policy_reason = None
-        self._touch("policy")
+        self._set_policy(policy=policy, deciding=policy, reason=None)
 
-    def at(self, time_s: float) -> float:
-        """Convert seconds of the run to Unix time."""
-        assert self.run_info is not None
-        return self.run_info.started_at + time_s
-
-    def _rank(self, rank: int) -> RankLane:
-        return self.ranks[rank]
-
-    def _rank_ready(self, event: events.RankReady) -> None:
-        rank = self._rank(event.rank)
-        rank.status = "busy" if rank.dispatches else "idle"
-        rank.num_restarts = event.incarnation - 1
-        self._touch("ranks")
+    def _set_policy(self, **values: str | None) -> None:
+        self.policy = self.policy.model_copy(update=values)
 
     # Tasks ------------------------------------------------------------------------------------------
 
     def _dispatched(self, dispatch: Dispatch) -> None:
-        running = RunningDispatch(dispatch, dispatch.predicted_end_s)
-        self._running[dispatch.number] = running
-        at = self.at(dispatch.submitted_s)
-        for number in dispatch.layout.ranks:
-            rank = self._rank(number)
-            rank.dispatches.append(running)
-            if len(rank.dispatches) == 1:
-                self._begin(rank, at)
+        self.lanes.dispatched(dispatch)
         record = self.records.get(dispatch.task.job_id)
         if record is not None:
-            self._job_dispatched(record, dispatch, at)
+            self._job_dispatched(record, dispatch)
             self._observer.dispatched(dispatch, record.facts.model)
-        self._touch("ranks", "timeline")
 
-    def _begin(self, rank: RankLane, at: float) -> None:
-        bar = rank.begin(at)
-        if bar is not rank.bar:
-            rank.bar = bar
-            self._bars.append(bar)
-        bar.version = self.version + 1
-
-    def _job_dispatched(self, record: ServedJob, dispatch: Dispatch, at: float) -> None:
-        task, layout = dispatch.task, dispatch.layout
+    def _job_dispatched(self, record: ServedJob, dispatch: Dispatch) -> None:
+        task, layout, at = dispatch.task, dispatch.layout, self.lanes.at(dispatch.submitted_s)
         is_first = record.started_at is None
         has_moved = record.layout != layout
         is_new_stage = record.stage is not task.stage
@@ -217,63 +165,33 @@ class RunMirror:
             record.view = replace(
                 record.view, remaining_s=0.0
             )  # the run reports no progress for the last task
-        self._job_changed(record)
+        record.changed()
         self._is_forecast_due = True
 
-    def _renew_ends(self, note: PredictedEnds) -> None:
-        """Update the predicted ends of running tasks."""
-        for number, end_s in note.ends:
-            if number in self._running:
-                self._running[number].predicted_end_s = end_s
-        self._touch("ranks")
-
     def _landed(self, event: events.TaskDone | events.TaskFailed) -> None:
-        running = self._running.pop(event.dispatch, None)
-        if running is None:
+        dispatch = self.lanes.landed(event)
+        if dispatch is None or not isinstance(event, events.TaskDone):
             return
-        times = {each.rank: each for each in event.times} if isinstance(event, events.TaskDone) else {}
-        for number in running.dispatch.layout.ranks:
-            rank, at = self._rank(number), self.at(event.time_s)
-            if number in times:
-                at, busy_s = self.at(times[number].ended_s), times[number].busy_s
-                self._observer.used(number, busy_s)
-                rank.note_use(busy_s, at)
-            self._leave(rank, running, at)
-        if isinstance(event, events.TaskDone):
-            self._task_done(running.dispatch, event)
-        self._touch("ranks", "timeline")
-
-    def _leave(self, rank: RankLane, running: RunningDispatch, at: float) -> None:
-        """A rank is free of a task; the next one that it was given begins."""
-        was_first = rank.dispatches[:1] == [running]
-        if running in rank.dispatches:
-            rank.dispatches.remove(running)
-        if was_first and rank.bar is not None:
-            rank.bar.ended_at, rank.bar.version = at, self.version + 1
-        if not rank.dispatches:
-            rank.status = "idle" if rank.status == "busy" else rank.status
-        elif was_first:
-            self._begin(rank, at)
-
-    def _task_done(self, dispatch: Dispatch, event: events.TaskDone) -> None:
+        for each in event.times:
+            self._observer.used(each.rank, each.busy_s)
         task, record = dispatch.task, self.records.get(dispatch.task.job_id)
         if record is None:
             return
         self._observer.task_done(dispatch, record.facts.model, event.busy_s)
-        record.next_index = task.index + 1
+        record.next_index, at = task.index + 1, self.lanes.at(event.ended_s)
         if task.stage is Stage.DENOISE:
-            record.event("step", self.at(event.ended_s), step=record.step, steps=record.facts.steps)
+            record.event("step", at, step=record.step, steps=record.facts.steps)
         if record.next_index == record.facts.num_tasks:
             record.is_writing = True
-            record.event("stage", self.at(event.ended_s), stage="write")
-        self._job_changed(record)
+            record.event("stage", at, stage="write")
+        record.changed()
 
     def _frames_lost(self, job_id: str) -> None:
         """The frames are lost, so the decode runs again."""
         record = self.records.get(job_id)
         if record is not None:
             record.is_writing, record.next_index = False, record.facts.num_tasks - 1
-            self._job_changed(record)
+            record.changed()
 
     def _update_progress(
         self, job_id: str, next_index: int, remaining_s: float, layout: Layout | None
@@ -284,9 +202,9 @@ class RunMirror:
             return
         if next_index > 0 and record.started_at is None:  # it started before this front
             record.status, record.next_index, record.layout = "in_progress", next_index, layout
-            record.stage = record.trajectory.task(next_index - 1).stage
+            record.stage = record.task(next_index - 1).stage
             record.position = None
-            self._job_changed(record)
+            record.changed()
         facts = record.facts
         record.view = JobView(
             job_id=job_id,
@@ -295,7 +213,7 @@ class RunMirror:
             arrival_s=facts.arrives_at,
             deadline_s=math.inf if facts.deadline_at is None else facts.deadline_at,
             precedence=-facts.priority,
-            next_task=record.trajectory.task(next_index),
+            next_task=record.task(next_index),
             num_tasks=facts.num_tasks,
             remaining_s=remaining_s,
             last_layout=layout,
@@ -304,6 +222,10 @@ class RunMirror:
 
     # Jobs -------------------------------------------------------------------------------------------
 
+    def find(self, job_id: str) -> ServedJob | None:
+        """The job while it is open and shortly after its end."""
+        return self.records.get(job_id) or self.recent.get(job_id)
+
     def add(self, records: Iterable[ServedJob]) -> None:
         """Add accepted jobs."""
         num_queued = sum(record.status == "queued" for record in self.records.values())
@@ -311,7 +233,7 @@ class RunMirror:
             self.records[record.facts.id] = record
             record.position = position
             record.event("queued", self.now(), position=position)
-            self._job_changed(record)
+            record.changed()
         self._is_forecast_due = True
 
     def end(self, job_id: str, ending: Ending, *, expires_at: float | None) -> ServedJob | None:
@@ -319,61 +241,32 @@ class RunMirror:
         record = self.records.pop(job_id, None)
         if record is None:
             return None
-        record.ending, record.status, record.expires_at = ending, ending.status, expires_at
-        record.position = record.view = record.predicted_start_at = None
-        record.changed()
-        done = record.status == "completed"
-        record.event(
-            ending.status,
-            ending.completed_at,
-            error=record.job().error,
-            content_url=f"/v1/jobs/{job_id}/content" if done else None,
-        )
+        record.end(ending, expires_at=expires_at)
+        record.end_event()
         self.recent[job_id] = record
         while len(self.recent) > MAX_RECENT:
             self.recent.popitem(last=False)
-        self.show_finished(record.job(shown_chars=SHOWN_PROMPT_CHARS))
+        self.finished.appendleft(record.shown())
         self._observer.ended(record)
         self._is_forecast_due = True
         return record
 
-    def show_finished(self, job: schemas.Job) -> None:
-        """Put the job at the head of the finished list."""
-        self._touch("open", "finished")
-        self.finished.appendleft(job)
-        self._finished_at.appendleft((self.version, job))
-
     def remove(self, job_ids: Sequence[str]) -> None:
         """Ended jobs were removed."""
-        gone = set(job_ids)
-        self._touch("finished")
-        self._removed.extend((self.version, job_id) for job_id in job_ids)
-        stored = [entry for entry in self._finished_at if entry[1].id not in gone]
-        self._finished_at = deque(stored, maxlen=MAX_SHOWN_FINISHED)
-        self.finished = deque((job for _, job in stored), maxlen=MAX_SHOWN_FINISHED)
         for job_id in job_ids:
             self.recent.pop(job_id, None)
-
-    def _job_changed(self, record: ServedJob) -> None:
-        self.version += 1
-        record.version = self.version
-        record.changed()
-        self._changed["open"] = self.version
+        stored = [job for job in self.finished if job.id not in set(job_ids)]
+        self.finished = deque(stored, maxlen=MAX_SHOWN_FINISHED)
 
     def forecast(self) -> None:
         """Update the predicted ends of open jobs if anything has happened since the last call."""
-        if self.run_info is None or not (self._is_forecast_due or self._running):
+        if self.run_info is None or not (self._is_forecast_due or self.lanes.is_busy):
             return
         self._is_forecast_due = False
         views = {job_id: r.view for job_id, r in self.records.items() if r.view is not None}
-        now, shift_s = self.now(), self.run_info.started_at
-        running = [
-            RunningTask(f.dispatch.task, f.dispatch.layout, shift_s + f.predicted_end_s)
-            for f in self._running.values()
-        ]
-        ranks = [rank.rank for rank in self.ranks if rank.status in ("idle", "busy")]
-        policy = self.deciding or ""
-        predicted = predict(views, running=running, ranks=ranks, now_s=now, policy=policy)
+        now, running = self.now(), self.lanes.running()
+        ranks = [lane.rank for lane in self.lanes.lanes if lane.status in ("idle", "busy")]
+        predicted = predict(views, running=running, ranks=ranks, now_s=now, policy=self.policy.deciding)
         queued = [job_id for job_id in predicted.starts_s if self.records[job_id].status == "queued"]
         for place, job_id in enumerate(queued, start=1):
             self._set_position(self.records[job_id], place, predicted.starts_s[job_id], now)
@@ -381,19 +274,40 @@ class RunMirror:
             record, ends_at = self.records[job_id], predicted.ends_s[job_id]
             if _is_notable(record.predicted_end_at, ends_at, now):
                 record.predicted_end_at = ends_at
-                self._job_changed(record)
+                record.changed()
 
     def _set_position(self, record: ServedJob, place: int, starts_at: float, now: float) -> None:
         is_new = record.position != place or record.predicted_start_at is None
         if is_new or _is_notable(record.predicted_start_at, starts_at, now):
             record.position, record.predicted_start_at = place, starts_at
-            self._job_changed(record)
+            record.changed()
         if is_new and record.updates.has_waiters:
             record.event("queued", now, position=place, predicted_start_at=rounded(starts_at))
 
     # Responses -------------------------------------------------------------------------------------
 
-    def shown_open(self) -> list[ServedJob]:
+    def state(self) -> schemas.LiveState:
+        """The whole state. Jobs and bars that have not changed are the same objects as before."""
+        now = self.now()
+        return schemas.LiveState(
+            server_time=round(now, 3),
+            started_at=round(self.began_at, 3),
+            version=self._version,
+            status=self.status,
+            reason=self.reason,
+            device="" if self.run_info is None else self.run_info.device,
+            policy=self.policy,
+            models=self.models(),
+            ranks=self.ranks(now),
+            timeline=self.lanes.bars(now),
+            open=[record.shown() for record in self._shown_open()],
+            num_open=len(self.records),
+            max_open=self._max_open,
+            finished=list(self.finished),
+            streams=self.num_streams,
+        )
+
+    def _shown_open(self) -> list[ServedJob]:
         """Started jobs in the order of their start, then the queue."""
         started = [r for r in self.records.values() if r.status == "in_progress"]
         queued = [r for r in self.records.values() if r.status == "queued"]
@@ -401,101 +315,15 @@ class RunMirror:
         queued.sort(key=lambda r: r.position or 10**9)
         return [*started, *queued][:MAX_SHOWN_OPEN]
 
-    def state(self) -> schemas.LiveState:
-        """The whole state."""
-        now = self.now()
-        return schemas.LiveState(
-            server_time=round(now, 3),
-            started_at=round(self.began_at, 3),
-            version=self._gfgen_version,
-            status=self.status,
-            reason=self.reason,
-            device="" if self.run_info is None else self.run_info.device,
-            policy=self.policy(),
-            models=self.models(),
-            ranks=self.shown_ranks(now),
-            timeline=[s.shown() for s in self._recent_bars(now)],
-            open=[r.job(shown_chars=SHOWN_PROMPT_CHARS) for r in self.shown_open()],
-            num_open=len(self.records),
-            max_open=self._max_open,
-            finished=list(self.finished),
-            streams=self.num_streams,
-        )
+    def ranks(self, now: float) -> list[schemas.Rank]:
+        def num_steps(job_id: str) -> int:
+            record = self.find(job_id)
+            return 0 if record is None else record.facts.steps
 
-    def change(self, since: int) -> schemas.Change | None:
-        """The changes after version `since`; None if there are none."""
-        if self.version <= since:
-            return None
-        now, changed = self.now(), self._changed
-        values: dict[str, Any] = {}
-        if changed["status"] > since:
-            values |= {"status": self.status, "reason": self.reason}
-        if changed["policy"] > since:
-            values["policy"] = self.policy()
-        if changed["models"] > since:
-            values["models"] = self.models()
-        if changed["ranks"] > since:
-            values["ranks"] = self.shown_ranks(now)
-        if changed["timeline"] > since:
-            values["timeline"] = [s.shown() for s in self._recent_bars(now) if s.version > since]
-        if changed["open"] > since:
-            shown = self.shown_open()
-            new = [r.job(shown_chars=SHOWN_PROMPT_CHARS) for r in shown if r.version > since]
-            values |= {"open": new, "order": [r.facts.id for r in shown], "num_open": len(self.records)}
-        if changed["finished"] > since:
-            values["finished"] = [job for version, job in self._finished_at if version > since]
-            values["removed"] = [job_id for version, job_id in self._removed if version > since]
-        return schemas.Change(server_time=round(now, 3), **values)
-
-    def policy(self) -> schemas.PolicyState:
-        return schemas.PolicyState(
-            policy=self.asked_policy or "",
-            deciding=self.deciding or self.asked_policy or "",
-            reason=self.policy_reason,
-            available=list(BUILT_IN),
-        )
+        return list(self.lanes.ranks(now, since=self.began_at, num_steps=num_steps))
 
     def models(self) -> list[schemas.ServedModel]:
         return [] if self.run_info is None else list(self.run_info.models)
-
-    def shown_ranks(self, now: float) -> list[schemas.Rank]:
-        since = self.began_at if self.run_info is None else max(self.began_at, self.run_info.started_at)
-        return [
-            schemas.Rank(
-                rank=rank.rank,
-                status=rank.status,
-                task=self._rank_task(rank),
-                utilisation=round(rank.utilisation(now, since=since), 3),
-                restarts=rank.num_restarts,
-            )
-            for rank in self.ranks
-        ]
-
-    def _rank_task(self, rank: RankLane) -> schemas.RankTask | None:
-        if not rank.dispatches:
-            return None
-        running = rank.dispatches[0]
-        dispatch = running.dispatch
-        record = self.records.get(dispatch.task.job_id) or self.recent.get(dispatch.task.job_id)
-        view = layout_view(dispatch.layout)
-        assert view is not None
-        return schemas.RankTask(
-            job_id=dispatch.task.job_id,
-            stage=dispatch.task.stage.value,
-            step=dispatch.task.step,
-            steps=0 if record is None else record.facts.steps,
-            layout=view,
-            started_at=round(rank.begun_at, 4),
-            predicted_end_at=round(self.at(running.predicted_end_s), 4),
-        )
-
-    def _recent_bars(self, now: float) -> Iterator[LaneBar]:
-        return (s for s in self._bars if s.ended_at is None or s.ended_at > now - TIMELINE_S)
-
-    def _touch(self, *parts: str) -> None:
-        self.version += 1
-        for part in parts:
-            self._changed[part] = self.version
 
 
 def _is_notable(before: float | None, after: float, now: float) -> bool:

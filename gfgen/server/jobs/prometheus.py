@@ -122,12 +122,12 @@ class ServerMetrics(MirrorObserver, Collector):
             (r.facts.model, self._class(r.facts.tag), r.status) for r in list(mirror.records.values())
         )
         yield _gauge("gfgen_jobs_open", "Jobs that have not ended.", ["model", "class", "status"], waiting)
-        now = mirror.now()
-        use = {(str(rank.rank),): rank.utilisation for rank in mirror.shown_ranks(now)}
+        ranks = mirror.ranks(mirror.now())
+        use = {(str(rank.rank),): rank.utilisation for rank in ranks}
         yield _gauge(
             "gfgen_rank_utilisation", "Share of the last minute in which it computed.", ["rank"], use
         )
-        up = {(str(rank.rank),): float(rank.status in ("loading", "idle", "busy")) for rank in mirror.ranks}
+        up = {(str(rank.rank),): float(rank.status in ("loading", "idle", "busy")) for rank in ranks}
         yield _gauge("gfgen_rank_up", "1 while a rank takes tasks.", ["rank"], up)
         turn = {(): mirror.longest_turn_s}
         yield _gauge("gfgen_control_longest_turn_seconds", "The loop's longest turn so far.", [], turn)

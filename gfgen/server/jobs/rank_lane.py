@@ -1,71 +1,23 @@
-"""One rank's lane of the live timeline, as bars of uninterrupted work for one job. Pure."""
+"""What each rank does, and the timeline of bars: uninterrupted work of one rank for one job. Pure."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
-from gfgen.graph import Stage
-from gfgen.layout import Layout
+from gfgen.runtime.core import events
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.server.jobs.served_job import layout_view
 from gfgen.server.protocol import schemas
+from gfgen.snapshot import RunningTask
 
+TIMELINE_S = 120.0
+MAX_BARS = 600
 GAP_S = 0.25
 """Largest pause between two tasks within one bar."""
 USE_S = 60
 """Window of a rank's utilisation, in seconds."""
-
-
-@dataclass(slots=True, eq=False)
-class RunningDispatch:
-    """A dispatched task, until it has ended."""
-
-    dispatch: Dispatch
-    predicted_end_s: float
-    """Latest prediction, in seconds of the run."""
-
-
-@dataclass(slots=True, eq=False)
-class LaneBar:
-    """A bar of the timeline, which may still grow."""
-
-    key: str
-    rank: int
-    job_id: str
-    stage: Stage
-    layout: Layout
-    first_step: int | None
-    last_step: int | None
-    started_at: float
-    ended_at: float | None = None
-    version: int = 0
-
-    @classmethod
-    def of(cls, dispatch: Dispatch, *, rank: int, at: float) -> LaneBar:
-        """A new bar that starts with this task."""
-        task, key = dispatch.task, f"{dispatch.number}-{rank}"
-        return cls(key, rank, task.job_id, task.stage, dispatch.layout, task.step, task.step, at)
-
-    def is_of(self, dispatch: Dispatch) -> bool:
-        """Whether the task extends this bar."""
-        task = dispatch.task
-        return (self.job_id, self.stage, self.layout) == (task.job_id, task.stage, dispatch.layout)
-
-    def shown(self) -> schemas.TimelineBar:
-        view = layout_view(self.layout)
-        assert view is not None
-        return schemas.TimelineBar(
-            key=self.key,
-            rank=self.rank,
-            job_id=self.job_id,
-            stage=self.stage.value,
-            layout=view,
-            first_step=self.first_step,
-            last_step=self.last_step,
-            started_at=round(self.started_at, 4),
-            ended_at=None if self.ended_at is None else round(self.ended_at, 4),
-        )
 
 
 @dataclass(slots=True, eq=False)
@@ -75,17 +27,19 @@ class RankLane:
     rank: int
     status: schemas.RankStatus = "starting"
     num_restarts: int = 0
-    dispatches: list[RunningDispatch] = field(default_factory=list)
+    queue: list[int] = field(default_factory=list)
+    """Numbers of its dispatches; the first one runs."""
     begun_at: float = 0.0
     """Start of the first of its dispatches."""
     busy_by_second: dict[int, float] = field(default_factory=lambda: defaultdict(float))
-    bar: LaneBar | None = None
+    bar_key: str = ""
+    """Its last bar."""
 
     def utilisation(self, now: float, *, since: float) -> float:
         """Busy share of the last minute; a running task counts up to now."""
         span_s = min(float(USE_S), max(now - since, 1e-3))
         busy_s = sum(s for second, s in self.busy_by_second.items() if second > now - USE_S)
-        if self.dispatches:
+        if self.queue:
             busy_s += max(0.0, now - max(self.begun_at, now - span_s))
         return min(1.0, busy_s / span_s)
 
@@ -94,17 +48,149 @@ class RankLane:
         while len(self.busy_by_second) > 2 * USE_S:
             del self.busy_by_second[next(iter(self.busy_by_second))]
 
-    def begin(self, at: float) -> LaneBar:
-        """The first of its dispatches starts; returns the bar that it extends, or a new one."""
-        dispatch, bar = self.dispatches[0].dispatch, self.bar
-        self.begun_at = at
-        if self.status in ("idle", "busy"):
-            self.status = "busy"
-        if bar is not None and bar.is_of(dispatch) and at - (bar.ended_at or at) <= GAP_S:
-            bar.ended_at = None
-        else:
-            if bar is not None and bar.ended_at is None:
-                bar.ended_at = at
-            bar = LaneBar.of(dispatch, rank=self.rank, at=at)
-        bar.last_step = dispatch.task.step
-        return bar
+
+class RankLanes:
+    """All ranks of a run. Its events have seconds of the run, `started_at` is Unix time of second 0."""
+
+    def __init__(self, num_ranks: int, *, started_at: float) -> None:
+        self.lanes = [RankLane(rank) for rank in range(num_ranks)]
+        self._started_at = started_at
+        self._running: dict[int, Dispatch] = {}
+        self._bars: dict[str, schemas.TimelineBar] = {}
+        """Oldest first. A bar is replaced when it changes, so an identical object is an unchanged bar."""
+
+    def at(self, time_s: float) -> float:
+        """Convert seconds of the run to Unix time."""
+        return self._started_at + time_s
+
+    # Events -----------------------------------------------------------------------------------------
+
+    def dispatched(self, dispatch: Dispatch) -> None:
+        self._running[dispatch.number] = dispatch
+        for rank in dispatch.layout.ranks:
+            lane = self.lanes[rank]
+            lane.queue.append(dispatch.number)
+            if len(lane.queue) == 1:
+                self._begin(lane, self.at(dispatch.submitted_s))
+
+    def landed(self, event: events.TaskDone | events.TaskFailed) -> Dispatch | None:
+        """The dispatch that has ended; None if it is unknown."""
+        dispatch = self._running.pop(event.dispatch, None)
+        if dispatch is None:
+            return None
+        times = {each.rank: each for each in event.times} if isinstance(event, events.TaskDone) else {}
+        for rank in dispatch.layout.ranks:
+            lane, at = self.lanes[rank], self.at(event.time_s)
+            if rank in times:
+                at = self.at(times[rank].ended_s)
+                lane.note_use(times[rank].busy_s, at)
+            self._leave(lane, dispatch.number, at)
+        return dispatch
+
+    def renew_ends(self, ends: Sequence[tuple[int, float]]) -> None:
+        """Update the predicted ends of running tasks."""
+        for number, end_s in ends:
+            if number in self._running:
+                self._running[number] = replace(self._running[number], predicted_end_s=end_s)
+
+    def ready(self, event: events.RankReady) -> None:
+        self.lanes[event.rank].num_restarts = event.incarnation - 1
+        self.loaded(event.rank)
+
+    def loaded(self, rank: int) -> None:
+        lane = self.lanes[rank]
+        lane.status = "busy" if lane.queue else "idle"
+
+    def lost(self, event: events.RankLost) -> None:
+        self.lanes[event.rank].status = "retired" if event.is_retired else "lost"
+
+    def loading(self) -> None:
+        """All ranks that live change their models."""
+        for lane in self.lanes:
+            lane.status = lane.status if lane.status in ("lost", "retired") else "loading"
+
+    def _begin(self, lane: RankLane, at: float) -> None:
+        """The first dispatch of the queue starts: it extends the last bar, or a new bar begins."""
+        dispatch = self._running[lane.queue[0]]
+        task, layout = dispatch.task, layout_view(dispatch.layout)
+        lane.begun_at = at
+        if lane.status == "idle":
+            lane.status = "busy"
+        last = self._bars.get(lane.bar_key)
+        if last is not None:
+            is_same = (last.job_id, last.stage, last.layout) == (task.job_id, task.stage.value, layout)
+            if is_same and at - (last.ended_at or at) <= GAP_S:
+                self._set(last, ended_at=None, last_step=task.step)
+                return
+            if last.ended_at is None:
+                self._set(last, ended_at=round(at, 4))
+        lane.bar_key = f"{dispatch.number}-{lane.rank}"
+        self._bars[lane.bar_key] = schemas.TimelineBar(
+            key=lane.bar_key,
+            rank=lane.rank,
+            job_id=task.job_id,
+            stage=task.stage.value,
+            layout=layout,
+            first_step=task.step,
+            last_step=task.step,
+            started_at=round(at, 4),
+            ended_at=None,
+        )
+        if len(self._bars) > MAX_BARS:
+            del self._bars[next(iter(self._bars))]
+
+    def _leave(self, lane: RankLane, number: int, at: float) -> None:
+        """A rank is free of a dispatch; the next one in its queue starts."""
+        was_first = lane.queue[:1] == [number]
+        if number in lane.queue:
+            lane.queue.remove(number)
+        if was_first and (bar := self._bars.get(lane.bar_key)) is not None:
+            self._set(bar, ended_at=round(at, 4))
+        if not lane.queue:
+            lane.status = "idle" if lane.status == "busy" else lane.status
+        elif was_first:
+            self._begin(lane, at)
+
+    def _set(self, bar: schemas.TimelineBar, **values: float | int | None) -> None:
+        self._bars[bar.key] = bar.model_copy(update=values)
+
+    # What is shown ----------------------------------------------------------------------------------
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._running)
+
+    def running(self) -> list[RunningTask]:
+        """The running tasks with their predicted ends in Unix time."""
+        return [RunningTask(d.task, d.layout, self.at(d.predicted_end_s)) for d in self._running.values()]
+
+    def ranks(self, now: float, *, since: float, num_steps: Callable[[str], int]) -> Iterator[schemas.Rank]:
+        """`since`: utilisation counts from this moment; `num_steps` returns the steps of a job."""
+        since = max(since, self._started_at)
+        for lane in self.lanes:
+            yield schemas.Rank(
+                rank=lane.rank,
+                status=lane.status,
+                task=self._task(lane, num_steps),
+                utilisation=round(lane.utilisation(now, since=since), 3),
+                restarts=lane.num_restarts,
+            )
+
+    def _task(self, lane: RankLane, num_steps: Callable[[str], int]) -> schemas.RankTask | None:
+        if not lane.queue:
+            return None
+        dispatch = self._running[lane.queue[0]]
+        return schemas.RankTask(
+            job_id=dispatch.task.job_id,
+            stage=dispatch.task.stage.value,
+            step=dispatch.task.step,
+            steps=num_steps(dispatch.task.job_id),
+            layout=layout_view(dispatch.layout),
+            started_at=round(lane.begun_at, 4),
+            predicted_end_at=round(self.at(dispatch.predicted_end_s), 4),
+        )
+
+    def bars(self, now: float) -> list[schemas.TimelineBar]:
+        """The bars of the last two minutes, oldest first."""
+        since = now - TIMELINE_S
+        return [bar for bar in self._bars.values() if bar.ended_at is None or bar.ended_at > since]

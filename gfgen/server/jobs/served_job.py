@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from gfgen.graph import Stage, Trajectory
+from gfgen.graph import Stage, Task, Trajectory
 from gfgen.layout import Layout
 from gfgen.server.jobs.store import Ending, JobFacts
 from gfgen.server.protocol import schemas
@@ -17,8 +17,6 @@ MAX_EVENTS = 600
 """Events kept per job, for readers that connect late or reconnect."""
 SHOWN_PROMPT_CHARS = 300
 """Length to which the live state shortens prompts."""
-_NUM_OTHER_TASKS = 3
-"""Encode, prepare and decode."""
 
 
 class Notifier:
@@ -61,10 +59,9 @@ class EncodedEvent:
 
 @dataclass(slots=True, eq=False)
 class ServedJob:
-    """An open or recently ended job. Only mirror.py changes it."""
+    """An accepted job. The mirror changes it while it is open; `end` makes it final."""
 
     facts: JobFacts
-    trajectory: Trajectory
     status: schemas.JobStatus = "queued"
     next_index: int = 0
     stage: Stage | None = None
@@ -78,12 +75,11 @@ class ServedJob:
     view: JobView | None = None
     """For predictions; None until the run has reported the job's progress."""
     expires_at: float | None = None
-    version: int = 0
-    """Version of the live state at the last change."""
     updates: Notifier = field(default_factory=Notifier)
     events: deque[EncodedEvent] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
     num_events: int = 0
     _answer: bytes | None = None
+    _shown: schemas.Job | None = None
 
     @property
     def has_ended(self) -> bool:
@@ -109,23 +105,73 @@ class ServedJob:
             return None
         return self.predicted_end_at <= self.facts.deadline_at
 
+    @property
+    def content_url(self) -> str | None:
+        return f"/v1/jobs/{self.facts.id}/content" if self.status == "completed" else None
+
+    def task(self, index: int) -> Task:
+        return Trajectory(self.facts.id, self.facts.steps).task(index)
+
     def answer(self) -> bytes:
         """The job as JSON, cached until the next change."""
         if self._answer is None:
             self._answer = self.job().model_dump_json().encode()
         return self._answer
 
-    def changed(self) -> None:
-        self._answer = None
+    def shown(self) -> schemas.Job:
+        """The job in the live state: with a short prompt, and the same object until the next change."""
+        if self._shown is None:
+            job = self.job()
+            self._shown = job.model_copy(update={"prompt": job.prompt[:SHOWN_PROMPT_CHARS]})
+        return self._shown
 
-    def job(self, *, shown_chars: int | None = None) -> schemas.Job:
-        ending = self.ending
-        return job_of(
-            self.facts,
-            ending,
-            expires_at=self.expires_at,
-            shown_chars=shown_chars,
-            **{} if ending is not None else self._open_values(),
+    def changed(self) -> None:
+        self._answer = self._shown = None
+
+    def end(self, ending: Ending, *, expires_at: float | None) -> None:
+        self.ending, self.status, self.expires_at = ending, ending.status, expires_at
+        self.started_at = ending.started_at
+        self.next_index = max(self.next_index, ending.step + 2 if ending.step else 0)
+        self.stage = self.layout = self.view = None
+        self.position = self.predicted_start_at = self.predicted_end_at = None
+        self.is_writing = False
+        self.changed()
+
+    def job(self) -> schemas.Job:
+        """The job as in responses."""
+        facts, ending, url = self.facts, self.ending, self.content_url
+        return schemas.Job(
+            id=facts.id,
+            object=facts.kind,
+            model=facts.model,
+            prompt=facts.prompt,
+            status=self.status,
+            progress=self.progress,
+            size=facts.size,
+            seconds=facts.seconds,
+            created_at=int(facts.created_at),
+            completed_at=None if ending is None else int(ending.completed_at),
+            expires_at=None if self.expires_at is None else int(self.expires_at),
+            error=_failure(ending),
+            frames=facts.frames,
+            fps=facts.fps,
+            steps=facts.steps,
+            step=self.step,
+            stage="write" if self.is_writing else None if self.stage is None else self.stage.value,
+            layout=None if self.layout is None else layout_view(self.layout),
+            seed=facts.seed,
+            priority=facts.priority,
+            tag=facts.tag,
+            batch_id=facts.batch_id,
+            custom_id=facts.custom_id,
+            position=self.position,
+            started_at=rounded(self.started_at),
+            predicted_start_at=rounded(self.predicted_start_at) if self.status == "queued" else None,
+            predicted_completion_at=rounded(self.predicted_end_at),
+            deadline_at=rounded(facts.deadline_at),
+            will_meet_deadline=self.will_meet_deadline,
+            content_url=url,
+            thumbnail_url=None if url is None else f"{url}?variant=thumbnail",
         )
 
     def event(self, kind: Any, at: float, **values: Any) -> None:
@@ -136,7 +182,7 @@ class ServedJob:
             job_id=self.facts.id,
             status=self.status,
             progress=self.progress,
-            predicted_completion_at=None if self.has_ended else rounded(self.predicted_end_at),
+            predicted_completion_at=rounded(self.predicted_end_at),
             will_meet_deadline=self.will_meet_deadline,
             **values,
         )
@@ -146,77 +192,17 @@ class ServedJob:
         )
         self.updates.notify()
 
+    def end_event(self) -> None:
+        """Append the last event of a job that has ended."""
+        assert self.ending is not None
+        at, error = self.ending.completed_at, _failure(self.ending)
+        self.event(self.status, at, error=error, content_url=self.content_url)
+
     def events_after(self, number: int) -> list[EncodedEvent]:
         return [event for event in self.events if event.number > number]
 
-    def _open_values(self) -> dict[str, Any]:
-        return {
-            "status": self.status,
-            "progress": self.progress,
-            "step": self.step,
-            "stage": self.stage_name,
-            "layout": layout_view(self.layout),
-            "position": self.position,
-            "started_at": rounded(self.started_at),
-            "predicted_start_at": rounded(self.predicted_start_at) if self.status == "queued" else None,
-            "predicted_completion_at": rounded(self.predicted_end_at),
-            "will_meet_deadline": self.will_meet_deadline,
-        }
 
-    @property
-    def stage_name(self) -> schemas.StageName | None:
-        if self.is_writing:
-            return "write"
-        return None if self.stage is None else self.stage.value
-
-
-def job_of(
-    facts: JobFacts,
-    ending: Ending | None,
-    *,
-    expires_at: float | None,
-    shown_chars: int | None,
-    **values: Any,
-) -> schemas.Job:
-    """The public form of a job; `values` are the variable fields of an open one."""
-    if ending is not None:
-        is_done = ending.status == "completed"
-        values = {
-            "status": ending.status,
-            "progress": 100 if is_done else 100 * ending.step // (facts.steps + _NUM_OTHER_TASKS + 1),
-            "step": ending.step,
-            "started_at": rounded(ending.started_at),
-            "completed_at": int(ending.completed_at),
-            "expires_at": None if expires_at is None else int(expires_at),
-            "will_meet_deadline": ending.met_deadline,
-            "error": _error(ending),
-            "content_url": f"/v1/jobs/{facts.id}/content" if is_done else None,
-            "thumbnail_url": f"/v1/jobs/{facts.id}/content?variant=thumbnail" if is_done else None,
-        }
-    return schemas.Job(
-        id=facts.id,
-        object=facts.kind,
-        model=facts.model,
-        prompt=facts.prompt if shown_chars is None else facts.prompt[:shown_chars],
-        size=facts.size,
-        seconds=facts.seconds,
-        created_at=int(facts.created_at),
-        frames=facts.frames,
-        fps=facts.fps,
-        steps=facts.steps,
-        seed=facts.seed,
-        priority=facts.priority,
-        tag=facts.tag,
-        batch_id=facts.batch_id,
-        custom_id=facts.custom_id,
-        deadline_at=rounded(facts.deadline_at),
-        **values,
-    )
-
-
-def layout_view(layout: Layout | None) -> schemas.LayoutView | None:
-    if layout is None:
-        return None
+def layout_view(layout: Layout) -> schemas.LayoutView:
     return schemas.LayoutView(
         ranks=list(layout.ranks), cfg=layout.cfg, ulysses=layout.ulysses, ring=layout.ring
     )
@@ -227,7 +213,7 @@ def rounded(moment: float | None) -> float | None:
     return None if moment is None else round(moment, 3)
 
 
-def _error(ending: Ending) -> schemas.JobFailure | None:
-    if ending.error_code is None:
+def _failure(ending: Ending | None) -> schemas.JobFailure | None:
+    if ending is None or ending.error_code is None:
         return None
     return schemas.JobFailure(code=ending.error_code, message=ending.error_message or "")

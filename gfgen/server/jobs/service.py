@@ -23,9 +23,8 @@ from gfgen.runtime.files.manifest import manifest_entry
 from gfgen.server.jobs import files, job_requests
 from gfgen.server.jobs.job_requests import RequestedJob
 from gfgen.server.jobs.mirror import MAX_SHOWN_FINISHED, RunMirror
-from gfgen.server.jobs.served_job import ServedJob, job_of
+from gfgen.server.jobs.served_job import ServedJob
 from gfgen.server.jobs.store import Ended, Ending, JobFacts, KeyTakenError, RequestKey, Store, StoredJob
-from gfgen.server.protocol import schemas
 from gfgen.server.protocol.limits import ServerLimits
 from gfgen.server.protocol.link import CancelJobs, OpenJobIds, OutcomesStored, RunInfo, SetPolicy, SubmitJobs
 from gfgen.server.protocol.problems import ApiError, without_folders
@@ -94,10 +93,10 @@ class JobService:
             if problems:
                 await self._refuse(facts, problems)
             else:
-                records.append(ServedJob(facts, admitted[0].trajectory))
+                records.append(ServedJob(facts))
                 jobs.append(admitted[0])
         for stored in reversed(self.store.last_ended(MAX_SHOWN_FINISHED)):
-            self.mirror.show_finished(self.job_of_kept(stored, shown_chars=300))
+            self.mirror.finished.appendleft(self.served(stored).shown())
         self.mirror.add(records)
         self._submit(jobs)
         self._send(OpenJobIds(tuple(job.job_id for job in jobs)))
@@ -171,8 +170,8 @@ class JobService:
         return Ending(
             job_id,
             status,
-            completed_at=self.mirror.at(outcome.ended_s),
-            started_at=None if outcome.started_s is None else self.mirror.at(outcome.started_s),
+            completed_at=self.mirror.lanes.at(outcome.ended_s),
+            started_at=None if outcome.started_s is None else self.mirror.lanes.at(outcome.started_s),
             size_bytes=None if outcome.written is None else outcome.written.size_bytes,
             met_deadline=outcome.met_deadline,
             step=outcome.info.spec.steps or 0 if status == "completed" else record.step if record else 0,
@@ -268,9 +267,7 @@ class JobService:
         now = self._now()
         accepted = [job_requests.accepted(one, job, now=now) for one, job in jobs]
         await self.store.accept(accepted, batch_id=batch_id, key=key, now=now)
-        self.mirror.add(
-            ServedJob(one.facts, job.trajectory) for one, (_, job) in zip(accepted, jobs, strict=True)
-        )
+        self.mirror.add(ServedJob(one.facts) for one in accepted)
         self._submit([job for _, job in jobs])
 
     def _submit(self, jobs: Sequence[AdmittedJob]) -> None:
@@ -378,45 +375,21 @@ class JobService:
 
     # Responses --------------------------------------------------------------------------------------
 
-    def answer(self, job_id: str) -> bytes | None:
-        """The job as JSON; None if there is no such job."""
-        record = self.record(job_id)
-        if record is not None:
-            return record.answer()
-        stored = self.store.job(job_id)
-        return None if stored is None else self.job_of_kept(stored).model_dump_json().encode()
+    def job(self, job_id: str) -> ServedJob | None:
+        """The job, from memory or from the store; None if there is no such job."""
+        record = self.mirror.find(job_id)
+        if record is None and (stored := self.store.job(job_id)) is not None:
+            record = self.served(stored)
+        return record
 
-    def ended_event(self, job_id: str) -> tuple[bytes, bytes] | None:
-        """Type and body of the final event of a job whose events are no longer in memory."""
-        stored = self.store.job(job_id)
-        if stored is None or stored.ending is None:
-            return None
-        job = self.job_of_kept(stored)
-        event = schemas.JobEvent(
-            type=stored.ending.status,
-            at=stored.ending.completed_at,
-            job_id=job_id,
-            status=stored.ending.status,
-            progress=job.progress,
-            will_meet_deadline=job.will_meet_deadline,
-            error=job.error,
-            content_url=job.content_url,
-        )
-        return stored.ending.status.encode(), event.model_dump_json(exclude_none=True).encode()
-
-    def record(self, job_id: str) -> ServedJob | None:
-        """The job's record while it is open and shortly after its end."""
-        return self.mirror.records.get(job_id) or self.mirror.recent.get(job_id)
-
-    def job_of_kept(self, stored: StoredJob, *, shown_chars: int | None = None) -> schemas.Job:
-        record = self.record(stored.facts.id)
-        if record is not None:
-            return record.job(shown_chars=shown_chars)
-        if stored.ending is None:  # the server is still loading
-            values: dict[str, Any] = {"status": "queued", "progress": 0}
-            return job_of(stored.facts, None, expires_at=None, shown_chars=shown_chars, **values)
-        expires_at = stored.ending.completed_at + self.limits.keep_s
-        return job_of(stored.facts, stored.ending, expires_at=expires_at, shown_chars=shown_chars)
+    def served(self, stored: StoredJob) -> ServedJob:
+        """A job of the store. It counts as queued if it is open while the server is loading."""
+        record = self.mirror.find(stored.facts.id)
+        if record is None:
+            record = ServedJob(stored.facts)
+            if stored.ending is not None:
+                record.end(stored.ending, expires_at=stored.ending.completed_at + self.limits.keep_s)
+        return record
 
     async def thumbnail(self, stored: StoredJob) -> Path:
         small = self.folder / THUMBNAILS_NAME / f"{stored.facts.id}.webp"
