@@ -44,8 +44,8 @@ def ensure_running(keep_fds: Sequence[int] = ()) -> None:
         _leave_removed_folder()
     with (
         _our_start(keep_fds),
-        tempfile.TemporaryDirectory(prefix="gfgen-") as folder,
-        _temporary_folder(folder),
+        tempfile.TemporaryDirectory(prefix="gfgen-") as made,
+        _socket_folder(made) as folder,
     ):
         with _signals_blocked():
             multiprocessing.resource_tracker.ensure_running()
@@ -107,15 +107,20 @@ def _finds_modules_here() -> bool:
 
 
 @contextlib.contextmanager
-def _temporary_folder(folder: str) -> Iterator[None]:
-    """Let `multiprocessing` put its files there."""
+def _socket_folder(folder: str) -> Iterator[str]:
+    """Let `multiprocessing` put its socket there.
+
+    Yields a short path of the folder: a socket's path has at most 107 bytes, and TMPDIR may be longer.
+    """
     config: dict[str, Any] = multiprocessing.process.current_process()._config  # type: ignore[attr-defined]
     before = config.get("tempdir")
-    config["tempdir"] = folder
+    fd = os.open(folder, os.O_PATH | os.O_CLOEXEC)
+    config["tempdir"] = path = f"{_BY_DESCRIPTOR}{fd}"
     try:
-        yield
+        yield path
     finally:
         config["tempdir"] = before
+        os.close(fd)
 
 
 @contextlib.contextmanager

@@ -34,6 +34,14 @@ def test_a_process_that_is_killed_leaves_no_socket_behind(tmp_path):
     assert os.listdir(tmp_path) == ["worked"]
 
 
+def test_a_folder_for_temporary_files_may_have_a_long_path(tmp_path):
+    """A socket's path has at most 107 bytes."""
+    folder = tmp_path / ("long" * 30)
+    folder.mkdir()
+    run(folder, "start_one()\nopen(os.environ['TMPDIR'] + '/worked', 'w')")
+    assert os.listdir(folder) == ["worked"]
+
+
 def test_a_server_that_was_killed_is_started_anew_and_no_descriptor_is_lost(tmp_path):
     script = textwrap.dedent("""\
         start_one()
