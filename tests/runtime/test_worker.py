@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import socket
@@ -60,11 +61,15 @@ class CountingAdapter:
     def __init__(self) -> None:
         self.fails_at: int | None = None
         self.pixel_sum = 0.0
+        self.prompt = 1.0
+        self.prompts: list[torch.Tensor | None] = []
+        """The embeddings that latents were prepared with."""
 
     def encode(self, spec: JobSpec) -> Fields:
-        return Fields({"embeds": torch.ones(1, 4, 8)})
+        return Fields({"embeds": torch.full((1, 4, 8), self.prompt)})
 
     def prepare(self, spec: JobSpec, prompt: Fields) -> tuple[Fields, Fields]:
+        self.prompts.append(prompt.tensors.get("embeds"))
         return Fields(), Fields({"latents": torch.zeros(1, 4, 1, 2, 2)})
 
     def denoise(
@@ -126,15 +131,26 @@ class Rank:
         worker_jobs.publish(self.slab, name, version, fields, producer=producer)
 
 
+class AheadDevice(HostDevice):
+    """Only launches tasks, as a GPU does: a thread waits for their ends."""
+
+    runs_ahead = True
+
+
 @pytest.fixture
 def rank() -> Iterator[Rank]:
     """A worker that knows one job, and has been given nothing to do."""
+    with contextlib.contextmanager(serving)(HostDevice) as rank:
+        yield rank
+
+
+def serving(device_type: type[HostDevice]) -> Iterator[Rank]:
     ours, theirs = Channel.pair()
     ours.settimeout(ANSWER_S)
     adapter = CountingAdapter()
     channel = Channel(theirs)
     dispatches = Dispatches(lambda numbers: channel.send(Abandoned(numbers)))
-    device = HostDevice(0, {"fake": adapter}, dispatches, load_model=None)  # type: ignore
+    device = device_type(0, {"fake": adapter}, dispatches, load_model=None)  # type: ignore
     worker = Worker(channel, 0, device, dispatches)
     fd = Slab.create(PLAN, name="a")
     rank = Rank(worker, device, dispatches, adapter, Channel(ours), fd, Slab(fd, PLAN))
@@ -465,6 +481,36 @@ def test_latents_of_a_dispatch_that_was_given_up_are_not_used(rank: Rank) -> Non
     assert rank.worker._jobs["a"].producer is None
     rank.run_to_end(4, 2, producer=2)
     assert float(worker_jobs.fetch(rank.slab, "latents", 3).tensors["latents"].sum()) == 16
+
+
+@pytest.mark.parametrize("device_type", [HostDevice, AheadDevice])
+def test_a_prompt_of_a_dispatch_that_was_given_up_is_not_used(device_type: type[HostDevice]) -> None:
+    with contextlib.contextmanager(serving)(device_type) as rank:
+        rank.run_to_end(1, 0)
+        rank.give_up(1)
+        rank.publish("prompt", 1, Fields({"embeds": torch.full((1, 4, 8), 7.0)}), producer=2)
+        rank.run_to_end(3, 1, producer=2)
+        (prompt,) = rank.adapter.prompts
+        assert prompt is not None
+        assert bool((prompt == 7.0).all())
+
+
+@pytest.mark.parametrize("device_type", [HostDevice, AheadDevice])
+def test_a_prompt_of_a_dispatch_that_failed_after_its_launch_is_not_used(
+    device_type: type[HostDevice],
+) -> None:
+    with contextlib.contextmanager(serving)(device_type) as rank:
+        rank.adapter.prompt = torch.nan
+        rank.run(1, 0)
+        fault = rank.answer()
+        assert isinstance(fault, TaskFault)
+        assert "NaN or infinity in the prompt" in fault.reason
+        rank.give_up(1)
+        rank.publish("prompt", 1, Fields({"embeds": torch.full((1, 4, 8), 7.0)}), producer=2)
+        rank.run_to_end(3, 1, producer=2)
+        (prompt,) = rank.adapter.prompts
+        assert prompt is not None
+        assert bool((prompt == 7.0).all())
 
 
 def test_a_dispatch_that_waits_for_lost_input_is_left_without_a_report(rank: Rank) -> None:

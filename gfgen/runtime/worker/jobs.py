@@ -112,6 +112,9 @@ class RankJob:
     slab: Slab
     take_in: TakeIn = copied
     artifacts: dict[str, Fields] = field(default_factory=dict)
+    makers: dict[str, int | None] = field(default_factory=dict)
+    """By constant (prompt, condition) that is here: the dispatch that made it; None if it ended well before
+    the constant came."""
     producer: int | None = None
     """The dispatch that made the latents in `artifacts`; None when they are not here."""
     is_there: Any = None
@@ -122,6 +125,7 @@ class RankJob:
     def keep(self, made: Mapping[str, Fields], *, dispatch: int, is_there: Any = None) -> None:
         """Take over what a task has made or enqueued, and hand latents to the sender."""
         self.artifacts.update(made)
+        self.makers |= dict.fromkeys(made.keys() - {"latents"}, dispatch)
         if "latents" in made:
             self.producer, self.is_there = dispatch, is_there
             for future in self.wanted.pop(dispatch, ()):
@@ -137,9 +141,15 @@ class RankJob:
         return future
 
     def drop(self, dispatch: int) -> None:
-        """A dispatch has failed: its latents will not come."""
+        """A dispatch has failed: use nothing that it made, and expect no latents of it.
+
+        Artifacts stay until others replace them, because a task may run with them that is given up as well.
+        """
         if self.producer == dispatch:
             self.producer = None
+        for name, maker in list(self.makers.items()):
+            if maker == dispatch:
+                del self.makers[name]
         for future in self.wanted.pop(dispatch, ()):
             future.set_exception(InputVoidError())
 
@@ -165,11 +175,13 @@ class RankJob:
         """
         versions = {"prompt": 1, "condition": 2} if task.index > 1 else {"prompt": 1} if task.index else {}
         for name, version in versions.items():
-            if name in self.artifacts:
+            if name in self.makers:
                 continue
-            if version == task.index:
+            is_new = version == task.index
+            if is_new:
                 _await_word(partial(self._is_made_by, producer, name, version), is_void)
             self.artifacts[name] = fetch(self.slab, name, version, self.take_in)
+            self.makers[name] = producer if is_new else None
 
     def _is_made_by(self, producer: int | None, name: str, version: int) -> bool:
         return self.slab.producer(name, version) == producer

@@ -319,8 +319,6 @@ class Worker:
             outline(work.job.slab, "latents", work.task.index + 1, latents, producer=work.number)
         with self._dispatches.lock:
             self._keep(launched)
-            if self._dispatches.is_void(work.number):
-                work.job.drop(work.number)
             self._dispatches.note_launched()
         self._launched.put(launched)
 
@@ -337,10 +335,12 @@ class Worker:
         return work.message.layout.slot_of(self._rank) == 0
 
     def _keep(self, launched: Launched) -> None:
-        """Take over what a task made, all but frames, for the tasks behind it."""
-        run = launched.run
+        """Take over what a task made, all but frames, for the tasks behind it; with the lock held."""
+        run, job, number = launched.run, launched.work.job, launched.work.number
         kept = {name: fields for name, fields in run.made.items() if name != "frames"}
-        launched.work.job.keep(kept, dispatch=launched.work.number, is_there=run.is_there)
+        job.keep(kept, dispatch=number, is_there=run.is_there)
+        if self._dispatches.is_void(number):
+            job.drop(number)
 
     # A task's end: the main thread, or the watcher ----------------------------------------------
 
