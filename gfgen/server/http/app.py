@@ -38,11 +38,12 @@ def make_app(
         redoc_url=None,
         generate_unique_id_function=_operation_id,
         redirect_slashes=False,
+        responses=problems.responses(401, 403),
     )
     app.state.service, app.state.feed, app.state.metrics = service, feed, metrics
     app.state.keys, app.state.page = keys, routes_server.read_page()
-    for routes in (routes_jobs, routes_images, routes_batches, routes_server):
-        app.include_router(routes.router)
+    for router in (*routes_jobs.ROUTERS, routes_images.router, routes_batches.router, routes_server.router):
+        app.include_router(router)
     problems.install(app)
     app.add_middleware(RequestGuard, keys=keys, limits=service.limits, is_loopback=is_loopback)
     app.openapi = lambda: _document(app)  # type: ignore[method-assign]

@@ -33,6 +33,14 @@ _BRIEF_BYTES = 1 << 16
 """Smaller bodies are parsed faster than a thread switch takes."""
 _DATA_URL_START = b'"data:image'
 T = TypeVar("T")
+IDEMPOTENCY_KEY = {
+    "name": "Idempotency-Key",
+    "in": "header",
+    "required": False,
+    "schema": {"type": "string", "minLength": 1, "maxLength": MAX_KEY_CHARS, "pattern": "^[!-~]+$"},
+    "description": "A repeated request with the same key creates nothing new.",
+}
+"""OpenAPI description of the header."""
 _NUMBER = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
 _NUMERIC = ("deadline", "timeout", "seconds")
 """Fields that accept a number or a string; forms have only strings."""
@@ -138,14 +146,7 @@ def documented(model: type[BaseModel], *, picture: str | None = None, is_json: b
         properties = {name: _without_null(value) for name, value in schema["properties"].items()}
         properties[picture] = {"type": "string", "format": "binary"}
         content["multipart/form-data"] = {"schema": {**schema, "properties": properties}}
-    key = {
-        "name": "Idempotency-Key",
-        "in": "header",
-        "required": False,
-        "schema": {"type": "string", "minLength": 1, "maxLength": MAX_KEY_CHARS, "pattern": "^[!-~]+$"},
-        "description": "A repeated request with the same key creates nothing new.",
-    }
-    return {"requestBody": {"required": True, "content": content}, "parameters": [key]}
+    return {"requestBody": {"required": True, "content": content}, "parameters": [IDEMPOTENCY_KEY]}
 
 
 def _without_null(schema: dict[str, Any]) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
 from gfgen.errors import JobFileError, listed
-from gfgen.server.http.bodies import MAX_KEY_CHARS, read_job_file, request_key
-from gfgen.server.http.routes_jobs import JobId, Limit, service_of
+from gfgen.server.http.bodies import IDEMPOTENCY_KEY, read_job_file, request_key
+from gfgen.server.http.routes_jobs import JobId, Limit, Service
 from gfgen.server.jobs.job_requests import batch_jobs, new_id
 from gfgen.server.jobs.manifests import manifest
 from gfgen.server.jobs.service import JobService
@@ -18,17 +18,10 @@ from gfgen.server.jobs.store import BatchRow
 from gfgen.server.protocol import schemas
 from gfgen.server.protocol.problems import ApiError, responses
 
-router = APIRouter()
+router = APIRouter(prefix="/v1/batches", tags=["batches"])
 
 _BODY: dict[str, Any] = {
-    "parameters": [
-        {
-            "name": "Idempotency-Key",
-            "in": "header",
-            "required": False,
-            "schema": {"type": "string", "minLength": 1, "maxLength": MAX_KEY_CHARS, "pattern": "^[!-~]+$"},
-        }
-    ],
+    "parameters": [IDEMPOTENCY_KEY],
     "requestBody": {
         "required": True,
         "content": {
@@ -46,8 +39,7 @@ _BODY: dict[str, Any] = {
 
 
 @router.post(
-    "/v1/batches",
-    tags=["batches"],
+    "",
     response_model=schemas.Batch,
     responses=responses(400, 408, 413, 422, 429, 503, 507),
     openapi_extra=_BODY,
@@ -55,15 +47,15 @@ _BODY: dict[str, Any] = {
 )
 async def create_batch(
     request: Request,
+    service: Service,
     skip_invalid: Annotated[
         bool,
-        Query(description="Accept the valid jobs of a file with mistakes; `skipped` says which those are."),
+        Query(description="Accept the valid jobs of a file with mistakes; `skipped` lists the others."),
     ] = False,
 ) -> Response:
-    """Accepts all jobs of a file or none, with the messages of `gfgen run`; with `skip_invalid` all that the
-    models and this machine can do, if there are any. `image` and `output` of a line name files of the machine
-    that sends them, so pictures are refused and outputs get names of ours."""
-    service = service_of(request)
+    """Accepts all jobs of a file or none, with the messages of `gfgen run`. With `skip_invalid` it accepts
+    the jobs that the models and this machine can run. `image` and `output` name files of the client: `image`
+    is refused, and the server chooses the output's name."""
     models = service.check_ready().models
     content, fingerprint = await read_job_file(request, service=service)
     batch_id = new_id("batch")
@@ -85,43 +77,37 @@ async def create_batch(
 
 
 @router.get(
-    "/v1/batches",
-    tags=["batches"],
+    "",
     responses=responses(400),
     summary="List batches",
     response_model=schemas.BatchList,
 )
-async def list_batches(request: Request, limit: Limit = 20) -> Response:
-    service = service_of(request)
-    answer = schemas.BatchList(data=[_batch(service, row) for row in service.store.batches(limit)])
-    return Response(answer.model_dump_json(), media_type="application/json")
+async def list_batches(service: Service, limit: Limit = 20) -> Response:
+    return schemas.BatchList(data=[_batch(service, row) for row in service.store.batches(limit)]).response()
 
 
 @router.get(
-    "/v1/batches/{batch_id}",
-    tags=["batches"],
+    "/{batch_id}",
     response_model=schemas.Batch,
     responses=responses(400, 404),
-    summary="Tell how a batch stands",
+    summary="Get a batch",
 )
-async def get_batch(request: Request, batch_id: JobId) -> Response:
-    service = service_of(request)
+async def get_batch(service: Service, batch_id: JobId) -> Response:
     return _answer(service, service.store.batch(batch_id), batch_id)
 
 
 @router.get(
-    "/v1/batches/{batch_id}/manifest",
-    tags=["batches"],
+    "/{batch_id}/manifest",
     response_class=Response,
     responses={
         **responses(400, 404),
         200: {"content": {"application/jsonl": {"schema": {"type": "string"}}}},
     },
-    summary="A line for each job of a batch that has ended",
+    summary="Get the manifest",
 )
-async def get_manifest(request: Request, batch_id: JobId) -> Response:
-    """As `gfgen run` writes it; `id` is that of the job file, `job` is ours, `file` is where its file is."""
-    service = service_of(request)
+async def get_manifest(service: Service, batch_id: JobId) -> Response:
+    """One line per ended job, as `gfgen run` writes it: `id` is that of the job file, `job` the server's id,
+    `file` the path of the result."""
     if service.store.batch(batch_id) is None:
         raise _no_batch(batch_id)
     content = await asyncio.to_thread(manifest, service.store, batch_id)
@@ -129,14 +115,12 @@ async def get_manifest(request: Request, batch_id: JobId) -> Response:
 
 
 @router.post(
-    "/v1/batches/{batch_id}/cancel",
-    tags=["batches"],
+    "/{batch_id}/cancel",
     response_model=schemas.Batch,
     responses=responses(400, 404, 503, 507),
-    summary="Cancel what has not ended of a batch",
+    summary="Cancel the open jobs of a batch",
 )
-async def cancel_batch(request: Request, batch_id: JobId) -> Response:
-    service = service_of(request)
+async def cancel_batch(service: Service, batch_id: JobId) -> Response:
     if service.store.batch(batch_id) is None:
         raise _no_batch(batch_id)
     service.check_ready()
@@ -152,7 +136,7 @@ def _answer(
 ) -> Response:
     if row is None:
         raise _no_batch(batch_id)
-    return Response(_batch(service, row, skipped=skipped).model_dump_json(), media_type="application/json")
+    return _batch(service, row, skipped=skipped).response()
 
 
 def _batch(service: JobService, row: BatchRow, *, skipped: list[str] | None = None) -> schemas.Batch:

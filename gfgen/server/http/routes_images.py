@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from gfgen.server.http.bodies import documented, read_body, request_key
-from gfgen.server.http.routes_jobs import results, service_of
+from gfgen.server.http.routes_jobs import Service, results
 from gfgen.server.jobs import files
 from gfgen.server.jobs.job_requests import image_jobs
 from gfgen.server.jobs.service import JobService
@@ -17,20 +17,18 @@ from gfgen.server.jobs.store import StoredJob
 from gfgen.server.protocol import schemas
 from gfgen.server.protocol.problems import ApiError, checked, responses
 
-router = APIRouter()
+router = APIRouter(prefix="/v1/images", tags=["images"])
 
 
 @router.post(
-    "/v1/images/generations",
-    tags=["images"],
+    "/generations",
     response_model=schemas.Images,
     responses=responses(400, 404, 408, 409, 413, 422, 429, 500, 503, 504, 507),
     openapi_extra=documented(schemas.ImageRequest),
     summary="Make pictures and wait for them",
 )
-async def create_images(request: Request) -> Response:
+async def create_images(request: Request, service: Service) -> Response:
     """Waits for the pictures. A client that disconnects cancels them, unless it sent an Idempotency-Key."""
-    service = service_of(request)
     body = await read_body(request, service=service)
     asked_for = checked(schemas.ImageRequest, body.values)
     if body.picture is not None:
@@ -46,7 +44,7 @@ async def create_images(request: Request) -> Response:
         output_format=asked_for.output_format,
         size=pictures[0].facts.size,
     )
-    return Response(await asyncio.to_thread(answer.model_dump_json), media_type="application/json")
+    return await asyncio.to_thread(answer.response)
 
 
 def _done(service: JobService, job_id: str) -> StoredJob:

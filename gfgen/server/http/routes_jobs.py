@@ -1,63 +1,67 @@
-"""/v1/jobs and /v1/videos: the same jobs, in our words and in OpenAI's."""
+"""/v1/jobs and /v1/videos: the same jobs in gfgen's terms and in OpenAI's."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from dataclasses import replace
+from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Header, Path, Query, Request
+from fastapi import APIRouter, Depends, Header, Path, Query, Request
 from starlette.responses import Response, StreamingResponse
 
 from gfgen.server.http.bodies import Body, documented, read_body, request_key
 from gfgen.server.http.streams import job_stream
 from gfgen.server.jobs import files
 from gfgen.server.jobs.job_requests import RequestedJob, plain_job, video_job
+from gfgen.server.jobs.served_job import ServedJob
 from gfgen.server.jobs.service import JobService
 from gfgen.server.jobs.store import StoredJob
 from gfgen.server.protocol import schemas
 from gfgen.server.protocol.problems import ApiError, checked, responses
 
-router = APIRouter()
+jobs = APIRouter(prefix="/v1/jobs", tags=["jobs"])
+videos = APIRouter(prefix="/v1/videos", tags=["videos"])
+ROUTERS = (jobs, videos)
 
+
+async def _service_of(request: Request) -> JobService:
+    service: JobService = request.app.state.service
+    return service
+
+
+Service = Annotated[JobService, Depends(_service_of)]
 JobId = Annotated[str, Path(pattern=r"^[A-Za-z0-9_-]{1,120}$")]
-Limit = Annotated[int, Query(ge=1, le=100, description="Jobs of the page.")]
-Order = Annotated[Literal["asc", "desc"], Query(description="By the time of their acceptance.")]
-After = Annotated[str | None, Query(max_length=120, description="The last id of the page before.")]
+Limit = Annotated[int, Query(ge=1, le=100, description="Jobs per page.")]
+Order = Annotated[Literal["asc", "desc"], Query(description="By time of acceptance.")]
+After = Annotated[str | None, Query(max_length=120, description="The last id of the previous page.")]
 Variant = Annotated[
     Literal["video", "image", "thumbnail", "spritesheet"] | None,
-    Query(description="The file itself, or a small picture of it; there are no sprite sheets."),
+    Query(description="The file itself or its thumbnail; sprite sheets are not supported."),
 ]
 
 _CREATE = responses(400, 404, 408, 413, 422, 429, 503, 507)
 
 
-def service_of(request: Request) -> JobService:
-    service: JobService = request.app.state.service
-    return service
-
-
 # Creating -------------------------------------------------------------------------------------------
 
 
-@router.post(
-    "/v1/videos",
-    tags=["videos"],
+@videos.post(
+    "",
     response_model=schemas.Job,
     responses=_CREATE,
     openapi_extra=documented(schemas.VideoRequest, picture="input_reference"),
     summary="Make a video",
 )
-async def create_video(request: Request) -> Response:
-    """Accepts a job and answers at once. `input_reference` is a picture to begin with."""
-    service = service_of(request)
+async def create_video(request: Request, service: Service) -> Response:
+    """Accepts a job and answers at once. `input_reference` is the first picture of the video."""
     body = await read_body(request, service=service)
-    return _job(service, (await _take(request, service, _video(service, body), body))[0])
+    (job_id,) = await _take(request, service, _video(service, body), body)
+    return _found(service, job_id).job().response()
 
 
-@router.post(
-    "/v1/videos/sync",
-    tags=["videos"],
+@videos.post(
+    "/sync",
     response_class=Response,
     responses={
         **_CREATE,
@@ -67,91 +71,63 @@ async def create_video(request: Request) -> Response:
     openapi_extra=documented(schemas.VideoRequest, picture="input_reference"),
     summary="Make a video and wait for it",
 )
-async def create_video_and_wait(request: Request) -> Response:
+async def create_video_and_wait(request: Request, service: Service) -> Response:
     """Waits for the file. A client that disconnects cancels the job, unless it sent an Idempotency-Key."""
-    service = service_of(request)
     body = await read_body(request, service=service)
     ids = await _take(request, service, _video(service, body), body)
     await results(request, service, ids)
-    return _file(service, _ended_well(service, ids[0]))
+    return _file(service, _completed(service, ids[0]))
 
 
-@router.post(
-    "/v1/jobs",
-    tags=["jobs"],
+@jobs.post(
+    "",
     response_model=schemas.Job,
     responses=_CREATE,
     openapi_extra=documented(schemas.JobRequest, picture="image"),
     summary="Make a picture or a video",
 )
-async def create_job(request: Request) -> Response:
-    """Accepts one job, in the words of the job file, and answers at once."""
-    service = service_of(request)
+async def create_job(request: Request, service: Service) -> Response:
+    """Accepts one job with the fields of the job file and answers at once."""
     body = await read_body(request, service=service, picture_name="image")
     requested = plain_job(checked(schemas.JobRequest, body.values), models=service.check_ready().models)
-    return _job(service, (await _take(request, service, requested, body))[0])
+    (job_id,) = await _take(request, service, requested, body)
+    return _found(service, job_id).job().response()
 
 
-# Looking --------------------------------------------------------------------------------------------
+# Reading --------------------------------------------------------------------------------------------
 
 
-@router.get(
-    "/v1/videos",
-    tags=["videos"],
-    response_model=schemas.JobList,
-    responses=responses(400),
-    summary="List videos",
-)
+@videos.get("", response_model=schemas.JobList, responses=responses(400), summary="List videos")
 async def list_videos(
-    request: Request, limit: Limit = 20, order: Order = "desc", after: After = None
+    service: Service, limit: Limit = 20, order: Order = "desc", after: After = None
 ) -> Response:
-    return _list(service_of(request), limit=limit, order=order, after=after, kind="video")
+    return _list(service, limit=limit, order=order, after=after, kind="video")
 
 
-@router.get(
-    "/v1/jobs",
-    tags=["jobs"],
-    response_model=schemas.JobList,
-    responses=responses(400),
-    summary="List jobs",
-)
+@jobs.get("", response_model=schemas.JobList, responses=responses(400), summary="List jobs")
 async def list_jobs(
-    request: Request,
+    service: Service,
     limit: Limit = 20,
     order: Order = "desc",
     after: After = None,
     batch_id: Annotated[str | None, Query(max_length=120)] = None,
-    ended: Annotated[bool | None, Query(description="Only jobs that have ended, or have not.")] = None,
+    ended: Annotated[bool | None, Query(description="Only jobs that have ended, or only open ones.")] = None,
 ) -> Response:
-    service = service_of(request)
     return _list(service, limit=limit, order=order, after=after, batch_id=batch_id, has_ended=ended)
 
 
-@router.get(
-    "/v1/videos/{job_id}",
-    tags=["videos"],
-    response_model=schemas.Job,
-    responses=responses(400, 404),
-    summary="Tell how a video stands",
-)
-async def get_video(request: Request, job_id: JobId) -> Response:
-    return _job(service_of(request), job_id, kind="video")
+@videos.get("/{job_id}", response_model=schemas.Job, responses=responses(400, 404), summary="Get a video")
+async def get_video(service: Service, job_id: JobId) -> Response:
+    return _found(service, job_id, kind="video").job().response()
 
 
-@router.get(
-    "/v1/jobs/{job_id}",
-    tags=["jobs"],
-    response_model=schemas.Job,
-    responses=responses(400, 404),
-    summary="Tell how a job stands",
-)
-async def get_job(request: Request, job_id: JobId) -> Response:
-    return _job(service_of(request), job_id)
+@jobs.get("/{job_id}", response_model=schemas.Job, responses=responses(400, 404), summary="Get a job")
+async def get_job(service: Service, job_id: JobId) -> Response:
+    return _found(service, job_id).job().response()
 
 
-@router.get(
-    "/v1/jobs/{job_id}/events",
-    tags=["jobs"],
+@jobs.get(
+    "/{job_id}/events",
     response_class=StreamingResponse,
     responses={
         **responses(400, 404, 429, 503),
@@ -160,46 +136,48 @@ async def get_job(request: Request, job_id: JobId) -> Response:
     summary="Follow a job",
 )
 async def follow_job(
-    request: Request,
+    service: Service,
     job_id: JobId,
     last_event_id: Annotated[str | None, Header(max_length=64)] = None,
 ) -> Response:
-    """Server-sent events whose data is a `JobEvent`, from the job's beginning, or behind Last-Event-ID."""
-    service = service_of(request)
-    _known(service, job_id)
+    """Server-sent events with a `JobEvent` each, from the first one or after Last-Event-ID."""
+    _stored(service, job_id)
     return job_stream(service, job_id, last_event_id)
 
 
 # Files ----------------------------------------------------------------------------------------------
 
 _BINARY = {"schema": {"type": "string", "format": "binary"}}
-_FILE = {
-    **responses(400, 404, 409, 416, 503, 507),
-    200: {"content": dict.fromkeys(("video/mp4", "image/png", "image/jpeg", "image/webp"), _BINARY)},
-    206: {"description": "A part, as the Range header asks for."},
-    304: {"description": "As it was before."},
+_FILE: dict[str, Any] = {
+    "response_class": Response,
+    "responses": {
+        **responses(400, 404, 409, 416, 503, 507),
+        200: {"content": dict.fromkeys(("video/mp4", "image/png", "image/jpeg", "image/webp"), _BINARY)},
+        206: {"description": "The part that the Range header requests."},
+        304: {"description": "Not modified."},
+    },
 }
 
 
-@router.get("/v1/videos/{job_id}/content", tags=["videos"], response_class=Response, responses=_FILE)
-@router.head("/v1/videos/{job_id}/content", include_in_schema=False)
-async def get_video_content(request: Request, job_id: JobId, variant: Variant = None) -> Response:
-    """The finished video, or a thumbnail of it."""
-    service = service_of(request)
-    return await _content(service, _ended_well(service, job_id, kind="video"), variant)
+@videos.get("/{job_id}/content", **_FILE)
+@videos.head("/{job_id}/content", include_in_schema=False)
+async def get_video_content(service: Service, job_id: JobId, variant: Variant = None) -> Response:
+    """The finished video or its thumbnail."""
+    return await _content(service, _completed(service, job_id, kind="video"), variant)
 
 
-@router.get("/v1/jobs/{job_id}/content", tags=["jobs"], response_class=Response, responses=_FILE)
-@router.head("/v1/jobs/{job_id}/content", include_in_schema=False)
+@jobs.get("/{job_id}/content", **_FILE)
+@jobs.head("/{job_id}/content", include_in_schema=False)
 async def get_job_content(
-    request: Request,
+    service: Service,
     job_id: JobId,
     variant: Variant = None,
-    format: Annotated[Literal["png", "jpeg", "webp"] | None, Query(description="Of a picture.")] = None,
+    format: Annotated[
+        Literal["png", "jpeg", "webp"] | None, Query(description="Format of a picture.")
+    ] = None,
 ) -> Response:
-    """The finished picture or video, or a thumbnail of it."""
-    service = service_of(request)
-    stored = _ended_well(service, job_id)
+    """The finished picture or video, or its thumbnail."""
+    stored = _completed(service, job_id)
     if format in (None, "png") or variant == "thumbnail" or stored.facts.kind == "video":
         return await _content(service, stored, variant)
     content = await files.picture_as(service.folder / stored.facts.file, str(format))
@@ -209,35 +187,33 @@ async def get_job_content(
 # Cancelling and removing ----------------------------------------------------------------------------
 
 
-@router.delete(
-    "/v1/videos/{job_id}",
-    tags=["videos"],
+@videos.delete(
+    "/{job_id}",
     response_model=schemas.Deleted,
     responses=responses(400, 404, 503, 507),
     summary="Cancel or remove a video",
 )
-async def delete_video(request: Request, job_id: JobId) -> Response:
-    """Cancels what has not ended, which then stays as cancelled; removes what has, with its file."""
-    return await _delete(service_of(request), job_id, kind="video")
+async def delete_video(service: Service, job_id: JobId) -> Response:
+    """Cancels an open job, which stays as cancelled; removes a job that has ended, with its file."""
+    return await _delete(service, job_id, kind="video")
 
 
-@router.delete(
-    "/v1/jobs/{job_id}",
-    tags=["jobs"],
+@jobs.delete(
+    "/{job_id}",
     response_model=schemas.Deleted,
     responses=responses(400, 404, 503, 507),
     summary="Cancel or remove a job",
 )
-async def delete_job(request: Request, job_id: JobId) -> Response:
-    """Cancels what has not ended, which then stays as cancelled; removes what has, with its file."""
-    return await _delete(service_of(request), job_id)
+async def delete_job(service: Service, job_id: JobId) -> Response:
+    """Cancels an open job, which stays as cancelled; removes a job that has ended, with its file."""
+    return await _delete(service, job_id)
 
 
 # Parts ----------------------------------------------------------------------------------------------
 
 
 async def results(request: Request, service: JobService, ids: Sequence[str]) -> None:
-    """Until these jobs have ended; when the client goes away first, nobody wants them any more."""
+    """Wait until these jobs have ended; cancel them if the client disconnects first."""
     waiting = asyncio.ensure_future(service.wait(ids))
     leaving = asyncio.ensure_future(_disconnected(request))
     try:
@@ -245,12 +221,13 @@ async def results(request: Request, service: JobService, ids: Sequence[str]) -> 
         if waiting.done():
             waiting.result()
             return
-        if "idempotency-key" not in request.headers:  # with one it may come back for them
+        if "idempotency-key" not in request.headers:  # with a key it may come back for them
             await service.cancel(ids)
-        raise ApiError(499, "the client has gone away")
+        raise ApiError(499, "the client has disconnected")
     except TimeoutError:
+        limit_s = service.limits.waiting_s
         raise ApiError(
-            504, f"not done after {service.limits.waiting_s:g} s; the job goes on: GET /v1/jobs/{ids[0]}"
+            504, f"not done after {limit_s:g} s; the job continues: GET /v1/jobs/{ids[0]}"
         ) from None
     finally:
         waiting.cancel()
@@ -267,37 +244,26 @@ def _video(service: JobService, body: Body) -> RequestedJob:
 
 
 async def _take(request: Request, service: JobService, requested: RequestedJob, body: Body) -> list[str]:
-    from dataclasses import replace
-
-    if body.picture is not None:
-        requested = replace(requested, picture=body.picture)
+    requested = replace(requested, picture=body.picture)
     return await service.take([requested], key=request_key(request, body.fingerprint))
 
 
-def _json(content: bytes) -> Response:
-    return Response(content, media_type="application/json")
-
-
-def _job(service: JobService, job_id: str, *, kind: str | None = None) -> Response:
+def _found(service: JobService, job_id: str, *, kind: str | None = None) -> ServedJob:
     record = service.job(job_id)
     if record is None or kind not in (None, record.facts.kind):
-        raise _no_job(job_id)
-    return _json(record.answer())
+        raise ApiError(404, f"there is no job {job_id}", param="job_id", code="job_not_found")
+    return record
 
 
-def _no_job(job_id: str) -> ApiError:
-    return ApiError(404, f"there is no job {job_id}", param="job_id", code="job_not_found")
-
-
-def _known(service: JobService, job_id: str, *, kind: str | None = None) -> StoredJob:
+def _stored(service: JobService, job_id: str, *, kind: str | None = None) -> StoredJob:
     stored = service.store.job(job_id)
     if stored is None or kind not in (None, stored.facts.kind):
-        raise _no_job(job_id)
+        raise ApiError(404, f"there is no job {job_id}", param="job_id", code="job_not_found")
     return stored
 
 
-def _ended_well(service: JobService, job_id: str, *, kind: str | None = None) -> StoredJob:
-    stored = _known(service, job_id, kind=kind)
+def _completed(service: JobService, job_id: str, *, kind: str | None = None) -> StoredJob:
+    stored = _stored(service, job_id, kind=kind)
     if stored.ending is None:
         raise ApiError(409, f"{job_id} is not done yet", code="not_done")
     if stored.ending.status != "completed":
@@ -308,20 +274,17 @@ def _ended_well(service: JobService, job_id: str, *, kind: str | None = None) ->
     return stored
 
 
-def _list(
-    service: JobService, *, limit: int, order: str, after: str | None, **which: str | bool | None
-) -> Response:
+def _list(service: JobService, *, limit: int, order: str, after: str | None, **which: Any) -> Response:
     if after is not None and service.store.job(after) is None:
         raise ApiError(400, f"after: there is no job {after!r}", param="after")
-    stored = service.store.jobs(limit=limit + 1, is_ascending=order == "asc", after=after, **which)  # type: ignore[arg-type]
-    jobs = [service.served(one).job() for one in stored[:limit]]
-    answer = schemas.JobList(
-        data=jobs,
-        first_id=jobs[0].id if jobs else None,
-        last_id=jobs[-1].id if jobs else None,
+    stored = service.store.jobs(limit=limit + 1, is_ascending=order == "asc", after=after, **which)
+    data = [service.served(one).job() for one in stored[:limit]]
+    return schemas.JobList(
+        data=data,
+        first_id=data[0].id if data else None,
+        last_id=data[-1].id if data else None,
         has_more=len(stored) > limit,
-    )
-    return _json(answer.model_dump_json().encode())
+    ).response()
 
 
 def _file(service: JobService, stored: StoredJob) -> Response:
@@ -340,17 +303,16 @@ async def _content(service: JobService, stored: StoredJob, variant: str | None) 
 
 
 async def _delete(service: JobService, job_id: str, *, kind: str | None = None) -> Response:
-    _known(service, job_id, kind=kind)
+    _stored(service, job_id, kind=kind)
     cancelled = await service.cancel([job_id])
-    stored = _known(service, job_id)
+    stored = _stored(service, job_id)
     if stored.ending is None:  # a server that is loading or stopping knows it from the store alone
         raise service.not_ready()
     if not cancelled:
         await service.remove([stored])
-    answer = schemas.Deleted(
+    return schemas.Deleted(
         id=job_id,
         object="video.deleted" if stored.facts.kind == "video" else "image.deleted",
         deleted=not cancelled,
         status=stored.ending.status,
-    )
-    return _json(answer.model_dump_json().encode())
+    ).response()

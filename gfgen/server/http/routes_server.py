@@ -11,13 +11,13 @@ from gfgen.errors import PolicyError
 from gfgen.policies.catalog import BUILT_IN, load_policy
 from gfgen.server.http.bodies import read_json
 from gfgen.server.http.guard import COOKIE
-from gfgen.server.http.routes_jobs import service_of
+from gfgen.server.http.routes_jobs import Service
 from gfgen.server.http.streams import state_stream
 from gfgen.server.jobs.prometheus import CONTENT_TYPE
 from gfgen.server.protocol import schemas
 from gfgen.server.protocol.problems import ApiError, checked, responses
 
-router = APIRouter()
+router = APIRouter(tags=["server"])
 
 PAGE_TYPES = {
     ".html": "text/html; charset=utf-8",
@@ -39,35 +39,33 @@ def read_page() -> dict[str, tuple[bytes, str]]:
     return {file.name: (file.read_bytes(), kind) for file in files if (kind := kinds[file.name])}
 
 
-@router.get("/health", tags=["server"], response_model=schemas.Health, summary="Is the server alive?")
+@router.get("/health", response_model=schemas.Health, summary="Is the server alive?")
 async def health() -> Response:
-    return Response(b'{"status":"ok"}', media_type="application/json")
+    return schemas.Health().response()
 
 
 @router.get(
     "/ready",
-    tags=["server"],
     response_model=schemas.Ready,
     responses=responses(503),
     summary="Are the models loaded and all workers up?",
 )
-async def ready(request: Request) -> Response:
-    service = service_of(request)
+async def ready(service: Service) -> Response:
     service.check_ready()
     waiting = [rank for rank in service.mirror.lanes.lanes if rank.status in ("starting", "lost")]
     if waiting:
         names = ", ".join(f"rank {rank.rank} ({rank.status})" for rank in waiting)
         raise ApiError(503, f"not up: {names}", code="not_ready", retry_after_s=5)
-    answer = schemas.Ready(ranks=sum(rank.status != "retired" for rank in service.mirror.lanes.lanes))
-    return Response(answer.model_dump_json(), media_type="application/json")
+    return schemas.Ready(
+        ranks=sum(rank.status != "retired" for rank in service.mirror.lanes.lanes)
+    ).response()
 
 
 @router.get(
     "/metrics",
-    tags=["server"],
     response_class=Response,
-    responses={**responses(), 200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
-    summary="What Prometheus reads",
+    responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
+    summary="Metrics for Prometheus",
 )
 async def metrics(request: Request) -> Response:
     return Response(request.app.state.metrics.text(), headers={"Content-Type": CONTENT_TYPE})
@@ -75,46 +73,39 @@ async def metrics(request: Request) -> Response:
 
 @router.get(
     "/v1/models",
-    tags=["server"],
     response_model=schemas.ModelList,
-    responses=responses(),
     summary="List models",
 )
-async def list_models(request: Request) -> Response:
-    answer = schemas.ModelList(data=service_of(request).mirror.models())
-    return Response(answer.model_dump_json(), media_type="application/json")
+async def list_models(service: Service) -> Response:
+    return schemas.ModelList(data=service.mirror.models()).response()
 
 
 @router.get(
     "/v1/models/{model:path}",
-    tags=["server"],
     response_model=schemas.ServedModel,
     responses=responses(404),
-    summary="Tell of a model",
+    summary="Get a model",
 )
-async def get_model(request: Request, model: str) -> Response:
-    for each in service_of(request).mirror.models():
+async def get_model(service: Service, model: str) -> Response:
+    for each in service.mirror.models():
         if each.id == model:
-            return Response(each.model_dump_json(), media_type="application/json")
+            return each.response()
     raise ApiError(404, "there is no such model", param="model", code="model_not_found")
 
 
 @router.get(
     "/v1/policy",
-    tags=["server"],
     response_model=schemas.PolicyState,
     responses=responses(503),
-    summary="Which policy decides?",
+    summary="Get the policy",
 )
-async def get_policy(request: Request) -> Response:
-    service = service_of(request)
+async def get_policy(service: Service) -> Response:
     service.check_ready()
-    return Response(service.mirror.policy.model_dump_json(), media_type="application/json")
+    return service.mirror.policy.response()
 
 
 @router.post(
     "/v1/policy",
-    tags=["server"],
     response_model=schemas.PolicyState,
     responses=responses(400, 408, 413, 503),
     openapi_extra={
@@ -123,11 +114,10 @@ async def get_policy(request: Request) -> Response:
             "content": {"application/json": {"schema": schemas.PolicyRequest.model_json_schema()}},
         }
     },
-    summary="Let another policy decide from now on",
+    summary="Change the policy",
 )
-async def set_policy(request: Request) -> Response:
-    """A built-in policy with its options; what runs goes on, and its next step is decided by the new one."""
-    service = service_of(request)
+async def set_policy(request: Request, service: Service) -> Response:
+    """Accepts a built-in policy with its options. Running steps finish; the new policy decides the next."""
     service.check_ready()
     requested = checked(schemas.PolicyRequest, await read_json(request, most_bytes=service.limits.json_bytes))
     name = requested.policy.partition(",")[0].strip()
@@ -138,35 +128,31 @@ async def set_policy(request: Request) -> Response:
     except PolicyError as error:
         raise ApiError(400, str(error).removeprefix("--policy "), param="policy") from None
     service.set_policy(policy.name)
-    return Response(service.mirror.policy.model_dump_json(), media_type="application/json")
+    return service.mirror.policy.response()
 
 
 @router.get(
     "/v1/state",
-    tags=["server"],
     response_model=schemas.LiveState,
-    responses=responses(),
-    summary="All that the page shows",
+    summary="Get the live state",
 )
-async def get_state(request: Request) -> Response:
-    return Response(service_of(request).mirror.state().model_dump_json(), media_type="application/json")
+async def get_state(service: Service) -> Response:
+    return service.mirror.state().response()
 
 
 @router.get(
     "/v1/state/events",
-    tags=["server"],
     response_class=StreamingResponse,
     responses={**responses(429), 200: {"content": {"text/event-stream": {}}}},
-    summary="The live state, and its changes",
+    summary="Stream the live state and its changes",
 )
-async def follow_state(request: Request) -> Response:
+async def follow_state(request: Request, service: Service) -> Response:
     """Server-sent events: `state` with a `LiveState`, then `change` with a `Change`."""
-    return state_stream(service_of(request), request.app.state.feed)
+    return state_stream(service, request.app.state.feed)
 
 
 @router.post(
     "/v1/session",
-    tags=["server"],
     status_code=204,
     response_class=Response,
     responses=responses(400, 408, 413),
@@ -178,9 +164,9 @@ async def follow_state(request: Request) -> Response:
     },
     summary="Exchange the key for a cookie",
 )
-async def open_session(request: Request) -> Response:
-    """For the page: a cookie that its later requests carry, pictures and streams included."""
-    service, keys = service_of(request), request.app.state.keys
+async def open_session(request: Request, service: Service) -> Response:
+    """The page sends this cookie with its later requests, including those for pictures and streams."""
+    keys = request.app.state.keys
     requested = checked(
         schemas.SessionRequest, await read_json(request, most_bytes=service.limits.json_bytes)
     )

@@ -78,7 +78,7 @@ class ServedJob:
     updates: Notifier = field(default_factory=Notifier)
     events: deque[EncodedEvent] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
     num_events: int = 0
-    _answer: bytes | None = None
+    _job: schemas.Job | None = None
     _shown: schemas.Job | None = None
 
     @property
@@ -112,12 +112,6 @@ class ServedJob:
     def task(self, index: int) -> Task:
         return Trajectory(self.facts.id, self.facts.steps).task(index)
 
-    def answer(self) -> bytes:
-        """The job as JSON, cached until the next change."""
-        if self._answer is None:
-            self._answer = self.job().model_dump_json().encode()
-        return self._answer
-
     def shown(self) -> schemas.Job:
         """The job in the live state: with a short prompt, and the same object until the next change."""
         if self._shown is None:
@@ -126,7 +120,7 @@ class ServedJob:
         return self._shown
 
     def changed(self) -> None:
-        self._answer = self._shown = None
+        self._job = self._shown = None
 
     def end(self, ending: Ending, *, expires_at: float | None) -> None:
         self.ending, self.status, self.expires_at = ending, ending.status, expires_at
@@ -138,7 +132,12 @@ class ServedJob:
         self.changed()
 
     def job(self) -> schemas.Job:
-        """The job as in responses."""
+        """The job as in responses, the same object until the next change."""
+        if self._job is None:
+            self._job = self._make_job()
+        return self._job
+
+    def _make_job(self) -> schemas.Job:
         facts, ending, url = self.facts, self.ending, self.content_url
         return schemas.Job(
             id=facts.id,

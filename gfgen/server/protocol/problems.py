@@ -78,17 +78,12 @@ class ApiError(Exception):
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         kind = "rate_limit_error" if self.status == 429 else kind
         body = schemas.ErrorBody(message=self.message, type=kind, param=self.param, code=self.code)
-        return Response(
-            schemas.Error(error=body).model_dump_json(),
-            status_code=self.status,
-            headers=self.headers,
-            media_type="application/json",
-        )
+        return schemas.Error(error=body).response(status=self.status, headers=self.headers)
 
 
 def responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """OpenAPI entries for a route's error statuses."""
-    return {status: {"model": schemas.Error} for status in (*statuses, 401, 403)}
+    """OpenAPI entries for a route's error statuses; app.py adds 401 and 403 to all routes."""
+    return {status: {"model": schemas.Error} for status in statuses}
 
 
 def install(app: FastAPI) -> None:

@@ -9,11 +9,13 @@ docs/serving.md describes them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+from starlette.responses import Response
 
 from gfgen.job.fields import FIELDS, Refused
 from gfgen.job.shared import number_of
@@ -77,6 +79,11 @@ class ResponseModel(BaseModel):
     """Base of response bodies."""
 
     model_config = ConfigDict(extra="forbid")
+
+    def response(self, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+        """The JSON response; FastAPI would validate and convert the body again."""
+        content = self.model_dump_json()
+        return Response(content, status_code=status, headers=headers, media_type="application/json")
 
 
 class RequestModel(BaseModel):
