@@ -25,9 +25,10 @@ from gfgen.job.spec import JobSpec
 from gfgen.runtime.files.manifest import manifest_entry
 from gfgen.server.bridge import supervisor
 from gfgen.server.http import connections
-from gfgen.server.http.front import clear_folders
 from gfgen.server.http.streams import job_stream
-from gfgen.server.jobs import service as service_module
+from gfgen.server.jobs import follower
+from gfgen.server.jobs.folder import JobFolder
+from gfgen.server.jobs.follower import RunFollower
 from gfgen.server.jobs.job_requests import RequestedJob
 from gfgen.server.jobs.manifests import NO_DETAILS, manifest
 from gfgen.server.jobs.mirror import RunMirror
@@ -123,7 +124,7 @@ def told():
 @pytest.fixture
 def service(store, told, tmp_path):
     return JobService(
-        store=store, mirror=RunMirror(), folder=tmp_path, limits=ServerLimits(), send=told.append
+        store=store, mirror=RunMirror(), folder=JobFolder(tmp_path), limits=ServerLimits(), send=told.append
     )
 
 
@@ -139,12 +140,12 @@ def test_a_full_disk_at_the_start_is_waited_for(service, store, told, tmp_path, 
         return await note(endings)
 
     monkeypatch.setattr(store, "end_all", end_all)
-    monkeypatch.setattr(service_module, "RETRY_S", 0.0)
+    monkeypatch.setattr(follower, "RETRY_S", 0.0)
     (tmp_path / "made.mp4").write_bytes(b"made in time")
 
     async def begin():
         await store.accept([accepted("made"), accepted("lost")], now=100.0)
-        await service.hear([replace(SERVING, admit_again=lambda specs: ([], ["it is gone"]))])
+        await RunFollower(service).hear([replace(SERVING, admit_again=lambda specs: ([], ["it is gone"]))])
 
     asyncio.run(begin())
     assert [store.job(name).ending.status for name in ("made", "lost")] == ["completed", "failed"]
@@ -169,7 +170,7 @@ def test_a_store_that_is_begun_anew_costs_no_finished_file_and_no_input(service,
     touched(tmp_path / ".thumbnails", f"{ids(1)}.webp")
     os.utime(tmp_path / ".inputs" / ids(3), (1e9, 1e9))
     new = Store(tmp_path / "new.sqlite3", began_at=1.5e9)
-    clear_folders(tmp_path, new)
+    JobFolder(tmp_path).prepare(new)
     new.close()
     kept = {path.name for path in tmp_path.rglob("*_0*")}
     assert kept == {f"{ids(1)}.mp4", f"{ids(2, 'image')}.png", ids(3)}
@@ -188,7 +189,7 @@ def test_what_a_killed_server_left_of_jobs_that_came_to_nothing_is_removed(store
     touched(tmp_path, *(f"{name}.mp4" for name in names.values()), "my film.mp4")
     touched(tmp_path / ".inputs", *names.values(), ids(9))
     touched(tmp_path / ".thumbnails")
-    clear_folders(tmp_path, store)
+    JobFolder(tmp_path).prepare(store)
     assert {path.name for path in tmp_path.glob("*.mp4")} == {
         f"{names['open']}.mp4",
         f"{names['completed']}.mp4",
@@ -203,7 +204,7 @@ def test_a_job_that_was_accepted_goes_on_though_memory_is_short_in_this_moment(s
 
     async def begin():
         await store.accept([accepted("a")], now=100.0)
-        await service.hear(
+        await RunFollower(service).hear(
             [replace(SERVING, admit=too_large, admit_again=lambda specs: ([make_job("a")], []))]
         )
 
@@ -232,8 +233,8 @@ def test_of_an_end_that_the_run_tells_after_its_file_was_found_the_manifest_has_
 
     async def begin():
         await batch_of(store, tmp_path, "a")
-        await service.hear([replace(SERVING, admit_again=lambda specs: ([], []))])
-        await service.hear(recorder.outcomes)
+        await RunFollower(service).hear([replace(SERVING, admit_again=lambda specs: ([], []))])
+        await RunFollower(service).hear(recorder.outcomes)
 
     asyncio.run(begin())
     (line,) = lines_of(store)
@@ -252,7 +253,7 @@ def test_of_an_end_that_nobody_tells_the_manifest_has_what_is_known(service, sto
         (tmp_path / "b.mp4").unlink()
         await store.end_all([Ending("b", "cancelled", 103.0, error_message="cancelled")])
         (tmp_path / "c.mp4").unlink()
-        await service.hear([replace(SERVING, admit_again=lambda specs: ([], ["it is gone"]))])
+        await RunFollower(service).hear([replace(SERVING, admit_again=lambda specs: ([], ["it is gone"]))])
 
     asyncio.run(begin())
     lines = lines_of(store)
@@ -286,7 +287,7 @@ def test_request_keys_are_forgotten_after_a_day_whether_jobs_are_removed_or_not(
     service = JobService(
         store=store,
         mirror=RunMirror(),
-        folder=tmp_path,
+        folder=JobFolder(tmp_path),
         limits=limits,
         send=lambda _: None,
         now=lambda: now[0],
@@ -426,7 +427,9 @@ def test_a_file_that_cannot_be_looked_at_ends_its_job_all_the_same(service, stor
 
     async def end():
         await store.accept([accepted("a")], now=100.0)
-        await service.hear([replace(SERVING, admit_again=lambda specs: ([make_job("a")], [])), nowhere])
+        await RunFollower(service).hear(
+            [replace(SERVING, admit_again=lambda specs: ([make_job("a")], [])), nowhere]
+        )
 
     asyncio.run(end())
     ending = store.job("a").ending

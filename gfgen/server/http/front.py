@@ -15,7 +15,6 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -26,11 +25,11 @@ from gfgen.server.http.app import make_app
 from gfgen.server.http.connections import ACCEPTED_AT_ONCE, connection_class, within_descriptors
 from gfgen.server.http.guard import ApiKeys
 from gfgen.server.http.streams import FEED_S, StateFeed
-from gfgen.server.jobs import files
-from gfgen.server.jobs.job_requests import INPUTS_NAME
+from gfgen.server.jobs.folder import JobFolder
+from gfgen.server.jobs.follower import RunFollower
 from gfgen.server.jobs.mirror import RunMirror
 from gfgen.server.jobs.prometheus import ServerMetrics
-from gfgen.server.jobs.service import FOLDERS, FORECAST_S, THUMBNAILS_NAME, JobService
+from gfgen.server.jobs.service import FORECAST_S, JobService
 from gfgen.server.jobs.store import STORE_NAME, Store
 from gfgen.server.protocol.limits import BACKLOG
 from gfgen.server.protocol.link import FrontSettings, MessageDecoder, pack
@@ -64,7 +63,7 @@ class Front:
         self._link = link
         self._listener = listener
         self._writer: asyncio.StreamWriter | None = None
-        self._desk: JobService | None = None
+        self._service: JobService | None = None
         self._is_lost = False
         """The run ended without announcing it, or the front failed."""
 
@@ -104,13 +103,10 @@ class Front:
         metrics, limits = ServerMetrics(), within_descriptors(settings.limits)
         mirror = RunMirror(version=settings.version, max_open=limits.open_jobs, observer=metrics)
         metrics.mirror = mirror
-        service = JobService(
-            store=store, mirror=mirror, folder=settings.output_dir, limits=limits, send=self._send
-        )
-        for name in FOLDERS:
-            (settings.output_dir / name).mkdir(exist_ok=True)
-        clear_folders(settings.output_dir, store)
-        self._desk, self._feed = service, StateFeed(mirror)
+        folder = JobFolder(settings.output_dir)
+        service = JobService(store=store, mirror=mirror, folder=folder, limits=limits, send=self._send)
+        folder.prepare(store)
+        self._service, self._feed = service, StateFeed(mirror)
         app = make_app(
             service,
             feed=self._feed,
@@ -137,14 +133,15 @@ class Front:
 
     async def _hear(self, reader: asyncio.StreamReader, framing: MessageDecoder, rest: Sequence[Any]) -> None:
         """Apply the run's notes in order until its socket closes."""
-        assert self._desk is not None
+        assert self._service is not None
+        follower = RunFollower(self._service)
         messages: Sequence[Any] | None = rest
         while messages is not None:
             for notes in messages:
-                await self._desk.hear(notes)
+                await follower.hear(notes)
             messages = await self._next(reader, framing)
-        self._is_lost = self._desk.mirror.status != "draining"
-        self._desk.mirror.drain()
+        self._is_lost = self._service.mirror.status != "draining"
+        self._service.mirror.drain()
         self._feed.tick()
         self._feed.updates.notify()
 
@@ -166,7 +163,7 @@ class Front:
 
     def _periodic_tasks(self) -> Iterator[Any]:
         """Periodic work."""
-        service = self._desk
+        service = self._service
         assert service is not None
 
         async def retention() -> None:
@@ -181,20 +178,6 @@ class Front:
         yield _repeat(FEED_S, feed)
         yield _repeat(FORECAST_S, forecast)
         yield _repeat(service.limits.retention_s, retention)
-
-
-def clear_folders(folder: Path, store: Store) -> None:
-    """Remove files that a killed server left for jobs that were cancelled, failed, or never accepted.
-
-    A damaged store may be repaired and put back later. So finished files are removed only if this store knows
-    that their jobs have none, and input pictures only if they are newer than the store.
-    """
-    open_ids = {facts.id for facts, _ in store.open_jobs()}
-    files.clear(folder / INPUTS_NAME, lambda ids: ids - open_ids, suffixes=("",), made_after=store.made_at)
-    files.clear(
-        folder / THUMBNAILS_NAME, lambda ids: ids - store.with_file(ids), suffixes=(".webp", ".partial")
-    )
-    files.clear(folder, store.without_file, suffixes=(".png", ".mp4"))
 
 
 def _configure_log(settings: FrontSettings) -> None:

@@ -71,6 +71,6 @@ async def _image(
             query.append(f"signature={signature}")
         url = f"{request.base_url}v1/jobs/{job_id}/content" + ("?" + "&".join(query) if query else "")
         return schemas.Image(url=url, id=job_id, seed=stored.facts.seed)
-    content = await files.picture_as(service.folder / stored.facts.file, kind)
+    content = await files.picture_as(service.folder.result(stored.facts), kind)
     text = (await asyncio.to_thread(base64.b64encode, content)).decode()
     return schemas.Image(b64_json=text, id=job_id, seed=stored.facts.seed)

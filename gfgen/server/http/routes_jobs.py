@@ -180,7 +180,7 @@ async def get_job_content(
     stored = _completed(service, job_id)
     if format in (None, "png") or variant == "thumbnail" or stored.facts.kind == "video":
         return await _content(service, stored, variant)
-    content = await files.picture_as(service.folder / stored.facts.file, str(format))
+    content = await files.picture_as(service.folder.result(stored.facts), str(format))
     return Response(content, media_type=files.PICTURE_FORMATS[str(format)])
 
 
@@ -288,7 +288,7 @@ def _list(service: JobService, *, limit: int, order: str, after: str | None, **w
 
 
 def _file(service: JobService, stored: StoredJob) -> Response:
-    response = files.StoredFile(service.folder / stored.facts.file)
+    response = files.StoredFile(service.folder.result(stored.facts))
     response.headers["X-Job-Id"] = stored.facts.id
     return response
 
@@ -299,7 +299,7 @@ async def _content(service: JobService, stored: StoredJob, variant: str | None) 
         raise ApiError(400, f"variant = {variant!r}: {accepted} is accepted", param="variant")
     if variant != "thumbnail":
         return _file(service, stored)
-    return files.StoredFile(await service.thumbnail(stored))
+    return files.StoredFile(await service.folder.thumbnail(stored.facts))
 
 
 async def _delete(service: JobService, job_id: str, *, kind: str | None = None) -> Response:

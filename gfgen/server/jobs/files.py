@@ -6,9 +6,7 @@ import asyncio
 import io
 import logging
 import os
-import re
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 from starlette.datastructures import Headers
@@ -25,7 +23,6 @@ FFMPEG_S = 30.0
 """Timeout for extracting one frame of a video."""
 MEDIA_TYPES = {".png": "image/png", ".mp4": "video/mp4", ".webp": "image/webp"}
 PICTURE_FORMATS = {"png": "image/png", "jpeg": "image/jpeg", "webp": "image/webp"}
-OWN_ID = re.compile(r"(video|image|job)_[0-9a-f]{24}")
 
 
 class StoredFile(FileResponse):
@@ -156,20 +153,3 @@ def _gone() -> ApiError:
 
 def _no_picture() -> ApiError:
     return ApiError(404, "no picture can be made of the file", code="no_thumbnail")
-
-
-def clear(
-    folder: Path,
-    unwanted: Callable[[set[str]], set[str]],
-    *,
-    suffixes: tuple[str, ...],
-    made_after: float = 0.0,
-) -> None:
-    """Remove files that are named by a job id, if `unwanted` returns that id and the file is not older
-    than `made_after` (Unix time)."""
-    paths = [path for path in folder.iterdir() if path.suffix in suffixes and OWN_ID.fullmatch(path.stem)]
-    paths = [path for path in paths if path.stat().st_mtime >= made_after]
-    gone = unwanted({path.stem for path in paths})
-    for path in paths:
-        if path.stem in gone:
-            path.unlink(missing_ok=True)

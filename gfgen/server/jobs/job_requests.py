@@ -28,8 +28,6 @@ from gfgen.server.protocol import schemas
 from gfgen.server.protocol.link import Admit
 from gfgen.server.protocol.problems import ApiError, refused
 
-INPUTS_NAME = ".inputs"
-"""Folder of the input pictures of open jobs."""
 _NO_PATHS = "paths are not accepted over HTTP; send the job with its picture to /v1/videos"
 _VIDEO_WORDS = {"num_frames": "frames", "num_inference_steps": "steps"}
 _IMAGE_WORDS = {"num_inference_steps": "steps"}
@@ -239,9 +237,8 @@ def accepted(requested: RequestedJob, job: AdmittedJob, *, now: float) -> NewJob
     return NewJob(facts, {name: value for name, value in asdict(stored).items() if value is not None})
 
 
-def resumed_spec(facts: JobFacts, spec: Mapping[str, Any], *, folder: Path, now: float) -> JobSpec:
+def resumed_spec(facts: JobFacts, spec: Mapping[str, Any], *, image: str | None, now: float) -> JobSpec:
     """The spec of a job from the store; its times still count from its acceptance."""
-    image = None if facts.input_file is None else str(folder / INPUTS_NAME / facts.input_file)
     stored = JobSpec(**{**spec, "image": image})
     waited_s = max(0.0, now - facts.arrives_at)
     timeout_s = stored.timeout_s
