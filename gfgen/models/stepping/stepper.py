@@ -1,0 +1,277 @@
+"""A diffusers pipeline that runs one step at a time, as functions of values.
+
+    prompt = stepper.encode(args, seed=7)
+    condition, state = stepper.prepare(prompt)
+    while not is_finished(state):
+        state = stepper.step(prompt, condition, state)
+    output = stepper.decode(state)
+
+The output has the same bits as `pipeline(**args, generator=torch.Generator().manual_seed(7))`. Each call may
+run on another pipeline object with the same weights, in another process: values are plain data
+(`values.py`), the pipeline and its scheduler keep nothing between calls, and given values are not changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+from diffusers.configuration_utils import FrozenDict
+
+from gfgen.models.families.adapter import Fields
+from gfgen.models.stepping.program import (
+    Checkpoint,
+    Namespace,
+    NotSteppableError,
+    Place,
+    Returned,
+    program_of,
+)
+from gfgen.models.stepping.values import changes_by_use, pack, parts_of, unpack
+
+PLACE, IS_FINISHED, NUM_ITERATIONS = "place", "is_finished", "num_iterations"
+"""Scalars of a state: where the call continues, whether all iterations are done, how many there are."""
+_SEED = "seed"
+_RANDOM = "random"
+"""Key of the state of PyTorch's own generators, from which some pipelines draw."""
+_ABSENT = object()
+
+
+def is_finished(state: Fields) -> bool:
+    """Whether a state is ready for `decode`."""
+    return bool(state.scalars[IS_FINISHED])
+
+
+def num_iterations(state: Fields) -> int:
+    """Of the denoising loop, over the whole call."""
+    count = state.scalars[NUM_ITERATIONS]
+    assert isinstance(count, int)
+    return count
+
+
+class Stepper:
+    """One pipeline object; its components are on `device`."""
+
+    def __init__(self, pipeline: Any, *, device: str = "cpu") -> None:
+        """Raises: NotSteppableError for a pipeline whose call has no denoising loop that can be cut."""
+        self.program = program_of(type(pipeline).__call__)
+        self._device = torch.device(device)
+        self._pipeline = pipeline
+        pipeline.set_progress_bar_config(disable=True)
+        self._parts = parts_of(pipeline)
+        self._attributes = {
+            name: _Attributes(part) for name, part in self._parts.items() if _changes_in_calls(part)
+        }
+
+    def encode(self, args: Mapping[str, Any], *, seed: int) -> Fields:
+        """The artifact `prompt`: what the call knows once it has encoded its prompts.
+
+        `args` are arguments of the pipeline's call, without `generator`.
+
+        Raises: TypeError for arguments that the call does not take.
+        """
+        generator = torch.Generator("cpu").manual_seed(seed)
+        if "generator" in self.program.signature.parameters:
+            args = {"generator": generator, **args}
+        bound = self.program.signature.bind(self._pipeline, **args)
+        bound.apply_defaults()
+        with self._running({}, seed=seed):
+            names = self.program.namespace(bound.arguments)
+            self.program.encode(names)
+            return self._packed(self._locals(names, self.program.read_by_prepare), seed=seed)
+
+    def prepare(self, prompt: Fields) -> tuple[Fields, Fields]:
+        """The artifacts `condition` and `latents`: the values that steps read, and those that they change.
+
+        `condition` lacks what `prompt` has.
+
+        Raises: NotSteppableError where these arguments lead past the denoising loop.
+        """
+        given = self._unpacked(prompt)
+        with self._running(given, seed=_seed_of(prompt)):
+            names = self.program.namespace({"self": self._pipeline, **_locals(given)})
+            try:
+                checkpoint = next(self.program.run(names))
+            except (Returned, StopIteration):
+                raise NotSteppableError("returns without its denoising loop with these arguments") from None
+            state, constants = self._divided(names)
+            constants = {
+                name: value
+                for name, value in constants.items()
+                if not _is_same(given.get(name, _ABSENT), value)
+            }
+            return pack(constants, self._parts), self._state(state, checkpoint, seed=_seed_of(prompt))
+
+    def step(self, prompt: Fields, condition: Fields, state: Fields) -> Fields:
+        """The artifact `latents` after the next iteration of the denoising loop."""
+        constants = {
+            name: value
+            for fields in (prompt, condition)
+            for name, value in _locals(self._unpacked(fields, is_copied=False)).items()
+        }
+        moved = self._unpacked(state)
+        seed = _seed_of(state)
+        with self._running(moved, seed=seed):
+            names = self.program.namespace({"self": self._pipeline, **constants, **_locals(moved)})
+            run = self.program.run(names, place=_place_of(state))
+            checkpoint = next(run)
+            if checkpoint.is_end:  # of one section; the next one begins behind it
+                checkpoint = next(run)
+            checkpoint = next(run)
+            return self._state(self._divided(names)[0], checkpoint, seed=seed)
+
+    def decode(self, state: Fields) -> Any:
+        """What the pipeline's call returns."""
+        given = self._unpacked(state)
+        with self._running(given, seed=_seed_of(state)):
+            names = self.program.namespace({"self": self._pipeline, **_locals(given)})
+            try:
+                for _ in self.program.run(names, place=_place_of(state)):
+                    pass
+            except Returned as returned:
+                return returned.value
+        return None
+
+    def _divided(self, names: Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The variables that pass from step to step, and those that all steps share.
+
+        What the decode reads is in the first, because a decode gets the last state only.
+        """
+        there = self._locals(names, self.program.read_by_steps)
+        moving = self.program.read_by_decode | self.program.changed
+        state = {name: value for name, value in there.items() if name in moving or changes_by_use(value)}
+        return state, {name: value for name, value in there.items() if name not in state}
+
+    def _locals(self, names: Namespace, wanted: Collection[str]) -> dict[str, Any]:
+        """The local variables among some names, in a fixed order."""
+        known = self.program.globals
+        return {
+            name: names[name]
+            for name in sorted(wanted)
+            if name != "self" and names.get(name, _ABSENT) is not known.get(name, _ABSENT)
+        }
+
+    def _state(self, values: dict[str, Any], checkpoint: Checkpoint, *, seed: int) -> Fields:
+        fields = self._packed(values, seed=seed)
+        fields.scalars |= {
+            PLACE: list(checkpoint.place),
+            IS_FINISHED: checkpoint.is_end and checkpoint.is_last,
+            NUM_ITERATIONS: checkpoint.num_iterations,
+        }
+        return fields
+
+    def _packed(self, values: dict[str, Any], *, seed: int) -> Fields:
+        """Local variables, attributes of the pipeline and its scheduler, and PyTorch's own generators."""
+        found = {
+            f"{part}:{name}": value
+            for part, attributes in self._attributes.items()
+            for name, value in attributes.changed().items()
+        }
+        for name, generator in _own_generators(self._device).items():
+            if not torch.equal(
+                generator.get_state(), torch.Generator(generator.device).manual_seed(seed).get_state()
+            ):
+                found[f"{_RANDOM}:{name}"] = generator.clone_state()
+        fields = pack(values | found, self._parts)
+        fields.scalars[_SEED] = seed
+        return fields
+
+    def _unpacked(self, fields: Fields, *, is_copied: bool = True) -> dict[str, Any]:
+        return unpack(fields, self._parts, device=self._device, is_copied=is_copied)
+
+    @contextlib.contextmanager
+    def _running(self, given: Mapping[str, Any], *, seed: int) -> Iterator[None]:
+        """The pipeline with the attributes that a call has left; afterwards it is as before all calls."""
+        own = _own_generators(self._device)
+        saved = {name: generator.get_state() for name, generator in own.items()}
+        for name, generator in own.items():
+            left = given.get(f"{_RANDOM}:{name}")
+            generator.set_state(left.get_state()) if left is not None else generator.manual_seed(seed)
+        try:
+            for key, value in given.items():
+                part, is_attribute, name = key.partition(":")
+                if is_attribute and part != _RANDOM:
+                    self._attributes[part].set(name, value)
+            with torch.no_grad():
+                yield
+        finally:
+            for attributes in self._attributes.values():
+                attributes.reset()
+            for name, generator in own.items():
+                generator.set_state(saved[name])
+
+
+class _Attributes:
+    """The attributes that one part of the pipeline has before any call."""
+
+    def __init__(self, part: Any) -> None:
+        self._part = part
+        self._before = {name: _shallow(value) for name, value in vars(part).items()}
+
+    def changed(self) -> dict[str, Any]:
+        """Attributes that a call has set."""
+        return {
+            name: value
+            for name, value in vars(self._part).items()
+            if not _is_same(self._before.get(name, _ABSENT), value)
+        }
+
+    def set(self, name: str, value: Any) -> None:
+        vars(self._part)[name] = value
+
+    def reset(self) -> None:
+        there = vars(self._part)
+        for name in there.keys() - self._before.keys():
+            del there[name]
+        for name, value in self._before.items():
+            there[name] = _shallow(value)
+
+
+def _shallow(value: Any) -> Any:
+    return copy.copy(value) if type(value) in (list, dict) else value
+
+
+def _is_same(before: Any, value: Any) -> bool:
+    """Whether nothing has changed a value, as far as that can be seen without looking into tensors."""
+    if before is value:
+        return not _changes_in_calls(value)
+    if type(before) is not type(value):
+        return False
+    if isinstance(value, list):
+        return len(before) == len(value) and all(map(_is_same, before, value))
+    if isinstance(value, dict):
+        return before.keys() == value.keys() and all(_is_same(before[key], value[key]) for key in value)
+    return isinstance(value, (bool, int, float, str)) and before == value
+
+
+def _changes_in_calls(part: Any) -> bool:
+    """Whether calls set attributes of a part: the pipeline, a scheduler, a guider; not a network."""
+    is_ours = type(part).__module__.partition(".")[0] == "diffusers"
+    return is_ours and not isinstance(part, torch.nn.Module) and not isinstance(part, FrozenDict)
+
+
+def _locals(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if ":" not in name}
+
+
+def _own_generators(device: torch.device) -> dict[str, torch.Generator]:
+    """PyTorch's own generators, for the CPU and for the device."""
+    own = {"cpu": torch.default_generator}
+    if device.type == "cuda":
+        own["device"] = torch.cuda.default_generators[device.index or 0]
+    return own
+
+
+def _seed_of(fields: Fields) -> int:
+    seed = fields.scalars[_SEED]
+    assert isinstance(seed, int)
+    return seed
+
+
+def _place_of(state: Fields) -> Place:
+    place = state.scalars[PLACE]
+    assert isinstance(place, list)
+    return tuple(int(idx) for idx in place)
