@@ -34,7 +34,7 @@ from gfgen.models.fast.recording import Graphs
 from gfgen.models.geometry.model import CONFIGS
 from gfgen.models.loading.random_weights import random_component
 from gfgen.models.parallel.counted_attention import counted_attention, is_fast
-from gfgen.models.parallel.sequence_parallel import install
+from gfgen.models.parallel.hooks import install
 from gfgen.runtime.worker.recorder import CudaRecorder
 
 DEVICE = torch.device("cuda:0")

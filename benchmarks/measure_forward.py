@@ -31,8 +31,8 @@ from gfgen.models.fast.texts import forward_inputs
 from gfgen.models.geometry.model import CONFIGS
 from gfgen.models.loading.random_weights import random_component
 from gfgen.models.loading.stock_pipeline import join_group
+from gfgen.models.parallel.hooks import install
 from gfgen.models.parallel.parallel import parallel_from
-from gfgen.models.parallel.sequence_parallel import install
 
 WARM_UPS, REPEATS = 3, 7
 NUM_DISPATCHES = 2 * (WARM_UPS + REPEATS)

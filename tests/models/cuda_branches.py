@@ -20,7 +20,7 @@ from gfgen.layout import Layout
 from gfgen.models.fast.fused import fuse
 from gfgen.models.geometry.model import CONFIGS
 from gfgen.models.loading.random_weights import random_component
-from gfgen.models.parallel.sequence_parallel import install
+from gfgen.models.parallel.hooks import install
 
 MEETINGS = 8
 """Dispatches of each layout."""

@@ -16,8 +16,9 @@ from gfgen.layout import Layout
 from gfgen.models.families.registry import resolve_checkpoint
 from gfgen.models.fast.fused import LinearGelu, fuse
 from gfgen.models.fast.texts import with_texts
+from gfgen.models.parallel.hooks import install
 from gfgen.models.parallel.parallel import parallel_from
-from gfgen.models.parallel.sequence_parallel import active, install
+from gfgen.models.parallel.sequence_parallel import active
 
 torch.set_num_threads(1)
 

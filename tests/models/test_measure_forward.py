@@ -15,7 +15,7 @@ from benchmarks.measure_forward import ForwardShape, forward_of, inputs_of
 from gfgen.layout import Layout
 from gfgen.models.fast.fused import fuse
 from gfgen.models.geometry.model import CONFIGS
-from gfgen.models.parallel.sequence_parallel import install
+from gfgen.models.parallel.hooks import install
 
 torch.set_num_threads(1)
 

@@ -18,8 +18,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from gfgen.errors import LayoutError, ModelError, PeerTimeoutError
 from gfgen.gfc.group import Collectives
 from gfgen.layout import Layout
+from gfgen.models.parallel.hooks import install
 from gfgen.models.parallel.parallel import Parallel, parallel_from
-from gfgen.models.parallel.sequence_parallel import active, install, sharded_attention
+from gfgen.models.parallel.sequence_parallel import active, sharded_attention
 
 torch.set_num_threads(1)
 

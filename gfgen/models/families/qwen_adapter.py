@@ -38,8 +38,8 @@ from gfgen.models.geometry.weights import component_dtypes
 from gfgen.models.loading.components import LoadPipeline, load_pipeline
 from gfgen.models.parallel import shared_decode
 from gfgen.models.parallel.counted_attention import is_fast
+from gfgen.models.parallel.hooks import install
 from gfgen.models.parallel.parallel import Parallel
-from gfgen.models.parallel.sequence_parallel import install
 
 FOR_ANY_LENGTH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """Without cuDNN's attention, which plans 42 ms for each new length of prompt on an H100."""

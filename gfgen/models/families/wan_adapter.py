@@ -35,8 +35,8 @@ from gfgen.models.geometry.wan import TEXT_TOKENS
 from gfgen.models.geometry.weights import component_dtypes
 from gfgen.models.loading.components import LoadPipeline, load_pipeline
 from gfgen.models.parallel import shared_decode
+from gfgen.models.parallel.hooks import install
 from gfgen.models.parallel.parallel import Parallel
-from gfgen.models.parallel.sequence_parallel import install
 
 SHIFT_NAMES = {"UniPCMultistepScheduler": "flow_shift", "FlowMatchEulerDiscreteScheduler": "shift"}
 """What each scheduler class calls the flow shift in its config."""

@@ -36,7 +36,8 @@ from torch import Tensor, nn
 from gfgen.gfc.reshard import shard_sizes
 from gfgen.layout import shard_bounds
 from gfgen.models.fast.rows import RowNorm, add_gated, add_norm, batched, heads, norm, padded_to
-from gfgen.models.parallel.sequence_parallel import TEXT, attend, own_length, sharing_ranks
+from gfgen.models.parallel.plans import TEXT
+from gfgen.models.parallel.sequence_parallel import attend, own_length, sharing_ranks
 
 
 @torch.no_grad()

@@ -40,7 +40,8 @@ from gfgen.gfc.reshard import shard_sizes
 from gfgen.models.fast.evaluation import evaluate
 from gfgen.models.fast.fused import Modulation
 from gfgen.models.parallel.parallel import Parallel
-from gfgen.models.parallel.sequence_parallel import TEXT, Sharing, active, present_sharing
+from gfgen.models.parallel.plans import TEXT
+from gfgen.models.parallel.sequence_parallel import Sharing, active, present_sharing
 
 logger = logging.getLogger(__name__)
 

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from gfgen.errors import LayoutError
+from gfgen.gfc.group import Collectives
 from gfgen.gfc.reshard import shard_sizes
 from gfgen.models.parallel.chunked_attention import (
     Attend,
@@ -30,7 +31,13 @@ from gfgen.models.parallel.chunked_attention import (
 )
 from gfgen.models.parallel.lanes import Lane
 from gfgen.models.parallel.parallel import Parallel
-from gfgen.models.parallel.ring_attention import ring_attention, start_ring
+from gfgen.models.parallel.ring_attention import (
+    Partial,
+    attend_with_lse,
+    merged,
+    ring_attention,
+    start_ring,
+)
 
 
 def shared_attention(
@@ -68,6 +75,21 @@ def shared_attention(
         )
         return chunked.run(chunks)
     return _at_once(query, key, value, mask, parallel=parallel, sizes=sizes, attend=attend, scale=scale)
+
+
+def attention_to_shards(
+    query: Tensor, key: Tensor, value: Tensor, *, ranks: Collectives, scale: float | None
+) -> Tensor:
+    """The attention of queries that every rank has, to keys and values in shards.
+
+    Each rank attends to its own keys, and all merge all parts. If the queries are few, this moves much less
+    than gathering the keys.
+
+    Shapes: query [B, L, H, D] alike on all ranks, key, value [B, shard, H, D] -> [B, L, H, D], alike on all.
+    """
+    own = attend_with_lse(query, key, value, None, scale=scale)
+    outs, lses = (ranks.all_gather(x.contiguous()[None], dim=0) for x in own)
+    return merged([Partial(out, lse) for out, lse in zip(outs, lses, strict=True)])
 
 
 def _gathered_mask(mask: Tensor, parallel: Parallel, sizes: TokenSizes) -> Tensor:

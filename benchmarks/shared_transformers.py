@@ -1,0 +1,483 @@
+"""Shares forwards of small random transformers among ranks, and compares them with one rank.
+
+    python -m benchmarks.shared_transformers [--only flux] [--degrees 2 3 5 8]
+
+One row per transformer: the largest difference from one rank's forward in fp32, relative to its largest
+magnitude, for each degree (Ulysses; `2x2` is a ring of two Ulysses pairs). Ranks are threads with arenas of
+their own. Sizes are small, real classes of diffusers with two blocks of each kind, 24 heads of 16 and uneven
+numbers of tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import diffusers
+import torch
+from torch import Tensor, nn
+
+from gfgen.gfc.arena import ArenaPlan, create_arena
+from gfgen.gfc.descriptor import Descriptor
+from gfgen.gfc.endpoint import Endpoint
+from gfgen.layout import Layout
+from gfgen.models.parallel.hooks import install
+from gfgen.models.parallel.parallel import Parallel, parallel_from
+from gfgen.models.parallel.plans import own_plan
+from gfgen.models.parallel.sequence_parallel import active
+
+T = TypeVar("T")
+Inputs = dict[str, Any]
+
+PLAN = ArenaPlan(data_bytes=1 << 20, post_bytes=1 << 12)
+HEADS: dict[str, Any] = {"num_attention_heads": 24, "attention_head_dim": 16}
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def ids(num_tokens: int, axes: int) -> Tensor:
+    return torch.arange(num_tokens * axes).view(num_tokens, axes) % 7 * 1.0
+
+
+def when(batch: int = 1) -> Tensor:
+    return torch.full((batch,), 500.0)
+
+
+def text_mask(num_tokens: int, num_valid: int) -> Tensor:
+    return torch.arange(num_tokens)[None] < num_valid
+
+
+def chronoedit() -> tuple[nn.Module, Inputs]:
+    model = diffusers.ChronoEditTransformer3DModel(
+        **HEADS, in_channels=4, out_channels=4, text_dim=32, freq_dim=32, ffn_dim=64, num_layers=2
+    )
+    inputs = {"hidden_states": random(1, 4, 2, 6, 10), "timestep": when()}
+    return model, inputs | {"encoder_hidden_states": random(1, 7, 32)}
+
+
+def cogvideox(**config: Any) -> tuple[nn.Module, Inputs]:
+    model = diffusers.CogVideoXTransformer3DModel(
+        **HEADS,
+        in_channels=4,
+        out_channels=4,
+        time_embed_dim=16,
+        text_embed_dim=32,
+        num_layers=2,
+        sample_width=10,
+        sample_height=6,
+        sample_frames=9,
+        max_text_seq_length=11,
+        **config,
+    )
+    inputs = {"hidden_states": random(1, 3, 4, 6, 10), "timestep": when()}
+    return model, inputs | {"encoder_hidden_states": random(1, 11, 32)}
+
+
+def cogvideox_rotary() -> tuple[nn.Module, Inputs]:
+    model, inputs = cogvideox(use_rotary_positional_embeddings=True)
+    return model, inputs | {"image_rotary_emb": (random(45, 16), random(45, 16))}
+
+
+def flux() -> tuple[nn.Module, Inputs]:
+    model = diffusers.FluxTransformer2DModel(
+        **HEADS,
+        in_channels=8,
+        num_layers=2,
+        num_single_layers=2,
+        joint_attention_dim=32,
+        pooled_projection_dim=16,
+        guidance_embeds=True,
+        axes_dims_rope=(4, 6, 6),
+    )
+    return model, {
+        "hidden_states": random(1, 21, 8),
+        "encoder_hidden_states": random(1, 5, 32),
+        "pooled_projections": random(1, 16),
+        "timestep": when() / 1000,
+        "img_ids": ids(21, 3),
+        "txt_ids": ids(5, 3) * 0,
+        "guidance": torch.tensor([3.5]),
+    }
+
+
+def flux_controlnet() -> tuple[nn.Module, Inputs]:
+    model, inputs = flux()
+    names = ("controlnet_block_samples", "controlnet_single_block_samples")
+    return model, inputs | {name: [random(1, 21, 384)] for name in names}
+
+
+def flux2() -> tuple[nn.Module, Inputs]:
+    model = diffusers.Flux2Transformer2DModel(
+        **HEADS,
+        in_channels=8,
+        num_layers=2,
+        num_single_layers=2,
+        joint_attention_dim=32,
+        timestep_guidance_channels=32,
+        axes_dims_rope=(4, 4, 4, 4),
+    )
+    return model, {
+        "hidden_states": random(1, 21, 8),
+        "encoder_hidden_states": random(1, 5, 32),
+        "timestep": when() / 1000,
+        "img_ids": ids(21, 4)[None],
+        "txt_ids": ids(5, 4)[None],
+        "guidance": torch.tensor([3.5]),
+    }
+
+
+def helios(**config: Any) -> tuple[nn.Module, Inputs]:
+    """Chunks of a video with the frames before them, short and long ago."""
+    model = diffusers.HeliosTransformer3DModel(
+        **HEADS,
+        in_channels=4,
+        out_channels=4,
+        text_dim=32,
+        freq_dim=32,
+        ffn_dim=64,
+        num_layers=2,
+        rope_dim=(4, 6, 6),
+        **config,
+    )
+    return model, {
+        "hidden_states": random(1, 4, 3, 6, 10),
+        "timestep": torch.tensor([500]),
+        "encoder_hidden_states": random(1, 7, 32),
+        "indices_hidden_states": torch.arange(6, 9)[None],
+        "indices_latents_history_short": torch.arange(4, 6)[None],
+        "indices_latents_history_mid": torch.arange(2, 4)[None],
+        "indices_latents_history_long": torch.arange(0, 4)[None],
+        "latents_history_short": random(1, 4, 2, 6, 10),
+        "latents_history_mid": random(1, 4, 2, 6, 10),
+        "latents_history_long": random(1, 4, 4, 6, 10),
+    }
+
+
+def helios_history() -> tuple[nn.Module, Inputs]:
+    return helios(is_amplify_history=True)
+
+
+def hunyuan(**config: Any) -> tuple[nn.Module, Inputs]:
+    model = diffusers.HunyuanVideoTransformer3DModel(
+        **HEADS,
+        in_channels=4,
+        out_channels=4,
+        num_layers=2,
+        num_single_layers=2,
+        num_refiner_layers=1,
+        mlp_ratio=2.0,
+        text_embed_dim=32,
+        pooled_projection_dim=16,
+        rope_axes_dim=(4, 6, 6),
+        **config,
+    )
+    return model, {
+        "hidden_states": random(1, 4, 3, 6, 10),
+        "timestep": when(),
+        "encoder_hidden_states": random(1, 11, 32),
+        "encoder_attention_mask": text_mask(11, 6),
+        "pooled_projections": random(1, 16),
+        "guidance": torch.tensor([6000.0]),
+    }
+
+
+def hunyuan_image() -> tuple[nn.Module, Inputs]:
+    """From an image, whose tokens have a timestep of their own."""
+    return hunyuan(image_condition_type="token_replace")
+
+
+def ltx() -> tuple[nn.Module, Inputs]:
+    """A timestep for each token, as from an image, and a padded text."""
+    model = diffusers.LTXVideoTransformer3DModel(
+        **HEADS,
+        in_channels=8,
+        out_channels=8,
+        cross_attention_dim=384,
+        num_layers=2,
+        caption_channels=32,
+    )
+    return model, {
+        "hidden_states": random(1, 45, 8),
+        "encoder_hidden_states": random(1, 7, 32),
+        "timestep": torch.cat((torch.zeros(1, 15), torch.full((1, 30), 500.0)), 1),
+        "encoder_attention_mask": text_mask(7, 4),
+        "num_frames": 3,
+        "height": 3,
+        "width": 5,
+    }
+
+
+def ltx2(**config: Any) -> tuple[nn.Module, Inputs]:
+    model = diffusers.LTX2VideoTransformer3DModel(
+        **HEADS,
+        in_channels=8,
+        out_channels=8,
+        cross_attention_dim=384,
+        audio_in_channels=8,
+        audio_out_channels=8,
+        audio_num_attention_heads=24,
+        audio_attention_head_dim=8,
+        audio_cross_attention_dim=192,
+        num_layers=2,
+        caption_channels=32,
+        **config,
+    )
+    return model, {
+        "hidden_states": random(1, 45, 8),
+        "audio_hidden_states": random(1, 13, 8),
+        "encoder_hidden_states": random(1, 7, 32),
+        "audio_encoder_hidden_states": random(1, 7, 32),
+        "timestep": torch.cat((torch.zeros(1, 15), torch.full((1, 30), 500.0)), 1),
+        "audio_timestep": when(),
+        "encoder_attention_mask": text_mask(7, 4),
+        "audio_encoder_attention_mask": text_mask(7, 4),
+        "num_frames": 3,
+        "height": 3,
+        "width": 5,
+        "audio_num_frames": 13,
+    }
+
+
+def ltx2_split() -> tuple[nn.Module, Inputs]:
+    return ltx2(rope_type="split")
+
+
+def minimax() -> tuple[nn.Module, Inputs]:
+    model = diffusers.MiniMaxH3Transformer3DModel(
+        **HEADS,
+        hidden_size=64,
+        num_layers=2,
+        num_refiner_layers=1,
+        ffn_dim=64,
+        in_channels=4,
+        audio_in_channels=8,
+        text_dim=32,
+        freq_dim=32,
+        time_embed_hidden_dim=32,
+        time_embed_dim=16,
+        rope_freq_dim=2,
+    )
+    order = torch.randperm(37, generator=torch.Generator().manual_seed(0))
+    video, audio, text = order[:21], order[21:30], order[30:]
+    tags = torch.zeros(37, dtype=torch.long).index_fill(0, text, 1).index_fill(0, audio, 2)
+    return model, {
+        "hidden_states": random(1, 21, 16),
+        "audio_hidden_states": random(1, 9, 8),
+        "encoder_hidden_states": random(1, 7, 32),
+        "timestep": torch.tensor([0.0, 0.5]),
+        "timestep_indices": tags.eq(0).long(),
+        "token_tags": tags,
+        "position_ids": ids(37, 3),
+        "video_indices": video,
+        "audio_indices": audio,
+        "text_indices": text,
+    }
+
+
+def qwen(**config: Any) -> tuple[nn.Module, Inputs]:
+    model = diffusers.QwenImageTransformer2DModel(
+        **HEADS,
+        in_channels=16,
+        out_channels=4,
+        num_layers=2,
+        joint_attention_dim=32,
+        axes_dims_rope=(4, 6, 6),
+        **config,
+    )
+    return model, {
+        "hidden_states": random(1, 21, 16),
+        "encoder_hidden_states": random(1, 7, 32),
+        "encoder_hidden_states_mask": text_mask(7, 5),
+        "timestep": when() / 1000,
+        "img_shapes": [[(1, 3, 7)]],
+    }
+
+
+def qwen_edit() -> tuple[nn.Module, Inputs]:
+    """The noise and an image to edit, whose tokens have a timestep of their own."""
+    model, inputs = qwen(zero_cond_t=True)
+    return model, inputs | {"hidden_states": random(1, 27, 16), "img_shapes": [[(1, 3, 7), (1, 2, 3)]]}
+
+
+def qwen_layered() -> tuple[nn.Module, Inputs]:
+    model, inputs = qwen(use_additional_t_cond=True, use_layer3d_rope=True)
+    shapes = {"img_shapes": [[(1, 3, 7), (1, 3, 7), (1, 2, 3)]], "hidden_states": random(1, 48, 16)}
+    return model, inputs | shapes | {"additional_t_cond": torch.tensor([0])}
+
+
+def sd3() -> tuple[nn.Module, Inputs]:
+    """As 3.5 medium: the first block has a second attention, to the picture alone."""
+    model = diffusers.SD3Transformer2DModel(
+        **HEADS,
+        sample_size=16,
+        in_channels=4,
+        out_channels=4,
+        num_layers=2,
+        joint_attention_dim=32,
+        caption_projection_dim=384,
+        pooled_projection_dim=16,
+        pos_embed_max_size=16,
+        dual_attention_layers=(0,),
+        qk_norm="rms_norm",
+    )
+    return model, {
+        "hidden_states": random(1, 4, 6, 14),
+        "encoder_hidden_states": random(1, 11, 32),
+        "pooled_projections": random(1, 16),
+        "timestep": when(),
+    }
+
+
+def sd3_controlnet() -> tuple[nn.Module, Inputs]:
+    model, inputs = sd3()
+    return model, inputs | {"block_controlnet_hidden_states": [random(1, 21, 384)]}
+
+
+def wan() -> tuple[nn.Module, Inputs]:
+    model = diffusers.WanTransformer3DModel(
+        **HEADS, in_channels=4, out_channels=4, text_dim=32, freq_dim=32, ffn_dim=64, num_layers=2
+    )
+    inputs = {"hidden_states": random(1, 4, 3, 6, 10), "timestep": when()}
+    return model, inputs | {"encoder_hidden_states": random(1, 7, 32)}
+
+
+def wan_vace() -> tuple[nn.Module, Inputs]:
+    model = diffusers.WanVACETransformer3DModel(
+        **HEADS,
+        in_channels=4,
+        out_channels=4,
+        text_dim=32,
+        freq_dim=32,
+        ffn_dim=64,
+        num_layers=3,
+        vace_layers=[0, 2],
+        vace_in_channels=6,
+    )
+    _, inputs = wan()
+    return model, inputs | {"control_hidden_states": random(1, 6, 3, 6, 10)}
+
+
+def z_image() -> tuple[nn.Module, Inputs]:
+    model = diffusers.ZImageTransformer2DModel(
+        in_channels=4,
+        dim=384,
+        n_layers=2,
+        n_refiner_layers=2,
+        n_heads=24,
+        n_kv_heads=24,
+        cap_feat_dim=32,
+        axes_dims=[4, 6, 6],
+        axes_lens=[128, 32, 32],
+    )
+    return model, {"x": [random(4, 1, 6, 14)], "t": torch.tensor([0.5]), "cap_feats": [random(9, 32)]}
+
+
+CASES: Mapping[str, Callable[[], tuple[nn.Module, Inputs]]] = {
+    case.__name__.replace("_", "-"): case
+    for case in (
+        *(chronoedit, cogvideox, cogvideox_rotary, flux, flux_controlnet, flux2, helios, helios_history),
+        *(hunyuan, hunyuan_image, ltx, ltx2, ltx2_split, minimax, qwen, qwen_edit, qwen_layered),
+        *(sd3, sd3_controlnet, wan, wan_vace, z_image),
+    )
+}
+
+
+def make(name: str) -> tuple[nn.Module, Inputs]:
+    """A case's transformer with hooks, and the inputs of a forward."""
+    torch.manual_seed(0)
+    model, inputs = CASES[name]()
+    # Some classes begin with zeros, which would hide what happens before.
+    for parameter in model.parameters():
+        if not parameter.any():
+            nn.init.normal_(parameter, std=0.2)
+    install(model.eval())
+    return model, inputs
+
+
+@torch.no_grad()
+def forward(model: nn.Module, inputs: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors that a forward returns."""
+    torch.set_num_threads(1)  # counts for the calling thread, and rounding depends on it
+    outputs = model(**inputs, return_dict=False)
+    return [x for output in outputs for x in (output if isinstance(output, list) else [output])]
+
+
+class Ranks:
+    """Threads with arenas, as ranks of one machine."""
+
+    def __init__(self, num_ranks: int = 8) -> None:
+        fds = {rank: create_arena(PLAN, rank=rank, incarnation=1) for rank in range(num_ranks)}
+        incarnations = dict.fromkeys(fds, 1)
+        self._endpoints = [Endpoint(PLAN, rank=rank, fds=fds, incarnations=incarnations) for rank in fds]
+        for fd in fds.values():
+            os.close(fd)
+        self._num_dispatches = 0
+
+    def run(self, layout: Layout, program: Callable[[Parallel], T]) -> list[T]:
+        """What a program returns on each rank of the layout, by slot."""
+        self._num_dispatches += 1
+        descriptor = Descriptor(self._num_dispatches, layout, (1,) * layout.degree)
+
+        def one(rank: int) -> T:
+            group = self._endpoints[rank].group(descriptor)
+            group.enter()
+            return program(parallel_from(group))
+
+        with ThreadPoolExecutor(layout.degree) as pool:
+            return list(pool.map(one, layout.ranks))
+
+
+def shared_forward(
+    ranks: Ranks, layout: Layout, model: nn.Module, inputs: Mapping[str, Any]
+) -> list[list[Tensor]]:
+    """The outputs of each rank."""
+
+    def program(parallel: Parallel) -> list[Tensor]:
+        with active(parallel):
+            return forward(model, inputs)
+
+    return ranks.run(layout, program)
+
+
+def difference(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
+    """The largest one of all outputs, relative to each output's largest magnitude."""
+    pairs = zip(found, wanted, strict=True)
+    return max(float((one - other).abs().max() / other.abs().max()) for one, other in pairs)
+
+
+def layout_of(degree: str, first: int = 0) -> Layout:
+    """`4`: four Ulysses ranks; `2x2`: Ulysses degree, times the ring's."""
+    ulysses, _, ring = degree.partition("x")
+    size = int(ulysses) * int(ring or 1)
+    return Layout(tuple(range(first, first + size)), ulysses=int(ulysses), ring=int(ring or 1))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--only", nargs="*", choices=CASES, default=list(CASES))
+    parser.add_argument("--degrees", nargs="*", default=["2", "3", "5", "8", "2x2", "1x5", "3x2"])
+    options = parser.parse_args()
+    ranks = Ranks()
+    print(f"diffusers {diffusers.__version__}, PyTorch {torch.__version__}, fp32 on a CPU\n")
+    print(" | ".join(["| case", "class", "plan", *options.degrees, ""]))
+    print("|---" * (3 + len(options.degrees)) + "|")
+    for name in options.only:
+        model, inputs = make(name)
+        wanted = forward(model, inputs)
+        row = []
+        for degree in options.degrees:
+            found = shared_forward(ranks, layout_of(degree), model, inputs)
+            assert all(map(torch.equal, found[0], other) for other in found)
+            row.append(f"{difference(found[0], wanted):.1e}")
+        own, has_class_plan = own_plan(model), getattr(model, "_cp_plan", None) is not None
+        source = "class" if own is None else "own" if own.replaces_class or not has_class_plan else "both"
+        print(" | ".join([f"| {name}", f"`{type(model).__name__}`", source, *row, ""]), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,210 @@
+"""Hooks that share a transformer of diffusers among ranks, as its plan says (plans.py).
+
+They stay on the transformer and do nothing outside of `sequence_parallel.active`.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import re
+import sys
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from diffusers.models.attention_dispatch import dispatch_attention_fn
+
+from gfgen.errors import LayoutError, ModelError
+from gfgen.gfc.reshard import shard_sizes
+from gfgen.layout import shard_bounds
+from gfgen.models.parallel.plans import (
+    PICTURE,
+    Change,
+    Count,
+    Cut,
+    CutStreams,
+    Entry,
+    Gather,
+    Refused,
+    plan_of,
+)
+from gfgen.models.parallel.sequence_parallel import Sharing, attend, attend_BHLD, present_sharing
+
+
+def install(transformer: torch.nn.Module) -> None:
+    """Put hooks on a diffusers transformer, permanently; once for each instance.
+
+    Raises: ModelError for a class without a plan, or with an unsupported one.
+    """
+    plan = plan_of(transformer)
+    for pattern, entry in plan.changes.items():
+        for module in _modules(transformer, pattern):
+            _hook(module, entry)
+    for pattern, streams in plan.attentions.items():
+        for module in _modules(transformer, pattern):
+            if hasattr(module, "processor"):
+                _share_attention(module, streams)
+
+
+def _modules(transformer: torch.nn.Module, pattern: str) -> list[torch.nn.Module]:
+    """Modules whose name matches a plan's key: `**` matches all, and a key that ends in `?` perhaps none."""
+    if pattern == "**":
+        return list(transformer.modules())
+    name, last, _ = pattern.partition(".-1")
+    if last:
+        return [transformer.get_submodule(name)[-1]]  # type: ignore[index]
+    expression = re.compile(re.escape(pattern.removesuffix("?")).replace(r"\*", r"[^.]+"))
+    found = [module for name, module in transformer.named_modules() if expression.fullmatch(name)]
+    if not found and not pattern.endswith("?"):
+        raise ModelError(f"{type(transformer).__name__}: its plan names {pattern!r}, which it has not")
+    return found
+
+
+def _hook(module: torch.nn.Module, entry: Entry) -> None:
+    """Hooks for one module: parameters by name are changed before it runs, outputs by index after."""
+    inputs = {key: change for key, change in entry.items() if isinstance(key, str)}
+    outputs = {key: change for key, change in entry.items() if isinstance(key, int)}
+    if inputs:
+        parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
+        names = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
+        hook = functools.partial(_change_inputs, changes=inputs, names=names)
+        module.register_forward_pre_hook(hook, with_kwargs=True)
+    if outputs:
+        module.register_forward_hook(functools.partial(_change_outputs, changes=outputs))
+
+
+def _change_inputs(
+    module: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    changes: Mapping[str, Change],
+    names: Sequence[str],
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """A pre-forward hook; a parameter may come by position or by name."""
+    sharing = present_sharing()
+    if sharing is None:
+        return None
+    by_name = dict(zip(names, args, strict=False)) | kwargs
+    for name, change in changes.items():
+        if by_name.get(name) is not None:
+            if isinstance(change, Refused):
+                raise ModelError(f"{type(module).__name__} with {name} cannot be shared among ranks")
+            by_name[name] = _changed(by_name[name], change, sharing)
+    positional = tuple(by_name.pop(name) for name in names[: len(args)])
+    return positional + args[len(names) :], by_name
+
+
+def _change_outputs(module: torch.nn.Module, args: Any, output: Any, *, changes: Mapping[int, Change]) -> Any:
+    """A forward hook: of what a module computes for all tokens (rotary tables), or for a shard."""
+    sharing = present_sharing()
+    if sharing is None:
+        return None
+    values = [output] if isinstance(output, torch.Tensor) else list(output)
+    for idx, change in changes.items():
+        values[idx] = _changed(values[idx], change, sharing)
+    return values[0] if isinstance(output, torch.Tensor) else tuple(values)
+
+
+def _changed(value: Any, change: Change, sharing: Sharing) -> Any:
+    """What the rank has instead of a value."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(_changed(each, change, sharing) for each in value)
+    lengths, ranks = sharing.stream_lengths, sharing.ranks
+    match change:
+        case Gather(dim, stream):
+            return ranks.all_gather(value, dim=dim, sizes=shard_sizes(lengths[stream], ranks.size))
+        case Count(stream, at_end):
+            assert sharing.slot_1 is None, "a number of tokens depends on the slot, so nothing is recorded"
+            return _count(value, lengths[stream], sharing, at_end=at_end)
+        case CutStreams(dim, streams):
+            parts = value.split([lengths[stream] for stream in streams], dim)
+            return torch.cat([_shard(part, dim, sharing) for part in parts], dim)
+        case Cut(dim, stream, ndim, may_be_empty) if ndim in (None, value.dim()):
+            if stream is not None:
+                length = lengths[stream] = int(value.shape[dim])
+                if length < ranks.size and (stream == PICTURE or not may_be_empty):
+                    raise LayoutError(f"{length} tokens cannot be shared among {ranks.size} ranks")
+            return _shard(value, dim, sharing)
+    return value
+
+
+def _count(count: int, length: int, sharing: Sharing, *, at_end: bool) -> int:
+    """How many of the first (or last) `count` tokens of a stream are this rank's."""
+    start, stop = shard_bounds(length, sharing.ranks.size, sharing.ranks.slot)
+    first, last = (length - count, length) if at_end else (0, count)
+    return max(0, min(stop, last) - max(start, first))
+
+
+def _shard(x: torch.Tensor, dim: int, sharing: Sharing) -> torch.Tensor:
+    """This rank's part.
+
+    Text may be shorter than there are ranks. Its last shards are then empty, and flow through
+    the blocks as tensors of no rows. A copy and no view: compiled blocks depend on strides, and
+    those of a view would tell them the whole length.
+    """
+    length = x.shape[dim]
+    if sharing.slot_1 is not None:
+        return x.index_select(dim, sharing.positions_L(length))
+    start, stop = shard_bounds(length, sharing.ranks.size, sharing.ranks.slot)
+    return x.narrow(dim, start, stop - start).clone(memory_format=torch.contiguous_format)
+
+
+def _share_attention(module: Any, streams: str) -> None:
+    """Mark a module's attention as one over these streams."""
+    processor = module.processor
+    if hasattr(processor, "_parallel_config"):
+        # Processors hand it to those attentions that are to be shared.
+        processor._parallel_config = streams
+        _wrap_globals(sys.modules[type(processor).__module__])
+        return
+    if "scaled_dot_product_attention" not in type(processor).__call__.__code__.co_names:
+        raise ModelError(f"attention of {type(processor).__name__} cannot be shared among ranks")
+    module.processor = copy.copy(processor)
+    kind: Any = type(processor)
+    module.processor.__class__ = _sharing_class(kind, streams)
+
+
+@functools.cache
+def _sharing_class(processor_class: Any, streams: str) -> type:
+    """A processor class that calls torch's attention itself, with ours in its place.
+
+    Only its `__call__` finds ours as `F.scaled_dot_product_attention`, so torch and other users of the
+    processor's module stay as they are.
+    """
+    call: types.FunctionType = processor_class.__call__
+    functional: Any = types.ModuleType("F")
+    vars(functional).update(vars(torch.nn.functional))
+    functional.scaled_dot_product_attention = functools.partial(attend_BHLD, streams=streams)
+    own = types.FunctionType(call.__code__, call.__globals__ | {"F": functional}, argdefs=call.__defaults__)
+    own.__kwdefaults__ = call.__kwdefaults__
+    return type(processor_class.__name__, (processor_class,), {"__call__": own})
+
+
+def _wrap_globals(module: Any) -> None:
+    """Wrap what the model's module calls by its global names, unless that was done before."""
+    if module.dispatch_attention_fn is attend:
+        return
+    assert module.dispatch_attention_fn is dispatch_attention_fn, f"{module.__name__} is wrapped already"
+    module.dispatch_attention_fn = attend
+    for name, function in list(vars(module).items()):
+        if name.startswith("apply_rotary_emb"):
+            setattr(module, name, _passing_empty(function))
+
+
+def _passing_empty(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Rotation that also accepts an empty tensor.
+
+    It reshapes with an inferred dimension, which is undefined for a tensor of no elements. This
+    is all that keeps a text shorter than the degree from being cut like any other, and cheaper
+    than keeping such a text whole on every rank, which would need an exchange of its own.
+    """
+
+    @functools.wraps(function)
+    def rotate(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return function(x, *args, **kwargs) if x.numel() else x
+
+    return rotate
