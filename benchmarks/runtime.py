@@ -1,23 +1,27 @@
 """What the control plane costs: CPU time per dispatched task, and bytes per message.
 
-Runs the real control loop, state and policy over simulated ranks, so that nothing but the
-control plane takes time. Each turn of the loop is timed from the moment at which its events
-are there until all its dispatches are out.
+Runs the real control loop, state and policy over simulated ranks, with journal, trace and manifest. Each task
+is sent through a real socket to a process that answers with a report. Each turn of the loop is timed from the
+moment at which its events are there until all its dispatches are out.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
 import platform
+import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import click
 
@@ -30,11 +34,15 @@ from gfgen.runtime.control.state import State
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.dispatch import Dispatch
-from gfgen.runtime.core.events import Event
+from gfgen.runtime.core.events import Event, TaskDone
 from gfgen.runtime.core.observer import JobInfo
+from gfgen.runtime.files.journal import Journal, journal_header
+from gfgen.runtime.files.manifest import ManifestWriter
 from gfgen.runtime.files.start import RunStart
-from gfgen.runtime.ipc.messages import RunTask
+from gfgen.runtime.ipc.channel import Channel
+from gfgen.runtime.ipc.messages import RunTask, TaskReport
 from gfgen.runtime.predict.cost import CostModel
+from gfgen.runtime.report.trace import TraceWriter
 from gfgen.runtime.simulate.backend import SimulatedBackend, SimulatedTimes
 from gfgen.system.machine import cpu_name
 
@@ -58,18 +66,23 @@ def measure_control_plane(policy: str, *, num_open: int, num_tasks: int) -> Cont
     """Dispatch `num_tasks` tasks with `num_open` jobs open all the time, on 8 simulated ranks."""
     jobs = [make_job(idx, num_steps=20 + idx % 31) for idx in range(num_open + num_tasks // 20)]
     clock, costs = Clock(virtual=True), CostModel()
-    backend = _TimedBackend(clock, num_tasks=num_tasks, jobs=jobs[num_open:])
-    state = State(jobs, RunStart(num_ranks=NUM_RANKS, lookahead_s=LOOKAHEAD_S), clock=clock, costs=costs)
-    control = Control(
-        jobs[:num_open],
-        state=state,
-        backend=backend,
-        clock=clock,
-        policy=load_policy(policy),
-    )
-    backend.control = control
-    with contextlib.suppress(AllTasksRun):
-        control.run()
+    start = RunStart(num_ranks=NUM_RANKS, lookahead_s=LOOKAHEAD_S)
+    with _answering() as channel, tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        backend = _TimedBackend(clock, num_tasks=num_tasks, jobs=jobs[num_open:], channel=channel)
+        header = journal_header([job.info for job in jobs], start, policy=policy)
+        control = Control(
+            jobs[:num_open],
+            state=State(jobs, start, clock=clock, costs=costs),
+            backend=backend,
+            clock=clock,
+            policy=load_policy(policy),
+            journal=Journal(folder / "journal.jsonl", header=header),
+            observers=[TraceWriter(folder / "trace.json"), ManifestWriter(folder / "manifest.jsonl")],
+        )
+        backend.control = control
+        with contextlib.suppress(AllTasksRun):
+            control.run()
     costs_s = sorted(backend.turn_s)
     return ControlPlaneCost(
         policy=policy,
@@ -81,6 +94,30 @@ def measure_control_plane(policy: str, *, num_open: int, num_tasks: int) -> Cont
     )
 
 
+@contextlib.contextmanager
+def _answering() -> Iterator[Channel]:
+    """A channel to a process that answers each message with a report."""
+    end, other = Channel.pair()
+    if (pid := os.fork()) == 0:
+        end.close()
+        _answer(other)
+    other.close()
+    channel = Channel(end)
+    try:
+        yield channel
+    finally:
+        channel.close()
+        os.waitpid(pid, 0)
+
+
+def _answer(end: socket.socket) -> NoReturn:
+    report = pickle.dumps(TaskReport(1, 0.1, 0.2, 0.0, 0.0), protocol=pickle.HIGHEST_PROTOCOL)
+    with contextlib.suppress(OSError):
+        while end.recv(1 << 16):
+            end.send(report)
+    os._exit(0)
+
+
 class AllTasksRun(Exception):
     """Ends a measurement after its number of tasks."""
 
@@ -88,11 +125,14 @@ class AllTasksRun(Exception):
 class _TimedBackend(SimulatedBackend):
     """Notes the CPU time between the end of a wait and the begin of the next one."""
 
-    def __init__(self, clock: Clock, *, num_tasks: int, jobs: Sequence[AdmittedJob]) -> None:
+    def __init__(
+        self, clock: Clock, *, num_tasks: int, jobs: Sequence[AdmittedJob], channel: Channel
+    ) -> None:
         super().__init__(clock, num_ranks=NUM_RANKS, times=SimulatedTimes(task_s=_duration_s))
         self.control: Control | None = None
         self.turn_s: list[float] = []
         self.largest_message_bytes = 0
+        self._channel = channel
         self._num_tasks = num_tasks
         self._reserve = list(jobs)
         self._began_s = 0.0
@@ -108,7 +148,10 @@ class _TimedBackend(SimulatedBackend):
         if len(self.turn_s) >= self._num_tasks:
             raise AllTasksRun
         events = super().wait(until)
+        num_reports = sum(len(event.times) for event in events if isinstance(event, TaskDone))
         self._began_s = time.process_time()
+        for _ in range(num_reports):
+            self._channel.receive()
         return events
 
     def submit(self, dispatch: Dispatch) -> None:
@@ -116,7 +159,11 @@ class _TimedBackend(SimulatedBackend):
         self._num_sent += 1
         task = dispatch.task
         message = RunTask(dispatch.number, task.job_id, task.index, dispatch.producer, dispatch.layout, (1,))
-        self.largest_message_bytes = max(self.largest_message_bytes, len(pickle.dumps(message, protocol=5)))
+        before_bytes = self._channel.sent_bytes
+        for _ in dispatch.layout.ranks:
+            self._channel.send(message)
+        message_bytes = (self._channel.sent_bytes - before_bytes) // dispatch.layout.degree
+        self.largest_message_bytes = max(self.largest_message_bytes, message_bytes)
 
     def release(self, job_id: str) -> None:
         """For every job that ends another one arrives: the number of open jobs stays."""

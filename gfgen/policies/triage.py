@@ -5,10 +5,9 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from bisect import insort
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
-from typing import Any, NamedTuple
 
 from gfgen.policies.allotment import allot, shared_out
 from gfgen.policies.groups import GroupSize
@@ -33,6 +32,10 @@ _due = attrgetter("precedence", "deadline_s", "remaining_s", "arrival_s")
 """The shortest goes first among jobs with equal deadlines, so a started job keeps its place. They would take
 turns otherwise, because a job that reopens comes last among equals, and all would end late."""
 _short = attrgetter("precedence", "remaining_s", "arrival_s")
+_precedence = attrgetter("precedence")
+_precedence_and_deadline = attrgetter("precedence", "deadline_s")
+_arrival = attrgetter("arrival_s")
+_remaining = attrgetter("remaining_s")
 
 
 def triage(snapshot: Snapshot, *, degree: GroupSize = 2) -> list[Decision]:
@@ -45,71 +48,72 @@ def triage(snapshot: Snapshot, *, degree: GroupSize = 2) -> list[Decision]:
     if not snapshot.open or not snapshot.free_ranks:
         return []
     base = shared_out(snapshot, degree=degree)
-    now_s = snapshot.now_s
-
-    def may_be_in_time(job: JobView) -> bool:
-        if now_s + job.remaining_s <= job.deadline_s:
-            return job.deadline_s < math.inf
-        return not is_past_rescue(snapshot, job)
-
-    hopeful = _first(snapshot, _due, NUM_CONSIDERED, may_be_in_time)
+    hopeful = list(itertools.islice(_hopeful(snapshot, snapshot.in_order(_due)), NUM_CONSIDERED))
+    for job in _hopeful(snapshot, sorted(snapshot.busy.values(), key=_due)):
+        insort(hopeful, job, key=_due)
     known = {job.job_id for job in hopeful}
-    others = _first(snapshot, _short, NUM_FIRST, lambda job: job.job_id not in known)
-    rests = _rests(snapshot, (*hopeful, *others), base)
-    saved, given_up = _most_in_time(snapshot, hopeful, rests)
+    waiting = (job for job in snapshot.in_order(_short) if job.job_id not in known)
+    others = list(itertools.islice(waiting, NUM_FIRST))
+    for job in snapshot.busy.values():
+        if job.job_id not in known:
+            insort(others, job, key=_short)
+    rests = _rests(snapshot, hopeful, base)
+    saved, given_up = _most_in_time(snapshot.now_s, hopeful, rests)
     saved_ids = {job.job_id for job in saved}
+    rests += _rests(snapshot, others, base)
+    work_s = {job.job_id: rest[0] for job, rest in zip((*hopeful, *others), rests, strict=True)}
 
     def wanted(job: JobView) -> int:
         return _degree_in_time(snapshot, job, base) if job.job_id in saved_ids else base
 
-    return allot(snapshot, _queue(snapshot, saved, [*given_up, *others], rests), wanted=wanted)
+    return allot(snapshot, _queue(snapshot.now_s, saved, [*given_up, *others], work_s), wanted=wanted)
 
 
-class _Rest(NamedTuple):
-    """The rest of a job."""
-
-    work_s: float
-    """Rank time at the given degree, divided by the number of ranks."""
-    least_s: float
-    """Duration on as many ranks as it can use."""
+_Rest = tuple[float, float]
+"""The rest of a job: rank time at the given degree divided by the number of ranks, and the duration on as
+many ranks as the job can use."""
 
 
-def _rests(snapshot: Snapshot, jobs: Iterable[JobView], degree: int) -> Mapping[str, _Rest]:
+def _rests(snapshot: Snapshot, jobs: Iterable[JobView], degree: int) -> list[_Rest]:
     """By job; equal jobs are looked up once."""
     alike: dict[tuple[str, str, int, float], _Rest] = {}
-    found = {}
+    found = []
     num_ranks = len(snapshot.ranks)
     for job in jobs:
-        most = widest(snapshot, job)
-        if most == 1:  # the view says it, no cost is asked for
-            found[job.job_id] = _Rest(job.remaining_s / num_ranks, job.remaining_s)
-            continue
-        key = (job.model, job.shape, job.next_task.index, job.remaining_s)
+        key = (job.shape, job.model, job.next_task.index, job.remaining_s)
         rest = alike.get(key)
         if rest is None:
-            used = min(degree, most)
-            work_s = rest_s(snapshot, job, used) * used / num_ranks
-            rest = alike[key] = _Rest(work_s, rest_s(snapshot, job, most))
-        found[job.job_id] = rest
+            if (most := widest(snapshot, job)) == 1:
+                rest = (job.remaining_s / num_ranks, job.remaining_s)
+            else:
+                used = min(degree, most)
+                rest = (rest_s(snapshot, job, used) * used / num_ranks, rest_s(snapshot, job, most))
+            alike[key] = rest
+        found.append(rest)
     return found
 
 
 # Choosing the jobs to save -----------------------------------------------------------------------
 
 
-def _first(
-    snapshot: Snapshot, key: Callable[[JobView], Any], number: int, is_meant: Callable[[JobView], bool]
-) -> list[JobView]:
-    """The first open jobs and all busy jobs that meet the condition, in order."""
-    found = list(itertools.islice(filter(is_meant, snapshot.in_order(key)), number))
-    for job in filter(is_meant, snapshot.busy.values()):
-        insort(found, job, key=key)
-    return found
+def _hopeful(snapshot: Snapshot, by_deadline: Sequence[JobView]) -> Iterator[JobView]:
+    """Those of the jobs with a deadline that may meet it.
+
+    Of each priority the jobs without a deadline come last and are skipped together.
+    """
+    now_s, start = snapshot.now_s, 0
+    while start < len(by_deadline):
+        precedence = by_deadline[start].precedence
+        end = bisect_left(by_deadline, (precedence, math.inf), start, key=_precedence_and_deadline)
+        for job in by_deadline[start:end]:
+            if now_s + job.remaining_s <= job.deadline_s or not is_past_rescue(snapshot, job):
+                yield job
+        start = bisect_right(by_deadline, precedence, end, key=_precedence)
 
 
 def _most_in_time(
-    snapshot: Snapshot, by_deadline: Sequence[JobView], rests: Mapping[str, _Rest]
-) -> tuple[list[JobView], list[JobView]]:
+    now_s: float, by_deadline: Sequence[JobView], rests: Sequence[_Rest]
+) -> tuple[Sequence[JobView], list[JobView]]:
     """The largest set of jobs that meet their deadlines one after another, and the jobs given up for them.
 
     All ranks count as one fast machine. Whenever a job would be late, the job with the most work so
@@ -117,19 +121,25 @@ def _most_in_time(
 
     Source: Moore 1968, "An n job, one machine sequencing algorithm for minimizing the number of late jobs".
     """
-    end_s = now_s = snapshot.now_s
-    taken: list[tuple[int, float, str]] = []
+    in_time, end_s = 0, now_s
+    for job, (work_s, least_s) in zip(by_deadline, rests, strict=True):
+        if now_s + least_s > job.deadline_s or end_s + work_s > job.deadline_s:
+            break
+        in_time, end_s = in_time + 1, end_s + work_s
+    else:
+        return by_deadline, []
+    first = zip(by_deadline[:in_time], rests, strict=False)
+    taken = [(-job.precedence, -work_s, job.job_id) for job, (work_s, _) in first]
+    heapq.heapify(taken)
     given_up = []
     by_id = {job.job_id: job for job in by_deadline}
-    for job in by_deadline:
-        work_s, least_s = rests[job.job_id]
-        deadline_s = job.deadline_s
-        if now_s + least_s > deadline_s:
+    for job, (work_s, least_s) in zip(by_deadline[in_time:], rests[in_time:], strict=True):
+        if now_s + least_s > job.deadline_s:
             given_up.append(job)
             continue
         heapq.heappush(taken, (-job.precedence, -work_s, job.job_id))
         end_s += work_s
-        if end_s > deadline_s:
+        if end_s > job.deadline_s:
             _, minus_work_s, job_id = heapq.heappop(taken)
             end_s += minus_work_s
             given_up.append(by_id[job_id])
@@ -149,57 +159,56 @@ def _degree_in_time(snapshot: Snapshot, job: JobView, degree: int) -> int:
 
 
 def _queue(
-    snapshot: Snapshot, saved: Sequence[JobView], others: Sequence[JobView], rests: Mapping[str, _Rest]
+    now_s: float, saved: Sequence[JobView], others: Sequence[JobView], work_s: Mapping[str, float]
 ) -> Iterator[JobView]:
     """All jobs, higher priorities first, computed lazily."""
     before_s = 0.0
     for precedence in sorted({job.precedence for job in (*saved, *others)}):
         due = [job for job in saved if job.precedence == precedence]
         rest = [job for job in others if job.precedence == precedence]
-        work_s = {job.job_id: rests[job.job_id].work_s for job in (*due, *rest)}
-        yield from _shortest_first(snapshot, due, rest, work_s, before_s=before_s)
-        before_s += math.fsum(work_s.values())
+        yield from _shortest_first(now_s, due, rest, work_s, before_s=before_s)
+        before_s += math.fsum([work_s[job.job_id] for job in (*due, *rest)])
 
 
 def _shortest_first(
-    snapshot: Snapshot,
-    saved: Iterable[JobView],
-    others: Iterable[JobView],
+    now_s: float,
+    saved: Sequence[JobView],
+    others: Sequence[JobView],
     work_s: Mapping[str, float],
     *,
     before_s: float,
 ) -> Iterator[JobView]:
     """The shortest first, as long as the saved jobs, given by deadline, keep enough room.
 
-    before_s: the work that goes before all of them.
+    All have the same priority. before_s: the work that goes before all of them.
+
+    A saved job has room for as much other work before it as would leave it in time even if everything took
+    ROOM times as long as predicted. A job may overtake the saved jobs that are due earlier, or all of them
+    if it is not saved itself. No job is due before the first one, so the first one always fits.
     """
-    due = {job.job_id: job for job in saved}
-    waiting = {job.job_id: job for job in sorted([*due.values(), *others], key=_short)}
+    waiting = sorted([*saved, *others], key=_arrival)
+    waiting.sort(key=_remaining)  # two sorts by floats take a third of the time of one by pairs
+    due = [job.job_id for job in saved]
+    left = set(due)
+    ends_s = itertools.accumulate([work_s[job_id] for job_id in due], initial=before_s)
+    next(ends_s)
+    room_s = [(job.deadline_s - now_s) / ROOM - end_s for job, end_s in zip(saved, ends_s, strict=True)]
     for _ in range(NUM_FIRST):
         if not due:
             break
-        room_s, least_s = _room_before(snapshot, due.values(), work_s, before_s=before_s)
-        job_id = next(each for each in waiting if work_s[each] <= room_s.get(each, least_s))
-        yield waiting.pop(job_id)
-        due.pop(job_id, None)
-        before_s += work_s[job_id]
-    yield from due.values()
-    yield from (job for job_id, job in waiting.items() if job_id not in due)
-
-
-def _room_before(
-    snapshot: Snapshot, saved: Iterable[JobView], work_s: Mapping[str, float], *, before_s: float
-) -> tuple[Mapping[str, float], float]:
-    """How much work may go before the jobs due earlier than each saved job, and before all saved jobs.
-
-    With that work, they would be in time even if everything took ROOM times as long as predicted. No job is
-    due before the first one, so it always fits.
-    """
-    room_s, least_s, now_s = {}, math.inf, snapshot.now_s
-    for job in saved:
-        room_s[job.job_id] = least_s
-        before_s += work_s[job.job_id]
-        here_s = (job.deadline_s - now_s) / ROOM - before_s
-        if here_s < least_s:
-            least_s = here_s
-    return room_s, least_s
+        place, least_s = 0, min(room_s)
+        if work_s[waiting[0].job_id] > least_s:
+            room_of = dict(zip(due, itertools.accumulate(room_s, min, initial=math.inf), strict=False))
+            fits = (work_s[job.job_id] <= room_of.get(job.job_id, least_s) for job in waiting)
+            place = next(place for place, does_fit in enumerate(fits) if does_fit)
+        job = waiting.pop(place)
+        yield job
+        num_delayed = len(due)
+        if job.job_id in left:
+            left.remove(job.job_id)
+            num_delayed = due.index(job.job_id)
+            del due[num_delayed], room_s[num_delayed]
+        gone_s = work_s[job.job_id]
+        room_s[:num_delayed] = [each_s - gone_s for each_s in room_s[:num_delayed]]
+    yield from (job for job in saved if job.job_id in left)
+    yield from (job for job in waiting if job.job_id not in left)
