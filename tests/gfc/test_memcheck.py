@@ -25,7 +25,7 @@ def test_memcheck_finds_nothing_in_the_collectives_of_two_ranks_on_one_gpu() -> 
         pytest.skip("compute-sanitizer is not installed (it comes with CUDA's toolkit)")
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     done = subprocess.run(
-        [sanitizer, "--tool", "memcheck", sys.executable, str(PROGRAM)],
+        [sanitizer, "--tool", "memcheck", "--kernel-name", "kernel_substring=gfc_", sys.executable, PROGRAM],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

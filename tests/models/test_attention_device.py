@@ -5,12 +5,11 @@ pytest tests/models/test_attention_device.py            # needs two ranks, bette
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 
 import cuda_attention
 import pytest
-from gpu_ranks import NUM_GPUS, NUM_RANKS, needs_two_ranks
+from gpu_ranks import NUM_GPUS, NUM_RANKS, needs_two_ranks, ordered_subsets
 
 from gfgen.gfc.arena import ArenaPlan
 from gfgen.gfc.cuda.rank_processes import CudaRanks
@@ -47,7 +46,7 @@ def attend(
     is_captured: bool = False,
 ) -> None:
     size = degrees[0] * degrees[1]
-    groups = list(itertools.permutations(range(NUM_RANKS), size))
+    groups = ordered_subsets(size)
     prepared = [tuple(range(start, start + size)) for start in range(NUM_RANKS - size + 1)]
     prepared = prepared if is_captured else []
     members = [*prepared, *groups]

@@ -5,14 +5,13 @@ pytest tests/models/test_forwards_on_gpus.py            # needs two ranks, bette
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
 import cuda_forwards
 import pytest
-from gpu_ranks import NUM_GPUS, NUM_RANKS, needs_two_ranks
+from gpu_ranks import NUM_GPUS, NUM_RANKS, needs_two_ranks, ordered_subsets
 
 from gfgen.gfc.arena import ArenaPlan
 from gfgen.gfc.cuda.rank_processes import CudaRanks
@@ -32,7 +31,7 @@ def ranks() -> Iterator[CudaRanks]:
 def layouts() -> list[Layout]:
     """Every rank in every slot; even and uneven shards, heads and keys shared, halves."""
     found = [Layout((rank,)) for rank in range(NUM_RANKS)]
-    for pair in itertools.permutations(range(NUM_RANKS), 2):
+    for pair in ordered_subsets(2):
         found += [Layout(pair, ulysses=2), Layout(pair, cfg=2)]
     for size in range(3, NUM_RANKS + 1):
         orders = [tuple((first + idx) % NUM_RANKS for idx in range(size)) for first in range(NUM_RANKS)]
@@ -62,7 +61,7 @@ def test_new_texts_are_recorded_at_once_and_give_the_bits_of_launches(
     ranks: CudaRanks, in_batch: bool, is_padded: bool
 ) -> None:
     cases = [Layout((rank,)) for rank in range(NUM_RANKS)]
-    cases += [Layout(pair, ulysses=2) for pair in itertools.permutations(range(NUM_RANKS), 2)]
+    cases += [Layout(pair, ulysses=2) for pair in ordered_subsets(2)]
     first = ranks.next_dispatch(2 * len(cuda_forwards.TEXTS) * len(cases))
     arguments = (cases, first, in_batch, is_padded)
     for found in ranks.run(range(NUM_RANKS), cuda_forwards.record_new_texts, *arguments):
