@@ -56,7 +56,6 @@ class FakeGeometry:
 
     kind: str
     family: str = "fake"
-    weights_bytes: int = 0
     num_heads: int = 8
 
     def resolve(self, spec: JobSpec) -> JobSpec:

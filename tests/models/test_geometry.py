@@ -12,18 +12,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gfgen.errors import JobError, LayoutError, ModelError
+from gfgen.errors import JobError, ModelError
 from gfgen.graph import INPUTS, OUTPUTS, Stage
 from gfgen.job.fields import MAX_FRAMES
 from gfgen.job.spec import JobSpec
-from gfgen.layout import Layout
 from gfgen.models.geometry import rules
 from gfgen.models.geometry.model import (
     CONFIGS,
     SHIPPED,
     Geometry,
-    check_degrees,
-    max_degree,
     shipped_geometry,
 )
 
@@ -245,42 +242,12 @@ def test_unknown_shipped_model_says_which_exist() -> None:
 
 
 @pytest.mark.parametrize(
-    ("geometry", "spec", "degrees"),
+    ("geometry", "spec", "tokens"),
     [
-        (WAN_5B, job(width=64, height=32, frames=5), (4, 8)),
-        (WAN_5B, job(width=64, height=32, frames=5, guidance_scale=1.0), (4, 4)),
-        (WAN_T2V, job(width=32, height=16, frames=5), (4, 8)),
-        (QWEN, job(width=32, height=16), (2, 4)),
+        (WAN_5B, job(width=64, height=32, frames=5), 4),
+        (WAN_T2V, job(width=32, height=16, frames=5), 4),
+        (QWEN, job(width=32, height=16), 2),
     ],
 )
-def test_degrees_end_at_the_tokens_of_a_branch(
-    geometry: Geometry, spec: JobSpec, degrees: tuple[int, int]
-) -> None:
-    spec = geometry.resolve(spec)
-    assert (geometry.num_tokens(spec), max_degree(geometry, spec)) == degrees
-
-
-def test_degrees_that_a_job_allows_pass() -> None:
-    spec = QWEN.resolve(job(width=32, height=16))
-    for layout in (
-        Layout.single(3),
-        Layout((0, 1), ulysses=2),
-        Layout((0, 1), ring=2),
-        Layout((0, 1, 2, 3), cfg=2, ulysses=2),
-    ):
-        check_degrees(QWEN, spec, layout.degrees)
-
-
-@pytest.mark.parametrize(
-    ("degrees", "message"),
-    [
-        ((1, 25, 1), "job 'j' has 24 attention heads, too few for ulysses degree 25"),
-        ((1, 3, 1), "job 'j' has 2 tokens, too few for ulysses degree 3 x ring degree 1"),
-        ((1, 1, 3), "job 'j' has 2 tokens, too few for ulysses degree 1 x ring degree 3"),
-        ((2, 1, 1), "cfg degree 2 needs 2 guidance branches, but job 'j' has one"),
-    ],
-)
-def test_degrees_that_a_job_does_not_allow_are_refused(degrees: tuple[int, int, int], message: str) -> None:
-    spec = QWEN.resolve(job(width=32, height=16, true_cfg_scale=1.0))
-    with pytest.raises(LayoutError, match=message):
-        check_degrees(QWEN, spec, degrees)
+def test_tokens_are_patches_of_the_latents(geometry: Geometry, spec: JobSpec, tokens: int) -> None:
+    assert geometry.num_tokens(geometry.resolve(spec)) == tokens

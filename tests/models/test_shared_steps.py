@@ -17,7 +17,6 @@ from forked_ranks import ForkedRanks
 from gfc_fake import FakeCluster
 from shared_steps import CASES, STEPS, TOLERANCE, SharedJob, distance, equal, prepare_job
 
-from gfgen.errors import LayoutError
 from gfgen.layout import Layout
 from gfgen.models.families.adapter import Fields
 from gfgen.models.parallel.parallel import Parallel, parallel_from
@@ -108,23 +107,6 @@ def test_decoded_pictures_differ_by_one_grey_level_at_most(
         job.adapter.decode(job.spec, latents).tensors["frames"].int() for latents in (shared, alone(name))
     ]
     assert (pictures[0] - pictures[1]).abs().max() <= 1
-
-
-@pytest.mark.parametrize(
-    ("layout", "message"),
-    [
-        (Layout((0, 1), cfg=2), "cfg degree 2 needs 2 guidance branches, but job '5b-text' has one"),
-        (Layout((0, 1, 2), ulysses=3), "job '5b-text' has 2 tokens, too few for ulysses degree 3"),
-        (Layout((0, 1, 2), ring=3), "too few for ulysses degree 1 x ring degree 3"),
-    ],
-    ids=str,
-)
-def test_degrees_that_a_job_does_not_allow_are_refused(
-    layout: Layout, message: str, make_job: MakeJob
-) -> None:
-    job = make_job("5b-text", guidance_scale=1.0, width=64, height=32, frames=1)
-    with pytest.raises(LayoutError, match=message):
-        on_threads(layout, job.denoise)
 
 
 # --- the real arenas

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gfgen.job.spec import JobSpec
 from gfgen.models.families.adapter import Fields
-from gfgen.models.geometry.model import Geometry, check_degrees
+from gfgen.models.geometry.model import Geometry
 from gfgen.models.parallel.parallel import Parallel
 from gfgen.models.parallel.sequence_parallel import active
 
@@ -52,13 +52,9 @@ def predict_branches(
     """The noise predictions for the prompt and, with guidance, for the negative prompt.
 
     Every rank gets both, in this order, so all of them compute the same from it.
-
-    Raises: LayoutError for degrees that this job does not allow.
     """
     names = ("prompt_embeds", "negative_prompt_embeds") if geometry.uses_cfg(spec) else ("prompt_embeds",)
     embeds = [prompt.tensors[name] for name in names]
-    if parallel is not None:
-        check_degrees(geometry, spec, parallel.degrees)
     degree = 1 if parallel is None else parallel.sequence.size
     in_batch = is_batch_faster(geometry, spec, sequence_degree=degree, embeds=embeds)
     predictions = evaluate_branches(predict, embeds, parallel, in_batch=in_batch)

@@ -37,8 +37,6 @@ class Checkpoint:
     index: Mapping[str, Any]
     configs: Mapping[str, Mapping[str, Any]]
     settings: Mapping[str, Any]
-    file_bytes: int
-    """Size of all weight files; 0 for shipped configs, which have none."""
 
     @property
     def pipeline_class(self) -> str:
@@ -48,6 +46,13 @@ class Checkpoint:
         """Class name of a component; None if the pipeline does not have it."""
         entry = self.index.get(component)
         return entry[1] if isinstance(entry, list) and len(entry) == 2 else None
+
+    def check_components(self, pipeline: str) -> None:
+        """Raises: ModelError if one of the components that every supported pipeline has is missing."""
+        for component in ("transformer", "vae", "text_encoder", "tokenizer", "scheduler"):
+            if self.class_of(component) is None:
+                where = self.path / "model_index.json"
+                raise ModelError(f"{where}: no component {component!r}; {pipeline} needs one")
 
     def value(self, component: str, key: str, default: Any = None) -> Any:
         """One value of a component's config; ModelError if it is missing and has no default."""
@@ -76,13 +81,12 @@ def read_checkpoint(path: Path, *, with_weights: bool) -> Checkpoint:
     components = [name for name, entry in index.items() if is_component(entry)]
     configs = {name: _read_config(path, name) for name in components}
     settings = _read_settings(path / SETTINGS_NAME)
-    file_bytes = 0
     for name in components if with_weights else ():
         if name == "tokenizer":
             _check_vocabulary(path / name)
         elif name not in WEIGHTLESS:
-            file_bytes += _weight_bytes(path / name, index[name][0])
-    return Checkpoint(path, index, configs, settings, file_bytes)
+            check_weights(weight_files(path / name, index[name][0]))
+    return Checkpoint(path, index, configs, settings)
 
 
 def model_name(path: Path) -> str:
@@ -128,13 +132,6 @@ def _read_settings(path: Path) -> Mapping[str, Any]:
         if not isinstance(settings.get(key, {}), dict):
             raise ModelError(f"{path}: {key!r} must be an object")
     return settings
-
-
-def _weight_bytes(folder: Path, library: str) -> int:
-    """Size of a component's weight files; ModelError if one is missing or incomplete."""
-    files = weight_files(folder, library)
-    check_weights(files)
-    return sum(file.stat().st_size for file in files)
 
 
 def _check_vocabulary(folder: Path) -> None:

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Protocol
 
-from gfgen.errors import LayoutError, ModelError
+from gfgen.errors import ModelError
 from gfgen.graph import Stage, Trajectory
 from gfgen.job.spec import JobSpec
 from gfgen.models.geometry.checkpoint import Checkpoint, read_checkpoint
@@ -22,9 +22,6 @@ CONFIGS = Path(__file__).parents[1] / "configs"
 
 SHIPPED = ("wan2.2-ti2v-5b", "wan2.2-t2v-a14b", "wan2.2-i2v-a14b", "qwen-image")
 """Short names of the full-size models; their configs are in folders of the same names."""
-
-STORED_BYTES = 2
-"""Bytes per parameter in the released checkpoints (bfloat16)."""
 
 
 class Geometry(Protocol):
@@ -38,11 +35,6 @@ class Geometry(Protocol):
     @property
     def kind(self) -> str:
         """video or image."""
-        ...
-
-    @property
-    def weights_bytes(self) -> int:
-        """Size of all weight files."""
         ...
 
     def resolve(self, spec: JobSpec) -> JobSpec:
@@ -100,8 +92,7 @@ def load_geometry(checkpoint: Path) -> Geometry:
 
     Raises: ModelError if it is missing, incomplete or broken, or its pipeline class is unknown.
     """
-    files = read_checkpoint(checkpoint, with_weights=True)
-    return _build(files, weights_bytes=files.file_bytes)
+    return _build(read_checkpoint(checkpoint, with_weights=True))
 
 
 @cache
@@ -130,40 +121,12 @@ def twin_of(geometry: Geometry, spec: JobSpec) -> str | None:
 def weightless_geometry(checkpoint: Path) -> Geometry:
     """The geometry from config files alone, for simulations and random weights.
 
-    `weights_bytes` is 0 if gfgen.json does not give the number of parameters.
-
     Raises: ModelError like `load_geometry`.
     """
-    files = read_checkpoint(checkpoint, with_weights=False)
-    num_parameters = sum(files.settings.get("num_parameters", {}).values())
-    return _build(files, weights_bytes=STORED_BYTES * num_parameters)
+    return _build(read_checkpoint(checkpoint, with_weights=False))
 
 
-def max_degree(geometry: Geometry, spec: JobSpec) -> int:
-    """The most ranks that can share a denoising step of a job as run."""
-    return geometry.num_tokens(spec) * (2 if geometry.uses_cfg(spec) else 1)
-
-
-def check_degrees(geometry: Geometry, spec: JobSpec, degrees: tuple[int, int, int]) -> None:
-    """Check that a denoising step of this job can run with these degrees (`Layout.degrees`).
-
-    Raises: LayoutError that says what the job has and what the degrees need.
-    """
-    cfg, ulysses, ring = degrees
-    heads, tokens = geometry.num_heads, geometry.num_tokens(spec)
-    if cfg > 1 and not geometry.uses_cfg(spec):
-        raise LayoutError(f"cfg degree {cfg} needs {cfg} guidance branches, but job {spec.id!r} has one")
-    if ulysses > heads:
-        raise LayoutError(
-            f"job {spec.id!r} has {heads} attention heads, too few for ulysses degree {ulysses}; use a ring"
-        )
-    if ulysses * ring > tokens:
-        raise LayoutError(
-            f"job {spec.id!r} has {tokens} tokens, too few for ulysses degree {ulysses} x ring degree {ring}"
-        )
-
-
-def _build(files: Checkpoint, *, weights_bytes: int) -> Geometry:
+def _build(files: Checkpoint) -> Geometry:
     builder = BUILDERS.get(files.pipeline_class)
     if builder is None:
         known = ", ".join(sorted(BUILDERS))
@@ -171,4 +134,4 @@ def _build(files: Checkpoint, *, weights_bytes: int) -> Geometry:
         raise ModelError(
             f"{where}: pipeline class {files.pipeline_class!r} is not supported; supported are {known}"
         )
-    return builder(files, weights_bytes=weights_bytes)
+    return builder(files)

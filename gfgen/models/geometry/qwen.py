@@ -53,7 +53,6 @@ class QwenGeometry:
     encoder_params: int
     """Parameters of the language model's layers, which every prompt token passes through."""
     vae: VaeShape
-    weights_bytes: int
 
     @property
     def kind(self) -> str:
@@ -153,7 +152,7 @@ class QwenGeometry:
         yield from rules.number_problems(spec, "true_cfg_scale", low=0, high=MAX_SCALE)
 
 
-def qwen_geometry(checkpoint: Checkpoint, *, weights_bytes: int) -> QwenGeometry:
+def qwen_geometry(checkpoint: Checkpoint) -> QwenGeometry:
     """Raises: ModelError for a variant that the adapter does not run."""
     _check_variant(checkpoint)
     where = str(checkpoint.path / SETTINGS_NAME)
@@ -169,16 +168,13 @@ def qwen_geometry(checkpoint: Checkpoint, *, weights_bytes: int) -> QwenGeometry
         # Stretching a schedule of one step to a terminal value divides by zero.
         min_steps=2 if checkpoint.configs["scheduler"].get("shift_terminal") else 1,
         encoder_params=_encoder_params(checkpoint.configs["text_encoder"]),
-        vae=_vae_shape(checkpoint),
-        weights_bytes=weights_bytes,
+        vae=VaeShape.of(checkpoint),
     )
 
 
 def _check_variant(checkpoint: Checkpoint) -> None:
     where = checkpoint.path / "model_index.json"
-    for component in ("transformer", "vae", "text_encoder", "tokenizer", "scheduler"):
-        if checkpoint.class_of(component) is None:
-            raise ModelError(f"{where}: no component {component!r}; Qwen-Image needs one")
+    checkpoint.check_components("Qwen-Image")
     scheduler = checkpoint.class_of("scheduler")
     if scheduler != "FlowMatchEulerDiscreteScheduler":
         raise ModelError(
@@ -195,17 +191,3 @@ def _encoder_params(config: Mapping[str, Any]) -> int:
     kv_dim = dim * text["num_key_value_heads"] // text["num_attention_heads"]
     per_layer = 2 * dim * dim + 2 * dim * kv_dim + 3 * dim * text["intermediate_size"]
     return int(text["num_hidden_layers"] * per_layer)
-
-
-def _vae_shape(checkpoint: Checkpoint) -> VaeShape:
-    base_dim = checkpoint.value("vae", "base_dim")
-    return VaeShape(
-        z_dim=checkpoint.value("vae", "z_dim"),
-        encoder_dim=base_dim,
-        decoder_dim=base_dim,
-        dim_mult=tuple(checkpoint.value("vae", "dim_mult")),
-        num_res_blocks=checkpoint.value("vae", "num_res_blocks"),
-        temporal_downsample=tuple(checkpoint.value("vae", "temperal_downsample")),
-        is_residual=False,
-        pixel_channels=checkpoint.configs["vae"].get("input_channels", 3),
-    )

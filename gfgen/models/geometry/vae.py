@@ -12,6 +12,8 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
+from gfgen.models.geometry.checkpoint import Checkpoint
+
 
 @dataclass(frozen=True, slots=True)
 class VaeShape:
@@ -24,6 +26,21 @@ class VaeShape:
     is_residual: bool
     pixel_channels: int
     """Channels after pixels are folded into patches: 3, or 12 for patches of 2 x 2."""
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> VaeShape:
+        config = checkpoint.configs["vae"]
+        base_dim = checkpoint.value("vae", "base_dim")
+        return cls(
+            z_dim=checkpoint.value("vae", "z_dim"),
+            encoder_dim=base_dim,
+            decoder_dim=config.get("decoder_base_dim") or base_dim,
+            dim_mult=tuple(checkpoint.value("vae", "dim_mult")),
+            num_res_blocks=checkpoint.value("vae", "num_res_blocks"),
+            temporal_downsample=tuple(checkpoint.value("vae", "temperal_downsample")),
+            is_residual=bool(config.get("is_residual", False)),
+            pixel_channels=config.get("out_channels") or config.get("input_channels", 3),
+        )
 
     def decode_flops(self, *, frames: int, height: int, width: int) -> float:
         """FLOPs of decoding latents [z_dim, frames, height, width]."""

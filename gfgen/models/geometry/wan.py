@@ -83,7 +83,6 @@ class WanGeometry:
     num_solver_tensors: int
     text_encoder_flops: float
     vae: VaeShape
-    weights_bytes: int
 
     @property
     def kind(self) -> str:
@@ -221,11 +220,10 @@ class WanGeometry:
         return rules.fill_defaults(spec, self.defaults)
 
 
-def wan_geometry(checkpoint: Checkpoint, *, weights_bytes: int) -> WanGeometry:
+def wan_geometry(checkpoint: Checkpoint) -> WanGeometry:
     """Raises: ModelError for a variant that the adapters do not run."""
     family = _family_of(checkpoint)
     transformer = checkpoint.configs["transformer"]
-    vae = _vae_shape(checkpoint)
     heads = checkpoint.value("transformer", "num_attention_heads")
     patch = tuple(checkpoint.value("transformer", "patch_size"))
     return WanGeometry(
@@ -243,17 +241,14 @@ def wan_geometry(checkpoint: Checkpoint, *, weights_bytes: int) -> WanGeometry:
         spatial_factor=checkpoint.value("vae", "scale_factor_spatial", 8),
         num_solver_tensors=SCHEDULERS[str(checkpoint.class_of("scheduler"))],
         text_encoder_flops=_text_encoder_flops(checkpoint),
-        vae=vae,
-        weights_bytes=weights_bytes,
+        vae=VaeShape.of(checkpoint),
     )
 
 
 def _family_of(checkpoint: Checkpoint) -> str:
     """Which of the Wan models this is, from model_index.json and the channels of its transformer."""
     where = checkpoint.path / "model_index.json"
-    for component in ("transformer", "vae", "text_encoder", "tokenizer", "scheduler"):
-        if checkpoint.class_of(component) is None:
-            raise ModelError(f"{where}: no component {component!r}; a Wan pipeline needs one")
+    checkpoint.check_components("a Wan pipeline")
     if checkpoint.class_of("scheduler") not in SCHEDULERS:
         known = " or ".join(SCHEDULERS)
         raise ModelError(
@@ -283,21 +278,6 @@ def _defaults_of(checkpoint: Checkpoint, family: str) -> dict[str, Any]:
         own["boundary_ratio"] = checkpoint.index["boundary_ratio"]
     where = str(checkpoint.path / SETTINGS_NAME)
     return rules.merge_defaults({**FAMILY_DEFAULTS[family], **own}, checkpoint.settings, where=where)
-
-
-def _vae_shape(checkpoint: Checkpoint) -> VaeShape:
-    config = checkpoint.configs["vae"]
-    base_dim = checkpoint.value("vae", "base_dim")
-    return VaeShape(
-        z_dim=checkpoint.value("vae", "z_dim"),
-        encoder_dim=base_dim,
-        decoder_dim=config.get("decoder_base_dim") or base_dim,
-        dim_mult=tuple(checkpoint.value("vae", "dim_mult")),
-        num_res_blocks=checkpoint.value("vae", "num_res_blocks"),
-        temporal_downsample=tuple(checkpoint.value("vae", "temperal_downsample")),
-        is_residual=bool(config.get("is_residual", False)),
-        pixel_channels=config.get("out_channels", 3),
-    )
 
 
 def _text_encoder_flops(checkpoint: Checkpoint) -> float:
