@@ -11,7 +11,9 @@ from gfgen.errors import WorkerError
 from gfgen.layout import Layout
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.ipc.messages import BareTimes, RunBare
-from gfgen.runtime.processes.pool import Lost, WorkerPool
+from gfgen.runtime.processes.child import Lost
+from gfgen.runtime.processes.pool import WorkerPool
+from gfgen.runtime.processes.starting import heard
 from gfgen.system.signals import SignalPipe
 
 WORKER_MAIN = "benchmarks.worker_bare:main"
@@ -39,13 +41,13 @@ def run_bare(
     for worker in pool.workers:
         worker.tell(message)
     answers: dict[int, BareTimes] = {}
-    heard = pool.heard(signals, doing="ranks ran a bare loop", left_s=lambda: PATIENCE_S)
-    with contextlib.closing(heard):
+    found = heard(pool, signals, doing="ranks ran a bare loop", left_s=lambda: PATIENCE_S)
+    with contextlib.closing(found):
         while len(answers) < pool.num_ranks:
-            found = next(heard)
-            if found is None:
+            what = next(found)
+            if what is None:
                 raise WorkerError(f"no rank has ended its bare loop after {PATIENCE_S:g} s")
-            worker, message = found
+            worker, message = what
             if isinstance(message, Lost):
                 raise WorkerError(f"{worker.name} died in a bare loop")
             if isinstance(message, BareTimes):

@@ -22,6 +22,7 @@ from gfgen.cli.options import LOOKAHEAD_MS, FiniteRange, RankOptions, lookahead_
 from gfgen.cli.shown.prediction import choose_profile
 from gfgen.errors import InputError
 from gfgen.runtime.predict.cost import CostModel
+from gfgen.runtime.processes.starting import warm_up
 from gfgen.runtime.worker.warming import warm_ups
 from gfgen.session.ranks import Ranks, admitted_on, ready_pool
 from gfgen.system.signals import SignalPipe
@@ -129,7 +130,7 @@ def _wanted(cases: Sequence[bench.ElasticityCase], patterns: Sequence[str]) -> S
 def _warm_up(setting: bench.Setting, subject: bench.Subject) -> None:
     degrees = sorted({1, subject.half, subject.num_ranks})
     items = warm_ups([subject.small, subject.large], degrees)
-    for item, answer in setting.pool.warm_up(items, setting.signals):
+    for item, answer in warm_up(setting.pool, items, setting.signals):
         if answer.reason is not None:
             raise InputError(f"warming up {item.spec.width}x{item.spec.height}: {answer.reason}")
     bench.warm(setting, subject)

@@ -41,9 +41,11 @@ from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.events import Event, OutputWritten, TaskDone
 from gfgen.runtime.core.observer import JobInfo, Observer
 from gfgen.runtime.files.start import RunStart
+from gfgen.runtime.ipc.settings import RankSettings
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.predict.profile_file import Profile
 from gfgen.runtime.processes.pool import WorkerPool
+from gfgen.runtime.processes.starting import wait_ready
 from gfgen.runtime.processes.workers import ProcessBackend
 from gfgen.runtime.simulate.backend import SimulatedTimes
 from gfgen.runtime.simulate.profiled import profiled_times
@@ -381,9 +383,9 @@ def main() -> None:
     results = []
     with (
         tempfile.TemporaryDirectory() as folder,
-        WorkerPool(num_ranks=NUM_RANKS, checkpoints=checkpoints) as pool,
+        WorkerPool(RankSettings(num_ranks=NUM_RANKS), checkpoints) as pool,
     ):
-        pool.wait_ready()
+        wait_ready(pool)
         for number in range(1, arguments.repeat + 1):
             began_s = time.monotonic()
             measured = measure_profile(pool, Path(folder))

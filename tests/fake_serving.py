@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fake_worker import STATE_BYTES, FakeWorker, WorkerSettings
+from fake_worker import STATE_BYTES, FakeWorker
 from fault_plan import FaultFolder, Faults, ScriptedError
 
 from gfgen import log
@@ -35,7 +35,9 @@ from gfgen.runtime.core.devices import Devices
 from gfgen.runtime.files import writer
 from gfgen.runtime.ipc import messages
 from gfgen.runtime.ipc.channel import Channel
+from gfgen.runtime.ipc.settings import RankSettings, WorkerSettings
 from gfgen.runtime.processes.pool import WorkerPool
+from gfgen.runtime.processes.starting import wait_ready
 from gfgen.server.bridge.loop_hooks import SwitchableChooser
 from gfgen.server.bridge.run_bridge import RunBridge
 from gfgen.server.bridge.supervisor import Supervisor, listen
@@ -178,13 +180,13 @@ def serve_fakes(port: int, folder: Path, **options: str) -> None:
     with contextlib.ExitStack() as stack:
         listener = listen(chosen.host, chosen.port)
         stack.callback(listener.close)
+        plan = ArenaPlan(data_bytes=1 << 16, post_bytes=1 << 10)
         pool = WorkerPool(
-            num_ranks=ranks,
-            checkpoints=[folder / "faults"],
+            RankSettings(num_ranks=ranks, plan=plan),
+            [folder / "faults"],
             worker_main="fake_serving:work",
             writer_main="fake_serving:write",
             preload=["fake_serving"],
-            plan=ArenaPlan(data_bytes=1 << 16, post_bytes=1 << 10),
         )
         session = stack.enter_context(Session(chosen, pool=pool))
         _ = session.signals
@@ -194,7 +196,7 @@ def serve_fakes(port: int, folder: Path, **options: str) -> None:
         supervisor.start()
         stack.callback(supervisor.stop)
         stack.enter_context(pool)
-        pool.wait_ready(session.signals)
+        wait_ready(pool, session.signals)
         models = [served_model(model, created=1) for model in MODELS.values()]
         serve_on(session, bridge, chooser, Served(admit_fakes, admit_fakes, models))
 

@@ -17,7 +17,7 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +32,7 @@ from gfgen.runtime.files import writer
 from gfgen.runtime.ipc import messages
 from gfgen.runtime.ipc.channel import Channel
 from gfgen.runtime.ipc.messages import RunTask, SendState, StartJob, TaskFault, TaskReport
+from gfgen.runtime.ipc.settings import WorkerSettings
 from gfgen.runtime.ipc.slab import Slab, SlabPlan
 
 STATE_BYTES = 32
@@ -60,24 +61,8 @@ def frames_of_job(job_id: str, num_steps: int, size_bytes: int) -> bytes:
     return frames_of(latents, size_bytes)
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerSettings:
-    """As the pool gives them; the one checkpoint is the folder of the faults."""
-
-    rank: int
-    checkpoints: tuple[str, ...]
-    device: str = "cpu"
-    has_random_weights: bool = False
-    vae_dtype: str = "auto"
-    arena_bytes: tuple[int, int] = (0, 0)
-    has_graphs: bool = False
-    memory_limit: int | None = None
-    num_gpus: int = 0
-    tuned_tables: Mapping[str, str] = field(default_factory=dict)
-
-
 def main(end: socket.socket, settings: WorkerSettings) -> None:
-    """Entry of a worker's process."""
+    """Entry of a worker's process; the one checkpoint is the folder of the faults."""
     channel = Channel(end)
     faults = Faults(FaultFolder(Path(settings.checkpoints[0])), rank=settings.rank)
     try:

@@ -43,8 +43,10 @@ from gfgen.runtime.core.observer import JobInfo, JobOutcome, Observer
 from gfgen.runtime.files.journal import Journal, journal_header
 from gfgen.runtime.files.outputs import remove_leftovers
 from gfgen.runtime.files.start import RunStart
+from gfgen.runtime.ipc.settings import RankSettings
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.processes.pool import WorkerPool
+from gfgen.runtime.processes.starting import wait_ready
 from gfgen.runtime.processes.watchdog import Patience
 from gfgen.runtime.processes.workers import ProcessBackend
 from gfgen.runtime.processes.writes import MAX_WRITES
@@ -214,17 +216,17 @@ class Fleet:
     def pool(self, num_ranks: int) -> WorkerPool:
         """A pool whose ranks have not died yet, as far as it remembers."""
         if num_ranks not in self._pools:
+            plan = ArenaPlan(data_bytes=1 << 16, post_bytes=1 << 10)
             pool = WorkerPool(
-                num_ranks=num_ranks,
-                checkpoints=[self.folder / "faults"],
+                RankSettings(num_ranks=num_ranks, plan=plan),
+                [self.folder / "faults"],
                 worker_main="fake_worker:main",
                 writer_main="fake_worker:write",
                 preload=self._preload,
-                plan=ArenaPlan(data_bytes=1 << 16, post_bytes=1 << 10),
             )
             self._pools[num_ranks] = pool
-            pool.wait_ready()
-        self._pools[num_ranks].forgive()
+            wait_ready(pool)
+        self._pools[num_ranks].deaths.clear()
         return self._pools[num_ranks]
 
     def drop(self, num_ranks: int) -> None:

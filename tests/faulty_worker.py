@@ -30,10 +30,8 @@ from typing import Any
 import torch
 
 from gfgen.models.fast import stop_checks
+from gfgen.runtime.ipc.settings import WorkerSettings
 from gfgen.runtime.worker import entry, gpu, host
-from gfgen.runtime.worker.entry import WorkerSettings
-
-__all__ = ["WorkerSettings", "main"]
 
 ORDER = re.compile(r"(fail|die|stop|loop|crawl|short|nan) rank=(\d+) step=(\d+) times=(\d+)")
 

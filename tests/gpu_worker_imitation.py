@@ -23,7 +23,6 @@ from faulty_worker import FAULTS, FaultyAdapter
 
 from gfgen.errors import ProtocolError
 from gfgen.gfc import native
-from gfgen.gfc.arena import ArenaPlan
 from gfgen.gfc.descriptor import Descriptor
 from gfgen.gfc.endpoint import Endpoint
 from gfgen.gfc.group import CpuGroup
@@ -31,12 +30,11 @@ from gfgen.layout import Layout
 from gfgen.models.parallel.rehearsal import rehearsal
 from gfgen.runtime.ipc.channel import Channel
 from gfgen.runtime.ipc.messages import Abandoned, Arenas
+from gfgen.runtime.ipc.settings import WorkerSettings
 from gfgen.runtime.worker import forwards, gpu, staging
 from gfgen.runtime.worker.dispatches import Dispatches
-from gfgen.runtime.worker.entry import WorkerSettings, load_model, load_models, run_worker
+from gfgen.runtime.worker.entry import load_model, load_models, run_worker
 from gfgen.runtime.worker.loop import Worker
-
-__all__ = ["WorkerSettings", "main"]
 
 MAPPING_S = 20.0
 LATE_S = 1.0
@@ -196,12 +194,12 @@ def imitate_cuda() -> None:
 
 def imitation_worker(channel: Channel, settings: WorkerSettings, load: Any, *, may_record: bool) -> Worker:
     """With models as `load` has them."""
-    plan = ArenaPlan(*settings.arena_bytes)
+    ranks = settings.ranks
     fd = os.memfd_create(f"imitation {settings.rank}")
-    os.ftruncate(fd, plan.arena_bytes)
+    os.ftruncate(fd, ranks.arena_plan.arena_bytes)
     dispatches = Dispatches(lambda numbers: channel.send(Abandoned(numbers)))
     device = ImitationDevice(
-        replace(settings, has_graphs=may_record),
+        replace(settings, ranks=replace(ranks, has_graphs=may_record)),
         load_models(channel, settings, load),
         dispatches,
         load_model=load,

@@ -15,10 +15,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from gfgen.runtime.ipc.messages import WarmedUp, WarmUp
+from gfgen.runtime.ipc.settings import WorkerSettings
 from gfgen.runtime.worker import entry, host, loop
-from gfgen.runtime.worker.entry import WorkerSettings
-
-__all__ = ["WorkerSettings", "die", "main"]
 
 
 def main(channel_socket: socket.socket, settings: WorkerSettings) -> None:

@@ -37,6 +37,7 @@ from gfgen.runtime.predict.profile_store import (
     shipped_profiles,
 )
 from gfgen.runtime.processes.pool import WorkerPool
+from gfgen.runtime.processes.starting import warm_up
 from gfgen.runtime.worker.warming import warm_ups
 from gfgen.session.admission import admit_file
 from gfgen.session.ranks import Ranks, admitted_on, ready_pool
@@ -270,7 +271,7 @@ def _record_forwards(
 ) -> None:
     """Warm up and record CUDA graphs, as before a run."""
     sizes = [size for size in (1, 2, 4, 8) if size <= _widest(options)]
-    for item, answer in pool.warm_up(warm_ups(jobs, sizes), signals):
+    for item, answer in warm_up(pool, warm_ups(jobs, sizes), signals):
         if answer.reason is not None:
             logger.warning("warming up %s: %s", item.checkpoint, answer.reason)
 

@@ -16,9 +16,11 @@ from gfgen.models.geometry.checkpoint import model_name
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.devices import CPU, Devices
 from gfgen.runtime.core.memory_check import check_addresses
+from gfgen.runtime.ipc.settings import RankSettings
 from gfgen.runtime.predict.job_bounds import JobBounds, StepTimes
 from gfgen.runtime.predict.profile_store import find_profile
 from gfgen.runtime.processes.pool import WorkerPool
+from gfgen.runtime.processes.starting import wait_ready
 from gfgen.session.admission import Admission
 from gfgen.session.packages import COMPUTING, check_packages
 from gfgen.system import descriptors
@@ -134,23 +136,21 @@ def ready_pool(
         logger.info(
             "only GPUs with peer access can share a step: %s", "; ".join(str(list(i)) for i in islands)
         )
+    settings = RankSettings(
+        num_ranks=ranks.num_ranks,
+        device=ranks.devices.kind,
+        num_gpus=len(ranks.devices.gpus),
+        islands=islands,
+        memory_limit=ranks.devices.rank_limit,
+        has_random_weights=ranks.has_random_weights,
+        vae_dtype=ranks.vae_dtype,
+        has_graphs=ranks.has_graphs,
+        are_all_needed=are_all_needed,
+    )
     began_s = time.monotonic()
     with signals.interrupting("the models were loading; nothing was started"):
-        started = WorkerPool(
-            num_ranks=ranks.num_ranks,
-            checkpoints=sorted(checkpoints),
-            worker_main=worker_main,
-            device=ranks.devices.kind,
-            has_random_weights=ranks.has_random_weights,
-            vae_dtype=ranks.vae_dtype,
-            has_graphs=ranks.has_graphs,
-            memory_limit=ranks.devices.rank_limit,
-            num_gpus=len(ranks.devices.gpus),
-            islands=islands,
-            are_all_needed=are_all_needed,
-            keep_fds=keep_fds,
-        )
+        started = WorkerPool(settings, sorted(checkpoints), worker_main=worker_main, keep_fds=keep_fds)
     with started as pool:
-        pool.wait_ready(signals)
+        wait_ready(pool, signals)
         logger.info("ready after %.1f s", time.monotonic() - began_s)
         yield pool

@@ -250,7 +250,10 @@ class Session:
             last_number=pool.last_number,
             arrived_at=first_arrivals(folder / JOURNAL_NAME) if options.keeps_records else {},
             resume=resume.find(
-                folder, jobs, weights_mark=pool.weights_mark, computed_with=pool.computed_with
+                folder,
+                jobs,
+                weights_mark=pool.models.weights_mark,
+                computed_with=pool.settings.computed_with,
             ),
             closes_s=None if options.closes_at is None else options.closes_at - clock.started_at,
             resident=None if self.residency is None else self.residency.resident,

@@ -11,6 +11,7 @@ from gfgen.policies.catalog import NamedPolicy
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.devices import CPU, Devices
 from gfgen.runtime.ipc.messages import WarmUp
+from gfgen.runtime.processes import starting
 from gfgen.runtime.processes.pool import WorkerPool
 from gfgen.runtime.worker.warming import degrees_at_hand, warm_ups
 from gfgen.system.signals import SignalPipe
@@ -29,14 +30,14 @@ def warm_up(
 ) -> None:
     """Run steps like those of the jobs on all ranks; CPU ranks need none."""
     choose = warm_ups_of(devices, policy)
-    jobs = [job for job in jobs if str(job.checkpoint) in pool.checkpoints]
+    jobs = [job for job in jobs if str(job.checkpoint) in pool.models.checkpoints]
     if choose is None or not jobs:
         return
     if not (items := choose(jobs)):
         return
     began_s = time.monotonic()
     logger.info("warming up for %s", counted(len(items), "shape"))
-    for number, (item, answer) in enumerate(pool.warm_up(items, signals), start=1):
+    for number, (item, answer) in enumerate(starting.warm_up(pool, items, signals), start=1):
         if answer.reason is None:
             logger.info("warming up: %d of %d, %s", number, len(items), _name_of(item))
         else:

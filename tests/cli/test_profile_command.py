@@ -34,7 +34,7 @@ class NoPool:
     warmed: ClassVar = []
     """By pool: the steps that ranks were to get ready."""
 
-    def __init__(self, **_):
+    def __init__(self, *_, **options):
         self.warmed.clear()
 
     def __enter__(self):
@@ -43,16 +43,21 @@ class NoPool:
     def __exit__(self, *_):
         pass
 
-    def wait_ready(self, signals, **_):
-        pass
 
-    def warm_up(self, items, signals):
-        self.warmed.append(items)
-        return []
+def note_warm_up(pool, items, signals):
+    pool.warmed.append(items)
+    return []
 
 
 @pytest.fixture
-def measured(monkeypatch, tiny_models, tmp_path):
+def no_pool(monkeypatch):
+    monkeypatch.setattr("gfgen.session.ranks.WorkerPool", NoPool)
+    monkeypatch.setattr("gfgen.session.ranks.wait_ready", lambda pool, signals: None)
+    monkeypatch.setattr(command, "warm_up", note_warm_up)
+
+
+@pytest.fixture
+def measured(no_pool, monkeypatch, tiny_models, tmp_path):
     """The measurements that were made, in order; none takes any time."""
     keys = []
 
@@ -63,7 +68,6 @@ def measured(monkeypatch, tiny_models, tmp_path):
         return samples_of(entry)
 
     measured_until = 7
-    monkeypatch.setattr("gfgen.session.ranks.WorkerPool", NoPool)
     monkeypatch.setattr(command.profiling, "measure", measure)
     return keys
 
@@ -194,14 +198,13 @@ def test_a_run_starts_its_predictions_from_the_default_profile_and_says_so(
     )
 
 
-def test_no_more_gpus_are_measured_together_than_reach_each_other(monkeypatch, tmp_path):
+def test_no_more_gpus_are_measured_together_than_reach_each_other(no_pool, monkeypatch, tmp_path):
     pairs = [Gpu("NVIDIA H200", 140 * 10**9, frozenset(peers)) for peers in ((1,), (0,), (3,), (2,))]
     monkeypatch.setattr("gfgen.cli.options.choose_devices", lambda *_, **__: Devices(CUDA, 4, tuple(pairs)))
     monkeypatch.setattr(profile_store.registry, "cache_dir", lambda: tmp_path)
     dry = profile("--random-weights", "--dry-run")
     assert dry.output.splitlines()[1].startswith("18 measurements on 1 to 2 GPUs: about ")
     samples = Samples(STAGES, gaps=[0.001], moves=[(64, 0.01)])
-    monkeypatch.setattr("gfgen.session.ranks.WorkerPool", NoPool)
     monkeypatch.setattr(command.profiling, "measure", lambda *_, **__: samples)
     made = profile("--random-weights", "--model", "qwen-image", "--size", "512x512")
     assert made.exit_code == 0, made.output
@@ -210,7 +213,9 @@ def test_no_more_gpus_are_measured_together_than_reach_each_other(monkeypatch, t
     assert found.source == "gfgen profile --model qwen-image --size 512x512 --ranks 4 --random-weights"
 
 
-def test_gpus_are_measured_with_the_classes_of_the_workloads_unless_told_otherwise(monkeypatch, tmp_path):
+def test_gpus_are_measured_with_the_classes_of_the_workloads_unless_told_otherwise(
+    no_pool, monkeypatch, tmp_path
+):
     gpus = Devices(CUDA, 4, (Gpu("NVIDIA H200", 140 * 10**9),) * 4)
     keys = []
 
@@ -219,7 +224,6 @@ def test_gpus_are_measured_with_the_classes_of_the_workloads_unless_told_otherwi
         return Samples(STAGES, gaps=[0.001], moves=[(64, 0.01)])
 
     monkeypatch.setattr("gfgen.cli.options.choose_devices", lambda *_, **__: gpus)
-    monkeypatch.setattr("gfgen.session.ranks.WorkerPool", NoPool)
     monkeypatch.setattr(command.profiling, "measure", measure)
     monkeypatch.setattr(profile_store.registry, "cache_dir", lambda: tmp_path)
     dry = profile("--random-weights", "--dry-run")

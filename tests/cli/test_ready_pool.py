@@ -13,31 +13,32 @@ from gfgen.session.ranks import Ranks, ready_pool
 from gfgen.system.signals import SignalPipe
 
 
-class NoPool:
-    def wait_ready(self, signals):
-        """Nothing is awaited."""
+@pytest.fixture(autouse=True)
+def nothing_is_awaited(monkeypatch):
+    monkeypatch.setattr(ranks, "wait_ready", lambda pool, signals: None)
 
 
 def test_workers_are_told_how_many_gpus_they_share_and_what_each_may_use(monkeypatch):
-    told = {}
+    told = []
 
-    def note(**options):
-        told.update(options)
-        return contextlib.nullcontext(NoPool())
+    def note(settings, checkpoints, **options):
+        told.append(settings)
+        return contextlib.nullcontext()
 
     monkeypatch.setattr(ranks, "WorkerPool", note)
     monkeypatch.setattr(ranks.compiler, "kept", list)
     shared = Devices("cuda", 4, (Gpu("NVIDIA H200", 100),) * 2, ranks_per_gpu=2)
     with contextlib.closing(SignalPipe()) as signals, ready_pool([Path("model")], Ranks(shared), signals):
         pass
-    assert (told["num_ranks"], told["num_gpus"], told["memory_limit"]) == (4, 2, 50)
+    (settings,) = told
+    assert (settings.num_ranks, settings.num_gpus, settings.memory_limit) == (4, 2, 50)
 
 
 @pytest.mark.parametrize(
     ("kind", "is_first", "is_told"), [("cuda", True, True), ("cuda", False, False), ("cpu", True, False)]
 )
 def test_the_first_start_on_gpus_says_that_it_compiles(caplog, monkeypatch, kind, is_first, is_told):
-    monkeypatch.setattr(ranks, "WorkerPool", lambda **options: contextlib.nullcontext(NoPool()))
+    monkeypatch.setattr(ranks, "WorkerPool", lambda *_, **options: contextlib.nullcontext())
     monkeypatch.setattr(ranks.compiler, "kept", lambda: [] if is_first else [Path("kernels.cubin")])
     caplog.set_level("INFO", "gfgen")
     with (

@@ -10,7 +10,9 @@ import pytest
 
 from gfgen.gfc.arena import ArenaPlan
 from gfgen.models.families.registry import PACKAGED, resolve_checkpoint
+from gfgen.runtime.ipc.settings import RankSettings
 from gfgen.runtime.processes.pool import WorkerPool
+from gfgen.runtime.processes.starting import wait_ready
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -23,8 +25,8 @@ def faults_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
 def pool(tiny_models: Mapping[str, Path]) -> Iterator[WorkerPool]:
     """Four CPU ranks that know all built-in models."""
     checkpoints = [*tiny_models.values(), *map(resolve_checkpoint, PACKAGED)]
-    with WorkerPool(num_ranks=4, checkpoints=checkpoints) as pool:
-        pool.wait_ready()  # as `gfgen run` does: policies see all ranks from the start
+    with WorkerPool(RankSettings(num_ranks=4), checkpoints) as pool:
+        wait_ready(pool)  # as `gfgen run` does: policies see all ranks from the start
         yield pool
 
 
@@ -32,31 +34,28 @@ def pool(tiny_models: Mapping[str, Path]) -> Iterator[WorkerPool]:
 def faulty_pool(tiny_models: Mapping[str, Path]) -> Iterator[WorkerPool]:
     """Three CPU ranks that fail where a prompt tells them to (tests/faulty_worker.py)."""
     checkpoints = [tiny_models["tiny-qwen-image"]]
-    with WorkerPool(num_ranks=3, checkpoints=checkpoints, worker_main="faulty_worker:main") as pool:
-        pool.wait_ready()
+    with WorkerPool(RankSettings(num_ranks=3), checkpoints, worker_main="faulty_worker:main") as pool:
+        wait_ready(pool)
         yield pool
 
 
 @pytest.fixture(scope="session")
 def bare_pool(tiny_models: Mapping[str, Path]) -> Iterator[WorkerPool]:
     """Three CPU ranks that imitate GPUs, and run bare loops too (tests/bare_imitation.py)."""
-    with WorkerPool(
-        num_ranks=3,
-        checkpoints=[tiny_models["tiny-wan"]],
-        worker_main="bare_imitation:main",
-        device="cuda",
-        plan=ArenaPlan(data_bytes=1 << 20, post_bytes=1 << 12),
-    ) as pool:
-        pool.wait_ready()
+    settings = RankSettings(
+        num_ranks=3, device="cuda", plan=ArenaPlan(data_bytes=1 << 20, post_bytes=1 << 12)
+    )
+    with WorkerPool(settings, [tiny_models["tiny-wan"]], worker_main="bare_imitation:main") as pool:
+        wait_ready(pool)
         yield pool
 
 
 @pytest.fixture
 def mortal_pool(faulty_pool: WorkerPool) -> Iterator[WorkerPool]:
     """The same pool with all its ranks, who have not died yet as far as it remembers."""
-    faulty_pool.wait_ready()
-    faulty_pool.forgive()
+    wait_ready(faulty_pool)
+    faulty_pool.deaths.clear()
     yield faulty_pool
     for rank in list(faulty_pool.retired):
-        faulty_pool.forgive()
+        faulty_pool.deaths.clear()
         faulty_pool.replace_worker(rank, is_to_blame=False)

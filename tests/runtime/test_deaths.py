@@ -18,6 +18,7 @@ from gfgen.layout import Layout
 from gfgen.policies.catalog import NamedPolicy
 from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.events import FramesLost, RankLost, RankReady, StopRequested, TaskFailed
+from gfgen.runtime.processes.starting import wait_ready
 from gfgen.runtime.processes.watchdog import Patience
 from gfgen.runtime.processes.workers import ProcessBackend
 from gfgen.snapshot import Decision
@@ -117,7 +118,7 @@ def test_a_job_under_which_three_workers_die_fails_and_the_others_finish(mortal_
 
 def test_a_rank_that_dies_too_often_is_retired_and_the_rest_go_on(mortal_pool, tmp_path):
     now_s = time.monotonic()
-    mortal_pool._deaths[0] += [now_s - 10_000.0, now_s, now_s]
+    mortal_pool.deaths[0] += [now_s - 10_000.0, now_s, now_s]
     cursed = job("cursed", "die rank=0 step=1 times=1")
 
     def lowest(snapshot):
@@ -193,7 +194,7 @@ def test_nobody_takes_the_place_of_a_rank_that_dies_while_the_run_stops(mortal_p
         assert wait_for(backend, RankLost).is_retired
         assert mortal_pool.workers[1].incarnation == incarnation
         assert [worker.rank for worker in mortal_pool.living] == [0, 2]
-    mortal_pool.wait_ready()  # as before another run
+    wait_ready(mortal_pool)  # as before another run
     assert [worker.has_started for worker in mortal_pool.living] == [True] * 3
     assert mortal_pool.workers[1].incarnation == incarnation + 1
 

@@ -18,7 +18,9 @@ from test_workers import PICTURE, pixels, run
 from gfgen.job.spec import JobSpec
 from gfgen.runtime.core.devices import choose_devices
 from gfgen.runtime.core.events import RankLost, TaskFailed
+from gfgen.runtime.ipc.settings import RankSettings
 from gfgen.runtime.processes.pool import WorkerPool
+from gfgen.runtime.processes.starting import wait_ready
 from gfgen.runtime.processes.watchdog import Patience
 
 ALL = tuple(range(NUM_RANKS))
@@ -32,24 +34,23 @@ pytestmark = [pytest.mark.gpu, needs_two_ranks]
 @pytest.fixture(scope="module")
 def gpus(tiny_models: Mapping[str, Path]) -> Iterator[WorkerPool]:
     """Ranks on GPUs that fail where a prompt tells them to."""
-    with WorkerPool(
+    settings = RankSettings(
         num_ranks=NUM_RANKS,
-        checkpoints=[tiny_models["tiny-qwen-image"]],
-        worker_main="faulty_worker:gpu_main",
         device="cuda",
         num_gpus=NUM_GPUS,
         memory_limit=choose_devices("cuda", NUM_RANKS, ranks_per_gpu=RANKS_PER_GPU).rank_limit,
-    ) as pool:
-        pool.wait_ready()
+    )
+    checkpoints = [tiny_models["tiny-qwen-image"]]
+    with WorkerPool(settings, checkpoints, worker_main="faulty_worker:gpu_main") as pool:
+        wait_ready(pool)
         yield pool
 
 
 @pytest.fixture
 def pool(gpus: WorkerPool) -> WorkerPool:
     """The same with all its ranks, who have not died yet as far as it remembers."""
-    gpus.wait_ready()
-    for deaths in gpus._deaths.values():
-        deaths.clear()
+    wait_ready(gpus)
+    gpus.deaths.clear()
     return gpus
 
 

@@ -19,8 +19,8 @@ from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.dispatch import Dispatch
 from gfgen.runtime.core.events import FramesLost, LoadFailed, RankLost, RankTimes, TaskFailed
 from gfgen.runtime.ipc.messages import Abandoned, EdgesRestarted, TaskFault, WriteRequest
+from gfgen.runtime.processes.child import Lost
 from gfgen.runtime.processes.lifecycle import Phase
-from gfgen.runtime.processes.pool import Lost
 from gfgen.runtime.processes.recovery import Cause, Recovery
 from gfgen.runtime.processes.workers import ProcessBackend
 from gfgen.runtime.processes.writes import _Write
@@ -176,17 +176,17 @@ def test_a_load_that_fails_while_a_dispatch_is_given_up_does_not_end_that(
     backend = ProcessBackend(pool, [], clock=Clock(), output_dir=tmp_path, patience=HASTY)
     decode_with_frames(backend, 0, 1)
     backend._task_failed(pool.workers[0], TaskFault(NUMBER, "boom"))
-    pool._held_back.add(1)  # by its death
+    pool.meeting._held_back.add(1)  # by its death
     found = list(backend._worker_lost(pool.workers[1], Lost("killed", unloadable=("bad",)), 2.0))
     assert [type(event) for event in found] == [RankLost, LoadFailed]
     assert backend._recovery is not None
-    assert (backend._recovery.waiting_for, pool._held_back) == ({0}, {1}), "rank 0 is still inside"
+    assert (backend._recovery.waiting_for, pool.meeting._held_back) == ({0}, {1}), "rank 0 is still inside"
     numbers = frozenset({NUMBER})
     for answer in (Abandoned(numbers), EdgesRestarted(numbers)):
-        assert pool._held_back == {1}
+        assert pool.meeting._held_back == {1}
         found += backend._answered(pool.workers[0], answer)
     (failure,) = found[2:]
     assert isinstance(failure, TaskFailed)
     assert (failure.dispatch, failure.reason, failure.lost) == (NUMBER, "boom", False)
-    assert pool._held_back == set()
+    assert pool.meeting._held_back == set()
     backend.close()

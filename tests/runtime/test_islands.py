@@ -12,7 +12,9 @@ from test_elastic import following
 from test_workers import PICTURE, pixels, run
 
 from gfgen.job.spec import JobSpec
+from gfgen.runtime.ipc.settings import RankSettings
 from gfgen.runtime.processes.pool import WorkerPool
+from gfgen.runtime.processes.starting import wait_ready
 
 ISLANDS = ((0, 1), (2,))
 
@@ -20,13 +22,9 @@ ISLANDS = ((0, 1), (2,))
 @pytest.fixture(scope="module")
 def island_pool(tiny_models: Mapping[str, Path]) -> Iterator[WorkerPool]:
     """Three ranks, of which two reach each other."""
-    with WorkerPool(
-        num_ranks=3,
-        checkpoints=[tiny_models["tiny-qwen-image"]],
-        worker_main="faulty_worker:main",
-        islands=ISLANDS,
-    ) as pool:
-        pool.wait_ready()
+    settings, checkpoints = RankSettings(num_ranks=3, islands=ISLANDS), [tiny_models["tiny-qwen-image"]]
+    with WorkerPool(settings, checkpoints, worker_main="faulty_worker:main") as pool:
+        wait_ready(pool)
         yield pool
 
 

@@ -11,8 +11,9 @@ import pytest
 from test_warming import ITEMS, Rank, Silent, closed_ends, pool_of
 
 from gfgen.runtime.ipc.messages import ModelsSet, WarmedUp, WorkerReady
+from gfgen.runtime.processes.child import Joined, Loaded, Lost
 from gfgen.runtime.processes.lifecycle import GONE, TRANSITIONS, Phase
-from gfgen.runtime.processes.pool import Joined, Loaded, Lost
+from gfgen.runtime.processes.starting import leave_behind
 
 __all__ = ["closed_ends"]
 
@@ -59,11 +60,12 @@ def test_what_a_killed_worker_had_sent_does_not_bring_it_back() -> None:
 def test_a_worker_that_is_told_to_load_while_it_starts_joins_and_loads_after() -> None:
     rank: Any = Silent(0)
     pool: Any = pool_of(rank)
-    pool._arenas, pool._weights_marks = SimpleNamespace(take=lambda rank, fds: None), {}
+    pool._arenas = SimpleNamespace(take=lambda rank, fds: None)
     pool.steps_at_hand = lambda: ITEMS
-    pool._counts_tokens, pool._welcome = True, lambda worker: setattr(worker, "has_arenas", True)
+    pool.meeting._counts_tokens = True
+    pool.meeting._welcome = lambda worker: setattr(worker, "has_arenas", True)
     rank.phase, rank.has_arenas = Phase.STARTING, False
-    pool.set_models([Path("/other")])
+    pool.set_models({"other": Path("/other")})
     rank._theirs.send(WorkerReady(0, 1.0))
     assert [what for _, what in pool.turn(0.0)] == [WorkerReady(0, 1.0), Joined()]
     assert rank.phase is Phase.LOADING, "and gets no steps ready for the models of before"
@@ -75,7 +77,7 @@ def test_a_worker_that_is_told_to_load_while_it_starts_joins_and_loads_after() -
 def test_a_rank_that_dies_while_the_run_stops_holds_up_no_introduction() -> None:
     new, peer = Silent(0), Silent(1)
     pool: Any = pool_of(new, peer)
-    pool._counts_tokens, pool.is_stopping = True, True
+    pool.meeting._counts_tokens, pool.is_stopping = True, True
     new.phase, new.unknown_to = Phase.INTRODUCING, {1}
     assert list(pool.turn(0.0)) == []
     peer.die()
@@ -91,5 +93,5 @@ def test_a_rank_that_several_wait_for_is_left_behind_once() -> None:
     ranks[1].unknown_to, ranks[2].unknown_to = {0}, {0}
     buried: list[Rank] = []
     pool._bury = buried.append
-    pool._leave_behind("it does not answer")
+    leave_behind(pool, "it does not answer")
     assert buried == [ranks[0]]

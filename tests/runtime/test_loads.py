@@ -23,11 +23,13 @@ from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.events import Event, LoadFailed, RankLoaded, RankLost, RankReady
 from gfgen.runtime.files.start import RunStart
+from gfgen.runtime.ipc.settings import RankSettings
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.processes.launcher import MAX_FORKS
 from gfgen.runtime.processes.lifecycle import Phase
 from gfgen.runtime.processes.loads import MAX_SPARED, Loads
 from gfgen.runtime.processes.pool import MAX_DEATHS, WorkerPool
+from gfgen.runtime.processes.starting import wait_ready
 from gfgen.runtime.processes.watchdog import Patience
 from gfgen.runtime.processes.workers import ProcessBackend
 from gfgen.runtime.worker.warming import warm_ups
@@ -70,13 +72,8 @@ def test_a_rank_is_not_spared_for_ever_while_another_one_is_long_in_loading():
 
 def two_ranks(*checkpoints: Path, are_all_needed: bool = False) -> WorkerPool:
     """Whose workers load a model as its name says."""
-    return WorkerPool(
-        num_ranks=2,
-        checkpoints=checkpoints,
-        worker_main="loading_worker:main",
-        num_writers=0,
-        are_all_needed=are_all_needed,
-    )
+    settings = RankSettings(num_ranks=2, are_all_needed=are_all_needed)
+    return WorkerPool(settings, checkpoints, worker_main="loading_worker:main", num_writers=0)
 
 
 def test_a_pool_knows_weights_as_they_were_before_it_loaded_them(tmp_path: Path) -> None:
@@ -87,16 +84,16 @@ def test_a_pool_knows_weights_as_they_were_before_it_loaded_them(tmp_path: Path)
     before = {file: weights_mark(file.parents[1]) for file in weights}
     with two_ranks(tmp_path / "good") as pool:
         weights[0].write_bytes(b"tuned since")
-        pool.set_models({tmp_path / "good", tmp_path / "later"})
+        pool.set_models({name: tmp_path / name for name in ("good", "later")})
         weights[1].write_bytes(b"tuned since")
-        assert {file: pool.weights_mark(file.parents[1]) for file in weights} == before
+        assert {file: pool.models.weights_mark(file.parents[1]) for file in weights} == before
 
 
 @pytest.fixture
 def backend(tmp_path: Path) -> Iterator[ProcessBackend]:
     """Over two ranks that hold a model, and that a run has begun on."""
     with two_ranks(tmp_path / "good") as pool:
-        pool.wait_ready()
+        wait_ready(pool)
         backend = ProcessBackend(pool, [], clock=Clock(), output_dir=tmp_path)
         yield backend
         backend.close()
@@ -205,7 +202,7 @@ def test_one_rank_that_cannot_load_is_replaced_and_the_model_is_kept(
     victim.kill()
     found = events_until(backend, RankReady)
     assert not any(isinstance(event, LoadFailed) for event in found)
-    assert str(tmp_path / "other") in backend._pool.checkpoints
+    assert str(tmp_path / "other") in backend._pool.models.checkpoints
 
 
 def test_a_rank_that_becomes_ready_with_the_models_of_before_has_not_loaded_those_of_now(
@@ -220,15 +217,15 @@ def test_a_rank_that_becomes_ready_with_the_models_of_before_has_not_loaded_thos
     while not backend._pool.workers[1].has_started:
         assert time.monotonic() < deadline_s
         backend.wait(until=None)
-    assert backend._pool.loads is not None
-    assert backend._pool.loads.spares(0)
+    assert backend._pool.models.loads is not None
+    assert backend._pool.models.loads.spares(0)
 
 
 @pytest.mark.parametrize("name", ["broken", "deadly"])
 def test_a_model_that_no_rank_can_load_at_the_start_fails_its_own_jobs(tmp_path: Path, name: str) -> None:
     with two_ranks(tmp_path / name, tmp_path / "good") as pool:
-        pool.wait_ready()
-        assert pool.checkpoints == (str(tmp_path / "good"),)
+        wait_ready(pool)
+        assert pool.models.checkpoints == (str(tmp_path / "good"),)
         job, other = make_job("a"), make_job("b")
         jobs = [replace(job, checkpoint=tmp_path / "good"), replace(other, checkpoint=tmp_path / name)]
         backend = ProcessBackend(pool, jobs, clock=Clock(), output_dir=tmp_path)
@@ -245,13 +242,13 @@ def test_ranks_that_cannot_load_their_only_model_end_the_run_with_the_reason(tmp
         two_ranks(tmp_path / "broken") as pool,
         pytest.raises(WorkerError, match="cannot start: FileNotFoundError: broken is broken"),
     ):
-        pool.wait_ready()
+        wait_ready(pool)
 
 
 def test_a_rank_that_fails_at_the_start_is_started_again(tmp_path: Path) -> None:
     """Though another one holds the only model."""
     with two_ranks(tmp_path / "shaky", are_all_needed=True) as pool:
-        pool.wait_ready()
+        wait_ready(pool)
         assert pool.incarnations == (1, 2)
         assert all(worker.phase is Phase.SERVING and worker.has_arenas for worker in pool.workers)
         assert not pool.retired
@@ -259,7 +256,7 @@ def test_a_rank_that_fails_at_the_start_is_started_again(tmp_path: Path) -> None
 
 def test_a_rank_that_never_starts_stays_away_and_the_run_goes_on_with_the_others(tmp_path: Path) -> None:
     with two_ranks(tmp_path / "picky") as pool:
-        pool.wait_ready()
+        wait_ready(pool)
         assert pool.retired == {1}
         assert pool.workers[1].incarnation <= MAX_SPARED + MAX_DEATHS
         clock = Clock()
@@ -278,7 +275,7 @@ def test_a_rank_that_never_starts_ends_what_needs_all_ranks_with_the_reason(tmp_
         two_ranks(tmp_path / "picky", are_all_needed=True) as pool,
         pytest.raises(WorkerError, match="rank 1 cannot start: FileNotFoundError: picky does not"),
     ):
-        pool.wait_ready()
+        wait_ready(pool)
 
 
 def test_a_rank_that_hangs_at_the_start_stays_away_and_the_others_go_on(
@@ -288,20 +285,15 @@ def test_a_rank_that_hangs_at_the_start_stays_away_and_the_others_go_on(
     with two_ranks(tmp_path / "sleepy") as pool:
         while not pool.retired:
             with contextlib.suppress(WorkerError):
-                pool.wait_ready(patience_s=0.01)
+                wait_ready(pool, patience_s=0.01)
         assert pool.retired == {1}
         assert [worker.rank for worker in pool.living if worker.has_arenas] == [0]
         assert not pool.workers[1].process.is_alive()
 
 
 def test_ranks_that_share_a_gpu_are_given_as_many_times_as_long(tmp_path: Path) -> None:
-    with WorkerPool(
-        num_ranks=2,
-        checkpoints=[tmp_path / "good"],
-        worker_main="loading_worker:main",
-        num_writers=0,
-        num_gpus=1,
-    ) as pool:
+    settings, main = RankSettings(num_ranks=2, num_gpus=1), "loading_worker:main"
+    with WorkerPool(settings, [tmp_path / "good"], worker_main=main, num_writers=0) as pool:
         assert pool.patience == Patience().with_shared_gpus(2)
         assert {worker.ends_within_s for worker in pool.workers} == {2 * Patience().killed_s}
         backend = ProcessBackend(pool, [], clock=Clock(), output_dir=tmp_path)
@@ -314,12 +306,12 @@ def test_a_rank_that_hangs_at_the_start_ends_what_needs_all_ranks(tmp_path: Path
         two_ranks(tmp_path / "sleepy", are_all_needed=True) as pool,
         pytest.raises(WorkerError, match=r"rank 1: the models are not loaded after 0.01 s"),
     ):
-        pool.wait_ready(patience_s=0.01)
+        wait_ready(pool, patience_s=0.01)
 
 
 def test_a_long_start_says_how_far_the_ranks_are(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """As long as it lasts: here until the line that is waited for is there."""
-    log = logging.getLogger("gfgen.runtime.processes.pool")
+    log = logging.getLogger("gfgen.runtime.processes.starting")
     caplog.set_level(logging.INFO, logger=log.name)
 
     def leave(record: logging.LogRecord) -> bool:
@@ -330,7 +322,7 @@ def test_a_long_start_says_how_far_the_ranks_are(tmp_path: Path, caplog: pytest.
     log.addFilter(leave)
     try:
         with two_ranks(tmp_path / "sleepy") as pool, pytest.raises(StopIteration):
-            pool.wait_ready(tell_s=0.01)
+            wait_ready(pool, log_every_s=0.01)
     finally:
         log.removeFilter(leave)
 
@@ -339,11 +331,11 @@ def test_ranks_that_die_before_they_load_anything_end_the_run_with_the_reason(tm
     """After as many deaths each as a run allows."""
     with (
         WorkerPool(
-            num_ranks=2, checkpoints=[tmp_path / "good"], worker_main="loading_worker:die", num_writers=0
+            RankSettings(num_ranks=2), [tmp_path / "good"], worker_main="loading_worker:die", num_writers=0
         ) as pool,
         pytest.raises(WorkerError, match=r"rank [01] died while it started: exit code 3"),
     ):
-        pool.wait_ready()
+        wait_ready(pool)
     assert pool.retired == {0, 1}
     assert pool.incarnations == (MAX_DEATHS, MAX_DEATHS)
 

@@ -140,7 +140,7 @@ def test_with_other_weights_a_job_begins_anew(tmp_path, caplog):
 
 
 def test_a_pool_says_what_state_depends_on(pool):
-    assert pool.computed_with == ON_CPU
+    assert pool.settings.computed_with == ON_CPU
 
 
 def test_a_file_that_has_served_is_removed_with_its_folder(folder):

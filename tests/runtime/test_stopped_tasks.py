@@ -81,7 +81,7 @@ def test_a_rank_that_does_not_leave_in_time_is_replaced_and_nobody_is_to_blame(m
     (loss,) = of_kind(recorder, RankLost)
     assert (loss.rank, loss.is_retired) == (1, False)
     assert loss.reason == "it did not leave a task that was stopped"
-    assert mortal_pool._deaths[1] == []
+    assert mortal_pool.deaths[1] == []
     assert all(event.void and not event.lost for event in of_kind(recorder, TaskFailed))
 
 
@@ -120,8 +120,8 @@ def test_a_run_that_stops_ends_running_steps_after_their_grace_and_keeps_the_job
     (kept,) = resume.find(
         tmp_path,
         admitted(spec),
-        weights_mark=mortal_pool.weights_mark,
-        computed_with=mortal_pool.computed_with,
+        weights_mark=mortal_pool.models.weights_mark,
+        computed_with=mortal_pool.settings.computed_with,
     ).values()
     assert kept.next_index == 4  # encode, prepare and two steps are done
 

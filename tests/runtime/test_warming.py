@@ -6,23 +6,28 @@ import pickle
 import selectors
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from builders import make_job
 
 from gfgen.errors import InterruptedRunError, WorkerError
+from gfgen.gfc.arena import ArenaPlan
 from gfgen.graph import Stage
 from gfgen.runtime.core.admission import AdmittedJob
+from gfgen.runtime.ipc import messages
 from gfgen.runtime.ipc.channel import MAX_MESSAGE_BYTES, Channel
-from gfgen.runtime.ipc.messages import Arenas, WarmedUp, WarmUp
+from gfgen.runtime.ipc.messages import WarmedUp, WarmUp
+from gfgen.runtime.ipc.settings import RankSettings
 from gfgen.runtime.processes.child import RankProcess
 from gfgen.runtime.processes.lifecycle import Phase
+from gfgen.runtime.processes.loads import HeldModels
+from gfgen.runtime.processes.meeting import Meeting
 from gfgen.runtime.processes.pool import MAX_DEATHS, WorkerPool
+from gfgen.runtime.processes.starting import warm_up
 from gfgen.runtime.processes.watchdog import Patience
 from gfgen.runtime.worker import warming
 from gfgen.runtime.worker.warming import degrees_at_hand, warm_ups
@@ -143,13 +148,26 @@ class Slow(Rank):
         return number
 
 
+class Arenas:
+    """Of ranks that exchange nothing."""
+
+    plan = ArenaPlan()
+
+    def known_to(self, rank: int, *, among: Collection[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return (), ()
+
+    def arena(self, rank: int) -> int:
+        return 0
+
+
 def pool_of(*ranks: Rank, are_all_needed: bool = False) -> WorkerPool:
     pool: Any = WorkerPool.__new__(WorkerPool)
-    pool.workers, pool.writers, pool._left_out, pool._held_back = list(ranks), [], set(), set()
-    pool._launcher, pool.loads, pool.unloadable = SimpleNamespace(settings={"checkpoints": ()}), None, {}
-    pool._are_all_needed, pool._counts_tokens, pool._news = are_all_needed, None, []
-    pool.is_stopping, pool.steps_at_hand, pool.patience = False, None, Patience()
-    pool._deaths = {rank.rank: [time.monotonic()] * (MAX_DEATHS - 1) for rank in ranks}
+    pool.workers, pool.writers, pool._left_out, pool._news = list(ranks), [], set(), []
+    pool.settings = RankSettings(num_ranks=len(ranks), are_all_needed=are_all_needed)
+    pool.models, pool.patience, pool.islands = HeldModels([]), Patience(), [range(len(ranks))]
+    pool.meeting = Meeting(Arenas(), pool.workers, pool.islands)  # type: ignore[arg-type]
+    pool.is_stopping, pool.steps_at_hand = False, None
+    pool.deaths = {rank.rank: [time.monotonic()] * (MAX_DEATHS - 1) for rank in ranks}
     pool._selector = selectors.DefaultSelector()
     ENDS.append(pool._selector)
     for rank in ranks:
@@ -159,15 +177,15 @@ def pool_of(*ranks: Rank, are_all_needed: bool = False) -> WorkerPool:
 
 
 def test_item_is_ready_when_all_ranks_have_answered() -> None:
-    found = list(pool_of(Rank(0), Rank(1)).warm_up(ITEMS))
+    found = list(warm_up(pool_of(Rank(0), Rank(1)), ITEMS))
     assert sorted(item.number for item, _ in found) == [0, 1, 2]
     assert all(answer.reason is None for _, answer in found)
     with pytest.raises(WorkerError, match=r"within 0\.01 s"):
-        list(pool_of(Rank(0), Silent(1)).warm_up(ITEMS, patience_s=0.01))
+        list(warm_up(pool_of(Rank(0), Silent(1)), ITEMS, patience_s=0.01))
 
 
 def test_what_one_rank_cannot_run_is_told_once() -> None:
-    found = [answer.reason for _, answer in pool_of(Rank(0, fails=True), Rank(1)).warm_up(ITEMS)]
+    found = [answer.reason for _, answer in warm_up(pool_of(Rank(0, fails=True), Rank(1)), ITEMS)]
     assert found == ["no memory"] * 3
 
 
@@ -175,7 +193,7 @@ def test_a_rank_that_dies_too_often_is_not_waited_for() -> None:
     dead = Silent(0)
     dead.die()
     pool = pool_of(dead, Rank(1))
-    assert [item.number for item, _ in pool.warm_up(ITEMS)] == [0, 1, 2]
+    assert [item.number for item, _ in warm_up(pool, ITEMS)] == [0, 1, 2]
     assert pool.retired == {0}
 
 
@@ -185,7 +203,7 @@ def test_death_of_such_a_rank_ends_the_warm_up_where_none_can_do_without(others:
     dead.die()
     pool = pool_of(dead, *map(Rank, others), are_all_needed=bool(others))
     with pytest.raises(WorkerError, match="rank 0 died while it was warmed up: killed by signal 9"):
-        list(pool.warm_up(ITEMS))
+        list(warm_up(pool, ITEMS))
 
 
 def test_signal_ends_the_warm_up() -> None:
@@ -202,26 +220,26 @@ def test_signal_ends_the_warm_up() -> None:
 
     signals: Any = Signals()
     with pytest.raises(InterruptedRunError, match="nothing was started"):
-        list(pool_of(Silent(0)).warm_up(ITEMS, signals))
+        list(warm_up(pool_of(Silent(0)), ITEMS, signals))
 
 
 @pytest.mark.parametrize("could", [(True, True), (True, False)], ids=str)
 def test_texts_are_padded_on_all_ranks_or_on_none_and_that_is_settled_once(could: tuple[bool, ...]) -> None:
     ranks = [Rank(number) for number in range(len(could))]
-    pool: Any = pool_of(*ranks)
-    pool.islands, plan = ((0, 1),), SimpleNamespace(data_bytes=0, post_bytes=0)
-    pool._arenas = SimpleNamespace(plan=plan, known_to=lambda rank, among: ((), ()), arena=lambda rank: 0)
+    meeting = pool_of(*ranks).meeting
     told: list[Any] = []
     for rank, counts_tokens in zip(ranks, could, strict=True):
         rank.counts_tokens = counts_tokens
         rank.tell = lambda message, fds: told.append(message)  # type: ignore
     for rank in ranks:
         rank.phase, rank.has_arenas = Phase.INTRODUCING, False
-    assert len(list(pool._introduce())) == 2
+    assert meeting.introduce() == ranks
+    for rank in ranks:
+        rank.join(())
     # A new process, after a package was installed or removed:
     ranks[1].counts_tokens, ranks[1].phase, ranks[1].has_arenas = not could[1], Phase.INTRODUCING, False
-    list(pool._introduce())
-    counts = [message.counts_tokens for message in told if isinstance(message, Arenas)]
+    meeting.introduce()
+    counts = [message.counts_tokens for message in told if isinstance(message, messages.Arenas)]
     assert counts == [all(could)] * 3
 
 
@@ -245,13 +263,14 @@ def test_long_prompts_do_not_overflow_the_socket_of_a_rank_that_is_busy() -> Non
 def test_other_models_end_what_was_yet_to_be_told_of_those_of_before() -> None:
     rank = Slow(0)
     pool = pool_of(rank)
-    pool._weights_marks = {}
     told: list[str] = []
     rank.tell = lambda message, fds=(): told.append(  # type: ignore[method-assign, misc]
         message.number if isinstance(message, WarmUp) else type(message).__name__
     )
-    pool.set_models([Path("/a")], warm_ups=long_items(3))
-    pool.set_models([Path("/b")], warm_ups=[replace(item, number=10 + item.number) for item in long_items(2)])
+    pool.set_models({"a": Path("/a")}, warm_ups=long_items(3))
+    pool.set_models(
+        {"b": Path("/b")}, warm_ups=[replace(item, number=10 + item.number) for item in long_items(2)]
+    )
     assert (told, len(rank.warm_ups)) == (["SetModels", 0, "SetModels"], 3)
     for number in (0, 10, 11):
         rank._theirs.send(WarmedUp(number, 0.1))
@@ -260,4 +279,4 @@ def test_other_models_end_what_was_yet_to_be_told_of_those_of_before() -> None:
 
 
 def test_nothing_to_warm_up_takes_no_time() -> None:
-    assert list(pool_of(Rank(0)).warm_up(())) == []
+    assert list(warm_up(pool_of(Rank(0)), ())) == []

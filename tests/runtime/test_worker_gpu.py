@@ -40,15 +40,16 @@ from gfgen.runtime.ipc.messages import (
     SendState,
 )
 from gfgen.runtime.ipc.migration import Transfer
+from gfgen.runtime.ipc.settings import RankSettings, WorkerSettings
 from gfgen.runtime.processes.child import RankProcess
 from gfgen.runtime.processes.lifecycle import Phase
-from gfgen.runtime.processes.loads import Loads
+from gfgen.runtime.processes.loads import HeldModels
 from gfgen.runtime.processes.pool import WorkerPool
+from gfgen.runtime.processes.starting import wait_ready, warm_up
 from gfgen.runtime.processes.watchdog import Patience
 from gfgen.runtime.worker import gpu
 from gfgen.runtime.worker.device import RankTask
 from gfgen.runtime.worker.dispatches import Dispatches, InputVoidError
-from gfgen.runtime.worker.entry import WorkerSettings
 from gfgen.runtime.worker.forwards import Forwards
 from gfgen.runtime.worker.gpu import GpuDevice, pad_as_others
 from gfgen.runtime.worker.jobs import RankJob
@@ -61,27 +62,23 @@ PLAN = ArenaPlan(data_bytes=1 << 20, post_bytes=1 << 12)
 @pytest.fixture(scope="module")
 def started_pool(tiny_models: Mapping[str, Path]) -> Iterator[WorkerPool]:
     checkpoints = [tiny_models["tiny-qwen-image"], tiny_models["tiny-wan"]]
-    with WorkerPool(
-        num_ranks=3,
-        checkpoints=checkpoints,
-        worker_main="gpu_worker_imitation:main",
-        device="cuda",
-        plan=PLAN,
-    ) as pool:
+    settings = RankSettings(num_ranks=3, device="cuda", plan=PLAN)
+    with WorkerPool(settings, checkpoints, worker_main="gpu_worker_imitation:main") as pool:
         yield pool
 
 
 @pytest.fixture
 def gpu_pool(started_pool: WorkerPool) -> WorkerPool:
     """All ranks ready, and no death remembered."""
-    started_pool.wait_ready()
-    started_pool.forgive()
+    wait_ready(started_pool)
+    started_pool.deaths.clear()
     return started_pool
 
 
 @pytest.mark.parametrize(("num_gpus", "gpus"), [(0, [0, 1, 2]), (3, [0, 1, 2]), (2, [0, 1, 0]), (1, [0] * 3)])
 def test_ranks_take_turns_at_the_gpus_that_there_are(num_gpus: int, gpus: list[int]):
-    assert [WorkerSettings(rank, (), num_gpus=num_gpus).gpu for rank in range(3)] == gpus
+    ranks = RankSettings(num_ranks=3, num_gpus=num_gpus)
+    assert [WorkerSettings(rank, (), ranks).gpu for rank in range(3)] == gpus
 
 
 def test_every_rank_brings_its_arena_and_is_given_those_of_the_others(gpu_pool):
@@ -115,7 +112,7 @@ def test_ranks_that_were_warmed_up_run_their_steps_as_records(gpu_pool, tmp_path
     layouts = ((2,), (0, 1), (1, 2, 0), (1,))
     run(gpu_pool, tmp_path / "cold", spec, policy=test_elastic.following(*layouts))
     items = warm_ups(admitted(spec), (1, 2, 3))
-    assert [answer.reason for _, answer in gpu_pool.warm_up(items)] == [None]
+    assert [answer.reason for _, answer in warm_up(gpu_pool, items)] == [None]
     run(gpu_pool, tmp_path / "warm", spec, policy=test_elastic.following(*layouts))
     shown = [pixels(tmp_path / folder / "warm.png") for folder in ("cold", "warm")]
     assert np.array_equal(*shown)
@@ -125,7 +122,7 @@ def test_warm_up_that_fails_is_told_and_costs_nothing_else(gpu_pool, tmp_path):
     spec = JobSpec(id="odd", prompt="a fox", **PICTURE)
     (item,) = warm_ups(admitted(spec), (1,))
     broken = replace(item, checkpoint="of no model")
-    ((_, answer),) = gpu_pool.warm_up([broken])
+    ((_, answer),) = warm_up(gpu_pool, [broken])
     assert "KeyError" in answer.reason
     recorder = run(gpu_pool, tmp_path, spec, policy=test_elastic.following((0,)))
     assert test_deaths.statuses(recorder) == {"odd": "done"}
@@ -134,7 +131,7 @@ def test_warm_up_that_fails_is_told_and_costs_nothing_else(gpu_pool, tmp_path):
 def test_a_rank_that_dies_while_it_is_warmed_up_comes_back_for_the_run(gpu_pool, tmp_path, caplog):
     spec = JobSpec(id="deadly-warm-up", prompt="die rank=1 step=0 times=1", **PICTURE | {"seed": 5})
     incarnations = gpu_pool.incarnations
-    ((_, answer),) = gpu_pool.warm_up(warm_ups(admitted(spec), (1,)))
+    ((_, answer),) = warm_up(gpu_pool, warm_ups(admitted(spec), (1,)))
     assert answer.reason is None
     assert [new - old for new, old in zip(gpu_pool.incarnations, incarnations, strict=True)] == [0, 1, 0]
     assert "rank 1 died while it was warmed up" in caplog.text
@@ -222,7 +219,7 @@ def test_frames_that_do_not_reach_the_writer_are_decoded_again(gpu_pool, tmp_pat
 def swapping_pool(gpu_pool: WorkerPool, tiny_models: Mapping[str, Path]) -> Iterator[WorkerPool]:
     """The same ranks, which hold all models again afterwards."""
     yield gpu_pool
-    gpu_pool.set_models([tiny_models["tiny-qwen-image"], tiny_models["tiny-wan"]])
+    gpu_pool.set_models({name: tiny_models[name] for name in ("tiny-qwen-image", "tiny-wan")})
 
 
 def swapped_run(pool: WorkerPool, folder: Path, *specs: JobSpec, policy: NamedPolicy) -> Recorder:
@@ -234,7 +231,7 @@ def swapped_run(pool: WorkerPool, folder: Path, *specs: JobSpec, policy: NamedPo
         work_bytes=lambda _: 0,
         room_bytes=19,
     )
-    pool.set_models(residency.checkpoints)
+    pool.set_models({str(path): path for path in residency.checkpoints})
     choose = partial(warm_ups, degrees=(1, 2))
     return run(pool, folder, *specs, policy=policy, residency=residency, warm_ups=choose)
 
@@ -286,7 +283,7 @@ def test_a_rank_that_cannot_load_is_replaced_and_says_why(swapping_pool, tmp_pat
 def test_what_a_rank_says_while_others_start_is_no_surprise(message, phase):
     """Between two runs nobody else reads it."""
     pool: Any = WorkerPool.__new__(WorkerPool)
-    pool.loads = Loads({})
+    pool.models = HeldModels([])
     channel: Any = SimpleNamespace(receive=lambda: (message, []))
     process: Any = None
     worker = RankProcess(

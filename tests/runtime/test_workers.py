@@ -23,10 +23,12 @@ from gfgen.runtime.core.clock import Clock
 from gfgen.runtime.core.events import RankReady, TaskFailed
 from gfgen.runtime.files.outputs import read_metadata
 from gfgen.runtime.files.start import RunStart
+from gfgen.runtime.ipc.settings import RankSettings
 from gfgen.runtime.ipc.slab import Slab, SlabPlan
 from gfgen.runtime.predict.cost import CostModel
 from gfgen.runtime.processes.launcher import Launcher
 from gfgen.runtime.processes.pool import WorkerPool, default_writers
+from gfgen.runtime.processes.starting import wait_ready
 from gfgen.runtime.processes.workers import ProcessBackend
 from gfgen.runtime.worker.jobs import fetch
 from gfgen.snapshot import Decision
@@ -183,7 +185,7 @@ def test_an_ended_job_leaves_no_memory_behind(pool, tmp_path):
 
 
 def test_ranks_say_how_long_they_took_to_start_also_when_they_were_ready_before(pool, tmp_path):
-    pool.wait_ready()
+    wait_ready(pool)
     recorder = run(pool, tmp_path, JobSpec(id="picture", prompt="a red fox", **PICTURE))
     ready = [event for event in recorder.events if isinstance(event, RankReady)]
     assert [event.startup_s for event in ready] == [worker.startup_s for worker in pool.workers]
@@ -230,6 +232,6 @@ def test_a_pool_that_cannot_be_started_leaves_no_process(monkeypatch):
 
     monkeypatch.setattr(Launcher, "_start", start_ranks_only)
     with pytest.raises(WorkerError, match="no more processes"):
-        WorkerPool(num_ranks=2, checkpoints=[])
+        WorkerPool(RankSettings(num_ranks=2), [])
     assert len(started) == 2
     assert all(process.exitcode is not None for process, _ in started)

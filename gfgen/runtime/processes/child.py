@@ -12,11 +12,48 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from gfgen.runtime.ipc.channel import Channel
-from gfgen.runtime.ipc.messages import WarmUp
+from gfgen.runtime.ipc.messages import (
+    Loading,
+    ModelsSet,
+    SetModels,
+    WarmedUp,
+    WarmUp,
+    WorkerFailed,
+    WorkerReady,
+    WriterReady,
+)
 from gfgen.runtime.processes.lifecycle import GONE, TRANSITIONS, Phase
 from gfgen.runtime.processes.watchdog import Patience
 
 logger = logging.getLogger(__name__)
+
+_MAY_LOAD = (Phase.WARMING, Phase.SERVING, Phase.LOADING)
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A process takes tasks, or files, from now on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A worker holds the models of the last change, and has their steps ready."""
+
+    load_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """A process is gone, and its successor is being started unless the rank is retired."""
+
+    reason: str
+    was_told: bool = False
+    """The reason is why it was killed, or its own words; else how the process ended."""
+    is_retired: bool = False
+    pause_s: float = 0.0
+    """In how many seconds a writer's successor is started."""
+    unloadable: Sequence[str] = ()
+    """Names of the model that it was loading, now that no rank can load it."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -33,7 +70,6 @@ class Child:
     """It has left the first phase alive."""
     ends_within_s: float = Patience().killed_s
     """How long it may take to end once it is killed."""
-    killed_s: float | None = None
     verdict: str | None = None
     """Why it was killed, or why it says that it ends."""
 
@@ -58,6 +94,10 @@ class Child:
         except OSError:
             logger.debug("%s is gone", self.name)
 
+    def hear(self, message: Any) -> Joined | Loaded | None:
+        """Take what it says of itself; returns what it has become by that, if anything."""
+        raise NotImplementedError
+
     def kill(self, why: str | None = None) -> None:
         """Kill the process; does not wait for its end. The first reason stands."""
         if self.phase in GONE:
@@ -65,13 +105,12 @@ class Child:
         if self.phase is not Phase.ENDING:
             self.enter(Phase.ENDING)
             self.verdict = self.verdict or why
-            self.killed_s = time.monotonic()
         self.process.kill()
 
     @property
     def should_have_ended(self) -> bool:
         """It was killed so long ago that its end will not come, nor the end of its channel."""
-        return self.killed_s is not None and time.monotonic() > self.killed_s + self.ends_within_s
+        return self.phase is Phase.ENDING and time.monotonic() > self.since_s + self.ends_within_s
 
     def reap(self, *, patience_s: float) -> str:
         """Wait for the end of the process, and kill it if that does not come; returns how it ended.
@@ -82,11 +121,11 @@ class Child:
         """
         self.channel.close()
         self.process.join(patience_s)
-        if self.process.is_alive() and not self.killed_s:
+        if self.process.is_alive() and self.phase is not Phase.ENDING:
             logger.warning("%s did not end within %g s and is killed", self.name, patience_s)
             self.kill()
-        if self.killed_s:
-            self.process.join(max(0.0, self.killed_s + self.ends_within_s - time.monotonic()))
+        if self.phase is Phase.ENDING:
+            self.process.join(max(0.0, self.since_s + self.ends_within_s - time.monotonic()))
         if self.process.is_alive():
             self.enter(Phase.STUCK)
             _forget(self.process)
@@ -106,6 +145,12 @@ class WriterProcess(Child):
     """How long its start was put off because its predecessor could not start."""
     due_s: float = 0.0
     """Once it is gone: when its successor is started, by the machine's monotonic clock."""
+
+    def hear(self, message: Any) -> Joined | None:
+        if not isinstance(message, WriterReady) or self.phase is not Phase.STARTING:
+            return None
+        self.enter(Phase.SERVING)
+        return Joined()
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -135,24 +180,75 @@ class RankProcess(Child):
     is_to_blame: bool = True
     """Its death counts against its rank."""
 
+    def hear(self, message: Any) -> Joined | Loaded | None:
+        match message:
+            case WorkerFailed():
+                self.verdict = self.verdict or message.reason
+            case Loading():
+                self.loading = message.checkpoint
+            case WorkerReady():
+                self.startup_s, self.counts_tokens = message.startup_s, message.counts_tokens
+                self.loading = None
+                if self.phase is Phase.STARTING:
+                    self.enter(Phase.INTRODUCING)
+            case ModelsSet():
+                self.loading = None
+                self.num_to_load = max(0, self.num_to_load - 1)
+                self.load_s += message.load_s
+                return self._settled()
+            case WarmedUp() if self.warm_ups:
+                self.warm_ups.popleft()
+                if self.warm_ups:
+                    self.tell(self.warm_ups[0])
+                self.load_s += message.seconds
+                return self._settled()
+        return None
+
+    def _settled(self) -> Joined | Loaded | None:
+        """What it has become after an answer: nothing while it has more to answer."""
+        if self.num_to_load or self.warm_ups:
+            return None
+        if self.phase is Phase.INTRODUCING:  # models were changed while it started
+            return Loaded(self.load_s)
+        if self.phase not in (Phase.WARMING, Phase.LOADING):
+            return None
+        became = Joined() if self.phase is Phase.WARMING else Loaded(self.load_s)
+        self.enter(Phase.SERVING)
+        return became
+
+    def join(self, steps: Sequence[WarmUp]) -> Joined | None:
+        """Its peers know it: it takes tasks, or first prepares these steps of the jobs at hand."""
+        if steps and not self.num_to_load:
+            self.warm_up(steps)
+            return None
+        self.enter(Phase.LOADING if self.num_to_load else Phase.SERVING)
+        return Joined()
+
     def warm_up(self, items: Sequence[WarmUp]) -> None:
-        """Let it get these steps ready, each after it has answered the one before."""
+        """Let it prepare these steps, each after it has answered the one before."""
+        self.enter(Phase.WARMING)
+        self._add_warm_ups(items)
+
+    def load(self, message: SetModels, warm_ups: Sequence[WarmUp]) -> Joined | None:
+        """Let it change its models, and prepare these steps unless it still starts."""
+        if self.phase is Phase.ENDING:
+            return None
+        self.num_to_load += 1
+        self.load_s = 0.0
+        while len(self.warm_ups) > 1:  # all but the one that it works on
+            self.warm_ups.pop()
+        self.tell(message)
+        became = Joined() if self.phase is Phase.WARMING else None
+        if self.phase in _MAY_LOAD:
+            self.enter(Phase.LOADING)
+            self._add_warm_ups(warm_ups)
+        return became
+
+    def _add_warm_ups(self, items: Sequence[WarmUp]) -> None:
         is_idle = not self.warm_ups
         self.warm_ups.extend(items)
         if is_idle and items:
             self.tell(items[0])
-
-    def has_warmed_up(self) -> None:
-        """It has answered, and can be told of the next step."""
-        if self.warm_ups:
-            self.warm_ups.popleft()
-        if self.warm_ups:
-            self.tell(self.warm_ups[0])
-
-    def forget_warm_ups(self) -> None:
-        """Drop the steps that it was not told of."""
-        while len(self.warm_ups) > 1:
-            self.warm_ups.pop()
 
 
 def _forget(process: BaseProcess) -> None:

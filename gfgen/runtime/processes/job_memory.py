@@ -63,8 +63,8 @@ class JobMemory:
                 next_index=next_index,
                 producer=producer,
                 last_number=pool.last_number,
-                weights=pool.weights_mark(job.checkpoint),
-                computed_with=pool.computed_with,
+                weights=pool.models.weights_mark(job.checkpoint),
+                computed_with=pool.settings.computed_with,
             )
         except OSError as error:
             logger.warning("job %s will start at the beginning: its state is not kept (%s)", job_id, error)

@@ -9,12 +9,13 @@ import logging
 import multiprocessing
 import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
-from typing import Any
 
 from gfgen.errors import WorkerError
+from gfgen.gfc.cuda.selector import tuned_tables
 from gfgen.runtime.ipc.channel import Channel
+from gfgen.runtime.ipc.settings import RankSettings, WorkerSettings
 from gfgen.runtime.processes.child import RankProcess, WriterProcess
 from gfgen.system import descriptors, forkserver
 
@@ -34,11 +35,11 @@ MAX_FORKS = 3
 
 
 class Launcher:
-    """Starts workers with these settings, and writers."""
+    """Starts workers and writers."""
 
     def __init__(
         self,
-        settings: dict[str, Any],
+        settings: RankSettings,
         *,
         worker_main: str | None,
         writer_main: str,
@@ -52,21 +53,21 @@ class Launcher:
         # not survive a fork. NVML, which is asked then, does.
         os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
         descriptors.allow_most()
-        self.settings = settings
-        """Of the next worker that starts."""
-        device = settings["device"]
+        self._settings = settings
+        self._tuned_tables = tuned_tables() if settings.are_on_gpus else {}
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(list(PRELOADS[device] if preload is None else preload))
+        self._context.set_forkserver_preload(list(PRELOADS[settings.device] if preload is None else preload))
         self._keep_fds = keep_fds
         """What all processes keep open until they end."""
-        self._worker_main = worker_main or WORKER_MAINS[device]
+        self._worker_main = worker_main or WORKER_MAINS[settings.device]
         self._writer_main = writer_main
         self._ends_within_s = ends_within_s
         forkserver.ensure_running(keep_fds)
 
-    def start_worker(self, rank: int, *, incarnation: int) -> RankProcess:
+    def start_worker(self, rank: int, *, incarnation: int, checkpoints: tuple[str, ...]) -> RankProcess:
         name = f"rank {rank}"
-        process, channel = self._start(name, self._worker_main, {"rank": rank, **self.settings})
+        settings = WorkerSettings(rank, checkpoints, self._settings, self._tuned_tables)
+        process, channel = self._start(name, self._worker_main, settings)
         return RankProcess(
             name=name,
             process=process,
@@ -83,9 +84,7 @@ class Launcher:
             name=name, process=process, channel=channel, ends_within_s=self._ends_within_s, pause_s=pause_s
         )
 
-    def _start(
-        self, name: str, target: str, settings: Mapping[str, Any] | None
-    ) -> tuple[BaseProcess, Channel]:
+    def _start(self, name: str, target: str, settings: WorkerSettings | None) -> tuple[BaseProcess, Channel]:
         tries_left = MAX_FORKS
         while True:
             tries_left -= 1
@@ -97,9 +96,7 @@ class Launcher:
                     raise WorkerError(f"{name} cannot be started: {error}; run again to go on") from error
                 logger.warning("%s was killed as it was started (%s); it is started again", name, error)
 
-    def _fork(
-        self, name: str, target: str, settings: Mapping[str, Any] | None
-    ) -> tuple[BaseProcess, Channel]:
+    def _fork(self, name: str, target: str, settings: WorkerSettings | None) -> tuple[BaseProcess, Channel]:
         """One try. A process that has begun though nobody knows it ends with its channel."""
         forkserver.ensure_running(self._keep_fds)  # it may have died
         ours, theirs = Channel.pair()
@@ -116,7 +113,7 @@ class Launcher:
         return process, Channel(ours)
 
 
-def _enter(target: str, end: socket.socket, settings: Mapping[str, Any] | None) -> None:
+def _enter(target: str, end: socket.socket, settings: WorkerSettings | None) -> None:
     """First function of a child process: import its main and go there."""
     module_name, _, attribute = target.partition(":")
     module = __import__(module_name, fromlist=[attribute])
@@ -124,4 +121,4 @@ def _enter(target: str, end: socket.socket, settings: Mapping[str, Any] | None) 
     if settings is None:
         main(end)
     else:
-        main(end, module.WorkerSettings(**settings))
+        main(end, settings)

@@ -1,22 +1,71 @@
-"""Whose fault it is that ranks cannot load a model: a rank's, which is replaced, or the model's. Pure.
+"""The models that ranks hold, and whose fault it is if one cannot be loaded: a rank's, or the model's.
 
-At the start (pool.py) and when models change (workers.py) alike. A worker that fails to load, or dies in it,
-is replaced; a fresh process may succeed. It is the model's fault when no rank has succeeded and one of them
-has tried again. Then its jobs fail, and all others go on. Until that is known, ranks are not blamed for these
-deaths, a few times each: others may be long in loading.
+A worker that fails to load, or dies in it, is replaced; a new process may succeed. It is the model's fault
+when no rank has succeeded and one of them has tried again. Then its jobs fail, and all others go on. Until
+that is known, ranks are not blamed for these deaths, a few times each: others may take long to load.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+
+from gfgen.models.geometry.weight_files import weights_mark
 
 MAX_FAILURES = 2
 """Of one rank, at one model."""
 MAX_SPARED = 4
 """Deaths of one rank after one change of models for which nobody is blamed: each costs a start, and is
 followed by the next one at once."""
+
+
+class HeldModels:
+    """The models of a pool's ranks."""
+
+    def __init__(self, checkpoints: Sequence[Path]) -> None:
+        self.checkpoints = tuple(map(str, checkpoints))
+        """A worker that starts now loads these."""
+        self.unloadable: dict[str, str] = {}
+        """Checkpoints that no rank could load when the workers started, and why."""
+        self.loads: Loads | None = None
+        """What became of the last change; None in a run that has changed none."""
+        self._weights_marks = {path: weights_mark(path) for path in checkpoints}
+
+    def weights_mark(self, checkpoint: Path) -> str:
+        """Of a model's weight files as they were before a rank first loaded them."""
+        if checkpoint not in self._weights_marks:
+            self._weights_marks[checkpoint] = weights_mark(checkpoint)
+        return self._weights_marks[checkpoint]
+
+    def begin_start(self) -> None:
+        """Ranks start with these models."""
+        self.loads = Loads({path: Path(path) for path in self.checkpoints})
+
+    def change(self, models: Mapping[str, Path]) -> None:
+        """Ranks are to hold these models, by name, and no others."""
+        self.checkpoints = tuple(sorted(set(map(str, models.values()))))
+        self.loads = Loads(models)
+        for path in self.checkpoints:  # they are tried again
+            self.unloadable.pop(path, None)
+            self.weights_mark(Path(path))
+
+    def succeeded(self, rank: int) -> None:
+        """A rank holds all models."""
+        if self.loads is not None:
+            self.loads.succeeded(rank)
+
+    def lost(self, rank: int, *, loading: str | None, ranks: Collection[int]) -> tuple[Sequence[str], bool]:
+        """The names of the model that a dead worker was loading, if none of `ranks` can load it; and whether
+        the model is to blame for this death."""
+        if self.loads is None:
+            return (), False
+        self.loads.lost(rank)
+        if loading is None:
+            return (), False
+        if names := self.loads.failed(loading, rank, ranks=ranks):
+            self.checkpoints = tuple([path for path in self.checkpoints if path != loading])
+        return names, loading not in self.checkpoints or self.loads.spares(rank)
 
 
 class Loads:

@@ -55,11 +55,10 @@ from gfgen.runtime.ipc.messages import (
     WriteFailed,
 )
 from gfgen.runtime.processes.attempts import Attempt, Attempts
-from gfgen.runtime.processes.child import RankProcess, WriterProcess
+from gfgen.runtime.processes.child import Joined, Loaded, Lost, RankProcess, WriterProcess
 from gfgen.runtime.processes.job_memory import JobMemory
 from gfgen.runtime.processes.lifecycle import GONE, Phase
-from gfgen.runtime.processes.loads import Loads
-from gfgen.runtime.processes.pool import Joined, Loaded, Lost, WorkerPool
+from gfgen.runtime.processes.pool import WorkerPool
 from gfgen.runtime.processes.recovery import Cause, Recovery, given_up
 from gfgen.runtime.processes.watchdog import Patience, Watchdog
 from gfgen.runtime.processes.writes import Writes
@@ -109,8 +108,6 @@ class ProcessBackend:
         self._attempts = Attempts()
         self._recovery: Recovery | None = None
         self._watchdog: Watchdog[RankProcess] = Watchdog(patience or pool.patience, looked_s=clock.now_s)
-        self._models: Mapping[str, Path] = {}
-        """Those of the last change, by name."""
         self._memory_use: dict[int, MemoryUse] = {}
         self._own_signals = SignalPipe() if signals is None else None
         self._inputs = [each for each in (signals, self._own_signals, requests) if each is not None]
@@ -212,10 +209,8 @@ class ProcessBackend:
 
     def load(self, models: Mapping[str, Path], *, load_s: float) -> None:
         """Let all ranks hold these models and no others."""
-        checkpoints = set(models.values())
-        self._models = models
-        self._pool.set_models(checkpoints, warm_ups=self._warm_ups_of(set(map(str, checkpoints))))
-        self._pool.loads = Loads(models)
+        checkpoints = set(map(str, models.values()))
+        self._pool.set_models(models, warm_ups=self._warm_ups_of(checkpoints))
 
     def add(self, jobs: Sequence[AdmittedJob]) -> None:
         """Know these jobs too; workers are told of one before its first task."""
@@ -251,7 +246,7 @@ class ProcessBackend:
         """Models of jobs at hand that no rank could load when the workers started."""
         unchecked, self._unchecked = self._unchecked, []
         for job in filter(None, map(self._memory.jobs.get, unchecked)):
-            model, reason = job.spec.model or "", self._pool.unloadable.get(str(job.checkpoint))
+            model, reason = job.spec.model or "", self._pool.models.unloadable.get(str(job.checkpoint))
             if reason is not None and model not in self._known_unloadable:
                 self._known_unloadable.add(model)
                 yield LoadFailed(self._clock.now_s, (model,), reason)
@@ -397,7 +392,7 @@ class ProcessBackend:
         """What is to be got ready for the jobs at hand of these models; None for those that ranks hold."""
         if self._warm_ups is None:
             return ()
-        held = self._pool.checkpoints if checkpoints is None else checkpoints
+        held = self._pool.models.checkpoints if checkpoints is None else checkpoints
         return self._warm_ups([job for job in self._memory.jobs.values() if str(job.checkpoint) in held])
 
     def _give_up(self, causes: Mapping[int, Cause | None]) -> None:
@@ -446,7 +441,7 @@ class ProcessBackend:
             cause = recovery.causes.get(number)
             text = cause.reason if cause else "given up with another task"
             yield TaskFailed(now_s, number, text, void=cause is None, lost=bool(cause and cause.lost))
-        self._pool.let_in()
+        self._pool.meeting.let_in()
 
     # Processes that live and yet do nothing ---------------------------------------------------------
 

@@ -8,8 +8,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -18,38 +17,12 @@ from gfgen.models.families.adapter import Adapter
 from gfgen.models.families.registry import load_adapter
 from gfgen.runtime.ipc.channel import Channel
 from gfgen.runtime.ipc.messages import Loading, WorkerFailed, WorkerReady
+from gfgen.runtime.ipc.settings import WorkerSettings
 from gfgen.runtime.worker.loop import Worker, reason_of
 from gfgen.system.allocator import give_back_freed_memory, keep_freed_memory
 from gfgen.system.signals import leave_to_the_run
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerSettings:
-    """The settings that a worker gets when it starts."""
-
-    rank: int
-    checkpoints: tuple[str, ...]
-    device: str = "cpu"
-    has_random_weights: bool = False
-    vae_dtype: str = "auto"
-    arena_bytes: tuple[int, int] = (0, 0)
-    """For exchanges and for a chunk of a transfer, where the rank makes its own arena (`Plan`)."""
-    num_threads: int = 1
-    has_graphs: bool = False
-    """On a GPU: whether forwards may be recorded, to be launched at once."""
-    memory_limit: int | None = None
-    """Bytes of its GPU that a rank may use; None for all."""
-    num_gpus: int = 0
-    """GPUs that the ranks use; fewer than ranks where they share them, 0 if each has its own."""
-    tuned_tables: Mapping[str, str] = field(default_factory=dict)
-    """On a GPU: by which all ranks choose kernels of exchanges (gfc/cuda/selector.py)."""
-
-    @property
-    def gpu(self) -> int:
-        """The number of this rank's GPU."""
-        return self.rank % self.num_gpus if self.num_gpus else self.rank
 
 
 def run_worker(
@@ -62,7 +35,7 @@ def run_worker(
     channel = Channel(channel_socket)
     started_s = time.monotonic()
     try:
-        torch.set_num_threads(settings.num_threads)
+        torch.set_num_threads(1)
         keep_freed_memory()
         worker = make(channel, settings)
     except Exception as error:
@@ -96,8 +69,8 @@ def load_model(settings: WorkerSettings, path: str, *, device: str = "cpu") -> A
     adapter = load_adapter(
         Path(path),
         device=device,
-        vae_dtype=settings.vae_dtype,
-        has_random_weights=settings.has_random_weights,
+        vae_dtype=settings.ranks.vae_dtype,
+        has_random_weights=settings.ranks.has_random_weights,
     )
     give_back_freed_memory()
     return adapter

@@ -31,7 +31,6 @@ from typing import Any
 import torch
 
 from gfgen.errors import ModelError, RunError
-from gfgen.gfc.arena import ArenaPlan
 from gfgen.gfc.cuda.device_arena import DeviceArena, arena_bytes
 from gfgen.gfc.cuda.device_endpoint import CudaEndpoint, DispatchOutcome
 from gfgen.gfc.cuda.driver import driver
@@ -48,9 +47,10 @@ from gfgen.runtime.core.memory_check import CONTEXT_BYTES
 from gfgen.runtime.ipc.arenas import SIDE_BYTES
 from gfgen.runtime.ipc.channel import Channel
 from gfgen.runtime.ipc.messages import Abandoned, Arenas, MemoryUse, RunTask, SendState, WarmUp
+from gfgen.runtime.ipc.settings import RankSettings, WorkerSettings
 from gfgen.runtime.worker.device import RankTask, Run, Thread, bring_input, execute, meet
 from gfgen.runtime.worker.dispatches import Dispatches, InputVoidError
-from gfgen.runtime.worker.entry import WorkerSettings, load_model, load_models, run_worker
+from gfgen.runtime.worker.entry import load_model, load_models, run_worker
 from gfgen.runtime.worker.forwards import Forwards, Kind
 from gfgen.runtime.worker.host import drop_models, peak_host_bytes, reset_host_peak
 from gfgen.runtime.worker.jobs import Outline, Shipment, receive_state, send_state, sum_of
@@ -60,8 +60,6 @@ from gfgen.runtime.worker.recorder import CudaRecorder
 from gfgen.runtime.worker.staging import Staging
 
 logger = logging.getLogger(__name__)
-
-__all__ = ["WorkerSettings", "main"]
 
 _FIRST_STEPS = 2
 """The first steps differ from all later ones: UniPC of order 2 corrects from the second one on, and solves a
@@ -83,8 +81,8 @@ def make_worker(channel: Channel, settings: WorkerSettings) -> Worker:
     torch.cuda.set_device(device)
     Kernels(settings.gpu)  # compiled and kept on disk before anyone waits for this rank
     try_kernels(device)
-    if settings.memory_limit is not None:
-        _limit_memory(settings, device)
+    if settings.ranks.memory_limit is not None:
+        _limit_memory(settings.ranks, device)
     load = partial(load_model, settings, device=str(device))
     adapters = load_models(channel, settings, load)
     torch.cuda.synchronize(device)
@@ -95,7 +93,7 @@ def make_worker(channel: Channel, settings: WorkerSettings) -> Worker:
         dispatches,
         load_model=load,
         device=device,
-        own_arena=DeviceArena.create(ArenaPlan(*settings.arena_bytes), device=settings.gpu),
+        own_arena=DeviceArena.create(settings.ranks.arena_plan, device=settings.gpu),
         recorder=CudaRecorder(device),
     )
     return Worker(channel, settings.rank, gpu, dispatches)
@@ -195,13 +193,13 @@ class GpuDevice:
         self._own_arena, arena_fd = own_arena
         self.arena_fds: tuple[int, ...] = (arena_fd,)
         self._settings = settings
-        self._plan = ArenaPlan(*settings.arena_bytes)
+        self._plan = settings.ranks.arena_plan
         self._device = device
         self._dispatches = dispatches
         self._load_model = load_model
         self._streams = _Streams(device)
         self._memory = DeviceMemory(device, stream=self._streams.main.cuda_stream)
-        graphs = Graphs(recorder, device, may_record=settings.has_graphs)
+        graphs = Graphs(recorder, device, may_record=settings.ranks.has_graphs)
         self.forwards = Forwards(adapters, graphs, rank=settings.rank, unentered=self._unentered)
         self._sums = itertools.cycle(torch.empty(_NUM_SUMS, pin_memory=True).unbind())
         """Host memory for sums of what tasks make, in turn; made now, since pinning waits for the device."""
@@ -487,9 +485,9 @@ def _dense(fields: Fields) -> Fields:
     return Fields({name: tensor.contiguous() for name, tensor in fields.tensors.items()}, fields.scalars)
 
 
-def _limit_memory(settings: WorkerSettings, device: torch.device) -> None:
+def _limit_memory(ranks: RankSettings, device: torch.device) -> None:
     """Let torch take no more of the device than what is left of the limit beside the rest."""
-    assert settings.memory_limit is not None
+    assert ranks.memory_limit is not None
     total = torch.cuda.get_device_properties(device).total_memory
-    left = settings.memory_limit - arena_bytes(ArenaPlan(*settings.arena_bytes)) - CONTEXT_BYTES
+    left = ranks.memory_limit - arena_bytes(ranks.arena_plan) - CONTEXT_BYTES
     torch.cuda.set_per_process_memory_fraction(min(1.0, max(0.0, left / total)), device)

@@ -20,9 +20,10 @@ from gfgen.models.fast import stop_checks
 from gfgen.models.parallel.parallel import parallel_from
 from gfgen.runtime.ipc.channel import Channel
 from gfgen.runtime.ipc.messages import Abandoned, Arenas, MemoryUse, RunTask, SendState, WarmUp
+from gfgen.runtime.ipc.settings import WorkerSettings
 from gfgen.runtime.worker.device import RankTask, Run, bring_input, execute, meet
 from gfgen.runtime.worker.dispatches import Dispatches
-from gfgen.runtime.worker.entry import WorkerSettings, load_model, load_models, run_worker
+from gfgen.runtime.worker.entry import load_model, load_models, run_worker
 from gfgen.runtime.worker.jobs import (
     Outline,
     Shipment,
@@ -34,8 +35,6 @@ from gfgen.runtime.worker.jobs import (
 )
 from gfgen.runtime.worker.loop import Worker
 from gfgen.system.allocator import give_back_freed_memory
-
-__all__ = ["WorkerSettings", "main"]
 
 
 def main(channel_socket: socket.socket, settings: WorkerSettings) -> None:
