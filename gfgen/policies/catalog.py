@@ -43,6 +43,8 @@ class NamedPolicy:
     options: Mapping[str, Any] = field(default_factory=dict)
     choose: Choose | None = None
     """Chooses from time to time which policy decides; None if this policy always decides itself."""
+    is_built_in: bool = False
+    """Always returns within a few milliseconds, so no time limit is needed."""
 
 
 def load_policy(text: str) -> NamedPolicy:
@@ -55,7 +57,7 @@ def load_policy(text: str) -> NamedPolicy:
     _check_signature(name, function)
     options = _options(name, function, assignments)
     decide = functools.partial(function, **options) if options else function
-    return NamedPolicy(text, decide, options, choose=_chooser_beside(function))
+    return NamedPolicy(text, decide, options, _chooser_beside(function), is_built_in=name in BUILT_IN)
 
 
 def describe(name: str) -> tuple[str, str]:

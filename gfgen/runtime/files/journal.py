@@ -74,20 +74,20 @@ class Journal:
 
         `moment_s` is the time of its decisions.
         """
+        if dispatches is None and not self._pending:
+            return
+        made = ""
         if dispatches is not None:
-            made = [dispatch_summary(dispatch) for dispatch in dispatches]
-            self._pending.append(_encode({"turn": self._turn, "moment_s": moment_s, "dispatches": made}))
-        elif self._pending:
-            self._pending.append(_encode({"turn": self._turn, "moment_s": moment_s}))
-        if self._pending:
-            self.flush()
+            made = f',"dispatches":{_encode([dispatch_summary(each) for each in dispatches])}'
+        self._pending.append(f'{{"turn":{self._turn},"moment_s":{moment_s}{made}}}')
+        self.flush()
 
     def flush(self) -> None:
         """Pass pending lines to the operating system, where they survive this process."""
         if self._pending:
             self._turn += 1
             content, self._pending = "\n".join([*self._pending, ""]), []
-            self._lines.append(content.encode("utf-8", "replace"))
+            self._lines.append(content.encode("ascii"))
 
     def close(self) -> None:
         """Write the events of an interrupted turn, and close the file."""

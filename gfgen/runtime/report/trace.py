@@ -16,7 +16,7 @@ import json
 import logging
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -63,11 +63,60 @@ class _JobLane:
 
     number: int
     info: JobInfo
+    id_text: str = field(init=False)
+    """Its id as JSON. The entries of a step are put together from texts: they are most of the file."""
+    prompt_text: str = field(init=False)
+    colour: str = field(init=False)
     is_flowing: bool = False
     has_arrived: bool = False
     has_ended: bool = False
     last_place: tuple[int, float] | None = None
     """Lane and time inside its latest slice, where its flow continues or ends."""
+
+    def __post_init__(self) -> None:
+        self.colour = COLOURS[self.number % len(COLOURS)]
+        self.id_text = _encode(self.info.job_id)
+        self.prompt_text = _encode(self.info.spec.prompt[:SHORT_PROMPT_CHARS])
+
+
+class _TraceFile:
+    """The array of entries. After an error it ends with a warning, and the run goes on."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._stream: TextIO | None = path.open("w", encoding="ascii")
+        except OSError as error:
+            raise OutputError(f"cannot write the trace {path}: {error.strerror}") from error
+        self._path = path
+        self._separator = "[\n"
+
+    def write(self, entry: str) -> None:
+        """Append an entry, which is a JSON object."""
+        if self._stream is None:
+            return
+        try:
+            self._stream.write(self._separator + entry)
+        except OSError as error:
+            self._give_up(self._stream, error)
+        self._separator = ",\n"
+
+    def close(self) -> None:
+        """Complete the file."""
+        stream, self._stream = self._stream, None
+        if stream is None:
+            return
+        try:
+            stream.write("\n]\n" if self._separator == ",\n" else "[]\n")
+            stream.close()
+        except OSError as error:
+            self._give_up(stream, error)
+
+    def _give_up(self, stream: TextIO, error: OSError) -> None:
+        logger.warning("the trace %s ends early: %s", self._path, error.strerror)
+        self._stream = None
+        with suppress(OSError):  # it tries to write its buffer again
+            stream.close()
 
 
 class TraceWriter(Observer):
@@ -77,15 +126,9 @@ class TraceWriter(Observer):
     """
 
     def __init__(self, path: Path, *, is_simulated: bool = False, place: int | None = None) -> None:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._stream: TextIO | None = path.open("w", encoding="ascii")
-        except OSError as error:
-            raise OutputError(f"cannot write the trace {path}: {error.strerror}") from error
-        self._path = path
+        self._file = _TraceFile(path)
         self._is_simulated = is_simulated
         self._place = place
-        self._separator = "[\n"
         self._jobs: dict[str, _JobLane] = {}
         self._dispatches: dict[int, Dispatch] = {}
         self._latest: dict[int, tuple[float, float]] = {}
@@ -147,7 +190,7 @@ class TraceWriter(Observer):
                 self._instant(f"{', '.join(event.models)} not loaded", event.time_s, scope="g", args=failure)
             case events.RankLoaded():
                 start_s = event.time_s - event.load_s
-                self._slice("load models", event.rank, start_s, event.time_s, job=None, args={})
+                self._slice('"load models"', event.rank, start_s, event.time_s, "{}")
             case events.StopRequested():
                 signal = {"signal": event.signal_number}
                 self._instant("stop requested", event.time_s, scope="g", args=signal)
@@ -174,74 +217,56 @@ class TraceWriter(Observer):
         for job in self._jobs.values():
             if job.has_arrived and not job.has_ended:
                 self._end_job(job, self._last_s, status="unfinished")
-        self._write_text("\n]\n" if self._separator == ",\n" else "[]\n")
-        self._end_file()
+        self._file.close()
 
     # Slices ------------------------------------------------------------------------------
 
     def _task_done(self, event: events.TaskDone) -> None:
-        dispatch = self._dispatches.pop(event.dispatch, None)
-        if dispatch is None:
-            return
-        job_id = dispatch.task.job_id
-        job = self._jobs.get(job_id)
-        task_args, name = _task_args(dispatch, job), f"{dispatch.task} {job_id}"
+        dispatch = self._dispatches.pop(event.dispatch)
+        job_id, job = dispatch.task.job_id, self._jobs[dispatch.task.job_id]
+        task_args, name = _task_args(dispatch, job), f'"{dispatch.task} {job.id_text[1:]}'
         for times in event.times:
             moving_s = times.started_s - times.moved_s
             if times.waited_s >= MIN_SLICE_S:
                 self._gap(f"wait {job_id}", times.rank, start_s=moving_s - times.waited_s, end_s=moving_s)
             if times.moved_s >= MIN_SLICE_S:
                 self._gap(f"move {job_id}", times.rank, start_s=moving_s, end_s=times.started_s)
-            args = task_args | {
-                "waited_ms": round(times.waited_s * 1e3, 3),
-                "moved_ms": round(times.moved_s * 1e3, 3),
-            }
+            waited_ms, moved_ms = round(times.waited_s * 1e3, 3), round(times.moved_s * 1e3, 3)
+            args = f'{task_args}, "waited_ms": {waited_ms}, "moved_ms": {moved_ms}'
             if times.idle_s is not None:
-                args["idle_ms"] = round(times.idle_s * 1e3, 3)
-            self._slice(name, times.rank, times.started_s, times.ended_s, job=job, args=args)
-            if job is not None and times.rank == dispatch.layout.ranks[0]:
+                args += f', "idle_ms": {round(times.idle_s * 1e3, 3)}'
+            self._slice(name, times.rank, times.started_s, times.ended_s, args + "}", colour=job.colour)
+            if times.rank == dispatch.layout.ranks[0]:
                 self._flow(job, times.rank, (times.started_s + times.ended_s) / 2)
 
     def _task_failed(self, event: events.TaskFailed) -> None:
-        dispatch = self._dispatches.pop(event.dispatch, None)
-        if dispatch is None or event.void:
+        dispatch = self._dispatches.pop(event.dispatch)
+        if event.void:
             return
-        args = _task_args(dispatch, self._jobs.get(dispatch.task.job_id)) | {"reason": event.reason}
+        args = json.loads(_task_args(dispatch, self._jobs[dispatch.task.job_id]) + "}")
+        args["reason"] = event.reason
         name = f"{dispatch.task.job_id}: {dispatch.task} failed"
         for rank in dispatch.layout.ranks:
             self._instant(name, event.time_s, lane=rank, args=args)
 
     def _output_written(self, event: events.OutputWritten) -> None:
-        start_s = event.time_s - event.write_s
-        lane = self._writer_lane(event.writer)
-        job = self._jobs.get(event.job_id)
-        args = {"job": event.job_id, "stage": "write", "file": event.path, "size_bytes": event.size_bytes}
-        self._slice(f"write {event.job_id}", lane, start_s, event.time_s, job=job, args=args)
-        if job is not None:
-            self._flow(job, lane, (start_s + event.time_s) / 2)
-
-    def _writer_lane(self, writer: int) -> int:
-        """The lane of a writer, named at its first use."""
-        lane = FIRST_WRITER_TID + writer
+        start_s, lane = event.time_s - event.write_s, FIRST_WRITER_TID + event.writer
         if lane not in self._latest:
-            self._name_lane(lane, f"writer {writer}")
-        return lane
+            self._name_lane(lane, f"writer {event.writer}")
+        job = self._jobs[event.job_id]
+        args = {"job": event.job_id, "stage": "write", "file": event.path, "size_bytes": event.size_bytes}
+        name = _encode(f"write {event.job_id}")
+        self._slice(name, lane, start_s, event.time_s, _encode(args), colour=job.colour)
+        self._flow(job, lane, (start_s + event.time_s) / 2)
 
     def _gap(self, name: str, lane: int, *, start_s: float, end_s: float) -> None:
         if end_s - max(start_s, self._latest.get(lane, (0.0, 0.0))[1]) >= MIN_SLICE_S:
-            self._slice(name, lane, start_s, end_s, job=None, args={}, colour="grey")
+            self._slice(_encode(name), lane, start_s, end_s, "{}", colour="grey")
 
     def _slice(
-        self,
-        name: str,
-        lane: int,
-        start_s: float,
-        end_s: float,
-        *,
-        job: _JobLane | None,
-        args: Args,
-        colour: str | None = None,
+        self, name: str, lane: int, start_s: float, end_s: float, args: str, *, colour: str | None = None
     ) -> None:
+        """Write a slice; name and args are JSON. The name's first word is the category."""
         latest_start_s, latest_end_s = self._latest.get(lane, (0.0, 0.0))
         if start_s >= latest_start_s:
             start_s = max(start_s, latest_end_s)
@@ -249,31 +274,25 @@ class TraceWriter(Observer):
             self._latest[lane] = (start_s, end_s)
         else:  # another rank of the layout ended this dispatch later
             end_s = min(end_s, latest_start_s)
-        if colour is None and job is not None:
-            colour = COLOURS[job.number % len(COLOURS)]
-        category = name.partition(" ")[0]
         # The duration is a difference of rounded ends, so that neighbours never overlap.
-        ts = _us(start_s)
-        entry = {"ph": "X", "name": name, "cat": category, "pid": RANKS_PID, "tid": lane, "ts": ts}
-        entry |= {"dur": round(_us(end_s) - ts, 3), "args": args}
-        if colour:
-            entry["cname"] = colour
-        self._write(entry)
+        ts = round(start_s * 1e6, 3)
+        dur = round(round(end_s * 1e6, 3) - ts, 3)
+        category, cname = name.partition(" ")[0], "" if colour is None else f', "cname": "{colour}"'
+        self._file.write(
+            f'{{"ph": "X", "name": {name}, "cat": {category}", "pid": {RANKS_PID}, "tid": {lane}, '
+            f'"ts": {ts}, "dur": {dur}, "args": {args}{cname}}}'
+        )
 
     def _flow(self, job: _JobLane, lane: int, time_s: float) -> None:
         """Continue the job's arrow in the slice that was just written."""
-        self._write_flow(job, "t" if job.is_flowing else "s", lane, time_s)
+        self._file.write(_flow_entry(job, "t" if job.is_flowing else "s", lane, time_s))
         job.is_flowing, job.last_place = True, (lane, time_s)
-
-    def _write_flow(self, job: _JobLane, phase: str, lane: int, time_s: float) -> None:
-        entry = {"ph": phase, "name": "job", "cat": "flow", "id": job.number, "pid": RANKS_PID, "tid": lane}
-        self._write(entry | {"ts": _us(time_s)} | ({"bp": "e"} if phase == "f" else {}))
 
     # Jobs --------------------------------------------------------------------------------
 
     def _arrived(self, event: events.JobArrived) -> None:
-        job = self._jobs.get(event.job_id)
-        if job is None or job.has_arrived:
+        job = self._jobs[event.job_id]
+        if job.has_arrived:
             return
         job.has_arrived = True
         self._instant(f"{event.job_id} arrives", event.time_s, args={"job": event.job_id})
@@ -290,7 +309,7 @@ class TraceWriter(Observer):
     ) -> None:
         job.has_ended = True
         if job.is_flowing and job.last_place is not None:
-            self._write_flow(job, "f", *job.last_place)
+            self._file.write(_flow_entry(job, "f", *job.last_place))
         args: dict[str, Any] = {"job": job.info.job_id, "status": status, "file": job.info.file}
         if outcome is not None:
             args |= {"deadline_s": outcome.deadline_s, "met_deadline": outcome.met_deadline}
@@ -327,47 +346,28 @@ class TraceWriter(Observer):
             self._write({"ph": "M", "name": kind, "pid": RANKS_PID, "tid": lane, "args": args})
 
     def _write(self, entry: Args) -> None:
-        if self._stream is not None:
-            self._write_text(self._separator + _encode(entry))
-            self._separator = ",\n"
-
-    def _write_text(self, text: str) -> None:
-        try:
-            if self._stream is not None:
-                self._stream.write(text)
-        except OSError as error:
-            self._give_up(error)
-
-    def _end_file(self) -> None:
-        stream, self._stream = self._stream, None
-        try:
-            if stream is not None:
-                stream.close()
-        except OSError as error:
-            self._give_up(error)
-
-    def _give_up(self, error: OSError) -> None:
-        """End the trace with a warning; the run goes on."""
-        logger.warning("the trace %s ends early: %s", self._path, error.strerror)
-        if self._stream is not None:
-            with suppress(OSError):  # it tries to write its buffer again
-                self._stream.close()
-            self._stream = None
+        self._file.write(_encode(entry))
 
 
-def _task_args(dispatch: Dispatch, job: _JobLane | None) -> dict[str, Any]:
-    task = dispatch.task
-    return {
-        "job": task.job_id,
-        "prompt": job.info.spec.prompt[:SHORT_PROMPT_CHARS] if job is not None else "",
-        "stage": str(task.stage),
-        "step": task.step,
-        "layout": _text_of(dispatch.layout),
-        "ranks": list(dispatch.layout.ranks),
-        "dispatch": dispatch.number,
-        "source": None if dispatch.source is None else _text_of(dispatch.source),
-        "moved_bytes": dispatch.moved_bytes if dispatch.transfers else 0,
-    }
+def _task_args(dispatch: Dispatch, job: _JobLane) -> str:
+    """The args of a task's slices as JSON, without the closing brace."""
+    task, source = dispatch.task, dispatch.source
+    step = "null" if task.step is None else task.step
+    source_text = "null" if source is None else f'"{_text_of(source)}"'
+    return (
+        f'{{"job": {job.id_text}, "prompt": {job.prompt_text}, "stage": "{task.stage}", "step": {step}, '
+        f'"layout": "{_text_of(dispatch.layout)}", "ranks": {list(dispatch.layout.ranks)}, '
+        f'"dispatch": {dispatch.number}, "source": {source_text}, '
+        f'"moved_bytes": {dispatch.moved_bytes if dispatch.transfers else 0}'
+    )
+
+
+def _flow_entry(job: _JobLane, phase: str, lane: int, time_s: float) -> str:
+    binding = ', "bp": "e"' if phase == "f" else ""
+    return (
+        f'{{"ph": "{phase}", "name": "job", "cat": "flow", "id": {job.number}, "pid": {RANKS_PID}, '
+        f'"tid": {lane}, "ts": {round(time_s * 1e6, 3)}{binding}}}'
+    )
 
 
 @functools.lru_cache(maxsize=1024)
