@@ -30,7 +30,7 @@ from gfgen.graph import Stage
 from gfgen.layout import Degrees, Layout
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.predict.cost import CostModel
-from gfgen.runtime.predict.profile_file import Profile, ProfileRow
+from gfgen.runtime.predict.profile_file import Profile, ProfileRow, interquartile_range
 from gfgen.runtime.processes.pool import WorkerPool
 from gfgen.snapshot import JobView
 from gfgen.system.signals import SignalPipe
@@ -390,13 +390,6 @@ def fit_moves(moves: Sequence[tuple[int, float]]) -> tuple[float, float]:
         return rounded(fixed_s), max(rate, default)
     ((size, seconds),) = medians.items()
     return rounded(max(0.0, seconds - size / default)), default
-
-
-def interquartile_range(values: Sequence[float]) -> float:
-    if len(values) < 2:
-        return 0.0
-    first, _, third = statistics.quantiles(values, n=4, method="inclusive")
-    return third - first
 
 
 def rounded(seconds: float) -> float:

@@ -7,7 +7,6 @@ Arrivals, timeouts and scores are those of gfgen's runs.
 
 from __future__ import annotations
 
-import logging
 import math
 import multiprocessing
 import os
@@ -30,15 +29,12 @@ from gfgen.bench.stock_worker import (
     StockSettings,
     StockWarmUp,
     TryJob,
-    UseUneven,
     serve,
 )
 from gfgen.errors import PolicyError, WorkerError
 from gfgen.runtime.core.admission import AdmittedJob
 from gfgen.runtime.core.observer import JobOutcome
 from gfgen.system.wording import counted
-
-logger = logging.getLogger(__name__)
 
 NAME = "diffusers"
 PATIENCE_S = 300.0
@@ -214,23 +210,17 @@ class _AcceptedGroups:
 
     def _accepting(self) -> tuple[list[_StockGroup], str]:
         options, refusal = self._options, None
-        is_uneven = bool(options.is_uneven)
         degrees = [options.degree] if options.degree else _degrees(self._ranks.num_ranks)
         for degree in degrees:
-            groups = self._start(degree, is_uneven=is_uneven)
-            refusal = self._refusal(groups[0], is_uneven=is_uneven)
-            if refusal is None:
-                return groups, _words(degree, len(groups), options, is_uneven=is_uneven)
-            self._tell(f"{options.text}: refused on {degree}: {refusal}")
-            if degree > 1 and options.is_uneven is None:
-                for group in groups:
-                    group.tell(UseUneven())
-                _require(error for group in groups for error in group.answers())
-                refusal = self._refusal(groups[0], is_uneven=True)
+            usual = bool(options.is_uneven)
+            for is_uneven in (False, True) if degree > 1 and options.is_uneven is None else (usual,):
+                groups = self._start(degree, is_uneven=is_uneven)
+                refusal = self._refusal(groups[0], is_uneven=is_uneven)
                 if refusal is None:
-                    return groups, _words(degree, len(groups), options, is_uneven=True)
-                self._tell(f"{options.text}: refused on {degree} with uneven shards: {refusal}")
-            self._stack.close()
+                    return groups, _words(degree, len(groups), options, is_uneven=is_uneven)
+                shards = " with uneven shards" if is_uneven else ""
+                self._tell(f"{options.text}: refused on {degree}{shards}: {refusal}")
+                self._stack.close()
         raise WorkerError(f"{options.text}: not accepted: {refusal}")
 
     def __exit__(self, *_: object) -> None:

@@ -1,9 +1,8 @@
 """The process of one rank of a stock diffusers pipeline, which receives messages through a connection.
 
-    Try(spec)            two steps of a job, undecoded           -> None, or why it refuses
-    UseUneven()          shards of any length from now on        -> None
-    WarmUp(spec)         two steps of a job, with its decode     -> None, or why it refuses
-    Make(spec, path)     a job                                   -> Made; later Written, by rank 0
+    TryJob(spec)            two steps of a job, undecoded           -> None, or why it refuses
+    StockWarmUp(spec)         two steps of a job, with its decode     -> None, or why it refuses
+    MakeJob(spec, path)     a job                                   -> JobMade; later FileWritten, by rank 0
 
 Every rank answers. Nothing here imports torch before the process has set its visible devices.
 """
@@ -54,11 +53,6 @@ class TryJob:
     """Try whether diffusers accepts this job."""
 
     spec: JobSpec
-
-
-@dataclass(frozen=True, slots=True)
-class UseUneven:
-    """Accept shards of different lengths from now on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +142,6 @@ def _answer(pipeline: Any, message: object, writer: _FileWriter | None) -> RankA
             return _attempt(lambda: pipeline.generate(spec, steps=TRIED_STEPS, is_to_decode=False))
         case StockWarmUp(spec):
             return _attempt(lambda: pipeline.generate(spec, steps=TRIED_STEPS))
-        case UseUneven():
-            return _attempt(pipeline.use_uneven_shards)
         case MakeJob(spec, path):
             began_s = time.monotonic()
             try:

@@ -17,7 +17,7 @@ from builders import make_job
 
 from gfgen.bench import stock, stock_worker
 from gfgen.bench.stock import StockOptions, is_stock, stock_options
-from gfgen.bench.stock_worker import FileWritten, JobMade, MakeJob, RankAnswer, TryJob, UseUneven
+from gfgen.bench.stock_worker import FileWritten, JobMade, MakeJob, RankAnswer, TryJob
 from gfgen.cli.bench import _spelled_out
 from gfgen.errors import PolicyError, WorkerError
 
@@ -121,12 +121,10 @@ def test_what_takes_too_long_is_given_up_and_says_how_far_it_came():
 
 
 class Picky:
-    """A pipeline that refuses a prompt until shards may be uneven."""
+    """A pipeline that refuses a prompt unless shards may be uneven."""
 
-    is_uneven = False
-
-    def use_uneven_shards(self):
-        self.is_uneven = True
+    def __init__(self, *, is_uneven):
+        self.is_uneven = is_uneven
 
     def generate(self, spec, *, steps=None, is_to_decode=True):
         if not self.is_uneven:
@@ -134,12 +132,10 @@ class Picky:
 
 
 def test_a_refusal_is_an_answer():
-    pipeline, spec = Picky(), make_job("a").spec
-    assert stock_worker._answer(pipeline, TryJob(spec), None) == RankAnswer(
-        "AssertionError: must be divisible"
-    )
-    assert stock_worker._answer(pipeline, UseUneven(), None) == RankAnswer()
-    assert stock_worker._answer(pipeline, TryJob(spec), None) == RankAnswer()
+    message = TryJob(make_job("a").spec)
+    refused = stock_worker._answer(Picky(is_uneven=False), message, None)
+    assert refused == RankAnswer("AssertionError: must be divisible")
+    assert stock_worker._answer(Picky(is_uneven=True), message, None) == RankAnswer()
 
 
 class Pickier:
@@ -150,12 +146,7 @@ class Pickier:
 
     def start(self, degree, *, is_uneven):
         self.started.append((degree, is_uneven))
-        found = SimpleNamespace(tell=lambda *messages: self.note(messages), answers=lambda number=1: [None])
-        return [found] * (4 // degree)
-
-    def note(self, messages):
-        if isinstance(messages[0], UseUneven):
-            self.started.append((self.started[-1][0], True))
+        return [SimpleNamespace()] * (4 // degree)
 
     def refusal(self, group):
         degree, is_uneven = self.started[-1]
@@ -170,7 +161,7 @@ class Pickier:
             2,
             "diffusers",
             "2 groups of 2, uneven shards (ulysses_anything)",
-            [(4, False), (4, True), (2, False), (2, True), (2, True)],
+            [(4, False), (4, True), (2, False), (2, True)],
         ),
         (4, "diffusers,uneven=false", "4 groups of 1", [(4, False), (2, False), (1, False)]),
         (4, "diffusers,degree=1,compiled=true", "4 groups of 1, blocks compiled", [(1, False)]),

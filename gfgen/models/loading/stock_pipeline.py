@@ -20,7 +20,7 @@ from gfgen.job.spec import JobSpec
 from gfgen.models.geometry.checkpoint import read_checkpoint
 from gfgen.models.geometry.weights import component_dtypes
 from gfgen.models.loading.components import load_pipeline
-from gfgen.models.loading.random_weights import random_component, random_pipeline
+from gfgen.models.loading.random_weights import random_pipeline
 
 PIPELINES: dict[str, Any] = {"WanPipeline": WanPipeline, "QwenImagePipeline": QwenImagePipeline}
 RECOMPILE_LIMIT = 64
@@ -59,43 +59,21 @@ class StockPipeline:
         has_random_weights: bool = False,
         vae_dtype: str = "auto",
     ) -> None:
-        self._checkpoint = checkpoint
-        self._device = device
-        self._dtype = torch.float32 if device == "cpu" else torch.bfloat16
-        self._has_random_weights = has_random_weights
         name = str(read_checkpoint(checkpoint, with_weights=not has_random_weights).index["_class_name"])
         load = random_pipeline if has_random_weights else load_pipeline
         self._pipeline = load(
             PIPELINES[name],
             checkpoint,
             device=device,
-            dtype=self._dtype,
+            dtype=torch.float32 if device == "cpu" else torch.bfloat16,
             dtypes=component_dtypes(name, vae_dtype),
         )
         self._pipeline.set_progress_bar_config(disable=True)
-        self._num_ranks, self._is_compiled = num_ranks, is_compiled
-        self._prepare(is_uneven=is_uneven)
-
-    def use_uneven_shards(self) -> None:
-        """Allow lengths that the number of ranks does not divide. Loads the transformer again for it."""
-        self._pipeline.transformer = None
-        if self._has_random_weights:
-            made = random_component(self._checkpoint, "transformer", device=self._device, dtype=self._dtype)
-        else:
-            whole = load_pipeline(
-                type(self._pipeline), self._checkpoint, device=self._device, dtype=self._dtype
-            )
-            made = whole.transformer
-        self._pipeline.transformer = made
-        self._prepare(is_uneven=True)
-
-    def _prepare(self, *, is_uneven: bool) -> None:
         transformer = self._pipeline.transformer
-        if self._num_ranks > 1:
-            config = ContextParallelConfig(ulysses_degree=self._num_ranks, ulysses_anything=is_uneven)
+        if num_ranks > 1:
+            config = ContextParallelConfig(ulysses_degree=num_ranks, ulysses_anything=is_uneven)
             transformer.enable_parallelism(config=config)
-        if self._is_compiled:
-            torch._dynamo.reset()
+        if is_compiled:
             torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
             transformer.compile_repeated_blocks(dynamic=False)
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -112,6 +113,13 @@ class Profile:
         rows = [_known(asdict(row)) for row in self.rows]
         lines = ",\n  ".join(json.dumps(row) for row in rows)
         return json.dumps(head, indent=1)[:-2] + f',\n "rows": [\n  {lines}\n ]\n}}\n'
+
+
+def interquartile_range(values: Sequence[float]) -> float:
+    if len(values) < 2:
+        return 0.0
+    first, _, third = statistics.quantiles(values, n=4, method="inclusive")
+    return third - first
 
 
 def _known(content: dict[str, Any]) -> dict[str, Any]:

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import fcntl
 import logging
-import os
 import statistics
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from gfgen.errors import InputError
 from gfgen.runtime.predict.cost import CostClass
-from gfgen.runtime.predict.profile_file import Profile, ProfileRow, load_profile
+from gfgen.runtime.predict.profile_file import Profile, ProfileRow, interquartile_range, load_profile
 from gfgen.runtime.predict.profile_store import BY_RUNS, write_profile
 from gfgen.system.machine import versions
 
@@ -28,7 +26,6 @@ MAX_ROWS = 500
 """About 150 KB; the rows with the oldest measurements are dropped first."""
 MAX_WEIGHT = 64
 """The most samples that earlier measurements count as, so that a row follows the machine."""
-_LOCK_TIMEOUT_S = 2.0
 
 
 def keep_measured(
@@ -43,7 +40,8 @@ def keep_measured(
         return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(path.with_name(f".{path.name}.lock")):
+        with path.with_name(f".{path.name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
             profile = Profile(
                 device=device,
                 date=time.strftime("%Y-%m-%d"),
@@ -67,20 +65,13 @@ def _rows(classes: Iterable[CostClass], *, share_cores: bool) -> Iterator[Profil
                 stage=stage,
                 degrees=degrees,
                 seconds=seconds,
-                spread_s=round(_spread_s(samples), 6),
+                spread_s=round(interquartile_range(samples), 6),
                 num_samples=len(samples),
                 loaded_s=seconds if share_cores else None,
                 flops=each.flops[stage],
                 state_bytes=each.state_bytes,
                 basis="runs",
             )
-
-
-def _spread_s(samples: Sequence[float]) -> float:
-    if len(samples) < 2:
-        return 0.0
-    first, _, third = statistics.quantiles(samples, n=4, method="inclusive")
-    return third - first
 
 
 def _merged(path: Path, profile: Profile) -> Profile:
@@ -116,25 +107,3 @@ def _mean(old: ProfileRow, new: ProfileRow) -> ProfileRow:
         num_samples=weight + new.num_samples,
         loaded_s=None if new.loaded_s is None else seconds,
     )
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold a lock for one run at a time; the kernel releases it when a process dies.
-
-    Raises: OSError if another run holds it for too long.
-    """
-    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    try:
-        end_s = time.monotonic() + _LOCK_TIMEOUT_S
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > end_s:
-                    raise OSError(f"another run holds {path}") from None
-                time.sleep(0.02)
-        yield
-    finally:
-        os.close(lock)
